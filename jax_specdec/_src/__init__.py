@@ -1,0 +1,1 @@
+"""Implementation of jax_specdec; import from the package itself."""

@@ -1,0 +1,1 @@
+"""The model protocol, a small Llama, its checkpoint format and byte tokenization."""

@@ -1,0 +1,68 @@
+"""Byte-level tokenization: token id = byte of the UTF-8 text, vocabulary 256."""
+
+import codecs
+from collections.abc import Iterable
+
+__all__ = ["BYTE_VOCAB_SIZE", "DOCUMENT_SEPARATOR", "ByteDecoder", "decode", "encode"]
+
+BYTE_VOCAB_SIZE = 256
+"""Size of the vocabulary: one token id per byte value."""
+
+DOCUMENT_SEPARATOR = 0
+"""Token id that stands before, between and after documents: start of text and stop token."""
+
+
+def encode(text: str) -> list[int]:
+    """The UTF-8 bytes of a text as token ids; adds no separator.
+
+    A lone surrogate, which UTF-8 cannot hold, becomes a question mark.
+
+    >>> encode("né")
+    [110, 195, 169]
+    """
+    return list(text.encode("utf-8", errors="replace"))
+
+
+def decode(token_ids: Iterable[int]) -> str:
+    """The text of token ids; bytes that are not valid UTF-8 become U+FFFD.
+
+    Args:
+        token_ids: ids in [0, 256).
+
+    Raises:
+        ValueError: an id is not a byte.
+
+    >>> decode([110, 195, 169])
+    'né'
+    """
+    return ByteDecoder().decode(token_ids, final=True)
+
+
+class ByteDecoder:
+    """Decodes a stream of token ids, holding back characters that are not complete yet.
+
+    The pieces it returns, joined, are what `decode` returns for all ids at once.
+
+    >>> decoder = ByteDecoder()
+    >>> [decoder.decode([token_id]) for token_id in (110, 195, 169)]
+    ['n', '', 'é']
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def decode(self, token_ids: Iterable[int], *, final: bool = False) -> str:
+        """The text that the next ids complete.
+
+        Args:
+            token_ids: the next ids, in [0, 256).
+            final: no more ids follow: an incomplete character becomes U+FFFD.
+
+        Raises:
+            ValueError: an id is not a byte.
+        """
+        token_ids = [int(token_id) for token_id in token_ids]
+        for token_id in token_ids:
+            if not 0 <= token_id < BYTE_VOCAB_SIZE:
+                raise ValueError(f"token_ids must be bytes, in [0, 256), but one is {token_id}.")
+        return self._decoder.decode(bytes(token_ids), final=final)

@@ -1,0 +1,134 @@
+"""The contract between the decoding loop and a model.
+
+The loop knows nothing about architectures. It needs one operation: run some tokens of every
+request through the model at given positions and return logits, with a cache that can be rewound
+for free. Any JAX model that can do this fits.
+"""
+
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+
+__all__ = ["Cache", "CausalModel", "Params"]
+
+Cache = Any
+"""Any pytree of arrays. The loop carries it and hands it back; it never looks inside."""
+
+Params = Any
+"""Any pytree of arrays. The loop passes it to `CausalModel.apply` and never looks inside."""
+
+
+@runtime_checkable
+class CausalModel(Protocol):
+    """A causal language model with a cache that is addressed by absolute position.
+
+    The object itself is static: hashable, compared by value, holding configuration and no arrays,
+    so that it can be a static argument of `jax.jit`. Weights travel separately, as `params`.
+
+    **What a cache means.** It holds what the model remembers of the tokens at absolute positions
+    0, 1, 2, ... of each request. Nothing in it records how many positions are filled: the caller
+    says where it stands with every call. From this follow the two properties that speculative
+    decoding lives on:
+
+    - *Rollback is free.* Drafted tokens that were rejected stay in the cache, at positions that
+      the next call overwrites before anything can attend to them. To roll back, continue from an
+      earlier `start`.
+    - *Right padding is harmless.* Prompts of different lengths are prefilled together as one
+      rectangle; what the padding wrote is overwritten as decoding reaches it.
+
+    A model with a state that cannot be addressed by position (a recurrent one) has to keep enough
+    past states to honour this.
+
+    Example:
+        The smallest model: a bigram table, whose next token depends on the last one alone.
+
+        >>> import dataclasses
+        >>> import jax, jax.numpy as jnp
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Bigram:
+        ...     vocab_size: int
+        ...     def init_cache(self, batch_size, max_length):
+        ...         return ()
+        ...     def apply(self, params, token_ids, start, cache):
+        ...         return params[token_ids], cache
+        >>> model = Bigram(vocab_size=3)
+        >>> isinstance(model, CausalModel)
+        True
+        >>> table = jnp.arange(9.0).reshape(3, 3)
+        >>> logits, _ = model.apply(
+        ...     table, jnp.array([[2, 0]]), jnp.array([0]), model.init_cache(1, 8))
+        >>> logits.tolist()
+        [[[6.0, 7.0, 8.0], [0.0, 1.0, 2.0]]]
+
+        A model that can only score whole sequences, `score(params, tokens [B, T]) -> logits
+        [B, T, V]`, fits as well. Its cache is the token buffer, and every call scores it anew:
+        slow, but exact, because a causal model ignores what stands after a position.
+
+        >>> def score(params, tokens):  # here: sums the rows of a table so far
+        ...     return jnp.cumsum(params[tokens], axis=1)
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class WholeSequence:
+        ...     vocab_size: int
+        ...     def init_cache(self, batch_size, max_length):
+        ...         return jnp.zeros((batch_size, max_length), jnp.int32)
+        ...     def apply(self, params, token_ids, start, cache):
+        ...         positions = start[:, None] + jnp.arange(token_ids.shape[1])[None, :]
+        ...         requests = jnp.arange(token_ids.shape[0])[:, None]
+        ...         cache = cache.at[requests, positions].set(token_ids)
+        ...         return score(params, cache)[requests, positions], cache
+        >>> model = WholeSequence(vocab_size=3)
+        >>> cache = model.init_cache(1, 8)
+        >>> _, cache = model.apply(table, jnp.array([[2, 0]]), jnp.array([0]), cache)
+        >>> logits, cache = model.apply(table, jnp.array([[1]]), jnp.array([1]), cache)  # rollback
+        >>> logits.tolist()
+        [[[9.0, 11.0, 13.0]]]
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """Size V of the vocabulary axis of the logits."""
+        ...
+
+    def init_cache(self, batch_size: int, max_length: int) -> Cache:
+        """An empty cache.
+
+        Args:
+            batch_size: number of requests, B.
+            max_length: number of positions that can be filled per request, T.
+
+        Returns:
+            A pytree of arrays whose shapes depend on B and T alone.
+        """
+        ...
+
+    def apply(
+        self, params: Params, token_ids: jax.Array, start: jax.Array, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
+        """Runs S consecutive tokens of each request through the model.
+
+        Token s of request b stands at absolute position `start[b] + s`. What the model remembers
+        of it is written to that position of the cache, over whatever stood there. It attends to
+        positions 0 to `start[b] + s`, its own included; whatever the cache holds beyond its own
+        position has no influence on its logits.
+
+        The result depends on the tokens and positions only, not on how they were cut into calls:
+        logits of one call with S tokens equal those of S calls with one token, up to the rounding
+        of floating-point sums. Requests do not influence one another.
+
+        The caller guarantees that `start[b] + S <= max_length` and that positions before
+        `start[b]` have been filled. Callers may pass any token id where they ignore the logits
+        (padding): such an id may give meaningless logits, but must not fail or give NaN elsewhere.
+
+        Args:
+            params: the weights.
+            token_ids: `[B, S]` int32. S is static; the loop uses S = 1, S = K + 1 and the length
+                of the padded prompts.
+            start: `[B]` int32, absolute position of the first token of each request.
+            cache: the cache, from `init_cache` or a previous call.
+
+        Returns:
+            Logits `[B, S, V]`, in any float dtype: row `[b, s]` scores the token at position
+            `start[b] + s + 1`. And the cache, of the same structure, shapes and dtypes as the one
+            passed in, so that it can be carried by `jax.lax.while_loop`.
+        """
+        ...
