@@ -1,0 +1,267 @@
+"""Test batches: requests one by one, the packing of them, the oracle's answer and a backend's.
+
+A test writes `Request`s, which say what one request owns, and `pack`s them by a `Layout`, which
+holds everything static, so that many batches share one compilation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_specdec as sd
+from jax_specdec._src import reference
+
+MAX_MARGIN = 1e-5
+"""A backend may differ from the oracle only in decisions closer than this."""
+
+ALMOST_ONE = np.float32(1 - 2.0**-24)
+"""The largest uniform."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What is static about a batch."""
+
+    vocab: int = 8
+    num_speculative_tokens: int = 3
+    num_requests: int = 3
+    num_drafts: int = 9  # N
+    kind: str = "none"  # of draft distribution: none, probs, logits, normalized (logits with it)
+    draft_vocab: int | None = None
+    store_rows: int | None = None  # R; None: row n belongs to draft n
+    has_valid: bool = False
+    has_active: bool = False
+    has_bonus: bool = False
+    vocab_size: int | None = None
+    rates: tuple[float, ...] | None = None  # unconditional; given: synthetic
+    dtype: str = "float32"
+    draft_dtype: str = "float32"
+    race: bool = False
+
+    @property
+    def method(self) -> str:
+        return "standard" if self.rates is None else "synthetic"
+
+    @property
+    def real_vocab(self) -> int:
+        return self.vocab if self.vocab_size is None else self.vocab_size
+
+    @property
+    def stored_vocab(self) -> int:
+        return self.vocab if self.draft_vocab is None else self.draft_vocab
+
+    @property
+    def config(self) -> sd.SpecDecodeConfig:
+        return sd.SpecDecodeConfig(
+            num_speculative_tokens=self.num_speculative_tokens,
+            rejection_sample_method=self.method,
+            synthetic_acceptance_rates=self.rates,
+        )
+
+    def __str__(self) -> str:
+        changed = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return ",".join(changed) or "default"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What one request owns: rows for its drafts and its bonus, and its noise."""
+
+    target: np.ndarray  # [count + 1, V] logits
+    draft_ids: Sequence[int]
+    draft: np.ndarray | None = None  # [count, Vd], as stored
+    log_normalizer: np.ndarray | None = None  # [count]
+    accept: Sequence[float] = ()  # [count]
+    recover: Sequence[float] = (0.5, 0.5)
+    exponential: np.ndarray | None = None  # [V]
+    temperature: float = 1.0
+    bonus: int = 0
+    valid: bool = True
+    active: bool = True
+    bad_rows: frozenset[int] = frozenset()  # positions whose row index lies outside the store
+
+    @property
+    def count(self) -> int:
+        return len(self.draft_ids)
+
+
+EMPTY = Request(target=np.zeros((1, 1)), draft_ids=())
+"""Fills a slot: no drafts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The arguments of a verification."""
+
+    layout: Layout
+    target_logits: Any
+    drafts: sd.Drafts
+    noise: Any
+    temperature: np.ndarray
+    bonus_token_ids: np.ndarray | None = None
+    active: np.ndarray | None = None
+
+    def replace(self, **changes: Any) -> Batch:
+        return dataclasses.replace(self, **changes)
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        arrays = dict(
+            sampling=sd.SamplingParams(temperature=self.temperature),
+            bonus_token_ids=self.bonus_token_ids,
+            active=self.active,
+        )
+        static = dict(config=self.layout.config, vocab_size=self.layout.vocab_size)
+        return (self.target_logits, self.drafts, self.noise), arrays | static
+
+
+def oracle(batch: Batch) -> reference.ReferenceOutput:
+    rates = batch.layout.rates
+    conditional = rates and [
+        rate / before if before else 0.0 for before, rate in itertools.pairwise((1.0, *rates))
+    ]
+    return reference.rejection_sample(
+        batch.target_logits,
+        batch.drafts,
+        batch.noise,
+        temperature=batch.temperature,
+        method=batch.layout.method,
+        num_speculative_tokens=batch.layout.num_speculative_tokens,
+        conditional_rates=conditional,
+        bonus_token_ids=batch.bonus_token_ids,
+        active=batch.active,
+        vocab_size=batch.layout.vocab_size,
+    )
+
+
+_compiled = functools.partial(jax.jit, static_argnames=("config", "vocab_size", "implementation"))(
+    sd.rejection_sample_with_noise
+)
+
+
+def verify(batch: Batch, implementation: str) -> sd.RejectionSampleOutput:
+    """The backend's answer, compiled once per layout, as NumPy arrays."""
+    args, kwargs = batch.arguments()
+    args, arrays = jax.tree.map(jnp.asarray, (args, {k: kwargs.pop(k) for k in _ARRAYS}))
+    return jax.device_get(_compiled(*args, **arrays, **kwargs, implementation=implementation))
+
+
+_ARRAYS = ("sampling", "bonus_token_ids", "active")
+
+
+def check(batch: Batch, got: sd.RejectionSampleOutput) -> int:
+    """Asserts that a backend agrees with the oracle; returns how many close calls differ."""
+    want = oracle(batch)
+    assert got.token_ids.dtype == np.int32
+    assert got.token_ids.shape == want.token_ids.shape
+    close = 0
+    for b in range(len(want.status)):
+        same = all(
+            np.array_equal(getattr(got, name)[b], getattr(want, name)[b])
+            for name in ("token_ids", "num_accepted", "num_emitted", "status")
+        )
+        if same:
+            continue
+        report = (
+            f"request {b} of {batch.layout}: got {got.token_ids[b]} status {got.status[b]},"
+            f" the oracle {want.token_ids[b]} status {want.status[b]},"
+            f" margin {want.margin[b]:.3g}, temperature {batch.temperature[b]}"
+        )
+        print(report)
+        assert want.margin[b] <= MAX_MARGIN, report
+        close += 1
+    return close
+
+
+def pack(requests: Sequence[Request], layout: Layout, seed: int = 0) -> Batch:
+    """One batch of the requests; all that belongs to none of them is filled with rubbish."""
+    rng = np.random.default_rng(seed)
+    requests = [*requests, *[EMPTY] * (layout.num_requests - len(requests))]
+    b, k = layout.num_requests, layout.num_speculative_tokens
+    n, v = layout.num_drafts, layout.vocab
+    counts = np.array([r.count for r in requests])
+    assert counts.sum() <= n
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+
+    target = _rubbish(rng, (n if layout.has_bonus else n + b, v))
+    token_ids = rng.integers(-5, v + 5, n).astype(np.int32)
+    accept, recover = rng.random((b, k)), rng.random((b, 2))
+    exponential = rng.exponential(size=(b, v))
+    stored = n if layout.store_rows is None else layout.store_rows
+    rows = rng.permutation(stored)[:n] if layout.store_rows else np.arange(n)
+    store = _rubbish(rng, (stored, layout.stored_vocab))
+    normalizer = _rubbish(rng, (stored,))
+
+    for i, r in enumerate(requests):
+        start, end = offsets[i], offsets[i + 1]
+        width = r.target.shape[1]
+        first = start if layout.has_bonus else start + i
+        own_rows = r.target[: r.count] if layout.has_bonus else r.target
+        target[first : first + len(own_rows), :width] = own_rows
+        token_ids[start:end] = r.draft_ids
+        accept[i, : r.count] = r.accept if len(r.accept) else 0.5
+        recover[i] = r.recover
+        if r.exponential is not None:
+            exponential[i] = r.exponential
+        if r.draft is not None:
+            store[rows[start:end], : r.draft.shape[1]] = r.draft
+        if r.log_normalizer is not None:
+            normalizer[rows[start:end]] = r.log_normalizer
+    if layout.vocab_size is not None:
+        target[:, layout.vocab_size :] = _rubbish(rng, target[:, layout.vocab_size :].shape)
+
+    indices = rows.astype(np.int32)
+    for i, r in enumerate(requests):
+        for j in r.bad_rows:
+            indices[offsets[i] + j] = (-1, stored)[j % 2]
+    shared = dict(
+        rows=None if layout.store_rows is None else indices,
+        valid=np.array([r.valid for r in requests]) if layout.has_valid else None,
+    )
+    distribution: Any = None
+    if layout.kind == "probs":
+        distribution = sd.DraftProbs(store.astype(np.float32), **shared)
+    elif layout.kind in ("logits", "normalized"):
+        distribution = sd.DraftLogits(
+            _cast(store, layout.draft_dtype),
+            log_normalizer=normalizer.astype(np.float32) if layout.kind == "normalized" else None,
+            **shared,
+        )
+    uniforms = accept.astype(np.float32)
+    return Batch(
+        layout=layout,
+        target_logits=_cast(target, layout.dtype),
+        drafts=sd.Drafts(token_ids, offsets, distribution),
+        noise=sd.RaceNoise(uniforms, exponential.astype(np.float32))
+        if layout.race
+        else sd.Noise(uniforms, recover.astype(np.float32)),
+        temperature=np.array([r.temperature for r in requests], np.float32),
+        bonus_token_ids=np.array([r.bonus for r in requests], np.int32)
+        if layout.has_bonus
+        else None,
+        active=np.array([r.active for r in requests]) if layout.has_active else None,
+    )
+
+
+def _rubbish(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """What memory may hold: numbers, and some NaN and infinities."""
+    x = 10 * rng.standard_normal(shape)
+    bad = rng.random(shape)
+    x[bad < 0.05] = np.nan
+    x[bad > 0.95] = np.inf
+    return x
+
+
+def _cast(x: np.ndarray, dtype: str) -> np.ndarray:
+    return x.astype(jnp.dtype(dtype))
