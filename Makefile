@@ -1,0 +1,61 @@
+# Every target sets itself up: Python, venv, pip, git and make are all it needs.
+# Environments are made again whenever pyproject.toml changes.
+
+PYTHONS = 3.13 3.12 3.11
+PYTEST = -m pytest -q -n 2 $(PYTEST_ARGS)
+PYTEST_ARGS =
+PROMPT = def quicksort(items):
+
+# Everything here runs on the CPU, unless you say `JAX_PLATFORMS=cuda make ...`.
+JAX_PLATFORMS ?= cpu
+export JAX_PLATFORMS
+
+.PHONY: help demo test test-oldest check format bench clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
+
+demo: .venv-demo/installed  ## watch speculative decoding of real text
+	@.venv-demo/bin/jax-specdec generate "$(PROMPT)"
+
+test: check  ## lint, type-check, run every test that is not slow and needs no GPU
+	@echo "test: doctests and tests on the newest JAX"
+	@.venv-test/bin/python $(PYTEST)
+
+test-oldest: .venv-test-oldest/installed  ## the same on Python 3.11 and JAX 0.10.2, without statistics
+	@echo "test-oldest: doctests and tests on the oldest JAX"
+	@.venv-test-oldest/bin/python $(PYTEST) -m "not slow and not statistics and not gpu"
+
+check: .venv-test/installed  ## lint and type-check
+	@echo "check: ruff, mypy"
+	@.venv-test/bin/ruff check --quiet
+	@.venv-test/bin/ruff format --check --quiet
+	@.venv-test/bin/mypy --no-error-summary
+
+format: .venv-test/installed  ## format and sort imports
+	@.venv-test/bin/ruff check --quiet --fix
+	@.venv-test/bin/ruff format
+
+bench: .venv-bench/installed  ## run the benchmarks
+	@set -e; for file in benchmarks/bench_*.py; do \
+		echo "bench: $$file"; .venv-bench/bin/python "$$file"; done
+
+clean:  ## remove the environments made here, and caches
+	rm -rf .venv-demo .venv-test .venv-test-oldest .venv-bench
+	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+
+.venv-demo/installed: pyproject.toml tools/make_venv.sh
+	@tools/make_venv.sh .venv-demo "$(PYTHONS)" -e .
+	@touch $@
+
+.venv-test/installed: pyproject.toml tools/make_venv.sh
+	@tools/make_venv.sh .venv-test "$(PYTHONS)" -e ".[test]"
+	@touch $@
+
+.venv-test-oldest/installed: pyproject.toml tools/make_venv.sh
+	@tools/make_venv.sh .venv-test-oldest 3.11 -e ".[test]" jax==0.10.2 jaxlib==0.10.2
+	@touch $@
+
+.venv-bench/installed: pyproject.toml tools/make_venv.sh
+	@tools/make_venv.sh .venv-bench "$(PYTHONS)" -e ".[bench]"
+	@touch $@

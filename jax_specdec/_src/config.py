@@ -1,0 +1,333 @@
+"""The static configuration of speculative decoding, and schedules of acceptance rates."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self, get_args
+
+import numpy as np
+
+RejectionSampleMethod = Literal["standard", "synthetic"]
+DraftSampleMethod = Literal["greedy", "probabilistic"]
+
+# What this project's peers once called things, and what to write today.
+_RETIRED_KEYS = {
+    "synthetic_acceptance_rate": (
+        "synthetic_acceptance_rate is retired; give synthetic_acceptance_length (for a mean rate r"
+        " over all positions, 1 + r * num_speculative_tokens) or synthetic_acceptance_rates (one"
+        " unconditional rate per position) instead of {value!r}"
+    )
+}
+_RETIRED_CHOICES = {
+    ("draft_sample_method", "gumbel"): (
+        "draft_sample_method='gumbel' is retired; give 'probabilistic' instead"
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpecDecodeConfig:
+    """What to draft and how to verify it: everything static about speculative decoding.
+
+    Immutable and hashable, so it serves as a static argument of ``jax.jit``. Everything is
+    checked when it is built. Rates may be given as a list or a NumPy array; they are stored as a
+    tuple.
+
+    Attributes:
+      num_speculative_tokens: K, the most drafts a request may have in one step; at least 1.
+      rejection_sample_method: ``"standard"`` keeps the output distribution exactly that of the
+        target model. ``"synthetic"`` accepts drafts at given rates whatever the models say; its
+        output is for benchmarks only.
+      draft_sample_method: ``"greedy"`` drafts the argmax of the draft model, which is then verified
+        as a one-hot distribution. ``"probabilistic"`` samples the draft from the draft model's
+        distribution at the request's temperature, and verification uses that distribution.
+      synthetic_acceptance_rates: K unconditional acceptance rates in [0, 1], non-increasing;
+        ``rates[i]`` is the probability that drafts ``0 .. i`` are all accepted. Synthetic only.
+      synthetic_acceptance_length: the mean number of tokens emitted per step, in [1, K + 1],
+        turned into rates by ``acceptance_length_to_rates``. Synthetic only. Synthetic needs exactly
+        one of the two.
+
+    Raises:
+      ValueError: a value is out of range, two fields contradict each other, or a name is unknown.
+      TypeError: a field has the wrong type; a boolean is not a number here.
+
+    Example:
+      >>> config = SpecDecodeConfig(
+      ...     num_speculative_tokens=3,
+      ...     rejection_sample_method="synthetic",
+      ...     synthetic_acceptance_rates=[0.9, 0.45, 0.0],
+      ... )
+      >>> config.conditional_rates
+      (0.9, 0.5, 0.0)
+      >>> SpecDecodeConfig(num_speculative_tokens=0)
+      Traceback (most recent call last):
+      ValueError: num_speculative_tokens must be at least 1, but is 0
+
+    References:
+      The fields follow vLLM's ``SpeculativeConfig``, names and defaults included:
+      https://docs.vllm.ai/en/latest/api/vllm/config/speculative/
+    """
+
+    num_speculative_tokens: int
+    rejection_sample_method: RejectionSampleMethod = "standard"
+    draft_sample_method: DraftSampleMethod = "greedy"
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    synthetic_acceptance_length: float | None = None
+
+    def __post_init__(self) -> None:
+        k = _check_count("num_speculative_tokens", self.num_speculative_tokens)
+        object.__setattr__(self, "num_speculative_tokens", k)
+        _check_choice(
+            "rejection_sample_method", self.rejection_sample_method, get_args(RejectionSampleMethod)
+        )
+        _check_choice("draft_sample_method", self.draft_sample_method, get_args(DraftSampleMethod))
+        self._check_synthetic_fields()
+        if self.synthetic_acceptance_rates is not None:
+            rates = _check_rates(
+                "synthetic_acceptance_rates", self.synthetic_acceptance_rates, non_increasing=True
+            )
+            if len(rates) != k:
+                raise ValueError(
+                    f"synthetic_acceptance_rates must have num_speculative_tokens={k} entries, but"
+                    f" has {len(rates)}: {rates}"
+                )
+            object.__setattr__(self, "synthetic_acceptance_rates", rates)
+        if self.synthetic_acceptance_length is not None:
+            length = _check_real(
+                "synthetic_acceptance_length", self.synthetic_acceptance_length, 1, k + 1
+            )
+            object.__setattr__(self, "synthetic_acceptance_length", length)
+
+    def _check_synthetic_fields(self) -> None:
+        names = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
+        given = [name for name in names if getattr(self, name) is not None]
+        if self.rejection_sample_method == "synthetic":
+            if len(given) != 1:
+                raise ValueError(
+                    "rejection_sample_method='synthetic' needs exactly one of"
+                    f" {' and '.join(names)}, but {'both are' if given else 'neither is'} given:"
+                    f" {', '.join(f'{name}={getattr(self, name)!r}' for name in names)}"
+                )
+        elif given:
+            raise ValueError(
+                f"{given[0]} needs rejection_sample_method='synthetic', but it is"
+                f" {self.rejection_sample_method!r}: {given[0]}={getattr(self, given[0])!r}"
+            )
+
+    @property
+    def unconditional_rates(self) -> tuple[float, ...] | None:
+        """``[K]``: P(drafts 0 .. i all accepted); None unless the method is synthetic."""
+        if self.synthetic_acceptance_length is not None:
+            return acceptance_length_to_rates(
+                self.synthetic_acceptance_length, self.num_speculative_tokens
+            )
+        return self.synthetic_acceptance_rates
+
+    @property
+    def conditional_rates(self) -> tuple[float, ...] | None:
+        """``[K]``: P(draft i accepted given 0 .. i-1 were); None unless the method is synthetic."""
+        rates = self.unconditional_rates
+        return None if rates is None else unconditional_to_conditional_rates(rates)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Builds a config from a dict as JSON or YAML gives it.
+
+        Args:
+          values: field names to values; fields with a default may be absent.
+
+        Returns:
+          The config.
+
+        Raises:
+          ValueError: a key is unknown (the nearest known one is named) or retired (its replacement
+            is named), ``num_speculative_tokens`` is absent, or a value breaks a rule.
+          TypeError: ``values`` is no mapping, or a value has the wrong type.
+
+        Example:
+          >>> SpecDecodeConfig.from_dict({"num_speculative_tokens": 4}).num_speculative_tokens
+          4
+          >>> SpecDecodeConfig.from_dict({"draft_method": "greedy"})
+          Traceback (most recent call last):
+          ValueError: unknown key 'draft_method'; the nearest known key is 'draft_sample_method'
+        """
+        if not isinstance(values, Mapping):
+            raise TypeError(f"values must be a mapping of field names, but is {values!r}")
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key, value in values.items():
+            if key in _RETIRED_KEYS:
+                raise ValueError(_RETIRED_KEYS[key].format(value=value))
+            if key not in known:
+                (nearest,) = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+                raise ValueError(f"unknown key {key!r}; the nearest known key is {nearest!r}")
+        if "num_speculative_tokens" not in values:
+            raise ValueError(
+                f"num_speculative_tokens must be given, but the keys are {list(values)}"
+            )
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields as JSON or YAML can hold them; ``from_dict`` is the inverse.
+
+        Example:
+          >>> SpecDecodeConfig(num_speculative_tokens=4).to_dict()["rejection_sample_method"]
+          'standard'
+        """
+        values = dataclasses.asdict(self)
+        if self.synthetic_acceptance_rates is not None:
+            values["synthetic_acceptance_rates"] = list(self.synthetic_acceptance_rates)
+        return values
+
+
+def acceptance_length_to_rates(length: float, num_speculative_tokens: int) -> tuple[float, ...]:
+    """Turns a mean acceptance length into the schedule of rates with the least variance.
+
+    With ``length - 1 = n + f``, n whole and ``0 <= f < 1``, the schedule is n ones, then f, then
+    zeros: every step accepts n drafts, and one more with probability f.
+
+    Why its variance is the least: let A be the number of accepted drafts, so ``P(A > i) =
+    rates[i]``, and any schedule of this length has mean ``E[A] = sum(rates) = n + f``. A is a
+    whole number and none lies strictly between n and n + 1, so ``(A - n)(A - n - 1) >= 0``
+    always. Taking the mean, ``E[A^2] >= (2n + 1) E[A] - n(n + 1)``, hence ``Var[A] >= f(1 - f)``,
+    with equality only if A is always n or n + 1: the schedule above, and no other.
+
+    Args:
+      length: mean number of tokens emitted per step, the recovered or bonus token included; in
+        ``[1, num_speculative_tokens + 1]``.
+      num_speculative_tokens: K, at least 1.
+
+    Returns:
+      K unconditional rates; ``rates_to_acceptance_length`` of them is ``length`` again, exactly.
+
+    Raises:
+      ValueError: ``length`` or ``num_speculative_tokens`` is out of range.
+      TypeError: an argument is no number.
+
+    Example:
+      >>> acceptance_length_to_rates(2.5, 3)
+      (1.0, 0.5, 0.0)
+
+    References:
+      ``synthetic_acceptance_length`` in vLLM:
+      https://docs.vllm.ai/en/latest/api/vllm/config/speculative/
+    """
+    k = _check_count("num_speculative_tokens", num_speculative_tokens)
+    mean_accepted = _check_real("length", length, 1, k + 1) - 1.0
+    return tuple(min(max(mean_accepted - i, 0.0), 1.0) for i in range(k))
+
+
+def rates_to_acceptance_length(rates: Sequence[float]) -> float:
+    """The mean acceptance length of a schedule: ``1 + sum(rates)``.
+
+    Args:
+      rates: unconditional acceptance rates, each in [0, 1], non-increasing.
+
+    Returns:
+      Mean number of tokens emitted per step, the recovered or bonus token included.
+
+    Raises:
+      ValueError: ``rates`` is empty, increases somewhere, or leaves [0, 1].
+      TypeError: ``rates`` is no sequence of numbers.
+
+    Example:
+      >>> rates_to_acceptance_length([1.0, 0.5, 0.0])
+      2.5
+    """
+    return math.fsum((1.0, *_check_rates("rates", rates, non_increasing=True)))
+
+
+def unconditional_to_conditional_rates(rates: Sequence[float]) -> tuple[float, ...]:
+    """Rates per position given that all before were accepted.
+
+    ``c[0] = r[0]`` and ``c[i] = r[i] / r[i-1]``, 0 where ``r[i-1] = 0``.
+
+    Args:
+      rates: r, unconditional: ``r[i]`` is P(drafts 0 .. i all accepted); in [0, 1], non-increasing.
+
+    Returns:
+      c, conditional: ``c[i]`` is P(draft i accepted given that drafts 0 .. i-1 were).
+
+    Raises:
+      ValueError: ``rates`` is empty, increases somewhere, or leaves [0, 1].
+      TypeError: ``rates`` is no sequence of numbers.
+
+    Example:
+      >>> unconditional_to_conditional_rates([0.9, 0.45, 0.0])
+      (0.9, 0.5, 0.0)
+    """
+    checked = _check_rates("rates", rates, non_increasing=True)
+    pairs = itertools.pairwise((1.0, *checked))
+    return tuple(rate / before if before > 0.0 else 0.0 for before, rate in pairs)
+
+
+def conditional_to_unconditional_rates(rates: Sequence[float]) -> tuple[float, ...]:
+    """Rates for whole prefixes: the running product, ``r[i] = c[0] * ... * c[i]``.
+
+    Args:
+      rates: c, conditional: ``c[i]`` is P(draft i accepted given that drafts 0 .. i-1 were); each
+        in [0, 1], in any order.
+
+    Returns:
+      r, unconditional: ``r[i]`` is P(drafts 0 .. i all accepted); non-increasing.
+
+    Raises:
+      ValueError: ``rates`` is empty or leaves [0, 1].
+      TypeError: ``rates`` is no sequence of numbers.
+
+    Example:
+      >>> conditional_to_unconditional_rates([0.5, 0.5, 1.0])
+      (0.5, 0.25, 0.25)
+    """
+    checked = _check_rates("rates", rates, non_increasing=False)
+    return tuple(itertools.accumulate(checked, lambda product, rate: product * rate))
+
+
+def _check_count(name: str, value: Any) -> int:
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_integer:
+        raise TypeError(f"{name} must be an integer, but is {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, but is {value!r}")
+    return int(value)
+
+
+def _check_real(name: str, value: Any, low: int, high: int) -> float:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number:
+        raise TypeError(f"{name} must be a number, but is {value!r}")
+    if not low <= value <= high:  # true for NaN as well
+        raise ValueError(f"{name} must be in [{low}, {high}], but is {value!r}")
+    return float(value)
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, but is {value!r}")
+    if (name, value) in _RETIRED_CHOICES:
+        raise ValueError(_RETIRED_CHOICES[name, value])
+    if value not in choices:
+        listed = " or ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name} must be {listed}, but is {value!r}")
+
+
+def _check_rates(name: str, rates: Any, *, non_increasing: bool) -> tuple[float, ...]:
+    if isinstance(rates, np.ndarray):
+        rates = rates.tolist()
+    if isinstance(rates, str | bytes) or not isinstance(rates, Sequence):
+        raise TypeError(f"{name} must be a sequence of numbers, but is {rates!r}")
+    if not rates:
+        raise ValueError(f"{name} must have at least one entry, but is {rates!r}")
+    checked = tuple(_check_real(f"{name}[{i}]", rate, 0, 1) for i, rate in enumerate(rates))
+    if non_increasing:
+        for i, (before, rate) in enumerate(itertools.pairwise(checked), start=1):
+            if rate > before:
+                raise ValueError(
+                    f"{name} must be non-increasing, but {name}[{i}]={rate} >"
+                    f" {name}[{i - 1}]={before}"
+                )
+    return checked

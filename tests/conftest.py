@@ -1,0 +1,22 @@
+"""Settings for every test: strict JAX promotion, reproducible hypothesis, GPU tests on a GPU."""
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Compilation makes the first example slow, and a run must be repeatable: no deadline, fixed seed.
+# `pytest --hypothesis-profile=explore` looks further, with a fresh seed each time.
+hypothesis.settings.register_profile(
+    "repeatable", deadline=None, derandomize=True, max_examples=50, database=None
+)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A GPU test that was asked for fails without a GPU: a skip would look like evidence."""
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.fail(f"needs a GPU, but JAX runs on {jax.default_backend()!r}", pytrace=False)

@@ -1,0 +1,496 @@
+"""SpecDecodeConfig and the schedules of acceptance rates."""
+
+import copy
+import dataclasses
+import fractions
+import functools
+import json
+import math
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_specdec._src.config import (
+    SpecDecodeConfig,
+    acceptance_length_to_rates,
+    conditional_to_unconditional_rates,
+    rates_to_acceptance_length,
+    unconditional_to_conditional_rates,
+)
+
+NAN, INF = math.nan, math.inf
+
+
+def synthetic(**fields: Any) -> SpecDecodeConfig:
+    return SpecDecodeConfig(rejection_sample_method="synthetic", **fields)
+
+
+def non_increasing_rates(max_size: int = 32) -> st.SearchStrategy[tuple[float, ...]]:
+    """Schedules whose entries are 0 or large enough that no product of 32 of them underflows."""
+    rate = st.just(0.0) | st.floats(1e-6, 1.0)
+    return st.lists(rate, min_size=1, max_size=max_size).map(
+        lambda rates: tuple(sorted(rates, reverse=True))
+    )
+
+
+# Building a config
+
+
+def test_only_the_number_of_tokens_is_required() -> None:
+    config = SpecDecodeConfig(num_speculative_tokens=4)
+    assert config.to_dict() == {
+        "num_speculative_tokens": 4,
+        "rejection_sample_method": "standard",
+        "draft_sample_method": "greedy",
+        "synthetic_acceptance_rates": None,
+        "synthetic_acceptance_length": None,
+    }
+    assert config.unconditional_rates is None
+    assert config.conditional_rates is None
+
+
+@pytest.mark.parametrize("k", [*range(1, 33), 1000])
+def test_any_number_of_tokens_from_1_builds_every_method(k: int) -> None:
+    SpecDecodeConfig(num_speculative_tokens=k)
+    by_rates = synthetic(num_speculative_tokens=k, synthetic_acceptance_rates=(0.5,) * k)
+    assert by_rates.unconditional_rates == (0.5,) * k
+    assert by_rates.conditional_rates == (0.5,) + (1.0,) * (k - 1)
+    by_length = synthetic(num_speculative_tokens=k, synthetic_acceptance_length=k + 1)
+    assert by_length.unconditional_rates == by_length.conditional_rates == (1.0,) * k
+
+
+def test_synthetic_rates_resolve_to_both_kinds_of_rates() -> None:
+    config = synthetic(num_speculative_tokens=3, synthetic_acceptance_rates=(0.9, 0.45, 0.0))
+    assert config.unconditional_rates == (0.9, 0.45, 0.0)
+    assert config.conditional_rates == (0.9, 0.5, 0.0)
+
+
+def test_synthetic_length_resolves_to_both_kinds_of_rates() -> None:
+    config = synthetic(num_speculative_tokens=3, synthetic_acceptance_length=2.5)
+    assert config.unconditional_rates == (1.0, 0.5, 0.0)
+    assert config.conditional_rates == (1.0, 0.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        [0.5, 0.25],
+        np.array([0.5, 0.25]),
+        np.array([0.5, 0.25], np.float32),
+        (np.float32(0.5), np.float16(0.25)),
+        [fractions.Fraction(1, 2), fractions.Fraction(1, 4)],
+    ],
+)
+def test_rates_become_a_tuple_of_floats(rates: object) -> None:
+    config = synthetic(num_speculative_tokens=np.int64(2), synthetic_acceptance_rates=rates)
+    assert config.synthetic_acceptance_rates == (0.5, 0.25)
+    assert {type(rate) for rate in config.synthetic_acceptance_rates} == {float}
+    assert type(config.num_speculative_tokens) is int
+
+
+BAD_COUNTS = [
+    (0, ValueError, "must be at least 1, but is 0"),
+    (-3, ValueError, "must be at least 1, but is -3"),
+    (True, TypeError, "must be an integer, but is True"),
+    (np.True_, TypeError, "must be an integer, but is np.True_"),
+    (4.0, TypeError, "must be an integer, but is 4.0"),
+    (NAN, TypeError, "must be an integer, but is nan"),
+    ("4", TypeError, "must be an integer, but is '4'"),
+    (None, TypeError, "must be an integer, but is None"),
+]
+
+BAD_CONFIGS = [
+    (
+        dict(rejection_sample_method="block"),
+        ValueError,
+        "rejection_sample_method must be 'standard' or 'synthetic', but is 'block'",
+    ),
+    (
+        dict(rejection_sample_method=None),
+        TypeError,
+        "rejection_sample_method must be a string, but is None",
+    ),
+    (
+        dict(draft_sample_method="random"),
+        ValueError,
+        "draft_sample_method must be 'greedy' or 'probabilistic', but is 'random'",
+    ),
+    (
+        dict(draft_sample_method="gumbel"),
+        ValueError,
+        "draft_sample_method='gumbel' is retired; give 'probabilistic' instead",
+    ),
+    (dict(draft_sample_method=1), TypeError, "draft_sample_method must be a string, but is 1"),
+    (
+        dict(rejection_sample_method="synthetic"),
+        ValueError,
+        "rejection_sample_method='synthetic' needs exactly one of synthetic_acceptance_rates and"
+        " synthetic_acceptance_length, but neither is given:"
+        " synthetic_acceptance_rates=None, synthetic_acceptance_length=None",
+    ),
+    (
+        dict(
+            rejection_sample_method="synthetic",
+            synthetic_acceptance_rates=(0.5, 0.5, 0.5),
+            synthetic_acceptance_length=2.5,
+        ),
+        ValueError,
+        "rejection_sample_method='synthetic' needs exactly one of synthetic_acceptance_rates and"
+        " synthetic_acceptance_length, but both are given:"
+        " synthetic_acceptance_rates=(0.5, 0.5, 0.5), synthetic_acceptance_length=2.5",
+    ),
+    (
+        dict(synthetic_acceptance_rates=(0.5, 0.5, 0.5)),
+        ValueError,
+        "synthetic_acceptance_rates needs rejection_sample_method='synthetic', but it is"
+        " 'standard': synthetic_acceptance_rates=(0.5, 0.5, 0.5)",
+    ),
+    (
+        dict(synthetic_acceptance_length=2.5),
+        ValueError,
+        "synthetic_acceptance_length needs rejection_sample_method='synthetic', but it is"
+        " 'standard': synthetic_acceptance_length=2.5",
+    ),
+]
+
+# In a list of three, `{name}` standing for the argument.
+BAD_RATES = [
+    ((), ValueError, "{name} must have at least one entry, but is ()"),
+    ((0.9, NAN, 0.1), ValueError, "{name}[1] must be in [0, 1], but is nan"),
+    ((INF, 0.5, 0.1), ValueError, "{name}[0] must be in [0, 1], but is inf"),
+    ((0.9, 0.5, -0.1), ValueError, "{name}[2] must be in [0, 1], but is -0.1"),
+    ((1.5, 0.5, 0.1), ValueError, "{name}[0] must be in [0, 1], but is 1.5"),
+    ((10**400, 0.5, 0.1), ValueError, "{name}[0] must be in [0, 1], but is 1000"),
+    ((True, 0.5, 0.1), TypeError, "{name}[0] must be a number, but is True"),
+    (np.array([True, False, False]), TypeError, "{name}[0] must be a number, but is True"),
+    ((0.9, "0.5", 0.1), TypeError, "{name}[1] must be a number, but is '0.5'"),
+    ((0.9, None, 0.1), TypeError, "{name}[1] must be a number, but is None"),
+    ((0.9, 0.5j, 0.1), TypeError, "{name}[1] must be a number, but is 0.5j"),
+    (np.ones((3, 1)), TypeError, "{name}[0] must be a number, but is [1.0]"),
+    ("0.5", TypeError, "{name} must be a sequence of numbers, but is '0.5'"),
+    (b"abc", TypeError, "{name} must be a sequence of numbers, but is b'abc'"),
+    (0.5, TypeError, "{name} must be a sequence of numbers, but is 0.5"),
+    (np.array(0.5), TypeError, "{name} must be a sequence of numbers, but is 0.5"),
+    ({0.5}, TypeError, "{name} must be a sequence of numbers, but is {{0.5}}"),
+    ({"0": 0.5}, TypeError, "{name} must be a sequence of numbers, but is {{'0': 0.5}}"),
+]
+
+BAD_RATES_OR_WRONG_COUNT = [
+    *BAD_RATES,
+    (
+        (0.5, 0.5),
+        ValueError,
+        "{name} must have num_speculative_tokens=3 entries, but has 2: (0.5, 0.5)",
+    ),
+    (
+        [0.5] * 4,
+        ValueError,
+        "{name} must have num_speculative_tokens=3 entries, but has 4: (0.5, 0.5, 0.5, 0.5)",
+    ),
+    (
+        (0.9, 0.5, 0.6),
+        ValueError,
+        "{name} must be non-increasing, but {name}[2]=0.6 > {name}[1]=0.5",
+    ),
+]
+
+BAD_LENGTHS = [
+    (0.99, ValueError, "must be in [1, 4], but is 0.99"),
+    (4.01, ValueError, "must be in [1, 4], but is 4.01"),
+    (NAN, ValueError, "must be in [1, 4], but is nan"),
+    (INF, ValueError, "must be in [1, 4], but is inf"),
+    (-INF, ValueError, "must be in [1, 4], but is -inf"),
+    (True, TypeError, "must be a number, but is True"),
+    ("2.5", TypeError, "must be a number, but is '2.5'"),
+    ([2.5], TypeError, "must be a number, but is [2.5]"),
+]
+
+
+@pytest.mark.parametrize(("count", "error", "message"), BAD_COUNTS)
+def test_a_bad_number_of_tokens_is_refused(
+    count: object, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error) as caught:
+        SpecDecodeConfig(num_speculative_tokens=count)  # type: ignore[arg-type]
+    assert str(caught.value) == f"num_speculative_tokens {message}"
+    with pytest.raises(error) as caught:
+        acceptance_length_to_rates(1.0, count)  # type: ignore[arg-type]
+    assert str(caught.value) == f"num_speculative_tokens {message}"
+
+
+@pytest.mark.parametrize(("fields", "error", "message"), BAD_CONFIGS)
+def test_a_bad_field_is_named_with_its_rule_and_value(
+    fields: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error) as caught:
+        SpecDecodeConfig(**{"num_speculative_tokens": 3, **fields})  # type: ignore[arg-type]
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(("rates", "error", "message"), BAD_RATES_OR_WRONG_COUNT)
+def test_bad_synthetic_rates_are_refused(
+    rates: object, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error) as caught:
+        synthetic(num_speculative_tokens=3, synthetic_acceptance_rates=rates)
+    assert str(caught.value).startswith(message.format(name="synthetic_acceptance_rates"))
+
+
+@pytest.mark.parametrize(("length", "error", "message"), BAD_LENGTHS)
+def test_a_bad_synthetic_length_is_refused(
+    length: object, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error) as caught:
+        synthetic(num_speculative_tokens=3, synthetic_acceptance_length=length)
+    assert str(caught.value) == f"synthetic_acceptance_length {message}"
+
+
+# A config is a value
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SpecDecodeConfig(num_speculative_tokens=4).num_speculative_tokens = 5  # type: ignore[misc]
+
+
+def test_replace_checks_again() -> None:
+    config = synthetic(num_speculative_tokens=2, synthetic_acceptance_rates=(0.5, 0.25))
+    with pytest.raises(ValueError, match="must have num_speculative_tokens=3 entries"):
+        dataclasses.replace(config, num_speculative_tokens=3)
+
+
+def test_configs_built_from_equal_values_are_equal_and_hash_alike() -> None:
+    a = synthetic(num_speculative_tokens=2, synthetic_acceptance_rates=[1, 0])
+    b = synthetic(num_speculative_tokens=np.int32(2), synthetic_acceptance_rates=np.array([1.0, 0]))
+    c = synthetic(num_speculative_tokens=2, synthetic_acceptance_rates=(1.0, 0.5))
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a != c
+    assert len({a, b, c}) == 2
+    assert copy.deepcopy(a) == a
+    assert pickle.loads(pickle.dumps(a)) == a
+
+
+def test_equal_configs_share_one_compilation() -> None:
+    traced = []
+
+    @functools.partial(jax.jit, static_argnames="config")
+    def scaled(x: jax.Array, config: SpecDecodeConfig) -> jax.Array:
+        traced.append(config)
+        return x * config.num_speculative_tokens
+
+    for rates in ([0.5, 0.25], (0.5, 0.25), np.array([0.5, 0.25])):
+        config = synthetic(num_speculative_tokens=2, synthetic_acceptance_rates=rates)
+        assert scaled(jax.numpy.float32(3.0), config=config) == 6.0
+    assert len(traced) == 1
+    assert scaled(jax.numpy.float32(3.0), config=SpecDecodeConfig(num_speculative_tokens=4)) == 12.0
+    assert len(traced) == 2
+
+
+# Dicts
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SpecDecodeConfig(num_speculative_tokens=4, draft_sample_method="probabilistic"),
+        synthetic(num_speculative_tokens=2, synthetic_acceptance_rates=(0.5, 0.25)),
+        synthetic(num_speculative_tokens=2, synthetic_acceptance_length=1.1),
+    ],
+)
+def test_a_config_survives_a_round_trip_through_json(config: SpecDecodeConfig) -> None:
+    assert SpecDecodeConfig.from_dict(config.to_dict()) == config
+    assert SpecDecodeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        (
+            {"num_speculative_token": 4},
+            ValueError,
+            "unknown key 'num_speculative_token'; the nearest known key is"
+            " 'num_speculative_tokens'",
+        ),
+        (
+            {"num_speculative_tokens": 4, "rejection_method": "standard"},
+            ValueError,
+            "unknown key 'rejection_method'; the nearest known key is 'rejection_sample_method'",
+        ),
+        (
+            {"num_speculative_tokens": 4, 7: "standard"},
+            ValueError,
+            "unknown key 7; the nearest known key is",
+        ),
+        (
+            {"num_speculative_tokens": 4, "synthetic_acceptance_rate": 0.6},
+            ValueError,
+            "synthetic_acceptance_rate is retired; give synthetic_acceptance_length (for a mean"
+            " rate r over all positions, 1 + r * num_speculative_tokens) or"
+            " synthetic_acceptance_rates (one unconditional rate per position) instead of 0.6",
+        ),
+        (
+            {"num_speculative_tokens": 4, "draft_sample_method": "gumbel"},
+            ValueError,
+            "draft_sample_method='gumbel' is retired; give 'probabilistic' instead",
+        ),
+        (
+            {"draft_sample_method": "greedy"},
+            ValueError,
+            "num_speculative_tokens must be given, but the keys are ['draft_sample_method']",
+        ),
+        (
+            {"num_speculative_tokens": "4"},
+            TypeError,
+            "num_speculative_tokens must be an integer, but is '4'",
+        ),
+        ([("num_speculative_tokens", 4)], TypeError, "values must be a mapping of field names"),
+        (None, TypeError, "values must be a mapping of field names, but is None"),
+    ],
+)
+def test_from_dict_says_what_is_wrong(values: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        SpecDecodeConfig.from_dict(values)  # type: ignore[arg-type]
+    assert message in str(caught.value)
+
+
+# Schedules
+
+
+@pytest.mark.parametrize(
+    ("length", "k", "rates"),
+    [
+        (2.5, 3, (1.0, 0.5, 0.0)),
+        (1.0, 4, (0.0, 0.0, 0.0, 0.0)),
+        (5.0, 4, (1.0, 1.0, 1.0, 1.0)),
+        (1, 1, (0.0,)),
+        (2, 1, (1.0,)),
+        (1.25, 1, (0.25,)),
+        (3, 4, (1.0, 1.0, 0.0, 0.0)),
+        (np.float32(4.75), 4, (1.0, 1.0, 1.0, 0.75)),
+    ],
+)
+def test_a_length_becomes_ones_a_fraction_and_zeros(
+    length: float, k: int, rates: tuple[float, ...]
+) -> None:
+    assert acceptance_length_to_rates(length, k) == rates
+
+
+@given(st.integers(1, 32).flatmap(lambda k: st.tuples(st.just(k), st.floats(1, k + 1))))
+def test_the_schedule_of_a_length_has_exactly_that_length(case: tuple[int, float]) -> None:
+    k, length = case
+    rates = acceptance_length_to_rates(length, k)
+    assert len(rates) == k
+    assert rates_to_acceptance_length(rates) == length
+
+
+def variance_of_accepted(rates: tuple[float, ...]) -> float:
+    """Var[A] of the accepted count A from P(A = a) itself, with a in 0 .. K."""
+    survival = (1.0, *rates, 0.0)
+    p = [survival[a] - survival[a + 1] for a in range(len(rates) + 1)]
+    mean = math.fsum(a * p[a] for a in range(len(p)))
+    return math.fsum((a - mean) ** 2 * p[a] for a in range(len(p)))
+
+
+@given(non_increasing_rates())
+def test_no_schedule_of_the_same_length_varies_less(rates: tuple[float, ...]) -> None:
+    best = acceptance_length_to_rates(rates_to_acceptance_length(rates), len(rates))
+    assert math.isclose(sum(best), sum(rates), abs_tol=1e-12)
+    assert variance_of_accepted(best) <= variance_of_accepted(rates) + 1e-12
+    fraction = sum(rates) % 1.0
+    assert math.isclose(variance_of_accepted(best), fraction * (1 - fraction), abs_tol=1e-9)
+
+
+def test_a_schedule_that_spreads_the_same_length_varies_more() -> None:
+    draw = random.Random(0)
+    for k in (2, 5, 32):
+        rates = tuple(sorted((draw.uniform(0.1, 0.9) for _ in range(k)), reverse=True))
+        best = acceptance_length_to_rates(rates_to_acceptance_length(rates), k)
+        assert variance_of_accepted(best) < variance_of_accepted(rates) - 0.01
+
+
+@pytest.mark.parametrize(
+    ("unconditional", "conditional"),
+    [
+        ((0.9, 0.45, 0.0), (0.9, 0.5, 0.0)),
+        ((0.8, 0.0, 0.0), (0.8, 0.0, 0.0)),
+        ((1.0,) * 32, (1.0,) * 32),
+        ((0.0,), (0.0,)),
+        ((0.5, 0.5, 0.5), (0.5, 1.0, 1.0)),
+        ((1.0, 1e-300, 5e-324), (1.0, 1e-300, 5e-324 / 1e-300)),
+    ],
+)
+def test_unconditional_rates_become_conditional(
+    unconditional: tuple[float, ...], conditional: tuple[float, ...]
+) -> None:
+    assert unconditional_to_conditional_rates(unconditional) == conditional
+
+
+@pytest.mark.parametrize(
+    ("conditional", "unconditional"),
+    [
+        ((0.5, 0.5, 1.0), (0.5, 0.25, 0.25)),
+        ((0.25, 0.5), (0.25, 0.125)),
+        ((0.5, 0.0, 0.7), (0.5, 0.0, 0.0)),
+        ((1.0,) * 32, (1.0,) * 32),
+    ],
+)
+def test_conditional_rates_become_unconditional(
+    conditional: tuple[float, ...], unconditional: tuple[float, ...]
+) -> None:
+    assert conditional_to_unconditional_rates(conditional) == unconditional
+
+
+@given(non_increasing_rates())
+def test_unconditional_rates_survive_a_round_trip(rates: tuple[float, ...]) -> None:
+    conditional = unconditional_to_conditional_rates(rates)
+    assert all(0.0 <= rate <= 1.0 for rate in conditional)
+    np.testing.assert_allclose(conditional_to_unconditional_rates(conditional), rates, rtol=1e-14)
+
+
+@given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=32))
+def test_conditional_rates_survive_a_round_trip(rates: list[float]) -> None:
+    unconditional = conditional_to_unconditional_rates(rates)
+    np.testing.assert_allclose(unconditional_to_conditional_rates(unconditional), rates, rtol=1e-14)
+
+
+@pytest.mark.parametrize(("rates", "error", "message"), BAD_RATES)
+@pytest.mark.parametrize(
+    "function",
+    [
+        rates_to_acceptance_length,
+        unconditional_to_conditional_rates,
+        conditional_to_unconditional_rates,
+    ],
+)
+def test_schedule_functions_refuse_bad_rates(
+    function: Callable[[object], object], rates: object, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error) as caught:
+        function(rates)
+    assert str(caught.value).startswith(message.format(name="rates"))
+
+
+@pytest.mark.parametrize(
+    "function", [rates_to_acceptance_length, unconditional_to_conditional_rates]
+)
+def test_unconditional_rates_must_not_increase(function: Callable[[object], object]) -> None:
+    with pytest.raises(ValueError, match="rates must be non-increasing") as caught:
+        function([0.5, 0.5, 0.6])
+    assert str(caught.value) == "rates must be non-increasing, but rates[2]=0.6 > rates[1]=0.5"
+
+
+@pytest.mark.parametrize(("length", "error", "message"), BAD_LENGTHS)
+def test_acceptance_length_to_rates_refuses_a_bad_length(
+    length: float, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error) as caught:
+        acceptance_length_to_rates(length, 3)
+    assert str(caught.value) == f"length {message}"

@@ -1,0 +1,237 @@
+"""The rules that hold the repository together: layers, documentation, packaging."""
+
+import ast
+import graphlib
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import typing
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import jax_specdec
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "jax_specdec"
+MAX_LINES = 400
+
+# Who may import whom: a unit imports units of its own layer and of those above it in this list,
+# without cycles. A unit is a file or folder of jax_specdec or jax_specdec/_src; "" is
+# jax_specdec/__init__.py.
+LAYERS = (
+    {"_src", "compat"},
+    {"types", "config"},
+    {"ragged", "noise", "sampling"},
+    {"verify"},
+    {"models", "drafting", "serving"},
+    {"reference"},
+    {""},
+    {"cli", "__main__"},
+)
+ONLY_IMPORTS = {"reference": {"types"}}  # the oracle shares nothing with what it judges
+
+MARKDOWN = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "notebooks/**/*.md")
+    for path in ROOT.glob(pattern)
+)
+
+
+# Layers
+
+
+def imports_by_module(package: Path) -> dict[str, set[str]]:
+    """Every module of the package, and the modules of the package that it imports anywhere."""
+    files = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        files[".".join(part for part in parts if part != "__init__")] = path
+    return {name: set(_imports(name, path, files)) for name, path in files.items()}
+
+
+def _imports(name: str, path: Path, files: dict[str, Path]) -> Iterator[str]:
+    root = name.partition(".")[0]
+    parent = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = importlib.util.resolve_name("." * node.level + (node.module or ""), parent)
+            targets = [f"{module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for target in targets:
+            while target not in files and "." in target:
+                target = target.rpartition(".")[0]
+            if target.partition(".")[0] == root and target != name:
+                yield target
+
+
+def unit_of(module: str) -> str:
+    parts = module.split(".")[1:]
+    if parts[:1] == ["_src"] and len(parts) > 1:
+        parts = parts[1:]
+    return parts[0] if parts else ""
+
+
+def layer_violations(imports: dict[str, set[str]]) -> list[str]:
+    layer_of = {unit: i for i, units in enumerate(LAYERS) for unit in units}
+    found = []
+    for module, targets in imports.items():
+        for target in sorted(targets):
+            source, sink = unit_of(module), unit_of(target)
+            for unit in (source, sink):
+                if unit not in layer_of:
+                    found.append(f"{module}: give {unit!r} a place in LAYERS")
+                    layer_of[unit] = len(LAYERS)
+            allowed = ONLY_IMPORTS.get(source)
+            if allowed is not None and sink not in allowed | {source}:
+                found.append(f"{module} imports {target}, but only {sorted(allowed)} are allowed")
+            elif layer_of[sink] > layer_of[source]:
+                found.append(f"{module} imports {target}, which lies above it")
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        found.append(f"import cycle: {' <- '.join(error.args[1])}")
+    return found
+
+
+def test_imports_run_one_way() -> None:
+    assert layer_violations(imports_by_module(PACKAGE)) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "code", "violation"),
+    [
+        ("_src/types.py", "from jax_specdec._src import ragged", "which lies above it"),
+        ("_src/types.py", "import jax_specdec as sd", "which lies above it"),
+        ("_src/verify/api.py", "from ..serving.loop import generate", "which lies above it"),
+        ("_src/verify/api.py", "def f():\n    import jax_specdec.cli", "which lies above it"),
+        ("_src/reference.py", "from jax_specdec._src import config", "only ['types'] are allowed"),
+        ("_src/config.py", "from jax_specdec._src.types import x", "import cycle"),
+        ("_src/novel.py", "from jax_specdec._src import types", "give 'novel' a place"),
+    ],
+)
+def test_an_import_that_breaks_the_layers_is_found(
+    tmp_path: Path, file: str, code: str, violation: str
+) -> None:
+    package = tmp_path / "jax_specdec"
+    good = {
+        "__init__.py": "from jax_specdec._src.verify.api import verify",
+        "_src/__init__.py": "",
+        "_src/types.py": "from jax_specdec._src.config import K",
+        "_src/config.py": "import jax",
+        "_src/ragged.py": "from . import types",
+        "_src/reference.py": "from jax_specdec._src.types import x",
+        "_src/verify/__init__.py": "",
+        "_src/verify/api.py": "from jax_specdec._src import types, ragged",
+        "_src/serving/loop.py": "from ..verify import api",
+        "cli.py": "import jax_specdec as sd",
+        "__main__.py": "from jax_specdec import cli",
+    }
+    for name, text in good.items():
+        package.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
+        package.joinpath(name).write_text(text)
+    assert layer_violations(imports_by_module(package)) == []
+    package.joinpath(file).write_text(code)
+    assert violation in "\n".join(layer_violations(imports_by_module(package)))
+
+
+def test_no_source_file_is_too_long() -> None:
+    lines = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert {path: n for path, n in lines.items() if n > MAX_LINES} == {}
+
+
+# Public names
+
+
+def test_public_names_are_sorted_and_exist() -> None:
+    assert list(jax_specdec.__all__) == sorted(set(jax_specdec.__all__))
+    assert [name for name in jax_specdec.__all__ if not hasattr(jax_specdec, name)] == []
+
+
+def test_public_names_are_documented_with_an_example() -> None:
+    public = {name: getattr(jax_specdec, name) for name in jax_specdec.__all__}
+    callables = {
+        name: thing
+        for name, thing in public.items()
+        if callable(thing) and typing.get_origin(thing) is None  # no example for a type alias
+    }
+    # Not inspect.getdoc, which would answer with the docstring of a base class.
+    undocumented = [name for name, thing in callables.items() if ">>>" not in (thing.__doc__ or "")]
+    assert undocumented == []
+
+
+# Packaging
+
+
+def project() -> dict[str, object]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_versions_agree() -> None:
+    version = project()["version"]
+    assert jax_specdec.__version__ == version
+    assert re.search(rf"^## \[?{re.escape(str(version))}\b", read("CHANGELOG.md"), re.MULTILINE)
+
+
+def test_the_license_is_apache_2() -> None:
+    assert project()["license"] == "Apache-2.0"
+    text = " ".join(read("LICENSE").split())
+    assert text.startswith(
+        "Apache License Version 2.0, January 2004 http://www.apache.org/licenses/"
+    )
+    for number in range(1, 10):
+        assert f" {number}. " in text
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_the_wheel_carries_every_file_of_the_package(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PACKAGE, source / "jax_specdec", ignore=ignore)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    offline = ["--no-deps", "--no-build-isolation", "--no-index"]
+    command = [*pip, "wheel", *offline, "--wheel-dir", str(tmp_path), str(source)]
+    subprocess.run(command, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    expected = {
+        path.relative_to(source).as_posix()
+        for path in (source / "jax_specdec").rglob("*")
+        if path.is_file()
+    }
+    assert packed == expected
+    assert "jax_specdec/py.typed" in packed
+
+
+# Documents
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+@pytest.mark.parametrize("path", MARKDOWN, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_relative_links_lead_somewhere(path: Path) -> None:
+    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    links = re.findall(r"\]\(([^)\s]+)\)", prose)
+    local = [link.partition("#")[0] for link in links if not re.match(r"[a-z]+:|#", link)]
+    assert [link for link in local if not (path.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("path", MARKDOWN, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_make_targets_that_documents_name_exist(path: Path) -> None:
+    targets = set(re.findall(r"^([a-z][a-z-]*):", read("Makefile"), re.MULTILINE))
+    named = set(re.findall(r"(?:`|^)make ([a-z][a-z-]*)", path.read_text(), re.MULTILINE))
+    assert named - targets == set()
+    if path.name == "README.md" and path.parent == ROOT:
+        assert {"demo", "test"} <= named
