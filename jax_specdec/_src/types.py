@@ -1,0 +1,324 @@
+"""The pytrees that flow between the stages of speculative decoding.
+
+Letters used for shapes, here and everywhere:
+
+======  =====================================================================
+``B``   requests in the batch
+``K``   ``num_speculative_tokens``: the most drafts a request may have
+``N``   length of the flattened draft axis, at least the sum of draft counts
+``R``   rows of a draft distribution's storage
+``V``   vocabulary of the target
+``Vd``  vocabulary of the drafter, ``Vd <= V``
+======  =====================================================================
+
+Request ``b`` owns the drafts ``cu[b] .. cu[b+1]-1`` of the flattened axis, where ``cu`` is
+``cu_num_draft_tokens``, and the ``count + 1`` rows of ``target_logits [N+B, V]`` from
+``cu[b] + b`` on: one per draft position, then the bonus row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import jax
+import jax.numpy as jnp
+
+PLACEHOLDER_TOKEN_ID = -1
+"""Fills ``token_ids`` after the last emitted token, and marks a position without a proposal."""
+
+
+class Status(enum.IntEnum):
+    """What became of a request; anything but ``OK`` emits no token.
+
+    >>> Status(2).name
+    'BAD_TARGET_ROW'
+    """
+
+    OK = 0
+    """The request emitted ``num_emitted`` tokens."""
+    INACTIVE = 1
+    """The slot is empty; none of its rows were read."""
+    BAD_TARGET_ROW = 2
+    """A visited row of target logits holds NaN or +inf, or nothing finite."""
+    BAD_DRAFT_ROW = 3
+    """A visited draft row is not a distribution, or its index is out of range."""
+    BAD_INPUT = 4
+    """Temperature negative or not finite, offsets not sorted or out of range, count above K."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftProbs:
+    """Draft distributions stored as probabilities, used as given.
+
+    Attributes:
+      probs: ``[R, Vd]`` float32. Row ``rows[n]`` is the distribution draft ``n`` was drawn from.
+      rows: ``[N]`` int32, or None where row ``n`` belongs to draft ``n`` (then ``R == N``).
+      valid: ``[B]`` bool, or None for all true. A request whose entry is false is verified
+        one-hot, as if no distribution had been stored for it; its rows are not read.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> distribution = DraftProbs(jnp.array([[0.5, 0.5], [0.1, 0.9]]))
+      >>> distribution.probs.shape
+      (2, 2)
+    """
+
+    probs: jax.Array
+    rows: jax.Array | None = None
+    valid: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftLogits:
+    """Draft distributions stored as raw logits: ``q = softmax(float32(row) / temperature)``.
+
+    Attributes:
+      logits: ``[R, Vd]``, float32, bfloat16 or float16, before temperature. Row ``rows[n]`` is
+        what draft ``n`` was drawn from, rounded to this dtype *before* it was drawn.
+      rows: ``[N]`` int32, or None where row ``n`` belongs to draft ``n`` (then ``R == N``).
+      valid: ``[B]`` bool, or None for all true; see `DraftProbs`.
+      log_normalizer: ``[R]`` float32, or None to have it computed. Entry ``r`` is
+        ``logsumexp(float32(logits[r]) / temperature)`` over the ids the drafter could draw.
+        Storing it spares one read of every draft row but the one that is resampled from.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> distribution = DraftLogits(jnp.zeros((3, 8), jnp.bfloat16))
+      >>> distribution.log_normalizer is None
+      True
+    """
+
+    logits: jax.Array
+    rows: jax.Array | None = None
+    valid: jax.Array | None = None
+    log_normalizer: jax.Array | None = None
+
+
+DraftDistribution = DraftProbs | DraftLogits
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Drafts:
+    """The proposed tokens of a batch, flattened, and where each request's begin.
+
+    Attributes:
+      token_ids: ``[N]`` int32, one request after another; what lies past the last offset is
+        padding. An id outside ``[0, V)`` means that no proposal was made there: verification
+        of that request ends and its token is sampled from the target, as a bonus would be.
+      cu_num_draft_tokens: ``[B+1]`` int32, exclusive cumulative offsets with a leading 0.
+      distribution: what the drafts were drawn from; None for drafts without probabilities
+        (n-gram lookup, a greedy drafter), which are verified as one-hot.
+
+    A token that a grammar forbids keeps its id here; put the mask into the target row. Then
+    ``p(x) = 0`` rejects it and the residual is right.
+
+    Example:
+      Two requests, one with two drafts, one with none:
+
+      >>> import jax.numpy as jnp
+      >>> drafts = Drafts.from_flat(jnp.array([7, 3]), jnp.array([2, 0]))
+      >>> drafts.cu_num_draft_tokens.tolist()
+      [0, 2, 2]
+    """
+
+    token_ids: jax.Array
+    cu_num_draft_tokens: jax.Array
+    distribution: DraftDistribution | None = None
+
+    @classmethod
+    def from_flat(
+        cls,
+        token_ids: jax.Array,
+        num_draft_tokens: jax.Array,
+        distribution: DraftDistribution | None = None,
+    ) -> Drafts:
+        """Drafts from flattened ids and a count per request.
+
+        Args:
+          token_ids: ``[N]`` int32.
+          num_draft_tokens: ``[B]`` int32, each at most K, their sum at most N.
+          distribution: rows per flattened draft, or None for one-hot.
+
+        Returns:
+          Drafts; `target_logits` is then ``[N+B, V]``.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> Drafts.from_flat(jnp.array([5, 6, 9]), jnp.array([1, 2])).cu_num_draft_tokens.tolist()
+          [0, 1, 3]
+        """
+        counts = jnp.asarray(num_draft_tokens, jnp.int32)
+        cu = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+        return cls(jnp.asarray(token_ids, jnp.int32), cu, distribution)
+
+    @classmethod
+    def from_dense(
+        cls,
+        token_ids: jax.Array,
+        num_draft_tokens: jax.Array | None = None,
+        distribution: DraftDistribution | None = None,
+    ) -> Drafts:
+        """Drafts from a rectangle of ids; nothing of the vocabulary's size is copied.
+
+        Every request owns K draft positions and K + 1 target rows: pass
+        ``target_logits.reshape(B * (K + 1), V)``. Ids past a request's count become -1 (no
+        proposal), so the row after its last draft serves as its bonus row.
+
+        Args:
+          token_ids: ``[B, K]`` int32.
+          num_draft_tokens: ``[B]`` int32, or None where all K ids are proposals.
+          distribution: `DraftProbs` or `DraftLogits` whose storage is ``[B, K, Vd]`` or
+            ``[B*K, Vd]`` (then ``log_normalizer`` is ``[B, K]`` or ``[B*K]``), or None.
+
+        Returns:
+          Drafts with ``N = B * K``.
+
+        Raises:
+          ValueError: `token_ids` is not two-dimensional.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> drafts = Drafts.from_dense(jnp.array([[7, 3], [4, 0]]), jnp.array([2, 1]))
+          >>> drafts.token_ids.tolist(), drafts.cu_num_draft_tokens.tolist()
+          ([7, 3, 4, -1], [0, 2, 4])
+        """
+        ids = jnp.asarray(token_ids, jnp.int32)
+        if ids.ndim != 2:
+            raise ValueError(f"token_ids must be [B, K], but its shape is {ids.shape}")
+        batch, k = ids.shape
+        if num_draft_tokens is not None:
+            counts = jnp.asarray(num_draft_tokens, jnp.int32)
+            past_count = jnp.arange(k, dtype=jnp.int32)[None, :] >= counts[:, None]
+            ids = jnp.where(past_count, PLACEHOLDER_TOKEN_ID, ids)
+        cu = jnp.arange(batch + 1, dtype=jnp.int32) * k
+        return cls(ids.reshape(-1), cu, _flatten_storage(distribution))
+
+
+def _flatten_storage(distribution: DraftDistribution | None) -> DraftDistribution | None:
+    def flat(x: jax.Array | None, trailing: int) -> jax.Array | None:
+        return x if x is None else x.reshape((-1, *x.shape[x.ndim - trailing :]))
+
+    if isinstance(distribution, DraftProbs):
+        return dataclasses.replace(
+            distribution, probs=flat(distribution.probs, 1), rows=flat(distribution.rows, 0)
+        )
+    if isinstance(distribution, DraftLogits):
+        return dataclasses.replace(
+            distribution,
+            logits=flat(distribution.logits, 1),
+            rows=flat(distribution.rows, 0),
+            log_normalizer=flat(distribution.log_normalizer, 0),
+        )
+    return None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How each request samples.
+
+    Attributes:
+      temperature: ``[B]`` float32. ``p = softmax(float32(logits) / temperature)``; 0 is greedy.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> SamplingParams(temperature=jnp.array([0.0, 0.8])).temperature.shape
+      (2,)
+    """
+
+    temperature: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Noise:
+    """Explicit randomness of one verification, all of it independent uniforms on [0, 1).
+
+    Attributes:
+      accept: ``[B, K]`` float32, one per draft position of each request (not flattened: entry
+        ``[b, j]`` belongs to draft ``j`` of request ``b``): accept iff ``u * q(x) < p(x)``.
+      recover: ``[B, 2]`` float32: the first picks a tile of the vocabulary, the second a
+        token inside it, each by inverse CDF.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> Noise(accept=jnp.zeros((2, 4)), recover=jnp.zeros((2, 2))).recover.shape
+      (2, 2)
+    """
+
+    accept: jax.Array
+    recover: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RaceNoise:
+    """Explicit randomness whose last token is the winner of an exponential race.
+
+    For comparing with other systems token by token (XLA only): the recovered or bonus token is
+    ``argmax(weight / exponential)``, ties to the lowest id.
+
+    Attributes:
+      accept: ``[B, K]`` float32 uniforms on [0, 1), one per draft position of each request.
+      exponential: ``[B, V]`` float32, Exp(1) samples.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> RaceNoise(accept=jnp.zeros((2, 4)), exponential=jnp.ones((2, 8))).exponential.shape
+      (2, 8)
+    """
+
+    accept: jax.Array
+    exponential: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RejectionSampleOutput:
+    """What one verification emits.
+
+    Attributes:
+      token_ids: ``[B, K+1]`` int32: accepted tokens, then one recovered or bonus token, then
+        `PLACEHOLDER_TOKEN_ID`.
+      num_accepted: ``[B]`` int32, drafts kept.
+      num_emitted: ``[B]`` int32, tokens emitted: accepted + 1, or 0 where `status` is not OK.
+      status: ``[B]`` int32, a `Status`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> zero = jnp.zeros((1,), jnp.int32)
+      >>> output = RejectionSampleOutput(jnp.array([[4, 2, -1]]), zero + 1, zero + 2, zero)
+      >>> parse_output(output)
+      [[4, 2]]
+    """
+
+    token_ids: jax.Array
+    num_accepted: jax.Array
+    num_emitted: jax.Array
+    status: jax.Array
+
+
+def parse_output(output: RejectionSampleOutput) -> list[list[int]]:
+    """The emitted tokens of each request, as Python lists (reads the arrays on the host).
+
+    Args:
+      output: what `rejection_sample` returned, outside jit.
+
+    Returns:
+      One list per request, `num_emitted` long; empty where `status` is not OK.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> ids = jnp.array([[4, 2, -1], [-1, -1, -1]])
+      >>> output = RejectionSampleOutput(
+      ...     ids, jnp.array([1, 0]), jnp.array([2, 0]), jnp.array([0, int(Status.INACTIVE)])
+      ... )
+      >>> parse_output(output)
+      [[4, 2], []]
+    """
+    token_ids, num_emitted = jax.device_get((output.token_ids, output.num_emitted))
+    return [row[:n].tolist() for row, n in zip(token_ids, num_emitted, strict=True)]

@@ -1,0 +1,280 @@
+"""`rejection_sample`: checks, noise, dispatch to a backend."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jax_specdec._src import ragged, sampling as sampling_lib
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.noise import draw_noise
+from jax_specdec._src.types import (
+    DraftDistribution,
+    Drafts,
+    Noise,
+    RaceNoise,
+    RejectionSampleOutput,
+    SamplingParams,
+    Status,
+)
+from jax_specdec._src.verify import checks, xla
+from jax_specdec._src.verify.decide import Request
+
+Implementation = Literal["xla", "mosaic_gpu"]
+
+
+def rejection_sample(
+    target_logits: jax.Array,
+    drafts: Drafts,
+    *,
+    sampling: SamplingParams,
+    keys: jax.Array,
+    positions: jax.Array,
+    config: SpecDecodeConfig,
+    bonus_token_ids: jax.Array | None = None,
+    active: jax.Array | None = None,
+    vocab_size: int | None = None,
+    implementation: Implementation | None = None,
+) -> RejectionSampleOutput:
+    """Verify drafts against the target: accept a prefix of each, then emit one more token.
+
+    With ``p = softmax(float32(target_logits) / temperature)`` and ``q`` the draft distribution,
+    a draft ``x`` is accepted iff ``u * q(x) < p(x)``; at the first rejection the token is drawn
+    from ``(p - q)+``, and from ``p`` once all are accepted. The tokens a request emits are
+    distributed as if the target had sampled them one by one. Temperature 0 is greedy: drafts
+    stay while they equal the target's argmax. ``config`` may ask for synthetic acceptance
+    instead. All requests are independent: none changes another's tokens.
+
+    Works under `jit`, `lax.while_loop`, `lax.scan` and `jax.export`; ``config``, ``vocab_size``
+    and ``implementation`` are static.
+
+    Args:
+      target_logits: ``[N+B, V]`` float32, bfloat16 or float16, straight from the model. Request
+        b owns ``count + 1`` rows from ``cu[b] + b`` on: one per draft, then the bonus row.
+        ``[N, V]`` where `bonus_token_ids` is given: draft j's row is j.
+      drafts: the proposed tokens and what they were drawn from.
+      sampling: per-request temperature.
+      keys: ``[B]`` typed keys, one per request, the same on every step.
+      positions: ``[B]`` int32, absolute position of each request's first draft. It must grow
+        with every step, as the length of the sequence does; noise repeats where it repeats.
+      config: static settings.
+      bonus_token_ids: ``[B]`` int32, the tokens to emit after full acceptance, if the caller
+        samples them. A request that an id out of range ends early samples from its own row.
+      active: ``[B]`` bool; a false slot emits nothing and its rows are not read.
+      vocab_size: ids from it on are padding of the vocabulary axis: weight 0, whatever the
+        logits hold there.
+      implementation: "xla", "mosaic_gpu", or None for the first that supports the call. A named
+        one never falls back.
+
+    Returns:
+      `RejectionSampleOutput`. A request that could not be verified emits nothing, its
+      ``status`` says why, and its neighbours are untouched.
+
+    Raises:
+      TypeError: an argument of the wrong type or dtype, at trace time.
+      ValueError: shapes that do not fit, at trace time.
+      NotImplementedError: the named implementation cannot serve this call.
+
+    Numerics:
+      Sums and comparisons are float32; uniforms have 24 bits, so an acceptance probability is
+      met to 2**-24. On one backend and compilation a request's tokens are bit-identical whoever
+      else is in the batch, in whatever slot, however padded. Across backends they agree unless
+      a compared quantity lies within 1e-5 relative of its threshold.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> drafts = sd.Drafts.from_flat(jnp.array([2, 0, 1]), jnp.array([2, 1]))
+      >>> logits = jnp.log(jnp.array(  # 3 drafts + 2 requests = 5 rows
+      ...     [[0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]], float))
+      >>> output = sd.rejection_sample(
+      ...     logits, drafts,
+      ...     sampling=sd.SamplingParams(temperature=jnp.array([0.0, 1.0])),
+      ...     keys=jax.random.split(jax.random.key(0), 2),
+      ...     positions=jnp.array([5, 9]),
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2))
+      >>> sd.parse_output(output)
+      [[2, 3], [1, 2]]
+
+    References:
+      Leviathan et al., arXiv 2211.17192. Chen et al., arXiv 2302.01318.
+    """
+    _check(target_logits, drafts, sampling, config, bonus_token_ids, active, vocab_size)
+    checks.check_keys(keys, positions, sampling.temperature.shape[0])
+    return _rejection_sample(
+        target_logits,
+        drafts,
+        (keys, positions),
+        sampling,
+        bonus_token_ids,
+        active,
+        config=config,
+        vocab_size=vocab_size,
+        implementation=_choose(implementation),
+    )
+
+
+def rejection_sample_with_noise(
+    target_logits: jax.Array,
+    drafts: Drafts,
+    noise: Noise | RaceNoise,
+    *,
+    sampling: SamplingParams,
+    config: SpecDecodeConfig,
+    bonus_token_ids: jax.Array | None = None,
+    active: jax.Array | None = None,
+    vocab_size: int | None = None,
+    implementation: Implementation | None = None,
+) -> RejectionSampleOutput:
+    """`rejection_sample` with its randomness given, number by number.
+
+    For tests, for comparing with other systems, and for callers with their own generators.
+    `rejection_sample` equals this with ``draw_noise(keys, positions, K)``.
+
+    Args:
+      target_logits: as in `rejection_sample`.
+      drafts: as in `rejection_sample`.
+      noise: `Noise`, or `RaceNoise` to draw the last token by an exponential race (XLA only).
+      sampling: as in `rejection_sample`.
+      config: as in `rejection_sample`.
+      bonus_token_ids: as in `rejection_sample`.
+      active: as in `rejection_sample`.
+      vocab_size: as in `rejection_sample`.
+      implementation: as in `rejection_sample`.
+
+    Returns:
+      `RejectionSampleOutput`.
+
+    Raises:
+      TypeError: an argument of the wrong type or dtype, at trace time.
+      ValueError: shapes that do not fit, at trace time.
+      NotImplementedError: the named implementation cannot serve this call.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> output = sd.rejection_sample_with_noise(
+      ...     jnp.log(jnp.array([[0.5, 0.5], [0.1, 0.9]])),
+      ...     sd.Drafts.from_flat(jnp.array([0]), jnp.array([1])),
+      ...     sd.Noise(accept=jnp.array([[0.7]]), recover=jnp.zeros((1, 2))),
+      ...     sampling=sd.SamplingParams(temperature=jnp.ones(1)),
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=1))
+      >>> sd.parse_output(output)  # 0.7 * 1 >= 0.5: rejected, and 1 is all that is left
+      [[1]]
+    """
+    _check(target_logits, drafts, sampling, config, bonus_token_ids, active, vocab_size)
+    batch, k = sampling.temperature.shape[0], config.num_speculative_tokens
+    checks.check_noise(noise, batch, k, target_logits.shape[1])
+    return _rejection_sample(
+        target_logits,
+        drafts,
+        noise,
+        sampling,
+        bonus_token_ids,
+        active,
+        config=config,
+        vocab_size=vocab_size,
+        implementation=_choose(implementation),
+    )
+
+
+def _check(
+    target_logits: jax.Array,
+    drafts: Drafts,
+    sampling: SamplingParams,
+    config: SpecDecodeConfig,
+    bonus_token_ids: jax.Array | None,
+    active: jax.Array | None,
+    vocab_size: int | None,
+) -> None:
+    if not isinstance(config, SpecDecodeConfig):
+        raise TypeError(f"config must be a SpecDecodeConfig, but it is {config!r:.80}")
+    k = config.num_speculative_tokens
+    checks.check_call(target_logits, drafts, sampling, k, bonus_token_ids, active, vocab_size)
+
+
+def _choose(implementation: Implementation | None) -> Implementation:
+    if implementation == "mosaic_gpu":
+        raise NotImplementedError(
+            "implementation='mosaic_gpu' is not built yet; use 'xla', or None to choose by call"
+        )
+    if implementation not in (None, "xla"):
+        raise ValueError(
+            f"implementation must be 'xla', 'mosaic_gpu' or None, but it is {implementation!r}"
+        )
+    return "xla"
+
+
+@functools.partial(jax.jit, static_argnames=("config", "vocab_size", "implementation"))
+def _rejection_sample(
+    target_logits: jax.Array,
+    drafts: Drafts,
+    randomness: Noise | RaceNoise | tuple[jax.Array, jax.Array],
+    sampling: SamplingParams,
+    bonus_token_ids: jax.Array | None,
+    active: jax.Array | None,
+    *,
+    config: SpecDecodeConfig,
+    vocab_size: int | None,
+    implementation: Implementation,
+) -> RejectionSampleOutput:
+    del implementation
+    k = config.num_speculative_tokens
+    noise = draw_noise(*randomness, k) if isinstance(randomness, tuple) else randomness
+    requests = _requests(drafts, noise, sampling, bonus_token_ids, active, k)
+    if target_logits.shape[0] == 0:  # no drafts anywhere, and the bonus given: no row to read
+        target_logits = jnp.zeros((1, target_logits.shape[1]), target_logits.dtype)
+    return xla.verify(
+        requests,
+        target_logits,
+        _readable(drafts.distribution),
+        size=target_logits.shape[1] if vocab_size is None else int(vocab_size),
+        conditional_rates=config.conditional_rates,
+    )
+
+
+def _requests(
+    drafts: Drafts,
+    noise: Noise | RaceNoise,
+    sampling: SamplingParams,
+    bonus_token_ids: jax.Array | None,
+    active: jax.Array | None,
+    k: int,
+) -> Request:
+    layout = ragged.unpack(drafts, k, has_bonus_rows=bonus_token_ids is None)
+    temperature = sampling.temperature
+    valid_input = layout.in_bounds & sampling_lib.is_valid_temperature(temperature)
+    status = jnp.where(valid_input, int(Status.OK), int(Status.BAD_INPUT)).astype(jnp.int32)
+    if active is not None:
+        status = jnp.where(active, status, int(Status.INACTIVE))
+
+    distribution = _readable(drafts.distribution)
+    stored = jnp.full(temperature.shape, distribution is not None)
+    if distribution is not None and distribution.valid is not None:
+        stored = distribution.valid
+    return Request(
+        first_row=layout.first_row,
+        num_drafts=layout.num_drafts,
+        token_ids=layout.token_ids,
+        draft_rows=layout.draft_rows,
+        stored=stored,
+        inv_temperature=sampling_lib.inverse_temperature(temperature),
+        greedy=temperature == 0,
+        accept=noise.accept,
+        recover=noise.recover if isinstance(noise, Noise) else None,
+        exponential=noise.exponential if isinstance(noise, RaceNoise) else None,
+        bonus_token_id=bonus_token_ids,
+        status=status,
+    )
+
+
+def _readable(distribution: DraftDistribution | None) -> DraftDistribution | None:
+    """The distribution, unless its storage is empty: then there are no drafts either."""
+    if distribution is None or jax.tree.leaves(distribution)[0].shape[0] == 0:
+        return None
+    return distribution
+
+

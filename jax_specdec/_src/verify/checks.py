@@ -1,0 +1,142 @@
+"""Shape and dtype checks, at trace time: each error names the argument, the rule and what came."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_specdec._src.types import DraftLogits, DraftProbs, Drafts, Noise, RaceNoise, SamplingParams
+
+_LOGITS = ("float32", "bfloat16", "float16")
+
+
+def _array(name: str, x: Any, shape: tuple[Any, ...], dtypes: tuple[str, ...], why: str) -> None:
+    """Check one argument; entries of `shape` are sizes, or letters that may be anything."""
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise TypeError(f"{name} must be an array {why}, but it is {x!r:.80}")
+    sizes = [want if isinstance(want, int) else got for want, got in zip(shape, x.shape)]
+    if len(shape) != len(x.shape) or list(x.shape) != sizes:
+        raise ValueError(f"{name} must have shape {why}, but its shape is {list(x.shape)}")
+    if str(x.dtype) not in dtypes:
+        raise TypeError(f"{name} must be {' or '.join(dtypes)}, but it is {x.dtype}")
+
+
+def check_call(
+    target_logits: Any,
+    drafts: Any,
+    sampling: Any,
+    num_speculative_tokens: int,
+    bonus_token_ids: Any,
+    active: Any,
+    vocab_size: Any,
+) -> None:
+    """Check everything but the noise.
+
+    Raises:
+      TypeError: an argument is not an array, or not of its dtype.
+      ValueError: a shape does not fit the others.
+    """
+    if not isinstance(drafts, Drafts):
+        raise TypeError(f"drafts must be a Drafts, but it is {drafts!r:.80}")
+    if not isinstance(sampling, SamplingParams):
+        raise TypeError(f"sampling must be a SamplingParams, but it is {sampling!r:.80}")
+    cu = drafts.cu_num_draft_tokens
+    _array("drafts.token_ids", drafts.token_ids, ("N",), ("int32",), "[N]")
+    _array("drafts.cu_num_draft_tokens", cu, ("B+1",), ("int32",), "[B+1]")
+    batch, n = cu.shape[0] - 1, drafts.token_ids.shape[0]
+    if batch < 0:
+        raise ValueError("drafts.cu_num_draft_tokens must have shape [B+1], but it is empty")
+
+    if bonus_token_ids is None:
+        rows, why = n + batch, f"[N+B, V] = [{n}+{batch}, V]"
+    else:
+        rows, why = n, f"[N, V] = [{n}, V] (bonus_token_ids is given)"
+        _array("bonus_token_ids", bonus_token_ids, (batch,), ("int32",), f"[B] = [{batch}]")
+    _array("target_logits", target_logits, (rows, "V"), _LOGITS, why)
+    v = target_logits.shape[1]
+    if v < 1:
+        raise ValueError("target_logits must have at least one column, but its V is 0")
+    if vocab_size is not None:
+        if isinstance(vocab_size, bool) or not isinstance(vocab_size, (int, np.integer)):
+            raise TypeError(f"vocab_size must be a static int, but it is {vocab_size!r:.80}")
+        if not 1 <= vocab_size <= v:
+            raise ValueError(f"vocab_size must be in [1, V] = [1, {v}], but it is {vocab_size}")
+
+    _array("sampling.temperature", sampling.temperature, (batch,), ("float32",), f"[B] = [{batch}]")
+    if active is not None:
+        _array("active", active, (batch,), ("bool",), f"[B] = [{batch}]")
+    if drafts.distribution is not None:
+        _check_distribution(drafts.distribution, batch, n, v)
+
+
+def _check_distribution(distribution: Any, batch: int, n: int, v: int) -> None:
+    if isinstance(distribution, DraftProbs):
+        storage_name, storage, dtypes = "probs", distribution.probs, ("float32",)
+    elif isinstance(distribution, DraftLogits):
+        storage_name, storage, dtypes = "logits", distribution.logits, _LOGITS
+    else:
+        raise TypeError(
+            "drafts.distribution must be None, a DraftProbs or a DraftLogits, but it is "
+            f"{distribution!r:.80}"
+        )
+    name = f"drafts.distribution.{storage_name}"
+    _array(name, storage, ("R", "Vd"), dtypes, "[R, Vd]")
+    r, vd = storage.shape
+    if not 1 <= vd <= v:
+        raise ValueError(f"{name} must have 1 to V = {v} columns, but it has {vd}")
+    if distribution.rows is not None:
+        rows = distribution.rows
+        _array("drafts.distribution.rows", rows, (n,), ("int32",), f"[N] = [{n}]")
+        if r == 0 and n > 0:
+            raise ValueError(f"{name} must have at least one row, but it has none")
+    elif r != n:
+        raise ValueError(f"{name} must have N = {n} rows where rows is None, but it has {r}")
+    if distribution.valid is not None:
+        valid = distribution.valid
+        _array("drafts.distribution.valid", valid, (batch,), ("bool",), f"[B] = [{batch}]")
+    if isinstance(distribution, DraftLogits) and distribution.log_normalizer is not None:
+        _array(
+            "drafts.distribution.log_normalizer",
+            distribution.log_normalizer,
+            (r,),
+            ("float32",),
+            f"[R] = [{r}]",
+        )
+
+
+def check_noise(noise: Any, batch: int, k: int, v: int) -> None:
+    """Check explicit noise.
+
+    Raises:
+      TypeError: not a `Noise` or `RaceNoise`, or not float32.
+      ValueError: a shape does not fit.
+    """
+    if not isinstance(noise, (Noise, RaceNoise)):
+        raise TypeError(f"noise must be a Noise or a RaceNoise, but it is {noise!r:.80}")
+    _array("noise.accept", noise.accept, (batch, k), ("float32",), f"[B, K] = [{batch}, {k}]")
+    if isinstance(noise, Noise):
+        _array("noise.recover", noise.recover, (batch, 2), ("float32",), f"[B, 2] = [{batch}, 2]")
+    else:
+        exponential = noise.exponential
+        why = f"[B, V] = [{batch}, {v}]"
+        _array("noise.exponential", exponential, (batch, v), ("float32",), why)
+
+
+def check_keys(keys: Any, positions: Any, batch: int) -> None:
+    """Check keys and positions.
+
+    Raises:
+      TypeError: `keys` are not typed keys, or `positions` are not int32.
+      ValueError: a shape does not fit.
+    """
+    if not isinstance(keys, jax.Array) or not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
+        raise TypeError(
+            "keys must be typed keys [B], as jax.random.key and jax.random.split give, but "
+            f"it is {keys!r:.80}"
+        )
+    if keys.shape != (batch,):
+        raise ValueError(f"keys must have shape [B] = [{batch}], but its shape is {keys.shape}")
+    _array("positions", positions, (batch,), ("int32",), f"[B] = [{batch}]")

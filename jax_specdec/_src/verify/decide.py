@@ -1,0 +1,189 @@
+"""Phase 2: one request's walk over its positions, and the tokens it emits.
+
+`visit` looks at one position and judges it by the rules; `emit` turns the number accepted into
+tokens. Both are functions of one request: a backend maps them over the batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
+from jax_specdec._src.verify import greedy, probabilistic, tiles
+from jax_specdec._src.verify.resample import Source, resample
+from jax_specdec._src.verify.rows import DraftRows, DraftScale, TargetRows
+
+
+class Request(NamedTuple):
+    """What verification knows of one request besides its rows (batched: a leading ``[B]``).
+
+    Attributes:
+      first_row: ``[]`` int32, target row of the first position.
+      num_drafts: ``[]`` int32.
+      token_ids: ``[K]`` int32, -1 past ``num_drafts``.
+      draft_rows: ``[K]`` int32.
+      stored: ``[]`` bool, whether its draft distribution is stored; else one-hot.
+      inv_temperature: ``[]`` float32.
+      greedy: ``[]`` bool.
+      accept: ``[K]`` float32 uniforms.
+      recover: ``[2]`` float32 uniforms, or None where `exponential` is given.
+      exponential: ``[V]`` float32 noise of a race, or None.
+      bonus_token_id: ``[]`` int32, or None where the bonus row follows the draft rows.
+      status: ``[]`` int32, not OK where the request must not be looked at.
+    """
+
+    first_row: jax.Array
+    num_drafts: jax.Array
+    token_ids: jax.Array
+    draft_rows: jax.Array
+    stored: jax.Array
+    inv_temperature: jax.Array
+    greedy: jax.Array
+    accept: jax.Array
+    recover: jax.Array | None
+    exponential: jax.Array | None
+    bonus_token_id: jax.Array | None
+    status: jax.Array
+
+    @property
+    def num_rows(self) -> jax.Array:
+        """Target rows it owns."""
+        return self.num_drafts + (1 if self.bonus_token_id is None else 0)
+
+    def place(self, position: jax.Array) -> jax.Array:
+        """`position` as an index into the ``[K]`` arrays."""
+        return jnp.minimum(position, self.token_ids.shape[0] - 1)
+
+    def is_proposed(self, position: jax.Array, size: int) -> jax.Array:
+        """Whether a proposal was made at a position: an id in range."""
+        token_id = self.token_ids[self.place(position)]
+        return (position < self.num_drafts) & (token_id >= 0) & (token_id < size)
+
+
+class Visit(NamedTuple):
+    """What a request's position showed.
+
+    Attributes:
+      accepted: ``[]`` bool.
+      status: ``[]`` int32.
+      stats: statistics of the target row.
+      scale: normalizer of the draft row; unit where none was needed.
+    """
+
+    accepted: jax.Array
+    status: jax.Array
+    stats: tiles.RowStats
+    scale: DraftScale
+
+    @classmethod
+    def nothing(cls, size: int) -> Visit:
+        """Stands for a position not visited."""
+        zeros = jnp.zeros((tiles.num_tiles(size),), jnp.float32)
+        return cls(
+            jnp.bool_(False),
+            jnp.int32(Status.OK),
+            tiles.RowStats(zeros, zeros),
+            DraftScale.unit(),
+        )
+
+
+def read_rows(
+    request: Request, position: jax.Array, target: TargetRows, draft: DraftRows | None
+) -> Visit:
+    """Read the rows of one position, judging the rows only."""
+    inv = request.inv_temperature
+    stats = target.stats(request.first_row + position, inv, request.greedy)
+    status = jnp.where(jnp.isfinite(stats.peak), Status.OK, Status.BAD_TARGET_ROW)
+    scale = DraftScale.unit()
+    if draft is not None:
+        proposed = request.is_proposed(position, target.size)
+        scale = lax.cond(
+            proposed & request.stored & ~request.greedy,
+            lambda: draft.scale(request.draft_rows[request.place(position)], inv),
+            DraftScale.unit,
+        )
+        bad_draft = (status == Status.OK) & scale.bad
+        status = jnp.where(bad_draft, Status.BAD_DRAFT_ROW, status)
+    return Visit(jnp.bool_(False), status.astype(jnp.int32), stats, scale)
+
+
+def visit(
+    request: Request, position: jax.Array, target: TargetRows, draft: DraftRows | None
+) -> Visit:
+    """Read the rows of one position and judge its draft by the greedy or the standard rule."""
+    seen = read_rows(request, position, target, draft)
+    row, inv, stats = request.first_row + position, request.inv_temperature, seen.stats
+    place = request.place(position)
+    token_id = request.token_ids[place]
+
+    p = jnp.exp((target.at(row, token_id) - stats.peak) * inv) / jnp.sum(stats.masses(inv))
+    q, status = jnp.float32(1), seen.status
+    proposed = request.is_proposed(position, target.size)
+    if draft is not None:
+        stored_q = draft.at(request.draft_rows[place], token_id, seen.scale, inv)
+        uses_q = proposed & request.stored & ~request.greedy
+        q = jnp.where(uses_q, stored_q, q)
+        bad_q = uses_q & ~((q >= 0) & (q < jnp.inf)) & (status == Status.OK)
+        status = jnp.where(bad_q, Status.BAD_DRAFT_ROW, status)
+
+    accepted = lax.cond(
+        request.greedy,
+        lambda: greedy.accepts(token_id, target.best(row, stats)),
+        lambda: probabilistic.accepts(request.accept[place], p, q),
+    )
+    return seen._replace(accepted=proposed & accepted & (status == Status.OK), status=status)
+
+
+def emit(
+    request: Request,
+    num_accepted: jax.Array,
+    last: Visit,
+    target: TargetRows,
+    draft: DraftRows | None,
+) -> RejectionSampleOutput:
+    """One request's tokens: the accepted ones, then one drawn from the last row visited.
+
+    Args:
+      request: the request.
+      num_accepted: ``[]`` int32, drafts kept.
+      last: what was seen at position `num_accepted`; its `accepted` is not looked at.
+      target: target rows.
+      draft: draft rows, or None.
+
+    Returns:
+      Output without the batch axis.
+    """
+    row, place = request.first_row + num_accepted, request.place(num_accepted)
+    rejected = request.is_proposed(num_accepted, target.size)
+    source = Source(
+        row=row,
+        draft_row=request.draft_rows[place],
+        token_id=jnp.clip(request.token_ids[place], 0, target.size - 1),
+        stats=last.stats,
+        scale=last.scale,
+        from_residual=rejected & request.stored,
+        without_token=rejected & ~request.stored,
+        inv_temperature=request.inv_temperature,
+    )
+    token_id, bad_draft = lax.cond(
+        request.greedy,
+        lambda: (target.best(row, last.stats), jnp.bool_(False)),
+        lambda: resample(source, target, draft, request.recover, request.exponential),
+    )
+    if request.bonus_token_id is not None:
+        all_accepted = num_accepted == request.num_drafts
+        token_id = jnp.where(all_accepted, request.bonus_token_id, token_id)
+        bad_draft &= ~all_accepted
+
+    status = jnp.where((last.status == Status.OK) & bad_draft, Status.BAD_DRAFT_ROW, last.status)
+    ok = status == Status.OK
+    position = jnp.arange(request.token_ids.shape[0] + 1, dtype=jnp.int32)
+    drafts = jnp.append(request.token_ids, jnp.int32(PLACEHOLDER_TOKEN_ID))
+    emitted = jnp.where(position == num_accepted, token_id, drafts)
+    emitted = jnp.where(ok & (position <= num_accepted), emitted, PLACEHOLDER_TOKEN_ID)
+    accepted = jnp.where(ok, num_accepted, 0)
+    return RejectionSampleOutput(emitted, accepted, jnp.where(ok, accepted + 1, 0), status)

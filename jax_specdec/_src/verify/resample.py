@@ -1,0 +1,143 @@
+"""Phase 3 on XLA: the recovered or bonus token of one request, from one row."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_specdec._src.verify import probabilistic, tiles
+from jax_specdec._src.verify.rows import DraftRows, DraftScale, TargetRows
+
+
+class Source(NamedTuple):
+    """What one request's last token is drawn from.
+
+    Attributes:
+      row: ``[]`` int32, target row.
+      draft_row: ``[]`` int32, draft row, if the residual needs it.
+      token_id: ``[]`` int32, the rejected draft.
+      stats: statistics of the target row.
+      scale: normalizer of the draft row.
+      from_residual: ``[]`` bool, weights ``(p - q)+``.
+      without_token: ``[]`` bool, weights ``p`` with `token_id` removed: a rejected one-hot draft.
+      inv_temperature: ``[]`` float32.
+    """
+
+    row: jax.Array
+    draft_row: jax.Array
+    token_id: jax.Array
+    stats: tiles.RowStats
+    scale: DraftScale
+    from_residual: jax.Array
+    without_token: jax.Array
+    inv_temperature: jax.Array
+
+
+def resample(
+    source: Source,
+    target: TargetRows,
+    draft: DraftRows | None,
+    recover: jax.Array | None,
+    exponential: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Draw the token. No weight left to draw from means drawing from ``p``.
+
+    Args:
+      source: what to draw from.
+      target: target rows.
+      draft: draft rows, or None where no request has any.
+      recover: ``[2]`` uniforms for tile and token, or None for a race.
+      exponential: ``[V]`` Exp(1) noise of a race, or None.
+
+    Returns:
+      ``(token_id [], draft_is_bad [])``.
+    """
+    inv, stats = source.inv_temperature, source.stats
+    relative = stats.masses(inv)
+    total = jnp.sum(relative)
+    p_masses = relative / total
+
+    def p_of(entries: jax.Array) -> jax.Array:
+        return jnp.exp((entries - stats.peak) * inv) / total
+
+    # A rejected one-hot draft: only the tile that holds it changes.
+    token_tile = source.token_id // tiles.TILE
+    kept = _tile_weights(source, target, token_tile)
+    rest = jnp.sum(jnp.where(_tile_ids(token_tile) == source.token_id, 0.0, kept))
+    tile_scale = jnp.exp((stats.max[token_tile] - stats.peak) * inv) / total
+    rest_masses = p_masses.at[token_tile].set(rest * tile_scale, mode="drop")
+
+    residual_masses = jnp.zeros_like(p_masses)
+    if draft is not None:
+        residual_masses = lax.cond(
+            source.from_residual,
+            lambda: _residual_masses(source, target, draft, p_masses, p_of),
+            lambda: jnp.zeros_like(p_masses),
+        )
+    bad = jnp.isnan(jnp.sum(residual_masses)) | (source.from_residual & source.scale.bad)
+
+    from_residual = source.from_residual & (jnp.sum(residual_masses) > 0)
+    without_token = source.without_token & (jnp.sum(rest_masses) > 0)
+    masses = jnp.where(without_token, rest_masses, p_masses)
+    masses = jnp.where(from_residual, residual_masses, masses)
+
+    def weights_of(ids: jax.Array, p_weights: jax.Array) -> jax.Array:
+        """Weights of `ids`, whose weight under ``p`` is `p_weights` up to a factor."""
+        weights = jnp.where(without_token & (ids == source.token_id), 0.0, p_weights)
+        if draft is not None:
+            q = draft.at(source.draft_row, ids, source.scale, inv)
+            residual = probabilistic.residual(p_of(target.at(source.row, ids)), q)
+            weights = jnp.where(from_residual, residual, weights)
+        return weights
+
+    if exponential is not None:
+        ids = jnp.arange(target.size, dtype=jnp.int32)
+        weights = weights_of(ids, p_of(target.at(source.row, ids)))
+        score = jnp.where(weights > 0, weights / exponential[: target.size], -1.0)
+        return tiles.first(score == jnp.max(score)), bad
+
+    assert recover is not None
+    tile = tiles.pick(masses, recover[0])
+    p_weights = _tile_weights(source, target, tile)
+    weights = weights_of(_tile_ids(tile), p_weights)
+    # Rounding can leave a tile of tiny residual mass without a positive weight of its own.
+    weights = jnp.where(jnp.sum(weights) > 0, weights, p_weights)
+    return tile * tiles.TILE + tiles.pick(weights, recover[1]), bad
+
+
+def _tile_ids(tile: jax.Array) -> jax.Array:
+    return tile * tiles.TILE + jnp.arange(tiles.TILE, dtype=jnp.int32)
+
+
+def _tile_weights(source: Source, target: TargetRows, tile: jax.Array) -> jax.Array:
+    """``p`` inside a tile, relative to its largest weight, so that none underflows whole."""
+    entries = target.at(source.row, _tile_ids(tile))
+    largest = source.stats.max.at[tile].get(mode="clip")
+    return jnp.exp((entries - largest) * source.inv_temperature)
+
+
+def _residual_masses(
+    source: Source, target: TargetRows, draft: DraftRows, p_masses: jax.Array, p_of: Any
+) -> jax.Array:
+    """``sum((p - q)+)`` of each tile; past the drafter's vocabulary that is ``p``."""
+    shared = min(tiles.num_tiles(draft.size) * tiles.TILE, target.size)
+
+    def read(start: Any, length: int) -> tuple[jax.Array, jax.Array]:
+        p_entries = lax.dynamic_slice(target.logits, (source.row, start), (1, length))[0]
+        available = min(length, draft.size - start) if isinstance(start, int) else length
+        q_entries = draft.read(source.draft_row, start, available)
+        missing = length - available
+        if missing:
+            q_entries = jnp.pad(q_entries, (0, missing), constant_values=draft.fill)
+        return p_entries.astype(jnp.float32), q_entries
+
+    def mass(p_entries: jax.Array, q_entries: jax.Array) -> jax.Array:
+        q = draft.probs(q_entries, source.scale, source.inv_temperature)
+        return jnp.sum(probabilistic.residual(p_of(p_entries), q), axis=1)
+
+    whole = min(draft.size, shared)
+    masses = tiles.map_tiles(mass, read, (-jnp.inf, draft.fill), shared, draft.chunk, whole)
+    return jnp.concatenate([masses, p_masses[masses.shape[0] :]])

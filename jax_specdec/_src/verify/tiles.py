@@ -1,0 +1,123 @@
+"""A row of the vocabulary in tiles: statistics, and the two-level inverse CDF.
+
+`TILE` is counted from id 0 on every backend, so that every backend picks the same token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+TILE = 2048
+CHUNK = 4 * TILE
+"""Ids per trip of a loop over one row: small enough to stay in the nearest cache."""
+
+
+class RowStats(NamedTuple):
+    """What one read of a row of logits leaves behind.
+
+    Attributes:
+      max: ``[T]`` float32, largest logit of each tile, before temperature.
+      sum: ``[T]`` float32, ``sum(exp((logit - max) / temperature))`` of each tile.
+    """
+
+    max: jax.Array
+    sum: jax.Array
+
+    @property
+    def peak(self) -> jax.Array:
+        """``[]`` largest logit of the row; not finite where the row is not a distribution."""
+        return jnp.max(self.max)
+
+    def masses(self, inv_temperature: jax.Array) -> jax.Array:
+        """``[T]`` weight of each tile, relative to the weight of the largest logit."""
+        return self.sum * jnp.exp((self.max - self.peak) * inv_temperature)
+
+
+def num_tiles(size: int) -> int:
+    """Tiles that ``size`` ids fill, the last one perhaps in part."""
+    return -(-size // TILE)
+
+
+def map_tiles(
+    fn: Callable[..., Any],
+    read: Callable[[Any, int], tuple[jax.Array, ...]],
+    fill: tuple[float, ...],
+    size: int,
+    chunk: int | None,
+    whole: int | None = None,
+) -> Any:
+    """Apply a function to every tile of one or more rows, reading each once.
+
+    Args:
+      fn: maps arrays ``[n, TILE]`` to a pytree of arrays ``[n]``.
+      read: ``read(start, length)`` gives the rows' entries as arrays ``[length]``.
+      fill: stands for the entries past `size`, one per row.
+      size: how many ids.
+      chunk: ids per trip of a loop, a multiple of TILE; None for no loop.
+      whole: ids that every row has, where rows differ in length: the loop stays inside them.
+
+    Returns:
+      The results of `fn`, ``[num_tiles(size)]`` each.
+    """
+
+    def tiles(start: Any, length: int) -> Any:
+        pad = num_tiles(length) * TILE - length
+        rows = read(start, length)
+        padded = (
+            jnp.pad(row, (0, pad), constant_values=value) if pad else row
+            for row, value in zip(rows, fill, strict=True)
+        )
+        return fn(*(row.reshape(-1, TILE) for row in padded))
+
+    trips = (size if whole is None else whole) // chunk if chunk else 0
+    parts = []
+    if trips and chunk:
+        looped = lax.map(lambda i: tiles(i * chunk, chunk), jnp.arange(trips, dtype=jnp.int32))
+        parts.append(jax.tree.map(lambda x: x.reshape(-1), looped))
+    done = trips * chunk if chunk else 0
+    if done < size:
+        parts.append(tiles(done, size - done))
+    return jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
+
+
+def maxima(x: jax.Array) -> RowStats:
+    """Statistics of tiles ``[n, TILE]`` that greedy needs: no sum."""
+    m = jnp.max(x, axis=1)
+    return RowStats(m, jnp.zeros_like(m))
+
+
+def max_and_sum(x: jax.Array, inv_temperature: jax.Array) -> RowStats:
+    """Statistics of tiles ``[n, TILE]``."""
+    m = jnp.max(x, axis=1)
+    base = jnp.where(jnp.isfinite(m), m, 0.0)
+    return RowStats(m, jnp.sum(jnp.exp((x - base[:, None]) * inv_temperature), axis=1))
+
+
+def first(hit: jax.Array) -> jax.Array:
+    """Index of the first true entry of ``[n]``; n where there is none."""
+    n = hit.shape[0]
+    return jnp.min(jnp.where(hit, jnp.arange(n, dtype=jnp.int32), n))
+
+
+def pick(weights: jax.Array, u: jax.Array) -> jax.Array:
+    """Inverse CDF: the least index whose inclusive sum exceeds ``u * total``.
+
+    Never an index of zero weight; the last of positive weight where rounding finds none.
+
+    Args:
+      weights: ``[n]`` float32, not negative, not all zero.
+      u: ``[]`` float32 uniform on [0, 1).
+
+    Returns:
+      ``[]`` int32.
+    """
+    sums = jnp.cumsum(weights)
+    positive = weights > 0
+    index = jnp.arange(weights.shape[0], dtype=jnp.int32)
+    last_positive = jnp.max(jnp.where(positive, index, 0))
+    return jnp.minimum(first((sums > u * sums[-1]) & positive), last_positive)
