@@ -22,6 +22,7 @@ from jax_specdec._src.types import (
     parse_output,
 )
 from jax_specdec._src.verify.api import rejection_sample, rejection_sample_with_noise
+from jax_specdec._src.verify.validate import validate
 
 __version__ = "0.1.0"
 
@@ -45,4 +46,5 @@ __all__ = [
     "rejection_sample",
     "rejection_sample_with_noise",
     "unconditional_to_conditional_rates",
+    "validate",
 ]

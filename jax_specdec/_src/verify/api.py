@@ -192,8 +192,7 @@ def _check(
 ) -> None:
     if not isinstance(config, SpecDecodeConfig):
         raise TypeError(f"config must be a SpecDecodeConfig, but it is {config!r:.80}")
-    k = config.num_speculative_tokens
-    checks.check_call(target_logits, drafts, sampling, k, bonus_token_ids, active, vocab_size)
+    checks.check_call(target_logits, drafts, sampling, bonus_token_ids, active, vocab_size)
 
 
 def _choose(implementation: Implementation | None) -> Implementation:

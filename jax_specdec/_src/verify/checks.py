@@ -28,7 +28,6 @@ def check_call(
     target_logits: Any,
     drafts: Any,
     sampling: Any,
-    num_speculative_tokens: int,
     bonus_token_ids: Any,
     active: Any,
     vocab_size: Any,

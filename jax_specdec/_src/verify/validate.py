@@ -1,0 +1,153 @@
+"""Host-side checks of values, for people who want errors before they enter jit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.types import DraftDistribution, DraftProbs, Drafts, SamplingParams
+from jax_specdec._src.verify import checks
+
+
+def validate(
+    target_logits: jax.Array,
+    drafts: Drafts,
+    *,
+    sampling: SamplingParams,
+    config: SpecDecodeConfig,
+    bonus_token_ids: jax.Array | None = None,
+    active: jax.Array | None = None,
+    vocab_size: int | None = None,
+) -> None:
+    """Raise for any input that `rejection_sample` would answer with a status, or would pass over.
+
+    Reads every array on the host: for tests and for bringing up a new serving loop, not for the
+    hot path. Rows of inactive slots, and of drafts past the offsets, are not looked at.
+
+    Args:
+      target_logits: as in `rejection_sample`.
+      drafts: as in `rejection_sample`.
+      sampling: as in `rejection_sample`.
+      config: as in `rejection_sample`.
+      bonus_token_ids: as in `rejection_sample`.
+      active: as in `rejection_sample`.
+      vocab_size: as in `rejection_sample`.
+
+    Raises:
+      TypeError: an argument of the wrong type or dtype.
+      ValueError: a shape that does not fit, or a value out of its range; the message names the
+        argument, the request or row, the rule and the value.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> sd.validate(
+      ...     jnp.zeros((3, 4)),
+      ...     sd.Drafts.from_flat(jnp.array([1, 9]), jnp.array([2])),
+      ...     sampling=sd.SamplingParams(jnp.ones(1)),
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2))
+      Traceback (most recent call last):
+        ...
+      ValueError: drafts.token_ids[1] must be in [0, 4), or -1 for no proposal, but it is 9
+    """
+    if not isinstance(config, SpecDecodeConfig):
+        raise TypeError(f"config must be a SpecDecodeConfig, but it is {config!r:.80}")
+    k = config.num_speculative_tokens
+    checks.check_call(target_logits, drafts, sampling, bonus_token_ids, active, vocab_size)
+    size = target_logits.shape[1] if vocab_size is None else vocab_size
+    cu = np.asarray(drafts.cu_num_draft_tokens)
+    batch, n = len(cu) - 1, drafts.token_ids.shape[0]
+    slots = np.flatnonzero(np.ones(batch, bool) if active is None else np.asarray(active))
+
+    _check_offsets(cu, k, n)
+    temperature = np.asarray(sampling.temperature)
+    for b in slots:
+        if not (np.isfinite(temperature[b]) and temperature[b] >= 0):
+            raise ValueError(
+                f"sampling.temperature[{b}] must be finite and not negative, but it is "
+                f"{temperature[b]}"
+            )
+
+    logits, ids = np.asarray(target_logits, np.float32)[:, :size], np.asarray(drafts.token_ids)
+    for b in slots:
+        for i in range(cu[b], cu[b + 1]):
+            if not -1 <= ids[i] < size:
+                raise ValueError(
+                    f"drafts.token_ids[{i}] must be in [0, {size}), or -1 for no proposal, but "
+                    f"it is {ids[i]}"
+                )
+        first = cu[b] + (b if bonus_token_ids is None else 0)
+        last = cu[b + 1] + (b + 1 if bonus_token_ids is None else 0)
+        for row in range(first, last):
+            _check_logits("target_logits", row, logits[row])
+        if bonus_token_ids is not None and not 0 <= bonus_token_ids[b] < size:
+            raise ValueError(
+                f"bonus_token_ids[{b}] must be in [0, {size}), but it is {bonus_token_ids[b]}"
+            )
+    if drafts.distribution is not None:
+        _check_distribution(drafts.distribution, cu, slots, size)
+
+
+def _check_offsets(cu: Any, k: int, n: int) -> None:
+    name = "drafts.cu_num_draft_tokens"
+    if cu[0] != 0:
+        raise ValueError(f"{name} must begin with 0, but it begins with {cu[0]}")
+    for b, count in enumerate(np.diff(cu)):
+        if count < 0:
+            raise ValueError(
+                f"{name} must not decrease, but entry {b + 1} is {cu[b + 1]} after {cu[b]}"
+            )
+        if count > k:
+            raise ValueError(
+                f"{name} must give each request at most num_speculative_tokens={k} drafts, but "
+                f"request {b} has {count}"
+            )
+    if cu[-1] > n:
+        raise ValueError(f"{name} must end at most at N = {n}, but it ends at {cu[-1]}")
+
+
+def _check_logits(name: str, row: int, values: Any) -> None:
+    peak = values.max()
+    if not np.isfinite(peak):
+        raise ValueError(
+            f"{name}[{row}] must have a finite entry and no NaN or +inf, but its maximum is {peak}"
+        )
+
+
+def _check_distribution(distribution: DraftDistribution, cu: Any, slots: Any, size: int) -> None:
+    is_probs = isinstance(distribution, DraftProbs)
+    name = f"drafts.distribution.{'probs' if is_probs else 'logits'}"
+    storage = distribution.probs if isinstance(distribution, DraftProbs) else distribution.logits
+    values = np.asarray(storage, np.float32)[:, :size]
+    rows = np.arange(cu[-1]) if distribution.rows is None else np.asarray(distribution.rows)
+    for b in slots:
+        if distribution.valid is not None and not distribution.valid[b]:
+            continue
+        for i in range(cu[b], cu[b + 1]):
+            row = rows[i]
+            if not 0 <= row < len(values):
+                raise ValueError(
+                    f"drafts.distribution.rows[{i}] must be in [0, R) = [0, {len(values)}), but "
+                    f"it is {row}"
+                )
+            if not is_probs:
+                _check_logits(name, row, values[row])
+            elif not (values[row] >= 0).all() or abs(values[row].sum() - 1) > 1e-3:
+                raise ValueError(
+                    f"{name}[{row}] must be probabilities that sum to 1, but it has minimum "
+                    f"{values[row].min()} and sum {values[row].sum()}"
+                )
+            _check_normalizer(distribution, row)
+
+
+def _check_normalizer(distribution: DraftDistribution, row: int) -> None:
+    if isinstance(distribution, DraftProbs) or distribution.log_normalizer is None:
+        return
+    value = distribution.log_normalizer[row]
+    if not np.isfinite(value):
+        raise ValueError(
+            f"drafts.distribution.log_normalizer[{row}] must be finite, but it is {value}"
+        )
