@@ -218,10 +218,10 @@ def test_a_bad_number_of_tokens_is_refused(
     count: object, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error) as caught:
-        SpecDecodeConfig(num_speculative_tokens=count)  # type: ignore[arg-type]
+        SpecDecodeConfig(num_speculative_tokens=count)
     assert str(caught.value) == f"num_speculative_tokens {message}"
     with pytest.raises(error) as caught:
-        acceptance_length_to_rates(1.0, count)  # type: ignore[arg-type]
+        acceptance_length_to_rates(1.0, count)
     assert str(caught.value) == f"num_speculative_tokens {message}"
 
 
@@ -230,7 +230,7 @@ def test_a_bad_field_is_named_with_its_rule_and_value(
     fields: dict[str, object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error) as caught:
-        SpecDecodeConfig(**{"num_speculative_tokens": 3, **fields})  # type: ignore[arg-type]
+        SpecDecodeConfig(**{"num_speculative_tokens": 3, **fields})
     assert str(caught.value) == message
 
 
@@ -257,7 +257,7 @@ def test_a_bad_synthetic_length_is_refused(
 
 def test_a_config_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        SpecDecodeConfig(num_speculative_tokens=4).num_speculative_tokens = 5  # type: ignore[misc]
+        SpecDecodeConfig(num_speculative_tokens=4).num_speculative_tokens = 5
 
 
 def test_replace_checks_again() -> None:
@@ -357,7 +357,7 @@ def test_a_config_survives_a_round_trip_through_json(config: SpecDecodeConfig) -
 )
 def test_from_dict_says_what_is_wrong(values: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error) as caught:
-        SpecDecodeConfig.from_dict(values)  # type: ignore[arg-type]
+        SpecDecodeConfig.from_dict(values)
     assert message in str(caught.value)
 
 

@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import tomllib
 import typing
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -151,8 +152,8 @@ def test_no_source_file_is_too_long() -> None:
 # Public names
 
 
-def test_public_names_are_sorted_and_exist() -> None:
-    assert list(jax_specdec.__all__) == sorted(set(jax_specdec.__all__))
+def test_public_names_exist_once() -> None:  # that they are sorted is checked by ruff
+    assert len(jax_specdec.__all__) == len(set(jax_specdec.__all__))
     assert [name for name in jax_specdec.__all__ if not hasattr(jax_specdec, name)] == []
 
 
@@ -211,6 +212,80 @@ def test_the_wheel_carries_every_file_of_the_package(tmp_path: Path) -> None:
     }
     assert packed == expected
     assert "jax_specdec/py.typed" in packed
+
+
+# Set-up
+
+# Stands for an interpreter: says which version it is, makes environments or fails to.
+FAKE_PYTHON = """#!/bin/sh
+case "$1 $2" in
+    "-c "*) [ "$3" = {version} ] ;;
+    "-m venv") {venv} && mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
+    "-m pip") echo "pip $*" ;;
+esac
+"""
+
+
+@pytest.fixture
+def make_venv(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs tools/make_venv.sh for "9.9 9.8" where nothing but fake interpreters is found."""
+
+    def run(interpreters: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        for place, text in {"path/none": "", "py env/none": "", **interpreters}.items():
+            file = tmp_path / place
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+            file.chmod(0o755)
+        paths = [str(tmp_path / "empty path"), str(tmp_path / "path"), os.environ["PATH"]]
+        return subprocess.run(
+            ["sh", str(ROOT / "tools/make_venv.sh"), "environment", "9.9 9.8", "-e", ".[test]"],
+            cwd=tmp_path,
+            env={"PATH": ":".join(paths), "PYENV_ROOT": str(tmp_path / "py env")},
+            capture_output=True,
+            text=True,
+        )
+
+    return run
+
+
+def fake_python(version: str, venv: str = "true") -> str:
+    return FAKE_PYTHON.format(version=version, venv=venv)
+
+
+BROKEN_SHIM = "#!/bin/sh\nexit 127\n"
+PYENV_99 = "py env/versions/9.9.1/bin/python"
+
+
+@pytest.mark.parametrize(
+    ("interpreters", "chosen"),
+    [
+        ({"path/python9.9": fake_python("9.9"), "path/python9.8": fake_python("9.8")}, "python9.9"),
+        ({"path/python3": fake_python("9.8")}, "path/python3"),
+        ({"path/python9.9": BROKEN_SHIM, PYENV_99: fake_python("9.9")}, PYENV_99),
+        ({"path/python9.8": fake_python("9.8"), PYENV_99: fake_python("9.9")}, PYENV_99),
+        ({PYENV_99: fake_python("9.9", "false"), "path/python": fake_python("9.8")}, "path/python"),
+    ],
+    ids=["newest", "plain name", "broken shim", "newest under pyenv", "no ensurepip"],
+)
+def test_the_newest_python_that_works_is_chosen(
+    make_venv: Callable, tmp_path: Path, interpreters: dict[str, str], chosen: str
+) -> None:
+    result = make_venv(interpreters)
+    assert result.returncode == 0, result.stderr
+    assert re.search(rf"^environment: Python 9\.[89] from .*{chosen}$", result.stderr, re.MULTILINE)
+    assert result.stdout.startswith("pip -m pip install ")
+    assert result.stdout.endswith(" -e .[test]\n")
+    assert (tmp_path / "environment/bin/python").exists()
+
+
+@pytest.mark.parametrize("interpreters", [{}, {PYENV_99: fake_python("9.9", "false")}])
+def test_without_a_usable_python_one_sentence_says_what_to_install(
+    make_venv: Callable, tmp_path: Path, interpreters: dict[str, str]
+) -> None:
+    result = make_venv(interpreters)
+    assert result.returncode == 1
+    assert "No usable Python found: install Python 9.9 or 9.8 with venv and pip" in result.stderr
+    assert not (tmp_path / "environment").exists()
 
 
 # Documents

@@ -20,14 +20,13 @@ candidates() {
         IFS=:
         for folder in $PATH; do
             for name in "python$1" python3 python; do
-                [ -x "$folder/$name" ] && printf '%s\n' "$folder/$name"
+                if [ -x "$folder/$name" ]; then printf '%s\n' "$folder/$name"; fi
             done
         done
     )
     for file in "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python; do
-        [ -x "$file" ] && printf '%s\n' "$file"
+        if [ -x "$file" ]; then printf '%s\n' "$file"; fi
     done
-    return 0
 }
 
 is_version() {
@@ -57,11 +56,11 @@ make_venv() {
 }
 
 if ! make_venv; then
-    rm -rf "$directory"
     say "No usable Python found: install Python $(echo "$versions" | sed 's/ / or /g') with venv and pip" \
         "(on Debian or Ubuntu: apt install python3 python3-venv; with pyenv: pyenv install ${versions%% *})."
+    rm -rf "$directory"
     exit 1
 fi
 
 say "$directory: installing $* (a minute or two the first time)"
-"$directory/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+"$directory/bin/python" -m pip install --quiet --quiet --disable-pip-version-check "$@"
