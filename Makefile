@@ -5,6 +5,7 @@ PYTHONS = 3.13 3.12 3.11
 PYTEST = -m pytest -q -n 2 $(PYTEST_ARGS)
 PYTEST_ARGS =
 PROMPT = def quicksort(items):
+export PROMPT
 
 # Everything here runs on the CPU, unless you say `JAX_PLATFORMS=cuda make ...`.
 JAX_PLATFORMS ?= cpu
@@ -16,7 +17,7 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
 
 demo: .venv-demo/installed  ## watch speculative decoding of real text
-	@.venv-demo/bin/jax-specdec generate "$(PROMPT)"
+	@.venv-demo/bin/jax-specdec generate "$$PROMPT"
 
 test: check  ## lint, type-check, run every test that is not slow and needs no GPU
 	@echo "test: doctests and tests on the newest JAX"
