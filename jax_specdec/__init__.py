@@ -8,7 +8,23 @@ from jax_specdec._src.config import (
     rates_to_acceptance_length,
     unconditional_to_conditional_rates,
 )
+from jax_specdec._src.drafting.draft_model import ModelDrafter
+from jax_specdec._src.drafting.drafter import Drafter, Proposal
+from jax_specdec._src.drafting.ngram import NGramDrafter
+from jax_specdec._src.drafting.sample import sample_draft_tokens
+from jax_specdec._src.models.bytes import DOCUMENT_SEPARATOR, ByteDecoder, decode, encode
+from jax_specdec._src.models.checkpoint import (
+    LoadedModel,
+    load_checkpoint,
+    load_embedded_pair,
+    save_checkpoint,
+)
+from jax_specdec._src.models.llama import Llama, LlamaConfig
+from jax_specdec._src.models.protocol import CausalModel
 from jax_specdec._src.noise import draw_noise
+from jax_specdec._src.serving.batch import GenerateOutput, StepRecord
+from jax_specdec._src.serving.loop import generate, generate_stream
+from jax_specdec._src.serving.plain import GreedyDifference, generate_plain, greedy_differences
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
     DraftLogits,
@@ -27,24 +43,47 @@ from jax_specdec._src.verify.validate import validate
 __version__ = "0.1.0"
 
 __all__ = [
+    "DOCUMENT_SEPARATOR",
     "PLACEHOLDER_TOKEN_ID",
+    "ByteDecoder",
+    "CausalModel",
     "DraftLogits",
     "DraftProbs",
+    "Drafter",
     "Drafts",
+    "GenerateOutput",
+    "GreedyDifference",
+    "Llama",
+    "LlamaConfig",
+    "LoadedModel",
+    "ModelDrafter",
+    "NGramDrafter",
     "Noise",
+    "Proposal",
     "RaceNoise",
     "RejectionSampleOutput",
     "SamplingParams",
     "SpecDecodeConfig",
     "Status",
+    "StepRecord",
     "acceptance_length_to_rates",
     "conditional_to_unconditional_rates",
+    "decode",
     "draw_noise",
+    "encode",
+    "generate",
+    "generate_plain",
+    "generate_stream",
+    "greedy_differences",
+    "load_checkpoint",
+    "load_embedded_pair",
     "parse_output",
     "rates_to_acceptance_length",
     "reference",
     "rejection_sample",
     "rejection_sample_with_noise",
+    "sample_draft_tokens",
+    "save_checkpoint",
     "unconditional_to_conditional_rates",
     "validate",
 ]

@@ -275,5 +275,3 @@ def _readable(distribution: DraftDistribution | None) -> DraftDistribution | Non
     if distribution is None or jax.tree.leaves(distribution)[0].shape[0] == 0:
         return None
     return distribution
-
-

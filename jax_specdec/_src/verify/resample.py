@@ -41,7 +41,7 @@ def resample(
     target: TargetRows,
     draft: DraftRows | None,
     recover: jax.Array | None,
-    exponential: jax.Array | None,
+    exponential: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Draw the token. No weight left to draw from means drawing from ``p``.
 

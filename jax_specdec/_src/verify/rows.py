@@ -124,9 +124,7 @@ class DraftRows:
         total = jnp.sum(stats.masses(inv_temperature))
         return DraftScale(stats.peak, jnp.log(total), outside | ~jnp.isfinite(stats.peak))
 
-    def probs(
-        self, entries: jax.Array, scale: DraftScale, inv_temperature: jax.Array
-    ) -> jax.Array:
+    def probs(self, entries: jax.Array, scale: DraftScale, inv_temperature: jax.Array) -> jax.Array:
         """``q`` of entries of a row."""
         if isinstance(self.distribution, DraftProbs):
             return entries

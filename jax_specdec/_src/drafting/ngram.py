@@ -1,0 +1,95 @@
+"""Prompt lookup: propose what followed the last time the same tokens stood there."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.drafting.drafter import Proposal
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class NGramDrafter:
+    """Drafts by n-gram lookup in the sequence itself; needs no weights.
+
+    The longest n in ``[min_ngram, max_ngram]`` for which the last n tokens occurred before wins,
+    then the latest occurrence; the tokens that followed it are proposed.
+
+    Attributes:
+      min_ngram: shortest match that counts.
+      max_ngram: longest match looked for.
+
+    Raises:
+      ValueError: not ``1 <= min_ngram <= max_ngram``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> proposal, _ = sd.NGramDrafter().propose(
+      ...     None, jnp.array([[1, 2, 3, 4, 1, 2, 0, 0]]), jnp.array([6]), (),
+      ...     sampling=None, keys=None, config=sd.SpecDecodeConfig(num_speculative_tokens=3))
+      >>> proposal.token_ids.tolist()
+      [[3, 4, 1]]
+
+    References:
+      Saxena, "Prompt Lookup Decoding", 2023.
+    """
+
+    min_ngram: int = 2
+    max_ngram: int = 4
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_ngram <= self.max_ngram:
+            raise ValueError(
+                "min_ngram and max_ngram must satisfy 1 <= min_ngram <= max_ngram, but they are "
+                f"{self.min_ngram} and {self.max_ngram}"
+            )
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        """Nothing: the sequence is the memory."""
+        del batch_size, max_length
+        return ()
+
+    def prefill(self, params: Any, token_ids: jax.Array, cache: Any) -> Any:
+        """Nothing to read ahead."""
+        del params, token_ids
+        return cache
+
+    def propose(
+        self,
+        params: Any,
+        token_ids: jax.Array,
+        lengths: jax.Array,
+        cache: Any,
+        *,
+        sampling: SamplingParams,
+        keys: jax.Array,
+        config: SpecDecodeConfig,
+    ) -> tuple[Proposal, Any]:
+        """Look up; see `Drafter.propose`. All -1 where nothing matches."""
+        del params, sampling, keys
+        k = config.num_speculative_tokens
+        ids = jax.vmap(lambda row, n: self._lookup(row, n, k))(token_ids, lengths)
+        return Proposal(ids, None), cache
+
+    def _lookup(self, tokens: jax.Array, length: jax.Array, k: int) -> jax.Array:
+        place = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+        # matches[i]: how many tokens before place i equal the last ones of the sequence.
+        matches, run = jnp.zeros_like(place), jnp.ones(tokens.shape, bool)
+        for back in range(1, self.max_ngram + 1):
+            suffix = tokens[jnp.maximum(length - back, 0)]
+            earlier = jnp.roll(tokens, back)
+            run &= (earlier == suffix) & (place >= back) & (length >= back)
+            matches += run.astype(jnp.int32)
+        usable = (place < length) & (matches >= self.min_ngram)
+        score = jnp.where(usable, matches * tokens.shape[0] + place, -1)
+        best = jnp.max(score)
+        source = best % tokens.shape[0] + jnp.arange(k, dtype=jnp.int32)
+        found = (best >= 0) & (source < length)
+        proposed = tokens.at[source].get(mode="clip")
+        return jnp.where(found, proposed, PLACEHOLDER_TOKEN_ID)

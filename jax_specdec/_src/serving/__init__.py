@@ -1,0 +1,1 @@
+"""Decoding loops and what they report."""

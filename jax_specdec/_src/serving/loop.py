@@ -1,0 +1,268 @@
+"""Speculative decoding of a batch: one step, and the two loops around it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.drafting.drafter import Drafter
+from jax_specdec._src.models.protocol import CausalModel
+from jax_specdec._src.serving import batch as batch_lib
+from jax_specdec._src.serving.batch import Batch, GenerateOutput, StepRecord
+from jax_specdec._src.types import Drafts, SamplingParams
+from jax_specdec._src.verify.api import rejection_sample
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """Everything a step reads and writes.
+
+    Attributes:
+      batch: the sequences and where they stand.
+      target_cache: the target's cache.
+      draft_cache: the drafter's cache.
+    """
+
+    batch: Batch
+    target_cache: Any
+    draft_cache: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """The static half of speculative decoding: models, settings, and pure functions of them.
+
+    Attributes:
+      model: the target.
+      drafter: what proposes tokens.
+      config: how they are verified.
+      stop_token_ids: a request ends after emitting one of these.
+    """
+
+    model: CausalModel
+    drafter: Drafter
+    config: SpecDecodeConfig
+    stop_token_ids: tuple[int, ...] = ()
+
+    def prefill(
+        self, params: Any, draft_params: Any, batch: Batch, prompt_size: int
+    ) -> DecodeState:
+        """Caches filled with the prompts, ``batch.token_ids[:, :prompt_size]``."""
+        size, length = batch.token_ids.shape
+        prompts, start = batch.token_ids[:, :prompt_size], jnp.zeros((size,), jnp.int32)
+        target_cache = self.model.init_cache(size, length)
+        _, target_cache = self.model.apply(params, prompts, start, target_cache)
+        draft_cache = self.drafter.init_cache(size, length)
+        draft_cache = self.drafter.prefill(draft_params, prompts, draft_cache)
+        return DecodeState(batch, target_cache, draft_cache)
+
+    def step(
+        self, params: Any, draft_params: Any, state: DecodeState
+    ) -> tuple[DecodeState, StepRecord]:
+        """Draft, verify, append: at least one token for every request that is not done."""
+        batch = state.batch
+        sampling = SamplingParams(temperature=batch.temperature)
+        proposal, draft_cache = self.drafter.propose(
+            draft_params,
+            batch.token_ids,
+            batch.lengths,
+            state.draft_cache,
+            sampling=sampling,
+            keys=batch.keys,
+            config=self.config,
+        )
+        last = jnp.take_along_axis(batch.token_ids, batch.lengths[:, None] - 1, axis=1)
+        inputs = jnp.concatenate([last, jnp.maximum(proposal.token_ids, 0)], axis=1)
+        logits, target_cache = self.model.apply(
+            params, inputs, batch.lengths - 1, state.target_cache
+        )
+        output = rejection_sample(
+            logits.reshape(-1, logits.shape[-1]),
+            Drafts.from_dense(proposal.token_ids, None, proposal.distribution),
+            sampling=sampling,
+            keys=batch.keys,
+            positions=batch.lengths,
+            active=~batch.done,
+            config=self.config,
+        )
+        in_range = (proposal.token_ids >= 0) & (proposal.token_ids < logits.shape[-1])
+        num_proposed = jnp.cumprod(in_range.astype(jnp.int32), axis=1).sum(axis=1)
+        batch, record = batch_lib.append(batch, output, num_proposed, self.stop_token_ids)
+        return DecodeState(batch, target_cache, draft_cache), record
+
+
+@functools.partial(jax.jit, static_argnames=("decoder", "prompt_size"))
+def _prefill(
+    params: Any, draft_params: Any, batch: Batch, *, decoder: Decoder, prompt_size: int
+) -> DecodeState:
+    return decoder.prefill(params, draft_params, batch, prompt_size)
+
+
+@functools.partial(jax.jit, static_argnames=("decoder",), donate_argnames=("state",))
+def _step(
+    params: Any, draft_params: Any, state: DecodeState, *, decoder: Decoder
+) -> tuple[DecodeState, StepRecord]:
+    return decoder.step(params, draft_params, state)
+
+
+@functools.partial(jax.jit, static_argnames=("decoder", "prompt_size", "max_steps"))
+def _generate(
+    params: Any,
+    draft_params: Any,
+    batch: Batch,
+    *,
+    decoder: Decoder,
+    prompt_size: int,
+    max_steps: int,
+) -> tuple[Batch, StepRecord, jax.Array]:
+    state = decoder.prefill(params, draft_params, batch, prompt_size)
+
+    def step(state: DecodeState) -> tuple[DecodeState, StepRecord]:
+        return decoder.step(params, draft_params, state)
+
+    return batch_lib.run_until_done(step, state, lambda state: state.batch, max_steps)
+
+
+def generate(
+    model: CausalModel,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    drafter: Drafter,
+    draft_params: Any = None,
+    config: SpecDecodeConfig,
+    temperature: float | Sequence[float] = 0.0,
+    key: jax.Array | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    stop_token_ids: Sequence[int] = (),
+) -> GenerateOutput:
+    """Generate with speculative decoding: the target's own distribution, in fewer passes.
+
+    Runs as one compiled `while_loop`; compiled once per shape of the batch.
+
+    Args:
+      model: the target, any `CausalModel`.
+      params: its weights.
+      prompts: B token id lists of any lengths, none empty.
+      drafter: a `ModelDrafter`, an `NGramDrafter`, or any `Drafter`.
+      draft_params: the drafter's weights.
+      config: static settings.
+      temperature: one for all requests, or one each; 0 is greedy.
+      key: a typed key, or None for ``jax.random.key(0)``; request b uses ``fold_in(key, b)``.
+      max_new_tokens: one budget for all requests, or one each.
+      stop_token_ids: a request ends after emitting one of these.
+
+    Returns:
+      `GenerateOutput`.
+
+    Raises:
+      TypeError: ids that are not integers, or a key that is not typed.
+      ValueError: an empty prompt, an id out of range, a list of the wrong length, a negative
+        temperature or budget.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> (target, params), (draft, draft_params) = sd.load_embedded_pair()
+      >>> output = sd.generate(
+      ...     target, params, [sd.encode("def add(a, b):\\n    return a")],
+      ...     drafter=sd.ModelDrafter(draft), draft_params=draft_params,
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=4), max_new_tokens=8)
+      >>> len(output.completions[0])
+      8
+    """
+    batch, prompt_size, max_steps = batch_lib.make_batch(
+        prompts,
+        vocab_size=model.vocab_size,
+        temperature=temperature,
+        key=key,
+        max_new_tokens=max_new_tokens,
+        slack=config.num_speculative_tokens + 1,
+    )
+    decoder = Decoder(model, drafter, config, tuple(int(t) for t in stop_token_ids))
+    batch, steps, num_steps = _generate(
+        params,
+        draft_params,
+        batch,
+        decoder=decoder,
+        prompt_size=prompt_size,
+        max_steps=max_steps,
+    )
+    return batch_lib.collect(prompts, batch, steps, num_steps)
+
+
+def generate_stream(
+    model: CausalModel,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    drafter: Drafter,
+    draft_params: Any = None,
+    config: SpecDecodeConfig,
+    temperature: float | Sequence[float] = 0.0,
+    key: jax.Array | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    stop_token_ids: Sequence[int] = (),
+) -> Iterator[StepRecord]:
+    """`generate`, one step at a time: yields what each step emitted, as it comes.
+
+    The tokens and the acceptance of every step are those of `generate`.
+
+    Args:
+      model: as in `generate`.
+      params: as in `generate`.
+      prompts: as in `generate`.
+      drafter: as in `generate`.
+      draft_params: as in `generate`.
+      config: as in `generate`.
+      temperature: as in `generate`.
+      key: as in `generate`.
+      max_new_tokens: as in `generate`.
+      stop_token_ids: as in `generate`.
+
+    Yields:
+      One `StepRecord` of NumPy arrays ``[B, ...]`` per step.
+
+    Raises:
+      TypeError: as in `generate`.
+      ValueError: as in `generate`.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> (target, params), (draft, draft_params) = sd.load_embedded_pair()
+      >>> steps = sd.generate_stream(
+      ...     target, params, [sd.encode("import os\\nimport ")],
+      ...     drafter=sd.NGramDrafter(), config=sd.SpecDecodeConfig(num_speculative_tokens=2),
+      ...     max_new_tokens=4)
+      >>> sum(int(step.num_kept[0]) for step in steps)
+      4
+    """
+    batch, prompt_size, _ = batch_lib.make_batch(
+        prompts,
+        vocab_size=model.vocab_size,
+        temperature=temperature,
+        key=key,
+        max_new_tokens=max_new_tokens,
+        slack=config.num_speculative_tokens + 1,
+    )
+    decoder = Decoder(model, drafter, config, tuple(int(t) for t in stop_token_ids))
+
+    def steps() -> Iterator[StepRecord]:
+        done = np.asarray(batch.done)
+        if done.all():
+            return
+        state = _prefill(params, draft_params, batch, decoder=decoder, prompt_size=prompt_size)
+        while not done.all():
+            state, record = _step(params, draft_params, state, decoder=decoder)
+            record, done = jax.device_get((record, state.batch.done))
+            yield record
+
+    return steps()
