@@ -1,1 +1,1 @@
-"""Tests of verification: `batch` builds inputs, `suite` and `edges` are what every backend passes."""
+"""Tests of verification: `batch` builds inputs; `suite` and `edges` hold what a backend passes."""

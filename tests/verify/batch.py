@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -117,13 +117,16 @@ class Batch:
         return dataclasses.replace(self, **changes)
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        arrays = dict(
+        """What `rejection_sample_with_noise` takes: device arrays, and static values."""
+        positional = self.target_logits, self.drafts, self.noise
+        named = dict(
             sampling=sd.SamplingParams(temperature=self.temperature),
             bonus_token_ids=self.bonus_token_ids,
             active=self.active,
         )
+        positional, named = jax.tree.map(jnp.asarray, (positional, named))
         static = dict(config=self.layout.config, vocab_size=self.layout.vocab_size)
-        return (self.target_logits, self.drafts, self.noise), arrays | static
+        return positional, named | static
 
 
 def oracle(batch: Batch) -> reference.ReferenceOutput:
@@ -145,19 +148,21 @@ def oracle(batch: Batch) -> reference.ReferenceOutput:
     )
 
 
-_compiled = functools.partial(jax.jit, static_argnames=("config", "vocab_size", "implementation"))(
-    sd.rejection_sample_with_noise
-)
+Verifier = Callable[..., sd.RejectionSampleOutput]
 
 
-def verify(batch: Batch, implementation: str) -> sd.RejectionSampleOutput:
-    """The backend's answer, compiled once per layout, as NumPy arrays."""
+def jitted(verifier: Verifier) -> Verifier:
+    """A function like `rejection_sample_with_noise`, compiled once per layout."""
+    return jax.jit(verifier, static_argnames=("config", "vocab_size"))
+
+
+XLA = jitted(functools.partial(sd.rejection_sample_with_noise, implementation="xla"))
+
+
+def verify(batch: Batch, verifier: Verifier) -> sd.RejectionSampleOutput:
+    """A backend's answer, as NumPy arrays."""
     args, kwargs = batch.arguments()
-    args, arrays = jax.tree.map(jnp.asarray, (args, {k: kwargs.pop(k) for k in _ARRAYS}))
-    return jax.device_get(_compiled(*args, **arrays, **kwargs, implementation=implementation))
-
-
-_ARRAYS = ("sampling", "bonus_token_ids", "active")
+    return jax.device_get(verifier(*args, **kwargs))
 
 
 def check(batch: Batch, got: sd.RejectionSampleOutput) -> int:

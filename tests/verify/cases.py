@@ -1,0 +1,131 @@
+"""Random requests: ordinary ones, and a few that are broken in one way."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import scipy.special
+
+from .batch import ALMOST_ONE, Batch, Layout, Request, pack
+
+Rng = np.random.Generator
+
+
+def random_batch(layout: Layout, seed: int, *, broken: float = 0.08) -> Batch:
+    """A batch with ragged counts; a share `broken` of its requests is spoilt in one way."""
+    rng = np.random.default_rng(seed)
+    k, left = layout.num_speculative_tokens, layout.num_drafts
+    requests = []
+    for _ in range(layout.num_requests):
+        # Now and then nobody drafts, or everybody as much as there is room for.
+        count = {0: 0, 1: k}.get(seed % 8, int(rng.integers(k + 1)))
+        count = min(count, left)
+        left -= count
+        request = random_request(layout, rng, count)
+        requests.append(spoil(request, layout, rng) if rng.random() < broken else request)
+    return pack(requests, layout, seed)
+
+
+def random_request(
+    layout: Layout, rng: Rng, count: int, temperature: float | None = None
+) -> Request:
+    """An ordinary request whose drafts are kept more often than not."""
+    v, real, stored = layout.vocab, layout.real_vocab, layout.stored_vocab
+    shared = min(stored, real)
+    if temperature is None:
+        temperature = 0.0 if rng.random() < 0.35 else float(np.float32(rng.uniform(0.3, 1.5)))
+    scale = temperature or 1.0
+
+    target = rng.choice([0.5, 2.0]) * rng.standard_normal((count + 1, v))
+    draft = target[:count, :stored] + 0.5 * rng.standard_normal((count, stored))
+    if rng.random() < 0.3:  # a grammar's mask, which the drafter may not know
+        target[rng.random(target.shape) < 0.3] = -np.inf
+        target[:, rng.integers(real)] = 1.0
+    target = target.astype(jnp.dtype(layout.dtype)).astype(np.float64)
+    draft = draft.astype(jnp.dtype(layout.draft_dtype)).astype(np.float64)
+    p = scipy.special.softmax(target[:, :real] / scale, axis=1)
+    q = scipy.special.softmax(draft[:, :shared] / scale, axis=1)
+
+    draft_ids = []
+    for i in range(count):
+        # What proposes: the drafter, the target's argmax, chance, nobody.
+        who = rng.choice(
+            4, p=[0.2, 0.65, 0.1, 0.05] if temperature == 0 else [0.8, 0.1, 0.06, 0.04]
+        )
+        if who == 0:
+            drawn = (
+                rng.choice(shared, p=q[i]) if layout.kind != "none" else rng.choice(real, p=p[i])
+            )
+        elif who == 1:
+            drawn = p[i].argmax()
+        elif who == 2:
+            drawn = rng.integers(real)
+        else:
+            drawn = rng.choice([-1, -7, real, v, v + 3, 2**31 - 1, -(2**31)])
+        draft_ids.append(int(drawn))
+
+    accept = uniforms(rng, count)
+    accept[rng.random(count) < 0.05] = 0.0
+    accept[rng.random(count) < 0.05] = ALMOST_ONE
+    stored_rows: dict[str, Any] = {}
+    if layout.kind == "probs":
+        stored_rows["draft"] = np.pad(q, ((0, 0), (0, stored - shared))).astype(np.float32)
+    elif layout.kind != "none":
+        stored_rows["draft"] = draft
+    if layout.kind == "normalized":
+        normalizer = scipy.special.logsumexp(draft[:, :shared] / scale, axis=1)
+        stored_rows["log_normalizer"] = normalizer.astype(np.float32)
+    return Request(
+        target=target,
+        draft_ids=draft_ids,
+        accept=accept,
+        recover=uniforms(rng, 2),
+        exponential=rng.exponential(size=v) if layout.race else None,
+        temperature=temperature,
+        bonus=int(rng.integers(v)),
+        valid=bool(rng.random() < 0.75),
+        active=bool(rng.random() < 0.8),
+        **stored_rows,
+    )
+
+
+def uniforms(rng: Rng, count: int) -> np.ndarray:
+    return (rng.integers(0, 2**24, count) * 2.0**-24).astype(np.float32)
+
+
+def spoil(request: Request, layout: Layout, rng: Rng) -> Request:
+    """The request with one thing broken, which it may or may not come across."""
+    what = rng.choice(["target", "temperature", "row", "draft", "normalizer"])
+    if what == "target":
+        target = request.target.copy()
+        row = rng.integers(len(target))
+        id_ = rng.integers(layout.real_vocab)
+        if rng.random() < 0.3:
+            target[row] = -np.inf
+        else:
+            target[row, id_] = rng.choice([np.nan, np.inf])
+        return dataclasses.replace(request, target=target)
+    if what == "temperature":
+        bad = float(rng.choice([-1.0, np.nan, np.inf, -np.inf]))
+        return dataclasses.replace(request, temperature=bad)
+    if not request.count or request.draft is None:
+        return request
+    i = rng.integers(request.count)
+    if what == "row" and layout.store_rows is not None:
+        return dataclasses.replace(request, bad_rows=frozenset([int(i)]))
+    if what == "draft":
+        draft = request.draft.copy()
+        id_ = request.draft_ids[i] if rng.random() < 0.5 else rng.integers(draft.shape[1])
+        id_ = min(max(id_, 0), draft.shape[1] - 1)
+        draft[i, id_] = rng.choice([np.nan, np.inf, -0.25 if layout.kind == "probs" else -np.inf])
+        if layout.kind == "logits" and rng.random() < 0.2:
+            draft[i] = -np.inf
+        return dataclasses.replace(request, draft=draft)
+    if what == "normalizer" and request.log_normalizer is not None:
+        normalizer = request.log_normalizer.copy()
+        normalizer[i] = rng.choice([np.nan, np.inf, -np.inf])
+        return dataclasses.replace(request, log_normalizer=normalizer)
+    return request

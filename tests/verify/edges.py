@@ -1,0 +1,486 @@
+"""Edge cases that every backend must pass, small enough to check by hand.
+
+Each puts one request between two ordinary neighbours, compares with the oracle, and says itself
+what must come out. Vocabularies are 8 ids where one tile will do, and 5000 ids for three tiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import chex
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+
+from .batch import ALMOST_ONE, Batch, Layout, Request, Verifier, check, pack, verify
+from .cases import random_request, uniforms
+
+STORED = ("probs", "logits", "normalized")
+KINDS = ("none", *STORED)
+BAD = float("nan"), float("inf")
+RATES = (1.0, 0.5, 0.0)  # synthetic: draft 0 always, 1 at even odds, 2 never
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+stored = pytest.mark.parametrize("kind", STORED)
+temperatures = pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
+
+
+def logs(p: Any) -> np.ndarray:
+    with np.errstate(divide="ignore"):
+        return np.log(np.asarray(p, np.float64))
+
+
+def request(p, ids=(), q=None, kind="none", temperature=1.0, **fields: Any) -> Request:
+    """A request with target probabilities `p [count+1, V]` and draft probabilities `q`."""
+    scale = temperature or 1.0
+    if kind == "probs":
+        fields.setdefault("draft", np.array(q, np.float64))
+    elif kind != "none":
+        constant = 0.75 if kind == "normalized" else 0.0  # logits are free up to a constant
+        fields.setdefault("draft", scale * (logs(q) + constant))
+        if kind == "normalized":
+            fields.setdefault("log_normalizer", np.full(len(ids), constant))
+    return Request(target=scale * logs(p), draft_ids=list(ids), temperature=temperature, **fields)
+
+
+def on(*ids: int, vocab: int = 8) -> list[float]:
+    """The uniform distribution on `ids`."""
+    return [1 / len(ids) if i in ids else 0.0 for i in range(vocab)]
+
+
+ALL = on(*range(8))
+
+
+def edge_layout(**changes: Any) -> Layout:
+    """Layouts that differ in little, because each compiles."""
+    if changes.get("kind", "none") != "none":
+        changes = dict(store_rows=12, has_valid=True) | changes
+    return Layout(has_active=True, **changes)
+
+
+class EdgeSuite:
+    """Named edges, one test each."""
+
+    verifier: Verifier
+
+    def verify(self, batch: Batch) -> sd.RejectionSampleOutput:
+        output = verify(batch, self.verifier)
+        check(batch, output)
+        return output
+
+    def answer(self, middle: Request, **changes: Any) -> list[int] | sd.Status:
+        """The tokens of a request between two neighbours, or its status; they must not notice."""
+        layout = edge_layout(**changes)
+        rng = np.random.default_rng(0)
+        count = min(2, layout.num_speculative_tokens)
+        before, after = [
+            dataclasses.replace(random_request(layout, rng, count, temperature=0.8), active=True)
+            for _ in range(2)
+        ]
+        output = self.verify(pack([before, middle, after], layout))
+        quiet = Request(np.zeros((1, layout.vocab)), (), temperature=0.0)
+        quietly = self.verify(pack([before, quiet, after], layout))
+        for field in dataclasses.fields(output):
+            got, want = getattr(output, field.name), getattr(quietly, field.name)
+            chex.assert_trees_all_equal(got[[0, 2]], want[[0, 2]])
+        status = sd.Status(output.status[1])
+        if status != sd.Status.OK:
+            assert (output.token_ids[1] == sd.PLACEHOLDER_TOKEN_ID).all()
+            assert output.num_accepted[1] == output.num_emitted[1] == 0
+            return status
+        emitted = output.num_emitted[1]
+        assert output.num_accepted[1] == emitted - 1
+        assert (output.token_ids[1, emitted:] == sd.PLACEHOLDER_TOKEN_ID).all()
+        return output.token_ids[1, :emitted].tolist()
+
+    # What is emitted.
+
+    @kinds
+    def test_zero_drafts_emit_one_token_of_the_target(self, kind):
+        p = [[0, 0.25, 0, 0.25, 0.5, 0, 0, 0]]
+        for u, token in ((0.0, 1), (0.2, 1), (0.3, 3), (0.6, 4), (ALMOST_ONE, 4)):
+            assert self.answer(request(p, recover=(0.5, u)), kind=kind) == [token]
+
+    @kinds
+    def test_all_accepted_drafts_are_followed_by_a_bonus_token(self, kind):
+        p = [ALL, ALL, ALL, on(6)]
+        middle = request(p, [5, 0, 7], [ALL] * 3, kind, accept=[0.1, 0.0, 0.12])
+        assert self.answer(middle, kind=kind) == [5, 0, 7, 6]
+
+    def test_all_accepted_drafts_are_followed_by_the_given_bonus_token(self):
+        middle = request([on(1), on(2), on(3)], [1, 2], accept=[0.9, 0.9], bonus=6)
+        assert self.answer(middle, has_bonus=True) == [1, 2, 6]
+        assert self.answer(request([ALL], bonus=5), has_bonus=True) == [5]
+
+    @kinds
+    def test_a_rejected_draft_is_replaced_from_the_residual(self, kind):
+        p, q = on(0, 1, 2, 3), on(2, 3, 4, 5)  # the residual is uniform on 0, 1
+        if kind == "none":
+            p = [0.4, 0.4, 0, 0, 0.2, 0, 0, 0]  # without 4: the same
+        for u, token in ((0.0, 0), (0.49, 0), (0.51, 1), (ALMOST_ONE, 1)):
+            middle = request([p, ALL], [4], [q], kind, accept=[0.9], recover=(0.5, u))
+            assert self.answer(middle, kind=kind) == [token]
+
+    @kinds
+    def test_disjoint_support_rejects_and_samples_the_target(self, kind):
+        p, q = on(0, 1), on(6, 7)
+        for u, token in ((0.2, 0), (0.7, 1)):
+            middle = request([p, ALL], [6], [q], kind, accept=[0.0], recover=(0.5, u))
+            assert self.answer(middle, kind=kind) == [token]
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_equal_distributions_always_accept_even_at_the_largest_u(self, dtype):
+        rng = np.random.default_rng(1)
+        for temperature in (0.3, 1.0, 1.7):
+            logits = 3 * rng.standard_normal((4, 8)).astype(np.float32)
+            middle = Request(
+                target=logits,
+                draft=logits[:3],
+                draft_ids=[int(i) for i in rng.integers(8, size=3)],
+                accept=[ALMOST_ONE] * 3,
+                temperature=temperature,
+            )
+            answer = self.answer(middle, kind="logits", dtype=dtype, draft_dtype=dtype)
+            assert answer[:3] == middle.draft_ids
+
+    @kinds
+    def test_zero_target_probability_is_never_accepted_even_at_u_0(self, kind):
+        middle = request([on(1, 2), ALL], [0], [ALL], kind, accept=[0.0], recover=(0.5, 0.7))
+        assert self.answer(middle, kind=kind) == [2]
+
+    @stored
+    def test_zero_draft_probability_of_a_proposal_is_rejected_even_at_u_0(self, kind):
+        middle = request([ALL, ALL], [0], [on(1, 2, 3)], kind, accept=[0.0], recover=(0.5, 0.0))
+        assert self.answer(middle, kind=kind) == [0]  # the residual holds id 0 and 4 to 7
+
+    @pytest.mark.parametrize("kind", ["probs", "logits"])
+    def test_a_proposal_beyond_the_drafters_vocabulary_is_rejected(self, kind):
+        middle = request([ALL, ALL], [6], [ALL[:5]], kind, accept=[0.0], recover=(0.5, 0.99))
+        assert self.answer(middle, kind=kind, draft_vocab=5) == [7]
+
+    def test_a_masked_target_row_rejects_a_forbidden_draft_and_keeps_the_residual_right(self):
+        p, q = [0, 0, 0.25, 0.75, 0, 0, 0, 0], [0.5, 0, 0.5, 0, 0, 0, 0, 0]
+        for kind in STORED:  # a grammar forbids all but 2 and 3; the residual is all on 3
+            middle = request([p, ALL], [0], [q], kind, accept=[0.0], recover=(0.5, 0.0))
+            assert self.answer(middle, kind=kind) == [3]
+
+    def test_one_possible_token_is_what_comes_out(self):
+        layout = dict(vocab=1, kind="logits")
+        for accept in (0.0, ALMOST_ONE):
+            middle = request([[1.0]] * 3, [0, 0], [[1.0]] * 2, "logits", accept=[accept] * 2)
+            assert self.answer(middle, **layout) == [0, 0, 0]
+
+    # Empty residuals: synthetic rejection can meet p = q.
+
+    @kinds
+    def test_an_empty_residual_goes_to_the_target_and_never_to_token_0(self, kind):
+        p = on(5)
+        middle = request([p, p, ALL], [3, 5], [p, p], kind, accept=[0.0, 0.9])
+        assert self.answer(middle, kind=kind, rates=RATES) == [3, 5]
+
+    @pytest.mark.parametrize("temperature", [0.6, 1.0])
+    def test_an_empty_residual_of_equal_logits_samples_the_target(self, temperature):
+        logits = temperature * logs([[0, 0.25, 0, 0.25, 0.5, 0, 0, 0]]).repeat(3, axis=0)
+        for u, token in ((0.0, 1), (0.1, 1), (0.3, 3), (0.6, 4), (0.9, 4)):
+            middle = Request(
+                target=logits,
+                draft=logits[:2],
+                draft_ids=[7, 4],
+                accept=[0.0, 0.9],
+                recover=(0.5, u),
+                temperature=temperature,
+            )
+            assert self.answer(middle, kind="logits", rates=RATES) == [7, token]
+
+    # Rows that cannot be used.
+
+    @temperatures
+    @pytest.mark.parametrize("vocab", [8, 5000])
+    @pytest.mark.parametrize("bad", ["nan", "+inf", "all -inf"])
+    def test_a_bad_target_row_hurts_only_its_own_request(self, temperature, bad, vocab):
+        layout: Any = dict(vocab=vocab, kind="probs")
+        clean = 0.1 * np.arange(3 * vocab).reshape(3, vocab) % 1
+        clean[:, 2] = 60.0  # both drafts are kept
+        for row in range(3):
+            for id_ in {0, 2, vocab // 2, vocab - 1}:
+                target = clean.copy()
+                if bad == "all -inf":
+                    target[row] = -np.inf
+                else:
+                    target[row, id_] = float(bad)
+                middle = Request(target, [2, 2], temperature=temperature, valid=False)
+                assert self.answer(middle, **layout) == sd.Status.BAD_TARGET_ROW
+                # Where the walk ends before that row, the row does not matter.
+                ends = dataclasses.replace(middle, draft_ids=[3, 2])
+                if row > 0:
+                    assert self.answer(ends, **layout) == [2]
+
+    def test_minus_infinity_entries_are_never_emitted(self):
+        rng = np.random.default_rng(2)
+        for temperature in (0.0, 0.5, 1.0):
+            target = rng.standard_normal((1, 8))
+            target[0, ::2] = -np.inf
+            for u in (0.0, *uniforms(rng, 4), ALMOST_ONE):
+                middle = Request(target, (), temperature=temperature, recover=(u, u))
+                (token,) = self.answer(middle)
+                assert token % 2 == 1
+
+    @stored
+    @pytest.mark.parametrize("outside", [0, 1], ids=["before", "after"])
+    def test_a_row_index_outside_the_store_is_a_bad_draft_row(self, kind, outside):
+        drafts: Any = dict(kind=kind, q=[on(1), on(1)], accept=[0.0, 0.0])
+        for position in (0, 1):
+            if position % 2 == outside:
+                middle = request(
+                    [on(1), on(1), ALL], [1, 1], **drafts, bad_rows=frozenset([position])
+                )
+                assert self.answer(middle, kind=kind) == sd.Status.BAD_DRAFT_ROW
+        unvisited = request([on(0), on(1), ALL], [1, 1], **drafts, bad_rows=frozenset([1]))
+        assert self.answer(unvisited, kind=kind) == [0]
+        no_proposal = request([on(3), ALL], [-1], [ALL], kind, bad_rows=frozenset([0]))
+        assert self.answer(no_proposal, kind=kind) == [3]
+
+    @pytest.mark.parametrize("entry", [*BAD, -0.5])
+    def test_a_drafted_probability_that_is_none_is_a_bad_draft_row(self, entry):
+        q = np.array([on(0, 1)])
+        q[0, 1] = entry
+        middle = request([ALL, ALL], [1], q, "probs", accept=[0.0])
+        assert self.answer(middle, kind="probs") == sd.Status.BAD_DRAFT_ROW
+
+    @pytest.mark.parametrize("entry", [*BAD, -0.5])
+    def test_another_entry_that_is_no_probability_matters_once_the_residual_is_read(self, entry):
+        q = np.array([on(0, 1)])
+        q[0, 6] = entry
+        accepted = request([ALL, on(4)], [1], q, "probs", accept=[0.0])
+        assert self.answer(accepted, kind="probs") == [1, 4]
+        rejected = request([ALL, on(4)], [1], q, "probs", accept=[0.9])
+        assert self.answer(rejected, kind="probs") == sd.Status.BAD_DRAFT_ROW
+
+    @pytest.mark.parametrize("entry", [*BAD, "all -inf"])
+    @pytest.mark.parametrize("vocab", [8, 5000])
+    def test_draft_logits_without_a_normalizer_are_bad_where_they_have_none(self, entry, vocab):
+        layout = dict(kind="logits", vocab=vocab)
+        draft = np.zeros((1, vocab))
+        if entry == "all -inf":
+            draft[:] = -np.inf
+        else:
+            draft[0, vocab - 2] = entry
+        middle = Request(np.zeros((2, vocab)), [1], draft, accept=[0.0])
+        assert self.answer(middle, **layout) == sd.Status.BAD_DRAFT_ROW
+
+    @pytest.mark.parametrize("entry", BAD)
+    def test_draft_logits_with_a_normalizer_are_judged_by_what_is_read(self, entry):
+        q = [on(0, 1)]
+        at_the_draft = request([ALL, on(4)], [1], q, "normalized", accept=[0.0])
+        at_the_draft.draft[0, 1] = entry
+        assert self.answer(at_the_draft, kind="normalized") == sd.Status.BAD_DRAFT_ROW
+        for accept, answer in ((0.0, [1, 4]), (0.9, sd.Status.BAD_DRAFT_ROW)):
+            elsewhere = request([ALL, on(4)], [1], q, "normalized", accept=[accept])
+            elsewhere.draft[0, 6] = entry
+            assert self.answer(elsewhere, kind="normalized") == answer
+
+    @pytest.mark.parametrize("entry", [*BAD, -float("inf")])
+    def test_a_stored_normalizer_must_be_finite(self, entry):
+        middle = request(
+            [ALL, ALL], [1], [ALL], "normalized", accept=[0.0], log_normalizer=np.array([entry])
+        )
+        assert self.answer(middle, kind="normalized") == sd.Status.BAD_DRAFT_ROW
+
+    @stored
+    def test_a_greedy_request_never_reads_the_draft_distribution(self, kind):
+        middle = request(
+            [on(1), on(2), on(3)],
+            [1, 2],
+            kind=kind,
+            temperature=0.0,
+            draft=np.full((2, 8), np.nan),
+            log_normalizer=np.full(2, np.nan),
+            bad_rows=frozenset([1]),
+        )
+        assert self.answer(middle, kind=kind) == [1, 2, 3]
+
+    @stored
+    def test_a_request_without_a_stored_distribution_is_one_hot_and_disturbs_nobody(self, kind):
+        drafts: Any = dict(draft=np.full((1, 8), np.nan), bad_rows=frozenset([0]), valid=False)
+        p = [0.5, 0.25, 0.25, 0, 0, 0, 0, 0]
+        kept = request([p, on(7)], [0], accept=[0.49], **drafts)
+        assert self.answer(kept, kind=kind) == [0, 7]
+        for u, token in ((0.4, 1), (0.6, 2)):
+            rejected = request([p, on(7)], [0], accept=[0.51], recover=(0.5, u), **drafts)
+            assert self.answer(rejected, kind=kind) == [token]
+
+    # Ids, temperatures, offsets.
+
+    @temperatures
+    @kinds
+    @pytest.mark.parametrize("id_", [-1, 8, -(2**31), 2**31 - 1])
+    def test_an_id_out_of_range_ends_the_request_with_a_token_of_its_own_row(
+        self, temperature, kind, id_
+    ):
+        p, q = [on(1), on(2), on(3)], [on(1), on(1)]
+        middle = request(p, [1, id_], q, kind, temperature, accept=[0.0, 0.0], bonus=6)
+        assert self.answer(middle, kind=kind) == [1, 2]
+        if kind == "none":
+            assert self.answer(middle, has_bonus=True) == [1, 2]
+
+    @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-40, 1e-45])
+    def test_a_tiny_temperature_is_as_good_as_greedy(self, temperature):
+        target = np.array([[0, 3.0, 2.0, -np.inf, 0, 0, 0, 0.5]] * 3)
+        middle = Request(target, [1, 2], accept=[0.9, 0.0], temperature=temperature)
+        assert self.answer(middle) == [1, 1]
+
+    @pytest.mark.parametrize("temperature", [1e4, 1e30, 3e38])
+    def test_a_huge_temperature_is_uniform_over_what_is_possible(self, temperature):
+        target = np.array([[0, 3.0, 2.0, -np.inf, 0, -np.inf, 0, 0.5]])  # six tokens
+        for u, token in ((0.1, 0), (0.2, 1), (0.4, 2), (0.6, 4), (0.8, 6), (0.9, 7)):
+            middle = Request(target, (), recover=(0.5, u), temperature=temperature)
+            assert self.answer(middle) == [token]
+
+    @pytest.mark.parametrize("temperature", [-1.0, -1e-6, float("nan"), float("inf")])
+    def test_a_temperature_that_is_none_is_bad_input(self, temperature):
+        middle = dataclasses.replace(request([ALL, ALL], [1]), temperature=temperature)
+        assert self.answer(middle) == sd.Status.BAD_INPUT
+
+    def test_temperature_minus_zero_is_greedy(self):
+        middle = dataclasses.replace(request([on(3), on(4)], [3]), temperature=-0.0)
+        assert self.answer(middle) == [3, 4]
+
+    @pytest.mark.parametrize(
+        ("offsets", "bad"),
+        [
+            ([0, 2, 1, 3], [1]),  # not sorted
+            ([0, 4, 6, 8], [0]),  # a count above K
+            ([0, 3, 6, 10], [2]),  # past N
+            ([0, 3, 10, 12], [1, 2]),
+            ([1, 2, 3, 4], [0]),  # does not begin with 0
+            ([0, -1, 2, 3], [0, 1]),
+            ([0, 2**31 - 1, -(2**31), 2], [0, 1, 2]),
+        ],
+    )
+    def test_offsets_that_make_no_sense_are_bad_input_of_their_request(self, offsets, bad):
+        rng = np.random.default_rng(3)
+        layout = Layout()
+        requests = [random_request(layout, rng, 3, temperature=1.0) for _ in range(3)]
+        batch = pack(requests, layout)
+        batch = batch.replace(
+            target_logits=rng.standard_normal((12, 8)).astype(np.float32),
+            drafts=sd.Drafts(batch.drafts.token_ids, np.array(offsets, np.int32)),
+        )
+        status = self.verify(batch).status
+        assert np.flatnonzero(status == sd.Status.BAD_INPUT).tolist() == bad
+        assert not np.delete(status, bad).any()
+
+    def test_an_inactive_slot_emits_nothing_whatever_it_holds(self):
+        nan = np.full((3, 8), np.nan)
+        middle = Request(nan, [1, 9], active=False, temperature=float("nan"))
+        assert self.answer(middle) == sd.Status.INACTIVE
+
+    # Greedy ties and the ends of tiles.
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_greedy_ties_go_to_the_lowest_id(self, dtype):
+        for ids in ((3, 4), (2047, 2048), (4095, 4999), (0, 4999), (1, 2, 2048)):
+            target = np.full((2, 5000), -1.0)
+            target[:, ids] = 2.0
+            middle = Request(target, [ids[0]], temperature=0.0)
+            assert self.answer(middle, vocab=5000, kind="probs", dtype=dtype) == [ids[0], ids[0]]
+            late = dataclasses.replace(middle, draft_ids=[ids[1]])
+            assert self.answer(late, vocab=5000, kind="probs", dtype=dtype) == [ids[0]]
+        signs = np.full((1, 5000), -1.0)
+        signs[0, 1], signs[0, 2] = -0.0, 0.0
+        middle = Request(signs, (), temperature=0.0)
+        assert self.answer(middle, vocab=5000, kind="probs", dtype=dtype) == [1]
+
+    def test_the_ends_of_the_uniforms_never_pick_a_token_of_zero_weight(self):
+        rng = np.random.default_rng(4)
+        ends = [0.0, 2.0**-24, ALMOST_ONE]
+        for possible in (
+            [100],
+            [2047, 2048],
+            [2048],
+            [4999],
+            [4095, 4096],
+            range(2048, 4096),
+            range(10, 4990, 7),
+        ):
+            p = np.full((1, 5000), -np.inf)
+            p[0, possible] = rng.standard_normal(len(possible))
+            for u_tile in ends:
+                for u_token in ends:
+                    middle = Request(p, (), recover=(u_tile, u_token))
+                    (token,) = self.answer(middle, vocab=5000, kind="probs")
+                    assert token in possible
+
+    def test_the_ends_of_the_uniforms_never_pick_a_token_outside_the_residual(self):
+        ends = [0.0, 2.0**-24, ALMOST_ONE]
+        p, q = np.zeros((2, 5000)), np.zeros((1, 5000))
+        p[:, [5, 2050, 4998]], q[0, [5, 2050, 4998]] = [0.25, 0.5, 0.25], [0.25, 0.25, 0.5]
+        drafts = dict(kind="probs", accept=[0.9])
+        for u_tile in ends:
+            for u_token in ends:
+                middle = request(p, [4998], q, **drafts, recover=(u_tile, u_token))
+                assert self.answer(middle, vocab=5000, kind="probs") == [2050]
+
+    # Padding of the vocabulary axis.
+
+    @temperatures
+    @pytest.mark.parametrize("entry", BAD)
+    def test_vocabulary_padding_is_never_emitted_whatever_it_holds(self, temperature, entry):
+        target = np.zeros((2, 8))
+        target[:, 4] = 1.0
+        target[:, 5:] = entry
+        layout = dict(vocab_size=5, kind="logits")
+        for u in (0.0, 0.5, ALMOST_ONE):
+            recover = (u, u)
+            middle = Request(target, [5], temperature=temperature, recover=recover)
+            (token,) = self.answer(middle, **layout)  # 5 is no proposal
+            assert token < 5
+            draft = np.where(np.arange(8) < 5, 0.0, entry)[None]
+            middle = dataclasses.replace(middle, draft_ids=[2], draft=draft, accept=[ALMOST_ONE])
+            assert all(token < 5 for token in self.answer(middle, **layout))
+
+    # Synthetic acceptance.
+
+    @temperatures
+    def test_synthetic_accepts_by_rate_whatever_the_logits_say(self, temperature):
+        p = [on(1), on(2), on(3), on(4)]
+        for accept, tokens in (
+            ([ALMOST_ONE, 0.5, 0.0], [7, 2]),
+            ([ALMOST_ONE, 0.49, 0.0], [7, 6, 3]),
+        ):
+            middle = request(p, [7, 6, 5], temperature=temperature, accept=accept)
+            assert self.answer(middle, rates=RATES) == tokens
+        middle = request(p[:3], [7, 6], temperature=temperature, accept=[0.9, 0.4])
+        assert self.answer(middle, rates=RATES) == [7, 6, 3]
+
+    @temperatures
+    def test_synthetic_reads_only_the_row_it_emits_from(self, temperature):
+        target = np.full((4, 8), np.nan)
+        target[1] = [0, 0, 90.0, 0, 0, 0, 0, 0]
+        draft = np.full((3, 8), np.nan)
+        draft[1] = 0.0
+        accept = [0.0, 0.9, 0.0]
+        middle = Request(target, [3, 4, 5], draft, accept=accept, temperature=temperature)
+        for kind in ("logits", "none"):
+            assert self.answer(middle, kind=kind, rates=RATES) == [3, 2]
+
+    def test_synthetic_with_a_given_bonus_reads_nothing_when_all_are_accepted(self):
+        middle = Request(np.full((3, 8), np.nan), [3, 4], accept=[0.0, 0.0], bonus=6)
+        assert self.answer(middle, rates=RATES, has_bonus=True) == [3, 4, 6]
+
+    # The theorem, exactly.
+
+    @pytest.mark.parametrize("kind", STORED)
+    def test_the_first_token_has_the_targets_distribution_summed_over_all_noise(self, kind):
+        p, q = np.array([[4, 2, 1, 1, 0, 0, 0, 0], [1, 1, 2, 4, 0, 0, 0, 0]]) / 8
+        quarters = np.arange(4) / 4 + 1 / 8  # the noise decides on quarters only
+        first = np.zeros(8)
+        for x, u, u_token in itertools.product(range(4), quarters, quarters):
+            noise: Any = dict(accept=[u], recover=(0.5, u_token))
+            answer = self.answer(request([p, p], [x], [q], kind, **noise), kind=kind)
+            first[answer[0]] += q[x] / 16
+        np.testing.assert_allclose(first, p, atol=1e-12)

@@ -1,0 +1,225 @@
+"""What every backend must pass: the oracle's tokens over a grid, and invariance.
+
+A backend's test file subclasses these and names its `verifier`; `edges` has the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import chex
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+
+from .batch import Batch, Layout, Request, Verifier, check, pack, verify
+from .cases import random_batch, random_request
+
+RATES = (0.9, 0.75, 0.3, 0.1)
+BIG = dict(num_speculative_tokens=4, num_requests=8, num_drafts=34)
+
+# Few layouts, because each compiles; many seeds of each.
+GRID = [
+    # Every kind of draft distribution with every dtype, full and narrower, in place and permuted.
+    Layout(vocab=97, **BIG),
+    Layout(vocab=2049, **BIG, dtype="bfloat16", has_active=True),
+    Layout(vocab=97, **BIG, kind="probs"),
+    Layout(vocab=97, **BIG, kind="probs", draft_vocab=60, store_rows=50, has_valid=True),
+    Layout(vocab=2048, **BIG, kind="probs", dtype="float16", has_bonus=True, has_active=True),
+    Layout(vocab=97, **BIG, kind="logits", draft_dtype="bfloat16"),
+    Layout(
+        vocab=2049,
+        **BIG,
+        kind="logits",
+        dtype="bfloat16",
+        draft_dtype="bfloat16",
+        store_rows=64,
+        has_valid=True,
+    ),
+    Layout(vocab=5000, **BIG, kind="logits", draft_vocab=4097, vocab_size=4500, has_bonus=True),
+    Layout(vocab=97, **BIG, kind="normalized"),
+    Layout(
+        vocab=2048,
+        **BIG,
+        kind="normalized",
+        dtype="float16",
+        draft_dtype="float16",
+        store_rows=40,
+        has_valid=True,
+    ),
+    Layout(
+        vocab=5000,
+        **BIG,
+        kind="normalized",
+        dtype="bfloat16",
+        draft_vocab=4097,
+        vocab_size=3000,
+        has_active=True,
+    ),
+    # Small numbers of everything.
+    Layout(vocab=1, kind="logits", store_rows=12, has_valid=True, has_active=True),
+    Layout(vocab=2, num_speculative_tokens=1, num_requests=8, num_drafts=8, kind="probs"),
+    Layout(vocab=97, num_speculative_tokens=4, num_requests=1, num_drafts=4, kind="logits"),
+    Layout(vocab=97, num_drafts=0),
+    Layout(vocab=97, num_drafts=0, kind="probs", store_rows=5, has_bonus=True),
+    Layout(vocab=97, num_speculative_tokens=32, num_requests=3, num_drafts=96, kind="probs"),
+    # Synthetic.
+    Layout(vocab=97, **BIG, rates=RATES, dtype="float16", has_active=True),
+    Layout(vocab=97, **BIG, rates=RATES, kind="probs", store_rows=50, has_valid=True),
+    Layout(vocab=2049, **BIG, rates=RATES, kind="logits", dtype="bfloat16"),
+    Layout(
+        vocab=5000,
+        **BIG,
+        rates=RATES,
+        kind="normalized",
+        draft_vocab=4097,
+        vocab_size=4999,
+        has_bonus=True,
+    ),
+]
+RACES = [
+    Layout(vocab=2049, **BIG, race=True, has_bonus=True),
+    Layout(vocab=97, **BIG, race=True, kind="logits", vocab_size=90, store_rows=50, has_valid=True),
+    Layout(vocab=97, **BIG, race=True, kind="probs", rates=RATES),
+]
+
+
+class OracleSuite:
+    """The oracle's tokens, counts and status, but for calls closer than float32 can tell."""
+
+    verifier: Verifier
+    seeds = range(16)
+
+    def agree(self, layout: Layout) -> None:
+        close = 0
+        for seed in self.seeds:
+            batch = random_batch(layout, seed)
+            close += check(batch, verify(batch, self.verifier))
+        print(f"{close} close calls differ in {len(self.seeds)} batches of {layout}")
+
+    @pytest.mark.parametrize("layout", GRID, ids=str)
+    def test_gives_the_tokens_of_the_oracle(self, layout):
+        self.agree(layout)
+
+
+class RaceSuite(OracleSuite):
+    """The same for backends that can run an exponential race."""
+
+    @pytest.mark.parametrize("layout", RACES, ids=str)
+    def test_gives_the_tokens_of_the_oracle_in_a_race(self, layout):
+        self.agree(layout)
+
+
+PROPERTY_LAYOUTS = [
+    Layout(vocab=37, num_requests=4, num_drafts=12, kind="logits", store_rows=20, has_valid=True),
+    Layout(vocab=37, num_requests=4, num_drafts=12, kind="probs", has_bonus=True),
+]
+on_layouts = pytest.mark.parametrize("layout", PROPERTY_LAYOUTS, ids=["logits", "probs, bonus"])
+seeds = st.integers(0, 2**32 - 1)
+few_examples = hypothesis.settings(max_examples=25)
+
+
+def four_requests(layout: Layout, seed: int) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    return [random_request(layout, rng, int(rng.integers(4))) for _ in range(4)]
+
+
+class InvarianceSuite:
+    """A token does not depend on who else is in the batch, on the slot or on padding."""
+
+    verifier: Verifier
+
+    def verify(self, batch: Batch) -> sd.RejectionSampleOutput:
+        return verify(batch, self.verifier)
+
+    def verify_requests(self, requests, layout, seed=0) -> sd.RejectionSampleOutput:
+        return self.verify(pack(requests, layout, seed))
+
+    @on_layouts
+    @few_examples
+    @hypothesis.given(seed=seeds, order=st.permutations(range(4)), rubbish=seeds)
+    def test_permuting_requests_permutes_the_output(self, layout, seed, order, rubbish):
+        requests = four_requests(layout, seed)
+        straight = self.verify_requests(requests, layout)
+        permuted = self.verify_requests([requests[i] for i in order], layout, rubbish)
+        chex.assert_trees_all_equal(permuted, take(straight, list(order)))
+
+    @on_layouts
+    @few_examples
+    @hypothesis.given(seed=seeds, rubbish=seeds)
+    def test_padding_the_drafts_the_batch_and_k_changes_nothing(self, layout, seed, rubbish):
+        padded = dataclasses.replace(
+            layout,
+            num_requests=7,
+            num_drafts=20,
+            num_speculative_tokens=5,
+            store_rows=layout.store_rows and 31,
+        )
+        requests = four_requests(layout, seed)
+        plain = self.verify_requests(requests, layout)
+        more = take(self.verify_requests(requests, padded, rubbish), slice(4))
+        assert (more.token_ids[:, 4:] == sd.PLACEHOLDER_TOKEN_ID).all()
+        chex.assert_trees_all_equal(
+            plain, dataclasses.replace(more, token_ids=more.token_ids[:, :4])
+        )
+
+    @on_layouts
+    @few_examples
+    @hypothesis.given(seed=seeds, cut=st.integers(0, 4))
+    def test_splitting_a_batch_changes_nothing(self, layout, seed, cut):
+        requests = four_requests(layout, seed)
+        whole = self.verify_requests(requests, layout)
+        front = self.verify_requests(requests[:cut], layout, seed=1)
+        back = self.verify_requests(requests[cut:], layout, seed=2)
+        chex.assert_trees_all_equal(take(whole, slice(cut)), take(front, slice(cut)))
+        chex.assert_trees_all_equal(take(whole, slice(cut, 4)), take(back, slice(4 - cut)))
+
+    @on_layouts
+    @few_examples
+    @hypothesis.given(seed=seeds)
+    def test_a_request_alone_gives_what_it_gives_in_a_batch(self, layout, seed):
+        alone = dataclasses.replace(layout, num_requests=1, num_drafts=3, store_rows=3)
+        alone = alone if layout.store_rows else dataclasses.replace(alone, store_rows=None)
+        requests = four_requests(layout, seed)
+        whole = self.verify_requests(requests, layout)
+        for b, request in enumerate(requests):
+            single = self.verify_requests([request], alone)
+            chex.assert_trees_all_equal(single, take(whole, slice(b, b + 1)))
+
+    @on_layouts
+    @few_examples
+    @hypothesis.given(seed=seeds)
+    def test_what_no_rule_visits_may_hold_anything(self, layout, seed):
+        requests = four_requests(layout, seed)
+        clean = self.verify_requests(requests, layout)
+        poisoned = [
+            poison_unvisited(request, layout, int(accepted))
+            for request, accepted in zip(requests, clean.num_accepted, strict=True)
+        ]
+        chex.assert_trees_all_equal(self.verify_requests(poisoned, layout, seed=1), clean)
+
+
+def take(output: sd.RejectionSampleOutput, index) -> sd.RejectionSampleOutput:
+    return sd.RejectionSampleOutput(
+        output.token_ids[index],
+        output.num_accepted[index],
+        output.num_emitted[index],
+        output.status[index],
+    )
+
+
+def poison_unvisited(request: Request, layout: Layout, accepted: int) -> Request:
+    """NaN in every row past the one that the token came from; draft rows too, where not read."""
+    target = request.target.copy()
+    target[accepted + 1 :] = np.nan
+    draft = request.draft
+    if draft is not None:
+        draft = draft.copy()
+        draft[accepted + 1 :] = np.nan
+        one_hot = layout.has_valid and not request.valid
+        if one_hot or request.temperature == 0:
+            draft[:] = np.nan
+    return dataclasses.replace(request, target=target, draft=draft)

@@ -1,0 +1,16 @@
+"""The XLA backend, as the CPU runs it: rows read one by one."""
+
+from . import edges, suite
+from .batch import XLA
+
+
+class TestOracle(suite.RaceSuite):
+    verifier = staticmethod(XLA)
+
+
+class TestInvariance(suite.InvarianceSuite):
+    verifier = staticmethod(XLA)
+
+
+class TestEdges(edges.EdgeSuite):
+    verifier = staticmethod(XLA)

@@ -1,0 +1,37 @@
+"""The XLA backend, as other devices run it: all rows read at once. The CPU can do that too."""
+
+import functools
+from unittest import mock
+
+import pytest
+
+import jax_specdec as sd
+from jax_specdec._src.verify import api, xla
+
+from . import edges, suite
+from .batch import jitted
+
+at_once = functools.partial(xla.verify, lazy=False)
+
+
+@jitted
+def all_at_once(*args, config, vocab_size, **kwargs):
+    inner = api._rejection_sample.__wrapped__  # not traced before, with rows read one by one
+    with (
+        mock.patch.object(xla, "verify", at_once),
+        mock.patch.object(api, "_rejection_sample", inner),
+    ):
+        return sd.rejection_sample_with_noise(*args, config=config, vocab_size=vocab_size, **kwargs)
+
+
+class TestOracle:
+    verifier = staticmethod(all_at_once)
+    seeds = range(8)
+
+    @pytest.mark.parametrize("layout", [*suite.GRID[::3], *suite.RACES[1:2]], ids=str)
+    def test_gives_the_tokens_of_the_oracle(self, layout):
+        suite.OracleSuite.agree(self, layout)
+
+
+class TestEdges(edges.EdgeSuite):
+    verifier = staticmethod(all_at_once)
