@@ -114,8 +114,9 @@ def param_shapes(config: LlamaConfig) -> dict[str, Any]:
 class Llama:
     """A Llama decoder; a `CausalModel`.
 
-    The cache is a list of one `(key, value)` pair per layer, each `[B, N_kv, T, D]` in the
-    compute dtype.
+    The cache is a list of one `(keys, values)` pair per layer, keys `[B N_kv, D, T]` and values
+    `[B N_kv, T, D]` in the compute dtype: the layouts in which attention reads them, so that XLA
+    neither transposes nor copies a cache carried by a loop.
 
     Attributes:
         config: the sizes.
@@ -176,9 +177,10 @@ class Llama:
     def init_cache(self, batch_size: int, max_length: int) -> list[tuple[jax.Array, jax.Array]]:
         """An empty cache for B = batch_size requests of at most T = max_length positions."""
         c = self.config
-        shape = (batch_size, c.num_key_value_heads, max_length, c.head_dim)
+        heads = batch_size * c.num_key_value_heads
+        keys, values = (heads, c.head_dim, max_length), (heads, max_length, c.head_dim)
         return [
-            (jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
+            (jnp.zeros(keys, self.dtype), jnp.zeros(values, self.dtype))
             for _ in range(c.num_hidden_layers)
         ]
 
@@ -217,9 +219,7 @@ class Llama:
         new_cache = list(cache)
 
         def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            keys, values = cache[layer]
-            keys = _write(keys, key, start)
-            values = _write(values, value, start)
+            keys, values = _write(*cache[layer], key, value, positions)
             new_cache[layer] = (keys, values)
             return _attention(query, keys, values, positions)
 
@@ -256,7 +256,7 @@ class Llama:
             x = x + (jax.nn.silu(gate) * up) @ layer["down_proj"]
         x = _rms_norm(x, params["norm"], c.rms_norm_eps)
         if c.tie_word_embeddings:
-            return x @ params["embed_tokens"].T
+            return jnp.einsum("vh,bsh->bsv", params["embed_tokens"], x)  # faster than x @ E.T
         return x @ params["lm_head"]
 
 
@@ -284,13 +284,18 @@ def _rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
-def _write(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-    """Writes `new [B, S, N_kv, D]` into `cache [B, N_kv, T, D]` from position start[b] on."""
-
-    def write_one(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(cache, new, (0, start, 0))
-
-    return jax.vmap(write_one)(cache, new.swapaxes(1, 2), start)
+def _write(
+    keys: jax.Array, values: jax.Array, key: jax.Array, value: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Writes key and value `[B, S, N_kv, D]` at positions `[B, S]` into the cache, in place."""
+    batch_size, _, num_kv, head_dim = key.shape
+    requests = jnp.arange(batch_size)[:, None]
+    new_keys = keys.reshape(batch_size, num_kv, head_dim, -1)
+    new_values = values.reshape(batch_size, num_kv, -1, head_dim)
+    mode: dict[str, Any] = {"mode": "promise_in_bounds", "unique_indices": True}
+    new_keys = new_keys.at[requests, :, :, positions].set(key, **mode)
+    new_values = new_values.at[requests, :, positions].set(value, **mode)
+    return new_keys.reshape(keys.shape), new_values.reshape(values.shape)
 
 
 def _attention(
@@ -298,20 +303,26 @@ def _attention(
 ) -> jax.Array:
     """softmax(q k / sqrt(D)) v over the cache positions that are <= the query's own.
 
-    query `[B, S, N, D]`, keys and values `[B, N_kv, T, D]`, positions `[B, S]`; `[B, S, N, D]`.
+    query `[B, S, N, D]`, keys `[B N_kv, D, T]`, values `[B N_kv, T, D]`, positions `[B, S]`;
+    returns `[B, S, N, D]`.
     """
     batch_size, length, num_query, head_dim = query.shape
-    num_kv, max_length = keys.shape[1:3]
+    max_length = keys.shape[2]
+    num_kv = keys.shape[0] // batch_size
     group = num_query // num_kv
-    query = query.reshape(batch_size, length, num_kv, group, head_dim)
-    scores = jnp.einsum("bskgd,bktd->bksgt", query, keys, preferred_element_type=jnp.float32) * (
-        head_dim**-0.5
-    )
+    # The query heads that share keys are further rows of one matrix product with them.
+    split = (batch_size, num_kv, length, group)
+    rows = (batch_size * num_kv, length * group)
+    query = query.reshape(batch_size, length, num_kv, group, head_dim).swapaxes(1, 2)
     visible = jnp.arange(max_length, dtype=jnp.int32)[None, None, :] <= positions[:, :, None]
-    scores = jnp.where(visible[:, None, :, None, :], scores, -jnp.inf)
+    visible = jnp.broadcast_to(visible[:, None, :, None, :], (*split, max_length))
+    scores = jnp.matmul(
+        query.reshape(*rows, head_dim), keys, preferred_element_type=jnp.float32
+    ) * (head_dim**-0.5)
+    scores = jnp.where(visible.reshape(*rows, max_length), scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    read = jnp.einsum("bksgt,bktd->bskgd", weights, values)
-    return read.reshape(batch_size, length, num_query, head_dim)
+    read = jnp.matmul(weights, values).reshape(*split, head_dim)
+    return read.swapaxes(1, 2).reshape(batch_size, length, num_query, head_dim)
 
 
 def _check_integers(name: str, value: jax.Array, ndim: int) -> None:
@@ -342,15 +353,19 @@ def _check_cache(model: Llama, cache: Any, batch_size: int, length: int) -> None
     c = model.config
     if [len(pair) for pair in cache] != [2] * c.num_hidden_layers:
         raise ValueError(
-            f"cache must be a list of {c.num_hidden_layers} (key, value) pairs, from init_cache."
+            f"cache must be a list of {c.num_hidden_layers} (keys, values) pairs, from init_cache."
         )
-    for leaf in jax.tree.leaves(cache):
-        expected = (batch_size, c.num_key_value_heads, "T", c.head_dim)
-        if leaf.ndim != 4 or (leaf.shape[:2] + leaf.shape[3:]) != (expected[:2] + expected[3:]):
-            raise ValueError(f"cache arrays must have shape {expected}, but one has {leaf.shape}.")
-        if leaf.dtype != model.dtype:
-            raise TypeError(f"cache must be {model.dtype}, not {leaf.dtype}.")
-        if length > leaf.shape[2]:
+    max_length = cache[0][0].shape[-1]
+    expected = jax.eval_shape(lambda: model.init_cache(batch_size, max_length))
+    for found, wanted in zip(jax.tree.leaves(cache), jax.tree.leaves(expected), strict=True):
+        if found.shape != wanted.shape:
             raise ValueError(
-                f"token_ids has {length} tokens per request, but the cache holds {leaf.shape[2]}."
+                f"cache for {batch_size} requests must hold arrays of shape {wanted.shape}, "
+                f"but one has {found.shape}."
             )
+        if found.dtype != wanted.dtype:
+            raise TypeError(f"cache must be {wanted.dtype}, not {found.dtype}.")
+    if length > max_length:
+        raise ValueError(
+            f"token_ids has {length} tokens per request, but the cache holds {max_length}."
+        )
