@@ -48,7 +48,7 @@ def test_only_the_number_of_tokens_is_required() -> None:
     assert config.to_dict() == {
         "num_speculative_tokens": 4,
         "rejection_sample_method": "standard",
-        "draft_sample_method": "greedy",
+        "draft_sample_method": "probabilistic",
         "synthetic_acceptance_rates": None,
         "synthetic_acceptance_length": None,
     }

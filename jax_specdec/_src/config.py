@@ -75,7 +75,7 @@ class SpecDecodeConfig:
 
     num_speculative_tokens: int
     rejection_sample_method: RejectionSampleMethod = "standard"
-    draft_sample_method: DraftSampleMethod = "greedy"
+    draft_sample_method: DraftSampleMethod = "probabilistic"
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     synthetic_acceptance_length: float | None = None
 

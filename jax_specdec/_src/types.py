@@ -23,6 +23,7 @@ import enum
 
 import jax
 import jax.numpy as jnp
+from jax import export
 
 PLACEHOLDER_TOKEN_ID = -1
 """Fills ``token_ids`` after the last emitted token, and marks a position without a proposal."""
@@ -199,21 +200,24 @@ class Drafts:
 
 
 def _flatten_storage(distribution: DraftDistribution | None) -> DraftDistribution | None:
-    def flat(x: jax.Array | None, trailing: int) -> jax.Array | None:
-        return x if x is None else x.reshape((-1, *x.shape[x.ndim - trailing :]))
-
+    """Storage ``[B, K, Vd]`` as ``[B*K, Vd]``; what is flat stays as it is."""
+    if distribution is None:
+        return None
+    rows = None if distribution.rows is None else distribution.rows.reshape(-1)
     if isinstance(distribution, DraftProbs):
-        return dataclasses.replace(
-            distribution, probs=flat(distribution.probs, 1), rows=flat(distribution.rows, 0)
-        )
-    if isinstance(distribution, DraftLogits):
-        return dataclasses.replace(
-            distribution,
-            logits=flat(distribution.logits, 1),
-            rows=flat(distribution.rows, 0),
-            log_normalizer=flat(distribution.log_normalizer, 0),
-        )
-    return None
+        probs = distribution.probs
+        return dataclasses.replace(distribution, probs=_flatten_rows(probs), rows=rows)
+    normalizer = distribution.log_normalizer
+    return dataclasses.replace(
+        distribution,
+        logits=_flatten_rows(distribution.logits),
+        rows=rows,
+        log_normalizer=None if normalizer is None else normalizer.reshape(-1),
+    )
+
+
+def _flatten_rows(storage: jax.Array) -> jax.Array:
+    return storage.reshape(-1, storage.shape[-1]) if storage.ndim > 2 else storage
 
 
 @jax.tree_util.register_dataclass
@@ -322,3 +326,21 @@ def parse_output(output: RejectionSampleOutput) -> list[list[int]]:
     """
     token_ids, num_emitted = jax.device_get((output.token_ids, output.num_emitted))
     return [row[:n].tolist() for row, n in zip(token_ids, num_emitted, strict=True)]
+
+
+for _type in (
+    DraftProbs,
+    DraftLogits,
+    Drafts,
+    SamplingParams,
+    Noise,
+    RaceNoise,
+    RejectionSampleOutput,
+):
+    # Lets `jax.export` serialize functions that take or return them.
+    export.register_pytree_node_serialization(
+        _type,
+        serialized_name=f"jax_specdec.{_type.__name__}",
+        serialize_auxdata=lambda _: b"",
+        deserialize_auxdata=lambda _: (),
+    )

@@ -56,6 +56,15 @@ class StepRecord:
       num_proposed: ``[B]`` int32, drafts offered to the verification; 0 for finished requests.
       num_accepted: ``[B]`` int32, drafts it accepted.
       num_emitted: ``[B]`` int32, tokens it emitted; 0 for finished requests.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> (target, params), (draft, draft_params) = sd.load_embedded_pair()
+      >>> steps = sd.generate(
+      ...     target, params, [sd.encode("import ")], drafter=sd.NGramDrafter(),
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2), max_new_tokens=4).steps
+      >>> steps.num_kept.sum()
+      4
     """
 
     token_ids: jax.Array
@@ -73,6 +82,13 @@ class GenerateOutput:
       completions: B lists of generated token ids, a stop token included.
       steps: `StepRecord` of NumPy arrays with a leading axis of S steps.
       status: B `Status` values; not OK where a request ended because it could not be verified.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> (target, params), _ = sd.load_embedded_pair()
+      >>> output = sd.generate_plain(target, params, [sd.encode("import ")], max_new_tokens=4)
+      >>> output.status
+      [<Status.OK: 0>]
     """
 
     completions: list[list[int]]

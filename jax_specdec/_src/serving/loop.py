@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Drafter
@@ -173,7 +172,7 @@ def generate(
       >>> import jax_specdec as sd
       >>> (target, params), (draft, draft_params) = sd.load_embedded_pair()
       >>> output = sd.generate(
-      ...     target, params, [sd.encode("def add(a, b):\\n    return a")],
+      ...     target, params, [sd.encode("def add(a, b):")],
       ...     drafter=sd.ModelDrafter(draft), draft_params=draft_params,
       ...     config=sd.SpecDecodeConfig(num_speculative_tokens=4), max_new_tokens=8)
       >>> len(output.completions[0])
@@ -239,7 +238,7 @@ def generate_stream(
       >>> import jax_specdec as sd
       >>> (target, params), (draft, draft_params) = sd.load_embedded_pair()
       >>> steps = sd.generate_stream(
-      ...     target, params, [sd.encode("import os\\nimport ")],
+      ...     target, params, [sd.encode("import os, import ")],
       ...     drafter=sd.NGramDrafter(), config=sd.SpecDecodeConfig(num_speculative_tokens=2),
       ...     max_new_tokens=4)
       >>> sum(int(step.num_kept[0]) for step in steps)

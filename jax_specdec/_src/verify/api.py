@@ -8,7 +8,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src import ragged, sampling as sampling_lib
+from jax_specdec._src import ragged
+from jax_specdec._src import sampling as sampling_lib
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.noise import draw_noise
 from jax_specdec._src.types import (

@@ -17,7 +17,9 @@ def _array(name: str, x: Any, shape: tuple[Any, ...], dtypes: tuple[str, ...], w
     """Check one argument; entries of `shape` are sizes, or letters that may be anything."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise TypeError(f"{name} must be an array {why}, but it is {x!r:.80}")
-    sizes = [want if isinstance(want, int) else got for want, got in zip(shape, x.shape)]
+    sizes = [
+        want if isinstance(want, int) else got for want, got in zip(shape, x.shape, strict=False)
+    ]
     if len(shape) != len(x.shape) or list(x.shape) != sizes:
         raise ValueError(f"{name} must have shape {why}, but its shape is {list(x.shape)}")
     if str(x.dtype) not in dtypes:
@@ -72,6 +74,7 @@ def check_call(
 
 
 def _check_distribution(distribution: Any, batch: int, n: int, v: int) -> None:
+    dtypes: tuple[str, ...]
     if isinstance(distribution, DraftProbs):
         storage_name, storage, dtypes = "probs", distribution.probs, ("float32",)
     elif isinstance(distribution, DraftLogits):
