@@ -1,0 +1,78 @@
+"""Verification makes no temporary near the size of the logits. Compiles only, runs nothing."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_specdec as sd
+
+VOCAB, K = 128256, 4
+# JAX 0.10.2 turns a whole half-precision operand into float32 before it is read.
+HALF = ["bfloat16", "float16"] if jax.__version_info__ >= (0, 11) else []
+
+
+def shape(*sizes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+
+
+def drafts_of(kind: str, b: int, dtype: str) -> sd.Drafts:
+    n = b * K
+    distributions = {
+        "none": None,
+        "probs": sd.DraftProbs(shape(n, VOCAB)),
+        "logits": sd.DraftLogits(shape(n, VOCAB, dtype=dtype)),
+        "normalized": sd.DraftLogits(shape(n, VOCAB, dtype=dtype), log_normalizer=shape(n)),
+    }
+    return sd.Drafts(shape(n, dtype="int32"), shape(b + 1, dtype="int32"), distributions[kind])
+
+
+def temporary_bytes(b: int, dtype: str, kind: str, config: sd.SpecDecodeConfig) -> int:
+    """Of the keyed form, everything included."""
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), b))
+    lowered = jax.jit(sd.rejection_sample, static_argnames="config").lower(
+        shape(b * K + b, VOCAB, dtype=dtype),
+        drafts_of(kind, b, dtype),
+        sampling=sd.SamplingParams(temperature=shape(b)),
+        keys=keys,
+        positions=shape(b, dtype="int32"),
+        config=config,
+    )
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("b", [1, 8])
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        ("float32", "none"),
+        ("float32", "probs"),
+        ("float32", "logits"),
+        *zip(HALF, ("logits", "normalized"), strict=False),
+    ],
+)
+def test_temporaries_stay_below_a_tenth_of_the_logits(b, dtype, kind):
+    config = sd.SpecDecodeConfig(num_speculative_tokens=K)
+    logits_bytes = (b * K + b) * VOCAB * jnp.dtype(dtype).itemsize
+    used = temporary_bytes(b, dtype, kind, config)
+    assert used < 0.1 * logits_bytes, f"{used} bytes, {used / logits_bytes:.3f} of the logits"
+
+
+def test_synthetic_temporaries_stay_below_a_tenth_of_the_logits():
+    config = sd.SpecDecodeConfig(
+        num_speculative_tokens=K,
+        rejection_sample_method="synthetic",
+        synthetic_acceptance_length=3.0,
+    )
+    used = temporary_bytes(8, "float32", "probs", config)
+    assert used < 0.1 * (8 * K + 8) * VOCAB * 4, f"{used} bytes"
+
+
+def test_a_softmax_of_every_row_would_not():
+    logits = shape(5, VOCAB)
+
+    def plain(x, e):
+        p = jax.nn.softmax(x, axis=-1)
+        return jnp.argmax(p / e, axis=-1), p[:, 0]
+
+    compiled = jax.jit(plain).lower(logits, logits).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes > 0.1 * 5 * VOCAB * 4
