@@ -223,28 +223,29 @@ class Llama:
             new_cache[layer] = (keys, values)
             return _attention(query, keys, values, positions)
 
-        return self.run(params, token_ids, positions, attend), new_cache
+        _check_params(self, params)
+        embedded = params["embed_tokens"].at[token_ids].get(mode="clip")
+        return self.run(params, embedded, positions, attend), new_cache
 
     def run(
-        self, params: dict[str, Any], token_ids: jax.Array, positions: jax.Array, attend: Attend
+        self, params: dict[str, Any], embedded: jax.Array, positions: jax.Array, attend: Attend
     ) -> jax.Array:
         """The decoder around a given attention: what `apply` and training share.
 
         Args:
             params: weights of the structure and shapes of `param_shapes`, in the compute dtype.
-            token_ids: `[B, S]` int32.
+            embedded: `[B, S, H]`, rows of the embedding, in the compute dtype.
             positions: `[B, S]` int32, absolute positions, for the rotary embedding.
             attend: called once per layer with rotated queries and keys; see `Attend`.
 
         Returns:
             Logits `[B, S, V]` in the compute dtype.
         """
-        _check_params(self, params)
         c = self.config
         num_query, num_kv = c.num_attention_heads, c.num_key_value_heads
-        leading = token_ids.shape
+        leading = embedded.shape[:2]
         rotation = _rotation(positions, c.head_dim, c.rope_theta)
-        x = params["embed_tokens"].at[token_ids].get(mode="clip")
+        x = embedded
         for index, layer in enumerate(params["layers"]):
             h = _rms_norm(x, layer["input_layernorm"], c.rms_norm_eps)
             heads = (h @ layer["qkv_proj"]).reshape(*leading, num_query + 2 * num_kv, c.head_dim)
