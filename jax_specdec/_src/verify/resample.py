@@ -138,6 +138,5 @@ def _residual_masses(
         q = draft.probs(q_entries, source.scale, source.inv_temperature)
         return jnp.sum(probabilistic.residual(p_of(p_entries), q), axis=1)
 
-    whole = min(draft.size, shared)
-    masses = tiles.map_tiles(mass, read, (-jnp.inf, draft.fill), shared, draft.chunk, whole)
+    masses = tiles.map_tiles(mass, read, shared, draft.chunk, whole=draft.size)
     return jnp.concatenate([masses, p_masses[masses.shape[0] :]])

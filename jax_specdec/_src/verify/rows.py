@@ -44,7 +44,7 @@ class TargetRows:
             return (_read(self.logits, row, start, length),)
 
         def map_row(fn: Any) -> tiles.RowStats:
-            return tiles.map_tiles(fn, read, (-jnp.inf,), self.size, self.chunk)
+            return tiles.map_tiles(fn, read, self.size, self.chunk)
 
         return lax.cond(
             greedy,
@@ -117,7 +117,6 @@ class DraftRows:
         stats = tiles.map_tiles(
             lambda x: tiles.max_and_sum(x, inv_temperature),
             lambda start, length: (self.read(row, start, length),),
-            (self.fill,),
             self.size,
             self.chunk,
         )

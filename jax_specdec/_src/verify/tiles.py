@@ -46,7 +46,6 @@ def num_tiles(size: int) -> int:
 def map_tiles(
     fn: Callable[..., Any],
     read: Callable[[Any, int], tuple[jax.Array, ...]],
-    fill: tuple[float, ...],
     size: int,
     chunk: int | None,
     whole: int | None = None,
@@ -54,45 +53,44 @@ def map_tiles(
     """Apply a function to every tile of one or more rows, reading each once.
 
     Args:
-      fn: maps arrays ``[n, TILE]`` to a pytree of arrays ``[n]``.
+      fn: maps arrays ``[n, length]`` of n tiles to a pytree of arrays ``[n]``. A tile's length
+        is TILE, or less for the last one.
       read: ``read(start, length)`` gives the rows' entries as arrays ``[length]``.
-      fill: stands for the entries past `size`, one per row.
       size: how many ids.
       chunk: ids per trip of a loop, a multiple of TILE; None for no loop.
-      whole: ids that every row has, where rows differ in length: the loop stays inside them.
+      whole: ids that every row has, where rows differ in length; the one tile beyond them is
+        read last, from a static start.
 
     Returns:
       The results of `fn`, ``[num_tiles(size)]`` each.
     """
 
-    def tiles(start: Any, length: int) -> Any:
-        pad = num_tiles(length) * TILE - length
-        rows = read(start, length)
-        padded = (
-            jnp.pad(row, (0, pad), constant_values=value) if pad else row
-            for row, value in zip(rows, fill, strict=True)
-        )
-        return fn(*(row.reshape(-1, TILE) for row in padded))
+    def on_tiles(start: Any, length: int, width: int) -> Any:
+        return fn(*(row.reshape(-1, width) for row in read(start, length)))
 
-    trips = (size if whole is None else whole) // chunk if chunk else 0
+    full = (size if whole is None else whole) // TILE * TILE
+    trips = full // chunk if chunk else 0
+    looped = trips * chunk if chunk else 0
     parts = []
     if trips and chunk:
-        looped = lax.map(lambda i: tiles(i * chunk, chunk), jnp.arange(trips, dtype=jnp.int32))
-        parts.append(jax.tree.map(lambda x: x.reshape(-1), looped))
-    done = trips * chunk if chunk else 0
-    if done < size:
-        parts.append(tiles(done, size - done))
+        steps = jnp.arange(trips, dtype=jnp.int32)
+        results = lax.map(lambda i: on_tiles(i * chunk, chunk, TILE), steps)
+        parts.append(jax.tree.map(lambda x: x.reshape(-1), results))
+    if looped < full:
+        parts.append(on_tiles(looped, full - looped, TILE))
+    if full < size:
+        parts.append(on_tiles(full, size - full, size - full))
     return jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
 
 
 def maxima(x: jax.Array) -> RowStats:
-    """Statistics of tiles ``[n, TILE]`` that greedy needs: no sum."""
+    """Statistics of n tiles that greedy needs: no sum."""
     m = jnp.max(x, axis=1)
     return RowStats(m, jnp.zeros_like(m))
 
 
 def max_and_sum(x: jax.Array, inv_temperature: jax.Array) -> RowStats:
-    """Statistics of tiles ``[n, TILE]``."""
+    """Statistics of n tiles, from their entries ``[n, length]``."""
     m = jnp.max(x, axis=1)
     base = jnp.where(jnp.isfinite(m), m, 0.0)
     return RowStats(m, jnp.sum(jnp.exp((x - base[:, None]) * inv_temperature), axis=1))
