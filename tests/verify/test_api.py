@@ -1,0 +1,315 @@
+"""`rejection_sample` inside JAX's transformations, its keys, and its ways in and out."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+from jax_specdec._src.noise import Stream, uniforms
+
+from .batch import XLA, Layout, check, oracle, pack, verify
+from .cases import random_batch, random_request
+from .suite import take
+
+B, K, V = 4, 3, 16
+CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
+LAYOUT = Layout(vocab=V, num_requests=B, num_drafts=B * K, kind="logits")
+TABLE = jnp.asarray(np.random.default_rng(0).standard_normal((V, V)), jnp.float32)
+
+keyed = jax.jit(functools.partial(sd.rejection_sample, config=CONFIG))
+
+
+def keyed_arguments(seed: int):
+    """Everything `keyed` takes but keys and positions."""
+    args, named = random_batch(LAYOUT, seed, broken=0.0).arguments()
+    return args[:2], dict(sampling=named["sampling"])
+
+
+def keys_and_positions(seed: int):
+    keys = jax.random.split(jax.random.key(seed), B)
+    return dict(keys=keys, positions=jnp.arange(B, dtype=jnp.int32) * 7)
+
+
+# Transformations.
+
+
+def test_without_jit_the_tokens_are_the_same_but_for_close_calls():
+    layout = Layout(num_requests=2, num_drafts=4, num_speculative_tokens=2, kind="logits")
+    batch = random_batch(layout, 3)
+    with jax.disable_jit():
+        eager = verify(batch, sd.rejection_sample_with_noise)
+    jitted = verify(batch, XLA)
+    check(batch, eager)
+    check(batch, jitted)
+    close = oracle(batch).margin <= 1e-5
+    chex.assert_trees_all_equal(take(eager, ~close), take(jitted, ~close))
+
+
+def decode_step(state):
+    """One step of a serving loop over a table of logits; greedy drafting by the same table."""
+    keys, positions, last, tokens = state
+    ids = [last]
+    for _ in range(K):
+        ids.append(jnp.argmax(TABLE[ids[-1]] + 0.3 * jnp.roll(TABLE[ids[-1]], 1, axis=-1), axis=-1))
+        ids[-1] = ids[-1].astype(jnp.int32)
+    context = jnp.stack(ids, axis=1)
+    output = sd.rejection_sample(
+        TABLE[context].reshape(-1, V),
+        sd.Drafts.from_dense(context[:, 1:]),
+        sampling=sd.SamplingParams(jnp.arange(B, dtype=jnp.float32) / 2),
+        keys=keys,
+        positions=positions,
+        config=CONFIG,
+    )
+    places = positions[:, None] + jnp.arange(K + 1, dtype=jnp.int32)[None, :]
+    places = jnp.where(output.token_ids >= 0, places, tokens.shape[1])
+    slots = jnp.arange(B, dtype=jnp.int32)
+    tokens = tokens.at[slots[:, None], places].set(output.token_ids, mode="drop")
+    last = output.token_ids[slots, output.num_accepted]
+    return keys, positions + output.num_emitted, last, tokens
+
+
+def first_state():
+    zeros = jnp.zeros(B, jnp.int32)
+    return jax.random.split(jax.random.key(1), B), zeros, zeros, jnp.full((B, 40), -1, jnp.int32)
+
+
+def test_a_while_loop_gives_the_tokens_of_single_steps():
+    looped = jax.jit(
+        lambda state: jax.lax.while_loop(lambda s: s[1].min() < 20, decode_step, state)
+    )(first_state())
+    single, step = first_state(), jax.jit(decode_step)
+    while single[1].min() < 20:
+        single = step(single)
+    chex.assert_trees_all_equal(looped[1:], single[1:])
+    assert (looped[3][:, :20] >= 0).all()
+
+
+def test_a_scan_gives_the_tokens_of_single_calls():
+    calls = [(*keyed_arguments(seed), keys_and_positions(seed)) for seed in range(5)]
+    single = [keyed(*args, **named, **noise) for args, named, noise in calls]
+
+    def body(carry, call):
+        args, named, noise = call
+        return carry, keyed(*args, **named, **noise)
+
+    def stacked(*xs):
+        return jnp.stack(xs)
+
+    _, scanned = jax.lax.scan(body, 0, jax.tree.map(stacked, *calls))
+    chex.assert_trees_all_equal(scanned, jax.tree.map(stacked, *single))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_export_survives_serialization(platform):
+    args, named = keyed_arguments(0)
+    noise = keys_and_positions(0)
+    leaves, structure = jax.tree.flatten((args, named, noise))
+
+    @jax.jit
+    def flat(*leaves):
+        args, named, noise = jax.tree.unflatten(structure, leaves)
+        output = sd.rejection_sample(*args, **named, **noise, config=CONFIG)
+        return output.token_ids, output.num_accepted, output.num_emitted, output.status
+
+    exported = jax.export.export(flat, platforms=[platform])(*leaves)
+    loaded = jax.export.deserialize(exported.serialize())
+    assert loaded.platforms == (platform,)
+    if platform == jax.default_backend():
+        want = keyed(*args, **named, **noise)
+        chex.assert_trees_all_equal(sd.RejectionSampleOutput(*loaded.call(*leaves)), want)
+
+
+def test_calls_of_one_shape_compile_once():
+    chex.clear_trace_counter()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def once(args, named, noise):
+        return sd.rejection_sample(*args, **named, **noise, config=CONFIG)
+
+    for seed in range(4):
+        once(*keyed_arguments(seed), keys_and_positions(seed))
+
+
+def test_the_config_may_be_a_static_argument():
+    static = jax.jit(sd.rejection_sample, static_argnames=("config", "vocab_size"))
+    args, named = keyed_arguments(1)
+    noise = keys_and_positions(1)
+    equal = sd.SpecDecodeConfig(num_speculative_tokens=K)
+    got = static(*args, **named, **noise, config=equal, vocab_size=V)
+    chex.assert_trees_all_equal(got, keyed(*args, **named, **noise))
+
+
+def test_the_output_has_the_documented_shapes_and_dtypes():
+    args, named = keyed_arguments(2)
+    output = keyed(*args, **named, **keys_and_positions(2))
+    chex.assert_shape(output.token_ids, (B, K + 1))
+    for count in (output.num_accepted, output.num_emitted, output.status):
+        chex.assert_shape(count, (B,))
+    chex.assert_type(jax.tree.leaves(output), jnp.int32)
+
+
+def test_none_names_the_implementation_that_xla_does():
+    args, named = keyed_arguments(3)
+    noise = keys_and_positions(3)
+    named_xla = sd.rejection_sample(*args, **named, **noise, config=CONFIG, implementation="xla")
+    chex.assert_trees_all_equal(keyed(*args, **named, **noise), named_xla)
+
+
+# Keys.
+
+
+def test_the_keyed_form_is_the_explicit_one_with_drawn_noise():
+    for seed in range(3):
+        args, named = keyed_arguments(seed)
+        noise = keys_and_positions(seed)
+        drawn = sd.draw_noise(noise["keys"], noise["positions"], K)
+        explicit = XLA(*args, drawn, **named, config=CONFIG)
+        chex.assert_trees_all_equal(keyed(*args, **named, **noise), explicit)
+
+
+def test_with_keys_a_token_is_the_same_whoever_else_is_there_and_in_whatever_slot():
+    rng = np.random.default_rng(5)
+    layout = dataclasses.replace(LAYOUT, store_rows=B * K)
+    requests = [random_request(layout, rng, int(rng.integers(K + 1))) for _ in range(2 * B)]
+    keys = jax.random.split(jax.random.key(9), 2 * B)
+    positions = jnp.asarray(rng.integers(1000, size=2 * B), jnp.int32)
+    seen: dict[int, list[int]] = {}
+    for _ in range(8):
+        chosen = rng.permutation(2 * B)[:B]
+        batch = pack([requests[i] for i in chosen], layout, int(rng.integers(99)))
+        args, named = batch.arguments()
+        output = keyed(
+            *args[:2], sampling=named["sampling"], keys=keys[chosen], positions=positions[chosen]
+        )
+        for i, tokens in zip(chosen.tolist(), sd.parse_output(output), strict=True):
+            assert seen.setdefault(i, tokens) == tokens
+    assert len(seen) == 2 * B
+
+
+def test_greedy_tokens_do_not_depend_on_the_keys():
+    args, _ = keyed_arguments(4)
+    sampling = sd.SamplingParams(jnp.zeros(B))
+    outputs = [keyed(*args, sampling=sampling, **keys_and_positions(s)) for s in range(3)]
+    chex.assert_trees_all_equal(*outputs)
+
+
+def test_uniforms_are_24_bits_below_1():
+    keys = jax.random.split(jax.random.key(0), 500)
+    noise = sd.draw_noise(keys, jnp.arange(500, dtype=jnp.int32), 8)
+    for x in (noise.accept, noise.recover):
+        chex.assert_type(x, jnp.float32)
+        steps = np.asarray(x, np.float64) * 2**24
+        assert (steps == np.floor(steps)).all()
+        assert (steps % 2 == 1).any()  # 23 bits would all be even
+        assert 0 <= x.min() < 0.01 < 0.99 < x.max() < 1
+        assert abs(x.mean() - 0.5) < 0.03
+
+
+def test_uniforms_come_from_the_high_bits():
+    key = jax.random.key(3)
+    (u,) = uniforms(key, 5, Stream.ACCEPT, 2, 1)
+    place = 2 * len(Stream) + Stream.ACCEPT
+    bits = jax.random.bits(jax.random.fold_in(jax.random.fold_in(key, 5), place), (), jnp.uint32)
+    assert float(u) == (int(bits) >> 8) * 2.0**-24
+
+
+def test_no_two_places_share_bits():
+    """Keys, positions, offsets and streams: 12000 numbers, about 4 of them equal by chance."""
+    keys = jax.random.split(jax.random.key(0), 20)
+    positions, offsets = jnp.arange(25), jnp.arange(8)
+
+    def place(key, position, stream, offset):
+        return uniforms(key, position, stream, offset, 1)[0]
+
+    drawn = []
+    for stream in Stream:
+        fn = functools.partial(place, stream=stream)
+        by_offset = jax.vmap(lambda k, p, o, fn=fn: fn(k, p, offset=o), (None, None, 0))
+        by_position = jax.vmap(by_offset, (None, 0, None))
+        drawn.append(jax.vmap(by_position, (0, None, None))(keys, positions, offsets))
+    values = np.asarray(jnp.stack(drawn)).ravel()
+    assert values.size == 12000
+    assert values.size - np.unique(values).size < 25
+
+
+def test_accept_noise_does_not_depend_on_k():
+    keys, positions = jax.random.split(jax.random.key(1), B), jnp.arange(B)
+    few, many = (sd.draw_noise(keys, positions, k) for k in (2, 7))
+    chex.assert_trees_all_equal(few.accept, many.accept[:, :2])
+    chex.assert_trees_all_equal(few.recover, many.recover)
+
+
+# Ways in and out.
+
+
+def test_the_dense_constructor_gives_what_the_flat_one_gives():
+    rng = np.random.default_rng(6)
+    for counts in ([K] * B, [0, 1, 2, 3], [0] * B):
+        logits = rng.standard_normal((B, K + 1, V)).astype(np.float32)
+        ids = rng.integers(V, size=(B, K)).astype(np.int32)
+        q = rng.dirichlet(np.ones(V), size=(B, K)).astype(np.float32)
+        noise = sd.draw_noise(**keys_and_positions(6), num_speculative_tokens=K)
+        sampling = sd.SamplingParams(jnp.array([0.0, 1.0, 0.7, 1.0]))
+        dense = sd.Drafts.from_dense(ids, jnp.array(counts), sd.DraftProbs(jnp.asarray(q)))
+        verified = XLA(
+            jnp.asarray(logits.reshape(-1, V)), dense, noise, sampling=sampling, config=CONFIG
+        )
+        kept = np.arange(K) < np.array(counts)[:, None]
+        rows = np.arange(K + 1) <= np.array(counts)[:, None]
+        padding = B * K - sum(counts)
+        flat = sd.Drafts.from_flat(
+            jnp.asarray(np.pad(ids[kept], (0, padding))),
+            jnp.array(counts),
+            sd.DraftProbs(jnp.asarray(np.pad(q[kept], ((0, padding), (0, 0))))),
+        )
+        flat_logits = jnp.asarray(np.pad(logits[rows], ((0, padding), (0, 0))))
+        want = XLA(flat_logits, flat, noise, sampling=sampling, config=CONFIG)
+        chex.assert_trees_all_equal(verified, want)
+
+
+def test_dense_storage_may_keep_its_shape():
+    q = jnp.ones((B, K, V)) / V
+    ids = jnp.zeros((B, K), jnp.int32)
+    for distribution in (
+        sd.DraftProbs(q),
+        sd.DraftLogits(q, log_normalizer=jnp.zeros((B, K))),
+        sd.DraftLogits(q.reshape(-1, V), rows=jnp.zeros((B, K), jnp.int32)),
+    ):
+        flattened = sd.Drafts.from_dense(ids, None, distribution).distribution
+        shapes = [x.shape for x in jax.tree.leaves(flattened)]
+        assert shapes[0] == (B * K, V)
+        assert all(shape == (B * K,) for shape in shapes[1:])
+
+
+def test_parse_output_gives_lists_and_nothing_for_a_request_without_tokens():
+    output = sd.RejectionSampleOutput(
+        token_ids=jnp.array([[4, 2, 9], [7, -1, -1], [-1, -1, -1]]),
+        num_accepted=jnp.array([2, 0, 0]),
+        num_emitted=jnp.array([3, 1, 0]),
+        status=jnp.array([sd.Status.OK, sd.Status.OK, sd.Status.BAD_TARGET_ROW]),
+    )
+    assert sd.parse_output(output) == [[4, 2, 9], [7], []]
+
+
+def test_a_race_picks_the_largest_ratio():
+    rng = np.random.default_rng(7)
+    p = rng.dirichlet(np.ones(V), size=B).astype(np.float32)
+    exponential = rng.exponential(size=(B, V)).astype(np.float32)
+    output = XLA(
+        jnp.log(p),
+        sd.Drafts(jnp.zeros(0, jnp.int32), jnp.zeros(B + 1, jnp.int32)),
+        sd.RaceNoise(jnp.zeros((B, K)), jnp.asarray(exponential)),
+        sampling=sd.SamplingParams(jnp.ones(B)),
+        config=CONFIG,
+    )
+    assert output.token_ids[:, 0].tolist() == np.argmax(p / exponential, axis=1).tolist()

@@ -1,0 +1,344 @@
+"""Every refusal of `rejection_sample` and `validate`: the argument, the rule and what came."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+
+B, K, V, N, R = 2, 3, 8, 5, 6
+CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
+
+
+def arguments(kind: str = "none", **changes: Any) -> dict[str, Any]:
+    """A good call, but for what is changed: an argument, or a field of one by its name."""
+    rows = jnp.zeros(N, jnp.int32)
+    distributions: dict[str, Any] = {
+        "none": None,
+        "probs": sd.DraftProbs(jnp.full((R, V), 1 / V), rows, jnp.ones(B, bool)),
+        "logits": sd.DraftLogits(jnp.zeros((R, V)), rows, jnp.ones(B, bool), jnp.zeros(R)),
+    }
+    drafts = sd.Drafts(jnp.zeros(N, jnp.int32), jnp.array([0, 3, 5], jnp.int32))
+    args: dict[str, Any] = dict(
+        target_logits=jnp.zeros((N + B, V)),
+        drafts=drafts,
+        sampling=sd.SamplingParams(jnp.ones(B)),
+        config=CONFIG,
+    )
+    distribution = distributions[kind]
+    for name, value in changes.items():
+        if name in ("token_ids", "cu_num_draft_tokens"):
+            args["drafts"] = dataclasses.replace(args["drafts"], **{name: value})
+        elif name == "temperature":
+            args["sampling"] = sd.SamplingParams(value)
+        elif name in ("probs", "logits", "rows", "valid", "log_normalizer"):
+            distribution = dataclasses.replace(distribution, **{name: value})
+        elif name == "distribution":
+            distribution = value
+        else:
+            args[name] = value
+    if isinstance(args["drafts"], sd.Drafts):
+        args["drafts"] = dataclasses.replace(args["drafts"], distribution=distribution)
+    return args
+
+
+def with_noise(args: dict[str, Any]) -> sd.RejectionSampleOutput:
+    noise = args.pop("noise", sd.Noise(jnp.zeros((B, K)), jnp.zeros((B, 2))))
+    target_logits, drafts = args.pop("target_logits"), args.pop("drafts")
+    return sd.rejection_sample_with_noise(target_logits, drafts, noise, **args)
+
+
+def with_keys(args: dict[str, Any]) -> sd.RejectionSampleOutput:
+    args.pop("noise", None)
+    args.setdefault("keys", jax.random.split(jax.random.key(0), B))
+    args.setdefault("positions", jnp.zeros(B, jnp.int32))
+    return sd.rejection_sample(args.pop("target_logits"), args.pop("drafts"), **args)
+
+
+def validate(args: dict[str, Any]) -> None:
+    sd.validate(args.pop("target_logits"), args.pop("drafts"), **args)
+
+
+ints, floats = jnp.zeros((B,), jnp.int32), jnp.zeros((B,))
+NOISE = sd.Noise(jnp.zeros((B, K)), jnp.zeros((B, 2)))
+
+# Kind of distribution, what is changed, the error, and what its message must say.
+CALLS = [
+    ("none", dict(target_logits=jnp.zeros((N, V))), ValueError, r"target_logits .*N\+B.* \[5, 8\]"),
+    ("none", dict(target_logits=jnp.zeros(V)), ValueError, r"target_logits .*shape.* \[8\]"),
+    ("none", dict(target_logits=jnp.zeros((N + B, 0))), ValueError, "target_logits .*column.* 0"),
+    (
+        "none",
+        dict(target_logits=jnp.zeros((N + B, V), jnp.int32)),
+        TypeError,
+        "target_logits must be float32 or bfloat16 or float16, but it is int32",
+    ),
+    ("none", dict(target_logits=[[0.0] * V]), TypeError, "target_logits must be an array"),
+    (
+        "none",
+        dict(bonus_token_ids=ints),
+        ValueError,
+        r"target_logits .*\[N, V\].*bonus_token_ids is given.* \[7, 8\]",
+    ),
+    (
+        "none",
+        dict(bonus_token_ids=ints[:1]),
+        ValueError,
+        r"bonus_token_ids .*\[B\] = \[2\].* \[1\]",
+    ),
+    ("none", dict(bonus_token_ids=floats), TypeError, "bonus_token_ids must be int32.* float32"),
+    ("none", dict(active=jnp.ones(3, bool)), ValueError, r"active .*\[B\] = \[2\].* \[3\]"),
+    ("none", dict(active=ints), TypeError, "active must be bool.* int32"),
+    ("none", dict(vocab_size=0), ValueError, r"vocab_size must be in \[1, V\] = \[1, 8\].* 0"),
+    ("none", dict(vocab_size=9), ValueError, r"vocab_size must be in \[1, V\] = \[1, 8\].* 9"),
+    ("none", dict(vocab_size=8.0), TypeError, "vocab_size must be a static int.* 8.0"),
+    ("none", dict(vocab_size=True), TypeError, "vocab_size must be a static int.* True"),
+    ("none", dict(drafts=jnp.zeros(3)), TypeError, "drafts must be a Drafts"),
+    (
+        "none",
+        dict(token_ids=jnp.zeros((B, K), jnp.int32)),
+        ValueError,
+        r"token_ids .*\[N\].* \[2, 3\]",
+    ),
+    ("none", dict(token_ids=jnp.zeros(N)), TypeError, "token_ids must be int32.* float32"),
+    ("none", dict(token_ids=np.zeros(N, np.int64)), TypeError, "token_ids must be int32.* int64"),
+    (
+        "none",
+        dict(cu_num_draft_tokens=jnp.zeros((3, 1), jnp.int32)),
+        ValueError,
+        r"cu_num_draft_tokens .*\[B\+1\].* \[3, 1\]",
+    ),
+    (
+        "none",
+        dict(cu_num_draft_tokens=jnp.zeros(0, jnp.int32)),
+        ValueError,
+        r"cu_num_draft_tokens .*\[B\+1\].*empty",
+    ),
+    (
+        "none",
+        dict(cu_num_draft_tokens=jnp.zeros(3)),
+        TypeError,
+        "cu_num_draft_tokens must be int32",
+    ),
+    ("none", dict(sampling=jnp.ones(B)), TypeError, "sampling must be a SamplingParams"),
+    ("none", dict(temperature=jnp.ones(3)), ValueError, r"temperature .*\[B\] = \[2\].* \[3\]"),
+    ("none", dict(temperature=ints), TypeError, "temperature must be float32.* int32"),
+    ("none", dict(temperature=1.0), TypeError, "temperature must be an array.* 1.0"),
+    ("none", dict(config=3), TypeError, "config must be a SpecDecodeConfig.* 3"),
+    (
+        "none",
+        dict(distribution=jnp.ones((N, V))),
+        TypeError,
+        "distribution must be None, a DraftProbs",
+    ),
+    ("probs", dict(probs=jnp.ones(V)), ValueError, r"probs .*\[R, Vd\].* \[8\]"),
+    (
+        "probs",
+        dict(probs=jnp.ones((R, V), jnp.bfloat16)),
+        TypeError,
+        "probs must be float32.* bfloat16",
+    ),
+    (
+        "probs",
+        dict(probs=jnp.ones((R, V + 1))),
+        ValueError,
+        "probs must have 1 to V = 8 columns.* 9",
+    ),
+    ("probs", dict(probs=jnp.ones((0, V))), ValueError, "probs must have at least one row"),
+    ("probs", dict(rows=None), ValueError, "probs must have N = 5 rows .* 6"),
+    ("probs", dict(rows=jnp.zeros(N + 1, jnp.int32)), ValueError, r"rows .*\[N\] = \[5\].* \[6\]"),
+    ("probs", dict(rows=jnp.zeros(N)), TypeError, "rows must be int32.* float32"),
+    ("probs", dict(valid=jnp.ones(N, bool)), ValueError, r"valid .*\[B\] = \[2\].* \[5\]"),
+    ("probs", dict(valid=ints), TypeError, "valid must be bool.* int32"),
+    ("logits", dict(logits=jnp.ones(V)), ValueError, r"logits .*\[R, Vd\].* \[8\]"),
+    (
+        "logits",
+        dict(logits=jnp.ones((R, V), jnp.int8)),
+        TypeError,
+        "logits must be float32 .* int8",
+    ),
+    (
+        "logits",
+        dict(log_normalizer=jnp.zeros(N)),
+        ValueError,
+        r"log_normalizer .*\[R\] = \[6\].* \[5\]",
+    ),
+    (
+        "logits",
+        dict(log_normalizer=jnp.zeros(R, jnp.float16)),
+        TypeError,
+        "log_normalizer must be float32.* float16",
+    ),
+]
+names = [f"{'/'.join(changes)}: {message[:30]}" for _, changes, _, message in CALLS]
+calls = pytest.mark.parametrize(("kind", "changes", "error", "message"), CALLS, ids=names)
+
+
+@calls
+@pytest.mark.parametrize("call", [with_noise, with_keys, validate])
+def test_a_wrong_argument_is_named_with_the_rule_and_what_came(kind, changes, error, message, call):
+    with pytest.raises(error, match=message):
+        call(arguments(kind, **changes))
+
+
+@pytest.mark.parametrize(
+    ("noise", "error", "message"),
+    [
+        (jnp.zeros((B, K)), TypeError, "noise must be a Noise or a RaceNoise"),
+        (dict(accept=jnp.zeros(N)), ValueError, r"noise.accept .*\[B, K\] = \[2, 3\].* \[5\]"),
+        (dict(accept=jnp.zeros((B, K), jnp.int32)), TypeError, "noise.accept must be float32"),
+        (dict(recover=jnp.zeros(B)), ValueError, r"noise.recover .*\[B, 2\].* \[2\]"),
+        (dict(recover=jnp.zeros((B, 2), bool)), TypeError, "noise.recover must be float32.* bool"),
+    ],
+)
+def test_wrong_noise_is_named(noise, error, message):
+    if isinstance(noise, dict):
+        noise = dataclasses.replace(NOISE, **noise)
+    with pytest.raises(error, match=message):
+        with_noise(arguments(noise=noise))
+
+
+@pytest.mark.parametrize(
+    ("exponential", "error", "message"),
+    [
+        (jnp.ones((B, V + 1)), ValueError, r"noise.exponential .*\[B, V\] = \[2, 8\].* \[2, 9\]"),
+        (jnp.ones((B, V), jnp.float16), TypeError, "noise.exponential must be float32.* float16"),
+    ],
+)
+def test_wrong_race_noise_is_named(exponential, error, message):
+    noise = sd.RaceNoise(jnp.zeros((B, K)), exponential)
+    with pytest.raises(error, match=message):
+        with_noise(arguments(noise=noise))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (dict(keys=jnp.zeros((B, 2), jnp.uint32)), TypeError, "keys must be typed keys"),
+        (dict(keys=jax.random.key(0)), ValueError, r"keys .*\[B\] = \[2\]"),
+        (dict(positions=jnp.zeros(3, jnp.int32)), ValueError, r"positions .*\[B\] = \[2\].* \[3\]"),
+        (dict(positions=floats), TypeError, "positions must be int32.* float32"),
+    ],
+)
+def test_wrong_keys_and_positions_are_named(changes, error, message):
+    with pytest.raises(error, match=message):
+        with_keys(arguments(**changes))
+
+
+def test_errors_are_raised_while_tracing():
+    with pytest.raises(ValueError, match="target_logits"):
+        jax.eval_shape(lambda x: with_noise(arguments(target_logits=x)), jnp.zeros((N, V)))
+
+
+@pytest.mark.parametrize("call", [with_noise, with_keys])
+def test_an_unknown_implementation_is_refused(call):
+    with pytest.raises(ValueError, match="implementation must be .*'xla'.* 'triton'"):
+        call(arguments(implementation="triton"))
+
+
+@pytest.mark.parametrize("call", [with_noise, with_keys])
+def test_a_named_implementation_that_cannot_serve_says_why_and_does_not_fall_back(call):
+    with pytest.raises(NotImplementedError, match="mosaic_gpu.*not built yet"):
+        call(arguments(implementation="mosaic_gpu"))
+
+
+def test_from_dense_needs_a_rectangle():
+    with pytest.raises(ValueError, match=r"token_ids must be \[B, K\].* \(4,\)"):
+        sd.Drafts.from_dense(jnp.zeros(4, jnp.int32))
+
+
+# Values, on the host.
+
+
+def entry(shape: tuple[int, ...], index: Any, value: float, fill: float = 0.0) -> jax.Array:
+    return jnp.full(shape, fill).at[index].set(value)
+
+
+def offsets(*values: int) -> dict[str, Any]:
+    return dict(cu_num_draft_tokens=jnp.array(values, jnp.int32))
+
+
+nan, inf = float("nan"), float("inf")
+LOGITS = (N + B, V)
+
+VALUES = [
+    ("none", offsets(1, 3, 5), "cu_num_draft_tokens must begin with 0.* 1"),
+    ("none", offsets(0, 3, 2), "cu_num_draft_tokens must not decrease.* entry 2 is 2 after 3"),
+    ("none", offsets(0, 4, 5), "at most num_speculative_tokens=3 .* request 0 has 4"),
+    ("none", offsets(0, 3, 6), "must end at most at N = 5.* 6"),
+    ("none", dict(temperature=jnp.array([1.0, -1.0])), r"temperature\[1\] must be finite .* -1"),
+    ("none", dict(temperature=jnp.array([nan, 1.0])), r"temperature\[0\] must be finite .* nan"),
+    ("none", dict(temperature=jnp.array([inf, 1.0])), r"temperature\[0\] must be finite .* inf"),
+    ("none", dict(token_ids=jnp.array([0, 1, 8, 0, 0])), r"token_ids\[2\] must be in \[0, 8\).* 8"),
+    ("none", dict(token_ids=jnp.array([0, -2, 0, 0, 0])), r"token_ids\[1\] must be in .* -2"),
+    (
+        "none",
+        dict(token_ids=jnp.array([0, 1, 7, 0, 0]), vocab_size=7),
+        r"token_ids\[2\] must be in \[0, 7\).* 7",
+    ),
+    ("none", dict(target_logits=entry(LOGITS, (3, 1), nan)), r"target_logits\[3\] .*NaN.* nan"),
+    ("none", dict(target_logits=entry(LOGITS, (6, 7), inf)), r"target_logits\[6\] .*inf.* inf"),
+    (
+        "none",
+        dict(target_logits=entry(LOGITS, 2, -inf)),
+        r"target_logits\[2\] .*finite entry.* -inf",
+    ),
+    (
+        "none",
+        dict(target_logits=jnp.zeros((N, V)), bonus_token_ids=jnp.array([0, 8])),
+        r"bonus_token_ids\[1\] must be in \[0, 8\).* 8",
+    ),
+    (
+        "none",
+        dict(target_logits=jnp.zeros((N, V)), bonus_token_ids=jnp.array([-1, 0])),
+        r"bonus_token_ids\[0\] must be in .* -1",
+    ),
+    (
+        "probs",
+        dict(rows=jnp.array([0, 1, 6, 0, 0])),
+        r"rows\[2\] must be in \[0, R\) = \[0, 6\).* 6",
+    ),
+    ("probs", dict(rows=jnp.array([0, -1, 0, 0, 0])), r"rows\[1\] must be in .* -1"),
+    ("probs", dict(probs=entry((R, V), (0, 2), nan, 1 / V)), r"probs\[0\] must be probabilities"),
+    ("probs", dict(probs=entry((R, V), (0, 2), -0.5, 1 / V)), r"probs\[0\] must be .* -0.5"),
+    ("probs", dict(probs=jnp.full((R, V), 0.2)), r"probs\[0\] must be .*sum to 1.* 1.6"),
+    ("logits", dict(logits=entry((R, V), (0, 2), nan)), r"logits\[0\] must have .* nan"),
+    ("logits", dict(logits=entry((R, V), (0, 2), inf)), r"logits\[0\] must have .* inf"),
+    ("logits", dict(logits=entry((R, V), 0, -inf)), r"logits\[0\] must have .* -inf"),
+    (
+        "logits",
+        dict(log_normalizer=entry((R,), 0, nan)),
+        r"log_normalizer\[0\] must be finite.* nan",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "message"), VALUES, ids=[m[:40] for *_, m in VALUES])
+def test_validate_names_the_value_that_is_wrong(kind, changes, message):
+    with pytest.raises(ValueError, match=message):
+        validate(arguments(kind, **changes))
+
+
+@pytest.mark.parametrize("kind", ["none", "probs", "logits"])
+def test_validate_passes_what_can_be_verified(kind):
+    validate(arguments(kind))
+    validate(arguments(kind, token_ids=jnp.array([0, -1, 7, 0, 0]), temperature=jnp.zeros(B)))
+    bonus = dict(target_logits=jnp.zeros((N, V)), bonus_token_ids=ints)
+    validate(arguments(kind, **bonus))
+    assert not with_noise(arguments(kind)).status.any()
+
+
+def test_validate_does_not_look_at_what_nobody_reads():
+    inactive = dict(active=jnp.array([True, False]))
+    validate(arguments(target_logits=entry(LOGITS, 5, nan), **inactive))
+    validate(arguments(temperature=jnp.array([1.0, nan]), **inactive))
+    validate(arguments(token_ids=jnp.array([0, 0, 0, 99, 99]), **inactive))
+    validate(arguments(target_logits=entry(LOGITS, (0, 7), nan), vocab_size=7))
+    evicted = jnp.array([False, True])
+    validate(arguments("probs", rows=jnp.array([9, 9, 9, 1, 1]), valid=evicted))
