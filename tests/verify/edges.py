@@ -1,12 +1,13 @@
 """Edge cases that every backend must pass, small enough to check by hand.
 
 Each puts one request between two ordinary neighbours, compares with the oracle, and says itself
-what must come out. Vocabularies are 8 ids where one tile will do, and 5000 ids for three tiles.
+what must come out. Vocabularies are 8 ids where one tile will do, or LARGE.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -18,6 +19,8 @@ import jax_specdec as sd
 
 from .batch import ALMOST_ONE, Batch, Layout, Request, Verifier, check, pack, verify
 from .cases import random_request, uniforms
+
+LARGE = 10243  # ids: five whole tiles and three ids of a sixth
 
 STORED = ("probs", "logits", "normalized")
 KINDS = ("none", *STORED)
@@ -62,8 +65,23 @@ def edge_layout(**changes: Any) -> Layout:
     return Layout(has_active=True, **changes)
 
 
-class EdgeSuite:
-    """Named edges, one test each."""
+@functools.cache
+def neighbours(layout: Layout) -> list[Request]:
+    rng = np.random.default_rng(0)
+    requests = [random_request(layout, rng, 2, temperature=0.8) for _ in range(2)]
+    return [dataclasses.replace(request, active=True) for request in requests]
+
+
+@functools.cache
+def without_middle(layout: Layout, verifier: Verifier) -> sd.RejectionSampleOutput:
+    """What the neighbours emit with next to nothing between them."""
+    before, after = neighbours(layout)
+    quiet = Request(np.zeros((1, layout.vocab)), (), temperature=0.0)
+    return verify(pack([before, quiet, after], layout), verifier)
+
+
+class BadRowSuite:
+    """Rows that cannot be used, and rows that nobody reads."""
 
     verifier: Verifier
 
@@ -75,15 +93,9 @@ class EdgeSuite:
     def answer(self, middle: Request, **changes: Any) -> list[int] | sd.Status:
         """The tokens of a request between two neighbours, or its status; they must not notice."""
         layout = edge_layout(**changes)
-        rng = np.random.default_rng(0)
-        count = min(2, layout.num_speculative_tokens)
-        before, after = [
-            dataclasses.replace(random_request(layout, rng, count, temperature=0.8), active=True)
-            for _ in range(2)
-        ]
+        before, after = neighbours(layout)
         output = self.verify(pack([before, middle, after], layout))
-        quiet = Request(np.zeros((1, layout.vocab)), (), temperature=0.0)
-        quietly = self.verify(pack([before, quiet, after], layout))
+        quietly = without_middle(layout, type(self).verifier)
         for field in dataclasses.fields(output):
             got, want = getattr(output, field.name), getattr(quietly, field.name)
             chex.assert_trees_all_equal(got[[0, 2]], want[[0, 2]])
@@ -97,109 +109,8 @@ class EdgeSuite:
         assert (output.token_ids[1, emitted:] == sd.PLACEHOLDER_TOKEN_ID).all()
         return output.token_ids[1, :emitted].tolist()
 
-    # What is emitted.
-
-    @kinds
-    def test_zero_drafts_emit_one_token_of_the_target(self, kind):
-        p = [[0, 0.25, 0, 0.25, 0.5, 0, 0, 0]]
-        for u, token in ((0.0, 1), (0.2, 1), (0.3, 3), (0.6, 4), (ALMOST_ONE, 4)):
-            assert self.answer(request(p, recover=(0.5, u)), kind=kind) == [token]
-
-    @kinds
-    def test_all_accepted_drafts_are_followed_by_a_bonus_token(self, kind):
-        p = [ALL, ALL, ALL, on(6)]
-        middle = request(p, [5, 0, 7], [ALL] * 3, kind, accept=[0.1, 0.0, 0.12])
-        assert self.answer(middle, kind=kind) == [5, 0, 7, 6]
-
-    def test_all_accepted_drafts_are_followed_by_the_given_bonus_token(self):
-        middle = request([on(1), on(2), on(3)], [1, 2], accept=[0.9, 0.9], bonus=6)
-        assert self.answer(middle, has_bonus=True) == [1, 2, 6]
-        assert self.answer(request([ALL], bonus=5), has_bonus=True) == [5]
-
-    @kinds
-    def test_a_rejected_draft_is_replaced_from_the_residual(self, kind):
-        p, q = on(0, 1, 2, 3), on(2, 3, 4, 5)  # the residual is uniform on 0, 1
-        if kind == "none":
-            p = [0.4, 0.4, 0, 0, 0.2, 0, 0, 0]  # without 4: the same
-        for u, token in ((0.0, 0), (0.49, 0), (0.51, 1), (ALMOST_ONE, 1)):
-            middle = request([p, ALL], [4], [q], kind, accept=[0.9], recover=(0.5, u))
-            assert self.answer(middle, kind=kind) == [token]
-
-    @kinds
-    def test_disjoint_support_rejects_and_samples_the_target(self, kind):
-        p, q = on(0, 1), on(6, 7)
-        for u, token in ((0.2, 0), (0.7, 1)):
-            middle = request([p, ALL], [6], [q], kind, accept=[0.0], recover=(0.5, u))
-            assert self.answer(middle, kind=kind) == [token]
-
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_equal_distributions_always_accept_even_at_the_largest_u(self, dtype):
-        rng = np.random.default_rng(1)
-        for temperature in (0.3, 1.0, 1.7):
-            logits = 3 * rng.standard_normal((4, 8)).astype(np.float32)
-            middle = Request(
-                target=logits,
-                draft=logits[:3],
-                draft_ids=[int(i) for i in rng.integers(8, size=3)],
-                accept=[ALMOST_ONE] * 3,
-                temperature=temperature,
-            )
-            answer = self.answer(middle, kind="logits", dtype=dtype, draft_dtype=dtype)
-            assert answer[:3] == middle.draft_ids
-
-    @kinds
-    def test_zero_target_probability_is_never_accepted_even_at_u_0(self, kind):
-        middle = request([on(1, 2), ALL], [0], [ALL], kind, accept=[0.0], recover=(0.5, 0.7))
-        assert self.answer(middle, kind=kind) == [2]
-
-    @stored
-    def test_zero_draft_probability_of_a_proposal_is_rejected_even_at_u_0(self, kind):
-        middle = request([ALL, ALL], [0], [on(1, 2, 3)], kind, accept=[0.0], recover=(0.5, 0.0))
-        assert self.answer(middle, kind=kind) == [0]  # the residual holds id 0 and 4 to 7
-
-    @pytest.mark.parametrize("kind", ["probs", "logits"])
-    def test_a_proposal_beyond_the_drafters_vocabulary_is_rejected(self, kind):
-        middle = request([ALL, ALL], [6], [ALL[:5]], kind, accept=[0.0], recover=(0.5, 0.99))
-        assert self.answer(middle, kind=kind, draft_vocab=5) == [7]
-
-    def test_a_masked_target_row_rejects_a_forbidden_draft_and_keeps_the_residual_right(self):
-        p, q = [0, 0, 0.25, 0.75, 0, 0, 0, 0], [0.5, 0, 0.5, 0, 0, 0, 0, 0]
-        for kind in STORED:  # a grammar forbids all but 2 and 3; the residual is all on 3
-            middle = request([p, ALL], [0], [q], kind, accept=[0.0], recover=(0.5, 0.0))
-            assert self.answer(middle, kind=kind) == [3]
-
-    def test_one_possible_token_is_what_comes_out(self):
-        layout = dict(vocab=1, kind="logits")
-        for accept in (0.0, ALMOST_ONE):
-            middle = request([[1.0]] * 3, [0, 0], [[1.0]] * 2, "logits", accept=[accept] * 2)
-            assert self.answer(middle, **layout) == [0, 0, 0]
-
-    # Empty residuals: synthetic rejection can meet p = q.
-
-    @kinds
-    def test_an_empty_residual_goes_to_the_target_and_never_to_token_0(self, kind):
-        p = on(5)
-        middle = request([p, p, ALL], [3, 5], [p, p], kind, accept=[0.0, 0.9])
-        assert self.answer(middle, kind=kind, rates=RATES) == [3, 5]
-
-    @pytest.mark.parametrize("temperature", [0.6, 1.0])
-    def test_an_empty_residual_of_equal_logits_samples_the_target(self, temperature):
-        logits = temperature * logs([[0, 0.25, 0, 0.25, 0.5, 0, 0, 0]]).repeat(3, axis=0)
-        for u, token in ((0.0, 1), (0.1, 1), (0.3, 3), (0.6, 4), (0.9, 4)):
-            middle = Request(
-                target=logits,
-                draft=logits[:2],
-                draft_ids=[7, 4],
-                accept=[0.0, 0.9],
-                recover=(0.5, u),
-                temperature=temperature,
-            )
-            assert self.answer(middle, kind="logits", rates=RATES) == [7, token]
-
-    # Rows that cannot be used.
-
     @temperatures
-    @pytest.mark.parametrize("vocab", [8, 5000])
+    @pytest.mark.parametrize("vocab", [8, LARGE])
     @pytest.mark.parametrize("bad", ["nan", "+inf", "all -inf"])
     def test_a_bad_target_row_hurts_only_its_own_request(self, temperature, bad, vocab):
         layout: Any = dict(vocab=vocab, kind="probs")
@@ -261,7 +172,7 @@ class EdgeSuite:
         assert self.answer(rejected, kind="probs") == sd.Status.BAD_DRAFT_ROW
 
     @pytest.mark.parametrize("entry", [*BAD, "all -inf"])
-    @pytest.mark.parametrize("vocab", [8, 5000])
+    @pytest.mark.parametrize("vocab", [8, LARGE])
     def test_draft_logits_without_a_normalizer_are_bad_where_they_have_none(self, entry, vocab):
         layout = dict(kind="logits", vocab=vocab)
         draft = np.zeros((1, vocab))
@@ -312,6 +223,109 @@ class EdgeSuite:
         for u, token in ((0.4, 1), (0.6, 2)):
             rejected = request([p, on(7)], [0], accept=[0.51], recover=(0.5, u), **drafts)
             assert self.answer(rejected, kind=kind) == [token]
+
+
+class EdgeSuite(BadRowSuite):
+    """All named edges, one test each."""
+
+    # What is emitted.
+
+    @kinds
+    def test_zero_drafts_emit_one_token_of_the_target(self, kind):
+        p = [[0, 0.25, 0, 0.25, 0.5, 0, 0, 0]]
+        for u, token in ((0.0, 1), (0.2, 1), (0.3, 3), (0.6, 4), (ALMOST_ONE, 4)):
+            assert self.answer(request(p, recover=(0.5, u)), kind=kind) == [token]
+
+    @kinds
+    def test_all_accepted_drafts_are_followed_by_a_bonus_token(self, kind):
+        p = [ALL, ALL, ALL, on(6)]
+        middle = request(p, [5, 0, 7], [ALL] * 3, kind, accept=[0.1, 0.0, 0.12])
+        assert self.answer(middle, kind=kind) == [5, 0, 7, 6]
+
+    def test_all_accepted_drafts_are_followed_by_the_given_bonus_token(self):
+        middle = request([on(1), on(2), on(3)], [1, 2], accept=[0.9, 0.9], bonus=6)
+        assert self.answer(middle, has_bonus=True) == [1, 2, 6]
+        assert self.answer(request([ALL], bonus=5), has_bonus=True) == [5]
+
+    @kinds
+    def test_a_rejected_draft_is_replaced_from_the_residual(self, kind):
+        p, q = on(0, 1, 2, 3), on(2, 3, 4, 5)  # the residual is uniform on 0, 1
+        if kind == "none":
+            p = [0.4, 0.4, 0, 0, 0.2, 0, 0, 0]  # without 4: the same
+        for u, token in ((0.0, 0), (0.49, 0), (0.51, 1), (ALMOST_ONE, 1)):
+            middle = request([p, ALL], [4], [q], kind, accept=[0.9], recover=(0.5, u))
+            assert self.answer(middle, kind=kind) == [token]
+
+    @kinds
+    def test_disjoint_support_rejects_and_samples_the_target(self, kind):
+        p, q = on(0, 1), on(6, 7)
+        for u, token in ((0.2, 0), (0.7, 1)):
+            middle = request([p, ALL], [6], [q], kind, accept=[0.0], recover=(0.5, u))
+            assert self.answer(middle, kind=kind) == [token]
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_equal_distributions_always_accept_even_at_the_largest_u(self, dtype):
+        rng = np.random.default_rng(1)
+        for temperature in (0.3, 1.0, 1.7):
+            logits = 3 * rng.standard_normal((4, 8)).astype(np.float32)
+            middle = Request(
+                target=logits,
+                draft=logits[:3],
+                draft_ids=[int(i) for i in rng.integers(8, size=3)],
+                accept=[ALMOST_ONE] * 3,
+                temperature=temperature,
+            )
+            answer = self.answer(middle, kind="logits", dtype=dtype, draft_dtype=dtype)
+            assert answer[:3] == middle.draft_ids
+
+    @kinds
+    def test_zero_target_probability_is_never_accepted_even_at_u_0(self, kind):
+        middle = request([on(1, 2), ALL], [0], [ALL], kind, accept=[0.0], recover=(0.5, 0.7))
+        assert self.answer(middle, kind=kind) == [2]
+
+    @stored
+    def test_zero_draft_probability_of_a_proposal_is_rejected_even_at_u_0(self, kind):
+        middle = request([ALL, ALL], [0], [on(1, 2, 3)], kind, accept=[0.0], recover=(0.5, 0.0))
+        assert self.answer(middle, kind=kind) == [0]  # the residual holds id 0 and 4 to 7
+
+    @pytest.mark.parametrize("kind", ["logits"])
+    def test_a_proposal_beyond_the_drafters_vocabulary_is_rejected(self, kind):
+        middle = request([ALL, ALL], [6], [ALL[:5]], kind, accept=[0.0], recover=(0.5, 0.99))
+        assert self.answer(middle, kind=kind, draft_vocab=5) == [7]
+
+    def test_a_masked_target_row_rejects_a_forbidden_draft_and_keeps_the_residual_right(self):
+        p, q = [0, 0, 0.25, 0.75, 0, 0, 0, 0], [0.5, 0, 0.5, 0, 0, 0, 0, 0]
+        for kind in STORED:  # a grammar forbids all but 2 and 3; the residual is all on 3
+            middle = request([p, ALL], [0], [q], kind, accept=[0.0], recover=(0.5, 0.0))
+            assert self.answer(middle, kind=kind) == [3]
+
+    def test_one_possible_token_is_what_comes_out(self):
+        layout = dict(vocab=1, kind="logits")
+        for accept in (0.0, ALMOST_ONE):
+            middle = request([[1.0]] * 3, [0, 0], [[1.0]] * 2, "logits", accept=[accept] * 2)
+            assert self.answer(middle, **layout) == [0, 0, 0]
+
+    # Empty residuals: synthetic rejection can meet p = q.
+
+    @pytest.mark.parametrize("kind", ["none", "logits"])
+    def test_an_empty_residual_goes_to_the_target_and_never_to_token_0(self, kind):
+        p = on(5)
+        middle = request([p, p, ALL], [3, 5], [p, p], kind, accept=[0.0, 0.9])
+        assert self.answer(middle, kind=kind, rates=RATES) == [3, 5]
+
+    @pytest.mark.parametrize("temperature", [0.6, 1.0])
+    def test_an_empty_residual_of_equal_logits_samples_the_target(self, temperature):
+        logits = temperature * logs([[0, 0.25, 0, 0.25, 0.5, 0, 0, 0]]).repeat(3, axis=0)
+        for u, token in ((0.0, 1), (0.1, 1), (0.3, 3), (0.6, 4), (0.9, 4)):
+            middle = Request(
+                target=logits,
+                draft=logits[:2],
+                draft_ids=[7, 4],
+                accept=[0.0, 0.9],
+                recover=(0.5, u),
+                temperature=temperature,
+            )
+            assert self.answer(middle, kind="logits", rates=RATES) == [7, token]
 
     # Ids, temperatures, offsets.
 
@@ -383,17 +397,17 @@ class EdgeSuite:
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_greedy_ties_go_to_the_lowest_id(self, dtype):
-        for ids in ((3, 4), (2047, 2048), (4095, 4999), (0, 4999), (1, 2, 2048)):
-            target = np.full((2, 5000), -1.0)
+        for ids in ((3, 4), (2047, 2048), (4095, LARGE - 1), (0, LARGE - 1), (1, 2, 2048)):
+            target = np.full((2, LARGE), -1.0)
             target[:, ids] = 2.0
             middle = Request(target, [ids[0]], temperature=0.0)
-            assert self.answer(middle, vocab=5000, kind="probs", dtype=dtype) == [ids[0], ids[0]]
+            assert self.answer(middle, vocab=LARGE, kind="probs", dtype=dtype) == [ids[0], ids[0]]
             late = dataclasses.replace(middle, draft_ids=[ids[1]])
-            assert self.answer(late, vocab=5000, kind="probs", dtype=dtype) == [ids[0]]
-        signs = np.full((1, 5000), -1.0)
+            assert self.answer(late, vocab=LARGE, kind="probs", dtype=dtype) == [ids[0]]
+        signs = np.full((1, LARGE), -1.0)
         signs[0, 1], signs[0, 2] = -0.0, 0.0
         middle = Request(signs, (), temperature=0.0)
-        assert self.answer(middle, vocab=5000, kind="probs", dtype=dtype) == [1]
+        assert self.answer(middle, vocab=LARGE, kind="probs", dtype=dtype) == [1]
 
     def test_the_ends_of_the_uniforms_never_pick_a_token_of_zero_weight(self):
         rng = np.random.default_rng(4)
@@ -402,28 +416,31 @@ class EdgeSuite:
             [100],
             [2047, 2048],
             [2048],
-            [4999],
+            [LARGE - 1],
             [4095, 4096],
             range(2048, 4096),
-            range(10, 4990, 7),
+            range(10, LARGE - 10, 7),
         ):
-            p = np.full((1, 5000), -np.inf)
+            p = np.full((1, LARGE), -np.inf)
             p[0, possible] = rng.standard_normal(len(possible))
             for u_tile in ends:
                 for u_token in ends:
                     middle = Request(p, (), recover=(u_tile, u_token))
-                    (token,) = self.answer(middle, vocab=5000, kind="probs")
+                    (token,) = self.answer(middle, vocab=LARGE, kind="probs")
                     assert token in possible
 
     def test_the_ends_of_the_uniforms_never_pick_a_token_outside_the_residual(self):
         ends = [0.0, 2.0**-24, ALMOST_ONE]
-        p, q = np.zeros((2, 5000)), np.zeros((1, 5000))
-        p[:, [5, 2050, 4998]], q[0, [5, 2050, 4998]] = [0.25, 0.5, 0.25], [0.25, 0.25, 0.5]
+        p, q = np.zeros((2, LARGE)), np.zeros((1, LARGE))
+        p[:, [5, 2050, LARGE - 2]], q[0, [5, 2050, LARGE - 2]] = (
+            [0.25, 0.5, 0.25],
+            [0.25, 0.25, 0.5],
+        )
         drafts = dict(kind="probs", accept=[0.9])
         for u_tile in ends:
             for u_token in ends:
-                middle = request(p, [4998], q, **drafts, recover=(u_tile, u_token))
-                assert self.answer(middle, vocab=5000, kind="probs") == [2050]
+                middle = request(p, [LARGE - 2], q, **drafts, recover=(u_tile, u_token))
+                assert self.answer(middle, vocab=LARGE, kind="probs") == [2050]
 
     # Padding of the vocabulary axis.
 

@@ -26,12 +26,11 @@ GRID = [
     # Every kind of draft distribution with every dtype, full and narrower, in place and permuted.
     Layout(vocab=97, **BIG),
     Layout(vocab=2049, **BIG, dtype="bfloat16", has_active=True),
-    Layout(vocab=97, **BIG, kind="probs"),
     Layout(vocab=97, **BIG, kind="probs", draft_vocab=60, store_rows=50, has_valid=True),
     Layout(vocab=2048, **BIG, kind="probs", dtype="float16", has_bonus=True, has_active=True),
     Layout(vocab=97, **BIG, kind="logits", draft_dtype="bfloat16"),
     Layout(
-        vocab=2049,
+        vocab=10243,
         **BIG,
         kind="logits",
         dtype="bfloat16",
@@ -40,7 +39,6 @@ GRID = [
         has_valid=True,
     ),
     Layout(vocab=5000, **BIG, kind="logits", draft_vocab=4097, vocab_size=4500, has_bonus=True),
-    Layout(vocab=97, **BIG, kind="normalized"),
     Layout(
         vocab=2048,
         **BIG,
@@ -51,12 +49,12 @@ GRID = [
         has_valid=True,
     ),
     Layout(
-        vocab=5000,
+        vocab=20011,
         **BIG,
         kind="normalized",
         dtype="bfloat16",
-        draft_vocab=4097,
-        vocab_size=3000,
+        draft_vocab=17000,
+        vocab_size=9000,
         has_active=True,
     ),
     # Small numbers of everything.
@@ -83,7 +81,6 @@ GRID = [
 RACES = [
     Layout(vocab=2049, **BIG, race=True, has_bonus=True),
     Layout(vocab=97, **BIG, race=True, kind="logits", vocab_size=90, store_rows=50, has_valid=True),
-    Layout(vocab=97, **BIG, race=True, kind="probs", rates=RATES),
 ]
 
 
@@ -91,7 +88,7 @@ class OracleSuite:
     """The oracle's tokens, counts and status, but for calls closer than float32 can tell."""
 
     verifier: Verifier
-    seeds = range(16)
+    seeds = range(12)
 
     def agree(self, layout: Layout) -> None:
         close = 0
@@ -177,12 +174,11 @@ class InvarianceSuite:
         chex.assert_trees_all_equal(take(whole, slice(cut)), take(front, slice(cut)))
         chex.assert_trees_all_equal(take(whole, slice(cut, 4)), take(back, slice(4 - cut)))
 
-    @on_layouts
+    @pytest.mark.parametrize("layout", PROPERTY_LAYOUTS[1:], ids=["probs, bonus"])
     @few_examples
     @hypothesis.given(seed=seeds)
     def test_a_request_alone_gives_what_it_gives_in_a_batch(self, layout, seed):
-        alone = dataclasses.replace(layout, num_requests=1, num_drafts=3, store_rows=3)
-        alone = alone if layout.store_rows else dataclasses.replace(alone, store_rows=None)
+        alone = dataclasses.replace(layout, num_requests=1, num_drafts=3)
         requests = four_requests(layout, seed)
         whole = self.verify_requests(requests, layout)
         for b, request in enumerate(requests):

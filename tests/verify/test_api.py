@@ -15,7 +15,7 @@ import pytest
 import jax_specdec as sd
 from jax_specdec._src.noise import Stream, uniforms
 
-from .batch import XLA, Layout, check, oracle, pack, verify
+from .batch import MAX_MARGIN, XLA, Layout, oracle, pack, verify
 from .cases import random_batch, random_request
 from .suite import take
 
@@ -42,15 +42,12 @@ def keys_and_positions(seed: int):
 
 
 def test_without_jit_the_tokens_are_the_same_but_for_close_calls():
-    layout = Layout(num_requests=2, num_drafts=4, num_speculative_tokens=2, kind="logits")
-    batch = random_batch(layout, 3)
-    with jax.disable_jit():
-        eager = verify(batch, sd.rejection_sample_with_noise)
-    jitted = verify(batch, XLA)
-    check(batch, eager)
-    check(batch, jitted)
-    close = oracle(batch).margin <= 1e-5
-    chex.assert_trees_all_equal(take(eager, ~close), take(jitted, ~close))
+    eager = functools.partial(sd.rejection_sample_with_noise, implementation="xla")
+    for seed in range(10):
+        batch = random_batch(LAYOUT, seed)
+        answers = verify(batch, eager), verify(batch, XLA)
+        far = oracle(batch).margin > MAX_MARGIN
+        chex.assert_trees_all_equal(*(take(answer, far) for answer in answers))
 
 
 def decode_step(state):
@@ -128,25 +125,20 @@ def test_export_survives_serialization(platform):
         chex.assert_trees_all_equal(sd.RejectionSampleOutput(*loaded.call(*leaves)), want)
 
 
-def test_calls_of_one_shape_compile_once():
+def test_calls_of_one_shape_and_equal_configs_compile_once():
     chex.clear_trace_counter()
 
-    @jax.jit
+    @functools.partial(jax.jit, static_argnames="config")
     @chex.assert_max_traces(n=1)
-    def once(args, named, noise):
-        return sd.rejection_sample(*args, **named, **noise, config=CONFIG)
+    def once(args, named, noise, *, config):
+        return sd.rejection_sample(*args, **named, **noise, config=config)
 
     for seed in range(4):
-        once(*keyed_arguments(seed), keys_and_positions(seed))
-
-
-def test_the_config_may_be_a_static_argument():
-    static = jax.jit(sd.rejection_sample, static_argnames=("config", "vocab_size"))
-    args, named = keyed_arguments(1)
-    noise = keys_and_positions(1)
-    equal = sd.SpecDecodeConfig(num_speculative_tokens=K)
-    got = static(*args, **named, **noise, config=equal, vocab_size=V)
-    chex.assert_trees_all_equal(got, keyed(*args, **named, **noise))
+        args, named = keyed_arguments(seed)
+        noise = keys_and_positions(seed)
+        config = sd.SpecDecodeConfig(num_speculative_tokens=K)
+        got = once(args, named, noise, config=config)
+        chex.assert_trees_all_equal(got, keyed(*args, **named, **noise))
 
 
 def test_the_output_has_the_documented_shapes_and_dtypes():
@@ -156,13 +148,6 @@ def test_the_output_has_the_documented_shapes_and_dtypes():
     for count in (output.num_accepted, output.num_emitted, output.status):
         chex.assert_shape(count, (B,))
     chex.assert_type(jax.tree.leaves(output), jnp.int32)
-
-
-def test_none_names_the_implementation_that_xla_does():
-    args, named = keyed_arguments(3)
-    noise = keys_and_positions(3)
-    named_xla = sd.rejection_sample(*args, **named, **noise, config=CONFIG, implementation="xla")
-    chex.assert_trees_all_equal(keyed(*args, **named, **noise), named_xla)
 
 
 # Keys.

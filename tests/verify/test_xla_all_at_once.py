@@ -33,5 +33,5 @@ class TestOracle:
         suite.OracleSuite.agree(self, layout)
 
 
-class TestEdges(edges.EdgeSuite):
+class TestBadRows(edges.BadRowSuite):
     verifier = staticmethod(all_at_once)
