@@ -1,0 +1,114 @@
+"""Prompt lookup equals a search written in plain Python."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+
+SIZE = 24  # of the buffers
+K = 4
+
+
+def oracle(tokens: Sequence[int], min_ngram: int, max_ngram: int, k: int) -> list[int]:
+    """The longest n first, then the latest earlier occurrence of the last n tokens."""
+    for n in range(max_ngram, min_ngram - 1, -1):
+        if n > len(tokens):
+            continue
+        suffix = list(tokens[len(tokens) - n :])
+        for start in range(len(tokens) - n - 1, -1, -1):
+            if list(tokens[start : start + n]) == suffix:
+                following = list(tokens[start + n : start + n + k])
+                return following + [-1] * (k - len(following))
+    return [-1] * k
+
+
+@functools.partial(jax.jit, static_argnames=("drafter", "k"))
+def propose(drafter: sd.NGramDrafter, token_ids: jax.Array, lengths: jax.Array, k: int):
+    proposal, cache = drafter.propose(
+        None,
+        token_ids,
+        lengths,
+        drafter.init_cache(*token_ids.shape),
+        sampling=None,
+        keys=None,
+        config=sd.SpecDecodeConfig(num_speculative_tokens=k),
+    )
+    assert proposal.distribution is None
+    assert proposal.token_ids.dtype == jnp.int32
+    return proposal.token_ids
+
+
+def proposals(
+    sequences: Sequence[Sequence[int]], min_ngram: int, max_ngram: int, *, seed: int = 0, k: int = K
+) -> list[list[int]]:
+    """The drafter's answer for sequences in buffers whose rest is rubbish."""
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(-3, 4, (len(sequences), SIZE))
+    for row, sequence in zip(rows, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    lengths = jnp.asarray([len(s) for s in sequences], jnp.int32)
+    drafter = sd.NGramDrafter(min_ngram, max_ngram)
+    return propose(drafter, jnp.asarray(rows, jnp.int32), lengths, k).tolist()
+
+
+@pytest.mark.parametrize(("min_ngram", "max_ngram"), [(1, 1), (1, 3), (2, 4), (3, 30)])
+@hypothesis.given(
+    sequences=st.integers(1, 3).flatmap(
+        lambda ids: st.lists(
+            st.lists(st.integers(0, ids), min_size=1, max_size=SIZE), min_size=3, max_size=3
+        )
+    ),
+    seed=st.integers(0, 99),
+)
+def test_proposals_are_those_of_the_search_in_python(min_ngram, max_ngram, sequences, seed):
+    found = proposals(sequences, min_ngram, max_ngram, seed=seed)
+    assert found == [oracle(sequence, min_ngram, max_ngram, K) for sequence in sequences]
+
+
+@hypothesis.given(
+    sequence=st.lists(st.integers(0, 2), min_size=1, max_size=SIZE - 1), seed=st.integers(0, 99)
+)
+def test_what_lies_past_the_length_has_no_influence(sequence, seed):
+    # Rubbish, and the same sequence again, which would match everything.
+    rows = [sequence] * 3
+    clean, rubbish = proposals(rows, 1, 3), proposals(rows, 1, 3, seed=seed)
+    repeated = np.tile(np.resize(sequence, SIZE), (3, 1))
+    drafter, lengths = sd.NGramDrafter(1, 3), jnp.full((3,), len(sequence), jnp.int32)
+    assert clean == rubbish == propose(drafter, jnp.asarray(repeated), lengths, K).tolist()
+
+
+@pytest.mark.parametrize(
+    ("sequence", "wanted"),
+    [
+        ([1, 2, 7, 3, 2, 8, 1, 2], [7, 3, 2, 8]),  # two tokens match before one does
+        ([2, 7, 2, 8, 2], [8, 2, -1, -1]),  # the latest of equals, up to the end
+        ([4, 4, 4, 4], [4, -1, -1, -1]),  # a match may overlap what it matches
+        ([1, 2, 3], [-1, -1, -1, -1]),
+        ([1], [-1, -1, -1, -1]),
+    ],
+)
+def test_lookup_by_hand(sequence, wanted):
+    assert proposals([sequence], 1, 3) == [wanted]
+
+
+def test_a_match_shorter_than_the_minimum_does_not_count():
+    assert proposals([[1, 2, 9, 2]], 2, 3) == [[-1] * K]
+    assert proposals([[1, 2, 9, 2]], 1, 3) == [[9, 2, -1, -1]]
+
+
+@pytest.mark.parametrize(("min_ngram", "max_ngram"), [(0, 2), (3, 2), (-1, -1)])
+def test_bounds_out_of_order_are_refused(min_ngram, max_ngram):
+    with pytest.raises(
+        ValueError,
+        match=f"must satisfy 1 <= min_ngram <= max_ngram, but they are {min_ngram} and {max_ngram}",
+    ):
+        sd.NGramDrafter(min_ngram, max_ngram)

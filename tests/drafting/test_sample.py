@@ -1,0 +1,183 @@
+"""Draft tokens have the distribution that is stored for the check, and noise of their own."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.special
+import scipy.stats
+from serving.chi_square import ALPHA, CONTROL, assert_distributed
+
+import jax_specdec as sd
+from jax_specdec._src.noise import Stream, uniforms
+
+# Most tests share this shape, and so one compilation.
+BATCH, VOCAB = 12_000, 11
+TEMPERATURES = np.resize(np.float32([0.0, 0.3, 1.0, 2.5]), BATCH)
+POSITION = 6
+
+
+@jax.jit
+def sample(
+    logits: jax.Array,
+    temperature: jax.Array,
+    keys: jax.Array,
+    positions: jax.Array,
+    offset: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    return sd.sample_draft_tokens(
+        logits,
+        sampling=sd.SamplingParams(temperature=temperature),
+        keys=keys,
+        positions=positions,
+        offset=offset,
+    )
+
+
+def draw(
+    logits: np.ndarray,
+    temperature: Any,
+    *,
+    seed: int = 0,
+    position: int = POSITION,
+    offset: int = 0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and normalizers of logits ``[B, V]`` at one temperature or B of them."""
+    batch = logits.shape[0]
+    ids, normalizer = sample(
+        jnp.asarray(logits),
+        jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (batch,)),
+        jax.random.split(jax.random.key(seed), batch),
+        jnp.full((batch,), position, jnp.int32),
+        jnp.int32(offset),
+    )
+    assert ids.dtype == jnp.int32 and normalizer.dtype == jnp.float32
+    return np.asarray(ids), np.asarray(normalizer)
+
+
+def random_logits(dtype: str = "float32") -> np.ndarray:
+    """``[BATCH, VOCAB]``; id 3 can never be drawn."""
+    logits = 2 * np.random.default_rng(0).standard_normal((BATCH, VOCAB))
+    logits[:, 3] = -np.inf
+    return logits.astype(jnp.dtype(dtype))
+
+
+FLAT = np.zeros((BATCH, VOCAB), np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_greedy_requests_draft_the_argmax_and_ties_go_to_the_lowest_id(dtype):
+    logits = random_logits(dtype)
+    logits[::8, 4] = logits[::8, 9] = 50
+    ids, _ = draw(logits, TEMPERATURES)
+    greedy = TEMPERATURES == 0
+    np.testing.assert_array_equal(ids[greedy], np.argmax(logits[greedy], axis=1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_normalizer_is_the_logsumexp_of_what_is_stored(dtype):
+    logits = random_logits(dtype)
+    _, normalizer = draw(logits, TEMPERATURES)
+    sampled = TEMPERATURES > 0
+    scaled = logits[sampled].astype(np.float64) / TEMPERATURES[sampled, None]
+    expected = scipy.special.logsumexp(scaled, axis=1)
+    np.testing.assert_allclose(normalizer[sampled], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_tokens_are_drawn_by_inverse_cdf_from_the_draft_stream():
+    logits, offset = random_logits(), 2
+    ids, _ = draw(logits, 1.0, offset=offset)
+    keys = jax.random.split(jax.random.key(0), BATCH)
+    position, stream = jnp.int32(POSITION), Stream.DRAFT
+    pairs = jax.vmap(lambda key: uniforms(key, position, stream, offset, 2))(keys)
+    u = np.asarray(pairs, np.float64)[:, 1:]  # all ids lie in one tile: the first one is moot
+    cdf = np.cumsum(scipy.special.softmax(logits.astype(np.float64), axis=1), axis=1)
+    close = np.abs(cdf - u).min(axis=1) < 1e-6
+    assert close.mean() < 1e-3
+    np.testing.assert_array_equal(ids[~close], np.argmax(cdf > u, axis=1)[~close])
+
+
+def test_a_draft_does_not_depend_on_its_neighbours():
+    keys = jax.random.split(jax.random.key(1), BATCH)
+    positions = jnp.arange(BATCH, dtype=jnp.int32)
+    arrays = (jnp.asarray(random_logits()), jnp.asarray(TEMPERATURES), keys, positions)
+
+    def at(order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return jax.device_get(sample(*(x[order] for x in arrays), jnp.int32(0)))
+
+    ids, normalizer = at(np.arange(BATCH))
+    order = np.random.default_rng(0).permutation(BATCH)
+    np.testing.assert_array_equal(at(order)[0], ids[order])
+    np.testing.assert_array_equal(at(order)[1], normalizer[order])
+    np.testing.assert_array_equal(at(np.full(BATCH, 7))[0], np.full(BATCH, ids[7]))
+
+
+@pytest.mark.statistics
+def test_requests_positions_and_offsets_have_noise_of_their_own():
+    draws = {
+        (seed, position, offset): draw(FLAT, 1.0, seed=seed, position=position, offset=offset)[0]
+        for seed in (0, 1)
+        for position in (3, 4)
+        for offset in (0, 1, 2)
+    }
+    # Within a call the requests differ in their keys alone.
+    for name, ids in draws.items():
+        assert_distributed(np.bincount(ids, minlength=VOCAB), np.full(VOCAB, 1 / VOCAB), f"{name}")
+    names = list(draws)
+    for i, one in enumerate(names):
+        for other in names[:i]:
+            table = np.zeros((VOCAB, VOCAB))
+            np.add.at(table, (draws[one], draws[other]), 1)
+            p = scipy.stats.chi2_contingency(table).pvalue
+            assert p > ALPHA / 10, f"{one} and {other}: p = {p:.2g}"  # of 66 pairs
+
+
+@pytest.mark.statistics
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drafts_have_the_distribution_of_the_stored_logits(dtype):
+    row = random_logits(dtype)[0]
+    ids, _ = draw(np.broadcast_to(row, (BATCH, VOCAB)), TEMPERATURES)
+    for t in np.unique(TEMPERATURES)[1:]:
+        counts = np.bincount(ids[t == TEMPERATURES], minlength=VOCAB)
+        expected = scipy.special.softmax(row.astype(np.float64) / t)
+        assert_distributed(counts, expected, f"temperature {t}")
+
+
+@pytest.mark.statistics
+def test_drafts_have_the_distribution_of_the_stored_logits_across_tiles():
+    vocab_size, batch = 4099, 3000  # a prime, in three tiles of 2048
+    row = np.full(vocab_size, -8.0, np.float32)
+    row[[0, 5, 2047, 2048, 3000, 4095, 4096, 4098]] = [1.0, 1.5, 0.5, 1.0, 2.0, 0.0, 1.5, 1.0]
+    ids, _ = draw(np.broadcast_to(row, (batch, vocab_size)), 1.0)
+    counts = np.bincount(ids, minlength=vocab_size)
+    assert_distributed(counts, scipy.special.softmax(row.astype(np.float64)), "three tiles")
+
+
+def independence(ids: np.ndarray, noise: np.ndarray) -> float:
+    """P-value of a contingency table: the ids against sixteen bins of a uniform."""
+    table = np.zeros((VOCAB, 16))
+    np.add.at(table, (ids, (noise * 16).astype(np.int64)), 1)
+    return float(scipy.stats.chi2_contingency(table).pvalue)
+
+
+@pytest.mark.statistics
+def test_drafts_share_no_noise_with_the_check():
+    k = 3
+    keys = jax.random.split(jax.random.key(5), BATCH)
+    positions = jnp.full((BATCH,), POSITION, jnp.int32)
+    draw_noise = jax.jit(functools.partial(sd.draw_noise, num_speculative_tokens=k))
+    noise = jax.device_get(draw_noise(keys, positions))
+    for offset in range(k):
+        ids, _ = draw(FLAT, 1.0, seed=5, offset=offset)
+        for what, u in [("accept", noise.accept), ("recover", noise.recover)]:
+            for j in range(u.shape[1]):
+                p = independence(ids, u[:, j])
+                assert p > ALPHA, f"offset {offset} against {what}[{j}]: p = {p:.2g}"
+    # Were the noise shared, it would show.
+    shared = (noise.accept[:, 0] * VOCAB).astype(np.int64)
+    assert independence(shared, noise.accept[:, 0]) < CONTROL

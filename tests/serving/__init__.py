@@ -1,0 +1,1 @@
+"""Tests of the decoding loop: `tiny` has models that can be known entirely, `chi_square` a test."""

@@ -1,0 +1,317 @@
+"""At temperature 0 speculative decoding emits what plain decoding emits, whatever is drafted."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+
+from . import tiny
+
+MAX_GAP = 1e-4
+"""Two best logits closer than this are within the rounding of float32 sums."""
+
+SEEDS = (0, 1, 2)
+SIZES = dict(hidden_size=16, intermediate_size=24, head_dim=8)
+TARGETS = {
+    "one layer": sd.Llama(
+        sd.LlamaConfig(
+            vocab_size=61,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            **SIZES,
+        )
+    ),
+    "two layers, grouped, tied": sd.Llama(
+        sd.LlamaConfig(
+            vocab_size=97,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            **SIZES,
+        )
+    ),
+}
+LENGTHS = (1, 2, 7, 40, 40, 3)
+BUDGETS = (24, 24, 24, 24, 1, 0)
+NARROW = 40  # of the 61 ids of "one layer"
+
+
+@functools.cache
+def params_of(target: str, seed: int) -> Any:
+    return TARGETS[target].init_params(jax.random.key(seed))
+
+
+def prompts_of(target: str, seed: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, TARGETS[target].vocab_size, n).tolist() for n in LENGTHS]
+
+
+@functools.cache
+def plain_of(target: str, seed: int) -> sd.GenerateOutput:
+    return sd.generate_plain(
+        TARGETS[target], params_of(target, seed), prompts_of(target, seed), max_new_tokens=BUDGETS
+    )
+
+
+def near(params: Any, seed: int, noise: float = 0.05) -> Any:
+    """Weights close to a model's own: a draft model that is often right."""
+    leaves, treedef = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(100 + seed), len(leaves))
+    return jax.tree.unflatten(
+        treedef,
+        [x + noise * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)],
+    )
+
+
+def narrow_model(target: str, seed: int) -> tuple[sd.ModelDrafter, Any]:
+    config = dataclasses.replace(TARGETS[target].config, vocab_size=NARROW)
+    params = dict(near(params_of(target, seed), seed))
+    params["embed_tokens"] = params["embed_tokens"][:NARROW]
+    params["lm_head"] = params["lm_head"][:, :NARROW]
+    return sd.ModelDrafter(sd.Llama(config)), params
+
+
+def near_model(target: str, seed: int) -> tuple[sd.ModelDrafter, Any]:
+    return sd.ModelDrafter(TARGETS[target]), near(params_of(target, seed), seed)
+
+
+def ngram(target: str, seed: int) -> tuple[sd.NGramDrafter, Any]:
+    return sd.NGramDrafter(min_ngram=1), None
+
+
+def adversary(target: str, seed: int) -> tuple[tiny.Scripted, Any]:
+    """Right ids, wrong ids, -1 and ids past the vocabulary, in any order."""
+    vocab_size = TARGETS[target].vocab_size
+    rng = np.random.default_rng(seed)
+    script = np.zeros((len(LENGTHS), 128), np.int64)
+    pairs = zip(prompts_of(target, seed), plain_of(target, seed).completions, strict=True)
+    for row, (prompt, completion) in zip(script, pairs, strict=True):
+        row[len(prompt) : len(prompt) + len(completion)] = completion
+    kind = rng.random(script.shape)
+    script = np.where(kind < 0.3, rng.integers(0, vocab_size, script.shape), script)
+    script = np.where(kind < 0.2, rng.integers(vocab_size, 2**31 - 1, script.shape), script)
+    script = np.where(kind < 0.1, rng.integers(-(2**31), 0, script.shape), script)
+    return tiny.Scripted(), jnp.asarray(script, jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def score(model: sd.CausalModel, params: Any, tokens: jax.Array) -> jax.Array:
+    """Logits ``[B, S, V]`` of whole sequences, with a fresh cache."""
+    batch, length = tokens.shape
+    return model.apply(
+        params, tokens, jnp.zeros((batch,), jnp.int32), model.init_cache(batch, length)
+    )[0]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_plain_decoding_emits_the_argmax_of_a_full_pass_over_the_sequence(target):
+    # By induction over the completion this is the loop that scores the whole sequence anew for
+    # every token.
+    for seed in SEEDS:
+        plain, prompts = plain_of(target, seed), prompts_of(target, seed)
+        assert [len(c) for c in plain.completions] == list(BUDGETS)
+        assert plain.status == [sd.Status.OK] * len(prompts)
+        rows = np.zeros((len(prompts), max(LENGTHS) + max(BUDGETS)), np.int32)
+        for row, prompt, completion in zip(rows, prompts, plain.completions, strict=True):
+            row[: len(prompt) + len(completion)] = prompt + completion
+        logits = np.asarray(score(TARGETS[target], params_of(target, seed), jnp.asarray(rows)))
+        for b, (prompt, completion) in enumerate(zip(prompts, plain.completions, strict=True)):
+            for i, token in enumerate(completion):
+                row = logits[b, len(prompt) + i - 1]
+                assert row.max() - row[token] <= MAX_GAP, (seed, b, i)
+
+
+CASES = [
+    ("one layer", ngram, "probabilistic", 1),
+    ("one layer", narrow_model, "probabilistic", 2),
+    ("one layer", adversary, "probabilistic", 5),
+    ("two layers, grouped, tied", near_model, "greedy", 5),
+]
+
+
+@pytest.mark.parametrize(
+    ("target", "make_drafter", "draft_sample_method", "k"),
+    CASES,
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_greedy_tokens_are_those_of_plain_decoding(target, make_drafter, draft_sample_method, k):
+    config = sd.SpecDecodeConfig(num_speculative_tokens=k, draft_sample_method=draft_sample_method)
+    accepted = proposed = 0
+    for seed in SEEDS:
+        drafter, draft_params = make_drafter(target, seed)
+        model, params = TARGETS[target], params_of(target, seed)
+        prompts, plain = prompts_of(target, seed), plain_of(target, seed)
+        output = sd.generate(
+            model,
+            params,
+            prompts,
+            drafter=drafter,
+            draft_params=draft_params,
+            config=config,
+            max_new_tokens=BUDGETS,
+        )
+        differences = sd.greedy_differences(model, params, prompts, output, plain)
+        assert all(d.gap <= MAX_GAP for d in differences), differences
+        assert output.status == plain.status
+        assert [len(c) for c in output.completions] == list(BUDGETS)
+        for b in range(len(prompts)):
+            steps = tiny.steps_of(output, b)
+            assert all(s.num_emitted == s.num_accepted + 1 <= s.num_proposed + 1 for s in steps)
+            accepted += sum(s.num_accepted for s in steps)
+            proposed += sum(s.num_proposed for s in steps)
+    assert 0 < accepted < proposed, "this drafter should be right at times and wrong at times"
+
+
+def test_a_target_that_drafts_for_itself_has_everything_accepted():
+    target, k = "two layers, grouped, tied", 5
+    for seed in SEEDS:
+        output = sd.generate(
+            TARGETS[target],
+            params_of(target, seed),
+            prompts_of(target, seed),
+            drafter=sd.ModelDrafter(TARGETS[target]),
+            draft_params=params_of(target, seed),
+            config=sd.SpecDecodeConfig(num_speculative_tokens=k, draft_sample_method="greedy"),
+            max_new_tokens=BUDGETS,
+        )
+        assert output.completions == plain_of(target, seed).completions
+        for b, budget in enumerate(BUDGETS):
+            steps = tiny.steps_of(output, b)
+            assert len(steps) == -(-budget // (k + 1))
+            assert all(s.num_proposed == s.num_accepted == k for s in steps)
+            assert all(len(s.kept) == k + 1 for s in steps[:-1])
+
+
+# With a model and drafts of which everything is known, the whole loop has a plain Python form.
+
+VOCAB = 5
+SCRIPT_SIZE = 64
+MAX_BUDGET = 12
+STATIC = [(1, ()), (2, (0, 3)), (5, (3,))]  # K and stop tokens; each compiles once
+
+
+@st.composite
+def generations(draw):
+    requests = []
+    table = tiny.random_table(VOCAB, draw(st.integers(0, 2**16)))
+    budgets = [MAX_BUDGET, *draw(st.lists(st.integers(0, MAX_BUDGET), min_size=3, max_size=3))]
+    for budget in draw(st.permutations(budgets)):
+        prompt = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=32))
+        rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+        script = rng.integers(0, VOCAB, SCRIPT_SIZE)
+        truth = list(prompt)
+        while len(truth) < len(prompt) + MAX_BUDGET + 6:
+            truth.append(int(np.argmax(tiny.next_logits(table, truth))))
+        right = rng.random(len(truth)) < draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+        script[: len(truth)] = np.where(right, truth, script[: len(truth)])
+        nothing = rng.random(SCRIPT_SIZE) < draw(st.sampled_from([0.0, 0.0, 0.2]))
+        script = np.where(nothing, rng.choice([-7, -1, VOCAB, 1000], SCRIPT_SIZE), script)
+        requests.append((prompt, budget, script))
+    return table, requests
+
+
+@pytest.mark.parametrize(("k", "stop_token_ids"), STATIC)
+@hypothesis.given(generations())
+def test_every_step_is_that_of_the_loop_in_python(k, stop_token_ids, generation):
+    table, requests = generation
+    prompts, budgets, scripts = zip(*requests, strict=True)
+    output = sd.generate(
+        tiny.Trigram(VOCAB),
+        jnp.asarray(table),
+        prompts,
+        drafter=tiny.Scripted(),
+        draft_params=jnp.asarray(np.stack(scripts), jnp.int32),
+        config=sd.SpecDecodeConfig(num_speculative_tokens=k),
+        max_new_tokens=budgets,
+        stop_token_ids=stop_token_ids,
+    )
+    for b, (prompt, budget, script) in enumerate(requests):
+        wanted = tiny.greedy_steps(
+            table, prompt, script, k=k, budget=budget, stop_token_ids=stop_token_ids
+        )
+        assert tiny.steps_of(output, b) == wanted
+
+
+def test_nothing_is_kept_after_a_stop_token_inside_an_accepted_run():
+    counting = np.zeros((VOCAB,) * 3, np.float32)  # 0 1 2 3 4 0 1 ...
+    for last in range(VOCAB):
+        counting[:, last, (last + 1) % VOCAB] = 1
+    output = sd.generate(
+        tiny.Trigram(VOCAB),
+        jnp.asarray(counting),
+        [[0], [3], [4, 2], [2]],
+        drafter=tiny.Scripted(),
+        draft_params=jnp.asarray(
+            [(np.arange(SCRIPT_SIZE) + shift) % VOCAB for shift in (0, 3, 1, 2)], jnp.int32
+        ),
+        config=sd.SpecDecodeConfig(num_speculative_tokens=5),
+        max_new_tokens=[MAX_BUDGET, MAX_BUDGET, MAX_BUDGET, 1],
+        stop_token_ids=[3],
+    )
+    # The last one meets the stop token as its budget ends; a stop token in a prompt stops nothing.
+    assert output.completions == [[1, 2, 3], [4, 0, 1, 2, 3], [3], [3]]
+    for b in range(4):
+        (step,) = tiny.steps_of(output, b)
+        assert (step.num_proposed, step.num_accepted, step.num_emitted) == (5, 5, 6)
+
+
+@pytest.mark.parametrize("stop_token_ids", [(), (0, 3)])
+def test_plain_decoding_of_a_table_is_the_loop_in_python(stop_token_ids):
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 2, 7, 32)]
+    budgets = [MAX_BUDGET, 1, 0, 7]
+    for seed in range(10):
+        table = tiny.random_table(VOCAB, seed)
+        output = sd.generate_plain(
+            tiny.Trigram(VOCAB),
+            jnp.asarray(table),
+            prompts,
+            max_new_tokens=budgets,
+            stop_token_ids=stop_token_ids,
+        )
+        for b, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
+            wanted = tiny.greedy_steps(
+                table, prompt, [-1] * 64, k=1, budget=budget, stop_token_ids=stop_token_ids
+            )
+            assert tiny.steps_of(output, b) == wanted
+
+
+# Reporting a difference.
+
+
+def output_with(completions: list[list[int]]) -> sd.GenerateOutput:
+    empty = np.zeros((0, len(completions)), np.int32)
+    steps = sd.StepRecord(empty[..., None], empty, empty, empty, empty)
+    return sd.GenerateOutput(completions, steps, [sd.Status.OK] * len(completions))
+
+
+def test_greedy_differences_are_the_first_of_each_request_with_the_gap_of_the_two_best_logits():
+    table = tiny.random_table(VOCAB, seed=3)
+    prompts = [[1, 2], [4], [3], [0, 0]]
+    plain = [[1, 2, 3], [4, 4, 1], [2, 0], [1]]
+    other = [[1, 2, 3], [4, 0, 2], [2], [1, 2]]
+    found = sd.greedy_differences(
+        tiny.Trigram(VOCAB), jnp.asarray(table), prompts, output_with(other), output_with(plain)
+    )
+
+    def gap(sequence: list[int]) -> float:
+        second, best = np.sort(tiny.next_logits(table, sequence))[-2:]
+        return float(best - second)
+
+    assert found == [
+        sd.GreedyDifference(1, 1, 0, 4, gap([4, 4])),
+        sd.GreedyDifference(2, 1, None, 0, gap([3, 2])),
+        sd.GreedyDifference(3, 1, 2, None, gap([0, 0, 1])),
+    ]

@@ -1,0 +1,351 @@
+"""The loop around the verification: steps, rollback, independence, failures, compilations."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+from jax_specdec._src.serving import batch as batch_lib
+from jax_specdec._src.serving import loop
+from jax_specdec._src.serving import plain as plain_lib
+
+from . import tiny
+
+# One compilation serves most tests here: a table that drafts for a table, K = 2, four requests.
+VOCAB = 6
+K = 2
+BUDGETS = (12, 12, 12, 7)
+TEMPERATURES = (1.0, 0.0, 0.7, 2.0)
+PROMPTS = [[1, 2, 3], [4, 4], [0], [2, 0, 1, 3, 3]]  # none holds token 5
+CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
+POISON = 5
+
+
+def table_without(token: int, seed: int) -> np.ndarray:
+    """A table that never emits `token`."""
+    table = tiny.random_table(VOCAB, seed)
+    table[:, :, token] = -np.inf
+    return table
+
+
+TARGET = table_without(POISON, seed=1)
+DRAFT = (0.7 * TARGET + 0.5 * tiny.random_table(VOCAB, seed=2)).astype(np.float32)
+
+
+def arguments(**changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    named = dict(
+        drafter=sd.ModelDrafter(tiny.Trigram(VOCAB)),
+        draft_params=DRAFT,
+        config=CONFIG,
+        temperature=TEMPERATURES,
+        key=jax.random.key(7),
+        max_new_tokens=BUDGETS,
+        target=TARGET,
+        prompts=PROMPTS,
+    )
+    named |= changes
+    named["draft_params"] = jnp.asarray(named["draft_params"])
+    positional = tiny.Trigram(VOCAB), jnp.asarray(named.pop("target")), named.pop("prompts")
+    return positional, named
+
+
+def run(**changes: Any) -> sd.GenerateOutput:
+    positional, named = arguments(**changes)
+    return sd.generate(*positional, **named)
+
+
+def streamed(**changes: Any) -> sd.StepRecord:
+    positional, named = arguments(**changes)
+    records = list(sd.generate_stream(*positional, **named))
+    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(records))
+    return jax.tree.map(lambda *xs: np.stack(xs), *records)
+
+
+def plain(**changes: Any) -> sd.GenerateOutput:
+    positional, named = arguments(**changes)
+    for name in ("drafter", "draft_params", "config"):
+        del named[name]
+    return sd.generate_plain(*positional, **named)
+
+
+# Both loops
+
+
+def test_the_stream_yields_the_steps_of_generate():
+    # A draft table equal to the target's gives the two caches equal contents: they must not
+    # become one donated buffer.
+    for draft_params in (DRAFT, TARGET):
+        output = run(draft_params=draft_params)
+        records = streamed(draft_params=draft_params)
+        jax.tree.map(np.testing.assert_array_equal, records, output.steps)
+        for b, completion in enumerate(output.completions):
+            kept = records.token_ids[:, b][records.token_ids[:, b] >= 0]
+            assert kept.tolist() == completion
+            assert len(completion) == BUDGETS[b]
+
+
+def test_a_target_that_drafts_for_itself_has_samples_accepted_too():
+    output = run(draft_params=TARGET)
+    for b, budget in enumerate(BUDGETS):
+        steps = tiny.steps_of(output, b)
+        assert len(steps) == -(-budget // (K + 1))
+        assert all(step.num_accepted == K for step in steps)
+
+
+def test_a_stream_can_be_left_early():
+    positional, named = arguments()
+    stream = sd.generate_stream(*positional, **named)
+    first = next(stream)
+    stream.close()
+    np.testing.assert_array_equal(first.token_ids, run().steps.token_ids[0])
+
+
+def test_the_stream_refuses_bad_input_when_it_is_called():
+    positional, named = arguments(prompts=[[1], [], [1], [1]])
+    with pytest.raises(ValueError, match=r"prompts\[1\] must hold at least one token"):
+        sd.generate_stream(*positional, **named)
+
+
+def test_a_stream_of_empty_budgets_has_no_steps():
+    positional, named = arguments(max_new_tokens=0)
+    assert list(sd.generate_stream(*positional, **named)) == []
+
+
+@pytest.mark.parametrize("generate", [run, plain])
+def test_a_generation_of_empty_budgets_has_no_steps(generate):
+    output = generate(max_new_tokens=0)
+    assert output.completions == [[]] * len(PROMPTS)
+    assert output.steps.num_kept.shape == (0, len(PROMPTS))
+    assert output.status == [sd.Status.OK] * len(PROMPTS)
+
+
+def test_empty_budgets_beside_others_emit_nothing():
+    output = run(max_new_tokens=(0, 12, 0, 1))
+    assert [len(c) for c in output.completions] == [0, 12, 0, 1]
+    assert tiny.steps_of(output, 0) == tiny.steps_of(output, 2) == []
+
+
+def test_prompts_are_prefilled_before_the_first_step():
+    # The first token depends on two prompt tokens, the older one read from the cache.
+    output = run(temperature=0.0)
+    for prompt, completion in zip(PROMPTS, output.completions, strict=True):
+        assert completion[0] == np.argmax(tiny.next_logits(TARGET, prompt))
+
+
+# Randomness
+
+
+def test_a_generation_is_repeatable_and_depends_on_the_key():
+    tiny.assert_same(run(), run())
+    tiny.assert_same(run(key=None), run(key=jax.random.key(0)))
+    assert run(key=jax.random.key(8)).completions[0] != run().completions[0]
+
+
+def test_a_requests_tokens_do_not_depend_on_its_neighbours():
+    expected = run()
+    for kept in range(len(PROMPTS)):
+        prompts, temperatures = [[3, 1, 4, 1]] * len(PROMPTS), [0.3] * len(PROMPTS)
+        budgets = [12] * len(PROMPTS)
+        prompts[kept], temperatures[kept] = PROMPTS[kept], TEMPERATURES[kept]
+        budgets[kept] = BUDGETS[kept]
+        output = run(prompts=prompts, temperature=temperatures, max_new_tokens=budgets)
+        assert output.completions[kept] == expected.completions[kept]
+        assert tiny.steps_of(output, kept) == tiny.steps_of(expected, kept)
+
+
+def test_equal_requests_draw_their_own_noise():
+    output = run(prompts=[[1, 2]] * 4, temperature=2.0, max_new_tokens=12)
+    assert len({tuple(c) for c in output.completions}) == 4
+
+
+# Failures
+
+
+def poisoned(bad: float) -> np.ndarray:
+    """A target whose row after token 5 is unusable."""
+    table = TARGET.copy()
+    table[:, POISON, :] = bad
+    return table
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_whose_target_row_is_unusable_ends_and_its_neighbours_do_not_notice(
+    bad, temperature
+):
+    prompts = [[1, 2, 3], [4, POISON], [0], [2, 0, 1, 3, 3]]
+    temperatures = [1.0, temperature, 0.7, 2.0]
+    output = run(target=poisoned(bad), prompts=prompts, temperature=temperatures)
+    expected = run(temperature=temperatures)
+    assert output.completions[1] == []
+    assert tiny.steps_of(output, 1) == []
+    assert output.status == [0, sd.Status.BAD_TARGET_ROW, 0, 0]
+    for b in (0, 2, 3):
+        assert output.completions[b] == expected.completions[b]
+        assert tiny.steps_of(output, b) == tiny.steps_of(expected, b)
+
+
+def test_what_was_generated_before_an_unusable_row_is_kept():
+    table = poisoned(np.nan)
+    table[2, 3] = [0, 0, 0, 0, 0, 100]  # after 2 3 comes 5, and nothing can follow
+    prompts = [[2], [0, 2, 3], [1, 2, 3], [5]]
+    table[0, 2] = [0, 0, 0, 100, 0, 0]  # the token before the first counts as 0
+    output = run(target=table, prompts=prompts, temperature=0.0)
+    assert output.completions == [[3, POISON], [POISON], [POISON], []]
+    assert output.status == [sd.Status.BAD_TARGET_ROW] * 4
+    sequential = plain(target=table, prompts=prompts, temperature=0.0)
+    assert sequential.completions == output.completions
+    assert sequential.status == output.status
+
+
+def test_unusable_rows_of_the_draft_model_end_sampled_requests_and_leave_greedy_ones_alone():
+    draft = DRAFT.copy()
+    draft[:, 4, :] = np.nan  # after token 4, which both requests 1 and 3 end with
+    prompts = [[1, 2, 3], [4, 4], [0], [2, 0, 1, 3, 4]]
+    temperatures = [0.0, 0.0, 0.0, 1.0]
+    output = run(draft_params=draft, prompts=prompts, temperature=temperatures)
+    assert output.status == [0, 0, 0, sd.Status.BAD_DRAFT_ROW]
+    assert output.completions[3] == []
+    expected = plain(prompts=prompts, temperature=temperatures)
+    assert output.completions[:3] == expected.completions[:3]
+
+
+# Rollback
+
+
+def test_rejected_drafts_leave_no_trace():
+    model = sd.Llama(
+        sd.LlamaConfig(
+            vocab_size=31,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+        )
+    )
+    params, k = model.init_params(jax.random.key(0)), 3
+    batch, prompt_size, _ = batch_lib.make_batch(
+        [[3, 1, 4], [1, 5, 9, 2, 6], [5]],
+        vocab_size=31,
+        temperature=[0.0, 1.0, 1.0],
+        key=None,
+        max_new_tokens=16,
+        slack=k + 1,
+    )
+    config = sd.SpecDecodeConfig(num_speculative_tokens=k)
+    decoder = loop.Decoder(model, tiny.Scripted(), config)
+    script = jnp.asarray(np.random.default_rng(0).integers(0, 31, (3, 64)), jnp.int32)
+    apply = jax.jit(model.apply)
+
+    state = loop._prefill(params, script, batch, decoder=decoder, prompt_size=prompt_size)
+    for _ in range(4):
+        state, record = loop._step(params, script, state, decoder=decoder)
+        assert (record.num_accepted < k).all()
+        tokens, lengths = state.batch.token_ids, state.batch.lengths
+        last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)
+        logits, _ = apply(params, last, lengths - 1, state.target_cache)
+        fresh, _ = apply(params, tokens, jnp.zeros_like(lengths), model.init_cache(*tokens.shape))
+        for b, length in enumerate(lengths.tolist()):
+            np.testing.assert_allclose(logits[b, 0], fresh[b, length - 1], rtol=1e-4, atol=1e-5)
+
+
+# Compilations
+
+
+COMPILED = (loop._generate, plain_lib._generate_plain, loop._prefill, loop._step)
+
+
+def test_calls_of_one_shape_share_one_compilation():
+    changes = [
+        dict(),
+        dict(prompts=[[4], [1] * 32, [2, 2], [3] * 17]),  # prompts of the same bucket
+        dict(max_new_tokens=(12, 0, 3, 5)),
+        dict(temperature=0.5),
+        dict(key=jax.random.key(3)),
+        dict(target=tiny.random_table(VOCAB, seed=9), draft_params=TARGET),
+    ]
+    run(), plain(), streamed()
+    sizes = [f._cache_size() for f in COMPILED]
+    for change in changes:
+        run(**change), plain(**change), streamed(**change)
+    assert [f._cache_size() for f in COMPILED] == sizes
+    plain(prompts=[[1] * 33, [1], [1], [1]])  # the counter counts
+    assert plain_lib._generate_plain._cache_size() == sizes[1] + 1
+
+
+# Any model
+
+
+def test_models_in_half_precision_decode():
+    half = TARGET.astype(jnp.bfloat16)
+    output = run(target=half, draft_params=half)
+    rounded = half.astype(np.float32)
+    truth = tiny.greedy_steps(rounded, PROMPTS[1], [-1] * 64, k=1, budget=BUDGETS[1])
+    assert output.completions[1] == [step.kept[0] for step in truth]
+    assert output.status == [sd.Status.OK] * len(PROMPTS)
+    for b in range(len(PROMPTS)):  # what was drawn from is what is checked
+        assert all(step.num_accepted == K for step in tiny.steps_of(output, b))
+
+
+@dataclasses.dataclass(frozen=True)
+class Bigram:
+    """The first example of `CausalModel`."""
+
+    vocab_size: int
+
+    def init_cache(self, batch_size, max_length):
+        return ()
+
+    def apply(self, params, token_ids, start, cache):
+        return params[token_ids], cache
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeSequence:
+    """The second: scores the token buffer anew on every call."""
+
+    vocab_size: int
+
+    def init_cache(self, batch_size, max_length):
+        return jnp.zeros((batch_size, max_length), jnp.int32)
+
+    def apply(self, params, token_ids, start, cache):
+        positions = start[:, None] + jnp.arange(token_ids.shape[1])[None, :]
+        requests = jnp.arange(token_ids.shape[0])[:, None]
+        cache = cache.at[requests, positions].set(token_ids)
+        return jnp.cumsum(params[cache], axis=1)[requests, positions], cache
+
+
+@pytest.mark.parametrize(
+    ("model", "score"),
+    [
+        (Bigram(9), lambda table, sequence: table[sequence[-1]]),
+        (WholeSequence(9), lambda table, sequence: table[sequence].sum(axis=0)),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_the_example_models_of_the_protocol_decode(model, score):
+    table = np.random.default_rng(4).standard_normal((9, 9)).astype(np.float32)
+    prompts = [[1, 2, 3], [8]]
+    output = sd.generate(
+        model,
+        jnp.asarray(table),
+        prompts,
+        drafter=sd.NGramDrafter(min_ngram=1),
+        config=sd.SpecDecodeConfig(num_speculative_tokens=3),
+        max_new_tokens=15,
+    )
+    for prompt, completion in zip(prompts, output.completions, strict=True):
+        sequence = list(prompt)
+        for _ in range(15):
+            sequence.append(int(np.argmax(score(table.astype(np.float64), sequence))))
+        assert completion == sequence[len(prompt) :]
+    assert output.steps.num_accepted.sum() > 0
