@@ -28,7 +28,8 @@ Array = npt.NDArray[np.float64]
 TILE = 2048
 """Ids per vocabulary tile of the two-level inverse CDF, counted from id 0."""
 
-_TINY = float(np.finfo(np.float32).tiny)
+# Below float32's normal range an implementation may see 0: differences so small are close calls.
+_FLOOR = 1e5 * float(np.finfo(np.float32).tiny)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +242,7 @@ class _Request:
     def less(self, a: float, b: float) -> bool:
         """``a < b`` of numbers that are not negative, recorded as a call that may be close."""
         if b > 0:  # below 0 is nothing: exact in every precision
-            self.record(abs(a - b) / max(abs(a), abs(b), _TINY))
+            self.record(abs(a - b) / max(abs(a), abs(b), _FLOOR))
         return a < b
 
     def record(self, margin: float) -> None:

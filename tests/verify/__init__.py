@@ -1,1 +1,1 @@
-"""Tests of verification: `batch` builds inputs; `suite` and `edges` hold what a backend passes."""
+"""Tests of verification. `suite`, `edges` and `bad_rows` hold what every backend must pass."""

@@ -1,232 +1,40 @@
-"""Edge cases that every backend must pass, small enough to check by hand.
+"""Edge cases that every backend must pass, most of them small enough to check by hand.
 
-Each puts one request between two ordinary neighbours, compares with the oracle, and says itself
-what must come out. Vocabularies are 8 ids where one tile will do, or LARGE.
+Each compares with the oracle and says itself what must come out. Vocabularies are 8 ids where one
+tile will do, or LARGE.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from typing import Any
 
-import chex
 import numpy as np
 import pytest
 
 import jax_specdec as sd
 
-from .batch import ALMOST_ONE, Batch, Layout, Request, Verifier, check, pack, verify
-from .cases import random_request, uniforms
-
-LARGE = 10243  # ids: five whole tiles and three ids of a sixth
-
-STORED = ("probs", "logits", "normalized")
-KINDS = ("none", *STORED)
-BAD = float("nan"), float("inf")
-RATES = (1.0, 0.5, 0.0)  # synthetic: draft 0 always, 1 at even odds, 2 never
-
-kinds = pytest.mark.parametrize("kind", KINDS)
-stored = pytest.mark.parametrize("kind", STORED)
-temperatures = pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
-
-
-def logs(p: Any) -> np.ndarray:
-    with np.errstate(divide="ignore"):
-        return np.log(np.asarray(p, np.float64))
+from .batch import ALMOST_ONE, Layout, Request, pack
+from .between import (
+    ALL,
+    BAD,
+    LARGE,
+    RATES,
+    STORED,
+    Between,
+    kinds,
+    logs,
+    on,
+    request,
+    stored,
+    temperatures,
+)
+from .cases import random_request
 
 
-def request(p, ids=(), q=None, kind="none", temperature=1.0, **fields: Any) -> Request:
-    """A request with target probabilities `p [count+1, V]` and draft probabilities `q`."""
-    scale = temperature or 1.0
-    if kind == "probs":
-        fields.setdefault("draft", np.array(q, np.float64))
-    elif kind != "none":
-        constant = 0.75 if kind == "normalized" else 0.0  # logits are free up to a constant
-        fields.setdefault("draft", scale * (logs(q) + constant))
-        if kind == "normalized":
-            fields.setdefault("log_normalizer", np.full(len(ids), constant))
-    return Request(target=scale * logs(p), draft_ids=list(ids), temperature=temperature, **fields)
-
-
-def on(*ids: int, vocab: int = 8) -> list[float]:
-    """The uniform distribution on `ids`."""
-    return [1 / len(ids) if i in ids else 0.0 for i in range(vocab)]
-
-
-ALL = on(*range(8))
-
-
-def edge_layout(**changes: Any) -> Layout:
-    """Layouts that differ in little, because each compiles."""
-    if changes.get("kind", "none") != "none":
-        changes = dict(store_rows=12, has_valid=True) | changes
-    return Layout(has_active=True, **changes)
-
-
-@functools.cache
-def neighbours(layout: Layout) -> list[Request]:
-    rng = np.random.default_rng(0)
-    requests = [random_request(layout, rng, 2, temperature=0.8) for _ in range(2)]
-    return [dataclasses.replace(request, active=True) for request in requests]
-
-
-@functools.cache
-def without_middle(layout: Layout, verifier: Verifier) -> sd.RejectionSampleOutput:
-    """What the neighbours emit with next to nothing between them."""
-    before, after = neighbours(layout)
-    quiet = Request(np.zeros((1, layout.vocab)), (), temperature=0.0)
-    return verify(pack([before, quiet, after], layout), verifier)
-
-
-class BadRowSuite:
-    """Rows that cannot be used, and rows that nobody reads."""
-
-    verifier: Verifier
-
-    def verify(self, batch: Batch) -> sd.RejectionSampleOutput:
-        output = verify(batch, self.verifier)
-        check(batch, output)
-        return output
-
-    def answer(self, middle: Request, **changes: Any) -> list[int] | sd.Status:
-        """The tokens of a request between two neighbours, or its status; they must not notice."""
-        layout = edge_layout(**changes)
-        before, after = neighbours(layout)
-        output = self.verify(pack([before, middle, after], layout))
-        quietly = without_middle(layout, type(self).verifier)
-        for field in dataclasses.fields(output):
-            got, want = getattr(output, field.name), getattr(quietly, field.name)
-            chex.assert_trees_all_equal(got[[0, 2]], want[[0, 2]])
-        status = sd.Status(output.status[1])
-        if status != sd.Status.OK:
-            assert (output.token_ids[1] == sd.PLACEHOLDER_TOKEN_ID).all()
-            assert output.num_accepted[1] == output.num_emitted[1] == 0
-            return status
-        emitted = output.num_emitted[1]
-        assert output.num_accepted[1] == emitted - 1
-        assert (output.token_ids[1, emitted:] == sd.PLACEHOLDER_TOKEN_ID).all()
-        return output.token_ids[1, :emitted].tolist()
-
-    @temperatures
-    @pytest.mark.parametrize("vocab", [8, LARGE])
-    @pytest.mark.parametrize("bad", ["nan", "+inf", "all -inf"])
-    def test_a_bad_target_row_hurts_only_its_own_request(self, temperature, bad, vocab):
-        layout: Any = dict(vocab=vocab, kind="probs")
-        clean = 0.1 * np.arange(3 * vocab).reshape(3, vocab) % 1
-        clean[:, 2] = 60.0  # both drafts are kept
-        for row in range(3):
-            for id_ in {0, 2, vocab // 2, vocab - 1}:
-                target = clean.copy()
-                if bad == "all -inf":
-                    target[row] = -np.inf
-                else:
-                    target[row, id_] = float(bad)
-                middle = Request(target, [2, 2], temperature=temperature, valid=False)
-                assert self.answer(middle, **layout) == sd.Status.BAD_TARGET_ROW
-                # Where the walk ends before that row, the row does not matter.
-                ends = dataclasses.replace(middle, draft_ids=[3, 2])
-                if row > 0:
-                    assert self.answer(ends, **layout) == [2]
-
-    def test_minus_infinity_entries_are_never_emitted(self):
-        rng = np.random.default_rng(2)
-        for temperature in (0.0, 0.5, 1.0):
-            target = rng.standard_normal((1, 8))
-            target[0, ::2] = -np.inf
-            for u in (0.0, *uniforms(rng, 4), ALMOST_ONE):
-                middle = Request(target, (), temperature=temperature, recover=(u, u))
-                (token,) = self.answer(middle)
-                assert token % 2 == 1
-
-    @stored
-    @pytest.mark.parametrize("outside", [0, 1], ids=["before", "after"])
-    def test_a_row_index_outside_the_store_is_a_bad_draft_row(self, kind, outside):
-        drafts: Any = dict(kind=kind, q=[on(1), on(1)], accept=[0.0, 0.0])
-        for position in (0, 1):
-            if position % 2 == outside:
-                middle = request(
-                    [on(1), on(1), ALL], [1, 1], **drafts, bad_rows=frozenset([position])
-                )
-                assert self.answer(middle, kind=kind) == sd.Status.BAD_DRAFT_ROW
-        unvisited = request([on(0), on(1), ALL], [1, 1], **drafts, bad_rows=frozenset([1]))
-        assert self.answer(unvisited, kind=kind) == [0]
-        no_proposal = request([on(3), ALL], [-1], [ALL], kind, bad_rows=frozenset([0]))
-        assert self.answer(no_proposal, kind=kind) == [3]
-
-    @pytest.mark.parametrize("entry", [*BAD, -0.5])
-    def test_a_drafted_probability_that_is_none_is_a_bad_draft_row(self, entry):
-        q = np.array([on(0, 1)])
-        q[0, 1] = entry
-        middle = request([ALL, ALL], [1], q, "probs", accept=[0.0])
-        assert self.answer(middle, kind="probs") == sd.Status.BAD_DRAFT_ROW
-
-    @pytest.mark.parametrize("entry", [*BAD, -0.5])
-    def test_another_entry_that_is_no_probability_matters_once_the_residual_is_read(self, entry):
-        q = np.array([on(0, 1)])
-        q[0, 6] = entry
-        accepted = request([ALL, on(4)], [1], q, "probs", accept=[0.0])
-        assert self.answer(accepted, kind="probs") == [1, 4]
-        rejected = request([ALL, on(4)], [1], q, "probs", accept=[0.9])
-        assert self.answer(rejected, kind="probs") == sd.Status.BAD_DRAFT_ROW
-
-    @pytest.mark.parametrize("entry", [*BAD, "all -inf"])
-    @pytest.mark.parametrize("vocab", [8, LARGE])
-    def test_draft_logits_without_a_normalizer_are_bad_where_they_have_none(self, entry, vocab):
-        layout = dict(kind="logits", vocab=vocab)
-        draft = np.zeros((1, vocab))
-        if entry == "all -inf":
-            draft[:] = -np.inf
-        else:
-            draft[0, vocab - 2] = entry
-        middle = Request(np.zeros((2, vocab)), [1], draft, accept=[0.0])
-        assert self.answer(middle, **layout) == sd.Status.BAD_DRAFT_ROW
-
-    @pytest.mark.parametrize("entry", BAD)
-    def test_draft_logits_with_a_normalizer_are_judged_by_what_is_read(self, entry):
-        q = [on(0, 1)]
-        at_the_draft = request([ALL, on(4)], [1], q, "normalized", accept=[0.0])
-        at_the_draft.draft[0, 1] = entry
-        assert self.answer(at_the_draft, kind="normalized") == sd.Status.BAD_DRAFT_ROW
-        for accept, answer in ((0.0, [1, 4]), (0.9, sd.Status.BAD_DRAFT_ROW)):
-            elsewhere = request([ALL, on(4)], [1], q, "normalized", accept=[accept])
-            elsewhere.draft[0, 6] = entry
-            assert self.answer(elsewhere, kind="normalized") == answer
-
-    @pytest.mark.parametrize("entry", [*BAD, -float("inf")])
-    def test_a_stored_normalizer_must_be_finite(self, entry):
-        middle = request(
-            [ALL, ALL], [1], [ALL], "normalized", accept=[0.0], log_normalizer=np.array([entry])
-        )
-        assert self.answer(middle, kind="normalized") == sd.Status.BAD_DRAFT_ROW
-
-    @stored
-    def test_a_greedy_request_never_reads_the_draft_distribution(self, kind):
-        middle = request(
-            [on(1), on(2), on(3)],
-            [1, 2],
-            kind=kind,
-            temperature=0.0,
-            draft=np.full((2, 8), np.nan),
-            log_normalizer=np.full(2, np.nan),
-            bad_rows=frozenset([1]),
-        )
-        assert self.answer(middle, kind=kind) == [1, 2, 3]
-
-    @stored
-    def test_a_request_without_a_stored_distribution_is_one_hot_and_disturbs_nobody(self, kind):
-        drafts: Any = dict(draft=np.full((1, 8), np.nan), bad_rows=frozenset([0]), valid=False)
-        p = [0.5, 0.25, 0.25, 0, 0, 0, 0, 0]
-        kept = request([p, on(7)], [0], accept=[0.49], **drafts)
-        assert self.answer(kept, kind=kind) == [0, 7]
-        for u, token in ((0.4, 1), (0.6, 2)):
-            rejected = request([p, on(7)], [0], accept=[0.51], recover=(0.5, u), **drafts)
-            assert self.answer(rejected, kind=kind) == [token]
-
-
-class EdgeSuite(BadRowSuite):
-    """All named edges, one test each."""
+class EdgeSuite(Between):
+    """Named edges, one test each."""
 
     # What is emitted.
 
@@ -315,17 +123,20 @@ class EdgeSuite(BadRowSuite):
 
     @pytest.mark.parametrize("temperature", [0.6, 1.0])
     def test_an_empty_residual_of_equal_logits_samples_the_target(self, temperature):
-        logits = temperature * logs([[0, 0.25, 0, 0.25, 0.5, 0, 0, 0]]).repeat(3, axis=0)
-        for u, token in ((0.0, 1), (0.1, 1), (0.3, 3), (0.6, 4), (0.9, 4)):
-            middle = Request(
-                target=logits,
-                draft=logits[:2],
-                draft_ids=[7, 4],
-                accept=[0.0, 0.9],
-                recover=(0.5, u),
-                temperature=temperature,
-            )
-            assert self.answer(middle, kind="logits", rates=RATES) == [7, token]
+        rng = np.random.default_rng(5)
+        for p in ([0, 0.25, 0, 0.25, 0.5, 0, 0, 0], *rng.dirichlet(np.ones(8), size=10)):
+            logits = temperature * logs([p] * 3)
+            for u in (0.1, 0.3, 0.6, 0.9):
+                middle = Request(
+                    target=logits,
+                    draft=logits[:2],
+                    draft_ids=[7, 4],
+                    accept=[0.0, 0.9],
+                    recover=(0.5, u),
+                    temperature=temperature,
+                )
+                token = int(np.searchsorted(np.cumsum(p), u, side="right"))
+                assert self.answer(middle, kind="logits", rates=RATES) == [7, token]
 
     # Ids, temperatures, offsets.
 

@@ -1,6 +1,6 @@
 """What every backend must pass: the oracle's tokens over a grid, and invariance.
 
-A backend's test file subclasses these and names its `verifier`; `edges` has the rest.
+A backend's test file subclasses these and those of `edges` and `bad_rows`, naming its `verifier`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The XLA backend, as the CPU runs it: rows read one by one."""
 
-from . import edges, suite
+from . import bad_rows, edges, suite
 from .batch import XLA
 
 
@@ -13,4 +13,8 @@ class TestInvariance(suite.InvarianceSuite):
 
 
 class TestEdges(edges.EdgeSuite):
+    verifier = staticmethod(XLA)
+
+
+class TestBadRows(bad_rows.BadRowSuite):
     verifier = staticmethod(XLA)

@@ -8,7 +8,7 @@ import pytest
 import jax_specdec as sd
 from jax_specdec._src.verify import api, xla
 
-from . import edges, suite
+from . import bad_rows, suite
 from .batch import jitted
 
 at_once = functools.partial(xla.verify, lazy=False)
@@ -33,5 +33,5 @@ class TestOracle:
         suite.OracleSuite.agree(self, layout)
 
 
-class TestBadRows(edges.BadRowSuite):
+class TestBadRows(bad_rows.BadRowSuite):
     verifier = staticmethod(all_at_once)

@@ -1,0 +1,105 @@
+"""One hand-made request between two ordinary ones, which must not notice it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import chex
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+
+from .batch import Batch, Layout, Request, Verifier, check, pack, verify
+from .cases import random_request
+
+LARGE = 10243  # ids: five whole tiles and three ids of a sixth
+
+STORED = ("probs", "logits", "normalized")
+KINDS = ("none", *STORED)
+BAD = float("nan"), float("inf")
+RATES = (1.0, 0.5, 0.0)  # synthetic: draft 0 always, 1 at even odds, 2 never
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+stored = pytest.mark.parametrize("kind", STORED)
+temperatures = pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
+
+
+def logs(p: Any) -> np.ndarray:
+    with np.errstate(divide="ignore"):
+        return np.log(np.asarray(p, np.float64))
+
+
+def request(p, ids=(), q=None, kind="none", temperature=1.0, **fields: Any) -> Request:
+    """A request with target probabilities `p [count+1, V]` and draft probabilities `q`."""
+    scale = temperature or 1.0
+    if kind == "probs":
+        fields.setdefault("draft", np.array(q, np.float64))
+    elif kind != "none":
+        constant = 0.75 if kind == "normalized" else 0.0  # logits are free up to a constant
+        fields.setdefault("draft", scale * (logs(q) + constant))
+        if kind == "normalized":
+            fields.setdefault("log_normalizer", np.full(len(ids), constant))
+    return Request(target=scale * logs(p), draft_ids=list(ids), temperature=temperature, **fields)
+
+
+def on(*ids: int, vocab: int = 8) -> list[float]:
+    """The uniform distribution on `ids`."""
+    return [1 / len(ids) if i in ids else 0.0 for i in range(vocab)]
+
+
+ALL = on(*range(8))
+
+
+def edge_layout(**changes: Any) -> Layout:
+    """Layouts that differ in little, because each compiles."""
+    if changes.get("kind", "none") != "none":
+        changes = dict(store_rows=12, has_valid=True) | changes
+    return Layout(has_active=True, **changes)
+
+
+@functools.cache
+def neighbours(layout: Layout) -> list[Request]:
+    rng = np.random.default_rng(0)
+    requests = [random_request(layout, rng, 2, temperature=0.8) for _ in range(2)]
+    return [dataclasses.replace(request, active=True) for request in requests]
+
+
+@functools.cache
+def without_middle(layout: Layout, verifier: Verifier) -> sd.RejectionSampleOutput:
+    """What the neighbours emit with next to nothing between them."""
+    before, after = neighbours(layout)
+    quiet = Request(np.zeros((1, layout.vocab)), (), temperature=0.0)
+    return verify(pack([before, quiet, after], layout), verifier)
+
+
+class Between:
+    """A backend's answer to one request between two others."""
+
+    verifier: Verifier
+
+    def verify(self, batch: Batch) -> sd.RejectionSampleOutput:
+        output = verify(batch, self.verifier)
+        check(batch, output)
+        return output
+
+    def answer(self, middle: Request, **changes: Any) -> list[int] | sd.Status:
+        """The tokens of a request between two neighbours, or its status; they must not notice."""
+        layout = edge_layout(**changes)
+        before, after = neighbours(layout)
+        output = self.verify(pack([before, middle, after], layout))
+        quietly = without_middle(layout, type(self).verifier)
+        for field in dataclasses.fields(output):
+            got, want = getattr(output, field.name), getattr(quietly, field.name)
+            chex.assert_trees_all_equal(got[[0, 2]], want[[0, 2]])
+        status = sd.Status(output.status[1])
+        if status != sd.Status.OK:
+            assert (output.token_ids[1] == sd.PLACEHOLDER_TOKEN_ID).all()
+            assert output.num_accepted[1] == output.num_emitted[1] == 0
+            return status
+        emitted = output.num_emitted[1]
+        assert output.num_accepted[1] == emitted - 1
+        assert (output.token_ids[1, emitted:] == sd.PLACEHOLDER_TOKEN_ID).all()
+        return output.token_ids[1, :emitted].tolist()
