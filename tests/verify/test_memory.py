@@ -18,10 +18,8 @@ def shape(*sizes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
 def drafts_of(kind: str, b: int, dtype: str) -> sd.Drafts:
     n = b * K
     distributions = {
-        "none": None,
         "probs": sd.DraftProbs(shape(n, VOCAB)),
         "logits": sd.DraftLogits(shape(n, VOCAB, dtype=dtype)),
-        "normalized": sd.DraftLogits(shape(n, VOCAB, dtype=dtype), log_normalizer=shape(n)),
     }
     return sd.Drafts(shape(n, dtype="int32"), shape(b + 1, dtype="int32"), distributions[kind])
 
@@ -43,13 +41,10 @@ def temporary_bytes(b: int, dtype: str, kind: str, config: sd.SpecDecodeConfig) 
 @pytest.mark.parametrize(
     ("dtype", "kind", "b"),
     [
-        ("float32", "none", 8),
         ("float32", "probs", 1),
         ("float32", "probs", 8),
-        ("float32", "logits", 1),
         ("float32", "logits", 8),
         *[(dtype, "logits", b) for dtype in HALF for b in (1, 8)],
-        *[(dtype, "normalized", 8) for dtype in HALF[:1]],
     ],
 )
 def test_temporaries_stay_below_a_tenth_of_the_logits(dtype, kind, b):
