@@ -24,6 +24,7 @@ def generate(**changes: Any) -> sd.GenerateOutput:
         draft_params=jnp.zeros((2, 64), jnp.int32),
         config=sd.SpecDecodeConfig(num_speculative_tokens=1),
         max_new_tokens=2,
+        stop_token_ids=(4,),
     )
     named |= changes
     table = jnp.zeros((VOCAB,) * 3)
@@ -117,16 +118,14 @@ def test_it_is_refused_with_a_reason(changes, error, message):
         generate(**changes)
 
 
-def test_prompts_may_be_arrays():
-    arrays = generate(prompts=[np.array([1]), np.array([2, 3], np.uint8)])
-    tiny.assert_same(arrays, generate())
-
-
-def test_temperatures_and_budgets_may_be_arrays():
+def test_arguments_may_be_arrays():
     arrays = generate(
-        temperature=jnp.zeros((2,)), max_new_tokens=np.array([2, 2]), stop_token_ids=np.array([4])
+        prompts=[np.array([1]), np.array([2, 3], np.uint8)],
+        temperature=jnp.zeros((2,)),
+        max_new_tokens=np.array([2, 2]),
+        stop_token_ids=np.array([4]),
     )
-    tiny.assert_same(arrays, generate(stop_token_ids=(4,)))
+    tiny.assert_same(arrays, generate())
 
 
 @pytest.mark.parametrize(("length", "budget", "slack"), [(1, 0, 1), (32, 32, 6), (33, 500, 33)])

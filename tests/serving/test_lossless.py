@@ -173,7 +173,7 @@ def synthetic_steps(**schedule: Any) -> list[tuple[np.ndarray, np.ndarray]]:
         (dict(synthetic_acceptance_rates=(0.9, 0.45, 0.2)), (0.9, 0.45, 0.2)),
         (dict(synthetic_acceptance_length=2.5), (1.0, 0.5, 0.0)),
     ],
-    ids=str,
+    ids=["rates", "length"],
 )
 def test_measured_acceptance_per_position_is_the_synthetic_schedule(schedule, rates):
     for accepted, proposed in synthetic_steps(**schedule):
