@@ -60,7 +60,7 @@ def sample_draft_tokens(
             return resample(source, rows, None, uniforms(key, position, Stream.DRAFT, offset, 2))
 
         token_id = lax.cond(greedy, lambda: rows.best(row, stats), lambda: draw()[0])
-        return token_id, stats.peak * inv + jnp.log(jnp.sum(stats.masses(inv)))
+        return token_id, stats.peak * inv + stats.scale(inv).log_scale
 
     index = jnp.arange(logits.shape[0], dtype=jnp.int32)
     return jax.vmap(one_request)(index, inv_temperature, greedy, keys, positions)

@@ -120,7 +120,7 @@ def visit(
     place = request.place(position)
     token_id = request.token_ids[place]
 
-    p = jnp.exp((target.at(row, token_id) - stats.peak) * inv) / jnp.sum(stats.masses(inv))
+    p = stats.scale(inv).probs(target.at(row, token_id), inv)
     q, status = jnp.float32(1), seen.status
     proposed = request.is_proposed(position, target.size)
     if draft is not None:

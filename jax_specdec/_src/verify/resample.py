@@ -57,24 +57,21 @@ def resample(
     """
     inv, stats = source.inv_temperature, source.stats
     relative = stats.masses(inv)
-    total = jnp.sum(relative)
-    p_masses = relative / total
-
-    def p_of(entries: jax.Array) -> jax.Array:
-        return jnp.exp((entries - stats.peak) * inv) / total
+    p_masses = relative / jnp.sum(relative)
+    p_scale = stats.scale(inv)
 
     # A rejected one-hot draft: only the tile that holds it changes.
     token_tile = source.token_id // tiles.TILE
     kept = _tile_weights(source, target, token_tile)
     rest = jnp.sum(jnp.where(_tile_ids(token_tile) == source.token_id, 0.0, kept))
-    tile_scale = jnp.exp((stats.max[token_tile] - stats.peak) * inv) / total
+    tile_scale = p_scale.probs(stats.max[token_tile], inv)
     rest_masses = p_masses.at[token_tile].set(rest * tile_scale, mode="drop")
 
     residual_masses = jnp.zeros_like(p_masses)
     if draft is not None:
         residual_masses = lax.cond(
             source.from_residual,
-            lambda: _residual_masses(source, target, draft, p_masses, p_of),
+            lambda: _residual_masses(source, target, draft, p_masses, p_scale),
             lambda: jnp.zeros_like(p_masses),
         )
     bad = jnp.isnan(jnp.sum(residual_masses)) | (source.from_residual & source.scale.bad)
@@ -89,13 +86,14 @@ def resample(
         weights = jnp.where(without_token & (ids == source.token_id), 0.0, p_weights)
         if draft is not None:
             q = draft.at(source.draft_row, ids, source.scale, inv)
-            residual = probabilistic.residual(p_of(target.at(source.row, ids)), q)
+            p = p_scale.probs(target.at(source.row, ids), inv)
+            residual = probabilistic.residual(p, q)
             weights = jnp.where(from_residual, residual, weights)
         return weights
 
     if exponential is not None:
         ids = jnp.arange(target.size, dtype=jnp.int32)
-        weights = weights_of(ids, p_of(target.at(source.row, ids)))
+        weights = weights_of(ids, p_scale.probs(target.at(source.row, ids), inv))
         score = jnp.where(weights > 0, weights / exponential[: target.size], -1.0)
         return tiles.first(score == jnp.max(score)), bad
 
@@ -120,7 +118,11 @@ def _tile_weights(source: Source, target: TargetRows, tile: jax.Array) -> jax.Ar
 
 
 def _residual_masses(
-    source: Source, target: TargetRows, draft: DraftRows, p_masses: jax.Array, p_of: Any
+    source: Source,
+    target: TargetRows,
+    draft: DraftRows,
+    p_masses: jax.Array,
+    p_scale: tiles.Scale,
 ) -> jax.Array:
     """``sum((p - q)+)`` of each tile; past the drafter's vocabulary that is ``p``."""
     shared = min(tiles.num_tiles(draft.size) * tiles.TILE, target.size)
@@ -135,8 +137,9 @@ def _residual_masses(
         return p_entries.astype(jnp.float32), q_entries
 
     def mass(p_entries: jax.Array, q_entries: jax.Array) -> jax.Array:
+        p = p_scale.probs(p_entries, source.inv_temperature)
         q = draft.probs(q_entries, source.scale, source.inv_temperature)
-        return jnp.sum(probabilistic.residual(p_of(p_entries), q), axis=1)
+        return jnp.sum(probabilistic.residual(p, q), axis=1)
 
     masses = tiles.map_tiles(mass, read, shared, draft.chunk, whole=draft.size)
     return jnp.concatenate([masses, p_masses[masses.shape[0] :]])

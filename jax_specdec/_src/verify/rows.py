@@ -65,18 +65,14 @@ class TargetRows:
 
 
 class DraftScale(NamedTuple):
-    """Turns a draft row's entries into ``q = exp((entry - shift) / temperature - log_scale)``.
+    """What normalizes a draft row, or that nothing does. Probabilities need none."""
 
-    Probabilities need neither. `bad` says that the row has no normalizer.
-    """
-
-    shift: jax.Array
-    log_scale: jax.Array
+    scale: tiles.Scale
     bad: jax.Array
 
     @classmethod
     def unit(cls) -> DraftScale:
-        return cls(jnp.float32(0), jnp.float32(0), jnp.bool_(False))
+        return cls(tiles.Scale(jnp.float32(0), jnp.float32(0)), jnp.bool_(False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,21 +109,21 @@ class DraftRows:
             return DraftScale.unit()._replace(bad=outside)
         if d.log_normalizer is not None:
             stored = d.log_normalizer.at[row].get(mode="clip")
-            return DraftScale(jnp.float32(0), stored, outside | ~jnp.isfinite(stored))
+            scale = tiles.Scale(jnp.float32(0), stored)
+            return DraftScale(scale, outside | ~jnp.isfinite(stored))
         stats = tiles.map_tiles(
             lambda x: tiles.max_and_sum(x, inv_temperature),
             lambda start, length: (self.read(row, start, length),),
             self.size,
             self.chunk,
         )
-        total = jnp.sum(stats.masses(inv_temperature))
-        return DraftScale(stats.peak, jnp.log(total), outside | ~jnp.isfinite(stats.peak))
+        return DraftScale(stats.scale(inv_temperature), outside | ~jnp.isfinite(stats.peak))
 
     def probs(self, entries: jax.Array, scale: DraftScale, inv_temperature: jax.Array) -> jax.Array:
         """``q`` of entries of a row."""
         if isinstance(self.distribution, DraftProbs):
             return entries
-        return jnp.exp((entries - scale.shift) * inv_temperature - scale.log_scale)
+        return scale.scale.probs(entries, inv_temperature)
 
     def at(
         self, row: jax.Array, ids: jax.Array, scale: DraftScale, inv_temperature: jax.Array

@@ -17,11 +17,26 @@ CHUNK = 4 * TILE
 """Ids per trip of a loop over one row: small enough to stay in the nearest cache."""
 
 
+class Scale(NamedTuple):
+    """Turns an entry of a row into ``exp((entry - shift) * inv_temperature - log_scale)``.
+
+    Target and draft rows use the same expression, so that equal rows give equal probabilities to
+    the last bit.
+    """
+
+    shift: jax.Array
+    log_scale: jax.Array
+
+    def probs(self, entries: jax.Array, inv_temperature: jax.Array) -> jax.Array:
+        """Probabilities of entries of a row."""
+        return jnp.exp((entries - self.shift) * inv_temperature - self.log_scale)
+
+
 class RowStats(NamedTuple):
     """What one read of a row of logits leaves behind.
 
     Attributes:
-      max: ``[T]`` float32, largest logit of each tile, before temperature.
+      max: ``[T]`` float32, largest logit of each tile, before temperature; +inf for NaN.
       sum: ``[T]`` float32, ``sum(exp((logit - max) / temperature))`` of each tile.
     """
 
@@ -36,6 +51,10 @@ class RowStats(NamedTuple):
     def masses(self, inv_temperature: jax.Array) -> jax.Array:
         """``[T]`` weight of each tile, relative to the weight of the largest logit."""
         return self.sum * jnp.exp((self.max - self.peak) * inv_temperature)
+
+    def scale(self, inv_temperature: jax.Array) -> Scale:
+        """What normalizes the row."""
+        return Scale(self.peak, jnp.log(jnp.sum(self.masses(inv_temperature))))
 
 
 def num_tiles(size: int) -> int:
@@ -83,15 +102,20 @@ def map_tiles(
     return jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
 
 
+def _max(x: jax.Array) -> jax.Array:
+    """Maximum of each tile, +inf where it holds NaN: XLA:CPU's max may pass over a NaN."""
+    return jnp.max(jnp.where(jnp.isnan(x), jnp.inf, x), axis=1)
+
+
 def maxima(x: jax.Array) -> RowStats:
     """Statistics of n tiles that greedy needs: no sum."""
-    m = jnp.max(x, axis=1)
+    m = _max(x)
     return RowStats(m, jnp.zeros_like(m))
 
 
 def max_and_sum(x: jax.Array, inv_temperature: jax.Array) -> RowStats:
     """Statistics of n tiles, from their entries ``[n, length]``."""
-    m = jnp.max(x, axis=1)
+    m = _max(x)
     base = jnp.where(jnp.isfinite(m), m, 0.0)
     return RowStats(m, jnp.sum(jnp.exp((x - base[:, None]) * inv_temperature), axis=1))
 
