@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 import jax_specdec as sd
@@ -64,7 +63,7 @@ def test_greedy_text_is_what_the_target_alone_writes(capsys: pytest.CaptureFixtu
 
 
 def test_the_figures_of_a_run_agree_with_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    result = run_json(capsys, "--num-speculative-tokens", "3")
+    result = run_json(capsys)
     accepted, passes = result["num_accepted_tokens"], result["num_target_passes"]
     assert result["num_verifications"] == passes
     assert result["mean_acceptance_length"] == 1 + accepted / passes
@@ -75,7 +74,7 @@ def test_the_figures_of_a_run_agree_with_each_other(capsys: pytest.CaptureFixtur
     origins = [piece["origin"] for piece in result["pieces"]]
     assert len(origins) == 40
     assert origins.count("accepted") <= accepted
-    assert result["config"]["num_speculative_tokens"] == 3
+    assert result["config"]["num_speculative_tokens"] == 4
 
 
 def test_ngram_drafts_change_the_passes_and_not_the_text(
@@ -102,11 +101,10 @@ def test_synthetic_acceptance_has_the_length_asked_for(
     assert result["identical_to_plain"] is None
 
 
-def test_synthetic_rates_are_read_from_the_command_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    result = run_json(capsys, "--method", "synthetic", "--acceptance-rates", "1,0,0,0")
-    np.testing.assert_array_equal(result["unconditional_rates"], [1, 0, 0, 0])
+def test_synthetic_rates_are_read_from_the_command_line() -> None:
+    arguments = ["generate", PROMPT, "--method", "synthetic", "--acceptance-rates", "1,0.5,0.25,0"]
+    config = options_lib.parse(arguments, sd.__version__).config
+    assert config.unconditional_rates == (1, 0.5, 0.25, 0)
 
 
 @pytest.mark.parametrize(

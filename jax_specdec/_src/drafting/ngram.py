@@ -84,7 +84,7 @@ class NGramDrafter:
         for back in range(1, self.max_ngram + 1):
             suffix = tokens[jnp.maximum(length - back, 0)]
             earlier = jnp.roll(tokens, back)
-            run &= (earlier == suffix) & (place >= back) & (length >= back)
+            run &= (earlier == suffix) & (place >= back)
             matches += run.astype(jnp.int32)
         usable = (place < length) & (matches >= self.min_ngram)
         score = jnp.where(usable, matches * tokens.shape[0] + place, -1)

@@ -17,6 +17,8 @@ from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, 
 _BUCKET = 32
 """Sizes are rounded up to this, so that prompts of similar length share a compilation."""
 
+_LARGEST_TEMPERATURE = float(np.finfo(np.float32).max)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -116,27 +118,21 @@ def make_batch(
       slack: positions past the end that a step may write to.
 
     Returns:
-      The batch, the padded prompt length, and the largest budget.
+      The batch, the padded prompt length, and the most steps it can take, both rounded up.
     """
-    rows = [[operator.index(token) for token in prompt] for prompt in prompts]
-    if not rows:
-        raise ValueError("prompts must hold at least one prompt, but it is empty")
-    for b, row in enumerate(rows):
-        if not row:
-            raise ValueError(f"prompts[{b}] must hold at least one token, but it is empty")
-        if not (0 <= min(row) and max(row) < vocab_size):
-            raise ValueError(
-                f"prompts[{b}] must hold ids in [0, {vocab_size}), but they span {min(row)} to "
-                f"{max(row)}"
-            )
-    temperatures = _per_request("temperature", temperature, len(rows), float)
-    if not all(0 <= t < float("inf") for t in temperatures):
+    rows = _token_lists(prompts, vocab_size)
+    temperatures = _per_request("temperature", temperature, len(rows), float, "a number")
+    if not all(0 <= t <= _LARGEST_TEMPERATURE for t in temperatures):
         raise ValueError(f"temperature must be finite and not negative, but it is {temperature}")
-    budgets = _per_request("max_new_tokens", max_new_tokens, len(rows), operator.index)
+    budgets = _per_request("max_new_tokens", max_new_tokens, len(rows), operator.index, "an int")
     if min(budgets) < 0:
         raise ValueError(f"max_new_tokens must not be negative, but it is {max_new_tokens}")
     key = jax.random.key(0) if key is None else key
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape != ():
+    if (
+        not isinstance(key, jax.Array)
+        or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        or key.shape != ()
+    ):
         raise TypeError(f"key must be one typed key, as jax.random.key gives, but it is {key!r}")
 
     prompt_size = _round_up(max(map(len, rows)))
@@ -154,20 +150,63 @@ def make_batch(
         keys=jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(len(rows))),
         status=jnp.full((len(rows),), int(Status.OK), jnp.int32),
     )
-    return batch, prompt_size, max(budgets)
+    return batch, prompt_size, _round_up(max(budgets))
 
 
-def _per_request(name: str, value: Any, count: int, convert: Callable[[Any], Any]) -> list[Any]:
+def stop_ids(stop_token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Stop tokens as a static argument.
+
+    Args:
+      stop_token_ids: any sequence of integers.
+
+    Returns:
+      The same ids.
+
+    Raises:
+      TypeError: not a sequence, or not of integers.
+    """
+    return tuple(_integers("stop_token_ids", stop_token_ids))
+
+
+def _token_lists(prompts: Any, vocab_size: int) -> list[list[int]]:
+    rows = [_integers(f"prompts[{b}]", prompt) for b, prompt in enumerate(prompts)]
+    if not rows:
+        raise ValueError("prompts must hold at least one prompt, but it is empty")
+    for b, row in enumerate(rows):
+        if not row:
+            raise ValueError(f"prompts[{b}] must hold at least one token, but it is empty")
+        if not (0 <= min(row) and max(row) < vocab_size):
+            raise ValueError(
+                f"prompts[{b}] must hold ids in [0, {vocab_size}), but they span {min(row)} to "
+                f"{max(row)}"
+            )
+    return rows
+
+
+def _integers(name: str, values: Any) -> list[int]:
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        raise TypeError(f"{name} must be a list of ints, but it is {values!r:.80}") from None
+
+
+def _per_request(
+    name: str, value: Any, count: int, convert: Callable[[Any], Any], kind: str
+) -> list[Any]:
     values = [value] * count if np.ndim(value) == 0 else list(value)
     if len(values) != count:
         raise ValueError(
             f"{name} must be one value or one per prompt ({count}), but it has {len(values)}"
         )
-    return [convert(v) for v in values]
+    try:
+        return [convert(v) for v in values]
+    except TypeError:
+        raise TypeError(f"{name} must be {kind}, or one per prompt, but it is {value!r}") from None
 
 
 def _round_up(size: int) -> int:
-    return -(-size // _BUCKET) * _BUCKET
+    """At least one bucket."""
+    return max(1, -(-size // _BUCKET)) * _BUCKET
 
 
 def append(
@@ -232,7 +271,7 @@ def run_until_done(
       step: ``state -> (state, record)``.
       state: where to begin.
       batch_of: the `Batch` inside a state.
-      max_steps: the largest budget; every step adds a token, so no more are needed.
+      max_steps: at least the largest budget; every step adds a token, so no more are needed.
 
     Returns:
       The final batch, the records stacked ``[max_steps, ...]``, and how many there are.

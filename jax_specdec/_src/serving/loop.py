@@ -186,7 +186,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         slack=config.num_speculative_tokens + 1,
     )
-    decoder = Decoder(model, drafter, config, tuple(int(t) for t in stop_token_ids))
+    decoder = Decoder(model, drafter, config, batch_lib.stop_ids(stop_token_ids))
     batch, steps, num_steps = _generate(
         params,
         draft_params,
@@ -252,7 +252,7 @@ def generate_stream(
         max_new_tokens=max_new_tokens,
         slack=config.num_speculative_tokens + 1,
     )
-    decoder = Decoder(model, drafter, config, tuple(int(t) for t in stop_token_ids))
+    decoder = Decoder(model, drafter, config, batch_lib.stop_ids(stop_token_ids))
 
     def steps() -> Iterator[StepRecord]:
         done = np.asarray(batch.done)

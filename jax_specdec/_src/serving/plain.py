@@ -105,7 +105,7 @@ def generate_plain(
         model=model,
         prompt_size=prompt_size,
         max_steps=max_steps,
-        stop_token_ids=tuple(int(t) for t in stop_token_ids),
+        stop_token_ids=batch_lib.stop_ids(stop_token_ids),
     )
     return batch_lib.collect(prompts, batch, steps, num_steps)
 
