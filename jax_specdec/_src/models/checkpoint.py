@@ -127,7 +127,8 @@ def save_checkpoint(
         for name, tensor in _unfuse(model.config, params).items()
     }
     # Readers of other frameworks ask for the metadata to know how the tensors are laid out.
-    safetensors.numpy.save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    data = safetensors.numpy.save(tensors, metadata={"format": "pt"})
+    (directory / WEIGHTS_FILE).write_bytes(data)
 
 
 def _existing(path: Path) -> Path:

@@ -116,7 +116,7 @@ class Llama:
 
     The cache is a list of one `(keys, values)` pair per layer, keys `[B N_kv, D, T]` and values
     `[B N_kv, T, D]` in the compute dtype: the layouts in which attention reads them, so that XLA
-    neither transposes nor copies a cache carried by a loop.
+    neither transposes nor copies a cache in a loop (if B N_kv is one, it copies).
 
     Attributes:
         config: the sizes.
@@ -195,7 +195,8 @@ class Llama:
 
         Args:
             params: weights of the structure and shapes of `param_shapes`, in the compute dtype.
-            token_ids: `[B, S]` int32; ids outside the vocabulary are read as the nearest id in it.
+            token_ids: `[B, S]` int32; ids outside the vocabulary, such as -1, are read as some
+                id in it.
             start: `[B]` int32, absolute position of each request's first token.
             cache: from `init_cache` or a previous call.
 
@@ -228,7 +229,12 @@ class Llama:
         return self.run(params, embedded, positions, attend), new_cache
 
     def run(
-        self, params: dict[str, Any], embedded: jax.Array, positions: jax.Array, attend: Attend
+        self,
+        params: dict[str, Any],
+        embedded: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        regularize: Callable[[jax.Array], jax.Array] = lambda branch: branch,
     ) -> jax.Array:
         """The decoder around a given attention: what `apply` and training share.
 
@@ -237,6 +243,8 @@ class Llama:
             embedded: `[B, S, H]`, rows of the embedding, in the compute dtype.
             positions: `[B, S]` int32, absolute positions, for the rotary embedding.
             attend: called once per layer with rotated queries and keys; see `Attend`.
+            regularize: applied to the `[B, S, H]` that each half of a layer adds to the residual
+                stream; training drops parts of it.
 
         Returns:
             Logits `[B, S, V]` in the compute dtype.
@@ -251,10 +259,11 @@ class Llama:
             heads = (h @ layer["qkv_proj"]).reshape(*leading, num_query + 2 * num_kv, c.head_dim)
             query, key, value = jnp.split(heads, [num_query, num_query + num_kv], axis=2)
             read = attend(index, _rotate(query, rotation), _rotate(key, rotation), value)
-            x = x + read.reshape(*leading, num_query * c.head_dim) @ layer["o_proj"]
+            read = read.reshape(*leading, num_query * c.head_dim)
+            x = x + regularize(read @ layer["o_proj"])
             h = _rms_norm(x, layer["post_attention_layernorm"], c.rms_norm_eps)
             gate, up = jnp.split(h @ layer["gate_up_proj"], 2, axis=2)
-            x = x + (jax.nn.silu(gate) * up) @ layer["down_proj"]
+            x = x + regularize((jax.nn.silu(gate) * up) @ layer["down_proj"])
         x = _rms_norm(x, params["norm"], c.rms_norm_eps)
         if c.tie_word_embeddings:
             return jnp.einsum("vh,bsh->bsv", params["embed_tokens"], x)  # faster than x @ E.T
@@ -304,8 +313,7 @@ def _attention(
 ) -> jax.Array:
     """softmax(q k / sqrt(D)) v over the cache positions that are <= the query's own.
 
-    query `[B, S, N, D]`, keys `[B N_kv, D, T]`, values `[B N_kv, T, D]`, positions `[B, S]`;
-    returns `[B, S, N, D]`.
+    query `[B, S, N, D]`, keys and values as in the cache, positions `[B, S]`; `[B, S, N, D]`.
     """
     batch_size, length, num_query, head_dim = query.shape
     max_length = keys.shape[2]

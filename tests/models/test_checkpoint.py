@@ -1,0 +1,179 @@
+"""Checkpoints: what is written is read back, and what is wrong is named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jax_specdec._src.models.checkpoint import load_checkpoint, save_checkpoint
+from jax_specdec._src.models.llama import Llama, LlamaConfig
+
+
+def make(tied: bool = False) -> tuple[Llama, Any]:
+    config = LlamaConfig(
+        vocab_size=11,
+        hidden_size=12,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=4,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=tied,
+    )
+    model = Llama(config)
+    return model, model.init_params(jax.random.key(0))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save_checkpoint(tmp_path, *make())
+    return tmp_path
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    for key, value in changes.items():
+        config.pop(key, None)
+        if value is not ...:
+            config[key] = value
+    path.write_text(json.dumps(config))
+
+
+def edit_tensors(directory: Path, **changes: Any) -> None:
+    path = directory / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    for key, value in changes.items():
+        tensors.pop(key)
+        if value is not ...:
+            tensors[key] = value
+    safetensors.numpy.save_file(tensors, path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_float32_survives_the_round_trip_exactly(tmp_path: Path, tied: bool) -> None:
+    model, params = make(tied)
+    save_checkpoint(tmp_path / "new" / "directory", model, params)
+    loaded = load_checkpoint(tmp_path / "new" / "directory")
+    assert loaded.model == model
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
+
+
+def test_bfloat16_is_rounded_once(tmp_path: Path) -> None:
+    model, params = make()
+    save_checkpoint(tmp_path, model, params, jnp.bfloat16)
+    stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {jnp.dtype("bfloat16")}
+    loaded = load_checkpoint(tmp_path)
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, rounded)
+    half = load_checkpoint(tmp_path, jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(half.params)} == {jnp.dtype("bfloat16")}
+
+
+def test_tensors_have_the_names_and_the_layout_of_hugging_face(saved: Path) -> None:
+    stored = safetensors.numpy.load_file(saved / "model.safetensors")
+    layer = {
+        "input_layernorm.weight": (12,),
+        "self_attn.q_proj.weight": (12, 12),
+        "self_attn.k_proj.weight": (4, 12),
+        "self_attn.v_proj.weight": (4, 12),
+        "self_attn.o_proj.weight": (12, 12),
+        "post_attention_layernorm.weight": (12,),
+        "mlp.gate_proj.weight": (20, 12),
+        "mlp.up_proj.weight": (20, 12),
+        "mlp.down_proj.weight": (12, 20),
+    }
+    assert {name: tensor.shape for name, tensor in stored.items()} == {
+        "model.embed_tokens.weight": (11, 12),
+        "model.norm.weight": (12,),
+        "lm_head.weight": (11, 12),
+        **{f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()},
+    }
+    _, params = make()
+    qkv = np.asarray(params["layers"][1]["qkv_proj"])
+    for name, columns in (("q", slice(0, 12)), ("k", slice(12, 16)), ("v", slice(16, 20))):
+        tensor = stored[f"model.layers.1.self_attn.{name}_proj.weight"]
+        np.testing.assert_array_equal(tensor, qkv[:, columns].T)
+
+
+def test_configurations_of_other_writers_are_read(saved: Path) -> None:
+    # Newer files keep theta in rope_parameters; head_dim and the key/value heads may be implied.
+    model, params = make()
+    edit_config(saved, rope_theta=..., rope_parameters={"rope_type": "default", "rope_theta": 77.0})
+    assert load_checkpoint(saved).model.config.rope_theta == 77.0
+    edit_config(saved, head_dim=..., some_key_of_the_future=1, rope_scaling=None)
+    assert load_checkpoint(saved).model.config.head_dim == 4
+    edit_config(saved, num_key_value_heads=...)
+    with pytest.raises(ValueError, match="k_proj.weight of shape .4, 12., .* says .12, 12."):
+        load_checkpoint(saved)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_missing_file_is_named(saved: Path, name: str) -> None:
+    (saved / name).unlink()
+    with pytest.raises(FileNotFoundError, match=f"{name} does not exist"):
+        load_checkpoint(saved)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"hidden_size": ...}, "config.json lacks hidden_size"),
+        ({"hidden_size": -1}, "config.json: hidden_size must be a positive integer, not -1"),
+        ({"model_type": "gpt2"}, "config.json has model_type = 'gpt2', but only 'llama'"),
+        ({"hidden_act": "gelu"}, "config.json has hidden_act = 'gelu', but only 'silu'"),
+        ({"attention_bias": True}, "config.json has attention_bias = True, but only False"),
+        ({"rope_scaling": {"factor": 8}}, "config.json has rope_scaling = .*, but only None"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type = 'llama3', but only 'default'"),
+        ({"vocab_size": 12}, "embed_tokens.weight of shape .11, 12., but .* says .12, 12."),
+        ({"num_hidden_layers": 3}, "safetensors lacks the tensor model.layers.2.input_layernorm"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(
+    saved: Path, changes: Any, message: str
+) -> None:
+    edit_config(saved, **changes)
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(saved)
+
+
+@pytest.mark.parametrize("content, message", [("{", "is not valid JSON"), ("[]", "a JSON object")])
+def test_a_configuration_that_is_not_json_is_refused(
+    saved: Path, content: str, message: str
+) -> None:
+    (saved / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(saved)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"lm_head.weight": ...}, "model.safetensors lacks the tensor lm_head.weight"),
+        (
+            {"model.norm.weight": np.ones(13, np.float32)},
+            "model.norm.weight of shape .13,., but its config.json says .12,.",
+        ),
+        (
+            {"model.norm.weight": np.ones(12, np.int8)},
+            "model.norm.weight of dtype int8, which is not floating",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(saved: Path, changes: Any, message: str) -> None:
+    edit_tensors(saved, **changes)
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(saved)
+
+
+def test_a_file_that_is_not_safetensors_is_refused(saved: Path) -> None:
+    (saved / "model.safetensors").write_bytes(b"not a checkpoint")
+    with pytest.raises(ValueError, match="model.safetensors is not a readable safetensors file"):
+        load_checkpoint(saved)

@@ -1,0 +1,96 @@
+"""The pair that ships with the package: small enough, and as good as documented."""
+
+import hashlib
+import importlib.resources
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_specdec._src.models.bytes import BYTE_VOCAB_SIZE, DOCUMENT_SEPARATOR, encode
+from jax_specdec._src.models.checkpoint import LoadedModel, load_embedded_pair
+
+SNIPPET = '''\
+def merge_intervals(intervals):
+    """Return the union of closed intervals as a sorted list of disjoint ones."""
+    merged = []
+    for start, end in sorted(intervals):
+        if end < start:
+            raise ValueError("interval ends before it starts: %r" % ((start, end),))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+class Counter:
+    def __init__(self):
+        self.count = 0
+
+    def increment(self, amount=1):
+        self.count += amount
+        return self.count
+'''
+"""Written for this test: in no standard library."""
+
+TRAINING = Path(__file__).parents[2] / "training"
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[LoadedModel, LoadedModel]:
+    return load_embedded_pair()
+
+
+def num_parameters(params: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def bits_per_byte(loaded: LoadedModel, text: str) -> float:
+    token_ids = jnp.array([[DOCUMENT_SEPARATOR, *encode(text)]], jnp.int32)
+    cache = loaded.model.init_cache(1, token_ids.shape[1])
+    start = jnp.zeros(1, jnp.int32)
+    logits, _ = jax.jit(loaded.model.apply)(loaded.params, token_ids, start, cache)
+    log_probs = np.asarray(jax.nn.log_softmax(logits[0, :-1]), np.float64)
+    return float(-np.mean(log_probs[np.arange(len(log_probs)), token_ids[0, 1:]]) / np.log(2))
+
+
+def test_all_weights_together_are_under_12_megabytes() -> None:
+    weights = importlib.resources.files("jax_specdec") / "weights"
+    with importlib.resources.as_file(weights) as directory:
+        sizes = [path.stat().st_size for path in Path(directory).rglob("*") if path.is_file()]
+    assert 10_000_000 < sum(sizes) < 12_000_000
+
+
+def test_the_draft_is_at_least_ten_times_smaller(pair: tuple[LoadedModel, LoadedModel]) -> None:
+    target, draft = pair
+    assert 10 * num_parameters(draft.params) <= num_parameters(target.params)
+    assert target.model.vocab_size == draft.model.vocab_size == BYTE_VOCAB_SIZE
+
+
+def test_both_models_know_python_and_the_target_knows_it_better(
+    pair: tuple[LoadedModel, LoadedModel],
+) -> None:
+    target, draft = (bits_per_byte(loaded, SNIPPET) for loaded in pair)
+    assert target + 0.1 < draft < 2.2
+    # A model that has learnt only how frequent each byte is.
+    counts = np.bincount(encode(SNIPPET), minlength=BYTE_VOCAB_SIZE) / len(SNIPPET)
+    entropy = -np.sum(counts[counts > 0] * np.log2(counts[counts > 0]))
+    assert target < entropy / 2
+
+
+def test_the_documented_results_are_those_of_the_shipped_weights() -> None:
+    results = json.loads((TRAINING / "results.json").read_text())["evaluation"]
+    weights = importlib.resources.files("jax_specdec") / "weights"
+    for name, digest in results["weights_sha256"].items():
+        data = (weights / name / "model.safetensors").read_bytes()
+        assert hashlib.sha256(data).hexdigest() == digest
+    bits = results["held_out_bits_per_byte"]
+    assert bits["draft"] - bits["target"] >= 0.15
+    readme = (TRAINING / "README.md").read_text()
+    for value in (bits["target"], bits["draft"], results["completions"]["parsed"]):
+        assert str(value) in readme

@@ -1,0 +1,260 @@
+"""The decoder against an independent one, and its cache against none at all."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_specdec._src.models.llama import Llama, LlamaConfig
+from jax_specdec._src.models.protocol import CausalModel
+
+from . import reference_llama
+
+CONFIG = LlamaConfig(
+    vocab_size=37,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=8,
+    rope_theta=500.0,
+)
+MODEL = Llama(CONFIG)
+B, T, S = 3, 24, 16
+
+
+@functools.cache
+def params_of(model: Llama) -> Any:
+    params = model.init_params(jax.random.key(1))
+    # Norms other than one, so that a missing one shows.
+    return jax.tree.map(lambda x: x * 1.5 if x.ndim == 1 else x, params)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def apply(model: Llama, params: Any, token_ids: Any, start: Any, cache: Any) -> Any:
+    return model.apply(params, token_ids, start, cache)
+
+
+def tokens(seed: int = 0) -> jax.Array:
+    return jax.random.randint(jax.random.key(seed), (B, S), 0, CONFIG.vocab_size, jnp.int32)
+
+
+@functools.cache
+def one_pass(model: Llama = MODEL, seed: int = 0) -> np.ndarray:
+    start = jnp.zeros(B, jnp.int32)
+    cache = model.init_cache(B, T)
+    return np.asarray(apply(model, params_of(model), tokens(seed), start, cache)[0])
+
+
+def in_calls(pieces: list[int]) -> np.ndarray:
+    """Logits of the same tokens, fed in pieces of the given lengths."""
+    cache, logits, first = MODEL.init_cache(B, T), [], 0
+    for piece in pieces:
+        part = tokens()[:, first : first + piece]
+        start = jnp.full(B, first, jnp.int32)
+        new, cache = apply(MODEL, params_of(MODEL), part, start, cache)
+        logits.append(new)
+        first += piece
+    return np.concatenate(logits, axis=1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("num_kv", [1, 2, 6])
+def test_agrees_with_a_numpy_decoder(tied: bool, num_kv: int) -> None:
+    config = dataclasses.replace(CONFIG, tie_word_embeddings=tied, num_key_value_heads=num_kv)
+    model = Llama(config)
+    for logits, token_ids in zip(one_pass(model), tokens(), strict=True):
+        expected = reference_llama.forward(config, params_of(model), token_ids.tolist())
+        np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("pieces", [[1] * S, [5, 5, 5, 1], [11, 1, 4], [3, 13]])
+def test_a_cache_changes_nothing(pieces: list[int]) -> None:
+    np.testing.assert_allclose(in_calls(pieces), one_pass(), rtol=1e-5, atol=1e-5)
+
+
+def test_requests_may_stand_at_different_positions() -> None:
+    # Prefill the padded rectangle, then go on from each prompt's own end, in steps of 2.
+    lengths = np.array([3, 9, 6])
+    inside = np.arange(S)[None, :] < lengths[:, None]
+    padded = jnp.where(jnp.asarray(inside), tokens(), tokens(seed=7))
+    start = jnp.zeros(B, jnp.int32)
+    _, cache = apply(MODEL, params_of(MODEL), padded[:, :9], start, MODEL.init_cache(B, T))
+    for step in range(0, 6, 2):
+        start = jnp.asarray(lengths + step, jnp.int32)
+        place = np.asarray(start)[:, None] + np.arange(2)[None, :]
+        part = jnp.take_along_axis(tokens(), jnp.asarray(place), axis=1)
+        logits, cache = apply(MODEL, params_of(MODEL), part, start, cache)
+        expected = np.take_along_axis(one_pass(), place[:, :, None], axis=1)
+        np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_continuing_from_an_earlier_start_forgets_what_stood_there() -> None:
+    start = jnp.zeros(B, jnp.int32)
+    _, cache = apply(MODEL, params_of(MODEL), tokens()[:, :6], start, MODEL.init_cache(B, T))
+    wrong, at_six = tokens(seed=8)[:, :5], jnp.full(B, 6, jnp.int32)
+    _, cache = apply(MODEL, params_of(MODEL), wrong, at_six, cache)
+    accepted = np.array([0, 2, 1])  # how many of the wrong tokens each request keeps
+    right = np.asarray(tokens()).copy()
+    for request, count in enumerate(accepted):
+        right[request, 6 : 6 + count] = wrong[request, :count]
+    start = jnp.asarray(6 + accepted, jnp.int32)
+    place = np.asarray(start)[:, None] + np.arange(5)[None, :]
+    part = jnp.asarray(np.take_along_axis(right, place, axis=1))
+    logits, _ = apply(MODEL, params_of(MODEL), part, start, cache)
+    expected, _ = apply(
+        MODEL, params_of(MODEL), jnp.asarray(right), jnp.zeros(B, jnp.int32), MODEL.init_cache(B, T)
+    )
+    expected = np.take_along_axis(np.asarray(expected), place[:, :, None], axis=1)
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_requests_do_not_influence_one_another() -> None:
+    others = tokens().at[1:].set(tokens(seed=9)[1:])
+    start = jnp.zeros(B, jnp.int32)
+    logits, _ = apply(MODEL, params_of(MODEL), others, start, MODEL.init_cache(B, T))
+    np.testing.assert_array_equal(logits[0], one_pass()[0])
+    assert not np.allclose(logits[1], one_pass()[1])
+
+
+def test_bfloat16_stays_near_float32() -> None:
+    model = Llama(CONFIG, jnp.bfloat16)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params_of(MODEL))
+    start = jnp.zeros(B, jnp.int32)
+    logits, _ = apply(model, params, tokens(), start, model.init_cache(B, T))
+    assert logits.dtype == jnp.bfloat16
+    error = np.float32(logits) - one_pass()
+    assert np.sqrt(np.mean(error**2)) < 0.03 * one_pass().std()
+
+
+def test_ids_outside_the_vocabulary_do_no_harm() -> None:
+    padded = tokens().at[:, 4:].set(-1).at[0, 5].set(CONFIG.vocab_size)
+    start = jnp.zeros(B, jnp.int32)
+    logits, _ = apply(MODEL, params_of(MODEL), padded, start, MODEL.init_cache(B, T))
+    np.testing.assert_array_equal(logits[:, :4], one_pass()[:, :4])
+    assert np.isfinite(logits).all()
+
+
+@pytest.mark.parametrize(
+    "batch_size, length, num_kv", [(1, 1, 2), (1, 5, 2), (4, 1, 2), (4, 5, 2), (4, 1, 1)]
+)
+def test_a_decoding_loop_updates_the_cache_in_place(
+    batch_size: int, length: int, num_kv: int
+) -> None:
+    model = Llama(dataclasses.replace(CONFIG, num_key_value_heads=num_kv, num_attention_heads=2))
+    max_length = 8192
+
+    def loop(params: Any, token_ids: Any, cache: Any) -> Any:
+        def body(state: Any) -> Any:
+            position, token_ids, cache = state
+            start = jnp.full(batch_size, position, jnp.int32)
+            logits, cache = model.apply(params, token_ids, start, cache)
+            return position + length, jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
+
+        state = (jnp.int32(0), token_ids, cache)
+        return jax.lax.while_loop(lambda state: state[0] < 100, body, state)
+
+    token_ids = jnp.zeros((batch_size, length), jnp.int32)
+    cache = model.init_cache(batch_size, max_length)
+    compiled = jax.jit(loop, donate_argnums=2).lower(params_of(model), token_ids, cache).compile()
+    # Room for the attention scores, twice; none for a copy of one layer's keys.
+    scores = batch_size * length * 2 * max_length * 4
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 2 * scores + cache[0][0].nbytes // 2
+
+
+def test_satisfies_the_protocol_and_is_static() -> None:
+    assert isinstance(MODEL, CausalModel)
+    assert Llama(dataclasses.replace(CONFIG), jnp.float32) == MODEL
+    assert hash(Llama(dataclasses.replace(CONFIG), np.float32)) == hash(MODEL)
+    assert Llama(CONFIG, jnp.bfloat16) != MODEL
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"vocab_size": 0}, "vocab_size must be a positive integer, not 0"),
+        ({"hidden_size": 2.0}, "hidden_size must be a positive integer, not 2.0"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be a positive integer, not True"),
+        ({"rope_theta": -1.0}, "rope_theta must be a positive number, not -1.0"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps must be a positive number, not 'x'"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, not 1"),
+        ({"num_key_value_heads": 4}, "must be a multiple of num_key_value_heads, but .* 6 and 4"),
+        ({"head_dim": 7}, "head_dim must be even, not 7"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(change: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **change)
+
+
+def test_a_dtype_that_is_not_floating_is_refused() -> None:
+    with pytest.raises(TypeError, match="dtype must be a floating dtype, not int32"):
+        Llama(CONFIG, jnp.int32)
+
+
+def changed(path: list[Any], value: Any) -> Any:
+    """The params with the leaf at `path` replaced, or removed if `value` is None."""
+    params = jax.tree.map(lambda x: x, params_of(MODEL))
+    parent = functools.reduce(lambda tree, key: tree[key], path[:-1], params)
+    if value is None:
+        del parent[path[-1]]
+    else:
+        parent[path[-1]] = value
+    return params
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"token_ids": jnp.zeros(3, jnp.int32)}, ValueError, r"token_ids must have 2 axes.*\(3,\)"),
+        ({"token_ids": jnp.zeros((1, 2))}, TypeError, "token_ids must be int32, not float32"),
+        ({"start": jnp.zeros((), jnp.int32)}, ValueError, "start must have 1 axes"),
+        ({"start": jnp.zeros(1)}, TypeError, "start must be int32, not float32"),
+        ({"start": jnp.zeros(2, jnp.int32)}, ValueError, r"start must have shape \(1,\).*\(2,\)"),
+        ({"cache": MODEL.init_cache(2, T)}, ValueError, r"cache for 1 requests.*\(2, 8, 24\)"),
+        ({"cache": MODEL.init_cache(1, T)[:2]}, ValueError, "cache must be a list of 3"),
+        ({"cache": MODEL.init_cache(1, 1)}, ValueError, "has 2 tokens.* the cache holds 1"),
+        (
+            {"cache": Llama(CONFIG, jnp.bfloat16).init_cache(1, T)},
+            TypeError,
+            "cache must be float32, not bfloat16",
+        ),
+        (
+            {"params": changed(["layers", 1, "o_proj"], jnp.zeros((24, 48)))},
+            ValueError,
+            r"params\['layers'\]\[1\]\['o_proj'\] must have shape \(48, 24\), but has \(24, 48\)",
+        ),
+        (
+            {"params": changed(["norm"], jnp.zeros(24, jnp.bfloat16))},
+            TypeError,
+            r"params\['norm'\] must be float32, not bfloat16",
+        ),
+        (
+            {"params": changed(["lm_head"], None)},
+            ValueError,
+            r"params\['lm_head'\] must have shape \(24, 37\), but is missing",
+        ),
+        (
+            {"params": changed(["bias"], jnp.zeros(3))},
+            ValueError,
+            r"params\['bias'\] is not a weight of this config",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(change: Any, error: type[Exception], message: str) -> None:
+    arguments = {
+        "params": params_of(MODEL),
+        "token_ids": jnp.zeros((1, 2), jnp.int32),
+        "start": jnp.zeros(1, jnp.int32),
+        "cache": MODEL.init_cache(1, T),
+        **change,
+    }
+    with pytest.raises(error, match=message):
+        MODEL.apply(**arguments)
