@@ -40,6 +40,12 @@ class LoadedModel(NamedTuple):
     Attributes:
         model: the static model object, a `CausalModel`.
         params: its weights.
+
+    Example:
+        >>> target, draft = load_embedded_pair()
+        >>> model, params = target
+        >>> model.vocab_size
+        256
     """
 
     model: Llama
@@ -111,6 +117,14 @@ def save_checkpoint(
         model: the model.
         params: its weights.
         dtype: dtype of the stored tensors.
+
+    Example:
+        >>> import os, tempfile
+        >>> _, draft = load_embedded_pair()
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     save_checkpoint(directory, *draft, jnp.bfloat16)
+        ...     sorted(os.listdir(directory))
+        ['config.json', 'model.safetensors']
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

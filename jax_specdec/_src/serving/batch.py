@@ -65,7 +65,7 @@ class StepRecord:
       >>> steps = sd.generate(
       ...     target, params, [sd.encode("import ")], drafter=sd.NGramDrafter(),
       ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2), max_new_tokens=4).steps
-      >>> steps.num_kept.sum()
+      >>> int(steps.num_kept.sum())
       4
     """
 
