@@ -48,8 +48,8 @@ DRAFT = LlamaConfig(
 )
 
 DEFAULTS = {
-    "target": {"learning_rate": 2e-3, "dropout": 0.1},
-    "draft": {"learning_rate": 4e-3, "dropout": 0.0},
+    "target": {"learning_rate": 2e-3, "dropout": 0.2, "weight_decay": 0.3},
+    "draft": {"learning_rate": 4e-3, "dropout": 0.0, "weight_decay": 0.1},
 }
 REGION_SHARES = (0.3, 0.25, 0.45)  # of the windows: library, library without docstrings, tests
 BLOCK_SHARE = 0.2  # of the windows begin at a def or class, as a prompt does
@@ -328,7 +328,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024, help="bytes per sequence")
     parser.add_argument("--learning-rate", type=float, help="peak")
-    parser.add_argument("--weight-decay", type=float, default=0.1, help="of matrices")
+    parser.add_argument("--weight-decay", type=float, help="of matrices; default by model")
     parser.add_argument("--dropout", type=float, help="of the residual branches")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--evaluate-every", type=int, default=5, help=f"in chunks of {CHUNK} steps")
