@@ -27,7 +27,7 @@ class Case(NamedTuple):
     vocabulary: int = LLAMA_3_VOCABULARY
     temperature: float = 0.8
     distribution: str = "probs"
-    noise: float = 0.85
+    noise: float = 0.7
     dtype: str = "float32"
     goal: float | None = None
 
@@ -71,7 +71,7 @@ def make(case: Case, seed: jax.Array) -> tuple[jax.Array, sd.Drafts, jax.Array]:
 
 
 def run(case: Case, repeats: int) -> dict[str, Any]:
-    logits, drafts, probs = make(case, jnp.uint32(1))
+    logits, drafts, probs = make(case, jnp.uint32(3))
     keys = jax.random.split(jax.random.key(2), case.batch)
     positions = jnp.arange(case.batch, dtype=jnp.int32)
     temperature = jnp.full((case.batch,), case.temperature, jnp.float32)
@@ -91,15 +91,14 @@ def run(case: Case, repeats: int) -> dict[str, Any]:
     arguments = (logits, drafts, temperature, keys, positions)
     compiled = ours.lower(*arguments).compile()
     given = None if case.distribution == "none" else probs
-    samples = measure.alternate(
-        {
-            "ours": lambda: compiled(*arguments),
-            "plain": lambda: plain.rejection_sample(
-                logits, drafts.token_ids, given, temperature, jax.random.key(3), k=K
-            ),
-        },
-        repeats,
-    )
+
+    def plainly() -> Any:
+        if case.temperature == 0:
+            return plain.greedy_sample(logits, drafts.token_ids, k=K)
+        key = jax.random.key(3)
+        return plain.rejection_sample(logits, drafts.token_ids, given, temperature, key, k=K)
+
+    samples = measure.alternate({"ours": lambda: compiled(*arguments), "plain": plainly}, repeats)
     output = compiled(*arguments)
     emitted = int(output.num_emitted.sum())
     rejected = int((output.num_accepted < K).sum())

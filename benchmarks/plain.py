@@ -61,3 +61,24 @@ def rejection_sample(
     drafts = jnp.pad(ids, ((0, 0), (0, 1)))
     token_ids = jnp.where(position == count[:, None], last, -1)
     return jnp.where(position < count[:, None], drafts, token_ids), count + 1
+
+
+@functools.partial(jax.jit, static_argnames=("k",))
+def greedy_sample(
+    target_logits: jax.Array, draft_token_ids: jax.Array, *, k: int
+) -> tuple[jax.Array, jax.Array]:
+    """The same for a batch known to be greedy: the argmax of every row and nothing else.
+
+    Args:
+      target_logits: ``[B*(K+1), V]``.
+      draft_token_ids: ``[B*K]``.
+      k: K.
+
+    Returns:
+      ``token_ids [B, K+1]`` and ``num_emitted [B]``.
+    """
+    best = jnp.argmax(target_logits, axis=-1).astype(jnp.int32).reshape(-1, k + 1)
+    accepted = draft_token_ids.reshape(-1, k) == best[:, :k]
+    count = jnp.cumprod(accepted.astype(jnp.int32), axis=1).sum(axis=1)
+    position = jnp.arange(k + 1)[None, :]
+    return jnp.where(position <= count[:, None], best, -1), count + 1

@@ -102,22 +102,19 @@ def map_tiles(
     return jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
 
 
-def _max(x: jax.Array) -> jax.Array:
-    """Maximum of each tile, +inf where it holds NaN: XLA:CPU's max may pass over a NaN."""
-    return jnp.max(jnp.where(jnp.isnan(x), jnp.inf, x), axis=1)
-
-
 def maxima(x: jax.Array) -> RowStats:
     """Statistics of n tiles that greedy needs: no sum."""
-    m = _max(x)
+    # XLA:CPU's max may pass over a NaN.
+    m = jnp.max(jnp.where(jnp.isnan(x), jnp.inf, x), axis=1)
     return RowStats(m, jnp.zeros_like(m))
 
 
 def max_and_sum(x: jax.Array, inv_temperature: jax.Array) -> RowStats:
     """Statistics of n tiles, from their entries ``[n, length]``."""
-    m = _max(x)
+    m = jnp.max(x, axis=1)
     base = jnp.where(jnp.isfinite(m), m, 0.0)
-    return RowStats(m, jnp.sum(jnp.exp((x - base[:, None]) * inv_temperature), axis=1))
+    total = jnp.sum(jnp.exp((x - base[:, None]) * inv_temperature), axis=1)
+    return RowStats(jnp.where(jnp.isnan(total), jnp.inf, m), total)
 
 
 def first(hit: jax.Array) -> jax.Array:
