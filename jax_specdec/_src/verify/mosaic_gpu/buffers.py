@@ -1,0 +1,143 @@
+"""A block's slice of a row in shared memory: copies, padding, passes over it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_specdec._src.verify.mosaic_gpu.config import LANES, TILE_ROWS, Slices
+
+
+@dataclasses.dataclass(frozen=True)
+class RowBuffer:
+    """The slice of one row that this block looks at, ``[rows, LANES]``.
+
+    What lies past `size` holds `fill`, so that no pass needs a mask.
+
+    Attributes:
+      rows: ref ``[R, V / LANES, LANES]`` in global memory.
+      ref: ref ``[slices.rows, LANES]`` in shared memory.
+      barrier: completes when a copy has arrived.
+      slices: how a row is cut.
+      size: ids of a row that count.
+      fill: the entry of an id that does not.
+      block: this block's place in the cluster.
+      vector: rows per vector.
+    """
+
+    rows: Any
+    ref: Any
+    barrier: Any
+    slices: Slices
+    size: int
+    fill: float
+    block: jax.Array
+    vector: int
+
+    @property
+    def _stored(self) -> int:
+        """Rows of LANES ids that hold some id that counts."""
+        return -(-self.size // LANES)
+
+    @property
+    def _full(self) -> int:
+        """Blocks whose slice counts whole."""
+        return self._stored // self.slices.rows
+
+    @property
+    def _rest(self) -> int:
+        """Rows of the one block whose slice counts in part."""
+        return self._stored % self.slices.rows
+
+    def pad(self) -> None:
+        """Fill what no copy will write; once, before the first copy."""
+        rows = self.slices.rows
+
+        def fill(start: int) -> Callable[[], None]:
+            def write() -> None:
+                def one(i: jax.Array, _: None) -> None:
+                    # A row of one value, but not known as such: that could not be stored.
+                    row = jnp.where(_iota(1, 1) >= 0, self.fill, 0.0)
+                    self.ref[pl.ds(start + i, 1)] = row.astype(self.ref.dtype)
+
+                lax.fori_loop(0, rows - start, one, None)
+                plgpu.commit_smem()
+
+            return write
+
+        if self._rest:
+            pl.when(self.block == self._full)(fill(self._rest))
+        if self._full + bool(self._rest) < self.slices.cluster:
+            pl.when(self.block >= self._full + bool(self._rest))(fill(0))
+
+    def fetch(self, row: jax.Array) -> None:
+        """Start the copy of a row's slice."""
+
+        def copy(count: int) -> Callable[[], None]:
+            def start() -> None:
+                plgpu.copy_gmem_to_smem(
+                    self.rows.at[row, pl.ds(self.block * self.slices.rows, count)],
+                    self.ref.at[pl.ds(0, count)],
+                    self.barrier,
+                )
+
+            return start
+
+        if self._full:
+            pl.when(self.block < self._full)(copy(self.slices.rows))
+        if self._rest:
+            pl.when(self.block == self._full)(copy(self._rest))
+
+    def wait(self) -> None:
+        """Wait for the copy, and hide the ids of its last row that do not count."""
+        pl.when(self.block < self._full + bool(self._rest))(
+            lambda: plgpu.barrier_wait(self.barrier)
+        )
+        if self.size % LANES:
+            last = self._stored - 1
+
+            @pl.when(self.block == last // self.slices.rows)
+            def _() -> None:
+                place = pl.ds(last % self.slices.rows, 1)
+                lane = _iota(1, 1)
+                row = self.ref[place].astype(jnp.float32)
+                row = jnp.where(lane < self.size % LANES, row, self.fill)
+                self.ref[place] = row.astype(self.ref.dtype)
+                plgpu.commit_smem()
+
+    def at(self, row: jax.Array, token_id: jax.Array) -> jax.Array:
+        """One entry of a row, from global memory."""
+        return self.rows[row, lax.div(token_id, LANES), lax.rem(token_id, LANES)].astype(
+            jnp.float32
+        )
+
+    def vectors(self, tile: Any) -> list[jax.Array]:
+        """A tile's entries, float32 ``[vector, LANES]`` each."""
+        return [
+            self.ref[pl.ds(tile * TILE_ROWS + j, self.vector)].astype(jnp.float32)
+            for j in range(0, TILE_ROWS, self.vector)
+        ]
+
+    def place(self, tile: Any) -> list[jax.Array]:
+        """The tile's ids as places in the slice, int32 ``[vector, LANES]`` each."""
+        base = _iota(self.vector, 0) * LANES + _iota(self.vector, 1)
+        return [base + (tile * TILE_ROWS + j) * LANES for j in range(0, TILE_ROWS, self.vector)]
+
+
+def _iota(rows: int, dimension: int) -> jax.Array:
+    layout = plgpu.Layout.WG_STRIDED((rows, LANES), vec_size=rows)
+    return plgpu.broadcasted_iota(jnp.int32, (rows, LANES), dimension, layout=layout)
+
+
+def tree_sum(xs: list[jax.Array]) -> jax.Array:
+    """Sum of arrays, in pairs: short chains of additions."""
+    while len(xs) > 1:
+        xs = [a + b for a, b in zip(xs[::2], xs[1::2], strict=False)] + xs[len(xs) // 2 * 2 :]
+    return xs[0]
