@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_specdec._src.verify.mosaic_gpu import exchange
 from jax_specdec._src.verify.mosaic_gpu.buffers import RowBuffer, tree_sum
-from jax_specdec._src.verify.mosaic_gpu.config import LANES, KernelConfig, Slices
+from jax_specdec._src.verify.mosaic_gpu.config import LANES, MAX_CLUSTER, KernelConfig, Slices
 
 LOG2E = 1.4426950408889634
 LARGEST = 3.4028235e38
-MAILBOX = 32
-"""Floats per exchange in global memory: one cache line, four values of eight blocks."""
+VALUES = 4
+MAILBOX = VALUES * MAX_CLUSTER
+"""Floats per exchange: up to four values of eight blocks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Call:
       draft_size: ids that the drafter could draw.
       slices: how rows are cut.
       config: choices of speed.
-      fenced: whether memory fences are needed: always, but in interpret mode.
+      interpreted: whether it runs in GPU interpret mode, which has no inline PTX.
     """
 
     k: int
@@ -44,7 +48,7 @@ class Call:
     draft_size: int
     slices: Slices
     config: KernelConfig
-    fenced: bool
+    interpreted: bool
 
 
 # Columns of the two arrays that hold what is known of each request besides rows.
@@ -56,20 +60,6 @@ def is_finite(x: jax.Array) -> jax.Array:
     return (x > -jnp.inf) & (x < jnp.inf)
 
 
-def _fence() -> None:
-    """Order memory among the blocks of a cluster: `barrier_arrive` does not."""
-
-    @plgpu.inline_mgpu()
-    def fence(_: Any) -> None:
-        from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import llvm
-
-        void = ir.Type.parse("!llvm.void")
-        llvm.inline_asm(void, [], "fence.acq_rel.cluster;", "~{memory}", has_side_effects=True)
-
-    fence()
-
-
 class Block:
     """One block's view of its request, while the kernel is traced."""
 
@@ -79,8 +69,17 @@ class Block:
         self.scale = jnp.minimum(self.inv * LOG2E, LARGEST)
         self.greedy = self.integer(GREEDY) == 1
         self.stored = self.integer(STORED) == 1
+        self.status, self.first_row = self.integer(STATUS), self.integer(FIRST_ROW)
         self.num_drafts = self.integer(NUM_DRAFTS)
         self.num_rows = self.num_drafts + (0 if call.has_bonus else 1)
+        self.bonus = self.integer(BONUS)
+        self.u_tile, self.u_token = self.number(U_TILE), self.number(U_TOKEN)
+        few = call.k <= 8
+        self._token_ids = [self.integer(TOKEN_IDS + i) for i in range(call.k)] if few else None
+        self._draft_rows = (
+            [self.integer(TOKEN_IDS + call.k + i) for i in range(call.k)] if few else None
+        )
+        self._accept = [self.number(ACCEPT + i) for i in range(call.k)] if few else None
 
     def integer(self, column: Any) -> jax.Array:
         return self.refs["integers"][self.b, column]
@@ -88,34 +87,59 @@ class Block:
     def number(self, column: Any) -> jax.Array:
         return self.refs["numbers"][self.b, column]
 
-    def place(self, position: jax.Array) -> jax.Array:
-        return jnp.minimum(position, self.call.k - 1)
+    def _at(self, loaded: list[jax.Array] | None, load: Any, position: Any) -> jax.Array:
+        """An entry per draft: chosen among registers where they are few, else loaded."""
+        position = jnp.minimum(position, self.call.k - 1)
+        if loaded is None:
+            return load(position)
+        chosen = loaded[0]
+        for i, value in enumerate(loaded[1:], start=1):
+            chosen = jnp.where(position == i, value, chosen)
+        return chosen
 
-    def token_id(self, position: jax.Array) -> jax.Array:
-        return self.integer(TOKEN_IDS + self.place(position))
+    def token_id(self, position: Any) -> jax.Array:
+        return self._at(self._token_ids, lambda i: self.integer(TOKEN_IDS + i), position)
 
-    def draft_row(self, position: jax.Array) -> jax.Array:
-        return self.integer(TOKEN_IDS + self.call.k + self.place(position))
+    def draft_row(self, position: Any) -> jax.Array:
+        start = TOKEN_IDS + self.call.k
+        return self._at(self._draft_rows, lambda i: self.integer(start + i), position)
 
-    def is_proposed(self, position: jax.Array) -> jax.Array:
+    def accept(self, position: Any) -> jax.Array:
+        return self._at(self._accept, lambda i: self.number(ACCEPT + i), position)
+
+    def is_proposed(self, position: Any) -> jax.Array:
         token_id = self.token_id(position)
         return (position < self.num_drafts) & (token_id >= 0) & (token_id < self.call.size)
 
-    def exchange(self, slot: Any, *values: jax.Array) -> list[list[jax.Array]]:
-        """Each block's numbers, in every block: ``[value][block]``."""
+    def exchange(self, turn: Any, *values: jax.Array) -> list[list[jax.Array]]:
+        """Each block's numbers, in every block: ``[value][block]``; turns count from 0."""
         cluster = self.call.slices.cluster
         if cluster == 1:
             return [[value] for value in values]
         mail = self.refs["mail"]
-        for v, value in enumerate(values):
-            mail[self.b, slot, v * 8 + self.block] = value
-        if self.call.fenced:
-            _fence()
-        plgpu.barrier_arrive(self.refs["meeting"])
-        plgpu.barrier_wait(self.refs["meeting"])
-        if self.call.fenced:
-            _fence()
-        return [[mail[self.b, slot, v * 8 + i] for i in range(cluster)] for v in range(len(values))]
+        if self.call.interpreted:
+            for v, value in enumerate(values):
+                mail[self.b, turn, self.block * VALUES + v] = value
+            plgpu.barrier_arrive(self.refs["meeting"])
+            plgpu.barrier_wait(self.refs["meeting"])
+            return [
+                [mail[self.b, turn, i * VALUES + v] for i in range(cluster)]
+                for v in range(len(values))
+            ]
+        box = lax.rem(turn, 2)
+        exchange.send_and_wait(
+            mail,
+            self.refs["meeting"],
+            box * MAILBOX + self.block * VALUES,
+            box,
+            lax.rem(lax.div(turn, 2), 2),
+            values,
+            cluster,
+        )
+        return [
+            [mail[box * MAILBOX + i * VALUES + v] for i in range(cluster)]
+            for v in range(len(values))
+        ]
 
     def max_and_sum(self, buffer: RowBuffer) -> tuple[jax.Array, jax.Array]:
         """Of the slice: the largest entry, and the sum relative to it."""
@@ -128,21 +152,19 @@ class Block:
         return peak, jnp.sum(tree_sum(sums))
 
     def peak(self, buffer: RowBuffer) -> jax.Array:
-        peaks = None
-        for tile in range(self.call.slices.tiles):
-            for x in buffer.vectors(tile):
-                peaks = x if peaks is None else jnp.maximum(peaks, x)
-        return jnp.max(peaks)
+        tiles = range(self.call.slices.tiles)
+        return jnp.max(functools.reduce(jnp.maximum, [x for t in tiles for x in buffer.vectors(t)]))
 
     def max_and_place(self, buffer: RowBuffer) -> tuple[jax.Array, jax.Array]:
         """Of the slice: the largest entry, and the lowest id that has it, as a number."""
         peak = self.peak(buffer)
-        first = None
-        for tile in range(self.call.slices.tiles):
-            for x, place in zip(buffer.vectors(tile), buffer.place(tile), strict=True):
-                hit = jnp.where(x == peak, place, self.call.slices.rows * LANES)
-                first = hit if first is None else jnp.minimum(first, hit)
-        place = jnp.min(first) + self.block * (self.call.slices.rows * LANES)
+        ids = self.call.slices.rows * LANES
+        hits = [
+            jnp.where(x == peak, place, ids)
+            for tile in range(self.call.slices.tiles)
+            for x, place in zip(buffer.vectors(tile), buffer.place(tile), strict=True)
+        ]
+        place = jnp.min(functools.reduce(jnp.minimum, hits)) + self.block * ids
         return peak, place.astype(jnp.float32)
 
     def combine(

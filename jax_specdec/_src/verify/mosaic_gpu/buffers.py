@@ -30,6 +30,7 @@ class RowBuffer:
       fill: the entry of an id that does not.
       block: this block's place in the cluster.
       vector: rows per vector.
+      interpreted: whether the kernel runs in interpret mode.
     """
 
     rows: Any
@@ -40,6 +41,7 @@ class RowBuffer:
     fill: float
     block: jax.Array
     vector: int
+    interpreted: bool
 
     @property
     def _stored(self) -> int:
@@ -64,7 +66,7 @@ class RowBuffer:
             def write() -> None:
                 def one(i: jax.Array, _: None) -> None:
                     # A row of one value, but not known as such: that could not be stored.
-                    row = jnp.where(_iota(1, 1) >= 0, self.fill, 0.0)
+                    row = jnp.where(self._iota(1, 1) >= 0, self.fill, 0.0)
                     self.ref[pl.ds(start + i, 1)] = row.astype(self.ref.dtype)
 
                 lax.fori_loop(0, rows - start, one, None)
@@ -106,7 +108,7 @@ class RowBuffer:
             @pl.when(self.block == last // self.slices.rows)
             def _() -> None:
                 place = pl.ds(last % self.slices.rows, 1)
-                lane = _iota(1, 1)
+                lane = self._iota(1, 1)
                 row = self.ref[place].astype(jnp.float32)
                 row = jnp.where(lane < self.size % LANES, row, self.fill)
                 self.ref[place] = row.astype(self.ref.dtype)
@@ -125,15 +127,16 @@ class RowBuffer:
             for j in range(0, TILE_ROWS, self.vector)
         ]
 
+    def _iota(self, rows: int, dimension: int) -> jax.Array:
+        if self.interpreted:  # which has no layouts before JAX 0.11
+            return lax.broadcasted_iota(jnp.int32, (rows, LANES), dimension)
+        layout = plgpu.Layout.WG_STRIDED((rows, LANES), vec_size=rows)
+        return plgpu.broadcasted_iota(jnp.int32, (rows, LANES), dimension, layout=layout)
+
     def place(self, tile: Any) -> list[jax.Array]:
         """The tile's ids as places in the slice, int32 ``[vector, LANES]`` each."""
-        base = _iota(self.vector, 0) * LANES + _iota(self.vector, 1)
+        base = self._iota(self.vector, 0) * LANES + self._iota(self.vector, 1)
         return [base + (tile * TILE_ROWS + j) * LANES for j in range(0, TILE_ROWS, self.vector)]
-
-
-def _iota(rows: int, dimension: int) -> jax.Array:
-    layout = plgpu.Layout.WG_STRIDED((rows, LANES), vec_size=rows)
-    return plgpu.broadcasted_iota(jnp.int32, (rows, LANES), dimension, layout=layout)
 
 
 def tree_sum(xs: list[jax.Array]) -> jax.Array:

@@ -86,7 +86,7 @@ def verify(
         draft_size=0 if storage is None else min(storage.shape[1], size),
         slices=slices,
         config=config,
-        fenced=not interpret,
+        interpreted=bool(interpret),
     )
     return _launch(call, operands, batch, interpret)
 
@@ -186,9 +186,8 @@ def _launch(
         "num_accepted": integer((batch,)),
         "num_emitted": integer((batch,)),
         "status": integer((batch,)),
-        "mail": jax.ShapeDtypeStruct((batch, call.k + 2, MAILBOX), jnp.float32),
     }
-    scratch = {
+    scratch: dict[str, Any] = {
         "target_slice": plgpu.SMEM((slices.rows, LANES), target.dtype),
         "target_arrived": plgpu.Barrier(),
         "weights": plgpu.SMEM((TILE_ROWS, LANES), jnp.float32),
@@ -197,7 +196,12 @@ def _launch(
         scratch["draft_slice"] = plgpu.SMEM((slices.rows, LANES), draft.dtype)
         scratch["draft_arrived"] = plgpu.Barrier()
     if slices.cluster > 1:
-        scratch["meeting"] = plgpu.ClusterBarrier(collective_axes=("block",))
+        if call.interpreted:
+            outputs["mail"] = jax.ShapeDtypeStruct((batch, call.k + 2, MAILBOX), jnp.float32)
+            scratch["meeting"] = plgpu.ClusterBarrier(collective_axes=("block",))
+        else:
+            scratch["mail"] = plgpu.SMEM((2 * MAILBOX,), jnp.float32)
+            scratch["meeting"] = plgpu.SMEM((4,), jnp.int32)
     names = [*operands, *outputs, *scratch]
 
     def verify_drafts(*args: Any) -> None:
@@ -215,6 +219,7 @@ def _launch(
                 fill,
                 index,
                 vector,
+                call.interpreted,
             )
 
         Verifier(
@@ -242,5 +247,5 @@ def _launch(
         interpret=interpret,
         **cluster,
     )
-    token_ids, num_accepted, num_emitted, status, _ = kernel(*operands.values())
+    token_ids, num_accepted, num_emitted, status, *_ = kernel(*operands.values())
     return RejectionSampleOutput(token_ids, num_accepted, num_emitted, status)

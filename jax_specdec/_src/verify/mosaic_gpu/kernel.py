@@ -17,15 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Status
 from jax_specdec._src.verify import greedy, probabilistic, synthetic
+from jax_specdec._src.verify.mosaic_gpu import exchange
 from jax_specdec._src.verify.mosaic_gpu.block import (
-    ACCEPT,
-    BONUS,
-    FIRST_ROW,
     LOG2E,
-    STATUS,
-    TOKEN_IDS,
-    U_TILE,
-    U_TOKEN,
     Block,
     is_finite,
 )
@@ -80,11 +74,17 @@ class Verifier:
 
     def run(self) -> None:
         """Walk the positions, draw the last token, write the output."""
-        block = self.block
+        block, status = self.block, self.block.status
+
+        if self.call.rates is None:
+            pl.when((status == OK) & (block.num_rows > 0))(
+                lambda: self.target.fetch(block.first_row)
+            )
         self.target.pad()
         if self.draft is not None:
             self.draft.pad()
-        status = block.integer(STATUS)
+        if self.call.slices.cluster > 1 and not self.call.interpreted:
+            exchange.open_barriers(block.refs["meeting"])
 
         @pl.when(status != OK)
         def _() -> None:
@@ -107,7 +107,11 @@ class Verifier:
 
         def step(state: tuple[jax.Array, Seen]) -> tuple[jax.Array, Seen]:
             position, _ = state
-            return position + 1, self.visit(position, judge=True)
+            seen = self.visit(position, position)
+            pl.when((seen.accepted == 1) & (position + 1 < self.block.num_rows))(
+                lambda: self.target.fetch(self.block.first_row + position + 1)
+            )
+            return position + 1, seen
 
         position, last = lax.while_loop(goes_on, step, (jnp.int32(0), self.nothing()))
         ended = (position > 0) & (last.accepted == 0)
@@ -118,18 +122,18 @@ class Verifier:
         assert self.call.rates is not None
         num_accepted, going = jnp.int32(0), jnp.int32(1)
         for i, rate in enumerate(self.call.rates):
-            u = self.block.number(ACCEPT + i)
+            u = self.block.accept(i)
             accepted = self.block.is_proposed(jnp.int32(i)) & synthetic.accepts(
                 u, jnp.float32(rate)
             )
             going = jnp.where(accepted, going, 0)
             num_accepted = num_accepted + going
-        last = lax.cond(
-            num_accepted < self.block.num_rows,
-            lambda: self.visit(num_accepted, judge=False),
-            self.nothing,
-        )
-        return num_accepted, last
+
+        def read() -> Seen:
+            self.target.fetch(self.block.first_row + num_accepted)
+            return self.visit(num_accepted, jnp.int32(0), judge=False)
+
+        return num_accepted, lax.cond(num_accepted < self.block.num_rows, read, self.nothing)
 
     def nothing(self) -> Seen:
         """Stands for a position not visited."""
@@ -143,14 +147,16 @@ class Verifier:
     def _fetches_draft_early(self) -> bool:
         return self.call.draft == "logits" or self.call.config.prefetch_draft
 
-    def visit(self, position: jax.Array, *, judge: bool) -> Seen:
-        """Read the rows of one position; `judge` its draft by the greedy or the standard rule."""
+    def visit(self, position: jax.Array, turn: jax.Array, *, judge: bool = True) -> Seen:
+        """Read the rows of one position; `judge` its draft by the greedy or the standard rule.
+
+        The copy of the target row is under way.
+        """
         block, call, target, draft = self.block, self.call, self.target, self.draft
-        row = block.integer(FIRST_ROW) + position
+        row = block.first_row + position
         token_id, proposed = block.token_id(position), block.is_proposed(position)
         place = jnp.clip(token_id, 0, call.size - 1)
         uses_q = proposed & block.stored & ~block.greedy
-        target.fetch(row)
         x = target.at(row, place)
 
         q = jnp.float32(1)
@@ -183,7 +189,7 @@ class Verifier:
                     lambda: (jnp.float32(0), jnp.float32(1)),
                 ),
             )
-        peaks, others, *draft_stats = block.exchange(position, *stats)
+        peaks, others, *draft_stats = block.exchange(turn, *stats)
         peak, masses = block.combine(peaks, others)
         best = jnp.float32(2**30)
         for m, first in zip(peaks, others, strict=True):
@@ -213,7 +219,7 @@ class Verifier:
             bad_q = uses_q & ~((q >= 0) & (q < jnp.inf)) & (status == OK)
             status = jnp.where(bad_q, BAD_DRAFT_ROW, status)
         p = jnp.exp2((x - peak) * block.scale) / tree_sum(masses)
-        u = block.number(ACCEPT + block.place(position))
+        u = block.accept(position)
         accepted = (block.greedy & greedy.accepts(token_id, seen.best)) | (
             ~block.greedy & probabilistic.accepts(u, p, q)
         )
@@ -238,8 +244,7 @@ class Verifier:
 
         @pl.when(~draws)
         def _() -> None:
-            bonus = block.integer(BONUS)
-            token_id = jnp.where(visited, last.best, bonus)
+            token_id = jnp.where(visited, last.best, block.bonus)
             self.write(num_accepted, token_id, last.status, jnp.int32(0))
 
         pl.when(draws)(lambda: self.draw(num_accepted, last))
@@ -290,7 +295,8 @@ class Verifier:
                 mass = mass_without()
             else:
                 mass = lax.cond(from_residual, residual_mass, mass_without)
-            (masses,) = block.exchange(call.k + 1, mass)
+            turn = num_accepted + 1 if call.rates is None else jnp.int32(1)
+            (masses,) = block.exchange(turn, mass)
             return tuple(masses)
 
         masses = lax.cond(rejected, weigh, lambda: last.masses)
@@ -300,7 +306,7 @@ class Verifier:
         masses = tuple(jnp.where(some, m, p) for m, p in zip(masses, last.masses, strict=True))
         bad = from_residual & (total != total)
         total = jnp.where(some, total, p_total)
-        target = block.number(U_TILE) * total
+        target = block.u_tile * total
         chosen, before = pick_scalar(list(masses), target)
 
         @pl.when(bad)
@@ -330,7 +336,7 @@ class Verifier:
                 else lax.cond(from_residual & some, lambda: pick_tile(residual), pick_plain)
             )
             rows = [scratch[pl.ds(i, 1)] for i in range(TILE_ROWS)]
-            inside = block.number(U_TOKEN) * jnp.sum(tree_sum(rows))
+            inside = block.u_token * jnp.sum(tree_sum(rows))
             row, skipped = bisect_groups(rows, inside)
             lane = pick_in_row(lambda i: scratch[row, i], inside, skipped)
             drawn = offset + tile * TILE + row * LANES + lane
@@ -346,7 +352,7 @@ class Verifier:
         def _() -> None:
             ok = status == OK
             for i in range(self.call.k + 1):
-                draft = block.integer(TOKEN_IDS + min(i, self.call.k - 1))
+                draft = block.token_id(i)
                 emitted = jnp.where(num_accepted == i, token_id, draft)
                 kept = ok & (num_accepted >= i)
                 refs["token_ids"][block.b, i] = jnp.where(kept, emitted, PLACEHOLDER_TOKEN_ID)
