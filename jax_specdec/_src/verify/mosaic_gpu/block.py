@@ -145,27 +145,35 @@ class Block:
         """Of the slice: the largest entry, and the sum relative to it."""
         peak = self.peak(buffer)
         base = jnp.where(is_finite(peak), peak, 0.0)
-        sums = [
-            tree_sum([jnp.exp2((x - base) * self.scale) for x in buffer.vectors(tile)])
-            for tile in range(self.call.slices.tiles)
-        ]
-        return peak, jnp.sum(tree_sum(sums))
+
+        def add(tile: Any, total: jax.Array) -> jax.Array:
+            return total + tree_sum(
+                [jnp.exp2((x - base) * self.scale) for x in buffer.vectors(tile)]
+            )
+
+        return peak, jnp.sum(buffer.reduce(add, buffer.constant(0)))
 
     def peak(self, buffer: RowBuffer) -> jax.Array:
-        tiles = range(self.call.slices.tiles)
-        return jnp.max(functools.reduce(jnp.maximum, [x for t in tiles for x in buffer.vectors(t)]))
+        """Of the slice: the largest entry, NaN if any is."""
+
+        def larger(tile: Any, peaks: jax.Array) -> jax.Array:
+            return functools.reduce(jnp.maximum, buffer.vectors(tile), peaks)
+
+        return jnp.max(buffer.reduce(larger, buffer.constant(-jnp.inf)))
 
     def max_and_place(self, buffer: RowBuffer) -> tuple[jax.Array, jax.Array]:
         """Of the slice: the largest entry, and the lowest id that has it, as a number."""
-        peak = self.peak(buffer)
-        ids = self.call.slices.rows * LANES
-        hits = [
-            jnp.where(x == peak, place, ids)
-            for tile in range(self.call.slices.tiles)
-            for x, place in zip(buffer.vectors(tile), buffer.place(tile), strict=True)
-        ]
-        place = jnp.min(functools.reduce(jnp.minimum, hits)) + self.block * ids
-        return peak, place.astype(jnp.float32)
+        peak, ids = self.peak(buffer), self.call.slices.rows * LANES
+
+        def lowest(tile: Any, places: jax.Array) -> jax.Array:
+            hits = [
+                jnp.where(x == peak, place, ids)
+                for x, place in zip(buffer.vectors(tile), buffer.place(tile), strict=True)
+            ]
+            return functools.reduce(jnp.minimum, hits, places)
+
+        place = jnp.min(buffer.reduce(lowest, buffer.constant(ids, jnp.int32)))
+        return peak, (place + self.block * ids).astype(jnp.float32)
 
     def combine(
         self, peaks: list[jax.Array], sums: list[jax.Array]

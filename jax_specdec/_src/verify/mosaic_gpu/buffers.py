@@ -133,6 +133,16 @@ class RowBuffer:
         layout = plgpu.Layout.WG_STRIDED((rows, LANES), vec_size=rows)
         return plgpu.broadcasted_iota(jnp.int32, (rows, LANES), dimension, layout=layout)
 
+    def constant(self, value: float, dtype: Any = jnp.float32) -> jax.Array:
+        """``[vector, LANES]`` of one value, laid out as entries are, to start a loop with."""
+        return jnp.where(
+            self._iota(self.vector, 0) >= 0, jnp.asarray(value, dtype), jnp.asarray(0, dtype)
+        )
+
+    def reduce(self, fn: Callable[[Any, jax.Array], jax.Array], start: jax.Array) -> jax.Array:
+        """``fn(tile, carry)`` over the tiles of the slice: a loop, since code must be fetched."""
+        return lax.fori_loop(0, self.slices.tiles, fn, start)
+
     def place(self, tile: Any) -> list[jax.Array]:
         """The tile's ids as places in the slice, int32 ``[vector, LANES]`` each."""
         base = self._iota(self.vector, 0) * LANES + self._iota(self.vector, 1)

@@ -24,8 +24,8 @@ from jax_specdec._src.verify.mosaic_gpu.block import (
     is_finite,
 )
 from jax_specdec._src.verify.mosaic_gpu.buffers import RowBuffer, tree_sum
-from jax_specdec._src.verify.mosaic_gpu.config import LANES, TILE_ROWS
-from jax_specdec._src.verify.mosaic_gpu.pick import bisect_groups, pick_in_row, pick_scalar
+from jax_specdec._src.verify.mosaic_gpu.config import LANES
+from jax_specdec._src.verify.mosaic_gpu.pick import pick_group, pick_in_tile, pick_scalar
 from jax_specdec._src.verify.tiles import TILE
 
 OK, BAD_TARGET_ROW, BAD_DRAFT_ROW = (
@@ -254,7 +254,7 @@ class Verifier:
         block, call = self.block, self.call
         rejected = block.is_proposed(num_accepted)
         from_residual, without_token = rejected & block.stored, rejected & ~block.stored
-        token_id = block.token_id(num_accepted)
+        token_id, draft_row = block.token_id(num_accepted), block.draft_row(num_accepted)
         p_total = tree_sum(list(last.masses))
         factor = 1.0 / p_total
         offset = block.block * (call.slices.rows * LANES)
@@ -269,34 +269,39 @@ class Verifier:
         def residual(tile: Any) -> list[jax.Array]:
             """Weights of a tile: ``(p - q)+``, NaN where q is none."""
             assert self.draft is not None
-            return [
-                probabilistic.residual(
-                    jnp.exp2((x - last.peak) * block.scale) * factor, self.probs(d, last.scale)
-                )
-                for x, d in zip(self.target.vectors(tile), self.draft.vectors(tile), strict=True)
-            ]
+            weights = []
+            for x, d in zip(self.target.vectors(tile), self.draft.vectors(tile), strict=True):
+                p = jnp.exp2((x - last.peak) * block.scale) * factor
+                q = self.probs(d, last.scale)
+                if call.draft == "probs":
+                    weights.append(probabilistic.residual(p, q))
+                else:  # the same in fewer steps: q is not negative, and q - q is 0 or NaN
+                    weights.append(jnp.maximum(p - q, q - q))
+            return weights
 
-        def sums(weights: Any) -> list[jax.Array]:
-            return [tree_sum(weights(tile)) for tile in range(call.slices.tiles)]
+        def mass(weights: Any) -> jax.Array:
+            lanes = self.target.reduce(
+                lambda tile, total: total + tree_sum(weights(tile)), self.target.constant(0)
+            )
+            return jnp.sum(lanes)
 
         def residual_mass() -> jax.Array:
             assert self.draft is not None
             if not self._fetches_draft_early:
-                draft_row = block.draft_row(num_accepted)
                 self.draft.fetch(draft_row)
                 self.draft.wait()
-            return jnp.sum(tree_sum(sums(residual)))
+            return mass(residual)
 
         def mass_without() -> jax.Array:
-            return jnp.sum(tree_sum(sums(lambda tile: plain(tile, token_id - offset))))
+            return mass(lambda tile: plain(tile, token_id - offset))
 
         def weigh() -> tuple[jax.Array, ...]:
             if self.draft is None:
-                mass = mass_without()
+                total = mass_without()
             else:
-                mass = lax.cond(from_residual, residual_mass, mass_without)
+                total = lax.cond(from_residual, residual_mass, mass_without)
             turn = num_accepted + 1 if call.rates is None else jnp.int32(1)
-            (masses,) = block.exchange(turn, mass)
+            (masses,) = block.exchange(turn, total)
             return tuple(masses)
 
         masses = lax.cond(rejected, weigh, lambda: last.masses)
@@ -315,15 +320,18 @@ class Verifier:
 
         @pl.when(~bad & (block.block == chosen))
         def _() -> None:
-            scratch = block.refs["weights"]
+            scratch, vector = block.refs["weights"], self.target.vector
             removed = jnp.where(without_token & some, token_id - offset, -1)
 
             def pick_tile(weights: Any) -> jax.Array:
-                tiles = sums(weights)
-                limit = jnp.sum(tree_sum(tiles)) * (1 - 2.0**-23)
-                tile, _ = bisect_groups(tiles, jnp.minimum(target - before, limit))
+                """The tile, its weights left in `scratch`."""
+
+                def tile_mass(tile: Any) -> jax.Array:
+                    return jnp.sum(tree_sum(weights(tile)))
+
+                tile = pick_group(tile_mass, call.slices.tiles, jnp.maximum(target - before, 0.0))
                 for j, w in enumerate(weights(tile)):
-                    scratch[pl.ds(j * self.target.vector, self.target.vector)] = w
+                    scratch[pl.ds(j * vector, vector)] = w
                 plgpu.commit_smem()
                 return tile
 
@@ -335,12 +343,8 @@ class Verifier:
                 if self.draft is None
                 else lax.cond(from_residual & some, lambda: pick_tile(residual), pick_plain)
             )
-            rows = [scratch[pl.ds(i, 1)] for i in range(TILE_ROWS)]
-            inside = block.u_token * jnp.sum(tree_sum(rows))
-            row, skipped = bisect_groups(rows, inside)
-            lane = pick_in_row(lambda i: scratch[row, i], inside, skipped)
-            drawn = offset + tile * TILE + row * LANES + lane
-            self.write(num_accepted, drawn, jnp.int32(OK), chosen)
+            place = pick_in_tile(scratch, block.u_token)
+            self.write(num_accepted, offset + tile * TILE + place, jnp.int32(OK), chosen)
 
     def write(
         self, num_accepted: jax.Array, token_id: jax.Array, status: jax.Array, writer: jax.Array

@@ -1,19 +1,19 @@
-"""The two-level inverse CDF inside a kernel, where nothing sorts and nothing scans.
-
-A prefix sum is a masked sum over everything, so it does not decrease, and it is the total once
-all that is left out is zero. Hence bisection never ends at an entry of zero weight.
-"""
+"""The two-level inverse CDF inside a kernel, where nothing sorts and nothing scans."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from jax_specdec._src.verify.mosaic_gpu.buffers import tree_sum
-from jax_specdec._src.verify.mosaic_gpu.config import LANES
+from jax_specdec._src.verify.mosaic_gpu.config import LANES, TILE_ROWS
+
+_WIDTH = 16  # ids that are looked at one by one
 
 
 def pick_scalar(weights: list[jax.Array], target: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -34,48 +34,72 @@ def pick_scalar(weights: list[jax.Array], target: jax.Array) -> tuple[jax.Array,
     return index, before
 
 
-def bisect_groups(groups: list[Any], target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The first group of vectors whose inclusive sum exceeds `target`.
+def pick_group(mass: Callable[[Any], jax.Array], count: int, target: jax.Array) -> jax.Array:
+    """The same, with masses that are worked out one after another until one is found."""
+
+    def goes_on(state: tuple[jax.Array, ...]) -> jax.Array:
+        i, _, inclusive = state
+        return (i < count) & ~(inclusive > target)
+
+    def step(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        i, index, inclusive = state
+        weight = mass(i)
+        return i + 1, jnp.where(weight > 0, i, index), inclusive + weight
+
+    start = jnp.int32(0), jnp.int32(0), jnp.float32(0)
+    _, index, _ = lax.while_loop(goes_on, step, start)
+    return index
+
+
+def pick_in_tile(weights: Any, u: jax.Array) -> jax.Array:
+    """Inverse CDF over a tile of weights in shared memory, ``[TILE_ROWS, LANES]``.
+
+    A prefix sum is a masked sum over everything, so it does not decrease, and is the total once
+    all that is left out is zero. Hence bisection never ends at a row of zero weight.
 
     Args:
-      groups: arrays of weights, of one shape.
-      target: ``[]``, less than the sum of all.
+      weights: float32 ref, not all zero.
+      u: ``[]`` float32 uniform on [0, 1).
 
     Returns:
-      ``(index, sum of the groups before it)``.
+      ``[]`` int32, place in the tile.
     """
+    rows = [weights[pl.ds(i, 1)] for i in range(TILE_ROWS)]
 
     def prefix(count: jax.Array) -> jax.Array:
         # A scalar cannot select between vectors, but it can scale one.
-        kept = [group * jnp.where(count > i, 1.0, 0.0) for i, group in enumerate(groups)]
-        return jnp.sum(tree_sum(kept))
+        return jnp.sum(tree_sum([w * jnp.where(count > i, 1.0, 0.0) for i, w in enumerate(rows)]))
 
-    low, before = jnp.int32(0), jnp.float32(0)
-    step = 1 << max(len(groups) - 1, 0).bit_length()
-    while step > 1:
-        step //= 2
-        sums = prefix(low + step)
-        right = ~(sums > target) & (low + step < len(groups))
-        low = jnp.where(right, low + step, low)
-        before = jnp.where(right, sums, before)
-    return low, before
+    target = u * prefix(jnp.int32(TILE_ROWS))
 
+    def halve(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        row, before = state
+        middle = row + lax.shift_right_logical(jnp.int32(TILE_ROWS // 2), i)
+        mass = prefix(middle)
+        return jnp.where(mass > target, row, middle), jnp.where(mass > target, before, mass)
 
-def pick_in_row(entry: Any, target: jax.Array, before: jax.Array) -> jax.Array:
-    """The same among the LANES weights of one row, read one by one.
+    steps = TILE_ROWS.bit_length() - 1
+    row, before = lax.fori_loop(0, steps, halve, (jnp.int32(0), jnp.float32(0)))
 
-    Args:
-      entry: maps an index in ``[0, LANES)`` to its weight; one at least is positive.
-      target: ``[]``, as a sum over the tile.
-      before: ``[]``, sum of the tile's rows before this one.
+    def group(start: Any) -> list[jax.Array]:
+        return [weights[row, start + i] for i in range(_WIDTH)]
 
-    Returns:
-      ``[]`` int32.
-    """
-    width = 16
-    weights = [entry(i) for i in range(LANES)]
-    sums = [tree_sum(weights[i : i + width]) for i in range(0, LANES, width)]
-    group, skipped = pick_scalar(sums, target - before)
-    inside = [entry(group * width + i) for i in range(width)]
-    place, _ = pick_scalar(inside, target - before - skipped)
-    return lax.convert_element_type(group * width + place, jnp.int32)
+    # Sixteen at a time, until the sum exceeds the target; then among those.
+    def goes_on(state: tuple[jax.Array, ...]) -> jax.Array:
+        start, _, _, inclusive = state
+        return (start < LANES) & ~(inclusive > target)
+
+    def step(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        start, found, skipped, inclusive = state
+        mass = tree_sum(group(start))
+        return (
+            start + _WIDTH,
+            jnp.where(mass > 0, start, found),
+            jnp.where(mass > 0, inclusive, skipped),
+            inclusive + mass,
+        )
+
+    zero = jnp.int32(0)
+    _, found, skipped, _ = lax.while_loop(goes_on, step, (zero, zero, before, before))
+    place, _ = pick_scalar(group(found), target - skipped)
+    return row * LANES + found + place
