@@ -80,3 +80,168 @@ in_clusters = interpreted(KernelConfig(max_cluster=CLUSTER, prefetch_draft=True)
 def test_gives_the_tokens_of_the_oracle(layout, verifier):
     batch = random_batch(layout, seed=len(layout.kind) + layout.vocab, broken=0.2)
     check(batch, verify(batch, verifier))
+
+
+def test_no_block_reads_what_another_still_writes():
+    layout = dataclasses.replace(LAYOUTS[4], num_requests=2, num_drafts=6)
+    verifier = interpreted(KernelConfig(max_cluster=CLUSTER), detect_races=True)
+    batch = random_batch(layout, seed=3)
+    check(batch, verify(batch, verifier))  # a race is an error
+
+
+# What each kind of request emits, small enough to check by hand.
+
+
+def answer(verifier, middle, **changes):
+    layout = Layout(vocab=128, num_requests=1, num_drafts=3, **changes)
+    output = verify(pack([middle], layout), verifier)
+    check(pack([middle], layout), output)
+    return output.token_ids[0, : output.num_emitted[0]].tolist() or sd.Status(output.status[0])
+
+
+def logits(rows, fill=-np.inf):
+    target = np.full((len(rows), 128), fill)
+    for row, ids in zip(target, rows, strict=True):
+        row[list(ids)] = 2.0
+    return target
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_rows_that_hold_nan_or_infinity_are_bad_where_they_are_visited(temperature):
+    for bad in (np.nan, np.inf):
+        target = logits([[3], [5], [7]])
+        target[1, 100] = bad
+        middle = edges.Request(target, [3, 5], temperature=temperature)
+        assert answer(alone, middle) == sd.Status.BAD_TARGET_ROW
+        ends = dataclasses.replace(middle, draft_ids=[4, 5])
+        assert answer(alone, ends) == [3]
+
+
+def test_greedy_ties_go_to_the_lowest_id():
+    middle = edges.Request(logits([[9, 70], [9, 127]], fill=-1.0), [70], temperature=0.0)
+    assert answer(alone, middle) == [9]
+
+
+def test_the_ends_of_the_uniforms_never_pick_a_token_of_zero_weight():
+    for ids in ([0], [127], [15, 16], [31, 64, 100]):
+        for u in (0.0, 2.0**-24, edges.ALMOST_ONE):
+            middle = edges.Request(logits([ids]), [], recover=(u, u))
+            assert answer(alone, middle)[0] in ids
+
+
+def test_an_empty_residual_samples_the_target():
+    target = logits([[5], [5], [1]])
+    middle = edges.Request(target, [3, 5], accept=[0.0, 0.9], draft=target[:2])
+    assert answer(alone, middle, kind="logits", rates=edges.RATES) == [3, 5]
+
+
+# Lowering for CUDA, on the CPU.
+
+
+def shapes(layout: Layout):
+    batch = random_batch(layout, seed=0, broken=0)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch.arguments()[0])
+
+
+def lowered(layout: Layout, **options) -> str:
+    run = functools.partial(mosaic_gpu.verify, **options)
+
+    def call(logits, drafts, noise, sampling, bonus, active):
+        inner = api._rejection_sample.__wrapped__
+        with (
+            mock.patch.object(api.xla, "verify", run),
+            mock.patch.object(api, "_rejection_sample", inner),
+        ):
+            return sd.rejection_sample_with_noise(
+                logits,
+                drafts,
+                noise,
+                sampling=sampling,
+                config=layout.config,
+                bonus_token_ids=bonus,
+                active=active,
+                vocab_size=layout.vocab_size,
+                implementation="xla",
+            )
+
+    positional, named = random_batch(layout, seed=0, broken=0).arguments()
+    arguments = (*positional, named["sampling"], named["bonus_token_ids"], named["active"])
+    return jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+LOWERED = [
+    *LAYOUTS,
+    *(
+        Layout(vocab=16512, **BIG, kind=kind, dtype=dtype, draft_dtype=dtype, has_bonus=bonus)
+        for kind in ("none", "probs", "logits", "normalized")
+        for dtype, bonus in (("float32", False), ("bfloat16", True), ("float16", False))
+    ),
+    Layout(vocab=16512, num_speculative_tokens=12, kind="normalized", rates=(0.5,) * 12),
+]
+
+
+@pytest.mark.parametrize("layout", LOWERED, ids=str)
+def test_lowers_for_cuda_to_one_kernel(layout):
+    assert lowered(layout).count("@mosaic_gpu") == 1
+
+
+# What it refuses, and when it is chosen.
+
+
+def refusal(layout: Layout, **options) -> str:
+    with pytest.raises(NotImplementedError) as error:
+        lowered(layout, **options)
+    return str(error.value)
+
+
+def test_calls_it_cannot_serve_are_refused_in_a_sentence():
+    assert "multiple of 128, but V is 97" in refusal(Layout(vocab=97))
+    narrow = Layout(vocab=256, kind="probs", draft_vocab=60)
+    assert "multiple of 128, but Vd is 60" in refusal(narrow)
+    assert "not RaceNoise" in refusal(Layout(vocab=128, race=True))
+    assert "B is 0" in refusal(Layout(vocab=128, num_requests=0, num_drafts=0))
+    large = Layout(vocab=2**19, num_requests=1, num_drafts=0)
+    assert "524288 ids of float32 do not fit" in refusal(large)
+    with pytest.raises(ValueError, match=r"max_cluster must be in \[1, 8\], but it is 9"):
+        KernelConfig(max_cluster=9)
+
+
+class Device:
+    def __init__(self, platform: str, capability: str = ""):
+        self.platform, self.compute_capability, self.device_kind = platform, capability, "device"
+
+
+@pytest.mark.parametrize(
+    ("device", "why_not"),
+    [
+        (Device("cpu"), "runs on cpu"),
+        (Device("gpu", "8.0"), "device has 8.0"),
+        (Device("gpu"), "device has none"),
+        (Device("gpu", "9.0"), None),
+        (Device("gpu", "10.0"), None),
+    ],
+)
+def test_it_needs_a_hopper_gpu(device, why_not):
+    with mock.patch.object(jax, "devices", lambda: [device]):
+        answer = mosaic_gpu.no_device()
+    assert answer is None if why_not is None else why_not in answer
+
+
+@pytest.mark.parametrize(("vocab", "kernels"), [(256, 1), (97, 0)])
+def test_it_is_the_default_on_hopper_for_the_calls_it_serves(vocab, kernels):
+    batch = random_batch(Layout(vocab=vocab), seed=0)
+    positional, named = batch.arguments()
+    config = named.pop("config")
+    named.pop("vocab_size")
+
+    def call(positional, named):
+        inner = api._rejection_sample.__wrapped__
+        with (
+            mock.patch.object(jax, "devices", lambda: [Device("gpu", "9.0")]),
+            mock.patch.object(api, "_rejection_sample", inner),
+        ):
+            return sd.rejection_sample_with_noise(*positional, **named, config=config)
+
+    traced = jax.jit(call).trace(positional, named)
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == kernels
+    assert traced.lower(lowering_platforms=("cpu",)).as_text().count("@mosaic_gpu") == 0

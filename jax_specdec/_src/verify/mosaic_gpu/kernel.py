@@ -108,9 +108,12 @@ class Verifier:
         def step(state: tuple[jax.Array, Seen]) -> tuple[jax.Array, Seen]:
             position, _ = state
             seen = self.visit(position, position)
-            pl.when((seen.accepted == 1) & (position + 1 < self.block.num_rows))(
-                lambda: self.target.fetch(self.block.first_row + position + 1)
-            )
+
+            @pl.when((seen.accepted == 1) & (position + 1 < self.block.num_rows))
+            def _() -> None:
+                plgpu.commit_smem()  # all have read what the copies will overwrite
+                self.target.fetch(self.block.first_row + position + 1)
+
             return position + 1, seen
 
         position, last = lax.while_loop(goes_on, step, (jnp.int32(0), self.nothing()))
