@@ -120,6 +120,22 @@ class RowBuffer:
             jnp.float32
         )
 
+    # What the residual asks of a draft row, be it held whole or tile by tile.
+
+    def open(self, row: jax.Array) -> None:
+        """Have the row's slice here."""
+        self.fetch(row)
+        self.wait()
+
+    def ready(self, tile: Any) -> None:
+        """Wait for a tile."""
+
+    def release(self, row: jax.Array, tile: Any) -> None:
+        """Say that a tile has been read."""
+
+    def reopen(self, row: jax.Array, tile: Any) -> None:
+        """Have one tile here again."""
+
     def vectors(self, tile: Any) -> list[jax.Array]:
         """A tile's entries, float32 ``[vector, LANES]`` each."""
         return [
@@ -147,6 +163,67 @@ class RowBuffer:
         """The tile's ids as places in the slice, int32 ``[vector, LANES]`` each."""
         base = self._iota(self.vector, 0) * LANES + self._iota(self.vector, 1)
         return [base + (tile * TILE_ROWS + j) * LANES for j in range(0, TILE_ROWS, self.vector)]
+
+
+@dataclasses.dataclass(frozen=True)
+class TileRing(RowBuffer):
+    """The same for a row that is read once and in order: some tiles of it at a time.
+
+    Attributes:
+      ref: ref ``[tiles, TILE_ROWS, LANES]`` in shared memory.
+      barrier: one for each of them.
+      masked: whether entries that do not count must be hidden; else they are zeros.
+    """
+
+    masked: bool
+
+    def _slot(self, tile: Any) -> Any:
+        return lax.rem(tile, self.ref.shape[0])
+
+    def _fetch_tile(self, row: jax.Array, tile: Any) -> None:
+        # What lies past the row arrives as zeros.
+        start = self.block * self.slices.rows + tile * TILE_ROWS
+        slot = self._slot(tile)
+        plgpu.copy_gmem_to_smem(
+            self.rows.at[row, pl.ds(start, TILE_ROWS)], self.ref.at[slot], self.barrier.at[slot]
+        )
+
+    def pad(self) -> None:
+        """Nothing to fill."""
+
+    def open(self, row: jax.Array) -> None:
+        for tile in range(min(self.ref.shape[0], self.slices.tiles)):
+            self._fetch_tile(row, jnp.int32(tile))
+
+    def ready(self, tile: Any) -> None:
+        plgpu.barrier_wait(self.barrier.at[self._slot(tile)])
+
+    def release(self, row: jax.Array, tile: Any) -> None:
+        following = tile + self.ref.shape[0]
+
+        @pl.when(following < self.slices.tiles)
+        def _() -> None:
+            plgpu.commit_smem()  # all have read what the copy will overwrite
+            self._fetch_tile(row, following)
+
+    def reopen(self, row: jax.Array, tile: Any) -> None:
+        plgpu.commit_smem()
+        self._fetch_tile(row, tile)
+        self.ready(tile)
+
+    def vectors(self, tile: Any) -> list[jax.Array]:
+        slot = self._slot(tile)
+        entries = [
+            self.ref[slot, pl.ds(j, self.vector)].astype(jnp.float32)
+            for j in range(0, TILE_ROWS, self.vector)
+        ]
+        if not self.masked:
+            return entries
+        end = self.size - self.block * (self.slices.rows * LANES)
+        return [
+            jnp.where(place < end, x, self.fill)
+            for x, place in zip(entries, self.place(tile), strict=True)
+        ]
 
 
 def tree_sum(xs: list[jax.Array]) -> jax.Array:

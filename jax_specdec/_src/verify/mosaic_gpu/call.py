@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_specdec._src.types import DraftDistribution, DraftProbs, RejectionSampleOutput
 from jax_specdec._src.verify.decide import Request
 from jax_specdec._src.verify.mosaic_gpu.block import MAILBOX, Block, Call
-from jax_specdec._src.verify.mosaic_gpu.buffers import RowBuffer
+from jax_specdec._src.verify.mosaic_gpu.buffers import RowBuffer, TileRing
 from jax_specdec._src.verify.mosaic_gpu.config import (
     LANES,
     TILE_ROWS,
@@ -135,7 +135,7 @@ def unsupported(
         )
     slices = Slices.of(size, config.max_cluster)
     arrays = [target_logits] if storage is None else [target_logits, storage]
-    needed = sum(slices.rows * LANES * x.dtype.itemsize for x in arrays)
+    needed = sum(slices.rows * LANES * x.dtype.itemsize for x in arrays)  # held whole, at most
     if not slices.fits or needed > _SHARED_BYTES:
         return (
             f"implementation='mosaic_gpu' holds a slice of each row in shared memory, but {size} "
@@ -174,6 +174,14 @@ def _numbers(requests: Request) -> jax.Array:
     return jnp.concatenate([inv, requests.recover, requests.accept], axis=1)
 
 
+def _draft_tiles(call: Call) -> int:
+    """Tiles of the draft row held at a time; 0 for the whole slice."""
+    tiles = call.config.draft_tiles
+    if call.draft == "logits" or tiles >= call.slices.tiles:
+        return 0
+    return tiles
+
+
 def _launch(
     call: Call, operands: dict[str, jax.Array], batch: int, interpret: Any
 ) -> RejectionSampleOutput:
@@ -190,11 +198,16 @@ def _launch(
     scratch: dict[str, Any] = {
         "target_slice": plgpu.SMEM((slices.rows, LANES), target.dtype),
         "target_arrived": plgpu.Barrier(),
-        "weights": plgpu.SMEM((TILE_ROWS, LANES), jnp.float32),
+        "weights": plgpu.SMEM((vector, LANES), jnp.float32),
+        "tile_masses": plgpu.SMEM((slices.tiles,), jnp.float32),
     }
+    draft_tiles = _draft_tiles(call)
     if draft is not None:
-        scratch["draft_slice"] = plgpu.SMEM((slices.rows, LANES), draft.dtype)
-        scratch["draft_arrived"] = plgpu.Barrier()
+        shape = (slices.rows, LANES)
+        if draft_tiles:
+            shape = (draft_tiles, TILE_ROWS, LANES)
+        scratch["draft_slice"] = plgpu.SMEM(shape, draft.dtype)
+        scratch["draft_arrived"] = plgpu.Barrier(num_barriers=max(draft_tiles, 1))
     if slices.cluster > 1:
         if call.interpreted:
             outputs["mail"] = jax.ShapeDtypeStruct((batch, call.k + 2, MAILBOX), jnp.float32)
@@ -209,26 +222,26 @@ def _launch(
         request = lax.axis_index("request")
         index = lax.axis_index("block") if slices.cluster > 1 else jnp.int32(0)
 
-        def buffer(name: str, size: int, fill: float) -> RowBuffer:
-            return RowBuffer(
-                refs[name],
-                refs[f"{name}_slice"],
-                refs[f"{name}_arrived"],
-                slices,
-                size,
-                fill,
-                index,
-                vector,
-                call.interpreted,
+        def buffer(name: str, size: int, fill: float) -> dict[str, Any]:
+            return dict(
+                rows=refs[name],
+                ref=refs[f"{name}_slice"],
+                barrier=refs[f"{name}_arrived"],
+                slices=slices,
+                size=size,
+                fill=fill,
+                block=index,
+                vector=vector,
+                interpreted=call.interpreted,
             )
 
-        Verifier(
-            Block(call, refs, request, index),
-            buffer("target", call.size, -jnp.inf),
-            None
-            if draft is None
-            else buffer("draft", call.draft_size, 0.0 if call.draft == "probs" else -jnp.inf),
-        ).run()
+        draft_buffer: RowBuffer | None = None
+        if draft is not None:
+            held = buffer("draft", call.draft_size, 0.0 if call.draft == "probs" else -jnp.inf)
+            masked = not call.draft_size == call.size == draft.shape[1] * LANES
+            draft_buffer = TileRing(**held, masked=masked) if draft_tiles else RowBuffer(**held)
+        target_buffer = RowBuffer(**buffer("target", call.size, -jnp.inf))
+        Verifier(Block(call, refs, request, index), target_buffer, draft_buffer).run()
 
     cluster: dict[str, Any] = {}
     if slices.cluster > 1:

@@ -26,21 +26,31 @@ class KernelConfig:
       max_cluster: blocks that share one request, at most 8; each holds a slice of the row.
       prefetch_draft: fetch the draft row together with the target row of its position, rather
         than once the draft was rejected: shorter to wait for, more to read.
+      draft_tiles: tiles of the draft row that a block holds at a time, or 0 for its whole slice:
+        fewer leave room for more blocks on a multiprocessor.
     """
 
     max_cluster: int = MAX_CLUSTER
     prefetch_draft: bool = False
+    draft_tiles: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_cluster <= MAX_CLUSTER:
             raise ValueError(
                 f"max_cluster must be in [1, {MAX_CLUSTER}], but it is {self.max_cluster}"
             )
+        if self.draft_tiles < 0 or (self.draft_tiles and self.prefetch_draft):
+            raise ValueError(
+                "draft_tiles must not be negative, and 0 where prefetch_draft is true, but it is "
+                f"{self.draft_tiles}"
+            )
 
     @classmethod
     def choose(cls, num_requests: int) -> KernelConfig:
         """The default: few requests wait for memory, many share its bandwidth."""
-        return cls(prefetch_draft=num_requests <= 16)
+        if num_requests <= 16:
+            return cls(prefetch_draft=True)
+        return cls(draft_tiles=2)
 
 
 @dataclasses.dataclass(frozen=True)

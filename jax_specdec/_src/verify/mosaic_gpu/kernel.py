@@ -25,7 +25,7 @@ from jax_specdec._src.verify.mosaic_gpu.block import (
 )
 from jax_specdec._src.verify.mosaic_gpu.buffers import RowBuffer, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.config import LANES
-from jax_specdec._src.verify.mosaic_gpu.pick import pick_group, pick_in_tile, pick_scalar
+from jax_specdec._src.verify.mosaic_gpu.pick import pick_entry, pick_in_tile, pick_scalar
 from jax_specdec._src.verify.tiles import TILE
 
 OK, BAD_TARGET_ROW, BAD_DRAFT_ROW = (
@@ -282,18 +282,31 @@ class Verifier:
                     weights.append(jnp.maximum(p - q, q - q))
             return weights
 
+        masses_of_tiles = block.refs["tile_masses"]
+
         def mass(weights: Any) -> jax.Array:
-            lanes = self.target.reduce(
-                lambda tile, total: total + tree_sum(weights(tile)), self.target.constant(0)
-            )
-            return jnp.sum(lanes)
+            """The slice's mass; that of each tile is left for the block that is chosen."""
+
+            def add(tile: Any, total: jax.Array) -> jax.Array:
+                tile_mass = jnp.sum(tree_sum(weights(tile)))
+                masses_of_tiles[tile] = tile_mass
+                return total + tile_mass
+
+            return lax.fori_loop(0, call.slices.tiles, add, jnp.float32(0))
 
         def residual_mass() -> jax.Array:
-            assert self.draft is not None
+            draft = self.draft
+            assert draft is not None
             if not self._fetches_draft_early:
-                self.draft.fetch(draft_row)
-                self.draft.wait()
-            return mass(residual)
+                draft.open(draft_row)
+
+            def weights(tile: Any) -> list[jax.Array]:
+                draft.ready(tile)
+                found = residual(tile)
+                draft.release(draft_row, tile)
+                return found
+
+            return mass(weights)
 
         def mass_without() -> jax.Array:
             return mass(lambda tile: plain(tile, token_id - offset))
@@ -323,30 +336,34 @@ class Verifier:
 
         @pl.when(~bad & (block.block == chosen))
         def _() -> None:
-            scratch, vector = block.refs["weights"], self.target.vector
-            removed = jnp.where(without_token & some, token_id - offset, -1)
+            # Unless a residual was weighed, and is not empty, p is what to draw from.
+            weighed = rejected & some
+            removed = jnp.where(weighed & without_token, token_id - offset, -1)
 
-            def pick_tile(weights: Any) -> jax.Array:
-                """The tile, its weights left in `scratch`."""
+            @pl.when(~weighed)
+            def _() -> None:
+                mass(lambda tile: plain(tile, jnp.int32(-1)))
 
-                def tile_mass(tile: Any) -> jax.Array:
-                    return jnp.sum(tree_sum(weights(tile)))
+            tile = pick_entry(masses_of_tiles, call.slices.tiles, jnp.maximum(target - before, 0.0))
 
-                tile = pick_group(tile_mass, call.slices.tiles, jnp.maximum(target - before, 0.0))
-                for j, w in enumerate(weights(tile)):
-                    scratch[pl.ds(j * vector, vector)] = w
-                plgpu.commit_smem()
-                return tile
+            def pick(weights: list[jax.Array]) -> jax.Array:
+                return pick_in_tile(
+                    weights, self.target.place(0), block.refs["weights"], block.u_token
+                )
+
+            def pick_residual() -> jax.Array:
+                assert self.draft is not None
+                self.draft.reopen(draft_row, tile)
+                return pick(residual(tile))
 
             def pick_plain() -> jax.Array:
-                return pick_tile(lambda tile: plain(tile, removed))
+                return pick(plain(tile, removed))
 
-            tile = (
+            place = (
                 pick_plain()
                 if self.draft is None
-                else lax.cond(from_residual & some, lambda: pick_tile(residual), pick_plain)
+                else lax.cond(weighed & from_residual, pick_residual, pick_plain)
             )
-            place = pick_in_tile(scratch, block.u_token)
             self.write(num_accepted, offset + tile * TILE + place, jnp.int32(OK), chosen)
 
     def write(

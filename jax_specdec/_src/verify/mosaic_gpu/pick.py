@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_specdec._src.verify.mosaic_gpu.buffers import tree_sum
 from jax_specdec._src.verify.mosaic_gpu.config import LANES, TILE_ROWS
@@ -34,8 +34,8 @@ def pick_scalar(weights: list[jax.Array], target: jax.Array) -> tuple[jax.Array,
     return index, before
 
 
-def pick_group(mass: Callable[[Any], jax.Array], count: int, target: jax.Array) -> jax.Array:
-    """The same, with masses that are worked out one after another until one is found."""
+def pick_entry(weights: Any, count: int, target: jax.Array) -> jax.Array:
+    """The same, of `count` weights in shared memory, for a `target` that is not negative."""
 
     def goes_on(state: tuple[jax.Array, ...]) -> jax.Array:
         i, _, inclusive = state
@@ -43,32 +43,37 @@ def pick_group(mass: Callable[[Any], jax.Array], count: int, target: jax.Array) 
 
     def step(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         i, index, inclusive = state
-        weight = mass(i)
+        weight = weights[i]
         return i + 1, jnp.where(weight > 0, i, index), inclusive + weight
 
-    start = jnp.int32(0), jnp.int32(0), jnp.float32(0)
-    _, index, _ = lax.while_loop(goes_on, step, start)
+    _, index, _ = lax.while_loop(goes_on, step, (jnp.int32(0), jnp.int32(0), jnp.float32(0)))
     return index
 
 
-def pick_in_tile(weights: Any, u: jax.Array) -> jax.Array:
-    """Inverse CDF over a tile of weights in shared memory, ``[TILE_ROWS, LANES]``.
+def pick_in_tile(
+    weights: list[jax.Array], places: list[jax.Array], scratch: Any, u: jax.Array
+) -> jax.Array:
+    """Inverse CDF over a tile.
 
     A prefix sum is a masked sum over everything, so it does not decrease, and is the total once
     all that is left out is zero. Hence bisection never ends at a row of zero weight.
 
     Args:
-      weights: float32 ref, not all zero.
+      weights: float32 ``[vector, LANES]`` each, not all zero.
+      places: int32, place of each in the tile.
+      scratch: float32 ref ``[vector, LANES]`` in shared memory.
       u: ``[]`` float32 uniform on [0, 1).
 
     Returns:
       ``[]`` int32, place in the tile.
     """
-    rows = [weights[pl.ds(i, 1)] for i in range(TILE_ROWS)]
+    vector = weights[0].shape[0]
 
-    def prefix(count: jax.Array) -> jax.Array:
-        # A scalar cannot select between vectors, but it can scale one.
-        return jnp.sum(tree_sum([w * jnp.where(count > i, 1.0, 0.0) for i, w in enumerate(rows)]))
+    def prefix(row: jax.Array) -> jax.Array:
+        kept = [
+            jnp.where(place < row * LANES, w, 0.0) for w, place in zip(weights, places, strict=True)
+        ]
+        return jnp.sum(tree_sum(kept))
 
     target = u * prefix(jnp.int32(TILE_ROWS))
 
@@ -80,9 +85,16 @@ def pick_in_tile(weights: Any, u: jax.Array) -> jax.Array:
 
     steps = TILE_ROWS.bit_length() - 1
     row, before = lax.fori_loop(0, steps, halve, (jnp.int32(0), jnp.float32(0)))
+    for j, w in enumerate(weights):
+
+        @pl.when(lax.div(row, vector) == j)
+        def _(w: jax.Array = w) -> None:
+            scratch[...] = w
+
+    plgpu.commit_smem()
 
     def group(start: Any) -> list[jax.Array]:
-        return [weights[row, start + i] for i in range(_WIDTH)]
+        return [scratch[lax.rem(row, vector), start + i] for i in range(_WIDTH)]
 
     # Sixteen at a time, until the sum exceeds the target; then among those.
     def goes_on(state: tuple[jax.Array, ...]) -> jax.Array:
