@@ -22,7 +22,7 @@ import jax_specdec as sd
 
 K = 4
 ROTATED_BYTES = 150e6
-OUTER = 4
+CALLS = 200
 
 
 class Case(NamedTuple):
@@ -120,6 +120,7 @@ def run(
 ) -> dict[str, Any]:
     config, count = config_of(case), len(sets)
     inner = max(12 // count, 1) * count
+    trips = max(CALLS // inner, 4)
     temperature = jnp.full((case.batch,), case.temperature, jnp.float32)
     keys = jax.random.split(jax.random.key(2), case.batch)
 
@@ -160,13 +161,13 @@ def run(
             return positions, total
 
         zero = jnp.zeros((case.batch,), jnp.int32)
-        return lax.fori_loop(0, OUTER, trip, (zero, zero))
+        return lax.fori_loop(0, trips, trip, (zero, zero))
 
     randomness: Any = keys
     if explicit:
         randomness = [sd.draw_noise(keys, jnp.full((case.batch,), i), K) for i in range(inner)]
     positions, _ = jax.block_until_ready(chain(sets, temperature, randomness))
-    calls = inner * OUTER
+    calls = inner * trips
     samples = measure.alternate(
         {"chain": lambda: chain(sets, temperature, randomness)}, repeats, warm_up=1
     )["chain"]

@@ -17,9 +17,9 @@ from jax_specdec._src import compat
 from jax_specdec._src.verify import api, mosaic_gpu
 from jax_specdec._src.verify.mosaic_gpu import KernelConfig
 
-from . import edges
-from .batch import Batch, Layout, check, jitted, pack, verify
-from .cases import random_batch, random_request
+from . import edges, suite
+from .batch import Layout, check, jitted, pack, verify
+from .cases import random_batch
 
 BIG = dict(num_speculative_tokens=4, num_requests=6, num_drafts=20)
 RATES = (0.9, 0.75, 0.3, 0.1)
@@ -73,13 +73,30 @@ def interpreted(config: KernelConfig, **params):
 CLUSTER = 2 if compat.INTERPRETS_CLUSTERS else 1
 alone = interpreted(KernelConfig(max_cluster=1))
 in_clusters = interpreted(KernelConfig(max_cluster=CLUSTER, prefetch_draft=True))
+# Copies from past the end of an array arrive as zeros there, too.
+by_tiles = interpreted(KernelConfig(max_cluster=CLUSTER, draft_tiles=2))
+by_tiles = by_tiles if compat.INTERPRETS_CLUSTERS else alone
 
 
-@pytest.mark.parametrize("verifier", [alone, in_clusters], ids=["one block", "clusters"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_gives_the_tokens_of_the_oracle(layout, verifier):
+def agrees(layout, verifier):
     batch = random_batch(layout, seed=len(layout.kind) + layout.vocab, broken=0.2)
     check(batch, verify(batch, verifier))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_gives_the_tokens_of_the_oracle(layout):
+    agrees(layout, in_clusters)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
+def test_gives_the_tokens_of_the_oracle_with_one_block_for_a_request(layout):
+    agrees(layout, alone)
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 8320])
+@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[4]], ids=str)
+def test_gives_the_tokens_of_the_oracle_with_draft_rows_tile_by_tile(layout, draft_vocab):
+    agrees(dataclasses.replace(layout, vocab=12416, draft_vocab=draft_vocab), by_tiles)
 
 
 def test_no_block_reads_what_another_still_writes():
@@ -136,11 +153,6 @@ def test_an_empty_residual_samples_the_target():
 
 
 # Lowering for CUDA, on the CPU.
-
-
-def shapes(layout: Layout):
-    batch = random_batch(layout, seed=0, broken=0)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch.arguments()[0])
 
 
 def lowered(layout: Layout, **options) -> str:
@@ -245,3 +257,67 @@ def test_it_is_the_default_on_hopper_for_the_calls_it_serves(vocab, kernels):
     traced = jax.jit(call).trace(positional, named)
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == kernels
     assert traced.lower(lowering_platforms=("cpu",)).as_text().count("@mosaic_gpu") == 0
+
+
+# On a GPU.
+
+
+def padded(verifier):
+    """The same function for any vocabulary: columns up to a multiple of 128, weight 0."""
+
+    def widen(x, fill):
+        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 128)), constant_values=fill)
+
+    def call(logits, drafts, noise, *, vocab_size=None, **named):
+        size = logits.shape[1] if vocab_size is None else vocab_size
+        distribution = drafts.distribution
+        if isinstance(distribution, sd.DraftProbs):
+            distribution = dataclasses.replace(distribution, probs=widen(distribution.probs, 0))
+        elif distribution is not None:
+            widened = widen(distribution.logits, -jnp.inf)
+            distribution = dataclasses.replace(distribution, logits=widened)
+        drafts = dataclasses.replace(drafts, distribution=distribution)
+        return verifier(widen(logits, jnp.nan), drafts, noise, vocab_size=size, **named)
+
+    return call
+
+
+named = functools.partial(sd.rejection_sample_with_noise, implementation="mosaic_gpu")
+on_gpu = jitted(padded(named))
+
+
+@pytest.mark.gpu
+class TestOracleOnGpu(suite.OracleSuite):
+    verifier = staticmethod(on_gpu)
+    seeds = range(4)
+
+
+@pytest.mark.gpu
+class TestInvarianceOnGpu(suite.InvarianceSuite):
+    verifier = staticmethod(on_gpu)
+
+
+@pytest.mark.gpu
+class TestEdgesOnGpu(edges.EdgeSuite):
+    verifier = staticmethod(on_gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", [None, "mosaic_gpu"])
+def test_the_compiled_program_holds_the_kernel(implementation):
+    batch = random_batch(Layout(vocab=256, kind="probs"), seed=0)
+    args, kwargs = batch.arguments()
+    verifier = jitted(
+        functools.partial(sd.rejection_sample_with_noise, implementation=implementation)
+    )
+    assert "mosaic_gpu" in verifier.lower(*args, **kwargs).compile().as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["none", "normalized"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_agrees_with_the_oracle_on_a_large_vocabulary(kind, dtype):
+    layout = Layout(vocab=128256, **suite.BIG, kind=kind, dtype=dtype, draft_dtype=dtype)
+    for seed in range(3):
+        batch = random_batch(layout, seed)
+        check(batch, verify(batch, on_gpu))

@@ -51,7 +51,8 @@ class Call:
     interpreted: bool
 
 
-# Columns of the two arrays that hold what is known of each request besides rows.
+# Columns of the array that holds what is known of each request besides rows: integers, ids and
+# draft rows; then numbers, bit by bit, so that one fusion lays out all of it.
 FIRST_ROW, NUM_DRAFTS, STATUS, GREEDY, STORED, BONUS, TOKEN_IDS = range(7)
 INV_TEMPERATURE, U_TILE, U_TOKEN, ACCEPT = range(4)
 
@@ -65,6 +66,7 @@ class Block:
 
     def __init__(self, call: Call, refs: dict[str, Any], request: jax.Array, block: jax.Array):
         self.call, self.refs, self.b, self.block = call, refs, request, block
+        self.first_number = TOKEN_IDS + 2 * call.k
         self.inv = self.number(INV_TEMPERATURE)
         self.scale = jnp.minimum(self.inv * LOG2E, LARGEST)
         self.greedy = self.integer(GREEDY) == 1
@@ -85,7 +87,7 @@ class Block:
         return self.refs["integers"][self.b, column]
 
     def number(self, column: Any) -> jax.Array:
-        return self.refs["numbers"][self.b, column]
+        return lax.bitcast_convert_type(self.integer(self.first_number + column), jnp.float32)
 
     def _at(self, loaded: list[jax.Array] | None, load: Any, position: Any) -> jax.Array:
         """An entry per draft: chosen among registers where they are few, else loaded."""
@@ -157,9 +159,11 @@ class Block:
         """Of the slice: the largest entry, NaN if any is."""
 
         def larger(tile: Any, peaks: jax.Array) -> jax.Array:
-            return functools.reduce(jnp.maximum, buffer.vectors(tile), peaks)
+            return functools.reduce(jnp.maximum, buffer.raw(tile), peaks)
 
-        return jnp.max(buffer.reduce(larger, buffer.constant(-jnp.inf)))
+        # As stored: two of two bytes are compared at a time.
+        start = buffer.constant(-jnp.inf, buffer.ref.dtype)
+        return jnp.max(buffer.reduce(larger, start)).astype(jnp.float32)
 
     def max_and_place(self, buffer: RowBuffer) -> tuple[jax.Array, jax.Array]:
         """Of the slice: the largest entry, and the lowest id that has it, as a number."""

@@ -136,12 +136,16 @@ class RowBuffer:
     def reopen(self, row: jax.Array, tile: Any) -> None:
         """Have one tile here again."""
 
-    def vectors(self, tile: Any) -> list[jax.Array]:
-        """A tile's entries, float32 ``[vector, LANES]`` each."""
+    def raw(self, tile: Any) -> list[jax.Array]:
+        """A tile's entries as stored, ``[vector, LANES]`` each."""
         return [
-            self.ref[pl.ds(tile * TILE_ROWS + j, self.vector)].astype(jnp.float32)
+            self.ref[pl.ds(tile * TILE_ROWS + j, self.vector)]
             for j in range(0, TILE_ROWS, self.vector)
         ]
+
+    def vectors(self, tile: Any) -> list[jax.Array]:
+        """A tile's entries, float32 ``[vector, LANES]`` each."""
+        return [x.astype(jnp.float32) for x in self.raw(tile)]
 
     def _iota(self, rows: int, dimension: int) -> jax.Array:
         if self.interpreted:  # which has no layouts before JAX 0.11

@@ -64,8 +64,7 @@ def verify(
 
     kind = "none"
     operands = {
-        "integers": _integers(requests),
-        "numbers": _numbers(requests),
+        "integers": _packed(requests),
         "target": _rows(target_logits),
     }
     if distribution is not None and storage is not None:
@@ -152,8 +151,9 @@ def _rows(matrix: jax.Array) -> jax.Array:
     return matrix.reshape(matrix.shape[0], matrix.shape[1] // LANES, LANES)
 
 
-def _integers(requests: Request) -> jax.Array:
-    """``[B, 6 + 2K]`` int32, columns as `block` names them."""
+def _packed(requests: Request) -> jax.Array:
+    """``[B, 9 + 3K]`` int32, columns as `block` names them."""
+    assert requests.recover is not None
     bonus = requests.bonus_token_id
     columns = [
         requests.first_row,
@@ -164,14 +164,12 @@ def _integers(requests: Request) -> jax.Array:
         jnp.zeros_like(requests.status) if bonus is None else bonus,
     ]
     stacked = jnp.stack(columns, axis=1)
-    return jnp.concatenate([stacked, requests.token_ids, requests.draft_rows], axis=1)
-
-
-def _numbers(requests: Request) -> jax.Array:
-    """``[B, 3 + K]`` float32, columns as `block` names them."""
-    assert requests.recover is not None
     inv = requests.inv_temperature[:, None]
-    return jnp.concatenate([inv, requests.recover, requests.accept], axis=1)
+    numbers = [
+        lax.bitcast_convert_type(x, jnp.int32) for x in (inv, requests.recover, requests.accept)
+    ]
+    ids = [requests.token_ids, requests.draft_rows]
+    return jnp.concatenate([stacked, *ids, *numbers], axis=1)
 
 
 def _draft_tiles(call: Call) -> int:
@@ -203,10 +201,8 @@ def _launch(
     }
     draft_tiles = _draft_tiles(call)
     if draft is not None:
-        shape = (slices.rows, LANES)
-        if draft_tiles:
-            shape = (draft_tiles, TILE_ROWS, LANES)
-        scratch["draft_slice"] = plgpu.SMEM(shape, draft.dtype)
+        whole, some = (slices.rows, LANES), (draft_tiles, TILE_ROWS, LANES)
+        scratch["draft_slice"] = plgpu.SMEM(some if draft_tiles else whole, draft.dtype)
         scratch["draft_arrived"] = plgpu.Barrier(num_barriers=max(draft_tiles, 1))
     if slices.cluster > 1:
         if call.interpreted:

@@ -31,13 +31,12 @@ def _address(ref: Any) -> Any:
 
 def _offset(address: Any, index: Any, size: int) -> Any:
     i32 = ir.IntegerType.get_signless(32)
-    return arith.addi(address, arith.muli(index, arith.constant(i32, size)))
+    return arith.addi(address, arith.muli(index, utils.c(size, i32)))
 
 
 def open_barriers(barriers: Any) -> None:
     """Make two barriers in shared memory, ``[2]`` of eight bytes, ready in every block."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def run(_: Any, barriers: Any) -> None:
         _assembly(
             """{
@@ -55,7 +54,7 @@ def open_barriers(barriers: Any) -> None:
             _address(barriers),
         )
 
-    run(barriers)
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(run)(barriers)
 
 
 def send_and_wait(
@@ -84,9 +83,8 @@ def send_and_wait(
         for i in range(len(values))
     )
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *[_SCALAR] * (3 + len(values))))
     def run(_: Any, mail: Any, barriers: Any, place: Any, box: Any, parity: Any, *xs: Any) -> None:
-        place, box, parity, *xs = (x.registers.item() for x in (place, box, parity, *xs))
+        place, box, parity, *numbers = (x.registers.item() for x in (place, box, parity, *xs))
         _assembly(
             f"""{{
             .reg .pred first, sends, done;
@@ -102,11 +100,12 @@ def send_and_wait(
             mbarrier.try_wait.parity.shared::cta.b64 done, [$1], $2;
             @!done bra WAIT;
             }}""",
-            ",".join(["r", "r", "r", *["f"] * len(xs), "~{memory}"]),
+            ",".join(["r", "r", "r", *["f"] * len(numbers), "~{memory}"]),
             _offset(_address(mail), place, 4),
             _offset(_address(barriers), box, 8),
             parity,
-            *xs,
+            *numbers,
         )
 
-    run(mail, barriers, place, box, parity, *values)
+    types = (plgpu.RefType(), plgpu.RefType(), *[_SCALAR] * (3 + len(values)))
+    plgpu.inline_mgpu(arg_types=types)(run)(mail, barriers, place, box, parity, *values)

@@ -86,14 +86,10 @@ class Verifier:
         if self.call.slices.cluster > 1 and not self.call.interpreted:
             exchange.open_barriers(block.refs["meeting"])
 
-        @pl.when(status != OK)
-        def _() -> None:
-            self.write(jnp.int32(0), jnp.int32(0), status, jnp.int32(0))
-
-        @pl.when(status == OK)
-        def _() -> None:
-            walk = self.walk if self.call.rates is None else self.synthetic_walk
-            self.emit(*walk())
+        walk = self.walk if self.call.rates is None else self.synthetic_walk
+        zero = jnp.int32(0)
+        pl.when(status != OK)(lambda: self.write(zero, zero, status, zero))
+        pl.when(status == OK)(lambda: self.emit(*walk()))
 
     # Deciding.
 

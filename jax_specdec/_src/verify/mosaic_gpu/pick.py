@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -37,11 +38,11 @@ def pick_scalar(weights: list[jax.Array], target: jax.Array) -> tuple[jax.Array,
 def pick_entry(weights: Any, count: int, target: jax.Array) -> jax.Array:
     """The same, of `count` weights in shared memory, for a `target` that is not negative."""
 
-    def goes_on(state: tuple[jax.Array, ...]) -> jax.Array:
+    def goes_on(state: Any) -> jax.Array:
         i, _, inclusive = state
         return (i < count) & ~(inclusive > target)
 
-    def step(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def step(state: Any) -> Any:
         i, index, inclusive = state
         weight = weights[i]
         return i + 1, jnp.where(weight > 0, i, index), inclusive + weight
@@ -85,11 +86,12 @@ def pick_in_tile(
 
     steps = TILE_ROWS.bit_length() - 1
     row, before = lax.fori_loop(0, steps, halve, (jnp.int32(0), jnp.float32(0)))
-    for j, w in enumerate(weights):
 
-        @pl.when(lax.div(row, vector) == j)
-        def _(w: jax.Array = w) -> None:
-            scratch[...] = w
+    def keep(w: jax.Array) -> None:
+        scratch[...] = w
+
+    for j, w in enumerate(weights):
+        pl.when(lax.div(row, vector) == j)(functools.partial(keep, w))
 
     plgpu.commit_smem()
 
@@ -97,11 +99,11 @@ def pick_in_tile(
         return [scratch[lax.rem(row, vector), start + i] for i in range(_WIDTH)]
 
     # Sixteen at a time, until the sum exceeds the target; then among those.
-    def goes_on(state: tuple[jax.Array, ...]) -> jax.Array:
+    def goes_on(state: Any) -> jax.Array:
         start, _, _, inclusive = state
         return (start < LANES) & ~(inclusive > target)
 
-    def step(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def step(state: Any) -> Any:
         start, found, skipped, inclusive = state
         mass = tree_sum(group(start))
         return (
