@@ -102,7 +102,7 @@ class Verifier:
             return going & (position < self.block.num_rows)
 
         def step(state: tuple[jax.Array, Seen]) -> tuple[jax.Array, Seen]:
-            position, _ = state
+            position = state[0]
             seen = self.visit(position, position)
 
             @pl.when((seen.accepted == 1) & (position + 1 < self.block.num_rows))
@@ -179,12 +179,13 @@ class Verifier:
         )
         if draft is not None and self._fetches_draft_early:
             pl.when(uses_q)(draft.wait)
+        held = draft or target
         if call.draft == "logits":
             stats = (
                 *stats,
                 *lax.cond(
                     uses_q,
-                    lambda: block.max_and_sum(draft),
+                    lambda: block.max_and_sum(held),
                     lambda: (jnp.float32(0), jnp.float32(1)),
                 ),
             )
