@@ -270,6 +270,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--main", action="store_true", help="the four main cases only")
+    parser.add_argument("--brief", action="store_true", help="no explicit noise, no sweep")
+    parser.add_argument("--implementations", default="mosaic_gpu,xla")
     parser.add_argument("--seconds", type=float, default=3600, help="start no case after these")
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
@@ -284,8 +286,8 @@ def main() -> None:
             print("left out:", case)
             continue
         sets = inputs(case)
-        for implementation in ("mosaic_gpu", "xla") if case in MAIN else ("mosaic_gpu",):
-            for explicit in (False, True) if case in MAIN else (False,):
+        for implementation in arguments.implementations.split(","):
+            for explicit in (False, True) if case in MAIN and not arguments.brief else (False,):
                 try:
                     row = run(case, implementation, sets, arguments.repeats, explicit)
                 except Exception:  # one case must not cost the others
@@ -293,7 +295,7 @@ def main() -> None:
                     continue
                 rows.append(row)
                 print(line(row, bandwidth), flush=True)
-    rows[0]["disagreements"] = [disagreements(case) for case in SWEPT]
+    rows[0]["disagreements"] = [disagreements(case) for case in SWEPT if not arguments.brief]
     for row in rows[0]["disagreements"]:
         print(row)
     path = measure.save("verify_gpu", rows)
