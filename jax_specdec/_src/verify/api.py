@@ -68,8 +68,8 @@ def rejection_sample(
       active: ``[B]`` bool; a false slot emits nothing and its rows are not read.
       vocab_size: ids from it on are padding of the vocabulary axis: weight 0, whatever the
         logits hold there.
-      implementation: "xla", "mosaic_gpu", or None for the first that supports the call. A named
-        one never falls back.
+      implementation: "xla", "mosaic_gpu" (Hopper GPUs and newer, vocabularies that are a multiple
+        of 128), or None for the first that supports the call. A named one never falls back.
 
     Returns:
       `RejectionSampleOutput`. A request that could not be verified emits nothing, its
