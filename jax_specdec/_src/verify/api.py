@@ -7,6 +7,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_specdec._src import ragged
 from jax_specdec._src import sampling as sampling_lib
@@ -21,7 +22,7 @@ from jax_specdec._src.types import (
     SamplingParams,
     Status,
 )
-from jax_specdec._src.verify import checks, xla
+from jax_specdec._src.verify import checks, mosaic_gpu, xla
 from jax_specdec._src.verify.decide import Request
 
 Implementation = Literal["xla", "mosaic_gpu"]
@@ -67,8 +68,8 @@ def rejection_sample(
       active: ``[B]`` bool; a false slot emits nothing and its rows are not read.
       vocab_size: ids from it on are padding of the vocabulary axis: weight 0, whatever the
         logits hold there.
-      implementation: "xla", "mosaic_gpu", or None for the first that supports the call. A named
-        one never falls back.
+      implementation: "xla", "mosaic_gpu" (Hopper GPUs and newer, vocabularies that are a multiple
+        of 128), or None for the first that supports the call. A named one never falls back.
 
     Returns:
       `RejectionSampleOutput`. A request that could not be verified emits nothing, its
@@ -103,6 +104,7 @@ def rejection_sample(
     References:
       Leviathan et al., arXiv 2211.17192. Chen et al., arXiv 2302.01318.
     """
+    _check_implementation(implementation)
     _check(target_logits, drafts, sampling, config, bonus_token_ids, active, vocab_size)
     checks.check_keys(keys, positions, sampling.temperature.shape[0])
     return _rejection_sample(
@@ -114,7 +116,7 @@ def rejection_sample(
         active,
         config=config,
         vocab_size=vocab_size,
-        implementation=_choose(implementation),
+        implementation=implementation,
     )
 
 
@@ -166,6 +168,7 @@ def rejection_sample_with_noise(
       >>> sd.parse_output(output)  # 0.7 * 1 >= 0.5: rejected, and 1 is all that is left
       [[1]]
     """
+    _check_implementation(implementation)
     _check(target_logits, drafts, sampling, config, bonus_token_ids, active, vocab_size)
     batch, k = sampling.temperature.shape[0], config.num_speculative_tokens
     checks.check_noise(noise, batch, k, target_logits.shape[1])
@@ -178,7 +181,7 @@ def rejection_sample_with_noise(
         active,
         config=config,
         vocab_size=vocab_size,
-        implementation=_choose(implementation),
+        implementation=implementation,
     )
 
 
@@ -196,16 +199,14 @@ def _check(
     checks.check_call(target_logits, drafts, sampling, bonus_token_ids, active, vocab_size)
 
 
-def _choose(implementation: Implementation | None) -> Implementation:
-    if implementation == "mosaic_gpu":
-        raise NotImplementedError(
-            "implementation='mosaic_gpu' is not built yet; use 'xla', or None to choose by call"
-        )
-    if implementation not in (None, "xla"):
+def _check_implementation(implementation: Implementation | None) -> None:
+    if implementation not in (None, "xla", "mosaic_gpu"):
         raise ValueError(
             f"implementation must be 'xla', 'mosaic_gpu' or None, but it is {implementation!r}"
         )
-    return "xla"
+    why_not = mosaic_gpu.no_device() if implementation == "mosaic_gpu" else None
+    if why_not is not None:
+        raise NotImplementedError(why_not)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "vocab_size", "implementation"))
@@ -219,21 +220,35 @@ def _rejection_sample(
     *,
     config: SpecDecodeConfig,
     vocab_size: int | None,
-    implementation: Implementation,
+    implementation: Implementation | None,
 ) -> RejectionSampleOutput:
-    del implementation
     k = config.num_speculative_tokens
     noise = draw_noise(*randomness, k) if isinstance(randomness, tuple) else randomness
     requests = _requests(drafts, noise, sampling, bonus_token_ids, active, k)
     if target_logits.shape[0] == 0:  # no drafts anywhere, and the bonus given: no row to read
         target_logits = jnp.zeros((1, target_logits.shape[1]), target_logits.dtype)
-    return xla.verify(
-        requests,
-        target_logits,
-        _readable(drafts.distribution),
-        size=target_logits.shape[1] if vocab_size is None else int(vocab_size),
-        conditional_rates=config.conditional_rates,
-    )
+    distribution = _readable(drafts.distribution)
+    size = target_logits.shape[1] if vocab_size is None else int(vocab_size)
+    rates = config.conditional_rates
+
+    def on_xla(requests: Request) -> RejectionSampleOutput:
+        return xla.verify(requests, target_logits, distribution, size=size, conditional_rates=rates)
+
+    def on_mosaic_gpu(requests: Request) -> RejectionSampleOutput:
+        return mosaic_gpu.verify(
+            requests, target_logits, distribution, size=size, conditional_rates=rates
+        )
+
+    if implementation == "mosaic_gpu":
+        return on_mosaic_gpu(requests)
+    if (
+        implementation == "xla"
+        or mosaic_gpu.no_device()
+        or mosaic_gpu.unsupported(requests, target_logits, distribution, size=size)
+    ):
+        return on_xla(requests)
+    # The default device has the kernel, but this call may be compiled for another.
+    return lax.platform_dependent(requests, cuda=on_mosaic_gpu, default=on_xla)
 
 
 def _requests(

@@ -1,0 +1,324 @@
+"""The Mosaic GPU backend: interpreted on the CPU, lowered for CUDA, and run on a GPU.
+
+Vocabularies are multiples of 128, which the kernel needs; what it refuses is tested too.
+"""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+from jax_specdec._src import compat
+from jax_specdec._src.verify import api, mosaic_gpu
+from jax_specdec._src.verify.mosaic_gpu import KernelConfig
+
+from . import edges, suite
+from .batch import Layout, check, jitted, pack, verify
+from .cases import random_batch
+
+BIG = dict(num_speculative_tokens=4, num_requests=6, num_drafts=20)
+RATES = (0.9, 0.75, 0.3, 0.1)
+LAYOUTS = [
+    Layout(vocab=2176, **BIG, has_active=True),
+    Layout(vocab=256, **BIG, kind="probs", draft_vocab=128, dtype="float16"),
+    Layout(vocab=2048, **BIG, kind="probs", store_rows=50, has_valid=True),
+    Layout(
+        vocab=4224,
+        **BIG,
+        kind="logits",
+        dtype="bfloat16",
+        draft_vocab=2176,
+        vocab_size=4100,
+        has_bonus=True,
+    ),
+    Layout(
+        vocab=4224,
+        **BIG,
+        kind="normalized",
+        dtype="bfloat16",
+        draft_dtype="bfloat16",
+        store_rows=30,
+        has_valid=True,
+    ),
+    Layout(vocab=2176, **BIG, kind="normalized", dtype="bfloat16", rates=RATES),
+]
+
+
+def interpreted(config: KernelConfig, **params):
+    """The kernel in GPU interpret mode, as a function like `rejection_sample_with_noise`."""
+    run = functools.partial(
+        mosaic_gpu.verify, config=config, interpret=compat.interpret_gpu_params(**params)
+    )
+
+    @jitted
+    def verifier(*args, config, vocab_size, **kwargs):
+        inner = api._rejection_sample.__wrapped__  # not traced before, for another backend
+        with (
+            mock.patch.object(api.xla, "verify", run),
+            mock.patch.object(api, "_rejection_sample", inner),
+        ):
+            return sd.rejection_sample_with_noise(
+                *args, config=config, vocab_size=vocab_size, implementation="xla", **kwargs
+            )
+
+    return verifier
+
+
+# One block for a request: interpreted blocks that wait for each other block the threads that the
+# others need, and with two cores may never end. Clusters are tested on a GPU.
+alone = interpreted(KernelConfig(max_cluster=1))
+early = interpreted(KernelConfig(max_cluster=1, prefetch_draft=True))
+# Copies from past the end of an array arrive as zeros in interpret mode from JAX 0.11 on.
+by_tiles = (
+    interpreted(KernelConfig(max_cluster=1, draft_tiles=2)) if compat.INTERPRETS_CLUSTERS else alone
+)
+
+
+def agrees(layout, verifier):
+    batch = random_batch(layout, seed=len(layout.kind) + layout.vocab, broken=0.2)
+    check(batch, verify(batch, verifier))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_gives_the_tokens_of_the_oracle(layout):
+    agrees(layout, alone)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[4]], ids=str)
+def test_gives_the_tokens_of_the_oracle_with_draft_rows_fetched_early(layout):
+    agrees(layout, early)
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 8320])
+@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[4]], ids=str)
+def test_gives_the_tokens_of_the_oracle_with_draft_rows_tile_by_tile(layout, draft_vocab):
+    agrees(dataclasses.replace(layout, vocab=12416, draft_vocab=draft_vocab), by_tiles)
+
+
+def test_no_copy_overwrites_what_is_still_read():
+    layout = dataclasses.replace(LAYOUTS[4], num_requests=2, num_drafts=6)
+    verifier = interpreted(KernelConfig(max_cluster=1), detect_races=True)
+    batch = random_batch(layout, seed=3)
+    check(batch, verify(batch, verifier))  # a race is an error
+
+
+# What each kind of request emits, small enough to check by hand.
+
+
+def answer(verifier, middle, **changes):
+    layout = Layout(vocab=128, num_requests=1, num_drafts=3, **changes)
+    output = verify(pack([middle], layout), verifier)
+    check(pack([middle], layout), output)
+    return output.token_ids[0, : output.num_emitted[0]].tolist() or sd.Status(output.status[0])
+
+
+def logits(rows, fill=-np.inf):
+    target = np.full((len(rows), 128), fill)
+    for row, ids in zip(target, rows, strict=True):
+        row[list(ids)] = 2.0
+    return target
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_rows_that_hold_nan_or_infinity_are_bad_where_they_are_visited(temperature):
+    for bad in (np.nan, np.inf):
+        target = logits([[3], [5], [7]])
+        target[1, 100] = bad
+        middle = edges.Request(target, [3, 5], temperature=temperature)
+        assert answer(alone, middle) == sd.Status.BAD_TARGET_ROW
+        ends = dataclasses.replace(middle, draft_ids=[4, 5])
+        assert answer(alone, ends) == [3]
+
+
+def test_greedy_ties_go_to_the_lowest_id():
+    middle = edges.Request(logits([[9, 70], [9, 127]], fill=-1.0), [70], temperature=0.0)
+    assert answer(alone, middle) == [9]
+
+
+def test_the_ends_of_the_uniforms_never_pick_a_token_of_zero_weight():
+    for ids in ([0], [127], [15, 16], [31, 64, 100]):
+        for u in (0.0, 2.0**-24, edges.ALMOST_ONE):
+            middle = edges.Request(logits([ids]), [], recover=(u, u))
+            assert answer(alone, middle)[0] in ids
+
+
+def test_an_empty_residual_samples_the_target():
+    target = logits([[5], [5], [1]])
+    middle = edges.Request(target, [3, 5], accept=[0.0, 0.9], draft=target[:2])
+    assert answer(alone, middle, kind="logits", rates=edges.RATES) == [3, 5]
+
+
+# Lowering for CUDA, on the CPU.
+
+
+def lowered(layout: Layout, **options) -> str:
+    run = functools.partial(mosaic_gpu.verify, **options)
+
+    def call(logits, drafts, noise, sampling, bonus, active):
+        inner = api._rejection_sample.__wrapped__
+        with (
+            mock.patch.object(api.xla, "verify", run),
+            mock.patch.object(api, "_rejection_sample", inner),
+        ):
+            return sd.rejection_sample_with_noise(
+                logits,
+                drafts,
+                noise,
+                sampling=sampling,
+                config=layout.config,
+                bonus_token_ids=bonus,
+                active=active,
+                vocab_size=layout.vocab_size,
+                implementation="xla",
+            )
+
+    positional, named = random_batch(layout, seed=0, broken=0).arguments()
+    arguments = (*positional, named["sampling"], named["bonus_token_ids"], named["active"])
+    return jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+LOWERED = [
+    *LAYOUTS,
+    *(
+        Layout(vocab=16512, **BIG, kind=kind, dtype=dtype, draft_dtype=dtype, has_bonus=bonus)
+        for kind in ("none", "probs", "logits", "normalized")
+        for dtype, bonus in (("float32", False), ("bfloat16", True), ("float16", False))
+    ),
+    Layout(vocab=16512, num_speculative_tokens=12, kind="normalized", rates=(0.5,) * 12),
+]
+
+
+@pytest.mark.parametrize("layout", LOWERED, ids=str)
+def test_lowers_for_cuda_to_one_kernel(layout):
+    assert lowered(layout).count("@mosaic_gpu") == 1
+
+
+# What it refuses, and when it is chosen.
+
+
+def refusal(layout: Layout, **options) -> str:
+    with pytest.raises(NotImplementedError) as error:
+        lowered(layout, **options)
+    return str(error.value)
+
+
+def test_calls_it_cannot_serve_are_refused_in_a_sentence():
+    assert "multiple of 128, but V is 97" in refusal(Layout(vocab=97))
+    narrow = Layout(vocab=256, kind="probs", draft_vocab=60)
+    assert "multiple of 128, but Vd is 60" in refusal(narrow)
+    assert "not RaceNoise" in refusal(Layout(vocab=128, race=True))
+    assert "B is 0" in refusal(Layout(vocab=128, num_requests=0, num_drafts=0))
+    large = Layout(vocab=2**19, num_requests=1, num_drafts=0)
+    assert "524288 ids of float32 do not fit" in refusal(large)
+    with pytest.raises(ValueError, match=r"max_cluster must be in \[1, 8\], but it is 9"):
+        KernelConfig(max_cluster=9)
+
+
+class Device:
+    def __init__(self, platform: str, capability: str = ""):
+        self.platform, self.compute_capability, self.device_kind = platform, capability, "device"
+
+
+@pytest.mark.parametrize(
+    ("device", "why_not"),
+    [
+        (Device("cpu"), "runs on cpu"),
+        (Device("gpu", "8.0"), "device has 8.0"),
+        (Device("gpu"), "device has none"),
+        (Device("gpu", "9.0"), None),
+        (Device("gpu", "10.0"), None),
+    ],
+)
+def test_it_needs_a_hopper_gpu(device, why_not):
+    with mock.patch.object(jax, "devices", lambda: [device]):
+        answer = mosaic_gpu.no_device()
+    assert answer is None if why_not is None else why_not in answer
+
+
+@pytest.mark.parametrize(("vocab", "kernels"), [(256, 1), (97, 0)])
+def test_it_is_the_default_on_hopper_for_the_calls_it_serves(vocab, kernels):
+    batch = random_batch(Layout(vocab=vocab), seed=0)
+    positional, named = batch.arguments()
+    config = named.pop("config")
+    named.pop("vocab_size")
+
+    def call(positional, named):
+        inner = api._rejection_sample.__wrapped__
+        with (
+            mock.patch.object(jax, "devices", lambda: [Device("gpu", "9.0")]),
+            mock.patch.object(api, "_rejection_sample", inner),
+        ):
+            return sd.rejection_sample_with_noise(*positional, **named, config=config)
+
+    traced = jax.jit(call).trace(positional, named)
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == kernels
+    assert traced.lower(lowering_platforms=("cpu",)).as_text().count("@mosaic_gpu") == 0
+
+
+# On a GPU.
+
+
+def padded(verifier):
+    """The same function for any vocabulary: columns up to a multiple of 128, weight 0."""
+
+    def widen(x, fill):
+        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 128)), constant_values=fill)
+
+    def call(logits, drafts, noise, *, vocab_size=None, **named):
+        size = logits.shape[1] if vocab_size is None else vocab_size
+        distribution = drafts.distribution
+        if isinstance(distribution, sd.DraftProbs):
+            distribution = dataclasses.replace(distribution, probs=widen(distribution.probs, 0))
+        elif distribution is not None:
+            widened = widen(distribution.logits, -jnp.inf)
+            distribution = dataclasses.replace(distribution, logits=widened)
+        drafts = dataclasses.replace(drafts, distribution=distribution)
+        return verifier(widen(logits, jnp.nan), drafts, noise, vocab_size=size, **named)
+
+    return call
+
+
+named = functools.partial(sd.rejection_sample_with_noise, implementation="mosaic_gpu")
+on_gpu = jitted(padded(named))
+
+
+@pytest.mark.gpu
+class TestOracleOnGpu(suite.OracleSuite):
+    verifier = staticmethod(on_gpu)
+    seeds = range(4)
+
+
+@pytest.mark.gpu
+class TestInvarianceOnGpu(suite.InvarianceSuite):
+    verifier = staticmethod(on_gpu)
+
+
+@pytest.mark.gpu
+class TestEdgesOnGpu(edges.EdgeSuite):
+    verifier = staticmethod(on_gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", [None, "mosaic_gpu"])
+def test_the_compiled_program_holds_the_kernel(implementation):
+    batch = random_batch(Layout(vocab=256, kind="probs"), seed=0)
+    args, kwargs = batch.arguments()
+    verifier = jitted(
+        functools.partial(sd.rejection_sample_with_noise, implementation=implementation)
+    )
+    assert "mosaic_gpu" in verifier.lower(*args, **kwargs).compile().as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["none", "normalized"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_agrees_with_the_oracle_on_a_large_vocabulary(kind, dtype):
+    layout = Layout(vocab=128256, **suite.BIG, kind=kind, dtype=dtype, draft_dtype=dtype)
+    for seed in range(3):
+        batch = random_batch(layout, seed)
+        check(batch, verify(batch, on_gpu))
