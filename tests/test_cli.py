@@ -74,7 +74,7 @@ def test_the_figures_of_a_run_agree_with_each_other(capsys: pytest.CaptureFixtur
     origins = [piece["origin"] for piece in result["pieces"]]
     assert len(origins) == 40
     assert origins.count("accepted") <= accepted
-    assert result["config"]["num_speculative_tokens"] == 4
+    assert result["config"]["num_speculative_tokens"] == 6
 
 
 def test_ngram_drafts_change_the_passes_and_not_the_text(
@@ -97,14 +97,14 @@ def test_synthetic_acceptance_has_the_length_asked_for(
 ) -> None:
     result = run_json(capsys, "--method", "synthetic", "--acceptance-length", "3")
     assert result["mean_acceptance_length"] == 3
-    assert result["unconditional_rates"] == [1, 1, 0, 0]
+    assert result["unconditional_rates"] == [1, 1, 0, 0, 0, 0]
     assert result["identical_to_plain"] is None
 
 
 def test_synthetic_rates_are_read_from_the_command_line() -> None:
-    arguments = ["generate", PROMPT, "--method", "synthetic", "--acceptance-rates", "1,0.5,0.25,0"]
+    arguments = ["generate", PROMPT, "--method", "synthetic", "--acceptance-rates", "1,0.5,0.25,0,0,0"]
     config = options_lib.parse(arguments, sd.__version__).config
-    assert config.unconditional_rates == (1, 0.5, 0.25, 0)
+    assert config.unconditional_rates == (1, 0.5, 0.25, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -119,19 +119,19 @@ def test_synthetic_rates_are_read_from_the_command_line() -> None:
         (["--seed", "-1"], "--seed must be in [0, 2**32), but is -1"),
         (["--repeats", "0"], "--repeats must be at least 1, but is 0"),
         (["--acceptance-length", "2"], "--acceptance-length needs --method synthetic"),
-        (["--acceptance-rates", "1,1,1,1"], "--acceptance-rates needs --method synthetic"),
+        (["--acceptance-rates", "1,1,1,1,1,1"], "--acceptance-rates needs --method synthetic"),
         (["--method", "synthetic"], "needs one of --acceptance-length and --acceptance-rates"),
         (
             ["--method", "synthetic", "--acceptance-length", "9"],
-            "--acceptance-length must be in [1, 5], but is 9.0",
+            "--acceptance-length must be in [1, 7], but is 9.0",
         ),
         (
-            ["--method", "synthetic", "--acceptance-rates", "0.5,0.6,0,0"],
+            ["--method", "synthetic", "--acceptance-rates", "0.5,0.6,0,0,0,0"],
             "--acceptance-rates must be non-increasing",
         ),
         (
             ["--method", "synthetic", "--acceptance-rates", "1,1"],
-            "--acceptance-rates must have --num-speculative-tokens=4 entries, but has 2",
+            "--acceptance-rates must have --num-speculative-tokens=6 entries, but has 2",
         ),
         (["--acceptance-rates", "a,b"], "must be numbers separated by commas"),
         (["--draft", "oracle"], "argument --draft: invalid choice: 'oracle'"),

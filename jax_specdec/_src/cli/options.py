@@ -81,7 +81,7 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
     command.add_argument(
-        "--num-speculative-tokens", type=int, default=4, metavar="K", help="drafts per step"
+        "--num-speculative-tokens", type=int, default=6, metavar="K", help="drafts per step"
     )
     command.add_argument(
         "--method",
