@@ -102,7 +102,8 @@ def test_synthetic_acceptance_has_the_length_asked_for(
 
 
 def test_synthetic_rates_are_read_from_the_command_line() -> None:
-    arguments = ["generate", PROMPT, "--method", "synthetic", "--acceptance-rates", "1,0.5,0.25,0,0,0"]
+    rates = ["--acceptance-rates", "1,0.5,0.25,0,0,0"]
+    arguments = ["generate", PROMPT, "--method", "synthetic", *rates]
     config = options_lib.parse(arguments, sd.__version__).config
     assert config.unconditional_rates == (1, 0.5, 0.25, 0, 0, 0)
 
