@@ -16,6 +16,10 @@ import jax
 import jaxlib
 import numpy as np
 
+_PAUSE = 0.03
+"""Seconds before each run: XLA frees the last run's buffers after its results are ready, and the
+next run would pay for it."""
+
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
@@ -26,6 +30,7 @@ def alternate(
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(warm_up + repeats):
         for name, run in runs.items():
+            time.sleep(_PAUSE)
             begin = time.perf_counter()
             jax.block_until_ready(run())
             if repeat >= warm_up:
