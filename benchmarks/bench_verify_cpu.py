@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import functools
 from typing import Any, NamedTuple
 
+import inputs
 import jax
 import jax.numpy as jnp
 import measure
@@ -15,7 +15,7 @@ from rich.table import Table
 
 import jax_specdec as sd
 
-K = 4
+K = inputs.K
 LLAMA_3_VOCABULARY = 128256
 
 
@@ -46,32 +46,8 @@ CASES = (
 )
 
 
-@functools.partial(jax.jit, static_argnames=("case",))
-def make(case: Case, seed: jax.Array) -> tuple[jax.Array, sd.Drafts, jax.Array]:
-    """Logits like a language model's, drafts from a distribution near them, probabilities."""
-    keys = jax.random.split(jax.random.key(seed), 3)
-    shape = (case.batch, K + 1, case.vocabulary)
-    target = (jax.random.normal(keys[0], shape) * 3).astype(case.dtype)
-    noise = case.noise * jax.random.normal(keys[1], (case.batch, K, case.vocabulary))
-    draft = (target[:, :K].astype(jnp.float32) + noise).astype(case.dtype)
-    scaled = draft.astype(jnp.float32) / (case.temperature or 1)
-    if case.temperature == 0:
-        ids = jnp.argmax(draft, axis=-1)
-    else:
-        ids = jax.random.categorical(keys[2], scaled)
-    distribution: Any = None
-    if case.distribution == "probs":
-        distribution = sd.DraftProbs(jax.nn.softmax(scaled))
-    elif case.distribution == "logits":
-        distribution = sd.DraftLogits(draft)
-    elif case.distribution == "normalized":
-        distribution = sd.DraftLogits(draft, log_normalizer=jax.nn.logsumexp(scaled, axis=-1))
-    drafts = sd.Drafts.from_dense(ids.astype(jnp.int32), None, distribution)
-    return target.reshape(-1, case.vocabulary), drafts, jax.nn.softmax(scaled).reshape(-1, shape[2])
-
-
 def run(case: Case, repeats: int) -> dict[str, Any]:
-    logits, drafts, probs = make(case, jnp.uint32(3))
+    logits, drafts, probs = inputs.make(case, jnp.uint32(3))
     keys = jax.random.split(jax.random.key(2), case.batch)
     positions = jnp.arange(case.batch, dtype=jnp.int32)
     temperature = jnp.full((case.batch,), case.temperature, jnp.float32)

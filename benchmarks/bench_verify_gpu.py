@@ -12,6 +12,7 @@ import time
 import traceback
 from typing import Any, NamedTuple
 
+import inputs as inputs_lib
 import jax
 import jax.numpy as jnp
 import measure
@@ -22,7 +23,7 @@ from jax.experimental.mosaic.gpu import profiler
 import jax_specdec as sd
 from jax_specdec._src import reference
 
-K = 4
+K = inputs_lib.K
 ROTATED_BYTES = 150e6
 CALLS = 200
 
@@ -74,26 +75,8 @@ SWEPT = [
 
 @functools.partial(jax.jit, static_argnames=("case",))
 def make(case: Case, seed: jax.Array) -> tuple[jax.Array, sd.Drafts]:
-    """Logits like a language model's, and drafts from a distribution near them."""
-    keys = jax.random.split(jax.random.key(seed), 3)
-    shape = (case.batch, K + 1, case.vocabulary)
-    target = (jax.random.normal(keys[0], shape) * 3).astype(case.dtype)
-    noise = case.noise * jax.random.normal(keys[1], (case.batch, K, case.vocabulary))
-    draft = (target[:, :K].astype(jnp.float32) + noise).astype(case.dtype)
-    scaled = draft.astype(jnp.float32) / (case.temperature or 1)
-    if case.temperature == 0:
-        ids = jnp.argmax(draft, axis=-1)
-    else:
-        ids = jax.random.categorical(keys[2], scaled)
-    distribution: Any = None
-    if case.distribution == "probs":
-        distribution = sd.DraftProbs(jax.nn.softmax(scaled))
-    elif case.distribution == "logits":
-        distribution = sd.DraftLogits(draft)
-    elif case.distribution == "normalized":
-        distribution = sd.DraftLogits(draft, log_normalizer=jax.nn.logsumexp(scaled, axis=-1))
-    drafts = sd.Drafts.from_dense(ids.astype(jnp.int32), None, distribution)
-    return target.reshape(-1, case.vocabulary), drafts
+    """Logits and drafts, without the probabilities that only the plain formulation needs."""
+    return inputs_lib.make(case, seed)[:2]
 
 
 def config_of(case: Case) -> sd.SpecDecodeConfig:

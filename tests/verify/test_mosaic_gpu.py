@@ -14,8 +14,10 @@ import pytest
 
 import jax_specdec as sd
 from jax_specdec._src import compat
-from jax_specdec._src.verify import api, mosaic_gpu
-from jax_specdec._src.verify.mosaic_gpu import KernelConfig
+from jax_specdec._src.verify import api
+from jax_specdec._src.verify.mosaic_gpu import call as mosaic_gpu
+from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
+from jax_specdec._src.verify.mosaic_gpu.support import no_device
 
 from . import edges, suite
 from .batch import Layout, check, jitted, pack, verify
@@ -236,7 +238,7 @@ class Device:
 )
 def test_it_needs_a_hopper_gpu(device, why_not):
     with mock.patch.object(jax, "devices", lambda: [device]):
-        answer = mosaic_gpu.no_device()
+        answer = no_device()
     assert answer is None if why_not is None else why_not in answer
 
 

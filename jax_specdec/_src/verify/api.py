@@ -22,8 +22,9 @@ from jax_specdec._src.types import (
     SamplingParams,
     Status,
 )
-from jax_specdec._src.verify import checks, mosaic_gpu, xla
+from jax_specdec._src.verify import checks, xla
 from jax_specdec._src.verify.decide import Request
+from jax_specdec._src.verify.mosaic_gpu import support
 
 Implementation = Literal["xla", "mosaic_gpu"]
 
@@ -204,7 +205,7 @@ def _check_implementation(implementation: Implementation | None) -> None:
         raise ValueError(
             f"implementation must be 'xla', 'mosaic_gpu' or None, but it is {implementation!r}"
         )
-    why_not = mosaic_gpu.no_device() if implementation == "mosaic_gpu" else None
+    why_not = support.no_device() if implementation == "mosaic_gpu" else None
     if why_not is not None:
         raise NotImplementedError(why_not)
 
@@ -235,7 +236,9 @@ def _rejection_sample(
         return xla.verify(requests, target_logits, distribution, size=size, conditional_rates=rates)
 
     def on_mosaic_gpu(requests: Request) -> RejectionSampleOutput:
-        return mosaic_gpu.verify(
+        from jax_specdec._src.verify.mosaic_gpu import call  # the kernel, for who uses it
+
+        return call.verify(
             requests, target_logits, distribution, size=size, conditional_rates=rates
         )
 
@@ -243,8 +246,8 @@ def _rejection_sample(
         return on_mosaic_gpu(requests)
     if (
         implementation == "xla"
-        or mosaic_gpu.no_device()
-        or mosaic_gpu.unsupported(requests, target_logits, distribution, size=size)
+        or support.no_device()
+        or support.unsupported(requests, target_logits, distribution, size=size)
     ):
         return on_xla(requests)
     # The default device has the kernel, but this call may be compiled for another.
