@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+
 # JAX offers no public way to write a line of assembly; its stubs do not list this module.
 from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
 from jax._src.lib.mlir.dialects import arith, llvm
