@@ -24,7 +24,7 @@ from jax_specdec._src.models.protocol import CausalModel
 from jax_specdec._src.noise import draw_noise
 from jax_specdec._src.serving.batch import GenerateOutput, StepRecord
 from jax_specdec._src.serving.loop import generate, generate_stream
-from jax_specdec._src.serving.metrics import AcceptanceStats
+from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats
 from jax_specdec._src.serving.plain import GreedyDifference, generate_plain, greedy_differences
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
@@ -46,6 +46,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DOCUMENT_SEPARATOR",
     "PLACEHOLDER_TOKEN_ID",
+    "AcceptanceCounters",
     "AcceptanceStats",
     "ByteDecoder",
     "CausalModel",

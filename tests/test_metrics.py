@@ -1,17 +1,26 @@
-"""Acceptance statistics, against counting by hand."""
+"""Acceptance statistics, on the device and on the host, against counting by hand."""
 
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax import export
 
 import jax_specdec as sd
 
+K = 3
 
-def records(proposed: list[int], accepted: list[int], k: int = 3) -> sd.StepRecord:
+
+def records(proposed: list[int], accepted: list[int]) -> sd.StepRecord:
     """One request; a step emits one token more than it accepts, and a proposal of -1 is no step."""
     ran = np.array(proposed)[:, None] >= 0
     return sd.StepRecord(
-        token_ids=np.full((len(proposed), 1, k + 1), -1),
+        token_ids=np.full((len(proposed), 1, K + 1), -1),
         num_kept=np.zeros((len(proposed), 1), int),  # cut by the budget: must not matter
         num_proposed=np.maximum(np.array(proposed)[:, None], 0),
         num_accepted=np.array(accepted)[:, None],
@@ -19,27 +28,218 @@ def records(proposed: list[int], accepted: list[int], k: int = 3) -> sd.StepReco
     )
 
 
+def array(values: list[int]) -> jax.Array:
+    return jnp.array(values, jnp.int32)
+
+
+@jax.jit
+def count(
+    counters: sd.AcceptanceCounters, steps: jax.Array, fallbacks: jax.Array
+) -> sd.AcceptanceCounters:
+    """Accumulate ``[S, 3, B]`` proposed, accepted and emitted counts in a while_loop."""
+
+    def body(carry: tuple[jax.Array, sd.AcceptanceCounters]) -> tuple:
+        i, counters = carry
+        proposed, accepted, emitted = steps[i]
+        counters = counters.update(
+            num_proposed=proposed,
+            num_accepted=accepted,
+            num_emitted=emitted,
+            num_fallbacks=fallbacks[i],
+        )
+        return i + 1, counters
+
+    return jax.lax.while_loop(lambda carry: carry[0] < len(steps), body, (0, counters))[1]
+
+
+# The host's statistics
+
+
 def test_rates_of_a_position_count_only_verifications_that_were_offered_it() -> None:
     stats = sd.AcceptanceStats.from_steps(records([3, 3, 1, 0, -1], [3, 1, 1, 0, 0]))
     assert stats == sd.AcceptanceStats(
-        num_verifications=4,
-        num_draft_tokens=7,
-        num_accepted_tokens=5,
+        offered_per_position=(3, 2, 2),
+        reached_per_position=(3, 2, 1),
+        accepted_per_position=(3, 1, 1),
         num_emitted_tokens=9,
-        mean_acceptance_length=1 + 5 / 4,
-        draft_acceptance_rate=5 / 7,
-        unconditional_rates=(1.0, 0.5, 0.5),
     )
+    assert stats.to_dict() == dataclasses.asdict(stats) | {
+        "offered_per_position": [3, 2, 2],
+        "reached_per_position": [3, 2, 1],
+        "accepted_per_position": [3, 1, 1],
+        "num_drafts": 3,
+        "num_draft_tokens": 7,
+        "num_accepted_tokens": 5,
+        "num_verifications": 4,
+        "mean_acceptance_length": 1 + 5 / 3,
+        "draft_acceptance_rate": 5 / 7,
+        "unconditional_rates": [1.0, 0.5, 0.5],
+        "conditional_rates": [1.0, 0.5, 1.0],
+    }
+    json.dumps(stats.to_dict())
 
 
 def test_nothing_verified_has_length_one_and_no_rates() -> None:
-    stats = sd.AcceptanceStats.from_steps(records([], []))
-    assert (stats.mean_acceptance_length, stats.draft_acceptance_rate) == (1.0, 0.0)
-    assert stats.unconditional_rates == (0.0, 0.0, 0.0)
+    for stats in (
+        sd.AcceptanceStats.from_steps(records([], [])),
+        sd.AcceptanceStats.from_counters(sd.AcceptanceCounters.create(K)),
+    ):
+        assert (stats.mean_acceptance_length, stats.draft_acceptance_rate) == (1.0, 0.0)
+        assert stats.unconditional_rates == stats.conditional_rates == (0.0, 0.0, 0.0)
 
 
-@given(st.lists(st.integers(0, 3), min_size=1))
-def test_with_full_offers_the_rates_sum_to_the_mean_length_less_one(accepted: list[int]) -> None:
-    stats = sd.AcceptanceStats.from_steps(records([3] * len(accepted), accepted))
+@given(st.lists(st.integers(0, K), min_size=1))
+def test_with_full_offers_rates_sum_to_the_length_and_divide_to_the_conditional_ones(
+    accepted: list[int],
+) -> None:
+    stats = sd.AcceptanceStats.from_steps(records([K] * len(accepted), accepted))
     length = sd.rates_to_acceptance_length(stats.unconditional_rates)
     np.testing.assert_allclose(stats.mean_acceptance_length, length)
+    conditional = sd.unconditional_to_conditional_rates(stats.unconditional_rates)
+    np.testing.assert_allclose(stats.conditional_rates, conditional)
+
+
+def test_the_log_line_of_an_interval_is_that_of_a_hand_computed_example() -> None:
+    early = sd.AcceptanceStats.from_steps(records([3, 2], [1, 2]))
+    late = sd.AcceptanceStats.from_steps(records([3, 2, 3, 3, 1, 0], [1, 2, 3, 1, 1, 0]))
+    interval = dataclasses.replace(late, num_fallbacks=2) - early
+    assert interval.accepted_throughput(seconds=0.5) == 10
+    assert interval.drafted_throughput(seconds=0.5) == 14
+    assert interval.log_line(seconds=0.5) == (
+        "SpecDecoding metrics: Mean acceptance length: 2.67, Accepted throughput: 10.00 tokens/s, "
+        "Drafted throughput: 14.00 tokens/s, Accepted: 5 tokens, Drafted: 7 tokens, "
+        "Per-position acceptance rate: 1.000, 0.500, 0.500, Avg Draft acceptance rate: 71.4%, "
+        "Fallbacks: 2"
+    )
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_an_interval_without_duration_has_no_throughput(seconds: float) -> None:
+    stats = sd.AcceptanceStats.from_steps(records([3], [1]))
+    for read in (stats.accepted_throughput, stats.drafted_throughput, stats.log_line):
+        with pytest.raises(ValueError, match="seconds must be positive"):
+            read(seconds)
+
+
+def test_readings_of_different_counters_have_no_difference() -> None:
+    stats = sd.AcceptanceStats.from_steps(records([3], [1]))
+    with pytest.raises(ValueError, match="earlier must not hold larger counts"):
+        stats - sd.AcceptanceStats.from_steps(records([3, 3], [1, 0]))
+    with pytest.raises(ValueError, match="both readings must have the same K, .* 3 and 2"):
+        stats - sd.AcceptanceStats((0, 0), (0, 0), (0, 0), 0)
+
+
+# The device's counters
+
+
+def random_steps(seed: int) -> np.ndarray:
+    """``[20, 3, 4]``; every fifth request is an empty slot with drafts left over in its row."""
+    rng = np.random.default_rng(seed)
+    proposed = rng.integers(0, K + 1, (20, 4))
+    accepted = rng.integers(0, proposed + 1)
+    empty = rng.random((20, 4)) < 0.2
+    accepted[empty] = 0
+    return np.stack([proposed, accepted, np.where(empty, 0, accepted + 1)], axis=1).astype(np.int32)
+
+
+def test_counting_in_a_while_loop_agrees_with_plain_loops_over_the_records() -> None:
+    steps = random_steps(0)
+    offered, reached, accepted_at = [0] * K, [0] * K, [0] * K
+    total = drafts = 0
+    for proposed, accepted, emitted in steps.transpose(0, 2, 1).reshape(-1, 3).tolist():
+        if emitted == 0:
+            continue
+        total += emitted
+        drafts += proposed > 0
+        for i in range(proposed):
+            offered[i] += 1
+            reached[i] += i <= accepted
+            accepted_at[i] += i < accepted
+    counters = count(sd.AcceptanceCounters.create(K), steps, jnp.arange(20))
+    stats = sd.AcceptanceStats.from_counters(counters)
+    assert stats == sd.AcceptanceStats(
+        tuple(offered), tuple(reached), tuple(accepted_at), total, num_fallbacks=190
+    )
+    assert stats.num_drafts == drafts
+    assert stats.num_verifications == (steps[:, 2] > 0).sum()
+
+
+def test_counters_and_step_records_read_the_same() -> None:
+    steps = random_steps(1)
+    proposed, accepted, emitted = steps.transpose(1, 0, 2)
+    record = sd.StepRecord(
+        token_ids=np.full((20, 4, K + 1), -1),
+        num_kept=emitted,
+        num_proposed=np.where(emitted > 0, proposed, 0),
+        num_accepted=accepted,
+        num_emitted=emitted,
+    )
+    counters = count(sd.AcceptanceCounters.create(K), steps, jnp.zeros(20, jnp.int32))
+    assert sd.AcceptanceStats.from_counters(counters) == sd.AcceptanceStats.from_steps(record)
+
+
+def test_counts_past_32_bits_do_not_wrap() -> None:
+    steps = random_steps(2)
+    fallbacks = jnp.full(20, 2**31 - 1, jnp.int32)
+    once = sd.AcceptanceStats.from_counters(
+        count(sd.AcceptanceCounters.create(K), steps, fallbacks)
+    )
+    assert once.num_fallbacks == 20 * (2**31 - 1)
+    full = jnp.full((2, 3 * K + 2), 2**32 - 1, jnp.uint32).at[1].set(jnp.uint32(6))
+    later = sd.AcceptanceStats.from_counters(count(sd.AcceptanceCounters(full), steps, fallbacks))
+    before = 7 * 2**32 - 1
+    assert later == sd.AcceptanceStats(
+        *(
+            tuple(before + n for n in counts) if isinstance(counts, tuple) else before + counts
+            for counts in dataclasses.astuple(once)
+        )
+    )
+    assert later - sd.AcceptanceStats.from_counters(sd.AcceptanceCounters(full)) == once
+
+
+def test_an_update_talks_to_no_host() -> None:
+    steps = jnp.asarray(random_steps(3))
+    fallbacks, counters = jnp.zeros(20, jnp.int32), sd.AcceptanceCounters.create(K)
+    program = count.lower(counters, steps, fallbacks).compile()
+    with jax.transfer_guard("disallow"):
+        counters = program(counters, steps, fallbacks)
+    assert "callback" not in str(jax.make_jaxpr(count)(counters, steps, fallbacks))
+    assert counters.words.shape == (2, 3 * K + 2)
+
+
+def test_a_function_of_counters_survives_export() -> None:
+    counters, steps = sd.AcceptanceCounters.create(K), jnp.asarray(random_steps(4))
+    fallbacks = jnp.zeros(20, jnp.int32)
+    exported = export.export(count)(counters, steps, fallbacks)
+    again = export.deserialize(exported.serialize())
+    expected = count(counters, steps, fallbacks)
+    np.testing.assert_array_equal(again.call(counters, steps, fallbacks).words, expected.words)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"num_emitted": jnp.int32(1)}, ValueError, r"num_emitted must have shape \[B\], .* \[\]"),
+        ({"num_proposed": array([1])}, ValueError, r"num_proposed must have shape \[2\], .* \[1\]"),
+        ({"num_accepted": array([1])}, ValueError, r"num_accepted must have shape \[2\], .* \[1\]"),
+        (
+            {"num_fallbacks": array([1])},
+            ValueError,
+            r"num_fallbacks must have shape \[\], .* \[1\]",
+        ),
+        ({"num_accepted": jnp.ones(2)}, TypeError, "num_accepted must be of integers, .* float32"),
+        ({"num_fallbacks": True}, TypeError, "num_fallbacks must be of integers, .* bool"),
+    ],
+)
+def test_an_update_names_the_argument_that_does_not_fit(
+    changed: dict, error: type[Exception], message: str
+) -> None:
+    good = dict(num_proposed=array([3, 2]), num_accepted=array([1, 0]), num_emitted=array([2, 1]))
+    with pytest.raises(error, match=message):
+        sd.AcceptanceCounters.create(K).update(**(good | changed))
+
+
+@pytest.mark.parametrize(("k", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError)])
+def test_counters_need_a_position(k: int, error: type[Exception]) -> None:
+    with pytest.raises(error, match="num_speculative_tokens must be"):
+        sd.AcceptanceCounters.create(k)

@@ -94,7 +94,6 @@ def show_json(options: Options, console: Console) -> None:
     session = Session(options)
     pieces = [piece for step in session.stream() for piece in step]
     report = session.measure()
-    stats = dataclasses.asdict(report.stats)
     result = {
         "prompt": options.prompt,
         "text": "".join(piece.text for piece in pieces),
@@ -105,7 +104,7 @@ def show_json(options: Options, console: Console) -> None:
         "seed": options.seed,
         "num_tokens": report.num_tokens,
         "num_target_passes": report.num_target_passes,
-        **stats,
+        **report.stats.to_dict(),
         "seconds": report.seconds,
         "plain_seconds": report.plain_seconds,
         "num_plain_tokens": report.num_plain_tokens,

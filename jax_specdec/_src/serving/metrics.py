@@ -1,29 +1,149 @@
-"""Acceptance statistics of a generation, read from its step records."""
+"""Acceptance statistics: counted on the device inside jit, or read from step records."""
 
 from __future__ import annotations
 
 import dataclasses
+import operator
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from jax_specdec._src.serving.batch import StepRecord
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class AcceptanceStats:
-    """How verification went, summed over steps and requests.
+class AcceptanceCounters:
+    """Counts of verifications, kept on the device; one small array, so that counting is one fusion.
 
-    Counts are of verifications, before stop tokens and budgets cut their tokens.
+    Carry it in the state of a serving loop, `update` it with every verification, and read it out
+    now and then with `AcceptanceStats.from_counters`. Counts have 64 bits, in two halves of 32
+    because JAX's integers have 32 by default: at a billion tokens a second they last 580 years, so
+    there is no reason ever to reset them.
 
     Attributes:
-      num_verifications: target passes of a request that emitted tokens.
-      num_draft_tokens: drafts offered.
-      num_accepted_tokens: drafts accepted.
+      words: ``[2, 3K+2]`` uint32, the low and the high halves of, in this order, the drafts offered
+        at each of K positions, those reached, those accepted, the emitted tokens, and the
+        fallbacks; see `AcceptanceStats`.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> count = jax.jit(AcceptanceCounters.update)
+      >>> counters = count(
+      ...     AcceptanceCounters.create(2),
+      ...     num_proposed=jnp.array([2, 2, 1]), num_accepted=jnp.array([2, 0, 1]),
+      ...     num_emitted=jnp.array([3, 1, 2]))
+      >>> AcceptanceStats.from_counters(counters).accepted_per_position
+      (2, 1)
+    """
+
+    words: jax.Array
+
+    @classmethod
+    def create(cls, num_speculative_tokens: int) -> AcceptanceCounters:
+        """All counts zero.
+
+        Args:
+          num_speculative_tokens: K, at least 1.
+
+        Raises:
+          TypeError: K is no int.
+          ValueError: K is below 1.
+        """
+        try:
+            k = operator.index(num_speculative_tokens)
+        except TypeError:
+            raise TypeError(
+                f"num_speculative_tokens must be an int, but it is {num_speculative_tokens!r}"
+            ) from None
+        if k < 1:
+            raise ValueError(f"num_speculative_tokens must be at least 1, but it is {k}")
+        return cls(jnp.zeros((2, 3 * k + 2), jnp.uint32))
+
+    def update(
+        self,
+        *,
+        num_proposed: jax.Array,
+        num_accepted: jax.Array,
+        num_emitted: jax.Array,
+        num_fallbacks: jax.Array | int = 0,
+    ) -> AcceptanceCounters:
+        """Add one verification of a batch. Pure; for use inside jit.
+
+        A request that emitted nothing (an empty slot, a poisoned row) counts nothing. Give the
+        numbers of the verification itself, before stop tokens and budgets cut its tokens: rates
+        would be biased otherwise.
+
+        Args:
+          num_proposed: ``[B]`` int32, drafts offered to each request: the ids in range before the
+            first -1.
+          num_accepted: ``[B]`` int32, as `rejection_sample` returns it.
+          num_emitted: ``[B]`` int32, as `rejection_sample` returns it.
+          num_fallbacks: ``[]`` int32, requests that had drafts but no valid draft distribution, and
+            so were verified one-hot.
+
+        Returns:
+          The new counters.
+
+        Raises:
+          TypeError: an argument is not of integers.
+          ValueError: shapes that do not fit.
+        """
+        num_emitted = _counts("num_emitted", num_emitted, None)
+        num_proposed = _counts("num_proposed", num_proposed, num_emitted.shape)
+        num_accepted = _counts("num_accepted", num_accepted, num_emitted.shape)
+        num_fallbacks = _counts("num_fallbacks", num_fallbacks, ())
+        num_proposed = jnp.where(num_emitted > 0, num_proposed, 0)[:, None]
+        position = jnp.arange(self.words.shape[1] // 3, dtype=jnp.int32)[None, :]
+        offered = num_proposed > position
+        reached = offered & (num_accepted[:, None] >= position)
+        accepted = offered & (num_accepted[:, None] > position)
+        flags = jnp.concatenate([offered, reached, accepted], axis=1).astype(jnp.int32)
+        sums = jnp.concatenate([flags, num_emitted[:, None]], axis=1).sum(axis=0, dtype=jnp.int32)
+        added = jnp.append(sums, num_fallbacks).astype(jnp.uint32)
+        low = self.words[0] + added
+        carry = (low < added).astype(jnp.uint32)
+        return AcceptanceCounters(jnp.stack([low, self.words[1] + carry]))
+
+
+# Lets `jax.export` serialize functions that take or return counters.
+export.register_pytree_node_serialization(
+    AcceptanceCounters,
+    serialized_name="jax_specdec.AcceptanceCounters",
+    serialize_auxdata=lambda _: b"",
+    deserialize_auxdata=lambda _: (),
+)
+
+
+def _counts(name: str, value: Any, shape: tuple[int, ...] | None) -> jax.Array:
+    """Integers as int32, checked; a shape of None stands for ``[B]`` with any B."""
+    value = jnp.asarray(value)
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"{name} must be of integers, but it is {value.dtype}")
+    if value.ndim != 1 if shape is None else value.shape != shape:
+        wanted = "[B]" if shape is None else list(shape)
+        raise ValueError(f"{name} must have shape {wanted}, but it has {list(value.shape)}")
+    return value.astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class AcceptanceStats:
+    """How verification went, summed over steps and requests, on the host.
+
+    Counts are of verifications, before stop tokens and budgets cut their tokens. Everything else
+    follows from them; the difference of two readings is the interval between them.
+
+    Attributes:
+      offered_per_position: K counts; entry i is the verifications that were offered draft i.
+      reached_per_position: K counts; those of them that accepted drafts ``0..i-1``.
+      accepted_per_position: K counts; those that accepted drafts ``0..i``.
       num_emitted_tokens: accepted drafts and recovered or bonus tokens.
-      mean_acceptance_length: ``1 + accepted / verifications``; the recovered or bonus token counts.
-      draft_acceptance_rate: ``accepted / drafts``; 0 where nothing was drafted.
-      unconditional_rates: K rates; entry i is the share of verifications that accepted drafts
-        ``0..i``, among those that were offered draft i; 0 where none was.
+      num_fallbacks: requests verified one-hot for want of a valid draft distribution, summed over
+        steps; only `AcceptanceCounters` knows of them.
 
     Example:
       >>> import numpy as np
@@ -34,15 +154,32 @@ class AcceptanceStats:
       >>> stats = AcceptanceStats.from_steps(steps)
       >>> stats.mean_acceptance_length, stats.unconditional_rates
       (2.0, (0.5, 0.5))
+      >>> print(stats.log_line(seconds=0.5))
+      SpecDecoding metrics: Mean acceptance length: 2.00, Accepted throughput: 4.00 tokens/s, ...
     """
 
-    num_verifications: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
+    offered_per_position: tuple[int, ...]
+    reached_per_position: tuple[int, ...]
+    accepted_per_position: tuple[int, ...]
     num_emitted_tokens: int
-    mean_acceptance_length: float
-    draft_acceptance_rate: float
-    unconditional_rates: tuple[float, ...]
+    num_fallbacks: int = 0
+
+    @classmethod
+    def from_counters(cls, counters: AcceptanceCounters) -> AcceptanceStats:
+        """Read counters out: waits for the device and copies a few bytes.
+
+        Args:
+          counters: outside jit; they go on counting.
+
+        Returns:
+          The statistics since the counters were created.
+        """
+        low, high = jax.device_get(counters.words).astype(object)  # Python's ints have no end
+        counts = (low + (high << 32)).tolist()
+        k = len(counts) // 3
+        return cls(
+            tuple(counts[:k]), tuple(counts[k : 2 * k]), tuple(counts[2 * k : 3 * k]), *counts[-2:]
+        )
 
     @classmethod
     def from_steps(cls, steps: StepRecord) -> AcceptanceStats:
@@ -52,21 +189,148 @@ class AcceptanceStats:
           steps: as `GenerateOutput.steps` holds them.
 
         Returns:
-          The statistics; a mean length of 1 where nothing was verified.
+          The statistics.
         """
         proposed, accepted = np.asarray(steps.num_proposed), np.asarray(steps.num_accepted)
-        emitted = np.asarray(steps.num_emitted)
-        verifications, drafts = int((emitted > 0).sum()), int(proposed.sum())
-        rates = []
-        for i in range(np.asarray(steps.token_ids).shape[-1] - 1):
-            offered = int((proposed > i).sum())
-            rates.append(float((accepted > i).sum() / offered) if offered else 0.0)
+        positions = range(np.asarray(steps.token_ids).shape[-1] - 1)
         return cls(
-            num_verifications=verifications,
-            num_draft_tokens=drafts,
-            num_accepted_tokens=int(accepted.sum()),
-            num_emitted_tokens=int(emitted.sum()),
-            mean_acceptance_length=1 + int(accepted.sum()) / max(verifications, 1),
-            draft_acceptance_rate=int(accepted.sum()) / max(drafts, 1),
-            unconditional_rates=tuple(rates),
+            tuple(int((proposed > i).sum()) for i in positions),
+            tuple(int(((proposed > i) & (accepted >= i)).sum()) for i in positions),
+            tuple(int((accepted > i).sum()) for i in positions),
+            int(np.asarray(steps.num_emitted).sum()),
         )
+
+    def __sub__(self, earlier: AcceptanceStats) -> AcceptanceStats:
+        """The interval between two readings of the same counters.
+
+        Args:
+          earlier: the first reading.
+
+        Raises:
+          ValueError: other counters: another K, or a count that is larger in `earlier`.
+        """
+        if len(self.offered_per_position) != len(earlier.offered_per_position):
+            raise ValueError(
+                f"both readings must have the same K, but they have"
+                f" {len(self.offered_per_position)} and {len(earlier.offered_per_position)}"
+            )
+
+        def minus(mine: Any, theirs: Any) -> Any:
+            if isinstance(mine, tuple):
+                return tuple(map(minus, mine, theirs))
+            if mine < theirs:
+                raise ValueError(f"earlier must not hold larger counts, but it is {earlier}")
+            return mine - theirs
+
+        names = [field.name for field in dataclasses.fields(self)]
+        return AcceptanceStats(*(minus(getattr(self, n), getattr(earlier, n)) for n in names))
+
+    @property
+    def num_drafts(self) -> int:
+        """Verifications of a request that were offered at least one draft."""
+        return self.offered_per_position[0]
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts offered."""
+        return sum(self.offered_per_position)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Drafts accepted."""
+        return sum(self.accepted_per_position)
+
+    @property
+    def num_verifications(self) -> int:
+        """Target passes of a request that emitted tokens, with drafts or without."""
+        return self.num_emitted_tokens - self.num_accepted_tokens
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """``1 + accepted / drafts``: the recovered or bonus token counts; 1 without drafts."""
+        return 1 + self.num_accepted_tokens / max(self.num_drafts, 1)
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """``accepted / draft tokens``; 0 where nothing was drafted."""
+        return self.num_accepted_tokens / max(self.num_draft_tokens, 1)
+
+    @property
+    def unconditional_rates(self) -> tuple[float, ...]:
+        """K rates: of verifications offered draft i, the share that accepted drafts ``0..i``."""
+        return _rates(self.accepted_per_position, self.offered_per_position)
+
+    @property
+    def conditional_rates(self) -> tuple[float, ...]:
+        """K rates: of those that were offered draft i and accepted all before it, the same share.
+
+        ``r[i] / r[i-1]`` of `unconditional_rates` where every verification was offered K drafts;
+        counted by itself, it stays in [0, 1] where offers differ in length.
+        """
+        return _rates(self.accepted_per_position, self.reached_per_position)
+
+    def accepted_throughput(self, seconds: float) -> float:
+        """Accepted drafts per second, of an interval that took `seconds`.
+
+        Raises:
+          ValueError: `seconds` is not positive.
+        """
+        return self.num_accepted_tokens / _positive(seconds)
+
+    def drafted_throughput(self, seconds: float) -> float:
+        """Drafts per second, of an interval that took `seconds`.
+
+        Raises:
+          ValueError: `seconds` is not positive.
+        """
+        return self.num_draft_tokens / _positive(seconds)
+
+    def log_line(self, seconds: float) -> str:
+        """One line for a server's log.
+
+        Args:
+          seconds: how long the interval took that these statistics are of.
+
+        Raises:
+          ValueError: `seconds` is not positive.
+        """
+        rates = ", ".join(f"{rate:.3f}" for rate in self.unconditional_rates)
+        return (
+            "SpecDecoding metrics:"
+            f" Mean acceptance length: {self.mean_acceptance_length:.2f},"
+            f" Accepted throughput: {self.accepted_throughput(seconds):.2f} tokens/s,"
+            f" Drafted throughput: {self.drafted_throughput(seconds):.2f} tokens/s,"
+            f" Accepted: {self.num_accepted_tokens} tokens,"
+            f" Drafted: {self.num_draft_tokens} tokens,"
+            f" Per-position acceptance rate: {rates},"
+            f" Avg Draft acceptance rate: {self.draft_acceptance_rate:.1%},"
+            f" Fallbacks: {self.num_fallbacks}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counts and what follows from them, as JSON can hold them."""
+        names = [field.name for field in dataclasses.fields(self)]
+        values = {name: getattr(self, name) for name in (*names, *_DERIVED)}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+_DERIVED = (
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "num_verifications",
+    "mean_acceptance_length",
+    "draft_acceptance_rate",
+    "unconditional_rates",
+    "conditional_rates",
+)
+
+
+def _rates(counts: tuple[int, ...], of: tuple[int, ...]) -> tuple[float, ...]:
+    return tuple(n / total if total else 0.0 for n, total in zip(counts, of, strict=True))
+
+
+def _positive(seconds: float) -> float:
+    if not seconds > 0:
+        raise ValueError(f"seconds must be positive, but it is {seconds}")
+    return seconds
