@@ -26,6 +26,7 @@ from jax_specdec._src.serving.batch import GenerateOutput, StepRecord
 from jax_specdec._src.serving.loop import generate, generate_stream
 from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats
 from jax_specdec._src.serving.plain import GreedyDifference, generate_plain, greedy_differences
+from jax_specdec._src.serving.prometheus import PrometheusExporter
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
     DraftLogits,
@@ -62,6 +63,7 @@ __all__ = [
     "ModelDrafter",
     "NGramDrafter",
     "Noise",
+    "PrometheusExporter",
     "Proposal",
     "RaceNoise",
     "RejectionSampleOutput",

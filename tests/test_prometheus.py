@@ -1,0 +1,87 @@
+"""The Prometheus exporter, scraped over HTTP as a server would be."""
+
+import sys
+import urllib.request
+from collections.abc import Iterator
+
+import prometheus_client
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import jax_specdec as sd
+
+STATS = sd.AcceptanceStats((5, 4, 4), (5, 3, 1), (4, 2, 0), num_emitted_tokens=12, num_fallbacks=1)
+
+
+@pytest.fixture
+def registry() -> prometheus_client.CollectorRegistry:
+    return prometheus_client.CollectorRegistry()
+
+
+@pytest.fixture
+def url(registry: prometheus_client.CollectorRegistry) -> Iterator[str]:
+    server, thread = prometheus_client.start_http_server(0, "127.0.0.1", registry)
+    yield f"http://127.0.0.1:{server.server_port}/metrics"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def scrape(url: str) -> dict[tuple[str, str | None], float]:
+    """Counters by name and position."""
+    with urllib.request.urlopen(url, timeout=30) as response:
+        families = list(text_string_to_metric_families(response.read().decode()))
+    assert {family.type for family in families} <= {"counter"}
+    return {
+        (sample.name, sample.labels.get("position")): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_a_scrape_shows_what_was_published_last(
+    registry: prometheus_client.CollectorRegistry, url: str
+) -> None:
+    exporter = sd.PrometheusExporter(registry)
+    assert scrape(url) == {}
+    exporter.publish(sd.AcceptanceStats((1,), (1,), (0,), num_emitted_tokens=1))
+    exporter.publish(STATS)
+    prefix = "jax_specdec:spec_decode_"
+    expected = {
+        (f"{prefix}num_drafts_total", None): 5,
+        (f"{prefix}num_draft_tokens_total", None): 13,
+        (f"{prefix}num_accepted_tokens_total", None): 6,
+        (f"{prefix}num_emitted_tokens_total", None): 12,
+        (f"{prefix}num_fallbacks_total", None): 1,
+    }
+    for position, (offered, accepted) in enumerate([(5, 4), (4, 2), (4, 0)]):
+        name = f"{prefix}num_offered_tokens_per_pos_total"
+        expected[name, str(position)] = offered
+        name = f"{prefix}num_accepted_tokens_per_pos_total"
+        expected[name, str(position)] = accepted
+    assert scrape(url) == expected
+
+
+def test_every_counter_carries_the_labels(registry: prometheus_client.CollectorRegistry) -> None:
+    sd.PrometheusExporter(registry, labels={"model": "a"}).publish(STATS)
+    samples = [sample for family in registry.collect() for sample in family.samples]
+    assert len(samples) == 11
+    assert {sample.labels["model"] for sample in samples} == {"a"}
+
+
+def test_it_registers_globally_by_default() -> None:
+    exporter = sd.PrometheusExporter()
+    try:
+        exporter.publish(STATS)
+        name = "jax_specdec:spec_decode_num_drafts_total"
+        assert prometheus_client.REGISTRY.get_sample_value(name) == 5
+    finally:
+        prometheus_client.REGISTRY.unregister(exporter)
+
+
+def test_without_the_client_one_sentence_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ImportError, match=r"pip install 'jax-specdec\[prometheus\]'"):
+        sd.PrometheusExporter()
