@@ -1,15 +1,16 @@
 """A Llama decoder in plain JAX, for one device.
 
 RMSNorm, rotary positions, grouped-query attention and SwiGLU, as the Llama checkpoints published
-on Hugging Face define them, so that those can be read (`checkpoint`). Weights are stored
-`[in, out]`, query/key/value and gate/up fused: XLA on the CPU then reads each matrix once, in
-order.
+on Hugging Face define them, so that those can be read (`checkpoint`); Qwen2's biases and Qwen3's
+norms of queries and keys are switches of the config. Weights are stored `[in, out]`,
+query/key/value and gate/up fused: XLA on the CPU then reads each matrix once, in order.
 
 References:
     Touvron et al., 2023, "LLaMA: Open and Efficient Foundation Language Models",
     https://arxiv.org/abs/2302.13971
     Ainslie et al., 2023, "GQA", https://arxiv.org/abs/2305.13245
-    Su et al., 2021, "RoFormer", https://arxiv.org/abs/2104.09864
+    Qwen Team, 2024, "Qwen2 Technical Report", https://arxiv.org/abs/2407.10671
+    Qwen Team, 2025, "Qwen3 Technical Report", https://arxiv.org/abs/2505.09388
 """
 
 import dataclasses
@@ -18,103 +19,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from jax_specdec._src.models.llama_config import LlamaConfig, param_shapes
+from jax_specdec._src.models.rotary import frequencies, rotate, rotation
 
 __all__ = ["Llama", "LlamaConfig", "param_shapes"]
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 """`attend(layer, query, key, value)`: what a layer's heads read. query `[B, S, N, D]`, key and
 value `[B, S, N_kv, D]` of the S new tokens, rotated already; returns `[B, S, N, D]`."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
-    """Sizes of a Llama decoder; fields are named as in a Hugging Face `config.json`.
-
-    Attributes:
-        vocab_size: V, ids the model reads and scores.
-        hidden_size: H, width of the residual stream.
-        intermediate_size: I, width of the feed-forward layers.
-        num_hidden_layers: L.
-        num_attention_heads: N, query heads.
-        num_key_value_heads: N_kv, heads of keys and values; each serves N / N_kv query heads.
-        head_dim: D, width of one head; even.
-        rms_norm_eps: added to the mean square in RMSNorm.
-        rope_theta: base of the rotary wavelengths.
-        tie_word_embeddings: the output matrix is the embedding, transposed.
-        max_position_embeddings: longest context seen in training; information only.
-
-    Raises:
-        ValueError: a size is not a positive integer, or sizes do not fit together.
-
-    Example:
-        >>> config = LlamaConfig(
-        ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-        >>> config.rope_theta
-        10000.0
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    tie_word_embeddings: bool = False
-    max_position_embeddings: int = 2048
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type is int and (type(value) is not int or value < 1):
-                raise ValueError(f"{field.name} must be a positive integer, not {value!r}.")
-            if field.type is float and not (isinstance(value, (int, float)) and value > 0):
-                raise ValueError(f"{field.name} must be a positive number, not {value!r}.")
-        if type(self.tie_word_embeddings) is not bool:
-            raise ValueError(
-                f"tie_word_embeddings must be true or false, not {self.tie_word_embeddings!r}."
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads must be a multiple of num_key_value_heads, but they are "
-                f"{self.num_attention_heads} and {self.num_key_value_heads}."
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even, not {self.head_dim}.")
-
-
-def param_shapes(config: LlamaConfig) -> dict[str, Any]:
-    """The params pytree of a config, with a shape in place of each array.
-
-    A dict with `embed_tokens [V, H]`, `norm [H]`, `lm_head [H, V]` (absent if tied), and
-    `layers`, a list of one dict per layer: `input_layernorm [H]`, `qkv_proj [H, (N + 2 N_kv) D]`
-    (query heads, then key heads, then value heads), `o_proj [N D, H]`,
-    `post_attention_layernorm [H]`, `gate_up_proj [H, 2 I]` (gate, then up), `down_proj [I, H]`.
-    """
-    c = config
-    layer = {
-        "input_layernorm": (c.hidden_size,),
-        "qkv_proj": (
-            c.hidden_size,
-            (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim,
-        ),
-        "o_proj": (c.num_attention_heads * c.head_dim, c.hidden_size),
-        "post_attention_layernorm": (c.hidden_size,),
-        "gate_up_proj": (c.hidden_size, 2 * c.intermediate_size),
-        "down_proj": (c.intermediate_size, c.hidden_size),
-    }
-    shapes = {
-        "embed_tokens": (c.vocab_size, c.hidden_size),
-        "layers": [dict(layer) for _ in range(c.num_hidden_layers)],
-        "norm": (c.hidden_size,),
-    }
-    if not c.tie_word_embeddings:
-        shapes["lm_head"] = (c.hidden_size, c.vocab_size)
-    return shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +74,7 @@ class Llama:
         """Random weights in the compute dtype, of the structure of `param_shapes`.
 
         Matrices are normal with variance 1 / fan-in, those that write to the residual stream
-        divided by a further 2 L; norms are one.
+        divided by a further 2 L; norms are one, biases zero.
 
         Args:
             key: a typed PRNG key.
@@ -173,7 +86,7 @@ class Llama:
         for leaf_key, (path, shape) in zip(jax.random.split(key, len(leaves)), leaves, strict=True):
             name = path[-1].key
             if len(shape) == 1:
-                params.append(jnp.ones(shape, self.dtype))
+                params.append(jnp.full(shape, name != "qkv_bias", self.dtype))
                 continue
             fan_in = shape[1] if name == "embed_tokens" else shape[0]
             residual = name in ("o_proj", "down_proj")
@@ -259,13 +172,19 @@ class Llama:
         c = self.config
         num_query, num_kv = c.num_attention_heads, c.num_key_value_heads
         leading = embedded.shape[:2]
-        rotation = _rotation(positions, c.head_dim, c.rope_theta)
+        turn = rotation(positions, frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
         x = embedded
         for index, layer in enumerate(params["layers"]):
             h = _rms_norm(x, layer["input_layernorm"], c.rms_norm_eps)
-            heads = (h @ layer["qkv_proj"]).reshape(*leading, num_query + 2 * num_kv, c.head_dim)
+            heads = h @ layer["qkv_proj"]
+            if c.qkv_bias:
+                heads = heads + layer["qkv_bias"][None, None, :]
+            heads = heads.reshape(*leading, num_query + 2 * num_kv, c.head_dim)
             query, key, value = jnp.split(heads, [num_query, num_query + num_kv], axis=2)
-            read = attend(index, _rotate(query, rotation), _rotate(key, rotation), value)
+            if c.qk_norm:
+                query = _rms_norm(query, layer["q_norm"], c.rms_norm_eps)
+                key = _rms_norm(key, layer["k_norm"], c.rms_norm_eps)
+            read = attend(index, rotate(query, turn), rotate(key, turn), value)
             read = read.reshape(*leading, num_query * c.head_dim)
             x = x + regularize(read @ layer["o_proj"])
             h = _rms_norm(x, layer["post_attention_layernorm"], c.rms_norm_eps)
@@ -273,8 +192,13 @@ class Llama:
             x = x + regularize((jax.nn.silu(gate) * up) @ layer["down_proj"])
         x = _rms_norm(x, params["norm"], c.rms_norm_eps)
         if c.tie_word_embeddings:
-            return jnp.einsum("vh,bsh->bsv", params["embed_tokens"], x)  # faster than x @ E.T
-        return x @ params["lm_head"]
+            logits = jnp.einsum("vh,bsh->bsv", params["embed_tokens"], x)  # faster than x @ E.T
+        else:
+            logits = x @ params["lm_head"]
+        if c.num_token_ids is None:
+            return logits
+        is_token = jnp.arange(c.vocab_size, dtype=jnp.int32) < c.num_token_ids
+        return jnp.where(is_token[None, None, :], logits, -jnp.inf)
 
 
 def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -282,23 +206,6 @@ def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     return jnp.expand_dims(weight, range(x.ndim - 1)) * y.astype(x.dtype)
-
-
-def _rotation(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """The cos and sin of position * theta^(-2i/D), i < D/2: two `[B, S, 1, D/2]` float32."""
-    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
-    angles = positions[:, :, None, None].astype(jnp.float32) * jnp.asarray(
-        frequencies[None, None, None, :], jnp.float32
-    )
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def _rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the pairs (x[i], x[i + D/2]) of each head by their angles, in float32."""
-    cos, sin = rotation
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
 def _write(
