@@ -12,6 +12,7 @@ from jax_specdec._src.drafting.draft_model import ModelDrafter
 from jax_specdec._src.drafting.drafter import Drafter, Proposal
 from jax_specdec._src.drafting.ngram import NGramDrafter
 from jax_specdec._src.drafting.sample import sample_draft_tokens
+from jax_specdec._src.drafting.store import DraftStore, count_fallbacks
 from jax_specdec._src.models.bytes import DOCUMENT_SEPARATOR, ByteDecoder, decode, encode
 from jax_specdec._src.models.checkpoint import (
     LoadedModel,
@@ -53,6 +54,7 @@ __all__ = [
     "CausalModel",
     "DraftLogits",
     "DraftProbs",
+    "DraftStore",
     "Drafter",
     "Drafts",
     "GenerateOutput",
@@ -73,6 +75,7 @@ __all__ = [
     "StepRecord",
     "acceptance_length_to_rates",
     "conditional_to_unconditional_rates",
+    "count_fallbacks",
     "decode",
     "draw_noise",
     "encode",

@@ -27,18 +27,20 @@ MODEL = sd.Llama(
     )
 )
 DRAFTER = sd.ModelDrafter(MODEL)
+HALF = sd.ModelDrafter(MODEL, store_dtype=jnp.bfloat16)
 PROMPTS = [[4], [7, 2], [1, 2, 3, 4, 5, 6, 7], [9] * 20]
 TEMPERATURES = np.array([1.0, 0.5, 0.0, 2.0], np.float32)
 PARAMS = MODEL.init_params(jax.random.key(0))
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def propose(token_ids, lengths, cache, keys, *, config):
-    return DRAFTER.propose(
+@functools.partial(jax.jit, static_argnames=("config", "drafter"))
+def propose(token_ids, lengths, cache, keys, *, config, drafter=DRAFTER):
+    return drafter.propose(
         PARAMS,
         token_ids,
         lengths,
         cache,
+        drafter.init_store(PARAMS, token_ids.shape[0], config),
         sampling=sd.SamplingParams(temperature=jnp.asarray(TEMPERATURES)),
         keys=keys,
         config=config,
@@ -66,14 +68,19 @@ def buffers(sequences) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(rows, jnp.int32), jnp.asarray([len(s) for s in sequences], jnp.int32)
 
 
-def drafts(sequences, cache=None, method="probabilistic"):
+def in_order(rows):
+    """Rows of the store, ``[K*B, ...]``, as ``[B, K, ...]``."""
+    return np.moveaxis(np.asarray(rows).reshape(K, -1, *rows.shape[1:]), 0, 1)
+
+
+def drafts(sequences, cache=None, method="probabilistic", drafter=DRAFTER):
     """Drafts ``[B, K]``, the fresh logits at their positions ``[B, K, V]``, proposal, cache."""
     token_ids, lengths = buffers(sequences)
     if cache is None:
         cache = prefill(token_ids[:, :32])
     config = sd.SpecDecodeConfig(num_speculative_tokens=K, draft_sample_method=method)
     keys = jax.random.split(jax.random.key(3), len(sequences))
-    proposal, cache = propose(token_ids, lengths, cache, keys, config=config)
+    proposal, cache = propose(token_ids, lengths, cache, keys, config=config, drafter=drafter)
     ids = np.asarray(proposal.token_ids)
     assert ids.shape == (len(sequences), K) and ids.dtype == np.int32
     extended, _ = buffers([[*s, *row] for s, row in zip(sequences, ids.tolist(), strict=True)])
@@ -84,26 +91,35 @@ def drafts(sequences, cache=None, method="probabilistic"):
 
 def test_the_stored_rows_are_the_models_logits_at_the_drafts_positions():
     _, fresh, proposal, _ = drafts(PROMPTS)
-    stored = proposal.distribution
-    assert stored.logits.shape == (len(PROMPTS) * K, VOCAB)
-    assert stored.rows is None and stored.valid is None
-    np.testing.assert_allclose(stored.logits, fresh.reshape(-1, VOCAB), rtol=1e-4, atol=1e-5)
+    assert proposal.store.logits.shape == (len(PROMPTS) * K, VOCAB)
+    np.testing.assert_allclose(in_order(proposal.store.logits), fresh, rtol=1e-4, atol=1e-5)
+
+
+def test_the_stored_rows_say_where_and_at_which_temperature_they_were_drawn():
+    store = drafts(PROMPTS)[2].store
+    lengths = np.array([len(prompt) for prompt in PROMPTS])
+    expected = np.where(TEMPERATURES > 0, lengths, -1)  # a greedy request's rows are not for use
+    np.testing.assert_array_equal(store.positions, np.tile(expected, (K, 1)))
+    np.testing.assert_array_equal(store.temperature, np.tile(TEMPERATURES, (K, 1)))
 
 
 def test_the_stored_normalizers_are_those_of_the_stored_rows_at_each_temperature():
-    _, _, proposal, _ = drafts(PROMPTS)
-    stored = proposal.distribution
-    temperature = np.repeat(TEMPERATURES, K)
+    store = drafts(PROMPTS)[2].store
+    temperature = np.tile(TEMPERATURES, K)
     sampled = temperature > 0
     expected = scipy.special.logsumexp(
-        np.asarray(stored.logits, np.float64)[sampled] / temperature[sampled, None], axis=1
+        np.asarray(store.logits, np.float64)[sampled] / temperature[sampled, None], axis=1
     )
-    np.testing.assert_allclose(np.asarray(stored.log_normalizer)[sampled], expected, rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(store.log_normalizer)[sampled], expected, rtol=1e-5)
 
 
-def test_each_draft_is_sampled_from_its_stored_row_with_the_noise_of_its_offset():
-    ids, _, proposal, _ = drafts(PROMPTS)
-    rows = proposal.distribution.logits.reshape(len(PROMPTS), K, VOCAB)
+@pytest.mark.parametrize("drafter", [DRAFTER, HALF], ids=["float32", "bfloat16"])
+def test_each_draft_is_sampled_from_its_stored_row_with_the_noise_of_its_offset(drafter):
+    ids, fresh, proposal, _ = drafts(PROMPTS, drafter=drafter)
+    rows = in_order(proposal.store.logits)
+    if drafter is HALF:
+        assert rows.dtype == jnp.bfloat16
+        np.testing.assert_allclose(rows.astype(np.float32), fresh, rtol=2e-2, atol=1e-3)
 
     @jax.jit
     def draw(logits, offset):
@@ -116,8 +132,11 @@ def test_each_draft_is_sampled_from_its_stored_row_with_the_noise_of_its_offset(
         )
 
     for offset in range(K):
-        alone, _ = draw(rows[:, offset], jnp.int32(offset))
+        alone, normalizer = draw(jnp.asarray(rows[:, offset]), jnp.int32(offset))
         np.testing.assert_array_equal(alone, ids[:, offset])
+        np.testing.assert_allclose(
+            normalizer, in_order(proposal.store.log_normalizer)[:, offset], rtol=1e-6
+        )
 
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
@@ -126,7 +145,7 @@ def test_greedy_drafts_are_argmaxes(method):
     best = np.argmax(fresh, axis=-1)
     if method == "greedy":
         np.testing.assert_array_equal(ids, best)
-        assert proposal.distribution is None
+        assert proposal.store is None
     else:
         (greedy,) = np.flatnonzero(TEMPERATURES == 0)
         np.testing.assert_array_equal(ids[greedy], best[greedy])
@@ -143,6 +162,4 @@ def test_the_cache_serves_after_any_number_of_accepted_drafts():
             for kept, (sequence, row) in enumerate(zip(sequences, ids.tolist(), strict=True))
         ]
         ids, fresh, proposal, cache = drafts(sequences, cache)
-        np.testing.assert_allclose(
-            proposal.distribution.logits, fresh.reshape(-1, VOCAB), rtol=1e-4, atol=1e-5
-        )
+        np.testing.assert_allclose(in_order(proposal.store.logits), fresh, rtol=1e-4, atol=1e-5)

@@ -38,11 +38,12 @@ def propose(drafter: sd.NGramDrafter, token_ids: jax.Array, lengths: jax.Array, 
         token_ids,
         lengths,
         drafter.init_cache(*token_ids.shape),
+        None,
         sampling=None,
         keys=None,
         config=sd.SpecDecodeConfig(num_speculative_tokens=k),
     )
-    assert proposal.distribution is None
+    assert proposal.store is None
     assert proposal.token_ids.dtype == jnp.int32
     return proposal.token_ids
 

@@ -79,6 +79,20 @@ def test_greedy_requests_draft_the_argmax_and_ties_go_to_the_lowest_id(dtype):
     np.testing.assert_array_equal(ids[greedy], np.argmax(logits[greedy], axis=1))
 
 
+def test_where_the_config_drafts_greedily_every_draft_is_an_argmax_and_nothing_is_to_be_kept():
+    logits = random_logits()
+    ids, normalizer = sd.sample_draft_tokens(
+        jnp.asarray(logits),
+        sampling=sd.SamplingParams(jnp.asarray(TEMPERATURES)),
+        keys=jax.random.split(jax.random.key(0), BATCH),
+        positions=jnp.zeros((BATCH,), jnp.int32),
+        offset=0,
+        config=sd.SpecDecodeConfig(num_speculative_tokens=1, draft_sample_method="greedy"),
+    )
+    np.testing.assert_array_equal(ids, np.argmax(logits, axis=1))
+    assert ids.dtype == jnp.int32 and normalizer is None
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_normalizer_is_the_logsumexp_of_what_is_stored(dtype):
     logits = random_logits(dtype)

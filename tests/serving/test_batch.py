@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -98,6 +99,11 @@ ERRORS = {
         TypeError,
         "stop_token_ids must",
     ),
+    "a stop token past the vocabulary": (
+        dict(stop_token_ids=[4, VOCAB]),
+        ValueError,
+        r"stop_token_ids must hold ids in \[0, 5\), but they span 4 to 5",
+    ),
     "an untyped key": (
         dict(key=np.array([0, 1], np.uint32)),
         TypeError,
@@ -136,6 +142,7 @@ def test_sequences_have_room_for_the_budget_and_for_a_step_past_it(length, budge
         temperature=0.0,
         key=None,
         max_new_tokens=[budget, 0],
+        stop_token_ids=(),
         slack=slack,
     )
     assert prompt_size >= length
@@ -150,8 +157,16 @@ def test_sequences_have_room_for_the_budget_and_for_a_step_past_it(length, budge
 def append_one(emitted: list[int], budget: int, stop_token_ids: tuple[int, ...] = ()) -> Any:
     """Appends what a verification emitted to the sequence 3 1."""
     batch, _, _ = batch_lib.make_batch(
-        [[3, 1]], vocab_size=9, temperature=0.0, key=None, max_new_tokens=budget, slack=4
+        [[3, 1]],
+        vocab_size=9,
+        temperature=0.0,
+        key=None,
+        max_new_tokens=budget,
+        stop_token_ids=(),
+        slack=4,
     )
+    stops = jnp.asarray(np.array([stop_token_ids], np.int32))
+    batch = dataclasses.replace(batch, stop_token_ids=stops)
     row = [*emitted, *[-1] * (4 - len(emitted))]
     output = sd.RejectionSampleOutput(
         jnp.array([row], jnp.int32),
@@ -159,7 +174,7 @@ def append_one(emitted: list[int], budget: int, stop_token_ids: tuple[int, ...] 
         jnp.array([len(emitted)]),
         jnp.array([int(sd.Status.OK)]),
     )
-    batch, record = batch_lib.append(batch, output, jnp.array([3]), stop_token_ids)
+    batch, record = batch_lib.append(batch, output, jnp.array([3]))
     sequence = batch.token_ids[0, : batch.lengths[0]].tolist()
     assert record.token_ids[0, : record.num_kept[0]].tolist() == sequence[2:]
     assert (record.token_ids[0, record.num_kept[0] :] == -1).all()

@@ -238,6 +238,7 @@ def test_rejected_drafts_leave_no_trace():
         temperature=[0.0, 1.0, 1.0],
         key=None,
         max_new_tokens=16,
+        stop_token_ids=(),
         slack=k + 1,
     )
     config = sd.SpecDecodeConfig(num_speculative_tokens=k)

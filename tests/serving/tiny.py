@@ -70,6 +70,9 @@ class Scripted:
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         return ()
 
+    def init_store(self, params: Any, batch_size: int, config: sd.SpecDecodeConfig) -> None:
+        return None
+
     def prefill(self, params: Any, token_ids: jax.Array, cache: Any) -> Any:
         return cache
 
@@ -79,6 +82,7 @@ class Scripted:
         token_ids: jax.Array,
         lengths: jax.Array,
         cache: Any,
+        store: None,
         *,
         sampling: sd.SamplingParams,
         keys: jax.Array,
@@ -86,23 +90,32 @@ class Scripted:
     ) -> tuple[sd.Proposal, Any]:
         offsets = jnp.arange(config.num_speculative_tokens, dtype=jnp.int32)
         place = jnp.minimum(lengths[:, None] + offsets[None, :], params.shape[1] - 1)
-        return sd.Proposal(jnp.take_along_axis(params, place, axis=1), None), cache
+        return sd.Proposal(jnp.take_along_axis(params, place, axis=1)), cache
 
 
 @dataclasses.dataclass(frozen=True)
 class Claiming(sd.ModelDrafter):
     """Samples from its model and claims those logits plus a shift: honest where it is zero.
 
-    ``params`` is the model's and the shift ``[Vd]``; no normalizer is stored.
+    ``params`` is the model's and the shift ``[Vd]``.
     """
+
+    def init_store(self, params: Any, *args: Any) -> sd.DraftStore | None:
+        return super().init_store(params[0], *args)
 
     def prefill(self, params: Any, token_ids: jax.Array, cache: Any) -> Any:
         return super().prefill(params[0], token_ids, cache)
 
     def propose(self, params: Any, *args: Any, **kwargs: Any) -> tuple[sd.Proposal, Any]:
         proposal, cache = super().propose(params[0], *args, **kwargs)
-        claimed = sd.DraftLogits(proposal.distribution.logits + params[1][None, :])
-        return proposal._replace(distribution=claimed), cache
+        claimed = proposal.store.logits + params[1][None, :]
+        temperature = jnp.maximum(proposal.store.temperature.reshape(-1, 1), 1e-3)  # 0: never read
+        store = dataclasses.replace(
+            proposal.store,
+            logits=claimed,
+            log_normalizer=jax.nn.logsumexp(claimed / temperature, axis=1),
+        )
+        return sd.Proposal(proposal.token_ids, store), cache
 
 
 class Step(NamedTuple):

@@ -12,8 +12,9 @@ from jax import lax
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Proposal
 from jax_specdec._src.drafting.sample import sample_draft_tokens
+from jax_specdec._src.drafting.store import DraftStore
 from jax_specdec._src.models.protocol import CausalModel
-from jax_specdec._src.types import DraftLogits, SamplingParams
+from jax_specdec._src.types import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,8 @@ class ModelDrafter:
 
     Attributes:
       model: any `CausalModel`.
+      store_dtype: in which logits are sampled from and kept; None for the dtype of the model's. A
+        narrower one saves memory and changes what is drafted, never what is emitted.
 
     Example:
       >>> import jax_specdec as sd
@@ -33,10 +36,30 @@ class ModelDrafter:
     """
 
     model: CausalModel
+    store_dtype: Any = None
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         """The model's cache."""
         return self.model.init_cache(batch_size, max_length)
+
+    def init_store(
+        self, params: Any, batch_size: int, config: SpecDecodeConfig
+    ) -> DraftStore | None:
+        """Room for the logits of K drafts per request; None where drafts are argmaxes."""
+        if config.draft_sample_method == "greedy":
+            return None
+
+        def one_token(params: Any) -> jax.Array:
+            zero = jnp.zeros((1,), jnp.int32)
+            return self.model.apply(params, zero[None, :], zero, self.model.init_cache(1, 1))[0]
+
+        logits = jax.eval_shape(one_token, params)
+        return DraftStore.create(
+            batch_size,
+            config.num_speculative_tokens,
+            logits.shape[-1],
+            logits.dtype if self.store_dtype is None else self.store_dtype,
+        )
 
     def prefill(self, params: Any, token_ids: jax.Array, cache: Any) -> Any:
         """Read the prompts."""
@@ -49,27 +72,38 @@ class ModelDrafter:
         token_ids: jax.Array,
         lengths: jax.Array,
         cache: Any,
+        store: DraftStore | None,
         *,
         sampling: SamplingParams,
         keys: jax.Array,
         config: SpecDecodeConfig,
     ) -> tuple[Proposal, Any]:
         """Draft K tokens; see `Drafter.propose`."""
-        probabilistic = config.draft_sample_method == "probabilistic"
 
-        def draw(logits: jax.Array, offset: jax.Array) -> tuple[jax.Array, Any]:
-            if not probabilistic:
-                return jnp.argmax(logits, axis=-1).astype(jnp.int32), ()
+        def draw(
+            logits: jax.Array, store: DraftStore | None, offset: jax.Array
+        ) -> tuple[jax.Array, DraftStore | None]:
+            if store is not None:  # round, then sample: what is kept is what was drawn from
+                logits = logits.astype(store.logits.dtype)
             ids, log_normalizer = sample_draft_tokens(
-                logits, sampling=sampling, keys=keys, positions=lengths, offset=offset
+                logits,
+                sampling=sampling,
+                keys=keys,
+                positions=lengths,
+                offset=offset,
+                config=config,
             )
-            return ids, (logits, log_normalizer)
+            if store is not None and log_normalizer is not None:
+                store = store.write(
+                    offset, logits, log_normalizer, positions=lengths, sampling=sampling
+                )
+            return ids, store
 
-        def draft(carry: tuple[jax.Array, Any], offset: jax.Array) -> tuple[Any, Any]:
-            last, cache = carry
+        def draft(carry: Any, offset: jax.Array) -> tuple[Any, jax.Array]:
+            last, cache, store = carry
             logits, cache = self.model.apply(params, last[:, None], lengths + offset - 1, cache)
-            ids, kept = draw(logits[:, 0], offset)
-            return (ids, cache), (ids, kept)
+            ids, store = draw(logits[:, 0], store, offset)
+            return (ids, cache, store), ids
 
         # After a fully accepted step the model has not seen the last draft: read two tokens.
         start = jnp.maximum(lengths - 2, 0)
@@ -77,18 +111,9 @@ class ModelDrafter:
         recent = jnp.take_along_axis(token_ids, place, axis=1)
         logits, cache = self.model.apply(params, recent, start, cache)
         newest = (lengths - 1 - start)[:, None, None]
-        ids, kept = draw(jnp.take_along_axis(logits, newest, axis=1)[:, 0], jnp.int32(0))
+        first, store = draw(jnp.take_along_axis(logits, newest, axis=1)[:, 0], store, jnp.int32(0))
 
         offsets = jnp.arange(1, config.num_speculative_tokens, dtype=jnp.int32)
-        (_, cache), rest = lax.scan(draft, (ids, cache), offsets)
-        ids, kept = jax.tree.map(
-            lambda first, more: jnp.moveaxis(jnp.concatenate([first[None], more]), 0, 1),
-            (ids, kept),
-            rest,
-        )
-        if not probabilistic:
-            return Proposal(ids, None), cache
-        logits, log_normalizer = kept
-        storage = logits.reshape(-1, logits.shape[-1])
-        distribution = DraftLogits(storage, log_normalizer=log_normalizer.reshape(-1))
-        return Proposal(ids, distribution), cache
+        (_, cache, store), rest = lax.scan(draft, (first, cache, store), offsets)
+        ids = jnp.moveaxis(jnp.concatenate([first[None], rest]), 0, 1)
+        return Proposal(ids, store), cache

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.types import DraftDistribution, SamplingParams
+from jax_specdec._src.drafting.store import DraftStore
+from jax_specdec._src.types import SamplingParams
 
 
 class Proposal(NamedTuple):
@@ -15,22 +16,27 @@ class Proposal(NamedTuple):
 
     Attributes:
       token_ids: ``[B, K]`` int32; -1 from the first position on that has no proposal.
-      distribution: what they were drawn from, ``[B*K, Vd]``, or None for one-hot.
+      store: what they were drawn from; None for drafts without a distribution.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> Proposal(jnp.array([[7, -1]]), None).token_ids.shape
+      >>> Proposal(jnp.array([[7, -1]])).token_ids.shape
       (1, 2)
     """
 
     token_ids: jax.Array
-    distribution: DraftDistribution | None
+    store: DraftStore | None = None
 
 
 class Drafter(Protocol):
     """Proposes up to K tokens per request. Static and hashable; weights travel as `params`.
 
     Whatever a drafter proposes, the output stays the target's; good proposals make it fast.
+
+    A drafter that samples from a distribution q keeps it in a `DraftStore`, which the loop owns and
+    hands back on every call: it asks for one in `init_store`, and `propose` writes there each row
+    it samples from, rounded to the stored dtype first. The loop knows which rows are still good. A
+    drafter without a q returns None, and its drafts are verified one-hot.
 
     Example:
       A drafter that expects the last token to repeat:
@@ -42,21 +48,31 @@ class Drafter(Protocol):
       ... class Repeat:
       ...     def init_cache(self, batch_size, max_length):
       ...         return ()
+      ...     def init_store(self, params, batch_size, config):
+      ...         return None
       ...     def prefill(self, params, token_ids, cache):
       ...         return cache
-      ...     def propose(self, params, token_ids, lengths, cache, *, sampling, keys, config):
+      ...     def propose(
+      ...         self, params, token_ids, lengths, cache, store, *, sampling, keys, config
+      ...     ):
       ...         last = jnp.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)
-      ...         return sd.Proposal(jnp.tile(last, config.num_speculative_tokens), None), cache
+      ...         return sd.Proposal(jnp.tile(last, config.num_speculative_tokens)), cache
       >>> config = sd.SpecDecodeConfig(num_speculative_tokens=2)
       >>> proposal, _ = Repeat().propose(
-      ...     None, jnp.array([[5, 6, 0]]), jnp.array([2]), (), sampling=None, keys=None,
+      ...     None, jnp.array([[5, 6, 0]]), jnp.array([2]), (), None, sampling=None, keys=None,
       ...     config=config)
       >>> proposal.token_ids.tolist()
       [[6, 6]]
     """
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
-        """An empty cache: any pytree whose shapes depend on the arguments alone."""
+        """An empty cache: any pytree of arrays, laid out as `CausalModel.init_cache` says."""
+        ...
+
+    def init_store(
+        self, params: Any, batch_size: int, config: SpecDecodeConfig
+    ) -> DraftStore | None:
+        """An empty store of `batch_size` slots; None if the drafts have no distribution."""
         ...
 
     def prefill(self, params: Any, token_ids: jax.Array, cache: Any) -> Any:
@@ -69,6 +85,7 @@ class Drafter(Protocol):
         token_ids: jax.Array,
         lengths: jax.Array,
         cache: Any,
+        store: DraftStore | None,
         *,
         sampling: SamplingParams,
         keys: jax.Array,
@@ -81,11 +98,12 @@ class Drafter(Protocol):
           token_ids: ``[B, L]`` int32, the sequences so far; what lies past a length is undefined.
           lengths: ``[B]`` int32, at least 1.
           cache: from `prefill` or the last call; the tokens since may differ from its proposal.
+          store: from `init_store` or the last call, to be written to and returned.
           sampling: per-request parameters.
           keys: ``[B]`` typed keys.
           config: static settings.
 
         Returns:
-          The proposal and the cache.
+          The proposal, with the store, and the cache.
         """
         ...

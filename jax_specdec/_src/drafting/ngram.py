@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Proposal
+from jax_specdec._src.drafting.store import DraftStore
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, SamplingParams
 
 
@@ -31,7 +32,7 @@ class NGramDrafter:
       >>> import jax, jax.numpy as jnp
       >>> import jax_specdec as sd
       >>> proposal, _ = sd.NGramDrafter().propose(
-      ...     None, jnp.array([[1, 2, 3, 4, 1, 2, 0, 0]]), jnp.array([6]), (),
+      ...     None, jnp.array([[1, 2, 3, 4, 1, 2, 0, 0]]), jnp.array([6]), (), None,
       ...     sampling=None, keys=None, config=sd.SpecDecodeConfig(num_speculative_tokens=3))
       >>> proposal.token_ids.tolist()
       [[3, 4, 1]]
@@ -55,6 +56,13 @@ class NGramDrafter:
         del batch_size, max_length
         return ()
 
+    def init_store(
+        self, params: Any, batch_size: int, config: SpecDecodeConfig
+    ) -> DraftStore | None:
+        """None: a lookup has no distribution."""
+        del params, batch_size, config
+        return None
+
     def prefill(self, params: Any, token_ids: jax.Array, cache: Any) -> Any:
         """Nothing to read ahead."""
         del params, token_ids
@@ -66,16 +74,17 @@ class NGramDrafter:
         token_ids: jax.Array,
         lengths: jax.Array,
         cache: Any,
+        store: DraftStore | None,
         *,
         sampling: SamplingParams,
         keys: jax.Array,
         config: SpecDecodeConfig,
     ) -> tuple[Proposal, Any]:
         """Look up; see `Drafter.propose`. All -1 where nothing matches."""
-        del params, sampling, keys
+        del params, store, sampling, keys
         k = config.num_speculative_tokens
         ids = jax.vmap(lambda row, n: self._lookup(row, n, k))(token_ids, lengths)
-        return Proposal(ids, None), cache
+        return Proposal(ids), cache
 
     def _lookup(self, tokens: jax.Array, length: jax.Array, k: int) -> jax.Array:
         place = jnp.arange(tokens.shape[0], dtype=jnp.int32)

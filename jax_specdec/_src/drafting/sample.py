@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.noise import Stream, uniforms
 from jax_specdec._src.sampling import inverse_temperature
 from jax_specdec._src.types import SamplingParams
@@ -20,11 +21,14 @@ def sample_draft_tokens(
     keys: jax.Array,
     positions: jax.Array,
     offset: jax.Array | int,
-) -> tuple[jax.Array, jax.Array]:
+    config: SpecDecodeConfig | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
     """One draft token per request from ``q = softmax(float32(logits) / temperature)``.
 
     Store `logits` as they are and the check computes the same q. Drawn by two-level inverse CDF
     from the draft stream, which shares no bits with the check's. Temperature 0 takes the argmax.
+    Where the config says ``draft_sample_method="greedy"``, every request does, nothing needs to be
+    stored, and the drafts are verified one-hot.
 
     Args:
       logits: ``[B, Vd]``, in the dtype in which they are stored.
@@ -32,10 +36,12 @@ def sample_draft_tokens(
       keys: ``[B]`` typed keys, the same that `rejection_sample` gets.
       positions: ``[B]`` int32, the same that `rejection_sample` gets: position of the first draft.
       offset: ``[]`` int32, place of this draft in the step, from 0 on.
+      config: static settings; None for ``draft_sample_method="probabilistic"``.
 
     Returns:
-      ``token_ids [B]`` int32, and ``log_normalizer [B]`` float32 for `DraftLogits` (not
-      meaningful for greedy requests, whose q is never read).
+      ``token_ids [B]`` int32, and ``log_normalizer [B]`` float32 for `DraftStore.write` or
+      `DraftLogits` (not meaningful for greedy requests, whose q is never read); None where the
+      config drafts greedily.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -46,6 +52,8 @@ def sample_draft_tokens(
       >>> token_ids.tolist()
       [1]
     """
+    if config is not None and config.draft_sample_method == "greedy":
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
     rows = TargetRows(logits, logits.shape[1], chunk=None)
     inv_temperature, greedy = inverse_temperature(sampling.temperature), sampling.temperature == 0
 

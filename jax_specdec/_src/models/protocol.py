@@ -97,7 +97,9 @@ class CausalModel(Protocol):
             max_length: number of positions that can be filled per request, T.
 
         Returns:
-            A pytree of arrays whose shapes depend on B and T alone.
+            A pytree of arrays whose shapes depend on B and T alone. Each has one axis that holds
+            the requests one after another, the same number of entries for each, so that a serving
+            engine can replace what belongs to one of them.
         """
         ...
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_specdec._src.serving import inputs
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
 
 _BUCKET = 32
 """Sizes are rounded up to this, so that prompts of similar length share a compilation."""
-
-_LARGEST_TEMPERATURE = float(np.finfo(np.float32).max)
 
 
 @jax.tree_util.register_dataclass
@@ -32,6 +30,7 @@ class Batch:
       done: ``[B]`` bool.
       temperature: ``[B]`` float32.
       keys: ``[B]`` typed keys.
+      stop_token_ids: ``[B, M]`` int32, a request ends after emitting one of its own; -1 is none.
       status: ``[B]`` int32, a `Status`: why a request ended early, or OK.
     """
 
@@ -41,6 +40,7 @@ class Batch:
     done: jax.Array
     temperature: jax.Array
     keys: jax.Array
+    stop_token_ids: jax.Array
     status: jax.Array
 
 
@@ -105,6 +105,7 @@ def make_batch(
     temperature: float | Sequence[float],
     key: jax.Array | None,
     max_new_tokens: int | Sequence[int],
+    stop_token_ids: Sequence[int],
     slack: int,
 ) -> tuple[Batch, int, int]:
     """Check a user's request and lay it out.
@@ -115,18 +116,16 @@ def make_batch(
       temperature: one, or B.
       key: typed key or None.
       max_new_tokens: one, or B.
+      stop_token_ids: of every request.
       slack: positions past the end that a step may write to.
 
     Returns:
       The batch, the padded prompt length, and the most steps it can take, both rounded up.
     """
-    rows = _token_lists(prompts, vocab_size)
-    temperatures = _per_request("temperature", temperature, len(rows), float, "a number")
-    if not all(0 <= t <= _LARGEST_TEMPERATURE for t in temperatures):
-        raise ValueError(f"temperature must be finite and not negative, but it is {temperature}")
-    budgets = _per_request("max_new_tokens", max_new_tokens, len(rows), operator.index, "an int")
-    if min(budgets) < 0:
-        raise ValueError(f"max_new_tokens must not be negative, but it is {max_new_tokens}")
+    rows = inputs.token_lists(prompts, vocab_size)
+    temperatures = inputs.temperatures(temperature, len(rows))
+    budgets = inputs.budgets(max_new_tokens, len(rows))
+    stops = inputs.stop_ids(stop_token_ids, vocab_size)
     key = jax.random.key(0) if key is None else key
     if (
         not isinstance(key, jax.Array)
@@ -148,60 +147,10 @@ def make_batch(
         done=jnp.asarray(np.array(budgets) == 0),
         temperature=jnp.asarray(np.array(temperatures, np.float32)),
         keys=jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(len(rows))),
+        stop_token_ids=jnp.asarray(np.array([stops] * len(rows), np.int32)),
         status=jnp.full((len(rows),), int(Status.OK), jnp.int32),
     )
     return batch, prompt_size, _round_up(max(budgets))
-
-
-def stop_ids(stop_token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Stop tokens as a static argument.
-
-    Args:
-      stop_token_ids: any sequence of integers.
-
-    Returns:
-      The same ids.
-
-    Raises:
-      TypeError: not a sequence, or not of integers.
-    """
-    return tuple(_integers("stop_token_ids", stop_token_ids))
-
-
-def _token_lists(prompts: Any, vocab_size: int) -> list[list[int]]:
-    rows = [_integers(f"prompts[{b}]", prompt) for b, prompt in enumerate(prompts)]
-    if not rows:
-        raise ValueError("prompts must hold at least one prompt, but it is empty")
-    for b, row in enumerate(rows):
-        if not row:
-            raise ValueError(f"prompts[{b}] must hold at least one token, but it is empty")
-        if not (0 <= min(row) and max(row) < vocab_size):
-            raise ValueError(
-                f"prompts[{b}] must hold ids in [0, {vocab_size}), but they span {min(row)} to "
-                f"{max(row)}"
-            )
-    return rows
-
-
-def _integers(name: str, values: Any) -> list[int]:
-    try:
-        return [operator.index(value) for value in values]
-    except TypeError:
-        raise TypeError(f"{name} must be a list of ints, but it is {values!r:.80}") from None
-
-
-def _per_request(
-    name: str, value: Any, count: int, convert: Callable[[Any], Any], kind: str
-) -> list[Any]:
-    values = [value] * count if np.ndim(value) == 0 else list(value)
-    if len(values) != count:
-        raise ValueError(
-            f"{name} must be one value or one per prompt ({count}), but it has {len(values)}"
-        )
-    try:
-        return [convert(v) for v in values]
-    except TypeError:
-        raise TypeError(f"{name} must be {kind}, or one per prompt, but it is {value!r}") from None
 
 
 def _round_up(size: int) -> int:
@@ -210,10 +159,7 @@ def _round_up(size: int) -> int:
 
 
 def append(
-    batch: Batch,
-    output: RejectionSampleOutput,
-    num_proposed: jax.Array,
-    stop_token_ids: tuple[int, ...],
+    batch: Batch, output: RejectionSampleOutput, num_proposed: jax.Array
 ) -> tuple[Batch, StepRecord]:
     """Add a verification's tokens to the sequences, up to a stop token or the budget.
 
@@ -221,16 +167,13 @@ def append(
       batch: the sequences.
       output: what was emitted for them.
       num_proposed: ``[B]`` int32, drafts offered.
-      stop_token_ids: static.
 
     Returns:
       The batch and the record of the step.
     """
     emitted = output.token_ids
     offset = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None, :]
-    is_stop = jnp.zeros(emitted.shape, bool)
-    for token_id in stop_token_ids:
-        is_stop |= emitted == token_id
+    is_stop = jnp.any(emitted[:, :, None] == batch.stop_token_ids[:, None, :], axis=2)
     stop_at = jnp.min(jnp.where(is_stop, offset, emitted.shape[1]), axis=1)
     num_kept = jnp.minimum(output.num_emitted, batch.ends - batch.lengths)
     stopped = stop_at < num_kept

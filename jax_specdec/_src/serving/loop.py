@@ -13,11 +13,11 @@ import numpy as np
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Drafter
+from jax_specdec._src.drafting.store import DraftStore
 from jax_specdec._src.models.protocol import CausalModel
 from jax_specdec._src.serving import batch as batch_lib
+from jax_specdec._src.serving import step as step_lib
 from jax_specdec._src.serving.batch import Batch, GenerateOutput, StepRecord
-from jax_specdec._src.types import Drafts, SamplingParams
-from jax_specdec._src.verify.api import rejection_sample
 
 
 @jax.tree_util.register_dataclass
@@ -29,11 +29,13 @@ class DecodeState:
       batch: the sequences and where they stand.
       target_cache: the target's cache.
       draft_cache: the drafter's cache.
+      store: what the drafts were drawn from, or None.
     """
 
     batch: Batch
     target_cache: Any
     draft_cache: Any
+    store: DraftStore | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +46,11 @@ class Decoder:
       model: the target.
       drafter: what proposes tokens.
       config: how they are verified.
-      stop_token_ids: a request ends after emitting one of these.
     """
 
     model: CausalModel
     drafter: Drafter
     config: SpecDecodeConfig
-    stop_token_ids: tuple[int, ...] = ()
 
     def prefill(
         self, params: Any, draft_params: Any, batch: Batch, prompt_size: int
@@ -62,41 +62,20 @@ class Decoder:
         _, target_cache = self.model.apply(params, prompts, start, target_cache)
         draft_cache = self.drafter.init_cache(size, length)
         draft_cache = self.drafter.prefill(draft_params, prompts, draft_cache)
-        return DecodeState(batch, target_cache, draft_cache)
+        store = self.drafter.init_store(draft_params, size, self.config)
+        return DecodeState(batch, target_cache, draft_cache, store)
 
     def step(
         self, params: Any, draft_params: Any, state: DecodeState
     ) -> tuple[DecodeState, StepRecord]:
         """Draft, verify, append: at least one token for every request that is not done."""
-        batch = state.batch
-        sampling = SamplingParams(temperature=batch.temperature)
-        proposal, draft_cache = self.drafter.propose(
-            draft_params,
-            batch.token_ids,
-            batch.lengths,
-            state.draft_cache,
-            sampling=sampling,
-            keys=batch.keys,
-            config=self.config,
+        proposal, draft_cache = step_lib.draft(
+            self.drafter, draft_params, state.batch, state.draft_cache, state.store, self.config
         )
-        last = jnp.take_along_axis(batch.token_ids, batch.lengths[:, None] - 1, axis=1)
-        inputs = jnp.concatenate([last, jnp.maximum(proposal.token_ids, 0)], axis=1)
-        logits, target_cache = self.model.apply(
-            params, inputs, batch.lengths - 1, state.target_cache
+        batch, target_cache, record, _ = step_lib.verify(
+            self.model, params, state.batch, state.target_cache, proposal, self.config
         )
-        output = rejection_sample(
-            logits.reshape(-1, logits.shape[-1]),
-            Drafts.from_dense(proposal.token_ids, None, proposal.distribution),
-            sampling=sampling,
-            keys=batch.keys,
-            positions=batch.lengths,
-            active=~batch.done,
-            config=self.config,
-        )
-        in_range = (proposal.token_ids >= 0) & (proposal.token_ids < logits.shape[-1])
-        num_proposed = jnp.cumprod(in_range.astype(jnp.int32), axis=1).sum(axis=1)
-        batch, record = batch_lib.append(batch, output, num_proposed, self.stop_token_ids)
-        return DecodeState(batch, target_cache, draft_cache), record
+        return DecodeState(batch, target_cache, draft_cache, proposal.store), record
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "prompt_size"))
@@ -184,9 +163,10 @@ def generate(
         temperature=temperature,
         key=key,
         max_new_tokens=max_new_tokens,
+        stop_token_ids=stop_token_ids,
         slack=config.num_speculative_tokens + 1,
     )
-    decoder = Decoder(model, drafter, config, batch_lib.stop_ids(stop_token_ids))
+    decoder = Decoder(model, drafter, config)
     batch, steps, num_steps = _generate(
         params,
         draft_params,
@@ -250,9 +230,10 @@ def generate_stream(
         temperature=temperature,
         key=key,
         max_new_tokens=max_new_tokens,
+        stop_token_ids=stop_token_ids,
         slack=config.num_speculative_tokens + 1,
     )
-    decoder = Decoder(model, drafter, config, batch_lib.stop_ids(stop_token_ids))
+    decoder = Decoder(model, drafter, config)
 
     def steps() -> Iterator[StepRecord]:
         done = np.asarray(batch.done)

@@ -19,7 +19,7 @@ from jax_specdec._src.types import Drafts, SamplingParams
 from jax_specdec._src.verify.api import rejection_sample
 
 
-@functools.partial(jax.jit, static_argnames=("model", "prompt_size", "max_steps", "stop_token_ids"))
+@functools.partial(jax.jit, static_argnames=("model", "prompt_size", "max_steps"))
 def _generate_plain(
     params: Any,
     batch: Batch,
@@ -27,7 +27,6 @@ def _generate_plain(
     model: CausalModel,
     prompt_size: int,
     max_steps: int,
-    stop_token_ids: tuple[int, ...],
 ) -> tuple[Batch, StepRecord, jax.Array]:
     size, length = batch.token_ids.shape
     cache = model.init_cache(size, length)
@@ -49,7 +48,7 @@ def _generate_plain(
             active=~batch.done,
             config=SpecDecodeConfig(num_speculative_tokens=1),
         )
-        batch, record = batch_lib.append(batch, output, none, stop_token_ids)
+        batch, record = batch_lib.append(batch, output, none)
         return (batch, cache), record
 
     return batch_lib.run_until_done(step, (batch, cache), lambda state: state[0], max_steps)
@@ -97,6 +96,7 @@ def generate_plain(
         temperature=temperature,
         key=key,
         max_new_tokens=max_new_tokens,
+        stop_token_ids=stop_token_ids,
         slack=1,
     )
     batch, steps, num_steps = _generate_plain(
@@ -105,7 +105,6 @@ def generate_plain(
         model=model,
         prompt_size=prompt_size,
         max_steps=max_steps,
-        stop_token_ids=batch_lib.stop_ids(stop_token_ids),
     )
     return batch_lib.collect(prompts, batch, steps, num_steps)
 

@@ -1,0 +1,306 @@
+"""Where the distributions that drafts were drawn from stay until the drafts are verified."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import export, lax
+
+from jax_specdec._src.types import DraftDistribution, DraftLogits, Drafts, SamplingParams
+
+_EVICTED = -1
+"""Stands for a position where a row holds nothing that may be used."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftStore:
+    """The draft logits of S request slots, K rows each, read and written in place.
+
+    A drafter writes the row it samples from (`write`); the check reads it by index (`attach`).
+    Row ``offset * S + slot`` belongs to draft `offset` of the request in `slot`, so that one step
+    of a drafter is one block. Donate the store to the jitted function that carries it, and nothing
+    of its size is ever copied.
+
+    A row serves only a check at the position and temperature it was drawn at. Whatever happened in
+    between (a step that did not draft, a preemption, another request in the slot), an old row is
+    not used: that request alone is then verified one-hot, which is lossless too.
+
+    Attributes:
+      logits: ``[K*S, Vd]``, float32, bfloat16 or float16: raw logits, rounded to this dtype before
+        anything was drawn from them.
+      log_normalizer: ``[K*S]`` float32, as in `DraftLogits`.
+      positions: ``[K, S]`` int32, absolute position of the first draft of the step a row was drawn
+        in; -1 for a row not to be used.
+      temperature: ``[K, S]`` float32, what the row was drawn at.
+
+    Example:
+      Slots 0 and 1 draft one token each; then a batch of slots 1 and 0, in this order, and a
+      request that just arrived, is verified:
+
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> store = sd.DraftStore.create(num_slots=2, num_speculative_tokens=1, vocab_size=8)
+      >>> logits, sampling = jnp.zeros((2, 8)), sd.SamplingParams(jnp.array([0.5, 1.0]))
+      >>> keys, positions = jax.random.split(jax.random.key(0), 2), jnp.array([7, 3])
+      >>> token_ids, log_normalizer = sd.sample_draft_tokens(
+      ...     logits, sampling=sampling, keys=keys, positions=positions, offset=0)
+      >>> store = store.write(
+      ...     0, logits, log_normalizer, positions=positions, sampling=sampling)
+      >>> drafts = sd.Drafts.from_flat(token_ids[jnp.array([1, 0, 0])], jnp.array([1, 1, 1]))
+      >>> drafts = store.attach(
+      ...     drafts, slots=jnp.array([1, 0, -1]), positions=jnp.array([3, 7, 9]),
+      ...     sampling=sd.SamplingParams(jnp.array([1.0, 0.5, 0.5])))
+      >>> drafts.distribution.rows.tolist()[:2], drafts.distribution.valid.tolist()
+      ([1, 0], [True, True, False])
+    """
+
+    logits: jax.Array
+    log_normalizer: jax.Array
+    positions: jax.Array
+    temperature: jax.Array
+
+    @classmethod
+    def create(
+        cls,
+        num_slots: int,
+        num_speculative_tokens: int,
+        vocab_size: int,
+        dtype: Any = jnp.float32,
+    ) -> DraftStore:
+        """An empty store.
+
+        Args:
+          num_slots: S.
+          num_speculative_tokens: K.
+          vocab_size: Vd, the drafter's.
+          dtype: of the stored logits.
+
+        Raises:
+          ValueError: a size below 1.
+          TypeError: `dtype` is not float32, bfloat16 or float16.
+        """
+        sizes = dict(
+            num_slots=num_slots,
+            num_speculative_tokens=num_speculative_tokens,
+            vocab_size=vocab_size,
+        )
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, but it is {size}")
+        if str(jnp.dtype(dtype)) not in ("float32", "bfloat16", "float16"):
+            raise TypeError(f"dtype must be float32, bfloat16 or float16, but it is {dtype}")
+        per_row = (num_speculative_tokens, num_slots)
+        size = num_speculative_tokens * num_slots
+        return cls(
+            logits=jnp.zeros((size, vocab_size), dtype),
+            log_normalizer=jnp.zeros((size,), jnp.float32),
+            positions=jnp.full(per_row, _EVICTED, jnp.int32),
+            temperature=jnp.zeros(per_row, jnp.float32),
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        return self.positions.shape[1]
+
+    def write(
+        self,
+        offset: jax.Array | int,
+        logits: jax.Array,
+        log_normalizer: jax.Array,
+        *,
+        positions: jax.Array,
+        sampling: SamplingParams,
+        slots: jax.Array | None = None,
+    ) -> DraftStore:
+        """Keep the rows that draft `offset` of each request was sampled from.
+
+        Rows of greedy requests are marked as not to be used: their q is never read.
+
+        Args:
+          offset: ``[]`` int32 in [0, K), place of the draft in the step.
+          logits: ``[B, Vd]`` in the stored dtype; `sample_draft_tokens` got this very array.
+          log_normalizer: ``[B]`` float32, from `sample_draft_tokens`.
+          positions: ``[B]`` int32, absolute position of the step's first draft.
+          sampling: per-request parameters.
+          slots: ``[B]`` int32, all different, where each request's rows are; a slot out of range
+            writes nothing. None: request b has slot b, and B = S.
+
+        Returns:
+          The store; on the buffers of this one, under jit and donated.
+
+        Raises:
+          TypeError: `logits` of another dtype: rounding after sampling would change q.
+          ValueError: shapes that do not fit.
+        """
+        batch = self._batch(slots)
+        _check_shape("logits", logits, (batch, self.logits.shape[1]))
+        _check_shape("log_normalizer", log_normalizer, (batch,))
+        _check_shape("positions", positions, (batch,))
+        _check_shape("sampling.temperature", sampling.temperature, (batch,))
+        if logits.dtype != self.logits.dtype:
+            raise TypeError(
+                f"logits must be rounded to the store's {self.logits.dtype} before sampling, but "
+                f"they are {logits.dtype}"
+            )
+        temperature = sampling.temperature
+        stamped = jnp.where(temperature > 0, positions, _EVICTED)
+        if slots is None:
+            first = jnp.asarray(offset, jnp.int32) * self.num_slots
+            return DraftStore(
+                lax.dynamic_update_slice(self.logits, logits, (first, jnp.int32(0))),
+                lax.dynamic_update_slice(self.log_normalizer, log_normalizer, (first,)),
+                self.positions.at[offset].set(stamped),
+                self.temperature.at[offset].set(temperature),
+            )
+        column = jnp.where(self._has_slot(slots), slots, self.num_slots)
+        rows = jnp.where(
+            self._has_slot(slots), offset * self.num_slots + slots, self.logits.shape[0]
+        )
+        return DraftStore(
+            self.logits.at[rows].set(logits, mode="drop"),
+            self.log_normalizer.at[rows].set(log_normalizer, mode="drop"),
+            self.positions.at[offset, column].set(stamped, mode="drop"),
+            self.temperature.at[offset, column].set(temperature, mode="drop"),
+        )
+
+    def evict(self, slots: jax.Array) -> DraftStore:
+        """Forget the rows of some slots; touches their positions only.
+
+        Args:
+          slots: ``[S]`` bool, true for slots whose request left, was preempted, or arrives.
+
+        Raises:
+          ValueError: not ``[S]``.
+        """
+        _check_shape("slots", slots, (self.num_slots,))
+        positions = jnp.where(slots[None, :], _EVICTED, self.positions)
+        return dataclasses.replace(self, positions=positions)
+
+    def attach(
+        self,
+        drafts: Drafts,
+        *,
+        positions: jax.Array,
+        sampling: SamplingParams,
+        slots: jax.Array | None = None,
+    ) -> Drafts:
+        """The drafts with their distribution: an index into this store, no copy of a row.
+
+        Args:
+          drafts: of B requests in any order, with any counts from 0 to K.
+          positions: ``[B]`` int32, what `rejection_sample` gets.
+          sampling: what `rejection_sample` gets.
+          slots: ``[B]`` int32, where each request's rows are; out of range for a request without a
+            slot. None: request b has slot b, and B = S.
+
+        Returns:
+          `drafts` with a `DraftLogits` whose entry ``valid[b]`` is true iff request b is sampled
+          and the rows of all its drafts were drawn at its position and temperature.
+
+        Raises:
+          ValueError: shapes that do not fit.
+        """
+        batch = self._batch(slots)
+        cu = drafts.cu_num_draft_tokens
+        _check_shape("drafts.cu_num_draft_tokens", cu, (batch + 1,))
+        _check_shape("positions", positions, (batch,))
+        _check_shape("sampling.temperature", sampling.temperature, (batch,))
+        k, s = self.positions.shape
+        index = jnp.arange(s, dtype=jnp.int32) if slots is None else slots
+        column = jnp.clip(index, 0, s - 1)
+
+        drawn_at = self.positions[:, column]  # [K, B]
+        matches = (drawn_at >= 0) & (drawn_at == positions[None, :])
+        matches &= self.temperature[:, column] == sampling.temperature[None, :]
+        unused = jnp.arange(k, dtype=jnp.int32)[:, None] >= _num_proposed(drafts, k)[None, :]
+        valid = jnp.all(matches | unused, axis=0) & jnp.any(matches, axis=0)
+        valid &= self._has_slot(index) & (sampling.temperature > 0)
+
+        flat = jnp.arange(drafts.token_ids.shape[0], dtype=jnp.int32)
+        owner = jnp.searchsorted(cu, flat, side="right", method="compare_all").astype(jnp.int32) - 1
+        owner = jnp.clip(owner, 0, batch - 1)
+        offset = jnp.clip(flat - cu[owner], 0, k - 1)
+        distribution = DraftLogits(
+            self.logits,
+            rows=offset * s + column[owner],
+            valid=valid,
+            log_normalizer=self.log_normalizer,
+        )
+        return dataclasses.replace(drafts, distribution=distribution)
+
+    def _batch(self, slots: jax.Array | None) -> int:
+        if slots is None:
+            return self.num_slots
+        if slots.ndim != 1:
+            raise ValueError(f"slots must have shape [B], but its shape is {list(slots.shape)}")
+        return slots.shape[0]
+
+    def _has_slot(self, slots: jax.Array) -> jax.Array:
+        return (slots >= 0) & (slots < self.num_slots)
+
+
+# Lets `jax.export` serialize functions that take or return a store.
+export.register_pytree_node_serialization(
+    DraftStore,
+    serialized_name="jax_specdec.DraftStore",
+    serialize_auxdata=lambda _: b"",
+    deserialize_auxdata=lambda _: (),
+)
+
+
+def count_fallbacks(
+    drafts: Drafts, *, sampling: SamplingParams, active: jax.Array | None = None
+) -> jax.Array:
+    """Requests that were sampled, had drafts, and had no valid rows in the store.
+
+    They are verified one-hot: nothing is wrong with their tokens, but fewer drafts are accepted.
+
+    Args:
+      drafts: as `DraftStore.attach` returned them; without a distribution there are none.
+      sampling: per-request parameters.
+      active: ``[B]`` bool, or None for all true.
+
+    Returns:
+      ``[]`` int32.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> sampling, positions = sd.SamplingParams(jnp.array([0.0, 1.0])), jnp.array([4, 4])
+      >>> store = sd.DraftStore.create(num_slots=2, num_speculative_tokens=3, vocab_size=8)
+      >>> drafts = store.attach(
+      ...     sd.Drafts.from_flat(jnp.array([5, 6, 7]), jnp.array([2, 1])),
+      ...     positions=positions, sampling=sampling)
+      >>> int(sd.count_fallbacks(drafts, sampling=sampling))
+      1
+    """
+    distribution: DraftDistribution | None = drafts.distribution
+    if distribution is None or distribution.valid is None:
+        return jnp.int32(0)
+    falls_back = ~distribution.valid & (sampling.temperature > 0) & (_num_proposed(drafts, 1) > 0)
+    if active is not None:
+        falls_back &= active
+    return jnp.sum(falls_back, dtype=jnp.int32)
+
+
+def _num_proposed(drafts: Drafts, k: int) -> jax.Array:
+    """``[B]`` int32 in [0, K]: ids of each request before its first that is negative."""
+    start, end = drafts.cu_num_draft_tokens[:-1, None], drafts.cu_num_draft_tokens[1:, None]
+    flat = start + jnp.arange(k, dtype=jnp.int32)[None, :]
+    if drafts.token_ids.shape[0] == 0:
+        return jnp.zeros((start.shape[0],), jnp.int32)
+    ids = drafts.token_ids.at[flat].get(mode="fill", fill_value=-1)
+    is_proposed = (flat >= start) & (flat < end) & (ids >= 0)
+    return jnp.cumprod(is_proposed.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+
+
+def _check_shape(name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
+    if array.shape != shape:
+        raise ValueError(
+            f"{name} must have shape {list(shape)}, but its shape is {list(array.shape)}"
+        )

@@ -1,0 +1,122 @@
+"""What callers of the decoding loops may give, checked on the host, with a sentence per rule."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+_LARGEST_TEMPERATURE = float(np.finfo(np.float32).max)
+
+
+def token_lists(prompts: Any, vocab_size: int) -> list[list[int]]:
+    """B prompts as lists of ids.
+
+    Raises:
+      TypeError: not lists of integers.
+      ValueError: no prompt, or a prompt that `token_list` refuses.
+    """
+    rows = [token_list(f"prompts[{b}]", prompt, vocab_size) for b, prompt in enumerate(prompts)]
+    if not rows:
+        raise ValueError("prompts must hold at least one prompt, but it is empty")
+    return rows
+
+
+def token_list(name: str, values: Any, vocab_size: int) -> list[int]:
+    """One prompt as a list of ids.
+
+    Raises:
+      TypeError: not a list of integers.
+      ValueError: empty, or an id outside the vocabulary.
+    """
+    ids = _integers(name, values)
+    if not ids:
+        raise ValueError(f"{name} must hold at least one token, but it is empty")
+    _check_range(name, ids, vocab_size)
+    return ids
+
+
+def stop_ids(stop_token_ids: Sequence[int], vocab_size: int) -> list[int]:
+    """Stop tokens as a list of ids.
+
+    Raises:
+      TypeError: not a list of integers.
+      ValueError: an id outside the vocabulary.
+    """
+    ids = _integers("stop_token_ids", stop_token_ids)
+    if ids:
+        _check_range("stop_token_ids", ids, vocab_size)
+    return ids
+
+
+def temperatures(value: float | Sequence[float], count: int) -> list[float]:
+    """One temperature per request.
+
+    Raises:
+      TypeError: not numbers.
+      ValueError: negative, not finite in float32, or not one per request.
+    """
+    values = _per_request("temperature", value, count, float, "a number")
+    if not all(0 <= t <= _LARGEST_TEMPERATURE for t in values):
+        raise ValueError(f"temperature must be finite and not negative, but it is {value}")
+    return values
+
+
+def budgets(value: int | Sequence[int], count: int) -> list[int]:
+    """One budget of new tokens per request.
+
+    Raises:
+      TypeError: not integers.
+      ValueError: negative, or not one per request.
+    """
+    values = _per_request("max_new_tokens", value, count, operator.index, "an int")
+    if min(values) < 0:
+        raise ValueError(f"max_new_tokens must not be negative, but it is {value}")
+    return values
+
+
+def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """One integer in ``[low, high)``.
+
+    Raises:
+      TypeError: not an integer.
+      ValueError: out of range.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, but it is {value!r:.80}") from None
+    if number < low or (high is not None and number >= high):
+        rule = f"at least {low}" if high is None else f"in [{low}, {high})"
+        raise ValueError(f"{name} must be {rule}, but it is {number}")
+    return number
+
+
+def _check_range(name: str, ids: list[int], vocab_size: int) -> None:
+    if not (0 <= min(ids) and max(ids) < vocab_size):
+        raise ValueError(
+            f"{name} must hold ids in [0, {vocab_size}), but they span {min(ids)} to {max(ids)}"
+        )
+
+
+def _integers(name: str, values: Any) -> list[int]:
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        raise TypeError(f"{name} must be a list of ints, but it is {values!r:.80}") from None
+
+
+def _per_request(
+    name: str, value: Any, count: int, convert: Callable[[Any], Any], kind: str
+) -> list[Any]:
+    values = [value] * count if np.ndim(value) == 0 else list(value)
+    if len(values) != count:
+        raise ValueError(
+            f"{name} must be one value or one per prompt ({count}), but it has {len(values)}"
+        )
+    try:
+        return [convert(v) for v in values]
+    except TypeError:
+        raise TypeError(f"{name} must be {kind}, or one per prompt, but it is {value!r}") from None
