@@ -18,10 +18,13 @@ from jax_specdec._src.models.checkpoint import (
     LoadedModel,
     load_checkpoint,
     load_embedded_pair,
+    load_huggingface,
     save_checkpoint,
 )
 from jax_specdec._src.models.llama import Llama, LlamaConfig
 from jax_specdec._src.models.protocol import CausalModel
+from jax_specdec._src.models.rotary import RopeScaling
+from jax_specdec._src.models.tokenizer import TextStream, Tokenizer, load_tokenizer
 from jax_specdec._src.noise import draw_noise
 from jax_specdec._src.serving.batch import GenerateOutput, StepRecord
 from jax_specdec._src.serving.loop import generate, generate_stream
@@ -69,10 +72,13 @@ __all__ = [
     "Proposal",
     "RaceNoise",
     "RejectionSampleOutput",
+    "RopeScaling",
     "SamplingParams",
     "SpecDecodeConfig",
     "Status",
     "StepRecord",
+    "TextStream",
+    "Tokenizer",
     "acceptance_length_to_rates",
     "conditional_to_unconditional_rates",
     "count_fallbacks",
@@ -85,6 +91,8 @@ __all__ = [
     "greedy_differences",
     "load_checkpoint",
     "load_embedded_pair",
+    "load_huggingface",
+    "load_tokenizer",
     "parse_output",
     "rates_to_acceptance_length",
     "reference",

@@ -1,37 +1,26 @@
-"""Llama checkpoints on disk: a directory with `config.json` and `model.safetensors`.
-
-File names, configuration keys, tensor names and the `[out, in]` layout of matrices are those of
-Hugging Face Llama checkpoints. Reading fuses and transposes to the layout of
-`llama.param_shapes`, once; writing undoes it.
-"""
+"""Checkpoints on disk: directories as Hugging Face lays them out, read and written."""
 
 import dataclasses
 import importlib.resources
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 import safetensors.numpy
 
-from jax_specdec._src.models.llama import Llama, LlamaConfig, param_shapes
+from jax_specdec._src.models.config_json import CONFIG_FILE, read_config, write_config
+from jax_specdec._src.models.llama import Llama, LlamaConfig
+from jax_specdec._src.models.tensors import WEIGHTS_FILE, open_tensors, read_params, unfuse
+from jax_specdec._src.models.tokenizer import TOKENIZER_FILE, count_token_ids
 
-__all__ = ["LoadedModel", "load_checkpoint", "load_embedded_pair", "save_checkpoint"]
-
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
-
-_UNSUPPORTED = {
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "hidden_act": ("silu", None),
-    "rope_scaling": (None,),
-    "model_type": ("llama", None),
-}
-"""Configuration keys that would change the computation, and the values that do not."""
+__all__ = [
+    "LoadedModel",
+    "load_checkpoint",
+    "load_embedded_pair",
+    "load_huggingface",
+    "save_checkpoint",
+]
 
 
 class LoadedModel(NamedTuple):
@@ -53,10 +42,10 @@ class LoadedModel(NamedTuple):
 
 
 def load_checkpoint(directory: str | Path, dtype: Any = jnp.float32) -> LoadedModel:
-    """Reads a Llama checkpoint.
+    """Reads a checkpoint of this package, as `save_checkpoint` writes it.
 
     Args:
-        directory: holds `config.json` and `model.safetensors` (one file, not shards).
+        directory: holds `config.json` and the weights.
         dtype: compute dtype; weights are converted to it once, here.
 
     Returns:
@@ -65,7 +54,7 @@ def load_checkpoint(directory: str | Path, dtype: Any = jnp.float32) -> LoadedMo
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file cannot be parsed, asks for something that `Llama` does not compute, or
-            lacks a tensor or holds one of another shape or kind than the config says.
+            a tensor is missing, unknown, or of another shape or kind than the config says.
 
     Example:
         >>> import jax, tempfile
@@ -78,9 +67,67 @@ def load_checkpoint(directory: str | Path, dtype: Any = jnp.float32) -> LoadedMo
         True
     """
     directory = Path(directory)
-    config = _read_config(_existing(directory / CONFIG_FILE))
-    model = Llama(config, dtype)
-    return LoadedModel(model, _read_params(_existing(directory / WEIGHTS_FILE), model))
+    return _load(directory, read_config(directory / CONFIG_FILE), dtype)
+
+
+def load_huggingface(
+    directory: str | Path, dtype: Any = None, *, max_vocab_size: int | None = None
+) -> LoadedModel:
+    """Reads a Hugging Face checkpoint of the Llama, Qwen2 or Qwen3 family from a local directory.
+
+    Checkpoints pad the vocabulary axis, and not all of a family alike: that of the small Qwen2.5
+    models has 151936 entries, that of the large ones 152064, and their tokenizer knows 151665 ids.
+    Ids past the last that `tokenizer.json` knows get logits of -inf, so that nobody draws them.
+
+    Args:
+        directory: holds `config.json`, the weights (`model.safetensors`, or shards with
+            `model.safetensors.index.json`) and `tokenizer.json`. Without the last, all ids of the
+            vocabulary axis count as tokens.
+        dtype: compute dtype; weights are converted to it once, here. None for that of the stored
+            embedding.
+        max_vocab_size: ids from this on are left out: for a drafter, the target's `vocab_size`, as
+            verification wants Vd <= V.
+
+    Returns:
+        The model and its weights.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file cannot be parsed, asks for something that `Llama` does not compute, or
+            a tensor is missing, unknown, or of another shape or kind than the config says; or
+            `max_vocab_size` is less than 1.
+
+    Example:
+        >>> import tempfile
+        >>> _, draft = load_embedded_pair()
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     save_checkpoint(directory, *draft, jnp.bfloat16)
+        ...     model, params = load_huggingface(directory)
+        >>> model.vocab_size, model.dtype.name
+        (256, 'bfloat16')
+    """
+    if max_vocab_size is not None and max_vocab_size < 1:
+        raise ValueError(f"max_vocab_size must be at least 1, not {max_vocab_size}.")
+    directory = Path(directory)
+    config = read_config(directory / CONFIG_FILE)
+    if (directory / TOKENIZER_FILE).exists():
+        known = count_token_ids(directory / TOKENIZER_FILE)
+        config = dataclasses.replace(config, num_token_ids=min(known, config.vocab_size))
+    return _load(directory, config, dtype, max_vocab_size)
+
+
+def _load(
+    directory: Path, config: LlamaConfig, dtype: Any, max_vocab_size: int | None = None
+) -> LoadedModel:
+    size = min(config.vocab_size, max_vocab_size or config.vocab_size)
+    known = min(config.num_token_ids or size, size)
+    kept = dataclasses.replace(
+        config, vocab_size=size, num_token_ids=known if known < size else None
+    )
+    with open_tensors(directory, config) as tensors:
+        stored = tensors.dtype("model.embed_tokens.weight")
+        model = Llama(kept, stored if dtype is None else dtype)
+        return LoadedModel(model, read_params(tensors, config, model.dtype, size))
 
 
 def load_embedded_pair(dtype: Any = jnp.float32) -> tuple[LoadedModel, LoadedModel]:
@@ -128,141 +175,11 @@ def save_checkpoint(
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "torch_dtype": jnp.dtype(dtype).name,
-        **dataclasses.asdict(model.config),
-    }
-    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_config(directory / CONFIG_FILE, model.config, jnp.dtype(dtype).name)
     tensors = {
         name: np.ascontiguousarray(np.asarray(tensor).astype(jnp.dtype(dtype)))
-        for name, tensor in _unfuse(model.config, params).items()
+        for name, tensor in unfuse(model.config, params).items()
     }
     # Readers of other frameworks ask for the metadata to know how the tensors are laid out.
     data = safetensors.numpy.save(tensors, metadata={"format": "pt"})
     (directory / WEIGHTS_FILE).write_bytes(data)
-
-
-def _existing(path: Path) -> Path:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; a checkpoint directory must hold it.")
-    return path
-
-
-def _read_config(path: Path) -> LlamaConfig:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}.") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} must hold a JSON object.")
-    for key, allowed in _UNSUPPORTED.items():
-        if raw.get(key) not in allowed:
-            raise ValueError(
-                f"{path} has {key} = {raw[key]!r}, but only {allowed[0]!r} is supported."
-            )
-    if isinstance(rope := raw.get("rope_parameters"), dict):  # how newer writers store it
-        if rope.get("rope_type", "default") != "default":
-            raise ValueError(
-                f"{path} has rope_type = {rope['rope_type']!r}, but only 'default' is supported."
-            )
-        raw = {**raw, "rope_theta": rope.get("rope_theta", 10000.0)}
-    heads = raw.get("num_attention_heads")
-    if raw.get("num_key_value_heads") is None:
-        raw = {**raw, "num_key_value_heads": heads}
-    if raw.get("head_dim") is None and isinstance(heads, int) and heads > 0:
-        raw = {**raw, "head_dim": raw.get("hidden_size", 0) // heads}
-    values = {}
-    for field in dataclasses.fields(LlamaConfig):
-        if field.name in raw:
-            values[field.name] = raw[field.name]
-        elif field.default is dataclasses.MISSING:
-            raise ValueError(f"{path} lacks {field.name}.")
-    try:
-        return LlamaConfig(**values)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def _read_params(path: Path, model: Llama) -> dict[str, Any]:
-    try:
-        tensors = safetensors.numpy.load_file(path)
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is not a readable safetensors file: {error}.") from error
-    for name, shape in _tensor_shapes(model.config).items():
-        if name not in tensors:
-            raise ValueError(f"{path} lacks the tensor {name}.")
-        if tensors[name].shape != shape:
-            raise ValueError(
-                f"{path} has {name} of shape {tensors[name].shape}, "
-                f"but its config.json says {shape}."
-            )
-        if not jnp.issubdtype(tensors[name].dtype, jnp.floating):
-            raise ValueError(
-                f"{path} has {name} of dtype {tensors[name].dtype}, which is not floating."
-            )
-
-    def read(name: str) -> np.ndarray:
-        return tensors[name].T if tensors[name].ndim == 2 else tensors[name]
-
-    def fused(*names: str) -> jax.Array:
-        parts = [read(name) for name in names]
-        return jnp.asarray(np.concatenate(parts, axis=-1), model.dtype)
-
-    params = {
-        "embed_tokens": jnp.asarray(tensors["model.embed_tokens.weight"], model.dtype),
-        "layers": [
-            {name: fused(*parts) for name, parts in _layer_tensors(index).items()}
-            for index in range(model.config.num_hidden_layers)
-        ],
-        "norm": fused("model.norm.weight"),
-    }
-    if not model.config.tie_word_embeddings:
-        params["lm_head"] = fused("lm_head.weight")
-    return params
-
-
-def _layer_tensors(index: int) -> dict[str, list[str]]:
-    """Which tensors of a checkpoint make up each array of layer `index`, in order of fusion."""
-    prefix = f"model.layers.{index}"
-    return {
-        "input_layernorm": [f"{prefix}.input_layernorm.weight"],
-        "qkv_proj": [f"{prefix}.self_attn.{x}_proj.weight" for x in "qkv"],
-        "o_proj": [f"{prefix}.self_attn.o_proj.weight"],
-        "post_attention_layernorm": [f"{prefix}.post_attention_layernorm.weight"],
-        "gate_up_proj": [f"{prefix}.mlp.{x}_proj.weight" for x in ("gate", "up")],
-        "down_proj": [f"{prefix}.mlp.down_proj.weight"],
-    }
-
-
-def _unfuse(config: LlamaConfig, params: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The tensors of a checkpoint, `[out, in]`, by name."""
-    tensors = {
-        "model.embed_tokens.weight": params["embed_tokens"],
-        "model.norm.weight": params["norm"],
-    }
-    if not config.tie_word_embeddings:
-        tensors["lm_head.weight"] = params["lm_head"].T
-    query = config.num_attention_heads * config.head_dim
-    splits = {
-        "qkv_proj": [query, query + config.num_key_value_heads * config.head_dim],
-        "gate_up_proj": [config.intermediate_size],
-    }
-    for index, layer in enumerate(params["layers"]):
-        for name, parts in _layer_tensors(index).items():
-            pieces = np.split(np.asarray(layer[name]), splits.get(name, []), axis=-1)
-            for part, piece in zip(parts, pieces, strict=True):
-                tensors[part] = piece.T if piece.ndim == 2 else piece
-    return tensors
-
-
-def _tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Name and `[out, in]` shape of every tensor of a checkpoint."""
-    abstract = jax.tree.map(  # stand-ins without data
-        lambda shape: np.broadcast_to(np.zeros(()), shape),
-        param_shapes(config),
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-    return {name: tensor.shape for name, tensor in _unfuse(config, abstract).items()}

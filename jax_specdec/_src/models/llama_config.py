@@ -73,10 +73,11 @@ class LlamaConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, not {self.head_dim}.")
-        if self.num_token_ids is not None and not 1 <= self.num_token_ids <= self.vocab_size:
+        count = self.num_token_ids
+        if count is not None and not (type(count) is int and 1 <= count <= self.vocab_size):
             raise ValueError(
-                f"num_token_ids must be in [1, vocab_size] = [1, {self.vocab_size}], "
-                f"not {self.num_token_ids}."
+                f"num_token_ids must be an integer in [1, vocab_size] = [1, {self.vocab_size}], "
+                f"not {count!r}."
             )
 
 

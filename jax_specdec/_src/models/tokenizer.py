@@ -1,0 +1,198 @@
+"""`tokenizer.json` of Hugging Face checkpoints, through the `tokenizers` library (extra `hf`)."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax_specdec._src.models.config_json import CONFIG_FILE, existing, read_json
+
+__all__ = ["TOKENIZER_FILE", "TextStream", "Tokenizer", "count_token_ids", "load_tokenizer"]
+
+TOKENIZER_FILE = "tokenizer.json"
+GENERATION_FILE = "generation_config.json"
+
+_REPLACEMENT = "\ufffd"
+_MOST_HELD = 3
+"""A character of UTF-8 has at most 4 bytes, so at most 3 can wait for the rest of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """Text to token ids and back; from `load_tokenizer`.
+
+    Attributes:
+        path: the file it was read from.
+        library_tokenizer: the `tokenizers.Tokenizer` behind it.
+        stop_token_ids: ids that end a text, from the checkpoint's `generation_config.json` or else
+            its `config.json`.
+
+    Example:
+        >>> import tokenizers
+        >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"no": 0, "yes": 1}))
+        >>> tokenizer = Tokenizer(Path("tokenizer.json"), words, stop_token_ids=())
+        >>> tokenizer.encode("yes"), tokenizer.decode([1, 0])
+        ([1], 'yes no')
+    """
+
+    path: Path
+    library_tokenizer: Any
+    stop_token_ids: tuple[int, ...]
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, with what the tokenizer puts around one, such as a first token.
+
+        A lone surrogate, which UTF-8 cannot hold, becomes a question mark.
+        """
+        text = text.encode("utf-8", errors="replace").decode("utf-8")
+        return list(self.library_tokenizer.encode(text).ids)
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text of ids; special tokens have none, bytes that are not UTF-8 become U+FFFD."""
+        return str(self.library_tokenizer.decode([int(token_id) for token_id in token_ids]))
+
+    def stream(self, prompt_token_ids: Sequence[int] = ()) -> "TextStream":
+        """Decodes what follows a prompt, as it comes."""
+        return TextStream(self.decode, prompt_token_ids)
+
+    def check_same_vocabulary(self, other: "Tokenizer") -> None:
+        """Checks that an id means the same to both tokenizers.
+
+        Raises:
+            ValueError: one id does not; the message names the files and the first difference.
+        """
+        ours, theirs = (
+            {i: token for token, i in tokenizer.library_tokenizer.get_vocab().items()}
+            for tokenizer in (self, other)
+        )
+        differences = (i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+        if (first := min(differences, default=None)) is not None:
+            mine, its = (
+                repr(tokens[first]) if first in tokens else "unknown" for tokens in (ours, theirs)
+            )
+            raise ValueError(
+                f"{self.path} and {other.path} differ: token id {first} is {mine} in the first and "
+                f"{its} in the second."
+            )
+
+
+class TextStream:
+    """Decodes a stream of token ids, holding back characters that are not complete yet.
+
+    Joined, its pieces are the text that all ids add to the prompt's. Each piece costs a decoding of
+    the last few ids only: those since the last place where no character was open, and those of the
+    piece before, because what a token looks like may depend on whether it begins a text.
+
+    Args:
+        decode: the text of ids; an incomplete character becomes U+FFFD.
+        prompt_token_ids: what the stream follows.
+
+    Example:
+        >>> from jax_specdec._src.models import bytes
+        >>> stream = TextStream(bytes.decode)
+        >>> [stream.decode([token_id]) for token_id in (110, 195, 169)]
+        ['n', '', 'é']
+    """
+
+    def __init__(
+        self, decode: Callable[[list[int]], str], prompt_token_ids: Sequence[int] = ()
+    ) -> None:
+        self._decode = decode
+        self._token_ids = list(prompt_token_ids)
+        self._shown = len(decode(self._token_ids))  # characters of their text that are out
+        self._context = len(self._token_ids)  # ids before the newest stretch
+
+    def decode(self, token_ids: Iterable[int], *, final: bool = False) -> str:
+        """The text that the next ids complete.
+
+        Args:
+            token_ids: the next ids.
+            final: no more ids follow: an incomplete character becomes U+FFFD.
+        """
+        pieces = []
+        for token_id in token_ids:
+            self._token_ids.append(int(token_id))
+            pieces.append(self._advance(hold=True))
+        return "".join(pieces) + (self._advance(hold=False) if final else "")
+
+    def _advance(self, *, hold: bool) -> str:
+        text = self._decode(self._token_ids)
+        open_ = len(text) - len(text.rstrip(_REPLACEMENT))
+        end = len(text) - (min(open_, _MOST_HELD) if hold else 0)
+        piece = text[self._shown : end]
+        self._shown = max(self._shown, end)
+        newest = self._token_ids[self._context :]
+        if open_ == 0 and (newest_text := self._decode(newest)):
+            self._token_ids, self._shown = newest, len(newest_text)
+            self._context = len(newest)
+        return piece
+
+
+def load_tokenizer(directory: str | Path) -> Tokenizer:
+    """Reads the tokenizer of a Hugging Face checkpoint from a local directory.
+
+    Args:
+        directory: holds `tokenizer.json`, and `config.json` or `generation_config.json` if it is to
+            know what ends a text.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        ImportError: the `tokenizers` library is not installed.
+        FileNotFoundError: there is no `tokenizer.json`.
+        ValueError: a file cannot be parsed.
+
+    Example:
+        >>> import tempfile, tokenizers
+        >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"no": 0, "yes": 1}))
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     words.save(f"{directory}/tokenizer.json")
+        ...     load_tokenizer(directory).encode("yes")
+        [1]
+    """
+    path = existing(Path(directory) / TOKENIZER_FILE)
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ImportError(
+            f"{path} is read by the tokenizers library, which is not installed: "
+            "pip install 'jax-specdec[hf]'."
+        ) from error
+    try:
+        library_tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} is not a tokenizer that can be read: {reason}.") from error
+    library_tokenizer.no_truncation()
+    library_tokenizer.no_padding()
+    return Tokenizer(path, library_tokenizer, _stop_token_ids(path.parent))
+
+
+def count_token_ids(path: Path) -> int:
+    """One more than the last id that a `tokenizer.json` knows; needs no library.
+
+    Raises:
+        FileNotFoundError: it does not exist.
+        ValueError: it holds no ids.
+    """
+    raw = read_json(path)
+    try:
+        vocab = raw["model"]["vocab"]
+        ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+        ids += [token["id"] for token in raw.get("added_tokens") or []]
+        return int(max(ids)) + 1
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} has no vocabulary of token ids in it.") from error
+
+
+def _stop_token_ids(directory: Path) -> tuple[int, ...]:
+    for path in (directory / GENERATION_FILE, directory / CONFIG_FILE):
+        found = read_json(path).get("eos_token_id") if path.exists() else None
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+            raise ValueError(f"{path} has eos_token_id = {found!r}, which is no token id or list.")
+        return tuple(ids)
+    return ()
