@@ -217,17 +217,20 @@ class DraftStore:
         drawn_at = self.positions[:, column]  # [K, B]
         matches = (drawn_at >= 0) & (drawn_at == positions[None, :])
         matches &= self.temperature[:, column] == sampling.temperature[None, :]
-        unused = jnp.arange(k, dtype=jnp.int32)[:, None] >= _num_proposed(drafts, k)[None, :]
+        offset = jnp.arange(k, dtype=jnp.int32)[:, None]
+        unused = offset >= _num_proposed(drafts, k)[None, :]
         valid = jnp.all(matches | unused, axis=0) & jnp.any(matches, axis=0)
         valid &= self._has_slot(index) & (sampling.temperature > 0)
 
-        flat = jnp.arange(drafts.token_ids.shape[0], dtype=jnp.int32)
-        owner = jnp.searchsorted(cu, flat, side="right", method="compare_all").astype(jnp.int32) - 1
-        owner = jnp.clip(owner, 0, batch - 1)
-        offset = jnp.clip(flat - cu[owner], 0, k - 1)
+        size = drafts.token_ids.shape[0]
+        place = cu[None, :-1] + offset
+        place = jnp.where(place < cu[None, 1:], place, size)  # dropped
+        rows = (
+            jnp.zeros((size,), jnp.int32).at[place].set(offset * s + column[None, :], mode="drop")
+        )
         distribution = DraftLogits(
             self.logits,
-            rows=offset * s + column[owner],
+            rows=rows,
             valid=valid,
             log_normalizer=self.log_normalizer,
         )

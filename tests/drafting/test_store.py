@@ -1,0 +1,614 @@
+"""Rows of the draft store serve the drafts that were drawn from them, and no others."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from serving import tiny
+from serving.chi_square import CONTROL, assert_distributed, p_value
+
+import jax_specdec as sd
+
+SLOTS, K, VOCAB, NARROW = 5, 3, 7, 6  # the drafter's vocabulary is narrower
+BATCH, FLAT = 4, 6  # requests in a verification, and the flattened draft axis
+
+
+def i32(values: Any) -> jax.Array:
+    return jnp.asarray(values, jnp.int32)
+
+
+def at(*temperature: float) -> sd.SamplingParams:
+    return sd.SamplingParams(jnp.asarray(temperature, jnp.float32))
+
+
+def empty(slots: int = SLOTS, dtype: Any = jnp.float32) -> sd.DraftStore:
+    return sd.DraftStore.create(slots, K, NARROW, dtype)
+
+
+@jax.jit
+def write(store, offset, logits, normalizer, positions, sampling, slots=None):
+    return store.write(
+        offset, logits, normalizer, positions=positions, sampling=sampling, slots=slots
+    )
+
+
+@jax.jit
+def attach(store, token_ids, counts, positions, sampling, slots):
+    return store.attach(
+        sd.Drafts.from_flat(token_ids, counts), positions=positions, sampling=sampling, slots=slots
+    )
+
+
+# A batch in any order
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a request brings to a verification."""
+
+    slot: int  # -1: it has just arrived and has none
+    drafts: tuple[int, ...]
+    position: int
+    temperature: float
+    seed: int
+
+
+A = Request(slot=3, drafts=(2, 5), position=11, temperature=0.8, seed=1)
+B = Request(slot=0, drafts=(), position=4, temperature=1.3, seed=2)
+C = Request(slot=4, drafts=(1,), position=7, temperature=0.5, seed=3)
+NEW = Request(slot=-1, drafts=(4, 0, 3), position=9, temperature=0.8, seed=4)  # n-gram drafts, say
+NOBODY = dataclasses.replace(NEW, drafts=())
+GREEDY = Request(slot=1, drafts=(2, 2), position=5, temperature=0.0, seed=5)
+
+
+@functools.cache
+def drawn() -> tuple[sd.DraftStore, np.ndarray]:
+    """A store to which every slot wrote K rows, and the rows by slot and offset, float64."""
+    rng = np.random.default_rng(0)
+    rows = 2 * rng.standard_normal((SLOTS, K, NARROW)).astype(np.float32)
+    by_slot = {r.slot: r for r in (A, B, C, GREEDY)}
+    positions = [by_slot[s].position if s in by_slot else 9 for s in range(SLOTS)]
+    temperature = [by_slot[s].temperature if s in by_slot else 0.8 for s in range(SLOTS)]
+    store = empty()
+    for offset in range(K):
+        logits = jnp.asarray(rows[:, offset])
+        _, normalizer = sd.sample_draft_tokens(
+            logits,
+            sampling=at(*temperature),
+            keys=jax.random.split(jax.random.key(0), SLOTS),
+            positions=i32(positions),
+            offset=offset,
+        )
+        store = write(store, i32(offset), logits, normalizer, i32(positions), at(*temperature))
+    return store, rows.astype(np.float64)
+
+
+@jax.jit
+def check(store, token_ids, counts, positions, sampling, slots, keys, logits, active):
+    drafts = attach(store, token_ids, counts, positions, sampling, slots)
+    output = sd.rejection_sample(
+        logits,
+        drafts,
+        sampling=sampling,
+        keys=keys,
+        positions=positions,
+        active=active,
+        config=sd.SpecDecodeConfig(num_speculative_tokens=K),
+    )
+    fallbacks = sd.count_fallbacks(drafts, sampling=sampling, active=active)
+    return output, fallbacks, drafts.distribution.valid
+
+
+def target_rows(request: Request) -> np.ndarray:
+    """``[count + 1, V]``, the request's own."""
+    rng = np.random.default_rng(request.seed)
+    return rng.standard_normal((len(request.drafts) + 1, VOCAB)).astype(np.float32)
+
+
+def verify(requests: tuple[Request, ...], store: sd.DraftStore) -> tuple[list, int, list]:
+    """Tokens of each request, the number of fallbacks, and whether its rows were used."""
+    flat = [x for r in requests for x in r.drafts]
+    logits = np.zeros((FLAT + BATCH, VOCAB), np.float32)
+    rows = np.concatenate([target_rows(r) for r in requests])
+    logits[: len(rows)] = rows
+    output, fallbacks, valid = check(
+        store,
+        i32([*flat, *[6] * (FLAT - len(flat))]),
+        i32([len(r.drafts) for r in requests]),
+        i32([r.position for r in requests]),
+        at(*(r.temperature for r in requests)),
+        i32([r.slot for r in requests]),
+        jax.vmap(jax.random.key)(i32([r.seed for r in requests])),
+        jnp.asarray(logits),
+        jnp.asarray([r is not NOBODY for r in requests]),
+    )
+    return sd.parse_output(output), int(fallbacks), np.asarray(valid).tolist()
+
+
+def oracle(request: Request, q: np.ndarray | None) -> tuple[list[int], float]:
+    """The tokens of one request alone, by the reference, and the margin; q ``[K, Vd]`` or None."""
+    count = len(request.drafts)
+    distribution = None if q is None else sd.DraftProbs(q[:count].astype(np.float64))
+    drafts = sd.Drafts(np.array(request.drafts, np.int32), np.array([0, count]), distribution)
+    noise = sd.draw_noise(jax.random.key(request.seed)[None], i32([request.position]), K)
+    output = sd.reference.rejection_sample(
+        target_rows(request),
+        drafts,
+        noise,
+        temperature=[request.temperature],
+        method="standard",
+        num_speculative_tokens=K,
+    )
+    return output.token_ids[0, : output.num_emitted[0]].tolist(), float(output.margin[0])
+
+
+@functools.cache
+def expected(request: Request) -> list[int]:
+    _, rows = drawn()
+    q = None
+    if request.slot >= 0 and request.temperature > 0:
+        weights = np.exp(rows[request.slot] / request.temperature)
+        q = weights / weights.sum(axis=1, keepdims=True)
+    tokens, margin = oracle(request, q)
+    assert margin > 1e-5, "a close call: choose another seed"
+    return tokens
+
+
+@pytest.mark.parametrize("fourth", [NEW, NOBODY, GREEDY], ids=["arrival", "empty", "greedy"])
+def test_drafts_of_2_0_and_1_keep_their_rows_in_any_order_of_the_batch(fourth):
+    store, _ = drawn()
+    for requests in itertools.permutations((A, B, C, fourth)):
+        tokens, fallbacks, valid = verify(requests, store)
+        for request, got, used in zip(requests, tokens, valid, strict=True):
+            assert got == ([] if request is NOBODY else expected(request)), (requests, request)
+            assert used == (request in (A, B, C))
+        assert fallbacks == (fourth is NEW)
+
+
+def test_a_permutation_test_could_fail():
+    # Each request of another's rows: some outcome must change, or the test above shows nothing.
+    store, _ = drawn()
+    rolled = dataclasses.replace(
+        store,
+        logits=jnp.roll(store.logits, 1, axis=0),
+        log_normalizer=jnp.roll(store.log_normalizer, 1, axis=0),
+    )
+    seeds = [dataclasses.replace(A, seed=100 + s) for s in range(40)]
+    before, after = ([verify((r, B, C, NEW), s)[0][0] for r in seeds] for s in (store, rolled))
+    assert before != after
+
+
+# Old rows
+
+
+STALE = {
+    "drawn at another position": dict(positions=[12, 4, 7, 9]),
+    "drawn at another temperature": dict(temperature=[0.7, 1.3, 0.5, 0.8]),
+    "now greedy": dict(temperature=[0.0, 1.3, 0.5, 0.8]),
+    "no slot": dict(slots=[-1, 0, 4, -1]),
+    "a slot out of range": dict(slots=[SLOTS, 0, 4, -1]),
+    "a slot that never drafted": dict(slots=[2, 0, 4, -1]),
+    "a position that is none": dict(positions=[-1, 4, 7, 9]),
+}
+
+
+@pytest.mark.parametrize("changes", STALE.values(), ids=STALE)
+def test_a_row_is_used_only_where_and_at_the_temperature_it_was_drawn(changes):
+    named = dict(positions=[11, 4, 7, 9], temperature=[0.8, 1.3, 0.5, 0.8], slots=[3, 0, 4, -1])
+
+    def valid(positions, temperature, slots):
+        drafts = attach(
+            drawn()[0],
+            i32([2, 5, 1, 0, 0, 0]),
+            i32([2, 0, 1, 0]),
+            i32(positions),
+            at(*temperature),
+            i32(slots),
+        )
+        return drafts.distribution.valid.tolist()
+
+    assert valid(**named) == [True, True, True, False]
+    assert valid(**named | changes) == [False, True, True, False]
+
+
+def test_evicted_rows_are_not_used_and_touch_no_others():
+    store, _ = drawn()
+    evicted = store.evict(jnp.asarray([s == A.slot for s in range(SLOTS)]))
+    tokens, fallbacks, valid = verify((A, B, C, NEW), evicted)
+    assert valid == [False, True, True, False] and fallbacks == 2
+    assert tokens == [oracle(A, None)[0], expected(B), expected(C), expected(NEW)]
+
+
+def test_a_request_with_one_old_row_among_its_drafts_falls_back():
+    # A slot drafts one token at a new position; rows 1 and 2 are still those of the old one.
+    logits, one = jnp.zeros((1, NARROW)), i32([12])
+    store = write(drawn()[0], i32(0), logits, jnp.zeros((1,)), one, at(0.8), i32([3]))
+
+    def valid(count):
+        drafts = attach(
+            store,
+            i32([2, 5, 1, 0, 0, 0]),
+            i32([count, 0, 0, 0]),
+            i32([12, 4, 7, 9]),
+            at(0.8, 1.3, 0.5, 0.8),
+            i32([3, 0, 4, -1]),
+        )
+        return drafts.distribution.valid.tolist()[0]
+
+    assert [valid(1), valid(2), valid(3)] == [True, False, False]
+
+
+@hypothesis.given(st.data())
+def test_a_store_behaves_like_a_dictionary_of_the_rows_written_last(data):
+    slots = st.lists(st.integers(-2, SLOTS + 1), min_size=2, max_size=2, unique=True)
+    positions, temperatures = st.integers(0, 2), st.sampled_from([0.0, 0.5, 1.0])
+    store, known, tag = empty(), {}, 0
+    for _ in range(data.draw(st.integers(0, 6))):
+        if data.draw(st.booleans()):
+            leaving = data.draw(st.lists(st.booleans(), min_size=SLOTS, max_size=SLOTS))
+            store = store.evict(jnp.asarray(leaving))
+            known = {key: row for key, row in known.items() if not leaving[key[0]]}
+        else:
+            offset, where = data.draw(st.integers(0, K - 1)), data.draw(slots)
+            stamps = [(data.draw(positions), data.draw(temperatures)) for _ in where]
+            rows = np.zeros((2, NARROW), np.float32)
+            for i, (slot, stamp) in enumerate(zip(where, stamps, strict=True)):
+                tag += 1
+                rows[i] = tag
+                if 0 <= slot < SLOTS:
+                    known[slot, offset] = (*stamp, tag)
+            store = write(
+                store,
+                i32(offset),
+                jnp.asarray(rows),
+                jnp.asarray(rows[:, 0]),
+                i32([p for p, _ in stamps]),
+                at(*(t for _, t in stamps)),
+                i32(where),
+            )
+    counts = data.draw(st.lists(st.integers(0, K), min_size=2, max_size=2))
+    order = data.draw(slots)
+    wanted = [(data.draw(positions), data.draw(temperatures)) for _ in order]
+    drafts = attach(
+        store,
+        i32([0] * FLAT),
+        i32(counts),
+        i32([p for p, _ in wanted]),
+        at(*(t for _, t in wanted)),
+        i32(order),
+    )
+    flat = 0
+    for slot, count, stamp, valid in zip(
+        order, counts, wanted, drafts.distribution.valid.tolist(), strict=True
+    ):
+        written = [known.get((slot, offset), (None, None, 0)) for offset in range(count)]
+        if count:
+            assert valid == (stamp[1] > 0 and all(w[:2] == stamp for w in written))
+        rows = drafts.distribution.rows[flat : flat + count]
+        assert not valid or store.logits[rows, 0].tolist() == [w[2] for w in written]
+        assert not valid or store.log_normalizer[rows].tolist() == [w[2] for w in written]
+        flat += count
+    assert ((drafts.distribution.rows >= 0) & (drafts.distribution.rows < SLOTS * K)).all()
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_gaps_and_empty_batches_have_no_fallback(size):
+    ids = i32([-1, 3][:size])  # -1: nothing was proposed, so nothing falls back
+    drafts = empty(1).attach(
+        sd.Drafts.from_flat(ids, i32([size])), positions=i32([4]), sampling=at(1.0)
+    )
+    assert drafts.distribution.valid.tolist() == [False]
+    assert int(sd.count_fallbacks(drafts, sampling=at(1.0))) == 0
+
+
+def test_drafts_without_a_distribution_have_no_fallback():
+    drafts = sd.Drafts.from_flat(i32([1]), i32([1]))
+    assert int(sd.count_fallbacks(drafts, sampling=at(1.0))) == 0
+
+
+# Losslessness
+
+
+MANY = 8000
+TARGET = np.array([0.35, 0.05, 0.25, 0.15, 0.0, 0.2, 0.0])
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def emit_many(drafts, config):
+    """First tokens of MANY equal requests at temperature 1 and position 3."""
+    rows = drafts.token_ids.shape[0] + MANY
+    output = sd.rejection_sample(
+        jnp.broadcast_to(jnp.log(jnp.asarray(TARGET, jnp.float32)), (rows, VOCAB)),
+        drafts,
+        sampling=sd.SamplingParams(jnp.ones((MANY,))),
+        keys=jax.random.split(jax.random.key(9), MANY),
+        positions=jnp.full((MANY,), 3, jnp.int32),
+        config=config,
+    )
+    return output.token_ids[:, 0]
+
+
+@jax.jit
+def draw_many(logits, positions):
+    return sd.sample_draft_tokens(
+        logits,
+        sampling=sd.SamplingParams(jnp.ones((MANY,))),
+        keys=jax.random.split(jax.random.key(9), MANY),
+        positions=positions,
+        offset=0,
+    )
+
+
+def tally(store: sd.DraftStore, ids: jax.Array) -> np.ndarray:
+    drafts = store.attach(
+        sd.Drafts.from_dense(ids[:, None]),
+        positions=jnp.full((MANY,), 3, jnp.int32),
+        sampling=sd.SamplingParams(jnp.ones((MANY,))),
+    )
+    tokens = emit_many(drafts, sd.SpecDecodeConfig(num_speculative_tokens=1))
+    return np.bincount(tokens, minlength=VOCAB)
+
+
+def filled(logits: np.ndarray, dtype: Any, position: int, rounded: bool = True) -> Any:
+    """MANY slots that drafted one token at `position`, and their drafts."""
+    ones, places = sd.SamplingParams(jnp.ones((MANY,))), jnp.full((MANY,), position, jnp.int32)
+    exact = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (MANY, NARROW))
+    stored = exact.astype(dtype)
+    ids, _ = draw_many(stored if rounded else exact, places)
+    _, normalizer = draw_many(stored, places)
+    store = sd.DraftStore.create(MANY, 1, NARROW, dtype)
+    return store.write(0, stored, normalizer, positions=places, sampling=ones), ids
+
+
+@pytest.mark.statistics
+def test_a_draft_beside_an_old_row_is_lossless_because_the_position_is_checked():
+    old, _ = filled(np.array([3.0, 0.0, 0.0, -1.0, 0.0, 2.0]), jnp.float32, position=2)
+    _, ids = filled(np.array([0.0, 2.0, 0.0, 1.0, 0.0, 0.0]), jnp.float32, position=3)
+    assert_distributed(tally(old, ids), TARGET, "one-hot beside an old row")
+    # Were the position not checked, the old row would be taken for what the draft was drawn from.
+    unchecked = dataclasses.replace(old, positions=jnp.full((1, MANY), 3, jnp.int32))
+    assert p_value(tally(unchecked, ids), TARGET) < CONTROL
+
+
+@pytest.mark.statistics
+def test_logits_rounded_to_the_stored_dtype_before_sampling_are_lossless():
+    logits = 64 + np.array([0.2, -0.2, 0.24, 0.26, 0.6, 0.0])  # bfloat16 has steps of 0.5 there
+    store, ids = filled(logits, jnp.bfloat16, position=3)
+    assert_distributed(tally(store, ids), TARGET, "rounded, then sampled")
+    store, ids = filled(logits, jnp.bfloat16, position=3, rounded=False)
+    assert p_value(tally(store, ids), TARGET) < CONTROL
+
+
+# No copies
+
+
+LARGE, LARGE_K = 32_768, 16
+SIZES = dict(slots=4, vocab=LARGE)
+
+
+@functools.cache
+def large_drafter() -> tuple[Any, ...]:
+    """A drafter whose model is small beside one row of its store, and arguments for it."""
+    drafter = sd.ModelDrafter(OneRow(LARGE))
+    config = sd.SpecDecodeConfig(num_speculative_tokens=LARGE_K)
+    params = jnp.linspace(-1, 1, LARGE)
+
+    @functools.partial(jax.jit, donate_argnames="store")
+    def propose(params, store, lengths):
+        return drafter.propose(
+            params,
+            jnp.zeros((4, 32), jnp.int32),
+            lengths,
+            (),
+            store,
+            sampling=sd.SamplingParams(jnp.ones((4,))),
+            keys=jax.random.split(jax.random.key(0), 4),
+            config=config,
+        )[0]
+
+    return propose, params, drafter.init_store(params, 4, config)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneRow:
+    """A model that gives the same logits everywhere."""
+
+    vocab_size: int
+
+    def init_cache(self, batch_size: int, max_length: int) -> tuple:
+        return ()
+
+    def apply(self, params, token_ids, start, cache):
+        return jnp.broadcast_to(params, (*token_ids.shape, self.vocab_size)), cache
+
+
+def test_drafting_writes_into_the_store_and_holds_no_second_one():
+    propose, params, store = large_drafter()
+    compiled = propose.lower(params, store, i32([3, 3, 3, 3])).compile()
+    memory = compiled.memory_analysis()
+    size = store.logits.nbytes
+    assert memory.alias_size_in_bytes >= size
+    # One step's logits [S, 2, Vd] and rows [S, Vd], not [K, S, Vd].
+    assert memory.temp_size_in_bytes < size / 2
+    pointer = store.logits.unsafe_buffer_pointer()
+    proposal = compiled(params, store, i32([3, 3, 3, 3]))
+    assert store.logits.is_deleted()
+    assert proposal.store.logits.unsafe_buffer_pointer() == pointer
+    assert (proposal.store.logits == params[None, :]).all()
+
+
+@pytest.mark.parametrize("slots", [None, [2, 0]], ids=["all slots", "some slots"])
+def test_writing_and_evicting_touch_only_what_they_change(slots):
+    batch = 4 if slots is None else len(slots)
+
+    @functools.partial(jax.jit, donate_argnames="store")
+    def change(store, offset, rows, leaving):
+        places, temperature = jnp.zeros((batch,), jnp.int32), jnp.ones((batch,))
+        where = None if slots is None else i32(slots)
+        store = store.write(
+            offset,
+            rows,
+            jnp.zeros((batch,)),
+            positions=places,
+            sampling=sd.SamplingParams(temperature),
+            slots=where,
+        )
+        return store.evict(leaving)
+
+    store = sd.DraftStore.create(4, LARGE_K, LARGE)
+    arguments = (store, i32(3), jnp.ones((batch, LARGE)), jnp.zeros((4,), bool))
+    compiled = change.lower(*arguments).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < store.logits.nbytes / 8
+    pointer = store.logits.unsafe_buffer_pointer()
+    after = compiled(*arguments)
+    assert after.logits.unsafe_buffer_pointer() == pointer
+    written = [3 * 4 + slot for slot in (range(4) if slots is None else slots)]
+    assert np.flatnonzero(np.asarray(after.logits).any(axis=1)).tolist() == sorted(written)
+
+
+def test_verification_reads_the_store_in_place():
+    store = sd.DraftStore.create(4, LARGE_K, LARGE)
+    sampling, positions = sd.SamplingParams(jnp.ones((4,))), i32([3, 3, 3, 3])
+
+    @jax.jit
+    def check(store, token_ids, logits):
+        drafts = store.attach(
+            sd.Drafts.from_dense(token_ids), positions=positions, sampling=sampling
+        )
+        return sd.rejection_sample(
+            logits,
+            drafts,
+            sampling=sampling,
+            keys=jax.random.split(jax.random.key(0), 4),
+            positions=positions,
+            config=sd.SpecDecodeConfig(num_speculative_tokens=LARGE_K),
+        )
+
+    token_ids = jax.ShapeDtypeStruct((4, LARGE_K), jnp.int32)
+    logits = jax.ShapeDtypeStruct((4 * (LARGE_K + 1), LARGE), jnp.float32)
+    memory = check.lower(store, token_ids, logits).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < store.logits.nbytes / 8
+
+
+def test_generating_on_a_store_of_another_dtype_is_the_same_where_no_rounding_happens():
+    # The halves of a table have few bits: what is stored in bfloat16 is what is stored in float32.
+    table = np.round(tiny.random_table(6, seed=1)).astype(np.float32)
+    outputs = [
+        sd.generate(
+            tiny.Trigram(6),
+            jnp.asarray(tiny.random_table(6, seed=2)),
+            [[1, 2], [3]],
+            drafter=sd.ModelDrafter(tiny.Trigram(6), store_dtype=dtype),
+            draft_params=jnp.asarray(table),
+            config=sd.SpecDecodeConfig(num_speculative_tokens=2),
+            temperature=1.0,
+            max_new_tokens=16,
+        )
+        for dtype in (None, jnp.bfloat16)
+    ]
+    tiny.assert_same(*outputs)
+    assert 0 < outputs[0].steps.num_accepted.sum() < outputs[0].steps.num_proposed.sum()
+
+
+# Errors, and travelling
+
+
+ROW = (jnp.zeros((SLOTS, NARROW)), jnp.zeros((SLOTS,)))
+ALL = dict(positions=jnp.zeros((SLOTS,), jnp.int32), sampling=at(*[1.0] * SLOTS))
+DRAFTS = sd.Drafts.from_flat(jnp.zeros((FLAT,), jnp.int32), i32([0] * SLOTS))
+ERRORS = {
+    "no slots": (
+        lambda: sd.DraftStore.create(0, K, NARROW),
+        ValueError,
+        "num_slots must be at least 1, but it is 0",
+    ),
+    "no drafts": (
+        lambda: sd.DraftStore.create(1, 0, NARROW),
+        ValueError,
+        "num_speculative_tokens must be at least 1",
+    ),
+    "no vocabulary": (
+        lambda: sd.DraftStore.create(1, K, 0),
+        ValueError,
+        "vocab_size must be at least 1",
+    ),
+    "integers": (
+        lambda: sd.DraftStore.create(1, K, NARROW, jnp.int32),
+        TypeError,
+        "dtype must be float32, bfloat16 or float16",
+    ),
+    "rows not rounded": (
+        lambda: empty(dtype=jnp.bfloat16).write(0, *ROW, **ALL),
+        TypeError,
+        "logits must be rounded to the store's bfloat16 before sampling, but they are float32",
+    ),
+    "rows of another width": (
+        lambda: empty().write(0, jnp.zeros((SLOTS, VOCAB)), ROW[1], **ALL),
+        ValueError,
+        r"logits must have shape \[5, 6\], but its shape is \[5, 7\]",
+    ),
+    "normalizers of another batch": (
+        lambda: empty().write(0, ROW[0], jnp.zeros((2,)), **ALL),
+        ValueError,
+        r"log_normalizer must have shape \[5\]",
+    ),
+    "positions of another batch": (
+        lambda: empty().write(0, *ROW, **ALL | dict(positions=i32([1]))),
+        ValueError,
+        r"positions must have shape \[5\]",
+    ),
+    "temperatures of another batch": (
+        lambda: empty().write(0, *ROW, **ALL | dict(sampling=at(1.0))),
+        ValueError,
+        r"sampling.temperature must have shape \[5\]",
+    ),
+    "slots of two axes": (
+        lambda: empty().write(0, *ROW, **ALL, slots=i32([[1]])),
+        ValueError,
+        r"slots must have shape \[B\], but its shape is \[1, 1\]",
+    ),
+    "evicting some other number of slots": (
+        lambda: empty().evict(jnp.zeros((2,), bool)),
+        ValueError,
+        r"slots must have shape \[5\]",
+    ),
+    "attaching to another batch": (
+        lambda: empty().attach(DRAFTS, **ALL, slots=i32([1])),
+        ValueError,
+        r"drafts.cu_num_draft_tokens must have shape \[2\]",
+    ),
+    "attaching at positions of another batch": (
+        lambda: empty().attach(DRAFTS, **ALL | dict(positions=i32([1]))),
+        ValueError,
+        r"positions must have shape \[5\]",
+    ),
+    "attaching at temperatures of another batch": (
+        lambda: empty().attach(DRAFTS, **ALL | dict(sampling=at(1.0))),
+        ValueError,
+        r"sampling.temperature must have shape \[5\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), ERRORS.values(), ids=ERRORS)
+def test_it_is_refused_with_a_reason(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_function_of_a_store_survives_export():
+    store, _ = drawn()
+    leaving = jnp.asarray([True, False, True, False, False])
+    exported = export.export(jax.jit(sd.DraftStore.evict))(store, leaving)
+    again = export.deserialize(exported.serialize())
+    jax.tree.map(np.testing.assert_array_equal, again.call(store, leaving), store.evict(leaving))
