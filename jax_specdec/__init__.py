@@ -27,6 +27,8 @@ from jax_specdec._src.models.rotary import RopeScaling
 from jax_specdec._src.models.tokenizer import TextStream, Tokenizer, load_tokenizer
 from jax_specdec._src.noise import draw_noise
 from jax_specdec._src.serving.batch import GenerateOutput, StepRecord
+from jax_specdec._src.serving.driver import EngineDriver, RequestUpdate
+from jax_specdec._src.serving.engine import Engine, EngineState
 from jax_specdec._src.serving.loop import generate, generate_stream
 from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats
 from jax_specdec._src.serving.plain import GreedyDifference, generate_plain, greedy_differences
@@ -60,6 +62,9 @@ __all__ = [
     "DraftStore",
     "Drafter",
     "Drafts",
+    "Engine",
+    "EngineDriver",
+    "EngineState",
     "GenerateOutput",
     "GreedyDifference",
     "Llama",
@@ -72,6 +77,7 @@ __all__ = [
     "Proposal",
     "RaceNoise",
     "RejectionSampleOutput",
+    "RequestUpdate",
     "RopeScaling",
     "SamplingParams",
     "SpecDecodeConfig",

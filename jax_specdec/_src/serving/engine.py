@@ -1,0 +1,348 @@
+"""Continuous batching as pure functions: requests come and go in a fixed number of slots."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.drafting.drafter import Drafter, Proposal
+from jax_specdec._src.drafting.store import DraftStore
+from jax_specdec._src.models.protocol import CausalModel
+from jax_specdec._src.serving import inputs
+from jax_specdec._src.serving import step as step_lib
+from jax_specdec._src.serving.batch import Batch, StepRecord
+from jax_specdec._src.serving.metrics import AcceptanceCounters
+from jax_specdec._src.serving.slots import insert
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Status
+
+_SMALLEST_PREFILL = 32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EngineState:
+    """Everything that an `Engine` reads and writes; donate it to every function that takes it.
+
+    Between two steps it holds drafts that are not verified yet. Whatever happens to a slot in
+    between, its neighbours' drafts stay where they are.
+
+    Attributes:
+      batch: the sequences in the S slots; an empty slot is one that is done.
+      target_cache: the target's cache.
+      draft_cache: the drafter's cache.
+      draft_token_ids: ``[S, K]`` int32, drafts to verify; -1 where there is none.
+      store: what they were drawn from; None for drafts without a distribution.
+      counters: acceptance of all verifications so far.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> (target, params), (draft, draft_params) = sd.load_embedded_pair()
+      >>> engine = sd.Engine(
+      ...     target, sd.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
+      ...     num_slots=4, max_length=64)
+      >>> state = engine.init_state()
+      >>> state.draft_token_ids.shape, state.store
+      ((4, 2), None)
+    """
+
+    batch: Batch
+    target_cache: Any
+    draft_cache: Any
+    draft_token_ids: jax.Array
+    store: DraftStore | None
+    counters: AcceptanceCounters
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """A serving engine's static half: models, settings and sizes, and pure functions of a state.
+
+    A step verifies the drafts of every occupied slot in one pass of the target, and drafts for the
+    next step. Between steps requests are admitted to slots and taken out of them. All shapes are
+    fixed, so each function is compiled once (`admit` once per size in `prefill_sizes`). A
+    request's tokens depend on its prompt, parameters and key alone: not on its slot, nor on who
+    else is there.
+
+    Hashable, compared by value: give it to `jax.jit` as a static argument. `EngineDriver` is a
+    small host loop around it.
+
+    Attributes:
+      model: the target.
+      drafter: what proposes tokens.
+      config: how they are verified.
+      num_slots: S, requests served at a time.
+      max_length: the most tokens of a request, prompt and new ones together; at least 2.
+      prefill_sizes: lengths to which prompts are padded, increasing, the last one `max_length`;
+        None for powers of two from 32 on.
+      max_stop_tokens: M, the most stop tokens of a request.
+
+    Raises:
+      TypeError: a size is not an integer.
+      ValueError: a size is too small, or `prefill_sizes` not as described.
+
+    Example:
+      One request through the functions, by hand; `EngineDriver` does this for you:
+
+      >>> import functools
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> (target, params), (draft, draft_params) = sd.load_embedded_pair()
+      >>> engine = sd.Engine(
+      ...     target, sd.ModelDrafter(draft), sd.SpecDecodeConfig(num_speculative_tokens=2),
+      ...     num_slots=2, max_length=64)
+      >>> admit = jax.jit(engine.admit, donate_argnums=2)
+      >>> step = jax.jit(engine.step, donate_argnums=2)
+      >>> prompt = engine.pad_prompt(sd.encode("import "))
+      >>> state = admit(
+      ...     params, draft_params, engine.init_state(draft_params), slot=0, prompt=prompt,
+      ...     prompt_length=7, max_new_tokens=4, temperature=0.0, key=jax.random.key(0),
+      ...     stop_token_ids=jnp.full((8,), -1))
+      >>> while not state.batch.done.all():
+      ...     state, record = step(params, draft_params, state)
+      >>> int(state.batch.lengths[0])
+      11
+    """
+
+    model: CausalModel
+    drafter: Drafter
+    config: SpecDecodeConfig
+    _: dataclasses.KW_ONLY
+    num_slots: int
+    max_length: int
+    prefill_sizes: tuple[int, ...] | None = None
+    max_stop_tokens: int = 8
+
+    def __post_init__(self) -> None:
+        inputs.integer("num_slots", self.num_slots, 1)
+        longest = inputs.integer("max_length", self.max_length, 2)
+        inputs.integer("max_stop_tokens", self.max_stop_tokens, 0)
+        if self.prefill_sizes is None:
+            sizes = [_SMALLEST_PREFILL]
+            while sizes[-1] < longest:
+                sizes.append(2 * sizes[-1])
+            sizes[-1] = longest
+            object.__setattr__(self, "prefill_sizes", tuple(sizes))
+            return
+        given = tuple(
+            inputs.integer(f"prefill_sizes[{i}]", size, 1)
+            for i, size in enumerate(self.prefill_sizes)
+        )
+        if list(given) != sorted(set(given)) or given[-1:] != (longest,):
+            raise ValueError(
+                f"prefill_sizes must increase up to max_length={longest}, but they are {given}"
+            )
+        object.__setattr__(self, "prefill_sizes", given)
+
+    @property
+    def buffer_length(self) -> int:
+        """L, positions per slot: a step writes up to K + 1 tokens past what is kept."""
+        return self.max_length + self.config.num_speculative_tokens + 1
+
+    def pad_prompt(self, prompt: list[int]) -> np.ndarray:
+        """The prompt ``[P]`` int32, padded to the least of `prefill_sizes` that holds it.
+
+        Raises:
+          ValueError: longer than `max_length`.
+        """
+        assert self.prefill_sizes is not None
+        size = next((n for n in self.prefill_sizes if n >= len(prompt)), None)
+        if size is None:
+            raise ValueError(
+                f"prompt must hold at most max_length={self.max_length} tokens, but it holds "
+                f"{len(prompt)}"
+            )
+        return np.array(prompt + [0] * (size - len(prompt)), np.int32)
+
+    def init_state(self, draft_params: Any = None) -> EngineState:
+        """All slots empty.
+
+        Args:
+          draft_params: the drafter's weights; their shapes are all that is used.
+        """
+        s, k = self.num_slots, self.config.num_speculative_tokens
+        one = jnp.ones((s,), jnp.int32)
+        batch = Batch(
+            token_ids=jnp.zeros((s, self.buffer_length), jnp.int32),
+            lengths=one,  # every slot takes part in every pass, so it needs a token
+            ends=one + 0,
+            done=jnp.ones((s,), bool),
+            temperature=jnp.zeros((s,), jnp.float32),
+            keys=jax.vmap(jax.random.key)(jnp.zeros((s,), jnp.uint32)),
+            stop_token_ids=jnp.full((s, self.max_stop_tokens), PLACEHOLDER_TOKEN_ID, jnp.int32),
+            status=jnp.full((s,), int(Status.OK), jnp.int32),
+        )
+        return EngineState(
+            batch=batch,
+            target_cache=self.model.init_cache(s, self.buffer_length),
+            draft_cache=self.drafter.init_cache(s, self.buffer_length),
+            draft_token_ids=jnp.full((s, k), PLACEHOLDER_TOKEN_ID, jnp.int32),
+            store=self.drafter.init_store(draft_params, s, self.config),
+            counters=AcceptanceCounters.create(k),
+        )
+
+    def admit(
+        self,
+        params: Any,
+        draft_params: Any,
+        state: EngineState,
+        *,
+        slot: jax.Array,
+        prompt: jax.Array,
+        prompt_length: jax.Array,
+        max_new_tokens: jax.Array,
+        temperature: jax.Array,
+        key: jax.Array,
+        stop_token_ids: jax.Array,
+    ) -> EngineState:
+        """Put a request into a slot, over whatever is there, and let both models read its prompt.
+
+        Its first step has no drafts; it emits one token and drafts for the next.
+
+        Args:
+          params: the target's weights.
+          draft_params: the drafter's weights.
+          state: donated.
+          slot: ``[]`` int32 in [0, S).
+          prompt: ``[P]`` int32, padded to a length in `prefill_sizes`; each P is compiled once.
+          prompt_length: ``[]`` int32, at least 1.
+          max_new_tokens: ``[]`` int32, at least 1; with the prompt at most `max_length`.
+          temperature: ``[]`` float32.
+          key: ``[]`` typed key.
+          stop_token_ids: ``[M]`` int32, padded with -1.
+
+        Returns:
+          The state.
+
+        Raises:
+          ValueError: shapes that do not fit, or a cache without an axis that holds the requests.
+        """
+        size, m = self.buffer_length, self.max_stop_tokens
+        slot = jnp.asarray(slot, jnp.int32)
+        prompt, length = jnp.asarray(prompt, jnp.int32), jnp.asarray(prompt_length, jnp.int32)
+        stops = jnp.asarray(stop_token_ids, jnp.int32)
+        if prompt.ndim != 1 or not 1 <= prompt.shape[0] <= size:
+            raise ValueError(f"prompt must be [P] with P in [1, {size}], but it is {prompt.shape}")
+        if stops.shape != (m,):
+            raise ValueError(f"stop_token_ids must have shape [{m}], but it has {stops.shape}")
+
+        start = jnp.zeros((1,), jnp.int32)
+        target_cache = self.model.init_cache(1, size)
+        _, target_cache = self.model.apply(params, prompt[None, :], start, target_cache)
+        draft_cache = self.drafter.init_cache(1, size)
+        draft_cache = self.drafter.prefill(draft_params, prompt[None, :], draft_cache)
+        row = jnp.zeros((size,), jnp.int32)
+        new = Batch(
+            token_ids=lax.dynamic_update_slice(row, prompt, (jnp.int32(0),)),
+            lengths=length,
+            ends=length + jnp.asarray(max_new_tokens, jnp.int32),
+            done=jnp.bool_(False),
+            temperature=jnp.asarray(temperature, jnp.float32),
+            keys=key,
+            stop_token_ids=stops,
+            status=jnp.int32(Status.OK),
+        )
+        state = dataclasses.replace(
+            state,
+            batch=jax.tree.map(lambda all_, one: all_.at[slot].set(one), state.batch, new),
+            target_cache=insert(
+                self.model.init_cache, state.target_cache, target_cache, slot, size
+            ),
+            draft_cache=insert(self.drafter.init_cache, state.draft_cache, draft_cache, slot, size),
+        )
+        return _forget_drafts(state, jnp.arange(self.num_slots, dtype=jnp.int32) == slot)
+
+    def step(
+        self, params: Any, draft_params: Any, state: EngineState
+    ) -> tuple[EngineState, StepRecord]:
+        """`verify`, then `draft`: at least one token for every occupied slot.
+
+        Args:
+          params: the target's weights.
+          draft_params: the drafter's weights.
+          state: donated.
+
+        Returns:
+          The state, whose ``batch.done`` and ``batch.status`` say which requests have ended and
+          why, and the record of the step.
+        """
+        state, record = self.verify(params, state)
+        return self.draft(draft_params, state), record
+
+    def verify(self, params: Any, state: EngineState) -> tuple[EngineState, StepRecord]:
+        """Verify the drafts at hand, and keep what was emitted.
+
+        Args:
+          params: the target's weights.
+          state: donated.
+
+        Returns:
+          The state, without drafts, and the record of the step.
+        """
+        batch, target_cache, record, num_fallbacks = step_lib.verify(
+            self.model,
+            params,
+            state.batch,
+            state.target_cache,
+            Proposal(state.draft_token_ids, state.store),
+            self.config,
+        )
+        counters = state.counters.update(
+            num_proposed=record.num_proposed,
+            num_accepted=record.num_accepted,
+            num_emitted=record.num_emitted,
+            num_fallbacks=num_fallbacks,
+        )
+        state = dataclasses.replace(
+            state,
+            batch=batch,
+            target_cache=target_cache,
+            draft_token_ids=jnp.full_like(state.draft_token_ids, PLACEHOLDER_TOKEN_ID),
+            counters=counters,
+        )
+        return state, record
+
+    def draft(self, draft_params: Any, state: EngineState) -> EngineState:
+        """Draft for the next step. A step may do without: then it emits one token per request.
+
+        Args:
+          draft_params: the drafter's weights.
+          state: donated.
+
+        Returns:
+          The state, with drafts.
+        """
+        proposal, draft_cache = step_lib.draft(
+            self.drafter, draft_params, state.batch, state.draft_cache, state.store, self.config
+        )
+        state = dataclasses.replace(
+            state,
+            draft_cache=draft_cache,
+            draft_token_ids=proposal.token_ids,
+            store=proposal.store,
+        )
+        return _forget_drafts(state, state.batch.done)
+
+    def release(self, state: EngineState, slots: jax.Array) -> EngineState:
+        """Empty some slots: their requests emit nothing more. Not needed for those that are done.
+
+        Args:
+          state: donated.
+          slots: ``[S]`` bool.
+
+        Returns:
+          The state.
+        """
+        batch = dataclasses.replace(state.batch, done=state.batch.done | slots)
+        return _forget_drafts(dataclasses.replace(state, batch=batch), slots)
+
+
+def _forget_drafts(state: EngineState, slots: jax.Array) -> EngineState:
+    ids = jnp.where(slots[:, None], PLACEHOLDER_TOKEN_ID, state.draft_token_ids)
+    store = None if state.store is None else state.store.evict(slots)
+    return dataclasses.replace(state, draft_token_ids=ids, store=store)
