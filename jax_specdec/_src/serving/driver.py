@@ -55,6 +55,8 @@ class RequestUpdate:
       finish_reason: None while the request goes on; "length" where its budget is spent, "stop"
         after a stop token, "failed" where a verification could not be made.
       status: `Status.OK`, or why it failed.
+      num_proposed: drafts offered to the verification.
+      num_accepted: drafts it accepted, before a stop token or the budget cut its tokens.
 
     Example:
       >>> import jax_specdec as sd
@@ -66,6 +68,8 @@ class RequestUpdate:
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     status: Status = Status.OK
+    num_proposed: int = 0
+    num_accepted: int = 0
 
 
 @dataclasses.dataclass
@@ -232,7 +236,7 @@ class EngineDriver:
         """Admit what fits, run one step, and tell what it did.
 
         Returns:
-          One update for each running request that got tokens or ended.
+          One update for each running request; every one gets tokens, unless it fails.
         """
         for slot, request in enumerate(self._slots):
             if request is None and self._queue:
@@ -242,14 +246,12 @@ class EngineDriver:
             return []
         self.state, record = _step(self._params, self._draft_params, self.state, engine=self.engine)
         batch = self.state.batch
-        token_ids, num_kept, done, status = jax.device_get(
-            (record.token_ids, record.num_kept, batch.done, batch.status)
-        )
+        record, done, status = jax.device_get((record, batch.done, batch.status))
         updates = []
         for slot, request in enumerate(self._slots):
             if request is None:
                 continue
-            new = token_ids[slot, : num_kept[slot]].tolist()
+            new = record.token_ids[slot, : record.num_kept[slot]].tolist()
             request.token_ids += new
             request.max_new_tokens -= len(new)
             reason: FinishReason | None = None
@@ -258,7 +260,16 @@ class EngineDriver:
                 failed = status[slot] != Status.OK
                 reason = "failed" if failed else "stop" if stopped else "length"
                 self._slots[slot] = None
-            updates.append(RequestUpdate(request.request_id, new, reason, Status(status[slot])))
+            updates.append(
+                RequestUpdate(
+                    request.request_id,
+                    new,
+                    reason,
+                    Status(status[slot]),
+                    int(record.num_proposed[slot]),
+                    int(record.num_accepted[slot]),
+                )
+            )
         return updates
 
     def stats(self) -> AcceptanceStats:

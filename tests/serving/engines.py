@@ -1,0 +1,111 @@
+"""Engines that the tests share, each compiled once, and traffic for them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_specdec as sd
+
+from . import tiny
+
+VOCAB, K, SLOTS, LONGEST = 6, 2, 4, 40
+TARGET = tiny.random_table(VOCAB, seed=1)
+DRAFT = (0.7 * TARGET + 0.5 * tiny.random_table(VOCAB, seed=2)).astype(np.float32)
+CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
+SHAPE = dict(num_slots=SLOTS, max_length=LONGEST, prefill_sizes=(8, LONGEST), max_stop_tokens=2)
+
+
+def llama(hidden_size: int) -> sd.Llama:
+    config = sd.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=hidden_size,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    return sd.Llama(config)
+
+
+TABLE = sd.Engine(tiny.Trigram(VOCAB), sd.ModelDrafter(tiny.Trigram(VOCAB)), CONFIG, **SHAPE)
+LOOKUP = sd.Engine(tiny.Trigram(VOCAB), sd.NGramDrafter(min_ngram=1), CONFIG, **SHAPE)
+LLAMA = sd.Engine(llama(16), sd.ModelDrafter(llama(8)), CONFIG, **SHAPE)
+TABLES = (jnp.asarray(TARGET), jnp.asarray(DRAFT))
+WEIGHTS = {
+    TABLE: TABLES,
+    LOOKUP: (TABLES[0], None),
+    LLAMA: tuple(
+        jax.tree.map(lambda x: 4 * x, llama(size).init_params(jax.random.key(size)))
+        for size in (16, 8)  # fourfold, or every token follows every other alike
+    ),
+}
+NAMES = {TABLE: "table", LOOKUP: "lookup", LLAMA: "llama"}
+
+
+def driver_of(engine: sd.Engine, *weights: Any) -> sd.EngineDriver:
+    return sd.EngineDriver(engine, *(weights or WEIGHTS[engine]))
+
+
+@dataclasses.dataclass
+class Finished:
+    """All updates of a request."""
+
+    token_ids: list[int]
+    finish_reason: str | None
+    status: sd.Status
+    updates: list[sd.RequestUpdate]
+
+
+def collect(updates: Sequence[sd.RequestUpdate]) -> dict[int, Finished]:
+    found: dict[int, Finished] = {}
+    for update in updates:
+        one = found.setdefault(update.request_id, Finished([], None, sd.Status.OK, []))
+        assert one.finish_reason is None, "an update of a request that had ended"
+        one.token_ids += update.token_ids
+        one.finish_reason, one.status = update.finish_reason, update.status
+        one.updates.append(update)
+    return found
+
+
+def run(driver: sd.EngineDriver) -> dict[int, Finished]:
+    """Step until nothing is left to do."""
+    updates = []
+    while not driver.is_idle:
+        updates += driver.step()
+    return collect(updates)
+
+
+def alone(driver: sd.EngineDriver, request: dict[str, Any]) -> Finished:
+    """A request by itself: first slot, all others empty."""
+    assert driver.is_idle
+    request_id = driver.submit(**request)
+    return run(driver)[request_id]
+
+
+def random_request(rng: np.random.Generator, temperatures: Sequence[float]) -> dict[str, Any]:
+    length = int(rng.integers(1, 20))
+    return dict(
+        prompt=rng.integers(0, VOCAB, length).tolist(),
+        max_new_tokens=int(rng.integers(1, 16)),
+        temperature=float(rng.choice(temperatures)),
+        seed=int(rng.integers(0, 2**32)),
+        stop_token_ids=rng.integers(0, VOCAB, rng.integers(0, 3)).tolist() * (rng.random() < 0.3),
+    )
+
+
+def greedy_truth(request: dict[str, Any], table: np.ndarray = TARGET) -> list[int]:
+    """What a greedy request of the tables emits, token by token in plain Python."""
+    sequence, new = list(request["prompt"]), []
+    for _ in range(request["max_new_tokens"]):
+        new.append(int(np.argmax(tiny.next_logits(table, sequence))))
+        sequence.append(new[-1])
+        if new[-1] in request.get("stop_token_ids", ()):
+            break
+    return new

@@ -1,0 +1,608 @@
+"""The engine and its driver: ends, failures, old rows, compilations, buffers, errors."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+from jax_specdec._src.serving import driver as driver_lib
+from jax_specdec._src.serving.slots import insert
+
+from .engines import (
+    DRAFT,
+    LLAMA,
+    LONGEST,
+    LOOKUP,
+    NAMES,
+    SHAPE,
+    SLOTS,
+    TABLE,
+    TABLES,
+    TARGET,
+    VOCAB,
+    WEIGHTS,
+    Finished,
+    K,
+    alone,
+    driver_of,
+    greedy_truth,
+    run,
+)
+
+# What a request gets
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 20, LONGEST - 6])
+def test_prompts_of_any_length_are_read_in_the_least_size_that_holds_them(length):
+    prompt = np.random.default_rng(length).integers(0, VOCAB, length).tolist()
+    assert len(TABLE.pad_prompt(prompt)) == (8 if length <= 8 else LONGEST)
+    request = dict(prompt=prompt, max_new_tokens=6)
+    assert alone(driver_of(TABLE), request).token_ids == greedy_truth(request)
+
+
+def test_a_request_ends_at_its_budget_or_after_its_own_stop_token():
+    prompt = [1, 2]
+    truth = greedy_truth(dict(prompt=prompt, max_new_tokens=12))
+    stop = truth[5]
+    first = truth.index(stop) + 1
+    other = next(t for t in range(VOCAB) if t not in truth)
+    driver = driver_of(TABLE)
+    for budget, stops in [(12, []), (12, [other, stop]), (1, []), (first, [stop])]:
+        driver.submit(prompt, max_new_tokens=budget, stop_token_ids=stops)
+    found = run(driver)
+    assert [found[i].token_ids for i in range(4)] == [
+        truth,
+        truth[:first],
+        truth[:1],
+        truth[:first],
+    ]
+    assert [found[i].finish_reason for i in range(4)] == ["length", "stop", "length", "stop"]
+
+
+def test_a_stop_token_ends_a_step_inside_an_accepted_run():
+    # The target drafts for itself, so every step emits K + 1 tokens.
+    driver = driver_of(TABLE, TABLES[0], TABLES[0])
+    prompt = [3, 0]
+    truth = greedy_truth(dict(prompt=prompt, max_new_tokens=9))
+    index = next(i for i in range(1, 9) if i % (K + 1) != 0 and truth.index(truth[i]) == i)
+    driver.submit(prompt, max_new_tokens=9, stop_token_ids=[truth[index]])
+    found = run(driver)[0]
+    assert found.token_ids == truth[: index + 1]
+    assert found.finish_reason == "stop"
+    # The verification's own counts are not cut.
+    assert found.updates[-1].num_accepted == K > len(found.updates[-1].token_ids) - 1
+
+
+def test_requests_wait_for_a_slot_in_the_order_they_came():
+    driver = driver_of(TABLE)
+    ids = [driver.submit([1], max_new_tokens=3 + i) for i in range(SLOTS + 3)]
+    assert (driver.num_queued, driver.num_running, driver.is_idle) == (SLOTS + 3, 0, False)
+    started: list[int] = []
+    while not driver.is_idle:
+        for update in driver.step():
+            if update.request_id not in started:
+                started.append(update.request_id)
+    assert started == ids
+    assert driver.step() == []
+
+
+def test_equal_prompts_draw_their_own_noise_and_equal_seeds_the_same():
+    driver = driver_of(TABLE)
+    common = dict(max_new_tokens=12, temperature=2.0)
+    ids = [driver.submit([1, 2], **common) for _ in range(4)]
+    seeded = [driver.submit([1, 2], **common, seed=2**32 - 1) for _ in range(2)]
+    found = run(driver)
+    assert len({tuple(found[i].token_ids) for i in [*ids, seeded[0]]}) == 5
+    assert found[seeded[0]].token_ids == found[seeded[1]].token_ids
+    # A request without a seed has its id for one.
+    again = alone(driver_of(TABLE), dict(prompt=[1, 2], seed=ids[2], **common))
+    assert again.token_ids == found[ids[2]].token_ids
+
+
+def test_a_cancelled_request_gets_nothing_more_and_its_slot_is_free():
+    driver = driver_of(TABLE)
+    running = [driver.submit([i], max_new_tokens=12) for i in range(SLOTS)]
+    waiting = driver.submit([5], max_new_tokens=12)
+    dropped = driver.submit([5], max_new_tokens=12)
+    first = driver.step()
+    assert driver.cancel(running[1]) and driver.cancel(dropped)
+    assert (driver.num_running, driver.num_queued) == (SLOTS - 1, 1)
+    second = driver.step()
+    assert {u.request_id for u in first} == set(running)
+    assert {u.request_id for u in second} == {*running, waiting} - {running[1]}
+    assert not driver.cancel(running[1]) and not driver.cancel(dropped) and not driver.cancel(99)
+    rest = run(driver)
+    assert not {running[1], dropped} & set(rest)
+    assert not driver.cancel(waiting)
+
+
+def test_only_a_running_request_can_be_preempted():
+    driver = driver_of(TABLE)
+    running = [driver.submit([i], max_new_tokens=12) for i in range(SLOTS)]
+    waiting = driver.submit([5], max_new_tokens=2)
+    assert not driver.preempt(running[0])
+    driver.step()
+    assert driver.preempt(running[0])
+    assert not driver.preempt(running[0]) and not driver.preempt(waiting)
+    assert driver.num_queued == 2
+    assert running[0] in {u.request_id for u in driver.step()}  # before the one that waited
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("k", [1, 4])
+def test_greedy_requests_are_plain_decoding_whatever_drafts(method, k):
+    config = sd.SpecDecodeConfig(num_speculative_tokens=k, draft_sample_method=method)
+    engine = dataclasses.replace(TABLE, config=config, prefill_sizes=(LONGEST,))
+    driver = driver_of(engine, *TABLES)
+    assert (driver.state.store is None) == (method == "greedy")
+    requests = [dict(prompt=[i, i + 1], max_new_tokens=14) for i in range(VOCAB - 1)]
+    for request in requests:
+        driver.submit(**request)
+    found = run(driver)
+    for i, request in enumerate(requests):
+        assert found[i].token_ids == greedy_truth(request)
+    assert driver.stats().num_accepted_tokens > 0
+
+
+# Failures
+
+
+def poisoned(table: np.ndarray) -> np.ndarray:
+    """Nothing usable follows token 5."""
+    table = table.copy()
+    table[:, :, 5] = -np.inf
+    table[:, 5, :] = np.nan
+    return table
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_that_cannot_be_verified_ends_alone_and_says_why(temperature):
+    weights = jnp.asarray(poisoned(TARGET)), jnp.asarray(poisoned(DRAFT))
+    good = [
+        dict(prompt=[i, 2], max_new_tokens=10, temperature=t, seed=i)
+        for i, t in enumerate([0.0, 1.0, 0.7])
+    ]
+    by_itself = driver_of(TABLE, *weights)
+    expected = [alone(by_itself, request) for request in good]
+
+    driver = driver_of(TABLE, *weights)
+    for request in good:
+        driver.submit(**request)
+    bad = driver.submit([1, 5], max_new_tokens=10, temperature=temperature)
+    later = driver.submit(**good[1])
+    found = run(driver)
+    assert (found[bad].token_ids, found[bad].finish_reason) == ([], "failed")
+    assert found[bad].status == sd.Status.BAD_TARGET_ROW
+    for i, one in enumerate(expected):
+        assert found[i].token_ids == one.token_ids and found[i].status == sd.Status.OK
+    assert found[later].token_ids == expected[1].token_ids  # in the slot of the one that failed
+    assert found[bad].updates[-1].num_proposed == 0
+    assert driver.stats().num_verifications == sum(
+        len(f.updates) for i, f in found.items() if i != bad
+    )
+
+
+def test_tokens_before_a_failure_are_kept():
+    table = TARGET.copy()
+    table[:, 3] = np.nan
+    table[0, 2] = np.eye(VOCAB)[3] * 9  # after 0 2 comes 3, and nothing can follow
+    driver = driver_of(TABLE, jnp.asarray(table), TABLES[1])
+    found = alone(driver, dict(prompt=[0, 2], max_new_tokens=9))
+    assert found.token_ids == [3]
+    assert (found.finish_reason, found.status) == ("failed", sd.Status.BAD_TARGET_ROW)
+
+
+def test_not_a_number_in_a_slots_cache_does_not_reach_the_next_request_there():
+    params, draft_params = WEIGHTS[LLAMA]
+    broken = params | dict(embed_tokens=params["embed_tokens"].at[5].set(jnp.nan))
+    requests = [dict(prompt=[i, 1], max_new_tokens=8, stop_token_ids=[5]) for i in range(4)]
+    by_itself = driver_of(LLAMA, broken, draft_params)
+    expected = [alone(by_itself, request).token_ids for request in requests]
+    driver = driver_of(LLAMA, broken, draft_params)
+    bad = [driver.submit([5] * 30, max_new_tokens=8) for _ in range(SLOTS)]
+    good = [driver.submit(**request) for request in requests]
+    found = run(driver)
+    assert all(found[i].status == sd.Status.BAD_TARGET_ROW for i in bad)
+    assert np.isnan(
+        np.asarray(driver_of(LLAMA, broken, draft_params)._params["embed_tokens"])
+    ).any()
+    assert [found[i].token_ids for i in good] == expected
+
+
+# Drafts between steps
+
+
+verify = jax.jit(TABLE.verify)
+draft = jax.jit(TABLE.draft)
+
+
+@functools.cache
+def drafted(seed: int = 0) -> sd.EngineState:
+    """A full engine with drafts at hand: slot 0 is greedy, the others sample."""
+    driver = driver_of(TABLE)
+    for i in range(SLOTS):
+        driver.submit(
+            [1, i], max_new_tokens=30, temperature=[0.0, 1.0, 1.0, 0.5][i], seed=SLOTS * seed + i
+        )
+    for _ in range(3):
+        driver.step()
+    assert (np.asarray(driver.state.draft_token_ids) >= 0).all()
+    return driver.state
+
+
+def fallbacks(state: sd.EngineState) -> int:
+    after, _ = verify(TABLES[0], state)
+    counted = sd.AcceptanceStats.from_counters(after.counters).num_fallbacks
+    return counted - sd.AcceptanceStats.from_counters(state.counters).num_fallbacks
+
+
+def test_drafts_at_hand_have_rows_for_sampled_requests():
+    assert fallbacks(drafted()) == 0
+
+
+def test_after_a_step_that_did_not_draft_old_rows_are_not_used():
+    differences = 0
+    for seed in range(10):
+        state = drafted(seed)
+        moved, _ = verify(TABLES[0], state)
+        assert (np.asarray(moved.draft_token_ids) == -1).all()
+        assert verify(TABLES[0], moved)[1].num_emitted.tolist() == [1] * SLOTS
+        # Even if someone kept the drafts: their rows are of another position.
+        kept = dataclasses.replace(moved, draft_token_ids=state.draft_token_ids)
+        evicted = dataclasses.replace(kept, store=kept.store.evict(jnp.ones((SLOTS,), bool)))
+        assert fallbacks(kept) == fallbacks(evicted) == SLOTS - 1
+        # Were the position not checked, the old rows would be used, and show in the tokens.
+        here = jnp.broadcast_to(kept.batch.lengths, (K, SLOTS))
+        unchecked = dataclasses.replace(kept, store=dataclasses.replace(kept.store, positions=here))
+        assert fallbacks(unchecked) == 0
+        checked, wanted, wrong = (
+            verify(TABLES[0], s)[1].token_ids.tolist() for s in (kept, evicted, unchecked)
+        )
+        assert checked == wanted
+        differences += wrong != wanted
+    assert differences >= 3
+
+
+def test_a_slot_given_to_another_request_has_no_drafts_and_no_rows():
+    state = drafted()
+    length = int(state.batch.lengths[2])
+    newcomer = dict(
+        slot=2,
+        prompt=TABLE.pad_prompt([2] * length),  # the position and the temperature of the old one
+        prompt_length=length,
+        max_new_tokens=5,
+        temperature=1.0,
+        key=jax.random.key(0),
+        stop_token_ids=jnp.full((2,), -1),
+    )
+    after = TABLE.admit(*TABLES, state, **newcomer)
+    assert (after.store.positions[:, 2] == -1).all() and (after.draft_token_ids[2] == -1).all()
+    kept = dataclasses.replace(after, draft_token_ids=state.draft_token_ids)
+    assert fallbacks(kept) == 1
+    # Its neighbours' drafts stand as they stood.
+    for slot in (0, 1, 3):
+        assert (after.draft_token_ids[slot] == state.draft_token_ids[slot]).all()
+        assert (after.store.positions[:, slot] == state.store.positions[:, slot]).all()
+    assert (after.store.logits == state.store.logits).all()
+    before, now = (verify(TABLES[0], s)[1] for s in (state, after))
+    for slot in (0, 1, 3):
+        assert before.token_ids[slot].tolist() == now.token_ids[slot].tolist()
+
+
+def test_a_released_slot_emits_nothing_and_forgets_its_drafts():
+    state = drafted()
+    leaving = jnp.asarray([False, True, False, False])
+    after = TABLE.release(state, leaving)
+    assert (after.store.positions[:, 1] == -1).all() and (after.draft_token_ids[1] == -1).all()
+    before, now = (verify(TABLES[0], s)[1] for s in (state, after))
+    assert now.num_emitted[1] == now.num_kept[1] == now.num_proposed[1] == 0
+    for slot in (0, 2, 3):
+        assert before.token_ids[slot].tolist() == now.token_ids[slot].tolist()
+
+
+# Compilations and buffers
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """What JAX compiles, anywhere, as its log tells."""
+    names: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            message = record.getMessage()
+            if message.startswith("Compiling "):
+                names.append(message.split()[1])
+
+    logger, handler = logging.getLogger("jax"), Handler()
+    logger.addHandler(handler)
+    try:
+        with jax.log_compiles():
+            yield names
+    finally:
+        logger.removeHandler(handler)
+
+
+FUNCTIONS = (driver_lib._admit, driver_lib._step, driver_lib._release)
+
+
+def test_nothing_is_compiled_after_warm_up():
+    engine = dataclasses.replace(LOOKUP, max_length=LONGEST + 1, prefill_sizes=None)
+    assert engine.prefill_sizes == (32, LONGEST + 1)
+    driver = driver_of(engine, *WEIGHTS[LOOKUP])
+    with compilations() as names:
+        driver.warm_up()
+    assert {"jit(_admit)", "jit(_step)", "jit(_release)"} <= set(names)
+    assert driver.is_idle and driver.stats().num_emitted_tokens == 0
+    sizes = [function._cache_size() for function in FUNCTIONS]
+    rng = np.random.default_rng(0)
+    with compilations() as names:
+        for i in range(30):
+            driver.submit(
+                rng.integers(0, VOCAB, 1 + i).tolist(),
+                max_new_tokens=1 + i % 9,
+                temperature=[0, 0.5, 1.5][i % 3],
+                seed=None if i % 2 else i,
+                stop_token_ids=range(i % 3),
+            )
+            if i % 3 == 0:
+                driver.step()
+            if i % 7 == 3:
+                driver.cancel(i - 2)
+                driver.preempt(i - 3)
+        found = run(driver)
+        driver.stats()
+    assert names == []
+    assert [function._cache_size() for function in FUNCTIONS] == sizes
+    assert len(found) > 10
+    with compilations() as names:  # the counter counts
+        jax.jit(lambda x: x + 41)(1)
+    assert len(names) == 1
+
+
+def test_warming_up_disturbs_no_queue_and_waits_for_no_request():
+    driver = driver_of(TABLE)
+    request = dict(prompt=[2, 1], max_new_tokens=7)
+    driver.submit(**request)
+    driver.warm_up()
+    driver.step()
+    with pytest.raises(RuntimeError, match="warm_up must come while no request runs, but 1 do"):
+        driver.warm_up()
+    rest = run(driver)
+    assert rest[0].finish_reason == "length"
+    assert rest[0].token_ids == greedy_truth(request)[-len(rest[0].token_ids) :]
+
+
+@pytest.mark.parametrize("engine", [TABLE, LLAMA], ids=NAMES.get)
+def test_every_function_works_on_the_buffers_of_the_state_it_is_given(engine):
+    driver = driver_of(engine)
+
+    def pointers() -> list[int]:
+        large = (driver.state.target_cache, driver.state.draft_cache, driver.state.store.logits)
+        return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(large)]
+
+    before = pointers()
+    ids = [driver.submit([1, 2, 3], max_new_tokens=9) for _ in range(2)]
+    driver.step()
+    assert pointers() == before
+    driver.step()
+    assert driver.cancel(ids[0])
+    driver.step()
+    assert pointers() == before
+
+
+def test_counters_read_what_the_records_of_the_steps_say():
+    driver, records = driver_of(TABLE), []
+    for i in range(SLOTS):
+        driver.submit([i], max_new_tokens=12, temperature=0.5 * i)
+    driver.step()
+    state = driver.state
+    begin = sd.AcceptanceStats.from_counters(state.counters)
+    for _ in range(5):
+        state, record = verify(TABLES[0], state)
+        state = draft(TABLES[1], state)
+        records.append(record)
+    steps = jax.tree.map(lambda *xs: np.stack(xs), *records)
+    counted = sd.AcceptanceStats.from_counters(state.counters) - begin
+    assert counted == sd.AcceptanceStats.from_steps(steps)
+    assert counted.num_accepted_tokens > 0
+
+
+# Errors
+
+
+REFUSED = {
+    "an empty prompt": (dict(prompt=[]), ValueError, "prompt must hold at least one token"),
+    "an id past the vocabulary": (
+        dict(prompt=[1, VOCAB]),
+        ValueError,
+        r"prompt must hold ids in \[0, 6\), but they span 1 to 6",
+    ),
+    "text": (dict(prompt="ab"), TypeError, "prompt must be a list of ints"),
+    "no budget": (
+        dict(max_new_tokens=0),
+        ValueError,
+        "max_new_tokens must be at least 1, but it is 0",
+    ),
+    "half a token": (dict(max_new_tokens=1.5), TypeError, "max_new_tokens must be an int"),
+    "more than a slot holds": (
+        dict(prompt=[1] * 30, max_new_tokens=LONGEST - 29),
+        ValueError,
+        "prompt and max_new_tokens must fit into max_length=40 tokens, but they are 30 and 11",
+    ),
+    "a negative temperature": (
+        dict(temperature=-1.0),
+        ValueError,
+        "temperature must be finite and not negative",
+    ),
+    "no temperature": (dict(temperature=float("nan")), ValueError, "temperature must be finite"),
+    "a temperature that is no number": (dict(temperature=None), TypeError, "temperature must be"),
+    "a negative seed": (dict(seed=-1), ValueError, r"seed must be in \[0, 4294967296\)"),
+    "a seed past 32 bits": (dict(seed=2**32), ValueError, "seed must be in"),
+    "a key for a seed": (dict(seed=jax.random.key(0)), TypeError, "seed must be an int"),
+    "a stop token past the vocabulary": (
+        dict(stop_token_ids=[VOCAB]),
+        ValueError,
+        "stop_token_ids must hold ids in",
+    ),
+    "too many stop tokens": (
+        dict(stop_token_ids=[1, 2, 3]),
+        ValueError,
+        "stop_token_ids must be at most max_stop_tokens=2, but they are 3",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_bad_request_is_refused_with_a_reason_and_disturbs_no_other(changes, error, message):
+    driver = driver_of(TABLE)
+    requests = [dict(prompt=[i], max_new_tokens=6) for i in range(SLOTS + 1)]
+    for request in requests:
+        driver.submit(**request)
+    driver.step()
+    with pytest.raises(error, match=message):
+        driver.submit(**(dict(prompt=[1], max_new_tokens=6) | changes))
+    assert (driver.num_running, driver.num_queued) == (SLOTS, 1)
+    assert driver.submit([1], max_new_tokens=1) == SLOTS + 1
+    rest = run(driver)
+    assert rest[SLOTS].token_ids == greedy_truth(requests[SLOTS])
+    assert rest[SLOTS + 1].finish_reason == "length"
+
+
+def test_the_longest_request_fits():
+    prompt = [1, 2] * (LONGEST // 4)
+    for engine in (TABLE, LLAMA):
+        found = alone(driver_of(engine), dict(prompt=prompt, max_new_tokens=LONGEST - len(prompt)))
+        assert len(found.token_ids) == LONGEST - len(prompt)
+        assert found.status == sd.Status.OK
+        longest = alone(driver_of(engine), dict(prompt=[1] * (LONGEST - 1), max_new_tokens=1))
+        assert len(longest.token_ids) == 1
+
+
+UNBUILT = {
+    "no slots": (dict(num_slots=0), ValueError, "num_slots must be at least 1"),
+    "half a slot": (dict(num_slots=0.5), TypeError, "num_slots must be an int"),
+    "no room": (dict(max_length=1), ValueError, "max_length must be at least 2"),
+    "a negative number of stop tokens": (
+        dict(max_stop_tokens=-1),
+        ValueError,
+        "max_stop_tokens must be at least 0",
+    ),
+    "sizes that end early": (
+        dict(prefill_sizes=(8, 16)),
+        ValueError,
+        r"prefill_sizes must increase up to max_length=40, but they are \(8, 16\)",
+    ),
+    "sizes out of order": (dict(prefill_sizes=(8, 8, 40)), ValueError, "prefill_sizes must"),
+    "no sizes": (dict(prefill_sizes=()), ValueError, "prefill_sizes must"),
+    "a size of nothing": (dict(prefill_sizes=(0, 40)), ValueError, r"prefill_sizes\[0\] must"),
+}
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), UNBUILT.values(), ids=UNBUILT)
+def test_an_engine_is_not_built_with(changes, error, message):
+    with pytest.raises(error, match=message):
+        sd.Engine(TABLE.model, TABLE.drafter, TABLE.config, **(SHAPE | changes))
+
+
+@pytest.mark.parametrize(
+    ("longest", "sizes"), [(2, (2,)), (32, (32,)), (33, (32, 33)), (100, (32, 64, 100))]
+)
+def test_prompts_are_padded_to_powers_of_two_by_default(longest, sizes):
+    shape = dict(num_slots=1, max_length=longest)
+    assert sd.Engine(TABLE.model, TABLE.drafter, TABLE.config, **shape).prefill_sizes == sizes
+
+
+def test_admitting_refuses_shapes_that_do_not_fit():
+    request = dict(
+        slot=0, prompt_length=1, max_new_tokens=1, temperature=0.0, key=jax.random.key(0)
+    )
+    none = jnp.full((2,), -1)
+    for prompt, stops, message in [
+        (jnp.zeros((1, 8), jnp.int32), none, r"prompt must be \[P\] with P in \[1, 43\]"),
+        (jnp.zeros((44,), jnp.int32), none, r"prompt must be \[P\] with P in \[1, 43\]"),
+        (jnp.zeros((8,), jnp.int32), none[:1], r"stop_token_ids must have shape \[2\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            TABLE.admit(*TABLES, drafted(), **request, prompt=prompt, stop_token_ids=stops)
+    with pytest.raises(ValueError, match="prompt must hold at most max_length=40 tokens"):
+        TABLE.pad_prompt([1] * 41)
+
+
+# Caches of any layout
+
+
+def layouts(batch_size: int, max_length: int) -> dict[str, Any]:
+    """Requests along the first axis, a middle one, and the last, and fused with heads."""
+    return dict(
+        first=jnp.zeros((batch_size, max_length)),
+        middle=[jnp.zeros((3, batch_size, max_length), jnp.int8)],
+        last=jnp.zeros((max_length, batch_size), bool),
+        fused=jnp.zeros((2 * batch_size, max_length)),
+        flat=jnp.zeros((batch_size * max_length,)),
+    )
+
+
+def test_a_cache_of_any_layout_has_one_request_replaced():
+    rng, length = np.random.default_rng(0), 5
+    fill = functools.partial(
+        jax.tree.map, lambda x: jnp.asarray(rng.integers(1, 9, x.shape)).astype(x.dtype)
+    )
+    cache, one = fill(layouts(4, length)), fill(layouts(1, length))
+    new = insert(layouts, cache, one, jnp.int32(2), length)
+    axes = dict(first=0, middle=1, last=1, fused=0, flat=0)
+    for name, axis in axes.items():
+        before, after, single = (
+            np.moveaxis(np.asarray(jax.tree.leaves(tree[name])[0]), axis, 0)
+            for tree in (cache, new, one)
+        )
+        size = len(single)
+        np.testing.assert_array_equal(after[2 * size : 3 * size], single)
+        np.testing.assert_array_equal(after[: 2 * size], before[: 2 * size])
+        np.testing.assert_array_equal(after[3 * size :], before[3 * size :])
+
+
+@pytest.mark.parametrize(
+    "init_cache",
+    [
+        lambda batch_size, max_length: dict(shared=jnp.zeros((max_length,))),
+        lambda batch_size, max_length: dict(shared=jnp.zeros((batch_size, batch_size))),
+        lambda batch_size, max_length: dict(shared=jnp.zeros((batch_size + 1,))),
+    ],
+    ids=["none", "two", "another"],
+)
+def test_a_cache_without_an_axis_of_requests_is_refused(init_cache):
+    with pytest.raises(ValueError, match=r"cache\['shared'\] must have one axis that holds the"):
+        insert(init_cache, init_cache(4, 5), init_cache(1, 5), jnp.int32(0), 5)
+
+
+def test_an_engine_without_caches_serves():
+    @dataclasses.dataclass(frozen=True)
+    class Bigram:
+        vocab_size: int
+
+        def init_cache(self, batch_size, max_length):
+            return ()
+
+        def apply(self, params, token_ids, start, cache):
+            return params[token_ids], cache
+
+    table = np.random.default_rng(4).standard_normal((9, 9)).astype(np.float32)
+    engine = sd.Engine(Bigram(9), sd.NGramDrafter(min_ngram=1), TABLE.config, **SHAPE)
+    found: Finished = alone(
+        driver_of(engine, jnp.asarray(table)), dict(prompt=[3], max_new_tokens=20)
+    )
+    sequence = [3]
+    for _ in range(20):
+        sequence.append(int(np.argmax(table[sequence[-1]])))
+    assert found.token_ids == sequence[1:]

@@ -1,0 +1,200 @@
+"""Requests that come and go at random: each gets the tokens it gets alone, and all get theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+
+from . import tiny
+from .chi_square import CONTROL, assert_distributed, p_value, tally
+from .engines import (
+    DRAFT,
+    LLAMA,
+    LOOKUP,
+    NAMES,
+    TABLE,
+    TABLES,
+    TARGET,
+    VOCAB,
+    Finished,
+    alone,
+    collect,
+    driver_of,
+    greedy_truth,
+    random_request,
+)
+
+ENGINES = pytest.mark.parametrize("engine", [TABLE, LOOKUP, LLAMA], ids=NAMES.get)
+
+
+def serve(
+    engine: sd.Engine,
+    count: int,
+    *,
+    seed: int,
+    cancel: float = 0.1,
+    preempt: float = 0.0,
+    temperatures: tuple[float, ...] = (0.0, 0.6, 1.4),
+) -> tuple[dict[int, dict[str, Any]], dict[int, Finished], set[int], sd.EngineDriver]:
+    """`count` requests at random times; after each step some are cancelled or preempted.
+
+    Returns:
+      The requests, what became of them, those that were cancelled, and the driver.
+    """
+    rng, driver = np.random.default_rng(seed), driver_of(engine)
+    requests: dict[int, dict[str, Any]] = {}
+    cancelled: set[int] = set()
+    updates: list[sd.RequestUpdate] = []
+    alive: set[int] = set()
+    while len(requests) < count or not driver.is_idle:
+        # Bursts and lulls: the queue grows, and the engine runs partly empty.
+        for _ in range(min(count - len(requests), rng.poisson(2.5 if rng.random() < 0.5 else 0))):
+            request = random_request(rng, temperatures)
+            request_id = driver.submit(**request)
+            assert request_id == len(requests)
+            requests[request_id] = request
+            alive.add(request_id)
+        new = driver.step()
+        updates += new
+        alive -= {update.request_id for update in new if update.finish_reason is not None}
+        if alive and rng.random() < cancel:
+            chosen = int(rng.choice(sorted(alive)))
+            assert driver.cancel(chosen)
+            assert not driver.cancel(chosen)
+            alive.remove(chosen)
+            cancelled.add(chosen)
+        running = [update.request_id for update in new if update.request_id in alive]
+        if running and rng.random() < preempt:
+            assert driver.preempt(int(rng.choice(running)))
+        assert driver.num_running + driver.num_queued == len(alive)
+        assert driver.num_running <= engine.num_slots
+    assert np.asarray(driver.state.batch.done).all()
+    return requests, collect(updates), cancelled, driver
+
+
+def assert_complete(request: dict[str, Any], got: Finished) -> None:
+    """No token lost: it ended where its budget or a stop token says, and not before."""
+    assert got.status == sd.Status.OK
+    stops = [i for i, x in enumerate(got.token_ids) if x in request["stop_token_ids"]]
+    if stops:
+        assert got.finish_reason == "stop" and stops == [len(got.token_ids) - 1]
+    else:
+        assert got.finish_reason == "length" and len(got.token_ids) == request["max_new_tokens"]
+
+
+@ENGINES
+def test_a_request_among_others_gets_the_tokens_it_gets_alone(engine):
+    requests, found, cancelled, _ = serve(engine, 60, seed=1)
+    assert 0 < len(cancelled) < 20
+    by_itself = driver_of(engine)
+    slots_differ = 0
+    for request_id, request in requests.items():
+        expected = alone(by_itself, request)
+        got = found.get(request_id, Finished([], None, sd.Status.OK, []))
+        if request_id in cancelled:
+            assert got.token_ids == expected.token_ids[: len(got.token_ids)]
+            continue
+        assert_complete(request, got)
+        assert got.token_ids == expected.token_ids
+        # Every step is the same: what was drafted, and what was accepted of it.
+        counts = [[(u.num_proposed, u.num_accepted) for u in x.updates] for x in (got, expected)]
+        assert counts[0] == counts[1]
+        slots_differ += len(got.updates) > 1
+    assert slots_differ > 20
+    sampled = [found[i] for i, r in requests.items() if r["temperature"] and i in found]
+    accepted = sum(u.num_accepted for f in sampled for u in f.updates)
+    proposed = sum(u.num_proposed for f in sampled for u in f.updates)
+    assert 0.05 < accepted / proposed < 0.95, "too one-sided to show much"
+
+
+def long_run(count: int, seed: int) -> None:
+    requests, found, cancelled, driver = serve(TABLE, count, seed=seed)
+    assert len(requests) == count and len(cancelled) > count / 100
+    assert driver.is_idle and driver.num_running == driver.num_queued == 0
+    by_itself = driver_of(TABLE)
+    for request_id, request in requests.items():
+        if request_id in cancelled:
+            continue
+        got = found[request_id]
+        assert_complete(request, got)
+        if request["temperature"] == 0:
+            assert got.token_ids == greedy_truth(request)
+        elif request_id % 10 == 0:
+            assert got.token_ids == alone(by_itself, request).token_ids
+    # The counters saw every verification.
+    updates = [u for f in found.values() for u in f.updates]
+    stats = driver.stats()
+    assert stats.num_accepted_tokens == sum(u.num_accepted for u in updates)
+    assert stats.num_draft_tokens == sum(u.num_proposed for u in updates)
+    assert stats.num_verifications == len(updates)
+    assert stats.num_fallbacks == 0
+    # All slots serve: as many requests as there are slots, at once.
+    for _ in range(TABLE.num_slots):
+        driver.submit([1], max_new_tokens=4)
+    assert {u.request_id for u in driver.step()} == set(range(count, count + TABLE.num_slots))
+
+
+def test_500_requests_leak_no_slot_and_lose_no_token():
+    long_run(500, seed=3)
+
+
+@pytest.mark.slow
+def test_10000_requests_leak_no_slot_and_lose_no_token():
+    long_run(10_000, seed=4)
+
+
+def test_a_preempted_greedy_request_goes_on_where_it_was():
+    requests, found, cancelled, _ = serve(
+        TABLE, 40, seed=5, preempt=0.7, cancel=0.05, temperatures=(0.0,)
+    )
+    for request_id, request in requests.items():
+        if request_id not in cancelled:
+            assert_complete(request, found[request_id])
+            assert found[request_id].token_ids == greedy_truth(request)
+
+
+@pytest.mark.statistics
+def test_sampled_requests_have_the_targets_distribution_whatever_comes_and_goes():
+    count, prompt, length, temperature = 4000, [1, 4], 3, 0.9
+    rng, driver = np.random.default_rng(0), driver_of(TABLE)
+    for seed in range(count):
+        driver.submit(prompt, max_new_tokens=length, temperature=temperature, seed=seed)
+    updates = []
+    while not driver.is_idle:
+        new = driver.step()
+        updates += new
+        running = [u.request_id for u in new if u.finish_reason is None]
+        if running and rng.random() < 0.3:
+            driver.preempt(running[0])
+    found = collect(updates)
+    tokens = np.array([found[i].token_ids for i in range(count)])
+    counts = tally(tokens, VOCAB)
+    expected = tiny.exact_distribution(TARGET, prompt, length, temperature)
+    assert_distributed(counts, expected, "three tokens")
+    wrong = tiny.exact_distribution(DRAFT, prompt, length, temperature)
+    assert p_value(counts, wrong) < CONTROL
+
+
+def test_generating_in_slots_is_generating_in_a_batch_for_greedy_requests():
+    rng = np.random.default_rng(6)
+    requests = [random_request(rng, (0.0,)) | dict(stop_token_ids=[]) for _ in range(8)]
+    output = sd.generate_plain(
+        TABLE.model,
+        TABLES[0],
+        [r["prompt"] for r in requests],
+        max_new_tokens=[r["max_new_tokens"] for r in requests],
+        key=jax.random.key(0),
+    )
+    driver = driver_of(TABLE)
+    for request in requests:
+        driver.submit(**request)
+    updates = []
+    while not driver.is_idle:
+        updates += driver.step()
+    found = collect(updates)
+    assert [found[i].token_ids for i in range(8)] == output.completions
