@@ -9,6 +9,7 @@ import pytest
 
 import jax_specdec as sd
 from jax_specdec.__main__ import main
+from jax_specdec._src.cli import models as models_lib
 from jax_specdec._src.cli import options as options_lib
 from jax_specdec._src.cli.show import printable
 
@@ -135,7 +136,13 @@ def test_synthetic_rates_are_read_from_the_command_line() -> None:
             "--acceptance-rates must have --num-speculative-tokens=6 entries, but has 2",
         ),
         (["--acceptance-rates", "a,b"], "must be numbers separated by commas"),
-        (["--draft", "oracle"], "argument --draft: invalid choice: 'oracle'"),
+        (["--draft", "oracle"], "--draft must be model or ngram without --target, but is 'oracle'"),
+        (
+            ["--target", ".", "--draft", "model"],
+            "--draft must be a directory or ngram with --targe",
+        ),
+        (["--dtype", "float32"], "--dtype needs --target"),
+        (["--target", ".", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["--method", "block"], "argument --method: invalid choice: 'block'"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
     ],
@@ -192,7 +199,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_longest_text_is_what_the_embedded_models_were_trained_on() -> None:
     target, draft = sd.load_embedded_pair()
     for model in (target.model, draft.model):
-        assert model.config.max_position_embeddings >= options_lib.MAX_LENGTH
+        assert model.config.max_position_embeddings >= models_lib.MAX_LENGTH
 
 
 def test_control_characters_of_a_text_do_not_reach_the_terminal() -> None:

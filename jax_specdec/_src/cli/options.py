@@ -6,24 +6,25 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.models.bytes import encode
 
-MAX_LENGTH = 1024
-"""Longest sequence of the embedded models, prompt included."""
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """A request to the embedded pair of models.
+    """A request to a target and a drafter.
 
     Attributes:
       prompt: the text to continue.
-      draft: "model" or "ngram".
+      target: directory of the target's checkpoint; None for the embedded target.
+      draft: "model" (the embedded draft model), "ngram", or the directory of a checkpoint.
+      dtype: compute dtype of checkpoints; None for the stored one.
       temperature: 0 is greedy.
-      max_new_tokens: budget; a token is a byte.
+      max_new_tokens: budget.
       seed: of the sampling noise.
       json: print one JSON object instead of text and table.
       repeats: timed runs of each kind of decoding.
@@ -31,7 +32,9 @@ class Options:
     """
 
     prompt: str
+    target: Path | None
     draft: str
+    dtype: str | None
     temperature: float
     max_new_tokens: int
     seed: int
@@ -62,8 +65,9 @@ def parse(arguments: Sequence[str] | None, version: str) -> Options:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     command = commands.add_parser(
         "generate",
-        help="continue a text with the embedded models, and compare with plain decoding",
-        description="Continue a text with the embedded models, and compare with plain decoding.",
+        help="continue a text, and compare with plain decoding",
+        description="Continue a text with the embedded models, or with Hugging Face checkpoints "
+        "of the Llama, Qwen2 and Qwen3 families, and compare with plain decoding.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     _add_options(command)
@@ -75,9 +79,29 @@ def parse(arguments: Sequence[str] | None, version: str) -> Options:
 
 
 def _add_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("prompt", help="the text to continue, Python source by preference")
+    command.set_defaults(target=None, draft=None, dtype=None)
     command.add_argument(
-        "--draft", choices=("model", "ngram"), default="model", help="where drafts come from"
+        "prompt", help="the text to continue; for the embedded models, Python source by preference"
+    )
+    command.add_argument(
+        "--target",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="DIR",
+        help="the target's checkpoint (default: the embedded target)",
+    )
+    command.add_argument(
+        "--draft",
+        default=argparse.SUPPRESS,
+        metavar="DIR|ngram|model",
+        help="where drafts come from: a checkpoint, lookup in the text so far (default with "
+        "--target), or the embedded draft model (default without)",
+    )
+    command.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default=argparse.SUPPRESS,
+        help="compute dtype of checkpoints (default: as stored)",
     )
     command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
     command.add_argument(
@@ -108,7 +132,11 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         help="how the draft model picks tokens at temperature > 0",
     )
     command.add_argument(
-        "--max-new-tokens", type=int, default=256, metavar="N", help="budget; a token is a byte"
+        "--max-new-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="budget; a token of the embedded models is a byte",
     )
     command.add_argument("--seed", type=int, default=0, help="seed of the sampling noise")
     command.add_argument(
@@ -142,23 +170,18 @@ def _check(values: argparse.Namespace) -> Options:
         raise ValueError(
             f"--temperature must be finite and not negative, but is {values.temperature}"
         )
-    room = MAX_LENGTH - len(encode(values.prompt))
     if not values.prompt:
         raise ValueError("the prompt must not be empty")
-    if not 1 <= values.max_new_tokens <= room:
-        raise ValueError(
-            f"--max-new-tokens must be in [1, {room}], which is {MAX_LENGTH} less the prompt, but "
-            f"is {values.max_new_tokens}"
-            if room > 0
-            else f"the prompt must be shorter than {MAX_LENGTH} bytes, but has {MAX_LENGTH - room}"
-        )
+    draft = _draft(values)
     if not 0 <= values.seed < 2**32:
         raise ValueError(f"--seed must be in [0, 2**32), but is {values.seed}")
     if values.repeats < 1:
         raise ValueError(f"--repeats must be at least 1, but is {values.repeats}")
     return Options(
         prompt=values.prompt,
-        draft=values.draft,
+        target=values.target,
+        draft=draft,
+        dtype=values.dtype,
         temperature=values.temperature,
         max_new_tokens=values.max_new_tokens,
         seed=values.seed,
@@ -166,6 +189,20 @@ def _check(values: argparse.Namespace) -> Options:
         repeats=values.repeats,
         config=_config(values),
     )
+
+
+def _draft(values: argparse.Namespace) -> str:
+    """Where drafts come from; a checkpoint as the drafter needs one as the target."""
+    draft: str | None = values.draft
+    if values.target is None:
+        if draft not in (None, "model", "ngram"):
+            raise ValueError(f"--draft must be model or ngram without --target, but is {draft!r}")
+        if values.dtype is not None:
+            raise ValueError("--dtype needs --target")
+        return draft or "model"
+    if draft == "model":
+        raise ValueError("--draft must be a directory or ngram with --target, but is 'model'")
+    return draft or "ngram"
 
 
 def _config(values: argparse.Namespace) -> SpecDecodeConfig:

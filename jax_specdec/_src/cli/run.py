@@ -10,12 +10,11 @@ from typing import Any
 
 import jax
 
+from jax_specdec._src.cli.models import load_models
 from jax_specdec._src.cli.options import Options
 from jax_specdec._src.drafting.draft_model import ModelDrafter
 from jax_specdec._src.drafting.drafter import Drafter
 from jax_specdec._src.drafting.ngram import NGramDrafter
-from jax_specdec._src.models.bytes import DOCUMENT_SEPARATOR, ByteDecoder, encode
-from jax_specdec._src.models.checkpoint import load_embedded_pair
 from jax_specdec._src.serving.batch import GenerateOutput
 from jax_specdec._src.serving.loop import generate, generate_stream
 from jax_specdec._src.serving.metrics import AcceptanceStats
@@ -60,24 +59,30 @@ class Report:
 
 
 class Session:
-    """The embedded models, and one request to them."""
+    """The models, and one request to them.
+
+    Raises:
+      InputError: the models cannot be read, or the request does not fit them.
+    """
 
     def __init__(self, options: Options) -> None:
-        (self.model, self.params), (draft, draft_params) = load_embedded_pair()
+        self.models = models = load_models(options)
+        self.model, self.params = models.target
         self.options = options
-        self.prompts = [encode(options.prompt)]
-        self.drafter: Drafter = ModelDrafter(draft) if options.draft == "model" else NGramDrafter()
-        self.draft_params = draft_params if options.draft == "model" else None
+        self.prompts = [models.prompt]
+        self.drafter: Drafter = ModelDrafter(models.draft.model) if models.draft else NGramDrafter()
+        self.draft_params = models.draft.params if models.draft else None
         self._sampling: dict[str, Any] = {
             "temperature": options.temperature,
             "key": jax.random.key(options.seed),
             "max_new_tokens": options.max_new_tokens,
-            "stop_token_ids": (DOCUMENT_SEPARATOR,),
+            "stop_token_ids": models.stop_token_ids,
         }
 
     def stream(self) -> Iterator[list[Piece]]:
         """The text of each step, as it is decoded."""
-        decoder = ByteDecoder()
+        decoder = self.models.stream()
+        last = "bonus"
         steps = generate_stream(
             self.model,
             self.params,
@@ -94,8 +99,10 @@ class Session:
             yield [
                 Piece(decoder.decode([token]), "accepted" if i < accepted else last)
                 for i, token in enumerate(tokens)
-                if token != DOCUMENT_SEPARATOR
+                if token not in self.models.stop_token_ids
             ]
+        if rest := decoder.decode([], final=True):
+            yield [Piece(rest, last)]
 
     def speculative(self) -> GenerateOutput:
         """The same request in one compiled loop."""

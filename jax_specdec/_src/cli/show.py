@@ -51,7 +51,7 @@ def show_text(options: Options, console: Console) -> None:
 
 def _table(options: Options, report: Report) -> Table:
     stats = report.stats
-    drafter = "draft model" if options.draft == "model" else "n-gram lookup"
+    drafter = "n-gram lookup" if options.draft == "ngram" else "draft model"
     table = Table(
         title=f"K = {options.config.num_speculative_tokens}, {drafter}, "
         f"temperature {options.temperature:g}, {options.config.rejection_sample_method}",
@@ -99,6 +99,7 @@ def show_json(options: Options, console: Console) -> None:
         "text": "".join(piece.text for piece in pieces),
         "pieces": [dataclasses.asdict(piece) for piece in pieces],
         "config": options.config.to_dict(),
+        "target": None if options.target is None else str(options.target),
         "draft": options.draft,
         "temperature": options.temperature,
         "seed": options.seed,

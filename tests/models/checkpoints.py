@@ -1,0 +1,49 @@
+"""The tiny checkpoints of `huggingface/make.py`, and copies of them with something changed."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+CHECKPOINTS = Path(__file__).parent / "huggingface"
+NAMES = ("llama", "qwen2", "qwen2_draft", "qwen3")
+NUM_TOKEN_IDS = 283  # of the tokenizer that all of them share
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def expected(name: str) -> dict[str, Any]:
+    """What `transformers` computed."""
+    with np.load(CHECKPOINTS / name / "expected.npz") as arrays:
+        return {key: arrays[key] for key in arrays}
+
+
+def copy(name: str, directory: Path) -> Path:
+    shutil.copytree(CHECKPOINTS / name, directory)
+    for path in directory.iterdir():
+        path.chmod(0o644)
+    return directory
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Sets keys of the object in a file; removes those set to `...`."""
+    raw = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
+
+
+def edit_tensors(path: Path, **changes: Any) -> None:
+    """Sets tensors of a file; removes those set to `...`."""
+    tensors = {**safetensors.numpy.load_file(path), **changes}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not ...}
+    safetensors.numpy.save_file(kept, path, metadata={"format": "pt"})
+
+
+def cut_vocabulary(directory: Path, vocab_size: int) -> Path:
+    """Leaves out the ids from `vocab_size` on; for a checkpoint of one file and tied embeddings."""
+    edit_json(directory / "config.json", vocab_size=vocab_size)
+    path, name = directory / "model.safetensors", "model.embed_tokens.weight"
+    table = safetensors.numpy.load_file(path)[name][:vocab_size]
+    edit_tensors(path, **{name: np.ascontiguousarray(table)})
+    return directory

@@ -1,0 +1,354 @@
+"""Checkpoints of the Llama, Qwen2 and Qwen3 families against what `transformers` computes."""
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import jax_specdec as sd
+from jax_specdec.__main__ import main
+
+from .checkpoints import (
+    CHECKPOINTS,
+    NAMES,
+    NUM_TOKEN_IDS,
+    SHARDS,
+    copy,
+    cut_vocabulary,
+    edit_json,
+    edit_tensors,
+    expected,
+)
+
+TOLERANCE = 1e-5
+"""Of float32 logits, relative to the largest of their row."""
+
+
+@functools.cache
+def load(name: str) -> sd.LoadedModel:
+    return sd.load_huggingface(CHECKPOINTS / name, jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def apply(model: sd.Llama, params: Any, token_ids: jax.Array) -> jax.Array:
+    cache = model.init_cache(1, token_ids.shape[1])
+    return model.apply(params, token_ids, jnp.zeros(1, jnp.int32), cache)[0][0]
+
+
+def logits_of(loaded: sd.LoadedModel, name: str) -> np.ndarray:
+    wanted = expected(name)
+    token_ids = jnp.asarray(wanted["token_ids"][: len(wanted["logits"])])
+    return np.asarray(apply(*loaded, token_ids[None]))
+
+
+def error(logits: np.ndarray, name: str) -> float:
+    """Largest difference from transformers, relative to the largest logit of its row."""
+    wanted = expected(name)["logits"][:, :NUM_TOKEN_IDS]
+    scale = np.abs(wanted).max(axis=1, keepdims=True)
+    return float((np.abs(logits[:, :NUM_TOKEN_IDS] - wanted) / scale).max())
+
+
+# Values
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(name: str) -> None:
+    assert error(logits_of(load(name), name), name) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("llama", {"rope_scaling": None}),
+        ("qwen2", {"qkv_bias": 0}),
+        ("qwen3", {"q_norm": 1}),
+        ("qwen3", {"k_norm": 1}),
+    ],
+)
+def test_the_comparison_sees_each_part_of_a_family(name: str, change: dict[str, Any]) -> None:
+    model, params = load(name)
+    if "rope_scaling" in change:
+        model = sd.Llama(dataclasses.replace(model.config, **change), model.dtype)
+    else:
+        ((part, value),) = change.items()
+        layers = [{**x, part: jnp.full_like(x[part], value)} for x in params["layers"]]
+        params = {**params, "layers": layers}
+    assert error(logits_of(sd.LoadedModel(model, params), name), name) > 100 * TOLERANCE
+
+
+def test_weights_are_read_as_stored_and_computed_in_their_dtype() -> None:
+    stored = sd.load_huggingface(CHECKPOINTS / "qwen3")
+    assert stored.model.dtype == jnp.bfloat16
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(stored.params)} == {"bfloat16"}
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), stored.params)
+    jax.tree.map(np.testing.assert_array_equal, wide, load("qwen3").params)
+    assert sd.load_huggingface(CHECKPOINTS / "qwen2").model.dtype == jnp.float32
+
+
+def test_shards_are_read_as_one_file_would_be(tmp_path: Path) -> None:
+    directory = copy("llama", tmp_path / "llama")
+    tensors: dict[str, np.ndarray] = {}
+    for shard in SHARDS:
+        tensors |= safetensors.numpy.load_file(directory / shard)
+        (directory / shard).unlink()
+    (directory / "model.safetensors.index.json").unlink()
+    safetensors.numpy.save_file(tensors, directory / "model.safetensors")
+    merged = sd.load_huggingface(directory)
+    assert merged.model == load("llama").model
+    jax.tree.map(np.testing.assert_array_equal, merged.params, load("llama").params)
+
+
+def test_configurations_of_older_writers_are_read(tmp_path: Path) -> None:
+    directory = copy("llama", tmp_path / "llama")
+    scaling = {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 64,
+    }
+    for kind in ("rope_type", "type"):
+        old = {"rope_theta": 10000.0, "rope_scaling": {kind: "llama3", **scaling}}
+        edit_json(directory / "config.json", rope_parameters=..., head_dim=..., **old)
+        assert sd.load_huggingface(directory).model == load("llama").model
+    # Left out, a value is the default of transformers.
+    edit_json(directory / "config.json", rms_norm_eps=..., rope_theta=..., rope_scaling=None)
+    config = sd.load_huggingface(directory).model.config
+    assert (config.rms_norm_eps, config.rope_theta, config.rope_scaling) == (1e-6, 1e4, None)
+
+
+def test_tensors_that_follow_from_the_rest_are_no_mistake(tmp_path: Path) -> None:
+    directory = copy("qwen2", tmp_path / "qwen2")
+    table = safetensors.numpy.load_file(directory / "model.safetensors")[
+        "model.embed_tokens.weight"
+    ]
+    derived = {
+        "lm_head.weight": table,
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
+    }
+    edit_tensors(directory / "model.safetensors", **derived)
+    assert sd.load_huggingface(directory).model.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_a_family_survives_the_round_trip(tmp_path: Path, name: str) -> None:
+    sd.save_checkpoint(tmp_path, *load(name))
+    loaded = sd.load_checkpoint(tmp_path)
+    assert loaded.model == load(name).model
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, load(name).params)
+
+
+def test_a_model_of_no_family_is_not_written(tmp_path: Path) -> None:
+    model, params = load("qwen2")
+    both = sd.Llama(dataclasses.replace(model.config, qk_norm=True))
+    with pytest.raises(ValueError, match="both qkv_bias and qk_norm"):
+        sd.save_checkpoint(tmp_path, both, params)
+
+
+# Padding of the vocabulary
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_has_no_probability(name: str) -> None:
+    logits = logits_of(load(name), name)
+    assert logits.shape[1] == expected(name)["logits"].shape[1] > NUM_TOKEN_IDS
+    assert np.isneginf(logits[:, NUM_TOKEN_IDS:]).all()
+    assert np.isfinite(logits[:, :NUM_TOKEN_IDS]).all()
+    # It would have been the first choice.
+    assert (expected(name)["logits"].argmax(axis=1) >= NUM_TOKEN_IDS).any()
+
+
+def test_without_a_tokenizer_every_id_is_a_token(tmp_path: Path) -> None:
+    directory = copy("qwen2", tmp_path / "qwen2")
+    (directory / "tokenizer.json").unlink()
+    logits = logits_of(sd.load_huggingface(directory), "qwen2")
+    wanted = expected("qwen2")["logits"]
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=TOLERANCE * np.abs(wanted).max())
+
+
+def test_sampling_never_draws_padding() -> None:
+    prompts = [[280, 1, 2]] * 8
+    config = sd.SpecDecodeConfig(num_speculative_tokens=3)
+    draft = sd.load_huggingface(CHECKPOINTS / "qwen2_draft", max_vocab_size=288)
+    output = sd.generate(
+        *load("qwen2"),
+        prompts,
+        drafter=sd.ModelDrafter(draft.model),
+        draft_params=draft.params,
+        config=config,
+        temperature=50.0,  # nearly uniform over ids
+        max_new_tokens=64,
+    )
+    drawn = np.concatenate(output.completions)
+    assert drawn.max() < NUM_TOKEN_IDS
+    assert len(np.unique(drawn)) > 200
+    assert output.steps.num_accepted.sum() > 0
+
+
+def test_ids_that_a_target_lacks_are_left_out_of_a_drafter() -> None:
+    whole = load("qwen2_draft")
+    for size, known in ((288, NUM_TOKEN_IDS), (270, None), (1000, NUM_TOKEN_IDS)):
+        cut = sd.load_huggingface(CHECKPOINTS / "qwen2_draft", max_vocab_size=size)
+        kept = min(size, 312)
+        assert (cut.model.vocab_size, cut.model.config.num_token_ids) == (kept, known)
+        np.testing.assert_array_equal(
+            cut.params["embed_tokens"], whole.params["embed_tokens"][:kept]
+        )
+    untied = sd.load_huggingface(CHECKPOINTS / "llama", max_vocab_size=290)
+    np.testing.assert_array_equal(
+        untied.params["lm_head"], load("llama").params["lm_head"][:, :290]
+    )
+    with pytest.raises(ValueError, match="max_vocab_size must be at least 1, not 0"):
+        sd.load_huggingface(CHECKPOINTS / "llama", max_vocab_size=0)
+
+
+def test_a_tokenizer_may_know_more_ids_than_a_drafter(tmp_path: Path) -> None:
+    directory = cut_vocabulary(copy("qwen2", tmp_path / "qwen2"), 270)
+    config = sd.load_huggingface(directory).model.config
+    assert (config.vocab_size, config.num_token_ids) == (270, None)
+
+
+# Mistakes
+
+
+def rope(**values: Any) -> Callable[[Path], None]:
+    return config(rope_parameters={"rope_theta": 1e4, **values})
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    return lambda directory: edit_json(directory / "config.json", **changes)
+
+
+def tensors(**changes: Any) -> Callable[[Path], None]:
+    """Changes tensors of the first shard, but not the index."""
+    renamed = {f"model.{name}": value for name, value in changes.items()}
+    return lambda directory: edit_tensors(directory / SHARDS[0], **renamed)
+
+
+def missing(name: str) -> Callable[[Path], None]:
+    return lambda directory: (directory / name).unlink()
+
+
+def content(name: str, text: str) -> Callable[[Path], None]:
+    return lambda directory: (directory / name).write_text(text) and None
+
+
+def index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
+    def edit(directory: Path) -> None:
+        path = directory / INDEX
+        edit_json(path, weight_map=change(WEIGHT_MAP))
+
+    return edit
+
+
+INDEX = "model.safetensors.index.json"
+WEIGHT_MAP = json.loads((CHECKPOINTS / "llama" / INDEX).read_text())["weight_map"]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+EMBEDDING = {"embed_tokens.weight": np.ones((303, 24), np.float32)}
+
+MISTAKES = {
+    "no config": (missing("config.json"), "config.json does not exist; a checkpoint"),
+    "config no JSON": (content("config.json", "{"), "config.json is not valid JSON: Expecting"),
+    "config no object": (content("config.json", "[]"), "config.json must hold a JSON object"),
+    "no size": (config(hidden_size=...), "config.json lacks hidden_size"),
+    "bad size": (config(vocab_size="x"), "config.json: vocab_size must be a positive integer"),
+    "other family": (
+        config(model_type="gpt2"),
+        "config.json has model_type = 'gpt2', but only 'llama', 'qwen2' and 'qwen3' are supported",
+    ),
+    "no family": (config(model_type=["llama"]), r"has model_type = \['llama'\], but only"),
+    "wrong family": (config(model_type="qwen2"), "lacks the tensor model.layers.0.self_attn.q_pro"),
+    "quantized": (config(quantization_config={}), "quantization_config = {}, but only None is"),
+    "window": (config(use_sliding_window=True), "use_sliding_window = True, but only False is"),
+    "layer types": (
+        config(layer_types=["full_attention", "sliding_attention"]),
+        "config.json has layer_types other than 'full_attention'",
+    ),
+    "other scaling": (
+        rope(rope_type="yarn", factor=4.0),
+        "rope_parameters of rope_type 'yarn', but only 'default' and 'llama3' are supported",
+    ),
+    "other old scaling": (
+        config(rope_parameters=..., rope_scaling={"type": "linear", "factor": 4.0}),
+        "rope_scaling of rope_type 'linear', but only 'default' and 'llama3' are supported",
+    ),
+    "scaling no object": (config(rope_parameters=8), "rope_parameters = 8, which is no"),
+    "half a scaling": (rope(**{**LLAMA3, "factor": None}), "config.json: factor must be a posit"),
+    "no factor": (rope(rope_type="llama3"), "config.json lacks factor in rope_parameters"),
+    "limits": (rope(**{**LLAMA3, "low_freq_factor": 5.0}), "must be less than high_freq_factor"),
+    "part of a head": (rope(partial_rotary_factor=0.5), "has partial_rotary_factor = 0.5 in rope"),
+    "no weights": (missing(INDEX), f"model.safetensors does not exist, nor does {INDEX}"),
+    "no shard": (missing(SHARDS[1]), f"{SHARDS[1]} does not exist, but {INDEX} lists it"),
+    "index no JSON": (content(INDEX, "{"), f"{INDEX} is not valid JSON"),
+    "no weight map": (index(lambda names: ...), f"{INDEX} lacks a weight_map"),
+    "bad weight map": (index(lambda names: {"a": 1}), f"{INDEX} lacks a weight_map"),
+    "tensor not listed": (
+        index(lambda names: {k: v for k, v in names.items() if k != "model.norm.weight"}),
+        f"{INDEX} lacks the tensor model.norm.weight",
+    ),
+    "tensor not in shard": (
+        tensors(**{"embed_tokens.weight": ...}),
+        f"{SHARDS[0]} lacks the tensor model.embed_tokens.weight, which {INDEX} says it holds",
+    ),
+    "tensor unknown": (
+        config(num_hidden_layers=1),
+        "has a tensor model.layers.1.*, which its config.json does not call for",
+    ),
+    "shape": (
+        tensors(**EMBEDDING),
+        rf"{SHARDS[0]} has model.embed_tokens.weight of shape \(303, 24\), but its config.json "
+        r"says \(304, 24\)",
+    ),
+    "dtype": (
+        tensors(**{"embed_tokens.weight": np.ones((304, 24), np.int8)}),
+        f"{SHARDS[0]} has model.embed_tokens.weight of dtype I8, but only F64, F32, F16, BF16 are",
+    ),
+    "shard corrupt": (
+        content(SHARDS[1], "no tensors"),
+        f"{SHARDS[1]} is not a readable safetensors file: ",
+    ),
+    "tokenizer without ids": (
+        content("tokenizer.json", '{"model": {}}'),
+        "tokenizer.json (has no vocabulary of token ids|is not a tokenizer that can be read)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_checkpoint_is_named_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mistake: str
+) -> None:
+    make, message = MISTAKES[mistake]
+    directory = copy("llama", tmp_path / "llama")
+    make(directory)
+    with pytest.raises((FileNotFoundError, ValueError), match=message) as raised:
+        sd.load_huggingface(directory)
+    assert str(raised.value).count("\n") == 0
+    with pytest.raises(SystemExit) as exit_:
+        main(["generate", "a", "--target", str(directory), "--max-new-tokens", "4"])
+    assert exit_.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("jax-specdec generate: ") and captured.err.count("\n") == 1
+    assert re.search(message, captured.err)
+    assert str(directory) in captured.err
+
+
+def test_a_missing_file_is_a_file_not_found_error(tmp_path: Path) -> None:
+    directory = copy("llama", tmp_path / "llama")
+    (directory / SHARDS[0]).unlink()
+    with pytest.raises(FileNotFoundError, match=SHARDS[0]):
+        sd.load_huggingface(directory)

@@ -1,0 +1,187 @@
+"""The command line on Hugging Face checkpoints; mistakes in one: `test_huggingface`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jax_specdec as sd
+from jax_specdec.__main__ import main
+from jax_specdec._src.cli.show import printable
+
+from .checkpoints import (
+    CHECKPOINTS,
+    NUM_TOKEN_IDS,
+    copy,
+    cut_vocabulary,
+    edit_json,
+    expected,
+)
+
+SHORT = ["--max-new-tokens", "24", "--repeats", "1", "--num-speculative-tokens", "3"]
+LENGTH = 24  # of the continuations that transformers wrote
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "jax_specdec", "generate", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
+def run_json(
+    capsys: pytest.CaptureFixture[str], target: str | Path, draft: str | Path, *arguments: str
+) -> dict:
+    """Continues the prompt of `make.py`; names stand for checkpoints."""
+    names = [x if isinstance(x, Path) or x == "ngram" else CHECKPOINTS / x for x in (target, draft)]
+    options = ["--target", str(names[0]), "--draft", str(names[1]), *SHORT, "--json", *arguments]
+    main(["generate", str(expected("qwen2")["prompt"]), *options])
+    return json.loads(capsys.readouterr().out)
+
+
+def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command line that is refused says: one line and no output."""
+    with pytest.raises(SystemExit) as exit_:
+        main(["generate", *arguments])
+    assert exit_.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_a_drafter_with_more_padding_speeds_up_the_text_of_transformers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    result = run_json(capsys, "qwen2", "qwen2_draft")
+    assert result["text"] == str(expected("qwen2")["greedy_text"])
+    assert result["num_tokens"] == LENGTH
+    assert result["identical_to_plain"] is True
+    assert result["num_target_passes"] < LENGTH / 1.5
+    assert result["target"] == str(CHECKPOINTS / "qwen2")
+    assert result["draft"] == str(CHECKPOINTS / "qwen2_draft")
+
+
+def test_a_drafter_with_fewer_ids_than_the_tokenizer_does_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    draft = cut_vocabulary(copy("qwen2_draft", tmp_path / "draft"), NUM_TOKEN_IDS - 20)
+    result = run_json(capsys, "qwen2", draft)
+    assert result["text"] == str(expected("qwen2")["greedy_text"])
+    assert result["num_accepted_tokens"] > 0
+
+
+def test_a_drafter_of_another_family_and_dtype_changes_no_text(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    result = run_json(capsys, "qwen3", "llama", "--dtype", "float32")
+    assert result["text"] == str(expected("qwen3")["greedy_text"])
+
+
+def test_lookup_drafts_for_a_sharded_target(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_json(capsys, "llama", "ngram")
+    assert result["text"] == str(expected("llama")["greedy_text"])
+    assert result["draft"] == "ngram"
+
+
+def test_a_stop_token_ends_the_text_and_is_not_printed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    wanted = expected("qwen2")["greedy_token_ids"].tolist()
+    index = wanted.index(38)
+    target = copy("qwen2", tmp_path / "target")
+    edit_json(target / "generation_config.json", eos_token_id=[282, 38])
+    result = run_json(capsys, target, "qwen2_draft")
+    assert result["num_tokens"] == result["num_plain_tokens"] == index + 1 < LENGTH
+    tokenizer = sd.load_tokenizer(target)
+    assert (
+        result["text"] == tokenizer.decode(wanted[:index]) != tokenizer.decode(wanted[: index + 1])
+    )
+
+
+def test_a_text_is_streamed_and_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    prompt, text = (str(expected("qwen2")[key]) for key in ("prompt", "greedy_text"))
+    target, draft = (str(CHECKPOINTS / name) for name in ("qwen2", "qwen2_draft"))
+    main(["generate", prompt, "--target", target, "--draft", draft, *SHORT])
+    output = capsys.readouterr().out
+    assert prompt + printable(text) in output
+    assert "K = 3, draft model" in output and "mean acceptance length" in output
+
+
+def test_a_missing_directory_gives_no_traceback_and_exit_code_2() -> None:
+    result = run("a", "--target", "nowhere")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "jax-specdec generate: nowhere/config.json does not exist; a checkpoint directory must "
+        "hold it.\n"
+    )
+
+
+def test_tokenizers_that_differ_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    draft = copy("qwen2_draft", tmp_path / "draft")
+    path = draft / "tokenizer.json"
+    path.write_text(path.read_text(encoding="utf-8").replace("<|turn|>", "<|next|>"))
+    target = CHECKPOINTS / "qwen2"
+    error = refuse(capsys, "a", "--target", str(target), "--draft", str(draft))
+    assert error == (
+        f"jax-specdec generate: {target}/tokenizer.json and {path} differ: token id 282 is "
+        "'<|turn|>' in the first and '<|next|>' in the second.\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_file_that_the_drafter_lacks_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    draft = copy("qwen2_draft", tmp_path / "draft")
+    (draft / name).unlink()
+    error = refuse(capsys, "a", "--target", str(CHECKPOINTS / "qwen2"), "--draft", str(draft))
+    assert f"{draft / name} does not exist" in error
+
+
+def test_a_prompt_that_the_target_cannot_read_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    target = cut_vocabulary(copy("qwen2", tmp_path / "target"), 270)
+    error = refuse(capsys, "a", "--target", str(target))
+    assert "tokenizer.json makes token id 280 of the prompt, but config.json beside it" in error
+    assert "vocab_size = 270" in error
+
+
+@pytest.mark.parametrize(
+    "prompt, count, message",
+    [
+        ("aaaa", "600", "--max-new-tokens must be in [1, 507], which is 512 less the prompt, but"),
+        ("a" * 600, "1", "the prompt must be shorter than 512 tokens, but has 601"),
+    ],
+    ids=["budget", "prompt"],
+)
+def test_a_text_longer_than_the_model_reads_is_refused(
+    capsys: pytest.CaptureFixture[str], prompt: str, count: str, message: str
+) -> None:
+    options = ["--target", str(CHECKPOINTS / "qwen2"), "--max-new-tokens", count]
+    assert message in refuse(capsys, prompt, *options)
+
+
+def test_without_the_library_one_line_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    error = refuse(capsys, "a", "--target", str(CHECKPOINTS / "qwen2"))
+    assert "pip install 'jax-specdec[hf]'" in error
+
+
+def test_a_tokenizer_that_makes_nothing_of_the_prompt_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    target = copy("qwen2", tmp_path / "target")
+    path = target / "tokenizer.json"
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**raw, "post_processor": None, "normalizer": STRIP}))
+    assert "tokenizer.json makes no tokens of the prompt" in refuse(
+        capsys, " ", "--target", str(target)
+    )
+
+
+STRIP = {"type": "Strip", "strip_left": True, "strip_right": True}
