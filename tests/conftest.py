@@ -4,6 +4,8 @@ import hypothesis
 import jax
 import pytest
 
+collect_ignore = ["models/huggingface/make.py"]  # wants torch, which no test needs
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
