@@ -187,11 +187,25 @@ def test_satisfies_the_protocol_and_is_static() -> None:
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, not 1"),
         ({"num_key_value_heads": 4}, "must be a multiple of num_key_value_heads, but .* 6 and 4"),
         ({"head_dim": 7}, "head_dim must be even, not 7"),
+        ({"qkv_bias": None}, "qkv_bias must be true or false, not None"),
+        ({"num_token_ids": 38}, r"num_token_ids must be an integer in .* \[1, 37\], not 38"),
+        ({"num_token_ids": 1.5}, r"num_token_ids must be an integer in .* \[1, 37\], not 1.5"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(change: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **change)
+
+
+def test_weights_begin_with_norms_of_one_and_no_biases() -> None:
+    config = dataclasses.replace(CONFIG, qkv_bias=True, qk_norm=True)
+    layer = Llama(config).init_params(jax.random.key(0))["layers"][1]
+    assert {name: float(layer[name].min()) for name in ("qkv_bias", "q_norm", "k_norm")} == {
+        "qkv_bias": 0,
+        "q_norm": 1,
+        "k_norm": 1,
+    }
+    assert float(layer["qkv_bias"].max()) == 0
 
 
 def test_a_dtype_that_is_not_floating_is_refused() -> None:
