@@ -1,0 +1,35 @@
+"""The code of docs/serving.md runs as it stands, and does what the page says."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+import jax_specdec as sd
+
+PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+
+
+def run(block: int) -> dict[str, object]:
+    code = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    scope: dict[str, object] = {}
+    exec(compile(code[block], str(PAGE), "exec"), scope)
+    return scope
+
+
+def test_the_driver_on_the_page_serves_every_prompt(capsys):
+    texts = run(0)["texts"]
+    assert len(texts) == 5
+    for tokens in texts.values():
+        assert len(tokens) == 32 or tokens[-1] == 10
+    assert capsys.readouterr().out.startswith("SpecDecoding metrics: Mean acceptance length: ")
+
+
+def test_the_loop_on_the_page_verifies_every_request_with_its_own_rows():
+    scope = run(1)
+    assert int(scope["num_fallbacks"]) == 0
+    output = scope["output"]
+    assert output.status.tolist() == [sd.Status.OK] * 3
+    assert (np.asarray(output.num_accepted) <= [2, 0, 1]).all()
+    positions = np.asarray(scope["store"].positions)
+    assert (positions == [[-1, 20, 30]]).all()
