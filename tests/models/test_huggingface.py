@@ -94,6 +94,18 @@ def test_weights_are_read_as_stored_and_computed_in_their_dtype() -> None:
     assert sd.load_huggingface(CHECKPOINTS / "qwen2").model.dtype == jnp.float32
 
 
+@pytest.mark.parametrize("stored, held", [("float64", "float32"), ("float16", "float16")])
+def test_other_widths_are_read(tmp_path: Path, stored: str, held: str) -> None:
+    directory = copy("qwen2", tmp_path / "qwen2")
+    path = directory / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    edit_tensors(path, **{name: x.astype(stored) for name, x in tensors.items()})
+    loaded = sd.load_huggingface(directory)
+    assert loaded.model.dtype == held
+    wanted = jax.tree.map(lambda x: x.astype(held), load("qwen2").params)
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, wanted)
+
+
 def test_shards_are_read_as_one_file_would_be(tmp_path: Path) -> None:
     directory = copy("llama", tmp_path / "llama")
     tensors: dict[str, np.ndarray] = {}

@@ -138,13 +138,15 @@ def read_params(tensors: Tensors, config: LlamaConfig, dtype: Any, vocab_size: i
         The pytree of `param_shapes`, with `vocab_size` ids.
     """
 
+    def read(name: str, size: int | None = None) -> jax.Array:
+        return jax.device_put(tensors.read(name)[:size]).astype(dtype)
+
     def fused(*names: str) -> jax.Array:
-        parts = [tensors.read(name) for name in names]
-        parts = [part.T if part.ndim == 2 else part for part in parts]
-        return jnp.asarray(np.concatenate(parts, axis=-1), dtype)
+        # Converted and transposed by XLA, which is much quicker at both than NumPy.
+        return jnp.concatenate([read(name) for name in names]).T
 
     params = {
-        "embed_tokens": jnp.asarray(tensors.read("model.embed_tokens.weight")[:vocab_size], dtype),
+        "embed_tokens": read("model.embed_tokens.weight", vocab_size),
         "layers": [
             {name: fused(*parts) for name, parts in _layer_tensors(config, index).items()}
             for index in range(config.num_hidden_layers)
@@ -152,8 +154,7 @@ def read_params(tensors: Tensors, config: LlamaConfig, dtype: Any, vocab_size: i
         "norm": fused("model.norm.weight"),
     }
     if not config.tie_word_embeddings:
-        head = tensors.read("lm_head.weight")[:vocab_size]
-        params["lm_head"] = jnp.asarray(np.ascontiguousarray(head.T), dtype)
+        params["lm_head"] = read("lm_head.weight", vocab_size).T
     return params
 
 
