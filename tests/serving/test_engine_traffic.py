@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -18,15 +17,16 @@ from .engines import (
     LOOKUP,
     NAMES,
     TABLE,
-    TABLES,
     TARGET,
     VOCAB,
+    WEIGHTS,
     Finished,
     alone,
     collect,
     driver_of,
     greedy_truth,
     random_request,
+    run,
 )
 
 ENGINES = pytest.mark.parametrize("engine", [TABLE, LOOKUP, LLAMA], ids=NAMES.get)
@@ -180,21 +180,17 @@ def test_sampled_requests_have_the_targets_distribution_whatever_comes_and_goes(
     assert p_value(counts, wrong) < CONTROL
 
 
-def test_generating_in_slots_is_generating_in_a_batch_for_greedy_requests():
+def test_greedy_requests_get_the_tokens_of_plain_decoding():
     rng = np.random.default_rng(6)
     requests = [random_request(rng, (0.0,)) | dict(stop_token_ids=[]) for _ in range(8)]
-    output = sd.generate_plain(
-        TABLE.model,
-        TABLES[0],
+    plain = sd.generate_plain(
+        LLAMA.model,
+        WEIGHTS[LLAMA][0],
         [r["prompt"] for r in requests],
         max_new_tokens=[r["max_new_tokens"] for r in requests],
-        key=jax.random.key(0),
     )
-    driver = driver_of(TABLE)
+    driver = driver_of(LLAMA)
     for request in requests:
         driver.submit(**request)
-    updates = []
-    while not driver.is_idle:
-        updates += driver.step()
-    found = collect(updates)
-    assert [found[i].token_ids for i in range(8)] == output.completions
+    found = run(driver)
+    assert [found[i].token_ids for i in range(8)] == plain.completions

@@ -96,11 +96,11 @@ class EngineDriver:
 
     Example:
       >>> import jax_specdec as sd
-      >>> (target, params), (draft, draft_params) = sd.load_embedded_pair()
+      >>> (target, params), _ = sd.load_embedded_pair()
       >>> engine = sd.Engine(
-      ...     target, sd.ModelDrafter(draft), sd.SpecDecodeConfig(num_speculative_tokens=2),
-      ...     num_slots=2, max_length=64)
-      >>> driver = sd.EngineDriver(engine, params, draft_params)
+      ...     target, sd.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
+      ...     num_slots=2, max_length=32)
+      >>> driver = sd.EngineDriver(engine, params)
       >>> texts = {driver.submit(sd.encode(p), max_new_tokens=8): [] for p in ("import ", "def ")}
       >>> while not driver.is_idle:
       ...     for update in driver.step():

@@ -42,7 +42,7 @@ class EngineState:
 
     Example:
       >>> import jax_specdec as sd
-      >>> (target, params), (draft, draft_params) = sd.load_embedded_pair()
+      >>> (target, params), _ = sd.load_embedded_pair()
       >>> engine = sd.Engine(
       ...     target, sd.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
       ...     num_slots=4, max_length=64)
@@ -89,22 +89,21 @@ class Engine:
     Example:
       One request through the functions, by hand; `EngineDriver` does this for you:
 
-      >>> import functools
       >>> import jax, jax.numpy as jnp
       >>> import jax_specdec as sd
-      >>> (target, params), (draft, draft_params) = sd.load_embedded_pair()
+      >>> (target, params), _ = sd.load_embedded_pair()
       >>> engine = sd.Engine(
-      ...     target, sd.ModelDrafter(draft), sd.SpecDecodeConfig(num_speculative_tokens=2),
-      ...     num_slots=2, max_length=64)
+      ...     target, sd.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
+      ...     num_slots=2, max_length=32)
       >>> admit = jax.jit(engine.admit, donate_argnums=2)
       >>> step = jax.jit(engine.step, donate_argnums=2)
       >>> prompt = engine.pad_prompt(sd.encode("import "))
       >>> state = admit(
-      ...     params, draft_params, engine.init_state(draft_params), slot=0, prompt=prompt,
-      ...     prompt_length=7, max_new_tokens=4, temperature=0.0, key=jax.random.key(0),
+      ...     params, None, engine.init_state(), slot=0, prompt=prompt, prompt_length=7,
+      ...     max_new_tokens=4, temperature=0.0, key=jax.random.key(0),
       ...     stop_token_ids=jnp.full((8,), -1))
       >>> while not state.batch.done.all():
-      ...     state, record = step(params, draft_params, state)
+      ...     state, record = step(params, None, state)
       >>> int(state.batch.lengths[0])
       11
     """
