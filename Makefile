@@ -11,7 +11,7 @@ export PROMPT
 JAX_PLATFORMS ?= cpu
 export JAX_PLATFORMS
 
-.PHONY: help demo test test-oldest check format bench clean
+.PHONY: help demo test test-oldest check format notebooks bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
@@ -23,9 +23,9 @@ test: check  ## lint, type-check, run every test that is not slow and needs no G
 	@echo "test: doctests and tests on the newest JAX"
 	@.venv-test/bin/python $(PYTEST)
 
-test-oldest: .venv-test-oldest/installed  ## the same on Python 3.11 and JAX 0.10.2, without statistics
+test-oldest: .venv-test-oldest/installed  ## the same on Python 3.11 and JAX 0.10.2, without statistics and notebooks
 	@echo "test-oldest: doctests and tests on the oldest JAX"
-	@.venv-test-oldest/bin/python $(PYTEST) -m "not slow and not statistics and not gpu"
+	@.venv-test-oldest/bin/python $(PYTEST) -m "not (slow or statistics or notebooks or gpu)"
 
 check: .venv-test/installed  ## lint and type-check
 	@echo "check: ruff, mypy"
@@ -36,6 +36,9 @@ check: .venv-test/installed  ## lint and type-check
 format: .venv-test/installed  ## format and sort imports
 	@.venv-test/bin/ruff check --quiet --fix
 	@.venv-test/bin/ruff format
+
+notebooks: .venv-test/installed  ## run the notebooks and write their outputs back
+	@.venv-test/bin/python tools/run_notebooks.py
 
 bench: .venv-bench/installed  ## run the benchmarks
 	@set -e; for file in benchmarks/bench_*.py; do \

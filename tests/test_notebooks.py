@@ -1,0 +1,117 @@
+"""The notebooks run from a clean kernel, hold what they claim, and are committed with pictures."""
+
+import re
+import runpy
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient.exceptions import CellExecutionError
+
+ROOT = Path(__file__).parents[1]
+RUNNER = runpy.run_path(str(ROOT / "tools/run_notebooks.py"))
+BADGE = "https://colab.research.google.com/github/jax-specdec/jax_specdec/blob/main/notebooks/"
+
+# What must hold after the last cell, in the notebook's own names.
+CLAIMS = {
+    "quickstart": """
+        assert same_text
+        assert stats.mean_acceptance_length > 2
+        assert all(1 < mean <= K + 1 for mean in means for K in [config.num_speculative_tokens])
+    """,
+    "rejection_sampling": """
+        right, *wrong = p_values.values()
+        assert right > 1e-3 and joint_p_value > 1e-3 and min(mixture_p_values) > 1e-3
+        assert max(wrong) < 1e-9  # the test can fail
+        assert np.abs(measured - (1 - mixtures * distance)).max() < 4 * np.sqrt(0.25 / B)
+    """,
+    "synthetic_acceptance": """
+        for name, config in configs.items():
+            rates, reading = np.array(config.unconditional_rates), readings[name]
+            error = np.sqrt(rates * (1 - rates) / reading.num_drafts)
+            assert (np.abs(rates - reading.unconditional_rates) <= 4 * error).all()
+        assert steps == [96, 32, 20, 96]  # lengths 1, 3 and 5, and plain decoding
+        assert abs(sum(coin_flips(3.4)) - 2.4) < 1e-6
+    """,
+    "serving_loop": """
+        assert texts(state)[:6] == texts(plain)[:6]
+        assert (state.lengths == state.ends).all() and (plain.lengths == plain.ends).all()
+        assert int(plain.step) == max(budgets) > int(state.step)
+        assert sum(reading.num_fallbacks for reading in readings) == 0
+        assert all(reading.num_accepted_tokens > 0 for reading in readings)
+    """,
+}
+
+
+def dedent(code: str) -> str:
+    return re.sub(r"^        ", "", code, flags=re.MULTILINE).strip()
+
+
+@pytest.fixture(params=RUNNER["NOTEBOOKS"], ids=lambda path: path.stem)
+def path(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+@pytest.fixture
+def notebook(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def outputs(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [out for cell in notebook.cells if cell.cell_type == "code" for out in cell.outputs]
+
+
+def test_every_notebook_makes_claims() -> None:
+    assert {path.stem for path in RUNNER["NOTEBOOKS"]} == set(CLAIMS)
+
+
+@pytest.mark.notebooks
+def test_a_notebook_runs_in_a_clean_kernel_and_its_claims_hold(
+    path: Path, notebook: nbformat.NotebookNode
+) -> None:
+    pictures = [out for out in outputs(notebook) if "image/png" in out.get("data", {})]
+    notebook.cells.append(nbformat.v4.new_code_cell(dedent(CLAIMS[path.stem])))
+    executed = RUNNER["execute"](notebook, path.parent)  # raises what a cell raises
+    drawn = [out for out in outputs(executed) if "image/png" in out.get("data", {})]
+    assert len(drawn) == len(pictures)
+    stderr = "".join(out.text for out in outputs(executed) if out.get("name") == "stderr")
+    assert "warning" not in stderr.lower()
+
+
+@pytest.mark.notebooks
+def test_a_cell_that_raises_is_reported() -> None:
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("assert 1 == 2")])
+    with pytest.raises(CellExecutionError, match="AssertionError"):
+        RUNNER["execute"](notebook, ROOT)
+
+
+def test_a_notebook_is_committed_as_a_clean_run_left_it(
+    path: Path, notebook: nbformat.NotebookNode
+) -> None:
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    kinds = {(out.output_type, out.get("name")) for out in outputs(notebook)}
+    assert kinds <= {("stream", "stdout"), ("display_data", None), ("execute_result", None)}
+    pictures = [out for out in outputs(notebook) if "image/png" in out.get("data", {})]
+    assert len(pictures) >= 2
+    assert path.stat().st_size < 400_000
+    assert RUNNER["tidy"](nbformat.from_dict(notebook)) == notebook
+
+
+def test_a_notebook_opens_in_colab_and_installs_the_package_there(
+    path: Path, notebook: nbformat.NotebookNode
+) -> None:
+    title, setup = notebook.cells[:2]
+    assert f"({BADGE}{path.name})" in title.source
+    assert 'if "google.colab" in sys.modules:\n    %pip install' in setup.source
+    assert f"{BADGE}{path.name}" in (ROOT / "README.md").read_text()
+
+
+def test_the_links_of_a_notebook_lead_somewhere(
+    path: Path, notebook: nbformat.NotebookNode
+) -> None:
+    prose = "".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    links = re.findall(r"\]\(([^)\s]+)\)", prose)
+    local = [link for link in links if not link.startswith("https:")]
+    assert [link for link in local if not (path.parent / link).exists()] == []
