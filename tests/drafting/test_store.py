@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from serving import tiny
 from serving.chi_square import CONTROL, assert_distributed, p_value
 
 import jax_specdec as sd
@@ -390,13 +391,12 @@ def test_logits_rounded_to_the_stored_dtype_before_sampling_are_lossless():
 
 
 LARGE, LARGE_K = 32_768, 16
-SIZES = dict(slots=4, vocab=LARGE)
 
 
 @functools.cache
 def large_drafter() -> tuple[Any, ...]:
     """A drafter whose model is small beside one row of its store, and arguments for it."""
-    drafter = sd.ModelDrafter(OneRow(LARGE))
+    drafter = sd.ModelDrafter(tiny.OneRow(LARGE))
     config = sd.SpecDecodeConfig(num_speculative_tokens=LARGE_K)
     params = jnp.linspace(-1, 1, LARGE)
 
@@ -414,19 +414,6 @@ def large_drafter() -> tuple[Any, ...]:
         )[0]
 
     return propose, params, drafter.init_store(params, 4, config)
-
-
-@dataclasses.dataclass(frozen=True)
-class OneRow:
-    """A model that gives the same logits everywhere."""
-
-    vocab_size: int
-
-    def init_cache(self, batch_size: int, max_length: int) -> tuple:
-        return ()
-
-    def apply(self, params, token_ids, start, cache):
-        return jnp.broadcast_to(params, (*token_ids.shape, self.vocab_size)), cache
 
 
 def test_drafting_writes_into_the_store_and_holds_no_second_one():

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,9 +16,12 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
+from jax_specdec._src.serving import batch as batch_lib
 from jax_specdec._src.serving import driver as driver_lib
+from jax_specdec._src.serving import loop
 from jax_specdec._src.serving.slots import insert
 
+from . import tiny
 from .engines import (
     DRAFT,
     LLAMA,
@@ -298,6 +302,19 @@ def test_a_slot_given_to_another_request_has_no_drafts_and_no_rows():
         assert before.token_ids[slot].tolist() == now.token_ids[slot].tolist()
 
 
+def test_an_empty_slot_holds_no_drafts():
+    driver = driver_of(TABLE)
+    driver.submit([1], max_new_tokens=2, temperature=1.0)
+    driver.submit([1], max_new_tokens=30, temperature=1.0)
+    driver.step()
+    while driver.num_running > 1:
+        driver.step()
+    state = driver.state
+    assert state.batch.done.tolist() == [True, False, True, True]
+    assert ((state.store.positions >= 0).all(axis=0) == ~state.batch.done).all()
+    assert ((state.draft_token_ids >= 0).all(axis=1) == ~state.batch.done).all()
+
+
 def test_a_released_slot_emits_nothing_and_forgets_its_drafts():
     state = drafted()
     leaving = jnp.asarray([False, True, False, False])
@@ -398,6 +415,49 @@ def test_every_function_works_on_the_buffers_of_the_state_it_is_given(engine):
     assert driver.cancel(ids[0])
     driver.step()
     assert pointers() == before
+
+
+def operations(program: str, size: str) -> set[str]:
+    """Names of the operations in a compiled program whose result has this size."""
+    return set(re.findall(rf"= \(?\w+\[{size}\]\S* ([a-z-]+)\(", program))
+
+
+def test_no_compiled_loop_copies_the_store_or_anything_of_its_size():
+    vocab_size, narrow, k = 4096, 4095, 16
+    params, draft_params = jnp.linspace(-1, 1, vocab_size), jnp.linspace(-1, 1, narrow)
+    config = sd.SpecDecodeConfig(num_speculative_tokens=k)
+    drafter = sd.ModelDrafter(tiny.OneRow(narrow))
+    engine = sd.Engine(tiny.OneRow(vocab_size), drafter, config, num_slots=SLOTS, max_length=32)
+    state = engine.init_state(draft_params)
+    step = driver_lib._step.lower(params, draft_params, state, engine=engine).compile()
+    batch, prompt_size, max_steps = batch_lib.make_batch(
+        [[1]] * SLOTS,
+        vocab_size=vocab_size,
+        temperature=1.0,
+        key=None,
+        max_new_tokens=8,
+        stop_token_ids=(),
+        slack=k + 1,
+    )
+    decoder = loop.Decoder(engine.model, drafter, config)
+    generate = loop._generate.lower(
+        params,
+        draft_params,
+        batch,
+        decoder=decoder,
+        prompt_size=prompt_size,
+        max_steps=max_steps,
+    ).compile()
+    store, logits = state.store.logits.nbytes, SLOTS * (k + 1) * vocab_size * 4
+    own = {"step": 0, "generate": store}  # the one makes its store, the other is given it
+    for name, program in {"step": step, "generate": generate}.items():
+        found: set[str] = set()
+        for size in (f"{k * SLOTS},{narrow}", f"{k},{SLOTS},{narrow}", f"{SLOTS},{k},{narrow}"):
+            found |= operations(program.as_text(), size)
+        assert "dynamic-update-slice" in found
+        assert not found & {"copy", "copy-start", "concatenate", "gather", "transpose"}, found
+        temporary = program.memory_analysis().temp_size_in_bytes
+        assert temporary < logits + own[name] + store / 2, name
 
 
 def test_counters_read_what_the_records_of_the_steps_say():

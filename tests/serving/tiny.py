@@ -35,6 +35,21 @@ class Trigram:
         return params.at[before, token_ids].get(mode="clip"), cache
 
 
+@dataclasses.dataclass(frozen=True)
+class OneRow:
+    """Gives the same logits ``params [V]`` everywhere: a large vocabulary without a model."""
+
+    vocab_size: int
+
+    def init_cache(self, batch_size: int, max_length: int) -> tuple:
+        return ()
+
+    def apply(
+        self, params: jax.Array, token_ids: jax.Array, start: jax.Array, cache: tuple
+    ) -> tuple[jax.Array, tuple]:
+        return jnp.broadcast_to(params, (*token_ids.shape, self.vocab_size)), cache
+
+
 def random_table(vocab_size: int, seed: int, scale: float = 1.5) -> np.ndarray:
     """Params of a `Trigram`."""
     rng = np.random.default_rng(seed)
