@@ -30,7 +30,7 @@ CLAIMS = {
             rates, reading = np.array(config.unconditional_rates), readings[name]
             error = np.sqrt(rates * (1 - rates) / reading.num_drafts)
             assert (np.abs(rates - reading.unconditional_rates) <= 4 * error).all()
-        assert steps == [96, 32, 20, 96]  # lengths 1, 3 and 5, and plain decoding
+        assert steps == [90, 30, 18, 90]  # lengths 1, 3 and 5, and plain decoding
         assert abs(sum(coin_flips(3.4)) - 2.4) < 1e-6
     """,
     "serving_loop": """
