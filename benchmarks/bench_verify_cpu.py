@@ -24,6 +24,7 @@ class Case(NamedTuple):
 
     name: str
     batch: int = 8
+    k: int = K
     vocabulary: int = LLAMA_3_VOCABULARY
     temperature: float = 0.8
     distribution: str = "probs"
@@ -47,7 +48,7 @@ CASES = (
 
 
 def run(case: Case, repeats: int) -> dict[str, Any]:
-    logits, drafts, probs = inputs.make(case, jnp.uint32(3))
+    logits, drafts, probs = inputs.make(case, seed=3)
     keys = jax.random.split(jax.random.key(2), case.batch)
     positions = jnp.arange(case.batch, dtype=jnp.int32)
     temperature = jnp.full((case.batch,), case.temperature, jnp.float32)

@@ -1,289 +1,338 @@
-"""`rejection_sample` on a GPU: backends side by side, per call in a chain, and kernel time alone.
+"""`rejection_sample` on a GPU: backends and the plain formulation side by side.
 
-A call is one of many in one compiled loop, each with its own noise and fed by the one before;
-inputs rotate over more bytes than the cache holds. Kernel time is what the profiler adds up.
+For each case: microseconds per call in one compiled chain of many calls (`chain.py`), launch gaps
+included; the sum of kernel times of that same program; the bytes that had to be read, and the rate
+that makes. Results are saved after every case, and merged with what is there already, so that a
+run may be cut short or made in pieces: `--only greedy`, `--implementations mosaic_gpu`.
+
+Programs are compiled by several threads, four cases at a time, before any of these is measured.
+
+Inputs of a batch of one fit into the cache. They are measured as they are, and "cold": the cache
+is swept after each trip over the inputs, and the time of the sweeps alone is subtracted. Launches
+hide behind a sweep, so a cold figure is what memory costs, the other what launches cost.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import functools
+import math
+import pathlib
 import time
 import traceback
-from typing import Any, NamedTuple
+from typing import Any
 
+import chain as chain_lib
+import disagreements
 import inputs as inputs_lib
 import jax
-import jax.numpy as jnp
 import measure
-import numpy as np
-from jax import lax
-from jax.experimental.mosaic.gpu import profiler
+import plots
+import verify_cases
+from rich.console import Console
+from rich.table import Table
+from verify_cases import Case, Variant
 
-import jax_specdec as sd
-from jax_specdec._src import reference
+IDENTITY = (
+    *("kind", "name", "batch", "k", "vocabulary", "dtype"),
+    *("implementation", "noise_given", "cold"),
+)
+"""What a row of the result file is about."""
 
-K = inputs_lib.K
 ROTATED_BYTES = 150e6
-CALLS = 200
+INPUTS = {"mosaic_gpu": 12, "xla": 4, "plain": 2}
+"""Different inputs at most: each is a call to compile."""
+FIRST_SEED = 9
+"""Of the inputs. Twelve inputs of one request from here on emit 2.9 tokens, as many requests do."""
+GROUP = 4
+CACHE_BYTES = 60e6
 
 
-class Case(NamedTuple):
-    """One row of the table. `noise`: how far the drafter's logits are from the target's."""
-
-    name: str
-    batch: int
-    vocabulary: int = 128256
-    temperature: float = 0.8
-    distribution: str = "normalized"
-    noise: float = 0.6
-    dtype: str = "bfloat16"
-    rates: tuple[float, ...] | None = None
-    goal: float | None = None  # microseconds per call
+def num_inputs(set_bytes: float, implementation: str, most: int | None = None) -> int:
+    """Inputs to rotate over: more bytes than the cache holds, as far as compile time allows."""
+    most = most or INPUTS[implementation]
+    return min(most, max(2, math.ceil(ROTATED_BYTES / set_bytes)))
 
 
-MAIN = [
-    Case("standard, 2.9 emitted", batch, goal=goal)
-    for batch, goal in ((1, 8), (8, 10), (64, 28), (256, 80))
-]
-CASES = [
-    *MAIN,
-    Case("standard, 1.0 emitted", 256, noise=3.0, goal=45),
-    *(
-        Case("greedy", b, temperature=0, distribution="none", noise=0.5, goal=goal)
-        for b, goal in ((1, 6), (256, 60))
-    ),
-    Case("synthetic", 256, rates=(0.8, 0.6, 0.4, 0.2), goal=45),
-    *(
-        Case("float32, 2.9 emitted", b, dtype="float32", goal=goal)
-        for b, goal in ((1, 9), (64, 45), (256, 150))
-    ),
-    Case("one-hot drafts", 64, distribution="none"),
-    Case("draft probabilities", 64, distribution="probs"),
-    Case("draft logits, no normalizer", 64, distribution="logits"),
-    *(Case(f"V = {v}", 64, vocabulary=v) for v in (32000, 151936, 256000, 262144)),
-]
+def num_trips(case: Case, implementation: str, count: int, fewer: bool) -> int:
+    """Enough calls that gaps are steady: milliseconds in all."""
+    calls = 1200 if case.batch <= 8 else 480 if case.batch <= 64 else 240
+    calls = {"mosaic_gpu": calls, "xla": min(calls, 240), "plain": 24}[implementation]
+    return max(2, math.ceil((24 if fewer else calls) / count))
 
 
-SWEPT = [
-    Case("standard, 2.9 emitted", 64),
-    Case("one-hot drafts", 64, distribution="none"),
-    Case("draft logits, no normalizer", 64, distribution="logits"),
-    Case("greedy", 64, temperature=0, distribution="none", noise=0.5),
-]
+class Job:
+    """A variant of a case, compiled."""
+
+    def __init__(self, case: Case, variant: Variant, sets: list[Any], options: Any) -> None:
+        size = sum(x.nbytes for x in jax.tree.leaves(sets[0][:2]))
+        count = num_inputs(size, variant.implementation, options.inputs)
+        trips = num_trips(case, variant.implementation, count, options.tiny)
+        self.case, self.variant = case, variant
+        self.inputs, self.rotated_bytes, self.calls = count, count * size, count * trips
+        self.arguments = chain_lib.arguments(case, variant, sets[:count])
+        static = {
+            "case": case,
+            "variant": variant,
+            "trips": trips,
+            "kernel_config": options.kernel_config,
+        }
+        begin = time.perf_counter()
+        self.program = chain_lib.chain.lower(self.arguments, **static).compile()
+        self.compile_seconds = time.perf_counter() - begin
+        self.sweeps: Any = None
+        if variant.cold:
+            self.no_calls = {**self.arguments, "sets": []}
+            self.sweeps = chain_lib.chain.lower(self.no_calls, **static).compile()
+        self.totals = jax.device_get(self.run()[0])  # warms up, and fails here rather than later
+
+    def run(self) -> Any:
+        return self.program(self.arguments)
+
+    def run_sweeps(self) -> Any:
+        return self.sweeps(self.no_calls)
+
+    def row(self, samples: list[float], sweeps: list[float] | None, profile: bool) -> dict:
+        base = measure.median(sweeps) if sweeps else 0.0
+        emitted, rejected = (int(t.sum()) for t in (self.totals.emitted, self.totals.rejected))
+        stats = self.program.memory_analysis()
+        return {
+            "kind": "time",
+            **{k: v for k, v in self.case._asdict().items() if k not in ("variants", "rates")},
+            **self.variant._asdict(),
+            "inputs": self.inputs,
+            "rotated_bytes": self.rotated_bytes,
+            "fits_cache": self.rotated_bytes < CACHE_BYTES and not self.variant.cold,
+            "calls": self.calls,
+            "emitted_per_request": emitted / self.calls / self.case.batch,
+            "bytes_read": verify_cases.bytes_read(self.case, self.calls, emitted, rejected),
+            "call_us": (measure.median(samples) - base) / self.calls * 1e6,
+            **(self._kernels() if profile else {"kernel_us": None, "launches": None}),
+            "temporary_bytes": None if stats is None else stats.temp_size_in_bytes,
+            "compile_seconds": self.compile_seconds,
+            "samples": samples,
+            "sweep_samples": sweeps,
+        }
+
+    def _kernels(self) -> dict[str, Any]:
+        try:
+            kernels = measure.kernel_times(self.program, (self.arguments,))
+            total, count = (sum(k[i] for k in kernels.values()) for i in (1, 0))
+            if self.sweeps is not None:
+                swept = measure.kernel_times(self.sweeps, (self.no_calls,)).values()
+                total, count = total - sum(k[1] for k in swept), count - sum(k[0] for k in swept)
+        except Exception:
+            print(f"{self.case.label}: no kernel times:", traceback.format_exc(limit=-1))
+            return {"kernel_us": None, "launches": None}
+        return {
+            "kernel_us": total / self.calls,
+            "launches": count / self.calls,
+            "kernels": {
+                name: [n / self.calls, us / self.calls] for name, (n, us) in kernels.items()
+            },
+        }
 
 
-@functools.partial(jax.jit, static_argnames=("case",))
-def make(case: Case, seed: jax.Array) -> tuple[jax.Array, sd.Drafts]:
-    """Logits and drafts, without the probabilities that only the plain formulation needs."""
-    return inputs_lib.make(case, seed)[:2]
-
-
-def config_of(case: Case) -> sd.SpecDecodeConfig:
-    if case.rates is None:
-        return sd.SpecDecodeConfig(num_speculative_tokens=K)
-    return sd.SpecDecodeConfig(
-        num_speculative_tokens=K,
-        rejection_sample_method="synthetic",
-        synthetic_acceptance_rates=case.rates,
-    )
-
-
-def bytes_read(case: Case, output: sd.RejectionSampleOutput) -> float:
-    """The rows that the contract has to read, per call."""
-    emitted, rejected = int(output.num_emitted.sum()), int((output.num_accepted < K).sum())
-    size = jnp.dtype(case.dtype).itemsize * case.vocabulary
-    stored = 4 * case.vocabulary if case.distribution == "probs" else size
-    rows = case.batch if case.rates is not None else emitted
-    drafts = rejected if case.distribution != "none" else 0
-    if case.distribution == "logits":  # read for its normalizer
-        drafts = emitted - case.batch + rejected
-    return rows * size + drafts * stored
-
-
-def inputs(case: Case) -> list[tuple[jax.Array, sd.Drafts]]:
-    first = make(case, jnp.uint32(0))
-    size = sum(x.nbytes for x in jax.tree.leaves(first))
-    count = min(max(2, int(np.ceil(ROTATED_BYTES / size))), 64)
-    return [first, *(make(case, jnp.uint32(i)) for i in range(1, count))]
-
-
-def run(
-    case: Case, implementation: str, sets: Any, repeats: int, explicit: bool = False
-) -> dict[str, Any]:
-    config, count = config_of(case), len(sets)
-    inner = max(12 // count, 1) * count
-    trips = max(CALLS // inner, 4)
-    temperature = jnp.full((case.batch,), case.temperature, jnp.float32)
-    keys = jax.random.split(jax.random.key(2), case.batch)
-
-    def once(logits: Any, drafts: Any, temperature: Any, keys: Any, positions: Any) -> Any:
-        return sd.rejection_sample(
-            logits,
-            drafts,
-            sampling=sd.SamplingParams(temperature),
-            keys=keys,
-            positions=positions,
-            config=config,
-            implementation=implementation,
-        )
-
-    def with_noise(logits: Any, drafts: Any, temperature: Any, noise: Any, positions: Any) -> Any:
-        # The one before must end first, though nothing depends on it.
-        accept = jnp.where((positions >= 0)[:, None], noise.accept, 0.0)
-        return sd.rejection_sample_with_noise(
-            logits,
-            drafts,
-            sd.Noise(accept, noise.recover),
-            sampling=sd.SamplingParams(temperature),
-            config=config,
-            implementation=implementation,
-        )
-
-    @jax.jit
-    def chain(sets: Any, temperature: Any, randomness: Any) -> Any:
-        def trip(_: Any, state: Any) -> Any:
-            positions, total = state
-            for i in range(inner):
-                if explicit:
-                    output = with_noise(*sets[i % count], temperature, randomness[i], positions)
-                else:
-                    output = once(*sets[i % count], temperature, randomness, positions)
-                positions = positions + output.num_emitted
-                total = total + output.token_ids[:, 0]
-            return positions, total
-
-        zero = jnp.zeros((case.batch,), jnp.int32)
-        return lax.fori_loop(0, trips, trip, (zero, zero))
-
-    randomness: Any = keys
-    if explicit:
-        randomness = [sd.draw_noise(keys, jnp.full((case.batch,), i), K) for i in range(inner)]
-    positions, _ = jax.block_until_ready(chain(sets, temperature, randomness))
-    calls = inner * trips
-    samples = measure.alternate(
-        {"chain": lambda: chain(sets, temperature, randomness)}, repeats, warm_up=1
-    )["chain"]
-
-    kernels: list[list[tuple[str, float]]] = []
-    if not explicit:
-        start = jnp.zeros((case.batch,), jnp.int32)
-        one = jax.jit(once)
-        for logits, drafts in sets[:6]:
-            _, times = profiler.measure(one, aggregate=False)(
-                logits, drafts, temperature, keys, start
-            )
-            kernels.append([(name, ms * 1e3) for name, ms in times])
-    output = jax.jit(once)(*sets[0], temperature, keys, jnp.zeros((case.batch,), jnp.int32))
-    return {
-        **case._asdict(),
-        "implementation": implementation,
-        "noise_given": explicit,
-        "emitted_per_request": float(positions.mean()) / calls,
-        "bytes_read": bytes_read(case, output),
-        "call_us": measure.median(samples) / calls * 1e6,
-        "kernel_us": float(np.median([sum(t for _, t in k) for k in kernels])) if kernels else None,
-        "largest_kernel_us": float(np.median([max(t for _, t in k) for k in kernels]))
-        if kernels
-        else None,
-        "launches": len(kernels[0]) if kernels else None,
-        "kernels": kernels[0] if kernels else None,
-        "samples": [s / calls for s in samples],
+def compile_jobs(cases: list[Case], options: Any, pool: Any) -> list[tuple[Case, list[Job]]]:
+    """All programs of a few cases; a program that fails is reported and left out."""
+    wanted = {
+        case: [v for v in case.variants if v.implementation in options.implementations]
+        for case in cases
     }
 
+    def make(case: Case) -> list[Any]:
+        with_probs = case.temperature > 0 and any(v.implementation == "plain" for v in wanted[case])
+        first = inputs_lib.make(case, FIRST_SEED, with_probs and case.distribution != "none")
+        size = sum(x.nbytes for x in jax.tree.leaves(first[:2]))
+        count = max(num_inputs(size, v.implementation, options.inputs) for v in wanted[case])
+        sets = [first]
+        for i in range(1, count):
+            logits, drafts, probs = inputs_lib.make(case, FIRST_SEED + i, first[2] is not None)
+            sets.append((logits, drafts, probs if i < INPUTS["plain"] else None))
+        return jax.block_until_ready(sets)
 
-def disagreements(case: Case, draws: int = 100) -> dict[str, Any]:
-    """How often the backends differ with the same noise, and by how much it was decided."""
-    config, temperature = config_of(case), jnp.full((case.batch,), case.temperature, jnp.float32)
-    sampling = sd.SamplingParams(temperature)
-    sets = inputs(case)[:2]
-    backends = [
-        jax.jit(
-            functools.partial(
-                sd.rejection_sample_with_noise, sampling=sampling, config=config, implementation=i
-            )
-        )
-        for i in ("xla", "mosaic_gpu")
+    def compiled(case: Case, variant: Variant, sets: Any) -> Job | None:
+        try:
+            given = sets.result()
+            if variant.implementation != "plain":
+                given = [(logits, drafts, None) for logits, drafts, _ in given]
+            return Job(case, variant, given, options)
+        except Exception:  # one must not cost the others
+            print(f"{case.label}, {variant.label}:", traceback.format_exc(limit=-2), flush=True)
+            return None
+
+    cases = [case for case in cases if wanted[case]]
+    sets = {case: pool.submit(make, case) for case in cases}
+    jobs = {c: [pool.submit(compiled, c, v, sets[c]) for v in wanted[c]] for c in cases}
+    results = {case: [job.result() for job in of_case] for case, of_case in jobs.items()}
+    return [(case, [job for job in of if job is not None]) for case, of in results.items()]
+
+
+def measure_case(jobs: list[Job], repeats: int, profile: bool) -> list[dict[str, Any]]:
+    """Rows of one case: its variants in turn, then their kernels."""
+    runs = {}
+    for i, job in enumerate(jobs):
+        runs[f"{i}"] = job.run
+        if job.sweeps is not None:
+            runs[f"{i} sweeps"] = job.run_sweeps
+    samples = measure.alternate(runs, repeats, warm_up=1) if runs else {}
+    return [
+        job.row(samples[f"{i}"], samples.get(f"{i} sweeps"), profile) for i, job in enumerate(jobs)
     ]
-    decisions, differ = 0, []
-    for draw in range(draws):
-        keys = jax.random.split(jax.random.key(draw), case.batch)
-        noise = sd.draw_noise(keys, jnp.zeros((case.batch,), jnp.int32), K)
-        arguments = (*sets[draw % 2], noise)
-        xla, kernel = (jax.device_get(f(*arguments)) for f in backends)
-        decisions += int(xla.num_emitted.sum()) + case.batch  # positions, then tile and token
-        rows = np.flatnonzero(
-            (xla.token_ids != kernel.token_ids).any(axis=1) | (xla.status != kernel.status)
-        )
-        if rows.size:
-            oracle = reference.rejection_sample(
-                *jax.device_get(arguments),
-                temperature=np.asarray(temperature),
-                method=config.rejection_sample_method,
-                num_speculative_tokens=K,
-                conditional_rates=config.conditional_rates,
-            )
-            differ += [float(oracle.margin[row]) for row in rows]
-    return {"case": case.name, "decisions": decisions, "margins of disagreements": differ}
 
 
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by a large copy."""
-    x = jnp.ones((2**30,), jnp.float32)
-    copy = jax.jit(lambda x: x + 1.0)
-    _, times = profiler.measure(copy, aggregate=True, iterations=5)(x)
-    return 2 * x.nbytes / (float(np.median(times)) * 1e-3)
+def line(row: dict[str, Any], bandwidth: float | None) -> list[str]:
+    """Cells of the table."""
 
-
-def line(row: dict[str, Any], bandwidth: float) -> str:
-    def us(x: float | None) -> str:
-        return "       -" if x is None else f"{x:8.1f}"
+    def number(x: float | None, digits: int = 1) -> str:
+        return "-" if x is None else f"{x:.{digits}f}"
 
     rate = row["bytes_read"] / ((row["kernel_us"] or row["call_us"]) * 1e-6)
-    return (
-        f"{row['name']:28} B={row['batch']:<4} {row['implementation']:10} "
-        f"{'given' if row['noise_given'] else 'keys':5} emitted {row['emitted_per_request']:4.2f} "
-        f"call {us(row['call_us'])} goal {us(row['goal'])} kernels {us(row['kernel_us'])} "
-        f"largest {us(row['largest_kernel_us'])} launches {row['launches']} "
-        f"{row['bytes_read'] / 1e6:7.1f} MB {rate / 1e12:5.2f} TB/s {rate / bandwidth:5.1%} of copy"
+    how = "cold" if row["cold"] else "noise given" if row["noise_given"] else "keys"
+    return [
+        row["name"],
+        str(row["batch"]),
+        row["implementation"],
+        how + (", in cache" if row["fits_cache"] else ""),
+        number(row["emitted_per_request"], 2),
+        number(row["call_us"]),
+        number(row["goal"] if row["implementation"] == "mosaic_gpu" else None, 0),
+        number(row["kernel_us"]),
+        number(row["launches"], 2),
+        number(row["bytes_read"] / 1e6, 2),
+        number(row["call_us"] / row["bytes_read"] * 1e6, 3),
+        number(rate / 1e12, 2),
+        "-" if bandwidth is None else f"{rate / bandwidth:.0%}",
+    ]
+
+
+COLUMNS = (
+    *("case", "B", "backend", "how", "emitted", "call us", "goal", "kernels us", "launches"),
+    *("MB", "us/MB", "TB/s", "of copy"),
+)
+
+
+def table(document: dict[str, Any]) -> Table:
+    """All that is in a result file."""
+    result = Table(title="Rates are bytes over kernel time, or over call time where there is none")
+    for i, column in enumerate(COLUMNS):
+        result.add_column(column, justify="left" if i in (0, 2, 3) else "right")
+    for row in document["rows"]:
+        if row["kind"] == "time":
+            run = document["runs"][row["run"]]
+            result.add_row(*line(row, run.get("copy_bytes_per_second")))
+    return result
+
+
+def kernel_config(text: str) -> Any:
+    """``max_cluster=4,warpgroups=2`` to a `KernelConfig`."""
+    from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
+
+    values = {"true": True, "false": False}
+    pairs = (part.split("=") for part in text.split(","))
+    return KernelConfig(
+        **{name: values[v.lower()] if v.lower() in values else int(v) for name, v in pairs}
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--main", action="store_true", help="the four main cases only")
-    parser.add_argument("--brief", action="store_true", help="no explicit noise, no sweep")
-    parser.add_argument("--implementations", default="mosaic_gpu,xla")
-    parser.add_argument("--seconds", type=float, default=3600, help="start no case after these")
-    arguments = parser.parse_args()
-    if jax.default_backend() != "gpu":
+def parse(command_line: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--only", action="append", help="cases whose 'NAME, B=N' contains this; may be repeated")
+    add("--implementations", default="mosaic_gpu,xla,plain", help="some of these")
+    add("--seconds", type=float, default=3600, help="begin nothing after these")
+    add("--repeats", type=int, default=7)
+    add("--draws", type=int, default=500, help="batches per case compared; 0 for none")
+    add("--inputs", type=int, help="different inputs at most; each is a call to compile")
+    add("--threads", type=int, default=8, help="that compile")
+    add("--kernel-config", type=kernel_config, help="such as max_cluster=4,warpgroups=2")
+    add("--output", type=pathlib.Path, default=measure.RESULTS, help="folder of results and plots")
+    add("--name", default="verify_gpu", help="of the result file")
+    add("--tiny", action="store_true", help="check the harness, on any device")
+    options = parser.parse_args(command_line)
+    options.implementations = options.implementations.split(",")
+    return options
+
+
+def main(command_line: list[str] | None = None) -> int:
+    options = parse(command_line)
+    on_gpu = jax.default_backend() == "gpu"
+    if not on_gpu and not options.tiny:
         print(f"bench_verify_gpu: nothing to measure, JAX runs on {jax.default_backend()}")
-        return
+        return 0
     begin = time.perf_counter()
-    bandwidth = copy_bandwidth()
-    print(f"{measure.environment()['device']}: copies {bandwidth / 1e12:.2f} TB/s", flush=True)
-    rows: list[dict[str, Any]] = [{"copy_bandwidth": bandwidth}]
-    for case in MAIN if arguments.main else CASES:
-        if time.perf_counter() - begin > arguments.seconds:
-            print("left out:", case)
-            continue
-        sets = inputs(case)
-        for implementation in arguments.implementations.split(","):
-            for explicit in (False, True) if case in MAIN and not arguments.brief else (False,):
+    run = measure.environment()
+    if on_gpu:
+        run["copy_bytes_per_second"] = measure.copy_bandwidth()
+        print(f"{run['device']}: copies {run['copy_bytes_per_second'] / 1e12:.2f} TB/s", flush=True)
+    path = options.output / f"{options.name}.json"
+    before, rows = measure.load(path), []
+
+    def chosen(case: Case, kind: str = "") -> bool:
+        return not options.only or any(part in kind + case.label for part in options.only)
+
+    def add(new: list[dict[str, Any]]) -> None:
+        rows.extend(new)
+        measure.write(path, measure.merge(before, run, rows, IDENTITY))
+
+    def late() -> bool:
+        return time.perf_counter() - begin > options.seconds
+
+    cases = [c for c in (verify_cases.TINY if options.tiny else verify_cases.CASES) if chosen(c)]
+    swept = [c for c in verify_cases.TINY if options.tiny] or verify_cases.SWEPT
+    swept = [c for c in swept if options.draws and chosen(c, "disagreements: ")]
+    if not {"mosaic_gpu", "xla"} <= set(options.implementations):
+        swept = []
+    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
+        for first in range(0, len(cases), GROUP):
+            group = cases[first : first + GROUP]
+            if late():
+                print("left out:", *(case.label for case in group), flush=True)
+                continue
+            for case, jobs in compile_jobs(group, options, pool):
                 try:
-                    row = run(case, implementation, sets, arguments.repeats, explicit)
-                except Exception:  # one case must not cost the others
-                    print(case, implementation, traceback.format_exc(limit=-2), flush=True)
+                    new = measure_case(jobs, options.repeats, profile=on_gpu)
+                except Exception:
+                    print(f"{case.label}:", traceback.format_exc(limit=-2), flush=True)
                     continue
-                rows.append(row)
-                print(line(row, bandwidth), flush=True)
-    rows[0]["disagreements"] = [disagreements(case) for case in SWEPT if not arguments.brief]
-    for row in rows[0]["disagreements"]:
-        print(row)
-    path = measure.save("verify_gpu", rows)
-    print(f"raw samples: {path.name}")
+                add(new)
+                for row in new:
+                    seconds = time.perf_counter() - begin
+                    cells = zip(COLUMNS, line(row, run.get("copy_bytes_per_second")), strict=True)
+                    print(f"{seconds:4.0f} s ", *(f"{n} {v}," for n, v in cells), flush=True)
+        backends = ("xla", "mosaic_gpu" if on_gpu else "xla")
+        sweep = functools.partial(
+            disagreements.sweep, backends=backends, kernel_config=options.kernel_config
+        )
+        if swept and not late():  # compile all, then compare
+            list(pool.map(lambda case: _quietly(sweep, case, 1), swept))
+            for case in swept:
+                if late():
+                    print("left out: disagreements:", case.label, flush=True)
+                elif (found := _quietly(sweep, case, options.draws)) is not None:
+                    add([found])
+                    print({k: v for k, v in found.items() if k != "kind"}, flush=True)
+
+    document = measure.load(path)
+    if document is None:
+        print("nothing was measured")
+        return 1
+    Console(width=160).print(table(document))
+    print("wrote", path.name, *(p.name for p in plots.draw(path)))
+    bad = [r for r in document["rows"] if r["kind"] == "disagreements" and not r["ok"]]
+    for row in bad:
+        print(f"FAILED: backends differ by more than rounding: {row['name']}: {row['margins']}")
+    return 1 if bad else 0
+
+
+def _quietly(function: Any, *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except Exception:
+        print(traceback.format_exc(limit=-2), flush=True)
+        return None
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

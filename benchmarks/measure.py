@@ -1,4 +1,4 @@
-"""Run things in turn, take medians, keep every sample."""
+"""Run things in turn, take medians, add up kernel times, keep every sample."""
 
 from __future__ import annotations
 
@@ -49,6 +49,32 @@ def read_bandwidth(megabytes: int = 256) -> float:
     return x.nbytes / median(alternate({"read": lambda: read(x)}, repeats=7)["read"])
 
 
+def kernel_times(compiled: Any, arguments: tuple[Any, ...]) -> dict[str, tuple[int, float]]:
+    """Launches and microseconds of each GPU kernel of one run, by name; `compiled` has run before.
+
+    Raises:
+      RuntimeError: the profiler saw no kernel.
+    """
+    from jax.experimental.mosaic.gpu import profiler
+
+    _, times = profiler.measure(compiled, aggregate=False)(*arguments)
+    if not times:
+        raise RuntimeError("the profiler saw no kernel")
+    kernels: dict[str, tuple[int, float]] = {}
+    for name, milliseconds in times:
+        count, total = kernels.get(name, (0, 0.0))
+        kernels[name] = count + 1, total + milliseconds * 1e3
+    return kernels
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by a large copy on the GPU."""
+    x = jax.numpy.ones((2**29,), jax.numpy.float32)
+    copy = jax.jit(lambda x: x + 1)
+    runs = [sum(us for _, us in kernel_times(copy, (x,)).values()) for _ in range(3)]
+    return 2 * x.nbytes / (median(runs) * 1e-6)
+
+
 def environment() -> dict[str, Any]:
     """What a figure depends on."""
     device = jax.devices()[0]
@@ -71,6 +97,54 @@ def _processor() -> str:
         return platform.processor()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return f"{len(names)} x {names[0]}" if names else platform.processor()
+
+
+def merge(
+    document: dict[str, Any] | None,
+    run: dict[str, Any],
+    rows: list[dict[str, Any]],
+    identity: tuple[str, ...],
+) -> dict[str, Any]:
+    """Add a run to a result file that several runs share.
+
+    Args:
+      document: ``{"runs": [...], "rows": [...]}``, each row naming its run by index; or None.
+      run: what the new rows depend on, an `environment`.
+      rows: new rows; they replace those that agree with them in `identity`.
+      identity: keys of a row.
+
+    Returns:
+      The merged document. Runs that no row is left of are dropped.
+    """
+    document = document or {"runs": [], "rows": []}
+    runs = [*document["runs"], run]
+
+    def name(row: dict[str, Any]) -> str:
+        return json.dumps([row.get(key) for key in identity])
+
+    new = {name(row) for row in rows}
+    merged = [row for row in document["rows"] if name(row) not in new]
+    merged += [{**row, "run": len(runs) - 1} for row in rows]
+    kept = sorted({row["run"] for row in merged})
+    return {
+        "runs": [runs[i] for i in kept],
+        "rows": [{**row, "run": kept.index(row["run"])} for row in merged],
+        "identity": identity,
+    }
+
+
+def load(path: pathlib.Path) -> dict[str, Any] | None:
+    """A file that `merge` made, or None where there is none."""
+    document = json.loads(path.read_text()) if path.exists() else {}
+    return document if "runs" in document else None
+
+
+def write(path: pathlib.Path, document: dict[str, Any]) -> None:
+    """Write it whole or not at all: a run may be killed at any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(document, indent=1) + "\n")
+    unfinished.replace(path)
 
 
 def save(name: str, rows: list[dict[str, Any]]) -> pathlib.Path:

@@ -1,0 +1,220 @@
+"""Draw the result files; needs no GPU: `python benchmarks/plots.py`.
+
+`--merge FILE ...` first merges result files of runs made elsewhere into those of the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import measure
+import verify_cases
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+STYLE: dict[str, dict[str, Any]] = {
+    "mosaic_gpu": {"color": "#0b6e4f", "marker": "o"},
+    "xla": {"color": "#c8553d", "marker": "s"},
+    "plain": {"color": "#5c5c5c", "marker": "^"},
+}
+NAMES = {"plain": "plain formulation"}
+
+
+def times(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows that were timed from keys, for the figures."""
+    return [r for r in document["rows"] if r["kind"] == "time" and not r["noise_given"]]
+
+
+def time_against_batch(document: dict[str, Any]) -> Figure | None:
+    """Microseconds per call over B: backends, targets, and what the bytes alone would cost."""
+    names = [
+        name
+        for name in (verify_cases.STANDARD, verify_cases.FLOAT32, "greedy")
+        if any(r["name"] == name for r in times(document))
+    ]
+    if not names:
+        return None
+    figure = Figure(figsize=(4.6 * len(names), 4.4), layout="constrained")
+    for ax, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        rows = sorted((r for r in times(document) if r["name"] == name), key=lambda r: r["batch"])
+        for implementation, style in STYLE.items():
+            mine = [r for r in rows if r["implementation"] == implementation and not r["cold"]]
+            if mine:
+                ax.plot(*_xy(mine, "call_us"), label=NAMES.get(implementation, implementation),
+                        **style)  # fmt: skip
+        cold = [r for r in rows if r["cold"]]
+        if cold:
+            ax.plot(*_xy(cold, "call_us"), linestyle="", label="mosaic_gpu, cold cache",
+                    **{**STYLE["mosaic_gpu"], "marker": "x"})  # fmt: skip
+        goals = [r for r in rows if r["goal"] and r["implementation"] == "mosaic_gpu"]
+        goals = [r for r in goals if not r["cold"]]
+        if goals:
+            ax.plot(*_xy(goals, "goal"), "k:", label="target")
+        floors = [r for r in rows if r["implementation"] == "mosaic_gpu" and not r["cold"]]
+        floors = [(r["batch"], f) for r in floors or rows if (f := _floor(document, r))]
+        if floors:
+            ax.plot(*zip(*floors, strict=True), "k--", linewidth=1,
+                    label="bytes at copy bandwidth")  # fmt: skip
+        ax.set(xscale="log", yscale="log", title=name, xlabel="requests B")
+        ax.set_ylabel("microseconds per call")
+        batches = sorted({r["batch"] for r in rows})
+        ax.set_xticks(batches, [str(b) for b in batches])
+        ax.minorticks_off()
+        _finish(ax)
+    return figure
+
+
+def rate_against_bytes(document: dict[str, Any]) -> Figure | None:
+    """TB/s over the bytes a call reads, by kernel time and by time per call."""
+    rows = [r for r in times(document) if r["implementation"] != "plain" and not r["fits_cache"]]
+    if not rows:
+        return None
+    figure = Figure(figsize=(7, 4.6), layout="constrained")
+    ax = figure.subplots()
+    for implementation in ("mosaic_gpu", "xla"):
+        for time, filled in (("kernel_us", True), ("call_us", False)):
+            mine = [r for r in rows if r["implementation"] == implementation and r[time]]
+            if not mine:
+                continue
+            style = STYLE[implementation]
+            ax.plot(
+                [r["bytes_read"] / 1e6 for r in mine],
+                [r["bytes_read"] / r[time] / 1e6 for r in mine],
+                linestyle="",
+                marker=style["marker"],
+                color=style["color"],
+                fillstyle="full" if filled else "none",
+                label=f"{implementation}, {'kernels' if filled else 'call'}",
+            )
+    bandwidth = max((r.get("copy_bytes_per_second", 0) for r in document["runs"]), default=0)
+    if bandwidth:
+        ax.axhline(bandwidth / 1e12, color="k", linestyle="--", linewidth=1, label="copy")
+    ax.set(xscale="log", xlabel="MB that a call must read", ylabel="TB/s")
+    ax.set_ylim(bottom=0)
+    _finish(ax)
+    return figure
+
+
+def vocabularies(document: dict[str, Any]) -> Figure | None:
+    """Microseconds per megabyte over V, against 1.4 times that of 128256."""
+    rows = [r for r in times(document) if r["implementation"] == "mosaic_gpu" and not r["cold"]]
+    rows = [
+        r
+        for r in rows
+        if r["name"].startswith("V = ")
+        or (r["name"], r["batch"], r["k"]) == (verify_cases.STANDARD, 64, verify_cases.K)
+    ]
+    if len(rows) < 2:
+        return None
+    rows.sort(key=lambda r: r["vocabulary"])
+    cost = [r["call_us"] / r["bytes_read"] * 1e6 for r in rows]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    ax = figure.subplots()
+    ax.bar([str(r["vocabulary"]) for r in rows], cost, color=STYLE["mosaic_gpu"]["color"])
+    usual = [c for c, r in zip(cost, rows, strict=True) if r["vocabulary"] == verify_cases.V]
+    if usual:
+        ax.axhline(1.4 * usual[0], color="k", linestyle=":", label="1.4 x that of 128256")
+    ax.set(xlabel="vocabulary, B = 64", ylabel="microseconds per MB that a call must read")
+    _finish(ax)
+    return figure
+
+
+def throughput(document: dict[str, Any]) -> Figure | None:
+    """Tokens per second over the acceptance length, against plain decoding and the model."""
+    rows = [r for r in document["rows"] if r["kind"] == "speculative"]
+    if not rows:
+        return None
+    batches = sorted({r["batch"] for r in rows})
+    figure = Figure(figsize=(4.6 * len(batches), 4.4), layout="constrained")
+    for ax, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
+        mine = sorted((r for r in rows if r["batch"] == batch), key=lambda r: r["length"])
+        lengths = [r["length"] for r in mine]
+        plain = mine[0]["plain_tokens_per_second"]
+        ax.plot(lengths, [r["tokens_per_second"] / plain for r in mine], label="measured",
+                **STYLE["mosaic_gpu"])  # fmt: skip
+        ax.plot(lengths, [r["model_speedup"] for r in mine], "k--", linewidth=1,
+                label="length / (1 + K draft cost)")  # fmt: skip
+        ax.axhline(1, color="k", linestyle=":", label="plain decoding")
+        share = max(r["verification_share"] for r in mine)
+        ax.set(
+            title=f"B = {batch}: plain {plain:.0f} tokens/s, verification {share:.1%}",
+            xlabel="tokens emitted per step",
+            ylabel="tokens per second, over plain decoding",
+        )
+        ax.set_ylim(bottom=0)
+        _finish(ax)
+    return figure
+
+
+FIGURES: dict[str, Callable[[dict[str, Any]], Figure | None]] = {
+    "time": time_against_batch,
+    "rate": rate_against_bytes,
+    "vocabulary": vocabularies,
+    "speedup": throughput,
+}
+
+
+def draw(path: pathlib.Path) -> list[pathlib.Path]:
+    """Draw what a result file has into PNGs beside it."""
+    document = measure.load(path)
+    drawn = []
+    for name, figure_of in FIGURES.items():
+        figure = None if document is None else figure_of(document)
+        if figure is not None:
+            drawn.append(path.with_name(f"{path.stem}_{name}.png"))
+            figure.suptitle(_where(document), fontsize="small")
+            # No date in it: the same results give the same file.
+            figure.savefig(drawn[-1], dpi=120, metadata={"Software": None})
+    return drawn
+
+
+def _where(document: Any) -> str:
+    devices = sorted({f"{r['device'].split(': ')[-1]}, JAX {r['jax']}" for r in document["runs"]})
+    return "; ".join(devices)
+
+
+def _xy(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    return [r["batch"] for r in rows], [r[key] for r in rows]
+
+
+def _floor(document: dict[str, Any], row: dict[str, Any]) -> float | None:
+    bandwidth = document["runs"][row["run"]].get("copy_bytes_per_second")
+    return None if bandwidth is None else row["bytes_read"] / bandwidth * 1e6
+
+
+def _finish(ax: Axes) -> None:
+    ax.grid(alpha=0.3)
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(fontsize="small")
+
+
+def merge(folder: pathlib.Path, file: pathlib.Path) -> None:
+    """Merge a result file into the one of the same name in a folder."""
+    new, target = measure.load(file), folder / file.name
+    if new is None:
+        raise SystemExit(f"plots: {file} is not a result file with runs and rows")
+    document = measure.load(target)
+    for index, run in enumerate(new["runs"]):
+        rows = [row for row in new["rows"] if row["run"] == index]
+        document = measure.merge(document, run, rows, tuple(new["identity"]))
+    if document is not None:
+        measure.write(target, document)
+
+
+def main(command_line: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=pathlib.Path, nargs="?", default=measure.RESULTS)
+    parser.add_argument("--merge", type=pathlib.Path, nargs="+", default=[], metavar="FILE")
+    options = parser.parse_args(command_line)
+    for file in options.merge:
+        merge(options.folder, file)
+    for path in sorted(options.folder.glob("*.json")):
+        for drawn in draw(path):
+            print(drawn.name)
+
+
+if __name__ == "__main__":
+    main()

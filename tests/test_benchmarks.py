@@ -1,0 +1,201 @@
+"""The benchmarks count what they say, lose no result, and draw what they measured."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import bench_verify_gpu  # noqa: E402
+import chain  # noqa: E402
+import disagreements  # noqa: E402
+import inputs  # noqa: E402
+import measure  # noqa: E402
+import plots  # noqa: E402
+import verify_cases  # noqa: E402
+from verify_cases import Case, Variant  # noqa: E402
+
+XLA = Variant("xla")
+
+
+@pytest.mark.parametrize(
+    ("fields", "rows", "draft_rows"),
+    [
+        ({}, 12, 3),  # each emitted token visits a row; each rejection its draft row
+        ({"dtype": "float32"}, 24, 6),
+        ({"distribution": "none"}, 12, 0),
+        ({"distribution": "probs"}, 12, 6),  # float32 beside bfloat16
+        ({"distribution": "logits"}, 12, 11),  # 8 accepted and 3 rejected drafts
+        ({"rates": (0.8, 0.6)}, 4, 3),  # the chosen row of each request alone
+    ],
+)
+def test_bytes_are_the_rows_that_have_to_be_read(fields, rows, draft_rows):
+    case = Case("", batch=4, k=2, vocabulary=10, **fields)
+    assert verify_cases.bytes_read(case, 1, emitted=12, rejected=3) == 20 * (rows + draft_rows)
+    assert verify_cases.bytes_read(case, 2, emitted=24, rejected=6) == 20 * (rows + draft_rows)
+
+
+@pytest.mark.parametrize("trips", [1, 3])
+def test_a_chain_makes_every_call_on_the_last_ones_result(trips):
+    case = Case("", 3, k=2, vocabulary=40, dtype="float32")
+    sets = [inputs.make(case, seed, with_probs=False) for seed in range(2)]
+    arguments = chain.arguments(case, XLA, sets)
+    totals, _ = chain.chain(arguments, case=case, variant=XLA, trips=trips, kernel_config=None)
+    expected = np.zeros((3, 3), np.int32)
+    last = jax.numpy.zeros((3,), jax.numpy.int32)
+    for trip in range(trips):
+        for logits, drafts, _ in sets:
+            output = sd.rejection_sample(
+                logits,
+                drafts,
+                sampling=sd.SamplingParams(arguments["temperature"]),
+                keys=jax.random.wrap_key_data(np.asarray(arguments["key_data"]) ^ np.uint32(trip)),
+                positions=last,
+                config=case.config,
+                implementation="xla",
+            )
+            last = output.num_emitted
+            expected += [output.num_emitted, output.num_accepted < 2, output.token_ids[:, 0]]
+    np.testing.assert_array_equal(totals, expected)
+
+
+def test_the_harness_runs_saves_merges_and_draws(tmp_path, capsys):
+    command = ["--tiny", "--output", str(tmp_path), "--repeats", "2", "--draws", "2"]
+    assert bench_verify_gpu.main([*command, "--only", "greedy", "--threads", "1"]) == 0
+    path = tmp_path / "verify_gpu.json"
+    first = measure.load(path)
+    rows = [r for r in first["rows"] if r["kind"] == "time"]
+    assert [(r["implementation"], r["cold"]) for r in rows] == [
+        ("xla", 0),
+        ("xla", 1),
+        ("plain", 0),
+    ]
+    assert all(len(r["samples"]) == 2 and r["call_us"] < 1e6 and r["run"] == 0 for r in rows)
+    assert 1 <= rows[0]["emitted_per_request"] <= 5
+    assert rows[0]["bytes_read"] == 2 * 300 * 2 * rows[0]["emitted_per_request"]
+    (sweep,) = [r for r in first["rows"] if r["kind"] == "disagreements"]
+    assert sweep["ok"] and sweep["disagreements_per_million"] == 0 and sweep["decisions"] >= 4
+
+    assert (
+        bench_verify_gpu.main([*command, "--only", "standard", "--implementations", "plain"]) == 0
+    )
+    second = measure.load(path)
+    assert second["rows"][:4] == first["rows"] and len(second["rows"]) == 5
+    assert len(second["runs"]) == 2 and second["runs"][0] == first["runs"][0]
+    assert (tmp_path / "verify_gpu_time.png").stat().st_size > 1000
+    assert "plain" in capsys.readouterr().out
+
+
+def test_a_program_that_fails_costs_no_other(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(chain, "_plain", lambda *_: 1 / 0)
+    command = ["--tiny", "--only", "greedy", "--draws", "0", "--repeats", "1"]
+    command += ["--output", str(tmp_path), "--implementations", "xla,plain", "--inputs", "3"]
+    assert bench_verify_gpu.main(command) == 0
+    rows = measure.load(tmp_path / "verify_gpu.json")["rows"]
+    assert {r["implementation"] for r in rows} == {"xla"}
+    assert "ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_backends_that_differ_beyond_rounding_fail(monkeypatch):
+    case = Case("", 2, vocabulary=50, dtype="float32")
+    real = sd.rejection_sample
+
+    def wrong(*arguments, implementation, **options):
+        output = real(*arguments, implementation="xla", **options)
+        if implementation == "xla":
+            return output
+        return sd.RejectionSampleOutput(
+            output.token_ids.at[1, 0].set(49),
+            output.num_accepted,
+            output.num_emitted,
+            output.status,
+        )
+
+    monkeypatch.setattr(sd, "rejection_sample", wrong)
+    row = disagreements.sweep(case, draws=1)
+    assert not row["ok"] and len(row["margins"]) == 1
+    assert 1e-5 < row["margins"][0] < 1
+    assert row["disagreements_per_million"] == 1e6 / row["decisions"]
+
+
+def test_merging_replaces_rows_and_forgets_runs_without_rows():
+    identity = ("name", "batch")
+    a = {"name": "a", "batch": 1, "x": 1}
+    b = {"name": "b", "batch": 1, "x": 2}
+    document = measure.merge(None, {"date": 1}, [a, b], identity)
+    document = measure.merge(document, {"date": 2}, [{**b, "x": 3}], identity)
+    assert [(r["name"], r["x"], r["run"]) for r in document["rows"]] == [("a", 1, 0), ("b", 3, 1)]
+    document = measure.merge(document, {"date": 3}, [a], identity)
+    assert document["runs"] == [{"date": 2}, {"date": 3}]
+    assert [(r["name"], r["run"]) for r in document["rows"]] == [("b", 0), ("a", 1)]
+
+
+def results(**changed):
+    """A file as a run on a GPU leaves it."""
+    run = {"device": "gpu: a GPU", "jax": "0", "copy_bytes_per_second": 4e12}
+    common = {"kind": "time", "k": 4, "dtype": "bfloat16", "noise_given": False, "cold": False}
+    common |= {"fits_cache": False, "launches": 1.0, "emitted_per_request": 2.9, **changed}
+    rows = [
+        {
+            **common,
+            "name": name,
+            "batch": batch,
+            "vocabulary": vocabulary,
+            "implementation": implementation,
+            "goal": 10,
+            "bytes_read": 1e6 * batch,
+            "call_us": 2.0 * batch,
+            "kernel_us": 1.0 * batch if implementation != "plain" else None,
+        }
+        for name, vocabulary, batches in (
+            (verify_cases.STANDARD, 128256, (1, 64)),
+            ("V = 131071", 131071, (64,)),
+        )
+        for batch in batches
+        for implementation in ("mosaic_gpu", "xla", "plain")
+    ]
+    return measure.merge(None, run, rows, bench_verify_gpu.IDENTITY)
+
+
+def test_plots_are_drawn_from_results_alone(tmp_path, capsys):
+    measure.write(tmp_path / "elsewhere" / "verify_gpu.json", results())
+    (tmp_path / "other.json").write_text(json.dumps({"rows": []}))
+    plots.main([str(tmp_path), "--merge", str(tmp_path / "elsewhere" / "verify_gpu.json")])
+    names = ["verify_gpu_rate.png", "verify_gpu_time.png", "verify_gpu_vocabulary.png"]
+    assert sorted(capsys.readouterr().out.split()) == names
+    assert measure.load(tmp_path / "verify_gpu.json")["rows"] == results()["rows"]
+
+    figure = plots.time_against_batch(results())
+    (ax,) = figure.axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in ax.lines}
+    assert lines["mosaic_gpu"] == [[1, 2], [64, 128]]
+    assert lines["target"] == [[1, 10], [64, 10]]
+    assert lines["bytes at copy bandwidth"] == [[1, 0.25], [64, 16]]
+    (bars,) = plots.vocabularies(results()).axes
+    assert [bar.get_height() for bar in bars.patches] == [2, 2]
+
+
+def test_a_table_has_a_row_per_measurement():
+    assert bench_verify_gpu.table(results()).row_count == 9
+    cells = bench_verify_gpu.line(results()["rows"][3], 4e12)
+    assert dict(zip(bench_verify_gpu.COLUMNS, cells, strict=True)) == {
+        "case": verify_cases.STANDARD,
+        "B": "64",
+        "backend": "mosaic_gpu",
+        "how": "keys",
+        "emitted": "2.90",
+        "call us": "128.0",
+        "goal": "10",
+        "kernels us": "64.0",
+        "launches": "1.00",
+        "MB": "64.00",
+        "us/MB": "2.000",
+        "TB/s": "1.00",
+        "of copy": "25%",
+    }
