@@ -79,19 +79,19 @@ class Job:
             "kernel_config": options.kernel_config,
         }
         begin = time.perf_counter()
-        self.program = chain_lib.chain.lower(self.arguments, **static).compile()
+        self.program = chain_lib.chain.lower(arguments=self.arguments, **static).compile()
         self.compile_seconds = time.perf_counter() - begin
         self.sweeps: Any = None
         if variant.cold:
             self.no_calls = {**self.arguments, "sets": []}
-            self.sweeps = chain_lib.chain.lower(self.no_calls, **static).compile()
+            self.sweeps = chain_lib.chain.lower(arguments=self.no_calls, **static).compile()
         self.totals = jax.device_get(self.run()[0])  # warms up, and fails here rather than later
 
     def run(self) -> Any:
-        return self.program(self.arguments)
+        return self.program(arguments=self.arguments)
 
     def run_sweeps(self) -> Any:
-        return self.sweeps(self.no_calls)
+        return self.sweeps(arguments=self.no_calls)
 
     def row(self, samples: list[float], sweeps: list[float] | None, profile: bool) -> dict:
         base = measure.median(sweeps) if sweeps else 0.0
@@ -117,10 +117,10 @@ class Job:
 
     def _kernels(self) -> dict[str, Any]:
         try:
-            kernels = measure.kernel_times(self.program, (self.arguments,))
+            kernels = measure.kernel_times(self.program, {"arguments": self.arguments})
             total, count = (sum(k[i] for k in kernels.values()) for i in (1, 0))
             if self.sweeps is not None:
-                swept = measure.kernel_times(self.sweeps, (self.no_calls,)).values()
+                swept = measure.kernel_times(self.sweeps, {"arguments": self.no_calls}).values()
                 total, count = total - sum(k[1] for k in swept), count - sum(k[0] for k in swept)
         except Exception:
             print(f"{self.case.label}: no kernel times:", traceback.format_exc(limit=-1))

@@ -49,15 +49,15 @@ def read_bandwidth(megabytes: int = 256) -> float:
     return x.nbytes / median(alternate({"read": lambda: read(x)}, repeats=7)["read"])
 
 
-def kernel_times(compiled: Any, arguments: tuple[Any, ...]) -> dict[str, tuple[int, float]]:
-    """Launches and microseconds of each GPU kernel of one run, by name; `compiled` has run before.
+def kernel_times(compiled: Any, arguments: dict[str, Any]) -> dict[str, tuple[int, float]]:
+    """Launches and microseconds of each GPU kernel of one run of a compiled program, by name.
 
     Raises:
       RuntimeError: the profiler saw no kernel.
     """
     from jax.experimental.mosaic.gpu import profiler
 
-    _, times = profiler.measure(compiled, aggregate=False)(*arguments)
+    _, times = profiler.measure(compiled, aggregate=False)(**arguments)
     if not times:
         raise RuntimeError("the profiler saw no kernel")
     kernels: dict[str, tuple[int, float]] = {}
@@ -71,7 +71,7 @@ def copy_bandwidth() -> float:
     """Bytes read and written per second by a large copy on the GPU."""
     x = jax.numpy.ones((2**29,), jax.numpy.float32)
     copy = jax.jit(lambda x: x + 1)
-    runs = [sum(us for _, us in kernel_times(copy, (x,)).values()) for _ in range(3)]
+    runs = [sum(us for _, us in kernel_times(copy, {"x": x}).values()) for _ in range(3)]
     return 2 * x.nbytes / (median(runs) * 1e-6)
 
 

@@ -67,6 +67,7 @@ def test_a_chain_makes_every_call_on_the_last_ones_result(trips):
 
 def test_the_harness_runs_saves_merges_and_draws(tmp_path, capsys):
     command = ["--tiny", "--output", str(tmp_path), "--repeats", "2", "--draws", "2"]
+    command += ["--inputs", "2"]
     assert bench_verify_gpu.main([*command, "--only", "greedy", "--threads", "1"]) == 0
     path = tmp_path / "verify_gpu.json"
     first = measure.load(path)
