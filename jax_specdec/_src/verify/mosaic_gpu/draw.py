@@ -1,0 +1,287 @@
+"""The two-level inverse CDF inside the kernel: weigh the tiles, pick one, pick a token in it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jax_specdec._src.types import Status
+from jax_specdec._src.verify import probabilistic
+from jax_specdec._src.verify.mosaic_gpu import output, statistics
+from jax_specdec._src.verify.mosaic_gpu.mail import tree_sum
+from jax_specdec._src.verify.mosaic_gpu.request import LOG2E
+from jax_specdec._src.verify.mosaic_gpu.statistics import Exponent
+from jax_specdec._src.verify.mosaic_gpu.threads import WARP
+from jax_specdec._src.verify.tiles import TILE
+
+_NONE = 2**24
+"""Greater than any place."""
+
+
+class Weighed(NamedTuple):
+    """The tiles' weights.
+
+    Attributes:
+      turn: ``[]`` int32, how often they have been weighed.
+      from_residual: ``[]`` bool, whether by ``(p - q)+``; else by ``p``.
+      masses: by lane, one array for every 32 tiles of the row.
+      total: ``[]`` float32, their sum.
+    """
+
+    turn: jax.Array
+    from_residual: jax.Array
+    masses: list[jax.Array]
+    total: jax.Array
+
+
+class Draw:
+    """Drawing the recovered or bonus token of a sampled request, while the kernel is traced."""
+
+    def __init__(self, verifier: Any, num_accepted: jax.Array, seen: Any):
+        self.verifier, self.num_accepted, self.seen = verifier, num_accepted, seen
+        self.request, self.call = verifier.request, verifier.call
+        self.threads, self.mail = verifier.threads, verifier.mail
+        self.target, self.draft, self.first = verifier.target, verifier.draft, verifier.first
+        request = self.request
+        # Where the last row is held, and how often boxes have been used.
+        self.turn = num_accepted if self.call.rates is None else jnp.int32(0)
+        place = jnp.minimum(num_accepted, WARP - 1)
+        self.rejected = request.is_proposed(num_accepted)
+        self.from_residual = self.rejected & request.stored
+        self.token_id = request.at(request.token_ids, place)
+        self.logit = request.at(verifier.logit, place)
+        size = jnp.dtype(self.target.held.dtype).itemsize
+        less = jnp.log2(seen.target.total)
+        self.p_exponent = Exponent.of(seen.target.peak, request.scale, less, size)
+        if self.draft is not None:
+            self.draft_row = request.at(verifier.draft_row, place)
+            self.q_exponent = self._q_exponent(place)
+
+    def _q_exponent(self, place: jax.Array) -> Exponent | None:
+        request = self.request
+        if self.call.draft == "probs":
+            return None
+        if self.call.draft == "normalized":
+            shift = request.at(self.verifier.shift, place)
+            return Exponent(request.scale, shift * LOG2E, None)
+        size = jnp.dtype(self.draft.held.dtype).itemsize
+        peak, total = self.seen.draft
+        return Exponent.of(peak, request.scale, jnp.log2(total), size)
+
+    def run(self) -> None:
+        """Draw and write."""
+        if self.draft is not None and not self.verifier.prefetch_draft:
+            pl.when(self.from_residual)(self.open)
+        without = self.rejected & ~self.from_residual
+        pl.when(without)(lambda: self.set_logit(self.threads.filled(-jnp.inf)))
+
+        def again(weighed: Weighed) -> jax.Array:
+            return (weighed.turn == 0) | ((weighed.total == 0) & (weighed.turn == 1))
+
+        zero = jnp.float32(0)
+        rounds = len(self.mail.tile_places())
+        nothing = [self.threads.filled(0.0) for _ in range(rounds)]
+        start = Weighed(jnp.int32(0), self.from_residual, nothing, zero)
+        weighed = lax.while_loop(again, self.weigh, start)
+        bad = ~(weighed.total > 0)  # then the draft row holds no probabilities
+        is_first = self.mail.slice * WARP + self.request.lane < WARP
+        bad_row = jnp.int32(Status.BAD_DRAFT_ROW)
+        pl.when(bad)(
+            lambda: output.write(self.request, self.num_accepted, jnp.int32(0), bad_row, is_first)
+        )
+        pl.when(~bad)(lambda: self.pick(weighed))
+
+    def open(self) -> None:
+        """Begin to fetch the draft row."""
+        statistics.open_row(self.draft, self.draft_row, self.first, self.seen.draft_turn)
+
+    def set_logit(self, value: jax.Array) -> None:
+        """Write the rejected token's logit in the row that is held."""
+        place = self.token_id - self.first
+        here = (place >= 0) & (place < self.target.length)
+        is_writer = here & (self.threads.index() == 0)
+        start = self.target.starts(self.turn, 0)[0]
+        where = jnp.zeros_like(self.threads.index()) + (start + jnp.where(here, place, 0))
+        self.threads.scatter(self.target.held, where, value, is_writer)
+        self.threads.meet()
+
+    # Weights: a list of the ids that each thread has of a chunk.
+
+    def plain(self, start: jax.Array) -> list[jax.Array]:
+        """``p``."""
+        return [jnp.exp2(self.p_exponent(x)) for x in self.target.entries(start)]
+
+    def residual(self, start: jax.Array, draft_start: jax.Array) -> list[jax.Array]:
+        """``(p - q)+``, NaN where q is none."""
+        weights = []
+        for p, d in zip(self.plain(start), self.draft.entries(draft_start), strict=True):
+            if self.q_exponent is None:
+                weights.append(probabilistic.residual(p, d))
+            else:  # the same in fewer steps: q is not negative, and q - q is 0 or NaN
+                q = jnp.exp2(self.q_exponent(d))
+                weights.append(jnp.maximum(p - q, q - q))
+        return weights
+
+    def weigh(self, weighed: Weighed) -> Weighed:
+        """By the residual, or by ``p``; a second time by ``p`` where the residual is empty."""
+        again = weighed.turn == 1
+
+        @pl.when(again)
+        def _() -> None:
+            without = self.rejected & ~self.from_residual
+            pl.when(without)(lambda: self.set_logit(self.threads.filled(0.0) + self.logit))
+
+        from_residual = self.from_residual & ~again
+        if self.draft is None:
+            masses = self.weigh_tiles(self.plain_masses)
+        else:
+            masses = lax.cond(
+                from_residual,
+                lambda: self.weigh_tiles(self.residual_masses),
+                lambda: self.weigh_tiles(self.plain_masses),
+            )
+
+        # Everybody has read the masses of the first turn once the boxes have been used again.
+        @pl.when(again)
+        def _() -> None:
+            self.mail.tell(self.turn + 1, self.threads.filled(0.0))
+
+        tiles = self.mail.tell_masses(weighed.turn, masses)
+        total = self.threads.scalar(self.threads.warp_sum(tree_sum(tiles)))
+        return Weighed(weighed.turn + 1, from_residual, tiles, total)
+
+    def weigh_tiles(self, mass: Any) -> list[jax.Array]:
+        """Each warp's part of the mass of each tile of the slice."""
+
+        def add(tile: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
+            one = mass(tile)
+            return [jnp.where(tile == i, one, other) for i, other in enumerate(found)]
+
+        zeros = [self.threads.filled(0.0) for _ in range(self.mail.shared.slices.tiles)]
+        per_thread = lax.fori_loop(0, self.target.tiles(self.first), add, zeros)
+        return [self.threads.warp_sum(x) for x in per_thread]
+
+    def plain_masses(self, tile: jax.Array) -> jax.Array:
+        starts = self.target.starts(self.turn, tile)
+        return tree_sum([w for start in starts for w in self.plain(start)])
+
+    def residual_masses(self, tile: jax.Array) -> jax.Array:
+        begun, row = self.seen.draft_turn, self.draft_row
+        statistics.ready(self.draft, row, self.first, begun, tile)
+        starts = self.target.starts(self.turn, tile)
+        draft_starts = self.draft.starts(begun + tile, 0)
+        weights = [
+            w
+            for start, draft_start in zip(starts, draft_starts, strict=True)
+            for w in self.residual(start, draft_start)
+        ]
+        statistics.release(self.draft, row, self.first, begun, tile)
+        return tree_sum(weights)
+
+    # Picking.
+
+    def pick(self, weighed: Weighed) -> None:
+        """The tile, then the token in it, by the warpgroup that has the tile."""
+        target = self.request.at(self.request.uniforms, self.call.k) * weighed.total
+        tile, _ = self.least(weighed.masses, self.mail.tile_places(), target)
+        place = tile - self.mail.slice * self.mail.shared.slices.tiles
+
+        @pl.when((place >= 0) & (place < self.mail.shared.slices.tiles))
+        def _() -> None:
+            begin, chunk = self.target.starts(self.turn, place)[0], self.target.chunk
+            if self.draft is None:
+                self.pick_in_tile(place, lambda i: self.plain(begin + i * chunk))
+                return
+            # What is held of the draft row is another tile by now, unless all of it is.
+            begun = self.seen.draft_turn + place
+            if self.draft.slots < self.draft.per_slice:
+                begun = self.seen.draft_turn + self.draft.fetched(self.first)
+
+                @pl.when(weighed.from_residual)
+                def _() -> None:
+                    first = self.first + place * TILE
+                    self.threads.meet()
+                    self.draft.fetch(self.draft_row, first, begun)
+                    self.draft.wait(self.draft_row, first, begun)
+
+            draft_begin = self.draft.starts(begun, 0)[0]
+
+            def weights(i: jax.Array) -> list[jax.Array]:
+                return lax.cond(
+                    weighed.from_residual,
+                    lambda: self.residual(begin + i * chunk, draft_begin + i * chunk),
+                    lambda: self.plain(begin + i * chunk),
+                )
+
+            self.pick_in_tile(place, weights)
+
+    def least(
+        self, masses: list[jax.Array], places: list[jax.Array], target: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The least place whose inclusive sum exceeds `target`, never one of no mass.
+
+        Args:
+          masses: by lane, arrays in order.
+          places: their places.
+          target: ``[]`` float32.
+
+        Returns:
+          The place, the last one with mass where rounding finds none; and the sum before it.
+        """
+        threads = self.threads
+        keys, befores, before = [], [], jnp.float32(0)
+        for mass, place in zip(masses, places, strict=True):
+            inclusive = threads.warp_scan(mass) + before
+            last = jnp.where(mass > 0, 2 * _NONE - place, 4 * _NONE)
+            keys.append(jnp.where((mass > 0) & (inclusive > target), place, last))
+            befores.append(inclusive - mass)
+            before = threads.scalar(threads.from_lane(inclusive, WARP - 1))
+        least = keys[0]
+        for key in keys[1:]:
+            least = jnp.minimum(least, key)
+        key = threads.scalar(threads.warp_min(least))
+        chosen = jnp.where(key < _NONE, key, 2 * _NONE - key)
+        # Of the one lane that has the place, the sum before it.
+        found = [
+            jnp.where(place == chosen, b, -jnp.inf)
+            for b, place in zip(befores, places, strict=True)
+        ]
+        return chosen, threads.scalar(threads.warp_max(statistics.largest(found)))
+
+    def pick_in_tile(self, tile: jax.Array, weights: Any) -> None:
+        """Choose a warp's part of a chunk, then one of its threads, then one of the thread's ids.
+
+        Args:
+          tile: ``[]`` int32, of the slice.
+          weights: from the number of a chunk to its weights.
+        """
+        threads, request, target = self.threads, self.request, self.target
+        chunks = TILE // target.chunk
+        parts = [threads.warp_sum(tree_sum(weights(jnp.int32(i)))) for i in range(chunks)]
+        masses = self.mail.cells(parts)
+        total = threads.scalar(threads.warp_sum(masses))
+        aim = request.at(request.uniforms, self.call.k + 1) * total
+        cell, before = self.least([masses], [request.lane], aim)
+        chunk, warp = lax.div(cell, 4), lax.rem(cell, 4)
+
+        mine = weights(chunk)
+        sums = tree_sum(list(mine))
+        inclusive = threads.warp_scan(sums) + before
+        found = (sums > 0) & (inclusive > aim)
+        running, place, searching = inclusive - sums, jnp.zeros_like(request.lane), sums == sums
+        for j, weight in enumerate(mine):
+            take = (weight > 0) & searching
+            place = jnp.where(take, j, place)
+            running = running + weight
+            searching = searching & ~(take & (running > aim))
+        place = place + threads.index() * target.each + chunk * target.chunk
+        last = jnp.where(sums > 0, 2 * TILE - place, 4 * TILE)
+        key = threads.warp_min(jnp.where(found, place, last))
+        place = jnp.where(key < TILE, key, 2 * TILE - key)
+        token_id = self.first + tile * TILE + place
+        is_writer = lax.div(threads.index(), WARP) == warp
+        output.write(request, self.num_accepted, token_id, jnp.int32(Status.OK), is_writer)

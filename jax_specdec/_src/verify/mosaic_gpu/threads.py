@@ -1,0 +1,396 @@
+"""What the threads of a warpgroup do by themselves and together, below what Pallas offers.
+
+The kernel computes with arrays ``[128]`` of one entry per thread: entry t is in a register of
+thread t. Every operation here takes and gives such arrays, or scalars that all threads have. Each
+is written twice: in assembly, and in jnp for GPU interpret mode.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+# JAX offers no public way to write a line of assembly; its stubs do not list these modules.
+from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
+from jax._src.lib.mlir.dialects import arith, llvm, vector
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+THREADS = 128
+WARP = 32
+WARPS = THREADS // WARP
+
+_PER_THREAD = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
+_UNIFORM = plgpu.Layout.WG_SPLAT(())
+_ALL_LANES = "0xffffffff"
+
+
+def assembly(
+    text: str, constraints: str, *args: Any, result: Any = None, pure: bool = False
+) -> Any:
+    """A piece of PTX with operands ``$0, $1, ...``, the result first; `pure`: it may move."""
+    kind = ir.Type.parse("!llvm.void") if result is None else result
+    return llvm.inline_asm(kind, list(args), text, constraints, has_side_effects=not pure)
+
+
+def i32() -> Any:
+    return ir.IntegerType.get_signless(32)
+
+
+def i64() -> Any:
+    return ir.IntegerType.get_signless(64)
+
+
+def inline(
+    fn: Callable[..., Any],
+    refs: Sequence[Any],
+    values: Sequence[Any],
+    out: Sequence[tuple[tuple[int, ...], Any]] = (),
+) -> list[jax.Array]:
+    """`fn(*refs, *values)` in MLIR: memrefs, then each thread's value; returns one per `out`."""
+
+    def run(_: Any, *args: Any) -> Any:
+        given = [a if i < len(refs) else _register(a) for i, a in enumerate(args)]
+        results = fn(*given)
+        return tuple(_array(r, *o) for r, o in zip(results if out else (), out, strict=True))
+
+    values = [_cast(jnp.asarray(x)) for x in values]
+    layouts = [_UNIFORM if x.ndim == 0 else _PER_THREAD for x in values]
+    types = tuple(
+        plgpu.ShapeDtypeStruct(shape, dtype, layout=_PER_THREAD if shape else _UNIFORM)
+        for shape, dtype in out
+    )
+    call = plgpu.inline_mgpu(
+        arg_types=(*[plgpu.RefType()] * len(refs), *layouts), return_type=types
+    )
+    return list(call(run)(*refs, *values))
+
+
+def _cast(x: jax.Array) -> jax.Array:
+    return plgpu.layout_cast(x, _PER_THREAD) if x.ndim else x
+
+
+def _register(x: Any) -> Any:
+    register = x.registers.flat[0]
+    if isinstance(register.type, ir.VectorType):
+        return vector.extract(register, [], ir.DenseI64ArrayAttr.get([0]))
+    return register
+
+
+def _array(value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    signed = jnp.issubdtype(dtype, jnp.signedinteger) if dtype != jnp.float32 else None
+    if not shape:
+        return mgpu.FragmentedArray.splat(value, (), is_signed=signed)
+    one = vector.broadcast(ir.VectorType.get((1,), value.type), value)
+    return mgpu.FragmentedArray(
+        _registers=np.array([one], dtype=object),
+        _layout=_PER_THREAD.to_mgpu(),
+        _is_signed=signed,
+    )
+
+
+def shared_address(ref: Any) -> Any:
+    return llvm.ptrtoint(i32(), utils.memref_ptr(ref))
+
+
+def add_scaled(address: Any, index: Any, size: int) -> Any:
+    """``address + index * size`` in the width of `address`."""
+    if index.type != address.type:
+        index = arith.extsi(address.type, index)
+    scale = arith.constant(address.type, ir.IntegerAttr.get(address.type, size))
+    return arith.addi(address, arith.muli(index, scale))
+
+
+def _element_type(dtype: Any) -> Any:
+    return utils.dtype_to_ir_type(jnp.dtype(dtype))
+
+
+class Gpu:
+    """The operations on a GPU."""
+
+    interpreted = False
+
+    @staticmethod
+    def index() -> jax.Array:
+        """Each thread's place in the warpgroup, ``[128]`` int32."""
+        return plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_PER_THREAD)
+
+    # Within a warp.
+
+    @staticmethod
+    def _shuffle(kind: str, x: jax.Array, lane: Any) -> jax.Array:
+        is_float = x.dtype == jnp.float32
+        letter = "f" if is_float else "r"
+        bound = 0 if kind == "up" else 31
+
+        def run(x: Any, lane: Any) -> Any:
+            text = f"shfl.sync.{kind}.b32 $0, $1, $2, {bound}, {_ALL_LANES};"
+            return (assembly(text, f"={letter},{letter},r", x, lane, result=x.type),)
+
+        out = [((THREADS,), x.dtype)]
+        return inline(run, (), (x, jnp.asarray(lane, jnp.int32)), out)[0]
+
+    def _reduce(self, x: jax.Array, op: Callable[[Any, Any], Any]) -> jax.Array:
+        for distance in (16, 8, 4, 2, 1):
+            x = op(x, self._shuffle("bfly", x, distance))
+        return x
+
+    def warp_max(self, x: jax.Array) -> jax.Array:
+        """The largest of each warp, NaN if any is, in all of its threads."""
+        return self._reduce(x, jnp.maximum)
+
+    def warp_min(self, x: jax.Array) -> jax.Array:
+        """The least of each warp, in all of its threads."""
+        return self._reduce(x, jnp.minimum)
+
+    def warp_sum(self, x: jax.Array) -> jax.Array:
+        """The sum of each warp, in all of its threads."""
+        return self._reduce(x, jnp.add)
+
+    def warp_scan(self, x: jax.Array) -> jax.Array:
+        """Sums up to and including each thread, within its warp."""
+        lane = self.index() & (WARP - 1)
+        for distance in (1, 2, 4, 8, 16):
+            x = jnp.where(lane >= distance, x + self._shuffle("up", x, distance), x)
+        return x
+
+    def from_lane(self, x: jax.Array, lane: Any) -> jax.Array:
+        """The entry of one lane of each warp, the same in all of its threads."""
+        return self._shuffle("idx", x, lane)
+
+    def scalar(self, x: jax.Array) -> jax.Array:
+        """What all threads have in common, ``[]``."""
+        return inline(lambda x: (x,), (), (x,), [((), x.dtype)])[0]
+
+    @staticmethod
+    def meet() -> None:
+        """Wait for the whole warpgroup, and see what it wrote to shared memory."""
+        plgpu.commit_smem()
+
+    # Memory.
+
+    def gather(self, ref: Any, *indices: jax.Array) -> jax.Array:
+        """``ref[indices]`` of each thread, for one or two indices; bools and floats widened."""
+        dtype = jnp.dtype(ref.dtype)
+        widened = jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
+        if dtype == jnp.uint32:
+            widened = jnp.uint32
+        size = dtype.itemsize
+        columns = ref.shape[-1] if len(indices) == 2 else 0
+
+        def run(ref: Any, *at: Any) -> Any:
+            is_bool = dtype == jnp.bool_
+            kind = ir.IntegerType.get_signless(8) if is_bool else _element_type(dtype)
+            pointer = utils.memref_ptr(ref)
+            offset = arith.extsi(i64(), at[0])
+            if columns:
+                width = arith.constant(i64(), ir.IntegerAttr.get(i64(), columns))
+                offset = arith.addi(arith.muli(offset, width), arith.extsi(i64(), at[1]))
+            address = add_scaled(llvm.ptrtoint(i64(), pointer), offset, size)
+            value = llvm.load(kind, llvm.inttoptr(pointer.type, address))
+            if is_bool:
+                return (arith.extui(i32(), value),)
+            if widened == jnp.float32 and size < 4:
+                return (arith.extf(ir.F32Type.get(), value),)
+            return (value,)
+
+        return inline(run, (ref,), indices, [((THREADS,), widened)])[0]
+
+    def scatter(self, ref: Any, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
+        """``ref[index] = value`` by each thread whose entry of `where` is true."""
+        dtype, size = ref.dtype, jnp.dtype(ref.dtype).itemsize
+
+        def run(ref: Any, index: Any, value: Any, where: Any) -> None:
+            kind = _element_type(dtype)
+            pointer = utils.memref_ptr(ref)
+            address = add_scaled(llvm.ptrtoint(i64(), pointer), index, size)
+            if value.type != kind:
+                value = arith.truncf(kind, value)
+            with utils.when(arith.cmpi(arith.CmpIPredicate.ne, where, utils.c(0, i32()))):
+                llvm.store(value, llvm.inttoptr(pointer.type, address))
+
+        inline(run, (ref,), (index, value, where.astype(jnp.int32)))
+
+    def entries(self, ref: Any, start: jax.Array, each: int) -> list[jax.Array]:
+        """``ref[start + each * t + j]`` as float32, ``[128]`` for each j.
+
+        From shared memory, sixteen bytes at a time: `start` is a multiple of what they hold.
+        """
+        dtype = jnp.dtype(ref.dtype)
+
+        def run(ref: Any, start: Any, thread: Any) -> Any:
+            found = []
+            for loaded in _loads(ref, start, thread, each, dtype, _element_type(dtype)):
+                count = loaded.type.shape[0]
+                if dtype.itemsize < 4:
+                    loaded = arith.extf(ir.VectorType.get((count,), ir.F32Type.get()), loaded)
+                found += [_entry(loaded, j) for j in range(count)]
+            return found
+
+        out = [((THREADS,), jnp.float32)] * each
+        return inline(run, (ref,), (start, self.index()), out)
+
+    # The largest entry as stored: of two bytes each, two are compared at a time.
+
+    def nothing_yet(self, dtype: Any, each: int) -> list[jax.Array]:
+        """What `larger` begins with."""
+        dtype = jnp.dtype(dtype)
+        if dtype.itemsize == 4:
+            return [self.filled(-jnp.inf) for _ in range(each)]
+        lowest = int(np.array(-np.inf, dtype).view(np.uint16)) * 0x10001
+        word = np.uint32(lowest).view(np.int32)
+        return [self.filled(int(word), jnp.int32) for _ in range(each // 2)]
+
+    def larger(
+        self, found: list[jax.Array], ref: Any, start: jax.Array, each: int
+    ) -> list[jax.Array]:
+        """The larger of `found` and the entries, NaN where one is."""
+        dtype = jnp.dtype(ref.dtype)
+        if dtype.itemsize == 4:
+            return [
+                jnp.maximum(a, b)
+                for a, b in zip(found, self.entries(ref, start, each), strict=True)
+            ]
+        name = "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
+
+        def run(ref: Any, start: Any, thread: Any, *found: Any) -> Any:
+            words = []
+            for loaded in _loads(ref, start, thread, each // 2, jnp.dtype(jnp.int32), i32()):
+                words += [_entry(loaded, j) for j in range(loaded.type.shape[0])]
+            text = f"max.NaN.{name} $0, $1, $2;"
+            return [
+                assembly(text, "=r,r,r", a, b, result=i32(), pure=True)
+                for a, b in zip(found, words, strict=True)
+            ]
+
+        # As words: half as many, half as far apart.
+        start = lax.div(start, 2)
+        out = [((THREADS,), jnp.int32)] * (each // 2)
+        return inline(run, (ref,), (start, self.index(), *found), out)
+
+    def largest(self, found: list[jax.Array], dtype: Any) -> jax.Array:
+        """The largest of what each thread found, float32 ``[128]``."""
+        dtype = jnp.dtype(dtype)
+        if dtype.itemsize == 4:
+            return functools.reduce(jnp.maximum, found)
+
+        def run(*words: Any) -> Any:
+            pair, kind = ir.VectorType.get((2,), _element_type(dtype)), ir.F32Type.get()
+            numbers = []
+            for word in words:
+                one = vector.broadcast(ir.VectorType.get((1,), i32()), word)
+                wide = arith.extf(ir.VectorType.get((2,), kind), vector.bitcast(pair, one))
+                numbers += [_entry(wide, 0), _entry(wide, 1)]
+            return (functools.reduce(arith.maximumf, numbers),)
+
+        return inline(run, (), found, [((THREADS,), jnp.float32)])[0]
+
+    def filled(self, value: Any, dtype: Any = jnp.float32) -> jax.Array:
+        """``[128]`` of one value, in a register of each thread, to start a loop with."""
+        return _cast(jnp.full((THREADS,), value, dtype))
+
+
+def _loads(ref: Any, start: Any, thread: Any, each: int, dtype: Any, element: Any) -> list[Any]:
+    per_load = min(16 // dtype.itemsize, each)
+    kind, size = ir.VectorType.get((per_load,), element), dtype.itemsize
+    pointer = utils.memref_ptr(ref)
+    first = add_scaled(llvm.ptrtoint(i32(), pointer), start, size)
+    first = add_scaled(first, thread, each * size)
+    return [
+        llvm.load(
+            kind,
+            llvm.inttoptr(pointer.type, add_scaled(first, utils.c(j, i32()), size)),
+            alignment=per_load * size,
+        )
+        for j in range(0, each, per_load)
+    ]
+
+
+def _entry(values: Any, j: int) -> Any:
+    return vector.extract(values, [], ir.DenseI64ArrayAttr.get([j]))
+
+
+class Interpreted:
+    """The same in jnp: one warpgroup, whose threads are the entries of its arrays."""
+
+    interpreted = True
+
+    @staticmethod
+    def index() -> jax.Array:
+        return jnp.arange(THREADS, dtype=jnp.int32)
+
+    @staticmethod
+    def _per_warp(fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(fn(x.reshape(WARPS, WARP)), (WARPS, WARP)).reshape(THREADS)
+
+    def warp_max(self, x: jax.Array) -> jax.Array:
+        return self._per_warp(lambda x: jnp.max(x, axis=1, keepdims=True), x)
+
+    def warp_min(self, x: jax.Array) -> jax.Array:
+        return self._per_warp(lambda x: jnp.min(x, axis=1, keepdims=True), x)
+
+    def warp_sum(self, x: jax.Array) -> jax.Array:
+        return self._per_warp(lambda x: jnp.sum(x, axis=1, keepdims=True), x)
+
+    def warp_scan(self, x: jax.Array) -> jax.Array:
+        return self._per_warp(lambda x: jnp.cumsum(x, axis=1), x)
+
+    def from_lane(self, x: jax.Array, lane: Any) -> jax.Array:
+        return self._per_warp(lambda x: lax.dynamic_slice_in_dim(x, lane, 1, axis=1), x)
+
+    @staticmethod
+    def scalar(x: jax.Array) -> jax.Array:
+        return x[0]
+
+    @staticmethod
+    def meet() -> None:
+        plgpu.commit_smem()
+
+    @staticmethod
+    def gather(ref: Any, *indices: jax.Array) -> jax.Array:
+        values = ref[...][indices]
+        return values.astype(
+            jnp.float32
+            if jnp.issubdtype(values.dtype, jnp.floating)
+            else jnp.uint32
+            if values.dtype == jnp.uint32
+            else jnp.int32
+        )
+
+    @staticmethod
+    def scatter(ref: Any, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
+        size = ref.shape[0]
+        place = jnp.where(where, index, size)
+        ref[...] = ref[...].at[place].set(value.astype(ref.dtype), mode="drop")
+
+    @staticmethod
+    def entries(ref: Any, start: jax.Array, each: int) -> list[jax.Array]:
+        loaded = ref[pl.ds(start, THREADS * each)].astype(jnp.float32).reshape(THREADS, each)
+        return [loaded[:, j] for j in range(each)]
+
+    def nothing_yet(self, dtype: Any, each: int) -> list[jax.Array]:
+        del dtype
+        return [self.filled(-jnp.inf) for _ in range(each)]
+
+    def larger(
+        self, found: list[jax.Array], ref: Any, start: jax.Array, each: int
+    ) -> list[jax.Array]:
+        entries = self.entries(ref, start, each)
+        return [jnp.maximum(a, b) for a, b in zip(found, entries, strict=True)]
+
+    @staticmethod
+    def largest(found: list[jax.Array], dtype: Any) -> jax.Array:
+        del dtype
+        return functools.reduce(jnp.maximum, found)
+
+    @staticmethod
+    def filled(value: Any, dtype: Any = jnp.float32) -> jax.Array:
+        return jnp.full((THREADS,), value, dtype)
