@@ -23,10 +23,9 @@ from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig, Shared
 from jax_specdec._src.verify.mosaic_gpu.kernel import Verifier
 from jax_specdec._src.verify.mosaic_gpu.mail import Mail
 from jax_specdec._src.verify.mosaic_gpu.request import Call, Request
-from jax_specdec._src.verify.mosaic_gpu.rows import Pieces
+from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
 from jax_specdec._src.verify.mosaic_gpu.support import plan, rows_of, unsupported
 from jax_specdec._src.verify.mosaic_gpu.threads import Gpu, Interpreted
-from jax_specdec._src.verify.tiles import TILE
 
 
 def verify(
@@ -143,7 +142,7 @@ def _launch(
     }
     scratch: dict[str, Any] = {
         "target_held": plgpu.SMEM(
-            (slices.warpgroups * shared.target_rows * shared.target_stride,),
+            (slices.warpgroups * shared.target_tiles * shared.target_stride,),
             operands["target"].dtype,
         )
     }
@@ -153,7 +152,7 @@ def _launch(
             operands["draft"].dtype,
         )
     if interpreted:
-        scratch["target_arrived"] = plgpu.Barrier(num_barriers=shared.target_rows)
+        scratch["target_arrived"] = plgpu.Barrier(num_barriers=shared.target_tiles)
         if shared.draft_tiles:
             scratch["draft_arrived"] = plgpu.Barrier(num_barriers=shared.draft_tiles)
     else:
@@ -174,40 +173,39 @@ def _launch(
         if not interpreted:
             signals.open_barriers(refs["barriers"], shared.barriers)
 
-        def pieces(name: str, slots: int, first_barrier: int, **kwargs: Any) -> Pieces:
-            return Pieces(
+        def tiles(name: str, slots: int, first_barrier: int, **kwargs: Any) -> Tiles:
+            return Tiles(
                 threads=threads,
                 rows=refs[name],
                 held=refs[f"{name}_held"],
                 barriers=refs[f"{name}_arrived" if interpreted else "barriers"],
                 slots=slots,
+                per_slice=slices.tiles,
                 first_slot=warpgroup * slots,
                 first_barrier=first_barrier + warpgroup * slots,
+                first=(index + warpgroup) * slices.ids,
                 row_size=call.size,
                 each=each,
                 **kwargs,
             )
 
-        target = pieces(
+        target_tiles = shared.target_tiles
+        target = tiles(
             "target",
-            shared.target_rows,
+            target_tiles,
             3,
-            length=slices.ids,
             stride=shared.target_stride,
             size=call.size,
-            per_slice=1,
             fill=-jnp.inf,
         )
         draft = None
         if shared.draft_tiles:
-            draft = pieces(
+            draft = tiles(
                 "draft",
                 shared.draft_tiles,
-                3 + slices.warpgroups * shared.target_rows,
-                length=TILE,
+                3 + slices.warpgroups * target_tiles,
                 stride=shared.draft_stride,
                 size=call.draft_size,
-                per_slice=slices.tiles,
                 fill=0.0 if call.draft == "probs" else -jnp.inf,
             )
         mail = Mail(threads, shared, refs.get("mail"), refs.get("barriers"), index + warpgroup)

@@ -46,7 +46,7 @@ class KernelConfig:
 
     def __post_init__(self) -> None:
         for name, low, high in (
-            ("max_cluster", 1, MAX_CLUSTER),
+            ("max_cluster", 1, 16),
             ("warpgroups", 1, 4),
             ("target_rows", 1, 32),
             ("draft_tiles", 1, 32),
@@ -85,7 +85,9 @@ class Slices:
         tiles = -(-num_tiles(size) // (config.max_cluster * config.warpgroups))
         slices = -(-num_tiles(size) // tiles)
         warpgroups = min(config.warpgroups, slices)
-        return cls(size, tiles, -(-slices // warpgroups), warpgroups)
+        # Mail needs a cluster, be it one with a block that has nothing to do.
+        cluster = max(-(-slices // warpgroups), min(2, config.max_cluster))
+        return cls(size, tiles, cluster, warpgroups)
 
     @property
     def ids(self) -> int:
@@ -124,12 +126,17 @@ class Shared:
 
     @property
     def target_stride(self) -> int:
-        """From one held row to the next."""
-        return self.slices.ids + _slack(self.target_aligned, self.target_size)
+        """From one held tile to the next."""
+        return TILE + _slack(self.target_aligned, self.target_size)
+
+    @property
+    def target_tiles(self) -> int:
+        """Tiles of target rows held per warpgroup."""
+        return self.target_rows * self.slices.tiles
 
     @property
     def draft_stride(self) -> int:
-        """From one held tile to the next."""
+        """The same of draft tiles."""
         return TILE + _slack(self.draft_aligned, self.draft_size)
 
     @property
@@ -164,14 +171,14 @@ class Shared:
 
     @property
     def barriers(self) -> int:
-        """Two boxes, the masses, then rows and tiles of each warpgroup."""
-        return 3 + self.slices.warpgroups * (self.target_rows + self.draft_tiles)
+        """Two boxes, the masses, then the tiles of each warpgroup."""
+        return 3 + self.slices.warpgroups * (self.target_tiles + self.draft_tiles)
 
     @property
     def bytes(self) -> int:
         """Shared memory of a block, the compiler's rounding included."""
         held = self.slices.warpgroups * (
-            self.target_rows * self.target_stride * self.target_size
+            self.target_tiles * self.target_stride * self.target_size
             + self.draft_tiles * self.draft_stride * self.draft_size
         )
         return held + 4 * self.mail + 8 * self.barriers + 4 * 1024

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from jax_specdec._src.types import Status
 from jax_specdec._src.verify import probabilistic
-from jax_specdec._src.verify.mosaic_gpu import output, statistics
+from jax_specdec._src.verify.mosaic_gpu import output
 from jax_specdec._src.verify.mosaic_gpu.mail import tree_sum
 from jax_specdec._src.verify.mosaic_gpu.request import LOG2E
 from jax_specdec._src.verify.mosaic_gpu.statistics import Exponent
@@ -45,18 +45,17 @@ class Draw:
         self.verifier, self.num_accepted, self.seen = verifier, num_accepted, seen
         self.request, self.call = verifier.request, verifier.call
         self.threads, self.mail = verifier.threads, verifier.mail
-        self.target, self.draft, self.first = verifier.target, verifier.draft, verifier.first
+        self.target, self.draft = verifier.target, verifier.draft
         request = self.request
-        # Where the last row is held, and how often boxes have been used.
-        self.turn = num_accepted if self.call.rates is None else jnp.int32(0)
-        place = jnp.minimum(num_accepted, WARP - 1)
+        self.turn = verifier.turn(num_accepted)
+        self.told = num_accepted + 1 if self.call.rates is None else jnp.int32(1)
+        place = num_accepted
         self.rejected = request.is_proposed(num_accepted)
         self.from_residual = self.rejected & request.stored
         self.token_id = request.at(request.token_ids, place)
         self.logit = request.at(verifier.logit, place)
         size = jnp.dtype(self.target.held.dtype).itemsize
-        less = jnp.log2(seen.target.total)
-        self.p_exponent = Exponent.of(seen.target.peak, request.scale, less, size)
+        self.p_exponent = Exponent.of(seen.target, request.scale, size)
         if self.draft is not None:
             self.draft_row = request.at(verifier.draft_row, place)
             self.q_exponent = self._q_exponent(place)
@@ -69,13 +68,14 @@ class Draw:
             shift = request.at(self.verifier.shift, place)
             return Exponent(request.scale, shift * LOG2E, None)
         size = jnp.dtype(self.draft.held.dtype).itemsize
-        peak, total = self.seen.draft
-        return Exponent.of(peak, request.scale, jnp.log2(total), size)
+        return Exponent.of(self.seen.draft, request.scale, size)
 
     def run(self) -> None:
         """Draw and write."""
         if self.draft is not None and not self.verifier.prefetch_draft:
-            pl.when(self.from_residual)(self.open)
+            pl.when(self.from_residual)(
+                lambda: self.draft.open(self.draft_row, self.seen.draft_turn)
+            )
         without = self.rejected & ~self.from_residual
         pl.when(without)(lambda: self.set_logit(self.threads.filled(-jnp.inf)))
 
@@ -95,18 +95,14 @@ class Draw:
         )
         pl.when(~bad)(lambda: self.pick(weighed))
 
-    def open(self) -> None:
-        """Begin to fetch the draft row."""
-        statistics.open_row(self.draft, self.draft_row, self.first, self.seen.draft_turn)
-
     def set_logit(self, value: jax.Array) -> None:
         """Write the rejected token's logit in the row that is held."""
-        place = self.token_id - self.first
-        here = (place >= 0) & (place < self.target.length)
-        is_writer = here & (self.threads.index() == 0)
-        start = self.target.starts(self.turn, 0)[0]
-        where = jnp.zeros_like(self.threads.index()) + (start + jnp.where(here, place, 0))
-        self.threads.scatter(self.target.held, where, value, is_writer)
+        place = self.token_id - self.target.first
+        here = (place >= 0) & (place < self.target.per_slice * TILE)
+        place = jnp.where(here, place, 0)
+        start = self.target.starts(lax.div(place, TILE), self.turn)[0] + lax.rem(place, TILE)
+        where = jnp.zeros_like(self.threads.index()) + start
+        self.threads.scatter(self.target.held, where, value, here & (self.threads.index() == 0))
         self.threads.meet()
 
     # Weights: a list of the ids that each thread has of a chunk.
@@ -148,7 +144,7 @@ class Draw:
         # Everybody has read the masses of the first turn once the boxes have been used again.
         @pl.when(again)
         def _() -> None:
-            self.mail.tell(self.turn + 1, self.threads.filled(0.0))
+            self.mail.tell(self.told, self.threads.filled(0.0))
 
         tiles = self.mail.tell_masses(weighed.turn, masses)
         total = self.threads.scalar(self.threads.warp_sum(tree_sum(tiles)))
@@ -162,53 +158,45 @@ class Draw:
             return [jnp.where(tile == i, one, other) for i, other in enumerate(found)]
 
         zeros = [self.threads.filled(0.0) for _ in range(self.mail.shared.slices.tiles)]
-        per_thread = lax.fori_loop(0, self.target.tiles(self.first), add, zeros)
+        per_thread = lax.fori_loop(0, self.target.count(), add, zeros)
         return [self.threads.warp_sum(x) for x in per_thread]
 
     def plain_masses(self, tile: jax.Array) -> jax.Array:
-        starts = self.target.starts(self.turn, tile)
+        starts = self.target.starts(tile, self.turn)
         return tree_sum([w for start in starts for w in self.plain(start)])
 
     def residual_masses(self, tile: jax.Array) -> jax.Array:
         begun, row = self.seen.draft_turn, self.draft_row
-        statistics.ready(self.draft, row, self.first, begun, tile)
-        starts = self.target.starts(self.turn, tile)
-        draft_starts = self.draft.starts(begun + tile, 0)
-        weights = [
-            w
-            for start, draft_start in zip(starts, draft_starts, strict=True)
-            for w in self.residual(start, draft_start)
-        ]
-        statistics.release(self.draft, row, self.first, begun, tile)
+        self.draft.ready(row, tile, begun)
+        starts = zip(
+            self.target.starts(tile, self.turn), self.draft.starts(tile, begun), strict=True
+        )
+        weights = [w for start, draft_start in starts for w in self.residual(start, draft_start)]
+        self.draft.release(row, tile, begun)
         return tree_sum(weights)
 
     # Picking.
 
     def pick(self, weighed: Weighed) -> None:
         """The tile, then the token in it, by the warpgroup that has the tile."""
-        target = self.request.at(self.request.uniforms, self.call.k) * weighed.total
-        tile, _ = self.least(weighed.masses, self.mail.tile_places(), target)
+        u = self.request.at(self.request.uniforms, self.call.k)
+        tile, _, _ = self.least(weighed.masses, self.mail.tile_places(), u)
         place = tile - self.mail.slice * self.mail.shared.slices.tiles
 
         @pl.when((place >= 0) & (place < self.mail.shared.slices.tiles))
         def _() -> None:
-            begin, chunk = self.target.starts(self.turn, place)[0], self.target.chunk
+            begin, chunk = self.target.starts(place, self.turn)[0], self.target.chunk
             if self.draft is None:
                 self.pick_in_tile(place, lambda i: self.plain(begin + i * chunk))
                 return
             # What is held of the draft row is another tile by now, unless all of it is.
-            begun = self.seen.draft_turn + place
-            if self.draft.slots < self.draft.per_slice:
-                begun = self.seen.draft_turn + self.draft.fetched(self.first)
-
-                @pl.when(weighed.from_residual)
-                def _() -> None:
-                    first = self.first + place * TILE
-                    self.threads.meet()
-                    self.draft.fetch(self.draft_row, first, begun)
-                    self.draft.wait(self.draft_row, first, begun)
-
-            draft_begin = self.draft.starts(begun, 0)[0]
+            draft_begin = self.draft.starts(place, self.seen.draft_turn)[0]
+            if not self.draft.whole:
+                turn = self.draft.following(self.seen.draft_turn)
+                draft_begin = self.draft.reopened(place, turn)[0]
+                pl.when(weighed.from_residual)(
+                    lambda: self.draft.reopen(self.draft_row, place, turn)
+                )
 
             def weights(i: jax.Array) -> list[jax.Array]:
                 return lax.cond(
@@ -220,37 +208,34 @@ class Draw:
             self.pick_in_tile(place, weights)
 
     def least(
-        self, masses: list[jax.Array], places: list[jax.Array], target: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """The least place whose inclusive sum exceeds `target`, never one of no mass.
+        self, masses: list[jax.Array], places: list[jax.Array], u: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The least place whose inclusive sum exceeds ``u * total``, never one of no mass.
 
         Args:
           masses: by lane, arrays in order.
           places: their places.
-          target: ``[]`` float32.
+          u: ``[]`` float32.
 
         Returns:
-          The place, the last one with mass where rounding finds none; and the sum before it.
+          The place, the last one with mass where rounding finds none; ``u * total``; and by lane
+          the sums of the last array.
         """
         threads = self.threads
-        keys, befores, before = [], [], jnp.float32(0)
-        for mass, place in zip(masses, places, strict=True):
-            inclusive = threads.warp_scan(mass) + before
+        sums, before = [threads.warp_scan(mass) for mass in masses], jnp.float32(0)
+        for i, inclusive in enumerate(sums):
+            sums[i] = inclusive + before
+            before = threads.scalar(threads.from_lane(sums[i], WARP - 1))
+        target = u * before
+        keys = []
+        for mass, inclusive, place in zip(masses, sums, places, strict=True):
             last = jnp.where(mass > 0, 2 * _NONE - place, 4 * _NONE)
             keys.append(jnp.where((mass > 0) & (inclusive > target), place, last))
-            befores.append(inclusive - mass)
-            before = threads.scalar(threads.from_lane(inclusive, WARP - 1))
         least = keys[0]
         for key in keys[1:]:
             least = jnp.minimum(least, key)
         key = threads.scalar(threads.warp_min(least))
-        chosen = jnp.where(key < _NONE, key, 2 * _NONE - key)
-        # Of the one lane that has the place, the sum before it.
-        found = [
-            jnp.where(place == chosen, b, -jnp.inf)
-            for b, place in zip(befores, places, strict=True)
-        ]
-        return chosen, threads.scalar(threads.warp_max(statistics.largest(found)))
+        return jnp.where(key < _NONE, key, 2 * _NONE - key), target, sums[-1]
 
     def pick_in_tile(self, tile: jax.Array, weights: Any) -> None:
         """Choose a warp's part of a chunk, then one of its threads, then one of the thread's ids.
@@ -263,9 +248,9 @@ class Draw:
         chunks = TILE // target.chunk
         parts = [threads.warp_sum(tree_sum(weights(jnp.int32(i)))) for i in range(chunks)]
         masses = self.mail.cells(parts)
-        total = threads.scalar(threads.warp_sum(masses))
-        aim = request.at(request.uniforms, self.call.k + 1) * total
-        cell, before = self.least([masses], [request.lane], aim)
+        u = request.at(request.uniforms, self.call.k + 1)
+        cell, aim, up_to = self.least([masses], [request.lane], u)
+        before = threads.scalar(threads.from_lane(up_to - masses, cell))
         chunk, warp = lax.div(cell, 4), lax.rem(cell, 4)
 
         mine = weights(chunk)
@@ -282,6 +267,6 @@ class Draw:
         last = jnp.where(sums > 0, 2 * TILE - place, 4 * TILE)
         key = threads.warp_min(jnp.where(found, place, last))
         place = jnp.where(key < TILE, key, 2 * TILE - key)
-        token_id = self.first + tile * TILE + place
+        token_id = self.target.first + tile * TILE + place
         is_writer = lax.div(threads.index(), WARP) == warp
         output.write(request, self.num_accepted, token_id, jnp.int32(Status.OK), is_writer)

@@ -7,6 +7,7 @@ there.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from jax_specdec._src.verify.mosaic_gpu import output, signals, statistics
 from jax_specdec._src.verify.mosaic_gpu.draw import Draw
 from jax_specdec._src.verify.mosaic_gpu.mail import Mail
 from jax_specdec._src.verify.mosaic_gpu.request import LOG2E, Call, Request
-from jax_specdec._src.verify.mosaic_gpu.rows import Pieces
+from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
 from jax_specdec._src.verify.mosaic_gpu.statistics import Normalizer, is_finite
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP
 
@@ -40,7 +41,7 @@ class Seen(NamedTuple):
       target: normalizer of the target row; of a sampled request.
       best: ``[]`` int32, the row's argmax; of a greedy request.
       draft: normalizer of the draft row; where normalizers are not stored.
-      draft_turn: ``[]`` int32, tiles of draft rows that have been fetched so far.
+      draft_turn: ``[]`` int32, the turn at which the next draft row begins, or the one that is open.
     """
 
     accepted: jax.Array
@@ -60,7 +61,7 @@ class Verifier:
       target: target rows.
       draft: tiles of draft rows, or None where there are none.
       mail: what reaches the others.
-      first: ``[]`` int32, the first id of this warpgroup's slice.
+      held: target rows held at a time.
       prefetch_draft: whether draft rows are fetched before it is known that they are needed.
     """
 
@@ -68,14 +69,14 @@ class Verifier:
         self,
         call: Call,
         request: Request,
-        target: Pieces,
-        draft: Pieces | None,
+        target: Tiles,
+        draft: Tiles | None,
         mail: Mail,
         prefetch_draft: bool,
     ):
         self.call, self.request, self.target, self.draft = call, request, target, draft
         self.mail, self.threads = mail, request.threads
-        self.first = mail.slice * target.length
+        self.held = target.slots // target.per_slice
         self.prefetch_draft = prefetch_draft and draft is not None and call.draft != "logits"
 
     def run(self) -> None:
@@ -85,8 +86,9 @@ class Verifier:
         @pl.when(request.status == OK)
         def _() -> None:
             if self.call.rates is None:
-                for i in range(min(self.target.slots, self.call.k + 1)):
-                    pl.when(i < request.num_rows)(lambda i=i: self.fetch(jnp.int32(i)))
+                for i in range(min(self.held, self.call.k + 1)):
+                    pl.when(i < request.num_rows)(functools.partial(self.open, jnp.int32(i)))
+            self.target.prepare()
             request.know_drafts()
             self.know_probabilities()
             if not self.threads.interpreted:
@@ -104,9 +106,13 @@ class Verifier:
                 signals.meet()
             output.write_status(request, self.mail.slice, request.status)
 
-    def fetch(self, position: jax.Array) -> None:
+    def turn(self, position: jax.Array) -> jax.Array:
+        """The turn at which a position's target row begins."""
+        return position if self.call.rates is None else jnp.int32(0)
+
+    def open(self, position: jax.Array) -> None:
         """Begin to copy the target row of a position."""
-        self.target.fetch(self.request.first_row + position, self.first, position)
+        self.target.open(self.request.first_row + position, self.turn(position))
 
     def know_probabilities(self) -> None:
         """By lane: the drafted token's target logit, and its draft probability where that is known.
@@ -148,9 +154,9 @@ class Verifier:
         def step(state: tuple[jax.Array, Seen]) -> tuple[jax.Array, Seen]:
             position, last = state
             seen = self.visit(position, position, last.draft_turn)
-            following = position + self.target.slots
+            following = position + self.held
             pl.when((seen.accepted == 1) & (following < self.request.num_rows))(
-                lambda: self.fetch(following)
+                lambda: self.open(following)
             )
             return position + 1, seen
 
@@ -160,10 +166,10 @@ class Verifier:
 
     def drain(self, num_visited: jax.Array) -> None:
         """Wait for the rows that were fetched ahead in vain: no block may end before."""
-        for i in range(self.target.slots - 1):
-            position = num_visited + i
-            pl.when(position < self.request.num_rows)(
-                lambda position=position: self.target.arrived(self.first, position)
+        for i in range(self.held - 1):
+            turn = self.turn(num_visited + i)
+            pl.when(num_visited + i < self.request.num_rows)(
+                functools.partial(self.target.drain, turn)
             )
 
     def synthetic_walk(self) -> tuple[jax.Array, Seen]:
@@ -178,8 +184,7 @@ class Verifier:
         num_accepted = self.threads.scalar(self.threads.warp_min(rejected))
 
         def read() -> Seen:
-            row = request.first_row + num_accepted
-            self.target.fetch(row, self.first, jnp.int32(0))
+            self.open(num_accepted)
             return self.visit(num_accepted, jnp.int32(0), jnp.int32(0), judge=False)
 
         return num_accepted, lax.cond(num_accepted < request.num_rows, read, self.nothing)
@@ -197,24 +202,33 @@ class Verifier:
         The copy of the target row is under way.
         """
         request, call, threads, draft = self.request, self.call, self.threads, self.draft
-        uses_q = request.at(self.uses_q.astype(jnp.int32), jnp.minimum(position, WARP - 1)) == 1
         begun = draft_turn
-        if self.prefetch_draft:
+        reads_draft = self.prefetch_draft or call.draft == "logits"
+        uses_q = jnp.bool_(False)
+        if reads_draft:
             assert draft is not None
-            row = request.at(self.draft_row, jnp.minimum(position, WARP - 1))
-            pl.when(uses_q)(lambda: statistics.open_row(draft, row, self.first, begun))
+            uses_q = request.at(self.uses_q.astype(jnp.int32), position) == 1
+            draft_row = request.at(self.draft_row, position)
+            pl.when(uses_q)(lambda: draft.open(draft_row, begun))
 
-        self.target.wait(request.first_row + position, self.first, turn)
+        row = request.first_row + position
+        at = self.turn(position)
         told = lax.cond(
             request.greedy,
-            lambda: statistics.max_and_place(self.target, self.first, turn),
-            lambda: statistics.max_and_sum(self.target, self.first, turn, request.scale),
+            lambda: statistics.max_and_place(self.target, row, at),
+            lambda: statistics.base_and_sum(self.target, row, at, request.scale),
         )
         if call.draft == "logits":
             assert draft is not None
-            row = request.at(self.draft_row, jnp.minimum(position, WARP - 1))
-            told = (*told, *self.draft_statistics(uses_q, row, begun))
-            draft_turn = jnp.where(uses_q, begun + draft.fetched(self.first), begun)
+            told = (
+                *told,
+                *lax.cond(
+                    uses_q,
+                    lambda: statistics.max_and_sum(draft, draft_row, begun, request.scale),
+                    lambda: (threads.filled(0.0), threads.filled(1.0)),
+                ),
+            )
+            draft_turn = jnp.where(uses_q, draft.following(begun), begun)
 
         peaks, others, *of_draft = self.mail.tell(turn, *told)
         peaks = self.known(peaks, -jnp.inf)
@@ -237,56 +251,27 @@ class Verifier:
 
         accepted = threads.filled(0, jnp.int32)
         if judge:
-            p = jnp.exp2((self.logit - peak) * request.scale) / total
+            # Both sides of the rule times the row's mass: a product is cheaper than a quotient.
+            p = jnp.exp2((self.logit - peak) * request.scale)
             if draft is not None:
                 q = jnp.where(self.place < call.draft_size, q, 0.0)
                 bad = bad | (self.uses_q & ~((q >= 0) & (q < jnp.inf)))
                 q = jnp.where(self.uses_q, q, 1.0)
+            q = q * total
             by_rule = (request.greedy & greedy.accepts(request.token_ids, best)) | (
                 ~request.greedy & probabilistic.accepts(request.uniforms, p, q)
             )
             accepted = (request.proposed & by_rule).astype(jnp.int32)
         # One shuffle for both: whether it was accepted, and whether its draft row is bad.
-        flags = request.at(
-            accepted + 2 * bad.astype(jnp.int32), jnp.minimum(position, WARP - 1)
-        )
+        flags = request.at(accepted + 2 * bad.astype(jnp.int32), position)
         status = jnp.where((status == OK) & (flags >= 2), jnp.int32(BAD_DRAFT_ROW), status)
         kept = (status == OK) & (flags == 1)
         if self.prefetch_draft:
-            draft_turn = self.close_row(uses_q & (kept | (status != OK)), begun)
+            assert draft is not None
+            unused = uses_q & (kept | (status != OK))
+            pl.when(unused)(lambda: draft.drain(begun))
+            draft_turn = jnp.where(unused, draft.following(begun), begun)
         return Seen(kept.astype(jnp.int32), status, target, best, of_row, draft_turn)
-
-    def close_row(self, unused: jax.Array, begun: jax.Array) -> jax.Array:
-        """The next turn, once a draft row that was fetched and is not needed has arrived."""
-        draft = self.draft
-        assert draft is not None
-        count = draft.fetched(self.first)
-
-        @pl.when(unused)
-        def _() -> None:
-            def drain(tile: jax.Array, _: None) -> None:
-                draft.arrived(self.first + tile * draft.length, begun + tile)
-
-            lax.fori_loop(0, count, drain, None)
-
-        return jnp.where(unused, begun + count, begun)
-
-    def draft_statistics(
-        self, uses_q: jax.Array, row: jax.Array, begun: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        """The largest entry and the mass of this warp's part of a draft row."""
-        threads, draft = self.threads, self.draft
-        assert draft is not None
-
-        def read() -> tuple[jax.Array, jax.Array]:
-            return statistics.max_and_sum_in_turn(
-                draft, row, self.first, begun, self.request.scale
-            )
-
-        def skip() -> tuple[jax.Array, jax.Array]:
-            return threads.filled(0.0), threads.filled(1.0)
-
-        return lax.cond(uses_q, read, skip)
 
     def known(self, values: list[jax.Array], other: float) -> list[jax.Array]:
         """Values by warp, `other` where there is none."""

@@ -1,8 +1,9 @@
-"""Pieces of rows in shared memory, one warpgroup's own: copied, put right, read."""
+"""The tiles of a row's slice in shared memory, one warpgroup's own: copied, put right, read."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,25 +19,27 @@ from jax_specdec._src.verify.tiles import TILE
 
 
 @dataclasses.dataclass(frozen=True)
-class Pieces:
-    """Slots that hold pieces of rows in turn: turn i is held by slot ``i % slots``.
+class Tiles:
+    """Slots that hold the tiles of rows that are opened one after another.
 
-    What a piece has past the ids that count reads as `fill`, up to the end of its last tile.
+    A turn says which slots a row takes. Where the slots hold whole slices, turns count rows; else
+    they count the tiles that were copied, and tiles take the slots in a ring. What a tile has past
+    the ids that count reads as `fill`.
 
     Attributes:
       threads: the operations of the warpgroup.
       rows: ref ``[R, columns]`` in global memory.
       held: ref of shared memory, flat, of all warpgroups.
       barriers: ref of barriers, or `plgpu.Barrier` of this warpgroup in interpret mode.
-      slots: pieces held.
-      length: ids of a piece, whole tiles.
+      slots: tiles held.
+      per_slice: tiles of a slice, the last slice of a row aside.
       stride: from one slot to the next.
       first_slot: ``[]`` int32, the first of this warpgroup.
       first_barrier: ``[]`` int32, the barrier of that slot.
+      first: ``[]`` int32, the first id of this warpgroup's slice.
       size: ids of a row that count.
-      row_size: ids of the target row that count, for pieces of a draft row.
-      per_slice: pieces per slice.
-      fill: the entry of an id that does not.
+      row_size: ids of the target row that count; tiles past `size` are all `fill`.
+      fill: the entry of an id that does not count.
       each: consecutive ids per thread.
     """
 
@@ -45,13 +48,13 @@ class Pieces:
     held: Any
     barriers: Any
     slots: int
-    length: int
+    per_slice: int
     stride: int
     first_slot: jax.Array
     first_barrier: jax.Array
+    first: jax.Array
     size: int
     row_size: int
-    per_slice: int
     fill: float
     each: int
 
@@ -60,93 +63,167 @@ class Pieces:
         """Ids that all threads read at once."""
         return THREADS * self.each
 
-    def _slot(self, turn: jax.Array) -> jax.Array:
-        return lax.rem(turn, self.slots) if self.slots > 1 else jnp.int32(0)
+    def count(self) -> jax.Array:
+        """Tiles of this slice of the target row."""
+        return _tiles(self.row_size - self.first, self.per_slice)
 
-    def _start(self, turn: jax.Array) -> jax.Array:
-        return (self.first_slot + self._slot(turn)) * self.stride
+    def copied(self) -> jax.Array:
+        """Those of them that are copied."""
+        return _tiles(self.size - self.first, self.per_slice)
 
-    def count(self, first: jax.Array) -> jax.Array:
-        """Ids that count of the piece that begins at id `first`."""
-        return jnp.clip(self.size - first, 0, self.length)
+    @property
+    def whole(self) -> bool:
+        """Whether slots hold whole slices."""
+        return self.slots % self.per_slice == 0
 
-    def fetch(self, row: jax.Array, first: jax.Array, turn: jax.Array) -> None:
-        """Begin to copy the piece from id `first` on; all have done reading what it replaces."""
+    def following(self, turn: jax.Array) -> jax.Array:
+        """The turn after that of a row."""
+        return turn + (1 if self.whole else self.copied())
+
+    def _slot(self, tile: jax.Array, turn: jax.Array) -> jax.Array:
+        if self.whole:
+            return _remainder(turn, self.slots // self.per_slice) * self.per_slice + tile
+        return _remainder(turn + tile, self.slots)
+
+    def _parity(self, tile: jax.Array, turn: jax.Array) -> jax.Array:
+        if self.whole:
+            return _remainder(_quotient(turn, self.slots // self.per_slice), 2)
+        return _remainder(_quotient(turn + tile, self.slots), 2)
+
+    def _start(self, tile: jax.Array, turn: jax.Array) -> jax.Array:
+        return (self.first_slot + self._slot(tile, turn)) * self.stride
+
+    def prepare(self) -> None:
+        """Fill what no copy will reach; once, before the first row."""
+        if self._fills_once and not self.threads.interpreted:
+            last = self.copied() - 1
+            count = self.size - self.first - last * TILE
+            for i in range(self.slots // self.per_slice):
+                turn = jnp.int32(i)
+                pl.when((count < TILE) & (last >= 0))(
+                    functools.partial(self._fill, count, last, turn)
+                )
+
+    @property
+    def _fills_once(self) -> bool:
+        """Whether copies of whole units leave a fill alone, in slots that hold no other tile."""
+        units = self.size * jnp.dtype(self.held.dtype).itemsize % signals.COPIED == 0
+        return units and self.whole and self.stride == TILE and self.size == self.row_size
+
+    def open(self, row: jax.Array, turn: jax.Array) -> None:
+        """Begin to copy the first tiles of a row; all have done reading what they replace."""
+        self._copy(row, jnp.int32(0), min(self.slots, self.per_slice), turn)
+
+    def reopen(self, row: jax.Array, tile: jax.Array, turn: jax.Array) -> None:
+        """Have one tile here again, where slots do not hold whole slices; see `reopened`."""
+        self.threads.meet()
+        self._copy(row, tile, 1, turn - tile)
+        self.ready(row, tile, turn - tile)
+
+    def reopened(self, tile: jax.Array, turn: jax.Array) -> list[jax.Array]:
+        """Where the chunks of a tile begin that was reopened."""
+        return self.starts(tile, turn - tile)
+
+    def _copy(self, row: jax.Array, tile: jax.Array, count: int, turn: jax.Array) -> None:
+        """Copy up to `count` tiles of the row that has `turn`."""
         if self.threads.interpreted:
-            self._interpreted_fetch(row, first, turn)
+            for i in range(count):
+                self._interpreted_copy(row, tile + i, turn)
             return
-        count = self.count(first)
+        index = self.threads.index()
+        first = self.first + (tile + index) * TILE
+        slot = self._slot(tile + index, turn)
+        size = jnp.minimum(self.size - first, TILE)
+        signals.copy_pieces(
+            self.rows,
+            row,
+            first,
+            self.held,
+            (self.first_slot + slot) * self.stride,
+            self.barriers,
+            self.first_barrier + slot,
+            jnp.where((index < count) & (tile + index < self.per_slice), size, 0),
+        )
 
-        @pl.when(count > 0)
-        def _() -> None:
-            signals.copy_row(
-                self.rows,
-                row,
-                first,
-                count,
-                self.held,
-                self._start(turn),
-                self.barriers,
-                self.first_barrier + self._slot(turn),
-            )
+    def _interpreted_copy(self, row: jax.Array, tile: jax.Array, turn: jax.Array) -> None:
+        first, rest = self.first + tile * TILE, self.size % TILE
 
-    def _interpreted_fetch(self, row: jax.Array, first: jax.Array, turn: jax.Array) -> None:
         def copy(count: int) -> Callable[[], None]:
             def run() -> None:
                 plgpu.copy_gmem_to_smem(
                     self.rows.at[row, pl.ds(first, count)],
-                    self.held.at[pl.ds(self._start(turn), count)],
-                    self.barriers.at[self._slot(turn)],
+                    self.held.at[pl.ds(self._start(tile, turn), count)],
+                    self.barriers.at[self._slot(tile, turn)],
                 )
 
             return run
 
-        rest = self.size % self.length
-        pl.when(first + self.length <= self.size)(copy(self.length))
+        here = tile < self.per_slice
+        pl.when(here & (first + TILE <= self.size))(copy(TILE))
         if rest:
-            pl.when((first < self.size) & (first + self.length > self.size))(copy(rest))
+            pl.when(here & (first < self.size) & (first + TILE > self.size))(copy(rest))
 
-    def wait(self, row: jax.Array, first: jax.Array, turn: jax.Array) -> None:
-        """Wait for the piece, and put it right: entries in their places, fills where none are."""
-        count = self.count(first)
-        # Copies of whole units leave what is past them alone: fill it while they are under way.
-        whole_units = self.stride == self.length
-        whole_units &= self.size * jnp.dtype(self.held.dtype).itemsize % signals.COPIED == 0
-        is_partial = lax.rem(count, TILE) > 0
-        if self.length == TILE:
-            is_partial |= count == 0
-        if whole_units and not self.threads.interpreted:
-            again = self.length == TILE  # a slot of single tiles holds others in turn
-            is_first = (turn < self.slots) | again
-            pl.when(is_partial & is_first)(lambda: self._fill(count, turn))
+    def ready(self, row: jax.Array, tile: jax.Array, turn: jax.Array) -> None:
+        """Wait for a tile, and put it right: entries in their places, fills where none are."""
+        self.arrived(tile, turn)
+        if self._fills_once and not self.threads.interpreted:
+            return
+        first = self.first + tile * TILE
+        count = jnp.clip(self.size - first, 0, TILE)
+        if self.stride > TILE and not self.threads.interpreted:
+            pl.when(count > 0)(lambda: self._move(row, first, count, tile, turn))
+        pl.when(count < TILE)(lambda: self._fill(count, tile, turn))
 
-        self.arrived(first, turn)
-        if self.stride > self.length:
-            pl.when(count > 0)(lambda: self._move(signals.shift(self.rows, row, first), count, turn))
-        if not whole_units or self.threads.interpreted:
-            pl.when(is_partial)(lambda: self._fill(count, turn))
+    def arrived(self, tile: jax.Array, turn: jax.Array) -> None:
+        """Wait for the copy of a tile, if there was anything to copy."""
 
-    def _fill(self, count: jax.Array, turn: jax.Array) -> None:
-        """Hide what lies past `count` in its tile, or the whole of an empty piece of one tile."""
-        index = self.threads.index()
+        def wait() -> None:
+            slot = self._slot(tile, turn)
+            if self.threads.interpreted:
+                plgpu.barrier_wait(self.barriers.at[slot])
+            else:
+                parity = self._parity(tile, turn)
+                signals.wait(self.barriers, self.first_barrier + slot, parity)
 
-        def fill(i: jax.Array, _: None) -> None:
-            place = lax.div(count, TILE) * TILE + i * THREADS + index
-            where = (place >= count) & (place < self.length)
-            value = self.threads.filled(self.fill)
-            self.threads.scatter(self.held, self._start(turn) + place, value, where)
+        if self.size == self.row_size:  # every tile has something
+            wait()
+        else:
+            pl.when(tile < self.copied())(wait)
 
-        lax.fori_loop(0, TILE // THREADS, fill, None)
+    def release(self, row: jax.Array, tile: jax.Array, turn: jax.Array) -> None:
+        """Say that a tile has been read: what follows takes its slot."""
+        if self.whole:
+            return
+
+        @pl.when(tile + self.slots < self.count())
+        def _() -> None:
+            self.threads.meet()  # all have read what the copy will overwrite
+            self._copy(row, tile + self.slots, 1, turn)
+
+    def drain(self, turn: jax.Array) -> None:
+        """Wait for all tiles of a row that was opened and is not needed."""
+
+        def wait(tile: jax.Array, _: None) -> None:
+            self.arrived(tile, turn)
+
+        lax.fori_loop(0, jnp.minimum(self.copied(), self.slots), wait, None)
+
+    def _fill(self, count: jax.Array, tile: jax.Array, turn: jax.Array) -> None:
+        """Hide what lies past `count` in a tile."""
+        start = self._start(tile, turn)
+        self.threads.fill(self.held, start, count, TILE, self.fill)
         self.threads.meet()
 
-    def _move(self, shift: jax.Array, count: jax.Array, turn: jax.Array) -> None:
-        """Move a piece that arrived `shift` bytes late to where its slot begins."""
+    def _move(
+        self, row: jax.Array, first: jax.Array, count: jax.Array, tile: jax.Array, turn: jax.Array
+    ) -> None:
+        """Move a tile that arrived some bytes late to where its slot begins."""
+        shift = signals.shift(self.rows, row, first)
         words = 4
-        size = self.held.dtype.itemsize
-        per_pass = THREADS * words * 4 // size
+        per_pass = THREADS * words * 4 // jnp.dtype(self.held.dtype).itemsize
 
         def move(i: jax.Array, _: None) -> None:
-            start = self._start(turn) + i * per_pass
+            start = self._start(tile, turn) + i * per_pass
             found = signals.load_words(self.held, start, shift, words)
             self.threads.meet()  # all have read what is now overwritten
             signals.store_words(self.held, start, found)
@@ -156,44 +233,36 @@ class Pieces:
             lax.fori_loop(0, lax.div(count + per_pass - 1, per_pass), move, None)
             self.threads.meet()
 
-    def arrived(self, first: jax.Array, turn: jax.Array) -> None:
-        """Wait for a copy, if there was anything to copy."""
-        parity = lax.rem(lax.div(turn, self.slots), 2)
-        slot = self._slot(turn)
-
-        @pl.when(self.count(first) > 0)
-        def _() -> None:
-            if self.threads.interpreted:
-                plgpu.barrier_wait(self.barriers.at[slot])
-            else:
-                signals.wait(self.barriers, self.first_barrier + slot, parity)
-
-    def tiles(self, first: jax.Array) -> jax.Array:
-        """Tiles of a piece that hold ids that count."""
-        return lax.div(self.count(first) + TILE - 1, TILE)
-
-    def tiles_of(self, first: jax.Array) -> jax.Array:
-        """Pieces of the slice that begins at `first` that are in the row at all."""
-        return jnp.clip(lax.div(self.row_size - first + TILE - 1, TILE), 0, self.per_slice)
-
-    def fetched(self, first: jax.Array) -> jax.Array:
-        """Those of them that are copied at all."""
-        return jnp.clip(lax.div(self.size - first + TILE - 1, TILE), 0, self.per_slice)
-
-    @property
-    def tile_size(self) -> int:
-        """Ids of a tile."""
-        return TILE
-
-    def starts(self, turn: jax.Array, tile: Any) -> list[jax.Array]:
-        """Where the chunks of a tile of the piece begin."""
-        begin = self._start(turn) + tile * TILE
+    def starts(self, tile: jax.Array, turn: jax.Array) -> list[jax.Array]:
+        """Where the chunks of a tile begin."""
+        begin = self._start(tile, turn)
         return [begin + i for i in range(0, TILE, self.chunk)]
 
     def entries(self, start: jax.Array) -> list[jax.Array]:
         """A chunk: float32 ``[128]`` for each of the ids that a thread has."""
         return self.threads.entries(self.held, start, self.each)
 
+    def ids(self, tile: jax.Array) -> jax.Array:
+        """The first id of each thread in a tile, of its first chunk."""
+        return self.first + tile * TILE + self.threads.index() * self.each
+
     def at(self, row: jax.Array, token_id: jax.Array) -> jax.Array:
         """One entry per thread, from global memory."""
         return self.threads.gather(self.rows, row, token_id)
+
+
+def _remainder(x: jax.Array, divisor: int) -> jax.Array:
+    """``x % divisor`` of what is not negative."""
+    if divisor & (divisor - 1) == 0:
+        return x & (divisor - 1)
+    return lax.rem(x, divisor)
+
+
+def _quotient(x: jax.Array, divisor: int) -> jax.Array:
+    if divisor & (divisor - 1) == 0:
+        return lax.shift_right_logical(x, divisor.bit_length() - 1)
+    return lax.div(x, divisor)
+
+
+def _tiles(ids: jax.Array, most: int) -> jax.Array:
+    return jnp.clip(lax.div(ids + TILE - 1, TILE), 0, most)

@@ -60,47 +60,55 @@ def meet() -> None:
     inline(lambda: assembly("barrier.cluster.wait.acquire.aligned;", "~{memory}"), (), ())
 
 
-def copy_row(
+def copy_pieces(
     rows: Any,
     row: jax.Array,
     first: jax.Array,
-    count: jax.Array,
-    target: Any,
+    held: Any,
     place: jax.Array,
     barriers: Any,
     barrier: jax.Array,
+    count: jax.Array,
 ) -> None:
-    """Begin to copy ``rows[row, first : first + count]`` to ``target[place:]``.
+    """Begin to copy pieces of a row, each by one thread.
 
     The copy begins up to fifteen bytes before its first entry: see `shift`.
+
+    Args:
+      rows: ref ``[R, columns]`` in global memory.
+      row: ``[]`` int32.
+      first: ``[128]`` int32, the first entry of each thread's piece.
+      held: flat ref in shared memory.
+      place: ``[128]`` int32, where it goes.
+      barriers: what `open_barriers` made ready.
+      barrier: ``[128]`` int32, which one completes with it.
+      count: ``[128]`` int32, entries of the piece; 0 or less where a thread has none.
     """
     columns, size = rows.shape[1], rows.dtype.itemsize
 
-    def run(rows: Any, target: Any, barriers: Any, *args: Any) -> None:
-        row, first, count, place, barrier = args
+    def run(rows: Any, held: Any, barriers: Any, *args: Any) -> None:
+        row, first, place, barrier, count = args
         begin = _first_byte(rows, row, first, columns, size)
         end = arith.addi(add_scaled(begin, count, size), _c64(COPIED - 1))
         mask = _c64(-COPIED)
         begin, end = arith.andi(begin, mask), arith.andi(end, mask)
         assembly(
             """{
-            .reg .pred first;
-            .reg .b32 thread;
-            mov.u32 thread, %tid.x;
-            and.b32 thread, thread, 127;
-            setp.eq.u32 first, thread, 0;
-            @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$3], $2;
-            @first cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
+            .reg .pred mine;
+            setp.gt.s32 mine, $4, 0;
+            @mine mbarrier.arrive.expect_tx.shared::cta.b64 _, [$3], $2;
+            @mine cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
                 [$0], [$1], $2, [$3];
             }""",
-            "r,l,r,r,~{memory}",
-            add_scaled(shared_address(target), place, size),
+            "r,l,r,r,r,~{memory}",
+            add_scaled(shared_address(held), place, size),
             begin,
             arith.trunci(i32(), arith.subi(end, begin)),
             add_scaled(shared_address(barriers), barrier, 8),
+            count,
         )
 
-    inline(run, (rows, target, barriers), (row, first, count, place, barrier))
+    inline(run, (rows, held, barriers), (row, first, place, barrier, count))
 
 
 def shift(rows: Any, row: jax.Array, first: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Passes over a warpgroup's slice of a row: its largest entry, its mass, its argmax."""
+"""One pass over a warpgroup's slice of a row: its largest entry, its mass, its argmax."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jax_specdec._src.verify.mosaic_gpu.mail import tree_sum
-from jax_specdec._src.verify.mosaic_gpu.rows import Pieces
+from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
 
 _LIMIT = 2.0**26
+_LARGEST_MASS = 2.0**100
+_LARGEST_SHIFT = 2.0**20
+"""Up to here one rounded product is as good as a difference, then a product."""
 
 
 class Normalizer(NamedTuple):
     """What turns the entries of a row into probabilities.
 
-    ``p = exp2((entry - peak) * scale) / total``, scale that of the request.
+    ``p = exp2((entry - peak) * scale) / total``, scale that of the request. The peak is the largest
+    entry, or one of its order.
     """
 
     peak: jax.Array
@@ -27,11 +31,10 @@ class Normalizer(NamedTuple):
 
 
 class Exponent(NamedTuple):
-    """``entry * factor - shift``: the same as ``(entry - peak) * scale - less``, in one step.
+    """``entry * factor - shift``: the same as ``(entry - peak) * scale - log2(total)``, in one step.
 
-    The two roundings agree for all entries of a row, so masses relative to each other do not
-    change. For entries of two bytes only: a factor is bounded such that the product with the peak
-    stays in range, where all others have no weight anyway. With four bytes, two steps.
+    For entries of two bytes only: the factor is bounded such that its product with the peak stays
+    in range, where all other entries have no weight anyway. With four bytes, two steps.
     """
 
     factor: jax.Array
@@ -39,11 +42,12 @@ class Exponent(NamedTuple):
     peak: jax.Array | None
 
     @classmethod
-    def of(cls, peak: jax.Array, scale: jax.Array, less: Any, size: int) -> Exponent:
+    def of(cls, row: Normalizer, scale: jax.Array, size: int) -> Exponent:
+        less = jnp.log2(row.total)
         if size == 4:
-            return cls(scale, jnp.zeros_like(peak) + less, peak)
-        factor = jnp.minimum(scale, _LIMIT / jnp.maximum(jnp.abs(peak), 1e-30))
-        return cls(factor, peak * factor + less, None)
+            return cls(scale, less, row.peak)
+        factor = jnp.minimum(scale, _LIMIT / jnp.maximum(jnp.abs(row.peak), 1e-30))
+        return cls(factor, row.peak * factor + less, None)
 
     def __call__(self, entry: jax.Array) -> jax.Array:
         entry = entry if self.peak is None else entry - self.peak
@@ -67,118 +71,98 @@ def _base(peak: jax.Array) -> jax.Array:
     return jnp.where(is_finite(peak), peak, 0.0)
 
 
-def _size(pieces: Pieces) -> int:
-    return jnp.dtype(pieces.held.dtype).itemsize
+def _entries(tiles: Tiles, tile: jax.Array, turn: jax.Array) -> list[jax.Array]:
+    return [x for start in tiles.starts(tile, turn) for x in tiles.entries(start)]
 
 
-def peak_per_thread(pieces: Pieces, first: jax.Array, turn: jax.Array) -> jax.Array:
-    """The largest entry that each thread reads, NaN if any is."""
-    threads, dtype = pieces.threads, pieces.held.dtype
+def base_and_sum(
+    tiles: Tiles, row: jax.Array, turn: jax.Array, scale: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Of each warp's part of an open row: some base, and the mass relative to it.
 
-    def larger(tile: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
-        for start in pieces.starts(turn, tile):
-            found = threads.larger(found, pieces.held, start, pieces.each)
-        return found
+    The base is the largest entry of the first tile: any entry of the order of the largest will
+    do, and none of the others need be compared. Where that turns out wrong, `max_and_sum`.
+    The base is not finite where the row has no mass.
+    """
+    threads, size = tiles.threads, jnp.dtype(tiles.held.dtype).itemsize
+    none = jnp.int32(0)
+    pl.when(tiles.count() > 0)(lambda: tiles.ready(row, none, turn))
+    some = tiles.count() > 0
+    first = threads.warp_max(jnp.where(some, tree_max(_entries(tiles, none, turn)), -jnp.inf))
+    base = _base(first)
+    shift = base * scale
 
-    begin = threads.nothing_yet(dtype, pieces.each)
-    return threads.largest(lax.fori_loop(0, pieces.tiles(first), larger, begin), dtype)
+    def weight(x: jax.Array) -> jax.Array:
+        return jnp.exp2((x - base) * scale if size == 4 else x * scale - shift)
+
+    def add(tile: jax.Array, total: jax.Array) -> jax.Array:
+        pl.when(tile > 0)(lambda: tiles.ready(row, tile, turn))
+        return total + tree_sum([weight(x) for x in _entries(tiles, tile, turn)])
+
+    mass = threads.warp_sum(lax.fori_loop(0, tiles.count(), add, threads.filled(0.0)))
+    usable = is_finite(first) & (mass < _LARGEST_MASS) & (jnp.abs(shift) < _LARGEST_SHIFT)
+    return threads.either(
+        usable,
+        lambda: (base, mass),
+        lambda: max_and_sum(tiles, row, turn, scale, is_ready=True),
+    )
 
 
 def max_and_sum(
-    pieces: Pieces, first: jax.Array, turn: jax.Array, scale: jax.Array
+    tiles: Tiles, row: jax.Array, turn: jax.Array, scale: jax.Array, *, is_ready: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Of each warp's part of a held row: the largest entry, and the mass relative to it."""
-    threads = pieces.threads
-    mine = peak_per_thread(pieces, first, turn)
-    exponent = Exponent.of(_base(mine), scale, 0.0, _size(pieces))
+    """Of each warp's part of an open row: the largest entry, and the mass relative to it.
 
-    def add(tile: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-        for start in pieces.starts(turn, tile):
-            weights = [jnp.exp2(exponent(x)) for x in pieces.entries(start)]
-            sums = [a + b for a, b in zip(sums, weights, strict=True)]
-        return sums
-
-    zeros = [threads.filled(0.0) for _ in range(pieces.each)]
-    total = tree_sum(lax.fori_loop(0, pieces.tiles(first), add, zeros))
-    return _of_warp(threads, mine, total, scale)
-
-
-def _of_warp(
-    threads: Any, peak: jax.Array, total: jax.Array, scale: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    larger = threads.warp_max(peak)
-    return larger, threads.warp_sum(total * decay(_base(peak), _base(larger), scale))
-
-
-def max_and_place(
-    pieces: Pieces, first: jax.Array, turn: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Of each warp's part: the largest entry, and the lowest id that has it, bit by bit."""
-    threads = pieces.threads
-    peak = threads.warp_max(peak_per_thread(pieces, first, turn))
-    mine = first + threads.index() * pieces.each
-    none = jnp.int32(2**30)
-
-    def lowest(tile: jax.Array, found: jax.Array) -> jax.Array:
-        for i, start in enumerate(pieces.starts(turn, tile)):
-            begin = mine + (tile * pieces.tile_size + i * pieces.chunk)
-            places = [
-                jnp.where(x == peak, begin + j, none) for j, x in enumerate(pieces.entries(start))
-            ]
-            found = functools.reduce(jnp.minimum, places, found)
-        return found
-
-    start = threads.filled(2**30, jnp.int32)
-    place = threads.warp_min(lax.fori_loop(0, pieces.tiles(first), lowest, start))
-    return peak, lax.bitcast_convert_type(place, jnp.float32)
-
-
-# Rows that are held tile by tile.
-
-
-def open_row(tiles: Pieces, row: jax.Array, first: jax.Array, turn: jax.Array) -> None:
-    """Fetch the first tiles of a row's slice, the first of them at `turn`."""
-    for tile in range(min(tiles.slots, tiles.per_slice)):
-        start = first + tile * tiles.length
-        pl.when(tile < tiles.tiles_of(first))(
-            lambda start=start, tile=tile: tiles.fetch(row, start, turn + tile)
-        )
-
-
-def ready(tiles: Pieces, row: jax.Array, first: jax.Array, turn: jax.Array, tile: Any) -> None:
-    """Wait for one tile of a row that was opened."""
-    tiles.wait(row, first + tile * tiles.length, turn + tile)
-
-
-def release(tiles: Pieces, row: jax.Array, first: jax.Array, turn: jax.Array, tile: Any) -> None:
-    """Fetch what follows into the slot of a tile that has been read."""
-    if tiles.slots >= tiles.per_slice:
-        return
-    following = tile + tiles.slots
-
-    @pl.when(following < tiles.tiles_of(first))
-    def _() -> None:
-        tiles.threads.meet()  # all have read what the copy will overwrite
-        tiles.fetch(row, first + following * tiles.length, turn + following)
-
-
-def max_and_sum_in_turn(
-    tiles: Pieces, row: jax.Array, first: jax.Array, turn: jax.Array, scale: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """`max_and_sum` of a row that is not open yet, tile by tile."""
+    Tiles are read as they arrive: each thread keeps the mass relative to the largest entry that
+    it has seen.
+    """
     threads = tiles.threads
 
     def add(tile: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         peak, total = state
-        ready(tiles, row, first, turn, tile)
-        entries = [x for s in tiles.starts(turn + tile, 0) for x in tiles.entries(s)]
-        larger = functools.reduce(jnp.maximum, entries, peak)
-        exponent = Exponent.of(_base(larger), scale, 0.0, _size(tiles))
-        mass = tree_sum([jnp.exp2(exponent(x)) for x in entries])
-        release(tiles, row, first, turn, tile)
-        return larger, total * decay(_base(peak), _base(larger), scale) + mass
+        if not is_ready:
+            tiles.ready(row, tile, turn)
+        entries = _entries(tiles, tile, turn)
+        larger = jnp.maximum(peak, tree_max(entries))
+        base = _base(larger)
+        mass = tree_sum([jnp.exp2((x - base) * scale) for x in entries])
+        if not is_ready:
+            tiles.release(row, tile, turn)
+        return larger, total * decay(_base(peak), base, scale) + mass
 
-    open_row(tiles, row, first, turn)
     start = (threads.filled(-jnp.inf), threads.filled(0.0))
-    peak, total = lax.fori_loop(0, tiles.tiles_of(first), add, start)
-    return _of_warp(threads, peak, total, scale)
+    peak, total = lax.fori_loop(0, tiles.count(), add, start)
+    larger = threads.warp_max(peak)
+    return larger, threads.warp_sum(total * decay(_base(peak), _base(larger), scale))
+
+
+def max_and_place(tiles: Tiles, row: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of each warp's part: the largest entry, and the lowest id that has it, bit by bit."""
+    threads = tiles.threads
+
+    def larger(tile: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        peak, where = state
+        tiles.ready(row, tile, turn)
+        mine = tree_max(_entries(tiles, tile, turn))
+        return jnp.maximum(peak, mine), jnp.where(peak >= mine, where, tile)
+
+    start = (threads.filled(-jnp.inf), threads.filled(0, jnp.int32))
+    peak, where = lax.fori_loop(0, tiles.count(), larger, start)
+    best = threads.warp_max(peak)
+    # Each thread looks again at the tile in which it saw its largest entry.
+    place = threads.filled(2**30, jnp.int32)
+    for i, begin in reversed(list(enumerate(tiles.starts(where, turn)))):
+        first = tiles.ids(where) + i * tiles.chunk
+        for j, x in reversed(list(enumerate(tiles.entries(begin)))):
+            place = jnp.where(x == best, first + j, place)
+    return best, lax.bitcast_convert_type(threads.warp_min(place), jnp.float32)
+
+
+def tree_max(xs: list[Any]) -> Any:
+    """The largest of arrays, NaN where one is, in pairs."""
+    while len(xs) > 1:
+        pairs = zip(xs[::2], xs[1::2], strict=False)
+        xs = [jnp.maximum(a, b) for a, b in pairs] + xs[len(xs) // 2 * 2 :]
+    return xs[0]
+
+

@@ -98,6 +98,7 @@ def _array(value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def shared_address(ref: Any) -> Any:
+    """Where a ref of shared memory begins, in 32 bits."""
     return llvm.ptrtoint(i32(), utils.memref_ptr(ref))
 
 
@@ -175,6 +176,10 @@ class Gpu:
         """Wait for the whole warpgroup, and see what it wrote to shared memory."""
         plgpu.commit_smem()
 
+    def either(self, which: jax.Array, first: Any, second: Any) -> Any:
+        """What `first` or `second` gives; `which` is the same in all threads of a warp."""
+        return lax.cond(self.scalar(which.astype(jnp.int32)) == 1, first, second)
+
     # Memory.
 
     def gather(self, ref: Any, *indices: jax.Array) -> jax.Array:
@@ -189,13 +194,10 @@ class Gpu:
         def run(ref: Any, *at: Any) -> Any:
             is_bool = dtype == jnp.bool_
             kind = ir.IntegerType.get_signless(8) if is_bool else _element_type(dtype)
-            pointer = utils.memref_ptr(ref)
-            offset = arith.extsi(i64(), at[0])
+            start = _address(ref)
             if columns:
-                width = arith.constant(i64(), ir.IntegerAttr.get(i64(), columns))
-                offset = arith.addi(arith.muli(offset, width), arith.extsi(i64(), at[1]))
-            address = add_scaled(llvm.ptrtoint(i64(), pointer), offset, size)
-            value = llvm.load(kind, llvm.inttoptr(pointer.type, address))
+                start = add_scaled(start, at[0], columns * size)
+            value = llvm.load(kind, _pointer(ref, add_scaled(start, at[-1], size)))
             if is_bool:
                 return (arith.extui(i32(), value),)
             if widened == jnp.float32 and size < 4:
@@ -210,17 +212,25 @@ class Gpu:
 
         def run(ref: Any, index: Any, value: Any, where: Any) -> None:
             kind = _element_type(dtype)
-            pointer = utils.memref_ptr(ref)
-            address = add_scaled(llvm.ptrtoint(i64(), pointer), index, size)
+            address = add_scaled(_address(ref), index, size)
             if value.type != kind:
                 value = arith.truncf(kind, value)
             with utils.when(arith.cmpi(arith.CmpIPredicate.ne, where, utils.c(0, i32()))):
-                llvm.store(value, llvm.inttoptr(pointer.type, address))
+                llvm.store(value, _pointer(ref, address))
 
         inline(run, (ref,), (index, value, where.astype(jnp.int32)))
 
+    def fill(self, ref: Any, start: jax.Array, begin: jax.Array, end: int, value: float) -> None:
+        """``ref[start + begin : start + end] = value``; `end` is a multiple of 128."""
+
+        def run(i: jax.Array, _: None) -> None:
+            place = i * THREADS + self.index()
+            self.scatter(ref, start + place, self.filled(value), place >= begin)
+
+        lax.fori_loop(lax.div(begin, THREADS), end // THREADS, run, None)
+
     def entries(self, ref: Any, start: jax.Array, each: int) -> list[jax.Array]:
-        """``ref[start + each * t + j]`` as float32, ``[128]`` for each j.
+        """``ref[start + each * t + j]`` as float32, ``[128]`` for each j; `start` may be ``[128]``.
 
         From shared memory, sixteen bytes at a time: `start` is a multiple of what they hold.
         """
@@ -238,76 +248,29 @@ class Gpu:
         out = [((THREADS,), jnp.float32)] * each
         return inline(run, (ref,), (start, self.index()), out)
 
-    # The largest entry as stored: of two bytes each, two are compared at a time.
-
-    def nothing_yet(self, dtype: Any, each: int) -> list[jax.Array]:
-        """What `larger` begins with."""
-        dtype = jnp.dtype(dtype)
-        if dtype.itemsize == 4:
-            return [self.filled(-jnp.inf) for _ in range(each)]
-        lowest = int(np.array(-np.inf, dtype).view(np.uint16)) * 0x10001
-        word = np.uint32(lowest).view(np.int32)
-        return [self.filled(int(word), jnp.int32) for _ in range(each // 2)]
-
-    def larger(
-        self, found: list[jax.Array], ref: Any, start: jax.Array, each: int
-    ) -> list[jax.Array]:
-        """The larger of `found` and the entries, NaN where one is."""
-        dtype = jnp.dtype(ref.dtype)
-        if dtype.itemsize == 4:
-            return [
-                jnp.maximum(a, b)
-                for a, b in zip(found, self.entries(ref, start, each), strict=True)
-            ]
-        name = "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
-
-        def run(ref: Any, start: Any, thread: Any, *found: Any) -> Any:
-            words = []
-            for loaded in _loads(ref, start, thread, each // 2, jnp.dtype(jnp.int32), i32()):
-                words += [_entry(loaded, j) for j in range(loaded.type.shape[0])]
-            text = f"max.NaN.{name} $0, $1, $2;"
-            return [
-                assembly(text, "=r,r,r", a, b, result=i32(), pure=True)
-                for a, b in zip(found, words, strict=True)
-            ]
-
-        # As words: half as many, half as far apart.
-        start = lax.div(start, 2)
-        out = [((THREADS,), jnp.int32)] * (each // 2)
-        return inline(run, (ref,), (start, self.index(), *found), out)
-
-    def largest(self, found: list[jax.Array], dtype: Any) -> jax.Array:
-        """The largest of what each thread found, float32 ``[128]``."""
-        dtype = jnp.dtype(dtype)
-        if dtype.itemsize == 4:
-            return functools.reduce(jnp.maximum, found)
-
-        def run(*words: Any) -> Any:
-            pair, kind = ir.VectorType.get((2,), _element_type(dtype)), ir.F32Type.get()
-            numbers = []
-            for word in words:
-                one = vector.broadcast(ir.VectorType.get((1,), i32()), word)
-                wide = arith.extf(ir.VectorType.get((2,), kind), vector.bitcast(pair, one))
-                numbers += [_entry(wide, 0), _entry(wide, 1)]
-            return (functools.reduce(arith.maximumf, numbers),)
-
-        return inline(run, (), found, [((THREADS,), jnp.float32)])[0]
-
     def filled(self, value: Any, dtype: Any = jnp.float32) -> jax.Array:
         """``[128]`` of one value, in a register of each thread, to start a loop with."""
         return _cast(jnp.full((THREADS,), value, dtype))
 
 
+def _address(ref: Any) -> Any:
+    """Where a ref begins: 32 bits in shared memory, 64 in global memory."""
+    return llvm.ptrtoint(i32() if utils.is_smem_ref(ref) else i64(), utils.memref_ptr(ref))
+
+
+def _pointer(ref: Any, address: Any) -> Any:
+    return llvm.inttoptr(utils.memref_ptr(ref).type, address)
+
+
 def _loads(ref: Any, start: Any, thread: Any, each: int, dtype: Any, element: Any) -> list[Any]:
     per_load = min(16 // dtype.itemsize, each)
     kind, size = ir.VectorType.get((per_load,), element), dtype.itemsize
-    pointer = utils.memref_ptr(ref)
-    first = add_scaled(llvm.ptrtoint(i32(), pointer), start, size)
+    first = add_scaled(_address(ref), start, size)
     first = add_scaled(first, thread, each * size)
     return [
         llvm.load(
             kind,
-            llvm.inttoptr(pointer.type, add_scaled(first, utils.c(j, i32()), size)),
+            _pointer(ref, add_scaled(first, utils.c(j, i32()), size)),
             alignment=per_load * size,
         )
         for j in range(0, each, per_load)
@@ -355,6 +318,10 @@ class Interpreted:
         plgpu.commit_smem()
 
     @staticmethod
+    def either(which: jax.Array, first: Any, second: Any) -> Any:
+        return jax.tree.map(lambda a, b: jnp.where(which, a, b), first(), second())
+
+    @staticmethod
     def gather(ref: Any, *indices: jax.Array) -> jax.Array:
         values = ref[...][indices]
         return values.astype(
@@ -372,24 +339,17 @@ class Interpreted:
         ref[...] = ref[...].at[place].set(value.astype(ref.dtype), mode="drop")
 
     @staticmethod
-    def entries(ref: Any, start: jax.Array, each: int) -> list[jax.Array]:
-        loaded = ref[pl.ds(start, THREADS * each)].astype(jnp.float32).reshape(THREADS, each)
-        return [loaded[:, j] for j in range(each)]
-
-    def nothing_yet(self, dtype: Any, each: int) -> list[jax.Array]:
-        del dtype
-        return [self.filled(-jnp.inf) for _ in range(each)]
-
-    def larger(
-        self, found: list[jax.Array], ref: Any, start: jax.Array, each: int
-    ) -> list[jax.Array]:
-        entries = self.entries(ref, start, each)
-        return [jnp.maximum(a, b) for a, b in zip(found, entries, strict=True)]
+    def fill(ref: Any, start: jax.Array, begin: jax.Array, end: int, value: float) -> None:
+        place, some = jnp.arange(end, dtype=jnp.int32), pl.ds(start, end)
+        ref[some] = jnp.where(place >= begin, jnp.asarray(value, ref.dtype), ref[some])
 
     @staticmethod
-    def largest(found: list[jax.Array], dtype: Any) -> jax.Array:
-        del dtype
-        return functools.reduce(jnp.maximum, found)
+    def entries(ref: Any, start: jax.Array, each: int) -> list[jax.Array]:
+        if start.ndim:
+            place = start + jnp.arange(THREADS, dtype=jnp.int32) * each
+            return [ref[...][place + j].astype(jnp.float32) for j in range(each)]
+        loaded = ref[pl.ds(start, THREADS * each)].astype(jnp.float32).reshape(THREADS, each)
+        return [loaded[:, j] for j in range(each)]
 
     @staticmethod
     def filled(value: Any, dtype: Any = jnp.float32) -> jax.Array:
