@@ -210,8 +210,7 @@ def _launch(
             )
         mail = Mail(threads, shared, refs.get("mail"), refs.get("barriers"), index + warpgroup)
         request = Request(call, threads, refs, lax.axis_index("request"))
-        prefetch = config.prefetch_draft and shared.draft_tiles >= slices.tiles
-        Verifier(call, request, target, draft, mail, prefetch).run()
+        Verifier(call, request, target, draft, mail, config.prefetch_draft).run()
 
     axes: dict[str, Any] = {}
     if slices.cluster > 1:

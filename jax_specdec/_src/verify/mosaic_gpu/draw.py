@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax_specdec._src.types import Status
 from jax_specdec._src.verify import probabilistic
 from jax_specdec._src.verify.mosaic_gpu import output
+from jax_specdec._src.verify.mosaic_gpu.config import WARPS
 from jax_specdec._src.verify.mosaic_gpu.mail import tree_sum
 from jax_specdec._src.verify.mosaic_gpu.request import LOG2E
 from jax_specdec._src.verify.mosaic_gpu.statistics import Exponent
@@ -179,8 +180,7 @@ class Draw:
 
     def pick(self, weighed: Weighed) -> None:
         """The tile, then the token in it, by the warpgroup that has the tile."""
-        u = self.request.at(self.request.uniforms, self.call.k)
-        tile, _, _ = self.least(weighed.masses, self.mail.tile_places(), u)
+        tile = self.pick_tile(weighed.masses)
         place = tile - self.mail.slice * self.mail.shared.slices.tiles
 
         @pl.when((place >= 0) & (place < self.mail.shared.slices.tiles))
@@ -207,35 +207,27 @@ class Draw:
 
             self.pick_in_tile(place, weights)
 
-    def least(
-        self, masses: list[jax.Array], places: list[jax.Array], u: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The least place whose inclusive sum exceeds ``u * total``, never one of no mass.
+    def pick_tile(self, masses: list[jax.Array]) -> jax.Array:
+        """The least tile whose inclusive sum exceeds ``u * total``, never one of no mass.
 
         Args:
-          masses: by lane, arrays in order.
-          places: their places.
-          u: ``[]`` float32.
+          masses: by lane, one array for every 32 tiles.
 
         Returns:
-          The place, the last one with mass where rounding finds none; ``u * total``; and by lane
-          the sums of the last array.
+          ``[]`` int32, the last one with mass where rounding finds none.
         """
-        threads = self.threads
+        threads, places = self.threads, self.mail.tile_places()
         sums, before = [threads.warp_scan(mass) for mass in masses], jnp.float32(0)
         for i, inclusive in enumerate(sums):
             sums[i] = inclusive + before
             before = threads.scalar(threads.from_lane(sums[i], WARP - 1))
-        target = u * before
-        keys = []
+        aim = self.request.at(self.request.uniforms, self.call.k) * before
+        least = threads.filled(4 * _NONE, jnp.int32)
         for mass, inclusive, place in zip(masses, sums, places, strict=True):
-            last = jnp.where(mass > 0, 2 * _NONE - place, 4 * _NONE)
-            keys.append(jnp.where((mass > 0) & (inclusive > target), place, last))
-        least = keys[0]
-        for key in keys[1:]:
-            least = jnp.minimum(least, key)
+            key = jnp.where(inclusive > aim, place, 2 * _NONE - place)
+            least = jnp.minimum(least, jnp.where(mass > 0, key, 4 * _NONE))
         key = threads.scalar(threads.warp_min(least))
-        return jnp.where(key < _NONE, key, 2 * _NONE - key), target, sums[-1]
+        return jnp.where(key < _NONE, key, 2 * _NONE - key)
 
     def pick_in_tile(self, tile: jax.Array, weights: Any) -> None:
         """Choose a warp's part of a chunk, then one of its threads, then one of the thread's ids.
@@ -245,28 +237,50 @@ class Draw:
           weights: from the number of a chunk to its weights.
         """
         threads, request, target = self.threads, self.request, self.target
-        chunks = TILE // target.chunk
-        parts = [threads.warp_sum(tree_sum(weights(jnp.int32(i)))) for i in range(chunks)]
-        masses = self.mail.cells(parts)
-        u = request.at(request.uniforms, self.call.k + 1)
-        cell, aim, up_to = self.least([masses], [request.lane], u)
-        before = threads.scalar(threads.from_lane(up_to - masses, cell))
-        chunk, warp = lax.div(cell, 4), lax.rem(cell, 4)
+        chunks = [weights(jnp.int32(i)) for i in range(TILE // target.chunk)]
+        sums = [tree_sum(list(chunk)) for chunk in chunks]
+        inclusive = [threads.warp_scan(x) for x in sums]
+        parts = self.mail.cells([threads.from_lane(x, WARP - 1) for x in inclusive])
+        total = tree_sum(list(parts))
+        aim = request.at(request.uniforms, self.call.k + 1) * total
+        cell, before = pick_scalar(parts, aim)
+        chunk, warp = lax.div(cell, WARPS), lax.rem(cell, WARPS)
 
-        mine = weights(chunk)
-        sums = tree_sum(list(mine))
-        inclusive = threads.warp_scan(sums) + before
-        found = (sums > 0) & (inclusive > aim)
-        running, place, searching = inclusive - sums, jnp.zeros_like(request.lane), sums == sums
-        for j, weight in enumerate(mine):
+        def chosen(values: list[jax.Array]) -> jax.Array:
+            found = values[0]
+            for i, value in enumerate(values[1:], start=1):
+                found = jnp.where(chunk == i, value, found)
+            return found
+
+        mass = chosen(sums)
+        up_to = chosen(inclusive) + before
+        running, place, searching = up_to - mass, jnp.zeros_like(request.lane), mass == mass
+        for j, of_chunks in enumerate(zip(*chunks, strict=True)):
+            weight = chosen(list(of_chunks))
             take = (weight > 0) & searching
             place = jnp.where(take, j, place)
             running = running + weight
             searching = searching & ~(take & (running > aim))
         place = place + threads.index() * target.each + chunk * target.chunk
-        last = jnp.where(sums > 0, 2 * TILE - place, 4 * TILE)
-        key = threads.warp_min(jnp.where(found, place, last))
+        last = jnp.where(mass > 0, 2 * TILE - place, 4 * TILE)
+        key = threads.warp_min(jnp.where((mass > 0) & (up_to > aim), place, last))
         place = jnp.where(key < TILE, key, 2 * TILE - key)
-        token_id = self.target.first + tile * TILE + place
+        token_id = target.first + tile * TILE + place
         is_writer = lax.div(threads.index(), WARP) == warp
         output.write(request, self.num_accepted, token_id, jnp.int32(Status.OK), is_writer)
+
+
+def pick_scalar(weights: list[jax.Array], aim: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The least index whose inclusive sum exceeds `aim`, among positive weights.
+
+    Returns:
+      The index, the last positive one where rounding finds none; and the sum before it.
+    """
+    index, before, inclusive = jnp.int32(0), jnp.float32(0), jnp.float32(0)
+    searching = aim == aim
+    for i, weight in enumerate(weights):
+        take = (weight > 0) & searching
+        index, before = jnp.where(take, i, index), jnp.where(take, inclusive, before)
+        inclusive = inclusive + weight
+        searching = searching & ~(take & (inclusive > aim))
+    return index, before

@@ -89,6 +89,8 @@ class Verifier:
                 for i in range(min(self.held, self.call.k + 1)):
                     pl.when(i < request.num_rows)(functools.partial(self.open, jnp.int32(i)))
             self.target.prepare()
+            if self.draft is not None:
+                self.draft.prepare()
             request.know_drafts()
             self.know_probabilities()
             if not self.threads.interpreted:
@@ -270,7 +272,7 @@ class Verifier:
             assert draft is not None
             unused = uses_q & (kept | (status != OK))
             pl.when(unused)(lambda: draft.drain(begun))
-            draft_turn = jnp.where(unused, draft.following(begun), begun)
+            draft_turn = jnp.where(unused, draft.drained(begun), begun)
         return Seen(kept.astype(jnp.int32), status, target, best, of_row, draft_turn)
 
     def known(self, values: list[jax.Array], other: float) -> list[jax.Array]:

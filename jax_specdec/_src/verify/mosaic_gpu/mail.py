@@ -138,27 +138,24 @@ class Mail:
             found.append(jnp.where(tile < count, tree_sum(parts), 0.0))
         return found
 
-    def cells(self, masses: list[jax.Array]) -> jax.Array:
-        """Masses of the parts of a tile by lane, part ``4 i + w`` of warp w's i-th; 0 beyond.
+    def cells(self, masses: list[jax.Array]) -> list[jax.Array]:
+        """Each warp's numbers, within the warpgroup.
 
         Args:
           masses: float32 ``[128]`` each, the same in all threads of a warp.
 
         Returns:
-          float32 ``[128]`` by lane.
+          ``[]`` each: those of the first array by warp, then of the second, and so on.
         """
         if self.threads.interpreted:
-            return _by_lane(jnp.stack([m.reshape(WARPS, WARP)[:, 0] for m in masses]).reshape(-1))
-        begin = self.shared.cells + lax.rem(self.slice, self.shared.slices.warpgroups) * (
-            self.shared.cells_per_warpgroup
-        )
+            return [m[w * WARP] for m in masses for w in range(WARPS)]
+        group = lax.rem(self.slice, self.shared.slices.warpgroups)
+        begin = self.shared.cells + group * self.shared.cells_per_warpgroup
         warp = lax.div(self.threads.index(), WARP)
         for i, mass in enumerate(masses):
             self.threads.scatter(self.ref, begin + i * WARPS + warp, mass, self._lane == 0)
         self.threads.meet()
-        count = len(masses) * WARPS
-        found = self.threads.gather(self.ref, begin + jnp.minimum(self._lane, count - 1))
-        return jnp.where(self._lane < count, found, 0.0)
+        return [self.ref[begin + i] for i in range(len(masses) * WARPS)]
 
 
 def _by_lane(values: jax.Array) -> jax.Array:

@@ -80,6 +80,10 @@ class Tiles:
         """The turn after that of a row."""
         return turn + (1 if self.whole else self.copied())
 
+    def drained(self, turn: jax.Array) -> jax.Array:
+        """The turn after that of a row of which only the first tiles were copied."""
+        return turn + (1 if self.whole else jnp.minimum(self.copied(), self.slots))
+
     def _slot(self, tile: jax.Array, turn: jax.Array) -> jax.Array:
         if self.whole:
             return _remainder(turn, self.slots // self.per_slice) * self.per_slice + tile
