@@ -6,7 +6,6 @@ import functools
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -79,9 +78,7 @@ def interpreted(config: KernelConfig, **params):
 # One warpgroup for a request: interpreted blocks that wait for each other block the threads that
 # the others need, and with two cores may never end. Clusters are tested on a GPU.
 alone = interpreted(KernelConfig(max_cluster=1))
-early = interpreted(
-    KernelConfig(max_cluster=1, target_rows=3, draft_tiles=8, prefetch_draft=True)
-)
+whole = interpreted(KernelConfig(max_cluster=1, draft_tiles=8))
 
 
 def agrees(layout, verifier):
@@ -95,8 +92,8 @@ def test_gives_the_tokens_of_the_oracle(layout):
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[5]], ids=str)
-def test_gives_the_tokens_of_the_oracle_with_draft_rows_fetched_early(layout):
-    agrees(layout, early)
+def test_gives_the_tokens_of_the_oracle_with_draft_rows_held_whole(layout):
+    agrees(layout, whole)
 
 
 @pytest.mark.parametrize("draft_vocab", [None, 8320])

@@ -218,7 +218,9 @@ def _check_implementation(implementation: Implementation | None) -> None:
         raise NotImplementedError(why_not)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "vocab_size", "implementation", "kernel_config"))
+@functools.partial(
+    jax.jit, static_argnames=("config", "vocab_size", "implementation", "kernel_config")
+)
 def _rejection_sample(
     target_logits: jax.Array,
     drafts: Drafts,

@@ -103,11 +103,9 @@ def verify(
         draft_rows=operands["draft"].shape[0] if kind != "none" else 0,
         draft_size=min(operands["draft"].shape[1], size) if kind != "none" else 0,
     )
-    shared = plan(
-        target_logits, distribution, num_requests=num_requests, size=size, config=config
-    )
+    shared = plan(target_logits, distribution, num_requests=num_requests, size=size, config=config)
     present = {name: x for name, x in operands.items() if x is not None}
-    return _launch(call, shared, config, present, num_requests, interpret)
+    return _launch(call, shared, present, num_requests, interpret)
 
 
 def _random_operands(
@@ -124,16 +122,13 @@ def _random_operands(
 def _launch(
     call: Call,
     shared: Shared,
-    config: KernelConfig,
     operands: dict[str, Any],
     num_requests: int,
     interpret: Any,
 ) -> RejectionSampleOutput:
     slices, interpreted = shared.slices, bool(interpret)
-    if interpreted and slices.cluster * slices.warpgroups > 1:
-        raise NotImplementedError(
-            "interpret mode runs one warpgroup per request: pass a config with max_cluster=1"
-        )
+    if interpreted != (slices.cluster == 1):
+        raise NotImplementedError("max_cluster=1 is for interpret mode, which has no other")
     outputs = {
         "token_ids_out": (num_requests * (call.k + 1),),
         "num_accepted": (num_requests,),
@@ -141,18 +136,14 @@ def _launch(
         "status": (num_requests,),
     }
     scratch: dict[str, Any] = {
-        "target_held": plgpu.SMEM(
-            (slices.warpgroups * shared.target_tiles * shared.target_stride,),
-            operands["target"].dtype,
-        )
+        "target_held": plgpu.SMEM((slices.tiles * shared.target_stride,), operands["target"].dtype)
     }
     if shared.draft_tiles:
         scratch["draft_held"] = plgpu.SMEM(
-            (slices.warpgroups * shared.draft_tiles * shared.draft_stride,),
-            operands["draft"].dtype,
+            (shared.draft_tiles * shared.draft_stride,), operands["draft"].dtype
         )
     if interpreted:
-        scratch["target_arrived"] = plgpu.Barrier(num_barriers=shared.target_tiles)
+        scratch["target_arrived"] = plgpu.Barrier(num_barriers=slices.tiles)
         if shared.draft_tiles:
             scratch["draft_arrived"] = plgpu.Barrier(num_barriers=shared.draft_tiles)
     else:
@@ -166,10 +157,7 @@ def _launch(
     def verify_drafts(*args: Any) -> None:
         refs = dict(zip(names, args, strict=True))
         threads: Any = Interpreted() if interpreted else Gpu()
-        index = jnp.int32(0)
-        if slices.cluster > 1:
-            index = lax.axis_index("block") * slices.warpgroups
-        warpgroup = lax.axis_index("warpgroup") if slices.warpgroups > 1 else jnp.int32(0)
+        block = jnp.int32(0) if interpreted else lax.axis_index("block")
         if not interpreted:
             signals.open_barriers(refs["barriers"], shared.barriers)
 
@@ -181,42 +169,32 @@ def _launch(
                 barriers=refs[f"{name}_arrived" if interpreted else "barriers"],
                 slots=slots,
                 per_slice=slices.tiles,
-                first_slot=warpgroup * slots,
-                first_barrier=first_barrier + warpgroup * slots,
-                first=(index + warpgroup) * slices.ids,
+                first_barrier=first_barrier,
+                first=block * slices.ids,
                 row_size=call.size,
                 each=each,
                 **kwargs,
             )
 
-        target_tiles = shared.target_tiles
-        target = tiles(
-            "target",
-            target_tiles,
-            3,
-            stride=shared.target_stride,
-            size=call.size,
-            fill=-jnp.inf,
-        )
+        stride = shared.target_stride
+        target = tiles("target", slices.tiles, 3, stride=stride, size=call.size, fill=-jnp.inf)
         draft = None
         if shared.draft_tiles:
             draft = tiles(
                 "draft",
                 shared.draft_tiles,
-                3 + slices.warpgroups * target_tiles,
+                3 + slices.tiles,
                 stride=shared.draft_stride,
                 size=call.draft_size,
                 fill=0.0 if call.draft == "probs" else -jnp.inf,
             )
-        mail = Mail(threads, shared, refs.get("mail"), refs.get("barriers"), index + warpgroup)
+        mail = Mail(threads, shared, refs.get("mail"), refs.get("barriers"), block)
         request = Request(call, threads, refs, lax.axis_index("request"))
-        Verifier(call, request, target, draft, mail, config.prefetch_draft).run()
+        Verifier(call, request, target, draft, mail).run()
 
     axes: dict[str, Any] = {}
-    if slices.cluster > 1:
+    if not interpreted:
         axes = dict(cluster=(slices.cluster,), cluster_names=("block",))
-    if slices.warpgroups > 1:
-        axes |= dict(num_threads=slices.warpgroups, thread_name="warpgroup")
     kernel = plgpu.kernel(
         verify_drafts,
         out_type=tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in outputs.values()),

@@ -73,7 +73,7 @@ class Draw:
 
     def run(self) -> None:
         """Draw and write."""
-        if self.draft is not None and not self.verifier.prefetch_draft:
+        if self.draft is not None:
             pl.when(self.from_residual)(
                 lambda: self.draft.open(self.draft_row, self.seen.draft_turn)
             )
@@ -89,7 +89,7 @@ class Draw:
         start = Weighed(jnp.int32(0), self.from_residual, nothing, zero)
         weighed = lax.while_loop(again, self.weigh, start)
         bad = ~(weighed.total > 0)  # then the draft row holds no probabilities
-        is_first = self.mail.slice * WARP + self.request.lane < WARP
+        is_first = self.verifier.is_first_warp()
         bad_row = jnp.int32(Status.BAD_DRAFT_ROW)
         pl.when(bad)(
             lambda: output.write(self.request, self.num_accepted, jnp.int32(0), bad_row, is_first)
@@ -181,7 +181,7 @@ class Draw:
     def pick(self, weighed: Weighed) -> None:
         """The tile, then the token in it, by the warpgroup that has the tile."""
         tile = self.pick_tile(weighed.masses)
-        place = tile - self.mail.slice * self.mail.shared.slices.tiles
+        place = tile - self.mail.block * self.mail.shared.slices.tiles
 
         @pl.when((place >= 0) & (place < self.mail.shared.slices.tiles))
         def _() -> None:

@@ -1,14 +1,13 @@
 """One launch that verifies a batch: a cluster of blocks per request.
 
-Every warpgroup of a cluster holds one slice of a row in shared memory, and all make the same
-decisions from the same numbers. The row that was read last is the one to draw from, so it is still
-there.
+Every block of a cluster holds one slice of a row in shared memory, and all make the same decisions
+from the same numbers. A row is read once its position is reached. The one that was read last is the
+one to draw from, so it is still there.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +40,7 @@ class Seen(NamedTuple):
       target: normalizer of the target row; of a sampled request.
       best: ``[]`` int32, the row's argmax; of a greedy request.
       draft: normalizer of the draft row; where normalizers are not stored.
-      draft_turn: ``[]`` int32, the turn at which the next draft row begins, or the one that is open.
+      draft_turn: ``[]`` int32, the turn of the next draft row.
     """
 
     accepted: jax.Array
@@ -53,7 +52,7 @@ class Seen(NamedTuple):
 
 
 class Verifier:
-    """One warpgroup at work on one request, while the kernel is traced.
+    """One block at work on one request, while the kernel is traced.
 
     Attributes:
       call: what is static.
@@ -61,23 +60,13 @@ class Verifier:
       target: target rows.
       draft: tiles of draft rows, or None where there are none.
       mail: what reaches the others.
-      held: target rows held at a time.
-      prefetch_draft: whether draft rows are fetched before it is known that they are needed.
     """
 
     def __init__(
-        self,
-        call: Call,
-        request: Request,
-        target: Tiles,
-        draft: Tiles | None,
-        mail: Mail,
-        prefetch_draft: bool,
+        self, call: Call, request: Request, target: Tiles, draft: Tiles | None, mail: Mail
     ):
         self.call, self.request, self.target, self.draft = call, request, target, draft
         self.mail, self.threads = mail, request.threads
-        self.held = target.slots // target.per_slice
-        self.prefetch_draft = prefetch_draft and draft is not None and call.draft != "logits"
 
     def run(self) -> None:
         """Walk the positions, draw the last token, write the output."""
@@ -86,8 +75,7 @@ class Verifier:
         @pl.when(request.status == OK)
         def _() -> None:
             if self.call.rates is None:
-                for i in range(min(self.held, self.call.k + 1)):
-                    pl.when(i < request.num_rows)(functools.partial(self.open, jnp.int32(i)))
+                pl.when(request.num_rows > 0)(lambda: self.open(jnp.int32(0)))
             self.target.prepare()
             if self.draft is not None:
                 self.draft.prepare()
@@ -95,18 +83,13 @@ class Verifier:
             self.know_probabilities()
             if not self.threads.interpreted:
                 signals.meet()
-            if self.call.rates is None:
-                num_visited, num_accepted, seen = self.walk()
-                self.emit(num_accepted, seen)
-                self.drain(num_visited)
-            else:
-                self.emit(*self.synthetic_walk())
+            self.emit(*(self.walk() if self.call.rates is None else self.synthetic_walk()))
 
         @pl.when(request.status != OK)
         def _() -> None:
             if not self.threads.interpreted:
                 signals.meet()
-            output.write_status(request, self.mail.slice, request.status)
+            output.write_status(request, self.mail.block, request.status)
 
     def turn(self, position: jax.Array) -> jax.Array:
         """The turn at which a position's target row begins."""
@@ -145,8 +128,8 @@ class Verifier:
 
     # Deciding.
 
-    def walk(self) -> tuple[jax.Array, jax.Array, Seen]:
-        """Positions in order, until one is not accepted: how many, and how many were accepted."""
+    def walk(self) -> tuple[jax.Array, Seen]:
+        """Positions in order, until one is not accepted."""
 
         def goes_on(state: tuple[jax.Array, Seen]) -> jax.Array:
             position, last = state
@@ -156,7 +139,7 @@ class Verifier:
         def step(state: tuple[jax.Array, Seen]) -> tuple[jax.Array, Seen]:
             position, last = state
             seen = self.visit(position, position, last.draft_turn)
-            following = position + self.held
+            following = position + 1
             pl.when((seen.accepted == 1) & (following < self.request.num_rows))(
                 lambda: self.open(following)
             )
@@ -164,15 +147,7 @@ class Verifier:
 
         position, last = lax.while_loop(goes_on, step, (jnp.int32(0), self.nothing()))
         ended = (position > 0) & (last.accepted == 0)
-        return position, jnp.where(ended, position - 1, position), last
-
-    def drain(self, num_visited: jax.Array) -> None:
-        """Wait for the rows that were fetched ahead in vain: no block may end before."""
-        for i in range(self.held - 1):
-            turn = self.turn(num_visited + i)
-            pl.when(num_visited + i < self.request.num_rows)(
-                functools.partial(self.target.drain, turn)
-            )
+        return jnp.where(ended, position - 1, position), last
 
     def synthetic_walk(self) -> tuple[jax.Array, Seen]:
         """Accept by rate, then read the one row that the last token comes from."""
@@ -205,14 +180,12 @@ class Verifier:
         """
         request, call, threads, draft = self.request, self.call, self.threads, self.draft
         begun = draft_turn
-        reads_draft = self.prefetch_draft or call.draft == "logits"
         uses_q = jnp.bool_(False)
-        if reads_draft:
+        if call.draft == "logits":
             assert draft is not None
             uses_q = request.at(self.uses_q.astype(jnp.int32), position) == 1
             draft_row = request.at(self.draft_row, position)
             pl.when(uses_q)(lambda: draft.open(draft_row, begun))
-
         row = request.first_row + position
         at = self.turn(position)
         told = lax.cond(
@@ -268,23 +241,15 @@ class Verifier:
         flags = request.at(accepted + 2 * bad.astype(jnp.int32), position)
         status = jnp.where((status == OK) & (flags >= 2), jnp.int32(BAD_DRAFT_ROW), status)
         kept = (status == OK) & (flags == 1)
-        if self.prefetch_draft:
-            assert draft is not None
-            unused = uses_q & (kept | (status != OK))
-            pl.when(unused)(lambda: draft.drain(begun))
-            draft_turn = jnp.where(unused, draft.drained(begun), begun)
         return Seen(kept.astype(jnp.int32), status, target, best, of_row, draft_turn)
 
     def known(self, values: list[jax.Array], other: float) -> list[jax.Array]:
         """Values by warp, `other` where there is none."""
         return [
-            jnp.where(there, v, other)
-            for there, v in zip(self.mail.is_warp(), values, strict=True)
+            jnp.where(there, v, other) for there, v in zip(self.mail.is_warp(), values, strict=True)
         ]
 
-    def lowest(
-        self, peaks: list[jax.Array], places: list[jax.Array], peak: jax.Array
-    ) -> jax.Array:
+    def lowest(self, peaks: list[jax.Array], places: list[jax.Array], peak: jax.Array) -> jax.Array:
         """The least of the places of the row's largest entry."""
         found = [
             jnp.where(m == peak, lax.bitcast_convert_type(p, jnp.int32), jnp.int32(2**30))
@@ -295,9 +260,7 @@ class Verifier:
             least = jnp.minimum(least, other)
         return self.threads.scalar(self.threads.warp_min(least))
 
-    def total(
-        self, peaks: list[jax.Array], sums: list[jax.Array], peak: jax.Array
-    ) -> jax.Array:
+    def total(self, peaks: list[jax.Array], sums: list[jax.Array], peak: jax.Array) -> jax.Array:
         """The row's mass relative to its largest entry."""
         masses = [
             jnp.where(m > -jnp.inf, s * statistics.decay(m, peak, self.request.scale), 0.0)
@@ -307,6 +270,10 @@ class Verifier:
         for other in masses[1:]:
             total = total + other
         return self.threads.scalar(self.threads.warp_sum(total))
+
+    def is_first_warp(self) -> jax.Array:
+        """Whether a thread is in the first warp of the cluster, ``[128]`` bool."""
+        return (self.threads.index() < WARP) & (self.mail.block == 0)
 
     # Emitting.
 
@@ -319,7 +286,7 @@ class Verifier:
         @pl.when(~draws)
         def _() -> None:
             token_id = jnp.where(visited, seen.best, request.bonus)
-            is_writer = self.mail.slice * WARP + request.lane < WARP
+            is_writer = self.is_first_warp()
             output.write(request, num_accepted, token_id, seen.status, is_writer)
 
         pl.when(draws)(lambda: Draw(self, num_accepted, seen).run())

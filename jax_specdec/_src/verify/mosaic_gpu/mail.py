@@ -30,19 +30,19 @@ class Mail:
       shared: where the boxes are.
       ref: float32 ref in shared memory, or None in interpret mode.
       barriers: ref of barriers, or None in interpret mode.
-      slice: ``[]`` int32, which slice of the row this warpgroup has.
+      block: ``[]`` int32, which block of the cluster this is.
     """
 
     threads: Any
     shared: Shared
     ref: Any
     barriers: Any
-    slice: jax.Array
+    block: jax.Array
 
     @property
     def _warp(self) -> jax.Array:
         """Which warp of the cluster each thread is in."""
-        return self.slice * WARPS + lax.div(self.threads.index(), WARP)
+        return self.block * WARPS + lax.div(self.threads.index(), WARP)
 
     @property
     def _lane(self) -> jax.Array:
@@ -139,7 +139,7 @@ class Mail:
         return found
 
     def cells(self, masses: list[jax.Array]) -> list[jax.Array]:
-        """Each warp's numbers, within the warpgroup.
+        """Each warp's numbers, within the block.
 
         Args:
           masses: float32 ``[128]`` each, the same in all threads of a warp.
@@ -149,8 +149,7 @@ class Mail:
         """
         if self.threads.interpreted:
             return [m[w * WARP] for m in masses for w in range(WARPS)]
-        group = lax.rem(self.slice, self.shared.slices.warpgroups)
-        begin = self.shared.cells + group * self.shared.cells_per_warpgroup
+        begin = self.shared.cells
         warp = lax.div(self.threads.index(), WARP)
         for i, mass in enumerate(masses):
             self.threads.scatter(self.ref, begin + i * WARPS + warp, mass, self._lane == 0)

@@ -39,12 +39,12 @@ def write(
     )
 
 
-def write_status(request: Request, slice_: jax.Array, status: jax.Array) -> None:
+def write_status(request: Request, block: jax.Array, status: jax.Array) -> None:
     """Nothing but why."""
     index = request.threads.index()
     zero = jnp.int32(0)
     nothing = request.threads.filled(PLACEHOLDER_TOKEN_ID, jnp.int32)
-    _store(request, nothing, zero, zero, status, (slice_ == 0) & (index < WARP))
+    _store(request, nothing, zero, zero, status, (block == 0) & (index < WARP))
 
 
 def _store(

@@ -1,9 +1,8 @@
-"""The tiles of a row's slice in shared memory, one warpgroup's own: copied, put right, read."""
+"""The tiles of a row's slice in a block's shared memory: copied, put right, read."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,21 +21,20 @@ from jax_specdec._src.verify.tiles import TILE
 class Tiles:
     """Slots that hold the tiles of rows that are opened one after another.
 
-    A turn says which slots a row takes. Where the slots hold whole slices, turns count rows; else
-    they count the tiles that were copied, and tiles take the slots in a ring. What a tile has past
+    Where there are slots for a whole slice, a tile's slot is its place and turns count rows; else
+    tiles take the slots in a ring, and turns count the tiles that were copied. What a tile has past
     the ids that count reads as `fill`.
 
     Attributes:
       threads: the operations of the warpgroup.
       rows: ref ``[R, columns]`` in global memory.
-      held: ref of shared memory, flat, of all warpgroups.
-      barriers: ref of barriers, or `plgpu.Barrier` of this warpgroup in interpret mode.
+      held: ref of shared memory, flat.
+      barriers: ref of barriers, or `plgpu.Barrier` in interpret mode.
       slots: tiles held.
       per_slice: tiles of a slice, the last slice of a row aside.
       stride: from one slot to the next.
-      first_slot: ``[]`` int32, the first of this warpgroup.
-      first_barrier: ``[]`` int32, the barrier of that slot.
-      first: ``[]`` int32, the first id of this warpgroup's slice.
+      first_barrier: the barrier of the first slot.
+      first: ``[]`` int32, the first id of this block's slice.
       size: ids of a row that count.
       row_size: ids of the target row that count; tiles past `size` are all `fill`.
       fill: the entry of an id that does not count.
@@ -50,8 +48,7 @@ class Tiles:
     slots: int
     per_slice: int
     stride: int
-    first_slot: jax.Array
-    first_barrier: jax.Array
+    first_barrier: int
     first: jax.Array
     size: int
     row_size: int
@@ -74,39 +71,27 @@ class Tiles:
     @property
     def whole(self) -> bool:
         """Whether slots hold whole slices."""
-        return self.slots % self.per_slice == 0
+        return self.slots == self.per_slice
 
     def following(self, turn: jax.Array) -> jax.Array:
         """The turn after that of a row."""
         return turn + (1 if self.whole else self.copied())
 
-    def drained(self, turn: jax.Array) -> jax.Array:
-        """The turn after that of a row of which only the first tiles were copied."""
-        return turn + (1 if self.whole else jnp.minimum(self.copied(), self.slots))
-
     def _slot(self, tile: jax.Array, turn: jax.Array) -> jax.Array:
-        if self.whole:
-            return _remainder(turn, self.slots // self.per_slice) * self.per_slice + tile
-        return _remainder(turn + tile, self.slots)
+        return tile if self.whole else _remainder(turn + tile, self.slots)
 
     def _parity(self, tile: jax.Array, turn: jax.Array) -> jax.Array:
-        if self.whole:
-            return _remainder(_quotient(turn, self.slots // self.per_slice), 2)
-        return _remainder(_quotient(turn + tile, self.slots), 2)
+        return _remainder(turn if self.whole else _quotient(turn + tile, self.slots), 2)
 
     def _start(self, tile: jax.Array, turn: jax.Array) -> jax.Array:
-        return (self.first_slot + self._slot(tile, turn)) * self.stride
+        return self._slot(tile, turn) * self.stride
 
     def prepare(self) -> None:
         """Fill what no copy will reach; once, before the first row."""
         if self._fills_once and not self.threads.interpreted:
             last = self.copied() - 1
             count = self.size - self.first - last * TILE
-            for i in range(self.slots // self.per_slice):
-                turn = jnp.int32(i)
-                pl.when((count < TILE) & (last >= 0))(
-                    functools.partial(self._fill, count, last, turn)
-                )
+            pl.when((count < TILE) & (last >= 0))(lambda: self._fill(count, last, last))
 
     @property
     def _fills_once(self) -> bool:
@@ -116,7 +101,7 @@ class Tiles:
 
     def open(self, row: jax.Array, turn: jax.Array) -> None:
         """Begin to copy the first tiles of a row; all have done reading what they replace."""
-        self._copy(row, jnp.int32(0), min(self.slots, self.per_slice), turn)
+        self._copy(row, jnp.int32(0), self.slots, turn)
 
     def reopen(self, row: jax.Array, tile: jax.Array, turn: jax.Array) -> None:
         """Have one tile here again, where slots do not hold whole slices; see `reopened`."""
@@ -143,7 +128,7 @@ class Tiles:
             row,
             first,
             self.held,
-            (self.first_slot + slot) * self.stride,
+            slot * self.stride,
             self.barriers,
             self.first_barrier + slot,
             jnp.where((index < count) & (tile + index < self.per_slice), size, 0),
@@ -203,14 +188,6 @@ class Tiles:
         def _() -> None:
             self.threads.meet()  # all have read what the copy will overwrite
             self._copy(row, tile + self.slots, 1, turn)
-
-    def drain(self, turn: jax.Array) -> None:
-        """Wait for all tiles of a row that was opened and is not needed."""
-
-        def wait(tile: jax.Array, _: None) -> None:
-            self.arrived(tile, turn)
-
-        lax.fori_loop(0, jnp.minimum(self.copied(), self.slots), wait, None)
 
     def _fill(self, count: jax.Array, tile: jax.Array, turn: jax.Array) -> None:
         """Hide what lies past `count` in a tile."""

@@ -164,5 +164,3 @@ def tree_max(xs: list[Any]) -> Any:
         pairs = zip(xs[::2], xs[1::2], strict=False)
         xs = [jnp.maximum(a, b) for a, b in pairs] + xs[len(xs) // 2 * 2 :]
     return xs[0]
-
-

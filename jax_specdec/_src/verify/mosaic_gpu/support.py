@@ -73,17 +73,14 @@ def plan(
     """What a block holds in shared memory."""
     storage = None if distribution is None else rows_of(distribution)
     config = KernelConfig.choose(num_requests) if config is None else config
-    slices = Slices.of(size, config)
+    slices = Slices.of(size, config.max_cluster)
 
     def aligned(x: jax.Array | None) -> bool:
         return x is None or x.shape[1] * x.dtype.itemsize % 16 == 0
 
-    needs_normalizer = (
-        isinstance(distribution, DraftLogits) and distribution.log_normalizer is None
-    )
+    needs_normalizer = isinstance(distribution, DraftLogits) and distribution.log_normalizer is None
     return Shared(
         slices=slices,
-        target_rows=config.target_rows,
         draft_tiles=0 if storage is None else min(config.draft_tiles, slices.tiles),
         target_size=target_logits.dtype.itemsize,
         draft_size=0 if storage is None else storage.dtype.itemsize,

@@ -7,7 +7,6 @@ is written twice: in assembly, and in jnp for GPU interpret mode.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
