@@ -64,7 +64,6 @@ def verify(
       NotImplementedError: the kernel cannot serve this call.
     """
     num_requests, distribution = sampling.temperature.shape[0], drafts.distribution
-    config = KernelConfig.choose(num_requests) if config is None else config
     why_not = unsupported(
         target_logits, distribution, randomness, num_requests=num_requests, k=k, size=size,
         config=config,

@@ -10,18 +10,25 @@ WARPS = 4
 """Warps of a block: one warpgroup."""
 
 MAX_CLUSTER = 16
-"""The largest cluster of a Hopper GPU."""
+"""The largest cluster of a Hopper GPU; more than 8 need one whose parts have 16 cores left."""
+
+MAX_TILES = 32
+"""Tiles of a slice: one thread of a warp copies each."""
+
+_CORES_OF_LARGE = 132  # H100, H200; smaller ones may have no room for a cluster of 16
+_MOST_BYTES = 96 * 1024  # of a slice: two blocks on a multiprocessor
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
     """Static choices of the Mosaic GPU kernel that change its speed and not its tokens.
 
-    A request is verified by a cluster of blocks; each holds a slice of the row that is looked at. Sums are added in another order where rows are cut otherwise: tokens are the same
-    up to ties of float32.
+    A request is verified by a cluster of blocks; each holds a slice of the row that is looked at.
+    Sums are added in another order where rows are cut otherwise: tokens are the same up to ties of
+    float32.
 
     Attributes:
-      max_cluster: blocks that share one request, at most 16. More than 8 may not fit some devices.
+      max_cluster: blocks that share one request, at most 16; more than 8 need a large device.
       draft_tiles: tiles of a draft row that a block holds at a time: more wait less, fewer leave
         room for more blocks on a multiprocessor.
 
@@ -37,16 +44,31 @@ class KernelConfig:
     draft_tiles: int = 2
 
     def __post_init__(self) -> None:
-        for name, most in (("max_cluster", MAX_CLUSTER), ("draft_tiles", 32)):
+        for name, most in (("max_cluster", MAX_CLUSTER), ("draft_tiles", MAX_TILES)):
             value = getattr(self, name)
             if not 1 <= value <= most:
                 raise ValueError(f"{name} must be in [1, {most}], but it is {value}")
 
     @classmethod
-    def choose(cls, num_requests: int) -> KernelConfig:
-        """The default: few requests wait for memory, many share its bandwidth."""
-        if num_requests <= 8:
-            return cls(max_cluster=16, draft_tiles=4)
+    def choose(cls, num_requests: int, size: int, itemsize: int, num_cores: int) -> KernelConfig:
+        """The default, a rule of thumb.
+
+        Args:
+          num_requests: B.
+          size: ids of a row that count.
+          itemsize: bytes of a target logit.
+          num_cores: multiprocessors of the device.
+
+        Returns:
+          Blocks enough to use the device where requests are few: they wait for memory and for the
+          one exponential of each entry, not for its bandwidth. Else smaller clusters, whose
+          blocks wait less for each other, and little shared memory, so that many run at once.
+        """
+        large = num_cores >= _CORES_OF_LARGE
+        if large and num_requests * MAX_CLUSTER <= num_cores:
+            return cls(max_cluster=MAX_CLUSTER, draft_tiles=4)
+        if large and Slices.of(size, 8).ids * itemsize > _MOST_BYTES:
+            return cls(max_cluster=MAX_CLUSTER)
         return cls()
 
 

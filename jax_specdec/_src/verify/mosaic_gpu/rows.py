@@ -186,7 +186,8 @@ class Tiles:
 
         @pl.when(tile + self.slots < self.count())
         def _() -> None:
-            self.threads.meet()  # all have read what the copy will overwrite
+            # All have read what the copy will overwrite, and none has written there.
+            self.threads.pause() if self.stride == TILE else self.threads.meet()
             self._copy(row, tile + self.slots, 1, turn)
 
     def _fill(self, count: jax.Array, tile: jax.Array, turn: jax.Array) -> None:

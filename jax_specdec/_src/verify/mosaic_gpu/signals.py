@@ -33,7 +33,7 @@ COPIED = 16
 
 
 def open_barriers(barriers: Any, count: int) -> None:
-    """Make `count` barriers of eight bytes ready; other blocks may use them after `meet`."""
+    """Make up to 32 barriers of eight bytes ready, by the first warp; the others after `meet`."""
 
     def run(barriers: Any) -> None:
         assembly(
@@ -45,8 +45,8 @@ def open_barriers(barriers: Any, count: int) -> None:
             mad.lo.u32 place, thread, 8, $0;
             @mine mbarrier.init.shared::cta.b64 [place], 1;
             @mine fence.mbarrier_init.release.cluster;
-            bar.sync 0;
-            barrier.cluster.arrive.release.aligned;
+            bar.warp.sync 0xffffffff;
+            barrier.cluster.arrive.relaxed.aligned;
             }}""",
             "r,~{memory}",
             shared_address(barriers),

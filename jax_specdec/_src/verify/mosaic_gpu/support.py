@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs, Noise, RaceNoise
-from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig, Shared, Slices
+from jax_specdec._src.verify.mosaic_gpu.config import MAX_TILES, KernelConfig, Shared, Slices
 
 SHARED_BYTES = 227 * 1024
 """Shared memory that a block may have on Hopper and newer."""
@@ -52,12 +52,12 @@ def unsupported(
             f"num_speculative_tokens is {k}"
         )
     shared = plan(target_logits, distribution, num_requests=num_requests, size=size, config=config)
-    if shared.bytes > SHARED_BYTES:
+    if shared.bytes > SHARED_BYTES or shared.slices.tiles > MAX_TILES:
         arrays = [target_logits] if distribution is None else [target_logits, rows_of(distribution)]
         return (
             f"implementation='mosaic_gpu' holds a slice of each row in shared memory, but {size} "
             f"ids of {' and '.join(str(x.dtype) for x in arrays)} need {shared.bytes} bytes of it "
-            f"per block and there are {SHARED_BYTES}"
+            f"in each of {shared.slices.cluster} blocks, and a block has {SHARED_BYTES}"
         )
     return None
 
@@ -72,7 +72,7 @@ def plan(
 ) -> Shared:
     """What a block holds in shared memory."""
     storage = None if distribution is None else rows_of(distribution)
-    config = KernelConfig.choose(num_requests) if config is None else config
+    config = config or choose(target_logits, num_requests=num_requests, size=size)
     slices = Slices.of(size, config.max_cluster)
 
     def aligned(x: jax.Array | None) -> bool:
@@ -88,6 +88,12 @@ def plan(
         draft_aligned=aligned(storage),
         values=4 if needs_normalizer else 2,
     )
+
+
+def choose(target_logits: jax.Array, *, num_requests: int, size: int) -> KernelConfig:
+    """The default config of a call on JAX's default device."""
+    num_cores = getattr(jax.devices()[0], "core_count", None) or 132
+    return KernelConfig.choose(num_requests, size, target_logits.dtype.itemsize, num_cores)
 
 
 def rows_of(distribution: DraftDistribution) -> jax.Array:

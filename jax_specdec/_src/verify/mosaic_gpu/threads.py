@@ -172,8 +172,13 @@ class Gpu:
 
     @staticmethod
     def meet() -> None:
-        """Wait for the whole warpgroup, and see what it wrote to shared memory."""
+        """Wait for the whole warpgroup; what it wrote to shared memory precedes later copies."""
         plgpu.commit_smem()
+
+    @staticmethod
+    def pause() -> None:
+        """Wait for the whole warpgroup, which has only read shared memory that is copied to."""
+        inline(lambda: assembly("bar.sync 1, 128;", "~{memory}"), (), ())
 
     def either(self, which: jax.Array, first: Any, second: Any) -> Any:
         """What `first` or `second` gives; `which` is the same in all threads of a warp."""
@@ -237,11 +242,13 @@ class Gpu:
 
         def run(ref: Any, start: Any, thread: Any) -> Any:
             found = []
-            for loaded in _loads(ref, start, thread, each, dtype, _element_type(dtype)):
+            element = i32() if dtype == jnp.bfloat16 else _element_type(dtype)
+            for loaded in _loads(ref, start, thread, each * dtype.itemsize, element):
                 count = loaded.type.shape[0]
-                if dtype.itemsize < 4:
+                if dtype == jnp.float16:
                     loaded = arith.extf(ir.VectorType.get((count,), ir.F32Type.get()), loaded)
-                found += [_entry(loaded, j) for j in range(count)]
+                entries = [_entry(loaded, j) for j in range(count)]
+                found += entries if dtype != jnp.bfloat16 else _halves(entries)
             return found
 
         out = [((THREADS,), jnp.float32)] * each
@@ -261,19 +268,30 @@ def _pointer(ref: Any, address: Any) -> Any:
     return llvm.inttoptr(utils.memref_ptr(ref).type, address)
 
 
-def _loads(ref: Any, start: Any, thread: Any, each: int, dtype: Any, element: Any) -> list[Any]:
-    per_load = min(16 // dtype.itemsize, each)
-    kind, size = ir.VectorType.get((per_load,), element), dtype.itemsize
-    first = add_scaled(_address(ref), start, size)
-    first = add_scaled(first, thread, each * size)
+def _loads(ref: Any, start: Any, thread: Any, each: int, element: Any) -> list[Any]:
+    """`each` bytes per thread as vectors of up to sixteen bytes."""
+    size, per_load = utils.bitwidth(element) // 8, min(16, each)
+    kind = ir.VectorType.get((per_load // size,), element)
+    itemsize = utils.bitwidth(ir.MemRefType(ref.type).element_type) // 8
+    first = add_scaled(add_scaled(_address(ref), start, itemsize), thread, each)
     return [
         llvm.load(
             kind,
-            _pointer(ref, add_scaled(first, utils.c(j, i32()), size)),
-            alignment=per_load * size,
+            _pointer(ref, add_scaled(first, utils.c(j, i32()), 1)),
+            alignment=per_load,
         )
         for j in range(0, each, per_load)
     ]
+
+
+def _halves(words: list[Any]) -> list[Any]:
+    """The two bfloat16 of each word as float32: the upper half of a number is the number."""
+    found = []
+    for word in words:
+        low = arith.shli(word, utils.c(16, i32()))
+        high = arith.andi(word, utils.c(-65536, i32()))
+        found += [arith.bitcast(ir.F32Type.get(), half) for half in (low, high)]
+    return found
 
 
 def _entry(values: Any, j: int) -> Any:
@@ -315,6 +333,8 @@ class Interpreted:
     @staticmethod
     def meet() -> None:
         plgpu.commit_smem()
+
+    pause = meet
 
     @staticmethod
     def either(which: jax.Array, first: Any, second: Any) -> Any:
