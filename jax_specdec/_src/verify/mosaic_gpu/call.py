@@ -149,9 +149,6 @@ def _launch(
         scratch["mail"] = plgpu.SMEM((shared.mail,), jnp.float32)
         scratch["barriers"] = plgpu.SMEM((2 * shared.barriers,), jnp.int32)
     names = [*operands, *outputs, *scratch]
-    # The same ids of a target and a draft row must be with the same thread.
-    sizes = [shared.target_size, shared.draft_size]
-    each = 4 if 4 in sizes else 8
 
     def verify_drafts(*args: Any) -> None:
         refs = dict(zip(names, args, strict=True))
@@ -171,7 +168,7 @@ def _launch(
                 first_barrier=first_barrier,
                 first=block * slices.ids,
                 row_size=call.size,
-                each=each,
+                each=shared.each,
                 **kwargs,
             )
 

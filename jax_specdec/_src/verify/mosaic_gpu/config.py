@@ -136,6 +136,13 @@ class Shared:
         return TILE + _slack(self.draft_aligned, self.draft_size)
 
     @property
+    def each(self) -> int:
+        """Consecutive ids per thread: the same of target and draft rows, whatever their dtypes."""
+        if not (self.target_aligned and self.draft_aligned):
+            return 2
+        return 4 if 4 in (self.target_size, self.draft_size) else 8
+
+    @property
     def masses_per_warp(self) -> int:
         """Masses of a warp's tiles, padded to what is mailed at once."""
         return -(-self.slices.tiles // 4) * 4
@@ -158,7 +165,7 @@ class Shared:
     @property
     def mail(self) -> int:
         """Floats in all."""
-        return self.cells + 4 * WARPS
+        return self.cells + TILE // (32 * self.each)
 
     @property
     def barriers(self) -> int:

@@ -49,6 +49,7 @@ class Draw:
         self.target, self.draft = verifier.target, verifier.draft
         request = self.request
         self.turn = verifier.turn(num_accepted)
+        self.row = request.first_row + num_accepted
         self.told = num_accepted + 1 if self.call.rates is None else jnp.int32(1)
         place = num_accepted
         self.rejected = request.is_proposed(num_accepted)
@@ -101,7 +102,7 @@ class Draw:
         place = self.token_id - self.target.first
         here = (place >= 0) & (place < self.target.per_slice * TILE)
         place = jnp.where(here, place, 0)
-        start = self.target.starts(lax.div(place, TILE), self.turn)[0] + lax.rem(place, TILE)
+        start = self.target.starts(self.row, lax.div(place, TILE), self.turn)[0] + lax.rem(place, TILE)
         where = jnp.zeros_like(self.threads.index()) + start
         self.threads.scatter(self.target.held, where, value, here & (self.threads.index() == 0))
         self.threads.meet()
@@ -163,14 +164,16 @@ class Draw:
         return [self.threads.warp_sum(x) for x in per_thread]
 
     def plain_masses(self, tile: jax.Array) -> jax.Array:
-        starts = self.target.starts(tile, self.turn)
+        starts = self.target.starts(self.row, tile, self.turn)
         return tree_sum([w for start in starts for w in self.plain(start)])
 
     def residual_masses(self, tile: jax.Array) -> jax.Array:
         begun, row = self.seen.draft_turn, self.draft_row
         self.draft.ready(row, tile, begun)
         starts = zip(
-            self.target.starts(tile, self.turn), self.draft.starts(tile, begun), strict=True
+            self.target.starts(self.row, tile, self.turn),
+            self.draft.starts(row, tile, begun),
+            strict=True,
         )
         weights = [w for start, draft_start in starts for w in self.residual(start, draft_start)]
         self.draft.release(row, tile, begun)
@@ -185,15 +188,15 @@ class Draw:
 
         @pl.when((place >= 0) & (place < self.mail.shared.slices.tiles))
         def _() -> None:
-            begin, chunk = self.target.starts(place, self.turn)[0], self.target.chunk
+            begin, chunk = self.target.starts(self.row, place, self.turn)[0], self.target.chunk
             if self.draft is None:
                 self.pick_in_tile(place, lambda i: self.plain(begin + i * chunk))
                 return
             # What is held of the draft row is another tile by now, unless all of it is.
-            draft_begin = self.draft.starts(place, self.seen.draft_turn)[0]
+            draft_begin = self.draft.starts(self.draft_row, place, self.seen.draft_turn)[0]
             if not self.draft.whole:
                 turn = self.draft.following(self.seen.draft_turn)
-                draft_begin = self.draft.reopened(place, turn)[0]
+                draft_begin = self.draft.reopened(self.draft_row, place, turn)[0]
                 pl.when(weighed.from_residual)(
                     lambda: self.draft.reopen(self.draft_row, place, turn)
                 )

@@ -91,7 +91,8 @@ class Tiles:
         if self._fills_once and not self.threads.interpreted:
             last = self.copied() - 1
             count = self.size - self.first - last * TILE
-            pl.when((count < TILE) & (last >= 0))(lambda: self._fill(count, last, last))
+            zero = jnp.int32(0)
+            pl.when((count < TILE) & (last >= 0))(lambda: self._fill(count, zero, last, zero))
 
     @property
     def _fills_once(self) -> bool:
@@ -109,9 +110,9 @@ class Tiles:
         self._copy(row, tile, 1, turn - tile)
         self.ready(row, tile, turn - tile)
 
-    def reopened(self, tile: jax.Array, turn: jax.Array) -> list[jax.Array]:
+    def reopened(self, row: jax.Array, tile: jax.Array, turn: jax.Array) -> list[jax.Array]:
         """Where the chunks of a tile begin that was reopened."""
-        return self.starts(tile, turn - tile)
+        return self.starts(row, tile, turn - tile)
 
     def _copy(self, row: jax.Array, tile: jax.Array, count: int, turn: jax.Array) -> None:
         """Copy up to `count` tiles of the row that has `turn`."""
@@ -153,15 +154,13 @@ class Tiles:
             pl.when(here & (first < self.size) & (first + TILE > self.size))(copy(rest))
 
     def ready(self, row: jax.Array, tile: jax.Array, turn: jax.Array) -> None:
-        """Wait for a tile, and put it right: entries in their places, fills where none are."""
+        """Wait for a tile, and fill what it has past the ids that count."""
         self.arrived(tile, turn)
         if self._fills_once and not self.threads.interpreted:
             return
         first = self.first + tile * TILE
         count = jnp.clip(self.size - first, 0, TILE)
-        if self.stride > TILE and not self.threads.interpreted:
-            pl.when(count > 0)(lambda: self._move(row, first, count, tile, turn))
-        pl.when(count < TILE)(lambda: self._fill(count, tile, turn))
+        pl.when(count < TILE)(lambda: self._fill(count, row, tile, turn))
 
     def arrived(self, tile: jax.Array, turn: jax.Array) -> None:
         """Wait for the copy of a tile, if there was anything to copy."""
@@ -190,39 +189,27 @@ class Tiles:
             self.threads.pause() if self.stride == TILE else self.threads.meet()
             self._copy(row, tile + self.slots, 1, turn)
 
-    def _fill(self, count: jax.Array, tile: jax.Array, turn: jax.Array) -> None:
+    def _fill(self, count: jax.Array, row: jax.Array, tile: jax.Array, turn: jax.Array) -> None:
         """Hide what lies past `count` in a tile."""
-        start = self._start(tile, turn)
+        start = self._start(tile, turn) + self._shift(row)
         self.threads.fill(self.held, start, count, TILE, self.fill)
         self.threads.meet()
 
-    def _move(
-        self, row: jax.Array, first: jax.Array, count: jax.Array, tile: jax.Array, turn: jax.Array
-    ) -> None:
-        """Move a tile that arrived some bytes late to where its slot begins."""
-        shift = signals.shift(self.rows, row, first)
-        words = 4
-        per_pass = THREADS * words * 4 // jnp.dtype(self.held.dtype).itemsize
+    def _shift(self, row: jax.Array) -> jax.Array | int:
+        """Where a row's tiles begin in their slots."""
+        if self.stride == TILE or self.threads.interpreted:
+            return 0
+        return signals.shift(self.rows, row)
 
-        def move(i: jax.Array, _: None) -> None:
-            start = self._start(tile, turn) + i * per_pass
-            found = signals.load_words(self.held, start, shift, words)
-            self.threads.meet()  # all have read what is now overwritten
-            signals.store_words(self.held, start, found)
-
-        @pl.when(shift > 0)
-        def _() -> None:
-            lax.fori_loop(0, lax.div(count + per_pass - 1, per_pass), move, None)
-            self.threads.meet()
-
-    def starts(self, tile: jax.Array, turn: jax.Array) -> list[jax.Array]:
+    def starts(self, row: jax.Array, tile: jax.Array, turn: jax.Array) -> list[jax.Array]:
         """Where the chunks of a tile begin."""
-        begin = self._start(tile, turn)
+        begin = self._start(tile, turn) + self._shift(row)
         return [begin + i for i in range(0, TILE, self.chunk)]
 
     def entries(self, start: jax.Array) -> list[jax.Array]:
         """A chunk: float32 ``[128]`` for each of the ids that a thread has."""
-        return self.threads.entries(self.held, start, self.each)
+        aligned = self.stride == TILE
+        return self.threads.entries(self.held, start, self.each, aligned=aligned)
 
     def ids(self, tile: jax.Array) -> jax.Array:
         """The first id of each thread in a tile, of its first chunk."""

@@ -18,8 +18,6 @@ from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental.mosaic.gpu import utils
 
 from jax_specdec._src.verify.mosaic_gpu.threads import (
-    THREADS,
-    Gpu,
     add_scaled,
     assembly,
     i32,
@@ -72,7 +70,7 @@ def copy_pieces(
 ) -> None:
     """Begin to copy pieces of a row, each by one thread.
 
-    The copy begins up to fifteen bytes before its first entry: see `shift`.
+    A copy begins up to fifteen bytes before its first entry: see `shift`.
 
     Args:
       rows: ref ``[R, columns]`` in global memory.
@@ -111,52 +109,16 @@ def copy_pieces(
     inline(run, (rows, held, barriers), (row, first, place, barrier, count))
 
 
-def shift(rows: Any, row: jax.Array, first: jax.Array) -> jax.Array:
-    """Bytes of a copy before its first entry, ``[]`` int32."""
+def shift(rows: Any, row: jax.Array) -> jax.Array:
+    """How many entries come before the first one in copies of a row's tiles, ``[]`` int32."""
     columns, size = rows.shape[1], rows.dtype.itemsize
 
-    def run(rows: Any, row: Any, first: Any) -> Any:
-        begin = _first_byte(rows, row, first, columns, size)
-        return (arith.trunci(i32(), arith.andi(begin, _c64(COPIED - 1))),)
+    def run(rows: Any, row: Any) -> Any:
+        begin = _first_byte(rows, row, utils.c(0, i32()), columns, size)
+        before = arith.trunci(i32(), arith.andi(begin, _c64(COPIED - 1)))
+        return (arith.shrui(before, utils.c(size.bit_length() - 1, i32())),)
 
-    return inline(run, (rows,), (row, first), [((), "int32")])[0]
-
-
-def load_words(held: Any, start: jax.Array, shift: jax.Array, count: int) -> list[jax.Array]:
-    """Words ``128 j + t`` of those that begin `shift` bytes past ``held[start]``, int32 ``[128]``."""
-    size = held.dtype.itemsize
-
-    def run(held: Any, start: Any, shift: Any, thread: Any) -> Any:
-        begin = add_scaled(shared_address(held), start, size)
-        begin = add_scaled(arith.addi(begin, shift), thread, 4)
-        found = []
-        for j in range(count):
-            text = f"""{{
-            .reg .b32 word, low, high, bits;
-            and.b32 word, $1, -4;
-            ld.shared.b32 low, [word+{512 * j}];
-            ld.shared.b32 high, [word+{512 * j + 4}];
-            shl.b32 bits, $1, 3;
-            shf.r.wrap.b32 $0, low, high, bits;
-            }}"""
-            found.append(assembly(text, "=r,r,~{memory}", begin, result=i32()))
-        return found
-
-    thread = Gpu.index()
-    return inline(run, (held,), (start, shift, thread), [((THREADS,), "int32")] * count)
-
-
-def store_words(held: Any, start: jax.Array, words: list[jax.Array]) -> None:
-    """Store words ``128 j + t`` from ``held[start]`` on."""
-    size = held.dtype.itemsize
-
-    def run(held: Any, start: Any, thread: Any, *words: Any) -> None:
-        begin = add_scaled(add_scaled(shared_address(held), start, size), thread, 4)
-        for j, word in enumerate(words):
-            text = f"st.shared.b32 [$0+{512 * j}], $1;"
-            assembly(text, "r,r,~{memory}", begin, word)
-
-    inline(run, (held,), (start, Gpu.index(), *words))
+    return inline(run, (rows,), (row,), [((), "int32")])[0]
 
 
 def _first_byte(rows: Any, row: Any, first: Any, columns: int, size: int) -> Any:

@@ -71,8 +71,8 @@ def _base(peak: jax.Array) -> jax.Array:
     return jnp.where(is_finite(peak), peak, 0.0)
 
 
-def _entries(tiles: Tiles, tile: jax.Array, turn: jax.Array) -> list[jax.Array]:
-    return [x for start in tiles.starts(tile, turn) for x in tiles.entries(start)]
+def _entries(tiles: Tiles, row: jax.Array, tile: jax.Array, turn: jax.Array) -> list[jax.Array]:
+    return [x for start in tiles.starts(row, tile, turn) for x in tiles.entries(start)]
 
 
 def base_and_sum(
@@ -88,7 +88,7 @@ def base_and_sum(
     none = jnp.int32(0)
     pl.when(tiles.count() > 0)(lambda: tiles.ready(row, none, turn))
     some = tiles.count() > 0
-    first = threads.warp_max(jnp.where(some, tree_max(_entries(tiles, none, turn)), -jnp.inf))
+    first = threads.warp_max(jnp.where(some, tree_max(_entries(tiles, row, none, turn)), -jnp.inf))
     base = _base(first)
     shift = base * scale
 
@@ -97,7 +97,7 @@ def base_and_sum(
 
     def add(tile: jax.Array, total: jax.Array) -> jax.Array:
         pl.when(tile > 0)(lambda: tiles.ready(row, tile, turn))
-        return total + tree_sum([weight(x) for x in _entries(tiles, tile, turn)])
+        return total + tree_sum([weight(x) for x in _entries(tiles, row, tile, turn)])
 
     mass = threads.warp_sum(lax.fori_loop(0, tiles.count(), add, threads.filled(0.0)))
     usable = is_finite(first) & (mass < _LARGEST_MASS) & (jnp.abs(shift) < _LARGEST_SHIFT)
@@ -122,7 +122,7 @@ def max_and_sum(
         peak, total = state
         if not is_ready:
             tiles.ready(row, tile, turn)
-        entries = _entries(tiles, tile, turn)
+        entries = _entries(tiles, row, tile, turn)
         larger = jnp.maximum(peak, tree_max(entries))
         base = _base(larger)
         mass = tree_sum([jnp.exp2((x - base) * scale) for x in entries])
@@ -143,7 +143,7 @@ def max_and_place(tiles: Tiles, row: jax.Array, turn: jax.Array) -> tuple[jax.Ar
     def larger(tile: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         peak, where = state
         tiles.ready(row, tile, turn)
-        mine = tree_max(_entries(tiles, tile, turn))
+        mine = tree_max(_entries(tiles, row, tile, turn))
         return jnp.maximum(peak, mine), jnp.where(peak >= mine, where, tile)
 
     start = (threads.filled(-jnp.inf), threads.filled(0, jnp.int32))
@@ -151,7 +151,7 @@ def max_and_place(tiles: Tiles, row: jax.Array, turn: jax.Array) -> tuple[jax.Ar
     best = threads.warp_max(peak)
     # Each thread looks again at the tile in which it saw its largest entry.
     place = threads.filled(2**30, jnp.int32)
-    for i, begin in reversed(list(enumerate(tiles.starts(where, turn)))):
+    for i, begin in reversed(list(enumerate(tiles.starts(row, where, turn)))):
         first = tiles.ids(where) + i * tiles.chunk
         for j, x in reversed(list(enumerate(tiles.entries(begin)))):
             place = jnp.where(x == best, first + j, place)

@@ -233,23 +233,22 @@ class Gpu:
 
         lax.fori_loop(lax.div(begin, THREADS), end // THREADS, run, None)
 
-    def entries(self, ref: Any, start: jax.Array, each: int) -> list[jax.Array]:
+    def entries(
+        self, ref: Any, start: jax.Array, each: int, *, aligned: bool
+    ) -> list[jax.Array]:
         """``ref[start + each * t + j]`` as float32, ``[128]`` for each j; `start` may be ``[128]``.
 
-        From shared memory, sixteen bytes at a time: `start` is a multiple of what they hold.
+        From shared memory. `aligned`: a multiple of sixteen bytes, so many of which are read at a
+        time; else any entry, and `each` is 2.
         """
         dtype = jnp.dtype(ref.dtype)
 
         def run(ref: Any, start: Any, thread: Any) -> Any:
-            found = []
-            element = i32() if dtype == jnp.bfloat16 else _element_type(dtype)
-            for loaded in _loads(ref, start, thread, each * dtype.itemsize, element):
-                count = loaded.type.shape[0]
-                if dtype == jnp.float16:
-                    loaded = arith.extf(ir.VectorType.get((count,), ir.F32Type.get()), loaded)
-                entries = [_entry(loaded, j) for j in range(count)]
-                found += entries if dtype != jnp.bfloat16 else _halves(entries)
-            return found
+            begin = add_scaled(_address(ref), start, dtype.itemsize)
+            begin = add_scaled(begin, thread, each * dtype.itemsize)
+            load = _aligned_words if aligned else _any_words
+            words = load(ref, begin, each * dtype.itemsize)
+            return [x for word in words for x in _numbers(word, dtype)]
 
         out = [((THREADS,), jnp.float32)] * each
         return inline(run, (ref,), (start, self.index()), out)
@@ -268,34 +267,50 @@ def _pointer(ref: Any, address: Any) -> Any:
     return llvm.inttoptr(utils.memref_ptr(ref).type, address)
 
 
-def _loads(ref: Any, start: Any, thread: Any, each: int, element: Any) -> list[Any]:
-    """`each` bytes per thread as vectors of up to sixteen bytes."""
-    size, per_load = utils.bitwidth(element) // 8, min(16, each)
-    kind = ir.VectorType.get((per_load // size,), element)
-    itemsize = utils.bitwidth(ir.MemRefType(ref.type).element_type) // 8
-    first = add_scaled(add_scaled(_address(ref), start, itemsize), thread, each)
+def _aligned_words(ref: Any, begin: Any, size: int) -> list[Any]:
+    """`size` bytes from an address that is a multiple of them, or of sixteen."""
+    per_load = min(16, size)
+    kind = ir.VectorType.get((per_load // 4,), i32())
+    words = []
+    for offset in range(0, size, per_load):
+        pointer = _pointer(ref, arith.addi(begin, utils.c(offset, i32())))
+        loaded = llvm.load(kind, pointer, alignment=per_load)
+        words += [
+            vector.extract(loaded, [], ir.DenseI64ArrayAttr.get([j])) for j in range(per_load // 4)
+        ]
+    return words
+
+
+def _any_words(ref: Any, begin: Any, size: int) -> list[Any]:
+    """`size` bytes from any address: each word from the two that it lies in."""
+    text = """{
+    .reg .b32 word, low, high, bits;
+    and.b32 word, $1, -4;
+    ld.shared.b32 low, [word+OFFSET];
+    ld.shared.b32 high, [word+OFFSET+4];
+    shl.b32 bits, $1, 3;
+    shf.r.wrap.b32 $0, low, high, bits;
+    }"""
+    if utils.bitwidth(ir.MemRefType(ref.type).element_type) == 32:
+        text = "ld.shared.b32 $0, [$1+OFFSET];"
     return [
-        llvm.load(
-            kind,
-            _pointer(ref, add_scaled(first, utils.c(j, i32()), 1)),
-            alignment=per_load,
-        )
-        for j in range(0, each, per_load)
+        assembly(text.replace("OFFSET", str(offset)), "=r,r,~{memory}", begin, result=i32())
+        for offset in range(0, size, 4)
     ]
 
 
-def _halves(words: list[Any]) -> list[Any]:
-    """The two bfloat16 of each word as float32: the upper half of a number is the number."""
-    found = []
-    for word in words:
-        low = arith.shli(word, utils.c(16, i32()))
-        high = arith.andi(word, utils.c(-65536, i32()))
-        found += [arith.bitcast(ir.F32Type.get(), half) for half in (low, high)]
-    return found
-
-
-def _entry(values: Any, j: int) -> Any:
-    return vector.extract(values, [], ir.DenseI64ArrayAttr.get([j]))
+def _numbers(word: Any, dtype: Any) -> list[Any]:
+    """What a word holds, as float32."""
+    f32 = ir.F32Type.get()
+    if dtype == jnp.float32:
+        return [arith.bitcast(f32, word)]
+    if dtype == jnp.bfloat16:  # the upper half of a number is the number
+        low, high = arith.shli(word, utils.c(16, i32())), arith.andi(word, utils.c(-65536, i32()))
+        return [arith.bitcast(f32, low), arith.bitcast(f32, high)]
+    one = vector.broadcast(ir.VectorType.get((1,), i32()), word)
+    pair = vector.bitcast(ir.VectorType.get((2,), ir.F16Type.get()), one)
+    wide = arith.extf(ir.VectorType.get((2,), f32), pair)
+    return [vector.extract(wide, [], ir.DenseI64ArrayAttr.get([j])) for j in range(2)]
 
 
 class Interpreted:
@@ -363,7 +378,8 @@ class Interpreted:
         ref[some] = jnp.where(place >= begin, jnp.asarray(value, ref.dtype), ref[some])
 
     @staticmethod
-    def entries(ref: Any, start: jax.Array, each: int) -> list[jax.Array]:
+    def entries(ref: Any, start: jax.Array, each: int, *, aligned: bool) -> list[jax.Array]:
+        del aligned
         if start.ndim:
             place = start + jnp.arange(THREADS, dtype=jnp.int32) * each
             return [ref[...][place + j].astype(jnp.float32) for j in range(each)]
