@@ -205,15 +205,32 @@ def refusal(layout: Layout, **options) -> str:
 
 
 def test_calls_it_cannot_serve_are_refused_in_a_sentence():
-    assert "multiple of 128, but V is 97" in refusal(Layout(vocab=97))
-    narrow = Layout(vocab=256, kind="probs", draft_vocab=60)
-    assert "multiple of 128, but Vd is 60" in refusal(narrow)
     assert "not RaceNoise" in refusal(Layout(vocab=128, race=True))
     assert "B is 0" in refusal(Layout(vocab=128, num_requests=0, num_drafts=0))
-    large = Layout(vocab=2**19, num_requests=1, num_drafts=0)
-    assert "524288 ids of float32 do not fit" in refusal(large)
-    with pytest.raises(ValueError, match=r"max_cluster must be in \[1, 8\], but it is 9"):
-        KernelConfig(max_cluster=9)
+    many = Layout(vocab=128, num_speculative_tokens=31, num_requests=1, num_drafts=31)
+    assert "up to 30 drafts per request, but num_speculative_tokens is 31" in refusal(many)
+    large = Layout(vocab=2**20, num_requests=1, num_drafts=0)
+    assert "1048576 ids of float32 need" in refusal(large)
+    small = Layout(vocab=128, num_requests=1, num_drafts=1)
+    assert "interpret mode" in refusal(small, config=KernelConfig(max_cluster=1))
+
+
+@pytest.mark.parametrize("name", ["max_cluster", "draft_tiles"])
+def test_a_config_out_of_range_is_refused(name):
+    with pytest.raises(ValueError, match=rf"{name} must be in \[1, \d+\], but it is 0"):
+        KernelConfig(**{name: 0})
+
+
+def test_the_default_config_uses_the_device_and_no_more():
+    def blocks(num_requests, size, held=2, num_cores=132):
+        config = KernelConfig.choose(num_requests, size, held, num_cores)
+        return config.max_cluster
+
+    assert blocks(1, 128256) == blocks(8, 128256) == 16
+    assert blocks(64, 128256) == blocks(256, 128256) == 8
+    assert blocks(64, 32000) == 8 and blocks(256, 32000) == 3
+    assert blocks(64, 262144, held=4) == 16  # a slice in eight would leave no room
+    assert blocks(1, 128256, num_cores=78) == 8  # a small device may have no cluster of 16
 
 
 class Device:
@@ -237,9 +254,10 @@ def test_it_needs_a_hopper_gpu(device, why_not):
     assert answer is None if why_not is None else why_not in answer
 
 
-@pytest.mark.parametrize(("vocab", "kernels"), [(256, 1), (97, 0)])
-def test_it_is_the_default_on_hopper_for_the_calls_it_serves(vocab, kernels):
-    batch = random_batch(Layout(vocab=vocab), seed=0)
+@pytest.mark.parametrize(("k", "kernels"), [(3, 1), (31, 0)])
+def test_it_is_the_default_on_hopper_for_the_calls_it_serves(k, kernels):
+    layout = Layout(vocab=97, num_speculative_tokens=k, num_drafts=2 * k)
+    batch = random_batch(layout, seed=0)
     positional, named = batch.arguments()
     config = named.pop("config")
     named.pop("vocab_size")
@@ -255,6 +273,12 @@ def test_it_is_the_default_on_hopper_for_the_calls_it_serves(vocab, kernels):
     traced = jax.jit(call).trace(positional, named)
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == kernels
     assert traced.lower(lowering_platforms=("cpu",)).as_text().count("@mosaic_gpu") == 0
+
+    logits, drafts = positional[:2]
+    assert sd.which_implementation(logits, drafts, config=config) == "xla"
+    with mock.patch.object(jax, "devices", lambda: [Device("gpu", "9.0")]):
+        found = sd.which_implementation(logits, drafts, config=config)
+    assert found == ("mosaic_gpu" if kernels else "xla")
 
 
 # On a GPU.

@@ -194,6 +194,52 @@ def rejection_sample_with_noise(
     )
 
 
+def which_implementation(
+    target_logits: jax.Array,
+    drafts: Drafts,
+    *,
+    config: SpecDecodeConfig,
+    vocab_size: int | None = None,
+    kernel_config: KernelConfig | None = None,
+) -> Implementation:
+    """Which implementation a call of `rejection_sample` uses that names none.
+
+    For a program that is compiled for JAX's default device; for any other it is "xla".
+
+    Args:
+      target_logits: as in `rejection_sample`; a `jax.ShapeDtypeStruct` will do, here and inside
+        `drafts`.
+      drafts: as in `rejection_sample`.
+      config: as in `rejection_sample`.
+      vocab_size: as in `rejection_sample`.
+      kernel_config: as in `rejection_sample`.
+
+    Returns:
+      "mosaic_gpu" or "xla". Why it is not the former, the error says that naming it raises.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> drafts = sd.Drafts.from_dense(jnp.array([[7, 3], [4, 0]]))
+      >>> logits = jax.ShapeDtypeStruct((6, 128256), jnp.bfloat16)
+      >>> config = sd.SpecDecodeConfig(num_speculative_tokens=2)
+      >>> sd.which_implementation(logits, drafts, config=config) in ("xla", "mosaic_gpu")
+      True
+    """
+    if support.no_device() is not None:
+        return "xla"
+    why_not = support.unsupported(
+        target_logits,
+        _readable(drafts.distribution),
+        is_race=False,
+        num_requests=drafts.cu_num_draft_tokens.shape[0] - 1,
+        k=config.num_speculative_tokens,
+        size=target_logits.shape[1] if vocab_size is None else vocab_size,
+        config=kernel_config,
+    )
+    return "mosaic_gpu" if why_not is None else "xla"
+
+
 def _check(
     target_logits: jax.Array,
     drafts: Drafts,
@@ -265,7 +311,7 @@ def _rejection_sample(
         or support.unsupported(
             target_logits,
             drafts.distribution,
-            randomness,
+            is_race=isinstance(randomness, RaceNoise),
             num_requests=num_requests,
             k=k,
             size=size,

@@ -65,9 +65,14 @@ def verify(
     """
     num_requests, distribution = sampling.temperature.shape[0], drafts.distribution
     why_not = unsupported(
-        target_logits, distribution, randomness, num_requests=num_requests, k=k, size=size,
+        target_logits,
+        distribution,
+        is_race=isinstance(randomness, RaceNoise),
+        num_requests=num_requests,
+        k=k,
+        size=size,
         config=config,
-    )  # fmt: skip
+    )
     if why_not is not None:
         raise NotImplementedError(why_not)
     assert not isinstance(randomness, RaceNoise)

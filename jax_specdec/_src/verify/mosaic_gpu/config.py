@@ -16,6 +16,7 @@ MAX_TILES = 32
 """Tiles of a slice: one thread of a warp copies each."""
 
 _CORES_OF_LARGE = 132  # H100, H200; smaller ones may have no room for a cluster of 16
+_BLOCKS_PER_CORE, _TILES_PER_BLOCK = 5, 8
 _MOST_BYTES = 96 * 1024  # of a slice: two blocks on a multiprocessor
 
 
@@ -50,26 +51,29 @@ class KernelConfig:
                 raise ValueError(f"{name} must be in [1, {most}], but it is {value}")
 
     @classmethod
-    def choose(cls, num_requests: int, size: int, itemsize: int, num_cores: int) -> KernelConfig:
+    def choose(cls, num_requests: int, size: int, held: int, num_cores: int) -> KernelConfig:
         """The default, a rule of thumb.
 
         Args:
           num_requests: B.
           size: ids of a row that count.
-          itemsize: bytes of a target logit.
+          held: bytes that a block holds per id of its slice.
           num_cores: multiprocessors of the device.
 
         Returns:
-          Blocks enough to use the device where requests are few: they wait for memory and for the
-          one exponential of each entry, not for its bandwidth. Else smaller clusters, whose
-          blocks wait less for each other, and little shared memory, so that many run at once.
+          Where requests are few, blocks enough to use the device: they wait for memory and for
+          one exponential per entry, not for its bandwidth. Where they are many, as few as have
+          something to do, since every block costs, and little shared memory, so that many run at
+          once.
         """
         large = num_cores >= _CORES_OF_LARGE
         if large and num_requests * MAX_CLUSTER <= num_cores:
             return cls(max_cluster=MAX_CLUSTER, draft_tiles=4)
-        if large and Slices.of(size, 8).ids * itemsize > _MOST_BYTES:
+        if large and Slices.of(size, 8).ids * held > _MOST_BYTES:
             return cls(max_cluster=MAX_CLUSTER)
-        return cls()
+        blocks_at_once = -(-_BLOCKS_PER_CORE * num_cores // num_requests)
+        blocks_with_work = -(-num_tiles(size) // _TILES_PER_BLOCK)
+        return cls(max_cluster=min(8, max(2, blocks_at_once, blocks_with_work)))
 
 
 @dataclasses.dataclass(frozen=True)

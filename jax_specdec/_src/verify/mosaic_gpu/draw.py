@@ -59,6 +59,9 @@ class Draw:
         size = jnp.dtype(self.target.held.dtype).itemsize
         self.p_exponent = Exponent.of(seen.target, request.scale, size)
         if self.draft is not None:
+            # A row that was read for its normalizer is still held.
+            self.is_open = self.call.draft == "logits"
+            self.begun = seen.draft_turn - 1 if self.is_open else seen.draft_turn
             self.draft_row = request.at(verifier.draft_row, place)
             self.q_exponent = self._q_exponent(place)
 
@@ -74,10 +77,8 @@ class Draw:
 
     def run(self) -> None:
         """Draw and write."""
-        if self.draft is not None:
-            pl.when(self.from_residual)(
-                lambda: self.draft.open(self.draft_row, self.seen.draft_turn)
-            )
+        if self.draft is not None and not self.is_open:
+            pl.when(self.from_residual)(lambda: self.draft.open(self.draft_row, self.begun))
         without = self.rejected & ~self.from_residual
         pl.when(without)(lambda: self.set_logit(self.threads.filled(-jnp.inf)))
 
@@ -102,7 +103,9 @@ class Draw:
         place = self.token_id - self.target.first
         here = (place >= 0) & (place < self.target.per_slice * TILE)
         place = jnp.where(here, place, 0)
-        start = self.target.starts(self.row, lax.div(place, TILE), self.turn)[0] + lax.rem(place, TILE)
+        start = self.target.starts(self.row, lax.div(place, TILE), self.turn)[0] + lax.rem(
+            place, TILE
+        )
         where = jnp.zeros_like(self.threads.index()) + start
         self.threads.scatter(self.target.held, where, value, here & (self.threads.index() == 0))
         self.threads.meet()
@@ -168,8 +171,9 @@ class Draw:
         return tree_sum([w for start in starts for w in self.plain(start)])
 
     def residual_masses(self, tile: jax.Array) -> jax.Array:
-        begun, row = self.seen.draft_turn, self.draft_row
-        self.draft.ready(row, tile, begun)
+        begun, row = self.begun, self.draft_row
+        if not self.is_open:
+            self.draft.ready(row, tile, begun)
         starts = zip(
             self.target.starts(self.row, tile, self.turn),
             self.draft.starts(row, tile, begun),
@@ -193,9 +197,9 @@ class Draw:
                 self.pick_in_tile(place, lambda i: self.plain(begin + i * chunk))
                 return
             # What is held of the draft row is another tile by now, unless all of it is.
-            draft_begin = self.draft.starts(self.draft_row, place, self.seen.draft_turn)[0]
+            draft_begin = self.draft.starts(self.draft_row, place, self.begun)[0]
             if not self.draft.whole:
-                turn = self.draft.following(self.seen.draft_turn)
+                turn = self.draft.following(self.begun)
                 draft_begin = self.draft.reopened(self.draft_row, place, turn)[0]
                 pl.when(weighed.from_residual)(
                     lambda: self.draft.reopen(self.draft_row, place, turn)

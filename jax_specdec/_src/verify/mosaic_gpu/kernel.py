@@ -199,7 +199,7 @@ class Verifier:
                 *told,
                 *lax.cond(
                     uses_q,
-                    lambda: statistics.max_and_sum(draft, draft_row, begun, request.scale),
+                    lambda: statistics.base_and_sum(draft, draft_row, begun, request.scale),
                     lambda: (threads.filled(0.0), threads.filled(1.0)),
                 ),
             )
@@ -226,13 +226,11 @@ class Verifier:
 
         accepted = threads.filled(0, jnp.int32)
         if judge:
-            # Both sides of the rule times the row's mass: a product is cheaper than a quotient.
-            p = jnp.exp2((self.logit - peak) * request.scale)
+            p = jnp.exp2((self.logit - peak) * request.scale) / total
             if draft is not None:
                 q = jnp.where(self.place < call.draft_size, q, 0.0)
                 bad = bad | (self.uses_q & ~((q >= 0) & (q < jnp.inf)))
                 q = jnp.where(self.uses_q, q, 1.0)
-            q = q * total
             by_rule = (request.greedy & greedy.accepts(request.token_ids, best)) | (
                 ~request.greedy & probabilistic.accepts(request.uniforms, p, q)
             )

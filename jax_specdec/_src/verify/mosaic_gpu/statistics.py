@@ -78,16 +78,16 @@ def _entries(tiles: Tiles, row: jax.Array, tile: jax.Array, turn: jax.Array) -> 
 def base_and_sum(
     tiles: Tiles, row: jax.Array, turn: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Of each warp's part of an open row: some base, and the mass relative to it.
+    """Of each warp's part of a row that is held whole: some base, and the mass relative to it.
 
-    The base is the largest entry of the first tile: any entry of the order of the largest will
-    do, and none of the others need be compared. Where that turns out wrong, `max_and_sum`.
-    The base is not finite where the row has no mass.
+    Tiles are read as they arrive. The base is the largest entry of the first one: any entry of the
+    order of the row's largest will do, and none of the others need be compared. Where that turns
+    out wrong, the row is read again, by `_max_and_sum`. The base is not finite where there is no
+    mass.
     """
     threads, size = tiles.threads, jnp.dtype(tiles.held.dtype).itemsize
-    none = jnp.int32(0)
-    pl.when(tiles.count() > 0)(lambda: tiles.ready(row, none, turn))
-    some = tiles.count() > 0
+    none, some = jnp.int32(0), tiles.count() > 0
+    pl.when(some)(lambda: tiles.ready(row, none, turn))
     first = threads.warp_max(jnp.where(some, tree_max(_entries(tiles, row, none, turn)), -jnp.inf))
     base = _base(first)
     shift = base * scale
@@ -102,32 +102,22 @@ def base_and_sum(
     mass = threads.warp_sum(lax.fori_loop(0, tiles.count(), add, threads.filled(0.0)))
     usable = is_finite(first) & (mass < _LARGEST_MASS) & (jnp.abs(shift) < _LARGEST_SHIFT)
     return threads.either(
-        usable,
-        lambda: (base, mass),
-        lambda: max_and_sum(tiles, row, turn, scale, is_ready=True),
+        usable, lambda: (base, mass), lambda: _max_and_sum(tiles, row, turn, scale)
     )
 
 
-def max_and_sum(
-    tiles: Tiles, row: jax.Array, turn: jax.Array, scale: jax.Array, *, is_ready: bool = False
+def _max_and_sum(
+    tiles: Tiles, row: jax.Array, turn: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Of each warp's part of an open row: the largest entry, and the mass relative to it.
-
-    Tiles are read as they arrive: each thread keeps the mass relative to the largest entry that
-    it has seen.
-    """
+    """The same with the largest entry as the base, of a row that has arrived."""
     threads = tiles.threads
 
     def add(tile: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         peak, total = state
-        if not is_ready:
-            tiles.ready(row, tile, turn)
         entries = _entries(tiles, row, tile, turn)
         larger = jnp.maximum(peak, tree_max(entries))
         base = _base(larger)
         mass = tree_sum([jnp.exp2((x - base) * scale) for x in entries])
-        if not is_ready:
-            tiles.release(row, tile, turn)
         return larger, total * decay(_base(peak), base, scale) + mass
 
     start = (threads.filled(-jnp.inf), threads.filled(0.0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs, Noise, RaceNoise
+from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
 from jax_specdec._src.verify.mosaic_gpu.config import MAX_TILES, KernelConfig, Shared, Slices
 
 SHARED_BYTES = 227 * 1024
@@ -34,15 +34,15 @@ def no_device() -> str | None:
 def unsupported(
     target_logits: jax.Array,
     distribution: DraftDistribution | None,
-    randomness: Noise | RaceNoise | tuple[jax.Array, jax.Array],
     *,
+    is_race: bool,
     num_requests: int,
     k: int,
     size: int,
     config: KernelConfig | None = None,
 ) -> str | None:
     """Why the kernel cannot serve a call, in a sentence; None if it can."""
-    if isinstance(randomness, RaceNoise):
+    if is_race:
         return "implementation='mosaic_gpu' draws by inverse CDF: pass Noise, not RaceNoise"
     if num_requests == 0:
         return "implementation='mosaic_gpu' needs at least one request, but B is 0"
@@ -72,28 +72,29 @@ def plan(
 ) -> Shared:
     """What a block holds in shared memory."""
     storage = None if distribution is None else rows_of(distribution)
-    config = config or choose(target_logits, num_requests=num_requests, size=size)
+    # Without a stored normalizer a draft row is read twice: it is held whole.
+    reads_twice = isinstance(distribution, DraftLogits) and distribution.log_normalizer is None
+    target_size = target_logits.dtype.itemsize
+    draft_size = 0 if storage is None else storage.dtype.itemsize
+    if config is None:
+        num_cores = getattr(jax.devices()[0], "core_count", None) or 132
+        held = target_size + (draft_size if reads_twice else 0)
+        config = KernelConfig.choose(num_requests, size, held, num_cores)
     slices = Slices.of(size, config.max_cluster)
 
     def aligned(x: jax.Array | None) -> bool:
         return x is None or x.shape[1] * x.dtype.itemsize % 16 == 0
 
-    needs_normalizer = isinstance(distribution, DraftLogits) and distribution.log_normalizer is None
+    draft_tiles = slices.tiles if reads_twice else min(config.draft_tiles, slices.tiles)
     return Shared(
         slices=slices,
-        draft_tiles=0 if storage is None else min(config.draft_tiles, slices.tiles),
-        target_size=target_logits.dtype.itemsize,
-        draft_size=0 if storage is None else storage.dtype.itemsize,
+        draft_tiles=0 if storage is None else draft_tiles,
+        target_size=target_size,
+        draft_size=draft_size,
         target_aligned=aligned(target_logits),
         draft_aligned=aligned(storage),
-        values=4 if needs_normalizer else 2,
+        values=4 if reads_twice else 2,
     )
-
-
-def choose(target_logits: jax.Array, *, num_requests: int, size: int) -> KernelConfig:
-    """The default config of a call on JAX's default device."""
-    num_cores = getattr(jax.devices()[0], "core_count", None) or 132
-    return KernelConfig.choose(num_requests, size, target_logits.dtype.itemsize, num_cores)
 
 
 def rows_of(distribution: DraftDistribution) -> jax.Array:

@@ -233,9 +233,7 @@ class Gpu:
 
         lax.fori_loop(lax.div(begin, THREADS), end // THREADS, run, None)
 
-    def entries(
-        self, ref: Any, start: jax.Array, each: int, *, aligned: bool
-    ) -> list[jax.Array]:
+    def entries(self, ref: Any, start: jax.Array, each: int, *, aligned: bool) -> list[jax.Array]:
         """``ref[start + each * t + j]`` as float32, ``[128]`` for each j; `start` may be ``[128]``.
 
         From shared memory. `aligned`: a multiple of sixteen bytes, so many of which are read at a
