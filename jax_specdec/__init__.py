@@ -45,7 +45,12 @@ from jax_specdec._src.types import (
     Status,
     parse_output,
 )
-from jax_specdec._src.verify.api import rejection_sample, rejection_sample_with_noise
+from jax_specdec._src.verify.api import (
+    rejection_sample,
+    rejection_sample_with_noise,
+    which_implementation,
+)
+from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 from jax_specdec._src.verify.validate import validate
 
 __version__ = "0.1.0"
@@ -67,6 +72,7 @@ __all__ = [
     "EngineState",
     "GenerateOutput",
     "GreedyDifference",
+    "KernelConfig",
     "Llama",
     "LlamaConfig",
     "LoadedModel",
@@ -108,4 +114,5 @@ __all__ = [
     "save_checkpoint",
     "unconditional_to_conditional_rates",
     "validate",
+    "which_implementation",
 ]

@@ -11,6 +11,7 @@ import enum
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_specdec._src.types import Noise
 
@@ -51,6 +52,60 @@ def uniforms(
     key = jax.random.fold_in(jax.random.fold_in(key, position), place)
     bits = jax.random.bits(key, (count,), jnp.uint32)
     return (bits >> 8).astype(jnp.float32) * 2.0**-24
+
+
+def uniform(
+    key: tuple[jax.Array, jax.Array],
+    position: jax.Array,
+    stream: jax.Array,
+    offset: jax.Array,
+    index: jax.Array,
+) -> jax.Array:
+    """Entry `index` of what `uniforms` draws from a Threefry key, by elementwise arithmetic alone.
+
+    For kernels, where `jax.random` cannot be called; see `is_threefry`.
+
+    Args:
+      key: the key's two words, uint32.
+      position: uint32 of any shape.
+      stream: uint32, what the numbers are for.
+      offset: uint32, place within the step.
+      index: uint32.
+
+    Returns:
+      float32 of the same shape.
+
+    References:
+      Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
+    """
+    zero = jnp.zeros_like(position)
+    key = _threefry(key, (zero, position))
+    key = _threefry(key, (zero, offset * jnp.uint32(len(Stream)) + stream))
+    high, low = _threefry(key, (zero, index))
+    return lax.shift_right_logical(high ^ low, jnp.uint32(8)).astype(jnp.float32) * 2.0**-24
+
+
+def is_threefry(keys: jax.Array) -> bool:
+    """Whether `uniform` draws what `uniforms` draws from these keys: JAX's default keys."""
+    name = str(jax.random.key_impl(keys))
+    return name == "threefry2x32" and bool(jax.config.jax_threefry_partitionable)  # type: ignore[attr-defined]
+
+
+def _threefry(
+    key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Threefry-2x32 with 20 rounds."""
+    words = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
+    x, y = counter[0] + words[0], counter[1] + words[1]
+    for group in range(5):
+        for distance in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            left = lax.shift_left(y, jnp.uint32(distance))
+            right = lax.shift_right_logical(y, jnp.uint32(32 - distance))
+            x = x + y
+            y = (left | right) ^ x
+        x = x + words[(group + 1) % 3]
+        y = y + words[(group + 2) % 3] + jnp.uint32(group + 1)
+    return x, y
 
 
 def draw_noise(keys: jax.Array, positions: jax.Array, num_speculative_tokens: int) -> Noise:

@@ -28,6 +28,27 @@ class Layout(NamedTuple):
     in_bounds: jax.Array
 
 
+def locate(
+    start: jax.Array, end: jax.Array, index: jax.Array, k: int, n: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Where requests' drafts are.
+
+    Args:
+      start: int32 offsets of any shape.
+      end: the offsets that follow.
+      index: which requests these are.
+      k: K.
+      n: N.
+
+    Returns:
+      First draft, number of drafts (both 0 where the offsets make no sense), and whether they do.
+    """
+    count = end - start
+    in_bounds = (start >= 0) & (count >= 0) & (count <= k) & (count <= n - start)
+    in_bounds &= (index > 0) | (start == 0)
+    return jnp.where(in_bounds, start, 0), jnp.where(in_bounds, count, 0), in_bounds
+
+
 def unpack(drafts: Drafts, num_speculative_tokens: int, has_bonus_rows: bool) -> Layout:
     """The layout of a flattened batch.
 
@@ -41,11 +62,8 @@ def unpack(drafts: Drafts, num_speculative_tokens: int, has_bonus_rows: bool) ->
     """
     k, n = num_speculative_tokens, drafts.token_ids.shape[0]
     cu = drafts.cu_num_draft_tokens
-    start, count = cu[:-1], cu[1:] - cu[:-1]
-    index = jnp.arange(start.shape[0], dtype=jnp.int32)
-    in_bounds = (start >= 0) & (count >= 0) & (count <= k) & (count <= n - start)
-    in_bounds &= (index > 0) | (start == 0)
-    start, count = jnp.where(in_bounds, start, 0), jnp.where(in_bounds, count, 0)
+    index = jnp.arange(cu.shape[0] - 1, dtype=jnp.int32)
+    start, count, in_bounds = locate(cu[:-1], cu[1:], index, k, n)
     first_row = start + index if has_bonus_rows else start
 
     offset = jnp.arange(k, dtype=jnp.int32)[None, :]

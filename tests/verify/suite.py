@@ -63,7 +63,7 @@ GRID = [
     Layout(vocab=97, num_speculative_tokens=4, num_requests=1, num_drafts=4, kind="logits"),
     Layout(vocab=97, num_drafts=0),
     Layout(vocab=97, num_drafts=0, kind="probs", store_rows=5, has_bonus=True),
-    Layout(vocab=97, num_speculative_tokens=32, num_requests=3, num_drafts=96, kind="probs"),
+    Layout(vocab=97, num_speculative_tokens=30, num_requests=3, num_drafts=90, kind="probs"),
     # Synthetic.
     Layout(vocab=97, **BIG, rates=RATES, dtype="float16", has_active=True),
     Layout(vocab=97, **BIG, rates=RATES, kind="probs", store_rows=50, has_valid=True),

@@ -1,14 +1,11 @@
-"""The Mosaic GPU backend: interpreted on the CPU, lowered for CUDA, and run on a GPU.
+"""The Mosaic GPU backend: interpreted on the CPU, lowered for CUDA, and run on a GPU."""
 
-Vocabularies are multiples of 128, which the kernel needs; what it refuses is tested too.
-"""
-
+import contextlib
 import dataclasses
 import functools
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -29,6 +26,7 @@ LAYOUTS = [
     Layout(vocab=2176, **BIG, has_active=True),
     Layout(vocab=256, **BIG, kind="probs", draft_vocab=128, dtype="float16"),
     Layout(vocab=2048, **BIG, kind="probs", store_rows=50, has_valid=True),
+    Layout(vocab=2203, **BIG, kind="probs", draft_vocab=1931),
     Layout(
         vocab=4224,
         **BIG,
@@ -51,34 +49,36 @@ LAYOUTS = [
 ]
 
 
+@contextlib.contextmanager
+def backend(**options):
+    """Has `implementation="mosaic_gpu"` run, or be lowered, where there is no GPU."""
+    with (
+        mock.patch.object(api.support, "no_device", lambda: None),
+        mock.patch.object(mosaic_gpu, "verify", functools.partial(mosaic_gpu.verify, **options)),
+        # not traced before, for another backend
+        mock.patch.object(api, "_rejection_sample", api._rejection_sample.__wrapped__),
+    ):
+        yield
+
+
 def interpreted(config: KernelConfig, **params):
     """The kernel in GPU interpret mode, as a function like `rejection_sample_with_noise`."""
-    run = functools.partial(
-        mosaic_gpu.verify, config=config, interpret=compat.interpret_gpu_params(**params)
-    )
+    interpret = compat.interpret_gpu_params(**params)
 
     @jitted
-    def verifier(*args, config, vocab_size, **kwargs):
-        inner = api._rejection_sample.__wrapped__  # not traced before, for another backend
-        with (
-            mock.patch.object(api.xla, "verify", run),
-            mock.patch.object(api, "_rejection_sample", inner),
-        ):
+    def verifier(*args, **kwargs):
+        with backend(interpret=interpret):
             return sd.rejection_sample_with_noise(
-                *args, config=config, vocab_size=vocab_size, implementation="xla", **kwargs
+                *args, **kwargs, kernel_config=config, implementation="mosaic_gpu"
             )
 
     return verifier
 
 
-# One block for a request: interpreted blocks that wait for each other block the threads that the
-# others need, and with two cores may never end. Clusters are tested on a GPU.
+# One warpgroup for a request: interpreted blocks that wait for each other block the threads that
+# the others need, and with two cores may never end. Clusters are tested on a GPU.
 alone = interpreted(KernelConfig(max_cluster=1))
-early = interpreted(KernelConfig(max_cluster=1, prefetch_draft=True))
-# Copies from past the end of an array arrive as zeros in interpret mode from JAX 0.11 on.
-by_tiles = (
-    interpreted(KernelConfig(max_cluster=1, draft_tiles=2)) if compat.INTERPRETS_CLUSTERS else alone
-)
+whole = interpreted(KernelConfig(max_cluster=1, draft_tiles=8))
 
 
 def agrees(layout, verifier):
@@ -91,19 +91,19 @@ def test_gives_the_tokens_of_the_oracle(layout):
     agrees(layout, alone)
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[4]], ids=str)
-def test_gives_the_tokens_of_the_oracle_with_draft_rows_fetched_early(layout):
-    agrees(layout, early)
+@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[5]], ids=str)
+def test_gives_the_tokens_of_the_oracle_with_draft_rows_held_whole(layout):
+    agrees(layout, whole)
 
 
 @pytest.mark.parametrize("draft_vocab", [None, 8320])
-@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[4]], ids=str)
+@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[5]], ids=str)
 def test_gives_the_tokens_of_the_oracle_with_draft_rows_tile_by_tile(layout, draft_vocab):
-    agrees(dataclasses.replace(layout, vocab=12416, draft_vocab=draft_vocab), by_tiles)
+    agrees(dataclasses.replace(layout, vocab=12416, draft_vocab=draft_vocab), alone)
 
 
 def test_no_copy_overwrites_what_is_still_read():
-    layout = dataclasses.replace(LAYOUTS[4], num_requests=2, num_drafts=6)
+    layout = dataclasses.replace(LAYOUTS[5], num_requests=2, num_drafts=6)
     verifier = interpreted(KernelConfig(max_cluster=1), detect_races=True)
     batch = random_batch(layout, seed=3)
     check(batch, verify(batch, verifier))  # a race is an error
@@ -158,15 +158,9 @@ def test_an_empty_residual_samples_the_target():
 # Lowering for CUDA, on the CPU.
 
 
-def lowered(layout: Layout, **options) -> str:
-    run = functools.partial(mosaic_gpu.verify, **options)
-
+def lowered(layout: Layout, config: KernelConfig | None = None) -> str:
     def call(logits, drafts, noise, sampling, bonus, active):
-        inner = api._rejection_sample.__wrapped__
-        with (
-            mock.patch.object(api.xla, "verify", run),
-            mock.patch.object(api, "_rejection_sample", inner),
-        ):
+        with backend():
             return sd.rejection_sample_with_noise(
                 logits,
                 drafts,
@@ -176,7 +170,8 @@ def lowered(layout: Layout, **options) -> str:
                 bonus_token_ids=bonus,
                 active=active,
                 vocab_size=layout.vocab_size,
-                implementation="xla",
+                implementation="mosaic_gpu",
+                kernel_config=config,
             )
 
     positional, named = random_batch(layout, seed=0, broken=0).arguments()
@@ -210,15 +205,32 @@ def refusal(layout: Layout, **options) -> str:
 
 
 def test_calls_it_cannot_serve_are_refused_in_a_sentence():
-    assert "multiple of 128, but V is 97" in refusal(Layout(vocab=97))
-    narrow = Layout(vocab=256, kind="probs", draft_vocab=60)
-    assert "multiple of 128, but Vd is 60" in refusal(narrow)
     assert "not RaceNoise" in refusal(Layout(vocab=128, race=True))
     assert "B is 0" in refusal(Layout(vocab=128, num_requests=0, num_drafts=0))
-    large = Layout(vocab=2**19, num_requests=1, num_drafts=0)
-    assert "524288 ids of float32 do not fit" in refusal(large)
-    with pytest.raises(ValueError, match=r"max_cluster must be in \[1, 8\], but it is 9"):
-        KernelConfig(max_cluster=9)
+    many = Layout(vocab=128, num_speculative_tokens=31, num_requests=1, num_drafts=31)
+    assert "up to 30 drafts per request, but num_speculative_tokens is 31" in refusal(many)
+    large = Layout(vocab=2**20, num_requests=1, num_drafts=0)
+    assert "1048576 ids of float32 need" in refusal(large)
+    small = Layout(vocab=128, num_requests=1, num_drafts=1)
+    assert "interpret mode" in refusal(small, config=KernelConfig(max_cluster=1))
+
+
+@pytest.mark.parametrize("name", ["max_cluster", "draft_tiles"])
+def test_a_config_out_of_range_is_refused(name):
+    with pytest.raises(ValueError, match=rf"{name} must be in \[1, \d+\], but it is 0"):
+        KernelConfig(**{name: 0})
+
+
+def test_the_default_config_uses_the_device_and_no_more():
+    def blocks(num_requests, size, held=2, num_cores=132):
+        config = KernelConfig.choose(num_requests, size, held, num_cores)
+        return config.max_cluster
+
+    assert blocks(1, 128256) == blocks(8, 128256) == 16
+    assert blocks(64, 128256) == blocks(256, 128256) == 8
+    assert blocks(64, 32000) == 8 and blocks(256, 32000) == 3
+    assert blocks(64, 262144, held=4) == 16  # a slice in eight would leave no room
+    assert blocks(1, 128256, num_cores=78) == 8  # a small device may have no cluster of 16
 
 
 class Device:
@@ -242,9 +254,10 @@ def test_it_needs_a_hopper_gpu(device, why_not):
     assert answer is None if why_not is None else why_not in answer
 
 
-@pytest.mark.parametrize(("vocab", "kernels"), [(256, 1), (97, 0)])
-def test_it_is_the_default_on_hopper_for_the_calls_it_serves(vocab, kernels):
-    batch = random_batch(Layout(vocab=vocab), seed=0)
+@pytest.mark.parametrize(("k", "kernels"), [(3, 1), (31, 0)])
+def test_it_is_the_default_on_hopper_for_the_calls_it_serves(k, kernels):
+    layout = Layout(vocab=97, num_speculative_tokens=k, num_drafts=2 * k)
+    batch = random_batch(layout, seed=0)
     positional, named = batch.arguments()
     config = named.pop("config")
     named.pop("vocab_size")
@@ -261,32 +274,17 @@ def test_it_is_the_default_on_hopper_for_the_calls_it_serves(vocab, kernels):
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == kernels
     assert traced.lower(lowering_platforms=("cpu",)).as_text().count("@mosaic_gpu") == 0
 
+    logits, drafts = positional[:2]
+    assert sd.which_implementation(logits, drafts, config=config) == "xla"
+    with mock.patch.object(jax, "devices", lambda: [Device("gpu", "9.0")]):
+        found = sd.which_implementation(logits, drafts, config=config)
+    assert found == ("mosaic_gpu" if kernels else "xla")
+
 
 # On a GPU.
 
 
-def padded(verifier):
-    """The same function for any vocabulary: columns up to a multiple of 128, weight 0."""
-
-    def widen(x, fill):
-        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 128)), constant_values=fill)
-
-    def call(logits, drafts, noise, *, vocab_size=None, **named):
-        size = logits.shape[1] if vocab_size is None else vocab_size
-        distribution = drafts.distribution
-        if isinstance(distribution, sd.DraftProbs):
-            distribution = dataclasses.replace(distribution, probs=widen(distribution.probs, 0))
-        elif distribution is not None:
-            widened = widen(distribution.logits, -jnp.inf)
-            distribution = dataclasses.replace(distribution, logits=widened)
-        drafts = dataclasses.replace(drafts, distribution=distribution)
-        return verifier(widen(logits, jnp.nan), drafts, noise, vocab_size=size, **named)
-
-    return call
-
-
-named = functools.partial(sd.rejection_sample_with_noise, implementation="mosaic_gpu")
-on_gpu = jitted(padded(named))
+on_gpu = jitted(functools.partial(sd.rejection_sample_with_noise, implementation="mosaic_gpu"))
 
 
 @pytest.mark.gpu

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from jax_specdec._src.types import (
 from jax_specdec._src.verify import checks, xla
 from jax_specdec._src.verify.decide import Request
 from jax_specdec._src.verify.mosaic_gpu import support
+from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 
 Implementation = Literal["xla", "mosaic_gpu"]
 
@@ -41,6 +43,7 @@ def rejection_sample(
     active: jax.Array | None = None,
     vocab_size: int | None = None,
     implementation: Implementation | None = None,
+    kernel_config: KernelConfig | None = None,
 ) -> RejectionSampleOutput:
     """Verify drafts against the target: accept a prefix of each, then emit one more token.
 
@@ -69,8 +72,9 @@ def rejection_sample(
       active: ``[B]`` bool; a false slot emits nothing and its rows are not read.
       vocab_size: ids from it on are padding of the vocabulary axis: weight 0, whatever the
         logits hold there.
-      implementation: "xla", "mosaic_gpu" (Hopper GPUs and newer, vocabularies that are a multiple
-        of 128), or None for the first that supports the call. A named one never falls back.
+      implementation: "xla", "mosaic_gpu" (Hopper GPUs and newer), or None for the first that
+        supports the call; see `which_implementation`. A named one never falls back.
+      kernel_config: choices of speed for "mosaic_gpu", or None for the default.
 
     Returns:
       `RejectionSampleOutput`. A request that could not be verified emits nothing, its
@@ -118,6 +122,7 @@ def rejection_sample(
         config=config,
         vocab_size=vocab_size,
         implementation=implementation,
+        kernel_config=kernel_config,
     )
 
 
@@ -132,6 +137,7 @@ def rejection_sample_with_noise(
     active: jax.Array | None = None,
     vocab_size: int | None = None,
     implementation: Implementation | None = None,
+    kernel_config: KernelConfig | None = None,
 ) -> RejectionSampleOutput:
     """`rejection_sample` with its randomness given, number by number.
 
@@ -148,6 +154,7 @@ def rejection_sample_with_noise(
       active: as in `rejection_sample`.
       vocab_size: as in `rejection_sample`.
       implementation: as in `rejection_sample`.
+      kernel_config: as in `rejection_sample`.
 
     Returns:
       `RejectionSampleOutput`.
@@ -183,7 +190,54 @@ def rejection_sample_with_noise(
         config=config,
         vocab_size=vocab_size,
         implementation=implementation,
+        kernel_config=kernel_config,
     )
+
+
+def which_implementation(
+    target_logits: jax.Array,
+    drafts: Drafts,
+    *,
+    config: SpecDecodeConfig,
+    vocab_size: int | None = None,
+    kernel_config: KernelConfig | None = None,
+) -> Implementation:
+    """Which implementation a call of `rejection_sample` uses that names none.
+
+    For a program that is compiled for JAX's default device; for any other it is "xla".
+
+    Args:
+      target_logits: as in `rejection_sample`; a `jax.ShapeDtypeStruct` will do, here and inside
+        `drafts`.
+      drafts: as in `rejection_sample`.
+      config: as in `rejection_sample`.
+      vocab_size: as in `rejection_sample`.
+      kernel_config: as in `rejection_sample`.
+
+    Returns:
+      "mosaic_gpu" or "xla". Why it is not the former, the error says that naming it raises.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> drafts = sd.Drafts.from_dense(jnp.array([[7, 3], [4, 0]]))
+      >>> logits = jax.ShapeDtypeStruct((6, 128256), jnp.bfloat16)
+      >>> config = sd.SpecDecodeConfig(num_speculative_tokens=2)
+      >>> sd.which_implementation(logits, drafts, config=config) in ("xla", "mosaic_gpu")
+      True
+    """
+    if support.no_device() is not None:
+        return "xla"
+    why_not = support.unsupported(
+        target_logits,
+        _readable(drafts.distribution),
+        is_race=False,
+        num_requests=drafts.cu_num_draft_tokens.shape[0] - 1,
+        k=config.num_speculative_tokens,
+        size=target_logits.shape[1] if vocab_size is None else vocab_size,
+        config=kernel_config,
+    )
+    return "mosaic_gpu" if why_not is None else "xla"
 
 
 def _check(
@@ -210,7 +264,9 @@ def _check_implementation(implementation: Implementation | None) -> None:
         raise NotImplementedError(why_not)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "vocab_size", "implementation"))
+@functools.partial(
+    jax.jit, static_argnames=("config", "vocab_size", "implementation", "kernel_config")
+)
 def _rejection_sample(
     target_logits: jax.Array,
     drafts: Drafts,
@@ -222,36 +278,49 @@ def _rejection_sample(
     config: SpecDecodeConfig,
     vocab_size: int | None,
     implementation: Implementation | None,
+    kernel_config: KernelConfig | None,
 ) -> RejectionSampleOutput:
-    k = config.num_speculative_tokens
-    noise = draw_noise(*randomness, k) if isinstance(randomness, tuple) else randomness
-    requests = _requests(drafts, noise, sampling, bonus_token_ids, active, k)
+    k, num_requests = config.num_speculative_tokens, sampling.temperature.shape[0]
     if target_logits.shape[0] == 0:  # no drafts anywhere, and the bonus given: no row to read
         target_logits = jnp.zeros((1, target_logits.shape[1]), target_logits.dtype)
-    distribution = _readable(drafts.distribution)
+    drafts = dataclasses.replace(drafts, distribution=_readable(drafts.distribution))
     size = target_logits.shape[1] if vocab_size is None else int(vocab_size)
     rates = config.conditional_rates
+    given = (drafts, randomness, sampling, bonus_token_ids, active)
 
-    def on_xla(requests: Request) -> RejectionSampleOutput:
-        return xla.verify(requests, target_logits, distribution, size=size, conditional_rates=rates)
+    def on_xla(given: Any) -> RejectionSampleOutput:
+        drafts, randomness, sampling, bonus_token_ids, active = given
+        noise = draw_noise(*randomness, k) if isinstance(randomness, tuple) else randomness
+        requests = _requests(drafts, noise, sampling, bonus_token_ids, active, k)
+        return xla.verify(
+            requests, target_logits, drafts.distribution, size=size, conditional_rates=rates
+        )
 
-    def on_mosaic_gpu(requests: Request) -> RejectionSampleOutput:
+    def on_mosaic_gpu(given: Any) -> RejectionSampleOutput:
         from jax_specdec._src.verify.mosaic_gpu import call  # the kernel, for who uses it
 
         return call.verify(
-            requests, target_logits, distribution, size=size, conditional_rates=rates
+            target_logits, *given, k=k, size=size, conditional_rates=rates, config=kernel_config
         )
 
     if implementation == "mosaic_gpu":
-        return on_mosaic_gpu(requests)
+        return on_mosaic_gpu(given)
     if (
         implementation == "xla"
         or support.no_device()
-        or support.unsupported(requests, target_logits, distribution, size=size)
+        or support.unsupported(
+            target_logits,
+            drafts.distribution,
+            is_race=isinstance(randomness, RaceNoise),
+            num_requests=num_requests,
+            k=k,
+            size=size,
+            config=kernel_config,
+        )
     ):
-        return on_xla(requests)
+        return on_xla(given)
     # The default device has the kernel, but this call may be compiled for another.
-    return lax.platform_dependent(requests, cuda=on_mosaic_gpu, default=on_xla)
+    return lax.platform_dependent(given, cuda=on_mosaic_gpu, default=on_xla)
 
 
 def _requests(
@@ -269,7 +338,7 @@ def _requests(
     if active is not None:
         status = jnp.where(active, status, int(Status.INACTIVE))
 
-    distribution = _readable(drafts.distribution)
+    distribution = drafts.distribution
     stored = jnp.full(temperature.shape, distribution is not None)
     if distribution is not None and distribution.valid is not None:
         stored = distribution.valid

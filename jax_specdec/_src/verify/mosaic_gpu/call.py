@@ -1,8 +1,7 @@
-"""The Mosaic GPU backend: how its arguments are laid out, and the launch."""
+"""The Mosaic GPU backend: its operands, and the launch."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -10,26 +9,34 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_specdec._src.types import DraftDistribution, DraftProbs, RejectionSampleOutput
-from jax_specdec._src.verify.decide import Request
-from jax_specdec._src.verify.mosaic_gpu.block import MAILBOX, Block, Call
-from jax_specdec._src.verify.mosaic_gpu.buffers import RowBuffer, TileRing
-from jax_specdec._src.verify.mosaic_gpu.config import (
-    LANES,
-    TILE_ROWS,
-    KernelConfig,
-    Slices,
-    vector_rows,
+from jax_specdec._src.noise import draw_noise, is_threefry
+from jax_specdec._src.types import (
+    DraftLogits,
+    Drafts,
+    Noise,
+    RaceNoise,
+    RejectionSampleOutput,
+    SamplingParams,
 )
+from jax_specdec._src.verify.mosaic_gpu import signals
+from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig, Shared
 from jax_specdec._src.verify.mosaic_gpu.kernel import Verifier
-from jax_specdec._src.verify.mosaic_gpu.support import storage_of, unsupported
+from jax_specdec._src.verify.mosaic_gpu.mail import Mail
+from jax_specdec._src.verify.mosaic_gpu.request import Call, Request
+from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
+from jax_specdec._src.verify.mosaic_gpu.support import plan, rows_of, unsupported
+from jax_specdec._src.verify.mosaic_gpu.threads import Gpu, Interpreted
 
 
 def verify(
-    requests: Request,
     target_logits: jax.Array,
-    distribution: DraftDistribution | None,
+    drafts: Drafts,
+    randomness: Noise | RaceNoise | tuple[jax.Array, jax.Array],
+    sampling: SamplingParams,
+    bonus_token_ids: jax.Array | None,
+    active: jax.Array | None,
     *,
+    k: int,
     size: int,
     conditional_rates: tuple[float, ...] | None,
     config: KernelConfig | None = None,
@@ -38,9 +45,13 @@ def verify(
     """Verify a batch in one launch.
 
     Args:
-      requests: batched requests.
       target_logits: ``[M, V]``, M at least 1.
-      distribution: draft distributions, or None where every request is one-hot.
+      drafts: as in `rejection_sample`, a distribution with at least one row or None.
+      randomness: noise, or keys ``[B]`` and positions ``[B]`` to draw it from.
+      sampling: per-request parameters.
+      bonus_token_ids: ``[B]`` int32 or None.
+      active: ``[B]`` bool or None.
+      k: K.
       size: ids that count, at most V.
       conditional_rates: K rates of the synthetic rule, or None for greedy and standard.
       config: choices of speed, or None for the default.
@@ -52,142 +63,144 @@ def verify(
     Raises:
       NotImplementedError: the kernel cannot serve this call.
     """
-    batch, k = requests.token_ids.shape
-    config = KernelConfig.choose(batch) if config is None else config
-    why_not = unsupported(requests, target_logits, distribution, size=size, config=config)
+    num_requests, distribution = sampling.temperature.shape[0], drafts.distribution
+    why_not = unsupported(
+        target_logits,
+        distribution,
+        is_race=isinstance(randomness, RaceNoise),
+        num_requests=num_requests,
+        k=k,
+        size=size,
+        config=config,
+    )
     if why_not is not None:
         raise NotImplementedError(why_not)
-    storage = None if distribution is None else storage_of(distribution)
-    slices = Slices.of(size, config.max_cluster)
+    assert not isinstance(randomness, RaceNoise)
 
-    kind = "none"
+    token_ids = drafts.token_ids
     operands = {
-        "integers": _packed(requests),
-        "target": _rows(target_logits),
+        "target": target_logits,
+        "token_ids": token_ids if token_ids.shape[0] else jnp.full((1,), -1, jnp.int32),
+        "offsets": drafts.cu_num_draft_tokens,
+        "temperature": sampling.temperature,
+        **_random_operands(randomness, k),
     }
-    if distribution is not None and storage is not None:
+    kind = "none"
+    if distribution is not None:
         kind = "probs"
-        operands["draft"] = _rows(storage)
-        if not isinstance(distribution, DraftProbs):
-            kind = "logits"
-            if distribution.log_normalizer is not None:
-                kind = "normalized"
-                operands["normalizer"] = distribution.log_normalizer
+        operands["draft"] = rows_of(distribution)
+        if isinstance(distribution, DraftLogits):
+            normalizer = distribution.log_normalizer
+            kind = "logits" if normalizer is None else "normalized"
+            operands["normalizer"] = normalizer
+        operands["rows"] = distribution.rows
+        operands["valid"] = distribution.valid
+    operands["bonus"] = bonus_token_ids
+    operands["active"] = active
     call = Call(
         k=k,
         size=size,
-        has_bonus=requests.bonus_token_id is not None,
+        has_bonus_rows=bonus_token_ids is None,
+        num_drafts=token_ids.shape[0],
         rates=conditional_rates,
         draft=kind,
-        draft_rows=0 if storage is None else storage.shape[0],
-        draft_size=0 if storage is None else min(storage.shape[1], size),
-        slices=slices,
-        config=config,
-        interpreted=bool(interpret),
+        draft_rows=operands["draft"].shape[0] if kind != "none" else 0,
+        draft_size=min(operands["draft"].shape[1], size) if kind != "none" else 0,
     )
-    return _launch(call, operands, batch, interpret)
+    shared = plan(target_logits, distribution, num_requests=num_requests, size=size, config=config)
+    present = {name: x for name, x in operands.items() if x is not None}
+    return _launch(call, shared, present, num_requests, interpret)
 
 
-def _rows(matrix: jax.Array) -> jax.Array:
-    return matrix.reshape(matrix.shape[0], matrix.shape[1] // LANES, LANES)
-
-
-def _packed(requests: Request) -> jax.Array:
-    """``[B, 9 + 3K]`` int32, columns as `block` names them."""
-    assert requests.recover is not None
-    bonus = requests.bonus_token_id
-    columns = [
-        requests.first_row,
-        requests.num_drafts,
-        requests.status,
-        requests.greedy.astype(jnp.int32),
-        requests.stored.astype(jnp.int32),
-        jnp.zeros_like(requests.status) if bonus is None else bonus,
-    ]
-    stacked = jnp.stack(columns, axis=1)
-    inv = requests.inv_temperature[:, None]
-    numbers = [
-        lax.bitcast_convert_type(x, jnp.int32) for x in (inv, requests.recover, requests.accept)
-    ]
-    ids = [requests.token_ids, requests.draft_rows]
-    return jnp.concatenate([stacked, *ids, *numbers], axis=1)
-
-
-def _draft_tiles(call: Call) -> int:
-    """Tiles of the draft row held at a time; 0 for the whole slice."""
-    tiles = call.config.draft_tiles
-    if call.draft == "logits" or tiles >= call.slices.tiles:
-        return 0
-    return tiles
+def _random_operands(
+    randomness: Noise | tuple[jax.Array, jax.Array], k: int
+) -> dict[str, jax.Array]:
+    if isinstance(randomness, tuple) and is_threefry(randomness[0]):
+        keys, positions = randomness
+        return {"keys": jax.random.key_data(keys), "positions": positions}
+    noise = draw_noise(*randomness, k) if isinstance(randomness, tuple) else randomness
+    assert noise.recover is not None
+    return {"accept": noise.accept, "recover": noise.recover}
 
 
 def _launch(
-    call: Call, operands: dict[str, jax.Array], batch: int, interpret: Any
+    call: Call,
+    shared: Shared,
+    operands: dict[str, Any],
+    num_requests: int,
+    interpret: Any,
 ) -> RejectionSampleOutput:
-    slices, draft = call.slices, operands.get("draft")
-    target = operands["target"]
-    vector = vector_rows(target.dtype, target.dtype if draft is None else draft.dtype)
-    integer = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    slices, interpreted = shared.slices, bool(interpret)
+    if interpreted != (slices.cluster == 1):
+        raise NotImplementedError("max_cluster=1 is for interpret mode, which has no other")
     outputs = {
-        "token_ids": integer((batch, call.k + 1)),
-        "num_accepted": integer((batch,)),
-        "num_emitted": integer((batch,)),
-        "status": integer((batch,)),
+        "token_ids_out": (num_requests * (call.k + 1),),
+        "num_accepted": (num_requests,),
+        "num_emitted": (num_requests,),
+        "status": (num_requests,),
     }
     scratch: dict[str, Any] = {
-        "target_slice": plgpu.SMEM((slices.rows, LANES), target.dtype),
-        "target_arrived": plgpu.Barrier(),
-        "weights": plgpu.SMEM((vector, LANES), jnp.float32),
-        "tile_masses": plgpu.SMEM((slices.tiles,), jnp.float32),
+        "target_held": plgpu.SMEM((slices.tiles * shared.target_stride,), operands["target"].dtype)
     }
-    draft_tiles = _draft_tiles(call)
-    if draft is not None:
-        whole, some = (slices.rows, LANES), (draft_tiles, TILE_ROWS, LANES)
-        scratch["draft_slice"] = plgpu.SMEM(some if draft_tiles else whole, draft.dtype)
-        scratch["draft_arrived"] = plgpu.Barrier(num_barriers=max(draft_tiles, 1))
-    if slices.cluster > 1:
-        if call.interpreted:
-            outputs["mail"] = jax.ShapeDtypeStruct((batch, call.k + 2, MAILBOX), jnp.float32)
-            scratch["meeting"] = plgpu.ClusterBarrier(collective_axes=("block",))
-        else:
-            scratch["mail"] = plgpu.SMEM((2 * MAILBOX,), jnp.float32)
-            scratch["meeting"] = plgpu.SMEM((4,), jnp.int32)
+    if shared.draft_tiles:
+        scratch["draft_held"] = plgpu.SMEM(
+            (shared.draft_tiles * shared.draft_stride,), operands["draft"].dtype
+        )
+    if interpreted:
+        scratch["target_arrived"] = plgpu.Barrier(num_barriers=slices.tiles)
+        if shared.draft_tiles:
+            scratch["draft_arrived"] = plgpu.Barrier(num_barriers=shared.draft_tiles)
+    else:
+        scratch["mail"] = plgpu.SMEM((shared.mail,), jnp.float32)
+        scratch["barriers"] = plgpu.SMEM((2 * shared.barriers,), jnp.int32)
     names = [*operands, *outputs, *scratch]
 
     def verify_drafts(*args: Any) -> None:
         refs = dict(zip(names, args, strict=True))
-        request = lax.axis_index("request")
-        index = lax.axis_index("block") if slices.cluster > 1 else jnp.int32(0)
+        threads: Any = Interpreted() if interpreted else Gpu()
+        block = jnp.int32(0) if interpreted else lax.axis_index("block")
+        if not interpreted:
+            signals.open_barriers(refs["barriers"], shared.barriers)
 
-        def buffer(name: str, size: int, fill: float) -> dict[str, Any]:
-            return dict(
+        def tiles(name: str, slots: int, first_barrier: int, **kwargs: Any) -> Tiles:
+            return Tiles(
+                threads=threads,
                 rows=refs[name],
-                ref=refs[f"{name}_slice"],
-                barrier=refs[f"{name}_arrived"],
-                slices=slices,
-                size=size,
-                fill=fill,
-                block=index,
-                vector=vector,
-                interpreted=call.interpreted,
+                held=refs[f"{name}_held"],
+                barriers=refs[f"{name}_arrived" if interpreted else "barriers"],
+                slots=slots,
+                per_slice=slices.tiles,
+                first_barrier=first_barrier,
+                first=block * slices.ids,
+                row_size=call.size,
+                each=shared.each,
+                **kwargs,
             )
 
-        draft_buffer: RowBuffer | None = None
-        if draft is not None:
-            held = buffer("draft", call.draft_size, 0.0 if call.draft == "probs" else -jnp.inf)
-            masked = not call.draft_size == call.size == draft.shape[1] * LANES
-            draft_buffer = TileRing(**held, masked=masked) if draft_tiles else RowBuffer(**held)
-        target_buffer = RowBuffer(**buffer("target", call.size, -jnp.inf))
-        Verifier(Block(call, refs, request, index), target_buffer, draft_buffer).run()
+        stride = shared.target_stride
+        target = tiles("target", slices.tiles, 3, stride=stride, size=call.size, fill=-jnp.inf)
+        draft = None
+        if shared.draft_tiles:
+            draft = tiles(
+                "draft",
+                shared.draft_tiles,
+                3 + slices.tiles,
+                stride=shared.draft_stride,
+                size=call.draft_size,
+                fill=0.0 if call.draft == "probs" else -jnp.inf,
+            )
+        mail = Mail(threads, shared, refs.get("mail"), refs.get("barriers"), block)
+        request = Request(call, threads, refs, lax.axis_index("request"))
+        Verifier(call, request, target, draft, mail).run()
 
-    cluster: dict[str, Any] = {}
-    if slices.cluster > 1:
-        cluster = dict(cluster=(slices.cluster,), cluster_names=("block",))
+    axes: dict[str, Any] = {}
+    if not interpreted:
+        axes = dict(cluster=(slices.cluster,), cluster_names=("block",))
     kernel = plgpu.kernel(
         verify_drafts,
-        out_type=tuple(outputs.values()),
+        out_type=tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in outputs.values()),
         scratch_types=tuple(scratch.values()),
-        grid=(batch,),
+        grid=(num_requests,),
         grid_names=("request",),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -195,7 +208,8 @@ def _launch(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         interpret=interpret,
-        **cluster,
+        **axes,
     )
-    token_ids, num_accepted, num_emitted, status, *_ = kernel(*operands.values())
+    token_ids, num_accepted, num_emitted, status = kernel(*operands.values())
+    token_ids = token_ids.reshape(num_requests, call.k + 1)
     return RejectionSampleOutput(token_ids, num_accepted, num_emitted, status)

@@ -1,56 +1,79 @@
-"""How the kernel cuts a row: chosen by a rule of thumb, or by the caller."""
+"""How the kernel cuts a row and what it holds: chosen by a rule of thumb, or by the caller."""
 
 from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
-
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
-LANES = 128
-"""Ids per row of shared memory: a row of logits is read as ``[V / LANES, LANES]``."""
+WARPS = 4
+"""Warps of a block: one warpgroup."""
 
-TILE_ROWS = TILE // LANES
-MAX_CLUSTER = 8
-"""The largest cluster every device offers."""
+MAX_CLUSTER = 16
+"""The largest cluster of a Hopper GPU; more than 8 need one whose parts have 16 cores left."""
 
-_MAX_SLICE_ROWS = 256  # one copy by the tensor memory accelerator
+MAX_TILES = 32
+"""Tiles of a slice: one thread of a warp copies each."""
+
+_CORES_OF_LARGE = 132  # H100, H200; smaller ones may have no room for a cluster of 16
+_BLOCKS_PER_CORE, _TILES_PER_BLOCK = 5, 8
+_MOST_BYTES = 96 * 1024  # of a slice: two blocks on a multiprocessor
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
-    """Static choices of the kernel that change its speed and not its tokens.
+    """Static choices of the Mosaic GPU kernel that change its speed and not its tokens.
+
+    A request is verified by a cluster of blocks; each holds a slice of the row that is looked at.
+    Sums are added in another order where rows are cut otherwise: tokens are the same up to ties of
+    float32.
 
     Attributes:
-      max_cluster: blocks that share one request, at most 8; each holds a slice of the row.
-      prefetch_draft: fetch the draft row together with the target row of its position, rather
-        than once the draft was rejected: shorter to wait for, more to read.
-      draft_tiles: tiles of the draft row that a block holds at a time, or 0 for its whole slice:
-        fewer leave room for more blocks on a multiprocessor.
+      max_cluster: blocks that share one request, at most 16; more than 8 need a large device.
+      draft_tiles: tiles of a draft row that a block holds at a time: more wait less, fewer leave
+        room for more blocks on a multiprocessor.
+
+    Raises:
+      ValueError: a number out of range.
+
+    Example:
+      >>> KernelConfig(max_cluster=4).draft_tiles
+      2
     """
 
-    max_cluster: int = MAX_CLUSTER
-    prefetch_draft: bool = False
-    draft_tiles: int = 0
+    max_cluster: int = 8
+    draft_tiles: int = 2
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_cluster <= MAX_CLUSTER:
-            raise ValueError(
-                f"max_cluster must be in [1, {MAX_CLUSTER}], but it is {self.max_cluster}"
-            )
-        if self.draft_tiles < 0 or (self.draft_tiles and self.prefetch_draft):
-            raise ValueError(
-                "draft_tiles must not be negative, and 0 where prefetch_draft is true, but it is "
-                f"{self.draft_tiles}"
-            )
+        for name, most in (("max_cluster", MAX_CLUSTER), ("draft_tiles", MAX_TILES)):
+            value = getattr(self, name)
+            if not 1 <= value <= most:
+                raise ValueError(f"{name} must be in [1, {most}], but it is {value}")
 
     @classmethod
-    def choose(cls, num_requests: int) -> KernelConfig:
-        """The default: few requests wait for memory, many share its bandwidth."""
-        if num_requests <= 16:
-            return cls(prefetch_draft=True)
-        return cls(draft_tiles=2)
+    def choose(cls, num_requests: int, size: int, held: int, num_cores: int) -> KernelConfig:
+        """The default, a rule of thumb.
+
+        Args:
+          num_requests: B.
+          size: ids of a row that count.
+          held: bytes that a block holds per id of its slice.
+          num_cores: multiprocessors of the device.
+
+        Returns:
+          Where requests are few, blocks enough to use the device: they wait for memory and for
+          one exponential per entry, not for its bandwidth. Where they are many, as few as have
+          something to do, since every block costs, and little shared memory, so that many run at
+          once.
+        """
+        large = num_cores >= _CORES_OF_LARGE
+        if large and num_requests * MAX_CLUSTER <= num_cores:
+            return cls(max_cluster=MAX_CLUSTER, draft_tiles=4)
+        if large and Slices.of(size, 8).ids * held > _MOST_BYTES:
+            return cls(max_cluster=MAX_CLUSTER)
+        blocks_at_once = -(-_BLOCKS_PER_CORE * num_cores // num_requests)
+        blocks_with_work = -(-num_tiles(size) // _TILES_PER_BLOCK)
+        return cls(max_cluster=min(8, max(2, blocks_at_once, blocks_with_work)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,29 +82,107 @@ class Slices:
 
     Attributes:
       size: ids that count.
-      cluster: blocks; none is empty.
-      tiles: tiles per block.
+      tiles: tiles per slice, the last ones of a row aside.
+      cluster: blocks; those past the row have nothing to do.
     """
 
     size: int
-    cluster: int
     tiles: int
+    cluster: int
 
     @classmethod
     def of(cls, size: int, max_cluster: int) -> Slices:
         tiles = -(-num_tiles(size) // max_cluster)
-        return cls(size, -(-num_tiles(size) // tiles), tiles)
+        # Mail needs a cluster, be it one with an idle block.
+        return cls(size, tiles, max(-(-num_tiles(size) // tiles), min(2, max_cluster)))
 
     @property
-    def rows(self) -> int:
-        """Rows of LANES ids per block."""
-        return self.tiles * TILE_ROWS
+    def ids(self) -> int:
+        """Ids per slice."""
+        return self.tiles * TILE
 
     @property
-    def fits(self) -> bool:
-        return self.rows <= _MAX_SLICE_ROWS
+    def warps(self) -> int:
+        """Warps of the whole cluster."""
+        return self.cluster * WARPS
 
 
-def vector_rows(*dtypes: jnp.dtype) -> int:
-    """Rows handled as one vector: eight bytes per thread, the same ids of every dtype."""
-    return 4 if all(jnp.dtype(dtype).itemsize == 2 for dtype in dtypes) else 2
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Where things are in a block's shared memory, in entries of their refs.
+
+    Attributes:
+      slices: how rows are cut.
+      draft_tiles: draft tiles held, 0 without draft rows.
+      target_size: bytes of a target entry.
+      draft_size: bytes of a draft entry.
+      target_aligned: whether every row begins at a multiple of sixteen bytes.
+      draft_aligned: the same of draft rows.
+      values: numbers that a warp tells the others of a row, at most.
+    """
+
+    slices: Slices
+    draft_tiles: int
+    target_size: int
+    draft_size: int
+    target_aligned: bool
+    draft_aligned: bool
+    values: int
+
+    @property
+    def target_stride(self) -> int:
+        """From one held tile to the next."""
+        return TILE + _slack(self.target_aligned, self.target_size)
+
+    @property
+    def draft_stride(self) -> int:
+        """The same of draft tiles."""
+        return TILE + _slack(self.draft_aligned, self.draft_size)
+
+    @property
+    def each(self) -> int:
+        """Consecutive ids per thread: the same of target and draft rows, whatever their dtypes."""
+        if not (self.target_aligned and self.draft_aligned):
+            return 2
+        return 4 if 4 in (self.target_size, self.draft_size) else 8
+
+    @property
+    def masses_per_warp(self) -> int:
+        """Masses of a warp's tiles, padded to what is mailed at once."""
+        return -(-self.slices.tiles // 4) * 4
+
+    @property
+    def box(self) -> int:
+        """Floats of the mail of one row."""
+        return self.values * self.slices.warps
+
+    @property
+    def masses(self) -> int:
+        """Where the mail of masses begins, after two boxes."""
+        return -(-2 * self.box // 4) * 4
+
+    @property
+    def cells(self) -> int:
+        """Where the scratch for the pick begins."""
+        return self.masses + self.slices.warps * self.masses_per_warp
+
+    @property
+    def mail(self) -> int:
+        """Floats in all."""
+        return self.cells + TILE // (32 * self.each)
+
+    @property
+    def barriers(self) -> int:
+        """Two boxes, the masses, then the tiles."""
+        return 3 + self.slices.tiles + self.draft_tiles
+
+    @property
+    def bytes(self) -> int:
+        """Shared memory of a block, the compiler's rounding included."""
+        held = self.slices.tiles * self.target_stride * self.target_size
+        held += self.draft_tiles * self.draft_stride * self.draft_size
+        return held + 4 * self.mail + 8 * self.barriers + 4 * 1024
+
+
+def _slack(aligned: bool, size: int) -> int:
+    return 0 if aligned else 32 // size

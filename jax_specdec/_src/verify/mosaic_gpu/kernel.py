@@ -1,32 +1,28 @@
 """One launch that verifies a batch: a cluster of blocks per request.
 
-Every block of a cluster holds one slice of a row in shared memory and makes the same decisions
-from the same numbers. A row is fetched when its position is reached; the row that was read last
-is the one to draw from, so it is still there.
+Every block of a cluster holds one slice of a row in shared memory, and all make the same decisions
+from the same numbers. A row is read once its position is reached. The one that was read last is the
+one to draw from, so it is still there.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Status
+from jax_specdec._src.types import Status
 from jax_specdec._src.verify import greedy, probabilistic, synthetic
-from jax_specdec._src.verify.mosaic_gpu import exchange
-from jax_specdec._src.verify.mosaic_gpu.block import (
-    LOG2E,
-    Block,
-    is_finite,
-)
-from jax_specdec._src.verify.mosaic_gpu.buffers import RowBuffer, tree_sum
-from jax_specdec._src.verify.mosaic_gpu.config import LANES
-from jax_specdec._src.verify.mosaic_gpu.pick import pick_entry, pick_in_tile, pick_scalar
-from jax_specdec._src.verify.tiles import TILE
+from jax_specdec._src.verify.mosaic_gpu import output, signals, statistics
+from jax_specdec._src.verify.mosaic_gpu.draw import Draw
+from jax_specdec._src.verify.mosaic_gpu.mail import Mail
+from jax_specdec._src.verify.mosaic_gpu.request import LOG2E, Call, Request
+from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
+from jax_specdec._src.verify.mosaic_gpu.statistics import Normalizer, is_finite
+from jax_specdec._src.verify.mosaic_gpu.threads import WARP
 
 OK, BAD_TARGET_ROW, BAD_DRAFT_ROW = (
     int(Status.OK),
@@ -35,61 +31,100 @@ OK, BAD_TARGET_ROW, BAD_DRAFT_ROW = (
 )
 
 
-class Scale(NamedTuple):
-    """Turns entries of a draft row into ``q``; of no meaning where rows hold probabilities.
-
-    ``q = exp(entry / temperature - shift)`` where normalizers are stored, else
-    ``q = exp((entry - shift) / temperature) * factor``.
-    """
-
-    shift: jax.Array
-    factor: jax.Array
-
-
 class Seen(NamedTuple):
-    """What a position showed; every block of the cluster has the same.
+    """What a position showed; every warp of the cluster has the same.
 
     Attributes:
       accepted: ``[]`` int32, 0 or 1.
       status: ``[]`` int32.
-      peak: ``[]`` largest entry of the target row.
-      masses: per block, the weight of its slice relative to that of `peak`.
-      best: ``[]`` int32, the row's argmax; for greedy requests only.
-      scale: of the draft row.
+      target: normalizer of the target row; of a sampled request.
+      best: ``[]`` int32, the row's argmax; of a greedy request.
+      draft: normalizer of the draft row; where normalizers are not stored.
+      draft_turn: ``[]`` int32, the turn of the next draft row.
     """
 
     accepted: jax.Array
     status: jax.Array
-    peak: jax.Array
-    masses: tuple[jax.Array, ...]
+    target: Normalizer
     best: jax.Array
-    scale: Scale
+    draft: Normalizer
+    draft_turn: jax.Array
 
 
 class Verifier:
-    """One block at work on one request, while the kernel is traced."""
+    """One block at work on one request, while the kernel is traced.
 
-    def __init__(self, block: Block, target: RowBuffer, draft: RowBuffer | None):
-        self.block, self.target, self.draft, self.call = block, target, draft, block.call
+    Attributes:
+      call: what is static.
+      request: what is known of the request.
+      target: target rows.
+      draft: tiles of draft rows, or None where there are none.
+      mail: what reaches the others.
+    """
+
+    def __init__(
+        self, call: Call, request: Request, target: Tiles, draft: Tiles | None, mail: Mail
+    ):
+        self.call, self.request, self.target, self.draft = call, request, target, draft
+        self.mail, self.threads = mail, request.threads
 
     def run(self) -> None:
         """Walk the positions, draw the last token, write the output."""
-        block, status = self.block, self.block.status
+        request = self.request
 
-        if self.call.rates is None:
-            pl.when((status == OK) & (block.num_rows > 0))(
-                lambda: self.target.fetch(block.first_row)
-            )
-        self.target.pad()
-        if self.draft is not None:
-            self.draft.pad()
-        if self.call.slices.cluster > 1 and not self.call.interpreted:
-            exchange.open_barriers(block.refs["meeting"])
+        @pl.when(request.status == OK)
+        def _() -> None:
+            if self.call.rates is None:
+                pl.when(request.num_rows > 0)(lambda: self.open(jnp.int32(0)))
+            self.target.prepare()
+            if self.draft is not None:
+                self.draft.prepare()
+            request.know_drafts()
+            self.know_probabilities()
+            if not self.threads.interpreted:
+                signals.meet()
+            self.emit(*(self.walk() if self.call.rates is None else self.synthetic_walk()))
 
-        walk = self.walk if self.call.rates is None else self.synthetic_walk
-        zero = jnp.int32(0)
-        pl.when(status != OK)(lambda: self.write(zero, zero, status, zero))
-        pl.when(status == OK)(lambda: self.emit(*walk()))
+        @pl.when(request.status != OK)
+        def _() -> None:
+            if not self.threads.interpreted:
+                signals.meet()
+            output.write_status(request, self.mail.block, request.status)
+
+    def turn(self, position: jax.Array) -> jax.Array:
+        """The turn at which a position's target row begins."""
+        return position if self.call.rates is None else jnp.int32(0)
+
+    def open(self, position: jax.Array) -> None:
+        """Begin to copy the target row of a position."""
+        self.target.open(self.request.first_row + position, self.turn(position))
+
+    def know_probabilities(self) -> None:
+        """By lane: the drafted token's target logit, and its draft probability where that is known.
+
+        Entries of rows that are not visited may be read, and are not used.
+        """
+        request, call = self.request, self.call
+        used = request.proposed
+        self.place = jnp.where(used, request.token_ids, 0)
+        row = jnp.where(used, request.first_row + request.lane, 0)
+        self.logit = self.target.at(row, self.place)
+        self.uses_q = used & request.stored & ~request.greedy
+        self.q = self.threads.filled(1.0)
+        self.bad = used & ~used
+        if self.draft is None:
+            return
+        rows = request.draft_rows
+        outside = (rows < 0) | (rows >= call.draft_rows)
+        self.draft_row = jnp.clip(rows, 0, call.draft_rows - 1)
+        self.entry = self.draft.at(self.draft_row, jnp.minimum(self.place, call.draft_size - 1))
+        self.bad = self.uses_q & outside
+        if call.draft == "probs":
+            self.q = self.entry
+        if call.draft == "normalized":
+            self.shift = self.threads.gather(request.refs["normalizer"], self.draft_row)
+            self.q = jnp.exp2((self.entry * request.inv - self.shift) * LOG2E)
+            self.bad = self.bad | (self.uses_q & ~is_finite(self.shift))
 
     # Deciding.
 
@@ -99,17 +134,15 @@ class Verifier:
         def goes_on(state: tuple[jax.Array, Seen]) -> jax.Array:
             position, last = state
             going = (position == 0) | (last.accepted == 1)
-            return going & (position < self.block.num_rows)
+            return going & (position < self.request.num_rows)
 
         def step(state: tuple[jax.Array, Seen]) -> tuple[jax.Array, Seen]:
-            position = state[0]
-            seen = self.visit(position, position)
-
-            @pl.when((seen.accepted == 1) & (position + 1 < self.block.num_rows))
-            def _() -> None:
-                plgpu.commit_smem()  # all have read what the copies will overwrite
-                self.target.fetch(self.block.first_row + position + 1)
-
+            position, last = state
+            seen = self.visit(position, position, last.draft_turn)
+            following = position + 1
+            pl.when((seen.accepted == 1) & (following < self.request.num_rows))(
+                lambda: self.open(following)
+            )
             return position + 1, seen
 
         position, last = lax.while_loop(goes_on, step, (jnp.int32(0), self.nothing()))
@@ -119,264 +152,139 @@ class Verifier:
     def synthetic_walk(self) -> tuple[jax.Array, Seen]:
         """Accept by rate, then read the one row that the last token comes from."""
         assert self.call.rates is not None
-        num_accepted, going = jnp.int32(0), jnp.int32(1)
-        for i, rate in enumerate(self.call.rates):
-            u = self.block.accept(i)
-            accepted = self.block.is_proposed(jnp.int32(i)) & synthetic.accepts(
-                u, jnp.float32(rate)
-            )
-            going = jnp.where(accepted, going, 0)
-            num_accepted = num_accepted + going
+        request, lane = self.request, self.request.lane
+        rate = self.threads.filled(0.0)
+        for i, value in enumerate(self.call.rates):
+            rate = jnp.where(lane == i, jnp.float32(value), rate)
+        accepted = request.proposed & synthetic.accepts(request.uniforms, rate)
+        rejected = jnp.where(accepted & (lane < self.call.k), WARP, lane)
+        num_accepted = self.threads.scalar(self.threads.warp_min(rejected))
 
         def read() -> Seen:
-            self.target.fetch(self.block.first_row + num_accepted)
-            return self.visit(num_accepted, jnp.int32(0), judge=False)
+            self.open(num_accepted)
+            return self.visit(num_accepted, jnp.int32(0), jnp.int32(0), judge=False)
 
-        return num_accepted, lax.cond(num_accepted < self.block.num_rows, read, self.nothing)
+        return num_accepted, lax.cond(num_accepted < request.num_rows, read, self.nothing)
 
     def nothing(self) -> Seen:
         """Stands for a position not visited."""
-        zero = jnp.float32(0)
-        masses = (zero,) * self.call.slices.cluster
-        return Seen(
-            jnp.int32(0), jnp.int32(OK), zero, masses, jnp.int32(0), Scale(zero, jnp.float32(1))
-        )
+        zero, unit = jnp.int32(0), Normalizer(jnp.float32(0), jnp.float32(1))
+        return Seen(zero, jnp.int32(OK), unit, zero, unit, zero)
 
-    @property
-    def _fetches_draft_early(self) -> bool:
-        return self.call.draft == "logits" or self.call.config.prefetch_draft
-
-    def visit(self, position: jax.Array, turn: jax.Array, *, judge: bool = True) -> Seen:
+    def visit(
+        self, position: jax.Array, turn: jax.Array, draft_turn: jax.Array, *, judge: bool = True
+    ) -> Seen:
         """Read the rows of one position; `judge` its draft by the greedy or the standard rule.
 
         The copy of the target row is under way.
         """
-        block, call, target, draft = self.block, self.call, self.target, self.draft
-        row = block.first_row + position
-        token_id, proposed = block.token_id(position), block.is_proposed(position)
-        place = jnp.clip(token_id, 0, call.size - 1)
-        uses_q = proposed & block.stored & ~block.greedy
-        x = target.at(row, place)
-
-        q = jnp.float32(1)
-        scale = Scale(jnp.float32(0), jnp.float32(1))
-        if draft is not None:
-            draft_row = block.draft_row(position)
-            outside = (draft_row < 0) | (draft_row >= call.draft_rows)
-            draft_row = jnp.clip(draft_row, 0, call.draft_rows - 1)
-            d = draft.at(draft_row, jnp.minimum(place, call.draft_size - 1))
-            if self._fetches_draft_early:
-                pl.when(uses_q)(lambda: draft.fetch(draft_row))
-            if call.draft == "normalized":
-                scale = scale._replace(shift=block.refs["normalizer"][draft_row])
-            bad = uses_q & (outside | ~is_finite(scale.shift))
-
-        target.wait()
-        stats = lax.cond(
-            block.greedy,
-            lambda: block.max_and_place(target),
-            lambda: block.max_and_sum(target),
-        )
-        if draft is not None and self._fetches_draft_early:
-            pl.when(uses_q)(draft.wait)
-        held = draft or target
+        request, call, threads, draft = self.request, self.call, self.threads, self.draft
+        begun = draft_turn
+        uses_q = jnp.bool_(False)
         if call.draft == "logits":
-            stats = (
-                *stats,
+            assert draft is not None
+            uses_q = request.at(self.uses_q.astype(jnp.int32), position) == 1
+            draft_row = request.at(self.draft_row, position)
+            pl.when(uses_q)(lambda: draft.open(draft_row, begun))
+        row = request.first_row + position
+        at = self.turn(position)
+        told = lax.cond(
+            request.greedy,
+            lambda: statistics.max_and_place(self.target, row, at),
+            lambda: statistics.base_and_sum(self.target, row, at, request.scale),
+        )
+        if call.draft == "logits":
+            assert draft is not None
+            told = (
+                *told,
                 *lax.cond(
                     uses_q,
-                    lambda: block.max_and_sum(held),
-                    lambda: (jnp.float32(0), jnp.float32(1)),
+                    lambda: statistics.base_and_sum(draft, draft_row, begun, request.scale),
+                    lambda: (threads.filled(0.0), threads.filled(1.0)),
                 ),
             )
-        peaks, others, *draft_stats = block.exchange(turn, *stats)
-        peak, masses = block.combine(peaks, others)
-        best = jnp.float32(2**30)
-        for m, first in zip(peaks, others, strict=True):
-            best = jnp.where(m == peak, jnp.minimum(best, first), best)
-        if draft_stats:
-            draft_peak, draft_masses = block.combine(*draft_stats)
-            scale = Scale(draft_peak, 1.0 / tree_sum(draft_masses))
-            bad = bad | (uses_q & ~is_finite(draft_peak))
+            draft_turn = jnp.where(uses_q, draft.following(begun), begun)
 
+        peaks, others, *of_draft = self.mail.tell(turn, *told)
+        peaks = self.known(peaks, -jnp.inf)
+        peak = threads.scalar(threads.warp_max(statistics.largest(peaks)))
+        best, total = lax.cond(
+            request.greedy,
+            lambda: (self.lowest(peaks, others, peak), jnp.float32(1)),
+            lambda: (jnp.int32(0), self.total(peaks, others, peak)),
+        )
+        target = Normalizer(peak, total)
         status = jnp.where(is_finite(peak), jnp.int32(OK), jnp.int32(BAD_TARGET_ROW))
-        if draft is not None:
-            status = jnp.where((status == OK) & bad, BAD_DRAFT_ROW, status)
-        seen = Seen(
-            jnp.int32(0),
-            status,
-            peak,
-            tuple(masses),
-            best.astype(jnp.int32),
-            scale,
-        )
-        if not judge:
-            return seen
+        unit = Normalizer(jnp.float32(0), jnp.float32(1))
+        q, bad, of_row = self.q, self.bad, unit
+        if of_draft:
+            draft_peaks = self.known(of_draft[0], -jnp.inf)
+            draft_peak = threads.scalar(threads.warp_max(statistics.largest(draft_peaks)))
+            of_row = Normalizer(draft_peak, self.total(draft_peaks, of_draft[1], draft_peak))
+            q = jnp.exp2((self.entry - of_row.peak) * request.scale) / of_row.total
+            bad = bad | (self.uses_q & ~is_finite(of_row.peak))
 
-        if draft is not None:
-            stored_q = jnp.where(token_id < call.draft_size, self.probs(d, scale), 0.0)
-            q = jnp.where(uses_q, stored_q, q)
-            bad_q = uses_q & ~((q >= 0) & (q < jnp.inf)) & (status == OK)
-            status = jnp.where(bad_q, BAD_DRAFT_ROW, status)
-        p = jnp.exp2((x - peak) * block.scale) / tree_sum(masses)
-        u = block.accept(position)
-        accepted = (block.greedy & greedy.accepts(token_id, seen.best)) | (
-            ~block.greedy & probabilistic.accepts(u, p, q)
-        )
-        kept = proposed & accepted & (status == OK)
-        return seen._replace(accepted=kept.astype(jnp.int32), status=status)
+        accepted = threads.filled(0, jnp.int32)
+        if judge:
+            p = jnp.exp2((self.logit - peak) * request.scale) / total
+            if draft is not None:
+                q = jnp.where(self.place < call.draft_size, q, 0.0)
+                bad = bad | (self.uses_q & ~((q >= 0) & (q < jnp.inf)))
+                q = jnp.where(self.uses_q, q, 1.0)
+            by_rule = (request.greedy & greedy.accepts(request.token_ids, best)) | (
+                ~request.greedy & probabilistic.accepts(request.uniforms, p, q)
+            )
+            accepted = (request.proposed & by_rule).astype(jnp.int32)
+        # One shuffle for both: whether it was accepted, and whether its draft row is bad.
+        flags = request.at(accepted + 2 * bad.astype(jnp.int32), position)
+        status = jnp.where((status == OK) & (flags >= 2), jnp.int32(BAD_DRAFT_ROW), status)
+        kept = (status == OK) & (flags == 1)
+        return Seen(kept.astype(jnp.int32), status, target, best, of_row, draft_turn)
 
-    def probs(self, entries: jax.Array, scale: Scale) -> jax.Array:
-        """``q`` of entries of the draft row."""
-        if self.call.draft == "probs":
-            return entries
-        if self.call.draft == "normalized":
-            return jnp.exp2((entries * self.block.inv - scale.shift) * LOG2E)
-        return jnp.exp2((entries - scale.shift) * self.block.scale) * scale.factor
+    def known(self, values: list[jax.Array], other: float) -> list[jax.Array]:
+        """Values by warp, `other` where there is none."""
+        return [
+            jnp.where(there, v, other) for there, v in zip(self.mail.is_warp(), values, strict=True)
+        ]
 
-    # Drawing.
+    def lowest(self, peaks: list[jax.Array], places: list[jax.Array], peak: jax.Array) -> jax.Array:
+        """The least of the places of the row's largest entry."""
+        found = [
+            jnp.where(m == peak, lax.bitcast_convert_type(p, jnp.int32), jnp.int32(2**30))
+            for m, p in zip(peaks, places, strict=True)
+        ]
+        least = found[0]
+        for other in found[1:]:
+            least = jnp.minimum(least, other)
+        return self.threads.scalar(self.threads.warp_min(least))
 
-    def emit(self, num_accepted: jax.Array, last: Seen) -> None:
+    def total(self, peaks: list[jax.Array], sums: list[jax.Array], peak: jax.Array) -> jax.Array:
+        """The row's mass relative to its largest entry."""
+        masses = [
+            jnp.where(m > -jnp.inf, s * statistics.decay(m, peak, self.request.scale), 0.0)
+            for m, s in zip(peaks, sums, strict=True)
+        ]
+        total = masses[0]
+        for other in masses[1:]:
+            total = total + other
+        return self.threads.scalar(self.threads.warp_sum(total))
+
+    def is_first_warp(self) -> jax.Array:
+        """Whether a thread is in the first warp of the cluster, ``[128]`` bool."""
+        return (self.threads.index() < WARP) & (self.mail.block == 0)
+
+    # Emitting.
+
+    def emit(self, num_accepted: jax.Array, seen: Seen) -> None:
         """The accepted tokens, then one drawn from the row that was read last."""
-        block = self.block
-        visited = num_accepted < block.num_rows
-        draws = visited & (last.status == OK) & ~block.greedy
+        request = self.request
+        visited = num_accepted < request.num_rows
+        draws = visited & (seen.status == OK) & ~request.greedy
 
         @pl.when(~draws)
         def _() -> None:
-            token_id = jnp.where(visited, last.best, block.bonus)
-            self.write(num_accepted, token_id, last.status, jnp.int32(0))
+            token_id = jnp.where(visited, seen.best, request.bonus)
+            is_writer = self.is_first_warp()
+            output.write(request, num_accepted, token_id, seen.status, is_writer)
 
-        pl.when(draws)(lambda: self.draw(num_accepted, last))
-
-    def draw(self, num_accepted: jax.Array, last: Seen) -> None:
-        """The recovered or bonus token of a sampled request."""
-        block, call = self.block, self.call
-        rejected = block.is_proposed(num_accepted)
-        from_residual, without_token = rejected & block.stored, rejected & ~block.stored
-        token_id, draft_row = block.token_id(num_accepted), block.draft_row(num_accepted)
-        p_total = tree_sum(list(last.masses))
-        factor = 1.0 / p_total
-        offset = block.block * (call.slices.rows * LANES)
-
-        def plain(tile: Any, removed: jax.Array) -> list[jax.Array]:
-            """Weights of a tile: ``p`` up to a factor, without the id at place `removed`."""
-            return [
-                jnp.where(ids == removed, 0.0, jnp.exp2((x - last.peak) * block.scale))
-                for x, ids in zip(self.target.vectors(tile), self.target.place(tile), strict=True)
-            ]
-
-        def residual(tile: Any) -> list[jax.Array]:
-            """Weights of a tile: ``(p - q)+``, NaN where q is none."""
-            assert self.draft is not None
-            weights = []
-            for x, d in zip(self.target.vectors(tile), self.draft.vectors(tile), strict=True):
-                p = jnp.exp2((x - last.peak) * block.scale) * factor
-                q = self.probs(d, last.scale)
-                if call.draft == "probs":
-                    weights.append(probabilistic.residual(p, q))
-                else:  # the same in fewer steps: q is not negative, and q - q is 0 or NaN
-                    weights.append(jnp.maximum(p - q, q - q))
-            return weights
-
-        masses_of_tiles = block.refs["tile_masses"]
-
-        def mass(weights: Any) -> jax.Array:
-            """The slice's mass; that of each tile is left for the block that is chosen."""
-
-            def add(tile: Any, total: jax.Array) -> jax.Array:
-                tile_mass = jnp.sum(tree_sum(weights(tile)))
-                masses_of_tiles[tile] = tile_mass
-                return total + tile_mass
-
-            return lax.fori_loop(0, call.slices.tiles, add, jnp.float32(0))
-
-        def residual_mass() -> jax.Array:
-            draft = self.draft
-            assert draft is not None
-            if not self._fetches_draft_early:
-                draft.open(draft_row)
-
-            def weights(tile: Any) -> list[jax.Array]:
-                draft.ready(tile)
-                found = residual(tile)
-                draft.release(draft_row, tile)
-                return found
-
-            return mass(weights)
-
-        def mass_without() -> jax.Array:
-            return mass(lambda tile: plain(tile, token_id - offset))
-
-        def weigh() -> tuple[jax.Array, ...]:
-            if self.draft is None:
-                total = mass_without()
-            else:
-                total = lax.cond(from_residual, residual_mass, mass_without)
-            turn = num_accepted + 1 if call.rates is None else jnp.int32(1)
-            (masses,) = block.exchange(turn, total)
-            return tuple(masses)
-
-        masses = lax.cond(rejected, weigh, lambda: last.masses)
-        total = tree_sum(list(masses))
-        # No weight left to draw from means drawing from p.
-        some = total > 0
-        masses = tuple(jnp.where(some, m, p) for m, p in zip(masses, last.masses, strict=True))
-        bad = from_residual & (total != total)
-        total = jnp.where(some, total, p_total)
-        target = block.u_tile * total
-        chosen, before = pick_scalar(list(masses), target)
-
-        @pl.when(bad)
-        def _() -> None:
-            self.write(num_accepted, jnp.int32(0), jnp.int32(BAD_DRAFT_ROW), jnp.int32(0))
-
-        @pl.when(~bad & (block.block == chosen))
-        def _() -> None:
-            # Unless a residual was weighed, and is not empty, p is what to draw from.
-            weighed = rejected & some
-            removed = jnp.where(weighed & without_token, token_id - offset, -1)
-
-            @pl.when(~weighed)
-            def _() -> None:
-                mass(lambda tile: plain(tile, jnp.int32(-1)))
-
-            tile = pick_entry(masses_of_tiles, call.slices.tiles, jnp.maximum(target - before, 0.0))
-
-            def pick(weights: list[jax.Array]) -> jax.Array:
-                return pick_in_tile(
-                    weights, self.target.place(0), block.refs["weights"], block.u_token
-                )
-
-            def pick_residual() -> jax.Array:
-                assert self.draft is not None
-                self.draft.reopen(draft_row, tile)
-                return pick(residual(tile))
-
-            def pick_plain() -> jax.Array:
-                return pick(plain(tile, removed))
-
-            place = (
-                pick_plain()
-                if self.draft is None
-                else lax.cond(weighed & from_residual, pick_residual, pick_plain)
-            )
-            self.write(num_accepted, offset + tile * TILE + place, jnp.int32(OK), chosen)
-
-    def write(
-        self, num_accepted: jax.Array, token_id: jax.Array, status: jax.Array, writer: jax.Array
-    ) -> None:
-        """The output of this request, written by one block."""
-        block, refs = self.block, self.block.refs
-
-        @pl.when(block.block == writer)
-        def _() -> None:
-            ok = status == OK
-            for i in range(self.call.k + 1):
-                draft = block.token_id(i)
-                emitted = jnp.where(num_accepted == i, token_id, draft)
-                kept = ok & (num_accepted >= i)
-                refs["token_ids"][block.b, i] = jnp.where(kept, emitted, PLACEHOLDER_TOKEN_ID)
-            refs["num_accepted"][block.b] = jnp.where(ok, num_accepted, 0)
-            refs["num_emitted"][block.b] = jnp.where(ok, num_accepted + 1, 0)
-            refs["status"][block.b] = status
+        pl.when(draws)(lambda: Draw(self, num_accepted, seen).run())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import jax
 
-from jax_specdec._src.types import DraftDistribution, DraftProbs
-from jax_specdec._src.verify.decide import Request
-from jax_specdec._src.verify.mosaic_gpu.config import LANES, KernelConfig, Slices
+from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
+from jax_specdec._src.verify.mosaic_gpu.config import MAX_TILES, KernelConfig, Shared, Slices
 
-_SHARED_BYTES = 200 * 1024
+SHARED_BYTES = 227 * 1024
+"""Shared memory that a block may have on Hopper and newer."""
+
+_MAX_DRAFTS = 30  # a lane for each, and two for the uniforms to recover with
 _MIN_CAPABILITY = 9.0
 
 
@@ -30,41 +32,71 @@ def no_device() -> str | None:
 
 
 def unsupported(
-    requests: Request,
     target_logits: jax.Array,
     distribution: DraftDistribution | None,
     *,
+    is_race: bool,
+    num_requests: int,
+    k: int,
     size: int,
     config: KernelConfig | None = None,
 ) -> str | None:
     """Why the kernel cannot serve a call, in a sentence; None if it can."""
-    storage = None if distribution is None else storage_of(distribution)
-    config = KernelConfig.choose(requests.token_ids.shape[0]) if config is None else config
-    if requests.exponential is not None:
+    if is_race:
         return "implementation='mosaic_gpu' draws by inverse CDF: pass Noise, not RaceNoise"
-    if requests.token_ids.shape[0] == 0:
+    if num_requests == 0:
         return "implementation='mosaic_gpu' needs at least one request, but B is 0"
-    if target_logits.shape[1] % LANES:
+    if k > _MAX_DRAFTS:
         return (
-            f"implementation='mosaic_gpu' needs a vocabulary that is a multiple of {LANES}, but V "
-            f"is {target_logits.shape[1]}"
+            f"implementation='mosaic_gpu' takes up to {_MAX_DRAFTS} drafts per request, but "
+            f"num_speculative_tokens is {k}"
         )
-    if storage is not None and storage.shape[1] % LANES:
-        return (
-            f"implementation='mosaic_gpu' needs a draft vocabulary that is a multiple of {LANES}, "
-            f"but Vd is {storage.shape[1]}"
-        )
-    slices = Slices.of(size, config.max_cluster)
-    arrays = [target_logits] if storage is None else [target_logits, storage]
-    needed = sum(slices.rows * LANES * x.dtype.itemsize for x in arrays)  # held whole, at most
-    if not slices.fits or needed > _SHARED_BYTES:
+    shared = plan(target_logits, distribution, num_requests=num_requests, size=size, config=config)
+    if shared.bytes > SHARED_BYTES or shared.slices.tiles > MAX_TILES:
+        arrays = [target_logits] if distribution is None else [target_logits, rows_of(distribution)]
         return (
             f"implementation='mosaic_gpu' holds a slice of each row in shared memory, but {size} "
-            f"ids of {' and '.join(str(x.dtype) for x in arrays)} do not fit"
+            f"ids of {' and '.join(str(x.dtype) for x in arrays)} need {shared.bytes} bytes of it "
+            f"in each of {shared.slices.cluster} blocks, and a block has {SHARED_BYTES}"
         )
     return None
 
 
-def storage_of(distribution: DraftDistribution) -> jax.Array:
+def plan(
+    target_logits: jax.Array,
+    distribution: DraftDistribution | None,
+    *,
+    num_requests: int,
+    size: int,
+    config: KernelConfig | None,
+) -> Shared:
+    """What a block holds in shared memory."""
+    storage = None if distribution is None else rows_of(distribution)
+    # Without a stored normalizer a draft row is read twice: it is held whole.
+    reads_twice = isinstance(distribution, DraftLogits) and distribution.log_normalizer is None
+    target_size = target_logits.dtype.itemsize
+    draft_size = 0 if storage is None else storage.dtype.itemsize
+    if config is None:
+        num_cores = getattr(jax.devices()[0], "core_count", None) or 132
+        held = target_size + (draft_size if reads_twice else 0)
+        config = KernelConfig.choose(num_requests, size, held, num_cores)
+    slices = Slices.of(size, config.max_cluster)
+
+    def aligned(x: jax.Array | None) -> bool:
+        return x is None or x.shape[1] * x.dtype.itemsize % 16 == 0
+
+    draft_tiles = slices.tiles if reads_twice else min(config.draft_tiles, slices.tiles)
+    return Shared(
+        slices=slices,
+        draft_tiles=0 if storage is None else draft_tiles,
+        target_size=target_size,
+        draft_size=draft_size,
+        target_aligned=aligned(target_logits),
+        draft_aligned=aligned(storage),
+        values=4 if reads_twice else 2,
+    )
+
+
+def rows_of(distribution: DraftDistribution) -> jax.Array:
     """The rows of a draft distribution, ``[R, Vd]``."""
     return distribution.probs if isinstance(distribution, DraftProbs) else distribution.logits

@@ -1,0 +1,293 @@
+"""The two-level inverse CDF inside the kernel: weigh the tiles, pick one, pick a token in it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jax_specdec._src.types import Status
+from jax_specdec._src.verify import probabilistic
+from jax_specdec._src.verify.mosaic_gpu import output
+from jax_specdec._src.verify.mosaic_gpu.config import WARPS
+from jax_specdec._src.verify.mosaic_gpu.mail import tree_sum
+from jax_specdec._src.verify.mosaic_gpu.request import LOG2E
+from jax_specdec._src.verify.mosaic_gpu.statistics import Exponent
+from jax_specdec._src.verify.mosaic_gpu.threads import WARP
+from jax_specdec._src.verify.tiles import TILE
+
+_NONE = 2**24
+"""Greater than any place."""
+
+
+class Weighed(NamedTuple):
+    """The tiles' weights.
+
+    Attributes:
+      turn: ``[]`` int32, how often they have been weighed.
+      from_residual: ``[]`` bool, whether by ``(p - q)+``; else by ``p``.
+      masses: by lane, one array for every 32 tiles of the row.
+      total: ``[]`` float32, their sum.
+    """
+
+    turn: jax.Array
+    from_residual: jax.Array
+    masses: list[jax.Array]
+    total: jax.Array
+
+
+class Draw:
+    """Drawing the recovered or bonus token of a sampled request, while the kernel is traced."""
+
+    def __init__(self, verifier: Any, num_accepted: jax.Array, seen: Any):
+        self.verifier, self.num_accepted, self.seen = verifier, num_accepted, seen
+        self.request, self.call = verifier.request, verifier.call
+        self.threads, self.mail = verifier.threads, verifier.mail
+        self.target, self.draft = verifier.target, verifier.draft
+        request = self.request
+        self.turn = verifier.turn(num_accepted)
+        self.row = request.first_row + num_accepted
+        self.told = num_accepted + 1 if self.call.rates is None else jnp.int32(1)
+        place = num_accepted
+        self.rejected = request.is_proposed(num_accepted)
+        self.from_residual = self.rejected & request.stored
+        self.token_id = request.at(request.token_ids, place)
+        self.logit = request.at(verifier.logit, place)
+        size = jnp.dtype(self.target.held.dtype).itemsize
+        self.p_exponent = Exponent.of(seen.target, request.scale, size)
+        if self.draft is not None:
+            # A row that was read for its normalizer is still held.
+            self.is_open = self.call.draft == "logits"
+            self.begun = seen.draft_turn - 1 if self.is_open else seen.draft_turn
+            self.draft_row = request.at(verifier.draft_row, place)
+            self.q_exponent = self._q_exponent(place)
+
+    def _q_exponent(self, place: jax.Array) -> Exponent | None:
+        request = self.request
+        if self.call.draft == "probs":
+            return None
+        if self.call.draft == "normalized":
+            shift = request.at(self.verifier.shift, place)
+            return Exponent(request.scale, shift * LOG2E, None)
+        size = jnp.dtype(self.draft.held.dtype).itemsize
+        return Exponent.of(self.seen.draft, request.scale, size)
+
+    def run(self) -> None:
+        """Draw and write."""
+        if self.draft is not None and not self.is_open:
+            pl.when(self.from_residual)(lambda: self.draft.open(self.draft_row, self.begun))
+        without = self.rejected & ~self.from_residual
+        pl.when(without)(lambda: self.set_logit(self.threads.filled(-jnp.inf)))
+
+        def again(weighed: Weighed) -> jax.Array:
+            return (weighed.turn == 0) | ((weighed.total == 0) & (weighed.turn == 1))
+
+        zero = jnp.float32(0)
+        rounds = len(self.mail.tile_places())
+        nothing = [self.threads.filled(0.0) for _ in range(rounds)]
+        start = Weighed(jnp.int32(0), self.from_residual, nothing, zero)
+        weighed = lax.while_loop(again, self.weigh, start)
+        bad = ~(weighed.total > 0)  # then the draft row holds no probabilities
+        is_first = self.verifier.is_first_warp()
+        bad_row = jnp.int32(Status.BAD_DRAFT_ROW)
+        pl.when(bad)(
+            lambda: output.write(self.request, self.num_accepted, jnp.int32(0), bad_row, is_first)
+        )
+        pl.when(~bad)(lambda: self.pick(weighed))
+
+    def set_logit(self, value: jax.Array) -> None:
+        """Write the rejected token's logit in the row that is held."""
+        place = self.token_id - self.target.first
+        here = (place >= 0) & (place < self.target.per_slice * TILE)
+        place = jnp.where(here, place, 0)
+        start = self.target.starts(self.row, lax.div(place, TILE), self.turn)[0] + lax.rem(
+            place, TILE
+        )
+        where = jnp.zeros_like(self.threads.index()) + start
+        self.threads.scatter(self.target.held, where, value, here & (self.threads.index() == 0))
+        self.threads.meet()
+
+    # Weights: a list of the ids that each thread has of a chunk.
+
+    def plain(self, start: jax.Array) -> list[jax.Array]:
+        """``p``."""
+        return [jnp.exp2(self.p_exponent(x)) for x in self.target.entries(start)]
+
+    def residual(self, start: jax.Array, draft_start: jax.Array) -> list[jax.Array]:
+        """``(p - q)+``, NaN where q is none."""
+        weights = []
+        for p, d in zip(self.plain(start), self.draft.entries(draft_start), strict=True):
+            if self.q_exponent is None:
+                weights.append(probabilistic.residual(p, d))
+            else:  # the same in fewer steps: q is not negative, and q - q is 0 or NaN
+                q = jnp.exp2(self.q_exponent(d))
+                weights.append(jnp.maximum(p - q, q - q))
+        return weights
+
+    def weigh(self, weighed: Weighed) -> Weighed:
+        """By the residual, or by ``p``; a second time by ``p`` where the residual is empty."""
+        again = weighed.turn == 1
+
+        @pl.when(again)
+        def _() -> None:
+            without = self.rejected & ~self.from_residual
+            pl.when(without)(lambda: self.set_logit(self.threads.filled(0.0) + self.logit))
+
+        from_residual = self.from_residual & ~again
+        if self.draft is None:
+            masses = self.weigh_tiles(self.plain_masses)
+        else:
+            masses = lax.cond(
+                from_residual,
+                lambda: self.weigh_tiles(self.residual_masses),
+                lambda: self.weigh_tiles(self.plain_masses),
+            )
+
+        # Everybody has read the masses of the first turn once the boxes have been used again.
+        @pl.when(again)
+        def _() -> None:
+            self.mail.tell(self.told, self.threads.filled(0.0))
+
+        tiles = self.mail.tell_masses(weighed.turn, masses)
+        total = self.threads.scalar(self.threads.warp_sum(tree_sum(tiles)))
+        return Weighed(weighed.turn + 1, from_residual, tiles, total)
+
+    def weigh_tiles(self, mass: Any) -> list[jax.Array]:
+        """Each warp's part of the mass of each tile of the slice."""
+
+        def add(tile: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
+            one = mass(tile)
+            return [jnp.where(tile == i, one, other) for i, other in enumerate(found)]
+
+        zeros = [self.threads.filled(0.0) for _ in range(self.mail.shared.slices.tiles)]
+        per_thread = lax.fori_loop(0, self.target.count(), add, zeros)
+        return [self.threads.warp_sum(x) for x in per_thread]
+
+    def plain_masses(self, tile: jax.Array) -> jax.Array:
+        starts = self.target.starts(self.row, tile, self.turn)
+        return tree_sum([w for start in starts for w in self.plain(start)])
+
+    def residual_masses(self, tile: jax.Array) -> jax.Array:
+        begun, row = self.begun, self.draft_row
+        if not self.is_open:
+            self.draft.ready(row, tile, begun)
+        starts = zip(
+            self.target.starts(self.row, tile, self.turn),
+            self.draft.starts(row, tile, begun),
+            strict=True,
+        )
+        weights = [w for start, draft_start in starts for w in self.residual(start, draft_start)]
+        self.draft.release(row, tile, begun)
+        return tree_sum(weights)
+
+    # Picking.
+
+    def pick(self, weighed: Weighed) -> None:
+        """The tile, then the token in it, by the warpgroup that has the tile."""
+        tile = self.pick_tile(weighed.masses)
+        place = tile - self.mail.block * self.mail.shared.slices.tiles
+
+        @pl.when((place >= 0) & (place < self.mail.shared.slices.tiles))
+        def _() -> None:
+            begin, chunk = self.target.starts(self.row, place, self.turn)[0], self.target.chunk
+            if self.draft is None:
+                self.pick_in_tile(place, lambda i: self.plain(begin + i * chunk))
+                return
+            # What is held of the draft row is another tile by now, unless all of it is.
+            draft_begin = self.draft.starts(self.draft_row, place, self.begun)[0]
+            if not self.draft.whole:
+                turn = self.draft.following(self.begun)
+                draft_begin = self.draft.reopened(self.draft_row, place, turn)[0]
+                pl.when(weighed.from_residual)(
+                    lambda: self.draft.reopen(self.draft_row, place, turn)
+                )
+
+            def weights(i: jax.Array) -> list[jax.Array]:
+                return lax.cond(
+                    weighed.from_residual,
+                    lambda: self.residual(begin + i * chunk, draft_begin + i * chunk),
+                    lambda: self.plain(begin + i * chunk),
+                )
+
+            self.pick_in_tile(place, weights)
+
+    def pick_tile(self, masses: list[jax.Array]) -> jax.Array:
+        """The least tile whose inclusive sum exceeds ``u * total``, never one of no mass.
+
+        Args:
+          masses: by lane, one array for every 32 tiles.
+
+        Returns:
+          ``[]`` int32, the last one with mass where rounding finds none.
+        """
+        threads, places = self.threads, self.mail.tile_places()
+        sums, before = [threads.warp_scan(mass) for mass in masses], jnp.float32(0)
+        for i, inclusive in enumerate(sums):
+            sums[i] = inclusive + before
+            before = threads.scalar(threads.from_lane(sums[i], WARP - 1))
+        aim = self.request.at(self.request.uniforms, self.call.k) * before
+        least = threads.filled(4 * _NONE, jnp.int32)
+        for mass, inclusive, place in zip(masses, sums, places, strict=True):
+            key = jnp.where(inclusive > aim, place, 2 * _NONE - place)
+            least = jnp.minimum(least, jnp.where(mass > 0, key, 4 * _NONE))
+        key = threads.scalar(threads.warp_min(least))
+        return jnp.where(key < _NONE, key, 2 * _NONE - key)
+
+    def pick_in_tile(self, tile: jax.Array, weights: Any) -> None:
+        """Choose a warp's part of a chunk, then one of its threads, then one of the thread's ids.
+
+        Args:
+          tile: ``[]`` int32, of the slice.
+          weights: from the number of a chunk to its weights.
+        """
+        threads, request, target = self.threads, self.request, self.target
+        chunks = [weights(jnp.int32(i)) for i in range(TILE // target.chunk)]
+        sums = [tree_sum(list(chunk)) for chunk in chunks]
+        inclusive = [threads.warp_scan(x) for x in sums]
+        parts = self.mail.cells([threads.from_lane(x, WARP - 1) for x in inclusive])
+        total = tree_sum(list(parts))
+        aim = request.at(request.uniforms, self.call.k + 1) * total
+        cell, before = pick_scalar(parts, aim)
+        chunk, warp = lax.div(cell, WARPS), lax.rem(cell, WARPS)
+
+        def chosen(values: list[jax.Array]) -> jax.Array:
+            found = values[0]
+            for i, value in enumerate(values[1:], start=1):
+                found = jnp.where(chunk == i, value, found)
+            return found
+
+        mass = chosen(sums)
+        up_to = chosen(inclusive) + before
+        running, place, searching = up_to - mass, jnp.zeros_like(request.lane), mass == mass
+        for j, of_chunks in enumerate(zip(*chunks, strict=True)):
+            weight = chosen(list(of_chunks))
+            take = (weight > 0) & searching
+            place = jnp.where(take, j, place)
+            running = running + weight
+            searching = searching & ~(take & (running > aim))
+        place = place + threads.index() * target.each + chunk * target.chunk
+        last = jnp.where(mass > 0, 2 * TILE - place, 4 * TILE)
+        key = threads.warp_min(jnp.where((mass > 0) & (up_to > aim), place, last))
+        place = jnp.where(key < TILE, key, 2 * TILE - key)
+        token_id = target.first + tile * TILE + place
+        is_writer = lax.div(threads.index(), WARP) == warp
+        output.write(request, self.num_accepted, token_id, jnp.int32(Status.OK), is_writer)
+
+
+def pick_scalar(weights: list[jax.Array], aim: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The least index whose inclusive sum exceeds `aim`, among positive weights.
+
+    Returns:
+      The index, the last positive one where rounding finds none; and the sum before it.
+    """
+    index, before, inclusive = jnp.int32(0), jnp.float32(0), jnp.float32(0)
+    searching = aim == aim
+    for i, weight in enumerate(weights):
+        take = (weight > 0) & searching
+        index, before = jnp.where(take, i, index), jnp.where(take, inclusive, before)
+        inclusive = inclusive + weight
+        searching = searching & ~(take & (inclusive > aim))
+    return index, before

@@ -1,0 +1,170 @@
+"""What the warps of a cluster tell each other: every warp's numbers, in every warp."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_specdec._src.verify.mosaic_gpu import signals
+from jax_specdec._src.verify.mosaic_gpu.config import WARPS, Shared
+from jax_specdec._src.verify.mosaic_gpu.threads import THREADS, WARP
+from jax_specdec._src.verify.tiles import TILE
+
+_MASSES = 2
+"""The barrier of masses, after those of two boxes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mail:
+    """Two boxes that take turns, and one for the masses of tiles.
+
+    Who has everybody's numbers of a turn knows that all have read those of the turn before, so
+    that box may be filled again.
+
+    Attributes:
+      threads: the operations of the warpgroup.
+      shared: where the boxes are.
+      ref: float32 ref in shared memory, or None in interpret mode.
+      barriers: ref of barriers, or None in interpret mode.
+      block: ``[]`` int32, which block of the cluster this is.
+    """
+
+    threads: Any
+    shared: Shared
+    ref: Any
+    barriers: Any
+    block: jax.Array
+
+    @property
+    def _warp(self) -> jax.Array:
+        """Which warp of the cluster each thread is in."""
+        return self.block * WARPS + lax.div(self.threads.index(), WARP)
+
+    @property
+    def _lane(self) -> jax.Array:
+        return self.threads.index() & (WARP - 1)
+
+    def tell(self, turn: jax.Array, *values: jax.Array) -> list[list[jax.Array]]:
+        """Each warp's numbers.
+
+        Args:
+          turn: ``[]`` int32, from 0 on.
+          *values: float32 ``[128]``, the same in all threads of a warp.
+
+        Returns:
+          For each value arrays by lane: entry i of array r is that of warp ``32 r + i``. Past the
+          last warp they are of no meaning: see `is_warp`.
+        """
+        warps = self.shared.slices.warps
+        if self.threads.interpreted:
+            self.threads.meet()  # all wait for all
+            return [[_by_lane(v.reshape(WARPS, WARP)[:, 0])] for v in values]
+        box = lax.rem(turn, 2)
+        begin = box * self.shared.box
+        signals.exchange(
+            self.ref,
+            self.barriers,
+            begin + self._warp,
+            warps,
+            box,
+            lax.rem(lax.div(turn, 2), 2),
+            list(values),
+            cluster=self.shared.slices.cluster,
+            warps=warps,
+        )
+        found = []
+        for i in range(len(values)):
+            places = [jnp.minimum(lane, warps - 1) for lane in self._rounds(warps)]
+            found.append([self.threads.gather(self.ref, begin + i * warps + p) for p in places])
+        return found
+
+    def is_warp(self) -> list[jax.Array]:
+        """Where the arrays of `tell` have numbers."""
+        warps = self.shared.slices.warps
+        return [warp < warps for warp in self._rounds(warps)]
+
+    def _rounds(self, count: int) -> list[jax.Array]:
+        return [start + self._lane for start in range(0, count, WARP)]
+
+    def tile_places(self) -> list[jax.Array]:
+        """Which tiles the arrays of `tell_masses` are of."""
+        slices = self.shared.slices
+        return self._rounds(-(-slices.size // TILE))
+
+    def tell_masses(self, turn: jax.Array, masses: list[jax.Array]) -> list[jax.Array]:
+        """Each tile's mass, summed over the warps that have a part of it.
+
+        Between two turns the boxes must have been used, so that all have read the first.
+
+        Args:
+          turn: ``[]`` int32, from 0 on.
+          masses: float32 ``[128]`` per tile of the slice, the same in all threads of a warp.
+
+        Returns:
+          By lane: entry i of array r is the mass of tile ``32 r + i`` of the row, or 0.
+        """
+        shared, slices = self.shared, self.shared.slices
+        count = -(-slices.size // TILE)
+        if self.threads.interpreted:
+            self.threads.meet()
+            totals = jnp.stack([tree_sum(list(m.reshape(WARPS, WARP)[:, 0])) for m in masses])
+            padded = jnp.pad(totals, (0, -len(masses) % WARP))
+            return [_by_lane(x) for x in padded.reshape(-1, WARP)]
+        padding = [self.threads.filled(0.0)] * (shared.masses_per_warp - len(masses))
+        signals.exchange(
+            self.ref,
+            self.barriers,
+            shared.masses + self._warp * shared.masses_per_warp,
+            1,
+            jnp.int32(_MASSES),
+            lax.rem(turn, 2),
+            [*masses, *padding],
+            cluster=slices.cluster,
+            warps=slices.warps,
+        )
+        found = []
+        for tile in self._rounds(count):
+            place = jnp.minimum(tile, count - 1)
+            first = lax.div(place, slices.tiles) * (WARPS * shared.masses_per_warp)
+            first = shared.masses + first + lax.rem(place, slices.tiles)
+            parts = [
+                self.threads.gather(self.ref, first + w * shared.masses_per_warp)
+                for w in range(WARPS)
+            ]
+            found.append(jnp.where(tile < count, tree_sum(parts), 0.0))
+        return found
+
+    def cells(self, masses: list[jax.Array]) -> list[jax.Array]:
+        """Each warp's numbers, within the block.
+
+        Args:
+          masses: float32 ``[128]`` each, the same in all threads of a warp.
+
+        Returns:
+          ``[]`` each: those of the first array by warp, then of the second, and so on.
+        """
+        if self.threads.interpreted:
+            return [m[w * WARP] for m in masses for w in range(WARPS)]
+        begin = self.shared.cells
+        warp = lax.div(self.threads.index(), WARP)
+        for i, mass in enumerate(masses):
+            self.threads.scatter(self.ref, begin + i * WARPS + warp, mass, self._lane == 0)
+        self.threads.meet()
+        return [self.ref[begin + i] for i in range(len(masses) * WARPS)]
+
+
+def _by_lane(values: jax.Array) -> jax.Array:
+    """Up to 32 values as ``[128]``, the same in each warp."""
+    padded = jnp.pad(values, (0, WARP - values.shape[0]))
+    return jnp.broadcast_to(padded, (THREADS // WARP, WARP)).reshape(THREADS)
+
+
+def tree_sum(xs: list[jax.Array]) -> jax.Array:
+    """Sum of arrays, in pairs: short chains of additions."""
+    while len(xs) > 1:
+        xs = [a + b for a, b in zip(xs[::2], xs[1::2], strict=False)] + xs[len(xs) // 2 * 2 :]
+    return xs[0]

@@ -1,0 +1,135 @@
+"""What a warpgroup knows of its request: lane i of every warp knows position i."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_specdec._src import noise, ragged
+from jax_specdec._src import sampling as sampling_lib
+from jax_specdec._src.types import Status
+from jax_specdec._src.verify.mosaic_gpu.threads import WARP
+
+LOG2E = 1.4426950408889634
+LARGEST = 3.4028235e38
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What is static about a launch.
+
+    Attributes:
+      k: drafts per request at most.
+      size: ids that count.
+      has_bonus_rows: whether each request owns a row after those of its drafts.
+      num_drafts: length of the flattened draft axis.
+      rates: conditional rates of the synthetic rule, or None.
+      draft: "none", "probs", "logits" or "normalized".
+      draft_rows: rows stored.
+      draft_size: ids that the drafter could draw.
+    """
+
+    k: int
+    size: int
+    has_bonus_rows: bool
+    num_drafts: int
+    rates: tuple[float, ...] | None
+    draft: str
+    draft_rows: int
+    draft_size: int
+
+
+class Request:
+    """One request, while the kernel is traced.
+
+    Attributes:
+      status: ``[]`` int32, not OK where it must not be looked at.
+      first_row: ``[]`` int32.
+      num_drafts: ``[]`` int32.
+      num_rows: ``[]`` int32, target rows that it owns.
+      greedy: ``[]`` bool.
+      stored: ``[]`` bool, whether its draft distribution is stored.
+      inv: ``[]`` float32, the inverse of its temperature.
+      scale: ``[]`` float32, the same for exponentials of base two.
+      bonus: ``[]`` int32, the given bonus token.
+      lane: ``[128]`` int32, the place of each thread in its warp.
+      token_ids: ``[128]`` int32 by lane, -1 where there is no draft.
+      proposed: ``[128]`` bool by lane, whether the id is in range.
+      draft_rows: ``[128]`` int32 by lane.
+      uniforms: ``[128]`` float32 by lane: K to accept, then two to recover.
+    """
+
+    def __init__(self, call: Call, threads: Any, refs: dict[str, Any], index: jax.Array):
+        self.call, self.threads, self.refs, self.index = call, threads, refs, index
+        start, end = refs["offsets"][index], refs["offsets"][index + 1]
+        start, self.num_drafts, in_bounds = ragged.locate(
+            start, end, index, call.k, call.num_drafts
+        )
+        self.first_row = start + index if call.has_bonus_rows else start
+        self.num_rows = self.num_drafts + (1 if call.has_bonus_rows else 0)
+
+        temperature = refs["temperature"][index]
+        valid = in_bounds & sampling_lib.is_valid_temperature(temperature)
+        self.status = jnp.where(valid, jnp.int32(Status.OK), jnp.int32(Status.BAD_INPUT))
+        if "active" in refs:
+            active = self._flag("active")
+            self.status = jnp.where(active, self.status, jnp.int32(Status.INACTIVE))
+        self.greedy = temperature == 0
+        self.stored = jnp.bool_(call.draft != "none")
+        if "valid" in refs:
+            self.stored = self._flag("valid")
+        self.inv = sampling_lib.inverse_temperature(temperature)
+        self.scale = jnp.minimum(self.inv * LOG2E, LARGEST)
+        self.bonus = refs["bonus"][index] if "bonus" in refs else jnp.int32(0)
+
+        self._start = start
+
+    def know_drafts(self) -> None:
+        """Look up what there is per position."""
+        call, threads, refs, start = self.call, self.threads, self.refs, self._start
+        self.lane = threads.index() & (WARP - 1)
+        is_draft = self.lane < self.num_drafts
+        place = jnp.where(is_draft, start + self.lane, 0)
+        self.token_ids = jnp.where(is_draft, threads.gather(refs["token_ids"], place), -1)
+        self.proposed = (self.token_ids >= 0) & (self.token_ids < call.size)
+        self.draft_rows = place
+        if "rows" in refs:
+            self.draft_rows = threads.gather(refs["rows"], place)
+        self.uniforms = self._uniforms()
+
+    def _flag(self, name: str) -> jax.Array:
+        index = self.threads.filled(0, jnp.int32) + self.index
+        return self.threads.scalar(self.threads.gather(self.refs[name], index)) != 0
+
+    def _uniforms(self) -> jax.Array:
+        k, lane = self.call.k, self.lane
+        recovers = lane >= k
+        offset = jnp.where(recovers, lane - k, lane)
+        if "accept" in self.refs:
+            row = self.index + jnp.zeros_like(lane)
+            accept = self.threads.gather(self.refs["accept"], row, jnp.minimum(lane, k - 1))
+            recover = self.threads.gather(self.refs["recover"], row, jnp.clip(lane - k, 0, 1))
+            return jnp.where(recovers, recover, accept)
+        key = self.refs["keys"][self.index, 0], self.refs["keys"][self.index, 1]
+        position = self.refs["positions"][self.index].astype(jnp.uint32)
+        offset = offset.astype(jnp.uint32)
+        zero = jnp.zeros_like(offset)
+        stream = jnp.where(recovers, int(noise.Stream.RECOVER), int(noise.Stream.ACCEPT))
+        return noise.uniform(
+            key,
+            position + zero,
+            stream.astype(jnp.uint32),
+            jnp.where(recovers, zero, offset),
+            jnp.where(recovers, offset, zero),
+        )
+
+    def at(self, values: jax.Array, position: jax.Array) -> jax.Array:
+        """What the lane of `position` knows, ``[]``."""
+        return self.threads.scalar(self.threads.from_lane(values, position))
+
+    def is_proposed(self, position: jax.Array) -> jax.Array:
+        """Whether a proposal was made at `position`, ``[]``; false past the last one."""
+        return self.at(self.proposed.astype(jnp.int32), jnp.minimum(position, WARP - 1)) == 1

@@ -1,0 +1,217 @@
+"""Barriers, bulk copies and mail between the blocks of a cluster, in PTX.
+
+Copies name no tensor, so no descriptor has to be made before the launch, and rows may begin at any
+multiple of their entries' size: what is copied is whole pieces of sixteen bytes around them.
+
+A number is mailed by a store into the receiver's shared memory that completes on the receiver's
+barrier: no fence and one trip, where a store to global memory and a barrier of the cluster need
+two fences and three.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
+from jax._src.lib.mlir.dialects import arith, llvm
+from jax.experimental.mosaic.gpu import utils
+
+from jax_specdec._src.verify.mosaic_gpu.threads import (
+    add_scaled,
+    assembly,
+    i32,
+    i64,
+    inline,
+    shared_address,
+)
+
+COPIED = 16
+"""Bytes that a copy's two ends are multiples of."""
+
+
+def open_barriers(barriers: Any, count: int) -> None:
+    """Make up to 32 barriers of eight bytes ready, by the first warp; the others after `meet`."""
+
+    def run(barriers: Any) -> None:
+        assembly(
+            f"""{{
+            .reg .pred mine;
+            .reg .b32 thread, place;
+            mov.u32 thread, %tid.x;
+            setp.lt.u32 mine, thread, {count};
+            mad.lo.u32 place, thread, 8, $0;
+            @mine mbarrier.init.shared::cta.b64 [place], 1;
+            @mine fence.mbarrier_init.release.cluster;
+            bar.warp.sync 0xffffffff;
+            barrier.cluster.arrive.relaxed.aligned;
+            }}""",
+            "r,~{memory}",
+            shared_address(barriers),
+        )
+
+    inline(run, (barriers,), ())
+
+
+def meet() -> None:
+    """Wait until every block of the cluster has its barriers ready."""
+    inline(lambda: assembly("barrier.cluster.wait.acquire.aligned;", "~{memory}"), (), ())
+
+
+def copy_pieces(
+    rows: Any,
+    row: jax.Array,
+    first: jax.Array,
+    held: Any,
+    place: jax.Array,
+    barriers: Any,
+    barrier: jax.Array,
+    count: jax.Array,
+) -> None:
+    """Begin to copy pieces of a row, each by one thread.
+
+    A copy begins up to fifteen bytes before its first entry: see `shift`.
+
+    Args:
+      rows: ref ``[R, columns]`` in global memory.
+      row: ``[]`` int32.
+      first: ``[128]`` int32, the first entry of each thread's piece.
+      held: flat ref in shared memory.
+      place: ``[128]`` int32, where it goes.
+      barriers: what `open_barriers` made ready.
+      barrier: ``[128]`` int32, which one completes with it.
+      count: ``[128]`` int32, entries of the piece; 0 or less where a thread has none.
+    """
+    columns, size = rows.shape[1], rows.dtype.itemsize
+
+    def run(rows: Any, held: Any, barriers: Any, *args: Any) -> None:
+        row, first, place, barrier, count = args
+        begin = _first_byte(rows, row, first, columns, size)
+        end = arith.addi(add_scaled(begin, count, size), _c64(COPIED - 1))
+        mask = _c64(-COPIED)
+        begin, end = arith.andi(begin, mask), arith.andi(end, mask)
+        assembly(
+            """{
+            .reg .pred mine;
+            setp.gt.s32 mine, $4, 0;
+            @mine mbarrier.arrive.expect_tx.shared::cta.b64 _, [$3], $2;
+            @mine cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
+                [$0], [$1], $2, [$3];
+            }""",
+            "r,l,r,r,r,~{memory}",
+            add_scaled(shared_address(held), place, size),
+            begin,
+            arith.trunci(i32(), arith.subi(end, begin)),
+            add_scaled(shared_address(barriers), barrier, 8),
+            count,
+        )
+
+    inline(run, (rows, held, barriers), (row, first, place, barrier, count))
+
+
+def shift(rows: Any, row: jax.Array) -> jax.Array:
+    """How many entries come before the first one in copies of a row's tiles, ``[]`` int32."""
+    columns, size = rows.shape[1], rows.dtype.itemsize
+
+    def run(rows: Any, row: Any) -> Any:
+        begin = _first_byte(rows, row, utils.c(0, i32()), columns, size)
+        before = arith.trunci(i32(), arith.andi(begin, _c64(COPIED - 1)))
+        return (arith.shrui(before, utils.c(size.bit_length() - 1, i32())),)
+
+    return inline(run, (rows,), (row,), [((), "int32")])[0]
+
+
+def _first_byte(rows: Any, row: Any, first: Any, columns: int, size: int) -> Any:
+    start = llvm.ptrtoint(i64(), utils.memref_ptr(rows))
+    entry = arith.addi(
+        arith.muli(arith.extsi(i64(), row), _c64(columns)), arith.extsi(i64(), first)
+    )
+    return add_scaled(start, entry, size)
+
+
+def _c64(value: int) -> Any:
+    return arith.constant(i64(), ir.IntegerAttr.get(i64(), value))
+
+
+_WAIT = """
+    WAIT:
+    mbarrier.try_wait.parity.shared::cta.b64 done, [{barrier}], {parity};
+    @!done bra WAIT;
+"""
+
+
+def wait(barriers: Any, barrier: jax.Array, parity: jax.Array) -> None:
+    """Wait for a barrier's turn: `parity` is 0 for the first, then 1, 0, 1 and so on."""
+
+    def run(barriers: Any, barrier: Any, parity: Any) -> None:
+        text = "{\n.reg .pred done;" + _WAIT.format(barrier="$0", parity="$1") + "}"
+        address = add_scaled(shared_address(barriers), barrier, 8)
+        assembly(text, "r,r,~{memory}", address, parity)
+
+    inline(run, (barriers,), (barrier, parity))
+
+
+def exchange(
+    mail: Any,
+    barriers: Any,
+    place: jax.Array,
+    stride: int,
+    barrier: jax.Array,
+    parity: jax.Array,
+    values: list[jax.Array],
+    *,
+    cluster: int,
+    warps: int,
+) -> None:
+    """Each warp stores its values in the mail of every block; all wait for all.
+
+    Args:
+      mail: float32 ref in shared memory.
+      barriers: what `open_barriers` made ready.
+      place: ``[]`` or ``[128]`` int32, where this warp's first value goes; the same in all threads
+        of a warp.
+      stride: from one value to the next; 1 needs places that are multiples of four.
+      barrier: which barrier.
+      parity: of its turn.
+      values: float32 ``[128]`` each, the same in all threads of a warp.
+      cluster: blocks.
+      warps: of all blocks.
+    """
+    count = len(values)
+    if stride == 1 and count % 4 == 0:
+        stores = [
+            f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 "
+            f"[theirs+{4 * j}], {{{', '.join(f'${3 + j + i}' for i in range(4))}}}, [barrier];"
+            for j in range(0, count, 4)
+        ]
+    else:
+        stores = [
+            f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 "
+            f"[theirs+{4 * j * stride}], ${3 + j}, [barrier];"
+            for j in range(count)
+        ]
+
+    def run(mail: Any, barriers: Any, place: Any, barrier: Any, parity: Any, *xs: Any) -> None:
+        sends = "\n".join(f"@sends {store}" for store in stores)
+        assembly(
+            f"""{{
+            .reg .pred first, sends, done;
+            .reg .b32 thread, lane, theirs, barrier;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            and.b32 lane, thread, 31;
+            setp.lt.u32 sends, lane, {cluster};
+            @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {4 * count * warps};
+            @sends mapa.shared::cluster.u32 theirs, $0, lane;
+            @sends mapa.shared::cluster.u32 barrier, $1, lane;
+            {sends}
+            {_WAIT.format(barrier="$1", parity="$2")}
+            }}""",
+            ",".join(["r", "r", "r", *["f"] * count, "~{memory}"]),
+            add_scaled(shared_address(mail), place, 4),
+            add_scaled(shared_address(barriers), barrier, 8),
+            parity,
+            *xs,
+        )
+
+    inline(run, (mail, barriers), (place, barrier, parity, *values))

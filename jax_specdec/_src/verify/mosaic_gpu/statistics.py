@@ -1,0 +1,156 @@
+"""One pass over a warpgroup's slice of a row: its largest entry, its mass, its argmax."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jax_specdec._src.verify.mosaic_gpu.mail import tree_sum
+from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
+
+_LIMIT = 2.0**26
+_LARGEST_MASS = 2.0**100
+_LARGEST_SHIFT = 2.0**20
+"""Up to here one rounded product is as good as a difference, then a product."""
+
+
+class Normalizer(NamedTuple):
+    """What turns the entries of a row into probabilities.
+
+    ``p = exp2((entry - peak) * scale) / total``, scale that of the request. The peak is the largest
+    entry, or one of its order.
+    """
+
+    peak: jax.Array
+    total: jax.Array
+
+
+class Exponent(NamedTuple):
+    """``entry * factor - shift``: the same as ``(entry - peak) * scale - log2(total)``, in one step.
+
+    For entries of two bytes only: the factor is bounded such that its product with the peak stays
+    in range, where all other entries have no weight anyway. With four bytes, two steps.
+    """
+
+    factor: jax.Array
+    shift: jax.Array
+    peak: jax.Array | None
+
+    @classmethod
+    def of(cls, row: Normalizer, scale: jax.Array, size: int) -> Exponent:
+        less = jnp.log2(row.total)
+        if size == 4:
+            return cls(scale, less, row.peak)
+        factor = jnp.minimum(scale, _LIMIT / jnp.maximum(jnp.abs(row.peak), 1e-30))
+        return cls(factor, row.peak * factor + less, None)
+
+    def __call__(self, entry: jax.Array) -> jax.Array:
+        entry = entry if self.peak is None else entry - self.peak
+        return entry * self.factor - self.shift
+
+
+def is_finite(x: jax.Array) -> jax.Array:
+    return (x > -jnp.inf) & (x < jnp.inf)
+
+
+def largest(xs: list[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.maximum, xs)
+
+
+def decay(peak: jax.Array, larger: jax.Array, scale: jax.Array) -> jax.Array:
+    """What a mass relative to `peak` is worth relative to a `larger` one."""
+    return jnp.exp2(jnp.minimum((peak - larger) * scale, 0.0))
+
+
+def _base(peak: jax.Array) -> jax.Array:
+    return jnp.where(is_finite(peak), peak, 0.0)
+
+
+def _entries(tiles: Tiles, row: jax.Array, tile: jax.Array, turn: jax.Array) -> list[jax.Array]:
+    return [x for start in tiles.starts(row, tile, turn) for x in tiles.entries(start)]
+
+
+def base_and_sum(
+    tiles: Tiles, row: jax.Array, turn: jax.Array, scale: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Of each warp's part of a row that is held whole: some base, and the mass relative to it.
+
+    Tiles are read as they arrive. The base is the largest entry of the first one: any entry of the
+    order of the row's largest will do, and none of the others need be compared. Where that turns
+    out wrong, the row is read again, by `_max_and_sum`. The base is not finite where there is no
+    mass.
+    """
+    threads, size = tiles.threads, jnp.dtype(tiles.held.dtype).itemsize
+    none, some = jnp.int32(0), tiles.count() > 0
+    pl.when(some)(lambda: tiles.ready(row, none, turn))
+    first = threads.warp_max(jnp.where(some, tree_max(_entries(tiles, row, none, turn)), -jnp.inf))
+    base = _base(first)
+    shift = base * scale
+
+    def weight(x: jax.Array) -> jax.Array:
+        return jnp.exp2((x - base) * scale if size == 4 else x * scale - shift)
+
+    def add(tile: jax.Array, total: jax.Array) -> jax.Array:
+        pl.when(tile > 0)(lambda: tiles.ready(row, tile, turn))
+        return total + tree_sum([weight(x) for x in _entries(tiles, row, tile, turn)])
+
+    mass = threads.warp_sum(lax.fori_loop(0, tiles.count(), add, threads.filled(0.0)))
+    usable = is_finite(first) & (mass < _LARGEST_MASS) & (jnp.abs(shift) < _LARGEST_SHIFT)
+    return threads.either(
+        usable, lambda: (base, mass), lambda: _max_and_sum(tiles, row, turn, scale)
+    )
+
+
+def _max_and_sum(
+    tiles: Tiles, row: jax.Array, turn: jax.Array, scale: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The same with the largest entry as the base, of a row that has arrived."""
+    threads = tiles.threads
+
+    def add(tile: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        peak, total = state
+        entries = _entries(tiles, row, tile, turn)
+        larger = jnp.maximum(peak, tree_max(entries))
+        base = _base(larger)
+        mass = tree_sum([jnp.exp2((x - base) * scale) for x in entries])
+        return larger, total * decay(_base(peak), base, scale) + mass
+
+    start = (threads.filled(-jnp.inf), threads.filled(0.0))
+    peak, total = lax.fori_loop(0, tiles.count(), add, start)
+    larger = threads.warp_max(peak)
+    return larger, threads.warp_sum(total * decay(_base(peak), _base(larger), scale))
+
+
+def max_and_place(tiles: Tiles, row: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of each warp's part: the largest entry, and the lowest id that has it, bit by bit."""
+    threads = tiles.threads
+
+    def larger(tile: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        peak, where = state
+        tiles.ready(row, tile, turn)
+        mine = tree_max(_entries(tiles, row, tile, turn))
+        return jnp.maximum(peak, mine), jnp.where(peak >= mine, where, tile)
+
+    start = (threads.filled(-jnp.inf), threads.filled(0, jnp.int32))
+    peak, where = lax.fori_loop(0, tiles.count(), larger, start)
+    best = threads.warp_max(peak)
+    # Each thread looks again at the tile in which it saw its largest entry.
+    place = threads.filled(2**30, jnp.int32)
+    for i, begin in reversed(list(enumerate(tiles.starts(row, where, turn)))):
+        first = tiles.ids(where) + i * tiles.chunk
+        for j, x in reversed(list(enumerate(tiles.entries(begin)))):
+            place = jnp.where(x == best, first + j, place)
+    return best, lax.bitcast_convert_type(threads.warp_min(place), jnp.float32)
+
+
+def tree_max(xs: list[Any]) -> Any:
+    """The largest of arrays, NaN where one is, in pairs."""
+    while len(xs) > 1:
+        pairs = zip(xs[::2], xs[1::2], strict=False)
+        xs = [jnp.maximum(a, b) for a, b in pairs] + xs[len(xs) // 2 * 2 :]
+    return xs[0]

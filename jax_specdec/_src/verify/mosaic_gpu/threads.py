@@ -1,0 +1,389 @@
+"""What the threads of a warpgroup do by themselves and together, below what Pallas offers.
+
+The kernel computes with arrays ``[128]`` of one entry per thread: entry t is in a register of
+thread t. Every operation here takes and gives such arrays, or scalars that all threads have. Each
+is written twice: in assembly, and in jnp for GPU interpret mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+# JAX offers no public way to write a line of assembly; its stubs do not list these modules.
+from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
+from jax._src.lib.mlir.dialects import arith, llvm, vector
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+THREADS = 128
+WARP = 32
+WARPS = THREADS // WARP
+
+_PER_THREAD = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
+_UNIFORM = plgpu.Layout.WG_SPLAT(())
+_ALL_LANES = "0xffffffff"
+
+
+def assembly(
+    text: str, constraints: str, *args: Any, result: Any = None, pure: bool = False
+) -> Any:
+    """A piece of PTX with operands ``$0, $1, ...``, the result first; `pure`: it may move."""
+    kind = ir.Type.parse("!llvm.void") if result is None else result
+    return llvm.inline_asm(kind, list(args), text, constraints, has_side_effects=not pure)
+
+
+def i32() -> Any:
+    return ir.IntegerType.get_signless(32)
+
+
+def i64() -> Any:
+    return ir.IntegerType.get_signless(64)
+
+
+def inline(
+    fn: Callable[..., Any],
+    refs: Sequence[Any],
+    values: Sequence[Any],
+    out: Sequence[tuple[tuple[int, ...], Any]] = (),
+) -> list[jax.Array]:
+    """`fn(*refs, *values)` in MLIR: memrefs, then each thread's value; returns one per `out`."""
+
+    def run(_: Any, *args: Any) -> Any:
+        given = [a if i < len(refs) else _register(a) for i, a in enumerate(args)]
+        results = fn(*given)
+        return tuple(_array(r, *o) for r, o in zip(results if out else (), out, strict=True))
+
+    values = [_cast(jnp.asarray(x)) for x in values]
+    layouts = [_UNIFORM if x.ndim == 0 else _PER_THREAD for x in values]
+    types = tuple(
+        plgpu.ShapeDtypeStruct(shape, dtype, layout=_PER_THREAD if shape else _UNIFORM)
+        for shape, dtype in out
+    )
+    call = plgpu.inline_mgpu(
+        arg_types=(*[plgpu.RefType()] * len(refs), *layouts), return_type=types
+    )
+    return list(call(run)(*refs, *values))
+
+
+def _cast(x: jax.Array) -> jax.Array:
+    return plgpu.layout_cast(x, _PER_THREAD) if x.ndim else x
+
+
+def _register(x: Any) -> Any:
+    register = x.registers.flat[0]
+    if isinstance(register.type, ir.VectorType):
+        return vector.extract(register, [], ir.DenseI64ArrayAttr.get([0]))
+    return register
+
+
+def _array(value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    signed = jnp.issubdtype(dtype, jnp.signedinteger) if dtype != jnp.float32 else None
+    if not shape:
+        return mgpu.FragmentedArray.splat(value, (), is_signed=signed)
+    one = vector.broadcast(ir.VectorType.get((1,), value.type), value)
+    return mgpu.FragmentedArray(
+        _registers=np.array([one], dtype=object),
+        _layout=_PER_THREAD.to_mgpu(),
+        _is_signed=signed,
+    )
+
+
+def shared_address(ref: Any) -> Any:
+    """Where a ref of shared memory begins, in 32 bits."""
+    return llvm.ptrtoint(i32(), utils.memref_ptr(ref))
+
+
+def add_scaled(address: Any, index: Any, size: int) -> Any:
+    """``address + index * size`` in the width of `address`."""
+    if index.type != address.type:
+        index = arith.extsi(address.type, index)
+    scale = arith.constant(address.type, ir.IntegerAttr.get(address.type, size))
+    return arith.addi(address, arith.muli(index, scale))
+
+
+def _element_type(dtype: Any) -> Any:
+    return utils.dtype_to_ir_type(jnp.dtype(dtype))
+
+
+class Gpu:
+    """The operations on a GPU."""
+
+    interpreted = False
+
+    @staticmethod
+    def index() -> jax.Array:
+        """Each thread's place in the warpgroup, ``[128]`` int32."""
+        return plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_PER_THREAD)
+
+    # Within a warp.
+
+    @staticmethod
+    def _shuffle(kind: str, x: jax.Array, lane: Any) -> jax.Array:
+        is_float = x.dtype == jnp.float32
+        letter = "f" if is_float else "r"
+        bound = 0 if kind == "up" else 31
+
+        def run(x: Any, lane: Any) -> Any:
+            text = f"shfl.sync.{kind}.b32 $0, $1, $2, {bound}, {_ALL_LANES};"
+            return (assembly(text, f"={letter},{letter},r", x, lane, result=x.type),)
+
+        out = [((THREADS,), x.dtype)]
+        return inline(run, (), (x, jnp.asarray(lane, jnp.int32)), out)[0]
+
+    def _reduce(self, x: jax.Array, op: Callable[[Any, Any], Any]) -> jax.Array:
+        for distance in (16, 8, 4, 2, 1):
+            x = op(x, self._shuffle("bfly", x, distance))
+        return x
+
+    def warp_max(self, x: jax.Array) -> jax.Array:
+        """The largest of each warp, NaN if any is, in all of its threads."""
+        return self._reduce(x, jnp.maximum)
+
+    def warp_min(self, x: jax.Array) -> jax.Array:
+        """The least of each warp, in all of its threads."""
+        return self._reduce(x, jnp.minimum)
+
+    def warp_sum(self, x: jax.Array) -> jax.Array:
+        """The sum of each warp, in all of its threads."""
+        return self._reduce(x, jnp.add)
+
+    def warp_scan(self, x: jax.Array) -> jax.Array:
+        """Sums up to and including each thread, within its warp."""
+        lane = self.index() & (WARP - 1)
+        for distance in (1, 2, 4, 8, 16):
+            x = jnp.where(lane >= distance, x + self._shuffle("up", x, distance), x)
+        return x
+
+    def from_lane(self, x: jax.Array, lane: Any) -> jax.Array:
+        """The entry of one lane of each warp, the same in all of its threads."""
+        return self._shuffle("idx", x, lane)
+
+    def scalar(self, x: jax.Array) -> jax.Array:
+        """What all threads have in common, ``[]``."""
+        return inline(lambda x: (x,), (), (x,), [((), x.dtype)])[0]
+
+    @staticmethod
+    def meet() -> None:
+        """Wait for the whole warpgroup; what it wrote to shared memory precedes later copies."""
+        plgpu.commit_smem()
+
+    @staticmethod
+    def pause() -> None:
+        """Wait for the whole warpgroup, which has only read shared memory that is copied to."""
+        inline(lambda: assembly("bar.sync 1, 128;", "~{memory}"), (), ())
+
+    def either(self, which: jax.Array, first: Any, second: Any) -> Any:
+        """What `first` or `second` gives; `which` is the same in all threads of a warp."""
+        return lax.cond(self.scalar(which.astype(jnp.int32)) == 1, first, second)
+
+    # Memory.
+
+    def gather(self, ref: Any, *indices: jax.Array) -> jax.Array:
+        """``ref[indices]`` of each thread, for one or two indices; bools and floats widened."""
+        dtype = jnp.dtype(ref.dtype)
+        widened = jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
+        if dtype == jnp.uint32:
+            widened = jnp.uint32
+        size = dtype.itemsize
+        columns = ref.shape[-1] if len(indices) == 2 else 0
+
+        def run(ref: Any, *at: Any) -> Any:
+            is_bool = dtype == jnp.bool_
+            kind = ir.IntegerType.get_signless(8) if is_bool else _element_type(dtype)
+            start = _address(ref)
+            if columns:
+                start = add_scaled(start, at[0], columns * size)
+            value = llvm.load(kind, _pointer(ref, add_scaled(start, at[-1], size)))
+            if is_bool:
+                return (arith.extui(i32(), value),)
+            if widened == jnp.float32 and size < 4:
+                return (arith.extf(ir.F32Type.get(), value),)
+            return (value,)
+
+        return inline(run, (ref,), indices, [((THREADS,), widened)])[0]
+
+    def scatter(self, ref: Any, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
+        """``ref[index] = value`` by each thread whose entry of `where` is true."""
+        dtype, size = ref.dtype, jnp.dtype(ref.dtype).itemsize
+
+        def run(ref: Any, index: Any, value: Any, where: Any) -> None:
+            kind = _element_type(dtype)
+            address = add_scaled(_address(ref), index, size)
+            if value.type != kind:
+                value = arith.truncf(kind, value)
+            with utils.when(arith.cmpi(arith.CmpIPredicate.ne, where, utils.c(0, i32()))):
+                llvm.store(value, _pointer(ref, address))
+
+        inline(run, (ref,), (index, value, where.astype(jnp.int32)))
+
+    def fill(self, ref: Any, start: jax.Array, begin: jax.Array, end: int, value: float) -> None:
+        """``ref[start + begin : start + end] = value``; `end` is a multiple of 128."""
+
+        def run(i: jax.Array, _: None) -> None:
+            place = i * THREADS + self.index()
+            self.scatter(ref, start + place, self.filled(value), place >= begin)
+
+        lax.fori_loop(lax.div(begin, THREADS), end // THREADS, run, None)
+
+    def entries(self, ref: Any, start: jax.Array, each: int, *, aligned: bool) -> list[jax.Array]:
+        """``ref[start + each * t + j]`` as float32, ``[128]`` for each j; `start` may be ``[128]``.
+
+        From shared memory. `aligned`: a multiple of sixteen bytes, so many of which are read at a
+        time; else any entry, and `each` is 2.
+        """
+        dtype = jnp.dtype(ref.dtype)
+
+        def run(ref: Any, start: Any, thread: Any) -> Any:
+            begin = add_scaled(_address(ref), start, dtype.itemsize)
+            begin = add_scaled(begin, thread, each * dtype.itemsize)
+            load = _aligned_words if aligned else _any_words
+            words = load(ref, begin, each * dtype.itemsize)
+            return [x for word in words for x in _numbers(word, dtype)]
+
+        out = [((THREADS,), jnp.float32)] * each
+        return inline(run, (ref,), (start, self.index()), out)
+
+    def filled(self, value: Any, dtype: Any = jnp.float32) -> jax.Array:
+        """``[128]`` of one value, in a register of each thread, to start a loop with."""
+        return _cast(jnp.full((THREADS,), value, dtype))
+
+
+def _address(ref: Any) -> Any:
+    """Where a ref begins: 32 bits in shared memory, 64 in global memory."""
+    return llvm.ptrtoint(i32() if utils.is_smem_ref(ref) else i64(), utils.memref_ptr(ref))
+
+
+def _pointer(ref: Any, address: Any) -> Any:
+    return llvm.inttoptr(utils.memref_ptr(ref).type, address)
+
+
+def _aligned_words(ref: Any, begin: Any, size: int) -> list[Any]:
+    """`size` bytes from an address that is a multiple of them, or of sixteen."""
+    per_load = min(16, size)
+    kind = ir.VectorType.get((per_load // 4,), i32())
+    words = []
+    for offset in range(0, size, per_load):
+        pointer = _pointer(ref, arith.addi(begin, utils.c(offset, i32())))
+        loaded = llvm.load(kind, pointer, alignment=per_load)
+        words += [
+            vector.extract(loaded, [], ir.DenseI64ArrayAttr.get([j])) for j in range(per_load // 4)
+        ]
+    return words
+
+
+def _any_words(ref: Any, begin: Any, size: int) -> list[Any]:
+    """`size` bytes from any address: each word from the two that it lies in."""
+    text = """{
+    .reg .b32 word, low, high, bits;
+    and.b32 word, $1, -4;
+    ld.shared.b32 low, [word+OFFSET];
+    ld.shared.b32 high, [word+OFFSET+4];
+    shl.b32 bits, $1, 3;
+    shf.r.wrap.b32 $0, low, high, bits;
+    }"""
+    if utils.bitwidth(ir.MemRefType(ref.type).element_type) == 32:
+        text = "ld.shared.b32 $0, [$1+OFFSET];"
+    return [
+        assembly(text.replace("OFFSET", str(offset)), "=r,r,~{memory}", begin, result=i32())
+        for offset in range(0, size, 4)
+    ]
+
+
+def _numbers(word: Any, dtype: Any) -> list[Any]:
+    """What a word holds, as float32."""
+    f32 = ir.F32Type.get()
+    if dtype == jnp.float32:
+        return [arith.bitcast(f32, word)]
+    if dtype == jnp.bfloat16:  # the upper half of a number is the number
+        low, high = arith.shli(word, utils.c(16, i32())), arith.andi(word, utils.c(-65536, i32()))
+        return [arith.bitcast(f32, low), arith.bitcast(f32, high)]
+    one = vector.broadcast(ir.VectorType.get((1,), i32()), word)
+    pair = vector.bitcast(ir.VectorType.get((2,), ir.F16Type.get()), one)
+    wide = arith.extf(ir.VectorType.get((2,), f32), pair)
+    return [vector.extract(wide, [], ir.DenseI64ArrayAttr.get([j])) for j in range(2)]
+
+
+class Interpreted:
+    """The same in jnp: one warpgroup, whose threads are the entries of its arrays."""
+
+    interpreted = True
+
+    @staticmethod
+    def index() -> jax.Array:
+        return jnp.arange(THREADS, dtype=jnp.int32)
+
+    @staticmethod
+    def _per_warp(fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(fn(x.reshape(WARPS, WARP)), (WARPS, WARP)).reshape(THREADS)
+
+    def warp_max(self, x: jax.Array) -> jax.Array:
+        return self._per_warp(lambda x: jnp.max(x, axis=1, keepdims=True), x)
+
+    def warp_min(self, x: jax.Array) -> jax.Array:
+        return self._per_warp(lambda x: jnp.min(x, axis=1, keepdims=True), x)
+
+    def warp_sum(self, x: jax.Array) -> jax.Array:
+        return self._per_warp(lambda x: jnp.sum(x, axis=1, keepdims=True), x)
+
+    def warp_scan(self, x: jax.Array) -> jax.Array:
+        return self._per_warp(lambda x: jnp.cumsum(x, axis=1), x)
+
+    def from_lane(self, x: jax.Array, lane: Any) -> jax.Array:
+        return self._per_warp(lambda x: lax.dynamic_slice_in_dim(x, lane, 1, axis=1), x)
+
+    @staticmethod
+    def scalar(x: jax.Array) -> jax.Array:
+        return x[0]
+
+    @staticmethod
+    def meet() -> None:
+        plgpu.commit_smem()
+
+    pause = meet
+
+    @staticmethod
+    def either(which: jax.Array, first: Any, second: Any) -> Any:
+        return jax.tree.map(lambda a, b: jnp.where(which, a, b), first(), second())
+
+    @staticmethod
+    def gather(ref: Any, *indices: jax.Array) -> jax.Array:
+        values = ref[...][indices]
+        return values.astype(
+            jnp.float32
+            if jnp.issubdtype(values.dtype, jnp.floating)
+            else jnp.uint32
+            if values.dtype == jnp.uint32
+            else jnp.int32
+        )
+
+    @staticmethod
+    def scatter(ref: Any, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
+        size = ref.shape[0]
+        place = jnp.where(where, index, size)
+        ref[...] = ref[...].at[place].set(value.astype(ref.dtype), mode="drop")
+
+    @staticmethod
+    def fill(ref: Any, start: jax.Array, begin: jax.Array, end: int, value: float) -> None:
+        place, some = jnp.arange(end, dtype=jnp.int32), pl.ds(start, end)
+        ref[some] = jnp.where(place >= begin, jnp.asarray(value, ref.dtype), ref[some])
+
+    @staticmethod
+    def entries(ref: Any, start: jax.Array, each: int, *, aligned: bool) -> list[jax.Array]:
+        del aligned
+        if start.ndim:
+            place = start + jnp.arange(THREADS, dtype=jnp.int32) * each
+            return [ref[...][place + j].astype(jnp.float32) for j in range(each)]
+        loaded = ref[pl.ds(start, THREADS * each)].astype(jnp.float32).reshape(THREADS, each)
+        return [loaded[:, j] for j in range(each)]
+
+    @staticmethod
+    def filled(value: Any, dtype: Any = jnp.float32) -> jax.Array:
+        return jnp.full((THREADS,), value, dtype)
