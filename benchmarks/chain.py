@@ -10,6 +10,7 @@ what is counted is counted once per trip.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -56,17 +57,24 @@ def arguments(case: Case, variant: Variant, sets: list[Any]) -> dict[str, Any]:
     }
 
 
-@functools.partial(jax.jit, static_argnames=("case", "variant", "trips", "kernel_config"))
+@functools.partial(jax.jit, static_argnames=("case", "variant", "trips", "laps", "kernel_config"))
 def chain(
-    arguments: dict[str, Any], *, case: Case, variant: Variant, trips: int, kernel_config: Any
+    arguments: dict[str, Any],
+    *,
+    case: Case,
+    variant: Variant,
+    trips: int,
+    laps: int = 1,
+    kernel_config: Any,
 ) -> tuple[Totals, Any]:
-    """``trips * len(sets)`` calls, one after another; with no sets, the sweeps of the cache alone.
+    """``trips * laps * len(sets)`` calls, one after another; with no sets, the sweeps of the cache alone.
 
     Args:
       arguments: from `arguments`.
       case: what is called.
       variant: how.
-      trips: times each input is used.
+      trips: of the loop; what it does besides calls, it does once per trip.
+      laps: times a trip uses each input.
       kernel_config: of the Mosaic GPU kernel, or None for its default.
 
     Returns:
@@ -78,10 +86,10 @@ def chain(
         last, totals, swept = state
         keys = jax.random.wrap_key_data(key_data ^ jnp.full_like(key_data, index))
         outputs = []
-        for i, inputs in enumerate(sets):
-            randomness: Any = keys
+        for lap, i in itertools.product(range(laps), range(len(sets))):
+            inputs, randomness = sets[i], keys
             if arguments["noise"] is not None:
-                randomness = _fresh(arguments["noise"][i], index, last)
+                randomness = _fresh(arguments["noise"][i], index * laps + lap, last)
             output = _call(
                 case, variant, inputs, arguments["temperature"], randomness, last, kernel_config
             )

@@ -88,7 +88,7 @@ def uniform(
 def is_threefry(keys: jax.Array) -> bool:
     """Whether `uniform` draws what `uniforms` draws from these keys: JAX's default keys."""
     name = str(jax.random.key_impl(keys))
-    return name == "threefry2x32" and bool(jax.config.jax_threefry_partitionable)  # type: ignore[attr-defined]
+    return name == "threefry2x32" and bool(jax.config.jax_threefry_partitionable)
 
 
 def _threefry(

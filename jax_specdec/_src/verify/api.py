@@ -290,7 +290,12 @@ def _rejection_sample(
 
     def on_xla(given: Any) -> RejectionSampleOutput:
         drafts, randomness, sampling, bonus_token_ids, active = given
-        noise = draw_noise(*randomness, k) if isinstance(randomness, tuple) else randomness
+        noise: Noise | RaceNoise
+        if isinstance(randomness, (Noise, RaceNoise)):
+            noise = randomness
+        else:
+            keys, positions = randomness
+            noise = draw_noise(keys, positions, k)
         requests = _requests(drafts, noise, sampling, bonus_token_ids, active, k)
         return xla.verify(
             requests, target_logits, drafts.distribution, size=size, conditional_rates=rates

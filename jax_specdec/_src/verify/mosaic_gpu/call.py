@@ -78,7 +78,7 @@ def verify(
     assert not isinstance(randomness, RaceNoise)
 
     token_ids = drafts.token_ids
-    operands = {
+    operands: dict[str, Any] = {
         "target": target_logits,
         "token_ids": token_ids if token_ids.shape[0] else jnp.full((1,), -1, jnp.int32),
         "offsets": drafts.cu_num_draft_tokens,

@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
 from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental.mosaic.gpu import utils
 
@@ -130,7 +129,7 @@ def _first_byte(rows: Any, row: Any, first: Any, columns: int, size: int) -> Any
 
 
 def _c64(value: int) -> Any:
-    return arith.constant(i64(), ir.IntegerAttr.get(i64(), value))
+    return utils.c(value, i64())
 
 
 _WAIT = """

@@ -31,7 +31,7 @@ class Normalizer(NamedTuple):
 
 
 class Exponent(NamedTuple):
-    """``entry * factor - shift``: the same as ``(entry - peak) * scale - log2(total)``, in one step.
+    """``entry * factor - shift``: ``(entry - peak) * scale - log2(total)`` in one step.
 
     For entries of two bytes only: the factor is bounded such that its product with the peak stays
     in range, where all other entries have no weight anyway. With four bytes, two steps.

@@ -105,8 +105,7 @@ def add_scaled(address: Any, index: Any, size: int) -> Any:
     """``address + index * size`` in the width of `address`."""
     if index.type != address.type:
         index = arith.extsi(address.type, index)
-    scale = arith.constant(address.type, ir.IntegerAttr.get(address.type, size))
-    return arith.addi(address, arith.muli(index, scale))
+    return arith.addi(address, arith.muli(index, utils.c(size, address.type)))
 
 
 def _element_type(dtype: Any) -> Any:
