@@ -67,7 +67,7 @@ def chain(
     laps: int = 1,
     kernel_config: Any,
 ) -> tuple[Totals, Any]:
-    """``trips * laps * len(sets)`` calls, one after another; with no sets, the sweeps of the cache alone.
+    """``trips * laps * len(sets)`` calls, one after another; with no sets, the sweeps alone.
 
     Args:
       arguments: from `arguments`.
