@@ -6,6 +6,7 @@ import functools
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -322,3 +323,46 @@ def test_agrees_with_the_oracle_on_a_large_vocabulary(kind, dtype):
     for seed in range(3):
         batch = random_batch(layout, seed)
         check(batch, verify(batch, on_gpu))
+
+
+@pytest.mark.gpu
+def test_rows_past_two_to_the_31_entries_are_read_where_they_are():
+    k, size, count = 4, 151936, 3276
+    rows = count * (k + 1)
+    assert (rows - 1) * size > 2**31
+
+    @jax.jit
+    def make(key):
+        def fill(i, logits):
+            some = 3 * jax.random.normal(jax.random.fold_in(key, i), (k + 1, size), jnp.bfloat16)
+            return jax.lax.dynamic_update_slice(logits, some, (i * (k + 1), 0))
+
+        return jax.lax.fori_loop(0, count, fill, jnp.zeros((rows, size), jnp.bfloat16))
+
+    logits = make(jax.random.key(0))
+    last = logits[-8 * (k + 1) :]
+    ids = jnp.argmax(logits.reshape(count, k + 1, size)[:, :k], axis=-1).astype(jnp.int32)
+    noise = sd.draw_noise(jax.random.split(jax.random.key(1), count), jnp.arange(count), k)
+    config = sd.SpecDecodeConfig(num_speculative_tokens=k)
+
+    def run(logits, ids, noise, temperature, implementation="mosaic_gpu", **kwargs):
+        drafts, sampling = sd.Drafts.from_dense(ids), sd.SamplingParams(temperature)
+        return jax.device_get(
+            sd.rejection_sample_with_noise(
+                logits,
+                drafts,
+                noise,
+                sampling=sampling,
+                config=config,
+                implementation=implementation,
+                **kwargs,
+            )
+        )
+
+    temperature = jnp.where(jnp.arange(count) % 2 == 0, 0.0, 0.3)
+    whole = run(logits, ids, noise, temperature)
+    end = jax.tree.map(lambda x: x[-8:], (ids, noise, temperature))
+    small = run(last, *end, kernel_config=KernelConfig())
+    assert (small.num_emitted > 1).any()
+    np.testing.assert_array_equal(whole.token_ids[-8:], small.token_ids)
+    np.testing.assert_array_equal(run(last, *end, implementation="xla").token_ids, small.token_ids)
