@@ -140,11 +140,7 @@ def throughput(document: dict[str, Any]) -> Figure | None:
         ax.plot(lengths, [r["model_speedup_with_pass"] for r in mine], "k-.", linewidth=1,
                 label="the same, with the measured cost of a pass")  # fmt: skip
         ax.axhline(1, color="k", linestyle=":", label="plain decoding")
-        by_kernels = [r["verification_share_kernels"] for r in mine]
-        share = max(
-            r["verification_share"] if kernels is None else kernels
-            for r, kernels in zip(mine, by_kernels, strict=True)
-        )
+        share = max(r["verification_share"] for r in mine)
         ax.set(
             title=f"B = {batch}: plain {plain:.0f} tokens/s, verification up to {share:.1%}",
             xlabel="tokens emitted per step",
