@@ -103,6 +103,24 @@ def test_gives_the_tokens_of_the_oracle_with_draft_rows_tile_by_tile(layout, dra
     agrees(dataclasses.replace(layout, vocab=12416, draft_vocab=draft_vocab), alone)
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_noise_from_keys_is_what_draw_noise_gives(impl):
+    layout = LAYOUTS[1]
+    batch = random_batch(layout, seed=1)
+    (logits, drafts, _), named = batch.arguments()
+    named.pop("vocab_size")
+    keys = jax.random.split(jax.random.key(5, impl=impl), layout.num_requests)
+    positions = jnp.arange(layout.num_requests, dtype=jnp.int32) * 1000
+    interpret = compat.interpret_gpu_params()
+    options = dict(implementation="mosaic_gpu", kernel_config=KernelConfig(max_cluster=1), **named)
+    with backend(interpret=interpret):
+        output = sd.rejection_sample(logits, drafts, keys=keys, positions=positions, **options)
+    noise = sd.draw_noise(keys, positions, layout.num_speculative_tokens)
+    options = {**options, "implementation": "xla", "kernel_config": None}
+    expected = sd.rejection_sample_with_noise(logits, drafts, noise, **options)
+    np.testing.assert_array_equal(output.token_ids, expected.token_ids)
+
+
 def test_no_copy_overwrites_what_is_still_read():
     layout = dataclasses.replace(LAYOUTS[5], num_requests=2, num_drafts=6)
     verifier = interpreted(KernelConfig(max_cluster=1), detect_races=True)

@@ -12,8 +12,8 @@ WARPS = 4
 MAX_CLUSTER = 16
 """The largest cluster of a Hopper GPU; more than 8 need one whose parts have 16 cores left."""
 
-MAX_TILES = 32
-"""Tiles of a slice: one thread of a warp copies each."""
+MAX_BARRIERS = 32
+"""Barriers of a block: one thread of its first warp makes each ready."""
 
 _CORES_OF_LARGE = 132  # H100, H200; smaller ones may have no room for a cluster of 16
 _BLOCKS_PER_CORE, _TILES_PER_BLOCK = 5, 8
@@ -45,7 +45,7 @@ class KernelConfig:
     draft_tiles: int = 2
 
     def __post_init__(self) -> None:
-        for name, most in (("max_cluster", MAX_CLUSTER), ("draft_tiles", MAX_TILES)):
+        for name, most in (("max_cluster", MAX_CLUSTER), ("draft_tiles", MAX_BARRIERS)):
             value = getattr(self, name)
             if not 1 <= value <= most:
                 raise ValueError(f"{name} must be in [1, {most}], but it is {value}")

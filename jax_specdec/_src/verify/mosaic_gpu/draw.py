@@ -51,26 +51,25 @@ class Draw:
         self.turn = verifier.turn(num_accepted)
         self.row = request.first_row + num_accepted
         self.told = num_accepted + 1 if self.call.rates is None else jnp.int32(1)
-        place = num_accepted
         self.rejected = request.is_proposed(num_accepted)
         self.from_residual = self.rejected & request.stored
-        self.token_id = request.at(request.token_ids, place)
-        self.logit = request.at(verifier.logit, place)
+        self.token_id = request.at(request.token_ids, num_accepted)
+        self.logit = request.at(verifier.logit, num_accepted)
         size = jnp.dtype(self.target.held.dtype).itemsize
         self.p_exponent = Exponent.of(seen.target, request.scale, size)
         if self.draft is not None:
             # A row that was read for its normalizer is still held.
             self.is_open = self.call.draft == "logits"
             self.begun = seen.draft_turn - 1 if self.is_open else seen.draft_turn
-            self.draft_row = request.at(verifier.draft_row, place)
-            self.q_exponent = self._q_exponent(place)
+            self.draft_row = request.at(verifier.draft_row, num_accepted)
+            self.q_exponent = self._q_exponent()
 
-    def _q_exponent(self, place: jax.Array) -> Exponent | None:
+    def _q_exponent(self) -> Exponent | None:
         request = self.request
         if self.call.draft == "probs":
             return None
         if self.call.draft == "normalized":
-            shift = request.at(self.verifier.shift, place)
+            shift = request.at(self.verifier.shift, self.num_accepted)
             return Exponent(request.scale, shift * LOG2E, None)
         size = jnp.dtype(self.draft.held.dtype).itemsize
         return Exponent.of(self.seen.draft, request.scale, size)
@@ -103,10 +102,8 @@ class Draw:
         place = self.token_id - self.target.first
         here = (place >= 0) & (place < self.target.per_slice * TILE)
         place = jnp.where(here, place, 0)
-        start = self.target.starts(self.row, lax.div(place, TILE), self.turn)[0] + lax.rem(
-            place, TILE
-        )
-        where = jnp.zeros_like(self.threads.index()) + start
+        start = self.target.starts(self.row, lax.div(place, TILE), self.turn)[0]
+        where = jnp.zeros_like(self.threads.index()) + (start + lax.rem(place, TILE))
         self.threads.scatter(self.target.held, where, value, here & (self.threads.index() == 0))
         self.threads.meet()
 
@@ -186,7 +183,7 @@ class Draw:
     # Picking.
 
     def pick(self, weighed: Weighed) -> None:
-        """The tile, then the token in it, by the warpgroup that has the tile."""
+        """The tile, then the token in it, by the block that has the tile."""
         tile = self.pick_tile(weighed.masses)
         place = tile - self.mail.block * self.mail.shared.slices.tiles
 

@@ -7,6 +7,7 @@ one to draw from, so it is still there.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jax_specdec._src.types import Status
 from jax_specdec._src.verify import greedy, probabilistic, synthetic
 from jax_specdec._src.verify.mosaic_gpu import output, signals, statistics
 from jax_specdec._src.verify.mosaic_gpu.draw import Draw
-from jax_specdec._src.verify.mosaic_gpu.mail import Mail
+from jax_specdec._src.verify.mosaic_gpu.mail import Mail, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.request import LOG2E, Call, Request
 from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
 from jax_specdec._src.verify.mosaic_gpu.statistics import Normalizer, is_finite
@@ -253,10 +254,7 @@ class Verifier:
             jnp.where(m == peak, lax.bitcast_convert_type(p, jnp.int32), jnp.int32(2**30))
             for m, p in zip(peaks, places, strict=True)
         ]
-        least = found[0]
-        for other in found[1:]:
-            least = jnp.minimum(least, other)
-        return self.threads.scalar(self.threads.warp_min(least))
+        return self.threads.scalar(self.threads.warp_min(functools.reduce(jnp.minimum, found)))
 
     def total(self, peaks: list[jax.Array], sums: list[jax.Array], peak: jax.Array) -> jax.Array:
         """The row's mass relative to its largest entry."""
@@ -264,10 +262,7 @@ class Verifier:
             jnp.where(m > -jnp.inf, s * statistics.decay(m, peak, self.request.scale), 0.0)
             for m, s in zip(peaks, sums, strict=True)
         ]
-        total = masses[0]
-        for other in masses[1:]:
-            total = total + other
-        return self.threads.scalar(self.threads.warp_sum(total))
+        return self.threads.scalar(self.threads.warp_sum(tree_sum(masses)))
 
     def is_first_warp(self) -> jax.Array:
         """Whether a thread is in the first warp of the cluster, ``[128]`` bool."""

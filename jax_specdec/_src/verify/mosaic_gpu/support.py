@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
-from jax_specdec._src.verify.mosaic_gpu.config import MAX_TILES, KernelConfig, Shared, Slices
+from jax_specdec._src.verify.mosaic_gpu.config import MAX_BARRIERS, KernelConfig, Shared, Slices
 
 SHARED_BYTES = 227 * 1024
 """Shared memory that a block may have on Hopper and newer."""
@@ -52,12 +52,13 @@ def unsupported(
             f"num_speculative_tokens is {k}"
         )
     shared = plan(target_logits, distribution, num_requests=num_requests, size=size, config=config)
-    if shared.bytes > SHARED_BYTES or shared.slices.tiles > MAX_TILES:
+    if shared.bytes > SHARED_BYTES or shared.barriers > MAX_BARRIERS:
         arrays = [target_logits] if distribution is None else [target_logits, rows_of(distribution)]
+        dtypes, blocks = " and ".join(str(x.dtype) for x in arrays), shared.slices.cluster
         return (
             f"implementation='mosaic_gpu' holds a slice of each row in shared memory, but {size} "
-            f"ids of {' and '.join(str(x.dtype) for x in arrays)} need {shared.bytes} bytes of it "
-            f"in each of {shared.slices.cluster} blocks, and a block has {SHARED_BYTES}"
+            f"ids of {dtypes} need {shared.bytes} bytes of it and {shared.barriers} barriers in "
+            f"each of {blocks} blocks, and a block has {SHARED_BYTES} and {MAX_BARRIERS}"
         )
     return None
 
