@@ -149,6 +149,20 @@ def test_a_prompt_that_the_target_cannot_read_is_refused(
     assert "vocab_size = 270" in error
 
 
+def test_a_stop_token_outside_the_vocabulary_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    target = copy("qwen2", tmp_path / "target")
+    edit_json(target / "generation_config.json", eos_token_id=[282, 5000])
+    error = refuse(capsys, "a", "--target", str(target))
+    assert f"{target} has eos_token_id = 5000, but config.json there has vocab_size = 288" in error
+
+
+def test_an_empty_name_is_no_drafter(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refuse(capsys, "a", "--target", str(CHECKPOINTS / "qwen2"), "--draft", "")
+    assert "config.json does not exist" in error
+
+
 @pytest.mark.parametrize(
     "prompt, count, message",
     [

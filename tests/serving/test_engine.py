@@ -54,6 +54,14 @@ def test_prompts_of_any_length_are_read_in_the_least_size_that_holds_them(length
     assert alone(driver_of(TABLE), request).token_ids == greedy_truth(request)
 
 
+def test_stop_tokens_given_twice_count_once():
+    request = dict(prompt=[1, 2], max_new_tokens=12)
+    truth = greedy_truth(request)
+    found = alone(driver_of(TABLE), request | dict(stop_token_ids=[truth[3]] * 9))
+    assert found.token_ids == truth[: truth.index(truth[3]) + 1]
+    assert found.finish_reason == "stop"
+
+
 def test_a_request_ends_at_its_budget_or_after_its_own_stop_token():
     prompt = [1, 2]
     truth = greedy_truth(dict(prompt=prompt, max_new_tokens=12))
@@ -506,6 +514,7 @@ REFUSED = {
     ),
     "no temperature": (dict(temperature=float("nan")), ValueError, "temperature must be finite"),
     "a temperature that is no number": (dict(temperature=None), TypeError, "temperature must be"),
+    "a temperature in words": (dict(temperature="hot"), TypeError, "temperature must be a number"),
     "a negative seed": (dict(seed=-1), ValueError, r"seed must be in \[0, 4294967296\)"),
     "a seed past 32 bits": (dict(seed=2**32), ValueError, "seed must be in"),
     "a key for a seed": (dict(seed=jax.random.key(0)), TypeError, "seed must be an int"),

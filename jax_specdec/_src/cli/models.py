@@ -89,6 +89,11 @@ def _checkpoints(options: Options) -> Models:
             f"{tokenizer.path} makes token id {max(prompt)} of the prompt, but {CONFIG_FILE} "
             f"beside it has vocab_size = {config.vocab_size}"
         )
+    if tokenizer.stop_token_ids and max(tokenizer.stop_token_ids) >= config.vocab_size:
+        raise ValueError(
+            f"{options.target} has eos_token_id = {max(tokenizer.stop_token_ids)}, but "
+            f"{CONFIG_FILE} there has vocab_size = {config.vocab_size}"
+        )
     _check_length(options, len(prompt), config.max_position_embeddings, "tokens")
     target = load_huggingface(options.target, options.dtype)
     draft = None

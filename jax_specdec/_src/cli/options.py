@@ -202,7 +202,7 @@ def _draft(values: argparse.Namespace) -> str:
         return draft or "model"
     if draft == "model":
         raise ValueError("--draft must be a directory or ngram with --target, but is 'model'")
-    return draft or "ngram"
+    return "ngram" if draft is None else draft
 
 
 def _config(values: argparse.Namespace) -> SpecDecodeConfig:

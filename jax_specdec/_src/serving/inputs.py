@@ -39,7 +39,7 @@ def token_list(name: str, values: Any, vocab_size: int) -> list[int]:
 
 
 def stop_ids(stop_token_ids: Sequence[int], vocab_size: int) -> list[int]:
-    """Stop tokens as a list of ids.
+    """Stop tokens as a list of ids, each once.
 
     Raises:
       TypeError: not a list of integers.
@@ -48,7 +48,7 @@ def stop_ids(stop_token_ids: Sequence[int], vocab_size: int) -> list[int]:
     ids = _integers("stop_token_ids", stop_token_ids)
     if ids:
         _check_range("stop_token_ids", ids, vocab_size)
-    return ids
+    return list(dict.fromkeys(ids))
 
 
 def temperatures(value: float | Sequence[float], count: int) -> list[float]:
@@ -118,5 +118,5 @@ def _per_request(
         )
     try:
         return [convert(v) for v in values]
-    except TypeError:
+    except (TypeError, ValueError):  # float("hot") is a ValueError
         raise TypeError(f"{name} must be {kind}, or one per prompt, but it is {value!r}") from None
