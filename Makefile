@@ -2,7 +2,7 @@
 # Environments are made again whenever pyproject.toml changes.
 
 PYTHONS = 3.13 3.12 3.11
-PYTEST = -m pytest -q -n 2 --dist loadfile $(PYTEST_ARGS)
+PYTEST = -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 PYTEST_ARGS =
 PROMPT = def quicksort(items):
 export PROMPT
@@ -23,9 +23,9 @@ test: check  ## lint, type-check, run every test that is not slow and needs no G
 	@echo "test: doctests and tests on the newest JAX"
 	@.venv-test/bin/python $(PYTEST)
 
-test-oldest: .venv-test-oldest/installed  ## the same on Python 3.11 and JAX 0.10.2, without statistics and notebooks
+test-oldest: .venv-test-oldest/installed  ## the same on Python 3.11 and JAX 0.10.2, without statistics, notebooks and long runs
 	@echo "test-oldest: doctests and tests on the oldest JAX"
-	@.venv-test-oldest/bin/python $(PYTEST) -m "not (slow or statistics or notebooks or gpu)"
+	@.venv-test-oldest/bin/python $(PYTEST) -m "not (slow or statistics or newest or notebooks or gpu)"
 
 check: .venv-test/installed  ## lint and type-check
 	@echo "check: ruff, mypy"

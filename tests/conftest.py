@@ -18,6 +18,21 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000
 hypothesis.settings.load_profile("repeatable")
 
 
+LONG = (
+    "test_notebooks.py",
+    "test_benchmarks.py",
+    "test_benchmarks_throughput.py",
+    "test_cli.py",
+    "test_huggingface_cli.py",
+    "test_serving_doc.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of few long tests first: a file runs on one worker, and none should end alone."""
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A GPU test that was asked for fails without a GPU: a skip would look like evidence."""
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":

@@ -21,6 +21,8 @@ import plots  # noqa: E402
 import verify_cases  # noqa: E402
 from verify_cases import Case, Variant  # noqa: E402
 
+pytestmark = pytest.mark.newest
+
 XLA = Variant("xla")
 
 

@@ -18,6 +18,8 @@ import serving_programs  # noqa: E402
 
 from jax_specdec._src.serving.loop import Decoder, DecodeState  # noqa: E402
 
+pytestmark = pytest.mark.newest
+
 STEPS = 4
 
 

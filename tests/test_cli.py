@@ -27,6 +27,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.newest
 def test_the_streamed_text_and_the_table_appear() -> None:
     result = run("generate", PROMPT, *SHORT)
     assert result.returncode == 0, result.stderr
@@ -78,6 +79,7 @@ def test_the_figures_of_a_run_agree_with_each_other(capsys: pytest.CaptureFixtur
     assert result["config"]["num_speculative_tokens"] == 6
 
 
+@pytest.mark.newest
 def test_ngram_drafts_change_the_passes_and_not_the_text(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -93,6 +95,7 @@ def test_a_seed_repeats_a_sampled_text_and_another_changes_it(
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.newest
 def test_synthetic_acceptance_has_the_length_asked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

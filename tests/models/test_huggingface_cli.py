@@ -61,6 +61,7 @@ def test_a_drafter_with_more_padding_speeds_up_the_text_of_transformers(
     assert result["draft"] == str(CHECKPOINTS / "qwen2_draft")
 
 
+@pytest.mark.newest
 def test_a_drafter_with_fewer_ids_than_the_tokenizer_does_too(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -70,6 +71,7 @@ def test_a_drafter_with_fewer_ids_than_the_tokenizer_does_too(
     assert result["num_accepted_tokens"] > 0
 
 
+@pytest.mark.newest
 def test_a_drafter_of_another_family_and_dtype_changes_no_text(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -77,6 +79,7 @@ def test_a_drafter_of_another_family_and_dtype_changes_no_text(
     assert result["text"] == str(expected("qwen3")["greedy_text"])
 
 
+@pytest.mark.newest
 def test_lookup_drafts_for_a_sharded_target(capsys: pytest.CaptureFixture[str]) -> None:
     result = run_json(capsys, "llama", "ngram")
     assert result["text"] == str(expected("llama")["greedy_text"])

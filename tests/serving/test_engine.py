@@ -430,6 +430,7 @@ def operations(program: str, size: str) -> set[str]:
     return set(re.findall(rf"= \(?\w+\[{size}\]\S* ([a-z-]+)\(", program))
 
 
+@pytest.mark.newest
 def test_no_compiled_loop_copies_the_store_or_anything_of_its_size():
     vocab_size, narrow, k = 4096, 4095, 16
     params, draft_params = jnp.linspace(-1, 1, vocab_size), jnp.linspace(-1, 1, narrow)

@@ -4,8 +4,11 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import jax_specdec as sd
+
+pytestmark = pytest.mark.newest
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 
