@@ -496,6 +496,11 @@ ERRORS = {
         ValueError,
         "num_slots must be at least 1, but it is 0",
     ),
+    "half a slot": (
+        lambda: sd.DraftStore.create(2.5, K, NARROW),
+        TypeError,
+        "num_slots must be an int, but it is 2.5",
+    ),
     "no drafts": (
         lambda: sd.DraftStore.create(1, 0, NARROW),
         ValueError,

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export, lax
 
 from jax_specdec._src.types import DraftDistribution, DraftLogits, Drafts, SamplingParams
@@ -81,7 +82,7 @@ class DraftStore:
 
         Raises:
           ValueError: a size below 1.
-          TypeError: `dtype` is not float32, bfloat16 or float16.
+          TypeError: a size is not an int, or `dtype` not float32, bfloat16 or float16.
         """
         sizes = dict(
             num_slots=num_slots,
@@ -89,6 +90,8 @@ class DraftStore:
             vocab_size=vocab_size,
         )
         for name, size in sizes.items():
+            if not isinstance(size, (int, np.integer)):
+                raise TypeError(f"{name} must be an int, but it is {size!r}")
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, but it is {size}")
         if str(jnp.dtype(dtype)) not in ("float32", "bfloat16", "float16"):
