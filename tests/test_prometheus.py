@@ -85,3 +85,10 @@ def test_without_the_client_one_sentence_says_what_to_install(
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ImportError, match=r"pip install 'jax-specdec\[prometheus\]'"):
         sd.PrometheusExporter()
+
+
+def test_the_label_of_positions_is_not_the_callers(
+    registry: prometheus_client.CollectorRegistry,
+) -> None:
+    with pytest.raises(ValueError, match="labels must not have position, but they are"):
+        sd.PrometheusExporter(registry, labels={"position": "left"})

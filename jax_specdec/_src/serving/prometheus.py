@@ -40,6 +40,7 @@ class PrometheusExporter:
 
     Raises:
       ImportError: prometheus_client is not installed.
+      ValueError: `labels` has ``position``, which the counters set themselves.
 
     Example:
       >>> import prometheus_client
@@ -60,6 +61,8 @@ class PrometheusExporter:
                 "PrometheusExporter needs prometheus_client: pip install 'jax-specdec[prometheus]'"
             ) from None
         self._labels = dict(labels)
+        if "position" in self._labels:
+            raise ValueError(f"labels must not have position, but they are {self._labels}")
         self._stats: AcceptanceStats | None = None
         (prometheus_client.REGISTRY if registry is None else registry).register(self)
 
