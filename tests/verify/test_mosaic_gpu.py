@@ -97,12 +97,14 @@ def test_gives_the_tokens_of_the_oracle_with_draft_rows_held_whole(layout):
     agrees(layout, whole)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("draft_vocab", [None, 8320])
 @pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[5]], ids=str)
 def test_gives_the_tokens_of_the_oracle_with_draft_rows_tile_by_tile(layout, draft_vocab):
     agrees(dataclasses.replace(layout, vocab=12416, draft_vocab=draft_vocab), alone)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_noise_from_keys_is_what_draw_noise_gives(impl):
     layout = LAYOUTS[1]
