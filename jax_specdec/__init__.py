@@ -26,6 +26,7 @@ from jax_specdec._src.models.protocol import CausalModel
 from jax_specdec._src.models.rotary import RopeScaling
 from jax_specdec._src.models.tokenizer import TextStream, Tokenizer, load_tokenizer
 from jax_specdec._src.noise import draw_noise
+from jax_specdec._src.penalties import Penalties, apply_penalties
 from jax_specdec._src.serving.batch import GenerateOutput, StepRecord
 from jax_specdec._src.serving.driver import EngineDriver, RequestUpdate
 from jax_specdec._src.serving.engine import Engine, EngineState
@@ -79,6 +80,7 @@ __all__ = [
     "ModelDrafter",
     "NGramDrafter",
     "Noise",
+    "Penalties",
     "PrometheusExporter",
     "Proposal",
     "RaceNoise",
@@ -92,6 +94,7 @@ __all__ = [
     "TextStream",
     "Tokenizer",
     "acceptance_length_to_rates",
+    "apply_penalties",
     "conditional_to_unconditional_rates",
     "count_fallbacks",
     "decode",

@@ -28,7 +28,7 @@ MAX_LINES = 400
 LAYERS = (
     {"_src", "compat"},
     {"types", "config"},
-    {"ragged", "noise", "sampling"},
+    {"ragged", "noise", "sampling", "penalties"},
     {"verify"},
     {"models", "drafting", "serving"},
     {"reference", "reference_request"},

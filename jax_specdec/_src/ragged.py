@@ -79,3 +79,29 @@ def unpack(drafts: Drafts, num_speculative_tokens: int, has_bonus_rows: bool) ->
         rows = drafts.distribution.rows if drafts.distribution is not None else None
         draft_rows = place if rows is None else rows[place]
     return Layout(first_row, count, token_ids, draft_rows, in_bounds)
+
+
+def rows(drafts: Drafts, k: int, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Whose rows of target logits are whose.
+
+    Args:
+      drafts: the packed drafts.
+      k: K, static.
+      num_rows: M, static: N + B with bonus rows, N without.
+
+    Returns:
+      ``owner [M]``, the request of each row; ``offset [M]``, how many drafts of the request come
+      before it; ``token_ids [B, K]``, the drafts. Of a row that is nobody's, anything; of one that
+      bad offsets give to several requests, the first.
+    """
+    batch = drafts.cu_num_draft_tokens.shape[0] - 1
+    has_bonus_rows = num_rows != drafts.token_ids.shape[0]
+    layout = unpack(drafts, k, has_bonus_rows)
+    request = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    offset = jnp.arange(k + 1, dtype=jnp.int32)[None, :]
+    is_own = (offset < layout.num_drafts[:, None] + int(has_bonus_rows)) & layout.in_bounds[:, None]
+    place = jnp.where(is_own, layout.first_row[:, None] + offset, num_rows)  # dropped
+    owner = jnp.full((num_rows,), batch - 1, jnp.int32)
+    owner = owner.at[place].min(jnp.broadcast_to(request, place.shape), mode="drop")
+    index = jnp.arange(num_rows, dtype=jnp.int32)
+    return owner, index - layout.first_row[owner], layout.token_ids

@@ -1,0 +1,255 @@
+"""Frequency, presence and repetition penalties as a transform of rows of logits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export, lax
+
+from jax_specdec._src import ragged
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.types import Drafts
+
+_SMALLEST = float(jnp.finfo(jnp.float32).tiny)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Penalties:
+    """What B requests are penalized by, and the tokens that each has seen.
+
+    Attributes:
+      frequency: ``[B]`` float32, finite: taken off a logit for every occurrence in the output.
+      presence: ``[B]`` float32, finite: taken off once if the token occurs in the output.
+      repetition: ``[B]`` float32, positive and finite: the logit of a token of the prompt or the
+        output is divided by it where positive, multiplied where not.
+      counts: ``[B, V]`` int32, occurrences of each token in the output so far.
+      in_prompt: ``[B, V]`` bool, whether a token occurs in the prompt.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> penalties = sd.Penalties.from_sequences(
+      ...     jnp.array([[3, 1, 1, 2]]), lengths=jnp.array([3]), prompt_lengths=jnp.array([1]),
+      ...     vocab_size=4, frequency=jnp.array([0.5]), presence=jnp.zeros(1),
+      ...     repetition=jnp.ones(1))
+      >>> penalties.counts.tolist(), penalties.in_prompt.tolist()
+      ([[0, 2, 0, 0]], [[False, False, False, True]])
+    """
+
+    frequency: jax.Array
+    presence: jax.Array
+    repetition: jax.Array
+    counts: jax.Array
+    in_prompt: jax.Array
+
+    @classmethod
+    def from_sequences(
+        cls,
+        token_ids: jax.Array,
+        *,
+        lengths: jax.Array,
+        prompt_lengths: jax.Array,
+        vocab_size: int,
+        frequency: jax.Array,
+        presence: jax.Array,
+        repetition: jax.Array,
+    ) -> Penalties:
+        """Count the tokens of B sequences.
+
+        Args:
+          token_ids: ``[B, L]`` int32, prompt and then output; what lies past a length, and ids
+            outside the vocabulary, are not counted.
+          lengths: ``[B]`` int32, prompt and output together.
+          prompt_lengths: ``[B]`` int32.
+          vocab_size: V, static.
+          frequency: ``[B]`` float32.
+          presence: ``[B]`` float32.
+          repetition: ``[B]`` float32.
+        """
+        batch, length = token_ids.shape
+        place = jnp.arange(length, dtype=jnp.int32)[None, :]
+        exists = (token_ids >= 0) & (place < lengths[:, None])
+        is_prompt = place < prompt_lengths[:, None]
+        request = jnp.arange(batch, dtype=jnp.int32)[:, None]
+        in_output = jnp.where(exists & ~is_prompt, token_ids, vocab_size)  # dropped
+        in_prompt = jnp.where(exists & is_prompt, token_ids, vocab_size)
+        shape = (batch, vocab_size)
+        return cls(
+            frequency,
+            presence,
+            repetition,
+            jnp.zeros(shape, jnp.int32).at[request, in_output].add(1, mode="drop"),
+            jnp.zeros(shape, bool).at[request, in_prompt].set(True, mode="drop"),
+        )
+
+    def append(self, token_ids: jax.Array) -> Penalties:
+        """The penalties after one more token of each request, such as a draft.
+
+        Args:
+          token_ids: ``[B]`` int32; an id outside the vocabulary counts for nothing.
+        """
+        ids = jnp.where(token_ids < 0, self.counts.shape[1], token_ids)
+        request = jnp.arange(ids.shape[0], dtype=jnp.int32)
+        return dataclasses.replace(self, counts=self.counts.at[request, ids].add(1, mode="drop"))
+
+    @property
+    def are_neutral(self) -> jax.Array:
+        """``[]`` bool: nobody is penalized."""
+        neutral = (self.frequency == 0) & (self.presence == 0) & (self.repetition == 1)
+        return jnp.all(neutral)
+
+
+def apply_penalties(
+    logits: jax.Array,
+    drafts: Drafts | None,
+    penalties: Penalties,
+    *,
+    config: SpecDecodeConfig | None = None,
+) -> jax.Array:
+    """Penalize rows of logits; each row counts the drafts of its request that come before it.
+
+    With ``n`` the occurrences of a token in the output and in the drafts before the row's
+    position: a logit of a token with ``n > 0``, or in the prompt, is divided by `repetition` where
+    positive and multiplied by it where not; then ``frequency * n`` is taken off, and `presence`
+    where ``n > 0``. Neutral values (0, 0, 1) leave a request's rows as they are.
+
+    Call it on raw logits, before a bitmask and temperature, and give the result to
+    `rejection_sample` in their place. A drafter may call it on its own rows for a closer q;
+    whatever q is, the tokens are the target's.
+
+    Args:
+      logits: ``[N+B, V]`` as `rejection_sample` takes them, or ``[N, V]`` if there are no bonus
+        rows; float32, bfloat16 or float16. Where `drafts` is None ``[B, V]``, one row per request.
+        It may have fewer columns than ``penalties.counts``, as a drafter's has.
+      drafts: what is verified; None for rows without drafts before them.
+      penalties: of the sequences before this step.
+      config: static settings; needed with drafts.
+
+    Returns:
+      float32 of the shape of `logits`. All of a request's rows are NaN where one of its penalties
+      is out of range: `rejection_sample` ends that request with ``BAD_TARGET_ROW``, and no other.
+
+    Raises:
+      TypeError: an argument of the wrong type or dtype, at trace time.
+      ValueError: shapes that do not fit, at trace time.
+
+    Numerics:
+      One elementwise pass over the logits that writes a float32 row for each. Where nobody in the
+      batch is penalized, it only casts.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> one = jnp.ones(1)
+      >>> penalties = sd.Penalties(  # token 2 is in the prompt, 0 was generated twice
+      ...     frequency=0.5 * one, presence=0 * one, repetition=2 * one,
+      ...     counts=jnp.array([[2, 0, 0]]), in_prompt=jnp.array([[False, False, True]]))
+      >>> drafts = sd.Drafts.from_flat(jnp.array([1]), jnp.array([1]))
+      >>> sd.apply_penalties(
+      ...     jnp.array([[4.0, 4.0, -4.0], [4.0, 4.0, -4.0]]), drafts, penalties,
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=1)).tolist()
+      [[1.0, 4.0, -8.0], [1.0, 1.5, -8.0]]
+    """
+    _check(logits, drafts, penalties, config)
+    rows, batch = logits.shape[0], penalties.frequency.shape[0]
+    if rows == 0 or batch == 0:
+        return logits.astype(jnp.float32)
+
+    def penalized() -> jax.Array:
+        if drafts is None or config is None:
+            return _penalize(logits, penalties, jnp.arange(batch, dtype=jnp.int32), ())
+        k = config.num_speculative_tokens
+        owner, offset, token_ids = ragged.rows(drafts, k, rows)
+        before = [jnp.where(i < offset, token_ids[owner, i], -1) for i in range(k)]
+        return _penalize(logits, penalties, owner, before)
+
+    return lax.cond(penalties.are_neutral, lambda: logits.astype(jnp.float32), penalized)
+
+
+def _penalize(
+    logits: jax.Array,
+    penalties: Penalties,
+    owner: jax.Array,
+    before: list[jax.Array] | tuple[()],
+) -> jax.Array:
+    """Rows of `owner`, who has drafted the ids ``before[i] [M]`` besides what is counted."""
+    size = logits.shape[1]
+    ids = jnp.arange(size, dtype=jnp.int32)[None, :]
+    count = penalties.counts[:, :size][owner]
+    for drafted in before:
+        count += (drafted[:, None] == ids).astype(jnp.int32)
+    frequency, presence, repetition = (
+        x[owner][:, None] for x in (penalties.frequency, penalties.presence, penalties.repetition)
+    )
+    valid = jnp.isfinite(frequency) & jnp.isfinite(presence)
+    valid &= jnp.isfinite(repetition) & (repetition >= _SMALLEST)
+
+    x = logits.astype(jnp.float32)
+    seen = (count > 0) | penalties.in_prompt[:, :size][owner]
+    x = jnp.where(seen, jnp.where(x > 0, x / repetition, x * repetition), x)
+    x -= frequency * count.astype(jnp.float32) + jnp.where(count > 0, presence, 0.0)
+    return jnp.where(valid, x, jnp.nan)
+
+
+def _check(
+    logits: jax.Array, drafts: Drafts | None, penalties: Penalties, config: SpecDecodeConfig | None
+) -> None:
+    if not isinstance(penalties, Penalties):
+        raise TypeError(f"penalties must be a Penalties, but it is {penalties!r:.80}")
+    if not (drafts is None or isinstance(drafts, Drafts)):
+        raise TypeError(f"drafts must be a Drafts or None, but it is {drafts!r:.80}")
+    if drafts is not None and not isinstance(config, SpecDecodeConfig):
+        raise TypeError(f"config must be a SpecDecodeConfig, but it is {config!r:.80}")
+    batch = penalties.frequency.shape[0] if penalties.frequency.ndim == 1 else -1
+    for name in ("frequency", "presence", "repetition"):
+        values = getattr(penalties, name)
+        if values.shape != (batch,):
+            raise ValueError(
+                f"penalties.{name} must have shape [B], the same for all three, but its shape is "
+                f"{list(values.shape)}"
+            )
+        if values.dtype != jnp.float32:
+            raise TypeError(f"penalties.{name} must be float32, but it is {values.dtype}")
+    for name, dtype in (("counts", "int32"), ("in_prompt", "bool")):
+        array = getattr(penalties, name)
+        if array.ndim != 2 or array.shape[0] != batch or array.shape != penalties.counts.shape:
+            raise ValueError(
+                f"penalties.{name} must have shape [B, V] with B = {batch}, the same for counts "
+                f"and in_prompt, but its shape is {list(array.shape)}"
+            )
+        if str(array.dtype) != dtype:
+            raise TypeError(f"penalties.{name} must be {dtype}, but it is {array.dtype}")
+
+    if not isinstance(logits, (jax.Array, np.ndarray)):
+        raise TypeError(f"logits must be an array, but it is {logits!r:.80}")
+    if drafts is None:
+        fitting, why = [batch], f"[B, V] = [{batch}, V] (drafts is None)"
+    else:
+        n = drafts.token_ids.shape[0]
+        if drafts.cu_num_draft_tokens.shape != (batch + 1,):
+            raise ValueError(
+                f"drafts.cu_num_draft_tokens must have shape [B+1] = [{batch + 1}], but its shape "
+                f"is {list(drafts.cu_num_draft_tokens.shape)}"
+            )
+        fitting, why = [n + batch, n], f"[N+B, V] = [{n}+{batch}, V] or [N, V]"
+    most = penalties.counts.shape[1]
+    if logits.ndim != 2 or logits.shape[0] not in fitting or logits.shape[1] > most:
+        raise ValueError(
+            f"logits must have shape {why}, at most penalties' V = {most} columns, but its shape "
+            f"is {list(logits.shape)}"
+        )
+    if str(logits.dtype) not in ("float32", "bfloat16", "float16"):
+        raise TypeError(f"logits must be float32, bfloat16 or float16, but it is {logits.dtype}")
+
+
+# Lets `jax.export` serialize functions that take or return penalties.
+export.register_pytree_node_serialization(
+    Penalties,
+    serialized_name="jax_specdec.Penalties",
+    serialize_auxdata=lambda _: b"",
+    deserialize_auxdata=lambda _: (),
+)

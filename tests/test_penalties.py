@@ -1,0 +1,287 @@
+"""Penalties: rows against a count of each row's own past, written in NumPy."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import jax_specdec as sd
+
+V, K = 11, 3
+CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
+PROMPTS = [[4, 4, 7], [1], [0, 2, 9, 9], [5, 6]]
+OUTPUTS = [[7, 3, 3, 3], [], [9, 9, 1], [10, 10]]
+DRAFTS = [[3, 8, 3], [1, 1], [], [-1, 10]]  # the last proposes nothing at its first position
+FREQUENCY, PRESENCE = [0.5, -0.25, 0.0, 1.0], [0.0, 0.75, -1.5, 0.25]
+REPETITION = [1.5, 2.0, 0.7, 1.0]
+
+apply = jax.jit(sd.apply_penalties, static_argnames="config")
+
+
+def penalized(row: np.ndarray, prompt: Sequence[int], output: Sequence[int], b: int) -> np.ndarray:
+    """One row, float64."""
+    x = row.astype(np.float64)
+    for token in set(prompt) | set(output):
+        if 0 <= token < len(x):
+            x[token] = x[token] / REPETITION[b] if x[token] > 0 else x[token] * REPETITION[b]
+    for token in output:
+        if 0 <= token < len(x):
+            x[token] -= FREQUENCY[b]
+    for token in set(output):
+        if 0 <= token < len(x):
+            x[token] -= PRESENCE[b]
+    return x
+
+
+def penalties(**replace: Any) -> sd.Penalties:
+    length = 9
+    sequences = [p + o for p, o in zip(PROMPTS, OUTPUTS, strict=True)]
+    values = dict(frequency=FREQUENCY, presence=PRESENCE, repetition=REPETITION) | replace
+    return sd.Penalties.from_sequences(
+        jnp.array([s + [8] * (length - len(s)) for s in sequences]),  # what is past is not counted
+        lengths=jnp.array([len(s) for s in sequences]),
+        prompt_lengths=jnp.array([len(p) for p in PROMPTS]),
+        vocab_size=V,
+        **{name: jnp.array(value, jnp.float32) for name, value in values.items()},
+    )
+
+
+def packed() -> sd.Drafts:
+    ids = sum(DRAFTS, []) + [2, 2]  # padding
+    return sd.Drafts.from_flat(jnp.array(ids), jnp.array([len(d) for d in DRAFTS]))
+
+
+def logits(rows: int, columns: int = V, dtype: Any = jnp.float32) -> jax.Array:
+    return (3 * jax.random.normal(jax.random.key(rows), (rows, columns))).astype(dtype)
+
+
+def test_counts_are_those_of_the_sequences() -> None:
+    found = penalties()
+    for b, (prompt, output) in enumerate(zip(PROMPTS, OUTPUTS, strict=True)):
+        assert found.counts[b].tolist() == [output.count(token) for token in range(V)]
+        assert found.in_prompt[b].tolist() == [token in prompt for token in range(V)]
+
+
+@pytest.mark.newest
+def test_ids_outside_the_vocabulary_are_not_counted() -> None:
+    one = jnp.ones((1,))
+    found = sd.Penalties.from_sequences(
+        jnp.array([[-1, V, 2, -V, V + 3, 2]]),
+        lengths=jnp.array([6]),
+        prompt_lengths=jnp.array([3]),
+        vocab_size=V,
+        frequency=one,
+        presence=one,
+        repetition=one,
+    ).append(jnp.array([-1]))
+    assert jnp.flatnonzero(found.in_prompt[0]).tolist() == [2]
+    assert found.counts[0].tolist() == [0, 0, 1, *[0] * (V - 3)]
+
+
+@pytest.mark.parametrize(("has_bonus_rows", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_each_row_counts_the_output_and_the_drafts_before_it(
+    has_bonus_rows: bool, dtype: str
+) -> None:
+    drafts = packed()
+    n, batch = drafts.token_ids.shape[0], len(PROMPTS)
+    x = logits(n + batch * has_bonus_rows, dtype=dtype)
+    found = apply(x, drafts, penalties(), config=CONFIG)
+    assert found.dtype == jnp.float32
+    row = 0
+    for b in range(batch):
+        for offset in range(len(DRAFTS[b]) + has_bonus_rows):
+            past = OUTPUTS[b] + DRAFTS[b][:offset]
+            wanted = penalized(np.asarray(x[row], np.float32), PROMPTS[b], past, b)
+            np.testing.assert_allclose(found[row], wanted, rtol=1e-6, atol=1e-6)
+            row += 1
+    assert row == len(sum(DRAFTS, [])) + batch * has_bonus_rows
+
+
+def test_forgetting_the_drafts_before_a_row_is_seen() -> None:
+    drafts = packed()
+    x = logits(drafts.token_ids.shape[0] + len(PROMPTS))
+    forgetful = dataclasses.replace(drafts, token_ids=jnp.full_like(drafts.token_ids, -1))
+    right = apply(x, drafts, penalties(), config=CONFIG)
+    wrong = apply(x, forgetful, penalties(), config=CONFIG)
+    differs = np.asarray((right != wrong).any(axis=1))
+    # First rows have no drafts before them; request 2 has no drafts, request 3 one at its second.
+    assert differs.tolist()[:11] == [0, 1, 1, 1, 0, 1, 1, 0, 0, 0, 1]
+
+
+@pytest.mark.newest
+def test_without_drafts_a_request_has_one_row_and_a_drafter_may_know_fewer_tokens() -> None:
+    x = logits(len(PROMPTS), V - 2)
+    drafted = [3, 1, 2, 10]
+    found = apply(x, None, penalties().append(jnp.array(drafted)))
+    for b, draft in enumerate(drafted):
+        wanted = penalized(np.asarray(x[b]), PROMPTS[b], [*OUTPUTS[b], draft], b)
+        np.testing.assert_allclose(found[b], wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_neutral_requests_keep_their_rows_to_the_bit() -> None:
+    neutral = dict(frequency=[0.0] * 4, presence=[0.0] * 4, repetition=[1.0] * 4)
+    drafts = packed()
+    x = logits(drafts.token_ids.shape[0] + len(PROMPTS), dtype=jnp.bfloat16)
+    x = x.at[:, 3].set(-jnp.inf).at[0, 4].set(jnp.nan)
+    wanted = np.asarray(x.astype(jnp.float32))
+    assert bool(penalties(**neutral).are_neutral)
+    found = apply(x, drafts, penalties(**neutral), config=CONFIG)
+    np.testing.assert_array_equal(found, wanted)
+
+    one = penalties(**(neutral | dict(frequency=[0.0, 0.0, 0.0, 0.5])))  # the pass runs
+    assert not bool(one.are_neutral)
+    found = apply(x, drafts, one, config=CONFIG)
+    np.testing.assert_array_equal(found[:8], wanted[:8])
+    assert (np.asarray(found[8:11]) != wanted[8:11]).any()
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    "bad",
+    [
+        dict(frequency=[np.nan, 0, 0, 0]),
+        dict(presence=[np.inf, 0, 0, 0]),
+        dict(repetition=[0.0, 1, 1, 1]),
+        dict(repetition=[-2.0, 1, 1, 1]),
+        dict(repetition=[np.inf, 1, 1, 1]),
+    ],
+    ids=lambda bad: f"{next(iter(bad))} {next(iter(bad.values()))[0]}",
+)
+def test_a_penalty_out_of_range_ends_its_own_request_alone(bad: dict[str, list[float]]) -> None:
+    drafts = packed()
+    x = logits(drafts.token_ids.shape[0] + len(PROMPTS))
+    ((name, values),) = bad.items()
+    good = {name: [1.0 if name == "repetition" else 0.0, *values[1:]]}
+    rows = {
+        key: apply(x, drafts, penalties(**p), config=CONFIG)
+        for key, p in (("bad", bad), ("good", good))
+    }
+    assert np.isnan(rows["bad"][:4]).all()
+    np.testing.assert_array_equal(rows["bad"][4:11], rows["good"][4:11])
+    output = verify(rows["bad"], drafts)
+    assert output.status.tolist() == [int(sd.Status.BAD_TARGET_ROW), 0, 0, 0]
+
+
+@jax.jit
+def verify(x: jax.Array, drafts: sd.Drafts) -> sd.RejectionSampleOutput:
+    return sd.rejection_sample(
+        x,
+        drafts,
+        sampling=sd.SamplingParams(jnp.array([0.0, 1.0, 0.5, 0.0])),
+        keys=jax.random.split(jax.random.key(1), 4),
+        positions=jnp.array([7, 1, 7, 4]),
+        config=CONFIG,
+    )
+
+
+def test_a_request_with_bad_offsets_leaves_the_rows_of_its_neighbours() -> None:
+    drafts = packed()
+    x = logits(drafts.token_ids.shape[0] + len(PROMPTS))
+    good = apply(x, drafts, penalties(), config=CONFIG)
+    cu = drafts.cu_num_draft_tokens.at[4].set(99)  # the last request
+    found = apply(
+        x, dataclasses.replace(drafts, cu_num_draft_tokens=cu), penalties(), config=CONFIG
+    )
+    np.testing.assert_array_equal(found[:8], good[:8])
+
+
+@pytest.mark.newest
+def test_without_requests_or_rows_nothing_is_done() -> None:
+    none = jax.tree.map(lambda x: x[:0], penalties())
+    drafts = sd.Drafts.from_flat(jnp.array([1, 2]), jnp.zeros((0,), jnp.int32))
+    assert apply(logits(2), drafts, none, config=CONFIG).shape == (2, V)
+
+
+@pytest.mark.newest
+def test_penalties_travel_through_export() -> None:
+    function = jax.jit(functools.partial(sd.apply_penalties, config=CONFIG))
+    drafts = packed()
+    x = logits(drafts.token_ids.shape[0] + len(PROMPTS))
+    exported = export.deserialize(export.export(function)(x, drafts, penalties()).serialize())
+    np.testing.assert_array_equal(
+        exported.call(x, drafts, penalties()), function(x, drafts, penalties())
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (dict(penalties=None), TypeError, "penalties must be a Penalties, but it is None"),
+        (dict(drafts=3), TypeError, "drafts must be a Drafts or None, but it is 3"),
+        (dict(config=None), TypeError, "config must be a SpecDecodeConfig, but it is None"),
+        (dict(logits=3.0), TypeError, "logits must be an array, but it is 3.0"),
+        (
+            dict(logits=jnp.zeros((4, V))),
+            ValueError,
+            r"logits must have shape \[N\+B, V\] = \[9\+4, V\] or \[N, V\], at most penalties' "
+            rf"V = {V} columns, but its shape is \[4, {V}\]",
+        ),
+        (
+            dict(logits=jnp.zeros((3, V)), drafts=None),
+            ValueError,
+            r"logits must have shape \[B, V\] = \[4, V\] \(drafts is None\)",
+        ),
+        (dict(logits=jnp.zeros((13, V + 1))), ValueError, "at most penalties' V = 11 columns"),
+        (
+            dict(logits=jnp.zeros((13, V), jnp.int32)),
+            TypeError,
+            "logits must be float32, bfloat16 or float16, but it is int32",
+        ),
+        (
+            dict(drafts=sd.Drafts.from_flat(jnp.zeros((9,), jnp.int32), jnp.array([9]))),
+            ValueError,
+            r"drafts.cu_num_draft_tokens must have shape \[B\+1\] = \[5\], but its shape is \[2\]",
+        ),
+        (
+            dict(frequency=jnp.zeros((2, 2))),
+            ValueError,
+            r"penalties.frequency must have shape \[B\], the same for all three, but its shape",
+        ),
+        (
+            dict(presence=jnp.zeros((3,))),
+            ValueError,
+            r"penalties.presence must have shape \[B\], the same for all three, but its shape is",
+        ),
+        (
+            dict(repetition=jnp.ones((4,), jnp.int32)),
+            TypeError,
+            "penalties.repetition must be float32, but it is int32",
+        ),
+        (
+            dict(counts=jnp.zeros((3, V), jnp.int32)),
+            ValueError,
+            r"penalties.counts must have shape \[B, V\] with B = 4, the same for counts and",
+        ),
+        (
+            dict(in_prompt=jnp.zeros((4, V + 1), bool)),
+            ValueError,
+            r"penalties.in_prompt must have shape \[B, V\] with B = 4, the same for counts and",
+        ),
+        (
+            dict(in_prompt=jnp.zeros((4, V))),
+            TypeError,
+            "penalties.in_prompt must be bool, but it is float32",
+        ),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
+)
+def test_what_does_not_fit_is_refused(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    drafts = packed()
+    call = dict(logits=jnp.zeros((13, V)), drafts=drafts, penalties=penalties(), config=CONFIG)
+    fields = {f.name for f in dataclasses.fields(sd.Penalties)}
+    inner = {name: value for name, value in change.items() if name in fields}
+    call |= {name: value for name, value in change.items() if name not in fields}
+    if inner:
+        call["penalties"] = dataclasses.replace(penalties(), **inner)
+    with pytest.raises(error, match=message):
+        sd.apply_penalties(**call)
