@@ -157,29 +157,44 @@ def emit(
     Returns:
       Output without the batch axis.
     """
-    row, place = request.first_row + num_accepted, request.place(num_accepted)
-    rejected = request.is_proposed(num_accepted, target.size)
-    source = Source(
-        row=row,
-        draft_row=request.draft_rows[place],
-        token_id=jnp.clip(request.token_ids[place], 0, target.size - 1),
-        stats=last.stats,
-        scale=last.scale,
-        from_residual=rejected & request.stored,
-        without_token=rejected & ~request.stored,
-        inv_temperature=request.inv_temperature,
-    )
+    source = source_of(request, num_accepted, last, target)
     token_id, bad_draft = lax.cond(
         request.greedy,
-        lambda: (target.best(row, last.stats), jnp.bool_(False)),
+        lambda: (target.best(source.row, last.stats), jnp.bool_(False)),
         lambda: resample(source, target, draft, request.recover, request.exponential),
     )
+    return assemble(request, num_accepted, last.status, token_id, bad_draft)
+
+
+def source_of(request: Request, position: jax.Array, seen: Visit, target: TargetRows) -> Source:
+    """What the token after `position` drafts is drawn from."""
+    place, proposed = request.place(position), request.is_proposed(position, target.size)
+    return Source(
+        row=request.first_row + position,
+        draft_row=request.draft_rows[place],
+        token_id=jnp.clip(request.token_ids[place], 0, target.size - 1),
+        stats=seen.stats,
+        scale=seen.scale,
+        from_residual=proposed & request.stored,
+        without_token=proposed & ~request.stored,
+        inv_temperature=request.inv_temperature,
+    )
+
+
+def assemble(
+    request: Request,
+    num_accepted: jax.Array,
+    status: jax.Array,
+    token_id: jax.Array,
+    bad_draft: jax.Array,
+) -> RejectionSampleOutput:
+    """One request's output, from what was drawn; `bad_draft`: the draft row it was drawn from."""
     if request.bonus_token_id is not None:
         all_accepted = num_accepted == request.num_drafts
         token_id = jnp.where(all_accepted, request.bonus_token_id, token_id)
         bad_draft &= ~all_accepted
 
-    status = jnp.where((last.status == Status.OK) & bad_draft, Status.BAD_DRAFT_ROW, last.status)
+    status = jnp.where((status == Status.OK) & bad_draft, Status.BAD_DRAFT_ROW, status)
     ok = status == Status.OK
     position = jnp.arange(request.token_ids.shape[0] + 1, dtype=jnp.int32)
     drafts = jnp.append(request.token_ids, jnp.int32(PLACEHOLDER_TOKEN_ID))

@@ -135,8 +135,12 @@ def pick(weights: jax.Array, u: jax.Array) -> jax.Array:
     Returns:
       ``[]`` int32.
     """
-    sums = jnp.cumsum(weights)
+    return pick_past(weights, u * jnp.cumsum(weights)[-1])
+
+
+def pick_past(weights: jax.Array, mass: jax.Array) -> jax.Array:
+    """`pick`, with `mass` in place of ``u * total``."""
     positive = weights > 0
     index = jnp.arange(weights.shape[0], dtype=jnp.int32)
     last_positive = jnp.max(jnp.where(positive, index, 0))
-    return jnp.minimum(first((sums > u * sums[-1]) & positive), last_positive)
+    return jnp.minimum(first((jnp.cumsum(weights) > mass) & positive), last_positive)

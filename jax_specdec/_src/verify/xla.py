@@ -51,7 +51,7 @@ def verify(
 
     def all_at_once(requests: Request) -> RejectionSampleOutput:
         target, draft = _rows(target_logits, distribution, size, None)
-        walk = _eager_walk if conditional_rates is None else _synthetic_walk(conditional_rates)
+        walk = eager_walk if conditional_rates is None else _synthetic_walk(conditional_rates)
         return jax.vmap(lambda r: _verify_request(r, walk, target, draft))(requests)
 
     if lazy is None:
@@ -101,7 +101,7 @@ def _lazy_walk(
     return num_accepted, last
 
 
-def _eager_walk(
+def eager_walk(
     request: Request, target: TargetRows, draft: DraftRows | None
 ) -> tuple[jax.Array, Visit]:
     """All positions at once; what lies past the first that is not accepted is dropped."""
@@ -114,6 +114,13 @@ def _eager_walk(
     return num_accepted, last._replace(status=jnp.where(visited, last.status, Status.OK))
 
 
+def num_accepted_by_rate(request: Request, rates: jax.Array, size: int) -> jax.Array:
+    """Drafts that the synthetic rule keeps at conditional `rates` ``[K]``; no row is needed."""
+    positions = jnp.arange(rates.shape[0], dtype=jnp.int32)
+    proposed = jax.vmap(functools.partial(request.is_proposed, size=size))(positions)
+    return tiles.first(~(proposed & jax.vmap(synthetic.accepts)(request.accept, rates)))
+
+
 def _synthetic_walk(conditional_rates: tuple[float, ...]) -> Walk:
     rates = jnp.array(conditional_rates, jnp.float32)
 
@@ -121,10 +128,7 @@ def _synthetic_walk(conditional_rates: tuple[float, ...]) -> Walk:
         request: Request, target: TargetRows, draft: DraftRows | None
     ) -> tuple[jax.Array, Visit]:
         """Accept by rate, then read the one row that the last token comes from."""
-        positions = jnp.arange(rates.shape[0], dtype=jnp.int32)
-        proposed = jax.vmap(functools.partial(request.is_proposed, size=target.size))(positions)
-        accepted = proposed & jax.vmap(synthetic.accepts)(request.accept, rates)
-        num_accepted = tiles.first(~accepted)
+        num_accepted = num_accepted_by_rate(request, rates, target.size)
         last = lax.cond(
             num_accepted < request.num_rows,
             lambda: read_rows(request, num_accepted, target, draft),
