@@ -24,6 +24,7 @@ from jax_specdec._src.models.checkpoint import (
 from jax_specdec._src.models.llama import Llama, LlamaConfig
 from jax_specdec._src.models.protocol import CausalModel
 from jax_specdec._src.models.rotary import RopeScaling
+from jax_specdec._src.models.tensor_parallel import TensorParallelLlama
 from jax_specdec._src.models.tokenizer import TextStream, Tokenizer, load_tokenizer
 from jax_specdec._src.noise import draw_noise
 from jax_specdec._src.penalties import Penalties, apply_penalties
@@ -91,6 +92,7 @@ __all__ = [
     "SpecDecodeConfig",
     "Status",
     "StepRecord",
+    "TensorParallelLlama",
     "TextStream",
     "Tokenizer",
     "acceptance_length_to_rates",

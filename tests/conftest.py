@@ -1,4 +1,4 @@
-"""Settings for every test: strict JAX promotion, reproducible hypothesis, GPU tests on a GPU."""
+"""Settings for every test: strict JAX promotion, 8 CPU devices, reproducible hypothesis."""
 
 import hypothesis
 import jax
@@ -8,6 +8,7 @@ collect_ignore = ["models/huggingface/make.py"]  # wants torch, which no test ne
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_num_cpu_devices", 8)  # for meshes; everything else runs on the first
 
 # Compilation makes the first example slow, and a run must be repeatable: no deadline, fixed seed.
 # `pytest --hypothesis-profile=explore` looks further, with a fresh seed each time.

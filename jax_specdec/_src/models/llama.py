@@ -1,4 +1,4 @@
-"""A Llama decoder in plain JAX, for one device.
+"""A Llama decoder in plain JAX, for one device; `tensor_parallel` spreads it over several.
 
 RMSNorm, rotary positions, grouped-query attention and SwiGLU, as the Llama checkpoints published
 on Hugging Face define them, so that those can be read (`checkpoint`); Qwen2's biases and Qwen3's
@@ -127,6 +127,30 @@ class Llama:
             ValueError: a shape does not fit the config or the other arguments.
             TypeError: ids or positions are not int32, or weights or cache not of the compute dtype.
         """
+        return self.apply_with(params, token_ids, start, cache, _embed)
+
+    def apply_with(
+        self,
+        params: dict[str, Any],
+        token_ids: jax.Array,
+        start: jax.Array,
+        cache: list[tuple[jax.Array, jax.Array]],
+        embed: Callable[[jax.Array, jax.Array], jax.Array],
+        regularize: Callable[[jax.Array], jax.Array] = lambda branch: branch,
+    ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+        """`apply` for who reads embeddings, or ends a branch, in a way of its own.
+
+        Args:
+            params: as in `apply`.
+            token_ids: as in `apply`.
+            start: as in `apply`.
+            cache: as in `apply`.
+            embed: `embed(embed_tokens, token_ids)`: the rows `[B, S, H]`.
+            regularize: as in `run`.
+
+        Returns:
+            As `apply`.
+        """
         _check_integers("token_ids", token_ids, 2)
         _check_integers("start", start, 1)
         batch_size, length = token_ids.shape
@@ -145,8 +169,8 @@ class Llama:
             return _attention(query, keys, values, positions)
 
         _check_params(self, params)
-        embedded = params["embed_tokens"].at[token_ids].get(mode="clip")
-        return self.run(params, embedded, positions, attend), new_cache
+        embedded = embed(params["embed_tokens"], token_ids)
+        return self.run(params, embedded, positions, attend, regularize), new_cache
 
     def run(
         self,
@@ -164,7 +188,7 @@ class Llama:
             positions: `[B, S]` int32, absolute positions, for the rotary embedding.
             attend: called once per layer with rotated queries and keys; see `Attend`.
             regularize: applied to the `[B, S, H]` that each half of a layer adds to the residual
-                stream; training drops parts of it.
+                stream; training drops parts of it, `TensorParallelLlama` sums it over devices.
 
         Returns:
             Logits `[B, S, V]` in the compute dtype.
@@ -199,6 +223,10 @@ class Llama:
             return logits
         is_token = jnp.arange(c.vocab_size, dtype=jnp.int32) < c.num_token_ids
         return jnp.where(is_token[None, None, :], logits, -jnp.inf)
+
+
+def _embed(embed_tokens: jax.Array, token_ids: jax.Array) -> jax.Array:
+    return embed_tokens.at[token_ids].get(mode="clip")
 
 
 def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -1,0 +1,245 @@
+"""A Llama decoder spread over the devices of one mesh axis.
+
+Every device runs a `Llama` of its own under `jax.shard_map`, with fewer heads, fewer feed-forward
+columns and a slice of the vocabulary. What the devices add to the residual stream is summed twice
+per layer, and once for the embedding; the logits stay where they are computed.
+
+References:
+    Shoeybi et al., 2019, "Megatron-LM", https://arxiv.org/abs/1909.08053
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_specdec._src.models.llama import Llama
+
+__all__ = ["TensorParallelLlama"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorParallelLlama:
+    """A `Llama` over n devices; a `CausalModel` that takes and gives what the `Llama` does.
+
+    Nothing has to divide. Where n does not divide the heads, they are split over the most groups of
+    devices that do, and the devices of a group compute the same; feed-forward columns are padded
+    with zeros, and the vocabulary with ids whose logits are -inf (so `vocab_size` grows to a
+    multiple of n).
+
+    Params and cache have one axis more than those of the `Llama`, the first: one entry per device,
+    which holds all of it and reads no other's. Everything else is the same on all devices, but for
+    the logits.
+
+    Attributes:
+        model: the whole model.
+        mesh: devices; those along its other axes all do the same.
+        axis: the axis of the mesh with n devices.
+
+    Raises:
+        ValueError: the mesh has no such axis.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import jax_specdec as sd
+        >>> _, (whole, params) = sd.load_embedded_pair()
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("tensor",))
+        >>> model = sd.TensorParallelLlama(whole, mesh, "tensor")
+        >>> params = model.shard_params(params)
+        >>> logits, _ = jax.jit(model.apply)(
+        ...     params, jnp.array([[104, 105]]), jnp.array([0]), model.init_cache(1, 8))
+        >>> logits.shape, logits.addressable_shards[0].data.shape[2] * jax.device_count()
+        ((1, 2, 256), 256)
+    """
+
+    model: Llama
+    mesh: Mesh
+    axis: str
+
+    def __post_init__(self) -> None:
+        if self.axis not in self.mesh.shape:
+            raise ValueError(
+                f"axis must be one of the mesh, {list(self.mesh.shape)}, but it is {self.axis!r}."
+            )
+        # Shardings are ours to say, whatever the mesh says of types.
+        object.__setattr__(self, "mesh", Mesh(self.mesh.devices, self.mesh.axis_names))
+
+    @property
+    def num_devices(self) -> int:
+        """n."""
+        return self.mesh.shape[self.axis]
+
+    @property
+    def num_head_groups(self) -> int:
+        """Parts that the heads are split into; n / num_head_groups devices have the same part."""
+        c, n = self.model.config, self.num_devices
+        fits = [
+            groups
+            for groups in range(1, n + 1)
+            if n % groups == c.num_attention_heads % groups == 0
+            and (c.num_key_value_heads % groups == 0 or groups % c.num_key_value_heads == 0)
+        ]
+        return fits[-1]
+
+    @property
+    def vocab_size(self) -> int:
+        """Size V of the vocabulary axis of the logits, a multiple of n."""
+        return self._local.vocab_size * self.num_devices
+
+    @property
+    def _local(self) -> Llama:
+        """What one device runs."""
+        c, n, groups = self.model.config, self.num_devices, self.num_head_groups
+        config = dataclasses.replace(
+            c,
+            vocab_size=-(-c.vocab_size // n),
+            num_attention_heads=c.num_attention_heads // groups,
+            num_key_value_heads=max(1, c.num_key_value_heads // groups),
+            intermediate_size=-(-c.intermediate_size // n),
+            num_token_ids=None,
+        )
+        return Llama(config, self.model.dtype)
+
+    def shard_params(self, params: dict[str, Any]) -> dict[str, Any]:
+        """The weights, each device's where it runs.
+
+        On several hosts every process calls it with all weights and places those of its own
+        devices. Weights too large for one device are read under ``jax.default_device`` of a CPU.
+
+        Args:
+            params: weights of the whole model.
+
+        Returns:
+            Arrays of the same names, with a leading axis of n.
+        """
+        whole = jax.tree.map(np.asarray, params)
+        shares = [self._share(whole, device) for device in range(self.num_devices)]
+        return jax.tree.map(lambda *parts: self._place(parts), *shares)
+
+    def init_cache(self, batch_size: int, max_length: int) -> list[tuple[jax.Array, jax.Array]]:
+        """An empty cache; see `CausalModel.init_cache`."""
+        one = jax.eval_shape(lambda: self._local.init_cache(batch_size, max_length))
+        sharding = NamedSharding(self.mesh, P(self.axis))
+        return jax.tree.map(
+            lambda x: jnp.zeros((self.num_devices, *x.shape), x.dtype, device=sharding), one
+        )
+
+    def apply(
+        self,
+        params: dict[str, Any],
+        token_ids: jax.Array,
+        start: jax.Array,
+        cache: list[tuple[jax.Array, jax.Array]],
+    ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+        """Runs S consecutive tokens of each request; see `CausalModel.apply`.
+
+        Args:
+            params: from `shard_params`.
+            token_ids: as in `Llama.apply`.
+            start: as in `Llama.apply`.
+            cache: from `init_cache` or a previous call.
+
+        Returns:
+            Logits `[B, S, V]`, sharded over V, and the cache.
+
+        Raises:
+            ValueError: as in `Llama.apply`.
+            TypeError: as in `Llama.apply`.
+        """
+        run = jax.shard_map(
+            self._apply_share,
+            mesh=self.mesh,
+            in_specs=(P(self.axis), P(), P(), P(self.axis)),
+            out_specs=(P(None, None, self.axis), P(self.axis)),
+        )
+        return run(params, token_ids, start, cache)
+
+    def _apply_share(
+        self, params: Any, token_ids: jax.Array, start: jax.Array, cache: Any
+    ) -> tuple[jax.Array, Any]:
+        """One device's part of `apply`."""
+        local, c = self._local, self.model.config
+        first_id = lax.axis_index(self.axis) * local.vocab_size
+
+        def sum_devices(branch: jax.Array) -> jax.Array:
+            return lax.psum(branch, self.axis)
+
+        def embed(embed_tokens: jax.Array, token_ids: jax.Array) -> jax.Array:
+            ids = jnp.clip(token_ids, 0, c.vocab_size - 1) - first_id
+            mine = (ids >= 0) & (ids < local.vocab_size)
+            return sum_devices(jnp.where(mine[..., None], embed_tokens.at[ids].get(mode="clip"), 0))
+
+        params, cache = jax.tree.map(lambda x: x[0], (params, cache))
+        logits, cache = local.apply_with(params, token_ids, start, cache, embed, sum_devices)
+        num_token_ids = c.num_token_ids or c.vocab_size
+        if num_token_ids < self.vocab_size:
+            ids = first_id + jnp.arange(local.vocab_size, dtype=jnp.int32)
+            logits = jnp.where((ids < num_token_ids)[None, None, :], logits, -jnp.inf)
+        return logits, jax.tree.map(lambda x: x[None], cache)
+
+    def _place(self, parts: tuple[np.ndarray, ...]) -> jax.Array:
+        """`[n, ...]` of one array per device."""
+
+        def read(index: Any) -> np.ndarray:
+            return np.stack(parts[index[0]])
+
+        shape = (len(parts), *parts[0].shape)
+        return jax.make_array_from_callback(shape, NamedSharding(self.mesh, P(self.axis)), read)
+
+    def _share(self, params: dict[str, Any], device: int) -> dict[str, Any]:
+        """The weights of one device, of the structure of `param_shapes`."""
+        c, n, groups = self.model.config, self.num_devices, self.num_head_groups
+        group, place = divmod(device, n // groups)
+        per_group = c.num_attention_heads // groups
+        query = slice(group * per_group, (group + 1) * per_group)
+        kv_of = c.num_attention_heads // c.num_key_value_heads
+        key_value = slice(query.start // kv_of, (query.stop - 1) // kv_of + 1)
+
+        def heads(x: np.ndarray) -> np.ndarray:
+            """Query, key and value heads of the group, from `[..., (N + 2 N_kv) D]`."""
+            x = x.reshape(*x.shape[:-1], -1, c.head_dim)
+            ends = [c.num_attention_heads, c.num_attention_heads + c.num_key_value_heads]
+            q, k, v = np.split(x, ends, axis=-2)
+            mine = [q[..., query, :], k[..., key_value, :], v[..., key_value, :]]
+            x = np.concatenate(mine, axis=-2)
+            return x.reshape(*x.shape[:-2], -1)
+
+        def columns(x: np.ndarray) -> np.ndarray:
+            return _slice(x.T, device, n).T
+
+        def layer(x: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            output = x["o_proj"].reshape(c.num_attention_heads, c.head_dim, -1)[query]
+            output = output if place == 0 else np.zeros_like(output)  # a group is summed once
+            split = {
+                "qkv_proj": heads(x["qkv_proj"]),
+                "o_proj": output.reshape(-1, output.shape[-1]),
+                "gate_up_proj": np.concatenate(
+                    [columns(half) for half in np.split(x["gate_up_proj"], 2, axis=1)], axis=1
+                ),
+                "down_proj": _slice(x["down_proj"], device, n),
+            }
+            if c.qkv_bias:
+                split["qkv_bias"] = heads(x["qkv_bias"])
+            return {**x, **split}
+
+        share = {
+            "embed_tokens": _slice(params["embed_tokens"], device, n),
+            "layers": [layer(x) for x in params["layers"]],
+            "norm": params["norm"],
+        }
+        if not c.tie_word_embeddings:
+            share["lm_head"] = columns(params["lm_head"])
+        return share
+
+
+def _slice(x: np.ndarray, device: int, n: int) -> np.ndarray:
+    """Rows of one device: an n-th of them, filled up with zeros."""
+    size = math.ceil(x.shape[0] / n)
+    rows = x[device * size : (device + 1) * size]
+    return np.pad(rows, [(0, size - len(rows)), *[(0, 0)] * (x.ndim - 1)])

@@ -1,0 +1,146 @@
+"""A model spread over devices gives the logits of the whole one, and each device holds a part."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+
+CONFIG = sd.LlamaConfig(
+    vocab_size=64,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=1,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    head_dim=8,
+)
+B, T, S = 2, 16, 7
+
+# Sizes, devices, and how many groups the heads are split into.
+CASES = {
+    "everything divides": (dict(num_hidden_layers=2), 8, 8),
+    "fewer key heads than devices": (dict(num_key_value_heads=2, tie_word_embeddings=True), 4, 4),
+    "half as many heads as devices": (
+        dict(num_attention_heads=4, num_key_value_heads=2, vocab_size=61, intermediate_size=21),
+        8,
+        4,
+    ),
+    "heads that do not divide": (
+        dict(num_attention_heads=3, num_key_value_heads=1, qkv_bias=True, num_token_ids=50),
+        4,
+        1,
+    ),
+    "groups that would cut a key head": (
+        dict(num_attention_heads=12, num_key_value_heads=6, qk_norm=True),
+        4,
+        2,
+    ),
+}
+
+
+def mesh_of(n: int) -> jax.sharding.Mesh:
+    return jax.make_mesh((n,), ("tensor",), devices=jax.devices()[:n])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def apply(model: sd.CausalModel, *args: Any) -> Any:
+    return model.apply(*args)
+
+
+def two_calls(model: sd.CausalModel, params: Any) -> list[np.ndarray]:
+    """Logits of a prefill, and of a call that goes back and overwrites some of it."""
+    tokens = jax.random.randint(jax.random.key(0), (B, S), 0, CONFIG.vocab_size - 14, jnp.int32)
+    first, cache = apply(model, params, tokens, jnp.zeros((B,), jnp.int32), model.init_cache(B, T))
+    again = tokens[:, ::-1].at[:, -1].set(jnp.array([-1, 2**30]))  # padding may be any id
+    second, _ = apply(model, params, again, jnp.array([3, 5], jnp.int32), cache)
+    for logits in (first, second):
+        if isinstance(model, sd.TensorParallelLlama):
+            assert logits.sharding.spec == jax.sharding.PartitionSpec(None, None, "tensor")
+        assert not np.isnan(logits).any()
+    return [np.asarray(first), np.asarray(second)[:, :-1]]
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.newest) for c in CASES][2:])
+def test_the_logits_are_those_of_the_whole_model(case: str) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("case", list(CASES)[:2])
+def test_the_logits_are_those_of_the_whole_model_on_every_jax(case: str) -> None:
+    check(case)
+
+
+def check(case: str) -> None:
+    changes, n, groups = CASES[case]
+    model = sd.Llama(dataclasses.replace(CONFIG, **changes))
+    params = model.init_params(jax.random.key(1))
+    params = jax.tree.map(lambda x: x + 0.5 if x.ndim == 1 else x, params)  # norms and biases
+    parallel = sd.TensorParallelLlama(model, mesh_of(n), "tensor")
+    assert parallel.num_head_groups == groups
+    assert parallel.vocab_size == -(-model.vocab_size // n) * n
+    found = two_calls(parallel, parallel.shard_params(params))
+    for ours, whole in zip(found, two_calls(model, params), strict=True):
+        np.testing.assert_allclose(ours[..., : model.vocab_size], whole, rtol=1e-5, atol=1e-5)
+        assert (ours[..., model.config.num_token_ids or model.vocab_size :] == -np.inf).all()
+
+
+def test_a_device_holds_an_nth_of_the_matrices_and_sums_are_all_that_crosses_the_links() -> None:
+    n, model = 8, sd.Llama(CONFIG)
+    parallel = sd.TensorParallelLlama(model, mesh_of(n), "tensor")
+    whole = model.init_params(jax.random.key(1))
+    params = parallel.shard_params(whole)
+    for one, many in zip(jax.tree.leaves(whole), jax.tree.leaves(params), strict=True):
+        (here,) = {shard.data.shape for shard in many.addressable_shards}
+        assert here[0] == 1 and np.prod(here) == one.size // (n if one.ndim == 2 else 1)
+    cache = parallel.init_cache(B, T)
+    for one, many in zip(
+        jax.tree.leaves(model.init_cache(B, T)), jax.tree.leaves(cache), strict=True
+    ):
+        assert {shard.data.size for shard in many.addressable_shards} == {one.size // n}
+
+    tokens, start = jnp.zeros((B, S), jnp.int32), jnp.zeros((B,), jnp.int32)
+    lowered = apply.lower(parallel, params, tokens, start, cache)
+    text = lowered.compile().as_text()
+    moved = re.findall(
+        r"= (\S+) (all-\w+|collective-\w+|reduce-scatter|ragged\S+)(?:-start)?\(", text
+    )
+    # The embedding and both halves of each layer, one [B, S, H] each.
+    assert len(moved) == 1 + 2 * CONFIG.num_hidden_layers
+    shape = f"f32[{B},{S},{CONFIG.hidden_size}]"
+    assert all(kind == "all-reduce" and what.startswith(shape) for what, kind in moved), moved
+
+
+def test_bfloat16_stays_bfloat16() -> None:
+    model = sd.Llama(CONFIG, jnp.bfloat16)
+    parallel = sd.TensorParallelLlama(model, mesh_of(2), "tensor")
+    params = parallel.shard_params(model.init_params(jax.random.key(1)))
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+    args = jnp.zeros((B, S), jnp.int32), jnp.zeros((B,), jnp.int32), parallel.init_cache(B, T)
+    logits, _ = jax.eval_shape(parallel.apply, params, *args)
+    assert logits.dtype == jnp.bfloat16
+
+
+def test_an_axis_that_the_mesh_lacks_is_named() -> None:
+    with pytest.raises(
+        ValueError, match=r"axis must be one of the mesh, \['tensor'\], but it is 'x'"
+    ):
+        sd.TensorParallelLlama(sd.Llama(CONFIG), mesh_of(2), "x")
+
+
+def test_it_is_a_static_causal_model() -> None:
+    one, other = (sd.TensorParallelLlama(sd.Llama(CONFIG), mesh_of(2), "tensor") for _ in "ab")
+    assert isinstance(one, sd.CausalModel)
+    assert one == other and hash(one) == hash(other)
+    params = sd.Llama(CONFIG).init_params(jax.random.key(0))
+    start, tokens = jnp.zeros((B,), jnp.int32), jnp.zeros((B, S), jnp.int32)
+    with pytest.raises(ValueError, match="params"):  # of the whole model
+        jax.eval_shape(one.apply, params, tokens, start, one.init_cache(B, T))
