@@ -13,6 +13,7 @@ from jax_specdec._src.drafting.drafter import Drafter, Proposal
 from jax_specdec._src.drafting.ngram import NGramDrafter
 from jax_specdec._src.drafting.sample import sample_draft_tokens
 from jax_specdec._src.drafting.store import DraftStore, count_fallbacks
+from jax_specdec._src.logprobs import TokenLogprobs, token_logprobs
 from jax_specdec._src.models.bytes import DOCUMENT_SEPARATOR, ByteDecoder, decode, encode
 from jax_specdec._src.models.checkpoint import (
     LoadedModel,
@@ -94,6 +95,7 @@ __all__ = [
     "StepRecord",
     "TensorParallelLlama",
     "TextStream",
+    "TokenLogprobs",
     "Tokenizer",
     "acceptance_length_to_rates",
     "apply_penalties",
@@ -117,6 +119,7 @@ __all__ = [
     "rejection_sample_with_noise",
     "sample_draft_tokens",
     "save_checkpoint",
+    "token_logprobs",
     "unconditional_to_conditional_rates",
     "validate",
     "which_implementation",

@@ -30,6 +30,7 @@ LAYERS = (
     {"types", "config"},
     {"ragged", "noise", "sampling", "penalties"},
     {"verify"},
+    {"logprobs"},
     {"models", "drafting", "serving"},
     {"reference", "reference_request"},
     {""},

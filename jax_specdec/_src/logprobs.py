@@ -1,0 +1,251 @@
+"""Log-probabilities of emitted tokens, and of what else might have been emitted."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export, lax
+
+from jax_specdec._src import ragged
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.sampling import inverse_temperature
+from jax_specdec._src.types import (
+    PLACEHOLDER_TOKEN_ID,
+    Drafts,
+    RejectionSampleOutput,
+    SamplingParams,
+)
+from jax_specdec._src.verify import checks, tiles
+from jax_specdec._src.verify.rows import TargetRows
+
+Distribution = Literal["raw", "processed"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities of the tokens that one verification emitted.
+
+    Attributes:
+      logprobs: ``[B, K+1]`` float32, natural logarithms; NaN where no token was emitted.
+      top_token_ids: ``[B, K+1, n]`` int32, the n likeliest tokens in falling order, ties to the
+        lowest id; -1 where no token was emitted, and for what has no probability.
+      top_logprobs: ``[B, K+1, n]`` float32, theirs; NaN where no token was emitted, -inf for what
+        has no probability.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> sd.TokenLogprobs(
+      ...     jnp.zeros((1, 3)), jnp.zeros((1, 3, 2), int), jnp.zeros((1, 3, 2))).logprobs.shape
+      (1, 3)
+    """
+
+    logprobs: jax.Array
+    top_token_ids: jax.Array
+    top_logprobs: jax.Array
+
+
+class Emitted(NamedTuple):
+    """One emitted token (batched: a leading axis)."""
+
+    exists: jax.Array
+    row: jax.Array
+    token_id: jax.Array
+    inv_temperature: jax.Array
+
+
+def token_logprobs(
+    target_logits: jax.Array,
+    drafts: Drafts,
+    output: RejectionSampleOutput,
+    *,
+    sampling: SamplingParams,
+    config: SpecDecodeConfig,
+    num_top: int = 0,
+    distribution: Distribution = "raw",
+    vocab_size: int | None = None,
+) -> TokenLogprobs:
+    """Log-probability of each emitted token, and of the likeliest alternatives at its position.
+
+    ``"raw"`` is ``log softmax(float32(row))``: the rows as given, at temperature 1.
+    ``"processed"`` is what the tokens were drawn from: ``log softmax(float32(row) / temperature)``;
+    for a greedy request, which draws from nothing, at temperature 1.
+
+    Log-probabilities of the model before penalties: give the rows from before `apply_penalties`;
+    after them: the rows that were verified.
+
+    Args:
+      target_logits: as in `rejection_sample`; ``[N, V]`` where it was given `bonus_token_ids`.
+      drafts: as in `rejection_sample`.
+      output: what it returned.
+      sampling: as in `rejection_sample`.
+      config: as in `rejection_sample`.
+      num_top: n, static: how many alternatives, 0 to V.
+      distribution: "raw" or "processed", static.
+      vocab_size: as in `rejection_sample`.
+
+    Returns:
+      `TokenLogprobs`. A bonus token that the caller gave has no row here: NaN and -1.
+
+    Raises:
+      TypeError: an argument of the wrong type or dtype, at trace time.
+      ValueError: shapes that do not fit, or a value out of range, at trace time.
+
+    Numerics:
+      Sums are float32. Only rows that emitted a token are read: on the CPU one after another,
+      elsewhere B at a time.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> drafts = sd.Drafts.from_flat(jnp.array([2]), jnp.array([1]))
+      >>> logits = jnp.log(jnp.array([[0.25, 0.25, 0.5], [0.5, 0.25, 0.25]]))
+      >>> given = dict(
+      ...     sampling=sd.SamplingParams(temperature=jnp.zeros(1)),
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=1))
+      >>> output = sd.rejection_sample(
+      ...     logits, drafts, keys=jax.random.split(jax.random.key(0), 1),
+      ...     positions=jnp.array([5]), **given)
+      >>> found = sd.token_logprobs(logits, drafts, output, num_top=2, **given)
+      >>> jnp.exp(found.logprobs).tolist(), found.top_token_ids.tolist()
+      ([[0.5, 0.5]], [[[2, 0], [0, 1]]])
+    """
+    size = _check(
+        target_logits, drafts, output, sampling, config, num_top, distribution, vocab_size
+    )
+    k, n = config.num_speculative_tokens, drafts.token_ids.shape[0]
+    batch, rows = output.num_emitted.shape[0], target_logits.shape[0]
+    shape = (batch, k + 1)
+    if rows == 0 or batch == 0:
+        return TokenLogprobs(
+            jnp.full(shape, jnp.nan, jnp.float32),
+            jnp.full((*shape, num_top), PLACEHOLDER_TOKEN_ID, jnp.int32),
+            jnp.full((*shape, num_top), jnp.nan, jnp.float32),
+        )
+    has_bonus_rows = rows != n
+    layout = ragged.unpack(drafts, k, has_bonus_rows)
+    offset = jnp.arange(k + 1, dtype=jnp.int32)[None, :]
+    num_rows = layout.num_drafts + int(has_bonus_rows)
+    inv_temperature = jnp.ones((batch,), jnp.float32)
+    if distribution == "processed":
+        inv_temperature = inverse_temperature(sampling.temperature)
+    emitted = Emitted(
+        exists=offset < jnp.minimum(output.num_emitted, num_rows)[:, None],
+        row=layout.first_row[:, None] + offset,
+        token_id=output.token_ids,
+        inv_temperature=jnp.broadcast_to(inv_temperature[:, None], shape),
+    )
+
+    return read_emitted(target_logits, emitted, size=size, num_top=num_top)
+
+
+def read_emitted(
+    target_logits: jax.Array,
+    emitted: Emitted,
+    *,
+    size: int,
+    num_top: int,
+    lazy: bool | None = None,
+) -> TokenLogprobs:
+    """Read the rows of emitted tokens ``[B, K+1]``.
+
+    Args:
+      target_logits: ``[M, V]``, M at least 1.
+      emitted: which they are.
+      size: ids that count, at most V.
+      num_top: n.
+      lazy: read rows one by one; None chooses by platform.
+    """
+
+    def one_by_one(emitted: Emitted) -> TokenLogprobs:
+        rows, shape = TargetRows(target_logits, size, tiles.CHUNK), emitted.row.shape
+        flat = jax.tree.map(lambda x: x.reshape(-1), emitted)
+        found = lax.map(lambda one: _read(rows, one, num_top), flat)
+        return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), found)
+
+    def by_offset(emitted: Emitted) -> TokenLogprobs:
+        rows = TargetRows(target_logits, size, None)
+        turned = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), emitted)
+        found = lax.map(jax.vmap(lambda one: _read(rows, one, num_top)), turned)
+        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)
+
+    if lazy is None:
+        return lax.platform_dependent(emitted, cpu=one_by_one, default=by_offset)
+    return one_by_one(emitted) if lazy else by_offset(emitted)
+
+
+def _read(rows: TargetRows, one: Emitted, num_top: int) -> TokenLogprobs:
+    """Of one token: ``[]``, ``[n]`` and ``[n]``."""
+
+    def nothing() -> TokenLogprobs:
+        none = jnp.full((num_top,), PLACEHOLDER_TOKEN_ID, jnp.int32)
+        return TokenLogprobs(jnp.float32(jnp.nan), none, jnp.full((num_top,), jnp.nan, jnp.float32))
+
+    def something() -> TokenLogprobs:
+        stats = rows.stats(one.row, one.inv_temperature, jnp.bool_(False))
+        scale = stats.scale(one.inv_temperature)
+
+        def logprobs(entries: jax.Array) -> jax.Array:
+            found = (entries - scale.shift) * one.inv_temperature - scale.log_scale
+            return jnp.where(jnp.isfinite(stats.peak), found, jnp.nan)
+
+        own = logprobs(rows.at(one.row, one.token_id[None]))[0]
+        if num_top == 0:
+            return dataclasses.replace(nothing(), logprobs=own)
+        entries = rows.at(one.row, jnp.arange(rows.size, dtype=jnp.int32))
+        entries = jnp.where(entries == 0, 0.0, entries)  # top_k puts 0.0 before -0.0
+        top, ids = lax.top_k(entries, num_top)
+        ids = jnp.where(top > -jnp.inf, ids, PLACEHOLDER_TOKEN_ID)
+        return TokenLogprobs(own, ids, logprobs(top))
+
+    return lax.cond(one.exists, something, nothing)
+
+
+def _check(
+    target_logits: Any,
+    drafts: Any,
+    output: Any,
+    sampling: Any,
+    config: Any,
+    num_top: Any,
+    distribution: Any,
+    vocab_size: Any,
+) -> int:
+    """The ids that count."""
+    if not isinstance(config, SpecDecodeConfig):
+        raise TypeError(f"config must be a SpecDecodeConfig, but it is {config!r:.80}")
+    if not isinstance(output, RejectionSampleOutput):
+        raise TypeError(f"output must be a RejectionSampleOutput, but it is {output!r:.80}")
+    batch = output.num_emitted.shape[0]
+    bonus = None
+    if isinstance(drafts, Drafts) and np.shape(target_logits)[:1] == drafts.token_ids.shape:
+        bonus = jnp.zeros((batch,), jnp.int32)  # one was given
+    checks.check_call(target_logits, drafts, sampling, bonus, None, vocab_size)
+    shape = (drafts.cu_num_draft_tokens.shape[0] - 1, config.num_speculative_tokens + 1)
+    if output.token_ids.shape != shape or output.num_emitted.shape != shape[:1]:
+        raise ValueError(
+            f"output must be of [B, K+1] = {list(shape)} tokens, but its token_ids have shape "
+            f"{list(output.token_ids.shape)}"
+        )
+    if distribution not in ("raw", "processed"):
+        raise ValueError(f"distribution must be 'raw' or 'processed', but it is {distribution!r}")
+    size = target_logits.shape[1] if vocab_size is None else int(vocab_size)
+    if isinstance(num_top, bool) or not isinstance(num_top, (int, np.integer)):
+        raise TypeError(f"num_top must be a static int, but it is {num_top!r:.80}")
+    if not 0 <= num_top <= size:
+        raise ValueError(f"num_top must be in [0, {size}], but it is {num_top}")
+    return size
+
+
+# Lets `jax.export` serialize functions that return log-probabilities.
+export.register_pytree_node_serialization(
+    TokenLogprobs,
+    serialized_name="jax_specdec.TokenLogprobs",
+    serialize_auxdata=lambda _: b"",
+    deserialize_auxdata=lambda _: (),
+)

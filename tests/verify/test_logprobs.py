@@ -1,0 +1,257 @@
+"""Log-probabilities of emitted tokens against float64 NumPy."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import jax_specdec as sd
+from jax_specdec._src import logprobs
+
+from .batch import XLA, Batch, Layout, Request, pack, verify
+from .cases import random_batch
+
+K, NUM_TOP = 4, 5
+BIG = dict(num_requests=8, num_drafts=26, num_speculative_tokens=K)
+
+token_logprobs = jax.jit(
+    sd.token_logprobs, static_argnames=("config", "num_top", "distribution", "vocab_size")
+)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "num_top", "distribution", "vocab_size"))
+def by_offset(*args: Any, **kwargs: Any) -> sd.TokenLogprobs:
+    """As other devices run it; the CPU can do that too."""
+    at_once = functools.partial(logprobs.read_emitted, lazy=False)
+    with mock.patch.object(logprobs, "read_emitted", at_once):
+        return sd.token_logprobs(*args, **kwargs)
+
+
+def log_softmax(row: np.ndarray, temperature: float) -> np.ndarray:
+    x = np.asarray(row, np.float64) / temperature
+    return x - np.max(x) - np.log(np.sum(np.exp(x - np.max(x))))
+
+
+def expected(
+    batch: Batch, output: sd.RejectionSampleOutput, distribution: str, num_top: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    layout = batch.layout
+    shape = output.token_ids.shape
+    own = np.full(shape, np.nan)
+    ids = np.full((*shape, num_top), -1)
+    top = np.full((*shape, num_top), np.nan)
+    cu = np.asarray(batch.drafts.cu_num_draft_tokens)
+    logits = np.asarray(batch.target_logits, np.float64)[:, : layout.real_vocab]
+    for b, j in np.ndindex(*shape):
+        count = cu[b + 1] - cu[b]
+        if j >= output.num_emitted[b] or (layout.has_bonus and j == count):
+            continue
+        row = logits[cu[b] + j + (0 if layout.has_bonus else b)]
+        greedy = distribution == "raw" or batch.temperature[b] == 0
+        logp = log_softmax(row, 1.0 if greedy else float(batch.temperature[b]))
+        own[b, j] = logp[output.token_ids[b, j]]
+        ids[b, j] = np.argsort(-row, kind="stable")[:num_top]
+        top[b, j] = logp[ids[b, j]]
+        ids[b, j][top[b, j] == -np.inf] = -1
+    return own, ids, top
+
+
+def compare(batch: Batch, function: Any, distribution: str, num_top: int = NUM_TOP) -> np.ndarray:
+    """Asserts equality; returns where tokens were emitted and had a row."""
+    output = verify(batch, XLA)
+    args, kwargs = batch.arguments()
+    found = function(
+        *args[:2],
+        output,
+        sampling=kwargs["sampling"],
+        config=batch.layout.config,
+        vocab_size=batch.layout.vocab_size,
+        num_top=num_top,
+        distribution=distribution,
+    )
+    own, ids, top = expected(batch, output, distribution, num_top)
+    assert found.logprobs.dtype == found.top_logprobs.dtype == jnp.float32
+    np.testing.assert_allclose(found.logprobs, own, rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(found.top_token_ids, ids)
+    np.testing.assert_allclose(found.top_logprobs, top, rtol=2e-5, atol=2e-5)
+    return ~np.isnan(own)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(token_logprobs, id="cpu"),
+        pytest.param(by_offset, id="elsewhere", marks=pytest.mark.newest),
+    ],
+)
+@pytest.mark.parametrize(
+    ("layout", "distribution"),
+    [
+        (Layout(vocab=5000, **BIG, vocab_size=4500, has_active=True), "processed"),
+        pytest.param(  # many ties
+            Layout(vocab=97, **BIG, dtype="bfloat16", kind="logits"),
+            "raw",
+            marks=pytest.mark.newest,
+        ),
+        pytest.param(
+            Layout(vocab=97, **BIG, has_bonus=True), "processed", marks=pytest.mark.newest
+        ),
+    ],
+    ids=str,
+)
+def test_they_are_those_of_the_rows(layout: Layout, distribution: str, function: Any) -> None:
+    there = [compare(random_batch(layout, seed), function, distribution) for seed in range(2, 8)]
+    assert 20 < np.sum(there) < np.size(there)
+
+
+@pytest.mark.newest
+def test_a_greedy_request_has_temperature_1_and_another_its_own() -> None:
+    row = np.log([[0.1, 0.2, 0.7]])
+    layout = Layout(vocab=3, num_speculative_tokens=1, num_requests=2, num_drafts=2)
+    requests = [Request(target=row, draft_ids=(), temperature=t) for t in (0.0, 0.5)]
+    batch = pack(requests, layout)
+    output = verify(batch, XLA)
+    args, kwargs = batch.arguments()
+    given = dict(sampling=kwargs["sampling"], config=layout.config, num_top=1)
+    found = token_logprobs(*args[:2], output, distribution="processed", **given)
+    top = np.exp(found.top_logprobs[:, 0, 0])
+    np.testing.assert_allclose(top, [0.7, 0.49 / (0.01 + 0.04 + 0.49)], rtol=1e-6)
+    raw = token_logprobs(*args[:2], output, **given)
+    np.testing.assert_allclose(np.exp(raw.top_logprobs[:, 0, 0]), [0.7, 0.7], rtol=1e-6)
+
+
+def test_ties_go_to_the_lowest_id_and_what_is_impossible_has_none() -> None:
+    rows = np.array([[-np.inf, -0.0, 0.0, -0.0, -np.inf]])
+    layout = Layout(vocab=5, num_speculative_tokens=1, num_requests=1, num_drafts=1)
+    batch = pack([Request(target=rows, draft_ids=(), temperature=0.0)], layout)
+    output = verify(batch, XLA)
+    args, kwargs = batch.arguments()
+    found = token_logprobs(
+        *args[:2], output, sampling=kwargs["sampling"], config=layout.config, num_top=5
+    )
+    assert found.top_token_ids[0, 0].tolist() == [1, 2, 3, -1, -1]
+    np.testing.assert_allclose(
+        found.top_logprobs[0, 0], [*np.log([1 / 3] * 3), -np.inf, -np.inf], rtol=1e-6
+    )
+    assert np.isnan(found.logprobs[0, 1]) and np.isnan(found.top_logprobs[0, 1]).all()
+    assert found.top_token_ids[0, 1].tolist() == [-1] * 5
+
+
+@pytest.mark.newest
+def test_rows_without_tokens_are_not_read() -> None:
+    layout = Layout(vocab=97, **BIG)
+    batch = random_batch(layout, 3, broken=0)
+    output = verify(batch, XLA)
+    emitted = [
+        batch.drafts.cu_num_draft_tokens[b] + b + n for b, n in enumerate(output.num_emitted)
+    ]
+    logits = np.array(batch.target_logits)
+    poisoned = np.full_like(logits, np.nan)
+    for b, end in enumerate(emitted):
+        begin = end - output.num_emitted[b]
+        poisoned[begin:end] = logits[begin:end]
+    assert np.isnan(poisoned).any()
+    compare(batch.replace(target_logits=poisoned), token_logprobs, "raw")
+
+
+@pytest.mark.newest
+def test_without_alternatives_there_are_none() -> None:
+    found = random_batch(Layout(vocab=97, **BIG), 3)
+    compare(found, token_logprobs, "processed", num_top=0)
+
+
+@pytest.mark.newest
+def test_without_rows_there_is_nothing() -> None:
+    drafts = sd.Drafts.from_flat(jnp.zeros((0,), jnp.int32), jnp.zeros((2,), jnp.int32))
+    one = jnp.ones((2,), jnp.int32)
+    output = sd.RejectionSampleOutput(jnp.array([[3, -1], [4, -1]]), 0 * one, one, 0 * one)
+    found = sd.token_logprobs(
+        jnp.zeros((0, 9)),
+        drafts,
+        output,
+        sampling=sd.SamplingParams(jnp.ones(2)),
+        config=sd.SpecDecodeConfig(num_speculative_tokens=1),
+        num_top=2,
+    )
+    assert np.isnan(found.logprobs).all() and found.top_token_ids.shape == (2, 2, 2)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("num_top", [0, 20])
+def test_temporaries_are_those_of_one_row(num_top: int) -> None:
+    b, vocab = 8, 128256
+    of = jax.ShapeDtypeStruct
+    int32 = jnp.int32
+    lowered = token_logprobs.lower(
+        of((b * K + b, vocab), jnp.bfloat16),
+        sd.Drafts(of((b * K,), int32), of((b + 1,), int32)),
+        sd.RejectionSampleOutput(of((b, K + 1), int32), *[of((b,), int32)] * 3),
+        sampling=sd.SamplingParams(of((b,), jnp.float32)),
+        config=sd.SpecDecodeConfig(num_speculative_tokens=K),
+        num_top=num_top,
+    )
+    used = lowered.compile().memory_analysis().temp_size_in_bytes
+    rows = used / (4 * vocab)
+    assert rows < (4 if num_top else 0.5), f"{rows:.2f} float32 rows"
+
+
+@pytest.mark.newest
+def test_they_travel_through_export() -> None:
+    batch = random_batch(Layout(vocab=97, **BIG), 3)
+    output = jax.tree.map(jnp.asarray, verify(batch, XLA))
+    args, kwargs = batch.arguments()
+    static = dict(config=batch.layout.config, num_top=2)
+    function = jax.jit(functools.partial(sd.token_logprobs, **static))
+    call = dict(sampling=kwargs["sampling"])
+    exported = export.deserialize(export.export(function)(*args[:2], output, **call).serialize())
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        exported.call(*args[:2], output, **call),
+        function(*args[:2], output, **call),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (dict(config=4), TypeError, "config must be a SpecDecodeConfig, but it is 4"),
+        (dict(output=None), TypeError, "output must be a RejectionSampleOutput, but it is None"),
+        (dict(sampling=0.5), TypeError, "sampling must be a SamplingParams, but it is 0.5"),
+        (
+            dict(config=sd.SpecDecodeConfig(num_speculative_tokens=2)),
+            ValueError,
+            r"output must be of \[B, K\+1\] = \[2, 3\] tokens, but its token_ids have shape \[2, 2",
+        ),
+        (
+            dict(distribution="top"),
+            ValueError,
+            "distribution must be 'raw' or 'processed', but it is 'top'",
+        ),
+        (dict(num_top=1.0), TypeError, "num_top must be a static int, but it is 1.0"),
+        (dict(num_top=True), TypeError, "num_top must be a static int, but it is True"),
+        (dict(num_top=-1), ValueError, r"num_top must be in \[0, 9\], but it is -1"),
+        (dict(num_top=6, vocab_size=5), ValueError, r"num_top must be in \[0, 5\], but it is 6"),
+        (dict(target_logits=jnp.zeros((5, 9))), ValueError, r"\[N\+B, V\] = \[1\+2, V\]"),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
+)
+def test_what_does_not_fit_is_refused(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    one = jnp.ones((2,), jnp.int32)
+    call = dict(
+        target_logits=jnp.zeros((3, 9)),
+        drafts=sd.Drafts.from_flat(jnp.array([1]), jnp.array([1, 0])),
+        output=sd.RejectionSampleOutput(jnp.array([[3, -1], [4, -1]]), 0 * one, one, 0 * one),
+        sampling=sd.SamplingParams(jnp.ones(2)),
+        config=sd.SpecDecodeConfig(num_speculative_tokens=1),
+    )
+    with pytest.raises(error, match=message):
+        sd.token_logprobs(**(call | change))
