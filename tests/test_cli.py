@@ -146,7 +146,7 @@ def test_synthetic_rates_are_read_from_the_command_line() -> None:
         ),
         (["--dtype", "float32"], "--dtype needs --target"),
         (["--target", ".", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
-        (["--method", "block"], "argument --method: invalid choice: 'block'"),
+        (["--method", "strict"], "argument --method: invalid choice: 'strict'"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

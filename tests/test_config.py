@@ -108,9 +108,9 @@ BAD_COUNTS = [
 
 BAD_CONFIGS = [
     (
-        dict(rejection_sample_method="block"),
+        dict(rejection_sample_method="strict"),
         ValueError,
-        "rejection_sample_method must be 'standard' or 'synthetic', but is 'block'",
+        "rejection_sample_method must be 'standard', 'block' or 'synthetic', but is 'strict'",
     ),
     (
         dict(rejection_sample_method=None),

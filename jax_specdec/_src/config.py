@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
-RejectionSampleMethod = Literal["standard", "synthetic"]
+RejectionSampleMethod = Literal["standard", "block", "synthetic"]
 DraftSampleMethod = Literal["greedy", "probabilistic"]
 
 # What this project's peers once called things, and what to write today.
@@ -41,8 +41,9 @@ class SpecDecodeConfig:
     Attributes:
       num_speculative_tokens: K, the most drafts a request may have in one step; at least 1.
       rejection_sample_method: ``"standard"`` keeps the output distribution exactly that of the
-        target model. ``"synthetic"`` accepts drafts at given rates whatever the models say; its
-        output is for benchmarks only.
+        target model, judging drafts one by one. ``"block"`` keeps it too, judging a request's
+        drafts jointly: never fewer are accepted in expectation. ``"synthetic"`` accepts drafts at
+        given rates whatever the models say; its output is for benchmarks only.
       draft_sample_method: ``"greedy"`` drafts the argmax of the draft model, which is then verified
         as a one-hot distribution. ``"probabilistic"`` samples the draft from the draft model's
         distribution at the request's temperature, and verification uses that distribution.
@@ -71,6 +72,7 @@ class SpecDecodeConfig:
     References:
       The fields follow vLLM's ``SpeculativeConfig``, names and defaults included:
       https://docs.vllm.ai/en/latest/api/vllm/config/speculative/
+      Block verification: Sun et al., arXiv 2403.10444.
     """
 
     num_speculative_tokens: int
@@ -311,8 +313,8 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if (name, value) in _RETIRED_CHOICES:
         raise ValueError(_RETIRED_CHOICES[name, value])
     if value not in choices:
-        listed = " or ".join(repr(choice) for choice in choices)
-        raise ValueError(f"{name} must be {listed}, but is {value!r}")
+        listed = ", ".join(repr(choice) for choice in choices[:-1])
+        raise ValueError(f"{name} must be {listed} or {choices[-1]!r}, but is {value!r}")
 
 
 def _check_rates(name: str, rates: Any, *, non_increasing: bool) -> tuple[float, ...]:

@@ -62,13 +62,17 @@ def rejection_sample(
     With ``p = softmax(target row / temperature)`` and ``q`` the draft distribution, the standard
     rule keeps draft ``x`` iff ``u * q(x) < p(x)``; the first draft not kept is replaced by a
     sample from ``max(p - q, 0)``; after the last draft kept comes one bonus token from ``p``.
+    The block rule judges prefixes: ``w_0 = 1`` and ``w_i = min(1, w_{i-1} p(x_i) / q(x_i))`` are
+    their weights, ``S_i = sum(max(w_i p - q, 0))`` the mass left after i drafts (``S = w`` after
+    the last), and the longest prefix with ``u_i < S_i / (S_i + 1 - w_i)`` is kept, followed by a
+    sample of ``max(w_i p - q, 0)``.
 
     Args:
       target_logits: ``[N+B, V]``, or ``[N, V]`` where `bonus_token_ids` is given; any float dtype.
       drafts: as for `jax_specdec.rejection_sample`; NumPy arrays will do.
       noise: `Noise`, or `RaceNoise` to pick tokens by ``argmax(weight / exponential)``.
       temperature: ``[B]``; 0 is greedy.
-      method: "standard" or "synthetic".
+      method: "standard", "block" or "synthetic".
       num_speculative_tokens: K.
       conditional_rates: ``[K]``, needed by "synthetic": draft ``i`` is kept iff
         ``u < conditional_rates[i]``.
@@ -96,9 +100,10 @@ def rejection_sample(
 
     References:
       Leviathan et al. 2023, arXiv 2211.17192. Chen et al. 2023, arXiv 2302.01318.
+      Sun et al. 2024, arXiv 2403.10444 (block).
     """
-    if method not in ("standard", "synthetic"):
-        raise ValueError(f"method must be 'standard' or 'synthetic', but is {method!r}")
+    if method not in ("standard", "block", "synthetic"):
+        raise ValueError(f"method must be 'standard', 'block' or 'synthetic', but is {method!r}")
     if method == "synthetic" and conditional_rates is None:
         raise ValueError("method 'synthetic' needs conditional_rates")
 
@@ -152,6 +157,8 @@ def rejection_sample(
                 accepted, token = _synthetic(request, conditional_rates)
             elif request.temperature == 0:
                 accepted, token = _greedy(request)
+            elif method == "block":
+                accepted, token = _block(request)
             else:
                 accepted, token = _standard(request)
         except BadRow as bad:
@@ -189,6 +196,29 @@ def _standard(request: Request) -> tuple[int, int]:
         if not kept:
             return i, request.sample(request.residual(p, i))
     return len(request.draft_ids), request.bonus()
+
+
+def _block(request: Request) -> tuple[int, int]:
+    """Keep the longest prefix that passes; a sample of ``max(w p - q, 0)`` follows it."""
+    ids = request.draft_ids
+    n = next((i for i, x in enumerate(ids) if not request.is_proposal(x)), len(ids))
+    weight, mass = [1.0], []  # of the prefixes of 0, 1, ... drafts
+    for i, x in enumerate(ids[:n]):
+        p = request.target_probs(i)
+        mass.append(float(request.left(p, i, weight[i]).sum()))
+        q_x = request.draft_prob(i)
+        weight.append(min(1.0, weight[i] * (p[x] / q_x)) if request.less(0.0, q_x) else 0.0)
+        if not request.less(0.0, weight[-1]):
+            break  # no longer prefix can pass
+    else:
+        mass.append(weight[n])
+    kept = len(mass) - 1
+    while kept > 0 and not request.passes(kept, weight[kept], mass[kept]):
+        kept -= 1
+    if kept == len(ids):
+        return kept, request.bonus()
+    p = request.target_probs(kept)
+    return kept, request.sample(p if kept == n else request.residual(p, kept, weight[kept]))
 
 
 def _synthetic(request: Request, conditional_rates: Sequence[float]) -> tuple[int, int]:

@@ -75,19 +75,31 @@ class Request:
         n = self.first_draft + i
         return self.draft_store.prob(n, self.draft_ids[i], self.temperature)
 
-    def residual(self, p: Array, i: int) -> Array:
-        """The weights that replace draft i: ``max(p - q, 0)``, or p where nothing is left."""
+    def left(self, p: Array, i: int, weight: float) -> Array:
+        """What the draft distribution leaves of the target's at draft i: ``max(w p - q, 0)``."""
         if self.one_hot:
-            weights = p.copy()
+            weights = weight * p
             weights[self.draft_ids[i]] = 0.0
-        else:
-            q = self.draft_store.probs(self.first_draft + i, self.temperature)
-            weights = np.maximum(p - q, 0.0)
-            if weights.sum() > 0:
-                self.record(
-                    weights.sum()
-                )  # next to nothing left: p and q are equal but for rounding
+            return weights
+        q = self.draft_store.probs(self.first_draft + i, self.temperature)
+        return np.maximum(weight * p - q, 0.0)
+
+    def residual(self, p: Array, i: int, weight: float = 1.0) -> Array:
+        """The weights that replace draft i: what is left, or p where nothing is."""
+        weights = self.left(p, i, weight)
+        if weights.sum() > 0 and not self.one_hot:
+            # Next to nothing left: w p and q are equal but for rounding.
+            self.record(weights.sum() / weight)
         return weights if weights.sum() > 0 else p
+
+    def passes(self, i: int, weight: float, mass: float) -> bool:
+        """Whether the first i drafts pass the block rule: ``u < S / (S + 1 - w)``.
+
+        S and ``1 - w`` are differences, which round in proportion to w, a product of i factors.
+        """
+        short = self.accept[i - 1] * (mass + (1.0 - weight))
+        self.record(abs(mass - short) / max(i * weight, _FLOOR))
+        return short < mass
 
     def bonus(self) -> int:
         if self.bonus_token_id is not None:

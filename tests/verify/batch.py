@@ -42,13 +42,16 @@ class Layout:
     has_bonus: bool = False
     vocab_size: int | None = None
     rates: tuple[float, ...] | None = None  # unconditional; given: synthetic
+    block: bool = False
     dtype: str = "float32"
     draft_dtype: str = "float32"
     race: bool = False
 
     @property
     def method(self) -> str:
-        return "standard" if self.rates is None else "synthetic"
+        if self.rates is not None:
+            return "synthetic"
+        return "block" if self.block else "standard"
 
     @property
     def real_vocab(self) -> int:

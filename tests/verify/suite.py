@@ -64,6 +64,36 @@ GRID = [
     Layout(vocab=97, num_drafts=0),
     Layout(vocab=97, num_drafts=0, kind="probs", store_rows=5, has_bonus=True),
     Layout(vocab=97, num_speculative_tokens=30, num_requests=3, num_drafts=90, kind="probs"),
+    # Block.
+    Layout(vocab=97, **BIG, block=True, has_bonus=True, has_active=True),
+    Layout(
+        vocab=2049, **BIG, block=True, kind="probs", draft_vocab=60, store_rows=50, has_valid=True
+    ),
+    Layout(
+        vocab=5000,
+        **BIG,
+        block=True,
+        kind="logits",
+        dtype="bfloat16",
+        draft_dtype="bfloat16",
+        draft_vocab=4097,
+        vocab_size=4500,
+        has_bonus=True,
+    ),
+    Layout(
+        vocab=10243,
+        **BIG,
+        block=True,
+        kind="normalized",
+        dtype="bfloat16",
+        store_rows=64,
+        has_valid=True,
+        has_active=True,
+    ),
+    Layout(vocab=97, block=True, num_drafts=0, kind="probs", store_rows=5),
+    Layout(
+        vocab=37, block=True, num_speculative_tokens=30, num_requests=3, num_drafts=90, kind="probs"
+    ),
     # Synthetic.
     Layout(vocab=97, **BIG, rates=RATES, dtype="float16", has_active=True),
     Layout(vocab=97, **BIG, rates=RATES, kind="probs", store_rows=50, has_valid=True),
@@ -81,6 +111,7 @@ GRID = [
 RACES = [
     Layout(vocab=2049, **BIG, race=True, has_bonus=True),
     Layout(vocab=97, **BIG, race=True, kind="logits", vocab_size=90, store_rows=50, has_valid=True),
+    Layout(vocab=97, **BIG, race=True, block=True, kind="logits", store_rows=50, has_valid=True),
 ]
 
 
@@ -113,8 +144,10 @@ class RaceSuite(OracleSuite):
 PROPERTY_LAYOUTS = [
     Layout(vocab=37, num_requests=4, num_drafts=12, kind="logits", store_rows=20, has_valid=True),
     Layout(vocab=37, num_requests=4, num_drafts=12, kind="probs", has_bonus=True),
+    Layout(vocab=37, num_requests=4, num_drafts=12, kind="logits", has_valid=True, block=True),
 ]
-on_layouts = pytest.mark.parametrize("layout", PROPERTY_LAYOUTS, ids=["logits", "probs, bonus"])
+LAYOUT_NAMES = ["logits", "probs, bonus", "logits, block"]
+on_layouts = pytest.mark.parametrize("layout", PROPERTY_LAYOUTS, ids=LAYOUT_NAMES)
 seeds = st.integers(0, 2**32 - 1)
 few_examples = hypothesis.settings(max_examples=25)
 
@@ -174,7 +207,7 @@ class InvarianceSuite:
         chex.assert_trees_all_equal(take(whole, slice(cut)), take(front, slice(cut)))
         chex.assert_trees_all_equal(take(whole, slice(cut, 4)), take(back, slice(4 - cut)))
 
-    @pytest.mark.parametrize("layout", PROPERTY_LAYOUTS[1:], ids=["probs, bonus"])
+    @pytest.mark.parametrize("layout", PROPERTY_LAYOUTS[1:], ids=LAYOUT_NAMES[1:])
     @few_examples
     @hypothesis.given(seed=seeds)
     def test_a_request_alone_gives_what_it_gives_in_a_batch(self, layout, seed):
@@ -208,14 +241,27 @@ def take(output: sd.RejectionSampleOutput, index) -> sd.RejectionSampleOutput:
 
 
 def poison_unvisited(request: Request, layout: Layout, accepted: int) -> Request:
-    """NaN in every row past the one that the token came from; draft rows too, where not read."""
+    """NaN in every row past the last that is visited; draft rows too, where not read."""
+    visited = accepted + 1
+    if layout.block and request.temperature > 0:
+        visited = max(visited, impossible_from(request, layout))
     target = request.target.copy()
-    target[accepted + 1 :] = np.nan
+    target[visited:] = np.nan
     draft = request.draft
     if draft is not None:
         draft = draft.copy()
-        draft[accepted + 1 :] = np.nan
+        draft[visited:] = np.nan
         one_hot = layout.has_valid and not request.valid
         if one_hot or request.temperature == 0:
             draft[:] = np.nan
     return dataclasses.replace(request, target=target, draft=draft)
+
+
+def impossible_from(request: Request, layout: Layout) -> int:
+    """How many drafts to go through until one is impossible under the target, or none is left."""
+    for i, x in enumerate(request.draft_ids):
+        if not 0 <= x < layout.real_vocab:
+            return i
+        if request.target[i, x] == -np.inf:
+            return i + 1
+    return request.count

@@ -74,10 +74,12 @@ def v2_batch(case: dict[str, Any]) -> Batch:
     b, v, k = len(counts), case["target_logits"].shape[1], int(case["num_speculative_steps"])
     temperature = case["temperature"][slots]
     per_row = np.repeat(np.where(temperature > 0, temperature, 1), counts + 1)
+    block = bool(case["use_block_verification"])
+    uniforms = case["u_block" if block else "u"]
     accept = np.zeros((b, k), np.float32)
     token_ids, rows = [], []
     for i, count in enumerate(counts):
-        accept[i, :count] = case["u"][first_row[i] : first_row[i] + count]
+        accept[i, :count] = uniforms[first_row[i] : first_row[i] + count]
         token_ids.extend(case["draft_sampled"][first_row[i] + 1 : first_row[i] + 1 + count])
         rows.extend(slots[i] * k + np.arange(count))
     has_logits = "draft_logits" in case
@@ -94,6 +96,7 @@ def v2_batch(case: dict[str, Any]) -> Batch:
             num_drafts=len(token_ids),
             kind="logits" if has_logits else "none",
             store_rows=len(store) if has_logits else None,
+            block=block,
             race=True,
         ),
         target_logits=case["target_logits"] * per_row[:, None].astype(np.float32),
@@ -162,7 +165,7 @@ both = pytest.mark.parametrize("answer", [oracle, xla])
 
 def test_every_case_is_here():
     assert len(V1) == 15
-    assert len(V2) == 3
+    assert len(V2) == 4
 
 
 @both

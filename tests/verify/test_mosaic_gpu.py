@@ -227,6 +227,7 @@ def refusal(layout: Layout, **options) -> str:
 
 def test_calls_it_cannot_serve_are_refused_in_a_sentence():
     assert "not RaceNoise" in refusal(Layout(vocab=128, race=True))
+    assert "does not have rejection_sample_method='block'" in refusal(Layout(block=True))
     assert "B is 0" in refusal(Layout(vocab=128, num_requests=0, num_drafts=0))
     many = Layout(vocab=128, num_speculative_tokens=31, num_requests=1, num_drafts=31)
     assert "up to 30 drafts per request, but num_speculative_tokens is 31" in refusal(many)
@@ -275,9 +276,9 @@ def test_it_needs_a_hopper_gpu(device, why_not):
     assert answer is None if why_not is None else why_not in answer
 
 
-@pytest.mark.parametrize(("k", "kernels"), [(3, 1), (31, 0)])
-def test_it_is_the_default_on_hopper_for_the_calls_it_serves(k, kernels):
-    layout = Layout(vocab=97, num_speculative_tokens=k, num_drafts=2 * k)
+@pytest.mark.parametrize(("k", "block", "kernels"), [(3, False, 1), (31, False, 0), (3, True, 0)])
+def test_it_is_the_default_on_hopper_for_the_calls_it_serves(k, block, kernels):
+    layout = Layout(vocab=97, num_speculative_tokens=k, num_drafts=2 * k, block=block)
     batch = random_batch(layout, seed=0)
     positional, named = batch.arguments()
     config = named.pop("config")

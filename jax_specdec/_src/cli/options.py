@@ -7,9 +7,9 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_args
 
-from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.config import RejectionSampleMethod, SpecDecodeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -109,9 +109,10 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--method",
-        choices=("standard", "synthetic"),
+        choices=get_args(RejectionSampleMethod),
         default="standard",
-        help="synthetic accepts at given rates, whatever the models say",
+        help="block judges the drafts of a step jointly and keeps more, as exactly; synthetic "
+        "accepts at given rates, whatever the models say",
     )
     command.add_argument(
         "--acceptance-length",

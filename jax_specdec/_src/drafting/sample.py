@@ -63,8 +63,8 @@ def sample_draft_tokens(
         stats = rows.stats(row, inv, greedy)
 
         def draw() -> tuple[jax.Array, jax.Array]:
-            no = jnp.bool_(False)
-            source = Source(row, row, row, stats, DraftScale.unit(), no, no, inv)
+            one, no = jnp.float32(1), jnp.bool_(False)
+            source = Source(row, row, row, stats, DraftScale.unit(), one, no, no, inv)
             return resample(source, rows, None, uniforms(key, position, Stream.DRAFT, offset, 2))
 
         token_id = lax.cond(greedy, lambda: rows.best(row, stats), lambda: draw()[0])

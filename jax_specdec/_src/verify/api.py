@@ -51,8 +51,9 @@ def rejection_sample(
     a draft ``x`` is accepted iff ``u * q(x) < p(x)``; at the first rejection the token is drawn
     from ``(p - q)+``, and from ``p`` once all are accepted. The tokens a request emits are
     distributed as if the target had sampled them one by one. Temperature 0 is greedy: drafts
-    stay while they equal the target's argmax. ``config`` may ask for synthetic acceptance
-    instead. All requests are independent: none changes another's tokens.
+    stay while they equal the target's argmax. ``config`` may ask for the block rule, which judges
+    all drafts of a request jointly and keeps more of them, as exactly; or for synthetic
+    acceptance. All requests are independent: none changes another's tokens.
 
     Works under `jit`, `lax.while_loop`, `lax.scan` and `jax.export`; ``config``, ``vocab_size``
     and ``implementation`` are static.
@@ -107,7 +108,8 @@ def rejection_sample(
       [[2, 3], [1, 2]]
 
     References:
-      Leviathan et al., arXiv 2211.17192. Chen et al., arXiv 2302.01318.
+      Leviathan et al., arXiv 2211.17192. Chen et al., arXiv 2302.01318. Block: Sun et al.,
+      arXiv 2403.10444.
     """
     _check_implementation(implementation)
     _check(target_logits, drafts, sampling, config, bonus_token_ids, active, vocab_size)
@@ -235,6 +237,7 @@ def which_implementation(
         num_requests=drafts.cu_num_draft_tokens.shape[0] - 1,
         k=config.num_speculative_tokens,
         size=target_logits.shape[1] if vocab_size is None else vocab_size,
+        method=config.rejection_sample_method,
         config=kernel_config,
     )
     return "mosaic_gpu" if why_not is None else "xla"
@@ -285,7 +288,7 @@ def _rejection_sample(
         target_logits = jnp.zeros((1, target_logits.shape[1]), target_logits.dtype)
     drafts = dataclasses.replace(drafts, distribution=_readable(drafts.distribution))
     size = target_logits.shape[1] if vocab_size is None else int(vocab_size)
-    rates = config.conditional_rates
+    method, rates = config.rejection_sample_method, config.conditional_rates
     given = (drafts, randomness, sampling, bonus_token_ids, active)
 
     def on_xla(given: Any) -> RejectionSampleOutput:
@@ -298,14 +301,25 @@ def _rejection_sample(
             noise = draw_noise(keys, positions, k)
         requests = _requests(drafts, noise, sampling, bonus_token_ids, active, k)
         return xla.verify(
-            requests, target_logits, drafts.distribution, size=size, conditional_rates=rates
+            requests,
+            target_logits,
+            drafts.distribution,
+            size=size,
+            method=method,
+            conditional_rates=rates,
         )
 
     def on_mosaic_gpu(given: Any) -> RejectionSampleOutput:
         from jax_specdec._src.verify.mosaic_gpu import call  # the kernel, for who uses it
 
         return call.verify(
-            target_logits, *given, k=k, size=size, conditional_rates=rates, config=kernel_config
+            target_logits,
+            *given,
+            k=k,
+            size=size,
+            method=method,
+            conditional_rates=rates,
+            config=kernel_config,
         )
 
     if implementation == "mosaic_gpu":
@@ -320,6 +334,7 @@ def _rejection_sample(
             num_requests=num_requests,
             k=k,
             size=size,
+            method=method,
             config=kernel_config,
         )
     ):

@@ -1,7 +1,8 @@
 """Phase 2: one request's walk over its positions, and the tokens it emits.
 
-`visit` looks at one position and judges it by the rules; `emit` turns the number accepted into
-tokens. Both are functions of one request: a backend maps them over the batch.
+`look` reads one position; `visit` judges its draft by the standard rule, `judge` the drafts before
+it by the block rule; `emit` turns the number accepted into tokens. All are functions of one
+request: a backend maps them over the batch.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
-from jax_specdec._src.verify import greedy, probabilistic, tiles
-from jax_specdec._src.verify.resample import Source, resample
+from jax_specdec._src.verify import block, greedy, probabilistic, tiles
+from jax_specdec._src.verify.resample import Source, resample, residual_masses
 from jax_specdec._src.verify.rows import DraftRows, DraftScale, TargetRows
 
 
@@ -63,6 +64,14 @@ class Request(NamedTuple):
         token_id = self.token_ids[self.place(position)]
         return (position < self.num_drafts) & (token_id >= 0) & (token_id < size)
 
+    def uniform(self, position: jax.Array) -> jax.Array:
+        """The uniform of a position's draft; 0 if greedy, which leaves nothing to chance."""
+        return jnp.where(self.greedy, 0.0, self.accept[self.place(position)])
+
+    def uses_q(self, position: jax.Array, size: int) -> jax.Array:
+        """Whether a position's stored draft distribution counts."""
+        return self.is_proposed(position, size) & self.stored & ~self.greedy
+
 
 class Visit(NamedTuple):
     """What a request's position showed.
@@ -72,12 +81,14 @@ class Visit(NamedTuple):
       status: ``[]`` int32.
       stats: statistics of the target row.
       scale: normalizer of the draft row; unit where none was needed.
+      weight: ``[]`` float32, joint weight of the drafts before it; 1 but in block verification.
     """
 
     accepted: jax.Array
     status: jax.Array
     stats: tiles.RowStats
     scale: DraftScale
+    weight: jax.Array
 
     @classmethod
     def nothing(cls, size: int) -> Visit:
@@ -88,6 +99,7 @@ class Visit(NamedTuple):
             jnp.int32(Status.OK),
             tiles.RowStats(zeros, zeros),
             DraftScale.unit(),
+            jnp.float32(1),
         )
 
 
@@ -100,42 +112,90 @@ def read_rows(
     status = jnp.where(jnp.isfinite(stats.peak), Status.OK, Status.BAD_TARGET_ROW)
     scale = DraftScale.unit()
     if draft is not None:
-        proposed = request.is_proposed(position, target.size)
         scale = lax.cond(
-            proposed & request.stored & ~request.greedy,
+            request.uses_q(position, target.size),
             lambda: draft.scale(request.draft_rows[request.place(position)], inv),
             DraftScale.unit,
         )
         bad_draft = (status == Status.OK) & scale.bad
         status = jnp.where(bad_draft, Status.BAD_DRAFT_ROW, status)
-    return Visit(jnp.bool_(False), status.astype(jnp.int32), stats, scale)
+    return Visit(jnp.bool_(False), status.astype(jnp.int32), stats, scale, jnp.float32(1))
+
+
+def look(
+    request: Request, position: jax.Array, target: TargetRows, draft: DraftRows | None
+) -> tuple[Visit, jax.Array, jax.Array]:
+    """Read the rows of one position, and p and q of its draft: 1 or 0 and 1 if greedy."""
+    seen = read_rows(request, position, target, draft)
+    row, inv, stats = request.first_row + position, request.inv_temperature, seen.stats
+    place = request.place(position)
+    token_id = request.token_ids[place]
+
+    p = lax.cond(
+        request.greedy,
+        lambda: greedy.accepts(token_id, target.best(row, stats)).astype(jnp.float32),
+        lambda: stats.scale(inv).probs(target.at(row, token_id), inv),
+    )
+    q, status = jnp.float32(1), seen.status
+    if draft is not None:
+        stored_q = draft.at(request.draft_rows[place], token_id, seen.scale, inv)
+        uses_q = request.uses_q(position, target.size)
+        q = jnp.where(uses_q, stored_q, q)
+        bad_q = uses_q & ~((q >= 0) & (q < jnp.inf)) & (status == Status.OK)
+        status = jnp.where(bad_q, Status.BAD_DRAFT_ROW, status)
+    return seen._replace(status=status), p, q
 
 
 def visit(
     request: Request, position: jax.Array, target: TargetRows, draft: DraftRows | None
 ) -> Visit:
     """Read the rows of one position and judge its draft by the greedy or the standard rule."""
-    seen = read_rows(request, position, target, draft)
-    row, inv, stats = request.first_row + position, request.inv_temperature, seen.stats
-    place = request.place(position)
-    token_id = request.token_ids[place]
+    seen, p, q = look(request, position, target, draft)
+    accepted = probabilistic.accepts(request.uniform(position), p, q)
+    accepted &= request.is_proposed(position, target.size) & (seen.status == Status.OK)
+    return seen._replace(accepted=accepted)
 
-    p = stats.scale(inv).probs(target.at(row, token_id), inv)
-    q, status = jnp.float32(1), seen.status
-    proposed = request.is_proposed(position, target.size)
-    if draft is not None:
-        stored_q = draft.at(request.draft_rows[place], token_id, seen.scale, inv)
-        uses_q = proposed & request.stored & ~request.greedy
-        q = jnp.where(uses_q, stored_q, q)
-        bad_q = uses_q & ~((q >= 0) & (q < jnp.inf)) & (status == Status.OK)
-        status = jnp.where(bad_q, Status.BAD_DRAFT_ROW, status)
 
-    accepted = lax.cond(
-        request.greedy,
-        lambda: greedy.accepts(token_id, target.best(row, stats)),
-        lambda: probabilistic.accepts(request.accept[place], p, q),
+def judge(
+    request: Request,
+    position: jax.Array,
+    seen: Visit,
+    p: jax.Array,
+    target: TargetRows,
+    draft: DraftRows | None,
+) -> Visit:
+    """Judge the drafts before a position by the block rule.
+
+    Args:
+      request: the request.
+      position: ``[]`` int32.
+      seen: what was seen there, with the joint weight of the drafts before it; after the last
+        draft only that weight counts.
+      p: ``[]`` float32, target probability of the draft there.
+      target: target rows.
+      draft: draft rows, or None.
+
+    Returns:
+      What was seen; `accepted` says whether the drafts before the position are kept.
+    """
+    mass = jnp.where(
+        request.is_proposed(position, target.size),
+        block.one_hot_residual_mass(seen.weight, p),
+        seen.weight,
     )
-    return seen._replace(accepted=proposed & accepted & (status == Status.OK), status=status)
+    status = seen.status
+    if draft is not None:
+        source = source_of(request, position, seen, target)
+        mass = lax.cond(
+            request.uses_q(position, target.size),
+            lambda: jnp.sum(residual_masses(source, target, draft)),
+            lambda: mass,
+        )
+        bad_q = jnp.isnan(mass) & (status == Status.OK)
+        status = jnp.where(bad_q, Status.BAD_DRAFT_ROW, status)
+    u = request.uniform(jnp.maximum(position - 1, 0))
+    accepted = (position == 0) | block.passes(u, seen.weight, mass)
+    return seen._replace(accepted=accepted, status=status)
 
 
 def emit(
@@ -175,6 +235,7 @@ def source_of(request: Request, position: jax.Array, seen: Visit, target: Target
         token_id=jnp.clip(request.token_ids[place], 0, target.size - 1),
         stats=seen.stats,
         scale=seen.scale,
+        weight=seen.weight,
         from_residual=proposed & request.stored,
         without_token=proposed & ~request.stored,
         inv_temperature=request.inv_temperature,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.verify import probabilistic, tiles
+from jax_specdec._src.verify import block, tiles
 from jax_specdec._src.verify.rows import DraftRows, DraftScale, TargetRows
 
 
@@ -21,7 +21,8 @@ class Source(NamedTuple):
       token_id: ``[]`` int32, the rejected draft.
       stats: statistics of the target row.
       scale: normalizer of the draft row.
-      from_residual: ``[]`` bool, weights ``(p - q)+``.
+      weight: ``[]`` float32, joint weight of the drafts before; 1 but in block verification.
+      from_residual: ``[]`` bool, weights ``(weight * p - q)+``.
       without_token: ``[]`` bool, weights ``p`` with `token_id` removed: a rejected one-hot draft.
       inv_temperature: ``[]`` float32.
     """
@@ -31,6 +32,7 @@ class Source(NamedTuple):
     token_id: jax.Array
     stats: tiles.RowStats
     scale: DraftScale
+    weight: jax.Array
     from_residual: jax.Array
     without_token: jax.Array
     inv_temperature: jax.Array
@@ -56,9 +58,7 @@ def resample(
       ``(token_id [], draft_is_bad [])``.
     """
     inv, stats = source.inv_temperature, source.stats
-    relative = stats.masses(inv)
-    p_masses = relative / jnp.sum(relative)
-    p_scale = stats.scale(inv)
+    p_masses, p_scale = _p_masses(source), stats.scale(inv)
 
     # A rejected one-hot draft: only the tile that holds it changes.
     token_tile = source.token_id // tiles.TILE
@@ -67,19 +67,19 @@ def resample(
     tile_scale = p_scale.probs(stats.max[token_tile], inv)
     rest_masses = p_masses.at[token_tile].set(rest * tile_scale, mode="drop")
 
-    residual_masses = jnp.zeros_like(p_masses)
+    left_masses = jnp.zeros_like(p_masses)
     if draft is not None:
-        residual_masses = lax.cond(
+        left_masses = lax.cond(
             source.from_residual,
-            lambda: _residual_masses(source, target, draft, p_masses, p_scale),
+            lambda: residual_masses(source, target, draft),
             lambda: jnp.zeros_like(p_masses),
         )
-    bad = jnp.isnan(jnp.sum(residual_masses)) | (source.from_residual & source.scale.bad)
+    bad = jnp.isnan(jnp.sum(left_masses)) | (source.from_residual & source.scale.bad)
 
-    from_residual = source.from_residual & (jnp.sum(residual_masses) > 0)
+    from_residual = source.from_residual & (jnp.sum(left_masses) > 0)
     without_token = source.without_token & (jnp.sum(rest_masses) > 0)
     masses = jnp.where(without_token, rest_masses, p_masses)
-    masses = jnp.where(from_residual, residual_masses, masses)
+    masses = jnp.where(from_residual, left_masses, masses)
 
     def weights_of(ids: jax.Array, p_weights: jax.Array) -> jax.Array:
         """Weights of `ids`, whose weight under ``p`` is `p_weights` up to a factor."""
@@ -87,7 +87,7 @@ def resample(
         if draft is not None:
             q = draft.at(source.draft_row, ids, source.scale, inv)
             p = p_scale.probs(target.at(source.row, ids), inv)
-            residual = probabilistic.residual(p, q)
+            residual = block.residual(source.weight, p, q)
             weights = jnp.where(from_residual, residual, weights)
         return weights
 
@@ -117,14 +117,9 @@ def _tile_weights(source: Source, target: TargetRows, tile: jax.Array) -> jax.Ar
     return jnp.exp((entries - largest) * source.inv_temperature)
 
 
-def _residual_masses(
-    source: Source,
-    target: TargetRows,
-    draft: DraftRows,
-    p_masses: jax.Array,
-    p_scale: tiles.Scale,
-) -> jax.Array:
-    """``sum((p - q)+)`` of each tile; past the drafter's vocabulary that is ``p``."""
+def residual_masses(source: Source, target: TargetRows, draft: DraftRows) -> jax.Array:
+    """``sum((weight * p - q)+)`` of each tile; past the drafter's vocabulary q is 0."""
+    p_scale = source.stats.scale(source.inv_temperature)
     shared = min(tiles.num_tiles(draft.size) * tiles.TILE, target.size)
 
     def read(start: Any, length: int) -> tuple[jax.Array, jax.Array]:
@@ -139,7 +134,14 @@ def _residual_masses(
     def mass(p_entries: jax.Array, q_entries: jax.Array) -> jax.Array:
         p = p_scale.probs(p_entries, source.inv_temperature)
         q = draft.probs(q_entries, source.scale, source.inv_temperature)
-        return jnp.sum(probabilistic.residual(p, q), axis=1)
+        return jnp.sum(block.residual(source.weight, p, q), axis=1)
 
     masses = tiles.map_tiles(mass, read, shared, draft.chunk, whole=draft.size)
-    return jnp.concatenate([masses, p_masses[masses.shape[0] :]])
+    beyond = source.weight * _p_masses(source)[masses.shape[0] :]
+    return jnp.concatenate([masses, beyond])
+
+
+def _p_masses(source: Source) -> jax.Array:
+    """``p`` of each tile."""
+    relative = source.stats.masses(source.inv_temperature)
+    return relative / jnp.sum(relative)

@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.config import RejectionSampleMethod
 from jax_specdec._src.types import DraftDistribution, RejectionSampleOutput, Status
-from jax_specdec._src.verify import synthetic, tiles
-from jax_specdec._src.verify.decide import Request, Visit, emit, read_rows, visit
+from jax_specdec._src.verify import block, synthetic, tiles
+from jax_specdec._src.verify.decide import (
+    Request,
+    Visit,
+    emit,
+    judge,
+    look,
+    read_rows,
+    visit,
+)
 from jax_specdec._src.verify.rows import DraftRows, TargetRows
 
 Walk = Callable[[Request, TargetRows, DraftRows | None], tuple[jax.Array, Visit]]
@@ -27,6 +37,7 @@ def verify(
     distribution: DraftDistribution | None,
     *,
     size: int,
+    method: RejectionSampleMethod,
     conditional_rates: tuple[float, ...] | None,
     lazy: bool | None = None,
 ) -> RejectionSampleOutput:
@@ -37,21 +48,27 @@ def verify(
       target_logits: ``[M, V]``, M at least 1.
       distribution: draft distributions, or None where every request is one-hot.
       size: ids that count, at most V.
-      conditional_rates: K rates of the synthetic rule, or None for greedy and standard.
+      method: the rule for sampled requests.
+      conditional_rates: K rates of the synthetic rule, or None for the others.
       lazy: read rows one by one as they are reached; None chooses by platform.
 
     Returns:
       Output ``[B, K+1]`` and ``[B]``.
     """
 
+    def walk_by(standard: Walk, jointly: Walk) -> Walk:
+        if conditional_rates is not None:
+            return _synthetic_walk(conditional_rates)
+        return jointly if method == "block" else standard
+
     def one_by_one(requests: Request) -> RejectionSampleOutput:
         target, draft = _rows(target_logits, distribution, size, tiles.CHUNK)
-        walk = _lazy_walk if conditional_rates is None else _synthetic_walk(conditional_rates)
+        walk = walk_by(_lazy_walk, _lazy_block_walk)
         return lax.map(lambda r: _verify_request(r, walk, target, draft), requests)
 
     def all_at_once(requests: Request) -> RejectionSampleOutput:
         target, draft = _rows(target_logits, distribution, size, None)
-        walk = eager_walk if conditional_rates is None else _synthetic_walk(conditional_rates)
+        walk = walk_by(eager_walk, eager_block_walk)
         return jax.vmap(lambda r: _verify_request(r, walk, target, draft))(requests)
 
     if lazy is None:
@@ -119,6 +136,88 @@ def num_accepted_by_rate(request: Request, rates: jax.Array, size: int) -> jax.A
     positions = jnp.arange(rates.shape[0], dtype=jnp.int32)
     proposed = jax.vmap(functools.partial(request.is_proposed, size=size))(positions)
     return tiles.first(~(proposed & jax.vmap(synthetic.accepts)(request.accept, rates)))
+
+
+class _Block(NamedTuple):
+    """Block verification after some positions.
+
+    Attributes:
+      position: ``[]`` int32, the next to look at.
+      weight: ``[]`` float32, joint weight of the drafts before it.
+      status: ``[]`` int32, of the positions looked at.
+      num_accepted: ``[]`` int32, the most drafts that may be kept, by what was seen.
+      last: what was seen after them.
+    """
+
+    position: jax.Array
+    weight: jax.Array
+    status: jax.Array
+    num_accepted: jax.Array
+    last: Visit
+
+
+def _lazy_block_walk(
+    request: Request, target: TargetRows, draft: DraftRows | None
+) -> tuple[jax.Array, Visit]:
+    """Positions in order, while more drafts may yet be kept."""
+
+    def may_go_on(state: _Block) -> jax.Array:
+        return (state.weight > 0) & (state.status == Status.OK)
+
+    def goes_on(state: _Block) -> jax.Array:
+        return may_go_on(state) & request.is_proposed(state.position, target.size)
+
+    def step(state: _Block) -> _Block:
+        position = state.position
+        seen, p, q = look(request, position, target, draft)
+        seen = judge(request, position, seen._replace(weight=state.weight), p, target, draft)
+        num_accepted, last = jax.tree.map(
+            functools.partial(jnp.where, seen.accepted),
+            (position, seen),
+            (state.num_accepted, state.last),
+        )
+        weight = block.joint_weight(state.weight, p, q)
+        return _Block(position + 1, weight, seen.status, num_accepted, last)
+
+    zero, nothing = jnp.int32(0), Visit.nothing(target.size)
+    start = _Block(zero, jnp.float32(1), jnp.int32(Status.OK), zero, nothing)
+    state = lax.while_loop(goes_on, step, start)
+
+    # Past all proposals no row is needed to judge them.
+    position = state.position
+    end = nothing._replace(weight=state.weight)
+    end = judge(request, position, end, jnp.float32(0), target, draft)
+    all_accepted = may_go_on(state) & end.accepted
+    last = lax.cond(
+        all_accepted & (position < request.num_rows),
+        lambda: read_rows(request, position, target, draft),
+        lambda: state.last._replace(status=state.status),
+    )
+    return jnp.where(all_accepted, position, state.num_accepted), last
+
+
+def eager_block_walk(
+    request: Request, target: TargetRows, draft: DraftRows | None
+) -> tuple[jax.Array, Visit]:
+    """All positions at once."""
+    k = request.token_ids.shape[0]
+    positions = jnp.arange(k + 1, dtype=jnp.int32)
+    seen, p, q = jax.vmap(lambda i: look(request, i, target, draft))(positions)
+
+    def step(weight: jax.Array, draft: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return block.joint_weight(weight, *draft), weight
+
+    _, weights = lax.scan(step, jnp.float32(1), (p, q), unroll=True)
+    seen = seen._replace(weight=weights)
+    seen = jax.vmap(lambda i, s, p: judge(request, i, s, p, target, draft))(positions, seen, p)
+
+    proposed = jax.vmap(functools.partial(request.is_proposed, size=target.size))(positions)
+    goes_on = proposed & (jnp.append(weights[1:], 0.0) > 0) & (seen.status == Status.OK)
+    stop = tiles.first(~goes_on)
+    num_accepted = jnp.max(jnp.where((positions <= stop) & seen.accepted, positions, 0))
+    last = jax.tree.map(lambda x: x[num_accepted], seen)
+    visited = proposed[stop] | ((num_accepted == stop) & (stop < request.num_rows))
+    return num_accepted, last._replace(status=jnp.where(visited, seen.status[stop], Status.OK))
 
 
 def _synthetic_walk(conditional_rates: tuple[float, ...]) -> Walk:

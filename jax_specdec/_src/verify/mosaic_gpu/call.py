@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_specdec._src.config import RejectionSampleMethod
 from jax_specdec._src.noise import draw_noise, is_threefry
 from jax_specdec._src.types import (
     DraftLogits,
@@ -38,6 +39,7 @@ def verify(
     *,
     k: int,
     size: int,
+    method: RejectionSampleMethod,
     conditional_rates: tuple[float, ...] | None,
     config: KernelConfig | None = None,
     interpret: Any = False,
@@ -53,6 +55,7 @@ def verify(
       active: ``[B]`` bool or None.
       k: K.
       size: ids that count, at most V.
+      method: the rule for sampled requests.
       conditional_rates: K rates of the synthetic rule, or None for greedy and standard.
       config: choices of speed, or None for the default.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
@@ -71,6 +74,7 @@ def verify(
         num_requests=num_requests,
         k=k,
         size=size,
+        method=method,
         config=config,
     )
     if why_not is not None:
