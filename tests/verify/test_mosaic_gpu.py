@@ -48,6 +48,20 @@ LAYOUTS = [
     ),
     Layout(vocab=2176, **BIG, kind="normalized", dtype="bfloat16", rates=RATES),
 ]
+BLOCK = [
+    Layout(vocab=2203, **BIG, block=True, has_bonus=True),
+    Layout(vocab=2048, **BIG, block=True, kind="probs", store_rows=50, has_valid=True),
+    Layout(vocab=4224, **BIG, block=True, kind="logits", dtype="bfloat16", draft_vocab=2176),
+    Layout(
+        vocab=4224,
+        **BIG,
+        block=True,
+        kind="normalized",
+        dtype="bfloat16",
+        draft_dtype="bfloat16",
+        has_active=True,
+    ),
+]
 
 
 @contextlib.contextmanager
@@ -89,6 +103,12 @@ def agrees(layout, verifier):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_gives_the_tokens_of_the_oracle(layout):
+    agrees(layout, alone)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("layout", BLOCK, ids=str)
+def test_gives_the_tokens_of_the_oracle_under_the_block_rule(layout):
     agrees(layout, alone)
 
 
@@ -202,6 +222,7 @@ def lowered(layout: Layout, config: KernelConfig | None = None) -> str:
 
 LOWERED = [
     *LAYOUTS,
+    *BLOCK,
     *(
         Layout(vocab=16512, **BIG, kind=kind, dtype=dtype, draft_dtype=dtype, has_bonus=bonus)
         for kind in ("none", "probs", "logits", "normalized")
@@ -227,7 +248,6 @@ def refusal(layout: Layout, **options) -> str:
 
 def test_calls_it_cannot_serve_are_refused_in_a_sentence():
     assert "not RaceNoise" in refusal(Layout(vocab=128, race=True))
-    assert "does not have rejection_sample_method='block'" in refusal(Layout(block=True))
     assert "B is 0" in refusal(Layout(vocab=128, num_requests=0, num_drafts=0))
     many = Layout(vocab=128, num_speculative_tokens=31, num_requests=1, num_drafts=31)
     assert "up to 30 drafts per request, but num_speculative_tokens is 31" in refusal(many)
@@ -276,7 +296,7 @@ def test_it_needs_a_hopper_gpu(device, why_not):
     assert answer is None if why_not is None else why_not in answer
 
 
-@pytest.mark.parametrize(("k", "block", "kernels"), [(3, False, 1), (31, False, 0), (3, True, 0)])
+@pytest.mark.parametrize(("k", "block", "kernels"), [(3, False, 1), (31, False, 0), (3, True, 1)])
 def test_it_is_the_default_on_hopper_for_the_calls_it_serves(k, block, kernels):
     layout = Layout(vocab=97, num_speculative_tokens=k, num_drafts=2 * k, block=block)
     batch = random_batch(layout, seed=0)
@@ -339,8 +359,11 @@ def test_the_compiled_program_holds_the_kernel(implementation):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["none", "normalized"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_agrees_with_the_oracle_on_a_large_vocabulary(kind, dtype):
-    layout = Layout(vocab=128256, **suite.BIG, kind=kind, dtype=dtype, draft_dtype=dtype)
+@pytest.mark.parametrize("block", [False, True])
+def test_agrees_with_the_oracle_on_a_large_vocabulary(kind, dtype, block):
+    layout = Layout(
+        vocab=128256, **suite.BIG, kind=kind, dtype=dtype, draft_dtype=dtype, block=block
+    )
     for seed in range(3):
         batch = random_batch(layout, seed)
         check(batch, verify(batch, on_gpu))

@@ -237,7 +237,6 @@ def which_implementation(
         num_requests=drafts.cu_num_draft_tokens.shape[0] - 1,
         k=config.num_speculative_tokens,
         size=target_logits.shape[1] if vocab_size is None else vocab_size,
-        method=config.rejection_sample_method,
         config=kernel_config,
     )
     return "mosaic_gpu" if why_not is None else "xla"
@@ -334,7 +333,6 @@ def _rejection_sample(
             num_requests=num_requests,
             k=k,
             size=size,
-            method=method,
             config=kernel_config,
         )
     ):

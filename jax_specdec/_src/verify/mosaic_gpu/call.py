@@ -56,7 +56,7 @@ def verify(
       k: K.
       size: ids that count, at most V.
       method: the rule for sampled requests.
-      conditional_rates: K rates of the synthetic rule, or None for greedy and standard.
+      conditional_rates: K rates of the synthetic rule, or None for the others.
       config: choices of speed, or None for the default.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
 
@@ -74,7 +74,6 @@ def verify(
         num_requests=num_requests,
         k=k,
         size=size,
-        method=method,
         config=config,
     )
     if why_not is not None:
@@ -107,6 +106,7 @@ def verify(
         has_bonus_rows=bonus_token_ids is None,
         num_drafts=token_ids.shape[0],
         rates=conditional_rates,
+        block=method == "block",
         draft=kind,
         draft_rows=operands["draft"].shape[0] if kind != "none" else 0,
         draft_size=min(operands["draft"].shape[1], size) if kind != "none" else 0,

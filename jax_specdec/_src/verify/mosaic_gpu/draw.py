@@ -23,6 +23,24 @@ _NONE = 2**24
 """Greater than any place."""
 
 
+class Turns(NamedTuple):
+    """How often what is used again and again has been used.
+
+    Attributes:
+      target: ``[]`` int32, the turn of the row that is held.
+      told: ``[]`` int32, how often warps have told each other of a row.
+      weighings: ``[]`` int32, how often they have of masses.
+      draft: ``[]`` int32, the turn of the draft row.
+      free: ``[]`` int32, the next turn of draft tiles, once that row has been read.
+    """
+
+    target: jax.Array
+    told: jax.Array
+    weighings: jax.Array
+    draft: jax.Array
+    free: jax.Array
+
+
 class Weighed(NamedTuple):
     """The tiles' weights.
 
@@ -40,28 +58,40 @@ class Weighed(NamedTuple):
 
 
 class Draw:
-    """Drawing the recovered or bonus token of a sampled request, while the kernel is traced."""
+    """Drawing the recovered or bonus token of a sampled request, while the kernel is traced.
 
-    def __init__(self, verifier: Any, num_accepted: jax.Array, seen: Any):
-        self.verifier, self.num_accepted, self.seen = verifier, num_accepted, seen
+    Args:
+      verifier: the block at work.
+      position: ``[]`` int32, the one whose row is held.
+      seen: what it showed.
+      turns: how often things have been used.
+      weight: ``[]`` float32, joint weight of the drafts before it; None for 1.
+    """
+
+    def __init__(
+        self,
+        verifier: Any,
+        position: jax.Array,
+        seen: Any,
+        turns: Turns,
+        weight: jax.Array | None = None,
+    ):
+        self.verifier, self.position, self.seen, self.turns = verifier, position, seen, turns
         self.request, self.call = verifier.request, verifier.call
         self.threads, self.mail = verifier.threads, verifier.mail
         self.target, self.draft = verifier.target, verifier.draft
         request = self.request
-        self.turn = verifier.turn(num_accepted)
-        self.row = request.first_row + num_accepted
-        self.told = num_accepted + 1 if self.call.rates is None else jnp.int32(1)
-        self.rejected = request.is_proposed(num_accepted)
+        self.row = request.first_row + position
+        self.rejected = request.is_proposed(position)
         self.from_residual = self.rejected & request.stored
-        self.token_id = request.at(request.token_ids, num_accepted)
-        self.logit = request.at(verifier.logit, num_accepted)
+        self.token_id = request.at(request.token_ids, position)
+        self.logit = request.at(verifier.logit, position)
         size = jnp.dtype(self.target.held.dtype).itemsize
-        self.p_exponent = Exponent.of(seen.target, request.scale, size)
+        self.p_exponent = self.weighted = Exponent.of(seen.target, request.scale, size)
+        if weight is not None:
+            self.weighted = self.p_exponent.times(weight)
         if self.draft is not None:
-            # A row that was read for its normalizer is still held.
-            self.is_open = self.call.draft == "logits"
-            self.begun = seen.draft_turn - 1 if self.is_open else seen.draft_turn
-            self.draft_row = request.at(verifier.draft_row, num_accepted)
+            self.draft_row = request.at(verifier.draft_row, position)
             self.q_exponent = self._q_exponent()
 
     def _q_exponent(self) -> Exponent | None:
@@ -69,31 +99,33 @@ class Draw:
         if self.call.draft == "probs":
             return None
         if self.call.draft == "normalized":
-            shift = request.at(self.verifier.shift, self.num_accepted)
+            shift = request.at(self.verifier.shift, self.position)
             return Exponent(request.scale, shift * LOG2E, None)
         size = jnp.dtype(self.draft.held.dtype).itemsize
         return Exponent.of(self.seen.draft, request.scale, size)
 
     def run(self) -> None:
-        """Draw and write."""
-        if self.draft is not None and not self.is_open:
-            pl.when(self.from_residual)(lambda: self.draft.open(self.draft_row, self.begun))
+        """Weigh, draw and write."""
+        # A row that was read for its normalizer is still held.
+        if self.draft is not None and self.call.draft != "logits":
+            pl.when(self.from_residual)(lambda: self.draft.open(self.draft_row, self.turns.draft))
+        nothing = [self.threads.filled(0.0) for _ in self.mail.tile_places()]
+        self.finish(Weighed(jnp.int32(0), self.from_residual, nothing, jnp.float32(0)))
+
+    def finish(self, start: Weighed) -> None:
+        """Weigh as far as that is not done, draw and write."""
         without = self.rejected & ~self.from_residual
         pl.when(without)(lambda: self.set_logit(self.threads.filled(-jnp.inf)))
 
         def again(weighed: Weighed) -> jax.Array:
             return (weighed.turn == 0) | ((weighed.total == 0) & (weighed.turn == 1))
 
-        zero = jnp.float32(0)
-        rounds = len(self.mail.tile_places())
-        nothing = [self.threads.filled(0.0) for _ in range(rounds)]
-        start = Weighed(jnp.int32(0), self.from_residual, nothing, zero)
         weighed = lax.while_loop(again, self.weigh, start)
         bad = ~(weighed.total > 0)  # then the draft row holds no probabilities
         is_first = self.verifier.is_first_warp()
         bad_row = jnp.int32(Status.BAD_DRAFT_ROW)
         pl.when(bad)(
-            lambda: output.write(self.request, self.num_accepted, jnp.int32(0), bad_row, is_first)
+            lambda: output.write(self.request, self.position, jnp.int32(0), bad_row, is_first)
         )
         pl.when(~bad)(lambda: self.pick(weighed))
 
@@ -102,7 +134,7 @@ class Draw:
         place = self.token_id - self.target.first
         here = (place >= 0) & (place < self.target.per_slice * TILE)
         place = jnp.where(here, place, 0)
-        start = self.target.starts(self.row, lax.div(place, TILE), self.turn)[0]
+        start = self.target.starts(self.row, lax.div(place, TILE), self.turns.target)[0]
         where = jnp.zeros_like(self.threads.index()) + (start + lax.rem(place, TILE))
         self.threads.scatter(self.target.held, where, value, here & (self.threads.index() == 0))
         self.threads.meet()
@@ -114,9 +146,10 @@ class Draw:
         return [jnp.exp2(self.p_exponent(x)) for x in self.target.entries(start)]
 
     def residual(self, start: jax.Array, draft_start: jax.Array) -> list[jax.Array]:
-        """``(p - q)+``, NaN where q is none."""
-        weights = []
-        for p, d in zip(self.plain(start), self.draft.entries(draft_start), strict=True):
+        """``(p - q)+``, p times the joint weight; NaN where q is none."""
+        weights, target = [], self.target.entries(start)
+        for x, d in zip(target, self.draft.entries(draft_start), strict=True):
+            p = jnp.exp2(self.weighted(x))
             if self.q_exponent is None:
                 weights.append(probabilistic.residual(p, d))
             else:  # the same in fewer steps: q is not negative, and q - q is 0 or NaN
@@ -146,11 +179,21 @@ class Draw:
         # Everybody has read the masses of the first turn once the boxes have been used again.
         @pl.when(again)
         def _() -> None:
-            self.mail.tell(self.told, self.threads.filled(0.0))
+            self.mail.tell(self.turns.told, self.threads.filled(0.0))
 
-        tiles = self.mail.tell_masses(weighed.turn, masses)
-        total = self.threads.scalar(self.threads.warp_sum(tree_sum(tiles)))
+        tiles, total = self.told_masses(masses, weighed.turn)
         return Weighed(weighed.turn + 1, from_residual, tiles, total)
+
+    def told_masses(
+        self, masses: list[jax.Array], turn: jax.Array | int = 0
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """Masses of all tiles by lane, and their sum."""
+        tiles = self.mail.tell_masses(self.turns.weighings + turn, masses)
+        return tiles, self.threads.scalar(self.threads.warp_sum(tree_sum(tiles)))
+
+    def weigh_residual(self) -> tuple[list[jax.Array], jax.Array]:
+        """The same of the residual, once the draft row is open."""
+        return self.told_masses(self.weigh_tiles(self.residual_masses))
 
     def weigh_tiles(self, mass: Any) -> list[jax.Array]:
         """Each warp's part of the mass of each tile of the slice."""
@@ -164,15 +207,15 @@ class Draw:
         return [self.threads.warp_sum(x) for x in per_thread]
 
     def plain_masses(self, tile: jax.Array) -> jax.Array:
-        starts = self.target.starts(self.row, tile, self.turn)
+        starts = self.target.starts(self.row, tile, self.turns.target)
         return tree_sum([w for start in starts for w in self.plain(start)])
 
     def residual_masses(self, tile: jax.Array) -> jax.Array:
-        begun, row = self.begun, self.draft_row
-        if not self.is_open:
+        begun, row = self.turns.draft, self.draft_row
+        if self.call.draft != "logits":
             self.draft.ready(row, tile, begun)
         starts = zip(
-            self.target.starts(self.row, tile, self.turn),
+            self.target.starts(self.row, tile, self.turns.target),
             self.draft.starts(row, tile, begun),
             strict=True,
         )
@@ -189,14 +232,17 @@ class Draw:
 
         @pl.when((place >= 0) & (place < self.mail.shared.slices.tiles))
         def _() -> None:
-            begin, chunk = self.target.starts(self.row, place, self.turn)[0], self.target.chunk
+            begin, chunk = (
+                self.target.starts(self.row, place, self.turns.target)[0],
+                self.target.chunk,
+            )
             if self.draft is None:
                 self.pick_in_tile(place, lambda i: self.plain(begin + i * chunk))
                 return
             # What is held of the draft row is another tile by now, unless all of it is.
-            draft_begin = self.draft.starts(self.draft_row, place, self.begun)[0]
+            draft_begin = self.draft.starts(self.draft_row, place, self.turns.draft)[0]
             if not self.draft.whole:
-                turn = self.draft.following(self.begun)
+                turn = self.turns.free
                 draft_begin = self.draft.reopened(self.draft_row, place, turn)[0]
                 pl.when(weighed.from_residual)(
                     lambda: self.draft.reopen(self.draft_row, place, turn)
@@ -271,7 +317,7 @@ class Draw:
         place = jnp.where(key < TILE, key, 2 * TILE - key)
         token_id = target.first + tile * TILE + place
         is_writer = lax.div(threads.index(), WARP) == warp
-        output.write(request, self.num_accepted, token_id, jnp.int32(Status.OK), is_writer)
+        output.write(request, self.position, token_id, jnp.int32(Status.OK), is_writer)
 
 
 def pick_scalar(weights: list[jax.Array], aim: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -18,7 +18,8 @@ from jax.experimental import pallas as pl
 from jax_specdec._src.types import Status
 from jax_specdec._src.verify import greedy, probabilistic, synthetic
 from jax_specdec._src.verify.mosaic_gpu import output, signals, statistics
-from jax_specdec._src.verify.mosaic_gpu.draw import Draw
+from jax_specdec._src.verify.mosaic_gpu.block_walk import BlockWalk
+from jax_specdec._src.verify.mosaic_gpu.draw import Draw, Turns
 from jax_specdec._src.verify.mosaic_gpu.mail import Mail, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.request import LOG2E, Call, Request
 from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
@@ -84,7 +85,13 @@ class Verifier:
             self.know_probabilities()
             if not self.threads.interpreted:
                 signals.meet()
-            self.emit(*(self.walk() if self.call.rates is None else self.synthetic_walk()))
+            if self.call.rates is not None:
+                self.emit(*self.synthetic_walk())
+            elif not self.call.block:
+                self.emit(*self.walk())
+            else:
+                pl.when(request.greedy)(lambda: self.emit(*self.walk()))
+                pl.when(~request.greedy)(lambda: BlockWalk(self).run())
 
         @pl.when(request.status != OK)
         def _() -> None:
@@ -217,21 +224,17 @@ class Verifier:
         target = Normalizer(peak, total)
         status = jnp.where(is_finite(peak), jnp.int32(OK), jnp.int32(BAD_TARGET_ROW))
         unit = Normalizer(jnp.float32(0), jnp.float32(1))
-        q, bad, of_row = self.q, self.bad, unit
+        bad, of_row = self.bad, unit
         if of_draft:
             draft_peaks = self.known(of_draft[0], -jnp.inf)
             draft_peak = threads.scalar(threads.warp_max(statistics.largest(draft_peaks)))
             of_row = Normalizer(draft_peak, self.total(draft_peaks, of_draft[1], draft_peak))
-            q = jnp.exp2((self.entry - of_row.peak) * request.scale) / of_row.total
             bad = bad | (self.uses_q & ~is_finite(of_row.peak))
 
         accepted = threads.filled(0, jnp.int32)
         if judge:
-            p = jnp.exp2((self.logit - peak) * request.scale) / total
-            if draft is not None:
-                q = jnp.where(self.place < call.draft_size, q, 0.0)
-                bad = bad | (self.uses_q & ~((q >= 0) & (q < jnp.inf)))
-                q = jnp.where(self.uses_q, q, 1.0)
+            p, q = self.probabilities(target, of_row)
+            bad = bad | (self.uses_q & ~((q >= 0) & (q < jnp.inf)))
             by_rule = (request.greedy & greedy.accepts(request.token_ids, best)) | (
                 ~request.greedy & probabilistic.accepts(request.uniforms, p, q)
             )
@@ -241,6 +244,17 @@ class Verifier:
         status = jnp.where((status == OK) & (flags >= 2), jnp.int32(BAD_DRAFT_ROW), status)
         kept = (status == OK) & (flags == 1)
         return Seen(kept.astype(jnp.int32), status, target, best, of_row, draft_turn)
+
+    def probabilities(self, target: Normalizer, draft: Normalizer) -> tuple[jax.Array, jax.Array]:
+        """By lane: p and q of the drafted token, were the rows of its position so normalized."""
+        scale = self.request.scale
+        p = jnp.exp2((self.logit - target.peak) * scale) / target.total
+        q = self.q
+        if self.call.draft == "logits":
+            q = jnp.exp2((self.entry - draft.peak) * scale) / draft.total
+        if self.draft is not None:
+            q = jnp.where(self.uses_q, jnp.where(self.place < self.call.draft_size, q, 0.0), 1.0)
+        return p, q
 
     def known(self, values: list[jax.Array], other: float) -> list[jax.Array]:
         """Values by warp, `other` where there is none."""
@@ -270,7 +284,7 @@ class Verifier:
 
     # Emitting.
 
-    def emit(self, num_accepted: jax.Array, seen: Seen) -> None:
+    def emit(self, num_accepted: jax.Array, seen: Seen, weighings: jax.Array | int = 0) -> None:
         """The accepted tokens, then one drawn from the row that was read last."""
         request = self.request
         visited = num_accepted < request.num_rows
@@ -282,4 +296,17 @@ class Verifier:
             is_writer = self.is_first_warp()
             output.write(request, num_accepted, token_id, seen.status, is_writer)
 
-        pl.when(draws)(lambda: Draw(self, num_accepted, seen).run())
+        @pl.when(draws)
+        def _() -> None:
+            turns = self.turns(num_accepted, seen)._replace(weighings=jnp.int32(weighings))
+            Draw(self, num_accepted, seen, turns).run()
+
+    def turns(self, num_accepted: jax.Array, seen: Seen) -> Turns:
+        """How often things have been used when the last row has been looked at."""
+        told = num_accepted + 1 if self.call.rates is None else jnp.int32(1)
+        begun = free = seen.draft_turn
+        if self.call.draft == "logits":
+            begun = begun - 1
+        elif self.draft is not None:
+            free = self.draft.following(begun)
+        return Turns(self.turn(num_accepted), told, jnp.int32(0), begun, free)

@@ -27,6 +27,7 @@ class Call:
       has_bonus_rows: whether each request owns a row after those of its drafts.
       num_drafts: length of the flattened draft axis.
       rates: conditional rates of the synthetic rule, or None.
+      block: whether sampled requests follow the block rule.
       draft: "none", "probs", "logits" or "normalized".
       draft_rows: rows stored.
       draft_size: ids that the drafter could draw.
@@ -37,6 +38,7 @@ class Call:
     has_bonus_rows: bool
     num_drafts: int
     rates: tuple[float, ...] | None
+    block: bool
     draft: str
     draft_rows: int
     draft_size: int

@@ -49,6 +49,10 @@ class Exponent(NamedTuple):
         factor = jnp.minimum(scale, _LIMIT / jnp.maximum(jnp.abs(row.peak), 1e-30))
         return cls(factor, row.peak * factor + less, None)
 
+    def times(self, weight: jax.Array) -> Exponent:
+        """That of probabilities times a weight that is not 0."""
+        return self._replace(shift=self.shift - jnp.log2(weight))
+
     def __call__(self, entry: jax.Array) -> jax.Array:
         entry = entry if self.peak is None else entry - self.peak
         return entry * self.factor - self.shift

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 
-from jax_specdec._src.config import RejectionSampleMethod
 from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
 from jax_specdec._src.verify.mosaic_gpu.config import MAX_BARRIERS, KernelConfig, Shared, Slices
 
@@ -40,12 +39,9 @@ def unsupported(
     num_requests: int,
     k: int,
     size: int,
-    method: RejectionSampleMethod,
     config: KernelConfig | None = None,
 ) -> str | None:
     """Why the kernel cannot serve a call, in a sentence; None if it can."""
-    if method == "block":
-        return "implementation='mosaic_gpu' does not have rejection_sample_method='block' yet"
     if is_race:
         return "implementation='mosaic_gpu' draws by inverse CDF: pass Noise, not RaceNoise"
     if num_requests == 0:

@@ -1,0 +1,176 @@
+"""The block rule inside the kernel: looks at every draft, keeps the longest prefix that passes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jax_specdec._src.types import Status
+from jax_specdec._src.verify import block
+from jax_specdec._src.verify.mosaic_gpu import output
+from jax_specdec._src.verify.mosaic_gpu.draw import Draw, Turns, Weighed
+from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
+
+
+class Prefix(NamedTuple):
+    """The longest prefix that has passed so far.
+
+    Attributes:
+      length: ``[]`` int32.
+      weight: ``[]`` float32, its joint weight.
+      seen: what the position after it showed.
+      masses: by lane, of the residual there.
+      total: ``[]`` float32, their sum.
+    """
+
+    length: jax.Array
+    weight: jax.Array
+    seen: Any
+    masses: list[jax.Array]
+    total: jax.Array
+
+
+class State(NamedTuple):
+    """Where the walk stands.
+
+    Attributes:
+      position: ``[]`` int32, rows looked at.
+      weight: ``[]`` float32, joint weight of all drafts before it.
+      going: ``[]`` int32, whether the draft at `position` is to be looked at.
+      ends: ``[]`` int32, whether all drafts were and pass.
+      status: ``[]`` int32.
+      draft_turn: ``[]`` int32, the turn of the next draft row.
+      kept: the longest prefix that passed.
+    """
+
+    position: jax.Array
+    weight: jax.Array
+    going: jax.Array
+    ends: jax.Array
+    status: jax.Array
+    draft_turn: jax.Array
+    kept: Prefix
+
+
+class BlockWalk:
+    """Verifying one sampled request, while the kernel is traced."""
+
+    def __init__(self, verifier: Any):
+        self.verifier, self.request, self.call = verifier, verifier.request, verifier.call
+        self.target, self.draft = verifier.target, verifier.draft
+
+    def run(self) -> None:
+        """Walk, draw the last token, write the output."""
+        verifier = self.verifier
+        state = lax.while_loop(lambda state: state.going == 1, self.step, self.start())
+        ok, position = state.status == Status.OK, state.position
+        ends = ok & (state.ends == 1)
+
+        @pl.when(~ok)
+        def _() -> None:
+            is_writer = verifier.is_first_warp()
+            output.write(self.request, position, jnp.int32(0), state.status, is_writer)
+
+        @pl.when(ends)
+        def _() -> None:
+            visited = position < self.request.num_rows
+            seen = lax.cond(
+                visited,
+                lambda: verifier.visit(position, position, state.draft_turn),
+                verifier.nothing,
+            )
+            verifier.emit(position, seen, self.weighings(position))
+
+        pl.when(ok & ~ends)(lambda: self.recover(state))
+
+    def start(self) -> State:
+        """Before the first position."""
+        zero, verifier = jnp.int32(0), self.verifier
+        masses = [self.verifier.threads.filled(0.0) for _ in verifier.mail.tile_places()]
+        kept = Prefix(zero, jnp.float32(1), verifier.nothing(), masses, jnp.float32(0))
+        going = self.request.is_proposed(zero).astype(jnp.int32)
+        return State(zero, jnp.float32(1), going, 1 - going, zero, zero, kept)
+
+    def step(self, state: State) -> State:
+        """Look at one position: does the prefix before it pass, and what does its draft weigh?"""
+        verifier, request, draft = self.verifier, self.request, self.draft
+        position, weight = state.position, state.weight
+        if draft is not None and self.call.draft != "logits":
+            row = request.at(verifier.draft_row, position)
+            pl.when(request.stored)(lambda: draft.open(row, state.draft_turn))
+        seen = verifier.visit(position, position, state.draft_turn)
+        by_lane = verifier.probabilities(seen.target, seen.draft)
+        p, q = (request.at(x, position) for x in by_lane)
+
+        masses, mass = state.kept.masses, block.one_hot_residual_mass(weight, p)
+        draft_turn, status = seen.draft_turn, seen.status
+        if draft is not None:
+            draw = Draw(verifier, position, seen, self.turns(seen, position), weight)
+            masses, mass = lax.cond(request.stored, draw.weigh_residual, lambda: (masses, mass))
+            if self.call.draft != "logits":
+                following = draft.following(state.draft_turn)
+                draft_turn = jnp.where(request.stored, following, state.draft_turn)
+            bad = (status == Status.OK) & ~((mass >= 0) & (mass < jnp.inf))
+            status = jnp.where(bad, jnp.int32(Status.BAD_DRAFT_ROW), status)
+
+        last = request.at(request.uniforms, jnp.maximum(position - 1, 0))
+        passes = (position == 0) | block.passes(last, weight, mass)
+        now = Prefix(position, weight, seen, masses, mass)
+        kept = jax.tree.map(lambda new, old: jnp.where(passes, new, old), now, state.kept)
+
+        following_weight = block.joint_weight(weight, p, q)
+        ok = status == Status.OK
+        proposed = request.is_proposed(position + 1)
+        going = ok & proposed & (following_weight > 0)
+        own = request.at(request.uniforms, position)
+        ends = ok & ~proposed & block.passes(own, following_weight, following_weight)
+        pl.when((going | ends) & (position + 1 < request.num_rows))(
+            lambda: verifier.open(position + 1)
+        )
+        return State(
+            position + 1,
+            following_weight,
+            going.astype(jnp.int32),
+            ends.astype(jnp.int32),
+            status,
+            draft_turn,
+            kept,
+        )
+
+    def turns(self, seen: Any, position: jax.Array) -> Turns:
+        """Of the draw at a position that is visited: each has told and weighed once."""
+        begun = seen.draft_turn - 1 if self.call.draft == "logits" else seen.draft_turn
+        return Turns(position, position + 1, position, begun, begun)
+
+    def weighings(self, positions: jax.Array) -> jax.Array:
+        """How often masses were told at so many positions."""
+        return jnp.where(self.request.stored, positions, 0)
+
+    def recover(self, state: State) -> None:
+        """Draw from the residual after the longest prefix that passed."""
+        verifier, request, kept, draft = self.verifier, self.request, state.kept, self.draft
+        looked_at, length = state.position, kept.length
+        is_held = length == looked_at - 1
+        row = request.first_row + length
+        turn = jnp.where(is_held, looked_at - 1, looked_at)
+        pl.when(~is_held)(lambda: hold(self.target, row, looked_at))
+        begun = state.draft_turn
+        if draft is not None and draft.whole:
+            begun = jnp.where(is_held, begun - 1, begun)
+            draft_row = request.at(verifier.draft_row, length)
+            pl.when(~is_held & request.stored)(lambda: hold(draft, draft_row, state.draft_turn))
+        weighings = self.weighings(looked_at - 1)  # and the one that was kept
+        turns = Turns(turn, looked_at, weighings, begun, state.draft_turn)
+        draw = Draw(verifier, length, kept.seen, turns, kept.weight)
+        weighed = Weighed(request.stored.astype(jnp.int32), request.stored, kept.masses, kept.total)
+        draw.finish(weighed)
+
+
+def hold(tiles: Tiles, row: jax.Array, turn: jax.Array) -> None:
+    """Have a whole row here again."""
+    tiles.open(row, turn)
+    lax.fori_loop(0, tiles.count(), lambda tile, _: tiles.ready(row, tile, turn), None)
