@@ -35,18 +35,21 @@ def llama(hidden_size: int) -> sd.Llama:
 
 
 TABLE = sd.Engine(tiny.Trigram(VOCAB), sd.ModelDrafter(tiny.Trigram(VOCAB)), CONFIG, **SHAPE)
+BLOCK = dataclasses.replace(CONFIG, rejection_sample_method="block")
+JOINTLY = sd.Engine(tiny.Trigram(VOCAB), sd.ModelDrafter(tiny.Trigram(VOCAB)), BLOCK, **SHAPE)
 LOOKUP = sd.Engine(tiny.Trigram(VOCAB), sd.NGramDrafter(min_ngram=1), CONFIG, **SHAPE)
 LLAMA = sd.Engine(llama(16), sd.ModelDrafter(llama(8)), CONFIG, **SHAPE)
 TABLES = (jnp.asarray(TARGET), jnp.asarray(DRAFT))
 WEIGHTS = {
     TABLE: TABLES,
+    JOINTLY: TABLES,
     LOOKUP: (TABLES[0], None),
     LLAMA: tuple(
         jax.tree.map(lambda x: 4 * x, llama(size).init_params(jax.random.key(size)))
         for size in (16, 8)  # fourfold, or every token follows every other alike
     ),
 }
-NAMES = {TABLE: "table", LOOKUP: "lookup", LLAMA: "llama"}
+NAMES = {TABLE: "table", JOINTLY: "block", LOOKUP: "lookup", LLAMA: "llama"}
 
 
 def driver_of(engine: sd.Engine, *weights: Any) -> sd.EngineDriver:

@@ -13,6 +13,7 @@ from . import tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
 from .engines import (
     DRAFT,
+    JOINTLY,
     LLAMA,
     LOOKUP,
     NAMES,
@@ -159,9 +160,10 @@ def test_a_preempted_greedy_request_goes_on_where_it_was():
 
 
 @pytest.mark.statistics
-def test_sampled_requests_have_the_targets_distribution_whatever_comes_and_goes():
+@pytest.mark.parametrize("engine", [TABLE, JOINTLY], ids=NAMES.get)
+def test_sampled_requests_have_the_targets_distribution_whatever_comes_and_goes(engine):
     count, prompt, length, temperature = 4000, [1, 4], 3, 0.9
-    rng, driver = np.random.default_rng(0), driver_of(TABLE)
+    rng, driver = np.random.default_rng(0), driver_of(engine)
     for seed in range(count):
         driver.submit(prompt, max_new_tokens=length, temperature=temperature, seed=seed)
     updates = []

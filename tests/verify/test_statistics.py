@@ -31,13 +31,15 @@ B = 8000 * len(TEMPERATURES)
 GROUP = np.arange(B, dtype=np.int32) % len(TEMPERATURES)
 TEMPERATURE = np.float32(TEMPERATURES)[GROUP]
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
+BLOCK = sd.SpecDecodeConfig(num_speculative_tokens=K, rejection_sample_method="block")
 
 _rng = np.random.default_rng(0)
 TARGET = (1.2 * _rng.standard_normal((V, V))).astype(np.float32)  # row: the token before
 DRAFTER = (TARGET + 0.8 * _rng.standard_normal((V, V))).astype(np.float32)
 
 KINDS = ("probs", "logits", "normalized", "lookup", "chance")
-NUM_TESTS = len(KINDS) * len(TEMPERATURES) * LENGTH + 1
+BLOCK_KINDS = ("logits", "normalized", "lookup")
+NUM_TESTS = (len(KINDS) + len(BLOCK_KINDS)) * len(TEMPERATURES) * LENGTH + 1
 ALPHA = 0.01 / NUM_TESTS  # one failure in a hundred suites, had the keys not been fixed
 
 verify = jax.jit(sd.rejection_sample, static_argnames="config")
@@ -112,7 +114,27 @@ def distribution(kind: str, before: np.ndarray, misstated: float = 1.0):
     return None
 
 
-def decode(kind, seed, *, stream=Stream.DRAFT, misstated=1.0, positions_grow=True):
+@jax.jit
+def noise_by_token(keys, positions):
+    """Noise that belongs to a place in the sequence, whichever step comes to it."""
+
+    def accept(key, position):
+        return uniforms(key, position, Stream.ACCEPT, 0, 1)[0]
+
+    per_place = [jax.vmap(accept)(keys, positions + j) for j in range(K)]
+    return sd.Noise(jnp.stack(per_place, axis=1), sd.draw_noise(keys, positions, K).recover)
+
+
+def decode(
+    kind,
+    seed,
+    *,
+    config=CONFIG,
+    stream=Stream.DRAFT,
+    misstated=1.0,
+    positions_grow=True,
+    by_token=False,
+):
     """``[B, LENGTH]`` tokens decoded speculatively after token 0."""
     keys = jax.random.split(jax.random.key(seed), B)
     counts = np.arange(B, dtype=np.int32) // len(TEMPERATURES) % 4
@@ -124,16 +146,16 @@ def decode(kind, seed, *, stream=Stream.DRAFT, misstated=1.0, positions_grow=Tru
         positions = jnp.asarray(1 + done if positions_grow else np.ones_like(done))
         ids, before = jax.device_get(drafted(kind, keys, positions, last, stream))
         context = np.concatenate([last[:, None], ids], axis=1)
-        out = jax.device_get(
-            verify(
-                jnp.asarray(TARGET[context].reshape(-1, V)),
-                sd.Drafts.from_dense(ids, counts, distribution(kind, before, misstated)),
-                sampling=sd.SamplingParams(temperature=jnp.asarray(TEMPERATURE)),
-                keys=keys,
-                positions=positions,
-                config=CONFIG,
-            )
+        logits = jnp.asarray(TARGET[context].reshape(-1, V))
+        drafts = sd.Drafts.from_dense(ids, counts, distribution(kind, before, misstated))
+        named = dict(
+            sampling=sd.SamplingParams(temperature=jnp.asarray(TEMPERATURE)), config=config
         )
+        if by_token:
+            out = XLA(logits, drafts, noise_by_token(keys, positions), **named)
+        else:
+            out = verify(logits, drafts, keys=keys, positions=positions, **named)
+        out = jax.device_get(out)
         assert not out.status.any()
         for j in range(K + 1):
             writes = (j < out.num_emitted) & (done + j < tokens.shape[1])
@@ -162,14 +184,27 @@ def test_decoding_is_lossless_token_by_token_and_jointly(kind):
     print("least p-value", check_lossless(decode(kind, seed=1)))
 
 
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_block_verification_is_lossless_within_a_step_and_over_several(kind):
+    print("least p-value", check_lossless(decode(kind, seed=1, config=BLOCK)))
+
+
 @pytest.mark.parametrize(
     ("kind", "mistake"),
     [
         ("probs", dict(misstated=1.3)),
         ("logits", dict(stream=Stream.ACCEPT)),
         ("logits", dict(positions_grow=False)),
+        ("logits", dict(positions_grow=False, config=BLOCK)),
+        ("lookup", dict(by_token=True, config=BLOCK)),
     ],
-    ids=["another q", "drafter shares accept bits", "bits reused"],
+    ids=[
+        "another q",
+        "drafter shares accept bits",
+        "bits reused",
+        "bits reused by blocks",
+        "bits of dropped drafts reused by blocks",
+    ],
 )
 def test_a_mistake_is_noticed(kind, mistake):
     with pytest.raises(AssertionError, match="seen"):

@@ -1,6 +1,6 @@
 """The XLA backend, as the CPU runs it: rows read one by one."""
 
-from . import bad_rows, edges, suite
+from . import bad_rows, block_edges, edges, suite
 from .batch import XLA
 
 
@@ -17,4 +17,8 @@ class TestEdges(edges.EdgeSuite):
 
 
 class TestBadRows(bad_rows.BadRowSuite):
+    verifier = staticmethod(XLA)
+
+
+class TestBlock(block_edges.BlockSuite):
     verifier = staticmethod(XLA)

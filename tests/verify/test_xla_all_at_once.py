@@ -8,7 +8,7 @@ import pytest
 import jax_specdec as sd
 from jax_specdec._src.verify import api, xla
 
-from . import bad_rows, suite
+from . import bad_rows, block_edges, suite
 from .batch import jitted
 
 at_once = functools.partial(xla.verify, lazy=False)
@@ -34,4 +34,8 @@ class TestOracle:
 
 
 class TestBadRows(bad_rows.BadRowSuite):
+    verifier = staticmethod(all_at_once)
+
+
+class TestBlock(block_edges.BlockSuite):
     verifier = staticmethod(all_at_once)

@@ -1,0 +1,162 @@
+"""Block verification by hand: what every backend must pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+
+from .batch import ALMOST_ONE, Request
+from .between import ALL, BAD, STORED, Between, on, request, stored
+
+
+class BlockSuite(Between):
+    """Named edges of the block rule, one test each."""
+
+    def answer(self, middle: Request, **changes: Any) -> list[int] | sd.Status:
+        return super().answer(middle, block=True, **changes)
+
+    # What is emitted.
+
+    @stored
+    def test_a_draft_that_alone_would_fail_is_saved_by_the_next(self, kind):
+        # Weights 1/2, then min(1, 1/2 * 3).
+        p, q = [on(0, 1, 2, 3), [0.25, 0.75, *[0] * 6]], [on(0, 1), [0.75, 0.25, *[0] * 6]]
+        middle = request([*p, on(6)], [0, 1], q, kind, accept=[ALMOST_ONE] * 2)
+        assert self.answer(middle, kind=kind) == [0, 1, 6]
+
+    @stored
+    def test_the_residual_after_a_prefix_has_its_joint_weight(self, kind):
+        # Weight 1/2 leaves (1/2 p - q)+ = 1/4 on id 0, so one draft passes with probability 1/3.
+        p = [[0, 0, 0, 0, 0, 0.25, 0.75, 0], [0.5, 0.25, 0.25, 0, 0, 0, 0, 0], ALL]
+        q = [on(5, 6), [0, 0.125, 0.5, 0.375, 0, 0, 0, 0]]
+        for u, answer in ((0.0, [5, 0]), (0.33, [5, 0]), (0.34, [6]), (ALMOST_ONE, [6])):
+            middle = request(p, [5, 2], q, kind, accept=[u, 0.9], recover=(0.5, 0.9))
+            assert self.answer(middle, kind=kind) == answer
+
+    @pytest.mark.parametrize("kind", ["none", "probs"])
+    def test_drafts_without_probabilities_leave_the_rest_of_the_target(self, kind):
+        # Weights 1/2 and 1/8; one draft leaves 1/2 * 3/4 and passes with probability 3/7.
+        p = [on(1, 2), on(3, 4, 5, 6), on(7)]
+        drafts: Any = dict(draft=np.full((2, 8), np.nan), valid=False) if kind == "probs" else {}
+        for u, answer in (
+            ((0.42, 0.9), [1, 6]),
+            ((0.43, 0.9), [2]),
+            ((ALMOST_ONE, 0.12), [1, 3, 7]),
+            ((0.42, 0.13), [1, 6]),
+        ):
+            middle = request(p, [1, 3], accept=u, recover=(0.5, 0.9), **drafts)
+            assert self.answer(middle, kind=kind) == answer
+
+    def test_equal_distributions_keep_every_draft_even_at_the_largest_u(self):
+        rng = np.random.default_rng(1)
+        for temperature in (0.3, 1.0, 1.7):
+            logits = 3 * rng.standard_normal((4, 8)).astype(np.float32)
+            middle = Request(
+                target=logits,
+                draft=logits[:3],
+                draft_ids=[int(i) for i in rng.integers(8, size=3)],
+                accept=[ALMOST_ONE] * 3,
+                temperature=temperature,
+            )
+            assert self.answer(middle, kind="logits")[:3] == middle.draft_ids
+
+    @pytest.mark.parametrize("kind", ["none", *STORED])
+    def test_nothing_is_kept_from_a_draft_of_zero_target_probability_on_even_at_u_0(self, kind):
+        p, accept = [on(1), on(2, 3), on(4), on(5)], [0.0] * 3
+        q = [on(1), ALL, on(4)]
+        second = request(p, [1, 0, 4], q, kind, accept=accept, recover=(0.5, 0.9))
+        assert self.answer(second, kind=kind) == [1, 3]
+        first = request(p[1:], [0, 4], q[1:], kind, accept=accept[1:], recover=(0.5, 0.1))
+        assert self.answer(first, kind=kind) == [2]
+
+    @stored
+    def test_nothing_is_kept_from_a_draft_of_zero_draft_probability_on_even_at_u_0(self, kind):
+        p, q = [ALL, ALL, ALL], [on(1, 2, 3), ALL]
+        middle = request(p, [0, 1], q, kind, accept=[0.0, 0.0], recover=(0.5, 0.0))
+        assert self.answer(middle, kind=kind) == [0]  # the residual holds id 0 and 4 to 7
+
+    def test_weights_without_mass_go_to_the_target(self):
+        q = [[0.5] * 8]  # no distribution, but each entry could be a probability
+        for u, token in ((0.1, 0), (0.9, 7)):
+            middle = request([ALL, ALL], [3], q, "probs", accept=[0.9], recover=(0.5, u))
+            assert self.answer(middle, kind="probs") == [token]
+
+    @pytest.mark.parametrize("id_", [-1, 8, 2**31 - 1])
+    @pytest.mark.parametrize("layout", [{}, dict(has_bonus=True)], ids=["", "bonus"])
+    def test_an_id_out_of_range_ends_the_drafts_with_a_token_of_its_own_row(self, id_, layout):
+        p = [on(1, 2), on(4), on(6), ALL]
+        for u, answer in ((0.49, [1, 4]), (0.51, [2])):
+            middle = request(p, [1, id_, 6], accept=[u, 0.0, 0.0], bonus=7)
+            assert self.answer(middle, **layout) == answer
+
+    def test_the_given_bonus_follows_when_every_draft_is_kept(self):
+        middle = request([on(1), on(2, 3), ALL], [1, 2], accept=[0.9, 0.4], bonus=6)
+        assert self.answer(middle, has_bonus=True) == [1, 2, 6]
+        assert self.answer(request([ALL], bonus=5), has_bonus=True) == [5]
+
+    @stored
+    def test_a_greedy_request_follows_the_greedy_rule_and_reads_no_draft_row(self, kind):
+        p, nothing = [on(1), on(2), on(3)], np.full((2, 8), np.nan)
+        for ids, answer in (([1, 2], [1, 2, 3]), ([1, 5], [1, 2]), ([5, 2], [1])):
+            middle = request(
+                p,
+                ids,
+                kind=kind,
+                temperature=0.0,
+                accept=[ALMOST_ONE] * 2,
+                draft=nothing,
+                log_normalizer=nothing[:, 0],
+                bad_rows=frozenset([0, 1]),
+            )
+            assert self.answer(middle, kind=kind) == answer
+
+    # Rows that cannot be used.
+
+    @pytest.mark.parametrize("entry", BAD)
+    def test_a_bad_target_row_counts_until_no_more_can_be_kept(self, entry):
+        bad = np.zeros((3, 8))
+        bad[1, 3] = entry
+        late = Request(bad, [1, 2], accept=[0.9, 0.9])  # the standard rule would stop before it
+        assert self.answer(late) == sd.Status.BAD_TARGET_ROW
+        bad[0] = [0, -np.inf, *[0] * 6]
+        impossible = Request(bad, [1, 2], accept=[0.9, 0.9], recover=(0.5, 0.0))
+        assert self.answer(impossible) == [0]
+
+    def test_the_bonus_row_counts_if_every_draft_is_kept(self):
+        target = np.zeros((2, 8))
+        target[1] = np.nan
+        assert self.answer(Request(target, [1], accept=[0.1])) == sd.Status.BAD_TARGET_ROW
+        assert self.answer(Request(target, [0], accept=[0.2], recover=(0.5, 0.0))) == [1]
+
+    @pytest.mark.parametrize("entry", [*BAD, -0.5])
+    def test_every_entry_of_a_draft_row_counts_until_no_more_can_be_kept(self, entry):
+        q = np.array([on(1, 2), on(1, 2)])
+        q[1, 6] = entry
+        for u in (0.0, 0.9):
+            middle = request([ALL, ALL, ALL], [1, 2], q, "probs", accept=[u, 0.0])
+            assert self.answer(middle, kind="probs") == sd.Status.BAD_DRAFT_ROW
+        impossible = request([on(3), ALL, ALL], [1, 2], q, "probs", accept=[0.0, 0.0])
+        assert self.answer(impossible, kind="probs") == [3]
+
+    @stored
+    def test_a_row_index_outside_the_store_counts_until_no_more_can_be_kept(self, kind):
+        drafts: Any = dict(q=[on(1, 2)] * 2, kind=kind, bad_rows=frozenset([1]))
+        middle = request([ALL, ALL, ALL], [1, 2], accept=[0.9, 0.9], **drafts)
+        assert self.answer(middle, kind=kind) == sd.Status.BAD_DRAFT_ROW
+        impossible = request([on(3), ALL, ALL], [1, 2], accept=[0.0, 0.0], **drafts)
+        assert self.answer(impossible, kind=kind) == [3]
+
+    def test_the_first_bad_row_gives_the_status_the_target_row_before_the_draft_row(self):
+        q = np.array([on(1, 2)] * 2)
+        q[0, 6] = np.nan
+        middle = request([ALL, ALL, ALL], [1, 2], q, "probs", accept=[0.9, 0.9])
+        for row, status in ((0, sd.Status.BAD_TARGET_ROW), (1, sd.Status.BAD_DRAFT_ROW)):
+            target = middle.target.copy()
+            target[row, 0] = np.nan
+            answer = self.answer(dataclasses.replace(middle, target=target), kind="probs")
+            assert answer == status
