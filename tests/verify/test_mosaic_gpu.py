@@ -17,7 +17,7 @@ from jax_specdec._src.verify.mosaic_gpu import call as mosaic_gpu
 from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 from jax_specdec._src.verify.mosaic_gpu.support import no_device
 
-from . import edges, suite
+from . import block_edges, edges, suite
 from .batch import Layout, check, jitted, pack, verify
 from .cases import random_batch
 
@@ -342,6 +342,11 @@ class TestInvarianceOnGpu(suite.InvarianceSuite):
 
 @pytest.mark.gpu
 class TestEdgesOnGpu(edges.EdgeSuite):
+    verifier = staticmethod(on_gpu)
+
+
+@pytest.mark.gpu
+class TestBlockOnGpu(block_edges.BlockSuite):
     verifier = staticmethod(on_gpu)
 
 
