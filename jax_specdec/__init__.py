@@ -54,6 +54,7 @@ from jax_specdec._src.verify.api import (
     which_implementation,
 )
 from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
+from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec._src.verify.validate import validate
 
 __version__ = "0.1.0"
@@ -97,6 +98,7 @@ __all__ = [
     "TextStream",
     "TokenLogprobs",
     "Tokenizer",
+    "VerifySharding",
     "acceptance_length_to_rates",
     "apply_penalties",
     "conditional_to_unconditional_rates",

@@ -10,23 +10,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src import ragged
-from jax_specdec._src import sampling as sampling_lib
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.noise import draw_noise
 from jax_specdec._src.types import (
-    DraftDistribution,
     Drafts,
     Noise,
     RaceNoise,
     RejectionSampleOutput,
     SamplingParams,
-    Status,
 )
-from jax_specdec._src.verify import checks, xla
-from jax_specdec._src.verify.decide import Request
+from jax_specdec._src.verify import checks, sharded, xla
+from jax_specdec._src.verify import sharding as sharding_lib
 from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
+from jax_specdec._src.verify.requests import readable, unpack
+from jax_specdec._src.verify.sharding import Layout, VerifySharding
 
 Implementation = Literal["xla", "mosaic_gpu"]
 
@@ -44,6 +42,7 @@ def rejection_sample(
     vocab_size: int | None = None,
     implementation: Implementation | None = None,
     kernel_config: KernelConfig | None = None,
+    sharding: VerifySharding | None = None,
 ) -> RejectionSampleOutput:
     """Verify drafts against the target: accept a prefix of each, then emit one more token.
 
@@ -55,8 +54,8 @@ def rejection_sample(
     all drafts of a request jointly and keeps more of them, as exactly; or for synthetic
     acceptance. All requests are independent: none changes another's tokens.
 
-    Works under `jit`, `lax.while_loop`, `lax.scan` and `jax.export`; ``config``, ``vocab_size``
-    and ``implementation`` are static.
+    Works under `jit`, `lax.while_loop`, `lax.scan`, `jax.shard_map` and `jax.export`; ``config``,
+    ``vocab_size``, ``implementation`` and ``sharding`` are static.
 
     Args:
       target_logits: ``[N+B, V]`` float32, bfloat16 or float16, straight from the model. Request
@@ -76,6 +75,8 @@ def rejection_sample(
       implementation: "xla", "mosaic_gpu" (Hopper GPUs and newer), or None for the first that
         supports the call; see `which_implementation`. A named one never falls back.
       kernel_config: choices of speed for "mosaic_gpu", or None for the default.
+      sharding: mesh axes that vocabulary and requests are split over. None: by where
+        `target_logits` is, if that is known, as it is not under `jax.jit`.
 
     Returns:
       `RejectionSampleOutput`. A request that could not be verified emits nothing, its
@@ -112,7 +113,8 @@ def rejection_sample(
       arXiv 2403.10444.
     """
     _check_implementation(implementation)
-    _check(target_logits, drafts, sampling, config, bonus_token_ids, active, vocab_size)
+    parts = sharding_lib.vocabulary_parts(sharding)
+    _check(target_logits, drafts, sampling, config, bonus_token_ids, active, vocab_size, parts)
     checks.check_keys(keys, positions, sampling.temperature.shape[0])
     return _rejection_sample(
         target_logits,
@@ -122,9 +124,10 @@ def rejection_sample(
         bonus_token_ids,
         active,
         config=config,
-        vocab_size=vocab_size,
+        size=target_logits.shape[1] * parts if vocab_size is None else int(vocab_size),
         implementation=implementation,
         kernel_config=kernel_config,
+        layout=sharding_lib.resolve(sharding, target_logits, drafts, keys),
     )
 
 
@@ -140,6 +143,7 @@ def rejection_sample_with_noise(
     vocab_size: int | None = None,
     implementation: Implementation | None = None,
     kernel_config: KernelConfig | None = None,
+    sharding: VerifySharding | None = None,
 ) -> RejectionSampleOutput:
     """`rejection_sample` with its randomness given, number by number.
 
@@ -157,6 +161,7 @@ def rejection_sample_with_noise(
       vocab_size: as in `rejection_sample`.
       implementation: as in `rejection_sample`.
       kernel_config: as in `rejection_sample`.
+      sharding: as in `rejection_sample`.
 
     Returns:
       `RejectionSampleOutput`.
@@ -179,7 +184,8 @@ def rejection_sample_with_noise(
       [[1]]
     """
     _check_implementation(implementation)
-    _check(target_logits, drafts, sampling, config, bonus_token_ids, active, vocab_size)
+    parts = sharding_lib.vocabulary_parts(sharding)
+    _check(target_logits, drafts, sampling, config, bonus_token_ids, active, vocab_size, parts)
     batch, k = sampling.temperature.shape[0], config.num_speculative_tokens
     checks.check_noise(noise, batch, k, target_logits.shape[1])
     return _rejection_sample(
@@ -190,9 +196,10 @@ def rejection_sample_with_noise(
         bonus_token_ids,
         active,
         config=config,
-        vocab_size=vocab_size,
+        size=target_logits.shape[1] * parts if vocab_size is None else int(vocab_size),
         implementation=implementation,
         kernel_config=kernel_config,
+        layout=sharding_lib.resolve(sharding, target_logits, drafts, noise),
     )
 
 
@@ -232,7 +239,7 @@ def which_implementation(
         return "xla"
     why_not = support.unsupported(
         target_logits,
-        _readable(drafts.distribution),
+        readable(drafts.distribution),
         is_race=False,
         num_requests=drafts.cu_num_draft_tokens.shape[0] - 1,
         k=config.num_speculative_tokens,
@@ -250,10 +257,13 @@ def _check(
     bonus_token_ids: jax.Array | None,
     active: jax.Array | None,
     vocab_size: int | None,
+    vocabulary_parts: int,
 ) -> None:
     if not isinstance(config, SpecDecodeConfig):
         raise TypeError(f"config must be a SpecDecodeConfig, but it is {config!r:.80}")
-    checks.check_call(target_logits, drafts, sampling, bonus_token_ids, active, vocab_size)
+    checks.check_call(
+        target_logits, drafts, sampling, bonus_token_ids, active, vocab_size, vocabulary_parts
+    )
 
 
 def _check_implementation(implementation: Implementation | None) -> None:
@@ -267,7 +277,7 @@ def _check_implementation(implementation: Implementation | None) -> None:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "vocab_size", "implementation", "kernel_config")
+    jax.jit, static_argnames=("config", "size", "implementation", "kernel_config", "layout")
 )
 def _rejection_sample(
     target_logits: jax.Array,
@@ -278,16 +288,45 @@ def _rejection_sample(
     active: jax.Array | None,
     *,
     config: SpecDecodeConfig,
-    vocab_size: int | None,
+    size: int,
     implementation: Implementation | None,
     kernel_config: KernelConfig | None,
+    layout: Layout | None,
 ) -> RejectionSampleOutput:
+    verify = functools.partial(
+        _verify_part,
+        config=config,
+        size=size,
+        implementation=implementation,
+        kernel_config=kernel_config,
+        layout=layout,
+    )
+    arrays = (target_logits, drafts, randomness, sampling, bonus_token_ids, active)
+    return verify(*arrays) if layout is None else sharding_lib.over_parts(verify, layout, *arrays)
+
+
+def _verify_part(
+    target_logits: jax.Array,
+    drafts: Drafts,
+    randomness: Noise | RaceNoise | tuple[jax.Array, jax.Array],
+    sampling: SamplingParams,
+    bonus_token_ids: jax.Array | None,
+    active: jax.Array | None,
+    *,
+    config: SpecDecodeConfig,
+    size: int,
+    implementation: Implementation | None,
+    kernel_config: KernelConfig | None,
+    layout: Layout | None,
+) -> RejectionSampleOutput:
+    """On one device's part of the arrays, which may be all of them."""
     k, num_requests = config.num_speculative_tokens, sampling.temperature.shape[0]
     if target_logits.shape[0] == 0:  # no drafts anywhere, and the bonus given: no row to read
         target_logits = jnp.zeros((1, target_logits.shape[1]), target_logits.dtype)
-    drafts = dataclasses.replace(drafts, distribution=_readable(drafts.distribution))
-    size = target_logits.shape[1] if vocab_size is None else int(vocab_size)
+    drafts = dataclasses.replace(drafts, distribution=readable(drafts.distribution))
     method, rates = config.rejection_sample_method, config.conditional_rates
+    rule: Any = {"size": size, "method": method, "conditional_rates": rates}
+    splits_vocabulary = layout is not None and layout.vocab_axis is not None
     given = (drafts, randomness, sampling, bonus_token_ids, active)
 
     def on_xla(given: Any) -> RejectionSampleOutput:
@@ -298,33 +337,24 @@ def _rejection_sample(
         else:
             keys, positions = randomness
             noise = draw_noise(keys, positions, k)
-        requests = _requests(drafts, noise, sampling, bonus_token_ids, active, k)
-        return xla.verify(
-            requests,
-            target_logits,
-            drafts.distribution,
-            size=size,
-            method=method,
-            conditional_rates=rates,
-        )
+        requests = unpack(drafts, noise, sampling, bonus_token_ids, active, k)
+        rows = requests, target_logits, drafts.distribution
+        if layout is not None and layout.vocab_axis is not None:
+            return sharded.verify(*rows, **rule, layout=layout)
+        return xla.verify(*rows, **rule)
 
     def on_mosaic_gpu(given: Any) -> RejectionSampleOutput:
         from jax_specdec._src.verify.mosaic_gpu import call  # the kernel, for who uses it
 
-        return call.verify(
-            target_logits,
-            *given,
-            k=k,
-            size=size,
-            method=method,
-            conditional_rates=rates,
-            config=kernel_config,
-        )
+        return call.verify(target_logits, *given, **rule, k=k, config=kernel_config)
 
+    if splits_vocabulary and implementation == "mosaic_gpu":
+        raise NotImplementedError("'mosaic_gpu' does not read parts of a split vocabulary")
     if implementation == "mosaic_gpu":
         return on_mosaic_gpu(given)
     if (
         implementation == "xla"
+        or splits_vocabulary
         or support.no_device()
         or support.unsupported(
             target_logits,
@@ -339,45 +369,3 @@ def _rejection_sample(
         return on_xla(given)
     # The default device has the kernel, but this call may be compiled for another.
     return lax.platform_dependent(given, cuda=on_mosaic_gpu, default=on_xla)
-
-
-def _requests(
-    drafts: Drafts,
-    noise: Noise | RaceNoise,
-    sampling: SamplingParams,
-    bonus_token_ids: jax.Array | None,
-    active: jax.Array | None,
-    k: int,
-) -> Request:
-    layout = ragged.unpack(drafts, k, has_bonus_rows=bonus_token_ids is None)
-    temperature = sampling.temperature
-    valid_input = layout.in_bounds & sampling_lib.is_valid_temperature(temperature)
-    status = jnp.where(valid_input, int(Status.OK), int(Status.BAD_INPUT)).astype(jnp.int32)
-    if active is not None:
-        status = jnp.where(active, status, int(Status.INACTIVE))
-
-    distribution = drafts.distribution
-    stored = jnp.full(temperature.shape, distribution is not None)
-    if distribution is not None and distribution.valid is not None:
-        stored = distribution.valid
-    return Request(
-        first_row=layout.first_row,
-        num_drafts=layout.num_drafts,
-        token_ids=layout.token_ids,
-        draft_rows=layout.draft_rows,
-        stored=stored,
-        inv_temperature=sampling_lib.inverse_temperature(temperature),
-        greedy=temperature == 0,
-        accept=noise.accept,
-        recover=noise.recover if isinstance(noise, Noise) else None,
-        exponential=noise.exponential if isinstance(noise, RaceNoise) else None,
-        bonus_token_id=bonus_token_ids,
-        status=status,
-    )
-
-
-def _readable(distribution: DraftDistribution | None) -> DraftDistribution | None:
-    """The distribution, unless its storage is empty: then there are no drafts either."""
-    if distribution is None or jax.tree.leaves(distribution)[0].shape[0] == 0:
-        return None
-    return distribution

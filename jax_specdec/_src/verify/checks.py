@@ -33,8 +33,9 @@ def check_call(
     bonus_token_ids: Any,
     active: Any,
     vocab_size: Any,
+    vocabulary_parts: int = 1,
 ) -> None:
-    """Check everything but the noise.
+    """Check everything but the noise; `target_logits` hold one of so many parts of V.
 
     Raises:
       TypeError: an argument is not an array, or not of its dtype.
@@ -60,6 +61,7 @@ def check_call(
     v = target_logits.shape[1]
     if v < 1:
         raise ValueError("target_logits must have at least one column, but its V is 0")
+    v *= vocabulary_parts
     if vocab_size is not None:
         if isinstance(vocab_size, bool) or not isinstance(vocab_size, (int, np.integer)):
             raise TypeError(f"vocab_size must be a static int, but it is {vocab_size!r:.80}")

@@ -1,0 +1,338 @@
+"""Verification of logits whose vocabulary is split over a mesh axis, in three small exchanges.
+
+1. Each device tells its part's statistics of every row, and its entries of the drafted tokens.
+   All of them then decide alike, by the rules of `decide`.
+2. Each tells how much of the chosen row's weight its part holds: in its first tile, in its last,
+   which others may hold parts of too, and between them. All then know whose part the token is in.
+3. The device that holds that part picks the tile and the token, and tells it.
+
+No row of logits leaves its device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_specdec._src.config import RejectionSampleMethod
+from jax_specdec._src.types import DraftDistribution, DraftLogits, RejectionSampleOutput, Status
+from jax_specdec._src.verify import tiles
+from jax_specdec._src.verify.decide import Request, assemble, read_rows, source_of
+from jax_specdec._src.verify.resample import Source
+from jax_specdec._src.verify.rows import DraftRows, DraftScale
+from jax_specdec._src.verify.sharding import Layout
+from jax_specdec._src.verify.vocabulary_shard import RowPart, Weights, tile_masses
+from jax_specdec._src.verify.xla import eager_walk, num_accepted_by_rate
+
+
+def verify(
+    requests: Request,
+    target_logits: jax.Array,
+    distribution: DraftDistribution | None,
+    *,
+    size: int,
+    method: RejectionSampleMethod,
+    conditional_rates: tuple[float, ...] | None,
+    layout: Layout,
+) -> RejectionSampleOutput:
+    """Verify a batch, inside `jax.shard_map`.
+
+    Args:
+      requests: batched requests, the same on all devices of the axis.
+      target_logits: ``[M, V / devices]``, M at least 1.
+      distribution: draft distributions, or None where every request is one-hot. Their storage is
+        ``[R, V / devices]`` or ``[R, Vd]``, as `layout` says.
+      size: ids that count, at most V.
+      method: the rule for sampled requests.
+      conditional_rates: K rates of the synthetic rule, or None for the others.
+      layout: mesh axis that the vocabulary is split over, and whether the draft storage is.
+
+    Returns:
+      Output ``[B, K+1]`` and ``[B]``, the same on all devices of that axis.
+    """
+    if method == "block":
+        raise NotImplementedError("block verification is not served over a split vocabulary")
+    vocab_axis, draft_is_split = layout.vocab_axis, layout.draft_vocab
+    assert vocab_axis is not None
+    num_parts, width = lax.axis_size(vocab_axis), target_logits.shape[1]
+    me = lax.axis_index(vocab_axis)
+    target = RowPart(target_logits, True, me * width, width, size, -float("inf"))
+    rows: DraftRows | None = None
+    draft: RowPart | None = None
+    if distribution is not None:
+        rows = DraftRows(distribution, size, None)
+        shared = size if draft_is_split else rows.size
+        draft = RowPart(rows.storage, draft_is_split, me * width, width, shared, rows.fill)
+    talk = _Talk(target, draft, rows, num_parts, conditional_rates)
+
+    told = _exchange(jax.vmap(talk.tell)(requests), vocab_axis)
+    decided = jax.vmap(talk.decide, in_axes=(0, 1))(requests, told)
+    masses = jax.vmap(talk.masses)(decided.source)
+    held = _exchange(jax.vmap(talk.ends)(masses), vocab_axis)
+    draw = jax.vmap(functools.partial(talk.draw, me=me), in_axes=(0, 0, 0, 1))
+    token_ids, bad_draft = draw(requests, decided, masses, held)
+    token_ids = lax.psum(token_ids, vocab_axis)
+    return jax.vmap(_output)(requests, decided, token_ids, bad_draft)
+
+
+class Told(NamedTuple):
+    """What one device says of one request, at positions ``[P]`` and drafts ``[D]``.
+
+    Attributes:
+      max: ``[P]`` float32, the part's largest logit.
+      sum: ``[P]`` float32, relative to it.
+      choice: ``[P]`` int32, the part's argmax if the request is greedy, else the bits of the
+        drafted token's logit, which only the device that holds it knows.
+      draft_entry: ``[D]`` float32, likewise of the draft row; None without draft distributions.
+      draft_max: ``[D]`` float32; None where normalizers are stored.
+      draft_sum: ``[D]`` float32.
+    """
+
+    max: jax.Array
+    sum: jax.Array
+    choice: jax.Array
+    draft_entry: jax.Array | None = None
+    draft_max: jax.Array | None = None
+    draft_sum: jax.Array | None = None
+
+
+class Decided(NamedTuple):
+    """What all devices know of one request after the first exchange.
+
+    Attributes:
+      num_accepted: ``[]`` int32.
+      status: ``[]`` int32.
+      best_id: ``[]`` int32, argmax of the chosen row if the request is greedy.
+      source: what the last token is drawn from.
+    """
+
+    num_accepted: jax.Array
+    status: jax.Array
+    best_id: jax.Array
+    source: Source
+
+
+@dataclasses.dataclass(frozen=True)
+class _Talk:
+    """The steps between exchanges, each for one request on one device."""
+
+    target: RowPart
+    draft: RowPart | None
+    draft_rows: DraftRows | None
+    num_parts: int
+    conditional_rates: tuple[float, ...] | None
+
+    def tell(self, request: Request) -> Told:
+        positions, places, inv = *self._read(request), request.inv_temperature
+        rows = request.first_row + positions
+        stats = jax.vmap(lambda row: self.target.statistics(row, inv))(rows)
+        entries = jax.vmap(self.target.at)(rows, request.token_ids[request.place(positions)])
+        choice = jnp.where(request.greedy, stats.best_id, _bits(entries))
+        told = Told(stats.max, stats.sum, choice)
+        if self.draft is None:
+            return told
+        draft_rows = request.draft_rows[places]
+        entries = jax.vmap(self.draft.at)(draft_rows, request.token_ids[places])
+        told = told._replace(draft_entry=entries)
+        if self._normalizers_are_stored:
+            return told
+        draft = self.draft
+        stats = jax.vmap(lambda row: draft.statistics(row, inv))(draft_rows)
+        return told._replace(draft_max=stats.max, draft_sum=stats.sum)
+
+    def decide(self, request: Request, told: Told) -> Decided:
+        """From what all devices said, ``[num_parts, ...]``."""
+        positions, places = self._read(request)
+        first = positions[0]
+        target: Any = _Target(told, self.target)  # for `decide`, what TargetRows are
+        draft: Any = None
+        if self.draft_rows is not None:
+            draft = _Draft(told, self.target.width, self.draft_rows, request.draft_rows[places])
+        # Positions are rows of what was told.
+        local = request._replace(
+            first_row=-first,
+            draft_rows=jnp.arange(request.token_ids.shape[0], dtype=jnp.int32) - first,
+        )
+        if self.conditional_rates is None:
+            num_accepted, last = eager_walk(local, target, draft)
+        else:
+            num_accepted, last = first, read_rows(local, first, target, draft)
+            is_read = num_accepted < request.num_rows
+            last = last._replace(status=jnp.where(is_read, last.status, Status.OK))
+        best_id = target.best(num_accepted - first, last.stats)
+        source = source_of(request, num_accepted, last, target)
+        return Decided(num_accepted, last.status, best_id, source)
+
+    def masses(self, source: Source) -> jax.Array:
+        """Of the tiles of this part, ``[2, n]``: what the token is drawn by, and ``p``."""
+        return tile_masses(self._weights(source), self.num_parts)
+
+    def ends(self, masses: jax.Array) -> jax.Array:
+        """``[2, 3]``: in its first tile, in those between, and in its last if that is another."""
+        n = jnp.arange(masses.shape[1], dtype=jnp.int32)
+        cuts = jnp.stack([n == 0, (n > 0) & (n < self._last), (n > 0) & (n == self._last)])
+        return jnp.sum(jnp.where(cuts, masses[:, None], 0.0), axis=2)
+
+    @property
+    def _last(self) -> jax.Array:
+        """Tiles from the one that this part begins in to the one that it ends in."""
+        first_id = self.target.first_id
+        return (first_id + self.target.width - 1) // tiles.TILE - first_id // tiles.TILE
+
+    def draw(
+        self, request: Request, decided: Decided, masses: jax.Array, held: jax.Array, me: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Draw the token by this part's `masses` and everyone's `held` ``[num_parts, 2, 3]``.
+
+        Returns:
+          The token, 0 on devices that do not hold it, and whether the draft row is bad.
+        """
+        assert request.recover is not None
+        (u_tile, u_token), source = request.recover, decided.source
+        total = jnp.sum(held[:, 0])
+        bad_draft = source.from_residual & (jnp.isnan(total) | source.scale.bad)
+        kind = jnp.where(total > 0, 0, 1)  # no weight left to draw from: draw from p
+        masses, pieces = masses[kind], held[:, kind].reshape(-1)
+
+        # Pieces of one tile are one unit, as are the tiles that lie in one part alone.
+        unit_of = _units(self.target.width, self.num_parts)
+        index = np.arange(unit_of[-1] + 1, dtype=np.int32)
+        units = jnp.sum(jnp.where(unit_of == index[:, None], pieces, 0.0), axis=1)
+        unit = tiles.pick(units, u_tile)
+        pieces = jnp.where(unit_of == unit, pieces, 0.0)
+        piece = tiles.pick(pieces, u_token)
+
+        sums = jnp.cumsum(units)
+        before = sums[unit] - units[unit]
+        n = jnp.arange(masses.shape[0], dtype=jnp.int32)
+        inner = jnp.where((n > 0) & (n < self._last), masses, 0.0)
+        inner_tile = tiles.pick_past(inner, u_tile * sums[-1] - before)
+        is_inner = piece % 3 == 1
+        tile = jnp.where(is_inner, inner_tile, jnp.where(piece % 3 == 0, 0, self._last))
+
+        sums = jnp.cumsum(pieces)
+        before = sums[piece] - pieces[piece]
+        past = jnp.where(is_inner, u_token * masses[tile], u_token * sums[-1] - before)
+        first_id = (self.target.first_id // tiles.TILE + tile) * tiles.TILE
+        weights = self._weights(source).at(first_id + jnp.arange(tiles.TILE, dtype=jnp.int32))
+        # Rounding can leave a tile of tiny residual mass without a positive weight of its own.
+        kind = jnp.where(jnp.sum(weights[0]) > 0, kind, 1)
+        token = first_id + tiles.pick_past(weights[kind], past)
+        return jnp.where(piece // 3 == me, token, 0), bad_draft
+
+    def _read(self, request: Request) -> tuple[jax.Array, jax.Array]:
+        """Positions whose target row is read, and places of the drafts whose row may be."""
+        if self.conditional_rates is None:
+            positions = jnp.arange(request.token_ids.shape[0] + 1, dtype=jnp.int32)
+            return positions, positions[:-1]
+        rates = jnp.array(self.conditional_rates, jnp.float32)
+        positions = num_accepted_by_rate(request, rates, self.target.size)[None]
+        return positions, request.place(positions)
+
+    @property
+    def _normalizers_are_stored(self) -> bool:
+        d = None if self.draft_rows is None else self.draft_rows.distribution
+        return not isinstance(d, DraftLogits) or d.log_normalizer is not None
+
+    def _weights(self, source: Source) -> Weights:
+        return Weights(source, self.target, self.draft, self.draft_rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """A request's target rows, as `decide` reads them, by what all devices told of them."""
+
+    told: Told
+    part: RowPart
+
+    @property
+    def size(self) -> int:
+        return self.part.size
+
+    def stats(self, row: jax.Array, *_: jax.Array) -> tiles.RowStats:
+        return tiles.RowStats(self.told.max[:, row], self.told.sum[:, row])
+
+    def at(self, row: jax.Array, token_id: jax.Array) -> jax.Array:
+        entry = _of_holder(self.told.choice[:, row], token_id, self.part.width)
+        entry = lax.bitcast_convert_type(entry, jnp.float32)
+        return jnp.where(token_id < self.size, entry, -jnp.inf)
+
+    def best(self, row: jax.Array, stats: tiles.RowStats) -> jax.Array:
+        return self.told.choice[tiles.first(stats.max == stats.peak), row]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Draft:
+    """A request's draft rows, likewise; `rows` are their indices ``[D]`` in the storage."""
+
+    told: Told
+    width: int
+    storage: DraftRows
+    rows: jax.Array
+
+    def scale(self, row: jax.Array, inv_temperature: jax.Array) -> DraftScale:
+        if self.told.draft_max is None or self.told.draft_sum is None:
+            return self.storage.scale(self.rows[row], inv_temperature)
+        stats = tiles.RowStats(self.told.draft_max[:, row], self.told.draft_sum[:, row])
+        outside = (self.rows[row] < 0) | (self.rows[row] >= self.storage.storage.shape[0])
+        bad = outside | ~jnp.isfinite(stats.peak)
+        return DraftScale(stats.scale(inv_temperature), bad)
+
+    def at(
+        self, row: jax.Array, token_id: jax.Array, scale: DraftScale, inv_temperature: jax.Array
+    ) -> jax.Array:
+        assert self.told.draft_entry is not None
+        entry = _of_holder(self.told.draft_entry[:, row], token_id, self.width)
+        return self.storage.probs(entry, scale, inv_temperature)
+
+
+def _units(width: int, num_parts: int) -> np.ndarray:
+    """Which pieces belong together: those of each part, of `_Talk.ends`, are numbered in turn.
+
+    The same number for pieces of the same tile; another for all tiles between.
+    """
+    units, tile_of_last, unit = [], -1, -1
+    for start in range(0, num_parts * width, width):
+        first, last = start // tiles.TILE, (start + width - 1) // tiles.TILE
+        unit += first != tile_of_last
+        units += [unit, unit + (last > first), unit + 2 * (last > first)]
+        unit, tile_of_last = units[-1], last
+    return np.array(units, np.int32)
+
+
+def _of_holder(values: jax.Array, token_id: jax.Array, width: int) -> jax.Array:
+    """Of values ``[num_parts]``, that of the part which holds a token."""
+    return values[jnp.clip(token_id // width, 0, values.shape[0] - 1)]
+
+
+def _output(
+    request: Request, decided: Decided, token_id: jax.Array, bad_draft: jax.Array
+) -> RejectionSampleOutput:
+    token_id = jnp.where(request.greedy, decided.best_id, token_id)
+    status = jnp.where(request.status == Status.OK, decided.status, request.status)
+    bad_draft &= ~request.greedy
+    return assemble(request, decided.num_accepted, status, token_id, bad_draft)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _exchange(tree: Any, vocab_axis: str) -> Any:
+    """Every device's arrays ``[B, ...]`` of 32 bits as ``[num_parts, B, ...]``, in one gather."""
+    arrays, treedef = jax.tree.flatten(tree)
+    words = [_bits(x).reshape(x.shape[0], -1) for x in arrays]
+    ends = np.cumsum([w.shape[1] for w in words])[:-1]
+    heard = lax.all_gather(jnp.concatenate(words, axis=1), vocab_axis, to="invarying")
+    parts = jnp.split(heard, ends, axis=2)
+    told = [
+        lax.bitcast_convert_type(part, x.dtype).reshape(-1, *x.shape)
+        for part, x in zip(parts, arrays, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, told)

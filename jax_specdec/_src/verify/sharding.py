@@ -1,0 +1,326 @@
+"""How the arrays of a verification lie on a mesh, and getting from there to one device's part."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_specdec._src.types import (
+    DraftLogits,
+    DraftProbs,
+    Drafts,
+    RaceNoise,
+    RejectionSampleOutput,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifySharding:
+    """Over which mesh axes the arrays of a verification are split. Static.
+
+    With a mesh, arrays are whole: at top level or under `jax.jit`. Target logits ``[M, V]`` are
+    split over `vocab_axis` along V and over `batch_axis` along M. Without a mesh, the call is
+    inside a `jax.shard_map` of the caller's and arrays are its parts: target logits are
+    ``[M, V / devices]``, and all that has no vocabulary axis is the same on every device of
+    `vocab_axis`. There `batch_axis` has nothing to say: each part is a batch of its own.
+
+    ``VerifySharding()`` asks for a verification that knows of no mesh.
+
+    The vocabulary axis must divide evenly: pad it, and pass ``vocab_size``, the ids of the whole
+    vocabulary that count. Draft distributions are read where they are, whether every device holds
+    whole rows or, for ``Vd == V``, its own ids of them. In a `jax.shard_map`, storage as wide as
+    the target's part is taken for a part, and wider storage for whole rows; narrower storage may be
+    either, and is taken for whole rows only where ``check_vma`` says so.
+
+    Over `batch_axis` the requests, the drafts and the rows are split evenly, so N and B must
+    divide by its size n. Every request must find its drafts where it is itself: the requests of
+    device i own the drafts from ``i * N / n`` on, as those of `Drafts.from_dense` do. One whose
+    drafts lie elsewhere ends with status BAD_INPUT. Draft storage is split likewise if it has no
+    row indices; if it has, it is split if it comes so (then a row must lie with its request), and
+    else read whole.
+
+    Attributes:
+      mesh: the mesh, or None inside `jax.shard_map`.
+      vocab_axis: name of the mesh axis that the vocabulary is split over, or None.
+      batch_axis: name of the mesh axis that requests are split over, or None.
+
+    Raises:
+      TypeError: a mesh that is none, or an axis that is no name.
+      ValueError: an axis that the mesh lacks, one axis for both, or a mesh without any.
+
+    Example:
+      >>> import jax
+      >>> mesh = jax.make_mesh((1,), ("model",), devices=jax.devices()[:1])
+      >>> VerifySharding(mesh, vocab_axis="model").batch_axis is None
+      True
+    """
+
+    mesh: Mesh | AbstractMesh | None = None
+    vocab_axis: str | None = None
+    batch_axis: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check names against the mesh."""
+        if not (self.mesh is None or isinstance(self.mesh, (Mesh, AbstractMesh))):
+            raise TypeError(
+                f"mesh must be a jax.sharding.Mesh or None, but it is {self.mesh!r:.80}"
+            )
+        for name in ("vocab_axis", "batch_axis"):
+            axis = getattr(self, name)
+            if not (axis is None or isinstance(axis, str)):
+                raise TypeError(f"{name} must be a name or None, but it is {axis!r:.80}")
+            if self.mesh is not None and axis is not None and axis not in self.mesh.shape:
+                axes = tuple(self.mesh.axis_names)
+                raise ValueError(f"{name} must be an axis of the mesh, {axes}, but it is {axis!r}")
+        if self.vocab_axis is not None and self.vocab_axis == self.batch_axis:
+            raise ValueError(f"vocab_axis and batch_axis must differ, but are {self.vocab_axis!r}")
+        if self.mesh is not None and self.vocab_axis is None and self.batch_axis is None:
+            raise ValueError("a mesh needs a vocab_axis or a batch_axis, but both are None")
+
+
+class Layout(NamedTuple):
+    """A `VerifySharding` and how the draft storage of one call lies. Static.
+
+    Attributes:
+      mesh: None inside `jax.shard_map`.
+      vocab_axis: None where every device holds whole rows.
+      batch_axis: None where requests are not split.
+      draft_vocab: whether the draft storage is split over `vocab_axis`.
+      draft_batch: whether it is split over `batch_axis`.
+    """
+
+    mesh: Mesh | AbstractMesh | None
+    vocab_axis: str | None
+    batch_axis: str | None
+    draft_vocab: bool
+    draft_batch: bool
+
+
+def vocabulary_parts(sharding: VerifySharding | None) -> int:
+    """Of how many parts of the vocabulary `target_logits` is one: 1 but inside `jax.shard_map`.
+
+    Raises:
+      TypeError: `sharding` is something else.
+      ValueError: there is no mesh and no `jax.shard_map` around.
+    """
+    if sharding is None:
+        return 1
+    if not isinstance(sharding, VerifySharding):
+        raise TypeError(f"sharding must be a VerifySharding or None, but it is {sharding!r:.80}")
+    if sharding.mesh is not None or sharding.vocab_axis is None:
+        return 1
+    try:
+        return lax.axis_size(sharding.vocab_axis)
+    except NameError:
+        raise ValueError(
+            f"sharding names the axis {sharding.vocab_axis!r} and no mesh, so the call must be "
+            "inside a jax.shard_map over that axis, but it is not"
+        ) from None
+
+
+def resolve(
+    sharding: VerifySharding | None, target_logits: jax.Array, drafts: Drafts, noise: Any
+) -> Layout | None:
+    """How the arrays of a call lie; None where no mesh is known of.
+
+    Args:
+      sharding: what the caller says; None to go by where `target_logits` is. What cannot be
+        served then is left to XLA, as if nothing were split.
+      target_logits: checked, as the others are.
+      drafts: the drafts.
+      noise: explicit noise, or keys.
+
+    Raises:
+      ValueError: an axis that does not divide; draft storage of which no part can be told.
+      NotImplementedError: a race, which is not run over a split vocabulary.
+    """
+    if sharding is not None:
+        return _checked(sharding, target_logits, drafts, noise)
+    derived = _derived(target_logits)
+    if derived is None:
+        return None
+    try:
+        return _checked(derived, target_logits, drafts, noise)
+    except (ValueError, NotImplementedError):
+        return None
+
+
+def _derived(target_logits: jax.Array) -> VerifySharding | None:
+    mesh, rows, columns = _place(target_logits)
+    named = all(axis is None or isinstance(axis, str) for axis in (rows, columns))
+    if mesh is None or (rows, columns) == (None, None) or not named:
+        return None
+    return VerifySharding(mesh, vocab_axis=columns, batch_axis=rows)
+
+
+def _place(matrix: Any) -> tuple[Any, Any, Any]:
+    """Mesh, and axes of rows and columns, as far as known: under `jit`, explicit axes alone."""
+    is_traced = isinstance(matrix, jax.core.Tracer)
+    sharding = jax.typeof(matrix).sharding if is_traced else getattr(matrix, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        return None, None, None
+    rows, columns = (*sharding.spec, None, None)[:2]
+    return sharding.mesh, _single(rows), _single(columns)
+
+
+def _single(axes: Any) -> Any:
+    """An entry of a PartitionSpec; where it names one axis, that name."""
+    return axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes or None
+
+
+def _checked(
+    sharding: VerifySharding, target_logits: jax.Array, drafts: Drafts, noise: Any
+) -> Layout | None:
+    mesh, vocab_axis, batch_axis = sharding.mesh, sharding.vocab_axis, sharding.batch_axis
+    if vocab_axis is not None and isinstance(noise, RaceNoise):
+        raise NotImplementedError("RaceNoise is not served over a split vocabulary; give a Noise")
+    storage, indexed = _storage(drafts)
+    if mesh is None:
+        if vocab_axis is None:
+            return None
+        split = storage is not None and _is_part(storage, target_logits, vocab_axis)
+        return Layout(None, vocab_axis, None, split, False)
+
+    vocabulary, batch = target_logits.shape[1], drafts.cu_num_draft_tokens.shape[0] - 1
+    if vocab_axis is not None and vocabulary % mesh.shape[vocab_axis]:
+        raise ValueError(
+            f"the vocabulary axis of target_logits must divide over the {mesh.shape[vocab_axis]} "
+            f"devices of {vocab_axis!r}, but it has {vocabulary} ids: pad it, and pass vocab_size"
+        )
+    if batch_axis is not None:
+        for name, size in (("B", batch), ("N", drafts.token_ids.shape[0])):
+            if size % mesh.shape[batch_axis]:
+                raise ValueError(
+                    f"{name} must divide over the {mesh.shape[batch_axis]} devices of "
+                    f"{batch_axis!r}, but it is {size}"
+                )
+    if storage is None:
+        return Layout(mesh, vocab_axis, batch_axis, False, False)
+    place, rows, columns = _place(storage)
+    is_known = place is not None and not isinstance(storage, jax.core.Tracer)
+    is_split = vocab_axis is not None and columns == vocab_axis
+    by_vocab = vocab_axis is not None and storage.shape[1] == vocabulary
+    by_vocab &= is_split or not is_known
+    if is_split and not by_vocab:
+        raise ValueError(
+            f"draft storage that is split over {vocab_axis!r} must have V = {vocabulary} columns, "
+            f"as the target has, but it has {storage.shape[1]}"
+        )
+    by_batch = batch_axis is not None
+    if indexed:
+        by_batch &= rows == batch_axis
+    return Layout(mesh, vocab_axis, batch_axis, by_vocab, by_batch)
+
+
+def _storage(drafts: Drafts) -> tuple[Any, bool]:
+    """The storage of the draft distributions, and whether drafts point into it by index."""
+    distribution = drafts.distribution
+    if distribution is None:
+        return None, False
+    storage = distribution.probs if isinstance(distribution, DraftProbs) else distribution.logits
+    return storage, distribution.rows is not None
+
+
+def _is_part(storage: jax.Array, target_logits: jax.Array, vocab_axis: str) -> bool:
+    """Whether draft storage inside `jax.shard_map` is split over the vocabulary axis."""
+    width, part = storage.shape[1], target_logits.shape[1]
+    varies = [
+        vocab_axis in jax.typeof(x).manual_axis_type.varying for x in (target_logits, storage)
+    ]
+    if width == part:
+        return varies[1] or not varies[0]
+    if width < part and not varies[0]:
+        raise ValueError(
+            f"draft storage inside jax.shard_map must be {part} ids wide, as the part of the "
+            f"target is, or whole rows, but it has {width} columns, which may be either: let "
+            "check_vma be true, or pad the drafter's vocabulary"
+        )
+    if varies[1]:
+        raise ValueError(
+            f"draft storage that is split over {vocab_axis!r} must be {part} ids wide, as the part "
+            f"of the target is, but it has {width} columns"
+        )
+    return False
+
+
+def over_parts(
+    function: Callable[..., RejectionSampleOutput],
+    layout: Layout,
+    target_logits: jax.Array,
+    drafts: Drafts,
+    *given: Any,
+) -> RejectionSampleOutput:
+    """Call a function on each device's part.
+
+    Args:
+      function: of the arguments below, in parts, with the offsets of each part beginning at 0.
+      layout: how they lie.
+      target_logits: ``[M, V]``.
+      drafts: the drafts.
+      *given: pytrees of arrays ``[B, ...]``.
+
+    Returns:
+      What `function` returns, put together.
+    """
+    if layout.mesh is None:
+        return function(target_logits, drafts, *given)
+    mesh, batch = layout.mesh, layout.batch_axis
+    distribution = drafts.distribution
+    stored = batch if layout.draft_batch else None
+    own: Any = P(batch)
+    whole: Any = P()
+    matrix: Any = P(stored, layout.vocab_axis if layout.draft_vocab else None)
+    normalizer: Any = P(stored)
+    of_distribution: Any = None
+    if isinstance(distribution, DraftProbs):
+        of_distribution = DraftProbs(matrix, own, own)
+    elif isinstance(distribution, DraftLogits):
+        of_distribution = DraftLogits(matrix, own, own, normalizer)
+    of_drafts = Drafts(own, whole, of_distribution)
+
+    specs = (P(batch, layout.vocab_axis), of_drafts, *[P(batch) for _ in given])
+
+    def on_part(target_logits: jax.Array, drafts: Drafts, *given: Any) -> RejectionSampleOutput:
+        return function(target_logits, _own(drafts, layout), *given)
+
+    # Without vma, of which kernels know nothing.
+    on_parts = jax.shard_map(
+        on_part, mesh=mesh, in_specs=specs, out_specs=P(batch), check_vma=False
+    )
+    return on_parts(*_placed((target_logits, drafts, *given), specs, mesh))
+
+
+def _placed(arrays: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """Arrays where `specs` say, as far as axes are explicit; `jax.shard_map` places the others."""
+    explicit = [
+        n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit
+    ]
+    if not explicit:
+        return arrays
+
+    def place(spec: P, tree: Any) -> Any:
+        sharding = NamedSharding(mesh, P(*[axis if axis in explicit else None for axis in spec]))
+        return jax.tree.map(lambda x: jax.reshard(x, sharding), tree)
+
+    return jax.tree.map(place, specs, arrays, is_leaf=lambda x: isinstance(x, P))
+
+
+def _own(drafts: Drafts, layout: Layout) -> Drafts:
+    """Drafts of one device's requests, with offsets and rows counted from its own first."""
+    if layout.mesh is None or layout.batch_axis is None:
+        return drafts
+    me, parts = lax.axis_index(layout.batch_axis), layout.mesh.shape[layout.batch_axis]
+    cu, n = drafts.cu_num_draft_tokens, drafts.token_ids.shape[0]
+    batch = (cu.shape[0] - 1) // parts
+    own = lax.dynamic_slice(cu, (me * batch,), (batch + 1,)) - me * n
+    distribution = drafts.distribution
+    if distribution is not None and distribution.rows is not None and layout.draft_batch:
+        first_row = me * _storage(drafts)[0].shape[0]
+        distribution = dataclasses.replace(distribution, rows=distribution.rows - first_row)
+    return dataclasses.replace(drafts, cu_num_draft_tokens=own, distribution=distribution)

@@ -1,0 +1,148 @@
+"""One device's part of the vocabulary: what it reads of its own columns.
+
+Two computations read whole rows: `RowPart.statistics`, of the rows of every position, and
+`tile_masses`, of the chosen row. The others look at single entries, or at one tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_specdec._src.verify import block, tiles
+from jax_specdec._src.verify.resample import Source
+from jax_specdec._src.verify.rows import DraftRows
+
+
+class PartStats(NamedTuple):
+    """What one read of a part of a row leaves behind.
+
+    Attributes:
+      max: ``[]`` float32, its largest logit; +inf for NaN, -inf where no id counts.
+      sum: ``[]`` float32, ``sum(exp((logit - max) / temperature))``.
+      best_id: ``[]`` int32, the lowest id of the largest logit.
+    """
+
+    max: jax.Array
+    sum: jax.Array
+    best_id: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPart:
+    """The ids ``first_id .. first_id + width - 1`` of a matrix's rows.
+
+    Attributes:
+      matrix: ``[R, width]``, these ids; or ``[R, Vd]``, all ids, on every device.
+      is_split: which of the two.
+      first_id: ``[]`` int32.
+      width: ids of a part, alike on every device.
+      size: ids of the whole vocabulary that count.
+      fill: the entry of ids that do not.
+    """
+
+    matrix: jax.Array
+    is_split: bool
+    first_id: jax.Array
+    width: int
+    size: int
+    fill: float
+
+    def holds(self, ids: jax.Array) -> jax.Array:
+        """Whether ids are of this part."""
+        return (ids >= self.first_id) & (ids < self.first_id + self.width)
+
+    def at(self, row: jax.Array, ids: jax.Array) -> jax.Array:
+        """Entries of ids of this part; of others it may be anything."""
+        columns = ids - self.first_id if self.is_split else ids
+        columns = jnp.clip(columns, 0, self.matrix.shape[1] - 1)
+        entries = self.matrix.at[row, columns].get(mode="clip").astype(jnp.float32)
+        return jnp.where(ids < self.size, entries, self.fill)
+
+    def read(self, row: jax.Array, start: int, length: int) -> jax.Array:
+        """``[length]`` entries, from the part's column `start` on."""
+        ids = self.first_id + start + jnp.arange(length, dtype=jnp.int32)
+        if not self.is_split:
+            return self.at(row, ids)
+        entries = lax.dynamic_slice(self.matrix, (row, start), (1, length))[0]
+        return jnp.where(ids < self.size, entries.astype(jnp.float32), self.fill)
+
+    def statistics(self, row: jax.Array, inv_temperature: jax.Array) -> PartStats:
+        """Statistics of this part of a row of logits."""
+        stats = tiles.map_tiles(
+            lambda x: tiles.max_and_sum(x, inv_temperature),
+            lambda start, length: (self.read(row, start, length),),
+            self.width,
+            chunk=None,
+        )
+        peak = stats.peak
+        total = jnp.sum(stats.masses(inv_temperature))
+        tile = jnp.minimum(tiles.first(stats.max == peak), stats.max.shape[0] - 1)
+        first_id = self.first_id + tile * tiles.TILE
+        ids = first_id + jnp.arange(tiles.TILE, dtype=jnp.int32)
+        best = tiles.first(self.holds(ids) & (self.at(row, ids) == peak))
+        return PartStats(peak, jnp.where(peak > -jnp.inf, total, 0.0), first_id + best)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """What a request's last token is drawn from, as far as this part holds it.
+
+    Attributes:
+      source: target and draft row, and what normalizes them.
+      target: target logits.
+      draft: the draft storage, or None where no request has any.
+      draft_rows: what its entries mean.
+    """
+
+    source: Source
+    target: RowPart
+    draft: RowPart | None
+    draft_rows: DraftRows | None
+
+    def at(self, ids: jax.Array) -> jax.Array:
+        """``[2, n]``: weights of ids, and their ``p``; 0 for those of other parts."""
+        row, draft_row = self.source.row, self.source.draft_row
+        q_entries = None if self.draft is None else self.draft.at(draft_row, ids)
+        weights = self._of(ids, self.target.at(row, ids), q_entries)
+        return jnp.where(self.target.holds(ids), weights, 0.0)
+
+    def all(self) -> jax.Array:
+        """``[2, width]``, of the part's ids."""
+        row, draft_row, width = self.source.row, self.source.draft_row, self.target.width
+        ids = self.target.first_id + jnp.arange(width, dtype=jnp.int32)
+        q_entries = None if self.draft is None else self.draft.read(draft_row, 0, width)
+        return self._of(ids, self.target.read(row, 0, width), q_entries)
+
+    def _of(self, ids: jax.Array, p_entries: jax.Array, q_entries: jax.Array | None) -> jax.Array:
+        source, inv = self.source, self.source.inv_temperature
+        p = source.stats.scale(inv).probs(p_entries, inv)
+        weights = jnp.where(source.without_token & (ids == source.token_id), 0.0, p)
+        if self.draft_rows is not None and q_entries is not None:
+            q = self.draft_rows.probs(q_entries, source.scale, inv)
+            weights = jnp.where(source.from_residual, block.residual(source.weight, p, q), weights)
+        return jnp.stack([weights, p])
+
+
+def tile_masses(weights: Weights, num_parts: int) -> jax.Array:
+    """Sums of this part's weights, and of its ``p``, by tile.
+
+    Args:
+      weights: of the chosen row.
+      num_parts: parts of the vocabulary.
+
+    Returns:
+      ``[2, n]`` float32: the tiles, counted from id 0, from the one that the part begins in. What
+      other parts hold of them is not included.
+    """
+    width = weights.target.width
+    starts = range(0, num_parts * width, width)
+    count = max((s + width - 1) // tiles.TILE - s // tiles.TILE + 1 for s in starts)
+    padded = jnp.pad(weights.all(), ((0, 0), (tiles.TILE, count * tiles.TILE - width)))
+    start = tiles.TILE - weights.target.first_id % tiles.TILE
+    aligned = lax.dynamic_slice(padded, (0, start), (2, count * tiles.TILE))
+    return jnp.sum(aligned.reshape(2, count, tiles.TILE), axis=2)

@@ -1,0 +1,394 @@
+"""Verification over a mesh: the same tokens, wherever the vocabulary and the requests lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_specdec as sd
+from jax_specdec._src.verify import sharded, sharding
+
+from . import bad_rows, edges, suite
+from .batch import Batch, Layout, check, jitted, pack, verify
+from .cases import random_batch, random_request
+
+BIG = suite.BIG
+EVEN = dict(num_speculative_tokens=4, num_requests=8, num_drafts=32)
+
+
+def mesh_of(vocab: int, batch: int = 1, axis_type: AxisType = AxisType.Auto) -> Mesh:
+    devices = jax.devices()[: vocab * batch]
+    return jax.make_mesh((batch, vocab), ("b", "v"), (axis_type,) * 2, devices=devices)
+
+
+@functools.cache
+def over(vocab: int, batch: int | None = None):
+    """A verifier over so many parts of the vocabulary, and of the batch."""
+    axes = "v", None if batch is None else "b"
+    sharding = sd.VerifySharding(mesh_of(vocab, batch or 1), *axes)
+    return jitted(functools.partial(sd.rejection_sample_with_noise, sharding=sharding))
+
+
+def agree(layout: Layout, verifier, seeds=range(12)) -> None:
+    close = 0
+    for seed in seeds:
+        batch = random_batch(layout, seed)
+        close += check(batch, verify(batch, verifier))
+    print(f"{close} close calls differ in {len(seeds)} batches of {layout}")
+
+
+# Every kind of draft distribution, split and whole; parts smaller and larger than a tile, tiles
+# that parts cut; vocabularies that are padded to divide.
+SPLIT = [
+    Layout(vocab=96, **BIG, dtype="bfloat16", has_active=True),
+    Layout(vocab=8192, **BIG, kind="logits", store_rows=50, has_valid=True),
+    Layout(vocab=10248, vocab_size=10243, **BIG, kind="probs", has_bonus=True),
+    Layout(vocab=40000, vocab_size=37001, **BIG, kind="normalized", draft_vocab=36000),
+    Layout(vocab=2056, vocab_size=1500, **BIG, kind="logits", draft_vocab=300, dtype="float16"),
+    Layout(vocab=96, **BIG, kind="probs", rates=suite.RATES, has_valid=True),
+]
+CUT = SPLIT[2]
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("layout", SPLIT, ids=str)
+def test_eight_parts_of_the_vocabulary_give_the_tokens_of_the_oracle(layout):
+    agree(layout, over(8))
+
+
+@pytest.mark.parametrize("parts", [2, *[pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)]])
+def test_fewer_parts_give_the_tokens_of_the_oracle(parts):
+    agree(CUT, over(parts))
+
+
+# Requests split over a mesh axis.
+
+
+def even_batch(layout: Layout, seed: int) -> Batch:
+    """Every request owns K drafts, as `Drafts.from_dense` has it."""
+    rng = np.random.default_rng(seed)
+    k = layout.num_speculative_tokens
+    return pack([random_request(layout, rng, k) for _ in range(layout.num_requests)], layout, seed)
+
+
+@pytest.mark.parametrize(
+    ("layout", "vocab_parts"),
+    [
+        (Layout(vocab=96, **EVEN, kind="logits", has_valid=True), 2),
+        pytest.param(
+            Layout(vocab=97, **EVEN, kind="normalized", store_rows=64, has_bonus=True),
+            None,
+            marks=pytest.mark.newest,
+        ),
+    ],
+    ids=["both axes", "requests alone"],
+)
+def test_requests_split_over_an_axis_give_the_tokens_of_the_oracle(layout, vocab_parts):
+    axes = None if vocab_parts is None else "v", "b"
+    sharding = sd.VerifySharding(mesh_of(vocab_parts or 1, 4), *axes)
+    verifier = jitted(functools.partial(sd.rejection_sample_with_noise, sharding=sharding))
+    for seed in range(12):
+        batch = even_batch(layout, seed)
+        check(batch, verify(batch, verifier))
+
+
+@pytest.mark.newest
+def test_requests_whose_drafts_lie_in_another_part_are_bad_input():
+    layout = Layout(vocab=96, num_speculative_tokens=2, num_requests=4, num_drafts=4)
+    rng = np.random.default_rng(0)
+    verifier = over(2, 2)
+    for counts, bad in (((1, 1, 2, 0), []), ((2, 1, 1, 0), [1, 2]), ((0, 1, 1, 2), [2])):
+        requests = [random_request(layout, rng, count, temperature=0.7) for count in counts]
+        output = verify(pack(requests, layout), verifier)
+        assert np.flatnonzero(output.status == sd.Status.BAD_INPUT).tolist() == bad
+        assert not np.delete(output.status, bad).any()
+
+
+# Ways in.
+
+
+def in_shard_map(layout: Layout, *, draft_spec: P, check_vma: bool):
+    """A verifier inside a `shard_map` of its own, over eight parts."""
+
+    @jitted
+    def verifier(target_logits, drafts, noise, *, sampling, config, vocab_size, **_):
+        storage = dataclasses.replace(drafts.distribution, rows=None, valid=None)
+        specs = (P(None, "v"), jax.tree.map(lambda _: draft_spec, storage), P())
+
+        def part(target_logits, storage, rest):
+            drafts, noise, sampling = rest
+            drafts = dataclasses.replace(drafts, distribution=storage)
+            return sd.rejection_sample_with_noise(
+                target_logits,
+                drafts,
+                noise,
+                sampling=sampling,
+                config=config,
+                vocab_size=vocab_size,
+                sharding=sd.VerifySharding(vocab_axis="v"),
+            )
+
+        rest = dataclasses.replace(drafts, distribution=None), noise, sampling
+        mapped = jax.shard_map(
+            part, mesh=mesh_of(8), in_specs=specs, out_specs=P(), check_vma=check_vma
+        )
+        return mapped(target_logits, storage, rest)
+
+    return verifier
+
+
+@pytest.mark.parametrize(
+    ("draft_vocab", "draft_spec", "check_vma"),
+    [
+        (None, P(None, "v"), True),
+        pytest.param(None, P(None, "v"), False, marks=pytest.mark.newest),
+        pytest.param(9, P(), True, marks=pytest.mark.newest),  # narrower than a part, and whole
+        pytest.param(60, P(), False, marks=pytest.mark.newest),
+    ],
+)
+def test_a_call_inside_shard_map_gives_the_tokens_of_the_oracle(draft_vocab, draft_spec, check_vma):
+    layout = Layout(vocab=96, **BIG, kind="logits", draft_vocab=draft_vocab, vocab_size=90)
+    agree(layout, in_shard_map(layout, draft_spec=draft_spec, check_vma=check_vma), range(6))
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("under_jit", [False, True], ids=["top level", "jit"])
+def test_arrays_that_are_split_are_verified_where_they_are(axis_type, under_jit, monkeypatch):
+    layout = Layout(vocab=96, **EVEN, kind="probs")
+    mesh, seen = mesh_of(4, 2, axis_type), []
+    inner = sharded.verify
+
+    def watched(requests, target_logits, distribution, **options):
+        seen.append((target_logits.shape, distribution.probs.shape))
+        return inner(requests, target_logits, distribution, **options)
+
+    monkeypatch.setattr(sharded, "verify", watched)
+    jax.clear_caches()
+    call = sd.rejection_sample_with_noise
+    batch = even_batch(layout, 3)
+    (target_logits, drafts, noise), options = batch.arguments()
+    target_logits, probs = jax.device_put(
+        (target_logits, drafts.distribution.probs), NamedSharding(mesh, P("b", "v"))
+    )
+    drafts = dataclasses.replace(drafts, distribution=sd.DraftProbs(probs))
+    if under_jit:
+        if axis_type == AxisType.Auto:  # then nothing is known of a traced array's place
+            call = functools.partial(call, sharding=sd.VerifySharding(mesh, "v", "b"))
+        call = jitted(call)
+    output = jax.device_get(call(target_logits, drafts, noise, **options))
+    assert seen == [((20, 24), (16, 24))]
+    check(batch, output)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [
+        (P(("b", "v"), None), {}),  # two axes at once
+        (P(None, "v"), {"sharding": sd.VerifySharding()}),
+        (P("b", None), {}),  # three requests over two devices
+        (P(), {}),
+    ],
+    ids=str,
+)
+def test_other_arrays_are_verified_as_if_they_were_not_split(spec, options, monkeypatch):
+    monkeypatch.delattr(sharding, "over_parts")
+    layout = Layout(vocab=96, num_requests=3, num_drafts=5)
+    batch = random_batch(layout, 1)
+    (target_logits, drafts, noise), named = batch.arguments()
+    target_logits = jax.device_put(target_logits, NamedSharding(mesh_of(4, 2), spec))
+    output = sd.rejection_sample_with_noise(target_logits, drafts, noise, **named, **options)
+    check(batch, jax.device_get(output))
+
+
+# What crosses the links.
+
+WHOLE = P()
+
+
+def collectives(compiled: str) -> dict[str, int]:
+    """Every collective of a compiled program, and the bytes of its result on one device."""
+    found = {}
+    kinds = (
+        "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
+    )
+    for line in compiled.splitlines():
+        match = re.search(rf"%(\S+) = (.*?) (?:{kinds})(?:-start)?\(", line)
+        if match:
+            sizes = re.findall(r"(s32|f32|u32|pred|bf16)\[([\d,]*)\]", match[2])
+            width = {"s32": 4, "f32": 4, "u32": 4, "pred": 1, "bf16": 2}
+            found[match[1]] = sum(
+                width[t] * int(np.prod([int(n) for n in dims.split(",") if n])) for t, dims in sizes
+            )
+    return found
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("normalized", marks=pytest.mark.newest), "logits"],
+)
+def test_three_collectives_of_at_most_64_kb_each(kind):
+    b, k, v = 64, 4, 128256
+    mesh = mesh_of(8)
+
+    def array(*shape, dtype="float32", spec=WHOLE):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
+
+    normalizer = array(b * k) if kind == "normalized" else None
+    storage = array(b * k, v, dtype="bfloat16", spec=P(None, "v"))
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), b))
+    lowered = jax.jit(sd.rejection_sample, static_argnames=("config", "sharding")).lower(
+        array(b * (k + 1), v, dtype="bfloat16", spec=P(None, "v")),
+        sd.Drafts(
+            array(b * k, dtype="int32"),
+            array(b + 1, dtype="int32"),
+            sd.DraftLogits(storage, log_normalizer=normalizer),
+        ),
+        sampling=sd.SamplingParams(array(b)),
+        keys=keys,
+        positions=array(b, dtype="int32"),
+        config=sd.SpecDecodeConfig(num_speculative_tokens=k),
+        sharding=sd.VerifySharding(mesh, "v"),
+    )
+    moved = collectives(lowered.compile().as_text())
+    print(moved)
+    assert len(moved) == 3 and max(moved.values()) <= 2**16, moved
+
+
+def test_gathering_the_logits_would_be_seen():
+    mesh = mesh_of(8)
+    split, whole = (NamedSharding(mesh, spec) for spec in (P(None, "v"), P()))
+    x = jax.ShapeDtypeStruct((64, 128256), jnp.float32, sharding=split)
+    (moved,) = collectives(
+        jax.jit(jnp.copy, out_shardings=whole).lower(x).compile().as_text()
+    ).values()
+    assert moved == 64 * 128256 * 4
+
+
+# What is refused, at trace time.
+
+MESH = mesh_of(2, 2)
+SMALL = Layout(vocab=96, num_requests=4, num_drafts=8, num_speculative_tokens=2, kind="logits")
+
+
+def call(layout: Layout, sharding, **options) -> None:
+    args, named = random_batch(layout, 0).arguments()
+    sd.rejection_sample_with_noise(*args, **(named | options), sharding=sharding)
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence", "layout", "options"),
+    [
+        (
+            ValueError,
+            "must divide over the 2 devices of 'v', but it has 97 ids: pad it",
+            {"vocab": 97},
+            {},
+        ),
+        (
+            ValueError,
+            "B must divide over the 2 devices of 'b', but it is 3",
+            {"num_requests": 3},
+            {},
+        ),
+        (ValueError, "N must divide over the 2 devices of 'b', but it is 9", {"num_drafts": 9}, {}),
+        (NotImplementedError, "RaceNoise is not served over a split", {"race": True}, {}),
+    ],
+    ids=["V", "B", "N", "race"],
+)
+def test_what_cannot_be_split_is_refused(error, sentence, layout, options):
+    with pytest.raises(error, match=sentence):
+        call(dataclasses.replace(SMALL, **layout), sd.VerifySharding(MESH, "v", "b"), **options)
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence", "arguments"),
+    [
+        (TypeError, "mesh must be a jax.sharding.Mesh or None, but it is 'v'", ("v",)),
+        (TypeError, "vocab_axis must be a name or None, but it is 0", (MESH, 0)),
+        (ValueError, "batch_axis must be an axis of the mesh, .*, but it is 'x'", (MESH, "v", "x")),
+        (ValueError, "vocab_axis and batch_axis must differ, but are 'v'", (MESH, "v", "v")),
+        (ValueError, "a mesh needs a vocab_axis or a batch_axis, but both are None", (MESH,)),
+    ],
+    ids=["mesh", "name", "unknown axis", "same axis", "no axis"],
+)
+def test_a_sharding_that_is_none_is_refused(error, sentence, arguments):
+    with pytest.raises(error, match=sentence):
+        sd.VerifySharding(*arguments)
+
+
+def test_something_else_is_no_sharding():
+    with pytest.raises(TypeError, match="sharding must be a VerifySharding or None"):
+        call(SMALL, MESH)
+
+
+def test_an_axis_without_mesh_or_shard_map_is_refused():
+    with pytest.raises(ValueError, match="must be inside a jax.shard_map over that axis"):
+        call(SMALL, sd.VerifySharding(vocab_axis="v"))
+
+
+@pytest.mark.parametrize(
+    ("width", "spec", "check_vma", "sentence"),
+    [
+        (64, P(None, "v"), True, "must be 12 ids wide, as the part of the target is, but it has 8"),
+        (64, P(None, "v"), False, "it has 8 columns, which may be either"),
+        (9, P(), False, "it has 9 columns, which may be either"),
+    ],
+)
+def test_draft_storage_of_which_no_part_can_be_told_is_refused(width, spec, check_vma, sentence):
+    layout = dataclasses.replace(SMALL, draft_vocab=width)
+    with pytest.raises(ValueError, match=sentence):
+        verify(random_batch(layout, 0), in_shard_map(layout, draft_spec=spec, check_vma=check_vma))
+
+
+def test_split_draft_storage_of_another_width_is_refused():
+    (target_logits, drafts, noise), named = random_batch(SMALL, 0).arguments()
+    storage = jax.device_put(jnp.zeros((8, 64)), NamedSharding(MESH, P(None, "v")))
+    drafts = dataclasses.replace(drafts, distribution=sd.DraftLogits(storage))
+    with pytest.raises(ValueError, match="split over 'v' must have V = 96 columns"):
+        sd.rejection_sample_with_noise(
+            target_logits, drafts, noise, **named, sharding=sd.VerifySharding(MESH, "v")
+        )
+
+
+# Every edge case, with what is not wide enough padded by NaN.
+
+
+@jitted
+def padded(target_logits, drafts, noise, *, vocab_size=None, **options):
+    """Over eight parts, the vocabulary axis padded until it divides."""
+    v = target_logits.shape[1]
+    target_logits = jnp.pad(target_logits, ((0, 0), (0, -v % 8)), constant_values=jnp.nan)
+    sharding = sd.VerifySharding(mesh_of(8), "v")
+    return sd.rejection_sample_with_noise(
+        target_logits, drafts, noise, vocab_size=vocab_size or v, sharding=sharding, **options
+    )
+
+
+@pytest.mark.slow
+class TestOracle(suite.OracleSuite):
+    verifier = staticmethod(padded)
+
+
+@pytest.mark.slow
+class TestInvariance(suite.InvarianceSuite):
+    verifier = staticmethod(padded)
+
+
+@pytest.mark.slow
+class TestEdges(edges.EdgeSuite):
+    verifier = staticmethod(padded)
+
+
+@pytest.mark.slow
+class TestBadRows(bad_rows.BadRowSuite):
+    verifier = staticmethod(padded)
