@@ -105,6 +105,12 @@ def test_synthetic_acceptance_has_the_length_asked_for(
     assert result["identical_to_plain"] is None
 
 
+def test_the_block_rule_is_chosen_on_the_command_line() -> None:
+    arguments = ["generate", PROMPT, "--method", "block"]
+    config = options_lib.parse(arguments, sd.__version__).config
+    assert config.rejection_sample_method == "block"
+
+
 def test_synthetic_rates_are_read_from_the_command_line() -> None:
     rates = ["--acceptance-rates", "1,0.5,0.25,0,0,0"]
     arguments = ["generate", PROMPT, "--method", "synthetic", *rates]

@@ -54,6 +54,12 @@ def test_temporaries_stay_below_a_tenth_of_the_logits(dtype, kind, b):
     assert used < 0.1 * logits_bytes, f"{used} bytes, {used / logits_bytes:.3f} of the logits"
 
 
+def test_block_temporaries_stay_below_a_tenth_of_the_logits():
+    config = sd.SpecDecodeConfig(num_speculative_tokens=K, rejection_sample_method="block")
+    used = temporary_bytes(8, "float32", "logits", config)
+    assert used < 0.1 * (8 * K + 8) * VOCAB * 4, f"{used} bytes"
+
+
 def test_synthetic_temporaries_stay_below_a_tenth_of_the_logits():
     config = sd.SpecDecodeConfig(
         num_speculative_tokens=K,

@@ -32,10 +32,16 @@ class TestOracle:
     def test_gives_the_tokens_of_the_oracle(self, layout):
         suite.OracleSuite.agree(self, layout)
 
+    @pytest.mark.newest
+    @pytest.mark.parametrize("layout", suite.BLOCK, ids=str)
+    def test_gives_the_tokens_of_the_oracle_under_the_block_rule(self, layout):
+        suite.OracleSuite.agree(self, layout)
+
 
 class TestBadRows(bad_rows.BadRowSuite):
     verifier = staticmethod(all_at_once)
 
 
+@pytest.mark.newest
 class TestBlock(block_edges.BlockSuite):
     verifier = staticmethod(all_at_once)
