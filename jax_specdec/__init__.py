@@ -11,7 +11,7 @@ from jax_specdec._src.config import (
 from jax_specdec._src.drafting.draft_model import ModelDrafter
 from jax_specdec._src.drafting.drafter import Drafter, Proposal
 from jax_specdec._src.drafting.ngram import NGramDrafter
-from jax_specdec._src.drafting.sample import sample_draft_tokens
+from jax_specdec._src.drafting.sample import DraftSample, sample_draft_tokens
 from jax_specdec._src.drafting.store import DraftStore, count_fallbacks
 from jax_specdec._src.logprobs import TokenLogprobs, token_logprobs
 from jax_specdec._src.models.bytes import DOCUMENT_SEPARATOR, ByteDecoder, decode, encode
@@ -68,6 +68,7 @@ __all__ = [
     "CausalModel",
     "DraftLogits",
     "DraftProbs",
+    "DraftSample",
     "DraftStore",
     "Drafter",
     "Drafts",

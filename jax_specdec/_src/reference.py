@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from jax_specdec._src import reference_sampling
 from jax_specdec._src.reference_request import Array, BadRow, DraftStore, Request
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
@@ -50,12 +51,16 @@ def rejection_sample(
     noise: Noise | RaceNoise,
     *,
     temperature: npt.ArrayLike,
+    min_p: npt.ArrayLike | None = None,
+    top_k: npt.ArrayLike | None = None,
+    top_p: npt.ArrayLike | None = None,
     method: str,
     num_speculative_tokens: int,
     conditional_rates: Sequence[float] | None = None,
     bonus_token_ids: npt.ArrayLike | None = None,
     active: npt.ArrayLike | None = None,
     vocab_size: int | None = None,
+    token_bitmask: npt.ArrayLike | None = None,
 ) -> ReferenceOutput:
     """Verify the drafts of each request with explicit noise.
 
@@ -72,6 +77,10 @@ def rejection_sample(
       drafts: as for `jax_specdec.rejection_sample`; NumPy arrays will do.
       noise: `Noise`, or `RaceNoise` to pick tokens by ``argmax(weight / exponential)``.
       temperature: ``[B]``; 0 is greedy.
+      min_p: ``[B]``; tokens with ``p < min_p * max(p)`` are left out first. None for 0.
+      top_k: ``[B]``; then those less likely than the k-th likeliest, unless it is 0. None for 0.
+      top_p: ``[B]``; then those less likely than it takes to have this share of the rest. None
+        for 1.
       method: "standard", "block" or "synthetic".
       num_speculative_tokens: K.
       conditional_rates: ``[K]``, needed by "synthetic": draft ``i`` is kept iff
@@ -79,6 +88,7 @@ def rejection_sample(
       bonus_token_ids: ``[B]`` int32, or None to sample the bonus from the request's last row.
       active: ``[B]`` bool, or None for all true.
       vocab_size: ids from it on have weight 0; None for V.
+      token_bitmask: ``[M, ceil(V/32)]``, M the rows of `target_logits`; None allows all tokens.
 
     Returns:
       The emitted tokens of each request, and how close a call they were.
@@ -107,13 +117,21 @@ def rejection_sample(
     if method == "synthetic" and conditional_rates is None:
         raise ValueError("method 'synthetic' needs conditional_rates")
 
-    target = np.asarray(target_logits, dtype=np.float64)
+    target = reference_sampling.mask(np.asarray(target_logits, dtype=np.float64), token_bitmask)
     if vocab_size is not None:
         target = target[:, :vocab_size]
     ids = np.asarray(drafts.token_ids)
     offsets = np.asarray(drafts.cu_num_draft_tokens)
     accept = np.asarray(noise.accept, dtype=np.float64)
     temperatures = np.asarray(temperature, dtype=np.float64)
+    filters = {
+        name: np.full(len(temperatures), default) if values is None else np.asarray(values)
+        for name, values, default in [
+            ("min_p", min_p, 0.0),
+            ("top_k", top_k, 0),
+            ("top_p", top_p, 1.0),
+        ]
+    }
     bonus = None if bonus_token_ids is None else np.asarray(bonus_token_ids)
     draft_store = DraftStore(drafts.distribution, target.shape[1])
     num_requests = len(offsets) - 1
@@ -131,6 +149,8 @@ def rejection_sample(
         start, count = int(offsets[b]), int(offsets[b + 1]) - int(offsets[b])
         if (
             not (0 <= temperatures[b] < math.inf)
+            or not (0 <= filters["min_p"][b] <= 1 and filters["top_k"][b] >= 0)
+            or not (0 < filters["top_p"][b] <= 1)
             or not (0 <= count <= num_speculative_tokens)
             or not (0 <= start <= len(ids) - count)
             or (b == 0 and start != 0)
@@ -141,6 +161,9 @@ def rejection_sample(
         first_row = start if bonus is not None else start + b
         request = Request(
             temperature=float(temperatures[b]),
+            min_p=float(filters["min_p"][b]),
+            top_k=int(filters["top_k"][b]),
+            top_p=float(filters["top_p"][b]),
             draft_ids=[int(x) for x in ids[start : start + count]],
             target_rows=target[first_row : first_row + count + (bonus is None)],
             draft_store=draft_store,

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from jax_specdec._src import reference_sampling
 from jax_specdec._src.types import DraftDistribution, DraftLogits, Status
 
 Array = npt.NDArray[np.float64]
@@ -31,6 +32,9 @@ class Request:
     """One request: its drafts, its rows and its noise, and the closest call so far."""
 
     temperature: float
+    min_p: float
+    top_k: int
+    top_p: float
     draft_ids: list[int]
     target_rows: Array  # [count + 1, V], or [count, V] where the bonus token is given
     draft_store: DraftStore
@@ -64,7 +68,10 @@ class Request:
         return int(np.argmax(self.target_row(i)))  # the lowest id of the largest
 
     def target_probs(self, i: int) -> Array:
-        row = self.target_row(i)
+        row, margin = reference_sampling.keep(
+            self.target_row(i), self.temperature, self.min_p, self.top_k, self.top_p
+        )
+        self.record(margin)
         weights = np.exp((row - row.max()) / self.temperature)
         return weights / weights.sum()
 
@@ -150,13 +157,15 @@ class DraftStore:
         self.vocab_size = vocab_size
         self.has_logits = isinstance(distribution, DraftLogits)
         self.storage: Array | None = None  # [R, Vd]
-        self.rows = self.valid = self.log_normalizer = None
+        self.rows = self.valid = self.log_normalizer = self.threshold = None
         if distribution is None:
             return
         if isinstance(distribution, DraftLogits):
             storage = distribution.logits
             if distribution.log_normalizer is not None:
                 self.log_normalizer = np.asarray(distribution.log_normalizer, dtype=np.float64)
+            if distribution.threshold is not None:
+                self.threshold = np.asarray(distribution.threshold, dtype=np.float64)
         else:
             storage = distribution.probs
         self.storage = np.asarray(storage, dtype=np.float64)[:, :vocab_size]
@@ -186,6 +195,10 @@ class DraftStore:
         row = self.storage[r]
         if not self.has_logits:
             return row
+        if self.threshold is not None:
+            if math.isnan(self.threshold[r]):
+                raise BadRow(Status.BAD_DRAFT_ROW)
+            row = np.where(row < self.threshold[r], -math.inf, row)
         if self.log_normalizer is None:
             if not math.isfinite(row.max()):
                 raise BadRow(Status.BAD_DRAFT_ROW)

@@ -45,7 +45,7 @@ class Status(enum.IntEnum):
     BAD_DRAFT_ROW = 3
     """A visited draft row is not a distribution, or its index is out of range."""
     BAD_INPUT = 4
-    """Temperature negative or not finite, offsets not sorted or out of range, count above K."""
+    """A sampling parameter or an offset out of range, offsets not sorted, or a count above K."""
 
 
 @jax.tree_util.register_dataclass
@@ -84,6 +84,8 @@ class DraftLogits:
       log_normalizer: ``[R]`` float32, or None to have it computed. Entry ``r`` is
         ``logsumexp(float32(logits[r]) / temperature)`` over the ids the drafter could draw.
         Storing it spares one read of every draft row but the one that is resampled from.
+      threshold: ``[R]`` float32, or None for none. Entries of row ``r`` below entry ``r`` were left
+        out when it was drawn from (by min-p, top-k or top-p): they have ``q = 0``.
 
     Example:
       >>> import jax.numpy as jnp
@@ -96,6 +98,7 @@ class DraftLogits:
     rows: jax.Array | None = None
     valid: jax.Array | None = None
     log_normalizer: jax.Array | None = None
+    threshold: jax.Array | None = None
 
 
 DraftDistribution = DraftProbs | DraftLogits
@@ -114,8 +117,8 @@ class Drafts:
       distribution: what the drafts were drawn from; None for drafts without probabilities
         (n-gram lookup, a greedy drafter), which are verified as one-hot.
 
-    A token that a grammar forbids keeps its id here; put the mask into the target row. Then
-    ``p(x) = 0`` rejects it and the residual is right.
+    A token that a grammar forbids keeps its id here; give `rejection_sample` the mask of its row.
+    Then ``p(x) = 0`` rejects it and the residual is right.
 
     Example:
       Two requests, one with two drafts, one with none:
@@ -173,7 +176,8 @@ class Drafts:
           token_ids: ``[B, K]`` int32.
           num_draft_tokens: ``[B]`` int32, or None where all K ids are proposals.
           distribution: `DraftProbs` or `DraftLogits` whose storage is ``[B, K, Vd]`` or
-            ``[B*K, Vd]`` (then ``log_normalizer`` is ``[B, K]`` or ``[B*K]``), or None.
+            ``[B*K, Vd]`` (then ``log_normalizer`` and ``threshold`` are ``[B, K]`` or ``[B*K]``),
+            or None.
 
         Returns:
           Drafts with ``N = B * K``.
@@ -207,12 +211,13 @@ def _flatten_storage(distribution: DraftDistribution | None) -> DraftDistributio
     if isinstance(distribution, DraftProbs):
         probs = distribution.probs
         return dataclasses.replace(distribution, probs=_flatten_rows(probs), rows=rows)
-    normalizer = distribution.log_normalizer
+    normalizer, threshold = distribution.log_normalizer, distribution.threshold
     return dataclasses.replace(
         distribution,
         logits=_flatten_rows(distribution.logits),
         rows=rows,
         log_normalizer=None if normalizer is None else normalizer.reshape(-1),
+        threshold=None if threshold is None else threshold.reshape(-1),
     )
 
 
@@ -223,18 +228,32 @@ def _flatten_rows(storage: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How each request samples.
+    """How each request samples: by temperature, then min-p, then top-k, then top-p.
+
+    Each of the three leaves out the entries of a row below a threshold, and what is left is
+    normalized again. Entries equal to the threshold all stay. Where a field is None, nothing is
+    compiled for it; where no request uses one, nothing is computed. Greedy requests ignore them.
 
     Attributes:
       temperature: ``[B]`` float32. ``p = softmax(float32(logits) / temperature)``; 0 is greedy.
+      min_p: ``[B]`` float32 in [0, 1], or None. Tokens with ``p < min_p * max(p)`` are left out;
+        0 leaves out none.
+      top_k: ``[B]`` int32, not negative, or None. Tokens less likely than the k-th likeliest are
+        left out; 0 leaves out none.
+      top_p: ``[B]`` float32 in (0, 1], or None. The likeliest tokens stay, as many as it takes to
+        have `top_p` of the mass left so far; 1 leaves out none.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> SamplingParams(temperature=jnp.array([0.0, 0.8])).temperature.shape
-      (2,)
+      >>> sampling = SamplingParams(jnp.array([0.0, 0.8]), top_p=jnp.array([1.0, 0.95]))
+      >>> sampling.temperature.shape, sampling.top_k is None
+      ((2,), True)
     """
 
     temperature: jax.Array
+    min_p: jax.Array | None = None
+    top_k: jax.Array | None = None
+    top_p: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -132,7 +132,7 @@ def test_each_draft_is_sampled_from_its_stored_row_with_the_noise_of_its_offset(
         )
 
     for offset in range(K):
-        alone, normalizer = draw(jnp.asarray(rows[:, offset]), jnp.int32(offset))
+        alone, normalizer, _ = draw(jnp.asarray(rows[:, offset]), jnp.int32(offset))
         np.testing.assert_array_equal(alone, ids[:, offset])
         np.testing.assert_allclose(
             normalizer, in_order(proposal.store.log_normalizer)[:, offset], rtol=1e-6

@@ -29,7 +29,7 @@ def sample(
     keys: jax.Array,
     positions: jax.Array,
     offset: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+) -> sd.DraftSample:
     return sd.sample_draft_tokens(
         logits,
         sampling=sd.SamplingParams(temperature=temperature),
@@ -49,14 +49,14 @@ def draw(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and normalizers of logits ``[B, V]`` at one temperature or B of them."""
     batch = logits.shape[0]
-    ids, normalizer = sample(
+    ids, normalizer, threshold = sample(
         jnp.asarray(logits),
         jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (batch,)),
         jax.random.split(jax.random.key(seed), batch),
         jnp.full((batch,), position, jnp.int32),
         jnp.int32(offset),
     )
-    assert ids.dtype == jnp.int32 and normalizer.dtype == jnp.float32
+    assert ids.dtype == jnp.int32 and normalizer.dtype == jnp.float32 and threshold is None
     return np.asarray(ids), np.asarray(normalizer)
 
 
@@ -81,7 +81,7 @@ def test_greedy_requests_draft_the_argmax_and_ties_go_to_the_lowest_id(dtype):
 
 def test_where_the_config_drafts_greedily_every_draft_is_an_argmax_and_nothing_is_to_be_kept():
     logits = random_logits()
-    ids, normalizer = sd.sample_draft_tokens(
+    ids, normalizer, threshold = sd.sample_draft_tokens(
         jnp.asarray(logits),
         sampling=sd.SamplingParams(jnp.asarray(TEMPERATURES)),
         keys=jax.random.split(jax.random.key(0), BATCH),
@@ -90,7 +90,7 @@ def test_where_the_config_drafts_greedily_every_draft_is_an_argmax_and_nothing_i
         config=sd.SpecDecodeConfig(num_speculative_tokens=1, draft_sample_method="greedy"),
     )
     np.testing.assert_array_equal(ids, np.argmax(logits, axis=1))
-    assert ids.dtype == jnp.int32 and normalizer is None
+    assert ids.dtype == jnp.int32 and normalizer is None and threshold is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -121,10 +121,10 @@ def test_a_draft_does_not_depend_on_its_neighbours():
     positions = jnp.arange(BATCH, dtype=jnp.int32)
     arrays = (jnp.asarray(random_logits()), jnp.asarray(TEMPERATURES), keys, positions)
 
-    def at(order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def at(order: np.ndarray) -> sd.DraftSample:
         return jax.device_get(sample(*(x[order] for x in arrays), jnp.int32(0)))
 
-    ids, normalizer = at(np.arange(BATCH))
+    ids, normalizer, _ = at(np.arange(BATCH))
     order = np.random.default_rng(0).permutation(BATCH)
     np.testing.assert_array_equal(at(order)[0], ids[order])
     np.testing.assert_array_equal(at(order)[1], normalizer[order])

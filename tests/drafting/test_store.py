@@ -362,8 +362,8 @@ def filled(logits: np.ndarray, dtype: Any, position: int, rounded: bool = True) 
     ones, places = sd.SamplingParams(jnp.ones((MANY,))), jnp.full((MANY,), position, jnp.int32)
     exact = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (MANY, NARROW))
     stored = exact.astype(dtype)
-    ids, _ = draw_many(stored if rounded else exact, places)
-    _, normalizer = draw_many(stored, places)
+    ids, _, _ = draw_many(stored if rounded else exact, places)
+    _, normalizer, _ = draw_many(stored, places)
     store = sd.DraftStore.create(MANY, 1, NARROW, dtype)
     return store.write(0, stored, normalizer, positions=places, sampling=ones), ids
 

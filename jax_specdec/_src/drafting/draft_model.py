@@ -21,8 +21,9 @@ from jax_specdec._src.types import SamplingParams
 class ModelDrafter:
     """Drafts token by token with a model; its vocabulary may be narrower than the target's.
 
-    With ``draft_sample_method="probabilistic"`` tokens are sampled at each request's temperature
-    and their logits are kept for the check; with "greedy" they are argmaxes, verified one-hot.
+    With ``draft_sample_method="probabilistic"`` tokens are sampled under each request's parameters,
+    as the target's are, and their logits are kept for the check; with "greedy" they are argmaxes,
+    verified one-hot.
 
     Attributes:
       model: any `CausalModel`.
@@ -85,7 +86,7 @@ class ModelDrafter:
         ) -> tuple[jax.Array, DraftStore | None]:
             if store is not None:  # round, then sample: what is kept is what was drawn from
                 logits = logits.astype(store.logits.dtype)
-            ids, log_normalizer = sample_draft_tokens(
+            drawn = sample_draft_tokens(
                 logits,
                 sampling=sampling,
                 keys=keys,
@@ -93,11 +94,16 @@ class ModelDrafter:
                 offset=offset,
                 config=config,
             )
-            if store is not None and log_normalizer is not None:
+            if store is not None and drawn.log_normalizer is not None:
                 store = store.write(
-                    offset, logits, log_normalizer, positions=lengths, sampling=sampling
+                    offset,
+                    logits,
+                    drawn.log_normalizer,
+                    threshold=drawn.threshold,
+                    positions=lengths,
+                    sampling=sampling,
                 )
-            return ids, store
+            return drawn.token_ids, store
 
         def draft(carry: Any, offset: jax.Array) -> tuple[Any, jax.Array]:
             last, cache, store = carry

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.noise import Stream, uniforms
-from jax_specdec._src.sampling import inverse_temperature
+from jax_specdec._src.sampling import Filter, inverse_temperature
 from jax_specdec._src.types import SamplingParams
 from jax_specdec._src.verify.resample import Source, resample
 from jax_specdec._src.verify.rows import DraftScale, TargetRows
+
+
+class DraftSample(NamedTuple):
+    """One draft token per request, and what else to keep of the distribution it was drawn from.
+
+    Attributes:
+      token_ids: ``[B]`` int32.
+      log_normalizer: ``[B]`` float32, as in `DraftLogits`; not meaningful for greedy requests,
+        whose q is never read. None where the config drafts greedily: nothing is to be kept.
+      threshold: ``[B]`` float32, as in `DraftLogits`; None where nothing can have been left out.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> DraftSample(jnp.array([7])).threshold is None
+      True
+    """
+
+    token_ids: jax.Array
+    log_normalizer: jax.Array | None = None
+    threshold: jax.Array | None = None
 
 
 def sample_draft_tokens(
@@ -22,13 +44,14 @@ def sample_draft_tokens(
     positions: jax.Array,
     offset: jax.Array | int,
     config: SpecDecodeConfig | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """One draft token per request from ``q = softmax(float32(logits) / temperature)``.
+) -> DraftSample:
+    """One draft token per request from ``q = softmax(float32(logits) / temperature)``, filtered.
 
-    Store `logits` as they are and the check computes the same q. Drawn by two-level inverse CDF
-    from the draft stream, which shares no bits with the check's. Temperature 0 takes the argmax.
-    Where the config says ``draft_sample_method="greedy"``, every request does, nothing needs to be
-    stored, and the drafts are verified one-hot.
+    Under the min-p, top-k and top-p of the target's tokens more drafts are accepted. Store `logits`
+    as they are, with the threshold, and the check computes the same q. Drawn by two-level inverse
+    CDF from the draft stream, which shares no bits with the check's. Temperature 0 takes the
+    argmax. Where the config says ``draft_sample_method="greedy"``, every request does, nothing
+    needs to be stored, and the drafts are verified one-hot.
 
     Args:
       logits: ``[B, Vd]``, in the dtype in which they are stored.
@@ -39,28 +62,31 @@ def sample_draft_tokens(
       config: static settings; None for ``draft_sample_method="probabilistic"``.
 
     Returns:
-      ``token_ids [B]`` int32, and ``log_normalizer [B]`` float32 for `DraftStore.write` or
-      `DraftLogits` (not meaningful for greedy requests, whose q is never read); None where the
-      config drafts greedily.
+      `DraftSample`: the tokens, and what `DraftStore.write` or `DraftLogits` take.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import jax_specdec as sd
-      >>> token_ids, log_normalizer = sd.sample_draft_tokens(
+      >>> drawn = sd.sample_draft_tokens(
       ...     jnp.array([[0.0, 9.0, 1.0]]), sampling=sd.SamplingParams(jnp.zeros(1)),
       ...     keys=jax.random.split(jax.random.key(0), 1), positions=jnp.array([4]), offset=0)
-      >>> token_ids.tolist()
+      >>> drawn.token_ids.tolist()
       [1]
     """
     if config is not None and config.draft_sample_method == "greedy":
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
+        return DraftSample(jnp.argmax(logits, axis=-1).astype(jnp.int32))
     rows = TargetRows(logits, logits.shape[1], chunk=None)
     inv_temperature, greedy = inverse_temperature(sampling.temperature), sampling.temperature == 0
 
     def one_request(
-        row: jax.Array, inv: jax.Array, greedy: jax.Array, key: jax.Array, position: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        stats = rows.stats(row, inv, greedy)
+        row: jax.Array,
+        inv: jax.Array,
+        filter: Filter | None,
+        greedy: jax.Array,
+        key: jax.Array,
+        position: jax.Array,
+    ) -> DraftSample:
+        stats = rows.stats(row, inv, greedy, filter)
 
         def draw() -> tuple[jax.Array, jax.Array]:
             one, no = jnp.float32(1), jnp.bool_(False)
@@ -68,7 +94,9 @@ def sample_draft_tokens(
             return resample(source, rows, None, uniforms(key, position, Stream.DRAFT, offset, 2))
 
         token_id = lax.cond(greedy, lambda: rows.best(row, stats), lambda: draw()[0])
-        return token_id, stats.peak * inv + stats.scale(inv).log_scale
+        log_normalizer = stats.peak * inv + stats.scale(inv).log_scale
+        return DraftSample(token_id, log_normalizer, stats.threshold)
 
     index = jnp.arange(logits.shape[0], dtype=jnp.int32)
-    return jax.vmap(one_request)(index, inv_temperature, greedy, keys, positions)
+    filter = Filter.of(sampling)
+    return jax.vmap(one_request)(index, inv_temperature, filter, greedy, keys, positions)

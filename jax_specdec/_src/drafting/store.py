@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
 
+from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import DraftDistribution, DraftLogits, Drafts, SamplingParams
 
 _EVICTED = -1
@@ -26,7 +27,8 @@ class DraftStore:
     of a drafter is one block. Donate the store to the jitted function that carries it, and nothing
     of its size is ever copied.
 
-    A row serves only a check at the position and temperature it was drawn at. Whatever happened in
+    A row serves only a check at the position and temperature it was drawn at; what min-p, top-k and
+    top-p left out of it then is known by its threshold. Whatever happened in
     between (a step that did not draft, a preemption, another request in the slot), an old row is
     not used: that request alone is then verified one-hot, which is lossless too.
 
@@ -34,6 +36,7 @@ class DraftStore:
       logits: ``[K*S, Vd]``, float32, bfloat16 or float16: raw logits, rounded to this dtype before
         anything was drawn from them.
       log_normalizer: ``[K*S]`` float32, as in `DraftLogits`.
+      threshold: ``[K*S]`` float32, as in `DraftLogits`; -inf where nothing was left out.
       positions: ``[K, S]`` int32, absolute position of the first draft of the step a row was drawn
         in; -1 for a row not to be used.
       temperature: ``[K, S]`` float32, what the row was drawn at.
@@ -47,11 +50,12 @@ class DraftStore:
       >>> store = sd.DraftStore.create(num_slots=2, num_speculative_tokens=1, vocab_size=8)
       >>> logits, sampling = jnp.zeros((2, 8)), sd.SamplingParams(jnp.array([0.5, 1.0]))
       >>> keys, positions = jax.random.split(jax.random.key(0), 2), jnp.array([7, 3])
-      >>> token_ids, log_normalizer = sd.sample_draft_tokens(
+      >>> drawn = sd.sample_draft_tokens(
       ...     logits, sampling=sampling, keys=keys, positions=positions, offset=0)
       >>> store = store.write(
-      ...     0, logits, log_normalizer, positions=positions, sampling=sampling)
-      >>> drafts = sd.Drafts.from_flat(token_ids[jnp.array([1, 0, 0])], jnp.array([1, 1, 1]))
+      ...     0, logits, drawn.log_normalizer, threshold=drawn.threshold,
+      ...     positions=positions, sampling=sampling)
+      >>> drafts = sd.Drafts.from_flat(drawn.token_ids[jnp.array([1, 0, 0])], jnp.array([1, 1, 1]))
       >>> drafts = store.attach(
       ...     drafts, slots=jnp.array([1, 0, -1]), positions=jnp.array([3, 7, 9]),
       ...     sampling=sd.SamplingParams(jnp.array([1.0, 0.5, 0.5])))
@@ -61,6 +65,7 @@ class DraftStore:
 
     logits: jax.Array
     log_normalizer: jax.Array
+    threshold: jax.Array
     positions: jax.Array
     temperature: jax.Array
 
@@ -101,6 +106,7 @@ class DraftStore:
         return cls(
             logits=jnp.zeros((size, vocab_size), dtype),
             log_normalizer=jnp.zeros((size,), jnp.float32),
+            threshold=jnp.full((size,), -jnp.inf, jnp.float32),
             positions=jnp.full(per_row, _EVICTED, jnp.int32),
             temperature=jnp.zeros(per_row, jnp.float32),
         )
@@ -116,6 +122,7 @@ class DraftStore:
         logits: jax.Array,
         log_normalizer: jax.Array,
         *,
+        threshold: jax.Array | None = None,
         positions: jax.Array,
         sampling: SamplingParams,
         slots: jax.Array | None = None,
@@ -128,6 +135,7 @@ class DraftStore:
           offset: ``[]`` int32 in [0, K), place of the draft in the step.
           logits: ``[B, Vd]`` in the stored dtype; `sample_draft_tokens` got this very array.
           log_normalizer: ``[B]`` float32, from `sample_draft_tokens`.
+          threshold: ``[B]`` float32, from there too; None where nothing was left out.
           positions: ``[B]`` int32, absolute position of the step's first draft.
           sampling: per-request parameters.
           slots: ``[B]`` int32, all different, where each request's rows are; a slot out of range
@@ -143,6 +151,9 @@ class DraftStore:
         batch = self._batch(slots)
         _check_shape("logits", logits, (batch, self.logits.shape[1]))
         _check_shape("log_normalizer", log_normalizer, (batch,))
+        if threshold is None:
+            threshold = jnp.full((batch,), -jnp.inf, jnp.float32)
+        _check_shape("threshold", threshold, (batch,))
         _check_shape("positions", positions, (batch,))
         _check_shape("sampling.temperature", sampling.temperature, (batch,))
         if logits.dtype != self.logits.dtype:
@@ -157,6 +168,7 @@ class DraftStore:
             return DraftStore(
                 lax.dynamic_update_slice(self.logits, logits, (first, jnp.int32(0))),
                 lax.dynamic_update_slice(self.log_normalizer, log_normalizer, (first,)),
+                lax.dynamic_update_slice(self.threshold, threshold, (first,)),
                 self.positions.at[offset].set(stamped),
                 self.temperature.at[offset].set(temperature),
             )
@@ -167,6 +179,7 @@ class DraftStore:
         return DraftStore(
             self.logits.at[rows].set(logits, mode="drop"),
             self.log_normalizer.at[rows].set(log_normalizer, mode="drop"),
+            self.threshold.at[rows].set(threshold, mode="drop"),
             self.positions.at[offset, column].set(stamped, mode="drop"),
             self.temperature.at[offset, column].set(temperature, mode="drop"),
         )
@@ -203,7 +216,9 @@ class DraftStore:
 
         Returns:
           `drafts` with a `DraftLogits` whose entry ``valid[b]`` is true iff request b is sampled
-          and the rows of all its drafts were drawn at its position and temperature.
+          and the rows of all its drafts were drawn at its position and temperature. It has the
+          thresholds iff `sampling` has a min-p, top-k or top-p; rows of which anything was left
+          out are good only with them.
 
         Raises:
           ValueError: shapes that do not fit.
@@ -220,6 +235,9 @@ class DraftStore:
         drawn_at = self.positions[:, column]  # [K, B]
         matches = (drawn_at >= 0) & (drawn_at == positions[None, :])
         matches &= self.temperature[:, column] == sampling.temperature[None, :]
+        threshold = None if Filter.of(sampling) is None else self.threshold
+        if threshold is None:
+            matches &= self.threshold.reshape(k, s)[:, column] == -jnp.inf
         offset = jnp.arange(k, dtype=jnp.int32)[:, None]
         unused = offset >= _num_proposed(drafts, k)[None, :]
         valid = jnp.all(matches | unused, axis=0) & jnp.any(matches, axis=0)
@@ -236,6 +254,7 @@ class DraftStore:
             rows=rows,
             valid=valid,
             log_normalizer=self.log_normalizer,
+            threshold=threshold,
         )
         return dataclasses.replace(drafts, distribution=distribution)
 

@@ -40,19 +40,20 @@ def rejection_sample(
     bonus_token_ids: jax.Array | None = None,
     active: jax.Array | None = None,
     vocab_size: int | None = None,
+    token_bitmask: jax.Array | None = None,
     implementation: Implementation | None = None,
     kernel_config: KernelConfig | None = None,
     sharding: VerifySharding | None = None,
 ) -> RejectionSampleOutput:
     """Verify drafts against the target: accept a prefix of each, then emit one more token.
 
-    With ``p = softmax(float32(target_logits) / temperature)`` and ``q`` the draft distribution,
-    a draft ``x`` is accepted iff ``u * q(x) < p(x)``; at the first rejection the token is drawn
-    from ``(p - q)+``, and from ``p`` once all are accepted. The tokens a request emits are
-    distributed as if the target had sampled them one by one. Temperature 0 is greedy: drafts
-    stay while they equal the target's argmax. ``config`` may ask for the block rule, which judges
-    all drafts of a request jointly and keeps more of them, as exactly; or for synthetic
-    acceptance. All requests are independent: none changes another's tokens.
+    With ``p = softmax(float32(target_logits) / temperature)``, filtered as `sampling` says, and
+    ``q`` the draft distribution, a draft ``x`` is accepted iff ``u * q(x) < p(x)``; at the first
+    rejection the token is drawn from ``(p - q)+``, and from ``p`` once all are accepted. The tokens
+    a request emits are distributed as if the target had sampled them one by one. Temperature 0 is
+    greedy: drafts stay while they equal the target's argmax. ``config`` may ask for the block rule,
+    which judges all drafts of a request jointly and keeps more of them, as exactly; or for
+    synthetic acceptance. All requests are independent: none changes another's tokens.
 
     Works under `jit`, `lax.while_loop`, `lax.scan`, `jax.shard_map` and `jax.export`; ``config``,
     ``vocab_size``, ``implementation`` and ``sharding`` are static.
@@ -62,7 +63,7 @@ def rejection_sample(
         b owns ``count + 1`` rows from ``cu[b] + b`` on: one per draft, then the bonus row.
         ``[N, V]`` where `bonus_token_ids` is given: draft j's row is j.
       drafts: the proposed tokens and what they were drawn from.
-      sampling: per-request temperature.
+      sampling: per-request temperature, min-p, top-k and top-p.
       keys: ``[B]`` typed keys, one per request, the same on every step.
       positions: ``[B]`` int32, absolute position of each request's first draft. It must grow
         with every step, as the length of the sequence does; noise repeats where it repeats.
@@ -72,6 +73,9 @@ def rejection_sample(
       active: ``[B]`` bool; a false slot emits nothing and its rows are not read.
       vocab_size: ids from it on are padding of the vocabulary axis: weight 0, whatever the
         logits hold there.
+      token_bitmask: ``[M, ceil(V/32)]`` int32 or uint32, M the rows of `target_logits`, or None.
+        Token ``id`` is allowed in a row where bit ``id % 32`` of its word ``id // 32`` is set, and
+        has ``p = 0`` elsewhere, whatever its logit.
       implementation: "xla", "mosaic_gpu" (Hopper GPUs and newer), or None for the first that
         supports the call; see `which_implementation`. A named one never falls back.
       kernel_config: choices of speed for "mosaic_gpu", or None for the default.
@@ -114,7 +118,8 @@ def rejection_sample(
     """
     _check_implementation(implementation)
     parts = sharding_lib.vocabulary_parts(sharding)
-    _check(target_logits, drafts, sampling, config, bonus_token_ids, active, vocab_size, parts)
+    given = (target_logits, drafts, sampling, bonus_token_ids, active, vocab_size, token_bitmask)
+    _check(*given, config=config, vocabulary_parts=parts)
     checks.check_keys(keys, positions, sampling.temperature.shape[0])
     return _rejection_sample(
         target_logits,
@@ -123,6 +128,7 @@ def rejection_sample(
         sampling,
         bonus_token_ids,
         active,
+        token_bitmask,
         config=config,
         size=target_logits.shape[1] * parts if vocab_size is None else int(vocab_size),
         implementation=implementation,
@@ -141,6 +147,7 @@ def rejection_sample_with_noise(
     bonus_token_ids: jax.Array | None = None,
     active: jax.Array | None = None,
     vocab_size: int | None = None,
+    token_bitmask: jax.Array | None = None,
     implementation: Implementation | None = None,
     kernel_config: KernelConfig | None = None,
     sharding: VerifySharding | None = None,
@@ -159,6 +166,7 @@ def rejection_sample_with_noise(
       bonus_token_ids: as in `rejection_sample`.
       active: as in `rejection_sample`.
       vocab_size: as in `rejection_sample`.
+      token_bitmask: as in `rejection_sample`.
       implementation: as in `rejection_sample`.
       kernel_config: as in `rejection_sample`.
       sharding: as in `rejection_sample`.
@@ -185,7 +193,8 @@ def rejection_sample_with_noise(
     """
     _check_implementation(implementation)
     parts = sharding_lib.vocabulary_parts(sharding)
-    _check(target_logits, drafts, sampling, config, bonus_token_ids, active, vocab_size, parts)
+    given = (target_logits, drafts, sampling, bonus_token_ids, active, vocab_size, token_bitmask)
+    _check(*given, config=config, vocabulary_parts=parts)
     batch, k = sampling.temperature.shape[0], config.num_speculative_tokens
     checks.check_noise(noise, batch, k, target_logits.shape[1])
     return _rejection_sample(
@@ -195,6 +204,7 @@ def rejection_sample_with_noise(
         sampling,
         bonus_token_ids,
         active,
+        token_bitmask,
         config=config,
         size=target_logits.shape[1] * parts if vocab_size is None else int(vocab_size),
         implementation=implementation,
@@ -209,6 +219,8 @@ def which_implementation(
     *,
     config: SpecDecodeConfig,
     vocab_size: int | None = None,
+    sampling: SamplingParams | None = None,
+    token_bitmask: jax.Array | None = None,
     kernel_config: KernelConfig | None = None,
 ) -> Implementation:
     """Which implementation a call of `rejection_sample` uses that names none.
@@ -221,6 +233,8 @@ def which_implementation(
       drafts: as in `rejection_sample`.
       config: as in `rejection_sample`.
       vocab_size: as in `rejection_sample`.
+      sampling: as in `rejection_sample`; None for a temperature alone.
+      token_bitmask: as in `rejection_sample`.
       kernel_config: as in `rejection_sample`.
 
     Returns:
@@ -240,6 +254,8 @@ def which_implementation(
     why_not = support.unsupported(
         target_logits,
         readable(drafts.distribution),
+        sampling=sampling,
+        token_bitmask=token_bitmask,
         is_race=False,
         num_requests=drafts.cu_num_draft_tokens.shape[0] - 1,
         k=config.num_speculative_tokens,
@@ -249,21 +265,10 @@ def which_implementation(
     return "mosaic_gpu" if why_not is None else "xla"
 
 
-def _check(
-    target_logits: jax.Array,
-    drafts: Drafts,
-    sampling: SamplingParams,
-    config: SpecDecodeConfig,
-    bonus_token_ids: jax.Array | None,
-    active: jax.Array | None,
-    vocab_size: int | None,
-    vocabulary_parts: int,
-) -> None:
+def _check(*given: Any, config: SpecDecodeConfig, vocabulary_parts: int) -> None:
     if not isinstance(config, SpecDecodeConfig):
         raise TypeError(f"config must be a SpecDecodeConfig, but it is {config!r:.80}")
-    checks.check_call(
-        target_logits, drafts, sampling, bonus_token_ids, active, vocab_size, vocabulary_parts
-    )
+    checks.check_call(*given, vocabulary_parts=vocabulary_parts)
 
 
 def _check_implementation(implementation: Implementation | None) -> None:
@@ -286,6 +291,7 @@ def _rejection_sample(
     sampling: SamplingParams,
     bonus_token_ids: jax.Array | None,
     active: jax.Array | None,
+    token_bitmask: jax.Array | None,
     *,
     config: SpecDecodeConfig,
     size: int,
@@ -301,7 +307,7 @@ def _rejection_sample(
         kernel_config=kernel_config,
         layout=layout,
     )
-    arrays = (target_logits, drafts, randomness, sampling, bonus_token_ids, active)
+    arrays = (target_logits, drafts, randomness, sampling, bonus_token_ids, active, token_bitmask)
     return verify(*arrays) if layout is None else sharding_lib.over_parts(verify, layout, *arrays)
 
 
@@ -312,6 +318,7 @@ def _verify_part(
     sampling: SamplingParams,
     bonus_token_ids: jax.Array | None,
     active: jax.Array | None,
+    token_bitmask: jax.Array | None,
     *,
     config: SpecDecodeConfig,
     size: int,
@@ -323,14 +330,15 @@ def _verify_part(
     k, num_requests = config.num_speculative_tokens, sampling.temperature.shape[0]
     if target_logits.shape[0] == 0:  # no drafts anywhere, and the bonus given: no row to read
         target_logits = jnp.zeros((1, target_logits.shape[1]), target_logits.dtype)
+        token_bitmask = None
     drafts = dataclasses.replace(drafts, distribution=readable(drafts.distribution))
     method, rates = config.rejection_sample_method, config.conditional_rates
     rule: Any = {"size": size, "method": method, "conditional_rates": rates}
     splits_vocabulary = layout is not None and layout.vocab_axis is not None
-    given = (drafts, randomness, sampling, bonus_token_ids, active)
+    given = (drafts, randomness, sampling, bonus_token_ids, active, token_bitmask)
 
     def on_xla(given: Any) -> RejectionSampleOutput:
-        drafts, randomness, sampling, bonus_token_ids, active = given
+        drafts, randomness, sampling, bonus_token_ids, active, token_bitmask = given
         noise: Noise | RaceNoise
         if isinstance(randomness, (Noise, RaceNoise)):
             noise = randomness
@@ -338,7 +346,7 @@ def _verify_part(
             keys, positions = randomness
             noise = draw_noise(keys, positions, k)
         requests = unpack(drafts, noise, sampling, bonus_token_ids, active, k)
-        rows = requests, target_logits, drafts.distribution
+        rows = requests, target_logits, drafts.distribution, token_bitmask
         if layout is not None and layout.vocab_axis is not None:
             return sharded.verify(*rows, **rule, layout=layout)
         return xla.verify(*rows, **rule)
@@ -359,6 +367,8 @@ def _verify_part(
         or support.unsupported(
             target_logits,
             drafts.distribution,
+            sampling=sampling,
+            token_bitmask=token_bitmask,
             is_race=isinstance(randomness, RaceNoise),
             num_requests=num_requests,
             k=k,

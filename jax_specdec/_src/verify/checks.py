@@ -11,6 +11,7 @@ import numpy as np
 from jax_specdec._src.types import DraftLogits, DraftProbs, Drafts, Noise, RaceNoise, SamplingParams
 
 _LOGITS = ("float32", "bfloat16", "float16")
+_SAMPLING = {"temperature": "float32", "min_p": "float32", "top_k": "int32", "top_p": "float32"}
 
 
 def _array(name: str, x: Any, shape: tuple[Any, ...], dtypes: tuple[str, ...], why: str) -> None:
@@ -33,6 +34,8 @@ def check_call(
     bonus_token_ids: Any,
     active: Any,
     vocab_size: Any,
+    token_bitmask: Any = None,
+    *,
     vocabulary_parts: int = 1,
 ) -> None:
     """Check everything but the noise; `target_logits` hold one of so many parts of V.
@@ -68,7 +71,15 @@ def check_call(
         if not 1 <= vocab_size <= v:
             raise ValueError(f"vocab_size must be in [1, V] = [1, {v}], but it is {vocab_size}")
 
-    _array("sampling.temperature", sampling.temperature, (batch,), ("float32",), f"[B] = [{batch}]")
+    if token_bitmask is not None:
+        words = -(-v // 32)
+        why = f"[M, ceil(V/32)] = [{rows}, {words}], M the rows of target_logits"
+        _array("token_bitmask", token_bitmask, (rows, words), ("int32", "uint32"), why)
+
+    for name, dtype in _SAMPLING.items():
+        value = getattr(sampling, name)
+        if value is not None or name == "temperature":
+            _array(f"sampling.{name}", value, (batch,), (dtype,), f"[B] = [{batch}]")
     if active is not None:
         _array("active", active, (batch,), ("bool",), f"[B] = [{batch}]")
     if drafts.distribution is not None:
@@ -101,14 +112,11 @@ def _check_distribution(distribution: Any, batch: int, n: int, v: int) -> None:
     if distribution.valid is not None:
         valid = distribution.valid
         _array("drafts.distribution.valid", valid, (batch,), ("bool",), f"[B] = [{batch}]")
-    if isinstance(distribution, DraftLogits) and distribution.log_normalizer is not None:
-        _array(
-            "drafts.distribution.log_normalizer",
-            distribution.log_normalizer,
-            (r,),
-            ("float32",),
-            f"[R] = [{r}]",
-        )
+    if isinstance(distribution, DraftLogits):
+        for field in ("log_normalizer", "threshold"):
+            value = getattr(distribution, field)
+            if value is not None:
+                _array(f"drafts.distribution.{field}", value, (r,), ("float32",), f"[R] = [{r}]")
 
 
 def check_noise(noise: Any, batch: int, k: int, v: int) -> None:

@@ -7,19 +7,17 @@ request: a backend maps them over the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
 from jax_specdec._src.verify import block, greedy, probabilistic, tiles
-from jax_specdec._src.verify.resample import Source, resample, residual_mass
+from jax_specdec._src.verify.resample import Source, resample, residual_masses
 from jax_specdec._src.verify.rows import DraftRows, DraftScale, TargetRows
-
-ResidualMass = Callable[[Source, TargetRows, DraftRows], jax.Array]
 
 
 class Request(NamedTuple):
@@ -32,6 +30,7 @@ class Request(NamedTuple):
       draft_rows: ``[K]`` int32.
       stored: ``[]`` bool, whether its draft distribution is stored; else one-hot.
       inv_temperature: ``[]`` float32.
+      filter: what it leaves out of target rows, or None where nobody leaves out anything.
       greedy: ``[]`` bool.
       accept: ``[K]`` float32 uniforms.
       recover: ``[2]`` float32 uniforms, or None where `exponential` is given.
@@ -46,6 +45,7 @@ class Request(NamedTuple):
     draft_rows: jax.Array
     stored: jax.Array
     inv_temperature: jax.Array
+    filter: Filter | None
     greedy: jax.Array
     accept: jax.Array
     recover: jax.Array | None
@@ -94,13 +94,14 @@ class Visit(NamedTuple):
     weight: jax.Array
 
     @classmethod
-    def nothing(cls, size: int) -> Visit:
+    def nothing(cls, request: Request, size: int) -> Visit:
         """Stands for a position not visited."""
         zeros = jnp.zeros((tiles.num_tiles(size),), jnp.float32)
+        threshold = None if request.filter is None else jnp.float32(-jnp.inf)
         return cls(
             jnp.bool_(False),
             jnp.int32(Status.OK),
-            tiles.RowStats(zeros, zeros),
+            tiles.RowStats(zeros, zeros, threshold),
             DraftScale.unit(),
             jnp.float32(1),
         )
@@ -111,7 +112,7 @@ def read_rows(
 ) -> Visit:
     """Read the rows of one position, judging the rows only."""
     inv = request.inv_temperature
-    stats = target.stats(request.first_row + position, inv, request.greedy)
+    stats = target.stats(request.first_row + position, inv, request.greedy, request.filter)
     status = jnp.where(jnp.isfinite(stats.peak), Status.OK, Status.BAD_TARGET_ROW)
     scale = DraftScale.unit()
     if draft is not None:
@@ -137,7 +138,7 @@ def look(
     p = lax.cond(
         request.greedy,
         lambda: greedy.accepts(token_id, target.best(row, stats)).astype(jnp.float32),
-        lambda: stats.scale(inv).probs(target.at(row, token_id), inv),
+        lambda: stats.scale(inv).probs(target.at(row, token_id, stats.threshold), inv),
     )
     q, status = jnp.float32(1), seen.status
     if draft is not None:
@@ -166,7 +167,6 @@ def judge(
     p: jax.Array,
     target: TargetRows,
     draft: DraftRows | None,
-    residual_mass: ResidualMass = residual_mass,
 ) -> Visit:
     """Judge the drafts before a position by the block rule.
 
@@ -178,7 +178,6 @@ def judge(
       p: ``[]`` float32, target probability of the draft there.
       target: target rows.
       draft: draft rows, or None.
-      residual_mass: how the mass of a stored draft's residual is found.
 
     Returns:
       What was seen; `accepted` says whether the drafts before the position are kept.
@@ -193,7 +192,7 @@ def judge(
         source = source_of(request, position, seen, target)
         mass = lax.cond(
             request.uses_q(position, target.size),
-            lambda: residual_mass(source, target, draft),
+            lambda: jnp.sum(residual_masses(source, target, draft)),
             lambda: mass,
         )
         bad_q = jnp.isnan(mass) & (status == Status.OK)

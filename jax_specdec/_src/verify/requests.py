@@ -29,7 +29,7 @@ def unpack(
     """Everything but the rows, batched; each with the status that it begins with."""
     layout = ragged.unpack(drafts, k, has_bonus_rows=bonus_token_ids is None)
     temperature = sampling.temperature
-    valid_input = layout.in_bounds & sampling_lib.is_valid_temperature(temperature)
+    valid_input = layout.in_bounds & sampling_lib.is_valid(sampling)
     status = jnp.where(valid_input, int(Status.OK), int(Status.BAD_INPUT)).astype(jnp.int32)
     if active is not None:
         status = jnp.where(active, status, int(Status.INACTIVE))
@@ -45,6 +45,7 @@ def unpack(
         draft_rows=layout.draft_rows,
         stored=stored,
         inv_temperature=sampling_lib.inverse_temperature(temperature),
+        filter=sampling_lib.Filter.of(sampling),
         greedy=temperature == 0,
         accept=noise.accept,
         recover=noise.recover if isinstance(noise, Noise) else None,

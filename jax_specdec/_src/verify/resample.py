@@ -86,14 +86,15 @@ def resample(
         weights = jnp.where(without_token & (ids == source.token_id), 0.0, p_weights)
         if draft is not None:
             q = draft.at(source.draft_row, ids, source.scale, inv)
-            p = p_scale.probs(target.at(source.row, ids), inv)
+            p = p_scale.probs(target.at(source.row, ids, stats.threshold), inv)
             residual = block.residual(source.weight, p, q)
             weights = jnp.where(from_residual, residual, weights)
         return weights
 
     if exponential is not None:
         ids = jnp.arange(target.size, dtype=jnp.int32)
-        weights = weights_of(ids, p_scale.probs(target.at(source.row, ids), inv))
+        entries = target.at(source.row, ids, stats.threshold)
+        weights = weights_of(ids, p_scale.probs(entries, inv))
         score = jnp.where(weights > 0, weights / exponential[: target.size], -1.0)
         return tiles.first(score == jnp.max(score)), bad
 
@@ -112,7 +113,7 @@ def _tile_ids(tile: jax.Array) -> jax.Array:
 
 def _tile_weights(source: Source, target: TargetRows, tile: jax.Array) -> jax.Array:
     """``p`` inside a tile, relative to its largest weight, so that none underflows whole."""
-    entries = target.at(source.row, _tile_ids(tile))
+    entries = target.at(source.row, _tile_ids(tile), source.stats.threshold)
     largest = source.stats.max.at[tile].get(mode="clip")
     return jnp.exp((entries - largest) * source.inv_temperature)
 
@@ -123,13 +124,13 @@ def residual_masses(source: Source, target: TargetRows, draft: DraftRows) -> jax
     shared = min(tiles.num_tiles(draft.size) * tiles.TILE, target.size)
 
     def read(start: Any, length: int) -> tuple[jax.Array, jax.Array]:
-        p_entries = lax.dynamic_slice(target.logits, (source.row, start), (1, length))[0]
+        p_entries = target.read(source.row, start, length, source.stats.threshold)
         available = min(length, draft.size - start) if isinstance(start, int) else length
         q_entries = draft.read(source.draft_row, start, available)
         missing = length - available
         if missing:
             q_entries = jnp.pad(q_entries, (0, missing), constant_values=draft.fill)
-        return p_entries.astype(jnp.float32), q_entries
+        return p_entries, q_entries
 
     def mass(p_entries: jax.Array, q_entries: jax.Array) -> jax.Array:
         p = p_scale.probs(p_entries, source.inv_temperature)
@@ -139,11 +140,6 @@ def residual_masses(source: Source, target: TargetRows, draft: DraftRows) -> jax
     masses = tiles.map_tiles(mass, read, shared, draft.chunk, whole=draft.size)
     beyond = source.weight * _p_masses(source)[masses.shape[0] :]
     return jnp.concatenate([masses, beyond])
-
-
-def residual_mass(source: Source, target: TargetRows, draft: DraftRows) -> jax.Array:
-    """``sum((weight * p - q)+)`` of the row."""
-    return jnp.sum(residual_masses(source, target, draft))
 
 
 def _p_masses(source: Source) -> jax.Array:

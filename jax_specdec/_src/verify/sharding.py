@@ -281,7 +281,7 @@ def over_parts(
     if isinstance(distribution, DraftProbs):
         of_distribution = DraftProbs(matrix, own, own)
     elif isinstance(distribution, DraftLogits):
-        of_distribution = DraftLogits(matrix, own, own, normalizer)
+        of_distribution = DraftLogits(matrix, own, own, normalizer, normalizer)
     of_drafts = Drafts(own, whole, of_distribution)
 
     specs = (P(batch, layout.vocab_axis), of_drafts, *[P(batch) for _ in given])

@@ -38,10 +38,12 @@ class RowStats(NamedTuple):
     Attributes:
       max: ``[T]`` float32, largest logit of each tile, before temperature; +inf for NaN.
       sum: ``[T]`` float32, ``sum(exp((logit - max) / temperature))`` of each tile.
+      threshold: ``[]`` float32, or None for none; entries below it count as -inf.
     """
 
     max: jax.Array
     sum: jax.Array
+    threshold: jax.Array | None = None
 
     @property
     def peak(self) -> jax.Array:
@@ -55,6 +57,11 @@ class RowStats(NamedTuple):
     def scale(self, inv_temperature: jax.Array) -> Scale:
         """What normalizes the row."""
         return Scale(self.peak, jnp.log(jnp.sum(self.masses(inv_temperature))))
+
+
+def keep(x: jax.Array, threshold: jax.Array | None) -> jax.Array:
+    """Entries, -inf for those below a threshold; NaN stays."""
+    return x if threshold is None else jnp.where(x < threshold, -jnp.inf, x)
 
 
 def num_tiles(size: int) -> int:

@@ -8,7 +8,13 @@ import jax
 import numpy as np
 
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.types import DraftDistribution, DraftProbs, Drafts, SamplingParams
+from jax_specdec._src.types import (
+    DraftDistribution,
+    DraftLogits,
+    DraftProbs,
+    Drafts,
+    SamplingParams,
+)
 from jax_specdec._src.verify import checks
 
 
@@ -21,6 +27,7 @@ def validate(
     bonus_token_ids: jax.Array | None = None,
     active: jax.Array | None = None,
     vocab_size: int | None = None,
+    token_bitmask: jax.Array | None = None,
 ) -> None:
     """Raise for any input that `rejection_sample` would answer with a status, or would pass over.
 
@@ -35,6 +42,7 @@ def validate(
       bonus_token_ids: as in `rejection_sample`.
       active: as in `rejection_sample`.
       vocab_size: as in `rejection_sample`.
+      token_bitmask: as in `rejection_sample`.
 
     Raises:
       TypeError: an argument of the wrong type or dtype.
@@ -56,22 +64,21 @@ def validate(
     if not isinstance(config, SpecDecodeConfig):
         raise TypeError(f"config must be a SpecDecodeConfig, but it is {config!r:.80}")
     k = config.num_speculative_tokens
-    checks.check_call(target_logits, drafts, sampling, bonus_token_ids, active, vocab_size)
+    checks.check_call(
+        target_logits, drafts, sampling, bonus_token_ids, active, vocab_size, token_bitmask
+    )
     size = target_logits.shape[1] if vocab_size is None else vocab_size
     cu = np.asarray(drafts.cu_num_draft_tokens)
     batch, n = len(cu) - 1, drafts.token_ids.shape[0]
     slots = np.flatnonzero(np.ones(batch, bool) if active is None else np.asarray(active))
 
     _check_offsets(cu, k, n)
-    temperature = np.asarray(sampling.temperature)
-    for b in slots:
-        if not (np.isfinite(temperature[b]) and temperature[b] >= 0):
-            raise ValueError(
-                f"sampling.temperature[{b}] must be finite and not negative, but it is "
-                f"{temperature[b]}"
-            )
+    _check_sampling(sampling, slots)
 
     logits, ids = np.asarray(target_logits, np.float32)[:, :size], np.asarray(drafts.token_ids)
+    if token_bitmask is not None:
+        words = np.asarray(token_bitmask)[:, np.arange(size) // 32]
+        logits = np.where(words >> (np.arange(size) % 32).astype(words.dtype) & 1, logits, -np.inf)
     for b in slots:
         for i in range(cu[b], cu[b + 1]):
             if not -1 <= ids[i] < size:
@@ -89,6 +96,24 @@ def validate(
             )
     if drafts.distribution is not None:
         _check_distribution(drafts.distribution, cu, slots, size)
+
+
+_RANGES = {
+    "temperature": ("finite and not negative", lambda x: np.isfinite(x) and x >= 0),
+    "min_p": ("in [0, 1]", lambda x: 0 <= x <= 1),
+    "top_k": ("not negative", lambda x: x >= 0),
+    "top_p": ("in (0, 1]", lambda x: 0 < x <= 1),
+}
+
+
+def _check_sampling(sampling: SamplingParams, slots: Any) -> None:
+    for name, (rule, holds) in _RANGES.items():
+        if getattr(sampling, name) is None:
+            continue
+        values = np.asarray(getattr(sampling, name))
+        for b in slots:
+            if not holds(values[b]):
+                raise ValueError(f"sampling.{name}[{b}] must be {rule}, but it is {values[b]}")
 
 
 def _check_offsets(cu: Any, k: int, n: int) -> None:
@@ -122,6 +147,8 @@ def _check_distribution(distribution: DraftDistribution, cu: Any, slots: Any, si
     name = f"drafts.distribution.{'probs' if is_probs else 'logits'}"
     storage = distribution.probs if isinstance(distribution, DraftProbs) else distribution.logits
     values = np.asarray(storage, np.float32)[:, :size]
+    if isinstance(distribution, DraftLogits) and distribution.threshold is not None:
+        values = np.where(values < np.asarray(distribution.threshold)[:, None], -np.inf, values)
     rows = np.arange(cu[-1]) if distribution.rows is None else np.asarray(distribution.rows)
     for b in slots:
         if distribution.valid is not None and not distribution.valid[b]:
@@ -140,11 +167,15 @@ def _check_distribution(distribution: DraftDistribution, cu: Any, slots: Any, si
                     f"{name}[{row}] must be probabilities that sum to 1, but it has minimum "
                     f"{values[row].min()} and sum {values[row].sum()}"
                 )
-            _check_normalizer(distribution, row)
+            _check_scale(distribution, row)
 
 
-def _check_normalizer(distribution: DraftDistribution, row: int) -> None:
-    if isinstance(distribution, DraftProbs) or distribution.log_normalizer is None:
+def _check_scale(distribution: DraftDistribution, row: int) -> None:
+    if isinstance(distribution, DraftProbs):
+        return
+    if distribution.threshold is not None and np.isnan(distribution.threshold[row]):
+        raise ValueError(f"drafts.distribution.threshold[{row}] must be a number, but it is nan")
+    if distribution.log_normalizer is None:
         return
     value = distribution.log_normalizer[row]
     if not np.isfinite(value):

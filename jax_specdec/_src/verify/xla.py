@@ -19,7 +19,6 @@ from jax_specdec._src.types import DraftDistribution, RejectionSampleOutput, Sta
 from jax_specdec._src.verify import block, synthetic, tiles
 from jax_specdec._src.verify.decide import (
     Request,
-    ResidualMass,
     Visit,
     emit,
     judge,
@@ -27,7 +26,6 @@ from jax_specdec._src.verify.decide import (
     read_rows,
     visit,
 )
-from jax_specdec._src.verify.resample import residual_mass
 from jax_specdec._src.verify.rows import DraftRows, TargetRows
 
 Walk = Callable[[Request, TargetRows, DraftRows | None], tuple[jax.Array, Visit]]
@@ -37,6 +35,7 @@ def verify(
     requests: Request,
     target_logits: jax.Array,
     distribution: DraftDistribution | None,
+    token_bitmask: jax.Array | None = None,
     *,
     size: int,
     method: RejectionSampleMethod,
@@ -49,6 +48,7 @@ def verify(
       requests: batched requests.
       target_logits: ``[M, V]``, M at least 1.
       distribution: draft distributions, or None where every request is one-hot.
+      token_bitmask: ``[M, ceil(V/32)]``, or None where every token is allowed.
       size: ids that count, at most V.
       method: the rule for sampled requests.
       conditional_rates: K rates of the synthetic rule, or None for the others.
@@ -63,26 +63,23 @@ def verify(
             return _synthetic_walk(conditional_rates)
         return jointly if method == "block" else standard
 
+    def rows(chunk: int | None) -> tuple[TargetRows, DraftRows | None]:
+        draft = None if distribution is None else DraftRows(distribution, size, chunk)
+        return TargetRows(target_logits, size, chunk, token_bitmask), draft
+
     def one_by_one(requests: Request) -> RejectionSampleOutput:
-        target, draft = _rows(target_logits, distribution, size, tiles.CHUNK)
+        target, draft = rows(tiles.CHUNK)
         walk = walk_by(_lazy_walk, _lazy_block_walk)
         return lax.map(lambda r: _verify_request(r, walk, target, draft), requests)
 
     def all_at_once(requests: Request) -> RejectionSampleOutput:
-        target, draft = _rows(target_logits, distribution, size, None)
+        target, draft = rows(None)
         walk = walk_by(eager_walk, eager_block_walk)
         return jax.vmap(lambda r: _verify_request(r, walk, target, draft))(requests)
 
     if lazy is None:
         return lax.platform_dependent(requests, cpu=one_by_one, default=all_at_once)
     return one_by_one(requests) if lazy else all_at_once(requests)
-
-
-def _rows(
-    logits: jax.Array, distribution: DraftDistribution | None, size: int, chunk: int | None
-) -> tuple[TargetRows, DraftRows | None]:
-    draft = None if distribution is None else DraftRows(distribution, size, chunk)
-    return TargetRows(logits, size, chunk), draft
 
 
 def _verify_request(
@@ -115,7 +112,9 @@ def _lazy_walk(
         seen = visit(request, position, target, draft)
         return position + 1, seen
 
-    position, last = lax.while_loop(goes_on, step, (jnp.int32(0), Visit.nothing(target.size)))
+    position, last = lax.while_loop(
+        goes_on, step, (jnp.int32(0), Visit.nothing(request, target.size))
+    )
     num_accepted = jnp.where(last.accepted | (position == 0), position, position - 1)
     return num_accepted, last
 
@@ -181,7 +180,7 @@ def _lazy_block_walk(
         weight = block.joint_weight(state.weight, p, q)
         return _Block(position + 1, weight, seen.status, num_accepted, last)
 
-    zero, nothing = jnp.int32(0), Visit.nothing(target.size)
+    zero, nothing = jnp.int32(0), Visit.nothing(request, target.size)
     start = _Block(zero, jnp.float32(1), jnp.int32(Status.OK), zero, nothing)
     state = lax.while_loop(goes_on, step, start)
 
@@ -198,8 +197,10 @@ def _lazy_block_walk(
     return jnp.where(all_accepted, position, state.num_accepted), last
 
 
-def weigh(request: Request, target: TargetRows, draft: DraftRows | None) -> tuple[Visit, jax.Array]:
-    """All positions at once, with the joint weights of the drafts before them, and their p."""
+def eager_block_walk(
+    request: Request, target: TargetRows, draft: DraftRows | None
+) -> tuple[jax.Array, Visit]:
+    """All positions at once."""
     k = request.token_ids.shape[0]
     positions = jnp.arange(k + 1, dtype=jnp.int32)
     seen, p, q = jax.vmap(lambda i: look(request, i, target, draft))(positions)
@@ -208,25 +209,11 @@ def weigh(request: Request, target: TargetRows, draft: DraftRows | None) -> tupl
         return block.joint_weight(weight, *draft), weight
 
     _, weights = lax.scan(step, jnp.float32(1), (p, q), unroll=True)
-    return seen._replace(weight=weights), p
+    seen = seen._replace(weight=weights)
+    seen = jax.vmap(lambda i, s, p: judge(request, i, s, p, target, draft))(positions, seen, p)
 
-
-def eager_block_walk(
-    request: Request,
-    target: TargetRows,
-    draft: DraftRows | None,
-    residual_mass: ResidualMass = residual_mass,
-) -> tuple[jax.Array, Visit]:
-    """All positions at once."""
-    seen, p = weigh(request, target, draft)
-    positions = jnp.arange(p.shape[0], dtype=jnp.int32)
-
-    def judged(i: jax.Array, seen: Visit, p: jax.Array) -> Visit:
-        return judge(request, i, seen, p, target, draft, residual_mass)
-
-    seen = jax.vmap(judged)(positions, seen, p)
     proposed = jax.vmap(functools.partial(request.is_proposed, size=target.size))(positions)
-    goes_on = proposed & (jnp.append(seen.weight[1:], 0.0) > 0) & (seen.status == Status.OK)
+    goes_on = proposed & (jnp.append(weights[1:], 0.0) > 0) & (seen.status == Status.OK)
     stop = tiles.first(~goes_on)
     num_accepted = jnp.max(jnp.where((positions <= stop) & seen.accepted, positions, 0))
     last = jax.tree.map(lambda x: x[num_accepted], seen)
@@ -245,7 +232,7 @@ def _synthetic_walk(conditional_rates: tuple[float, ...]) -> Walk:
         last = lax.cond(
             num_accepted < request.num_rows,
             lambda: read_rows(request, num_accepted, target, draft),
-            lambda: Visit.nothing(target.size),
+            lambda: Visit.nothing(request, target.size),
         )
         return num_accepted, last
 

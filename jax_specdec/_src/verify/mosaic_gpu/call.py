@@ -36,6 +36,7 @@ def verify(
     sampling: SamplingParams,
     bonus_token_ids: jax.Array | None,
     active: jax.Array | None,
+    token_bitmask: jax.Array | None = None,
     *,
     k: int,
     size: int,
@@ -53,6 +54,7 @@ def verify(
       sampling: per-request parameters.
       bonus_token_ids: ``[B]`` int32 or None.
       active: ``[B]`` bool or None.
+      token_bitmask: ``[M, ceil(V/32)]`` int32 or uint32, or None.
       k: K.
       size: ids that count, at most V.
       method: the rule for sampled requests.
@@ -70,6 +72,8 @@ def verify(
     why_not = unsupported(
         target_logits,
         distribution,
+        sampling=sampling,
+        token_bitmask=token_bitmask,
         is_race=isinstance(randomness, RaceNoise),
         num_requests=num_requests,
         k=k,

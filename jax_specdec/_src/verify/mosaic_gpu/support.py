@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
+from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs, SamplingParams
 from jax_specdec._src.verify.mosaic_gpu.config import MAX_BARRIERS, KernelConfig, Shared, Slices
 
 SHARED_BYTES = 227 * 1024
@@ -35,6 +35,8 @@ def unsupported(
     target_logits: jax.Array,
     distribution: DraftDistribution | None,
     *,
+    sampling: SamplingParams | None,
+    token_bitmask: jax.Array | None,
     is_race: bool,
     num_requests: int,
     k: int,
@@ -42,6 +44,13 @@ def unsupported(
     config: KernelConfig | None = None,
 ) -> str | None:
     """Why the kernel cannot serve a call, in a sentence; None if it can."""
+    if isinstance(distribution, DraftLogits) and distribution.threshold is not None:
+        return "implementation='mosaic_gpu' does not have DraftLogits.threshold yet"
+    if token_bitmask is not None:
+        return "implementation='mosaic_gpu' does not have token_bitmask yet"
+    for name in ("min_p", "top_k", "top_p"):
+        if getattr(sampling, name, None) is not None:
+            return f"implementation='mosaic_gpu' does not have sampling.{name} yet"
     if is_race:
         return "implementation='mosaic_gpu' draws by inverse CDF: pass Noise, not RaceNoise"
     if num_requests == 0:
