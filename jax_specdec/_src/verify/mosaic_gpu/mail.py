@@ -53,7 +53,7 @@ class Mail:
 
         Args:
           turn: ``[]`` int32, from 0 on.
-          *values: float32 ``[128]``, the same in all threads of a warp.
+          *values: float32 ``[128]``, the same in all threads of a warp: one, two or four.
 
         Returns:
           For each value arrays by lane: entry i of array r is that of warp ``32 r + i``. Past the
@@ -64,23 +64,22 @@ class Mail:
             self.threads.meet()  # all wait for all
             return [[_by_lane(v.reshape(WARPS, WARP)[:, 0])] for v in values]
         box = lax.rem(turn, 2)
-        begin = box * self.shared.box
+        begin, width = box * self.shared.box, max(2, len(values))
         signals.exchange(
             self.ref,
             self.barriers,
-            begin + self._warp,
-            warps,
+            begin + width * self._warp,
             box,
             lax.rem(lax.div(turn, 2), 2),
-            list(values),
+            [*values, *values][:width],
             cluster=self.shared.slices.cluster,
             warps=warps,
         )
         found = []
-        for i in range(len(values)):
-            places = [jnp.minimum(lane, warps - 1) for lane in self._rounds(warps)]
-            found.append([self.threads.gather(self.ref, begin + i * warps + p) for p in places])
-        return found
+        for lane in self._rounds(warps):
+            place = begin + width * (jnp.minimum(lane, warps - 1) - self.threads.index())
+            found.append(self.threads.entries(self.ref, place, width, aligned=True))
+        return [list(of_value) for of_value in zip(*found, strict=True)][: len(values)]
 
     def is_warp(self) -> list[jax.Array]:
         """Where the arrays of `tell` have numbers."""
@@ -119,7 +118,6 @@ class Mail:
             self.ref,
             self.barriers,
             shared.masses + self._warp * shared.masses_per_warp,
-            1,
             jnp.int32(_MASSES),
             lax.rem(turn, 2),
             [*masses, *padding],

@@ -154,7 +154,6 @@ def exchange(
     mail: Any,
     barriers: Any,
     place: jax.Array,
-    stride: int,
     barrier: jax.Array,
     parity: jax.Array,
     values: list[jax.Array],
@@ -167,28 +166,21 @@ def exchange(
     Args:
       mail: float32 ref in shared memory.
       barriers: what `open_barriers` made ready.
-      place: ``[]`` or ``[128]`` int32, where this warp's first value goes; the same in all threads
-        of a warp.
-      stride: from one value to the next; 1 needs places that are multiples of four.
+      place: ``[]`` or ``[128]`` int32, where this warp's values go: a multiple of four, or of two
+        for two values; the same in all threads of a warp.
       barrier: which barrier.
       parity: of its turn.
-      values: float32 ``[128]`` each, the same in all threads of a warp.
+      values: float32 ``[128]`` each, two or a multiple of four, the same in all threads of a warp.
       cluster: blocks.
       warps: of all blocks.
     """
     count = len(values)
-    if stride == 1 and count % 4 == 0:
-        stores = [
-            f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 "
-            f"[theirs+{4 * j}], {{{', '.join(f'${3 + j + i}' for i in range(4))}}}, [barrier];"
-            for j in range(0, count, 4)
-        ]
-    else:
-        stores = [
-            f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 "
-            f"[theirs+{4 * j * stride}], ${3 + j}, [barrier];"
-            for j in range(count)
-        ]
+    width = min(count, 4)
+    stores = [
+        f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v{width}.b32 "
+        f"[theirs+{4 * j}], {{{', '.join(f'${3 + j + i}' for i in range(width))}}}, [barrier];"
+        for j in range(0, count, width)
+    ]
 
     def run(mail: Any, barriers: Any, place: Any, barrier: Any, parity: Any, *xs: Any) -> None:
         sends = "\n".join(f"@sends {store}" for store in stores)
