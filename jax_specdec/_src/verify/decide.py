@@ -197,9 +197,13 @@ def judge(
         )
         bad_q = jnp.isnan(mass) & (status == Status.OK)
         status = jnp.where(bad_q, Status.BAD_DRAFT_ROW, status)
+    return seen._replace(accepted=passes(request, position, seen.weight, mass), status=status)
+
+
+def passes(request: Request, position: jax.Array, weight: jax.Array, mass: jax.Array) -> jax.Array:
+    """Whether the drafts before a position are kept, given their joint weight and residual mass."""
     u = request.uniform(jnp.maximum(position - 1, 0))
-    accepted = (position == 0) | block.passes(u, seen.weight, mass)
-    return seen._replace(accepted=accepted, status=status)
+    return (position == 0) | block.passes(u, weight, mass)
 
 
 def emit(

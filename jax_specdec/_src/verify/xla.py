@@ -23,6 +23,7 @@ from jax_specdec._src.verify.decide import (
     emit,
     judge,
     look,
+    passes,
     read_rows,
     visit,
 )
@@ -180,15 +181,13 @@ def _lazy_block_walk(
         weight = block.joint_weight(state.weight, p, q)
         return _Block(position + 1, weight, seen.status, num_accepted, last)
 
-    zero, nothing = jnp.int32(0), Visit.nothing(request, target.size)
-    start = _Block(zero, jnp.float32(1), jnp.int32(Status.OK), zero, nothing)
+    zero, ok = jnp.int32(0), jnp.int32(Status.OK)
+    start = _Block(zero, jnp.float32(1), ok, zero, Visit.nothing(request, target.size))
     state = lax.while_loop(goes_on, step, start)
 
-    # Past all proposals no row is needed to judge them.
-    position = state.position
-    end = nothing._replace(weight=state.weight)
-    end = judge(request, position, end, jnp.float32(0), target, draft)
-    all_accepted = may_go_on(state) & end.accepted
+    position, weight = state.position, state.weight
+    # After the last proposal, whose residual mass is its weight, no row is needed to judge.
+    all_accepted = may_go_on(state) & passes(request, position, weight, weight)
     last = lax.cond(
         all_accepted & (position < request.num_rows),
         lambda: read_rows(request, position, target, draft),
