@@ -195,3 +195,44 @@ def test_drafts_share_no_noise_with_the_check():
     # Were the noise shared, it would show.
     shared = (noise.accept[:, 0] * VOCAB).astype(np.int64)
     assert independence(shared, noise.accept[:, 0]) < CONTROL
+
+
+@pytest.mark.newest
+def test_split_logits_give_the_tokens_of_whole_ones():
+    batch, vocab = 8, 24
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("vocab",))
+    temperature = jnp.resize(jnp.float32([0, 0.5, 1, 2]), batch)
+
+    def drawn(logits: jax.Array, sharding: sd.VerifySharding | None, method: str) -> Any:
+        return sd.sample_draft_tokens(
+            logits,
+            sampling=sd.SamplingParams(temperature),
+            keys=jax.random.split(jax.random.key(1), batch),
+            positions=jnp.full((batch,), POSITION),
+            offset=2,
+            config=sd.SpecDecodeConfig(num_speculative_tokens=1, draft_sample_method=method),
+            sharding=sharding,
+        )
+
+    def each_way(logits: jax.Array, method: str) -> Any:
+        inside = jax.shard_map(
+            lambda part: drawn(part, sd.VerifySharding(vocab_axis="vocab"), method),
+            mesh=mesh,
+            in_specs=jax.sharding.PartitionSpec(None, "vocab"),
+            out_specs=jax.sharding.PartitionSpec(),
+        )
+        with_a_mesh = sd.VerifySharding(mesh, vocab_axis="vocab")
+        return drawn(logits, None, method), drawn(logits, with_a_mesh, method), inside(logits)
+
+    logits = 3 * jax.random.normal(jax.random.key(0), (batch, vocab))
+    methods = ("probabilistic", "greedy")
+    drawn_ways, best_ways = jax.jit(lambda x: [each_way(x, m) for m in methods])(logits)
+    whole, *others = drawn_ways
+    for other in others:
+        np.testing.assert_array_equal(other.token_ids, whole.token_ids)
+        sampled = temperature > 0
+        normalizers = other.log_normalizer[sampled], whole.log_normalizer[sampled]
+        np.testing.assert_allclose(*normalizers, rtol=1e-6)
+    for best in best_ways:
+        np.testing.assert_array_equal(best.token_ids, jnp.argmax(logits, axis=1))
+        assert best.log_normalizer is None

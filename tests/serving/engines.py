@@ -77,9 +77,9 @@ def collect(updates: Sequence[sd.RequestUpdate]) -> dict[int, Finished]:
     return found
 
 
-def run(driver: sd.EngineDriver) -> dict[int, Finished]:
-    """Step until nothing is left to do."""
-    updates = []
+def run(driver: sd.EngineDriver, updates: Sequence[sd.RequestUpdate] = ()) -> dict[int, Finished]:
+    """Step until nothing is left to do, after the updates so far."""
+    updates = list(updates)
     while not driver.is_idle:
         updates += driver.step()
     return collect(updates)

@@ -8,12 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Proposal
 from jax_specdec._src.drafting.sample import sample_draft_tokens
 from jax_specdec._src.drafting.store import DraftStore
-from jax_specdec._src.models.protocol import CausalModel
+from jax_specdec._src.models.protocol import CausalModel, sharding_of
 from jax_specdec._src.types import SamplingParams
 
 
@@ -55,12 +57,17 @@ class ModelDrafter:
             return self.model.apply(params, zero[None, :], zero, self.model.init_cache(1, 1))[0]
 
         logits = jax.eval_shape(one_token, params)
-        return DraftStore.create(
+        store = DraftStore.create(
             batch_size,
             config.num_speculative_tokens,
             logits.shape[-1],
             logits.dtype if self.store_dtype is None else self.store_dtype,
         )
+        sharding = sharding_of(self.model)
+        if sharding is None or sharding.mesh is None:
+            return store
+        rows = NamedSharding(sharding.mesh, P(None, sharding.vocab_axis))
+        return dataclasses.replace(store, logits=lax.with_sharding_constraint(store.logits, rows))
 
     def prefill(self, params: Any, token_ids: jax.Array, cache: Any) -> Any:
         """Read the prompts."""
@@ -93,6 +100,7 @@ class ModelDrafter:
                 positions=lengths,
                 offset=offset,
                 config=config,
+                sharding=sharding_of(self.model),
             )
             if store is not None and drawn.log_normalizer is not None:
                 store = store.write(

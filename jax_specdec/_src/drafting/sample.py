@@ -11,9 +11,11 @@ from jax import lax
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.noise import Stream, uniforms
 from jax_specdec._src.sampling import Filter, inverse_temperature
-from jax_specdec._src.types import SamplingParams
+from jax_specdec._src.types import Drafts, Noise, SamplingParams
+from jax_specdec._src.verify.api import rejection_sample_with_noise
 from jax_specdec._src.verify.resample import Source, resample
 from jax_specdec._src.verify.rows import DraftScale, TargetRows
+from jax_specdec._src.verify.sharding import VerifySharding
 
 
 class DraftSample(NamedTuple):
@@ -44,6 +46,7 @@ def sample_draft_tokens(
     positions: jax.Array,
     offset: jax.Array | int,
     config: SpecDecodeConfig | None = None,
+    sharding: VerifySharding | None = None,
 ) -> DraftSample:
     """One draft token per request from ``q = softmax(float32(logits) / temperature)``, filtered.
 
@@ -60,6 +63,8 @@ def sample_draft_tokens(
       positions: ``[B]`` int32, the same that `rejection_sample` gets: position of the first draft.
       offset: ``[]`` int32, place of this draft in the step, from 0 on.
       config: static settings; None for ``draft_sample_method="probabilistic"``.
+      sharding: how `logits` are split, as in `rejection_sample`; they stay where they are. Then
+        only the temperature of `sampling` counts, and nothing is left out.
 
     Returns:
       `DraftSample`: the tokens, and what `DraftStore.write` or `DraftLogits` take.
@@ -73,7 +78,12 @@ def sample_draft_tokens(
       >>> drawn.token_ids.tolist()
       [1]
     """
-    if config is not None and config.draft_sample_method == "greedy":
+    takes_best = config is not None and config.draft_sample_method == "greedy"
+    if sharding is not None:
+        temperature = jnp.zeros_like(sampling.temperature) if takes_best else sampling.temperature
+        drawn = _sample_split(logits, temperature, keys, positions, offset, sharding)
+        return DraftSample(drawn.token_ids) if takes_best else drawn
+    if takes_best:
         return DraftSample(jnp.argmax(logits, axis=-1).astype(jnp.int32))
     rows = TargetRows(logits, logits.shape[1], chunk=None)
     inv_temperature, greedy = inverse_temperature(sampling.temperature), sampling.temperature == 0
@@ -100,3 +110,32 @@ def sample_draft_tokens(
     index = jnp.arange(logits.shape[0], dtype=jnp.int32)
     filter = Filter.of(sampling)
     return jax.vmap(one_request)(index, inv_temperature, filter, greedy, keys, positions)
+
+
+def _sample_split(
+    logits: jax.Array,
+    temperature: jax.Array,
+    keys: jax.Array,
+    positions: jax.Array,
+    offset: jax.Array | int,
+    sharding: VerifySharding,
+) -> DraftSample:
+    """The same from split logits, unfiltered: what a verification without drafts emits."""
+    size = logits.shape[0]
+    draw = jax.vmap(lambda key, position: uniforms(key, position, Stream.DRAFT, offset, 2))
+    output = rejection_sample_with_noise(
+        logits,
+        Drafts(jnp.zeros((0,), jnp.int32), jnp.zeros((size + 1,), jnp.int32)),
+        Noise(jnp.zeros((size, 1), jnp.float32), draw(keys, positions)),
+        sampling=SamplingParams(temperature),
+        config=SpecDecodeConfig(num_speculative_tokens=1),
+        sharding=sharding,
+    )
+    inv = inverse_temperature(temperature)
+    peak = jnp.max(logits, axis=1).astype(jnp.float32)
+    axis = sharding.vocab_axis if sharding.mesh is None else None  # else arrays are whole
+    peak = peak if axis is None else lax.pmax(peak, axis)
+    terms = jnp.exp((logits.astype(jnp.float32) - peak[:, None]) * inv[:, None])
+    total = jnp.sum(terms, axis=1)
+    total = total if axis is None else lax.psum(total, axis)
+    return DraftSample(output.token_ids[:, 0], peak * inv + jnp.log(total))

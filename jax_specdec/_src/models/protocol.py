@@ -9,7 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-__all__ = ["Cache", "CausalModel", "Params"]
+from jax_specdec._src.verify.sharding import VerifySharding
+
+__all__ = ["Cache", "CausalModel", "Params", "sharding_of"]
 
 Cache = Any
 """Any pytree of arrays. The loop carries it and hands it back; it never looks inside."""
@@ -38,6 +40,10 @@ class CausalModel(Protocol):
 
     A model with a state that cannot be addressed by position (a recurrent one) has to keep enough
     past states to honour this.
+
+    **Many devices.** A model whose logits are split over the vocabulary says so in an attribute
+    `sharding`, a `VerifySharding` with a mesh: whoever reads its logits then leaves them where they
+    are. Without it XLA may move them.
 
     Example:
         The smallest model: a bigram table, whose next token depends on the last one alone.
@@ -134,3 +140,8 @@ class CausalModel(Protocol):
             passed in, so that it can be carried by `jax.lax.while_loop`.
         """
         ...
+
+
+def sharding_of(model: CausalModel) -> VerifySharding | None:
+    """How the model's logits are split, if they are."""
+    return getattr(model, "sharding", None)

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src.models.llama import Llama
+from jax_specdec._src.verify.sharding import VerifySharding
 
 __all__ = ["TensorParallelLlama"]
 
@@ -91,6 +92,11 @@ class TensorParallelLlama:
     def vocab_size(self) -> int:
         """Size V of the vocabulary axis of the logits, a multiple of n."""
         return self._local.vocab_size * self.num_devices
+
+    @property
+    def sharding(self) -> VerifySharding:
+        """How the logits are split."""
+        return VerifySharding(self.mesh, vocab_axis=self.axis)
 
     @property
     def _local(self) -> Llama:

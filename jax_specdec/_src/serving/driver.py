@@ -15,6 +15,7 @@ from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving.batch import StepRecord
 from jax_specdec._src.serving.engine import Engine, EngineState
 from jax_specdec._src.serving.metrics import AcceptanceStats
+from jax_specdec._src.serving.placement import on_all_devices
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Status
 
 FinishReason = Literal["length", "stop", "failed"]
@@ -118,9 +119,8 @@ class EngineDriver:
           draft_params: the drafter's weights.
         """
         self.engine = engine
-        self.state = engine.init_state(draft_params)
-        self._params = params
-        self._draft_params = draft_params
+        arrays = (params, draft_params, engine.init_state(draft_params))
+        self._params, self._draft_params, self.state = on_all_devices(arrays, engine.model)
         self._queue: collections.deque[_Request] = collections.deque()
         self._slots: list[_Request | None] = [None] * engine.num_slots
         self._num_submitted = 0

@@ -18,6 +18,7 @@ from jax_specdec._src.models.protocol import CausalModel
 from jax_specdec._src.serving import batch as batch_lib
 from jax_specdec._src.serving import step as step_lib
 from jax_specdec._src.serving.batch import Batch, GenerateOutput, StepRecord
+from jax_specdec._src.serving.placement import on_all_devices
 
 
 @jax.tree_util.register_dataclass
@@ -167,6 +168,7 @@ def generate(
         slack=config.num_speculative_tokens + 1,
     )
     decoder = Decoder(model, drafter, config)
+    params, draft_params, batch = on_all_devices((params, draft_params, batch), model)
     batch, steps, num_steps = _generate(
         params,
         draft_params,
@@ -233,6 +235,7 @@ def generate_stream(
         stop_token_ids=stop_token_ids,
         slack=config.num_speculative_tokens + 1,
     )
+    params, draft_params, batch = on_all_devices((params, draft_params, batch), model)
     decoder = Decoder(model, drafter, config)
 
     def steps() -> Iterator[StepRecord]:

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.models.protocol import CausalModel
+from jax_specdec._src.models.protocol import CausalModel, sharding_of
 from jax_specdec._src.serving import batch as batch_lib
 from jax_specdec._src.serving.batch import Batch, GenerateOutput, StepRecord
+from jax_specdec._src.serving.placement import on_all_devices
 from jax_specdec._src.types import Drafts, SamplingParams
 from jax_specdec._src.verify.api import rejection_sample
 
@@ -47,6 +48,7 @@ def _generate_plain(
             positions=batch.lengths,
             active=~batch.done,
             config=SpecDecodeConfig(num_speculative_tokens=1),
+            sharding=sharding_of(model),
         )
         batch, record = batch_lib.append(batch, output, none)
         return (batch, cache), record
@@ -99,6 +101,7 @@ def generate_plain(
         stop_token_ids=stop_token_ids,
         slack=1,
     )
+    params, batch = on_all_devices((params, batch), model)
     batch, steps, num_steps = _generate_plain(
         params,
         batch,

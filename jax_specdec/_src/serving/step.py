@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Drafter, Proposal
 from jax_specdec._src.drafting.store import count_fallbacks
-from jax_specdec._src.models.protocol import CausalModel
+from jax_specdec._src.models.protocol import CausalModel, sharding_of
 from jax_specdec._src.serving import batch as batch_lib
 from jax_specdec._src.serving.batch import Batch, StepRecord
 from jax_specdec._src.types import Drafts, SamplingParams
@@ -55,6 +55,7 @@ def verify(
         positions=batch.lengths,
         active=~batch.done,
         config=config,
+        sharding=sharding_of(model),
     )
     in_range = (proposal.token_ids >= 0) & (proposal.token_ids < logits.shape[-1])
     num_proposed = jnp.cumprod(in_range.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)

@@ -1,0 +1,85 @@
+"""The code of docs/sharding.md runs as it stands, and its numbers are what it says they are."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+
+from .test_tensor_parallel import moved
+
+PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"
+
+
+def program(block: int) -> str:
+    text = PAGE.read_text("utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[block]
+
+
+def run(block: int) -> dict[str, object]:
+    scope: dict[str, object] = {}
+    exec(compile(program(block), str(PAGE), "exec"), scope)
+    return scope
+
+
+@pytest.mark.newest
+def test_the_program_on_the_page_decodes_over_all_devices(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["program.py"])
+    scope = run(0)
+    assert scope["mesh"].devices.size == 8
+    completions = json.loads(capsys.readouterr().out)
+    assert [len(tokens) for tokens in completions] == [32, 32]
+    assert scope["output"].status == [sd.Status.OK] * 2
+
+
+@pytest.mark.newest
+def test_the_check_on_the_page_leaves_the_logits_where_they_are():
+    scope = run(1)
+    output, logits, arguments = scope["output"], scope["logits"], scope["arguments"]
+    assert output.status.tolist() == [sd.Status.OK] * 4
+    drafted, best = arguments[0][0], jnp.argmax(logits, axis=1)
+    assert output.token_ids[0].tolist() == [*drafted.tolist(), int(best[2])]  # greedy
+    program = scope["check"].lower(scope["split"], *arguments).compile().as_text()
+    found = moved(program)
+    assert found and all(np.prod(shape) < logits.size // 8 for _, shape in found)
+
+
+@pytest.mark.slow
+def test_two_processes_decode_what_one_does():
+    def start(*arguments: str, **options: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", program(0), *arguments],
+            env=os.environ | options,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    with socket.socket() as unused:
+        unused.bind(("localhost", 0))
+        address = f"localhost:{unused.getsockname()[1]}"
+    options = dict(JAX_NUM_CPU_DEVICES="4", JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo")
+    both = [start(address, "2", index, **options) for index in ("0", "1")]
+    found = []
+    for process in (*both, start(JAX_NUM_CPU_DEVICES="1")):
+        output, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+        found.append(json.loads(output.splitlines()[-1]))  # gloo speaks first
+    assert found[0] == found[1] == found[2]
+
+
+def test_the_estimate_on_the_page_follows_its_formula():
+    rows = re.findall(r"^\| (\d+) \| ([\d.]+(?: \| [\d.]+){7}) \|$", PAGE.read_text(), re.MULTILINE)
+    assert [int(batch) for batch, _ in rows] == [1, 64, 256]
+    for batch, row in rows:
+        for n, cell in enumerate(row.split(" | "), start=1):
+            read = 7 * 2 * 128256 * int(batch) / (n * 4.5e12)
+            assert float(cell) == pytest.approx(1e6 * (read + (30e-6 if n > 1 else 0)), abs=0.051)

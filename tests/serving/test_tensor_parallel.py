@@ -1,0 +1,146 @@
+"""Models over 8 devices: the tokens are those of one device, and no logits leave theirs."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+from jax_specdec._src.serving import driver as driver_lib
+
+from .engines import Finished, run
+from .test_engine import compilations
+from .test_greedy import MAX_GAP, near, score
+
+VOCAB, K, SLOTS, NEW = 61, 3, 4, 24  # the last 3 of 8 * 8 ids are padding
+MODEL = sd.Llama(
+    sd.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=20,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+)
+PARAMS = jax.tree.map(lambda x: 2 * x, MODEL.init_params(jax.random.key(0)))
+DRAFT_PARAMS = near(PARAMS, 0)
+CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
+PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (3, 9, 1, 20)]
+TEMPERATURES = (0.0, 0.7, 0.0, 1.0)
+ON_ONE = dict(model=MODEL, params=PARAMS, drafter=sd.ModelDrafter(MODEL), draft_params=DRAFT_PARAMS)
+
+
+@functools.cache
+def on_eight(split_drafter: bool) -> dict[str, Any]:
+    """The same models with the target over 8 devices, and the drafter too or whole on each."""
+    model = sd.TensorParallelLlama(MODEL, jax.make_mesh((8,), ("tensor",)), "tensor")
+    given = ON_ONE | dict(model=model, params=model.shard_params(PARAMS))
+    if split_drafter:
+        given |= dict(drafter=sd.ModelDrafter(model), draft_params=model.shard_params(DRAFT_PARAMS))
+    return given
+
+
+def assert_argmaxes(output: sd.GenerateOutput, requests: list[int]) -> None:
+    """Each token is the argmax of a full pass on one device over what stands before it."""
+    rows = np.zeros((len(PROMPTS), max(map(len, PROMPTS)) + NEW), np.int32)
+    for row, prompt, completion in zip(rows, PROMPTS, output.completions, strict=True):
+        row[: len(prompt) + len(completion)] = prompt + completion
+    logits = np.asarray(score(MODEL, PARAMS, jnp.asarray(rows)))
+    for b in requests:
+        assert len(output.completions[b]) == NEW
+        for i, token in enumerate(output.completions[b]):
+            row = logits[b, len(PROMPTS[b]) + i - 1]
+            assert row.max() - row[token] <= MAX_GAP, (b, i)
+
+
+def test_greedy_tokens_are_those_of_the_whole_model() -> None:
+    given = on_eight(split_drafter=False) | dict(drafter=sd.NGramDrafter(1), draft_params=None)
+    output = sd.generate(**given, prompts=PROMPTS, config=CONFIG, max_new_tokens=NEW)
+    assert_argmaxes(output, [0, 1, 2, 3])
+
+
+def moved(program: str) -> list[tuple[str, list[int]]]:
+    """Kind of every collective of a compiled program, and the shapes it gives."""
+    found = re.findall(
+        r"= (.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+|ragged-\S+?)"
+        r"(?:-start)?\(",
+        program,
+    )
+    return [
+        (kind, [int(n) for n in dims.split(",")])
+        for shapes, kind in found
+        for dims in re.findall(r"\[([\d,]+)\]", shapes)
+    ]
+
+
+def driver_of(given: dict[str, Any]) -> sd.EngineDriver:
+    sizes = dict(num_slots=SLOTS, max_length=40, prefill_sizes=(40,))
+    engine = sd.Engine(given["model"], given["drafter"], CONFIG, **sizes)
+    return sd.EngineDriver(engine, given["params"], given["draft_params"])
+
+
+def serve(driver: sd.EngineDriver) -> dict[int, Finished]:
+    """More requests than slots, of which some come while others run."""
+    rng, updates = np.random.default_rng(1), []
+    for seed in range(9):
+        prompt = rng.integers(0, VOCAB, rng.integers(1, 16)).tolist()
+        budget, temperature = int(rng.integers(1, 20)), float(rng.choice([0.0, 0.8]))
+        driver.submit(prompt, max_new_tokens=budget, temperature=temperature, seed=seed)
+        if seed > 5:
+            updates += driver.step()
+    return run(driver, updates)
+
+
+@functools.cache
+def served(on_one_device: bool) -> tuple[dict[int, Finished], list[str], sd.EngineDriver]:
+    """What became of the requests, what was compiled meanwhile, and the driver."""
+    driver = driver_of(ON_ONE if on_one_device else on_eight(split_drafter=True))
+    driver.warm_up()
+    with compilations() as names:
+        found = serve(driver)
+        last = driver.submit([1, 2], max_new_tokens=9)
+        driver.step()
+        assert driver.cancel(last)
+    return found, names, driver
+
+
+@pytest.mark.newest
+def test_an_engine_serves_the_tokens_of_one_device_and_compiles_nothing_after_warm_up() -> None:
+    found, names, driver = served(on_one_device=False)
+    assert names == []
+    expected = served(on_one_device=True)[0]
+    assert len(found) == len(expected) == 9
+    # Sampled ones too: a near tie, 1e-5 of its threshold, would be a chance in thousands.
+    for request, one in expected.items():
+        assert found[request].token_ids == one.token_ids, request
+        assert found[request].finish_reason == "length"
+    stats = driver.stats()
+    assert 0.1 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.9
+
+
+@pytest.mark.newest
+def test_a_step_moves_no_logits_between_devices_and_works_in_place() -> None:
+    _, _, driver = served(on_one_device=False)
+    given, state = on_eight(split_drafter=True), driver.state
+    step = driver_lib._step.lower(
+        given["params"], given["draft_params"], state, engine=driver.engine
+    )
+    kinds = set()
+    for kind, shape in moved(step.compile().as_text()):
+        kinds.add(kind)
+        if kind == "all-reduce":  # the residual stream, or one number per request
+            assert shape[-1] in (MODEL.config.hidden_size, SLOTS), shape
+        else:  # what each device says of its part of the rows
+            assert np.prod(shape) <= 8 * SLOTS * (4 * K + 3) < SLOTS * (K + 1) * VOCAB
+    assert kinds == {"all-reduce", "all-gather"}
+    driver.submit([1, 2], max_new_tokens=1)
+    driver.step()
+    assert all(x.is_deleted() for x in jax.tree.leaves((state.target_cache, state.store)))
