@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +45,7 @@ class State(NamedTuple):
       ends: ``[]`` int32, whether all drafts were and pass.
       status: ``[]`` int32.
       draft_turn: ``[]`` int32, the turn of the next draft row.
+      told: ``[]`` int32, how often warps have told each other of rows.
       kept: the longest prefix that passed.
     """
 
@@ -53,6 +55,7 @@ class State(NamedTuple):
     ends: jax.Array
     status: jax.Array
     draft_turn: jax.Array
+    told: jax.Array
     kept: Prefix
 
 
@@ -80,7 +83,7 @@ class BlockWalk:
             visited = position < self.request.num_rows
             seen = lax.cond(
                 visited,
-                lambda: verifier.visit(position, position, state.draft_turn),
+                lambda: verifier.visit(position, position, state.draft_turn, state.told),
                 verifier.nothing,
             )
             verifier.emit(position, seen, self.weighings(position))
@@ -93,7 +96,7 @@ class BlockWalk:
         masses = [self.verifier.threads.filled(0.0) for _ in verifier.mail.tile_places()]
         kept = Prefix(zero, jnp.float32(1), verifier.nothing(), masses, jnp.float32(0))
         going = self.request.is_proposed(zero).astype(jnp.int32)
-        return State(zero, jnp.float32(1), going, 1 - going, zero, zero, kept)
+        return State(zero, jnp.float32(1), going, 1 - going, zero, zero, zero, kept)
 
     def step(self, state: State) -> State:
         """Look at one position: does the prefix before it pass, and what does its draft weigh?"""
@@ -102,7 +105,7 @@ class BlockWalk:
         if draft is not None and self.call.draft != "logits":
             row = request.at(verifier.draft_row, position)
             pl.when(request.stored)(lambda: draft.open(row, state.draft_turn))
-        seen = verifier.visit(position, position, state.draft_turn)
+        seen = verifier.visit(position, position, state.draft_turn, state.told)
         by_lane = verifier.probabilities(seen.target, seen.draft)
         p, q = (request.at(x, position) for x in by_lane)
 
@@ -138,13 +141,14 @@ class BlockWalk:
             ends.astype(jnp.int32),
             status,
             draft_turn,
+            seen.told,
             kept,
         )
 
     def turns(self, seen: Any, position: jax.Array) -> Turns:
         """Of the draw at a position that is visited: each has told and weighed once."""
         begun = seen.draft_turn - 1 if self.call.draft == "logits" else seen.draft_turn
-        return Turns(position, position + 1, position, begun, begun)
+        return Turns(position, seen.told, position, begun, begun)
 
     def weighings(self, positions: jax.Array) -> jax.Array:
         """How often masses were told at so many positions."""
@@ -157,14 +161,21 @@ class BlockWalk:
         is_held = length == looked_at - 1
         row = request.first_row + length
         turn = jnp.where(is_held, looked_at - 1, looked_at)
-        pl.when(~is_held)(lambda: hold(self.target, row, looked_at))
+
+        @pl.when(~is_held)
+        def _() -> None:
+            hold(self.target, row, looked_at)
+            if request.filters is not None:
+                least = kept.seen.target.least
+                for_all(self.target, lambda i: self.target.hide_below(least, row, i, looked_at))
+
         begun = state.draft_turn
         if draft is not None and draft.whole:
             begun = jnp.where(is_held, begun - 1, begun)
             draft_row = request.at(verifier.draft_row, length)
             pl.when(~is_held & request.stored)(lambda: hold(draft, draft_row, state.draft_turn))
         weighings = self.weighings(looked_at - 1)  # and the one that was kept
-        turns = Turns(turn, looked_at, weighings, begun, state.draft_turn)
+        turns = Turns(turn, state.told, weighings, begun, state.draft_turn)
         draw = Draw(verifier, length, kept.seen, turns, kept.weight)
         weighed = Weighed(request.stored.astype(jnp.int32), request.stored, kept.masses, kept.total)
         draw.finish(weighed)
@@ -173,4 +184,9 @@ class BlockWalk:
 def hold(tiles: Tiles, row: jax.Array, turn: jax.Array) -> None:
     """Have a whole row here again."""
     tiles.open(row, turn)
-    lax.fori_loop(0, tiles.count(), lambda tile, _: tiles.ready(row, tile, turn), None)
+    for_all(tiles, lambda tile: tiles.ready(row, tile, turn))
+
+
+def for_all(tiles: Tiles, do: Callable[[jax.Array], None]) -> None:
+    """Do something to every tile of the slice."""
+    lax.fori_loop(0, tiles.count(), lambda tile, _: do(tile), None)

@@ -100,10 +100,15 @@ def verify(
             normalizer = distribution.log_normalizer
             kind = "logits" if normalizer is None else "normalized"
             operands["normalizer"] = normalizer
+            operands["thresholds"] = distribution.threshold
         operands["rows"] = distribution.rows
         operands["valid"] = distribution.valid
     operands["bonus"] = bonus_token_ids
     operands["active"] = active
+    if token_bitmask is not None:
+        operands["bitmask"] = lax.bitcast_convert_type(token_bitmask, jnp.int32)
+    operands["min_p"], operands["top_k"] = sampling.min_p, sampling.top_k
+    operands["top_p"] = sampling.top_p
     call = Call(
         k=k,
         size=size,
@@ -186,7 +191,15 @@ def _launch(
             )
 
         stride = shared.target_stride
-        target = tiles("target", slices.tiles, 3, stride=stride, size=call.size, fill=-jnp.inf)
+        target = tiles(
+            "target",
+            slices.tiles,
+            3,
+            stride=stride,
+            size=call.size,
+            fill=-jnp.inf,
+            bitmask=refs.get("bitmask"),
+        )
         draft = None
         if shared.draft_tiles:
             draft = tiles(
@@ -196,6 +209,7 @@ def _launch(
                 stride=shared.draft_stride,
                 size=call.draft_size,
                 fill=0.0 if call.draft == "probs" else -jnp.inf,
+                thresholds=refs.get("thresholds"),
             )
         mail = Mail(threads, shared, refs.get("mail"), refs.get("barriers"), block)
         request = Request(call, threads, refs, lax.axis_index("request"))

@@ -20,6 +20,7 @@ from jax_specdec._src.verify import greedy, probabilistic, synthetic
 from jax_specdec._src.verify.mosaic_gpu import output, signals, statistics
 from jax_specdec._src.verify.mosaic_gpu.block_walk import BlockWalk
 from jax_specdec._src.verify.mosaic_gpu.draw import Draw, Turns
+from jax_specdec._src.verify.mosaic_gpu.filter import Filter
 from jax_specdec._src.verify.mosaic_gpu.mail import Mail, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.request import LOG2E, Call, Request
 from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
@@ -43,6 +44,7 @@ class Seen(NamedTuple):
       best: ``[]`` int32, the row's argmax; of a greedy request.
       draft: normalizer of the draft row; where normalizers are not stored.
       draft_turn: ``[]`` int32, the turn of the next draft row.
+      told: ``[]`` int32, how often warps have told each other of rows.
     """
 
     accepted: jax.Array
@@ -51,6 +53,7 @@ class Seen(NamedTuple):
     best: jax.Array
     draft: Normalizer
     draft_turn: jax.Array
+    told: jax.Array
 
 
 class Verifier:
@@ -146,7 +149,7 @@ class Verifier:
 
         def step(state: tuple[jax.Array, Seen]) -> tuple[jax.Array, Seen]:
             position, last = state
-            seen = self.visit(position, position, last.draft_turn)
+            seen = self.visit(position, position, last.draft_turn, last.told)
             following = position + 1
             pl.when((seen.accepted == 1) & (following < self.request.num_rows))(
                 lambda: self.open(following)
@@ -170,17 +173,24 @@ class Verifier:
 
         def read() -> Seen:
             self.open(num_accepted)
-            return self.visit(num_accepted, jnp.int32(0), jnp.int32(0), judge=False)
+            zero = jnp.int32(0)
+            return self.visit(num_accepted, zero, zero, zero, judge=False)
 
         return num_accepted, lax.cond(num_accepted < request.num_rows, read, self.nothing)
 
     def nothing(self) -> Seen:
         """Stands for a position not visited."""
-        zero, unit = jnp.int32(0), Normalizer(jnp.float32(0), jnp.float32(1))
-        return Seen(zero, jnp.int32(OK), unit, zero, unit, zero)
+        zero, unit = jnp.int32(0), Normalizer.of(jnp.float32(0), jnp.float32(1))
+        return Seen(zero, jnp.int32(OK), unit, zero, unit, zero, zero)
 
     def visit(
-        self, position: jax.Array, turn: jax.Array, draft_turn: jax.Array, *, judge: bool = True
+        self,
+        position: jax.Array,
+        turn: jax.Array,
+        draft_turn: jax.Array,
+        told: jax.Array,
+        *,
+        judge: bool = True,
     ) -> Seen:
         """Read the rows of one position; `judge` its draft by the greedy or the standard rule.
 
@@ -195,16 +205,16 @@ class Verifier:
             draft_row = request.at(self.draft_row, position)
             pl.when(uses_q)(lambda: draft.open(draft_row, begun))
         row = request.first_row + position
-        at = self.turn(position)
-        told = lax.cond(
-            request.greedy,
-            lambda: statistics.max_and_place(self.target, row, at),
-            lambda: statistics.base_and_sum(self.target, row, at, request.scale),
+        needs_peak = request.greedy if request.filters is None else request.greedy | request.filters
+        mine = lax.cond(
+            needs_peak,
+            lambda: statistics.max_and_place(self.target, row, turn),
+            lambda: statistics.base_and_sum(self.target, row, turn, request.scale),
         )
         if call.draft == "logits":
             assert draft is not None
-            told = (
-                *told,
+            mine = (
+                *mine,
                 *lax.cond(
                     uses_q,
                     lambda: statistics.base_and_sum(draft, draft_row, begun, request.scale),
@@ -213,7 +223,7 @@ class Verifier:
             )
             draft_turn = jnp.where(uses_q, draft.following(begun), begun)
 
-        peaks, others, *of_draft = self.mail.tell(turn, *told)
+        peaks, others, *of_draft = self.mail.tell(told, *mine)
         peaks = self.known(peaks, -jnp.inf)
         peak = threads.scalar(threads.warp_max(statistics.largest(peaks)))
         best, total = lax.cond(
@@ -221,14 +231,20 @@ class Verifier:
             lambda: (self.lowest(peaks, others, peak), jnp.float32(1)),
             lambda: (jnp.int32(0), self.total(peaks, others, peak)),
         )
-        target = Normalizer(peak, total)
+        target, told = Normalizer.of(peak, total), told + 1
+        if request.filters is not None:
+            target, told = lax.cond(
+                request.filters & is_finite(peak),
+                lambda: Filter(self, row, turn, peak).run(told),
+                lambda: (target, told),
+            )
         status = jnp.where(is_finite(peak), jnp.int32(OK), jnp.int32(BAD_TARGET_ROW))
-        unit = Normalizer(jnp.float32(0), jnp.float32(1))
+        unit = Normalizer.of(jnp.float32(0), jnp.float32(1))
         bad, of_row = self.bad, unit
         if of_draft:
             draft_peaks = self.known(of_draft[0], -jnp.inf)
             draft_peak = threads.scalar(threads.warp_max(statistics.largest(draft_peaks)))
-            of_row = Normalizer(draft_peak, self.total(draft_peaks, of_draft[1], draft_peak))
+            of_row = Normalizer.of(draft_peak, self.total(draft_peaks, of_draft[1], draft_peak))
             bad = bad | (self.uses_q & ~is_finite(of_row.peak))
 
         accepted = threads.filled(0, jnp.int32)
@@ -243,12 +259,14 @@ class Verifier:
         flags = request.at(accepted + 2 * bad.astype(jnp.int32), position)
         status = jnp.where((status == OK) & (flags >= 2), jnp.int32(BAD_DRAFT_ROW), status)
         kept = (status == OK) & (flags == 1)
-        return Seen(kept.astype(jnp.int32), status, target, best, of_row, draft_turn)
+        return Seen(kept.astype(jnp.int32), status, target, best, of_row, draft_turn, told)
 
     def probabilities(self, target: Normalizer, draft: Normalizer) -> tuple[jax.Array, jax.Array]:
         """By lane: p and q of the drafted token, were the rows of its position so normalized."""
         scale = self.request.scale
         p = jnp.exp2((self.logit - target.peak) * scale) / target.total
+        if self.request.filters is not None:
+            p = jnp.where(self.logit >= target.least, p, 0.0)
         q = self.q
         if self.call.draft == "logits":
             q = jnp.exp2((self.entry - draft.peak) * scale) / draft.total
@@ -303,10 +321,9 @@ class Verifier:
 
     def turns(self, num_accepted: jax.Array, seen: Seen) -> Turns:
         """How often things have been used when the last row has been looked at."""
-        told = num_accepted + 1 if self.call.rates is None else jnp.int32(1)
         begun = free = seen.draft_turn
         if self.call.draft == "logits":
             begun = begun - 1
         elif self.draft is not None:
             free = self.draft.following(begun)
-        return Turns(self.turn(num_accepted), told, jnp.int32(0), begun, free)
+        return Turns(self.turn(num_accepted), seen.told, jnp.int32(0), begun, free)

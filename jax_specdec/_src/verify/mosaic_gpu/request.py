@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -57,6 +59,10 @@ class Request:
       inv: ``[]`` float32, the inverse of its temperature.
       scale: ``[]`` float32, the same for exponentials of base two.
       bonus: ``[]`` int32, the given bonus token.
+      min_p: ``[]`` float32, or None where no request has one.
+      top_k: ``[]`` int32 or None.
+      top_p: ``[]`` float32 or None.
+      filters: ``[]`` bool, whether any of them is to be applied; None where there are none.
       lane: ``[128]`` int32, the place of each thread in its warp.
       token_ids: ``[128]`` int32 by lane, -1 where there is no draft.
       proposed: ``[128]`` bool by lane, whether the id is in range.
@@ -85,6 +91,10 @@ class Request:
             self.stored = self._flag("valid")
         self.inv = sampling_lib.inverse_temperature(temperature)
         self.scale = jnp.minimum(self.inv * LOG2E, LARGEST)
+        self.min_p, self.top_k, self.top_p = (
+            refs[name][index] if name in refs else None for name in ("min_p", "top_k", "top_p")
+        )
+        self.filters = self._filters()
         self.bonus = refs["bonus"][index] if "bonus" in refs else jnp.int32(0)
 
         self._start = start
@@ -101,6 +111,17 @@ class Request:
         if "rows" in refs:
             self.draft_rows = threads.gather(refs["rows"], place)
         self.uniforms = self._uniforms()
+
+    def _filters(self) -> jax.Array | None:
+        used = []
+        if self.min_p is not None:
+            used.append(self.min_p > 0)
+        if self.top_k is not None:
+            self.has_top_k = (self.top_k > 0) & (self.top_k < self.call.size)
+            used.append(self.has_top_k)
+        if self.top_p is not None:
+            used.append(self.top_p < 1)
+        return ~self.greedy & functools.reduce(operator.or_, used) if used else None
 
     def _flag(self, name: str) -> jax.Array:
         index = self.threads.filled(0, jnp.int32) + self.index

@@ -23,7 +23,7 @@ class Tiles:
 
     Where there are slots for a whole slice, a tile's slot is its place and turns count rows; else
     tiles take the slots in a ring, and turns count the tiles that were copied. What a tile has past
-    the ids that count reads as `fill`.
+    the ids that count reads as `fill`, what a mask or a threshold hides as -inf.
 
     Attributes:
       threads: the operations of the warpgroup.
@@ -39,6 +39,8 @@ class Tiles:
       row_size: ids of the target row that count; tiles past `size` are all `fill`.
       fill: the entry of an id that does not count.
       each: consecutive ids per thread.
+      bitmask: ref ``[R, words]`` int32, bits of the ids that are allowed, or None.
+      thresholds: ref ``[R]`` float32, what an entry must reach, or None.
     """
 
     threads: Any
@@ -54,6 +56,8 @@ class Tiles:
     row_size: int
     fill: float
     each: int
+    bitmask: Any = None
+    thresholds: Any = None
 
     @property
     def chunk(self) -> int:
@@ -154,8 +158,12 @@ class Tiles:
             pl.when(here & (first < self.size) & (first + TILE > self.size))(copy(rest))
 
     def ready(self, row: jax.Array, tile: jax.Array, turn: jax.Array) -> None:
-        """Wait for a tile, and fill what it has past the ids that count."""
+        """Wait for a tile, hide what does not count, and fill what it has past the ids that do."""
         self.arrived(tile, turn)
+        if self.bitmask is not None:
+            self._hide(row, tile, turn, lambda i, _: self._forbidden(row, tile, i))
+        if self.thresholds is not None:
+            self.hide_below(self._threshold(row), row, tile, turn)
         if self._fills_once and not self.threads.interpreted:
             return
         first = self.first + tile * TILE
@@ -189,6 +197,41 @@ class Tiles:
             self.threads.pause() if self.stride == TILE else self.threads.meet()
             self._copy(row, tile + self.slots, 1, turn)
 
+    def hide_below(
+        self, least: jax.Array, row: jax.Array, tile: jax.Array, turn: jax.Array
+    ) -> None:
+        """Hide the entries of a tile that are less than `least`."""
+        self._hide(row, tile, turn, lambda _, entries: [x < least for x in entries])
+
+    def _hide(
+        self,
+        row: jax.Array,
+        tile: jax.Array,
+        turn: jax.Array,
+        hidden: Callable[[int, list[jax.Array]], list[jax.Array]],
+    ) -> None:
+        """Overwrite entries; each thread those that no other will read."""
+        nothing = self.threads.filled(-jnp.inf)
+        for i, start in enumerate(self.starts(row, tile, turn)):
+            first = start + self.threads.index() * self.each
+            for j, where in enumerate(hidden(i, self.entries(start))):
+                self.threads.scatter(self.held, first + j, nothing, where)
+        self.threads.written()
+
+    def _forbidden(self, row: jax.Array, tile: jax.Array, chunk: int) -> list[jax.Array]:
+        """Where the bitmask has no bit, for the ids that each thread has of a chunk."""
+        bits = self._bits(row, self.ids(tile) + chunk * self.chunk)
+        return [(bits & (1 << j)) == 0 for j in range(self.each)]
+
+    def _bits(self, row: jax.Array, ids: jax.Array) -> jax.Array:
+        """Bits of the bitmask from `ids` on, which a word holds."""
+        word = jnp.minimum(lax.shift_right_logical(ids, 5), self.bitmask.shape[1] - 1)
+        words = self.threads.gather(self.bitmask, row + jnp.zeros_like(ids), word)
+        return lax.shift_right_logical(words, ids & 31)
+
+    def _threshold(self, row: jax.Array) -> jax.Array:
+        return self.threads.gather(self.thresholds, row + jnp.zeros_like(self.threads.index()))
+
     def _fill(self, count: jax.Array, row: jax.Array, tile: jax.Array, turn: jax.Array) -> None:
         """Hide what lies past `count` in a tile."""
         start = self._start(tile, turn) + self._shift(row)
@@ -216,8 +259,13 @@ class Tiles:
         return self.first + tile * TILE + self.threads.index() * self.each
 
     def at(self, row: jax.Array, token_id: jax.Array) -> jax.Array:
-        """One entry per thread, from global memory."""
-        return self.threads.gather(self.rows, row, token_id)
+        """One entry per thread, from global memory; -inf where it is hidden."""
+        entry = self.threads.gather(self.rows, row, token_id)
+        if self.bitmask is not None:
+            entry = jnp.where((self._bits(row, token_id) & 1) == 1, entry, -jnp.inf)
+        if self.thresholds is not None:
+            entry = jnp.where(entry >= self.threads.gather(self.thresholds, row), entry, -jnp.inf)
+        return entry
 
 
 def _remainder(x: jax.Array, divisor: int) -> jax.Array:

@@ -22,12 +22,18 @@ _LARGEST_SHIFT = 2.0**20
 class Normalizer(NamedTuple):
     """What turns the entries of a row into probabilities.
 
-    ``p = exp2((entry - peak) * scale) / total``, scale that of the request. The peak is the largest
-    entry, or one of its order.
+    ``p = exp2((entry - peak) * scale) / total``, scale that of the request, of entries that are
+    not less than `least`. The peak is the largest entry, or one of its order.
     """
 
     peak: jax.Array
     total: jax.Array
+    least: jax.Array
+
+    @classmethod
+    def of(cls, peak: jax.Array, total: jax.Array) -> Normalizer:
+        """Of a row of which nothing is filtered out."""
+        return cls(peak, total, jnp.float32(-jnp.inf))
 
 
 class Exponent(NamedTuple):

@@ -175,6 +175,11 @@ class Gpu:
         plgpu.commit_smem()
 
     @staticmethod
+    def written() -> None:
+        """What a thread wrote to shared memory precedes copies that begin once others know it."""
+        inline(lambda: assembly("fence.proxy.async.shared::cta;", "~{memory}"), (), ())
+
+    @staticmethod
     def pause() -> None:
         """Wait for the whole warpgroup, which has only read shared memory that is copied to."""
         inline(lambda: assembly("bar.sync 1, 128;", "~{memory}"), (), ())
@@ -346,7 +351,7 @@ class Interpreted:
     def meet() -> None:
         plgpu.commit_smem()
 
-    pause = meet
+    pause = written = meet
 
     @staticmethod
     def either(which: jax.Array, first: Any, second: Any) -> Any:
