@@ -49,6 +49,7 @@ class Case(NamedTuple):
     noise: float = 0.6
     dtype: str = "bfloat16"
     rates: tuple[float, ...] | None = None
+    block: bool = False
     goal: float | None = None
     variants: tuple[Variant, ...] = (MOSAIC, XLA)
 
@@ -59,7 +60,10 @@ class Case(NamedTuple):
     @property
     def config(self) -> sd.SpecDecodeConfig:
         if self.rates is None:
-            return sd.SpecDecodeConfig(num_speculative_tokens=self.k)
+            return sd.SpecDecodeConfig(
+                num_speculative_tokens=self.k,
+                rejection_sample_method="block" if self.block else "standard",
+            )
         return sd.SpecDecodeConfig(
             num_speculative_tokens=self.k,
             rejection_sample_method="synthetic",
@@ -82,6 +86,7 @@ CASES = (
     Case("greedy", 1, **GREEDY, goal=6, variants=(MOSAIC, COLD, XLA, PLAIN)),
     Case("greedy", 256, **GREEDY, goal=60, variants=SIDE_BY_SIDE),
     Case("synthetic", 256, rates=(0.8, 0.6, 0.4, 0.2), goal=45),
+    *(Case("block", batch, block=True, goal=goal) for batch, goal in ((64, None), (256, 250))),
     Case(FLOAT32, 1, dtype="float32", goal=9, variants=(MOSAIC, COLD, XLA, PLAIN)),
     Case(FLOAT32, 64, dtype="float32", goal=45, variants=SIDE_BY_SIDE),
     Case(FLOAT32, 256, dtype="float32", goal=150, variants=SIDE_BY_SIDE),
@@ -99,6 +104,7 @@ SWEPT = (
     Case("draft logits, no normalizer", 64, distribution="logits"),
     Case("greedy", 64, **GREEDY),
     Case("synthetic", 64, rates=(0.8, 0.6, 0.4, 0.2)),
+    Case("block", 64, block=True),
     Case("V = 131071", 64, vocabulary=131071),
 )
 
@@ -114,7 +120,8 @@ def bytes_read(case: Case, calls: int, emitted: int, rejected: int) -> float:
 
     Target rows: one per emitted token; the chosen one alone if acceptance is synthetic. Draft
     rows: the one of the rejected draft, for the residual; if its normalizer was not stored, that
-    of each visited draft.
+    of each visited draft. The block rule reads the target and draft row of every draft, and the
+    bonus row where all are accepted.
 
     Args:
       case: the call.
@@ -129,4 +136,6 @@ def bytes_read(case: Case, calls: int, emitted: int, rejected: int) -> float:
     draft_rows = 0 if case.distribution == "none" else rejected
     if case.distribution == "logits" and case.rates is None:
         draft_rows = emitted - requests + rejected
+    if case.block:
+        target_rows, draft_rows = case.k * requests + requests - rejected, case.k * requests
     return (target_rows * row + draft_rows * draft_row) / calls
