@@ -108,7 +108,11 @@ class Job:
         stats = self.program.memory_analysis()
         return {
             "kind": "time",
-            **{k: v for k, v in self.case._asdict().items() if k not in ("variants", "rates", "block")},
+            **{
+                k: v
+                for k, v in self.case._asdict().items()
+                if k not in ("variants", "rates", "block")
+            },
             **self.variant._asdict(),
             "inputs": self.inputs,
             "rotated_bytes": self.rotated_bytes,

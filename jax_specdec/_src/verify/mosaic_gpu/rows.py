@@ -41,6 +41,7 @@ class Tiles:
       each: consecutive ids per thread.
       bitmask: ref ``[R, words]`` int32, bits of the ids that are allowed, or None.
       thresholds: ref ``[R]`` float32, what an entry must reach, or None.
+      end: ``[]`` int32, ids from it on are hidden, or None.
     """
 
     threads: Any
@@ -58,6 +59,7 @@ class Tiles:
     each: int
     bitmask: Any = None
     thresholds: Any = None
+    end: jax.Array | None = None
 
     @property
     def chunk(self) -> int:
@@ -162,6 +164,11 @@ class Tiles:
         self.arrived(tile, turn)
         if self.bitmask is not None:
             self._hide(row, tile, turn, lambda i, _: self._forbidden(row, tile, i))
+        if self.end is not None:
+            end, last = self.end, self.first + (tile + 1) * TILE
+            pl.when(last > end)(
+                lambda: self._hide(row, tile, turn, lambda i, _: self._past(tile, i))
+            )
         if self.thresholds is not None:
             self.hide_below(self._threshold(row), row, tile, turn)
         if self._fills_once and not self.threads.interpreted:
@@ -222,6 +229,11 @@ class Tiles:
         """Where the bitmask has no bit, for the ids that each thread has of a chunk."""
         bits = self._bits(row, self.ids(tile) + chunk * self.chunk)
         return [(bits & (1 << j)) == 0 for j in range(self.each)]
+
+    def _past(self, tile: jax.Array, chunk: int) -> list[jax.Array]:
+        """Where ids do not count."""
+        ids = self.ids(tile) + chunk * self.chunk
+        return [ids + j >= self.end for j in range(self.each)]
 
     def _bits(self, row: jax.Array, ids: jax.Array) -> jax.Array:
         """Bits of the bitmask from `ids` on, which a word holds."""

@@ -87,9 +87,8 @@ def plan(
     target_size = target_logits.dtype.itemsize
     draft_size = 0 if storage is None else storage.dtype.itemsize
     if config is None:
-        num_cores = getattr(jax.devices()[0], "core_count", None) or 132
         held = target_size + (draft_size if reads_twice else 0)
-        config = KernelConfig.choose(num_requests, size, held, num_cores)
+        config = KernelConfig.choose(num_requests, size, held, _num_cores())
     slices = Slices.of(size, config.max_cluster)
 
     def aligned(x: jax.Array | None) -> bool:
@@ -105,6 +104,26 @@ def plan(
         draft_aligned=aligned(storage),
         values=4 if reads_twice else 2,
     )
+
+
+def plan_rows(logits: jax.Array, num_rows: int, config: KernelConfig | None) -> Shared:
+    """What a block holds in shared memory that reads rows of one matrix."""
+    size, held = logits.shape[1], logits.dtype.itemsize
+    if config is None:
+        config = KernelConfig.choose(num_rows, size, held, _num_cores())
+    return Shared(
+        slices=Slices.of(size, config.max_cluster),
+        draft_tiles=0,
+        target_size=held,
+        draft_size=0,
+        target_aligned=size * held % 16 == 0,
+        draft_aligned=True,
+        values=2,
+    )
+
+
+def _num_cores() -> int:
+    return getattr(jax.devices()[0], "core_count", None) or 132
 
 
 def rows_of(distribution: DraftDistribution) -> jax.Array:

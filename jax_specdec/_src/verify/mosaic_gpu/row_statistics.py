@@ -1,0 +1,143 @@
+"""One launch that reads many rows once each: of every row its mass, or its argmax.
+
+What a device knows of its part of a vocabulary. Each warp writes what its part of a row shows, and
+what all warps show is put together outside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_specdec._src.verify.mosaic_gpu import signals, statistics
+from jax_specdec._src.verify.mosaic_gpu.config import WARPS, KernelConfig
+from jax_specdec._src.verify.mosaic_gpu.request import LARGEST, LOG2E
+from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
+from jax_specdec._src.verify.mosaic_gpu.support import plan_rows
+from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Gpu, Interpreted
+
+
+def row_statistics(
+    logits: jax.Array,
+    rows: jax.Array,
+    inv_temperature: jax.Array,
+    by_argmax: jax.Array,
+    wanted: jax.Array,
+    count: jax.Array,
+    *,
+    config: KernelConfig | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Statistics of some rows of a matrix.
+
+    Args:
+      logits: ``[M, V]``, a device's part of the vocabulary.
+      rows: ``[G]`` int32, in range.
+      inv_temperature: ``[G]`` float32.
+      by_argmax: ``[G]`` bool, rows of which the argmax is wanted and no sum.
+      wanted: ``[G]`` bool, rows to read at all.
+      count: ``[]`` int32, ids from it on do not count.
+      config: choices of speed, or None for the default.
+      interpret: parameters of GPU interpret mode, or False to run on a GPU.
+
+    Returns:
+      ``[G]`` each: a logit of the order of the row's largest, that one itself for an argmax, -inf
+      where there is none; ``sum(exp((x - that) / temperature))``; and the argmax, ties to the
+      lowest id. A row that holds NaN or +inf has one for the first.
+    """
+    num_rows, interpreted = rows.shape[0], bool(interpret)
+    shared = plan_rows(logits, num_rows, config)
+    slices = shared.slices
+    operands = [logits, rows, inv_temperature, by_argmax, wanted, count[None]]
+    scratch: list[Any] = [plgpu.SMEM((slices.tiles * shared.target_stride,), logits.dtype)]
+    if interpreted:
+        scratch.append(plgpu.Barrier(num_barriers=slices.tiles))
+    else:
+        scratch.append(plgpu.SMEM((2 * slices.tiles,), jnp.int32))
+
+    def read_rows(*refs: Any) -> None:
+        logits, rows, inv, by_argmax, wanted, count, peaks, others, held, barriers = refs
+        threads: Any = Interpreted() if interpreted else Gpu()
+        block = jnp.int32(0) if interpreted else lax.axis_index("block")
+        index = lax.axis_index("row")
+        if not interpreted:
+            signals.open_barriers(barriers, slices.tiles)
+        target = Tiles(
+            threads=threads,
+            rows=logits,
+            held=held,
+            barriers=barriers,
+            slots=slices.tiles,
+            per_slice=slices.tiles,
+            stride=shared.target_stride,
+            first_barrier=0,
+            first=block * slices.ids,
+            size=slices.size,
+            row_size=slices.size,
+            fill=-jnp.inf,
+            each=shared.each,
+            end=count[0],
+        )
+
+        def flag(ref: Any) -> jax.Array:
+            return threads.scalar(threads.gather(ref, threads.filled(0, jnp.int32) + index)) != 0
+
+        is_wanted, row = flag(wanted), rows[index]
+        pl.when(is_wanted)(lambda: target.open(row, jnp.int32(0)))
+        target.prepare()
+        if not interpreted:
+            signals.meet()
+        scale = jnp.minimum(inv[index] * LOG2E, LARGEST)
+        zero = jnp.int32(0)
+
+        def look() -> tuple[jax.Array, jax.Array]:
+            return lax.cond(
+                flag(by_argmax),
+                lambda: statistics.max_and_place(target, row, zero),
+                lambda: statistics.base_and_sum(target, row, zero, scale),
+            )
+
+        nothing = threads.filled(-jnp.inf), threads.filled(0.0)
+        peak, other = lax.cond(is_wanted, look, lambda: nothing)
+        lane = threads.index() & (WARP - 1)
+        place = (index * slices.cluster + block) * WARPS + lax.div(threads.index(), WARP)
+        threads.scatter(peaks, place, peak, lane == 0)
+        threads.scatter(others, place, other, lane == 0)
+
+    warps = jax.ShapeDtypeStruct((num_rows * slices.warps,), jnp.float32)
+    axes: dict[str, Any] = {}
+    if not interpreted:
+        axes = dict(cluster=(slices.cluster,), cluster_names=("block",))
+    kernel = plgpu.kernel(
+        read_rows,
+        out_type=(warps, warps),
+        scratch_types=tuple(scratch),
+        grid=(num_rows,),
+        grid_names=("row",),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        interpret=interpret,
+        **axes,
+    )
+    peaks, others = (x.reshape(num_rows, slices.warps) for x in kernel(*operands))
+    return _together(peaks, others, inv_temperature)
+
+
+def _together(
+    peaks: jax.Array, others: jax.Array, inv_temperature: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What the warps ``[G, W]`` show of a row."""
+    peak = jnp.max(peaks, axis=1)
+    decay = jnp.exp(jnp.minimum((peaks - peak[:, None]) * inv_temperature[:, None], 0.0))
+    total = jnp.sum(jnp.where(peaks > -jnp.inf, others * decay, 0.0), axis=1)
+    places = lax.bitcast_convert_type(others, jnp.int32)
+    place = jnp.min(jnp.where(peaks == peak[:, None], places, jnp.int32(2**30)), axis=1)
+    return peak, total, place
