@@ -130,6 +130,9 @@ class Verifier:
         self.draft_row = jnp.clip(rows, 0, call.draft_rows - 1)
         self.entry = self.draft.at(self.draft_row, jnp.minimum(self.place, call.draft_size - 1))
         self.bad = self.uses_q & outside
+        if self.draft.thresholds is not None:
+            least = self.threads.gather(self.draft.thresholds, self.draft_row)
+            self.bad = self.bad | (self.uses_q & (least != least))
         if call.draft == "probs":
             self.q = self.entry
         if call.draft == "normalized":

@@ -276,7 +276,7 @@ class Tiles:
         if self.bitmask is not None:
             entry = jnp.where((self._bits(row, token_id) & 1) == 1, entry, -jnp.inf)
         if self.thresholds is not None:
-            entry = jnp.where(entry >= self.threads.gather(self.thresholds, row), entry, -jnp.inf)
+            entry = jnp.where(entry < self.threads.gather(self.thresholds, row), -jnp.inf, entry)
         return entry
 
 
