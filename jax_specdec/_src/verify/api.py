@@ -219,8 +219,6 @@ def which_implementation(
     *,
     config: SpecDecodeConfig,
     vocab_size: int | None = None,
-    sampling: SamplingParams | None = None,
-    token_bitmask: jax.Array | None = None,
     kernel_config: KernelConfig | None = None,
 ) -> Implementation:
     """Which implementation a call of `rejection_sample` uses that names none.
@@ -233,8 +231,6 @@ def which_implementation(
       drafts: as in `rejection_sample`.
       config: as in `rejection_sample`.
       vocab_size: as in `rejection_sample`.
-      sampling: as in `rejection_sample`; None for a temperature alone.
-      token_bitmask: as in `rejection_sample`.
       kernel_config: as in `rejection_sample`.
 
     Returns:
@@ -254,8 +250,6 @@ def which_implementation(
     why_not = support.unsupported(
         target_logits,
         readable(drafts.distribution),
-        sampling=sampling,
-        token_bitmask=token_bitmask,
         is_race=False,
         num_requests=drafts.cu_num_draft_tokens.shape[0] - 1,
         k=config.num_speculative_tokens,
@@ -337,7 +331,7 @@ def _verify_part(
     splits_vocabulary = layout is not None and layout.vocab_axis is not None
     given = (drafts, randomness, sampling, bonus_token_ids, active, token_bitmask)
 
-    def on_xla(given: Any) -> RejectionSampleOutput:
+    def on_xla(given: Any, read_rows: sharded.ReadRows | None = None) -> RejectionSampleOutput:
         drafts, randomness, sampling, bonus_token_ids, active, token_bitmask = given
         noise: Noise | RaceNoise
         if isinstance(randomness, (Noise, RaceNoise)):
@@ -348,34 +342,36 @@ def _verify_part(
         requests = unpack(drafts, noise, sampling, bonus_token_ids, active, k)
         rows = requests, target_logits, drafts.distribution, token_bitmask
         if layout is not None and layout.vocab_axis is not None:
-            return sharded.verify(*rows, **rule, layout=layout)
+            return sharded.verify(*rows, **rule, layout=layout, read_rows=read_rows)
         return xla.verify(*rows, **rule)
 
     def on_mosaic_gpu(given: Any) -> RejectionSampleOutput:
-        from jax_specdec._src.verify.mosaic_gpu import call  # the kernel, for who uses it
+        # The kernels, for who uses them.
+        from jax_specdec._src.verify.mosaic_gpu import call, row_statistics
 
+        if splits_vocabulary:
+            return on_xla(
+                given, functools.partial(row_statistics.row_statistics, config=kernel_config)
+            )
         return call.verify(target_logits, *given, **rule, k=k, config=kernel_config)
 
-    if splits_vocabulary and implementation == "mosaic_gpu":
-        raise NotImplementedError("'mosaic_gpu' does not read parts of a split vocabulary")
-    if implementation == "mosaic_gpu":
-        return on_mosaic_gpu(given)
-    if (
-        implementation == "xla"
-        or splits_vocabulary
-        or support.no_device()
-        or support.unsupported(
+    if splits_vocabulary:
+        why_not = support.part_unsupported(target_logits, num_requests * (k + 1), kernel_config)
+    else:
+        why_not = support.unsupported(
             target_logits,
             drafts.distribution,
-            sampling=sampling,
-            token_bitmask=token_bitmask,
             is_race=isinstance(randomness, RaceNoise),
             num_requests=num_requests,
             k=k,
             size=size,
             config=kernel_config,
         )
-    ):
+    if implementation == "mosaic_gpu":
+        if why_not is not None:
+            raise NotImplementedError(why_not)
+        return on_mosaic_gpu(given)
+    if implementation == "xla" or why_not is not None or support.no_device() is not None:
         return on_xla(given)
     # The default device has the kernel, but this call may be compiled for another.
     return lax.platform_dependent(given, cuda=on_mosaic_gpu, default=on_xla)

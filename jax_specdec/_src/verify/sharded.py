@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +28,7 @@ from jax_specdec._src.verify.decide import Request, assemble, read_rows, source_
 from jax_specdec._src.verify.resample import Source
 from jax_specdec._src.verify.rows import DraftRows, DraftScale
 from jax_specdec._src.verify.sharding import Layout
-from jax_specdec._src.verify.vocabulary_shard import RowPart, Weights, tile_masses
+from jax_specdec._src.verify.vocabulary_shard import PartStats, RowPart, Weights, tile_masses
 from jax_specdec._src.verify.xla import eager_walk, num_accepted_by_rate
 
 
@@ -41,6 +42,7 @@ def verify(
     method: RejectionSampleMethod,
     conditional_rates: tuple[float, ...] | None,
     layout: Layout,
+    read_rows: ReadRows | None = None,
 ) -> RejectionSampleOutput:
     """Verify a batch, inside `jax.shard_map`.
 
@@ -54,6 +56,7 @@ def verify(
       method: the rule for sampled requests.
       conditional_rates: K rates of the synthetic rule, or None for the others.
       layout: mesh axis that the vocabulary is split over, and whether the draft storage is.
+      read_rows: a kernel that reads whole rows, in place of `RowPart.statistics`.
 
     Returns:
       Output ``[B, K+1]`` and ``[B]``, the same on all devices of that axis.
@@ -79,7 +82,8 @@ def verify(
         draft = RowPart(rows.storage, draft_is_split, me * width, width, shared, rows.fill)
     talk = _Talk(target, draft, rows, num_parts, conditional_rates)
 
-    told = _exchange(jax.vmap(talk.tell)(requests), vocab_axis)
+    read = jax.vmap(talk.read)(requests) if read_rows is None else talk.read_by(read_rows, requests)
+    told = _exchange(jax.vmap(talk.tell)(requests, *read), vocab_axis)
     decided = jax.vmap(talk.decide, in_axes=(0, 1))(requests, told)
     masses = jax.vmap(talk.masses)(decided.source)
     held = _exchange(jax.vmap(talk.ends)(masses), vocab_axis)
@@ -87,6 +91,10 @@ def verify(
     token_ids, bad_draft = draw(requests, decided, masses, held)
     token_ids = lax.psum(token_ids, vocab_axis)
     return jax.vmap(_output)(requests, decided, token_ids, bad_draft)
+
+
+ReadRows = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+"""`mosaic_gpu.row_statistics.row_statistics`."""
 
 
 class Told(NamedTuple):
@@ -136,10 +144,40 @@ class _Talk:
     num_parts: int
     conditional_rates: tuple[float, ...] | None
 
-    def tell(self, request: Request) -> Told:
+    def read(self, request: Request) -> tuple[PartStats, PartStats | None]:
+        """Statistics of this part of the target rows, and of the draft rows that need any."""
         positions, places, inv = *self._read(request), request.inv_temperature
         rows = request.first_row + positions
         stats = jax.vmap(lambda row: self.target.statistics(row, inv))(rows)
+        draft = self.draft
+        if draft is None or self._normalizers_are_stored:
+            return stats, None
+        draft_rows = request.draft_rows[places]
+        return stats, jax.vmap(lambda row: draft.statistics(row, inv))(draft_rows)
+
+    def read_by(self, read_rows: ReadRows, requests: Request) -> tuple[PartStats, PartStats | None]:
+        """The same for a batch of requests, by a kernel that skips the rows nobody looks at."""
+        positions, places = jax.vmap(self._read)(requests)
+        is_ok = (requests.status == Status.OK)[:, None]
+        rows = requests.first_row[:, None] + positions
+        wanted = is_ok & (positions < requests.num_rows[:, None])
+        stats = self.target.statistics_by(read_rows, rows, wanted, requests)
+        draft = self.draft
+        if draft is None or self._normalizers_are_stored:
+            return stats, None
+        rows = jnp.take_along_axis(requests.draft_rows, places, axis=1)
+        if not draft.is_split:
+            return stats, jax.vmap(
+                lambda rows, inv: jax.vmap(lambda row: draft.statistics(row, inv))(rows)
+            )(rows, requests.inv_temperature)
+        wanted = is_ok & (places < requests.num_drafts[:, None])
+        wanted &= (requests.stored & ~requests.greedy)[:, None]
+        return stats, draft.statistics_by(read_rows, rows, wanted, requests)
+
+    def tell(self, request: Request, stats: PartStats, draft_stats: PartStats | None) -> Told:
+        """What of it decides."""
+        positions, places = self._read(request)
+        rows = request.first_row + positions
         entries = jax.vmap(self.target.at)(rows, request.token_ids[request.place(positions)])
         choice = jnp.where(request.greedy, stats.best_id, _bits(entries))
         told = Told(stats.max, stats.sum, choice)
@@ -148,11 +186,9 @@ class _Talk:
         draft_rows = request.draft_rows[places]
         entries = jax.vmap(self.draft.at)(draft_rows, request.token_ids[places])
         told = told._replace(draft_entry=entries)
-        if self._normalizers_are_stored:
+        if draft_stats is None:
             return told
-        draft = self.draft
-        stats = jax.vmap(lambda row: draft.statistics(row, inv))(draft_rows)
-        return told._replace(draft_max=stats.max, draft_sum=stats.sum)
+        return told._replace(draft_max=draft_stats.max, draft_sum=draft_stats.sum)
 
     def decide(self, request: Request, told: Told) -> Decided:
         """From what all devices said, ``[num_parts, ...]``."""

@@ -7,13 +7,14 @@ Two computations read whole rows: `RowPart.statistics`, of the rows of every pos
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.verify import block, tiles
+from jax_specdec._src.verify.decide import Request
 from jax_specdec._src.verify.resample import Source
 from jax_specdec._src.verify.rows import DraftRows
 
@@ -86,6 +87,26 @@ class RowPart:
         ids = first_id + jnp.arange(tiles.TILE, dtype=jnp.int32)
         best = tiles.first(self.holds(ids) & (self.at(row, ids) == peak))
         return PartStats(peak, jnp.where(peak > -jnp.inf, total, 0.0), first_id + best)
+
+    def statistics_by(
+        self, read_rows: Any, rows: jax.Array, wanted: jax.Array, requests: Request
+    ) -> PartStats:
+        """Statistics of rows ``[B, P]`` of B requests, by a kernel; -inf where not `wanted`."""
+
+        def of_each(x: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(x[:, None], rows.shape).reshape(-1)
+
+        peak, total, best = read_rows(
+            self.matrix,
+            jnp.clip(rows, 0, self.matrix.shape[0] - 1).reshape(-1),
+            of_each(requests.inv_temperature),
+            of_each(requests.greedy),
+            wanted.reshape(-1),
+            jnp.clip(self.size - self.first_id, 0, self.width),
+        )
+        peak = jnp.where(jnp.isnan(peak), jnp.inf, peak)
+        parts = (x.reshape(rows.shape) for x in (peak, total, self.first_id + best))
+        return PartStats(*parts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ from jax_specdec._src.verify.mosaic_gpu.kernel import Verifier
 from jax_specdec._src.verify.mosaic_gpu.mail import Mail
 from jax_specdec._src.verify.mosaic_gpu.request import Call, Request
 from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
-from jax_specdec._src.verify.mosaic_gpu.support import plan, rows_of, unsupported
+from jax_specdec._src.verify.mosaic_gpu.support import plan, rows_of
 from jax_specdec._src.verify.mosaic_gpu.threads import Gpu, Interpreted
 
 
@@ -45,7 +45,7 @@ def verify(
     config: KernelConfig | None = None,
     interpret: Any = False,
 ) -> RejectionSampleOutput:
-    """Verify a batch in one launch.
+    """Verify a batch in one launch, of a call that `support.unsupported` has nothing against.
 
     Args:
       target_logits: ``[M, V]``, M at least 1.
@@ -64,24 +64,8 @@ def verify(
 
     Returns:
       Output ``[B, K+1]`` and ``[B]``.
-
-    Raises:
-      NotImplementedError: the kernel cannot serve this call.
     """
     num_requests, distribution = sampling.temperature.shape[0], drafts.distribution
-    why_not = unsupported(
-        target_logits,
-        distribution,
-        sampling=sampling,
-        token_bitmask=token_bitmask,
-        is_race=isinstance(randomness, RaceNoise),
-        num_requests=num_requests,
-        k=k,
-        size=size,
-        config=config,
-    )
-    if why_not is not None:
-        raise NotImplementedError(why_not)
     assert not isinstance(randomness, RaceNoise)
 
     token_ids = drafts.token_ids

@@ -165,8 +165,8 @@ class Tiles:
         if self.bitmask is not None:
             self._hide(row, tile, turn, lambda i, _: self._forbidden(row, tile, i))
         if self.end is not None:
-            end, last = self.end, self.first + (tile + 1) * TILE
-            pl.when(last > end)(
+            last = self.first + (tile + 1) * TILE
+            pl.when(last > self.end)(
                 lambda: self._hide(row, tile, turn, lambda i, _: self._past(tile, i))
             )
         if self.thresholds is not None:
@@ -232,6 +232,7 @@ class Tiles:
 
     def _past(self, tile: jax.Array, chunk: int) -> list[jax.Array]:
         """Where ids do not count."""
+        assert self.end is not None
         ids = self.ids(tile) + chunk * self.chunk
         return [ids + j >= self.end for j in range(self.each)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs, SamplingParams
+from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
 from jax_specdec._src.verify.mosaic_gpu.config import MAX_BARRIERS, KernelConfig, Shared, Slices
 
 SHARED_BYTES = 227 * 1024
@@ -12,6 +12,7 @@ SHARED_BYTES = 227 * 1024
 
 _MAX_DRAFTS = 30  # a lane for each, and two for the uniforms to recover with
 _MIN_CAPABILITY = 9.0
+_NO_REQUESTS = "implementation='mosaic_gpu' needs at least one request, but B is 0"
 
 
 def no_device() -> str | None:
@@ -35,8 +36,6 @@ def unsupported(
     target_logits: jax.Array,
     distribution: DraftDistribution | None,
     *,
-    sampling: SamplingParams | None,
-    token_bitmask: jax.Array | None,
     is_race: bool,
     num_requests: int,
     k: int,
@@ -44,32 +43,43 @@ def unsupported(
     config: KernelConfig | None = None,
 ) -> str | None:
     """Why the kernel cannot serve a call, in a sentence; None if it can."""
-    if isinstance(distribution, DraftLogits) and distribution.threshold is not None:
-        return "implementation='mosaic_gpu' does not have DraftLogits.threshold yet"
-    if token_bitmask is not None:
-        return "implementation='mosaic_gpu' does not have token_bitmask yet"
-    for name in ("min_p", "top_k", "top_p"):
-        if getattr(sampling, name, None) is not None:
-            return f"implementation='mosaic_gpu' does not have sampling.{name} yet"
     if is_race:
         return "implementation='mosaic_gpu' draws by inverse CDF: pass Noise, not RaceNoise"
     if num_requests == 0:
-        return "implementation='mosaic_gpu' needs at least one request, but B is 0"
+        return _NO_REQUESTS
     if k > _MAX_DRAFTS:
         return (
             f"implementation='mosaic_gpu' takes up to {_MAX_DRAFTS} drafts per request, but "
             f"num_speculative_tokens is {k}"
         )
     shared = plan(target_logits, distribution, num_requests=num_requests, size=size, config=config)
-    if shared.bytes > SHARED_BYTES or shared.barriers > MAX_BARRIERS:
-        arrays = [target_logits] if distribution is None else [target_logits, rows_of(distribution)]
-        dtypes, blocks = " and ".join(str(x.dtype) for x in arrays), shared.slices.cluster
+    arrays = [target_logits] if distribution is None else [target_logits, rows_of(distribution)]
+    return _too_large(shared, arrays)
+
+
+def _too_large(shared: Shared, arrays: list[jax.Array]) -> str | None:
+    if shared.bytes <= SHARED_BYTES and shared.barriers <= MAX_BARRIERS:
+        return None
+    dtypes, blocks = " and ".join(str(x.dtype) for x in arrays), shared.slices.cluster
+    return (
+        "implementation='mosaic_gpu' holds a slice of each row in shared memory, but "
+        f"{shared.slices.size} ids of {dtypes} need {shared.bytes} bytes and {shared.barriers} "
+        f"barriers in each of {blocks} blocks, and a block has {SHARED_BYTES} and {MAX_BARRIERS}"
+    )
+
+
+def part_unsupported(
+    target_logits: jax.Array, num_rows: int, config: KernelConfig | None = None
+) -> str | None:
+    """Why the kernel cannot read a part of the vocabulary, in a sentence; None if it can."""
+    if num_rows == 0:
+        return _NO_REQUESTS
+    if getattr(jax.typeof(target_logits), "vma", None):
         return (
-            f"implementation='mosaic_gpu' holds a slice of each row in shared memory, but {size} "
-            f"ids of {dtypes} need {shared.bytes} bytes of it and {shared.barriers} barriers in "
-            f"each of {blocks} blocks, and a block has {SHARED_BYTES} and {MAX_BARRIERS}"
+            "implementation='mosaic_gpu' knows nothing of how values vary over a mesh: give "
+            "jax.shard_map check_vma=False"
         )
-    return None
+    return _too_large(plan_rows(target_logits, num_rows, config), [target_logits])
 
 
 def plan(
