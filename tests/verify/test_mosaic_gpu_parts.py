@@ -1,0 +1,154 @@
+"""The kernel that reads a part of the vocabulary: row statistics, and verification by it."""
+
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.special
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+import jax_specdec as sd
+from jax_specdec._src import compat
+from jax_specdec._src.verify import api
+from jax_specdec._src.verify.mosaic_gpu import row_statistics as kernel
+from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
+
+from .batch import Layout, check, jitted, verify
+from .cases import random_batch
+
+ROWS = np.array([3, 1, 0, 5, 2, 4], np.int32)
+INVERSE = np.array([1.0, 2.0, 1.0, 1.0, 0.7, 1.0], np.float32)
+BY_ARGMAX = np.array([0, 0, 1, 0, 0, 1], bool)
+WANTED = np.array([1, 1, 1, 1, 0, 1], bool)
+BAD = 5
+
+
+def rows_of(vocab: int, dtype: str) -> jax.Array:
+    logits = 3 * np.random.default_rng(vocab).standard_normal((6, vocab))
+    logits[BAD, 7] = np.nan
+    return jnp.asarray(logits, dtype)
+
+
+def judge(logits, count, found) -> None:
+    for i, (peak, total, best) in enumerate(zip(*found, strict=True)):
+        row = np.asarray(logits[ROWS[i]], np.float64)[:count]
+        if not WANTED[i] or count == 0:
+            assert peak == -np.inf
+        elif ROWS[i] == BAD:
+            assert not np.isfinite(peak)
+        elif BY_ARGMAX[i]:
+            assert (peak, best) == (row.max(), row.argmax())
+        else:
+            expected = scipy.special.logsumexp(row * INVERSE[i])
+            np.testing.assert_allclose(peak * INVERSE[i] + np.log(total), expected, rtol=1e-6)
+
+
+def run(logits, count, **options):
+    read = jax.jit(functools.partial(kernel.row_statistics, **options))
+    return jax.device_get(read(logits, ROWS, INVERSE, BY_ARGMAX, WANTED, jnp.int32(count)))
+
+
+CASES = [(4224, 4224, "bfloat16"), (2203, 2100, "float32"), (4224, 0, "float16")]
+
+
+@pytest.mark.parametrize(("vocab", "count", "dtype"), CASES)
+def test_masses_and_argmaxes_of_rows_are_those_of_numpy(vocab, count, dtype):
+    logits = rows_of(vocab, dtype)
+    options = dict(config=KernelConfig(max_cluster=1), interpret=compat.interpret_gpu_params())
+    judge(logits, count, run(logits, count, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("vocab", "count", "dtype"), [*CASES, (32064, 30000, "bfloat16")])
+def test_masses_and_argmaxes_of_rows_are_those_of_numpy_on_a_gpu(vocab, count, dtype):
+    logits = rows_of(vocab, dtype)
+    judge(logits, count, run(logits, count))
+
+
+def mesh_of(num_parts: int) -> Mesh:
+    devices = jax.devices()[:num_parts]
+    return jax.make_mesh((num_parts,), ("v",), (AxisType.Auto,), devices=devices)
+
+
+def over(num_parts: int, **options):
+    """`rejection_sample_with_noise` whose parts of the vocabulary are read by the kernel."""
+    mesh = mesh_of(num_parts)
+    config = options.pop("config", None)
+
+    @jitted
+    def verifier(*args, **kwargs):
+        read = functools.partial(kernel.row_statistics, **options)
+        with (
+            mock.patch.object(api.support, "no_device", lambda: None),
+            mock.patch.object(kernel, "row_statistics", read),
+            mock.patch.object(api, "_rejection_sample", api._rejection_sample.__wrapped__),
+        ):
+            return sd.rejection_sample_with_noise(
+                *args,
+                **kwargs,
+                sharding=sd.VerifySharding(mesh, "v"),
+                implementation="mosaic_gpu",
+                kernel_config=config,
+            )
+
+    return verifier
+
+
+BIG = dict(num_speculative_tokens=3, num_requests=4, num_drafts=10)
+LAYOUTS = [
+    Layout(vocab=2176, **BIG, has_active=True),
+    Layout(vocab=4224, **BIG, kind="logits", dtype="bfloat16", vocab_size=4100, has_valid=True),
+    Layout(vocab=2176, **BIG, kind="probs", rates=(0.9, 0.75, 0.3, 0.1)),
+]
+
+
+# Interpreted kernels of several devices would disturb each other: one part that is all there is.
+@pytest.mark.newest
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_verification_by_it_gives_the_tokens_of_the_oracle(layout):
+    one = over(1, config=KernelConfig(max_cluster=1), interpret=compat.interpret_gpu_params())
+    batch = random_batch(layout, seed=layout.vocab, broken=0.2)
+    check(batch, verify(batch, one))
+
+
+@pytest.mark.parametrize(("layout", "kernels"), list(zip(LAYOUTS, (1, 2, 1), strict=True)), ids=str)
+def test_lowers_for_cuda(layout, kernels):
+    args, named = random_batch(layout, seed=0, broken=0).arguments()
+    named = {name: x for name, x in named.items() if x is not None}
+    config, size = named.pop("config"), named.pop("vocab_size", None)
+
+    def call(args, named):
+        return over(2)(*args, **named, config=config, vocab_size=size)
+
+    lowered = jax.jit(call).trace(args, named).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("@mosaic_gpu") == kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, Layout(vocab=128256, **BIG, kind="normalized")], ids=str
+)
+def test_the_parts_of_one_gpu_or_more_give_the_tokens_of_the_oracle(layout):
+    verifier = over(len(jax.devices()))
+    for seed in range(4):
+        batch = random_batch(layout, seed, broken=0.2)
+        check(batch, verify(batch, verifier))
+
+
+def test_a_call_without_requests_or_with_vma_is_refused_in_a_sentence():
+    logits = jnp.zeros((0, 64))
+    assert "B is 0" in api.support.part_unsupported(logits, 0)
+    refusals = []
+
+    def inside(x):
+        refusals.append(api.support.part_unsupported(x, 4))
+        return x
+
+    spec = PartitionSpec(None, "v")
+    over_parts = jax.shard_map(inside, mesh=mesh_of(1), in_specs=spec, out_specs=spec)
+    jax.eval_shape(over_parts, jnp.ones((4, 64)))
+    assert "check_vma=False" in refusals[0]
+    assert api.support.part_unsupported(jnp.zeros((4, 64)), 4) is None
