@@ -101,7 +101,7 @@ BIG = dict(num_speculative_tokens=3, num_requests=4, num_drafts=10)
 LAYOUTS = [
     Layout(vocab=2176, **BIG, has_active=True),
     Layout(vocab=4224, **BIG, kind="logits", dtype="bfloat16", vocab_size=4100, has_valid=True),
-    Layout(vocab=2176, **BIG, kind="probs", rates=(0.9, 0.75, 0.3, 0.1)),
+    Layout(vocab=2176, **BIG, kind="probs", rates=(0.9, 0.75, 0.3)),
 ]
 
 

@@ -74,7 +74,7 @@ def part_unsupported(
     """Why the kernel cannot read a part of the vocabulary, in a sentence; None if it can."""
     if num_rows == 0:
         return _NO_REQUESTS
-    if getattr(jax.typeof(target_logits), "vma", None):
+    if jax.typeof(target_logits).manual_axis_type.varying:
         return (
             "implementation='mosaic_gpu' knows nothing of how values vary over a mesh: give "
             "jax.shard_map check_vma=False"
