@@ -9,11 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.sampling import limits_count
 from jax_specdec._src.verify.mosaic_gpu.mail import tree_sum
 from jax_specdec._src.verify.mosaic_gpu.statistics import Normalizer
-
-_BITS = {"bfloat16": 16, "float16": 19, "float32": 32}
-"""Leading bits of a float32 that tell entries of a dtype apart."""
 
 _SIGN = jnp.iinfo(jnp.int32).min
 
@@ -45,21 +43,21 @@ class Filter:
         Returns:
           What normalizes the rest, and how often they have now.
         """
-        request = self.request
+        min_p, top_k, top_p = self.request.filter
         least = jnp.float32(-jnp.inf)
-        if request.min_p is not None:
-            lowest = self.peak + jnp.log2(request.min_p) / request.scale
-            least = jnp.where(request.min_p > 0, lowest, least)
-        if request.top_k is not None:
+        if min_p is not None:
+            lowest = self.peak + jnp.log2(min_p) / self.request.scale
+            least = jnp.where(min_p > 0, lowest, least)
+        if top_k is not None:
             least, told = lax.cond(
-                request.has_top_k,
-                lambda: self.search(self.count, request.top_k.astype(jnp.float32), least, told),
+                limits_count(top_k, self.target.size),
+                lambda: self.search(self.count, top_k.astype(jnp.float32), least, told),
                 lambda: (least, told),
             )
-        if request.top_p is not None:
+        if top_p is not None:
             least, told = lax.cond(
-                request.top_p < 1,
-                lambda: self.largest_of_mass(request.top_p, least, told),
+                top_p < 1,
+                lambda: self.largest_of_mass(top_p, least, told),
                 lambda: (least, told),
             )
 
@@ -97,7 +95,8 @@ class Filter:
             reached, told = self.everywhere(lambda tile, x: x + amount(tile, value), told)
             return jnp.where(reached >= goal, candidate, found), told
 
-        trips = _BITS[str(jnp.dtype(self.target.held.dtype))]
+        # Sign, exponent of float32, mantissa: what tells entries apart.
+        trips = 9 + jnp.finfo(self.target.held.dtype).nmant
         found, told = lax.fori_loop(0, trips, trip, (jnp.int32(0), told))
         return jnp.maximum(jnp.where(found == 0, -jnp.inf, _value(found)), least), told
 

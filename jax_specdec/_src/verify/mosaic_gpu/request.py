@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 from typing import Any
 
 import jax
@@ -12,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_specdec._src import noise, ragged
 from jax_specdec._src import sampling as sampling_lib
-from jax_specdec._src.types import Status
+from jax_specdec._src.types import SamplingParams, Status
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP
 
 LOG2E = 1.4426950408889634
@@ -59,10 +57,8 @@ class Request:
       inv: ``[]`` float32, the inverse of its temperature.
       scale: ``[]`` float32, the same for exponentials of base two.
       bonus: ``[]`` int32, the given bonus token.
-      min_p: ``[]`` float32, or None where no request has one.
-      top_k: ``[]`` int32 or None.
-      top_p: ``[]`` float32 or None.
-      filters: ``[]`` bool, whether any of them is to be applied; None where there are none.
+      filter: what it leaves out of a row, or None where nobody does.
+      filters: ``[]`` bool, whether it leaves out anything; None likewise.
       lane: ``[128]`` int32, the place of each thread in its warp.
       token_ids: ``[128]`` int32 by lane, -1 where there is no draft.
       proposed: ``[128]`` bool by lane, whether the id is in range.
@@ -80,7 +76,9 @@ class Request:
         self.num_rows = self.num_drafts + (1 if call.has_bonus_rows else 0)
 
         temperature = refs["temperature"][index]
-        valid = in_bounds & sampling_lib.is_valid_temperature(temperature)
+        filters = {name: refs[name][index] for name in ("min_p", "top_k", "top_p") if name in refs}
+        sampling = SamplingParams(temperature, **filters)
+        valid = in_bounds & sampling_lib.is_valid(sampling)
         self.status = jnp.where(valid, jnp.int32(Status.OK), jnp.int32(Status.BAD_INPUT))
         if "active" in refs:
             active = self._flag("active")
@@ -91,10 +89,10 @@ class Request:
             self.stored = self._flag("valid")
         self.inv = sampling_lib.inverse_temperature(temperature)
         self.scale = jnp.minimum(self.inv * LOG2E, LARGEST)
-        self.min_p, self.top_k, self.top_p = (
-            refs[name][index] if name in refs else None for name in ("min_p", "top_k", "top_p")
-        )
-        self.filters = self._filters()
+        self.filter = sampling_lib.Filter.of(sampling)
+        self.filters = None
+        if self.filter is not None:
+            self.filters = ~self.greedy & self.filter.limits(call.size)
         self.bonus = refs["bonus"][index] if "bonus" in refs else jnp.int32(0)
 
         self._start = start
@@ -111,17 +109,6 @@ class Request:
         if "rows" in refs:
             self.draft_rows = threads.gather(refs["rows"], place)
         self.uniforms = self._uniforms()
-
-    def _filters(self) -> jax.Array | None:
-        used = []
-        if self.min_p is not None:
-            used.append(self.min_p > 0)
-        if self.top_k is not None:
-            self.has_top_k = (self.top_k > 0) & (self.top_k < self.call.size)
-            used.append(self.has_top_k)
-        if self.top_p is not None:
-            used.append(self.top_p < 1)
-        return ~self.greedy & functools.reduce(operator.or_, used) if used else None
 
     def _flag(self, name: str) -> jax.Array:
         index = self.threads.filled(0, jnp.int32) + self.index
