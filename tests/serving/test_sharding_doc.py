@@ -52,12 +52,30 @@ def test_the_check_on_the_page_leaves_the_logits_where_they_are():
     assert found and all(np.prod(shape) < logits.size // 8 for _, shape in found)
 
 
+ENGINE = """
+import json
+import sys
+import jax
+
+if len(sys.argv) == 4:
+    jax.distributed.initialize(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+
+from serving import test_tensor_parallel
+
+found, compiled, _ = test_tensor_parallel.served(on_one_device=jax.device_count() == 1)
+assert compiled == []
+print(json.dumps([found[request].token_ids for request in sorted(found)]))
+"""
+
+
 @pytest.mark.slow
-def test_two_processes_decode_what_one_does():
+@pytest.mark.parametrize("code", [program(0), ENGINE], ids=["page", "engine"])
+def test_two_processes_decode_what_one_does(code):
     def start(*arguments: str, **options: str) -> subprocess.Popen[str]:
+        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         return subprocess.Popen(
-            [sys.executable, "-c", program(0), *arguments],
-            env=os.environ | options,
+            [sys.executable, "-c", code, *arguments],
+            env=os.environ | dict(PYTHONPATH=os.pathsep.join(paths)) | options,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
