@@ -46,6 +46,9 @@ class Layout:
     dtype: str = "float32"
     draft_dtype: str = "float32"
     race: bool = False
+    has_filters: bool = False  # min_p, top_k and top_p
+    has_bitmask: bool = False
+    has_threshold: bool = False  # of draft logits
 
     @property
     def method(self) -> str:
@@ -90,6 +93,11 @@ class Request:
     recover: Sequence[float] = (0.5, 0.5)
     exponential: np.ndarray | None = None  # [V]
     temperature: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    allowed: np.ndarray | None = None  # [count + 1, V] bool
+    threshold: np.ndarray | None = None  # [count], of draft logits
     bonus: int = 0
     valid: bool = True
     active: bool = True
@@ -115,6 +123,8 @@ class Batch:
     temperature: np.ndarray
     bonus_token_ids: np.ndarray | None = None
     active: np.ndarray | None = None
+    filters: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    token_bitmask: np.ndarray | None = None
 
     def replace(self, **changes: Any) -> Batch:
         return dataclasses.replace(self, **changes)
@@ -123,10 +133,12 @@ class Batch:
         """What `rejection_sample_with_noise` takes: device arrays, and static values."""
         positional = self.target_logits, self.drafts, self.noise
         named = dict(
-            sampling=sd.SamplingParams(temperature=self.temperature),
+            sampling=sd.SamplingParams(temperature=self.temperature, **self.filters),
             bonus_token_ids=self.bonus_token_ids,
             active=self.active,
         )
+        if self.token_bitmask is not None:
+            named["token_bitmask"] = self.token_bitmask
         positional, named = jax.tree.map(jnp.asarray, (positional, named))
         static = dict(config=self.layout.config, vocab_size=self.layout.vocab_size)
         return positional, named | static
@@ -142,12 +154,14 @@ def oracle(batch: Batch) -> reference.ReferenceOutput:
         batch.drafts,
         batch.noise,
         temperature=batch.temperature,
+        **batch.filters,
         method=batch.layout.method,
         num_speculative_tokens=batch.layout.num_speculative_tokens,
         conditional_rates=conditional,
         bonus_token_ids=batch.bonus_token_ids,
         active=batch.active,
         vocab_size=batch.layout.vocab_size,
+        token_bitmask=batch.token_bitmask,
     )
 
 
@@ -210,6 +224,8 @@ def pack(requests: Sequence[Request], layout: Layout, seed: int = 0) -> Batch:
     rows = rng.permutation(stored)[:n] if layout.store_rows else np.arange(n)
     store = _rubbish(rng, (stored, layout.stored_vocab))
     normalizer = _rubbish(rng, (stored,))
+    threshold = _rubbish(rng, (stored,)) if layout.has_threshold else np.zeros(stored)
+    allowed = rng.random((len(target), -(-v // 32) * 32)) < 0.5 if layout.has_bitmask else None
 
     for i, r in enumerate(requests):
         start, end = offsets[i], offsets[i + 1]
@@ -226,6 +242,11 @@ def pack(requests: Sequence[Request], layout: Layout, seed: int = 0) -> Batch:
             store[rows[start:end], : r.draft.shape[1]] = r.draft
         if r.log_normalizer is not None:
             normalizer[rows[start:end]] = r.log_normalizer
+        if layout.has_threshold:
+            threshold[rows[start:end]] = -np.inf if r.threshold is None else r.threshold
+        if allowed is not None:
+            own = np.ones(own_rows.shape, bool) if r.allowed is None else r.allowed[: len(own_rows)]
+            allowed[first : first + len(own), : own.shape[1]] = own
     if layout.vocab_size is not None:
         target[:, layout.vocab_size :] = _rubbish(rng, target[:, layout.vocab_size :].shape)
 
@@ -244,6 +265,7 @@ def pack(requests: Sequence[Request], layout: Layout, seed: int = 0) -> Batch:
         distribution = sd.DraftLogits(
             _cast(store, layout.draft_dtype),
             log_normalizer=normalizer.astype(np.float32) if layout.kind == "normalized" else None,
+            threshold=threshold.astype(np.float32) if layout.has_threshold else None,
             **shared,
         )
     uniforms = accept.astype(np.float32)
@@ -259,7 +281,24 @@ def pack(requests: Sequence[Request], layout: Layout, seed: int = 0) -> Batch:
         if layout.has_bonus
         else None,
         active=np.array([r.active for r in requests]) if layout.has_active else None,
+        filters=_filters(requests) if layout.has_filters else {},
+        token_bitmask=None if allowed is None else packed(allowed),
     )
+
+
+def packed(allowed: np.ndarray) -> np.ndarray:
+    """A bitmask ``[..., ceil(V/32)]`` int32 of what is allowed ``[..., V]``."""
+    padding = [(0, 0)] * (allowed.ndim - 1) + [(0, -allowed.shape[-1] % 32)]
+    bits = np.packbits(np.pad(allowed, padding), axis=-1, bitorder="little")
+    return bits.view("<i4").astype(np.int32)
+
+
+def _filters(requests: Sequence[Request]) -> dict[str, np.ndarray]:
+    dtypes = dict(min_p=np.float32, top_k=np.int32, top_p=np.float32)
+    return {
+        name: np.array([getattr(r, name) for r in requests], dtype)
+        for name, dtype in dtypes.items()
+    }
 
 
 def _rubbish(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:

@@ -44,10 +44,30 @@ def random_request(
     if rng.random() < 0.3:  # a grammar's mask, which the drafter may not know
         target[rng.random(target.shape) < 0.3] = -np.inf
         target[:, rng.integers(real)] = 1.0
+    processed: dict[str, Any] = {}
+    if layout.has_filters:
+        if rng.random() < 0.4:  # ties
+            target = np.round(2 * target) / 2
+        processed |= random_filters(rng, real)
+    allowed = np.ones((count + 1, v), bool)
+    if layout.has_bitmask and rng.random() < 0.6:
+        allowed = rng.random((count + 1, v)) < rng.choice([0.1, 0.7])
+        allowed[:, rng.integers(real)] = True
+        processed["allowed"] = allowed
     target = target.astype(jnp.dtype(layout.dtype)).astype(np.float64)
     draft = draft.astype(jnp.dtype(layout.draft_dtype)).astype(np.float64)
-    p = scipy.special.softmax(target[:, :real] / scale, axis=1)
-    q = scipy.special.softmax(draft[:, :shared] / scale, axis=1)
+    possible = np.where(allowed, target, -np.inf)[:, :real]
+    possible = np.maximum(possible, -1e9)  # where two masks leave nothing, p is still something
+    p = scipy.special.softmax(possible / scale, axis=1)
+    if layout.has_bitmask:  # what a bit hides may hold anything
+        hides = ~allowed & (rng.random(allowed.shape) < 0.05)
+        target[hides] = rng.choice([np.nan, np.inf], hides.sum())
+    kept = draft[:, :shared]
+    if layout.has_threshold and rng.random() < 0.8:
+        threshold = np.quantile(kept, rng.uniform(0, 0.95, count), axis=1).diagonal()
+        processed["threshold"] = threshold.astype(np.float32)
+        kept = np.where(kept >= processed["threshold"][:, None], kept, -np.inf)
+    q = scipy.special.softmax(kept / scale, axis=1)
 
     draft_ids = []
     for i in range(count):
@@ -76,7 +96,7 @@ def random_request(
     elif layout.kind != "none":
         stored_rows["draft"] = draft
     if layout.kind == "normalized":
-        normalizer = scipy.special.logsumexp(draft[:, :shared] / scale, axis=1)
+        normalizer = scipy.special.logsumexp(kept / scale, axis=1)
         stored_rows["log_normalizer"] = normalizer.astype(np.float32)
     return Request(
         target=target,
@@ -89,6 +109,16 @@ def random_request(
         valid=bool(rng.random() < 0.75),
         active=bool(rng.random() < 0.8),
         **stored_rows,
+        **processed,
+    )
+
+
+def random_filters(rng: Rng, vocab_size: int) -> dict[str, Any]:
+    """Each of the three used or not."""
+    return dict(
+        min_p=float(rng.choice([0.0, 0.0, 0.05, 0.3, 1.0, rng.random()])),
+        top_k=int(rng.choice([0, 0, 1, 3, vocab_size // 2, vocab_size, 2**31 - 1])),
+        top_p=float(rng.choice([1.0, 1.0, 1e-6, 0.5, 0.95, rng.uniform(0.01, 1.0)])),
     )
 
 
@@ -98,7 +128,14 @@ def uniforms(rng: Rng, count: int) -> np.ndarray:
 
 def spoil(request: Request, layout: Layout, rng: Rng) -> Request:
     """The request with one thing broken, which it may or may not come across."""
-    what = rng.choice(["target", "temperature", "row", "draft", "normalizer"])
+    whats = ["target", "temperature", "row", "draft", "normalizer"]
+    what = rng.choice([*whats, "filter", "threshold"] if layout.has_filters else whats)
+    if what == "filter":
+        bad = dict(min_p=[-0.1, 1.5, np.nan], top_k=[-1, -(2**31)], top_p=[0.0, -0.5, 1.5, np.nan])
+        name = rng.choice(list(bad))
+        return dataclasses.replace(request, **{name: rng.choice(bad[name])})
+    if what == "threshold":
+        return dataclasses.replace(request, threshold=np.full(request.count, np.nan))
     if what == "target":
         target = request.target.copy()
         row = rng.integers(len(target))

@@ -35,9 +35,9 @@ def arguments(kind: str = "none", **changes: Any) -> dict[str, Any]:
     for name, value in changes.items():
         if name in ("token_ids", "cu_num_draft_tokens"):
             args["drafts"] = dataclasses.replace(args["drafts"], **{name: value})
-        elif name == "temperature":
-            args["sampling"] = sd.SamplingParams(value)
-        elif name in ("probs", "logits", "rows", "valid", "log_normalizer"):
+        elif name in ("temperature", "min_p", "top_k", "top_p"):
+            args["sampling"] = dataclasses.replace(args["sampling"], **{name: value})
+        elif name in ("probs", "logits", "rows", "valid", "log_normalizer", "threshold"):
             distribution = dataclasses.replace(distribution, **{name: value})
         elif name == "distribution":
             distribution = value
@@ -174,6 +174,42 @@ CALLS = [
         dict(log_normalizer=jnp.zeros(R, jnp.float16)),
         TypeError,
         "log_normalizer must be float32.* float16",
+    ),
+    (
+        "logits",
+        dict(threshold=jnp.zeros(N)),
+        ValueError,
+        r"distribution.threshold .*\[R\] = \[6\].* \[5\]",
+    ),
+    ("logits", dict(threshold=ints), ValueError, r"distribution.threshold .*\[R\] = \[6\].* \[2\]"),
+    (
+        "logits",
+        dict(threshold=jnp.zeros(R, jnp.int32)),
+        TypeError,
+        "distribution.threshold must be float32.* int32",
+    ),
+    ("none", dict(min_p=jnp.ones(3)), ValueError, r"sampling.min_p .*\[B\] = \[2\].* \[3\]"),
+    ("none", dict(min_p=0.1), TypeError, "sampling.min_p must be an array.* 0.1"),
+    ("none", dict(top_k=floats), TypeError, "sampling.top_k must be int32.* float32"),
+    ("none", dict(top_k=ints[:1]), ValueError, r"sampling.top_k .*\[B\] = \[2\].* \[1\]"),
+    ("none", dict(top_p=ints), TypeError, "sampling.top_p must be float32.* int32"),
+    (
+        "none",
+        dict(token_bitmask=jnp.zeros((B, 1), jnp.int32)),
+        ValueError,
+        r"token_bitmask .*\[M, ceil\(V/32\)\] = \[7, 1\].* \[2, 1\]",
+    ),
+    (
+        "none",
+        dict(token_bitmask=jnp.zeros((N + B, 2), jnp.uint32)),
+        ValueError,
+        r"token_bitmask .*\[7, 1\].* \[7, 2\]",
+    ),
+    (
+        "none",
+        dict(token_bitmask=jnp.zeros((N + B, 1), bool)),
+        TypeError,
+        "token_bitmask must be int32 or uint32, but it is bool",
     ),
 ]
 names = [f"{'/'.join(changes)}: {message[:30]}" for _, changes, _, message in CALLS]
@@ -316,6 +352,18 @@ VALUES = [
         dict(log_normalizer=entry((R,), 0, nan)),
         r"log_normalizer\[0\] must be finite.* nan",
     ),
+    ("logits", dict(threshold=entry((R,), 0, nan)), r"threshold\[0\] must be a number.* nan"),
+    ("logits", dict(threshold=jnp.full(R, 0.5)), r"logits\[0\] must have .* -inf"),
+    ("none", dict(min_p=jnp.array([0.0, -0.5])), r"min_p\[1\] must be in \[0, 1\].* -0.5"),
+    ("none", dict(min_p=jnp.array([nan, 0.5])), r"min_p\[0\] must be in \[0, 1\].* nan"),
+    ("none", dict(top_k=jnp.array([0, -2])), r"top_k\[1\] must be not negative.* -2"),
+    ("none", dict(top_p=jnp.array([0.0, 1.0])), r"top_p\[0\] must be in \(0, 1\].* 0.0"),
+    ("none", dict(top_p=jnp.array([1.0, 1.5])), r"top_p\[1\] must be in \(0, 1\].* 1.5"),
+    (
+        "none",
+        dict(token_bitmask=jnp.full((N + B, 1), -1).at[2, 0].set(256)),  # a bit past V
+        r"target_logits\[2\] .*finite entry.* -inf",
+    ),
 ]
 
 
@@ -332,6 +380,11 @@ def test_validate_passes_what_can_be_verified(kind):
     bonus = dict(target_logits=jnp.zeros((N, V)), bonus_token_ids=ints)
     validate(arguments(kind, **bonus))
     assert not with_noise(arguments(kind)).status.any()
+    filters = dict(min_p=jnp.ones(B), top_k=ints, top_p=jnp.ones(B))
+    hidden = dict(target_logits=entry(LOGITS, (3, 1), nan), token_bitmask=jnp.full((N + B, 1), 1))
+    for changes in (filters, hidden):
+        validate(arguments(kind, **changes))
+        assert not with_noise(arguments(kind, **changes)).status.any()
 
 
 def test_validate_does_not_look_at_what_nobody_reads():

@@ -1,6 +1,8 @@
 """The XLA backend, as the CPU runs it: rows read one by one."""
 
-from . import bad_rows, block_edges, edges, suite
+import pytest
+
+from . import bad_rows, block_edges, edges, processed, suite
 from .batch import XLA
 
 
@@ -21,4 +23,17 @@ class TestBadRows(bad_rows.BadRowSuite):
 
 
 class TestBlock(block_edges.BlockSuite):
+    verifier = staticmethod(XLA)
+
+
+@pytest.mark.newest
+class TestProcessed(processed.ProcessedSuite):
+    verifier = staticmethod(XLA)
+
+    @pytest.mark.slow
+    def test_gives_the_tokens_of_the_oracle_in_a_race(self):
+        suite.OracleSuite.agree(self, processed.RACE)
+
+
+class TestProcessedEdges(processed.ProcessedEdges):
     verifier = staticmethod(XLA)

@@ -8,7 +8,7 @@ import pytest
 import jax_specdec as sd
 from jax_specdec._src.verify import api, xla
 
-from . import bad_rows, block_edges, suite
+from . import bad_rows, block_edges, processed, suite
 from .batch import jitted
 
 at_once = functools.partial(xla.verify, lazy=False)
@@ -45,3 +45,13 @@ class TestBadRows(bad_rows.BadRowSuite):
 @pytest.mark.newest
 class TestBlock(block_edges.BlockSuite):
     verifier = staticmethod(all_at_once)
+
+
+@pytest.mark.newest
+class TestProcessed:
+    verifier = staticmethod(all_at_once)
+    seeds = range(8)
+
+    @pytest.mark.parametrize("layout", processed.PROCESSED[1::2], ids=str)
+    def test_gives_the_tokens_of_the_oracle(self, layout):
+        suite.OracleSuite.agree(self, layout)

@@ -1,0 +1,183 @@
+"""Min-p, top-k, top-p and bitmasks: what every backend that has them must pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+
+from .batch import ALMOST_ONE, Layout, Request, Verifier
+from .between import ALL, BAD, Between, on, request
+from .suite import BIG, RATES, OracleSuite
+
+EVERYTHING: Any = dict(has_filters=True, has_bitmask=True)
+
+PROCESSED = [
+    Layout(
+        vocab=2049,
+        **BIG,
+        **EVERYTHING,
+        kind="logits",
+        dtype="bfloat16",
+        draft_dtype="bfloat16",
+        has_threshold=True,
+    ),
+    Layout(
+        vocab=5000,
+        **BIG,
+        has_filters=True,
+        kind="normalized",
+        dtype="float16",
+        draft_vocab=4097,
+        vocab_size=4500,
+        store_rows=64,
+        has_valid=True,
+        has_threshold=True,
+    ),
+    Layout(vocab=97, **BIG, **EVERYTHING, block=True, kind="normalized", has_threshold=True),
+    Layout(vocab=97, **BIG, **EVERYTHING, rates=RATES, vocab_size=90, has_bonus=True),
+]
+RACE = Layout(vocab=97, **BIG, **EVERYTHING, race=True, kind="logits", has_threshold=True)
+
+# p of ids 0 to 4, and twice the same weight.
+P = [0.4, 0.2, 0.2, 0.15, 0.05, 0, 0, 0]
+
+
+class ProcessedSuite:
+    """The oracle's tokens over a grid of everything at once."""
+
+    verifier: Verifier
+    seeds = range(8)
+
+    @pytest.mark.parametrize("layout", PROCESSED, ids=str)
+    def test_gives_the_tokens_of_the_oracle(self, layout):
+        OracleSuite.agree(self, layout)
+
+
+class ProcessedEdges(Between):
+    """Named edges; they share a compilation."""
+
+    def answer(self, middle: Request, **changes: Any) -> list[int] | sd.Status:
+        return super().answer(middle, kind="logits", has_threshold=True, **EVERYTHING, **changes)
+
+    def support(self, p: list[float] = P, **fields: Any) -> set[int]:
+        """Which ids come out over a fine grid of noise."""
+        found = set()
+        for u in [0.0, *np.linspace(0.01, 0.99, 25), ALMOST_ONE]:
+            (token,) = self.answer(request([p], recover=(0.5, u), **fields))
+            found.add(token)
+        return found
+
+    @pytest.mark.parametrize(
+        ("filters", "kept"),
+        [
+            ({}, {0, 1, 2, 3, 4}),
+            (dict(top_k=8), {0, 1, 2, 3, 4}),  # V
+            (dict(top_k=2**31 - 1), {0, 1, 2, 3, 4}),
+            (dict(min_p=0.3), {0, 1, 2, 3}),
+            (dict(min_p=0.45), {0, 1, 2}),
+            (dict(min_p=1.0), {0}),
+            (dict(top_k=1), {0}),
+            (dict(top_k=2), {0, 1, 2}),  # ties at the threshold all stay
+            (dict(top_k=3), {0, 1, 2}),
+            (dict(top_p=0.3), {0}),
+            (dict(top_p=0.45), {0, 1, 2}),
+            (dict(top_p=0.85), {0, 1, 2, 3}),
+            (dict(top_p=1e-30), {0}),
+            # Top-p is a share of what min-p and top-k have left: 0.4 of 0.8.
+            (dict(top_k=3, top_p=0.48), {0}),
+            (dict(min_p=0.45, top_p=0.48), {0}),
+            (dict(min_p=0.45, top_k=1, top_p=0.9), {0}),
+        ],
+        ids=str,
+    )
+    def test_what_is_left_is_what_comes_out(self, filters, kept):
+        assert self.support(**filters) == kept
+        assert self.support(**filters, temperature=2.0) == kept  # with logits of the same p
+
+    def test_what_is_left_is_normalized(self):
+        middle = dict(top_k=1, accept=[ALMOST_ONE])
+        assert self.answer(request([P, on(5)], [0], [on(0)], "logits", **middle)) == [0, 5]
+
+    def test_the_bonus_row_is_filtered_as_the_others_are(self):
+        for u in (0.0, 0.5, ALMOST_ONE):
+            middle = request(
+                [P, P], [0], [on(0)], "logits", top_k=1, accept=[0.0], recover=(0.5, u)
+            )
+            assert self.answer(middle) == [0, 0]
+
+    def test_a_draft_that_is_filtered_out_is_rejected_and_replaced_from_what_is_left(self):
+        for u, token in ((0.0, 0), (ALMOST_ONE, 2)):
+            middle = request(
+                [P, ALL], [3], [on(3)], "logits", top_k=2, accept=[0.0], recover=(0.5, u)
+            )
+            assert self.answer(middle) == [token]
+
+    def test_a_drafted_token_that_a_grammar_forbids_is_rejected_and_the_residual_is_right(self):
+        allowed = np.isin(np.arange(8), [2, 3])[None].repeat(2, axis=0)
+        p, q = [0.3, 0, 0.175, 0.525, 0, 0, 0, 0], [0.5, 0, 0.5, 0, 0, 0, 0, 0]
+        # Of 2 and 3, p is 0.25 and 0.75; the residual is all on 3.
+        middle = request(
+            [p, ALL], [0], [q], "logits", accept=[0.0], recover=(0.5, 0.0), allowed=allowed
+        )
+        assert self.answer(middle) == [3]
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.7])
+    def test_a_row_of_which_everything_is_masked_is_a_bad_target_row(self, temperature):
+        allowed = np.ones((3, 8), bool)
+        allowed[1] = False
+        middle = request(
+            [on(1), on(2), ALL], [1, 2], temperature=temperature, valid=False, allowed=allowed
+        )
+        assert self.answer(middle) == sd.Status.BAD_TARGET_ROW
+        ends = request([on(1), on(2)], [3], temperature=temperature, valid=False, allowed=allowed)
+        assert self.answer(ends) == [1]
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.7])
+    @pytest.mark.parametrize("entry", BAD)
+    def test_what_a_mask_hides_may_hold_anything(self, temperature, entry):
+        target, allowed = np.zeros((1, 8)), np.ones((1, 8), bool)
+        target[0, [2, 5]] = entry, 9.0
+        allowed[0, 2] = False
+        for top_k in (0, 1):
+            middle = Request(target, (), temperature=temperature, allowed=allowed, top_k=top_k)
+            token = self.answer(middle)
+            assert token == [5] or (top_k == 0 and temperature > 0 and token != [2])
+            shown = Request(target, (), temperature=temperature, top_k=top_k)
+            assert self.answer(shown) == sd.Status.BAD_TARGET_ROW
+
+    def test_a_greedy_request_takes_the_largest_that_is_allowed_and_is_not_filtered(self):
+        allowed = np.arange(8)[None].repeat(3, axis=0) != 0
+        middle = request([P] * 3, [1, 2], temperature=0.0, top_k=1, top_p=0.1, allowed=allowed)
+        assert self.answer(middle) == [1, 1]
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            *[("min_p", x) for x in (-0.1, 1.5, float("nan"), float("inf"))],
+            *[("top_k", x) for x in (-1, -(2**31))],
+            *[("top_p", x) for x in (0.0, -0.5, 1.5, float("nan"), float("inf"))],
+        ],
+    )
+    def test_a_parameter_out_of_range_is_bad_input(self, name, value, temperature):
+        middle = request([P], temperature=temperature, **{name: value})
+        assert self.answer(middle) == sd.Status.BAD_INPUT
+
+    def test_a_draft_below_its_threshold_had_no_chance_and_is_rejected(self):
+        q, threshold = [0.5, 0.3, 0.2, 0, 0, 0, 0, 0], np.log([0.25])
+        for x, accept, answer in ((2, 0.0, 2), (1, ALMOST_ONE, 2), (1, 0.0, [1, 6])):
+            # q is 5/8, 3/8 after all, and what it leaves of p is all on 2.
+            p = [0.4, 0.2, 0.4, 0, 0, 0, 0, 0]
+            middle = request([p, on(6)], [x], [q], "logits", accept=[accept], threshold=threshold)
+            assert self.answer(middle) == ([answer] if isinstance(answer, int) else answer)
+
+    @pytest.mark.parametrize("accept", [0.0, ALMOST_ONE])
+    def test_a_threshold_that_is_none_is_a_bad_draft_row(self, accept):
+        middle = request(
+            [ALL, ALL], [1], [ALL], "logits", accept=[accept], threshold=np.array([np.nan])
+        )
+        assert self.answer(middle) == sd.Status.BAD_DRAFT_ROW
