@@ -54,6 +54,8 @@ SPLIT = [
     Layout(vocab=40000, vocab_size=37001, **BIG, kind="normalized", draft_vocab=36000),
     Layout(vocab=2056, vocab_size=1500, **BIG, kind="logits", draft_vocab=300, dtype="float16"),
     Layout(vocab=96, **BIG, kind="probs", rates=suite.RATES, has_valid=True),
+    Layout(vocab=8192, **BIG, kind="logits", block=True, has_valid=True, has_bonus=True),
+    Layout(vocab=96, **BIG, block=True, dtype="bfloat16"),
 ]
 CUT = SPLIT[2]
 
@@ -233,10 +235,14 @@ def collectives(compiled: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [pytest.param("normalized", marks=pytest.mark.newest), "logits"],
+    ("kind", "method"),
+    [
+        pytest.param("normalized", "standard", marks=pytest.mark.newest),
+        ("logits", "standard"),
+        pytest.param("logits", "block", marks=pytest.mark.newest),
+    ],
 )
-def test_three_collectives_of_at_most_64_kb_each(kind):
+def test_three_collectives_of_at_most_64_kb_each(kind, method):
     b, k, v = 64, 4, 128256
     mesh = mesh_of(8)
 
@@ -256,7 +262,7 @@ def test_three_collectives_of_at_most_64_kb_each(kind):
         sampling=sd.SamplingParams(array(b)),
         keys=keys,
         positions=array(b, dtype="int32"),
-        config=sd.SpecDecodeConfig(num_speculative_tokens=k),
+        config=sd.SpecDecodeConfig(num_speculative_tokens=k, rejection_sample_method=method),
         sharding=sd.VerifySharding(mesh, "v"),
     )
     moved = collectives(lowered.compile().as_text())

@@ -133,7 +133,7 @@ def rejection_sample(
         size=target_logits.shape[1] * parts if vocab_size is None else int(vocab_size),
         implementation=implementation,
         kernel_config=kernel_config,
-        layout=sharding_lib.resolve(sharding, target_logits, drafts, keys),
+        layout=sharding_lib.resolve(sharding, target_logits, drafts, keys, sampling),
     )
 
 
@@ -209,7 +209,7 @@ def rejection_sample_with_noise(
         size=target_logits.shape[1] * parts if vocab_size is None else int(vocab_size),
         implementation=implementation,
         kernel_config=kernel_config,
-        layout=sharding_lib.resolve(sharding, target_logits, drafts, noise),
+        layout=sharding_lib.resolve(sharding, target_logits, drafts, noise, sampling),
     )
 
 
@@ -356,7 +356,8 @@ def _verify_part(
         return call.verify(target_logits, *given, **rule, k=k, config=kernel_config)
 
     if splits_vocabulary:
-        why_not = support.part_unsupported(target_logits, num_requests * (k + 1), kernel_config)
+        num_rows = num_requests * (k + 1)
+        why_not = support.part_unsupported(target_logits, token_bitmask, num_rows, kernel_config)
     else:
         why_not = support.unsupported(
             target_logits,

@@ -7,6 +7,7 @@ request: a backend maps them over the batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -16,8 +17,10 @@ from jax import lax
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
 from jax_specdec._src.verify import block, greedy, probabilistic, tiles
-from jax_specdec._src.verify.resample import Source, resample, residual_masses
+from jax_specdec._src.verify.resample import Source, resample, residual_mass
 from jax_specdec._src.verify.rows import DraftRows, DraftScale, TargetRows
+
+ResidualMass = Callable[[Source, TargetRows, DraftRows], jax.Array]
 
 
 class Request(NamedTuple):
@@ -167,6 +170,7 @@ def judge(
     p: jax.Array,
     target: TargetRows,
     draft: DraftRows | None,
+    residual_mass: ResidualMass = residual_mass,
 ) -> Visit:
     """Judge the drafts before a position by the block rule.
 
@@ -178,6 +182,7 @@ def judge(
       p: ``[]`` float32, target probability of the draft there.
       target: target rows.
       draft: draft rows, or None.
+      residual_mass: how the mass of a stored draft's residual is found.
 
     Returns:
       What was seen; `accepted` says whether the drafts before the position are kept.
@@ -192,7 +197,7 @@ def judge(
         source = source_of(request, position, seen, target)
         mass = lax.cond(
             request.uses_q(position, target.size),
-            lambda: jnp.sum(residual_masses(source, target, draft)),
+            lambda: residual_mass(source, target, draft),
             lambda: mass,
         )
         bad_q = jnp.isnan(mass) & (status == Status.OK)

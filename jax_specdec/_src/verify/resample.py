@@ -142,6 +142,11 @@ def residual_masses(source: Source, target: TargetRows, draft: DraftRows) -> jax
     return jnp.concatenate([masses, beyond])
 
 
+def residual_mass(source: Source, target: TargetRows, draft: DraftRows) -> jax.Array:
+    """``sum((weight * p - q)+)`` of the row."""
+    return jnp.sum(residual_masses(source, target, draft))
+
+
 def _p_masses(source: Source) -> jax.Array:
     """``p`` of each tile."""
     relative = source.stats.masses(source.inv_temperature)

@@ -33,7 +33,7 @@ def _read_bits(words: jax.Array, row: jax.Array, start: Any, length: int) -> jax
     return ((these[:, None] >> places[None, :]) & 1).reshape(-1)[:length] == 1
 
 
-def _gather_bits(words: jax.Array, row: jax.Array, ids: jax.Array) -> jax.Array:
+def bits_at(words: jax.Array, row: jax.Array, ids: jax.Array) -> jax.Array:
     """Bits `ids` of a row, ids clipped into range."""
     ids = jnp.clip(ids, 0, words.shape[1] * 32 - 1)
     these = words.at[row, ids // 32].get(mode="clip")
@@ -106,7 +106,7 @@ class TargetRows:
         """Logits of `ids`, -inf for those that do not count or are below a threshold."""
         counts = ids < self.size
         if self.token_bitmask is not None:
-            counts &= _gather_bits(self.token_bitmask, row, ids)
+            counts &= bits_at(self.token_bitmask, row, ids)
         return tiles.keep(jnp.where(counts, _gather(self.logits, row, ids), -jnp.inf), threshold)
 
     def best(self, row: jax.Array, stats: tiles.RowStats) -> jax.Array:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,14 +30,14 @@ from jax_specdec._src.verify.resample import Source
 from jax_specdec._src.verify.rows import DraftRows, DraftScale
 from jax_specdec._src.verify.sharding import Layout
 from jax_specdec._src.verify.vocabulary_shard import PartStats, RowPart, Weights, tile_masses
-from jax_specdec._src.verify.xla import eager_walk, num_accepted_by_rate
+from jax_specdec._src.verify.xla import eager_block_walk, eager_walk, num_accepted_by_rate, weigh
 
 
 def verify(
     requests: Request,
     target_logits: jax.Array,
     distribution: DraftDistribution | None,
-    token_bitmask: jax.Array | None = None,
+    token_bitmask: jax.Array | None,
     *,
     size: int,
     method: RejectionSampleMethod,
@@ -51,7 +52,7 @@ def verify(
       target_logits: ``[M, V / devices]``, M at least 1.
       distribution: draft distributions, or None where every request is one-hot. Their storage is
         ``[R, V / devices]`` or ``[R, Vd]``, as `layout` says.
-      token_bitmask: None.
+      token_bitmask: ``[M, ceil(V/32)]``, or None where every token is allowed.
       size: ids that count, at most V.
       method: the rule for sampled requests.
       conditional_rates: K rates of the synthetic rule, or None for the others.
@@ -61,19 +62,11 @@ def verify(
     Returns:
       Output ``[B, K+1]`` and ``[B]``, the same on all devices of that axis.
     """
-    if method == "block":
-        raise NotImplementedError("block verification is not served over a split vocabulary")
-    if token_bitmask is not None or requests.filter is not None:
-        raise NotImplementedError(
-            "min_p, top_k, top_p and token_bitmask are not served over a split vocabulary"
-        )
-    if isinstance(distribution, DraftLogits) and distribution.threshold is not None:
-        raise NotImplementedError("DraftLogits.threshold is not served over a split vocabulary")
     vocab_axis, draft_is_split = layout.vocab_axis, layout.draft_vocab
     assert vocab_axis is not None
     num_parts, width = lax.axis_size(vocab_axis), target_logits.shape[1]
     me = lax.axis_index(vocab_axis)
-    target = RowPart(target_logits, True, me * width, width, size, -float("inf"))
+    target = RowPart(target_logits, True, me * width, width, size, -float("inf"), token_bitmask)
     rows: DraftRows | None = None
     draft: RowPart | None = None
     if distribution is not None:
@@ -84,9 +77,19 @@ def verify(
 
     read = jax.vmap(talk.read)(requests) if read_rows is None else talk.read_by(read_rows, requests)
     told = _exchange(jax.vmap(talk.tell)(requests, *read), vocab_axis)
-    decided = jax.vmap(talk.decide, in_axes=(0, 1))(requests, told)
-    masses = jax.vmap(talk.masses)(decided.source)
-    held = _exchange(jax.vmap(talk.ends)(masses), vocab_axis)
+    by_request: Any = functools.partial(jax.vmap, in_axes=(0, 1))
+    if method == "block":  # every position's masses judge the drafts before it
+        sources = by_request(talk.sources)(requests, told)
+        masses = jax.vmap(jax.vmap(talk.masses))(sources)
+        held = _exchange(jax.vmap(jax.vmap(talk.ends))(masses), vocab_axis)
+        residual_masses = jnp.sum(held[..., 0, :], axis=(0, 3))
+        decided = jax.vmap(talk.decide, in_axes=(0, 1, 0))(requests, told, residual_masses)
+        masses = jax.vmap(operator.getitem)(masses, decided.num_accepted)
+        held = jax.vmap(lambda x, i: x[:, i], (1, 0), 1)(held, decided.num_accepted)
+    else:
+        decided = by_request(talk.decide)(requests, told)
+        masses = jax.vmap(talk.masses)(decided.source)
+        held = _exchange(jax.vmap(talk.ends)(masses), vocab_axis)
     draw = jax.vmap(functools.partial(talk.draw, me=me), in_axes=(0, 0, 0, 1))
     token_ids, bad_draft = draw(requests, decided, masses, held)
     token_ids = lax.psum(token_ids, vocab_axis)
@@ -190,28 +193,43 @@ class _Talk:
             return told
         return told._replace(draft_max=draft_stats.max, draft_sum=draft_stats.sum)
 
-    def decide(self, request: Request, told: Told) -> Decided:
-        """From what all devices said, ``[num_parts, ...]``."""
-        positions, places = self._read(request)
-        first = positions[0]
-        target: Any = _Target(told, self.target)  # for `decide`, what TargetRows are
-        draft: Any = None
-        if self.draft_rows is not None:
-            draft = _Draft(told, self.target.width, self.draft_rows, request.draft_rows[places])
-        # Positions are rows of what was told.
-        local = request._replace(
-            first_row=-first,
-            draft_rows=jnp.arange(request.token_ids.shape[0], dtype=jnp.int32) - first,
-        )
-        if self.conditional_rates is None:
-            num_accepted, last = eager_walk(local, target, draft)
-        else:
-            num_accepted, last = first, read_rows(local, first, target, draft)
+    def decide(
+        self, request: Request, told: Told, residual_masses: jax.Array | None = None
+    ) -> Decided:
+        """From what all devices said, ``[num_parts, ...]``; by the block rule if given masses."""
+        local, target, draft = self._rows(request, told)
+        if self.conditional_rates is not None:
+            num_accepted = -local.first_row
+            last = read_rows(local, num_accepted, target, draft)
             is_read = num_accepted < request.num_rows
             last = last._replace(status=jnp.where(is_read, last.status, Status.OK))
-        best_id = target.best(num_accepted - first, last.stats)
+        elif residual_masses is None:
+            num_accepted, last = eager_walk(local, target, draft)
+        else:
+            masses = residual_masses  # by position, which is the row
+            found = eager_block_walk(local, target, draft, lambda source, *_: masses[source.row])
+            num_accepted, last = found
+        best_id = target.best(local.first_row + num_accepted, last.stats)
         source = source_of(request, num_accepted, last, target)
         return Decided(num_accepted, last.status, best_id, source)
+
+    def sources(self, request: Request, told: Told) -> Source:
+        """What the token after each position would be drawn from by the block rule, ``[K+1]``."""
+        local, target, draft = self._rows(request, told)
+        seen, p = weigh(local, target, draft)
+        positions = jnp.arange(p.shape[0], dtype=jnp.int32)
+        return jax.vmap(lambda i, seen: source_of(request, i, seen, target))(positions, seen)
+
+    def _rows(self, request: Request, told: Told) -> tuple[Request, Any, Any]:
+        """What was told as `decide` reads rows, and the request with positions for row indices."""
+        positions, places = self._read(request)
+        first = positions[0]
+        draft = None
+        if self.draft_rows is not None:
+            draft = _Draft(told, self.target.width, self.draft_rows, request.draft_rows[places])
+        indices = jnp.arange(request.token_ids.shape[0], dtype=jnp.int32) - first
+        local = request._replace(first_row=-first, draft_rows=indices)
+        return local, _Target(told, self.target), draft
 
     def masses(self, source: Source) -> jax.Array:
         """Of the tiles of this part, ``[2, n]``: what the token is drawn by, and ``p``."""

@@ -11,12 +11,14 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import (
     DraftLogits,
     DraftProbs,
     Drafts,
     RaceNoise,
     RejectionSampleOutput,
+    SamplingParams,
 )
 
 
@@ -125,7 +127,11 @@ def vocabulary_parts(sharding: VerifySharding | None) -> int:
 
 
 def resolve(
-    sharding: VerifySharding | None, target_logits: jax.Array, drafts: Drafts, noise: Any
+    sharding: VerifySharding | None,
+    target_logits: jax.Array,
+    drafts: Drafts,
+    noise: Any,
+    sampling: SamplingParams,
 ) -> Layout | None:
     """How the arrays of a call lie; None where no mesh is known of.
 
@@ -135,18 +141,19 @@ def resolve(
       target_logits: checked, as the others are.
       drafts: the drafts.
       noise: explicit noise, or keys.
+      sampling: its parameters.
 
     Raises:
       ValueError: an axis that does not divide; draft storage of which no part can be told.
-      NotImplementedError: a race, which is not run over a split vocabulary.
+      NotImplementedError: what is not served over a split vocabulary.
     """
     if sharding is not None:
-        return _checked(sharding, target_logits, drafts, noise)
+        return _checked(sharding, target_logits, drafts, noise, sampling)
     derived = _derived(target_logits)
     if derived is None:
         return None
     try:
-        return _checked(derived, target_logits, drafts, noise)
+        return _checked(derived, target_logits, drafts, noise, sampling)
     except (ValueError, NotImplementedError):
         return None
 
@@ -175,11 +182,22 @@ def _single(axes: Any) -> Any:
 
 
 def _checked(
-    sharding: VerifySharding, target_logits: jax.Array, drafts: Drafts, noise: Any
+    sharding: VerifySharding,
+    target_logits: jax.Array,
+    drafts: Drafts,
+    noise: Any,
+    sampling: SamplingParams,
 ) -> Layout | None:
     mesh, vocab_axis, batch_axis = sharding.mesh, sharding.vocab_axis, sharding.batch_axis
-    if vocab_axis is not None and isinstance(noise, RaceNoise):
-        raise NotImplementedError("RaceNoise is not served over a split vocabulary; give a Noise")
+    if vocab_axis is not None:
+        threshold = getattr(drafts.distribution, "threshold", None)
+        for name, is_given in (
+            ("RaceNoise", isinstance(noise, RaceNoise)),
+            ("min_p, top_k and top_p", Filter.of(sampling) is not None),
+            ("DraftLogits.threshold", threshold is not None),
+        ):
+            if is_given:
+                raise NotImplementedError(f"over a split vocabulary there is no {name}")
     storage, indexed = _storage(drafts)
     if mesh is None:
         if vocab_axis is None:
@@ -263,7 +281,7 @@ def over_parts(
       layout: how they lie.
       target_logits: ``[M, V]``.
       drafts: the drafts.
-      *given: pytrees of arrays ``[B, ...]``.
+      *given: pytrees of arrays ``[B, ...]`` or ``[M, ...]``.
 
     Returns:
       What `function` returns, put together.

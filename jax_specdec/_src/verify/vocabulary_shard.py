@@ -16,7 +16,7 @@ from jax import lax
 from jax_specdec._src.verify import block, tiles
 from jax_specdec._src.verify.decide import Request
 from jax_specdec._src.verify.resample import Source
-from jax_specdec._src.verify.rows import DraftRows
+from jax_specdec._src.verify.rows import DraftRows, bits_at
 
 
 class PartStats(NamedTuple):
@@ -44,6 +44,7 @@ class RowPart:
       width: ids of a part, alike on every device.
       size: ids of the whole vocabulary that count.
       fill: the entry of ids that do not.
+      token_bitmask: ``[R, ceil(V/32)]`` of the whole vocabulary, or None where every id is allowed.
     """
 
     matrix: jax.Array
@@ -52,6 +53,7 @@ class RowPart:
     width: int
     size: int
     fill: float
+    token_bitmask: jax.Array | None = None
 
     def holds(self, ids: jax.Array) -> jax.Array:
         """Whether ids are of this part."""
@@ -62,7 +64,7 @@ class RowPart:
         columns = ids - self.first_id if self.is_split else ids
         columns = jnp.clip(columns, 0, self.matrix.shape[1] - 1)
         entries = self.matrix.at[row, columns].get(mode="clip").astype(jnp.float32)
-        return jnp.where(ids < self.size, entries, self.fill)
+        return jnp.where(self._counts(row, ids), entries, self.fill)
 
     def read(self, row: jax.Array, start: int, length: int) -> jax.Array:
         """``[length]`` entries, from the part's column `start` on."""
@@ -70,7 +72,13 @@ class RowPart:
         if not self.is_split:
             return self.at(row, ids)
         entries = lax.dynamic_slice(self.matrix, (row, start), (1, length))[0]
-        return jnp.where(ids < self.size, entries.astype(jnp.float32), self.fill)
+        return jnp.where(self._counts(row, ids), entries.astype(jnp.float32), self.fill)
+
+    def _counts(self, row: jax.Array, ids: jax.Array) -> jax.Array:
+        counts = ids < self.size
+        return (
+            counts if self.token_bitmask is None else counts & bits_at(self.token_bitmask, row, ids)
+        )
 
     def statistics(self, row: jax.Array, inv_temperature: jax.Array) -> PartStats:
         """Statistics of this part of a row of logits."""

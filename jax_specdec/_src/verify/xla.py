@@ -19,6 +19,7 @@ from jax_specdec._src.types import DraftDistribution, RejectionSampleOutput, Sta
 from jax_specdec._src.verify import block, synthetic, tiles
 from jax_specdec._src.verify.decide import (
     Request,
+    ResidualMass,
     Visit,
     emit,
     judge,
@@ -27,6 +28,7 @@ from jax_specdec._src.verify.decide import (
     read_rows,
     visit,
 )
+from jax_specdec._src.verify.resample import residual_mass
 from jax_specdec._src.verify.rows import DraftRows, TargetRows
 
 Walk = Callable[[Request, TargetRows, DraftRows | None], tuple[jax.Array, Visit]]
@@ -196,10 +198,8 @@ def _lazy_block_walk(
     return jnp.where(all_accepted, position, state.num_accepted), last
 
 
-def eager_block_walk(
-    request: Request, target: TargetRows, draft: DraftRows | None
-) -> tuple[jax.Array, Visit]:
-    """All positions at once."""
+def weigh(request: Request, target: TargetRows, draft: DraftRows | None) -> tuple[Visit, jax.Array]:
+    """All positions at once, with the joint weights of the drafts before them, and their p."""
     k = request.token_ids.shape[0]
     positions = jnp.arange(k + 1, dtype=jnp.int32)
     seen, p, q = jax.vmap(lambda i: look(request, i, target, draft))(positions)
@@ -208,11 +208,25 @@ def eager_block_walk(
         return block.joint_weight(weight, *draft), weight
 
     _, weights = lax.scan(step, jnp.float32(1), (p, q), unroll=True)
-    seen = seen._replace(weight=weights)
-    seen = jax.vmap(lambda i, s, p: judge(request, i, s, p, target, draft))(positions, seen, p)
+    return seen._replace(weight=weights), p
 
+
+def eager_block_walk(
+    request: Request,
+    target: TargetRows,
+    draft: DraftRows | None,
+    residual_mass: ResidualMass = residual_mass,
+) -> tuple[jax.Array, Visit]:
+    """All positions at once."""
+    seen, p = weigh(request, target, draft)
+    positions = jnp.arange(p.shape[0], dtype=jnp.int32)
+
+    def judged(i: jax.Array, seen: Visit, p: jax.Array) -> Visit:
+        return judge(request, i, seen, p, target, draft, residual_mass)
+
+    seen = jax.vmap(judged)(positions, seen, p)
     proposed = jax.vmap(functools.partial(request.is_proposed, size=target.size))(positions)
-    goes_on = proposed & (jnp.append(weights[1:], 0.0) > 0) & (seen.status == Status.OK)
+    goes_on = proposed & (jnp.append(seen.weight[1:], 0.0) > 0) & (seen.status == Status.OK)
     stop = tiles.first(~goes_on)
     num_accepted = jnp.max(jnp.where((positions <= stop) & seen.accepted, positions, 0))
     last = jax.tree.map(lambda x: x[num_accepted], seen)

@@ -69,9 +69,14 @@ def _too_large(shared: Shared, arrays: list[jax.Array]) -> str | None:
 
 
 def part_unsupported(
-    target_logits: jax.Array, num_rows: int, config: KernelConfig | None = None
+    target_logits: jax.Array,
+    token_bitmask: jax.Array | None,
+    num_rows: int,
+    config: KernelConfig | None = None,
 ) -> str | None:
     """Why the kernel cannot read a part of the vocabulary, in a sentence; None if it can."""
+    if token_bitmask is not None:
+        return "implementation='mosaic_gpu' reads parts of a vocabulary without a token_bitmask"
     if num_rows == 0:
         return _NO_REQUESTS
     if jax.typeof(target_logits).manual_axis_type.varying:
