@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import pathlib
 import platform
+import re
 import statistics
 import sys
 import time
@@ -65,6 +67,19 @@ def kernel_times(compiled: Any, arguments: dict[str, Any]) -> dict[str, tuple[in
         count, total = kernels.get(name, (0, 0.0))
         kernels[name] = count + 1, total + milliseconds * 1e3
     return kernels
+
+
+def collectives(program: str) -> dict[str, int]:
+    """Each collective in the text of a compiled program, and the bytes it leaves on a device."""
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-(?:permute|broadcast)"
+    found = {}
+    for name, result in re.findall(rf"%(\S+) = (.*?) (?:{kinds})(?:-start)?\(", program):
+        arrays = re.findall(r"([a-z]+)(\d+)\[([\d,]*)\]", result)
+        found[name] = sum(
+            math.prod(int(n) for n in shape.split(",") if n) * int(bits) // 8
+            for _, bits, shape in arrays
+        )
+    return found
 
 
 def copy_bandwidth() -> float:

@@ -138,7 +138,7 @@ def test_the_parts_of_one_gpu_or_more_give_the_tokens_of_the_oracle(layout):
         check(batch, verify(batch, verifier))
 
 
-def test_a_call_without_requests_or_with_vma_is_refused_in_a_sentence():
+def test_a_call_without_requests_or_with_vma_or_a_bitmask_is_refused_in_a_sentence():
     logits = jnp.zeros((0, 64))
     assert "B is 0" in api.support.part_unsupported(logits, 0)
     refusals = []
@@ -151,4 +151,6 @@ def test_a_call_without_requests_or_with_vma_is_refused_in_a_sentence():
     over_parts = jax.shard_map(inside, mesh=mesh_of(1), in_specs=spec, out_specs=spec)
     jax.eval_shape(over_parts, jnp.ones((4, 64)))
     assert "check_vma=False" in refusals[0]
-    assert api.support.part_unsupported(jnp.zeros((4, 64)), 4) is None
+    logits, mask = jnp.zeros((4, 64)), jnp.zeros((4, 2), jnp.int32)
+    assert "token_bitmask" in api.support.part_unsupported(logits, 4, token_bitmask=mask)
+    assert api.support.part_unsupported(logits, 4) is None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,23 @@ from jax.sharding import PartitionSpec as P
 import jax_specdec as sd
 from jax_specdec._src.verify import sharded, sharding
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from measure import collectives  # noqa: E402
+
 from . import bad_rows, edges, suite
-from .batch import Batch, Layout, check, jitted, pack, verify
+from .batch import Batch, Layout, check, pack, verify
 from .cases import random_batch, random_request
 
 BIG = suite.BIG
 EVEN = dict(num_speculative_tokens=4, num_requests=8, num_drafts=32)
+
+
+def jitted(verifier):
+    """A function like `rejection_sample_with_noise`, compiled once per layout, and quickly."""
+    options = {"xla_backend_optimization_level": 0}
+    static = ("config", "vocab_size")
+    return jax.jit(verifier, static_argnames=static, compiler_options=options)
 
 
 def mesh_of(vocab: int, batch: int = 1, axis_type: AxisType = AxisType.Auto) -> Mesh:
@@ -45,30 +57,60 @@ def agree(layout: Layout, verifier, seeds=range(12)) -> None:
     print(f"{close} close calls differ in {len(seeds)} batches of {layout}")
 
 
+newest, slow = pytest.mark.newest, pytest.mark.slow
+
+CUT = Layout(vocab=10248, vocab_size=10243, **BIG, kind="probs", has_bonus=True)
+
+
 # Every kind of draft distribution, split and whole; parts smaller and larger than a tile, tiles
 # that parts cut; vocabularies that are padded to divide.
-SPLIT = [
-    Layout(vocab=96, **BIG, dtype="bfloat16", has_active=True),
-    Layout(vocab=8192, **BIG, kind="logits", store_rows=50, has_valid=True),
-    Layout(vocab=10248, vocab_size=10243, **BIG, kind="probs", has_bonus=True),
-    Layout(vocab=40000, vocab_size=37001, **BIG, kind="normalized", draft_vocab=36000),
-    Layout(vocab=2056, vocab_size=1500, **BIG, kind="logits", draft_vocab=300, dtype="float16"),
-    Layout(vocab=96, **BIG, kind="probs", rates=suite.RATES, has_valid=True),
-    Layout(vocab=8192, **BIG, kind="logits", block=True, has_valid=True, has_bonus=True),
-    Layout(vocab=96, **BIG, block=True, dtype="bfloat16"),
-]
-CUT = SPLIT[2]
+@pytest.mark.parametrize(
+    ("parts", "layout"),
+    [
+        (8, CUT),
+        *[
+            pytest.param(parts, layout, marks=newest)
+            for parts, layout in [
+                (4, CUT),
+                (8, Layout(vocab=8192, **BIG, kind="logits", store_rows=50, has_valid=True)),
+                (
+                    8,
+                    Layout(
+                        vocab=40000, vocab_size=37001, **BIG, kind="normalized", draft_vocab=36000
+                    ),
+                ),
+                (8, Layout(vocab=96, **BIG, rates=suite.RATES, dtype="bfloat16")),
+                (8, Layout(vocab=4096, **BIG, kind="logits", block=True, has_valid=True)),
+            ]
+        ],
+        *[
+            pytest.param(parts, layout, marks=slow)
+            for parts, layout in [
+                (1, CUT),
+                (2, CUT),
+                (8, Layout(vocab=96, **BIG, dtype="bfloat16", has_active=True)),
+                (8, Layout(vocab=96, **BIG, kind="probs", rates=suite.RATES, has_valid=True)),
+                (8, Layout(vocab=96, **BIG, block=True, has_bonus=True)),
+            ]
+        ],
+    ],
+    ids=str,
+)
+def test_a_split_vocabulary_gives_the_tokens_of_the_oracle(parts, layout):
+    agree(layout, over(parts))
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize("layout", SPLIT, ids=str)
-def test_eight_parts_of_the_vocabulary_give_the_tokens_of_the_oracle(layout):
-    agree(layout, over(8))
-
-
-@pytest.mark.parametrize("parts", [2, *[pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)]])
-def test_fewer_parts_give_the_tokens_of_the_oracle(parts):
-    agree(CUT, over(parts))
+@newest
+def test_tokens_that_a_bitmask_forbids_are_as_those_of_minus_infinite_logits():
+    layout = Layout(vocab=96, vocab_size=90, **BIG, kind="logits", draft_vocab=60)
+    for seed in range(8):
+        batch = random_batch(layout, seed)
+        allowed = np.random.default_rng(seed).random(batch.target_logits.shape) < 0.8
+        words = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+        args, named = batch.arguments()
+        output = over(8)(*args, **named, token_bitmask=jnp.asarray(words))
+        masked = np.where(allowed, batch.target_logits, -np.inf)
+        check(batch.replace(target_logits=masked), jax.device_get(output))
 
 
 # Requests split over a mesh axis.
@@ -88,7 +130,7 @@ def even_batch(layout: Layout, seed: int) -> Batch:
         pytest.param(
             Layout(vocab=97, **EVEN, kind="normalized", store_rows=64, has_bonus=True),
             None,
-            marks=pytest.mark.newest,
+            marks=newest,
         ),
     ],
     ids=["both axes", "requests alone"],
@@ -102,7 +144,7 @@ def test_requests_split_over_an_axis_give_the_tokens_of_the_oracle(layout, vocab
         check(batch, verify(batch, verifier))
 
 
-@pytest.mark.newest
+@newest
 def test_requests_whose_drafts_lie_in_another_part_are_bad_input():
     layout = Layout(vocab=96, num_speculative_tokens=2, num_requests=4, num_drafts=4)
     rng = np.random.default_rng(0)
@@ -151,9 +193,9 @@ def in_shard_map(layout: Layout, *, draft_spec: P, check_vma: bool):
     ("draft_vocab", "draft_spec", "check_vma"),
     [
         (None, P(None, "v"), True),
-        pytest.param(None, P(None, "v"), False, marks=pytest.mark.newest),
-        pytest.param(9, P(), True, marks=pytest.mark.newest),  # narrower than a part, and whole
-        pytest.param(60, P(), False, marks=pytest.mark.newest),
+        pytest.param(None, P(None, "v"), False, marks=slow),
+        pytest.param(9, P(), True, marks=newest),  # narrower than a part, and whole
+        pytest.param(60, P(), False, marks=slow),
     ],
 )
 def test_a_call_inside_shard_map_gives_the_tokens_of_the_oracle(draft_vocab, draft_spec, check_vma):
@@ -161,20 +203,27 @@ def test_a_call_inside_shard_map_gives_the_tokens_of_the_oracle(draft_vocab, dra
     agree(layout, in_shard_map(layout, draft_spec=draft_spec, check_vma=check_vma), range(6))
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("under_jit", [False, True], ids=["top level", "jit"])
-def test_arrays_that_are_split_are_verified_where_they_are(axis_type, under_jit, monkeypatch):
-    layout = Layout(vocab=96, **EVEN, kind="probs")
+@pytest.mark.parametrize(
+    ("vocab", "axis_type", "under_jit"),  # of which `vocab` has it traced each time
+    [
+        pytest.param(96, AxisType.Auto, False, marks=newest, id="top level, automatic axes"),
+        pytest.param(104, AxisType.Explicit, True, marks=newest, id="jit, explicit axes"),
+        pytest.param(112, AxisType.Explicit, False, marks=slow, id="top level, explicit axes"),
+        pytest.param(120, AxisType.Auto, True, marks=slow, id="jit, automatic axes"),
+    ],
+)
+def test_arrays_that_are_split_are_verified_where_they_are(
+    vocab, axis_type, under_jit, monkeypatch
+):
+    layout = Layout(vocab=vocab, **EVEN, kind="probs")
     mesh, seen = mesh_of(4, 2, axis_type), []
     inner = sharded.verify
 
-    def watched(requests, target_logits, distribution, **options):
+    def watched(requests, target_logits, distribution, *mask, **options):
         seen.append((target_logits.shape, distribution.probs.shape))
-        return inner(requests, target_logits, distribution, **options)
+        return inner(requests, target_logits, distribution, *mask, **options)
 
     monkeypatch.setattr(sharded, "verify", watched)
-    jax.clear_caches()
     call = sd.rejection_sample_with_noise
     batch = even_batch(layout, 3)
     (target_logits, drafts, noise), options = batch.arguments()
@@ -187,20 +236,17 @@ def test_arrays_that_are_split_are_verified_where_they_are(axis_type, under_jit,
             call = functools.partial(call, sharding=sd.VerifySharding(mesh, "v", "b"))
         call = jitted(call)
     output = jax.device_get(call(target_logits, drafts, noise, **options))
-    assert seen == [((20, 24), (16, 24))]
+    assert seen == [((20, vocab // 4), (16, vocab // 4))]
     check(batch, output)
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(
     ("spec", "options"),
     [
-        (P(("b", "v"), None), {}),  # two axes at once
-        (P(None, "v"), {"sharding": sd.VerifySharding()}),
-        (P("b", None), {}),  # three requests over two devices
-        (P(), {}),
+        pytest.param(P("b", None), {}, marks=newest, id="three requests over two devices"),
+        pytest.param(P(("b", "v"), None), {}, marks=slow, id="two axes"),
+        pytest.param(P(None, "v"), {"sharding": sd.VerifySharding()}, marks=slow, id="not wanted"),
     ],
-    ids=str,
 )
 def test_other_arrays_are_verified_as_if_they_were_not_split(spec, options, monkeypatch):
     monkeypatch.delattr(sharding, "over_parts")
@@ -217,29 +263,12 @@ def test_other_arrays_are_verified_as_if_they_were_not_split(spec, options, monk
 WHOLE = P()
 
 
-def collectives(compiled: str) -> dict[str, int]:
-    """Every collective of a compiled program, and the bytes of its result on one device."""
-    found = {}
-    kinds = (
-        "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
-    )
-    for line in compiled.splitlines():
-        match = re.search(rf"%(\S+) = (.*?) (?:{kinds})(?:-start)?\(", line)
-        if match:
-            sizes = re.findall(r"(s32|f32|u32|pred|bf16)\[([\d,]*)\]", match[2])
-            width = {"s32": 4, "f32": 4, "u32": 4, "pred": 1, "bf16": 2}
-            found[match[1]] = sum(
-                width[t] * int(np.prod([int(n) for n in dims.split(",") if n])) for t, dims in sizes
-            )
-    return found
-
-
 @pytest.mark.parametrize(
     ("kind", "method"),
     [
-        pytest.param("normalized", "standard", marks=pytest.mark.newest),
         ("logits", "standard"),
-        pytest.param("logits", "block", marks=pytest.mark.newest),
+        pytest.param("logits", "block", marks=newest),
+        pytest.param("normalized", "standard", marks=slow),
     ],
 )
 def test_three_collectives_of_at_most_64_kb_each(kind, method):
@@ -307,9 +336,15 @@ def call(layout: Layout, sharding, **options) -> None:
             {},
         ),
         (ValueError, "N must divide over the 2 devices of 'b', but it is 9", {"num_drafts": 9}, {}),
-        (NotImplementedError, "RaceNoise is not served over a split", {"race": True}, {}),
+        (NotImplementedError, "over a split vocabulary there is no RaceNoise", {"race": True}, {}),
+        (
+            NotImplementedError,
+            "over a split vocabulary there is no min_p, top_k and top_p",
+            {},
+            {"sampling": sd.SamplingParams(jnp.ones(4), top_k=jnp.ones(4, jnp.int32))},
+        ),
     ],
-    ids=["V", "B", "N", "race"],
+    ids=["V", "B", "N", "race", "top_k"],
 )
 def test_what_cannot_be_split_is_refused(error, sentence, layout, options):
     with pytest.raises(error, match=sentence):
@@ -356,11 +391,26 @@ def test_draft_storage_of_which_no_part_can_be_told_is_refused(width, spec, chec
         verify(random_batch(layout, 0), in_shard_map(layout, draft_spec=spec, check_vma=check_vma))
 
 
-def test_split_draft_storage_of_another_width_is_refused():
+@pytest.mark.parametrize(
+    ("error", "sentence", "distribution"),
+    [
+        (
+            ValueError,
+            "split over 'v' must have V = 96 columns",
+            sd.DraftLogits(jax.device_put(jnp.zeros((8, 64)), NamedSharding(MESH, P(None, "v")))),
+        ),
+        (
+            NotImplementedError,
+            "over a split vocabulary there is no DraftLogits.threshold",
+            sd.DraftLogits(jnp.zeros((8, 96)), threshold=jnp.zeros(8)),
+        ),
+    ],
+    ids=["width", "threshold"],
+)
+def test_draft_storage_that_cannot_be_read_in_parts_is_refused(error, sentence, distribution):
     (target_logits, drafts, noise), named = random_batch(SMALL, 0).arguments()
-    storage = jax.device_put(jnp.zeros((8, 64)), NamedSharding(MESH, P(None, "v")))
-    drafts = dataclasses.replace(drafts, distribution=sd.DraftLogits(storage))
-    with pytest.raises(ValueError, match="split over 'v' must have V = 96 columns"):
+    drafts = dataclasses.replace(drafts, distribution=distribution)
+    with pytest.raises(error, match=sentence):
         sd.rejection_sample_with_noise(
             target_logits, drafts, noise, **named, sharding=sd.VerifySharding(MESH, "v")
         )
@@ -380,21 +430,21 @@ def padded(target_logits, drafts, noise, *, vocab_size=None, **options):
     )
 
 
-@pytest.mark.slow
+@slow
 class TestOracle(suite.OracleSuite):
     verifier = staticmethod(padded)
 
 
-@pytest.mark.slow
+@slow
 class TestInvariance(suite.InvarianceSuite):
     verifier = staticmethod(padded)
 
 
-@pytest.mark.slow
+@slow
 class TestEdges(edges.EdgeSuite):
     verifier = staticmethod(padded)
 
 
-@pytest.mark.slow
+@slow
 class TestBadRows(bad_rows.BadRowSuite):
     verifier = staticmethod(padded)

@@ -357,7 +357,7 @@ def _verify_part(
 
     if splits_vocabulary:
         num_rows = num_requests * (k + 1)
-        why_not = support.part_unsupported(target_logits, token_bitmask, num_rows, kernel_config)
+        why_not = support.part_unsupported(target_logits, num_rows, kernel_config, token_bitmask)
     else:
         why_not = support.unsupported(
             target_logits,

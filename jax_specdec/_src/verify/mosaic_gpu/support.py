@@ -70,9 +70,9 @@ def _too_large(shared: Shared, arrays: list[jax.Array]) -> str | None:
 
 def part_unsupported(
     target_logits: jax.Array,
-    token_bitmask: jax.Array | None,
     num_rows: int,
     config: KernelConfig | None = None,
+    token_bitmask: jax.Array | None = None,
 ) -> str | None:
     """Why the kernel cannot read a part of the vocabulary, in a sentence; None if it can."""
     if token_bitmask is not None:
