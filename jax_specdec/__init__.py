@@ -34,6 +34,7 @@ from jax_specdec._src.serving.driver import EngineDriver, RequestUpdate
 from jax_specdec._src.serving.engine import Engine, EngineState
 from jax_specdec._src.serving.loop import generate, generate_stream
 from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats
+from jax_specdec._src.serving.options import LogprobsConfig, RequestOptions
 from jax_specdec._src.serving.plain import GreedyDifference, generate_plain, greedy_differences
 from jax_specdec._src.serving.prometheus import PrometheusExporter
 from jax_specdec._src.types import (
@@ -81,6 +82,7 @@ __all__ = [
     "Llama",
     "LlamaConfig",
     "LoadedModel",
+    "LogprobsConfig",
     "ModelDrafter",
     "NGramDrafter",
     "Noise",
@@ -89,6 +91,7 @@ __all__ = [
     "Proposal",
     "RaceNoise",
     "RejectionSampleOutput",
+    "RequestOptions",
     "RequestUpdate",
     "RopeScaling",
     "SamplingParams",

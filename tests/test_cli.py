@@ -1,5 +1,6 @@
 """The command line, run as a user runs it."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -96,6 +97,26 @@ def test_a_seed_repeats_a_sampled_text_and_another_changes_it(
 
 
 @pytest.mark.newest
+def test_a_request_has_the_options_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    penalties = ["--frequency-penalty", "0.5", "--repetition-penalty", "1.2"]
+    filters = ["--min-p", "0.05", "--top-k", "20", "--top-p", "0.9", "--presence-penalty", "0.1"]
+    result = run_json(capsys, "--draft", "ngram", *penalties, *filters)
+    options = sd.RequestOptions(0.05, 20, 0.9, 0.5, 0.1, 1.2)
+    assert result["options"] == dataclasses.asdict(options)
+    (target, params), _ = sd.load_embedded_pair()
+    plain = sd.generate_plain(
+        target,
+        params,
+        [sd.encode(PROMPT)],
+        max_new_tokens=40,
+        stop_token_ids=[sd.DOCUMENT_SEPARATOR],
+        options=options,
+    )
+    assert result["text"] == sd.decode(plain.completions[0])
+    assert result["identical_to_plain"] is True
+
+
+@pytest.mark.newest
 def test_synthetic_acceptance_has_the_length_asked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -127,6 +148,15 @@ def test_synthetic_rates_are_read_from_the_command_line() -> None:
         (["--num-speculative-tokens", "0"], "--num-speculative-tokens must be at least 1"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be in [1, 1003]"),
         (["--max-new-tokens", "2000"], "--max-new-tokens must be in [1, 1003]"),
+        (["--top-p", "0"], "--top-p must be in (0, 1], but is 0.0"),
+        (["--min-p", "2"], "--min-p must be in [0, 1], but is 2.0"),
+        (["--top-k", "-1"], "--top-k must be in [0, 2147483648), but is -1"),
+        (
+            ["--repetition-penalty", "0"],
+            "--repetition-penalty must be positive and finite, but is 0.0",
+        ),
+        (["--frequency-penalty", "inf"], "--frequency-penalty must be finite, but is inf"),
+        (["--presence-penalty", "x"], "argument --presence-penalty: invalid float value: 'x'"),
         (["--seed", "-1"], "--seed must be in [0, 2**32), but is -1"),
         (["--repeats", "0"], "--repeats must be at least 1, but is 0"),
         (["--acceptance-length", "2"], "--acceptance-length needs --method synthetic"),

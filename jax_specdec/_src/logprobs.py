@@ -12,7 +12,7 @@ from jax import export, lax
 
 from jax_specdec._src import ragged
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.sampling import inverse_temperature
+from jax_specdec._src.sampling import Filter, inverse_temperature
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
     Drafts,
@@ -49,6 +49,19 @@ class TokenLogprobs:
     top_token_ids: jax.Array
     top_logprobs: jax.Array
 
+    def of(self, request: int, num_tokens: int) -> TokenLogprobs:
+        """Those of one request's first tokens: ``[n]`` and ``[n, num_top]``."""
+        return jax.tree.map(lambda x: x[request, :num_tokens], self)
+
+    def where(self, is_kept: jax.Array) -> TokenLogprobs:
+        """Without what is not kept: NaN and -1 where ``is_kept [B, K+1]`` is false."""
+        top = is_kept[:, :, None]
+        return TokenLogprobs(
+            jnp.where(is_kept, self.logprobs, jnp.nan),
+            jnp.where(top, self.top_token_ids, PLACEHOLDER_TOKEN_ID),
+            jnp.where(top, self.top_logprobs, jnp.nan),
+        )
+
 
 class Emitted(NamedTuple):
     """One emitted token (batched: a leading axis)."""
@@ -57,6 +70,7 @@ class Emitted(NamedTuple):
     row: jax.Array
     token_id: jax.Array
     inv_temperature: jax.Array
+    filter: Filter | None
 
 
 def token_logprobs(
@@ -69,12 +83,14 @@ def token_logprobs(
     num_top: int = 0,
     distribution: Distribution = "raw",
     vocab_size: int | None = None,
+    token_bitmask: jax.Array | None = None,
 ) -> TokenLogprobs:
     """Log-probability of each emitted token, and of the likeliest alternatives at its position.
 
-    ``"raw"`` is ``log softmax(float32(row))``: the rows as given, at temperature 1.
-    ``"processed"`` is what the tokens were drawn from: ``log softmax(float32(row) / temperature)``;
-    for a greedy request, which draws from nothing, at temperature 1.
+    ``"raw"`` is ``log softmax(float32(row))``: the rows as given, at temperature 1, whatever the
+    bitmask. ``"processed"`` is what the tokens were drawn from: the masked row at the request's
+    temperature, filtered by min-p, top-k and top-p. A greedy request draws from nothing: it is
+    taken at temperature 1, unfiltered.
 
     Log-probabilities of the model before penalties: give the rows from before `apply_penalties`;
     after them: the rows that were verified.
@@ -88,6 +104,7 @@ def token_logprobs(
       num_top: n, static: how many alternatives, 0 to V.
       distribution: "raw" or "processed", static.
       vocab_size: as in `rejection_sample`.
+      token_bitmask: as in `rejection_sample`.
 
     Returns:
       `TokenLogprobs`. A bonus token that the caller gave has no row here: NaN and -1.
@@ -116,7 +133,15 @@ def token_logprobs(
       ([[0.5, 0.5]], [[[2, 0], [0, 1]]])
     """
     size = _check(
-        target_logits, drafts, output, sampling, config, num_top, distribution, vocab_size
+        target_logits,
+        drafts,
+        output,
+        sampling,
+        config,
+        num_top,
+        distribution,
+        vocab_size,
+        token_bitmask,
     )
     k, n = config.num_speculative_tokens, drafts.token_ids.shape[0]
     batch, rows = output.num_emitted.shape[0], target_logits.shape[0]
@@ -131,21 +156,38 @@ def token_logprobs(
     layout = ragged.unpack(drafts, k, has_bonus_rows)
     offset = jnp.arange(k + 1, dtype=jnp.int32)[None, :]
     num_rows = layout.num_drafts + int(has_bonus_rows)
-    inv_temperature = jnp.ones((batch,), jnp.float32)
+    inv_temperature, filter = jnp.ones((batch,), jnp.float32), None
     if distribution == "processed":
         inv_temperature = inverse_temperature(sampling.temperature)
+        filter = _of_sampled(Filter.of(sampling), sampling.temperature == 0)
+    else:
+        token_bitmask = None
+
+    def per_token(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x[:, None], shape)
+
     emitted = Emitted(
         exists=offset < jnp.minimum(output.num_emitted, num_rows)[:, None],
         row=layout.first_row[:, None] + offset,
         token_id=output.token_ids,
-        inv_temperature=jnp.broadcast_to(inv_temperature[:, None], shape),
+        inv_temperature=per_token(inv_temperature),
+        filter=jax.tree.map(per_token, filter),
     )
 
-    return read_emitted(target_logits, emitted, size=size, num_top=num_top)
+    return read_emitted(target_logits, token_bitmask, emitted, size=size, num_top=num_top)
+
+
+def _of_sampled(filter: Filter | None, greedy: jax.Array) -> Filter | None:
+    """The filters, neutral for greedy requests."""
+    if filter is None:
+        return None
+    values = zip(filter, (0.0, 0, 1.0), strict=True)
+    return Filter(*(None if x is None else jnp.where(greedy, off, x) for x, off in values))
 
 
 def read_emitted(
     target_logits: jax.Array,
+    token_bitmask: jax.Array | None,
     emitted: Emitted,
     *,
     size: int,
@@ -156,6 +198,7 @@ def read_emitted(
 
     Args:
       target_logits: ``[M, V]``, M at least 1.
+      token_bitmask: ``[M, ceil(V/32)]`` or None.
       emitted: which they are.
       size: ids that count, at most V.
       num_top: n.
@@ -163,13 +206,13 @@ def read_emitted(
     """
 
     def one_by_one(emitted: Emitted) -> TokenLogprobs:
-        rows, shape = TargetRows(target_logits, size, tiles.CHUNK), emitted.row.shape
+        rows, shape = TargetRows(target_logits, size, tiles.CHUNK, token_bitmask), emitted.row.shape
         flat = jax.tree.map(lambda x: x.reshape(-1), emitted)
         found = lax.map(lambda one: _read(rows, one, num_top), flat)
         return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), found)
 
     def by_offset(emitted: Emitted) -> TokenLogprobs:
-        rows = TargetRows(target_logits, size, None)
+        rows = TargetRows(target_logits, size, None, token_bitmask)
         turned = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), emitted)
         found = lax.map(jax.vmap(lambda one: _read(rows, one, num_top)), turned)
         return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)
@@ -187,17 +230,18 @@ def _read(rows: TargetRows, one: Emitted, num_top: int) -> TokenLogprobs:
         return TokenLogprobs(jnp.float32(jnp.nan), none, jnp.full((num_top,), jnp.nan, jnp.float32))
 
     def something() -> TokenLogprobs:
-        stats = rows.stats(one.row, one.inv_temperature, jnp.bool_(False))
+        stats = rows.stats(one.row, one.inv_temperature, jnp.bool_(False), one.filter)
         scale = stats.scale(one.inv_temperature)
 
         def logprobs(entries: jax.Array) -> jax.Array:
             found = (entries - scale.shift) * one.inv_temperature - scale.log_scale
             return jnp.where(jnp.isfinite(stats.peak), found, jnp.nan)
 
-        own = logprobs(rows.at(one.row, one.token_id[None]))[0]
+        own = logprobs(rows.at(one.row, one.token_id[None], stats.threshold))[0]
         if num_top == 0:
             return dataclasses.replace(nothing(), logprobs=own)
-        entries = rows.at(one.row, jnp.arange(rows.size, dtype=jnp.int32))
+        ids = jnp.arange(rows.size, dtype=jnp.int32)
+        entries = rows.at(one.row, ids, stats.threshold)
         entries = jnp.where(entries == 0, 0.0, entries)  # top_k puts 0.0 before -0.0
         top, ids = lax.top_k(entries, num_top)
         ids = jnp.where(top > -jnp.inf, ids, PLACEHOLDER_TOKEN_ID)
@@ -215,6 +259,7 @@ def _check(
     num_top: Any,
     distribution: Any,
     vocab_size: Any,
+    token_bitmask: Any,
 ) -> int:
     """The ids that count."""
     if not isinstance(config, SpecDecodeConfig):
@@ -225,7 +270,7 @@ def _check(
     bonus = None
     if isinstance(drafts, Drafts) and np.shape(target_logits)[:1] == drafts.token_ids.shape:
         bonus = jnp.zeros((batch,), jnp.int32)  # one was given
-    checks.check_call(target_logits, drafts, sampling, bonus, None, vocab_size)
+    checks.check_call(target_logits, drafts, sampling, bonus, None, vocab_size, token_bitmask)
     shape = (drafts.cu_num_draft_tokens.shape[0] - 1, config.num_speculative_tokens + 1)
     if output.token_ids.shape != shape or output.num_emitted.shape != shape[:1]:
         raise ValueError(

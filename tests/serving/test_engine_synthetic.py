@@ -47,6 +47,8 @@ class Counting:
         sampling: sd.SamplingParams,
         keys: jax.Array,
         config: sd.SpecDecodeConfig,
+        penalties: sd.Penalties | None = None,
+        token_bitmask: jax.Array | None = None,
     ) -> tuple[sd.Proposal, tuple]:
         offset = jnp.arange(config.num_speculative_tokens, dtype=jnp.int32)[None, :]
         ids = (lengths[:, None] + offset) % VOCAB

@@ -102,6 +102,8 @@ class Scripted:
         sampling: sd.SamplingParams,
         keys: jax.Array,
         config: sd.SpecDecodeConfig,
+        penalties: sd.Penalties | None = None,
+        token_bitmask: jax.Array | None = None,
     ) -> tuple[sd.Proposal, Any]:
         offsets = jnp.arange(config.num_speculative_tokens, dtype=jnp.int32)
         place = jnp.minimum(lengths[:, None] + offsets[None, :], params.shape[1] - 1)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn, get_args
 
 from jax_specdec._src.config import RejectionSampleMethod, SpecDecodeConfig
+from jax_specdec._src.serving.options import RequestOptions
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -29,6 +30,7 @@ class Options:
       json: print one JSON object instead of text and table.
       repeats: timed runs of each kind of decoding.
       config: how drafts are made and verified.
+      request: what else the tokens are sampled by.
     """
 
     prompt: str
@@ -41,6 +43,17 @@ class Options:
     json: bool
     repeats: int
     config: SpecDecodeConfig
+    request: RequestOptions
+
+
+_REQUEST_OPTIONS = {
+    "min_p": (float, "leave out tokens less likely than this times the likeliest"),
+    "top_k": (int, "only the k likeliest tokens; 0 for all"),
+    "top_p": (float, "only the likeliest tokens that together have this probability"),
+    "frequency_penalty": (float, "off a token's logit for every occurrence in the output"),
+    "presence_penalty": (float, "off the logit of a token that occurs in the output"),
+    "repetition_penalty": (float, "divides positive logits of tokens so far, multiplies others"),
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -104,6 +117,14 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         help="compute dtype of checkpoints (default: as stored)",
     )
     command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
+    for name, (kind, help_) in _REQUEST_OPTIONS.items():
+        command.add_argument(
+            "--" + name.replace("_", "-"),
+            type=kind,
+            default=getattr(RequestOptions, name),
+            metavar=kind.__name__[0].upper(),
+            help=help_,
+        )
     command.add_argument(
         "--num-speculative-tokens", type=int, default=6, metavar="K", help="drafts per step"
     )
@@ -189,6 +210,7 @@ def _check(values: argparse.Namespace) -> Options:
         json=values.json,
         repeats=values.repeats,
         config=_config(values),
+        request=_request(values),
     )
 
 
@@ -204,6 +226,16 @@ def _draft(values: argparse.Namespace) -> str:
     if draft == "model":
         raise ValueError("--draft must be a directory or ngram with --target, but is 'model'")
     return "ngram" if draft is None else draft
+
+
+def _request(values: argparse.Namespace) -> RequestOptions:
+    """The request's options; errors in the words of the command line."""
+    try:
+        return RequestOptions(**{name: getattr(values, name) for name in _REQUEST_OPTIONS})
+    except ValueError as error:
+        name, rule = str(error).split(" ", 1)
+        rule = rule.replace("but it is", "but is")
+        raise ValueError(f"--{name.replace('_', '-')} {rule}") from None
 
 
 def _config(values: argparse.Namespace) -> SpecDecodeConfig:

@@ -77,6 +77,7 @@ class Session:
             "key": jax.random.key(options.seed),
             "max_new_tokens": options.max_new_tokens,
             "stop_token_ids": models.stop_token_ids,
+            "options": options.request,
         }
 
     def stream(self) -> Iterator[list[Piece]]:
@@ -148,7 +149,9 @@ class Session:
             plain_seconds=statistics.median(times["plain"]),
             num_plain_tokens=len(plain.completions[0]),
             differences=(
-                greedy_differences(self.model, self.params, self.prompts, output, plain)
+                greedy_differences(
+                    self.model, self.params, self.prompts, output, plain, self.options.request
+                )
                 if comparable
                 else None
             ),

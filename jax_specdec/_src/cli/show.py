@@ -102,6 +102,7 @@ def show_json(options: Options, console: Console) -> None:
         "target": None if options.target is None else str(options.target),
         "draft": options.draft,
         "temperature": options.temperature,
+        "options": dataclasses.asdict(options.request),
         "seed": options.seed,
         "num_tokens": report.num_tokens,
         "num_target_passes": report.num_target_passes,

@@ -16,6 +16,7 @@ from jax_specdec._src.drafting.drafter import Proposal
 from jax_specdec._src.drafting.sample import sample_draft_tokens
 from jax_specdec._src.drafting.store import DraftStore
 from jax_specdec._src.models.protocol import CausalModel, sharding_of
+from jax_specdec._src.penalties import Penalties, apply_penalties
 from jax_specdec._src.types import SamplingParams
 
 
@@ -85,12 +86,21 @@ class ModelDrafter:
         sampling: SamplingParams,
         keys: jax.Array,
         config: SpecDecodeConfig,
+        penalties: Penalties | None = None,
+        token_bitmask: jax.Array | None = None,
     ) -> tuple[Proposal, Any]:
         """Draft K tokens; see `Drafter.propose`."""
 
         def draw(
-            logits: jax.Array, store: DraftStore | None, offset: jax.Array
-        ) -> tuple[jax.Array, DraftStore | None]:
+            logits: jax.Array,
+            store: DraftStore | None,
+            penalties: Penalties | None,
+            offset: jax.Array,
+        ) -> tuple[jax.Array, DraftStore | None, Penalties | None]:
+            if penalties is not None:
+                logits = apply_penalties(logits, None, penalties)
+            if token_bitmask is not None:
+                logits = _allowed(logits, token_bitmask)
             if store is not None:  # round, then sample: what is kept is what was drawn from
                 logits = logits.astype(store.logits.dtype)
             drawn = sample_draft_tokens(
@@ -111,13 +121,14 @@ class ModelDrafter:
                     positions=lengths,
                     sampling=sampling,
                 )
-            return drawn.token_ids, store
+            ids = drawn.token_ids
+            return ids, store, None if penalties is None else penalties.append(ids)
 
         def draft(carry: Any, offset: jax.Array) -> tuple[Any, jax.Array]:
-            last, cache, store = carry
+            last, cache, store, penalties = carry
             logits, cache = self.model.apply(params, last[:, None], lengths + offset - 1, cache)
-            ids, store = draw(logits[:, 0], store, offset)
-            return (ids, cache, store), ids
+            ids, store, penalties = draw(logits[:, 0], store, penalties, offset)
+            return (ids, cache, store, penalties), ids
 
         # After a fully accepted step the model has not seen the last draft: read two tokens.
         start = jnp.maximum(lengths - 2, 0)
@@ -125,9 +136,19 @@ class ModelDrafter:
         recent = jnp.take_along_axis(token_ids, place, axis=1)
         logits, cache = self.model.apply(params, recent, start, cache)
         newest = (lengths - 1 - start)[:, None, None]
-        first, store = draw(jnp.take_along_axis(logits, newest, axis=1)[:, 0], store, jnp.int32(0))
+        logits = jnp.take_along_axis(logits, newest, axis=1)[:, 0]
+        first, store, penalties = draw(logits, store, penalties, jnp.int32(0))
 
         offsets = jnp.arange(1, config.num_speculative_tokens, dtype=jnp.int32)
-        (_, cache, store), rest = lax.scan(draft, (first, cache, store), offsets)
+        (_, cache, store, _), rest = lax.scan(draft, (first, cache, store, penalties), offsets)
         ids = jnp.moveaxis(jnp.concatenate([first[None], rest]), 0, 1)
         return Proposal(ids, store), cache
+
+
+def _allowed(logits: jax.Array, token_bitmask: jax.Array) -> jax.Array:
+    """``[B, Vd]`` with -inf where a token is not allowed; a row that knows none stays as it is."""
+    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
+    bits = token_bitmask[:, ids // 32] >> (ids % 32).astype(token_bitmask.dtype)[None, :]
+    allowed = bits & 1 == 1
+    allowed |= ~jnp.any(allowed, axis=1, keepdims=True)
+    return jnp.where(allowed, logits, -jnp.inf)

@@ -8,6 +8,7 @@ import jax
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.store import DraftStore
+from jax_specdec._src.penalties import Penalties
 from jax_specdec._src.types import SamplingParams
 
 
@@ -53,7 +54,8 @@ class Drafter(Protocol):
       ...     def prefill(self, params, token_ids, cache):
       ...         return cache
       ...     def propose(
-      ...         self, params, token_ids, lengths, cache, store, *, sampling, keys, config
+      ...         self, params, token_ids, lengths, cache, store, *, sampling, keys, config,
+      ...         penalties=None, token_bitmask=None,
       ...     ):
       ...         last = jnp.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)
       ...         return sd.Proposal(jnp.tile(last, config.num_speculative_tokens)), cache
@@ -90,6 +92,8 @@ class Drafter(Protocol):
         sampling: SamplingParams,
         keys: jax.Array,
         config: SpecDecodeConfig,
+        penalties: Penalties | None = None,
+        token_bitmask: jax.Array | None = None,
     ) -> tuple[Proposal, Any]:
         """Propose tokens for positions ``lengths[b] .. lengths[b] + K - 1``.
 
@@ -102,6 +106,9 @@ class Drafter(Protocol):
           sampling: per-request parameters.
           keys: ``[B]`` typed keys.
           config: static settings.
+          penalties: what the target's rows will be penalized by, of the sequences so far; None for
+            nothing. A drafter that applies this, and the mask, has more drafts accepted.
+          token_bitmask: ``[B, ceil(V/32)]`` uint32, tokens that each request allows, or None.
 
         Returns:
           The proposal, with the store, and the cache.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Proposal
 from jax_specdec._src.drafting.store import DraftStore
+from jax_specdec._src.penalties import Penalties
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, SamplingParams
 
 
@@ -79,9 +80,11 @@ class NGramDrafter:
         sampling: SamplingParams,
         keys: jax.Array,
         config: SpecDecodeConfig,
+        penalties: Penalties | None = None,
+        token_bitmask: jax.Array | None = None,
     ) -> tuple[Proposal, Any]:
         """Look up; see `Drafter.propose`. All -1 where nothing matches."""
-        del params, store, sampling, keys
+        del params, store, sampling, keys, penalties, token_bitmask
         k = config.num_speculative_tokens
         ids = jax.vmap(lambda row, n: self._lookup(row, n, k))(token_ids, lengths)
         return Proposal(ids), cache

@@ -11,8 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_specdec._src.logprobs import TokenLogprobs
+from jax_specdec._src.penalties import Penalties
 from jax_specdec._src.serving import inputs
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
+from jax_specdec._src.serving.options import BatchOptions, RequestOptions, per_request
+from jax_specdec._src.types import (
+    PLACEHOLDER_TOKEN_ID,
+    RejectionSampleOutput,
+    SamplingParams,
+    Status,
+)
 
 _BUCKET = 32
 """Sizes are rounded up to this, so that prompts of similar length share a compilation."""
@@ -32,6 +40,7 @@ class Batch:
       keys: ``[B]`` typed keys.
       stop_token_ids: ``[B, M]`` int32, a request ends after emitting one of its own; -1 is none.
       status: ``[B]`` int32, a `Status`: why a request ended early, or OK.
+      options: what requests ask for besides; None where nobody asks for anything.
     """
 
     token_ids: jax.Array
@@ -42,6 +51,24 @@ class Batch:
     keys: jax.Array
     stop_token_ids: jax.Array
     status: jax.Array
+    options: BatchOptions | None = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """What the verification and a drafter sample with."""
+        filters = () if self.options is None else self.options.filters
+        return SamplingParams(self.temperature, *filters)
+
+    @property
+    def token_bitmask(self) -> jax.Array | None:
+        """Tokens that each request allows; None where all do."""
+        return None if self.options is None else self.options.token_bitmask
+
+    def penalties(self, vocab_size: int) -> Penalties | None:
+        """Of the sequences so far; None where nobody asks for any."""
+        if self.options is None:
+            return None
+        return self.options.count(self.token_ids, self.lengths, self.done, vocab_size)
 
 
 @jax.tree_util.register_dataclass
@@ -58,6 +85,7 @@ class StepRecord:
       num_proposed: ``[B]`` int32, drafts offered to the verification; 0 for finished requests.
       num_accepted: ``[B]`` int32, drafts it accepted.
       num_emitted: ``[B]`` int32, tokens it emitted; 0 for finished requests.
+      logprobs: `TokenLogprobs` of the tokens kept; None unless asked for.
 
     Example:
       >>> import jax_specdec as sd
@@ -74,6 +102,7 @@ class StepRecord:
     num_proposed: jax.Array
     num_accepted: jax.Array
     num_emitted: jax.Array
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +136,7 @@ def make_batch(
     max_new_tokens: int | Sequence[int],
     stop_token_ids: Sequence[int],
     slack: int,
+    options: RequestOptions | Sequence[RequestOptions] | None = None,
 ) -> tuple[Batch, int, int]:
     """Check a user's request and lay it out.
 
@@ -118,6 +148,7 @@ def make_batch(
       max_new_tokens: one, or B.
       stop_token_ids: of every request.
       slack: positions past the end that a step may write to.
+      options: one, or B; None for none.
 
     Returns:
       The batch, the padded prompt length, and the most steps it can take, both rounded up.
@@ -126,6 +157,7 @@ def make_batch(
     temperatures = inputs.temperatures(temperature, len(rows))
     budgets = inputs.budgets(max_new_tokens, len(rows))
     stops = inputs.stop_ids(stop_token_ids, vocab_size)
+    asked = per_request(options, len(rows))
     key = jax.random.key(0) if key is None else key
     if (
         not isinstance(key, jax.Array)
@@ -149,6 +181,7 @@ def make_batch(
         keys=jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(len(rows))),
         stop_token_ids=jnp.asarray(np.array([stops] * len(rows), np.int32)),
         status=jnp.full((len(rows),), int(Status.OK), jnp.int32),
+        options=jax.tree.map(jnp.asarray, BatchOptions.create(asked, lengths.tolist(), vocab_size)),
     )
     return batch, prompt_size, _round_up(max(budgets))
 
@@ -159,7 +192,10 @@ def _round_up(size: int) -> int:
 
 
 def append(
-    batch: Batch, output: RejectionSampleOutput, num_proposed: jax.Array
+    batch: Batch,
+    output: RejectionSampleOutput,
+    num_proposed: jax.Array,
+    logprobs: TokenLogprobs | None = None,
 ) -> tuple[Batch, StepRecord]:
     """Add a verification's tokens to the sequences, up to a stop token or the budget.
 
@@ -167,6 +203,7 @@ def append(
       batch: the sequences.
       output: what was emitted for them.
       num_proposed: ``[B]`` int32, drafts offered.
+      logprobs: of what was emitted.
 
     Returns:
       The batch and the record of the step.
@@ -185,12 +222,14 @@ def append(
     token_ids = jnp.where(is_new, jnp.take_along_axis(emitted, source, axis=1), batch.token_ids)
     lengths = batch.lengths + num_kept
     failed = ~batch.done & (output.status != int(Status.OK))
+    is_kept = offset < num_kept[:, None]
     record = StepRecord(
-        token_ids=jnp.where(offset < num_kept[:, None], emitted, PLACEHOLDER_TOKEN_ID),
+        token_ids=jnp.where(is_kept, emitted, PLACEHOLDER_TOKEN_ID),
         num_kept=num_kept,
         num_proposed=jnp.where(output.num_emitted > 0, num_proposed, 0),
         num_accepted=output.num_accepted,
         num_emitted=output.num_emitted,
+        logprobs=None if logprobs is None else logprobs.where(is_kept),
     )
     batch = dataclasses.replace(
         batch,

@@ -11,10 +11,12 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from jax_specdec._src.logprobs import TokenLogprobs
 from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving.batch import StepRecord
 from jax_specdec._src.serving.engine import Engine, EngineState
 from jax_specdec._src.serving.metrics import AcceptanceStats
+from jax_specdec._src.serving.options import RequestOptions, per_request
 from jax_specdec._src.serving.placement import on_all_devices
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Status
 
@@ -58,6 +60,8 @@ class RequestUpdate:
       status: `Status.OK`, or why it failed.
       num_proposed: drafts offered to the verification.
       num_accepted: drafts it accepted, before a stop token or the budget cut its tokens.
+      logprobs: `TokenLogprobs` of NumPy arrays, a row for each new token; None unless the engine
+        has them.
 
     Example:
       >>> import jax_specdec as sd
@@ -71,6 +75,7 @@ class RequestUpdate:
     status: Status = Status.OK
     num_proposed: int = 0
     num_accepted: int = 0
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclasses.dataclass
@@ -83,6 +88,7 @@ class _Request:
     temperature: float
     seed: int
     stop_token_ids: list[int]
+    options: Any  # what `Engine.admit` takes
 
 
 class EngineDriver:
@@ -151,7 +157,8 @@ class EngineDriver:
                 f"warm_up must come while no request runs, but {self.num_running} do"
             )
         for size in self.engine.prefill_sizes or ():
-            self._admit(0, _Request(-1, [0] * size, 1, 0.0, 0, []))
+            options = self.engine.options_of(RequestOptions(), size)
+            self._admit(0, _Request(-1, [0] * size, 1, 0.0, 0, [], options))
             self._release(0)
         self.state, _ = _step(self._params, self._draft_params, self.state, engine=self.engine)
 
@@ -163,6 +170,7 @@ class EngineDriver:
         temperature: float = 0.0,
         seed: int | None = None,
         stop_token_ids: Sequence[int] = (),
+        options: RequestOptions | None = None,
     ) -> int:
         """Queue a request; nothing is computed yet.
 
@@ -173,6 +181,7 @@ class EngineDriver:
           seed: in [0, 2**32); the request samples with ``jax.random.key(seed)``. None: its id.
           stop_token_ids: the request ends after emitting one of these; at most the engine's
             `max_stop_tokens`.
+          options: what else is asked for; needs an engine with `request_options`.
 
         Returns:
           The request's id: 0, 1, 2, ...
@@ -198,10 +207,12 @@ class EngineDriver:
                 f"stop_token_ids must be at most max_stop_tokens={self.engine.max_stop_tokens}, "
                 f"but they are {len(stops)}"
             )
+        (asked,) = per_request(options, 1)
+        arrays = self.engine.options_of(asked, len(token_ids))
         request_id = self._num_submitted
         seed = request_id if seed is None else inputs.integer("seed", seed, 0, 2**32)
         self._queue.append(
-            _Request(request_id, token_ids, budget, checked_temperature, seed, stops)
+            _Request(request_id, token_ids, budget, checked_temperature, seed, stops, arrays)
         )
         self._num_submitted += 1
         return request_id
@@ -268,6 +279,7 @@ class EngineDriver:
                     Status(status[slot]),
                     int(record.num_proposed[slot]),
                     int(record.num_accepted[slot]),
+                    None if record.logprobs is None else record.logprobs.of(slot, len(new)),
                 )
             )
         return updates
@@ -291,6 +303,7 @@ class EngineDriver:
                 max_new_tokens=np.int32(request.max_new_tokens),
                 temperature=np.float32(request.temperature),
                 stop_token_ids=stops,
+                options=request.options,
             ),
             engine=self.engine,
         )

@@ -18,6 +18,7 @@ from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving import step as step_lib
 from jax_specdec._src.serving.batch import Batch, StepRecord
 from jax_specdec._src.serving.metrics import AcceptanceCounters
+from jax_specdec._src.serving.options import BatchOptions, LogprobsConfig, RequestOptions
 from jax_specdec._src.serving.slots import insert
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Status
 
@@ -81,6 +82,9 @@ class Engine:
       prefill_sizes: lengths to which prompts are padded, increasing, the last one `max_length`;
         None for powers of two from 32 on.
       max_stop_tokens: M, the most stop tokens of a request.
+      request_options: whether requests may have `RequestOptions`. If so every step makes room for
+        them, whether or not a request asks for any.
+      logprobs: which log-probabilities the record of a step has; None for none.
 
     Raises:
       TypeError: a size is not an integer.
@@ -116,6 +120,8 @@ class Engine:
     max_length: int
     prefill_sizes: tuple[int, ...] | None = None
     max_stop_tokens: int = 8
+    request_options: bool = False
+    logprobs: LogprobsConfig | None = None
 
     def __post_init__(self) -> None:
         inputs.integer("num_slots", self.num_slots, 1)
@@ -158,6 +164,31 @@ class Engine:
             )
         return np.array(prompt + [0] * (size - len(prompt)), np.int32)
 
+    def _options(
+        self, options: list[RequestOptions], prompt_lengths: list[int]
+    ) -> BatchOptions | None:
+        if not self.request_options:
+            return None
+        v = self.model.vocab_size
+        return BatchOptions.create(options, prompt_lengths, v, keep_neutral=True)
+
+    def options_of(self, options: RequestOptions, prompt_length: int) -> BatchOptions | None:
+        """What `admit` takes for one request.
+
+        Args:
+          options: what it asks for.
+          prompt_length: its own prompt's, without what it generated before it was preempted.
+
+        Raises:
+          ValueError: an allowed id outside the vocabulary, or this engine has no
+            `request_options` and something is asked for.
+        """
+        if not (self.request_options or options.is_neutral):
+            raise ValueError(
+                f"options need an Engine with request_options=True, but they are {options}"
+            )
+        return jax.tree.map(lambda x: x[0], self._options([options], [prompt_length]))
+
     def init_state(self, draft_params: Any = None) -> EngineState:
         """All slots empty.
 
@@ -175,6 +206,7 @@ class Engine:
             keys=jax.vmap(jax.random.key)(jnp.zeros((s,), jnp.uint32)),
             stop_token_ids=jnp.full((s, self.max_stop_tokens), PLACEHOLDER_TOKEN_ID, jnp.int32),
             status=jnp.full((s,), int(Status.OK), jnp.int32),
+            options=jax.tree.map(jnp.asarray, self._options([RequestOptions()] * s, [1] * s)),
         )
         return EngineState(
             batch=batch,
@@ -198,6 +230,7 @@ class Engine:
         temperature: jax.Array,
         key: jax.Array,
         stop_token_ids: jax.Array,
+        options: BatchOptions | None = None,
     ) -> EngineState:
         """Put a request into a slot, over whatever is there, and let both models read its prompt.
 
@@ -214,6 +247,7 @@ class Engine:
           temperature: ``[]`` float32.
           key: ``[]`` typed key.
           stop_token_ids: ``[M]`` int32, padded with -1.
+          options: from `options_of`; None for an engine without `request_options`.
 
         Returns:
           The state.
@@ -245,6 +279,7 @@ class Engine:
             keys=key,
             stop_token_ids=stops,
             status=jnp.int32(Status.OK),
+            options=options,
         )
         state = dataclasses.replace(
             state,
@@ -290,6 +325,7 @@ class Engine:
             state.target_cache,
             Proposal(state.draft_token_ids, state.store),
             self.config,
+            self.logprobs,
         )
         counters = state.counters.update(
             num_proposed=record.num_proposed,
@@ -317,7 +353,13 @@ class Engine:
           The state, with drafts.
         """
         proposal, draft_cache = step_lib.draft(
-            self.drafter, draft_params, state.batch, state.draft_cache, state.store, self.config
+            self.drafter,
+            draft_params,
+            state.batch,
+            state.draft_cache,
+            state.store,
+            self.config,
+            self.model.vocab_size,
         )
         state = dataclasses.replace(
             state,

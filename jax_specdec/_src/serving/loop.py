@@ -18,6 +18,7 @@ from jax_specdec._src.models.protocol import CausalModel
 from jax_specdec._src.serving import batch as batch_lib
 from jax_specdec._src.serving import step as step_lib
 from jax_specdec._src.serving.batch import Batch, GenerateOutput, StepRecord
+from jax_specdec._src.serving.options import LogprobsConfig, RequestOptions
 from jax_specdec._src.serving.placement import on_all_devices
 
 
@@ -47,11 +48,13 @@ class Decoder:
       model: the target.
       drafter: what proposes tokens.
       config: how they are verified.
+      logprobs: which log-probabilities a step's record has; None for none.
     """
 
     model: CausalModel
     drafter: Drafter
     config: SpecDecodeConfig
+    logprobs: LogprobsConfig | None = None
 
     def prefill(
         self, params: Any, draft_params: Any, batch: Batch, prompt_size: int
@@ -71,10 +74,22 @@ class Decoder:
     ) -> tuple[DecodeState, StepRecord]:
         """Draft, verify, append: at least one token for every request that is not done."""
         proposal, draft_cache = step_lib.draft(
-            self.drafter, draft_params, state.batch, state.draft_cache, state.store, self.config
+            self.drafter,
+            draft_params,
+            state.batch,
+            state.draft_cache,
+            state.store,
+            self.config,
+            self.model.vocab_size,
         )
         batch, target_cache, record, _ = step_lib.verify(
-            self.model, params, state.batch, state.target_cache, proposal, self.config
+            self.model,
+            params,
+            state.batch,
+            state.target_cache,
+            proposal,
+            self.config,
+            self.logprobs,
         )
         return DecodeState(batch, target_cache, draft_cache, proposal.store), record
 
@@ -123,6 +138,8 @@ def generate(
     key: jax.Array | None = None,
     max_new_tokens: int | Sequence[int] = 128,
     stop_token_ids: Sequence[int] = (),
+    options: RequestOptions | Sequence[RequestOptions] | None = None,
+    logprobs: LogprobsConfig | None = None,
 ) -> GenerateOutput:
     """Generate with speculative decoding: the target's own distribution, in fewer passes.
 
@@ -139,6 +156,8 @@ def generate(
       key: a typed key, or None for ``jax.random.key(0)``; request b uses ``fold_in(key, b)``.
       max_new_tokens: one budget for all requests, or one each.
       stop_token_ids: a request ends after emitting one of these.
+      options: what requests ask for besides, one for all or one each.
+      logprobs: which log-probabilities the steps have; None for none.
 
     Returns:
       `GenerateOutput`.
@@ -165,9 +184,10 @@ def generate(
         key=key,
         max_new_tokens=max_new_tokens,
         stop_token_ids=stop_token_ids,
+        options=options,
         slack=config.num_speculative_tokens + 1,
     )
-    decoder = Decoder(model, drafter, config)
+    decoder = Decoder(model, drafter, config, logprobs)
     params, draft_params, batch = on_all_devices((params, draft_params, batch), model)
     batch, steps, num_steps = _generate(
         params,
@@ -192,6 +212,8 @@ def generate_stream(
     key: jax.Array | None = None,
     max_new_tokens: int | Sequence[int] = 128,
     stop_token_ids: Sequence[int] = (),
+    options: RequestOptions | Sequence[RequestOptions] | None = None,
+    logprobs: LogprobsConfig | None = None,
 ) -> Iterator[StepRecord]:
     """`generate`, one step at a time: yields what each step emitted, as it comes.
 
@@ -208,6 +230,8 @@ def generate_stream(
       key: as in `generate`.
       max_new_tokens: as in `generate`.
       stop_token_ids: as in `generate`.
+      options: as in `generate`.
+      logprobs: as in `generate`.
 
     Yields:
       One `StepRecord` of NumPy arrays ``[B, ...]`` per step.
@@ -233,10 +257,11 @@ def generate_stream(
         key=key,
         max_new_tokens=max_new_tokens,
         stop_token_ids=stop_token_ids,
+        options=options,
         slack=config.num_speculative_tokens + 1,
     )
     params, draft_params, batch = on_all_devices((params, draft_params, batch), model)
-    decoder = Decoder(model, drafter, config)
+    decoder = Decoder(model, drafter, config, logprobs)
 
     def steps() -> Iterator[StepRecord]:
         done = np.asarray(batch.done)

@@ -13,14 +13,21 @@ import numpy as np
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.models.protocol import CausalModel, sharding_of
+from jax_specdec._src.penalties import apply_penalties
 from jax_specdec._src.serving import batch as batch_lib
+from jax_specdec._src.serving import step as step_lib
 from jax_specdec._src.serving.batch import Batch, GenerateOutput, StepRecord
+from jax_specdec._src.serving.options import (
+    BatchOptions,
+    LogprobsConfig,
+    RequestOptions,
+    per_request,
+)
 from jax_specdec._src.serving.placement import on_all_devices
-from jax_specdec._src.types import Drafts, SamplingParams
-from jax_specdec._src.verify.api import rejection_sample
+from jax_specdec._src.types import Drafts
 
 
-@functools.partial(jax.jit, static_argnames=("model", "prompt_size", "max_steps"))
+@functools.partial(jax.jit, static_argnames=("model", "prompt_size", "max_steps", "logprobs"))
 def _generate_plain(
     params: Any,
     batch: Batch,
@@ -28,6 +35,7 @@ def _generate_plain(
     model: CausalModel,
     prompt_size: int,
     max_steps: int,
+    logprobs: LogprobsConfig | None,
 ) -> tuple[Batch, StepRecord, jax.Array]:
     size, length = batch.token_ids.shape
     cache = model.init_cache(size, length)
@@ -40,17 +48,11 @@ def _generate_plain(
         batch, cache = state
         last = jnp.take_along_axis(batch.token_ids, batch.lengths[:, None] - 1, axis=1)
         logits, cache = model.apply(params, last, batch.lengths - 1, cache)
-        output = rejection_sample(
-            logits[:, 0],
-            no_drafts,
-            sampling=SamplingParams(temperature=batch.temperature),
-            keys=batch.keys,
-            positions=batch.lengths,
-            active=~batch.done,
-            config=SpecDecodeConfig(num_speculative_tokens=1),
-            sharding=sharding_of(model),
+        config = SpecDecodeConfig(num_speculative_tokens=1)
+        output, found = step_lib.sample(
+            logits[:, 0], no_drafts, batch, config, logprobs, sharding_of(model)
         )
-        batch, record = batch_lib.append(batch, output, none)
+        batch, record = batch_lib.append(batch, output, none, found)
         return (batch, cache), record
 
     return batch_lib.run_until_done(step, (batch, cache), lambda state: state[0], max_steps)
@@ -65,6 +67,8 @@ def generate_plain(
     key: jax.Array | None = None,
     max_new_tokens: int | Sequence[int] = 128,
     stop_token_ids: Sequence[int] = (),
+    options: RequestOptions | Sequence[RequestOptions] | None = None,
+    logprobs: LogprobsConfig | None = None,
 ) -> GenerateOutput:
     """Generate with the target alone, one token per pass, in one compiled `while_loop`.
 
@@ -76,6 +80,8 @@ def generate_plain(
       key: a typed key, or None for ``jax.random.key(0)``.
       max_new_tokens: one budget for all requests, or one each.
       stop_token_ids: a request ends after emitting one of these.
+      options: what requests ask for besides, one for all or one each.
+      logprobs: which log-probabilities the steps have; None for none.
 
     Returns:
       `GenerateOutput`; its steps propose nothing and emit one token each.
@@ -99,6 +105,7 @@ def generate_plain(
         key=key,
         max_new_tokens=max_new_tokens,
         stop_token_ids=stop_token_ids,
+        options=options,
         slack=1,
     )
     params, batch = on_all_devices((params, batch), model)
@@ -108,6 +115,7 @@ def generate_plain(
         model=model,
         prompt_size=prompt_size,
         max_steps=max_steps,
+        logprobs=logprobs,
     )
     return batch_lib.collect(prompts, batch, steps, num_steps)
 
@@ -142,6 +150,7 @@ def greedy_differences(
     prompts: Sequence[Sequence[int]],
     output: GenerateOutput,
     plain: GenerateOutput,
+    options: RequestOptions | Sequence[RequestOptions] | None = None,
 ) -> list[GreedyDifference]:
     """The first difference of each request that has one, with how close the decision was.
 
@@ -151,6 +160,7 @@ def greedy_differences(
       prompts: what both generations began from.
       output: of `generate` at temperature 0.
       plain: of `generate_plain` at temperature 0.
+      options: of both.
 
     Returns:
       One entry per request that differs; empty where all are identical.
@@ -173,7 +183,9 @@ def greedy_differences(
         sequence = jnp.array([[*prompts[b], *theirs[:index]]], jnp.int32)
         cache = model.init_cache(1, sequence.shape[1])
         logits, _ = model.apply(params, sequence, jnp.zeros((1,), jnp.int32), cache)
-        second, best = np.sort(np.asarray(logits[0, -1], np.float32))[-2:]
+        own = per_request(options, len(prompts))[b]
+        row = _processed(logits[:, -1], own, sequence, len(prompts[b]))
+        second, best = np.sort(row)[-2:]
         found.append(
             GreedyDifference(
                 b,
@@ -184,3 +196,20 @@ def greedy_differences(
             )
         )
     return found
+
+
+def _processed(
+    logits: jax.Array, options: RequestOptions, sequence: jax.Array, prompt_length: int
+) -> np.ndarray:
+    """The row ``[V]`` that a greedy token is the argmax of, from ``logits [1, V]``."""
+    asked = BatchOptions.create([options], [prompt_length], logits.shape[1])
+    if asked is not None:
+        length = jnp.array([sequence.shape[1]], jnp.int32)
+        done = jnp.zeros((1,), bool)
+        penalties = asked.count(sequence, length, done, logits.shape[1])
+        if penalties is not None:
+            logits = apply_penalties(logits, None, penalties)
+    row = np.array(logits[0], np.float32)
+    if options.allowed_token_ids is not None:
+        row[np.setdiff1d(np.arange(len(row)), options.allowed_token_ids)] = -np.inf
+    return row

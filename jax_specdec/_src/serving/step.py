@@ -10,11 +10,15 @@ import jax.numpy as jnp
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Drafter, Proposal
 from jax_specdec._src.drafting.store import count_fallbacks
+from jax_specdec._src.logprobs import TokenLogprobs, token_logprobs
 from jax_specdec._src.models.protocol import CausalModel, sharding_of
+from jax_specdec._src.penalties import apply_penalties
 from jax_specdec._src.serving import batch as batch_lib
 from jax_specdec._src.serving.batch import Batch, StepRecord
-from jax_specdec._src.types import Drafts, SamplingParams
+from jax_specdec._src.serving.options import LogprobsConfig
+from jax_specdec._src.types import Drafts, RejectionSampleOutput
 from jax_specdec._src.verify.api import rejection_sample
+from jax_specdec._src.verify.sharding import VerifySharding
 
 
 def verify(
@@ -24,6 +28,7 @@ def verify(
     cache: Any,
     proposal: Proposal,
     config: SpecDecodeConfig,
+    logprobs: LogprobsConfig | None = None,
 ) -> tuple[Batch, Any, StepRecord, jax.Array]:
     """One pass of the target over the proposed tokens; adds what it emits to the sequences.
 
@@ -35,33 +40,79 @@ def verify(
       proposal: drafts for positions ``lengths[b]`` on; rows of the store that were drawn at
         another position or temperature are not used.
       config: static settings.
+      logprobs: which log-probabilities the record has; None for none.
 
     Returns:
       The batch, the cache, the record of the step, and ``[]`` int32: requests that were verified
       one-hot because their rows of the store could not be used.
     """
-    sampling = SamplingParams(temperature=batch.temperature)
     drafts = Drafts.from_dense(proposal.token_ids)
     if proposal.store is not None:
-        drafts = proposal.store.attach(drafts, positions=batch.lengths, sampling=sampling)
+        drafts = proposal.store.attach(drafts, positions=batch.lengths, sampling=batch.sampling)
     last = jnp.take_along_axis(batch.token_ids, batch.lengths[:, None] - 1, axis=1)
     tokens = jnp.concatenate([last, jnp.maximum(proposal.token_ids, 0)], axis=1)
     logits, cache = model.apply(params, tokens, batch.lengths - 1, cache)
+    rows = logits.reshape(-1, logits.shape[-1])
+    output, found = sample(rows, drafts, batch, config, logprobs, sharding_of(model))
+    in_range = (proposal.token_ids >= 0) & (proposal.token_ids < logits.shape[-1])
+    num_proposed = jnp.cumprod(in_range.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+    fallbacks = count_fallbacks(drafts, sampling=batch.sampling, active=output.num_emitted > 0)
+    batch, record = batch_lib.append(batch, output, num_proposed, found)
+    return batch, cache, record, fallbacks
+
+
+def sample(
+    logits: jax.Array,
+    drafts: Drafts,
+    batch: Batch,
+    config: SpecDecodeConfig,
+    logprobs: LogprobsConfig | None,
+    sharding: VerifySharding | None,
+) -> tuple[RejectionSampleOutput, TokenLogprobs | None]:
+    """Verify under the options of each request, and look up the log-probabilities asked for.
+
+    Args:
+      logits: ``[N+B, V]``, of the model.
+      drafts: of the requests that `batch` holds.
+      batch: the sequences; those that are done emit nothing.
+      config: static settings.
+      logprobs: None for none.
+      sharding: how `logits` are split.
+
+    Returns:
+      What was emitted, and its log-probabilities.
+    """
+    penalties = batch.penalties(logits.shape[-1])
+    rows = logits
+    if penalties is not None:
+        rows = apply_penalties(logits, drafts, penalties, config=config)
+    mask = batch.token_bitmask
+    if mask is not None:  # of a request, for each of its rows
+        mask = jnp.repeat(mask, logits.shape[0] // mask.shape[0], axis=0)
     output = rejection_sample(
-        logits.reshape(-1, logits.shape[-1]),
+        rows,
         drafts,
-        sampling=sampling,
+        sampling=batch.sampling,
         keys=batch.keys,
         positions=batch.lengths,
         active=~batch.done,
         config=config,
-        sharding=sharding_of(model),
+        token_bitmask=mask,
+        sharding=sharding,
     )
-    in_range = (proposal.token_ids >= 0) & (proposal.token_ids < logits.shape[-1])
-    num_proposed = jnp.cumprod(in_range.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
-    fallbacks = count_fallbacks(drafts, sampling=sampling, active=output.num_emitted > 0)
-    batch, record = batch_lib.append(batch, output, num_proposed)
-    return batch, cache, record, fallbacks
+    if logprobs is None:
+        return output, None
+    found = token_logprobs(
+        rows if logprobs.distribution == "processed" else logits,
+        drafts,
+        output,
+        sampling=batch.sampling,
+        config=config,
+        num_top=logprobs.num_top,
+        token_bitmask=mask,
+        distribution=logprobs.distribution,
+    )
+    return output, found
 
 
 def draft(
@@ -71,6 +122,7 @@ def draft(
     cache: Any,
     store: Any,
     config: SpecDecodeConfig,
+    vocab_size: int,
 ) -> tuple[Proposal, Any]:
     """Drafts for positions ``lengths[b]`` on, and the drafter's cache; see `Drafter.propose`."""
     return drafter.propose(
@@ -79,7 +131,9 @@ def draft(
         batch.lengths,
         cache,
         store,
-        sampling=SamplingParams(temperature=batch.temperature),
+        sampling=batch.sampling,
         keys=batch.keys,
         config=config,
+        penalties=batch.penalties(vocab_size),
+        token_bitmask=batch.token_bitmask,
     )

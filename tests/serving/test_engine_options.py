@@ -1,0 +1,132 @@
+"""Requests with options in the engine: the tokens they get alone, in a plain loop, and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+from jax_specdec._src.serving import driver as driver_lib
+
+from . import sampled
+from .engines import LONGEST, TABLE, TABLES, TARGET, VOCAB, alone, collect, random_request, run
+
+ENGINE = dataclasses.replace(
+    TABLE,
+    prefill_sizes=(LONGEST,),
+    request_options=True,
+    logprobs=sd.LogprobsConfig(num_top=1, distribution="processed"),
+)
+
+
+def driver_of() -> sd.EngineDriver:
+    return sd.EngineDriver(ENGINE, *TABLES)
+
+
+def request_with_options(rng: np.random.Generator) -> dict[str, Any]:
+    fields = dict(
+        min_p=float(rng.choice([0, 0.1])),
+        top_k=int(rng.integers(0, VOCAB)),
+        top_p=float(rng.choice([0.8, 1])),
+        frequency_penalty=float(rng.choice([0, 0.7])),
+        presence_penalty=float(rng.choice([0, -0.4])),
+        repetition_penalty=float(rng.choice([1, 1.6])),
+        allowed_token_ids=rng.permutation(VOCAB)[:4].tolist(),
+    )
+    asked = {name: value for name, value in fields.items() if rng.random() < 0.4}
+    return random_request(rng, (0.0, 0.7)) | dict(options=sd.RequestOptions(**asked))
+
+
+@pytest.mark.newest
+def test_a_request_with_options_gets_the_tokens_it_gets_alone() -> None:
+    rng, driver, by_itself = np.random.default_rng(4), driver_of(), driver_of()
+    driver.warm_up(), by_itself.warm_up()
+    functions = (driver_lib._admit, driver_lib._step, driver_lib._release)
+    sizes = [function._cache_size() for function in functions]
+    requests = [request_with_options(rng) for _ in range(24)]
+    updates: list[sd.RequestUpdate] = []
+    for request in requests:
+        driver.submit(**request)
+        updates += driver.step()
+    while not driver.is_idle:
+        updates += driver.step()
+    found = collect(updates)
+    for i, request in enumerate(requests):
+        expected = alone(by_itself, request)
+        assert found[i].token_ids == expected.token_ids
+        assert found[i].status == sd.Status.OK
+        for one, other in zip(found[i].updates, expected.updates, strict=True):
+            np.testing.assert_array_equal(one.logprobs.logprobs, other.logprobs.logprobs)
+            np.testing.assert_array_equal(one.logprobs.top_token_ids, other.logprobs.top_token_ids)
+    assert [function._cache_size() for function in functions] == sizes
+
+
+def test_greedy_requests_are_decoded_as_one_token_at_a_time_and_preemption_forgets_nothing() -> (
+    None
+):
+    rng, driver = np.random.default_rng(2), driver_of()
+    requests = [
+        request_with_options(rng) | dict(temperature=0.0, stop_token_ids=[], max_new_tokens=10)
+        for _ in range(8)
+    ]
+    ids = [driver.submit(**request) for request in requests]
+    updates = []
+    for step in range(6):
+        updates += driver.step()
+        driver.preempt(ids[step % 4])
+    updates += [update for found in run(driver).values() for update in found.updates]
+    for i, request in zip(ids, requests, strict=True):
+        own = [update for update in updates if update.request_id == i]
+        truth = sampled.greedy(TARGET, request["prompt"], request["options"], 10)
+        assert sum((update.token_ids for update in own), []) == truth
+        for update in own:  # the emitted token is the likeliest
+            assert update.logprobs.top_token_ids[:, 0].tolist() == update.token_ids
+            np.testing.assert_array_equal(
+                update.logprobs.top_logprobs[:, 0], update.logprobs.logprobs
+            )
+
+
+REFUSED = {
+    "options that are none": (
+        ENGINE,
+        dict(options=dict(top_k=3)),
+        TypeError,
+        "options must be RequestOptions, one or a list, but it is",
+    ),
+    "options for two": (
+        ENGINE,
+        dict(options=[sd.RequestOptions()] * 2),
+        ValueError,
+        r"options must be one value or one per prompt \(1\), but it has 2",
+    ),
+    "an id past the vocabulary": (
+        ENGINE,
+        dict(options=sd.RequestOptions(allowed_token_ids=[0, VOCAB])),
+        ValueError,
+        r"allowed_token_ids must hold ids in \[0, 6\), but they span 0 to 6",
+    ),
+    "an engine without options": (
+        TABLE,
+        dict(options=sd.RequestOptions(top_k=2)),
+        ValueError,
+        r"options need an Engine with request_options=True, but they are RequestOptions\(",
+    ),
+}
+
+
+@pytest.mark.parametrize(("engine", "changes", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_options_that_cannot_be_served_are_refused(
+    engine: sd.Engine, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    driver = sd.EngineDriver(engine, *TABLES)
+    with pytest.raises(error, match=message):
+        driver.submit([1], max_new_tokens=2, **changes)
+    assert driver.is_idle
+
+
+def test_an_engine_without_options_takes_neutral_ones() -> None:
+    driver = sd.EngineDriver(TABLE, *TABLES)
+    assert driver.submit([1], max_new_tokens=2, options=sd.RequestOptions()) == 0

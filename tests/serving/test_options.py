@@ -1,0 +1,260 @@
+"""What a request asks for besides a temperature: tokens, drafts and log-probabilities."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+from jax_specdec._src.serving import loop, plain
+
+from . import sampled, tiny
+from .chi_square import CONTROL, assert_distributed, p_value, tally
+
+VOCAB, K, NUM_TOKENS = 7, 3, 12
+CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
+TARGET = tiny.random_table(VOCAB, seed=30)
+DRAFT = (0.8 * TARGET + 0.5 * tiny.random_table(VOCAB, seed=6)).astype(np.float32)
+PROMPT = [1, 4, 0, 1, 4]
+OPTIONS = [
+    sd.RequestOptions(),
+    sd.RequestOptions(frequency_penalty=0.7),
+    sd.RequestOptions(presence_penalty=1.5),
+    sd.RequestOptions(repetition_penalty=1.8),
+    sd.RequestOptions(frequency_penalty=-0.3, presence_penalty=0.4, repetition_penalty=0.8),
+    sd.RequestOptions(allowed_token_ids=(0, 2, 5)),
+    sd.RequestOptions(allowed_token_ids=range(4), frequency_penalty=1.0, top_k=3, min_p=0.1),
+]
+MODEL = (sd.ModelDrafter(tiny.Trigram(VOCAB)), jnp.asarray(DRAFT))
+LOOKUP = (sd.NGramDrafter(min_ngram=1), None)
+RAW, PROCESSED = (sd.LogprobsConfig(2, distribution) for distribution in ("raw", "processed"))
+
+
+def run(
+    generate: Any,
+    options: Any = OPTIONS,
+    *,
+    requests: int = len(OPTIONS),
+    temperature: Any = 0.0,
+    num_tokens: int = NUM_TOKENS,
+    **changes: Any,
+) -> sd.GenerateOutput:
+    return generate(
+        tiny.Trigram(VOCAB),
+        jnp.asarray(TARGET),
+        [PROMPT] * requests,
+        temperature=temperature,
+        max_new_tokens=num_tokens,
+        options=options,
+        key=jax.random.key(3),
+        **changes,
+    )
+
+
+def speculative(*args: Any, drafter: tuple[Any, Any] = MODEL, **changes: Any) -> Any:
+    drafted = functools.partial(
+        sd.generate, drafter=drafter[0], draft_params=drafter[1], config=CONFIG
+    )
+    return run(drafted, *args, **changes)
+
+
+# Few programs for all tests, because each is compiled.
+by_model = functools.partial(speculative, drafter=MODEL, logprobs=PROCESSED)
+plainly = functools.partial(run, sd.generate_plain, logprobs=RAW)
+
+
+TEMPERATURES = [0.0, 0.5, 1.0, 2.0, 0.0, 0.7, 1.0]
+TRUTH = [sampled.greedy(TARGET, PROMPT, one, NUM_TOKENS) for one in OPTIONS]
+
+
+def test_every_option_changes_what_is_written() -> None:
+    assert all(TRUTH[0] != other for other in TRUTH[1:])
+
+
+def test_greedy_tokens_are_those_of_one_token_at_a_time() -> None:
+    output = by_model()
+    assert output.completions == TRUTH
+    assert 0 < output.steps.num_accepted.sum() < output.steps.num_proposed.sum()
+
+
+def test_plain_decoding_takes_the_same_options() -> None:
+    assert plainly().completions == TRUTH
+
+
+@pytest.mark.newest
+def test_the_stream_takes_the_same_options_whatever_drafts() -> None:
+    steps: Any = run(sd.generate_stream, drafter=LOOKUP[0], config=CONFIG)
+    found: list[list[int]] = [[] for _ in OPTIONS]
+    for step in steps:
+        for b, (row, count) in enumerate(zip(step.token_ids, step.num_kept, strict=True)):
+            found[b] += row[:count].tolist()
+    assert found == TRUTH
+
+
+def test_a_drafter_under_the_same_options_has_everything_accepted() -> None:
+    output = by_model(drafter=(MODEL[0], jnp.asarray(TARGET)), temperature=TEMPERATURES)
+    kept = output.steps.num_emitted > 0
+    assert (output.steps.num_accepted[kept] == output.steps.num_proposed[kept]).all()
+
+
+@pytest.mark.newest
+def test_neutral_options_are_the_program_without_options() -> None:
+    compiled = (loop._generate, plain._generate_plain)
+    drafted = functools.partial(speculative, drafter=LOOKUP)
+    without = [f(None).completions for f in (drafted, plainly)]
+    sizes = [f._cache_size() for f in compiled]
+    for neutral in (sd.RequestOptions(), [sd.RequestOptions(top_k=0)] * len(OPTIONS)):
+        assert [f(neutral).completions for f in (drafted, plainly)] == without
+    assert [f._cache_size() for f in compiled] == sizes
+
+
+# Distributions
+
+MIXED = sd.RequestOptions(
+    min_p=0.02, top_k=6, top_p=0.97, frequency_penalty=0.8, presence_penalty=-0.5,
+    repetition_penalty=1.4, allowed_token_ids=(0, 1, 2, 3, 5, 6),
+)  # fmt: skip
+
+
+@pytest.mark.statistics
+def test_sampled_tokens_have_the_distribution_of_one_token_at_a_time() -> None:
+    temperatures = np.resize([0.7, 1.5], 6000)
+    output = speculative(MIXED, temperature=temperatures, requests=6000, num_tokens=3)
+    share = output.steps.num_accepted.sum() / output.steps.num_proposed.sum()
+    assert 0.05 < share < 0.95, f"{share} of the drafts accepted: too one-sided to show much"
+    tokens = np.array(output.completions)
+    for temperature in (0.7, 1.5):
+        counts = tally(tokens[temperatures == temperature], VOCAB)
+        right = sampled.exact_distribution(TARGET, PROMPT, 3, temperature, MIXED)
+        assert_distributed(counts, right, f"three tokens at temperature {temperature}")
+        wrong = sampled.exact_distribution(TARGET, PROMPT, 3, temperature, sd.RequestOptions())
+        assert p_value(counts, wrong) < CONTROL
+
+
+# Log-probabilities
+
+
+def expected_logprobs(
+    completion: list[int], temperature: float, options: sd.RequestOptions, distribution: str
+) -> np.ndarray:
+    """``[n, V]``."""
+    rows = []
+    for i in range(len(completion)):
+        row = tiny.next_logits(TARGET, [*PROMPT, *completion[:i]])
+        if distribution == "raw":
+            options, temperature = sd.RequestOptions(), 1.0
+        # A greedy request is taken at temperature 1, where nothing is filtered.
+        filters = options if temperature else _without_filters(options)
+        p = sampled.processed(row, PROMPT, completion[:i], temperature or 1.0, filters)
+        with np.errstate(divide="ignore"):
+            rows.append(np.log(p))
+    return np.array(rows)
+
+
+def _without_filters(options: sd.RequestOptions) -> sd.RequestOptions:
+    return dataclasses.replace(options, min_p=0.0, top_k=0, top_p=1.0)
+
+
+@pytest.mark.parametrize(
+    ("generate", "distribution"),
+    [(by_model, "processed"), (plainly, "raw")],
+    ids=["speculative", "plain"],
+)
+def test_logprobs_are_those_of_the_tokens(generate: Any, distribution: str) -> None:
+    output = generate(temperature=TEMPERATURES)
+    steps, found = output.steps, output.steps.logprobs
+    assert found is not None
+    for b, completion in enumerate(output.completions):
+        kept = np.arange(found.logprobs.shape[-1]) < steps.num_kept[:, b, None]
+        assert np.isnan(found.logprobs[:, b][~kept]).all()
+        assert (found.top_token_ids[:, b][~kept] == -1).all()
+        want = expected_logprobs(completion, TEMPERATURES[b], OPTIONS[b], distribution)
+        own = want[np.arange(len(completion)), completion]
+        np.testing.assert_allclose(found.logprobs[:, b][kept], own, rtol=1e-4, atol=1e-5)
+        ids = np.argsort(-want, axis=1, kind="stable")[:, :2]
+        np.testing.assert_array_equal(found.top_token_ids[:, b][kept], ids)
+        np.testing.assert_allclose(
+            found.top_logprobs[:, b][kept], np.take_along_axis(want, ids, 1), rtol=1e-4, atol=1e-5
+        )
+
+
+# Errors
+
+REFUSED = {
+    "a negative min-p": (dict(min_p=-0.1), ValueError, r"min_p must be in \[0, 1\], but it is -0"),
+    "a min-p above 1": (dict(min_p=1.1), ValueError, r"min_p must be in \[0, 1\]"),
+    "no min-p": (dict(min_p=float("nan")), ValueError, "min_p must be in"),
+    "min-p in words": (dict(min_p="low"), TypeError, "min_p must be a number, but it is 'low'"),
+    "no top-p": (dict(top_p=0.0), ValueError, r"top_p must be in \(0, 1\], but it is 0.0"),
+    "a top-p above 1": (dict(top_p=1.5), ValueError, "top_p must be in"),
+    "a negative top-k": (dict(top_k=-1), ValueError, r"top_k must be in \[0, 2147483648\)"),
+    "half a token": (dict(top_k=0.5), TypeError, "top_k must be an int, but it is 0.5"),
+    "an infinite frequency penalty": (
+        dict(frequency_penalty=float("inf")),
+        ValueError,
+        "frequency_penalty must be finite, but it is inf",
+    ),
+    "a presence penalty that float32 does not hold": (
+        dict(presence_penalty=1e39),
+        ValueError,
+        "presence_penalty must be finite",
+    ),
+    "a repetition penalty of 0": (
+        dict(repetition_penalty=0.0),
+        ValueError,
+        "repetition_penalty must be positive and finite, but it is 0.0",
+    ),
+    "no repetition penalty": (dict(repetition_penalty=None), TypeError, "repetition_penalty must"),
+    "nothing allowed": (
+        dict(allowed_token_ids=()),
+        ValueError,
+        "allowed_token_ids must hold at least one token, but it is empty",
+    ),
+    "text allowed": (dict(allowed_token_ids="ab"), TypeError, "allowed_token_ids must be a list"),
+    "a negative id": (dict(allowed_token_ids=[-1]), ValueError, "allowed_token_ids must hold ids"),
+}
+
+
+@pytest.mark.parametrize(("fields", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_options_out_of_range_are_refused(
+    fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        sd.RequestOptions(**fields)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (3, TypeError, "options must be RequestOptions, one or a list, but it is 3"),
+        ([{}], TypeError, "options must be RequestOptions, one or a list, but it has {}"),
+        (OPTIONS[:2], ValueError, r"options must be one value or one per prompt \(7\), but it has"),
+        (
+            sd.RequestOptions(allowed_token_ids=[VOCAB]),
+            ValueError,
+            r"allowed_token_ids must hold ids in \[0, 7\), but they span 7 to 7",
+        ),
+    ],
+    ids=["a number", "a dict", "too few", "an id past the vocabulary"],
+)
+@pytest.mark.parametrize("generate", [by_model, plainly], ids=["speculative", "plain"])
+def test_the_loops_refuse_what_are_no_options(
+    generate: Any, options: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        generate(options)
+
+
+def test_logprobs_that_there_are_not_are_refused() -> None:
+    with pytest.raises(ValueError, match="distribution must be 'raw' or 'processed', but it is"):
+        sd.LogprobsConfig(distribution="mine")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="num_top must be at least 0, but it is -1"):
+        sd.LogprobsConfig(num_top=-1)
+    with pytest.raises(ValueError, match=r"num_top must be in \[0, 7\], but it is 8"):
+        by_model(logprobs=sd.LogprobsConfig(num_top=8))
