@@ -214,25 +214,24 @@ def test_split_logits_give_the_tokens_of_whole_ones():
             sharding=sharding,
         )
 
-    def each_way(logits: jax.Array, method: str) -> Any:
+    @jax.jit
+    def each_way(logits: jax.Array) -> Any:
+        with_a_mesh = sd.VerifySharding(mesh, vocab_axis="vocab")
         inside = jax.shard_map(
-            lambda part: drawn(part, sd.VerifySharding(vocab_axis="vocab"), method),
+            lambda part: drawn(part, sd.VerifySharding(vocab_axis="vocab"), "probabilistic"),
             mesh=mesh,
             in_specs=jax.sharding.PartitionSpec(None, "vocab"),
             out_specs=jax.sharding.PartitionSpec(),
         )
-        with_a_mesh = sd.VerifySharding(mesh, vocab_axis="vocab")
-        return drawn(logits, None, method), drawn(logits, with_a_mesh, method), inside(logits)
+        whole, split = (drawn(logits, s, "probabilistic") for s in (None, with_a_mesh))
+        return whole, split, inside(logits), drawn(logits, with_a_mesh, "greedy")
 
     logits = 3 * jax.random.normal(jax.random.key(0), (batch, vocab))
-    methods = ("probabilistic", "greedy")
-    drawn_ways, best_ways = jax.jit(lambda x: [each_way(x, m) for m in methods])(logits)
-    whole, *others = drawn_ways
+    whole, *others, best = each_way(logits)
     for other in others:
         np.testing.assert_array_equal(other.token_ids, whole.token_ids)
         sampled = temperature > 0
         normalizers = other.log_normalizer[sampled], whole.log_normalizer[sampled]
         np.testing.assert_allclose(*normalizers, rtol=1e-6)
-    for best in best_ways:
-        np.testing.assert_array_equal(best.token_ids, jnp.argmax(logits, axis=1))
-        assert best.log_normalizer is None
+    np.testing.assert_array_equal(best.token_ids, jnp.argmax(logits, axis=1))
+    assert best.log_normalizer is None

@@ -34,13 +34,14 @@ CASES = {
         8,
         4,
     ),
-    "heads that do not divide": (
-        dict(num_attention_heads=3, num_key_value_heads=1, qkv_bias=True, num_token_ids=50),
-        4,
-        1,
-    ),
     "groups that would cut a key head": (
-        dict(num_attention_heads=12, num_key_value_heads=6, qk_norm=True),
+        dict(
+            num_attention_heads=12,
+            num_key_value_heads=6,
+            qkv_bias=True,
+            qk_norm=True,
+            num_token_ids=50,
+        ),
         4,
         2,
     ),
@@ -117,6 +118,16 @@ def test_a_device_holds_an_nth_of_the_matrices_and_sums_are_all_that_crosses_the
     assert len(moved) == 1 + 2 * CONFIG.num_hidden_layers
     shape = f"f32[{B},{S},{CONFIG.hidden_size}]"
     assert all(kind == "all-reduce" and what.startswith(shape) for what, kind in moved), moved
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv", "n", "groups"),
+    [(3, 1, 4, 1), (14, 2, 8, 2), (28, 4, 8, 4), (32, 8, 8, 8), (12, 6, 8, 2), (12, 3, 4, 1)],
+)
+def test_heads_are_split_over_the_most_groups_that_divide(num_heads, num_kv, n, groups) -> None:
+    config = dataclasses.replace(CONFIG, num_attention_heads=num_heads, num_key_value_heads=num_kv)
+    model = sd.TensorParallelLlama(sd.Llama(config), mesh_of(n), "tensor")
+    assert model.num_head_groups == groups
 
 
 def test_bfloat16_stays_bfloat16() -> None:
