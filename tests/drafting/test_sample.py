@@ -131,6 +131,27 @@ def test_a_draft_does_not_depend_on_its_neighbours():
     np.testing.assert_array_equal(at(np.full(BATCH, 7))[0], np.full(BATCH, ids[7]))
 
 
+def test_what_the_parameters_leave_out_is_never_drawn_and_is_told_by_the_threshold():
+    logits = random_logits("bfloat16")
+    top_k = np.resize(np.int32([0, 1, 3]), BATCH)
+    drawn = jax.jit(functools.partial(sd.sample_draft_tokens, offset=0))(
+        jnp.asarray(logits),
+        sampling=sd.SamplingParams(jnp.ones((BATCH,)), top_k=jnp.asarray(top_k)),
+        keys=jax.random.split(jax.random.key(0), BATCH),
+        positions=jnp.zeros((BATCH,), jnp.int32),
+    )
+    rows = logits.astype(np.float64)
+    kth = np.take_along_axis(np.sort(rows, axis=1), VOCAB - np.maximum(top_k, 1)[:, None], axis=1)
+    kept = np.where((rows >= kth) | (top_k == 0)[:, None], rows, -np.inf)
+    by_threshold = np.where(rows >= np.asarray(drawn.threshold)[:, None], rows, -np.inf)
+    np.testing.assert_array_equal(by_threshold, kept)
+    ids = np.asarray(drawn.token_ids)
+    assert np.isfinite(kept[np.arange(BATCH), ids]).all()
+    assert len(np.unique(ids[top_k == 0])) == VOCAB - 1
+    expected = scipy.special.logsumexp(kept, axis=1)
+    np.testing.assert_allclose(drawn.log_normalizer, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.statistics
 def test_requests_positions_and_offsets_have_noise_of_their_own():
     draws = {

@@ -531,6 +531,11 @@ ERRORS = {
         ValueError,
         r"log_normalizer must have shape \[5\]",
     ),
+    "thresholds of another batch": (
+        lambda: empty().write(0, *ROW, **ALL, threshold=jnp.zeros((2,))),
+        ValueError,
+        r"threshold must have shape \[5\]",
+    ),
     "positions of another batch": (
         lambda: empty().write(0, *ROW, **ALL | dict(positions=i32([1]))),
         ValueError,
@@ -573,6 +578,37 @@ ERRORS = {
 def test_it_is_refused_with_a_reason(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_row_of_which_something_was_left_out_serves_only_with_its_threshold():
+    temperature, positions = at(*[0.8] * SLOTS), i32([4] * SLOTS)
+    threshold = jnp.asarray([-jnp.inf, 0.5, -jnp.inf, 1.0, -jnp.inf])
+    slots = i32([1, 2, 3, 0])  # where they are written to: threshold 0.5 at slot 2, 1.0 at slot 0
+    by_slots = empty().write(
+        0,
+        *(x[: len(slots)] for x in ROW),
+        threshold=threshold[: len(slots)],
+        slots=slots,
+        positions=positions[: len(slots)],
+        sampling=at(*[0.8] * len(slots)),
+    )
+    in_place = empty().write(
+        0, *ROW, threshold=threshold, positions=positions, sampling=temperature
+    )
+    drafts = sd.Drafts.from_flat(i32([1] * SLOTS), i32([1] * SLOTS))
+    top_p = dataclasses.replace(temperature, top_p=jnp.full((SLOTS,), 0.9))
+    for store, kept in ((in_place, threshold), (by_slots, [1.0, -np.inf, 0.5, -np.inf, -np.inf])):
+        without = store.attach(drafts, positions=positions, sampling=temperature).distribution
+        assert without.threshold is None
+        written = np.isin(np.arange(SLOTS), slots) | (store is in_place)
+        np.testing.assert_array_equal(without.valid, np.isneginf(kept) & written)
+        filtered = store.attach(drafts, positions=positions, sampling=top_p).distribution
+        np.testing.assert_array_equal(filtered.threshold[filtered.rows], kept)
+        np.testing.assert_array_equal(filtered.valid, written)
+        again = store.write(0, *ROW, positions=positions, sampling=temperature)
+        assert again.attach(
+            drafts, positions=positions, sampling=temperature
+        ).distribution.valid.all()
 
 
 def test_a_function_of_a_store_survives_export():

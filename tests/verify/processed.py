@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 
 import jax_specdec as sd
 
-from .batch import ALMOST_ONE, Layout, Request, Verifier
+from .batch import ALMOST_ONE, Layout, Request, Verifier, check, verify
 from .between import ALL, BAD, Between, on, request
-from .suite import BIG, RATES, OracleSuite
+from .cases import random_batch
+from .suite import BIG, RATES, OracleSuite, seeds
 
 EVERYTHING: Any = dict(has_filters=True, has_bitmask=True)
 
@@ -55,6 +57,12 @@ class ProcessedSuite:
     @pytest.mark.parametrize("layout", PROCESSED, ids=str)
     def test_gives_the_tokens_of_the_oracle(self, layout):
         OracleSuite.agree(self, layout)
+
+    @hypothesis.settings(max_examples=30)
+    @hypothesis.given(seed=seeds)
+    def test_gives_the_tokens_of_the_oracle_for_random_combinations(self, seed):
+        batch = random_batch(PROCESSED[-2], seed)
+        check(batch, verify(batch, self.verifier))
 
 
 class ProcessedEdges(Between):

@@ -267,7 +267,7 @@ def test_dense_storage_may_keep_its_shape():
     ids = jnp.zeros((B, K), jnp.int32)
     for distribution in (
         sd.DraftProbs(q),
-        sd.DraftLogits(q, log_normalizer=jnp.zeros((B, K))),
+        sd.DraftLogits(q, log_normalizer=jnp.zeros((B, K)), threshold=jnp.zeros((B, K))),
         sd.DraftLogits(q.reshape(-1, V), rows=jnp.zeros((B, K), jnp.int32)),
     ):
         flattened = sd.Drafts.from_dense(ids, None, distribution).distribution
