@@ -11,6 +11,7 @@ import pytest
 import scipy.special
 
 import jax_specdec as sd
+from jax_specdec._src.drafting import draft_model
 
 VOCAB = 31
 K = 3
@@ -163,3 +164,11 @@ def test_the_cache_serves_after_any_number_of_accepted_drafts():
         ]
         ids, fresh, proposal, cache = drafts(sequences, cache)
         np.testing.assert_allclose(in_order(proposal.store.logits), fresh, rtol=1e-4, atol=1e-5)
+
+
+def test_a_row_is_masked_unless_the_drafter_knows_no_allowed_token() -> None:
+    logits = jnp.arange(8.0).reshape(2, 4)
+    bits = jnp.array([[0b10_0101], [0b11_0000]], jnp.uint32)  # ids 0, 2, 5; ids 4, 5
+    found = draft_model._allowed(logits, bits)
+    inf = jnp.inf
+    assert found.tolist() == [[0.0, -inf, 2.0, -inf], [4.0, 5.0, 6.0, 7.0]]

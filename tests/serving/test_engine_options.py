@@ -64,6 +64,7 @@ def test_a_request_with_options_gets_the_tokens_it_gets_alone() -> None:
     assert [function._cache_size() for function in functions] == sizes
 
 
+@pytest.mark.newest
 def test_greedy_requests_are_decoded_as_one_token_at_a_time_and_preemption_forgets_nothing() -> (
     None
 ):

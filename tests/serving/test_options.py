@@ -83,6 +83,7 @@ def test_greedy_tokens_are_those_of_one_token_at_a_time() -> None:
     assert 0 < output.steps.num_accepted.sum() < output.steps.num_proposed.sum()
 
 
+@pytest.mark.newest
 def test_plain_decoding_takes_the_same_options() -> None:
     assert plainly().completions == TRUTH
 
@@ -112,6 +113,30 @@ def test_neutral_options_are_the_program_without_options() -> None:
     for neutral in (sd.RequestOptions(), [sd.RequestOptions(top_k=0)] * len(OPTIONS)):
         assert [f(neutral).completions for f in (drafted, plainly)] == without
     assert [f._cache_size() for f in compiled] == sizes
+
+
+@pytest.mark.newest
+def test_the_gap_of_a_greedy_difference_is_that_of_the_processed_row() -> None:
+    other = [[*completion] for completion in TRUTH]
+    for completion in other:
+        completion[3] = VOCAB - 1 - completion[3]  # not the middle token, which would stay
+    outputs = [
+        sd.GenerateOutput(completions, steps=None, status=[])  # type: ignore[arg-type]
+        for completions in (other, TRUTH)
+    ]
+    model, params = tiny.Trigram(VOCAB), jnp.asarray(TARGET)
+    found = sd.greedy_differences(model, params, [PROMPT] * len(OPTIONS), *outputs, OPTIONS)
+    assert [difference.request for difference in found] == [
+        b for b, truth in enumerate(TRUTH) if truth[3] != VOCAB // 2
+    ]
+    for difference in found:
+        b, before = difference.request, TRUTH[difference.request][:3]
+        row = tiny.next_logits(TARGET, [*PROMPT, *before])
+        x = sampled.penalized(row, PROMPT, before, OPTIONS[b])
+        allowed = OPTIONS[b].allowed_token_ids or range(VOCAB)
+        second, best = np.sort(x[list(allowed)])[-2:]
+        assert difference.index == 3
+        assert difference.gap == pytest.approx(best - second, rel=1e-4)
 
 
 # Distributions

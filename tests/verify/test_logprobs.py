@@ -157,6 +157,7 @@ def test_a_greedy_request_has_temperature_1_and_another_its_own() -> None:
     np.testing.assert_allclose(np.exp(raw.top_logprobs[:, 0, 0]), [0.7, 0.7], rtol=1e-6)
 
 
+@pytest.mark.newest
 def test_ties_go_to_the_lowest_id_and_what_is_impossible_has_none() -> None:
     rows = np.array([[-np.inf, -0.0, 0.0, -0.0, -np.inf]])
     layout = Layout(vocab=5, num_speculative_tokens=1, num_requests=1, num_drafts=1)
