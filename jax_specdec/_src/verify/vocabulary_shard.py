@@ -66,7 +66,7 @@ class RowPart:
         entries = self.matrix.at[row, columns].get(mode="clip").astype(jnp.float32)
         return jnp.where(self._counts(row, ids), entries, self.fill)
 
-    def read(self, row: jax.Array, start: int, length: int) -> jax.Array:
+    def read(self, row: jax.Array, start: Any, length: int) -> jax.Array:
         """``[length]`` entries, from the part's column `start` on."""
         ids = self.first_id + start + jnp.arange(length, dtype=jnp.int32)
         if not self.is_split:
@@ -137,24 +137,29 @@ class Weights:
         """``[2, n]``: weights of ids, and their ``p``; 0 for those of other parts."""
         row, draft_row = self.source.row, self.source.draft_row
         q_entries = None if self.draft is None else self.draft.at(draft_row, ids)
-        weights = self._of(ids, self.target.at(row, ids), q_entries)
-        return jnp.where(self.target.holds(ids), weights, 0.0)
+        both = jnp.stack(self._of(ids, self.target.at(row, ids), q_entries))
+        return jnp.where(self.target.holds(ids), both, 0.0)
 
-    def all(self) -> jax.Array:
-        """``[2, width]``, of the part's ids."""
-        row, draft_row, width = self.source.row, self.source.draft_row, self.target.width
-        ids = self.target.first_id + jnp.arange(width, dtype=jnp.int32)
-        q_entries = None if self.draft is None else self.draft.read(draft_row, 0, width)
-        return self._of(ids, self.target.read(row, 0, width), q_entries)
+    def mass(self, tile: jax.Array) -> jax.Array:
+        """``[2]``: their sums over a tile, in one read of as much as the part holds of it."""
+        row, draft_row, target = self.source.row, self.source.draft_row, self.target
+        length = min(tiles.TILE, target.width)
+        start = jnp.clip(tile * tiles.TILE - target.first_id, 0, target.width - length)
+        ids = target.first_id + start + jnp.arange(length, dtype=jnp.int32)
+        q_entries = None if self.draft is None else self.draft.read(draft_row, start, length)
+        both = self._of(ids, target.read(row, start, length), q_entries)
+        return jnp.stack([jnp.sum(jnp.where(ids // tiles.TILE == tile, x, 0.0)) for x in both])
 
-    def _of(self, ids: jax.Array, p_entries: jax.Array, q_entries: jax.Array | None) -> jax.Array:
+    def _of(
+        self, ids: jax.Array, p_entries: jax.Array, q_entries: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
         source, inv = self.source, self.source.inv_temperature
         p = source.stats.scale(inv).probs(p_entries, inv)
         weights = jnp.where(source.without_token & (ids == source.token_id), 0.0, p)
         if self.draft_rows is not None and q_entries is not None:
             q = self.draft_rows.probs(q_entries, source.scale, inv)
             weights = jnp.where(source.from_residual, block.residual(source.weight, p, q), weights)
-        return jnp.stack([weights, p])
+        return weights, p
 
 
 def tile_masses(weights: Weights, num_parts: int) -> jax.Array:
@@ -171,7 +176,5 @@ def tile_masses(weights: Weights, num_parts: int) -> jax.Array:
     width = weights.target.width
     starts = range(0, num_parts * width, width)
     count = max((s + width - 1) // tiles.TILE - s // tiles.TILE + 1 for s in starts)
-    padded = jnp.pad(weights.all(), ((0, 0), (tiles.TILE, count * tiles.TILE - width)))
-    start = tiles.TILE - weights.target.first_id % tiles.TILE
-    aligned = lax.dynamic_slice(padded, (0, start), (2, count * tiles.TILE))
-    return jnp.sum(aligned.reshape(2, count, tiles.TILE), axis=2)
+    first = weights.target.first_id // tiles.TILE
+    return jax.vmap(weights.mass, out_axes=1)(first + jnp.arange(count, dtype=jnp.int32))
