@@ -271,7 +271,7 @@ WHOLE = P()
         pytest.param("normalized", "standard", marks=slow),
     ],
 )
-def test_three_collectives_of_at_most_64_kb_each(kind, method):
+def test_three_collectives_of_at_most_64_kb_each_and_no_copy_of_logits(kind, method):
     b, k, v = 64, 4, 128256
     mesh = mesh_of(8)
 
@@ -279,10 +279,10 @@ def test_three_collectives_of_at_most_64_kb_each(kind, method):
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
 
     normalizer = array(b * k) if kind == "normalized" else None
-    storage = array(b * k, v, dtype="bfloat16", spec=P(None, "v"))
+    storage = array(b * k, v, spec=P(None, "v"))
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), b))
     lowered = jax.jit(sd.rejection_sample, static_argnames=("config", "sharding")).lower(
-        array(b * (k + 1), v, dtype="bfloat16", spec=P(None, "v")),
+        array(b * (k + 1), v, spec=P(None, "v")),
         sd.Drafts(
             array(b * k, dtype="int32"),
             array(b + 1, dtype="int32"),
@@ -294,9 +294,11 @@ def test_three_collectives_of_at_most_64_kb_each(kind, method):
         config=sd.SpecDecodeConfig(num_speculative_tokens=k, rejection_sample_method=method),
         sharding=sd.VerifySharding(mesh, "v"),
     )
-    moved = collectives(lowered.compile().as_text())
-    print(moved)
+    compiled = lowered.compile()
+    moved = collectives(compiled.as_text())
     assert len(moved) == 3 and max(moved.values()) <= 2**16, moved
+    used = compiled.memory_analysis().temp_size_in_bytes
+    assert used < 0.15 * (b * (k + 1) * v // 8 * 4), f"{used} bytes"
 
 
 def test_gathering_the_logits_would_be_seen():

@@ -27,8 +27,9 @@ from jax_specdec._src.types import DraftDistribution, DraftLogits, RejectionSamp
 from jax_specdec._src.verify import tiles
 from jax_specdec._src.verify.decide import Request, assemble, read_rows, source_of
 from jax_specdec._src.verify.resample import Source
-from jax_specdec._src.verify.rows import DraftRows, DraftScale
+from jax_specdec._src.verify.rows import DraftRows
 from jax_specdec._src.verify.sharding import Layout
+from jax_specdec._src.verify.told import Told, ToldDraft, ToldTarget
 from jax_specdec._src.verify.vocabulary_shard import PartStats, RowPart, Weights, tile_masses
 from jax_specdec._src.verify.xla import eager_block_walk, eager_walk, num_accepted_by_rate, weigh
 
@@ -75,12 +76,14 @@ def verify(
         draft = RowPart(rows.storage, draft_is_split, me * width, width, shared, rows.fill)
     talk = _Talk(target, draft, rows, num_parts, conditional_rates)
 
-    read = jax.vmap(talk.read)(requests) if read_rows is None else talk.read_by(read_rows, requests)
+    read = (
+        _one_by_one(talk.read, requests) if read_rows is None else talk.read_by(read_rows, requests)
+    )
     told = _exchange(jax.vmap(talk.tell)(requests, *read), vocab_axis)
     by_request: Any = functools.partial(jax.vmap, in_axes=(0, 1))
     if method == "block":  # every position's masses judge the drafts before it
         sources = by_request(talk.sources)(requests, told)
-        masses = jax.vmap(jax.vmap(talk.masses))(sources)
+        masses = _one_by_one(jax.vmap(talk.masses), sources)
         held = _exchange(jax.vmap(jax.vmap(talk.ends))(masses), vocab_axis)
         residual_masses = jnp.sum(held[..., 0, :], axis=(0, 3))
         decided = jax.vmap(talk.decide, in_axes=(0, 1, 0))(requests, told, residual_masses)
@@ -88,7 +91,7 @@ def verify(
         held = jax.vmap(lambda x, i: x[:, i], (1, 0), 1)(held, decided.num_accepted)
     else:
         decided = by_request(talk.decide)(requests, told)
-        masses = jax.vmap(talk.masses)(decided.source)
+        masses = _one_by_one(talk.masses, decided.source)
         held = _exchange(jax.vmap(talk.ends)(masses), vocab_axis)
     draw = jax.vmap(functools.partial(talk.draw, me=me), in_axes=(0, 0, 0, 1))
     token_ids, bad_draft = draw(requests, decided, masses, held)
@@ -98,27 +101,6 @@ def verify(
 
 ReadRows = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
 """`mosaic_gpu.row_statistics.row_statistics`."""
-
-
-class Told(NamedTuple):
-    """What one device says of one request, at positions ``[P]`` and drafts ``[D]``.
-
-    Attributes:
-      max: ``[P]`` float32, the part's largest logit.
-      sum: ``[P]`` float32, relative to it.
-      choice: ``[P]`` int32, the part's argmax if the request is greedy, else the bits of the
-        drafted token's logit, which only the device that holds it knows.
-      draft_entry: ``[D]`` float32, likewise of the draft row; None without draft distributions.
-      draft_max: ``[D]`` float32; None where normalizers are stored.
-      draft_sum: ``[D]`` float32.
-    """
-
-    max: jax.Array
-    sum: jax.Array
-    choice: jax.Array
-    draft_entry: jax.Array | None = None
-    draft_max: jax.Array | None = None
-    draft_sum: jax.Array | None = None
 
 
 class Decided(NamedTuple):
@@ -226,10 +208,10 @@ class _Talk:
         first = positions[0]
         draft = None
         if self.draft_rows is not None:
-            draft = _Draft(told, self.target.width, self.draft_rows, request.draft_rows[places])
+            draft = ToldDraft(told, self.target.width, self.draft_rows, request.draft_rows[places])
         indices = jnp.arange(request.token_ids.shape[0], dtype=jnp.int32) - first
         local = request._replace(first_row=-first, draft_rows=indices)
-        return local, _Target(told, self.target), draft
+        return local, ToldTarget(told, self.target), draft
 
     def masses(self, source: Source) -> jax.Array:
         """Of the tiles of this part, ``[2, n]``: what the token is drawn by, and ``p``."""
@@ -306,54 +288,6 @@ class _Talk:
         return Weights(source, self.target, self.draft, self.draft_rows)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Target:
-    """A request's target rows, as `decide` reads them, by what all devices told of them."""
-
-    told: Told
-    part: RowPart
-
-    @property
-    def size(self) -> int:
-        return self.part.size
-
-    def stats(self, row: jax.Array, *_: Any) -> tiles.RowStats:
-        return tiles.RowStats(self.told.max[:, row], self.told.sum[:, row])
-
-    def at(self, row: jax.Array, token_id: jax.Array, *_: jax.Array | None) -> jax.Array:
-        entry = _of_holder(self.told.choice[:, row], token_id, self.part.width)
-        entry = lax.bitcast_convert_type(entry, jnp.float32)
-        return jnp.where(token_id < self.size, entry, -jnp.inf)
-
-    def best(self, row: jax.Array, stats: tiles.RowStats) -> jax.Array:
-        return self.told.choice[tiles.first(stats.max == stats.peak), row]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Draft:
-    """A request's draft rows, likewise; `rows` are their indices ``[D]`` in the storage."""
-
-    told: Told
-    width: int
-    storage: DraftRows
-    rows: jax.Array
-
-    def scale(self, row: jax.Array, inv_temperature: jax.Array) -> DraftScale:
-        if self.told.draft_max is None or self.told.draft_sum is None:
-            return self.storage.scale(self.rows[row], inv_temperature)
-        stats = tiles.RowStats(self.told.draft_max[:, row], self.told.draft_sum[:, row])
-        outside = (self.rows[row] < 0) | (self.rows[row] >= self.storage.storage.shape[0])
-        bad = outside | ~jnp.isfinite(stats.peak)
-        return DraftScale(stats.scale(inv_temperature), bad)
-
-    def at(
-        self, row: jax.Array, token_id: jax.Array, scale: DraftScale, inv_temperature: jax.Array
-    ) -> jax.Array:
-        assert self.told.draft_entry is not None
-        entry = _of_holder(self.told.draft_entry[:, row], token_id, self.width)
-        return self.storage.probs(entry, scale, inv_temperature)
-
-
 def _units(width: int, num_parts: int) -> np.ndarray:
     """Which pieces belong together: those of each part, of `_Talk.ends`, are numbered in turn.
 
@@ -368,11 +302,6 @@ def _units(width: int, num_parts: int) -> np.ndarray:
     return np.array(units, np.int32)
 
 
-def _of_holder(values: jax.Array, token_id: jax.Array, width: int) -> jax.Array:
-    """Of values ``[num_parts]``, that of the part which holds a token."""
-    return values[jnp.clip(token_id // width, 0, values.shape[0] - 1)]
-
-
 def _output(
     request: Request, decided: Decided, token_id: jax.Array, bad_draft: jax.Array
 ) -> RejectionSampleOutput:
@@ -384,6 +313,12 @@ def _output(
 
 def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _one_by_one(function: Callable[[Any], Any], requests: Any) -> Any:
+    """Mapped over requests; the CPU, which copies the rows that it gathers, takes one at a time."""
+    mapped = functools.partial(lax.map, function)
+    return lax.platform_dependent(requests, cpu=mapped, default=jax.vmap(function))
 
 
 def _exchange(tree: Any, vocab_axis: str) -> Any:
