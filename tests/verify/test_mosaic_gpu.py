@@ -17,7 +17,7 @@ from jax_specdec._src.verify.mosaic_gpu import call as mosaic_gpu
 from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 from jax_specdec._src.verify.mosaic_gpu.support import no_device
 
-from . import block_edges, edges, suite
+from . import block_edges, edges, processed, suite
 from .batch import Layout, check, jitted, pack, verify
 from .cases import random_batch
 
@@ -60,6 +60,30 @@ BLOCK = [
         dtype="bfloat16",
         draft_dtype="bfloat16",
         has_active=True,
+    ),
+]
+FILTERED = [
+    Layout(vocab=2203, **BIG, has_filters=True, has_bitmask=True, rates=RATES),
+    Layout(vocab=2048, **BIG, has_filters=True, has_bitmask=True, kind="probs", dtype="float16"),
+    Layout(
+        vocab=4224,
+        **BIG,
+        has_filters=True,
+        has_bitmask=True,
+        has_threshold=True,
+        kind="logits",
+        dtype="bfloat16",
+        block=True,
+    ),
+    Layout(
+        vocab=4224,
+        **BIG,
+        has_filters=True,
+        has_bitmask=True,
+        has_threshold=True,
+        kind="normalized",
+        dtype="bfloat16",
+        draft_dtype="bfloat16",
     ),
 ]
 
@@ -106,9 +130,24 @@ def test_gives_the_tokens_of_the_oracle(layout):
     agrees(layout, alone)
 
 
+few = functools.partial(dataclasses.replace, num_requests=3, num_drafts=10)
+
+
 @pytest.mark.newest
-@pytest.mark.parametrize("layout", BLOCK, ids=str)
+@pytest.mark.parametrize("layout", [few(BLOCK[1]), few(BLOCK[3])], ids=str)
 def test_gives_the_tokens_of_the_oracle_under_the_block_rule(layout):
+    agrees(layout, alone)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("layout", [few(FILTERED[2]), few(FILTERED[3])], ids=str)
+def test_gives_the_tokens_of_the_oracle_with_filters_and_masks(layout):
+    agrees(layout, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [*BLOCK, *FILTERED], ids=str)
+def test_gives_the_tokens_of_the_oracle_for_more_requests(layout):
     agrees(layout, alone)
 
 
@@ -223,6 +262,7 @@ def lowered(layout: Layout, config: KernelConfig | None = None) -> str:
 LOWERED = [
     *LAYOUTS,
     *BLOCK,
+    *FILTERED,
     *(
         Layout(vocab=16512, **BIG, kind=kind, dtype=dtype, draft_dtype=dtype, has_bonus=bonus)
         for kind in ("none", "probs", "logits", "normalized")
@@ -343,6 +383,33 @@ class TestInvarianceOnGpu(suite.InvarianceSuite):
 @pytest.mark.gpu
 class TestEdgesOnGpu(edges.EdgeSuite):
     verifier = staticmethod(on_gpu)
+
+
+@pytest.mark.gpu
+class TestProcessedOnGpu(processed.ProcessedSuite):
+    verifier = staticmethod(on_gpu)
+
+
+@pytest.mark.gpu
+class TestProcessedEdgesOnGpu(processed.ProcessedEdges):
+    verifier = staticmethod(on_gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_agrees_with_the_oracle_on_a_large_filtered_vocabulary(dtype):
+    layout = Layout(
+        vocab=128256,
+        **suite.BIG,
+        **processed.EVERYTHING,
+        kind="normalized",
+        dtype=dtype,
+        draft_dtype=dtype,
+        has_threshold=True,
+    )
+    for seed in range(2):
+        batch = random_batch(layout, seed)
+        check(batch, verify(batch, on_gpu))
 
 
 @pytest.mark.gpu
