@@ -38,7 +38,8 @@ def joint_weight(weight: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
     """
     possible = (weight > 0) & (q > 0)
     # The ratio first: weight * p may be too small for float32 where weight * (p / q) is not.
-    ratio = p / jnp.where(possible, q, 1.0)
+    # Divided approximately, as on a GPU, equal numbers need not give 1.
+    ratio = jnp.where(p == q, 1.0, p / jnp.where(possible, q, 1.0))
     return jnp.where(possible, jnp.minimum(weight * ratio, 1.0), 0.0)
 
 
