@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 from jax import export
 
 import jax_specdec as sd
@@ -191,6 +192,57 @@ def test_a_request_with_bad_offsets_leaves_the_rows_of_its_neighbours() -> None:
         x, dataclasses.replace(drafts, cu_num_draft_tokens=cu), penalties(), config=CONFIG
     )
     np.testing.assert_array_equal(found[:8], good[:8])
+
+
+@pytest.mark.statistics
+def test_what_follows_an_accepted_draft_is_sampled_as_if_it_had_been_written() -> None:
+    requests, draft = 20000, 3
+    row = np.log([0.1, 0.1, 0.1, 0.4, 0.2, 0.1])
+    one = jnp.ones((requests,))
+    penalties = sd.Penalties(
+        0.8 * one,
+        0.3 * one,
+        1.5 * one,
+        jnp.zeros((requests, 6), jnp.int32),
+        jnp.zeros((requests, 6), bool),
+    )
+    x = np.where(np.arange(6) == draft, row * 1.5 - 0.8 - 0.3, row)
+    expected = np.exp(x) / np.exp(x).sum()
+    config = sd.SpecDecodeConfig(num_speculative_tokens=1)
+
+    @jax.jit
+    def second_tokens(seen: jax.Array, proposed: jax.Array) -> jax.Array:
+        rows = jnp.tile(jnp.asarray(row, jnp.float32), (2 * requests, 1))
+        output = sd.rejection_sample(
+            sd.apply_penalties(rows, sd.Drafts.from_dense(seen), penalties, config=config),
+            sd.Drafts.from_dense(proposed),
+            sampling=sd.SamplingParams(one),
+            keys=jax.random.split(jax.random.key(5), requests),
+            positions=jnp.zeros((requests,), jnp.int32),
+            config=config,
+        )
+        return jnp.where(output.num_emitted == 2, output.token_ids[:, 1], -1)
+
+    drafts = jnp.full((requests, 1), draft, jnp.int32)
+    p_values = []
+    for seen in (drafts, -jnp.ones_like(drafts)):  # the second: penalties that forget the draft
+        tokens = np.asarray(second_tokens(seen, drafts))
+        counts = np.bincount(tokens[tokens >= 0], minlength=6)
+        assert counts.sum() > 5000
+        p_values.append(scipy.stats.chisquare(counts, expected * counts.sum()).pvalue)
+    assert p_values[0] > 1e-4 and p_values[1] < 1e-12
+
+
+@pytest.mark.newest
+def test_the_pass_has_no_temporaries_of_the_size_of_the_logits() -> None:
+    of, b, vocab = jax.ShapeDtypeStruct, 4, 50257
+    shapes = sd.Penalties(
+        *[of((b,), jnp.float32)] * 3, of((b, vocab), jnp.int32), of((b, vocab), jnp.bool_)
+    )
+    drafts = sd.Drafts(of((b * K,), jnp.int32), of((b + 1,), jnp.int32))
+    lowered = apply.lower(of((b * K + b, vocab), jnp.bfloat16), drafts, shapes, config=CONFIG)
+    memory = lowered.compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 0.01 * memory.output_size_in_bytes
 
 
 @pytest.mark.newest
