@@ -67,6 +67,20 @@ def test_greedy_tokens_are_those_of_the_whole_model() -> None:
     assert_argmaxes(output, [0, 1, 2, 3])
 
 
+@pytest.mark.newest
+def test_options_of_sampled_requests_hold() -> None:
+    given = on_eight(split_drafter=False) | dict(drafter=sd.NGramDrafter(1), draft_params=None)
+    output = sd.generate(
+        **given,
+        prompts=PROMPTS,
+        config=CONFIG,
+        max_new_tokens=NEW,
+        temperature=1.0,
+        options=sd.RequestOptions(top_k=1),
+    )
+    assert_argmaxes(output, [0, 1, 2, 3])
+
+
 def moved(program: str) -> list[tuple[str, list[int]]]:
     """Kind of every collective of a compiled program, and the shapes it gives."""
     found = re.findall(
@@ -81,8 +95,8 @@ def moved(program: str) -> list[tuple[str, list[int]]]:
     ]
 
 
-def driver_of(given: dict[str, Any]) -> sd.EngineDriver:
-    sizes = dict(num_slots=SLOTS, max_length=40, prefill_sizes=(40,))
+def driver_of(given: dict[str, Any], has_options: bool) -> sd.EngineDriver:
+    sizes = dict(num_slots=SLOTS, max_length=40, prefill_sizes=(40,), request_options=has_options)
     engine = sd.Engine(given["model"], given["drafter"], CONFIG, **sizes)
     return sd.EngineDriver(engine, given["params"], given["draft_params"])
 
@@ -93,16 +107,25 @@ def serve(driver: sd.EngineDriver) -> dict[int, Finished]:
     for seed in range(9):
         prompt = rng.integers(0, VOCAB, rng.integers(1, 16)).tolist()
         budget, temperature = int(rng.integers(1, 20)), float(rng.choice([0.0, 0.8]))
-        driver.submit(prompt, max_new_tokens=budget, temperature=temperature, seed=seed)
+        options = (
+            sd.RequestOptions(top_p=0.9, presence_penalty=0.5, allowed_token_ids=range(seed, 50))
+            if driver.engine.request_options and seed % 3
+            else None
+        )
+        driver.submit(
+            prompt, max_new_tokens=budget, temperature=temperature, seed=seed, options=options
+        )
         if seed > 5:
             updates += driver.step()
     return run(driver, updates)
 
 
 @functools.cache
-def served(on_one_device: bool) -> tuple[dict[int, Finished], list[str], sd.EngineDriver]:
+def served(
+    on_one_device: bool, has_options: bool = False
+) -> tuple[dict[int, Finished], list[str], sd.EngineDriver]:
     """What became of the requests, what was compiled meanwhile, and the driver."""
-    driver = driver_of(ON_ONE if on_one_device else on_eight(split_drafter=True))
+    driver = driver_of(ON_ONE if on_one_device else on_eight(split_drafter=True), has_options)
     driver.warm_up()
     with compilations() as names:
         found = serve(driver)
@@ -113,10 +136,13 @@ def served(on_one_device: bool) -> tuple[dict[int, Finished], list[str], sd.Engi
 
 
 @pytest.mark.newest
-def test_an_engine_serves_the_tokens_of_one_device_and_compiles_nothing_after_warm_up() -> None:
-    found, names, driver = served(on_one_device=False)
+@pytest.mark.parametrize("has_options", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_engine_serves_the_tokens_of_one_device_and_compiles_nothing_after_warm_up(
+    has_options: bool,
+) -> None:
+    found, names, driver = served(on_one_device=False, has_options=has_options)
     assert names == []
-    expected = served(on_one_device=True)[0]
+    expected = served(on_one_device=True, has_options=has_options)[0]
     assert len(found) == len(expected) == 9
     # Sampled ones too: a near tie, 1e-5 of its threshold, would be a chance in thousands.
     for request, one in expected.items():

@@ -63,8 +63,9 @@ def sample_draft_tokens(
       positions: ``[B]`` int32, the same that `rejection_sample` gets: position of the first draft.
       offset: ``[]`` int32, place of this draft in the step, from 0 on.
       config: static settings; None for ``draft_sample_method="probabilistic"``.
-      sharding: how `logits` are split, as in `rejection_sample`; they stay where they are. Then
-        only the temperature of `sampling` counts, and nothing is left out.
+      sharding: how `logits` are split, as in `rejection_sample`. They stay where they are, unless
+        `sampling` has a min-p, top-k or top-p: then XLA gathers them; inside a `jax.shard_map`,
+        where it cannot, nothing is left out.
 
     Returns:
       `DraftSample`: the tokens, and what `DraftStore.write` or `DraftLogits` take.
@@ -79,7 +80,7 @@ def sample_draft_tokens(
       [1]
     """
     takes_best = config is not None and config.draft_sample_method == "greedy"
-    if sharding is not None:
+    if sharding is not None and (sharding.mesh is None or Filter.of(sampling) is None):
         temperature = jnp.zeros_like(sampling.temperature) if takes_best else sampling.temperature
         drawn = _sample_split(logits, temperature, keys, positions, offset, sharding)
         return DraftSample(drawn.token_ids) if takes_best else drawn
