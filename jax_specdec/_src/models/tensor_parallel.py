@@ -124,9 +124,19 @@ class TensorParallelLlama:
         Returns:
             Arrays of the same names, with a leading axis of n.
         """
-        whole = jax.tree.map(np.asarray, params)
-        shares = [self._share(whole, device) for device in range(self.num_devices)]
-        return jax.tree.map(lambda *parts: self._place(parts), *shares)
+        sharding = NamedSharding(self.mesh, P(self.axis))
+
+        def place(path: Any, x: jax.Array) -> jax.Array:
+            name, whole = path[-1].key, np.asarray(x)
+
+            def read(index: Any) -> np.ndarray:
+                devices = range(self.num_devices)[index[0]]
+                return np.stack([self._part(name, whole, device) for device in devices])
+
+            shape = (self.num_devices, *self._part(name, whole, 0).shape)
+            return jax.make_array_from_callback(shape, sharding, read)
+
+        return jax.tree.map_with_path(place, params)
 
     def init_cache(self, batch_size: int, max_length: int) -> list[tuple[jax.Array, jax.Array]]:
         """An empty cache; see `CausalModel.init_cache`."""
@@ -189,59 +199,45 @@ class TensorParallelLlama:
             logits = jnp.where((ids < num_token_ids)[None, None, :], logits, -jnp.inf)
         return logits, jax.tree.map(lambda x: x[None], cache)
 
-    def _place(self, parts: tuple[np.ndarray, ...]) -> jax.Array:
-        """`[n, ...]` of one array per device."""
-
-        def read(index: Any) -> np.ndarray:
-            return np.stack(parts[index[0]])
-
-        shape = (len(parts), *parts[0].shape)
-        return jax.make_array_from_callback(shape, NamedSharding(self.mesh, P(self.axis)), read)
-
-    def _share(self, params: dict[str, Any], device: int) -> dict[str, Any]:
-        """The weights of one device, of the structure of `param_shapes`."""
-        c, n, groups = self.model.config, self.num_devices, self.num_head_groups
-        group, place = divmod(device, n // groups)
-        per_group = c.num_attention_heads // groups
-        query = slice(group * per_group, (group + 1) * per_group)
-        kv_of = c.num_attention_heads // c.num_key_value_heads
-        key_value = slice(query.start // kv_of, (query.stop - 1) // kv_of + 1)
-
-        def heads(x: np.ndarray) -> np.ndarray:
-            """Query, key and value heads of the group, from `[..., (N + 2 N_kv) D]`."""
-            x = x.reshape(*x.shape[:-1], -1, c.head_dim)
-            ends = [c.num_attention_heads, c.num_attention_heads + c.num_key_value_heads]
-            q, k, v = np.split(x, ends, axis=-2)
-            mine = [q[..., query, :], k[..., key_value, :], v[..., key_value, :]]
-            x = np.concatenate(mine, axis=-2)
-            return x.reshape(*x.shape[:-2], -1)
-
-        def columns(x: np.ndarray) -> np.ndarray:
+    def _part(self, name: str, x: np.ndarray, device: int) -> np.ndarray:
+        """What one device holds of a weight, which `param_shapes` describes."""
+        n = self.num_devices
+        if name in ("qkv_proj", "qkv_bias"):
+            return self._heads(x, device)
+        if name == "o_proj":
+            return self._head_rows(x, device)
+        if name in ("embed_tokens", "down_proj"):
+            return _slice(x, device, n)
+        if name == "lm_head":
             return _slice(x.T, device, n).T
+        if name == "gate_up_proj":
+            halves = np.split(x, 2, axis=1)
+            return np.concatenate([_slice(half.T, device, n).T for half in halves], axis=1)
+        return x
 
-        def layer(x: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-            output = x["o_proj"].reshape(c.num_attention_heads, c.head_dim, -1)[query]
-            output = output if place == 0 else np.zeros_like(output)  # a group is summed once
-            split = {
-                "qkv_proj": heads(x["qkv_proj"]),
-                "o_proj": output.reshape(-1, output.shape[-1]),
-                "gate_up_proj": np.concatenate(
-                    [columns(half) for half in np.split(x["gate_up_proj"], 2, axis=1)], axis=1
-                ),
-                "down_proj": _slice(x["down_proj"], device, n),
-            }
-            if c.qkv_bias:
-                split["qkv_bias"] = heads(x["qkv_bias"])
-            return {**x, **split}
+    def _heads(self, x: np.ndarray, device: int) -> np.ndarray:
+        """Query, key and value heads of the device's group, of ``[..., (N + 2 N_kv) D]``."""
+        c, query = self.model.config, self._query_heads(device)
+        per_key = c.num_attention_heads // c.num_key_value_heads
+        keys = slice(query.start // per_key, (query.stop - 1) // per_key + 1)
+        x = x.reshape(*x.shape[:-1], -1, c.head_dim)
+        ends = [c.num_attention_heads, c.num_attention_heads + c.num_key_value_heads]
+        q, k, v = np.split(x, ends, axis=-2)
+        x = np.concatenate([q[..., query, :], k[..., keys, :], v[..., keys, :]], axis=-2)
+        return x.reshape(*x.shape[:-2], -1)
 
-        share = {
-            "embed_tokens": _slice(params["embed_tokens"], device, n),
-            "layers": [layer(x) for x in params["layers"]],
-            "norm": params["norm"],
-        }
-        if not c.tie_word_embeddings:
-            share["lm_head"] = columns(params["lm_head"])
-        return share
+    def _head_rows(self, x: np.ndarray, device: int) -> np.ndarray:
+        """Rows of ``[N D, H]`` of the group's heads; zeros but on its first device: one adds."""
+        c, query = self.model.config, self._query_heads(device)
+        rows = x[query.start * c.head_dim : query.stop * c.head_dim]
+        is_first = device % (self.num_devices // self.num_head_groups) == 0
+        return rows if is_first else np.zeros_like(rows)
+
+    def _query_heads(self, device: int) -> slice:
+        """The query heads of the device's group."""
+        group = device // (self.num_devices // self.num_head_groups)
+        size = self._local.config.num_attention_heads
+        return slice(group * size, (group + 1) * size)
 
 
 def _slice(x: np.ndarray, device: int, n: int) -> np.ndarray:
