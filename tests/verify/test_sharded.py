@@ -258,6 +258,16 @@ def test_other_arrays_are_verified_as_if_they_were_not_split(spec, options, monk
     check(batch, jax.device_get(output))
 
 
+@newest
+def test_a_vocabulary_on_one_device_is_not_split(monkeypatch):
+    monkeypatch.delattr(sharded, "verify")
+    layout = Layout(vocab=97, num_requests=3, num_drafts=5, race=True)
+    batch = random_batch(layout, 2)
+    args, named = batch.arguments()
+    one = sd.VerifySharding(mesh_of(1), "v")
+    check(batch, jax.device_get(sd.rejection_sample_with_noise(*args, **named, sharding=one)))
+
+
 # What crosses the links.
 
 WHOLE = P()
@@ -450,3 +460,9 @@ class TestEdges(edges.EdgeSuite):
 @slow
 class TestBadRows(bad_rows.BadRowSuite):
     verifier = staticmethod(padded)
+
+
+@newest
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_equal_logits_whose_residual_is_rounding_give_a_sample_of_the_target(temperature):
+    TestEdges().test_an_empty_residual_of_equal_logits_samples_the_target(temperature)

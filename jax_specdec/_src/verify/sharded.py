@@ -99,6 +99,9 @@ def verify(
     return jax.vmap(_output)(requests, decided, token_ids, bad_draft)
 
 
+ROUNDING = 2.0**-18
+"""Residual mass that float32 normalizers of equal distributions may leave: a few steps of them."""
+
 ReadRows = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
 """`mosaic_gpu.row_statistics.row_statistics`."""
 
@@ -241,7 +244,9 @@ class _Talk:
         (u_tile, u_token), source = request.recover, decided.source
         total = jnp.sum(held[:, 0])
         bad_draft = source.from_residual & (jnp.isnan(total) | source.scale.bad)
-        kind = jnp.where(total > 0, 0, 1)  # no weight left to draw from: draw from p
+        # No weight left to draw from: draw from p. What is left of equal p and q is rounding, since
+        # they were normalized apart.
+        kind = jnp.where(total > jnp.where(source.from_residual, ROUNDING, 0.0), 0, 1)
         masses, pieces = masses[kind], held[:, kind].reshape(-1)
 
         # Pieces of one tile are one unit, as are the tiles that lie in one part alone.

@@ -189,6 +189,8 @@ def _checked(
     sampling: SamplingParams,
 ) -> Layout | None:
     mesh, vocab_axis, batch_axis = sharding.mesh, sharding.vocab_axis, sharding.batch_axis
+    if mesh is not None and vocab_axis is not None and mesh.shape[vocab_axis] == 1:
+        vocab_axis = None  # rows are whole, which every backend reads
     if vocab_axis is not None:
         threshold = getattr(drafts.distribution, "threshold", None)
         for name, is_given in (
@@ -221,7 +223,8 @@ def _checked(
     if storage is None:
         return Layout(mesh, vocab_axis, batch_axis, False, False)
     place, rows, columns = _place(storage)
-    is_known = place is not None and not isinstance(storage, jax.core.Tracer)
+    is_traced = isinstance(storage, jax.core.Tracer)
+    is_known = place is not None and (not is_traced or AxisType.Explicit in place.axis_types)
     is_split = vocab_axis is not None and columns == vocab_axis
     by_vocab = vocab_axis is not None and storage.shape[1] == vocabulary
     by_vocab &= is_split or not is_known
