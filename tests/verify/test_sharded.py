@@ -71,8 +71,6 @@ CUT = Layout(vocab=10248, vocab_size=10243, **BIG, kind="probs", has_bonus=True)
         *[
             pytest.param(parts, layout, marks=newest)
             for parts, layout in [
-                (4, CUT),
-                (8, Layout(vocab=8192, **BIG, kind="logits", store_rows=50, has_valid=True)),
                 (
                     8,
                     Layout(
@@ -88,6 +86,8 @@ CUT = Layout(vocab=10248, vocab_size=10243, **BIG, kind="probs", has_bonus=True)
             for parts, layout in [
                 (1, CUT),
                 (2, CUT),
+                (4, CUT),
+                (8, Layout(vocab=8192, **BIG, kind="logits", store_rows=50, has_valid=True)),
                 (8, Layout(vocab=96, **BIG, dtype="bfloat16", has_active=True)),
                 (8, Layout(vocab=96, **BIG, kind="probs", rates=suite.RATES, has_valid=True)),
                 (8, Layout(vocab=96, **BIG, block=True, has_bonus=True)),
@@ -126,7 +126,7 @@ def even_batch(layout: Layout, seed: int) -> Batch:
 @pytest.mark.parametrize(
     ("layout", "vocab_parts"),
     [
-        (Layout(vocab=96, **EVEN, kind="logits", has_valid=True), 2),
+        (Layout(vocab=5000, **EVEN, kind="logits", has_valid=True), 2),
         pytest.param(
             Layout(vocab=97, **EVEN, kind="normalized", store_rows=64, has_bonus=True),
             None,
