@@ -25,7 +25,7 @@ NAMES = {"plain": "plain formulation"}
 
 def times(document: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows that were timed from keys, for the figures."""
-    return [r for r in document["rows"] if r["kind"] == "time" and not r["noise_given"]]
+    return [r for r in document["rows"] if r["kind"] == "time" and r.get("noise_given") is False]
 
 
 def time_against_batch(document: dict[str, Any]) -> Figure | None:
@@ -152,11 +152,41 @@ def throughput(document: dict[str, Any]) -> Figure | None:
     return figure
 
 
+WAYS = {
+    "split": ("logits stay split", STYLE["mosaic_gpu"]),
+    "gathered": ("gathered first", STYLE["xla"]),
+    "one": ("all on one device", STYLE["plain"]),
+    "empty": ("the collectives alone", {"color": "k", "linestyle": ":"}),
+}
+
+
+def against_devices(document: dict[str, Any]) -> Figure | None:
+    """Microseconds per call over the devices that share a vocabulary."""
+    rows = [r for r in document["rows"] if r["kind"] == "time" and "way" in r]
+    if not rows:
+        return None
+    batches = sorted({r["batch"] for r in rows})
+    figure = Figure(figsize=(4.6 * len(batches), 4.4), layout="constrained")
+    for ax, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
+        for way, (label, style) in WAYS.items():
+            mine = [r for r in rows if (r["batch"], r["way"]) == (batch, way)]
+            mine.sort(key=lambda r: r["devices"])
+            ax.plot(
+                [r["devices"] for r in mine], [r["call_us"] for r in mine], label=label, **style
+            )
+        ax.set(title=f"B = {batch}", xlabel="devices", ylabel="microseconds per call")
+        ax.set_yscale("log")
+        ax.set_xticks(sorted({r["devices"] for r in rows}))
+        _finish(ax)
+    return figure
+
+
 FIGURES: dict[str, Callable[[dict[str, Any]], Figure | None]] = {
     "time": time_against_batch,
     "rate": rate_against_bytes,
     "vocabulary": vocabularies,
     "speedup": throughput,
+    "devices": against_devices,
 }
 
 
