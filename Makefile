@@ -23,9 +23,9 @@ test: check  ## lint, type-check, run every test that is not slow and needs no G
 	@echo "test: doctests and tests on the newest JAX"
 	@.venv-test/bin/python $(PYTEST)
 
-test-oldest: .venv-test-oldest/installed  ## the same on Python 3.11 and JAX 0.10.2, without statistics, notebooks and long runs
-	@echo "test-oldest: doctests and tests on the oldest JAX"
-	@.venv-test-oldest/bin/python $(PYTEST) -m "not (slow or statistics or newest or notebooks or gpu)"
+test-oldest: .venv-test-oldest/installed  ## the same on Python 3.11 and JAX 0.10.2, without doctests, statistics, notebooks and long runs
+	@echo "test-oldest: tests on the oldest JAX"
+	@.venv-test-oldest/bin/python $(PYTEST) tests -m "not (slow or statistics or newest or notebooks or gpu)"
 
 check: .venv-test/installed  ## lint and type-check
 	@echo "check: ruff, mypy"

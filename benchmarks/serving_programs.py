@@ -174,7 +174,13 @@ class Study:
 
     def _draft(self, params: Any, batch: Batch, caches: Caches) -> tuple[Proposal, Any]:
         return step_lib.draft(
-            self.drafter, params, batch, caches.draft, caches.store, self.configs[0]
+            self.drafter,
+            params,
+            batch,
+            caches.draft,
+            caches.store,
+            self.configs[0],
+            self.target.vocab_size,
         )
 
     def _verify(

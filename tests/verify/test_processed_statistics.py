@@ -141,7 +141,9 @@ def check_lossless(tokens: np.ndarray, *, masked: bool) -> None:
             assert found > ALPHA, f"{group}: p = {found:.3g}\n{report}"
 
 
-@pytest.mark.parametrize(("k", "masked"), [(1, False), (2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("k", "masked"), [pytest.param(1, False, marks=pytest.mark.slow), (2, True), (3, False)]
+)
 def test_tokens_have_the_processed_distribution_whatever_is_drafted(k, masked):
     tokens, accepted = decode(k, masked=masked)
     check_lossless(tokens, masked=masked)

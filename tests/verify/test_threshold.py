@@ -140,7 +140,7 @@ def test_nothing_is_compiled_for_parameters_that_are_none():
         mock.patch.object(rows, "only_if", fail),
         mock.patch.object(rows, "find_threshold", fail),
         mock.patch.object(rows, "_read_bits", fail),
-        mock.patch.object(rows, "_gather_bits", fail),
+        mock.patch.object(rows, "bits_at", fail),
     ):
         plain = traced(sd.SamplingParams(jnp.ones(B)))
         with pytest.raises(AssertionError, match="traced"):

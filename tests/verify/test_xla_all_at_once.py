@@ -24,6 +24,9 @@ def all_at_once(*args, config, vocab_size, **kwargs):
         return sd.rejection_sample_with_noise(*args, config=config, vocab_size=vocab_size, **kwargs)
 
 
+pytestmark = pytest.mark.newest
+
+
 class TestOracle:
     verifier = staticmethod(all_at_once)
     seeds = range(8)
@@ -32,8 +35,7 @@ class TestOracle:
     def test_gives_the_tokens_of_the_oracle(self, layout):
         suite.OracleSuite.agree(self, layout)
 
-    @pytest.mark.newest
-    @pytest.mark.parametrize("layout", suite.BLOCK, ids=str)
+    @pytest.mark.parametrize("layout", suite.BLOCK[::2], ids=str)
     def test_gives_the_tokens_of_the_oracle_under_the_block_rule(self, layout):
         suite.OracleSuite.agree(self, layout)
 
