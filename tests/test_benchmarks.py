@@ -95,6 +95,7 @@ def test_the_harness_runs_saves_merges_and_draws(tmp_path, capsys):
     assert "plain" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_costs_no_other(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(chain, "_plain", lambda *_: 1 / 0)
     command = ["--tiny", "--only", "greedy", "--draws", "0", "--repeats", "1"]
@@ -105,6 +106,7 @@ def test_a_program_that_fails_costs_no_other(tmp_path, capsys, monkeypatch):
     assert "ZeroDivisionError" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_backends_that_differ_beyond_rounding_fail(monkeypatch):
     case = Case("", 2, vocabulary=50, dtype="float32")
     real = sd.rejection_sample

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import bench_sharded_gpu as bench  # noqa: E402
 import measure  # noqa: E402
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.slow
 
 
 def test_the_harness_measures_compares_and_saves(tmp_path, monkeypatch, capsys):

@@ -18,7 +18,7 @@ import serving_programs  # noqa: E402
 
 from jax_specdec._src.serving.loop import Decoder, DecodeState  # noqa: E402
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.slow
 
 STEPS = 4
 

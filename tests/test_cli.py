@@ -50,7 +50,7 @@ def test_the_streamed_text_and_the_table_appear() -> None:
     assert re.search(r"greedy output identical to plain +│ +yes", result.stdout)
 
 
-@pytest.mark.newest
+@pytest.mark.slow
 def test_greedy_text_is_what_the_target_alone_writes(capsys: pytest.CaptureFixture[str]) -> None:
     result = run_json(capsys)
     (target, params), _ = sd.load_embedded_pair()
@@ -117,7 +117,7 @@ def test_a_request_has_the_options_of_the_command_line(capsys: pytest.CaptureFix
     assert result["identical_to_plain"] is True
 
 
-@pytest.mark.newest
+@pytest.mark.slow
 def test_synthetic_acceptance_has_the_length_asked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

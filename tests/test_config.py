@@ -25,6 +25,8 @@ from jax_specdec._src.config import (
     unconditional_to_conditional_rates,
 )
 
+pytestmark = pytest.mark.newest
+
 NAN, INF = math.nan, math.inf
 
 

@@ -10,6 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import jax_specdec as sd
 
+pytestmark = pytest.mark.newest
+
 STATS = sd.AcceptanceStats((5, 4, 4), (5, 3, 1), (4, 2, 0), num_emitted_tokens=12, num_fallbacks=1)
 
 

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from jax_specdec._src.models.bytes import BYTE_VOCAB_SIZE, ByteDecoder, decode, encode
 
+pytestmark = pytest.mark.newest
+
 BYTES = st.lists(st.integers(0, BYTE_VOCAB_SIZE - 1))
 
 

@@ -13,6 +13,8 @@ import safetensors.numpy
 from jax_specdec._src.models.checkpoint import load_checkpoint, save_checkpoint
 from jax_specdec._src.models.llama import Llama, LlamaConfig
 
+pytestmark = pytest.mark.newest
+
 
 def make(tied: bool = False) -> tuple[Llama, Any]:
     config = LlamaConfig(

@@ -29,6 +29,8 @@ from .checkpoints import (
     expected,
 )
 
+pytestmark = pytest.mark.newest
+
 TOLERANCE = 1e-5
 """Of float32 logits, relative to the largest of their row."""
 

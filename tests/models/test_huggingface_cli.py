@@ -20,6 +20,8 @@ from .checkpoints import (
     expected,
 )
 
+pytestmark = pytest.mark.newest
+
 SHORT = ["--max-new-tokens", "24", "--repeats", "1", "--num-speculative-tokens", "3"]
 LENGTH = 24  # of the continuations that transformers wrote
 
@@ -79,7 +81,7 @@ def test_a_drafter_of_another_family_and_dtype_changes_no_text(
     assert result["text"] == str(expected("qwen3")["greedy_text"])
 
 
-@pytest.mark.newest
+@pytest.mark.slow
 def test_lookup_drafts_for_a_sharded_target(capsys: pytest.CaptureFixture[str]) -> None:
     result = run_json(capsys, "llama", "ngram")
     assert result["text"] == str(expected("llama")["greedy_text"])

@@ -16,6 +16,8 @@ from jax_specdec._src.models.tokenizer import count_token_ids
 
 from .checkpoints import CHECKPOINTS, NAMES, NUM_TOKEN_IDS, copy, edit_json, expected
 
+pytestmark = pytest.mark.newest
+
 TOKENIZER = sd.load_tokenizer(CHECKPOINTS / "qwen2")
 TEXT = "Prüfung 草稿 🙂 fertig!"
 

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.newest
+
 SCRIPT = Path(__file__).parents[2] / "training" / "stdlib_text.py"
 
 

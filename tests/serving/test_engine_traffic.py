@@ -30,6 +30,8 @@ from .engines import (
     run,
 )
 
+pytestmark = pytest.mark.newest
+
 ENGINES = pytest.mark.parametrize("engine", [TABLE, LOOKUP, LLAMA], ids=NAMES.get)
 
 
@@ -160,7 +162,9 @@ def test_a_preempted_greedy_request_goes_on_where_it_was():
 
 
 @pytest.mark.statistics
-@pytest.mark.parametrize("engine", [TABLE, JOINTLY], ids=NAMES.get)
+@pytest.mark.parametrize(
+    "engine", [TABLE, pytest.param(JOINTLY, marks=pytest.mark.slow)], ids=NAMES.get
+)
 def test_sampled_requests_have_the_targets_distribution_whatever_comes_and_goes(engine):
     count, prompt, length, temperature = 4000, [1, 4], 3, 0.9
     rng, driver = np.random.default_rng(0), driver_of(engine)

@@ -67,7 +67,7 @@ def test_greedy_tokens_are_those_of_the_whole_model() -> None:
     assert_argmaxes(output, [0, 1, 2, 3])
 
 
-@pytest.mark.newest
+@pytest.mark.slow
 def test_options_of_sampled_requests_hold() -> None:
     given = on_eight(split_drafter=False) | dict(drafter=sd.NGramDrafter(1), draft_params=None)
     output = sd.generate(

@@ -12,6 +12,8 @@ import pytest
 
 import jax_specdec as sd
 
+pytestmark = pytest.mark.newest
+
 B, K, V, N, R = 2, 3, 8, 5, 6
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 

@@ -13,6 +13,8 @@ import jax_specdec as sd
 
 from .batch import ALMOST_ONE, XLA, Batch, Layout, oracle, verify
 
+pytestmark = pytest.mark.newest
+
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "golden"
 V1 = sorted(path.stem for path in GOLDEN.glob("v1_*.npz"))
 V2 = sorted(path.stem for path in GOLDEN.glob("v2_*.npz"))

@@ -6,6 +6,8 @@ import pytest
 
 import jax_specdec as sd
 
+pytestmark = pytest.mark.newest
+
 VOCAB, K = 128256, 4
 # JAX 0.10.2 turns a whole half-precision operand into float32 before it is read.
 HALF = ["bfloat16", "float16"] if jax.__version_info__ >= (0, 11) else []

@@ -125,8 +125,16 @@ def agrees(layout, verifier):
     check(batch, verify(batch, verifier))
 
 
-ON_EVERY_JAX = [LAYOUTS[1], LAYOUTS[5]]
-of_all = [pytest.param(x, marks=() if x in ON_EVERY_JAX else pytest.mark.newest) for x in LAYOUTS]
+EVERY_JAX, NEWEST = [LAYOUTS[1], LAYOUTS[5]], [LAYOUTS[4], LAYOUTS[6]]
+
+
+def mark_of(layout: Layout):
+    if layout in EVERY_JAX:
+        return ()
+    return pytest.mark.newest if layout in NEWEST else pytest.mark.slow
+
+
+of_all = [pytest.param(layout, marks=mark_of(layout)) for layout in LAYOUTS]
 
 
 @pytest.mark.parametrize("layout", of_all, ids=str)
@@ -163,14 +171,16 @@ def test_gives_the_tokens_of_the_oracle_with_draft_rows_held_whole(layout):
 
 @pytest.mark.newest
 @pytest.mark.parametrize(
-    ("layout", "draft_vocab"), [(LAYOUTS[2], 8320), (LAYOUTS[5], None)], ids=str
+    ("layout", "draft_vocab"),
+    [(LAYOUTS[5], None), pytest.param(LAYOUTS[2], 8320, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_gives_the_tokens_of_the_oracle_with_draft_rows_tile_by_tile(layout, draft_vocab):
     agrees(dataclasses.replace(layout, vocab=12416, draft_vocab=draft_vocab), alone)
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("impl", ["threefry2x32", pytest.param("rbg", marks=pytest.mark.slow)])
 def test_noise_from_keys_is_what_draw_noise_gives(impl):
     layout = few(LAYOUTS[1])
     batch = random_batch(layout, seed=1)

@@ -142,7 +142,12 @@ def check_lossless(tokens: np.ndarray, *, masked: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("k", "masked"), [pytest.param(1, False, marks=pytest.mark.slow), (2, True), (3, False)]
+    ("k", "masked"),
+    [
+        pytest.param(1, False, marks=pytest.mark.slow),
+        (2, True),
+        pytest.param(3, False, marks=pytest.mark.slow),
+    ],
 )
 def test_tokens_have_the_processed_distribution_whatever_is_drafted(k, masked):
     tokens, accepted = decode(k, masked=masked)

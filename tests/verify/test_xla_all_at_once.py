@@ -44,12 +44,11 @@ class TestBadRows(bad_rows.BadRowSuite):
     verifier = staticmethod(all_at_once)
 
 
-@pytest.mark.newest
+@pytest.mark.slow
 class TestBlock(block_edges.BlockSuite):
     verifier = staticmethod(all_at_once)
 
 
-@pytest.mark.newest
 class TestProcessed:
     verifier = staticmethod(all_at_once)
     seeds = range(8)
