@@ -188,6 +188,7 @@ def test_without_a_tokenizer_every_id_is_a_token(tmp_path: Path) -> None:
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=TOLERANCE * np.abs(wanted).max())
 
 
+@pytest.mark.slow
 def test_sampling_never_draws_padding() -> None:
     prompts = [[280, 1, 2]] * 8
     config = sd.SpecDecodeConfig(num_speculative_tokens=3)

@@ -14,6 +14,8 @@ from jax_specdec._src.models.protocol import CausalModel
 
 from . import reference_llama
 
+pytestmark = pytest.mark.newest
+
 CONFIG = LlamaConfig(
     vocab_size=37,
     hidden_size=24,

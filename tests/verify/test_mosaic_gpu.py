@@ -163,8 +163,8 @@ def test_gives_the_tokens_of_the_oracle_for_more_requests(layout):
     agrees(layout, alone)
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize("layout", [LAYOUTS[5]], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[5]], ids=str)
 def test_gives_the_tokens_of_the_oracle_with_draft_rows_held_whole(layout):
     agrees(layout, whole)
 

@@ -10,6 +10,7 @@ class TestOracle(suite.RaceSuite):
     verifier = staticmethod(XLA)
 
 
+@pytest.mark.newest
 class TestInvariance(suite.InvarianceSuite):
     verifier = staticmethod(XLA)
 
@@ -18,10 +19,12 @@ class TestEdges(edges.EdgeSuite):
     verifier = staticmethod(XLA)
 
 
+@pytest.mark.newest
 class TestBadRows(bad_rows.BadRowSuite):
     verifier = staticmethod(XLA)
 
 
+@pytest.mark.newest
 class TestBlock(block_edges.BlockSuite):
     verifier = staticmethod(XLA)
 
@@ -35,5 +38,6 @@ class TestProcessed(processed.ProcessedSuite):
         suite.OracleSuite.agree(self, processed.RACE)
 
 
+@pytest.mark.newest
 class TestProcessedEdges(processed.ProcessedEdges):
     verifier = staticmethod(XLA)
