@@ -2,7 +2,7 @@
 # Environments are made again whenever pyproject.toml changes.
 
 PYTHONS = 3.13 3.12 3.11
-PYTEST = -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+PYTEST = -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 PYTEST_ARGS =
 PROMPT = def quicksort(items):
 export PROMPT

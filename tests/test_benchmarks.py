@@ -43,7 +43,7 @@ def test_bytes_are_the_rows_that_have_to_be_read(fields, rows, draft_rows):
     assert verify_cases.bytes_read(case, 2, emitted=24, rejected=6) == 20 * (rows + draft_rows)
 
 
-@pytest.mark.parametrize("trips", [1, 3])
+@pytest.mark.parametrize("trips", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_chain_makes_every_call_on_the_last_ones_result(trips):
     case = Case("", 3, k=2, vocabulary=40, dtype="float32")
     sets = [inputs.make(case, seed, with_probs=False) for seed in range(2)]

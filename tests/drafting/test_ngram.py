@@ -14,6 +14,8 @@ import pytest
 
 import jax_specdec as sd
 
+pytestmark = pytest.mark.newest
+
 SIZE = 24  # of the buffers
 K = 4
 

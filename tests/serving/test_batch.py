@@ -15,6 +15,8 @@ from jax_specdec._src.serving import batch as batch_lib
 
 from . import tiny
 
+pytestmark = pytest.mark.newest
+
 VOCAB = 5
 
 

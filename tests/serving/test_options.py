@@ -104,7 +104,7 @@ def test_a_drafter_under_the_same_options_has_everything_accepted() -> None:
     assert (output.steps.num_accepted[kept] == output.steps.num_proposed[kept]).all()
 
 
-@pytest.mark.newest
+@pytest.mark.slow
 def test_neutral_options_are_the_program_without_options() -> None:
     compiled = (loop._generate, plain._generate_plain)
     drafted = functools.partial(speculative, drafter=LOOKUP)

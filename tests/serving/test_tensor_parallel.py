@@ -61,6 +61,7 @@ def assert_argmaxes(output: sd.GenerateOutput, requests: list[int]) -> None:
             assert row.max() - row[token] <= MAX_GAP, (b, i)
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_the_whole_model() -> None:
     given = on_eight(split_drafter=False) | dict(drafter=sd.NGramDrafter(1), draft_params=None)
     output = sd.generate(**given, prompts=PROMPTS, config=CONFIG, max_new_tokens=NEW)

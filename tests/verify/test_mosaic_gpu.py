@@ -297,7 +297,7 @@ def test_lowers_for_cuda_to_one_kernel(layout):
     assert lowered(layout).count("@mosaic_gpu") == 1
 
 
-@pytest.mark.newest
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LOWERED_TOO, ids=str)
 def test_lowers_for_cuda_with_every_dtype(layout):
     assert lowered(layout).count("@mosaic_gpu") == 1

@@ -15,6 +15,7 @@ class TestInvariance(suite.InvarianceSuite):
     verifier = staticmethod(XLA)
 
 
+@pytest.mark.newest
 class TestEdges(edges.EdgeSuite):
     verifier = staticmethod(XLA)
 
