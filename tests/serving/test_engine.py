@@ -43,6 +43,8 @@ from .engines import (
     run,
 )
 
+pytestmark = pytest.mark.newest
+
 # What a request gets
 
 
