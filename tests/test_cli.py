@@ -14,6 +14,8 @@ from jax_specdec._src.cli import models as models_lib
 from jax_specdec._src.cli import options as options_lib
 from jax_specdec._src.cli.show import printable
 
+pytestmark = pytest.mark.newest
+
 PROMPT = "def quicksort(items):"
 SHORT = ["--max-new-tokens", "40", "--repeats", "1"]
 

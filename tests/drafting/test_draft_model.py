@@ -13,6 +13,8 @@ import scipy.special
 import jax_specdec as sd
 from jax_specdec._src.drafting import draft_model
 
+pytestmark = pytest.mark.newest
+
 VOCAB = 31
 K = 3
 SIZE = 48

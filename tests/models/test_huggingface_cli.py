@@ -51,6 +51,7 @@ def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.err
 
 
+@pytest.mark.slow
 def test_a_drafter_with_more_padding_speeds_up_the_text_of_transformers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -77,6 +77,7 @@ def plain(**changes: Any) -> sd.GenerateOutput:
 # Both loops
 
 
+@pytest.mark.newest
 def test_the_stream_yields_the_steps_of_generate():
     # A draft table equal to the target's gives the two caches equal contents: they must not
     # become one donated buffer.
@@ -219,6 +220,7 @@ def test_unusable_rows_of_the_draft_model_end_sampled_requests_and_leave_greedy_
 # Rollback
 
 
+@pytest.mark.newest
 def test_rejected_drafts_leave_no_trace():
     model = sd.Llama(
         sd.LlamaConfig(
@@ -285,6 +287,7 @@ def test_calls_of_one_shape_share_one_compilation():
 # Any model
 
 
+@pytest.mark.newest
 def test_models_in_half_precision_decode():
     half = TARGET.astype(jnp.bfloat16)
     output = run(target=half, draft_params=half)

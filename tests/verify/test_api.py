@@ -79,6 +79,7 @@ def first_state():
     return jax.random.split(jax.random.key(1), B), zeros, zeros, jnp.full((B, 40), -1, jnp.int32)
 
 
+@pytest.mark.newest
 def test_a_while_loop_gives_the_tokens_of_single_steps():
     looped = jax.jit(
         lambda state: jax.lax.while_loop(lambda s: s[1].min() < 20, decode_step, state)

@@ -222,6 +222,7 @@ def logits(rows, fill=-np.inf):
     return target
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_rows_that_hold_nan_or_infinity_are_bad_where_they_are_visited(temperature):
     for bad in (np.nan, np.inf):
@@ -245,6 +246,7 @@ def test_the_ends_of_the_uniforms_never_pick_a_token_of_zero_weight():
             assert answer(alone, middle)[0] in ids
 
 
+@pytest.mark.newest
 def test_an_empty_residual_samples_the_target():
     target = logits([[5], [5], [1]])
     middle = edges.Request(target, [3, 5], accept=[0.0, 0.9], draft=target[:2])

@@ -20,6 +20,8 @@ from jax_specdec._src.verify import rows, tiles, xla
 from jax_specdec._src.verify.rows import TargetRows
 from jax_specdec._src.verify.threshold import only_if
 
+pytestmark = pytest.mark.newest
+
 B = 6
 SIZES = {"float32": 33, "bfloat16": 2051, "float16": 33}
 
