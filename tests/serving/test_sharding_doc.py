@@ -30,7 +30,7 @@ def run(block: int) -> dict[str, object]:
     return scope
 
 
-@pytest.mark.slow
+@pytest.mark.newest
 def test_the_program_on_the_page_decodes_over_all_devices(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["program.py"])
     scope = run(0)
