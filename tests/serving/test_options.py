@@ -121,8 +121,7 @@ def test_the_gap_of_a_greedy_difference_is_that_of_the_processed_row() -> None:
     for completion in other:
         completion[3] = VOCAB - 1 - completion[3]  # not the middle token, which would stay
     outputs = [
-        sd.GenerateOutput(completions, steps=None, status=[])  # type: ignore[arg-type]
-        for completions in (other, TRUTH)
+        sd.GenerateOutput(completions, steps=None, status=[]) for completions in (other, TRUTH)
     ]
     model, params = tiny.Trigram(VOCAB), jnp.asarray(TARGET)
     found = sd.greedy_differences(model, params, [PROMPT] * len(OPTIONS), *outputs, OPTIONS)
@@ -278,7 +277,7 @@ def test_the_loops_refuse_what_are_no_options(
 
 def test_logprobs_that_there_are_not_are_refused() -> None:
     with pytest.raises(ValueError, match="distribution must be 'raw' or 'processed', but it is"):
-        sd.LogprobsConfig(distribution="mine")  # type: ignore[arg-type]
+        sd.LogprobsConfig(distribution="mine")
     with pytest.raises(ValueError, match="num_top must be at least 0, but it is -1"):
         sd.LogprobsConfig(num_top=-1)
     with pytest.raises(ValueError, match=r"num_top must be in \[0, 7\], but it is 8"):

@@ -18,6 +18,7 @@ from jax_specdec._src.drafting.store import DraftStore
 from jax_specdec._src.models.protocol import CausalModel, sharding_of
 from jax_specdec._src.penalties import Penalties, apply_penalties
 from jax_specdec._src.types import SamplingParams
+from jax_specdec._src.verify.rows import bits_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +149,7 @@ class ModelDrafter:
 def _allowed(logits: jax.Array, token_bitmask: jax.Array) -> jax.Array:
     """``[B, Vd]`` with -inf where a token is not allowed; a row that knows none stays as it is."""
     ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
-    bits = token_bitmask[:, ids // 32] >> (ids % 32).astype(token_bitmask.dtype)[None, :]
-    allowed = bits & 1 == 1
+    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
+    allowed = jax.vmap(lambda row: bits_at(token_bitmask, row, ids))(rows)
     allowed |= ~jnp.any(allowed, axis=1, keepdims=True)
     return jnp.where(allowed, logits, -jnp.inf)

@@ -278,30 +278,9 @@ def _check_implementation(implementation: Implementation | None) -> None:
 @functools.partial(
     jax.jit, static_argnames=("config", "size", "implementation", "kernel_config", "layout")
 )
-def _rejection_sample(
-    target_logits: jax.Array,
-    drafts: Drafts,
-    randomness: Noise | RaceNoise | tuple[jax.Array, jax.Array],
-    sampling: SamplingParams,
-    bonus_token_ids: jax.Array | None,
-    active: jax.Array | None,
-    token_bitmask: jax.Array | None,
-    *,
-    config: SpecDecodeConfig,
-    size: int,
-    implementation: Implementation | None,
-    kernel_config: KernelConfig | None,
-    layout: Layout | None,
-) -> RejectionSampleOutput:
-    verify = functools.partial(
-        _verify_part,
-        config=config,
-        size=size,
-        implementation=implementation,
-        kernel_config=kernel_config,
-        layout=layout,
-    )
-    arrays = (target_logits, drafts, randomness, sampling, bonus_token_ids, active, token_bitmask)
+def _rejection_sample(*arrays: Any, layout: Layout | None, **static: Any) -> RejectionSampleOutput:
+    """`_verify_part` of arrays, which may lie in parts on many devices."""
+    verify = functools.partial(_verify_part, layout=layout, **static)
     return verify(*arrays) if layout is None else sharding_lib.over_parts(verify, layout, *arrays)
 
 

@@ -117,6 +117,11 @@ class TargetRows:
         return tile * tiles.TILE + tiles.first(self.at(row, ids) == peak)
 
 
+def storage_of(distribution: DraftDistribution) -> jax.Array:
+    """The rows ``[R, Vd]`` of a draft distribution, of either kind."""
+    return distribution.probs if isinstance(distribution, DraftProbs) else distribution.logits
+
+
 class DraftScale(NamedTuple):
     """What normalizes a draft row, or that nothing does. Probabilities need none."""
 
@@ -138,8 +143,7 @@ class DraftRows:
 
     @property
     def storage(self) -> jax.Array:
-        d = self.distribution
-        return d.probs if isinstance(d, DraftProbs) else d.logits
+        return storage_of(self.distribution)
 
     @property
     def size(self) -> int:
@@ -167,8 +171,9 @@ class DraftRows:
         d = self.distribution
         if not isinstance(d, DraftLogits):
             return DraftScale.unit()._replace(bad=outside)
-        if d.threshold is not None:
-            outside |= jnp.isnan(d.threshold.at[row].get(mode="clip"))
+        threshold = self.threshold(row)
+        if threshold is not None:
+            outside |= jnp.isnan(threshold)
         if d.log_normalizer is not None:
             stored = d.log_normalizer.at[row].get(mode="clip")
             scale = tiles.Scale(jnp.float32(0), stored)

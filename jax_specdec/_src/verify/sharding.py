@@ -20,6 +20,7 @@ from jax_specdec._src.types import (
     RejectionSampleOutput,
     SamplingParams,
 )
+from jax_specdec._src.verify.rows import storage_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,8 +245,7 @@ def _storage(drafts: Drafts) -> tuple[Any, bool]:
     distribution = drafts.distribution
     if distribution is None:
         return None, False
-    storage = distribution.probs if isinstance(distribution, DraftProbs) else distribution.logits
-    return storage, distribution.rows is not None
+    return storage_of(distribution), distribution.rows is not None
 
 
 def _is_part(storage: jax.Array, target_logits: jax.Array, vocab_axis: str) -> bool:

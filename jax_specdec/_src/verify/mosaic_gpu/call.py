@@ -22,11 +22,13 @@ from jax_specdec._src.types import (
 from jax_specdec._src.verify.mosaic_gpu import signals
 from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig, Shared
 from jax_specdec._src.verify.mosaic_gpu.kernel import Verifier
+from jax_specdec._src.verify.mosaic_gpu.launch import launch
 from jax_specdec._src.verify.mosaic_gpu.mail import Mail
 from jax_specdec._src.verify.mosaic_gpu.request import Call, Request
 from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
-from jax_specdec._src.verify.mosaic_gpu.support import plan, rows_of
+from jax_specdec._src.verify.mosaic_gpu.support import plan
 from jax_specdec._src.verify.mosaic_gpu.threads import Gpu, Interpreted
+from jax_specdec._src.verify.rows import storage_of
 
 
 def verify(
@@ -79,7 +81,7 @@ def verify(
     kind = "none"
     if distribution is not None:
         kind = "probs"
-        operands["draft"] = rows_of(distribution)
+        operands["draft"] = storage_of(distribution)
         if isinstance(distribution, DraftLogits):
             normalizer = distribution.log_normalizer
             kind = "logits" if normalizer is None else "normalized"
@@ -128,8 +130,6 @@ def _launch(
     interpret: Any,
 ) -> RejectionSampleOutput:
     slices, interpreted = shared.slices, bool(interpret)
-    if interpreted != (slices.cluster == 1):
-        raise NotImplementedError("max_cluster=1 is for interpret mode, which has no other")
     outputs = {
         "token_ids_out": (num_requests * (call.k + 1),),
         "num_accepted": (num_requests,),
@@ -199,23 +199,14 @@ def _launch(
         request = Request(call, threads, refs, lax.axis_index("request"))
         Verifier(call, request, target, draft, mail).run()
 
-    axes: dict[str, Any] = {}
-    if not interpreted:
-        axes = dict(cluster=(slices.cluster,), cluster_names=("block",))
-    kernel = plgpu.kernel(
+    token_ids, num_accepted, num_emitted, status = launch(
         verify_drafts,
-        out_type=tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in outputs.values()),
-        scratch_types=tuple(scratch.values()),
-        grid=(num_requests,),
-        grid_names=("request",),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+        list(operands.values()),
+        out=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in outputs.values()],
+        scratch=list(scratch.values()),
+        grid=("request", num_requests),
+        cluster=slices.cluster,
         interpret=interpret,
-        **axes,
     )
-    token_ids, num_accepted, num_emitted, status = kernel(*operands.values())
     token_ids = token_ids.reshape(num_requests, call.k + 1)
     return RejectionSampleOutput(token_ids, num_accepted, num_emitted, status)

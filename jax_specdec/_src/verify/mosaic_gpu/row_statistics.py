@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_specdec._src.verify.mosaic_gpu import signals, statistics
 from jax_specdec._src.verify.mosaic_gpu.config import WARPS, KernelConfig
+from jax_specdec._src.verify.mosaic_gpu.launch import launch
 from jax_specdec._src.verify.mosaic_gpu.request import LARGEST, LOG2E
 from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
 from jax_specdec._src.verify.mosaic_gpu.support import plan_rows
@@ -110,24 +111,16 @@ def row_statistics(
         threads.scatter(others, place, other, lane == 0)
 
     warps = jax.ShapeDtypeStruct((num_rows * slices.warps,), jnp.float32)
-    axes: dict[str, Any] = {}
-    if not interpreted:
-        axes = dict(cluster=(slices.cluster,), cluster_names=("block",))
-    kernel = plgpu.kernel(
+    found = launch(
         read_rows,
-        out_type=(warps, warps),
-        scratch_types=tuple(scratch),
-        grid=(num_rows,),
-        grid_names=("row",),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+        operands,
+        out=[warps, warps],
+        scratch=scratch,
+        grid=("row", num_rows),
+        cluster=slices.cluster,
         interpret=interpret,
-        **axes,
     )
-    peaks, others = (x.reshape(num_rows, slices.warps) for x in kernel(*operands))
+    peaks, others = (x.reshape(num_rows, slices.warps) for x in found)
     return _together(peaks, others, inv_temperature)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import jax
 
-from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
+from jax_specdec._src.types import DraftDistribution, DraftLogits
 from jax_specdec._src.verify.mosaic_gpu.config import MAX_BARRIERS, KernelConfig, Shared, Slices
+from jax_specdec._src.verify.rows import storage_of
 
 SHARED_BYTES = 227 * 1024
 """Shared memory that a block may have on Hopper and newer."""
@@ -53,7 +54,7 @@ def unsupported(
             f"num_speculative_tokens is {k}"
         )
     shared = plan(target_logits, distribution, num_requests=num_requests, size=size, config=config)
-    arrays = [target_logits] if distribution is None else [target_logits, rows_of(distribution)]
+    arrays = [target_logits] if distribution is None else [target_logits, storage_of(distribution)]
     return _too_large(shared, arrays)
 
 
@@ -96,7 +97,7 @@ def plan(
     config: KernelConfig | None,
 ) -> Shared:
     """What a block holds in shared memory."""
-    storage = None if distribution is None else rows_of(distribution)
+    storage = None if distribution is None else storage_of(distribution)
     # Without a stored normalizer a draft row is read twice: it is held whole.
     reads_twice = isinstance(distribution, DraftLogits) and distribution.log_normalizer is None
     target_size = target_logits.dtype.itemsize
@@ -139,8 +140,3 @@ def plan_rows(logits: jax.Array, num_rows: int, config: KernelConfig | None) -> 
 
 def _num_cores() -> int:
     return getattr(jax.devices()[0], "core_count", None) or 132
-
-
-def rows_of(distribution: DraftDistribution) -> jax.Array:
-    """The rows of a draft distribution, ``[R, Vd]``."""
-    return distribution.probs if isinstance(distribution, DraftProbs) else distribution.logits

@@ -1,0 +1,61 @@
+"""How the kernels are launched: a cluster of blocks for each entry of a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def launch(
+    body: Callable[..., None],
+    operands: Sequence[jax.Array],
+    *,
+    out: Sequence[jax.ShapeDtypeStruct],
+    scratch: Sequence[Any],
+    grid: tuple[str, int],
+    cluster: int,
+    interpret: Any,
+) -> Sequence[jax.Array]:
+    """Run a kernel of one warpgroup per block.
+
+    Args:
+      body: of the refs of operands, outputs and scratch; its axes are named as in `grid`, and
+        "block" within a cluster.
+      operands: arrays.
+      out: what it writes.
+      scratch: of each block.
+      grid: name and number of the clusters.
+      cluster: blocks of a cluster; 1 to interpret, at least 2 on a GPU.
+      interpret: parameters of GPU interpret mode, or False to run on a GPU.
+
+    Returns:
+      The outputs.
+
+    Raises:
+      NotImplementedError: a cluster of one on a GPU, where mail needs more.
+    """
+    interpreted = bool(interpret)
+    if interpreted != (cluster == 1):
+        raise NotImplementedError("max_cluster=1 is for interpret mode, which has no other")
+    axes: dict[str, Any] = {}
+    if not interpreted:
+        axes = dict(cluster=(cluster,), cluster_names=("block",))
+    name, count = grid
+    kernel = plgpu.kernel(
+        body,
+        out_type=tuple(out),
+        scratch_types=tuple(scratch),
+        grid=(count,),
+        grid_names=(name,),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        interpret=interpret,
+        **axes,
+    )
+    return kernel(*operands)
