@@ -1,5 +1,8 @@
 """Settings for every test: strict JAX promotion, 8 CPU devices, reproducible hypothesis."""
 
+from pathlib import PurePosixPath
+from typing import Any
+
 import hypothesis
 import jax
 import pytest
@@ -19,19 +22,45 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000
 hypothesis.settings.load_profile("repeatable")
 
 
+# The dearest files, first, so that no worker is left with one of them at the end.
 LONG = (
     "test_notebooks.py",
-    "test_benchmarks.py",
-    "test_benchmarks_throughput.py",
+    "test_xla.py",
+    "test_mosaic_gpu.py",
+    "test_engine.py",
+    "test_sharded.py",
     "test_cli.py",
+    "test_statistics.py",
+    "test_greedy.py",
+    "test_lossless.py",
+    "test_benchmarks.py",
     "test_huggingface_cli.py",
     "test_serving_doc.py",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of few long tests first: a file runs on one worker, and none should end alone."""
-    items.sort(key=lambda item: item.path.name not in LONG)
+    """Files run on one worker each, in this order."""
+    order = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
+
+
+ENGINES = ("test_engine.py", "test_engine_options.py", "test_engine_traffic.py")
+
+
+@pytest.hookimpl(optionalhook=True)  # there is none without pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A worker takes a whole file, or all files that compile the same programs."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByPrograms(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = PurePosixPath(super()._split_scope(nodeid))
+            if file.parts[0] == "jax_specdec":
+                return "examples"
+            return "engines" if file.name in ENGINES else str(file)
+
+    return ByPrograms(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -17,7 +17,7 @@ from jax_specdec._src.cli.show import printable
 pytestmark = pytest.mark.newest
 
 PROMPT = "def quicksort(items):"
-SHORT = ["--max-new-tokens", "40", "--repeats", "1"]
+SHORT = ["--max-new-tokens", "40", "--repeats", "1", "--num-speculative-tokens", "3"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -30,11 +30,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.newest
-def test_the_streamed_text_and_the_table_appear() -> None:
-    result = run("generate", PROMPT, *SHORT)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
+def assert_text_and_table(shown: str) -> None:
     for label in (
         PROMPT,
         "accepted",
@@ -48,8 +44,23 @@ def test_the_streamed_text_and_the_table_appear() -> None:
         "plain decoding",
         "speed-up per token (median of 1)",
     ):
-        assert label in result.stdout
-    assert re.search(r"greedy output identical to plain +│ +yes", result.stdout)
+        assert label in shown
+    assert re.search(r"greedy output identical to plain +│ +yes", shown)
+
+
+def test_the_streamed_text_and_the_table_appear(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["generate", PROMPT, *SHORT])
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert_text_and_table(captured.out)
+
+
+@pytest.mark.slow
+def test_a_process_of_its_own_shows_them_too() -> None:
+    result = run("generate", PROMPT, *SHORT)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert_text_and_table(result.stdout)
 
 
 @pytest.mark.slow
@@ -80,7 +91,12 @@ def test_the_figures_of_a_run_agree_with_each_other(capsys: pytest.CaptureFixtur
     origins = [piece["origin"] for piece in result["pieces"]]
     assert len(origins) == 40
     assert origins.count("accepted") <= accepted
-    assert result["config"]["num_speculative_tokens"] == 6
+    assert result["config"]["num_speculative_tokens"] == 3
+
+
+def test_six_tokens_are_drafted_by_default() -> None:
+    config = options_lib.parse(["generate", PROMPT], sd.__version__).config
+    assert config.num_speculative_tokens == 6
 
 
 @pytest.mark.slow
@@ -125,7 +141,7 @@ def test_synthetic_acceptance_has_the_length_asked_for(
 ) -> None:
     result = run_json(capsys, "--method", "synthetic", "--acceptance-length", "3")
     assert result["mean_acceptance_length"] == 3
-    assert result["unconditional_rates"] == [1, 1, 0, 0, 0, 0]
+    assert result["unconditional_rates"] == [1, 1, 0]
     assert result["identical_to_plain"] is None
 
 

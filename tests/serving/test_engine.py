@@ -152,7 +152,10 @@ def test_only_a_running_request_can_be_preempted():
     assert running[0] in {u.request_id for u in driver.step()}  # before the one that waited
 
 
-@pytest.mark.parametrize(("method", "k"), [("greedy", 1), ("probabilistic", 4)])
+@pytest.mark.parametrize(
+    ("method", "k"),
+    [("greedy", 1), pytest.param("probabilistic", 4, marks=pytest.mark.slow)],
+)
 def test_greedy_requests_are_plain_decoding_whatever_drafts(method, k):
     config = sd.SpecDecodeConfig(num_speculative_tokens=k, draft_sample_method=method)
     engine = dataclasses.replace(TABLE, config=config, prefill_sizes=(LONGEST,))

@@ -99,6 +99,7 @@ def test_sampled_drafts_of_a_model_with_a_narrower_vocabulary_are_lossless(metho
     assert_lossless(output)
 
 
+@pytest.mark.slow
 def test_argmax_drafts_of_a_model_are_lossless():
     drafter = sd.ModelDrafter(tiny.Trigram(VOCAB))
     output = sampled(drafter, draft_table(), draft_sample_method="greedy")
@@ -172,7 +173,9 @@ def synthetic_steps(**schedule: Any) -> list[tuple[np.ndarray, np.ndarray]]:
     ("schedule", "rates"),
     [
         (dict(synthetic_acceptance_rates=(0.9, 0.45, 0.2)), (0.9, 0.45, 0.2)),
-        (dict(synthetic_acceptance_length=2.5), (1.0, 0.5, 0.0)),
+        pytest.param(
+            dict(synthetic_acceptance_length=2.5), (1.0, 0.5, 0.0), marks=pytest.mark.slow
+        ),
     ],
     ids=["rates", "length"],
 )

@@ -375,7 +375,7 @@ def test_validate_names_the_value_that_is_wrong(kind, changes, message):
         validate(arguments(kind, **changes))
 
 
-@pytest.mark.parametrize("kind", ["none", "probs", "logits"])
+@pytest.mark.parametrize("kind", ["none", "logits", pytest.param("probs", marks=pytest.mark.slow)])
 def test_validate_passes_what_can_be_verified(kind):
     validate(arguments(kind))
     validate(arguments(kind, token_ids=jnp.array([0, -1, 7, 0, 0]), temperature=jnp.zeros(B)))

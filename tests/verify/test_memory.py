@@ -44,9 +44,10 @@ def temporary_bytes(b: int, dtype: str, kind: str, config: sd.SpecDecodeConfig) 
     ("dtype", "kind", "b"),
     [
         ("float32", "probs", 1),
-        ("float32", "probs", 8),
-        ("float32", "logits", 8),
-        *[(dtype, "logits", 8) for dtype in HALF],
+        pytest.param("float32", "probs", 8, marks=pytest.mark.slow),
+        pytest.param("float32", "logits", 8, marks=pytest.mark.slow),
+        *[(dtype, "logits", 8) for dtype in HALF[:1]],
+        *[pytest.param(dtype, "logits", 8, marks=pytest.mark.slow) for dtype in HALF[1:]],
     ],
 )
 def test_temporaries_stay_below_a_tenth_of_the_logits(dtype, kind, b):

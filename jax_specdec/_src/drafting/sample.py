@@ -74,10 +74,10 @@ def sample_draft_tokens(
       >>> import jax, jax.numpy as jnp
       >>> import jax_specdec as sd
       >>> drawn = sd.sample_draft_tokens(
-      ...     jnp.array([[0.0, 9.0, 1.0]]), sampling=sd.SamplingParams(jnp.zeros(1)),
-      ...     keys=jax.random.split(jax.random.key(0), 1), positions=jnp.array([4]), offset=0)
+      ...     jnp.eye(2, 8), sampling=sd.SamplingParams(jnp.zeros(2)),
+      ...     keys=jax.random.split(jax.random.key(0), 2), positions=jnp.array([7, 3]), offset=0)
       >>> drawn.token_ids.tolist()
-      [1]
+      [0, 1]
     """
     takes_best = config is not None and config.draft_sample_method == "greedy"
     if sharding is not None and (sharding.mesh is None or Filter.of(sampling) is None):

@@ -91,10 +91,11 @@ class StepRecord:
       >>> import jax_specdec as sd
       >>> (target, params), (draft, draft_params) = sd.load_embedded_pair()
       >>> steps = sd.generate(
-      ...     target, params, [sd.encode("import ")], drafter=sd.NGramDrafter(),
-      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2), max_new_tokens=4).steps
+      ...     target, params, [sd.encode("def add(a, b):")],
+      ...     drafter=sd.ModelDrafter(draft), draft_params=draft_params,
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2), max_new_tokens=8).steps
       >>> int(steps.num_kept.sum())
-      4
+      8
     """
 
     token_ids: jax.Array
@@ -116,8 +117,8 @@ class GenerateOutput:
 
     Example:
       >>> import jax_specdec as sd
-      >>> (target, params), _ = sd.load_embedded_pair()
-      >>> output = sd.generate_plain(target, params, [sd.encode("import ")], max_new_tokens=4)
+      >>> _, (model, params) = sd.load_embedded_pair()  # the smaller one
+      >>> output = sd.generate_plain(model, params, [sd.encode("import ")], max_new_tokens=4)
       >>> output.status
       [<Status.OK: 0>]
     """

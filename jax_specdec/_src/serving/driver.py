@@ -103,9 +103,9 @@ class EngineDriver:
 
     Example:
       >>> import jax_specdec as sd
-      >>> (target, params), _ = sd.load_embedded_pair()
+      >>> _, (model, params) = sd.load_embedded_pair()  # the smaller one
       >>> engine = sd.Engine(
-      ...     target, sd.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
+      ...     model, sd.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
       ...     num_slots=2, max_length=32)
       >>> driver = sd.EngineDriver(engine, params)
       >>> texts = {driver.submit(sd.encode(p), max_new_tokens=8): [] for p in ("import ", "def ")}

@@ -43,9 +43,9 @@ class EngineState:
 
     Example:
       >>> import jax_specdec as sd
-      >>> (target, params), _ = sd.load_embedded_pair()
+      >>> _, (model, params) = sd.load_embedded_pair()  # the smaller one
       >>> engine = sd.Engine(
-      ...     target, sd.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
+      ...     model, sd.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
       ...     num_slots=4, max_length=64)
       >>> state = engine.init_state()
       >>> state.draft_token_ids.shape, state.store
@@ -95,9 +95,9 @@ class Engine:
 
       >>> import jax, jax.numpy as jnp
       >>> import jax_specdec as sd
-      >>> (target, params), _ = sd.load_embedded_pair()
+      >>> _, (model, params) = sd.load_embedded_pair()  # the smaller one
       >>> engine = sd.Engine(
-      ...     target, sd.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
+      ...     model, sd.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
       ...     num_slots=2, max_length=32)
       >>> admit = jax.jit(engine.admit, donate_argnums=2)
       >>> step = jax.jit(engine.step, donate_argnums=2)

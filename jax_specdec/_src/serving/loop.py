@@ -173,7 +173,7 @@ def generate(
       >>> output = sd.generate(
       ...     target, params, [sd.encode("def add(a, b):")],
       ...     drafter=sd.ModelDrafter(draft), draft_params=draft_params,
-      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=4), max_new_tokens=8)
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2), max_new_tokens=8)
       >>> len(output.completions[0])
       8
     """
@@ -242,9 +242,9 @@ def generate_stream(
 
     Example:
       >>> import jax_specdec as sd
-      >>> (target, params), (draft, draft_params) = sd.load_embedded_pair()
+      >>> _, (model, params) = sd.load_embedded_pair()  # the smaller one
       >>> steps = sd.generate_stream(
-      ...     target, params, [sd.encode("import os, import ")],
+      ...     model, params, [sd.encode("import os, import ")],
       ...     drafter=sd.NGramDrafter(), config=sd.SpecDecodeConfig(num_speculative_tokens=2),
       ...     max_new_tokens=4)
       >>> sum(int(step.num_kept[0]) for step in steps)

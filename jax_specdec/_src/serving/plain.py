@@ -93,8 +93,8 @@ def generate_plain(
 
     Example:
       >>> import jax_specdec as sd
-      >>> (target, params), _ = sd.load_embedded_pair()
-      >>> output = sd.generate_plain(target, params, [sd.encode("import ")], max_new_tokens=4)
+      >>> _, (model, params) = sd.load_embedded_pair()  # the smaller one
+      >>> output = sd.generate_plain(model, params, [sd.encode("import ")], max_new_tokens=4)
       >>> len(output.completions[0])
       4
     """
@@ -167,10 +167,10 @@ def greedy_differences(
 
     Example:
       >>> import jax_specdec as sd
-      >>> (target, params), _ = sd.load_embedded_pair()
+      >>> _, (model, params) = sd.load_embedded_pair()
       >>> prompts = [sd.encode("class ")]
-      >>> plain = sd.generate_plain(target, params, prompts, max_new_tokens=4)
-      >>> sd.greedy_differences(target, params, prompts, plain, plain)
+      >>> plain = sd.generate_plain(model, params, prompts, max_new_tokens=4)
+      >>> sd.greedy_differences(model, params, prompts, plain, plain)
       []
     """
     found = []
