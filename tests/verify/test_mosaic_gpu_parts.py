@@ -1,5 +1,6 @@
-"""The kernel that reads a part of the vocabulary: row statistics, and verification by it."""
+"""The kernels that read a part of the vocabulary: row statistics, and verification by them."""
 
+import contextlib
 import functools
 from unittest import mock
 
@@ -13,6 +14,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 import jax_specdec as sd
 from jax_specdec._src import compat
 from jax_specdec._src.verify import api
+from jax_specdec._src.verify.mosaic_gpu import part_draw, tile_masses
 from jax_specdec._src.verify.mosaic_gpu import row_statistics as kernel
 from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 
@@ -47,8 +49,8 @@ def judge(logits, count, found) -> None:
 
 
 def run(logits, count, **options):
-    read = jax.jit(functools.partial(kernel.row_statistics, **options))
-    return jax.device_get(read(logits, ROWS, INVERSE, BY_ARGMAX, WANTED, jnp.int32(count)))
+    read = jax.jit(functools.partial(kernel.row_statistics, size=count, **options))
+    return jax.device_get(read(logits, ROWS, INVERSE, BY_ARGMAX, WANTED, jnp.int32(0)))
 
 
 CASES = [(4224, 4224, "bfloat16"), (2203, 2100, "float32"), (4224, 0, "float16")]
@@ -74,9 +76,9 @@ def mesh_of(num_parts: int) -> Mesh:
 
 
 def over(num_parts: int, *, config: KernelConfig | None = None, **options):
-    """`rejection_sample_with_noise` whose parts of the vocabulary are read by the kernel."""
+    """`rejection_sample_with_noise` whose parts of the vocabulary are read by the kernels."""
     mesh = mesh_of(num_parts)
-    read = functools.partial(kernel.row_statistics, **options)
+    kernels = (kernel, "row_statistics"), (tile_masses, "tile_masses"), (part_draw, "part_draw")
 
     def on_part(args, kwargs, static):
         return sd.rejection_sample_with_noise(
@@ -97,11 +99,12 @@ def over(num_parts: int, *, config: KernelConfig | None = None, **options):
             run = jax.shard_map(
                 run, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
             )
-        with (
-            mock.patch.object(api.support, "no_device", lambda: None),
-            mock.patch.object(kernel, "row_statistics", read),
-            mock.patch.object(api, "_rejection_sample", api._rejection_sample.__wrapped__),
-        ):
+        with contextlib.ExitStack() as stack:
+            patch = lambda *args: stack.enter_context(mock.patch.object(*args))  # noqa: E731
+            patch(api.support, "no_device", lambda: None)
+            patch(api, "_rejection_sample", api._rejection_sample.__wrapped__)
+            for module, name in kernels:
+                patch(module, name, functools.partial(getattr(module, name), **options))
             return run(args, kwargs)
 
     return verifier
@@ -118,13 +121,13 @@ LAYOUTS = [
 # Interpreted kernels of several devices would disturb each other: one part that is all there is.
 @pytest.mark.newest
 @pytest.mark.parametrize("layout", LAYOUTS[1:2], ids=str)
-def test_verification_by_it_gives_the_tokens_of_the_oracle(layout):
+def test_verification_by_them_gives_the_tokens_of_the_oracle(layout):
     one = over(1, config=KernelConfig(max_cluster=1), interpret=compat.interpret_gpu_params())
     batch = random_batch(layout, seed=layout.vocab, broken=0.2)
     check(batch, verify(batch, one))
 
 
-@pytest.mark.parametrize(("layout", "kernels"), list(zip(LAYOUTS, (1, 2, 1), strict=True)), ids=str)
+@pytest.mark.parametrize(("layout", "kernels"), list(zip(LAYOUTS, (3, 4, 3), strict=True)), ids=str)
 def test_lowers_for_cuda(layout, kernels):
     args, named = random_batch(layout, seed=0, broken=0).arguments()
     named = {name: x for name, x in named.items() if x is not None}

@@ -310,7 +310,7 @@ def _verify_part(
     splits_vocabulary = layout is not None and layout.vocab_axis is not None
     given = (drafts, randomness, sampling, bonus_token_ids, active, token_bitmask)
 
-    def on_xla(given: Any, read_rows: sharded.ReadRows | None = None) -> RejectionSampleOutput:
+    def on_xla(given: Any, kernels: sharded.Kernels | None = None) -> RejectionSampleOutput:
         drafts, randomness, sampling, bonus_token_ids, active, token_bitmask = given
         noise: Noise | RaceNoise
         if isinstance(randomness, (Noise, RaceNoise)):
@@ -321,17 +321,17 @@ def _verify_part(
         requests = unpack(drafts, noise, sampling, bonus_token_ids, active, k)
         rows = requests, target_logits, drafts.distribution, token_bitmask
         if layout is not None and layout.vocab_axis is not None:
-            return sharded.verify(*rows, **rule, layout=layout, read_rows=read_rows)
+            return sharded.verify(*rows, **rule, layout=layout, kernels=kernels)
         return xla.verify(*rows, **rule)
 
     def on_mosaic_gpu(given: Any) -> RejectionSampleOutput:
         # The kernels, for who uses them.
-        from jax_specdec._src.verify.mosaic_gpu import call, row_statistics
+        from jax_specdec._src.verify.mosaic_gpu import call, part_draw, row_statistics, tile_masses
 
         if splits_vocabulary:
-            return on_xla(
-                given, functools.partial(row_statistics.row_statistics, config=kernel_config)
-            )
+            statistics = functools.partial(row_statistics.row_statistics, config=kernel_config)
+            kernels = statistics, tile_masses.tile_masses, part_draw.part_draw
+            return on_xla(given, sharded.Kernels(*kernels))
         return call.verify(target_logits, *given, **rule, k=k, config=kernel_config)
 
     if splits_vocabulary:

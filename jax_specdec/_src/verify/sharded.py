@@ -44,7 +44,7 @@ def verify(
     method: RejectionSampleMethod,
     conditional_rates: tuple[float, ...] | None,
     layout: Layout,
-    read_rows: ReadRows | None = None,
+    kernels: Kernels | None = None,
 ) -> RejectionSampleOutput:
     """Verify a batch, inside `jax.shard_map`.
 
@@ -58,7 +58,7 @@ def verify(
       method: the rule for sampled requests.
       conditional_rates: K rates of the synthetic rule, or None for the others.
       layout: mesh axis that the vocabulary is split over, and whether the draft storage is.
-      read_rows: a kernel that reads whole rows, in place of `RowPart.statistics`.
+      kernels: what reads whole rows on a GPU, or None for XLA.
 
     Returns:
       Output ``[B, K+1]`` and ``[B]``, the same on all devices of that axis.
@@ -74,16 +74,14 @@ def verify(
         rows = DraftRows(distribution, size, None)
         shared = size if draft_is_split else rows.size
         draft = RowPart(rows.storage, draft_is_split, me * width, width, shared, rows.fill)
-    talk = _Talk(target, draft, rows, num_parts, conditional_rates)
+    talk = _Talk(target, draft, rows, num_parts, conditional_rates, kernels)
 
-    read = (
-        _one_by_one(talk.read, requests) if read_rows is None else talk.read_by(read_rows, requests)
-    )
+    read = _one_by_one(talk.read, requests) if kernels is None else talk.read_by(kernels, requests)
     told = _exchange(jax.vmap(talk.tell)(requests, *read), vocab_axis)
     by_request: Any = functools.partial(jax.vmap, in_axes=(0, 1))
     if method == "block":  # every position's masses judge the drafts before it
         sources = by_request(talk.sources)(requests, told)
-        masses = _one_by_one(jax.vmap(talk.masses), sources)
+        masses = talk.all_masses(sources)
         held = _exchange(jax.vmap(jax.vmap(talk.ends))(masses), vocab_axis)
         residual_masses = jnp.sum(held[..., 0, :], axis=(0, 3))
         decided = jax.vmap(talk.decide, in_axes=(0, 1, 0))(requests, told, residual_masses)
@@ -91,19 +89,26 @@ def verify(
         held = jax.vmap(lambda x, i: x[:, i], (1, 0), 1)(held, decided.num_accepted)
     else:
         decided = by_request(talk.decide)(requests, told)
-        masses = _one_by_one(talk.masses, decided.source)
+        masses = talk.all_masses(decided.source)
         held = _exchange(jax.vmap(talk.ends)(masses), vocab_axis)
-    draw = jax.vmap(functools.partial(talk.draw, me=me), in_axes=(0, 0, 0, 1))
-    token_ids, bad_draft = draw(requests, decided, masses, held)
+    token_ids, bad_draft = talk.all_tokens(requests, decided, masses, held, me)
     token_ids = lax.psum(token_ids, vocab_axis)
     return jax.vmap(_output)(requests, decided, token_ids, bad_draft)
 
 
+MAX_PARTS = 10
+"""Parts that `mosaic_gpu.part_draw` knows: three pieces of each have a lane."""
+
 ROUNDING = 2.0**-18
 """Residual mass that float32 normalizers of equal distributions may leave: a few steps of them."""
 
-ReadRows = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-"""`mosaic_gpu.row_statistics.row_statistics`."""
+
+class Kernels(NamedTuple):
+    """Functions of `mosaic_gpu` that read whole rows, each of its own name."""
+
+    row_statistics: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+    tile_masses: Callable[..., jax.Array]
+    part_draw: Callable[..., tuple[jax.Array, jax.Array]]
 
 
 class Decided(NamedTuple):
@@ -131,6 +136,7 @@ class _Talk:
     draft_rows: DraftRows | None
     num_parts: int
     conditional_rates: tuple[float, ...] | None
+    kernels: Kernels | None
 
     def read(self, request: Request) -> tuple[PartStats, PartStats | None]:
         """Statistics of this part of the target rows, and of the draft rows that need any."""
@@ -143,13 +149,13 @@ class _Talk:
         draft_rows = request.draft_rows[places]
         return stats, jax.vmap(lambda row: draft.statistics(row, inv))(draft_rows)
 
-    def read_by(self, read_rows: ReadRows, requests: Request) -> tuple[PartStats, PartStats | None]:
+    def read_by(self, kernels: Kernels, requests: Request) -> tuple[PartStats, PartStats | None]:
         """The same for a batch of requests, by a kernel that skips the rows nobody looks at."""
         positions, places = jax.vmap(self._read)(requests)
         is_ok = (requests.status == Status.OK)[:, None]
         rows = requests.first_row[:, None] + positions
         wanted = is_ok & (positions < requests.num_rows[:, None])
-        stats = self.target.statistics_by(read_rows, rows, wanted, requests)
+        stats = self.target.statistics_by(kernels.row_statistics, rows, wanted, requests)
         draft = self.draft
         if draft is None or self._normalizers_are_stored:
             return stats, None
@@ -160,7 +166,7 @@ class _Talk:
             )(rows, requests.inv_temperature)
         wanted = is_ok & (places < requests.num_drafts[:, None])
         wanted &= (requests.stored & ~requests.greedy)[:, None]
-        return stats, draft.statistics_by(read_rows, rows, wanted, requests)
+        return stats, draft.statistics_by(kernels.row_statistics, rows, wanted, requests)
 
     def tell(self, request: Request, stats: PartStats, draft_stats: PartStats | None) -> Told:
         """What of it decides."""
@@ -195,7 +201,7 @@ class _Talk:
             found = eager_block_walk(local, target, draft, lambda source, *_: masses[source.row])
             num_accepted, last = found
         best_id = target.best(local.first_row + num_accepted, last.stats)
-        source = source_of(request, num_accepted, last, target)
+        source = self._source(request, num_accepted, last, target)
         return Decided(num_accepted, last.status, best_id, source)
 
     def sources(self, request: Request, told: Told) -> Source:
@@ -203,7 +209,13 @@ class _Talk:
         local, target, draft = self._rows(request, told)
         seen, p = weigh(local, target, draft)
         positions = jnp.arange(p.shape[0], dtype=jnp.int32)
-        return jax.vmap(lambda i, seen: source_of(request, i, seen, target))(positions, seen)
+        return jax.vmap(lambda i, seen: self._source(request, i, seen, target))(positions, seen)
+
+    def _source(self, request: Request, position: jax.Array, seen: Any, target: Any) -> Source:
+        """What the token after a position is drawn from; row -1 if none is drawn."""
+        source = source_of(request, position, seen, target)
+        drawn = (request.status == Status.OK) & ~request.greedy & (position < request.num_rows)
+        return source._replace(row=jnp.where(drawn, source.row, -1))
 
     def _rows(self, request: Request, told: Told) -> tuple[Request, Any, Any]:
         """What was told as `decide` reads rows, and the request with positions for row indices."""
@@ -220,17 +232,59 @@ class _Talk:
         """Of the tiles of this part, ``[2, n]``: what the token is drawn by, and ``p``."""
         return tile_masses(self._weights(source), self.num_parts)
 
+    def all_masses(self, sources: Source) -> jax.Array:
+        """Masses of a batch of sources, of any shape."""
+        shape = sources.row.shape
+        if self._weighers is None:
+            function = functools.reduce(lambda f, _: jax.vmap(f), shape[1:], self.masses)
+            return _one_by_one(function, sources)
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(shape) :]), sources)
+        masses = self._weighers.tile_masses(flat, **self._part, num_parts=self.num_parts)
+        return masses.reshape(*shape, *masses.shape[1:])
+
+    def all_tokens(
+        self, requests: Request, decided: Decided, masses: jax.Array, held: jax.Array, me: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """`draw` for a batch."""
+        if self._weighers is None or self.num_parts > MAX_PARTS:
+            draw = jax.vmap(functools.partial(self.draw, me=me), in_axes=(0, 0, 0, 1))
+            return draw(requests, decided, masses, held)
+        source, units = decided.source, _units(self.target.width, self.num_parts)
+        token_ids, bad = self._weighers.part_draw(
+            source, requests.recover, masses, held, **self._part, unit_of=units, rounding=ROUNDING
+        )
+        return token_ids, source.from_residual & (bad | source.scale.bad)
+
+    @property
+    def _weighers(self) -> Kernels | None:
+        """Kernels that read chosen rows; they know draft rows that are split alike."""
+        return self.kernels if self.draft is None or self.draft.is_split else None
+
+    @property
+    def _part(self) -> dict[str, Any]:
+        """What they read of."""
+        target, draft = self.target, self.draft_rows
+        distribution = None if draft is None else draft.distribution
+        return dict(
+            target=target.matrix,
+            distribution=distribution,
+            first_id=target.first_id,
+            size=target.size,
+        )
+
     def ends(self, masses: jax.Array) -> jax.Array:
         """``[2, 3]``: in its first tile, in those between, and in its last if that is another."""
-        n = jnp.arange(masses.shape[1], dtype=jnp.int32)
-        cuts = jnp.stack([n == 0, (n > 0) & (n < self._last), (n > 0) & (n == self._last)])
-        return jnp.sum(jnp.where(cuts, masses[:, None], 0.0), axis=2)
+        piece, last, held = jnp.arange(3, dtype=jnp.int32), self._last, jnp.zeros((2, 3))
+        for n, mass in enumerate(masses.T):  # one by one, which XLA does in one go
+            its = jnp.where(n < last, 1, 2) if n else 0
+            held += jnp.where((piece == its) & (n <= last), mass[:, None], 0.0)
+        return held
 
     @property
     def _last(self) -> jax.Array:
         """Tiles from the one that this part begins in to the one that it ends in."""
-        first_id = self.target.first_id
-        return (first_id + self.target.width - 1) // tiles.TILE - first_id // tiles.TILE
+        first_id, bits = self.target.first_id, tiles.TILE.bit_length() - 1
+        return ((first_id + self.target.width - 1) >> bits) - (first_id >> bits)
 
     def draw(
         self, request: Request, decided: Decided, masses: jax.Array, held: jax.Array, me: jax.Array

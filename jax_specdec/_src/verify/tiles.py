@@ -69,6 +69,12 @@ def num_tiles(size: int) -> int:
     return -(-size // TILE)
 
 
+def tiles_of_part(width: int, num_parts: int) -> int:
+    """Tiles that a part of `width` ids lies in, at most; others may lie in the first and last."""
+    starts = range(0, num_parts * width, width)
+    return max((start + width - 1) // TILE - start // TILE + 1 for start in starts)
+
+
 def map_tiles(
     fn: Callable[..., Any],
     read: Callable[[Any, int], tuple[jax.Array, ...]],

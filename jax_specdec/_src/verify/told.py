@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -46,8 +47,8 @@ class ToldTarget:
     def size(self) -> int:
         return self.part.size
 
-    def stats(self, row: jax.Array, *_: Any) -> tiles.RowStats:
-        return tiles.RowStats(self.told.max[:, row], self.told.sum[:, row])
+    def stats(self, row: jax.Array, inv_temperature: jax.Array, *_: Any) -> tiles.RowStats:
+        return _together(self.told.max[:, row], self.told.sum[:, row], inv_temperature)
 
     def at(self, row: jax.Array, token_id: jax.Array, *_: jax.Array | None) -> jax.Array:
         entry = _of_holder(self.told.choice[:, row], token_id, self.part.width)
@@ -55,7 +56,12 @@ class ToldTarget:
         return jnp.where(token_id < self.size, entry, -jnp.inf)
 
     def best(self, row: jax.Array, stats: tiles.RowStats) -> jax.Array:
-        return self.told.choice[tiles.first(stats.max == stats.peak), row]
+        best = self.told.choice[-1, row]
+        for part in reversed(range(self.told.max.shape[0] - 1)):
+            best = jnp.where(
+                self.told.max[part, row] == stats.peak, self.told.choice[part, row], best
+            )
+        return best
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +76,8 @@ class ToldDraft:
     def scale(self, row: jax.Array, inv_temperature: jax.Array) -> DraftScale:
         if self.told.draft_max is None or self.told.draft_sum is None:
             return self.storage.scale(self.rows[row], inv_temperature)
-        stats = tiles.RowStats(self.told.draft_max[:, row], self.told.draft_sum[:, row])
+        told = self.told.draft_max[:, row], self.told.draft_sum[:, row]
+        stats = _together(*told, inv_temperature)
         outside = (self.rows[row] < 0) | (self.rows[row] >= self.storage.storage.shape[0])
         bad = outside | ~jnp.isfinite(stats.peak)
         return DraftScale(stats.scale(inv_temperature), bad)
@@ -81,6 +88,15 @@ class ToldDraft:
         assert self.told.draft_entry is not None
         entry = _of_holder(self.told.draft_entry[:, row], token_id, self.width)
         return self.storage.probs(entry, scale, inv_temperature)
+
+
+def _together(maxima: jax.Array, sums: jax.Array, inv_temperature: jax.Array) -> tiles.RowStats:
+    """Of parts ``[num_parts]`` one tile; one by one, which XLA fuses with what follows."""
+    peak: jax.Array = functools.reduce(jnp.maximum, list(maxima))
+    total = jnp.zeros_like(peak)
+    for m, s in zip(maxima, sums, strict=True):
+        total += s * jnp.exp((m - peak) * inv_temperature)
+    return tiles.RowStats(peak[None], total[None])
 
 
 def _of_holder(values: jax.Array, token_id: jax.Array, width: int) -> jax.Array:

@@ -100,17 +100,14 @@ class RowPart:
         self, read_rows: Any, rows: jax.Array, wanted: jax.Array, requests: Request
     ) -> PartStats:
         """Statistics of rows ``[B, P]`` of B requests, by a kernel; -inf where not `wanted`."""
-
-        def of_each(x: jax.Array) -> jax.Array:
-            return jnp.broadcast_to(x[:, None], rows.shape).reshape(-1)
-
         peak, total, best = read_rows(
             self.matrix,
             jnp.clip(rows, 0, self.matrix.shape[0] - 1).reshape(-1),
-            of_each(requests.inv_temperature),
-            of_each(requests.greedy),
+            requests.inv_temperature,
+            requests.greedy,
             wanted.reshape(-1),
-            jnp.clip(self.size - self.first_id, 0, self.width),
+            self.first_id,
+            size=self.size,
         )
         peak = jnp.where(jnp.isnan(peak), jnp.inf, peak)
         parts = (x.reshape(rows.shape) for x in (peak, total, self.first_id + best))
@@ -173,8 +170,6 @@ def tile_masses(weights: Weights, num_parts: int) -> jax.Array:
       ``[2, n]`` float32: the tiles, counted from id 0, from the one that the part begins in. What
       other parts hold of them is not included.
     """
-    width = weights.target.width
-    starts = range(0, num_parts * width, width)
-    count = max((s + width - 1) // tiles.TILE - s // tiles.TILE + 1 for s in starts)
+    count = tiles.tiles_of_part(weights.target.width, num_parts)
     first = weights.target.first_id // tiles.TILE
     return jax.vmap(weights.mass, out_axes=1)(first + jnp.arange(count, dtype=jnp.int32))

@@ -21,13 +21,14 @@ from jax_specdec._src.types import (
 )
 from jax_specdec._src.verify.mosaic_gpu import signals
 from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig, Shared
+from jax_specdec._src.verify.mosaic_gpu.interpreted import Interpreted
 from jax_specdec._src.verify.mosaic_gpu.kernel import Verifier
 from jax_specdec._src.verify.mosaic_gpu.launch import launch
 from jax_specdec._src.verify.mosaic_gpu.mail import Mail
 from jax_specdec._src.verify.mosaic_gpu.request import Call, Request
 from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
 from jax_specdec._src.verify.mosaic_gpu.support import plan
-from jax_specdec._src.verify.mosaic_gpu.threads import Gpu, Interpreted
+from jax_specdec._src.verify.mosaic_gpu.threads import Gpu
 from jax_specdec._src.verify.rows import storage_of
 
 

@@ -1,4 +1,4 @@
-"""How the kernels are launched: a cluster of blocks for each entry of a grid."""
+"""How the kernels are launched: a block, or a cluster of blocks, for each entry of a grid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def launch(
     out: Sequence[jax.ShapeDtypeStruct],
     scratch: Sequence[Any],
     grid: tuple[str, int],
-    cluster: int,
+    cluster: int | None = None,
     interpret: Any,
 ) -> Sequence[jax.Array]:
     """Run a kernel of one warpgroup per block.
@@ -27,8 +27,9 @@ def launch(
       operands: arrays.
       out: what it writes.
       scratch: of each block.
-      grid: name and number of the clusters.
-      cluster: blocks of a cluster; 1 to interpret, at least 2 on a GPU.
+      grid: name and number of the blocks or clusters.
+      cluster: blocks of a cluster; 1 to interpret, at least 2 on a GPU. None for blocks that know
+        nothing of each other.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
 
     Returns:
@@ -38,10 +39,10 @@ def launch(
       NotImplementedError: a cluster of one on a GPU, where mail needs more.
     """
     interpreted = bool(interpret)
-    if interpreted != (cluster == 1):
+    if cluster is not None and interpreted != (cluster == 1):
         raise NotImplementedError("max_cluster=1 is for interpret mode, which has no other")
     axes: dict[str, Any] = {}
-    if not interpreted:
+    if cluster is not None and not interpreted:
         axes = dict(cluster=(cluster,), cluster_names=("block",))
     name, count = grid
     kernel = plgpu.kernel(

@@ -6,6 +6,7 @@ what all warps show is put together outside.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -16,11 +17,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_specdec._src.verify.mosaic_gpu import signals, statistics
 from jax_specdec._src.verify.mosaic_gpu.config import WARPS, KernelConfig
+from jax_specdec._src.verify.mosaic_gpu.interpreted import Interpreted
 from jax_specdec._src.verify.mosaic_gpu.launch import launch
 from jax_specdec._src.verify.mosaic_gpu.request import LARGEST, LOG2E
 from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
 from jax_specdec._src.verify.mosaic_gpu.support import plan_rows
-from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Gpu, Interpreted
+from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Gpu
 
 
 def row_statistics(
@@ -29,8 +31,9 @@ def row_statistics(
     inv_temperature: jax.Array,
     by_argmax: jax.Array,
     wanted: jax.Array,
-    count: jax.Array,
+    first_id: jax.Array,
     *,
+    size: int,
     config: KernelConfig | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -38,11 +41,12 @@ def row_statistics(
 
     Args:
       logits: ``[M, V]``, a device's part of the vocabulary.
-      rows: ``[G]`` int32, in range.
-      inv_temperature: ``[G]`` float32.
-      by_argmax: ``[G]`` bool, rows of which the argmax is wanted and no sum.
+      rows: ``[G]`` int32, in range; those of B requests, as many of each.
+      inv_temperature: ``[B]`` float32.
+      by_argmax: ``[B]`` bool, requests of whose rows the argmax is wanted and no sum.
       wanted: ``[G]`` bool, rows to read at all.
-      count: ``[]`` int32, ids from it on do not count.
+      first_id: ``[]`` int32, the part's first id.
+      size: ids of the whole vocabulary that count.
       config: choices of speed, or None for the default.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
 
@@ -54,7 +58,8 @@ def row_statistics(
     num_rows, interpreted = rows.shape[0], bool(interpret)
     shared = plan_rows(logits, num_rows, config)
     slices = shared.slices
-    operands = [logits, rows, inv_temperature, by_argmax, wanted, count[None]]
+    per_request = num_rows // inv_temperature.shape[0]
+    operands = [logits, rows, inv_temperature, by_argmax, wanted, first_id[None]]
     scratch: list[Any] = [plgpu.SMEM((slices.tiles * shared.target_stride,), logits.dtype)]
     if interpreted:
         scratch.append(plgpu.Barrier(num_barriers=slices.tiles))
@@ -62,10 +67,11 @@ def row_statistics(
         scratch.append(plgpu.SMEM((2 * slices.tiles,), jnp.int32))
 
     def read_rows(*refs: Any) -> None:
-        logits, rows, inv, by_argmax, wanted, count, peaks, others, held, barriers = refs
+        logits, rows, inv, by_argmax, wanted, first_id, peaks, others, held, barriers = refs
         threads: Any = Interpreted() if interpreted else Gpu()
         block = jnp.int32(0) if interpreted else lax.axis_index("block")
         index = lax.axis_index("row")
+        request = lax.div(index, per_request)
         if not interpreted:
             signals.open_barriers(barriers, slices.tiles)
         target = Tiles(
@@ -82,23 +88,23 @@ def row_statistics(
             row_size=slices.size,
             fill=-jnp.inf,
             each=shared.each,
-            end=count[0],
+            end=jnp.clip(size - first_id[0], 0, slices.size),
         )
 
-        def flag(ref: Any) -> jax.Array:
+        def flag(ref: Any, index: jax.Array) -> jax.Array:
             return threads.scalar(threads.gather(ref, threads.filled(0, jnp.int32) + index)) != 0
 
-        is_wanted, row = flag(wanted), rows[index]
+        is_wanted, row = flag(wanted, index), rows[index]
         pl.when(is_wanted)(lambda: target.open(row, jnp.int32(0)))
         target.prepare()
         if not interpreted:
             signals.meet()
-        scale = jnp.minimum(inv[index] * LOG2E, LARGEST)
+        scale = jnp.minimum(inv[request] * LOG2E, LARGEST)
         zero = jnp.int32(0)
 
         def look() -> tuple[jax.Array, jax.Array]:
             return lax.cond(
-                flag(by_argmax),
+                flag(by_argmax, request),
                 lambda: statistics.max_and_place(target, row, zero),
                 lambda: statistics.base_and_sum(target, row, zero, scale),
             )
@@ -121,16 +127,17 @@ def row_statistics(
         interpret=interpret,
     )
     peaks, others = (x.reshape(num_rows, slices.warps) for x in found)
-    return _together(peaks, others, inv_temperature)
+    return _together(list(peaks.T), list(others.T), jnp.repeat(inv_temperature, per_request))
 
 
 def _together(
-    peaks: jax.Array, others: jax.Array, inv_temperature: jax.Array
+    peaks: list[jax.Array], others: list[jax.Array], inv_temperature: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What the warps ``[G, W]`` show of a row."""
-    peak = jnp.max(peaks, axis=1)
-    decay = jnp.exp(jnp.minimum((peaks - peak[:, None]) * inv_temperature[:, None], 0.0))
-    total = jnp.sum(jnp.where(peaks > -jnp.inf, others * decay, 0.0), axis=1)
-    places = lax.bitcast_convert_type(others, jnp.int32)
-    place = jnp.min(jnp.where(peaks == peak[:, None], places, jnp.int32(2**30)), axis=1)
+    """What each warp ``[G]`` shows of a row; one by one, which XLA fuses with what follows."""
+    peak, total, place = functools.reduce(jnp.maximum, peaks), jnp.float32(0), jnp.int32(2**30)
+    for mine, other in zip(peaks, others, strict=True):
+        decay = jnp.exp(jnp.minimum((mine - peak) * inv_temperature, 0.0))
+        total = total + jnp.where(mine > -jnp.inf, other * decay, 0.0)
+        found = lax.bitcast_convert_type(other, jnp.int32)
+        place = jnp.where(mine == peak, jnp.minimum(place, found), place)
     return peak, total, place

@@ -2,7 +2,7 @@
 
 The kernel computes with arrays ``[128]`` of one entry per thread: entry t is in a register of
 thread t. Every operation here takes and gives such arrays, or scalars that all threads have. Each
-is written twice: in assembly, and in jnp for GPU interpret mode.
+is written twice: here in assembly, and in jnp for GPU interpret mode, in `interpreted`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from jax import lax
 # JAX offers no public way to write a line of assembly; its stubs do not list these modules.
 from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
 from jax._src.lib.mlir.dialects import arith, llvm, vector
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -162,7 +161,7 @@ class Gpu:
         return x
 
     def from_lane(self, x: jax.Array, lane: Any) -> jax.Array:
-        """The entry of one lane of each warp, the same in all of its threads."""
+        """The entry of one lane of each warp; `lane` may differ between threads."""
         return self._shuffle("idx", x, lane)
 
     def scalar(self, x: jax.Array) -> jax.Array:
@@ -255,6 +254,24 @@ class Gpu:
         out = [((THREADS,), jnp.float32)] * each
         return inline(run, (ref,), (start, self.index()), out)
 
+    def row_entries(self, ref: Any, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
+        """``ref[row, start + j]`` of each thread as float32, ``[128]`` for each j of `each`.
+
+        From global memory. More than one are read at once: `each` and `start` fit a row of aligned
+        pieces of up to sixteen bytes.
+        """
+        if each == 1:
+            return [self.gather(ref, row, start)]
+        dtype, columns = jnp.dtype(ref.dtype), ref.shape[1]
+
+        def run(ref: Any, row: Any, start: Any) -> Any:
+            begin = add_scaled(_address(ref), row, columns * dtype.itemsize)
+            begin = add_scaled(begin, start, dtype.itemsize)
+            words = _aligned_words(ref, begin, each * dtype.itemsize)
+            return [x for word in words for x in _numbers(word, dtype)]
+
+        return inline(run, (ref,), (row, start), [((THREADS,), jnp.float32)] * each)
+
     def filled(self, value: Any, dtype: Any = jnp.float32) -> jax.Array:
         """``[128]`` of one value, in a register of each thread, to start a loop with."""
         return _cast(jnp.full((THREADS,), value, dtype))
@@ -275,7 +292,7 @@ def _aligned_words(ref: Any, begin: Any, size: int) -> list[Any]:
     kind = ir.VectorType.get((per_load // 4,), i32())
     words = []
     for offset in range(0, size, per_load):
-        pointer = _pointer(ref, arith.addi(begin, utils.c(offset, i32())))
+        pointer = _pointer(ref, arith.addi(begin, utils.c(offset, begin.type)))
         loaded = llvm.load(kind, pointer, alignment=per_load)
         words += [
             vector.extract(loaded, [], ir.DenseI64ArrayAttr.get([j])) for j in range(per_load // 4)
@@ -313,81 +330,3 @@ def _numbers(word: Any, dtype: Any) -> list[Any]:
     pair = vector.bitcast(ir.VectorType.get((2,), ir.F16Type.get()), one)
     wide = arith.extf(ir.VectorType.get((2,), f32), pair)
     return [vector.extract(wide, [], ir.DenseI64ArrayAttr.get([j])) for j in range(2)]
-
-
-class Interpreted:
-    """The same in jnp: one warpgroup, whose threads are the entries of its arrays."""
-
-    interpreted = True
-
-    @staticmethod
-    def index() -> jax.Array:
-        return jnp.arange(THREADS, dtype=jnp.int32)
-
-    @staticmethod
-    def _per_warp(fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(fn(x.reshape(WARPS, WARP)), (WARPS, WARP)).reshape(THREADS)
-
-    def warp_max(self, x: jax.Array) -> jax.Array:
-        return self._per_warp(lambda x: jnp.max(x, axis=1, keepdims=True), x)
-
-    def warp_min(self, x: jax.Array) -> jax.Array:
-        return self._per_warp(lambda x: jnp.min(x, axis=1, keepdims=True), x)
-
-    def warp_sum(self, x: jax.Array) -> jax.Array:
-        return self._per_warp(lambda x: jnp.sum(x, axis=1, keepdims=True), x)
-
-    def warp_scan(self, x: jax.Array) -> jax.Array:
-        return self._per_warp(lambda x: jnp.cumsum(x, axis=1), x)
-
-    def from_lane(self, x: jax.Array, lane: Any) -> jax.Array:
-        return self._per_warp(lambda x: lax.dynamic_slice_in_dim(x, lane, 1, axis=1), x)
-
-    @staticmethod
-    def scalar(x: jax.Array) -> jax.Array:
-        return x[0]
-
-    @staticmethod
-    def meet() -> None:
-        plgpu.commit_smem()
-
-    pause = written = meet
-
-    @staticmethod
-    def either(which: jax.Array, first: Any, second: Any) -> Any:
-        return jax.tree.map(lambda a, b: jnp.where(which, a, b), first(), second())
-
-    @staticmethod
-    def gather(ref: Any, *indices: jax.Array) -> jax.Array:
-        values = ref[...][indices]
-        return values.astype(
-            jnp.float32
-            if jnp.issubdtype(values.dtype, jnp.floating)
-            else jnp.uint32
-            if values.dtype == jnp.uint32
-            else jnp.int32
-        )
-
-    @staticmethod
-    def scatter(ref: Any, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
-        size = ref.shape[0]
-        place = jnp.where(where, index, size)
-        ref[...] = ref[...].at[place].set(value.astype(ref.dtype), mode="drop")
-
-    @staticmethod
-    def fill(ref: Any, start: jax.Array, begin: jax.Array, end: int, value: float) -> None:
-        place, some = jnp.arange(end, dtype=jnp.int32), pl.ds(start, end)
-        ref[some] = jnp.where(place >= begin, jnp.asarray(value, ref.dtype), ref[some])
-
-    @staticmethod
-    def entries(ref: Any, start: jax.Array, each: int, *, aligned: bool) -> list[jax.Array]:
-        del aligned
-        if start.ndim:
-            place = start + jnp.arange(THREADS, dtype=jnp.int32) * each
-            return [ref[...][place + j].astype(jnp.float32) for j in range(each)]
-        loaded = ref[pl.ds(start, THREADS * each)].astype(jnp.float32).reshape(THREADS, each)
-        return [loaded[:, j] for j in range(each)]
-
-    @staticmethod
-    def filled(value: Any, dtype: Any = jnp.float32) -> jax.Array:
-        return jnp.full((THREADS,), value, dtype)

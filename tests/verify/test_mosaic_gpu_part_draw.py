@@ -1,0 +1,186 @@
+"""The kernels that weigh and draw from a part of the vocabulary, against XLA, part by part."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+from jax_specdec._src import compat
+from jax_specdec._src.verify import sharded, tiles
+from jax_specdec._src.verify.decide import Request
+from jax_specdec._src.verify.mosaic_gpu import part_draw, tile_masses
+from jax_specdec._src.verify.resample import Source
+from jax_specdec._src.verify.rows import DraftRows, DraftScale
+from jax_specdec._src.verify.vocabulary_shard import RowPart
+
+NUM_PARTS, REQUESTS, ROWS = 3, 7, 9
+BAD = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Parts of `width` ids; `size` of all ids count."""
+
+    width: int
+    size: int
+    dtype: str
+    kind: str | None = None
+    peaked: float = 3.0
+
+    def __str__(self) -> str:
+        return f"{self.width}-{self.size}-{self.dtype}-{self.kind}-{self.peaked:g}"
+
+
+CASES = [
+    Case(2200, 6600, "bfloat16", "logits"),
+    Case(1511, 4400, "float32"),
+    Case(1000, 2500, "bfloat16", "probs"),
+    Case(2204, 6000, "float16", "logits", peaked=60.0),
+]
+
+
+def logits_of(case: Case, seed: int) -> jax.Array:
+    values = np.random.default_rng(seed).standard_normal((ROWS, case.width * NUM_PARTS))
+    return jnp.asarray(case.peaked * values, case.dtype)
+
+
+def distribution_of(case: Case) -> Any:
+    if case.kind is None:
+        return None
+    logits, valid = logits_of(case, 1), jnp.ones(REQUESTS, bool)
+    if case.kind == "probs":
+        probs = jax.nn.softmax(logits[:, : case.size].astype(jnp.float32), axis=1)
+        probs = jnp.pad(probs, ((0, 0), (0, case.width * NUM_PARTS - case.size)))
+        return sd.DraftProbs(probs.at[BAD, 3].set(jnp.nan), valid=valid)
+    return sd.DraftLogits(logits.at[BAD, 3].set(jnp.nan), valid=valid)
+
+
+def source_of(case: Case, distribution: Any) -> Source:
+    """Residuals, bonuses, rejected one-hot drafts; one draft row equals its target row."""
+    rng = np.random.default_rng(2)
+    rows = jnp.arange(REQUESTS, dtype=jnp.int32)
+    inv = jnp.asarray(rng.uniform(0.5, 2.0, REQUESTS), jnp.float32)
+
+    def stats(row: jax.Array, inv: jax.Array) -> tiles.RowStats:
+        entries = jnp.pad(row[: case.size], (0, -case.size % tiles.TILE), constant_values=-jnp.inf)
+        return tiles.max_and_sum(entries.reshape(-1, tiles.TILE), inv)
+
+    target = logits_of(case, 0).astype(jnp.float32)
+    some = jax.vmap(stats)(target[:REQUESTS], inv)
+    scale = jax.tree.map(lambda x: jnp.broadcast_to(x, (REQUESTS,)), DraftScale.unit())
+    if case.kind == "logits":
+        draft = jax.vmap(stats)(distribution.logits[:REQUESTS].astype(jnp.float32), inv)
+        scale = scale._replace(scale=jax.vmap(lambda s, inv: s.scale(inv))(draft, inv))
+    from_residual = jnp.arange(REQUESTS) % 3 > 0 if case.kind else jnp.zeros(REQUESTS, bool)
+    return Source(
+        row=rows,
+        draft_row=rows,
+        token_id=jnp.asarray(rng.integers(case.size, size=REQUESTS), jnp.int32),
+        stats=some,
+        scale=scale,
+        weight=jnp.asarray(rng.uniform(0.5, 1.0, REQUESTS), jnp.float32),
+        from_residual=from_residual,
+        without_token=(jnp.arange(REQUESTS) % 2 == 0) & ~from_residual,
+        inv_temperature=inv,
+    )
+
+
+def cut(case: Case, matrix: jax.Array, me: int) -> jax.Array:
+    return matrix[:, me * case.width : (me + 1) * case.width]
+
+
+def of_part(case: Case, distribution: Any, me: int) -> Any:
+    """The part's target logits and draft distribution."""
+    target = cut(case, logits_of(case, 0), me)
+    if distribution is None:
+        return target, None
+    name = case.kind
+    assert name is not None
+    return target, dataclasses.replace(
+        distribution, **{name: cut(case, getattr(distribution, name), me)}
+    )
+
+
+def talk_of(case: Case, target: jax.Array, distribution: Any, me: jax.Array) -> Any:
+    first_id = me * case.width
+    part = RowPart(target, True, first_id, case.width, case.size, -float("inf"))
+    rows = draft = None
+    if distribution is not None:
+        rows = DraftRows(distribution, case.size, None)
+        draft = dataclasses.replace(part, matrix=rows.storage, fill=rows.fill)
+    return sharded._Talk(part, draft, rows, NUM_PARTS, None, None)
+
+
+WANTED = jnp.arange(REQUESTS) != 5
+jitted = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def compare(case: Case, **options: Any) -> None:
+    """Masses of every part, then tokens of every part, by the kernels and by XLA."""
+    distribution = distribution_of(case)
+    source = source_of(case, distribution)
+    recover = jnp.asarray(np.random.default_rng(3).random((REQUESTS, 2)), jnp.float32)
+    request = Request(**dict.fromkeys(Request._fields, None) | {"recover": recover})
+    decided = sharded.Decided(source.row, source.row, source.row, source)
+    wanted = source._replace(row=jnp.where(WANTED, source.row, -1))
+    units = sharded._units(case.width, NUM_PARTS)
+
+    @jitted
+    def weigh(me: jax.Array, target: jax.Array, own: Any) -> Any:
+        talk = talk_of(case, target, own, me)
+        masses = jax.vmap(talk.masses)(source)
+        first_id, given = me * case.width, dict(size=case.size, num_parts=NUM_PARTS, **options)
+        found = tile_masses.tile_masses(wanted, target, own, first_id, **given)
+        return found, masses, jax.vmap(talk.ends)(masses)
+
+    @jitted
+    def draw(me: jax.Array, target: jax.Array, own: Any, masses: jax.Array, held: jax.Array) -> Any:
+        talk = functools.partial(talk_of(case, target, own, me).draw, me=me)
+        expected = jax.vmap(talk, in_axes=(0, 0, 0, 1))(request, decided, masses, held)
+        given = dict(size=case.size, unit_of=units, rounding=sharded.ROUNDING, **options)
+        told = recover, masses, held
+        found = part_draw.part_draw(wanted, *told, target, own, me * case.width, **given)
+        return found, expected
+
+    parts = [(jnp.int32(me), *of_part(case, distribution, me)) for me in range(NUM_PARTS)]
+    all_masses, held = [], []
+    for part in parts:
+        found, expected, ends = weigh(*part)
+        np.testing.assert_allclose(found[WANTED], expected[WANTED], rtol=2e-5, atol=1e-9)
+        assert not np.any(found[~WANTED])
+        all_masses.append(expected)
+        held.append(ends)
+    tokens, expected = np.zeros((2, REQUESTS), int)
+    for part, masses in zip(parts, all_masses, strict=True):
+        (found, is_bad), (token_ids, bad) = draw(*part, masses, jnp.stack(held))
+        np.testing.assert_array_equal(is_bad & source.from_residual, bad & WANTED)
+        assert not np.any(found[~WANTED])
+        tokens, expected = tokens + found, expected + token_ids
+    good = np.asarray(WANTED & ~bad)
+    np.testing.assert_array_equal(tokens[good], expected[good])
+    assert np.count_nonzero(tokens[good]) > 3
+    assert bad.any() == (case.kind is not None)
+
+
+newest = pytest.mark.newest
+SOME = [pytest.param(case, marks=() if case.kind is None else newest) for case in CASES]
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_masses_and_tokens_of_every_part_are_those_of_xla(case):
+    compare(case, interpret=compat.interpret_gpu_params())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, Case(42752, 128256, "bfloat16", "logits"), Case(42751, 128250, "bfloat16")],
+    ids=str,
+)
+def test_masses_and_tokens_of_every_part_are_those_of_xla_on_a_gpu(case):
+    compare(case)
