@@ -71,10 +71,13 @@ def call(way: str, case: Case, inputs: Any, temperature: Any, keys: Any, positio
 
 def empty_call(case: Case, last: jax.Array) -> jax.Array:
     """Messages of the sizes of those of "split", each made from the one before."""
-    told = jnp.broadcast_to(last[:, None], (case.batch, 3 * (case.k + 1) + case.k))
-    held = lax.all_gather(told, AXIS).sum((0, 2), dtype=jnp.int32)
-    held = lax.all_gather(jnp.broadcast_to(held[:, None], (case.batch, 6)), AXIS)
-    return lax.rem(lax.psum(held.sum((0, 2), dtype=jnp.int32), AXIS), jnp.int32(5))
+
+    def words(x: jax.Array, count: int) -> jax.Array:  # no two alike: equal ones are not sent
+        return x[:, None] + jnp.arange(count, dtype=jnp.int32)
+
+    told = lax.all_gather(words(last, 3 * (case.k + 1) + case.k), AXIS).sum((0, 2), dtype=jnp.int32)
+    held = lax.all_gather(words(told, 6), AXIS).sum((0, 2), dtype=jnp.int32)
+    return lax.rem(lax.psum(held, AXIS), jnp.int32(5))
 
 
 def chain(way: str, case: Case, trips: int, sets: Any, temperature: Any, key_data: Any) -> Any:
