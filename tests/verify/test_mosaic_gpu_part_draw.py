@@ -74,7 +74,7 @@ def source_of(case: Case, distribution: Any) -> Source:
     some = jax.vmap(stats)(target[:REQUESTS], inv)
     scale = jax.tree.map(lambda x: jnp.broadcast_to(x, (REQUESTS,)), DraftScale.unit())
     if case.kind == "logits":
-        draft = jax.vmap(stats)(distribution.logits[:REQUESTS].astype(jnp.float32), inv)
+        draft = jax.vmap(stats)(logits_of(case, 1)[:REQUESTS].astype(jnp.float32), inv)
         scale = scale._replace(scale=jax.vmap(lambda s, inv: s.scale(inv))(draft, inv))
     from_residual = jnp.arange(REQUESTS) % 3 > 0 if case.kind else jnp.zeros(REQUESTS, bool)
     return Source(
