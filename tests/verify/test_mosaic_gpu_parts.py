@@ -115,6 +115,7 @@ LAYOUTS = [
     Layout(vocab=2176, **BIG, has_active=True),
     Layout(vocab=4224, **BIG, kind="logits", dtype="bfloat16", vocab_size=4100, has_valid=True),
     Layout(vocab=2176, **BIG, kind="probs", rates=(0.9, 0.75, 0.3)),
+    Layout(vocab=2176, **BIG, kind="normalized", block=True),
 ]
 
 
@@ -127,7 +128,9 @@ def test_verification_by_them_gives_the_tokens_of_the_oracle(layout):
     check(batch, verify(batch, one))
 
 
-@pytest.mark.parametrize(("layout", "kernels"), list(zip(LAYOUTS, (3, 4, 3), strict=True)), ids=str)
+@pytest.mark.parametrize(
+    ("layout", "kernels"), list(zip(LAYOUTS, (3, 4, 3, 3), strict=True)), ids=str
+)
 def test_lowers_for_cuda(layout, kernels):
     args, named = random_batch(layout, seed=0, broken=0).arguments()
     named = {name: x for name, x in named.items() if x is not None}
