@@ -3,6 +3,7 @@
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -65,7 +66,18 @@ def test_every_notebook_makes_claims() -> None:
     assert {path.stem for path in RUNNER["NOTEBOOKS"]} == set(CLAIMS)
 
 
+def with_slow(path: Path) -> Any:
+    """Synthetic acceptance, which compiles most, has its claims in default tests too."""
+    return pytest.param(path, marks=[pytest.mark.slow] * (path.stem == "synthetic_acceptance"))
+
+
 @pytest.mark.notebooks
+@pytest.mark.parametrize(
+    "path",
+    [with_slow(path) for path in RUNNER["NOTEBOOKS"]],
+    indirect=True,
+    ids=lambda path: path.stem,
+)
 def test_a_notebook_runs_in_a_clean_kernel_and_its_claims_hold(
     path: Path, notebook: nbformat.NotebookNode
 ) -> None:

@@ -198,6 +198,7 @@ def test_the_license_is_apache_2() -> None:
     assert "END OF TERMS AND CONDITIONS" in text
 
 
+@pytest.mark.newest
 def test_the_wheel_carries_every_file_of_the_package(tmp_path: Path) -> None:
     source = tmp_path / "source"
     ignore = shutil.ignore_patterns("__pycache__")

@@ -72,6 +72,7 @@ def test_the_draft_is_at_least_ten_times_smaller(pair: tuple[LoadedModel, Loaded
     assert target.model.vocab_size == draft.model.vocab_size == BYTE_VOCAB_SIZE
 
 
+@pytest.mark.newest
 def test_both_models_know_python_and_the_target_knows_it_better(
     pair: tuple[LoadedModel, LoadedModel],
 ) -> None:

@@ -70,7 +70,10 @@ def two_calls(model: sd.CausalModel, params: Any) -> list[np.ndarray]:
     return [np.asarray(first), np.asarray(second)[:, :-1]]
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.newest) for c in CASES][2:])
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    "case", [pytest.param(list(CASES)[2], marks=pytest.mark.slow), *list(CASES)[3:]]
+)
 def test_the_logits_are_those_of_the_whole_model(case: str) -> None:
     check(case)
 

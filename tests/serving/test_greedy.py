@@ -201,7 +201,11 @@ def test_a_target_that_drafts_for_itself_has_everything_accepted():
 VOCAB = 5
 SCRIPT_SIZE = 64
 MAX_BUDGET = 12
-STATIC = [(1, ()), (2, (0, 3)), (5, (3,))]  # K and stop tokens; each compiles once
+STATIC = [
+    (1, ()),
+    pytest.param(2, (0, 3), marks=pytest.mark.slow),
+    (5, (3,)),
+]  # K and stop tokens; each compiles once
 
 
 @st.composite

@@ -287,7 +287,7 @@ def test_calls_of_one_shape_share_one_compilation():
 # Any model
 
 
-@pytest.mark.newest
+@pytest.mark.slow
 def test_models_in_half_precision_decode():
     half = TARGET.astype(jnp.bfloat16)
     output = run(target=half, draft_params=half)

@@ -91,6 +91,7 @@ def test_a_while_loop_gives_the_tokens_of_single_steps():
     assert (looped[3][:, :20] >= 0).all()
 
 
+@pytest.mark.newest
 def test_a_scan_gives_the_tokens_of_single_calls():
     calls = [(*keyed_arguments(seed), keys_and_positions(seed)) for seed in range(5)]
     single = [keyed(*args, **named, **noise) for args, named, noise in calls]
@@ -209,6 +210,7 @@ def test_uniforms_come_from_the_high_bits():
     assert float(u) == (int(bits) >> 8) * 2.0**-24
 
 
+@pytest.mark.newest
 def test_no_two_places_share_bits():
     """Keys, positions, offsets and streams: 12000 numbers, about 4 of them equal by chance."""
     keys = jax.random.split(jax.random.key(0), 20)

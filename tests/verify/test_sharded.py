@@ -126,7 +126,7 @@ def even_batch(layout: Layout, seed: int) -> Batch:
 @pytest.mark.parametrize(
     ("layout", "vocab_parts"),
     [
-        (Layout(vocab=5000, **EVEN, kind="logits", has_valid=True), 2),
+        pytest.param(Layout(vocab=5000, **EVEN, kind="logits", has_valid=True), 2, marks=newest),
         pytest.param(
             Layout(vocab=97, **EVEN, kind="normalized", store_rows=64, has_bonus=True),
             None,
@@ -277,7 +277,7 @@ WHOLE = P()
     ("kind", "method"),
     [
         ("logits", "standard"),
-        pytest.param("logits", "block", marks=newest),
+        pytest.param("logits", "block", marks=slow),
         pytest.param("normalized", "standard", marks=slow),
     ],
 )
