@@ -6,7 +6,8 @@ before (see `chain.py` for the traps). All ways take turns in one process:
 - "split": logits stay where they are, `VerifySharding(vocab_axis=...)`;
 - "gathered": an all-gather of target and draft logits, then verification on every device;
 - "one": all logits on one device;
-- "empty": the collectives of "split" and nothing else.
+- "empty": the collectives of "split" and nothing else;
+- "split in graphs", "split in order" and so on: the same with XLA's options of that name.
 
 What is compared also gives the same tokens: "split" against "one", with the same keys.
 """
@@ -37,7 +38,15 @@ from verify_cases import STANDARD, Case
 import jax_specdec as sd
 
 AXIS = "vocabulary"
-WAYS = ("split", "gathered", "one", "empty")
+WAYS = ("split", "gathered", "one", "empty", "split in graphs", "empty in graphs")
+GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES"
+ORDER = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
+COMPILER_OPTIONS = {
+    "": {},
+    "order": ORDER,
+    "graphs": {"xla_gpu_enable_command_buffer": GRAPHS, "xla_gpu_graph_min_graph_size": 1},
+}
+COMPILER_OPTIONS["ordered graphs"] = COMPILER_OPTIONS["graphs"] | ORDER
 IDENTITY = ("kind", "name", "batch", "k", "vocabulary", "dtype", "devices", "way")
 FIRST_SEED = 9
 LEAST_CALLS = {1: 600, 64: 400, 256: 200}
@@ -209,9 +218,10 @@ class Study:
 
     def _compile_chain(self, way: str) -> Any:
         sets = self._sets(way)
-        function = functools.partial(chain, way, self.case, self.trips)
-        mapped = self._mapped(function, way, [specs(inputs) for inputs in sets], P(), P())
-        return mapped.lower(sets, *self.rest).compile()
+        kind, _, options = way.partition(" in ")
+        function = functools.partial(chain, kind, self.case, self.trips)
+        mapped = self._mapped(function, kind, [specs(inputs) for inputs in sets], P(), P())
+        return mapped.lower(sets, *self.rest).compile(COMPILER_OPTIONS[options])
 
     def _compile_once(self, way: str) -> Any:
         zero = jnp.zeros((self.case.batch,), jnp.int32)

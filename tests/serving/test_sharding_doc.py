@@ -100,4 +100,4 @@ def test_the_estimate_on_the_page_follows_its_formula():
     for batch, row in rows:
         for n, cell in enumerate(row.split(" | "), start=1):
             read = 7 * 2 * 128256 * int(batch) / (n * 4.5e12)
-            assert float(cell) == pytest.approx(1e6 * (read + (54e-6 if n > 1 else 0)), abs=0.051)
+            assert float(cell) == pytest.approx(1e6 * (read + (42e-6 if n > 1 else 0)), abs=0.051)
