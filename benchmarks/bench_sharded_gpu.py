@@ -82,7 +82,7 @@ def empty_call(case: Case, last: jax.Array) -> jax.Array:
     """Messages of the sizes of those of "split", each made from the one before."""
 
     def words(x: jax.Array, count: int) -> jax.Array:  # no two alike: equal ones are not sent
-        return x[:, None] + jnp.arange(count, dtype=jnp.int32)
+        return x[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
 
     told = lax.all_gather(words(last, 3 * (case.k + 1) + case.k), AXIS).sum((0, 2), dtype=jnp.int32)
     held = lax.all_gather(words(told, 6), AXIS).sum((0, 2), dtype=jnp.int32)

@@ -23,7 +23,7 @@ def test_the_harness_measures_compares_and_saves(tmp_path, monkeypatch, capsys):
     document = measure.load(tmp_path / "sharded_gpu.json")
     *times, tokens = document["rows"]
     rows = {row["way"]: row for row in times}
-    assert list(rows) == ["split", "one", "empty"]
+    assert list(rows) == ["split", "one", "empty", "split in graphs", "empty in graphs"]
     assert "costs no other" in capsys.readouterr().out
     assert all(len(row["samples"]) == 2 and row["devices"] == 2 for row in times)
     assert rows["split"]["emitted_per_request"] == rows["one"]["emitted_per_request"] > 1
