@@ -118,7 +118,7 @@ class Verifier:
         request, call = self.request, self.call
         used = request.proposed
         self.place = jnp.where(used, request.token_ids, 0)
-        row = jnp.where(used, request.first_row + request.lane, 0)
+        row = jnp.where(request.lane < request.num_rows, request.first_row + request.lane, 0)
         self.logit = self.target.at(row, self.place)
         self.uses_q = used & request.stored & ~request.greedy
         self.q = self.threads.filled(1.0)
@@ -209,46 +209,59 @@ class Verifier:
             pl.when(uses_q)(lambda: draft.open(draft_row, begun))
         row = request.first_row + position
         needs_peak = request.greedy if request.filters is None else request.greedy | request.filters
+        base, draft_base = self.base(self.logit, position), jnp.float32(0)
+        one = threads.filled(1.0)
         mine = lax.cond(
             needs_peak,
             lambda: statistics.max_and_place(self.target, row, turn),
-            lambda: statistics.base_and_sum(self.target, row, turn, request.scale),
+            lambda: (one, statistics.mass(self.target, row, turn, base, request.scale)),
         )
         if call.draft == "logits":
             assert draft is not None
-            mine = (
-                *mine,
-                *lax.cond(
-                    uses_q,
-                    lambda: statistics.base_and_sum(draft, draft_row, begun, request.scale),
-                    lambda: (threads.filled(0.0), threads.filled(1.0)),
-                ),
+            draft_base = self.base(self.entry, position)
+            of_draft = lax.cond(
+                uses_q,
+                lambda: statistics.mass(draft, draft_row, begun, draft_base, request.scale),
+                lambda: one,
             )
+            mine = (*mine, one, of_draft)
             draft_turn = jnp.where(uses_q, draft.following(begun), begun)
 
-        peaks, others, *of_draft = self.mail.tell(told, *mine)
-        peaks = self.known(peaks, -jnp.inf)
-        peak = threads.scalar(threads.warp_max(statistics.largest(peaks)))
-        best, total = lax.cond(
-            request.greedy,
-            lambda: (self.lowest(peaks, others, peak), jnp.float32(1)),
-            lambda: (jnp.int32(0), self.total(peaks, others, peak)),
+        told_of = self.mail.tell(told, *mine)
+        best, target = lax.cond(
+            needs_peak,
+            lambda: self.argmax(*told_of[:2]),
+            lambda: (jnp.int32(0), Normalizer.of(base, self.sum(told_of[1]))),
         )
-        target, told = Normalizer.of(peak, total), told + 1
+        usable = needs_peak | statistics.is_usable(target.total, base, request.scale)
+        of_row = Normalizer.of(jnp.float32(0), jnp.float32(1))
+        if call.draft == "logits":
+            of_row = Normalizer.of(draft_base, self.sum(told_of[3]))
+            usable &= ~uses_q | statistics.is_usable(of_row.total, draft_base, request.scale)
+        told = told + 1
+
+        def read_again() -> tuple[Normalizer, Normalizer, jax.Array]:
+            mine = statistics.max_and_sum(self.target, row, turn, request.scale)
+            if call.draft == "logits":
+                of_draft = lax.cond(
+                    uses_q,
+                    lambda: statistics.max_and_sum(draft, draft_row, begun, request.scale),
+                    lambda: (threads.filled(0.0), one),
+                )
+                mine = (*mine, *of_draft)
+            told_of = self.mail.tell(told, *mine)
+            rows = [self.by_largest(*told_of[i : i + 2]) for i in range(0, len(told_of), 2)]
+            return rows[0], rows[1] if rows[1:] else of_row, told + 1
+
+        target, of_row, told = lax.cond(usable, lambda: (target, of_row, told), read_again)
         if request.filters is not None:
             target, told = lax.cond(
-                request.filters & is_finite(peak),
-                lambda: Filter(self, row, turn, peak).run(told),
+                request.filters & is_finite(target.peak),
+                lambda: Filter(self, row, turn, target.peak).run(told),
                 lambda: (target, told),
             )
-        status = jnp.where(is_finite(peak), jnp.int32(OK), jnp.int32(BAD_TARGET_ROW))
-        unit = Normalizer.of(jnp.float32(0), jnp.float32(1))
-        bad, of_row = self.bad, unit
-        if of_draft:
-            draft_peaks = self.known(of_draft[0], -jnp.inf)
-            draft_peak = threads.scalar(threads.warp_max(statistics.largest(draft_peaks)))
-            of_row = Normalizer.of(draft_peak, self.total(draft_peaks, of_draft[1], draft_peak))
-            bad = bad | (self.uses_q & ~is_finite(of_row.peak))
+        status = jnp.where(is_finite(target.peak), jnp.int32(OK), jnp.int32(BAD_TARGET_ROW))
+        bad = self.bad | (self.uses_q & ~is_finite(of_row.peak))
 
         accepted = threads.filled(0, jnp.int32)
         if judge:
@@ -277,27 +290,55 @@ class Verifier:
             q = jnp.where(self.uses_q, jnp.where(self.place < self.call.draft_size, q, 0.0), 1.0)
         return p, q
 
+    def base(self, by_lane: jax.Array, position: jax.Array) -> jax.Array:
+        """An entry of the order of a row's largest: that of its draft, or else of the last one's.
+
+        Args:
+          by_lane: the drafted tokens' entries.
+          position: ``[]`` int32.
+
+        Returns:
+          ``[]`` float32, finite.
+        """
+        last = jnp.maximum(self.request.num_drafts - 1, 0)
+        entry = self.request.at(by_lane, jnp.minimum(position, last))
+        return jnp.where(is_finite(entry), entry, 0.0)
+
     def known(self, values: list[jax.Array], other: float) -> list[jax.Array]:
         """Values by warp, `other` where there is none."""
         return [
             jnp.where(there, v, other) for there, v in zip(self.mail.is_warp(), values, strict=True)
         ]
 
-    def lowest(self, peaks: list[jax.Array], places: list[jax.Array], peak: jax.Array) -> jax.Array:
-        """The least of the places of the row's largest entry."""
+    def sum(self, values: list[jax.Array]) -> jax.Array:
+        """The sum of all warps' numbers."""
+        return self.threads.scalar(self.threads.warp_sum(tree_sum(self.known(values, 0.0))))
+
+    def peak(self, peaks: list[jax.Array]) -> jax.Array:
+        """The largest of all warps' entries, NaN if one is."""
+        largest = statistics.largest(self.known(peaks, -jnp.inf))
+        return self.threads.scalar(self.threads.warp_max(largest))
+
+    def argmax(
+        self, peaks: list[jax.Array], places: list[jax.Array]
+    ) -> tuple[jax.Array, Normalizer]:
+        """The least of the places of the row's largest entry, and that entry."""
+        peak = self.peak(peaks)
         found = [
             jnp.where(m == peak, lax.bitcast_convert_type(p, jnp.int32), jnp.int32(2**30))
-            for m, p in zip(peaks, places, strict=True)
+            for m, p in zip(self.known(peaks, -jnp.inf), places, strict=True)
         ]
-        return self.threads.scalar(self.threads.warp_min(functools.reduce(jnp.minimum, found)))
+        best = self.threads.warp_min(functools.reduce(jnp.minimum, found))
+        return self.threads.scalar(best), Normalizer.of(peak, jnp.float32(1))
 
-    def total(self, peaks: list[jax.Array], sums: list[jax.Array], peak: jax.Array) -> jax.Array:
-        """The row's mass relative to its largest entry."""
+    def by_largest(self, peaks: list[jax.Array], sums: list[jax.Array]) -> Normalizer:
+        """From each warp's largest entry, and its mass relative to that."""
+        peak, scale = self.peak(peaks), self.request.scale
         masses = [
-            jnp.where(m > -jnp.inf, s * statistics.decay(m, peak, self.request.scale), 0.0)
-            for m, s in zip(peaks, sums, strict=True)
+            jnp.where(m > -jnp.inf, s * statistics.decay(m, peak, scale), 0.0)
+            for m, s in zip(self.known(peaks, -jnp.inf), sums, strict=True)
         ]
-        return self.threads.scalar(self.threads.warp_sum(tree_sum(masses)))
+        return Normalizer.of(peak, self.sum(masses))
 
     def is_first_warp(self) -> jax.Array:
         """Whether a thread is in the first warp of the cluster, ``[128]`` bool."""

@@ -94,6 +94,11 @@ class Request:
         if self.filter is not None:
             self.filters = ~self.greedy & self.filter.limits(call.size)
         self.bonus = refs["bonus"][index] if "bonus" in refs else jnp.int32(0)
+        # Asked for here, since nothing asked for after a copy has begun comes before it has.
+        self._key = None
+        if "keys" in refs:
+            self._key = refs["keys"][index, 0], refs["keys"][index, 1]
+            self._position = refs["positions"][index].astype(jnp.uint32)
 
         self._start = start
 
@@ -118,19 +123,17 @@ class Request:
         k, lane = self.call.k, self.lane
         recovers = lane >= k
         offset = jnp.where(recovers, lane - k, lane)
-        if "accept" in self.refs:
+        if self._key is None:
             row = self.index + jnp.zeros_like(lane)
             accept = self.threads.gather(self.refs["accept"], row, jnp.minimum(lane, k - 1))
             recover = self.threads.gather(self.refs["recover"], row, jnp.clip(lane - k, 0, 1))
             return jnp.where(recovers, recover, accept)
-        key = self.refs["keys"][self.index, 0], self.refs["keys"][self.index, 1]
-        position = self.refs["positions"][self.index].astype(jnp.uint32)
         offset = offset.astype(jnp.uint32)
         zero = jnp.zeros_like(offset)
         stream = jnp.where(recovers, int(noise.Stream.RECOVER), int(noise.Stream.ACCEPT))
         return noise.uniform(
-            key,
-            position + zero,
+            self._key,
+            self._position + zero,
             stream.astype(jnp.uint32),
             jnp.where(recovers, zero, offset),
             jnp.where(recovers, offset, zero),

@@ -14,7 +14,7 @@ from jax_specdec._src.verify.mosaic_gpu.mail import tree_sum
 from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
 
 _LIMIT = 2.0**26
-_LARGEST_MASS = 2.0**100
+_LEAST_MASS, _LARGEST_MASS = 2.0**-80, 2.0**100
 _LARGEST_SHIFT = 2.0**20
 """Up to here one rounded product is as good as a difference, then a product."""
 
@@ -85,6 +85,33 @@ def _entries(tiles: Tiles, row: jax.Array, tile: jax.Array, turn: jax.Array) -> 
     return [x for start in tiles.starts(row, tile, turn) for x in tiles.entries(start)]
 
 
+def mass(
+    tiles: Tiles, row: jax.Array, turn: jax.Array, base: jax.Array, scale: jax.Array
+) -> jax.Array:
+    """The mass of each warp's part of a row that is held whole, relative to `base`.
+
+    Tiles are read as they arrive. Any base of the order of the row's largest entry will do, as
+    `is_usable` tells from the sum over all warps.
+    """
+    size, shift = jnp.dtype(tiles.held.dtype).itemsize, base * scale
+
+    def weight(x: jax.Array) -> jax.Array:
+        return jnp.exp2((x - base) * scale if size == 4 else x * scale - shift)
+
+    def add(tile: jax.Array, total: jax.Array) -> jax.Array:
+        tiles.ready(row, tile, turn)
+        return total + tree_sum([weight(x) for x in _entries(tiles, row, tile, turn)])
+
+    total = lax.fori_loop(0, tiles.count(), add, tiles.threads.filled(0.0))
+    return tiles.threads.warp_sum(total)
+
+
+def is_usable(total: jax.Array, base: jax.Array, scale: jax.Array) -> jax.Array:
+    """Whether nothing that counts was lost in a mass relative to `base`, nor was any infinite."""
+    in_range = (total > _LEAST_MASS) & (total < _LARGEST_MASS)
+    return in_range & (jnp.abs(base * scale) < _LARGEST_SHIFT)
+
+
 def base_and_sum(
     tiles: Tiles, row: jax.Array, turn: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -92,7 +119,7 @@ def base_and_sum(
 
     Tiles are read as they arrive. The base is the largest entry of the first one: any entry of the
     order of the row's largest will do, and none of the others need be compared. Where that turns
-    out wrong, the row is read again, by `_max_and_sum`. The base is not finite where there is no
+    out wrong, the row is read again, by `max_and_sum`. The base is not finite where there is no
     mass.
     """
     threads, size = tiles.threads, jnp.dtype(tiles.held.dtype).itemsize
@@ -109,17 +136,17 @@ def base_and_sum(
         pl.when(tile > 0)(lambda: tiles.ready(row, tile, turn))
         return total + tree_sum([weight(x) for x in _entries(tiles, row, tile, turn)])
 
-    mass = threads.warp_sum(lax.fori_loop(0, tiles.count(), add, threads.filled(0.0)))
-    usable = is_finite(first) & (mass < _LARGEST_MASS) & (jnp.abs(shift) < _LARGEST_SHIFT)
+    total = threads.warp_sum(lax.fori_loop(0, tiles.count(), add, threads.filled(0.0)))
+    usable = is_finite(first) & (total < _LARGEST_MASS) & (jnp.abs(shift) < _LARGEST_SHIFT)
     return threads.either(
-        usable, lambda: (base, mass), lambda: _max_and_sum(tiles, row, turn, scale)
+        usable, lambda: (base, total), lambda: max_and_sum(tiles, row, turn, scale)
     )
 
 
-def _max_and_sum(
+def max_and_sum(
     tiles: Tiles, row: jax.Array, turn: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The same with the largest entry as the base, of a row that has arrived."""
+    """Of each warp's part of a row that has arrived: the largest entry, the mass relative to it."""
     threads = tiles.threads
 
     def add(tile: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
