@@ -14,7 +14,7 @@ import jax_specdec as sd
 from jax_specdec._src import compat
 from jax_specdec._src.verify import api
 from jax_specdec._src.verify.mosaic_gpu import call as mosaic_gpu
-from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
+from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig, Slices
 from jax_specdec._src.verify.mosaic_gpu.support import no_device
 
 from . import block_edges, edges, processed, suite
@@ -246,6 +246,15 @@ def test_the_ends_of_the_uniforms_never_pick_a_token_of_zero_weight():
             assert answer(alone, middle)[0] in ids
 
 
+def test_rows_far_from_the_drafted_tokens_entry_are_summed_all_the_same():
+    target = logits([[3], [5]])
+    target[0, 100] = -500.0  # what the row is summed relative to
+    middle = edges.Request(target, [100], accept=[edges.ALMOST_ONE])
+    assert answer(alone, middle) == [3]
+    target[1, 5] = -300.0  # relative to the row before
+    assert answer(alone, dataclasses.replace(middle, draft_ids=[3], accept=[0.0])) == [3, 5]
+
+
 @pytest.mark.newest
 def test_an_empty_residual_samples_the_target():
     target = logits([[5], [5], [1]])
@@ -333,14 +342,22 @@ def test_a_config_out_of_range_is_refused(name):
 
 def test_the_default_config_uses_the_device_and_no_more():
     def blocks(num_requests, size, held=2, num_cores=132):
-        config = KernelConfig.choose(num_requests, size, held, num_cores)
+        config = KernelConfig.choose(num_requests, size, held, held, num_cores)
         return config.max_cluster
 
-    assert blocks(1, 128256) == blocks(8, 128256) == 16
+    assert blocks(1, 128256) == blocks(32, 128256) == 16
     assert blocks(64, 128256) == blocks(256, 128256) == 8
-    assert blocks(64, 32000) == 8 and blocks(256, 32000) == 3
-    assert blocks(64, 262144, held=4) == 16  # a slice in eight would leave no room
+    assert blocks(64, 32000) == 8 and blocks(256, 32000) == 4
+    assert blocks(64, 128256, held=4) == 16  # a slice in eight would leave little room
     assert blocks(1, 128256, num_cores=78) == 8  # a small device may have no cluster of 16
+
+
+@pytest.mark.parametrize("max_cluster", [1, 2, 3, 5, 8, 12, 16])
+def test_slices_cover_the_row_in_a_cluster_of_a_power_of_two(max_cluster):
+    for size in (1, 2048, 2049, 32000, 50257, 100352, 128256):
+        slices = Slices.of(size, max_cluster)
+        assert slices.cluster.bit_count() == 1 and slices.cluster <= max_cluster
+        assert slices.cluster * slices.ids >= size > (slices.cluster // 2 - 1) * slices.ids
 
 
 class Device:

@@ -17,7 +17,8 @@ MAX_BARRIERS = 32
 
 _CORES_OF_LARGE = 132  # H100, H200; smaller ones may have no room for a cluster of 16
 _BLOCKS_PER_CORE, _TILES_PER_BLOCK = 5, 8
-_MOST_BYTES = 96 * 1024  # of a slice: two blocks on a multiprocessor
+_FREE_BLOCKS_PER_CORE = 4  # so many clusters of 16 are placed without waiting
+_MOST_BYTES = 48 * 1024  # of a slice: four blocks on a multiprocessor, draft tiles included
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,8 @@ class KernelConfig:
     float32.
 
     Attributes:
-      max_cluster: blocks that share one request, at most 16; more than 8 need a large device.
+      max_cluster: blocks that share one request, at most 16; more than 8 need a large device. The
+        largest power of two up to it is used: other clusters take up to twice the time.
       draft_tiles: tiles of a draft row that a block holds at a time: more wait less, fewer leave
         room for more blocks on a multiprocessor.
 
@@ -51,13 +53,16 @@ class KernelConfig:
                 raise ValueError(f"{name} must be in [1, {most}], but it is {value}")
 
     @classmethod
-    def choose(cls, num_requests: int, size: int, held: int, num_cores: int) -> KernelConfig:
+    def choose(
+        cls, num_requests: int, size: int, held: int, draft_size: int, num_cores: int
+    ) -> KernelConfig:
         """The default, a rule of thumb.
 
         Args:
           num_requests: B.
           size: ids of a row that count.
           held: bytes that a block holds per id of its slice.
+          draft_size: bytes of a draft entry, 0 without draft rows.
           num_cores: multiprocessors of the device.
 
         Returns:
@@ -67,13 +72,17 @@ class KernelConfig:
           once.
         """
         large = num_cores >= _CORES_OF_LARGE
-        if large and num_requests * MAX_CLUSTER <= num_cores:
+        blocks = num_requests * MAX_CLUSTER
+        if large and blocks <= num_cores:
             return cls(max_cluster=MAX_CLUSTER, draft_tiles=4)
-        if large and Slices.of(size, 8).ids * held > _MOST_BYTES:
-            return cls(max_cluster=MAX_CLUSTER)
-        blocks_at_once = -(-_BLOCKS_PER_CORE * num_cores // num_requests)
-        blocks_with_work = -(-num_tiles(size) // _TILES_PER_BLOCK)
-        return cls(max_cluster=min(8, max(2, blocks_at_once, blocks_with_work)))
+        draft_tiles = 1 if draft_size == 4 else 2
+        few = blocks <= _FREE_BLOCKS_PER_CORE * num_cores
+        if large and (few or Slices.of(size, 8).ids * held > _MOST_BYTES):
+            return cls(max_cluster=MAX_CLUSTER, draft_tiles=draft_tiles)
+        at_once = -(-_BLOCKS_PER_CORE * num_cores // num_requests)
+        with_work = -(-num_tiles(size) // _TILES_PER_BLOCK)
+        cluster = 1 << (max(2, at_once, with_work) - 1).bit_length()
+        return cls(max_cluster=min(8, cluster), draft_tiles=draft_tiles)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +92,7 @@ class Slices:
     Attributes:
       size: ids that count.
       tiles: tiles per slice, the last ones of a row aside.
-      cluster: blocks; those past the row have nothing to do.
+      cluster: blocks, a power of two; those past the row have nothing to do.
     """
 
     size: int
@@ -92,9 +101,12 @@ class Slices:
 
     @classmethod
     def of(cls, size: int, max_cluster: int) -> Slices:
-        tiles = -(-num_tiles(size) // max_cluster)
-        # Mail needs a cluster, be it one with an idle block.
-        return cls(size, tiles, max(-(-num_tiles(size) // tiles), min(2, max_cluster)))
+        # Clusters of a power of two are placed well, though blocks be idle; mail needs two blocks.
+        cluster = 1 << (max_cluster.bit_length() - 1)
+        tiles = -(-num_tiles(size) // cluster)
+        while cluster > 2 and cluster // 2 * tiles >= num_tiles(size):
+            cluster //= 2
+        return cls(size, tiles, cluster)
 
     @property
     def ids(self) -> int:

@@ -84,8 +84,8 @@ class Verifier:
             self.target.prepare()
             if self.draft is not None:
                 self.draft.prepare()
-            request.know_drafts()
-            self.know_probabilities()
+            self.know_probabilities()  # what is loaded for it arrives while noise is drawn
+            request.know_noise()
             if not self.threads.interpreted:
                 signals.meet()
             if self.call.rates is not None:

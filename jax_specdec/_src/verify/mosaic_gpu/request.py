@@ -63,7 +63,7 @@ class Request:
       token_ids: ``[128]`` int32 by lane, -1 where there is no draft.
       proposed: ``[128]`` bool by lane, whether the id is in range.
       draft_rows: ``[128]`` int32 by lane.
-      uniforms: ``[128]`` float32 by lane: K to accept, then two to recover.
+      uniforms: ``[128]`` float32 by lane: K to accept, then two to recover; see `know_noise`.
     """
 
     def __init__(self, call: Call, threads: Any, refs: dict[str, Any], index: jax.Array):
@@ -94,17 +94,12 @@ class Request:
         if self.filter is not None:
             self.filters = ~self.greedy & self.filter.limits(call.size)
         self.bonus = refs["bonus"][index] if "bonus" in refs else jnp.int32(0)
-        # Asked for here, since nothing asked for after a copy has begun comes before it has.
+        # Loaded here, before copies begin: a load does not move past their assembly.
         self._key = None
         if "keys" in refs:
             self._key = refs["keys"][index, 0], refs["keys"][index, 1]
             self._position = refs["positions"][index].astype(jnp.uint32)
 
-        self._start = start
-
-    def know_drafts(self) -> None:
-        """Look up what there is per position."""
-        call, threads, refs, start = self.call, self.threads, self.refs, self._start
         self.lane = threads.index() & (WARP - 1)
         is_draft = self.lane < self.num_drafts
         place = jnp.where(is_draft, start + self.lane, 0)
@@ -113,6 +108,9 @@ class Request:
         self.draft_rows = place
         if "rows" in refs:
             self.draft_rows = threads.gather(refs["rows"], place)
+
+    def know_noise(self) -> None:
+        """Draw or look up the uniforms."""
         self.uniforms = self._uniforms()
 
     def _flag(self, name: str) -> jax.Array:

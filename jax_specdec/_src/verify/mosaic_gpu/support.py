@@ -104,7 +104,7 @@ def plan(
     draft_size = 0 if storage is None else storage.dtype.itemsize
     if config is None:
         held = target_size + (draft_size if reads_twice else 0)
-        config = KernelConfig.choose(num_requests, size, held, _num_cores())
+        config = KernelConfig.choose(num_requests, size, held, draft_size, _num_cores())
     slices = Slices.of(size, config.max_cluster)
 
     def aligned(x: jax.Array | None) -> bool:
@@ -126,7 +126,7 @@ def plan_rows(logits: jax.Array, num_rows: int, config: KernelConfig | None) -> 
     """What a block holds in shared memory that reads rows of one matrix."""
     size, held = logits.shape[1], logits.dtype.itemsize
     if config is None:
-        config = KernelConfig.choose(num_rows, size, held, _num_cores())
+        config = KernelConfig.choose(num_rows, size, held, 0, _num_cores())
     return Shared(
         slices=Slices.of(size, config.max_cluster),
         draft_tiles=0,
