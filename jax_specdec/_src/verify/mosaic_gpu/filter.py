@@ -23,16 +23,14 @@ class Filter:
     each by what the entries amount to that are not less than a candidate.
 
     Args:
-      verifier: the block at work.
-      row: ``[]`` int32, the target row that is held.
-      turn: ``[]`` int32, its turn.
+      reader: of the target row that is held.
       peak: ``[]`` float32, its largest entry.
     """
 
-    def __init__(self, verifier: Any, row: jax.Array, turn: jax.Array, peak: jax.Array):
-        self.verifier, self.row, self.turn, self.peak = verifier, row, turn, peak
-        self.request, self.threads = verifier.request, verifier.threads
-        self.target, self.mail = verifier.target, verifier.mail
+    def __init__(self, reader: Any, peak: jax.Array):
+        self.reader, self.row, self.turn, self.peak = reader, reader.row, reader.turn, peak
+        self.request, self.threads = reader.request, reader.threads
+        self.target, self.mail = reader.target, reader.mail
 
     def run(self, told: jax.Array) -> tuple[Normalizer, jax.Array]:
         """Hide what is filtered out.
@@ -107,8 +105,7 @@ class Filter:
         threads = self.threads
         mine = lax.fori_loop(0, self.target.count(), add, threads.filled(0.0))
         (sums,) = self.mail.tell(told, threads.warp_sum(mine))
-        known = self.verifier.known(sums, 0.0)
-        return threads.scalar(threads.warp_sum(tree_sum(known))), told + 1
+        return self.reader.sum(sums), told + 1
 
     def count(self, tile: jax.Array, candidate: jax.Array) -> jax.Array:
         """How many entries of a tile reach a threshold; exact up to 2**24 ids per thread."""

@@ -7,7 +7,6 @@ one to draw from, so it is still there.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -17,11 +16,11 @@ from jax.experimental import pallas as pl
 
 from jax_specdec._src.types import Status
 from jax_specdec._src.verify import greedy, probabilistic, synthetic
-from jax_specdec._src.verify.mosaic_gpu import output, signals, statistics
+from jax_specdec._src.verify.mosaic_gpu import output, signals
 from jax_specdec._src.verify.mosaic_gpu.block_walk import BlockWalk
 from jax_specdec._src.verify.mosaic_gpu.draw import Draw, Turns
-from jax_specdec._src.verify.mosaic_gpu.filter import Filter
-from jax_specdec._src.verify.mosaic_gpu.mail import Mail, tree_sum
+from jax_specdec._src.verify.mosaic_gpu.mail import Mail
+from jax_specdec._src.verify.mosaic_gpu.reader import Reader
 from jax_specdec._src.verify.mosaic_gpu.request import LOG2E, Call, Request
 from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
 from jax_specdec._src.verify.mosaic_gpu.statistics import Normalizer, is_finite
@@ -40,11 +39,7 @@ class Seen(NamedTuple):
     Attributes:
       accepted: ``[]`` int32, 0 or 1.
       status: ``[]`` int32.
-      target: normalizer of the target row; of a sampled request.
-      best: ``[]`` int32, the row's argmax; of a greedy request.
-      draft: normalizer of the draft row; where normalizers are not stored.
-      draft_turn: ``[]`` int32, the turn of the next draft row.
-      told: ``[]`` int32, how often warps have told each other of rows.
+      target, best, draft, draft_turn, told: see `reader.Shown`.
     """
 
     accepted: jax.Array
@@ -199,75 +194,17 @@ class Verifier:
 
         The copy of the target row is under way.
         """
-        request, call, threads, draft = self.request, self.call, self.threads, self.draft
-        begun = draft_turn
-        uses_q = jnp.bool_(False)
-        if call.draft == "logits":
-            assert draft is not None
-            uses_q = request.at(self.uses_q.astype(jnp.int32), position) == 1
-            draft_row = request.at(self.draft_row, position)
-            pl.when(uses_q)(lambda: draft.open(draft_row, begun))
-        row = request.first_row + position
-        needs_peak = request.greedy if request.filters is None else request.greedy | request.filters
-        base, draft_base = self.base(self.logit, position), jnp.float32(0)
-        one = threads.filled(1.0)
-        mine = lax.cond(
-            needs_peak,
-            lambda: statistics.max_and_place(self.target, row, turn),
-            lambda: (one, statistics.mass(self.target, row, turn, base, request.scale)),
-        )
-        if call.draft == "logits":
-            assert draft is not None
-            draft_base = self.base(self.entry, position)
-            of_draft = lax.cond(
-                uses_q,
-                lambda: statistics.mass(draft, draft_row, begun, draft_base, request.scale),
-                lambda: one,
-            )
-            mine = (*mine, one, of_draft)
-            draft_turn = jnp.where(uses_q, draft.following(begun), begun)
-
-        told_of = self.mail.tell(told, *mine)
-        best, target = lax.cond(
-            needs_peak,
-            lambda: self.argmax(*told_of[:2]),
-            lambda: (jnp.int32(0), Normalizer.of(base, self.sum(told_of[1]))),
-        )
-        usable = needs_peak | statistics.is_usable(target.total, base, request.scale)
-        of_row = Normalizer.of(jnp.float32(0), jnp.float32(1))
-        if call.draft == "logits":
-            of_row = Normalizer.of(draft_base, self.sum(told_of[3]))
-            usable &= ~uses_q | statistics.is_usable(of_row.total, draft_base, request.scale)
-        told = told + 1
-
-        def read_again() -> tuple[Normalizer, Normalizer, jax.Array]:
-            mine = statistics.max_and_sum(self.target, row, turn, request.scale)
-            if call.draft == "logits":
-                of_draft = lax.cond(
-                    uses_q,
-                    lambda: statistics.max_and_sum(draft, draft_row, begun, request.scale),
-                    lambda: (threads.filled(0.0), one),
-                )
-                mine = (*mine, *of_draft)
-            told_of = self.mail.tell(told, *mine)
-            rows = [self.by_largest(*told_of[i : i + 2]) for i in range(0, len(told_of), 2)]
-            return rows[0], rows[1] if rows[1:] else of_row, told + 1
-
-        target, of_row, told = lax.cond(usable, lambda: (target, of_row, told), read_again)
-        if request.filters is not None:
-            target, told = lax.cond(
-                request.filters & is_finite(target.peak),
-                lambda: Filter(self, row, turn, target.peak).run(told),
-                lambda: (target, told),
-            )
+        request = self.request
+        shown = Reader(self, position, turn, draft_turn).read(told)
+        target = shown.target
         status = jnp.where(is_finite(target.peak), jnp.int32(OK), jnp.int32(BAD_TARGET_ROW))
-        bad = self.bad | (self.uses_q & ~is_finite(of_row.peak))
+        bad = self.bad | (self.uses_q & ~is_finite(shown.draft.peak))
 
-        accepted = threads.filled(0, jnp.int32)
+        accepted = self.threads.filled(0, jnp.int32)
         if judge:
-            p, q = self.probabilities(target, of_row)
+            p, q = self.probabilities(target, shown.draft)
             bad = bad | (self.uses_q & ~((q >= 0) & (q < jnp.inf)))
-            by_rule = (request.greedy & greedy.accepts(request.token_ids, best)) | (
+            by_rule = (request.greedy & greedy.accepts(request.token_ids, shown.best)) | (
                 ~request.greedy & probabilistic.accepts(request.uniforms, p, q)
             )
             accepted = (request.proposed & by_rule).astype(jnp.int32)
@@ -275,7 +212,7 @@ class Verifier:
         flags = request.at(accepted + 2 * bad.astype(jnp.int32), position)
         status = jnp.where((status == OK) & (flags >= 2), jnp.int32(BAD_DRAFT_ROW), status)
         kept = (status == OK) & (flags == 1)
-        return Seen(kept.astype(jnp.int32), status, target, best, of_row, draft_turn, told)
+        return Seen(kept.astype(jnp.int32), status, *shown)
 
     def probabilities(self, target: Normalizer, draft: Normalizer) -> tuple[jax.Array, jax.Array]:
         """By lane: p and q of the drafted token, were the rows of its position so normalized."""
@@ -290,55 +227,9 @@ class Verifier:
             q = jnp.where(self.uses_q, jnp.where(self.place < self.call.draft_size, q, 0.0), 1.0)
         return p, q
 
-    def base(self, by_lane: jax.Array, position: jax.Array) -> jax.Array:
-        """An entry of the order of a row's largest: that of its draft, or else of the last one's.
-
-        Args:
-          by_lane: the drafted tokens' entries.
-          position: ``[]`` int32.
-
-        Returns:
-          ``[]`` float32, finite.
-        """
-        last = jnp.maximum(self.request.num_drafts - 1, 0)
-        entry = self.request.at(by_lane, jnp.minimum(position, last))
-        return jnp.where(is_finite(entry), entry, 0.0)
-
-    def known(self, values: list[jax.Array], other: float) -> list[jax.Array]:
-        """Values by warp, `other` where there is none."""
-        return [
-            jnp.where(there, v, other) for there, v in zip(self.mail.is_warp(), values, strict=True)
-        ]
-
-    def sum(self, values: list[jax.Array]) -> jax.Array:
-        """The sum of all warps' numbers."""
-        return self.threads.scalar(self.threads.warp_sum(tree_sum(self.known(values, 0.0))))
-
-    def peak(self, peaks: list[jax.Array]) -> jax.Array:
-        """The largest of all warps' entries, NaN if one is."""
-        largest = statistics.largest(self.known(peaks, -jnp.inf))
-        return self.threads.scalar(self.threads.warp_max(largest))
-
-    def argmax(
-        self, peaks: list[jax.Array], places: list[jax.Array]
-    ) -> tuple[jax.Array, Normalizer]:
-        """The least of the places of the row's largest entry, and that entry."""
-        peak = self.peak(peaks)
-        found = [
-            jnp.where(m == peak, lax.bitcast_convert_type(p, jnp.int32), jnp.int32(2**30))
-            for m, p in zip(self.known(peaks, -jnp.inf), places, strict=True)
-        ]
-        best = self.threads.warp_min(functools.reduce(jnp.minimum, found))
-        return self.threads.scalar(best), Normalizer.of(peak, jnp.float32(1))
-
-    def by_largest(self, peaks: list[jax.Array], sums: list[jax.Array]) -> Normalizer:
-        """From each warp's largest entry, and its mass relative to that."""
-        peak, scale = self.peak(peaks), self.request.scale
-        masses = [
-            jnp.where(m > -jnp.inf, s * statistics.decay(m, peak, scale), 0.0)
-            for m, s in zip(self.known(peaks, -jnp.inf), sums, strict=True)
-        ]
-        return Normalizer.of(peak, self.sum(masses))
+    def knows_q(self, position: jax.Array) -> jax.Array:
+        """Whether the draft row of a position counts, ``[]``."""
+        return self.request.at(self.uses_q.astype(jnp.int32), position) == 1
 
     def is_first_warp(self) -> jax.Array:
         """Whether a thread is in the first warp of the cluster, ``[128]`` bool."""
