@@ -71,6 +71,17 @@ class EdgeSuite(Between):
             middle = request([p, ALL], [6], [q], kind, accept=[0.0], recover=(0.5, u))
             assert self.answer(middle, kind=kind) == [token]
 
+    @pytest.mark.parametrize("kind", ["none", "logits"])
+    def test_entries_far_from_the_drafted_tokens_are_summed_all_the_same(self, kind):
+        target = np.full((2, 8), -np.inf, np.float32)
+        target[0, [3, 6]] = 2.0, -500.0  # exp(502) is out of range
+        target[1, 5] = -300.0  # and exp(-302), relative to the row before
+        draft = None if kind == "none" else target[:1]
+        middle = Request(target, [6], draft=draft, accept=[ALMOST_ONE])
+        assert self.answer(middle, kind=kind) == [3]
+        middle = dataclasses.replace(middle, draft_ids=[3], accept=[0.0])
+        assert self.answer(middle, kind=kind) == [3, 5]
+
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_equal_distributions_always_accept_even_at_the_largest_u(self, dtype):
         rng = np.random.default_rng(1)

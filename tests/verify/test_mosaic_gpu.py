@@ -125,19 +125,23 @@ def agrees(layout, verifier):
     check(batch, verify(batch, verifier))
 
 
-EVERY_JAX, NEWEST = [LAYOUTS[1], LAYOUTS[5]], [LAYOUTS[4], LAYOUTS[6]]
+def newest(*layouts: Layout):
+    return [pytest.param(layout, marks=pytest.mark.newest) for layout in layouts]
 
 
-def mark_of(layout: Layout):
-    if layout in EVERY_JAX:
-        return ()
-    return pytest.mark.newest if layout in NEWEST else pytest.mark.slow
+def slow(*layouts: Layout):
+    return [pytest.param(layout, marks=pytest.mark.slow) for layout in layouts]
 
 
-of_all = [pytest.param(layout, marks=mark_of(layout)) for layout in LAYOUTS]
-
-
-@pytest.mark.parametrize("layout", of_all, ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(LAYOUTS[1], LAYOUTS[5]),
+        *newest(LAYOUTS[4], LAYOUTS[6]),
+        *slow(LAYOUTS[0], *LAYOUTS[2:4]),
+    ],
+    ids=str,
+)
 def test_gives_the_tokens_of_the_oracle(layout):
     agrees(layout, alone)
 
@@ -286,14 +290,7 @@ def lowered(layout: Layout, config: KernelConfig | None = None) -> str:
     return jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-LOWERED = [
-    *LAYOUTS,
-    *BLOCK[2:],
-    *FILTERED[2:],
-]
-LOWERED_TOO = [
-    *BLOCK[:2],
-    *FILTERED[:2],
+EVERY_DTYPE = [
     *(
         Layout(vocab=16512, **BIG, kind=kind, dtype=dtype, draft_dtype=dtype, has_bonus=bonus)
         for kind in ("none", "probs", "logits", "normalized")
@@ -303,14 +300,15 @@ LOWERED_TOO = [
 ]
 
 
-@pytest.mark.parametrize("layout", LOWERED, ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(*LAYOUTS, *BLOCK[2:], *FILTERED[2:]),
+        *slow(*BLOCK[:2], *FILTERED[:2], *EVERY_DTYPE),
+    ],
+    ids=str,
+)
 def test_lowers_for_cuda_to_one_kernel(layout):
-    assert lowered(layout).count("@mosaic_gpu") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LOWERED_TOO, ids=str)
-def test_lowers_for_cuda_with_every_dtype(layout):
     assert lowered(layout).count("@mosaic_gpu") == 1
 
 
