@@ -48,6 +48,7 @@ def temporary_bytes(b: int, dtype: str, kind: str, config: sd.SpecDecodeConfig) 
         pytest.param("float32", "logits", 8, marks=pytest.mark.slow),
         *[(dtype, "logits", 8) for dtype in HALF[:1]],
         *[pytest.param(dtype, "logits", 8, marks=pytest.mark.slow) for dtype in HALF[1:]],
+        *[pytest.param(dtype, "logits", 1, marks=pytest.mark.slow) for dtype in HALF],
     ],
 )
 def test_temporaries_stay_below_a_tenth_of_the_logits(dtype, kind, b):

@@ -176,7 +176,13 @@ def test_gives_the_tokens_of_the_oracle_with_draft_rows_held_whole(layout):
 @pytest.mark.newest
 @pytest.mark.parametrize(
     ("layout", "draft_vocab"),
-    [(LAYOUTS[5], None), pytest.param(LAYOUTS[2], 8320, marks=pytest.mark.slow)],
+    [
+        (LAYOUTS[5], None),
+        *(
+            pytest.param(LAYOUTS[i], draft_vocab, marks=pytest.mark.slow)
+            for i, draft_vocab in ((2, None), (2, 8320), (5, 8320))
+        ),
+    ],
     ids=str,
 )
 def test_gives_the_tokens_of_the_oracle_with_draft_rows_tile_by_tile(layout, draft_vocab):
@@ -250,13 +256,13 @@ def test_the_ends_of_the_uniforms_never_pick_a_token_of_zero_weight():
             assert answer(alone, middle)[0] in ids
 
 
-def test_rows_far_from_the_drafted_tokens_entry_are_summed_all_the_same():
-    target = logits([[3], [5]])
-    target[0, 100] = -500.0  # what the row is summed relative to
-    middle = edges.Request(target, [100], accept=[edges.ALMOST_ONE])
-    assert answer(alone, middle) == [3]
-    target[1, 5] = -300.0  # relative to the row before
-    assert answer(alone, dataclasses.replace(middle, draft_ids=[3], accept=[0.0])) == [3, 5]
+class Edges(edges.EdgeSuite):
+    verifier = staticmethod(alone)
+
+
+@pytest.mark.parametrize("kind", ["none", pytest.param("logits", marks=pytest.mark.newest)])
+def test_entries_far_from_the_drafted_tokens_are_summed_all_the_same(kind):
+    Edges().test_entries_far_from_the_drafted_tokens_are_summed_all_the_same(kind)
 
 
 @pytest.mark.newest

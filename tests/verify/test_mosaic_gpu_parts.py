@@ -102,11 +102,16 @@ def over(num_parts: int, *, config: KernelConfig | None = None, **options):
                 run, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
             )
         with contextlib.ExitStack() as stack:
-            patch = lambda *args: stack.enter_context(mock.patch.object(*args))  # noqa: E731
-            patch(api.support, "no_device", lambda: None)
-            patch(api, "_rejection_sample", api._rejection_sample.__wrapped__)
-            for module, name in kernels:
-                patch(module, name, functools.partial(getattr(module, name), **options))
+            changes = [
+                (api.support, "no_device", lambda: None),
+                (api, "_rejection_sample", api._rejection_sample.__wrapped__),
+                *(
+                    (module, name, functools.partial(getattr(module, name), **options))
+                    for module, name in kernels
+                ),
+            ]
+            for change in changes:
+                stack.enter_context(mock.patch.object(*change))
             return run(args, kwargs)
 
     return verifier
@@ -123,7 +128,11 @@ LAYOUTS = [
 
 # Interpreted kernels of several devices would disturb each other: one part that is all there is.
 @pytest.mark.newest
-@pytest.mark.parametrize("layout", LAYOUTS[1:2], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [LAYOUTS[1], *(pytest.param(LAYOUTS[i], marks=pytest.mark.slow) for i in (0, 2, 3))],
+    ids=str,
+)
 def test_verification_by_them_gives_the_tokens_of_the_oracle(layout):
     one = over(1, config=KernelConfig(max_cluster=1), interpret=compat.interpret_gpu_params())
     batch = random_batch(layout, seed=layout.vocab, broken=0.2)

@@ -14,13 +14,11 @@ from jax_specdec._src.verify import probabilistic
 from jax_specdec._src.verify.mosaic_gpu import output
 from jax_specdec._src.verify.mosaic_gpu.config import WARPS
 from jax_specdec._src.verify.mosaic_gpu.mail import tree_sum
+from jax_specdec._src.verify.mosaic_gpu.pick import first_past
 from jax_specdec._src.verify.mosaic_gpu.request import LOG2E
-from jax_specdec._src.verify.mosaic_gpu.statistics import Exponent
+from jax_specdec._src.verify.mosaic_gpu.statistics import Exponent, residual
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP
 from jax_specdec._src.verify.tiles import TILE
-
-_NONE = 2**24
-"""Greater than any place."""
 
 
 class Turns(NamedTuple):
@@ -152,9 +150,8 @@ class Draw:
             p = jnp.exp2(self.weighted(x))
             if self.q_exponent is None:
                 weights.append(probabilistic.residual(p, d))
-            else:  # the same in fewer steps: q is not negative, and q - q is 0 or NaN
-                q = jnp.exp2(self.q_exponent(d))
-                weights.append(jnp.maximum(p - q, q - q))
+            else:
+                weights.append(residual(p, jnp.exp2(self.q_exponent(d))))
         return weights
 
     def weigh(self, weighed: Weighed) -> Weighed:
@@ -266,18 +263,13 @@ class Draw:
         Returns:
           ``[]`` int32, the last one with mass where rounding finds none.
         """
-        threads, places = self.threads, self.mail.tile_places()
+        threads = self.threads
         sums, before = [threads.warp_scan(mass) for mass in masses], jnp.float32(0)
         for i, inclusive in enumerate(sums):
             sums[i] = inclusive + before
             before = threads.scalar(threads.from_lane(sums[i], WARP - 1))
         aim = self.request.at(self.request.uniforms, self.call.k) * before
-        least = threads.filled(4 * _NONE, jnp.int32)
-        for mass, inclusive, place in zip(masses, sums, places, strict=True):
-            key = jnp.where(inclusive > aim, place, 2 * _NONE - place)
-            least = jnp.minimum(least, jnp.where(mass > 0, key, 4 * _NONE))
-        key = threads.scalar(threads.warp_min(least))
-        return jnp.where(key < _NONE, key, 2 * _NONE - key)
+        return threads.scalar(first_past(threads, masses, sums, aim))
 
     def pick_in_tile(self, tile: jax.Array, weights: Any) -> None:
         """Choose a warp's part of a chunk, then one of its threads, then one of the thread's ids.

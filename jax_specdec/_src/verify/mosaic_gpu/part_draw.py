@@ -19,13 +19,11 @@ from jax_specdec._src.verify.mosaic_gpu.interpreted import Interpreted
 from jax_specdec._src.verify.mosaic_gpu.launch import launch
 from jax_specdec._src.verify.mosaic_gpu.mail import tree_sum
 from jax_specdec._src.verify.mosaic_gpu.part_weights import Part, PartWeights, source_operands
+from jax_specdec._src.verify.mosaic_gpu.pick import NONE, first_past
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Gpu
 from jax_specdec._src.verify.resample import Source
 from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.tiles import TILE
-
-_NONE = 2**24
-"""Greater than any place."""
 
 
 def part_draw(
@@ -104,7 +102,7 @@ class _Pick(NamedTuple):
     """What each lane has seen of the groups of a tile.
 
     Attributes:
-      place: ``[128]`` int32, its first group whose sum exceeds what is aimed at; `_NONE` for none.
+      place: ``[128]`` int32, its first group whose sum exceeds what is aimed at; `NONE` for none.
       before: ``[128]`` float32, the sum before it.
       last: ``[128]`` int32, its last group of mass, -1 for none.
       before_last: ``[128]`` float32, the sum before it.
@@ -158,14 +156,16 @@ class _Draw:
         total = threads.from_lane(sums, WARP - 1)
         first, last = self._bounds()
         past_tile = self._uniform(0) * total
-        chosen = self._pick([pieces_of_all], [threads.from_lane(sums, last)], past_tile)
+        chosen = first_past(
+            self.threads, [pieces_of_all], [threads.from_lane(sums, last)], past_tile
+        )
         first, last = threads.from_lane(first, chosen), threads.from_lane(last, chosen)
         before_unit = jnp.where(first > 0, threads.from_lane(sums, jnp.maximum(first - 1, 0)), 0.0)
 
         in_unit = jnp.where((lane >= first) & (lane <= last), pieces_of_all, 0.0)
         sums = threads.warp_scan(in_unit)
         past = self._uniform(1) * threads.from_lane(sums, WARP - 1)
-        piece = self._pick([in_unit], [sums], past)
+        piece = first_past(threads, [in_unit], [sums], past)
         past = past - (threads.from_lane(sums, piece) - threads.from_lane(in_unit, piece))
         part_begins = weights.first_id == lax.div(piece, 3) * self.part.width
         token_id = threads.either(
@@ -190,19 +190,6 @@ class _Draw:
                 last = jnp.where(inside, int(where[-1]), last)
         return first, last
 
-    def _pick(self, masses: list[jax.Array], sums: list[jax.Array], past: jax.Array) -> jax.Array:
-        """The least place of mass whose sum exceeds `past`, else the last of mass.
-
-        By lane, one array for every 32 places.
-        """
-        least = self.threads.filled(4 * _NONE, jnp.int32)
-        for i, (mass, total) in enumerate(zip(masses, sums, strict=True)):
-            place = self.lane + i * WARP
-            key = jnp.where(total > past, place, 2 * _NONE - place)
-            least = jnp.minimum(least, jnp.where(mass > 0, key, 4 * _NONE))
-        key = self.threads.warp_min(least)
-        return jnp.maximum(jnp.where(key < _NONE, key, 2 * _NONE - key), 0)
-
     def _token(
         self, which: jax.Array, kind: jax.Array, past_tile: jax.Array, past: jax.Array
     ) -> jax.Array:
@@ -220,7 +207,7 @@ class _Draw:
             masses.append(jnp.where((place > 0) & (place < last), found, 0.0))
             sums.append(threads.warp_scan(masses[-1]) + before)
             before = threads.from_lane(sums[-1], WARP - 1)
-        inner = jnp.minimum(self._pick(masses, sums, past_tile), part.count - 1)
+        inner = jnp.minimum(first_past(threads, masses, sums, past_tile), part.count - 1)
         is_inner = which == 1
         tile = jnp.where(is_inner, inner, jnp.where(which == 0, 0, last))
         mass = threads.gather(self.weights.refs["masses"], begin + tile)
@@ -238,7 +225,7 @@ class _Draw:
             mass = tree_sum(list(group))
             total = before + threads.warp_scan(mass)
             place, so_far = i * WARP + self.lane, total - mass
-            hit = (mass > 0) & (total > past) & (seen.place == _NONE)
+            hit = (mass > 0) & (total > past) & (seen.place == NONE)
             seen = _Pick(
                 jnp.where(hit, place, seen.place),
                 jnp.where(hit, so_far, seen.before),
@@ -248,11 +235,11 @@ class _Draw:
             return seen, threads.from_lane(total, WARP - 1)
 
         zero = threads.filled(0.0)
-        nothing = _Pick(threads.filled(_NONE, jnp.int32), zero, threads.filled(-1, jnp.int32), zero)
+        nothing = _Pick(threads.filled(NONE, jnp.int32), zero, threads.filled(-1, jnp.int32), zero)
         seen, _ = lax.fori_loop(0, self.part.groups, look, (nothing, zero))
         place = threads.warp_min(seen.place)
         last = -threads.warp_min(-seen.last)
-        is_hit = place < _NONE
+        is_hit = place < NONE
         place = jnp.maximum(jnp.where(is_hit, place, last), 0)
         owner = jnp.bitwise_and(place, WARP - 1)
         running = jnp.where(is_hit, seen.before, seen.before_last)

@@ -49,7 +49,7 @@ class Reader:
     """
 
     def __init__(self, verifier: Any, position: jax.Array, turn: jax.Array, draft_turn: jax.Array):
-        self.verifier, self.request, self.threads = verifier, verifier.request, verifier.threads
+        self.request, self.threads = verifier.request, verifier.threads
         self.mail, self.target, self.draft = verifier.mail, verifier.target, verifier.draft
         self.position, self.turn, self.draft_turn = position, turn, draft_turn
         request = self.request

@@ -64,6 +64,11 @@ class Exponent(NamedTuple):
         return entry * self.factor - self.shift
 
 
+def residual(p: jax.Array, q: jax.Array) -> jax.Array:
+    """`probabilistic.residual` in fewer steps, of a q that is not negative: q - q is 0 or NaN."""
+    return jnp.maximum(p - q, q - q)
+
+
 def is_finite(x: jax.Array) -> jax.Array:
     return (x > -jnp.inf) & (x < jnp.inf)
 
