@@ -239,7 +239,7 @@ def table(document: dict[str, Any]) -> Table:
 
 
 def kernel_config(text: str) -> Any:
-    """``max_cluster=4,draft_tiles=4`` to a `KernelConfig`."""
+    """``max_cluster=4,rows_at_once=2`` to a `KernelConfig`."""
     from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 
     values = {"true": True, "false": False}
@@ -259,7 +259,7 @@ def parse(command_line: list[str] | None) -> argparse.Namespace:
     add("--draws", type=int, default=500, help="batches per case compared; 0 for none")
     add("--inputs", type=int, help="different inputs at most; each is a call to compile")
     add("--threads", type=int, default=8, help="that compile")
-    add("--kernel-config", type=kernel_config, help="such as max_cluster=4,draft_tiles=4")
+    add("--kernel-config", type=kernel_config, help="such as max_cluster=4,rows_at_once=2")
     add("--output", type=pathlib.Path, default=measure.RESULTS, help="folder of results and plots")
     add("--name", default="verify_gpu", help="of the result file")
     add("--tiny", action="store_true", help="check the harness, on any device")

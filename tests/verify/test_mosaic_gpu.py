@@ -117,7 +117,7 @@ def interpreted(config: KernelConfig, **params):
 # One warpgroup for a request: interpreted blocks that wait for each other block the threads that
 # the others need, and with two cores may never end. Clusters are tested on a GPU.
 alone = interpreted(KernelConfig(max_cluster=1))
-whole = interpreted(KernelConfig(max_cluster=1, draft_tiles=8))
+two_rows = KernelConfig(max_cluster=1, rows_at_once=2)  # three may never end either
 
 
 def agrees(layout, verifier):
@@ -146,6 +146,19 @@ def test_gives_the_tokens_of_the_oracle(layout):
     agrees(layout, alone)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        LAYOUTS[5],
+        *newest(dataclasses.replace(LAYOUTS[4], num_speculative_tokens=5)),
+        *slow(LAYOUTS[1], LAYOUTS[2], FILTERED[3]),
+    ],
+    ids=str,
+)
+def test_gives_the_tokens_of_the_oracle_with_two_rows_at_once(layout):
+    agrees(layout, interpreted(two_rows))
+
+
 few = functools.partial(dataclasses.replace, num_requests=3, num_drafts=10)
 
 
@@ -167,12 +180,6 @@ def test_gives_the_tokens_of_the_oracle_for_more_requests(layout):
     agrees(layout, alone)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[5]], ids=str)
-def test_gives_the_tokens_of_the_oracle_with_draft_rows_held_whole(layout):
-    agrees(layout, whole)
-
-
 @pytest.mark.newest
 @pytest.mark.parametrize(
     ("layout", "draft_vocab"),
@@ -185,7 +192,7 @@ def test_gives_the_tokens_of_the_oracle_with_draft_rows_held_whole(layout):
     ],
     ids=str,
 )
-def test_gives_the_tokens_of_the_oracle_with_draft_rows_tile_by_tile(layout, draft_vocab):
+def test_gives_the_tokens_of_the_oracle_over_many_tiles(layout, draft_vocab):
     agrees(dataclasses.replace(layout, vocab=12416, draft_vocab=draft_vocab), alone)
 
 
@@ -208,9 +215,14 @@ def test_noise_from_keys_is_what_draw_noise_gives(impl):
     np.testing.assert_array_equal(output.token_ids, expected.token_ids)
 
 
-def test_no_copy_overwrites_what_is_still_read():
-    layout = dataclasses.replace(LAYOUTS[5], num_requests=2, num_drafts=6)
-    verifier = interpreted(KernelConfig(max_cluster=1), detect_races=True)
+# An interpreted scatter writes a whole output, so of two requests one warpgroup must do both.
+@pytest.mark.parametrize(
+    ("config", "num_requests", "num_drafts"),
+    [(KernelConfig(max_cluster=1), 2, 6), (two_rows, 1, 4)],
+)
+def test_no_copy_overwrites_what_is_still_read(config, num_requests, num_drafts):
+    layout = dataclasses.replace(LAYOUTS[5], num_requests=num_requests, num_drafts=num_drafts)
+    verifier = interpreted(config, detect_races=True)
     batch = random_batch(layout, seed=3)
     check(batch, verify(batch, verifier))  # a race is an error
 
@@ -338,15 +350,18 @@ def test_calls_it_cannot_serve_are_refused_in_a_sentence():
     assert "interpret mode" in refusal(small, config=KernelConfig(max_cluster=1))
 
 
-@pytest.mark.parametrize("name", ["max_cluster", "draft_tiles"])
-def test_a_config_out_of_range_is_refused(name):
-    with pytest.raises(ValueError, match=rf"{name} must be in \[1, \d+\], but it is 0"):
-        KernelConfig(**{name: 0})
+@pytest.mark.parametrize(("name", "most"), [("max_cluster", 16), ("rows_at_once", 5)])
+def test_a_config_out_of_range_is_refused(name, most):
+    for value in (0, most + 1):
+        with pytest.raises(
+            ValueError, match=rf"{name} must be in \[1, {most}\], but it is {value}"
+        ):
+            KernelConfig(**{name: value})
 
 
 def test_the_default_config_uses_the_device_and_no_more():
     def blocks(num_requests, size, held=2, num_cores=132):
-        config = KernelConfig.choose(num_requests, size, held, held, num_cores)
+        config = KernelConfig.choose(num_requests, size, held, num_cores)
         return config.max_cluster
 
     assert blocks(1, 128256) == blocks(32, 128256) == 16
@@ -354,6 +369,18 @@ def test_the_default_config_uses_the_device_and_no_more():
     assert blocks(64, 32000) == 8 and blocks(256, 32000) == 4
     assert blocks(64, 128256, held=4) == 16  # a slice in eight would leave little room
     assert blocks(1, 128256, num_cores=78) == 8  # a small device may have no cluster of 16
+
+
+def test_rows_are_read_at_once_where_requests_are_few_and_shared_memory_has_room():
+    def rows(num_requests, size=128256, held=2, num_cores=132):
+        return KernelConfig.choose(num_requests, size, held, num_cores).rows_at_once
+
+    assert [rows(n) for n in (1, 4, 5, 8, 9, 256)] == [3, 3, 2, 2, 1, 1]
+    assert rows(1, num_cores=78) == 1
+    assert rows(1, size=2**18, held=4) == 3 and rows(1, size=2**19, held=4) == 1
+    for size in (2**18, 300_000, 2**19 - 1):
+        layout = Layout(vocab=size, num_requests=1, num_drafts=0)
+        assert lowered(layout).count("@mosaic_gpu") == 1
 
 
 @pytest.mark.parametrize("max_cluster", [1, 2, 3, 5, 8, 12, 16])
@@ -416,12 +443,28 @@ def test_it_is_the_default_on_hopper_for_the_calls_it_serves(k, block, kernels):
 
 
 on_gpu = jitted(functools.partial(sd.rejection_sample_with_noise, implementation="mosaic_gpu"))
+row_by_row = jitted(
+    functools.partial(
+        sd.rejection_sample_with_noise, implementation="mosaic_gpu", kernel_config=KernelConfig()
+    )
+)
 
 
 @pytest.mark.gpu
 class TestOracleOnGpu(suite.OracleSuite):
     verifier = staticmethod(on_gpu)
     seeds = range(4)
+
+
+@pytest.mark.gpu
+class TestOracleOnGpuRowByRow(suite.OracleSuite):
+    verifier = staticmethod(row_by_row)
+    seeds = range(4)
+
+
+@pytest.mark.gpu
+class TestEdgesOnGpuRowByRow(edges.EdgeSuite):
+    verifier = staticmethod(row_by_row)
 
 
 @pytest.mark.gpu

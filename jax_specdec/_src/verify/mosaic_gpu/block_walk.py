@@ -44,7 +44,6 @@ class State(NamedTuple):
       going: ``[]`` int32, whether the draft at `position` is to be looked at.
       ends: ``[]`` int32, whether all drafts were and pass.
       status: ``[]`` int32.
-      draft_turn: ``[]`` int32, the turn of the next draft row.
       told: ``[]`` int32, how often warps have told each other of rows.
       kept: the longest prefix that passed.
     """
@@ -54,7 +53,6 @@ class State(NamedTuple):
     going: jax.Array
     ends: jax.Array
     status: jax.Array
-    draft_turn: jax.Array
     told: jax.Array
     kept: Prefix
 
@@ -83,7 +81,7 @@ class BlockWalk:
             visited = position < self.request.num_rows
             seen = lax.cond(
                 visited,
-                lambda: verifier.visit(position, position, state.draft_turn, state.told),
+                lambda: verifier.visit(position, position, state.told),
                 verifier.nothing,
             )
             verifier.emit(position, seen, self.weighings(position))
@@ -96,7 +94,7 @@ class BlockWalk:
         masses = [self.verifier.threads.filled(0.0) for _ in verifier.mail.tile_places()]
         kept = Prefix(zero, jnp.float32(1), verifier.nothing(), masses, jnp.float32(0))
         going = self.request.is_proposed(zero).astype(jnp.int32)
-        return State(zero, jnp.float32(1), going, 1 - going, zero, zero, zero, kept)
+        return State(zero, jnp.float32(1), going, 1 - going, zero, zero, kept)
 
     def step(self, state: State) -> State:
         """Look at one position: does the prefix before it pass, and what does its draft weigh?"""
@@ -104,19 +102,16 @@ class BlockWalk:
         position, weight = state.position, state.weight
         if draft is not None and self.call.draft != "logits":
             row = request.at(verifier.draft_row, position)
-            pl.when(request.stored)(lambda: draft.open(row, state.draft_turn))
-        seen = verifier.visit(position, position, state.draft_turn, state.told)
+            pl.when(request.stored)(lambda: draft.fetch(row))
+        seen = verifier.visit(position, position, state.told)
         by_lane = verifier.probabilities(seen.target, seen.draft)
         p, q = (request.at(x, position) for x in by_lane)
 
         masses, mass = state.kept.masses, block.one_hot_residual_mass(weight, p)
-        draft_turn, status = seen.draft_turn, seen.status
+        status = seen.status
         if draft is not None:
-            draw = Draw(verifier, position, seen, self.turns(seen, position), weight)
+            draw = Draw(verifier, position, seen, Turns(seen.told, position), weight)
             masses, mass = lax.cond(request.stored, draw.weigh_residual, lambda: (masses, mass))
-            if self.call.draft != "logits":
-                following = draft.following(state.draft_turn)
-                draft_turn = jnp.where(request.stored, following, state.draft_turn)
             bad = (status == Status.OK) & ~((mass >= 0) & (mass < jnp.inf))
             status = jnp.where(bad, jnp.int32(Status.BAD_DRAFT_ROW), status)
 
@@ -140,15 +135,9 @@ class BlockWalk:
             going.astype(jnp.int32),
             ends.astype(jnp.int32),
             status,
-            draft_turn,
             seen.told,
             kept,
         )
-
-    def turns(self, seen: Any, position: jax.Array) -> Turns:
-        """Of the draw at a position that is visited: each has told and weighed once."""
-        begun = seen.draft_turn - 1 if self.call.draft == "logits" else seen.draft_turn
-        return Turns(position, seen.told, position, begun, begun)
 
     def weighings(self, positions: jax.Array) -> jax.Array:
         """How often masses were told at so many positions."""
@@ -156,26 +145,20 @@ class BlockWalk:
 
     def recover(self, state: State) -> None:
         """Draw from the residual after the longest prefix that passed."""
-        verifier, request, kept, draft = self.verifier, self.request, state.kept, self.draft
+        verifier, request, kept = self.verifier, self.request, state.kept
         looked_at, length = state.position, kept.length
         is_held = length == looked_at - 1
         row = request.first_row + length
-        turn = jnp.where(is_held, looked_at - 1, looked_at)
 
         @pl.when(~is_held)
         def _() -> None:
             hold(self.target, row, looked_at)
             if request.filters is not None:
                 least = kept.seen.target.least
-                for_all(self.target, lambda i: self.target.hide_below(least, row, i, looked_at))
+                for_all(self.target, lambda i: self.target.hide_below(least, row, i))
 
-        begun = state.draft_turn
-        if draft is not None and draft.whole:
-            begun = jnp.where(is_held, begun - 1, begun)
-            draft_row = request.at(verifier.draft_row, length)
-            pl.when(~is_held & request.stored)(lambda: hold(draft, draft_row, state.draft_turn))
         weighings = self.weighings(looked_at - 1)  # and the one that was kept
-        turns = Turns(turn, state.told, weighings, begun, state.draft_turn)
+        turns = Turns(state.told, weighings)
         draw = Draw(verifier, length, kept.seen, turns, kept.weight)
         weighed = Weighed(request.stored.astype(jnp.int32), request.stored, kept.masses, kept.total)
         draw.finish(weighed)
@@ -183,7 +166,7 @@ class BlockWalk:
 
 def hold(tiles: Tiles, row: jax.Array, turn: jax.Array) -> None:
     """Have a whole row here again."""
-    tiles.open(row, turn)
+    tiles.open(row)
     for_all(tiles, lambda tile: tiles.ready(row, tile, turn))
 
 

@@ -21,6 +21,7 @@ from jax_specdec._src.types import (
 )
 from jax_specdec._src.verify.mosaic_gpu import signals
 from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig, Shared
+from jax_specdec._src.verify.mosaic_gpu.draft_rows import DraftRows
 from jax_specdec._src.verify.mosaic_gpu.interpreted import Interpreted
 from jax_specdec._src.verify.mosaic_gpu.kernel import Verifier
 from jax_specdec._src.verify.mosaic_gpu.launch import launch
@@ -29,6 +30,7 @@ from jax_specdec._src.verify.mosaic_gpu.request import Call, Request
 from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
 from jax_specdec._src.verify.mosaic_gpu.support import plan
 from jax_specdec._src.verify.mosaic_gpu.threads import Gpu
+from jax_specdec._src.verify.mosaic_gpu.warpgroups import Warpgroups
 from jax_specdec._src.verify.rows import storage_of
 
 
@@ -107,7 +109,14 @@ def verify(
         draft_rows=operands["draft"].shape[0] if kind != "none" else 0,
         draft_size=min(operands["draft"].shape[1], size) if kind != "none" else 0,
     )
-    shared = plan(target_logits, distribution, num_requests=num_requests, size=size, config=config)
+    shared = plan(
+        target_logits,
+        distribution,
+        num_requests=num_requests,
+        at_once=1 if method in ("block", "synthetic") else k + 1,
+        size=size,
+        config=config,
+    )
     present = {name: x for name, x in operands.items() if x is not None}
     return _launch(call, shared, present, num_requests, interpret)
 
@@ -137,68 +146,66 @@ def _launch(
         "num_emitted": (num_requests,),
         "status": (num_requests,),
     }
+    warpgroups, held = shared.warpgroups, slices.tiles * shared.target_stride
     scratch: dict[str, Any] = {
-        "target_held": plgpu.SMEM((slices.tiles * shared.target_stride,), operands["target"].dtype)
+        "target_held": plgpu.SMEM((warpgroups, held), operands["target"].dtype)
     }
-    if shared.draft_tiles:
-        scratch["draft_held"] = plgpu.SMEM(
-            (shared.draft_tiles * shared.draft_stride,), operands["draft"].dtype
-        )
     if interpreted:
-        scratch["target_arrived"] = plgpu.Barrier(num_barriers=slices.tiles)
-        if shared.draft_tiles:
-            scratch["draft_arrived"] = plgpu.Barrier(num_barriers=shared.draft_tiles)
+        scratch["barriers"] = plgpu.Barrier(num_barriers=warpgroups * slices.tiles)
     else:
-        scratch["mail"] = plgpu.SMEM((shared.mail,), jnp.float32)
-        scratch["barriers"] = plgpu.SMEM((2 * shared.barriers,), jnp.int32)
+        scratch["mail"] = plgpu.SMEM((warpgroups, shared.mail), jnp.float32)
+        scratch["barriers"] = plgpu.SMEM((warpgroups, 2 * shared.barriers), jnp.int32)
+    if warpgroups > 1:
+        scratch["flags"] = plgpu.SMEM((warpgroups, 2), jnp.int32)
+        if interpreted:
+            scratch["met"] = plgpu.Barrier(num_arrivals=warpgroups)
     names = [*operands, *outputs, *scratch]
 
     def verify_drafts(*args: Any) -> None:
         refs = dict(zip(names, args, strict=True))
         threads: Any = Interpreted() if interpreted else Gpu()
         block = jnp.int32(0) if interpreted else lax.axis_index("block")
+        warpgroup = lax.axis_index("warpgroup") if warpgroups > 1 else jnp.int32(0)
+        barriers, mail = refs["barriers"], None
         if not interpreted:
-            signals.open_barriers(refs["barriers"], shared.barriers)
+            barriers, mail = barriers.at[warpgroup], refs["mail"].at[warpgroup]
+            signals.open_barriers(barriers, shared.barriers)
 
-        def tiles(name: str, slots: int, first_barrier: int, **kwargs: Any) -> Tiles:
-            return Tiles(
-                threads=threads,
-                rows=refs[name],
-                held=refs[f"{name}_held"],
-                barriers=refs[f"{name}_arrived" if interpreted else "barriers"],
-                slots=slots,
-                per_slice=slices.tiles,
-                first_barrier=first_barrier,
-                first=block * slices.ids,
-                row_size=call.size,
-                each=shared.each,
-                **kwargs,
-            )
-
-        stride = shared.target_stride
-        target = tiles(
-            "target",
-            slices.tiles,
-            3,
-            stride=stride,
+        cut: Any = {
+            "threads": threads,
+            "per_slice": slices.tiles,
+            "first": block * slices.ids,
+            "each": shared.each,
+        }
+        target = Tiles(
+            **cut,
+            rows=refs["target"],
+            held=refs["target_held"].at[warpgroup],
+            barriers=barriers,
+            first_barrier=warpgroup * slices.tiles if interpreted else 3,
+            stride=shared.target_stride,
             size=call.size,
-            fill=-jnp.inf,
             bitmask=refs.get("bitmask"),
         )
         draft = None
-        if shared.draft_tiles:
-            draft = tiles(
-                "draft",
-                shared.draft_tiles,
-                3 + slices.tiles,
-                stride=shared.draft_stride,
+        if call.draft != "none":
+            draft = DraftRows(
+                **cut,
+                rows=refs["draft"],
                 size=call.draft_size,
+                row_size=call.size,
                 fill=0.0 if call.draft == "probs" else -jnp.inf,
+                aligned=shared.draft_aligned,
                 thresholds=refs.get("thresholds"),
             )
-        mail = Mail(threads, shared, refs.get("mail"), refs.get("barriers"), block)
-        request = Request(call, threads, refs, lax.axis_index("request"))
-        Verifier(call, request, target, draft, mail).run()
+        Verifier(
+            call,
+            Request(call, threads, refs, lax.axis_index("request")),
+            target,
+            draft,
+            Mail(threads, shared, mail, barriers, block),
+            Warpgroups(threads, warpgroups, warpgroup, refs.get("flags"), refs.get("met")),
+        ).run()
 
     token_ids, num_accepted, num_emitted, status = launch(
         verify_drafts,
@@ -207,6 +214,7 @@ def _launch(
         scratch=list(scratch.values()),
         grid=("request", num_requests),
         cluster=slices.cluster,
+        warpgroups=warpgroups,
         interpret=interpret,
     )
     token_ids = token_ids.reshape(num_requests, call.k + 1)

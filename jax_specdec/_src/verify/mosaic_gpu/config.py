@@ -7,18 +7,25 @@ import dataclasses
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
 WARPS = 4
-"""Warps of a block: one warpgroup."""
+"""Warps of a warpgroup."""
 
 MAX_CLUSTER = 16
 """The largest cluster of a Hopper GPU; more than 8 need one whose parts have 16 cores left."""
 
 MAX_BARRIERS = 32
-"""Barriers of a block: one thread of its first warp makes each ready."""
+"""Barriers of a warpgroup: one thread of its first warp makes each ready."""
+
+MAX_WARPGROUPS = 5
+"""Warpgroups of a block: more would have too few registers each."""
+
+SHARED_BYTES = 227 * 1024
+"""Shared memory that a block may have on Hopper and newer."""
 
 _CORES_OF_LARGE = 132  # H100, H200; smaller ones may have no room for a cluster of 16
-_BLOCKS_PER_CORE, _TILES_PER_BLOCK = 5, 8
+_BLOCKS_PER_CORE, _TILES_PER_BLOCK = 6, 8
+_MAIL_BYTES = 8 * 1024  # at most, what else a warpgroup holds
 _FREE_BLOCKS_PER_CORE = 4  # so many clusters of 16 are placed without waiting
-_MOST_BYTES = 48 * 1024  # of a slice: four blocks on a multiprocessor, draft tiles included
+_MOST_BYTES = 48 * 1024  # of a slice: four blocks on a multiprocessor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,57 +39,54 @@ class KernelConfig:
     Attributes:
       max_cluster: blocks that share one request, at most 16; more than 8 need a large device. The
         largest power of two up to it is used: other clusters take up to twice the time.
-      draft_tiles: tiles of a draft row that a block holds at a time: more wait less, fewer leave
-        room for more blocks on a multiprocessor.
+      rows_at_once: target rows of a request that are read at once, at most 5, each by a warpgroup
+        of its own. Those after a rejection are read in vain.
 
     Raises:
       ValueError: a number out of range.
 
     Example:
-      >>> KernelConfig(max_cluster=4).draft_tiles
-      2
+      >>> KernelConfig(max_cluster=16, rows_at_once=2)
+      KernelConfig(max_cluster=16, rows_at_once=2)
     """
 
     max_cluster: int = 8
-    draft_tiles: int = 2
+    rows_at_once: int = 1
 
     def __post_init__(self) -> None:
-        for name, most in (("max_cluster", MAX_CLUSTER), ("draft_tiles", MAX_BARRIERS)):
+        for name, most in (("max_cluster", MAX_CLUSTER), ("rows_at_once", MAX_WARPGROUPS)):
             value = getattr(self, name)
             if not 1 <= value <= most:
                 raise ValueError(f"{name} must be in [1, {most}], but it is {value}")
 
     @classmethod
-    def choose(
-        cls, num_requests: int, size: int, held: int, draft_size: int, num_cores: int
-    ) -> KernelConfig:
+    def choose(cls, num_requests: int, size: int, held: int, num_cores: int) -> KernelConfig:
         """The default, a rule of thumb.
 
         Args:
           num_requests: B.
           size: ids of a row that count.
           held: bytes that a block holds per id of its slice.
-          draft_size: bytes of a draft entry, 0 without draft rows.
           num_cores: multiprocessors of the device.
 
         Returns:
           Where requests are few, blocks enough to use the device: they wait for memory and for
-          one exponential per entry, not for its bandwidth. Where they are many, as few as have
-          something to do, since every block costs, and little shared memory, so that many run at
-          once.
+          one exponential per entry, not for its bandwidth, so rows that may not be needed are read
+          too. Where they are many, as few blocks as have something to do, since every one costs,
+          and little shared memory, so that many run at once.
         """
         large = num_cores >= _CORES_OF_LARGE
         blocks = num_requests * MAX_CLUSTER
-        if large and blocks <= num_cores:
-            return cls(max_cluster=MAX_CLUSTER, draft_tiles=4)
-        draft_tiles = 1 if draft_size == 4 else 2
         few = blocks <= _FREE_BLOCKS_PER_CORE * num_cores
         if large and (few or Slices.of(size, 8).ids * held > _MOST_BYTES):
-            return cls(max_cluster=MAX_CLUSTER, draft_tiles=draft_tiles)
+            # Where clusters of 16 must share multiprocessors, three rows have too many registers.
+            rows = 3 if 2 * blocks <= num_cores else 2 if blocks <= num_cores else 1
+            fit = SHARED_BYTES // (Slices.of(size, MAX_CLUSTER).ids * held + _MAIL_BYTES)
+            return cls(max_cluster=MAX_CLUSTER, rows_at_once=max(1, min(rows, fit)))
         at_once = -(-_BLOCKS_PER_CORE * num_cores // num_requests)
         with_work = -(-num_tiles(size) // _TILES_PER_BLOCK)
         cluster = 1 << (max(2, at_once, with_work) - 1).bit_length()
-        return cls(max_cluster=min(8, cluster), draft_tiles=draft_tiles)
+        return cls(max_cluster=min(8, cluster))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,31 +129,26 @@ class Shared:
 
     Attributes:
       slices: how rows are cut.
-      draft_tiles: draft tiles held, 0 without draft rows.
       target_size: bytes of a target entry.
       draft_size: bytes of a draft entry.
       target_aligned: whether every row begins at a multiple of sixteen bytes.
       draft_aligned: the same of draft rows.
       values: numbers that a warp tells the others of a row, at most.
+      warpgroups: warpgroups of a block, each of which holds all of this.
     """
 
     slices: Slices
-    draft_tiles: int
     target_size: int
     draft_size: int
     target_aligned: bool
     draft_aligned: bool
     values: int
+    warpgroups: int = 1
 
     @property
     def target_stride(self) -> int:
         """From one held tile to the next."""
         return TILE + _slack(self.target_aligned, self.target_size)
-
-    @property
-    def draft_stride(self) -> int:
-        """The same of draft tiles."""
-        return TILE + _slack(self.draft_aligned, self.draft_size)
 
     @property
     def each(self) -> int:
@@ -180,20 +179,19 @@ class Shared:
 
     @property
     def mail(self) -> int:
-        """Floats in all."""
-        return self.cells + TILE // (32 * self.each)
+        """Floats in all, of one warpgroup."""
+        return -(-(self.cells + TILE // (32 * self.each)) // 4) * 4
 
     @property
     def barriers(self) -> int:
         """Two boxes, the masses, then the tiles."""
-        return 3 + self.slices.tiles + self.draft_tiles
+        return 3 + self.slices.tiles
 
     @property
     def bytes(self) -> int:
         """Shared memory of a block, the compiler's rounding included."""
         held = self.slices.tiles * self.target_stride * self.target_size
-        held += self.draft_tiles * self.draft_stride * self.draft_size
-        return held + 4 * self.mail + 8 * self.barriers + 4 * 1024
+        return self.warpgroups * (held + 4 * self.mail + 8 * self.barriers) + 4 * 1024
 
 
 def _slack(aligned: bool, size: int) -> int:

@@ -13,6 +13,7 @@ from jax_specdec._src.types import Status
 from jax_specdec._src.verify import probabilistic
 from jax_specdec._src.verify.mosaic_gpu import output
 from jax_specdec._src.verify.mosaic_gpu.config import WARPS
+from jax_specdec._src.verify.mosaic_gpu.draft_rows import PIECES
 from jax_specdec._src.verify.mosaic_gpu.mail import tree_sum
 from jax_specdec._src.verify.mosaic_gpu.pick import first_past
 from jax_specdec._src.verify.mosaic_gpu.request import LOG2E
@@ -25,18 +26,12 @@ class Turns(NamedTuple):
     """How often what is used again and again has been used.
 
     Attributes:
-      target: ``[]`` int32, the turn of the row that is held.
       told: ``[]`` int32, how often warps have told each other of a row.
       weighings: ``[]`` int32, how often they have of masses.
-      draft: ``[]`` int32, the turn of the draft row.
-      free: ``[]`` int32, the next turn of draft tiles, once that row has been read.
     """
 
-    target: jax.Array
     told: jax.Array
     weighings: jax.Array
-    draft: jax.Array
-    free: jax.Array
 
 
 class Weighed(NamedTuple):
@@ -84,7 +79,7 @@ class Draw:
         self.from_residual = self.rejected & request.stored
         self.token_id = request.at(request.token_ids, position)
         self.logit = request.at(verifier.logit, position)
-        size = jnp.dtype(self.target.held.dtype).itemsize
+        size = jnp.dtype(self.target.rows.dtype).itemsize
         self.p_exponent = self.weighted = Exponent.of(seen.target, request.scale, size)
         if weight is not None:
             self.weighted = self.p_exponent.times(weight)
@@ -99,14 +94,13 @@ class Draw:
         if self.call.draft == "normalized":
             shift = request.at(self.verifier.shift, self.position)
             return Exponent(request.scale, shift * LOG2E, None)
-        size = jnp.dtype(self.draft.held.dtype).itemsize
+        size = jnp.dtype(self.draft.rows.dtype).itemsize
         return Exponent.of(self.seen.draft, request.scale, size)
 
     def run(self) -> None:
         """Weigh, draw and write."""
-        # A row that was read for its normalizer is still held.
-        if self.draft is not None and self.call.draft != "logits":
-            pl.when(self.from_residual)(lambda: self.draft.open(self.draft_row, self.turns.draft))
+        if self.draft is not None and self.call.draft != "logits":  # else it was read already
+            pl.when(self.from_residual)(lambda: self.draft.fetch(self.draft_row))
         nothing = [self.threads.filled(0.0) for _ in self.mail.tile_places()]
         self.finish(Weighed(jnp.int32(0), self.from_residual, nothing, jnp.float32(0)))
 
@@ -132,7 +126,7 @@ class Draw:
         place = self.token_id - self.target.first
         here = (place >= 0) & (place < self.target.per_slice * TILE)
         place = jnp.where(here, place, 0)
-        start = self.target.starts(self.row, lax.div(place, TILE), self.turns.target)[0]
+        start = self.target.starts(self.row, lax.div(place, TILE))[0]
         where = jnp.zeros_like(self.threads.index()) + (start + lax.rem(place, TILE))
         self.threads.scatter(self.target.held, where, value, here & (self.threads.index() == 0))
         self.threads.meet()
@@ -143,10 +137,10 @@ class Draw:
         """``p``."""
         return [jnp.exp2(self.p_exponent(x)) for x in self.target.entries(start)]
 
-    def residual(self, start: jax.Array, draft_start: jax.Array) -> list[jax.Array]:
+    def residual(self, start: jax.Array, drafts: list[jax.Array]) -> list[jax.Array]:
         """``(p - q)+``, p times the joint weight; NaN where q is none."""
         weights, target = [], self.target.entries(start)
-        for x, d in zip(target, self.draft.entries(draft_start), strict=True):
+        for x, d in zip(target, drafts, strict=True):
             p = jnp.exp2(self.weighted(x))
             if self.q_exponent is None:
                 weights.append(probabilistic.residual(p, d))
@@ -165,13 +159,9 @@ class Draw:
 
         from_residual = self.from_residual & ~again
         if self.draft is None:
-            masses = self.weigh_tiles(self.plain_masses)
+            masses = self.plain_masses()
         else:
-            masses = lax.cond(
-                from_residual,
-                lambda: self.weigh_tiles(self.residual_masses),
-                lambda: self.weigh_tiles(self.plain_masses),
-            )
+            masses = lax.cond(from_residual, self.residual_masses, self.plain_masses)
 
         # Everybody has read the masses of the first turn once the boxes have been used again.
         @pl.when(again)
@@ -189,36 +179,59 @@ class Draw:
         return tiles, self.threads.scalar(self.threads.warp_sum(tree_sum(tiles)))
 
     def weigh_residual(self) -> tuple[list[jax.Array], jax.Array]:
-        """The same of the residual, once the draft row is open."""
-        return self.told_masses(self.weigh_tiles(self.residual_masses))
+        """The same of the residual."""
+        return self.told_masses(self.residual_masses())
 
-    def weigh_tiles(self, mass: Any) -> list[jax.Array]:
-        """Each warp's part of the mass of each tile of the slice."""
+    def plain_masses(self) -> list[jax.Array]:
+        """Each warp's part of the mass of each tile of the slice, by ``p``."""
 
-        def add(tile: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
-            one = mass(tile)
-            return [jnp.where(tile == i, one, other) for i, other in enumerate(found)]
+        def add(tile: jax.Array, state: tuple[jax.Array, jax.Array]) -> Any:
+            starts = self.target.starts(self.row, tile)
+            mass = tree_sum([w for start in starts for w in self.plain(start)])
+            return self.finished(tile - 1, state), mass
 
-        zeros = [self.threads.filled(0.0) for _ in range(self.mail.shared.slices.tiles)]
-        per_thread = lax.fori_loop(0, self.target.count(), add, zeros)
-        return [self.threads.warp_sum(x) for x in per_thread]
+        nothing = self.threads.filled(0.0), self.threads.filled(0.0)
+        return self.by_tile(lax.fori_loop(0, self.target.count(), add, nothing))
 
-    def plain_masses(self, tile: jax.Array) -> jax.Array:
-        starts = self.target.starts(self.row, tile, self.turns.target)
-        return tree_sum([w for start in starts for w in self.plain(start)])
+    def residual_masses(self) -> list[jax.Array]:
+        """The same by the residual."""
+        target = self.target
 
-    def residual_masses(self, tile: jax.Array) -> jax.Array:
-        begun, row = self.turns.draft, self.draft_row
-        if self.call.draft != "logits":
-            self.draft.ready(row, tile, begun)
-        starts = zip(
-            self.target.starts(self.row, tile, self.turns.target),
-            self.draft.starts(row, tile, begun),
-            strict=True,
-        )
-        weights = [w for start, draft_start in starts for w in self.residual(start, draft_start)]
-        self.draft.release(row, tile, begun)
-        return tree_sum(weights)
+        def add(tile: jax.Array, piece: jax.Array, drafts: Any, state: Any) -> Any:
+            begin = target.starts(self.row, tile)[0] + piece * (TILE // PIECES)
+            mass = tree_sum(
+                [
+                    weight
+                    for i, chunk in enumerate(drafts)
+                    for weight in self.residual(begin + i * target.chunk, chunk)
+                ]
+            )
+            if isinstance(piece, int):
+                return (
+                    (state[0], state[1] + mass) if piece else (self.finished(tile - 1, state), mass)
+                )
+            return lax.cond(
+                piece == 0,
+                lambda: (self.finished(tile - 1, state), mass),
+                lambda: (state[0], state[1] + mass),
+            )
+
+        nothing = self.threads.filled(0.0), self.threads.filled(0.0)
+        return self.by_tile(self.draft.fold(self.draft_row, add, nothing))
+
+    def finished(self, tile: jax.Array, state: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Sums over each warp by lane, with that of a tile of which each thread has its part.
+
+        Added while the next tile is read, which need not wait for it.
+        """
+        found, last = state
+        return jnp.where(self.request.lane == tile, self.threads.warp_sum(last), found)
+
+    def by_tile(self, state: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
+        """Of each tile, after the last one."""
+        found = self.finished(self.target.count() - 1, state)
+        tiles = self.mail.shared.slices.tiles
+        return [self.threads.from_lane(found, i) for i in range(tiles)]
 
     # Picking.
 
@@ -229,29 +242,18 @@ class Draw:
 
         @pl.when((place >= 0) & (place < self.mail.shared.slices.tiles))
         def _() -> None:
-            begin, chunk = (
-                self.target.starts(self.row, place, self.turns.target)[0],
-                self.target.chunk,
-            )
+            starts = self.target.starts(self.row, place)
             if self.draft is None:
-                self.pick_in_tile(place, lambda i: self.plain(begin + i * chunk))
+                self.pick_in_tile(place, [self.plain(start) for start in starts])
                 return
-            # What is held of the draft row is another tile by now, unless all of it is.
-            draft_begin = self.draft.starts(self.draft_row, place, self.turns.draft)[0]
-            if not self.draft.whole:
-                turn = self.turns.free
-                draft_begin = self.draft.reopened(self.draft_row, place, turn)[0]
-                pl.when(weighed.from_residual)(
-                    lambda: self.draft.reopen(self.draft_row, place, turn)
-                )
 
-            def weights(i: jax.Array) -> list[jax.Array]:
-                return lax.cond(
-                    weighed.from_residual,
-                    lambda: self.residual(begin + i * chunk, draft_begin + i * chunk),
-                    lambda: self.plain(begin + i * chunk),
-                )
+            def residual() -> list[list[jax.Array]]:
+                drafts = self.draft.chunks(self.draft_row, place)
+                return [self.residual(*both) for both in zip(starts, drafts, strict=True)]
 
+            weights = lax.cond(
+                weighed.from_residual, residual, lambda: [self.plain(start) for start in starts]
+            )
             self.pick_in_tile(place, weights)
 
     def pick_tile(self, masses: list[jax.Array]) -> jax.Array:
@@ -271,15 +273,14 @@ class Draw:
         aim = self.request.at(self.request.uniforms, self.call.k) * before
         return threads.scalar(first_past(threads, masses, sums, aim))
 
-    def pick_in_tile(self, tile: jax.Array, weights: Any) -> None:
+    def pick_in_tile(self, tile: jax.Array, chunks: list[list[jax.Array]]) -> None:
         """Choose a warp's part of a chunk, then one of its threads, then one of the thread's ids.
 
         Args:
           tile: ``[]`` int32, of the slice.
-          weights: from the number of a chunk to its weights.
+          chunks: its weights.
         """
         threads, request, target = self.threads, self.request, self.target
-        chunks = [weights(jnp.int32(i)) for i in range(TILE // target.chunk)]
         sums = [tree_sum(list(chunk)) for chunk in chunks]
         inclusive = [threads.warp_scan(x) for x in sums]
         parts = self.mail.cells([threads.from_lane(x, WARP - 1) for x in inclusive])

@@ -28,7 +28,7 @@ class Filter:
     """
 
     def __init__(self, reader: Any, peak: jax.Array):
-        self.reader, self.row, self.turn, self.peak = reader, reader.row, reader.turn, peak
+        self.reader, self.row, self.peak = reader, reader.row, peak
         self.request, self.threads = reader.request, reader.threads
         self.target, self.mail = reader.target, reader.mail
 
@@ -60,7 +60,7 @@ class Filter:
             )
 
         def hide(tile: jax.Array, total: jax.Array) -> jax.Array:
-            self.target.hide_below(least, self.row, tile, self.turn)
+            self.target.hide_below(least, self.row, tile)
             return total + self.mass(tile, least)
 
         total, told = self.everywhere(hide, told)
@@ -109,20 +109,18 @@ class Filter:
 
     def count(self, tile: jax.Array, candidate: jax.Array) -> jax.Array:
         """How many entries of a tile reach a threshold; exact up to 2**24 ids per thread."""
-        return tree_sum([jnp.where(x >= candidate, 1.0, 0.0) for x in self._entries(tile)])
+        return tree_sum(
+            [jnp.where(x >= candidate, 1.0, 0.0) for x in self.target.of_tile(self.row, tile)]
+        )
 
     def mass(self, tile: jax.Array, candidate: jax.Array) -> jax.Array:
         """What those weigh, relative to the largest entry."""
         scale = self.request.scale
         weights = [
             jnp.where(x >= candidate, jnp.exp2((x - self.peak) * scale), 0.0)
-            for x in self._entries(tile)
+            for x in self.target.of_tile(self.row, tile)
         ]
         return tree_sum(weights)
-
-    def _entries(self, tile: jax.Array) -> list[jax.Array]:
-        starts = self.target.starts(self.row, tile, self.turn)
-        return [x for start in starts for x in self.target.entries(start)]
 
 
 def _value(key: jax.Array) -> jax.Array:

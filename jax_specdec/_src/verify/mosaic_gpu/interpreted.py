@@ -51,7 +51,7 @@ class Interpreted:
     def meet() -> None:
         plgpu.commit_smem()
 
-    pause = written = meet
+    written = meet
 
     @staticmethod
     def either(which: jax.Array, first: Any, second: Any) -> Any:
@@ -89,8 +89,19 @@ class Interpreted:
         return [loaded[:, j] for j in range(each)]
 
     @staticmethod
-    def row_entries(ref: Any, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
+    def row_entries(
+        ref: Any, row: jax.Array, start: jax.Array, each: int, *, aligned: bool = True
+    ) -> list[jax.Array]:
+        del aligned
         return [ref[...][row, start + j].astype(jnp.float32) for j in range(each)]
+
+    def row_words(self, ref: Any, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
+        return self.row_entries(ref, row, start, each)
+
+    @staticmethod
+    def numbers(words: list[jax.Array], dtype: Any) -> list[jax.Array]:
+        del dtype
+        return words
 
     @staticmethod
     def filled(value: Any, dtype: Any = jnp.float32) -> jax.Array:

@@ -1,8 +1,8 @@
 """One launch that verifies a batch: a cluster of blocks per request.
 
 Every block of a cluster holds one slice of a row in shared memory, and all make the same decisions
-from the same numbers. A row is read once its position is reached. The one that was read last is the
-one to draw from, so it is still there.
+from the same numbers. A row is read once its position is reached, or with the one before it where a
+block has several warpgroups. The row to draw from is still there when that is known.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from jax_specdec._src.types import Status
 from jax_specdec._src.verify import greedy, probabilistic, synthetic
 from jax_specdec._src.verify.mosaic_gpu import output, signals
 from jax_specdec._src.verify.mosaic_gpu.block_walk import BlockWalk
+from jax_specdec._src.verify.mosaic_gpu.draft_rows import DraftRows
 from jax_specdec._src.verify.mosaic_gpu.draw import Draw, Turns
 from jax_specdec._src.verify.mosaic_gpu.mail import Mail
 from jax_specdec._src.verify.mosaic_gpu.reader import Reader
@@ -25,6 +26,7 @@ from jax_specdec._src.verify.mosaic_gpu.request import LOG2E, Call, Request
 from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
 from jax_specdec._src.verify.mosaic_gpu.statistics import Normalizer, is_finite
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP
+from jax_specdec._src.verify.mosaic_gpu.warpgroups import Warpgroups
 
 OK, BAD_TARGET_ROW, BAD_DRAFT_ROW = (
     int(Status.OK),
@@ -39,7 +41,7 @@ class Seen(NamedTuple):
     Attributes:
       accepted: ``[]`` int32, 0 or 1.
       status: ``[]`` int32.
-      target, best, draft, draft_turn, told: see `reader.Shown`.
+      target, best, draft, told: see `reader.Shown`.
     """
 
     accepted: jax.Array
@@ -47,26 +49,32 @@ class Seen(NamedTuple):
     target: Normalizer
     best: jax.Array
     draft: Normalizer
-    draft_turn: jax.Array
     told: jax.Array
 
 
 class Verifier:
-    """One block at work on one request, while the kernel is traced.
+    """One warpgroup at work on one request, while the kernel is traced.
 
     Attributes:
       call: what is static.
       request: what is known of the request.
       target: target rows.
-      draft: tiles of draft rows, or None where there are none.
+      draft: draft rows, or None where there are none.
       mail: what reaches the others.
+      warpgroups: who reads which positions.
     """
 
     def __init__(
-        self, call: Call, request: Request, target: Tiles, draft: Tiles | None, mail: Mail
+        self,
+        call: Call,
+        request: Request,
+        target: Tiles,
+        draft: DraftRows | None,
+        mail: Mail,
+        warpgroups: Warpgroups,
     ):
         self.call, self.request, self.target, self.draft = call, request, target, draft
-        self.mail, self.threads = mail, request.threads
+        self.mail, self.warpgroups, self.threads = mail, warpgroups, request.threads
 
     def run(self) -> None:
         """Walk the positions, draw the last token, write the output."""
@@ -74,21 +82,21 @@ class Verifier:
 
         @pl.when(request.status == OK)
         def _() -> None:
+            self.know_probabilities()  # its loads are small: they go before copies
             if self.call.rates is None:
-                pl.when(request.num_rows > 0)(lambda: self.open(jnp.int32(0)))
+                self.open(self.warpgroups.index)
             self.target.prepare()
-            if self.draft is not None:
-                self.draft.prepare()
-            self.know_probabilities()  # what is loaded for it arrives while noise is drawn
+            if self.warpgroups.count > 1:
+                self.fetch_draft(self.warpgroups.index)
             request.know_noise()
             if not self.threads.interpreted:
                 signals.meet()
             if self.call.rates is not None:
                 self.emit(*self.synthetic_walk())
             elif not self.call.block:
-                self.emit(*self.walk())
+                self.walk_and_emit()
             else:
-                pl.when(request.greedy)(lambda: self.emit(*self.walk()))
+                pl.when(request.greedy)(self.walk_and_emit)
                 pl.when(~request.greedy)(lambda: BlockWalk(self).run())
 
         @pl.when(request.status != OK)
@@ -97,13 +105,18 @@ class Verifier:
                 signals.meet()
             output.write_status(request, self.mail.block, request.status)
 
-    def turn(self, position: jax.Array) -> jax.Array:
-        """The turn at which a position's target row begins."""
-        return position if self.call.rates is None else jnp.int32(0)
-
     def open(self, position: jax.Array) -> None:
-        """Begin to copy the target row of a position."""
-        self.target.open(self.request.first_row + position, self.turn(position))
+        """Begin to copy the target row of a position, if there is one."""
+        pl.when(position < self.request.num_rows)(
+            lambda: self.target.open(self.request.first_row + position)
+        )
+
+    def fetch_draft(self, position: jax.Array) -> None:
+        """Begin to bring the draft row of a position into the second-level cache."""
+        draft = self.draft
+        if draft is not None:
+            row = self.request.at(self.draft_row, position)
+            pl.when(self.knows_q(position))(lambda: draft.fetch(row))
 
     def know_probabilities(self) -> None:
         """By lane: the drafted token's target logit, and its draft probability where that is known.
@@ -137,26 +150,31 @@ class Verifier:
 
     # Deciding.
 
-    def walk(self) -> tuple[jax.Array, Seen]:
-        """Positions in order, until one is not accepted."""
+    def walk_and_emit(self) -> None:
+        """Positions in order, one for each warpgroup, until one is not accepted: that one emits."""
+        warpgroups = self.warpgroups
 
-        def goes_on(state: tuple[jax.Array, Seen]) -> jax.Array:
-            position, last = state
-            going = (position == 0) | (last.accepted == 1)
-            return going & (position < self.request.num_rows)
+        def goes_on(state: tuple[jax.Array, jax.Array, Seen]) -> jax.Array:
+            _, first, _ = state
+            return first == warpgroups.count
 
-        def step(state: tuple[jax.Array, Seen]) -> tuple[jax.Array, Seen]:
-            position, last = state
-            seen = self.visit(position, position, last.draft_turn, last.told)
-            following = position + 1
-            pl.when((seen.accepted == 1) & (following < self.request.num_rows))(
-                lambda: self.open(following)
+        def step(state: tuple[jax.Array, jax.Array, Seen]) -> tuple[jax.Array, jax.Array, Seen]:
+            turn, _, last = state
+            position = turn * warpgroups.count + warpgroups.index
+            seen = lax.cond(
+                position < self.request.num_rows,
+                lambda: self.visit(position, turn, last.told),
+                self.nothing,
             )
-            return position + 1, seen
+            first = warpgroups.first(seen.accepted == 0, turn)
+            pl.when(first == warpgroups.count)(lambda: self.open(position + warpgroups.count))
+            return turn + 1, first, seen
 
-        position, last = lax.while_loop(goes_on, step, (jnp.int32(0), self.nothing()))
-        ended = (position > 0) & (last.accepted == 0)
-        return jnp.where(ended, position - 1, position), last
+        start = jnp.int32(0), jnp.int32(warpgroups.count), self.nothing()
+        turns, first, seen = lax.while_loop(goes_on, step, start)
+        pl.when(first == warpgroups.index)(
+            lambda: self.emit((turns - 1) * warpgroups.count + warpgroups.index, seen)
+        )
 
     def synthetic_walk(self) -> tuple[jax.Array, Seen]:
         """Accept by rate, then read the one row that the last token comes from."""
@@ -172,20 +190,19 @@ class Verifier:
         def read() -> Seen:
             self.open(num_accepted)
             zero = jnp.int32(0)
-            return self.visit(num_accepted, zero, zero, zero, judge=False)
+            return self.visit(num_accepted, zero, zero, judge=False)
 
         return num_accepted, lax.cond(num_accepted < request.num_rows, read, self.nothing)
 
     def nothing(self) -> Seen:
         """Stands for a position not visited."""
         zero, unit = jnp.int32(0), Normalizer.of(jnp.float32(0), jnp.float32(1))
-        return Seen(zero, jnp.int32(OK), unit, zero, unit, zero, zero)
+        return Seen(zero, jnp.int32(OK), unit, zero, unit, zero)
 
     def visit(
         self,
         position: jax.Array,
         turn: jax.Array,
-        draft_turn: jax.Array,
         told: jax.Array,
         *,
         judge: bool = True,
@@ -195,7 +212,7 @@ class Verifier:
         The copy of the target row is under way.
         """
         request = self.request
-        shown = Reader(self, position, turn, draft_turn).read(told)
+        shown = Reader(self, position, turn).read(told)
         target = shown.target
         status = jnp.where(is_finite(target.peak), jnp.int32(OK), jnp.int32(BAD_TARGET_ROW))
         bad = self.bad | (self.uses_q & ~is_finite(shown.draft.peak))
@@ -251,14 +268,4 @@ class Verifier:
 
         @pl.when(draws)
         def _() -> None:
-            turns = self.turns(num_accepted, seen)._replace(weighings=jnp.int32(weighings))
-            Draw(self, num_accepted, seen, turns).run()
-
-    def turns(self, num_accepted: jax.Array, seen: Seen) -> Turns:
-        """How often things have been used when the last row has been looked at."""
-        begun = free = seen.draft_turn
-        if self.call.draft == "logits":
-            begun = begun - 1
-        elif self.draft is not None:
-            free = self.draft.following(begun)
-        return Turns(self.turn(num_accepted), seen.told, jnp.int32(0), begun, free)
+            Draw(self, num_accepted, seen, Turns(seen.told, jnp.int32(weighings))).run()

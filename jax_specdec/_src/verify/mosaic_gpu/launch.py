@@ -17,19 +17,21 @@ def launch(
     scratch: Sequence[Any],
     grid: tuple[str, int],
     cluster: int | None = None,
+    warpgroups: int = 1,
     interpret: Any,
 ) -> Sequence[jax.Array]:
-    """Run a kernel of one warpgroup per block.
+    """Run a kernel.
 
     Args:
-      body: of the refs of operands, outputs and scratch; its axes are named as in `grid`, and
-        "block" within a cluster.
+      body: of the refs of operands, outputs and scratch; its axes are named as in `grid`, "block"
+        within a cluster and "warpgroup" within a block of several.
       operands: arrays.
       out: what it writes.
       scratch: of each block.
       grid: name and number of the blocks or clusters.
       cluster: blocks of a cluster; 1 to interpret, at least 2 on a GPU. None for blocks that know
         nothing of each other.
+      warpgroups: warpgroups of a block.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
 
     Returns:
@@ -44,6 +46,8 @@ def launch(
     axes: dict[str, Any] = {}
     if cluster is not None and not interpreted:
         axes = dict(cluster=(cluster,), cluster_names=("block",))
+    if warpgroups > 1:
+        axes |= dict(num_threads=warpgroups, thread_name="warpgroup")
     name, count = grid
     kernel = plgpu.kernel(
         body,

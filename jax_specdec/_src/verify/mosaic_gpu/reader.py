@@ -23,14 +23,12 @@ class Shown(NamedTuple):
       target: normalizer of the target row; of a sampled request.
       best: ``[]`` int32, the row's argmax; of a greedy request.
       draft: normalizer of the draft row; where normalizers are not stored.
-      draft_turn: ``[]`` int32, the turn of the next draft row.
       told: ``[]`` int32, how often warps have told each other of rows.
     """
 
     target: Normalizer
     best: jax.Array
     draft: Normalizer
-    draft_turn: jax.Array
     told: jax.Array
 
 
@@ -45,13 +43,12 @@ class Reader:
       verifier: the block at work.
       position: ``[]`` int32; the copy of its target row is under way.
       turn: ``[]`` int32, of its target row.
-      draft_turn: ``[]`` int32, of its draft row, if that is read.
     """
 
-    def __init__(self, verifier: Any, position: jax.Array, turn: jax.Array, draft_turn: jax.Array):
+    def __init__(self, verifier: Any, position: jax.Array, turn: jax.Array):
         self.request, self.threads = verifier.request, verifier.threads
         self.mail, self.target, self.draft = verifier.mail, verifier.target, verifier.draft
-        self.position, self.turn, self.draft_turn = position, turn, draft_turn
+        self.position, self.turn = position, turn
         request = self.request
         self.row, self.scale = request.first_row + position, request.scale
         filters = request.filters
@@ -65,16 +62,14 @@ class Reader:
 
     def read(self, told: jax.Array) -> Shown:
         """Read, and filter; `told` is how often warps have told each other of rows."""
-        draft_turn = self.draft_turn
         if self.reads_draft:
-            pl.when(self.uses_q)(lambda: self.draft.open(self.draft_row, self.draft_turn))
-            draft_turn = jnp.where(self.uses_q, self.draft.following(draft_turn), draft_turn)
+            pl.when(self.uses_q)(lambda: self.draft.fetch(self.draft_row))
         mine = lax.cond(
             self.needs_peak,
             lambda: statistics.max_and_place(self.target, self.row, self.turn),
-            lambda: self.masses(self.target, self.row, self.turn, self.target_base),
+            self.target_mass,
         )
-        parts = self.of_draft(self.masses, self.draft_base) if self.reads_draft else ()
+        parts = self.of_draft(self.draft_mass) if self.reads_draft else ()
         first, second, *of_draft = self.mail.tell(told, *mine, *parts)
         best, target = lax.cond(
             self.needs_peak,
@@ -97,29 +92,38 @@ class Reader:
                 lambda: Filter(self, target.peak).run(told),
                 lambda: (target, told),
             )
-        return Shown(target, best, draft, draft_turn, told)
+        return Shown(target, best, draft, told)
 
     def read_again(self, told: jax.Array, draft: Normalizer) -> tuple[Normalizer, Normalizer]:
         """Normalizers by the largest entries."""
-        mine = statistics.max_and_sum(self.target, self.row, self.turn, self.scale)
-        parts = self.of_draft(statistics.max_and_sum, self.scale) if self.reads_draft else ()
+        mine = statistics.max_and_sum(self.target, self.row, self.scale)
+        parts = self.of_draft(self.draft_max_and_sum) if self.reads_draft else ()
         peaks, sums, *of_draft = self.mail.tell(told, *mine, *parts)
         return self.by_largest(peaks, sums), self.by_largest(*of_draft) if of_draft else draft
 
-    def of_draft(self, read: Any, *args: Any) -> tuple[jax.Array, jax.Array]:
-        """Of each warp's part of the draft row, if that counts."""
+    def of_draft(self, read: Any) -> tuple[jax.Array, jax.Array]:
+        """What `read` gives of each warp's part of the draft row, if that counts."""
         return lax.cond(
-            self.uses_q,
-            lambda: read(self.draft, self.draft_row, self.draft_turn, *args),
-            lambda: (self.threads.filled(0.0), self.threads.filled(1.0)),
+            self.uses_q, read, lambda: (self.threads.filled(0.0), self.threads.filled(1.0))
         )
 
-    def masses(
-        self, tiles: Any, row: jax.Array, turn: jax.Array, base: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def target_mass(self) -> tuple[jax.Array, jax.Array]:
         """Nothing that anybody needs, and the mass of each warp's part."""
-        mass = statistics.mass(tiles, row, turn, base, self.scale)
-        return self.threads.filled(0.0), mass
+        fold = functools.partial(self.target.fold, self.row, self.turn)
+        return self.threads.filled(0.0), self.mass(self.target, fold, self.target_base)
+
+    def draft_mass(self) -> tuple[jax.Array, jax.Array]:
+        """The same of the draft row."""
+        fold = functools.partial(self.draft.fold, self.draft_row)
+        return self.threads.filled(0.0), self.mass(self.draft, fold, self.draft_base)
+
+    def draft_max_and_sum(self) -> tuple[jax.Array, jax.Array]:
+        """Of each warp's part of the draft row."""
+        return statistics.max_and_sum(self.draft, self.draft_row, self.scale)
+
+    def mass(self, rows: Any, fold: Any, base: jax.Array) -> jax.Array:
+        size = jnp.dtype(rows.rows.dtype).itemsize
+        return statistics.mass(self.threads, fold, size, base, self.scale)
 
     # What all warps have, from what each has.
 

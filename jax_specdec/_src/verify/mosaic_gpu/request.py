@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_specdec._src import noise, ragged
 from jax_specdec._src import sampling as sampling_lib
@@ -68,6 +69,10 @@ class Request:
 
     def __init__(self, call: Call, threads: Any, refs: dict[str, Any], index: jax.Array):
         self.call, self.threads, self.refs, self.index = call, threads, refs, index
+        self.lane = threads.index() & (WARP - 1)
+        names = [name for name in ("token_ids", "rows") if name in refs]
+        guess = jnp.minimum(index * call.k + self.lane, refs["token_ids"].shape[0] - 1)
+        guessed = [threads.gather(refs[name], guess) for name in names]
         start, end = refs["offsets"][index], refs["offsets"][index + 1]
         start, self.num_drafts, in_bounds = ragged.locate(
             start, end, index, call.k, call.num_drafts
@@ -100,14 +105,17 @@ class Request:
             self._key = refs["keys"][index, 0], refs["keys"][index, 1]
             self._position = refs["positions"][index].astype(jnp.uint32)
 
-        self.lane = threads.index() & (WARP - 1)
         is_draft = self.lane < self.num_drafts
         place = jnp.where(is_draft, start + self.lane, 0)
-        self.token_ids = jnp.where(is_draft, threads.gather(refs["token_ids"], place), -1)
+        # Where all before it have K drafts, what was loaded with the offsets is what it needs.
+        found = lax.cond(
+            start == index * call.k,
+            lambda: guessed,
+            lambda: [threads.gather(refs[name], place) for name in names],
+        )
+        self.token_ids = jnp.where(is_draft, found[0], -1)
         self.proposed = (self.token_ids >= 0) & (self.token_ids < call.size)
-        self.draft_rows = place
-        if "rows" in refs:
-            self.draft_rows = threads.gather(refs["rows"], place)
+        self.draft_rows = jnp.where(is_draft, found[1], 0) if "rows" in refs else place
 
     def know_noise(self) -> None:
         """Draw or look up the uniforms."""

@@ -79,14 +79,11 @@ def row_statistics(
             rows=logits,
             held=held,
             barriers=barriers,
-            slots=slices.tiles,
             per_slice=slices.tiles,
             stride=shared.target_stride,
             first_barrier=0,
             first=block * slices.ids,
             size=slices.size,
-            row_size=slices.size,
-            fill=-jnp.inf,
             each=shared.each,
             end=jnp.clip(size - first_id[0], 0, slices.size),
         )
@@ -95,7 +92,7 @@ def row_statistics(
             return threads.scalar(threads.gather(ref, threads.filled(0, jnp.int32) + index)) != 0
 
         is_wanted, row = flag(wanted, index), rows[index]
-        pl.when(is_wanted)(lambda: target.open(row, jnp.int32(0)))
+        pl.when(is_wanted)(lambda: target.open(row))
         target.prepare()
         if not interpreted:
             signals.meet()

@@ -17,6 +17,7 @@ from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental.mosaic.gpu import utils
 
 from jax_specdec._src.verify.mosaic_gpu.threads import (
+    THREADS,
     add_scaled,
     assembly,
     i32,
@@ -38,6 +39,7 @@ def open_barriers(barriers: Any, count: int) -> None:
             .reg .pred mine;
             .reg .b32 thread, place;
             mov.u32 thread, %tid.x;
+            and.b32 thread, thread, 127;
             setp.lt.u32 mine, thread, {count};
             mad.lo.u32 place, thread, 8, $0;
             @mine mbarrier.init.shared::cta.b64 [place], 1;
@@ -55,6 +57,11 @@ def open_barriers(barriers: Any, count: int) -> None:
 def meet() -> None:
     """Wait until every block of the cluster has its barriers ready."""
     inline(lambda: assembly("barrier.cluster.wait.acquire.aligned;", "~{memory}"), (), ())
+
+
+def meet_warpgroups(count: int) -> None:
+    """Wait for all warpgroups of the block, by a barrier that none of them has for itself."""
+    inline(lambda: assembly(f"bar.sync 15, {THREADS * count};", "~{memory}"), (), ())
 
 
 def copy_pieces(
@@ -85,10 +92,7 @@ def copy_pieces(
 
     def run(rows: Any, held: Any, barriers: Any, *args: Any) -> None:
         row, first, place, barrier, count = args
-        begin = _first_byte(rows, row, first, columns, size)
-        end = arith.addi(add_scaled(begin, count, size), _c64(COPIED - 1))
-        mask = _c64(-COPIED)
-        begin, end = arith.andi(begin, mask), arith.andi(end, mask)
+        begin, length = _whole_units(rows, row, first, count, columns, size)
         assembly(
             """{
             .reg .pred mine;
@@ -100,12 +104,33 @@ def copy_pieces(
             "r,l,r,r,r,~{memory}",
             add_scaled(shared_address(held), place, size),
             begin,
-            arith.trunci(i32(), arith.subi(end, begin)),
+            length,
             add_scaled(shared_address(barriers), barrier, 8),
             count,
         )
 
     inline(run, (rows, held, barriers), (row, first, place, barrier, count))
+
+
+def prefetch_pieces(rows: Any, row: jax.Array, first: jax.Array, count: jax.Array) -> None:
+    """Begin to bring pieces of a row into the second-level cache: see `copy_pieces`."""
+    columns, size = rows.shape[1], rows.dtype.itemsize
+
+    def run(rows: Any, row: Any, first: Any, count: Any) -> None:
+        begin, length = _whole_units(rows, row, first, count, columns, size)
+        assembly(
+            """{
+            .reg .pred mine;
+            setp.gt.s32 mine, $2, 0;
+            @mine cp.async.bulk.prefetch.L2.global [$0], $1;
+            }""",
+            "l,r,r",
+            begin,
+            length,
+            count,
+        )
+
+    inline(run, (rows,), (row, first, count))
 
 
 def shift(rows: Any, row: jax.Array) -> jax.Array:
@@ -118,6 +143,16 @@ def shift(rows: Any, row: jax.Array) -> jax.Array:
         return (arith.shrui(before, utils.c(size.bit_length() - 1, i32())),)
 
     return inline(run, (rows,), (row,), [((), "int32")])[0]
+
+
+def _whole_units(
+    rows: Any, row: Any, first: Any, count: Any, columns: int, size: int
+) -> tuple[Any, Any]:
+    """Where the units begin that hold a piece, and their bytes."""
+    begin = _first_byte(rows, row, first, columns, size)
+    end = arith.addi(add_scaled(begin, count, size), _c64(COPIED - 1))
+    begin, end = arith.andi(begin, _c64(-COPIED)), arith.andi(end, _c64(-COPIED))
+    return begin, arith.trunci(i32(), arith.subi(end, begin))
 
 
 def _first_byte(rows: Any, row: Any, first: Any, columns: int, size: int) -> Any:
@@ -189,6 +224,7 @@ def exchange(
             .reg .pred first, sends, done;
             .reg .b32 thread, lane, theirs, barrier;
             mov.u32 thread, %tid.x;
+            and.b32 thread, thread, 127;
             setp.eq.u32 first, thread, 0;
             and.b32 lane, thread, 31;
             setp.lt.u32 sends, lane, {cluster};

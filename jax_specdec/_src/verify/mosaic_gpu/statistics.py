@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jax_specdec._src.verify.mosaic_gpu.draft_rows import DraftRows
 from jax_specdec._src.verify.mosaic_gpu.mail import tree_sum
 from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
 
@@ -86,29 +88,24 @@ def _base(peak: jax.Array) -> jax.Array:
     return jnp.where(is_finite(peak), peak, 0.0)
 
 
-def _entries(tiles: Tiles, row: jax.Array, tile: jax.Array, turn: jax.Array) -> list[jax.Array]:
-    return [x for start in tiles.starts(row, tile, turn) for x in tiles.entries(start)]
-
-
 def mass(
-    tiles: Tiles, row: jax.Array, turn: jax.Array, base: jax.Array, scale: jax.Array
+    threads: Any, fold: Callable[[Any, Any], Any], size: int, base: jax.Array, scale: jax.Array
 ) -> jax.Array:
-    """The mass of each warp's part of a row that is held whole, relative to `base`.
+    """The mass of each warp's part of a row, relative to `base`.
 
-    Tiles are read as they arrive. Any base of the order of the row's largest entry will do, as
-    `is_usable` tells from the sum over all warps.
+    `fold` is over its tiles, `size` that of its entries. Any base of the order of the row's largest
+    entry will do, as `is_usable` tells from the sum over all warps.
     """
-    size, shift = jnp.dtype(tiles.held.dtype).itemsize, base * scale
+    shift = base * scale
 
     def weight(x: jax.Array) -> jax.Array:
         return jnp.exp2((x - base) * scale if size == 4 else x * scale - shift)
 
-    def add(tile: jax.Array, total: jax.Array) -> jax.Array:
-        tiles.ready(row, tile, turn)
-        return total + tree_sum([weight(x) for x in _entries(tiles, row, tile, turn)])
+    def add(tile: Any, piece: Any, chunks: list[list[jax.Array]], total: jax.Array) -> jax.Array:
+        del tile, piece
+        return total + tree_sum([weight(x) for chunk in chunks for x in chunk])
 
-    total = lax.fori_loop(0, tiles.count(), add, tiles.threads.filled(0.0))
-    return tiles.threads.warp_sum(total)
+    return threads.warp_sum(fold(add, threads.filled(0.0)))
 
 
 def is_usable(total: jax.Array, base: jax.Array, scale: jax.Array) -> jax.Array:
@@ -127,10 +124,10 @@ def base_and_sum(
     out wrong, the row is read again, by `max_and_sum`. The base is not finite where there is no
     mass.
     """
-    threads, size = tiles.threads, jnp.dtype(tiles.held.dtype).itemsize
+    threads, size = tiles.threads, jnp.dtype(tiles.rows.dtype).itemsize
     none, some = jnp.int32(0), tiles.count() > 0
     pl.when(some)(lambda: tiles.ready(row, none, turn))
-    first = threads.warp_max(jnp.where(some, tree_max(_entries(tiles, row, none, turn)), -jnp.inf))
+    first = threads.warp_max(jnp.where(some, tree_max(tiles.of_tile(row, none)), -jnp.inf))
     base = _base(first)
     shift = base * scale
 
@@ -139,25 +136,23 @@ def base_and_sum(
 
     def add(tile: jax.Array, total: jax.Array) -> jax.Array:
         pl.when(tile > 0)(lambda: tiles.ready(row, tile, turn))
-        return total + tree_sum([weight(x) for x in _entries(tiles, row, tile, turn)])
+        return total + tree_sum([weight(x) for x in tiles.of_tile(row, tile)])
 
     total = threads.warp_sum(lax.fori_loop(0, tiles.count(), add, threads.filled(0.0)))
     usable = is_finite(first) & (total < _LARGEST_MASS) & (jnp.abs(shift) < _LARGEST_SHIFT)
-    return threads.either(
-        usable, lambda: (base, total), lambda: max_and_sum(tiles, row, turn, scale)
-    )
+    return threads.either(usable, lambda: (base, total), lambda: max_and_sum(tiles, row, scale))
 
 
 def max_and_sum(
-    tiles: Tiles, row: jax.Array, turn: jax.Array, scale: jax.Array
+    tiles: Tiles | DraftRows, row: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Of each warp's part of a row that has arrived: the largest entry, the mass relative to it."""
     threads = tiles.threads
 
     def add(tile: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         peak, total = state
-        entries = _entries(tiles, row, tile, turn)
-        larger = jnp.maximum(peak, tree_max(entries))
+        entries = tiles.of_tile(row, tile)
+        larger = largest([peak, *entries])
         base = _base(larger)
         mass = tree_sum([jnp.exp2((x - base) * scale) for x in entries])
         return larger, total * decay(_base(peak), base, scale) + mass
@@ -175,7 +170,7 @@ def max_and_place(tiles: Tiles, row: jax.Array, turn: jax.Array) -> tuple[jax.Ar
     def larger(tile: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         peak, where = state
         tiles.ready(row, tile, turn)
-        mine = tree_max(_entries(tiles, row, tile, turn))
+        mine = tree_max(tiles.of_tile(row, tile))
         return jnp.maximum(peak, mine), jnp.where(peak >= mine, where, tile)
 
     start = (threads.filled(-jnp.inf), threads.filled(0, jnp.int32))
@@ -183,7 +178,7 @@ def max_and_place(tiles: Tiles, row: jax.Array, turn: jax.Array) -> tuple[jax.Ar
     best = threads.warp_max(peak)
     # Each thread looks again at the tile in which it saw its largest entry.
     place = threads.filled(2**30, jnp.int32)
-    for i, begin in reversed(list(enumerate(tiles.starts(row, where, turn)))):
+    for i, begin in reversed(list(enumerate(tiles.starts(row, where)))):
         first = tiles.ids(where) + i * tiles.chunk
         for j, x in reversed(list(enumerate(tiles.entries(begin)))):
             place = jnp.where(x == best, first + j, place)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import jax
 
 from jax_specdec._src.types import DraftDistribution, DraftLogits
-from jax_specdec._src.verify.mosaic_gpu.config import MAX_BARRIERS, KernelConfig, Shared, Slices
+from jax_specdec._src.verify.mosaic_gpu.config import (
+    MAX_BARRIERS,
+    SHARED_BYTES,
+    KernelConfig,
+    Shared,
+    Slices,
+)
 from jax_specdec._src.verify.rows import storage_of
-
-SHARED_BYTES = 227 * 1024
-"""Shared memory that a block may have on Hopper and newer."""
 
 _MAX_DRAFTS = 30  # a lane for each, and two for the uniforms to recover with
 _MIN_CAPABILITY = 9.0
@@ -53,7 +56,14 @@ def unsupported(
             f"implementation='mosaic_gpu' takes up to {_MAX_DRAFTS} drafts per request, but "
             f"num_speculative_tokens is {k}"
         )
-    shared = plan(target_logits, distribution, num_requests=num_requests, size=size, config=config)
+    shared = plan(
+        target_logits,
+        distribution,
+        num_requests=num_requests,
+        at_once=k + 1,
+        size=size,
+        config=config,
+    )
     arrays = [target_logits] if distribution is None else [target_logits, storage_of(distribution)]
     return _too_large(shared, arrays)
 
@@ -93,32 +103,30 @@ def plan(
     distribution: DraftDistribution | None,
     *,
     num_requests: int,
+    at_once: int,
     size: int,
     config: KernelConfig | None,
 ) -> Shared:
-    """What a block holds in shared memory."""
+    """What a block holds in shared memory, of whose rows `at_once` can be read at once."""
     storage = None if distribution is None else storage_of(distribution)
-    # Without a stored normalizer a draft row is read twice: it is held whole.
-    reads_twice = isinstance(distribution, DraftLogits) and distribution.log_normalizer is None
+    reads_draft = isinstance(distribution, DraftLogits) and distribution.log_normalizer is None
     target_size = target_logits.dtype.itemsize
     draft_size = 0 if storage is None else storage.dtype.itemsize
     if config is None:
-        held = target_size + (draft_size if reads_twice else 0)
-        config = KernelConfig.choose(num_requests, size, held, draft_size, _num_cores())
+        config = KernelConfig.choose(num_requests, size, target_size, _num_cores())
     slices = Slices.of(size, config.max_cluster)
 
     def aligned(x: jax.Array | None) -> bool:
         return x is None or x.shape[1] * x.dtype.itemsize % 16 == 0
 
-    draft_tiles = slices.tiles if reads_twice else min(config.draft_tiles, slices.tiles)
     return Shared(
         slices=slices,
-        draft_tiles=0 if storage is None else draft_tiles,
         target_size=target_size,
         draft_size=draft_size,
         target_aligned=aligned(target_logits),
         draft_aligned=aligned(storage),
-        values=4 if reads_twice else 2,
+        values=4 if reads_draft else 2,
+        warpgroups=min(config.rows_at_once, at_once),
     )
 
 
@@ -126,10 +134,9 @@ def plan_rows(logits: jax.Array, num_rows: int, config: KernelConfig | None) -> 
     """What a block holds in shared memory that reads rows of one matrix."""
     size, held = logits.shape[1], logits.dtype.itemsize
     if config is None:
-        config = KernelConfig.choose(num_rows, size, held, 0, _num_cores())
+        config = KernelConfig.choose(num_rows, size, held, _num_cores())
     return Shared(
         slices=Slices.of(size, config.max_cluster),
-        draft_tiles=0,
         target_size=held,
         draft_size=0,
         target_aligned=size * held % 16 == 0,

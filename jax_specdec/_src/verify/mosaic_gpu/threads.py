@@ -28,6 +28,7 @@ WARPS = THREADS // WARP
 
 _PER_THREAD = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 _UNIFORM = plgpu.Layout.WG_SPLAT(())
+_GLOBAL = 1  # the address space
 _ALL_LANES = "0xffffffff"
 
 
@@ -178,11 +179,6 @@ class Gpu:
         """What a thread wrote to shared memory precedes copies that begin once others know it."""
         inline(lambda: assembly("fence.proxy.async.shared::cta;", "~{memory}"), (), ())
 
-    @staticmethod
-    def pause() -> None:
-        """Wait for the whole warpgroup, which has only read shared memory that is copied to."""
-        inline(lambda: assembly("bar.sync 1, 128;", "~{memory}"), (), ())
-
     def either(self, which: jax.Array, first: Any, second: Any) -> Any:
         """What `first` or `second` gives; `which` is the same in all threads of a warp."""
         return lax.cond(self.scalar(which.astype(jnp.int32)) == 1, first, second)
@@ -254,11 +250,13 @@ class Gpu:
         out = [((THREADS,), jnp.float32)] * each
         return inline(run, (ref,), (start, self.index()), out)
 
-    def row_entries(self, ref: Any, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
+    def row_entries(
+        self, ref: Any, row: jax.Array, start: jax.Array, each: int, *, aligned: bool = True
+    ) -> list[jax.Array]:
         """``ref[row, start + j]`` of each thread as float32, ``[128]`` for each j of `each`.
 
-        From global memory. More than one are read at once: `each` and `start` fit a row of aligned
-        pieces of up to sixteen bytes.
+        From global memory. `aligned`: `each` and `start` fit a row of aligned pieces of up to
+        sixteen bytes, which are read at once; else one entry is.
         """
         if each == 1:
             return [self.gather(ref, row, start)]
@@ -267,10 +265,35 @@ class Gpu:
         def run(ref: Any, row: Any, start: Any) -> Any:
             begin = add_scaled(_address(ref), row, columns * dtype.itemsize)
             begin = add_scaled(begin, start, dtype.itemsize)
+            if not aligned:
+                offsets = [utils.c(j * dtype.itemsize, begin.type) for j in range(each)]
+                return [_entry(ref, arith.addi(begin, offset), dtype) for offset in offsets]
             words = _aligned_words(ref, begin, each * dtype.itemsize)
             return [x for word in words for x in _numbers(word, dtype)]
 
         return inline(run, (ref,), (row, start), [((THREADS,), jnp.float32)] * each)
+
+    def row_words(self, ref: Any, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
+        """Aligned `row_entries` as they are loaded: what `numbers` makes entries of."""
+        dtype, columns = jnp.dtype(ref.dtype), ref.shape[1]
+
+        def run(ref: Any, row: Any, start: Any) -> Any:
+            begin = add_scaled(_address(ref), row, columns * dtype.itemsize)
+            begin = add_scaled(begin, start, dtype.itemsize)
+            return _aligned_words(ref, begin, each * dtype.itemsize)
+
+        out = [((THREADS,), jnp.int32)] * (each * dtype.itemsize // 4)
+        return inline(run, (ref,), (row, start), out)
+
+    def numbers(self, words: list[jax.Array], dtype: Any) -> list[jax.Array]:
+        """Entries as float32, from words that hold one or two of them."""
+        dtype = jnp.dtype(dtype)
+
+        def run(*words: Any) -> Any:
+            return [x for word in words for x in _numbers(word, dtype)]
+
+        out = [((THREADS,), jnp.float32)] * (4 // dtype.itemsize * len(words))
+        return inline(run, (), words, out)
 
     def filled(self, value: Any, dtype: Any = jnp.float32) -> jax.Array:
         """``[128]`` of one value, in a register of each thread, to start a loop with."""
@@ -283,7 +306,14 @@ def _address(ref: Any) -> Any:
 
 
 def _pointer(ref: Any, address: Any) -> Any:
-    return llvm.inttoptr(utils.memref_ptr(ref).type, address)
+    kind = utils.memref_ptr(ref).type if utils.is_smem_ref(ref) else llvm.PointerType.get(_GLOBAL)
+    return llvm.inttoptr(kind, address)
+
+
+def _entry(ref: Any, address: Any, dtype: Any) -> Any:
+    """One entry, as float32."""
+    value = llvm.load(_element_type(dtype), _pointer(ref, address))
+    return value if dtype == jnp.float32 else arith.extf(ir.F32Type.get(), value)
 
 
 def _aligned_words(ref: Any, begin: Any, size: int) -> list[Any]:

@@ -1,0 +1,164 @@
+"""Draft rows, read from global memory by the threads that need their entries."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_specdec._src.verify.mosaic_gpu import signals
+from jax_specdec._src.verify.mosaic_gpu.threads import THREADS
+from jax_specdec._src.verify.tiles import TILE
+
+PIECES = 2
+"""Of a tile, each of eight ids per thread: more at once need more registers."""
+
+Step = Callable[[jax.Array, jax.Array | int, list[list[jax.Array]], Any], Any]
+"""From a tile, a piece of it, that piece's chunks, and a state to the next state."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftRows:
+    """A block's slice of draft rows, of which nothing is kept.
+
+    What a tile has past the ids that count reads as `fill`, what a threshold hides as -inf.
+
+    Attributes:
+      threads: the operations of the warpgroup.
+      rows: ref ``[R, columns]`` in global memory.
+      per_slice: tiles of a slice, the last slice of a row aside.
+      first: ``[]`` int32, the first id of this block's slice.
+      size: ids that the drafter could draw.
+      row_size: ids of the target row that count.
+      fill: the entry of an id that the drafter could not draw.
+      each: consecutive ids per thread.
+      aligned: whether every row begins at a multiple of sixteen bytes.
+      thresholds: ref ``[R]`` float32, what an entry must reach, or None.
+    """
+
+    threads: Any
+    rows: Any
+    per_slice: int
+    first: jax.Array
+    size: int
+    row_size: int
+    fill: float
+    each: int
+    aligned: bool
+    thresholds: Any = None
+
+    @property
+    def chunk(self) -> int:
+        """Ids that all threads read at once."""
+        return THREADS * self.each
+
+    def count(self) -> jax.Array:
+        """Tiles of this slice of the target row."""
+        return _tiles(self.row_size - self.first + TILE - 1, self.per_slice)
+
+    def full(self) -> jax.Array:
+        """Those of them, from the first on, of which every id counts."""
+        return _tiles(self.size - self.first, self.per_slice)
+
+    def fetch(self, row: jax.Array) -> None:
+        """Begin to bring the slice of a row into the second-level cache."""
+        if self.threads.interpreted:
+            return
+        index = self.threads.index()
+        first = self.first + index * TILE
+        count = jnp.where(index < self.per_slice, jnp.minimum(self.size - first, TILE), 0)
+        signals.prefetch_pieces(self.rows, row, first, count)
+
+    def fold(self, row: jax.Array, step: Step, state: Any) -> Any:
+        """``state = step(tile, piece, chunks, state)`` for each piece of the slice's tiles."""
+
+        def run(is_full: bool, tile: jax.Array, state: Any) -> Any:
+            def work(piece: jax.Array | int, words: Any, state: Any) -> Any:
+                starts = self._starts(tile, piece)
+                return step(tile, piece, self._numbers(row, starts, words, is_full), state)
+
+            if self.aligned and is_full:
+                for i, words in enumerate([self._words(row, tile, i) for i in range(PIECES)]):
+                    state = work(i, words, state)
+                return state
+            return lax.fori_loop(
+                0, PIECES, lambda i, state: work(i, self._words(row, tile, i), state), state
+            )
+
+        full = self.full()
+        state = lax.fori_loop(0, full, functools.partial(run, True), state)
+        return lax.fori_loop(full, self.count(), functools.partial(run, False), state)
+
+    def of_tile(self, row: jax.Array, tile: jax.Array) -> list[jax.Array]:
+        """All entries that each thread has of a tile."""
+        return [x for chunk in self.chunks(row, tile) for x in chunk]
+
+    def chunks(self, row: jax.Array, tile: jax.Array) -> list[list[jax.Array]]:
+        """The same chunk by chunk."""
+        loaded = [self._words(row, tile, i) for i in range(PIECES)]
+        pieces = [self._numbers(row, self._starts(tile, i), w, False) for i, w in enumerate(loaded)]
+        return [chunk for chunks in pieces for chunk in chunks]
+
+    def _starts(self, tile: jax.Array, piece: jax.Array | int) -> list[jax.Array]:
+        """The first id of each thread in the chunks of a piece."""
+        begin = tile * TILE + piece * (TILE // PIECES) + self.threads.index() * self.each
+        return [self.first + begin + i for i in range(0, TILE // PIECES, self.chunk)]
+
+    def _words(
+        self, row: jax.Array, tile: jax.Array, piece: jax.Array | int
+    ) -> list[list[jax.Array]]:
+        """What is loaded of a piece; of rows that are not aligned nothing."""
+        if not self.aligned:
+            return []
+        last, starts = self.rows.shape[1] - self.each, self._starts(tile, piece)
+        row = row + jnp.zeros_like(starts[0])
+        return [
+            self.threads.row_words(self.rows, row, jnp.minimum(start, last), self.each)
+            for start in starts
+        ]
+
+    def _numbers(
+        self,
+        row: jax.Array,
+        starts: list[jax.Array],
+        words: list[list[jax.Array]],
+        is_full: bool,
+    ) -> list[list[jax.Array]]:
+        """The chunks of a piece; `is_full` if every id of it counts."""
+        row = row + jnp.zeros_like(starts[0])
+        if self.aligned:
+            chunks = [self.threads.numbers(of_chunk, self.rows.dtype) for of_chunk in words]
+        else:
+            chunks = [self._unaligned(row, start, is_full) for start in starts]
+        if not is_full:
+            chunks = [
+                [jnp.where(start < self.size - j, x, self.fill) for j, x in enumerate(chunk)]
+                for start, chunk in zip(starts, chunks, strict=True)
+            ]
+        if self.thresholds is not None:
+            least = self.threads.gather(self.thresholds, row)
+            chunks = [[jnp.where(x < least, -jnp.inf, x) for x in chunk] for chunk in chunks]
+        return chunks
+
+    def _unaligned(self, row: jax.Array, column: jax.Array, is_inside: bool) -> list[jax.Array]:
+        """A chunk from `column` on; some entry or other for those that are not inside the row."""
+        if is_inside:
+            return self.threads.row_entries(self.rows, row, column, self.each, aligned=False)
+        columns = [jnp.minimum(column + j, self.rows.shape[1] - 1) for j in range(self.each)]
+        return [self.threads.gather(self.rows, row, column) for column in columns]
+
+    def at(self, row: jax.Array, token_id: jax.Array) -> jax.Array:
+        """One entry per thread; -inf where it is hidden."""
+        entry = self.threads.gather(self.rows, row, token_id)
+        if self.thresholds is not None:
+            entry = jnp.where(entry < self.threads.gather(self.thresholds, row), -jnp.inf, entry)
+        return entry
+
+
+def _tiles(ids: jax.Array, most: int) -> jax.Array:
+    return jnp.clip(lax.div(ids, TILE), 0, most)
