@@ -377,7 +377,8 @@ def test_rows_are_read_at_once_where_requests_are_few_and_shared_memory_has_room
 
     assert [rows(n) for n in (1, 4, 5, 8, 9, 256)] == [3, 3, 2, 2, 1, 1]
     assert rows(1, num_cores=78) == 1
-    assert rows(1, size=2**18, held=4) == 3 and rows(1, size=2**19, held=4) == 1
+    assert rows(4, size=2**18, held=4) == 3 and rows(4, size=2**19, held=4) == 1
+    assert rows(8, size=2**18, held=4) == 1  # two blocks on a multiprocessor
     for size in (2**18, 300_000, 2**19 - 1):
         layout = Layout(vocab=size, num_requests=1, num_drafts=0)
         assert lowered(layout).count("@mosaic_gpu") == 1
