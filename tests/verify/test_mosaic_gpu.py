@@ -375,7 +375,7 @@ def test_rows_are_read_at_once_where_requests_are_few_and_shared_memory_has_room
     def rows(num_requests, size=128256, held=2, num_cores=132):
         return KernelConfig.choose(num_requests, size, held, num_cores).rows_at_once
 
-    assert [rows(n) for n in (1, 4, 5, 8, 9, 256)] == [3, 3, 2, 2, 1, 1]
+    assert [rows(n) for n in (1, 4, 5, 16, 17, 256)] == [3, 3, 2, 2, 1, 1]
     assert rows(1, num_cores=78) == 1
     assert rows(4, size=2**18, held=4) == 3 and rows(4, size=2**19, held=4) == 1
     assert rows(8, size=2**18, held=4) == 1  # two blocks on a multiprocessor

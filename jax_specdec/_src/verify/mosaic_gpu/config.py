@@ -79,10 +79,10 @@ class KernelConfig:
         blocks = num_requests * MAX_CLUSTER
         few = blocks <= _FREE_BLOCKS_PER_CORE * num_cores
         if large and (few or Slices.of(size, 8).ids * held > _MOST_BYTES):
-            # Eight clusters of 16 fit at once only if two blocks fit on a multiprocessor, for which
-            # three rows need too many registers.
+            # More than a few clusters of 16 fit at once only if two blocks fit on a multiprocessor,
+            # for which three rows need too many registers.
             alone = 2 * blocks <= num_cores
-            rows = 3 if alone else 2 if blocks <= num_cores else 1
+            rows = 3 if alone else 2 if blocks <= 2 * num_cores else 1
             room = SHARED_BYTES if alone else SHARED_BYTES // 2
             fit = room // (Slices.of(size, MAX_CLUSTER).ids * held + _MAIL_BYTES)
             return cls(max_cluster=MAX_CLUSTER, rows_at_once=max(1, min(rows, fit)))
