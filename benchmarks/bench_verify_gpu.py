@@ -242,11 +242,8 @@ def kernel_config(text: str) -> Any:
     """``max_cluster=4,rows_at_once=2`` to a `KernelConfig`."""
     from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 
-    values = {"true": True, "false": False}
     pairs = (part.split("=") for part in text.split(","))
-    return KernelConfig(
-        **{name: values[v.lower()] if v.lower() in values else int(v) for name, v in pairs}
-    )
+    return KernelConfig(**{name: int(value) for name, value in pairs})
 
 
 def parse(command_line: list[str] | None) -> argparse.Namespace:

@@ -197,7 +197,7 @@ class Draw:
         """The same by the residual."""
         target = self.target
 
-        def add(tile: jax.Array, piece: jax.Array, drafts: Any, state: Any) -> Any:
+        def add(tile: jax.Array, piece: jax.Array | int, drafts: Any, state: Any) -> Any:
             begin = target.starts(self.row, tile)[0] + piece * (TILE // PIECES)
             mass = tree_sum(
                 [
@@ -206,15 +206,16 @@ class Draw:
                     for weight in self.residual(begin + i * target.chunk, chunk)
                 ]
             )
+
+            def begin_tile() -> tuple[jax.Array, jax.Array]:
+                return self.finished(tile - 1, state), mass
+
+            def go_on() -> tuple[jax.Array, jax.Array]:
+                return state[0], state[1] + mass
+
             if isinstance(piece, int):
-                return (
-                    (state[0], state[1] + mass) if piece else (self.finished(tile - 1, state), mass)
-                )
-            return lax.cond(
-                piece == 0,
-                lambda: (self.finished(tile - 1, state), mass),
-                lambda: (state[0], state[1] + mass),
-            )
+                return go_on() if piece else begin_tile()
+            return lax.cond(piece == 0, begin_tile, go_on)
 
         nothing = self.threads.filled(0.0), self.threads.filled(0.0)
         return self.by_tile(self.draft.fold(self.draft_row, add, nothing))

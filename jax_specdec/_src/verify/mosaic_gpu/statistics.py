@@ -88,6 +88,12 @@ def _base(peak: jax.Array) -> jax.Array:
     return jnp.where(is_finite(peak), peak, 0.0)
 
 
+def _weigher(base: jax.Array, scale: jax.Array, size: int) -> Callable[[jax.Array], jax.Array]:
+    """From entries of `size` bytes to their weights relative to `base`."""
+    shift = base * scale
+    return lambda x: jnp.exp2((x - base) * scale if size == 4 else x * scale - shift)
+
+
 def mass(
     threads: Any, fold: Callable[[Any, Any], Any], size: int, base: jax.Array, scale: jax.Array
 ) -> jax.Array:
@@ -96,10 +102,7 @@ def mass(
     `fold` is over its tiles, `size` that of its entries. Any base of the order of the row's largest
     entry will do, as `is_usable` tells from the sum over all warps.
     """
-    shift = base * scale
-
-    def weight(x: jax.Array) -> jax.Array:
-        return jnp.exp2((x - base) * scale if size == 4 else x * scale - shift)
+    weight = _weigher(base, scale, size)
 
     def add(tile: Any, piece: Any, chunks: list[list[jax.Array]], total: jax.Array) -> jax.Array:
         del tile, piece
@@ -129,17 +132,14 @@ def base_and_sum(
     pl.when(some)(lambda: tiles.ready(row, none, turn))
     first = threads.warp_max(jnp.where(some, tree_max(tiles.of_tile(row, none)), -jnp.inf))
     base = _base(first)
-    shift = base * scale
-
-    def weight(x: jax.Array) -> jax.Array:
-        return jnp.exp2((x - base) * scale if size == 4 else x * scale - shift)
+    weight = _weigher(base, scale, size)
 
     def add(tile: jax.Array, total: jax.Array) -> jax.Array:
         pl.when(tile > 0)(lambda: tiles.ready(row, tile, turn))
         return total + tree_sum([weight(x) for x in tiles.of_tile(row, tile)])
 
     total = threads.warp_sum(lax.fori_loop(0, tiles.count(), add, threads.filled(0.0)))
-    usable = is_finite(first) & (total < _LARGEST_MASS) & (jnp.abs(shift) < _LARGEST_SHIFT)
+    usable = is_finite(first) & (total < _LARGEST_MASS) & (jnp.abs(base * scale) < _LARGEST_SHIFT)
     return threads.either(usable, lambda: (base, total), lambda: max_and_sum(tiles, row, scale))
 
 

@@ -260,16 +260,15 @@ class Gpu:
         """
         if each == 1:
             return [self.gather(ref, row, start)]
+        if aligned:
+            return self.numbers(self.row_words(ref, row, start, each), ref.dtype)
         dtype, columns = jnp.dtype(ref.dtype), ref.shape[1]
 
         def run(ref: Any, row: Any, start: Any) -> Any:
             begin = add_scaled(_address(ref), row, columns * dtype.itemsize)
             begin = add_scaled(begin, start, dtype.itemsize)
-            if not aligned:
-                offsets = [utils.c(j * dtype.itemsize, begin.type) for j in range(each)]
-                return [_entry(ref, arith.addi(begin, offset), dtype) for offset in offsets]
-            words = _aligned_words(ref, begin, each * dtype.itemsize)
-            return [x for word in words for x in _numbers(word, dtype)]
+            offsets = [utils.c(j * dtype.itemsize, begin.type) for j in range(each)]
+            return [_entry(ref, arith.addi(begin, offset), dtype) for offset in offsets]
 
         return inline(run, (ref,), (row, start), [((THREADS,), jnp.float32)] * each)
 
