@@ -14,6 +14,7 @@ from jax_specdec._src.types import Status
 from jax_specdec._src.verify import block
 from jax_specdec._src.verify.mosaic_gpu import output
 from jax_specdec._src.verify.mosaic_gpu.draw import Draw, Turns, Weighed
+from jax_specdec._src.verify.mosaic_gpu.reader import Shown, no_masses
 from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
 
 
@@ -23,14 +24,14 @@ class Prefix(NamedTuple):
     Attributes:
       length: ``[]`` int32.
       weight: ``[]`` float32, its joint weight.
-      seen: what the position after it showed.
+      shown: what the position after it showed.
       masses: by lane, of the residual there.
       total: ``[]`` float32, their sum.
     """
 
     length: jax.Array
     weight: jax.Array
-    seen: Any
+    shown: Shown
     masses: list[jax.Array]
     total: jax.Array
 
@@ -91,8 +92,8 @@ class BlockWalk:
     def start(self) -> State:
         """Before the first position."""
         zero, verifier = jnp.int32(0), self.verifier
-        masses = [self.verifier.threads.filled(0.0) for _ in verifier.mail.tile_places()]
-        kept = Prefix(zero, jnp.float32(1), verifier.nothing(), masses, jnp.float32(0))
+        shown, masses = Shown.nothing(verifier.mail), no_masses(verifier.mail)
+        kept = Prefix(zero, jnp.float32(1), shown, masses, jnp.float32(0))
         going = self.request.is_proposed(zero).astype(jnp.int32)
         return State(zero, jnp.float32(1), going, 1 - going, zero, zero, kept)
 
@@ -104,20 +105,21 @@ class BlockWalk:
             row = request.at(verifier.draft_row, position)
             pl.when(request.stored)(lambda: draft.fetch(row))
         seen = verifier.visit(position, position, state.told)
-        by_lane = verifier.probabilities(seen.target, seen.draft)
+        shown = seen.shown
+        by_lane = verifier.probabilities(shown.target, shown.draft)
         p, q = (request.at(x, position) for x in by_lane)
 
         masses, mass = state.kept.masses, block.one_hot_residual_mass(weight, p)
         status = seen.status
         if draft is not None:
-            draw = Draw(verifier, position, seen, Turns(seen.told, position), weight)
+            draw = Draw(verifier, position, shown, Turns(shown.told, position), weight)
             masses, mass = lax.cond(request.stored, draw.weigh_residual, lambda: (masses, mass))
             bad = (status == Status.OK) & ~((mass >= 0) & (mass < jnp.inf))
             status = jnp.where(bad, jnp.int32(Status.BAD_DRAFT_ROW), status)
 
         last = request.at(request.uniforms, jnp.maximum(position - 1, 0))
         passes = (position == 0) | block.passes(last, weight, mass)
-        now = Prefix(position, weight, seen, masses, mass)
+        now = Prefix(position, weight, shown, masses, mass)
         kept = jax.tree.map(lambda new, old: jnp.where(passes, new, old), now, state.kept)
 
         following_weight = block.joint_weight(weight, p, q)
@@ -135,7 +137,7 @@ class BlockWalk:
             going.astype(jnp.int32),
             ends.astype(jnp.int32),
             status,
-            seen.told,
+            shown.told,
             kept,
         )
 
@@ -154,12 +156,12 @@ class BlockWalk:
         def _() -> None:
             hold(self.target, row, looked_at)
             if request.filters is not None:
-                least = kept.seen.target.least
+                least = kept.shown.target.least
                 for_all(self.target, lambda i: self.target.hide_below(least, row, i))
 
         weighings = self.weighings(looked_at - 1)  # and the one that was kept
         turns = Turns(state.told, weighings)
-        draw = Draw(verifier, length, kept.seen, turns, kept.weight)
+        draw = Draw(verifier, length, kept.shown, turns, kept.weight)
         weighed = Weighed(request.stored.astype(jnp.int32), request.stored, kept.masses, kept.total)
         draw.finish(weighed)
 

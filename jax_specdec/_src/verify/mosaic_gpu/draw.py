@@ -16,9 +16,11 @@ from jax_specdec._src.verify.mosaic_gpu.config import WARPS
 from jax_specdec._src.verify.mosaic_gpu.draft_rows import PIECES
 from jax_specdec._src.verify.mosaic_gpu.mail import tree_sum
 from jax_specdec._src.verify.mosaic_gpu.pick import first_past
+from jax_specdec._src.verify.mosaic_gpu.reader import Shown
 from jax_specdec._src.verify.mosaic_gpu.request import LOG2E
 from jax_specdec._src.verify.mosaic_gpu.statistics import Exponent, residual
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP
+from jax_specdec._src.verify.mosaic_gpu.tile_sums import TileSums
 from jax_specdec._src.verify.tiles import TILE
 
 
@@ -56,7 +58,7 @@ class Draw:
     Args:
       verifier: the block at work.
       position: ``[]`` int32, the one whose row is held.
-      seen: what it showed.
+      shown: what it showed.
       turns: how often things have been used.
       weight: ``[]`` float32, joint weight of the drafts before it; None for 1.
     """
@@ -65,11 +67,11 @@ class Draw:
         self,
         verifier: Any,
         position: jax.Array,
-        seen: Any,
+        shown: Shown,
         turns: Turns,
         weight: jax.Array | None = None,
     ):
-        self.verifier, self.position, self.seen, self.turns = verifier, position, seen, turns
+        self.verifier, self.position, self.shown, self.turns = verifier, position, shown, turns
         self.request, self.call = verifier.request, verifier.call
         self.threads, self.mail = verifier.threads, verifier.mail
         self.target, self.draft = verifier.target, verifier.draft
@@ -80,7 +82,7 @@ class Draw:
         self.token_id = request.at(request.token_ids, position)
         self.logit = request.at(verifier.logit, position)
         size = jnp.dtype(self.target.rows.dtype).itemsize
-        self.p_exponent = self.weighted = Exponent.of(seen.target, request.scale, size)
+        self.p_exponent = self.weighted = Exponent.of(shown.target, request.scale, size)
         if weight is not None:
             self.weighted = self.p_exponent.times(weight)
         if self.draft is not None:
@@ -95,14 +97,14 @@ class Draw:
             shift = request.at(self.verifier.shift, self.position)
             return Exponent(request.scale, shift * LOG2E, None)
         size = jnp.dtype(self.draft.rows.dtype).itemsize
-        return Exponent.of(self.seen.draft, request.scale, size)
+        return Exponent.of(self.shown.draft, request.scale, size)
 
     def run(self) -> None:
         """Weigh, draw and write."""
         if self.draft is not None and self.call.draft != "logits":  # else it was read already
             pl.when(self.from_residual)(lambda: self.draft.fetch(self.draft_row))
-        nothing = [self.threads.filled(0.0) for _ in self.mail.tile_places()]
-        self.finish(Weighed(jnp.int32(0), self.from_residual, nothing, jnp.float32(0)))
+        shown = self.shown
+        self.finish(Weighed(shown.weighed, self.from_residual, shown.masses, shown.target.total))
 
     def finish(self, start: Weighed) -> None:
         """Weigh as far as that is not done, draw and write."""
@@ -168,36 +170,29 @@ class Draw:
         def _() -> None:
             self.mail.tell(self.turns.told, self.threads.filled(0.0))
 
-        tiles, total = self.told_masses(masses, weighed.turn)
+        tiles, total = self.mail.tell_masses(self.turns.weighings + weighed.turn, masses)
         return Weighed(weighed.turn + 1, from_residual, tiles, total)
 
-    def told_masses(
-        self, masses: list[jax.Array], turn: jax.Array | int = 0
-    ) -> tuple[list[jax.Array], jax.Array]:
-        """Masses of all tiles by lane, and their sum."""
-        tiles = self.mail.tell_masses(self.turns.weighings + turn, masses)
-        return tiles, self.threads.scalar(self.threads.warp_sum(tree_sum(tiles)))
-
     def weigh_residual(self) -> tuple[list[jax.Array], jax.Array]:
-        """The same of the residual."""
-        return self.told_masses(self.residual_masses())
+        """Masses of all tiles by lane, and their sum, by the residual."""
+        return self.mail.tell_masses(self.turns.weighings, self.residual_masses())
 
     def plain_masses(self) -> list[jax.Array]:
         """Each warp's part of the mass of each tile of the slice, by ``p``."""
 
-        def add(tile: jax.Array, state: tuple[jax.Array, jax.Array]) -> Any:
+        def add(tile: jax.Array, sums: TileSums) -> TileSums:
             starts = self.target.starts(self.row, tile)
-            mass = tree_sum([w for start in starts for w in self.plain(start)])
-            return self.finished(tile - 1, state), mass
+            weights = [w for start in starts for w in self.plain(start)]
+            return sums.begin(self.threads, tile, tree_sum(weights))
 
-        nothing = self.threads.filled(0.0), self.threads.filled(0.0)
-        return self.by_tile(lax.fori_loop(0, self.target.count(), add, nothing))
+        start = TileSums.start(self.threads)
+        return self.of_slice(lax.fori_loop(0, self.target.count(), add, start))
 
     def residual_masses(self) -> list[jax.Array]:
         """The same by the residual."""
         target = self.target
 
-        def add(tile: jax.Array, piece: jax.Array | int, drafts: Any, state: Any) -> Any:
+        def add(tile: jax.Array, piece: jax.Array | int, drafts: Any, sums: TileSums) -> TileSums:
             begin = target.starts(self.row, tile)[0] + piece * (TILE // PIECES)
             mass = tree_sum(
                 [
@@ -206,33 +201,18 @@ class Draw:
                     for weight in self.residual(begin + i * target.chunk, chunk)
                 ]
             )
-
-            def begin_tile() -> tuple[jax.Array, jax.Array]:
-                return self.finished(tile - 1, state), mass
-
-            def go_on() -> tuple[jax.Array, jax.Array]:
-                return state[0], state[1] + mass
-
             if isinstance(piece, int):
-                return go_on() if piece else begin_tile()
-            return lax.cond(piece == 0, begin_tile, go_on)
+                return sums.add(mass) if piece else sums.begin(self.threads, tile, mass)
+            return lax.cond(
+                piece == 0,
+                lambda: sums.begin(self.threads, tile, mass),
+                lambda: sums.add(mass),
+            )
 
-        nothing = self.threads.filled(0.0), self.threads.filled(0.0)
-        return self.by_tile(self.draft.fold(self.draft_row, add, nothing))
+        return self.of_slice(self.draft.fold(self.draft_row, add, TileSums.start(self.threads)))
 
-    def finished(self, tile: jax.Array, state: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Sums over each warp by lane, with that of a tile of which each thread has its part.
-
-        Added while the next tile is read, which need not wait for it.
-        """
-        found, last = state
-        return jnp.where(self.request.lane == tile, self.threads.warp_sum(last), found)
-
-    def by_tile(self, state: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
-        """Of each tile, after the last one."""
-        found = self.finished(self.target.count() - 1, state)
-        tiles = self.mail.shared.slices.tiles
-        return [self.threads.from_lane(found, i) for i in range(tiles)]
+    def of_slice(self, sums: TileSums) -> list[jax.Array]:
+        return sums.of_slice(self.threads, self.target.count(), self.target.per_slice)
 
     # Picking.
 

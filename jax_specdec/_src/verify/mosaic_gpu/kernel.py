@@ -21,7 +21,7 @@ from jax_specdec._src.verify.mosaic_gpu.block_walk import BlockWalk
 from jax_specdec._src.verify.mosaic_gpu.draft_rows import DraftRows
 from jax_specdec._src.verify.mosaic_gpu.draw import Draw, Turns
 from jax_specdec._src.verify.mosaic_gpu.mail import Mail
-from jax_specdec._src.verify.mosaic_gpu.reader import Reader
+from jax_specdec._src.verify.mosaic_gpu.reader import Reader, Shown
 from jax_specdec._src.verify.mosaic_gpu.request import LOG2E, Call, Request
 from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
 from jax_specdec._src.verify.mosaic_gpu.statistics import Normalizer, is_finite
@@ -41,15 +41,12 @@ class Seen(NamedTuple):
     Attributes:
       accepted: ``[]`` int32, 0 or 1.
       status: ``[]`` int32.
-      target, best, draft, told: see `reader.Shown`.
+      shown: what its rows show.
     """
 
     accepted: jax.Array
     status: jax.Array
-    target: Normalizer
-    best: jax.Array
-    draft: Normalizer
-    told: jax.Array
+    shown: Shown
 
 
 class Verifier:
@@ -163,7 +160,7 @@ class Verifier:
             position = turn * warpgroups.count + warpgroups.index
             seen = lax.cond(
                 position < self.request.num_rows,
-                lambda: self.visit(position, turn, last.told),
+                lambda: self.visit(position, turn, last.shown.told),
                 self.nothing,
             )
             first = warpgroups.first(seen.accepted == 0, turn)
@@ -196,8 +193,7 @@ class Verifier:
 
     def nothing(self) -> Seen:
         """Stands for a position not visited."""
-        zero, unit = jnp.int32(0), Normalizer.of(jnp.float32(0), jnp.float32(1))
-        return Seen(zero, jnp.int32(OK), unit, zero, unit, zero)
+        return Seen(jnp.int32(0), jnp.int32(OK), Shown.nothing(self.mail))
 
     def visit(
         self,
@@ -229,7 +225,7 @@ class Verifier:
         flags = request.at(accepted + 2 * bad.astype(jnp.int32), position)
         status = jnp.where((status == OK) & (flags >= 2), jnp.int32(BAD_DRAFT_ROW), status)
         kept = (status == OK) & (flags == 1)
-        return Seen(kept.astype(jnp.int32), status, *shown)
+        return Seen(kept.astype(jnp.int32), status, shown)
 
     def probabilities(self, target: Normalizer, draft: Normalizer) -> tuple[jax.Array, jax.Array]:
         """By lane: p and q of the drafted token, were the rows of its position so normalized."""
@@ -262,10 +258,12 @@ class Verifier:
 
         @pl.when(~draws)
         def _() -> None:
-            token_id = jnp.where(visited, seen.best, request.bonus)
+            token_id = jnp.where(visited, seen.shown.best, request.bonus)
             is_writer = self.is_first_warp()
             output.write(request, num_accepted, token_id, seen.status, is_writer)
 
         @pl.when(draws)
         def _() -> None:
-            Draw(self, num_accepted, seen, Turns(seen.told, jnp.int32(weighings))).run()
+            shown = seen.shown
+            turns = Turns(shown.told, weighings + shown.weighings)
+            Draw(self, num_accepted, shown, turns).run()

@@ -94,8 +94,10 @@ class Mail:
         slices = self.shared.slices
         return self._rounds(-(-slices.size // TILE))
 
-    def tell_masses(self, turn: jax.Array, masses: list[jax.Array]) -> list[jax.Array]:
-        """Each tile's mass, summed over the warps that have a part of it.
+    def tell_masses(
+        self, turn: jax.Array, masses: list[jax.Array]
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """Each tile's mass, summed over the warps that have a part of it, and the sum of all.
 
         Between two turns the boxes must have been used, so that all have read the first.
 
@@ -104,8 +106,13 @@ class Mail:
           masses: float32 ``[128]`` per tile of the slice, the same in all threads of a warp.
 
         Returns:
-          By lane: entry i of array r is the mass of tile ``32 r + i`` of the row, or 0.
+          By lane: entry i of array r is the mass of tile ``32 r + i`` of the row, or 0. And
+          their sum, ``[]`` float32.
         """
+        tiles = self._tell_masses(turn, masses)
+        return tiles, self.threads.scalar(self.threads.warp_sum(tree_sum(tiles)))
+
+    def _tell_masses(self, turn: jax.Array, masses: list[jax.Array]) -> list[jax.Array]:
         shared, slices = self.shared, self.shared.slices
         count = -(-slices.size // TILE)
         if self.threads.interpreted:

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from jax_specdec._src.verify.mosaic_gpu import statistics
 from jax_specdec._src.verify.mosaic_gpu.filter import Filter
-from jax_specdec._src.verify.mosaic_gpu.mail import tree_sum
+from jax_specdec._src.verify.mosaic_gpu.mail import Mail, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.statistics import Normalizer, is_finite
 
 
@@ -24,12 +24,28 @@ class Shown(NamedTuple):
       best: ``[]`` int32, the row's argmax; of a greedy request.
       draft: normalizer of the draft row; where normalizers are not stored.
       told: ``[]`` int32, how often warps have told each other of rows.
+      weighings: ``[]`` int32, how often they have of masses, 0 or 1.
+      weighed: ``[]`` int32, 1 if `masses` are those of the row's tiles, to draw from.
+      masses: by lane, one array for every 32 tiles; their sum is `target.total`.
     """
 
     target: Normalizer
     best: jax.Array
     draft: Normalizer
     told: jax.Array
+    weighings: jax.Array
+    weighed: jax.Array
+    masses: list[jax.Array]
+
+    @classmethod
+    def nothing(cls, mail: Mail) -> Shown:
+        """Stands for a position not visited."""
+        zero, unit = jnp.int32(0), Normalizer.of(jnp.float32(0), jnp.float32(1))
+        return cls(unit, zero, unit, zero, zero, zero, no_masses(mail))
+
+
+def no_masses(mail: Mail) -> list[jax.Array]:
+    return [mail.threads.filled(0.0) for _ in mail.tile_places()]
 
 
 class Reader:
@@ -38,6 +54,9 @@ class Reader:
     Each warp reads its part; then all tell each other. Masses are relative to the entry of the
     drafted token, which all know beforehand: nothing has to be compared. Where that entry is too
     far from the others, the rows, still held, are read again for their largest entries.
+
+    From a row without a draft the last token is drawn, by the target alone: its tiles are weighed
+    while it is read.
 
     Args:
       verifier: the block at work.
@@ -53,6 +72,9 @@ class Reader:
         self.row, self.scale = request.first_row + position, request.scale
         filters = request.filters
         self.needs_peak = request.greedy if filters is None else request.greedy | filters
+        # The block rule weighs before each row: nothing would keep two mails of masses apart.
+        self.may_weigh = not verifier.call.block
+        self.is_drawn_from = ~self.needs_peak & ~request.is_proposed(position)
         self.target_base = self.base(verifier.logit)
         self.reads_draft = verifier.call.draft == "logits"
         if self.reads_draft:
@@ -61,7 +83,32 @@ class Reader:
             self.draft_base = self.base(verifier.entry)
 
     def read(self, told: jax.Array) -> Shown:
-        """Read, and filter; `told` is how often warps have told each other of rows."""
+        """Read, and filter or weigh; `told` is how often warps have told each other of rows."""
+        if not self.may_weigh:
+            return self.look(told)
+        masses, total = lax.cond(
+            self.is_drawn_from, self.weigh, lambda: (no_masses(self.mail), jnp.float32(0))
+        )
+        weighings = self.is_drawn_from.astype(jnp.int32)
+        weighed = statistics.is_usable(total, self.target_base, self.scale)
+        shown = Shown.nothing(self.mail)._replace(
+            target=Normalizer.of(self.target_base, total),
+            told=told,
+            weighed=jnp.int32(1),
+            masses=masses,
+        )
+        shown = lax.cond(weighed, lambda: shown, lambda: self.look(told))
+        return shown._replace(weighings=weighings)
+
+    def weigh(self) -> tuple[list[jax.Array], jax.Array]:
+        """What the tiles weigh of a row that is drawn from: all that anybody needs of it."""
+        mine = statistics.tile_masses(
+            self.target, self.row, self.turn, self.target_base, self.scale
+        )
+        return self.mail.tell_masses(jnp.int32(0), mine)
+
+    def look(self, told: jax.Array) -> Shown:
+        """Read, and filter."""
         if self.reads_draft:
             pl.when(self.uses_q)(lambda: self.draft.fetch(self.draft_row))
         mine = lax.cond(
@@ -92,7 +139,8 @@ class Reader:
                 lambda: Filter(self, target.peak).run(told),
                 lambda: (target, told),
             )
-        return Shown(target, best, draft, told)
+        zero = jnp.int32(0)
+        return Shown(target, best, draft, told, zero, zero, no_masses(self.mail))
 
     def read_again(self, told: jax.Array, draft: Normalizer) -> tuple[Normalizer, Normalizer]:
         """Normalizers by the largest entries."""

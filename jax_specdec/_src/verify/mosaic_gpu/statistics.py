@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax_specdec._src.verify.mosaic_gpu.draft_rows import DraftRows
 from jax_specdec._src.verify.mosaic_gpu.mail import tree_sum
 from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
+from jax_specdec._src.verify.mosaic_gpu.tile_sums import TileSums
 
 _LIMIT = 2.0**26
 _LEAST_MASS, _LARGEST_MASS = 2.0**-80, 2.0**100
@@ -109,6 +110,21 @@ def mass(
         return total + tree_sum([weight(x) for chunk in chunks for x in chunk])
 
     return threads.warp_sum(fold(add, threads.filled(0.0)))
+
+
+def tile_masses(
+    tiles: Tiles, row: jax.Array, turn: jax.Array, base: jax.Array, scale: jax.Array
+) -> list[jax.Array]:
+    """The same of each tile of the slice, as they arrive."""
+    threads = tiles.threads
+    weight = _weigher(base, scale, jnp.dtype(tiles.rows.dtype).itemsize)
+
+    def add(tile: Any, piece: Any, chunks: list[list[jax.Array]], sums: TileSums) -> TileSums:
+        del piece
+        return sums.begin(threads, tile, tree_sum([weight(x) for chunk in chunks for x in chunk]))
+
+    sums = tiles.fold(row, turn, add, TileSums.start(threads))
+    return sums.of_slice(threads, tiles.count(), tiles.per_slice)
 
 
 def is_usable(total: jax.Array, base: jax.Array, scale: jax.Array) -> jax.Array:
