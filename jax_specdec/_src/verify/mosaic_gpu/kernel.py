@@ -79,13 +79,14 @@ class Verifier:
 
         @pl.when(request.status == OK)
         def _() -> None:
-            self.know_probabilities()  # its loads are small: they go before copies
+            self.load_entries()  # small: they go before copies
             if self.call.rates is None:
                 self.open(self.warpgroups.index)
             self.target.prepare()
             if self.warpgroups.count > 1:
                 self.fetch_draft(self.warpgroups.index)
             request.know_noise()
+            self.know_probabilities()
             if not self.threads.interpreted:
                 signals.meet()
             if self.call.rates is not None:
@@ -115,10 +116,10 @@ class Verifier:
             row = self.request.at(self.draft_row, position)
             pl.when(self.knows_q(position))(lambda: draft.fetch(row))
 
-    def know_probabilities(self) -> None:
-        """By lane: the drafted token's target logit, and its draft probability where that is known.
+    def load_entries(self) -> None:
+        """By lane: the drafted token's entries in its target row and its draft row.
 
-        Entries of rows that are not visited may be read, and are not used.
+        Those of rows that are not visited may be read, and are not used.
         """
         request, call = self.request, self.call
         used = request.proposed
@@ -126,22 +127,29 @@ class Verifier:
         row = jnp.where(request.lane < request.num_rows, request.first_row + request.lane, 0)
         self.logit = self.target.at(row, self.place)
         self.uses_q = used & request.stored & ~request.greedy
+        if self.draft is None:
+            return
+        self.draft_row = jnp.clip(request.draft_rows, 0, call.draft_rows - 1)
+        self.entry = self.draft.at(self.draft_row, jnp.minimum(self.place, call.draft_size - 1))
+        if self.draft.thresholds is not None:
+            self.least = self.threads.gather(self.draft.thresholds, self.draft_row)
+        if call.draft == "normalized":
+            self.shift = self.threads.gather(request.refs["normalizer"], self.draft_row)
+
+    def know_probabilities(self) -> None:
+        """By lane: the drafted token's draft probability where that is known, or that it is bad."""
+        request, call = self.request, self.call
         self.q = self.threads.filled(1.0)
-        self.bad = used & ~used
+        self.bad = request.lane < 0
         if self.draft is None:
             return
         rows = request.draft_rows
-        outside = (rows < 0) | (rows >= call.draft_rows)
-        self.draft_row = jnp.clip(rows, 0, call.draft_rows - 1)
-        self.entry = self.draft.at(self.draft_row, jnp.minimum(self.place, call.draft_size - 1))
-        self.bad = self.uses_q & outside
+        self.bad = self.uses_q & ((rows < 0) | (rows >= call.draft_rows))
         if self.draft.thresholds is not None:
-            least = self.threads.gather(self.draft.thresholds, self.draft_row)
-            self.bad = self.bad | (self.uses_q & (least != least))
+            self.bad = self.bad | (self.uses_q & (self.least != self.least))
         if call.draft == "probs":
             self.q = self.entry
         if call.draft == "normalized":
-            self.shift = self.threads.gather(request.refs["normalizer"], self.draft_row)
             self.q = jnp.exp2((self.entry * request.inv - self.shift) * LOG2E)
             self.bad = self.bad | (self.uses_q & ~is_finite(self.shift))
 

@@ -156,9 +156,16 @@ class Reader:
         )
 
     def target_mass(self) -> tuple[jax.Array, jax.Array]:
-        """Nothing that anybody needs, and the mass of each warp's part."""
+        """Nothing that anybody needs, and the mass of each warp's part; 0 if weighed in vain."""
+        nothing = self.threads.filled(0.0)
         fold = functools.partial(self.target.fold, self.row, self.turn)
-        return self.threads.filled(0.0), self.mass(self.target, fold, self.target_base)
+        if not self.may_weigh:
+            return nothing, self.mass(self.target, fold, self.target_base)
+        return nothing, lax.cond(
+            self.is_drawn_from,
+            lambda: nothing,
+            lambda: self.mass(self.target, fold, self.target_base),
+        )
 
     def draft_mass(self) -> tuple[jax.Array, jax.Array]:
         """The same of the draft row."""
