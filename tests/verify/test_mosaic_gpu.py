@@ -117,7 +117,7 @@ def interpreted(config: KernelConfig, **params):
 # One warpgroup for a request: interpreted blocks that wait for each other block the threads that
 # the others need, and with two cores may never end. Clusters are tested on a GPU.
 alone = interpreted(KernelConfig(max_cluster=1))
-two_rows = KernelConfig(max_cluster=1, rows_at_once=2)  # three may never end either
+two_rows = KernelConfig(max_cluster=1, rows_at_once=2, tiles_at_once=2)  # three rows may never end
 
 
 def agrees(layout, verifier):
@@ -350,7 +350,9 @@ def test_calls_it_cannot_serve_are_refused_in_a_sentence():
     assert "interpret mode" in refusal(small, config=KernelConfig(max_cluster=1))
 
 
-@pytest.mark.parametrize(("name", "most"), [("max_cluster", 16), ("rows_at_once", 5)])
+@pytest.mark.parametrize(
+    ("name", "most"), [("max_cluster", 16), ("rows_at_once", 5), ("tiles_at_once", 4)]
+)
 def test_a_config_out_of_range_is_refused(name, most):
     for value in (0, most + 1):
         with pytest.raises(
@@ -366,7 +368,9 @@ def test_the_default_config_uses_the_device_and_no_more():
 
     assert blocks(1, 128256) == blocks(32, 128256) == 16
     assert blocks(64, 128256) == blocks(256, 128256) == 8
-    assert blocks(64, 32000) == 8 and blocks(256, 32000) == 4
+    for size in (32000, 50257):
+        assert [blocks(n, size) for n in (64, 128, 256)] == [8, 4, 2]
+    assert blocks(256, 100352) == 8  # two would leave little room
     assert blocks(64, 128256, held=4) == 16  # a slice in eight would leave little room
     assert blocks(1, 128256, num_cores=78) == 8  # a small device may have no cluster of 16
 
@@ -382,6 +386,17 @@ def test_rows_are_read_at_once_where_requests_are_few_and_shared_memory_has_room
     for size in (2**18, 300_000, 2**19 - 1):
         layout = Layout(vocab=size, num_requests=1, num_drafts=0)
         assert lowered(layout).count("@mosaic_gpu") == 1
+
+
+def test_tiles_are_loaded_at_once_where_blocks_have_registers_to_spare():
+    def tiles(num_requests, size=128256, **sizes):
+        held = sizes.pop("held", 2)
+        return KernelConfig.choose(num_requests, size, held, 132, **sizes).tiles_at_once
+
+    assert [tiles(n) for n in (1, 8, 9, 33, 34, 66, 67, 256)] == [4, 4, 1, 1, 4, 4, 1, 1]
+    for sizes in (dict(held=4), dict(draft_size=4)):
+        assert [tiles(n, **sizes) for n in (1, 5, 64)] == [4, 1, 1]
+    assert tiles(256, size=32000) == 4 and tiles(128, size=32000) == 1  # as many as a block has
 
 
 @pytest.mark.parametrize("max_cluster", [1, 2, 3, 5, 8, 12, 16])

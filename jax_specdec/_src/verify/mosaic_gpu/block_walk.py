@@ -14,7 +14,8 @@ from jax_specdec._src.types import Status
 from jax_specdec._src.verify import block
 from jax_specdec._src.verify.mosaic_gpu import output
 from jax_specdec._src.verify.mosaic_gpu.draw import Draw, Turns, Weighed
-from jax_specdec._src.verify.mosaic_gpu.reader import Shown, no_masses
+from jax_specdec._src.verify.mosaic_gpu.mail import Masses
+from jax_specdec._src.verify.mosaic_gpu.reader import Shown
 from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
 
 
@@ -25,15 +26,13 @@ class Prefix(NamedTuple):
       length: ``[]`` int32.
       weight: ``[]`` float32, its joint weight.
       shown: what the position after it showed.
-      masses: by lane, of the residual there.
-      total: ``[]`` float32, their sum.
+      masses: of the residual there.
     """
 
     length: jax.Array
     weight: jax.Array
     shown: Shown
-    masses: list[jax.Array]
-    total: jax.Array
+    masses: Masses
 
 
 class State(NamedTuple):
@@ -92,8 +91,8 @@ class BlockWalk:
     def start(self) -> State:
         """Before the first position."""
         zero, verifier = jnp.int32(0), self.verifier
-        shown, masses = Shown.nothing(verifier.mail), no_masses(verifier.mail)
-        kept = Prefix(zero, jnp.float32(1), shown, masses, jnp.float32(0))
+        shown, masses = Shown.nothing(verifier.mail), verifier.mail.no_masses()
+        kept = Prefix(zero, jnp.float32(1), shown, masses)
         going = self.request.is_proposed(zero).astype(jnp.int32)
         return State(zero, jnp.float32(1), going, 1 - going, zero, zero, kept)
 
@@ -110,16 +109,21 @@ class BlockWalk:
         p, q = (request.at(x, position) for x in by_lane)
 
         masses, mass = state.kept.masses, block.one_hot_residual_mass(weight, p)
+
+        def weigh() -> tuple[Masses, jax.Array]:
+            draw = Draw(verifier, position, shown, Turns(shown.told, position), weight)
+            found = draw.weigh_residual()
+            return found, found.total
+
         status = seen.status
         if draft is not None:
-            draw = Draw(verifier, position, shown, Turns(shown.told, position), weight)
-            masses, mass = lax.cond(request.stored, draw.weigh_residual, lambda: (masses, mass))
+            masses, mass = lax.cond(request.stored, weigh, lambda: (masses, mass))
             bad = (status == Status.OK) & ~((mass >= 0) & (mass < jnp.inf))
             status = jnp.where(bad, jnp.int32(Status.BAD_DRAFT_ROW), status)
 
         last = request.at(request.uniforms, jnp.maximum(position - 1, 0))
         passes = (position == 0) | block.passes(last, weight, mass)
-        now = Prefix(position, weight, shown, masses, mass)
+        now = Prefix(position, weight, shown, masses)
         kept = jax.tree.map(lambda new, old: jnp.where(passes, new, old), now, state.kept)
 
         following_weight = block.joint_weight(weight, p, q)
@@ -162,7 +166,7 @@ class BlockWalk:
         weighings = self.weighings(looked_at - 1)  # and the one that was kept
         turns = Turns(state.told, weighings)
         draw = Draw(verifier, length, kept.shown, turns, kept.weight)
-        weighed = Weighed(request.stored.astype(jnp.int32), request.stored, kept.masses, kept.total)
+        weighed = Weighed(request.stored.astype(jnp.int32), request.stored, kept.masses)
         draw.finish(weighed)
 
 

@@ -98,6 +98,7 @@ def verify(
         operands["bitmask"] = lax.bitcast_convert_type(token_bitmask, jnp.int32)
     operands["min_p"], operands["top_k"] = sampling.min_p, sampling.top_k
     operands["top_p"] = sampling.top_p
+    hides = any(operands.get(x) is not None for x in ("bitmask", "min_p", "top_k", "top_p"))
     call = Call(
         k=k,
         size=size,
@@ -105,6 +106,7 @@ def verify(
         num_drafts=token_ids.shape[0],
         rates=conditional_rates,
         block=method == "block",
+        is_plain=not hides and method != "block",
         draft=kind,
         draft_rows=operands["draft"].shape[0] if kind != "none" else 0,
         draft_size=min(operands["draft"].shape[1], size) if kind != "none" else 0,
@@ -113,7 +115,9 @@ def verify(
         target_logits,
         distribution,
         num_requests=num_requests,
-        at_once=1 if method in ("block", "synthetic") else k + 1,
+        k=k,
+        walks=method == "standard",
+        is_plain=call.is_plain,
         size=size,
         config=config,
     )
@@ -196,6 +200,7 @@ def _launch(
                 row_size=call.size,
                 fill=0.0 if call.draft == "probs" else -jnp.inf,
                 aligned=shared.draft_aligned,
+                at_once=shared.tiles_at_once,
                 thresholds=refs.get("thresholds"),
             )
         Verifier(

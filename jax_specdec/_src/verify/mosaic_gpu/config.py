@@ -18,13 +18,17 @@ MAX_BARRIERS = 32
 MAX_WARPGROUPS = 5
 """Warpgroups of a block: more would have too few registers each."""
 
+MAX_TILES = 4
+"""Tiles whose entries a thread loads at once, likewise."""
+
 SHARED_BYTES = 227 * 1024
 """Shared memory that a block may have on Hopper and newer."""
 
 _CORES_OF_LARGE = 132  # H100, H200; smaller ones may have no room for a cluster of 16
-_BLOCKS_PER_CORE, _TILES_PER_BLOCK = 6, 8
+_TILES_PER_BLOCK = 8  # at most, unless two blocks hold a row: clusters of two use every core
+_PAIR_BYTES = 2 * 52 * 1024  # of such a row: four blocks on a multiprocessor
 _MAIL_BYTES = 8 * 1024  # at most, what else a warpgroup holds
-_FREE_BLOCKS_PER_CORE = 4  # so many clusters of 16 are placed without waiting
+_FREE_BLOCKS_PER_CORE = 4  # so many are placed without waiting
 _MOST_BYTES = 48 * 1024  # of a slice: four blocks on a multiprocessor
 
 
@@ -41,26 +45,36 @@ class KernelConfig:
         largest power of two up to it is used: other clusters take up to twice the time.
       rows_at_once: target rows of a request that are read at once, at most 5, each by a warpgroup
         of its own. Those after a rejection are read in vain.
+      tiles_at_once: tiles of a draft row, at most 4, that are loaded before the first of them is
+        weighed. More wait less and need more registers.
 
     Raises:
       ValueError: a number out of range.
 
     Example:
       >>> KernelConfig(max_cluster=16, rows_at_once=2)
-      KernelConfig(max_cluster=16, rows_at_once=2)
+      KernelConfig(max_cluster=16, rows_at_once=2, tiles_at_once=1)
     """
 
     max_cluster: int = 8
     rows_at_once: int = 1
+    tiles_at_once: int = 1
 
     def __post_init__(self) -> None:
-        for name, most in (("max_cluster", MAX_CLUSTER), ("rows_at_once", MAX_WARPGROUPS)):
+        limits = {
+            "max_cluster": MAX_CLUSTER,
+            "rows_at_once": MAX_WARPGROUPS,
+            "tiles_at_once": MAX_TILES,
+        }
+        for name, most in limits.items():
             value = getattr(self, name)
             if not 1 <= value <= most:
                 raise ValueError(f"{name} must be in [1, {most}], but it is {value}")
 
     @classmethod
-    def choose(cls, num_requests: int, size: int, held: int, num_cores: int) -> KernelConfig:
+    def choose(
+        cls, num_requests: int, size: int, held: int, num_cores: int, draft_size: int = 0
+    ) -> KernelConfig:
         """The default, a rule of thumb.
 
         Args:
@@ -68,13 +82,19 @@ class KernelConfig:
           size: ids of a row that count.
           held: bytes that a block holds per id of its slice.
           num_cores: multiprocessors of the device.
+          draft_size: bytes of a draft entry.
 
         Returns:
           Where requests are few, blocks enough to use the device: they wait for memory and for
           one exponential per entry, not for its bandwidth, so rows that may not be needed are read
           too. Where they are many, as few blocks as have something to do, since every one costs,
-          and little shared memory, so that many run at once.
+          and little shared memory, so that many run at once. Several tiles of a draft row are
+          loaded at once where that leaves enough registers to the blocks of a multiprocessor.
         """
+
+        def tiles(num_bytes: int) -> int:
+            return MAX_TILES if MAX_TILES * max(held, draft_size) <= num_bytes else 1
+
         large = num_cores >= _CORES_OF_LARGE
         blocks = num_requests * MAX_CLUSTER
         few = blocks <= _FREE_BLOCKS_PER_CORE * num_cores
@@ -85,11 +105,19 @@ class KernelConfig:
             rows = 3 if alone else 2 if blocks <= 2 * num_cores else 1
             room = SHARED_BYTES if alone else SHARED_BYTES // 2
             fit = room // (Slices.of(size, MAX_CLUSTER).ids * held + _MAIL_BYTES)
-            return cls(max_cluster=MAX_CLUSTER, rows_at_once=max(1, min(rows, fit)))
-        at_once = -(-_BLOCKS_PER_CORE * num_cores // num_requests)
-        with_work = -(-num_tiles(size) // _TILES_PER_BLOCK)
-        cluster = 1 << (max(2, at_once, with_work) - 1).bit_length()
-        return cls(max_cluster=min(8, cluster))
+            return cls(
+                max_cluster=MAX_CLUSTER,
+                rows_at_once=max(1, min(rows, fit)),
+                tiles_at_once=tiles(16 if alone else 8) if blocks <= num_cores else 1,
+            )
+        at_once = _FREE_BLOCKS_PER_CORE * num_cores // num_requests
+        row_tiles = num_tiles(size)
+        is_pair = row_tiles * TILE * held <= _PAIR_BYTES
+        with_work = 1 if is_pair else -(-row_tiles // _TILES_PER_BLOCK)
+        cluster = min(8, 1 << (max(2, at_once, with_work) - 1).bit_length())
+        # All blocks are there at once, and each has more tiles than it would load.
+        loads = cluster <= at_once and row_tiles > MAX_TILES * cluster
+        return cls(max_cluster=cluster, tiles_at_once=tiles(8) if loads else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +166,7 @@ class Shared:
       draft_aligned: the same of draft rows.
       values: numbers that a warp tells the others of a row, at most.
       warpgroups: warpgroups of a block, each of which holds all of this.
+      tiles_at_once: tiles of a slice whose draft entries are loaded at once.
     """
 
     slices: Slices
@@ -147,6 +176,7 @@ class Shared:
     draft_aligned: bool
     values: int
     warpgroups: int = 1
+    tiles_at_once: int = 1
 
     @property
     def target_stride(self) -> int:

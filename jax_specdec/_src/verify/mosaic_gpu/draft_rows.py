@@ -38,6 +38,7 @@ class DraftRows:
       fill: the entry of an id that the drafter could not draw.
       each: consecutive ids per thread.
       aligned: whether every row begins at a multiple of sixteen bytes.
+      at_once: tiles that are loaded before the first of them is looked at; of aligned rows.
       thresholds: ref ``[R]`` float32, what an entry must reach, or None.
     """
 
@@ -50,6 +51,7 @@ class DraftRows:
     fill: float
     each: int
     aligned: bool
+    at_once: int = 1
     thresholds: Any = None
 
     @property
@@ -65,6 +67,11 @@ class DraftRows:
         """Those of them, from the first on, of which every id counts."""
         return _tiles(self.size - self.first, self.per_slice)
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether rows hold the ids that count and nothing else."""
+        return self.aligned and self.rows.shape[1] == self.size == self.row_size
+
     def fetch(self, row: jax.Array) -> None:
         """Begin to bring the slice of a row into the second-level cache."""
         if self.threads.interpreted:
@@ -74,25 +81,39 @@ class DraftRows:
         count = jnp.where(index < self.per_slice, jnp.minimum(self.size - first, TILE), 0)
         signals.prefetch_pieces(self.rows, row, first, count)
 
-    def fold(self, row: jax.Array, step: Step, state: Any) -> Any:
-        """``state = step(tile, piece, chunks, state)`` for each piece of the slice's tiles."""
+    def fold(self, row: jax.Array, step: Step, state: Any, *, masked: bool = False) -> Any:
+        """``state = step(tile, piece, chunks, state)`` for each piece of the slice's tiles.
 
-        def run(is_full: bool, tile: jax.Array, state: Any) -> Any:
-            def work(piece: jax.Array | int, words: Any, state: Any) -> Any:
-                starts = self._starts(tile, piece)
-                return step(tile, piece, self._numbers(row, starts, words, is_full), state)
+        A `masked` step counts nothing past the end of the target row: there it may be given tiles
+        that are none, and any entries of the draft row.
+        """
 
-            if self.aligned and is_full:
-                for i, words in enumerate([self._words(row, tile, i) for i in range(PIECES)]):
-                    state = work(i, words, state)
-                return state
-            return lax.fori_loop(
-                0, PIECES, lambda i, state: work(i, self._words(row, tile, i), state), state
-            )
+        def work(
+            is_full: bool, tile: jax.Array, piece: jax.Array | int, words: Any, state: Any
+        ) -> Any:
+            starts = self._starts(tile, piece)
+            return step(tile, piece, self._numbers(row, starts, words, is_full), state)
 
-        full = self.full()
-        state = lax.fori_loop(0, full, functools.partial(run, True), state)
-        return lax.fori_loop(full, self.count(), functools.partial(run, False), state)
+        def by_piece(is_full: bool, tile: jax.Array, state: Any) -> Any:
+            def run(i: jax.Array, state: Any) -> Any:
+                return work(is_full, tile, i, self._words(row, tile, i), state)
+
+            return lax.fori_loop(0, PIECES, run, state)
+
+        def together(group: jax.Array, state: Any) -> Any:
+            pieces = [(group * count + i, piece) for i in range(count) for piece in range(PIECES)]
+            words = [self._words(row, *where) for where in pieces]
+            for (tile, piece), of_piece in zip(pieces, words, strict=True):
+                state = work(True, tile, piece, of_piece, state)
+            return state
+
+        masked &= self._is_whole
+        full, count = (self.count(), self.at_once) if masked else (self.full(), 1)
+        if self.aligned:
+            state = lax.fori_loop(0, lax.div(full + count - 1, count), together, state)
+        else:
+            state = lax.fori_loop(0, full, functools.partial(by_piece, True), state)
+        return lax.fori_loop(full, self.count(), functools.partial(by_piece, False), state)
 
     def of_tile(self, row: jax.Array, tile: jax.Array) -> list[jax.Array]:
         """All entries that each thread has of a tile."""

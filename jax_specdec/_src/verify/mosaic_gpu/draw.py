@@ -14,8 +14,8 @@ from jax_specdec._src.verify import probabilistic
 from jax_specdec._src.verify.mosaic_gpu import output
 from jax_specdec._src.verify.mosaic_gpu.config import WARPS
 from jax_specdec._src.verify.mosaic_gpu.draft_rows import PIECES
-from jax_specdec._src.verify.mosaic_gpu.mail import tree_sum
-from jax_specdec._src.verify.mosaic_gpu.pick import first_past
+from jax_specdec._src.verify.mosaic_gpu.mail import Masses, tree_sum
+from jax_specdec._src.verify.mosaic_gpu.pick import first_past, pick_of
 from jax_specdec._src.verify.mosaic_gpu.reader import Shown
 from jax_specdec._src.verify.mosaic_gpu.request import LOG2E
 from jax_specdec._src.verify.mosaic_gpu.statistics import Exponent, residual
@@ -42,14 +42,12 @@ class Weighed(NamedTuple):
     Attributes:
       turn: ``[]`` int32, how often they have been weighed.
       from_residual: ``[]`` bool, whether by ``(p - q)+``; else by ``p``.
-      masses: by lane, one array for every 32 tiles of the row.
-      total: ``[]`` float32, their sum.
+      masses: those weights.
     """
 
     turn: jax.Array
     from_residual: jax.Array
-    masses: list[jax.Array]
-    total: jax.Array
+    masses: Masses
 
 
 class Draw:
@@ -104,7 +102,7 @@ class Draw:
         if self.draft is not None and self.call.draft != "logits":  # else it was read already
             pl.when(self.from_residual)(lambda: self.draft.fetch(self.draft_row))
         shown = self.shown
-        self.finish(Weighed(shown.weighed, self.from_residual, shown.masses, shown.target.total))
+        self.finish(Weighed(shown.weighed, self.from_residual, shown.masses))
 
     def finish(self, start: Weighed) -> None:
         """Weigh as far as that is not done, draw and write."""
@@ -112,10 +110,10 @@ class Draw:
         pl.when(without)(lambda: self.set_logit(self.threads.filled(-jnp.inf)))
 
         def again(weighed: Weighed) -> jax.Array:
-            return (weighed.turn == 0) | ((weighed.total == 0) & (weighed.turn == 1))
+            return (weighed.turn == 0) | ((weighed.masses.total == 0) & (weighed.turn == 1))
 
         weighed = lax.while_loop(again, self.weigh, start)
-        bad = ~(weighed.total > 0)  # then the draft row holds no probabilities
+        bad = ~(weighed.masses.total > 0)  # then the draft row holds no probabilities
         is_first = self.verifier.is_first_warp()
         bad_row = jnp.int32(Status.BAD_DRAFT_ROW)
         pl.when(bad)(
@@ -170,11 +168,11 @@ class Draw:
         def _() -> None:
             self.mail.tell(self.turns.told, self.threads.filled(0.0))
 
-        tiles, total = self.mail.tell_masses(self.turns.weighings + weighed.turn, masses)
-        return Weighed(weighed.turn + 1, from_residual, tiles, total)
+        told = self.mail.tell_masses(self.turns.weighings + weighed.turn, masses)
+        return Weighed(weighed.turn + 1, from_residual, told)
 
-    def weigh_residual(self) -> tuple[list[jax.Array], jax.Array]:
-        """Masses of all tiles by lane, and their sum, by the residual."""
+    def weigh_residual(self) -> Masses:
+        """Masses of all tiles by the residual."""
         return self.mail.tell_masses(self.turns.weighings, self.residual_masses())
 
     def plain_masses(self) -> list[jax.Array]:
@@ -185,15 +183,17 @@ class Draw:
             weights = [w for start in starts for w in self.plain(start)]
             return sums.begin(self.threads, tile, tree_sum(weights))
 
-        start = TileSums.start(self.threads)
-        return self.of_slice(lax.fori_loop(0, self.target.count(), add, start))
+        sums = lax.fori_loop(0, self.target.count(), add, TileSums.start(self.threads))
+        return sums.first(self.threads, self.target.per_slice)
 
     def residual_masses(self) -> list[jax.Array]:
-        """The same by the residual."""
-        target = self.target
+        """The same by the residual, which is 0 past the end of the row, where ``p`` is."""
+        threads, target = self.threads, self.target
+        count = target.count()
 
         def add(tile: jax.Array, piece: jax.Array | int, drafts: Any, sums: TileSums) -> TileSums:
-            begin = target.starts(self.row, tile)[0] + piece * (TILE // PIECES)
+            held = jnp.minimum(tile, target.per_slice - 1)
+            begin = target.starts(self.row, held)[0] + piece * (TILE // PIECES)
             mass = tree_sum(
                 [
                     weight
@@ -201,18 +201,19 @@ class Draw:
                     for weight in self.residual(begin + i * target.chunk, chunk)
                 ]
             )
+            if self.draft.at_once > 1:
+                mass = jnp.where(tile < count, mass, 0.0)
             if isinstance(piece, int):
-                return sums.add(mass) if piece else sums.begin(self.threads, tile, mass)
+                return sums.add(mass) if piece else sums.begin(threads, tile, mass)
             return lax.cond(
                 piece == 0,
-                lambda: sums.begin(self.threads, tile, mass),
+                lambda: sums.begin(threads, tile, mass),
                 lambda: sums.add(mass),
             )
 
-        return self.of_slice(self.draft.fold(self.draft_row, add, TileSums.start(self.threads)))
-
-    def of_slice(self, sums: TileSums) -> list[jax.Array]:
-        return sums.of_slice(self.threads, self.target.count(), self.target.per_slice)
+        start = TileSums.start(threads)
+        sums = self.draft.fold(self.draft_row, add, start, masked=True)
+        return sums.first(threads, target.per_slice)
 
     # Picking.
 
@@ -237,22 +238,14 @@ class Draw:
             )
             self.pick_in_tile(place, weights)
 
-    def pick_tile(self, masses: list[jax.Array]) -> jax.Array:
+    def pick_tile(self, masses: Masses) -> jax.Array:
         """The least tile whose inclusive sum exceeds ``u * total``, never one of no mass.
-
-        Args:
-          masses: by lane, one array for every 32 tiles.
 
         Returns:
           ``[]`` int32, the last one with mass where rounding finds none.
         """
-        threads = self.threads
-        sums, before = [threads.warp_scan(mass) for mass in masses], jnp.float32(0)
-        for i, inclusive in enumerate(sums):
-            sums[i] = inclusive + before
-            before = threads.scalar(threads.from_lane(sums[i], WARP - 1))
-        aim = self.request.at(self.request.uniforms, self.call.k) * before
-        return threads.scalar(first_past(threads, masses, sums, aim))
+        aim = self.request.at(self.request.uniforms, self.call.k) * masses.total
+        return self.threads.scalar(first_past(self.threads, masses.of_tiles, masses.sums, aim))
 
     def pick_in_tile(self, tile: jax.Array, chunks: list[list[jax.Array]]) -> None:
         """Choose a warp's part of a chunk, then one of its threads, then one of the thread's ids.
@@ -264,10 +257,11 @@ class Draw:
         threads, request, target = self.threads, self.request, self.target
         sums = [tree_sum(list(chunk)) for chunk in chunks]
         inclusive = [threads.warp_scan(x) for x in sums]
-        parts = self.mail.cells([threads.from_lane(x, WARP - 1) for x in inclusive])
-        total = tree_sum(list(parts))
-        aim = request.at(request.uniforms, self.call.k + 1) * total
-        cell, before = pick_scalar(parts, aim)
+        cells = self.mail.cells([threads.from_lane(x, WARP - 1) for x in inclusive])
+        whole = Masses.of(threads, [cells])
+        aim = request.at(request.uniforms, self.call.k + 1) * whole.total
+        cell = threads.scalar(first_past(threads, [cells], whole.sums, aim))
+        before = jnp.where(cell > 0, request.at(whole.sums[0], jnp.maximum(cell - 1, 0)), 0.0)
         chunk, warp = lax.div(cell, WARPS), lax.rem(cell, WARPS)
 
         def chosen(values: list[jax.Array]) -> jax.Array:
@@ -278,13 +272,8 @@ class Draw:
 
         mass = chosen(sums)
         up_to = chosen(inclusive) + before
-        running, place, searching = up_to - mass, jnp.zeros_like(request.lane), mass == mass
-        for j, of_chunks in enumerate(zip(*chunks, strict=True)):
-            weight = chosen(list(of_chunks))
-            take = (weight > 0) & searching
-            place = jnp.where(take, j, place)
-            running = running + weight
-            searching = searching & ~(take & (running > aim))
+        weights = [chosen(list(of_chunks)) for of_chunks in zip(*chunks, strict=True)]
+        place = pick_of(weights, aim - (up_to - mass))
         place = place + threads.index() * target.each + chunk * target.chunk
         last = jnp.where(mass > 0, 2 * TILE - place, 4 * TILE)
         key = threads.warp_min(jnp.where((mass > 0) & (up_to > aim), place, last))
@@ -292,19 +281,3 @@ class Draw:
         token_id = target.first + tile * TILE + place
         is_writer = lax.div(threads.index(), WARP) == warp
         output.write(request, self.position, token_id, jnp.int32(Status.OK), is_writer)
-
-
-def pick_scalar(weights: list[jax.Array], aim: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The least index whose inclusive sum exceeds `aim`, among positive weights.
-
-    Returns:
-      The index, the last positive one where rounding finds none; and the sum before it.
-    """
-    index, before, inclusive = jnp.int32(0), jnp.float32(0), jnp.float32(0)
-    searching = aim == aim
-    for i, weight in enumerate(weights):
-        take = (weight > 0) & searching
-        index, before = jnp.where(take, i, index), jnp.where(take, inclusive, before)
-        inclusive = inclusive + weight
-        searching = searching & ~(take & (inclusive > aim))
-    return index, before

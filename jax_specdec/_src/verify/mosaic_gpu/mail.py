@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,29 @@ from jax_specdec._src.verify.tiles import TILE
 
 _MASSES = 2
 """The barrier of masses, after those of two boxes."""
+
+
+class Masses(NamedTuple):
+    """Masses of all tiles of a row, by lane: entry i of array r is of tile ``32 r + i``.
+
+    Attributes:
+      of_tiles: float32 ``[128]`` each, 0 past the last tile.
+      sums: up to and including each tile.
+      total: ``[]`` float32.
+    """
+
+    of_tiles: list[jax.Array]
+    sums: list[jax.Array]
+    total: jax.Array
+
+    @classmethod
+    def of(cls, threads: Any, of_tiles: list[jax.Array]) -> Masses:
+        """With their sums."""
+        sums, total = [threads.warp_scan(mass) for mass in of_tiles], jnp.float32(0)
+        for i, inclusive in enumerate(sums):
+            sums[i] = inclusive + total if i else inclusive
+            total = threads.scalar(threads.from_lane(sums[i], WARP - 1))
+        return cls(of_tiles, sums, total)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,23 +117,21 @@ class Mail:
         slices = self.shared.slices
         return self._rounds(-(-slices.size // TILE))
 
-    def tell_masses(
-        self, turn: jax.Array, masses: list[jax.Array]
-    ) -> tuple[list[jax.Array], jax.Array]:
-        """Each tile's mass, summed over the warps that have a part of it, and the sum of all.
+    def tell_masses(self, turn: jax.Array, masses: list[jax.Array]) -> Masses:
+        """Each tile's mass, summed over the warps that have a part of it.
 
         Between two turns the boxes must have been used, so that all have read the first.
 
         Args:
           turn: ``[]`` int32, from 0 on.
           masses: float32 ``[128]`` per tile of the slice, the same in all threads of a warp.
-
-        Returns:
-          By lane: entry i of array r is the mass of tile ``32 r + i`` of the row, or 0. And
-          their sum, ``[]`` float32.
         """
-        tiles = self._tell_masses(turn, masses)
-        return tiles, self.threads.scalar(self.threads.warp_sum(tree_sum(tiles)))
+        return Masses.of(self.threads, self._tell_masses(turn, masses))
+
+    def no_masses(self) -> Masses:
+        """Stands for those that nobody told."""
+        nothing = [self.threads.filled(0.0) for _ in self.tile_places()]
+        return Masses(nothing, nothing, jnp.float32(0))
 
     def _tell_masses(self, turn: jax.Array, masses: list[jax.Array]) -> list[jax.Array]:
         shared, slices = self.shared, self.shared.slices
@@ -143,23 +164,24 @@ class Mail:
             found.append(jnp.where(tile < count, tree_sum(parts), 0.0))
         return found
 
-    def cells(self, masses: list[jax.Array]) -> list[jax.Array]:
+    def cells(self, masses: list[jax.Array]) -> jax.Array:
         """Each warp's numbers, within the block.
 
         Args:
-          masses: float32 ``[128]`` each, the same in all threads of a warp.
+          masses: float32 ``[128]`` each, at most eight, the same in all threads of a warp.
 
         Returns:
-          ``[]`` each: those of the first array by warp, then of the second, and so on.
+          By lane: those of the first array by warp, then of the second, and so on, then 0.
         """
         if self.threads.interpreted:
-            return [m[w * WARP] for m in masses for w in range(WARPS)]
-        begin = self.shared.cells
+            return _by_lane(jnp.stack([m[w * WARP] for m in masses for w in range(WARPS)]))
+        begin, count = self.shared.cells, len(masses) * WARPS
         warp = lax.div(self.threads.index(), WARP)
         for i, mass in enumerate(masses):
             self.threads.scatter(self.ref, begin + i * WARPS + warp, mass, self._lane == 0)
         self.threads.meet()
-        return [self.ref[begin + i] for i in range(len(masses) * WARPS)]
+        found = self.threads.gather(self.ref, begin + jnp.minimum(self._lane, count - 1))
+        return jnp.where(self._lane < count, found, 0.0)
 
 
 def _by_lane(values: jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
-"""The inverse CDF over what the lanes of a warp hold."""
+"""The inverse CDF over what the lanes of a warp hold, or over what each thread holds."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -35,3 +36,26 @@ def first_past(
         least = jnp.minimum(least, jnp.where(mass > 0, key, 4 * NONE))
     key = threads.warp_min(least)
     return jnp.maximum(jnp.where(key < NONE, key, 2 * NONE - key), 0)
+
+
+def pick_of(weights: list[jax.Array], aim: jax.Array) -> jax.Array:
+    """The least index whose inclusive sum exceeds `aim`, among positive weights, by each thread.
+
+    Returns:
+      int32, the last positive one where rounding finds none.
+    """
+    places = [
+        jnp.where(total > aim, i, 2 * NONE - i) + jnp.where(weight > 0, 0, 4 * NONE)
+        for i, (weight, total) in enumerate(zip(weights, _running(weights), strict=True))
+    ]
+    least = functools.reduce(jnp.minimum, places)
+    return jnp.where(least < NONE, least, jnp.maximum(2 * NONE - least, 0))
+
+
+def _running(xs: list[jax.Array]) -> list[jax.Array]:
+    """Sums up to and including each array, in short chains of additions."""
+    step = 1
+    while step < len(xs):
+        xs = xs[:step] + [a + b for a, b in zip(xs[step:], xs[:-step], strict=True)]
+        step *= 2
+    return xs

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from jax_specdec._src.verify.mosaic_gpu import statistics
 from jax_specdec._src.verify.mosaic_gpu.filter import Filter
-from jax_specdec._src.verify.mosaic_gpu.mail import Mail, tree_sum
+from jax_specdec._src.verify.mosaic_gpu.mail import Mail, Masses, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.statistics import Normalizer, is_finite
 
 
@@ -25,8 +25,8 @@ class Shown(NamedTuple):
       draft: normalizer of the draft row; where normalizers are not stored.
       told: ``[]`` int32, how often warps have told each other of rows.
       weighings: ``[]`` int32, how often they have of masses, 0 or 1.
-      weighed: ``[]`` int32, 1 if `masses` are those of the row's tiles, to draw from.
-      masses: by lane, one array for every 32 tiles; their sum is `target.total`.
+      weighed: ``[]`` int32, 1 if `masses` are those of the row, to draw from.
+      masses: of its tiles.
     """
 
     target: Normalizer
@@ -35,17 +35,13 @@ class Shown(NamedTuple):
     told: jax.Array
     weighings: jax.Array
     weighed: jax.Array
-    masses: list[jax.Array]
+    masses: Masses
 
     @classmethod
     def nothing(cls, mail: Mail) -> Shown:
         """Stands for a position not visited."""
         zero, unit = jnp.int32(0), Normalizer.of(jnp.float32(0), jnp.float32(1))
-        return cls(unit, zero, unit, zero, zero, zero, no_masses(mail))
-
-
-def no_masses(mail: Mail) -> list[jax.Array]:
-    return [mail.threads.filled(0.0) for _ in mail.tile_places()]
+        return cls(unit, zero, unit, zero, zero, zero, mail.no_masses())
 
 
 class Reader:
@@ -72,8 +68,7 @@ class Reader:
         self.row, self.scale = request.first_row + position, request.scale
         filters = request.filters
         self.needs_peak = request.greedy if filters is None else request.greedy | filters
-        # The block rule weighs before each row: nothing would keep two mails of masses apart.
-        self.may_weigh = not verifier.call.block
+        self.may_weigh = verifier.call.is_plain
         self.is_drawn_from = ~self.needs_peak & ~request.is_proposed(position)
         self.target_base = self.base(verifier.logit)
         self.reads_draft = verifier.call.draft == "logits"
@@ -86,13 +81,11 @@ class Reader:
         """Read, and filter or weigh; `told` is how often warps have told each other of rows."""
         if not self.may_weigh:
             return self.look(told)
-        masses, total = lax.cond(
-            self.is_drawn_from, self.weigh, lambda: (no_masses(self.mail), jnp.float32(0))
-        )
+        masses = lax.cond(self.is_drawn_from, self.weigh, self.mail.no_masses)
         weighings = self.is_drawn_from.astype(jnp.int32)
-        weighed = statistics.is_usable(total, self.target_base, self.scale)
+        weighed = statistics.is_usable(masses.total, self.target_base, self.scale)
         shown = Shown.nothing(self.mail)._replace(
-            target=Normalizer.of(self.target_base, total),
+            target=Normalizer.of(self.target_base, masses.total),
             told=told,
             weighed=jnp.int32(1),
             masses=masses,
@@ -100,7 +93,7 @@ class Reader:
         shown = lax.cond(weighed, lambda: shown, lambda: self.look(told))
         return shown._replace(weighings=weighings)
 
-    def weigh(self) -> tuple[list[jax.Array], jax.Array]:
+    def weigh(self) -> Masses:
         """What the tiles weigh of a row that is drawn from: all that anybody needs of it."""
         mine = statistics.tile_masses(
             self.target, self.row, self.turn, self.target_base, self.scale
@@ -140,7 +133,7 @@ class Reader:
                 lambda: (target, told),
             )
         zero = jnp.int32(0)
-        return Shown(target, best, draft, told, zero, zero, no_masses(self.mail))
+        return Shown(target, best, draft, told, zero, zero, self.mail.no_masses())
 
     def read_again(self, told: jax.Array, draft: Normalizer) -> tuple[Normalizer, Normalizer]:
         """Normalizers by the largest entries."""

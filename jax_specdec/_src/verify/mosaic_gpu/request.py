@@ -29,6 +29,9 @@ class Call:
       num_drafts: length of the flattened draft axis.
       rates: conditional rates of the synthetic rule, or None.
       block: whether sampled requests follow the block rule.
+      is_plain: whether nothing is masked or filtered, nor `block`: registers are left to weigh rows
+        as they are read, and to load several tiles at once. (The block rule weighs before each row
+        anyway: nothing would keep two mails of masses apart.)
       draft: "none", "probs", "logits" or "normalized".
       draft_rows: rows stored.
       draft_size: ids that the drafter could draw.
@@ -40,6 +43,7 @@ class Call:
     num_drafts: int
     rates: tuple[float, ...] | None
     block: bool
+    is_plain: bool
     draft: str
     draft_rows: int
     draft_size: int

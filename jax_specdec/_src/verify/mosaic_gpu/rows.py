@@ -174,6 +174,7 @@ class Tiles:
         """Hide what lies past `count` in a tile."""
         start = tile * self.stride + self._shift(row)
         self.threads.fill(self.held, start, count, TILE, -jnp.inf)
+        self.threads.written()
         self.threads.meet()
 
     def _shift(self, row: jax.Array) -> jax.Array | int:

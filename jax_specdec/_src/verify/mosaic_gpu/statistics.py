@@ -124,7 +124,7 @@ def tile_masses(
         return sums.begin(threads, tile, tree_sum([weight(x) for chunk in chunks for x in chunk]))
 
     sums = tiles.fold(row, turn, add, TileSums.start(threads))
-    return sums.of_slice(threads, tiles.count(), tiles.per_slice)
+    return sums.first(threads, tiles.per_slice)
 
 
 def is_usable(total: jax.Array, base: jax.Array, scale: jax.Array) -> jax.Array:

@@ -60,7 +60,9 @@ def unsupported(
         target_logits,
         distribution,
         num_requests=num_requests,
-        at_once=k + 1,
+        k=k,
+        walks=True,
+        is_plain=True,
         size=size,
         config=config,
     )
@@ -103,17 +105,31 @@ def plan(
     distribution: DraftDistribution | None,
     *,
     num_requests: int,
-    at_once: int,
+    k: int,
+    walks: bool,
+    is_plain: bool,
     size: int,
     config: KernelConfig | None,
 ) -> Shared:
-    """What a block holds in shared memory, of whose rows `at_once` can be read at once."""
+    """How rows are cut for a call, and what a block holds in shared memory.
+
+    Args:
+      target_logits: its logits.
+      distribution: its drafts' distribution, or None.
+      num_requests: B.
+      k: K.
+      walks: whether several positions may be looked at, one after another.
+      is_plain: see `request.Call`.
+      size: ids that count.
+      config: the caller's choices, or None.
+    """
     storage = None if distribution is None else storage_of(distribution)
     reads_draft = isinstance(distribution, DraftLogits) and distribution.log_normalizer is None
     target_size = target_logits.dtype.itemsize
     draft_size = 0 if storage is None else storage.dtype.itemsize
     if config is None:
-        config = KernelConfig.choose(num_requests, size, target_size, _num_cores())
+        cores = _num_cores()
+        config = KernelConfig.choose(num_requests, size, target_size, cores, draft_size)
     slices = Slices.of(size, config.max_cluster)
 
     def aligned(x: jax.Array | None) -> bool:
@@ -126,7 +142,8 @@ def plan(
         target_aligned=aligned(target_logits),
         draft_aligned=aligned(storage),
         values=4 if reads_draft else 2,
-        warpgroups=min(config.rows_at_once, at_once),
+        warpgroups=min(config.rows_at_once, k + 1) if walks else 1,
+        tiles_at_once=min(config.tiles_at_once, slices.tiles) if is_plain else 1,
     )
 
 

@@ -142,13 +142,22 @@ class Gpu:
             x = op(x, self._shuffle("bfly", x, distance))
         return x
 
+    @staticmethod
+    def _reduce_int(kind: str, x: jax.Array) -> jax.Array:
+        def run(x: Any) -> Any:
+            text = f"redux.sync.{kind}.s32 $0, $1, {_ALL_LANES};"
+            return (assembly(text, "=r,r", x, result=x.type),)
+
+        return inline(run, (), (x,), [((THREADS,), jnp.int32)])[0]
+
     def warp_max(self, x: jax.Array) -> jax.Array:
-        """The largest of each warp, NaN if any is, in all of its threads."""
-        return self._reduce(x, jnp.maximum)
+        """The largest float32 of each warp, NaN if any is, in all of its threads."""
+        bits = lax.bitcast_convert_type(jnp.where(x == x, x, jnp.nan), jnp.int32)
+        return lax.bitcast_convert_type(_ordered(self._reduce_int("max", _ordered(bits))), x.dtype)
 
     def warp_min(self, x: jax.Array) -> jax.Array:
-        """The least of each warp, in all of its threads."""
-        return self._reduce(x, jnp.minimum)
+        """The least int32 of each warp, in all of its threads."""
+        return self._reduce_int("min", x)
 
     def warp_sum(self, x: jax.Array) -> jax.Array:
         """The sum of each warp, in all of its threads."""
@@ -171,8 +180,8 @@ class Gpu:
 
     @staticmethod
     def meet() -> None:
-        """Wait for the whole warpgroup; what it wrote to shared memory precedes later copies."""
-        plgpu.commit_smem()
+        """Wait for the whole warpgroup, which then knows what it wrote to shared memory."""
+        inline(lambda: utils.warpgroup_barrier(), (), ())
 
     @staticmethod
     def written() -> None:
@@ -297,6 +306,11 @@ class Gpu:
     def filled(self, value: Any, dtype: Any = jnp.float32) -> jax.Array:
         """``[128]`` of one value, in a register of each thread, to start a loop with."""
         return _cast(jnp.full((THREADS,), value, dtype))
+
+
+def _ordered(bits: jax.Array) -> jax.Array:
+    """Integers in the order of the floats of these bits, NaN last; and back."""
+    return bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF)
 
 
 def _address(ref: Any) -> Any:
