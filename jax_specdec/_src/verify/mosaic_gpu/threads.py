@@ -137,13 +137,8 @@ class Gpu:
         out = [((THREADS,), x.dtype)]
         return inline(run, (), (x, jnp.asarray(lane, jnp.int32)), out)[0]
 
-    def _reduce(self, x: jax.Array, op: Callable[[Any, Any], Any]) -> jax.Array:
-        for distance in (16, 8, 4, 2, 1):
-            x = op(x, self._shuffle("bfly", x, distance))
-        return x
-
     @staticmethod
-    def _reduce_int(kind: str, x: jax.Array) -> jax.Array:
+    def _reduce(kind: str, x: jax.Array) -> jax.Array:
         def run(x: Any) -> Any:
             text = f"redux.sync.{kind}.s32 $0, $1, {_ALL_LANES};"
             return (assembly(text, "=r,r", x, result=x.type),)
@@ -153,15 +148,17 @@ class Gpu:
     def warp_max(self, x: jax.Array) -> jax.Array:
         """The largest float32 of each warp, NaN if any is, in all of its threads."""
         bits = lax.bitcast_convert_type(jnp.where(x == x, x, jnp.nan), jnp.int32)
-        return lax.bitcast_convert_type(_ordered(self._reduce_int("max", _ordered(bits))), x.dtype)
+        return lax.bitcast_convert_type(_ordered(self._reduce("max", _ordered(bits))), x.dtype)
 
     def warp_min(self, x: jax.Array) -> jax.Array:
         """The least int32 of each warp, in all of its threads."""
-        return self._reduce_int("min", x)
+        return self._reduce("min", x)
 
     def warp_sum(self, x: jax.Array) -> jax.Array:
         """The sum of each warp, in all of its threads."""
-        return self._reduce(x, jnp.add)
+        for distance in (16, 8, 4, 2, 1):
+            x = x + self._shuffle("bfly", x, distance)
+        return x
 
     def warp_scan(self, x: jax.Array) -> jax.Array:
         """Sums up to and including each thread, within its warp."""
