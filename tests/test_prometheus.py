@@ -94,3 +94,11 @@ def test_the_label_of_positions_is_not_the_callers(
 ) -> None:
     with pytest.raises(ValueError, match="labels must not have position, but they are"):
         sd.PrometheusExporter(registry, labels={"position": "left"})
+
+
+def test_a_second_exporter_of_one_registry_is_refused():
+    registry = prometheus_client.CollectorRegistry()
+    sd.PrometheusExporter(registry, labels={"model": "a"})
+    with pytest.raises(ValueError, match="registry has a PrometheusExporter already"):
+        sd.PrometheusExporter(registry, labels={"model": "b"})
+    sd.PrometheusExporter(prometheus_client.CollectorRegistry(), labels={"model": "b"})

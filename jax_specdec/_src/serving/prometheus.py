@@ -40,7 +40,8 @@ class PrometheusExporter:
 
     Raises:
       ImportError: prometheus_client is not installed.
-      ValueError: `labels` has ``position``, which the counters set themselves.
+      ValueError: `labels` has ``position``, which the counters set themselves; or `registry` has
+        such an exporter already: a scrape would show each counter twice.
 
     Example:
       >>> import prometheus_client
@@ -64,7 +65,12 @@ class PrometheusExporter:
         if "position" in self._labels:
             raise ValueError(f"labels must not have position, but they are {self._labels}")
         self._stats: AcceptanceStats | None = None
-        (prometheus_client.REGISTRY if registry is None else registry).register(self)
+        try:
+            (prometheus_client.REGISTRY if registry is None else registry).register(self)
+        except ValueError:  # of names that it has
+            raise ValueError(
+                "registry has a PrometheusExporter already: use that one, or a registry for each"
+            ) from None
 
     def publish(self, stats: AcceptanceStats) -> None:
         """Set what the next scrapes see; safe to call while one is under way.
@@ -74,13 +80,17 @@ class PrometheusExporter:
         """
         self._stats = stats
 
+    def describe(self) -> Iterator[Any]:
+        """What prometheus_client asks for when the exporter is registered: the counters' names."""
+        return self._families(AcceptanceStats((0,), (0,), (0,), num_emitted_tokens=0))
+
     def collect(self) -> Iterator[Any]:
         """What prometheus_client asks for at every scrape; nothing before the first `publish`."""
+        return iter(()) if self._stats is None else self._families(self._stats)
+
+    def _families(self, stats: AcceptanceStats) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily
 
-        stats = self._stats
-        if stats is None:
-            return
         names, values = list(self._labels), list(self._labels.values())
         for field, text in _COUNTERS.items():
             family = CounterMetricFamily(_PREFIX + field, text, labels=names)
