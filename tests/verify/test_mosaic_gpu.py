@@ -359,6 +359,9 @@ def test_a_config_out_of_range_is_refused(name, most):
             ValueError, match=rf"{name} must be in \[1, {most}\], but it is {value}"
         ):
             KernelConfig(**{name: value})
+    for value in (2.0, True, None):
+        with pytest.raises(TypeError, match=f"{name} must be an int, but it is {value}"):
+            KernelConfig(**{name: value})
 
 
 def test_the_default_config_uses_the_device_and_no_more():

@@ -49,6 +49,7 @@ class KernelConfig:
         weighed. More wait less and need more registers.
 
     Raises:
+      TypeError: a field is no integer.
       ValueError: a number out of range.
 
     Example:
@@ -68,6 +69,8 @@ class KernelConfig:
         }
         for name, most in limits.items():
             value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, but it is {value!r}")
             if not 1 <= value <= most:
                 raise ValueError(f"{name} must be in [1, {most}], but it is {value}")
 
