@@ -400,6 +400,7 @@ def test_tiles_are_loaded_at_once_where_blocks_have_registers_to_spare():
     for sizes in (dict(held=4), dict(draft_size=4)):
         assert [tiles(n, **sizes) for n in (1, 5, 64)] == [4, 1, 1]
     assert tiles(256, size=32000) == 4 and tiles(128, size=32000) == 1  # as many as a block has
+    assert tiles(64, size=151936) == 1
 
 
 @pytest.mark.parametrize("max_cluster", [1, 2, 3, 5, 8, 12, 16])

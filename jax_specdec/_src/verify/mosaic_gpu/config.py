@@ -118,8 +118,10 @@ class KernelConfig:
         is_pair = row_tiles * TILE * held <= _PAIR_BYTES
         with_work = 1 if is_pair else -(-row_tiles // _TILES_PER_BLOCK)
         cluster = min(8, 1 << (max(2, at_once, with_work) - 1).bit_length())
-        # All blocks are there at once, and each has more tiles than it would load.
-        loads = cluster <= at_once and row_tiles > MAX_TILES * cluster
+        # All blocks are there at once, and each has more tiles than it would load, but not so many
+        # that the registers for their masses would leave too few.
+        tiles_each = -(-row_tiles // cluster)
+        loads = cluster <= at_once and MAX_TILES < tiles_each <= 2 * MAX_TILES
         return cls(max_cluster=cluster, tiles_at_once=tiles(8) if loads else 1)
 
 
