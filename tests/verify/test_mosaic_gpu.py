@@ -254,6 +254,9 @@ def test_rows_that_hold_nan_or_infinity_are_bad_where_they_are_visited(temperatu
         assert answer(alone, middle) == sd.Status.BAD_TARGET_ROW
         ends = dataclasses.replace(middle, draft_ids=[4, 5])
         assert answer(alone, ends) == [3]
+        target = logits([[3], [5], [7]])
+        target[2, 100] = bad
+        assert answer(alone, dataclasses.replace(middle, target=target)) == sd.Status.BAD_TARGET_ROW
 
 
 def test_greedy_ties_go_to_the_lowest_id():
