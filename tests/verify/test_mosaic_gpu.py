@@ -149,8 +149,7 @@ def test_gives_the_tokens_of_the_oracle(layout):
 @pytest.mark.parametrize(
     "layout",
     [
-        LAYOUTS[5],
-        *newest(dataclasses.replace(LAYOUTS[4], num_speculative_tokens=5)),
+        *newest(LAYOUTS[5], dataclasses.replace(LAYOUTS[4], num_speculative_tokens=5)),
         *slow(LAYOUTS[1], LAYOUTS[2], FILTERED[3]),
     ],
     ids=str,
