@@ -96,8 +96,9 @@ def test_the_label_of_positions_is_not_the_callers(
         sd.PrometheusExporter(registry, labels={"position": "left"})
 
 
-def test_a_second_exporter_of_one_registry_is_refused():
-    registry = prometheus_client.CollectorRegistry()
+def test_a_second_exporter_of_one_registry_is_refused(
+    registry: prometheus_client.CollectorRegistry,
+) -> None:
     sd.PrometheusExporter(registry, labels={"model": "a"})
     with pytest.raises(ValueError, match="registry has a PrometheusExporter already"):
         sd.PrometheusExporter(registry, labels={"model": "b"})

@@ -82,7 +82,7 @@ class SpecDecodeConfig:
     synthetic_acceptance_length: float | None = None
 
     def __post_init__(self) -> None:
-        k = _check_count("num_speculative_tokens", self.num_speculative_tokens)
+        k = check_count("num_speculative_tokens", self.num_speculative_tokens)
         object.__setattr__(self, "num_speculative_tokens", k)
         _check_choice(
             "rejection_sample_method", self.rejection_sample_method, get_args(RejectionSampleMethod)
@@ -218,7 +218,7 @@ def acceptance_length_to_rates(length: float, num_speculative_tokens: int) -> tu
       ``synthetic_acceptance_length`` in vLLM:
       https://docs.vllm.ai/en/latest/api/vllm/config/speculative/
     """
-    k = _check_count("num_speculative_tokens", num_speculative_tokens)
+    k = check_count("num_speculative_tokens", num_speculative_tokens)
     mean_accepted = _check_real("length", length, 1, k + 1) - 1.0
     return tuple(min(max(mean_accepted - i, 0.0), 1.0) for i in range(k))
 
@@ -289,12 +289,14 @@ def conditional_to_unconditional_rates(rates: Sequence[float]) -> tuple[float, .
     return tuple(itertools.accumulate(checked, lambda product, rate: product * rate))
 
 
-def _check_count(name: str, value: Any) -> int:
+def check_count(name: str, value: Any, most: int | None = None) -> int:
+    """A positive integer, no boolean, of at most `most`; else a sentence with its name."""
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_integer:
         raise TypeError(f"{name} must be an integer, but is {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, but is {value!r}")
+    if value < 1 or (most is not None and value > most):
+        rule = "at least 1" if most is None else f"in [1, {most}]"
+        raise ValueError(f"{name} must be {rule}, but is {value!r}")
     return int(value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from jax_specdec._src.config import check_count
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
 WARPS = 4
@@ -62,17 +63,9 @@ class KernelConfig:
     tiles_at_once: int = 1
 
     def __post_init__(self) -> None:
-        limits = {
-            "max_cluster": MAX_CLUSTER,
-            "rows_at_once": MAX_WARPGROUPS,
-            "tiles_at_once": MAX_TILES,
-        }
-        for name, most in limits.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, but it is {value!r}")
-            if not 1 <= value <= most:
-                raise ValueError(f"{name} must be in [1, {most}], but it is {value}")
+        check_count("max_cluster", self.max_cluster, MAX_CLUSTER)
+        check_count("rows_at_once", self.rows_at_once, MAX_WARPGROUPS)
+        check_count("tiles_at_once", self.tiles_at_once, MAX_TILES)
 
     @classmethod
     def choose(

@@ -69,7 +69,7 @@ class DraftRows:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether rows hold the ids that count and nothing else."""
+        """Whether rows are aligned and hold the ids that count, nothing else."""
         return self.aligned and self.rows.shape[1] == self.size == self.row_size
 
     def fetch(self, row: jax.Array) -> None:

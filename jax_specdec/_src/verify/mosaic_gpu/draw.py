@@ -15,10 +15,10 @@ from jax_specdec._src.verify.mosaic_gpu import output
 from jax_specdec._src.verify.mosaic_gpu.config import WARPS
 from jax_specdec._src.verify.mosaic_gpu.draft_rows import PIECES
 from jax_specdec._src.verify.mosaic_gpu.mail import Masses, tree_sum
-from jax_specdec._src.verify.mosaic_gpu.pick import first_past, pick_of
+from jax_specdec._src.verify.mosaic_gpu.pick import first_past, key_of, pick_of, place_of
 from jax_specdec._src.verify.mosaic_gpu.reader import Shown
 from jax_specdec._src.verify.mosaic_gpu.request import LOG2E
-from jax_specdec._src.verify.mosaic_gpu.statistics import Exponent, residual
+from jax_specdec._src.verify.mosaic_gpu.statistics import Exponent, residual, tile_masses
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP
 from jax_specdec._src.verify.mosaic_gpu.tile_sums import TileSums
 from jax_specdec._src.verify.tiles import TILE
@@ -101,8 +101,9 @@ class Draw:
         """Weigh, draw and write."""
         if self.draft is not None and self.call.draft != "logits":  # else it was read already
             pl.when(self.from_residual)(lambda: self.draft.fetch(self.draft_row))
-        shown = self.shown
-        self.finish(Weighed(shown.weighed, self.from_residual, shown.masses))
+        masses = self.shown.masses
+        weighed = (masses.total > 0).astype(jnp.int32)
+        self.finish(Weighed(weighed, self.from_residual, masses))
 
     def finish(self, start: Weighed) -> None:
         """Weigh as far as that is not done, draw and write."""
@@ -133,9 +134,12 @@ class Draw:
 
     # Weights: a list of the ids that each thread has of a chunk.
 
+    def p(self, entry: jax.Array) -> jax.Array:
+        return jnp.exp2(self.p_exponent(entry))
+
     def plain(self, start: jax.Array) -> list[jax.Array]:
         """``p``."""
-        return [jnp.exp2(self.p_exponent(x)) for x in self.target.entries(start)]
+        return [self.p(x) for x in self.target.entries(start)]
 
     def residual(self, start: jax.Array, drafts: list[jax.Array]) -> list[jax.Array]:
         """``(p - q)+``, p times the joint weight; NaN where q is none."""
@@ -177,22 +181,15 @@ class Draw:
 
     def plain_masses(self) -> list[jax.Array]:
         """Each warp's part of the mass of each tile of the slice, by ``p``."""
-
-        def add(tile: jax.Array, sums: TileSums) -> TileSums:
-            starts = self.target.starts(self.row, tile)
-            weights = [w for start in starts for w in self.plain(start)]
-            return sums.begin(self.threads, tile, tree_sum(weights))
-
-        sums = lax.fori_loop(0, self.target.count(), add, TileSums.start(self.threads))
-        return sums.first(self.threads, self.target.per_slice)
+        return tile_masses(self.target, self.row, None, self.p)
 
     def residual_masses(self) -> list[jax.Array]:
         """The same by the residual, which is 0 past the end of the row, where ``p`` is."""
         threads, target = self.threads, self.target
-        count = target.count()
+        several, count = self.draft.at_once > 1, target.count()
 
         def add(tile: jax.Array, piece: jax.Array | int, drafts: Any, sums: TileSums) -> TileSums:
-            held = jnp.minimum(tile, target.per_slice - 1)
+            held = jnp.minimum(tile, target.per_slice - 1) if several else tile
             begin = target.starts(self.row, held)[0] + piece * (TILE // PIECES)
             mass = tree_sum(
                 [
@@ -201,7 +198,7 @@ class Draw:
                     for weight in self.residual(begin + i * target.chunk, chunk)
                 ]
             )
-            if self.draft.at_once > 1:
+            if several:
                 mass = jnp.where(tile < count, mass, 0.0)
             if isinstance(piece, int):
                 return sums.add(mass) if piece else sums.begin(threads, tile, mass)
@@ -275,9 +272,7 @@ class Draw:
         weights = [chosen(list(of_chunks)) for of_chunks in zip(*chunks, strict=True)]
         place = pick_of(weights, aim - (up_to - mass))
         place = place + threads.index() * target.each + chunk * target.chunk
-        last = jnp.where(mass > 0, 2 * TILE - place, 4 * TILE)
-        key = threads.warp_min(jnp.where((mass > 0) & (up_to > aim), place, last))
-        place = jnp.where(key < TILE, key, 2 * TILE - key)
+        place = place_of(threads.warp_min(key_of(place, up_to > aim, mass)))
         token_id = target.first + tile * TILE + place
         is_writer = lax.div(threads.index(), WARP) == warp
         output.write(request, self.position, token_id, jnp.int32(Status.OK), is_writer)

@@ -252,6 +252,12 @@ class Verifier:
         """Whether the draft row of a position counts, ``[]``."""
         return self.request.at(self.uses_q.astype(jnp.int32), position) == 1
 
+    def weighs(self, position: jax.Array) -> jax.Array:
+        """Whether the row of a position, if visited, is weighed while it is read, ``[]``."""
+        if not self.call.is_plain:
+            return jnp.bool_(False)
+        return ~self.request.greedy & ~self.request.is_proposed(position)
+
     def is_first_warp(self) -> jax.Array:
         """Whether a thread is in the first warp of the cluster, ``[128]`` bool."""
         return (self.threads.index() < WARP) & (self.mail.block == 0)
@@ -272,6 +278,5 @@ class Verifier:
 
         @pl.when(draws)
         def _() -> None:
-            shown = seen.shown
-            turns = Turns(shown.told, weighings + shown.weighings)
-            Draw(self, num_accepted, shown, turns).run()
+            told = weighings + self.weighs(num_accepted).astype(jnp.int32)
+            Draw(self, num_accepted, seen.shown, Turns(seen.shown.told, told)).run()

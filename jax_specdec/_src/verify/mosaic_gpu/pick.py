@@ -14,6 +14,22 @@ NONE = 2**24
 """Greater than any place."""
 
 
+def key_of(place: jax.Array | int, is_past: jax.Array, weight: jax.Array) -> jax.Array:
+    """What is least for the place to pick: the first one past the aim, or else the last of weight.
+
+    Args:
+      place: int32 below `NONE`.
+      is_past: whether the sum up to and including it exceeds the aim.
+      weight: float32; a place of none is never picked.
+    """
+    return jnp.where(weight > 0, jnp.where(is_past, place, 2 * NONE - place), 4 * NONE)
+
+
+def place_of(key: jax.Array) -> jax.Array:
+    """The place of the least key; 0 where none has weight."""
+    return jnp.maximum(jnp.where(key < NONE, key, 2 * NONE - key), 0)
+
+
 def first_past(
     threads: Any, masses: list[jax.Array], sums: list[jax.Array], past: jax.Array
 ) -> jax.Array:
@@ -31,11 +47,8 @@ def first_past(
     """
     lane, least = threads.index() & (WARP - 1), threads.filled(4 * NONE, jnp.int32)
     for i, (mass, inclusive) in enumerate(zip(masses, sums, strict=True)):
-        place = lane + i * WARP
-        key = jnp.where(inclusive > past, place, 2 * NONE - place)
-        least = jnp.minimum(least, jnp.where(mass > 0, key, 4 * NONE))
-    key = threads.warp_min(least)
-    return jnp.maximum(jnp.where(key < NONE, key, 2 * NONE - key), 0)
+        least = jnp.minimum(least, key_of(lane + i * WARP, inclusive > past, mass))
+    return place_of(threads.warp_min(least))
 
 
 def pick_of(weights: list[jax.Array], aim: jax.Array) -> jax.Array:
@@ -44,12 +57,11 @@ def pick_of(weights: list[jax.Array], aim: jax.Array) -> jax.Array:
     Returns:
       int32, the last positive one where rounding finds none.
     """
-    places = [
-        jnp.where(total > aim, i, 2 * NONE - i) + jnp.where(weight > 0, 0, 4 * NONE)
+    keys = [
+        key_of(i, total > aim, weight)
         for i, (weight, total) in enumerate(zip(weights, _running(weights), strict=True))
     ]
-    least = functools.reduce(jnp.minimum, places)
-    return jnp.where(least < NONE, least, jnp.maximum(2 * NONE - least, 0))
+    return place_of(functools.reduce(jnp.minimum, keys))
 
 
 def _running(xs: list[jax.Array]) -> list[jax.Array]:

@@ -24,24 +24,20 @@ class Shown(NamedTuple):
       best: ``[]`` int32, the row's argmax; of a greedy request.
       draft: normalizer of the draft row; where normalizers are not stored.
       told: ``[]`` int32, how often warps have told each other of rows.
-      weighings: ``[]`` int32, how often they have of masses, 0 or 1.
-      weighed: ``[]`` int32, 1 if `masses` are those of the row, to draw from.
-      masses: of its tiles.
+      masses: of its tiles, where they were weighed; else their total is 0.
     """
 
     target: Normalizer
     best: jax.Array
     draft: Normalizer
     told: jax.Array
-    weighings: jax.Array
-    weighed: jax.Array
     masses: Masses
 
     @classmethod
     def nothing(cls, mail: Mail) -> Shown:
         """Stands for a position not visited."""
         zero, unit = jnp.int32(0), Normalizer.of(jnp.float32(0), jnp.float32(1))
-        return cls(unit, zero, unit, zero, zero, zero, mail.no_masses())
+        return cls(unit, zero, unit, zero, mail.no_masses())
 
 
 class Reader:
@@ -68,8 +64,7 @@ class Reader:
         self.row, self.scale = request.first_row + position, request.scale
         filters = request.filters
         self.needs_peak = request.greedy if filters is None else request.greedy | filters
-        self.may_weigh = verifier.call.is_plain
-        self.is_drawn_from = ~self.needs_peak & ~request.is_proposed(position)
+        self.is_plain, self.weighs = verifier.call.is_plain, verifier.weighs(position)
         self.target_base = self.base(verifier.logit)
         self.reads_draft = verifier.call.draft == "logits"
         if self.reads_draft:
@@ -79,25 +74,19 @@ class Reader:
 
     def read(self, told: jax.Array) -> Shown:
         """Read, and filter or weigh; `told` is how often warps have told each other of rows."""
-        if not self.may_weigh:
+        if not self.is_plain:
             return self.look(told)
-        masses = lax.cond(self.is_drawn_from, self.weigh, self.mail.no_masses)
-        weighings = self.is_drawn_from.astype(jnp.int32)
-        weighed = statistics.is_usable(masses.total, self.target_base, self.scale)
+        masses = lax.cond(self.weighs, self.weigh, self.mail.no_masses)
         shown = Shown.nothing(self.mail)._replace(
-            target=Normalizer.of(self.target_base, masses.total),
-            told=told,
-            weighed=jnp.int32(1),
-            masses=masses,
+            target=Normalizer.of(self.target_base, masses.total), told=told, masses=masses
         )
-        shown = lax.cond(weighed, lambda: shown, lambda: self.look(told))
-        return shown._replace(weighings=weighings)
+        usable = statistics.is_usable(masses.total, self.target_base, self.scale)
+        return lax.cond(usable, lambda: shown, lambda: self.look(told))
 
     def weigh(self) -> Masses:
         """What the tiles weigh of a row that is drawn from: all that anybody needs of it."""
-        mine = statistics.tile_masses(
-            self.target, self.row, self.turn, self.target_base, self.scale
-        )
+        weight = statistics.weigher(self.target_base, self.scale, self.size(self.target))
+        mine = statistics.tile_masses(self.target, self.row, self.turn, weight)
         return self.mail.tell_masses(jnp.int32(0), mine)
 
     def look(self, told: jax.Array) -> Shown:
@@ -132,8 +121,7 @@ class Reader:
                 lambda: Filter(self, target.peak).run(told),
                 lambda: (target, told),
             )
-        zero = jnp.int32(0)
-        return Shown(target, best, draft, told, zero, zero, self.mail.no_masses())
+        return Shown(target, best, draft, told, self.mail.no_masses())
 
     def read_again(self, told: jax.Array, draft: Normalizer) -> tuple[Normalizer, Normalizer]:
         """Normalizers by the largest entries."""
@@ -152,12 +140,8 @@ class Reader:
         """Nothing that anybody needs, and the mass of each warp's part; 0 if weighed in vain."""
         nothing = self.threads.filled(0.0)
         fold = functools.partial(self.target.fold, self.row, self.turn)
-        if not self.may_weigh:
-            return nothing, self.mass(self.target, fold, self.target_base)
         return nothing, lax.cond(
-            self.is_drawn_from,
-            lambda: nothing,
-            lambda: self.mass(self.target, fold, self.target_base),
+            self.weighs, lambda: nothing, lambda: self.mass(self.target, fold, self.target_base)
         )
 
     def draft_mass(self) -> tuple[jax.Array, jax.Array]:
@@ -170,8 +154,12 @@ class Reader:
         return statistics.max_and_sum(self.draft, self.draft_row, self.scale)
 
     def mass(self, rows: Any, fold: Any, base: jax.Array) -> jax.Array:
-        size = jnp.dtype(rows.rows.dtype).itemsize
-        return statistics.mass(self.threads, fold, size, base, self.scale)
+        return statistics.mass(self.threads, fold, self.size(rows), base, self.scale)
+
+    @staticmethod
+    def size(rows: Any) -> int:
+        """Bytes of an entry."""
+        return jnp.dtype(rows.rows.dtype).itemsize
 
     # What all warps have, from what each has.
 

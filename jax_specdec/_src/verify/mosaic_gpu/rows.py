@@ -183,11 +183,15 @@ class Tiles:
             return 0
         return signals.shift(self.rows, row)
 
-    def fold(self, row: jax.Array, turn: jax.Array, step: Any, state: Any) -> Any:
-        """``state = step(tile, 0, chunks, state)`` for each tile of the slice, as they arrive."""
+    def fold(self, row: jax.Array, turn: jax.Array | None, step: Any, state: Any) -> Any:
+        """``state = step(tile, 0, chunks, state)`` for each tile of the slice.
+
+        As they arrive, or, where `turn` is None, of a row that has.
+        """
 
         def run(tile: jax.Array, state: Any) -> Any:
-            self.ready(row, tile, turn)
+            if turn is not None:
+                self.ready(row, tile, turn)
             return step(tile, 0, [self.entries(start) for start in self.starts(row, tile)], state)
 
         return lax.fori_loop(0, self.count(), run, state)

@@ -89,7 +89,7 @@ def _base(peak: jax.Array) -> jax.Array:
     return jnp.where(is_finite(peak), peak, 0.0)
 
 
-def _weigher(base: jax.Array, scale: jax.Array, size: int) -> Callable[[jax.Array], jax.Array]:
+def weigher(base: jax.Array, scale: jax.Array, size: int) -> Callable[[jax.Array], jax.Array]:
     """From entries of `size` bytes to their weights relative to `base`."""
     shift = base * scale
     return lambda x: jnp.exp2((x - base) * scale if size == 4 else x * scale - shift)
@@ -103,7 +103,7 @@ def mass(
     `fold` is over its tiles, `size` that of its entries. Any base of the order of the row's largest
     entry will do, as `is_usable` tells from the sum over all warps.
     """
-    weight = _weigher(base, scale, size)
+    weight = weigher(base, scale, size)
 
     def add(tile: Any, piece: Any, chunks: list[list[jax.Array]], total: jax.Array) -> jax.Array:
         del tile, piece
@@ -113,11 +113,10 @@ def mass(
 
 
 def tile_masses(
-    tiles: Tiles, row: jax.Array, turn: jax.Array, base: jax.Array, scale: jax.Array
+    tiles: Tiles, row: jax.Array, turn: jax.Array | None, weight: Callable[[jax.Array], jax.Array]
 ) -> list[jax.Array]:
-    """The same of each tile of the slice, as they arrive."""
+    """Each warp's part of the weight of each tile of the slice; see `Tiles.fold`."""
     threads = tiles.threads
-    weight = _weigher(base, scale, jnp.dtype(tiles.rows.dtype).itemsize)
 
     def add(tile: Any, piece: Any, chunks: list[list[jax.Array]], sums: TileSums) -> TileSums:
         del piece
@@ -148,7 +147,7 @@ def base_and_sum(
     pl.when(some)(lambda: tiles.ready(row, none, turn))
     first = threads.warp_max(jnp.where(some, tree_max(tiles.of_tile(row, none)), -jnp.inf))
     base = _base(first)
-    weight = _weigher(base, scale, size)
+    weight = weigher(base, scale, size)
 
     def add(tile: jax.Array, total: jax.Array) -> jax.Array:
         pl.when(tile > 0)(lambda: tiles.ready(row, tile, turn))
