@@ -25,70 +25,75 @@ class Stream(enum.IntEnum):
 
 
 def uniforms(
-    key: jax.Array, position: jax.Array, stream: Stream, offset: jax.Array | int, count: int
+    key: jax.Array, position: jax.Array, stream: Stream, offset: jax.Array | int
 ) -> jax.Array:
-    """`count` uniforms on [0, 1) for one request.
+    """Two uniforms on [0, 1) for one request.
 
     Computes ``(bits >> 8) * 2**-24``: 2**24 equally likely values, so a comparison with a
-    probability is exact to 2**-24. (`jax.random.uniform` has 2**23.)
+    probability is exact to 2**-24. (`jax.random.uniform` has 2**23.) The bits are those of
+    `threefry_bits` where the key is one of Threefry; of other keys, those that `jax.random` draws.
 
     Args:
       key: ``[]`` typed key of the request.
-      position: ``[]`` int32, absolute position of the step's first draft.
+      position: ``[]`` int32, absolute position of the step's first draft, not negative.
       stream: what the numbers are for.
       offset: ``[]`` int32, place within the step.
-      count: how many, static.
 
     Returns:
-      ``[count]`` float32.
+      ``[2]`` float32.
 
     Example:
       >>> import jax
-      >>> u = uniforms(jax.random.key(0), 7, Stream.ACCEPT, 0, 2)
+      >>> u = uniforms(jax.random.key(0), 7, Stream.ACCEPT, 0)
       >>> u.shape, bool((u >= 0).all() and (u < 1).all())
       ((2,), True)
     """
-    place = jnp.asarray(offset, jnp.uint32) * len(Stream) + int(stream)
-    key = jax.random.fold_in(jax.random.fold_in(key, position), place)
-    bits = jax.random.bits(key, (count,), jnp.uint32)
-    return (bits >> 8).astype(jnp.float32) * 2.0**-24
+    place = place_of(stream, jnp.asarray(offset, jnp.uint32))
+    if is_threefry(key):
+        words = jax.random.key_data(key)
+        bits = jnp.stack(threefry_bits((words[0], words[1]), jnp.asarray(position), place))
+    else:
+        key = jax.random.fold_in(jax.random.fold_in(key, position), place)
+        bits = jax.random.bits(key, (2,), jnp.uint32)
+    return to_uniform(bits)
 
 
-def uniform(
-    key: tuple[jax.Array, jax.Array],
-    position: jax.Array,
-    stream: jax.Array,
-    offset: jax.Array,
-    index: jax.Array,
-) -> jax.Array:
-    """Entry `index` of what `uniforms` draws from a Threefry key, by elementwise arithmetic alone.
+def place_of(stream: jax.Array | int, offset: jax.Array) -> jax.Array:
+    """A number of its own for each stream and offset, uint32."""
+    return offset * jnp.uint32(len(Stream)) + jnp.asarray(stream, jnp.uint32)
 
-    For kernels, where `jax.random` cannot be called; see `is_threefry`.
+
+def to_uniform(bits: jax.Array) -> jax.Array:
+    """The high 24 of 32 random bits, as float32 on [0, 1)."""
+    return lax.shift_right_logical(bits, jnp.uint32(8)).astype(jnp.float32) * 2.0**-24
+
+
+def is_threefry(keys: jax.Array) -> bool:
+    """Whether keys are of JAX's default kind, whose bits are drawn by arithmetic alone."""
+    return str(jax.random.key_impl(keys)) == "threefry2x32"
+
+
+def threefry_bits(
+    key: tuple[jax.Array, jax.Array], position: jax.Array, place: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The 64 bits of a place: Threefry-2x32 of 20 rounds at the counter (2**31 + position, place).
+
+    One evaluation for what folding both numbers in and then drawing would take three for; and of
+    elementwise arithmetic alone, for kernels. `jax.random` counts its own draws from a key from 0
+    on, so those share no counter with these.
 
     Args:
       key: the key's two words, uint32.
-      position: uint32 of any shape.
-      stream: uint32, what the numbers are for.
-      offset: uint32, place within the step.
-      index: uint32.
+      position: int32, not negative, of any shape.
+      place: from `place_of`, uint32 of the same shape.
 
     Returns:
-      float32 of the same shape.
+      Two words of 32 bits, uint32 of the same shape.
 
     References:
       Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
     """
-    zero = jnp.zeros_like(position)
-    key = _threefry(key, (zero, position))
-    key = _threefry(key, (zero, offset * jnp.uint32(len(Stream)) + stream))
-    high, low = _threefry(key, (zero, index))
-    return lax.shift_right_logical(high ^ low, jnp.uint32(8)).astype(jnp.float32) * 2.0**-24
-
-
-def is_threefry(keys: jax.Array) -> bool:
-    """Whether `uniform` draws what `uniforms` draws from these keys: JAX's default keys."""
-    name = str(jax.random.key_impl(keys))
-    return name == "threefry2x32" and bool(jax.config.jax_threefry_partitionable)
+    return _threefry(key, (position.astype(jnp.uint32) | jnp.uint32(2**31), place))
 
 
 def _threefry(
@@ -129,7 +134,7 @@ def draw_noise(keys: jax.Array, positions: jax.Array, num_speculative_tokens: in
     offsets = jnp.arange(num_speculative_tokens, dtype=jnp.uint32)
 
     def one_request(key: jax.Array, position: jax.Array) -> Noise:
-        accept = jax.vmap(lambda j: uniforms(key, position, Stream.ACCEPT, j, 1)[0])(offsets)
-        return Noise(accept, uniforms(key, position, Stream.RECOVER, 0, 2))
+        accept = jax.vmap(lambda j: uniforms(key, position, Stream.ACCEPT, j)[0])(offsets)
+        return Noise(accept, uniforms(key, position, Stream.RECOVER, 0))
 
     return jax.vmap(one_request)(keys, positions)

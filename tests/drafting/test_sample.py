@@ -108,7 +108,7 @@ def test_tokens_are_drawn_by_inverse_cdf_from_the_draft_stream():
     ids, _ = draw(logits, 1.0, offset=offset)
     keys = jax.random.split(jax.random.key(0), BATCH)
     position, stream = jnp.int32(POSITION), Stream.DRAFT
-    pairs = jax.vmap(lambda key: uniforms(key, position, stream, offset, 2))(keys)
+    pairs = jax.vmap(lambda key: uniforms(key, position, stream, offset))(keys)
     u = np.asarray(pairs, np.float64)[:, 1:]  # all ids lie in one tile: the first one is moot
     cdf = np.cumsum(scipy.special.softmax(logits.astype(np.float64), axis=1), axis=1)
     close = np.abs(cdf - u).min(axis=1) < 1e-6

@@ -202,14 +202,6 @@ def test_uniforms_are_24_bits_below_1():
         assert abs(x.mean() - 0.5) < 0.03
 
 
-def test_uniforms_come_from_the_high_bits():
-    key = jax.random.key(3)
-    (u,) = uniforms(key, 5, Stream.ACCEPT, 2, 1)
-    place = 2 * len(Stream) + Stream.ACCEPT
-    bits = jax.random.bits(jax.random.fold_in(jax.random.fold_in(key, 5), place), (), jnp.uint32)
-    assert float(u) == (int(bits) >> 8) * 2.0**-24
-
-
 @pytest.mark.newest
 def test_no_two_places_share_bits():
     """Keys, positions, offsets and streams: 12000 numbers, about 4 of them equal by chance."""
@@ -217,7 +209,7 @@ def test_no_two_places_share_bits():
     positions, offsets = jnp.arange(25), jnp.arange(8)
 
     def place(key, position, stream, offset):
-        return uniforms(key, position, stream, offset, 1)[0]
+        return uniforms(key, position, stream, offset)[0]
 
     drawn = []
     for stream in Stream:

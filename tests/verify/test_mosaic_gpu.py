@@ -382,7 +382,8 @@ def test_rows_are_read_at_once_where_requests_are_few_and_shared_memory_has_room
     def rows(num_requests, size=128256, held=2, num_cores=132):
         return KernelConfig.choose(num_requests, size, held, num_cores).rows_at_once
 
-    assert [rows(n) for n in (1, 4, 5, 16, 17, 256)] == [3, 3, 2, 2, 1, 1]
+    assert [rows(n) for n in (1, 3, 4, 7, 8, 14, 15, 256)] == [3, 3, 4, 4, 2, 2, 1, 1]
+    assert [rows(n, held=4) for n in (4, 5, 14, 15)] == [3, 2, 2, 1]  # four have few registers
     assert rows(1, num_cores=78) == 1
     assert rows(4, size=2**18, held=4) == 3 and rows(4, size=2**19, held=4) == 1
     assert rows(8, size=2**18, held=4) == 1  # two blocks on a multiprocessor
@@ -396,7 +397,7 @@ def test_tiles_are_loaded_at_once_where_blocks_have_registers_to_spare():
         held = sizes.pop("held", 2)
         return KernelConfig.choose(num_requests, size, held, 132, **sizes).tiles_at_once
 
-    assert [tiles(n) for n in (1, 8, 9, 33, 34, 66, 67, 256)] == [4, 4, 1, 1, 4, 4, 1, 1]
+    assert [tiles(n) for n in (1, 14, 15, 33, 34, 66, 67, 256)] == [4, 4, 1, 1, 4, 4, 1, 1]
     for sizes in (dict(held=4), dict(draft_size=4)):
         assert [tiles(n, **sizes) for n in (1, 5, 64)] == [4, 1, 1]
     assert tiles(256, size=32000) == 4 and tiles(128, size=32000) == 1  # as many as a block has

@@ -1,9 +1,10 @@
-"""The noise of kernels, by arithmetic alone, is the noise that JAX draws from the same keys."""
+"""Noise from keys: bits of its own for every place, by arithmetic that kernels can do too."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.random import threefry_2x32
 
 import jax_specdec as sd
 from jax_specdec._src import noise
@@ -13,30 +14,48 @@ POSITIONS = jnp.array([0, 1, 77, 2**31 - 1, 123456], jnp.int32)
 KEYS = jax.random.split(jax.random.key(3), len(POSITIONS))
 
 
-def drawn(stream: noise.Stream, offsets: list[int], indices: list[int]) -> np.ndarray:
-    shape = (len(POSITIONS), len(offsets))
-    data = jax.random.key_data(KEYS)
-    words = tuple(jnp.broadcast_to(data[:, i : i + 1], shape) for i in range(2))
-    position = jnp.broadcast_to(POSITIONS.astype(jnp.uint32)[:, None], shape)
-    offset, index = (
-        jnp.broadcast_to(jnp.array(x, jnp.uint32)[None, :], shape) for x in (offsets, indices)
-    )
-    return noise.uniform(words, position, jnp.full(shape, stream, jnp.uint32), offset, index)
+def bits_of_jax(key: jax.Array, position: int, stream: noise.Stream, offset: int) -> np.ndarray:
+    """Two words of Threefry by JAX's own primitive, at the counter that stands for a place."""
+    counter = jnp.array([2**31 + int(position), 3 * offset + stream], jnp.uint32)
+    return np.asarray(threefry_2x32(jax.random.key_data(key), counter))
 
 
-def test_uniforms_by_arithmetic_are_those_of_jax():
-    expected = sd.draw_noise(KEYS, POSITIONS, K)
-    accept = drawn(noise.Stream.ACCEPT, list(range(K)), [0] * K)
-    np.testing.assert_array_equal(accept, expected.accept)
-    np.testing.assert_array_equal(drawn(noise.Stream.RECOVER, [0, 0], [0, 1]), expected.recover)
+def test_uniforms_are_the_high_bits_of_threefry_at_a_counter_of_their_own():
+    drawn = sd.draw_noise(KEYS, POSITIONS, K)
+    for b, (key, position) in enumerate(zip(KEYS, POSITIONS, strict=True)):
+        places = [(noise.Stream.ACCEPT, j) for j in range(K)]
+        expected = [(bits_of_jax(key, position, *at) >> 8) * 2.0**-24 for at in places]
+        np.testing.assert_array_equal(drawn.accept[b], [e[0] for e in expected])
+        recover = (bits_of_jax(key, position, noise.Stream.RECOVER, 0) >> 8) * 2.0**-24
+        np.testing.assert_array_equal(drawn.recover[b], recover)
+
+
+def test_draws_of_jax_from_the_same_key_share_no_counter_with_ours():
+    """JAX counts from 0 on: no word of its first million is one of ours, but by chance."""
+    key = KEYS[0]
+    words = [bits_of_jax(key, p, s, j) for p in range(50) for s in noise.Stream for j in range(K)]
+    ours = np.concatenate(words)
+    theirs = np.asarray(jax.random.bits(key, (2**20,), jnp.uint32))
+    assert np.isin(ours, theirs).sum() < 10  # 0.4 by chance
 
 
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
-def test_other_keys_than_threefry_are_told_apart(impl):
+def test_keys_of_other_kinds_draw_what_jax_draws_from_them(impl):
     assert noise.is_threefry(KEYS)
-    assert not noise.is_threefry(jax.random.split(jax.random.key(0, impl=impl), 2))
+    keys = jax.random.split(jax.random.key(0, impl=impl), 2)
+    assert not noise.is_threefry(keys)
+    drawn = sd.draw_noise(keys, jnp.array([4, 9]), 2)
+
+    def expected(key: jax.Array, position: jax.Array) -> jax.Array:
+        folded = jax.random.fold_in(jax.random.fold_in(key, position), int(noise.Stream.RECOVER))
+        return jax.random.bits(folded, (2,), jnp.uint32)
+
+    bits = np.asarray(jax.vmap(expected)(keys, jnp.array([4, 9])))
+    np.testing.assert_array_equal(drawn.recover, (bits >> 8) * 2.0**-24)
 
 
-def test_keys_whose_bits_are_not_partitioned_are_told_apart():
+def test_bits_are_the_same_whether_jax_partitions_its_own_or_not():
+    expected = sd.draw_noise(KEYS, POSITIONS, K)
     with jax.threefry_partitionable(False):
-        assert not noise.is_threefry(KEYS)
+        drawn = sd.draw_noise(KEYS, POSITIONS, K)
+    np.testing.assert_array_equal(drawn.accept, expected.accept)

@@ -72,7 +72,7 @@ def drafted(kind, keys, positions, last, stream):
     def one(key, position, prev, temperature):
         ids, before = [], []
         for j in range(K):
-            u = uniforms(key, position, stream, j, 1)[0]
+            u = uniforms(key, position, stream, j)[0]
             if kind == "lookup":  # as an n-gram table proposes
                 x = jnp.argmax(jnp.asarray(DRAFTER)[prev])
             elif kind == "chance":
@@ -119,7 +119,7 @@ def noise_by_token(keys, positions):
     """Noise that belongs to a place in the sequence, whichever step comes to it."""
 
     def accept(key, position):
-        return uniforms(key, position, Stream.ACCEPT, 0, 1)[0]
+        return uniforms(key, position, Stream.ACCEPT, 0)[0]
 
     per_place = [jax.vmap(accept)(keys, positions + j) for j in range(K)]
     return sd.Noise(jnp.stack(per_place, axis=1), sd.draw_noise(keys, positions, K).recover)

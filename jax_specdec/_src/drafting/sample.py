@@ -102,7 +102,7 @@ def sample_draft_tokens(
         def draw() -> tuple[jax.Array, jax.Array]:
             one, no = jnp.float32(1), jnp.bool_(False)
             source = Source(row, row, row, stats, DraftScale.unit(), one, no, no, inv)
-            return resample(source, rows, None, uniforms(key, position, Stream.DRAFT, offset, 2))
+            return resample(source, rows, None, uniforms(key, position, Stream.DRAFT, offset))
 
         token_id = lax.cond(greedy, lambda: rows.best(row, stats), lambda: draw()[0])
         log_normalizer = stats.peak * inv + stats.scale(inv).log_scale
@@ -123,7 +123,7 @@ def _sample_split(
 ) -> DraftSample:
     """The same from split logits, unfiltered: what a verification without drafts emits."""
     size = logits.shape[0]
-    draw = jax.vmap(lambda key, position: uniforms(key, position, Stream.DRAFT, offset, 2))
+    draw = jax.vmap(lambda key, position: uniforms(key, position, Stream.DRAFT, offset))
     output = rejection_sample_with_noise(
         logits,
         Drafts(jnp.zeros((0,), jnp.int32), jnp.zeros((size + 1,), jnp.int32)),

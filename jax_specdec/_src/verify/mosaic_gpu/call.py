@@ -173,7 +173,10 @@ def _launch(
         barriers, mail = refs["barriers"], None
         if not interpreted:
             barriers, mail = barriers.at[warpgroup], refs["mail"].at[warpgroup]
-            signals.open_barriers(barriers, shared.barriers)
+
+        def open_barriers() -> None:
+            if not interpreted:
+                signals.open_barriers(barriers, shared.barriers)
 
         cut: Any = {
             "threads": threads,
@@ -205,7 +208,7 @@ def _launch(
             )
         Verifier(
             call,
-            Request(call, threads, refs, lax.axis_index("request")),
+            Request(call, threads, refs, lax.axis_index("request"), open_barriers),
             target,
             draft,
             Mail(threads, shared, mail, barriers, block),

@@ -95,16 +95,20 @@ class KernelConfig:
         blocks = num_requests * MAX_CLUSTER
         few = blocks <= _FREE_BLOCKS_PER_CORE * num_cores
         if large and (few or Slices.of(size, 8).ids * held > _MOST_BYTES):
-            # More than a few clusters of 16 fit at once only if two blocks fit on a multiprocessor,
-            # for which three rows need too many registers.
-            alone = 2 * blocks <= num_cores
-            rows = 3 if alone else 2 if blocks <= 2 * num_cores else 1
-            room = SHARED_BYTES if alone else SHARED_BYTES // 2
+            # Clusters of 16 reach seven eighths of the multiprocessors. Three or four rows have
+            # registers enough where each block has a multiprocessor for itself, else two.
+            reached = 7 * num_cores // 8
+            rows = 2 if blocks <= 2 * reached else 1
+            if 2 * blocks <= num_cores:
+                rows = 3
+            if reached < 2 * blocks <= 2 * reached and tiles(8) > 1:
+                rows = 4
+            room = SHARED_BYTES if rows > 2 else SHARED_BYTES // 2
             fit = room // (Slices.of(size, MAX_CLUSTER).ids * held + _MAIL_BYTES)
             return cls(
                 max_cluster=MAX_CLUSTER,
                 rows_at_once=max(1, min(rows, fit)),
-                tiles_at_once=tiles(16 if alone else 8) if blocks <= num_cores else 1,
+                tiles_at_once=tiles(16 if rows == 3 else 8) if rows > 1 else 1,
             )
         at_once = _FREE_BLOCKS_PER_CORE * num_cores // num_requests
         row_tiles = num_tiles(size)

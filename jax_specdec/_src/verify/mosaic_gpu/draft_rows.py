@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -88,32 +87,25 @@ class DraftRows:
         that are none, and any entries of the draft row.
         """
 
-        def work(
-            is_full: bool, tile: jax.Array, piece: jax.Array | int, words: Any, state: Any
-        ) -> Any:
-            starts = self._starts(tile, piece)
-            return step(tile, piece, self._numbers(row, starts, words, is_full), state)
+        def together(group: jax.Array, state: Any) -> Any:
+            pieces = [(group * count + i, piece) for i in range(count) for piece in range(PIECES)]
+            words = [self._words(row, *where, is_full=True) for where in pieces]
+            for (tile, piece), of_piece in zip(pieces, words, strict=True):
+                numbers = self._numbers(row, tile, piece, of_piece, is_full=True)
+                state = step(tile, piece, numbers, state)
+            return state
 
-        def by_piece(is_full: bool, tile: jax.Array, state: Any) -> Any:
+        def by_piece(tile: jax.Array, state: Any) -> Any:
             def run(i: jax.Array, state: Any) -> Any:
-                return work(is_full, tile, i, self._words(row, tile, i), state)
+                words = self._words(row, tile, i, is_full=False)
+                return step(tile, i, self._numbers(row, tile, i, words, is_full=False), state)
 
             return lax.fori_loop(0, PIECES, run, state)
 
-        def together(group: jax.Array, state: Any) -> Any:
-            pieces = [(group * count + i, piece) for i in range(count) for piece in range(PIECES)]
-            words = [self._words(row, *where) for where in pieces]
-            for (tile, piece), of_piece in zip(pieces, words, strict=True):
-                state = work(True, tile, piece, of_piece, state)
-            return state
-
         masked &= self._is_whole
         full, count = (self.count(), self.at_once) if masked else (self.full(), 1)
-        if self.aligned:
-            state = lax.fori_loop(0, lax.div(full + count - 1, count), together, state)
-        else:
-            state = lax.fori_loop(0, full, functools.partial(by_piece, True), state)
-        return lax.fori_loop(full, self.count(), functools.partial(by_piece, False), state)
+        state = lax.fori_loop(0, lax.div(full + count - 1, count), together, state)
+        return lax.fori_loop(full, self.count(), by_piece, state)
 
     def of_tile(self, row: jax.Array, tile: jax.Array) -> list[jax.Array]:
         """All entries that each thread has of a tile."""
@@ -121,57 +113,65 @@ class DraftRows:
 
     def chunks(self, row: jax.Array, tile: jax.Array) -> list[list[jax.Array]]:
         """The same chunk by chunk."""
-        loaded = [self._words(row, tile, i) for i in range(PIECES)]
-        pieces = [self._numbers(row, self._starts(tile, i), w, False) for i, w in enumerate(loaded)]
+        loaded = [self._words(row, tile, i, is_full=False) for i in range(PIECES)]
+        pieces = [self._numbers(row, tile, i, x, is_full=False) for i, x in enumerate(loaded)]
         return [chunk for chunks in pieces for chunk in chunks]
 
-    def _starts(self, tile: jax.Array, piece: jax.Array | int) -> list[jax.Array]:
-        """The first id of each thread in the chunks of a piece."""
-        begin = tile * TILE + piece * (TILE // PIECES) + self.threads.index() * self.each
-        return [self.first + begin + i for i in range(0, TILE // PIECES, self.chunk)]
+    def _first(self, tile: jax.Array, piece: jax.Array | int) -> jax.Array:
+        """The first id of each thread in the first chunk of a piece."""
+        begin = tile * TILE + piece * (TILE // PIECES)
+        return self.first + begin + self.threads.index() * self.each
 
     def _words(
-        self, row: jax.Array, tile: jax.Array, piece: jax.Array | int
+        self, row: jax.Array, tile: jax.Array, piece: jax.Array | int, *, is_full: bool
     ) -> list[list[jax.Array]]:
-        """What is loaded of a piece; of rows that are not aligned nothing."""
-        if not self.aligned:
-            return []
-        last, starts = self.rows.shape[1] - self.each, self._starts(tile, piece)
-        row = row + jnp.zeros_like(starts[0])
+        """What is loaded of the chunks of a piece: words, or entries of rows not aligned.
+
+        Some entry or other for those that are not inside the row; `is_full` if all are.
+        """
+        threads, rows, first = self.threads, self.rows, self._first(tile, piece)
+        row, last = row + jnp.zeros_like(first), rows.shape[1] - 1
+        if self.aligned:
+            firsts = [jnp.minimum(first + i, last + 1 - self.each) for i in self._offsets]
+            return [threads.row_words(rows, row, x, self.each) for x in firsts]
+        if is_full:
+            return [
+                threads.row_entries(rows, row, first, self.each, aligned=False, offset=i)
+                for i in self._offsets
+            ]
         return [
-            self.threads.row_words(self.rows, row, jnp.minimum(start, last), self.each)
-            for start in starts
+            [threads.gather(rows, row, jnp.minimum(first + i + j, last)) for j in range(self.each)]
+            for i in self._offsets
         ]
+
+    @property
+    def _offsets(self) -> range:
+        """Where the chunks of a piece begin."""
+        return range(0, TILE // PIECES, self.chunk)
 
     def _numbers(
         self,
         row: jax.Array,
-        starts: list[jax.Array],
+        tile: jax.Array,
+        piece: jax.Array | int,
         words: list[list[jax.Array]],
+        *,
         is_full: bool,
     ) -> list[list[jax.Array]]:
         """The chunks of a piece; `is_full` if every id of it counts."""
-        row = row + jnp.zeros_like(starts[0])
+        first, chunks = self._first(tile, piece), words
+        row = row + jnp.zeros_like(first)
         if self.aligned:
             chunks = [self.threads.numbers(of_chunk, self.rows.dtype) for of_chunk in words]
-        else:
-            chunks = [self._unaligned(row, start, is_full) for start in starts]
         if not is_full:
             chunks = [
-                [jnp.where(start < self.size - j, x, self.fill) for j, x in enumerate(chunk)]
-                for start, chunk in zip(starts, chunks, strict=True)
+                [jnp.where(first < self.size - i - j, x, self.fill) for j, x in enumerate(chunk)]
+                for i, chunk in zip(self._offsets, chunks, strict=True)
             ]
         if self.thresholds is not None:
             least = self.threads.gather(self.thresholds, row)
             chunks = [[jnp.where(x < least, -jnp.inf, x) for x in chunk] for chunk in chunks]
         return chunks
-
-    def _unaligned(self, row: jax.Array, column: jax.Array, is_inside: bool) -> list[jax.Array]:
-        """A chunk from `column` on; some entry or other for those that are not inside the row."""
-        if is_inside:
-            return self.threads.row_entries(self.rows, row, column, self.each, aligned=False)
-        columns = [jnp.minimum(column + j, self.rows.shape[1] - 1) for j in range(self.each)]
-        return [self.threads.gather(self.rows, row, column) for column in columns]
 
     def at(self, row: jax.Array, token_id: jax.Array) -> jax.Array:
         """One entry per thread; -inf where it is hidden."""

@@ -10,7 +10,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jax_specdec._src.types import Status
-from jax_specdec._src.verify import probabilistic
 from jax_specdec._src.verify.mosaic_gpu import output
 from jax_specdec._src.verify.mosaic_gpu.config import WARPS
 from jax_specdec._src.verify.mosaic_gpu.draft_rows import PIECES
@@ -127,8 +126,8 @@ class Draw:
         place = self.token_id - self.target.first
         here = (place >= 0) & (place < self.target.per_slice * TILE)
         place = jnp.where(here, place, 0)
-        start = self.target.starts(self.row, lax.div(place, TILE))[0]
-        where = jnp.zeros_like(self.threads.index()) + (start + lax.rem(place, TILE))
+        begin = self.target.begin(self.row, lax.div(place, TILE))
+        where = jnp.zeros_like(self.threads.index()) + (begin + lax.rem(place, TILE))
         self.threads.scatter(self.target.held, where, value, here & (self.threads.index() == 0))
         self.threads.meet()
 
@@ -137,17 +136,17 @@ class Draw:
     def p(self, entry: jax.Array) -> jax.Array:
         return jnp.exp2(self.p_exponent(entry))
 
-    def plain(self, start: jax.Array) -> list[jax.Array]:
+    def plain(self, begin: jax.Array, offset: int) -> list[jax.Array]:
         """``p``."""
-        return [self.p(x) for x in self.target.entries(start)]
+        return [self.p(x) for x in self.target.entries(begin, offset)]
 
-    def residual(self, start: jax.Array, drafts: list[jax.Array]) -> list[jax.Array]:
+    def residual(self, begin: jax.Array, offset: int, drafts: list[jax.Array]) -> list[jax.Array]:
         """``(p - q)+``, p times the joint weight; NaN where q is none."""
-        weights, target = [], self.target.entries(start)
+        weights, target = [], self.target.entries(begin, offset)
         for x, d in zip(target, drafts, strict=True):
             p = jnp.exp2(self.weighted(x))
             if self.q_exponent is None:
-                weights.append(probabilistic.residual(p, d))
+                weights.append(jnp.where(d >= 0, residual(p, d), jnp.nan))
             else:
                 weights.append(residual(p, jnp.exp2(self.q_exponent(d))))
         return weights
@@ -187,15 +186,18 @@ class Draw:
         """The same by the residual, which is 0 past the end of the row, where ``p`` is."""
         threads, target = self.threads, self.target
         several, count = self.draft.at_once > 1, target.count()
+        passes_end = target.per_slice % self.draft.at_once > 0
 
         def add(tile: jax.Array, piece: jax.Array | int, drafts: Any, sums: TileSums) -> TileSums:
-            held = jnp.minimum(tile, target.per_slice - 1) if several else tile
-            begin = target.starts(self.row, held)[0] + piece * (TILE // PIECES)
+            held = jnp.minimum(tile, target.per_slice - 1) if passes_end else tile
+            begin, first = target.begin(self.row, held), piece * (TILE // PIECES)
+            if not isinstance(piece, int):
+                begin, first = begin + first, 0
             mass = tree_sum(
                 [
                     weight
                     for i, chunk in enumerate(drafts)
-                    for weight in self.residual(begin + i * target.chunk, chunk)
+                    for weight in self.residual(begin, first + i * target.chunk, chunk)
                 ]
             )
             if several:
@@ -221,18 +223,21 @@ class Draw:
 
         @pl.when((place >= 0) & (place < self.mail.shared.slices.tiles))
         def _() -> None:
-            starts = self.target.starts(self.row, place)
+            begin, offsets = self.target.begin(self.row, place), self.target.offsets
+
+            def plain() -> list[list[jax.Array]]:
+                return [self.plain(begin, offset) for offset in offsets]
+
             if self.draft is None:
-                self.pick_in_tile(place, [self.plain(start) for start in starts])
+                self.pick_in_tile(place, plain())
                 return
 
             def residual() -> list[list[jax.Array]]:
                 drafts = self.draft.chunks(self.draft_row, place)
-                return [self.residual(*both) for both in zip(starts, drafts, strict=True)]
+                both = zip(offsets, drafts, strict=True)
+                return [self.residual(begin, offset, chunk) for offset, chunk in both]
 
-            weights = lax.cond(
-                weighed.from_residual, residual, lambda: [self.plain(start) for start in starts]
-            )
+            weights = lax.cond(weighed.from_residual, residual, plain)
             self.pick_in_tile(place, weights)
 
     def pick_tile(self, masses: Masses) -> jax.Array:

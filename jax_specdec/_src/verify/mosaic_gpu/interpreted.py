@@ -80,8 +80,11 @@ class Interpreted:
         ref[some] = jnp.where(place >= begin, jnp.asarray(value, ref.dtype), ref[some])
 
     @staticmethod
-    def entries(ref: Any, start: jax.Array, each: int, *, aligned: bool) -> list[jax.Array]:
+    def entries(
+        ref: Any, start: jax.Array, each: int, *, aligned: bool, offset: int = 0
+    ) -> list[jax.Array]:
         del aligned
+        start = start + offset
         if start.ndim:
             place = start + jnp.arange(THREADS, dtype=jnp.int32) * each
             return [ref[...][place + j].astype(jnp.float32) for j in range(each)]
@@ -90,10 +93,16 @@ class Interpreted:
 
     @staticmethod
     def row_entries(
-        ref: Any, row: jax.Array, start: jax.Array, each: int, *, aligned: bool = True
+        ref: Any,
+        row: jax.Array,
+        start: jax.Array,
+        each: int,
+        *,
+        aligned: bool = True,
+        offset: int = 0,
     ) -> list[jax.Array]:
         del aligned
-        return [ref[...][row, start + j].astype(jnp.float32) for j in range(each)]
+        return [ref[...][row, start + offset + j].astype(jnp.float32) for j in range(each)]
 
     def row_words(self, ref: Any, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
         return self.row_entries(ref, row, start, each)

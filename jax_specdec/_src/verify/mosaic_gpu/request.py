@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -71,21 +72,33 @@ class Request:
       uniforms: ``[128]`` float32 by lane: K to accept, then two to recover; see `know_noise`.
     """
 
-    def __init__(self, call: Call, threads: Any, refs: dict[str, Any], index: jax.Array):
+    def __init__(
+        self,
+        call: Call,
+        threads: Any,
+        refs: dict[str, Any],
+        index: jax.Array,
+        meanwhile: Callable[[], None],
+    ):
         self.call, self.threads, self.refs, self.index = call, threads, refs, index
         self.lane = threads.index() & (WARP - 1)
         names = [name for name in ("token_ids", "rows") if name in refs]
         guess = jnp.minimum(index * call.k + self.lane, refs["token_ids"].shape[0] - 1)
         guessed = [threads.gather(refs[name], guess) for name in names]
         start, end = refs["offsets"][index], refs["offsets"][index + 1]
+        temperature = refs["temperature"][index]
+        filters = {name: refs[name][index] for name in ("min_p", "top_k", "top_p") if name in refs}
+        self._key = None
+        if "keys" in refs:
+            self._key = refs["keys"][index, 0], refs["keys"][index, 1]
+            self._position = refs["positions"][index]
+        meanwhile()  # loads do not move past its assembly: all of them are under way
         start, self.num_drafts, in_bounds = ragged.locate(
             start, end, index, call.k, call.num_drafts
         )
         self.first_row = start + index if call.has_bonus_rows else start
         self.num_rows = self.num_drafts + (1 if call.has_bonus_rows else 0)
 
-        temperature = refs["temperature"][index]
-        filters = {name: refs[name][index] for name in ("min_p", "top_k", "top_p") if name in refs}
         sampling = SamplingParams(temperature, **filters)
         valid = in_bounds & sampling_lib.is_valid(sampling)
         self.status = jnp.where(valid, jnp.int32(Status.OK), jnp.int32(Status.BAD_INPUT))
@@ -103,12 +116,6 @@ class Request:
         if self.filter is not None:
             self.filters = ~self.greedy & self.filter.limits(call.size)
         self.bonus = refs["bonus"][index] if "bonus" in refs else jnp.int32(0)
-        # Loaded here, before copies begin: a load does not move past their assembly.
-        self._key = None
-        if "keys" in refs:
-            self._key = refs["keys"][index, 0], refs["keys"][index, 1]
-            self._position = refs["positions"][index].astype(jnp.uint32)
-
         is_draft = self.lane < self.num_drafts
         place = jnp.where(is_draft, start + self.lane, 0)
         # Where all before it have K drafts, what was loaded with the offsets is what it needs.
@@ -138,16 +145,10 @@ class Request:
             accept = self.threads.gather(self.refs["accept"], row, jnp.minimum(lane, k - 1))
             recover = self.threads.gather(self.refs["recover"], row, jnp.clip(lane - k, 0, 1))
             return jnp.where(recovers, recover, accept)
-        offset = offset.astype(jnp.uint32)
-        zero = jnp.zeros_like(offset)
         stream = jnp.where(recovers, int(noise.Stream.RECOVER), int(noise.Stream.ACCEPT))
-        return noise.uniform(
-            self._key,
-            self._position + zero,
-            stream.astype(jnp.uint32),
-            jnp.where(recovers, zero, offset),
-            jnp.where(recovers, offset, zero),
-        )
+        place = noise.place_of(stream, jnp.where(recovers, 0, offset).astype(jnp.uint32))
+        first, second = noise.threefry_bits(self._key, self._position + jnp.zeros_like(lane), place)
+        return noise.to_uniform(jnp.where(recovers & (offset == 1), second, first))
 
     def at(self, values: jax.Array, position: jax.Array) -> jax.Array:
         """What the lane of `position` knows, ``[]``."""

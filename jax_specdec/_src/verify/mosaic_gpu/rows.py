@@ -147,9 +147,10 @@ class Tiles:
     ) -> None:
         """Overwrite entries; each thread those that no other will read."""
         nothing = self.threads.filled(-jnp.inf)
-        for i, start in enumerate(self.starts(row, tile)):
-            first = start + self.threads.index() * self.each
-            for j, where in enumerate(hidden(i, self.entries(start))):
+        begin = self.begin(row, tile)
+        for i, offset in enumerate(self.offsets):
+            first = begin + offset + self.threads.index() * self.each
+            for j, where in enumerate(hidden(i, self.entries(begin, offset))):
                 self.threads.scatter(self.held, first + j, nothing, where)
         self.threads.written()
 
@@ -192,23 +193,34 @@ class Tiles:
         def run(tile: jax.Array, state: Any) -> Any:
             if turn is not None:
                 self.ready(row, tile, turn)
-            return step(tile, 0, [self.entries(start) for start in self.starts(row, tile)], state)
+            return step(tile, 0, self.chunks(row, tile), state)
 
         return lax.fori_loop(0, self.count(), run, state)
 
     def of_tile(self, row: jax.Array, tile: jax.Array) -> list[jax.Array]:
         """All entries that each thread has of a tile."""
-        return [x for start in self.starts(row, tile) for x in self.entries(start)]
+        return [x for chunk in self.chunks(row, tile) for x in chunk]
 
-    def starts(self, row: jax.Array, tile: jax.Array) -> list[jax.Array]:
-        """Where the chunks of a tile begin."""
-        begin = tile * self.stride + self._shift(row)
-        return [begin + i for i in range(0, TILE, self.chunk)]
+    def chunks(self, row: jax.Array, tile: jax.Array) -> list[list[jax.Array]]:
+        """The same chunk by chunk."""
+        begin = self.begin(row, tile)
+        return [self.entries(begin, offset) for offset in self.offsets]
 
-    def entries(self, start: jax.Array) -> list[jax.Array]:
+    def begin(self, row: jax.Array, tile: jax.Array) -> jax.Array:
+        """Where a tile begins."""
+        return tile * self.stride + self._shift(row)
+
+    @property
+    def offsets(self) -> range:
+        """Where its chunks begin, from there on."""
+        return range(0, TILE, self.chunk)
+
+    def entries(self, begin: jax.Array, offset: int) -> list[jax.Array]:
         """A chunk: float32 ``[128]`` for each of the ids that a thread has."""
         aligned = self.stride == TILE
-        return self.threads.entries(self.held, start, self.each, aligned=aligned)
+        if aligned:
+            begin, offset = begin + offset, 0
+        return self.threads.entries(self.held, begin, self.each, aligned=aligned, offset=offset)
 
     def ids(self, tile: jax.Array) -> jax.Array:
         """The first id of each thread in a tile, of its first chunk."""

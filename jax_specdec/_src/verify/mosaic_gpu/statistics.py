@@ -68,8 +68,8 @@ class Exponent(NamedTuple):
 
 
 def residual(p: jax.Array, q: jax.Array) -> jax.Array:
-    """`probabilistic.residual` in fewer steps, of a q that is not negative: q - q is 0 or NaN."""
-    return jnp.maximum(p - q, q - q)
+    """`probabilistic.residual` in two steps, of a q that is not negative; NaN of an infinite q."""
+    return jnp.maximum(p, q) - q
 
 
 def is_finite(x: jax.Array) -> jax.Array:
@@ -193,9 +193,10 @@ def max_and_place(tiles: Tiles, row: jax.Array, turn: jax.Array) -> tuple[jax.Ar
     best = threads.warp_max(peak)
     # Each thread looks again at the tile in which it saw its largest entry.
     place = threads.filled(2**30, jnp.int32)
-    for i, begin in reversed(list(enumerate(tiles.starts(row, where)))):
-        first = tiles.ids(where) + i * tiles.chunk
-        for j, x in reversed(list(enumerate(tiles.entries(begin)))):
+    both = zip(tiles.offsets, tiles.chunks(row, where), strict=True)
+    for offset, chunk in reversed(list(both)):
+        first = tiles.ids(where) + offset
+        for j, x in reversed(list(enumerate(chunk))):
             place = jnp.where(x == best, first + j, place)
     return best, lax.bitcast_convert_type(threads.warp_min(place), jnp.float32)
 

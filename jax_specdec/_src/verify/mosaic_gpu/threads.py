@@ -7,6 +7,7 @@ is written twice: here in assembly, and in jnp for GPU interpret mode, in `inter
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -238,11 +239,13 @@ class Gpu:
 
         lax.fori_loop(lax.div(begin, THREADS), end // THREADS, run, None)
 
-    def entries(self, ref: Any, start: jax.Array, each: int, *, aligned: bool) -> list[jax.Array]:
-        """``ref[start + each * t + j]`` as float32, ``[128]`` for each j; `start` may be ``[128]``.
+    def entries(
+        self, ref: Any, start: jax.Array, each: int, *, aligned: bool, offset: int = 0
+    ) -> list[jax.Array]:
+        """``ref[start + offset + each * t + j]`` as float32, ``[128]`` for each j.
 
-        From shared memory. `aligned`: a multiple of sixteen bytes, so many of which are read at a
-        time; else any entry, and `each` is 2.
+        From shared memory; `start` may be ``[128]``. `aligned`: a multiple of sixteen bytes, so
+        many of which are read at a time; else any entry. `offset`: whole words.
         """
         dtype = jnp.dtype(ref.dtype)
 
@@ -250,30 +253,38 @@ class Gpu:
             begin = add_scaled(_address(ref), start, dtype.itemsize)
             begin = add_scaled(begin, thread, each * dtype.itemsize)
             load = _aligned_words if aligned else _any_words
-            words = load(ref, begin, each * dtype.itemsize)
+            words = load(ref, begin, offset * dtype.itemsize, each * dtype.itemsize)
             return [x for word in words for x in _numbers(word, dtype)]
 
         out = [((THREADS,), jnp.float32)] * each
         return inline(run, (ref,), (start, self.index()), out)
 
     def row_entries(
-        self, ref: Any, row: jax.Array, start: jax.Array, each: int, *, aligned: bool = True
+        self,
+        ref: Any,
+        row: jax.Array,
+        start: jax.Array,
+        each: int,
+        *,
+        aligned: bool = True,
+        offset: int = 0,
     ) -> list[jax.Array]:
-        """``ref[row, start + j]`` of each thread as float32, ``[128]`` for each j of `each`.
+        """``ref[row, start + offset + j]`` as float32, ``[128]`` for each j of `each`.
 
         From global memory. `aligned`: `each` and `start` fit a row of aligned pieces of up to
-        sixteen bytes, which are read at once; else one entry is.
+        sixteen bytes, which are read at once, and `offset` is 0; else one entry is.
         """
         if each == 1:
-            return [self.gather(ref, row, start)]
+            return [self.gather(ref, row, start + offset)]
         if aligned:
+            assert offset == 0
             return self.numbers(self.row_words(ref, row, start, each), ref.dtype)
         dtype, columns = jnp.dtype(ref.dtype), ref.shape[1]
 
         def run(ref: Any, row: Any, start: Any) -> Any:
             begin = add_scaled(_address(ref), row, columns * dtype.itemsize)
             begin = add_scaled(begin, start, dtype.itemsize)
-            offsets = [utils.c(j * dtype.itemsize, begin.type) for j in range(each)]
+            offsets = [utils.c((offset + j) * dtype.itemsize, begin.type) for j in range(each)]
             return [_entry(ref, arith.addi(begin, offset), dtype) for offset in offsets]
 
         return inline(run, (ref,), (row, start), [((THREADS,), jnp.float32)] * each)
@@ -285,7 +296,7 @@ class Gpu:
         def run(ref: Any, row: Any, start: Any) -> Any:
             begin = add_scaled(_address(ref), row, columns * dtype.itemsize)
             begin = add_scaled(begin, start, dtype.itemsize)
-            return _aligned_words(ref, begin, each * dtype.itemsize)
+            return _aligned_words(ref, begin, 0, each * dtype.itemsize)
 
         out = [((THREADS,), jnp.int32)] * (each * dtype.itemsize // 4)
         return inline(run, (ref,), (row, start), out)
@@ -326,13 +337,13 @@ def _entry(ref: Any, address: Any, dtype: Any) -> Any:
     return value if dtype == jnp.float32 else arith.extf(ir.F32Type.get(), value)
 
 
-def _aligned_words(ref: Any, begin: Any, size: int) -> list[Any]:
-    """`size` bytes from an address that is a multiple of them, or of sixteen."""
+def _aligned_words(ref: Any, begin: Any, offset: int, size: int) -> list[Any]:
+    """`size` bytes, `offset` after an address; both are multiples of them, or of sixteen."""
     per_load = min(16, size)
     kind = ir.VectorType.get((per_load // 4,), i32())
     words = []
-    for offset in range(0, size, per_load):
-        pointer = _pointer(ref, arith.addi(begin, utils.c(offset, begin.type)))
+    for place in range(offset, offset + size, per_load):
+        pointer = _pointer(ref, arith.addi(begin, utils.c(place, begin.type)))
         loaded = llvm.load(kind, pointer, alignment=per_load)
         words += [
             vector.extract(loaded, [], ir.DenseI64ArrayAttr.get([j])) for j in range(per_load // 4)
@@ -340,21 +351,21 @@ def _aligned_words(ref: Any, begin: Any, size: int) -> list[Any]:
     return words
 
 
-def _any_words(ref: Any, begin: Any, size: int) -> list[Any]:
-    """`size` bytes from any address: each word from the two that it lies in."""
-    text = """{
-    .reg .b32 word, low, high, bits;
-    and.b32 word, $1, -4;
-    ld.shared.b32 low, [word+OFFSET];
-    ld.shared.b32 high, [word+OFFSET+4];
-    shl.b32 bits, $1, 3;
-    shf.r.wrap.b32 $0, low, high, bits;
-    }"""
+def _any_words(ref: Any, begin: Any, offset: int, size: int) -> list[Any]:
+    """`size` bytes, `offset` after any address: each word from the two that it lies in."""
+
+    def load(first: Any, place: int) -> Any:
+        return llvm.load(i32(), _pointer(ref, arith.addi(first, utils.c(place, i32()))))
+
     if utils.bitwidth(ir.MemRefType(ref.type).element_type) == 32:
-        text = "ld.shared.b32 $0, [$1+OFFSET];"
+        return [load(begin, place) for place in range(offset, offset + size, 4)]
+    first = arith.andi(begin, utils.c(-4, i32()))
+    bits = arith.shli(begin, utils.c(3, i32()))
+    words = [load(first, place) for place in range(offset, offset + size + 4, 4)]
+    text = "shf.r.wrap.b32 $0, $1, $2, $3;"
     return [
-        assembly(text.replace("OFFSET", str(offset)), "=r,r,~{memory}", begin, result=i32())
-        for offset in range(0, size, 4)
+        assembly(text, "=r,r,r,r", low, high, bits, result=i32(), pure=True)
+        for low, high in itertools.pairwise(words)
     ]
 
 
