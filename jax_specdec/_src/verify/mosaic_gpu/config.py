@@ -47,7 +47,8 @@ class KernelConfig:
       rows_at_once: target rows of a request that are read at once, at most 5, each by a warpgroup
         of its own. Those after a rejection are read in vain.
       tiles_at_once: tiles of a draft row, at most 4, that are loaded before the first of them is
-        weighed. More wait less and need more registers.
+        weighed; of rows that do not all begin at multiples of sixteen bytes always one. More wait
+        less and need more registers.
 
     Raises:
       TypeError: a field is no integer.

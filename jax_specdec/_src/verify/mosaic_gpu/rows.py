@@ -218,8 +218,6 @@ class Tiles:
     def entries(self, begin: jax.Array, offset: int) -> list[jax.Array]:
         """A chunk: float32 ``[128]`` for each of the ids that a thread has."""
         aligned = self.stride == TILE
-        if aligned:
-            begin, offset = begin + offset, 0
         return self.threads.entries(self.held, begin, self.each, aligned=aligned, offset=offset)
 
     def ids(self, tile: jax.Array) -> jax.Array:

@@ -248,12 +248,17 @@ class Gpu:
         many of which are read at a time; else any entry. `offset`: whole words.
         """
         dtype = jnp.dtype(ref.dtype)
+        size = dtype.itemsize
+        if aligned:  # else more registers are needed where several tiles are read
+            start = start + offset
 
         def run(ref: Any, start: Any, thread: Any) -> Any:
-            begin = add_scaled(_address(ref), start, dtype.itemsize)
-            begin = add_scaled(begin, thread, each * dtype.itemsize)
-            load = _aligned_words if aligned else _any_words
-            words = load(ref, begin, offset * dtype.itemsize, each * dtype.itemsize)
+            begin = add_scaled(_address(ref), start, size)
+            begin = add_scaled(begin, thread, each * size)
+            if aligned:
+                words = _aligned_words(ref, begin, each * size)
+            else:
+                words = _any_words(ref, begin, offset * size, each * size)
             return [x for word in words for x in _numbers(word, dtype)]
 
         out = [((THREADS,), jnp.float32)] * each
@@ -296,7 +301,7 @@ class Gpu:
         def run(ref: Any, row: Any, start: Any) -> Any:
             begin = add_scaled(_address(ref), row, columns * dtype.itemsize)
             begin = add_scaled(begin, start, dtype.itemsize)
-            return _aligned_words(ref, begin, 0, each * dtype.itemsize)
+            return _aligned_words(ref, begin, each * dtype.itemsize)
 
         out = [((THREADS,), jnp.int32)] * (each * dtype.itemsize // 4)
         return inline(run, (ref,), (row, start), out)
@@ -337,13 +342,13 @@ def _entry(ref: Any, address: Any, dtype: Any) -> Any:
     return value if dtype == jnp.float32 else arith.extf(ir.F32Type.get(), value)
 
 
-def _aligned_words(ref: Any, begin: Any, offset: int, size: int) -> list[Any]:
-    """`size` bytes, `offset` after an address; both are multiples of them, or of sixteen."""
+def _aligned_words(ref: Any, begin: Any, size: int) -> list[Any]:
+    """`size` bytes from an address that is a multiple of them, or of sixteen."""
     per_load = min(16, size)
     kind = ir.VectorType.get((per_load // 4,), i32())
     words = []
-    for place in range(offset, offset + size, per_load):
-        pointer = _pointer(ref, arith.addi(begin, utils.c(place, begin.type)))
+    for offset in range(0, size, per_load):
+        pointer = _pointer(ref, arith.addi(begin, utils.c(offset, begin.type)))
         loaded = llvm.load(kind, pointer, alignment=per_load)
         words += [
             vector.extract(loaded, [], ir.DenseI64ArrayAttr.get([j])) for j in range(per_load // 4)
