@@ -92,6 +92,8 @@ class Request:
         if "keys" in refs:
             self._key = refs["keys"][index, 0], refs["keys"][index, 1]
             self._position = refs["positions"][index]
+        flags = {name: self._flag(name) for name in ("active", "valid") if name in refs}
+        self.bonus = refs["bonus"][index] if "bonus" in refs else jnp.int32(0)
         meanwhile()  # loads do not move past its assembly: all of them are under way
         start, self.num_drafts, in_bounds = ragged.locate(
             start, end, index, call.k, call.num_drafts
@@ -102,20 +104,16 @@ class Request:
         sampling = SamplingParams(temperature, **filters)
         valid = in_bounds & sampling_lib.is_valid(sampling)
         self.status = jnp.where(valid, jnp.int32(Status.OK), jnp.int32(Status.BAD_INPUT))
-        if "active" in refs:
-            active = self._flag("active")
-            self.status = jnp.where(active, self.status, jnp.int32(Status.INACTIVE))
+        if "active" in flags:
+            self.status = jnp.where(flags["active"] == 0, jnp.int32(Status.INACTIVE), self.status)
         self.greedy = temperature == 0
-        self.stored = jnp.bool_(call.draft != "none")
-        if "valid" in refs:
-            self.stored = self._flag("valid")
+        self.stored = flags["valid"] != 0 if "valid" in flags else jnp.bool_(call.draft != "none")
         self.inv = sampling_lib.inverse_temperature(temperature)
         self.scale = jnp.minimum(self.inv * LOG2E, LARGEST)
         self.filter = sampling_lib.Filter.of(sampling)
         self.filters = None
         if self.filter is not None:
             self.filters = ~self.greedy & self.filter.limits(call.size)
-        self.bonus = refs["bonus"][index] if "bonus" in refs else jnp.int32(0)
         is_draft = self.lane < self.num_drafts
         place = jnp.where(is_draft, start + self.lane, 0)
         # Where all before it have K drafts, what was loaded with the offsets is what it needs.
@@ -133,8 +131,9 @@ class Request:
         self.uniforms = self._uniforms()
 
     def _flag(self, name: str) -> jax.Array:
+        """``[]`` int32, 0 where it is false."""
         index = self.threads.filled(0, jnp.int32) + self.index
-        return self.threads.scalar(self.threads.gather(self.refs[name], index)) != 0
+        return self.threads.scalar(self.threads.gather(self.refs[name], index))
 
     def _uniforms(self) -> jax.Array:
         k, lane = self.call.k, self.lane
