@@ -48,7 +48,7 @@ def uniforms(
       >>> u.shape, bool((u >= 0).all() and (u < 1).all())
       ((2,), True)
     """
-    place = place_of(stream, jnp.asarray(offset, jnp.uint32))
+    place = counter_of(stream, jnp.asarray(offset, jnp.uint32))
     if is_threefry(key):
         words = jax.random.key_data(key)
         bits = jnp.stack(threefry_bits((words[0], words[1]), jnp.asarray(position), place))
@@ -58,7 +58,7 @@ def uniforms(
     return to_uniform(bits)
 
 
-def place_of(stream: jax.Array | int, offset: jax.Array) -> jax.Array:
+def counter_of(stream: jax.Array | int, offset: jax.Array) -> jax.Array:
     """A number of its own for each stream and offset, uint32."""
     return offset * jnp.uint32(len(Stream)) + jnp.asarray(stream, jnp.uint32)
 
@@ -85,7 +85,7 @@ def threefry_bits(
     Args:
       key: the key's two words, uint32.
       position: int32, not negative, of any shape.
-      place: from `place_of`, uint32 of the same shape.
+      place: from `counter_of`, uint32 of the same shape.
 
     Returns:
       Two words of 32 bits, uint32 of the same shape.

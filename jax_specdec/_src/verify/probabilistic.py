@@ -43,4 +43,9 @@ def residual(p: jax.Array, q: jax.Array) -> jax.Array:
     Returns:
       float32 weights of the same shape, not normalized.
     """
-    return jnp.where((q >= 0) & (q < jnp.inf), jnp.maximum(p - q, 0.0), jnp.nan)
+    return jnp.where(q >= 0, excess(p, q), jnp.nan)
+
+
+def excess(p: jax.Array, q: jax.Array) -> jax.Array:
+    """`residual` of a `q` that is not negative, in two steps; NaN where it is infinite or NaN."""
+    return jnp.maximum(p, q) - q

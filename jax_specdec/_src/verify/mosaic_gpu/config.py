@@ -102,7 +102,7 @@ class KernelConfig:
             rows = 2 if blocks <= 2 * reached else 1
             if 2 * blocks <= num_cores:
                 rows = 3
-            if reached < 2 * blocks <= 2 * reached and tiles(8) > 1:
+            if blocks <= reached < 2 * blocks and tiles(8) > 1:
                 rows = 4
             room = SHARED_BYTES if rows > 2 else SHARED_BYTES // 2
             fit = room // (Slices.of(size, MAX_CLUSTER).ids * held + _MAIL_BYTES)

@@ -135,10 +135,7 @@ class DraftRows:
             firsts = [jnp.minimum(first + i, last + 1 - self.each) for i in self._offsets]
             return [threads.row_words(rows, row, x, self.each) for x in firsts]
         if is_full:
-            return [
-                threads.row_entries(rows, row, first, self.each, aligned=False, offset=i)
-                for i in self._offsets
-            ]
+            return [threads.row_run(rows, row, first, i, self.each) for i in self._offsets]
         return [
             [threads.gather(rows, row, jnp.minimum(first + i + j, last)) for j in range(self.each)]
             for i in self._offsets

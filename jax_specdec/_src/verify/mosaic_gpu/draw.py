@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jax_specdec._src.types import Status
+from jax_specdec._src.verify import probabilistic
 from jax_specdec._src.verify.mosaic_gpu import output
 from jax_specdec._src.verify.mosaic_gpu.config import WARPS
 from jax_specdec._src.verify.mosaic_gpu.draft_rows import PIECES
@@ -17,7 +18,7 @@ from jax_specdec._src.verify.mosaic_gpu.mail import Masses, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.pick import first_past, key_of, pick_of, place_of
 from jax_specdec._src.verify.mosaic_gpu.reader import Shown
 from jax_specdec._src.verify.mosaic_gpu.request import LOG2E
-from jax_specdec._src.verify.mosaic_gpu.statistics import Exponent, residual, tile_masses
+from jax_specdec._src.verify.mosaic_gpu.statistics import Exponent, tile_masses
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP
 from jax_specdec._src.verify.mosaic_gpu.tile_sums import TileSums
 from jax_specdec._src.verify.tiles import TILE
@@ -136,19 +137,15 @@ class Draw:
     def p(self, entry: jax.Array) -> jax.Array:
         return jnp.exp2(self.p_exponent(entry))
 
-    def plain(self, begin: jax.Array, offset: int) -> list[jax.Array]:
-        """``p``."""
-        return [self.p(x) for x in self.target.entries(begin, offset)]
-
-    def residual(self, begin: jax.Array, offset: int, drafts: list[jax.Array]) -> list[jax.Array]:
+    def residual(self, targets: list[jax.Array], drafts: list[jax.Array]) -> list[jax.Array]:
         """``(p - q)+``, p times the joint weight; NaN where q is none."""
-        weights, target = [], self.target.entries(begin, offset)
-        for x, d in zip(target, drafts, strict=True):
+        weights = []
+        for x, d in zip(targets, drafts, strict=True):
             p = jnp.exp2(self.weighted(x))
             if self.q_exponent is None:
-                weights.append(jnp.where(d >= 0, residual(p, d), jnp.nan))
+                weights.append(probabilistic.residual(p, d))
             else:
-                weights.append(residual(p, jnp.exp2(self.q_exponent(d))))
+                weights.append(probabilistic.excess(p, jnp.exp2(self.q_exponent(d))))
         return weights
 
     def weigh(self, weighed: Weighed) -> Weighed:
@@ -193,13 +190,10 @@ class Draw:
             begin, first = target.begin(self.row, held), piece * (TILE // PIECES)
             if not isinstance(piece, int):
                 begin, first = begin + first, 0
-            mass = tree_sum(
-                [
-                    weight
-                    for i, chunk in enumerate(drafts)
-                    for weight in self.residual(begin, first + i * target.chunk, chunk)
-                ]
-            )
+            offsets = range(first, first + TILE // PIECES, target.chunk)
+            targets = [target.entries(begin, offset) for offset in offsets]
+            both = zip(targets, drafts, strict=True)
+            mass = tree_sum([weight for chunks in both for weight in self.residual(*chunks)])
             if several:
                 mass = jnp.where(tile < count, mass, 0.0)
             if isinstance(piece, int):
@@ -223,10 +217,10 @@ class Draw:
 
         @pl.when((place >= 0) & (place < self.mail.shared.slices.tiles))
         def _() -> None:
-            begin, offsets = self.target.begin(self.row, place), self.target.offsets
 
             def plain() -> list[list[jax.Array]]:
-                return [self.plain(begin, offset) for offset in offsets]
+                targets = self.target.chunks(self.row, place)
+                return [[self.p(x) for x in chunk] for chunk in targets]
 
             if self.draft is None:
                 self.pick_in_tile(place, plain())
@@ -234,8 +228,8 @@ class Draw:
 
             def residual() -> list[list[jax.Array]]:
                 drafts = self.draft.chunks(self.draft_row, place)
-                both = zip(offsets, drafts, strict=True)
-                return [self.residual(begin, offset, chunk) for offset, chunk in both]
+                targets = self.target.chunks(self.row, place)
+                return [self.residual(*both) for both in zip(targets, drafts, strict=True)]
 
             weights = lax.cond(weighed.from_residual, residual, plain)
             self.pick_in_tile(place, weights)

@@ -92,17 +92,13 @@ class Interpreted:
         return [loaded[:, j] for j in range(each)]
 
     @staticmethod
-    def row_entries(
-        ref: Any,
-        row: jax.Array,
-        start: jax.Array,
-        each: int,
-        *,
-        aligned: bool = True,
-        offset: int = 0,
+    def row_run(
+        ref: Any, row: jax.Array, start: jax.Array, offset: int, each: int
     ) -> list[jax.Array]:
-        del aligned
         return [ref[...][row, start + offset + j].astype(jnp.float32) for j in range(each)]
+
+    def row_entries(self, ref: Any, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
+        return self.row_run(ref, row, start, 0, each)
 
     def row_words(self, ref: Any, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
         return self.row_entries(ref, row, start, each)

@@ -138,16 +138,15 @@ class Request:
     def _uniforms(self) -> jax.Array:
         k, lane = self.call.k, self.lane
         recovers = lane >= k
-        offset = jnp.where(recovers, lane - k, lane)
         if self._key is None:
             row = self.index + jnp.zeros_like(lane)
             accept = self.threads.gather(self.refs["accept"], row, jnp.minimum(lane, k - 1))
             recover = self.threads.gather(self.refs["recover"], row, jnp.clip(lane - k, 0, 1))
             return jnp.where(recovers, recover, accept)
         stream = jnp.where(recovers, int(noise.Stream.RECOVER), int(noise.Stream.ACCEPT))
-        place = noise.place_of(stream, jnp.where(recovers, 0, offset).astype(jnp.uint32))
+        place = noise.counter_of(stream, jnp.where(recovers, 0, lane).astype(jnp.uint32))
         first, second = noise.threefry_bits(self._key, self._position + jnp.zeros_like(lane), place)
-        return noise.to_uniform(jnp.where(recovers & (offset == 1), second, first))
+        return noise.to_uniform(jnp.where(lane == k + 1, second, first))
 
     def at(self, values: jax.Array, position: jax.Array) -> jax.Array:
         """What the lane of `position` knows, ``[]``."""

@@ -67,11 +67,6 @@ class Exponent(NamedTuple):
         return entry * self.factor - self.shift
 
 
-def residual(p: jax.Array, q: jax.Array) -> jax.Array:
-    """`probabilistic.residual` in two steps, of a q that is not negative; NaN of an infinite q."""
-    return jnp.maximum(p, q) - q
-
-
 def is_finite(x: jax.Array) -> jax.Array:
     return (x > -jnp.inf) & (x < jnp.inf)
 

@@ -135,6 +135,7 @@ def plan(
     def aligned(x: jax.Array | None) -> bool:
         return x is None or x.shape[1] * x.dtype.itemsize % 16 == 0
 
+    both_aligned = aligned(target_logits) and aligned(storage)
     return Shared(
         slices=slices,
         target_size=target_size,
@@ -143,7 +144,7 @@ def plan(
         draft_aligned=aligned(storage),
         values=4 if reads_draft else 2,
         warpgroups=min(config.rows_at_once, k + 1) if walks else 1,
-        tiles_at_once=min(config.tiles_at_once, slices.tiles) if is_plain else 1,
+        tiles_at_once=min(config.tiles_at_once, slices.tiles) if is_plain and both_aligned else 1,
     )
 
 

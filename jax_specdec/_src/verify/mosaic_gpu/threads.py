@@ -264,26 +264,20 @@ class Gpu:
         out = [((THREADS,), jnp.float32)] * each
         return inline(run, (ref,), (start, self.index()), out)
 
-    def row_entries(
-        self,
-        ref: Any,
-        row: jax.Array,
-        start: jax.Array,
-        each: int,
-        *,
-        aligned: bool = True,
-        offset: int = 0,
-    ) -> list[jax.Array]:
-        """``ref[row, start + offset + j]`` as float32, ``[128]`` for each j of `each`.
+    def row_entries(self, ref: Any, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
+        """``ref[row, start + j]`` of each thread as float32, ``[128]`` for each j of `each`.
 
-        From global memory. `aligned`: `each` and `start` fit a row of aligned pieces of up to
-        sixteen bytes, which are read at once, and `offset` is 0; else one entry is.
+        From global memory. `each` and `start` fit a row of aligned pieces of up to sixteen bytes,
+        which are read at once.
         """
         if each == 1:
-            return [self.gather(ref, row, start + offset)]
-        if aligned:
-            assert offset == 0
-            return self.numbers(self.row_words(ref, row, start, each), ref.dtype)
+            return [self.gather(ref, row, start)]
+        return self.numbers(self.row_words(ref, row, start, each), ref.dtype)
+
+    def row_run(
+        self, ref: Any, row: jax.Array, start: jax.Array, offset: int, each: int
+    ) -> list[jax.Array]:
+        """``ref[row, start + offset + j]`` likewise, one entry at a time, wherever it begins."""
         dtype, columns = jnp.dtype(ref.dtype), ref.shape[1]
 
         def run(ref: Any, row: Any, start: Any) -> Any:
@@ -295,7 +289,7 @@ class Gpu:
         return inline(run, (ref,), (row, start), [((THREADS,), jnp.float32)] * each)
 
     def row_words(self, ref: Any, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
-        """Aligned `row_entries` as they are loaded: what `numbers` makes entries of."""
+        """`row_entries` as they are loaded: what `numbers` makes entries of."""
         dtype, columns = jnp.dtype(ref.dtype), ref.shape[1]
 
         def run(ref: Any, row: Any, start: Any) -> Any:
