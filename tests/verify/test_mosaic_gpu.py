@@ -397,11 +397,12 @@ def test_tiles_are_loaded_at_once_where_blocks_have_registers_to_spare():
         held = sizes.pop("held", 2)
         return KernelConfig.choose(num_requests, size, held, 132, **sizes).tiles_at_once
 
-    assert [tiles(n) for n in (1, 14, 15, 33, 34, 66, 67, 256)] == [4, 4, 1, 1, 4, 4, 1, 1]
+    assert [tiles(n) for n in (1, 14, 15, 33, 34, 66, 67, 256)] == [4, 4, 1, 1, 4, 4, 2, 2]
     for sizes in (dict(held=4), dict(draft_size=4)):
-        assert [tiles(n, **sizes) for n in (1, 5, 64)] == [4, 1, 1]
+        assert [tiles(n, **sizes) for n in (1, 5, 64, 256)] == [4, 1, 1, 1]
     assert tiles(256, size=32000) == 4 and tiles(128, size=32000) == 1  # as many as a block has
-    assert tiles(64, size=151936) == 1
+    assert tiles(64, size=151936) == 2  # ten tiles each: their masses need registers
+    assert tiles(8, size=151936) == tiles(64, size=100352) == 1  # five, and seven
 
 
 @pytest.mark.parametrize("max_cluster", [1, 2, 3, 5, 8, 12, 16])

@@ -89,9 +89,7 @@ class KernelConfig:
           loaded at once where that leaves enough registers to the blocks of a multiprocessor.
         """
 
-        def tiles(num_bytes: int) -> int:
-            return MAX_TILES if MAX_TILES * max(held, draft_size) <= num_bytes else 1
-
+        is_small = max(held, draft_size) == 2  # entries of four bytes need twice the registers
         large = num_cores >= _CORES_OF_LARGE
         blocks = num_requests * MAX_CLUSTER
         few = blocks <= _FREE_BLOCKS_PER_CORE * num_cores
@@ -102,25 +100,41 @@ class KernelConfig:
             rows = 2 if blocks <= 2 * reached else 1
             if 2 * blocks <= num_cores:
                 rows = 3
-            if blocks <= reached < 2 * blocks and tiles(8) > 1:
+            if blocks <= reached < 2 * blocks and is_small:
                 rows = 4
             room = SHARED_BYTES if rows > 2 else SHARED_BYTES // 2
-            fit = room // (Slices.of(size, MAX_CLUSTER).ids * held + _MAIL_BYTES)
+            slices = Slices.of(size, MAX_CLUSTER)
+            most = MAX_TILES if rows > 1 else _most_tiles(slices.tiles, few)
             return cls(
                 max_cluster=MAX_CLUSTER,
-                rows_at_once=max(1, min(rows, fit)),
-                tiles_at_once=tiles(16 if rows == 3 else 8) if rows > 1 else 1,
+                rows_at_once=max(1, min(rows, room // (slices.ids * held + _MAIL_BYTES))),
+                tiles_at_once=_divisor(slices.tiles, most if is_small or rows == 3 else 1),
             )
         at_once = _FREE_BLOCKS_PER_CORE * num_cores // num_requests
         row_tiles = num_tiles(size)
         is_pair = row_tiles * TILE * held <= _PAIR_BYTES
         with_work = 1 if is_pair else -(-row_tiles // _TILES_PER_BLOCK)
         cluster = min(8, 1 << (max(2, at_once, with_work) - 1).bit_length())
-        # All blocks are there at once, and each has more tiles than it would load, but not so many
-        # that the registers for their masses would leave too few.
         tiles_each = -(-row_tiles // cluster)
-        loads = cluster <= at_once and MAX_TILES < tiles_each <= 2 * MAX_TILES
-        return cls(max_cluster=cluster, tiles_at_once=tiles(8) if loads else 1)
+        most = _most_tiles(tiles_each, cluster <= at_once) if is_small else 1
+        return cls(max_cluster=cluster, tiles_at_once=_divisor(tiles_each, most))
+
+
+def _most_tiles(tiles_each: int, is_free: bool) -> int:
+    """Tiles to load at once at most, of `tiles_each` that a block has; it reads a row at a time.
+
+    Of few tiles one, or nothing is weighed while others arrive. Two need no more registers than
+    one. Four do, which costs nothing where a place `is_free` for every block, unless the masses of
+    many tiles need registers too.
+    """
+    if tiles_each <= MAX_TILES:
+        return 1
+    return MAX_TILES if is_free and tiles_each <= 2 * MAX_TILES else 2
+
+
+def _divisor(tiles_each: int, most: int) -> int:
+    """The largest one up to `most`: tiles past the last one would be weighed in vain."""
+    return max(count for count in range(1, most + 1) if tiles_each % count == 0)
 
 
 @dataclasses.dataclass(frozen=True)

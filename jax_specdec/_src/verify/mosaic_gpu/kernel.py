@@ -80,17 +80,23 @@ class Verifier:
         @pl.when(request.status == OK)
         def _() -> None:
             self.load_entries()  # small: they go before copies
+            num_accepted = jnp.int32(0)
             if self.call.rates is None:
                 self.open(self.warpgroups.index)
+            else:
+                request.know_noise()
+                num_accepted = self.accepted_by_rate(self.call.rates)
+                self.open(num_accepted)
             self.target.prepare()
             if self.warpgroups.count > 1:
                 self.fetch_draft(self.warpgroups.index)
-            request.know_noise()
+            if self.call.rates is None:
+                request.know_noise()
             self.know_probabilities()
             if not self.threads.interpreted:
                 signals.meet()
             if self.call.rates is not None:
-                self.emit(*self.synthetic_walk())
+                self.emit(num_accepted, self.read_at(num_accepted))
             elif not self.call.block:
                 self.walk_and_emit()
             else:
@@ -181,23 +187,24 @@ class Verifier:
             lambda: self.emit((turns - 1) * warpgroups.count + warpgroups.index, seen)
         )
 
-    def synthetic_walk(self) -> tuple[jax.Array, Seen]:
-        """Accept by rate, then read the one row that the last token comes from."""
-        assert self.call.rates is not None
+    def accepted_by_rate(self, rates: tuple[float, ...]) -> jax.Array:
+        """How many drafts the synthetic rule accepts, ``[]`` int32."""
         request, lane = self.request, self.request.lane
         rate = self.threads.filled(0.0)
-        for i, value in enumerate(self.call.rates):
+        for i, value in enumerate(rates):
             rate = jnp.where(lane == i, jnp.float32(value), rate)
         accepted = request.proposed & synthetic.accepts(request.uniforms, rate)
         rejected = jnp.where(accepted & (lane < self.call.k), WARP, lane)
-        num_accepted = self.threads.scalar(self.threads.warp_min(rejected))
+        return self.threads.scalar(self.threads.warp_min(rejected))
 
-        def read() -> Seen:
-            self.open(num_accepted)
-            zero = jnp.int32(0)
-            return self.visit(num_accepted, zero, zero, judge=False)
-
-        return num_accepted, lax.cond(num_accepted < request.num_rows, read, self.nothing)
+    def read_at(self, position: jax.Array) -> Seen:
+        """Read the one row that the last token comes from, if there is one."""
+        zero = jnp.int32(0)
+        return lax.cond(
+            position < self.request.num_rows,
+            lambda: self.visit(position, zero, zero, judge=False),
+            self.nothing,
+        )
 
     def nothing(self) -> Seen:
         """Stands for a position not visited."""
