@@ -88,7 +88,6 @@ class KernelConfig:
           and little shared memory, so that many run at once. Several tiles of a draft row are
           loaded at once where that leaves enough registers to the blocks of a multiprocessor.
         """
-
         is_small = max(held, draft_size) == 2  # entries of four bytes need twice the registers
         large = num_cores >= _CORES_OF_LARGE
         blocks = num_requests * MAX_CLUSTER
