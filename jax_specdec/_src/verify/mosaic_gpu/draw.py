@@ -102,11 +102,13 @@ class Draw:
         if self.draft is not None and self.call.draft != "logits":  # else it was read already
             pl.when(self.from_residual)(lambda: self.draft.fetch(self.draft_row))
         masses = self.shown.masses
-        weighed = (masses.total > 0).astype(jnp.int32)
-        self.finish(Weighed(weighed, self.from_residual, masses))
+        weighed = self.from_residual | (masses.total > 0)
+        if self.draft is not None:
+            masses = lax.cond(self.from_residual, self.weigh_residual, lambda: self.shown.masses)
+        self.finish(Weighed(weighed.astype(jnp.int32), self.from_residual, masses))
 
     def finish(self, start: Weighed) -> None:
-        """Weigh as far as that is not done, draw and write."""
+        """Weigh by ``p`` if nothing was weighed, or nothing had weight; draw and write."""
         without = self.rejected & ~self.from_residual
         pl.when(without)(lambda: self.set_logit(self.threads.filled(-jnp.inf)))
 
@@ -149,7 +151,7 @@ class Draw:
         return weights
 
     def weigh(self, weighed: Weighed) -> Weighed:
-        """By the residual, or by ``p``; a second time by ``p`` where the residual is empty."""
+        """By ``p``: of a row without the rejected token, or, where that is empty, of all of it."""
         again = weighed.turn == 1
 
         @pl.when(again)
@@ -157,11 +159,7 @@ class Draw:
             without = self.rejected & ~self.from_residual
             pl.when(without)(lambda: self.set_logit(self.threads.filled(0.0) + self.logit))
 
-        from_residual = self.from_residual & ~again
-        if self.draft is None:
-            masses = self.plain_masses()
-        else:
-            masses = lax.cond(from_residual, self.residual_masses, self.plain_masses)
+        masses = self.plain_masses()
 
         # Everybody has read the masses of the first turn once the boxes have been used again.
         @pl.when(again)
@@ -169,7 +167,7 @@ class Draw:
             self.mail.tell(self.turns.told, self.threads.filled(0.0))
 
         told = self.mail.tell_masses(self.turns.weighings + weighed.turn, masses)
-        return Weighed(weighed.turn + 1, from_residual, told)
+        return Weighed(weighed.turn + 1, jnp.bool_(False), told)
 
     def weigh_residual(self) -> Masses:
         """Masses of all tiles by the residual."""
