@@ -16,9 +16,10 @@ from jax_specdec._src.verify import api
 from jax_specdec._src.verify.mosaic_gpu import call as mosaic_gpu
 from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig, Slices
 from jax_specdec._src.verify.mosaic_gpu.support import no_device
+from jax_specdec._src.verify.tiles import TILE
 
 from . import block_edges, edges, processed, suite
-from .batch import Layout, check, jitted, pack, verify
+from .batch import Layout, Request, check, jitted, pack, verify
 from .cases import random_batch
 
 BIG = dict(num_speculative_tokens=4, num_requests=4, num_drafts=14)
@@ -181,18 +182,48 @@ def test_gives_the_tokens_of_the_oracle_for_more_requests(layout):
 
 @pytest.mark.newest
 @pytest.mark.parametrize(
-    ("layout", "draft_vocab"),
+    ("layout", "draft_vocab", "tiles_at_once"),
     [
-        (LAYOUTS[5], None),
+        (LAYOUTS[5], None, 4),
         *(
-            pytest.param(LAYOUTS[i], draft_vocab, marks=pytest.mark.slow)
-            for i, draft_vocab in ((2, None), (2, 8320), (5, 8320))
+            pytest.param(LAYOUTS[i], *rest, marks=pytest.mark.slow)
+            for i, *rest in ((5, None, 1), (5, None, 2), (2, None, 1), (2, 8320, 1), (5, 8320, 1))
         ),
     ],
     ids=str,
 )
-def test_gives_the_tokens_of_the_oracle_over_many_tiles(layout, draft_vocab):
-    agrees(dataclasses.replace(layout, vocab=12416, draft_vocab=draft_vocab), alone)
+def test_gives_the_tokens_of_the_oracle_over_many_tiles(layout, draft_vocab, tiles_at_once):
+    verifier = interpreted(KernelConfig(max_cluster=1, tiles_at_once=tiles_at_once))
+    agrees(dataclasses.replace(layout, vocab=12416, draft_vocab=draft_vocab), verifier)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("tiles_at_once", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+def test_recovered_tokens_come_from_all_tiles_that_the_oracle_draws_from(tiles_at_once):
+    count, vocab, rng = 16, 5 * TILE, np.random.default_rng(8)
+    target, draft = rng.normal(size=(2, count, 2, vocab))
+    target += np.repeat(np.log([1, 3, 1.5, 4, 2]), TILE)  # no two tiles have the same mass
+    target, draft = target.astype(jnp.bfloat16), draft[:, :1].astype(jnp.bfloat16)
+    normalizer = np.log(np.exp(draft.astype(np.float64)).sum(axis=-1))
+    layout = Layout(
+        vocab=vocab,
+        num_speculative_tokens=1,
+        num_requests=count,
+        num_drafts=count,
+        kind="normalized",
+        dtype="bfloat16",
+        draft_dtype="bfloat16",
+    )
+    likelier = np.argmax(draft[:, 0].astype(np.float32) - target[:, 0].astype(np.float32), axis=-1)
+    requests = [
+        Request(t, [i], d, n, accept=[0.99], recover=rng.random(2))
+        for t, i, d, n in zip(target, likelier, draft, normalizer, strict=True)
+    ]
+    batch = pack(requests, layout)
+    output = verify(batch, interpreted(KernelConfig(1, tiles_at_once=tiles_at_once)))
+    check(batch, output)
+    assert (output.num_accepted == 0).all()
+    assert set(output.token_ids[:, 0] // TILE) == set(range(vocab // TILE))
 
 
 @pytest.mark.newest
@@ -397,12 +428,12 @@ def test_tiles_are_loaded_at_once_where_blocks_have_registers_to_spare():
         held = sizes.pop("held", 2)
         return KernelConfig.choose(num_requests, size, held, 132, **sizes).tiles_at_once
 
-    assert [tiles(n) for n in (1, 14, 15, 33, 34, 66, 67, 256)] == [4, 4, 1, 1, 4, 4, 2, 2]
+    assert [tiles(n) for n in (1, 14, 15, 33, 34, 256)] == [4, 4, 1, 1, 2, 2]
     for sizes in (dict(held=4), dict(draft_size=4)):
         assert [tiles(n, **sizes) for n in (1, 5, 64, 256)] == [4, 1, 1, 1]
-    assert tiles(256, size=32000) == 4 and tiles(128, size=32000) == 1  # as many as a block has
-    assert tiles(64, size=151936) == 2  # ten tiles each: their masses need registers
-    assert tiles(8, size=151936) == tiles(64, size=100352) == 1  # five, and seven
+    assert tiles(256, size=32000) == 2 and tiles(128, size=32000) == 1  # as many as a block has
+    assert tiles(64, size=151936) == 2 and tiles(8, size=2**18) == 4
+    assert tiles(8, size=151936) == tiles(64, size=100352) == 1  # five each, and seven
 
 
 @pytest.mark.parametrize("max_cluster", [1, 2, 3, 5, 8, 12, 16])

@@ -47,8 +47,8 @@ class KernelConfig:
       rows_at_once: target rows of a request that are read at once, at most 5, each by a warpgroup
         of its own. Those after a rejection are read in vain.
       tiles_at_once: tiles of a draft row, at most 4, that are loaded before the first of them is
-        weighed; of rows that do not all begin at multiples of sixteen bytes always one. More wait
-        less and need more registers.
+        weighed: the largest power of two up to it; of rows that do not all begin at multiples of
+        sixteen bytes always one. More wait less and need more registers.
 
     Raises:
       TypeError: a field is no integer.
@@ -103,11 +103,10 @@ class KernelConfig:
                 rows = 4
             room = SHARED_BYTES if rows > 2 else SHARED_BYTES // 2
             slices = Slices.of(size, MAX_CLUSTER)
-            most = MAX_TILES if rows > 1 else _most_tiles(slices.tiles, few)
             return cls(
                 max_cluster=MAX_CLUSTER,
                 rows_at_once=max(1, min(rows, room // (slices.ids * held + _MAIL_BYTES))),
-                tiles_at_once=_divisor(slices.tiles, most if is_small or rows == 3 else 1),
+                tiles_at_once=_tiles_at_once(slices.tiles, rows, is_small),
             )
         at_once = _FREE_BLOCKS_PER_CORE * num_cores // num_requests
         row_tiles = num_tiles(size)
@@ -115,25 +114,24 @@ class KernelConfig:
         with_work = 1 if is_pair else -(-row_tiles // _TILES_PER_BLOCK)
         cluster = min(8, 1 << (max(2, at_once, with_work) - 1).bit_length())
         tiles_each = -(-row_tiles // cluster)
-        most = _most_tiles(tiles_each, cluster <= at_once) if is_small else 1
-        return cls(max_cluster=cluster, tiles_at_once=_divisor(tiles_each, most))
+        return cls(max_cluster=cluster, tiles_at_once=_tiles_at_once(tiles_each, 1, is_small))
 
 
-def _most_tiles(tiles_each: int, is_free: bool) -> int:
-    """Tiles to load at once at most, of `tiles_each` that a block has; it reads a row at a time.
+def _tiles_at_once(tiles_each: int, rows: int, is_small: bool) -> int:
+    """Tiles to load at once: a divisor of `tiles_each` of a block, or some are weighed in vain.
 
-    Of few tiles one, or nothing is weighed while others arrive. Two need no more registers than
-    one. Four do, which costs nothing where a place `is_free` for every block, unless the masses of
-    many tiles need registers too.
+    Four where few blocks, which read several rows at once, leave registers enough. Else two, which
+    need no more than one; but not of few tiles, or nothing is weighed while others arrive.
     """
-    if tiles_each <= MAX_TILES:
-        return 1
-    return MAX_TILES if is_free and tiles_each <= 2 * MAX_TILES else 2
+    most = MAX_TILES if rows > 1 else 2 if tiles_each > MAX_TILES else 1
+    if not is_small and rows != 3:
+        most = 1
+    return max(count for count in (1, 2, 4) if count <= most and tiles_each % count == 0)
 
 
-def _divisor(tiles_each: int, most: int) -> int:
-    """The largest one up to `most`: tiles past the last one would be weighed in vain."""
-    return max(count for count in range(1, most + 1) if tiles_each % count == 0)
+def power_of_two(count: int) -> int:
+    """The largest one up to `count`."""
+    return 1 << (count.bit_length() - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +151,7 @@ class Slices:
     @classmethod
     def of(cls, size: int, max_cluster: int) -> Slices:
         # Clusters of a power of two are placed well, though blocks be idle; mail needs two blocks.
-        cluster = 1 << (max_cluster.bit_length() - 1)
+        cluster = power_of_two(max_cluster)
         tiles = -(-num_tiles(size) // cluster)
         while cluster > 2 and cluster // 2 * tiles >= num_tiles(size):
             cluster //= 2

@@ -17,8 +17,9 @@ from jax_specdec._src.verify.tiles import TILE
 PIECES = 2
 """Of a tile, each of eight ids per thread: more at once need more registers."""
 
-Step = Callable[[jax.Array, jax.Array | int, list[list[jax.Array]], Any], Any]
-"""From a tile, a piece of it, that piece's chunks, and a state to the next state."""
+Step = Callable[[jax.Array, int, jax.Array | int, list[list[jax.Array]], Any], Any]
+"""From a tile, its place among those loaded at once, a piece of it, that piece's chunks, and a
+state to the next state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class DraftRows:
       fill: the entry of an id that the drafter could not draw.
       each: consecutive ids per thread.
       aligned: whether every row begins at a multiple of sixteen bytes.
-      at_once: tiles that are loaded before the first of them is looked at; of aligned rows.
+      at_once: see `together`; of aligned rows.
       thresholds: ref ``[R]`` float32, what an entry must reach, or None.
     """
 
@@ -71,6 +72,11 @@ class DraftRows:
         """Whether rows are aligned and hold the ids that count, nothing else."""
         return self.aligned and self.rows.shape[1] == self.size == self.row_size
 
+    @property
+    def together(self) -> int:
+        """Tiles that a masked `fold` loads before it looks at the first of them."""
+        return self.at_once if self._is_whole else 1
+
     def fetch(self, row: jax.Array) -> None:
         """Begin to bring the slice of a row into the second-level cache."""
         if self.threads.interpreted:
@@ -81,29 +87,31 @@ class DraftRows:
         signals.prefetch_pieces(self.rows, row, first, count)
 
     def fold(self, row: jax.Array, step: Step, state: Any, *, masked: bool = False) -> Any:
-        """``state = step(tile, piece, chunks, state)`` for each piece of the slice's tiles.
+        """``state = step(tile, place, piece, chunks, state)`` for each piece of the slice's tiles.
 
         A `masked` step counts nothing past the end of the target row: there it may be given tiles
         that are none, and any entries of the draft row.
         """
 
         def together(group: jax.Array, state: Any) -> Any:
-            pieces = [(group * count + i, piece) for i in range(count) for piece in range(PIECES)]
-            words = [self._words(row, *where, is_full=True) for where in pieces]
-            for (tile, piece), of_piece in zip(pieces, words, strict=True):
+            pieces = [
+                (group * count + i, i, piece) for i in range(count) for piece in range(PIECES)
+            ]
+            words = [self._words(row, tile, piece, is_full=True) for tile, _, piece in pieces]
+            for (tile, place, piece), of_piece in zip(pieces, words, strict=True):
                 numbers = self._numbers(row, tile, piece, of_piece, is_full=True)
-                state = step(tile, piece, numbers, state)
+                state = step(tile, place, piece, numbers, state)
             return state
 
         def by_piece(tile: jax.Array, state: Any) -> Any:
             def run(i: jax.Array, state: Any) -> Any:
                 words = self._words(row, tile, i, is_full=False)
-                return step(tile, i, self._numbers(row, tile, i, words, is_full=False), state)
+                return step(tile, 0, i, self._numbers(row, tile, i, words, is_full=False), state)
 
             return lax.fori_loop(0, PIECES, run, state)
 
-        masked &= self._is_whole
-        full, count = (self.count(), self.at_once) if masked else (self.full(), 1)
+        count = self.together if masked else 1
+        full = self.count() if masked and self._is_whole else self.full()
         state = lax.fori_loop(0, lax.div(full + count - 1, count), together, state)
         return lax.fori_loop(full, self.count(), by_piece, state)
 

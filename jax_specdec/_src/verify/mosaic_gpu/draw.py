@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -180,10 +181,12 @@ class Draw:
     def residual_masses(self) -> list[jax.Array]:
         """The same by the residual, which is 0 past the end of the row, where ``p`` is."""
         threads, target = self.threads, self.target
-        several, count = self.draft.at_once > 1, target.count()
-        passes_end = target.per_slice % self.draft.at_once > 0
+        size, count = self.draft.together, target.count()
+        passes_end = target.per_slice % size > 0
 
-        def add(tile: jax.Array, piece: jax.Array | int, drafts: Any, sums: TileSums) -> TileSums:
+        def add(
+            tile: jax.Array, place: int, piece: jax.Array | int, drafts: Any, sums: TileSums
+        ) -> TileSums:
             held = jnp.minimum(tile, target.per_slice - 1) if passes_end else tile
             begin, first = target.begin(self.row, held), piece * (TILE // PIECES)
             if not isinstance(piece, int):
@@ -192,17 +195,14 @@ class Draw:
             targets = [target.entries(begin, offset) for offset in offsets]
             both = zip(targets, drafts, strict=True)
             mass = tree_sum([weight for chunks in both for weight in self.residual(*chunks)])
-            if several:
+            if size > 1:
                 mass = jnp.where(tile < count, mass, 0.0)
+            begin = functools.partial(sums.begin, threads, lax.div(tile, size), place, mass)
             if isinstance(piece, int):
-                return sums.add(mass) if piece else sums.begin(threads, tile, mass)
-            return lax.cond(
-                piece == 0,
-                lambda: sums.begin(threads, tile, mass),
-                lambda: sums.add(mass),
-            )
+                return sums.add(place, mass) if piece else begin()
+            return lax.cond(piece == 0, begin, lambda: sums.add(place, mass))
 
-        start = TileSums.start(threads)
+        start = TileSums.start(threads, size)
         sums = self.draft.fold(self.draft_row, add, start, masked=True)
         return sums.first(threads, target.per_slice)
 

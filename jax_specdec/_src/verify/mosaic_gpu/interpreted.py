@@ -35,6 +35,10 @@ class Interpreted:
     def warp_sum(self, x: jax.Array) -> jax.Array:
         return self._per_warp(lambda x: jnp.sum(x, axis=1, keepdims=True), x)
 
+    @staticmethod
+    def swapped(x: jax.Array, distance: int) -> jax.Array:
+        return x[jnp.arange(THREADS, dtype=jnp.int32) ^ distance]
+
     def warp_scan(self, x: jax.Array) -> jax.Array:
         return self._per_warp(lambda x: jnp.cumsum(x, axis=1), x)
 

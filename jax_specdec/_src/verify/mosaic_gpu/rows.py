@@ -193,7 +193,7 @@ class Tiles:
         def run(tile: jax.Array, state: Any) -> Any:
             if turn is not None:
                 self.ready(row, tile, turn)
-            return step(tile, 0, self.chunks(row, tile), state)
+            return step(tile, 0, 0, self.chunks(row, tile), state)
 
         return lax.fori_loop(0, self.count(), run, state)
 

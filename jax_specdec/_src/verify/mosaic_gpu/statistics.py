@@ -100,8 +100,10 @@ def mass(
     """
     weight = weigher(base, scale, size)
 
-    def add(tile: Any, piece: Any, chunks: list[list[jax.Array]], total: jax.Array) -> jax.Array:
-        del tile, piece
+    def add(
+        tile: Any, place: Any, piece: Any, chunks: list[list[jax.Array]], total: jax.Array
+    ) -> jax.Array:
+        del tile, place, piece
         return total + tree_sum([weight(x) for chunk in chunks for x in chunk])
 
     return threads.warp_sum(fold(add, threads.filled(0.0)))
@@ -113,9 +115,12 @@ def tile_masses(
     """Each warp's part of the weight of each tile of the slice; see `Tiles.fold`."""
     threads = tiles.threads
 
-    def add(tile: Any, piece: Any, chunks: list[list[jax.Array]], sums: TileSums) -> TileSums:
-        del piece
-        return sums.begin(threads, tile, tree_sum([weight(x) for chunk in chunks for x in chunk]))
+    def add(
+        tile: Any, place: Any, piece: Any, chunks: list[list[jax.Array]], sums: TileSums
+    ) -> TileSums:
+        del place, piece
+        mass = tree_sum([weight(x) for chunk in chunks for x in chunk])
+        return sums.begin(threads, tile, 0, mass)
 
     sums = tiles.fold(row, turn, add, TileSums.start(threads))
     return sums.first(threads, tiles.per_slice)

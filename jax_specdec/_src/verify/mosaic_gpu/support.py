@@ -11,6 +11,7 @@ from jax_specdec._src.verify.mosaic_gpu.config import (
     KernelConfig,
     Shared,
     Slices,
+    power_of_two,
 )
 from jax_specdec._src.verify.rows import storage_of
 
@@ -136,6 +137,7 @@ def plan(
         return x is None or x.shape[1] * x.dtype.itemsize % 16 == 0
 
     both_aligned = aligned(target_logits) and aligned(storage)
+    most_tiles = min(config.tiles_at_once, slices.tiles)
     return Shared(
         slices=slices,
         target_size=target_size,
@@ -144,7 +146,7 @@ def plan(
         draft_aligned=aligned(storage),
         values=4 if reads_draft else 2,
         warpgroups=min(config.rows_at_once, k + 1) if walks else 1,
-        tiles_at_once=min(config.tiles_at_once, slices.tiles) if is_plain and both_aligned else 1,
+        tiles_at_once=power_of_two(most_tiles) if is_plain and both_aligned else 1,
     )
 
 

@@ -158,8 +158,12 @@ class Gpu:
     def warp_sum(self, x: jax.Array) -> jax.Array:
         """The sum of each warp, in all of its threads."""
         for distance in (16, 8, 4, 2, 1):
-            x = x + self._shuffle("bfly", x, distance)
+            x = x + self.swapped(x, distance)
         return x
+
+    def swapped(self, x: jax.Array, distance: int) -> jax.Array:
+        """The entry of the lane whose number differs in one bit, `distance`."""
+        return self._shuffle("bfly", x, distance)
 
     def warp_scan(self, x: jax.Array) -> jax.Array:
         """Sums up to and including each thread, within its warp."""

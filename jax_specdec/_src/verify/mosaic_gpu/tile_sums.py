@@ -11,36 +11,74 @@ from jax_specdec._src.verify.mosaic_gpu.threads import WARP
 
 
 class TileSums(NamedTuple):
-    """Sums of the tiles so far; the last one is added while the next is read.
+    """Sums of the tiles so far, which come in groups; the last group is added during the next.
 
     Attributes:
-      found: ``[128]`` by lane, the same in all warps: the sum over the warp of each tile.
-      last: ``[128]``, what each thread has of the tile that is not in it yet.
-      tile: ``[]`` int32, which one that is.
+      found: ``[128]`` by lane: the sum over the warp of each tile, of group g in the lanes whose
+        remainder is g.
+      last: ``[128]`` each, what each thread has of the tiles of the group that is not in it yet.
+      group: ``[]`` int32, which one that is.
     """
 
     found: jax.Array
-    last: jax.Array
-    tile: jax.Array
+    last: tuple[jax.Array, ...]
+    group: jax.Array
 
     @classmethod
-    def start(cls, threads: Any) -> TileSums:
-        """Before the first tile."""
-        return cls(threads.filled(0.0), threads.filled(0.0), jnp.int32(-1))
+    def start(cls, threads: Any, size: int = 1) -> TileSums:
+        """Before the first group, each of `size` tiles, a power of two."""
+        return cls(threads.filled(0.0), (threads.filled(0.0),) * size, jnp.int32(-1))
 
-    def begin(self, threads: Any, tile: jax.Array, value: jax.Array) -> TileSums:
-        """With `value`, what each thread has of the next tile."""
-        return TileSums(self._with_last(threads), value, tile)
+    def begin(self, threads: Any, group: jax.Array, place: int, value: jax.Array) -> TileSums:
+        """With `value`, what each thread has of the next tile, at this place in its group."""
+        found = self.found if place else self._with_last(threads)
+        return TileSums(found, self._but(place, value), group)
 
-    def add(self, value: jax.Array) -> TileSums:
+    def add(self, place: int, value: jax.Array) -> TileSums:
         """With more of the same tile."""
-        return self._replace(last=self.last + value)
+        return self._replace(last=self._but(place, self.last[place] + value))
+
+    def _but(self, place: int, value: jax.Array) -> tuple[jax.Array, ...]:
+        return (*self.last[:place], value, *self.last[place + 1 :])
 
     def first(self, threads: Any, count: int) -> list[jax.Array]:
         """The sums over the warp of the first tiles, 0 of those that never came."""
-        found = self._with_last(threads)
-        return [threads.from_lane(found, i) for i in range(count)]
+        found, size = self._with_last(threads), len(self.last)
+        lanes = [i // size + _part_of(i % size, size) * (WARP // size) for i in range(count)]
+        return [threads.from_lane(found, lane) for lane in lanes]
 
     def _with_last(self, threads: Any) -> jax.Array:
-        lane = threads.index() & (WARP - 1)
-        return jnp.where(lane == self.tile, threads.warp_sum(self.last), self.found)
+        sums = _sums(threads, list(self.last))
+        remainder = threads.index() & (WARP // len(self.last) - 1)
+        return jnp.where(remainder == self.group, sums, self.found)
+
+
+def _sums(threads: Any, xs: list[jax.Array]) -> jax.Array:
+    """Sums over each warp of so many arrays as a power of two; `_part_of` tells where each is.
+
+    Half of the lanes go on with every other array, so that few steps serve all.
+    """
+    distance = WARP // 2
+    while len(xs) > 1:
+        upper = (threads.index() & distance) != 0
+        pairs = list(zip(xs[::2], xs[1::2], strict=True))
+        kept = [jnp.where(upper, b, a) for a, b in pairs]
+        given = [jnp.where(upper, a, b) for a, b in pairs]
+        both = zip(kept, given, strict=True)
+        xs = [x + threads.swapped(y, distance) for x, y in both]
+        distance //= 2
+    total = xs[0]
+    while distance:
+        total = total + threads.swapped(total, distance)
+        distance //= 2
+    return total
+
+
+def _part_of(i: int, count: int) -> int:
+    """Which of `count` parts of the lanes, in order, have the sum of array i: its bits reversed."""
+    part = 0
+    while count > 1:
+        count //= 2
+        part += (i & 1) * count
+        i >>= 1
+    return part
