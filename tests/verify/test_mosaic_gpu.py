@@ -14,7 +14,7 @@ import jax_specdec as sd
 from jax_specdec._src import compat
 from jax_specdec._src.verify import api
 from jax_specdec._src.verify.mosaic_gpu import call as mosaic_gpu
-from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig, Slices
+from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig, Slices, power_of_two
 from jax_specdec._src.verify.mosaic_gpu.support import no_device
 from jax_specdec._src.verify.tiles import TILE
 
@@ -187,7 +187,7 @@ def test_gives_the_tokens_of_the_oracle_for_more_requests(layout):
         (LAYOUTS[5], None, 4),
         *(
             pytest.param(LAYOUTS[i], *rest, marks=pytest.mark.slow)
-            for i, *rest in ((5, None, 1), (5, None, 2), (2, None, 1), (2, 8320, 1), (5, 8320, 1))
+            for i, *rest in ((5, None, 1), (5, None, 3), (2, None, 1), (2, 8320, 1), (5, 8320, 1))
         ),
     ],
     ids=str,
@@ -434,6 +434,10 @@ def test_tiles_are_loaded_at_once_where_blocks_have_registers_to_spare():
     assert tiles(256, size=32000) == 2 and tiles(128, size=32000) == 1  # as many as a block has
     assert tiles(64, size=151936) == 2 and tiles(8, size=2**18) == 4
     assert tiles(8, size=151936) == tiles(64, size=100352) == 1  # five each, and seven
+
+
+def test_a_power_of_two_is_the_largest_one_that_fits():
+    assert [power_of_two(n) for n in (1, 2, 3, 4, 7, 8, 16)] == [1, 2, 2, 4, 4, 8, 16]
 
 
 @pytest.mark.parametrize("max_cluster", [1, 2, 3, 5, 8, 12, 16])

@@ -120,8 +120,9 @@ class KernelConfig:
 def _tiles_at_once(tiles_each: int, rows: int, is_small: bool) -> int:
     """Tiles to load at once: a divisor of `tiles_each` of a block, or some are weighed in vain.
 
-    Four where few blocks, which read several rows at once, leave registers enough. Else two, which
-    need no more than one; but not of few tiles, or nothing is weighed while others arrive.
+    Four where few blocks, which read several rows at once, leave registers enough; of entries of
+    four bytes where they have a multiprocessor each. Else two, which need no more than one; but not
+    of few tiles, or nothing is weighed while others arrive.
     """
     most = MAX_TILES if rows > 1 else 2 if tiles_each > MAX_TILES else 1
     if not is_small and rows != 3:

@@ -93,7 +93,7 @@ class DraftRows:
         that are none, and any entries of the draft row.
         """
 
-        def together(group: jax.Array, state: Any) -> Any:
+        def by_group(group: jax.Array, state: Any) -> Any:
             pieces = [
                 (group * count + i, i, piece) for i in range(count) for piece in range(PIECES)
             ]
@@ -112,7 +112,7 @@ class DraftRows:
 
         count = self.together if masked else 1
         full = self.count() if masked and self._is_whole else self.full()
-        state = lax.fori_loop(0, lax.div(full + count - 1, count), together, state)
+        state = lax.fori_loop(0, lax.div(full + count - 1, count), by_group, state)
         return lax.fori_loop(full, self.count(), by_piece, state)
 
     def of_tile(self, row: jax.Array, tile: jax.Array) -> list[jax.Array]:

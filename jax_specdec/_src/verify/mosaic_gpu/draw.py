@@ -104,7 +104,7 @@ class Draw:
             pl.when(self.from_residual)(lambda: self.draft.fetch(self.draft_row))
         masses = self.shown.masses
         weighed = self.from_residual | (masses.total > 0)
-        if self.draft is not None:
+        if self.draft is not None:  # outside the loop, whose state would take registers
             masses = lax.cond(self.from_residual, self.weigh_residual, lambda: self.shown.masses)
         self.finish(Weighed(weighed.astype(jnp.int32), self.from_residual, masses))
 
@@ -197,10 +197,10 @@ class Draw:
             mass = tree_sum([weight for chunks in both for weight in self.residual(*chunks)])
             if size > 1:
                 mass = jnp.where(tile < count, mass, 0.0)
-            begin = functools.partial(sums.begin, threads, lax.div(tile, size), place, mass)
+            next_tile = functools.partial(sums.begin, threads, lax.div(tile, size), place, mass)
             if isinstance(piece, int):
-                return sums.add(place, mass) if piece else begin()
-            return lax.cond(piece == 0, begin, lambda: sums.add(place, mass))
+                return sums.add(place, mass) if piece else next_tile()
+            return lax.cond(piece == 0, next_tile, lambda: sums.add(place, mass))
 
         start = TileSums.start(threads, size)
         sums = self.draft.fold(self.draft_row, add, start, masked=True)

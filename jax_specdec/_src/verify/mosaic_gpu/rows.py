@@ -185,7 +185,7 @@ class Tiles:
         return signals.shift(self.rows, row)
 
     def fold(self, row: jax.Array, turn: jax.Array | None, step: Any, state: Any) -> Any:
-        """``state = step(tile, 0, chunks, state)`` for each tile of the slice.
+        """``state = step(tile, 0, 0, chunks, state)`` for each tile of the slice.
 
         As they arrive, or, where `turn` is None, of a row that has.
         """
