@@ -113,7 +113,7 @@ class KernelConfig:
         is_pair = row_tiles * TILE * held <= _PAIR_BYTES
         with_work = 1 if is_pair else -(-row_tiles // _TILES_PER_BLOCK)
         cluster = min(8, 1 << (max(2, at_once, with_work) - 1).bit_length())
-        tiles_each = -(-row_tiles // cluster)
+        tiles_each = Slices.of(size, cluster).tiles
         return cls(max_cluster=cluster, tiles_at_once=_tiles_at_once(tiles_each, 1, is_small))
 
 

@@ -110,8 +110,8 @@ class DraftRows:
 
             return lax.fori_loop(0, PIECES, run, state)
 
-        count = self.together if masked else 1
-        full = self.count() if masked and self._is_whole else self.full()
+        masked &= self._is_whole
+        full, count = (self.count(), self.together) if masked else (self.full(), 1)
         state = lax.fori_loop(0, lax.div(full + count - 1, count), by_group, state)
         return lax.fori_loop(full, self.count(), by_piece, state)
 

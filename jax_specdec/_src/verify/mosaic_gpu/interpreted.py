@@ -32,8 +32,9 @@ class Interpreted:
     def warp_min(self, x: jax.Array) -> jax.Array:
         return self._per_warp(lambda x: jnp.min(x, axis=1, keepdims=True), x)
 
-    def warp_sum(self, x: jax.Array) -> jax.Array:
-        return self._per_warp(lambda x: jnp.sum(x, axis=1, keepdims=True), x)
+    @staticmethod
+    def warp_sum(x: jax.Array, lanes: int = WARP) -> jax.Array:
+        return jnp.repeat(x.reshape(-1, lanes).sum(axis=1), lanes)
 
     @staticmethod
     def swapped(x: jax.Array, distance: int) -> jax.Array:

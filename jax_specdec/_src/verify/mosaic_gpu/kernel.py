@@ -80,13 +80,11 @@ class Verifier:
         @pl.when(request.status == OK)
         def _() -> None:
             self.load_entries()  # small: they go before copies
-            num_accepted = jnp.int32(0)
-            if self.call.rates is None:
-                self.open(self.warpgroups.index)
-            else:
+            position = self.warpgroups.index
+            if self.call.rates is not None:
                 request.know_noise()
-                num_accepted = self.accepted_by_rate(self.call.rates)
-                self.open(num_accepted)
+                position = self.accepted_by_rate(self.call.rates)
+            self.open(position)
             self.target.prepare()
             if self.warpgroups.count > 1:
                 self.fetch_draft(self.warpgroups.index)
@@ -96,7 +94,7 @@ class Verifier:
             if not self.threads.interpreted:
                 signals.meet()
             if self.call.rates is not None:
-                self.emit(num_accepted, self.read_at(num_accepted))
+                self.emit(position, self.read_at(position))
             elif not self.call.block:
                 self.walk_and_emit()
             else:

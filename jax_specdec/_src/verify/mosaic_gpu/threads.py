@@ -155,10 +155,11 @@ class Gpu:
         """The least int32 of each warp, in all of its threads."""
         return self._reduce("min", x)
 
-    def warp_sum(self, x: jax.Array) -> jax.Array:
-        """The sum of each warp, in all of its threads."""
-        for distance in (16, 8, 4, 2, 1):
-            x = x + self.swapped(x, distance)
+    def warp_sum(self, x: jax.Array, lanes: int = WARP) -> jax.Array:
+        """The sum of each warp, or of each `lanes` of it in order, in all of its threads."""
+        while lanes > 1:
+            lanes //= 2
+            x = x + self.swapped(x, lanes)
         return x
 
     def swapped(self, x: jax.Array, distance: int) -> jax.Array:

@@ -58,20 +58,16 @@ def _sums(threads: Any, xs: list[jax.Array]) -> jax.Array:
 
     Half of the lanes go on with every other array, so that few steps serve all.
     """
-    distance = WARP // 2
+    lanes = WARP
     while len(xs) > 1:
-        upper = (threads.index() & distance) != 0
+        lanes //= 2
+        upper = (threads.index() & lanes) != 0
         pairs = list(zip(xs[::2], xs[1::2], strict=True))
         kept = [jnp.where(upper, b, a) for a, b in pairs]
         given = [jnp.where(upper, a, b) for a, b in pairs]
         both = zip(kept, given, strict=True)
-        xs = [x + threads.swapped(y, distance) for x, y in both]
-        distance //= 2
-    total = xs[0]
-    while distance:
-        total = total + threads.swapped(total, distance)
-        distance //= 2
-    return total
+        xs = [x + threads.swapped(y, lanes) for x, y in both]
+    return threads.warp_sum(xs[0], lanes)
 
 
 def _part_of(i: int, count: int) -> int:
