@@ -81,7 +81,7 @@ class DraftRows:
         """Begin to bring the slice of a row into the second-level cache."""
         if self.threads.interpreted:
             return
-        index = self.threads.index()
+        index = self.threads.index_anew()
         first = self.first + index * TILE
         count = jnp.where(index < self.per_slice, jnp.minimum(self.size - first, TILE), 0)
         signals.prefetch_pieces(self.rows, row, first, count)

@@ -22,6 +22,8 @@ class Interpreted:
     def index() -> jax.Array:
         return jnp.arange(THREADS, dtype=jnp.int32)
 
+    index_anew = index
+
     @staticmethod
     def _per_warp(fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(fn(x.reshape(WARPS, WARP)), (WARPS, WARP)).reshape(THREADS)

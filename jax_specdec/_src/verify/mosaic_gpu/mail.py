@@ -141,11 +141,13 @@ class Mail:
             totals = jnp.stack([tree_sum(list(m.reshape(WARPS, WARP)[:, 0])) for m in masses])
             padded = jnp.pad(totals, (0, -len(masses) % WARP))
             return [_by_lane(x) for x in padded.reshape(-1, WARP)]
+        thread = self.threads.index_anew()
+        warp = self.block * WARPS + lax.div(thread, WARP)
         padding = [self.threads.filled(0.0)] * (shared.masses_per_warp - len(masses))
         signals.exchange(
             self.ref,
             self.barriers,
-            shared.masses + self._warp * shared.masses_per_warp,
+            shared.masses + warp * shared.masses_per_warp,
             jnp.int32(_MASSES),
             lax.rem(turn, 2),
             [*masses, *padding],
@@ -153,7 +155,8 @@ class Mail:
             warps=slices.warps,
         )
         found = []
-        for tile in self._rounds(count):
+        for start in range(0, count, WARP):
+            tile = start + (thread & (WARP - 1))
             place = jnp.minimum(tile, count - 1)
             first = lax.div(place, slices.tiles) * (WARPS * shared.masses_per_warp)
             first = shared.masses + first + lax.rem(place, slices.tiles)

@@ -80,7 +80,7 @@ class Tiles:
             for i in range(self.per_slice):
                 self._interpreted_copy(row, jnp.int32(i))
             return
-        index = self.threads.index()
+        index = self.threads.index_anew()
         first = self.first + index * TILE
         size = jnp.minimum(self.size - first, TILE)
         signals.copy_pieces(

@@ -156,11 +156,10 @@ def _whole_units(
 
 
 def _first_byte(rows: Any, row: Any, first: Any, columns: int, size: int) -> Any:
+    """In assembly, lest sums that every row has in common be kept in registers meanwhile."""
+    text = f"{{ mad.wide.s32 $0, $2, {columns * size}, $1; mad.wide.s32 $0, $3, {size}, $0; }}"
     start = llvm.ptrtoint(i64(), utils.memref_ptr(rows))
-    entry = arith.addi(
-        arith.muli(arith.extsi(i64(), row), _c64(columns)), arith.extsi(i64(), first)
-    )
-    return add_scaled(start, entry, size)
+    return assembly(text, "=&l,l,r,r", start, row, first, result=i64(), pure=True)
 
 
 def _c64(value: int) -> Any:
@@ -222,15 +221,16 @@ def exchange(
         assembly(
             f"""{{
             .reg .pred first, sends, done;
-            .reg .b32 thread, lane, theirs, barrier;
+            .reg .b32 thread, lane, block, theirs, barrier;
             mov.u32 thread, %tid.x;
             and.b32 thread, thread, 127;
             setp.eq.u32 first, thread, 0;
             and.b32 lane, thread, 31;
             setp.lt.u32 sends, lane, {cluster};
             @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {4 * count * warps};
-            @sends mapa.shared::cluster.u32 theirs, $0, lane;
-            @sends mapa.shared::cluster.u32 barrier, $1, lane;
+            and.b32 block, lane, {cluster - 1};
+            mapa.shared::cluster.u32 theirs, $0, block;
+            mapa.shared::cluster.u32 barrier, $1, block;
             {sends}
             {_WAIT.format(barrier="$1", parity="$2")}
             }}""",

@@ -123,6 +123,16 @@ class Gpu:
         """Each thread's place in the warpgroup, ``[128]`` int32."""
         return plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_PER_THREAD)
 
+    @staticmethod
+    def index_anew() -> jax.Array:
+        """The same, computed again: what is computed of it is not kept in registers until then."""
+
+        def run() -> Any:
+            text = "{ .reg .b32 thread; mov.u32 thread, %tid.x; and.b32 $0, thread, 127; }"
+            return (assembly(text, "=r", result=i32()),)
+
+        return inline(run, (), (), [((THREADS,), jnp.int32)])[0]
+
     # Within a warp.
 
     @staticmethod
