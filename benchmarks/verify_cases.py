@@ -76,6 +76,9 @@ FLOAT32 = "float32, 2.9 emitted"
 GREEDY: dict[str, Any] = {"temperature": 0, "distribution": "none", "noise": 0.5}
 SIDE_BY_SIDE = (MOSAIC, XLA, PLAIN)
 
+SAME_BYTES = (32000, 1024), (50257, 652), (131071, 250), (151936, 216), (262144, 125)
+"""Vocabularies, and how many requests have as many bytes as 256 of 128256 ids."""
+
 CASES = (
     Case(STANDARD, 1, goal=8, variants=(MOSAIC, COLD, NOISE_GIVEN, XLA, PLAIN)),
     *(
@@ -91,6 +94,7 @@ CASES = (
     Case(FLOAT32, 64, dtype="float32", goal=45, variants=SIDE_BY_SIDE),
     Case(FLOAT32, 256, dtype="float32", goal=150, variants=SIDE_BY_SIDE),
     *(Case(f"V = {v}", 64, vocabulary=v) for v in (32000, 50257, 131071, 151936, 256000, 262144)),
+    *(Case(f"V = {v}", batch, vocabulary=v) for v, batch in SAME_BYTES),
     Case("one-hot drafts", 64, distribution="none"),
     Case("draft probabilities", 64, distribution="probs"),
     Case("draft logits, no normalizer", 64, distribution="logits"),

@@ -429,8 +429,8 @@ def test_tiles_are_loaded_at_once_where_blocks_have_registers_to_spare():
         return KernelConfig.choose(num_requests, size, held, 132, **sizes).tiles_at_once
 
     assert [tiles(n) for n in (1, 14, 15, 33, 34, 256)] == [4, 4, 1, 1, 2, 2]
-    for sizes in (dict(held=4), dict(draft_size=4)):
-        assert [tiles(n, **sizes) for n in (1, 5, 64, 256)] == [4, 1, 1, 1]
+    assert [tiles(n, held=4) for n in (1, 5, 64, 256)] == [4, 4, 1, 1]  # four in each block
+    assert [tiles(n, draft_size=4) for n in (1, 5, 64, 256)] == [4, 4, 2, 2]
     assert tiles(256, size=32000) == 2 and tiles(128, size=32000) == 1  # as many as a block has
     assert tiles(64, size=151936) == 2 and tiles(8, size=2**18) == 4
     assert tiles(8, size=151936) == tiles(64, size=100352) == 1  # five each, and seven

@@ -88,7 +88,6 @@ class KernelConfig:
           and little shared memory, so that many run at once. Several tiles of a draft row are
           loaded at once where that leaves enough registers to the blocks of a multiprocessor.
         """
-        is_small = max(held, draft_size) == 2  # entries of four bytes need twice the registers
         large = num_cores >= _CORES_OF_LARGE
         blocks = num_requests * MAX_CLUSTER
         few = blocks <= _FREE_BLOCKS_PER_CORE * num_cores
@@ -99,14 +98,14 @@ class KernelConfig:
             rows = 2 if blocks <= 2 * reached else 1
             if 2 * blocks <= num_cores:
                 rows = 3
-            if blocks <= reached < 2 * blocks and is_small:
-                rows = 4
+            if blocks <= reached < 2 * blocks and max(held, draft_size) == 2:
+                rows = 4  # of entries of four bytes registers are too few
             room = SHARED_BYTES if rows > 2 else SHARED_BYTES // 2
             slices = Slices.of(size, MAX_CLUSTER)
             return cls(
                 max_cluster=MAX_CLUSTER,
                 rows_at_once=max(1, min(rows, room // (slices.ids * held + _MAIL_BYTES))),
-                tiles_at_once=_tiles_at_once(slices.tiles, rows, is_small),
+                tiles_at_once=_tiles_at_once(slices.tiles, rows),
             )
         at_once = _FREE_BLOCKS_PER_CORE * num_cores // num_requests
         row_tiles = num_tiles(size)
@@ -114,19 +113,17 @@ class KernelConfig:
         with_work = 1 if is_pair else -(-row_tiles // _TILES_PER_BLOCK)
         cluster = min(8, 1 << (max(2, at_once, with_work) - 1).bit_length())
         tiles_each = Slices.of(size, cluster).tiles
-        return cls(max_cluster=cluster, tiles_at_once=_tiles_at_once(tiles_each, 1, is_small))
+        return cls(max_cluster=cluster, tiles_at_once=_tiles_at_once(tiles_each, 1))
 
 
-def _tiles_at_once(tiles_each: int, rows: int, is_small: bool) -> int:
+def _tiles_at_once(tiles_each: int, rows: int) -> int:
     """Tiles to load at once: a divisor of `tiles_each` of a block, or some are weighed in vain.
 
-    Four where few blocks, which read several rows at once, leave registers enough; of entries of
-    four bytes where they have a multiprocessor each. Else two, which need no more than one; but not
-    of few tiles, or nothing is weighed while others arrive.
+    Four where few blocks, which read several rows at once, leave registers enough. Else two, which
+    leave room for six blocks on a multiprocessor; but not of few tiles, or nothing is weighed while
+    others arrive.
     """
     most = MAX_TILES if rows > 1 else 2 if tiles_each > MAX_TILES else 1
-    if not is_small and rows != 3:
-        most = 1
     return max(count for count in (1, 2, 4) if count <= most and tiles_each % count == 0)
 
 

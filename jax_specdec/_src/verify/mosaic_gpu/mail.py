@@ -62,10 +62,9 @@ class Mail:
     barriers: Any
     block: jax.Array
 
-    @property
-    def _warp(self) -> jax.Array:
+    def _warp(self, thread: jax.Array) -> jax.Array:
         """Which warp of the cluster each thread is in."""
-        return self.block * WARPS + lax.div(self.threads.index(), WARP)
+        return self.block * WARPS + lax.div(thread, WARP)
 
     @property
     def _lane(self) -> jax.Array:
@@ -91,7 +90,7 @@ class Mail:
         signals.exchange(
             self.ref,
             self.barriers,
-            begin + width * self._warp,
+            begin + width * self._warp(self.threads.index()),
             box,
             lax.rem(lax.div(turn, 2), 2),
             [*values, *values][:width],
@@ -142,12 +141,11 @@ class Mail:
             padded = jnp.pad(totals, (0, -len(masses) % WARP))
             return [_by_lane(x) for x in padded.reshape(-1, WARP)]
         thread = self.threads.index_anew()
-        warp = self.block * WARPS + lax.div(thread, WARP)
         padding = [self.threads.filled(0.0)] * (shared.masses_per_warp - len(masses))
         signals.exchange(
             self.ref,
             self.barriers,
-            shared.masses + warp * shared.masses_per_warp,
+            shared.masses + self._warp(thread) * shared.masses_per_warp,
             jnp.int32(_MASSES),
             lax.rem(turn, 2),
             [*masses, *padding],

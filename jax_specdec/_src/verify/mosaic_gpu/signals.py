@@ -156,7 +156,7 @@ def _whole_units(
 
 
 def _first_byte(rows: Any, row: Any, first: Any, columns: int, size: int) -> Any:
-    """In assembly, lest sums that every row has in common be kept in registers meanwhile."""
+    """In assembly, lest the part that all rows have in common be kept in registers meanwhile."""
     text = f"{{ mad.wide.s32 $0, $2, {columns * size}, $1; mad.wide.s32 $0, $3, {size}, $0; }}"
     start = llvm.ptrtoint(i64(), utils.memref_ptr(rows))
     return assembly(text, "=&l,l,r,r", start, row, first, result=i64(), pure=True)
@@ -217,6 +217,8 @@ def exchange(
     ]
 
     def run(mail: Any, barriers: Any, place: Any, barrier: Any, parity: Any, *xs: Any) -> None:
+        # Only stores have a predicate. A register that is written under one keeps what it held
+        # where that is false, and so is taken from the kernel's beginning on.
         sends = "\n".join(f"@sends {store}" for store in stores)
         assembly(
             f"""{{
