@@ -1,25 +1,20 @@
 """The benchmarks count what they say, lose no result, and draw what they measured."""
 
 import json
-import sys
-from pathlib import Path
 
+import bench_verify_gpu
+import chain
+import disagreements
+import inputs
 import jax
+import measure
 import numpy as np
+import plots
 import pytest
+import verify_cases
+from verify_cases import Case, Variant
 
 import jax_specdec as sd
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-import bench_verify_gpu  # noqa: E402
-import chain  # noqa: E402
-import disagreements  # noqa: E402
-import inputs  # noqa: E402
-import measure  # noqa: E402
-import plots  # noqa: E402
-import verify_cases  # noqa: E402
-from verify_cases import Case, Variant  # noqa: E402
 
 pytestmark = pytest.mark.newest
 

@@ -1,14 +1,8 @@
 """The benchmark of split vocabularies times the collectives it says, and compares every token."""
 
-import sys
-from pathlib import Path
-
+import bench_sharded_gpu as bench
+import measure
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-import bench_sharded_gpu as bench  # noqa: E402
-import measure  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -1,22 +1,17 @@
 """The throughput study times the package's own step, and reports what it says."""
 
 import argparse
-import sys
-from pathlib import Path
 
+import bench_throughput_gpu as bench
 import jax
 import jax.numpy as jnp
+import measure
 import numpy as np
+import plots
 import pytest
+import serving_programs
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-import bench_throughput_gpu as bench  # noqa: E402
-import measure  # noqa: E402
-import plots  # noqa: E402
-import serving_programs  # noqa: E402
-
-from jax_specdec._src.serving.loop import Decoder, DecodeState  # noqa: E402
+from jax_specdec._src.serving.loop import Decoder, DecodeState
 
 pytestmark = pytest.mark.slow
 

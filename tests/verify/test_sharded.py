@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from measure import collectives
 
 import jax_specdec as sd
 from jax_specdec._src.verify import sharded, sharding
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from measure import collectives  # noqa: E402
 
 from . import bad_rows, edges, suite
 from .batch import Batch, Layout, check, pack, verify
