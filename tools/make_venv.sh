@@ -63,4 +63,5 @@ if ! make_venv; then
 fi
 
 say "$directory: installing $* (a minute or two the first time)"
-"$directory/bin/python" -m pip install --quiet --quiet --disable-pip-version-check "$@"
+# Python compiles what it imports; all that is installed would take longer than to download it.
+"$directory/bin/python" -m pip install --no-compile --quiet --quiet --disable-pip-version-check "$@"
