@@ -63,5 +63,5 @@ if ! make_venv; then
 fi
 
 say "$directory: installing $* (a minute or two the first time)"
-# Python compiles what it imports; all that is installed would take longer than to download it.
+# Python compiles what it imports; to compile all that is installed takes half a minute more.
 "$directory/bin/python" -m pip install --no-compile --quiet --quiet --disable-pip-version-check "$@"

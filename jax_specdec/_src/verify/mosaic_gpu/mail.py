@@ -66,10 +66,6 @@ class Mail:
         """Which warp of the cluster each thread is in."""
         return self.block * WARPS + lax.div(thread, WARP)
 
-    @property
-    def _lane(self) -> jax.Array:
-        return self.threads.index() & (WARP - 1)
-
     def tell(self, turn: jax.Array, *values: jax.Array) -> list[list[jax.Array]]:
         """Each warp's numbers.
 
@@ -98,7 +94,7 @@ class Mail:
             warps=warps,
         )
         found = []
-        for lane in self._rounds(warps):
+        for lane in _rounds(self.threads.index(), warps):
             place = begin + width * (jnp.minimum(lane, warps - 1) - self.threads.index())
             found.append(self.threads.entries(self.ref, place, width, aligned=True))
         return [list(of_value) for of_value in zip(*found, strict=True)][: len(values)]
@@ -106,15 +102,12 @@ class Mail:
     def is_warp(self) -> list[jax.Array]:
         """Where the arrays of `tell` have numbers."""
         warps = self.shared.slices.warps
-        return [warp < warps for warp in self._rounds(warps)]
-
-    def _rounds(self, count: int) -> list[jax.Array]:
-        return [start + self._lane for start in range(0, count, WARP)]
+        return [warp < warps for warp in _rounds(self.threads.index(), warps)]
 
     def tile_places(self) -> list[jax.Array]:
         """Which tiles the arrays of `tell_masses` are of."""
         slices = self.shared.slices
-        return self._rounds(-(-slices.size // TILE))
+        return _rounds(self.threads.index(), -(-slices.size // TILE))
 
     def tell_masses(self, turn: jax.Array, masses: list[jax.Array]) -> Masses:
         """Each tile's mass, summed over the warps that have a part of it.
@@ -153,8 +146,7 @@ class Mail:
             warps=slices.warps,
         )
         found = []
-        for start in range(0, count, WARP):
-            tile = start + (thread & (WARP - 1))
+        for tile in _rounds(thread, count):
             place = jnp.minimum(tile, count - 1)
             first = lax.div(place, slices.tiles) * (WARPS * shared.masses_per_warp)
             first = shared.masses + first + lax.rem(place, slices.tiles)
@@ -177,12 +169,18 @@ class Mail:
         if self.threads.interpreted:
             return _by_lane(jnp.stack([m[w * WARP] for m in masses for w in range(WARPS)]))
         begin, count = self.shared.cells, len(masses) * WARPS
-        warp = lax.div(self.threads.index(), WARP)
+        thread = self.threads.index()
+        warp, lane = lax.div(thread, WARP), thread & (WARP - 1)
         for i, mass in enumerate(masses):
-            self.threads.scatter(self.ref, begin + i * WARPS + warp, mass, self._lane == 0)
+            self.threads.scatter(self.ref, begin + i * WARPS + warp, mass, lane == 0)
         self.threads.meet()
-        found = self.threads.gather(self.ref, begin + jnp.minimum(self._lane, count - 1))
-        return jnp.where(self._lane < count, found, 0.0)
+        found = self.threads.gather(self.ref, begin + jnp.minimum(lane, count - 1))
+        return jnp.where(lane < count, found, 0.0)
+
+
+def _rounds(thread: jax.Array, count: int) -> list[jax.Array]:
+    """So many things dealt to the lanes of a warp, 32 at a time."""
+    return [start + (thread & (WARP - 1)) for start in range(0, count, WARP)]
 
 
 def _by_lane(values: jax.Array) -> jax.Array:
