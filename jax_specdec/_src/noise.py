@@ -3,11 +3,15 @@
 Every number depends on (request key, position, stream, offset) and nothing else, so a token does
 not depend on who else is in the batch, on the slot, or on padding. Positions grow with every
 step, so no bits serve twice; streams share none.
+
+Keys of every kind are used as keys of Threefry. JAX's own draws from keys of "rbg" and "unsafe_rbg"
+are not lossless here: under `vmap` they use the first key of the batch for all requests.
 """
 
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +35,7 @@ def uniforms(
 
     Computes ``(bits >> 8) * 2**-24``: 2**24 equally likely values, so a comparison with a
     probability is exact to 2**-24. (`jax.random.uniform` has 2**23.) The bits are those of
-    `threefry_bits` where the key is one of Threefry; of other keys, those that `jax.random` draws.
+    `threefry_bits` for the words of `key_words`.
 
     Args:
       key: ``[]`` typed key of the request.
@@ -48,13 +52,9 @@ def uniforms(
       >>> u.shape, bool((u >= 0).all() and (u < 1).all())
       ((2,), True)
     """
+    words = key_words(key)
     place = counter_of(stream, jnp.asarray(offset, jnp.uint32))
-    if is_threefry(key):
-        words = jax.random.key_data(key)
-        bits = jnp.stack(threefry_bits((words[0], words[1]), jnp.asarray(position), place))
-    else:
-        key = jax.random.fold_in(jax.random.fold_in(key, position), place)
-        bits = jax.random.bits(key, (2,), jnp.uint32)
+    bits = jnp.stack(threefry_bits((words[0], words[1]), jnp.asarray(position), place))
     return to_uniform(bits)
 
 
@@ -68,9 +68,88 @@ def to_uniform(bits: jax.Array) -> jax.Array:
     return lax.shift_right_logical(bits, jnp.uint32(8)).astype(jnp.float32) * 2.0**-24
 
 
-def is_threefry(keys: jax.Array) -> bool:
-    """Whether keys are of JAX's default kind, whose bits are drawn by arithmetic alone."""
-    return str(jax.random.key_impl(keys)) == "threefry2x32"
+def key_words(keys: jax.Array) -> jax.Array:
+    """The two words of a Threefry key that stands for each key.
+
+    Two words are used as they are. Of four words (w, x, y, z), as "rbg" keys have, they are the
+    Threefry block of the counter (y, z) under the key (w, x). The exclusive or of the halves would
+    not do: JAX stores the seed s of an "rbg" key as (0, s, 0, s).
+
+    Args:
+      keys: typed keys of any shape.
+
+    Returns:
+      ``[..., 2]`` uint32.
+
+    Raises:
+      TypeError: not typed keys, or keys of another size.
+
+    Example:
+      >>> import jax
+      >>> key_words(jax.random.key(7)).tolist()
+      [0, 7]
+    """
+    check_keys("keys", keys)
+    words = jax.random.key_data(keys)
+    if words.shape[-1] == 2:
+        return words
+    w, x, y, z = (words[..., i] for i in range(4))
+    return jnp.stack(_threefry((w, x), (y, z)), axis=-1)
+
+
+def check_keys(name: str, keys: Any) -> None:
+    """Check that noise can be drawn from keys.
+
+    Args:
+      name: of the argument.
+      keys: what was given for it.
+
+    Raises:
+      TypeError: not typed keys, or keys of another size than two or four words.
+    """
+    if not isinstance(keys, jax.Array) or not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
+        raise TypeError(
+            f"{name} must be typed, as jax.random.key and jax.random.split give, but it is "
+            f"{keys!r:.80}"
+        )
+    size = jax.eval_shape(jax.random.key_data, keys).shape[keys.ndim :]
+    if size not in ((2,), (4,)):
+        raise TypeError(
+            f"{name} must be of two or four words, as those of threefry2x32 and rbg are, but keys "
+            f"of {jax.random.key_impl(keys)} have shape {list(size)}"
+        )
+
+
+def threefry_keys(keys: jax.Array) -> jax.Array:
+    """Typed keys of Threefry that give the same noise as `keys`, of the same shape.
+
+    Raises:
+      TypeError: as `key_words`.
+
+    Example:
+      >>> import jax
+      >>> threefry_keys(jax.random.key(7, impl="rbg")).dtype
+      key<fry>
+    """
+    return jax.random.wrap_key_data(key_words(keys), impl="threefry2x32")
+
+
+def fold_in_each(key: jax.Array, count: int) -> jax.Array:
+    """``fold_in(key, b)`` for b from 0 to `count` - 1, as keys of Threefry ``[count]``.
+
+    Each is what folding in ``b`` alone gives. They are folded in one after another, since JAX folds
+    keys of "unsafe_rbg" otherwise under `vmap`.
+
+    Raises:
+      TypeError: as `key_words`.
+
+    Example:
+      >>> import jax
+      >>> bool(fold_in_each(jax.random.key(7), 3)[2] == jax.random.fold_in(jax.random.key(7), 2))
+      True
+    """
+    each = lax.map(lambda b: jax.random.fold_in(key, b), jnp.arange(count, dtype=jnp.uint32))
+    return threefry_keys(each)
 
 
 def threefry_bits(
@@ -84,7 +163,7 @@ def threefry_bits(
 
     Args:
       key: the key's two words, uint32.
-      position: int32, not negative, of any shape.
+      position: int32, not negative, of any shape: -1 gives the bits of 2**31 - 1.
       place: from `counter_of`, uint32 of the same shape.
 
     Returns:

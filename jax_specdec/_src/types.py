@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export
 
 PLACEHOLDER_TOKEN_ID = -1
@@ -45,7 +47,8 @@ class Status(enum.IntEnum):
     BAD_DRAFT_ROW = 3
     """A visited draft row is not a distribution, or its index is out of range."""
     BAD_INPUT = 4
-    """A sampling parameter or an offset out of range, offsets not sorted, or a count above K."""
+    """A sampling parameter, a position or an offset out of range, offsets not sorted, or a count
+    above K."""
 
 
 @jax.tree_util.register_dataclass
@@ -143,21 +146,25 @@ class Drafts:
         """Drafts from flattened ids and a count per request.
 
         Args:
-          token_ids: ``[N]`` int32.
-          num_draft_tokens: ``[B]`` int32, each at most K, their sum at most N.
+          token_ids: ``[N]`` integers that int32 holds.
+          num_draft_tokens: ``[B]`` integers, each at most K, their sum at most N.
           distribution: rows per flattened draft, or None for one-hot.
 
         Returns:
           Drafts; `target_logits` is then ``[N+B, V]``.
+
+        Raises:
+          TypeError: not integers; or traced, of a dtype whose values int32 may not hold.
+          ValueError: an integer that int32 does not hold.
 
         Example:
           >>> import jax.numpy as jnp
           >>> Drafts.from_flat(jnp.array([5, 6, 9]), jnp.array([1, 2])).cu_num_draft_tokens.tolist()
           [0, 1, 3]
         """
-        counts = jnp.asarray(num_draft_tokens, jnp.int32)
+        counts = _as_int32("num_draft_tokens", num_draft_tokens)
         cu = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
-        return cls(jnp.asarray(token_ids, jnp.int32), cu, distribution)
+        return cls(_as_int32("token_ids", token_ids), cu, distribution)
 
     @classmethod
     def from_dense(
@@ -173,8 +180,8 @@ class Drafts:
         proposal), so the row after its last draft serves as its bonus row.
 
         Args:
-          token_ids: ``[B, K]`` int32.
-          num_draft_tokens: ``[B]`` int32, or None where all K ids are proposals.
+          token_ids: ``[B, K]`` integers that int32 holds.
+          num_draft_tokens: ``[B]`` integers, or None where all K ids are proposals.
           distribution: `DraftProbs` or `DraftLogits` whose storage is ``[B, K, Vd]`` or
             ``[B*K, Vd]`` (then ``log_normalizer`` and ``threshold`` are ``[B, K]`` or ``[B*K]``),
             or None.
@@ -183,7 +190,8 @@ class Drafts:
           Drafts with ``N = B * K``.
 
         Raises:
-          ValueError: `token_ids` is not two-dimensional.
+          TypeError: not integers; or traced, of a dtype whose values int32 may not hold.
+          ValueError: `token_ids` is not two-dimensional, or an integer that int32 does not hold.
 
         Example:
           >>> import jax.numpy as jnp
@@ -191,16 +199,38 @@ class Drafts:
           >>> drafts.token_ids.tolist(), drafts.cu_num_draft_tokens.tolist()
           ([7, 3, 4, -1], [0, 2, 4])
         """
-        ids = jnp.asarray(token_ids, jnp.int32)
+        ids = _as_int32("token_ids", token_ids)
         if ids.ndim != 2:
             raise ValueError(f"token_ids must be [B, K], but its shape is {ids.shape}")
         batch, k = ids.shape
         if num_draft_tokens is not None:
-            counts = jnp.asarray(num_draft_tokens, jnp.int32)
+            counts = _as_int32("num_draft_tokens", num_draft_tokens)
             past_count = jnp.arange(k, dtype=jnp.int32)[None, :] >= counts[:, None]
             ids = jnp.where(past_count, PLACEHOLDER_TOKEN_ID, ids)
         cu = jnp.arange(batch + 1, dtype=jnp.int32) * k
         return cls(ids.reshape(-1), cu, _flatten_storage(distribution))
+
+
+def _as_int32(name: str, values: Any) -> jax.Array:
+    """`values` as int32, where that changes none of them."""
+    if not isinstance(values, (jax.Array, np.ndarray)):
+        values = np.asarray(values)
+        if values.size == 0:  # NumPy takes an empty list for floats
+            values = values.astype(np.int32)
+    if not jnp.issubdtype(values.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, but they are {values.dtype}: {values!r:.80}")
+    limits = np.iinfo(np.int32)
+    if not np.can_cast(values.dtype, np.int32):
+        if isinstance(values, jax.core.Tracer):
+            raise TypeError(
+                f"{name} must be int32 where their values are not known, under jit for example, "
+                f"but they are {values.dtype}"
+            )
+        values = np.asarray(values)
+        too_large = values[(values < limits.min) | (values > limits.max)]
+        if too_large.size:
+            raise ValueError(f"{name} must be integers that int32 holds, but one is {too_large[0]}")
+    return jnp.asarray(values, jnp.int32)
 
 
 def _flatten_storage(distribution: DraftDistribution | None) -> DraftDistribution | None:

@@ -109,13 +109,13 @@ ERRORS = {
     "an untyped key": (
         dict(key=np.array([0, 1], np.uint32)),
         TypeError,
-        "key must be one typed key, as jax.random.key gives, but it is",
+        "key must be typed, as jax.random.key and jax.random.split give, but it is",
     ),
-    "a seed for a key": (dict(key=0), TypeError, "key must be one typed key"),
+    "a seed for a key": (dict(key=0), TypeError, "key must be typed"),
     "a key per request": (
         dict(key=jax.random.split(jax.random.key(0), 2)),
         TypeError,
-        "key must be one typed key",
+        r"key must be one key, but its shape is \[2\]",
     ),
 }
 

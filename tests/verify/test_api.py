@@ -183,6 +183,20 @@ def test_with_keys_a_token_is_the_same_whoever_else_is_there_and_in_whatever_slo
     assert len(seen) == 2 * B
 
 
+def test_a_negative_position_is_bad_input_of_its_request_alone():
+    """It would draw the noise of another position: -1 that of 2**31 - 1."""
+    args, named = keyed_arguments(6)
+    noise = keys_and_positions(6)
+    expected = keyed(*args, **named, **noise)
+    for b, position in ((0, -1), (B - 1, -(2**31))):
+        positions = noise["positions"].at[b].set(position)
+        output = keyed(*args, **named, keys=noise["keys"], positions=positions)
+        assert output.status[b] == sd.Status.BAD_INPUT
+        assert sd.parse_output(output)[b] == []
+        others = np.delete(np.arange(B), b)
+        chex.assert_trees_all_equal(take(output, others), take(expected, others))
+
+
 def test_greedy_tokens_do_not_depend_on_the_keys():
     args, _ = keyed_arguments(4)
     sampling = sd.SamplingParams(jnp.zeros(B))

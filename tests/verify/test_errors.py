@@ -258,7 +258,7 @@ def test_wrong_race_noise_is_named(exponential, error, message):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        (dict(keys=jnp.zeros((B, 2), jnp.uint32)), TypeError, "keys must be typed keys"),
+        (dict(keys=jnp.zeros((B, 2), jnp.uint32)), TypeError, "keys must be typed"),
         (dict(keys=jax.random.key(0)), ValueError, r"keys .*\[B\] = \[2\]"),
         (dict(positions=jnp.zeros(3, jnp.int32)), ValueError, r"positions .*\[B\] = \[2\].* \[3\]"),
         (dict(positions=floats), TypeError, "positions must be int32.* float32"),
@@ -289,6 +289,66 @@ def test_a_named_implementation_that_cannot_serve_says_why_and_does_not_fall_bac
 def test_from_dense_needs_a_rectangle():
     with pytest.raises(ValueError, match=r"token_ids must be \[B, K\].* \(4,\)"):
         sd.Drafts.from_dense(jnp.zeros(4, jnp.int32))
+
+
+def from_flat(ids: Any, counts: Any) -> sd.Drafts:
+    return sd.Drafts.from_flat(ids, counts)
+
+
+def from_dense(ids: Any, counts: Any) -> sd.Drafts:
+    return sd.Drafts.from_dense(np.asarray(ids)[None] if isinstance(ids, list) else ids, counts)
+
+
+@pytest.mark.parametrize("make", [from_flat, from_dense])
+@pytest.mark.parametrize("name", ["token_ids", "num_draft_tokens"])
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ([2.7], TypeError, "must be integers, but they are float64: .*2.7"),
+        (np.float32([1]), TypeError, "must be integers, but they are float32"),
+        ([True], TypeError, "must be integers, but they are bool"),
+        (["5"], TypeError, "must be integers, but they are <U1"),
+        ([None], TypeError, "must be integers, but they are object"),
+        ([2**40], ValueError, "must be integers that int32 holds, but one is 1099511627776"),
+        ([-(2**31) - 1], ValueError, "must be integers that int32 holds, but one is -2147483649"),
+        (np.uint32([2**31]), ValueError, "must be integers that int32 holds, .* 2147483648"),
+        (jnp.uint32([2**32 - 1]), ValueError, "must be integers that int32 holds, .* 4294967295"),
+        (jnp.float32([1]), TypeError, "must be integers, but they are float32"),
+    ],
+    ids=str,
+)
+def test_ids_and_counts_that_a_cast_would_change_are_refused(make, name, values, error, message):
+    if name == "token_ids":
+        values = values if isinstance(values, list) or make is from_flat else values[None]
+        arguments: Any = values, [1]
+    else:
+        arguments = [1], values
+    with pytest.raises(error, match=f"{name} {message}"):
+        make(*arguments)
+
+
+@pytest.mark.parametrize("name", ["token_ids", "num_draft_tokens"])
+@pytest.mark.parametrize("dtype", ["uint32", "float32", "bool"])
+def test_traced_ids_and_counts_that_a_cast_could_change_are_refused(name, dtype):
+    traced, other = jax.ShapeDtypeStruct((1,), dtype), jax.ShapeDtypeStruct((1,), "int32")
+    pair = (traced, other) if name == "token_ids" else (other, traced)
+    with pytest.raises(TypeError, match=f"{name} must be (int32|integers).* they are {dtype}"):
+        jax.eval_shape(sd.Drafts.from_flat, *pair)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32"])
+def test_ids_that_no_cast_can_change_are_taken_traced_and_not(dtype):
+    ids, counts = np.array([[3, 5]], dtype), np.array([1], dtype)
+    for make in (sd.Drafts.from_dense, jax.jit(sd.Drafts.from_dense)):
+        drafts = make(ids, counts)
+        assert drafts.token_ids.tolist() == [3, -1] and drafts.token_ids.dtype == jnp.int32
+    assert sd.Drafts.from_flat(ids[0], counts).cu_num_draft_tokens.tolist() == [0, 1]
+
+
+def test_ids_of_other_dtypes_are_taken_where_int32_holds_them():
+    for ids in ([3, 5], np.int64([3, 5]), np.uint32([3, 5]), jnp.uint32([3, 5])):
+        assert sd.Drafts.from_flat(ids, [2]).token_ids.tolist() == [3, 5]
+    assert sd.Drafts.from_flat([], [0]).token_ids.shape == (0,)
 
 
 # Values, on the host.
@@ -361,6 +421,7 @@ VALUES = [
     ("none", dict(top_k=jnp.array([0, -2])), r"top_k\[1\] must be not negative.* -2"),
     ("none", dict(top_p=jnp.array([0.0, 1.0])), r"top_p\[0\] must be in \(0, 1\].* 0.0"),
     ("none", dict(top_p=jnp.array([1.0, 1.5])), r"top_p\[1\] must be in \(0, 1\].* 1.5"),
+    ("none", dict(positions=jnp.array([3, -1])), r"positions\[1\] must be not negative.* -1"),
     (
         "none",
         dict(token_bitmask=jnp.full((N + B, 1), -1).at[2, 0].set(256)),  # a bit past V

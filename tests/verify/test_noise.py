@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.extend.random import threefry_2x32
 
 import jax_specdec as sd
@@ -38,21 +37,6 @@ def test_keys_that_jax_derives_share_no_counter_with_our_bits():
     assert np.isin(np.concatenate(words), theirs).sum() < 5  # 0.07 by chance
     from_zero = threefry_2x32(jax.random.key_data(key), jnp.array([0, 77], jnp.uint32))
     assert np.isin(from_zero, theirs).all()  # what would be shared
-
-
-@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
-def test_keys_of_other_kinds_draw_what_jax_draws_from_them(impl):
-    assert noise.is_threefry(KEYS)
-    keys = jax.random.split(jax.random.key(0, impl=impl), 2)
-    assert not noise.is_threefry(keys)
-    drawn = sd.draw_noise(keys, jnp.array([4, 9]), 2)
-
-    def expected(key: jax.Array, position: jax.Array) -> jax.Array:
-        folded = jax.random.fold_in(jax.random.fold_in(key, position), int(noise.Stream.RECOVER))
-        return jax.random.bits(folded, (2,), jnp.uint32)
-
-    bits = np.asarray(jax.vmap(expected)(keys, jnp.array([4, 9])))
-    np.testing.assert_array_equal(drawn.recover, (bits >> 8) * 2.0**-24)
 
 
 def test_bits_are_the_same_whether_jax_partitions_its_own_or_not():

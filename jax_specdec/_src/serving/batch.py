@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src.logprobs import TokenLogprobs
+from jax_specdec._src.noise import check_keys, fold_in_each
 from jax_specdec._src.penalties import Penalties
 from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving.options import BatchOptions, RequestOptions, per_request
@@ -37,7 +38,7 @@ class Batch:
       ends: ``[B]`` int32, the length at which the budget is spent.
       done: ``[B]`` bool.
       temperature: ``[B]`` float32.
-      keys: ``[B]`` typed keys.
+      keys: ``[B]`` keys of Threefry.
       stop_token_ids: ``[B, M]`` int32, a request ends after emitting one of its own; -1 is none.
       status: ``[B]`` int32, a `Status`: why a request ended early, or OK.
       options: what requests ask for besides; None where nobody asks for anything.
@@ -160,12 +161,9 @@ def make_batch(
     stops = inputs.stop_ids(stop_token_ids, vocab_size)
     asked = per_request(options, len(rows))
     key = jax.random.key(0) if key is None else key
-    if (
-        not isinstance(key, jax.Array)
-        or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        or key.shape != ()
-    ):
-        raise TypeError(f"key must be one typed key, as jax.random.key gives, but it is {key!r}")
+    check_keys("key", key)
+    if key.shape != ():
+        raise TypeError(f"key must be one key, but its shape is {list(key.shape)}")
 
     prompt_size = _round_up(max(map(len, rows)))
     length = _round_up(prompt_size + max(budgets) + slack)
@@ -179,7 +177,7 @@ def make_batch(
         ends=jnp.asarray(lengths + np.array(budgets, np.int32)),
         done=jnp.asarray(np.array(budgets) == 0),
         temperature=jnp.asarray(np.array(temperatures, np.float32)),
-        keys=jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(len(rows))),
+        keys=fold_in_each(key, len(rows)),
         stop_token_ids=jnp.asarray(np.array([stops] * len(rows), np.int32)),
         status=jnp.full((len(rows),), int(Status.OK), jnp.int32),
         options=jax.tree.map(jnp.asarray, BatchOptions.create(asked, lengths.tolist(), vocab_size)),

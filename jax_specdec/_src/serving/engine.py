@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_specdec._src import noise
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Drafter, Proposal
 from jax_specdec._src.drafting.store import DraftStore
@@ -203,7 +204,7 @@ class Engine:
             ends=one + 0,
             done=jnp.ones((s,), bool),
             temperature=jnp.zeros((s,), jnp.float32),
-            keys=jax.vmap(jax.random.key)(jnp.zeros((s,), jnp.uint32)),
+            keys=noise.threefry_keys(jnp.full((s,), jax.random.key(0))),
             stop_token_ids=jnp.full((s, self.max_stop_tokens), PLACEHOLDER_TOKEN_ID, jnp.int32),
             status=jnp.full((s,), int(Status.OK), jnp.int32),
             options=jax.tree.map(jnp.asarray, self._options([RequestOptions()] * s, [1] * s)),
@@ -245,7 +246,7 @@ class Engine:
           prompt_length: ``[]`` int32, at least 1.
           max_new_tokens: ``[]`` int32, at least 1; with the prompt at most `max_length`.
           temperature: ``[]`` float32.
-          key: ``[]`` typed key.
+          key: ``[]`` typed key of two or four words.
           stop_token_ids: ``[M]`` int32, padded with -1.
           options: from `options_of`; None for an engine without `request_options`.
 
@@ -276,7 +277,7 @@ class Engine:
             ends=length + jnp.asarray(max_new_tokens, jnp.int32),
             done=jnp.bool_(False),
             temperature=jnp.asarray(temperature, jnp.float32),
-            keys=key,
+            keys=noise.threefry_keys(key),
             stop_token_ids=stops,
             status=jnp.int32(Status.OK),
             options=options,

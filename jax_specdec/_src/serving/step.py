@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Drafter, Proposal
-from jax_specdec._src.drafting.store import count_fallbacks
+from jax_specdec._src.drafting.store import DraftStore, count_fallbacks
 from jax_specdec._src.logprobs import TokenLogprobs, token_logprobs
 from jax_specdec._src.models.protocol import CausalModel, sharding_of
 from jax_specdec._src.penalties import apply_penalties
@@ -124,12 +125,16 @@ def draft(
     params: Any,
     batch: Batch,
     cache: Any,
-    store: Any,
+    store: DraftStore | None,
     config: SpecDecodeConfig,
     vocab_size: int,
 ) -> tuple[Proposal, Any]:
-    """Drafts for positions ``lengths[b]`` on, and the drafter's cache; see `Drafter.propose`."""
-    return drafter.propose(
+    """Drafts for positions ``lengths[b]`` on, and the drafter's cache; see `Drafter.propose`.
+
+    Raises:
+      TypeError, ValueError: the drafter returned something else than its contract says.
+    """
+    returned = drafter.propose(
         params,
         batch.token_ids,
         batch.lengths,
@@ -141,3 +146,40 @@ def draft(
         penalties=batch.penalties(vocab_size),
         token_bitmask=batch.token_bitmask,
     )
+    size = batch.lengths.shape[0]
+    _check_proposal(drafter, returned, (size, config.num_speculative_tokens), store, cache)
+    return returned
+
+
+def _check_proposal(
+    drafter: Drafter, returned: Any, shape: tuple[int, int], store: DraftStore | None, cache: Any
+) -> None:
+    """Check what `drafter` returned, given `store` and `cache`."""
+    name = f"{type(drafter).__name__}.propose"
+    if not (isinstance(returned, tuple) and len(returned) == 2):
+        raise TypeError(
+            f"{name} must return a Proposal and a cache, but it returned {returned!r:.80}"
+        )
+    proposal, new_cache = returned
+    if not isinstance(proposal, Proposal):
+        raise TypeError(f"{name} must return a Proposal first, but it returned {proposal!r:.80}")
+    ids = proposal.token_ids
+    if not isinstance(ids, (jax.Array, np.ndarray)):
+        raise TypeError(f"{name} must return token_ids as an array, but they are {ids!r:.80}")
+    if ids.dtype != jnp.int32:
+        raise TypeError(f"{name} must return token_ids as int32, but they are {ids.dtype}")
+    if ids.shape != shape:
+        raise ValueError(
+            f"{name} must return token_ids of shape [B, K] = {list(shape)}, but their shape is "
+            f"{list(ids.shape)}"
+        )
+    for what, given, new in (("store", store, proposal.store), ("cache", cache, new_cache)):
+        given, new = (
+            jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
+            for tree in (given, new)
+        )
+        if jax.tree.flatten(given) != jax.tree.flatten(new):
+            raise ValueError(
+                f"{name} must return the {what} laid out as it was given, {given!r:.300}, but it "
+                f"returned {new!r:.300}"
+            )

@@ -64,9 +64,11 @@ def rejection_sample(
         ``[N, V]`` where `bonus_token_ids` is given: draft j's row is j.
       drafts: the proposed tokens and what they were drawn from.
       sampling: per-request temperature, min-p, top-k and top-p.
-      keys: ``[B]`` typed keys, one per request, the same on every step.
-      positions: ``[B]`` int32, absolute position of each request's first draft. It must grow
-        with every step, as the length of the sequence does; noise repeats where it repeats.
+      keys: ``[B]`` typed keys of two or four words (threefry2x32, rbg, unsafe_rbg), one per
+        request, the same on every step.
+      positions: ``[B]`` int32, absolute position of each request's first draft, not negative. It
+        must grow with every step, as the length of the sequence does; noise repeats where it
+        repeats.
       config: static settings.
       bonus_token_ids: ``[B]`` int32, the tokens to emit after full acceptance, if the caller
         samples them. A request that an id out of range ends early samples from its own row.
@@ -312,13 +314,11 @@ def _verify_part(
 
     def on_xla(given: Any, kernels: sharded.Kernels | None = None) -> RejectionSampleOutput:
         drafts, randomness, sampling, bonus_token_ids, active, token_bitmask = given
-        noise: Noise | RaceNoise
-        if isinstance(randomness, (Noise, RaceNoise)):
-            noise = randomness
-        else:
-            keys, positions = randomness
+        noise, positions = randomness, None
+        if isinstance(noise, tuple):
+            keys, positions = noise
             noise = draw_noise(keys, positions, k)
-        requests = unpack(drafts, noise, sampling, bonus_token_ids, active, k)
+        requests = unpack(drafts, noise, sampling, bonus_token_ids, active, k, positions)
         rows = requests, target_logits, drafts.distribution, token_bitmask
         if layout is not None and layout.vocab_axis is not None:
             return sharded.verify(*rows, **rule, layout=layout, kernels=kernels)

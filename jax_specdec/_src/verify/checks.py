@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from jax_specdec._src import noise as noise_lib
 from jax_specdec._src.types import DraftLogits, DraftProbs, Drafts, Noise, RaceNoise, SamplingParams
 
 _LOGITS = ("float32", "bfloat16", "float16")
@@ -141,14 +141,20 @@ def check_keys(keys: Any, positions: Any, batch: int) -> None:
     """Check keys and positions.
 
     Raises:
-      TypeError: `keys` are not typed keys, or `positions` are not int32.
+      TypeError: `keys` are not typed keys of two or four words, or `positions` are not int32.
       ValueError: a shape does not fit.
     """
-    if not isinstance(keys, jax.Array) or not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
-        raise TypeError(
-            "keys must be typed keys [B], as jax.random.key and jax.random.split give, but "
-            f"it is {keys!r:.80}"
-        )
+    noise_lib.check_keys("keys", keys)
     if keys.shape != (batch,):
         raise ValueError(f"keys must have shape [B] = [{batch}], but its shape is {keys.shape}")
+    check_positions(positions, batch)
+
+
+def check_positions(positions: Any, batch: int) -> None:
+    """Check positions.
+
+    Raises:
+      TypeError: not int32.
+      ValueError: not ``[B]``.
+    """
     _array("positions", positions, (batch,), ("int32",), f"[B] = [{batch}]")

@@ -25,11 +25,17 @@ def unpack(
     bonus_token_ids: jax.Array | None,
     active: jax.Array | None,
     k: int,
+    positions: jax.Array | None = None,
 ) -> Request:
-    """Everything but the rows, batched; each with the status that it begins with."""
+    """Everything but the rows, batched; each with the status that it begins with.
+
+    `positions` are those that `noise` was drawn for; None where the caller gave the noise.
+    """
     layout = ragged.unpack(drafts, k, has_bonus_rows=bonus_token_ids is None)
     temperature = sampling.temperature
     valid_input = layout.in_bounds & sampling_lib.is_valid(sampling)
+    if positions is not None:
+        valid_input &= positions >= 0
     status = jnp.where(valid_input, int(Status.OK), int(Status.BAD_INPUT)).astype(jnp.int32)
     if active is not None:
         status = jnp.where(active, status, int(Status.INACTIVE))

@@ -28,6 +28,7 @@ def validate(
     active: jax.Array | None = None,
     vocab_size: int | None = None,
     token_bitmask: jax.Array | None = None,
+    positions: jax.Array | None = None,
 ) -> None:
     """Raise for any input that `rejection_sample` would answer with a status, or would pass over.
 
@@ -43,6 +44,7 @@ def validate(
       active: as in `rejection_sample`.
       vocab_size: as in `rejection_sample`.
       token_bitmask: as in `rejection_sample`.
+      positions: as in `rejection_sample`; None where the noise is given.
 
     Raises:
       TypeError: an argument of the wrong type or dtype.
@@ -74,6 +76,11 @@ def validate(
 
     _check_offsets(cu, k, n)
     _check_sampling(sampling, slots)
+    if positions is not None:
+        checks.check_positions(positions, batch)
+        for b in slots:
+            if positions[b] < 0:
+                raise ValueError(f"positions[{b}] must be not negative, but it is {positions[b]}")
 
     logits, ids = np.asarray(target_logits, np.float32)[:, :size], np.asarray(drafts.token_ids)
     if token_bitmask is not None:

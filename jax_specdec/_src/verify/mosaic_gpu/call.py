@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_specdec._src.config import RejectionSampleMethod
-from jax_specdec._src.noise import draw_noise, is_threefry
+from jax_specdec._src.noise import key_words
 from jax_specdec._src.types import (
     DraftLogits,
     Drafts,
@@ -79,7 +79,7 @@ def verify(
         "token_ids": token_ids if token_ids.shape[0] else jnp.full((1,), -1, jnp.int32),
         "offsets": drafts.cu_num_draft_tokens,
         "temperature": sampling.temperature,
-        **_random_operands(randomness, k),
+        **_random_operands(randomness),
     }
     kind = "none"
     if distribution is not None:
@@ -125,15 +125,11 @@ def verify(
     return _launch(call, shared, present, num_requests, interpret)
 
 
-def _random_operands(
-    randomness: Noise | tuple[jax.Array, jax.Array], k: int
-) -> dict[str, jax.Array]:
-    if isinstance(randomness, tuple) and is_threefry(randomness[0]):
-        keys, positions = randomness
-        return {"keys": jax.random.key_data(keys), "positions": positions}
-    noise = draw_noise(*randomness, k) if isinstance(randomness, tuple) else randomness
-    assert noise.recover is not None
-    return {"accept": noise.accept, "recover": noise.recover}
+def _random_operands(randomness: Noise | tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+    if isinstance(randomness, Noise):
+        return {"accept": randomness.accept, "recover": randomness.recover}
+    keys, positions = randomness
+    return {"keys": key_words(keys), "positions": positions}
 
 
 def _launch(

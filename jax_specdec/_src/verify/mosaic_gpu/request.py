@@ -103,6 +103,8 @@ class Request:
 
         sampling = SamplingParams(temperature, **filters)
         valid = in_bounds & sampling_lib.is_valid(sampling)
+        if self._key is not None:
+            valid &= self._position >= 0
         self.status = jnp.where(valid, jnp.int32(Status.OK), jnp.int32(Status.BAD_INPUT))
         if "active" in flags:
             self.status = jnp.where(flags["active"] == 0, jnp.int32(Status.INACTIVE), self.status)

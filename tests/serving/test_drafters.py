@@ -1,0 +1,139 @@
+"""What a drafter returns is held to its contract while the loop is traced."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_specdec as sd
+
+from . import engines, tiny
+
+B, K, V = 2, engines.K, engines.VOCAB
+GOOD = jnp.zeros((B, K), jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Returning(tiny.Scripted):
+    """Returns whatever it is told to, made of the store and the cache it is given."""
+
+    make: Callable[[Any, Any], Any]
+    has_store: bool = False
+
+    def init_store(self, params: Any, batch_size: int, config: sd.SpecDecodeConfig) -> Any:
+        return sd.DraftStore.create(batch_size, K, V) if self.has_store else None
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        return {"seen": jnp.zeros((batch_size,), jnp.int32)}
+
+    def propose(self, params: Any, ids: Any, lengths: Any, cache: Any, store: Any, **_: Any) -> Any:
+        return self.make(store, cache)
+
+
+def ids(array: Any) -> Callable[[Any, Any], Any]:
+    return lambda store, cache: (sd.Proposal(array, store), cache)
+
+
+SHAPE = f"Returning.propose must return token_ids of shape [B, K] = [{B}, {K}], but their shape is "
+DTYPE = "Returning.propose must return token_ids as int32, but they are "
+CASES: dict[str, tuple[Callable[[Any, Any], Any], bool, type[Exception], str]] = {
+    "a token too many": (
+        ids(jnp.zeros((B, K + 1), jnp.int32)),
+        False,
+        ValueError,
+        SHAPE + "[2, 3]",
+    ),
+    "a request too few": (
+        ids(jnp.zeros((B - 1, K), jnp.int32)),
+        False,
+        ValueError,
+        SHAPE + "[1, 2]",
+    ),
+    "flat": (ids(jnp.zeros((B * K,), jnp.int32)), False, ValueError, SHAPE + "[4]"),
+    "floats": (ids(jnp.zeros((B, K))), False, TypeError, DTYPE + "float32"),
+    "unsigned": (ids(GOOD.astype(jnp.uint32)), False, TypeError, DTYPE + "uint32"),
+    "no ids": (
+        ids(None),
+        False,
+        TypeError,
+        "Returning.propose must return token_ids as an array, but they are None",
+    ),
+    "a list of ids": (ids([[0] * K] * B), False, TypeError, "as an array, but they are [[0, 0]"),
+    "nothing": (
+        lambda store, cache: None,
+        False,
+        TypeError,
+        "Returning.propose must return a Proposal and a cache, but it returned None",
+    ),
+    "ids alone": (
+        lambda store, cache: (GOOD, cache),
+        False,
+        TypeError,
+        "Returning.propose must return a Proposal first, but it returned ",
+    ),
+    "no cache": (
+        lambda store, cache: (sd.Proposal(GOOD, store), None),
+        False,
+        ValueError,
+        "return the cache laid out as it was given, {'seen': 'int32[2]'}, but it returned None",
+    ),
+    "a cache of another dtype": (
+        lambda store, cache: (sd.Proposal(GOOD), {"seen": jnp.zeros((B,))}),
+        False,
+        ValueError,
+        "it returned {'seen': 'float32[2]'}",
+    ),
+    "no store": (
+        lambda store, cache: (sd.Proposal(GOOD), cache),
+        True,
+        ValueError,
+        "return the store laid out as it was given, DraftStore(logits='float32[4, 6]'",
+    ),
+    "a store that nobody asked for": (
+        lambda store, cache: (sd.Proposal(GOOD, sd.DraftStore.create(B, K, V)), cache),
+        False,
+        ValueError,
+        "return the store laid out as it was given, None, but it returned DraftStore(",
+    ),
+}
+
+
+def generate(drafter: sd.Drafter) -> sd.GenerateOutput:
+    return sd.generate(
+        tiny.Trigram(V),
+        jnp.asarray(engines.TARGET),
+        [[1], [2, 3]],
+        drafter=drafter,
+        draft_params=jnp.zeros((B, 4), jnp.int32),
+        config=engines.CONFIG,
+        max_new_tokens=2,
+    )
+
+
+@pytest.mark.parametrize(("make", "has_store", "error", "message"), CASES.values(), ids=CASES)
+def test_what_breaks_the_contract_is_named_with_the_drafter(make, has_store, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        generate(Returning(make, has_store))
+
+
+def test_an_engine_names_it_too():
+    engine = sd.Engine(
+        tiny.Trigram(V),
+        Returning(ids(jnp.zeros((B, 1), jnp.int32))),
+        engines.CONFIG,
+        num_slots=B,
+        max_length=8,
+    )
+    state = jax.eval_shape(engine.init_state)
+    with pytest.raises(ValueError, match=re.escape(SHAPE + "[2, 1]")):
+        jax.eval_shape(engine.step, jnp.asarray(engines.TARGET), None, state)
+
+
+def test_what_keeps_the_contract_is_taken():
+    assert [len(tokens) for tokens in generate(Returning(ids(GOOD))).completions] == [2, 2]

@@ -1,0 +1,356 @@
+"""Keys of every kind that JAX has: a request draws what it would draw alone, and losslessly."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import random as extend_random
+from serving import engines, tiny
+from serving.chi_square import CONTROL, assert_distributed, p_value
+
+import jax_specdec as sd
+from jax_specdec._src import noise
+
+K = 2
+V = engines.VOCAB
+
+
+def has(impl: str) -> bool:
+    try:
+        jax.random.key(0, impl=impl)
+    except ValueError:
+        return False
+    return True
+
+
+# Those of two or four words; the last two came with JAX 0.12.
+IMPLS = list(filter(has, ["threefry2x32", "rbg", "unsafe_rbg", "threefry4x32", "philox4x32"]))
+of_every_kind = pytest.mark.parametrize("impl", IMPLS)
+# Those that JAX draws from by another generator, which tests that compile for each kind run with.
+OTHERS = ["rbg", "unsafe_rbg"]
+of_other_kinds = pytest.mark.parametrize(
+    "impl", [pytest.param(i, marks=() if i in OTHERS else pytest.mark.slow) for i in IMPLS]
+)
+
+
+def of_seeds(impl: str, *seeds: int) -> jax.Array:
+    return jnp.stack([jax.random.key(seed, impl=impl) for seed in seeds])
+
+
+# The noise itself.
+
+
+@of_every_kind
+def test_the_words_of_a_key_are_one_threefry_block_of_jax(impl):
+    for key in of_seeds(impl, 0, 7, 2**32 - 1):
+        words = jax.random.key_data(key)
+        if len(words) == 4:
+            words = extend_random.threefry_2x32(words[:2], words[2:])
+        np.testing.assert_array_equal(noise.key_words(key), words)
+        np.testing.assert_array_equal(jax.random.key_data(noise.threefry_keys(key)), words)
+
+
+@of_every_kind
+def test_the_noise_of_a_request_is_what_it_gets_alone(impl):
+    keys, positions = of_seeds(impl, 5, 6, 7), jnp.array([9, 0, 2**31 - 1])
+    together = sd.draw_noise(keys, positions, K)
+    for b in range(3):
+        alone = sd.draw_noise(keys[b : b + 1], positions[b : b + 1], K)
+        np.testing.assert_array_equal(together.accept[b], alone.accept[0])
+        np.testing.assert_array_equal(together.recover[b], alone.recover[0])
+
+
+@of_every_kind
+def test_a_thousand_seeds_draw_different_noise(impl):
+    keys = jax.vmap(lambda seed: jax.random.key(seed, impl=impl))(jnp.arange(1001))
+    drawn = sd.draw_noise(keys, jnp.zeros((1001,), jnp.int32), K)
+    assert len(np.unique(np.concatenate([drawn.accept, drawn.recover], axis=1), axis=0)) == 1001
+
+
+@of_every_kind
+def test_keys_of_a_batch_are_those_that_folding_in_each_index_gives(impl):
+    key = jax.random.key(3, impl=impl)
+    alone = [noise.key_words(jax.random.fold_in(key, b)) for b in range(5)]
+    np.testing.assert_array_equal(jax.random.key_data(noise.fold_in_each(key, 5)), alone)
+
+
+def three_words() -> jax.Array:
+    """A key of a kind that is not known."""
+
+    def seed(value: jax.Array) -> jax.Array:
+        return jnp.zeros((3,), jnp.uint32) + value.astype(jnp.uint32)
+
+    kind = extend_random.define_prng_impl(
+        key_shape=(3,), seed=seed, split=None, random_bits=None, fold_in=None, name="three"
+    )
+    return jax.random.key(1, impl=kind)
+
+
+def test_keys_of_other_sizes_are_refused_wherever_keys_are_taken():
+    key = three_words()
+    keys, positions = jnp.stack([key]), jnp.zeros((1,), jnp.int32)
+    sampling = sd.SamplingParams(jnp.ones(1))
+    config = sd.SpecDecodeConfig(num_speculative_tokens=K)
+    drafts = sd.Drafts.from_flat(jnp.zeros((0,), jnp.int32), jnp.zeros((1,), jnp.int32))
+    engine, (table, draft) = engines.TABLE, engines.TABLES
+    calls: dict[str, Any] = {
+        "noise": lambda: sd.draw_noise(keys, positions, K),
+        "verification": lambda: sd.rejection_sample(
+            jnp.zeros((1, V)),
+            drafts,
+            sampling=sampling,
+            keys=keys,
+            positions=positions,
+            config=config,
+        ),
+        "drafting": lambda: sd.sample_draft_tokens(
+            jnp.zeros((1, V)), sampling=sampling, keys=keys, positions=positions, offset=0
+        ),
+        "loop": lambda: sd.generate_plain(engine.model, table, [[1]], key=key),
+        "engine": lambda: engine.admit(
+            table, draft, engine.init_state(draft), **admission(1, key, [1], 2)
+        ),
+    }
+    for call in calls.values():
+        with pytest.raises(TypeError, match=r"keys? must be of two or four words, as .*\[3\]"):
+            call()
+
+
+# Verification and drafting.
+
+P = np.array([0.4, 0.05, 0.25, 0.15, 0.1, 0.05])
+Q = np.array([0.1, 0.2, 0.3, 0.1, 0.1, 0.2])
+NUM_STEPS = 4000
+
+
+def theirs(keys: jax.Array, positions: jax.Array) -> sd.Noise:
+    """What JAX itself draws for a batch: the mistake that these tests are about."""
+
+    def one_request(key: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+        key = jax.random.fold_in(key, position)
+        bits = jax.random.bits(key, (K + 2,), jnp.uint32)
+        return noise.to_uniform(bits[:K]), noise.to_uniform(bits[K:])
+
+    return sd.Noise(*jax.vmap(one_request)(keys, positions))
+
+
+@functools.partial(jax.jit, static_argnames=("jax_draws",))
+def decode(keys: jax.Array, temperature: jax.Array, jax_draws: bool = False) -> jax.Array:
+    """Tokens ``[NUM_STEPS, B, K+1]`` of requests that always have the same rows; 0 is idle."""
+    size = keys.shape[0]
+    p, q = jnp.log(jnp.asarray(P, jnp.float32)), jnp.log(jnp.asarray(Q, jnp.float32))
+    sampling = sd.SamplingParams(temperature)
+    named: Any = dict(
+        sampling=sampling,
+        config=sd.SpecDecodeConfig(num_speculative_tokens=K),
+        active=jnp.arange(size) > 0,
+    )
+
+    def step(positions: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        ids = [
+            sd.sample_draft_tokens(
+                jnp.broadcast_to(q, (size, V)),
+                sampling=sampling,
+                keys=keys,
+                positions=positions,
+                offset=j,
+            ).token_ids
+            for j in range(K)
+        ]
+        distribution = sd.DraftLogits(jnp.broadcast_to(q, (size, K, V)))
+        drafts = sd.Drafts.from_dense(jnp.stack(ids, axis=1), None, distribution)
+        logits = jnp.broadcast_to(p, (size * (K + 1), V))
+        if jax_draws:
+            output = sd.rejection_sample_with_noise(
+                logits, drafts, theirs(keys, positions), **named
+            )
+        else:
+            output = sd.rejection_sample(logits, drafts, keys=keys, positions=positions, **named)
+        return positions + output.num_emitted, output.token_ids
+
+    return jax.lax.scan(step, jnp.zeros((size,), jnp.int32), length=NUM_STEPS)[1]
+
+
+def counts(tokens: np.ndarray) -> np.ndarray:
+    return np.bincount(tokens[tokens >= 0], minlength=V)
+
+
+@pytest.mark.statistics
+@of_other_kinds
+def test_drafting_and_verification_beside_an_idle_slot_are_lossless(impl):
+    tokens = np.asarray(decode(of_seeds(impl, 0, 7, 8), jnp.ones(3)))
+    assert (tokens[:, 0] == sd.PLACEHOLDER_TOKEN_ID).all()
+    for b in (1, 2):
+        assert_distributed(counts(tokens[:, b]), P, f"request {b}")
+    assert (tokens[:, 1] != tokens[:, 2]).any()
+    pairs = np.zeros((V, V))  # of tokens that two seeds emit first in a step
+    np.add.at(pairs, (tokens[:, 1, 0], tokens[:, 2, 0]), 1)
+    assert_distributed(pairs, np.outer(P, P), "two requests jointly")
+    # Nobody's tokens depend on the others' keys.
+    others = np.asarray(decode(of_seeds(impl, 1, 7, 9), jnp.ones(3)))
+    np.testing.assert_array_equal(others[:, 1], tokens[:, 1])
+
+
+@pytest.mark.statistics
+@pytest.mark.parametrize("impl", [OTHERS[0], pytest.param(OTHERS[1], marks=pytest.mark.slow)])
+def test_what_jax_draws_for_a_batch_is_not_lossless(impl):
+    tokens = np.asarray(decode(of_seeds(impl, 0, 7, 8), jnp.ones(3), jax_draws=True))
+    assert p_value(counts(tokens[:, 1]), P) < CONTROL
+
+
+# The loop.
+
+
+@of_other_kinds
+def test_the_loop_gives_request_b_the_tokens_of_its_own_key_alone(impl):
+    """Against one request at a time by `rejection_sample`, with ``fold_in(key, b)``."""
+    key, prompts, count = jax.random.key(7, impl=impl), [[1, 2], [3], [1, 2]], 6
+    output = sd.generate_plain(
+        tiny.Trigram(V),
+        jnp.asarray(engines.TARGET),
+        prompts,
+        temperature=1.3,
+        max_new_tokens=count,
+        key=key,
+    )
+    no_drafts = sd.Drafts.from_flat(jnp.zeros((0,), jnp.int32), jnp.zeros((1,), jnp.int32))
+    for b, prompt in enumerate(prompts):
+        sequence = list(prompt)
+        for _ in range(count):
+            one = sd.rejection_sample(
+                jnp.asarray(tiny.next_logits(engines.TARGET, sequence))[None],
+                no_drafts,
+                sampling=sd.SamplingParams(jnp.full((1,), 1.3)),
+                keys=jax.random.fold_in(key, b)[None],
+                positions=jnp.array([len(sequence)]),
+                config=sd.SpecDecodeConfig(num_speculative_tokens=1),
+            )
+            sequence.append(int(one.token_ids[0, 0]))
+        assert output.completions[b] == sequence[len(prompt) :]
+
+
+@of_every_kind
+def test_tokens_of_the_loop_do_not_depend_on_the_neighbours(impl):
+    def middle(neighbour: list[int], count: int) -> list[int]:
+        output = sd.generate(
+            tiny.Trigram(V),
+            jnp.asarray(engines.TARGET),
+            [neighbour, [1, 2], neighbour],
+            drafter=sd.ModelDrafter(tiny.Trigram(V)),
+            draft_params=jnp.asarray(engines.DRAFT),
+            config=engines.CONFIG,
+            temperature=1.3,
+            max_new_tokens=[count, 12, 0],
+            key=jax.random.key(7, impl=impl),
+        )
+        return output.completions[1]
+
+    assert middle([3], 12) == middle([0, 5, 2], 1)
+
+
+# The engine.
+
+
+def admission(slot: int, key: jax.Array, prompt: list[int], budget: int) -> dict[str, Any]:
+    return dict(
+        slot=jnp.int32(slot),
+        prompt=engines.TABLE.pad_prompt(prompt),
+        prompt_length=jnp.int32(len(prompt)),
+        max_new_tokens=jnp.int32(budget),
+        temperature=jnp.float32(1.3),
+        key=key,
+        stop_token_ids=jnp.full((2,), -1),
+    )
+
+
+_admit, _step = jax.jit(engines.TABLE.admit), jax.jit(engines.TABLE.step)
+
+
+def served(requests: dict[int, tuple[jax.Array, list[int], int]]) -> dict[int, list[int]]:
+    """What requests ``slot -> (key, prompt, budget)`` emit; the other slots are idle."""
+    table, draft = engines.TABLES
+    state = engines.TABLE.init_state(draft)
+    for slot, request in requests.items():
+        state = _admit(table, draft, state, **admission(slot, *request))
+    while not state.batch.done.all():
+        state, _ = _step(table, draft, state)
+    ids = np.asarray(state.batch.token_ids)
+    return {
+        slot: ids[slot, len(prompt) : len(prompt) + budget].tolist()
+        for slot, (_, prompt, budget) in requests.items()
+    }
+
+
+PROMPT, BUDGET = [1, 4], 24
+
+
+def alone(impl: str, seed: int) -> list[int]:
+    return served({2: (jax.random.key(seed, impl=impl), PROMPT, BUDGET)})[2]
+
+
+@of_other_kinds
+def test_a_request_of_the_engine_gets_what_it_gets_alone(impl):
+    together = served(
+        {
+            1: (jax.random.key(7, impl=impl), PROMPT, BUDGET),
+            2: (jax.random.key(8, impl=impl), PROMPT, BUDGET),
+            3: (jax.random.key(9, impl=impl), [0, 3, 3], 5),
+        }
+    )
+    assert [together[1], together[2]] == [alone(impl, 7), alone(impl, 8)]
+    assert together[1] != together[2]
+
+
+FRESH = """
+import json, sys
+import jax, jax.numpy as jnp
+import jax_specdec as sd
+from serving import engines
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+impl, prompt, budget = sys.argv[1], [1, 4], 24
+assert str(jax.random.key_impl(jax.random.key(0))) == impl
+driver = engines.driver_of(engines.TABLE)
+asked = [dict(prompt=prompt, max_new_tokens=budget, temperature=1.3, seed=s) for s in (7, 8)]
+alone = [engines.alone(driver, request).token_ids for request in asked]
+neighbour = dict(prompt=[0, 3, 3], max_new_tokens=5, temperature=0.7, seed=9)
+ids = [driver.submit(**request) for request in (neighbour, *asked)]
+finished = engines.run(driver)
+plain = sd.generate_plain(
+    engines.TABLE.model, engines.TABLES[0], [prompt] * 2, temperature=1.3, max_new_tokens=budget)
+print(json.dumps(dict(alone=alone, together=[finished[i].token_ids for i in ids[1:]],
+                      plain=plain.completions)))
+"""
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("impl", OTHERS)
+def test_a_default_kind_set_in_the_environment_gives_what_naming_it_gives(impl):
+    """In a fresh process, since JAX reads the variable when it is imported."""
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    environment = os.environ | {"JAX_DEFAULT_PRNG_IMPL": impl, "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH, impl], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["alone"] == found["together"]
+    assert found["alone"] == [alone(impl, 7), alone(impl, 8)]
+    named = sd.generate_plain(
+        engines.TABLE.model,
+        engines.TABLES[0],
+        [PROMPT] * 2,
+        temperature=1.3,
+        max_new_tokens=BUDGET,
+        key=jax.random.key(0, impl=impl),
+    )
+    assert found["plain"] == named.completions
