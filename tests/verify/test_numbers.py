@@ -1,0 +1,158 @@
+"""Numbers at the edge: vocabularies, temperatures, huge logits and ties, against float64 NumPy."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import numpy as np
+import pytest
+import scipy.special
+
+import jax_specdec as sd
+
+from .batch import ALMOST_ONE, XLA, Batch, Layout, Request, check, pack, verify
+from .cases import random_filters, uniforms
+from .test_xla_all_at_once import all_at_once
+
+HUGE = 1e30
+VERIFIERS = {"lazy": XLA, "all at once": all_at_once}
+K, B = 2, 4
+
+
+def layout(vocab: int, kind: str = "logits", dtype: str = "float32", **fields: bool) -> Layout:
+    return Layout(
+        vocab=vocab,
+        num_speculative_tokens=K,
+        num_requests=B,
+        num_drafts=K * B,
+        kind=kind,
+        dtype=dtype,
+        draft_dtype=dtype,
+        has_filters=True,
+        **fields,
+    )
+
+
+def row(rng: np.random.Generator, vocab: int, temperature: float) -> np.ndarray:
+    """Logits of one of many shapes; differences matter at the scale of the temperature."""
+    shape = rng.integers(9)
+    x = rng.standard_normal(vocab)
+    if shape == 0:
+        return 3 * x
+    if shape == 1:  # close together, far from 0
+        return rng.choice([-1, 1]) * 64 + np.round(x * 8) / 8 * min(max(temperature, 1e-2), 1e2)
+    if shape == 2:
+        return np.zeros(vocab)
+    if shape == 3:  # a flat row with one entry that stands out a little
+        x = np.zeros(vocab)
+        x[rng.integers(vocab)] = temperature
+        return x
+    if shape == 4:
+        return HUGE * np.sign(x)
+    if shape == 5:
+        return np.where(rng.random(vocab) < 0.5, 2 * x, -HUGE)
+    if shape == 6:
+        return np.where(rng.random(vocab) < 2 / vocab, HUGE, 2 * x)
+    if shape == 7:
+        return np.round(x)
+    x[rng.random(vocab) < 0.9] = -np.inf
+    x[rng.integers(vocab)] = 0.0
+    return x
+
+
+def request(rng: np.random.Generator, where: Layout) -> Request:
+    temperature = 0.0 if rng.random() < 0.2 else float(np.float32(10 ** rng.uniform(-4, 4)))
+    if where.kind == "normalized":  # as large as logits over temperature, and rounded so
+        temperature = max(temperature, 0.5)
+    count = int(rng.integers(K + 1))
+    dtype = where.draft_dtype
+    target = np.stack([row(rng, where.vocab, temperature) for _ in range(count + 1)])
+    same = rng.random(count) < 0.5  # the drafter is right, or it is not
+    draft = [target[i] if same[i] else row(rng, where.vocab, temperature) for i in range(count)]
+    stored = np.reshape(draft, (count, where.vocab)).astype(dtype).astype(np.float64)
+    if where.kind == "normalized":
+        stored = np.clip(stored, -1e3, 80.0)
+    scaled = stored / (temperature or 1.0)
+    q = [scipy.special.softmax(x) for x in scaled]
+    fields = {}
+    if where.kind == "normalized":
+        fields["log_normalizer"] = scipy.special.logsumexp(scaled, axis=1).astype(np.float32)
+    if where.kind == "probs":
+        stored = np.float32(q).reshape(count, where.vocab)
+    edge = rng.choice([0.0, 2.0**-24, ALMOST_ONE], 2)
+    return Request(
+        target=target.astype(np.float32).astype(np.float64),
+        draft_ids=[int(rng.choice(where.vocab, p=p)) for p in q],
+        draft=None if where.kind == "none" else stored,
+        accept=uniforms(rng, count),
+        recover=np.where(rng.random(2) < 0.2, edge, uniforms(rng, 2)),
+        temperature=temperature,
+        **random_filters(rng, where.vocab),
+        **fields,
+    )
+
+
+def batch(where: Layout, seed: int) -> Batch:
+    rng = np.random.default_rng(seed)
+    return pack([request(rng, where) for _ in range(B)], where, seed)
+
+
+@pytest.mark.parametrize(
+    ("where", "verifier", "seeds"),
+    [
+        (layout(1), "lazy", 8),
+        (layout(2049), "lazy", 60),
+        (layout(2049, "normalized"), "all at once", 60),
+        (layout(262147, "probs"), "lazy", 6),
+    ],
+    ids=lambda x: str(x),
+)
+def test_tokens_are_those_of_the_oracle(where, verifier, seeds):
+    answer = functools.partial(verify, verifier=VERIFIERS[verifier])
+    close = sum(check(b, answer(b)) for b in (batch(where, seed) for seed in range(seeds)))
+    assert close <= 0.02 * seeds * B
+
+
+SIZES = (1, 2, 3, 31, 33, 2047, 2048, 2049, 4097, 50257, 131071, 131072, 262147)
+KINDS = ("none", "logits", "probs", "normalized")
+EVERYTHING = [
+    (layout(vocab, kind, dtype, block=block), verifier)
+    for vocab, kind, dtype, block, verifier in itertools.product(
+        SIZES, KINDS, ("float32", "bfloat16"), (False, True), VERIFIERS
+    )
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("where", "verifier"), EVERYTHING, ids=str)
+def test_tokens_are_those_of_the_oracle_everywhere(where, verifier):
+    for seed in range(20 if where.vocab < 10_000 else 4):
+        b = batch(where, 1000 + seed)
+        check(b, verify(b, VERIFIERS[verifier]))
+
+
+TIES = 2**17
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_ties_of_a_whole_vocabulary(verifier):
+    """A flat row: greedy takes id 0, a filter leaves all, and the uniforms name the token."""
+    where = layout(TIES)
+    for first, u in ((0, 0.0), (0, 0.3), (70_000, 0.3), (TIES - 1, ALMOST_ONE)):
+        flat = np.full((1, TIES), -2.5)
+        flat[0, :first] = -3e4
+        tied = TIES - first
+        sampled = Request(flat, (), temperature=1.0, recover=(u, u), top_k=1, top_p=1e-6, min_p=1.0)
+        requests = [dataclasses.replace(sampled, temperature=0.0), sampled]
+        both = pack(requests, where)
+        output = verify(both, VERIFIERS[verifier])
+        check(both, output)
+        assert output.token_ids[0, 0] == first
+        # Whole tiles weigh the same: the first uniform picks a tile by its share of the ties.
+        sizes = np.bincount(np.arange(first, TIES) // 2048, minlength=TIES // 2048)
+        tile = int(np.flatnonzero(np.cumsum(sizes) > u * tied)[0])
+        place = int(u * sizes[tile]) + max(first - 2048 * tile, 0)
+        assert output.token_ids[1, 0] == 2048 * tile + place
+    assert (output.status[:2] == sd.Status.OK).all()
