@@ -47,15 +47,16 @@ def bounds() -> Iterator[None]:
     def give_up(*_: object) -> None:
         pytest.fail(f"still busy after {SECONDS} seconds")
 
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, before[1]))
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    pages = int(Path("/proc/self/statm").read_text().split()[5])
+    limit = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     handler = signal.signal(signal.SIGALRM, give_up)
     signal.alarm(SECONDS)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, handler)
-    resource.setrlimit(resource.RLIMIT_AS, before)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def checkpoint(tmp_path: Path, file: str) -> Path:
@@ -505,6 +506,16 @@ def test_an_index_that_lies_is_named(tmp_path: Path, kind: str) -> None:
         with pytest.raises(Exception) as raised:
             read(directory)
         assert re.search(says, sentence(raised.value)), str(raised.value)
+
+
+@pytest.mark.parametrize("prefix", ["../outside/", "OUTSIDE/"])
+def test_an_index_of_whole_files_elsewhere_is_refused(tmp_path: Path, prefix: str) -> None:
+    outside = copy("llama", tmp_path / "outside")
+    directory = copy("llama", tmp_path / "llama")
+    path = directory / INDEX
+    prefix = prefix.replace("OUTSIDE", str(outside))
+    path.write_text(path.read_text().replace('"model-', f'"{prefix}model-'))
+    assert_refused(directory, INDEX, f"has the file '.*' {LEAVES}")
 
 
 def test_a_file_outside_is_read_through_a_link_of_the_directory(tmp_path: Path) -> None:
