@@ -284,6 +284,7 @@ TOKEN_IDS: dict[str, tuple[str, tuple[str | int, ...], tuple[str, ...], str]] = 
     "added token": (TOKENIZER, ("added_tokens", 1, "id"), (*NO_TOKEN_ID, "null"), "added.* for 1"),
     "stop token": (GENERATION, ("eos_token_id",), NO_TOKEN_ID, "eos_token_id = "),
     "stop tokens": (GENERATION, ("eos_token_id", 1), (*NO_TOKEN_ID, "null"), r"eos_token_id = \["),
+    "two tokens": (TOKENIZER, ("model", "vocab", "a"), ("5", "0"), "for '.' and for 'a', but an"),
     "no vocabulary": (
         TOKENIZER,
         ("model", "vocab"),

@@ -149,7 +149,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         ImportError: the `tokenizers` library is not installed.
         FileNotFoundError: there is no `tokenizer.json`.
         OSError: something else stands in place of a file, or a file cannot be opened.
-        ValueError: a file cannot be parsed, or has an id that is no integer in [0, 2**31).
+        ValueError: a file cannot be parsed, or has an id that is no integer in [0, 2**31) or that
+            stands for two tokens.
 
     Example:
         >>> import tempfile, tokenizers
@@ -182,32 +183,43 @@ def count_token_ids(path: Path) -> int:
     Raises:
         FileNotFoundError: it does not exist.
         OSError: it is no file, or cannot be opened.
-        ValueError: it holds no ids, or one that is no integer in [0, 2**31).
+        ValueError: it holds no ids, one that is no integer in [0, 2**31), or one for two tokens.
     """
-    raw = read_json(path)
-    model = raw.get("model")
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocab, list) and all(isinstance(x, list) and len(x) == 2 for x in vocab):
-        ids = [("model.vocab", i, i) for i in range(len(vocab))]  # tokens with scores, in order
-    elif isinstance(vocab, dict):
-        ids = [("model.vocab", token, token_id) for token, token_id in vocab.items()]
-    else:
-        ids = []
-    if not ids:
-        raise ValueError(f"{shown(path)} has no vocabulary of token ids in it.")
+    raw, where = read_json(path), shown(path)
+    vocab = _vocabulary(raw.get("model"))
+    if not vocab:
+        raise ValueError(f"{where} has no vocabulary of token ids in it.")
     added = [] if raw.get("added_tokens") is None else raw["added_tokens"]
     if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
         raise ValueError(
-            f"{shown(path)} has added_tokens = {quoted(added)}, which is no list of objects."
+            f"{where} has added_tokens = {quoted(added)}, which is no list of objects."
         )
-    ids += [("added_tokens", i, token.get("id")) for i, token in enumerate(added)]
-    for field, key, token_id in ids:
-        if not is_token_id(token_id):
+    added_ids = [(index, token.get("id")) for index, token in enumerate(added)]
+    for field, ids in (("model.vocab", vocab), ("added_tokens", added_ids)):
+        for key, token_id in ids:
+            if not is_token_id(token_id):
+                raise ValueError(
+                    f"{where} has {field} with the id {quoted(token_id)} for {quoted(key)}, but a "
+                    f"token id must be an integer in [0, {MAX_INT}]."
+                )
+    tokens: dict[int, Any] = {}
+    for token, token_id in vocab:  # added tokens may repeat them
+        if (first := tokens.setdefault(token_id, token)) != token:
             raise ValueError(
-                f"{shown(path)} has {field} with the id {quoted(token_id)} for {quoted(key)}, but "
-                f"a token id must be an integer in [0, {MAX_INT}]."
+                f"{where} has model.vocab with the id {token_id} for {quoted(first)} and for "
+                f"{quoted(token)}, but an id must mean one token."
             )
-    return max(token_id for _, _, token_id in ids) + 1
+    return max(token_id for _, token_id in vocab + added_ids) + 1
+
+
+def _vocabulary(model: Any) -> list[tuple[Any, Any]]:
+    """Tokens and what stands there as their ids; nothing if there is no vocabulary."""
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, dict):
+        return list(vocab.items())
+    if isinstance(vocab, list) and all(isinstance(x, list) and len(x) == 2 for x in vocab):
+        return [(index, index) for index in range(len(vocab))]  # with scores, in order of ids
+    return []
 
 
 def _stop_token_ids(directory: Path) -> tuple[int, ...]:
