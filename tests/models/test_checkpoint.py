@@ -203,14 +203,14 @@ def store(directory: Path, name: str, value: float, stored: str) -> np.ndarray:
 @pytest.mark.parametrize(
     "value, stored, dtype, says",
     [
-        (np.nan, "float32", "float32", "magnitude nan, which is nan in float32"),
-        (-np.nan, "float16", "float32", "magnitude nan, which is nan in float32"),
-        (np.nan, "bfloat16", "bfloat16", "magnitude nan, which is nan in bfloat16"),
-        (-np.inf, "bfloat16", "float32", "magnitude inf, which is inf in float32"),
-        (np.inf, "float64", "float16", "magnitude inf, which is inf in float16"),
-        (-1e300, "float64", "float32", r"magnitude 1e\+300, which is inf in float32"),
-        (65520.0, "float32", "float16", "magnitude 65520.0, which is inf in float16"),
-        (-3.4e38, "float32", "bfloat16", r"magnitude 3.*e\+38, which is inf in bfloat16"),
+        (np.nan, "float32", "float32", "-?nan, which is nan in float32"),
+        (-np.nan, "float16", "float32", "-?nan, which is nan in float32"),
+        (np.nan, "bfloat16", "bfloat16", "-?nan, which is nan in bfloat16"),
+        (-np.inf, "bfloat16", "float32", "-inf, which is -inf in float32"),
+        (np.inf, "float64", "float16", "inf, which is inf in float16"),
+        (-1e300, "float64", "float32", r"-1e\+300, which is -inf in float32"),
+        (65520.0, "float32", "float16", "65520.0, which is inf in float16"),
+        (-3.4e38, "float32", "bfloat16", r"-3.*e\+38, which is -inf in bfloat16"),
     ],
 )
 def test_a_weight_that_is_not_finite_is_refused_by_name(
@@ -221,6 +221,15 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(
         load_checkpoint(saved, dtype)
     assert re.search(f"model.safetensors has {FIRST} with a weight of {says}; ", str(raised.value))
     assert str(raised.value).endswith("weights must be finite unless allow_nonfinite is true.")
+
+
+@pytest.mark.parametrize("value", [1e9, -1e9])
+@pytest.mark.parametrize("others", [0.0, -0.0, 1.0, -1.0])
+def test_one_weight_too_large_is_found_among_any(saved: Path, others: float, value: float) -> None:
+    edit_tensors(saved, **{FIRST: np.full((11, 12), others, np.float32)})
+    store(saved, FIRST, value, "float32")
+    with pytest.raises(ValueError, match=f"has {FIRST} with a weight of {value},"):
+        load_checkpoint(saved, "float16")
 
 
 @pytest.mark.parametrize("load", [load_checkpoint, load_huggingface])

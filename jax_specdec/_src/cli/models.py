@@ -87,8 +87,8 @@ def _checkpoints(options: Options) -> Models:
         raise ValueError(f"{shown(tokenizer.path)} makes no tokens of the prompt")
     if max(prompt) >= config.vocab_size:
         raise ValueError(
-            f"{shown(tokenizer.path)} makes token id {max(prompt)} of the prompt, but {CONFIG_FILE} "
-            f"beside it has vocab_size = {config.vocab_size}"
+            f"{shown(tokenizer.path)} makes token id {max(prompt)} of the prompt, but "
+            f"{CONFIG_FILE} beside it has vocab_size = {config.vocab_size}"
         )
     if tokenizer.stop_token_ids and max(tokenizer.stop_token_ids) >= config.vocab_size:
         raise ValueError(

@@ -186,17 +186,19 @@ def read_params(
 
 
 def _check_finite(tensors: Tensors, name: str, tensor: np.ndarray, dtype: Any) -> None:
-    # Without their signs, the bits of floating-point numbers are integers in the order of their
-    # magnitude, NaN last. NumPy is quick at integers of all widths, as it is not at bfloat16.
-    bits = tensor.view(f"uint{8 * tensor.itemsize}")
-    stored = (bits & (np.iinfo(bits.dtype).max >> 1)).max().view(tensor.dtype)
-    with np.errstate(over="ignore"):
-        largest = stored.astype(dtype)
-    if not np.isfinite(largest):
-        raise ValueError(
-            f"{shown(tensors.files[name][0])} has {name} with a weight of magnitude {stored}, "
-            f"which is {largest} in {dtype}; weights must be finite unless allow_nonfinite is true."
-        )
+    # The bits of floating-point numbers of one sign are integers in the order of magnitude, NaN
+    # last: the largest signed integer is the largest positive number (if there is one), the largest
+    # unsigned integer the largest negative one. NumPy is quick at integers of every width.
+    for kind in ("int", "uint"):
+        bits = tensor.view(f"{kind}{8 * tensor.itemsize}")
+        stored = bits.max().view(tensor.dtype)
+        with np.errstate(over="ignore"):
+            held = stored.astype(dtype)
+        if not np.isfinite(held):
+            raise ValueError(
+                f"{shown(tensors.files[name][0])} has {name} with a weight of {stored}, which is "
+                f"{held} in {dtype}; weights must be finite unless allow_nonfinite is true."
+            )
 
 
 def unfuse(config: LlamaConfig, params: dict[str, Any]) -> dict[str, np.ndarray]:
