@@ -17,15 +17,29 @@ from types import CodeType, FrameType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jax_specdec as sd
 from jax_specdec._src.serving import driver as driver_lib
+from jax_specdec._src.serving.admission import read_prompt
 
 from . import sampled, tiny
 from .engines import EVERYTHING as ENGINE
-from .engines import LONGEST, PIECE, TABLE, TABLES, TARGET, VOCAB, Finished, K, collect
+from .engines import (
+    LLAMA,
+    LONGEST,
+    PIECE,
+    TABLE,
+    TABLES,
+    TARGET,
+    VOCAB,
+    WEIGHTS,
+    Finished,
+    K,
+    collect,
+)
 
 pytestmark = pytest.mark.newest
 
@@ -235,6 +249,23 @@ def test_a_request_that_has_emitted_nothing_comes_back_without_drafts() -> None:
     driver._admit_queued()
     assert (np.asarray(driver.state.draft_token_ids) == -1).all()
     assert (np.asarray(driver.state.store.positions) == -1).all()
+
+
+def test_a_models_logits_differ_by_little_however_its_prompt_is_cut() -> None:
+    """So the tokens of a preempted request differ only where a decision is as close as this."""
+    prompt = np.random.default_rng(0).integers(0, VOCAB, LONGEST).astype(np.int32)
+    read = functools.partial(
+        read_prompt, LLAMA.model, LLAMA.drafter, *WEIGHTS[LLAMA], max_length=LONGEST
+    )
+    caches = [jax.jit(read, static_argnames="piece")(prompt, LONGEST, piece=p) for p in (40, 9)]
+    last = jnp.array([[prompt[-1]]]), jnp.array([LONGEST - 1])
+    margins = []
+    models = (LLAMA.model, LLAMA.drafter.model)
+    for model, params, *both in zip(models, WEIGHTS[LLAMA], *caches, strict=True):
+        whole, pieces = (np.asarray(model.apply(params, *last, cache)[0]) for cache in both)
+        margins.append(np.max(np.abs(whole - pieces)))
+        assert margins[-1] < 1e-4 < np.ptp(whole)
+    print(f"largest difference of logits: target {margins[0]:.1e}, drafter {margins[1]:.1e}")
 
 
 # Interrupts
