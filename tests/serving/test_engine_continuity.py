@@ -322,7 +322,7 @@ class RandomInterrupts(Interrupts):
 
     def _is_next(self, place: tuple[CodeType, int, str]) -> bool:
         if self.left == 0:
-            self.left = int(self.rng.integers(1, 4000))
+            self.left = 1 + int(self.rng.exponential(3000))  # never too few for long
         self.left -= 1
         return self.left == 0
 
