@@ -43,7 +43,7 @@ from .engines import (
 
 pytestmark = pytest.mark.newest
 
-MOST_QUEUED = 12
+MOST_ALIVE = 16  # counted by request: after a lost state, those that ran wait too
 FUNCTIONS = ("_admit", "_step", "_release")
 Call = Callable[..., Any]
 
@@ -130,7 +130,7 @@ def serve(
       The updates of every step, by request; those that were cancelled; the counters.
     """
     rng = np.random.default_rng([seed])
-    driver = driver or sd.EngineDriver(ENGINE, *TABLES, max_queue=MOST_QUEUED)
+    driver = driver or sd.EngineDriver(ENGINE, *TABLES, max_queue=MOST_ALIVE)
     steps: list[list[sd.RequestUpdate]] = []
     alive: set[int] = set()
     cancelled: set[int] = set()
@@ -138,7 +138,7 @@ def serve(
     while num_submitted < count or not call(lambda: driver.is_idle):
         for _ in range(min(count - num_submitted, rng.poisson(2.5 * (rng.random() < 0.5)))):
             request = served_alone(num_submitted, seed)[0]
-            if driver.num_queued >= MOST_QUEUED:
+            if len(alive) >= MOST_ALIVE:
                 break
             submit(driver, num_submitted, request, call)
             alive.add(num_submitted)
