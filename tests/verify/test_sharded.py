@@ -17,18 +17,11 @@ import jax_specdec as sd
 from jax_specdec._src.verify import sharded, sharding
 
 from . import bad_rows, edges, suite
-from .batch import Batch, Layout, check, pack, verify
+from .batch import Batch, Layout, check, jitted, pack, verify
 from .cases import random_batch, random_request
 
 BIG = suite.BIG
 EVEN = dict(num_speculative_tokens=4, num_requests=8, num_drafts=32)
-
-
-def jitted(verifier):
-    """A function like `rejection_sample_with_noise`, compiled once per layout, and quickly."""
-    options = {"xla_backend_optimization_level": 0}
-    static = ("config", "vocab_size")
-    return jax.jit(verifier, static_argnames=static, compiler_options=options)
 
 
 def mesh_of(vocab: int, batch: int = 1, axis_type: AxisType = AxisType.Auto) -> Mesh:
