@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import importlib
 from unittest import mock
 
 import jax
@@ -21,6 +22,10 @@ from jax_specdec._src.verify.tiles import TILE
 from . import block_edges, edges, processed, suite
 from .batch import QUICK, Layout, Request, check, jitted, pack, verify
 from .cases import random_batch
+
+# Interpret mode imports this later, which changes what JAX caches programs by: between two calls,
+# everything would be compiled again.
+importlib.import_module("jax.experimental.pallas.fuser")
 
 BIG = dict(num_speculative_tokens=4, num_requests=4, num_drafts=14)
 RATES = (0.9, 0.75, 0.3, 0.1)
