@@ -62,7 +62,7 @@ CUT = Layout(vocab=10248, vocab_size=10243, **BIG, kind="probs", has_bonus=True)
                 (
                     8,
                     Layout(
-                        vocab=40000, vocab_size=37001, **BIG, kind="normalized", draft_vocab=36000
+                        vocab=20008, vocab_size=18501, **BIG, kind="normalized", draft_vocab=18000
                     ),
                 ),
                 (8, Layout(vocab=96, **BIG, rates=suite.RATES, dtype="bfloat16")),

@@ -10,6 +10,7 @@ class TestOracle(suite.RaceSuite):
     verifier = staticmethod(XLA)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("layout", [suite.GRID[5], suite.BLOCK[1], processed.PROCESSED[3]], ids=str)
 class TestOptimized:
     verifier = staticmethod(OPTIMIZED)
