@@ -94,13 +94,6 @@ FAULTS = {
         "verify/test_mosaic_gpu.py::"
         "test_recovered_tokens_come_from_all_tiles_that_the_oracle_draws_from",
     ),
-    "kernel: places without weight are picked": Fault(
-        "verify/mosaic_gpu/pick.py",
-        "jnp.where(weight > 0, jnp.where(is_past,",
-        "jnp.where(weight >= 0, jnp.where(is_past,",
-        "verify/test_mosaic_gpu.py::"
-        "test_the_ends_of_the_uniforms_never_pick_a_token_of_zero_weight",
-    ),
     "kernel: recovering and accepting share a stream": Fault(
         "verify/mosaic_gpu/request.py",
         "jnp.where(recovers, int(noise.Stream.RECOVER), int(noise.Stream.ACCEPT))",
