@@ -57,7 +57,7 @@ FAULTS = {
         "first_row = start + jnp.maximum(index - 1, 0) if",
         "verify/test_xla.py",
     ),
-    "a lazy block walk does not multiply ratios": Fault(
+    "the block rule does not multiply ratios": Fault(
         "verify/block.py",
         "jnp.minimum(weight * ratio, 1.0)",
         "jnp.minimum(ratio, 1.0)",
@@ -69,7 +69,7 @@ FAULTS = {
         "mass(candidate) - jnp.exp((candidate - peak) * inv_temperature) >= goal",
         "verify/test_threshold.py verify/test_xla.py",
     ),
-    "rows read at once: all but the last position count": Fault(
+    "rows read at once: the bonus row is never reached": Fault(
         "verify/xla.py",
         "num_accepted = tiles.first(~seen.accepted)",
         "num_accepted = jnp.minimum(tiles.first(~seen.accepted), k - 1)",
