@@ -1,5 +1,6 @@
 """Settings for every test: strict JAX promotion, 8 CPU devices, reproducible hypothesis."""
 
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -45,6 +46,30 @@ LONG = (
     "test_huggingface_cli.py",
     "test_serving_doc.py",
 )
+
+
+# Files whose programs take longer to compile than to run: XLA's optimization level 0. Not files
+# that share programs with others.
+QUICK = (
+    "test_benchmarks.py",
+    "test_cli.py",
+    "test_draft_model.py",
+    "test_greedy.py",
+    "test_huggingface_cli.py",
+    "test_llama.py",
+    "test_serving_doc.py",
+    "test_sharding_doc.py",
+    "test_tensor_parallel.py",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def optimization(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compiles the programs of a module quickly, or as users do."""
+    quickly = request.path.name in QUICK and jax.default_backend() == "cpu"
+    jax.config.update("jax_disable_most_optimizations", quickly)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
