@@ -1,5 +1,6 @@
 """Settings for every test: strict JAX promotion, 8 CPU devices, reproducible hypothesis."""
 
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -24,19 +25,51 @@ hypothesis.settings.load_profile("repeatable")
 
 # The dearest files, first, so that no worker is left with one of them at the end.
 LONG = (
+    "test_mosaic_gpu.py",
     "test_notebooks.py",
     "test_xla.py",
-    "test_mosaic_gpu.py",
     "test_engine.py",
     "test_sharded.py",
-    "test_cli.py",
+    "test_tensor_parallel.py",
+    "test_options.py",
     "test_statistics.py",
+    "test_sharding_doc.py",
+    "test_cli.py",
     "test_greedy.py",
+    "test_sample.py",
     "test_lossless.py",
+    "test_llama.py",
+    "test_mosaic_gpu_part_draw.py",
+    "test_store.py",
+    "test_logprobs.py",
     "test_benchmarks.py",
     "test_huggingface_cli.py",
     "test_serving_doc.py",
 )
+
+
+# Files whose programs take longer to compile than to run: XLA's optimization level 0. Not files
+# that share programs with others.
+QUICK = (
+    "test_benchmarks.py",
+    "test_cli.py",
+    "test_draft_model.py",
+    "test_greedy.py",
+    "test_huggingface_cli.py",
+    "test_llama.py",
+    "test_serving_doc.py",
+    "test_sharding_doc.py",
+    "test_tensor_parallel.py",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def optimization(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compiles the programs of a module quickly, or as users do."""
+    quickly = request.path.name in QUICK and jax.default_backend() == "cpu"
+    jax.config.update("jax_disable_most_optimizations", quickly)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

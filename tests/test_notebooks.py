@@ -3,7 +3,6 @@
 import re
 import runpy
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
@@ -44,6 +43,25 @@ CLAIMS = {
 }
 
 
+# What a default run does less of; `-m slow` runs the notebooks as they stand.
+SMALLER = {
+    "quickstart": {
+        "max_new_tokens=200": "max_new_tokens=60",
+        "for _ in tqdm(range(7)": "for _ in tqdm(range(1)",
+        "for s in range(4)]": "for s in range(1)]",
+        "0.3, 0.6, 0.9, 1.2, 1.5, 1.8]": "0.9, 1.8]",
+    },
+    "rejection_sampling": {
+        "B = 50_000": "B = 20_000",
+        "np.linspace(0, 1, 6)": "np.linspace(0, 1, 3)",
+        "[[0]] * 20_000": "[[0]] * 5_000",
+        "(20_000 * ": "(5_000 * ",
+        " 20_000 * ": " 5_000 * ",
+    },
+    "serving_loop": {"levels = [0.0, 0.2, 0.4, 0.6, 0.8]": "levels = [0.0, 0.8]"},
+}
+
+
 def dedent(code: str) -> str:
     return re.sub(r"^        ", "", code, flags=re.MULTILINE).strip()
 
@@ -66,22 +84,31 @@ def test_every_notebook_makes_claims() -> None:
     assert {path.stem for path in RUNNER["NOTEBOOKS"]} == set(CLAIMS)
 
 
-def with_slow(path: Path) -> Any:
-    """Synthetic acceptance, which compiles most, has its claims in default tests too."""
-    return pytest.param(path, marks=[pytest.mark.slow] * (path.stem == "synthetic_acceptance"))
+def smaller(notebook: nbformat.NotebookNode, replace: dict[str, str]) -> None:
+    for old, new in replace.items():
+        cells = [cell for cell in notebook.cells if old in cell.source]
+        assert cells, f"no cell holds {old!r}"
+        for cell in cells:
+            cell.source = cell.source.replace(old, new)
 
 
+# Synthetic acceptance, which compiles most, has its claims in default tests too.
 @pytest.mark.notebooks
 @pytest.mark.parametrize(
-    "path",
-    [with_slow(path) for path in RUNNER["NOTEBOOKS"]],
-    indirect=True,
-    ids=lambda path: path.stem,
+    ("path", "replace"),
+    [
+        pytest.param(path, replace, id=f"{path.stem}{', smaller' if replace else ''}", marks=marks)
+        for path in RUNNER["NOTEBOOKS"]
+        for replace, marks in ((SMALLER.get(path.stem), ()), (None, pytest.mark.slow))
+        if replace or marks
+    ],
+    indirect=["path"],
 )
 def test_a_notebook_runs_in_a_clean_kernel_and_its_claims_hold(
-    path: Path, notebook: nbformat.NotebookNode
+    path: Path, replace: dict[str, str] | None, notebook: nbformat.NotebookNode
 ) -> None:
     pictures = [out for out in outputs(notebook) if "image/png" in out.get("data", {})]
+    smaller(notebook, replace or {})
     notebook.cells.append(nbformat.v4.new_code_cell(dedent(CLAIMS[path.stem])))
     executed = RUNNER["execute"](notebook, path.parent)  # raises what a cell raises
     drawn = [out for out in outputs(executed) if "image/png" in out.get("data", {})]

@@ -168,12 +168,20 @@ def oracle(batch: Batch) -> reference.ReferenceOutput:
 Verifier = Callable[..., sd.RejectionSampleOutput]
 
 
-def jitted(verifier: Verifier) -> Verifier:
+QUICK = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+"""Compiler options for programs that take longer to compile than to run."""
+
+
+def jitted(verifier: Verifier, compiler_options: dict[str, Any] | None = QUICK) -> Verifier:
     """A function like `rejection_sample_with_noise`, compiled once per layout."""
-    return jax.jit(verifier, static_argnames=("config", "vocab_size"))
+    static = ("config", "vocab_size")
+    return jax.jit(verifier, static_argnames=static, compiler_options=compiler_options)
 
 
-XLA = jitted(functools.partial(sd.rejection_sample_with_noise, implementation="xla"))
+_xla = functools.partial(sd.rejection_sample_with_noise, implementation="xla")
+XLA = jitted(_xla)
+OPTIMIZED = jitted(_xla, compiler_options=None)
+"""The same as users compile it."""
 
 
 def verify(batch: Batch, verifier: Verifier) -> sd.RejectionSampleOutput:

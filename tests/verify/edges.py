@@ -219,17 +219,20 @@ class EdgeSuite(Between):
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_greedy_ties_go_to_the_lowest_id(self, dtype):
+        layout: Any = dict(vocab=LARGE, kind="probs")
+        if dtype == "bfloat16":
+            layout |= dict(kind="logits", dtype=dtype, draft_dtype=dtype)
         for ids in ((3, 4), (2047, 2048), (4095, LARGE - 1), (0, LARGE - 1), (1, 2, 2048)):
             target = np.full((2, LARGE), -1.0)
             target[:, ids] = 2.0
             middle = Request(target, [ids[0]], temperature=0.0)
-            assert self.answer(middle, vocab=LARGE, kind="probs", dtype=dtype) == [ids[0], ids[0]]
+            assert self.answer(middle, **layout) == [ids[0], ids[0]]
             late = dataclasses.replace(middle, draft_ids=[ids[1]])
-            assert self.answer(late, vocab=LARGE, kind="probs", dtype=dtype) == [ids[0]]
+            assert self.answer(late, **layout) == [ids[0]]
         signs = np.full((1, LARGE), -1.0)
         signs[0, 1], signs[0, 2] = -0.0, 0.0
         middle = Request(signs, (), temperature=0.0)
-        assert self.answer(middle, vocab=LARGE, kind="probs", dtype=dtype) == [1]
+        assert self.answer(middle, **layout) == [1]
 
     def test_the_ends_of_the_uniforms_never_pick_a_token_of_zero_weight(self):
         rng = np.random.default_rng(4)

@@ -24,6 +24,7 @@ CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 LAYOUT = Layout(vocab=V, num_requests=B, num_drafts=B * K, kind="logits")
 TABLE = jnp.asarray(np.random.default_rng(0).standard_normal((V, V)), jnp.float32)
 
+draw_noise = jax.jit(sd.draw_noise, static_argnames="num_speculative_tokens")
 keyed = jax.jit(functools.partial(sd.rejection_sample, config=CONFIG))
 
 
@@ -159,7 +160,7 @@ def test_the_keyed_form_is_the_explicit_one_with_drawn_noise():
     for seed in range(3):
         args, named = keyed_arguments(seed)
         noise = keys_and_positions(seed)
-        drawn = sd.draw_noise(noise["keys"], noise["positions"], K)
+        drawn = draw_noise(noise["keys"], noise["positions"], num_speculative_tokens=K)
         explicit = XLA(*args, drawn, **named, config=CONFIG)
         chex.assert_trees_all_equal(keyed(*args, **named, **noise), explicit)
 
@@ -206,7 +207,7 @@ def test_greedy_tokens_do_not_depend_on_the_keys():
 
 def test_uniforms_are_24_bits_below_1():
     keys = jax.random.split(jax.random.key(0), 500)
-    noise = sd.draw_noise(keys, jnp.arange(500, dtype=jnp.int32), 8)
+    noise = draw_noise(keys, jnp.arange(500, dtype=jnp.int32), num_speculative_tokens=8)
     for x in (noise.accept, noise.recover):
         chex.assert_type(x, jnp.float32)
         steps = np.asarray(x, np.float64) * 2**24
@@ -222,23 +223,23 @@ def test_no_two_places_share_bits():
     keys = jax.random.split(jax.random.key(0), 20)
     positions, offsets = jnp.arange(25), jnp.arange(8)
 
-    def place(key, position, stream, offset):
-        return uniforms(key, position, stream, offset)[0]
+    @jax.jit
+    def draw(keys, positions, offsets):
+        drawn = []
+        for stream in Stream:
+            by_offset = jax.vmap(lambda k, p, o, s=stream: uniforms(k, p, s, o)[0], (None, None, 0))
+            by_position = jax.vmap(by_offset, (None, 0, None))
+            drawn.append(jax.vmap(by_position, (0, None, None))(keys, positions, offsets))
+        return jnp.stack(drawn)
 
-    drawn = []
-    for stream in Stream:
-        fn = functools.partial(place, stream=stream)
-        by_offset = jax.vmap(lambda k, p, o, fn=fn: fn(k, p, offset=o), (None, None, 0))
-        by_position = jax.vmap(by_offset, (None, 0, None))
-        drawn.append(jax.vmap(by_position, (0, None, None))(keys, positions, offsets))
-    values = np.asarray(jnp.stack(drawn)).ravel()
+    values = np.asarray(draw(keys, positions, offsets)).ravel()
     assert values.size == 12000
     assert values.size - np.unique(values).size < 25
 
 
 def test_accept_noise_does_not_depend_on_k():
     keys, positions = jax.random.split(jax.random.key(1), B), jnp.arange(B)
-    few, many = (sd.draw_noise(keys, positions, k) for k in (2, 7))
+    few, many = (draw_noise(keys, positions, num_speculative_tokens=k) for k in (2, 7))
     chex.assert_trees_all_equal(few.accept, many.accept[:, :2])
     chex.assert_trees_all_equal(few.recover, many.recover)
 
@@ -252,7 +253,7 @@ def test_the_dense_constructor_gives_what_the_flat_one_gives():
         logits = rng.standard_normal((B, K + 1, V)).astype(np.float32)
         ids = rng.integers(V, size=(B, K)).astype(np.int32)
         q = rng.dirichlet(np.ones(V), size=(B, K)).astype(np.float32)
-        noise = sd.draw_noise(**keys_and_positions(6), num_speculative_tokens=K)
+        noise = draw_noise(**keys_and_positions(6), num_speculative_tokens=K)
         sampling = sd.SamplingParams(jnp.array([0.0, 1.0, 0.7, 1.0]))
         dense = sd.Drafts.from_dense(ids, jnp.array(counts), sd.DraftProbs(jnp.asarray(q)))
         verified = XLA(

@@ -18,6 +18,8 @@ from jax_specdec._src.verify.resample import Source
 from jax_specdec._src.verify.rows import DraftRows, DraftScale
 from jax_specdec._src.verify.vocabulary_shard import RowPart
 
+from .batch import QUICK
+
 NUM_PARTS, REQUESTS, ROWS = 3, 7, 9
 BAD = 4
 
@@ -121,7 +123,7 @@ def talk_of(case: Case, target: jax.Array, distribution: Any, me: jax.Array) -> 
 
 
 WANTED = jnp.arange(REQUESTS) != 5
-jitted = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+jitted = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 def compare(case: Case, **options: Any) -> None:

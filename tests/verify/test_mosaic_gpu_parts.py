@@ -148,7 +148,7 @@ def test_lowers_for_cuda(layout, kernels):
     config, size = named.pop("config"), named.pop("vocab_size", None)
 
     def call(args, named):
-        return over(2)(*args, **named, config=config, vocab_size=size)
+        return over(2).__wrapped__(*args, **named, config=config, vocab_size=size)
 
     lowered = jax.jit(call).trace(args, named).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("@mosaic_gpu") == kernels

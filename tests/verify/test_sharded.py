@@ -17,18 +17,11 @@ import jax_specdec as sd
 from jax_specdec._src.verify import sharded, sharding
 
 from . import bad_rows, edges, suite
-from .batch import Batch, Layout, check, pack, verify
+from .batch import Batch, Layout, check, jitted, pack, verify
 from .cases import random_batch, random_request
 
 BIG = suite.BIG
 EVEN = dict(num_speculative_tokens=4, num_requests=8, num_drafts=32)
-
-
-def jitted(verifier):
-    """A function like `rejection_sample_with_noise`, compiled once per layout, and quickly."""
-    options = {"xla_backend_optimization_level": 0}
-    static = ("config", "vocab_size")
-    return jax.jit(verifier, static_argnames=static, compiler_options=options)
 
 
 def mesh_of(vocab: int, batch: int = 1, axis_type: AxisType = AxisType.Auto) -> Mesh:
@@ -69,7 +62,7 @@ CUT = Layout(vocab=10248, vocab_size=10243, **BIG, kind="probs", has_bonus=True)
                 (
                     8,
                     Layout(
-                        vocab=40000, vocab_size=37001, **BIG, kind="normalized", draft_vocab=36000
+                        vocab=20008, vocab_size=18501, **BIG, kind="normalized", draft_vocab=18000
                     ),
                 ),
                 (8, Layout(vocab=96, **BIG, rates=suite.RATES, dtype="bfloat16")),

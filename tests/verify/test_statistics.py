@@ -21,7 +21,7 @@ import scipy.stats
 import jax_specdec as sd
 from jax_specdec._src.noise import Stream, uniforms
 
-from .batch import XLA
+from .batch import OPTIMIZED
 
 pytestmark = pytest.mark.statistics
 
@@ -152,7 +152,7 @@ def decode(
             sampling=sd.SamplingParams(temperature=jnp.asarray(TEMPERATURE)), config=config
         )
         if by_token:
-            out = XLA(logits, drafts, noise_by_token(keys, positions), **named)
+            out = OPTIMIZED(logits, drafts, noise_by_token(keys, positions), **named)
         else:
             out = verify(logits, drafts, keys=keys, positions=positions, **named)
         out = jax.device_get(out)
@@ -221,7 +221,7 @@ def test_accept_noise_that_also_recovers_is_noticed():
     )
     seen = []
     for recover in (independent, np.repeat(u, 2, axis=1)):
-        out = XLA(
+        out = OPTIMIZED(
             jnp.asarray(np.repeat(TARGET[:1], 2 * b, axis=0)),
             drafts,
             sd.Noise(jnp.asarray(u), jnp.asarray(recover)),

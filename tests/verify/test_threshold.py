@@ -16,7 +16,7 @@ import pytest
 
 import jax_specdec as sd
 from jax_specdec._src.sampling import Filter, inverse_temperature
-from jax_specdec._src.verify import rows, tiles, xla
+from jax_specdec._src.verify import api, rows, tiles, xla
 from jax_specdec._src.verify.rows import TargetRows
 from jax_specdec._src.verify.threshold import only_if
 
@@ -51,7 +51,7 @@ def kept_by_sorting(row, temperature, min_p, top_k, top_p) -> tuple[np.ndarray, 
 
 
 @pytest.mark.parametrize("dtype", list(SIZES))
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=25)
 @hypothesis.given(seed=st.integers(0, 2**32 - 1), shift=st.sampled_from([0.0, -50.0, 3.0, 1e-3]))
 def test_the_threshold_keeps_what_a_sort_keeps(dtype, seed, shift):
     rng = np.random.default_rng(seed)
@@ -107,8 +107,8 @@ def traced(sampling: sd.SamplingParams, **given: Any) -> Any:
             target, drafts, noise, sampling=sampling, config=config, **given
         )
 
-    jax.clear_caches()
-    return jax.make_jaxpr(verify)(jnp.zeros((3 * B, 5000), jnp.bfloat16), sampling, given)
+    with mock.patch.object(api, "_rejection_sample", api._rejection_sample.__wrapped__):
+        return jax.make_jaxpr(verify)(jnp.zeros((3 * B, 5000), jnp.bfloat16), sampling, given)
 
 
 def count_reads(jaxpr: Any) -> int:

@@ -3,11 +3,21 @@
 import pytest
 
 from . import bad_rows, block_edges, edges, processed, suite
-from .batch import XLA
+from .batch import OPTIMIZED, XLA
 
 
 class TestOracle(suite.RaceSuite):
     verifier = staticmethod(XLA)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("layout", [suite.GRID[5], suite.BLOCK[1], processed.PROCESSED[3]], ids=str)
+class TestOptimized:
+    verifier = staticmethod(OPTIMIZED)
+    seeds = range(12)
+
+    def test_gives_the_tokens_of_the_oracle_as_users_compile_it(self, layout):
+        suite.OracleSuite.agree(self, layout)
 
 
 @pytest.mark.newest

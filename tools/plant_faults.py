@@ -1,0 +1,175 @@
+"""Plants faults one at a time and prints which test of the default suite catches each.
+
+    python tools/plant_faults.py [NAME...]
+
+Of the checkout in the current directory, with the Python that runs this; all faults by default. A
+fault changes one line of the package and names the tests to run, where the line is put back
+afterwards. Fails where a fault is caught by none of them.
+"""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+PACKAGE = Path("jax_specdec/_src")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    file: str
+    old: str
+    new: str
+    tests: str  # what to run, under tests/
+
+
+FAULTS = {
+    "greedy ties go to the highest id": Fault(
+        "verify/rows.py",
+        "tiles.first(self.at(row, ids) == peak)",
+        "jnp.max(jnp.where(self.at(row, ids) == peak, ids, 0)) % tiles.TILE",
+        "verify/test_xla.py",
+    ),
+    "a ratio equal to u is accepted": Fault(
+        "verify/probabilistic.py", "(u * q < p)", "(u * q <= p)", "verify/test_xla.py"
+    ),
+    "the residual is not clamped at 0": Fault(
+        "verify/probabilistic.py", "jnp.maximum(p, q) - q", "p - q", "verify/test_xla.py"
+    ),
+    "log_normalizer is ignored": Fault(
+        "verify/rows.py",
+        "if d.log_normalizer is not None:",
+        "if False:",
+        "verify/test_xla.py",
+    ),
+    "the status of a bad draft row is dropped": Fault(
+        "verify/resample.py",
+        "bad = jnp.isnan(jnp.sum(left_masses)) | (source.from_residual & source.scale.bad)",
+        "bad = source.from_residual & source.scale.bad",
+        "verify/test_xla.py",
+    ),
+    "a request's rows begin one too early": Fault(
+        "ragged.py",
+        "first_row = start + index if",
+        "first_row = start + jnp.maximum(index - 1, 0) if",
+        "verify/test_xla.py",
+    ),
+    "the block rule does not multiply ratios": Fault(
+        "verify/block.py",
+        "jnp.minimum(weight * ratio, 1.0)",
+        "jnp.minimum(ratio, 1.0)",
+        "verify/test_xla.py",
+    ),
+    "top-p keeps one more": Fault(
+        "verify/threshold.py",
+        "mass(candidate) >= goal",
+        "mass(candidate) - jnp.exp((candidate - peak) * inv_temperature) >= goal",
+        "verify/test_threshold.py verify/test_xla.py",
+    ),
+    "rows read at once: the bonus row is never reached": Fault(
+        "verify/xla.py",
+        "num_accepted = tiles.first(~seen.accepted)",
+        "num_accepted = jnp.minimum(tiles.first(~seen.accepted), k - 1)",
+        "verify/test_xla_all_at_once.py",
+    ),
+    "a part of the vocabulary loses its first id": Fault(
+        "verify/vocabulary_shard.py",
+        "return (ids >= self.first_id) & (ids < self.first_id + self.width)",
+        "return (ids > self.first_id) & (ids < self.first_id + self.width)",
+        "verify/test_sharded.py",
+    ),
+    "a part counts tiles from its own first id": Fault(
+        "verify/vocabulary_shard.py",
+        "first = weights.target.first_id // tiles.TILE",
+        "first = (weights.target.first_id + tiles.TILE - 1) // tiles.TILE",
+        "verify/test_sharded.py",
+    ),
+    "kernel: the last of many tiles is not weighed": Fault(
+        "verify/mosaic_gpu/rows.py",
+        "return lax.fori_loop(0, self.count(), run, state)",
+        "return lax.fori_loop(0, self.count() - (self.count() > 4), run, state)",
+        "verify/test_mosaic_gpu.py::"
+        "test_recovered_tokens_come_from_all_tiles_that_the_oracle_draws_from",
+    ),
+    "kernel: recovering and accepting share a stream": Fault(
+        "verify/mosaic_gpu/request.py",
+        "jnp.where(recovers, int(noise.Stream.RECOVER), int(noise.Stream.ACCEPT))",
+        "jnp.where(recovers, int(noise.Stream.ACCEPT), int(noise.Stream.ACCEPT))",
+        "verify/test_mosaic_gpu.py::test_noise_from_keys_is_what_draw_noise_gives",
+    ),
+    "kernel: a greedy tie goes to the highest id": Fault(
+        "verify/mosaic_gpu/statistics.py",
+        "lax.bitcast_convert_type(threads.warp_min(place), jnp.float32)",
+        "lax.bitcast_convert_type("
+        "-threads.warp_min(jnp.where(place < 2**30, -place, 0)), jnp.float32)",
+        "verify/test_mosaic_gpu.py::test_greedy_ties_go_to_the_lowest_id",
+    ),
+    "a drafter draws with the verifier's bits": Fault(
+        "drafting/sample.py",
+        "lambda key, position: uniforms(key, position, Stream.DRAFT, offset)",
+        "lambda key, position: uniforms(key, position, Stream.ACCEPT, offset)",
+        "drafting/test_sample.py",
+    ),
+    "a stored row of another position is used": Fault(
+        "drafting/store.py",
+        "(drawn_at >= 0) & (drawn_at == positions[None, :])",
+        "drawn_at >= 0",
+        "drafting/test_store.py",
+    ),
+    "a lookup proposes what is not written yet": Fault(
+        "drafting/ngram.py", "(source < length)", "(source <= length)", "drafting/test_ngram.py"
+    ),
+    "the loop draws the same bits at every step": Fault(
+        "serving/step.py",
+        "        positions=batch.lengths,\n        active",
+        "        positions=batch.lengths * 0,\n        active",
+        "serving/test_lossless.py serving/test_loop.py",
+    ),
+    "a stop token ends the text before itself": Fault(
+        "serving/batch.py",
+        "jnp.where(stopped, stop_at + 1, num_kept)",
+        "jnp.where(stopped, stop_at, num_kept)",
+        "serving/test_greedy.py",
+    ),
+    "a slot keeps the cache of the request before": Fault(
+        "serving/slots.py",
+        "return lax.dynamic_update_slice(all_, new, start)",
+        "return all_",
+        "serving/test_engine.py",
+    ),
+}
+
+
+def caught_by(fault: Fault) -> str | None:
+    """The first test that fails with the fault; None where none does."""
+    path = PACKAGE / fault.file
+    text = path.read_text("utf-8")
+    assert text.count(fault.old) == 1, f"{path} must hold {fault.old!r} once"
+    path.write_text(text.replace(fault.old, fault.new), "utf-8")
+    try:
+        files = [f"tests/{file}" for file in fault.tests.split()]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files]
+        result = subprocess.run(
+            command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+        )
+    finally:
+        path.write_text(text, "utf-8")
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
+    assert found or result.returncode == 0, result.stdout + result.stderr
+    return found and found[1]
+
+
+def main(names: Sequence[str]) -> int:
+    missed = 0
+    for name in names or FAULTS:
+        test = caught_by(FAULTS[name])
+        missed += test is None
+        print(f"| {name} | {f'`{test}`' if test else 'nothing'} |", flush=True)
+    return min(missed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
