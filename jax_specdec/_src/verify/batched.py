@@ -117,7 +117,8 @@ class Rows:
         """``[..., width]`` entries of given rows, with their words and thresholds."""
         x = matrix[..., : self.width].astype(jnp.float32)
         if words is not None:
-            bits = (words[..., None] >> jnp.arange(32, dtype=words.dtype)) & 1
+            places = jnp.arange(32, dtype=words.dtype).reshape((1,) * words.ndim + (32,))
+            bits = (words[..., None] >> places) & 1
             bits = bits.reshape(*words.shape[:-1], -1)[..., : self.width]
             x = jnp.where(bits == 1, x, self.fill)
         return x if least is None else self._keep(x, least[..., None])
@@ -174,14 +175,15 @@ class Rows:
 
     def _argmax_by_tiles(self, rows: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """The same by a maximum of each tile and a look into one, which GPUs do faster."""
-        largest = jnp.max(_in_tiles(self._clean(rows), -jnp.inf), axis=2)
+        clean = _in_tiles(self._clean(rows), tiles.num_tiles(self.width), -jnp.inf)
+        largest = _as_they_are(jnp.max(clean, axis=2))
         peak = jnp.max(largest, axis=1)
         length = min(tiles.TILE, self.matrix.shape[1])
-        tile = jnp.argmax(largest, axis=1).astype(jnp.int32)
+        tile = _first(largest == peak[:, None])
         first = jnp.minimum(tile * tiles.TILE, self.matrix.shape[1] - length)
         index = jnp.arange(peak.shape[0], dtype=jnp.int32) if rows is None else rows
         hits = self.slices(index, first, length) == peak[:, None]
-        return peak, first + jnp.argmax(hits, axis=1).astype(jnp.int32)
+        return peak, first + _first(hits)
 
     def _find_thresholds(
         self, rows: jax.Array | None, filter: Filter, peak: jax.Array, inv_temperature: jax.Array
@@ -206,12 +208,34 @@ class Rows:
         return jax.vmap(one_row)(matrix, words, filter, peak, inv_temperature)
 
 
-def _in_tiles(x: jax.Array, fill: float) -> jax.Array:
-    """``[n, W]`` as ``[n, T, TILE]``."""
-    missing = -x.shape[1] % tiles.TILE
-    return jnp.pad(x, ((0, 0), (0, missing)), constant_values=fill).reshape(
-        x.shape[0], -1, tiles.TILE
-    )
+def _in_tiles(x: jax.Array, count: int, fill: float) -> jax.Array:
+    """``[n, W]`` as ``[n, count, TILE]``, filled up at the end."""
+    missing = ((0, 0), (0, count * tiles.TILE - x.shape[1]))
+    x = jnp.pad(x, missing, constant_values=fill)
+    return x.reshape(x.shape[0], count, tiles.TILE)
+
+
+def _first(hit: jax.Array) -> jax.Array:
+    """``[n]`` int32, the place of the first true entry of each row ``[n, L]``; L where none is."""
+    return jax.vmap(tiles.first)(hit)
+
+
+def _pick(weights: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`tiles.pick` of each of weights ``[n, 2, L]`` by ``u [n]``, and their totals, ``[n, 2]``."""
+    sums = jnp.cumsum(weights, axis=2)
+    total = sums[:, :, -1]
+    place = jnp.arange(weights.shape[2], dtype=jnp.int32)[None, None, :]
+    size, positive = weights.shape[2], weights > 0
+    hit = positive & (sums > (u[:, None] * total)[:, :, None])
+    # The first hit; or else, counted from the end, the last of positive weight: one reduction.
+    key = jnp.where(hit, place, jnp.where(positive, 2 * size - place, 2 * size))
+    found = jnp.min(key, axis=2)
+    return jnp.where(found < size, found, 2 * size - found), total
+
+
+def _as_they_are(sums: Any) -> Any:
+    """Sums or maxima of tiles, of which XLA shall not make another read of the rows."""
+    return lax.optimization_barrier(sums)
 
 
 class Known(NamedTuple):
@@ -424,28 +448,33 @@ class _Phases:
 
     def _masses(self, source: Source) -> tuple[jax.Array, jax.Array]:
         """Of sources ``[n]``: what the token is drawn by, and ``p``, summed by tile ``[n, T]``."""
-        rows = self.target.whole(source.row)
-        q = None if self.draft is None else self.draft[1].whole(source.draft_row)
-        ids = jnp.arange(rows.shape[1], dtype=jnp.int32)[None, :]
-        weights, p = self._weights(source, ids, rows, q)
-        return jnp.sum(_in_tiles(weights, 0.0), axis=2), jnp.sum(_in_tiles(p, 0.0), axis=2)
+        count = tiles.num_tiles(self.target.width)
+        p_entries = _in_tiles(self.target.whole(source.row), count, self.target.fill)
+        q_entries = None
+        if self.draft is not None:
+            entries = self.draft[1]
+            q_entries = _in_tiles(entries.whole(source.draft_row), count, entries.fill)
+        ids = jnp.arange(count * tiles.TILE, dtype=jnp.int32).reshape(1, count, tiles.TILE)
+        weights, _ = self._weights(source, ids, p_entries, q_entries)
+        # Computed apart, p is written nowhere: XLA writes to memory what two sums share.
+        _, p = self._weights(_as_they_are(source), ids, p_entries, q_entries)
+        return _as_they_are((jnp.sum(weights, axis=2), jnp.sum(p, axis=2)))
 
     def _weights(
         self, source: Source, ids: jax.Array, p_entries: jax.Array, q_entries: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Weights ``[n, L]`` of ids ``[n, L]`` or ``[1, L]``, and their ``p``."""
-        source = jax.tree.map(lambda x: x[:, None], source)
+        """Weights of entries ``[n, ...]`` whose ids are `ids`, and their ``p``."""
+        stats = source.stats
+        source = source._replace(stats=stats._replace(max=stats.max[:, 0], sum=stats.sum[:, 0]))
+        dims = (1,) * (p_entries.ndim - 1)
+        source = jax.tree.map(lambda x: x.reshape(-1, *dims), source)
         inv, stats = source.inv_temperature, source.stats
-        p_entries = p_entries if stats.threshold is None else tiles.keep(p_entries, stats.threshold)
-        scale = tiles.Scale(stats.max[..., 0], jnp.log(stats.sum[..., 0]))
-        p = scale.probs(p_entries, inv)
+        scale = tiles.Scale(stats.max, jnp.log(stats.sum))
+        p = scale.probs(tiles.keep(p_entries, stats.threshold), inv)
         weights = jnp.where(source.without_token & (ids == source.token_id), 0.0, p)
         if self.draft is None or q_entries is None:
             return weights, p
         q = self.draft[0].probs(q_entries, source.scale, inv)
-        missing = p.shape[1] - q.shape[1]
-        if missing:
-            q = jnp.pad(q, ((0, 0), (0, missing)))
         residual = block.residual(source.weight, p, q)
         return jnp.where(source.from_residual, residual, weights), p
 
@@ -454,37 +483,41 @@ class _Phases:
         if requests.exponential is not None:
             return self._race(requests.exponential, source)
         assert requests.recover is not None
-        masses, p_masses = self._masses(source)
-        total = jnp.sum(masses, axis=1)
-        bad_draft = source.from_residual & (jnp.isnan(total) | source.scale.bad)
+        masses = jnp.stack(self._masses(source), axis=1)
+        tile, total = _pick(masses, requests.recover[:, 0])
+        has_mass = total[:, 0] > 0
+        bad_draft = source.from_residual & (jnp.isnan(total[:, 0]) | source.scale.bad)
         # No weight left to draw from: draw from p.
-        masses = jnp.where((total > 0)[:, None], masses, p_masses)
-        tile = jax.vmap(tiles.pick)(masses, requests.recover[:, 0])
+        chosen = jnp.where(has_mass, tile[:, 0], tile[:, 1])
 
         length = min(tiles.TILE, self.target.width)
-        first = jnp.minimum(tile * tiles.TILE, self.target.width - length)
+        first = jnp.minimum(chosen * tiles.TILE, self.target.width - length)
         ids = first[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
         p_entries = self.target.slices(source.row, first, length)
         q_entries = None
         if self.draft is not None:
             q_entries = self.draft[1].slices(source.draft_row, first, length)
-        weights, p = self._weights(source, ids, p_entries, q_entries)
-        inside = ids // tiles.TILE == tile[:, None]
-        weights, p = jnp.where(inside, weights, 0.0), jnp.where(inside, p, 0.0)
+        weights = jnp.stack(self._weights(source, ids, p_entries, q_entries), axis=1)
+        inside = ids // tiles.TILE == chosen[:, None]
+        token, total = _pick(jnp.where(inside[:, None], weights, 0.0), requests.recover[:, 1])
         # Rounding can leave a tile of tiny residual mass without a positive weight of its own.
-        use = (total > 0) & (jnp.sum(weights, axis=1) > 0)
-        weights = jnp.where(use[:, None], weights, p)
-        return first + jax.vmap(tiles.pick)(weights, requests.recover[:, 1]), bad_draft
+        has_mass &= total[:, 0] > 0
+        return first + jnp.where(has_mass, token[:, 0], token[:, 1]), bad_draft
 
     def _race(self, exponential: jax.Array, source: Source) -> tuple[jax.Array, jax.Array]:
-        rows = self.target.whole(source.row)
-        q = None if self.draft is None else self.draft[1].whole(source.draft_row)
-        ids = jnp.arange(rows.shape[1], dtype=jnp.int32)[None, :]
-        weights, p = self._weights(source, ids, rows, q)
+        width = self.target.width
+        q_entries = None
+        if self.draft is not None:
+            entries = self.draft[1]
+            q_entries = entries.whole(source.draft_row)
+            missing = ((0, 0), (0, width - q_entries.shape[1]))
+            q_entries = jnp.pad(q_entries, missing, constant_values=entries.fill)
+        ids = jnp.arange(width, dtype=jnp.int32)[None, :]
+        weights, p = self._weights(source, ids, self.target.whole(source.row), q_entries)
         total = jnp.sum(weights, axis=1)
         bad_draft = source.from_residual & (jnp.isnan(total) | source.scale.bad)
         weights = jnp.where((total > 0)[:, None], weights, p)
-        score = jnp.where(weights > 0, weights / exponential[:, : self.target.width], -1.0)
+        score = jnp.where(weights > 0, weights / exponential[:, :width], -1.0)
         return jnp.argmax(score, axis=1).astype(jnp.int32), bad_draft
 
 
@@ -500,7 +533,7 @@ def _owners(requests: Request, num_rows: int) -> jax.Array:
     """``[M]`` int32, the request of each target row; of a row that is nobody's, any."""
     row = jnp.arange(num_rows, dtype=jnp.int32)[:, None] - requests.first_row[None, :]
     owns = (row >= 0) & (row < requests.num_rows[None, :]) & (requests.status == Status.OK)[None, :]
-    return jnp.argmax(owns, axis=1).astype(jnp.int32)
+    return jnp.minimum(_first(owns), requests.status.shape[0] - 1)
 
 
 def _gathering(function: Callable[..., Any], *arrays: Any) -> Any:
