@@ -7,6 +7,7 @@ there a conditional computes both branches, and repeats what it closes over for 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -126,25 +127,30 @@ class Rows:
     def _keep(self, x: jax.Array, least: jax.Array) -> jax.Array:
         return jnp.where(x < least, self.fill, x)
 
-    def statistics(
+    def largest(self, rows: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Largest entry ``[n]`` of each row, not finite if it holds NaN or inf, and its lowest id.
+
+        `rows` are ``[n]`` int32, or None for all rows, where they lie.
+        """
+        return lax.platform_dependent(rows, tpu=self._argmax, default=self._argmax_by_tiles)
+
+    def sums(
         self,
         rows: jax.Array | None,
+        peak: jax.Array,
         inv_temperature: jax.Array,
         samples: jax.Array,
-        filter: Filter | None = None,
-    ) -> RowStatistics:
-        """Statistics of rows of logits, each read once for its maximum and once for its sum.
+        filter: Filter | None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Sums of exponentials relative to the largest, and thresholds, ``[n]``.
 
         Args:
-          rows: ``[n]`` int32, or None for all rows.
+          rows: as of `largest`.
+          peak: what that found.
           inv_temperature: ``[n]`` float32.
           samples: ``[n]`` bool, whether anybody samples from a row.
           filter: what to leave out of each, ``[n]``; None for nothing.
         """
-        peak, best_id = lax.platform_dependent(
-            rows, tpu=self._argmax, default=self._argmax_by_tiles
-        )
-        base = jnp.where(jnp.isfinite(peak), peak, 0.0)[:, None]
         least = None
         if filter is not None:
             limited = filter.limits(self.size) & samples & jnp.isfinite(peak)
@@ -154,15 +160,10 @@ class Rows:
                 jnp.full_like(peak, -jnp.inf),
             )
             least = jnp.where(limited, least, -jnp.inf)
-
-        def total() -> jax.Array:
-            x = self.whole(rows)
-            x = x if least is None else self._keep(x, least[:, None])
-            return jnp.sum(jnp.exp((x - base) * inv_temperature[:, None]), axis=1)
-
-        is_large = peak.shape[0] * self.width * self.matrix.dtype.itemsize >= _LARGE
-        sums = only_if(jnp.any(samples), total, jnp.zeros_like(peak)) if is_large else total()
-        return RowStatistics(peak, sums, best_id, least)
+        x = self.whole(rows)
+        x = x if least is None else self._keep(x, least[:, None])
+        base = jnp.where(jnp.isfinite(peak), peak, 0.0)[:, None]
+        return jnp.sum(jnp.exp((x - base) * inv_temperature[:, None]), axis=1), least
 
     def _clean(self, rows: jax.Array | None) -> jax.Array:
         x = self.whole(rows)
@@ -304,28 +305,44 @@ def verify(
     target = Rows(target_logits, size, -float("inf"), token_bitmask)
     draft = None
     if distribution is not None:
-        rows = DraftRows(distribution, size, None)
+        stored = DraftRows(distribution, size, None)
         thresholds = distribution.threshold if isinstance(distribution, DraftLogits) else None
-        draft = rows, Rows(rows.storage, size, rows.fill, None, thresholds)
-    phases = _Phases(target, draft, conditional_rates)
-    positions, places = jax.vmap(phases.positions)(requests)
-    known = phases.read(requests, positions, places)
-    if method == "block":
-        masses = phases.residual_masses(requests, known)
-        num_accepted, last = jax.vmap(phases.walk_jointly)(requests, known, masses)
-    else:
-        num_accepted, last = jax.vmap(phases.walk)(requests, positions, known)
-    source = jax.vmap(lambda r, n, seen: decide.source_of(r, n, seen, size))(
-        requests, num_accepted, last
-    )
-    token_ids, bad_draft = phases.resample(requests, source)
-    best = jnp.take_along_axis(
-        known.target.best_id, (num_accepted - positions[:, 0])[:, None], axis=1
-    )
-    token_ids = jnp.where(requests.greedy, best[:, 0], token_ids)
-    status = jnp.where(requests.status == Status.OK, last.status, requests.status)
-    return jax.vmap(decide.assemble)(
-        requests, num_accepted, status, token_ids, bad_draft & ~requests.greedy
+        draft = stored, Rows(stored.storage, size, stored.fill, None, thresholds)
+    all_phases = _Phases(target, draft, conditional_rates)
+    positions, places = jax.vmap(all_phases.positions)(requests)
+    rows = requests.first_row[:, None] + positions
+    which = None if conditional_rates is None else rows[:, 0]
+    peak, best_id = target.largest(which)
+
+    def finish(samples: bool) -> RejectionSampleOutput:
+        phases = all_phases if samples else _Phases(target, None, conditional_rates)
+        stats = phases.statistics(requests, rows, which, peak, best_id, samples)
+        known = phases.known(requests, positions, places, rows, stats)
+        if method == "block":
+            masses = phases.residual_masses(requests, known)
+            num_accepted, last = jax.vmap(phases.walk_jointly)(requests, known, masses)
+        else:
+            num_accepted, last = jax.vmap(phases.walk)(requests, positions, known)
+        index = (num_accepted - positions[:, 0])[:, None]
+        token_ids = jnp.take_along_axis(stats.best_id, index, axis=1)[:, 0]
+        bad_draft = jnp.zeros_like(requests.greedy)
+        if samples:
+            source = jax.vmap(functools.partial(decide.source_of, size=size))(
+                requests, num_accepted, last
+            )
+            drawn, bad_draft = phases.resample(requests, source)
+            token_ids = jnp.where(requests.greedy, token_ids, drawn)
+        status = jnp.where(requests.status == Status.OK, last.status, requests.status)
+        bad_draft &= ~requests.greedy
+        return jax.vmap(decide.assemble)(requests, num_accepted, status, token_ids, bad_draft)
+
+    if peak.shape[0] * target.width * target_logits.dtype.itemsize < _LARGE:
+        return finish(samples=True)
+    samples = (requests.status == Status.OK) & ~requests.greedy
+    return lax.cond(
+        jnp.any(samples),
+        functools.partial(finish, samples=True),
+        functools.partial(finish, samples=False),
     )
 
 
@@ -352,19 +369,40 @@ class _Phases:
         positions = decide.num_accepted_by_rate(request, rates, self.target.size)[None]
         return positions, request.place(positions)
 
-    def read(self, requests: Request, positions: jax.Array, places: jax.Array) -> Known:
-        """Phase 1, ``[B, P]`` and ``[B, D]``."""
-        rows = requests.first_row[:, None] + positions
-        samples = (requests.status == Status.OK) & ~requests.greedy
-        given = (requests.inv_temperature, samples, requests.filter)
-        if self.conditional_rates is None:
+    def statistics(
+        self,
+        requests: Request,
+        rows: jax.Array,
+        which: jax.Array | None,
+        peak: jax.Array,
+        best_id: jax.Array,
+        samples: bool,
+    ) -> RowStatistics:
+        """Statistics of target rows ``[B, P]``; without `samples`, of the largest entry alone."""
+        sampled = (requests.status == Status.OK) & ~requests.greedy
+        given = (requests.inv_temperature, sampled, requests.filter)
+        if which is None:
             owner = _owners(requests, self.target.matrix.shape[0])
-            found = self.target.statistics(None, *jax.tree.map(lambda x: x[owner], given))
-            at = jnp.minimum(rows, self.target.matrix.shape[0] - 1)
-            stats = jax.tree.map(lambda x: x[at], found)
-        else:
-            found = self.target.statistics(rows[:, 0], *given)
-            stats = jax.tree.map(lambda x: x[:, None], found)
+            given = jax.tree.map(lambda x: x[owner], given)
+        sums = jnp.zeros_like(peak)
+        least = None if requests.filter is None else jnp.full_like(peak, -jnp.inf)
+        if samples:
+            sums, least = self.target.sums(which, peak, *given)
+        stats = RowStatistics(peak, sums, best_id, least)
+        if which is not None:
+            return jax.tree.map(lambda x: x[:, None], stats)
+        rows = jnp.minimum(rows, self.target.matrix.shape[0] - 1)
+        return jax.tree.map(lambda x: x[rows], stats)
+
+    def known(
+        self,
+        requests: Request,
+        positions: jax.Array,
+        places: jax.Array,
+        rows: jax.Array,
+        stats: RowStatistics,
+    ) -> Known:
+        """What deciding takes of rows ``[B, P]`` and drafts ``[B, D]``."""
         last = requests.token_ids.shape[1] - 1
         ids = jnp.take_along_axis(requests.token_ids, jnp.minimum(positions, last), axis=1)
         entry = tiles.keep(self.target.at(rows, ids), stats.threshold)
