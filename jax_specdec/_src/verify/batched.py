@@ -330,7 +330,7 @@ def verify(
             source = jax.vmap(functools.partial(decide.source_of, size=size))(
                 requests, num_accepted, last
             )
-            drawn, bad_draft = phases.resample(requests, source)
+            drawn, bad_draft = phases.resample(source, requests.recover, requests.exponential)
             token_ids = jnp.where(requests.greedy, token_ids, drawn)
         status = jnp.where(requests.status == Status.OK, last.status, requests.status)
         bad_draft &= ~requests.greedy
@@ -344,6 +344,46 @@ def verify(
         functools.partial(finish, samples=True),
         functools.partial(finish, samples=False),
     )
+
+
+def sample(
+    logits: jax.Array,
+    inv_temperature: jax.Array,
+    greedy: jax.Array,
+    filter: Filter | None,
+    uniforms: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """One token of each row, as a verification without drafts would emit it.
+
+    Args:
+      logits: ``[B, V]``.
+      inv_temperature: ``[B]`` float32.
+      greedy: ``[B]`` bool.
+      filter: what to leave out, ``[B]``; None for nothing.
+      uniforms: ``[B, 2]`` float32, for tile and token.
+
+    Returns:
+      Tokens, normalizers ``logsumexp(logits / temperature)`` and thresholds, ``[B]``.
+    """
+    rows = Rows(logits, logits.shape[1], -float("inf"))
+    peak, best_id = rows.largest(None)
+    sums, least = rows.sums(None, peak, inv_temperature, ~greedy, filter)
+    no = jnp.zeros_like(greedy)
+    index = jnp.arange(logits.shape[0], dtype=jnp.int32)
+    source = Source(
+        row=index,
+        draft_row=index,
+        token_id=index,
+        stats=tiles.RowStats(peak[:, None], sums[:, None], least),
+        scale=DraftScale.unit(),
+        weight=jnp.ones_like(peak),
+        from_residual=no,
+        without_token=no,
+        inv_temperature=inv_temperature,
+    )
+    drawn, _ = _Phases(rows, None, None).resample(source, uniforms, in_place=True)
+    token_ids = jnp.where(greedy, best_id, drawn)
+    return token_ids, peak * inv_temperature + jnp.log(sums), least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -484,10 +524,11 @@ class _Phases:
         # By request, since a TPU writes to memory the rows that it gathers.
         return _gathering(lambda s: jnp.sum(self._masses(s)[0], axis=1), each)
 
-    def _masses(self, source: Source) -> tuple[jax.Array, jax.Array]:
+    def _masses(self, source: Source, in_place: bool = False) -> tuple[jax.Array, jax.Array]:
         """Of sources ``[n]``: what the token is drawn by, and ``p``, summed by tile ``[n, T]``."""
         count = tiles.num_tiles(self.target.width)
-        p_entries = _in_tiles(self.target.whole(source.row), count, self.target.fill)
+        rows = self.target.whole(None if in_place else source.row)
+        p_entries = _in_tiles(rows, count, self.target.fill)
         q_entries = None
         if self.draft is not None:
             entries = self.draft[1]
@@ -516,13 +557,26 @@ class _Phases:
         residual = block.residual(source.weight, p, q)
         return jnp.where(source.from_residual, residual, weights), p
 
-    def resample(self, requests: Request, source: Source) -> tuple[jax.Array, jax.Array]:
-        """Phase 3: a token of each request, and whether its draft row is bad, ``[B]``."""
-        if requests.exponential is not None:
-            return self._race(requests.exponential, source)
-        assert requests.recover is not None
-        masses = jnp.stack(self._masses(source), axis=1)
-        tile, total = _pick(masses, requests.recover[:, 0])
+    def resample(
+        self,
+        source: Source,
+        recover: jax.Array | None,
+        exponential: jax.Array | None = None,
+        in_place: bool = False,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Phase 3: a token of each request, and whether its draft row is bad, ``[B]``.
+
+        Args:
+          source: what each is drawn from.
+          recover: ``[B, 2]`` uniforms for tile and token, or None for a race.
+          exponential: ``[B, V]`` Exp(1) noise of a race, or None.
+          in_place: whether the sources' rows are all rows, in order: then none is gathered.
+        """
+        if exponential is not None:
+            return self._race(exponential, source)
+        assert recover is not None
+        masses = jnp.stack(self._masses(source, in_place), axis=1)
+        tile, total = _pick(masses, recover[:, 0])
         has_mass = total[:, 0] > 0
         bad_draft = source.from_residual & (jnp.isnan(total[:, 0]) | source.scale.bad)
         # No weight left to draw from: draw from p.
@@ -537,7 +591,7 @@ class _Phases:
             q_entries = self.draft[1].slices(source.draft_row, first, length)
         weights = jnp.stack(self._weights(source, ids, p_entries, q_entries), axis=1)
         inside = ids // tiles.TILE == chosen[:, None]
-        token, total = _pick(jnp.where(inside[:, None], weights, 0.0), requests.recover[:, 1])
+        token, total = _pick(jnp.where(inside[:, None], weights, 0.0), recover[:, 1])
         # Rounding can leave a tile of tiny residual mass without a positive weight of its own.
         has_mass &= total[:, 0] > 0
         return first + jnp.where(has_mass, token[:, 0], token[:, 1]), bad_draft
