@@ -524,6 +524,19 @@ class _Phases:
         # By request, since a TPU writes to memory the rows that it gathers.
         return _gathering(lambda s: jnp.sum(self._masses(s)[0], axis=1), each)
 
+    def _gathered_masses(self, source: Source) -> tuple[jax.Array, jax.Array]:
+        """`_masses`, a few sources at a time where gathered rows are written to memory."""
+
+        def of_one(source: Source) -> tuple[jax.Array, jax.Array]:
+            found = self._masses(jax.tree.map(lambda x: x[None], source))
+            return jax.tree.map(lambda x: x[0], found)
+
+        return lax.platform_dependent(
+            source,
+            tpu=lambda source: lax.map(of_one, source, batch_size=_GATHERED_AT_ONCE),
+            default=self._masses,
+        )
+
     def _masses(self, source: Source, in_place: bool = False) -> tuple[jax.Array, jax.Array]:
         """Of sources ``[n]``: what the token is drawn by, and ``p``, summed by tile ``[n, T]``."""
         count = tiles.num_tiles(self.target.width)
@@ -575,7 +588,8 @@ class _Phases:
         if exponential is not None:
             return self._race(exponential, source)
         assert recover is not None
-        masses = jnp.stack(self._masses(source, in_place), axis=1)
+        by_tile = self._masses(source, True) if in_place else self._gathered_masses(source)
+        masses = jnp.stack(by_tile, axis=1)
         tile, total = _pick(masses, recover[:, 0])
         has_mass = total[:, 0] > 0
         bad_draft = source.from_residual & (jnp.isnan(total[:, 0]) | source.scale.bad)
