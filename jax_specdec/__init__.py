@@ -30,8 +30,10 @@ from jax_specdec._src.models.tokenizer import TextStream, Tokenizer, load_tokeni
 from jax_specdec._src.noise import draw_noise
 from jax_specdec._src.penalties import Penalties, apply_penalties
 from jax_specdec._src.serving.batch import GenerateOutput, StepRecord
-from jax_specdec._src.serving.driver import EngineDriver, RequestUpdate
-from jax_specdec._src.serving.engine import Engine, EngineState
+from jax_specdec._src.serving.bookkeeping import RequestUpdate
+from jax_specdec._src.serving.driver import EngineDriver
+from jax_specdec._src.serving.engine import Engine
+from jax_specdec._src.serving.engine_state import EngineState
 from jax_specdec._src.serving.loop import generate, generate_stream
 from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats
 from jax_specdec._src.serving.options import LogprobsConfig, RequestOptions

@@ -45,7 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
 
 
-ENGINES = ("test_engine.py", "test_engine_options.py", "test_engine_traffic.py")
+ENGINES = (
+    "test_engine.py",
+    "test_engine_continuity.py",
+    "test_engine_options.py",
+    "test_engine_traffic.py",
+)
 
 
 @pytest.hookimpl(optionalhook=True)  # there is none without pytest-xdist

@@ -1,6 +1,8 @@
 """Checkpoints: what is written is read back, and what is wrong is named."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jax_specdec._src.models.checkpoint import load_checkpoint, save_checkpoint
+from jax_specdec._src.models.checkpoint import (
+    LoadedModel,
+    load_checkpoint,
+    load_huggingface,
+    save_checkpoint,
+)
 from jax_specdec._src.models.llama import Llama, LlamaConfig
 
 pytestmark = pytest.mark.newest
@@ -177,3 +184,72 @@ def test_a_file_that_is_not_safetensors_is_refused(saved: Path) -> None:
     (saved / "model.safetensors").write_bytes(b"not a checkpoint")
     with pytest.raises(ValueError, match="model.safetensors is not a readable safetensors file"):
         load_checkpoint(saved)
+
+
+# Weights that are not finite
+
+FIRST, LAST = "model.embed_tokens.weight", "model.norm.weight"
+
+
+def store(directory: Path, name: str, value: float, stored: str) -> np.ndarray:
+    """Writes a value into the middle of a tensor, and all tensors in a dtype."""
+    path = directory / "model.safetensors"
+    tensors = {name: x.astype(stored) for name, x in safetensors.numpy.load_file(path).items()}
+    tensors[name].flat[7] = np.asarray(value).astype(stored)
+    safetensors.numpy.save_file(tensors, path)
+    return tensors[name]
+
+
+@pytest.mark.parametrize(
+    "value, stored, dtype, says",
+    [
+        (np.nan, "float32", "float32", "-?nan, which is nan in float32"),
+        (-np.nan, "float16", "float32", "-?nan, which is nan in float32"),
+        (np.nan, "bfloat16", "bfloat16", "-?nan, which is nan in bfloat16"),
+        (-np.inf, "bfloat16", "float32", "-inf, which is -inf in float32"),
+        (np.inf, "float64", "float16", "inf, which is inf in float16"),
+        (-1e300, "float64", "float32", r"-1e\+300, which is -inf in float32"),
+        (65520.0, "float32", "float16", "65520.0, which is inf in float16"),
+        (-3.4e38, "float32", "bfloat16", r"-3.*e\+38, which is -inf in bfloat16"),
+    ],
+)
+def test_a_weight_that_is_not_finite_is_refused_by_name(
+    saved: Path, value: float, stored: str, dtype: str, says: str
+) -> None:
+    store(saved, FIRST, value, stored)
+    with pytest.raises(ValueError) as raised:
+        load_checkpoint(saved, dtype)
+    assert re.search(f"model.safetensors has {FIRST} with a weight of {says}; ", str(raised.value))
+    assert str(raised.value).endswith("weights must be finite unless allow_nonfinite is true.")
+
+
+@pytest.mark.parametrize("value", [1e9, -1e9])
+@pytest.mark.parametrize("others", [0.0, -0.0, 1.0, -1.0])
+def test_one_weight_too_large_is_found_among_any(saved: Path, others: float, value: float) -> None:
+    edit_tensors(saved, **{FIRST: np.full((11, 12), others, np.float32)})
+    store(saved, FIRST, value, "float32")
+    with pytest.raises(ValueError, match=f"has {FIRST} with a weight of {value},"):
+        load_checkpoint(saved, "float16")
+
+
+@pytest.mark.parametrize("load", [load_checkpoint, load_huggingface])
+def test_a_weight_that_is_not_finite_is_read_where_that_was_asked_for(
+    saved: Path, load: Callable[..., LoadedModel]
+) -> None:
+    for value in (np.nan, -np.inf, -1e300):
+        tensor = store(saved, LAST, value, "float64")
+        with pytest.raises(ValueError, match=f"has {LAST} with a weight of"):
+            load(saved, "float32")
+        with np.errstate(over="ignore"):
+            wanted = tensor.astype(np.float32)
+        assert not np.isfinite(wanted).all()
+        np.testing.assert_array_equal(
+            load(saved, "float32", allow_nonfinite=True).params["norm"], wanted
+        )
+
+
+def test_the_largest_finite_weights_and_the_smallest_are_read(saved: Path) -> None:
+    for value, dtype in ((-65519.0, "float16"), (1e-40, "float32"), (-0.0, "float32")):
+        tensor = store(saved, FIRST, value, "float32")
+        loaded = load_checkpoint(saved, dtype).params["embed_tokens"]
+        np.testing.assert_array_equal(loaded, tensor.astype(dtype))

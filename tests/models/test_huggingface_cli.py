@@ -1,6 +1,7 @@
 """The command line on Hugging Face checkpoints; mistakes in one: `test_huggingface`."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -167,6 +168,35 @@ def test_a_stop_token_outside_the_vocabulary_is_refused(
 def test_an_empty_name_is_no_drafter(capsys: pytest.CaptureFixture[str]) -> None:
     error = refuse(capsys, "a", "--target", str(CHECKPOINTS / "qwen2"), "--draft", "")
     assert "config.json does not exist" in error
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("a" * 5000, "/config.json cannot be opened: File name too long."),
+        ("a\nb", r"'a\nb/config.json' does not exist; a checkpoint directory must hold it."),
+        ("a\0b", "embedded null"),
+        ("a\udc80b", r"'a\udc80b/config.json' does not exist"),
+    ],
+    ids=["long", "line", "null", "byte"],
+)
+def test_a_name_that_no_directory_has_is_named_in_one_short_line(
+    capsys: pytest.CaptureFixture[str], name: str, message: str
+) -> None:
+    for options in (["--target", name], ["--target", str(CHECKPOINTS / "qwen2"), "--draft", name]):
+        error = refuse(capsys, "a", *options)
+        assert message in error and len(error) < 500
+
+
+def test_a_named_pipe_in_place_of_a_file_keeps_nobody_waiting(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name in ("config.json", "tokenizer.json", "generation_config.json", "model.safetensors"):
+        target = copy("qwen2", tmp_path / name / "target")
+        (target / name).unlink()
+        os.mkfifo(target / name)
+        error = refuse(capsys, "a", "--target", str(target), "--max-new-tokens", "4")
+        assert f"{target / name} is a named pipe, but must be a file." in error
 
 
 @pytest.mark.parametrize(

@@ -155,8 +155,13 @@ def test_generation_config_says_what_ends_a_text_or_else_config(tmp_path: Path) 
     "name, content, message",
     [
         ("tokenizer.json", None, "tokenizer.json does not exist; a checkpoint directory must"),
-        ("tokenizer.json", "{", "tokenizer.json is not a tokenizer that can be read: "),
-        ("tokenizer.json", "{}", "tokenizer.json is not a tokenizer that can be read: "),
+        ("tokenizer.json", "{", "tokenizer.json is not valid JSON: "),
+        ("tokenizer.json", "{}", "tokenizer.json has no vocabulary of token ids in it"),
+        (
+            "tokenizer.json",
+            '{"model": {"type": "WordLevel", "vocab": {"a": 0}}}',
+            "tokenizer.json is not a tokenizer that can be read: ",
+        ),
         ("generation_config.json", "{", "generation_config.json is not valid JSON"),
         (
             "generation_config.json",

@@ -14,7 +14,7 @@ import jax_specdec as sd
 
 from . import tiny
 
-VOCAB, K, SLOTS, LONGEST = 6, 2, 4, 40
+VOCAB, K, SLOTS, LONGEST, PIECE = 6, 2, 4, 40, 8
 TARGET = tiny.random_table(VOCAB, seed=1)
 DRAFT = (0.7 * TARGET + 0.5 * tiny.random_table(VOCAB, seed=2)).astype(np.float32)
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
@@ -39,6 +39,12 @@ BLOCK = dataclasses.replace(CONFIG, rejection_sample_method="block")
 JOINTLY = sd.Engine(tiny.Trigram(VOCAB), sd.ModelDrafter(tiny.Trigram(VOCAB)), BLOCK, **SHAPE)
 LOOKUP = sd.Engine(tiny.Trigram(VOCAB), sd.NGramDrafter(min_ngram=1), CONFIG, **SHAPE)
 LLAMA = sd.Engine(llama(16), sd.ModelDrafter(llama(8)), CONFIG, **SHAPE)
+EVERYTHING = dataclasses.replace(  # longer prompts are read in pieces
+    TABLE,
+    prefill_sizes=(PIECE,),
+    request_options=True,
+    logprobs=sd.LogprobsConfig(num_top=1, distribution="processed"),
+)
 TABLES = (jnp.asarray(TARGET), jnp.asarray(DRAFT))
 WEIGHTS = {
     TABLE: TABLES,

@@ -572,10 +572,10 @@ UNBUILT = {
         ValueError,
         "max_stop_tokens must be at least 0",
     ),
-    "sizes that end early": (
-        dict(prefill_sizes=(8, 16)),
+    "a size past the end": (
+        dict(prefill_sizes=(8, 48)),
         ValueError,
-        r"prefill_sizes must increase up to max_length=40, but they are \(8, 16\)",
+        r"prefill_sizes must increase up to at most max_length=40, but they are \(8, 48\)",
     ),
     "sizes out of order": (dict(prefill_sizes=(8, 8, 40)), ValueError, "prefill_sizes must"),
     "no sizes": (dict(prefill_sizes=()), ValueError, "prefill_sizes must"),

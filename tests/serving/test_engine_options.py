@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -12,14 +11,8 @@ import jax_specdec as sd
 from jax_specdec._src.serving import driver as driver_lib
 
 from . import sampled
-from .engines import LONGEST, TABLE, TABLES, TARGET, VOCAB, alone, collect, random_request, run
-
-ENGINE = dataclasses.replace(
-    TABLE,
-    prefill_sizes=(LONGEST,),
-    request_options=True,
-    logprobs=sd.LogprobsConfig(num_top=1, distribution="processed"),
-)
+from .engines import EVERYTHING as ENGINE
+from .engines import TABLE, TABLES, TARGET, VOCAB, alone, collect, random_request, run
 
 
 def driver_of() -> sd.EngineDriver:

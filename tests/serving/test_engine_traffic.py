@@ -92,7 +92,7 @@ def assert_complete(request: dict[str, Any], got: Finished) -> None:
 
 @ENGINES
 def test_a_request_among_others_gets_the_tokens_it_gets_alone(engine):
-    requests, found, cancelled, _ = serve(engine, 60, seed=1)
+    requests, found, cancelled, _ = serve(engine, 60, seed=1, preempt=0.3)
     assert 0 < len(cancelled) < 20
     by_itself = driver_of(engine)
     slots_differ = 0

@@ -11,6 +11,7 @@ from jax_specdec._src.cli.options import Options
 from jax_specdec._src.models.bytes import DOCUMENT_SEPARATOR, ByteDecoder, encode
 from jax_specdec._src.models.checkpoint import LoadedModel, load_embedded_pair, load_huggingface
 from jax_specdec._src.models.config_json import CONFIG_FILE, read_config
+from jax_specdec._src.models.fields import shown
 from jax_specdec._src.models.tokenizer import load_tokenizer
 
 MAX_LENGTH = 1024
@@ -83,15 +84,15 @@ def _checkpoints(options: Options) -> Models:
         tokenizer.check_same_vocabulary(load_tokenizer(draft_directory))
     prompt = tokenizer.encode(options.prompt)
     if not prompt:
-        raise ValueError(f"{tokenizer.path} makes no tokens of the prompt")
+        raise ValueError(f"{shown(tokenizer.path)} makes no tokens of the prompt")
     if max(prompt) >= config.vocab_size:
         raise ValueError(
-            f"{tokenizer.path} makes token id {max(prompt)} of the prompt, but {CONFIG_FILE} "
-            f"beside it has vocab_size = {config.vocab_size}"
+            f"{shown(tokenizer.path)} makes token id {max(prompt)} of the prompt, but "
+            f"{CONFIG_FILE} beside it has vocab_size = {config.vocab_size}"
         )
     if tokenizer.stop_token_ids and max(tokenizer.stop_token_ids) >= config.vocab_size:
         raise ValueError(
-            f"{options.target} has eos_token_id = {max(tokenizer.stop_token_ids)}, but "
+            f"{shown(options.target)} has eos_token_id = {max(tokenizer.stop_token_ids)}, but "
             f"{CONFIG_FILE} there has vocab_size = {config.vocab_size}"
         )
     _check_length(options, len(prompt), config.max_position_embeddings, "tokens")

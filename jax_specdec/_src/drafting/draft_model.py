@@ -71,9 +71,12 @@ class ModelDrafter:
         rows = NamedSharding(sharding.mesh, P(None, sharding.vocab_axis))
         return dataclasses.replace(store, logits=lax.with_sharding_constraint(store.logits, rows))
 
-    def prefill(self, params: Any, token_ids: jax.Array, cache: Any) -> Any:
-        """Read the prompts."""
-        start = jnp.zeros((token_ids.shape[0],), jnp.int32)
+    def prefill(
+        self, params: Any, token_ids: jax.Array, cache: Any, start: jax.Array | None = None
+    ) -> Any:
+        """Read the prompts, or a piece of them; see `Drafter.prefill`."""
+        if start is None:
+            start = jnp.zeros((token_ids.shape[0],), jnp.int32)
         return self.model.apply(params, token_ids, start, cache)[1]
 
     def propose(

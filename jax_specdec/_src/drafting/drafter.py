@@ -77,8 +77,22 @@ class Drafter(Protocol):
         """An empty store of `batch_size` slots; None if the drafts have no distribution."""
         ...
 
-    def prefill(self, params: Any, token_ids: jax.Array, cache: Any) -> Any:
-        """Read the padded prompts ``[B, P]``; returns the cache."""
+    def prefill(
+        self, params: Any, token_ids: jax.Array, cache: Any, start: jax.Array | None = None
+    ) -> Any:
+        """Read the padded prompts ``[B, P]``; returns the cache.
+
+        A request that was preempted is read again in this way. What `propose` keeps in the cache
+        besides, and reading cannot rebuild, is lost then.
+
+        Args:
+          params: the drafter's weights.
+          token_ids: ``[B, P]`` int32.
+          cache: from `init_cache`, or from the call that read the piece before.
+          start: ``[B]`` int32, position of the first token; given only where an `Engine` reads
+            prompts in pieces, which may overlap. A drafter without this argument can serve where
+            none are: with `prefill_sizes` up to the engine's `max_length`.
+        """
         ...
 
     def propose(

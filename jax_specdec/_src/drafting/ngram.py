@@ -64,9 +64,11 @@ class NGramDrafter:
         del params, batch_size, config
         return None
 
-    def prefill(self, params: Any, token_ids: jax.Array, cache: Any) -> Any:
+    def prefill(
+        self, params: Any, token_ids: jax.Array, cache: Any, start: jax.Array | None = None
+    ) -> Any:
         """Nothing to read ahead."""
-        del params, token_ids
+        del params, token_ids, start
         return cache
 
     def propose(

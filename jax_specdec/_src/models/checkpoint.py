@@ -10,6 +10,7 @@ import numpy as np
 import safetensors.numpy
 
 from jax_specdec._src.models.config_json import CONFIG_FILE, read_config, write_config
+from jax_specdec._src.models.files import is_there
 from jax_specdec._src.models.llama import Llama, LlamaConfig
 from jax_specdec._src.models.tensors import WEIGHTS_FILE, open_tensors, read_params, unfuse
 from jax_specdec._src.models.tokenizer import TOKENIZER_FILE, count_token_ids
@@ -41,20 +42,26 @@ class LoadedModel(NamedTuple):
     params: dict[str, Any]
 
 
-def load_checkpoint(directory: str | Path, dtype: Any = jnp.float32) -> LoadedModel:
+def load_checkpoint(
+    directory: str | Path, dtype: Any = jnp.float32, *, allow_nonfinite: bool = False
+) -> LoadedModel:
     """Reads a checkpoint of this package, as `save_checkpoint` writes it.
 
     Args:
         directory: holds `config.json` and the weights.
         dtype: compute dtype; weights are converted to it once, here.
+        allow_nonfinite: read weights that are NaN or infinite in the compute dtype, too.
 
     Returns:
         The model and its weights.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file cannot be parsed, asks for something that `Llama` does not compute, or
-            a tensor is missing, unknown, or of another shape or kind than the config says.
+        OSError: something else stands in place of a file, or a file cannot be opened.
+        ValueError: a file cannot be parsed, has a value out of range, asks for something that
+            `Llama` does not compute, or names files outside the directory; a tensor is missing,
+            unknown, of another shape or kind than the config says, or not finite in the compute
+            dtype.
 
     Example:
         >>> import jax, tempfile
@@ -67,11 +74,16 @@ def load_checkpoint(directory: str | Path, dtype: Any = jnp.float32) -> LoadedMo
         True
     """
     directory = Path(directory)
-    return _load(directory, read_config(directory / CONFIG_FILE), dtype)
+    config = read_config(directory / CONFIG_FILE)
+    return _load(directory, config, dtype, allow_nonfinite=allow_nonfinite)
 
 
 def load_huggingface(
-    directory: str | Path, dtype: Any = None, *, max_vocab_size: int | None = None
+    directory: str | Path,
+    dtype: Any = None,
+    *,
+    max_vocab_size: int | None = None,
+    allow_nonfinite: bool = False,
 ) -> LoadedModel:
     """Reads a Hugging Face checkpoint of the Llama, Qwen2 or Qwen3 family from a local directory.
 
@@ -87,15 +99,18 @@ def load_huggingface(
             embedding.
         max_vocab_size: ids from this on are left out: for a drafter, the target's `vocab_size`, as
             verification wants Vd <= V.
+        allow_nonfinite: read weights that are NaN or infinite in the compute dtype, too.
 
     Returns:
         The model and its weights.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file cannot be parsed, asks for something that `Llama` does not compute, or
-            a tensor is missing, unknown, or of another shape or kind than the config says; or
-            `max_vocab_size` is less than 1.
+        OSError: something else stands in place of a file, or a file cannot be opened.
+        ValueError: a file cannot be parsed, has a value out of range, asks for something that
+            `Llama` does not compute, or names files outside the directory; a tensor is missing,
+            unknown, of another shape or kind than the config says, or not finite in the compute
+            dtype; or `max_vocab_size` is less than 1.
 
     Example:
         >>> import tempfile
@@ -110,14 +125,19 @@ def load_huggingface(
         raise ValueError(f"max_vocab_size must be at least 1, not {max_vocab_size}.")
     directory = Path(directory)
     config = read_config(directory / CONFIG_FILE)
-    if (directory / TOKENIZER_FILE).exists():
+    if is_there(directory / TOKENIZER_FILE):
         known = count_token_ids(directory / TOKENIZER_FILE)
         config = dataclasses.replace(config, num_token_ids=min(known, config.vocab_size))
-    return _load(directory, config, dtype, max_vocab_size)
+    return _load(directory, config, dtype, max_vocab_size, allow_nonfinite=allow_nonfinite)
 
 
 def _load(
-    directory: Path, config: LlamaConfig, dtype: Any, max_vocab_size: int | None = None
+    directory: Path,
+    config: LlamaConfig,
+    dtype: Any,
+    max_vocab_size: int | None = None,
+    *,
+    allow_nonfinite: bool,
 ) -> LoadedModel:
     size = min(config.vocab_size, max_vocab_size or config.vocab_size)
     known = min(config.num_token_ids or size, size)
@@ -127,7 +147,8 @@ def _load(
     with open_tensors(directory, config) as tensors:
         stored = tensors.dtype("model.embed_tokens.weight")
         model = Llama(kept, stored if dtype is None else dtype)
-        return LoadedModel(model, read_params(tensors, config, model.dtype, size))
+        params = read_params(tensors, config, model.dtype, size, allow_nonfinite=allow_nonfinite)
+        return LoadedModel(model, params)
 
 
 def load_embedded_pair(dtype: Any = jnp.float32) -> tuple[LoadedModel, LoadedModel]:

@@ -9,10 +9,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jax_specdec._src.models.fields import quoted, shown
+from jax_specdec._src.models.files import read_json
 from jax_specdec._src.models.llama_config import LlamaConfig
 from jax_specdec._src.models.rotary import RopeScaling
 
-__all__ = ["CONFIG_FILE", "existing", "read_config", "read_json", "write_config"]
+__all__ = ["CONFIG_FILE", "read_config", "write_config"]
 
 CONFIG_FILE = "config.json"
 
@@ -42,59 +44,40 @@ _SIZES = (
 )
 
 
-def existing(path: Path) -> Path:
-    """The path, if it is a file.
-
-    Raises:
-        FileNotFoundError: it is not.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; a checkpoint directory must hold it.")
-    return path
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        FileNotFoundError: it does not exist.
-        ValueError: it holds something else.
-    """
-    try:
-        raw = json.loads(existing(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}.") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} must hold a JSON object.")
-    return raw
-
-
 def read_config(path: Path) -> LlamaConfig:
     """Reads a `config.json`.
 
     Raises:
         FileNotFoundError: it does not exist.
-        ValueError: it is not JSON, lacks a size, or asks for what `Llama` does not compute.
+        OSError: it is no file, or cannot be opened.
+        ValueError: it is not JSON, lacks a size, has a value out of range, or asks for what `Llama`
+            does not compute.
     """
-    raw = read_json(path)
-    family = raw.get("model_type") or "llama"
+    raw, where = read_json(path), shown(path)
+    family = "llama" if raw.get("model_type") is None else raw["model_type"]
     if not isinstance(family, str) or family not in _FAMILIES:
-        raise ValueError(f"{path} has model_type = {family!r}, but only {_one_of(_FAMILIES)}.")
+        only = _one_of(_FAMILIES)
+        raise ValueError(f"{where} has model_type = {quoted(family)}, but only {only}.")
     for key, allowed in _UNSUPPORTED.items():
         if raw.get(key) not in allowed:
-            raise ValueError(f"{path} has {key} = {raw[key]!r}, but only {_one_of(allowed[:1])}.")
-    layer_types = raw.get("layer_types")
-    if isinstance(layer_types, list) and set(map(str, layer_types)) - {"full_attention"}:
-        raise ValueError(f"{path} has layer_types other than 'full_attention', the only supported.")
+            only = _one_of(allowed[:1])
+            raise ValueError(f"{where} has {key} = {quoted(raw[key])}, but only {only}.")
+    layers = raw.get("layer_types")
+    if layers is not None and not (
+        isinstance(layers, list) and all(layer == "full_attention" for layer in layers)
+    ):
+        raise ValueError(
+            f"{where} has layer_types other than 'full_attention', the only supported."
+        )
     for key in _SIZES:
         if raw.get(key) is None:
-            raise ValueError(f"{path} lacks {key}.")
+            raise ValueError(f"{where} lacks {key}.")
     values = {key: raw[key] for key in _SIZES}
     heads = raw["num_attention_heads"]
     if (head_dim := raw.get("head_dim")) is None:
         head_dim = 128 if family == "qwen3" else _quotient(raw["hidden_size"], heads)
     key_value_heads = raw.get("num_key_value_heads")
-    theta, scaling = _read_rope(path, raw)
+    theta, scaling = _read_rope(where, raw)
     try:
         return LlamaConfig(
             **values,
@@ -109,7 +92,7 @@ def read_config(path: Path) -> LlamaConfig:
             **_FAMILIES[family],
         )
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{where}: {error}") from error
 
 
 def write_config(path: Path, config: LlamaConfig, dtype: str) -> None:
@@ -139,20 +122,21 @@ def write_config(path: Path, config: LlamaConfig, dtype: str) -> None:
     path.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
-def _read_rope(path: Path, raw: dict[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+def _read_rope(where: str, raw: dict[str, Any]) -> tuple[Any, dict[str, Any] | None]:
     """The base of the wavelengths, and the fields of a `RopeScaling`, not checked."""
     name = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
     rope = {} if raw.get(name) is None else raw[name]
     if not isinstance(rope, dict):
-        raise ValueError(f"{path} has {name} = {rope!r}, which is not a JSON object.")
+        raise ValueError(f"{where} has {name} = {quoted(rope)}, which is not a JSON object.")
     theta = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         only = _one_of(("default", "llama3"))
-        raise ValueError(f"{path} has {name} of rope_type {kind!r}, but only {only}.")
-    if rope.get("partial_rotary_factor") not in _UNSUPPORTED["partial_rotary_factor"]:
+        raise ValueError(f"{where} has {name} of rope_type {quoted(kind)}, but only {only}.")
+    rotated = rope.get("partial_rotary_factor")
+    if rotated not in _UNSUPPORTED["partial_rotary_factor"]:
         raise ValueError(
-            f"{path} has partial_rotary_factor = {rope['partial_rotary_factor']!r} in {name}, "
+            f"{where} has partial_rotary_factor = {quoted(rotated)} in {name}, "
             f"but only {_one_of((1.0,))}."
         )
     if kind == "default":
@@ -160,7 +144,7 @@ def _read_rope(path: Path, raw: dict[str, Any]) -> tuple[Any, dict[str, Any] | N
     names = [field.name for field in dataclasses.fields(RopeScaling)]
     for key in names:
         if key not in rope:
-            raise ValueError(f"{path} lacks {key} in {name}.")
+            raise ValueError(f"{where} lacks {key} in {name}.")
     return theta, {key: rope[key] for key in names}
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from jax_specdec._src.models.fields import check_fields, quoted
 from jax_specdec._src.models.rotary import RopeScaling
 
 __all__ = ["LlamaConfig", "param_shapes"]
@@ -31,7 +32,8 @@ class LlamaConfig:
             so that nobody draws them. None where all V ids are tokens.
 
     Raises:
-        ValueError: a size is not a positive integer, or sizes do not fit together.
+        ValueError: a size is not a positive integer below 2**31, a number is not positive or not
+            one that float32 holds, `rope_theta` is less than 1, or sizes do not fit together.
 
     Example:
         >>> config = LlamaConfig(
@@ -58,14 +60,9 @@ class LlamaConfig:
     num_token_ids: int | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type is int and (type(value) is not int or value < 1):
-                raise ValueError(f"{field.name} must be a positive integer, not {value!r}.")
-            if field.type is float and not (isinstance(value, (int, float)) and value > 0):
-                raise ValueError(f"{field.name} must be a positive number, not {value!r}.")
-            if field.type is bool and type(value) is not bool:
-                raise ValueError(f"{field.name} must be true or false, not {value!r}.")
+        check_fields(self)
+        if self.rope_theta < 1:  # the slowest wavelength would be the shortest
+            raise ValueError(f"rope_theta must be at least 1, not {self.rope_theta}.")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads must be a multiple of num_key_value_heads, but they are "
@@ -77,7 +74,7 @@ class LlamaConfig:
         if count is not None and not (type(count) is int and 1 <= count <= self.vocab_size):
             raise ValueError(
                 f"num_token_ids must be an integer in [1, vocab_size] = [1, {self.vocab_size}], "
-                f"not {count!r}."
+                f"not {quoted(count)}."
             )
 
 

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_specdec._src.models.fields import check_fields
+
 __all__ = ["RopeScaling", "frequencies", "rotate", "rotation"]
 
 
@@ -29,7 +31,8 @@ class RopeScaling:
         original_max_position_embeddings: longest context before the model was extended.
 
     Raises:
-        ValueError: a field is not a positive number, or the two limits are not in order.
+        ValueError: a field is not a positive number that float32 holds, the context is no integer,
+            the factor is less than 1, or the two limits are not in order.
 
     Example:
         >>> scaling = RopeScaling(
@@ -45,10 +48,9 @@ class RopeScaling:
     original_max_position_embeddings: int
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if type(value) not in (int, float) or not value > 0:
-                raise ValueError(f"{field.name} must be a positive number, not {value!r}.")
+        check_fields(self)
+        if self.factor < 1:
+            raise ValueError(f"factor must be at least 1, not {self.factor}.")
         if not self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor must be less than high_freq_factor, but they are "

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from jax_specdec._src.models.config_json import existing, read_json
+from jax_specdec._src.models.fields import quoted, reason, shown
+from jax_specdec._src.models.files import existing, is_there, read_json
 from jax_specdec._src.models.llama_config import LlamaConfig, param_shapes
 
 __all__ = ["INDEX_FILE", "WEIGHTS_FILE", "open_tensors", "read_params", "unfuse"]
@@ -54,8 +55,9 @@ def open_tensors(directory: Path, config: LlamaConfig) -> Iterator[Tensors]:
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file cannot be parsed, or a tensor is missing, unknown, or of another shape or
-            kind than the config says.
+        OSError: something else stands in its place, or it cannot be opened.
+        ValueError: a file cannot be parsed, the index leads out of the directory, or a tensor is
+            missing, unknown, or of another shape or kind than the config says.
     """
     with contextlib.ExitStack() as stack:
         tensors = _open(directory, stack)
@@ -65,67 +67,84 @@ def open_tensors(directory: Path, config: LlamaConfig) -> Iterator[Tensors]:
 
 def _open(directory: Path, stack: contextlib.ExitStack) -> Tensors:
     origin = directory / WEIGHTS_FILE
-    if origin.is_file():
+    if is_there(origin):
         file = _open_file(origin, stack)
         return Tensors(origin, {name: (origin, file) for name in file.keys()})
-    if not (directory / INDEX_FILE).is_file():
+    index = directory / INDEX_FILE
+    if not is_there(index):
         raise FileNotFoundError(
-            f"{origin} does not exist, nor does {INDEX_FILE}; a checkpoint directory must hold "
-            "one of them."
+            f"{shown(origin)} does not exist, nor does {INDEX_FILE}; a checkpoint directory must "
+            "hold one of them."
         )
-    origin = directory / INDEX_FILE
-    shard_of = read_json(origin).get("weight_map")
+    shard_of = read_json(index).get("weight_map")
     if not isinstance(shard_of, dict) or not all(isinstance(x, str) for x in shard_of.values()):
-        raise ValueError(f"{origin} lacks a weight_map from names of tensors to names of files.")
+        raise ValueError(
+            f"{shown(index)} lacks a weight_map from names of tensors to names of files."
+        )
     shards = {}
     for shard in sorted(set(shard_of.values())):
+        if Path(shard).anchor or ".." in Path(shard).parts:
+            raise ValueError(
+                f"{shown(index)} has the file {quoted(shard)} in its weight_map, which must not "
+                "leave the directory."
+            )
         path = directory / shard
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} does not exist, but {INDEX_FILE} lists it.")
+        if not is_there(path):
+            raise FileNotFoundError(f"{shown(path)} does not exist, but {INDEX_FILE} lists it.")
         shards[shard] = (path, _open_file(path, stack))
     held = {shard: set(file.keys()) for shard, (_, file) in shards.items()}
     for name, shard in shard_of.items():
         if name not in held[shard]:
             raise ValueError(
-                f"{directory / shard} lacks the tensor {name}, which {INDEX_FILE} says it holds."
+                f"{shown(directory / shard)} lacks the tensor {shown(name)}, which {INDEX_FILE} "
+                "says it holds."
             )
-    return Tensors(origin, {name: shards[shard] for name, shard in shard_of.items()})
+    return Tensors(index, {name: shards[shard] for name, shard in shard_of.items()})
 
 
 def _open_file(path: Path, stack: contextlib.ExitStack) -> Any:
+    existing(path)
     try:
-        return stack.enter_context(safetensors.safe_open(existing(path), framework="np"))
+        return stack.enter_context(safetensors.safe_open(path, framework="np"))
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is not a readable safetensors file: {error}.") from error
+        raise ValueError(
+            f"{shown(path)} is not a readable safetensors file: {reason(error)}."
+        ) from error
+    except OSError as error:
+        raise OSError(f"{shown(path)} cannot be opened: {reason(error)}.") from error
 
 
 def _check(tensors: Tensors, config: LlamaConfig) -> None:
-    expected = _tensor_shapes(config)
-    for name, shape in expected.items():
+    expected = set()
+    for name, shape in _tensor_shapes(config):  # ends at the first that the files lack
         if name not in tensors.files:
-            raise ValueError(f"{tensors.origin} lacks the tensor {name}.")
+            raise ValueError(f"{shown(tensors.origin)} lacks the tensor {name}.")
+        expected.add(name)
         path, file = tensors.files[name]
         stored = file.get_slice(name)
         if tuple(stored.get_shape()) != shape:
             raise ValueError(
-                f"{path} has {name} of shape {tuple(stored.get_shape())}, "
+                f"{shown(path)} has {name} of shape {quoted(tuple(stored.get_shape()))}, "
                 f"but its config.json says {shape}."
             )
         if stored.get_dtype() not in _DTYPES:
             raise ValueError(
-                f"{path} has {name} of dtype {stored.get_dtype()}, but only {', '.join(_DTYPES)} "
-                "are supported."
+                f"{shown(path)} has {name} of dtype {stored.get_dtype()}, but only "
+                f"{', '.join(_DTYPES)} are supported."
             )
     for name, (path, _) in tensors.files.items():
         # Writers store what follows from the rest: tables of angles, an output matrix that is tied.
         derived = name.endswith(".rotary_emb.inv_freq") or name == "lm_head.weight"
         if name not in expected and not derived:
             raise ValueError(
-                f"{path} has a tensor {name}, which its config.json does not call for."
+                f"{shown(path)} has a tensor {shown(name)}, which its config.json does not call "
+                "for."
             )
 
 
-def read_params(tensors: Tensors, config: LlamaConfig, dtype: Any, vocab_size: int) -> Any:
+def read_params(
+    tensors: Tensors, config: LlamaConfig, dtype: Any, vocab_size: int, *, allow_nonfinite: bool
+) -> Any:
     """The params of `Llama`.
 
     Args:
@@ -133,13 +152,21 @@ def read_params(tensors: Tensors, config: LlamaConfig, dtype: Any, vocab_size: i
         config: of the whole checkpoint.
         dtype: of the params.
         vocab_size: ids from this on are left out.
+        allow_nonfinite: weights may be NaN or infinite.
 
     Returns:
         The pytree of `param_shapes`, with `vocab_size` ids.
+
+    Raises:
+        ValueError: a weight is NaN or infinite in `dtype`.
     """
 
     def read(name: str, size: int | None = None) -> jax.Array:
-        return jax.device_put(tensors.read(name)[:size]).astype(dtype)
+        tensor = tensors.read(name)[:size]
+        if not allow_nonfinite:
+            _check_finite(tensors, name, tensor, dtype)
+        with np.errstate(over="ignore"):  # float64 may be held as float32
+            return jax.device_put(tensor).astype(dtype)
 
     def fused(*names: str) -> jax.Array:
         # Converted and transposed by XLA, which is much quicker at both than NumPy.
@@ -158,6 +185,22 @@ def read_params(tensors: Tensors, config: LlamaConfig, dtype: Any, vocab_size: i
     return params
 
 
+def _check_finite(tensors: Tensors, name: str, tensor: np.ndarray, dtype: Any) -> None:
+    # The bits of floating-point numbers of one sign are integers in the order of magnitude, NaN
+    # last: the largest signed integer is the largest positive number (if there is one), the largest
+    # unsigned integer the largest negative one. NumPy is quick at integers of every width.
+    for kind in ("int", "uint"):
+        bits = tensor.view(f"{kind}{8 * tensor.itemsize}")
+        stored = bits.max().view(tensor.dtype)
+        with np.errstate(over="ignore"):
+            held = stored.astype(dtype)
+        if not np.isfinite(held):
+            raise ValueError(
+                f"{shown(tensors.files[name][0])} has {name} with a weight of {stored}, which is "
+                f"{held} in {dtype}; weights must be finite unless allow_nonfinite is true."
+            )
+
+
 def unfuse(config: LlamaConfig, params: dict[str, Any]) -> dict[str, np.ndarray]:
     """The tensors of a checkpoint, `[out, in]`, by name."""
     tensors = {
@@ -166,12 +209,11 @@ def unfuse(config: LlamaConfig, params: dict[str, Any]) -> dict[str, np.ndarray]
     }
     if not config.tie_word_embeddings:
         tensors["lm_head.weight"] = params["lm_head"].T
-    query = config.num_attention_heads * config.head_dim
-    heads = [query, query + config.num_key_value_heads * config.head_dim]
-    splits = {"qkv_proj": heads, "qkv_bias": heads, "gate_up_proj": [config.intermediate_size]}
+    sizes = _part_sizes(config)
     for index, layer in enumerate(params["layers"]):
         for name, parts in _layer_tensors(config, index).items():
-            pieces = np.split(np.asarray(layer[name]), splits.get(name, []), axis=-1)
+            ends = np.cumsum(sizes.get(name, []))[:-1]
+            pieces = np.split(np.asarray(layer[name]), ends, axis=-1)
             for part, piece in zip(parts, pieces, strict=True):
                 tensors[part] = piece.T if piece.ndim == 2 else piece
     return tensors
@@ -195,11 +237,27 @@ def _layer_tensors(config: LlamaConfig, index: int) -> dict[str, list[str]]:
     return names
 
 
-def _tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Name and `[out, in]` shape of every tensor of a checkpoint."""
-    abstract = jax.tree.map(  # stand-ins without data
-        lambda shape: np.broadcast_to(np.zeros(()), shape),
-        param_shapes(config),
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-    return {name: tensor.shape for name, tensor in unfuse(config, abstract).items()}
+def _part_sizes(config: LlamaConfig) -> dict[str, list[int]]:
+    """How the last axis of each fused array is cut into tensors."""
+    keys = config.num_key_value_heads * config.head_dim
+    heads = [config.num_attention_heads * config.head_dim, keys, keys]
+    return {"qkv_proj": heads, "qkv_bias": heads, "gate_up_proj": [config.intermediate_size] * 2}
+
+
+def _tensor_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and `[out, in]` shape of every tensor of a checkpoint.
+
+    One by one: a file may call for more layers than memory has room for the names of.
+    """
+    shapes = param_shapes(dataclasses.replace(config, num_hidden_layers=1))
+    (layer,) = shapes["layers"]
+    yield "model.embed_tokens.weight", shapes["embed_tokens"]
+    yield "model.norm.weight", shapes["norm"]
+    if not config.tie_word_embeddings:
+        yield "lm_head.weight", shapes["lm_head"][::-1]
+    sizes = _part_sizes(config)
+    for index in range(config.num_hidden_layers):
+        for name, parts in _layer_tensors(config, index).items():
+            *inner, last = layer[name]
+            for part, size in zip(parts, sizes.get(name, [last]), strict=True):
+                yield part, (size, *inner)

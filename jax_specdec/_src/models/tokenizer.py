@@ -1,11 +1,14 @@
 """`tokenizer.json` of Hugging Face checkpoints, through the `tokenizers` library (extra `hf`)."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_specdec._src.models.config_json import CONFIG_FILE, existing, read_json
+from jax_specdec._src.models.config_json import CONFIG_FILE
+from jax_specdec._src.models.fields import MAX_INT, is_token_id, quoted, reason, shown
+from jax_specdec._src.models.files import existing, is_there, read_json
 
 __all__ = ["TOKENIZER_FILE", "TextStream", "Tokenizer", "count_token_ids", "load_tokenizer"]
 
@@ -43,9 +46,13 @@ class Tokenizer:
         """The ids of a text, with what the tokenizer puts around one, such as a first token.
 
         A lone surrogate, which UTF-8 cannot hold, becomes a question mark.
+
+        Raises:
+            ValueError: the tokenizer has no ids for the text.
         """
         text = text.encode("utf-8", errors="replace").decode("utf-8")
-        return list(self.library_tokenizer.encode(text).ids)
+        with _errors_name(self.path, "cannot encode the text"):
+            return list(self.library_tokenizer.encode(text).ids)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of ids; special tokens have none, bytes that are not UTF-8 become U+FFFD."""
@@ -68,11 +75,11 @@ class Tokenizer:
         differences = (i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
         if (first := min(differences, default=None)) is not None:
             mine, its = (
-                repr(tokens[first]) if first in tokens else "unknown" for tokens in (ours, theirs)
+                quoted(tokens[first]) if first in tokens else "unknown" for tokens in (ours, theirs)
             )
             raise ValueError(
-                f"{self.path} and {other.path} differ: token id {first} is {mine} in the first and "
-                f"{its} in the second."
+                f"{shown(self.path)} and {shown(other.path)} differ: token id {first} is {mine} in "
+                f"the first and {its} in the second."
             )
 
 
@@ -141,7 +148,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     Raises:
         ImportError: the `tokenizers` library is not installed.
         FileNotFoundError: there is no `tokenizer.json`.
-        ValueError: a file cannot be parsed.
+        OSError: something else stands in place of a file, or a file cannot be opened.
+        ValueError: a file cannot be parsed, or has an id that is no integer in [0, 2**31) or that
+            stands for two tokens.
 
     Example:
         >>> import tempfile, tokenizers
@@ -156,16 +165,15 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         import tokenizers
     except ImportError as error:
         raise ImportError(
-            f"{path} is read by the tokenizers library, which is not installed: "
+            f"{shown(path)} is read by the tokenizers library, which is not installed: "
             "pip install 'jax-specdec[hf]'."
         ) from error
-    try:
+    count_token_ids(path)  # the library does not say which id is wrong
+    with _errors_name(path, "is not a tokenizer that can be read"):
         library_tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path} is not a tokenizer that can be read: {reason}.") from error
-    library_tokenizer.no_truncation()
-    library_tokenizer.no_padding()
+        library_tokenizer.no_truncation()
+        library_tokenizer.no_padding()
+        library_tokenizer.encode("")  # some mistakes show only now
     return Tokenizer(path, library_tokenizer, _stop_token_ids(path.parent))
 
 
@@ -174,25 +182,70 @@ def count_token_ids(path: Path) -> int:
 
     Raises:
         FileNotFoundError: it does not exist.
-        ValueError: it holds no ids.
+        OSError: it is no file, or cannot be opened.
+        ValueError: it holds no ids, one that is no integer in [0, 2**31), or one for two tokens.
     """
-    raw = read_json(path)
-    try:
-        vocab = raw["model"]["vocab"]
-        ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
-        ids += [token["id"] for token in raw.get("added_tokens") or []]
-        return int(max(ids)) + 1
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} has no vocabulary of token ids in it.") from error
+    raw, where = read_json(path), shown(path)
+    vocab = _vocabulary(raw.get("model"))
+    if not vocab:
+        raise ValueError(f"{where} has no vocabulary of token ids in it.")
+    added = [] if raw.get("added_tokens") is None else raw["added_tokens"]
+    if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
+        raise ValueError(
+            f"{where} has added_tokens = {quoted(added)}, which is no list of objects."
+        )
+    added_ids = [(index, token.get("id")) for index, token in enumerate(added)]
+    for field, ids in (("model.vocab", vocab), ("added_tokens", added_ids)):
+        for key, token_id in ids:
+            if not is_token_id(token_id):
+                raise ValueError(
+                    f"{where} has {field} with the id {quoted(token_id)} for {quoted(key)}, but a "
+                    f"token id must be an integer in [0, {MAX_INT}]."
+                )
+    tokens: dict[int, Any] = {}
+    for token, token_id in vocab:  # added tokens may repeat them
+        if (first := tokens.setdefault(token_id, token)) != token:
+            raise ValueError(
+                f"{where} has model.vocab with the id {token_id} for {quoted(first)} and for "
+                f"{quoted(token)}, but an id must mean one token."
+            )
+    return max(token_id for _, token_id in vocab + added_ids) + 1
+
+
+def _vocabulary(model: Any) -> list[tuple[Any, Any]]:
+    """Tokens and what stands there as their ids; nothing if there is no vocabulary."""
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, dict):
+        return list(vocab.items())
+    if isinstance(vocab, list) and all(isinstance(x, list) and len(x) == 2 for x in vocab):
+        return [(index, index) for index in range(len(vocab))]  # with scores, in order of ids
+    return []
 
 
 def _stop_token_ids(directory: Path) -> tuple[int, ...]:
     for path in (directory / GENERATION_FILE, directory / CONFIG_FILE):
-        found = read_json(path).get("eos_token_id") if path.exists() else None
+        found = read_json(path).get("eos_token_id") if is_there(path) else None
         if found is None:
             continue
         ids = found if isinstance(found, list) else [found]
-        if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
-            raise ValueError(f"{path} has eos_token_id = {found!r}, which is no token id or list.")
+        if not all(map(is_token_id, ids)):
+            raise ValueError(
+                f"{shown(path)} has eos_token_id = {quoted(found)}, which is no token id or list."
+            )
         return tuple(ids)
     return ()
+
+
+@contextlib.contextmanager
+def _errors_name(path: Path, what: str) -> Iterator[None]:
+    """What the library raises, as one sentence: plain exceptions, and panics, which are none.
+
+    Raises:
+        ValueError: the library raised something.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{shown(path)} {what}: {reason(error)}.") from error

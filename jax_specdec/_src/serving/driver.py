@@ -5,22 +5,26 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, Literal
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jax_specdec._src.logprobs import TokenLogprobs
 from jax_specdec._src.serving import inputs
-from jax_specdec._src.serving.batch import StepRecord
-from jax_specdec._src.serving.engine import Engine, EngineState
-from jax_specdec._src.serving.metrics import AcceptanceStats
+from jax_specdec._src.serving.bookkeeping import Host, Report, Request, RequestUpdate
+from jax_specdec._src.serving.engine import Engine
+from jax_specdec._src.serving.engine_state import EngineState
+from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats
 from jax_specdec._src.serving.options import RequestOptions, per_request
 from jax_specdec._src.serving.placement import on_all_devices
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Status
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 
-FinishReason = Literal["length", "stop", "failed"]
+_Device = tuple[EngineState, Report | None]
+"""A state, and what the step that led to it reports, until the host has read that."""
 
 
 @functools.partial(jax.jit, static_argnames=("engine",), donate_argnames=("state",))
@@ -32,74 +36,38 @@ def _admit(
     request: dict[str, Any],
     *,
     engine: Engine,
-) -> EngineState:
-    return engine.admit(params, draft_params, state, key=jax.random.key(seed), **request)
+) -> _Device:
+    return engine.admit(params, draft_params, state, key=jax.random.key(seed), **request), None
 
 
 @functools.partial(jax.jit, static_argnames=("engine",), donate_argnames=("state",))
-def _step(
-    params: Any, draft_params: Any, state: EngineState, *, engine: Engine
-) -> tuple[EngineState, StepRecord]:
-    return engine.step(params, draft_params, state)
+def _step(params: Any, draft_params: Any, state: EngineState, *, engine: Engine) -> _Device:
+    state, record = engine.step(params, draft_params, state)
+    batch = state.batch
+    return state, Report(record, batch.lengths, batch.done, batch.status, state.counters)
 
 
 @functools.partial(jax.jit, static_argnames=("engine",), donate_argnames=("state",))
-def _release(state: EngineState, slots: Any, *, engine: Engine) -> EngineState:
-    return engine.release(state, slots)
-
-
-@dataclasses.dataclass(frozen=True)
-class RequestUpdate:
-    """What one step did for one request.
-
-    Attributes:
-      request_id: as `EngineDriver.submit` returned it.
-      token_ids: new tokens, a stop token included.
-      finish_reason: None while the request goes on; "length" where its budget is spent, "stop"
-        after a stop token, "failed" where a verification could not be made.
-      status: `Status.OK`, or why it failed.
-      num_proposed: drafts offered to the verification.
-      num_accepted: drafts it accepted, before a stop token or the budget cut its tokens.
-      logprobs: `TokenLogprobs` of NumPy arrays, a row for each new token; None unless the engine
-        has them.
-
-    Example:
-      >>> import jax_specdec as sd
-      >>> sd.RequestUpdate(0, [7], "stop").status.name
-      'OK'
-    """
-
-    request_id: int
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    status: Status = Status.OK
-    num_proposed: int = 0
-    num_accepted: int = 0
-    logprobs: TokenLogprobs | None = None
-
-
-@dataclasses.dataclass
-class _Request:
-    """A request that has not ended."""
-
-    request_id: int
-    token_ids: list[int]  # the prompt, and what was generated since
-    max_new_tokens: int  # those left
-    temperature: float
-    seed: int
-    stop_token_ids: list[int]
-    options: Any  # what `Engine.admit` takes
+def _release(state: EngineState, slots: Any, *, engine: Engine) -> _Device:
+    return engine.release(state, slots), None
 
 
 class EngineDriver:
     """Serves requests with an `Engine`: call `step` again and again, and `submit` at any time.
 
-    Requests wait in a queue for a free slot, first come, first served. Not safe for several
-    threads at once.
+    Requests wait in a queue for a free slot, first come, first served; preempted ones go before
+    them. Not safe for several threads at once.
+
+    **Interrupts.** Whatever a KeyboardInterrupt, or another exception, cuts short, go on with
+    `step`: every token is delivered once, with the updates, the finish reasons and the `stats` of
+    an uninterrupted run. A step that was dispatched is delivered by the next `step`. One that was
+    lost inside JAX, together with the state it was given, is done again: running requests are then
+    read again as preempted ones are (`preempt` says what that means). A `submit`, `cancel` or
+    `preempt` that was cut short has happened wholly or not at all.
 
     Attributes:
       engine: sizes and models.
-      state: the `EngineState`; the next call donates it.
+      max_queue: the most requests that may wait; None for any number.
 
     Example:
       >>> import jax_specdec as sd
@@ -116,35 +84,57 @@ class EngineDriver:
       [8, 8]
     """
 
-    def __init__(self, engine: Engine, params: Any, draft_params: Any = None) -> None:
+    def __init__(
+        self, engine: Engine, params: Any, draft_params: Any = None, *, max_queue: int | None = None
+    ) -> None:
         """An idle driver.
 
         Args:
           engine: sizes and models.
           params: the target's weights.
           draft_params: the drafter's weights.
+          max_queue: the most requests that may wait for their first slot; None for any number.
+
+        Raises:
+          TypeError: `max_queue` is not an integer.
+          ValueError: `max_queue` is below 1.
         """
         self.engine = engine
-        arrays = (params, draft_params, engine.init_state(draft_params))
-        self._params, self._draft_params, self.state = on_all_devices(arrays, engine.model)
-        self._queue: collections.deque[_Request] = collections.deque()
-        self._slots: list[_Request | None] = [None] * engine.num_slots
+        self.max_queue = None if max_queue is None else inputs.integer("max_queue", max_queue, 1)
+        self._params, self._draft_params = on_all_devices((params, draft_params), engine.model)
+        counters = AcceptanceCounters.create(engine.config.num_speculative_tokens)
+        host = Host((None,) * engine.num_slots, iter(()), counters)
+        state = self._empty_state(counters)
+        # What device and host know, as one thing that is replaced as a whole.
+        self._now: list[tuple[_Device, Host]] = [((state, None), host)]
+        # An interrupted call may leave a request both here and in a slot: then it runs.
+        self._preempted: collections.OrderedDict[int, Request] = collections.OrderedDict()
+        self._waiting: collections.OrderedDict[int, Request] = collections.OrderedDict()
         self._num_submitted = 0
+
+    @property
+    def state(self) -> EngineState:
+        """The engine's state; the next call donates it."""
+        return self._now[0][0][0]
 
     @property
     def num_queued(self) -> int:
         """Requests that wait for a slot."""
-        return len(self._queue)
+        self._settle()
+        return len(self._preempted) + len(self._waiting)
 
     @property
     def num_running(self) -> int:
         """Requests in a slot."""
-        return sum(request is not None for request in self._slots)
+        self._settle()
+        return len(self._host.running)
 
     @property
     def is_idle(self) -> bool:
-        """True where nothing waits and nothing runs."""
-        return not self._queue and self.num_running == 0
+        """True where nothing waits, nothing runs, and nothing is left to tell."""
+        self._settle()
+        queued = self._preempted or self._waiting
+        return not (queued or self._host.running or operator.length_hint(self._host.updates))
 
     def warm_up(self) -> None:
         """Compile everything now: from here on, serving compiles nothing.
@@ -156,11 +146,12 @@ class EngineDriver:
             raise RuntimeError(
                 f"warm_up must come while no request runs, but {self.num_running} do"
             )
-        for size in self.engine.prefill_sizes or ():
+        nowhere = self.engine.num_slots  # a slot that is not there: nothing needs to be undone
+        for size in self.engine.prompt_sizes:
             options = self.engine.options_of(RequestOptions(), size)
-            self._admit(0, _Request(-1, [0] * size, 1, 0.0, 0, [], options))
-            self._release(0)
-        self.state, _ = _step(self._params, self._draft_params, self.state, engine=self.engine)
+            self._admit(nowhere, Request(-1, [0] * size, size, 1, 0.0, 0, [], options))
+        self._release(nowhere, self._host)
+        self._step()
 
     def submit(
         self,
@@ -189,8 +180,10 @@ class EngineDriver:
         Raises:
           TypeError: something is no integer, or no number.
           ValueError: an empty prompt, an id outside the vocabulary, a prompt and budget longer
-            than the engine's `max_length`, a value out of range. The request is not queued, and
-            nothing else changes.
+            than the engine's `max_length`, a value out of range.
+          RuntimeError: `max_queue` requests wait; preempted ones do not count.
+
+          The request is then not queued, and nothing else changes.
         """
         vocab_size, longest = self.engine.model.vocab_size, self.engine.max_length
         token_ids = inputs.token_list("prompt", prompt, vocab_size)
@@ -211,111 +204,161 @@ class EngineDriver:
         arrays = self.engine.options_of(asked, len(token_ids))
         request_id = self._num_submitted
         seed = request_id if seed is None else inputs.integer("seed", seed, 0, 2**32)
-        self._queue.append(
-            _Request(request_id, token_ids, budget, checked_temperature, seed, stops, arrays)
+        if self.max_queue is not None:
+            self._settle()
+            if len(self._waiting) >= self.max_queue:
+                raise RuntimeError(
+                    f"submit needs fewer than max_queue={self.max_queue} waiting requests, but "
+                    f"{len(self._waiting)} wait"
+                )
+        request = Request(
+            request_id,
+            token_ids,
+            len(token_ids),
+            budget,
+            checked_temperature,
+            seed,
+            stops,
+            arrays,
         )
-        self._num_submitted += 1
+        self._num_submitted = request_id + 1  # first: no two requests may have one id
+        self._waiting[request_id] = request
         return request_id
 
     def cancel(self, request_id: int) -> bool:
         """End a request, wherever it is; it gets no update any more.
 
+        Takes as long however many requests wait.
+
         Returns:
           Whether it was still waiting or running.
         """
-        for request in self._queue:
-            if request.request_id == request_id:
-                self._queue.remove(request)
-                return True
-        return self._vacate(request_id) is not None
+        self._settle()
+        host = self._host.without_updates_of(request_id)
+        untold = operator.length_hint(self._host.updates) - operator.length_hint(host.updates)
+        running = host.find(request_id)
+        if running is not None:
+            self._release(running[0], host)
+            return True
+        waited = self._unqueue(request_id)
+        self._now[:] = [((self.state, None), host)]
+        return waited or untold > 0
 
     def preempt(self, request_id: int) -> bool:
         """Give a running request's slot up; it goes on later, first in the queue.
 
-        Its tokens so far are kept and read again; the drafts at hand are dropped.
+        It then reads its tokens so far again and goes on as if it had never left, a sampled request
+        with the same noise. So its tokens do not change, but for ties of float32 sums and for what
+        a drafter has learned that its `prefill` cannot rebuild: see `Engine.admit`.
 
         Returns:
           Whether it was running.
         """
-        request = self._vacate(request_id)
-        if request is None:
+        self._settle()
+        running = self._host.find(request_id)
+        if running is None:
             return False
-        self._queue.appendleft(request)
+        slot, request = running
+        self._queue_first([request])
+        self._release(slot, self._host)
         return True
 
     def step(self) -> list[RequestUpdate]:
         """Admit what fits, run one step, and tell what it did.
 
+        Call it again after an exception: a step that was dispatched, or whose updates nobody got,
+        is what it then delivers.
+
         Returns:
           One update for each running request; every one gets tokens, unless it fails.
         """
-        for slot, request in enumerate(self._slots):
-            if request is None and self._queue:
-                self._admit(slot, self._queue[0])
-                self._slots[slot] = self._queue.popleft()
-        if self.num_running == 0:
-            return []
-        self.state, record = _step(self._params, self._draft_params, self.state, engine=self.engine)
-        batch = self.state.batch
-        record, done, status = jax.device_get((record, batch.done, batch.status))
-        updates = []
-        for slot, request in enumerate(self._slots):
-            if request is None:
-                continue
-            new = record.token_ids[slot, : record.num_kept[slot]].tolist()
-            request.token_ids += new
-            request.max_new_tokens -= len(new)
-            reason: FinishReason | None = None
-            if done[slot]:
-                stopped = bool(new) and new[-1] in request.stop_token_ids
-                failed = status[slot] != Status.OK
-                reason = "failed" if failed else "stop" if stopped else "length"
-                self._slots[slot] = None
-            updates.append(
-                RequestUpdate(
-                    request.request_id,
-                    new,
-                    reason,
-                    Status(status[slot]),
-                    int(record.num_proposed[slot]),
-                    int(record.num_accepted[slot]),
-                    None if record.logprobs is None else record.logprobs.of(slot, len(new)),
-                )
-            )
-        return updates
+        self._settle()
+        if not operator.length_hint(self._host.updates):
+            self._admit_queued()
+            if self._host.running:
+                self._step()
+                self._settle()
+        # One instruction takes the updates, and the next returns them. Python handles interrupts
+        # after calls, at jumps back and where functions begin, so not between these two.
+        return [*self._now[0][1].updates]
 
     def stats(self) -> AcceptanceStats:
         """Acceptance of all verifications so far; waits for the device."""
-        return AcceptanceStats.from_counters(self.state.counters)
+        self._settle()
+        return AcceptanceStats.from_counters(self._host.counters)
 
-    def _admit(self, slot: int, request: _Request) -> None:
+    @property
+    def _host(self) -> Host:
+        return self._now[0][1]
+
+    def _empty_state(self, counters: AcceptanceCounters) -> EngineState:
+        state = self.engine.init_state(self._draft_params)
+        copied = jax.tree.map(jnp.copy, counters)  # those of the state are donated
+        return on_all_devices(dataclasses.replace(state, counters=copied), self.engine.model)
+
+    def _settle(self) -> None:
+        """Finish what an exception cut short; all of it may be cut short again."""
+        (state, report), host = self._now[0]
+        if report is not None:
+            host = host.after(report)
+            self._now[:] = [((state, None), host)]
+        for request in host.running:
+            self._unqueue(request.request_id)
+        if any(x.is_deleted() for x in jax.tree.leaves(state)):  # donated to a call that failed
+            self._queue_first(host.running)
+            host = dataclasses.replace(host, slots=(None,) * self.engine.num_slots)
+            self._now[:] = [((self._empty_state(host.counters), None), host)]
+
+    def _dispatch(self, function: Callable[..., _Device], host: Host, *args: Any) -> None:
+        """Call a compiled function, and replace with what it returns, and `host`, what is known.
+
+        Python handles interrupts between instructions. The last one here both calls and keeps what
+        comes back, so a donated state is never without its successor, nor a step without its
+        report.
+        """
+        call = functools.partial(function, engine=self.engine)
+        results = zip(itertools.starmap(call, [args]), [host], strict=True)
+        self._now[:] = results
+
+    def _admit_queued(self) -> None:
+        for slot, running in enumerate(self._host.slots):
+            if running is None:
+                queued = itertools.chain(reversed(self._preempted.values()), self._waiting.values())
+                request = next(queued, None)
+                if request is None:
+                    return
+                self._admit(slot, request)
+                self._unqueue(request.request_id)
+
+    def _admit(self, slot: int, request: Request) -> None:
         stops = np.full((self.engine.max_stop_tokens,), PLACEHOLDER_TOKEN_ID, np.int32)
         stops[: len(request.stop_token_ids)] = request.stop_token_ids
-        self.state = _admit(
-            self._params,
-            self._draft_params,
-            self.state,
-            np.uint32(request.seed),
-            dict(
-                slot=np.int32(slot),
-                prompt=self.engine.pad_prompt(request.token_ids),
-                prompt_length=np.int32(len(request.token_ids)),
-                max_new_tokens=np.int32(request.max_new_tokens),
-                temperature=np.float32(request.temperature),
-                stop_token_ids=stops,
-                options=request.options,
-            ),
-            engine=self.engine,
+        arguments = dict(
+            slot=np.int32(slot),
+            prompt=self.engine.pad_prompt(request.token_ids),
+            prompt_length=np.int32(len(request.token_ids)),
+            max_new_tokens=np.int32(request.max_new_tokens - request.num_new),
+            temperature=np.float32(request.temperature),
+            stop_token_ids=stops,
+            options=request.options,
+            resume=np.bool_(request.num_new > 0),
         )
+        host = self._host.with_slot(slot, request)
+        seed = np.uint32(request.seed)
+        self._dispatch(_admit, host, self._params, self._draft_params, self.state, seed, arguments)
 
-    def _release(self, slot: int) -> None:
+    def _step(self) -> None:
+        self._dispatch(_step, self._host, self._params, self._draft_params, self.state)
+
+    def _release(self, slot: int, host: Host) -> None:
         slots = np.arange(self.engine.num_slots) == slot
-        self.state = _release(self.state, slots, engine=self.engine)
+        self._dispatch(_release, host.with_slot(slot, None), self.state, slots)
 
-    def _vacate(self, request_id: int) -> _Request | None:
-        for slot, request in enumerate(self._slots):
-            if request is not None and request.request_id == request_id:
-                self._release(slot)
-                self._slots[slot] = None
-                return request
-        return None
+    def _queue_first(self, requests: Sequence[Request]) -> None:
+        """Put requests before all others in the queue, in this order."""
+        for request in reversed(requests):
+            self._preempted[request.request_id] = request
+
+    def _unqueue(self, request_id: int) -> bool:
+        """Take a request out of the queue; says whether it was there."""
+        return any([queue.pop(request_id, None) for queue in (self._preempted, self._waiting)])

@@ -13,52 +13,18 @@ from jax import lax
 from jax_specdec._src import noise
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Drafter, Proposal
-from jax_specdec._src.drafting.store import DraftStore
 from jax_specdec._src.models.protocol import CausalModel
 from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving import step as step_lib
+from jax_specdec._src.serving.admission import check_reads_pieces, draft_if, read_prompt
 from jax_specdec._src.serving.batch import Batch, StepRecord
+from jax_specdec._src.serving.engine_state import EngineState, forget_drafts
 from jax_specdec._src.serving.metrics import AcceptanceCounters
 from jax_specdec._src.serving.options import BatchOptions, LogprobsConfig, RequestOptions
-from jax_specdec._src.serving.slots import insert
+from jax_specdec._src.serving.slots import insert, insert_rows
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Status
 
 _SMALLEST_PREFILL = 32
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class EngineState:
-    """Everything that an `Engine` reads and writes; donate it to every function that takes it.
-
-    Between two steps it holds drafts that are not verified yet. Whatever happens to a slot in
-    between, its neighbours' drafts stay where they are.
-
-    Attributes:
-      batch: the sequences in the S slots; an empty slot is one that is done.
-      target_cache: the target's cache.
-      draft_cache: the drafter's cache.
-      draft_token_ids: ``[S, K]`` int32, drafts to verify; -1 where there is none.
-      store: what they were drawn from; None for drafts without a distribution.
-      counters: acceptance of all verifications so far.
-
-    Example:
-      >>> import jax_specdec as sd
-      >>> _, (model, params) = sd.load_embedded_pair()  # the smaller one
-      >>> engine = sd.Engine(
-      ...     model, sd.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
-      ...     num_slots=4, max_length=64)
-      >>> state = engine.init_state()
-      >>> state.draft_token_ids.shape, state.store
-      ((4, 2), None)
-    """
-
-    batch: Batch
-    target_cache: Any
-    draft_cache: Any
-    draft_token_ids: jax.Array
-    store: DraftStore | None
-    counters: AcceptanceCounters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +33,9 @@ class Engine:
 
     A step verifies the drafts of every occupied slot in one pass of the target, and drafts for the
     next step. Between steps requests are admitted to slots and taken out of them. All shapes are
-    fixed, so each function is compiled once (`admit` once per size in `prefill_sizes`). A
+    fixed, so each function is compiled once (`admit` once per length that `pad_prompt` gives). A
     request's tokens depend on its prompt, parameters and key alone: not on its slot, nor on who
-    else is there.
+    else is there, nor on whether it left its slot and came back (`admit` says when).
 
     Hashable, compared by value: give it to `jax.jit` as a static argument. `EngineDriver` is a
     small host loop around it.
@@ -80,15 +46,16 @@ class Engine:
       config: how they are verified.
       num_slots: S, requests served at a time.
       max_length: the most tokens of a request, prompt and new ones together; at least 2.
-      prefill_sizes: lengths to which prompts are padded, increasing, the last one `max_length`;
-        None for powers of two from 32 on.
+      prefill_sizes: lengths to which prompts are padded, increasing, at most `max_length`; None for
+        powers of two from 32 on, and `max_length`. A longer prompt, or a request that comes back
+        longer, is read in pieces of the last size.
       max_stop_tokens: M, the most stop tokens of a request.
       request_options: whether requests may have `RequestOptions`. If so every step makes room for
         them, whether or not a request asks for any.
       logprobs: which log-probabilities the record of a step has; None for none.
 
     Raises:
-      TypeError: a size is not an integer.
+      TypeError: a size is not an integer, or the drafter cannot read in pieces where it has to.
       ValueError: a size is too small, or `prefill_sizes` not as described.
 
     Example:
@@ -139,10 +106,13 @@ class Engine:
             inputs.integer(f"prefill_sizes[{i}]", size, 1)
             for i, size in enumerate(self.prefill_sizes)
         )
-        if list(given) != sorted(set(given)) or given[-1:] != (longest,):
+        if not given or list(given) != sorted(set(given)) or given[-1] > longest:
             raise ValueError(
-                f"prefill_sizes must increase up to max_length={longest}, but they are {given}"
+                f"prefill_sizes must increase up to at most max_length={longest}, but they are "
+                f"{given}"
             )
+        if given[-1] < longest:
+            check_reads_pieces(self.drafter, given[-1])
         object.__setattr__(self, "prefill_sizes", given)
 
     @property
@@ -150,14 +120,19 @@ class Engine:
         """L, positions per slot: a step writes up to K + 1 tokens past what is kept."""
         return self.max_length + self.config.num_speculative_tokens + 1
 
+    @property
+    def prompt_sizes(self) -> tuple[int, ...]:
+        """Lengths of padded prompts, for each of which `admit` is compiled once."""
+        assert self.prefill_sizes is not None
+        return tuple(sorted({*self.prefill_sizes, self.max_length}))
+
     def pad_prompt(self, prompt: list[int]) -> np.ndarray:
-        """The prompt ``[P]`` int32, padded to the least of `prefill_sizes` that holds it.
+        """The prompt ``[P]`` int32, padded to the least of `prompt_sizes` that holds it.
 
         Raises:
           ValueError: longer than `max_length`.
         """
-        assert self.prefill_sizes is not None
-        size = next((n for n in self.prefill_sizes if n >= len(prompt)), None)
+        size = next((n for n in self.prompt_sizes if n >= len(prompt)), None)
         if size is None:
             raise ValueError(
                 f"prompt must hold at most max_length={self.max_length} tokens, but it holds "
@@ -232,23 +207,32 @@ class Engine:
         key: jax.Array,
         stop_token_ids: jax.Array,
         options: BatchOptions | None = None,
+        resume: jax.Array | bool = False,
     ) -> EngineState:
         """Put a request into a slot, over whatever is there, and let both models read its prompt.
 
         Its first step has no drafts; it emits one token and drafts for the next.
+
+        A request that has left its slot comes back with its tokens so far for a prompt. Once it has
+        emitted some, say `resume`: it drafts again for the position where it stands, with the same
+        noise, and goes on as if it had never left. Its tokens are the same if the logits of both
+        models do not depend on how tokens were cut into calls. Float32 sums do in their last bits,
+        so a tie may go the other way. What a drafter has learned besides, and cannot rebuild in
+        `prefill`, is lost.
 
         Args:
           params: the target's weights.
           draft_params: the drafter's weights.
           state: donated.
           slot: ``[]`` int32 in [0, S).
-          prompt: ``[P]`` int32, padded to a length in `prefill_sizes`; each P is compiled once.
+          prompt: ``[P]`` int32, as `pad_prompt` gives it; each P is compiled once.
           prompt_length: ``[]`` int32, at least 1.
           max_new_tokens: ``[]`` int32, at least 1; with the prompt at most `max_length`.
           temperature: ``[]`` float32.
           key: ``[]`` typed key of two or four words.
           stop_token_ids: ``[M]`` int32, padded with -1.
           options: from `options_of`; None for an engine without `request_options`.
+          resume: ``[]`` bool, whether to draft at once.
 
         Returns:
           The state.
@@ -265,11 +249,17 @@ class Engine:
         if stops.shape != (m,):
             raise ValueError(f"stop_token_ids must have shape [{m}], but it has {stops.shape}")
 
-        start = jnp.zeros((1,), jnp.int32)
-        target_cache = self.model.init_cache(1, size)
-        _, target_cache = self.model.apply(params, prompt[None, :], start, target_cache)
-        draft_cache = self.drafter.init_cache(1, size)
-        draft_cache = self.drafter.prefill(draft_params, prompt[None, :], draft_cache)
+        assert self.prefill_sizes is not None
+        target_cache, draft_cache = read_prompt(
+            self.model,
+            self.drafter,
+            params,
+            draft_params,
+            prompt,
+            length,
+            piece=min(self.prefill_sizes[-1], prompt.shape[0]),
+            max_length=size,
+        )
         row = jnp.zeros((size,), jnp.int32)
         new = Batch(
             token_ids=lax.dynamic_update_slice(row, prompt, (jnp.int32(0),)),
@@ -282,15 +272,30 @@ class Engine:
             status=jnp.int32(Status.OK),
             options=options,
         )
+        resume = jnp.asarray(resume, bool)
+        proposal, draft_cache = draft_if(
+            resume,
+            self.drafter,
+            draft_params,
+            new,
+            draft_cache,
+            self.config,
+            self.model.vocab_size,
+        )
+        here = jnp.arange(self.num_slots, dtype=jnp.int32) == slot
         state = dataclasses.replace(
-            state,
+            forget_drafts(state, here),
             batch=jax.tree.map(lambda all_, one: all_.at[slot].set(one), state.batch, new),
             target_cache=insert(
                 self.model.init_cache, state.target_cache, target_cache, slot, size
             ),
             draft_cache=insert(self.drafter.init_cache, state.draft_cache, draft_cache, slot, size),
         )
-        return _forget_drafts(state, jnp.arange(self.num_slots, dtype=jnp.int32) == slot)
+        ids = jnp.where((here & resume)[:, None], proposal.token_ids, state.draft_token_ids)
+        store = state.store
+        if store is not None and proposal.store is not None:
+            store = insert_rows(store, proposal.store, slot, resume)
+        return dataclasses.replace(state, draft_token_ids=ids, store=store)
 
     def step(
         self, params: Any, draft_params: Any, state: EngineState
@@ -368,7 +373,7 @@ class Engine:
             draft_token_ids=proposal.token_ids,
             store=proposal.store,
         )
-        return _forget_drafts(state, state.batch.done)
+        return forget_drafts(state, state.batch.done)
 
     def release(self, state: EngineState, slots: jax.Array) -> EngineState:
         """Empty some slots: their requests emit nothing more. Not needed for those that are done.
@@ -381,10 +386,4 @@ class Engine:
           The state.
         """
         batch = dataclasses.replace(state.batch, done=state.batch.done | slots)
-        return _forget_drafts(dataclasses.replace(state, batch=batch), slots)
-
-
-def _forget_drafts(state: EngineState, slots: jax.Array) -> EngineState:
-    ids = jnp.where(slots[:, None], PLACEHOLDER_TOKEN_ID, state.draft_token_ids)
-    store = None if state.store is None else state.store.evict(slots)
-    return dataclasses.replace(state, draft_token_ids=ids, store=store)
+        return forget_drafts(dataclasses.replace(state, batch=batch), slots)

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.drafting.store import DraftStore
+
 
 def insert(
     init_cache: Callable[[int, int], Any], cache: Any, one: Any, slot: jax.Array, max_length: int
@@ -44,3 +46,24 @@ def insert(
         return lax.dynamic_update_slice(all_, new, start)
 
     return jax.tree.map_with_path(put, *shapes, cache, one)
+
+
+def insert_rows(
+    store: DraftStore, one: DraftStore, slot: jax.Array, is_given: jax.Array
+) -> DraftStore:
+    """`store` with the rows of `slot` replaced by those of a store of one slot.
+
+    Args:
+      store: of S slots.
+      one: of one slot, and of the same K and Vd.
+      slot: ``[]`` int32.
+      is_given: ``[]`` bool; where false, everything stays as it is.
+    """
+    k, s = store.positions.shape
+    place = jnp.where(is_given, slot, s)  # out of range: dropped
+
+    def put(all_: jax.Array, new: jax.Array) -> jax.Array:
+        rows, values = all_.reshape(k, s, -1), new.reshape(k, -1)
+        return rows.at[:, place].set(values, mode="drop").reshape(all_.shape)
+
+    return jax.tree.map(put, store, one)

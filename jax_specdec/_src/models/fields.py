@@ -1,0 +1,68 @@
+"""Checks of numbers that files and callers give, and how a message quotes what they gave."""
+
+import dataclasses
+import reprlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["MAX_INT", "check_fields", "is_token_id", "quoted", "reason", "shown"]
+
+MAX_INT = 2**31 - 1
+"""Sizes, positions and token ids are int32 on the device."""
+
+_MAX_SHOWN = 240
+
+
+def shown(name: str | Path) -> str:
+    """A name or path in a message: as it is, unless it would break the line or fill the screen."""
+    text = str(name)
+    text = text if text.isprintable() else repr(text)
+    half = _MAX_SHOWN // 2
+    return text if len(text) <= _MAX_SHOWN else f"{text[:half]}...{text[-half:]}"
+
+
+def quoted(value: Any) -> str:
+    """A value in a message: as Python writes it, cut where it is long or deep."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # Python writes no longer integer
+        return "a number of more than 4300 digits"
+
+
+def reason(error: BaseException) -> str:
+    """What a library says is wrong, as the end of a sentence."""
+    return shown(" ".join(str(error).split()).rstrip("."))
+
+
+def is_token_id(value: Any) -> bool:
+    """An integer that can be a token id; true and 5.0 are none."""
+    return type(value) is int and 0 <= value <= MAX_INT
+
+
+def check_fields(config: Any) -> None:
+    """Checks the fields of a dataclass that are annotated `int`, `float` or `bool`.
+
+    Raises:
+        ValueError: an integer is not positive or more than int32 holds, a number is not positive or
+            not one that float32 holds, or a switch is no boolean.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if (rule := _broken_rule(field.type, value)) is not None:
+            raise ValueError(f"{field.name} must be {rule}, not {quoted(value)}.")
+
+
+def _broken_rule(kind: Any, value: Any) -> str | None:
+    if kind is int:
+        if type(value) is not int or value < 1:
+            return "a positive integer"
+        return None if value <= MAX_INT else f"at most {MAX_INT}"
+    if kind is float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            return "a positive number"
+        normal = np.finfo(np.float32)
+        held = float(normal.tiny) <= value <= float(normal.max)
+        return None if held else "a number that float32 holds"
+    return "true or false" if kind is bool and type(value) is not bool else None

@@ -1,0 +1,88 @@
+"""Files that anybody may have written: what stands in their place is named before it is opened."""
+
+import collections
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from jax_specdec._src.models.fields import quoted, reason, shown
+
+__all__ = ["existing", "is_there", "read_json"]
+
+MAX_JSON_BYTES = 2**26
+"""More than the largest tokenizers have (some 35 MB); Python's objects take 20 times as much."""
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def is_there(path: Path) -> bool:
+    """Whether something has this path, be it a link that leads nowhere."""
+    return os.path.lexists(path)
+
+
+def existing(path: Path) -> Path:
+    """The path, if it is a file or a link to one.
+
+    Raises:
+        FileNotFoundError: nothing is there, or a link to nothing.
+        OSError: something else is there, or the system refuses the path.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if path.is_symlink():
+            target = shown(os.readlink(path))
+            raise FileNotFoundError(
+                f"{shown(path)} is a link to {target}, which does not exist."
+            ) from error
+        raise FileNotFoundError(
+            f"{shown(path)} does not exist; a checkpoint directory must hold it."
+        ) from error
+    except OSError as error:  # a name too long, links in a circle, no permission
+        raise OSError(f"{shown(path)} cannot be opened: {error.strerror}.") from error
+    except ValueError as error:  # a character that no path has
+        raise OSError(f"{shown(path)} cannot be opened: {reason(error)}.") from error
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise OSError(f"{shown(path)} is {kind}, but must be a file.")
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Numbers are as Python reads them: 1e400 and Infinity are inf. Who uses one checks it.
+
+    Raises:
+        FileNotFoundError: it does not exist.
+        OSError: it is no file, or cannot be opened.
+        ValueError: it holds something else, one key twice, or more than 64 MiB.
+    """
+    if (size := existing(path).stat().st_size) > MAX_JSON_BYTES:
+        raise ValueError(f"{shown(path)} must have at most {MAX_JSON_BYTES} bytes, but has {size}.")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object)
+    except OSError as error:
+        raise OSError(f"{shown(path)} cannot be opened: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{shown(path)} is not valid JSON: {reason(error)}.") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{shown(path)} must hold a JSON object.")
+    return raw
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of the file; readers differ in which of two equal keys counts."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        (twice, _), *_ = collections.Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"an object has the key {quoted(twice)} twice")
+    return members

@@ -1,0 +1,607 @@
+"""Files that are damaged, or that somebody made to do damage: each gets one sentence with its name.
+
+Nothing here computes: files are refused before the first weight is read.
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import resource
+import signal
+import socket
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jax_specdec as sd
+from jax_specdec._src.models.config_json import read_config
+from jax_specdec._src.models.tensors import open_tensors
+from jax_specdec._src.models.tokenizer import count_token_ids
+
+from .checkpoints import SHARDS, copy
+
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+READERS: dict[str, tuple[Callable[[Path], Any], ...]] = {
+    CONFIG: (sd.load_huggingface, sd.load_checkpoint),
+    GENERATION: (sd.load_tokenizer,),
+    TOKENIZER: (sd.load_huggingface, sd.load_tokenizer),
+    WEIGHTS: (sd.load_huggingface, sd.load_checkpoint),
+    INDEX: (sd.load_huggingface, sd.load_checkpoint),
+    SHARDS[1]: (sd.load_huggingface, sd.load_checkpoint),
+}
+JSON_FILES = (CONFIG, GENERATION, TOKENIZER, INDEX)
+MEMORY = 2**30
+SECONDS = 60
+
+
+@pytest.fixture(autouse=True)
+def bounds() -> Iterator[None]:
+    """A gibibyte more than the process has, and a minute: who needs more never ends."""
+
+    def give_up(*_: object) -> None:
+        pytest.fail(f"still busy after {SECONDS} seconds")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    pages = int(Path("/proc/self/statm").read_text().split()[5])
+    limit = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    handler = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, handler)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def checkpoint(tmp_path: Path, file: str) -> Path:
+    """A copy of a checkpoint that has the file."""
+    name = "qwen2" if file == WEIGHTS else "llama"
+    return copy(name, tmp_path / name)
+
+
+def sentence(error: BaseException) -> str:
+    """What an error says: of a documented type, one line, and short."""
+    assert type(error) in (ValueError, FileNotFoundError, OSError), repr(error)
+    text = str(error)
+    assert text.isprintable() and text.endswith(".") and len(text) < 900, text
+    return text
+
+
+def assert_refused(directory: Path, file: str, says: str) -> None:
+    for read in READERS[file]:
+        with pytest.raises(Exception) as raised:
+            read(directory)
+        text = sentence(raised.value)
+        assert file in text, text
+        assert re.search(says, text), text
+
+
+def test_undamaged_files_are_read(tmp_path: Path) -> None:
+    for file in READERS:
+        directory = checkpoint(tmp_path / file, file)
+        tokenizer = sd.load_tokenizer(directory)
+        assert tokenizer.stop_token_ids == (281, 282)
+        config = read_config(directory / CONFIG)
+        with open_tensors(directory, config) as tensors:
+            assert tensors.read("model.norm.weight").shape == (config.hidden_size,)
+        assert count_token_ids(directory / TOKENIZER) == 283
+
+
+# Something else in place of a file
+
+
+def listening(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(path.parent):
+        server.bind(path.name)
+
+
+PLACES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "directory": (Path.mkdir, "is a directory, but must be a file"),
+    "named pipe": (os.mkfifo, "is a named pipe, but must be a file"),
+    "socket": (listening, "is a socket, but must be a file"),
+    "link to nothing": (
+        lambda path: path.symlink_to("blobs/0123"),
+        "is a link to blobs/0123, which does not exist",
+    ),
+    "link to itself": (
+        lambda path: path.symlink_to(path.name),
+        "cannot be opened: Too many levels of symbolic links",
+    ),
+    "link to a directory": (lambda path: path.symlink_to("/"), "is a directory, but must be"),
+    "link to zeros": (lambda path: path.symlink_to("/dev/zero"), "is a device, but must be a"),
+    "link to a terminal": (lambda path: path.symlink_to("/dev/tty"), "is a device, but must be"),
+    "file that fails": (
+        lambda path: path.symlink_to("/proc/self/mem"),
+        "cannot be opened: |is not a readable safetensors file",
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("file", READERS)
+def test_what_stands_in_place_of_a_file_is_named(tmp_path: Path, file: str, place: str) -> None:
+    directory = checkpoint(tmp_path, file)
+    make, says = PLACES[place]
+    (directory / file).unlink()
+    make(directory / file)
+    assert_refused(directory, file, says)
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("a" * 5000, r"^a{120}\.\.\..*/config.json cannot be opened: File name too long"),
+        ("a/" * 5000, "/config.json cannot be opened: File name too long"),
+        ("a\0b", r"'a\\x00b/config.json' cannot be opened: .*embedded null"),
+        ("a\ud800b", r"'a\\ud800b/config.json' cannot be opened: 'utf-8' codec can't encode"),
+        ("a\nb", r"'a\\nb/config.json' does not exist"),
+        (__file__, "config.json does not exist"),
+    ],
+    ids=["long", "deep", "null", "surrogate", "line", "file"],
+)
+def test_a_directory_that_cannot_be_is_named(name: str, says: str) -> None:
+    for read in (sd.load_huggingface, sd.load_checkpoint):
+        with pytest.raises(OSError) as raised:
+            read(name)
+        assert re.search(says, sentence(raised.value)), str(raised.value)
+
+
+# JSON
+
+
+def in_json(path: Path, *keys: str | int, text: str) -> None:
+    """Puts JSON text where the keys lead."""
+    root = json.loads(path.read_text())
+    place = root
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = "PLACE"
+    path.write_text(json.dumps(root).replace('"PLACE"', text))
+
+
+def replace(content: str | bytes) -> Callable[[Path], Any]:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda path: path.write_bytes(data)
+
+
+def rewrite(change: Callable[[bytes], bytes]) -> Callable[[Path], Any]:
+    return lambda path: path.write_bytes(change(path.read_bytes()))
+
+
+NOT_JSON: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "empty": (replace(""), "is not valid JSON: Expecting value"),
+    "cut": (rewrite(lambda data: data[:-40]), "is not valid JSON: "),
+    "zeros": (replace(bytes(1000)), "is not valid JSON: "),
+    "byte order mark": (rewrite(lambda data: b"\xef\xbb\xbf" + data), "Unexpected UTF-8 BOM"),
+    "UTF-16": (rewrite(lambda data: data.decode().encode("utf-16")), "'utf-8' codec can't decode"),
+    "latin": (rewrite(lambda data: b'{"\xe9": 1, ' + data[1:]), "'utf-8' codec can't decode"),
+    "two objects": (rewrite(lambda data: data + b"{}"), "is not valid JSON: Extra data"),
+    "comma": (rewrite(lambda data: data.rstrip()[:-1] + b",}"), "is not valid JSON: "),
+    "number": (replace("1e400"), "must hold a JSON object"),
+    "list": (replace("[]"), "must hold a JSON object"),
+    "null": (replace("null"), "must hold a JSON object"),
+    "deep": (replace('{"a":' + "[" * 10**6), "is not valid JSON: maximum recursion depth|exceeded"),
+    "many digits": (replace(f'{{"a": {"9" * 10**6}}}'), "is not valid JSON: Exceeds the limit"),
+    "key twice": (
+        rewrite(lambda data: b'{"a": {"k": 1, "j": 2, "k": 1}, ' + data[1:]),
+        "is not valid JSON: an object has the key 'k' twice",
+    ),
+    "long key twice": (
+        rewrite(lambda data: b'{"K": 1, "K": 2, '.replace(b"K", b"\\n" * 10**5) + data[1:]),
+        r"is not valid JSON: an object has the key '[\\n]*\.\.\.[\\n]*' twice",
+    ),
+    "too large": (
+        lambda path: os.truncate(path, 2**40),
+        "must have at most 67108864 bytes, but has 1099511627776",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_JSON)
+@pytest.mark.parametrize("file", JSON_FILES)
+def test_what_is_no_json_object_is_named(tmp_path: Path, file: str, kind: str) -> None:
+    directory = checkpoint(tmp_path, file)
+    damage, says = NOT_JSON[kind]
+    damage(directory / file)
+    assert_refused(directory, file, says)
+
+
+NO_NUMBER = ('"8"', "true", "[]", "[8]", "{}", "null", "-1", "0", "-0.0", "NaN", "-1e400")
+NO_INTEGER = (*NO_NUMBER, "8.0", "1.5", "1e400", "Infinity", "2147483648", "1" + 30 * "0")
+NO_FLOAT32 = (*NO_NUMBER, "1e400", "Infinity", "1e39", "1e-39", "1" + 400 * "0")
+NO_SWITCH = ('"false"', "0", "1", "null", "[]", "NaN")
+NO_TOKEN_ID = ('"5"', "true", "5.9", "5.0", "-1", "NaN", "1e400", "[[]]", "{}", "2147483648")
+
+FIELDS: dict[tuple[str | int, ...], tuple[str, ...]] = {
+    ("vocab_size",): NO_INTEGER,
+    ("hidden_size",): NO_INTEGER,
+    ("intermediate_size",): NO_INTEGER,
+    ("num_hidden_layers",): NO_INTEGER,
+    ("num_attention_heads",): NO_INTEGER,
+    ("num_key_value_heads",): tuple(text for text in NO_INTEGER if text != "null"),
+    ("head_dim",): tuple(text for text in NO_INTEGER if text != "null"),
+    ("max_position_embeddings",): NO_INTEGER,
+    ("num_token_ids",): tuple(text for text in NO_INTEGER if text != "null"),
+    ("rms_norm_eps",): NO_FLOAT32,
+    ("rope_parameters", "rope_theta"): (*NO_FLOAT32, "0.5"),
+    ("rope_parameters", "factor"): (*NO_FLOAT32, "0.5"),
+    ("rope_parameters", "low_freq_factor"): NO_FLOAT32,
+    ("rope_parameters", "high_freq_factor"): NO_FLOAT32,
+    ("rope_parameters", "original_max_position_embeddings"): NO_INTEGER,
+    ("rope_parameters", "rope_type"): ('"yarn"', "null", "[]", "true", "1e400"),
+    ("rope_parameters", "partial_rotary_factor"): ('"1"', "0.5", "NaN", "[]", "1e400"),
+    ("rope_parameters",): ('"llama3"', "8", "[]", "true", "NaN"),
+    ("tie_word_embeddings",): NO_SWITCH,
+    ("attention_bias",): ("true", '"false"', "[]", "NaN"),
+    ("mlp_bias",): ("true", '"false"', "{}"),
+    ("use_sliding_window",): ("true", '"false"', "NaN"),
+    ("hidden_act",): ('"gelu"', "5", "[]", '"' + "s" * 10**5 + '"'),
+    ("quantization_config",): ("{}", '{"bits": 4}', "false"),
+    ("layer_types",): ('"sliding_attention"', '["full_attention", 5]', "{}", "7", "[[]]"),
+    ("model_type",): ('"gpt2"', "5", '""', "false", "[]", '["llama"]', '"\\n\\ud800"'),
+}
+
+
+@pytest.mark.parametrize("keys", FIELDS, ids="-".join)
+def test_a_value_that_config_json_cannot_have_is_named_with_its_field(
+    tmp_path: Path, keys: tuple[str, ...]
+) -> None:
+    directory = checkpoint(tmp_path, CONFIG)
+    original = (directory / CONFIG).read_bytes()
+    for text in FIELDS[keys]:
+        (directory / CONFIG).write_bytes(original)
+        in_json(directory / CONFIG, *keys, text=text)
+        assert_refused(directory, CONFIG, keys[-1])
+
+
+def test_more_layers_than_tensors_are_refused_without_memory(tmp_path: Path) -> None:
+    for file in (WEIGHTS, INDEX):
+        directory = checkpoint(tmp_path, file)
+        for count in (3, 3_000_000, 2**31 - 1):
+            in_json(directory / CONFIG, "num_hidden_layers", text=str(count))
+            assert_refused(directory, file, "lacks the tensor model.layers.2.input_layernorm")
+        in_json(directory / CONFIG, "num_hidden_layers", text=str(10**12))
+        assert_refused(directory, CONFIG, "num_hidden_layers must be at most 2147483647, not 1000")
+
+
+def test_sizes_beyond_any_array_are_refused_by_shape(tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path, WEIGHTS)
+    in_json(directory / CONFIG, "head_dim", text="8")
+    for field in ("intermediate_size", "num_attention_heads", "head_dim", "hidden_size"):
+        in_json(directory / CONFIG, field, text=str(2**31 - 2**10))
+        assert_refused(directory, WEIGHTS, r"of shape \(.*\), but its config.json says \(.*\)")
+
+
+TOKEN_IDS: dict[str, tuple[str, tuple[str | int, ...], tuple[str, ...], str]] = {
+    "vocabulary": (TOKENIZER, ("model", "vocab", "a"), (*NO_TOKEN_ID, "null"), "vocab .* for 'a'"),
+    "added token": (TOKENIZER, ("added_tokens", 1, "id"), (*NO_TOKEN_ID, "null"), "added.* for 1"),
+    "stop token": (GENERATION, ("eos_token_id",), NO_TOKEN_ID, "eos_token_id = "),
+    "stop tokens": (GENERATION, ("eos_token_id", 1), (*NO_TOKEN_ID, "null"), r"eos_token_id = \["),
+    "two tokens": (TOKENIZER, ("model", "vocab", "a"), ("5", "0"), "for '.' and for 'a', but an"),
+    "no vocabulary": (
+        TOKENIZER,
+        ("model", "vocab"),
+        ("5", '"abc"', "null", "[]", "{}", "[1, 2]", '["a"]', "NaN"),
+        "has no vocabulary of token ids",
+    ),
+    "no model": (TOKENIZER, ("model",), ("5", "[]", "null", "{}", '"BPE"'), "has no vocabulary"),
+    "no added tokens": (TOKENIZER, ("added_tokens",), ("5", "{}", "[1]", "[[]]", '""'), "added_to"),
+}
+
+
+@pytest.mark.parametrize("kind", TOKEN_IDS)
+def test_what_is_no_token_id_is_named_with_its_field(tmp_path: Path, kind: str) -> None:
+    file, keys, texts, says = TOKEN_IDS[kind]
+    directory = checkpoint(tmp_path, file)
+    original = (directory / file).read_bytes()
+    for text in texts:
+        (directory / file).write_bytes(original)
+        in_json(directory / file, *keys, text=text)
+        assert_refused(directory, file, says)
+
+
+@pytest.mark.parametrize(
+    "keys, text",
+    [
+        (("model", "merges"), "5"),
+        (("model", "merges"), '[["a"]]'),
+        (("model", "merges"), '[["no", "such"]]'),
+        (("model", "type"), '"' + "x" * 10**5 + '"'),
+        (("model", "continuing_subword_prefix"), '"' + "x" * 50 + '"'),  # the library panics
+        (("post_processor", "special_tokens"), "{}"),  # and at the first text
+        (("decoder",), '{"type": "\\n"}'),
+        (("normalizer",), "[" * 400 + "]" * 400),
+        (("added_tokens", 0, "content"), "null"),
+        (("version",), '"9.0"'),
+    ],
+)
+def test_what_the_tokenizers_library_refuses_is_named(
+    tmp_path: Path, keys: tuple[str | int, ...], text: str
+) -> None:
+    directory = checkpoint(tmp_path, TOKENIZER)
+    in_json(directory / TOKENIZER, *keys, text=text)
+    with pytest.raises(ValueError) as raised:
+        sd.load_tokenizer(directory)
+    assert "tokenizer.json is not a tokenizer that can be read: " in sentence(raised.value)
+
+
+# Tensors
+
+
+def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
+    """Changes the header of a safetensors file; the length before it is made to fit."""
+
+    def edit(path: Path) -> None:
+        data = path.read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        parsed = json.loads(data[8 : 8 + length])
+        change(parsed)
+        write_header(path, json.dumps(parsed).encode(), data[8 + length :])
+
+    return edit
+
+
+def header_text(text: bytes) -> Callable[[Path], Any]:
+    return lambda path: write_header(path, text, b"")
+
+
+def write_header(path: Path, text: bytes, data: bytes) -> None:
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def length(value: int) -> Callable[[Path], Any]:
+    return rewrite(lambda data: struct.pack("<Q", value) + data[8:])
+
+
+def norm(**fields: Any) -> Callable[[Path], Any]:
+    """Changes the entry of the last norm; `...` removes a field."""
+
+    def change(entries: dict[str, Any]) -> None:
+        entry = {**entries["model.norm.weight"], **fields}
+        entries["model.norm.weight"] = {k: v for k, v in entry.items() if v is not ...}
+
+    return header(change)
+
+
+def renamed(name: str) -> Callable[[Path], Any]:
+    return header(lambda entries: entries.update({name: entries.pop("model.norm.weight")}))
+
+
+def bytes_of(name: str, dtype: str, itemsize: int) -> Callable[[dict[str, Any]], None]:
+    """The same bytes as elements of another dtype."""
+
+    def change(entries: dict[str, Any]) -> None:
+        begin, end = entries[name]["data_offsets"]
+        entries[name].update(dtype=dtype, shape=[(end - begin) // itemsize])
+
+    return change
+
+
+UNREADABLE = "is not a readable safetensors file: "
+ENTRY = '{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
+TENSORS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "empty": (replace(""), UNREADABLE),
+    "seven bytes": (replace(bytes(7)), UNREADABLE),
+    "text": (replace("no tensors at all"), UNREADABLE),
+    "zeros": (replace(bytes(1000)), UNREADABLE),
+    "pickle": (replace(b"\x80\x04\x95" + bytes(100)), UNREADABLE),
+    "header of no length": (length(0), UNREADABLE),
+    "header past the end": (length(10**6), UNREADABLE),
+    "header of 99 MB": (length(99_000_000), UNREADABLE),
+    "header of half the world": (length(2**63), UNREADABLE),
+    "header of all the world": (length(2**64 - 1), UNREADABLE),
+    "header cut": (rewrite(lambda data: data[:500]), UNREADABLE),
+    "data cut": (rewrite(lambda data: data[:-1]), UNREADABLE),
+    "data longer": (rewrite(lambda data: data + b"\0"), UNREADABLE),
+    "header empty": (header_text(b""), UNREADABLE),
+    "header no object": (header_text(b"[]"), UNREADABLE),
+    "header no UTF-8": (header_text(b'{"\xff": 1}'), UNREADABLE),
+    "header marked": (header_text(b"\xef\xbb\xbf{}"), UNREADABLE),
+    "header deep": (header_text(b'{"__metadata__":' + b"[" * 10**6), UNREADABLE),
+    "metadata of numbers": (header(lambda x: x.update(__metadata__={"a": 1})), UNREADABLE),
+    "entry no object": (header(lambda x: x.update({"model.norm.weight": 5})), UNREADABLE),
+    "no dtype": (norm(dtype=...), UNREADABLE),
+    "no shape": (norm(shape=...), UNREADABLE),
+    "no offsets": (norm(data_offsets=...), UNREADABLE),
+    "dtype unknown": (norm(dtype="F33"), UNREADABLE),
+    "dtype of a length": (norm(dtype="F" * 10**6), UNREADABLE),
+    "dtype a number": (norm(dtype=32), UNREADABLE),
+    "shape negative": (norm(shape=[-32]), UNREADABLE),
+    "shape a fraction": (norm(shape=[32.5]), UNREADABLE),
+    "shape text": (norm(shape="32"), UNREADABLE),
+    "shape overflows": (norm(shape=[2**62, 2**62]), UNREADABLE),
+    "shape overflows to nothing": (norm(shape=[2**63, 2, 0]), UNREADABLE),
+    "shape beyond integers": (norm(shape=[10**30]), UNREADABLE),
+    "shape of other size": (norm(shape=[33]), UNREADABLE),
+    "offsets reversed": (norm(data_offsets=[128, 0]), UNREADABLE),
+    "offsets overlap": (norm(data_offsets=[0, 128]), UNREADABLE),
+    "offsets out of range": (norm(data_offsets=[2**40, 2**40 + 128]), UNREADABLE),
+    "offsets beyond integers": (norm(data_offsets=[0, 10**30]), UNREADABLE),
+    "offsets negative": (norm(data_offsets=[-128, 0]), UNREADABLE),
+    "one offset": (norm(data_offsets=[0]), UNREADABLE),
+    "field twice": (
+        header_text(b'{"a": {"dtype": "F32", ' + ENTRY[1:].encode() + b"}"),
+        "duplicate field",
+    ),
+    "name twice": (
+        lambda path: write_header(path, f'{{"a": {ENTRY}, "a": {ENTRY}}}'.encode(), bytes(4)),
+        "lacks the tensor",
+    ),
+    "no tensors": (header_text(b"{}"), "lacks the tensor model.embed_tokens.weight"),
+    "tensor of a line": (renamed("a\nb"), "lacks the tensor model.norm.weight"),
+    "tensor of a length": (renamed("a" * 10**6), "lacks the tensor model.norm.weight"),
+    "rank 100000": (
+        norm(shape=[1] * 10**5 + [32]),
+        r"norm.weight of shape \(1, 1, 1, 1, 1, 1, \.\.\.\), but its config.json says \(32,\)",
+    ),
+    "shape transposed": (
+        header(lambda x: x["model.embed_tokens.weight"]["shape"].reverse()),
+        r"model.embed_tokens.weight of shape \(32, 288\), but its config.json says \(288, 32\)",
+    ),
+    "integers": (norm(dtype="I32"), "model.norm.weight of dtype I32, but only F64, F32, F16, BF16"),
+    "bytes": (header(bytes_of("model.norm.weight", "U8", 1)), r"of shape \(128,\), but its config"),
+    "eight bits": (header(bytes_of("model.norm.weight", "F8_E4M3", 1)), r"of shape \(128,\), but"),
+}
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_damaged_tensors_are_named(tmp_path: Path, kind: str) -> None:
+    directory = checkpoint(tmp_path, WEIGHTS)
+    damage, says = TENSORS[kind]
+    damage(directory / WEIGHTS)
+    assert_refused(directory, WEIGHTS, says)
+
+
+@pytest.mark.parametrize("name", ["x", "a\nb", "\u202e", "a" * 10**5])
+def test_a_tensor_that_nobody_asked_for_is_named_on_one_line(tmp_path: Path, name: str) -> None:
+    directory = checkpoint(tmp_path, WEIGHTS)
+    header(lambda x: x.update({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}))(
+        directory / WEIGHTS
+    )
+    assert_refused(directory, WEIGHTS, "has a tensor .*, which its config.json does not call for")
+
+
+# The index of shards
+
+LEAVES = "in its weight_map, which must not leave the directory"
+INDICES: dict[str, tuple[str, str]] = {
+    "list": ("[]", "lacks a weight_map from names"),
+    "nothing": ("null", "lacks a weight_map from names"),
+    "no names": ("{}", "lacks the tensor model.embed_tokens.weight"),
+    "number": ('{"a": 1}', "lacks a weight_map from names"),
+    "lists": ('{"a": ["b"]}', "lacks a weight_map from names"),
+    "absolute": ('{"a": "OUTSIDE/SHARD"}', LEAVES),
+    "up": ('{"a": "../outside/SHARD"}', LEAVES),
+    "down and up": ('{"a": "b/../../outside/SHARD"}', LEAVES),
+    "system": ('{"a": "/etc/passwd"}', LEAVES),
+    "device": ('{"a": "/dev/zero"}', LEAVES),
+    "only up": ('{"a": ".."}', LEAVES),
+    "long way up": ('{"a": "' + "../" * 10**5 + '"}', LEAVES),
+    "itself": ('{"a": "."}', "is a directory, but must be a file"),
+    "empty name": ('{"a": ""}', "is a directory, but must be a file"),
+    "no file": ('{"a": "b"}', "b does not exist, but model.safetensors.index.json lists it"),
+    "line": ('{"a": "b\\nc"}', r"b\\nc' does not exist, but model.safetensors.index.json lists"),
+    "long name": ('{"a": "' + "b" * 10**5 + '"}', r"b+ does not exist, but .* lists it"),
+    "null character": ('{"a": "b\\u0000"}', r"b\\x00' does not exist, but .* lists it"),
+    "surrogate": ('{"a": "\\ud800"}', r"\\ud800' does not exist, but .* lists it"),
+    "no tensors": ('{"a": "config.json"}', "config.json is not a readable safetensors file"),
+    "not its tensor": ('{"a": "SHARD"}', "SHARD lacks the tensor a, which .*index.json says"),
+    "tensor of a line": ('{"a\\n\\n": "SHARD"}', r"SHARD lacks the tensor 'a\\n\\n', which"),
+    "tensor of a length": ('{"' + "a" * 10**6 + '": "SHARD"}', "lacks the tensor aaa.*, which"),
+}
+
+
+@pytest.mark.parametrize("kind", INDICES)
+def test_an_index_that_lies_is_named(tmp_path: Path, kind: str) -> None:
+    outside = copy("llama", tmp_path / "outside")  # there is something to find
+    directory = copy("llama", tmp_path / "llama")
+    text, says = (part.replace("SHARD", SHARDS[0]) for part in INDICES[kind])
+    in_json(directory / INDEX, "weight_map", text=text.replace("OUTSIDE", str(outside)))
+    for read in READERS[INDEX]:
+        with pytest.raises(Exception) as raised:
+            read(directory)
+        assert re.search(says, sentence(raised.value)), str(raised.value)
+
+
+@pytest.mark.parametrize("prefix", ["../outside/", "OUTSIDE/"])
+def test_an_index_of_whole_files_elsewhere_is_refused(tmp_path: Path, prefix: str) -> None:
+    outside = copy("llama", tmp_path / "outside")
+    directory = copy("llama", tmp_path / "llama")
+    path = directory / INDEX
+    prefix = prefix.replace("OUTSIDE", str(outside))
+    path.write_text(path.read_text().replace('"model-', f'"{prefix}model-'))
+    assert_refused(directory, INDEX, f"has the file '.*' {LEAVES}")
+
+
+def test_a_file_outside_is_read_through_a_link_of_the_directory(tmp_path: Path) -> None:
+    # As `huggingface_hub` stores them.
+    directory = copy("llama", tmp_path / "llama")
+    (directory / SHARDS[0]).rename(tmp_path / "blob")
+    (directory / SHARDS[0]).symlink_to("../blob")
+    with open_tensors(directory, read_config(directory / CONFIG)) as tensors:
+        assert len(tensors.files) == 21
+
+
+# Damage at random
+
+VALUES = (*NO_INTEGER, *NO_FLOAT32, *NO_TOKEN_ID, '"\\ud800"', '""', '{"a": [1]}', "5", "1")
+
+
+def damage_bytes(data: bytes, chance: random.Random) -> bytes:
+    """Flips, cuts out, doubles or inserts bytes, mostly near the beginning."""
+    for _ in range(chance.randint(1, 4)):
+        reach = len(data) if chance.random() < 0.3 else min(len(data), 4000)
+        start = chance.randrange(reach + 1)
+        end = min(len(data), start + chance.randint(1, 20))
+        piece = chance.choice([b"", 2 * data[start:end], chance.randbytes(end - start), b'"', b"9"])
+        data = data[:start] + piece + data[end if chance.random() < 0.8 else start :]
+    return data
+
+
+def damage_value(path: Path, chance: random.Random) -> None:
+    """Puts something else in one place of a JSON file."""
+    keys: list[str | int] = []
+    place = json.loads(path.read_text())
+    while isinstance(place, dict | list) and place and (not keys or chance.random() < 0.8):
+        keys.append(
+            chance.choice(list(place)) if isinstance(place, dict) else chance.randrange(len(place))
+        )
+        place = place[keys[-1]]
+    in_json(path, *keys, text=chance.choice(VALUES))
+
+
+def damage_at_random(directory: Path, file: str, chance: random.Random) -> None:
+    if file in JSON_FILES and chance.random() < 0.6:
+        damage_value(directory / file, chance)
+    else:
+        rewrite(lambda data: damage_bytes(data, chance))(directory / file)
+
+
+def read_headers(directory: Path) -> None:
+    """All of a checkpoint but its weights."""
+    with open_tensors(directory, read_config(directory / CONFIG)):
+        count_token_ids(directory / TOKENIZER)
+
+
+def assert_read_or_refused(
+    tmp_path: Path, seed: int, readers: tuple[Callable[[Path], Any], ...]
+) -> bool:
+    """Whether all of the readers took one damaged checkpoint."""
+    chance = random.Random(seed)
+    file = chance.choice(list(READERS))
+    taken = 0
+    with tempfile.TemporaryDirectory(dir=tmp_path) as name:
+        directory = checkpoint(Path(name), file)
+        damage_at_random(directory, file, chance)
+        for read in readers:
+            try:
+                read(directory)
+                taken += 1
+            except Exception as error:
+                print(f"seed {seed}, {file}: {error!r}")
+                sentence(error)
+    return taken == len(readers)
+
+
+def test_damage_at_random_is_harmless_or_named(tmp_path: Path) -> None:
+    taken = [
+        assert_read_or_refused(tmp_path, seed, (read_headers, sd.load_tokenizer))
+        for seed in range(300)
+    ]
+    assert 20 < sum(taken) < 200  # both happen
+
+
+@pytest.mark.slow
+def test_more_damage_at_random_is_harmless_or_named(tmp_path: Path) -> None:
+    first = random.SystemRandom().randrange(2**32)
+    readers = (sd.load_huggingface, sd.load_checkpoint, sd.load_tokenizer)
+    for seed in range(first, first + 20_000):
+        signal.alarm(SECONDS)
+        assert_read_or_refused(tmp_path, seed, readers)

@@ -1,0 +1,520 @@
+"""Interrupts, preemption, failures, cancelled neighbours: every request goes on as if alone.
+
+All tests share the programs of one engine that has everything: options, log-probabilities, and
+prompts that are read in pieces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+from jax_specdec._src.serving import driver as driver_lib
+from jax_specdec._src.serving.admission import read_prompt
+
+from . import sampled, tiny
+from .engines import EVERYTHING as ENGINE
+from .engines import (
+    LLAMA,
+    LONGEST,
+    PIECE,
+    TABLE,
+    TABLES,
+    TARGET,
+    VOCAB,
+    WEIGHTS,
+    Finished,
+    K,
+    collect,
+)
+
+pytestmark = pytest.mark.newest
+
+MOST_ALIVE = 16  # counted by request: after a lost state, those that ran wait too
+FUNCTIONS = ("_admit", "_step", "_release")
+Call = Callable[..., Any]
+
+
+@functools.cache
+def warmed_up() -> sd.EngineDriver:
+    driver = sd.EngineDriver(ENGINE, *TABLES)
+    driver.warm_up()
+    return driver
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled() -> Iterator[None]:
+    """What a test serves, it serves with the programs that `warm_up` compiled."""
+    warmed_up()
+    sizes = [getattr(driver_lib, name)._cache_size() for name in FUNCTIONS]
+    yield
+    assert [getattr(driver_lib, name)._cache_size() for name in FUNCTIONS] == sizes
+
+
+# Traffic
+
+
+def random_request(rng: np.random.Generator) -> dict[str, Any]:
+    """Any prompt, budget, temperature, stop tokens and options that the engine can serve."""
+    length = int(rng.choice([1, LONGEST - 1, PIECE, PIECE + 1, rng.integers(1, LONGEST)]))
+    options = dict(
+        top_k=int(rng.integers(0, VOCAB)),
+        top_p=0.8,
+        min_p=0.1,
+        presence_penalty=-0.4,
+        frequency_penalty=0.7,
+        repetition_penalty=1.6,
+        allowed_token_ids=rng.permutation(VOCAB)[:4].tolist(),
+    )
+    return dict(
+        prompt=rng.integers(0, VOCAB, length).tolist(),
+        max_new_tokens=int(rng.integers(1, LONGEST - length + 1)),
+        temperature=float(rng.choice([0.0, 0.6, 1.4])),
+        seed=int(rng.integers(0, 2**32)),
+        stop_token_ids=rng.integers(
+            0, VOCAB, rng.integers(0, 3) * int(rng.integers(0, 2))
+        ).tolist(),
+        options=sd.RequestOptions(**{k: v for k, v in options.items() if rng.random() < 0.3}),
+    )
+
+
+@functools.cache
+def served_alone(index: int, seed: int) -> tuple[dict[str, Any], Finished]:
+    """Request `index` of traffic `seed`, and what it gets by itself, uninterrupted."""
+    request = random_request(np.random.default_rng([seed, index]))
+    driver, updates = warmed_up(), []
+    request_id = driver.submit(**request)
+    while not driver.is_idle:
+        updates += driver.step()
+    found = collect(updates)[request_id]
+    if request["temperature"] == 0:
+        truth = sampled.greedy(
+            TARGET, request["prompt"], request["options"], request["max_new_tokens"]
+        )
+        assert found.token_ids == truth[: len(found.token_ids)]
+    stopped = found.token_ids[-1] in request["stop_token_ids"]
+    assert stopped or len(found.token_ids) == request["max_new_tokens"]
+    assert found.finish_reason == ("stop" if stopped else "length")
+    return request, found
+
+
+def plainly(function: Call, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def serve(
+    count: int, seed: int, call: Call = plainly, driver: sd.EngineDriver | None = None
+) -> tuple[list[list[sd.RequestUpdate]], set[int], sd.AcceptanceStats]:
+    """Requests at random times, some preempted and some cancelled.
+
+    Args:
+      count: how many requests.
+      seed: decides everything that happens.
+      call: calls a method of the driver until it is not interrupted.
+      driver: an idle one; None for a new one.
+
+    Returns:
+      The updates of every step, by request; those that were cancelled; the counters.
+    """
+    rng = np.random.default_rng([seed])
+    driver = driver or sd.EngineDriver(ENGINE, *TABLES, max_queue=MOST_ALIVE)
+    steps: list[list[sd.RequestUpdate]] = []
+    alive: set[int] = set()
+    cancelled: set[int] = set()
+    num_submitted = 0
+    while num_submitted < count or not call(lambda: driver.is_idle):
+        for _ in range(min(count - num_submitted, rng.poisson(2.5 * (rng.random() < 0.5)))):
+            request = served_alone(num_submitted, seed)[0]
+            if len(alive) >= MOST_ALIVE:
+                break
+            submit(driver, num_submitted, request, call)
+            alive.add(num_submitted)
+            num_submitted += 1
+        new = call(driver.step)
+        steps.append(sorted(new, key=lambda update: update.request_id))
+        assert {update.request_id for update in new} <= alive
+        alive -= {update.request_id for update in new if update.finish_reason is not None}
+        for chosen in sorted(alive):
+            if rng.random() < 0.03:
+                call(driver.cancel, chosen)
+                assert not driver.cancel(chosen)
+                alive.remove(chosen)
+                cancelled.add(chosen)
+            elif rng.random() < 0.15:
+                call(driver.preempt, chosen)
+        assert driver.num_running + driver.num_queued == len(alive)
+    assert driver.num_running == driver.num_queued == 0 and not alive
+    return steps, cancelled, call(driver.stats)
+
+
+def submit(driver: sd.EngineDriver, request_id: int, request: dict[str, Any], call: Call) -> None:
+    """Submit once: one that was interrupted is queued or it is not."""
+    before = driver.num_queued
+
+    def unless_queued() -> None:
+        if driver.num_queued == before:
+            driver._num_submitted = request_id  # an interrupt may have used up an id
+            assert driver.submit(**request) == request_id
+
+    call(unless_queued)
+    assert driver.num_queued == before + 1
+
+
+def assert_each_is_as_if_alone(
+    steps: list[list[sd.RequestUpdate]], cancelled: set[int], count: int, seed: int
+) -> None:
+    """Tokens, finish reasons, drafts, and log-probabilities of every step, bit for bit."""
+    found = collect(list(itertools.chain(*steps)))
+    for index in range(count):
+        _, expected = served_alone(index, seed)
+        got = found.get(index, Finished([], None, sd.Status.OK, []))
+        if index not in cancelled:
+            assert got.finish_reason == expected.finish_reason
+            assert len(got.updates) == len(expected.updates)
+        for one, other in zip(got.updates, expected.updates, strict=False):
+            assert_same(one, other)
+
+
+def assert_same(one: sd.RequestUpdate, other: sd.RequestUpdate) -> None:
+    """But for the id."""
+    a, b = (dataclasses.replace(x, request_id=0, logprobs=None) for x in (one, other))
+    assert a == b
+    jax.tree.map(np.testing.assert_array_equal, one.logprobs, other.logprobs)
+
+
+# Preemption
+
+
+def test_a_request_that_leaves_and_comes_back_gets_what_it_gets_alone() -> None:
+    steps, cancelled, stats = serve(24, seed=1)
+    assert_each_is_as_if_alone(steps, cancelled, 24, seed=1)
+    updates = list(itertools.chain(*steps))
+    assert stats.num_draft_tokens == sum(update.num_proposed for update in updates)
+    assert stats.num_accepted_tokens == sum(update.num_accepted for update in updates)
+    assert (stats.num_verifications, stats.num_fallbacks) == (len(updates), 0)
+    assert 0.05 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.95
+
+
+@pytest.mark.parametrize("length", [1, PIECE, PIECE + 1, 3 * PIECE, 4 * PIECE + 1, LONGEST - 3])
+def test_a_request_comes_back_with_the_drafts_it_left_with(length: int) -> None:
+    """From a prompt of any length, read in any number of pieces."""
+    prompt = np.random.default_rng(length).integers(0, VOCAB, length).tolist()
+    driver = sd.EngineDriver(ENGINE, *TABLES)
+    request_id = driver.submit(prompt, max_new_tokens=3, temperature=1.3)
+    driver.submit([1], max_new_tokens=30)
+
+    def of_slot_0() -> list[Any]:
+        state = jax.device_get(driver.state)
+        rows = jax.tree.map(lambda x: x.reshape(K, ENGINE.num_slots, -1)[:, 0], state.store)
+        held = int(state.batch.lengths[0])
+        return [
+            state.draft_token_ids[0],
+            rows,
+            state.batch.token_ids[0, :held],
+            state.batch.lengths[0],
+            state.batch.ends[0],
+            state.target_cache[0, : held - 1],
+            state.draft_cache[0, : held - 1],
+        ]
+
+    first = driver.step()
+    assert len(first[0].token_ids) == 1
+    before, neighbour = of_slot_0(), np.asarray(driver.state.draft_token_ids)[1]
+    assert (before[0] >= 0).all() and (before[1].positions == length + 1).all()
+    assert driver.preempt(request_id)
+    assert (np.asarray(driver.state.draft_token_ids)[0] == -1).all()
+    driver._admit_queued()  # the first half of `step`
+    jax.tree.map(np.testing.assert_array_equal, of_slot_0(), before)
+    np.testing.assert_array_equal(np.asarray(driver.state.draft_token_ids)[1], neighbour)
+
+
+def test_a_request_that_has_emitted_nothing_comes_back_without_drafts() -> None:
+    driver = sd.EngineDriver(ENGINE, *TABLES)
+    request_id = driver.submit([1, 2], max_new_tokens=3, temperature=1.3)
+    driver._admit_queued()
+    assert driver.preempt(request_id)
+    driver._admit_queued()
+    assert (np.asarray(driver.state.draft_token_ids) == -1).all()
+    assert (np.asarray(driver.state.store.positions) == -1).all()
+
+
+def test_a_models_logits_differ_by_little_however_its_prompt_is_cut() -> None:
+    """So the tokens of a preempted request differ only where a decision is as close as this."""
+    prompt = np.random.default_rng(0).integers(0, VOCAB, LONGEST).astype(np.int32)
+    read = functools.partial(
+        read_prompt, LLAMA.model, LLAMA.drafter, *WEIGHTS[LLAMA], max_length=LONGEST
+    )
+    caches = [jax.jit(read, static_argnames="piece")(prompt, LONGEST, piece=p) for p in (40, 9)]
+    last = jnp.array([[prompt[-1]]]), jnp.array([LONGEST - 1])
+    margins = []
+    models = (LLAMA.model, LLAMA.drafter.model)
+    for model, params, *both in zip(models, WEIGHTS[LLAMA], *caches, strict=True):
+        whole, pieces = (np.asarray(model.apply(params, *last, cache)[0]) for cache in both)
+        margins.append(np.max(np.abs(whole - pieces)))
+        assert margins[-1] < 1e-4 < np.ptp(whole)
+    print(f"largest difference of logits: target {margins[0]:.1e}, drafter {margins[1]:.1e}")
+
+
+# Interrupts
+
+SERVING = str(Path(driver_lib.__file__).parent)
+
+
+class Interrupts:
+    """Calls, and calls again, interrupting where the serving code comes by: once at every place.
+
+    A place is a line, or an instruction. Python itself handles signals at some instructions only.
+    Left out is the one that returns from `step`, where it cannot: the updates are taken by then.
+    """
+
+    def __init__(self) -> None:
+        self.places: set[tuple[CodeType, int, str]] = set()
+        self.count = 0
+
+    def _is_next(self, place: tuple[CodeType, int, str]) -> bool:
+        return place not in self.places
+
+    def __call__(self, function: Call, *args: Any, **kwargs: Any) -> Any:
+        while True:
+            sys.settrace(self._trace)
+            try:
+                return function(*args, **kwargs)
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(SERVING):
+            return None
+        frame.f_trace_opcodes = True
+        place = (code, frame.f_lasti, event)
+        if event in ("line", "opcode") and self._is_next(place):
+            self.places.add(place)
+            name = dis.opname[code.co_code[frame.f_lasti]]
+            if code is not sd.EngineDriver.step.__code__ or name != "RETURN_VALUE":
+                self.count += 1
+                raise KeyboardInterrupt
+        return self._trace
+
+
+class RandomInterrupts(Interrupts):
+    """At a random place, again and again."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(seed)
+        self.left = 0
+
+    def _is_next(self, place: tuple[CodeType, int, str]) -> bool:
+        if self.left == 0:
+            self.left = 1 + int(self.rng.exponential(3000))  # never too few for long
+        self.left -= 1
+        return self.left == 0
+
+
+def test_interrupted_at_every_instruction_every_step_delivers_what_it_would_have() -> None:
+    everywhere, count = Interrupts(), 40
+    interrupted = serve(count, 2, everywhere)
+    assert_same_traffic(interrupted, serve(count, 2))
+    assert_each_is_as_if_alone(*interrupted[:2], count, seed=2)
+    places = {(code.co_name, event) for code, _, event in everywhere.places}
+    for name in ("submit", "step", "cancel", "preempt", "_admit", "_dispatch", "_settle", "after"):
+        assert {(name, "line"), (name, "opcode")} <= places
+    assert everywhere.count > 1000
+
+
+def assert_same_traffic(one: Any, other: Any) -> None:
+    """The same updates in every step, the same requests cancelled, the same counters."""
+    assert one[1:] == other[1:]
+    for got, expected in zip(one[0], other[0], strict=True):
+        assert [update.request_id for update in got] == [u.request_id for u in expected]
+        for mine, theirs in zip(got, expected, strict=True):
+            assert_same(mine, theirs)
+
+
+class InsideJax:
+    """Calls, and calls again, while compiled functions raise at random, before or after.
+
+    After means: the state that they were given is gone, and nothing was returned.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int, share: float = 0.2) -> None:
+        self.rng, self.share, self.count = np.random.default_rng(seed), share, 0
+        for name in FUNCTIONS:
+            monkeypatch.setattr(driver_lib, name, self._failing(getattr(driver_lib, name)))
+
+    def __call__(self, function: Call, *args: Any, **kwargs: Any) -> Any:
+        while True:
+            try:
+                return function(*args, **kwargs)
+            except KeyboardInterrupt:
+                pass
+
+    def _failing(self, function: Call) -> Call:
+        @functools.wraps(function)
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            fails = self.rng.random() < self.share
+            self.count += fails
+            if fails and self.rng.random() < 0.3:
+                raise KeyboardInterrupt
+            result = function(*args, **kwargs)
+            if fails:
+                raise KeyboardInterrupt
+            return result
+
+        return failing
+
+
+def test_a_state_that_is_lost_inside_jax_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = serve(24, 1)
+    with monkeypatch.context() as patched:
+        inside = InsideJax(patched, seed=0)
+        lossy = serve(24, 1, inside)
+    assert inside.count > 20
+    assert_same_traffic(lossy, expected)
+
+
+def test_any_other_error_of_a_step_loses_no_token_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    request, expected = served_alone(3, 1)
+    driver = sd.EngineDriver(ENGINE, *TABLES)
+    driver.submit(**request)
+    updates = driver.step()
+
+    def exhausted(*args: Any, engine: sd.Engine) -> Any:
+        jax.tree.map(lambda x: x.delete(), args[2])
+        raise MemoryError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(driver_lib, "_step", exhausted)
+        with pytest.raises(MemoryError, match="out of memory"):
+            driver.step()
+    assert (driver.num_running, driver.num_queued, driver.is_idle) == (0, 1, False)
+    while not driver.is_idle:
+        updates += driver.step()
+    for one, other in zip(updates, expected.updates, strict=True):
+        assert_same(one, other)
+
+
+def test_a_request_cancelled_after_an_interrupt_gets_no_update_any_more() -> None:
+    driver = sd.EngineDriver(ENGINE, *TABLES)
+    ids = [driver.submit([1], max_new_tokens=budget) for budget in (1, 9, 9)]
+    driver._admit_queued()
+    driver._step()  # and an interrupt
+    assert not driver.is_idle
+    assert driver.cancel(ids[0])  # it has ended, but nobody knows
+    assert driver.cancel(ids[1])
+    assert not driver.cancel(ids[0]) and not driver.cancel(ids[1])
+    assert [update.request_id for update in driver.step()] == [ids[2]]
+
+
+# The queue
+
+
+class Counted(int):
+    """An id that counts its comparisons."""
+
+    count = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.count += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_cancelling_compares_as_often_however_many_wait() -> None:
+    driver, many = sd.EngineDriver(ENGINE, *TABLES), 2000
+    running = [driver.submit([1], max_new_tokens=30) for _ in range(ENGINE.num_slots)]
+    driver.step()
+    waiting = [driver.submit([1], max_new_tokens=9) for _ in range(many)]
+    Counted.count = 0
+    for request_id in reversed(waiting[1:]):
+        assert driver.cancel(Counted(request_id))
+    assert Counted.count < many * (ENGINE.num_slots + 4)
+    assert driver.num_queued == 1
+    assert driver.cancel(running[2])
+    assert [u.request_id for u in driver.step()] == [*running[:2], waiting[0], running[3]]
+
+
+def test_a_full_queue_refuses_a_request_and_stays_as_it_is() -> None:
+    driver = sd.EngineDriver(ENGINE, *TABLES, max_queue=2)
+    ids = [driver.submit([1], max_new_tokens=30) for _ in range(2)]
+    message = "submit needs fewer than max_queue=2 waiting requests, but 2 wait"
+    with pytest.raises(RuntimeError, match=message):
+        driver.submit([1], max_new_tokens=30)
+    assert (driver.num_queued, driver.num_running) == (2, 0)
+    driver.step()
+    for request_id in ids:
+        assert driver.preempt(request_id)
+    ids += [driver.submit([1], max_new_tokens=30) for _ in range(2)]  # those do not count
+    assert ids == [0, 1, 2, 3]
+    with pytest.raises(RuntimeError, match=message):
+        driver.submit([1], max_new_tokens=30)
+    assert driver.num_queued == 4
+    assert [update.request_id for update in driver.step()] == [1, 0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("limit", "error", "message"),
+    [
+        (0, ValueError, "max_queue must be at least 1, but it is 0"),
+        (1.5, TypeError, "max_queue must be an int, but it is 1.5"),
+    ],
+)
+def test_a_queue_is_not_made_with(limit: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        sd.EngineDriver(ENGINE, *TABLES, max_queue=limit)
+
+
+def test_a_drafter_that_cannot_read_in_pieces_is_refused_only_where_it_must() -> None:
+    sizes = dict(num_slots=1, max_length=LONGEST)
+    sd.Engine(TABLE.model, tiny.Scripted(), TABLE.config, **sizes, prefill_sizes=(PIECE, LONGEST))
+    message = (
+        r"drafter must have a prefill that takes start, because prompts longer than "
+        r"prefill_sizes\[-1\]=8 are read in pieces, but Scripted.prefill takes \(params"
+    )
+    with pytest.raises(TypeError, match=message):
+        sd.Engine(TABLE.model, tiny.Scripted(), TABLE.config, **sizes, prefill_sizes=(PIECE,))
+
+
+# Everything at once
+
+
+def fuzz(seed: int, count: int) -> None:
+    for index in range(count):
+        served_alone(index, seed)
+    with pytest.MonkeyPatch.context() as patched:
+        everything = serve(count, seed, InsideJax(patched, seed, share=0.05))
+    assert_each_is_as_if_alone(*everything[:2], count, seed)
+    interrupts = RandomInterrupts(seed)
+    interrupted = serve(count, seed, interrupts)
+    assert_same_traffic(interrupted, everything)
+    assert interrupts.count > count
+
+
+def test_fuzz_of_traffic_with_a_fixed_seed() -> None:
+    for seed in range(10, 13):
+        fuzz(seed, count=30)
+
+
+@pytest.mark.slow
+def test_fuzz_of_traffic_without_end() -> None:
+    for seed in itertools.count(np.random.SeedSequence().generate_state(1)[0]):
+        print(f"seed {seed}")  # a failure shows the last one
+        fuzz(int(seed), count=60)
+        served_alone.cache_clear()
