@@ -21,7 +21,7 @@ from jax_specdec._src.types import DraftDistribution, DraftLogits, RejectionSamp
 from jax_specdec._src.verify import block, decide, tiles
 from jax_specdec._src.verify.decide import Request
 from jax_specdec._src.verify.resample import Source
-from jax_specdec._src.verify.rows import DraftRows, DraftScale
+from jax_specdec._src.verify.rows import DraftRows, DraftScale, sum_of
 from jax_specdec._src.verify.threshold import find_threshold, only_if
 
 _LARGE = 2**25
@@ -199,7 +199,7 @@ class Rows:
         ) -> jax.Array:
             return find_threshold(
                 filter,
-                lambda fn: jnp.sum(fn(self._read(row, words, None))),
+                lambda fn: sum_of(fn(self._read(row, words, None))),
                 size=self.size,
                 dtype=self.matrix.dtype,
                 peak=peak,
