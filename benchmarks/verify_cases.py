@@ -51,7 +51,7 @@ class Case(NamedTuple):
     rates: tuple[float, ...] | None = None
     block: bool = False
     goal: float | None = None
-    variants: tuple[Variant, ...] = (MOSAIC, XLA)
+    variants: tuple[Variant, ...] = (MOSAIC, XLA, PLAIN)
 
     @property
     def label(self) -> str:
@@ -74,7 +74,8 @@ class Case(NamedTuple):
 STANDARD, EARLY = "standard, 2.9 emitted", "standard, 1.0 emitted"
 FLOAT32 = "float32, 2.9 emitted"
 GREEDY: dict[str, Any] = {"temperature": 0, "distribution": "none", "noise": 0.5}
-SIDE_BY_SIDE = (MOSAIC, XLA, PLAIN)
+WITHOUT_PLAIN = (MOSAIC, XLA)
+"""Rules that the plain formulation does not have."""
 
 SAME_BYTES = (32000, 1024), (50257, 652), (131071, 250), (151936, 216), (262144, 125)
 """Vocabularies, and how many requests have as many bytes as 256 of 128256 ids."""
@@ -87,12 +88,17 @@ CASES = (
     ),
     Case(EARLY, 256, noise=3.0, goal=45),
     Case("greedy", 1, **GREEDY, goal=6, variants=(MOSAIC, COLD, XLA, PLAIN)),
-    Case("greedy", 256, **GREEDY, goal=60, variants=SIDE_BY_SIDE),
-    Case("synthetic", 256, rates=(0.8, 0.6, 0.4, 0.2), goal=45),
-    *(Case("block", batch, block=True, goal=goal) for batch, goal in ((64, None), (256, 250))),
+    Case("greedy", 8, **GREEDY),
+    Case("greedy", 64, **GREEDY),
+    Case("greedy", 256, **GREEDY, goal=60),
+    Case("synthetic", 256, rates=(0.8, 0.6, 0.4, 0.2), goal=45, variants=WITHOUT_PLAIN),
+    *(
+        Case("block", batch, block=True, goal=goal, variants=WITHOUT_PLAIN)
+        for batch, goal in ((64, None), (256, 250))
+    ),
     Case(FLOAT32, 1, dtype="float32", goal=9, variants=(MOSAIC, COLD, XLA, PLAIN)),
-    Case(FLOAT32, 64, dtype="float32", goal=45, variants=SIDE_BY_SIDE),
-    Case(FLOAT32, 256, dtype="float32", goal=150, variants=SIDE_BY_SIDE),
+    Case(FLOAT32, 64, dtype="float32", goal=45),
+    Case(FLOAT32, 256, dtype="float32", goal=150),
     *(Case(f"V = {v}", 64, vocabulary=v) for v in (32000, 50257, 131071, 151936, 256000, 262144)),
     *(Case(f"V = {v}", batch, vocabulary=v) for v, batch in SAME_BYTES),
     Case("one-hot drafts", 64, distribution="none"),

@@ -20,7 +20,7 @@ import jax_specdec
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jax_specdec"
-MAX_LINES = 400
+MAX_LINES = 700
 
 # Who may import whom: a unit imports units of its own layer and of those above it in this list,
 # without cycles. A unit is a file or folder of jax_specdec or jax_specdec/_src; "" is

@@ -20,6 +20,7 @@ from jax_specdec._src.types import (
     SamplingParams,
 )
 from jax_specdec._src.verify import checks, tiles
+from jax_specdec._src.verify.batched import Rows
 from jax_specdec._src.verify.rows import TargetRows
 
 Distribution = Literal["raw", "processed"]
@@ -212,14 +213,40 @@ def read_emitted(
         return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), found)
 
     def by_offset(emitted: Emitted) -> TokenLogprobs:
-        rows = TargetRows(target_logits, size, None, token_bitmask)
+        rows = Rows(target_logits, size, -float("inf"), token_bitmask)
         turned = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), emitted)
-        found = lax.map(jax.vmap(lambda one: _read(rows, one, num_top)), turned)
+        found = lax.map(lambda those: _read_batch(rows, those, num_top), turned)
         return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)
 
     if lazy is None:
         return lax.platform_dependent(emitted, cpu=one_by_one, default=by_offset)
     return one_by_one(emitted) if lazy else by_offset(emitted)
+
+
+def _read_batch(rows: Rows, those: Emitted, num_top: int) -> TokenLogprobs:
+    """Of one token of each request: ``[B]``, ``[B, n]`` and ``[B, n]``."""
+    peak, _ = rows.largest(those.row)
+    sums, least = rows.sums(those.row, peak, those.inv_temperature, those.exists, those.filter)
+    kept = None if least is None else least[:, None]
+    is_known = those.exists & jnp.isfinite(peak)
+
+    def logprobs(entries: jax.Array) -> jax.Array:
+        """Of entries ``[B, n]``."""
+        inv = those.inv_temperature[:, None]
+        found = (entries - peak[:, None]) * inv - jnp.log(sums)[:, None]
+        return jnp.where(is_known[:, None], found, jnp.nan)
+
+    own = tiles.keep(rows.at(those.row, those.token_id)[:, None], kept)
+    batch = those.row.shape[0]
+    top = jnp.full((batch, num_top), -jnp.inf)
+    ids = jnp.full((batch, num_top), PLACEHOLDER_TOKEN_ID, jnp.int32)
+    if num_top:
+        entries = tiles.keep(rows.whole(those.row), kept)
+        entries = jnp.where(entries == 0, 0.0, entries)  # top_k puts 0.0 before -0.0
+        top, found = lax.top_k(entries, num_top)
+        is_token = those.exists[:, None] & (top > -jnp.inf)
+        ids = jnp.where(is_token, found.astype(jnp.int32), PLACEHOLDER_TOKEN_ID)
+    return TokenLogprobs(logprobs(own)[:, 0], ids, logprobs(top))
 
 
 def _read(rows: TargetRows, one: Emitted, num_top: int) -> TokenLogprobs:

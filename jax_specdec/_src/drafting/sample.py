@@ -12,9 +12,8 @@ from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.noise import Stream, uniforms
 from jax_specdec._src.sampling import Filter, inverse_temperature
 from jax_specdec._src.types import Drafts, Noise, SamplingParams
+from jax_specdec._src.verify import batched
 from jax_specdec._src.verify.api import rejection_sample_with_noise
-from jax_specdec._src.verify.resample import Source, resample
-from jax_specdec._src.verify.rows import DraftScale, TargetRows
 from jax_specdec._src.verify.sharding import VerifySharding
 
 
@@ -86,31 +85,32 @@ def sample_draft_tokens(
         return DraftSample(drawn.token_ids) if takes_best else drawn
     if takes_best:
         return DraftSample(jnp.argmax(logits, axis=-1).astype(jnp.int32))
-    rows = TargetRows(logits, logits.shape[1], chunk=None)
-    inv_temperature, greedy = inverse_temperature(sampling.temperature), sampling.temperature == 0
+    return _sample_whole(logits, sampling, keys, positions, jnp.asarray(offset, jnp.int32))
 
-    def one_request(
-        row: jax.Array,
-        inv: jax.Array,
-        filter: Filter | None,
-        greedy: jax.Array,
-        key: jax.Array,
-        position: jax.Array,
-    ) -> DraftSample:
-        stats = rows.stats(row, inv, greedy, filter)
 
-        def draw() -> tuple[jax.Array, jax.Array]:
-            one, no = jnp.float32(1), jnp.bool_(False)
-            source = Source(row, row, row, stats, DraftScale.unit(), one, no, no, inv)
-            return resample(source, rows, None, uniforms(key, position, Stream.DRAFT, offset))
+@jax.jit
+def _sample_whole(
+    logits: jax.Array,
+    sampling: SamplingParams,
+    keys: jax.Array,
+    positions: jax.Array,
+    offset: jax.Array,
+) -> DraftSample:
+    drawn = batched.sample(
+        logits,
+        inverse_temperature(sampling.temperature),
+        sampling.temperature == 0,
+        Filter.of(sampling),
+        _draw(keys, positions, offset),
+    )
+    return DraftSample(*drawn)
 
-        token_id = lax.cond(greedy, lambda: rows.best(row, stats), lambda: draw()[0])
-        log_normalizer = stats.peak * inv + stats.scale(inv).log_scale
-        return DraftSample(token_id, log_normalizer, stats.threshold)
 
-    index = jnp.arange(logits.shape[0], dtype=jnp.int32)
-    filter = Filter.of(sampling)
-    return jax.vmap(one_request)(index, inv_temperature, filter, greedy, keys, positions)
+def _draw(keys: jax.Array, positions: jax.Array, offset: jax.Array) -> jax.Array:
+    """``[B, 2]`` uniforms of the draft stream."""
+    return jax.vmap(lambda key, position: uniforms(key, position, Stream.DRAFT, offset))(
+        keys, positions
+    )
 
 
 def _sample_split(
@@ -123,11 +123,13 @@ def _sample_split(
 ) -> DraftSample:
     """The same from split logits, unfiltered: what a verification without drafts emits."""
     size = logits.shape[0]
-    draw = jax.vmap(lambda key, position: uniforms(key, position, Stream.DRAFT, offset))
     output = rejection_sample_with_noise(
         logits,
         Drafts(jnp.zeros((0,), jnp.int32), jnp.zeros((size + 1,), jnp.int32)),
-        Noise(jnp.zeros((size, 1), jnp.float32), draw(keys, positions)),
+        Noise(
+            jnp.zeros((size, 1), jnp.float32),
+            _draw(keys, positions, jnp.asarray(offset, jnp.int32)),
+        ),
         sampling=SamplingParams(temperature),
         config=SpecDecodeConfig(num_speculative_tokens=1),
         sharding=sharding,

@@ -189,7 +189,9 @@ class BatchOptions:
         """The penalties of B sequences; those that are done are not penalized."""
         if self.penalties is None or self.prompt_lengths is None:
             return None
-        penalties = jnp.where(done[:, None], jnp.array([[0.0, 0.0, 1.0]]), self.penalties)
+        penalties = jnp.where(
+            done[:, None], jnp.array([[0.0, 0.0, 1.0]], jnp.float32), self.penalties
+        )
         return Penalties.from_sequences(
             token_ids,
             lengths=lengths,

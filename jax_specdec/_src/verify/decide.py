@@ -7,6 +7,7 @@ request: a backend maps them over the batch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from jax import lax
 
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
-from jax_specdec._src.verify import block, greedy, probabilistic, tiles
+from jax_specdec._src.verify import block, greedy, probabilistic, synthetic, tiles
 from jax_specdec._src.verify.resample import Source, resample, residual_mass
 from jax_specdec._src.verify.rows import DraftRows, DraftScale, TargetRows
 
@@ -194,7 +195,7 @@ def judge(
     )
     status = seen.status
     if draft is not None:
-        source = source_of(request, position, seen, target)
+        source = source_of(request, position, seen, target.size)
         mass = lax.cond(
             request.uses_q(position, target.size),
             lambda: residual_mass(source, target, draft),
@@ -209,6 +210,62 @@ def passes(request: Request, position: jax.Array, weight: jax.Array, mass: jax.A
     """Whether the drafts before a position are kept, given their joint weight and residual mass."""
     u = request.uniform(jnp.maximum(position - 1, 0))
     return (position == 0) | block.passes(u, weight, mass)
+
+
+def eager_walk(
+    request: Request, target: TargetRows, draft: DraftRows | None
+) -> tuple[jax.Array, Visit]:
+    """All positions at once; what lies past the first that is not accepted is dropped."""
+    k = request.token_ids.shape[0]
+    positions = jnp.arange(k + 1, dtype=jnp.int32)
+    seen = jax.vmap(lambda i: visit(request, i, target, draft))(positions)
+    num_accepted = tiles.first(~seen.accepted)
+    last = jax.tree.map(lambda x: x[num_accepted], seen)
+    visited = num_accepted < request.num_rows
+    return num_accepted, last._replace(status=jnp.where(visited, last.status, Status.OK))
+
+
+def num_accepted_by_rate(request: Request, rates: jax.Array, size: int) -> jax.Array:
+    """Drafts that the synthetic rule keeps at conditional `rates` ``[K]``; no row is needed."""
+    positions = jnp.arange(rates.shape[0], dtype=jnp.int32)
+    proposed = jax.vmap(functools.partial(request.is_proposed, size=size))(positions)
+    return tiles.first(~(proposed & jax.vmap(synthetic.accepts)(request.accept, rates)))
+
+
+def weigh(request: Request, target: TargetRows, draft: DraftRows | None) -> tuple[Visit, jax.Array]:
+    """All positions at once, with the joint weights of the drafts before them, and their p."""
+    k = request.token_ids.shape[0]
+    positions = jnp.arange(k + 1, dtype=jnp.int32)
+    seen, p, q = jax.vmap(lambda i: look(request, i, target, draft))(positions)
+
+    def step(weight: jax.Array, draft: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return block.joint_weight(weight, *draft), weight
+
+    _, weights = lax.scan(step, jnp.float32(1), (p, q), unroll=True)
+    return seen._replace(weight=weights), p
+
+
+def eager_block_walk(
+    request: Request,
+    target: TargetRows,
+    draft: DraftRows | None,
+    residual_mass: ResidualMass = residual_mass,
+) -> tuple[jax.Array, Visit]:
+    """All positions at once."""
+    seen, p = weigh(request, target, draft)
+    positions = jnp.arange(p.shape[0], dtype=jnp.int32)
+
+    def judged(i: jax.Array, seen: Visit, p: jax.Array) -> Visit:
+        return judge(request, i, seen, p, target, draft, residual_mass)
+
+    seen = jax.vmap(judged)(positions, seen, p)
+    proposed = jax.vmap(functools.partial(request.is_proposed, size=target.size))(positions)
+    goes_on = proposed & (jnp.append(seen.weight[1:], 0.0) > 0) & (seen.status == Status.OK)
+    stop = tiles.first(~goes_on)
+    num_accepted = jnp.max(jnp.where((positions <= stop) & seen.accepted, positions, 0))
+    last = jax.tree.map(lambda x: x[num_accepted], seen)
+    visited = proposed[stop] | ((num_accepted == stop) & (stop < request.num_rows))
+    return num_accepted, last._replace(status=jnp.where(visited, seen.status[stop], Status.OK))
 
 
 def emit(
@@ -230,7 +287,7 @@ def emit(
     Returns:
       Output without the batch axis.
     """
-    source = source_of(request, num_accepted, last, target)
+    source = source_of(request, num_accepted, last, target.size)
     token_id, bad_draft = lax.cond(
         request.greedy,
         lambda: (target.best(source.row, last.stats), jnp.bool_(False)),
@@ -239,13 +296,13 @@ def emit(
     return assemble(request, num_accepted, last.status, token_id, bad_draft)
 
 
-def source_of(request: Request, position: jax.Array, seen: Visit, target: TargetRows) -> Source:
+def source_of(request: Request, position: jax.Array, seen: Visit, size: int) -> Source:
     """What the token after `position` drafts is drawn from."""
-    place, proposed = request.place(position), request.is_proposed(position, target.size)
+    place, proposed = request.place(position), request.is_proposed(position, size)
     return Source(
         row=request.first_row + position,
         draft_row=request.draft_rows[place],
-        token_id=jnp.clip(request.token_ids[place], 0, target.size - 1),
+        token_id=jnp.clip(request.token_ids[place], 0, size - 1),
         stats=seen.stats,
         scale=seen.scale,
         weight=seen.weight,

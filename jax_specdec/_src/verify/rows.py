@@ -17,6 +17,7 @@ from jax_specdec._src.verify.threshold import find_threshold, only_if
 
 def _read(matrix: jax.Array, row: jax.Array, start: Any, length: int) -> jax.Array:
     """``float32(matrix[row, start : start + length])``."""
+    start = jnp.asarray(start, jnp.int32)  # a Python int would be int64 in x64 mode
     return lax.dynamic_slice(matrix, (row, start), (1, length))[0].astype(jnp.float32)
 
 
@@ -26,9 +27,15 @@ def _gather(matrix: jax.Array, row: jax.Array, ids: jax.Array) -> jax.Array:
     return matrix.at[row, ids].get(mode="clip").astype(jnp.float32)
 
 
+def sum_of(x: jax.Array, axis: int | None = None) -> jax.Array:
+    """The sum, in the dtype of `x` in 64-bit mode too."""
+    return jnp.sum(x, axis=axis, dtype=x.dtype)
+
+
 def _read_bits(words: jax.Array, row: jax.Array, start: Any, length: int) -> jax.Array:
     """Bits ``start .. start + length - 1`` of a row, `start` a multiple of 32."""
-    these = lax.dynamic_slice(words, (row, start // 32), (1, -(-length // 32)))[0]
+    start = jnp.asarray(start // 32, jnp.int32)
+    these = lax.dynamic_slice(words, (row, start), (1, -(-length // 32)))[0]
     places = jnp.arange(32, dtype=words.dtype)
     return ((these[:, None] >> places[None, :]) & 1).reshape(-1)[:length] == 1
 
@@ -88,7 +95,7 @@ class TargetRows:
         def filtered() -> tiles.RowStats:
             least = find_threshold(
                 used,
-                lambda fn: jnp.sum(map_row(lambda x: jnp.sum(fn(x), axis=1))),
+                lambda fn: sum_of(map_row(lambda x: sum_of(fn(x), axis=1))),
                 size=self.size,
                 dtype=self.logits.dtype,
                 peak=peak,

@@ -25,13 +25,21 @@ from jax import lax
 from jax_specdec._src.config import RejectionSampleMethod
 from jax_specdec._src.types import DraftDistribution, DraftLogits, RejectionSampleOutput, Status
 from jax_specdec._src.verify import tiles
-from jax_specdec._src.verify.decide import Request, assemble, read_rows, source_of
+from jax_specdec._src.verify.decide import (
+    Request,
+    assemble,
+    eager_block_walk,
+    eager_walk,
+    num_accepted_by_rate,
+    read_rows,
+    source_of,
+    weigh,
+)
 from jax_specdec._src.verify.resample import Source
 from jax_specdec._src.verify.rows import DraftRows
 from jax_specdec._src.verify.sharding import Layout
 from jax_specdec._src.verify.told import Told, ToldDraft, ToldTarget
 from jax_specdec._src.verify.vocabulary_shard import PartStats, RowPart, Weights, tile_masses
-from jax_specdec._src.verify.xla import eager_block_walk, eager_walk, num_accepted_by_rate, weigh
 
 
 def verify(
@@ -213,7 +221,7 @@ class _Talk:
 
     def _source(self, request: Request, position: jax.Array, seen: Any, target: Any) -> Source:
         """What the token after a position is drawn from; row -1 if none is drawn."""
-        source = source_of(request, position, seen, target)
+        source = source_of(request, position, seen, target.size)
         drawn = (request.status == Status.OK) & ~request.greedy & (position < request.num_rows)
         return source._replace(row=jnp.where(drawn, source.row, -1))
 

@@ -1,7 +1,7 @@
 """The XLA backend: the phases mapped over requests, in two ways that give the same tokens.
 
-On the CPU requests are walked one after another and a row is read only when its position is
-reached. Elsewhere all rows are read at once, since a loop of small reads would be all launches.
+On CPUs and TPUs requests are walked one after another and a row is read only when its position is
+reached. On GPUs all rows are read at once, since a loop of small reads would be all launches.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from jax import lax
 
 from jax_specdec._src.config import RejectionSampleMethod
 from jax_specdec._src.types import DraftDistribution, RejectionSampleOutput, Status
-from jax_specdec._src.verify import block, synthetic, tiles
+from jax_specdec._src.verify import batched, block, tiles
 from jax_specdec._src.verify.decide import (
     Request,
-    ResidualMass,
     Visit,
     emit,
     judge,
     look,
+    num_accepted_by_rate,
     passes,
     read_rows,
     visit,
 )
-from jax_specdec._src.verify.resample import residual_mass
 from jax_specdec._src.verify.rows import DraftRows, TargetRows
 
 Walk = Callable[[Request, TargetRows, DraftRows | None], tuple[jax.Array, Visit]]
@@ -76,12 +75,19 @@ def verify(
         return lax.map(lambda r: _verify_request(r, walk, target, draft), requests)
 
     def all_at_once(requests: Request) -> RejectionSampleOutput:
-        target, draft = rows(None)
-        walk = walk_by(eager_walk, eager_block_walk)
-        return jax.vmap(lambda r: _verify_request(r, walk, target, draft))(requests)
+        return batched.verify(
+            requests,
+            target_logits,
+            distribution,
+            token_bitmask,
+            size=size,
+            method=method,
+            conditional_rates=conditional_rates,
+        )
 
     if lazy is None:
-        return lax.platform_dependent(requests, cpu=one_by_one, default=all_at_once)
+        walks = dict(cpu=one_by_one, tpu=one_by_one)
+        return lax.platform_dependent(requests, **walks, default=all_at_once)
     return one_by_one(requests) if lazy else all_at_once(requests)
 
 
@@ -120,26 +126,6 @@ def _lazy_walk(
     )
     num_accepted = jnp.where(last.accepted | (position == 0), position, position - 1)
     return num_accepted, last
-
-
-def eager_walk(
-    request: Request, target: TargetRows, draft: DraftRows | None
-) -> tuple[jax.Array, Visit]:
-    """All positions at once; what lies past the first that is not accepted is dropped."""
-    k = request.token_ids.shape[0]
-    positions = jnp.arange(k + 1, dtype=jnp.int32)
-    seen = jax.vmap(lambda i: visit(request, i, target, draft))(positions)
-    num_accepted = tiles.first(~seen.accepted)
-    last = jax.tree.map(lambda x: x[num_accepted], seen)
-    visited = num_accepted < request.num_rows
-    return num_accepted, last._replace(status=jnp.where(visited, last.status, Status.OK))
-
-
-def num_accepted_by_rate(request: Request, rates: jax.Array, size: int) -> jax.Array:
-    """Drafts that the synthetic rule keeps at conditional `rates` ``[K]``; no row is needed."""
-    positions = jnp.arange(rates.shape[0], dtype=jnp.int32)
-    proposed = jax.vmap(functools.partial(request.is_proposed, size=size))(positions)
-    return tiles.first(~(proposed & jax.vmap(synthetic.accepts)(request.accept, rates)))
 
 
 class _Block(NamedTuple):
@@ -196,42 +182,6 @@ def _lazy_block_walk(
         lambda: state.last._replace(status=state.status),
     )
     return jnp.where(all_accepted, position, state.num_accepted), last
-
-
-def weigh(request: Request, target: TargetRows, draft: DraftRows | None) -> tuple[Visit, jax.Array]:
-    """All positions at once, with the joint weights of the drafts before them, and their p."""
-    k = request.token_ids.shape[0]
-    positions = jnp.arange(k + 1, dtype=jnp.int32)
-    seen, p, q = jax.vmap(lambda i: look(request, i, target, draft))(positions)
-
-    def step(weight: jax.Array, draft: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return block.joint_weight(weight, *draft), weight
-
-    _, weights = lax.scan(step, jnp.float32(1), (p, q), unroll=True)
-    return seen._replace(weight=weights), p
-
-
-def eager_block_walk(
-    request: Request,
-    target: TargetRows,
-    draft: DraftRows | None,
-    residual_mass: ResidualMass = residual_mass,
-) -> tuple[jax.Array, Visit]:
-    """All positions at once."""
-    seen, p = weigh(request, target, draft)
-    positions = jnp.arange(p.shape[0], dtype=jnp.int32)
-
-    def judged(i: jax.Array, seen: Visit, p: jax.Array) -> Visit:
-        return judge(request, i, seen, p, target, draft, residual_mass)
-
-    seen = jax.vmap(judged)(positions, seen, p)
-    proposed = jax.vmap(functools.partial(request.is_proposed, size=target.size))(positions)
-    goes_on = proposed & (jnp.append(seen.weight[1:], 0.0) > 0) & (seen.status == Status.OK)
-    stop = tiles.first(~goes_on)
-    num_accepted = jnp.max(jnp.where((positions <= stop) & seen.accepted, positions, 0))
-    last = jax.tree.map(lambda x: x[num_accepted], seen)
-    visited = proposed[stop] | ((num_accepted == stop) & (stop < request.num_rows))
-    return num_accepted, last._replace(status=jnp.where(visited, seen.status[stop], Status.OK))
 
 
 def _synthetic_walk(conditional_rates: tuple[float, ...]) -> Walk:

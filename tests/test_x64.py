@@ -1,0 +1,142 @@
+"""64-bit mode changes no token: arguments are int32 and float32, and all between them is too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from serving import engines, tiny
+
+import jax_specdec as sd
+
+pytestmark = pytest.mark.newest
+
+B, K, V = 3, 2, 300
+RNG = np.random.default_rng(0)
+LOGITS = RNG.standard_normal((B * (K + 1), V)).astype(np.float32)
+Q = RNG.standard_normal((B * K, V)).astype(np.float32)
+IDS = RNG.integers(0, V, (B, K)).astype(np.int32)
+MASK = np.full((B * (K + 1), -(-V // 32)), -2, np.int32)  # id 0 of every 32 is not allowed
+KEYS = np.array([[0, 7], [0, 8], [3, 9]], np.uint32)
+
+
+def config(**fields: Any) -> sd.SpecDecodeConfig:
+    return sd.SpecDecodeConfig(num_speculative_tokens=K, **fields)
+
+
+def sampling(filtered: bool) -> sd.SamplingParams:
+    temperature = jnp.asarray(np.float32([0.0, 1.0, 0.7]))
+    if not filtered:
+        return sd.SamplingParams(temperature)
+    filters = np.float32([0.0, 0.01, 0.0]), np.int32([4, 0, 40]), np.float32([1, 0.9, 0.95])
+    return sd.SamplingParams(temperature, *map(jnp.asarray, filters))
+
+
+def keys() -> jax.Array:
+    return jax.random.wrap_key_data(jnp.asarray(KEYS), impl="threefry2x32")
+
+
+def verified(distribution: Callable[[], Any], filtered: bool, **fields: Any) -> Any:
+    positions = jnp.asarray(np.int32([5, 6, 7]))
+    drafts = sd.Drafts.from_dense(IDS, None, distribution())
+    output = sd.rejection_sample(
+        jnp.asarray(LOGITS),
+        drafts,
+        sampling=sampling(filtered),
+        keys=keys(),
+        positions=positions,
+        config=config(**fields),
+        token_bitmask=jnp.asarray(MASK) if filtered else None,
+    )
+    found = sd.token_logprobs(
+        jnp.asarray(LOGITS),
+        drafts,
+        output,
+        sampling=sampling(filtered),
+        config=config(**fields),
+        num_top=2,
+        distribution="processed",
+    )
+    return sd.parse_output(output), found.top_token_ids.tolist()
+
+
+def normalized() -> sd.DraftLogits:
+    normalizer = np.log(np.exp(Q.astype(np.float64)).sum(axis=1)).astype(np.float32)
+    return sd.DraftLogits(jnp.asarray(Q), log_normalizer=jnp.asarray(normalizer))
+
+
+def generated() -> Any:
+    options = [
+        sd.RequestOptions(top_p=0.9, frequency_penalty=0.2, allowed_token_ids=range(1, 6)),
+        sd.RequestOptions(),
+    ]
+    output = sd.generate(
+        tiny.Trigram(engines.VOCAB),
+        jnp.asarray(engines.TARGET),
+        [[1, 2], [3]],
+        drafter=sd.ModelDrafter(tiny.Trigram(engines.VOCAB)),
+        draft_params=jnp.asarray(engines.DRAFT),
+        config=engines.CONFIG,
+        temperature=[0.0, 0.8],
+        max_new_tokens=12,
+        options=options,
+        logprobs=sd.LogprobsConfig(num_top=1),
+    )
+    return output.completions
+
+
+def served() -> Any:
+    driver = sd.EngineDriver(engines.LOOKUP, jnp.asarray(engines.TARGET))
+    for seed in range(3):
+        driver.submit([1, 2, 1], max_new_tokens=9, temperature=0.4 * seed, seed=seed)
+    finished = engines.run(driver)
+    return [one.token_ids for one in finished.values()], driver.stats().mean_acceptance_length
+
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "standard": lambda: verified(normalized, True),
+    "block": lambda: verified(
+        lambda: sd.DraftLogits(jnp.asarray(Q)), False, rejection_sample_method="block"
+    ),
+    "synthetic": lambda: verified(
+        lambda: None, False, rejection_sample_method="synthetic", synthetic_acceptance_length=2.0
+    ),
+    "drafting": lambda: sd.sample_draft_tokens(
+        jnp.asarray(LOGITS[:B]),
+        sampling=sampling(True),
+        keys=keys(),
+        positions=jnp.asarray(np.int32([5, 6, 7])),
+        offset=1,
+    ).token_ids.tolist(),
+    "loop": generated,
+    "engine": served,
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_tokens_are_the_same_in_64_bit_mode(call):
+    expected = call()
+    with jax.enable_x64(True):
+        found = call()
+    assert found == expected
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        assert call() == expected
+
+
+def test_the_command_line_prints_the_same_in_64_bit_mode():
+    command = [sys.executable, "-m", "jax_specdec", "generate", "import ", "--draft", "ngram"]
+    command += ["--temperature", "0.8", "--max-new-tokens", "8", "--repeats", "1", "--json"]
+    pieces = []
+    for x64 in ("0", "1"):
+        environment = os.environ | {"JAX_ENABLE_X64": x64, "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(command, env=environment, capture_output=True, check=True)
+        pieces.append(json.loads(done.stdout)["pieces"])
+    assert pieces[0] == pieces[1]

@@ -1,0 +1,169 @@
+"""All requests at once: large batches, rows as TPUs read them, and memory outside of jit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+from jax_specdec._src.verify import batched
+
+from .batch import Layout, check, jitted, pack, verify
+from .cases import random_batch, random_request
+from .suite import BIG
+from .test_xla_all_at_once import all_at_once
+
+# A batch so large that whether anybody samples is asked first.
+
+
+@jitted
+def large(*args: Any, **kwargs: Any) -> sd.RejectionSampleOutput:
+    with mock.patch.object(batched, "_LARGE", 0):
+        return all_at_once.__wrapped__(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(vocab=2049, **BIG, kind="logits", has_active=True, has_filters=True),
+        Layout(vocab=97, **BIG, kind="probs", block=True, has_bonus=True),
+    ],
+    ids=str,
+)
+def test_a_large_batch_gives_the_tokens_of_the_oracle(layout):
+    for seed in range(6):
+        batch = random_batch(layout, seed)
+        check(batch, verify(batch, large))
+        rng = np.random.default_rng(seed)
+        greedy = pack([random_request(layout, rng, 3, 0.0) for _ in range(8)], layout, seed)
+        output = verify(greedy, large)
+        check(greedy, output)
+        assert (output.num_emitted > 0).any()
+
+
+# Rows.
+
+
+def rows_with_ties() -> np.ndarray:
+    """``[8, 5000]``: ties within a tile and across tiles, infinities, NaN."""
+    x = np.random.default_rng(0).standard_normal((8, 5000)).astype(np.float32)
+    x[0, [17, 18]] = x[1, [2047, 2048]] = x[2, [0, 4999]] = 9.0
+    x[3] = 0.25
+    x[4, :4000] = -np.inf
+    x[5, 3] = np.nan
+    x[6, 4999] = np.inf
+    x[7] = -np.inf
+    return x
+
+
+@pytest.mark.parametrize("find", [batched.Rows._argmax, batched.Rows._argmax_by_tiles])
+@pytest.mark.parametrize("which", [None, np.array([2, 0, 7, 3, 1, 6, 4, 5], np.int32)])
+def test_the_largest_entry_is_that_of_numpy_and_ties_go_to_the_lowest_id(find, which):
+    x = rows_with_ties()
+    rows = batched.Rows(jnp.asarray(x), 5000, -math.inf)
+    peak, best = jax.jit(lambda which: find(rows, which))(which)
+    x = x if which is None else x[which]
+    expected = np.where(np.isnan(x).any(axis=1), np.inf, np.max(x, axis=1))
+    np.testing.assert_array_equal(peak, expected)
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(best[finite], np.argmax(x, axis=1)[finite])
+
+
+def test_ids_that_do_not_count_are_not_the_largest():
+    x = rows_with_ties()[:5]
+    allowed = np.random.default_rng(1).random((5, 4990)) < 0.5
+    words = np.packbits(np.pad(allowed, ((0, 0), (0, 34))), axis=1, bitorder="little")
+    rows = batched.Rows(jnp.asarray(x), 4990, -math.inf, jnp.asarray(words.view("<i4")))
+    expected = np.where(allowed, x[:, :4990], -np.inf)
+    for find in (rows._argmax, rows._argmax_by_tiles):
+        peak, best = find(None)
+        np.testing.assert_array_equal(peak, expected.max(axis=1))
+        np.testing.assert_array_equal(best, expected.argmax(axis=1))
+    np.testing.assert_array_equal(rows.whole(), expected)
+    first = np.array([0, 31, 2048, 2942, 4096 - 2048], np.int32)
+    found = rows.slices(jnp.arange(5), jnp.asarray(first), 2048)
+    for b in range(5):
+        np.testing.assert_array_equal(found[b], expected[b, first[b] : first[b] + 2048])
+
+
+# Outside of jit an operation's result is in memory when the next one begins.
+
+B, K, V = 64, 3, 512
+CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
+SAMPLING = sd.SamplingParams(
+    jnp.ones(B), min_p=jnp.zeros(B), top_k=jnp.full(B, 4), top_p=jnp.ones(B)
+)
+KEYS = jax.random.split(jax.random.key(0), B)
+POSITIONS = jnp.arange(B, dtype=jnp.int32)
+LOGITS, ROWS = jnp.zeros((B, V)), jnp.zeros((B * (K + 1), V))
+STORE = sd.DraftStore.create(B, K, V)
+DRAFTS = sd.Drafts.from_dense(jnp.zeros((B, K), jnp.int32))
+PENALTIES = sd.Penalties(
+    jnp.ones(B), jnp.ones(B), jnp.ones(B), jnp.zeros((B, V), jnp.int32), jnp.zeros((B, V), bool)
+)
+OUTPUT = sd.RejectionSampleOutput(
+    jnp.zeros((B, K + 1), jnp.int32), *(jnp.zeros((B,), jnp.int32) for _ in range(3))
+)
+
+EAGER: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "rejection_sample": (
+        lambda rows, drafts: sd.rejection_sample(
+            rows, drafts, sampling=SAMPLING, keys=KEYS, positions=POSITIONS, config=CONFIG
+        ),
+        (ROWS, DRAFTS),
+    ),
+    "sample_draft_tokens": (
+        lambda logits: sd.sample_draft_tokens(
+            logits, sampling=SAMPLING, keys=KEYS, positions=POSITIONS, offset=0
+        ),
+        (LOGITS,),
+    ),
+    "apply_penalties": (
+        lambda rows, penalties: sd.apply_penalties(rows, DRAFTS, penalties, config=CONFIG),
+        (ROWS, PENALTIES),
+    ),
+    "token_logprobs": (
+        lambda rows, output: sd.token_logprobs(
+            rows, DRAFTS, output, sampling=SAMPLING, config=CONFIG, num_top=2
+        ),
+        (ROWS, OUTPUT),
+    ),
+    "DraftStore.write": (
+        lambda store, logits: store.write(
+            1, logits, jnp.zeros(B), positions=POSITIONS, sampling=SAMPLING
+        ),
+        (STORE, LOGITS),
+    ),
+    "DraftStore.attach": (
+        lambda store, drafts: store.attach(drafts, positions=POSITIONS, sampling=SAMPLING),
+        (STORE, DRAFTS),
+    ),
+    "DraftStore.evict": (lambda store: store.evict(POSITIONS < 3), (STORE,)),
+}
+
+
+def largest_result(fn: Callable[..., Any], *args: Any) -> int:
+    """Entries of the largest array that any operation of a call outside of jit makes."""
+    jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
+    return max(math.prod(var.aval.shape) for eqn in jaxpr.eqns for var in eqn.outvars)
+
+
+@pytest.mark.parametrize(("fn", "args"), EAGER.values(), ids=EAGER)
+def test_no_operation_outside_of_jit_makes_more_than_the_arguments_hold(fn, args):
+    given = sum(x.size for x in jax.tree.leaves(args))
+    assert largest_result(fn, *args) <= given
+
+
+def test_a_conditional_under_vmap_that_closes_over_the_logits_would():
+    def each(row: jax.Array, greedy: jax.Array) -> jax.Array:
+        return jax.lax.cond(greedy, lambda: LOGITS[row].max(), lambda: LOGITS[row].sum())
+
+    index = jnp.arange(B)
+    assert largest_result(jax.vmap(each), index, index > 3) >= B * B * V
