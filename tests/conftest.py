@@ -60,6 +60,7 @@ QUICK = (
     "test_serving_doc.py",
     "test_sharding_doc.py",
     "test_tensor_parallel.py",
+    "test_x64.py",
 )
 
 
