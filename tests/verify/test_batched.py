@@ -48,6 +48,19 @@ def test_a_large_batch_gives_the_tokens_of_the_oracle(layout):
         assert (output.num_emitted > 0).any()
 
 
+def test_a_request_with_rows_of_another_is_bad_input_alone():
+    """Offsets that go back: of 0, 3, 0, 3 the last request's rows begin within the first's."""
+    layout, rng = Layout(), np.random.default_rng(4)
+    requests = [random_request(layout, rng, 3, t) for t in (1.0, 1.0, 0.3)]
+    batch = pack(requests, layout)
+    alone = verify(batch, all_at_once)
+    offsets = np.array([0, 3, 0, 3], np.int32)
+    drafts = sd.Drafts(batch.drafts.token_ids, offsets)
+    output = verify(batch.replace(drafts=drafts), all_at_once)
+    assert output.status.tolist() == [sd.Status.OK, sd.Status.BAD_INPUT, sd.Status.BAD_INPUT]
+    np.testing.assert_array_equal(output.token_ids[0], alone.token_ids[0])
+
+
 # Rows.
 
 

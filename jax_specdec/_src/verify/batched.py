@@ -308,6 +308,8 @@ def verify(
         stored = DraftRows(distribution, size, None)
         thresholds = distribution.threshold if isinstance(distribution, DraftLogits) else None
         draft = stored, Rows(stored.storage, size, stored.fill, None, thresholds)
+    if conditional_rates is None:  # which reads a row for each request
+        requests = _without_shared_rows(requests, target_logits.shape[0])
     all_phases = _Phases(target, draft, conditional_rates)
     positions, places = jax.vmap(all_phases.positions)(requests)
     rows = requests.first_row[:, None] + positions
@@ -640,6 +642,16 @@ def _owners(requests: Request, num_rows: int) -> jax.Array:
     row = jnp.arange(num_rows, dtype=jnp.int32)[:, None] - requests.first_row[None, :]
     owns = (row >= 0) & (row < requests.num_rows[None, :]) & (requests.status == Status.OK)[None, :]
     return jnp.minimum(_first(owns), requests.status.shape[0] - 1)
+
+
+def _without_shared_rows(requests: Request, num_rows: int) -> Request:
+    """`BAD_INPUT` where bad offsets give a request rows of one before it: each is read for one."""
+    index = jnp.arange(requests.token_ids.shape[1] + 1, dtype=jnp.int32)[None, :]
+    rows = jnp.clip(requests.first_row[:, None] + index, 0, num_rows - 1)
+    own = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
+    shared = (_owners(requests, num_rows)[rows] != own) & (index < requests.num_rows[:, None])
+    bad = jnp.any(shared, axis=1) & (requests.status == Status.OK)
+    return requests._replace(status=jnp.where(bad, jnp.int32(Status.BAD_INPUT), requests.status))
 
 
 def _gathering(function: Callable[..., Any], *arrays: Any) -> Any:
