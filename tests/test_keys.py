@@ -126,6 +126,21 @@ def test_keys_of_other_sizes_are_refused_wherever_keys_are_taken():
             call()
 
 
+def test_keys_that_are_not_typed_are_named_as_they_came():
+    raw, positions = jnp.zeros((2, 2), jnp.uint32), jnp.zeros((2,), jnp.int32)
+    message = r"keys must be typed, as .* it is Array\(\[\[0, 0\]"
+    with pytest.raises(TypeError, match=message):
+        sd.draw_noise(raw, positions, K)
+    with pytest.raises(TypeError, match=message):
+        sd.sample_draft_tokens(
+            jnp.zeros((2, V)),
+            sampling=sd.SamplingParams(jnp.ones(2)),
+            keys=raw,
+            positions=positions,
+            offset=0,
+        )
+
+
 # Verification and drafting.
 
 P = np.array([0.4, 0.05, 0.25, 0.15, 0.1, 0.05])

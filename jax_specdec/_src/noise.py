@@ -204,12 +204,16 @@ def draw_noise(keys: jax.Array, positions: jax.Array, num_speculative_tokens: in
     Returns:
       `Noise` with ``accept [B, K]`` and ``recover [B, 2]``.
 
+    Raises:
+      TypeError: `keys` are not typed keys of two or four words.
+
     Example:
       >>> import jax, jax.numpy as jnp
       >>> keys = jax.random.split(jax.random.key(0), 3)
       >>> draw_noise(keys, jnp.array([10, 20, 30]), 4).accept.shape
       (3, 4)
     """
+    check_keys("keys", keys)
     offsets = jnp.arange(num_speculative_tokens, dtype=jnp.uint32)
 
     def one_request(key: jax.Array, position: jax.Array) -> Noise:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.noise import Stream, uniforms
+from jax_specdec._src.noise import Stream, check_keys, uniforms
 from jax_specdec._src.sampling import Filter, inverse_temperature
 from jax_specdec._src.types import Drafts, Noise, SamplingParams
 from jax_specdec._src.verify import batched
@@ -58,7 +58,7 @@ def sample_draft_tokens(
     Args:
       logits: ``[B, Vd]``, in the dtype in which they are stored.
       sampling: per-request parameters.
-      keys: ``[B]`` typed keys, the same that `rejection_sample` gets.
+      keys: ``[B]`` typed keys of two or four words, the same that `rejection_sample` gets.
       positions: ``[B]`` int32, the same that `rejection_sample` gets: position of the first draft.
       offset: ``[]`` int32, place of this draft in the step, from 0 on.
       config: static settings; None for ``draft_sample_method="probabilistic"``.
@@ -69,6 +69,9 @@ def sample_draft_tokens(
     Returns:
       `DraftSample`: the tokens, and what `DraftStore.write` or `DraftLogits` take.
 
+    Raises:
+      TypeError: `keys` are not typed keys of two or four words.
+
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import jax_specdec as sd
@@ -78,6 +81,7 @@ def sample_draft_tokens(
       >>> drawn.token_ids.tolist()
       [0, 1]
     """
+    check_keys("keys", keys)
     takes_best = config is not None and config.draft_sample_method == "greedy"
     if sharding is not None and (sharding.mesh is None or Filter.of(sampling) is None):
         temperature = jnp.zeros_like(sampling.temperature) if takes_best else sampling.temperature
