@@ -308,17 +308,18 @@ def verify(
         stored = DraftRows(distribution, size, None)
         thresholds = distribution.threshold if isinstance(distribution, DraftLogits) else None
         draft = stored, Rows(stored.storage, size, stored.fill, None, thresholds)
-    if conditional_rates is None:  # which reads a row for each request
-        requests = _without_shared_rows(requests, target_logits.shape[0])
+    owners = None
+    if conditional_rates is None:
+        owners = _owners(requests, target_logits.shape[0])
+        requests = _without_shared_rows(requests, owners)
     all_phases = _Phases(target, draft, conditional_rates)
     positions, places = jax.vmap(all_phases.positions)(requests)
     rows = requests.first_row[:, None] + positions
-    which = None if conditional_rates is None else rows[:, 0]
-    peak, best_id = target.largest(which)
+    peak, best_id = target.largest(rows[:, 0] if owners is None else None)
 
     def finish(samples: bool) -> RejectionSampleOutput:
         phases = all_phases if samples else _Phases(target, None, conditional_rates)
-        stats = phases.statistics(requests, rows, which, peak, best_id, samples)
+        stats = phases.statistics(requests, owners, rows, peak, best_id, samples)
         known = phases.known(requests, positions, places, rows, stats)
         if method == "block":
             masses = phases.residual_masses(requests, known)
@@ -414,24 +415,33 @@ class _Phases:
     def statistics(
         self,
         requests: Request,
+        owners: jax.Array | None,
         rows: jax.Array,
-        which: jax.Array | None,
         peak: jax.Array,
         best_id: jax.Array,
         samples: bool,
     ) -> RowStatistics:
-        """Statistics of target rows ``[B, P]``; without `samples`, of the largest entry alone."""
+        """Statistics of target rows ``[B, P]``.
+
+        Args:
+          requests: batched requests.
+          owners: ``[M]``, the request of each row, where all rows were read in place; None where
+            ``rows[:, 0]`` were gathered.
+          rows: ``[B, P]`` int32.
+          peak: ``[M]`` or ``[B]``, of the rows that were read.
+          best_id: likewise.
+          samples: whether anybody may sample; if not, nothing more is read.
+        """
         sampled = (requests.status == Status.OK) & ~requests.greedy
         given = (requests.inv_temperature, sampled, requests.filter)
-        if which is None:
-            owner = _owners(requests, self.target.matrix.shape[0])
-            given = jax.tree.map(lambda x: x[owner], given)
+        if owners is not None:
+            given = jax.tree.map(lambda x: x[owners], given)
         sums = jnp.zeros_like(peak)
         least = None if requests.filter is None else jnp.full_like(peak, -jnp.inf)
         if samples:
-            sums, least = self.target.sums(which, peak, *given)
+            sums, least = self.target.sums(rows[:, 0] if owners is None else None, peak, *given)
         stats = RowStatistics(peak, sums, best_id, least)
-        if which is not None:
+        if owners is None:
             return jax.tree.map(lambda x: x[:, None], stats)
         rows = jnp.minimum(rows, self.target.matrix.shape[0] - 1)
         return jax.tree.map(lambda x: x[rows], stats)
@@ -644,12 +654,12 @@ def _owners(requests: Request, num_rows: int) -> jax.Array:
     return jnp.minimum(_first(owns), requests.status.shape[0] - 1)
 
 
-def _without_shared_rows(requests: Request, num_rows: int) -> Request:
+def _without_shared_rows(requests: Request, owners: jax.Array) -> Request:
     """`BAD_INPUT` where bad offsets give a request rows of one before it: each is read for one."""
     index = jnp.arange(requests.token_ids.shape[1] + 1, dtype=jnp.int32)[None, :]
-    rows = jnp.clip(requests.first_row[:, None] + index, 0, num_rows - 1)
+    rows = jnp.clip(requests.first_row[:, None] + index, 0, owners.shape[0] - 1)
     own = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
-    shared = (_owners(requests, num_rows)[rows] != own) & (index < requests.num_rows[:, None])
+    shared = (owners[rows] != own) & (index < requests.num_rows[:, None])
     bad = jnp.any(shared, axis=1) & (requests.status == Status.OK)
     return requests._replace(status=jnp.where(bad, jnp.int32(Status.BAD_INPUT), requests.status))
 

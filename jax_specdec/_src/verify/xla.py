@@ -86,8 +86,7 @@ def verify(
         )
 
     if lazy is None:
-        walks = dict(cpu=one_by_one, tpu=one_by_one)
-        return lax.platform_dependent(requests, **walks, default=all_at_once)
+        return lax.platform_dependent(requests, cpu=one_by_one, tpu=one_by_one, default=all_at_once)
     return one_by_one(requests) if lazy else all_at_once(requests)
 
 
