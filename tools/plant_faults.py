@@ -34,10 +34,10 @@ FAULTS = {
         "verify/test_xla.py",
     ),
     "a ratio equal to u is accepted": Fault(
-        "verify/probabilistic.py", "(u * q < p)", "(u * q <= p)", "verify/test_xla.py"
+        "verify/rules.py", "(u * q < p)", "(u * q <= p)", "verify/test_xla.py"
     ),
     "the residual is not clamped at 0": Fault(
-        "verify/probabilistic.py", "jnp.maximum(p, q) - q", "p - q", "verify/test_xla.py"
+        "verify/rules.py", "jnp.maximum(p, q) - q", "p - q", "verify/test_xla.py"
     ),
     "log_normalizer is ignored": Fault(
         "verify/rows.py",
@@ -58,7 +58,7 @@ FAULTS = {
         "verify/test_xla.py",
     ),
     "the block rule does not multiply ratios": Fault(
-        "verify/block.py",
+        "verify/rules.py",
         "jnp.minimum(weight * ratio, 1.0)",
         "jnp.minimum(ratio, 1.0)",
         "verify/test_xla.py",

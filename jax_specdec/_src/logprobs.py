@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
+from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src import ragged
 from jax_specdec._src.config import SpecDecodeConfig
@@ -20,8 +22,10 @@ from jax_specdec._src.types import (
     SamplingParams,
 )
 from jax_specdec._src.verify import checks, tiles
-from jax_specdec._src.verify.batched import Rows
-from jax_specdec._src.verify.rows import TargetRows
+from jax_specdec._src.verify import sharding as sharding_lib
+from jax_specdec._src.verify.exchange import WHOLE, Exchange, of_holder
+from jax_specdec._src.verify.rows import Partials, Rows, TargetRows
+from jax_specdec._src.verify.sharding import VerifySharding
 
 Distribution = Literal["raw", "processed"]
 
@@ -85,6 +89,7 @@ def token_logprobs(
     distribution: Distribution = "raw",
     vocab_size: int | None = None,
     token_bitmask: jax.Array | None = None,
+    sharding: VerifySharding | None = None,
 ) -> TokenLogprobs:
     """Log-probability of each emitted token, and of the likeliest alternatives at its position.
 
@@ -106,6 +111,8 @@ def token_logprobs(
       distribution: "raw" or "processed", static.
       vocab_size: as in `rejection_sample`.
       token_bitmask: as in `rejection_sample`.
+      sharding: as in `rejection_sample`. Logits that are split over the vocabulary stay where they
+        are: devices exchange sums, and their `num_top` likeliest tokens.
 
     Returns:
       `TokenLogprobs`. A bonus token that the caller gave has no row here: NaN and -1.
@@ -116,7 +123,7 @@ def token_logprobs(
 
     Numerics:
       Sums are float32. Only rows that emitted a token are read: on the CPU one after another,
-      elsewhere B at a time.
+      elsewhere, and where the vocabulary is split, B at a time.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -143,6 +150,7 @@ def token_logprobs(
         distribution,
         vocab_size,
         token_bitmask,
+        sharding_lib.vocabulary_parts(sharding),
     )
     k, n = config.num_speculative_tokens, drafts.token_ids.shape[0]
     batch, rows = output.num_emitted.shape[0], target_logits.shape[0]
@@ -175,7 +183,26 @@ def token_logprobs(
         filter=jax.tree.map(per_token, filter),
     )
 
-    return read_emitted(target_logits, token_bitmask, emitted, size=size, num_top=num_top)
+    no_rows = dataclasses.replace(drafts, distribution=None)
+    lies = sharding_lib.resolve(sharding, target_logits, no_rows, None)
+    read = functools.partial(read_emitted, size=size, num_top=num_top)
+    if lies is None:
+        return read(target_logits, token_bitmask, emitted)
+    read = functools.partial(read, exchange=Exchange(lies.vocab_axis))
+    if lies.mesh is None:
+        return read(target_logits, token_bitmask, emitted)
+
+    def on_part(arrays: tuple[jax.Array, jax.Array | None, Emitted]) -> TokenLogprobs:
+        logits, words, emitted = arrays
+        if lies.batch_axis is not None:
+            first_row = lax.axis_index(lies.batch_axis) * logits.shape[0]
+            emitted = emitted._replace(row=emitted.row - first_row)
+        return read(logits, words, emitted)
+
+    own = P(lies.batch_axis)
+    specs = P(lies.batch_axis, lies.vocab_axis), own, own
+    arrays = target_logits, token_bitmask, emitted
+    return sharding_lib.over_mesh(on_part, lies.mesh, specs, own, arrays)
 
 
 def _of_sampled(filter: Filter | None, greedy: jax.Array) -> Filter | None:
@@ -194,16 +221,18 @@ def read_emitted(
     size: int,
     num_top: int,
     lazy: bool | None = None,
+    exchange: Exchange = WHOLE,
 ) -> TokenLogprobs:
     """Read the rows of emitted tokens ``[B, K+1]``.
 
     Args:
-      target_logits: ``[M, V]``, M at least 1.
+      target_logits: ``[M, V]``, M at least 1, or this device's columns of them.
       token_bitmask: ``[M, ceil(V/32)]`` or None.
       emitted: which they are.
       size: ids that count, at most V.
       num_top: n.
       lazy: read rows one by one; None chooses by platform.
+      exchange: over the devices that split the vocabulary; if any do, rows are read B at a time.
     """
 
     def one_by_one(emitted: Emitted) -> TokenLogprobs:
@@ -213,40 +242,58 @@ def read_emitted(
         return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), found)
 
     def by_offset(emitted: Emitted) -> TokenLogprobs:
-        rows = Rows(target_logits, size, -float("inf"), token_bitmask)
+        first_id = None
+        if exchange.axis is not None:
+            first_id = exchange.part * target_logits.shape[1]
+        rows = Rows(target_logits, size, -float("inf"), token_bitmask, first_id=first_id)
         turned = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), emitted)
-        found = lax.map(lambda those: _read_batch(rows, those, num_top), turned)
+        found = lax.map(lambda those: _read_batch(rows, those, num_top, exchange), turned)
         return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)
 
+    if exchange.axis is not None:
+        return by_offset(emitted)
     if lazy is None:
         return lax.platform_dependent(emitted, cpu=one_by_one, default=by_offset)
     return one_by_one(emitted) if lazy else by_offset(emitted)
 
 
-def _read_batch(rows: Rows, those: Emitted, num_top: int) -> TokenLogprobs:
+def _read_batch(rows: Rows, those: Emitted, num_top: int, exchange: Exchange) -> TokenLogprobs:
     """Of one token of each request: ``[B]``, ``[B, n]`` and ``[B, n]``."""
-    peak, _ = rows.largest(those.row)
-    sums, least = rows.sums(those.row, peak, those.inv_temperature, those.exists, those.filter)
-    kept = None if least is None else least[:, None]
-    is_known = those.exists & jnp.isfinite(peak)
+    inv, kept = those.inv_temperature, None
+    peak, best_id = rows.largest(those.row)
+    if those.filter is not None:
+        given = those.filter, those.exists, peak, inv, exchange
+        kept = rows.find_thresholds(those.row, *given)
+    sums = rows.sums(those.row, peak, inv, kept)
+    own = rows.at(those.row, those.token_id)
+    parts, own = exchange.gather((Partials(peak, sums, best_id), own))
+    stats = Partials.together(parts, inv)
+    is_known = those.exists & jnp.isfinite(stats.max)
 
     def logprobs(entries: jax.Array) -> jax.Array:
         """Of entries ``[B, n]``."""
-        inv = those.inv_temperature[:, None]
-        found = (entries - peak[:, None]) * inv - jnp.log(sums)[:, None]
+        found = (entries - stats.max[:, None]) * inv[:, None] - jnp.log(stats.sum)[:, None]
         return jnp.where(is_known[:, None], found, jnp.nan)
 
-    own = tiles.keep(rows.at(those.row, those.token_id)[:, None], kept)
+    own = of_holder(own, those.token_id, rows.width)
+    own = logprobs(tiles.keep(own, kept)[:, None])[:, 0]
     batch = those.row.shape[0]
     top = jnp.full((batch, num_top), -jnp.inf)
     ids = jnp.full((batch, num_top), PLACEHOLDER_TOKEN_ID, jnp.int32)
     if num_top:
-        entries = tiles.keep(rows.whole(those.row), kept)
+        entries = tiles.keep(rows.whole(those.row), None if kept is None else kept[:, None])
         entries = jnp.where(entries == 0, 0.0, entries)  # top_k puts 0.0 before -0.0
-        top, found = lax.top_k(entries, num_top)
+        top, columns = lax.top_k(entries, min(num_top, rows.width))
+        found = rows.first + columns.astype(jnp.int32)
+        if exchange.axis is not None:  # the likeliest of those of all parts, which are in order
+            top, found = (
+                jnp.moveaxis(x, 0, 1).reshape(batch, -1) for x in exchange.gather((top, found))
+            )
+            top, columns = lax.top_k(top, num_top)
+            found = jnp.take_along_axis(found, columns.astype(jnp.int32), axis=1)
         is_token = those.exists[:, None] & (top > -jnp.inf)
-        ids = jnp.where(is_token, found.astype(jnp.int32), PLACEHOLDER_TOKEN_ID)
-    return TokenLogprobs(logprobs(own)[:, 0], ids, logprobs(top))
+        ids = jnp.where(is_token, found, PLACEHOLDER_TOKEN_ID)
+    return TokenLogprobs(own, ids, logprobs(top))
 
 
 def _read(rows: TargetRows, one: Emitted, num_top: int) -> TokenLogprobs:
@@ -287,6 +334,7 @@ def _check(
     distribution: Any,
     vocab_size: Any,
     token_bitmask: Any,
+    vocabulary_parts: int,
 ) -> int:
     """The ids that count."""
     if not isinstance(config, SpecDecodeConfig):
@@ -297,7 +345,8 @@ def _check(
     bonus = None
     if isinstance(drafts, Drafts) and np.shape(target_logits)[:1] == drafts.token_ids.shape:
         bonus = jnp.zeros((batch,), jnp.int32)  # one was given
-    checks.check_call(target_logits, drafts, sampling, bonus, None, vocab_size, token_bitmask)
+    given = target_logits, drafts, sampling, bonus, None, vocab_size, token_bitmask
+    checks.check_call(*given, vocabulary_parts=vocabulary_parts)
     shape = (drafts.cu_num_draft_tokens.shape[0] - 1, config.num_speculative_tokens + 1)
     if output.token_ids.shape != shape or output.num_emitted.shape != shape[:1]:
         raise ValueError(
@@ -306,7 +355,7 @@ def _check(
         )
     if distribution not in ("raw", "processed"):
         raise ValueError(f"distribution must be 'raw' or 'processed', but it is {distribution!r}")
-    size = target_logits.shape[1] if vocab_size is None else int(vocab_size)
+    size = target_logits.shape[1] * vocabulary_parts if vocab_size is None else int(vocab_size)
     if isinstance(num_top, bool) or not isinstance(num_top, (int, np.integer)):
         raise TypeError(f"num_top must be a static int, but it is {num_top!r:.80}")
     if not 0 <= num_top <= size:

@@ -14,6 +14,7 @@ import pytest
 
 import jax_specdec as sd
 from jax_specdec._src.verify import batched
+from jax_specdec._src.verify import rows as rows_lib
 
 from .batch import Layout, check, jitted, pack, verify
 from .cases import random_batch, random_request
@@ -76,11 +77,11 @@ def rows_with_ties() -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("find", [batched.Rows._argmax, batched.Rows._argmax_by_tiles])
+@pytest.mark.parametrize("find", [rows_lib.Rows._argmax, rows_lib.Rows._argmax_by_tiles])
 @pytest.mark.parametrize("which", [None, np.array([2, 0, 7, 3, 1, 6, 4, 5], np.int32)])
 def test_the_largest_entry_is_that_of_numpy_and_ties_go_to_the_lowest_id(find, which):
     x = rows_with_ties()
-    rows = batched.Rows(jnp.asarray(x), 5000, -math.inf)
+    rows = rows_lib.Rows(jnp.asarray(x), 5000, -math.inf)
     peak, best = jax.jit(lambda which: find(rows, which))(which)
     x = x if which is None else x[which]
     expected = np.where(np.isnan(x).any(axis=1), np.inf, np.max(x, axis=1))
@@ -93,7 +94,7 @@ def test_ids_that_do_not_count_are_not_the_largest():
     x = rows_with_ties()[:5]
     allowed = np.random.default_rng(1).random((5, 4990)) < 0.5
     words = np.packbits(np.pad(allowed, ((0, 0), (0, 34))), axis=1, bitorder="little")
-    rows = batched.Rows(jnp.asarray(x), 4990, -math.inf, jnp.asarray(words.view("<i4")))
+    rows = rows_lib.Rows(jnp.asarray(x), 4990, -math.inf, jnp.asarray(words.view("<i4")))
     expected = np.where(allowed, x[:, :4990], -np.inf)
     for find in (rows._argmax, rows._argmax_by_tiles):
         peak, best = find(None)

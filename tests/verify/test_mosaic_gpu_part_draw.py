@@ -11,12 +11,12 @@ import pytest
 
 import jax_specdec as sd
 from jax_specdec._src import compat
-from jax_specdec._src.verify import sharded, tiles
-from jax_specdec._src.verify.decide import Request
+from jax_specdec._src.verify import batched, tiles
+from jax_specdec._src.verify.exchange import Exchange
 from jax_specdec._src.verify.mosaic_gpu import part_draw, tile_masses
 from jax_specdec._src.verify.resample import Source
 from jax_specdec._src.verify.rows import DraftRows, DraftScale
-from jax_specdec._src.verify.vocabulary_shard import RowPart
+from jax_specdec._src.verify.rules import Rule
 
 from .batch import QUICK
 
@@ -73,8 +73,7 @@ def source_of(case: Case, distribution: Any) -> Source:
     inv = jnp.asarray(rng.uniform(0.5, 2.0, REQUESTS), jnp.float32)
 
     def stats(row: jax.Array, inv: jax.Array) -> tiles.RowStats:
-        entries = jnp.pad(row[: case.size], (0, -case.size % tiles.TILE), constant_values=-jnp.inf)
-        return tiles.max_and_sum(entries.reshape(-1, tiles.TILE), inv)
+        return tiles.max_and_sum(row[None, : case.size], inv)
 
     target = logits_of(case, 0).astype(jnp.float32)
     some = jax.vmap(stats)(target[:REQUESTS], inv)
@@ -112,14 +111,25 @@ def of_part(case: Case, distribution: Any, me: int) -> Any:
     )
 
 
-def talk_of(case: Case, target: jax.Array, distribution: Any, me: jax.Array) -> Any:
-    first_id = me * case.width
-    part = RowPart(target, True, first_id, case.width, case.size, -float("inf"))
-    rows = draft = None
-    if distribution is not None:
-        rows = DraftRows(distribution, case.size, None)
-        draft = dataclasses.replace(part, matrix=rows.storage, fill=rows.fill)
-    return sharded._Talk(part, draft, rows, NUM_PARTS, None, None)
+@dataclasses.dataclass(frozen=True)
+class One(Exchange):
+    """What one device would exchange, whose part is known."""
+
+    me: Any = None
+    num_parts = NUM_PARTS
+
+    @property
+    def part(self) -> jax.Array:
+        return self.me
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        return x
+
+
+def phases_of(case: Case, target: jax.Array, own: Any, me: jax.Array, kernels: Any) -> Any:
+    draft = None if own is None else DraftRows(own, case.size, None)
+    split = batched.Split(One("v", me), True, kernels)
+    return batched._Phases.of(target, draft, None, case.size, Rule("standard", None), split)
 
 
 WANTED = jnp.arange(REQUESTS) != 5
@@ -131,43 +141,38 @@ def compare(case: Case, **options: Any) -> None:
     distribution = distribution_of(case)
     source = source_of(case, distribution)
     recover = jnp.asarray(np.random.default_rng(3).random((REQUESTS, 2)), jnp.float32)
-    request = Request(**dict.fromkeys(Request._fields, None) | {"recover": recover})
-    decided = sharded.Decided(source.row, source.row, source.row, source)
     wanted = source._replace(row=jnp.where(WANTED, source.row, -1))
-    units = sharded._units(case.width, NUM_PARTS)
+    draws = functools.partial(part_draw.part_draw, **options)
+    kernels = batched.Kernels(lambda *_: (source.row,) * 3, tile_masses.tile_masses, draws)
 
     @jitted
-    def weigh(me: jax.Array, target: jax.Array, own: Any) -> Any:
-        talk = talk_of(case, target, own, me)
-        masses = jax.vmap(talk.masses)(source)
-        first_id, given = me * case.width, dict(size=case.size, num_parts=NUM_PARTS, **options)
-        found = tile_masses.tile_masses(wanted, target, own, first_id, **given)
-        return found, masses, jax.vmap(talk.ends)(masses)
+    def sum_by_tile(me: jax.Array, target: jax.Array, own: Any) -> Any:
+        weights = phases_of(case, target, own, me, None).weights
+        given = dict(size=case.size, num_parts=NUM_PARTS, **options)
+        found = tile_masses.tile_masses(wanted, target, own, me * case.width, **given)
+        return found, weights.masses(source)
 
     @jitted
-    def draw(me: jax.Array, target: jax.Array, own: Any, masses: jax.Array, held: jax.Array) -> Any:
-        talk = functools.partial(talk_of(case, target, own, me).draw, me=me)
-        expected = jax.vmap(talk, in_axes=(0, 0, 0, 1))(request, decided, masses, held)
-        given = dict(size=case.size, unit_of=units, rounding=sharded.ROUNDING, **options)
-        told = recover, masses, held
-        found = part_draw.part_draw(wanted, *told, target, own, me * case.width, **given)
-        return found, expected
+    def draw(me: jax.Array, target: jax.Array, own: Any, masses: jax.Array) -> Any:
+        given = recover, source, masses
+        return tuple(
+            phases_of(case, target, own, me, which).draw(*given) for which in (kernels, None)
+        )
 
     parts = [(jnp.int32(me), *of_part(case, distribution, me)) for me in range(NUM_PARTS)]
-    all_masses, held = [], []
+    all_masses = []
     for part in parts:
-        found, expected, ends = weigh(*part)
+        found, expected = sum_by_tile(*part)
         np.testing.assert_allclose(found[WANTED], expected[WANTED], rtol=2e-5, atol=1e-9)
         assert not np.any(found[~WANTED])
         all_masses.append(expected)
-        held.append(ends)
     tokens, expected = np.zeros((2, REQUESTS), int)
-    for part, masses in zip(parts, all_masses, strict=True):
-        (found, is_bad), (token_ids, bad) = draw(*part, masses, jnp.stack(held))
-        np.testing.assert_array_equal(is_bad & source.from_residual, bad & WANTED)
-        assert not np.any(found[~WANTED])
+    for part in parts:
+        (found, is_bad), (token_ids, bad) = draw(*part, jnp.stack(all_masses))
+        np.testing.assert_array_equal(is_bad, bad)
+        assert not np.any((found > 0) & (token_ids > 0) & (found // case.width != part[0]))
         tokens, expected = tokens + found, expected + token_ids
-    good = np.asarray(WANTED & ~bad)
+    good = np.asarray(~bad)
     np.testing.assert_array_equal(tokens[good], expected[good])
     assert np.count_nonzero(tokens[good]) > 3
     assert bad.any() == (case.kind is not None)

@@ -17,6 +17,7 @@ from jax_specdec._src.verify import api
 from jax_specdec._src.verify.mosaic_gpu import part_draw, tile_masses
 from jax_specdec._src.verify.mosaic_gpu import row_statistics as kernel
 from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
+from jax_specdec._src.verify.requests import CallArrays
 
 from .batch import Layout, check, jitted, verify
 from .cases import random_batch
@@ -165,19 +166,42 @@ def test_the_parts_of_one_gpu_or_more_give_the_tokens_of_the_oracle(layout):
         check(batch, verify(batch, verifier))
 
 
-def test_a_call_without_requests_or_with_vma_or_a_bitmask_is_refused_in_a_sentence():
-    logits = jnp.zeros((0, 64))
-    assert "B is 0" in api.support.part_unsupported(logits, 0)
+def arrays_of(logits: jax.Array, batch: int, **given) -> CallArrays:
+    drafts = sd.Drafts(jnp.zeros((0,), jnp.int32), jnp.zeros((batch + 1,), jnp.int32))
+    noise = sd.Noise(jnp.zeros((batch, 3)), jnp.zeros((batch, 2)))
+    sampling = sd.SamplingParams(jnp.ones(batch))
+    return CallArrays(logits, drafts, noise, sampling, None, None, None)._replace(**given)
+
+
+FILTERED = sd.SamplingParams(jnp.ones(4), top_k=jnp.ones(4, jnp.int32))
+LEFT_OUT = sd.DraftLogits(jnp.zeros((0, 64)), threshold=jnp.zeros((0,)))
+EMPTY = sd.Drafts(jnp.zeros((0,), jnp.int32), jnp.zeros((5,), jnp.int32), LEFT_OUT)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"token_bitmask": jnp.zeros((4, 2), jnp.int32)}, "without a token_bitmask"),
+        ({"sampling": FILTERED}, "without min_p, top_k and top_p"),
+        ({"drafts": EMPTY}, "without DraftLogits.threshold"),
+    ],
+)
+def test_what_the_kernels_do_not_read_is_refused_in_a_sentence(given, sentence):
+    logits = jnp.zeros((4, 64))
+    assert sentence in api.support.part_unsupported(arrays_of(logits, 4, **given), 3)
+    assert api.support.part_unsupported(arrays_of(logits, 4), 3) is None
+
+
+def test_a_call_without_requests_or_with_vma_is_refused_in_a_sentence():
+    none = arrays_of(jnp.zeros((0, 64)), 0)
+    assert "B is 0" in api.support.part_unsupported(none, 3)
     refusals = []
 
     def inside(x):
-        refusals.append(api.support.part_unsupported(x, 4))
+        refusals.append(api.support.part_unsupported(arrays_of(x, 4), 3))
         return x
 
     spec = PartitionSpec(None, "v")
     over_parts = jax.shard_map(inside, mesh=mesh_of(1), in_specs=spec, out_specs=spec)
     jax.eval_shape(over_parts, jnp.ones((4, 64)))
     assert "check_vma=False" in refusals[0]
-    logits, mask = jnp.zeros((4, 64)), jnp.zeros((4, 2), jnp.int32)
-    assert "token_bitmask" in api.support.part_unsupported(logits, 4, token_bitmask=mask)
-    assert api.support.part_unsupported(logits, 4) is None

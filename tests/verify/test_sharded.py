@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from measure import collectives
 
 import jax_specdec as sd
-from jax_specdec._src.verify import sharded, sharding
+from jax_specdec._src.verify import batched, sharding
 
 from . import bad_rows, edges, suite
 from .batch import Batch, Layout, check, jitted, pack, verify
@@ -205,13 +205,13 @@ def test_arrays_that_are_split_are_verified_where_they_are(
 ):
     layout = Layout(vocab=vocab, **EVEN, kind="probs")
     mesh, seen = mesh_of(4, 2, axis_type), []
-    inner = sharded.verify
+    inner = batched.verify
 
     def watched(requests, target_logits, distribution, *mask, **options):
         seen.append((target_logits.shape, distribution.probs.shape))
         return inner(requests, target_logits, distribution, *mask, **options)
 
-    monkeypatch.setattr(sharded, "verify", watched)
+    monkeypatch.setattr(batched, "verify", watched)
     call = sd.rejection_sample_with_noise
     batch = even_batch(layout, 3)
     (target_logits, drafts, noise), options = batch.arguments()
@@ -248,7 +248,7 @@ def test_other_arrays_are_verified_as_if_they_were_not_split(spec, options, monk
 
 @newest
 def test_a_vocabulary_on_one_device_is_not_split(monkeypatch):
-    monkeypatch.delattr(sharded, "verify")
+    monkeypatch.delattr(sharding, "over_parts")
     layout = Layout(vocab=97, num_requests=3, num_drafts=5, race=True)
     batch = random_batch(layout, 2)
     args, named = batch.arguments()
@@ -337,14 +337,8 @@ def call(layout: Layout, sharding, **options) -> None:
         ),
         (ValueError, "N must divide over the 2 devices of 'b', but it is 9", {"num_drafts": 9}, {}),
         (NotImplementedError, "over a split vocabulary there is no RaceNoise", {"race": True}, {}),
-        (
-            NotImplementedError,
-            "over a split vocabulary there is no min_p, top_k and top_p",
-            {},
-            {"sampling": sd.SamplingParams(jnp.ones(4), top_k=jnp.ones(4, jnp.int32))},
-        ),
     ],
-    ids=["V", "B", "N", "race", "top_k"],
+    ids=["V", "B", "N", "race"],
 )
 def test_what_cannot_be_split_is_refused(error, sentence, layout, options):
     with pytest.raises(error, match=sentence):

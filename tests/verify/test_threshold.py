@@ -16,7 +16,7 @@ import pytest
 
 import jax_specdec as sd
 from jax_specdec._src.sampling import Filter, inverse_temperature
-from jax_specdec._src.verify import api, batched, rows, tiles, xla
+from jax_specdec._src.verify import api, rows, tiles, xla
 from jax_specdec._src.verify.rows import TargetRows
 from jax_specdec._src.verify.threshold import only_if
 
@@ -127,10 +127,7 @@ def test_neutral_parameters_read_no_row_again(lazy):
         neutral = sd.SamplingParams(ones, jnp.zeros(B), jnp.zeros(B, jnp.int32), ones)
         filtered = traced(neutral)
         # All that the filters read is what `only_if` runs, and it does not for these values.
-        with (
-            mock.patch.object(rows, "only_if", lambda condition, fn, otherwise: otherwise),
-            mock.patch.object(batched, "only_if", lambda condition, fn, otherwise: otherwise),
-        ):
+        with mock.patch.object(rows, "only_if", lambda condition, fn, otherwise: otherwise):
             skipped = traced(neutral)
     assert count_reads(filtered) > count_reads(skipped) == count_reads(plain) > 0
     for size in (1, 5000):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.noise import Stream, check_keys, uniforms
 from jax_specdec._src.sampling import Filter, inverse_temperature
-from jax_specdec._src.types import Drafts, Noise, SamplingParams
+from jax_specdec._src.types import SamplingParams
 from jax_specdec._src.verify import batched
-from jax_specdec._src.verify.api import rejection_sample_with_noise
-from jax_specdec._src.verify.sharding import VerifySharding
+from jax_specdec._src.verify.batched import Split
+from jax_specdec._src.verify.exchange import Exchange
+from jax_specdec._src.verify.sharding import VerifySharding, over_mesh
 
 
 class DraftSample(NamedTuple):
@@ -62,9 +64,7 @@ def sample_draft_tokens(
       positions: ``[B]`` int32, the same that `rejection_sample` gets: position of the first draft.
       offset: ``[]`` int32, place of this draft in the step, from 0 on.
       config: static settings; None for ``draft_sample_method="probabilistic"``.
-      sharding: how `logits` are split, as in `rejection_sample`. They stay where they are, unless
-        `sampling` has a min-p, top-k or top-p: then XLA gathers them; inside a `jax.shard_map`,
-        where it cannot, nothing is left out.
+      sharding: how `logits` are split, as in `rejection_sample`; they stay where they are.
 
     Returns:
       `DraftSample`: the tokens, and what `DraftStore.write` or `DraftLogits` take.
@@ -83,66 +83,38 @@ def sample_draft_tokens(
     """
     check_keys("keys", keys)
     takes_best = config is not None and config.draft_sample_method == "greedy"
-    if sharding is not None and (sharding.mesh is None or Filter.of(sampling) is None):
-        temperature = jnp.zeros_like(sampling.temperature) if takes_best else sampling.temperature
-        drawn = _sample_split(logits, temperature, keys, positions, offset, sharding)
-        return DraftSample(drawn.token_ids) if takes_best else drawn
-    if takes_best:
-        return DraftSample(jnp.argmax(logits, axis=-1).astype(jnp.int32))
-    return _sample_whole(logits, sampling, keys, positions, jnp.asarray(offset, jnp.int32))
+    offset = jnp.asarray(offset, jnp.int32)
+    return _sample(logits, sampling, keys, positions, offset, takes_best, sharding)
 
 
-@jax.jit
-def _sample_whole(
+@functools.partial(jax.jit, static_argnames=("takes_best", "sharding"))
+def _sample(
     logits: jax.Array,
     sampling: SamplingParams,
     keys: jax.Array,
     positions: jax.Array,
     offset: jax.Array,
+    takes_best: bool,
+    sharding: VerifySharding | None,
 ) -> DraftSample:
-    drawn = batched.sample(
-        logits,
-        inverse_temperature(sampling.temperature),
-        sampling.temperature == 0,
-        Filter.of(sampling),
-        _draw(keys, positions, offset),
-    )
-    return DraftSample(*drawn)
+    def uniforms_of(key: jax.Array, position: jax.Array) -> jax.Array:
+        return uniforms(key, position, Stream.DRAFT, offset)
 
+    arrays = logits, sampling, jax.vmap(uniforms_of)(keys, positions)
+    axis = None if sharding is None else sharding.vocab_axis
 
-def _draw(keys: jax.Array, positions: jax.Array, offset: jax.Array) -> jax.Array:
-    """``[B, 2]`` uniforms of the draft stream."""
-    return jax.vmap(lambda key, position: uniforms(key, position, Stream.DRAFT, offset))(
-        keys, positions
-    )
+    def on_part(arrays: tuple[jax.Array, SamplingParams, jax.Array]) -> DraftSample:
+        logits, sampling, drawn = arrays
+        split = Split(Exchange(axis))
+        if takes_best:
+            return DraftSample(batched.best_ids(logits, split.exchange))
+        inv, greedy = inverse_temperature(sampling.temperature), sampling.temperature == 0
+        return DraftSample(
+            *batched.sample(logits, inv, greedy, Filter.of(sampling), drawn, split=split)
+        )
 
-
-def _sample_split(
-    logits: jax.Array,
-    temperature: jax.Array,
-    keys: jax.Array,
-    positions: jax.Array,
-    offset: jax.Array | int,
-    sharding: VerifySharding,
-) -> DraftSample:
-    """The same from split logits, unfiltered: what a verification without drafts emits."""
-    size = logits.shape[0]
-    output = rejection_sample_with_noise(
-        logits,
-        Drafts(jnp.zeros((0,), jnp.int32), jnp.zeros((size + 1,), jnp.int32)),
-        Noise(
-            jnp.zeros((size, 1), jnp.float32),
-            _draw(keys, positions, jnp.asarray(offset, jnp.int32)),
-        ),
-        sampling=SamplingParams(temperature),
-        config=SpecDecodeConfig(num_speculative_tokens=1),
-        sharding=sharding,
-    )
-    inv = inverse_temperature(temperature)
-    peak = jnp.max(logits, axis=1).astype(jnp.float32)
-    axis = sharding.vocab_axis if sharding.mesh is None else None  # else arrays are whole
-    peak = peak if axis is None else lax.pmax(peak, axis)
-    terms = jnp.exp((logits.astype(jnp.float32) - peak[:, None]) * inv[:, None])
-    total = jnp.sum(terms, axis=1)
-    total = total if axis is None else lax.psum(total, axis)
-    return DraftSample(output.token_ids[:, 0], peak * inv + jnp.log(total))
+    if sharding is None or sharding.mesh is None:
+        return on_part(arrays)
+    own = P(sharding.batch_axis)
+    specs = P(sharding.batch_axis, axis), own, own
+    return over_mesh(on_part, sharding.mesh, specs, own, arrays)

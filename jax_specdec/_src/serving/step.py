@@ -14,7 +14,6 @@ from jax_specdec._src.drafting.store import DraftStore, count_fallbacks
 from jax_specdec._src.logprobs import TokenLogprobs, token_logprobs
 from jax_specdec._src.models.protocol import CausalModel, sharding_of
 from jax_specdec._src.penalties import apply_penalties
-from jax_specdec._src.sampling import Filter
 from jax_specdec._src.serving import batch as batch_lib
 from jax_specdec._src.serving.batch import Batch, StepRecord
 from jax_specdec._src.serving.options import LogprobsConfig
@@ -91,8 +90,6 @@ def sample(
     mask = batch.token_bitmask
     if mask is not None:  # of a request, for each of its rows
         mask = jnp.repeat(mask, logits.shape[0] // mask.shape[0], axis=0)
-    # Over a split vocabulary there is no min-p, top-k and top-p: XLA gathers the rows.
-    gathers = sharding is not None and Filter.of(batch.sampling) is not None
     output = rejection_sample(
         rows,
         drafts,
@@ -102,8 +99,7 @@ def sample(
         active=~batch.done,
         config=config,
         token_bitmask=mask,
-        implementation="xla" if gathers else None,
-        sharding=None if gathers else sharding,
+        sharding=sharding,
     )
     if logprobs is None:
         return output, None
@@ -116,6 +112,7 @@ def sample(
         num_top=logprobs.num_top,
         token_bitmask=mask,
         distribution=logprobs.distribution,
+        sharding=sharding,
     )
     return output, found
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.noise import draw_noise
 from jax_specdec._src.types import (
     Drafts,
     Noise,
@@ -19,11 +18,14 @@ from jax_specdec._src.types import (
     RejectionSampleOutput,
     SamplingParams,
 )
-from jax_specdec._src.verify import checks, sharded, xla
+from jax_specdec._src.verify import checks, xla
 from jax_specdec._src.verify import sharding as sharding_lib
+from jax_specdec._src.verify.batched import Kernels, Split
+from jax_specdec._src.verify.exchange import Exchange
 from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
-from jax_specdec._src.verify.requests import readable, unpack
+from jax_specdec._src.verify.requests import CallArrays, readable, unpack
+from jax_specdec._src.verify.rules import Rule
 from jax_specdec._src.verify.sharding import Layout, VerifySharding
 
 Implementation = Literal["xla", "mosaic_gpu"]
@@ -118,24 +120,21 @@ def rejection_sample(
       Leviathan et al., arXiv 2211.17192. Chen et al., arXiv 2302.01318. Block: Sun et al.,
       arXiv 2403.10444.
     """
-    _check_implementation(implementation)
-    parts = sharding_lib.vocabulary_parts(sharding)
-    given = (target_logits, drafts, sampling, bonus_token_ids, active, vocab_size, token_bitmask)
-    _check(*given, config=config, vocabulary_parts=parts)
-    checks.check_keys(keys, positions, sampling.temperature.shape[0])
-    return _rejection_sample(
-        target_logits,
-        drafts,
-        (keys, positions),
-        sampling,
-        bonus_token_ids,
-        active,
-        token_bitmask,
-        config=config,
-        size=target_logits.shape[1] * parts if vocab_size is None else int(vocab_size),
-        implementation=implementation,
-        kernel_config=kernel_config,
-        layout=sharding_lib.resolve(sharding, target_logits, drafts, keys, sampling),
+    return _call(
+        CallArrays(
+            target_logits,
+            drafts,
+            (keys, positions),
+            sampling,
+            bonus_token_ids,
+            active,
+            token_bitmask,
+        ),
+        config,
+        vocab_size,
+        implementation,
+        kernel_config,
+        sharding,
     )
 
 
@@ -159,27 +158,9 @@ def rejection_sample_with_noise(
     For tests, for comparing with other systems, and for callers with their own generators.
     `rejection_sample` equals this with ``draw_noise(keys, positions, K)``.
 
-    Args:
-      target_logits: as in `rejection_sample`.
-      drafts: as in `rejection_sample`.
-      noise: `Noise`, or `RaceNoise` to draw the last token by an exponential race (XLA only).
-      sampling: as in `rejection_sample`.
-      config: as in `rejection_sample`.
-      bonus_token_ids: as in `rejection_sample`.
-      active: as in `rejection_sample`.
-      vocab_size: as in `rejection_sample`.
-      token_bitmask: as in `rejection_sample`.
-      implementation: as in `rejection_sample`.
-      kernel_config: as in `rejection_sample`.
-      sharding: as in `rejection_sample`.
-
-    Returns:
-      `RejectionSampleOutput`.
-
-    Raises:
-      TypeError: an argument of the wrong type or dtype, at trace time.
-      ValueError: shapes that do not fit, at trace time.
-      NotImplementedError: the named implementation cannot serve this call.
+    ``noise`` takes the place of keys and positions: a `Noise`, or a `RaceNoise` to draw the last
+    token by an exponential race (XLA only, and not over a split vocabulary). All else, and what is
+    returned and raised, is that of `rejection_sample`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -193,25 +174,14 @@ def rejection_sample_with_noise(
       >>> sd.parse_output(output)  # 0.7 * 1 >= 0.5: rejected, and 1 is all that is left
       [[1]]
     """
-    _check_implementation(implementation)
-    parts = sharding_lib.vocabulary_parts(sharding)
-    given = (target_logits, drafts, sampling, bonus_token_ids, active, vocab_size, token_bitmask)
-    _check(*given, config=config, vocabulary_parts=parts)
-    batch, k = sampling.temperature.shape[0], config.num_speculative_tokens
-    checks.check_noise(noise, batch, k, target_logits.shape[1])
-    return _rejection_sample(
-        target_logits,
-        drafts,
-        noise,
-        sampling,
-        bonus_token_ids,
-        active,
-        token_bitmask,
-        config=config,
-        size=target_logits.shape[1] * parts if vocab_size is None else int(vocab_size),
-        implementation=implementation,
-        kernel_config=kernel_config,
-        layout=sharding_lib.resolve(sharding, target_logits, drafts, noise, sampling),
+    checks.check_is_noise(noise)
+    return _call(
+        CallArrays(target_logits, drafts, noise, sampling, bonus_token_ids, active, token_bitmask),
+        config,
+        vocab_size,
+        implementation,
+        kernel_config,
+        sharding,
     )
 
 
@@ -227,13 +197,8 @@ def which_implementation(
 
     For a program that is compiled for JAX's default device; for any other it is "xla".
 
-    Args:
-      target_logits: as in `rejection_sample`; a `jax.ShapeDtypeStruct` will do, here and inside
-        `drafts`.
-      drafts: as in `rejection_sample`.
-      config: as in `rejection_sample`.
-      vocab_size: as in `rejection_sample`.
-      kernel_config: as in `rejection_sample`.
+    Arguments are those of `rejection_sample`; `jax.ShapeDtypeStruct` will do for arrays, also
+    inside ``drafts``.
 
     Returns:
       "mosaic_gpu" or "xla". Why it is not the former, the error says that naming it raises.
@@ -261,10 +226,35 @@ def which_implementation(
     return "mosaic_gpu" if why_not is None else "xla"
 
 
-def _check(*given: Any, config: SpecDecodeConfig, vocabulary_parts: int) -> None:
+def _call(
+    arrays: CallArrays,
+    config: SpecDecodeConfig,
+    vocab_size: int | None,
+    implementation: Implementation | None,
+    kernel_config: KernelConfig | None,
+    sharding: VerifySharding | None,
+) -> RejectionSampleOutput:
+    """Check a call, and make it."""
+    _check_implementation(implementation)
+    parts = sharding_lib.vocabulary_parts(sharding)
     if not isinstance(config, SpecDecodeConfig):
         raise TypeError(f"config must be a SpecDecodeConfig, but it is {config!r:.80}")
-    checks.check_call(*given, vocabulary_parts=vocabulary_parts)
+    logits, drafts, randomness, sampling, bonus_token_ids, active, token_bitmask = arrays
+    given = logits, drafts, sampling, bonus_token_ids, active, vocab_size, token_bitmask
+    checks.check_call(*given, vocabulary_parts=parts)
+    batch = sampling.temperature.shape[0]
+    if isinstance(randomness, tuple):
+        checks.check_keys(*randomness, batch)
+    else:
+        checks.check_noise(randomness, batch, config.num_speculative_tokens, logits.shape[1])
+    return _rejection_sample(
+        arrays,
+        config=config,
+        size=logits.shape[1] * parts if vocab_size is None else int(vocab_size),
+        implementation=implementation,
+        kernel_config=kernel_config,
+        layout=sharding_lib.resolve(sharding, logits, drafts, randomness),
+    )
 
 
 def _check_implementation(implementation: Implementation | None) -> None:
@@ -280,20 +270,29 @@ def _check_implementation(implementation: Implementation | None) -> None:
 @functools.partial(
     jax.jit, static_argnames=("config", "size", "implementation", "kernel_config", "layout")
 )
-def _rejection_sample(*arrays: Any, layout: Layout | None, **static: Any) -> RejectionSampleOutput:
+def _rejection_sample(
+    arrays: CallArrays,
+    *,
+    config: SpecDecodeConfig,
+    size: int,
+    implementation: Implementation | None,
+    kernel_config: KernelConfig | None,
+    layout: Layout | None,
+) -> RejectionSampleOutput:
     """`_verify_part` of arrays, which may lie in parts on many devices."""
-    verify = functools.partial(_verify_part, layout=layout, **static)
-    return verify(*arrays) if layout is None else sharding_lib.over_parts(verify, layout, *arrays)
+    verify = functools.partial(
+        _verify_part,
+        config=config,
+        size=size,
+        implementation=implementation,
+        kernel_config=kernel_config,
+        layout=layout,
+    )
+    return verify(arrays) if layout is None else sharding_lib.over_parts(verify, layout, arrays)
 
 
 def _verify_part(
-    target_logits: jax.Array,
-    drafts: Drafts,
-    randomness: Noise | RaceNoise | tuple[jax.Array, jax.Array],
-    sampling: SamplingParams,
-    bonus_token_ids: jax.Array | None,
-    active: jax.Array | None,
-    token_bitmask: jax.Array | None,
+    arrays: CallArrays,
     *,
     config: SpecDecodeConfig,
     size: int,
@@ -302,46 +301,44 @@ def _verify_part(
     layout: Layout | None,
 ) -> RejectionSampleOutput:
     """On one device's part of the arrays, which may be all of them."""
-    k, num_requests = config.num_speculative_tokens, sampling.temperature.shape[0]
-    if target_logits.shape[0] == 0:  # no drafts anywhere, and the bonus given: no row to read
-        target_logits = jnp.zeros((1, target_logits.shape[1]), target_logits.dtype)
-        token_bitmask = None
+    k, num_requests = config.num_speculative_tokens, arrays.sampling.temperature.shape[0]
+    logits, drafts = arrays.target_logits, arrays.drafts
+    if logits.shape[0] == 0:  # no drafts anywhere, and the bonus given: no row to read
+        logits = jnp.zeros((1, logits.shape[1]), logits.dtype)
+        arrays = arrays._replace(target_logits=logits, token_bitmask=None)
     drafts = dataclasses.replace(drafts, distribution=readable(drafts.distribution))
-    method, rates = config.rejection_sample_method, config.conditional_rates
-    rule: Any = {"size": size, "method": method, "conditional_rates": rates}
-    splits_vocabulary = layout is not None and layout.vocab_axis is not None
-    given = (drafts, randomness, sampling, bonus_token_ids, active, token_bitmask)
+    arrays = arrays._replace(drafts=drafts)
+    rule = Rule(config.rejection_sample_method, config.conditional_rates)
+    vocab_axis = None if layout is None else layout.vocab_axis
+    split = Split(Exchange(vocab_axis), layout is not None and layout.draft_vocab)
 
-    def on_xla(given: Any, kernels: sharded.Kernels | None = None) -> RejectionSampleOutput:
-        drafts, randomness, sampling, bonus_token_ids, active, token_bitmask = given
-        noise, positions = randomness, None
-        if isinstance(noise, tuple):
-            keys, positions = noise
-            noise = draw_noise(keys, positions, k)
-        requests = unpack(drafts, noise, sampling, bonus_token_ids, active, k, positions)
-        rows = requests, target_logits, drafts.distribution, token_bitmask
-        if layout is not None and layout.vocab_axis is not None:
-            return sharded.verify(*rows, **rule, layout=layout, kernels=kernels)
-        return xla.verify(*rows, **rule)
+    def on_xla(arrays: CallArrays, kernels: Kernels | None = None) -> RejectionSampleOutput:
+        return xla.verify(
+            unpack(arrays, k),
+            arrays.target_logits,
+            arrays.drafts.distribution,
+            arrays.token_bitmask,
+            size=size,
+            rule=rule,
+            split=dataclasses.replace(split, kernels=kernels),
+        )
 
-    def on_mosaic_gpu(given: Any) -> RejectionSampleOutput:
+    def on_mosaic_gpu(arrays: CallArrays) -> RejectionSampleOutput:
         # The kernels, for who uses them.
         from jax_specdec._src.verify.mosaic_gpu import call, part_draw, row_statistics, tile_masses
 
-        if splits_vocabulary:
+        if vocab_axis is not None:
             statistics = functools.partial(row_statistics.row_statistics, config=kernel_config)
-            kernels = statistics, tile_masses.tile_masses, part_draw.part_draw
-            return on_xla(given, sharded.Kernels(*kernels))
-        return call.verify(target_logits, *given, **rule, k=k, config=kernel_config)
+            return on_xla(arrays, Kernels(statistics, tile_masses.tile_masses, part_draw.part_draw))
+        return call.verify(arrays, rule, k=k, size=size, config=kernel_config)
 
-    if splits_vocabulary:
-        num_rows = num_requests * (k + 1)
-        why_not = support.part_unsupported(target_logits, num_rows, kernel_config, token_bitmask)
+    if vocab_axis is not None:
+        why_not = support.part_unsupported(arrays, k, kernel_config)
     else:
         why_not = support.unsupported(
-            target_logits,
+            logits,
             drafts.distribution,
-            is_race=isinstance(randomness, RaceNoise),
+            is_race=isinstance(arrays.randomness, RaceNoise),
             num_requests=num_requests,
             k=k,
             size=size,
@@ -350,8 +347,8 @@ def _verify_part(
     if implementation == "mosaic_gpu":
         if why_not is not None:
             raise NotImplementedError(why_not)
-        return on_mosaic_gpu(given)
+        return on_mosaic_gpu(arrays)
     if implementation == "xla" or why_not is not None or support.no_device() is not None:
-        return on_xla(given)
+        return on_xla(arrays)
     # The default device has the kernel, but this call may be compiled for another.
-    return lax.platform_dependent(given, cuda=on_mosaic_gpu, default=on_xla)
+    return lax.platform_dependent(arrays, cuda=on_mosaic_gpu, default=on_xla)

@@ -119,15 +119,19 @@ def _check_distribution(distribution: Any, batch: int, n: int, v: int) -> None:
                 _array(f"drafts.distribution.{field}", value, (r,), ("float32",), f"[R] = [{r}]")
 
 
-def check_noise(noise: Any, batch: int, k: int, v: int) -> None:
+def check_is_noise(noise: Any) -> None:
+    """Raise TypeError for anything but a `Noise` or a `RaceNoise`."""
+    if not isinstance(noise, (Noise, RaceNoise)):
+        raise TypeError(f"noise must be a Noise or a RaceNoise, but it is {noise!r:.80}")
+
+
+def check_noise(noise: Noise | RaceNoise, batch: int, k: int, v: int) -> None:
     """Check explicit noise.
 
     Raises:
-      TypeError: not a `Noise` or `RaceNoise`, or not float32.
+      TypeError: not float32.
       ValueError: a shape does not fit.
     """
-    if not isinstance(noise, (Noise, RaceNoise)):
-        raise TypeError(f"noise must be a Noise or a RaceNoise, but it is {noise!r:.80}")
     _array("noise.accept", noise.accept, (batch, k), ("float32",), f"[B, K] = [{batch}, {k}]")
     if isinstance(noise, Noise):
         _array("noise.recover", noise.recover, (batch, 2), ("float32",), f"[B, 2] = [{batch}, 2]")

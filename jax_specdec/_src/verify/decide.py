@@ -17,7 +17,7 @@ from jax import lax
 
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
-from jax_specdec._src.verify import block, greedy, probabilistic, synthetic, tiles
+from jax_specdec._src.verify import rules, tiles
 from jax_specdec._src.verify.resample import Source, resample, residual_mass
 from jax_specdec._src.verify.rows import DraftRows, DraftScale, TargetRows
 
@@ -141,7 +141,7 @@ def look(
 
     p = lax.cond(
         request.greedy,
-        lambda: greedy.accepts(token_id, target.best(row, stats)).astype(jnp.float32),
+        lambda: rules.accepts_greedy(token_id, target.best(row, stats)).astype(jnp.float32),
         lambda: stats.scale(inv).probs(target.at(row, token_id, stats.threshold), inv),
     )
     q, status = jnp.float32(1), seen.status
@@ -159,7 +159,7 @@ def visit(
 ) -> Visit:
     """Read the rows of one position and judge its draft by the greedy or the standard rule."""
     seen, p, q = look(request, position, target, draft)
-    accepted = probabilistic.accepts(request.uniform(position), p, q)
+    accepted = rules.accepts(request.uniform(position), p, q)
     accepted &= request.is_proposed(position, target.size) & (seen.status == Status.OK)
     return seen._replace(accepted=accepted)
 
@@ -190,7 +190,7 @@ def judge(
     """
     mass = jnp.where(
         request.is_proposed(position, target.size),
-        block.one_hot_residual_mass(seen.weight, p),
+        rules.one_hot_residual_mass(seen.weight, p),
         seen.weight,
     )
     status = seen.status
@@ -209,7 +209,7 @@ def judge(
 def passes(request: Request, position: jax.Array, weight: jax.Array, mass: jax.Array) -> jax.Array:
     """Whether the drafts before a position are kept, given their joint weight and residual mass."""
     u = request.uniform(jnp.maximum(position - 1, 0))
-    return (position == 0) | block.passes(u, weight, mass)
+    return (position == 0) | rules.passes(u, weight, mass)
 
 
 def eager_walk(
@@ -229,7 +229,7 @@ def num_accepted_by_rate(request: Request, rates: jax.Array, size: int) -> jax.A
     """Drafts that the synthetic rule keeps at conditional `rates` ``[K]``; no row is needed."""
     positions = jnp.arange(rates.shape[0], dtype=jnp.int32)
     proposed = jax.vmap(functools.partial(request.is_proposed, size=size))(positions)
-    return tiles.first(~(proposed & jax.vmap(synthetic.accepts)(request.accept, rates)))
+    return tiles.first(~(proposed & jax.vmap(rules.accepts_synthetic)(request.accept, rates)))
 
 
 def weigh(request: Request, target: TargetRows, draft: DraftRows | None) -> tuple[Visit, jax.Array]:
@@ -239,7 +239,7 @@ def weigh(request: Request, target: TargetRows, draft: DraftRows | None) -> tupl
     seen, p, q = jax.vmap(lambda i: look(request, i, target, draft))(positions)
 
     def step(weight: jax.Array, draft: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return block.joint_weight(weight, *draft), weight
+        return rules.joint_weight(weight, *draft), weight
 
     _, weights = lax.scan(step, jnp.float32(1), (p, q), unroll=True)
     return seen._replace(weight=weights), p

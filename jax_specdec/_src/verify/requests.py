@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from jax_specdec._src import ragged
 from jax_specdec._src import sampling as sampling_lib
+from jax_specdec._src.noise import draw_noise
 from jax_specdec._src.types import (
     DraftDistribution,
     Drafts,
@@ -18,27 +21,41 @@ from jax_specdec._src.types import (
 from jax_specdec._src.verify.decide import Request
 
 
-def unpack(
-    drafts: Drafts,
-    noise: Noise | RaceNoise,
-    sampling: SamplingParams,
-    bonus_token_ids: jax.Array | None,
-    active: jax.Array | None,
-    k: int,
-    positions: jax.Array | None = None,
-) -> Request:
-    """Everything but the rows, batched; each with the status that it begins with.
+class CallArrays(NamedTuple):
+    """The arrays of a call of `rejection_sample`, checked.
 
-    `positions` are those that `noise` was drawn for; None where the caller gave the noise.
+    Attributes:
+      target_logits: ``[M, V]``, or a device's part of them.
+      drafts: the drafts.
+      randomness: explicit noise, or keys ``[B]`` and positions ``[B]`` to draw it from.
+      sampling: parameters of each request.
+      bonus_token_ids: ``[B]`` int32 or None.
+      active: ``[B]`` bool or None.
+      token_bitmask: ``[M, ceil(V/32)]`` or None.
     """
-    layout = ragged.unpack(drafts, k, has_bonus_rows=bonus_token_ids is None)
+
+    target_logits: jax.Array
+    drafts: Drafts
+    randomness: Noise | RaceNoise | tuple[jax.Array, jax.Array]
+    sampling: SamplingParams
+    bonus_token_ids: jax.Array | None
+    active: jax.Array | None
+    token_bitmask: jax.Array | None
+
+
+def unpack(arrays: CallArrays, k: int) -> Request:
+    """Everything but the rows, batched; each with the status that it begins with."""
+    drafts, sampling, noise = arrays.drafts, arrays.sampling, arrays.randomness
+    layout = ragged.unpack(drafts, k, has_bonus_rows=arrays.bonus_token_ids is None)
     temperature = sampling.temperature
     valid_input = layout.in_bounds & sampling_lib.is_valid(sampling)
-    if positions is not None:
+    if isinstance(noise, tuple):
+        keys, positions = noise
+        noise = draw_noise(keys, positions, k)
         valid_input &= positions >= 0
     status = jnp.where(valid_input, int(Status.OK), int(Status.BAD_INPUT)).astype(jnp.int32)
-    if active is not None:
-        status = jnp.where(active, status, int(Status.INACTIVE))
+    if arrays.active is not None:
+        status = jnp.where(arrays.active, status, int(Status.INACTIVE))
 
     distribution = drafts.distribution
     stored = jnp.full(temperature.shape, distribution is not None)
@@ -56,7 +73,7 @@ def unpack(
         accept=noise.accept,
         recover=noise.recover if isinstance(noise, Noise) else None,
         exponential=noise.exponential if isinstance(noise, RaceNoise) else None,
-        bonus_token_id=bonus_token_ids,
+        bonus_token_id=arrays.bonus_token_ids,
         status=status,
     )
 

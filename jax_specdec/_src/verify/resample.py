@@ -1,15 +1,30 @@
-"""Phase 3 on XLA: the recovered or bonus token of one request, from one row."""
+"""Phase 3 on XLA: the recovered or bonus token, by a two-level inverse CDF.
+
+`resample` draws that of one request, from one row whose tiles were summed when it was read.
+`Weights.masses`, `choose` and `draw` do so for a batch, whose rows may lie in parts on devices.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jax_specdec._src.verify import block, tiles
-from jax_specdec._src.verify.rows import DraftRows, DraftScale, TargetRows
+from jax_specdec._src.verify import rules, tiles
+from jax_specdec._src.verify.exchange import Exchange
+from jax_specdec._src.verify.rows import (
+    DraftRows,
+    DraftScale,
+    Rows,
+    TargetRows,
+    as_they_are,
+    in_tiles,
+)
 
 
 class Source(NamedTuple):
@@ -87,7 +102,7 @@ def resample(
         if draft is not None:
             q = draft.at(source.draft_row, ids, source.scale, inv)
             p = p_scale.probs(target.at(source.row, ids, stats.threshold), inv)
-            residual = block.residual(source.weight, p, q)
+            residual = rules.residual(source.weight, p, q)
             weights = jnp.where(from_residual, residual, weights)
         return weights
 
@@ -135,7 +150,7 @@ def residual_masses(source: Source, target: TargetRows, draft: DraftRows) -> jax
     def mass(p_entries: jax.Array, q_entries: jax.Array) -> jax.Array:
         p = p_scale.probs(p_entries, source.inv_temperature)
         q = draft.probs(q_entries, source.scale, source.inv_temperature)
-        return jnp.sum(block.residual(source.weight, p, q), axis=1)
+        return jnp.sum(rules.residual(source.weight, p, q), axis=1)
 
     masses = tiles.map_tiles(mass, read, shared, draft.chunk, whole=draft.size)
     beyond = source.weight * _p_masses(source)[masses.shape[0] :]
@@ -151,3 +166,221 @@ def _p_masses(source: Source) -> jax.Array:
     """``p`` of each tile."""
     relative = source.stats.masses(source.inv_temperature)
     return relative / jnp.sum(relative)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """What tokens are drawn by, for a batch of sources, as far as it lies on this device.
+
+    Attributes:
+      target: target rows, or this device's part of them.
+      draft: what draft rows mean, and their entries; None where every request is one-hot.
+      draft_is_split: whether those are this device's part too.
+      num_parts: parts of the vocabulary.
+    """
+
+    target: Rows
+    draft: tuple[DraftRows, Rows] | None = None
+    draft_is_split: bool = False
+    num_parts: int = 1
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles that this part lies in, at most, counted from the one that it begins in."""
+        return tiles.tiles_of_part(self.target.width, self.num_parts)
+
+    @property
+    def first_tile(self) -> jax.Array:
+        """``[]`` int32."""
+        return self.target.first // tiles.TILE
+
+    def masses(self, source: Source, in_place: bool = False) -> jax.Array:
+        """Of sources ``[n]``: ``[n, 2, num_tiles]``, the sums of weights, and of ``p``, by tile.
+
+        `in_place` says that their rows are all rows, in order: then none is gathered.
+        """
+        count, first_id, p_rows = self.num_tiles, self.target.first_id, self.target
+        if self.target.width % tiles.TILE == 0:
+            first_id = None  # no tile is cut
+        rows = p_rows.whole(None if in_place else source.row)
+        p_entries = in_tiles(rows, count, p_rows.fill, first_id)
+        q_entries = None
+        if self.draft is not None:
+            entries = self.draft[1]
+            rows = self._draft_part(source.draft_row)
+            q_entries = in_tiles(rows, count, entries.fill, first_id)
+        ids = jnp.arange(count * tiles.TILE, dtype=jnp.int32).reshape(1, count, tiles.TILE)
+        ids = self.first_tile * tiles.TILE + ids
+        weights, _ = self._of(source, ids, p_entries, q_entries)
+        # Computed apart, p is written nowhere: XLA writes to memory what two sums share.
+        _, p = self._of(as_they_are(source), ids, p_entries, q_entries)
+        return as_they_are(jnp.stack((jnp.sum(weights, axis=2), jnp.sum(p, axis=2)), axis=1))
+
+    def inside(self, source: Source, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of tiles ``[n]``: ids ``[n, L]`` that are here, and ``[n, 2, L]`` weights and ``p``."""
+        target, length = self.target, min(tiles.TILE, self.target.width)
+        first = jnp.clip(tile * tiles.TILE, target.first, target.first + target.width - length)
+        ids = first[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
+        q_entries = None
+        if self.draft is not None:
+            q_entries = self.draft[1].slices(source.draft_row, first, length)
+        both = self._of(source, ids, target.slices(source.row, first, length), q_entries)
+        is_inside = ids // tiles.TILE == tile[:, None]
+        return ids, jnp.where(is_inside[:, None], jnp.stack(both, axis=1), 0.0)
+
+    def race(self, source: Source, exponential: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`draw` by a race of Exp(1) noise ``[n, V]``, over a vocabulary that is not split."""
+        width = self.target.width
+        q_entries = None
+        if self.draft is not None:
+            entries = self.draft[1]
+            q_entries = entries.whole(source.draft_row)
+            missing = ((0, 0), (0, width - q_entries.shape[1]))
+            q_entries = jnp.pad(q_entries, missing, constant_values=entries.fill)
+        ids = jnp.arange(width, dtype=jnp.int32)[None, :]
+        weights, p = self._of(source, ids, self.target.whole(source.row), q_entries)
+        total = jnp.sum(weights, axis=1)
+        bad_draft = source.from_residual & (jnp.isnan(total) | source.scale.bad)
+        weights = jnp.where((total > 0)[:, None], weights, p)
+        score = jnp.where(weights > 0, weights / exponential[:, :width], -1.0)
+        return jnp.argmax(score, axis=1).astype(jnp.int32), bad_draft
+
+    def _draft_part(self, rows: jax.Array) -> jax.Array:
+        """Entries of draft rows, of the ids of this part."""
+        assert self.draft is not None
+        entries, target = self.draft[1], self.target
+        if target.first_id is None or self.draft_is_split:
+            return entries.whole(rows)
+        first = jnp.broadcast_to(target.first_id, rows.shape)
+        return entries.slices(rows, first, target.width)
+
+    def _of(
+        self, source: Source, ids: jax.Array, p_entries: jax.Array, q_entries: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Weights of entries ``[n, ...]`` whose ids are `ids`, and their ``p``."""
+        stats = source.stats
+        source = source._replace(stats=stats._replace(max=stats.max[:, 0], sum=stats.sum[:, 0]))
+        dims = (1,) * (p_entries.ndim - 1)
+        source = jax.tree.map(lambda x: x.reshape(-1, *dims), source)
+        inv, stats = source.inv_temperature, source.stats
+        scale = tiles.Scale(stats.max, jnp.log(stats.sum))
+        p = scale.probs(tiles.keep(p_entries, stats.threshold), inv)
+        weights = jnp.where(source.without_token & (ids == source.token_id), 0.0, p)
+        if self.draft is None or q_entries is None:
+            return weights, p
+        q = self.draft[0].probs(q_entries, source.scale, inv)
+        residual = rules.residual(source.weight, p, q)
+        return jnp.where(source.from_residual, residual, weights), p
+
+
+class Chosen(NamedTuple):
+    """Where in the vocabulary tokens are drawn, ``[n]`` each.
+
+    Attributes:
+      tile: int32, counted from id 0.
+      part: int32, which part of the vocabulary holds the token.
+      uniform: float32, the uniform for the token inside the tile, as far as that part has it.
+      has_mass: bool; if not, no weight is left, and the token is drawn from ``p``.
+      bad_draft: bool, whether the draft row is none.
+    """
+
+    tile: jax.Array
+    part: jax.Array
+    uniform: jax.Array
+    has_mass: jax.Array
+    bad_draft: jax.Array
+
+
+def choose(
+    source: Source, masses: jax.Array, recover: jax.Array, width: int, num_tiles: int
+) -> Chosen:
+    """Choose the tile of each source, and the part of the vocabulary that its token is in.
+
+    Args:
+      source: what to draw from, ``[n]``.
+      masses: ``[num_parts, n, 2, num_tiles]``, of every part.
+      recover: ``[n, 2]`` uniforms for tile and token.
+      width: ids of a part.
+      num_tiles: tiles that a part lies in, at most.
+    """
+    num_parts, n = masses.shape[:2]
+    pieces = pieces_of_tiles(width, num_parts, num_tiles)
+    flat = jnp.moveaxis(masses, 0, 2).reshape(n, 2, -1)
+    flat = jnp.pad(flat, ((0, 0), (0, 0), (0, 1))) if num_parts > 1 else flat
+    by_tile = jnp.sum(flat[:, :, pieces], axis=3) if num_parts > 1 else flat
+    tile, total = pick_each(by_tile, recover[:, 0])
+    has_mass = total[:, 0] > 0
+    bad_draft = source.from_residual & (jnp.isnan(total[:, 0]) | source.scale.bad)
+    chosen, u = jnp.where(has_mass, tile[:, 0], tile[:, 1]), recover[:, 1]
+    part = jnp.zeros_like(chosen)
+    if num_parts > 1:
+        of_tile = jnp.asarray(pieces)[chosen]
+        flat = jnp.where(has_mass[:, None], flat[:, 0], flat[:, 1])
+        held = jnp.take_along_axis(flat, of_tile, axis=1)
+        piece = jax.vmap(tiles.pick)(held, u)[:, None]
+        own, sums = (
+            jnp.take_along_axis(x, piece, axis=1)[:, 0] for x in (held, jnp.cumsum(held, axis=1))
+        )
+        part = jnp.take_along_axis(of_tile, piece, axis=1)[:, 0] // num_tiles
+        # How far into the piece: 0 to 1.
+        inside = u * jnp.sum(held, axis=1) - (sums - own)
+        u = u if pieces.shape[1] == 1 else jnp.clip(inside / own, 0.0, 1.0)
+    return Chosen(chosen, part, u, has_mass, bad_draft)
+
+
+def draw(weights: Weights, source: Source, chosen: Chosen, exchange: Exchange) -> jax.Array:
+    """``[n]`` int32, the token of each source, drawn where it lies and known to all parts."""
+    ids, inside = weights.inside(source, chosen.tile)
+    place, total = pick_each(inside, chosen.uniform)
+    # Rounding can leave a tile of tiny residual mass without a positive weight of its own.
+    has_mass = chosen.has_mass & (total[:, 0] > 0)
+    token_ids = ids[:, 0] + jnp.where(has_mass, place[:, 0], place[:, 1])
+    if exchange.axis is None:
+        return token_ids
+    return exchange.sum(jnp.where(chosen.part == exchange.part, token_ids, 0))
+
+
+def pieces_of_tiles(width: int, num_parts: int, num_tiles: int) -> np.ndarray:
+    """Which masses are of which tile: ``[T, m]``, as indices into ``[num_parts * num_tiles]``.
+
+    The parts of `width` ids each have `num_tiles` masses, from the tile that they begin in on. A
+    tile that an edge between parts cuts has several; the others are filled up with
+    ``num_parts * num_tiles``.
+    """
+    found: list[list[int]] = [[] for _ in range(tiles.num_tiles(width * num_parts))]
+    for part, start in enumerate(range(0, num_parts * width, width)):
+        first = start // tiles.TILE
+        for tile in range(first, (start + width - 1) // tiles.TILE + 1):
+            found[tile].append(part * num_tiles + tile - first)
+    most = max(len(pieces) for pieces in found)
+    filled = [pieces + [num_parts * num_tiles] * (most - len(pieces)) for pieces in found]
+    return np.array(filled, np.int32)
+
+
+def pick_each(weights: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`tiles.pick` of each of weights ``[n, 2, L]`` by ``u [n]``, and their totals, ``[n, 2]``."""
+    sums = jnp.cumsum(weights, axis=2)
+    total = sums[:, :, -1]
+    place = jnp.arange(weights.shape[2], dtype=jnp.int32)[None, None, :]
+    size, positive = weights.shape[2], weights > 0
+    hit = positive & (sums > (u[:, None] * total)[:, :, None])
+    # The first hit; or else, counted from the end, the last of positive weight: one reduction.
+    key = jnp.where(hit, place, jnp.where(positive, 2 * size - place, 2 * size))
+    found = jnp.min(key, axis=2)
+    return jnp.where(found < size, found, 2 * size - found), total
+
+
+def gathering(function: Callable[..., Any], *arrays: Any) -> Any:
+    """`function` by request, ``[B]``; a few at a time where gathered rows are written to memory."""
+
+    def in_blocks(arrays: Any) -> Any:
+        return lax.map(lambda one: function(*one), arrays, batch_size=_GATHERED_AT_ONCE)
+
+    def at_once(arrays: Any) -> Any:
+        return jax.vmap(lambda *one: function(*one))(*arrays)
+
+    return lax.platform_dependent(arrays, tpu=in_blocks, default=at_once)
+
+
+_GATHERED_AT_ONCE = 8
+"""Requests whose rows a TPU gathers at a time: it writes to memory what it gathers."""

@@ -1,8 +1,13 @@
-"""Reading rows of target logits and draft distributions on XLA, in place and in tiles."""
+"""Phase 1 on XLA: target and draft rows, read in place.
+
+`TargetRows` and `DraftRows` read one row at a time, in tiles, for the walk that goes request by
+request. `Rows` reads many at once, of the whole vocabulary or of one device's part of it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +17,7 @@ from jax import lax
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
 from jax_specdec._src.verify import tiles
+from jax_specdec._src.verify.exchange import Exchange
 from jax_specdec._src.verify.threshold import find_threshold, only_if
 
 
@@ -205,3 +211,243 @@ class DraftRows:
         """``q`` of `ids`, 0 for those the drafter could not draw."""
         entries = tiles.keep(_gather(self.storage, row, ids), self.threshold(row))
         return jnp.where(ids < self.size, self.probs(entries, scale, inv_temperature), 0.0)
+
+
+class Partials(NamedTuple):
+    """What one read of rows of logits, or of a part of each, leaves behind; ``[n]`` each.
+
+    Attributes:
+      max: float32, the largest logit before temperature; +inf for NaN, -inf where no id counts.
+      sum: float32, ``sum(exp((logit - max) / temperature))``; 0 where nobody samples.
+      best_id: int32, the lowest id of the largest logit.
+    """
+
+    max: jax.Array
+    sum: jax.Array
+    best_id: jax.Array
+
+    @classmethod
+    def together(cls, parts: Partials, inv_temperature: jax.Array) -> Partials:
+        """Those of whole rows, from those of their parts ``[num_parts, n]``."""
+        if parts.max.shape[0] == 1:
+            return jax.tree.map(lambda x: x[0], parts)
+        each = [cls(*part) for part in zip(*parts, strict=True)]  # so that XLA fuses them
+        peak: jax.Array = functools.reduce(jnp.maximum, [part.max for part in each])
+        total, best_id = jnp.zeros_like(peak), each[-1].best_id
+        for part in each:
+            total += part.sum * jnp.exp((part.max - peak) * inv_temperature)
+        for part in reversed(each):
+            best_id = jnp.where(part.max == peak, part.best_id, best_id)
+        return cls(peak, total, best_id)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A matrix ``[R, W]`` of logits or probabilities, by row and id.
+
+    Attributes:
+      matrix: of any float dtype.
+      size: ids from it on do not count.
+      fill: the entry of ids that do not count, or are not here.
+      token_bitmask: ``[R, ceil(V/32)]``; an id whose bit is not set does not count. None for all.
+      thresholds: ``[R]`` float32; an entry below that of its row is `fill`. None for none.
+      first_id: ``[]`` int32, the id of the first column; None where the matrix has all ids.
+    """
+
+    matrix: jax.Array
+    size: int
+    fill: float
+    token_bitmask: jax.Array | None = None
+    thresholds: jax.Array | None = None
+    first_id: jax.Array | None = None
+
+    @property
+    def width(self) -> int:
+        """Ids that are here and may count."""
+        columns = self.matrix.shape[1]
+        return columns if self.first_id is not None else min(self.size, columns)
+
+    @property
+    def first(self) -> jax.Array:
+        """``[]`` int32, the first id."""
+        return jnp.int32(0) if self.first_id is None else self.first_id
+
+    def at(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
+        """Entries of `ids`, any shape that `rows` broadcasts to."""
+        rows = jnp.clip(rows, 0, self.matrix.shape[0] - 1)
+        columns = jnp.clip(ids - self.first, 0, self.width - 1)
+        return self._entries(self.matrix[rows, columns], rows, ids)
+
+    def slices(self, rows: jax.Array, first: jax.Array, length: int) -> jax.Array:
+        """Entries ``[n, length]`` of ids ``first[i] + (0, ..., length - 1)`` in ``rows[i]``.
+
+        Contiguous reads; all ids are within the vocabulary, or within this part of it.
+        """
+        rows = jnp.clip(rows, 0, self.matrix.shape[0] - 1)
+        columns, first_column = self.matrix.shape[1], first - self.first
+        available = min(length, columns)
+        start = jnp.clip(first_column, 0, columns - available)
+        x = jax.vmap(lambda r, s: lax.dynamic_slice(self.matrix, (r, s), (1, available))[0])(
+            rows, start
+        )
+        place = jnp.arange(length, dtype=jnp.int32)[None, :]
+        if self.first_id is None and (available < length or columns != self.size):
+            found = first_column[:, None] + place - start[:, None]
+            x = jnp.take_along_axis(x, jnp.clip(found, 0, available - 1), axis=1)
+        return self._entries(x, rows[:, None], first[:, None] + place)
+
+    def whole(self, rows: jax.Array | None = None) -> jax.Array:
+        """``[n, width]`` entries of some rows; None for all rows, where they lie."""
+        return self._read(*self._rows(rows))
+
+    def _rows(self, rows: jax.Array | None) -> Any:
+        """Some rows, their words and thresholds."""
+        found = self.matrix, self.token_bitmask, self.thresholds
+        if rows is None:
+            return found
+        rows = jnp.clip(rows, 0, self.matrix.shape[0] - 1)
+        return jax.tree.map(lambda x: x[rows], found)
+
+    def _entries(self, x: jax.Array, rows: jax.Array, ids: jax.Array) -> jax.Array:
+        """Of entries of some ids, what counts."""
+        place = ids - self.first
+        counts = (place >= 0) & (place < self.width) & (ids < self.size)
+        if self.token_bitmask is not None:
+            word = jnp.clip(ids // 32, 0, self.token_bitmask.shape[1] - 1)
+            words = self.token_bitmask[rows, word]
+            counts &= (words >> (ids % 32).astype(words.dtype)) & 1 == 1
+        x = jnp.where(counts, x.astype(jnp.float32), self.fill)
+        return x if self.thresholds is None else self._keep(x, self.thresholds[rows])
+
+    def _read(
+        self, matrix: jax.Array, words: jax.Array | None, least: jax.Array | None
+    ) -> jax.Array:
+        """``[..., width]`` entries of given rows, with their words and thresholds."""
+        x = matrix[..., : self.width].astype(jnp.float32)
+        if words is not None:
+            x = jnp.where(self._bits(words), x, self.fill)
+        if self.first_id is not None:
+            ids = self.first_id + jnp.arange(self.width, dtype=jnp.int32)
+            x = jnp.where(ids.reshape((1,) * (x.ndim - 1) + (-1,)) < self.size, x, self.fill)
+        return x if least is None else self._keep(x, least[..., None])
+
+    def _bits(self, words: jax.Array) -> jax.Array:
+        """``[..., width]`` bool, from words ``[..., ceil(V/32)]`` of the whole vocabulary."""
+        start = self.first
+        if self.first_id is not None:  # as many words as a part may lie in
+            count = min(self.width // 32 + 2, words.shape[-1])
+            word = jnp.minimum(self.first_id // 32, words.shape[-1] - count)
+            words = lax.dynamic_slice_in_dim(words, word, count, axis=-1)
+            start = self.first_id - 32 * word
+        places = jnp.arange(32, dtype=words.dtype).reshape((1,) * words.ndim + (32,))
+        bits = ((words[..., None] >> places) & 1).reshape(*words.shape[:-1], -1)
+        if self.first_id is None:
+            return bits[..., : self.width] == 1
+        return lax.dynamic_slice_in_dim(bits, start, self.width, axis=-1) == 1
+
+    def _keep(self, x: jax.Array, least: jax.Array) -> jax.Array:
+        return jnp.where(x < least, self.fill, x)
+
+    def largest(self, rows: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Largest entry ``[n]`` of each row, not finite if it holds NaN or inf, and its lowest id.
+
+        `rows` are ``[n]`` int32, or None for all rows, where they lie.
+        """
+        return lax.platform_dependent(rows, tpu=self._argmax, default=self._argmax_by_tiles)
+
+    def sums(
+        self,
+        rows: jax.Array | None,
+        peak: jax.Array,
+        inv_temperature: jax.Array,
+        least: jax.Array | None,
+    ) -> jax.Array:
+        """``[n]`` sums of exponentials relative to `peak`, of what is not below `least`."""
+        x = self.whole(rows)
+        x = x if least is None else self._keep(x, least[:, None])
+        base = jnp.where(jnp.isfinite(peak), peak, 0.0)[:, None]
+        return jnp.sum(jnp.exp((x - base) * inv_temperature[:, None]), axis=1)
+
+    def find_thresholds(
+        self,
+        rows: jax.Array | None,
+        filter: Filter,
+        wanted: jax.Array,
+        peak: jax.Array,
+        inv_temperature: jax.Array,
+        exchange: Exchange,
+    ) -> jax.Array:
+        """``[n]`` thresholds of what a filter leaves out; -inf where it leaves out nothing.
+
+        Args:
+          rows: as of `largest`.
+          filter: of each row.
+          wanted: ``[n]`` bool, rows that anybody samples from.
+          peak: ``[n]`` what `largest` found in whole rows.
+          inv_temperature: ``[n]`` float32.
+          exchange: over the parts of the vocabulary.
+        """
+        peak = exchange.max(peak)
+        limited = filter.limits(self.size) & wanted & jnp.isfinite(peak)
+
+        def one_row(
+            of: Any, filter: Filter, peak: jax.Array, inv_temperature: jax.Array
+        ) -> jax.Array:
+            return find_threshold(
+                filter,
+                lambda fn: exchange.sum(sum_of(fn(self._read(*of)))),
+                size=self.size,
+                dtype=self.matrix.dtype,
+                peak=peak,
+                inv_temperature=inv_temperature,
+                bits_per_round=1 if exchange.axis is None else 4,
+            )
+
+        least = only_if(
+            jnp.any(limited),
+            lambda: jax.vmap(one_row)(self._rows(rows), filter, peak, inv_temperature),
+            jnp.full_like(peak, -jnp.inf),
+        )
+        return jnp.where(limited, least, -jnp.inf)
+
+    def _clean(self, rows: jax.Array | None) -> jax.Array:
+        x = self.whole(rows)
+        return jnp.where(jnp.isnan(x), jnp.inf, x)  # a maximum may pass over a NaN
+
+    def _argmax(self, rows: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Largest entry of each row, and its lowest id."""
+        x = self._clean(rows)
+        return jnp.max(x, axis=1), self.first + jnp.argmax(x, axis=1).astype(jnp.int32)
+
+    def _argmax_by_tiles(self, rows: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """The same by a maximum of each tile and a look into one, which GPUs do faster."""
+        clean = in_tiles(self._clean(rows), tiles.num_tiles(self.width), -jnp.inf)
+        largest = as_they_are(jnp.max(clean, axis=2))
+        peak = jnp.max(largest, axis=1)
+        length = min(tiles.TILE, self.matrix.shape[1])
+        tile = first_of(largest == peak[:, None])
+        first = jnp.minimum(tile * tiles.TILE, self.matrix.shape[1] - length) + self.first
+        index = jnp.arange(peak.shape[0], dtype=jnp.int32) if rows is None else rows
+        hits = self.slices(index, first, length) == peak[:, None]
+        return peak, first + first_of(hits)
+
+
+def in_tiles(x: jax.Array, count: int, fill: float, first_id: jax.Array | None = None) -> jax.Array:
+    """``[n, W]`` as ``[n, count, TILE]``, filled up at the end, and before `first_id` if given."""
+    before = 0 if first_id is None else tiles.TILE
+    missing = ((0, 0), (before, count * tiles.TILE - x.shape[1]))
+    x = jnp.pad(x, missing, constant_values=fill)
+    if first_id is not None:
+        start = tiles.TILE - first_id % tiles.TILE
+        x = lax.dynamic_slice_in_dim(x, start, count * tiles.TILE, axis=1)
+    return x.reshape(x.shape[0], count, tiles.TILE)
+
+
+def first_of(hit: jax.Array) -> jax.Array:
+    """``[n]`` int32, the place of the first true entry of each row ``[n, L]``; L where none is."""
+    return jax.vmap(tiles.first)(hit)
+
+
+def as_they_are(sums: Any) -> Any:
+    """Sums or maxima of tiles, of which XLA shall not make another read of the rows."""
+    return lax.optimization_barrier(sums)

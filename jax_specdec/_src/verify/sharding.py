@@ -11,15 +11,14 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import (
     DraftLogits,
     DraftProbs,
     Drafts,
     RaceNoise,
     RejectionSampleOutput,
-    SamplingParams,
 )
+from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
 
 
@@ -132,7 +131,6 @@ def resolve(
     target_logits: jax.Array,
     drafts: Drafts,
     noise: Any,
-    sampling: SamplingParams,
 ) -> Layout | None:
     """How the arrays of a call lie; None where no mesh is known of.
 
@@ -142,19 +140,18 @@ def resolve(
       target_logits: checked, as the others are.
       drafts: the drafts.
       noise: explicit noise, or keys.
-      sampling: its parameters.
 
     Raises:
       ValueError: an axis that does not divide; draft storage of which no part can be told.
       NotImplementedError: what is not served over a split vocabulary.
     """
     if sharding is not None:
-        return _checked(sharding, target_logits, drafts, noise, sampling)
+        return _checked(sharding, target_logits, drafts, noise)
     derived = _derived(target_logits)
     if derived is None:
         return None
     try:
-        return _checked(derived, target_logits, drafts, noise, sampling)
+        return _checked(derived, target_logits, drafts, noise)
     except (ValueError, NotImplementedError):
         return None
 
@@ -187,20 +184,13 @@ def _checked(
     target_logits: jax.Array,
     drafts: Drafts,
     noise: Any,
-    sampling: SamplingParams,
 ) -> Layout | None:
     mesh, vocab_axis, batch_axis = sharding.mesh, sharding.vocab_axis, sharding.batch_axis
     if mesh is not None and vocab_axis is not None and mesh.shape[vocab_axis] == 1:
         vocab_axis = None  # rows are whole, which every backend reads
     if vocab_axis is not None:
-        threshold = getattr(drafts.distribution, "threshold", None)
-        for name, is_given in (
-            ("RaceNoise", isinstance(noise, RaceNoise)),
-            ("min_p, top_k and top_p", Filter.of(sampling) is not None),
-            ("DraftLogits.threshold", threshold is not None),
-        ):
-            if is_given:
-                raise NotImplementedError(f"over a split vocabulary there is no {name}")
+        if isinstance(noise, RaceNoise):
+            raise NotImplementedError("over a split vocabulary there is no RaceNoise")
     storage, indexed = _storage(drafts)
     if mesh is None:
         if vocab_axis is None:
@@ -271,28 +261,21 @@ def _is_part(storage: jax.Array, target_logits: jax.Array, vocab_axis: str) -> b
 
 
 def over_parts(
-    function: Callable[..., RejectionSampleOutput],
-    layout: Layout,
-    target_logits: jax.Array,
-    drafts: Drafts,
-    *given: Any,
+    function: Callable[[CallArrays], RejectionSampleOutput], layout: Layout, arrays: CallArrays
 ) -> RejectionSampleOutput:
     """Call a function on each device's part.
 
     Args:
-      function: of the arguments below, in parts, with the offsets of each part beginning at 0.
+      function: of the arrays, in parts, with the offsets of each part beginning at 0.
       layout: how they lie.
-      target_logits: ``[M, V]``.
-      drafts: the drafts.
-      *given: pytrees of arrays ``[B, ...]`` or ``[M, ...]``.
+      arrays: of the call.
 
     Returns:
       What `function` returns, put together.
     """
     if layout.mesh is None:
-        return function(target_logits, drafts, *given)
-    mesh, batch = layout.mesh, layout.batch_axis
-    distribution = drafts.distribution
+        return function(arrays)
+    batch, distribution = layout.batch_axis, arrays.drafts.distribution
     stored = batch if layout.draft_batch else None
     own: Any = P(batch)
     whole: Any = P()
@@ -303,18 +286,28 @@ def over_parts(
         of_distribution = DraftProbs(matrix, own, own)
     elif isinstance(distribution, DraftLogits):
         of_distribution = DraftLogits(matrix, own, own, normalizer, normalizer)
-    of_drafts = Drafts(own, whole, of_distribution)
+    logits: Any = P(batch, layout.vocab_axis)
+    specs = CallArrays(logits, Drafts(own, whole, of_distribution), own, own, own, own, own)
 
-    specs = (P(batch, layout.vocab_axis), of_drafts, *[P(batch) for _ in given])
+    def on_part(arrays: CallArrays) -> RejectionSampleOutput:
+        return function(arrays._replace(drafts=_own(arrays.drafts, layout)))
 
-    def on_part(target_logits: jax.Array, drafts: Drafts, *given: Any) -> RejectionSampleOutput:
-        return function(target_logits, _own(drafts, layout), *given)
+    return over_mesh(on_part, layout.mesh, specs, P(batch), arrays)
 
+
+def over_mesh(
+    function: Callable[[Any], Any],
+    mesh: Mesh | AbstractMesh,
+    specs: Any,
+    out_spec: P,
+    arrays: Any,
+) -> Any:
+    """`function` of a pytree of arrays by `jax.shard_map`; `specs` are a prefix of it."""
     # Without vma, of which kernels know nothing.
     on_parts = jax.shard_map(
-        on_part, mesh=mesh, in_specs=specs, out_specs=P(batch), check_vma=False
+        function, mesh=mesh, in_specs=(specs,), out_specs=out_spec, check_vma=False
     )
-    return on_parts(*_placed((target_logits, drafts, *given), specs, mesh))
+    return on_parts(_placed(arrays, specs, mesh))
 
 
 def _placed(arrays: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.config import RejectionSampleMethod
 from jax_specdec._src.types import DraftDistribution, RejectionSampleOutput, Status
-from jax_specdec._src.verify import batched, block, tiles
+from jax_specdec._src.verify import batched, rules, tiles
+from jax_specdec._src.verify.batched import NOT_SPLIT, Split
 from jax_specdec._src.verify.decide import (
     Request,
     Visit,
@@ -29,6 +29,7 @@ from jax_specdec._src.verify.decide import (
     visit,
 )
 from jax_specdec._src.verify.rows import DraftRows, TargetRows
+from jax_specdec._src.verify.rules import Rule
 
 Walk = Callable[[Request, TargetRows, DraftRows | None], tuple[jax.Array, Visit]]
 
@@ -40,9 +41,9 @@ def verify(
     token_bitmask: jax.Array | None = None,
     *,
     size: int,
-    method: RejectionSampleMethod,
-    conditional_rates: tuple[float, ...] | None,
+    rule: Rule,
     lazy: bool | None = None,
+    split: Split = NOT_SPLIT,
 ) -> RejectionSampleOutput:
     """Verify a batch.
 
@@ -52,18 +53,18 @@ def verify(
       distribution: draft distributions, or None where every request is one-hot.
       token_bitmask: ``[M, ceil(V/32)]``, or None where every token is allowed.
       size: ids that count, at most V.
-      method: the rule for sampled requests.
-      conditional_rates: K rates of the synthetic rule, or None for the others.
+      rule: the rule.
       lazy: read rows one by one as they are reached; None chooses by platform.
+      split: how the vocabulary is split over devices; if it is, rows are read all at once.
 
     Returns:
       Output ``[B, K+1]`` and ``[B]``.
     """
 
     def walk_by(standard: Walk, jointly: Walk) -> Walk:
-        if conditional_rates is not None:
-            return _synthetic_walk(conditional_rates)
-        return jointly if method == "block" else standard
+        if rule.conditional_rates is not None:
+            return _synthetic_walk(rule.conditional_rates)
+        return jointly if rule.is_block else standard
 
     def rows(chunk: int | None) -> tuple[TargetRows, DraftRows | None]:
         draft = None if distribution is None else DraftRows(distribution, size, chunk)
@@ -75,16 +76,11 @@ def verify(
         return lax.map(lambda r: _verify_request(r, walk, target, draft), requests)
 
     def all_at_once(requests: Request) -> RejectionSampleOutput:
-        return batched.verify(
-            requests,
-            target_logits,
-            distribution,
-            token_bitmask,
-            size=size,
-            method=method,
-            conditional_rates=conditional_rates,
-        )
+        rows = target_logits, distribution, token_bitmask
+        return batched.verify(requests, *rows, size=size, rule=rule, split=split)
 
+    if split.exchange.axis is not None:
+        return all_at_once(requests)
     if lazy is None:
         return lax.platform_dependent(requests, cpu=one_by_one, tpu=one_by_one, default=all_at_once)
     return one_by_one(requests) if lazy else all_at_once(requests)
@@ -165,7 +161,7 @@ def _lazy_block_walk(
             (position, seen),
             (state.num_accepted, state.last),
         )
-        weight = block.joint_weight(state.weight, p, q)
+        weight = rules.joint_weight(state.weight, p, q)
         return _Block(position + 1, weight, seen.status, num_accepted, last)
 
     zero, ok = jnp.int32(0), jnp.int32(Status.OK)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jax_specdec._src.types import Status
-from jax_specdec._src.verify import block
+from jax_specdec._src.verify import rules
 from jax_specdec._src.verify.mosaic_gpu import output
 from jax_specdec._src.verify.mosaic_gpu.draw import Draw, Turns, Weighed
 from jax_specdec._src.verify.mosaic_gpu.mail import Masses
@@ -108,7 +108,7 @@ class BlockWalk:
         by_lane = verifier.probabilities(shown.target, shown.draft)
         p, q = (request.at(x, position) for x in by_lane)
 
-        masses, mass = state.kept.masses, block.one_hot_residual_mass(weight, p)
+        masses, mass = state.kept.masses, rules.one_hot_residual_mass(weight, p)
 
         def weigh() -> tuple[Masses, jax.Array]:
             draw = Draw(verifier, position, shown, Turns(shown.told, position), weight)
@@ -122,16 +122,16 @@ class BlockWalk:
             status = jnp.where(bad, jnp.int32(Status.BAD_DRAFT_ROW), status)
 
         last = request.at(request.uniforms, jnp.maximum(position - 1, 0))
-        passes = (position == 0) | block.passes(last, weight, mass)
+        passes = (position == 0) | rules.passes(last, weight, mass)
         now = Prefix(position, weight, shown, masses)
         kept = jax.tree.map(lambda new, old: jnp.where(passes, new, old), now, state.kept)
 
-        following_weight = block.joint_weight(weight, p, q)
+        following_weight = rules.joint_weight(weight, p, q)
         ok = status == Status.OK
         proposed = request.is_proposed(position + 1)
         going = ok & proposed & (following_weight > 0)
         own = request.at(request.uniforms, position)
-        ends = ok & ~proposed & block.passes(own, following_weight, following_weight)
+        ends = ok & ~proposed & rules.passes(own, following_weight, following_weight)
         pl.when((going | ends) & (position + 1 < request.num_rows))(
             lambda: verifier.open(position + 1)
         )

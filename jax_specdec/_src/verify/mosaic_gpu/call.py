@@ -9,15 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_specdec._src.config import RejectionSampleMethod
 from jax_specdec._src.noise import key_words
 from jax_specdec._src.types import (
     DraftLogits,
-    Drafts,
     Noise,
     RaceNoise,
     RejectionSampleOutput,
-    SamplingParams,
 )
 from jax_specdec._src.verify.mosaic_gpu import signals
 from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig, Shared
@@ -31,45 +28,34 @@ from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
 from jax_specdec._src.verify.mosaic_gpu.support import plan
 from jax_specdec._src.verify.mosaic_gpu.threads import Gpu
 from jax_specdec._src.verify.mosaic_gpu.warpgroups import Warpgroups
+from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
+from jax_specdec._src.verify.rules import Rule
 
 
 def verify(
-    target_logits: jax.Array,
-    drafts: Drafts,
-    randomness: Noise | RaceNoise | tuple[jax.Array, jax.Array],
-    sampling: SamplingParams,
-    bonus_token_ids: jax.Array | None,
-    active: jax.Array | None,
-    token_bitmask: jax.Array | None = None,
+    arrays: CallArrays,
+    rule: Rule,
     *,
     k: int,
     size: int,
-    method: RejectionSampleMethod,
-    conditional_rates: tuple[float, ...] | None,
     config: KernelConfig | None = None,
     interpret: Any = False,
 ) -> RejectionSampleOutput:
     """Verify a batch in one launch, of a call that `support.unsupported` has nothing against.
 
     Args:
-      target_logits: ``[M, V]``, M at least 1.
-      drafts: as in `rejection_sample`, a distribution with at least one row or None.
-      randomness: noise, or keys ``[B]`` and positions ``[B]`` to draw it from.
-      sampling: per-request parameters.
-      bonus_token_ids: ``[B]`` int32 or None.
-      active: ``[B]`` bool or None.
-      token_bitmask: ``[M, ceil(V/32)]`` int32 or uint32, or None.
+      arrays: of the call, M at least 1, the distribution with at least one row or None.
+      rule: the rule.
       k: K.
       size: ids that count, at most V.
-      method: the rule for sampled requests.
-      conditional_rates: K rates of the synthetic rule, or None for the others.
       config: choices of speed, or None for the default.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
 
     Returns:
       Output ``[B, K+1]`` and ``[B]``.
     """
+    target_logits, drafts, randomness, sampling, bonus_token_ids, active, token_bitmask = arrays
     num_requests, distribution = sampling.temperature.shape[0], drafts.distribution
     assert not isinstance(randomness, RaceNoise)
 
@@ -104,9 +90,9 @@ def verify(
         size=size,
         has_bonus_rows=bonus_token_ids is None,
         num_drafts=token_ids.shape[0],
-        rates=conditional_rates,
-        block=method == "block",
-        is_plain=not hides and method != "block",
+        rates=rule.conditional_rates,
+        block=rule.is_block,
+        is_plain=not hides and not rule.is_block,
         draft=kind,
         draft_rows=operands["draft"].shape[0] if kind != "none" else 0,
         draft_size=min(operands["draft"].shape[1], size) if kind != "none" else 0,
@@ -116,7 +102,7 @@ def verify(
         distribution,
         num_requests=num_requests,
         k=k,
-        walks=method == "standard",
+        walks=rule.method == "standard",
         is_plain=call.is_plain,
         size=size,
         config=config,

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jax_specdec._src.types import Status
-from jax_specdec._src.verify import probabilistic
+from jax_specdec._src.verify import rules
 from jax_specdec._src.verify.mosaic_gpu import output
 from jax_specdec._src.verify.mosaic_gpu.config import WARPS
 from jax_specdec._src.verify.mosaic_gpu.draft_rows import PIECES
@@ -146,9 +146,9 @@ class Draw:
         for x, d in zip(targets, drafts, strict=True):
             p = jnp.exp2(self.weighted(x))
             if self.q_exponent is None:
-                weights.append(probabilistic.residual(p, d))
+                weights.append(jnp.where(d >= 0, rules.excess(p, d), jnp.nan))
             else:
-                weights.append(probabilistic.excess(p, jnp.exp2(self.q_exponent(d))))
+                weights.append(rules.excess(p, jnp.exp2(self.q_exponent(d))))
         return weights
 
     def weigh(self, weighed: Weighed) -> Weighed:

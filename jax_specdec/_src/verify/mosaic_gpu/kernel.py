@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jax_specdec._src.types import Status
-from jax_specdec._src.verify import greedy, probabilistic, synthetic
+from jax_specdec._src.verify import rules
 from jax_specdec._src.verify.mosaic_gpu import output, signals
 from jax_specdec._src.verify.mosaic_gpu.block_walk import BlockWalk
 from jax_specdec._src.verify.mosaic_gpu.draft_rows import DraftRows
@@ -191,7 +191,7 @@ class Verifier:
         rate = self.threads.filled(0.0)
         for i, value in enumerate(rates):
             rate = jnp.where(lane == i, jnp.float32(value), rate)
-        accepted = request.proposed & synthetic.accepts(request.uniforms, rate)
+        accepted = request.proposed & rules.accepts_synthetic(request.uniforms, rate)
         rejected = jnp.where(accepted & (lane < self.call.k), WARP, lane)
         return self.threads.scalar(self.threads.warp_min(rejected))
 
@@ -230,8 +230,8 @@ class Verifier:
         if judge:
             p, q = self.probabilities(target, shown.draft)
             bad = bad | (self.uses_q & ~((q >= 0) & (q < jnp.inf)))
-            by_rule = (request.greedy & greedy.accepts(request.token_ids, shown.best)) | (
-                ~request.greedy & probabilistic.accepts(request.uniforms, p, q)
+            by_rule = (request.greedy & rules.accepts_greedy(request.token_ids, shown.best)) | (
+                ~request.greedy & rules.accepts(request.uniforms, p, q)
             )
             accepted = (request.proposed & by_rule).astype(jnp.int32)
         # One shuffle for both: whether it was accepted, and whether its draft row is bad.

@@ -1,7 +1,6 @@
-"""One launch that draws the last token of every request, where this device's part holds it.
+"""One launch that draws the last token of every request whose token is in this device's part.
 
-The two-level inverse CDF of `sharded`: by what all parts hold a warp finds the piece, then the
-tile, then the token. Each warp does so for one request.
+`resample.choose` has chosen the tile; each warp finds the token inside it, for one request.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jax_specdec._src.types import DraftDistribution
@@ -19,83 +17,66 @@ from jax_specdec._src.verify.mosaic_gpu.interpreted import Interpreted
 from jax_specdec._src.verify.mosaic_gpu.launch import launch
 from jax_specdec._src.verify.mosaic_gpu.mail import tree_sum
 from jax_specdec._src.verify.mosaic_gpu.part_weights import Part, PartWeights, source_operands
-from jax_specdec._src.verify.mosaic_gpu.pick import NONE, first_past
+from jax_specdec._src.verify.mosaic_gpu.pick import NONE
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Gpu
 from jax_specdec._src.verify.resample import Source
 from jax_specdec._src.verify.rows import storage_of
-from jax_specdec._src.verify.tiles import TILE
 
 
 def part_draw(
     source: Source,
-    recover: jax.Array,
-    masses: jax.Array,
-    held: jax.Array,
+    tile: jax.Array,
+    past: jax.Array,
     target: jax.Array,
     distribution: DraftDistribution | None,
     first_id: jax.Array,
     *,
     size: int,
-    unit_of: np.ndarray,
-    rounding: float,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Draw by this part's `masses` and everyone's `held`.
+) -> jax.Array:
+    """Draw the first token whose inclusive sum of weights, in its tile, exceeds a mass.
 
     Args:
       source: what to draw from, ``[B]``; nothing where the row is negative.
-      recover: ``[B, 2]`` float32 uniforms for tile and token.
-      masses: ``[B, 2, n]`` float32, of `tile_masses`.
-      held: ``[num_parts, B, 2, 3]`` float32: pieces of weights and of ``p``.
+      tile: ``[B]`` int32, counted from the tile that the part begins in.
+      past: ``[B]`` float32, the mass.
       target: ``[M, width]`` target logits of the part.
       distribution: draft distributions, with as many columns, or None.
       first_id: ``[]`` int32, the part's first id.
       size: ids of the whole vocabulary that count.
-      unit_of: ``[3 * num_parts]``, which pieces are one unit, ascending; a lane for each.
-      rounding: residual mass that counts as none.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
 
     Returns:
-      ``[B]`` int32 tokens, 0 where another part holds it, and ``[B]`` bool, whether the residual
-      has no mass.
+      ``[B]`` int32 tokens, 0 where nothing is drawn.
     """
-    num_parts, count = held.shape[0], source.row.shape[0]
-    part = Part.of(target, distribution, size=size, num_parts=num_parts)
-    operands = {
-        "recover": recover.reshape(-1),
-        "masses": masses.reshape(-1),
-        "held": held.reshape(-1),
-        "target": target,
-        "first_id": first_id[None],
-    }
+    count = source.row.shape[0]
+    part = Part.of(target, distribution, size=size, num_parts=1)
+    operands = {"tile": tile, "past": past, "target": target, "first_id": first_id[None]}
     if distribution is not None:
         operands["draft"] = storage_of(distribution)
     operands |= source_operands(source, part)
 
     def draw(*args: Any) -> None:
         threads: Any = Interpreted() if interpret else Gpu()
-        refs, (token_ids, bad) = dict(zip(operands, args, strict=False)), args[-2:]
+        refs, token_ids = dict(zip(operands, args, strict=False)), args[-1]
         item = lax.axis_index("block") * WARPS + lax.div(threads.index(), WARP)
         inside, item = item < count, jnp.minimum(item, count - 1)
         weights = PartWeights(threads, refs, part, item, refs["first_id"][0])
-        one = _Draw(weights, item, unit_of, rounding)
+        one = _Draw(weights, item)
         is_wanted = inside & weights.is_wanted
         zero = threads.filled(0, jnp.int32)
-        token_id, is_bad = threads.either(is_wanted, one.run, lambda: (zero, zero))
-        writes = inside & (weights.lane == 0)
-        threads.scatter(token_ids, item, token_id, writes)
-        threads.scatter(bad, item, is_bad, writes)
+        token_id = threads.either(is_wanted, one.run, lambda: zero)
+        threads.scatter(token_ids, item, token_id, inside & (weights.lane == 0))
 
-    result = jax.ShapeDtypeStruct((count,), jnp.int32)
-    token_ids, bad = launch(
+    (token_ids,) = launch(
         draw,
         list(operands.values()),
-        out=[result, result],
+        out=[jax.ShapeDtypeStruct((count,), jnp.int32)],
         scratch=[],
         grid=("block", -(-count // WARPS)),
         interpret=interpret,
     )
-    return token_ids, bad != 0
+    return token_ids
 
 
 class _Pick(NamedTuple):
@@ -120,100 +101,18 @@ class _Draw:
     Args:
       weights: of the ids of the part.
       item: ``[128]`` int32, the request.
-      unit_of: which pieces are one unit.
-      rounding: residual mass that counts as none.
     """
 
-    def __init__(self, weights: PartWeights, item: jax.Array, unit_of: np.ndarray, rounding: float):
-        self.weights, self.item, self.rounding = weights, item, rounding
+    def __init__(self, weights: PartWeights, item: jax.Array):
+        self.weights, self.item = weights, item
         self.threads, self.part, self.lane = weights.threads, weights.part, weights.lane
-        self.unit_of = unit_of
 
-    def run(self) -> tuple[jax.Array, jax.Array]:
-        """The token, 0 where another part holds it, and whether the residual has no mass."""
-        threads, weights, lane = self.threads, self.weights, self.lane
-        batch = weights.refs["row"].shape[0]
-        num_pieces = len(self.unit_of)
-        is_piece = lane < num_pieces
-        begin = jnp.minimum(lax.div(lane, 3), num_pieces // 3 - 1) * batch + self.item
-
-        def pieces(kind: int) -> jax.Array:
-            found = threads.gather(weights.refs["held"], begin * 6 + kind * 3 + lax.rem(lane, 3))
-            return jnp.where(is_piece, found, 0.0)
-
-        left, p = pieces(0), pieces(1)
-        mass = threads.warp_sum(left)
-        least = jnp.where(weights.from_residual, self.rounding, 0.0)
-        is_left = mass > least  # else what is left of equal p and q is rounding
-        weights.from_residual = weights.from_residual & is_left
-        if weights.without is not None:
-            weights.without = jnp.where(is_left, weights.without, -TILE)
-        kind = jnp.where(is_left, 0, 1)
-        pieces_of_all = jnp.where(is_left, left, p)
-
-        # Pieces of one tile are one unit, as are the tiles that lie in one part alone.
-        sums = threads.warp_scan(pieces_of_all)
-        total = threads.from_lane(sums, WARP - 1)
-        first, last = self._bounds()
-        past_tile = self._uniform(0) * total
-        chosen = first_past(
-            self.threads, [pieces_of_all], [threads.from_lane(sums, last)], past_tile
-        )
-        first, last = threads.from_lane(first, chosen), threads.from_lane(last, chosen)
-        before_unit = jnp.where(first > 0, threads.from_lane(sums, jnp.maximum(first - 1, 0)), 0.0)
-
-        in_unit = jnp.where((lane >= first) & (lane <= last), pieces_of_all, 0.0)
-        sums = threads.warp_scan(in_unit)
-        past = self._uniform(1) * threads.from_lane(sums, WARP - 1)
-        piece = first_past(threads, [in_unit], [sums], past)
-        past = past - (threads.from_lane(sums, piece) - threads.from_lane(in_unit, piece))
-        part_begins = weights.first_id == lax.div(piece, 3) * self.part.width
-        token_id = threads.either(
-            part_begins,
-            lambda: self._token(lax.rem(piece, 3), kind, past_tile - before_unit, past),
-            lambda: threads.filled(0, jnp.int32),
-        )
-        one, zero = (threads.filled(x, jnp.int32) for x in (1, 0))
-        return token_id, jnp.where(mass != mass, one, zero)
-
-    def _uniform(self, which: int) -> jax.Array:
-        return self.threads.gather(self.weights.refs["recover"], self.item * 2 + which)
-
-    def _bounds(self) -> tuple[jax.Array, jax.Array]:
-        """By lane: the first and the last piece of a piece's unit."""
-        first, last = self.lane, self.lane
-        for unit in np.unique(self.unit_of):
-            where = np.flatnonzero(self.unit_of == unit)
-            if len(where) > 1:
-                inside = (self.lane >= where[0]) & (self.lane <= where[-1])
-                first = jnp.where(inside, int(where[0]), first)
-                last = jnp.where(inside, int(where[-1]), last)
-        return first, last
-
-    def _token(
-        self, which: jax.Array, kind: jax.Array, past_tile: jax.Array, past: jax.Array
-    ) -> jax.Array:
-        """The token: `which` is 0 in the part's first tile, 2 in its last, 1 in those between."""
-        threads, part, first_id = self.threads, self.part, self.weights.first_id
-        shift = TILE.bit_length() - 1
-        last = ((first_id + part.width - 1) >> shift) - (first_id >> shift)
-        begin = (self.item * 2 + kind) * part.count
-        masses, sums, before = [], [], threads.filled(0.0)
-        for i in range(0, part.count, WARP):
-            place = self.lane + i
-            found = threads.gather(
-                self.weights.refs["masses"], begin + jnp.minimum(place, part.count - 1)
-            )
-            masses.append(jnp.where((place > 0) & (place < last), found, 0.0))
-            sums.append(threads.warp_scan(masses[-1]) + before)
-            before = threads.from_lane(sums[-1], WARP - 1)
-        inner = jnp.minimum(first_past(threads, masses, sums, past_tile), part.count - 1)
-        is_inner = which == 1
-        tile = jnp.where(is_inner, inner, jnp.where(which == 0, 0, last))
-        mass = threads.gather(self.weights.refs["masses"], begin + tile)
-        past = jnp.where(is_inner, self._uniform(1) * mass, past)
+    def run(self) -> jax.Array:
+        """The token."""
+        refs, gather = self.weights.refs, self.threads.gather
+        tile, past = gather(refs["tile"], self.item), gather(refs["past"], self.item)
         column = self.weights.either(lambda weights_of: self._in_tile(tile, past, weights_of))
-        return first_id + jnp.clip(column, 0, part.width - 1)
+        return self.weights.first_id + jnp.clip(column, 0, self.part.width - 1)
 
     def _in_tile(self, tile: jax.Array, past: jax.Array, weights_of: Any) -> jax.Array:
         """The column picked in a tile: first the group of a thread, then the id in it."""

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_specdec._src.types import DraftDistribution, DraftProbs
-from jax_specdec._src.verify import block, probabilistic, tiles
+from jax_specdec._src.verify import rules, tiles
 from jax_specdec._src.verify.mosaic_gpu.request import LARGEST, LOG2E
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP
 from jax_specdec._src.verify.resample import Source
@@ -173,9 +173,9 @@ class PartWeights:
     def residual(self, p: list[jax.Array], entries: list[jax.Array]) -> list[jax.Array]:
         """``(weight * p - q)+``."""
         if self.part.draft == "probs":
-            return [block.residual(self.weight, a, q) for a, q in zip(p, entries, strict=True)]
+            return [rules.residual(self.weight, a, q) for a, q in zip(p, entries, strict=True)]
         q = [jnp.exp2((x - self.draft_shift) * self.scale - self.draft_log) for x in entries]
-        return [probabilistic.excess(self.weight * a, b) for a, b in zip(p, q, strict=True)]
+        return [rules.excess(self.weight * a, b) for a, b in zip(p, q, strict=True)]
 
     def either(self, fn: Callable[[Callable[[list[jax.Array]], Any]], Any]) -> Any:
         """`fn`, given how weights are found: from starts of groups to ``[(weights, p)]``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 
+from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import DraftDistribution, DraftLogits
 from jax_specdec._src.verify.mosaic_gpu.config import (
     MAX_BARRIERS,
@@ -13,6 +14,7 @@ from jax_specdec._src.verify.mosaic_gpu.config import (
     Slices,
     power_of_two,
 )
+from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
 
 _MAX_DRAFTS = 30  # a lane for each, and two for the uniforms to recover with
@@ -82,23 +84,25 @@ def _too_large(shared: Shared, arrays: list[jax.Array]) -> str | None:
     )
 
 
-def part_unsupported(
-    target_logits: jax.Array,
-    num_rows: int,
-    config: KernelConfig | None = None,
-    token_bitmask: jax.Array | None = None,
-) -> str | None:
-    """Why the kernel cannot read a part of the vocabulary, in a sentence; None if it can."""
-    if token_bitmask is not None:
-        return "implementation='mosaic_gpu' reads parts of a vocabulary without a token_bitmask"
-    if num_rows == 0:
+def part_unsupported(arrays: CallArrays, k: int, config: KernelConfig | None = None) -> str | None:
+    """Why the kernels cannot read a part of the vocabulary, in a sentence; None if they can."""
+    without = "implementation='mosaic_gpu' reads parts of a vocabulary without "
+    distribution, num_requests = arrays.drafts.distribution, arrays.sampling.temperature.shape[0]
+    if arrays.token_bitmask is not None:
+        return without + "a token_bitmask"
+    if Filter.of(arrays.sampling) is not None:
+        return without + "min_p, top_k and top_p"
+    if isinstance(distribution, DraftLogits) and distribution.threshold is not None:
+        return without + "DraftLogits.threshold"
+    if num_requests == 0:
         return _NO_REQUESTS
-    if jax.typeof(target_logits).manual_axis_type.varying:
+    if jax.typeof(arrays.target_logits).manual_axis_type.varying:
         return (
             "implementation='mosaic_gpu' knows nothing of how values vary over a mesh: give "
             "jax.shard_map check_vma=False"
         )
-    return _too_large(plan_rows(target_logits, num_rows, config), [target_logits])
+    shared = plan_rows(arrays.target_logits, num_requests * (k + 1), config)
+    return _too_large(shared, [arrays.target_logits])
 
 
 def plan(

@@ -44,7 +44,7 @@ def tile_masses(
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
 
     Returns:
-      ``[G, 2, n]`` float32, as of `vocabulary_shard.tile_masses`; 0 where nothing is weighed.
+      ``[G, 2, n]`` float32, as of `resample.Weights.masses`; 0 where the row is negative.
     """
     part = Part.of(target, distribution, size=size, num_parts=num_parts)
     operands = {"target": target, "first_id": first_id[None]}
