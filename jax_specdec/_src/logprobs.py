@@ -260,14 +260,14 @@ def read_emitted(
 def _read_batch(rows: Rows, those: Emitted, num_top: int, exchange: Exchange) -> TokenLogprobs:
     """Of one token of each request: ``[B]``, ``[B, n]`` and ``[B, n]``."""
     inv, kept = those.inv_temperature, None
-    peak, best_id = rows.largest(those.row)
+    peak, _ = rows.largest(those.row)
     if those.filter is not None:
         given = those.filter, those.exists, peak, inv, exchange
         kept = rows.find_thresholds(those.row, *given)
     sums = rows.sums(those.row, peak, inv, kept)
     own = rows.at(those.row, those.token_id)
-    parts, own = exchange.gather((Partials(peak, sums, best_id), own))
-    stats = Partials.together(parts, inv)
+    parts, own = exchange.gather((Partials(peak, sums), own))
+    stats = Partials.of_whole(parts, inv)
     is_known = those.exists & jnp.isfinite(stats.max)
 
     def logprobs(entries: jax.Array) -> jax.Array:

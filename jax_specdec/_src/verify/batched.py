@@ -26,7 +26,7 @@ from jax_specdec._src.verify import decide, tiles
 from jax_specdec._src.verify.decide import Request
 from jax_specdec._src.verify.exchange import WHOLE, Exchange, of_holder
 from jax_specdec._src.verify.resample import Source, Weights, choose, draw, gathering
-from jax_specdec._src.verify.rows import DraftRows, DraftScale, Partials, Rows, first_of
+from jax_specdec._src.verify.rows import DraftRows, DraftScale, Partials, Rows, best_of, first_of
 from jax_specdec._src.verify.rules import Rule
 
 _LARGE = 2**25
@@ -98,10 +98,10 @@ def verify(
     def finish(samples: bool) -> RejectionSampleOutput:
         phases = all_phases if samples else all_phases.for_greedy
         if found is None:
-            partials, least = phases.partials_by_kernel(requests, positions, rows), None
+            stats = phases.statistics_by_kernel(requests, positions, rows)
         else:
-            partials, least = phases.partials(requests, owners, rows, found, samples)
-        known = phases.known(requests, positions, places, rows, partials, least)
+            stats = phases.statistics(requests, owners, rows, found, samples)
+        known = phases.known(requests, positions, places, rows, stats)
         masses = None
         if rule.is_block:
             residual_masses = jnp.zeros_like(known.entry)
@@ -112,7 +112,7 @@ def verify(
         else:
             num_accepted, last = jax.vmap(phases.walk)(requests, positions, known)
         index = (num_accepted - positions[:, 0])[:, None]
-        token_ids = jnp.take_along_axis(known.target.best_id, index, axis=1)[:, 0]
+        token_ids = jnp.take_along_axis(known.best_id, index, axis=1)[:, 0]
         bad_draft = jnp.zeros_like(requests.greedy)
         if samples:
             source = jax.vmap(functools.partial(decide.source_of, size=size))(
@@ -185,8 +185,9 @@ def sample(
     if filter is not None:
         given = filter, ~greedy, peak, inv_temperature, split.exchange
         least = rows.find_thresholds(None, *given)
-    partials = Partials(peak, rows.sums(None, peak, inv_temperature, least), best_id)
-    stats = Partials.together(split.exchange.gather(partials), inv_temperature)
+    partials = Partials(peak, rows.sums(None, peak, inv_temperature, least))
+    parts, best_ids = split.exchange.gather((partials, best_id))
+    stats = Partials.of_whole(parts, inv_temperature)
     no = jnp.zeros_like(greedy)
     index = jnp.arange(logits.shape[0], dtype=jnp.int32)
     source = Source(
@@ -202,7 +203,7 @@ def sample(
     )
     masses = split.exchange.gather(phases.weights.masses(source, in_place=True))
     drawn, _ = phases.draw(uniforms, source, masses)
-    token_ids = jnp.where(greedy, stats.best_id, drawn)
+    token_ids = jnp.where(greedy, best_of(parts.max, best_ids), drawn)
     return Sampled(token_ids, stats.max * inv_temperature + jnp.log(stats.sum), least)
 
 
@@ -211,9 +212,7 @@ def best_ids(logits: jax.Array, exchange: Exchange) -> jax.Array:
     split = Split(exchange)
     size = logits.shape[1] * exchange.num_parts
     target = _Phases.of(logits, None, None, size, Rule("standard", None), split).target
-    peak, best_id = target.largest(None)
-    partials = Partials(peak, jnp.zeros_like(peak), best_id)
-    return Partials.together(exchange.gather(partials), jnp.ones_like(peak)).best_id
+    return best_of(*exchange.gather(target.largest(None)))
 
 
 class Known(NamedTuple):
@@ -221,6 +220,7 @@ class Known(NamedTuple):
 
     Attributes:
       target: statistics of the target rows, ``[P]``.
+      best_id: ``[P]`` int32, the argmax of each.
       threshold: ``[P]`` float32, entries below it count as -inf; None for none.
       entry: ``[P]`` float32, the drafted token's logit; -inf where it does not count.
       draft_entry: ``[D]`` float32, its entry in the draft row; None without draft distributions.
@@ -228,10 +228,19 @@ class Known(NamedTuple):
     """
 
     target: Partials
+    best_id: jax.Array
     threshold: jax.Array | None
     entry: jax.Array
     draft_entry: jax.Array | None
     draft_scale: DraftScale | None
+
+
+class _Statistics(NamedTuple):
+    """Of this part of target rows ``[B, P]``: partials, argmax, and the threshold of the row."""
+
+    partials: Partials
+    best_id: jax.Array
+    threshold: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +259,7 @@ class KnownTarget:
         return self.known.entry[row]
 
     def best(self, row: jax.Array, *_: Any) -> jax.Array:
-        return self.known.target.best_id[row]
+        return self.known.best_id[row]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,15 +333,15 @@ class _Phases:
         positions = decide.num_accepted_by_rate(request, rates, self.target.size)[None]
         return positions, request.place(positions)
 
-    def partials(
+    def statistics(
         self,
         requests: Request,
         owners: jax.Array | None,
         rows: jax.Array,
         found: tuple[jax.Array, jax.Array],
         samples: bool,
-    ) -> tuple[Partials, jax.Array | None]:
-        """Statistics of this part of target rows ``[B, P]``, and thresholds of whole ones.
+    ) -> _Statistics:
+        """Statistics of this part of target rows ``[B, P]``.
 
         Args:
           requests: batched requests.
@@ -354,22 +363,22 @@ class _Phases:
                 exchange = self.split.exchange
                 least = self.target.find_thresholds(read, filter, wanted, peak, inv, exchange)
             sums = self.target.sums(read, peak, inv, least)
-        stats = Partials(peak, sums, best_id), least
+        stats = _Statistics(Partials(peak, sums), best_id, least)
         if not in_place:
             return jax.tree.map(lambda x: x[:, None], stats)
         rows = jnp.minimum(rows, self.target.matrix.shape[0] - 1)
         return jax.tree.map(lambda x: x[rows], stats)
 
-    def partials_by_kernel(
+    def statistics_by_kernel(
         self, requests: Request, positions: jax.Array, rows: jax.Array
-    ) -> Partials:
+    ) -> _Statistics:
         """The same without thresholds, by a kernel that skips the rows nobody looks at."""
         wanted = (requests.status == Status.OK)[:, None] & (positions < requests.num_rows[:, None])
-        return self._by_kernel(self.target, requests, rows, wanted)
+        return _Statistics(*self._by_kernel(self.target, requests, rows, wanted), None)
 
     def _by_kernel(
         self, of: Rows, requests: Request, rows: jax.Array, wanted: jax.Array
-    ) -> Partials:
+    ) -> tuple[Partials, jax.Array]:
         assert self.split.kernels is not None
         peak, total, best = self.split.kernels.row_statistics(
             of.matrix,
@@ -381,7 +390,8 @@ class _Phases:
             size=of.size,
         )
         peak = jnp.where(jnp.isnan(peak), jnp.inf, peak)
-        return Partials(*(x.reshape(rows.shape) for x in (peak, total, of.first + best)))
+        peak, total, best = (x.reshape(rows.shape) for x in (peak, total, best))
+        return Partials(peak, total), of.first + best
 
     def known(
         self,
@@ -389,39 +399,42 @@ class _Phases:
         positions: jax.Array,
         places: jax.Array,
         rows: jax.Array,
-        partials: Partials,
-        least: jax.Array | None,
+        stats: _Statistics,
     ) -> Known:
         """What deciding takes of rows ``[B, P]`` and drafts ``[B, D]``, by all parts."""
-        exchange, width = self.split.exchange, self.target.width
+        exchange, width, least = self.split.exchange, self.target.width, stats.threshold
         last = requests.token_ids.shape[1] - 1
         ids = jnp.take_along_axis(requests.token_ids, jnp.minimum(positions, last), axis=1)
-        told: Any = partials, self.target.at(rows, ids)
         inv = requests.inv_temperature[:, None]
-        if self.weights.draft is None:
-            partials, entry = exchange.gather(told)
-            entry = tiles.keep(of_holder(entry, ids, width), least)
-            return Known(Partials.together(partials, inv), least, entry, None, None)
-
-        draft_rows = jnp.take_along_axis(requests.draft_rows, places, axis=1)
-        draft_ids = jnp.take_along_axis(requests.token_ids, places, axis=1)
-        of_draft = (
-            self.weights.draft[1].at(draft_rows, draft_ids),
-            self._draft_partials(requests, draft_rows, places),
-        )
-        if self.split.draft_is_split:
-            told, of_draft = exchange.gather((told, of_draft))
+        of_target = stats.partials, stats.best_id, self.target.at(rows, ids)
+        of_draft: Any = None
+        if self.weights.draft is not None:
+            draft_rows = jnp.take_along_axis(requests.draft_rows, places, axis=1)
+            draft_ids = jnp.take_along_axis(requests.token_ids, places, axis=1)
+            of_draft = (
+                self.weights.draft[1].at(draft_rows, draft_ids),
+                self._draft_partials(requests, draft_rows, places),
+            )
+        if of_draft is not None and self.split.draft_is_split:
+            of_target, of_draft = exchange.gather((of_target, of_draft))
         else:
-            told, of_draft = exchange.gather(told), jax.tree.map(lambda x: x[None], of_draft)
-        (partials, entry), (draft_entry, draft_partials) = told, of_draft
-        if draft_partials is not None:
-            draft_partials = Partials.together(draft_partials, inv)
-        return Known(
-            Partials.together(partials, inv),
-            least,
-            tiles.keep(of_holder(entry, ids, width), least),
-            of_holder(draft_entry, draft_ids, width),
-            self._draft_scales(draft_rows, draft_partials),
+            of_target, of_draft = exchange.gather(of_target), WHOLE.gather(of_draft)
+        parts, best_ids, entry = of_target
+        known = Known(
+            target=Partials.of_whole(parts, inv),
+            best_id=best_of(parts.max, best_ids),
+            threshold=least,
+            entry=tiles.keep(of_holder(entry, ids, width), least),
+            draft_entry=None,
+            draft_scale=None,
+        )
+        if of_draft is None:
+            return known
+        entry, parts = of_draft
+        partials = None if parts is None else Partials.of_whole(parts, inv)
+        return known._replace(
+            draft_entry=of_holder(entry, draft_ids, width),
+            draft_scale=self._draft_scales(draft_rows, partials),
         )
 
     def _draft_partials(
@@ -436,14 +449,14 @@ class _Phases:
         if kernels is not None and self.split.draft_is_split:
             wanted = (requests.status == Status.OK) & requests.stored & ~requests.greedy
             wanted = wanted[:, None] & (places < requests.num_drafts[:, None])
-            return self._by_kernel(entries, requests, draft_rows, wanted)
+            return self._by_kernel(entries, requests, draft_rows, wanted)[0]
 
         def of_request(row: jax.Array, inv: jax.Array) -> Partials:
             x = entries.whole(row)
             peak = jnp.max(jnp.where(jnp.isnan(x), jnp.inf, x), axis=1)
             base = jnp.where(jnp.isfinite(peak), peak, 0.0)
             total = jnp.sum(jnp.exp((x - base[:, None]) * inv), axis=1)
-            return Partials(peak, total, jnp.zeros_like(row))
+            return Partials(peak, total)
 
         return gathering(of_request, draft_rows, requests.inv_temperature)
 
@@ -515,10 +528,10 @@ class _Phases:
         if kernels is not None:
             found = kernels.tile_masses(flat, **self._part, num_parts=self.weights.num_parts)
         else:
+            in_blocks = functools.partial(gathering, self._masses_of_one)
+            cpu = self.weights.masses if self.target.first_id is None else in_blocks
             found = lax.platform_dependent(
-                flat,
-                tpu=lambda flat: gathering(self._masses_of_one, flat),
-                default=self.weights.masses,
+                flat, tpu=in_blocks, cpu=cpu, default=self.weights.masses
             )
         return self.split.exchange.gather(found.reshape(*shape, *found.shape[1:]))
 

@@ -379,8 +379,8 @@ def gathering(function: Callable[..., Any], *arrays: Any) -> Any:
     def at_once(arrays: Any) -> Any:
         return jax.vmap(lambda *one: function(*one))(*arrays)
 
-    return lax.platform_dependent(arrays, tpu=in_blocks, default=at_once)
+    return lax.platform_dependent(arrays, tpu=in_blocks, cpu=in_blocks, default=at_once)
 
 
 _GATHERED_AT_ONCE = 8
-"""Requests whose rows a TPU gathers at a time: it writes to memory what it gathers."""
+"""Requests whose rows a TPU or a CPU gathers at a time: it writes to memory what it gathers."""

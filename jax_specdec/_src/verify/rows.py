@@ -219,26 +219,31 @@ class Partials(NamedTuple):
     Attributes:
       max: float32, the largest logit before temperature; +inf for NaN, -inf where no id counts.
       sum: float32, ``sum(exp((logit - max) / temperature))``; 0 where nobody samples.
-      best_id: int32, the lowest id of the largest logit.
     """
 
     max: jax.Array
     sum: jax.Array
-    best_id: jax.Array
 
     @classmethod
-    def together(cls, parts: Partials, inv_temperature: jax.Array) -> Partials:
+    def of_whole(cls, parts: Partials, inv_temperature: jax.Array) -> Partials:
         """Those of whole rows, from those of their parts ``[num_parts, n]``."""
         if parts.max.shape[0] == 1:
-            return jax.tree.map(lambda x: x[0], parts)
-        each = [cls(*part) for part in zip(*parts, strict=True)]  # so that XLA fuses them
-        peak: jax.Array = functools.reduce(jnp.maximum, [part.max for part in each])
-        total, best_id = jnp.zeros_like(peak), each[-1].best_id
-        for part in each:
-            total += part.sum * jnp.exp((part.max - peak) * inv_temperature)
-        for part in reversed(each):
-            best_id = jnp.where(part.max == peak, part.best_id, best_id)
-        return cls(peak, total, best_id)
+            return cls(parts.max[0], parts.sum[0])
+        maxima, sums = list(parts.max), list(parts.sum)  # one by one, which XLA fuses
+        peak: jax.Array = functools.reduce(jnp.maximum, maxima)
+        total = jnp.zeros_like(peak)
+        for m, of_part in zip(maxima, sums, strict=True):
+            total += of_part * jnp.exp((m - peak) * inv_temperature)
+        return cls(peak, total)
+
+
+def best_of(maxima: jax.Array, best_ids: jax.Array) -> jax.Array:
+    """``[n]`` the best id of the first part whose maximum is the largest; of ``[num_parts, n]``."""
+    peak, best_id = maxima[-1], best_ids[-1]
+    for m, found in zip(reversed(list(maxima[:-1])), reversed(list(best_ids[:-1])), strict=True):
+        best_id = jnp.where(m >= peak, found, best_id)
+        peak = jnp.maximum(m, peak)
+    return best_id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -353,7 +358,10 @@ class Rows:
 
         `rows` are ``[n]`` int32, or None for all rows, where they lie.
         """
-        return lax.platform_dependent(rows, tpu=self._argmax, default=self._argmax_by_tiles)
+        cpu = self._argmax_by_tiles if self.first_id is None else self._argmax  # which copies less
+        return lax.platform_dependent(
+            rows, tpu=self._argmax, cpu=cpu, default=self._argmax_by_tiles
+        )
 
     def sums(
         self,
