@@ -224,11 +224,13 @@ def test_split_logits_give_the_tokens_of_whole_ones():
     batch, vocab = 8, 24
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("vocab",))
     temperature = jnp.resize(jnp.float32([0, 0.5, 1, 2]), batch)
+    min_p, top_k = (jnp.resize(jnp.array(x), batch) for x in ([0, 0.1, 0], [0, 0, 3, 0, 7]))
+    top_p = jnp.resize(jnp.array([1, 0.5, 0.9]), batch)
 
     def drawn(logits: jax.Array, sharding: sd.VerifySharding | None, method: str) -> Any:
         return sd.sample_draft_tokens(
             logits,
-            sampling=sd.SamplingParams(temperature),
+            sampling=sd.SamplingParams(temperature, min_p, top_k, top_p),
             keys=jax.random.split(jax.random.key(1), batch),
             positions=jnp.full((batch,), POSITION),
             offset=2,
@@ -255,5 +257,7 @@ def test_split_logits_give_the_tokens_of_whole_ones():
         sampled = temperature > 0
         normalizers = other.log_normalizer[sampled], whole.log_normalizer[sampled]
         np.testing.assert_allclose(*normalizers, rtol=1e-6)
+        np.testing.assert_array_equal(other.threshold, whole.threshold)
+        assert np.count_nonzero(np.isfinite(other.threshold)) == 4
     np.testing.assert_array_equal(best.token_ids, jnp.argmax(logits, axis=1))
     assert best.log_normalizer is None

@@ -34,6 +34,18 @@ def by_offset(*args: Any, **kwargs: Any) -> sd.TokenLogprobs:
         return sd.token_logprobs(*args, **kwargs)
 
 
+@functools.partial(jax.jit, static_argnames=("config", "num_top", "distribution", "vocab_size"))
+def split(
+    target_logits: jax.Array, *args: Any, vocab_size: int | None = None, **kwargs: Any
+) -> sd.TokenLogprobs:
+    """Over eight parts of the vocabulary, padded until it divides."""
+    mesh = jax.make_mesh((8,), ("v",), devices=jax.devices()[:8])
+    v = target_logits.shape[1]
+    target_logits = jnp.pad(target_logits, ((0, 0), (0, -v % 8)), constant_values=jnp.nan)
+    kwargs |= dict(vocab_size=vocab_size or v, sharding=sd.VerifySharding(mesh, "v"))
+    return sd.token_logprobs(target_logits, *args, **kwargs)
+
+
 def log_softmax(row: np.ndarray, temperature: float) -> np.ndarray:
     x = np.asarray(row, np.float64) / temperature
     return x - np.max(x) - np.log(np.sum(np.exp(x - np.max(x))))
@@ -89,6 +101,7 @@ def compare(batch: Batch, function: Any, distribution: str, num_top: int = NUM_T
     [
         pytest.param(token_logprobs, id="cpu"),
         pytest.param(by_offset, id="elsewhere", marks=pytest.mark.newest),
+        pytest.param(split, id="split", marks=pytest.mark.newest),
     ],
 )
 @pytest.mark.parametrize(
@@ -129,7 +142,7 @@ def test_processed_ones_are_masked_and_filtered_and_raw_ones_are_not() -> None:
     call = dict(sampling=sampling, config=layout.config, num_top=4)
     args, _ = batch.arguments()
     call["token_bitmask"] = mask[: args[0].shape[0]]
-    for function in (token_logprobs, by_offset):
+    for function in (token_logprobs, by_offset, split):
         found = function(*args[:2], output, distribution="processed", **call)
         want = [[0.6, 0.4, 0, 0], [9 / 13, 4 / 13, 0, 0], [0.6, 0.4, 0, 0], [0.5, 1 / 3, 1 / 6, 0]]
         np.testing.assert_allclose(np.exp(found.top_logprobs[:, 0]), want, rtol=1e-5)

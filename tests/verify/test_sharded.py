@@ -48,6 +48,18 @@ def agree(layout: Layout, verifier, seeds=range(12)) -> None:
 newest, slow = pytest.mark.newest, pytest.mark.slow
 
 CUT = Layout(vocab=10248, vocab_size=10243, **BIG, kind="probs", has_bonus=True)
+FILTERED = Layout(
+    vocab=5000,
+    vocab_size=4500,
+    **BIG,
+    has_filters=True,
+    has_bitmask=True,
+    has_threshold=True,
+    kind="normalized",
+    draft_vocab=4097,
+    dtype="bfloat16",
+    draft_dtype="bfloat16",
+)
 
 
 # Every kind of draft distribution, split and whole; parts smaller and larger than a tile, tiles
@@ -67,11 +79,14 @@ CUT = Layout(vocab=10248, vocab_size=10243, **BIG, kind="probs", has_bonus=True)
                 ),
                 (8, Layout(vocab=96, **BIG, rates=suite.RATES, dtype="bfloat16")),
                 (8, Layout(vocab=4096, **BIG, kind="logits", block=True, has_valid=True)),
+                (8, FILTERED),
             ]
         ],
         *[
             pytest.param(parts, layout, marks=slow)
             for parts, layout in [
+                (8, dataclasses.replace(FILTERED, kind="logits", rates=suite.RATES)),
+                (4, dataclasses.replace(FILTERED, dtype="float32", draft_vocab=None, block=True)),
                 (1, CUT),
                 (2, CUT),
                 (4, CUT),
@@ -305,6 +320,31 @@ def test_three_collectives_of_at_most_64_kb_each_and_no_copy_of_logits(kind, met
     used = compiled.memory_analysis().temp_size_in_bytes
     # On a CPU, which writes exponentials to memory before it sums them.
     assert used < 1.5 * (b * (k + 1) * v // 8 * 4), f"{used} bytes"
+
+
+def test_filters_exchange_sums_and_no_row():
+    """16 bits of a threshold, four at a time: at most 15 sums of each row in each exchange."""
+    b, k, v = 16, 4, 32000
+    mesh = mesh_of(8)
+
+    def array(*shape, dtype="float32", spec=WHOLE):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
+
+    sampling = sd.SamplingParams(array(b), array(b), array(b, dtype="int32"), array(b))
+    lowered = jax.jit(sd.rejection_sample, static_argnames=("config", "sharding")).lower(
+        array(b * (k + 1), v, dtype="bfloat16", spec=P(None, "v")),
+        sd.Drafts(array(b * k, dtype="int32"), array(b + 1, dtype="int32")),
+        sampling=sampling,
+        keys=jax.eval_shape(lambda: jax.random.split(jax.random.key(0), b)),
+        positions=array(b, dtype="int32"),
+        config=sd.SpecDecodeConfig(num_speculative_tokens=k),
+        sharding=sd.VerifySharding(mesh, "v"),
+    )
+    moved = collectives(lowered.compile().as_text())
+    # Besides the three of any call: a maximum, 15 sums in a loop for each of two, and a total.
+    sums = 15 * 4 * b * (k + 1)
+    assert len(moved) == 7 and list(moved.values()).count(sums) == 2, moved
+    assert max(moved.values()) < 2**14 < b * (k + 1) * v * 2 / 100, moved
 
 
 def test_gathering_the_logits_would_be_seen():
