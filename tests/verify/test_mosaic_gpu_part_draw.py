@@ -126,9 +126,9 @@ class One(Exchange):
         return x
 
 
-def phases_of(case: Case, target: jax.Array, own: Any, me: jax.Array, kernels: Any) -> Any:
+def phases_of(case: Case, target: jax.Array, own: Any, me: jax.Array) -> Any:
     draft = None if own is None else DraftRows(own, case.size, None)
-    split = batched.Split(One("v", me), True, kernels)
+    split = batched.Split(One("v", me), True)
     return batched._Phases.of(target, draft, None, case.size, Rule("standard", None), split)
 
 
@@ -142,22 +142,23 @@ def compare(case: Case, **options: Any) -> None:
     source = source_of(case, distribution)
     recover = jnp.asarray(np.random.default_rng(3).random((REQUESTS, 2)), jnp.float32)
     wanted = source._replace(row=jnp.where(WANTED, source.row, -1))
-    draws = functools.partial(part_draw.part_draw, **options)
-    kernels = batched.Kernels(lambda *_: (source.row,) * 3, tile_masses.tile_masses, draws)
 
     @jitted
     def sum_by_tile(me: jax.Array, target: jax.Array, own: Any) -> Any:
-        weights = phases_of(case, target, own, me, None).weights
+        weights = phases_of(case, target, own, me).weights
         given = dict(size=case.size, num_parts=NUM_PARTS, **options)
         found = tile_masses.tile_masses(wanted, target, own, me * case.width, **given)
         return found, weights.masses(source)
 
     @jitted
     def draw(me: jax.Array, target: jax.Array, own: Any, masses: jax.Array) -> Any:
-        given = recover, source, masses
-        return tuple(
-            phases_of(case, target, own, me, which).draw(*given) for which in (kernels, None)
+        phases = phases_of(case, target, own, me)
+        given = dict(size=case.size, **options)
+        found, bad = part_draw.part_draw(
+            wanted, recover, masses, target, own, me * case.width, **given
         )
+        bad = source.from_residual & (bad | source.scale.bad)
+        return (found, bad), phases.draw(source, masses, recover)
 
     parts = [(jnp.int32(me), *of_part(case, distribution, me)) for me in range(NUM_PARTS)]
     all_masses = []
@@ -169,10 +170,10 @@ def compare(case: Case, **options: Any) -> None:
     tokens, expected = np.zeros((2, REQUESTS), int)
     for part in parts:
         (found, is_bad), (token_ids, bad) = draw(*part, jnp.stack(all_masses))
-        np.testing.assert_array_equal(is_bad, bad)
-        assert not np.any((found > 0) & (token_ids > 0) & (found // case.width != part[0]))
+        np.testing.assert_array_equal(is_bad, bad & WANTED)
+        assert not np.any(found[~WANTED])
         tokens, expected = tokens + found, expected + token_ids
-    good = np.asarray(~bad)
+    good = np.asarray(WANTED & ~bad)
     np.testing.assert_array_equal(tokens[good], expected[good])
     assert np.count_nonzero(tokens[good]) > 3
     assert bad.any() == (case.kind is not None)

@@ -25,7 +25,14 @@ from jax_specdec._src.types import DraftDistribution, DraftLogits, RejectionSamp
 from jax_specdec._src.verify import decide, tiles
 from jax_specdec._src.verify.decide import Request
 from jax_specdec._src.verify.exchange import WHOLE, Exchange, of_holder
-from jax_specdec._src.verify.resample import Source, Weights, choose, draw, gathering
+from jax_specdec._src.verify.resample import (
+    Source,
+    Weights,
+    choose,
+    draw,
+    gathering,
+    pieces_of_tiles,
+)
 from jax_specdec._src.verify.rows import DraftRows, DraftScale, Partials, Rows, best_of, first_of
 from jax_specdec._src.verify.rules import Rule
 
@@ -33,12 +40,16 @@ _LARGE = 2**25
 """Bytes of logits from which on asking whether anybody samples costs less than their sums do."""
 
 
+MAX_PIECES = 32
+"""Parts of the vocabulary that may share a tile that `Kernels.part_draw` draws from: a lane each."""
+
+
 class Kernels(NamedTuple):
     """Functions of `mosaic_gpu` that read rows of a part of the vocabulary."""
 
     row_statistics: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     tile_masses: Callable[..., jax.Array]
-    part_draw: Callable[..., jax.Array]
+    part_draw: Callable[..., tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +117,7 @@ def verify(
         if rule.is_block:
             residual_masses = jnp.zeros_like(known.entry)
             if phases.weights.draft is not None:  # the masses of every position judge its drafts
-                masses = phases.masses(requests, jax.vmap(phases.sources)(requests, known))
+                masses = phases.masses(jax.vmap(phases.sources)(requests, known), requests)
                 residual_masses = jnp.sum(masses[..., 0, :], axis=(0, 3))
             num_accepted, last = jax.vmap(phases.walk_jointly)(requests, known, residual_masses)
         else:
@@ -122,11 +133,11 @@ def verify(
                 drawn, bad_draft = phases.weights.race(source, requests.exponential)
             else:
                 if masses is None:
-                    masses = phases.masses(requests, jax.tree.map(lambda x: x[:, None], source))
+                    masses = phases.masses(jax.tree.map(lambda x: x[:, None], source), requests)
                 else:
                     index = num_accepted[None, :, None, None, None]
                     masses = jnp.take_along_axis(masses, index, axis=2)
-                drawn, bad_draft = phases.draw(requests.recover, source, masses[:, :, 0])
+                drawn, bad_draft = phases.draw(source, masses[:, :, 0], requests.recover, requests)
             token_ids = jnp.where(requests.greedy, token_ids, drawn)
         status = jnp.where(requests.status == Status.OK, last.status, requests.status)
         bad_draft &= ~requests.greedy
@@ -202,7 +213,7 @@ def sample(
         inv_temperature=inv_temperature,
     )
     masses = split.exchange.gather(phases.weights.masses(source, in_place=True))
-    drawn, _ = phases.draw(uniforms, source, masses)
+    drawn, _ = phases.draw(source, masses, uniforms)
     token_ids = jnp.where(greedy, best_of(parts.max, best_ids), drawn)
     return Sampled(token_ids, stats.max * inv_temperature + jnp.log(stats.sum), least)
 
@@ -515,15 +526,11 @@ class _Phases:
             positions, seen
         )
 
-    def masses(self, requests: Request, source: Source) -> jax.Array:
+    def masses(self, source: Source, requests: Request) -> jax.Array:
         """``[num_parts, B, P, 2, n]`` masses of the tiles of every part, of sources ``[B, P]``."""
-        shape = source.row.shape
-        kernels = self._draw_kernels
+        kernels, shape = self._draw_kernels, source.row.shape
         if kernels is not None:
-            position = source.row - requests.first_row[:, None]
-            is_drawn = (requests.status == Status.OK) & ~requests.greedy
-            is_drawn = is_drawn[:, None] & (position < requests.num_rows[:, None])
-            source = source._replace(row=jnp.where(is_drawn, source.row, -1))
+            source = _drawn(source, requests)
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), source)
         if kernels is not None:
             found = kernels.tile_masses(flat, **self._part, num_parts=self.weights.num_parts)
@@ -539,41 +546,35 @@ class _Phases:
         return self.weights.masses(jax.tree.map(lambda x: x[None], source))[0]
 
     def draw(
-        self, recover: jax.Array | None, source: Source, masses: jax.Array
+        self,
+        source: Source,
+        masses: jax.Array,
+        recover: jax.Array | None,
+        requests: Request | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Phase 3: a token of each request, and whether its draft row is bad, ``[B]``.
 
         Args:
-          recover: ``[B, 2]`` uniforms for tile and token.
           source: what each is drawn from.
           masses: ``[num_parts, B, 2, n]``.
+          recover: ``[B, 2]`` uniforms for tile and token.
+          requests: tell a kernel which of them draw a token.
         """
         assert recover is not None
         weights, exchange, kernels = self.weights, self.split.exchange, self._draw_kernels
+        if kernels is not None and requests is not None:
+            source = _drawn(source, requests)
+            token_ids, bad = kernels.part_draw(source, recover, masses, **self._part)
+            return exchange.sum(token_ids), source.from_residual & (bad | source.scale.bad)
         chosen = choose(source, masses, recover, self.target.width, weights.num_tiles)
-        if kernels is None:
-            return draw(weights, source, chosen, exchange), chosen.bad_draft
-        is_here = chosen.part == exchange.part
-        tile = jnp.where(is_here, chosen.tile - weights.first_tile, 0)
-        own = jnp.take(masses, exchange.part, axis=0)
-        own = jnp.where(chosen.has_mass[:, None], own[:, 0], own[:, 1])
-        token_ids = kernels.part_draw(
-            source._replace(
-                row=jnp.where(is_here, source.row, -1),
-                from_residual=source.from_residual & chosen.has_mass,
-                without_token=source.without_token & chosen.has_mass,
-            ),
-            tile,
-            chosen.uniform * jnp.take_along_axis(own, tile[:, None], axis=1)[:, 0],
-            **self._part,
-        )
-        return exchange.sum(token_ids), chosen.bad_draft
+        return draw(weights, source, chosen, exchange), chosen.bad_draft
 
     @property
     def _draw_kernels(self) -> Kernels | None:
         """Kernels that read chosen rows; they know draft rows that are split alike."""
-        draft = self.weights.draft
-        return self.split.kernels if draft is None or self.split.draft_is_split else None
+        known = self.weights.draft is None or self.split.draft_is_split
+        pieces = pieces_of_tiles(self.target.width, self.weights.num_parts, self.weights.num_tiles)
+        return self.split.kernels if known and pieces.shape[1] <= MAX_PIECES else None
 
     @property
     def _part(self) -> dict[str, Any]:
@@ -593,6 +594,14 @@ def _local(request: Request, first_row: jax.Array | int = 0) -> Request:
     if not isinstance(first_row, int):  # one row alone is known
         index = jnp.zeros_like(index)
     return request._replace(first_row=jnp.int32(0) + first_row, draft_rows=index)
+
+
+def _drawn(source: Source, requests: Request) -> Source:
+    """Sources ``[B]`` or ``[B, P]``, with row -1, which kernels skip, where no token is drawn."""
+    dims = source.row.shape[:1] + (1,) * (source.row.ndim - 1)
+    is_drawn = ((requests.status == Status.OK) & ~requests.greedy).reshape(dims)
+    is_drawn &= source.row - requests.first_row.reshape(dims) < requests.num_rows.reshape(dims)
+    return source._replace(row=jnp.where(is_drawn, source.row, -1))
 
 
 def _owners(requests: Request, num_rows: int) -> jax.Array:
