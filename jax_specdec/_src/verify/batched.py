@@ -41,7 +41,7 @@ _LARGE = 2**25
 
 
 MAX_PIECES = 32
-"""Parts of the vocabulary that may share a tile that `Kernels.part_draw` draws from: a lane each."""
+"""Parts of the vocabulary that may share a tile, where `Kernels.part_draw` draws: a lane each."""
 
 
 class Kernels(NamedTuple):

@@ -214,7 +214,7 @@ class Weights:
         weights, _ = self._of(source, ids, p_entries, q_entries)
         # Computed apart, p is written nowhere: XLA writes to memory what two sums share.
         _, p = self._of(as_they_are(source), ids, p_entries, q_entries)
-        return as_they_are(jnp.stack((jnp.sum(weights, axis=2), jnp.sum(p, axis=2)), axis=1))
+        return jnp.stack(as_they_are((jnp.sum(weights, axis=2), jnp.sum(p, axis=2))), axis=1)
 
     def inside(self, source: Source, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Of tiles ``[n]``: ids ``[n, L]`` that are here, and ``[n, 2, L]`` weights and ``p``."""
