@@ -42,6 +42,9 @@ def run_to_end(work: Callable[[], None]) -> None:
         interrupted()
     except BrokenPipeError:  # whoever reads has seen enough
         _end_quietly(PIPE_CLOSED)
+    except OSError as error:  # a full disk, for example; what is read has errors of its own
+        sys.stderr.write(f"jax-specdec: output cannot be written: {error.strerror}\n")
+        _end_quietly(1)
 
 
 def interrupted() -> NoReturn:

@@ -60,7 +60,7 @@ def _read(name: str) -> str:
         raise InputError(f"{where} cannot be read: {error}") from error
     text = text.removesuffix("\n").removesuffix("\r")
     if not text:
-        raise InputError(f"the prompt must not be empty, but {where} holds nothing else")
+        raise InputError(f"the prompt must not be empty, but {where} holds nothing")
     return text
 
 

@@ -10,10 +10,7 @@ import time
 from typing import Any
 
 import numpy as np
-from rich.console import Group
-from rich.rule import Rule
 from rich.table import Table
-from rich.text import Text
 
 from jax_specdec._src.cli import terminal
 from jax_specdec._src.cli.models import load_models
@@ -105,15 +102,20 @@ def show_text(options: Options, prompts: list[str]) -> None:
         first = next(steps)
     started = time.perf_counter()
     if compares:
-        legend = (Text(name, style) for name, style in STYLES.items() if style is not None)
-        terminal.show(Group(Text("Tokens: ") + Text("  ").join(legend), Rule(style="dim")))
+        terminal.write("Tokens:")
+        for name, style in STYLES.items():
+            if style is not None:
+                terminal.write("  ")
+                terminal.write(name, style)
+        terminal.write("\n")
+        terminal.show_rule()
     texts, seen = Texts(prompts, with_prompts=not options.chat), []
     for step in itertools.chain([first], steps):
         texts.add(step)
         seen.append(step)
     seconds = time.perf_counter() - started
     if compares:
-        terminal.show(Rule(style="dim"))
+        terminal.show_rule()
         terminal.show(_table(options, _compare(session)))
     else:
         _print_statistics([step.record for step in seen], started - begin, seconds)

@@ -55,6 +55,13 @@ def show(what: RenderableType) -> None:
     write("\n".join(lines) + "\n")
 
 
+def show_rule() -> None:
+    """Write a line across the terminal to standard output."""
+    console = _console(sys.stdout)
+    write(("-" if console.options.ascii_only else "\u2500") * console.width, "dim")
+    write("\n")
+
+
 @contextlib.contextmanager
 def spinner(what: str) -> Iterator[None]:
     """Something that moves while the body runs, on standard error if it is a terminal."""
