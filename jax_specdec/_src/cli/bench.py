@@ -8,13 +8,13 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from jax_specdec._src.cli import terminal
 from jax_specdec._src.cli.models import load_models
 from jax_specdec._src.cli.options import Options
 from jax_specdec._src.cli.run import Run, Session, measure, tokens_per_target_pass
-from jax_specdec._src.cli.show import drafter_name, identity
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.serving.batch import GenerateOutput
 from jax_specdec._src.serving.plain import GreedyDifference
@@ -67,7 +67,7 @@ def _measure(session: Session, temperature: float, on_run: Callable[[str], None]
     """The rows of one temperature: plain decoding first."""
     options = session.options
     combinations: dict[str, tuple[str, SpecDecodeConfig]] = {
-        f"{drafter_name(drafter)}, K = {config.num_speculative_tokens}": (drafter, config)
+        f"{drafter}, K = {config.num_speculative_tokens}": (drafter, config)
         for drafter in options.drafters
         for config in options.configs
     }
@@ -90,33 +90,41 @@ def _measure(session: Session, temperature: float, on_run: Callable[[str], None]
 
 def _table(options: Options, rows: list[Row]) -> Table:
     table = Table(
-        title=f"{options.configs[0].rejection_sample_method} verification, "
+        title=f"{options.configs[0].rejection_sample_method} verification at temperatures T, "
         f"median of {options.repeats}",
         title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
     )
-    table.add_column("temperature", justify="right")
-    table.add_column("drafter")
-    for name in ("K", "tokens", "tokens per\ntarget pass", "mean acceptance\nlength"):
-        table.add_column(name, justify="right")
-    table.add_column("tokens/s", justify="right")
-    table.add_column("speed-up", justify="right")
-    table.add_column("greedy text\nas plain")
+    table.add_column("T", justify="right", no_wrap=True)
+    table.add_column("drafter", overflow="fold")
+    headers = ("K", "tokens", "tokens per\ntarget pass", "mean\nacceptance\nlength", "tokens/s")
+    for name in (*headers, "speed-up"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("greedy\nas plain", no_wrap=True)
     for row in rows:
         stats = row.run.stats
         config = row.config
         table.add_row(
             f"{row.temperature:g}",
-            "plain" if row.drafter is None else drafter_name(row.drafter),
+            "plain" if row.drafter is None else row.drafter,
             "" if config is None else f"{config.num_speculative_tokens}",
             f"{row.run.num_tokens}",
             f"{tokens_per_target_pass(stats):.2f}",
             "" if config is None else f"{stats.mean_acceptance_length:.2f}",
             f"{row.run.tokens_per_second:.0f}",
             "" if config is None else f"{row.speedup:.2f}x",
-            "" if row.differences is None else identity(row.differences),
+            _identity(row.differences),
             end_section=row is rows[-1] or rows[rows.index(row) + 1].drafter is None,
         )
     return table
+
+
+def _identity(differences: list[GreedyDifference] | None) -> str:
+    if differences is None:
+        return ""
+    return f"no, gap {differences[0].gap:.0e}" if differences else "yes"
 
 
 def _as_json(options: Options, prompts: list[str], rows: list[Row]) -> dict[str, Any]:

@@ -232,15 +232,14 @@ def _compare(session: Session) -> Report:
     return Report(speculative, plain, differences)
 
 
-def drafter_name(draft: str) -> str:
-    """What a drafter is called in a table."""
+def _drafter_name(draft: str) -> str:
     return {"ngram": "n-gram lookup", "model": "draft model"}.get(draft, f"draft model {draft}")
 
 
 def _table(options: Options, report: Report) -> Table:
     run, stats = report.speculative, report.speculative.stats
     table = Table(
-        title=f"K = {options.config.num_speculative_tokens}, {drafter_name(options.drafters[0])}, "
+        title=f"K = {options.config.num_speculative_tokens}, {_drafter_name(options.drafters[0])}, "
         f"temperature {options.temperatures[0]:g}, {options.config.rejection_sample_method}",
         show_header=False,
         title_justify="left",
@@ -257,7 +256,7 @@ def _table(options: Options, report: Report) -> Table:
         "speculative decoding": _timing(run),
         "plain decoding": _timing(report.plain),
         f"speed-up per token (median of {options.repeats})": f"{report.speedup:.2f}x",
-        "greedy output identical to plain": identity(report.differences),
+        "greedy output identical to plain": _identity(report.differences),
     }
     for name, value in rows.items():
         table.add_row(name, value)
@@ -268,8 +267,7 @@ def _timing(run: Run) -> str:
     return f"{run.seconds:.3f} s, {run.tokens_per_second:.0f} tokens/s"
 
 
-def identity(differences: list[GreedyDifference] | None) -> str:
-    """Whether greedy texts are those of plain decoding, in a table."""
+def _identity(differences: list[GreedyDifference] | None) -> str:
     if differences is None:
         return "not comparable"
     if not differences:
