@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -78,11 +77,6 @@ def _embedded(options: Options, texts: list[str]) -> Models:
 
 def _checkpoints(options: Options, texts: list[str]) -> Models:
     assert options.target is not None
-    if os.path.isfile(options.target):
-        raise ValueError(
-            f"--target must be a directory with {CONFIG_FILE}, safetensors and tokenizer.json, but "
-            f"{shown(options.target)} is a file; GGUF and other single files are not read"
-        )
     config = read_config(options.target / CONFIG_FILE)
     tokenizer = load_tokenizer(options.target)
     directories = {name: Path(name) for name in options.drafters if name != "ngram"}

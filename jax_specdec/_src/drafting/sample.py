@@ -10,8 +10,8 @@ from jax import lax
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.noise import Stream, check_keys, uniforms
-from jax_specdec._src.sampling import Filter, inverse_temperature
-from jax_specdec._src.types import Drafts, Noise, SamplingParams
+from jax_specdec._src.sampling import Filter, inverse_temperature, per_request
+from jax_specdec._src.types import Drafts, Noise, SamplingParams, as_positions
 from jax_specdec._src.verify import batched
 from jax_specdec._src.verify.api import rejection_sample_with_noise
 from jax_specdec._src.verify.sharding import VerifySharding
@@ -70,7 +70,7 @@ def sample_draft_tokens(
       `DraftSample`: the tokens, and what `DraftStore.write` or `DraftLogits` take.
 
     Raises:
-      TypeError: `keys` are not typed keys of two or four words.
+      TypeError: `keys` are not typed keys of two or four words, or `positions` not integers.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -82,6 +82,7 @@ def sample_draft_tokens(
       [0, 1]
     """
     check_keys("keys", keys)
+    sampling, positions = per_request(sampling, logits.shape[0]), as_positions(positions)
     takes_best = config is not None and config.draft_sample_method == "greedy"
     if sharding is not None and (sharding.mesh is None or Filter.of(sampling) is None):
         temperature = jnp.zeros_like(sampling.temperature) if takes_best else sampling.temperature

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jax_specdec._src.models.bytes import id_list
 from jax_specdec._src.models.chat import read_chat_template, special_tokens
 from jax_specdec._src.models.config_json import CONFIG_FILE
 from jax_specdec._src.models.fields import MAX_INT, is_token_id, quoted, reason, shown
@@ -86,15 +87,19 @@ class Tokenizer:
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if not isinstance(text, str):
-            raise TypeError(f"text must be a str, but it is {quoted(text)}")
+            raise TypeError(f"text must be a str, but it is {quoted(text)}.")
         text = text.encode("utf-8", errors="replace").decode("utf-8")
         with _errors_name(self.path, "cannot encode the text"):
             encoding = self.library_tokenizer.encode(text, add_special_tokens=add_special_tokens)
             return list(encoding.ids)
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of ids; special tokens have none, bytes that are not UTF-8 become U+FFFD."""
-        return str(self.library_tokenizer.decode([int(token_id) for token_id in token_ids]))
+        """The text of ids; special tokens have none, bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            TypeError: an id is no integer.
+        """
+        return str(self.library_tokenizer.decode(id_list(token_ids)))
 
     def stream(self, prompt_token_ids: Sequence[int] = ()) -> "TextStream":
         """Decodes what follows a prompt, as it comes."""

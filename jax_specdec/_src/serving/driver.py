@@ -21,7 +21,7 @@ from jax_specdec._src.serving.engine_state import EngineState
 from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats
 from jax_specdec._src.serving.options import RequestOptions, per_request
 from jax_specdec._src.serving.placement import on_all_devices
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, described
 
 _Device = tuple[EngineState, Report | None]
 """A state, and what the step that led to it reports, until the host has read that."""
@@ -96,9 +96,13 @@ class EngineDriver:
           max_queue: the most requests that may wait for their first slot; None for any number.
 
         Raises:
-          TypeError: `max_queue` is not an integer.
+          TypeError: an argument of another type, or a model's weights missing.
           ValueError: `max_queue` is below 1.
         """
+        if not isinstance(engine, Engine):
+            raise TypeError(f"engine must be an Engine, but it is {described(engine)}")
+        inputs.weights("params", params)
+        inputs.draft_weights(engine.drafter, draft_params)
         self.engine = engine
         self.max_queue = None if max_queue is None else inputs.integer("max_queue", max_queue, 1)
         self._params, self._draft_params = on_all_devices((params, draft_params), engine.model)

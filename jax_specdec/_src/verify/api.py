@@ -120,6 +120,7 @@ def rejection_sample(
     """
     _check_implementation(implementation)
     parts = sharding_lib.vocabulary_parts(sharding)
+    sampling, positions = checks.taken(drafts, sampling, positions)
     given = (target_logits, drafts, sampling, bonus_token_ids, active, vocab_size, token_bitmask)
     _check(*given, config=config, vocabulary_parts=parts)
     checks.check_keys(keys, positions, sampling.temperature.shape[0])
@@ -195,6 +196,7 @@ def rejection_sample_with_noise(
     """
     _check_implementation(implementation)
     parts = sharding_lib.vocabulary_parts(sharding)
+    sampling, _ = checks.taken(drafts, sampling)
     given = (target_logits, drafts, sampling, bonus_token_ids, active, vocab_size, token_bitmask)
     _check(*given, config=config, vocabulary_parts=parts)
     batch, k = sampling.temperature.shape[0], config.num_speculative_tokens
