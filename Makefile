@@ -17,7 +17,7 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
 
 demo: .venv-demo/installed  ## watch speculative decoding of real text
-	@.venv-demo/bin/jax-specdec generate "$$PROMPT"
+	@.venv-demo/bin/jax-specdec generate --compare -- "$$PROMPT"
 
 test: check  ## lint, type-check, run every test that is not slow and needs no GPU
 	@echo "test: doctests and tests on the newest JAX"

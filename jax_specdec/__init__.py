@@ -29,6 +29,7 @@ from jax_specdec._src.models.tensor_parallel import TensorParallelLlama
 from jax_specdec._src.models.tokenizer import TextStream, Tokenizer, load_tokenizer
 from jax_specdec._src.noise import draw_noise
 from jax_specdec._src.penalties import Penalties, apply_penalties
+from jax_specdec._src.ragged import PackedDrafts, pack_drafts
 from jax_specdec._src.serving.batch import GenerateOutput, StepRecord
 from jax_specdec._src.serving.bookkeeping import RequestUpdate
 from jax_specdec._src.serving.driver import EngineDriver
@@ -88,6 +89,7 @@ __all__ = [
     "ModelDrafter",
     "NGramDrafter",
     "Noise",
+    "PackedDrafts",
     "Penalties",
     "PrometheusExporter",
     "Proposal",
@@ -120,6 +122,7 @@ __all__ = [
     "load_embedded_pair",
     "load_huggingface",
     "load_tokenizer",
+    "pack_drafts",
     "parse_output",
     "rates_to_acceptance_length",
     "reference",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from jax_specdec import __version__
-from jax_specdec._src.cli.models import InputError
+from jax_specdec._src.cli import terminal
+from jax_specdec._src.cli.bench import show_bench
+from jax_specdec._src.cli.cache import keep_compiled_programs
 from jax_specdec._src.cli.options import parse
+from jax_specdec._src.cli.process import run_to_end
+from jax_specdec._src.cli.prompts import InputError, read_prompts
 from jax_specdec._src.cli.show import show_json, show_text
 
 
@@ -19,11 +21,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
       arguments: without the program's name; None for ``sys.argv``.
     """
+    terminal.prepare_streams()
+    run_to_end(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> None:
     options = parse(arguments, __version__)
     try:
-        (show_json if options.json else show_text)(options, Console())
+        prompts = read_prompts(options)
+        if options.compilation_cache:
+            keep_compiled_programs()
+        if options.command == "bench":
+            show_bench(options, prompts)
+        else:
+            (show_json if options.json else show_text)(options, prompts)
     except InputError as error:
-        print(f"jax-specdec generate: {error}", file=sys.stderr)
+        print(f"jax-specdec {options.command}: {error}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -203,7 +203,7 @@ def test_the_wheel_carries_every_file_of_the_package(tmp_path: Path) -> None:
     source = tmp_path / "source"
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(PACKAGE, source / "jax_specdec", ignore=ignore)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("jax_specdec_command.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     offline = ["--no-deps", "--no-build-isolation", "--no-index"]
@@ -216,7 +216,7 @@ def test_the_wheel_carries_every_file_of_the_package(tmp_path: Path) -> None:
         for path in (source / "jax_specdec").rglob("*")
         if path.is_file()
     }
-    assert packed == expected
+    assert packed == expected | {"jax_specdec_command.py"}
     assert "jax_specdec/py.typed" in packed
 
 

@@ -20,6 +20,7 @@ from jax_specdec._src.types import (
     Drafts,
     RejectionSampleOutput,
     SamplingParams,
+    described,
 )
 from jax_specdec._src.verify import checks, tiles
 from jax_specdec._src.verify import sharding as sharding_lib
@@ -140,6 +141,7 @@ def token_logprobs(
       >>> jnp.exp(found.logprobs).tolist(), found.top_token_ids.tolist()
       ([[0.5, 0.5]], [[[2, 0], [0, 1]]])
     """
+    sampling, _ = checks.taken(drafts, sampling)
     size = _check(
         target_logits,
         drafts,
@@ -338,9 +340,9 @@ def _check(
 ) -> int:
     """The ids that count."""
     if not isinstance(config, SpecDecodeConfig):
-        raise TypeError(f"config must be a SpecDecodeConfig, but it is {config!r:.80}")
+        raise TypeError(f"config must be a SpecDecodeConfig, but it is {described(config)}")
     if not isinstance(output, RejectionSampleOutput):
-        raise TypeError(f"output must be a RejectionSampleOutput, but it is {output!r:.80}")
+        raise TypeError(f"output must be a RejectionSampleOutput, but it is {described(output)}")
     batch = output.num_emitted.shape[0]
     bonus = None
     if isinstance(drafts, Drafts) and np.shape(target_logits)[:1] == drafts.token_ids.shape:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import operator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Drafts
+from jax_specdec._src.types import (
+    PLACEHOLDER_TOKEN_ID,
+    DraftDistribution,
+    Drafts,
+    as_int32,
+    check_counts,
+    described,
+    flatten_storage,
+)
 
 
 class Layout(NamedTuple):
@@ -105,3 +115,115 @@ def rows(drafts: Drafts, k: int, num_rows: int) -> tuple[jax.Array, jax.Array, j
     owner = owner.at[place].min(jnp.broadcast_to(request, place.shape), mode="drop")
     index = jnp.arange(num_rows, dtype=jnp.int32)
     return owner, index - layout.first_row[owner], layout.token_ids
+
+
+class PackedDrafts(NamedTuple):
+    """Drafts without gaps between requests, and whose the rows of the target's pass are.
+
+    Attributes:
+      drafts: flattened, for `rejection_sample`.
+      requests: ``[N+B]`` int32, the request that each row of `target_logits` belongs to; B, which
+        is out of range, for a row that is nobody's.
+      offsets: ``[N+B]`` int32 in [0, K], how many drafts of its request come before the row: the
+        row scores what follows that many drafts. 0 for a row that is nobody's.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> packed = pack_drafts(jnp.array([[7, 3], [4, 0]]), jnp.array([0, 2]), size=2)
+      >>> packed.requests.tolist(), packed.offsets.tolist()
+      ([0, 1, 1, 1], [0, 0, 1, 2])
+    """
+
+    drafts: Drafts
+    requests: jax.Array
+    offsets: jax.Array
+
+
+def pack_drafts(
+    token_ids: jax.Array,
+    num_draft_tokens: jax.Array,
+    *,
+    size: int | None = None,
+    distribution: DraftDistribution | None = None,
+) -> PackedDrafts:
+    """Flatten a rectangle of drafts, so that a target's pass reads no token that is not proposed.
+
+    ``tokens = jnp.concatenate([last[:, None], token_ids], axis=1)[requests, offsets]`` are the
+    ``[N+B]`` tokens of the pass, where ``last [B]`` are the last tokens of the sequences, and
+    ``(lengths - 1)[requests] + offsets`` their positions. `Drafts.from_dense` is the simpler way
+    where every request may as well have K + 1 rows.
+
+    Args:
+      token_ids: ``[B, K]`` integers that int32 holds.
+      num_draft_tokens: ``[B]`` integers in [0, K].
+      size: N, static, the most drafts that a step verifies; None for B * K. Drafts that find no
+        room are left out, those of the last requests first. What that leaves out must not depend on
+        which tokens were drafted, and does not.
+      distribution: as for `Drafts.from_dense`: rows lie in place and are not copied.
+
+    Returns:
+      `PackedDrafts`; `target_logits` is then ``[N+B, V]``.
+
+    Raises:
+      TypeError: not integers; or traced, of a dtype whose values int32 may not hold; or a
+        `distribution` of another type.
+      ValueError: shapes that do not fit; an integer that int32 does not hold; a negative `size`;
+        or, where their values are known, a count outside [0, K].
+
+    Example:
+      Three requests with 2, 0 and 1 drafts:
+
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> last, drafted = jnp.array([5, 6, 7]), jnp.array([[1, 2], [3, 4], [8, 9]])
+      >>> packed = sd.pack_drafts(drafted, jnp.array([2, 0, 1]), size=3)
+      >>> packed.drafts.token_ids.tolist(), packed.drafts.cu_num_draft_tokens.tolist()
+      ([1, 2, 8], [0, 2, 2, 3])
+      >>> tokens = jnp.concatenate([last[:, None], drafted], axis=1)
+      >>> tokens[packed.requests, packed.offsets].tolist()
+      [5, 1, 2, 6, 7, 8]
+    """
+    ids = as_int32("token_ids", token_ids)
+    if ids.ndim != 2:
+        raise ValueError(f"token_ids must be [B, K], but its shape is {list(ids.shape)}")
+    batch, k = ids.shape
+    counts = check_counts(num_draft_tokens, batch, k)
+    try:
+        n = batch * k if size is None else operator.index(size)
+    except TypeError:
+        raise TypeError(f"size must be a static int, but it is {described(size)}") from None
+    if n < 0:
+        raise ValueError(f"size must not be negative, but it is {n}")
+
+    counts = jnp.clip(counts, 0, k)
+    cu = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+    cu = jnp.minimum(cu, n)
+    index = jnp.arange(batch + 1, dtype=jnp.int32)
+    requests, offsets = _owners(cu + index, n + batch)
+    owners, places = _owners(cu, n)
+    flat = jnp.minimum(owners, max(batch - 1, 0)) * k + places
+    if batch == 0 or k == 0:
+        token_ids, flat = jnp.full((n,), PLACEHOLDER_TOKEN_ID, jnp.int32), jnp.zeros_like(flat)
+    else:
+        token_ids = jnp.where(owners < batch, ids.reshape(-1)[flat], PLACEHOLDER_TOKEN_ID)
+    distribution = flatten_storage(distribution)
+    if distribution is not None:
+        rows = flat if distribution.rows is None else distribution.rows[flat]
+        distribution = dataclasses.replace(distribution, rows=rows)
+    return PackedDrafts(Drafts(token_ids, cu, distribution), requests, offsets)
+
+
+def _owners(starts: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Of each of `size` places: which of the ``[B]`` spans it is in, and how far from its start.
+
+    Args:
+      starts: ``[B+1]`` int32, where spans begin, and where the last ends.
+      size: static.
+
+    Returns:
+      ``[size]`` int32 in [0, B], B past the last span; and ``[size]`` int32, 0 there.
+    """
+    place = jnp.arange(size, dtype=jnp.int32)
+    ended = starts[None, 1:] <= place[:, None]
+    owner = jnp.sum(ended, axis=1, dtype=jnp.int32)
+    return owner, jnp.where(owner < starts.shape[0] - 1, place - starts[owner], 0)

@@ -2,14 +2,51 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_specdec._src.types import SamplingParams
+from jax_specdec._src.types import SamplingParams, as_int32
 
 _SMALLEST, _LARGEST = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
+
+
+def per_request(sampling: SamplingParams, batch: int) -> SamplingParams:
+    """The same with arrays ``[B]``, where a field is one number, a list or a NumPy array.
+
+    JAX arrays are left as they are, but for scalars of the right dtype. So is what is none of
+    these, for the checks that follow.
+
+    Raises:
+      ValueError: a top-k that int32 does not hold.
+    """
+    taken = {}
+    for field in dataclasses.fields(sampling):
+        value = getattr(sampling, field.name)
+        if value is not None:
+            dtype = np.int32 if field.name == "top_k" else np.float32
+            taken[field.name] = _array(f"sampling.{field.name}", value, dtype, batch)
+    return dataclasses.replace(sampling, **taken)
+
+
+def _array(name: str, value: Any, dtype: Any, batch: int) -> Any:
+    if isinstance(value, jax.Array):
+        is_scalar = value.ndim == 0 and value.dtype == dtype
+        return jnp.broadcast_to(value, (batch,)) if is_scalar else value
+    if not isinstance(value, (bool, int, float, list, tuple, np.generic, np.ndarray)):
+        return value
+    array = np.asarray(value)
+    kinds = "iu" if dtype == np.int32 else "iuf"
+    if array.dtype.kind not in kinds:  # text, booleans, or a fraction for a count
+        return value
+    if dtype == np.int32:
+        array = np.asarray(as_int32(name, array))
+    with np.errstate(over="ignore"):  # infinite: not a valid parameter, as the status says
+        array = array.astype(dtype)
+    return jnp.asarray(np.broadcast_to(array, (batch,)) if array.ndim == 0 else array)
 
 
 class Filter(NamedTuple):

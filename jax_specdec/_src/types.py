@@ -155,16 +155,33 @@ class Drafts:
 
         Raises:
           TypeError: not integers; or traced, of a dtype whose values int32 may not hold.
-          ValueError: an integer that int32 does not hold.
+          ValueError: not one-dimensional, an integer that int32 does not hold, or, where their
+            values are known, counts that are negative or more than N together.
 
         Example:
           >>> import jax.numpy as jnp
           >>> Drafts.from_flat(jnp.array([5, 6, 9]), jnp.array([1, 2])).cu_num_draft_tokens.tolist()
           [0, 1, 3]
         """
-        counts = _as_int32("num_draft_tokens", num_draft_tokens)
+        ids = as_int32("token_ids", token_ids)
+        counts = as_int32("num_draft_tokens", num_draft_tokens)
+        if ids.ndim != 1:
+            raise ValueError(
+                f"token_ids must be [N], one request after another, but its shape is "
+                f"{list(ids.shape)}; from_dense takes [B, K]"
+            )
+        if counts.ndim != 1:
+            raise ValueError(f"num_draft_tokens must be [B], but its shape is {list(counts.shape)}")
+        if (known := known_values(counts)) is not None:
+            if known.min(initial=0) < 0:
+                raise ValueError(f"num_draft_tokens must not be negative, but one is {known.min()}")
+            if known.sum() > len(ids):
+                raise ValueError(
+                    f"num_draft_tokens must be at most N = {len(ids)} together, but they are "
+                    f"{known.sum()}; they are counts, not offsets"
+                )
         cu = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
-        return cls(_as_int32("token_ids", token_ids), cu, distribution)
+        return cls(ids, cu, distribution)
 
     @classmethod
     def from_dense(
@@ -190,8 +207,10 @@ class Drafts:
           Drafts with ``N = B * K``.
 
         Raises:
-          TypeError: not integers; or traced, of a dtype whose values int32 may not hold.
-          ValueError: `token_ids` is not two-dimensional, or an integer that int32 does not hold.
+          TypeError: not integers; or traced, of a dtype whose values int32 may not hold; or a
+            `distribution` of another type.
+          ValueError: `token_ids` is not ``[B, K]``, or `num_draft_tokens` not ``[B]``; an integer
+            that int32 does not hold; or, where their values are known, a count outside [0, K].
 
         Example:
           >>> import jax.numpy as jnp
@@ -199,20 +218,25 @@ class Drafts:
           >>> drafts.token_ids.tolist(), drafts.cu_num_draft_tokens.tolist()
           ([7, 3, 4, -1], [0, 2, 4])
         """
-        ids = _as_int32("token_ids", token_ids)
+        ids = as_int32("token_ids", token_ids)
         if ids.ndim != 2:
-            raise ValueError(f"token_ids must be [B, K], but its shape is {ids.shape}")
+            raise ValueError(f"token_ids must be [B, K], but its shape is {list(ids.shape)}")
         batch, k = ids.shape
         if num_draft_tokens is not None:
-            counts = _as_int32("num_draft_tokens", num_draft_tokens)
+            counts = check_counts(num_draft_tokens, batch, k)
             past_count = jnp.arange(k, dtype=jnp.int32)[None, :] >= counts[:, None]
             ids = jnp.where(past_count, PLACEHOLDER_TOKEN_ID, ids)
         cu = jnp.arange(batch + 1, dtype=jnp.int32) * k
-        return cls(ids.reshape(-1), cu, _flatten_storage(distribution))
+        return cls(ids.reshape(-1), cu, flatten_storage(distribution))
 
 
-def _as_int32(name: str, values: Any) -> jax.Array:
-    """`values` as int32, where that changes none of them."""
+def as_int32(name: str, values: Any) -> jax.Array:
+    """`values` as int32, where that changes none of them.
+
+    Raises:
+      TypeError: not integers; or traced, of a dtype whose values int32 may not hold.
+      ValueError: an integer that int32 does not hold.
+    """
     if not isinstance(values, (jax.Array, np.ndarray)):
         values = np.asarray(values)
         if values.size == 0:  # NumPy takes an empty list for floats
@@ -233,10 +257,59 @@ def _as_int32(name: str, values: Any) -> jax.Array:
     return jnp.asarray(values, jnp.int32)
 
 
-def _flatten_storage(distribution: DraftDistribution | None) -> DraftDistribution | None:
+def as_positions(positions: Any) -> jax.Array:
+    """Positions as an array: JAX arrays as they are, lists and NumPy arrays as int32.
+
+    Raises:
+      TypeError: not integers.
+      ValueError: an integer that int32 does not hold.
+    """
+    return positions if isinstance(positions, jax.Array) else as_int32("positions", positions)
+
+
+def check_counts(num_draft_tokens: Any, batch: int, k: int) -> jax.Array:
+    """Counts of drafts as int32.
+
+    Raises:
+      TypeError: not integers; or traced, of a dtype whose values int32 may not hold.
+      ValueError: not ``[B]``; an integer that int32 does not hold; or, where their values are
+        known, a count outside [0, K].
+    """
+    counts = as_int32("num_draft_tokens", num_draft_tokens)
+    if counts.shape != (batch,):
+        raise ValueError(
+            f"num_draft_tokens must be [B] = [{batch}], but its shape is {list(counts.shape)}"
+        )
+    known = known_values(counts)
+    if known is not None and ((known < 0) | (known > k)).any():
+        wrong = known[(known < 0) | (known > k)][0]
+        raise ValueError(f"num_draft_tokens must be in [0, K] = [0, {k}], but one is {wrong}")
+    return counts
+
+
+def known_values(array: jax.Array) -> np.ndarray | None:
+    """The values of an array, read on the host; None where they are traced or on other hosts."""
+    if isinstance(array, jax.core.Tracer) or not array.is_fully_addressable:
+        return None
+    return np.asarray(array)
+
+
+def described(value: Any) -> str:
+    """A value in a message, in one line: an array by its dtype and shape."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"an array of {value.dtype}{list(value.shape)}"
+    return " ".join(f"{value!r:.80}".split())
+
+
+def flatten_storage(distribution: DraftDistribution | None) -> DraftDistribution | None:
     """Storage ``[B, K, Vd]`` as ``[B*K, Vd]``; what is flat stays as it is."""
     if distribution is None:
         return None
+    if not isinstance(distribution, (DraftProbs, DraftLogits)):
+        raise TypeError(
+            "distribution must be None, a DraftProbs or a DraftLogits, but it is "
+            f"{described(distribution)}"
+        )
     rows = None if distribution.rows is None else distribution.rows.reshape(-1)
     if isinstance(distribution, DraftProbs):
         probs = distribution.probs
@@ -263,6 +336,9 @@ class SamplingParams:
     Each of the three leaves out the entries of a row below a threshold, and what is left is
     normalized again. Entries equal to the threshold all stay. Where a field is None, nothing is
     compiled for it; where no request uses one, nothing is computed. Greedy requests ignore them.
+
+    Functions that take a `SamplingParams` also take one number for all requests, a list and a NumPy
+    array of any width in each field. A JAX array must have the dtype that is written here.
 
     Attributes:
       temperature: ``[B]`` float32. ``p = softmax(float32(logits) / temperature)``; 0 is greedy.
@@ -364,6 +440,9 @@ def parse_output(output: RejectionSampleOutput) -> list[list[int]]:
     Returns:
       One list per request, `num_emitted` long; empty where `status` is not OK.
 
+    Raises:
+      TypeError: `output` is something else.
+
     Example:
       >>> import jax.numpy as jnp
       >>> ids = jnp.array([[4, 2, -1], [-1, -1, -1]])
@@ -373,6 +452,8 @@ def parse_output(output: RejectionSampleOutput) -> list[list[int]]:
       >>> parse_output(output)
       [[4, 2], []]
     """
+    if not isinstance(output, RejectionSampleOutput):
+        raise TypeError(f"output must be a RejectionSampleOutput, but it is {described(output)}")
     token_ids, num_emitted = jax.device_get((output.token_ids, output.num_emitted))
     return [row[:n].tolist() for row, n in zip(token_ids, num_emitted, strict=True)]
 

@@ -369,9 +369,13 @@ def test_nothing_is_compiled_after_warm_up():
     engine = dataclasses.replace(LOOKUP, max_length=LONGEST + 1, prefill_sizes=None)
     assert engine.prefill_sizes == (32, LONGEST + 1)
     driver = driver_of(engine, *WEIGHTS[LOOKUP])
+    programs, progress = {"jit(_admit)", "jit(_step)", "jit(_release)"}, []
     with compilations() as names:
-        driver.warm_up()
-    assert {"jit(_admit)", "jit(_step)", "jit(_release)"} <= set(names)
+        driver.warm_up(
+            lambda *counts: progress.append((*counts, sum(name in programs for name in names)))
+        )
+    assert programs <= set(names)
+    assert progress == [(done, 4, done) for done in range(5)]  # as many as were compiled by then
     assert driver.is_idle and driver.stats().num_emitted_tokens == 0
     sizes = [function._cache_size() for function in FUNCTIONS]
     rng = np.random.default_rng(0)
@@ -397,6 +401,11 @@ def test_nothing_is_compiled_after_warm_up():
     with compilations() as names:  # the counter counts
         jax.jit(lambda x: x + 41)(1)
     assert len(names) == 1
+
+
+def test_progress_is_told_to_functions_only():
+    with pytest.raises(TypeError, match="on_progress must be a function, but it is True"):
+        driver_of(TABLE).warm_up(True)
 
 
 def test_warming_up_disturbs_no_queue_and_waits_for_no_request():

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -25,11 +26,24 @@ def test_the_driver_on_the_page_serves_every_prompt(capsys):
     assert len(texts) == 5
     for tokens in texts.values():
         assert len(tokens) == 32 or tokens[-1] == 10
-    assert capsys.readouterr().out.startswith("SpecDecoding metrics: Mean acceptance length: ")
+    *progress, last = capsys.readouterr().out.splitlines()
+    assert progress == [f"compiled {done} of 4" for done in range(5)]
+    assert last.startswith("SpecDecoding metrics: Mean acceptance length: ")
+
+
+def test_compiled_programs_are_kept_where_the_page_says():
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        run(1)
+        assert [getattr(jax.config, name) for name in names] == ["/tmp/my-server-programs", 0.5]
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 def test_the_loop_on_the_page_verifies_every_request_with_its_own_rows():
-    scope = run(1)
+    scope = run(2)
     assert int(scope["num_fallbacks"]) == 0
     output = scope["output"]
     assert output.status.tolist() == [sd.Status.OK] * 3

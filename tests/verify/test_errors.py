@@ -131,7 +131,7 @@ CALLS = [
     ("none", dict(sampling=jnp.ones(B)), TypeError, "sampling must be a SamplingParams"),
     ("none", dict(temperature=jnp.ones(3)), ValueError, r"temperature .*\[B\] = \[2\].* \[3\]"),
     ("none", dict(temperature=ints), TypeError, "temperature must be float32.* int32"),
-    ("none", dict(temperature=1.0), TypeError, "temperature must be an array.* 1.0"),
+    ("none", dict(temperature="hot"), TypeError, "temperature must be an array.* 'hot'"),
     ("none", dict(config=3), TypeError, "config must be a SpecDecodeConfig.* 3"),
     (
         "none",

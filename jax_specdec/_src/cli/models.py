@@ -7,19 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from jax_specdec._src.cli.options import Options
+from jax_specdec._src.cli.options import DEFAULT_MAX_NEW_TOKENS, Options
+from jax_specdec._src.cli.prompts import InputError
 from jax_specdec._src.models.bytes import DOCUMENT_SEPARATOR, ByteDecoder, encode
 from jax_specdec._src.models.checkpoint import LoadedModel, load_embedded_pair, load_huggingface
 from jax_specdec._src.models.config_json import CONFIG_FILE, read_config
 from jax_specdec._src.models.fields import shown
-from jax_specdec._src.models.tokenizer import load_tokenizer
+from jax_specdec._src.models.llama_config import LlamaConfig
+from jax_specdec._src.models.tokenizer import Tokenizer, load_tokenizer
 
 MAX_LENGTH = 1024
 """Longest sequence of the embedded models, prompt included."""
-
-
-class InputError(Exception):
-    """Something is wrong with files or options; the message is one line for the user."""
 
 
 class Decoder(Protocol):
@@ -32,84 +30,107 @@ class Decoder(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """A target and a drafter, and the prompt in their ids.
+    """A target and its drafters, and the prompts in their ids.
 
     Attributes:
       target: the target.
-      draft: the draft model, or None for n-gram lookup.
-      prompt: token ids.
+      drafters: by the names that the options give them; None is n-gram lookup.
+      prompts: token ids of each.
+      max_new_tokens: budget of each request.
       stop_token_ids: ids that end a text.
-      stream: makes a decoder of what follows the prompt.
+      stream: makes a decoder of what follows a prompt.
     """
 
     target: LoadedModel
-    draft: LoadedModel | None
-    prompt: list[int]
+    drafters: dict[str, LoadedModel | None]
+    prompts: list[list[int]]
+    max_new_tokens: int
     stop_token_ids: tuple[int, ...]
-    stream: Callable[[], Decoder]
+    stream: Callable[[list[int]], Decoder]
 
 
-def load_models(options: Options) -> Models:
-    """Read what the options name, and check that the request fits.
+def load_models(options: Options, prompts: list[str]) -> Models:
+    """Read what the options name, and check that the requests fit.
 
     Raises:
-      InputError: a file is missing or wrong, the tokenizers differ, or the text would be too long.
+      InputError: a file is missing or wrong, the tokenizers differ, or a text would be too long.
     """
     try:
-        return _embedded(options) if options.target is None else _checkpoints(options)
+        return (_embedded if options.target is None else _checkpoints)(options, prompts)
     except (ImportError, OSError, ValueError) as error:
         raise InputError(" ".join(str(error).split())) from error
 
 
-def _embedded(options: Options) -> Models:
-    prompt = encode(options.prompt)
-    _check_length(options, len(prompt), MAX_LENGTH, "bytes")
+def _embedded(options: Options, texts: list[str]) -> Models:
+    prompts = [encode(text) for text in texts]
+    budget = _budget(options, prompts, MAX_LENGTH, "bytes")
     target, draft = load_embedded_pair()
     return Models(
         target,
-        draft if options.draft == "model" else None,
-        prompt,
+        {name: draft if name == "model" else None for name in options.drafters},
+        prompts,
+        budget,
         (DOCUMENT_SEPARATOR,),
-        ByteDecoder,
+        lambda prompt: ByteDecoder(),
     )
 
 
-def _checkpoints(options: Options) -> Models:
+def _checkpoints(options: Options, texts: list[str]) -> Models:
     assert options.target is not None
     config = read_config(options.target / CONFIG_FILE)
     tokenizer = load_tokenizer(options.target)
-    draft_directory = None if options.draft == "ngram" else Path(options.draft)
-    if draft_directory is not None:
-        read_config(draft_directory / CONFIG_FILE)
-        tokenizer.check_same_vocabulary(load_tokenizer(draft_directory))
-    prompt = tokenizer.encode(options.prompt)
-    if not prompt:
-        raise ValueError(f"{shown(tokenizer.path)} makes no tokens of the prompt")
-    if max(prompt) >= config.vocab_size:
+    directories = {name: Path(name) for name in options.drafters if name != "ngram"}
+    for directory in directories.values():
+        read_config(directory / CONFIG_FILE)
+        tokenizer.check_same_vocabulary(load_tokenizer(directory))
+    prompts = _encode(options, texts, tokenizer, config)
+    budget = _budget(options, prompts, config.max_position_embeddings, "tokens")
+    target = load_huggingface(options.target, options.dtype)
+    size = target.model.vocab_size
+    drafters: dict[str, LoadedModel | None] = dict.fromkeys(options.drafters)
+    for name, directory in directories.items():
+        drafters[name] = load_huggingface(directory, options.dtype, max_vocab_size=size)
+    stop_token_ids = tokenizer.stop_token_ids
+    return Models(target, drafters, prompts, budget, stop_token_ids, tokenizer.stream)
+
+
+def _encode(
+    options: Options, texts: list[str], tokenizer: Tokenizer, config: LlamaConfig
+) -> list[list[int]]:
+    """The prompts' ids; they and the stop tokens are known to the target."""
+    if options.chat:
+        prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
+    else:
+        prompts = [tokenizer.encode(text) for text in texts]
+    where = shown(tokenizer.path)
+    for prompt in prompts:
+        if not prompt:
+            raise ValueError(f"{where} makes no tokens of the prompt")
+        if max(prompt) >= config.vocab_size:
+            raise ValueError(
+                f"{where} makes token id {max(prompt)} of the prompt, but {CONFIG_FILE} beside it "
+                f"has vocab_size = {config.vocab_size}"
+            )
+    stop_token_ids = tokenizer.stop_token_ids
+    if stop_token_ids and max(stop_token_ids) >= config.vocab_size:
         raise ValueError(
-            f"{shown(tokenizer.path)} makes token id {max(prompt)} of the prompt, but "
-            f"{CONFIG_FILE} beside it has vocab_size = {config.vocab_size}"
-        )
-    if tokenizer.stop_token_ids and max(tokenizer.stop_token_ids) >= config.vocab_size:
-        raise ValueError(
-            f"{shown(options.target)} has eos_token_id = {max(tokenizer.stop_token_ids)}, but "
+            f"{shown(tokenizer.path.parent)} has eos_token_id = {max(stop_token_ids)}, but "
             f"{CONFIG_FILE} there has vocab_size = {config.vocab_size}"
         )
-    _check_length(options, len(prompt), config.max_position_embeddings, "tokens")
-    target = load_huggingface(options.target, options.dtype)
-    draft = None
-    if draft_directory is not None:
-        size = target.model.vocab_size
-        draft = load_huggingface(draft_directory, options.dtype, max_vocab_size=size)
-    return Models(target, draft, prompt, tokenizer.stop_token_ids, lambda: tokenizer.stream(prompt))
+    return prompts
 
 
-def _check_length(options: Options, prompt: int, most: int, unit: str) -> None:
-    room = most - prompt
+def _budget(options: Options, prompts: list[list[int]], most: int, unit: str) -> int:
+    """How many new tokens each request may have: what was asked for, or what fits."""
+    longest = max(map(len, prompts))
+    room = most - longest
     if room < 1:
-        raise ValueError(f"the prompt must be shorter than {most} {unit}, but has {prompt}")
-    if not 1 <= options.max_new_tokens <= room:
+        raise ValueError(f"the prompt must be shorter than {most} {unit}, but has {longest}")
+    if options.max_new_tokens is None:
+        return min(DEFAULT_MAX_NEW_TOKENS, room)
+    if options.max_new_tokens > room:
         raise ValueError(
             f"--max-new-tokens must be in [1, {room}], which is {most} less the prompt, but "
             f"is {options.max_new_tokens}"
         )
+    return options.max_new_tokens

@@ -1,49 +1,70 @@
-"""The options of `jax-specdec generate`, checked before anything runs."""
+"""The options of `jax-specdec generate` and `jax-specdec bench`, checked before anything runs."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 from jax_specdec._src.config import RejectionSampleMethod, SpecDecodeConfig
 from jax_specdec._src.serving.options import RequestOptions
 
 DTYPES = ("float32", "bfloat16", "float16")
+DEFAULT_MAX_NEW_TOKENS = 256
+DEFAULT_K = 6
+BENCH_K = (2, 4, 6)
+BENCH_TEMPERATURES = (0.0, 0.8)
+DEFAULT_REPEATS = 5
+BENCH_REPEATS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """A request to a target and a drafter.
+    """Requests to a target, and the drafters, temperatures and numbers of drafts to serve them by.
+
+    `generate` has one drafter, one temperature and one config.
 
     Attributes:
-      prompt: the text to continue.
+      command: "generate" or "bench".
+      prompts: from the command line; "-" is standard input.
+      prompt_files: each holds one prompt; "-" is standard input.
+      chat: prompts are messages, put into the tokenizer's chat template.
       target: directory of the target's checkpoint; None for the embedded target.
-      draft: "model" (the embedded draft model), "ngram", or the directory of a checkpoint.
+      drafters: each "model" (the embedded draft model), "ngram", or the directory of a checkpoint.
       dtype: compute dtype of checkpoints; None for the stored one.
-      temperature: 0 is greedy.
-      max_new_tokens: budget.
+      temperatures: 0 is greedy.
+      max_new_tokens: budget of each request; None for the default, or as many as fit.
       seed: of the sampling noise.
-      json: print one JSON object instead of text and table.
-      repeats: timed runs of each kind of decoding.
-      config: how drafts are made and verified.
+      json: print one JSON object instead of text and tables.
+      repeats: timed runs of each kind of decoding; None where nothing is compared.
+      configs: how drafts are made and verified, one per K.
       request: what else the tokens are sampled by.
+      compilation_cache: keep compiled programs on disk.
     """
 
-    prompt: str
+    command: str
+    prompts: tuple[str, ...]
+    prompt_files: tuple[str, ...]
+    chat: bool
     target: Path | None
-    draft: str
+    drafters: tuple[str, ...]
     dtype: str | None
-    temperature: float
-    max_new_tokens: int
+    temperatures: tuple[float, ...]
+    max_new_tokens: int | None
     seed: int
     json: bool
-    repeats: int
-    config: SpecDecodeConfig
+    repeats: int | None
+    configs: tuple[SpecDecodeConfig, ...]
     request: RequestOptions
+    compilation_cache: bool
+
+    @property
+    def config(self) -> SpecDecodeConfig:
+        """The first config, `generate`'s only one."""
+        return self.configs[0]
 
 
 _REQUEST_OPTIONS = {
@@ -55,12 +76,18 @@ _REQUEST_OPTIONS = {
     "repetition_penalty": (float, "divides positive logits of tokens so far, multiplies others"),
 }
 
+_PROMPTS = """\
+Each PROMPT and each --prompt-file is one request; several are decoded as one batch, and their
+texts are printed one after another, each below a line that says which it is. A line break at the
+end of a file or of standard input is not part of the prompt. The texts go to standard output,
+everything else to standard error."""
+
 
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
 
 
 def parse(arguments: Sequence[str] | None, version: str) -> Options:
@@ -76,25 +103,53 @@ def parse(arguments: Sequence[str] | None, version: str) -> Options:
     parser = _Parser(prog="jax-specdec", description="Speculative decoding for JAX.")
     parser.add_argument("--version", action="version", version=f"jax-specdec {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    command = commands.add_parser(
+    generate = commands.add_parser(
         "generate",
-        help="continue a text, and compare with plain decoding",
+        help="continue a text, or answer a message",
         description="Continue a text with the embedded models, or with Hugging Face checkpoints "
-        "of the Llama, Qwen2 and Qwen3 families, and compare with plain decoding.",
+        f"of the Llama, Qwen2 and Qwen3 families. {_PROMPTS}",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    _add_options(command)
+    bench = commands.add_parser(
+        "bench",
+        help="compare drafters, numbers of drafts and temperatures with plain decoding",
+        description="Decode the prompts plainly and with every combination of drafter, temperature "
+        "and number of drafts, and print a table of acceptance and speed.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    for command in (generate, bench):
+        _add_options(command)
+    _add_generate(generate)
+    _add_bench(bench)
     values = parser.parse_args(arguments)
     try:
         return _check(values)
     except (TypeError, ValueError) as error:
-        command.error(str(error))
+        {"generate": generate, "bench": bench}[values.command].error(str(error))
 
 
 def _add_options(command: argparse.ArgumentParser) -> None:
+    """What both commands have."""
     command.set_defaults(target=None, draft=None, dtype=None)
     command.add_argument(
-        "prompt", help="the text to continue; for the embedded models, Python source by preference"
+        "prompts",
+        nargs="*",
+        metavar="PROMPT",
+        help="a text to continue, for the embedded models Python source by preference; - reads "
+        "standard input, which is also read where no prompt is given and it is no terminal",
+    )
+    command.add_argument(
+        "--prompt-file",
+        dest="prompt_files",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="a UTF-8 file that holds one prompt; may be given several times",
+    )
+    command.add_argument(
+        "--chat",
+        action="store_true",
+        help="put each prompt, as a user's message, into the chat template of --target",
     )
     command.add_argument(
         "--target",
@@ -104,19 +159,11 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         help="the target's checkpoint (default: the embedded target)",
     )
     command.add_argument(
-        "--draft",
-        default=argparse.SUPPRESS,
-        metavar="DIR|ngram|model",
-        help="where drafts come from: a checkpoint, lookup in the text so far (default with "
-        "--target), or the embedded draft model (default without)",
-    )
-    command.add_argument(
         "--dtype",
         choices=DTYPES,
         default=argparse.SUPPRESS,
         help="compute dtype of checkpoints (default: as stored)",
     )
-    command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
     for name, (kind, help_) in _REQUEST_OPTIONS.items():
         command.add_argument(
             "--" + name.replace("_", "-"),
@@ -125,9 +172,6 @@ def _add_options(command: argparse.ArgumentParser) -> None:
             metavar=kind.__name__[0].upper(),
             help=help_,
         )
-    command.add_argument(
-        "--num-speculative-tokens", type=int, default=6, metavar="K", help="drafts per step"
-    )
     command.add_argument(
         "--method",
         choices=get_args(RejectionSampleMethod),
@@ -138,12 +182,14 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--acceptance-length",
         type=float,
+        default=argparse.SUPPRESS,
         metavar="L",
         help="synthetic: mean tokens per step, 1 to K+1",
     )
     command.add_argument(
         "--acceptance-rates",
-        type=_rates,
+        type=_numbers(float, "0.9,0.5,0.1"),
+        default=argparse.SUPPRESS,
         metavar="R,R,...",
         help="synthetic: K rates, not increasing; rate i is P(drafts 0..i all accepted)",
     )
@@ -156,76 +202,187 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--max-new-tokens",
         type=int,
-        default=256,
+        default=argparse.SUPPRESS,
         metavar="N",
-        help="budget; a token of the embedded models is a byte",
+        help="budget of each request; a token of the embedded models is a byte (default: "
+        f"{DEFAULT_MAX_NEW_TOKENS}, or as many as fit)",
     )
     command.add_argument("--seed", type=int, default=0, help="seed of the sampling noise")
-    command.add_argument(
-        "--repeats", type=int, default=5, metavar="N", help="timed runs of each kind"
-    )
     command.add_argument("--json", action="store_true", help="print one JSON object instead")
+    command.add_argument(
+        "--no-compilation-cache",
+        dest="compilation_cache",
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help="compile anew, and keep nothing; else compiled programs are kept in the user's cache "
+        "directory (or in $JAX_COMPILATION_CACHE_DIR) for the next time",
+    )
 
 
-def _rates(text: str) -> tuple[float, ...]:
+def _add_generate(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--draft",
+        dest="drafters",
+        type=lambda name: (name,),
+        default=argparse.SUPPRESS,
+        metavar="DIR|ngram|model",
+        help="where drafts come from: a checkpoint, lookup in the text so far (default with "
+        "--target), or the embedded draft model (default without)",
+    )
+    command.add_argument(
+        "--temperature",
+        dest="temperatures",
+        type=lambda text: (_number(float, text),),
+        default="0",
+        metavar="T",
+        help="0 is greedy",
+    )
+    command.add_argument(
+        "--num-speculative-tokens",
+        dest="ks",
+        type=lambda text: (_number(int, text),),
+        default=str(DEFAULT_K),
+        metavar="K",
+        help="drafts per step",
+    )
+    command.add_argument(
+        "--compare",
+        dest="repeats",
+        nargs="?",
+        type=_repeats,
+        const=DEFAULT_REPEATS,
+        default=argparse.SUPPRESS,
+        metavar="REPEATS",
+        help="then time speculative against plain decoding, so many runs of each (default: no; "
+        f"{DEFAULT_REPEATS} where no number is given)",
+    )
+
+
+def _add_bench(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--draft",
+        dest="drafters",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="DIR|ngram|model",
+        help="where drafts come from, as for generate; may be given several times (default: "
+        "ngram, and without --target model too)",
+    )
+    command.add_argument(
+        "--temperature",
+        dest="temperatures",
+        type=_numbers(float, "0,0.8"),
+        default=",".join(f"{t:g}" for t in BENCH_TEMPERATURES),
+        metavar="T,T,...",
+        help="0 is greedy",
+    )
+    command.add_argument(
+        "--num-speculative-tokens",
+        dest="ks",
+        type=_numbers(int, "2,4,6"),
+        default=",".join(map(str, BENCH_K)),
+        metavar="K,K,...",
+        help="drafts per step",
+    )
+    command.add_argument(
+        "--repeats", type=int, default=BENCH_REPEATS, metavar="N", help="timed runs of each kind"
+    )
+
+
+def _number(kind: type[int] | type[float], text: str) -> Any:
     try:
-        return tuple(float(part) for part in text.split(","))
+        return kind(text)
     except ValueError:
-        message = f"must be numbers separated by commas, such as 0.9,0.5,0.1, but is {text!r}"
+        name = {int: "an integer", float: "a number"}[kind]
+        raise argparse.ArgumentTypeError(f"must be {name}, but is {text!r}") from None
+
+
+def _numbers(kind: type[int] | type[float], example: str) -> Callable[[str], tuple[Any, ...]]:
+    def read(text: str) -> tuple[Any, ...]:
+        try:
+            return tuple(kind(part) for part in text.split(","))
+        except ValueError:
+            name = {int: "integers", float: "numbers"}[kind]
+            message = f"must be {name} separated by commas, such as {example}, but is {text!r}"
+            raise argparse.ArgumentTypeError(message) from None
+
+    return read
+
+
+def _repeats(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        message = (
+            f"must be a number of runs, but is {text!r}; a prompt goes before it, or after "
+            f"--compare={DEFAULT_REPEATS}"
+        )
         raise argparse.ArgumentTypeError(message) from None
 
 
 def _check(values: argparse.Namespace) -> Options:
+    length = getattr(values, "acceptance_length", None)
+    rates = getattr(values, "acceptance_rates", None)
     for name, used in (
-        ("--acceptance-length", values.acceptance_length is not None),
-        ("--acceptance-rates", values.acceptance_rates is not None),
+        ("--acceptance-length", length is not None),
+        ("--acceptance-rates", rates is not None),
     ):
         if used and values.method != "synthetic":
             raise ValueError(f"{name} needs --method synthetic")
-    if values.method == "synthetic" and (values.acceptance_length is None) == (
-        values.acceptance_rates is None
-    ):
+    if values.method == "synthetic" and (length is None) == (rates is None):
         raise ValueError(
             "--method synthetic needs one of --acceptance-length and --acceptance-rates"
         )
-    if not (math.isfinite(values.temperature) and values.temperature >= 0):
-        raise ValueError(
-            f"--temperature must be finite and not negative, but is {values.temperature}"
-        )
-    if not values.prompt:
+    for temperature in values.temperatures:
+        if not (math.isfinite(temperature) and temperature >= 0):
+            raise ValueError(f"--temperature must be finite and not negative, but is {temperature}")
+    if not all(values.prompts):
         raise ValueError("the prompt must not be empty")
-    draft = _draft(values)
+    if values.chat and values.target is None:
+        raise ValueError("--chat needs --target, whose tokenizer has the chat template")
+    drafters = _drafters(values)
     if not 0 <= values.seed < 2**32:
         raise ValueError(f"--seed must be in [0, 2**32), but is {values.seed}")
-    if values.repeats < 1:
-        raise ValueError(f"--repeats must be at least 1, but is {values.repeats}")
+    max_new_tokens = getattr(values, "max_new_tokens", None)
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, but is {max_new_tokens}")
+    repeats = getattr(values, "repeats", None)
+    if repeats is not None and repeats < 1:
+        name = "--repeats" if values.command == "bench" else "--compare"
+        raise ValueError(f"{name} must be at least 1, but is {repeats}")
     return Options(
-        prompt=values.prompt,
+        command=values.command,
+        prompts=tuple(values.prompts),
+        prompt_files=tuple(getattr(values, "prompt_files", ())),
+        chat=values.chat,
         target=values.target,
-        draft=draft,
+        drafters=drafters,
         dtype=values.dtype,
-        temperature=values.temperature,
-        max_new_tokens=values.max_new_tokens,
+        temperatures=tuple(dict.fromkeys(values.temperatures)),
+        max_new_tokens=max_new_tokens,
         seed=values.seed,
         json=values.json,
-        repeats=values.repeats,
-        config=_config(values),
+        repeats=repeats,
+        configs=tuple(_config(values, k, length, rates) for k in dict.fromkeys(values.ks)),
         request=_request(values),
+        compilation_cache=getattr(values, "compilation_cache", True),
     )
 
 
-def _draft(values: argparse.Namespace) -> str:
+def _drafters(values: argparse.Namespace) -> tuple[str, ...]:
     """Where drafts come from; a checkpoint as the drafter needs one as the target."""
-    draft: str | None = values.draft
-    if values.target is None:
-        if draft not in (None, "model", "ngram"):
+    default = ("model",) if values.command == "generate" else ("model", "ngram")
+    if values.target is not None:
+        default = ("ngram",)
+    drafters = tuple(dict.fromkeys(getattr(values, "drafters", default)))
+    for draft in drafters:
+        if values.target is None and draft not in ("model", "ngram"):
             raise ValueError(f"--draft must be model or ngram without --target, but is {draft!r}")
-        if values.dtype is not None:
-            raise ValueError("--dtype needs --target")
-        return draft or "model"
-    if draft == "model":
-        raise ValueError("--draft must be a directory or ngram with --target, but is 'model'")
-    return "ngram" if draft is None else draft
+        if values.target is not None and draft == "model":
+            raise ValueError("--draft must be a directory or ngram with --target, but is 'model'")
+    if values.target is None and values.dtype is not None:
+        raise ValueError("--dtype needs --target")
+    return drafters
 
 
 def _request(values: argparse.Namespace) -> RequestOptions:
@@ -238,15 +395,17 @@ def _request(values: argparse.Namespace) -> RequestOptions:
         raise ValueError(f"--{name.replace('_', '-')} {rule}") from None
 
 
-def _config(values: argparse.Namespace) -> SpecDecodeConfig:
+def _config(
+    values: argparse.Namespace, k: int, length: float | None, rates: tuple[float, ...] | None
+) -> SpecDecodeConfig:
     """The config; its errors in the words of the command line."""
     try:
         return SpecDecodeConfig(
-            num_speculative_tokens=values.num_speculative_tokens,
+            num_speculative_tokens=k,
             rejection_sample_method=values.method,
             draft_sample_method=values.draft_sample_method,
-            synthetic_acceptance_rates=values.acceptance_rates,
-            synthetic_acceptance_length=values.acceptance_length,
+            synthetic_acceptance_rates=rates,
+            synthetic_acceptance_length=length,
         )
     except ValueError as error:
         message = str(error)

@@ -1,4 +1,4 @@
-"""What `jax-specdec generate` does: decode twice, time both, compare."""
+"""What the commands do: decode the prompts, stream their texts, time both kinds of decoding."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
-from jax_specdec._src.cli.models import load_models
+from jax_specdec._src.cli.models import Models
 from jax_specdec._src.cli.options import Options
+from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.draft_model import ModelDrafter
-from jax_specdec._src.drafting.drafter import Drafter
 from jax_specdec._src.drafting.ngram import NGramDrafter
-from jax_specdec._src.serving.batch import GenerateOutput
+from jax_specdec._src.serving.batch import GenerateOutput, StepRecord
 from jax_specdec._src.serving.loop import generate, generate_stream
 from jax_specdec._src.serving.metrics import AcceptanceStats
 from jax_specdec._src.serving.plain import GreedyDifference, generate_plain, greedy_differences
@@ -23,136 +24,192 @@ from jax_specdec._src.serving.plain import GreedyDifference, generate_plain, gre
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Some generated text and where it came from: "accepted", "recovered" or "bonus"."""
+    """Some generated text and where it came from.
+
+    Attributes:
+      text: what the tokens so far complete.
+      origin: "accepted", "recovered", "bonus", or "plain" where there were no drafts.
+    """
 
     text: str
     origin: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """What the runs showed.
+class Step:
+    """One step of a batch.
 
     Attributes:
-      num_tokens: tokens generated.
-      num_target_passes: target passes after the prompt's.
-      stats: acceptance.
-      seconds: median wall time of speculative decoding, compiled.
-      plain_seconds: the same of plain decoding.
-      num_plain_tokens: tokens that plain decoding generated.
-      differences: first differences from plain decoding; None where the two need not agree.
+      pieces: of each request.
+      done: whether each request has ended.
+      failed: whether it ended because it could not be verified.
+      record: what `generate_stream` yielded.
     """
 
-    num_tokens: int
-    num_target_passes: int
-    stats: AcceptanceStats
+    pieces: list[list[Piece]]
+    done: list[bool]
+    failed: list[bool]
+    record: StepRecord
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One kind of decoding, timed.
+
+    Attributes:
+      output: what it generated.
+      seconds: median wall time, compiled.
+    """
+
+    output: GenerateOutput
     seconds: float
-    plain_seconds: float
-    num_plain_tokens: int
-    differences: list[GreedyDifference] | None
 
     @property
-    def speedup(self) -> float:
-        """Time per token of plain decoding over that of speculative decoding."""
-        per_token = self.seconds / max(self.num_tokens, 1)
-        return (self.plain_seconds / max(self.num_plain_tokens, 1)) / per_token
+    def stats(self) -> AcceptanceStats:
+        """Acceptance."""
+        return AcceptanceStats.from_steps(self.output.steps)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated, of all requests."""
+        return sum(map(len, self.output.completions))
+
+    @property
+    def num_target_passes(self) -> int:
+        """Target passes after the prompts'."""
+        return len(self.output.steps.num_kept)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens generated per second, of all requests."""
+        return self.num_tokens / self.seconds
+
+
+def tokens_per_target_pass(stats: AcceptanceStats) -> float:
+    """Tokens of one request per pass of the target that it took part in; plain decoding has 1."""
+    return stats.num_emitted_tokens / max(stats.num_verifications, 1)
+
+
+def stacked(records: list[StepRecord]) -> StepRecord:
+    """The records of steps as one, with a leading axis of steps."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *records)
 
 
 class Session:
-    """The models, and one request to them.
+    """The models, and the requests to them."""
 
-    Raises:
-      InputError: the models cannot be read, or the request does not fit them.
-    """
-
-    def __init__(self, options: Options) -> None:
-        self.models = models = load_models(options)
-        self.model, self.params = models.target
-        self.options = options
-        self.prompts = [models.prompt]
-        self.drafter: Drafter = ModelDrafter(models.draft.model) if models.draft else NGramDrafter()
-        self.draft_params = models.draft.params if models.draft else None
-        self._sampling: dict[str, Any] = {
-            "temperature": options.temperature,
-            "key": jax.random.key(options.seed),
-            "max_new_tokens": options.max_new_tokens,
-            "stop_token_ids": models.stop_token_ids,
-            "options": options.request,
-        }
-
-    def stream(self) -> Iterator[list[Piece]]:
-        """The text of each step, as it is decoded."""
-        decoder = self.models.stream()
-        last = "bonus"
-        steps = generate_stream(
-            self.model,
-            self.params,
-            self.prompts,
-            drafter=self.drafter,
-            draft_params=self.draft_params,
-            config=self.options.config,
-            **self._sampling,
-        )
-        for step in steps:
-            accepted = int(step.num_accepted[0])
-            last = "bonus" if accepted == int(step.num_proposed[0]) else "recovered"
-            tokens = step.token_ids[0, : int(step.num_kept[0])].tolist()
-            yield [
-                Piece(decoder.decode([token]), "accepted" if i < accepted else last)
-                for i, token in enumerate(tokens)
-                if token not in self.models.stop_token_ids
-            ]
-        if rest := decoder.decode([], final=True):
-            yield [Piece(rest, last)]
-
-    def speculative(self) -> GenerateOutput:
-        """The same request in one compiled loop."""
-        return generate(
-            self.model,
-            self.params,
-            self.prompts,
-            drafter=self.drafter,
-            draft_params=self.draft_params,
-            config=self.options.config,
-            **self._sampling,
-        )
-
-    def plain(self) -> GenerateOutput:
-        """The same request without drafts, in one compiled loop."""
-        return generate_plain(self.model, self.params, self.prompts, **self._sampling)
-
-    def measure(self, on_run: Callable[[], None] = lambda: None) -> Report:
-        """Time both kinds of decoding, alternating, after compiling both.
+    def __init__(self, options: Options, models: Models) -> None:
+        """Ready to decode.
 
         Args:
-          on_run: called after every run, of which there are ``2 * (repeats + 1)``.
+          options: of the command line.
+          models: what it names.
         """
-        times: dict[str, list[float]] = {"speculative": [], "plain": []}
-        outputs: dict[str, GenerateOutput] = {}
-        for repeat in range(self.options.repeats + 1):
-            for name, run in (("speculative", self.speculative), ("plain", self.plain)):
-                begin = time.perf_counter()
-                outputs[name] = run()
-                if repeat > 0:
-                    times[name].append(time.perf_counter() - begin)
-                on_run()
-        output, plain = outputs["speculative"], outputs["plain"]
-        comparable = (
-            self.options.temperature == 0
-            and self.options.config.rejection_sample_method != "synthetic"
+        self.options = options
+        self.models = models
+
+    def stream(self) -> Iterator[Step]:
+        """The text of each step, as it is decoded; for the first drafter, temperature and K."""
+        models, stops = self.models, self.models.stop_token_ids
+        size = len(models.prompts)
+        decoders = [models.stream(prompt) for prompt in models.prompts]
+        num_tokens, origins = [0] * size, ["plain"] * size
+        done, failed = [False] * size, [False] * size
+        steps = generate_stream(
+            models.target.model,
+            models.target.params,
+            models.prompts,
+            **self._drafting(self.options.drafters[0], self.options.config),
+            **self._sampling(self.options.temperatures[0]),
         )
-        return Report(
-            num_tokens=len(output.completions[0]),
-            num_target_passes=len(output.steps.num_kept),
-            stats=AcceptanceStats.from_steps(output.steps),
-            seconds=statistics.median(times["speculative"]),
-            plain_seconds=statistics.median(times["plain"]),
-            num_plain_tokens=len(plain.completions[0]),
-            differences=(
-                greedy_differences(
-                    self.model, self.params, self.prompts, output, plain, self.options.request
-                )
-                if comparable
-                else None
-            ),
+        for record in steps:
+            pieces: list[list[Piece]] = [[] for _ in range(size)]
+            for b in range(size):
+                if done[b]:
+                    continue
+                accepted, proposed = int(record.num_accepted[b]), int(record.num_proposed[b])
+                own = "bonus" if accepted == proposed else "recovered"
+                origins[b] = own if proposed else "plain"
+                tokens = record.token_ids[b, : int(record.num_kept[b])].tolist()
+                pieces[b] = [
+                    Piece(decoders[b].decode([token]), "accepted" if i < accepted else origins[b])
+                    for i, token in enumerate(tokens)
+                    if token not in stops
+                ]
+                num_tokens[b] += len(tokens)
+                failed[b] = not tokens
+                ends = num_tokens[b] >= models.max_new_tokens
+                done[b] = failed[b] or ends or tokens[-1] in stops
+                if done[b] and (rest := decoders[b].decode([], final=True)):
+                    pieces[b].append(Piece(rest, origins[b]))
+            yield Step(pieces, list(done), list(failed), record)
+
+    def speculative(
+        self, drafter: str, config: SpecDecodeConfig, temperature: float
+    ) -> GenerateOutput:
+        """The requests with drafts, in one compiled loop."""
+        return generate(
+            self.models.target.model,
+            self.models.target.params,
+            self.models.prompts,
+            **self._drafting(drafter, config),
+            **self._sampling(temperature),
         )
+
+    def plain(self, temperature: float) -> GenerateOutput:
+        """The requests without drafts, in one compiled loop."""
+        target = self.models.target
+        return generate_plain(*target, self.models.prompts, **self._sampling(temperature))
+
+    def differences(
+        self, speculative: GenerateOutput, plain: GenerateOutput, temperature: float
+    ) -> list[GreedyDifference] | None:
+        """Where greedy texts first differ; None where the two need not agree."""
+        if temperature > 0 or self.options.config.rejection_sample_method == "synthetic":
+            return None
+        return greedy_differences(
+            *self.models.target, self.models.prompts, speculative, plain, self.options.request
+        )
+
+    def _drafting(self, drafter: str, config: SpecDecodeConfig) -> dict[str, Any]:
+        draft = self.models.drafters[drafter]
+        if draft is None:
+            return {"drafter": NGramDrafter(), "config": config}
+        return {
+            "drafter": ModelDrafter(draft.model),
+            "draft_params": draft.params,
+            "config": config,
+        }
+
+    def _sampling(self, temperature: float) -> dict[str, Any]:
+        return {
+            "temperature": temperature,
+            "key": jax.random.key(self.options.seed),
+            "max_new_tokens": self.models.max_new_tokens,
+            "stop_token_ids": self.models.stop_token_ids,
+            "options": self.options.request,
+        }
+
+
+def measure(
+    kinds: dict[str, Callable[[], GenerateOutput]],
+    repeats: int,
+    on_run: Callable[[str], None] = lambda name: None,
+) -> dict[str, Run]:
+    """Time kinds of decoding, alternating, after compiling all.
+
+    Args:
+      kinds: what to run, by name.
+      repeats: timed runs of each.
+      on_run: called with a name before each run, of which there are ``repeats + 1`` of each kind.
+    """
+    times: dict[str, list[float]] = {name: [] for name in kinds}
+    outputs: dict[str, GenerateOutput] = {}
+    for repeat in range(repeats + 1):
+        for name, run in kinds.items():
+            on_run(name)
+            begin = time.perf_counter()
+            outputs[name] = run()
+            if repeat > 0:
+                times[name].append(time.perf_counter() - begin)
+    return {name: Run(outputs[name], statistics.median(times[name])) for name in kinds}

@@ -1,60 +1,246 @@
-"""How `jax-specdec generate` looks: streamed text in colours, then a table; or JSON."""
+"""How `jax-specdec generate` looks: text in colours and a line of statistics, a table, or JSON."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import sys
+import time
+from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
+import numpy as np
 from rich.table import Table
-from rich.text import Text
 
+from jax_specdec._src.cli import terminal
+from jax_specdec._src.cli.models import load_models
 from jax_specdec._src.cli.options import Options
-from jax_specdec._src.cli.run import Report, Session
+from jax_specdec._src.cli.run import (
+    Run,
+    Session,
+    Step,
+    measure,
+    stacked,
+    tokens_per_target_pass,
+)
+from jax_specdec._src.serving.batch import StepRecord
+from jax_specdec._src.serving.metrics import AcceptanceStats
+from jax_specdec._src.serving.plain import GreedyDifference
 
-_VISIBLE = {code: "\ufffd" for code in (*range(9), *range(11, 32), 127)}
-
-STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan"}
-
-
-def printable(text: str) -> str:
-    """Text without control characters other than newline and tab."""
-    return text.translate(_VISIBLE)
+STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": None}
+COMPILING = "loading the models and compiling"
 
 
-def show_text(options: Options, console: Console) -> None:
-    """Stream the text, time both kinds of decoding, print the table."""
-    with console.status("loading the models and compiling"):
-        session = Session(options)
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What comparing with plain decoding showed.
+
+    Attributes:
+      speculative: decoding with drafts.
+      plain: decoding without.
+      differences: first differences from plain decoding; None where the two need not agree.
+    """
+
+    speculative: Run
+    plain: Run
+    differences: list[GreedyDifference] | None
+
+    @property
+    def speedup(self) -> float:
+        """Time per token of plain decoding over that of speculative decoding."""
+        return self.speculative.tokens_per_second / max(self.plain.tokens_per_second, 1e-9)
+
+
+class Texts:
+    """Prints the texts of a batch one after another.
+
+    The first is printed as it comes; what comes of the others meanwhile waits for its turn.
+    """
+
+    def __init__(self, prompts: list[str], *, with_prompts: bool) -> None:
+        """Prints the first prompt.
+
+        Args:
+          prompts: texts.
+          with_prompts: whether to print a prompt before its continuation.
+        """
+        self._prompts, self._with_prompts = prompts, with_prompts
+        self._waiting: list[list[tuple[str, str | None]]] = [[] for _ in prompts]
+        self._now = 0
+        self._head()
+
+    def add(self, step: Step) -> None:
+        """Print what there is to print after a step."""
+        for waiting, pieces in zip(self._waiting, step.pieces, strict=True):
+            waiting += [(terminal.printable(p.text), STYLES[p.origin]) for p in pieces]
+        while self._now < len(self._prompts):
+            for text, style in self._waiting[self._now]:
+                terminal.write(text, style)
+            self._waiting[self._now].clear()
+            if not step.done[self._now]:
+                return
+            terminal.write("\n")
+            self._now += 1
+            if self._now < len(self._prompts):
+                self._head()
+
+    def _head(self) -> None:
+        total = len(self._prompts)
+        if total > 1:
+            terminal.write(f"==> {self._now + 1} of {total} <==\n", "bold")
+        if self._with_prompts:
+            terminal.write(terminal.printable(self._prompts[self._now]), "dim")
+
+
+def show_text(options: Options, prompts: list[str]) -> None:
+    """Stream the texts, then print one line of statistics, or compare with plain decoding."""
+    compares = options.repeats is not None
+    begin = time.perf_counter()
+    with terminal.spinner(COMPILING):
+        session = Session(options, load_models(options, prompts))
         steps = session.stream()
-        first = next(steps, [])
-    legend = Text("  ").join(Text(name, style) for name, style in STYLES.items())
-    console.print(Text("Tokens: ") + legend, highlight=False)
-    console.rule(style="dim")
-    console.print(Text(options.prompt, "dim"), end="", soft_wrap=True)
-    for pieces in (first, *steps):
-        for piece in pieces:
-            text = Text(printable(piece.text), STYLES[piece.origin])
-            console.print(text, end="", soft_wrap=True)
-    console.print()
-    console.rule(style="dim")
-
-    with Progress(console=console, transient=True) as progress:
-        runs = 2 * (options.repeats + 1)
-        task = progress.add_task("timing against plain decoding", total=runs)
-        report = session.measure(lambda: progress.advance(task))
-    console.print(_table(options, report))
+        first = next(steps)
+    started = time.perf_counter()
+    if compares:
+        terminal.write("Tokens:")
+        for name, style in STYLES.items():
+            if style is not None:
+                terminal.write("  ")
+                terminal.write(name, style)
+        terminal.write("\n")
+        terminal.show_rule()
+    texts, seen = Texts(prompts, with_prompts=not options.chat), []
+    for step in itertools.chain([first], steps):
+        texts.add(step)
+        seen.append(step)
+    seconds = time.perf_counter() - started
+    if compares:
+        terminal.show_rule()
+        terminal.show(_table(options, _compare(session)))
+    else:
+        _print_statistics([step.record for step in seen], started - begin, seconds)
     if options.config.rejection_sample_method == "synthetic":
-        console.print("Synthetic acceptance: the text is not the target's.", style="dim")
+        terminal.write("Synthetic acceptance: the text is not the target's.\n", stream=sys.stderr)
+    check_verified(seen[-1])
+
+
+def show_json(options: Options, prompts: list[str]) -> None:
+    """Print one JSON object with the texts, their pieces' origins and the figures."""
+    with terminal.spinner(COMPILING):
+        session = Session(options, load_models(options, prompts))
+        seen = list(session.stream())
+    pieces = [[p for step in seen for p in step.pieces[b]] for b in range(len(prompts))]
+    records = stacked([step.record for step in seen])
+    stats = AcceptanceStats.from_steps(records)
+    result: dict[str, Any] = {
+        "requests": [
+            {
+                "prompt": prompt,
+                "text": "".join(piece.text for piece in pieces[b]),
+                "pieces": [dataclasses.asdict(piece) for piece in pieces[b]],
+                "num_tokens": int(records.num_kept[:, b].sum()),
+                "verified": not seen[-1].failed[b],
+            }
+            for b, prompt in enumerate(prompts)
+        ],
+        "config": options.config.to_dict(),
+        "target": None if options.target is None else str(options.target),
+        "draft": options.drafters[0],
+        "temperature": options.temperatures[0],
+        "options": dataclasses.asdict(options.request),
+        "seed": options.seed,
+        "num_tokens": int(records.num_kept.sum()),
+        "num_target_passes": len(seen),
+        **stats.to_dict(),
+        "tokens_per_target_pass": tokens_per_target_pass(stats),
+    }
+    if options.repeats is not None:
+        report = _compare(session)
+        differences = report.differences
+        result |= {
+            "seconds": report.speculative.seconds,
+            "plain_seconds": report.plain.seconds,
+            "num_plain_tokens": report.plain.num_tokens,
+            "speedup": report.speedup,
+            "identical_to_plain": None if differences is None else not differences,
+            "differences": None
+            if differences is None
+            else [dataclasses.asdict(difference) for difference in differences],
+        }
+    terminal.write(json.dumps(result) + "\n")
+    check_verified(seen[-1])
+
+
+def check_verified(last: Step) -> None:
+    """End with exit code 1 and a line where a text broke off."""
+    broken = [str(b + 1) for b, failed in enumerate(last.failed) if failed]
+    if broken:
+        of = f" {', '.join(broken)} of {len(last.failed)}" if len(last.failed) > 1 else ""
+        terminal.write(
+            f"jax-specdec: text{of} broke off: the target's logits there are not finite\n",
+            stream=sys.stderr,
+        )
+        sys.exit(1)
+
+
+def _print_statistics(records: list[StepRecord], before: float, seconds: float) -> None:
+    """One line on standard error."""
+    steps = stacked(records)
+    stats = AcceptanceStats.from_steps(steps)
+    kept = np.asarray(steps.num_kept)
+    speed = ""
+    if len(kept) > 1:  # the first step's time is the compiler's
+        speed = f" at {kept[1:].sum() / seconds:.0f} per second"
+    terminal.write(f"{kept.sum()} tokens{speed}: ", "dim", stream=sys.stderr)
+    for i, (name, count) in enumerate(_origins(steps).items()):
+        terminal.write(", " if i else "", "dim", stream=sys.stderr)
+        terminal.write(f"{count} {name}", STYLES[name], stream=sys.stderr)
+    terminal.write(
+        f"; {tokens_per_target_pass(stats):.2f} per target pass, mean acceptance length "
+        f"{stats.mean_acceptance_length:.2f}; {before:.1f} s to load and compile\n",
+        "dim",
+        stream=sys.stderr,
+    )
+
+
+def _origins(steps: StepRecord) -> dict[str, int]:
+    """How many of the tokens kept came from where; without what there was none of."""
+    kept, accepted = np.asarray(steps.num_kept), np.asarray(steps.num_accepted)
+    proposed, last = np.asarray(steps.num_proposed), kept > accepted
+    counts = {
+        "accepted": np.minimum(kept, accepted).sum(),
+        "recovered": (last & (accepted < proposed)).sum(),
+        "bonus": (last & (accepted == proposed) & (proposed > 0)).sum(),
+        "plain": (last & (proposed == 0)).sum(),
+    }
+    return {name: int(count) for name, count in counts.items() if count}
+
+
+def _compare(session: Session) -> Report:
+    options = session.options
+    assert options.repeats is not None
+    draft, temperature = options.drafters[0], options.temperatures[0]
+    kinds = {
+        "speculative": lambda: session.speculative(draft, options.config, temperature),
+        "plain": lambda: session.plain(temperature),
+    }
+    total = 2 * (options.repeats + 1)
+    with terminal.progress_bar("timing against plain decoding", total) as on_run:
+        runs = measure(kinds, options.repeats, on_run)
+    speculative, plain = runs["speculative"], runs["plain"]
+    differences = session.differences(speculative.output, plain.output, temperature)
+    return Report(speculative, plain, differences)
+
+
+def _drafter_name(draft: str) -> str:
+    return {"ngram": "n-gram lookup", "model": "draft model"}.get(draft, f"draft model {draft}")
 
 
 def _table(options: Options, report: Report) -> Table:
-    stats = report.stats
-    drafter = "n-gram lookup" if options.draft == "ngram" else "draft model"
+    run, stats = report.speculative, report.speculative.stats
     table = Table(
-        title=f"K = {options.config.num_speculative_tokens}, {drafter}, "
-        f"temperature {options.temperature:g}, {options.config.rejection_sample_method}",
+        title=f"K = {options.config.num_speculative_tokens}, {_drafter_name(options.drafters[0])}, "
+        f"temperature {options.temperatures[0]:g}, {options.config.rejection_sample_method}",
         show_header=False,
         title_justify="left",
     )
@@ -62,58 +248,29 @@ def _table(options: Options, report: Report) -> Table:
     table.add_column(justify="right")
     rates = "  ".join(f"{rate:.0%}" for rate in stats.unconditional_rates)
     rows = {
-        "tokens": f"{report.num_tokens}",
-        "target passes": f"{report.num_target_passes}",
+        "tokens": f"{run.num_tokens}",
+        "target passes": f"{run.num_target_passes}",
+        "tokens per target pass": f"{tokens_per_target_pass(stats):.2f}",
         "mean acceptance length": f"{stats.mean_acceptance_length:.2f}",
         "accepted up to each position": rates,
-        "speculative decoding": _timing(report.seconds, report.num_tokens),
-        "plain decoding": _timing(report.plain_seconds, report.num_plain_tokens),
+        "speculative decoding": _timing(run),
+        "plain decoding": _timing(report.plain),
         f"speed-up per token (median of {options.repeats})": f"{report.speedup:.2f}x",
-        "greedy output identical to plain": _identity(report),
+        "greedy output identical to plain": _identity(report.differences),
     }
     for name, value in rows.items():
         table.add_row(name, value)
     return table
 
 
-def _timing(seconds: float, tokens: int) -> str:
-    return f"{seconds:.3f} s, {tokens / seconds:.0f} tokens/s"
+def _timing(run: Run) -> str:
+    return f"{run.seconds:.3f} s, {run.tokens_per_second:.0f} tokens/s"
 
 
-def _identity(report: Report) -> str:
-    if report.differences is None:
+def _identity(differences: list[GreedyDifference] | None) -> str:
+    if differences is None:
         return "not comparable"
-    if not report.differences:
+    if not differences:
         return "yes"
-    first = report.differences[0]
+    first = differences[0]
     return f"no: token {first.index}, logit gap {first.gap:.1e}"
-
-
-def show_json(options: Options, console: Console) -> None:
-    """Print one JSON object with the text, its pieces' origins and the figures."""
-    session = Session(options)
-    pieces = [piece for step in session.stream() for piece in step]
-    report = session.measure()
-    result = {
-        "prompt": options.prompt,
-        "text": "".join(piece.text for piece in pieces),
-        "pieces": [dataclasses.asdict(piece) for piece in pieces],
-        "config": options.config.to_dict(),
-        "target": None if options.target is None else str(options.target),
-        "draft": options.draft,
-        "temperature": options.temperature,
-        "options": dataclasses.asdict(options.request),
-        "seed": options.seed,
-        "num_tokens": report.num_tokens,
-        "num_target_passes": report.num_target_passes,
-        **report.stats.to_dict(),
-        "seconds": report.seconds,
-        "plain_seconds": report.plain_seconds,
-        "num_plain_tokens": report.num_plain_tokens,
-        "speedup": report.speedup,
-        "identical_to_plain": None if report.differences is None else not report.differences,
-        "differences": None
-        if report.differences is None
-        else [dataclasses.asdict(difference) for difference in report.differences],
-    }
-    console.print_json(json.dumps(result)) if console.is_terminal else print(json.dumps(result))

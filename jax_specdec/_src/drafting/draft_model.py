@@ -15,7 +15,7 @@ from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Proposal
 from jax_specdec._src.drafting.sample import sample_draft_tokens
 from jax_specdec._src.drafting.store import DraftStore
-from jax_specdec._src.models.protocol import CausalModel, sharding_of
+from jax_specdec._src.models.protocol import CausalModel, check_model, sharding_of
 from jax_specdec._src.penalties import Penalties, apply_penalties
 from jax_specdec._src.types import SamplingParams
 from jax_specdec._src.verify.rows import bits_at
@@ -34,6 +34,9 @@ class ModelDrafter:
       store_dtype: in which logits are sampled from and kept; None for the dtype of the model's. A
         narrower one saves memory and changes what is drafted, never what is emitted.
 
+    Raises:
+      TypeError: `model` is no `CausalModel`.
+
     Example:
       >>> import jax_specdec as sd
       >>> _, (draft, draft_params) = sd.load_embedded_pair()
@@ -42,6 +45,9 @@ class ModelDrafter:
 
     model: CausalModel
     store_dtype: Any = None
+
+    def __post_init__(self) -> None:
+        check_model("model", self.model)
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         """The model's cache."""

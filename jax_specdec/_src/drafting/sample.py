@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.noise import Stream, check_keys, uniforms
-from jax_specdec._src.sampling import Filter, inverse_temperature
-from jax_specdec._src.types import SamplingParams
+from jax_specdec._src.sampling import Filter, inverse_temperature, per_request
+from jax_specdec._src.types import SamplingParams, as_positions
 from jax_specdec._src.verify import batched
 from jax_specdec._src.verify.batched import Split
 from jax_specdec._src.verify.exchange import Exchange
@@ -70,7 +70,7 @@ def sample_draft_tokens(
       `DraftSample`: the tokens, and what `DraftStore.write` or `DraftLogits` take.
 
     Raises:
-      TypeError: `keys` are not typed keys of two or four words.
+      TypeError: `keys` are not typed keys of two or four words, or `positions` not integers.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -82,6 +82,7 @@ def sample_draft_tokens(
       [0, 1]
     """
     check_keys("keys", keys)
+    sampling, positions = per_request(sampling, logits.shape[0]), as_positions(positions)
     takes_best = config is not None and config.draft_sample_method == "greedy"
     offset = jnp.asarray(offset, jnp.int32)
     return _sample(logits, sampling, keys, positions, offset, takes_best, sharding)

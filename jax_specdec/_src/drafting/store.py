@@ -10,8 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
 
-from jax_specdec._src.sampling import Filter
-from jax_specdec._src.types import DraftDistribution, DraftLogits, Drafts, SamplingParams
+from jax_specdec._src.sampling import Filter, per_request
+from jax_specdec._src.types import (
+    DraftDistribution,
+    DraftLogits,
+    Drafts,
+    SamplingParams,
+    as_positions,
+    described,
+)
 
 _EVICTED = -1
 """Stands for a position where a row holds nothing that may be used."""
@@ -154,6 +161,7 @@ class DraftStore:
         if threshold is None:
             threshold = jnp.full((batch,), -jnp.inf, jnp.float32)
         _check_shape("threshold", threshold, (batch,))
+        sampling, positions = per_request(sampling, batch), as_positions(positions)
         _check_shape("positions", positions, (batch,))
         _check_shape("sampling.temperature", sampling.temperature, (batch,))
         if logits.dtype != self.logits.dtype:
@@ -221,11 +229,15 @@ class DraftStore:
           out are good only with them.
 
         Raises:
+          TypeError: `drafts` are no `Drafts`, or `positions` no integers.
           ValueError: shapes that do not fit.
         """
+        if not isinstance(drafts, Drafts):
+            raise TypeError(f"drafts must be a Drafts, but it is {described(drafts)}")
         batch = self._batch(slots)
         cu = drafts.cu_num_draft_tokens
         _check_shape("drafts.cu_num_draft_tokens", cu, (batch + 1,))
+        sampling, positions = per_request(sampling, batch), as_positions(positions)
         _check_shape("positions", positions, (batch,))
         _check_shape("sampling.temperature", sampling.temperature, (batch,))
         k, s = self.positions.shape
@@ -307,6 +319,7 @@ def count_fallbacks(
     distribution: DraftDistribution | None = drafts.distribution
     if distribution is None or distribution.valid is None:
         return jnp.int32(0)
+    sampling = per_request(sampling, distribution.valid.shape[0])
     falls_back = ~distribution.valid & (sampling.temperature > 0) & (_num_proposed(drafts, 1) > 0)
     if active is not None:
         falls_back &= active

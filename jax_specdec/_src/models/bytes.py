@@ -1,9 +1,12 @@
 """Byte-level tokenization: token id = byte of the UTF-8 text, vocabulary 256."""
 
 import codecs
+import operator
 from collections.abc import Iterable
 
-__all__ = ["BYTE_VOCAB_SIZE", "DOCUMENT_SEPARATOR", "ByteDecoder", "decode", "encode"]
+from jax_specdec._src.types import described
+
+__all__ = ["BYTE_VOCAB_SIZE", "DOCUMENT_SEPARATOR", "ByteDecoder", "decode", "encode", "id_list"]
 
 BYTE_VOCAB_SIZE = 256
 """Size of the vocabulary: one token id per byte value."""
@@ -17,9 +20,14 @@ def encode(text: str) -> list[int]:
 
     A lone surrogate, which UTF-8 cannot hold, becomes a question mark.
 
+    Raises:
+        TypeError: `text` is no text.
+
     >>> encode("né")
     [110, 195, 169]
     """
+    if not isinstance(text, str):
+        raise TypeError(f"text must be a str, but it is {described(text)}.")
     return list(text.encode("utf-8", errors="replace"))
 
 
@@ -30,6 +38,7 @@ def decode(token_ids: Iterable[int]) -> str:
         token_ids: ids in [0, 256).
 
     Raises:
+        TypeError: an id is no integer.
         ValueError: an id is not a byte.
 
     >>> decode([110, 195, 169])
@@ -59,10 +68,25 @@ class ByteDecoder:
             final: no more ids follow: an incomplete character becomes U+FFFD.
 
         Raises:
+            TypeError: an id is no integer.
             ValueError: an id is not a byte.
         """
-        token_ids = [int(token_id) for token_id in token_ids]
+        token_ids = id_list(token_ids)
         for token_id in token_ids:
             if not 0 <= token_id < BYTE_VOCAB_SIZE:
                 raise ValueError(f"token_ids must be bytes, in [0, 256), but one is {token_id}.")
         return self._decoder.decode(bytes(token_ids), final=final)
+
+
+def id_list(token_ids: Iterable[int]) -> list[int]:
+    """Token ids of any integer type as Python's.
+
+    Raises:
+        TypeError: something else.
+    """
+    try:
+        return [operator.index(token_id) for token_id in token_ids]
+    except TypeError:
+        raise TypeError(
+            f"token_ids must be a list of ints, but it is {described(token_ids)}."
+        ) from None

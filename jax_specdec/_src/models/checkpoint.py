@@ -5,11 +5,13 @@ import importlib.resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
 from jax_specdec._src.models.config_json import CONFIG_FILE, read_config, write_config
+from jax_specdec._src.models.fields import quoted
 from jax_specdec._src.models.files import is_there
 from jax_specdec._src.models.llama import Llama, LlamaConfig
 from jax_specdec._src.models.tensors import WEIGHTS_FILE, open_tensors, read_params, unfuse
@@ -73,7 +75,7 @@ def load_checkpoint(
         ...     load_checkpoint(directory).model == model
         True
     """
-    directory = Path(directory)
+    directory = _path(directory)
     config = read_config(directory / CONFIG_FILE)
     return _load(directory, config, dtype, allow_nonfinite=allow_nonfinite)
 
@@ -111,6 +113,8 @@ def load_huggingface(
             `Llama` does not compute, or names files outside the directory; a tensor is missing,
             unknown, of another shape or kind than the config says, or not finite in the compute
             dtype; or `max_vocab_size` is less than 1.
+        TypeError: `max_vocab_size` is no integer, `dtype` no floating dtype, or `directory` no
+            path.
 
     Example:
         >>> import tempfile
@@ -121,9 +125,13 @@ def load_huggingface(
         >>> model.vocab_size, model.dtype.name
         (256, 'bfloat16')
     """
-    if max_vocab_size is not None and max_vocab_size < 1:
-        raise ValueError(f"max_vocab_size must be at least 1, not {max_vocab_size}.")
-    directory = Path(directory)
+    if max_vocab_size is not None:
+        if isinstance(max_vocab_size, bool) or not isinstance(max_vocab_size, (int, np.integer)):
+            raise TypeError(f"max_vocab_size must be an int, not {quoted(max_vocab_size)}.")
+        if max_vocab_size < 1:
+            raise ValueError(f"max_vocab_size must be at least 1, not {max_vocab_size}.")
+        max_vocab_size = int(max_vocab_size)
+    directory = _path(directory)
     config = read_config(directory / CONFIG_FILE)
     if is_there(directory / TOKENIZER_FILE):
         known = count_token_ids(directory / TOKENIZER_FILE)
@@ -146,7 +154,7 @@ def _load(
     )
     with open_tensors(directory, config) as tensors:
         stored = tensors.dtype("model.embed_tokens.weight")
-        model = Llama(kept, stored if dtype is None else dtype)
+        model = Llama(kept, stored if dtype is None else _dtype(dtype))
         params = read_params(tensors, config, model.dtype, size, allow_nonfinite=allow_nonfinite)
         return LoadedModel(model, params)
 
@@ -176,7 +184,12 @@ def load_embedded_pair(dtype: Any = jnp.float32) -> tuple[LoadedModel, LoadedMod
 
 
 def save_checkpoint(
-    directory: str | Path, model: Llama, params: dict[str, Any], dtype: Any = jnp.float32
+    directory: str | Path,
+    model: Llama,
+    params: dict[str, Any],
+    dtype: Any = jnp.float32,
+    *,
+    allow_nonfinite: bool = False,
 ) -> None:
     """Writes a checkpoint that `load_checkpoint` and other readers of Llama checkpoints read.
 
@@ -185,6 +198,13 @@ def save_checkpoint(
         model: the model.
         params: its weights.
         dtype: dtype of the stored tensors.
+        allow_nonfinite: write weights that are NaN or infinite in `dtype`, too.
+
+    Raises:
+        TypeError: `model` is no `Llama`, `dtype` none of float32, bfloat16 and float16, or
+            `directory` no path.
+        ValueError: `params` are not the model's, or a weight is not finite in `dtype`; nothing is
+            written then.
 
     Example:
         >>> import os, tempfile
@@ -194,13 +214,58 @@ def save_checkpoint(
         ...     sorted(os.listdir(directory))
         ['config.json', 'model.safetensors']
     """
-    directory = Path(directory)
+    directory = _path(directory)
+    if not isinstance(model, Llama):
+        raise TypeError(f"model must be a Llama, but it is a {type(model).__name__}.")
+    _check_params(model, params)
+    stored = _dtype(dtype)
+    if stored.name not in ("float32", "bfloat16", "float16"):
+        raise TypeError(f"dtype must be float32, bfloat16 or float16, not {stored}.")
+    tensors = {}
+    for name, tensor in unfuse(model.config, params).items():
+        with np.errstate(over="ignore"):
+            tensors[name] = np.ascontiguousarray(np.asarray(tensor).astype(stored))
+        is_lost = ~np.isfinite(tensors[name])
+        if not allow_nonfinite and is_lost.any():
+            index = np.unravel_index(is_lost.argmax(), is_lost.shape)
+            raise ValueError(
+                f"params has {name} with a weight of {np.asarray(tensor)[index]}, which is "
+                f"{tensors[name][index]} in {stored}; weights must be finite unless "
+                "allow_nonfinite is true."
+            )
     directory.mkdir(parents=True, exist_ok=True)
-    write_config(directory / CONFIG_FILE, model.config, jnp.dtype(dtype).name)
-    tensors = {
-        name: np.ascontiguousarray(np.asarray(tensor).astype(jnp.dtype(dtype)))
-        for name, tensor in unfuse(model.config, params).items()
-    }
+    write_config(directory / CONFIG_FILE, model.config, stored.name)
     # Readers of other frameworks ask for the metadata to know how the tensors are laid out.
     data = safetensors.numpy.save(tensors, metadata={"format": "pt"})
     (directory / WEIGHTS_FILE).write_bytes(data)
+
+
+def _path(directory: Any) -> Path:
+    try:
+        return Path(directory)
+    except TypeError:
+        raise TypeError(f"directory must be a path, not {quoted(directory)}.") from None
+
+
+def _dtype(dtype: Any) -> np.dtype:
+    try:
+        return jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"dtype must be a floating dtype, not {quoted(dtype)}.") from None
+
+
+def _check_params(model: Llama, params: Any) -> None:
+    """Check that weights are the model's.
+
+    Raises:
+        ValueError: one is missing, or of another shape.
+    """
+    wanted, found = (
+        {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(tree)}
+        for tree in (jax.eval_shape(model.init_params, jax.random.key(0)), params)
+    )
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            raise ValueError(
+                f"params{name} must have shape {wanted.get(name)}, but has {found.get(name)}."
+            )

@@ -128,6 +128,13 @@ def _read_rope(where: str, raw: dict[str, Any]) -> tuple[Any, dict[str, Any] | N
     rope = {} if raw.get(name) is None else raw[name]
     if not isinstance(rope, dict):
         raise ValueError(f"{where} has {name} = {quoted(rope)}, which is not a JSON object.")
+    if any(isinstance(value, dict) for value in rope.values()):  # by type of layer
+        if not isinstance(rope.get("full_attention"), dict):
+            raise ValueError(
+                f"{where} has {name} = {quoted(rope)}, but lacks full_attention in it, the only "
+                "supported type of layer."
+            )
+        rope = rope["full_attention"]
     theta = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):

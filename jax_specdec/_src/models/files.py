@@ -33,6 +33,7 @@ def existing(path: Path) -> Path:
 
     Raises:
         FileNotFoundError: nothing is there, or a link to nothing.
+        NotADirectoryError: a file is in place of the directory.
         OSError: something else is there, or the system refuses the path.
     """
     try:
@@ -43,8 +44,14 @@ def existing(path: Path) -> Path:
             raise FileNotFoundError(
                 f"{shown(path)} is a link to {target}, which does not exist."
             ) from error
+        if os.path.isfile(path.parent):
+            raise NotADirectoryError(
+                f"{shown(path.parent)} is a file, but a checkpoint must be a directory of "
+                "config.json, safetensors and tokenizer.json; GGUF is not read."
+            ) from error
+        missing = "" if path.parent.exists() else ", and there is no such directory"
         raise FileNotFoundError(
-            f"{shown(path)} does not exist; a checkpoint directory must hold it."
+            f"{shown(path)} does not exist; a checkpoint directory must hold it{missing}."
         ) from error
     except OSError as error:  # a name too long, links in a circle, no permission
         raise OSError(f"{shown(path)} cannot be opened: {error.strerror}.") from error

@@ -9,9 +9,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
+from jax_specdec._src.types import described
 from jax_specdec._src.verify.sharding import VerifySharding
 
-__all__ = ["Cache", "CausalModel", "Params", "sharding_of"]
+__all__ = ["Cache", "CausalModel", "Params", "check_model", "is_loaded_model", "sharding_of"]
 
 Cache = Any
 """Any pytree of arrays. The loop carries it and hands it back; it never looks inside."""
@@ -145,3 +146,28 @@ class CausalModel(Protocol):
 def sharding_of(model: CausalModel) -> VerifySharding | None:
     """How the model's logits are split, if they are."""
     return getattr(model, "sharding", None)
+
+
+def is_loaded_model(value: Any) -> bool:
+    """Whether it is a pair of model and params, such as `LoadedModel`, in place of one of them."""
+    return isinstance(value, tuple) and hasattr(value, "model") and hasattr(value, "params")
+
+
+def check_model(name: str, model: Any) -> None:
+    """Checks that something can be run as a model.
+
+    Args:
+        name: of the argument.
+        model: what was given for it.
+
+    Raises:
+        TypeError: it is no `CausalModel`.
+    """
+    if is_loaded_model(model):
+        raise TypeError(
+            f"{name} must be a CausalModel, but it is a LoadedModel, which holds one and its "
+            "params: pass its .model here, and its .params where they belong"
+        )
+    methods = [getattr(model, method, None) for method in ("init_cache", "apply")]
+    if isinstance(model, type) or not all(map(callable, methods)):
+        raise TypeError(f"{name} must be a CausalModel, but it is {described(model)}")

@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jax_specdec._src.models.bytes import id_list
+from jax_specdec._src.models.chat import read_chat_template, special_tokens
 from jax_specdec._src.models.config_json import CONFIG_FILE
 from jax_specdec._src.models.fields import MAX_INT, is_token_id, quoted, reason, shown
 from jax_specdec._src.models.files import existing, is_there, read_json
@@ -28,7 +30,7 @@ class Tokenizer:
         path: the file it was read from.
         library_tokenizer: the `tokenizers.Tokenizer` behind it.
         stop_token_ids: ids that end a text, from the checkpoint's `generation_config.json` or else
-            its `config.json`.
+            its `config.json`, and the `eos_token` of its `tokenizer_config.json`.
 
     Example:
         >>> import tokenizers
@@ -48,15 +50,56 @@ class Tokenizer:
         A lone surrogate, which UTF-8 cannot hold, becomes a question mark.
 
         Raises:
+            TypeError: `text` is no text.
             ValueError: the tokenizer has no ids for the text.
         """
+        return self._encode(text, add_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The ids of a conversation, up to where the model's answer begins.
+
+        The checkpoint's chat template, from `chat_template.jinja` or else `tokenizer_config.json`,
+        makes the text, special tokens included. It is a Jinja program and runs in a sandbox.
+
+        Args:
+            messages: each with a "role", such as "user", and a "content".
+
+        Raises:
+            ImportError: the `jinja2` library is not installed.
+            OSError: a file cannot be opened.
+            TypeError: something else than messages.
+            ValueError: there is no template, it cannot be applied to the messages, or the tokenizer
+                has no ids for the text.
+
+        Example:
+            >>> import tempfile, tokenizers
+            >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<user>": 0, "yes": 1}))
+            >>> words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+            >>> with tempfile.TemporaryDirectory() as directory:
+            ...     words.save(f"{directory}/tokenizer.json")
+            ...     template = Path(directory) / "chat_template.jinja"
+            ...     _ = template.write_text("<{{ messages[0].role }}> {{ messages[0].content }}")
+            ...     load_tokenizer(directory).encode_chat([{"role": "user", "content": "yes"}])
+            [0, 1]
+        """
+        text = read_chat_template(self.path.parent).apply(messages)
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if not isinstance(text, str):
+            raise TypeError(f"text must be a str, but it is {quoted(text)}.")
         text = text.encode("utf-8", errors="replace").decode("utf-8")
         with _errors_name(self.path, "cannot encode the text"):
-            return list(self.library_tokenizer.encode(text).ids)
+            encoding = self.library_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return list(encoding.ids)
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of ids; special tokens have none, bytes that are not UTF-8 become U+FFFD."""
-        return str(self.library_tokenizer.decode([int(token_id) for token_id in token_ids]))
+        """The text of ids; special tokens have none, bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            TypeError: an id is no integer.
+        """
+        return str(self.library_tokenizer.decode(id_list(token_ids)))
 
     def stream(self, prompt_token_ids: Sequence[int] = ()) -> "TextStream":
         """Decodes what follows a prompt, as it comes."""
@@ -174,7 +217,12 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         library_tokenizer.no_truncation()
         library_tokenizer.no_padding()
         library_tokenizer.encode("")  # some mistakes show only now
-    return Tokenizer(path, library_tokenizer, _stop_token_ids(path.parent))
+    stop_token_ids = _stop_token_ids(path.parent)
+    if (end := special_tokens(path.parent).get("eos_token")) is not None:
+        end_id = library_tokenizer.token_to_id(end)
+        if end_id is not None and end_id not in stop_token_ids:
+            stop_token_ids += (end_id,)
+    return Tokenizer(path, library_tokenizer, stop_token_ids)
 
 
 def count_token_ids(path: Path) -> int:

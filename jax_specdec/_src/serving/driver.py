@@ -21,7 +21,7 @@ from jax_specdec._src.serving.engine_state import EngineState
 from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats
 from jax_specdec._src.serving.options import RequestOptions, per_request
 from jax_specdec._src.serving.placement import on_all_devices
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, described
 
 _Device = tuple[EngineState, Report | None]
 """A state, and what the step that led to it reports, until the host has read that."""
@@ -96,9 +96,13 @@ class EngineDriver:
           max_queue: the most requests that may wait for their first slot; None for any number.
 
         Raises:
-          TypeError: `max_queue` is not an integer.
+          TypeError: an argument of another type, or a model's weights missing.
           ValueError: `max_queue` is below 1.
         """
+        if not isinstance(engine, Engine):
+            raise TypeError(f"engine must be an Engine, but it is {described(engine)}")
+        inputs.weights("params", params)
+        inputs.draft_weights(engine.drafter, draft_params)
         self.engine = engine
         self.max_queue = None if max_queue is None else inputs.integer("max_queue", max_queue, 1)
         self._params, self._draft_params = on_all_devices((params, draft_params), engine.model)
@@ -136,22 +140,55 @@ class EngineDriver:
         queued = self._preempted or self._waiting
         return not (queued or self._host.running or operator.length_hint(self._host.updates))
 
-    def warm_up(self) -> None:
+    def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Compile everything now: from here on, serving compiles nothing.
 
+        With JAX's persistent compilation cache, a later start reads the programs from disk.
+
+        Args:
+          on_progress: called with how many programs are ready and how many there are, before the
+            first and after each: `admit` for each of the engine's `prompt_sizes`, `release` and
+            `step`. None: nobody wants to know.
+
         Raises:
+          TypeError: `on_progress` cannot be called.
           RuntimeError: a request is running.
+
+        Example:
+          >>> import jax_specdec as sd
+          >>> _, (model, params) = sd.load_embedded_pair()  # the smaller one
+          >>> engine = sd.Engine(
+          ...     model, sd.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
+          ...     num_slots=2, max_length=32)
+          >>> driver = sd.EngineDriver(engine, params)
+          >>> driver.warm_up(lambda done, total: print(f"{done} of {total}"))
+          0 of 3
+          1 of 3
+          2 of 3
+          3 of 3
         """
+        if on_progress is not None and not callable(on_progress):
+            raise TypeError(f"on_progress must be a function, but it is {on_progress!r:.80}")
         if self.num_running:
             raise RuntimeError(
                 f"warm_up must come while no request runs, but {self.num_running} do"
             )
         nowhere = self.engine.num_slots  # a slot that is not there: nothing needs to be undone
-        for size in self.engine.prompt_sizes:
+
+        def admit(size: int) -> None:
             options = self.engine.options_of(RequestOptions(), size)
             self._admit(nowhere, Request(-1, [0] * size, size, 1, 0.0, 0, [], options))
-        self._release(nowhere, self._host)
-        self._step()
+
+        programs: list[Callable[[], None]] = [
+            *(functools.partial(admit, size) for size in self.engine.prompt_sizes),
+            lambda: self._release(nowhere, self._host),
+            self._step,
+        ]
+        for done, compile_ in enumerate([*programs, None]):
+            if on_progress is not None:
+                on_progress(done, len(programs))
+            if compile_ is not None:
+                compile_()
 
     def submit(
         self,

@@ -13,14 +13,19 @@ from jax import lax
 from jax_specdec._src import noise
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Drafter, Proposal
-from jax_specdec._src.models.protocol import CausalModel
+from jax_specdec._src.models.protocol import CausalModel, check_model
 from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving import step as step_lib
 from jax_specdec._src.serving.admission import check_reads_pieces, draft_if, read_prompt
 from jax_specdec._src.serving.batch import Batch, StepRecord
 from jax_specdec._src.serving.engine_state import EngineState, forget_drafts
 from jax_specdec._src.serving.metrics import AcceptanceCounters
-from jax_specdec._src.serving.options import BatchOptions, LogprobsConfig, RequestOptions
+from jax_specdec._src.serving.options import (
+    BatchOptions,
+    LogprobsConfig,
+    RequestOptions,
+    check_logprobs,
+)
 from jax_specdec._src.serving.slots import insert, insert_rows
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Status
 
@@ -55,7 +60,7 @@ class Engine:
       logprobs: which log-probabilities the record of a step has; None for none.
 
     Raises:
-      TypeError: a size is not an integer, or the drafter cannot read in pieces where it has to.
+      TypeError: a field of another type, or the drafter cannot read in pieces where it has to.
       ValueError: a size is too small, or `prefill_sizes` not as described.
 
     Example:
@@ -92,6 +97,9 @@ class Engine:
     logprobs: LogprobsConfig | None = None
 
     def __post_init__(self) -> None:
+        check_model("model", self.model)
+        inputs.drafting(self.drafter, self.config)
+        check_logprobs(self.logprobs)
         inputs.integer("num_slots", self.num_slots, 1)
         longest = inputs.integer("max_length", self.max_length, 2)
         inputs.integer("max_stop_tokens", self.max_stop_tokens, 0)

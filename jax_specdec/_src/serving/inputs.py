@@ -8,7 +8,78 @@ from typing import Any
 
 import numpy as np
 
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.drafting.drafter import Drafter
+from jax_specdec._src.models.llama import Llama
+from jax_specdec._src.models.protocol import check_model, is_loaded_model
+from jax_specdec._src.models.tensor_parallel import TensorParallelLlama
+from jax_specdec._src.types import described
+
+_HAVE_WEIGHTS = (Llama, TensorParallelLlama)
 _LARGEST_TEMPERATURE = float(np.finfo(np.float32).max)
+
+
+def target(model: Any, params: Any) -> None:
+    """Check that a target and its weights are what they should be.
+
+    Raises:
+      TypeError: they are something else.
+    """
+    check_model("model", model)
+    weights("params", params)
+
+
+def drafting(drafter: Any, config: Any) -> None:
+    """Check that a drafter and a config are what they should be.
+
+    Raises:
+      TypeError: they are something else.
+    """
+    if not isinstance(config, SpecDecodeConfig):
+        raise TypeError(f"config must be a SpecDecodeConfig, but it is {described(config)}")
+    must = f"drafter must be a Drafter, but it is a {type(drafter).__name__}"
+    if is_loaded_model(drafter):
+        raise TypeError(
+            "drafter must be a Drafter, but it is a LoadedModel: pass "
+            "drafter=ModelDrafter(draft.model) and draft_params=draft.params"
+        )
+    if isinstance(drafter, type):
+        raise TypeError(f"drafter must be a Drafter, but it is the class {drafter.__name__}")
+    if drafter == "ngram" or drafter is None:
+        raise TypeError(
+            f"drafter must be a Drafter, but it is {drafter!r}: NGramDrafter() needs no model, and "
+            "generate_plain no drafter"
+        )
+    if not callable(getattr(drafter, "propose", None)):
+        if callable(getattr(drafter, "apply", None)):
+            raise TypeError(f"{must}: a model is wrapped, drafter=ModelDrafter(model)")
+        raise TypeError(must)
+
+
+def draft_weights(drafter: Drafter, draft_params: Any) -> None:
+    """Check a drafter's weights.
+
+    Raises:
+      TypeError: a model that has weights gets none, or they are something else.
+    """
+    weights("draft_params", draft_params)
+    if draft_params is None and isinstance(getattr(drafter, "model", None), _HAVE_WEIGHTS):
+        raise TypeError(
+            "draft_params must be the weights of the drafter's model, but it is None: pass "
+            "draft_params=draft.params"
+        )
+
+
+def weights(name: str, params: Any) -> None:
+    """Check that weights are not a model.
+
+    Raises:
+      TypeError: they are.
+    """
+    if is_loaded_model(params):
+        raise TypeError(
+            f"{name} must be a model's weights, but it is a LoadedModel: pass its .params"
+        )
 
 
 def token_lists(prompts: Any, vocab_size: int) -> list[list[int]]:
@@ -18,6 +89,19 @@ def token_lists(prompts: Any, vocab_size: int) -> list[list[int]]:
       TypeError: not lists of integers.
       ValueError: no prompt, or a prompt that `token_list` refuses.
     """
+    if isinstance(prompts, (str, bytes)):
+        raise TypeError(f"prompts must be lists of token ids, but it is {_text(prompts)}")
+    try:
+        prompts = list(prompts)
+    except TypeError:
+        raise TypeError(
+            f"prompts must be lists of token ids, but it is {described(prompts)}"
+        ) from None
+    if prompts and isinstance(prompts[0], (int, np.integer)):
+        raise TypeError(
+            f"prompts must be lists of token ids, one per request, but it is one list of ids, "
+            f"{described(prompts)}: pass [ids]"
+        )
     rows = [token_list(f"prompts[{b}]", prompt, vocab_size) for b, prompt in enumerate(prompts)]
     if not rows:
         raise ValueError("prompts must hold at least one prompt, but it is empty")
@@ -87,7 +171,7 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an int, but it is {value!r:.80}") from None
+        raise TypeError(f"{name} must be an int, but it is {described(value)}") from None
     if number < low or (high is not None and number >= high):
         rule = f"at least {low}" if high is None else f"in [{low}, {high})"
         raise ValueError(f"{name} must be {rule}, but it is {number}")
@@ -101,11 +185,20 @@ def _check_range(name: str, ids: list[int], vocab_size: int) -> None:
         )
 
 
+def _text(value: str | bytes) -> str:
+    return (
+        f"the text {described(value)}: make ids of it, by encode for the embedded models or by "
+        "the encode of load_tokenizer's Tokenizer"
+    )
+
+
 def _integers(name: str, values: Any) -> list[int]:
+    if isinstance(values, (str, bytes)):
+        raise TypeError(f"{name} must be a list of ints, but it is {_text(values)}")
     try:
         return [operator.index(value) for value in values]
     except TypeError:
-        raise TypeError(f"{name} must be a list of ints, but it is {values!r:.80}") from None
+        raise TypeError(f"{name} must be a list of ints, but it is {described(values)}") from None
 
 
 def _per_request(
@@ -117,6 +210,8 @@ def _per_request(
             f"{name} must be one value or one per prompt ({count}), but it has {len(values)}"
         )
     try:
+        if any(isinstance(v, str) for v in values):  # float("0.8") is a number
+            raise TypeError
         return [convert(v) for v in values]
     except (TypeError, ValueError):  # float("hot") is a ValueError
         raise TypeError(f"{name} must be {kind}, or one per prompt, but it is {value!r}") from None

@@ -16,9 +16,10 @@ from jax_specdec._src.drafting.drafter import Drafter
 from jax_specdec._src.drafting.store import DraftStore
 from jax_specdec._src.models.protocol import CausalModel
 from jax_specdec._src.serving import batch as batch_lib
+from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving import step as step_lib
 from jax_specdec._src.serving.batch import Batch, GenerateOutput, StepRecord
-from jax_specdec._src.serving.options import LogprobsConfig, RequestOptions
+from jax_specdec._src.serving.options import LogprobsConfig, RequestOptions, check_logprobs
 from jax_specdec._src.serving.placement import on_all_devices
 
 
@@ -163,7 +164,7 @@ def generate(
       `GenerateOutput`.
 
     Raises:
-      TypeError: ids that are not integers, or a key that is not typed.
+      TypeError: an argument of another type; ids that are not integers; a key that is not typed.
       ValueError: an empty prompt, an id out of range, a list of the wrong length, a negative
         temperature or budget.
 
@@ -177,6 +178,10 @@ def generate(
       >>> len(output.completions[0])
       8
     """
+    inputs.target(model, params)
+    inputs.drafting(drafter, config)
+    inputs.draft_weights(drafter, draft_params)
+    check_logprobs(logprobs)
     batch, prompt_size, max_steps = batch_lib.make_batch(
         prompts,
         vocab_size=model.vocab_size,
@@ -250,6 +255,10 @@ def generate_stream(
       >>> sum(int(step.num_kept[0]) for step in steps)
       4
     """
+    inputs.target(model, params)
+    inputs.drafting(drafter, config)
+    inputs.draft_weights(drafter, draft_params)
+    check_logprobs(logprobs)
     batch, prompt_size, _ = batch_lib.make_batch(
         prompts,
         vocab_size=model.vocab_size,

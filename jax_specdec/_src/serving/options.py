@@ -14,6 +14,7 @@ import numpy as np
 from jax_specdec._src.logprobs import Distribution
 from jax_specdec._src.penalties import Penalties
 from jax_specdec._src.serving import inputs
+from jax_specdec._src.types import described
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +202,16 @@ class BatchOptions:
             presence=penalties[:, 1],
             repetition=penalties[:, 2],
         )
+
+
+def check_logprobs(value: Any) -> None:
+    """Check what log-probabilities are asked for.
+
+    Raises:
+      TypeError: not a `LogprobsConfig`.
+    """
+    if value is not None and not isinstance(value, LogprobsConfig):
+        raise TypeError(f"logprobs must be a LogprobsConfig or None, but it is {described(value)}")
 
 
 def per_request(

@@ -15,12 +15,14 @@ from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.models.protocol import CausalModel, sharding_of
 from jax_specdec._src.penalties import apply_penalties
 from jax_specdec._src.serving import batch as batch_lib
+from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving import step as step_lib
 from jax_specdec._src.serving.batch import Batch, GenerateOutput, StepRecord
 from jax_specdec._src.serving.options import (
     BatchOptions,
     LogprobsConfig,
     RequestOptions,
+    check_logprobs,
     per_request,
 )
 from jax_specdec._src.serving.placement import on_all_devices
@@ -87,7 +89,7 @@ def generate_plain(
       `GenerateOutput`; its steps propose nothing and emit one token each.
 
     Raises:
-      TypeError: ids that are not integers, or a key that is not typed.
+      TypeError: an argument of another type; ids that are not integers; a key that is not typed.
       ValueError: an empty prompt, an id out of range, a list of the wrong length, a negative
         temperature or budget.
 
@@ -98,6 +100,8 @@ def generate_plain(
       >>> len(output.completions[0])
       4
     """
+    inputs.target(model, params)
+    check_logprobs(logprobs)
     batch, prompt_size, max_steps = batch_lib.make_batch(
         prompts,
         vocab_size=model.vocab_size,

@@ -120,6 +120,7 @@ def rejection_sample(
       Leviathan et al., arXiv 2211.17192. Chen et al., arXiv 2302.01318. Block: Sun et al.,
       arXiv 2403.10444.
     """
+    sampling, positions = checks.taken(drafts, sampling, positions)
     return _call(
         CallArrays(
             target_logits,
@@ -175,6 +176,7 @@ def rejection_sample_with_noise(
       [[1]]
     """
     checks.check_is_noise(noise)
+    sampling, _ = checks.taken(drafts, sampling)
     return _call(
         CallArrays(target_logits, drafts, noise, sampling, bonus_token_ids, active, token_bitmask),
         config,

@@ -8,7 +8,17 @@ import jax
 import numpy as np
 
 from jax_specdec._src import noise as noise_lib
-from jax_specdec._src.types import DraftLogits, DraftProbs, Drafts, Noise, RaceNoise, SamplingParams
+from jax_specdec._src import sampling as sampling_lib
+from jax_specdec._src.types import (
+    DraftLogits,
+    DraftProbs,
+    Drafts,
+    Noise,
+    RaceNoise,
+    SamplingParams,
+    as_positions,
+    described,
+)
 
 _LOGITS = ("float32", "bfloat16", "float16")
 _SAMPLING = {"temperature": "float32", "min_p": "float32", "top_k": "int32", "top_p": "float32"}
@@ -17,7 +27,7 @@ _SAMPLING = {"temperature": "float32", "min_p": "float32", "top_k": "int32", "to
 def _array(name: str, x: Any, shape: tuple[Any, ...], dtypes: tuple[str, ...], why: str) -> None:
     """Check one argument; entries of `shape` are sizes, or letters that may be anything."""
     if not isinstance(x, (jax.Array, np.ndarray)):
-        raise TypeError(f"{name} must be an array {why}, but it is {x!r:.80}")
+        raise TypeError(f"{name} must be an array {why}, but it is {described(x)}")
     sizes = [
         want if isinstance(want, int) else got for want, got in zip(shape, x.shape, strict=False)
     ]
@@ -25,6 +35,22 @@ def _array(name: str, x: Any, shape: tuple[Any, ...], dtypes: tuple[str, ...], w
         raise ValueError(f"{name} must have shape {why}, but its shape is {list(x.shape)}")
     if str(x.dtype) not in dtypes:
         raise TypeError(f"{name} must be {' or '.join(dtypes)}, but it is {x.dtype}")
+
+
+def taken(drafts: Any, sampling: Any, positions: Any = None) -> tuple[Any, Any]:
+    """`sampling` and `positions` as arrays, where they are numbers, lists or NumPy arrays.
+
+    What makes no sense is left as it is, for the checks that follow.
+
+    Raises:
+      TypeError: positions that are not integers.
+      ValueError: an integer that int32 does not hold.
+    """
+    if isinstance(sampling, SamplingParams) and isinstance(drafts, Drafts):
+        shape: tuple[int, ...] = getattr(drafts.cu_num_draft_tokens, "shape", ())
+        if len(shape) == 1 and shape[0] > 0:
+            sampling = sampling_lib.per_request(sampling, shape[0] - 1)
+    return sampling, None if positions is None else as_positions(positions)
 
 
 def check_call(
@@ -45,9 +71,9 @@ def check_call(
       ValueError: a shape does not fit the others.
     """
     if not isinstance(drafts, Drafts):
-        raise TypeError(f"drafts must be a Drafts, but it is {drafts!r:.80}")
+        raise TypeError(f"drafts must be a Drafts, but it is {described(drafts)}")
     if not isinstance(sampling, SamplingParams):
-        raise TypeError(f"sampling must be a SamplingParams, but it is {sampling!r:.80}")
+        raise TypeError(f"sampling must be a SamplingParams, but it is {described(sampling)}")
     cu = drafts.cu_num_draft_tokens
     _array("drafts.token_ids", drafts.token_ids, ("N",), ("int32",), "[N]")
     _array("drafts.cu_num_draft_tokens", cu, ("B+1",), ("int32",), "[B+1]")
@@ -60,6 +86,7 @@ def check_call(
     else:
         rows, why = n, f"[N, V] = [{n}, V] (bonus_token_ids is given)"
         _array("bonus_token_ids", bonus_token_ids, (batch,), ("int32",), f"[B] = [{batch}]")
+    _check_rows(target_logits, rows, why, batch, n)
     _array("target_logits", target_logits, (rows, "V"), _LOGITS, why)
     v = target_logits.shape[1]
     if v < 1:
@@ -67,7 +94,7 @@ def check_call(
     v *= vocabulary_parts
     if vocab_size is not None:
         if isinstance(vocab_size, bool) or not isinstance(vocab_size, (int, np.integer)):
-            raise TypeError(f"vocab_size must be a static int, but it is {vocab_size!r:.80}")
+            raise TypeError(f"vocab_size must be a static int, but it is {described(vocab_size)}")
         if not 1 <= vocab_size <= v:
             raise ValueError(f"vocab_size must be in [1, V] = [1, {v}], but it is {vocab_size}")
 
@@ -86,6 +113,32 @@ def check_call(
         _check_distribution(drafts.distribution, batch, n, v)
 
 
+def _check_rows(target_logits: Any, rows: int, why: str, batch: int, n: int) -> None:
+    """Say which mistake it is where the shape of the logits tells.
+
+    Raises:
+      ValueError: logits of a rectangle, or of another number of drafts per request.
+    """
+    shape: tuple[int, ...] = getattr(target_logits, "shape", ())
+    must = f"target_logits must have shape {why}, but its shape is {list(shape)}"
+    if len(shape) == 3 and shape[0] * shape[1] == rows:
+        raise ValueError(f"{must}: pass target_logits.reshape({rows}, {shape[2]})")
+    if len(shape) not in (2, 3) or batch < 1 or n % batch:
+        return
+    given = shape[0] if len(shape) == 2 else shape[0] * shape[1]
+    extra, drafts = rows - n, n // batch
+    if given == n and extra:
+        raise ValueError(
+            f"{must}: the bonus rows are missing, one per request after those of its drafts (or "
+            "give bonus_token_ids)"
+        )
+    if given != rows and given % batch == 0 and given > extra:
+        per_request = given // batch - extra // batch
+        raise ValueError(
+            f"{must}: drafts has {drafts} ids per request, but the logits are for {per_request}"
+        )
+
+
 def _check_distribution(distribution: Any, batch: int, n: int, v: int) -> None:
     dtypes: tuple[str, ...]
     if isinstance(distribution, DraftProbs):
@@ -95,7 +148,7 @@ def _check_distribution(distribution: Any, batch: int, n: int, v: int) -> None:
     else:
         raise TypeError(
             "drafts.distribution must be None, a DraftProbs or a DraftLogits, but it is "
-            f"{distribution!r:.80}"
+            f"{described(distribution)}"
         )
     name = f"drafts.distribution.{storage_name}"
     _array(name, storage, ("R", "Vd"), dtypes, "[R, Vd]")
@@ -122,7 +175,7 @@ def _check_distribution(distribution: Any, batch: int, n: int, v: int) -> None:
 def check_is_noise(noise: Any) -> None:
     """Raise TypeError for anything but a `Noise` or a `RaceNoise`."""
     if not isinstance(noise, (Noise, RaceNoise)):
-        raise TypeError(f"noise must be a Noise or a RaceNoise, but it is {noise!r:.80}")
+        raise TypeError(f"noise must be a Noise or a RaceNoise, but it is {described(noise)}")
 
 
 def check_noise(noise: Noise | RaceNoise, batch: int, k: int, v: int) -> None:
@@ -150,7 +203,10 @@ def check_keys(keys: Any, positions: Any, batch: int) -> None:
     """
     noise_lib.check_keys("keys", keys)
     if keys.shape != (batch,):
-        raise ValueError(f"keys must have shape [B] = [{batch}], but its shape is {keys.shape}")
+        raise ValueError(
+            f"keys must have shape [B] = [{batch}], one per request as jax.random.split gives, but "
+            f"its shape is {list(keys.shape)}"
+        )
     check_positions(positions, batch)
 
 

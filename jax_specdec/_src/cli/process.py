@@ -1,0 +1,69 @@
+"""How a command ends: interrupts, closed pipes and full disks in one line, or in none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+INTERRUPTED = 128 + signal.SIGINT
+PIPE_CLOSED = 128 + 13  # SIGPIPE, which not every system has
+
+
+def run_to_end(work: Callable[[], None]) -> None:
+    """Run a command and let it end as a shell expects.
+
+    The work is done in a thread of its own: Python hears of an interrupt once XLA has compiled the
+    program at hand, and that may take long.
+
+    Args:
+      work: what to do; whatever it raises is raised here.
+    """
+    outcome: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+            sys.stdout.flush()
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    try:
+        thread.start()
+        thread.join()
+        if outcome:
+            raise outcome[0]
+    except KeyboardInterrupt:
+        interrupted()
+    except BrokenPipeError:  # whoever reads has seen enough
+        _end_quietly(PIPE_CLOSED)
+    except OSError as error:  # a full disk, for example; what is read has errors of its own
+        sys.stderr.write(f"jax-specdec: output cannot be written: {error.strerror}\n")
+        _end_quietly(1)
+
+
+def interrupted() -> NoReturn:
+    """End the process now, whatever other threads are doing."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # On a terminal a text or a spinner may stand in the line, and the cursor may be hidden.
+    begin = "\x1b[?25h\n" if sys.stderr.isatty() else ""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{begin}jax-specdec: interrupted\n")
+        sys.stderr.flush()
+    os._exit(INTERRUPTED)
+
+
+def _end_quietly(code: int) -> NoReturn:
+    """Exit, with nothing left that could be written to a stream that nobody reads."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
+            os.dup2(nowhere, stream.fileno())
+    sys.exit(code)

@@ -1,0 +1,103 @@
+"""What a user sees: text on standard output, progress on standard error; plain where piped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+from rich.color import ColorSystem
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.style import Style
+
+_VISIBLE = {code: "\ufffd" for code in (*range(9), *range(11, 32), 127)}
+
+
+def printable(text: str) -> str:
+    """Text without control characters other than newline and tab."""
+    return text.translate(_VISIBLE)
+
+
+def prepare_streams() -> None:
+    """Standard streams that take every character, by an escape where their encoding has none."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def write(text: str, style: str | None = None, *, stream: TextIO | None = None) -> None:
+    """Write text at once, in colour where that can be seen and is wanted.
+
+    Args:
+      text: shown as it is; control characters are for the caller to take out.
+      style: as `rich` names it.
+      stream: None for standard output.
+    """
+    stream = sys.stdout if stream is None else stream
+    if style is not None and _console(stream).color_system is not None:
+        text = Style.parse(style).render(text, color_system=ColorSystem.STANDARD)
+    stream.write(text)
+    stream.flush()
+
+
+def show(what: RenderableType) -> None:
+    """Write a table or a rule of `rich` to standard output."""
+    console = _console(sys.stdout)
+    with console.capture() as captured:
+        console.print(what)
+    lines = [line.rstrip(" ") for line in captured.get().splitlines()]
+    write("\n".join(lines) + "\n")
+
+
+def show_rule() -> None:
+    """Write a line across the terminal to standard output."""
+    console = _console(sys.stdout)
+    write(("-" if console.options.ascii_only else "\u2500") * console.width, "dim")
+    write("\n")
+
+
+@contextlib.contextmanager
+def spinner(what: str) -> Iterator[None]:
+    """Something that moves while the body runs, on standard error if it is a terminal."""
+    console = _console(sys.stderr)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(what):
+        yield
+
+
+@contextlib.contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on standard error, if it is a terminal.
+
+    Yields:
+      To be called with each step's name when the step begins; `total` steps are the whole bar.
+    """
+    console = _console(sys.stderr)
+    if not console.is_terminal:
+        yield lambda name: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        begun = 0
+
+        def begin(name: str) -> None:
+            nonlocal begun
+            progress.update(task, completed=begun, description=f"{what}: {name}")
+            begun += 1
+
+        yield begin
+
+
+def _console(stream: TextIO) -> Console:
+    """With no style at all under NO_COLOR, where `rich` alone leaves bold and dim."""
+    no_color = bool(os.environ.get("NO_COLOR"))
+    return Console(file=stream, color_system=None if no_color else "auto", highlight=False)
