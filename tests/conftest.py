@@ -8,7 +8,8 @@ import hypothesis
 import jax
 import pytest
 
-collect_ignore = ["models/huggingface/make.py"]  # wants torch, which no test needs
+# They want torch, which no test needs.
+collect_ignore = ["models/huggingface/make.py", "models/smollm2/make.py"]
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
