@@ -52,6 +52,7 @@ LONG = (
 # Files whose programs take longer to compile than to run: XLA's optimization level 0. Not files
 # that share programs with others.
 QUICK = (
+    "test_abstaining.py",
     "test_benchmarks.py",
     "test_cli.py",
     "test_draft_model.py",
