@@ -8,7 +8,8 @@ import hypothesis
 import jax
 import pytest
 
-collect_ignore = ["models/huggingface/make.py"]  # wants torch, which no test needs
+# They want torch, which no test needs.
+collect_ignore = ["models/huggingface/make.py", "models/smollm2/make.py"]
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -51,6 +52,7 @@ LONG = (
 # Files whose programs take longer to compile than to run: XLA's optimization level 0. Not files
 # that share programs with others.
 QUICK = (
+    "test_abstaining.py",
     "test_benchmarks.py",
     "test_cli.py",
     "test_draft_model.py",

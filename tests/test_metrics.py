@@ -72,6 +72,7 @@ def test_rates_of_a_position_count_only_verifications_that_were_offered_it() -> 
         "num_accepted_tokens": 5,
         "num_verifications": 4,
         "mean_acceptance_length": 1 + 5 / 3,
+        "tokens_per_target_pass": 9 / 4,
         "draft_acceptance_rate": 5 / 7,
         "unconditional_rates": [1.0, 0.5, 0.5],
         "conditional_rates": [1.0, 0.5, 1.0],
@@ -85,7 +86,19 @@ def test_nothing_verified_has_length_one_and_no_rates() -> None:
         sd.AcceptanceStats.from_counters(sd.AcceptanceCounters.create(K)),
     ):
         assert (stats.mean_acceptance_length, stats.draft_acceptance_rate) == (1.0, 0.0)
+        assert stats.tokens_per_target_pass == 0.0
         assert stats.unconditional_rates == stats.conditional_rates == (0.0, 0.0, 0.0)
+
+
+def test_steps_without_drafts_count_for_tokens_per_target_pass_alone() -> None:
+    drafted, undrafted = records([3, 2], [3, 1]), records([0] * 8, [0] * 8)
+    without = sd.AcceptanceStats.from_steps(drafted)
+    both = sd.AcceptanceStats.from_steps(
+        jax.tree.map(lambda *parts: np.concatenate(parts), drafted, undrafted)
+    )
+    assert without.mean_acceptance_length == without.tokens_per_target_pass == 3.0
+    assert both.mean_acceptance_length == 3.0
+    assert both.tokens_per_target_pass == 14 / 10
 
 
 @given(st.lists(st.integers(0, K), min_size=1))
@@ -106,10 +119,11 @@ def test_the_log_line_of_an_interval_is_that_of_a_hand_computed_example() -> Non
     assert interval.accepted_throughput(seconds=0.5) == 10
     assert interval.drafted_throughput(seconds=0.5) == 14
     assert interval.log_line(seconds=0.5) == (
-        "SpecDecoding metrics: Mean acceptance length: 2.67, Accepted throughput: 10.00 tokens/s, "
-        "Drafted throughput: 14.00 tokens/s, Accepted: 5 tokens, Drafted: 7 tokens, "
-        "Per-position acceptance rate: 1.000, 0.500, 0.500, Avg Draft acceptance rate: 71.4%, "
-        "Fallbacks: 2"
+        "SpecDecoding metrics: Mean acceptance length: 2.67, Tokens per target pass: 2.25, "
+        "Accepted throughput: 10.00 tokens/s, Drafted throughput: 14.00 tokens/s, "
+        "Accepted: 5 tokens, Drafted: 7 tokens, "
+        "Per-position acceptance rate (unconditional): 1.000, 0.500, 0.500, "
+        "Avg Draft acceptance rate: 71.4%, Fallbacks: 2"
     )
 
 

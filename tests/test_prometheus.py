@@ -53,6 +53,7 @@ def test_a_scrape_shows_what_was_published_last(
         (f"{prefix}num_drafts_total", None): 5,
         (f"{prefix}num_draft_tokens_total", None): 13,
         (f"{prefix}num_accepted_tokens_total", None): 6,
+        (f"{prefix}num_verifications_total", None): 6,
         (f"{prefix}num_emitted_tokens_total", None): 12,
         (f"{prefix}num_fallbacks_total", None): 1,
     }
@@ -67,7 +68,7 @@ def test_a_scrape_shows_what_was_published_last(
 def test_every_counter_carries_the_labels(registry: prometheus_client.CollectorRegistry) -> None:
     sd.PrometheusExporter(registry, labels={"model": "a"}).publish(STATS)
     samples = [sample for family in registry.collect() for sample in family.samples]
-    assert len(samples) == 11
+    assert len(samples) == 12
     assert {sample.labels["model"] for sample in samples} == {"a"}
 
 

@@ -138,7 +138,10 @@ FAULTS = {
         "drafting/test_store.py",
     ),
     "a lookup proposes what is not written yet": Fault(
-        "drafting/ngram.py", "(source < length)", "(source <= length)", "drafting/test_ngram.py"
+        "drafting/ngram.py",
+        "(length - source, 1)",
+        "(length - source + 1, 1)",
+        "drafting/test_ngram.py",
     ),
     "the loop draws the same bits at every step": Fault(
         "serving/step.py",

@@ -21,15 +21,17 @@ K = 4
 
 
 def oracle(tokens: Sequence[int], min_ngram: int, max_ngram: int, k: int) -> list[int]:
-    """The longest n first, then the latest earlier occurrence of the last n tokens."""
+    """The longest n first, then the latest earlier occurrence of the last n tokens; one by one."""
     for n in range(max_ngram, min_ngram - 1, -1):
         if n > len(tokens):
             continue
         suffix = list(tokens[len(tokens) - n :])
         for start in range(len(tokens) - n - 1, -1, -1):
             if list(tokens[start : start + n]) == suffix:
-                following = list(tokens[start + n : start + n + k])
-                return following + [-1] * (k - len(following))
+                copied = list(tokens)
+                for source in range(start + n, start + n + k):
+                    copied.append(copied[source])
+                return copied[len(tokens) :]
     return [-1] * k
 
 
@@ -93,8 +95,10 @@ def test_what_lies_past_the_length_has_no_influence(sequence, seed):
     ("sequence", "wanted"),
     [
         ([1, 2, 7, 3, 2, 8, 1, 2], [7, 3, 2, 8]),  # two tokens match before one does
-        ([2, 7, 2, 8, 2], [8, 2, -1, -1]),  # the latest of equals, up to the end
-        ([4, 4, 4, 4], [4, -1, -1, -1]),  # a match may overlap what it matches
+        ([2, 7, 2, 8, 2], [8, 2, 8, 2]),  # the latest of equals; past the end, what is proposed
+        ([5, 6, 5, 6, 5], [6, 5, 6, 5]),  # period 2
+        ([7, 8, 9, 7, 8], [9, 7, 8, 9]),  # period 3
+        ([4, 4, 4, 4], [4, 4, 4, 4]),  # a match may overlap what it matches
         ([1, 2, 3], [-1, -1, -1, -1]),
         ([1], [-1, -1, -1, -1]),
     ],
@@ -105,7 +109,7 @@ def test_lookup_by_hand(sequence, wanted):
 
 def test_a_match_shorter_than_the_minimum_does_not_count():
     assert proposals([[1, 2, 9, 2]], 2, 3) == [[-1] * K]
-    assert proposals([[1, 2, 9, 2]], 1, 3) == [[9, 2, -1, -1]]
+    assert proposals([[1, 2, 9, 2]], 1, 3) == [[9, 2, 9, 2]]
 
 
 @pytest.mark.parametrize(("min_ngram", "max_ngram"), [(0, 2), (3, 2), (-1, -1)])

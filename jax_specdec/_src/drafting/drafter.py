@@ -39,6 +39,9 @@ class Drafter(Protocol):
     it samples from, rounded to the stored dtype first. The loop knows which rows are still good. A
     drafter without a q returns None, and its drafts are verified one-hot.
 
+    A drafter that often proposes nothing says so in an attribute `may_abstain`, True. `generate` of
+    one request then compiles a second pass of the target, over one token, for such steps.
+
     Example:
       A drafter that expects the last token to repeat:
 

@@ -91,6 +91,7 @@ class Decoder:
             proposal,
             self.config,
             self.logprobs,
+            may_abstain=getattr(self.drafter, "may_abstain", False),
         )
         return DecodeState(batch, target_cache, draft_cache, proposal.store), record
 

@@ -137,6 +137,10 @@ class AcceptanceStats:
     Counts are of verifications, before stop tokens and budgets cut their tokens. Everything else
     follows from them; the difference of two readings is the interval between them.
 
+    Two lengths say how long a step is. `mean_acceptance_length` is of verifications that had drafts
+    and tells how good the drafts were. `tokens_per_target_pass` is of all verifications and tells
+    what they were worth: a drafter that often proposes nothing, as a lookup does, has a lower one.
+
     Attributes:
       offered_per_position: K counts; entry i is the verifications that were offered draft i.
       reached_per_position: K counts; those of them that accepted drafts ``0..i-1``.
@@ -152,10 +156,10 @@ class AcceptanceStats:
       ...     num_proposed=np.array([[2], [2]]), num_accepted=np.array([[2], [0]]),
       ...     num_emitted=np.array([[3], [1]]))
       >>> stats = AcceptanceStats.from_steps(steps)
-      >>> stats.mean_acceptance_length, stats.unconditional_rates
-      (2.0, (0.5, 0.5))
+      >>> stats.mean_acceptance_length, stats.tokens_per_target_pass, stats.unconditional_rates
+      (2.0, 2.0, (0.5, 0.5))
       >>> print(stats.log_line(seconds=0.5))
-      SpecDecoding metrics: Mean acceptance length: 2.00, Accepted throughput: 4.00 tokens/s, ...
+      SpecDecoding metrics: Mean acceptance length: 2.00, Tokens per target pass: 2.00, ...
     """
 
     offered_per_position: tuple[int, ...]
@@ -247,8 +251,19 @@ class AcceptanceStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """``1 + accepted / drafts``: the recovered or bonus token counts; 1 without drafts."""
+        """``1 + accepted / num_drafts``: tokens of a verification that had drafts; 1 without any.
+
+        The recovered or bonus token counts. Verifications without drafts do not, as in vLLM.
+        """
         return 1 + self.num_accepted_tokens / max(self.num_drafts, 1)
+
+    @property
+    def tokens_per_target_pass(self) -> float:
+        """``emitted / num_verifications``, with drafts or without; 0 where nothing was verified.
+
+        Tokens of one request per pass of the target that it took part in: plain decoding has 1.
+        """
+        return self.num_emitted_tokens / max(self.num_verifications, 1)
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -286,7 +301,9 @@ class AcceptanceStats:
         return self.num_draft_tokens / _positive(seconds)
 
     def log_line(self, seconds: float) -> str:
-        """One line for a server's log.
+        """One line for a server's log, in the words of vLLM's where it has them.
+
+        The rates of positions are `unconditional_rates`, and the line says so.
 
         Args:
           seconds: how long the interval took that these statistics are of.
@@ -298,11 +315,12 @@ class AcceptanceStats:
         return (
             "SpecDecoding metrics:"
             f" Mean acceptance length: {self.mean_acceptance_length:.2f},"
+            f" Tokens per target pass: {self.tokens_per_target_pass:.2f},"
             f" Accepted throughput: {self.accepted_throughput(seconds):.2f} tokens/s,"
             f" Drafted throughput: {self.drafted_throughput(seconds):.2f} tokens/s,"
             f" Accepted: {self.num_accepted_tokens} tokens,"
             f" Drafted: {self.num_draft_tokens} tokens,"
-            f" Per-position acceptance rate: {rates},"
+            f" Per-position acceptance rate (unconditional): {rates},"
             f" Avg Draft acceptance rate: {self.draft_acceptance_rate:.1%},"
             f" Fallbacks: {self.num_fallbacks}"
         )
@@ -320,6 +338,7 @@ _DERIVED = (
     "num_accepted_tokens",
     "num_verifications",
     "mean_acceptance_length",
+    "tokens_per_target_pass",
     "draft_acceptance_rate",
     "unconditional_rates",
     "conditional_rates",

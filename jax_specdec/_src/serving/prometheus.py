@@ -13,6 +13,7 @@ _COUNTERS = {
     "num_drafts": "Verifications of a request that were offered at least one draft.",
     "num_draft_tokens": "Drafts offered.",
     "num_accepted_tokens": "Drafts accepted.",
+    "num_verifications": "Target passes of a request that emitted tokens, with drafts or without.",
     "num_emitted_tokens": "Accepted drafts and recovered or bonus tokens.",
     "num_fallbacks": "Requests verified one-hot for want of a valid draft distribution.",
 }
@@ -26,11 +27,16 @@ class PrometheusExporter:
     """Shows statistics to Prometheus as counters; needs the extra ``jax-specdec[prometheus]``.
 
     The counters are ``jax_specdec:spec_decode_num_drafts_total``, in the same way
-    ``num_draft_tokens``, ``num_accepted_tokens``, ``num_emitted_tokens`` and ``num_fallbacks``, and
-    with a label ``position`` ``num_offered_tokens_per_pos`` and ``num_accepted_tokens_per_pos``.
-    The tails of the names are vLLM's where it has such a counter. The mean acceptance length of the
-    last five minutes is then ``1 + rate(..._num_accepted_tokens_total[5m]) /
-    rate(..._num_drafts_total[5m])``.
+    ``num_draft_tokens``, ``num_accepted_tokens``, ``num_verifications``, ``num_emitted_tokens`` and
+    ``num_fallbacks``, and with a label ``position`` ``num_offered_tokens_per_pos`` and
+    ``num_accepted_tokens_per_pos``. The tails of the names are vLLM's where it has such a counter.
+
+    Of the last five minutes, the mean acceptance length, which counts verifications that had
+    drafts, is ``1 + rate(..._num_accepted_tokens_total[5m]) / rate(..._num_drafts_total[5m])``; the
+    tokens per target pass, of all verifications, are ``rate(..._num_emitted_tokens_total[5m]) /
+    rate(..._num_verifications_total[5m])``; and the unconditional acceptance rates of positions are
+    ``rate(..._num_accepted_tokens_per_pos_total[5m]) /
+    rate(..._num_offered_tokens_per_pos_total[5m])``.
 
     A scrape reads what was published last and never the device.
 

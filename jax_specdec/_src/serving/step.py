@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Drafter, Proposal
@@ -30,6 +32,8 @@ def verify(
     proposal: Proposal,
     config: SpecDecodeConfig,
     logprobs: LogprobsConfig | None = None,
+    *,
+    may_abstain: bool = False,
 ) -> tuple[Batch, Any, StepRecord, jax.Array]:
     """One pass of the target over the proposed tokens; adds what it emits to the sequences.
 
@@ -42,6 +46,8 @@ def verify(
         another position or temperature are not used.
       config: static settings.
       logprobs: which log-probabilities the record has; None for none.
+      may_abstain: the drafter may propose nothing; see `Drafter`. Where it did for a batch of one
+        request, the pass is over one token.
 
     Returns:
       The batch, the cache, the record of the step, and ``[]`` int32: requests that were verified
@@ -52,7 +58,17 @@ def verify(
         drafts = proposal.store.attach(drafts, positions=batch.lengths, sampling=batch.sampling)
     last = jnp.take_along_axis(batch.token_ids, batch.lengths[:, None] - 1, axis=1)
     tokens = jnp.concatenate([last, jnp.maximum(proposal.token_ids, 0)], axis=1)
-    logits, cache = model.apply(params, tokens, batch.lengths - 1, cache)
+    start = batch.lengths - 1
+    # Of one request alone: were neighbours to choose the width, float32 sums would depend on them.
+    if may_abstain and tokens.shape[0] == 1:
+        logits, cache = lax.cond(
+            proposal.token_ids[0, 0] >= 0,
+            functools.partial(model.apply, params, tokens, start),
+            functools.partial(_one_token, model, params, tokens, start),
+            cache,
+        )
+    else:
+        logits, cache = model.apply(params, tokens, start, cache)
     rows = logits.reshape(-1, logits.shape[-1])
     output, found = sample(rows, drafts, batch, config, logprobs, sharding_of(model))
     in_range = (proposal.token_ids >= 0) & (proposal.token_ids < logits.shape[-1])
@@ -60,6 +76,14 @@ def verify(
     fallbacks = count_fallbacks(drafts, sampling=batch.sampling, active=output.num_emitted > 0)
     batch, record = batch_lib.append(batch, output, num_proposed, found)
     return batch, cache, record, fallbacks
+
+
+def _one_token(
+    model: CausalModel, params: Any, token_ids: jax.Array, start: jax.Array, cache: Any
+) -> tuple[jax.Array, Any]:
+    """A pass over the first token of each request; zeros stand in the rows of the others."""
+    logits, cache = model.apply(params, token_ids[:, :1], start, cache)
+    return jnp.pad(logits, ((0, 0), (0, token_ids.shape[1] - 1), (0, 0))), cache
 
 
 def sample(

@@ -1,0 +1,102 @@
+"""A drafter that may abstain: the target then runs over one token, and nothing else changes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+
+from . import tiny
+
+pytestmark = pytest.mark.newest
+
+K = 3
+VOCAB = 7
+CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
+
+
+@dataclasses.dataclass(frozen=True)
+class EmitsWidth:
+    """Its greedy token is the number of tokens that the pass ran over."""
+
+    vocab_size: int
+
+    def init_cache(self, batch_size: int, max_length: int) -> tuple:
+        return ()
+
+    def apply(
+        self, params: None, token_ids: jax.Array, start: jax.Array, cache: tuple
+    ) -> tuple[jax.Array, tuple]:
+        row = jax.nn.one_hot(token_ids.shape[1], self.vocab_size)
+        return jnp.broadcast_to(row, (*token_ids.shape, self.vocab_size)), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Abstaining(tiny.Scripted):
+    may_abstain: bool = True
+
+
+def widths(drafter: sd.Drafter, script: list[list[int]]) -> list[list[int]]:
+    return sd.generate(
+        EmitsWidth(VOCAB),
+        None,
+        [[0]] * len(script),
+        drafter=drafter,
+        draft_params=jnp.array(script, jnp.int32),
+        config=CONFIG,
+        max_new_tokens=6,
+    ).completions
+
+
+# Entry i is drafted for position i; what is drafted here is never right.
+SOME = [-1, -1, 2, -1, -1, 2, 2, 2]
+NONE = [-1] * 8
+
+
+@pytest.mark.parametrize(
+    ("drafter", "script", "wanted"),
+    [
+        (Abstaining(), [SOME], [[1, 4, 1, 1, 4, 4]]),
+        (tiny.Scripted(), [SOME], [[4] * 6]),  # it does not say that it may
+        (Abstaining(), [NONE, NONE], [[4] * 6] * 2),  # a neighbour chooses nothing for a request
+    ],
+)
+def test_a_pass_without_drafts_is_one_token_wide_for_one_request(drafter, script, wanted) -> None:
+    assert widths(drafter, script) == wanted
+
+
+def test_a_lookup_that_finds_nothing_makes_a_pass_of_one_token() -> None:
+    prompt, drafter = [1, 2, 3, 1, 2], sd.NGramDrafter(2, 2)
+    output = sd.generate(
+        EmitsWidth(VOCAB), None, [prompt], drafter=drafter, config=CONFIG, max_new_tokens=3
+    )
+    # 1 2 occurred: 3 1 2 is drafted, and the pass is 4 wide. Then 2 4 did not, nor 4 1.
+    assert output.completions == [[4, 1, 1]]
+    assert output.steps.num_proposed[:, 0].tolist() == [3, 0, 0]
+
+
+def test_tokens_and_log_probabilities_are_those_of_wide_passes() -> None:
+    # A table sums no floats, so nothing may differ by a bit.
+    rng = np.random.default_rng(0)
+    script = np.where(rng.random((1, 64)) < 0.5, rng.integers(0, VOCAB, (1, 64)), -1)
+    given: dict[str, Any] = dict(
+        model=tiny.Trigram(VOCAB),
+        params=jnp.asarray(tiny.random_table(VOCAB, 1)),
+        prompts=[[1, 2, 3]],
+        draft_params=jnp.asarray(script, jnp.int32),
+        config=CONFIG,
+        temperature=0.9,
+        max_new_tokens=40,
+        options=sd.RequestOptions(frequency_penalty=0.3, allowed_token_ids=range(1, VOCAB)),
+        logprobs=sd.LogprobsConfig(num_top=2, distribution="processed"),
+    )
+    output = sd.generate(drafter=Abstaining(), **given)
+    tiny.assert_same(output, sd.generate(drafter=tiny.Scripted(), **given))
+    proposed = output.steps.num_proposed[:, 0]
+    assert (proposed == 0).any() and (proposed > 0).any()
