@@ -60,6 +60,10 @@ clean:  ## remove the environments made here, and caches
 	@tools/make_venv.sh .venv-test-oldest 3.11 -e ".[test]" jax==0.10.2 jaxlib==0.10.2
 	@touch $@
 
+.venv-aot/installed: pyproject.toml tools/make_venv.sh
+	@tools/make_venv.sh .venv-aot "$(PYTHONS)" -e ".[test,tpu]"
+	@touch $@
+
 .venv-bench/installed: pyproject.toml tools/make_venv.sh
 	@tools/make_venv.sh .venv-bench "$(PYTHONS)" -e ".[bench]"
 	@touch $@

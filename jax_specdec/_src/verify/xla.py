@@ -1,7 +1,8 @@
 """The XLA backend: the phases mapped over requests, in two ways that give the same tokens.
 
-On CPUs and TPUs requests are walked one after another and a row is read only when its position is
-reached. On GPUs all rows are read at once, since a loop of small reads would be all launches.
+On CPUs requests are walked one after another and a row is read only when its position is reached.
+On GPUs all rows are read at once, since a loop of small reads would be all launches; on TPUs those
+of a few requests at a time, which fit in the vector memory.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.config import RejectionSampleMethod
-from jax_specdec._src.types import DraftDistribution, RejectionSampleOutput, Status
+from jax_specdec._src.types import (
+    DraftDistribution,
+    DraftLogits,
+    DraftProbs,
+    RejectionSampleOutput,
+    Status,
+)
 from jax_specdec._src.verify import batched, block, tiles
 from jax_specdec._src.verify.decide import (
     Request,
@@ -28,7 +35,11 @@ from jax_specdec._src.verify.decide import (
     read_rows,
     visit,
 )
-from jax_specdec._src.verify.rows import DraftRows, TargetRows
+from jax_specdec._src.verify.rows import DraftRows, TargetRows, storage_of
+
+BLOCK = 8
+"""Requests whose rows a TPU reads at once: more of them take longer to gather from, and no longer
+fit in its vector memory; fewer take more trips."""
 
 Walk = Callable[[Request, TargetRows, DraftRows | None], tuple[jax.Array, Visit]]
 
@@ -54,7 +65,8 @@ def verify(
       size: ids that count, at most V.
       method: the rule for sampled requests.
       conditional_rates: K rates of the synthetic rule, or None for the others.
-      lazy: read rows one by one as they are reached; None chooses by platform.
+      lazy: read rows one by one as they are reached, or all at once (on TPUs those of `BLOCK`
+        requests); None chooses by platform.
 
     Returns:
       Output ``[B, K+1]`` and ``[B]``.
@@ -74,20 +86,83 @@ def verify(
         walk = walk_by(_lazy_walk, _lazy_block_walk)
         return lax.map(lambda r: _verify_request(r, walk, target, draft), requests)
 
-    def all_at_once(requests: Request) -> RejectionSampleOutput:
-        return batched.verify(
-            requests,
-            target_logits,
-            distribution,
-            token_bitmask,
-            size=size,
-            method=method,
-            conditional_rates=conditional_rates,
-        )
+    given = target_logits, distribution, token_bitmask
+    phases = functools.partial(
+        batched.verify, size=size, method=method, conditional_rates=conditional_rates
+    )
 
+    def all_at_once(requests: Request) -> RejectionSampleOutput:
+        return phases(requests, *given)
+
+    if lazy:
+        return one_by_one(requests)
+    forms = {"default": all_at_once}
+    if requests.status.shape[0] > BLOCK:
+        forms["tpu"] = lambda requests: by_blocks(phases, requests, *given)
     if lazy is None:
-        return lax.platform_dependent(requests, cpu=one_by_one, tpu=one_by_one, default=all_at_once)
-    return one_by_one(requests) if lazy else all_at_once(requests)
+        forms["cpu"] = one_by_one
+    return lax.platform_dependent(requests, **forms)
+
+
+def by_blocks(
+    verify: Callable[..., RejectionSampleOutput],
+    requests: Request,
+    target_logits: jax.Array,
+    distribution: DraftDistribution | None,
+    token_bitmask: jax.Array | None,
+) -> RejectionSampleOutput:
+    """`verify` of blocks of `BLOCK` requests, one after another, each given a copy of its rows.
+
+    A TPU reads a whole matrix to gather rows of it: in a block there are few. Temporaries do not
+    grow with the batch, of more than `BLOCK` requests.
+    """
+    batch, k = requests.token_ids.shape
+
+    def of_block(start: jax.Array) -> RejectionSampleOutput:
+        those = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, BLOCK), requests)
+        first, length = those.first_row, min(k + 1, target_logits.shape[0])
+        rows, place = _copies(target_logits, first, length)
+        mask = None if token_bitmask is None else _copies(token_bitmask, first, length)[0]
+        those = those._replace(first_row=place)
+        if distribution is None:
+            return verify(those, rows, None, mask)
+        copied, draft_rows = _copy_drafts(distribution, those.draft_rows)
+        return verify(those._replace(draft_rows=draft_rows), rows, copied, mask)
+
+    # The last block begins earlier where the blocks do not divide the batch.
+    starts = jnp.minimum(jnp.arange(0, batch, BLOCK, dtype=jnp.int32), batch - BLOCK)
+    found = lax.map(of_block, starts)
+    rest = batch % BLOCK or BLOCK
+    return jax.tree.map(
+        lambda x: jnp.concatenate([x[:-1].reshape(-1, *x.shape[2:]), x[-1, -rest:]]), found
+    )
+
+
+def _copies(matrix: jax.Array, first: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+    """`length` rows from each of ``first [n]`` on, and where those begin in the copy, ``[n]``."""
+    start = jnp.clip(first, 0, matrix.shape[0] - length)
+    # Slices one by one: a gather would read the whole matrix.
+    copies = [lax.dynamic_slice_in_dim(matrix, s, length) for s in start]
+    index = jnp.arange(len(copies), dtype=jnp.int32) * length
+    return jnp.concatenate(copies), index + jnp.clip(first - start, 0, length - 1)
+
+
+def _copy_drafts(
+    distribution: DraftDistribution, draft_rows: jax.Array
+) -> tuple[DraftDistribution, jax.Array]:
+    """A distribution of copies of rows ``[n, K]``, and where they are; -1 for rows outside."""
+    rows = draft_rows.reshape(-1)
+    storage = storage_of(distribution)
+    copies, place = _copies(storage, rows, 1)
+    inside = (rows >= 0) & (rows < storage.shape[0])
+    place = jnp.where(inside, place, -1).reshape(draft_rows.shape)
+    if isinstance(distribution, DraftProbs):
+        return DraftProbs(copies), place
+    rows = jnp.clip(rows, 0, storage.shape[0] - 1)
+    normalizer, threshold = jax.tree.map(
+        lambda x: x[rows], (distribution.log_normalizer, distribution.threshold)
+    )
+    return DraftLogits(copies, log_normalizer=normalizer, threshold=threshold), place
 
 
 def _verify_request(
