@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src import blocks
+from jax_specdec._src.blocks import BLOCK
 from jax_specdec._src.config import RejectionSampleMethod
 from jax_specdec._src.types import (
     DraftDistribution,
@@ -36,10 +38,6 @@ from jax_specdec._src.verify.decide import (
     visit,
 )
 from jax_specdec._src.verify.rows import DraftRows, TargetRows, storage_of
-
-BLOCK = 8
-"""Requests whose rows a TPU reads at once: more of them take longer to gather from, and no longer
-fit in its vector memory; fewer take more trips."""
 
 Walk = Callable[[Request, TargetRows, DraftRows | None], tuple[jax.Array, Visit]]
 
@@ -111,40 +109,29 @@ def by_blocks(
     distribution: DraftDistribution | None,
     token_bitmask: jax.Array | None,
 ) -> RejectionSampleOutput:
-    """`verify` of blocks of `BLOCK` requests, one after another, each given a copy of its rows.
+    """`verify` of blocks of more than `BLOCK` requests, one block after another.
 
-    A TPU reads a whole matrix to gather rows of it: in a block there are few. Temporaries do not
-    grow with the batch, of more than `BLOCK` requests.
+    Each gets a copy of its rows, which fits in a TPU's vector memory: temporaries do not grow with
+    the batch, and what gathers rows of the copy reads no more than that.
     """
     batch, k = requests.token_ids.shape
 
     def of_block(start: jax.Array) -> RejectionSampleOutput:
         those = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, BLOCK), requests)
         first, length = those.first_row, min(k + 1, target_logits.shape[0])
-        rows, place = _copies(target_logits, first, length)
-        mask = None if token_bitmask is None else _copies(token_bitmask, first, length)[0]
+        rows, place = blocks.copies(target_logits, first, length)
+        mask = None if token_bitmask is None else blocks.copies(token_bitmask, first, length)[0]
         those = those._replace(first_row=place)
         if distribution is None:
             return verify(those, rows, None, mask)
         copied, draft_rows = _copy_drafts(distribution, those.draft_rows)
         return verify(those._replace(draft_rows=draft_rows), rows, copied, mask)
 
-    # The last block begins earlier where the blocks do not divide the batch.
-    starts = jnp.minimum(jnp.arange(0, batch, BLOCK, dtype=jnp.int32), batch - BLOCK)
-    found = lax.map(of_block, starts)
+    found = lax.map(of_block, blocks.starts(batch))
     rest = batch % BLOCK or BLOCK
     return jax.tree.map(
         lambda x: jnp.concatenate([x[:-1].reshape(-1, *x.shape[2:]), x[-1, -rest:]]), found
     )
-
-
-def _copies(matrix: jax.Array, first: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
-    """`length` rows from each of ``first [n]`` on, and where those begin in the copy, ``[n]``."""
-    start = jnp.clip(first, 0, matrix.shape[0] - length)
-    # Slices one by one: a gather would read the whole matrix.
-    copies = [lax.dynamic_slice_in_dim(matrix, s, length) for s in start]
-    index = jnp.arange(len(copies), dtype=jnp.int32) * length
-    return jnp.concatenate(copies), index + jnp.clip(first - start, 0, length - 1)
 
 
 def _copy_drafts(
@@ -153,7 +140,7 @@ def _copy_drafts(
     """A distribution of copies of rows ``[n, K]``, and where they are; -1 for rows outside."""
     rows = draft_rows.reshape(-1)
     storage = storage_of(distribution)
-    copies, place = _copies(storage, rows, 1)
+    copies, place = blocks.copies(storage, rows)
     inside = (rows >= 0) & (rows < storage.shape[0])
     place = jnp.where(inside, place, -1).reshape(draft_rows.shape)
     if isinstance(distribution, DraftProbs):
