@@ -159,19 +159,17 @@ class Program:
             for other in called:
                 yield from self.loops(other)
 
-    def ops(self) -> collections.Counter[str]:
-        """Operations of the program by kind, those in loops and branches once each."""
+    def ops(self, name: str | None = None) -> collections.Counter[str]:
+        """Operations by kind, those of a loop once; of two branches the one with more fusions."""
         found: collections.Counter[str] = collections.Counter()
-        todo = [self.entry]
-        while todo:
-            for it in self.computations[todo.pop()].values():
-                found[it.op] += 1
-                if it.op == "while":
-                    todo.append(_called(it, "body"))
-                elif it.op == "conditional":
-                    todo += _branches(it)
-                elif it.op == "call":
-                    todo.append(_called(it, "to_apply"))
+        for it in self.computations[name or self.entry].values():
+            found[it.op] += 1
+            if it.op == "while":
+                found += self.ops(_called(it, "body"))
+            elif it.op == "conditional":
+                found += max(map(self.ops, _branches(it)), key=lambda ops: ops["fusion"])
+            elif it.op == "call":
+                found += self.ops(_called(it, "to_apply"))
         return found
 
     def _moved(self, it: Instruction, within: dict[str, Instruction], hbm: bool) -> int:
