@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import ahead_of_time_grid as grid
 import hlo_text
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from ahead_of_time import Case, compile_apart
 
@@ -112,3 +120,74 @@ ENTRY %main (x: f32[100,50], which: s32[]) -> f32[100,50] {
 }
 """
     assert hlo_text.Program.of(text, trips=1).count().bytes == 2 * 100 * 50 * 4
+
+
+# The grid, and the page with its tables.
+
+PAGE = Path(__file__).parents[1] / "docs" / "tpu.md"
+
+
+@pytest.fixture
+def run_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs the grid in a folder of its own; each program takes what is said."""
+    page = tmp_path / "tpu.md"
+    page.write_text(f"Before.\n{grid.BEGIN}old{grid.END}After.\n")
+    monkeypatch.setattr(grid, "RESULTS", tmp_path / "results.json")
+    monkeypatch.setattr(grid, "DOCUMENT", page)
+    monkeypatch.setattr(grid, "version", lambda package: "0.0")
+
+    def run(*arguments: str, **takes: Any) -> tuple[int, str]:
+        report = {"temporaries": 0.1, "hbm_bytes": 1.0, "cycles": 2_000_000, "ops": {"fusion": 9}}
+        monkeypatch.setattr(grid, "compile_apart", lambda case: report | takes)
+        return grid.main([*arguments]), page.read_text()
+
+    return run
+
+
+def test_cases_are_compiled_again_alone_and_the_tables_keep_the_others(run_grid, tmp_path):
+    code, _ = run_grid("--only", "v5e,rule=greedy")
+    assert code == 0
+    code, text = run_grid("--only", "v5e,rule=greedy,batch=8,implementation=xla_lazy", cycles=7e6)
+    assert code == 0
+    assert text.startswith("Before.\n") and text.endswith("After.\n") and "old" not in text
+    line = "| greedy | none | {} | 0.10 | 0.10 | 1.00 | 1.00 | {} | 2.0 |"
+    assert line.format('`"xla_batched"`', 2.0) in text
+    assert line.format('`"xla_lazy"`', 7.0) in text
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert len(rows) == 5  # two forms of two batches, and the split vocabulary
+    assert run_grid("--tables") == (0, text)
+
+
+@pytest.mark.parametrize(
+    ("takes", "said"),
+    [
+        ({"temporaries": 1.6}, "temporaries 1.6, at most 1.5"),
+        ({"hbm_bytes": 21.0}, "hbm_bytes 21.0, at most 20.0"),
+        ({"error": "RESOURCE_EXHAUSTED: Ran out of memory"}, "Ran out of memory"),
+    ],
+)
+def test_a_program_beyond_its_bounds_fails_the_grid(run_grid, capsys, takes, said):
+    code, text = run_grid("--only", "v6e,rule=block,batch=8,implementation=xla_lazy", **takes)
+    assert code == 1
+    assert said in capsys.readouterr().out
+    assert ("does not fit" in text) == ("error" in takes)
+
+
+def test_the_pages_tables_are_those_of_the_results():
+    rows = json.loads(grid.RESULTS.read_text())["rows"]
+    assert len(rows) == len(list(grid.cases()))
+    text = PAGE.read_text()
+    assert f"{grid.BEGIN}\n{grid.tables(rows)}\n{grid.END}" in text
+    assert "compiled, never run" in text.lower()
+
+
+@pytest.mark.newest
+def test_the_pages_program_verifies_every_request():
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    scope: dict[str, Any] = {}
+    exec(compile(code, str(PAGE), "exec"), scope)
+    output = scope["output"]
+    assert output.status.tolist() == [0] * 4
+    best = jnp.argmax(scope["logits"].reshape(4, 3, -1)[:, 0], axis=1)
+    kept = np.asarray(output.num_accepted) > 0
+    np.testing.assert_array_equal(output.token_ids[kept, 0], best[kept])
