@@ -11,7 +11,7 @@ export PROMPT
 JAX_PLATFORMS ?= cpu
 export JAX_PLATFORMS
 
-.PHONY: help demo test test-oldest check format notebooks bench clean
+.PHONY: help demo test test-oldest test-aot test-aot-all check format notebooks bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
@@ -26,6 +26,13 @@ test: check  ## lint, type-check, run every test that is not slow and needs no G
 test-oldest: .venv-test-oldest/installed  ## the same on Python 3.11 and JAX 0.10.2, without doctests, statistics, notebooks and long runs
 	@echo "test-oldest: tests on the oldest JAX"
 	@.venv-test-oldest/bin/python $(PYTEST) tests -m "not (slow or statistics or newest or notebooks or gpu)"
+
+test-aot: .venv-aot/installed  ## compile for TPUs that are not there, and look at what the programs take
+	@echo "test-aot: programs for a TPU v5e"
+	@.venv-aot/bin/python -m pytest -q $(PYTEST_ARGS) -m aot tests/test_ahead_of_time.py
+
+test-aot-all: .venv-aot/installed .venv-aot/gpus  ## the same for every case, written to docs/tpu.md
+	@.venv-aot/bin/python benchmarks/ahead_of_time_grid.py
 
 check: .venv-test/installed  ## lint and type-check
 	@echo "check: ruff, mypy"
@@ -45,7 +52,7 @@ bench: .venv-bench/installed  ## run the benchmarks
 		echo "bench: $$file"; .venv-bench/bin/python "$$file"; done
 
 clean:  ## remove the environments made here, and caches
-	rm -rf .venv-demo .venv-test .venv-test-oldest .venv-bench
+	rm -rf .venv-demo .venv-test .venv-test-oldest .venv-aot .venv-bench
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
 .venv-demo/installed: pyproject.toml tools/make_venv.sh
@@ -58,6 +65,17 @@ clean:  ## remove the environments made here, and caches
 
 .venv-test-oldest/installed: pyproject.toml tools/make_venv.sh
 	@tools/make_venv.sh .venv-test-oldest 3.11 -e ".[test]" jax==0.10.2 jaxlib==0.10.2
+	@touch $@
+
+.venv-aot/installed: pyproject.toml tools/make_venv.sh
+	@tools/make_venv.sh .venv-aot "$(PYTHONS)" -e ".[test,tpu]"
+	@touch $@
+
+# XLA for NVIDIA GPUs, of jaxlib's version, and ptxas; none of the libraries that running needs.
+.venv-aot/gpus: .venv-aot/installed
+	@version=$$(.venv-aot/bin/python -c 'import jaxlib; print(jaxlib.__version__)') && \
+		.venv-aot/bin/python -m pip install --no-compile --quiet --quiet --disable-pip-version-check \
+		--no-deps "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" nvidia-cuda-nvcc
 	@touch $@
 
 .venv-bench/installed: pyproject.toml tools/make_venv.sh

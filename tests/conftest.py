@@ -1,5 +1,6 @@
 """Settings for every test: strict JAX promotion, 8 CPU devices, reproducible hypothesis."""
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
@@ -105,6 +106,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A GPU test that was asked for fails without a GPU: a skip would look like evidence."""
+    """A test that was asked for fails where it cannot run: a skip would look like evidence."""
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.fail(f"needs a GPU, but JAX runs on {jax.default_backend()!r}", pytrace=False)
+    if item.get_closest_marker("aot") and importlib.util.find_spec("libtpu") is None:
+        pytest.fail("needs libtpu, but it is not installed: run `make test-aot`", pytrace=False)

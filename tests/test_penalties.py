@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -87,9 +88,26 @@ def test_ids_outside_the_vocabulary_are_not_counted() -> None:
     assert found.counts[0].tolist() == [0, 0, 1, *[0] * (V - 3)]
 
 
-@pytest.mark.parametrize(("has_bonus_rows", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def apply_in_blocks(*args: Any, config: sd.SpecDecodeConfig) -> jax.Array:
+    """As a TPU does it."""
+
+    def as_on_tpu(*args: Any, tpu: Any, default: Any) -> Any:
+        return tpu(*args)
+
+    with mock.patch.object(jax.lax, "platform_dependent", as_on_tpu):
+        return sd.apply_penalties(*args, config=config)
+
+
+@pytest.mark.parametrize(
+    ("has_bonus_rows", "dtype", "apply"),
+    [
+        (True, "bfloat16", apply),
+        (False, "float32", apply),
+        (True, "float32", apply_in_blocks),  # 13 rows: the last block overlaps the first
+    ],
+)
 def test_each_row_counts_the_output_and_the_drafts_before_it(
-    has_bonus_rows: bool, dtype: str
+    has_bonus_rows: bool, dtype: str, apply: Any
 ) -> None:
     drafts = packed()
     n, batch = drafts.token_ids.shape[0], len(PROMPTS)

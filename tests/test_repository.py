@@ -28,7 +28,7 @@ MAX_LINES = 700
 LAYERS = (
     {"_src", "compat"},
     {"types", "config"},
-    {"ragged", "noise", "sampling", "penalties"},
+    {"blocks", "ragged", "noise", "sampling", "penalties"},
     {"verify"},
     {"logprobs"},
     {"models", "drafting", "serving"},

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src.verify import batched
+from jax_specdec._src.verify import api, batched
 from jax_specdec._src.verify import rows as rows_lib
 
 from .batch import Layout, check, jitted, pack, verify
@@ -26,7 +26,11 @@ from .test_xla_all_at_once import all_at_once
 
 @jitted
 def large(*args: Any, **kwargs: Any) -> sd.RejectionSampleOutput:
-    with mock.patch.object(batched, "_LARGE", 0):
+    inner = api._rejection_sample.__wrapped__  # not traced before, as a small batch
+    with (
+        mock.patch.object(batched, "_LARGE", 0),
+        mock.patch.object(api, "_rejection_sample", inner),
+    ):
         return all_at_once.__wrapped__(*args, **kwargs)
 
 

@@ -281,6 +281,14 @@ def test_an_unknown_implementation_is_refused(call):
 
 
 @pytest.mark.parametrize("call", [with_noise, with_keys])
+def test_rows_of_a_split_vocabulary_are_not_read_lazily(call):
+    mesh = jax.make_mesh((2,), ("v",), devices=jax.devices()[:2])
+    sharding = sd.VerifySharding(mesh, vocab_axis="v")
+    with pytest.raises(NotImplementedError, match="'xla_lazy' reads whole rows.* is split"):
+        call(arguments(implementation="xla_lazy", sharding=sharding))
+
+
+@pytest.mark.parametrize("call", [with_noise, with_keys])
 def test_a_named_implementation_that_cannot_serve_says_why_and_does_not_fall_back(call):
     with pytest.raises(NotImplementedError, match="mosaic_gpu.*Hopper.*runs on cpu"):
         call(arguments(implementation="mosaic_gpu"))

@@ -1,28 +1,17 @@
 """The XLA backend, as other devices run it: all rows read at once. The CPU can do that too."""
 
 import functools
-from unittest import mock
 
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src.verify import api, xla
 
 from . import bad_rows, block_edges, processed, suite
 from .batch import jitted
 
-at_once = functools.partial(xla.verify, lazy=False)
-
-
-@jitted
-def all_at_once(*args, config, vocab_size, **kwargs):
-    inner = api._rejection_sample.__wrapped__  # not traced before, with rows read one by one
-    with (
-        mock.patch.object(xla, "verify", at_once),
-        mock.patch.object(api, "_rejection_sample", inner),
-    ):
-        return sd.rejection_sample_with_noise(*args, config=config, vocab_size=vocab_size, **kwargs)
-
+all_at_once = jitted(
+    functools.partial(sd.rejection_sample_with_noise, implementation="xla_batched")
+)
 
 pytestmark = pytest.mark.newest
 

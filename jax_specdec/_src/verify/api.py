@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,9 @@ from jax_specdec._src.verify.requests import CallArrays, readable, unpack
 from jax_specdec._src.verify.rules import Rule
 from jax_specdec._src.verify.sharding import Layout, VerifySharding
 
-Implementation = Literal["xla", "mosaic_gpu"]
+Implementation = Literal["xla", "xla_lazy", "xla_batched", "mosaic_gpu"]
+
+_LAZY: dict[Implementation | None, bool] = {"xla_lazy": True, "xla_batched": False}
 
 
 def rejection_sample(
@@ -80,8 +82,10 @@ def rejection_sample(
       token_bitmask: ``[M, ceil(V/32)]`` int32 or uint32, M the rows of `target_logits`, or None.
         Token ``id`` is allowed in a row where bit ``id % 32`` of its word ``id // 32`` is set, and
         has ``p = 0`` elsewhere, whatever its logit.
-      implementation: "xla", "mosaic_gpu" (Hopper GPUs and newer), or None for the first that
-        supports the call; see `which_implementation`. A named one never falls back.
+      implementation: "mosaic_gpu" (Hopper GPUs and newer), "xla", or None for the first that
+        supports the call; see `which_implementation`. A named one never falls back. "xla" has two
+        forms and chooses by platform; "xla_lazy" walks requests one after another and reads rows
+        as they are reached, "xla_batched" reads all rows at once.
       kernel_config: choices of speed for "mosaic_gpu", or None for the default.
       sharding: mesh axes that vocabulary and requests are split over. None: by where
         `target_logits` is, if that is known, as it is not under `jax.jit`.
@@ -260,9 +264,10 @@ def _call(
 
 
 def _check_implementation(implementation: Implementation | None) -> None:
-    if implementation not in (None, "xla", "mosaic_gpu"):
+    names = get_args(Implementation)
+    if implementation not in (None, *names):
         raise ValueError(
-            f"implementation must be 'xla', 'mosaic_gpu' or None, but it is {implementation!r}"
+            f"implementation must be one of {names} or None, but it is {implementation!r}"
         )
     why_not = support.no_device() if implementation == "mosaic_gpu" else None
     if why_not is not None:
@@ -322,6 +327,7 @@ def _verify_part(
             arrays.token_bitmask,
             size=size,
             rule=rule,
+            lazy=_LAZY.get(implementation),
             split=dataclasses.replace(split, kernels=kernels),
         )
 
@@ -334,6 +340,10 @@ def _verify_part(
             return on_xla(arrays, Kernels(statistics, tile_masses.tile_masses, part_draw.part_draw))
         return call.verify(arrays, rule, k=k, size=size, config=kernel_config)
 
+    if vocab_axis is not None and implementation == "xla_lazy":
+        raise NotImplementedError(
+            "implementation='xla_lazy' reads whole rows, but the vocabulary is split"
+        )
     if vocab_axis is not None:
         why_not = support.part_unsupported(arrays, k, kernel_config)
     else:
@@ -350,7 +360,7 @@ def _verify_part(
         if why_not is not None:
             raise NotImplementedError(why_not)
         return on_mosaic_gpu(arrays)
-    if implementation == "xla" or why_not is not None or support.no_device() is not None:
+    if implementation is not None or why_not is not None or support.no_device() is not None:
         return on_xla(arrays)
     # The default device has the kernel, but this call may be compiled for another.
     return lax.platform_dependent(arrays, cuda=on_mosaic_gpu, default=on_xla)

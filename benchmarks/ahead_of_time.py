@@ -1,0 +1,241 @@
+"""Compiles programs for devices that are not there, and says what they take. Nothing is run.
+
+    python benchmarks/ahead_of_time.py '{"device": "v5e", "rule": "standard", "kind": "probs"}'
+
+prints a report as JSON; fields that are left out are those of `Case`. TPUs need the extra `tpu`,
+with which libtpu comes; GPUs what benchmarks/README.md says. Temporaries are real, and so is "does
+not fit"; bytes and cycles are counted in the compiled program (`hlo_text`), loops by their trips:
+good for comparing two forms, and no measurement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+VOCAB, K = 128256, 4
+
+TPUS = {"v5e": ("v5e:2x2", "v5litepod-4"), "v6e": ("v6e:2x2", "v6e-4")}
+"""A slice of four chips of each kind, and what libtpu calls it."""
+
+GPUS = {path.stem: path for path in sorted((Path(__file__).parent / "gpus").glob("*.txtpb"))}
+"""Descriptions of GPUs, as XLA reads them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A program to compile.
+
+    Attributes:
+      device: "v5e", "v6e", "t4", "l4", "a100" or "h200".
+      function: which of the library's.
+      rule: "greedy", "standard", "block" or "synthetic".
+      kind: of draft distribution: "none", "probs", "logits", "normalized" (with log_normalizer).
+      batch: requests.
+      implementation: as `rejection_sample` takes it.
+      parts: devices that the vocabulary is split over.
+      processed: whether there are min-p, top-k, top-p and a bitmask.
+    """
+
+    device: str
+    function: str = "rejection_sample"
+    rule: str = "standard"
+    kind: str = "none"
+    batch: int = 64
+    implementation: str | None = None
+    parts: int = 1
+    processed: bool = False
+
+    def __str__(self) -> str:
+        changed = [
+            f"{field.name}={value}"
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        ]
+        return ",".join(changed)
+
+    @property
+    def logits_bytes(self) -> int:
+        """Of the bfloat16 target logits that one device holds: the unit of a report."""
+        return self.batch * (K + 1) * VOCAB * 2 // self.parts
+
+
+def compile_apart(case: Case) -> dict[str, Any]:
+    """The report of a case, compiled in a process of its own.
+
+    Attributes of the report: ``temporaries``, ``hbm_bytes``, ``bytes`` (in any memory) and
+    ``cost_model_bytes`` (XLA's own, loops once) in units of the logits; ``cycles``, ``loops``,
+    ``ops`` and ``compile_s``. Nothing is counted where a search for thresholds decides how much is
+    read. Where it cannot be compiled, ``error`` alone.
+    """
+    given = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    given |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    given |= {"TPU_LOG_DIR": "disabled", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    if case.device in TPUS:
+        given["TPU_ACCELERATOR_TYPE"] = TPUS[case.device][1]
+    toolkit = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13"
+    if toolkit.exists():  # ptxas
+        given["PATH"] = f"{toolkit / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        given["XLA_FLAGS"] = f"--xla_gpu_cuda_data_dir={toolkit}"
+    command = [sys.executable, __file__, json.dumps(dataclasses.asdict(case))]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | given)
+    if done.returncode:
+        raise RuntimeError(f"{case}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def devices_of(name: str) -> Any:
+    """Described devices: four chips of a TPU, or one GPU."""
+    from jax.experimental import topologies
+
+    if name in TPUS:
+        return topologies.get_topology_desc(platform="tpu", topology_name=TPUS[name][0]).devices
+    described = topologies.get_topology_desc(
+        platform="cuda", topology_name="", topology="1x1x1", target_config=GPUS[name].read_text()
+    )
+    return described.devices
+
+
+def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]:
+    """A function of a dict of arrays, and their shapes and places."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+    from jax.sharding import PartitionSpec as P
+
+    import jax_specdec as sd
+
+    devices, batch, n = devices_of(case.device), case.batch, case.batch * K
+    sharding: sd.VerifySharding | None = None
+    whole: Any = SingleDeviceSharding(devices[0])
+    split = whole
+    if case.parts > 1:
+        mesh = Mesh(devices[: case.parts], ("vocab",))
+        whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "vocab"))
+        sharding = sd.VerifySharding(mesh, vocab_axis="vocab")
+
+    def array(shape: tuple[int, ...], dtype: Any, where: Any = whole) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+    settings: dict[str, Any] = {"num_speculative_tokens": K}
+    if case.rule in ("block", "synthetic"):
+        settings["rejection_sample_method"] = case.rule
+    if case.rule == "synthetic":
+        settings["synthetic_acceptance_length"] = 3.0
+    config = sd.SpecDecodeConfig(**settings)
+
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
+    rows, floats, ids = n + batch, array((batch,), jnp.float32), array((batch,), jnp.int32)
+    arrays = {
+        "logits": array((rows, VOCAB), jnp.bfloat16, split),
+        "draft_ids": array((n,), jnp.int32),
+        "offsets": array((batch + 1,), jnp.int32),
+        "temperature": floats,
+        "keys": array(keys.shape, keys.dtype),
+        "positions": ids,
+    }
+    if case.kind != "none":
+        dtype = jnp.float32 if case.kind == "probs" else jnp.bfloat16
+        arrays["q"] = array((n, VOCAB), dtype, split)
+    if case.kind == "normalized":
+        arrays["log_normalizer"] = array((n,), jnp.float32)
+    if case.processed:
+        arrays |= {"min_p": floats, "top_k": ids, "top_p": floats}
+        arrays["token_bitmask"] = array((rows, -(-VOCAB // 32)), jnp.int32)
+    if case.function == "token_logprobs":
+        tokens = array((batch, K + 1), jnp.int32)
+        arrays["output"] = sd.RejectionSampleOutput(tokens, ids, ids, ids)
+    if case.function == "apply_penalties":
+        counts = array((batch, VOCAB), jnp.int32, split)
+        in_prompt = array((batch, VOCAB), jnp.bool_, split)
+        arrays["penalties"] = sd.Penalties(floats, floats, floats, counts, in_prompt)
+    if case.function == "sample_draft_tokens":
+        arrays["logits"] = array((batch, VOCAB), jnp.bfloat16, split)
+
+    def run(a: dict[str, Any]) -> Any:
+        q: sd.DraftProbs | sd.DraftLogits | None = None
+        if case.kind == "probs":
+            q = sd.DraftProbs(a["q"])
+        elif case.kind != "none":
+            q = sd.DraftLogits(a["q"], log_normalizer=a.get("log_normalizer"))
+        drafts = sd.Drafts(a["draft_ids"], a["offsets"], q)
+        temperature = a["temperature"]
+        sampling = sd.SamplingParams(
+            jnp.zeros_like(temperature) if case.rule == "greedy" else temperature,
+            **{name: a.get(name) for name in ("min_p", "top_k", "top_p")},
+        )
+        drawn = {"sampling": sampling, "keys": a["keys"], "positions": a["positions"]}
+        match case.function:
+            case "sample_draft_tokens":
+                return sd.sample_draft_tokens(a["logits"], **drawn, offset=0, sharding=sharding)
+            case "apply_penalties":
+                return sd.apply_penalties(a["logits"], drafts, a["penalties"], config=config)
+            case "token_logprobs":
+                return sd.token_logprobs(
+                    a["logits"],
+                    drafts,
+                    a["output"],
+                    sampling=sampling,
+                    config=config,
+                    num_top=5,
+                    distribution="processed" if case.processed else "raw",
+                    token_bitmask=a.get("token_bitmask"),
+                )
+        return sd.rejection_sample(
+            a["logits"],
+            drafts,
+            **drawn,
+            config=config,
+            token_bitmask=a.get("token_bitmask"),
+            implementation=case.implementation,
+            sharding=sharding,
+        )
+
+    return run, arrays
+
+
+def report(case: Case) -> dict[str, Any]:
+    """What `compile_apart` gives, compiled in this process."""
+    import hlo_text
+    import jax
+
+    run, arrays = program(case)
+    platform = "tpu" if case.device in TPUS else "cuda"
+    begin = time.perf_counter()
+    lowered = jax.jit(run).trace(arrays).lower(lowering_platforms=(platform,))
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        return {"error": str(error).splitlines()[0][:200]}
+    seconds = time.perf_counter() - begin
+    unit = case.logits_bytes
+    text = compiled.as_text() or ""
+    if path := os.environ.get("HLO"):
+        Path(path).write_text(text)
+    found = hlo_text.Program.of(text, trips=K + 1)  # of a loop over positions, at most
+    ops = found.ops()
+    counted = None if case.processed else found.count()  # how far filters search, data decide
+    cost = compiled.cost_analysis() or {}
+    cost = cost[0] if isinstance(cost, list) else cost
+    return {
+        "temporaries": round(compiled.memory_analysis().temp_size_in_bytes / unit, 3),
+        "hbm_bytes": None if counted is None else round(counted.hbm_bytes / unit, 2),
+        "bytes": None if counted is None else round(counted.bytes / unit, 2),
+        "cost_model_bytes": round(cost.get("bytes accessed", 0) / unit, 2),
+        "cycles": None if counted is None else counted.cycles,
+        "loops": [trips for _, trips in found.loops()],
+        "ops": {name: ops[name] for name in ("fusion", "while", "conditional") if ops[name]},
+        "compile_s": round(seconds, 1),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(report(Case(**json.loads(sys.argv[1])))))

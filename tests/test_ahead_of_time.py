@@ -1,0 +1,193 @@
+"""Programs compiled for TPUs that are not there: what they take. And how that is counted."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import ahead_of_time_grid as grid
+import hlo_text
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ahead_of_time import Case, compile_apart
+
+MOST = 1.5
+"""Temporaries, in units of the target logits."""
+
+CASES = {
+    Case("v5e", kind="normalized"): 0.1,
+    Case("v5e", rule="block", kind="probs"): 0.1,
+    Case("v5e", rule="synthetic", kind="logits", processed=True): MOST,
+    Case("v5e", kind="probs", implementation="xla_lazy"): 0.1,
+    Case("v5e", function="sample_draft_tokens", processed=True): 0.1,
+    Case("v5e", function="token_logprobs"): 0.1,
+    Case("v5e", function="apply_penalties"): 0.1,
+    Case("v5e", kind="normalized", parts=4): MOST,
+}
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("case", "most"), CASES.items(), ids=map(str, CASES))
+def test_temporaries_are_small_beside_the_logits(case, most):
+    report = compile_apart(case)
+    print(report)
+    assert "error" not in report, report
+    assert report["temporaries"] <= most
+
+
+@pytest.mark.aot
+def test_a_program_that_does_not_fit_is_reported():
+    """Float32 rows of 40,000 requests take 100 GB, a chip has 16."""
+    report = compile_apart(Case("v5e", function="apply_penalties", batch=40_000))
+    assert "RESOURCE_EXHAUSTED" in report["error"], report
+
+
+# What is counted in a program's text.
+
+LOOP = """HloModule jit_f
+
+%cut (p.0: f32[100,50], p.1: s32[]) -> f32[2,50] {
+  %p.0 = f32[100,50]{1,0} parameter(0)
+  %p.1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %slice.1 = f32[2,50]{1,0} dynamic-slice(%p.0, %p.1, %zero), dynamic_slice_sizes={2,50}
+}
+
+%body (state: (s32[], f32[100,50])) -> (s32[], f32[100,50]) {
+  %state = (s32[], f32[100,50]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = f32[100,50]{1,0} get-tuple-element(%state), index=1
+  %taken = f32[2,50]{1,0:S(1)} fusion(%x, %i), calls=%cut, backend_config={"estimated_cycles":"30"}
+  %doubled = f32[2,50]{1,0:S(1)} add(%taken, %taken), backend_config={"estimated_cycles":"5"}
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %out = (s32[], f32[100,50]{1,0}) tuple(%next, %x)
+}
+
+%condition (state.1: (s32[], f32[100,50])) -> pred[] {
+  %state.1 = (s32[], f32[100,50]{1,0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%state.1), index=0
+  %limit = s32[] constant(7)
+  ROOT %less = pred[] compare(%i.1, %limit), direction=LT
+}
+
+ENTRY %main (x.1: f32[100,50]) -> (s32[], f32[100,50]) {
+  %x.1 = f32[100,50]{1,0} parameter(0)
+  %start = s32[] constant(0)
+  %initial = (s32[], f32[100,50]{1,0}) tuple(%start, %x.1)
+  ROOT %loop = (s32[], f32[100,50]{1,0}) while(%initial), condition=%condition, body=%body
+}
+"""
+
+
+def test_a_loop_counts_by_its_trips_and_a_slice_by_what_it_takes():
+    program = hlo_text.Program.of(LOOP, trips=1000)
+    row, index = 2 * 50 * 4, 4  # bytes
+    moved = (index + row + row) + 3 * row + 3 * index  # the slice, the sum, the counter
+    counted = program.count()
+    assert [trips for _, trips in program.loops()] == [7]
+    assert counted.bytes == 7 * moved
+    assert counted.hbm_bytes == 7 * (index + row + 3 * index)  # the slice is kept in VMEM
+    assert counted.cycles == 7 * 35
+    assert program.ops()["fusion"] == 1
+
+
+def test_a_loop_that_depends_on_the_data_turns_as_often_as_is_said():
+    text = LOOP.replace("%limit = s32[] constant(7)", "%limit = s32[] add(%i.1, %i.1)")
+    assert [n for _, n in hlo_text.Program.of(text, trips=5).loops()] == [5]
+    text = text.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"3"}}')
+    assert [n for _, n in hlo_text.Program.of(text, trips=5).loops()] == [3]
+
+
+def test_of_two_branches_the_dearer_counts():
+    text = LOOP[: LOOP.index("ENTRY")].replace("constant(7)", "constant(2)")
+    text += """%idle (y: f32[100,50]) -> f32[100,50] {
+  ROOT %y = f32[100,50]{1,0} parameter(0)
+}
+
+%busy (z: f32[100,50]) -> f32[100,50] {
+  %z = f32[100,50]{1,0} parameter(0)
+  ROOT %copied = f32[100,50]{1,0} copy(%z)
+}
+
+ENTRY %main (x: f32[100,50], which: s32[]) -> f32[100,50] {
+  %x = f32[100,50]{1,0} parameter(0)
+  %which = s32[] parameter(1)
+  ROOT %chosen = f32[100,50]{1,0} conditional(%which, %x, %x), branch_computations={%idle, %busy}
+}
+"""
+    assert hlo_text.Program.of(text, trips=1).count().bytes == 2 * 100 * 50 * 4
+
+
+# The grid, and the page with its tables.
+
+PAGE = Path(__file__).parents[1] / "docs" / "tpu.md"
+
+
+@pytest.fixture
+def run_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs the grid in a folder of its own; each program takes what is said."""
+    page = tmp_path / "tpu.md"
+    page.write_text(f"Before.\n{grid.BEGIN}old{grid.END}After.\n")
+    monkeypatch.setattr(grid, "RESULTS", tmp_path / "results.json")
+    monkeypatch.setattr(grid, "DOCUMENT", page)
+    monkeypatch.setattr(grid, "version", lambda package: "0.0")
+
+    def run(*arguments: str, **takes: Any) -> tuple[int, str]:
+        report = {"temporaries": 0.1, "hbm_bytes": 1.0, "cycles": 2_000_000, "ops": {"fusion": 9}}
+        monkeypatch.setattr(grid, "compile_apart", lambda case: report | takes)
+        return grid.main([*arguments]), page.read_text()
+
+    return run
+
+
+def test_cases_are_compiled_again_alone_and_the_tables_keep_the_others(run_grid, tmp_path):
+    code, _ = run_grid("--only", "v5e,rule=greedy")
+    assert code == 0
+    code, text = run_grid("--only", "v5e,rule=greedy,batch=8,implementation=xla_lazy", cycles=7e6)
+    assert code == 0
+    assert text.startswith("Before.\n") and text.endswith("After.\n") and "old" not in text
+    line = "| greedy | none | {} | 0.10 | 0.10 | 1.00 | 1.00 | {} | 2.0 |"
+    assert line.format('`"xla_batched"`', 2.0) in text
+    assert line.format('`"xla_lazy"`', 7.0) in text
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert len(rows) == 5  # two forms of two batches, and the split vocabulary
+    assert run_grid("--tables") == (0, text)
+
+
+@pytest.mark.parametrize(
+    ("takes", "said"),
+    [
+        ({"temporaries": 1.6}, "temporaries 1.6, at most 1.5"),
+        ({"hbm_bytes": 21.0}, "hbm_bytes 21.0, at most 20.0"),
+        ({"error": "RESOURCE_EXHAUSTED: Ran out of memory"}, "Ran out of memory"),
+    ],
+)
+def test_a_program_beyond_its_bounds_fails_the_grid(run_grid, capsys, takes, said):
+    code, text = run_grid("--only", "v6e,rule=block,batch=8,implementation=xla_lazy", **takes)
+    assert code == 1
+    assert said in capsys.readouterr().out
+    assert ("does not fit" in text) == ("error" in takes)
+
+
+def test_the_pages_tables_are_those_of_the_results():
+    rows = json.loads(grid.RESULTS.read_text())["rows"]
+    assert len(rows) == len(list(grid.cases()))
+    text = PAGE.read_text()
+    assert f"{grid.BEGIN}\n{grid.tables(rows)}\n{grid.END}" in text
+    assert "compiled, never run" in text.lower()
+
+
+@pytest.mark.newest
+def test_the_pages_program_verifies_every_request():
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    scope: dict[str, Any] = {}
+    exec(compile(code, str(PAGE), "exec"), scope)
+    output = scope["output"]
+    assert output.status.tolist() == [0] * 4
+    best = jnp.argmax(scope["logits"].reshape(4, 3, -1)[:, 0], axis=1)
+    kept = np.asarray(output.num_accepted) > 0
+    np.testing.assert_array_equal(output.token_ids[kept, 0], best[kept])

@@ -1,0 +1,116 @@
+"""The forms of the XLA backend: which a platform gets, and blocks of requests, as TPUs run them."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import re
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+from jax_specdec._src.verify import api, xla
+
+from .batch import Layout, check, jitted, pack, verify
+from .cases import random_batch, random_request
+
+pytestmark = pytest.mark.newest
+
+BATCH, K, VOCAB = xla.BLOCK + 1, 1, 5
+
+
+@functools.cache
+def operations(implementation: str | None, platform: str) -> collections.Counter[str]:
+    """Of the program of a call, before it is compiled: how many there are of each kind."""
+    call = functools.partial(
+        sd.rejection_sample_with_noise,
+        implementation=implementation,
+        config=sd.SpecDecodeConfig(num_speculative_tokens=K),
+    )
+    traced = jax.jit(lambda *args, sampling: call(*args, sampling=sampling)).trace(
+        jnp.zeros((BATCH * (K + 1), VOCAB)),
+        sd.Drafts.from_dense(jnp.zeros((BATCH, K), jnp.int32)),
+        sd.Noise(jnp.zeros((BATCH, K)), jnp.zeros((BATCH, 2))),
+        sampling=sd.SamplingParams(jnp.ones(BATCH)),
+    )
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    found = collections.Counter(re.findall(r"stablehlo\.\w+", text))
+    for name in ("case", "constant", "return"):  # left over from choosing
+        del found[f"stablehlo.{name}"]
+    return found
+
+
+FORMS = {"cpu": "xla_lazy", "cuda": "xla_batched", "tpu": "xla_batched"}
+
+
+@pytest.mark.parametrize(("platform", "form"), FORMS.items(), ids=FORMS)
+def test_a_platform_gets_its_form_unless_another_is_named(platform, form):
+    (other,) = {"xla_lazy", "xla_batched"} - {form}
+    assert operations(None, platform) == operations("xla", platform)
+    assert operations("xla", platform) == operations(form, platform)
+    assert operations("xla", platform) != operations(other, platform)
+
+
+# Blocks.
+
+
+@jitted
+def in_blocks(*args: Any, **kwargs: Any) -> sd.RejectionSampleOutput:
+    """What a TPU runs."""
+
+    def as_on_tpu(*args: Any, default: Any = None, **forms: Any) -> Any:
+        return forms.get("tpu", default)(*args)
+
+    with (
+        mock.patch.object(jax.lax, "platform_dependent", as_on_tpu),
+        mock.patch.object(api, "_rejection_sample", api._rejection_sample.__wrapped__),
+    ):
+        return sd.rejection_sample_with_noise(*args, implementation="xla_batched", **kwargs)
+
+
+MANY = dict(num_speculative_tokens=3, num_requests=2 * xla.BLOCK + 3, num_drafts=50)
+STORED = dict(store_rows=64, has_valid=True, has_active=True)
+ONE_LAYOUT = Layout(
+    vocab=97, **MANY, **STORED, kind="normalized", has_filters=True, has_bitmask=True
+)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ONE_LAYOUT,
+        Layout(vocab=2049, **MANY, kind="probs", block=True, has_bonus=True),
+        pytest.param(Layout(vocab=97, **MANY), marks=pytest.mark.slow),
+        pytest.param(
+            Layout(vocab=97, **MANY, kind="probs", rates=(0.9, 0.5, 0.2)), marks=pytest.mark.slow
+        ),
+        pytest.param(Layout(vocab=97, **MANY, kind="logits", race=True), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_blocks_of_requests_give_the_tokens_of_the_oracle(layout):
+    for seed in range(8):
+        batch = random_batch(layout, seed)
+        output = verify(batch, in_blocks)
+        check(batch, output)
+        assert (output.num_emitted > 0).any()
+
+
+def test_bad_offsets_hurt_no_other_request_of_their_block():
+    """The rows of a block are no longer together: one request claims 20 drafts, of 3 at most."""
+    rng = np.random.default_rng(1)
+    requests = [random_request(ONE_LAYOUT, rng, 2, 1.0) for _ in range(5)]
+    batch = pack(requests, ONE_LAYOUT, 1)
+    offsets = np.full(MANY["num_requests"] + 1, 33, np.int32)
+    offsets[:7] = 0, 2, 22, 24, 27, 30, 33
+    batch = batch.replace(
+        drafts=sd.Drafts(batch.drafts.token_ids, offsets, batch.drafts.distribution)
+    )
+    output = verify(batch, in_blocks)
+    check(batch, output)
+    assert output.status[1] == sd.Status.BAD_INPUT
