@@ -90,6 +90,7 @@ def token_logprobs(
     distribution: Distribution = "raw",
     vocab_size: int | None = None,
     token_bitmask: jax.Array | None = None,
+    padded_rows: bool = False,
     sharding: VerifySharding | None = None,
 ) -> TokenLogprobs:
     """Log-probability of each emitted token, and of the likeliest alternatives at its position.
@@ -112,6 +113,7 @@ def token_logprobs(
       distribution: "raw" or "processed", static.
       vocab_size: as in `rejection_sample`.
       token_bitmask: as in `rejection_sample`.
+      padded_rows: as in `rejection_sample`, for rows with bonus rows.
       sharding: as in `rejection_sample`. Logits that are split over the vocabulary stay where they
         are: devices exchange sums, and their `num_top` likeliest tokens.
 
@@ -153,6 +155,7 @@ def token_logprobs(
         vocab_size,
         token_bitmask,
         sharding_lib.vocabulary_parts(sharding),
+        padded_rows,
     )
     k, n = config.num_speculative_tokens, drafts.token_ids.shape[0]
     batch, rows = output.num_emitted.shape[0], target_logits.shape[0]
@@ -163,7 +166,7 @@ def token_logprobs(
             jnp.full((*shape, num_top), PLACEHOLDER_TOKEN_ID, jnp.int32),
             jnp.full((*shape, num_top), jnp.nan, jnp.float32),
         )
-    has_bonus_rows = rows != n
+    has_bonus_rows = padded_rows or rows != n
     layout = ragged.unpack(drafts, k, has_bonus_rows)
     offset = jnp.arange(k + 1, dtype=jnp.int32)[None, :]
     num_rows = layout.num_drafts + int(has_bonus_rows)
@@ -197,7 +200,10 @@ def token_logprobs(
     def on_part(arrays: tuple[jax.Array, jax.Array | None, Emitted]) -> TokenLogprobs:
         logits, words, emitted = arrays
         if lies.batch_axis is not None:
-            first_row = lax.axis_index(lies.batch_axis) * logits.shape[0]
+            all_rows = n + int(has_bonus_rows) * batch
+            first_row = lax.axis_index(lies.batch_axis) * (
+                all_rows // lax.axis_size(lies.batch_axis)
+            )
             emitted = emitted._replace(row=emitted.row - first_row)
         return read(logits, words, emitted)
 
@@ -337,6 +343,7 @@ def _check(
     vocab_size: Any,
     token_bitmask: Any,
     vocabulary_parts: int,
+    padded_rows: bool,
 ) -> int:
     """The ids that count."""
     if not isinstance(config, SpecDecodeConfig):
@@ -345,10 +352,14 @@ def _check(
         raise TypeError(f"output must be a RejectionSampleOutput, but it is {described(output)}")
     batch = output.num_emitted.shape[0]
     bonus = None
-    if isinstance(drafts, Drafts) and np.shape(target_logits)[:1] == drafts.token_ids.shape:
+    if (
+        not padded_rows
+        and isinstance(drafts, Drafts)
+        and np.shape(target_logits)[:1] == drafts.token_ids.shape
+    ):
         bonus = jnp.zeros((batch,), jnp.int32)  # one was given
     given = target_logits, drafts, sampling, bonus, None, vocab_size, token_bitmask
-    checks.check_call(*given, vocabulary_parts=vocabulary_parts)
+    checks.check_call(*given, vocabulary_parts=vocabulary_parts, padded_rows=padded_rows)
     shape = (drafts.cu_num_draft_tokens.shape[0] - 1, config.num_speculative_tokens + 1)
     if output.token_ids.shape != shape or output.num_emitted.shape != shape[:1]:
         raise ValueError(

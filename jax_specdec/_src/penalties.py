@@ -111,6 +111,7 @@ def apply_penalties(
     penalties: Penalties,
     *,
     config: SpecDecodeConfig | None = None,
+    padded_rows: bool = False,
 ) -> jax.Array:
     """Penalize rows of logits; each row counts the drafts of its request that come before it.
 
@@ -130,6 +131,7 @@ def apply_penalties(
       drafts: what is verified; None for rows without drafts before them.
       penalties: of the sequences before this step.
       config: static settings; needed with drafts.
+      padded_rows: as in `rejection_sample`, for rows with bonus rows.
 
     Returns:
       float32 of the shape of `logits`. All of a request's rows are NaN where one of its penalties
@@ -156,7 +158,7 @@ def apply_penalties(
       ...     config=sd.SpecDecodeConfig(num_speculative_tokens=1)).tolist()
       [[1.0, 4.0, -8.0], [1.0, 1.5, -8.0]]
     """
-    _check(logits, drafts, penalties, config)
+    _check(logits, drafts, penalties, config, padded_rows)
     rows, batch = logits.shape[0], penalties.frequency.shape[0]
     if rows == 0 or batch == 0:
         return logits.astype(jnp.float32)
@@ -165,7 +167,8 @@ def apply_penalties(
         if drafts is None or config is None:
             return _penalize(logits, penalties, ())
         k = config.num_speculative_tokens
-        owner, offset, token_ids = ragged.rows(drafts, k, rows)
+        has_bonus_rows = padded_rows or rows != drafts.token_ids.shape[0]
+        owner, offset, token_ids = ragged.rows(drafts, k, rows, has_bonus_rows)
         before = [jnp.where(i < offset, token_ids[owner, i], -1) for i in range(k)]
         given = logits, penalties, owner, before
         if rows <= BLOCK:
@@ -221,7 +224,11 @@ def _penalize(logits: jax.Array, penalties: Penalties, before: Sequence[jax.Arra
 
 
 def _check(
-    logits: jax.Array, drafts: Drafts | None, penalties: Penalties, config: SpecDecodeConfig | None
+    logits: jax.Array,
+    drafts: Drafts | None,
+    penalties: Penalties,
+    config: SpecDecodeConfig | None,
+    padded_rows: bool,
 ) -> None:
     if not isinstance(penalties, Penalties):
         raise TypeError(f"penalties must be a Penalties, but it is {penalties!r:.80}")
@@ -261,6 +268,8 @@ def _check(
                 f"is {list(drafts.cu_num_draft_tokens.shape)}"
             )
         fitting, why = [n + batch, n], f"[N+B, V] = [{n}+{batch}, V] or [N, V]"
+        if padded_rows:
+            fitting, why = [*logits.shape[:1]], "[M, V] (padded_rows is true)"
     most = penalties.counts.shape[1]
     if logits.ndim != 2 or logits.shape[0] not in fitting or logits.shape[1] > most:
         raise ValueError(

@@ -91,13 +91,16 @@ def unpack(drafts: Drafts, num_speculative_tokens: int, has_bonus_rows: bool) ->
     return Layout(first_row, count, token_ids, draft_rows, in_bounds)
 
 
-def rows(drafts: Drafts, k: int, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def rows(
+    drafts: Drafts, k: int, num_rows: int, has_bonus_rows: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Whose rows of target logits are whose.
 
     Args:
       drafts: the packed drafts.
       k: K, static.
-      num_rows: M, static: N + B with bonus rows, N without.
+      num_rows: M, static.
+      has_bonus_rows: whether each request owns a bonus row after its draft rows.
 
     Returns:
       ``owner [M]``, the request of each row; ``offset [M]``, how many drafts of the request come
@@ -105,7 +108,6 @@ def rows(drafts: Drafts, k: int, num_rows: int) -> tuple[jax.Array, jax.Array, j
       bad offsets give to several requests, the first.
     """
     batch = drafts.cu_num_draft_tokens.shape[0] - 1
-    has_bonus_rows = num_rows != drafts.token_ids.shape[0]
     layout = unpack(drafts, k, has_bonus_rows)
     request = jnp.arange(batch, dtype=jnp.int32)[:, None]
     offset = jnp.arange(k + 1, dtype=jnp.int32)[None, :]

@@ -45,6 +45,7 @@ def rejection_sample(
     active: jax.Array | None = None,
     vocab_size: int | None = None,
     token_bitmask: jax.Array | None = None,
+    padded_rows: bool = False,
     implementation: Implementation | None = None,
     kernel_config: KernelConfig | None = None,
     sharding: VerifySharding | None = None,
@@ -82,6 +83,10 @@ def rejection_sample(
       token_bitmask: ``[M, ceil(V/32)]`` int32 or uint32, M the rows of `target_logits`, or None.
         Token ``id`` is allowed in a row where bit ``id % 32`` of its word ``id // 32`` is set, and
         has ``p = 0`` elsewhere, whatever its logit.
+      padded_rows: static; whether `target_logits` (and `token_bitmask`) may have another number of
+        rows M: more, the last of which are padding and never read, or fewer, where rows of inactive
+        requests are left out. An active request whose rows lie past the end is BAD_INPUT, alone.
+        Over a mesh's batch axis, each device's M / n rows begin with those of its requests.
       implementation: "mosaic_gpu" (Hopper GPUs and newer), "xla", or None for the first that
         supports the call; see `which_implementation`. A named one never falls back. "xla" has two
         forms and chooses by platform; "xla_lazy" walks requests one after another and reads rows
@@ -137,6 +142,7 @@ def rejection_sample(
         ),
         config,
         vocab_size,
+        padded_rows,
         implementation,
         kernel_config,
         sharding,
@@ -154,6 +160,7 @@ def rejection_sample_with_noise(
     active: jax.Array | None = None,
     vocab_size: int | None = None,
     token_bitmask: jax.Array | None = None,
+    padded_rows: bool = False,
     implementation: Implementation | None = None,
     kernel_config: KernelConfig | None = None,
     sharding: VerifySharding | None = None,
@@ -185,6 +192,7 @@ def rejection_sample_with_noise(
         CallArrays(target_logits, drafts, noise, sampling, bonus_token_ids, active, token_bitmask),
         config,
         vocab_size,
+        padded_rows,
         implementation,
         kernel_config,
         sharding,
@@ -236,6 +244,7 @@ def _call(
     arrays: CallArrays,
     config: SpecDecodeConfig,
     vocab_size: int | None,
+    padded_rows: bool,
     implementation: Implementation | None,
     kernel_config: KernelConfig | None,
     sharding: VerifySharding | None,
@@ -247,7 +256,7 @@ def _call(
         raise TypeError(f"config must be a SpecDecodeConfig, but it is {config!r:.80}")
     logits, drafts, randomness, sampling, bonus_token_ids, active, token_bitmask = arrays
     given = logits, drafts, sampling, bonus_token_ids, active, vocab_size, token_bitmask
-    checks.check_call(*given, vocabulary_parts=parts)
+    checks.check_call(*given, vocabulary_parts=parts, padded_rows=padded_rows)
     batch = sampling.temperature.shape[0]
     if isinstance(randomness, tuple):
         checks.check_keys(*randomness, batch)

@@ -63,6 +63,7 @@ def check_call(
     token_bitmask: Any = None,
     *,
     vocabulary_parts: int = 1,
+    padded_rows: bool = False,
 ) -> None:
     """Check everything but the noise; `target_logits` hold one of so many parts of V.
 
@@ -86,8 +87,17 @@ def check_call(
     else:
         rows, why = n, f"[N, V] = [{n}, V] (bonus_token_ids is given)"
         _array("bonus_token_ids", bonus_token_ids, (batch,), ("int32",), f"[B] = [{batch}]")
-    _check_rows(target_logits, rows, why, batch, n)
-    _array("target_logits", target_logits, (rows, "V"), _LOGITS, why)
+    if not isinstance(padded_rows, bool):
+        raise TypeError(f"padded_rows must be True or False, but it is {described(padded_rows)}")
+    if padded_rows:
+        why = "[M, V], any M from 1 on (padded_rows is true)"
+        _array("target_logits", target_logits, ("M", "V"), _LOGITS, why)
+        rows = target_logits.shape[0]
+        if rows < 1:
+            raise ValueError(f"target_logits must have shape {why}, but its M is 0")
+    else:
+        _check_rows(target_logits, rows, why, batch, n)
+        _array("target_logits", target_logits, (rows, "V"), _LOGITS, why)
     v = target_logits.shape[1]
     if v < 1:
         raise ValueError("target_logits must have at least one column, but its V is 0")

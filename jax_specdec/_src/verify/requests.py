@@ -47,8 +47,10 @@ def unpack(arrays: CallArrays, k: int) -> Request:
     """Everything but the rows, batched; each with the status that it begins with."""
     drafts, sampling, noise = arrays.drafts, arrays.sampling, arrays.randomness
     layout = ragged.unpack(drafts, k, has_bonus_rows=arrays.bonus_token_ids is None)
-    temperature = sampling.temperature
+    temperature, has_bonus_rows = sampling.temperature, arrays.bonus_token_ids is None
     valid_input = layout.in_bounds & sampling_lib.is_valid(sampling)
+    end = layout.first_row + layout.num_drafts + int(has_bonus_rows)
+    valid_input &= end <= arrays.target_logits.shape[0]  # or its rows were left out
     if isinstance(noise, tuple):
         keys, positions = noise
         noise = draw_noise(keys, positions, k)

@@ -33,6 +33,7 @@ def validate(
     vocab_size: int | None = None,
     token_bitmask: jax.Array | None = None,
     positions: jax.Array | None = None,
+    padded_rows: bool = False,
 ) -> None:
     """Raise for any input that `rejection_sample` would answer with a status, or would pass over.
 
@@ -49,6 +50,7 @@ def validate(
       vocab_size: as in `rejection_sample`.
       token_bitmask: as in `rejection_sample`.
       positions: as in `rejection_sample`; None where the noise is given.
+      padded_rows: as in `rejection_sample`.
 
     Raises:
       TypeError: an argument of the wrong type or dtype.
@@ -71,9 +73,8 @@ def validate(
         raise TypeError(f"config must be a SpecDecodeConfig, but it is {described(config)}")
     k = config.num_speculative_tokens
     sampling, positions = checks.taken(drafts, sampling, positions)
-    checks.check_call(
-        target_logits, drafts, sampling, bonus_token_ids, active, vocab_size, token_bitmask
-    )
+    given = target_logits, drafts, sampling, bonus_token_ids, active, vocab_size, token_bitmask
+    checks.check_call(*given, padded_rows=padded_rows)
     size = target_logits.shape[1] if vocab_size is None else vocab_size
     cu = np.asarray(drafts.cu_num_draft_tokens)
     batch, n = len(cu) - 1, drafts.token_ids.shape[0]
@@ -100,6 +101,11 @@ def validate(
                 )
         first = cu[b] + (b if bonus_token_ids is None else 0)
         last = cu[b + 1] + (b + 1 if bonus_token_ids is None else 0)
+        if last > len(logits):
+            raise ValueError(
+                f"target_logits must have the rows of every active request, but request {b} owns "
+                f"rows {first} to {last - 1} of {len(logits)}"
+            )
         for row in range(first, last):
             _check_logits("target_logits", row, logits[row])
         if bonus_token_ids is not None and not 0 <= bonus_token_ids[b] < size:

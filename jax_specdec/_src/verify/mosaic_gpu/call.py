@@ -90,6 +90,7 @@ def verify(
         size=size,
         has_bonus_rows=bonus_token_ids is None,
         num_drafts=token_ids.shape[0],
+        num_rows=token_ids.shape[0] + (num_requests if bonus_token_ids is None else 0),
         rates=rule.conditional_rates,
         block=rule.is_block,
         is_plain=not hides and not rule.is_block,

@@ -28,6 +28,7 @@ class Call:
       size: ids that count.
       has_bonus_rows: whether each request owns a row after those of its drafts.
       num_drafts: length of the flattened draft axis.
+      num_rows: target rows where none is left out.
       rates: conditional rates of the synthetic rule, or None.
       block: whether sampled requests follow the block rule.
       is_plain: whether nothing is masked or filtered, nor `block`: registers are left to weigh rows
@@ -42,6 +43,7 @@ class Call:
     size: int
     has_bonus_rows: bool
     num_drafts: int
+    num_rows: int
     rates: tuple[float, ...] | None
     block: bool
     is_plain: bool
@@ -105,6 +107,8 @@ class Request:
         valid = in_bounds & sampling_lib.is_valid(sampling)
         if self._key is not None:
             valid &= self._position >= 0
+        if refs["target"].shape[0] < call.num_rows:
+            valid &= self.first_row + self.num_rows <= refs["target"].shape[0]
         self.status = jnp.where(valid, jnp.int32(Status.OK), jnp.int32(Status.BAD_INPUT))
         if "active" in flags:
             self.status = jnp.where(flags["active"] == 0, jnp.int32(Status.INACTIVE), self.status)

@@ -1,0 +1,152 @@
+"""Target logits of another number of rows than the drafts ask for: padded, or cut off."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+from jax_specdec._src import compat
+from jax_specdec._src.verify.mosaic_gpu import call
+from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
+from jax_specdec._src.verify.requests import CallArrays
+from jax_specdec._src.verify.rules import Rule
+
+from .batch import Batch, Layout, jitted, oracle, verify
+from .cases import random_batch
+
+LAYOUT = Layout(
+    vocab=97, num_speculative_tokens=3, num_requests=6, num_drafts=16, kind="logits", store_rows=20
+)
+WITHOUT_BONUS_ROWS = Layout(
+    vocab=97, num_speculative_tokens=3, num_requests=6, num_drafts=16, has_bonus=True
+)
+
+
+@functools.cache
+def padded(implementation: sd.Implementation | None) -> Any:
+    return jitted(
+        functools.partial(
+            sd.rejection_sample_with_noise, padded_rows=True, implementation=implementation
+        )
+    )
+
+
+@jitted
+def by_kernel(logits: Any, drafts: Any, noise: Any, **given: Any) -> sd.RejectionSampleOutput:
+    config, sampling = given["config"], given["sampling"]
+    arrays = CallArrays(logits, drafts, noise, sampling, given.get("bonus_token_ids"), None, None)
+    return call.verify(
+        arrays,
+        Rule("standard", None),
+        k=config.num_speculative_tokens,
+        size=logits.shape[1],
+        config=KernelConfig(max_cluster=1),
+        interpret=compat.interpret_gpu_params(),
+    )
+
+
+def ends(batch: Batch) -> np.ndarray:
+    """Where the rows of each request end."""
+    offsets = np.asarray(batch.drafts.cu_num_draft_tokens)[1:]
+    return offsets if batch.layout.has_bonus else offsets + np.arange(1, len(offsets) + 1)
+
+
+FORMS = {"lazy": padded("xla_lazy"), "batched": padded("xla_batched"), "kernel": by_kernel}
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("form", "layout"),
+    [
+        *[
+            (form, layout)
+            for form in ("lazy", "batched")
+            for layout in (LAYOUT, WITHOUT_BONUS_ROWS)
+        ],
+        ("kernel", LAYOUT),
+        pytest.param("kernel", WITHOUT_BONUS_ROWS, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_requests_whose_rows_are_there_are_verified_and_others_are_bad_input(form, layout):
+    verifier, missing = FORMS[form], 0
+    for seed in range(2 if form == "kernel" else 4):
+        batch = random_batch(layout, seed, broken=0)
+        want, logits = oracle(batch), np.asarray(batch.target_logits)
+        padding = np.full((7, layout.vocab), np.nan, logits.dtype)
+        for those in (np.concatenate([logits, padding]), logits[:9]):
+            output = verify(batch.replace(target_logits=those), verifier)
+            there = ends(batch) <= len(those)
+            missing += np.count_nonzero(~there)
+            assert there.any()
+            np.testing.assert_array_equal(output.token_ids[there], want.token_ids[there])
+            np.testing.assert_array_equal(output.status[there], want.status[there])
+            assert (output.status[~there] == sd.Status.BAD_INPUT).all()
+            assert (output.token_ids[~there] == -1).all()
+    assert missing > 1
+
+
+def arguments(num_rows: int, active: list[bool]) -> tuple[Any, ...]:
+    """Two drafts for the first of four requests, one for the second: five rows, then padding."""
+    logits = jax.random.normal(jax.random.key(0), (num_rows, 9))
+    drafts = sd.Drafts.from_flat(jnp.array([1, 2, 3, -1]), jnp.array([2, 1, 0, 0]))
+    named = dict(
+        sampling=sd.SamplingParams(jnp.zeros(4)),
+        config=sd.SpecDecodeConfig(num_speculative_tokens=2),
+    )
+    keys = dict(keys=jax.random.split(jax.random.key(1), 4), positions=jnp.arange(4))
+    return logits, drafts, named, keys, jnp.array(active)
+
+
+def test_rows_of_inactive_requests_may_be_left_out():
+    logits, drafts, named, keys, active = arguments(5, [True, True, False, False])
+    output = sd.rejection_sample(logits, drafts, **named, **keys, active=active, padded_rows=True)
+    assert output.status.tolist() == [0, 0, sd.Status.INACTIVE, sd.Status.INACTIVE]
+    best = jnp.argmax(logits, axis=1)
+    assert output.token_ids[:2, 0].tolist() == [best[0], best[3]]
+    found = sd.token_logprobs(logits, drafts, output, **named, padded_rows=True)
+    log_softmax = jax.nn.log_softmax(logits, axis=1)
+    np.testing.assert_allclose(
+        found.logprobs[:2, 0], [log_softmax[0].max(), log_softmax[3].max()], rtol=1e-5
+    )
+    sd.validate(logits, drafts, **named, active=active, padded_rows=True)
+    zeros = jnp.zeros((4, 9), jnp.int32)
+    penalties = sd.Penalties(
+        jnp.zeros(4), jnp.ones(4), jnp.ones(4), zeros.at[1, 7].set(1), zeros.astype(bool)
+    )
+    config = named["config"]
+    penalized = sd.apply_penalties(logits, drafts, penalties, config=config, padded_rows=True)
+    expected = np.array(logits)
+    expected[[3, 4], 7] -= 1  # was generated
+    expected[[1, 2], 1] -= 1  # are drafted before
+    expected[2, 2] -= 1
+    expected[4, 3] -= 1
+    np.testing.assert_allclose(penalized, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "given", "error", "sentence"),
+    [
+        (7, {}, ValueError, "target_logits must have shape"),
+        (7, {"padded_rows": 1}, TypeError, "padded_rows must be True or False, but it is"),
+        (0, {"padded_rows": True}, ValueError, "any M from 1 on .*, but its M is 0"),
+    ],
+)
+def test_other_numbers_of_rows_are_refused_unless_they_are_asked_for(
+    num_rows, given, error, sentence
+):
+    logits, drafts, named, keys, active = arguments(num_rows, [True] * 4)
+    with pytest.raises(error, match=sentence):
+        sd.rejection_sample(logits, drafts, **named, **keys, active=active, **given)
+
+
+def test_validate_says_whose_rows_are_missing():
+    logits, drafts, named, _, active = arguments(5, [True] * 4)
+    with pytest.raises(ValueError, match="request 2 owns rows 5 to 5 of 5"):
+        sd.validate(logits, drafts, **named, active=active, padded_rows=True)
