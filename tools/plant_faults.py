@@ -82,9 +82,9 @@ FAULTS = {
         "verify/test_xla_all_at_once.py",
     ),
     "rows read at once: ids of the tile before are drawn with the last tile": Fault(
-        "verify/batched.py",
-        "inside = ids // tiles.TILE == chosen[:, None]",
-        "inside = ids >= 0",
+        "verify/resample.py",
+        "is_inside = ids // tiles.TILE == tile[:, None]",
+        "is_inside = ids >= 0",
         "verify/test_xla_all_at_once.py verify/test_numbers.py",
     ),
     "blocks of requests: the last one's requests are those of the block before": Fault(
@@ -96,16 +96,34 @@ FAULTS = {
         "jnp.stack((w, x), axis=-1)",
         "test_keys.py",
     ),
-    "a part of the vocabulary loses its first id": Fault(
-        "verify/vocabulary_shard.py",
-        "return (ids >= self.first_id) & (ids < self.first_id + self.width)",
-        "return (ids > self.first_id) & (ids < self.first_id + self.width)",
+    "a part of the vocabulary begins too late": Fault(
+        "verify/batched.py",
+        "None if exchange.axis is None else exchange.part * width",
+        "None if exchange.axis is None else exchange.part * (width + 1)",
         "verify/test_sharded.py",
     ),
+    "a tile that an edge between parts cuts is the first part's": Fault(
+        "verify/resample.py",
+        "piece = jax.vmap(tiles.pick)(held, u)[:, None]",
+        "piece = jnp.zeros_like(chosen)[:, None]",
+        "verify/test_sharded.py",
+    ),
+    "a threshold of a split row is found by one part": Fault(
+        "verify/rows.py",
+        "lambda fn: exchange.sum(sum_of(fn(self._read(*of)))),",
+        "lambda fn: sum_of(fn(self._read(*of))),",
+        "verify/test_sharded.py",
+    ),
+    "rows past the end are read": Fault(
+        "verify/requests.py",
+        "valid_input &= end <= arrays.target_logits.shape[0]",
+        "valid_input &= end <= arrays.target_logits.shape[0] + 100",
+        "verify/test_padded_rows.py",
+    ),
     "a part counts tiles from its own first id": Fault(
-        "verify/vocabulary_shard.py",
-        "first = weights.target.first_id // tiles.TILE",
-        "first = (weights.target.first_id + tiles.TILE - 1) // tiles.TILE",
+        "verify/resample.py",
+        "return self.target.first // tiles.TILE",
+        "return (self.target.first + tiles.TILE - 1) // tiles.TILE",
         "verify/test_sharded.py",
     ),
     "kernel: the last of many tiles is not weighed": Fault(
@@ -130,7 +148,7 @@ FAULTS = {
     ),
     "a drafter draws with the verifier's bits": Fault(
         "drafting/sample.py",
-        "lambda key, position: uniforms(key, position, Stream.DRAFT, offset)",
+        "return uniforms(key, position, Stream.DRAFT, offset)",
         "lambda key, position: uniforms(key, position, Stream.ACCEPT, offset)",
         "drafting/test_sample.py",
     ),
