@@ -36,6 +36,7 @@ from jax.sharding import PartitionSpec as P
 from verify_cases import STANDARD, Case
 
 import jax_specdec as sd
+from jax_specdec._src.verify import tiles
 
 AXIS = "vocabulary"
 WAYS = ("split", "gathered", "one", "empty", "split in graphs", "empty in graphs")
@@ -84,9 +85,13 @@ def empty_call(case: Case, last: jax.Array) -> jax.Array:
     def words(x: jax.Array, count: int) -> jax.Array:  # no two alike: equal ones are not sent
         return x[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
 
-    told = lax.all_gather(words(last, 3 * (case.k + 1) + case.k), AXIS).sum((0, 2), dtype=jnp.int32)
-    held = lax.all_gather(words(told, 6), AXIS).sum((0, 2), dtype=jnp.int32)
-    return lax.rem(lax.psum(held, AXIS), jnp.int32(5))
+    def gathered(x: jax.Array, count: int) -> jax.Array:
+        return lax.all_gather(words(x, count), AXIS).sum((0, 2), dtype=jnp.int32)
+
+    parts = lax.axis_size(AXIS)
+    masses = 2 * tiles.tiles_of_part(case.vocabulary // parts, parts)
+    statistics = gathered(last, 4 * (case.k + 1) + case.k)
+    return lax.rem(lax.psum(gathered(statistics, masses), AXIS), jnp.int32(5))
 
 
 def chain(way: str, case: Case, trips: int, sets: Any, temperature: Any, key_data: Any) -> Any:

@@ -149,7 +149,7 @@ FAULTS = {
     "a drafter draws with the verifier's bits": Fault(
         "drafting/sample.py",
         "return uniforms(key, position, Stream.DRAFT, offset)",
-        "lambda key, position: uniforms(key, position, Stream.ACCEPT, offset)",
+        "return uniforms(key, position, Stream.ACCEPT, offset)",
         "drafting/test_sample.py",
     ),
     "a stored row of another position is used": Fault(
