@@ -520,10 +520,10 @@ class _Phases:
     def sources(self, request: Request, known: Known) -> Source:
         """What the token after each position would be drawn from by the block rule, ``[K+1]``."""
         target, draft = self._known(known)
-        seen, p = decide.weigh(_local(request), target, draft)
+        found, p = decide.joint_weights(_local(request), target, draft)
         positions = jnp.arange(p.shape[0], dtype=jnp.int32)
-        return jax.vmap(lambda i, seen: decide.source_of(request, i, seen, self.target.size))(
-            positions, seen
+        return jax.vmap(lambda i, found: decide.source_of(request, i, found, self.target.size))(
+            positions, found
         )
 
     def masses(self, source: Source, requests: Request) -> jax.Array:
@@ -558,7 +558,7 @@ class _Phases:
           source: what each is drawn from.
           masses: ``[num_parts, B, 2, n]``.
           recover: ``[B, 2]`` uniforms for tile and token.
-          requests: tell a kernel which of them draw a token.
+          requests: by which a kernel skips those that draw no token.
         """
         assert recover is not None
         weights, exchange, kernels = self.weights, self.split.exchange, self._draw_kernels

@@ -124,7 +124,7 @@ def check_call(
 
 
 def _check_rows(target_logits: Any, rows: int, why: str, batch: int, n: int) -> None:
-    """Say which mistake it is where the shape of the logits tells.
+    """Name the mistake where the shape of the logits shows it.
 
     Raises:
       ValueError: logits of a rectangle, or of another number of drafts per request.

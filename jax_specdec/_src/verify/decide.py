@@ -1,7 +1,7 @@
 """Phase 2: one request's walk over its positions, and the tokens it emits.
 
-`look` reads one position; `visit` judges its draft by the standard rule, `judge` the drafts before
-it by the block rule; `emit` turns the number accepted into tokens. All are functions of one
+`read_position` reads one position; `visit` judges its draft by the standard rule, `judge` the drafts
+before it by the block rule; `emit` turns the number accepted into tokens. All are functions of one
 request: a backend maps them over the batch.
 """
 
@@ -40,7 +40,7 @@ class Request(NamedTuple):
       recover: ``[2]`` float32 uniforms, or None where `exponential` is given.
       exponential: ``[V]`` float32 noise of a race, or None.
       bonus_token_id: ``[]`` int32, or None where the bonus row follows the draft rows.
-      status: ``[]`` int32, not OK where the request must not be looked at.
+      status: ``[]`` int32, not OK where none of its rows may be read.
     """
 
     first_row: jax.Array
@@ -81,7 +81,7 @@ class Request(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """What a request's position showed.
+    """What was read at a position of a request.
 
     Attributes:
       accepted: ``[]`` bool.
@@ -130,12 +130,12 @@ def read_rows(
     return Visit(jnp.bool_(False), status.astype(jnp.int32), stats, scale, jnp.float32(1))
 
 
-def look(
+def read_position(
     request: Request, position: jax.Array, target: TargetRows, draft: DraftRows | None
 ) -> tuple[Visit, jax.Array, jax.Array]:
     """Read the rows of one position, and p and q of its draft: 1 or 0 and 1 if greedy."""
-    seen = read_rows(request, position, target, draft)
-    row, inv, stats = request.first_row + position, request.inv_temperature, seen.stats
+    found = read_rows(request, position, target, draft)
+    row, inv, stats = request.first_row + position, request.inv_temperature, found.stats
     place = request.place(position)
     token_id = request.token_ids[place]
 
@@ -144,30 +144,30 @@ def look(
         lambda: rules.accepts_greedy(token_id, target.best(row, stats)).astype(jnp.float32),
         lambda: stats.scale(inv).probs(target.at(row, token_id, stats.threshold), inv),
     )
-    q, status = jnp.float32(1), seen.status
+    q, status = jnp.float32(1), found.status
     if draft is not None:
-        stored_q = draft.at(request.draft_rows[place], token_id, seen.scale, inv)
+        stored_q = draft.at(request.draft_rows[place], token_id, found.scale, inv)
         uses_q = request.uses_q(position, target.size)
         q = jnp.where(uses_q, stored_q, q)
         bad_q = uses_q & ~((q >= 0) & (q < jnp.inf)) & (status == Status.OK)
         status = jnp.where(bad_q, Status.BAD_DRAFT_ROW, status)
-    return seen._replace(status=status), p, q
+    return found._replace(status=status), p, q
 
 
 def visit(
     request: Request, position: jax.Array, target: TargetRows, draft: DraftRows | None
 ) -> Visit:
     """Read the rows of one position and judge its draft by the greedy or the standard rule."""
-    seen, p, q = look(request, position, target, draft)
+    found, p, q = read_position(request, position, target, draft)
     accepted = rules.accepts(request.uniform(position), p, q)
-    accepted &= request.is_proposed(position, target.size) & (seen.status == Status.OK)
-    return seen._replace(accepted=accepted)
+    accepted &= request.is_proposed(position, target.size) & (found.status == Status.OK)
+    return found._replace(accepted=accepted)
 
 
 def judge(
     request: Request,
     position: jax.Array,
-    seen: Visit,
+    found: Visit,
     p: jax.Array,
     target: TargetRows,
     draft: DraftRows | None,
@@ -178,7 +178,7 @@ def judge(
     Args:
       request: the request.
       position: ``[]`` int32.
-      seen: what was seen there, with the joint weight of the drafts before it; after the last
+      found: what was read there, with the joint weight of the drafts before it; after the last
         draft only that weight counts.
       p: ``[]`` float32, target probability of the draft there.
       target: target rows.
@@ -186,16 +186,16 @@ def judge(
       residual_mass: how the mass of a stored draft's residual is found.
 
     Returns:
-      What was seen; `accepted` says whether the drafts before the position are kept.
+      The same; `accepted` says whether the drafts before the position are accepted.
     """
     mass = jnp.where(
         request.is_proposed(position, target.size),
-        rules.one_hot_residual_mass(seen.weight, p),
-        seen.weight,
+        rules.one_hot_residual_mass(found.weight, p),
+        found.weight,
     )
-    status = seen.status
+    status = found.status
     if draft is not None:
-        source = source_of(request, position, seen, target.size)
+        source = source_of(request, position, found, target.size)
         mass = lax.cond(
             request.uses_q(position, target.size),
             lambda: residual_mass(source, target, draft),
@@ -203,7 +203,7 @@ def judge(
         )
         bad_q = jnp.isnan(mass) & (status == Status.OK)
         status = jnp.where(bad_q, Status.BAD_DRAFT_ROW, status)
-    return seen._replace(accepted=passes(request, position, seen.weight, mass), status=status)
+    return found._replace(accepted=passes(request, position, found.weight, mass), status=status)
 
 
 def passes(request: Request, position: jax.Array, weight: jax.Array, mass: jax.Array) -> jax.Array:
@@ -218,9 +218,9 @@ def eager_walk(
     """All positions at once; what lies past the first that is not accepted is dropped."""
     k = request.token_ids.shape[0]
     positions = jnp.arange(k + 1, dtype=jnp.int32)
-    seen = jax.vmap(lambda i: visit(request, i, target, draft))(positions)
-    num_accepted = tiles.first(~seen.accepted)
-    last = jax.tree.map(lambda x: x[num_accepted], seen)
+    found = jax.vmap(lambda i: visit(request, i, target, draft))(positions)
+    num_accepted = tiles.first(~found.accepted)
+    last = jax.tree.map(lambda x: x[num_accepted], found)
     visited = num_accepted < request.num_rows
     return num_accepted, last._replace(status=jnp.where(visited, last.status, Status.OK))
 
@@ -232,17 +232,19 @@ def num_accepted_by_rate(request: Request, rates: jax.Array, size: int) -> jax.A
     return tiles.first(~(proposed & jax.vmap(rules.accepts_synthetic)(request.accept, rates)))
 
 
-def weigh(request: Request, target: TargetRows, draft: DraftRows | None) -> tuple[Visit, jax.Array]:
+def joint_weights(
+    request: Request, target: TargetRows, draft: DraftRows | None
+) -> tuple[Visit, jax.Array]:
     """All positions at once, with the joint weights of the drafts before them, and their p."""
     k = request.token_ids.shape[0]
     positions = jnp.arange(k + 1, dtype=jnp.int32)
-    seen, p, q = jax.vmap(lambda i: look(request, i, target, draft))(positions)
+    found, p, q = jax.vmap(lambda i: read_position(request, i, target, draft))(positions)
 
     def step(weight: jax.Array, draft: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         return rules.joint_weight(weight, *draft), weight
 
     _, weights = lax.scan(step, jnp.float32(1), (p, q), unroll=True)
-    return seen._replace(weight=weights), p
+    return found._replace(weight=weights), p
 
 
 def eager_block_walk(
@@ -252,20 +254,20 @@ def eager_block_walk(
     residual_mass: ResidualMass = residual_mass,
 ) -> tuple[jax.Array, Visit]:
     """All positions at once."""
-    seen, p = weigh(request, target, draft)
+    found, p = joint_weights(request, target, draft)
     positions = jnp.arange(p.shape[0], dtype=jnp.int32)
 
-    def judged(i: jax.Array, seen: Visit, p: jax.Array) -> Visit:
-        return judge(request, i, seen, p, target, draft, residual_mass)
+    def judged(i: jax.Array, found: Visit, p: jax.Array) -> Visit:
+        return judge(request, i, found, p, target, draft, residual_mass)
 
-    seen = jax.vmap(judged)(positions, seen, p)
+    found = jax.vmap(judged)(positions, found, p)
     proposed = jax.vmap(functools.partial(request.is_proposed, size=target.size))(positions)
-    goes_on = proposed & (jnp.append(seen.weight[1:], 0.0) > 0) & (seen.status == Status.OK)
+    goes_on = proposed & (jnp.append(found.weight[1:], 0.0) > 0) & (found.status == Status.OK)
     stop = tiles.first(~goes_on)
-    num_accepted = jnp.max(jnp.where((positions <= stop) & seen.accepted, positions, 0))
-    last = jax.tree.map(lambda x: x[num_accepted], seen)
+    num_accepted = jnp.max(jnp.where((positions <= stop) & found.accepted, positions, 0))
+    last = jax.tree.map(lambda x: x[num_accepted], found)
     visited = proposed[stop] | ((num_accepted == stop) & (stop < request.num_rows))
-    return num_accepted, last._replace(status=jnp.where(visited, seen.status[stop], Status.OK))
+    return num_accepted, last._replace(status=jnp.where(visited, found.status[stop], Status.OK))
 
 
 def emit(
@@ -280,7 +282,7 @@ def emit(
     Args:
       request: the request.
       num_accepted: ``[]`` int32, drafts kept.
-      last: what was seen at position `num_accepted`; its `accepted` is not looked at.
+      last: what was read at position `num_accepted`; its `accepted` does not matter.
       target: target rows.
       draft: draft rows, or None.
 
@@ -296,16 +298,16 @@ def emit(
     return assemble(request, num_accepted, last.status, token_id, bad_draft)
 
 
-def source_of(request: Request, position: jax.Array, seen: Visit, size: int) -> Source:
+def source_of(request: Request, position: jax.Array, found: Visit, size: int) -> Source:
     """What the token after `position` drafts is drawn from."""
     place, proposed = request.place(position), request.is_proposed(position, size)
     return Source(
         row=request.first_row + position,
         draft_row=request.draft_rows[place],
         token_id=jnp.clip(request.token_ids[place], 0, size - 1),
-        stats=seen.stats,
-        scale=seen.scale,
-        weight=seen.weight,
+        stats=found.stats,
+        scale=found.scale,
+        weight=found.weight,
         from_residual=proposed & request.stored,
         without_token=proposed & ~request.stored,
         inv_temperature=request.inv_temperature,

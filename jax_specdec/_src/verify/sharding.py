@@ -142,7 +142,7 @@ def resolve(
       noise: explicit noise, or keys.
 
     Raises:
-      ValueError: an axis that does not divide; draft storage of which no part can be told.
+      ValueError: an axis that does not divide; draft storage that may be whole or a part.
       NotImplementedError: what is not served over a split vocabulary.
     """
     if sharding is not None:

@@ -40,17 +40,7 @@ def validate(
     Reads every array on the host: for tests and for bringing up a new serving loop, not for the
     hot path. Rows of inactive slots, and of drafts past the offsets, are not looked at.
 
-    Args:
-      target_logits: as in `rejection_sample`.
-      drafts: as in `rejection_sample`.
-      sampling: as in `rejection_sample`.
-      config: as in `rejection_sample`.
-      bonus_token_ids: as in `rejection_sample`.
-      active: as in `rejection_sample`.
-      vocab_size: as in `rejection_sample`.
-      token_bitmask: as in `rejection_sample`.
-      positions: as in `rejection_sample`; None where the noise is given.
-      padded_rows: as in `rejection_sample`.
+    Arguments are those of `rejection_sample`; ``positions`` are None where the noise is given.
 
     Raises:
       TypeError: an argument of the wrong type or dtype.

@@ -31,9 +31,9 @@ from jax_specdec._src.verify.decide import (
     Visit,
     emit,
     judge,
-    look,
     num_accepted_by_rate,
     passes,
+    read_position,
     read_rows,
     visit,
 )
@@ -180,8 +180,8 @@ def _lazy_walk(
 
     def step(state: tuple[jax.Array, Visit]) -> tuple[jax.Array, Visit]:
         position, _ = state
-        seen = visit(request, position, target, draft)
-        return position + 1, seen
+        found = visit(request, position, target, draft)
+        return position + 1, found
 
     position, last = lax.while_loop(
         goes_on, step, (jnp.int32(0), Visit.nothing(request, target.size))
@@ -194,11 +194,11 @@ class _Block(NamedTuple):
     """Block verification after some positions.
 
     Attributes:
-      position: ``[]`` int32, the next to look at.
+      position: ``[]`` int32, the next to read.
       weight: ``[]`` float32, joint weight of the drafts before it.
-      status: ``[]`` int32, of the positions looked at.
-      num_accepted: ``[]`` int32, the most drafts that may be kept, by what was seen.
-      last: what was seen after them.
+      status: ``[]`` int32, of the positions read.
+      num_accepted: ``[]`` int32, the most drafts that may be accepted, by what was read.
+      last: what was read after them.
     """
 
     position: jax.Array
@@ -221,15 +221,15 @@ def _lazy_block_walk(
 
     def step(state: _Block) -> _Block:
         position = state.position
-        seen, p, q = look(request, position, target, draft)
-        seen = judge(request, position, seen._replace(weight=state.weight), p, target, draft)
+        found, p, q = read_position(request, position, target, draft)
+        found = judge(request, position, found._replace(weight=state.weight), p, target, draft)
         num_accepted, last = jax.tree.map(
-            functools.partial(jnp.where, seen.accepted),
-            (position, seen),
+            functools.partial(jnp.where, found.accepted),
+            (position, found),
             (state.num_accepted, state.last),
         )
         weight = rules.joint_weight(state.weight, p, q)
-        return _Block(position + 1, weight, seen.status, num_accepted, last)
+        return _Block(position + 1, weight, found.status, num_accepted, last)
 
     zero, ok = jnp.int32(0), jnp.int32(Status.OK)
     start = _Block(zero, jnp.float32(1), ok, zero, Visit.nothing(request, target.size))
