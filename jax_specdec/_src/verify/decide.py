@@ -1,8 +1,8 @@
 """Phase 2: one request's walk over its positions, and the tokens it emits.
 
-`read_position` reads one position; `visit` judges its draft by the standard rule, `judge` the drafts
-before it by the block rule; `emit` turns the number accepted into tokens. All are functions of one
-request: a backend maps them over the batch.
+`read_position` reads one position; `visit` judges its draft by the standard rule, `judge` the
+drafts before it by the block rule; `emit` turns the number accepted into tokens. All are functions
+of one request: a backend maps them over the batch.
 """
 
 from __future__ import annotations
