@@ -61,9 +61,11 @@ def interrupted() -> NoReturn:
 
 
 def _end_quietly(code: int) -> NoReturn:
-    """Exit, with nothing left that could be written to a stream that nobody reads."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    """Exit; what a stream still holds and cannot write goes nowhere."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
-            os.dup2(nowhere, stream.fileno())
+        try:
+            stream.flush()
+        except OSError:
+            with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(code)
