@@ -112,7 +112,7 @@ def test_a_text_is_streamed_and_compared(capsys: pytest.CaptureFixture[str]) -> 
     main(["generate", prompt, "--target", target, "--draft", draft, *SHORT, "--compare=1"])
     output = capsys.readouterr().out
     assert prompt + printable(text) in output
-    assert "K = 3, draft model " in output and "mean acceptance length" in output
+    assert "K = 3, draft model" in output and "mean acceptance length" in output
 
 
 def test_a_missing_directory_gives_no_traceback_and_exit_code_2() -> None:
