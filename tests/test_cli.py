@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -681,6 +682,17 @@ def test_help_says_where_texts_go(capsys: pytest.CaptureFixture[str]) -> None:
         main(["generate", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "The texts go to standard output, everything else to standard error." in shown
+
+
+def test_the_commands_in_the_documents_are_understood() -> None:
+    root = Path(__file__).parents[1]
+    commands = []
+    for path in (root / "README.md", *(root / "docs").glob("*.md")):
+        blocks = re.findall(r"^```sh\n(.*?)^```", path.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+        commands += re.findall(r"jax-specdec ((?:generate|bench) .*)", "".join(blocks))
+    assert len(commands) >= 8
+    for command in commands:
+        options_lib.parse(shlex.split(command, comments=True), sd.__version__)
 
 
 def test_the_longest_text_is_what_the_embedded_models_were_trained_on() -> None:
