@@ -335,6 +335,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "num_draft_tokens must be in [0, K] = [0, 3], but one is -1",
     ),
+    "count above K, inside jit": (
+        lambda: jax.jit(lambda: dense([2, 7]).token_ids)(),
+        ValueError,
+        "num_draft_tokens must be in [0, K] = [0, 3], but one is 7",
+    ),
     "one count for all": (
         lambda: dense(2),
         ValueError,
@@ -529,21 +534,25 @@ def test_parameters_in_any_plain_form_give_the_tokens_of_arrays(form: str) -> No
     )
     own_positions = positions.astype(np.int64) if "NumPy" in form else positions.tolist()
 
-    def tokens(sampling: sd.SamplingParams, positions: Any) -> list[list[int]]:
+    def verify(logits: jax.Array, sampling: sd.SamplingParams, positions: Any) -> jax.Array:
         given = dict(sampling=sampling, keys=keys, positions=positions, config=config)
-        return sd.rejection_sample(logits, drafts, **given).token_ids.tolist()
+        return sd.rejection_sample(logits, drafts, **given).token_ids
 
-    assert tokens(taken, own_positions) == tokens(arrays, jnp.asarray(positions))
+    def tokens(sampling: sd.SamplingParams, positions: Any) -> list[list[int]]:
+        return verify(logits, sampling, positions).tolist()
+
+    wanted = tokens(arrays, jnp.asarray(positions))
+    assert tokens(taken, own_positions) == wanted
+    traced = jax.jit(lambda logits: verify(logits, taken, own_positions))(logits)
+    assert traced.tolist() == wanted
     validate(drafts, logits, sampling=taken, positions=own_positions)
-    own, wanted = (
+    own, drawn = (
         sd.sample_draft_tokens(logits[:B], sampling=sampling, keys=keys, positions=where, offset=0)
         for sampling, where in ((taken, own_positions), (arrays, jnp.asarray(positions)))
     )
-    assert own.token_ids.tolist() == wanted.token_ids.tolist()
+    assert own.token_ids.tolist() == drawn.token_ids.tolist()
     store = sd.DraftStore.create(B, K, V)
     for sampling, where in ((taken, own_positions), (arrays, jnp.asarray(positions))):
-        store = store.write(
-            0, logits[:B], wanted.log_normalizer, positions=where, sampling=sampling
-        )
+        store = store.write(0, logits[:B], drawn.log_normalizer, positions=where, sampling=sampling)
         attached = store.attach(dense([1, 1]), positions=where, sampling=sampling)
         assert int(sd.count_fallbacks(attached, sampling=sampling)) == 0
