@@ -60,6 +60,8 @@ QUICK = (
     "test_greedy.py",
     "test_huggingface_cli.py",
     "test_llama.py",
+    "test_messages.py",
+    "test_pack_drafts.py",
     "test_serving_doc.py",
     "test_sharding_doc.py",
     "test_tensor_parallel.py",

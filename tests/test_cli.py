@@ -1,23 +1,45 @@
-"""The command line, run as a user runs it."""
+"""The command line, run as a user runs it: mostly in this process, to share what is compiled."""
 
+import contextlib
 import dataclasses
+import io
 import json
+import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from models.checkpoints import CHECKPOINTS, copy, edit_tensors, expected
+from safetensors.numpy import load_file
 
 import jax_specdec as sd
 from jax_specdec.__main__ import main
 from jax_specdec._src.cli import models as models_lib
 from jax_specdec._src.cli import options as options_lib
-from jax_specdec._src.cli.show import printable
+from jax_specdec._src.cli import prompts as prompts_lib
+from jax_specdec._src.cli.terminal import printable
+from jax_specdec._src.serving import loop
 
 pytestmark = pytest.mark.newest
 
 PROMPT = "def quicksort(items):"
-SHORT = ["--max-new-tokens", "40", "--repeats", "1", "--num-speculative-tokens", "3"]
+NO_CACHE = "--no-compilation-cache"
+SHORT = ["--max-new-tokens", "40", "--num-speculative-tokens", "3", NO_CACHE]
+# A tiny checkpoint, whose greedy text `transformers` wrote.
+TINY = ["--target", str(CHECKPOINTS / "qwen2"), "--max-new-tokens", "24", NO_CACHE]
+TINY_PROMPT, TINY_TEXT = (str(expected("qwen2")[key]) for key in ("prompt", "greedy_text"))
+LINE = re.compile(
+    r"(\d+) tokens at \d+ per second: [^;]*; (\d+\.\d\d) per target pass, mean acceptance length "
+    r"(\d+\.\d\d); \d+\.\d s to load and compile\n"
+)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -30,13 +52,82 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def assert_text_and_table(shown: str) -> None:
+def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command line that is refused says: one line and no output."""
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.fixture
+def stdin(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.BytesIO]:
+    """Standard input that is no terminal; to be written to, then rewound."""
+    buffer = io.BytesIO()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(buffer))
+    yield buffer
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+# Generating
+
+
+def test_generate_prints_the_text_and_one_line_of_statistics(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["generate", TINY_PROMPT, *TINY])
+    captured = capsys.readouterr()
+    assert captured.out == TINY_PROMPT + printable(TINY_TEXT) + "\n"
+    line = LINE.fullmatch(captured.err)
+    assert line is not None and line[1] == "24"
+    assert "plain" in captured.err  # a lookup often offers nothing
+
+
+def test_several_prompts_are_one_batch_whose_texts_are_printed_in_order(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    main(["generate", "Other", TINY_PROMPT, *TINY, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert [request["prompt"] for request in found["requests"]] == ["Other", TINY_PROMPT]
+    assert found["requests"][1]["text"] == TINY_TEXT
+    assert found["num_tokens"] == 48 and found["num_target_passes"] <= 24
+    (tmp_path / "prompt").write_text(TINY_PROMPT + "\n")
+    main(["generate", "Other", "--prompt-file", str(tmp_path / "prompt"), *TINY])
+    captured = capsys.readouterr()
+    other = printable(found["requests"][0]["text"])
+    assert captured.out == (
+        f"==> 1 of 2 <==\nOther{other}\n==> 2 of 2 <==\n{TINY_PROMPT}{printable(TINY_TEXT)}\n"
+    )
+    assert LINE.fullmatch(captured.err)
+
+
+def test_tokens_without_drafts_are_plain_and_no_bonus(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["generate", TINY_PROMPT, *TINY, "--json", "--num-speculative-tokens", "6"])
+    found = json.loads(capsys.readouterr().out)
+    origins = [piece["origin"] for piece in found["requests"][0]["pieces"]]
+    assert origins[0] == "plain"
+    passes = found["num_verifications"] - found["num_drafts"]  # those without drafts
+    assert origins.count("plain") == passes > 0
+    assert (
+        found["tokens_per_target_pass"]
+        == found["num_emitted_tokens"] / (found["num_verifications"])
+    )
+
+
+def test_comparing_shows_origins_the_text_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["generate", TINY_PROMPT, *TINY, "--compare=1"])
+    captured = capsys.readouterr()
+    assert captured.err == ""
     for label in (
-        PROMPT,
-        "accepted",
-        "recovered",
-        "bonus",
-        "tokens",
+        "Tokens:  accepted  recovered  bonus\n",
+        TINY_PROMPT + printable(TINY_TEXT) + "\n",
+        "tokens per target pass",
         "target passes",
         "mean acceptance length",
         "accepted up to each position",
@@ -44,28 +135,20 @@ def assert_text_and_table(shown: str) -> None:
         "plain decoding",
         "speed-up per token (median of 1)",
     ):
-        assert label in shown
-    assert re.search(r"greedy output identical to plain +│ +yes", shown)
-
-
-def test_the_streamed_text_and_the_table_appear(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["generate", PROMPT, *SHORT])
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    assert_text_and_table(captured.out)
+        assert label in captured.out
+    assert re.search(r"greedy output identical to plain +│ +yes", captured.out)
 
 
 @pytest.mark.slow
-def test_a_process_of_its_own_shows_them_too() -> None:
-    result = run("generate", PROMPT, *SHORT)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    assert_text_and_table(result.stdout)
+def test_a_process_of_its_own_does_the_same() -> None:
+    result = run("generate", "--compare", "1", *SHORT, "--", PROMPT)
+    assert result.returncode == 0 and result.stderr == ""
+    assert PROMPT in result.stdout and "speed-up" in result.stdout
 
 
 @pytest.mark.slow
 def test_greedy_text_is_what_the_target_alone_writes(capsys: pytest.CaptureFixture[str]) -> None:
-    result = run_json(capsys)
+    result = run_json(capsys, "--compare=1")
     (target, params), _ = sd.load_embedded_pair()
     plain = sd.generate_plain(
         target,
@@ -74,7 +157,7 @@ def test_greedy_text_is_what_the_target_alone_writes(capsys: pytest.CaptureFixtu
         max_new_tokens=40,
         stop_token_ids=[sd.DOCUMENT_SEPARATOR],
     )
-    assert result["text"] == sd.decode(plain.completions[0])
+    assert result["requests"][0]["text"] == sd.decode(plain.completions[0])
     assert result["identical_to_plain"] is True
     assert result["num_tokens"] == result["num_plain_tokens"] == 40
 
@@ -88,15 +171,12 @@ def test_the_figures_of_a_run_agree_with_each_other(capsys: pytest.CaptureFixtur
     assert result["num_emitted_tokens"] >= result["num_tokens"] > accepted
     assert sum(result["unconditional_rates"]) == pytest.approx(accepted / passes)
     assert sorted(result["unconditional_rates"], reverse=True) == result["unconditional_rates"]
-    origins = [piece["origin"] for piece in result["pieces"]]
-    assert len(origins) == 40
+    (request,) = result["requests"]
+    origins = [piece["origin"] for piece in request["pieces"]]
+    assert len(origins) == request["num_tokens"] == 40 and request["verified"]
     assert origins.count("accepted") <= accepted
     assert result["config"]["num_speculative_tokens"] == 3
-
-
-def test_six_tokens_are_drafted_by_default() -> None:
-    config = options_lib.parse(["generate", PROMPT], sd.__version__).config
-    assert config.num_speculative_tokens == 6
+    assert "speedup" not in result  # nobody asked to compare
 
 
 @pytest.mark.slow
@@ -104,14 +184,15 @@ def test_ngram_drafts_change_the_passes_and_not_the_text(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     by_model, by_lookup = run_json(capsys), run_json(capsys, "--draft", "ngram")
-    assert by_lookup["text"] == by_model["text"]
+    assert by_lookup["requests"][0]["text"] == by_model["requests"][0]["text"]
     assert by_lookup["num_target_passes"] > by_model["num_target_passes"]
 
 
 def test_a_seed_repeats_a_sampled_text_and_another_changes_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    texts = [run_json(capsys, "--temperature", "0.9", "--seed", s)["text"] for s in "778"]
+    results = [run_json(capsys, "--temperature", "0.9", "--seed", s) for s in "778"]
+    texts = [result["requests"][0]["text"] for result in results]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -119,7 +200,7 @@ def test_a_seed_repeats_a_sampled_text_and_another_changes_it(
 def test_a_request_has_the_options_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     penalties = ["--frequency-penalty", "0.5", "--repetition-penalty", "1.2"]
     filters = ["--min-p", "0.05", "--top-k", "20", "--top-p", "0.9", "--presence-penalty", "0.1"]
-    result = run_json(capsys, "--draft", "ngram", *penalties, *filters)
+    result = run_json(capsys, "--draft", "ngram", "--compare=1", *penalties, *filters)
     options = sd.RequestOptions(0.05, 20, 0.9, 0.5, 0.1, 1.2)
     assert result["options"] == dataclasses.asdict(options)
     (target, params), _ = sd.load_embedded_pair()
@@ -131,7 +212,7 @@ def test_a_request_has_the_options_of_the_command_line(capsys: pytest.CaptureFix
         stop_token_ids=[sd.DOCUMENT_SEPARATOR],
         options=options,
     )
-    assert result["text"] == sd.decode(plain.completions[0])
+    assert result["requests"][0]["text"] == sd.decode(plain.completions[0])
     assert result["identical_to_plain"] is True
 
 
@@ -139,10 +220,354 @@ def test_a_request_has_the_options_of_the_command_line(capsys: pytest.CaptureFix
 def test_synthetic_acceptance_has_the_length_asked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    result = run_json(capsys, "--method", "synthetic", "--acceptance-length", "3")
+    synthetic = ["--method", "synthetic", "--acceptance-length", "3"]
+    result = run_json(capsys, "--compare=1", *synthetic)
     assert result["mean_acceptance_length"] == 3
     assert result["unconditional_rates"] == [1, 1, 0]
     assert result["identical_to_plain"] is None
+
+
+def test_a_text_that_cannot_be_verified_ends_with_a_line_and_code_1(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    target = copy("qwen2", tmp_path / "target")
+    name = "model.norm.weight"  # finite itself, but not what is multiplied by it
+    norm = np.full_like(load_file(target / "model.safetensors")[name], 3e38)
+    edit_tensors(target / "model.safetensors", **{name: norm})
+    with pytest.raises(SystemExit) as exit_:
+        main(["generate", TINY_PROMPT, *TINY, "--target", str(target)])
+    assert exit_.value.code == 1
+    captured = capsys.readouterr()
+    assert captured.out.startswith(TINY_PROMPT)
+    last = captured.err.splitlines()[-1]
+    assert last == "jax-specdec: text broke off: the target's logits there are not finite"
+
+
+# Chat
+
+
+def test_chat_answers_a_message_in_the_template_and_prints_the_answer_only(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    target = copy("qwen2", tmp_path / "target")
+    template = (
+        "{{ bos_token }}{% for message in messages %}<|turn|>{{ message.role }}: "
+        "{{ message.content }}\n{% endfor %}{% if add_generation_prompt %}<|turn|>model:{% endif %}"
+    )
+    names = {"bos_token": "<|begin|>", "eos_token": {"content": "<|end|>"}}
+    (target / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **names}))
+    own = [*TINY, "--target", str(target)]
+    # The tokenizer itself begins a text that is no chat with <|begin|>.
+    main(["generate", "<|turn|>user: Hi\n<|turn|>model:", *own, "--json"])
+    wanted = json.loads(capsys.readouterr().out)["requests"][0]["text"]
+    main(["generate", "--chat", "Hi", *own])
+    assert capsys.readouterr().out == printable(wanted) + "\n"
+
+
+def test_chat_without_a_template_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refuse(capsys, "generate", "--chat", "Hi", *TINY)
+    assert "has no chat template, neither chat_template.jinja nor one in tokenizer_" in error
+
+
+# Benchmarks
+
+
+def test_bench_compares_drafters_numbers_of_drafts_and_temperatures(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    own = ["--draft", "ngram", "--num-speculative-tokens", "2,6", "--temperature", "0,0.8"]
+    main(["bench", TINY_PROMPT, *TINY, *own, "--repeats", "1", "--json"])
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    ks = [row["config"] and row["config"]["num_speculative_tokens"] for row in rows]
+    assert ks == [None, 2, 6] * 2
+    assert [row["draft"] for row in rows] == [None, "ngram", "ngram"] * 2
+    assert [row["temperature"] for row in rows] == [0] * 3 + [0.8] * 3
+    assert [row["identical_to_plain"] for row in rows] == [None, True, True] + [None] * 3
+    for row, plain in zip(rows, [rows[0]] * 3 + [rows[3]] * 3, strict=True):
+        assert row["tokens_per_second"] == pytest.approx(row["num_tokens"] / row["seconds"])
+        assert row["speedup"] == pytest.approx(
+            row["tokens_per_second"] / plain["tokens_per_second"]
+        )
+        passes = row["num_target_passes"]
+        assert row["tokens_per_target_pass"] == pytest.approx(row["num_emitted_tokens"] / passes)
+    assert rows[0]["tokens_per_target_pass"] == 1 and rows[0]["num_tokens"] == 24
+
+    main(["bench", TINY_PROMPT, *TINY, *own, "--repeats", "1"])
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    lines = captured.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    cells = [cell for line in lines if len(cell := line.split()) > 2]
+    assert [row[:3] for row in cells if row[1:2] == ["ngram"]] == [
+        [t, "ngram", k] for t in ("0", "0.8") for k in "26"
+    ]
+    assert [row[1] for row in cells].count("plain") == 2
+
+
+def test_a_drafter_per_option_is_compared_by_bench(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", PROMPT, "--draft", "ngram", "--draft", "model", "--draft", "ngram"]
+    options = options_lib.parse(arguments, sd.__version__)
+    assert options.drafters == ("ngram", "model")
+    options = options_lib.parse(["bench", PROMPT], sd.__version__)
+    assert options.drafters == ("model", "ngram") and options.temperatures == (0.0, 0.8)
+    assert [config.num_speculative_tokens for config in options.configs] == [2, 4, 6]
+
+
+# Prompts
+
+
+def read(arguments: list[str]) -> list[str]:
+    return prompts_lib.read_prompts(options_lib.parse(["generate", *arguments], sd.__version__))
+
+
+def test_prompts_come_from_arguments_files_and_standard_input(
+    stdin: io.BytesIO, tmp_path: Path
+) -> None:
+    stdin.write("x = é\n\n".encode())
+    stdin.seek(0)
+    for name, data in {"unix": b"a\nb\n", "windows": b"\xef\xbb\xbfa\r\n", "bare": b" a"}.items():
+        (tmp_path / name).write_bytes(data)
+    files = [f"--prompt-file={tmp_path / name}" for name in ("unix", "windows", "bare")]
+    assert read([*files, "first", "-"]) == ["first", "x = é\n", "a\nb", "a", " a"]
+
+
+def test_a_pipe_is_read_where_no_prompt_is_given(stdin: io.BytesIO) -> None:
+    stdin.write(b"from a pipe\n")
+    stdin.seek(0)
+    assert read(["given"]) == ["given"]
+    assert read([]) == ["from a pipe"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "data", "message"),
+    [
+        ([], b"", "the prompt must not be empty, but standard input holds nothing"),
+        ([], b"\n", "the prompt must not be empty, but standard input holds nothing"),
+        (["-"], b"ab\xff", "standard input must be text in UTF-8, but byte 2 is 0xff"),
+        (["-", "-"], b"a", "standard input (-) can be read once, but is asked for twice"),
+        (["--prompt-file", "nowhere"], b"", "nowhere cannot be read: No such file or directory"),
+        (["--prompt-file", "."], b"", ". cannot be read: Is a directory"),
+        (["--prompt-file", "/dev/null"], b"", "must not be empty, but /dev/null holds nothing"),
+        (["--prompt-file", "/dev/zero"], b"", "/dev/zero must hold at most 16777216 bytes, but"),
+        (["--prompt-file", "a\0b"], b"", "cannot be read: embedded null byte"),
+    ],
+    ids=str,
+)
+def test_a_prompt_that_cannot_be_read_is_answered_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+    stdin: io.BytesIO,
+    arguments: list[str],
+    data: bytes,
+    message: str,
+) -> None:
+    stdin.write(data)
+    stdin.seek(0)
+    assert message in refuse(capsys, "generate", *arguments)
+
+
+def test_a_terminal_is_not_waited_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    message = "a prompt is needed: an argument, --prompt-file FILE, or standard input (-)"
+    assert message in refuse(capsys, "generate")
+
+
+def test_a_text_without_a_budget_ends_where_the_model_does() -> None:
+    options = options_lib.parse(["generate", "x" * 1000], sd.__version__)
+    assert models_lib.load_models(options, ["x" * 1000, "y"]).max_new_tokens == 24
+    assert models_lib.load_models(options, ["y"]).max_new_tokens == 256
+
+
+# Streams
+
+
+def test_a_terminal_gets_colours_and_a_spinner_and_a_pipe_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    shown = {}
+    for name in ("colours", "none"):
+        out, err = Terminal(), Terminal()
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        main(["generate", TINY_PROMPT, *TINY])
+        shown[name] = out.getvalue()
+        assert "loading the models and compiling" in err.getvalue()
+        monkeypatch.setenv("NO_COLOR", "1")
+    assert shown["none"] == TINY_PROMPT + printable(TINY_TEXT) + "\n"
+    assert "\x1b[2m" in shown["colours"]
+    assert re.sub(r"\x1b\[[\d;]*m", "", shown["colours"]) == shown["none"]
+
+
+def test_a_stream_that_cannot_encode_a_character_gets_an_escape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    buffer = io.BytesIO()
+    stream = io.TextIOWrapper(buffer, encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    main(["generate", TINY_PROMPT, *TINY])
+    text = TINY_PROMPT + printable(TINY_TEXT) + "\n"
+    assert not text.isascii()
+    assert buffer.getvalue() == text.encode("ascii", "backslashreplace")
+
+
+def test_tables_and_rules_are_ascii_where_the_stream_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="ascii"))
+    main(["generate", TINY_PROMPT, *TINY, "--compare=1"])
+    shown = buffer.getvalue().decode("ascii")
+    assert "\n" + 80 * "-" + "\n" in shown and "yes |" in shown and "\\u25" not in shown
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(SystemExit) as exit_:
+            main(["generate", TINY_PROMPT, *TINY])
+    assert exit_.value.code == 141  # what a shell says of a program that SIGPIPE ended
+    assert capsys.readouterr().err == ""
+
+
+def test_a_full_disk_is_named_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    with pytest.raises(SystemExit) as exit_:
+        main(["generate", TINY_PROMPT, *TINY])
+    assert exit_.value.code == 1
+    error = capsys.readouterr().err
+    assert error == "jax-specdec: output cannot be written: No space left on device\n"
+
+
+# Interrupts, in processes of their own
+
+
+def interrupt(command: list[str], when: str, **environment: str) -> tuple[int, str, list[str]]:
+    """Runs a command, and interrupts it once a line of standard error holds `when`.
+
+    Returns:
+      The exit code, standard output, and the lines of standard error from then on.
+    """
+    environment = os.environ | environment | {"PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if when in line:
+                process.send_signal(signal.SIGINT)
+                break
+        out, rest = process.communicate(timeout=60)
+        return process.returncode, out, rest.splitlines()
+
+
+def test_an_interrupt_while_compiling_ends_it_in_one_line() -> None:
+    command = [sys.executable, "-m", "jax_specdec", "generate", PROMPT, NO_CACHE]
+    compiling = "Compiling jit(_prefill)"
+    code, out, lines = interrupt(command, compiling, JAX_LOG_COMPILES="1")
+    assert (code, out) == (130, "")
+    assert [line for line in lines if "Finished XLA compilation of jit(_prefill)" in line] == []
+    assert lines[-1] == "jax-specdec: interrupted"
+    assert "Traceback" not in "".join(lines)
+
+
+def test_an_interrupt_while_importing_does_too() -> None:
+    program = "import jax_specdec_command; jax_specdec_command.main()"
+    command = [sys.executable, "-X", "importtime", "-c", program, "generate", PROMPT]
+    code, out, lines = interrupt(command, "numpy")
+    assert (code, out) == (130, "")
+    assert lines[-1] == "jax-specdec: interrupted"
+    assert [line for line in lines if not line.startswith("import time:")] == lines[-1:]
+
+
+# Compiled programs
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache directory for the user, and JAX's settings as they were."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        yield tmp_path / "jax_specdec"
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+def test_compiled_programs_are_kept_for_the_next_time_and_for_the_user_alone(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["generate", TINY_PROMPT, *TINY])
+    assert not cache.exists()  # --no-compilation-cache
+    kept = ["generate", TINY_PROMPT, *(argument for argument in TINY if argument != NO_CACHE)]
+    files: list[dict[str, int]] = []
+    for _ in range(2):
+        for program in (loop._prefill, loop._step):
+            program.clear_cache()  # as in a new process
+        main(kept)
+        files.append({path.name: path.stat().st_mtime_ns for path in cache.iterdir()})
+    assert any("_step" in name for name in files[0]) and files[0] == files[1]
+    assert cache.stat().st_mode & 0o777 == 0o700
+    assert capsys.readouterr().out == 3 * (TINY_PROMPT + printable(TINY_TEXT) + "\n")
+
+
+def test_a_folder_that_the_user_has_chosen_is_left_alone(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jax.config.update("jax_compilation_cache_dir", str(cache.parent / "own"))
+    main(["generate", TINY_PROMPT, *(x for x in TINY if x != NO_CACHE)])
+    assert jax.config.jax_compilation_cache_dir == str(cache.parent / "own")
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("place", ["a file", "no home"])
+def test_where_no_folder_can_be_made_programs_are_compiled(
+    cache: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+) -> None:
+    if place == "a file":
+        cache.write_text("")
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+        monkeypatch.setenv("HOME", "/dev/null")
+    main(["generate", TINY_PROMPT, *(x for x in TINY if x != NO_CACHE)])
+    captured = capsys.readouterr()
+    assert captured.out == TINY_PROMPT + printable(TINY_TEXT) + "\n"
+    assert LINE.fullmatch(captured.err) and jax.config.jax_compilation_cache_dir is None
+
+
+# Options
+
+
+def test_six_tokens_are_drafted_by_default() -> None:
+    config = options_lib.parse(["generate", PROMPT], sd.__version__).config
+    assert config.num_speculative_tokens == 6
+
+
+def test_nothing_is_compared_by_default_and_five_times_where_no_number_is_given() -> None:
+    for arguments, repeats in (([], None), (["--compare"], 5), (["--compare", "2"], 2)):
+        options = options_lib.parse(["generate", PROMPT, *arguments], sd.__version__)
+        assert options.repeats == repeats
+    options = options_lib.parse(["generate", "--compare", "--", "-x"], sd.__version__)
+    assert (options.repeats, options.prompts) == (5, ("-x",))
 
 
 def test_the_block_rule_is_chosen_on_the_command_line() -> None:
@@ -163,9 +588,9 @@ def test_synthetic_rates_are_read_from_the_command_line() -> None:
     [
         (["--temperature", "-1"], "--temperature must be finite and not negative, but is -1.0"),
         (["--temperature", "nan"], "--temperature must be finite and not negative, but is nan"),
-        (["--temperature", "hot"], "argument --temperature: invalid float value: 'hot'"),
+        (["--temperature", "hot"], "argument --temperature: must be a number, but is 'hot'"),
         (["--num-speculative-tokens", "0"], "--num-speculative-tokens must be at least 1"),
-        (["--max-new-tokens", "0"], "--max-new-tokens must be in [1, 1003]"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, but is 0"),
         (["--max-new-tokens", "2000"], "--max-new-tokens must be in [1, 1003]"),
         (["--top-p", "0"], "--top-p must be in (0, 1], but is 0.0"),
         (["--min-p", "2"], "--min-p must be in [0, 1], but is 2.0"),
@@ -177,7 +602,8 @@ def test_synthetic_rates_are_read_from_the_command_line() -> None:
         (["--frequency-penalty", "inf"], "--frequency-penalty must be finite, but is inf"),
         (["--presence-penalty", "x"], "argument --presence-penalty: invalid float value: 'x'"),
         (["--seed", "-1"], "--seed must be in [0, 2**32), but is -1"),
-        (["--repeats", "0"], "--repeats must be at least 1, but is 0"),
+        (["--compare", "0"], "--compare must be at least 1, but is 0"),
+        (["--compare", "text"], "must be a number of runs, but is 'text'; a prompt goes before it"),
         (["--acceptance-length", "2"], "--acceptance-length needs --method synthetic"),
         (["--acceptance-rates", "1,1,1,1,1,1"], "--acceptance-rates needs --method synthetic"),
         (["--method", "synthetic"], "needs one of --acceptance-length and --acceptance-rates"),
@@ -200,7 +626,9 @@ def test_synthetic_rates_are_read_from_the_command_line() -> None:
             "--draft must be a directory or ngram with --targe",
         ),
         (["--dtype", "float32"], "--dtype needs --target"),
+        (["--chat"], "--chat needs --target, whose tokenizer has the chat template"),
         (["--target", ".", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["--target", "README.md"], "README.md is a file, but a checkpoint must be a directory"),
         (["--method", "strict"], "argument --method: invalid choice: 'strict'"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
     ],
@@ -209,41 +637,36 @@ def test_synthetic_rates_are_read_from_the_command_line() -> None:
 def test_a_bad_option_is_answered_in_one_line(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(["generate", PROMPT, *arguments])
-    assert exit_.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert message in captured.err
+    assert message in refuse(capsys, "generate", PROMPT, *arguments)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["generate"], "the following arguments are required: prompt"),
         (["generate", ""], "the prompt must not be empty"),
         (["generate", "x" * 2000], "the prompt must be shorter than 1024 bytes, but has 2000"),
         (["translate"], "invalid choice: 'translate'"),
+        (["bench", "x", "--repeats", "0"], "--repeats must be at least 1, but is 0"),
+        (["bench", "x", "--num-speculative-tokens", "2,x"], "must be integers separated by commas"),
+        (["bench", "x", "--num-speculative-tokens", "2,0"], "--num-speculative-tokens must be at"),
+        (["bench", "x", "--temperature", "0,-1"], "--temperature must be finite and not negative"),
+        (["bench", "x", "--compare"], "unrecognized arguments: --compare"),
     ],
-    ids=["nothing", "no prompt", "empty prompt", "long prompt", "unknown command"],
+    ids=["nothing", "empty", "long", "command", "repeats", "K", "K = 0", "temperature", "compare"],
 )
 def test_a_command_line_that_makes_no_sense_is_answered_in_one_line(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    assert exit_.value.code == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and message in error
+    assert message in refuse(capsys, *arguments)
 
 
 def test_a_bad_option_gives_no_traceback_and_exit_code_2() -> None:
     result = run("generate", PROMPT, "--num-speculative-tokens", "zero")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (
-        "jax-specdec generate: argument --num-speculative-tokens: invalid int value: 'zero'\n"
+        "jax-specdec generate: argument --num-speculative-tokens: must be an integer, but is "
+        "'zero'\n"
     )
 
 
@@ -252,6 +675,24 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert exit_.value.code == 0
     assert capsys.readouterr().out == f"jax-specdec {sd.__version__}\n"
+
+
+def test_help_says_where_texts_go(capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        main(["generate", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "The texts go to standard output, everything else to standard error." in shown
+
+
+def test_the_commands_in_the_documents_are_understood() -> None:
+    root = Path(__file__).parents[1]
+    commands = []
+    for path in (root / "README.md", *(root / "docs").glob("*.md")):
+        blocks = re.findall(r"^```sh\n(.*?)^```", path.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+        commands += re.findall(r"jax-specdec ((?:generate|bench) .*)", "".join(blocks))
+    assert len(commands) >= 8
+    for command in commands:
+        options_lib.parse(shlex.split(command, comments=True), sd.__version__)
 
 
 def test_the_longest_text_is_what_the_embedded_models_were_trained_on() -> None:

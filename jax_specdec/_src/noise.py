@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.types import Noise, described
+from jax_specdec._src.types import Noise
 
 
 class Stream(enum.IntEnum):
@@ -110,7 +110,7 @@ def check_keys(name: str, keys: Any) -> None:
     if not isinstance(keys, jax.Array) or not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
         raise TypeError(
             f"{name} must be typed, as jax.random.key and jax.random.split give, but it is "
-            f"{described(keys)}"
+            f"{' '.join(repr(keys).split()):.80}"
         )
     size = jax.eval_shape(jax.random.key_data, keys).shape[keys.ndim :]
     if size not in ((2,), (4,)):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_specdec._src.types import SamplingParams, as_int32
+from jax_specdec._src.types import SamplingParams, host_int32
 
 _SMALLEST, _LARGEST = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
 
@@ -43,10 +43,10 @@ def _array(name: str, value: Any, dtype: Any, batch: int) -> Any:
     if array.dtype.kind not in kinds:  # text, booleans, or a fraction for a count
         return value
     if dtype == np.int32:
-        array = np.asarray(as_int32(name, array))
+        array = host_int32(name, array)
     with np.errstate(over="ignore"):  # infinite: not a valid parameter, as the status says
         array = array.astype(dtype)
-    return jnp.asarray(np.broadcast_to(array, (batch,)) if array.ndim == 0 else array)
+    return np.full((batch,), array) if array.ndim == 0 else array
 
 
 class Filter(NamedTuple):

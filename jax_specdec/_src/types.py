@@ -172,8 +172,8 @@ class Drafts:
             )
         if counts.ndim != 1:
             raise ValueError(f"num_draft_tokens must be [B], but its shape is {list(counts.shape)}")
-        if (known := known_values(counts)) is not None:
-            if known.min(initial=0) < 0:
+        if (known := known_values(num_draft_tokens)) is not None and known.size:
+            if known.min() < 0:
                 raise ValueError(f"num_draft_tokens must not be negative, but one is {known.min()}")
             if known.sum() > len(ids):
                 raise ValueError(
@@ -237,34 +237,45 @@ def as_int32(name: str, values: Any) -> jax.Array:
       TypeError: not integers; or traced, of a dtype whose values int32 may not hold.
       ValueError: an integer that int32 does not hold.
     """
+    if isinstance(values, jax.Array) and jnp.issubdtype(values.dtype, jnp.integer):
+        if np.can_cast(values.dtype, np.int32):
+            return jnp.asarray(values, jnp.int32)
+        if isinstance(values, jax.core.Tracer):
+            raise TypeError(
+                f"{name} must be int32 where their values are not known, under jit for example, "
+                f"but they are {values.dtype}"
+            )
+    return jnp.asarray(host_int32(name, values))
+
+
+def host_int32(name: str, values: Any) -> np.ndarray:
+    """Values on the host as int32, where that changes none of them.
+
+    Raises:
+      TypeError: not integers.
+      ValueError: an integer that int32 does not hold.
+    """
     if not isinstance(values, (jax.Array, np.ndarray)):
         values = np.asarray(values)
         if values.size == 0:  # NumPy takes an empty list for floats
             values = values.astype(np.int32)
     if not jnp.issubdtype(values.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, but they are {values.dtype}: {values!r:.80}")
-    limits = np.iinfo(np.int32)
-    if not np.can_cast(values.dtype, np.int32):
-        if isinstance(values, jax.core.Tracer):
-            raise TypeError(
-                f"{name} must be int32 where their values are not known, under jit for example, "
-                f"but they are {values.dtype}"
-            )
-        values = np.asarray(values)
-        too_large = values[(values < limits.min) | (values > limits.max)]
-        if too_large.size:
-            raise ValueError(f"{name} must be integers that int32 holds, but one is {too_large[0]}")
-    return jnp.asarray(values, jnp.int32)
+    values, limits = np.asarray(values), np.iinfo(np.int32)
+    too_large = values[(values < limits.min) | (values > limits.max)]
+    if too_large.size:
+        raise ValueError(f"{name} must be integers that int32 holds, but one is {too_large[0]}")
+    return values.astype(np.int32)
 
 
-def as_positions(positions: Any) -> jax.Array:
-    """Positions as an array: JAX arrays as they are, lists and NumPy arrays as int32.
+def as_positions(positions: Any) -> Any:
+    """Positions as an array: those of JAX as they are, lists and others of NumPy's as int32.
 
     Raises:
       TypeError: not integers.
       ValueError: an integer that int32 does not hold.
     """
-    return positions if isinstance(positions, jax.Array) else as_int32("positions", positions)
+    return positions if isinstance(positions, jax.Array) else host_int32("positions", positions)
 
 
 def check_counts(num_draft_tokens: Any, batch: int, k: int) -> jax.Array:
@@ -280,18 +291,20 @@ def check_counts(num_draft_tokens: Any, batch: int, k: int) -> jax.Array:
         raise ValueError(
             f"num_draft_tokens must be [B] = [{batch}], but its shape is {list(counts.shape)}"
         )
-    known = known_values(counts)
+    known = known_values(num_draft_tokens)
     if known is not None and ((known < 0) | (known > k)).any():
         wrong = known[(known < 0) | (known > k)][0]
         raise ValueError(f"num_draft_tokens must be in [0, K] = [0, {k}], but one is {wrong}")
     return counts
 
 
-def known_values(array: jax.Array) -> np.ndarray | None:
-    """The values of an array, read on the host; None where they are traced or on other hosts."""
-    if isinstance(array, jax.core.Tracer) or not array.is_fully_addressable:
+def known_values(values: Any) -> np.ndarray | None:
+    """Values, read on the host; None where they are traced or on other hosts."""
+    if isinstance(values, jax.core.Tracer):
         return None
-    return np.asarray(array)
+    if isinstance(values, jax.Array) and not values.is_fully_addressable:
+        return None
+    return np.asarray(values)
 
 
 def described(value: Any) -> str:

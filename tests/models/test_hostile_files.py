@@ -142,7 +142,10 @@ def test_what_stands_in_place_of_a_file_is_named(tmp_path: Path, file: str, plac
         ("a\0b", r"'a\\x00b/config.json' cannot be opened: .*embedded null"),
         ("a\ud800b", r"'a\\ud800b/config.json' cannot be opened: 'utf-8' codec can't encode"),
         ("a\nb", r"'a\\nb/config.json' does not exist"),
-        (__file__, "config.json does not exist"),
+        (
+            __file__,
+            "test_hostile_files.py is a file, but a checkpoint must be a directory of config",
+        ),
     ],
     ids=["long", "deep", "null", "surrogate", "line", "file"],
 )

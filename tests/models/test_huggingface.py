@@ -139,6 +139,18 @@ def test_configurations_of_older_writers_are_read(tmp_path: Path) -> None:
     assert (config.rms_norm_eps, config.rope_theta, config.rope_scaling) == (1e-6, 1e4, None)
 
 
+def test_parameters_of_positions_may_be_given_by_type_of_layer(tmp_path: Path) -> None:
+    directory = copy("llama", tmp_path / "llama")
+    own = json.loads((directory / "config.json").read_text())["rope_parameters"]
+    assert own["rope_type"] == "llama3"
+    local = {"rope_theta": 123.0, "rope_type": "default"}  # of layers that are not there
+    nested = {"full_attention": {**own, "rope_theta": 5e5}, "sliding_attention": local}
+    edit_json(directory / "config.json", rope_parameters=nested)
+    read = sd.load_huggingface(directory).model.config
+    known = load("llama").model.config
+    assert (read.rope_theta, read.rope_scaling) == (5e5, known.rope_scaling)
+
+
 def test_tensors_that_follow_from_the_rest_are_no_mistake(tmp_path: Path) -> None:
     directory = copy("qwen2", tmp_path / "qwen2")
     table = safetensors.numpy.load_file(directory / "model.safetensors")[
@@ -302,6 +314,10 @@ MISTAKES = {
         "rope_scaling of rope_type 'linear', but only 'default' and 'llama3' are supported",
     ),
     "scaling no object": (config(rope_parameters=8), "rope_parameters = 8, which is no"),
+    "scaling of other layers": (
+        config(rope_parameters={"sliding_attention": {"rope_theta": 1e4}}),
+        "but lacks full_attention in it, the only supported type of layer",
+    ),
     "half a scaling": (rope(**{**LLAMA3, "factor": None}), "config.json: factor must be a posit"),
     "no factor": (rope(rope_type="llama3"), "config.json lacks factor in rope_parameters"),
     "limits": (rope(**{**LLAMA3, "low_freq_factor": 5.0}), "must be less than high_freq_factor"),

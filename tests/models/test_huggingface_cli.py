@@ -10,7 +10,7 @@ import pytest
 
 import jax_specdec as sd
 from jax_specdec.__main__ import main
-from jax_specdec._src.cli.show import printable
+from jax_specdec._src.cli.terminal import printable
 
 from .checkpoints import (
     CHECKPOINTS,
@@ -23,7 +23,7 @@ from .checkpoints import (
 
 pytestmark = pytest.mark.newest
 
-SHORT = ["--max-new-tokens", "24", "--repeats", "1", "--num-speculative-tokens", "3"]
+SHORT = ["--max-new-tokens", "24", "--num-speculative-tokens", "3", "--no-compilation-cache"]
 LENGTH = 24  # of the continuations that transformers wrote
 
 
@@ -38,8 +38,9 @@ def run_json(
     """Continues the prompt of `make.py`; names stand for checkpoints."""
     names = [x if isinstance(x, Path) or x == "ngram" else CHECKPOINTS / x for x in (target, draft)]
     options = ["--target", str(names[0]), "--draft", str(names[1]), *SHORT, "--json", *arguments]
-    main(["generate", str(expected("qwen2")["prompt"]), *options])
-    return json.loads(capsys.readouterr().out)
+    main(["generate", str(expected("qwen2")["prompt"]), *options, "--compare=1"])
+    found = json.loads(capsys.readouterr().out)
+    return found | found["requests"][0]
 
 
 def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -105,10 +106,10 @@ def test_a_stop_token_ends_the_text_and_is_not_printed(
     )
 
 
-def test_a_text_is_streamed_and_timed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_is_streamed_and_compared(capsys: pytest.CaptureFixture[str]) -> None:
     prompt, text = (str(expected("qwen2")[key]) for key in ("prompt", "greedy_text"))
     target, draft = (str(CHECKPOINTS / name) for name in ("qwen2", "qwen2_draft"))
-    main(["generate", prompt, "--target", target, "--draft", draft, *SHORT])
+    main(["generate", prompt, "--target", target, "--draft", draft, *SHORT, "--compare=1"])
     output = capsys.readouterr().out
     assert prompt + printable(text) in output
     assert "K = 3, draft model" in output and "mean acceptance length" in output
@@ -119,7 +120,7 @@ def test_a_missing_directory_gives_no_traceback_and_exit_code_2() -> None:
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (
         "jax-specdec generate: nowhere/config.json does not exist; a checkpoint directory must "
-        "hold it.\n"
+        "hold it, and there is no such directory.\n"
     )
 
 
@@ -174,7 +175,7 @@ def test_an_empty_name_is_no_drafter(capsys: pytest.CaptureFixture[str]) -> None
     "name, message",
     [
         ("a" * 5000, "/config.json cannot be opened: File name too long."),
-        ("a\nb", r"'a\nb/config.json' does not exist; a checkpoint directory must hold it."),
+        ("a\nb", r"'a\nb/config.json' does not exist; a checkpoint directory must hold it, and"),
         ("a\0b", "embedded null"),
         ("a\udc80b", r"'a\udc80b/config.json' does not exist"),
     ],

@@ -191,7 +191,7 @@ CALLS = [
         "distribution.threshold must be float32.* int32",
     ),
     ("none", dict(min_p=jnp.ones(3)), ValueError, r"sampling.min_p .*\[B\] = \[2\].* \[3\]"),
-    ("none", dict(min_p=0.1), TypeError, "sampling.min_p must be an array.* 0.1"),
+    ("none", dict(min_p="low"), TypeError, "sampling.min_p must be an array.* 'low'"),
     ("none", dict(top_k=floats), TypeError, "sampling.top_k must be int32.* float32"),
     ("none", dict(top_k=ints[:1]), ValueError, r"sampling.top_k .*\[B\] = \[2\].* \[1\]"),
     ("none", dict(top_p=ints), TypeError, "sampling.top_p must be float32.* int32"),
@@ -295,7 +295,7 @@ def test_a_named_implementation_that_cannot_serve_says_why_and_does_not_fall_bac
 
 
 def test_from_dense_needs_a_rectangle():
-    with pytest.raises(ValueError, match=r"token_ids must be \[B, K\].* \(4,\)"):
+    with pytest.raises(ValueError, match=r"token_ids must be \[B, K\].* \[4\]"):
         sd.Drafts.from_dense(jnp.zeros(4, jnp.int32))
 
 

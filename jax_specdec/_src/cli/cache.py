@@ -27,7 +27,7 @@ def keep_compiled_programs() -> None:
     except (OSError, RuntimeError, ValueError):  # no home directory, or one that is read-only
         return
     jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def _user_cache_directory() -> Path:

@@ -76,6 +76,22 @@ _REQUEST_OPTIONS = {
     "repetition_penalty": (float, "divides positive logits of tokens so far, multiplies others"),
 }
 
+_NOT_GIVEN = {
+    "prompts": [],
+    "prompt_files": [],
+    "chat": False,
+    "target": None,
+    "drafters": None,
+    "dtype": None,
+    "acceptance_length": None,
+    "acceptance_rates": None,
+    "max_new_tokens": None,
+    "json": False,
+    "repeats": None,
+    "compilation_cache": True,
+}
+"""Of options whose default is said in words, or goes without saying."""
+
 _PROMPTS = """\
 Each PROMPT and each --prompt-file is one request; several are decoded as one batch, and their
 texts are printed one after another, each below a line that says which it is. A line break at the
@@ -121,7 +137,7 @@ def parse(arguments: Sequence[str] | None, version: str) -> Options:
         _add_options(command)
     _add_generate(generate)
     _add_bench(bench)
-    values = parser.parse_args(arguments)
+    values = argparse.Namespace(**(_NOT_GIVEN | vars(parser.parse_args(arguments))))
     try:
         return _check(values)
     except (TypeError, ValueError) as error:
@@ -130,10 +146,10 @@ def parse(arguments: Sequence[str] | None, version: str) -> Options:
 
 def _add_options(command: argparse.ArgumentParser) -> None:
     """What both commands have."""
-    command.set_defaults(target=None, draft=None, dtype=None)
     command.add_argument(
         "prompts",
         nargs="*",
+        default=argparse.SUPPRESS,
         metavar="PROMPT",
         help="a text to continue, for the embedded models Python source by preference; - reads "
         "standard input, which is also read where no prompt is given and it is no terminal",
@@ -149,6 +165,7 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--chat",
         action="store_true",
+        default=argparse.SUPPRESS,
         help="put each prompt, as a user's message, into the chat template of --target",
     )
     command.add_argument(
@@ -208,7 +225,12 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         f"{DEFAULT_MAX_NEW_TOKENS}, or as many as fit)",
     )
     command.add_argument("--seed", type=int, default=0, help="seed of the sampling noise")
-    command.add_argument("--json", action="store_true", help="print one JSON object instead")
+    command.add_argument(
+        "--json",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="print one JSON object instead",
+    )
     command.add_argument(
         "--no-compilation-cache",
         dest="compilation_cache",
@@ -321,8 +343,7 @@ def _repeats(text: str) -> int:
 
 
 def _check(values: argparse.Namespace) -> Options:
-    length = getattr(values, "acceptance_length", None)
-    rates = getattr(values, "acceptance_rates", None)
+    length, rates = values.acceptance_length, values.acceptance_rates
     for name, used in (
         ("--acceptance-length", length is not None),
         ("--acceptance-rates", rates is not None),
@@ -343,29 +364,28 @@ def _check(values: argparse.Namespace) -> Options:
     drafters = _drafters(values)
     if not 0 <= values.seed < 2**32:
         raise ValueError(f"--seed must be in [0, 2**32), but is {values.seed}")
-    max_new_tokens = getattr(values, "max_new_tokens", None)
-    if max_new_tokens is not None and max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be at least 1, but is {max_new_tokens}")
-    repeats = getattr(values, "repeats", None)
-    if repeats is not None and repeats < 1:
-        name = "--repeats" if values.command == "bench" else "--compare"
-        raise ValueError(f"{name} must be at least 1, but is {repeats}")
+    for name, value in (
+        ("--max-new-tokens", values.max_new_tokens),
+        ("--repeats" if values.command == "bench" else "--compare", values.repeats),
+    ):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, but is {value}")
     return Options(
         command=values.command,
         prompts=tuple(values.prompts),
-        prompt_files=tuple(getattr(values, "prompt_files", ())),
+        prompt_files=tuple(values.prompt_files),
         chat=values.chat,
         target=values.target,
         drafters=drafters,
         dtype=values.dtype,
         temperatures=tuple(dict.fromkeys(values.temperatures)),
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=values.max_new_tokens,
         seed=values.seed,
         json=values.json,
-        repeats=repeats,
-        configs=tuple(_config(values, k, length, rates) for k in dict.fromkeys(values.ks)),
+        repeats=values.repeats,
+        configs=tuple(_config(values, k) for k in dict.fromkeys(values.ks)),
         request=_request(values),
-        compilation_cache=getattr(values, "compilation_cache", True),
+        compilation_cache=values.compilation_cache,
     )
 
 
@@ -374,7 +394,7 @@ def _drafters(values: argparse.Namespace) -> tuple[str, ...]:
     default = ("model",) if values.command == "generate" else ("model", "ngram")
     if values.target is not None:
         default = ("ngram",)
-    drafters = tuple(dict.fromkeys(getattr(values, "drafters", default)))
+    drafters = tuple(dict.fromkeys(values.drafters or default))
     for draft in drafters:
         if values.target is None and draft not in ("model", "ngram"):
             raise ValueError(f"--draft must be model or ngram without --target, but is {draft!r}")
@@ -395,17 +415,15 @@ def _request(values: argparse.Namespace) -> RequestOptions:
         raise ValueError(f"--{name.replace('_', '-')} {rule}") from None
 
 
-def _config(
-    values: argparse.Namespace, k: int, length: float | None, rates: tuple[float, ...] | None
-) -> SpecDecodeConfig:
+def _config(values: argparse.Namespace, k: int) -> SpecDecodeConfig:
     """The config; its errors in the words of the command line."""
     try:
         return SpecDecodeConfig(
             num_speculative_tokens=k,
             rejection_sample_method=values.method,
             draft_sample_method=values.draft_sample_method,
-            synthetic_acceptance_rates=rates,
-            synthetic_acceptance_length=length,
+            synthetic_acceptance_rates=values.acceptance_rates,
+            synthetic_acceptance_length=values.acceptance_length,
         )
     except ValueError as error:
         message = str(error)

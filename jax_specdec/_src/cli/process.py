@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
+from jax_specdec._src.cli import terminal
+
 INTERRUPTED = 128 + signal.SIGINT
 PIPE_CLOSED = 128 + 13  # SIGPIPE, which not every system has
 
@@ -35,7 +37,8 @@ def run_to_end(work: Callable[[], None]) -> None:
     thread = threading.Thread(target=run, daemon=True)
     try:
         thread.start()
-        thread.join()
+        while thread.is_alive():
+            thread.join(0.1)  # not for ever: wherever a system calls nobody, look for interrupts
         if outcome:
             raise outcome[0]
     except KeyboardInterrupt:
@@ -50,20 +53,21 @@ def run_to_end(work: Callable[[], None]) -> None:
 def interrupted() -> NoReturn:
     """End the process now, whatever other threads are doing."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # On a terminal a text or a spinner may stand in the line, and the cursor may be hidden.
-    begin = "\x1b[?25h\n" if sys.stderr.isatty() else ""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"{begin}jax-specdec: interrupted\n")
+        in_text = not terminal.stand_still() and sys.stderr.isatty()
+        sys.stderr.write("\n" * in_text + "jax-specdec: interrupted\n")
         sys.stderr.flush()
     os._exit(INTERRUPTED)
 
 
 def _end_quietly(code: int) -> NoReturn:
-    """Exit, with nothing left that could be written to a stream that nobody reads."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    """Exit; what a stream still holds and cannot write goes nowhere."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
-            os.dup2(nowhere, stream.fileno())
+        try:
+            stream.flush()
+        except OSError:
+            with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(code)

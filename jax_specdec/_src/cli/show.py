@@ -233,7 +233,7 @@ def _compare(session: Session) -> Report:
 
 
 def _drafter_name(draft: str) -> str:
-    return {"ngram": "n-gram lookup", "model": "draft model"}.get(draft, f"draft model {draft}")
+    return "n-gram lookup" if draft == "ngram" else "draft model"
 
 
 def _table(options: Options, report: Report) -> Table:

@@ -10,10 +10,16 @@ from typing import TextIO
 
 from rich.color import ColorSystem
 from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.spinner import Spinner
 from rich.style import Style
 
 _VISIBLE = {code: "\ufffd" for code in (*range(9), *range(11, 32), 127)}
+
+
+_on_screen: list[Live] = []
+"""What moves on the terminal now: an interrupt, in another thread, has to stop it."""
 
 
 def printable(text: str) -> str:
@@ -69,7 +75,14 @@ def spinner(what: str) -> Iterator[None]:
     if not console.is_terminal:
         yield
         return
-    with console.status(what):
+    live = Live(
+        Spinner("dots", what),
+        console=console,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    with live, _moving(live):
         yield
 
 
@@ -85,7 +98,17 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[str], None]]:
         yield lambda name: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+    with (
+        Progress(
+            *columns,
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        ) as progress,
+        _moving(progress.live),
+    ):
         task = progress.add_task(what, total=total)
         begun = 0
 
@@ -95,6 +118,22 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[str], None]]:
             begun += 1
 
         yield begin
+
+
+def stand_still() -> bool:
+    """Take away what moves on the terminal; says whether there was anything."""
+    for live in _on_screen:
+        live.stop()
+    return bool(_on_screen)
+
+
+@contextlib.contextmanager
+def _moving(live: Live) -> Iterator[None]:
+    _on_screen.append(live)
+    try:
+        yield
+    finally:
+        _on_screen.remove(live)
 
 
 def _console(stream: TextIO) -> Console:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from jax_specdec._src.models.config_json import CONFIG_FILE, read_config, write_config
+from jax_specdec._src.models.config_json import CONFIG_FILE, config_text, read_config
 from jax_specdec._src.models.fields import quoted
 from jax_specdec._src.models.files import is_there
 from jax_specdec._src.models.llama import Llama, LlamaConfig
@@ -217,10 +217,11 @@ def save_checkpoint(
     directory = _path(directory)
     if not isinstance(model, Llama):
         raise TypeError(f"model must be a Llama, but it is a {type(model).__name__}.")
-    _check_params(model, params)
     stored = _dtype(dtype)
     if stored.name not in ("float32", "bfloat16", "float16"):
         raise TypeError(f"dtype must be float32, bfloat16 or float16, not {stored}.")
+    config = config_text(model.config, stored.name)
+    _check_params(model, params)
     tensors = {}
     for name, tensor in unfuse(model.config, params).items():
         with np.errstate(over="ignore"):
@@ -234,7 +235,7 @@ def save_checkpoint(
                 "allow_nonfinite is true."
             )
     directory.mkdir(parents=True, exist_ok=True)
-    write_config(directory / CONFIG_FILE, model.config, stored.name)
+    (directory / CONFIG_FILE).write_text(config, encoding="utf-8")
     # Readers of other frameworks ask for the metadata to know how the tensors are laid out.
     data = safetensors.numpy.save(tensors, metadata={"format": "pt"})
     (directory / WEIGHTS_FILE).write_bytes(data)

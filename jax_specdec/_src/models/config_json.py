@@ -14,7 +14,7 @@ from jax_specdec._src.models.files import read_json
 from jax_specdec._src.models.llama_config import LlamaConfig
 from jax_specdec._src.models.rotary import RopeScaling
 
-__all__ = ["CONFIG_FILE", "read_config", "write_config"]
+__all__ = ["CONFIG_FILE", "config_text", "read_config"]
 
 CONFIG_FILE = "config.json"
 
@@ -95,8 +95,8 @@ def read_config(path: Path) -> LlamaConfig:
         raise ValueError(f"{where}: {error}") from error
 
 
-def write_config(path: Path, config: LlamaConfig, dtype: str) -> None:
-    """Writes a `config.json` that `read_config` and `transformers` read.
+def config_text(config: LlamaConfig, dtype: str) -> str:
+    """A `config.json` that `read_config` and `transformers` read.
 
     Raises:
         ValueError: no family has both biases and norms of queries and keys.
@@ -119,7 +119,7 @@ def write_config(path: Path, config: LlamaConfig, dtype: str) -> None:
         "torch_dtype": dtype,
         **values,
     }
-    path.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    return json.dumps(raw, indent=2) + "\n"
 
 
 def _read_rope(where: str, raw: dict[str, Any]) -> tuple[Any, dict[str, Any] | None]:
@@ -128,7 +128,8 @@ def _read_rope(where: str, raw: dict[str, Any]) -> tuple[Any, dict[str, Any] | N
     rope = {} if raw.get(name) is None else raw[name]
     if not isinstance(rope, dict):
         raise ValueError(f"{where} has {name} = {quoted(rope)}, which is not a JSON object.")
-    if any(isinstance(value, dict) for value in rope.values()):  # by type of layer
+    flat = {"rope_type", "type", "rope_theta"} & rope.keys()
+    if not flat and any(isinstance(value, dict) for value in rope.values()):  # by type of layer
         if not isinstance(rope.get("full_attention"), dict):
             raise ValueError(
                 f"{where} has {name} = {quoted(rope)}, but lacks full_attention in it, the only "

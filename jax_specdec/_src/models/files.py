@@ -33,8 +33,8 @@ def existing(path: Path) -> Path:
 
     Raises:
         FileNotFoundError: nothing is there, or a link to nothing.
-        NotADirectoryError: a file is in place of the directory.
-        OSError: something else is there, or the system refuses the path.
+        OSError: something else is there, or in place of the directory, or the system refuses the
+            path.
     """
     try:
         mode = path.stat().st_mode
@@ -45,7 +45,7 @@ def existing(path: Path) -> Path:
                 f"{shown(path)} is a link to {target}, which does not exist."
             ) from error
         if os.path.isfile(path.parent):
-            raise NotADirectoryError(
+            raise OSError(
                 f"{shown(path.parent)} is a file, but a checkpoint must be a directory of "
                 "config.json, safetensors and tokenizer.json; GGUF is not read."
             ) from error

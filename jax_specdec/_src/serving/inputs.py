@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jax_specdec._src.config import SpecDecodeConfig
@@ -92,17 +93,17 @@ def token_lists(prompts: Any, vocab_size: int) -> list[list[int]]:
     if isinstance(prompts, (str, bytes)):
         raise TypeError(f"prompts must be lists of token ids, but it is {_text(prompts)}")
     try:
-        prompts = list(prompts)
+        each = list(prompts)
     except TypeError:
         raise TypeError(
             f"prompts must be lists of token ids, but it is {described(prompts)}"
         ) from None
-    if prompts and isinstance(prompts[0], (int, np.integer)):
+    if each and np.ndim(each[0]) == 0 and isinstance(each[0], (int, np.integer, jax.Array)):
         raise TypeError(
             f"prompts must be lists of token ids, one per request, but it is one list of ids, "
             f"{described(prompts)}: pass [ids]"
         )
-    rows = [token_list(f"prompts[{b}]", prompt, vocab_size) for b, prompt in enumerate(prompts)]
+    rows = [token_list(f"prompts[{b}]", prompt, vocab_size) for b, prompt in enumerate(each)]
     if not rows:
         raise ValueError("prompts must hold at least one prompt, but it is empty")
     return rows

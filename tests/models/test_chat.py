@@ -1,0 +1,190 @@
+"""Chat templates: the text that `transformers` makes of them, and nothing that they could break."""
+
+import datetime
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jax_specdec as sd
+from jax_specdec._src.models.chat import read_chat_template
+
+from .checkpoints import CHECKPOINTS, copy
+
+pytestmark = pytest.mark.newest
+
+HI = [{"role": "user", "content": "Hi"}]
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    *HI,
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "<Why?> \u00e9"},
+]
+
+
+def directory(tmp_path: Path, template: Any, **values: Any) -> Path:
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({"chat_template": template, **values}))
+    return tmp_path
+
+
+def text(tmp_path: Path, template: Any, messages: Any = HI, **values: Any) -> str:
+    return read_chat_template(directory(tmp_path, template, **values)).apply(messages)
+
+
+# The templates of published models, and what `apply_chat_template` of `transformers` makes of them.
+
+CHATML = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
+    "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA_3 = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = "
+    "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim "
+    "+ '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}"
+    "{{ content }}{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+)
+
+
+def test_the_template_of_smollm2_gives_chatml(tmp_path: Path) -> None:
+    assert text(tmp_path, CHATML) == (
+        "<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert text(tmp_path, CHATML, TALK) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>user\n<Why?> \u00e9<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("token", ["<|begin_of_text|>", {"content": "<|begin_of_text|>"}])
+def test_the_template_of_llama_3_begins_with_its_token(tmp_path: Path, token: Any) -> None:
+    assert text(tmp_path, LLAMA_3, bos_token=token) == (
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        ("{% if tools is none %}\n  {{ documents }}\n{% endif %}\n!", "  None\n!"),  # whole lines
+        ("{{ {'a<': 'é'} | tojson }}", '{"a<": "é"}'),  # no escapes for web pages
+        ("{{ [1] | tojson(indent=1) }}", "[\n 1\n]"),
+        ("{{ strftime_now('%Y') }}", str(datetime.datetime.now().year)),
+        ("{% for m in messages %}{% break %}{% endfor %}.", "."),
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %}", "Hi"),
+        ([{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}], "yes"),
+    ],
+    ids=["lines", "json", "indent", "date", "loops", "generation", "several"],
+)
+def test_templates_have_what_transformers_gives_them(
+    tmp_path: Path, template: Any, wanted: str
+) -> None:
+    assert text(tmp_path, template) == wanted
+
+
+def test_a_file_of_its_own_goes_before(tmp_path: Path) -> None:
+    directory(tmp_path, "old")
+    (tmp_path / "chat_template.jinja").write_text("new {{ messages[0].content }}")
+    assert read_chat_template(tmp_path).apply(HI) == "new Hi"
+
+
+# Ids
+
+
+def test_a_conversation_gets_no_special_tokens_but_the_templates(tmp_path: Path) -> None:
+    target = copy("qwen2", tmp_path / "target")
+    template = "<|begin|>{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}"
+    directory(target, template, eos_token="<|end|>")
+    tokenizer = sd.load_tokenizer(target)
+    ids = tokenizer.encode_chat(HI)
+    begin, turn = map(tokenizer.library_tokenizer.token_to_id, ("<|begin|>", "<|turn|>"))
+    assert ids == [begin, turn, *tokenizer.encode("Hi")[1:]]
+    assert ids == tokenizer.encode("<|turn|>Hi")  # which begins by itself
+
+
+def test_the_end_of_a_turn_ends_a_text(tmp_path: Path) -> None:
+    target = copy("qwen2", tmp_path / "target")
+    known = sd.load_tokenizer(target).stop_token_ids
+    begin = sd.load_tokenizer(target).library_tokenizer.token_to_id("<|begin|>")
+    for token, wanted in {"<|begin|>": (*known, begin), "<|end|>": known, "none": known}.items():
+        directory(target, "", eos_token=token)
+        assert sd.load_tokenizer(target).stop_token_ids == wanted
+
+
+# What a stranger's program may not do
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{{ messages[0].content.__init__.__globals__ }}",
+        "{{ raise_exception('only\nfour turns') }}",
+        "{{ 1 / 0 }}",
+        "{{ nothing.at.all }}",
+        "{{ messages | map(attribute='__class__') | list | first | attr('mro') }}{{ x.y }}",
+    ],
+)
+def test_a_template_that_fails_is_named_in_one_sentence(tmp_path: Path, template: str) -> None:
+    with pytest.raises(ValueError, match="has a chat template that cannot be applied: ") as raised:
+        text(tmp_path, template)
+    assert str(tmp_path / "tokenizer_config.json") in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% if %}", "tokenizer_config.json has a chat template that cannot be parsed: "),
+        ("{% include 'x' %}{{", "tokenizer_config.json has a chat template that cannot be parsed"),
+        (3, "tokenizer_config.json has chat_template = 3, which is no text"),
+        (None, "has no chat template, neither chat_template.jinja nor one in tokenizer_config.js"),
+        ([{"name": "tool_use", "template": "x"}], "has no chat template, neither "),
+    ],
+    ids=str,
+)
+def test_what_is_no_template_is_named(tmp_path: Path, template: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        text(tmp_path, template)
+
+
+def test_a_checkpoint_without_a_template_is_named() -> None:
+    with pytest.raises(ValueError, match="qwen2 has no chat template"):
+        sd.load_tokenizer(CHECKPOINTS / "qwen2").encode_chat(HI)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("Hi", r"messages must be a list such as \[{'role': 'user', 'content': 'Hi'}\], but it"),
+        (HI[0], "messages must be a list such as"),
+        (["Hi"], r"messages\[0\] must have a 'role' and a 'content', but it is 'Hi'"),
+        ([{"role": "user"}], r"messages\[0\] must have a 'role' and a 'content', but it is {'ro"),
+    ],
+    ids=str,
+)
+def test_what_is_no_message_is_named(tmp_path: Path, messages: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        text(tmp_path, CHATML, messages)
+
+
+def test_special_tokens_that_are_no_text_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has bos_token = 7, which is no text"):
+        text(tmp_path, CHATML, bos_token=7)
+
+
+def test_without_the_library_one_sentence_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ImportError, match="pip install jinja2, or the extra hf"):
+        text(tmp_path, CHATML)

@@ -1,0 +1,558 @@
+"""What a newcomer is told: wrong calls, and the sentence that says what to do instead.
+
+Refusals of single functions in all their forms are tested with the functions. Here stand the
+mistakes that people make in their first hour, each with the words that they need.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+
+pytestmark = pytest.mark.newest
+
+B, K, V = 2, 3, 8
+CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
+(TARGET, DRAFT) = sd.load_embedded_pair()
+DENSE = sd.Drafts.from_dense(jnp.zeros((B, K), jnp.int32))
+PROBS = sd.DraftProbs(jnp.full((B, K, V), 1 / V))
+
+
+def generate(*arguments: Any, **changes: Any) -> Any:
+    given: dict[str, Any] = {"drafter": sd.NGramDrafter(), "config": CONFIG, "max_new_tokens": 2}
+    return sd.generate(*(arguments or (*TARGET, [[1, 2]])), **(given | changes))
+
+
+def rejection_sample(logits: Any = None, drafts: Any = DENSE, **changes: Any) -> Any:
+    given: dict[str, Any] = {
+        "sampling": sd.SamplingParams(jnp.array([0.0, 0.8])),
+        "keys": jax.random.split(jax.random.key(0), B),
+        "positions": jnp.array([5, 9]),
+        "config": CONFIG,
+    }
+    logits = jnp.zeros((B * (K + 1), V)) if logits is None else logits
+    return sd.rejection_sample(logits, drafts, **(given | changes))
+
+
+def validate(drafts: Any, logits: Any = None, **changes: Any) -> None:
+    given: dict[str, Any] = {"sampling": sd.SamplingParams(0.8), "config": CONFIG}
+    logits = jnp.zeros((B * (K + 1), V)) if logits is None else logits
+    sd.validate(logits, drafts, **(given | changes))
+
+
+def engine(model: Any = TARGET.model, drafter: Any = None, config: Any = CONFIG) -> sd.Engine:
+    drafter = sd.NGramDrafter() if drafter is None else drafter
+    return sd.Engine(model, drafter, config, num_slots=2, max_length=32)
+
+
+def dense(counts: Any = None, distribution: Any = None, ids: Any = None) -> sd.Drafts:
+    ids = jnp.zeros((B, K), jnp.int32) if ids is None else ids
+    return sd.Drafts.from_dense(ids, counts, distribution)
+
+
+def flat(ids: Any, counts: Any) -> sd.Drafts:
+    return sd.Drafts.from_flat(jnp.array(ids), jnp.array(counts))
+
+
+def save(params: Any, dtype: Any = jnp.float32, model: Any = DRAFT.model) -> None:
+    sd.save_checkpoint("/nowhere/at/all", model, params, dtype)
+
+
+TEXT = "by encode for the embedded models or by the encode of load_tokenizer's Tokenizer"
+HUGE = jax.tree.map(lambda x: x * 1e6, DRAFT.params)
+
+MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    # Models and drafters
+    "drafter=draft": (
+        lambda: generate(drafter=DRAFT),
+        TypeError,
+        "drafter must be a Drafter, but it is a LoadedModel: pass "
+        "drafter=ModelDrafter(draft.model) and draft_params=draft.params",
+    ),
+    "drafter=draft.model": (
+        lambda: generate(drafter=DRAFT.model),
+        TypeError,
+        "drafter must be a Drafter, but it is a Llama: a model is wrapped, "
+        "drafter=ModelDrafter(model)",
+    ),
+    "drafter=NGramDrafter": (
+        lambda: generate(drafter=sd.NGramDrafter),
+        TypeError,
+        "drafter must be a Drafter, but it is the class NGramDrafter",
+    ),
+    "drafter='ngram'": (
+        lambda: generate(drafter="ngram"),
+        TypeError,
+        "drafter must be a Drafter, but it is 'ngram': NGramDrafter() needs no model, and "
+        "generate_plain no drafter",
+    ),
+    "drafter=None": (
+        lambda: generate(drafter=None),
+        TypeError,
+        "drafter must be a Drafter, but it is None: NGramDrafter() needs no model, and "
+        "generate_plain no drafter",
+    ),
+    "drafter=3": (
+        lambda: generate(drafter=3),
+        TypeError,
+        "drafter must be a Drafter, but it is a int",
+    ),
+    "no draft_params": (
+        lambda: generate(drafter=sd.ModelDrafter(DRAFT.model)),
+        TypeError,
+        "draft_params must be the weights of the drafter's model, but it is None: pass "
+        "draft_params=draft.params",
+    ),
+    "draft_params=draft": (
+        lambda: generate(drafter=sd.ModelDrafter(DRAFT.model), draft_params=DRAFT),
+        TypeError,
+        "draft_params must be a model's weights, but it is a LoadedModel: pass its .params",
+    ),
+    "ModelDrafter(draft)": (
+        lambda: sd.ModelDrafter(DRAFT),  # type: ignore[arg-type]
+        TypeError,
+        "model must be a CausalModel, but it is a LoadedModel, which holds one and its params: "
+        "pass its .model here, and its .params where they belong",
+    ),
+    "model=target": (
+        lambda: generate(TARGET, TARGET.params, [[1]]),
+        TypeError,
+        "model must be a CausalModel, but it is a LoadedModel, which holds one and its params: "
+        "pass its .model here, and its .params where they belong",
+    ),
+    "model=params": (
+        lambda: sd.generate_plain(TARGET.params, TARGET.model, [[1]]),  # type: ignore[arg-type]
+        TypeError,
+        "model must be a CausalModel, but it is {",
+    ),
+    "params=target": (
+        lambda: generate(TARGET.model, TARGET, [[1]]),
+        TypeError,
+        "params must be a model's weights, but it is a LoadedModel: pass its .params",
+    ),
+    "params of the drafter": (
+        lambda: generate(TARGET.model, DRAFT.params, [[1]]),
+        ValueError,
+        "params['embed_tokens'] must have shape (256, 256), but has (256, 128).",
+    ),
+    "config=3": (
+        lambda: generate(config=3),
+        TypeError,
+        "config must be a SpecDecodeConfig, but it is 3",
+    ),
+    "logprobs=5": (
+        lambda: generate(logprobs=5),
+        TypeError,
+        "logprobs must be a LogprobsConfig or None, but it is 5",
+    ),
+    "stream: drafter=draft": (
+        lambda: sd.generate_stream(*TARGET, [[1]], drafter=DRAFT, config=CONFIG),  # type: ignore[arg-type]
+        TypeError,
+        "drafter must be a Drafter, but it is a LoadedModel: pass ",
+    ),
+    # Prompts
+    "a string": (
+        lambda: generate(*TARGET, "import "),
+        TypeError,
+        f"prompts must be lists of token ids, but it is the text 'import ': make ids of it, {TEXT}",
+    ),
+    "a list of strings": (
+        lambda: generate(*TARGET, ["import "]),
+        TypeError,
+        f"prompts[0] must be a list of ints, but it is the text 'import ': make ids of it, {TEXT}",
+    ),
+    "one prompt for a list": (
+        lambda: generate(*TARGET, [1, 2, 3]),
+        TypeError,
+        "prompts must be lists of token ids, one per request, but it is one list of ids, "
+        "[1, 2, 3]: pass [ids]",
+    ),
+    "an array for a list": (
+        lambda: generate(*TARGET, np.array([1, 2, 3])),
+        TypeError,
+        "one per request, but it is one list of ids, an array of int64[3]: pass [ids]",
+    ),
+    "a number": (
+        lambda: generate(*TARGET, 3),
+        TypeError,
+        "prompts must be lists of token ids, but it is 3",
+    ),
+    "stop text": (
+        lambda: generate(stop_token_ids="\n"),
+        TypeError,
+        r"stop_token_ids must be a list of ints, but it is the text '\n': make ids of it, ",
+    ),
+    "temperature text": (
+        lambda: generate(temperature="0.8"),
+        TypeError,
+        "temperature must be a number, or one per prompt, but it is '0.8'",
+    ),
+    "bytes": (
+        lambda: sd.encode(b"abc"),  # type: ignore[arg-type]
+        TypeError,
+        "text must be a str, but it is b'abc'.",
+    ),
+    "nested ids": (
+        lambda: sd.decode([[1, 2]]),  # type: ignore[list-item]
+        TypeError,
+        "token_ids must be a list of ints, but it is [[1, 2]].",
+    ),
+    "text for ids": (
+        lambda: sd.decode("abc"),  # type: ignore[arg-type]
+        TypeError,
+        "token_ids must be a list of ints, but it is 'abc'.",
+    ),
+    # Engines
+    "Engine(drafter=draft)": (
+        lambda: engine(drafter=DRAFT),
+        TypeError,
+        "drafter must be a Drafter, but it is a LoadedModel: pass ",
+    ),
+    "Engine(target)": (
+        lambda: engine(TARGET),
+        TypeError,
+        "model must be a CausalModel, but it is a LoadedModel",
+    ),
+    "Engine(config=3)": (
+        lambda: engine(config=3),
+        TypeError,
+        "config must be a SpecDecodeConfig, but it is 3",
+    ),
+    "EngineDriver(target)": (
+        lambda: sd.EngineDriver(TARGET, TARGET.params),  # type: ignore[arg-type]
+        TypeError,
+        "engine must be an Engine, but it is LoadedModel(",
+    ),
+    "EngineDriver(engine, target)": (
+        lambda: sd.EngineDriver(engine(), TARGET),
+        TypeError,
+        "params must be a model's weights, but it is a LoadedModel: pass its .params",
+    ),
+    "EngineDriver without draft_params": (
+        lambda: sd.EngineDriver(engine(drafter=sd.ModelDrafter(DRAFT.model)), TARGET.params),
+        TypeError,
+        "draft_params must be the weights of the drafter's model, but it is None: pass ",
+    ),
+    "submit text": (
+        lambda: sd.EngineDriver(engine(), TARGET.params).submit("import "),  # type: ignore[arg-type]
+        TypeError,
+        "prompt must be a list of ints, but it is the text 'import ': make ids of it, ",
+    ),
+    # Verification
+    "logits [B, K+1, V]": (
+        lambda: rejection_sample(jnp.zeros((B, K + 1, V))),
+        ValueError,
+        "target_logits must have shape [N+B, V] = [6+2, V], but its shape is [2, 4, 8]: pass "
+        "target_logits.reshape(8, 8)",
+    ),
+    "fewer drafts than logits": (
+        lambda: rejection_sample(drafts=sd.Drafts.from_dense(jnp.zeros((B, 2), jnp.int32))),
+        ValueError,
+        "target_logits must have shape [N+B, V] = [4+2, V], but its shape is [8, 8]: drafts has 2 "
+        "ids per request, but the logits are for 3",
+    ),
+    "more drafts than logits": (
+        lambda: rejection_sample(drafts=sd.Drafts.from_dense(jnp.zeros((B, 5), jnp.int32))),
+        ValueError,
+        "but its shape is [8, 8]: drafts has 5 ids per request, but the logits are for 3",
+    ),
+    "no bonus rows": (
+        lambda: rejection_sample(jnp.zeros((B * K, V))),
+        ValueError,
+        "but its shape is [6, 8]: the bonus rows are missing, one per request after those of its "
+        "drafts (or give bonus_token_ids)",
+    ),
+    "drafts=ids": (
+        lambda: rejection_sample(drafts=jnp.zeros((B, K), jnp.int32)),
+        TypeError,
+        "drafts must be a Drafts, but it is an array of int32[2, 3]",
+    ),
+    "sampling=0.8": (
+        lambda: rejection_sample(sampling=0.8),
+        TypeError,
+        "sampling must be a SamplingParams, but it is 0.8",
+    ),
+    "one key": (
+        lambda: rejection_sample(keys=jax.random.key(0)),
+        ValueError,
+        "keys must have shape [B] = [2], one per request as jax.random.split gives, but its shape "
+        "is []",
+    ),
+    "keys=0": (
+        lambda: rejection_sample(keys=0),
+        TypeError,
+        "keys must be typed, as jax.random.key and jax.random.split give, but it is 0",
+    ),
+    "positions=5": (
+        lambda: rejection_sample(positions=5),
+        ValueError,
+        "positions must have shape [B] = [2], but its shape is []",
+    ),
+    "positions past int32": (
+        lambda: rejection_sample(positions=np.array([5, 2**31])),
+        ValueError,
+        "positions must be integers that int32 holds, but one is 2147483648",
+    ),
+    "temperature of another dtype": (
+        lambda: rejection_sample(sampling=sd.SamplingParams(jnp.array([0, 1]))),
+        TypeError,
+        "sampling.temperature must be float32, but it is int32",
+    ),
+    "top_k=2.5": (
+        lambda: rejection_sample(sampling=sd.SamplingParams(0.8, top_k=2.5)),  # type: ignore[arg-type]
+        TypeError,
+        "sampling.top_k must be an array [B] = [2], but it is 2.5",
+    ),
+    "parse_output(token_ids)": (
+        lambda: sd.parse_output(jnp.zeros((B, K))),  # type: ignore[arg-type]
+        TypeError,
+        "output must be a RejectionSampleOutput, but it is an array of float32[2, 3]",
+    ),
+    "attach(ids)": (
+        lambda: sd.DraftStore.create(B, K, V).attach(
+            jnp.zeros((B, K)),  # type: ignore[arg-type]
+            positions=jnp.array([5, 9]),
+            sampling=sd.SamplingParams(0.8),
+        ),
+        TypeError,
+        "drafts must be a Drafts, but it is an array of float32[2, 3]",
+    ),
+    # Drafts
+    "count above K": (
+        lambda: dense(jnp.array([2, 7])),
+        ValueError,
+        "num_draft_tokens must be in [0, K] = [0, 3], but one is 7",
+    ),
+    "negative count": (
+        lambda: dense([2, -1]),
+        ValueError,
+        "num_draft_tokens must be in [0, K] = [0, 3], but one is -1",
+    ),
+    "count above K, inside jit": (
+        lambda: jax.jit(lambda: dense([2, 7]).token_ids)(),
+        ValueError,
+        "num_draft_tokens must be in [0, K] = [0, 3], but one is 7",
+    ),
+    "one count for all": (
+        lambda: dense(2),
+        ValueError,
+        "num_draft_tokens must be [B] = [2], but its shape is []",
+    ),
+    "counts of another batch": (
+        lambda: dense([2, 1, 1]),
+        ValueError,
+        "num_draft_tokens must be [B] = [2], but its shape is [3]",
+    ),
+    "from_flat of a rectangle": (
+        lambda: flat([[1, 2], [3, 4]], [2, 2]),
+        ValueError,
+        "token_ids must be [N], one request after another, but its shape is [2, 2]; from_dense "
+        "takes [B, K]",
+    ),
+    "from_flat with one count": (
+        lambda: flat([1, 2], 2),
+        ValueError,
+        "num_draft_tokens must be [B], but its shape is []",
+    ),
+    "offsets for counts": (
+        lambda: flat([1, 2, 3], [0, 2, 3]),
+        ValueError,
+        "num_draft_tokens must be at most N = 3 together, but they are 5; they are counts, not "
+        "offsets",
+    ),
+    "negative count in from_flat": (
+        lambda: flat([1, 2, 3], [4, -1]),
+        ValueError,
+        "num_draft_tokens must not be negative, but one is -1",
+    ),
+    "distribution=probs": (
+        lambda: dense(None, PROBS.probs),
+        TypeError,
+        "distribution must be None, a DraftProbs or a DraftLogits, but it is an array of "
+        "float32[2, 3, 8]",
+    ),
+    "pack_drafts(size=1.5)": (
+        lambda: sd.pack_drafts(jnp.zeros((B, K), jnp.int32), [1, 1], size=1.5),  # type: ignore[arg-type]
+        TypeError,
+        "size must be a static int, but it is 1.5",
+    ),
+    "pack_drafts(size=-1)": (
+        lambda: sd.pack_drafts(jnp.zeros((B, K), jnp.int32), [1, 1], size=-1),  # type: ignore[arg-type]
+        ValueError,
+        "size must not be negative, but it is -1",
+    ),
+    "pack_drafts of flat ids": (
+        lambda: sd.pack_drafts(jnp.zeros((B,), jnp.int32), [1, 1]),  # type: ignore[arg-type]
+        ValueError,
+        "token_ids must be [B, K], but its shape is [2]",
+    ),
+    # What `validate` finds
+    "unnormalised probabilities": (
+        lambda: validate(dense(None, sd.DraftProbs(PROBS.probs * 1.0009))),
+        ValueError,
+        "drafts.distribution.probs[0] must be probabilities that sum to 1, but it has minimum ",
+    ),
+    "probabilities of other rows": (
+        lambda: validate(
+            dense(None, sd.DraftProbs(jnp.full((9, V), 0.5), jnp.arange(B * K, dtype=jnp.int32)))
+        ),
+        ValueError,
+        "drafts.distribution.probs[0] must be probabilities that sum to 1, but it has minimum 0.5 "
+        "and sum 4",
+    ),
+    "an id past V": (
+        lambda: validate(dense([1, 1], None, jnp.full((B, K), 99))),
+        ValueError,
+        "drafts.token_ids[0] must be in [0, 8), or -1 for no proposal, but it is 99",
+    ),
+    "an id past vocab_size": (
+        lambda: validate(dense(None, None, jnp.full((B, K), 7)), vocab_size=7),
+        ValueError,
+        "drafts.token_ids[0] must be in [0, 7), or -1 for no proposal, but it is 7",
+    ),
+    "more drafts than K": (
+        lambda: validate(flat([0] * 10, [5, 5]), jnp.zeros((12, V))),
+        ValueError,
+        "drafts.cu_num_draft_tokens must give each request at most num_speculative_tokens=3 "
+        "drafts, but request 0 has 5",
+    ),
+    "a negative position": (
+        lambda: validate(DENSE, positions=np.array([4, -1])),
+        ValueError,
+        "positions[1] must be not negative, but it is -1",
+    ),
+    # Files
+    "load_huggingface of a hub's name": (
+        lambda: sd.load_huggingface("Qwen/Qwen2.5-0.5B"),
+        FileNotFoundError,
+        "Qwen/Qwen2.5-0.5B/config.json does not exist; a checkpoint directory must hold it, and "
+        "there is no such directory.",
+    ),
+    "load_huggingface of a file": (
+        lambda: sd.load_huggingface(__file__),
+        OSError,
+        "test_messages.py is a file, but a checkpoint must be a directory of config.json, "
+        "safetensors and tokenizer.json; GGUF is not read.",
+    ),
+    "load_huggingface(None)": (
+        lambda: sd.load_huggingface(None),  # type: ignore[arg-type]
+        TypeError,
+        "directory must be a path, not None.",
+    ),
+    "max_vocab_size='5'": (
+        lambda: sd.load_huggingface("x", max_vocab_size="5"),  # type: ignore[arg-type]
+        TypeError,
+        "max_vocab_size must be an int, not '5'.",
+    ),
+    "max_vocab_size=5.0": (
+        lambda: sd.load_huggingface("x", max_vocab_size=5.0),  # type: ignore[arg-type]
+        TypeError,
+        "max_vocab_size must be an int, not 5.0.",
+    ),
+    "max_vocab_size=0": (
+        lambda: sd.load_huggingface("x", max_vocab_size=0),
+        ValueError,
+        "max_vocab_size must be at least 1, not 0.",
+    ),
+    "load_checkpoint(dtype='float23')": (
+        lambda: sd.load_checkpoint(Path(sd.__file__).parent / "weights" / "draft", "float23"),
+        TypeError,
+        "dtype must be a floating dtype, not 'float23'.",
+    ),
+    "save_checkpoint in a dtype that is too narrow": (
+        lambda: save(HUGE, jnp.float16),
+        ValueError,
+        "inf in float16; weights must be finite unless allow_nonfinite is true.",
+    ),
+    "save_checkpoint(dtype=int8)": (
+        lambda: save(DRAFT.params, jnp.int8),
+        TypeError,
+        "dtype must be float32, bfloat16 or float16, not int8.",
+    ),
+    "save_checkpoint of other weights": (
+        lambda: save(TARGET.params),
+        ValueError,
+        "params['embed_tokens'] must have shape (256, 128), but has (256, 256).",
+    ),
+    "save_checkpoint(draft)": (
+        lambda: save(DRAFT.params, model=DRAFT),
+        TypeError,
+        "model must be a Llama, but it is a LoadedModel.",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_answered_by_one_sentence_that_helps(mistake: str) -> None:
+    call, error, sentence = MISTAKES[mistake]
+    with pytest.raises(error, match=re.escape(sentence)) as raised:
+        call()
+    assert "\n" not in str(raised.value)
+
+
+def test_nothing_is_written_where_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="inf in float16"):
+        sd.save_checkpoint(tmp_path / "own", DRAFT.model, HUGE, jnp.float16)
+    assert not (tmp_path / "own").exists()
+    sd.save_checkpoint(tmp_path / "own", DRAFT.model, HUGE, jnp.float16, allow_nonfinite=True)
+    _, params = sd.load_checkpoint(tmp_path / "own", jnp.float16, allow_nonfinite=True)
+    assert not all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+
+
+# What is taken because its meaning is plain
+
+PLAIN = {
+    "one number": lambda x: float(x[0]),
+    "a list": lambda x: x.tolist(),
+    "NumPy, 64 bits": lambda x: x.astype(np.int64 if x.dtype == np.int32 else np.float64),
+    "a scalar of JAX": lambda x: jnp.asarray(x[0]),
+}
+
+
+@pytest.mark.parametrize("form", PLAIN)
+def test_parameters_in_any_plain_form_give_the_tokens_of_arrays(form: str) -> None:
+    plain = PLAIN[form]
+    keys, config = jax.random.split(jax.random.key(3), B), CONFIG
+    logits = jax.random.normal(jax.random.key(1), (B * (K + 1), V))
+    drafts = dense(None, None, jax.random.randint(jax.random.key(2), (B, K), 0, V))
+    temperature, top_p = np.full(B, 0.5, np.float32), np.full(B, 0.9, np.float32)
+    top_k, positions = np.full(B, 5, np.int32), np.array([7, 11], np.int32)
+    arrays = sd.SamplingParams(
+        jnp.asarray(temperature), top_k=jnp.asarray(top_k), top_p=jnp.asarray(top_p)
+    )
+    taken = sd.SamplingParams(
+        plain(temperature),  # type: ignore[arg-type]
+        top_k=int(plain(top_k)) if form == "one number" else plain(top_k),  # type: ignore[arg-type]
+        top_p=plain(top_p),  # type: ignore[arg-type]
+    )
+    own_positions = positions.astype(np.int64) if "NumPy" in form else positions.tolist()
+
+    def verify(logits: jax.Array, sampling: sd.SamplingParams, positions: Any) -> jax.Array:
+        given = dict(sampling=sampling, keys=keys, positions=positions, config=config)
+        return sd.rejection_sample(logits, drafts, **given).token_ids
+
+    def tokens(sampling: sd.SamplingParams, positions: Any) -> list[list[int]]:
+        return verify(logits, sampling, positions).tolist()
+
+    wanted = tokens(arrays, jnp.asarray(positions))
+    assert tokens(taken, own_positions) == wanted
+    traced = jax.jit(lambda logits: verify(logits, taken, own_positions))(logits)
+    assert traced.tolist() == wanted
+    validate(drafts, logits, sampling=taken, positions=own_positions)
+    own, drawn = (
+        sd.sample_draft_tokens(logits[:B], sampling=sampling, keys=keys, positions=where, offset=0)
+        for sampling, where in ((taken, own_positions), (arrays, jnp.asarray(positions)))
+    )
+    assert own.token_ids.tolist() == drawn.token_ids.tolist()
+    store = sd.DraftStore.create(B, K, V)
+    for sampling, where in ((taken, own_positions), (arrays, jnp.asarray(positions))):
+        store = store.write(0, logits[:B], drawn.log_normalizer, positions=where, sampling=sampling)
+        attached = store.attach(dense([1, 1]), positions=where, sampling=sampling)
+        assert int(sd.count_fallbacks(attached, sampling=sampling)) == 0
