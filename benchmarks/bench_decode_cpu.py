@@ -11,6 +11,8 @@ import argparse
 import dataclasses
 import functools
 import pathlib
+import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -134,7 +136,16 @@ def run(
 
     cases = {str(i): case for i, case in enumerate(models.cases) if case.temperature == temperature}
     runs = {name: functools.partial(speculative, case) for name, case in cases.items()}
-    samples = measure.alternate({"plain": plain, **runs}, repeats, warm_up=1)
+    cpu_samples: dict[str, list[float]] = {name: [] for name in ("plain", *runs)}
+
+    def counted(name: str, run: Callable[[], sd.GenerateOutput]) -> None:
+        begin = time.process_time()
+        run()
+        cpu_samples[name].append(time.process_time() - begin)
+
+    timed = {name: functools.partial(counted, name, run) for name, run in runs.items()}
+    timed["plain"] = functools.partial(counted, "plain", plain)
+    samples = measure.alternate(timed, repeats, warm_up=1)
     plain_output, rows = plain(), []
     for name, case in cases.items():
         output = runs[name]()
@@ -152,24 +163,29 @@ def run(
                 "unconditional_rates": stats.unconditional_rates,
                 "differences": [dataclasses.asdict(d) for d in differences],
                 "samples": {"speculative": samples[name], "plain": samples["plain"]},
+                "cpu_samples": {
+                    "speculative": cpu_samples[name][1:],
+                    "plain": cpu_samples["plain"][1:],
+                },
             }
         )
     return rows
 
 
-def speeds(row: dict[str, Any]) -> tuple[float, float]:
+def speeds(row: dict[str, Any], samples: str = "samples") -> tuple[float, float]:
     """Tokens per second, speculative and plain, the prompt's pass included."""
-    ours, plain = (row["samples"][name] for name in ("speculative", "plain"))
+    ours, plain = (row[samples][name] for name in ("speculative", "plain"))
     return row["new_tokens"] / measure.median(ours), row["new_tokens"] / measure.median(plain)
 
 
 def table_of(rows: list[dict[str, Any]], title: str) -> Table:
     table = Table(title=title)
     headings = ("prompt", "draft", "K", "T", "length", "tokens/pass", "tokens/s", "plain")
-    for heading in (*headings, "ratio", "goal"):
+    for heading in (*headings, "ratio", "CPU ratio", "goal"):
         table.add_column(heading, justify="left" if heading in ("draft", "prompt") else "right")
     for row in rows:
         ours, plain = speeds(row)
+        cpu_ours, cpu_plain = speeds(row, "cpu_samples")
         table.add_row(
             row["prompt"],
             row["draft"],
@@ -180,6 +196,7 @@ def table_of(rows: list[dict[str, Any]], title: str) -> Table:
             f"{ours:.0f}",
             f"{plain:.0f}",
             f"{ours / plain:.2f}",
+            f"{cpu_ours / cpu_plain:.2f}",
             f"{row['goal']:g}" if row["goal"] else "",
         )
     return table

@@ -202,7 +202,11 @@ def test_decoding_of_a_checkpoint_directory_is_measured_saved_and_shown(
     for row in rows:
         assert row["differences"] == []
         assert 1 <= row["tokens_per_target_pass"] <= row["mean_acceptance_length"] <= row["k"] + 1
-        assert all(len(samples) == 1 for samples in row["samples"].values())
+        for samples in (row["samples"], row["cpu_samples"]):
+            assert {name: len(times) for name, times in samples.items()} == {
+                "speculative": 1,
+                "plain": 1,
+            }
     assert "12 new tokens" in capsys.readouterr().out
     rows[0]["samples"] = {"speculative": [1.0, 4.0, 2.0], "plain": [3.0]}
     assert bench_decode_cpu.speeds(rows[0]) == (6, 4)
