@@ -1,9 +1,18 @@
-"""Speculative against plain decoding with the embedded pair, in one run, alternating."""
+"""Speculative against plain decoding on the CPU, in one run, alternating.
+
+python benchmarks/bench_decode_cpu.py                  # the embedded pair
+python benchmarks/bench_decode_cpu.py --target DIR     # a published model drafting by lookup
+python benchmarks/bench_decode_cpu.py --target DIR --draft DIR
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import pathlib
+import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,15 +22,46 @@ from rich.table import Table
 
 import jax_specdec as sd
 
-PROMPTS = (
-    "def quicksort(items):",
-    "class Stack:\n    def __init__(self):\n",
-    "import os\n\ndef list_files(path):\n",
-)
+PROMPTS = {
+    "quicksort": "def quicksort(items):",
+    "stack": "class Stack:\n    def __init__(self):\n",
+    "files": "import os\n\ndef list_files(path):\n",
+}
+
+# For models of text: what repeats itself, and what does not.
+TEXT_PROMPTS = {
+    "code": (
+        "class Circle:\n    def __init__(self, radius):\n        self.radius = radius\n\n"
+        "    def area(self):\n        return 3.14159 * self.radius ** 2\n\n"
+        "    def perimeter(self):\n        return 2 * 3.14159 * self.radius\n\n\nclass Square:\n"
+    ),
+    "summary": (
+        "The lighthouse at Skagen was built in 1858. It stands forty-six metres tall and was, "
+        "until 1957, the tallest lighthouse in Denmark. The lamp was first fed with oil, later "
+        "with gas, and since 1914 with electricity. Its light can be seen twenty nautical miles "
+        "out at sea. The keeper's house beside it is a museum today, and birds of passage rest on "
+        "its lawn in spring.\n\nIn short: the lighthouse"
+    ),
+    "list": "Countries of Europe and their capitals:\n\n1. France: Paris\n2. Italy: Rome\n3.",
+    "story": "Once upon a time, in a small village by the sea, there lived",
+    "essay": "The history of the printing press begins with",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class WideLookup(sd.NGramDrafter):
+    """What the lookup was before it knew what a wide pass costs: short matches, no narrow pass."""
+
+    min_ngram: int = 2
+    max_ngram: int = 4
+
+    @property
+    def may_abstain(self) -> bool:
+        return False
 
 
 class Case(NamedTuple):
-    """One row of the table."""
+    """One row of the table for each prompt."""
 
     k: int = 6
     temperature: float = 0.0
@@ -32,82 +72,158 @@ class Case(NamedTuple):
 CASES = (
     Case(goal=1.4),
     *(Case(k=k) for k in (1, 2, 3, 4, 5, 8)),
-    Case(temperature=0.8),
     Case(draft="ngram"),
+    Case(draft="ngram 2-4, wide"),
+    Case(temperature=0.8),
 )
+LOOKUP_CASES = (
+    *(Case(k=k, draft="ngram") for k in (2, 4, 6)),
+    Case(draft="ngram 2-4, wide"),
+    Case(temperature=0.8, draft="ngram"),
+    Case(temperature=0.8, draft="ngram 2-4, wide"),
+)
+LOOKUPS: dict[str, sd.Drafter] = {"ngram": sd.NGramDrafter(), "ngram 2-4, wide": WideLookup()}
 
 
-def run(case: Case, prompt: str, new_tokens: int, repeats: int) -> dict[str, Any]:
-    (target, params), (draft, draft_params) = sd.load_embedded_pair()
-    prompts = [sd.encode(prompt)]
+class Models(NamedTuple):
+    """What decodes, and the prompts and cases it is measured with."""
+
+    target: sd.LoadedModel
+    draft: sd.LoadedModel | None
+    prompts: dict[str, list[int]]
+    cases: tuple[Case, ...]
+
+
+def embedded() -> Models:
+    prompts = {name: sd.encode(text) for name, text in PROMPTS.items()}
+    return Models(*sd.load_embedded_pair(), prompts, CASES)
+
+
+def published(target: pathlib.Path, draft: pathlib.Path | None) -> Models:
+    loaded, tokenizer = sd.load_huggingface(target), sd.load_tokenizer(target)
+    prompts = {name: tokenizer.encode(text) for name, text in TEXT_PROMPTS.items()}
+    size, cases = loaded.model.vocab_size, LOOKUP_CASES
+    drafter = draft and sd.load_huggingface(draft, max_vocab_size=size)
+    if drafter:
+        cases += (*(Case(k=k) for k in (2, 4, 6)), Case(temperature=0.8))
+    return Models(loaded, drafter or None, prompts, cases)
+
+
+def run(
+    models: Models, temperature: float, prompt: str, new_tokens: int, repeats: int
+) -> list[dict[str, Any]]:
+    """All cases of a temperature, and plain decoding, of one prompt in turn."""
+    prompts = [models.prompts[prompt]]
     common: dict[str, Any] = {
-        "temperature": case.temperature,
+        "temperature": temperature,
         "key": jax.random.key(0),
         "max_new_tokens": new_tokens,
     }
-    model = case.draft == "model"
 
-    def speculative() -> sd.GenerateOutput:
+    def speculative(case: Case) -> sd.GenerateOutput:
+        model = models.draft if case.draft == "model" else None
         return sd.generate(
-            target,
-            params,
+            *models.target,
             prompts,
-            drafter=sd.ModelDrafter(draft) if model else sd.NGramDrafter(),
-            draft_params=draft_params if model else None,
+            drafter=sd.ModelDrafter(model.model) if model else LOOKUPS[case.draft],
+            draft_params=model.params if model else None,
             config=sd.SpecDecodeConfig(num_speculative_tokens=case.k),
             **common,
         )
 
     def plain() -> sd.GenerateOutput:
-        return sd.generate_plain(target, params, prompts, **common)
+        return sd.generate_plain(*models.target, prompts, **common)
 
-    samples = measure.alternate({"speculative": speculative, "plain": plain}, repeats, warm_up=1)
-    output = speculative()
-    stats = sd.AcceptanceStats.from_steps(output.steps)
-    differences = []
-    if case.temperature == 0:
-        differences = sd.greedy_differences(target, params, prompts, output, plain())
-    return {
-        **case._asdict(),
-        "prompt": prompt,
-        "new_tokens": new_tokens,
-        "mean_acceptance_length": stats.mean_acceptance_length,
-        "unconditional_rates": stats.unconditional_rates,
-        "differences": [dataclasses.asdict(d) for d in differences],
-        "samples": samples,
-    }
+    cases = {str(i): case for i, case in enumerate(models.cases) if case.temperature == temperature}
+    runs = {name: functools.partial(speculative, case) for name, case in cases.items()}
+    cpu_samples: dict[str, list[float]] = {name: [] for name in ("plain", *runs)}
+
+    def counted(name: str, run: Callable[[], sd.GenerateOutput]) -> None:
+        begin = time.process_time()
+        run()
+        cpu_samples[name].append(time.process_time() - begin)
+
+    timed = {name: functools.partial(counted, name, run) for name, run in runs.items()}
+    timed["plain"] = functools.partial(counted, "plain", plain)
+    samples = measure.alternate(timed, repeats, warm_up=1)
+    plain_output, rows = plain(), []
+    for name, case in cases.items():
+        output = runs[name]()
+        stats = sd.AcceptanceStats.from_steps(output.steps)
+        differences = []
+        if temperature == 0:
+            differences = sd.greedy_differences(*models.target, prompts, output, plain_output)
+        rows.append(
+            {
+                **case._asdict(),
+                "prompt": prompt,
+                "new_tokens": new_tokens,
+                "mean_acceptance_length": stats.mean_acceptance_length,
+                "tokens_per_target_pass": stats.tokens_per_target_pass,
+                "unconditional_rates": stats.unconditional_rates,
+                "differences": [dataclasses.asdict(d) for d in differences],
+                "samples": {"speculative": samples[name], "plain": samples["plain"]},
+                "cpu_samples": {
+                    "speculative": cpu_samples[name][1:],
+                    "plain": cpu_samples["plain"][1:],
+                },
+            }
+        )
+    return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def speeds(row: dict[str, Any], samples: str = "samples") -> tuple[float, float]:
+    """Tokens per second, speculative and plain, the prompt's pass included."""
+    ours, plain = (row[samples][name] for name in ("speculative", "plain"))
+    return row["new_tokens"] / measure.median(ours), row["new_tokens"] / measure.median(plain)
+
+
+def table_of(rows: list[dict[str, Any]], title: str) -> Table:
+    table = Table(title=title)
+    headings = ("prompt", "draft", "K", "T", "length", "tokens/pass", "tokens/s", "plain")
+    for heading in (*headings, "ratio", "CPU ratio", "goal"):
+        table.add_column(heading, justify="left" if heading in ("draft", "prompt") else "right")
+    for row in rows:
+        ours, plain = speeds(row)
+        cpu_ours, cpu_plain = speeds(row, "cpu_samples")
+        table.add_row(
+            row["prompt"],
+            row["draft"],
+            str(row["k"]),
+            f"{row['temperature']:g}",
+            f"{row['mean_acceptance_length']:.2f}",
+            f"{row['tokens_per_target_pass']:.2f}",
+            f"{ours:.0f}",
+            f"{plain:.0f}",
+            f"{ours / plain:.2f}",
+            f"{cpu_ours / cpu_plain:.2f}",
+            f"{row['goal']:g}" if row["goal"] else "",
+        )
+    return table
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", type=pathlib.Path, help="a Hugging Face directory")
+    parser.add_argument("--draft", type=pathlib.Path, help="one of a smaller model of its family")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=256)
-    options = parser.parse_args()
-    table = Table(title=f"{options.new_tokens} new tokens, batch of 1")
-    for heading in ("K", "draft", "T", "prompt", "length", "tokens/s", "plain", "ratio", "goal"):
-        table.add_column(heading, justify="left" if heading in ("draft", "prompt") else "right")
-    rows = []
+    options = parser.parse_args(arguments)
+    if options.draft and not options.target:
+        parser.error("--draft needs --target")
+    models = published(options.target, options.draft) if options.target else embedded()
+    rows: list[dict[str, Any]] = []
     console = Console(width=110)
+    name = "decode_cpu" + (f"_{options.target.resolve().name}" if options.target else "")
     with console.status("running") as status:
-        for case in CASES:
-            for prompt in PROMPTS:
-                status.update(f"{case}")
-                row = run(case, prompt, options.new_tokens, options.repeats)
-                rows.append(row)
-                ours, plain = (measure.median(row["samples"][n]) for n in ("speculative", "plain"))
-                table.add_row(
-                    str(case.k),
-                    case.draft,
-                    f"{case.temperature:g}",
-                    prompt.split("\n")[0],
-                    f"{row['mean_acceptance_length']:.2f}",
-                    f"{options.new_tokens / ours:.0f}",
-                    f"{options.new_tokens / plain:.0f}",
-                    f"{plain / ours:.2f}",
-                    f"{case.goal:g}" if case.goal else "",
-                )
-    console.print(table)
-    path = measure.save("decode_cpu", rows)
+        for temperature in dict.fromkeys(case.temperature for case in models.cases):
+            for prompt in models.prompts:
+                status.update(f"{prompt}, temperature {temperature:g}")
+                rows += run(models, temperature, prompt, options.new_tokens, options.repeats)
+                path = measure.save(name, rows)
+    console.print(table_of(rows, f"{options.new_tokens} new tokens, batch of 1"))
     console.print(f"raw samples: {path.name}")
 
 

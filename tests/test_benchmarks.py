@@ -1,7 +1,9 @@
 """The benchmarks count what they say, lose no result, and draw what they measured."""
 
 import json
+from pathlib import Path
 
+import bench_decode_cpu
 import bench_verify_gpu
 import chain
 import disagreements
@@ -180,6 +182,47 @@ def test_plots_are_drawn_from_results_alone(tmp_path, capsys):
     (bars,) = plots.vocabularies(results()).axes
     places = [(round(bar.get_x() + 0.2, 6), bar.get_height()) for bar in bars.patches]
     assert places == [(-0.2, 2), (0.8, 2), (1.2, 2)]
+
+
+@pytest.mark.parametrize("with_draft", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_decoding_of_a_checkpoint_directory_is_measured_saved_and_shown(
+    with_draft, tmp_path, capsys, monkeypatch
+):
+    checkpoints = Path(__file__).parent / "models" / "huggingface"
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench_decode_cpu, "TEXT_PROMPTS", {"again": "one two three one two"})
+    monkeypatch.setattr(bench_decode_cpu, "LOOKUP_CASES", bench_decode_cpu.LOOKUP_CASES[:1])
+    command = ["--target", str(checkpoints / "qwen2")]
+    command += ["--draft", str(checkpoints / "qwen2_draft")] if with_draft else []
+    bench_decode_cpu.main([*command, "--repeats", "1", "--new-tokens", "12"])
+    rows = json.loads((tmp_path / "decode_cpu_qwen2.json").read_text())["rows"]
+    cases = [(row["draft"], row["k"], row["temperature"]) for row in rows]
+    drafted = [*(("model", k, 0) for k in (2, 4, 6)), ("model", 6, 0.8)]
+    assert cases == [("ngram", 2, 0), *(drafted if with_draft else [])]
+    for row in rows:
+        assert row["differences"] == []
+        assert 1 <= row["tokens_per_target_pass"] <= row["mean_acceptance_length"] <= row["k"] + 1
+        for samples in (row["samples"], row["cpu_samples"]):
+            assert {name: len(times) for name, times in samples.items()} == {
+                "speculative": 1,
+                "plain": 1,
+            }
+    assert "12 new tokens" in capsys.readouterr().out
+    rows[0]["samples"] = {"speculative": [1.0, 4.0, 2.0], "plain": [3.0]}
+    assert bench_decode_cpu.speeds(rows[0]) == (6, 4)
+
+
+def test_the_lookup_to_compare_with_never_makes_a_narrow_pass():
+    drafters = bench_decode_cpu.LOOKUPS
+    assert [drafter.may_abstain for drafter in drafters.values()] == [True, False]
+    wide = drafters["ngram 2-4, wide"]
+    assert (wide.min_ngram, wide.max_ngram) == (2, 4)
+
+
+def test_a_drafter_alone_is_not_measured(capsys):
+    with pytest.raises(SystemExit):
+        bench_decode_cpu.main(["--draft", "somewhere"])
+    assert "--draft needs --target" in capsys.readouterr().err
 
 
 def test_a_table_has_a_row_per_measurement():

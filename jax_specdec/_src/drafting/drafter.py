@@ -40,7 +40,8 @@ class Drafter(Protocol):
     drafter without a q returns None, and its drafts are verified one-hot.
 
     A drafter that often proposes nothing says so in an attribute `may_abstain`, True. `generate` of
-    one request then compiles a second pass of the target, over one token, for such steps.
+    one request then compiles a second pass of the target, over one token, for such steps. Float32
+    sums of passes of different widths differ in their last bits, so a tie may go the other way.
 
     Example:
       A drafter that expects the last token to repeat:

@@ -209,7 +209,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     except ImportError as error:
         raise ImportError(
             f"{shown(path)} is read by the tokenizers library, which is not installed: "
-            "pip install 'jax-specdec[hf]'."
+            "pip install tokenizers, or the extra hf."
         ) from error
     count_token_ids(path)  # the library does not say which id is wrong
     with _errors_name(path, "is not a tokenizer that can be read"):

@@ -24,7 +24,7 @@ _COUNTERS_PER_POSITION = {
 
 
 class PrometheusExporter:
-    """Shows statistics to Prometheus as counters; needs the extra ``jax-specdec[prometheus]``.
+    """Shows statistics to Prometheus as counters; needs ``prometheus_client``.
 
     The counters are ``jax_specdec:spec_decode_num_drafts_total``, in the same way
     ``num_draft_tokens``, ``num_accepted_tokens``, ``num_verifications``, ``num_emitted_tokens`` and
@@ -65,7 +65,8 @@ class PrometheusExporter:
             import prometheus_client
         except ImportError:
             raise ImportError(
-                "PrometheusExporter needs prometheus_client: pip install 'jax-specdec[prometheus]'"
+                "PrometheusExporter needs prometheus_client:"
+                " pip install prometheus_client, or the extra prometheus"
             ) from None
         self._labels = dict(labels)
         if "position" in self._labels:
