@@ -22,9 +22,13 @@ INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.
 NAME = re.compile(r"%([\w.\-]+)")
 
 FREE = frozenset(
-    "parameter constant tuple get-tuple-element bitcast after-all partition-id iota".split()
+    "parameter constant tuple get-tuple-element bitcast iota after-all partition-id".split()
+    + ["call-update"]
 )
 """Operations that move nothing."""
+
+CALLS = ("call", "call-start")
+"""Operations that run a computation once, the latter beside others: a TPU's sparse cores gather."""
 
 SLICES = ("dynamic-slice", "slice", "gather")
 """Operations that read of their first operand no more than they give."""
@@ -120,16 +124,11 @@ class Program:
             elif it.op == "conditional":
                 branches = [self.count(branch) for branch in _branches(it)]
                 total = total.plus(max(branches, key=lambda c: (c.hbm_bytes, c.bytes, c.cycles)))
-            elif it.op == "call":
+            elif it.op in CALLS:
                 total = total.plus(self.count(_called(it, "to_apply")))
             else:
-                cycles = re.search(r'estimated_cycles":"(\d+)"', it.line)
-                moved = Counted(
-                    self._moved(it, computation, False),
-                    self._moved(it, computation, True),
-                    int(cycles[1]) if cycles else 0,
-                )
-                total = total.plus(moved)
+                moved = (self._moved(it, computation, only_hbm) for only_hbm in (False, True))
+                total = total.plus(Counted(*moved, _cycles(it)))
         return total
 
     def trips_of(self, loop: Instruction) -> int:
@@ -154,7 +153,7 @@ class Program:
                 called = [_called(it, "body")]
             elif it.op == "conditional":
                 called = _branches(it)
-            elif it.op == "call":
+            elif it.op in CALLS:
                 called = [_called(it, "to_apply")]
             for other in called:
                 yield from self.loops(other)
@@ -168,7 +167,7 @@ class Program:
                 found += self.ops(_called(it, "body"))
             elif it.op == "conditional":
                 found += max(map(self.ops, _branches(it)), key=lambda ops: ops["fusion"])
-            elif it.op == "call":
+            elif it.op in CALLS:
                 found += self.ops(_called(it, "to_apply"))
         return found
 
@@ -248,6 +247,12 @@ def _like(shape: str, size: str, hbm: bool) -> int:
     layout = SHAPE.search(shape)
     assert layout is not None
     return 0 if hbm and "S(" in (layout[3] or "") else bytes_of(first[0])
+
+
+def _cycles(it: Instruction) -> int:
+    found = re.search(r'estimated_cycles":"(\d+)"', it.line)
+    cycles = int(found[1]) if found else 0
+    return cycles if cycles < 2**62 else 0  # the largest integer stands for no estimate
 
 
 def _called(it: Instruction, role: str) -> str:

@@ -122,6 +122,24 @@ ENTRY %main (x: f32[100,50], which: s32[]) -> f32[100,50] {
     assert hlo_text.Program.of(text, trips=1).count().bytes == 2 * 100 * 50 * 4
 
 
+def test_what_runs_beside_the_program_counts_once_and_no_estimate_is_none():
+    text = """%beside (a: f32[100,50], b: s32[8]) -> f32[8,50] {
+  %a = f32[100,50]{1,0} parameter(0)
+  %b = s32[8]{0} parameter(1)
+  ROOT %gathered = f32[8,50]{1,0} gather(%a, %b), x={"estimated_cycles":"9223372036854775807"}
+}
+
+ENTRY %main (x: f32[100,50], i: s32[8]) -> f32[8,50] {
+  %x = f32[100,50]{1,0} parameter(0)
+  %i = s32[8]{0} parameter(1)
+  %begun = ((), (), (s32[1])) call-start(), to_apply=%beside
+  %given = ((f32[100,50]{1,0}, s32[8]), f32[8,50]{1,0}) call-update(%begun, %x, %i)
+  ROOT %out = f32[8,50]{1,0} call-done(%given)
+}
+"""
+    assert hlo_text.Program.of(text, trips=1).count() == (2 * 8 * 50 * 4, 2 * 8 * 50 * 4, 0)
+
+
 # The grid, and the page with its tables.
 
 PAGE = Path(__file__).parents[1] / "docs" / "tpu.md"
