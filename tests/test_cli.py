@@ -594,7 +594,7 @@ def test_synthetic_rates_are_read_from_the_command_line() -> None:
         (["--max-new-tokens", "2000"], "--max-new-tokens must be in [1, 1003]"),
         (["--top-p", "0"], "--top-p must be in (0, 1], but is 0.0"),
         (["--min-p", "2"], "--min-p must be in [0, 1], but is 2.0"),
-        (["--top-k", "-1"], "--top-k must be in [0, 2147483648), but is -1"),
+        (["--top-k", "-1"], "--top-k must be in [0, 2147483647], but is -1"),
         (
             ["--repetition-penalty", "0"],
             "--repetition-penalty must be positive and finite, but is 0.0",

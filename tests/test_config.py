@@ -98,14 +98,14 @@ def test_rates_become_a_tuple_of_floats(rates: object) -> None:
 
 
 BAD_COUNTS = [
-    (0, ValueError, "must be at least 1, but is 0"),
-    (-3, ValueError, "must be at least 1, but is -3"),
-    (True, TypeError, "must be an integer, but is True"),
-    (np.True_, TypeError, "must be an integer, but is np.True_"),
-    (4.0, TypeError, "must be an integer, but is 4.0"),
-    (NAN, TypeError, "must be an integer, but is nan"),
-    ("4", TypeError, "must be an integer, but is '4'"),
-    (None, TypeError, "must be an integer, but is None"),
+    (0, ValueError, "must be at least 1, but it is 0"),
+    (-3, ValueError, "must be at least 1, but it is -3"),
+    (True, TypeError, "must be an int, but it is True"),
+    (np.True_, TypeError, "must be an int, but it is np.True_"),
+    (4.0, TypeError, "must be an int, but it is 4.0"),
+    (NAN, TypeError, "must be an int, but it is nan"),
+    ("4", TypeError, "must be an int, but it is '4'"),
+    (None, TypeError, "must be an int, but it is None"),
 ]
 
 BAD_CONFIGS = [
@@ -351,7 +351,7 @@ def test_a_config_survives_a_round_trip_through_json(config: SpecDecodeConfig) -
         (
             {"num_speculative_tokens": "4"},
             TypeError,
-            "num_speculative_tokens must be an integer, but is '4'",
+            "num_speculative_tokens must be an int, but it is '4'",
         ),
         ([("num_speculative_tokens", 4)], TypeError, "values must be a mapping of field names"),
         (None, TypeError, "values must be a mapping of field names, but is None"),

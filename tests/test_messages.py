@@ -381,12 +381,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "pack_drafts(size=1.5)": (
         lambda: sd.pack_drafts(jnp.zeros((B, K), jnp.int32), [1, 1], size=1.5),  # type: ignore[arg-type]
         TypeError,
-        "size must be a static int, but it is 1.5",
+        "size must be an int, but it is 1.5",
     ),
     "pack_drafts(size=-1)": (
         lambda: sd.pack_drafts(jnp.zeros((B, K), jnp.int32), [1, 1], size=-1),  # type: ignore[arg-type]
         ValueError,
-        "size must not be negative, but it is -1",
+        "size must be at least 0, but it is -1",
     ),
     "pack_drafts of flat ids": (
         lambda: sd.pack_drafts(jnp.zeros((B,), jnp.int32), [1, 1]),  # type: ignore[arg-type]
@@ -449,17 +449,17 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "max_vocab_size='5'": (
         lambda: sd.load_huggingface("x", max_vocab_size="5"),  # type: ignore[arg-type]
         TypeError,
-        "max_vocab_size must be an int, not '5'.",
+        "max_vocab_size must be an int, but it is '5'",
     ),
     "max_vocab_size=5.0": (
         lambda: sd.load_huggingface("x", max_vocab_size=5.0),  # type: ignore[arg-type]
         TypeError,
-        "max_vocab_size must be an int, not 5.0.",
+        "max_vocab_size must be an int, but it is 5.0",
     ),
     "max_vocab_size=0": (
         lambda: sd.load_huggingface("x", max_vocab_size=0),
         ValueError,
-        "max_vocab_size must be at least 1, not 0.",
+        "max_vocab_size must be at least 1, but it is 0",
     ),
     "load_checkpoint(dtype='float23')": (
         lambda: sd.load_checkpoint(Path(sd.__file__).parent / "weights" / "draft", "float23"),

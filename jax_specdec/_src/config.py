@@ -7,6 +7,7 @@ import difflib
 import itertools
 import math
 import numbers
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, get_args
 
@@ -67,7 +68,7 @@ class SpecDecodeConfig:
       (0.9, 0.5, 0.0)
       >>> SpecDecodeConfig(num_speculative_tokens=0)
       Traceback (most recent call last):
-      ValueError: num_speculative_tokens must be at least 1, but is 0
+      ValueError: num_speculative_tokens must be at least 1, but it is 0
 
     References:
       The fields follow vLLM's ``SpeculativeConfig``, names and defaults included:
@@ -82,7 +83,7 @@ class SpecDecodeConfig:
     synthetic_acceptance_length: float | None = None
 
     def __post_init__(self) -> None:
-        k = check_count("num_speculative_tokens", self.num_speculative_tokens)
+        k = check_int("num_speculative_tokens", self.num_speculative_tokens)
         object.__setattr__(self, "num_speculative_tokens", k)
         _check_choice(
             "rejection_sample_method", self.rejection_sample_method, get_args(RejectionSampleMethod)
@@ -218,7 +219,7 @@ def acceptance_length_to_rates(length: float, num_speculative_tokens: int) -> tu
       ``synthetic_acceptance_length`` in vLLM:
       https://docs.vllm.ai/en/latest/api/vllm/config/speculative/
     """
-    k = check_count("num_speculative_tokens", num_speculative_tokens)
+    k = check_int("num_speculative_tokens", num_speculative_tokens)
     mean_accepted = _check_real("length", length, 1, k + 1) - 1.0
     return tuple(min(max(mean_accepted - i, 0.0), 1.0) for i in range(k))
 
@@ -289,15 +290,24 @@ def conditional_to_unconditional_rates(rates: Sequence[float]) -> tuple[float, .
     return tuple(itertools.accumulate(checked, lambda product, rate: product * rate))
 
 
-def check_count(name: str, value: Any, most: int | None = None) -> int:
-    """A positive integer, no boolean, of at most `most`; else a sentence with its name."""
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_integer:
-        raise TypeError(f"{name} must be an integer, but is {value!r}")
-    if value < 1 or (most is not None and value > most):
-        rule = "at least 1" if most is None else f"in [1, {most}]"
-        raise ValueError(f"{name} must be {rule}, but is {value!r}")
-    return int(value)
+def check_int(name: str, value: Any, low: int = 1, high: int | None = None) -> int:
+    """An integer of any type in ``[low, high]``, no boolean, as Python's.
+
+    Raises:
+      TypeError: not an integer.
+      ValueError: out of range.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, (bool, np.bool_)):
+        shown = " ".join(f"{value!r:.80}".split())
+        raise TypeError(f"{name} must be an int, but it is {shown}")
+    if number < low or (high is not None and number > high):
+        rule = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        raise ValueError(f"{name} must be {rule}, but it is {number}")
+    return number
 
 
 def _check_real(name: str, value: Any, low: int, high: int) -> float:

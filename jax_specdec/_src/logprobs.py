@@ -13,7 +13,7 @@ from jax import export, lax
 from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src import ragged
-from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.config import SpecDecodeConfig, check_int
 from jax_specdec._src.sampling import Filter, inverse_temperature
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
@@ -369,10 +369,7 @@ def _check(
     if distribution not in ("raw", "processed"):
         raise ValueError(f"distribution must be 'raw' or 'processed', but it is {distribution!r}")
     size = target_logits.shape[1] * vocabulary_parts if vocab_size is None else int(vocab_size)
-    if isinstance(num_top, bool) or not isinstance(num_top, (int, np.integer)):
-        raise TypeError(f"num_top must be a static int, but it is {num_top!r:.80}")
-    if not 0 <= num_top <= size:
-        raise ValueError(f"num_top must be in [0, {size}], but it is {num_top}")
+    check_int("num_top", num_top, 0, size)
     return size
 
 

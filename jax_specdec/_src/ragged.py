@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jax_specdec._src.config import check_int
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
     DraftDistribution,
     Drafts,
     as_int32,
     check_counts,
-    described,
     flatten_storage,
 )
 
@@ -190,12 +189,7 @@ def pack_drafts(
         raise ValueError(f"token_ids must be [B, K], but its shape is {list(ids.shape)}")
     batch, k = ids.shape
     counts = check_counts(num_draft_tokens, batch, k)
-    try:
-        n = batch * k if size is None else operator.index(size)
-    except TypeError:
-        raise TypeError(f"size must be a static int, but it is {described(size)}") from None
-    if n < 0:
-        raise ValueError(f"size must not be negative, but it is {n}")
+    n = batch * k if size is None else check_int("size", size, 0)
 
     counts = jnp.clip(counts, 0, k)
     cu = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])

@@ -217,7 +217,7 @@ REFUSED = {
     "min-p in words": (dict(min_p="low"), TypeError, "min_p must be a number, but it is 'low'"),
     "no top-p": (dict(top_p=0.0), ValueError, r"top_p must be in \(0, 1\], but it is 0.0"),
     "a top-p above 1": (dict(top_p=1.5), ValueError, "top_p must be in"),
-    "a negative top-k": (dict(top_k=-1), ValueError, r"top_k must be in \[0, 2147483648\)"),
+    "a negative top-k": (dict(top_k=-1), ValueError, r"top_k must be in \[0, 2147483647\]"),
     "half a token": (dict(top_k=0.5), TypeError, "top_k must be an int, but it is 0.5"),
     "an infinite frequency penalty": (
         dict(frequency_penalty=float("inf")),

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import export, lax
 
+from jax_specdec._src.config import check_int
 from jax_specdec._src.sampling import Filter, per_request
 from jax_specdec._src.types import (
     DraftDistribution,
@@ -102,10 +102,7 @@ class DraftStore:
             vocab_size=vocab_size,
         )
         for name, size in sizes.items():
-            if not isinstance(size, (int, np.integer)):
-                raise TypeError(f"{name} must be an int, but it is {size!r}")
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, but it is {size}")
+            check_int(name, size)
         if str(jnp.dtype(dtype)) not in ("float32", "bfloat16", "float16"):
             raise TypeError(f"dtype must be float32, bfloat16 or float16, but it is {dtype}")
         per_row = (num_speculative_tokens, num_slots)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
+from jax_specdec._src.config import check_int
 from jax_specdec._src.models.config_json import CONFIG_FILE, config_text, read_config
 from jax_specdec._src.models.fields import quoted
 from jax_specdec._src.models.files import is_there
@@ -126,11 +127,7 @@ def load_huggingface(
         (256, 'bfloat16')
     """
     if max_vocab_size is not None:
-        if isinstance(max_vocab_size, bool) or not isinstance(max_vocab_size, (int, np.integer)):
-            raise TypeError(f"max_vocab_size must be an int, not {quoted(max_vocab_size)}.")
-        if max_vocab_size < 1:
-            raise ValueError(f"max_vocab_size must be at least 1, not {max_vocab_size}.")
-        max_vocab_size = int(max_vocab_size)
+        max_vocab_size = check_int("max_vocab_size", max_vocab_size)
     directory = _path(directory)
     config = read_config(directory / CONFIG_FILE)
     if is_there(directory / TOKENIZER_FILE):

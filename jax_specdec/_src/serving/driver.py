@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_specdec._src.config import check_int
 from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving.bookkeeping import Host, Report, Request, RequestUpdate
 from jax_specdec._src.serving.engine import Engine
@@ -104,7 +105,7 @@ class EngineDriver:
         inputs.weights("params", params)
         inputs.draft_weights(engine.drafter, draft_params)
         self.engine = engine
-        self.max_queue = None if max_queue is None else inputs.integer("max_queue", max_queue, 1)
+        self.max_queue = None if max_queue is None else check_int("max_queue", max_queue, 1)
         self._params, self._draft_params = on_all_devices((params, draft_params), engine.model)
         counters = AcceptanceCounters.create(engine.config.num_speculative_tokens)
         host = Host((None,) * engine.num_slots, iter(()), counters)
@@ -224,7 +225,7 @@ class EngineDriver:
         """
         vocab_size, longest = self.engine.model.vocab_size, self.engine.max_length
         token_ids = inputs.token_list("prompt", prompt, vocab_size)
-        budget = inputs.integer("max_new_tokens", max_new_tokens, 1)
+        budget = check_int("max_new_tokens", max_new_tokens, 1)
         if len(token_ids) + budget > longest:
             raise ValueError(
                 f"prompt and max_new_tokens must fit into max_length={longest} tokens, but they "
@@ -240,7 +241,7 @@ class EngineDriver:
         (asked,) = per_request(options, 1)
         arrays = self.engine.options_of(asked, len(token_ids))
         request_id = self._num_submitted
-        seed = request_id if seed is None else inputs.integer("seed", seed, 0, 2**32)
+        seed = request_id if seed is None else check_int("seed", seed, 0, 2**32 - 1)
         if self.max_queue is not None:
             self._settle()
             if len(self._waiting) >= self.max_queue:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src import noise
-from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.config import SpecDecodeConfig, check_int
 from jax_specdec._src.drafting.drafter import Drafter, Proposal
 from jax_specdec._src.models.protocol import CausalModel, check_model
 from jax_specdec._src.serving import inputs
@@ -100,9 +100,9 @@ class Engine:
         check_model("model", self.model)
         inputs.drafting(self.drafter, self.config)
         check_logprobs(self.logprobs)
-        inputs.integer("num_slots", self.num_slots, 1)
-        longest = inputs.integer("max_length", self.max_length, 2)
-        inputs.integer("max_stop_tokens", self.max_stop_tokens, 0)
+        check_int("num_slots", self.num_slots, 1)
+        longest = check_int("max_length", self.max_length, 2)
+        check_int("max_stop_tokens", self.max_stop_tokens, 0)
         if self.prefill_sizes is None:
             sizes = [_SMALLEST_PREFILL]
             while sizes[-1] < longest:
@@ -111,8 +111,7 @@ class Engine:
             object.__setattr__(self, "prefill_sizes", tuple(sizes))
             return
         given = tuple(
-            inputs.integer(f"prefill_sizes[{i}]", size, 1)
-            for i, size in enumerate(self.prefill_sizes)
+            check_int(f"prefill_sizes[{i}]", size, 1) for i, size in enumerate(self.prefill_sizes)
         )
         if not given or list(given) != sorted(set(given)) or given[-1] > longest:
             raise ValueError(

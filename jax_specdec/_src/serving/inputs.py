@@ -162,23 +162,6 @@ def budgets(value: int | Sequence[int], count: int) -> list[int]:
     return values
 
 
-def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """One integer in ``[low, high)``.
-
-    Raises:
-      TypeError: not an integer.
-      ValueError: out of range.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an int, but it is {described(value)}") from None
-    if number < low or (high is not None and number >= high):
-        rule = f"at least {low}" if high is None else f"in [{low}, {high})"
-        raise ValueError(f"{name} must be {rule}, but it is {number}")
-    return number
-
-
 def _check_range(name: str, ids: list[int], vocab_size: int) -> None:
     if not (0 <= min(ids) and max(ids) < vocab_size):
         raise ValueError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
+from jax_specdec._src.config import check_int
 from jax_specdec._src.serving.batch import StepRecord
 
 
@@ -54,14 +54,7 @@ class AcceptanceCounters:
           TypeError: K is no int.
           ValueError: K is below 1.
         """
-        try:
-            k = operator.index(num_speculative_tokens)
-        except TypeError:
-            raise TypeError(
-                f"num_speculative_tokens must be an int, but it is {num_speculative_tokens!r}"
-            ) from None
-        if k < 1:
-            raise ValueError(f"num_speculative_tokens must be at least 1, but it is {k}")
+        k = check_int("num_speculative_tokens", num_speculative_tokens)
         return cls(jnp.zeros((2, 3 * k + 2), jnp.uint32))
 
     def update(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_specdec._src.config import check_int
 from jax_specdec._src.logprobs import Distribution
 from jax_specdec._src.penalties import Penalties
 from jax_specdec._src.serving import inputs
@@ -66,7 +67,7 @@ class RequestOptions:
                 raise TypeError(f"{name} must be a number, but it is {value!r:.80}") from None
             if not holds(number):
                 raise ValueError(f"{name} must be {rule}, but it is {value}")
-        inputs.integer("top_k", self.top_k, 0, 2**31)
+        check_int("top_k", self.top_k, 0, 2**31 - 1)
         if self.allowed_token_ids is not None:
             ids = tuple(inputs.token_list("allowed_token_ids", self.allowed_token_ids, 2**31))
             object.__setattr__(self, "allowed_token_ids", ids)
@@ -100,7 +101,7 @@ class LogprobsConfig:
     distribution: Distribution = "raw"
 
     def __post_init__(self) -> None:
-        inputs.integer("num_top", self.num_top, 0)
+        check_int("num_top", self.num_top, 0)
         if self.distribution not in get_args(Distribution):
             raise ValueError(
                 f"distribution must be 'raw' or 'processed', but it is {self.distribution!r}"

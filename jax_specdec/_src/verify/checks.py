@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_specdec._src import noise as noise_lib
 from jax_specdec._src import sampling as sampling_lib
+from jax_specdec._src.config import check_int
 from jax_specdec._src.types import (
     DraftLogits,
     DraftProbs,
@@ -103,10 +104,7 @@ def check_call(
         raise ValueError("target_logits must have at least one column, but its V is 0")
     v *= vocabulary_parts
     if vocab_size is not None:
-        if isinstance(vocab_size, bool) or not isinstance(vocab_size, (int, np.integer)):
-            raise TypeError(f"vocab_size must be a static int, but it is {described(vocab_size)}")
-        if not 1 <= vocab_size <= v:
-            raise ValueError(f"vocab_size must be in [1, V] = [1, {v}], but it is {vocab_size}")
+        check_int("vocab_size", vocab_size, 1, v)
 
     if token_bitmask is not None:
         words = -(-v // 32)

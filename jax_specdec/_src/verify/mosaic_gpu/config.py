@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jax_specdec._src.config import check_count
+from jax_specdec._src.config import check_int
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
 WARPS = 4
@@ -64,9 +64,9 @@ class KernelConfig:
     tiles_at_once: int = 1
 
     def __post_init__(self) -> None:
-        check_count("max_cluster", self.max_cluster, MAX_CLUSTER)
-        check_count("rows_at_once", self.rows_at_once, MAX_WARPGROUPS)
-        check_count("tiles_at_once", self.tiles_at_once, MAX_TILES)
+        check_int("max_cluster", self.max_cluster, 1, MAX_CLUSTER)
+        check_int("rows_at_once", self.rows_at_once, 1, MAX_WARPGROUPS)
+        check_int("tiles_at_once", self.tiles_at_once, 1, MAX_TILES)
 
     @classmethod
     def choose(
