@@ -25,6 +25,7 @@ from jax_specdec.__main__ import main
 from jax_specdec._src.cli import models as models_lib
 from jax_specdec._src.cli import options as options_lib
 from jax_specdec._src.cli import prompts as prompts_lib
+from jax_specdec._src.cli import terminal
 from jax_specdec._src.cli.terminal import printable
 from jax_specdec._src.serving import loop
 
@@ -400,6 +401,18 @@ def test_a_terminal_gets_colours_and_a_spinner_and_a_pipe_none(
     assert shown["none"] == TINY_PROMPT + printable(TINY_TEXT) + "\n"
     assert "\x1b[2m" in shown["colours"]
     assert re.sub(r"\x1b\[[\d;]*m", "", shown["colours"]) == shown["none"]
+
+
+def test_an_interrupt_finds_what_moves_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert not terminal.stand_still()
+    with terminal.spinner("waiting"), terminal.progress_bar("working", 2) as begin:
+        begin("one")
+        assert terminal.stand_still()
+        shown = sys.stderr.getvalue()
+        assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") > 0  # the cursor is back
+    assert sys.stderr.getvalue() == shown and not terminal.stand_still()
 
 
 def test_a_stream_that_cannot_encode_a_character_gets_an_escape(

@@ -14,7 +14,7 @@ from rich.table import Table
 from jax_specdec._src.cli import terminal
 from jax_specdec._src.cli.models import load_models
 from jax_specdec._src.cli.options import Options
-from jax_specdec._src.cli.run import Run, Session, measure, tokens_per_target_pass
+from jax_specdec._src.cli.run import Run, Session, measure
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.serving.batch import GenerateOutput
 from jax_specdec._src.serving.plain import GreedyDifference
@@ -111,7 +111,7 @@ def _table(options: Options, rows: list[Row]) -> Table:
             "plain" if row.drafter is None else row.drafter,
             "" if config is None else f"{config.num_speculative_tokens}",
             f"{row.run.num_tokens}",
-            f"{tokens_per_target_pass(stats):.2f}",
+            f"{stats.tokens_per_target_pass:.2f}",
             "" if config is None else f"{stats.mean_acceptance_length:.2f}",
             f"{row.run.tokens_per_second:.0f}",
             "" if config is None else f"{row.speedup:.2f}x",
@@ -146,7 +146,6 @@ def _as_json(options: Options, prompts: list[str], rows: list[Row]) -> dict[str,
                 "speedup": row.speedup,
                 "identical_to_plain": None if row.differences is None else not row.differences,
                 **row.run.stats.to_dict(),
-                "tokens_per_target_pass": tokens_per_target_pass(row.run.stats),
             }
             for row in rows
         ],

@@ -85,11 +85,6 @@ class Run:
         return self.num_tokens / self.seconds
 
 
-def tokens_per_target_pass(stats: AcceptanceStats) -> float:
-    """Tokens of one request per pass of the target that it took part in; plain decoding has 1."""
-    return stats.num_emitted_tokens / max(stats.num_verifications, 1)
-
-
 def stacked(records: list[StepRecord]) -> StepRecord:
     """The records of steps as one, with a leading axis of steps."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *records)

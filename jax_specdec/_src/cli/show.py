@@ -21,7 +21,6 @@ from jax_specdec._src.cli.run import (
     Step,
     measure,
     stacked,
-    tokens_per_target_pass,
 )
 from jax_specdec._src.serving.batch import StepRecord
 from jax_specdec._src.serving.metrics import AcceptanceStats
@@ -152,7 +151,6 @@ def show_json(options: Options, prompts: list[str]) -> None:
         "num_tokens": int(records.num_kept.sum()),
         "num_target_passes": len(seen),
         **stats.to_dict(),
-        "tokens_per_target_pass": tokens_per_target_pass(stats),
     }
     if options.repeats is not None:
         report = _compare(session)
@@ -196,7 +194,7 @@ def _print_statistics(records: list[StepRecord], before: float, seconds: float) 
         terminal.write(", " if i else "", "dim", stream=sys.stderr)
         terminal.write(f"{count} {name}", STYLES[name], stream=sys.stderr)
     terminal.write(
-        f"; {tokens_per_target_pass(stats):.2f} per target pass, mean acceptance length "
+        f"; {stats.tokens_per_target_pass:.2f} per target pass, mean acceptance length "
         f"{stats.mean_acceptance_length:.2f}; {before:.1f} s to load and compile\n",
         "dim",
         stream=sys.stderr,
@@ -250,7 +248,7 @@ def _table(options: Options, report: Report) -> Table:
     rows = {
         "tokens": f"{run.num_tokens}",
         "target passes": f"{run.num_target_passes}",
-        "tokens per target pass": f"{tokens_per_target_pass(stats):.2f}",
+        "tokens per target pass": f"{stats.tokens_per_target_pass:.2f}",
         "mean acceptance length": f"{stats.mean_acceptance_length:.2f}",
         "accepted up to each position": rates,
         "speculative decoding": _timing(run),
