@@ -58,6 +58,8 @@ def cases() -> Iterator[Case]:
             yield Case(device, function, processed=processed)
     for device, (rule, kind) in itertools.product(TPUS, SPLIT):
         yield Case(device, rule=rule, kind=kind, parts=4)
+    for device in TPUS:
+        yield Case(device, kind="normalized", parts=4, processed=True)
     for device, (rule, kind) in itertools.product(GPUS, ON_GPUS):
         yield Case(device, rule=rule, kind=kind, implementation="xla_batched")
 
