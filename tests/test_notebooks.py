@@ -252,7 +252,12 @@ def test_a_notebook_says_on_what_it_runs(notebook: nbformat.NotebookNode) -> Non
 
 
 def test_nothing_installs_from_a_registry_or_names_a_repository_that_does_not_exist() -> None:
-    files = [ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *RUNNER["NOTEBOOKS"]]
+    files = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").glob("*.md"),
+        *RUNNER["NOTEBOOKS"],
+    ]
     files += [*(ROOT / "jax_specdec").rglob("*.py"), *(ROOT / "tools").glob("*.*")]
     wrong = re.compile(r"jax-specdec\[|github\.com/jax-specdec|colab\.research|git\+https")
     found = [path.name for path in files if wrong.search(path.read_text("utf-8"))]

@@ -1,4 +1,4 @@
-"""The README's serving example runs as it stands, and does what the README says."""
+"""The README's examples run, and the serving example does what the README says."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from models.checkpoints import CHECKPOINTS
+
+import jax_specdec as sd
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -48,3 +52,33 @@ def test_the_serving_example_is_compiled_once() -> None:
     for _ in range(3):
         state, _ = step(state, None)
     assert step._cache_size() == 1
+
+
+def blocks() -> list[str]:
+    """All Python of the page but the serving example, in order."""
+    return re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+
+
+@pytest.mark.newest
+def test_the_other_examples_run_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
+    """On the checkpoints of the tests in place of those of the text, and with fewer tokens."""
+    loop, real, watching = blocks()
+    scope: dict[str, object] = {}
+    loop = loop.replace("max_new_tokens=100", "max_new_tokens=24")
+    exec(compile(loop, str(README), "exec"), scope)
+    printed = capsys.readouterr().out
+    text, tokens_per_target_pass = printed.rsplit("\n", 2)[:2]
+    assert "Return" in text and 1 < float(tokens_per_target_pass) <= 5
+
+    real = real.replace("Qwen2.5-7B", str(CHECKPOINTS / "qwen2"))
+    real = real.replace("Qwen2.5-0.5B", str(CHECKPOINTS / "qwen2_draft"))
+    real = real.replace("stop_token_ids=", "max_new_tokens=8, stop_token_ids=")
+    exec(compile(real, str(README), "exec"), scope)
+    assert capsys.readouterr().out.strip()
+
+    scope["num_proposed"] = jnp.array([4])
+    scope["out"] = sd.RejectionSampleOutput(
+        jnp.array([[1, 2, -1, -1, -1]]), jnp.array([1]), jnp.array([2]), jnp.array([0])
+    )
+    exec(compile(watching, str(README), "exec"), scope)
+    assert "2.00" in capsys.readouterr().out

@@ -424,7 +424,9 @@ def test_calls_it_cannot_serve_are_refused_in_a_sentence():
 )
 def test_a_config_out_of_range_is_refused(name, most):
     for value in (0, most + 1):
-        with pytest.raises(ValueError, match=rf"{name} must be in \[1, {most}\], but it is {value}"):
+        with pytest.raises(
+            ValueError, match=rf"{name} must be in \[1, {most}\], but it is {value}"
+        ):
             KernelConfig(**{name: value})
     for value in (2.0, True, None):
         with pytest.raises(TypeError, match=f"{name} must be an int, but it is {value}"):

@@ -345,10 +345,10 @@ class Rows:
             words = lax.dynamic_slice_in_dim(words, word, count, axis=-1)
             start = self.first_id - 32 * word
         places = jnp.arange(32, dtype=words.dtype).reshape((1,) * words.ndim + (32,))
-        bits = ((words[..., None] >> places) & 1).reshape(*words.shape[:-1], -1)
+        bits = ((words[..., None] >> places) & 1 == 1).reshape(*words.shape[:-1], -1)
         if self.first_id is None:
-            return bits[..., : self.width] == 1
-        return lax.dynamic_slice_in_dim(bits, start, self.width, axis=-1) == 1
+            return bits[..., : self.width]
+        return lax.dynamic_slice_in_dim(bits, start, self.width, axis=-1)
 
     def _keep(self, x: jax.Array, least: jax.Array) -> jax.Array:
         return jnp.where(x < least, self.fill, x)
