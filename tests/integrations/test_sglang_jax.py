@@ -1,4 +1,4 @@
-"""The adapter for chains: a table of requests, alone and over meshes, and its scheduler's arrays."""
+"""The adapter for chains: a table of requests, alone and over meshes, in its scheduler's form."""
 
 from __future__ import annotations
 
