@@ -29,7 +29,7 @@ def check_arrays(arrays: dict[str, tuple[Any, str, tuple[int | None, ...]]]) -> 
       ValueError: an array of another shape.
     """
     for name, (array, letters, sizes) in arrays.items():
-        if array is None:
+        if array is None and name not in ("logits", "target_logits"):
             continue
         shape = getattr(array, "shape", None)
         if shape is None:
@@ -40,6 +40,20 @@ def check_arrays(arrays: dict[str, tuple[Any, str, tuple[int | None, ...]]]) -> 
         if not fits:
             numbers = "" if None in sizes else f" = {list(sizes)}"
             raise ValueError(f"{name} must be {letters}{numbers}, but its shape is {list(shape)}")
+
+
+def check_bitmask(
+    token_bitmask: Any, logits: jax.Array, letters: str, sharding: VerifySharding | None
+) -> None:
+    """Check a bitmask, whose words are of the whole vocabulary.
+
+    Raises:
+      TypeError: no array.
+      ValueError: an array of another shape.
+    """
+    parts = sharding_lib.vocabulary_parts(sharding)
+    sizes = (logits.shape[0], -(-logits.shape[1] * parts // 32))
+    check_arrays({"token_bitmask": (token_bitmask, letters, sizes)})
 
 
 def check_static(config: Any, logprobs: Any) -> None:

@@ -129,7 +129,7 @@ def verify_chains(
     batch, k = lengths.shape[0], config.num_speculative_tokens
     n = k + 1
     _check_chains(tokens, batch, n)
-    if temperatures is not None and temperatures.shape == (batch, 1):
+    if isinstance(temperatures, jax.Array) and temperatures.shape == (batch, 1):
         temperatures = temperatures.reshape(batch)
     if draft_probs is not None and draft_probs.ndim == 3:
         draft_probs = draft_probs.reshape(-1, draft_probs.shape[2])
@@ -147,6 +147,7 @@ def verify_chains(
             "request, but they are None"
         )
     parts.check_sharding("target_logits", target_logits, sharding, {"bs": batch})
+    parts.check_bitmask(token_bitmask, target_logits, "[bs*n, ceil(V/32)]", sharding)
     keys, _ = keys_lib.of_requests(keys, lengths, batch)
     sampling = SamplingParams(
         jnp.zeros((batch,), jnp.float32) if temperatures is None else temperatures,

@@ -159,6 +159,7 @@ def verify_flat(
         )
     rows = logits.shape[0]
     parts.check_sharding("logits", logits, sharding, {"L": rows, "N": n, "B": batch})
+    parts.check_bitmask(token_bitmask, logits, "[L, ceil(V/32)]", sharding)
     keys, positions = keys_lib.of_requests(keys, positions, batch)
     sampling = SamplingParams(
         jnp.zeros((batch,), jnp.float32) if temperature is None else temperature,
