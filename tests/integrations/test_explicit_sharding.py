@@ -166,3 +166,22 @@ def test_a_call_in_shard_map_over_requests_gives_what_the_whole_batch_does(imple
     want, got = jax.device_get((alone(*arrays), mapped(*arrays)))
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert want.num_emitted.min() >= 1 and want.num_accepted.max() > 0
+
+
+@pytest.mark.newest
+def test_drafts_in_shard_map_over_requests_are_those_of_the_whole_batch():
+    def part(logits, keys, positions):
+        k = jnp.full_like(positions, 7)
+        sampling = sd.SamplingParams(0.8, top_k=k, top_p=jnp.full(k.shape, 0.9))
+        return sd.sample_draft_tokens(
+            logits, sampling=sampling, keys=keys, positions=positions, offset=1
+        )
+
+    logits = jax.random.normal(jax.random.key(0), (8, 40))
+    arrays = logits, jax.random.split(jax.random.key(1), 8), jnp.arange(8)
+    split = [jax.device_put(x, NamedSharding(MESH, P("data"))) for x in arrays]
+    mapped = jax.shard_map(part, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
+    want, got = jax.device_get((jax.jit(part)(*arrays), jax.jit(mapped)(*split)))
+    np.testing.assert_array_equal(got.token_ids, want.token_ids)
+    np.testing.assert_allclose(got.log_normalizer, want.log_normalizer, rtol=1e-6)
+    assert len(set(want.token_ids.tolist())) > 1

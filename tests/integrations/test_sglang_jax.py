@@ -159,3 +159,29 @@ def test_explicitly_split_logits_without_a_sharding_are_refused():
     positional, named = placed(MESH)
     with pytest.raises(ValueError, match="sharding must be given where target_logits are split"):
         sglang_jax.verify_chains(*positional, config=CONFIG, **named)
+
+
+@pytest.mark.newest
+def test_a_large_vocabulary_is_not_gathered_and_takes_no_copy_beside_its_part():
+    bs, vocab = 64, 128256
+
+    def array(*shape: int, axes: tuple[str, ...] = ("data",), dtype: str = "float32") -> Any:
+        place = NamedSharding(MESH, P(*axes))
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=place)
+
+    call = functools.partial(
+        sglang_jax.verify_chains, config=CONFIG, sharding=sd.VerifySharding(MESH, "tensor", "data")
+    )
+    compiled = jax.jit(call).lower(
+        array(bs * N, vocab, axes=("data", "tensor")),
+        array(bs * N, dtype="int32"),
+        array(bs, dtype="int32"),
+        temperatures=array(bs),
+        keys=jax.eval_shape(lambda: jax.random.key(0)),
+    )
+    compiled = compiled.compile()
+    moved = collectives(compiled.as_text())
+    assert len(moved) == 3 and max(moved.values()) < 2**15, moved
+    part = bs * N * vocab * 4 // 8
+    # On a CPU, which writes exponentials to memory before it sums them.
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * part
