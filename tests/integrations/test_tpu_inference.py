@@ -140,6 +140,28 @@ def test_a_flat_output_holds_what_their_parser_expects():
         assert tpu_inference.flat_token_ids(output, drafts).tolist() == flat
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "counts", "bad"),
+    [
+        (40, (30, 3, 0, 1), [False, False, False, True]),  # 34 drafts, but N is 33
+        (40, (30, 3, 2, 0), [False, False, True, True]),  # and the next begins at 35
+        (36, (30, 2, 1, 0), [False, False, False, True]),  # 37 rows, but L is 36
+    ],
+    ids=["drafts", "drafts, and all after", "rows"],
+)
+def test_requests_past_the_end_are_bad_input_and_no_other(num_rows, counts, bad):
+    drafts = [[b + 1] * count for b, count in enumerate(counts)]
+    case = Case("past the end", drafts, drafts, [9] * 4, [])
+    (logits, ids, lengths), named = arguments(case, (50, 40, 4), with_bonus_rows=True)
+    named["draft_probs"] = None
+    found = jax.device_get(verifier()(logits[:num_rows], ids[:33], lengths, **named))
+    assert (found.output.status == sd.Status.BAD_INPUT).tolist() == bad
+    want = [[] if wrong else [*draft, 9] for draft, wrong in zip(drafts, bad, strict=True)]
+    assert sd.parse_output(found.output) == want
+    fits = np.where(np.cumsum(counts) <= 33, counts, 0)
+    assert read(found.token_ids, fits, 33) == want
+
+
 # Over a mesh of their kind: requests over "data", the vocabulary over "tensor".
 
 GROUPS = 2
