@@ -129,9 +129,9 @@ def verify_chains(
     batch, k = lengths.shape[0], config.num_speculative_tokens
     n = k + 1
     _check_chains(tokens, batch, n)
-    if isinstance(temperatures, jax.Array) and temperatures.shape == (batch, 1):
+    if temperatures is not None and jnp.shape(temperatures) == (batch, 1):
         temperatures = temperatures.reshape(batch)
-    if draft_probs is not None and draft_probs.ndim == 3:
+    if draft_probs is not None and jnp.ndim(draft_probs) == 3:
         draft_probs = draft_probs.reshape(-1, draft_probs.shape[2])
     requests = dict(temperatures=temperatures, top_ks=top_ks, top_ps=top_ps, min_ps=min_ps)
     parts.check_arrays(
