@@ -57,14 +57,18 @@ QUICK = (
     "test_benchmarks.py",
     "test_cli.py",
     "test_draft_model.py",
+    "test_explicit_sharding.py",
     "test_greedy.py",
     "test_huggingface_cli.py",
+    "test_integration_doc.py",
     "test_llama.py",
     "test_messages.py",
     "test_pack_drafts.py",
     "test_serving_doc.py",
+    "test_sglang_jax.py",
     "test_sharding_doc.py",
     "test_tensor_parallel.py",
+    "test_tpu_inference.py",
     "test_x64.py",
 )
 

@@ -31,7 +31,7 @@ LAYERS = (
     {"blocks", "ragged", "noise", "sampling", "penalties"},
     {"verify"},
     {"logprobs"},
-    {"models", "drafting", "serving"},
+    {"models", "drafting", "serving", "integrations"},
     {"reference", "reference_request", "reference_sampling"},
     {""},
     {"cli", "__main__"},

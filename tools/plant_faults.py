@@ -126,6 +126,27 @@ FAULTS = {
         "return (self.target.first + tiles.TILE - 1) // tiles.TILE",
         "verify/test_sharded.py",
     ),
+    "requests that vary over an axis of shard_map are traced with it": Fault(
+        "verify/sharding.py", "if not axes:", "if True:", "integrations/test_explicit_sharding.py"
+    ),
+    "a chain's places do not begin at its own": Fault(
+        "../integrations/sglang_jax.py",
+        "arrays.slots[:, None] * n + offset",
+        "offset + 0 * arrays.slots[:, None]",
+        "integrations/test_sglang_jax.py",
+    ),
+    "a greedy request of a flat batch keeps temperature -1": Fault(
+        "../integrations/tpu_inference.py",
+        "is_greedy |= temperature == GREEDY_TEMPERATURE",
+        "is_greedy |= temperature == 1 - GREEDY_TEMPERATURE",
+        "integrations/test_tpu_inference.py",
+    ),
+    "all slots of a step have one key": Fault(
+        "../integrations/keys.py",
+        "(threefry_keys(key), slots)",
+        "(threefry_keys(key), slots * 0)",
+        "integrations/test_step_keys.py",
+    ),
     "kernel: the last of many tiles is not weighed": Fault(
         "verify/mosaic_gpu/rows.py",
         "return lax.fori_loop(0, self.count(), run, state)",

@@ -191,11 +191,11 @@ def token_logprobs(
     no_rows = dataclasses.replace(drafts, distribution=None)
     lies = sharding_lib.resolve(sharding, target_logits, no_rows, None)
     read = functools.partial(read_emitted, size=size, num_top=num_top)
-    if lies is None:
-        return read(target_logits, token_bitmask, emitted)
-    read = functools.partial(read, exchange=Exchange(lies.vocab_axis))
-    if lies.mesh is None:
-        return read(target_logits, token_bitmask, emitted)
+    vocab_axis = None if lies is None else lies.vocab_axis
+    read = functools.partial(read, exchange=Exchange(vocab_axis))
+    if lies is None or lies.mesh is None:
+        given = target_logits, token_bitmask, emitted
+        return sharding_lib.without_vma(lambda arrays: read(*arrays), given, vocab_axis)
 
     def on_part(arrays: tuple[jax.Array, jax.Array | None, Emitted]) -> TokenLogprobs:
         logits, words, emitted = arrays

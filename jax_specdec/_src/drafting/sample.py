@@ -16,7 +16,7 @@ from jax_specdec._src.types import SamplingParams, as_positions
 from jax_specdec._src.verify import batched
 from jax_specdec._src.verify.batched import Split
 from jax_specdec._src.verify.exchange import Exchange
-from jax_specdec._src.verify.sharding import VerifySharding, over_mesh
+from jax_specdec._src.verify.sharding import VerifySharding, over_mesh, without_vma
 
 
 class DraftSample(NamedTuple):
@@ -115,7 +115,7 @@ def _sample(
         )
 
     if sharding is None or sharding.mesh is None:
-        return on_part(arrays)
+        return without_vma(on_part, arrays, axis)
     own = P(sharding.batch_axis)
     specs = P(sharding.batch_axis, axis), own, own
     return over_mesh(on_part, sharding.mesh, specs, own, arrays)

@@ -304,7 +304,9 @@ def _rejection_sample(
         kernel_config=kernel_config,
         layout=layout,
     )
-    return verify(arrays) if layout is None else sharding_lib.over_parts(verify, layout, arrays)
+    if layout is None:
+        return sharding_lib.without_vma(verify, arrays, None)
+    return sharding_lib.over_parts(verify, layout, arrays)
 
 
 def _verify_part(

@@ -274,7 +274,7 @@ def over_parts(
       What `function` returns, put together.
     """
     if layout.mesh is None:
-        return function(arrays)
+        return without_vma(function, arrays, layout.vocab_axis)
     batch, distribution = layout.batch_axis, arrays.drafts.distribution
     stored = batch if layout.draft_batch else None
     own: Any = P(batch)
@@ -308,6 +308,34 @@ def over_mesh(
         function, mesh=mesh, in_specs=(specs,), out_specs=out_spec, check_vma=False
     )
     return on_parts(_placed(arrays, specs, mesh))
+
+
+def without_vma(function: Callable[[Any], Any], arrays: Any, vocab_axis: str | None) -> Any:
+    """`function` of a pytree of arrays, free of the varying mesh axes (vma) of `jax.shard_map`.
+
+    Loops and branches that begin with constants would not match arrays that vary over an axis that
+    requests are split over. An inner `jax.shard_map` over no axis traces them without.
+
+    Args:
+      function: of the arrays; what it returns is the same on all devices of `vocab_axis`.
+      arrays: a device's part.
+      vocab_axis: axis that the vocabulary is split over, or None.
+    """
+    varying: set[str] = set()
+    for x in jax.tree.leaves(arrays):
+        varying |= jax.typeof(x).manual_axis_type.varying
+    axes = tuple(sorted(varying - {vocab_axis}))
+    if not axes:
+        return function(arrays)
+    inner = jax.shard_map(
+        function,
+        mesh=jax.sharding.get_abstract_mesh(),
+        in_specs=P(),
+        out_specs=P(),
+        axis_names=set(),
+        check_vma=False,
+    )
+    return jax.tree.map(lambda x: lax.pcast(x, axes, to="varying"), inner(arrays))
 
 
 def _placed(arrays: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:

@@ -1,0 +1,88 @@
+"""From what a serving loop has, one key per step or one per request, to a key per request."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_specdec._src.noise import check_keys, threefry_keys
+from jax_specdec._src.types import as_int32, described
+
+
+def step_keys(key: jax.Array, slots: jax.Array) -> jax.Array:
+    """One key per request, from one key per step.
+
+    Entry b is ``fold_in(key, slots[b])``, for keys of every kind as keys of Threefry. Verification
+    with these keys is exact over any number of steps, under padding, and if requests change their
+    slots between steps, provided that
+
+    - `key` is another one on every step (`jax.random.split` it off a chain, or fold the step in),
+    - no two requests of a step have the same slot, and
+    - nothing else draws from `key`: a drafter gets a key of its own.
+
+    Positions then need not grow: give 0, or those of the requests. What is given up is the
+    independence of the batch layout: a request's tokens depend on its slot, and on how many steps
+    the loop has taken before it came. To keep it, give each request a key from its own seed,
+    and no key per step.
+
+    Args:
+      key: ``[]`` typed key of two or four words (threefry2x32, rbg, unsafe_rbg), fresh in each
+        step.
+      slots: ``[B]`` int32, another number for each request of the step: its slot, or its id.
+
+    Returns:
+      ``[B]`` typed keys, for ``keys`` of `jax_specdec.rejection_sample`.
+
+    Raises:
+      TypeError: `key` is no typed key of two or four words, or `slots` are not integers.
+      ValueError: `key` is not one key, or `slots` are not ``[B]``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> chain, key = jax.random.split(jax.random.key(0, impl="rbg"))
+      >>> step_keys(key, jnp.arange(3)).shape
+      (3,)
+    """
+    check_keys("key", key)
+    if key.ndim != 0:
+        raise ValueError(f"key must be one key, but its shape is {list(key.shape)}")
+    slots = as_int32("slots", slots)
+    if slots.ndim != 1:
+        raise ValueError(f"slots must be [B], but its shape is {list(slots.shape)}")
+    # As a key of Threefry first: under vmap, JAX folds into keys of "unsafe_rbg" otherwise.
+    return jax.vmap(jax.random.fold_in, (None, 0))(threefry_keys(key), slots)
+
+
+def of_requests(
+    keys: jax.Array | None, positions: jax.Array | None, batch: int
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and positions ``[B]`` for a verification.
+
+    Args:
+      keys: ``[]``, one for this step; or ``[B]``, one per request, the same on every step; or None,
+        where no request samples.
+      positions: ``[B]`` int32, or None, which ``[B]`` keys do not allow.
+      batch: B.
+
+    Raises:
+      TypeError: no typed keys.
+      ValueError: keys of another shape, or keys per request without positions.
+    """
+    zeros = jnp.zeros((batch,), jnp.int32)
+    if keys is None:
+        return jnp.broadcast_to(jax.random.key(0), (batch,)), zeros
+    check_keys("keys", keys)
+    if keys.ndim == 0:
+        slots = jnp.arange(batch, dtype=jnp.int32)
+        return step_keys(keys, slots), zeros if positions is None else positions
+    if keys.shape != (batch,):
+        raise ValueError(
+            f"keys must be one key for the step, or [B] = [{batch}], but their shape is "
+            f"{list(keys.shape)}"
+        )
+    if positions is None:
+        raise ValueError(
+            "positions must be given where keys are one per request: with the same key on every "
+            f"step, noise repeats where a position repeats; keys are {described(keys)}"
+        )
+    return keys, positions

@@ -1,0 +1,230 @@
+"""The rectangle of sgl-project/sglang-jax: chains of n tokens, of which column 0 is verified.
+
+Each request owns n target rows. Row j of request b follows token j of its chain, so rows 0 to
+n - 2 judge the drafts in columns 1 to n - 1, and row n - 1 gives the bonus token. A request of
+length 0 is padding; a greedy one has top-k 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.logprobs import TokenLogprobs
+from jax_specdec._src.serving.options import LogprobsConfig
+from jax_specdec._src.types import (
+    DraftProbs,
+    Drafts,
+    RejectionSampleOutput,
+    SamplingParams,
+    as_int32,
+)
+from jax_specdec._src.verify.sharding import VerifySharding
+from jax_specdec.integrations import keys as keys_lib
+from jax_specdec.integrations import parts
+
+
+class ChainVerification(NamedTuple):
+    """What a step emitted, as a scheduler of chains reads it, and in our types.
+
+    Attributes:
+      accept_lens: ``[bs]`` int32, tokens emitted, the recovered or bonus one among them; 0 for
+        padding, and for a request that could not be verified.
+      accept_index: ``[bs*n]`` int32: entry ``b*n + j``, for j below ``accept_lens[b]``, is
+        ``b*n + j``, the place in the flat chains whose row emitted the j-th token; -1 elsewhere.
+      predict: ``[bs*n]`` int32: at place ``b*n + j`` the token that follows token j of chain b; 0
+        where nothing was emitted. ``predict[accept_index]`` are the emitted tokens.
+      verified_ids: ``[bs]`` int32, the last token emitted: column 0 of the next chain; 0 for none.
+      output: the same, request by request.
+      logprobs: of the emitted tokens, as they stand in `output`; None where not asked for.
+    """
+
+    accept_lens: jax.Array
+    accept_index: jax.Array
+    predict: jax.Array
+    verified_ids: jax.Array
+    output: RejectionSampleOutput
+    logprobs: TokenLogprobs | None
+
+
+class _Arrays(NamedTuple):
+    target_logits: jax.Array
+    draft_probs: jax.Array | None
+    draft_tokens: jax.Array
+    seq_lens: jax.Array
+    sampling: SamplingParams
+    keys: jax.Array
+    slots: jax.Array
+    token_bitmask: jax.Array | None
+
+
+def verify_chains(
+    target_logits: jax.Array,
+    draft_tokens: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    config: SpecDecodeConfig,
+    temperatures: jax.Array | None,
+    top_ks: jax.Array | None = None,
+    top_ps: jax.Array | None = None,
+    min_ps: jax.Array | None = None,
+    keys: jax.Array | None = None,
+    draft_probs: jax.Array | None = None,
+    token_bitmask: jax.Array | None = None,
+    vocab_size: int | None = None,
+    logprobs: LogprobsConfig | None = None,
+    sharding: VerifySharding | None = None,
+) -> ChainVerification:
+    """Verify chains: in place of the greedy and of the sampled verification of a chain.
+
+    Greedy and sampled requests may be mixed. Penalties come before, by `apply_penalties`.
+
+    Args:
+      target_logits: ``[bs*n, V]``, n rows for each request.
+      draft_tokens: ``[bs, n]`` or ``[bs*n]`` int32, n = K + 1 with K =
+        ``config.num_speculative_tokens``. Column 0 is the token verified before, and not read.
+      seq_lens: ``[bs]`` int32, the length of each sequence; 0 is padding. It is the position of
+        the noise: it must grow on every step where keys are one per request.
+      config: static settings.
+      temperatures: ``[bs]`` or ``[bs, 1]`` float32; 0 is greedy. None: all are.
+      top_ks: ``[bs]`` int32 or None; 1 is greedy, whatever the temperature. 0, and V or more (such
+        as 2**30), leave out nothing.
+      top_ps: ``[bs]`` float32 or None; 1 leaves out nothing.
+      min_ps: ``[bs]`` float32 or None; 0 leaves out nothing.
+      keys: ``[]``, a fresh typed key for this step (see `step_keys`: request b's slot is b); or
+        ``[bs]``, one for each request, the same on every step. None where `temperatures` is.
+      draft_probs: ``[bs*(n-1), V]`` or ``[bs, n-1, V]`` float32, what each draft was drawn from, or
+        None for drafts that were not drawn (an argmax).
+      token_bitmask: ``[bs*n, ceil(V/32)]``, or None; see `jax_specdec.rejection_sample`.
+      vocab_size: static; ids from it on are padding.
+      logprobs: static; which log-probabilities of emitted tokens are wanted, or None.
+      sharding: with a mesh, arrays are whole, and requests are split over its batch axis. Inside a
+        `jax.shard_map`, name the vocabulary's axis alone; places are then those of the part.
+
+    Returns:
+      `ChainVerification`. A request whose numbers make no sense (a negative length or temperature,
+      top-k below 0, top-p outside (0, 1]) emits nothing, and its status says BAD_INPUT.
+
+    Raises:
+      TypeError: an argument of the wrong type or dtype, at trace time.
+      ValueError: shapes that do not fit; no keys although `temperatures` are given.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> config = sd.SpecDecodeConfig(num_speculative_tokens=2)
+      >>> logits = jax.nn.one_hot(jnp.array([5, 6, 7]), 8)
+      >>> found = verify_chains(
+      ...     logits, jnp.array([[1, 5, 4]]), jnp.array([9]), config=config, temperatures=None)
+      >>> found.accept_lens.tolist(), found.accept_index.tolist(), found.predict.tolist()
+      ([2], [0, 1, -1], [5, 6, 0])
+    """
+    parts.check_static(config, logprobs)
+    tokens = as_int32("draft_tokens", draft_tokens)
+    lengths = as_int32("seq_lens", seq_lens)
+    parts.check_arrays({"seq_lens": (lengths, "[bs]", (None,))})
+    batch, k = lengths.shape[0], config.num_speculative_tokens
+    n = k + 1
+    _check_chains(tokens, batch, n)
+    if temperatures is not None and jnp.shape(temperatures) == (batch, 1):
+        temperatures = temperatures.reshape(batch)
+    if draft_probs is not None and jnp.ndim(draft_probs) == 3:
+        draft_probs = draft_probs.reshape(-1, draft_probs.shape[2])
+    requests = dict(temperatures=temperatures, top_ks=top_ks, top_ps=top_ps, min_ps=min_ps)
+    parts.check_arrays(
+        {
+            "target_logits": (target_logits, f"[bs*n, V] = [{batch * n}, V]", (batch * n, None)),
+            "draft_probs": (draft_probs, f"[bs*(n-1), V] = [{batch * k}, V]", (batch * k, None)),
+            **{name: (array, "[bs]", (batch,)) for name, array in requests.items()},
+        }
+    )
+    if temperatures is not None and keys is None:
+        raise ValueError(
+            "keys must be given where temperatures are, a fresh one for this step or one for each "
+            "request, but they are None"
+        )
+    parts.check_sharding("target_logits", target_logits, sharding, {"bs": batch})
+    parts.check_bitmask(token_bitmask, target_logits, "[bs*n, ceil(V/32)]", sharding)
+    keys, _ = keys_lib.of_requests(keys, lengths, batch)
+    sampling = SamplingParams(
+        jnp.zeros((batch,), jnp.float32) if temperatures is None else temperatures,
+        min_p=min_ps,
+        top_k=top_ks,
+        top_p=top_ps,
+    )
+    slots = jnp.arange(batch, dtype=jnp.int32)
+    arrays = _Arrays(
+        target_logits, draft_probs, tokens, lengths, sampling, keys, slots, token_bitmask
+    )
+
+    def on_part(arrays: _Arrays, sharding: VerifySharding | None) -> ChainVerification:
+        return _verify(arrays, config, vocab_size, logprobs, sharding)
+
+    def specs(by_row: Any, by_vocabulary: Any) -> Any:
+        return _Arrays(by_vocabulary, by_vocabulary, *[by_row] * 6)
+
+    found: ChainVerification = parts.on_parts(on_part, sharding, arrays, specs)
+    return found
+
+
+def _check_chains(tokens: jax.Array, batch: int, n: int) -> None:
+    """Check chains.
+
+    Raises:
+      ValueError: not ``[bs, n]`` or ``[bs*n]``.
+    """
+    if tokens.shape in ((batch, n), (batch * n,)):
+        return
+    without = tokens.shape in ((batch, n - 1), (batch * (n - 1),))
+    raise ValueError(
+        f"draft_tokens must be [bs, n] = [{batch}, {n}] or [bs*n], n = K + 1, but its shape is "
+        f"{list(tokens.shape)}"
+        + (": column 0, the token verified before, is missing" if without else "")
+    )
+
+
+def _verify(
+    arrays: _Arrays,
+    config: SpecDecodeConfig,
+    vocab_size: int | None,
+    logprobs: LogprobsConfig | None,
+    sharding: VerifySharding | None,
+) -> ChainVerification:
+    n = config.num_speculative_tokens + 1
+    chains = arrays.draft_tokens.reshape(-1, n)
+    distribution = None if arrays.draft_probs is None else DraftProbs(arrays.draft_probs)
+    drafts = Drafts.from_dense(chains[:, 1:], distribution=distribution)
+    sampling = arrays.sampling
+    if sampling.top_k is not None:
+        is_greedy = (sampling.top_k == 1) & (sampling.temperature >= 0)
+        temperature = jnp.where(is_greedy, 0.0, sampling.temperature)
+        sampling = SamplingParams(temperature, sampling.min_p, sampling.top_k, sampling.top_p)
+    output, found = parts.verify(
+        arrays.target_logits,
+        drafts,
+        sampling=sampling,
+        keys=arrays.keys,
+        positions=arrays.seq_lens,
+        config=config,
+        active=arrays.seq_lens != 0,
+        vocab_size=vocab_size,
+        token_bitmask=arrays.token_bitmask,
+        sharding=sharding,
+        logprobs=logprobs,
+    )
+    count = output.num_emitted
+    offset = jnp.arange(n, dtype=jnp.int32)[None, :]
+    is_emitted = offset < count[:, None]
+    index = jnp.where(is_emitted, arrays.slots[:, None] * n + offset, -1)
+    last = jnp.where(offset == count[:, None] - 1, output.token_ids, 0).sum(axis=1)
+    return ChainVerification(
+        count,
+        index.reshape(-1),
+        jnp.where(is_emitted, output.token_ids, 0).reshape(-1),
+        last.astype(jnp.int32),
+        output,
+        found,
+    )

@@ -1,0 +1,187 @@
+"""Requests over "data" and the vocabulary over "tensor", in explicit mode and in `shard_map`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from measure import collectives
+from verify.batch import Batch, Layout, check, jitted, pack
+from verify.cases import random_request
+
+import jax_specdec as sd
+
+LAYOUT = Layout(
+    vocab=1024,
+    vocab_size=1000,
+    num_speculative_tokens=3,
+    num_requests=8,
+    num_drafts=24,
+    kind="probs",
+    has_filters=True,
+    has_bitmask=True,
+)
+MESH = jax.make_mesh((2, 4), ("data", "tensor"), (AxisType.Explicit,) * 2)
+SHARDING = sd.VerifySharding(MESH, "tensor", "data")
+
+
+def dense(seed: int, layout: Layout = LAYOUT) -> Batch:
+    rng = np.random.default_rng(seed)
+    k = layout.num_speculative_tokens
+    return pack([random_request(layout, rng, k) for _ in range(layout.num_requests)], layout, seed)
+
+
+def placed(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Logits and draft probabilities over both axes, what belongs to requests over data."""
+    (logits, drafts, noise), named = batch.arguments()
+
+    def put(x: Any, *axes: str | None) -> Any:
+        return jax.device_put(x, NamedSharding(MESH, P(*axes)))
+
+    probs = put(drafts.distribution.probs, "data", "tensor")
+    drafts = sd.Drafts(
+        put(drafts.token_ids, "data"), put(drafts.cu_num_draft_tokens), sd.DraftProbs(probs)
+    )
+    for name in ("sampling", "token_bitmask"):
+        named[name] = put(named[name], "data")
+    return (put(logits, "data", "tensor"), drafts, put(noise, "data")), named
+
+
+@pytest.mark.newest
+def test_filtered_requests_at_top_level_give_the_tokens_of_the_oracle_and_gather_no_row():
+    call = jitted(sd.rejection_sample_with_noise)
+    for seed in range(6):
+        positional, named = placed(dense(seed))
+        if seed == 0:
+            program = call.lower(*positional, **named).compile().as_text()
+            moved = collectives(program)
+            part = positional[0].nbytes // 8
+            assert moved and max(moved.values()) < part / 2, moved
+        check(dense(seed), jax.device_get(call(*positional, **named)))
+
+
+def in_shard_map(implementation: sd.Implementation | None, over_tensor: bool) -> Any:
+    """In the caller's `shard_map`, whose axes are checked (check_vma, the default)."""
+
+    def verifier(logits, drafts, noise, *, config, vocab_size, sampling, token_bitmask, **_):
+        own, columns = P("data"), P("data", "tensor" if over_tensor else None)
+
+        def part(logits, probs, ids, noise, sampling, words):
+            k = config.num_speculative_tokens
+            drafts = sd.Drafts.from_dense(ids.reshape(-1, k), distribution=sd.DraftProbs(probs))
+            given = dict(
+                sampling=sampling,
+                config=config,
+                vocab_size=vocab_size,
+                token_bitmask=words,
+                sharding=sd.VerifySharding(vocab_axis="tensor") if over_tensor else None,
+            )
+            output = sd.rejection_sample_with_noise(
+                logits, drafts, noise, implementation=implementation, **given
+            )
+            found = sd.token_logprobs(logits, drafts, output, distribution="processed", **given)
+            return output, found.logprobs
+
+        mapped = jax.shard_map(
+            part, mesh=MESH, in_specs=(columns, columns, own, own, own, own), out_specs=own
+        )
+        arrays = logits, drafts.distribution.probs, drafts.token_ids, noise, sampling, token_bitmask
+        specs = columns, columns, own, own, own, own
+        return mapped(
+            *[
+                jax.tree.map(lambda x, spec=spec: jax.reshard(x, NamedSharding(MESH, spec)), x)
+                for x, spec in zip(arrays, specs, strict=True)
+            ]
+        )
+
+    return jitted(verifier)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("implementation", "over_tensor"),
+    [
+        (None, True),
+        pytest.param("xla_lazy", False, marks=pytest.mark.slow),
+        pytest.param("xla_batched", False, marks=pytest.mark.slow),
+    ],
+)
+def test_requests_that_vary_over_data_in_shard_map_give_the_tokens_of_the_oracle(
+    implementation, over_tensor
+):
+    call = in_shard_map(implementation, over_tensor)
+    for seed in range(4):
+        positional, named = placed(dense(seed))
+        output, logprobs = jax.device_get(call(*positional, **named))
+        check(dense(seed), output)
+        assert (np.isfinite(logprobs) == (output.token_ids >= 0)).all()
+
+
+@functools.cache
+def simple(implementation: sd.Implementation | None, rule: str) -> Any:
+    rates = (0.5, 0.2) if rule == "synthetic" else None
+    config = sd.SpecDecodeConfig(
+        num_speculative_tokens=2, rejection_sample_method=rule, synthetic_acceptance_rates=rates
+    )
+
+    def part(logits, ids, keys, positions):
+        return sd.rejection_sample(
+            logits,
+            sd.Drafts.from_dense(ids),
+            sampling=sd.SamplingParams(0.5),
+            keys=keys,
+            positions=positions,
+            config=config,
+            implementation=implementation,
+        )
+
+    def whole(*arrays):
+        mapped = jax.shard_map(part, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
+        return mapped(*[jax.reshard(x, NamedSharding(MESH, P("data"))) for x in arrays])
+
+    return jax.jit(part), jax.jit(whole)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "rule"),
+    [
+        (None, "standard"),
+        pytest.param(None, "block", marks=pytest.mark.slow),
+        pytest.param(None, "synthetic", marks=pytest.mark.slow),
+        pytest.param("xla_batched", "standard", marks=pytest.mark.newest),
+        pytest.param("xla_batched", "block", marks=pytest.mark.slow),
+    ],
+)
+def test_a_call_in_shard_map_over_requests_gives_what_the_whole_batch_does(implementation, rule):
+    alone, mapped = simple(implementation, rule)
+    logits = jax.random.normal(jax.random.key(0), (18, 40))
+    ids = jnp.argmax(logits.reshape(6, 3, 40)[:, :2], axis=2).astype(jnp.int32)
+    arrays = logits, ids, jax.random.split(jax.random.key(1), 6), jnp.arange(6)
+    want, got = jax.device_get((alone(*arrays), mapped(*arrays)))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert want.num_emitted.min() >= 1 and want.num_accepted.max() > 0
+
+
+@pytest.mark.newest
+def test_drafts_in_shard_map_over_requests_are_those_of_the_whole_batch():
+    def part(logits, keys, positions):
+        k = jnp.full_like(positions, 7)
+        sampling = sd.SamplingParams(0.8, top_k=k, top_p=jnp.full(k.shape, 0.9))
+        return sd.sample_draft_tokens(
+            logits, sampling=sampling, keys=keys, positions=positions, offset=1
+        )
+
+    logits = jax.random.normal(jax.random.key(0), (8, 40))
+    arrays = logits, jax.random.split(jax.random.key(1), 8), jnp.arange(8)
+    split = [jax.device_put(x, NamedSharding(MESH, P("data"))) for x in arrays]
+    mapped = jax.shard_map(part, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
+    want, got = jax.device_get((jax.jit(part)(*arrays), jax.jit(mapped)(*split)))
+    np.testing.assert_array_equal(got.token_ids, want.token_ids)
+    np.testing.assert_allclose(got.log_normalizer, want.log_normalizer, rtol=1e-6)
+    assert len(set(want.token_ids.tolist())) > 1

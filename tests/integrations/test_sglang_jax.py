@@ -1,0 +1,187 @@
+"""The adapter for chains: a table of requests, alone and over meshes, in its scheduler's form."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from measure import collectives
+
+import jax_specdec as sd
+from jax_specdec.integrations import sglang_jax
+
+from .sglang_jax_cases import OURS, THEIRS, Row
+
+N, V = 4, 128
+CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=N - 1)
+CASES = [*THEIRS, *OURS]
+QUICKLY = {"xla_backend_optimization_level": 0}
+LOGPROBS = sd.LogprobsConfig(num_top=2)
+
+
+def logits_of(entry: Row) -> np.ndarray:
+    peaked = isinstance(entry, int)
+    row = np.full(V, np.nan if entry is None else -100.0 if peaked else -np.inf, np.float32)
+    if isinstance(entry, int):
+        row[entry] = 100.0
+    elif entry:
+        row[list(entry)] = list(entry.values())
+    return row
+
+
+def arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    logits = np.array([logits_of(entry) for case in CASES for entry in case.rows])
+    given = dict(
+        temperatures=np.array([[case.temperature] for case in CASES], np.float32),
+        top_ks=np.array([case.top_k for case in CASES], np.int32),
+        top_ps=np.array([case.top_p for case in CASES], np.float32),
+        min_ps=np.array([case.min_p for case in CASES], np.float32),
+        keys=jax.random.key(5),
+    )
+    chains = np.array([case.chain for case in CASES], np.int32)
+    lengths = np.array([case.seq_len for case in CASES], np.int32)
+    return jax.tree.map(jnp.asarray, ((logits, chains, lengths), given))
+
+
+def verifier(**static: Any) -> Any:
+    call = functools.partial(sglang_jax.verify_chains, config=CONFIG, logprobs=LOGPROBS, **static)
+    return jax.jit(call, compiler_options=QUICKLY)
+
+
+def check_all(found: sglang_jax.ChainVerification) -> None:
+    """Every array that a scheduler reads says what the table says."""
+    found = jax.device_get(found)
+    index = found.accept_index.reshape(-1, N)
+    verified = np.where(found.accept_index >= 0, found.predict[found.accept_index], -1)
+    for b, case in enumerate(CASES):
+        count = len(case.expected)
+        assert found.output.token_ids[b, :count].tolist() == case.expected, case.name
+        assert found.accept_lens[b] == found.output.num_emitted[b] == count, case.name
+        want = [*range(b * N, b * N + count), *[-1] * (N - count)]
+        assert index[b].tolist() == want, case.name
+        assert verified[b * N :][:count].tolist() == case.expected, case.name
+        assert (found.predict[b * N :][:N] >= 0).all()
+        assert found.verified_ids[b] == (case.expected[-1] if count else 0), case.name
+        bad = found.output.status[b] == sd.Status.BAD_INPUT
+        assert bad == case.is_bad, case.name
+        logits = np.array([logits_of(entry) for entry in case.rows[:count]], np.float64)
+        for j, token in enumerate(case.expected):
+            log_p = logits[j] - logits[j].max()
+            log_p -= np.log(np.exp(log_p).sum())
+            np.testing.assert_allclose(found.logprobs.logprobs[b, j], log_p[token], atol=1e-5)
+        assert np.isnan(found.logprobs.logprobs[b, count:]).all()
+
+
+def test_the_table_has_all_of_theirs_and_enough_of_ours():
+    assert len(THEIRS) == 9 and len(CASES) == 48
+    assert all(len(case.chain) == len(case.rows) == N for case in CASES)
+    assert all(case.defect is None for case in THEIRS)
+    assert sum(case.defect is not None for case in OURS) == 5
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_every_request_emits_what_is_expected(is_flat):
+    (logits, chains, lengths), named = arguments()
+    chains = chains.reshape(-1) if is_flat else chains
+    check_all(verifier()(logits, chains, lengths, **named))
+
+
+MESH = jax.make_mesh((2, 4), ("data", "tensor"), (AxisType.Explicit,) * 2)
+
+
+def placed(mesh: jax.sharding.Mesh) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """As their model leaves it: logits over both axes, what belongs to requests over data."""
+    (logits, chains, lengths), named = arguments()
+
+    def put(x: jax.Array, *axes: str | None) -> jax.Array:
+        return jax.device_put(x, NamedSharding(mesh, P(*axes)))
+
+    keys = put(named.pop("keys"))
+    named = {name: put(x, "data") for name, x in named.items()}
+    logits = put(logits, "data", "tensor")
+    return (logits, put(chains.reshape(-1), "data"), put(lengths, "data")), named | dict(keys=keys)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_logits_over_data_and_tensor_give_the_same_and_stay_where_they_are(axis_type):
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), (axis_type,) * 2)
+    positional, named = placed(mesh)
+    compiled = verifier(sharding=sd.VerifySharding(mesh, "tensor", "data"))
+    compiled = compiled.lower(*positional, **named).compile()
+    found = compiled(*positional, **named)
+    check_all(found)
+    for array in jax.tree.leaves(found):
+        assert array.sharding.spec[0] == "data"
+    moved = collectives(compiled.as_text())
+    part = positional[0].nbytes // 8
+    assert moved and max(moved.values()) < part, moved
+
+
+@pytest.mark.newest
+def test_inside_shard_map_places_are_those_of_the_part():
+    positional, named = placed(MESH)
+    key, names = named.pop("keys"), sorted(named)
+
+    def part(key, logits, chains, lengths, *rest):
+        found = sglang_jax.verify_chains(
+            logits,
+            chains,
+            lengths,
+            **dict(zip(names, rest, strict=True)),
+            keys=jax.random.fold_in(key, jax.lax.axis_index("data")),
+            config=CONFIG,
+            logprobs=LOGPROBS,
+            sharding=sd.VerifySharding(vocab_axis="tensor"),
+        )
+        first = jax.lax.axis_index("data") * lengths.shape[0] * N
+        index = jnp.where(found.accept_index >= 0, found.accept_index + first, -1)
+        return found._replace(accept_index=index)
+
+    own = P("data")
+    call = jax.shard_map(
+        part,
+        mesh=MESH,
+        in_specs=(P(), P("data", "tensor"), own, own, *[own] * len(names)),
+        out_specs=own,
+    )
+    compiled = jax.jit(call, compiler_options=QUICKLY)
+    check_all(compiled(key, *positional, *[named[name] for name in names]))
+
+
+def test_explicitly_split_logits_without_a_sharding_are_refused():
+    positional, named = placed(MESH)
+    with pytest.raises(ValueError, match="sharding must be given where target_logits are split"):
+        sglang_jax.verify_chains(*positional, config=CONFIG, **named)
+
+
+@pytest.mark.newest
+def test_a_large_vocabulary_is_not_gathered_and_takes_no_copy_beside_its_part():
+    bs, vocab = 64, 128256
+
+    def array(*shape: int, axes: tuple[str, ...] = ("data",), dtype: str = "float32") -> Any:
+        place = NamedSharding(MESH, P(*axes))
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=place)
+
+    call = functools.partial(
+        sglang_jax.verify_chains, config=CONFIG, sharding=sd.VerifySharding(MESH, "tensor", "data")
+    )
+    compiled = jax.jit(call).lower(
+        array(bs * N, vocab, axes=("data", "tensor")),
+        array(bs * N, dtype="int32"),
+        array(bs, dtype="int32"),
+        temperatures=array(bs),
+        keys=jax.eval_shape(lambda: jax.random.key(0)),
+    )
+    compiled = compiled.compile()
+    moved = collectives(compiled.as_text())
+    assert len(moved) == 3 and max(moved.values()) < 2**15, moved
+    part = bs * N * vocab * 4 // 8
+    # On a CPU, which writes exponentials to memory before it sums them.
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * part

@@ -1,0 +1,160 @@
+"""One key per step: exact over steps, under padding and reordering, and what it gives up."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from serving.chi_square import ALPHA, CONTROL, assert_distributed, p_value, tally
+
+import jax_specdec as sd
+from jax_specdec._src.noise import fold_in_each
+from jax_specdec.integrations import sglang_jax, tpu_inference
+from jax_specdec.integrations.keys import step_keys
+
+V, K, B, STEPS = 4, 2, 20000, 3
+CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K, rejection_sample_method="block")
+P = np.array([0.4, 0.3, 0.2, 0.1])
+Q = np.array([0.1, 0.2, 0.3, 0.4])
+IMPLS = ["threefry2x32", "rbg", "unsafe_rbg"]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_slot_has_the_key_that_folding_it_in_gives_whoever_else_is_there(impl):
+    key = jax.random.key(3, impl=impl)
+    slots = jnp.array([4, 0, 2])
+    found = step_keys(key, slots)
+    alone = [step_keys(key, slots[b : b + 1])[0] for b in range(3)]
+    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(jnp.stack(alone)))
+    many = jax.random.key_data(step_keys(key, jnp.arange(1000)))
+    assert len(np.unique(many, axis=0)) == 1000
+    if impl == "threefry2x32":
+        want = jax.random.key_data(fold_in_each(key, 5))[slots]
+        np.testing.assert_array_equal(jax.random.key_data(found), want)
+
+
+@functools.cache
+def loop(has_positions: bool, is_fresh: bool) -> Any:
+    """Steps of many requests, each in another slot on every step; `[B, STEPS]` first tokens."""
+
+    def step(key: jax.Array, order: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+        draft_key, key = jax.random.split(key)
+        p, q = (jnp.asarray(np.log(x), jnp.float32) for x in (P, Q))
+        ids = jax.random.categorical(draft_key, q, shape=(B * K,)).astype(jnp.int32)
+        found = tpu_inference.verify_flat(
+            jnp.broadcast_to(p, (B * (K + 1), V)),
+            ids,
+            jnp.full((B,), K, jnp.int32),
+            config=CONFIG,
+            temperature=jnp.ones((B,), jnp.float32),
+            keys=key,
+            positions=lengths[order] if has_positions else None,
+            draft_probs=jnp.broadcast_to(jnp.asarray(Q, jnp.float32), (B * K, V)),
+        )
+        back = jnp.argsort(order)
+        return found.output.token_ids[back, 0], found.output.num_emitted[back]
+
+    @jax.jit
+    def run(key: jax.Array) -> jax.Array:
+        orders = [(jnp.arange(B) * stride) % B for stride in (1, 7, 9)]
+        orders = orders if is_fresh else orders[:1] * STEPS
+        lengths, tokens = jnp.zeros((B,), jnp.int32), []
+        for i, order in enumerate(orders):
+            first, count = step(jax.random.fold_in(key, i) if is_fresh else key, order, lengths)
+            lengths += count
+            tokens.append(first)
+        return jnp.stack(tokens, axis=1)
+
+    return run
+
+
+JOINT = np.einsum("i,j,k->ijk", P, P, P)
+
+
+@pytest.mark.statistics
+@pytest.mark.parametrize(
+    ("impl", "has_positions"),
+    [
+        ("threefry2x32", True),
+        ("rbg", False),
+        pytest.param("threefry2x32", False, marks=pytest.mark.slow),
+        pytest.param("unsafe_rbg", False, marks=pytest.mark.slow),
+    ],
+)
+def test_with_a_fresh_key_per_step_tokens_of_consecutive_steps_are_independent(impl, has_positions):
+    tokens = np.asarray(loop(has_positions, True)(jax.random.key(11, impl=impl)))
+    counts = tally(tokens, V)
+    print(np.round(counts / B, 4).tolist())
+    assert_distributed(counts, JOINT, f"{STEPS} steps, {impl}, positions {has_positions}")
+
+
+@pytest.mark.statistics
+def test_control_with_the_same_key_on_every_step_noise_repeats():
+    tokens = np.asarray(loop(False, False)(jax.random.key(11)))
+    assert p_value(tally(tokens, V), JOINT) < CONTROL
+    assert p_value(tally(tokens[:, :1], V), P) >= ALPHA  # each step alone is exact
+
+
+FLAT = jax.jit(functools.partial(tpu_inference.verify_flat, config=CONFIG))
+
+
+CHAINS = jax.jit(functools.partial(sglang_jax.verify_chains, config=CONFIG))
+
+
+def small(batch: int) -> dict[str, Any]:
+    rng = np.random.default_rng(4)
+    logits = jnp.asarray(rng.normal(size=(3 * 3, V)), jnp.float32)
+    return dict(
+        logits=jnp.concatenate([logits, jnp.full((2 * batch, V), jnp.nan)]),
+        draft_token_ids=jnp.asarray([0, 1, 2, 3, 1, 0, *[-9] * batch], jnp.int32),
+        draft_lengths=jnp.asarray([2, 2, 2, *[0] * (batch - 3)], jnp.int32),
+        temperature=jnp.ones((batch,)),
+        active=jnp.arange(batch) < 3,
+    )
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_padding_changes_no_token_and_the_slot_does(impl):
+    differ = 0
+    for seed in range(8):
+        key = jax.random.key(seed, impl=impl)
+        outputs = []
+        for batch in (3, 7):
+            given = small(batch)
+            outputs.append(FLAT(**given, keys=key).output.token_ids[:3])
+        np.testing.assert_array_equal(*outputs)
+        given = small(7)
+        rows = given["logits"].at[:9].set(given["logits"][:9].reshape(3, 3, V)[::-1].reshape(9, V))
+        ids = given["draft_token_ids"].at[:6].set(jnp.array([1, 0, 2, 3, 0, 1]))
+        turned = FLAT(**given | dict(logits=rows, draft_token_ids=ids), keys=key)
+        differ += not np.array_equal(turned.output.token_ids[:3][::-1], outputs[0])
+    assert differ  # this is what one key per step gives up
+
+
+def test_with_a_key_per_request_neither_slot_nor_neighbours_matter():
+    keys, positions = jax.random.split(jax.random.key(2), 7), jnp.arange(7) + 5
+    given = small(7)
+    want = FLAT(**given, keys=keys, positions=positions).output.token_ids[:3]
+    rows = given["logits"].at[:9].set(given["logits"][:9].reshape(3, 3, V)[::-1].reshape(9, V))
+    ids = given["draft_token_ids"].at[:6].set(jnp.array([1, 0, 2, 3, 0, 1]))
+    order = jnp.array([2, 1, 0, 3, 4, 5, 6])
+    given |= dict(logits=rows, draft_token_ids=ids)
+    turned = FLAT(**given, keys=keys[order], positions=positions[order])
+    np.testing.assert_array_equal(turned.output.token_ids[:3][::-1], want)
+
+
+def test_both_adapters_draw_the_same_tokens_from_the_same_key():
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=(6 * 3, V)), jnp.float32)
+    ids = jnp.asarray(rng.integers(0, V, (6, K)), jnp.int32)
+    lengths, ones = jnp.arange(6) + 3, jnp.ones((6,))
+    counts, chains = jnp.full((6,), K), jnp.concatenate([jnp.full((6, 1), 99), ids], axis=1)
+    for seed in range(3):
+        key = jax.random.key(seed)
+        one = FLAT(logits, ids.reshape(-1), counts, temperature=ones, keys=key, positions=lengths)
+        other = CHAINS(logits, chains, lengths, temperatures=ones, keys=key)
+        np.testing.assert_array_equal(one.output.token_ids, other.output.token_ids)
