@@ -233,7 +233,7 @@ def test_ids_that_a_target_lacks_are_left_out_of_a_drafter() -> None:
     np.testing.assert_array_equal(
         untied.params["lm_head"], load("llama").params["lm_head"][:, :290]
     )
-    with pytest.raises(ValueError, match="max_vocab_size must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="max_vocab_size must be at least 1, but it is 0"):
         sd.load_huggingface(CHECKPOINTS / "llama", max_vocab_size=0)
 
 

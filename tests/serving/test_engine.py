@@ -530,7 +530,7 @@ REFUSED = {
     "no temperature": (dict(temperature=float("nan")), ValueError, "temperature must be finite"),
     "a temperature that is no number": (dict(temperature=None), TypeError, "temperature must be"),
     "a temperature in words": (dict(temperature="hot"), TypeError, "temperature must be a number"),
-    "a negative seed": (dict(seed=-1), ValueError, r"seed must be in \[0, 4294967296\)"),
+    "a negative seed": (dict(seed=-1), ValueError, r"seed must be in \[0, 4294967295\]"),
     "a seed past 32 bits": (dict(seed=2**32), ValueError, "seed must be in"),
     "a key for a seed": (dict(seed=jax.random.key(0)), TypeError, "seed must be an int"),
     "a stop token past the vocabulary": (
