@@ -716,3 +716,12 @@ def test_the_longest_text_is_what_the_embedded_models_were_trained_on() -> None:
 
 def test_control_characters_of_a_text_do_not_reach_the_terminal() -> None:
     assert printable("a\x1b[2Jb\n\tc\r\x07") == "a\ufffd[2Jb\n\tc\ufffd\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "k"),
+    [([], 6), (["--draft", "ngram"], 4), (["--target", "somewhere"], 4), (["--draft", "model"], 6)],
+)
+def test_a_lookup_drafts_fewer_tokens_by_default(arguments: list[str], k: int) -> None:
+    (config,) = options_lib.parse(["generate", "text", *arguments], "0").configs
+    assert config.num_speculative_tokens == k
