@@ -30,6 +30,10 @@ GPUS = {path.stem: path for path in sorted((Path(__file__).parent / "gpus").glob
 """Descriptions of GPUs, as XLA reads them."""
 
 
+ADAPTERS = ("verify_flat", "verify_chains")
+"""Of `jax_specdec.integrations`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A program to compile.
@@ -63,17 +67,23 @@ class Case:
         return ",".join(changed)
 
     @property
+    def groups(self) -> int:
+        """Parts of the requests, which a mesh of adapters has."""
+        return 2 if self.function in ADAPTERS else 1
+
+    @property
     def logits_bytes(self) -> int:
         """Of the bfloat16 target logits that one device holds: the unit of a report."""
-        return self.batch * (K + 1) * VOCAB * 2 // self.parts
+        return self.batch * (K + 1) * VOCAB * 2 // (self.parts * self.groups)
 
 
 def compile_apart(case: Case) -> dict[str, Any]:
     """The report of a case, compiled in a process of its own.
 
     Attributes of the report: ``temporaries``, ``hbm_bytes``, ``bytes`` (in any memory) and
-    ``cost_model_bytes`` (XLA's own, loops once) in units of the logits; ``cycles``, ``loops``,
-    ``ops`` and ``compile_s``. Nothing is counted where a search for thresholds decides how much is
+    ``cost_model_bytes`` (XLA's own, loops once) and ``largest_exchange`` (what the largest of the
+    collectives leaves on a device) in units of the logits; ``cycles``, ``loops``, ``ops`` and
+    ``compile_s``. Nothing is counted where a search for thresholds decides how much is
     read. Where it cannot be compiled, ``error`` alone.
     """
     given = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -108,16 +118,23 @@ def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]
     """A function of a dict of arrays, and their shapes and places."""
     import jax
     import jax.numpy as jnp
-    from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+    import numpy as np
+    from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
     from jax.sharding import PartitionSpec as P
 
     import jax_specdec as sd
+    from jax_specdec.integrations import sglang_jax, tpu_inference
 
     devices, batch, n = devices_of(case.device), case.batch, case.batch * K
     sharding: sd.VerifySharding | None = None
     whole: Any = SingleDeviceSharding(devices[0])
     split = whole
-    if case.parts > 1:
+    if case.function in ADAPTERS:
+        shape = np.array(devices[: case.groups * case.parts]).reshape(case.groups, case.parts)
+        mesh = Mesh(shape, ("data", "vocab"), axis_types=(AxisType.Explicit,) * 2)
+        whole, split = NamedSharding(mesh, P("data")), NamedSharding(mesh, P("data", "vocab"))
+        sharding = sd.VerifySharding(mesh, vocab_axis="vocab", batch_axis="data")
+    elif case.parts > 1:
         mesh = Mesh(devices[: case.parts], ("vocab",))
         whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "vocab"))
         sharding = sd.VerifySharding(mesh, vocab_axis="vocab")
@@ -150,6 +167,9 @@ def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]
     if case.processed:
         arrays |= {"min_p": floats, "top_k": ids, "top_p": floats}
         arrays["token_bitmask"] = array((rows, -(-VOCAB // 32)), jnp.int32)
+    if case.function in ADAPTERS:
+        arrays |= {"lengths": ids, "draft_tokens": array((batch, K + 1), jnp.int32)}
+        del arrays["offsets"]
     if case.function == "token_logprobs":
         tokens = array((batch, K + 1), jnp.int32)
         arrays["output"] = sd.RejectionSampleOutput(tokens, ids, ids, ids)
@@ -166,8 +186,36 @@ def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]
             q = sd.DraftProbs(a["q"])
         elif case.kind != "none":
             q = sd.DraftLogits(a["q"], log_normalizer=a.get("log_normalizer"))
+        temperature, mask = a["temperature"], a.get("token_bitmask")
+        match case.function:
+            case "verify_flat":
+                return tpu_inference.verify_flat(
+                    a["logits"],
+                    a["draft_ids"],
+                    a["lengths"],
+                    config=config,
+                    temperature=temperature,
+                    top_k=a.get("top_k"),
+                    top_p=a.get("top_p"),
+                    keys=a["keys"],
+                    positions=a["positions"],
+                    token_bitmask=mask,
+                    sharding=sharding,
+                )
+            case "verify_chains":
+                return sglang_jax.verify_chains(
+                    a["logits"],
+                    a["draft_tokens"],
+                    a["lengths"],
+                    config=config,
+                    temperatures=temperature,
+                    top_ks=a.get("top_k"),
+                    top_ps=a.get("top_p"),
+                    keys=a["keys"],
+                    token_bitmask=mask,
+                    sharding=sharding,
+                )
         drafts = sd.Drafts(a["draft_ids"], a["offsets"], q)
-        temperature = a["temperature"]
         sampling = sd.SamplingParams(
             jnp.zeros_like(temperature) if case.rule == "greedy" else temperature,
             **{name: a.get(name) for name in ("min_p", "top_k", "top_p")},
@@ -187,14 +235,14 @@ def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]
                     config=config,
                     num_top=5,
                     distribution="processed" if case.processed else "raw",
-                    token_bitmask=a.get("token_bitmask"),
+                    token_bitmask=mask,
                 )
         return sd.rejection_sample(
             a["logits"],
             drafts,
             **drawn,
             config=config,
-            token_bitmask=a.get("token_bitmask"),
+            token_bitmask=mask,
             implementation=case.implementation,
             sharding=sharding,
         )
@@ -206,6 +254,7 @@ def report(case: Case) -> dict[str, Any]:
     """What `compile_apart` gives, compiled in this process."""
     import hlo_text
     import jax
+    import measure
 
     run, arrays = program(case)
     platform = "tpu" if case.device in TPUS else "cuda"
@@ -231,6 +280,7 @@ def report(case: Case) -> dict[str, Any]:
         "bytes": None if counted is None else round(counted.bytes / unit, 2),
         "cost_model_bytes": round(cost.get("bytes accessed", 0) / unit, 2),
         "cycles": None if counted is None else counted.cycles,
+        "largest_exchange": round(max(measure.collectives(text).values(), default=0) / unit, 4),
         "loops": [trips for _, trips in found.loops()],
         "ops": {name: ops[name] for name in ("fusion", "while", "conditional") if ops[name]},
         "compile_s": round(seconds, 1),

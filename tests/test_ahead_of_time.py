@@ -12,7 +12,7 @@ import hlo_text
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ahead_of_time import Case, compile_apart
+from ahead_of_time import ADAPTERS, Case, compile_apart
 
 MOST = 1.5
 """Temporaries, in units of the target logits."""
@@ -36,6 +36,15 @@ def test_temporaries_are_small_beside_the_logits(case, most):
     print(report)
     assert "error" not in report, report
     assert report["temporaries"] <= most
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("function", ADAPTERS)
+def test_requests_and_vocabulary_over_explicit_axes_gather_no_logits(function):
+    report = compile_apart(Case("v5e", function, parts=2, processed=True))
+    print(report)
+    assert "error" not in report, report
+    assert report["temporaries"] <= MOST and 0 < report["largest_exchange"] < 0.02
 
 
 @pytest.mark.aot

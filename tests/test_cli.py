@@ -535,7 +535,8 @@ def test_compiled_programs_are_kept_for_the_next_time_and_for_the_user_alone(
             program.clear_cache()  # as in a new process
         main(kept)
         files.append({path.name: path.stat().st_mtime_ns for path in cache.iterdir()})
-    assert any("_step" in name for name in files[0]) and files[0] == files[1]
+    assert any("_step" in name for name in files[0])
+    assert files[0].items() <= files[1].items()  # what takes no time to compile may come later
     assert cache.stat().st_mode & 0o777 == 0o700
     assert capsys.readouterr().out == 3 * (TINY_PROMPT + printable(TINY_TEXT) + "\n")
 

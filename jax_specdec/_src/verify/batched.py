@@ -317,6 +317,7 @@ class _Phases:
         exchange, width = split.exchange, target_logits.shape[1]
         first_id = None if exchange.axis is None else exchange.part * width
         target = Rows(target_logits, size, -float("inf"), token_bitmask, first_id=first_id)
+        target = target if first_id is None else target.masked()
         both = None
         if draft is not None:
             d, is_split = draft.distribution, split.draft_is_split

@@ -101,7 +101,9 @@ class TargetRows:
         def filtered() -> tiles.RowStats:
             least = find_threshold(
                 used,
-                lambda fn: sum_of(map_row(lambda x: sum_of(fn(x), axis=1))),
+                lambda fn, candidates: jnp.stack(
+                    [sum_of(map_row(lambda x, c=c: sum_of(fn(x, c), axis=1))) for c in candidates]
+                ),
                 size=self.size,
                 dtype=self.logits.dtype,
                 peak=peak,
@@ -277,6 +279,14 @@ class Rows:
         """``[]`` int32, the first id."""
         return jnp.int32(0) if self.first_id is None else self.first_id
 
+    def masked(self) -> Rows:
+        """The same without a bitmask, in a copy: bits of a part of the words are dear to read."""
+        if self.token_bitmask is None:
+            return self
+        fill = jnp.asarray(self.fill, self.matrix.dtype)
+        matrix = jnp.where(self._bits(self.token_bitmask), self.matrix[:, : self.width], fill)
+        return dataclasses.replace(self, matrix=matrix, token_bitmask=None)
+
     def at(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
         """Entries of `ids`, any shape that `rows` broadcasts to."""
         rows = jnp.clip(rows, 0, self.matrix.shape[0] - 1)
@@ -338,17 +348,19 @@ class Rows:
 
     def _bits(self, words: jax.Array) -> jax.Array:
         """``[..., width]`` bool, from words ``[..., ceil(V/32)]`` of the whole vocabulary."""
-        start = self.first
+        shift = self.first
         if self.first_id is not None:  # as many words as a part may lie in
-            count = min(self.width // 32 + 2, words.shape[-1])
+            count = self.width // 32 + 2 * (self.width % 32 > 0)
+            count = min(count, words.shape[-1])
             word = jnp.minimum(self.first_id // 32, words.shape[-1] - count)
             words = lax.dynamic_slice_in_dim(words, word, count, axis=-1)
-            start = self.first_id - 32 * word
-        places = jnp.arange(32, dtype=words.dtype).reshape((1,) * words.ndim + (32,))
-        bits = ((words[..., None] >> places) & 1 == 1).reshape(*words.shape[:-1], -1)
-        if self.first_id is None:
+            shift = self.first_id - 32 * word
+        octets = lax.bitcast_convert_type(words, jnp.uint8)[..., None]  # lowest bits first; narrow
+        places = jnp.arange(8, dtype=jnp.uint8).reshape((1,) * words.ndim + (1, 8))
+        bits = ((octets >> places) & 1 == 1).reshape(*words.shape[:-1], -1)
+        if self.first_id is None or self.width % 32 == 0:  # then parts begin with a word
             return bits[..., : self.width]
-        return lax.dynamic_slice_in_dim(bits, start, self.width, axis=-1)
+        return lax.dynamic_slice_in_dim(bits, shift, self.width, axis=-1)
 
     def _keep(self, x: jax.Array, least: jax.Array) -> jax.Array:
         return jnp.where(x < least, self.fill, x)
@@ -403,7 +415,10 @@ class Rows:
         ) -> jax.Array:
             return find_threshold(
                 filter,
-                lambda fn: exchange.sum(sum_of(fn(self._read(*of)))),
+                # One by one, so that XLA reads the row for all of them and writes nothing.
+                lambda fn, candidates: exchange.sum(
+                    jnp.stack([sum_of(fn(self._read(*of), c)) for c in candidates])
+                ),
                 size=self.size,
                 dtype=self.matrix.dtype,
                 peak=peak,

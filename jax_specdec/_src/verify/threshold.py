@@ -18,8 +18,9 @@ from jax import lax
 
 from jax_specdec._src.sampling import Filter, limits_count
 
-Total = Callable[[Callable[[jax.Array], jax.Array]], jax.Array]
-"""``total(fn)`` is the sum over the row of what a function makes of its entries, elementwise."""
+Total = Callable[[Callable[[jax.Array, jax.Array], jax.Array], jax.Array], jax.Array]
+"""``total(fn, candidates)`` is, for each of the candidates ``[c]``, the sum over the row of what
+``fn(entries, candidate)`` makes of its entries, elementwise."""
 
 
 def find_threshold(
@@ -59,8 +60,8 @@ def find_threshold(
     if filter.top_k is not None:
         top_k = filter.top_k
 
-        def are_enough(candidate: jax.Array) -> jax.Array:
-            return total(lambda x: (x >= candidate).astype(jnp.int32)) >= top_k
+        def are_enough(candidates: jax.Array) -> jax.Array:
+            return total(lambda x, c: (x >= c).astype(jnp.int32), candidates) >= top_k
 
         highest = jnp.where(limits_count(top_k, size), peak, least)
         least = search(are_enough, least, highest)
@@ -68,16 +69,16 @@ def find_threshold(
     if filter.top_p is not None:
         above = least
 
-        def mass(candidate: jax.Array) -> jax.Array:
-            bound = jnp.maximum(candidate, above)
+        def mass(candidates: jax.Array) -> jax.Array:
             return total(
-                lambda x: jnp.where(x >= bound, jnp.exp((x - peak) * inv_temperature), 0.0)
+                lambda x, bound: jnp.where(x >= bound, jnp.exp((x - peak) * inv_temperature), 0.0),
+                jnp.maximum(candidates, above),
             )
 
         limits = filter.top_p < 1
-        goal = filter.top_p * only_if(limits, lambda: mass(above), jnp.float32(1))
+        goal = filter.top_p * only_if(limits, lambda: mass(above[None])[0], jnp.float32(1))
         highest = jnp.where(limits, peak, least)
-        least = search(lambda candidate: mass(candidate) >= goal, least, highest)
+        least = search(lambda candidates: mass(candidates) >= goal, least, highest)
     return least
 
 
@@ -100,7 +101,7 @@ def _largest(
 ) -> jax.Array:
     """The largest float in ``[low, high]`` that a condition holds at; it holds at `low`.
 
-    Only the leading `bits` of the floats tell entries apart.
+    `holds` says so of candidates ``[c]``. Only the leading `bits` of the floats tell entries apart.
     """
     shift = 32 - bits
 
@@ -114,7 +115,7 @@ def _largest(
         step = distance // (candidates + 1) + 1
         ahead = jnp.minimum(step * jnp.arange(1, candidates + 1, dtype=jnp.uint32), distance)
         middles = low + lax.bitcast_convert_type(ahead, jnp.int32)
-        reached = jax.vmap(lambda middle: holds(value(middle)))(middles)
+        reached = holds(value(middles))
         low = jnp.max(jnp.where(reached, middles, low))
         high = jnp.min(jnp.where(reached, high, middles - 1))
         return low, high
