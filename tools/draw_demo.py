@@ -9,6 +9,7 @@ import io
 import os
 import pty
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,25 +22,27 @@ TITLE = "make demo"
 
 
 def shown(arguments: list[str]) -> str:
-    """What a command writes to a terminal, without what it takes back."""
+    """What a command writes to standard output, if that is a terminal."""
     command = shutil.which("jax-specdec", path=str(Path(sys.executable).parent))
     assert command is not None, "jax-specdec is not installed beside this Python"
-    child, terminal = pty.fork()
-    if child == 0:
-        size = {"COLUMNS": str(WIDTH), "LINES": "50", "TERM": "xterm-256color"}
-        os.execve(command, ["jax-specdec", *arguments], os.environ | size)
+    ours, terminal = pty.openpty()
+    size = {"COLUMNS": str(WIDTH), "LINES": "50", "TERM": "xterm-256color"}
+    null = subprocess.DEVNULL  # for what moves
+    child = subprocess.Popen(
+        [command, *arguments], stdin=null, stdout=terminal, stderr=null, env=os.environ | size
+    )
+    os.close(terminal)
     chunks = []
     while True:
         try:
-            chunk = os.read(terminal, 2**16)
+            chunk = os.read(ours, 2**16)
         except OSError:  # the terminal is closed
             break
         if not chunk:
             break
         chunks.append(chunk)
-    os.waitpid(child, 0)
-    lines = b"".join(chunks).decode().replace("\r\n", "\n").split("\n")
-    return "\n".join(line.rsplit("\r", 1)[-1] for line in lines)  # the spinner's frames
+    assert child.wait() == 0
+    return b"".join(chunks).decode().replace("\r\n", "\n")
 
 
 def main() -> None:
