@@ -25,7 +25,7 @@ test: check  ## lint, type-check, run every test that is not slow and needs no G
 
 test-oldest: .venv-test-oldest/installed  ## the same on Python 3.11 and JAX 0.10.2, without doctests, statistics, notebooks and long runs
 	@echo "test-oldest: tests on the oldest JAX"
-	@.venv-test-oldest/bin/python $(PYTEST) tests -m "not (slow or statistics or newest or notebooks or gpu)"
+	@.venv-test-oldest/bin/python $(PYTEST) tests -m "not (slow or statistics or newest or notebooks or gpu or aot)"
 
 test-aot: .venv-aot/installed  ## compile for TPUs that are not there, and look at what the programs take
 	@echo "test-aot: programs for a TPU v5e"
