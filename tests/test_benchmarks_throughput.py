@@ -10,7 +10,6 @@ import numpy as np
 import plots
 import pytest
 import serving_programs
-
 from jax_specdec._src.serving.loop import Decoder, DecodeState
 
 pytestmark = pytest.mark.slow

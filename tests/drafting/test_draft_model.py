@@ -40,13 +40,15 @@ PARAMS = MODEL.init_params(jax.random.key(0))
 def propose(token_ids, lengths, cache, keys, *, config, drafter=DRAFTER):
     return drafter.propose(
         PARAMS,
-        token_ids,
-        lengths,
+        sd.DraftContext(
+            token_ids=token_ids,
+            lengths=lengths,
+            sampling=sd.SamplingParams(temperature=jnp.asarray(TEMPERATURES)),
+            keys=keys,
+            config=config,
+        ),
         cache,
         drafter.init_store(PARAMS, token_ids.shape[0], config),
-        sampling=sd.SamplingParams(temperature=jnp.asarray(TEMPERATURES)),
-        keys=keys,
-        config=config,
     )
 
 

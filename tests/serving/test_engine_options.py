@@ -106,7 +106,7 @@ REFUSED = {
         TABLE,
         dict(options=sd.RequestOptions(top_k=2)),
         ValueError,
-        r"options need an Engine with request_options=True, but they are RequestOptions\(",
+        r"options need an Engine with request_options=True, but they are \{'top_k': 2\}",
     ),
 }
 

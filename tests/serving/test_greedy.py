@@ -240,7 +240,7 @@ def test_every_step_is_that_of_the_loop_in_python(k, stop_token_ids, generation)
         drafter=tiny.Scripted(),
         draft_params=jnp.asarray(np.stack(scripts), jnp.int32),
         config=sd.SpecDecodeConfig(num_speculative_tokens=k),
-        max_new_tokens=budgets,
+        options=tiny.options_of(len(prompts), max_new_tokens=budgets),
         stop_token_ids=stop_token_ids,
     )
     for b, (prompt, budget, script) in enumerate(requests):
@@ -263,7 +263,7 @@ def test_nothing_is_kept_after_a_stop_token_inside_an_accepted_run():
             [(np.arange(SCRIPT_SIZE) + shift) % VOCAB for shift in (0, 3, 1, 2)], jnp.int32
         ),
         config=sd.SpecDecodeConfig(num_speculative_tokens=5),
-        max_new_tokens=[MAX_BUDGET, MAX_BUDGET, MAX_BUDGET, 1],
+        options=tiny.options_of(4, max_new_tokens=[MAX_BUDGET, MAX_BUDGET, MAX_BUDGET, 1]),
         stop_token_ids=[3],
     )
     # The last one meets the stop token as its budget ends; a stop token in a prompt stops nothing.
@@ -284,7 +284,7 @@ def test_plain_decoding_of_a_table_is_the_loop_in_python():
             tiny.Trigram(VOCAB),
             jnp.asarray(table),
             prompts,
-            max_new_tokens=budgets,
+            options=tiny.options_of(len(prompts), max_new_tokens=budgets),
             stop_token_ids=stop_token_ids,
         )
         for b, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):

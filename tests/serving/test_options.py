@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src.serving import loop, plain
+from jax_specdec._src.serving import generate as generate_lib
 
 from . import sampled, tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
@@ -45,11 +45,14 @@ def run(
     num_tokens: int = NUM_TOKENS,
     **changes: Any,
 ) -> sd.GenerateOutput:
+    if np.ndim(temperature):
+        options = tiny.options_of(requests, options, temperature=temperature)
+    else:
+        changes["temperature"] = temperature
     return generate(
         tiny.Trigram(VOCAB),
         jnp.asarray(TARGET),
         [PROMPT] * requests,
-        temperature=temperature,
         max_new_tokens=num_tokens,
         options=options,
         key=jax.random.key(3),
@@ -106,13 +109,12 @@ def test_a_drafter_under_the_same_options_has_everything_accepted() -> None:
 
 @pytest.mark.slow
 def test_neutral_options_are_the_program_without_options() -> None:
-    compiled = (loop._generate, plain._generate_plain)
     drafted = functools.partial(speculative, drafter=LOOKUP)
     without = [f(None).completions for f in (drafted, plainly)]
-    sizes = [f._cache_size() for f in compiled]
+    size = generate_lib._generate._cache_size()
     for neutral in (sd.RequestOptions(), [sd.RequestOptions(top_k=0)] * len(OPTIONS)):
         assert [f(neutral).completions for f in (drafted, plainly)] == without
-    assert [f._cache_size() for f in compiled] == sizes
+    assert generate_lib._generate._cache_size() == size
 
 
 @pytest.mark.newest

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 
 from jax_specdec._src.logprobs import TokenLogprobs
 from jax_specdec._src.serving.batch import StepRecord
 from jax_specdec._src.serving.metrics import AcceptanceCounters
+from jax_specdec._src.serving.options import BatchOptions, RequestOptions
 from jax_specdec._src.types import Status
 
 FinishReason = Literal["length", "stop", "failed"]
@@ -54,16 +55,9 @@ class Request:
     request_id: int
     token_ids: list[int]  # the prompt, and what was generated since
     prompt_length: int
-    max_new_tokens: int
-    temperature: float
+    options: RequestOptions
     seed: int
-    stop_token_ids: list[int]
-    options: Any  # what `Engine.admit` takes
-
-    @property
-    def num_new(self) -> int:
-        """Tokens generated so far."""
-        return len(self.token_ids) - self.prompt_length
+    arrays: BatchOptions  # what `Engine.admit` takes
 
 
 class Report(NamedTuple):
@@ -126,7 +120,7 @@ class Host:
             request.token_ids[lengths[slot] - len(new) :] = new
             reason: FinishReason | None = None
             if done[slot]:
-                stopped = bool(new) and new[-1] in request.stop_token_ids
+                stopped = bool(new) and new[-1] in request.options.stop_token_ids
                 failed = status[slot] != Status.OK
                 reason = "failed" if failed else "stop" if stopped else "length"
                 slots[slot] = None

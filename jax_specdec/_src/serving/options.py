@@ -1,28 +1,35 @@
-"""What a request may ask for besides a temperature, on the host and as arrays of a batch."""
+"""What a request asks for, on the host and as arrays of a batch."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, TypedDict, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec._src.config import check_int
 from jax_specdec._src.logprobs import Distribution
-from jax_specdec._src.penalties import Penalties
 from jax_specdec._src.serving import inputs
-from jax_specdec._src.types import described
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, described
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestOptions:
-    """How a request's tokens are sampled, beyond its temperature. By default nothing is changed.
+    """What one request asks for: `generate`, `generate_plain` and `EngineDriver.submit` take it.
+
+    They also take any field by its name, for every request: ``temperature=0.8`` is short for
+    ``options=RequestOptions(temperature=0.8)``.
 
     Attributes:
+      temperature: 0 is greedy.
+      max_new_tokens: the budget; the request ends when it is spent.
+      stop_token_ids: the request ends after emitting one of these.
+      seed: in [0, 2**32); the request samples with ``jax.random.key(seed)``. None: `generate`
+        folds the request's index into its key, and `EngineDriver` takes the request's id.
       min_p: in [0, 1]; tokens less likely than `min_p` times the likeliest are left out.
       top_k: only the k likeliest tokens; 0 for all.
       top_p: in (0, 1]; only the likeliest tokens that together have this probability.
@@ -38,10 +45,14 @@ class RequestOptions:
 
     Example:
       >>> import jax_specdec as sd
-      >>> sd.RequestOptions(top_p=0.9, presence_penalty=0.5).is_neutral
+      >>> sd.RequestOptions(temperature=0.8, top_p=0.9, presence_penalty=0.5).is_neutral
       False
     """
 
+    temperature: float = 0.0
+    max_new_tokens: int = 128
+    stop_token_ids: Sequence[int] = ()
+    seed: int | None = None
     min_p: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -52,6 +63,7 @@ class RequestOptions:
 
     def __post_init__(self) -> None:
         rules = {
+            "temperature": ("finite and not negative", lambda x: 0 <= x < math.inf),
             "min_p": ("in [0, 1]", lambda x: 0 <= x <= 1),
             "top_p": ("in (0, 1]", lambda x: 0 < x <= 1),
             "frequency_penalty": ("finite", math.isfinite),
@@ -60,22 +72,95 @@ class RequestOptions:
         }
         for name, (rule, holds) in rules.items():
             value = getattr(self, name)
-            try:
-                with np.errstate(over="ignore"):
-                    number = float(np.float32(float(value)))
-            except (TypeError, ValueError):
-                raise TypeError(f"{name} must be a number, but it is {value!r:.80}") from None
-            if not holds(number):
+            if not holds(_float32(name, value)):
                 raise ValueError(f"{name} must be {rule}, but it is {value}")
-        check_int("top_k", self.top_k, 0, 2**31 - 1)
+        integers = {"max_new_tokens": None, "top_k": 2**31 - 1}
+        if self.seed is not None:
+            integers["seed"] = 2**32 - 1
+        for name, most in integers.items():
+            value = getattr(self, name)
+            _check_one(name, value)
+            object.__setattr__(self, name, check_int(name, value, 0, most))
+        stops = inputs.integers("stop_token_ids", self.stop_token_ids)
+        inputs.check_range("stop_token_ids", stops, 2**31)
+        object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(stops)))
         if self.allowed_token_ids is not None:
-            ids = tuple(inputs.token_list("allowed_token_ids", self.allowed_token_ids, 2**31))
-            object.__setattr__(self, "allowed_token_ids", ids)
+            ids = inputs.token_list("allowed_token_ids", self.allowed_token_ids, 2**31)
+            object.__setattr__(self, "allowed_token_ids", tuple(ids))
 
     @property
     def is_neutral(self) -> bool:
-        """Whether nothing is asked for."""
-        return self == RequestOptions()
+        """Whether nothing is asked for but what every engine serves.
+
+        That is a temperature, a budget, stop tokens and a seed.
+        """
+        return not self.asked
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The fields that need an `Engine` with `request_options`, where they ask for something."""
+        default = RequestOptions()
+        return {
+            field.name: value
+            for field in dataclasses.fields(self)
+            if field.name not in _SERVED_BY_EVERY_ENGINE
+            and (value := getattr(self, field.name)) != getattr(default, field.name)
+        }
+
+
+_SERVED_BY_EVERY_ENGINE = ("temperature", "max_new_tokens", "stop_token_ids", "seed")
+_CHANGE_ROWS = (
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "allowed_token_ids",
+)
+"""Fields that change rows of logits, rather than what is left out when they are sampled from."""
+
+
+class RequestFields(TypedDict, total=False):
+    """The fields of `RequestOptions` as keyword arguments; what they mean stands there."""
+
+    temperature: float
+    max_new_tokens: int
+    stop_token_ids: Sequence[int]
+    seed: int | None
+    min_p: float
+    top_k: int
+    top_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    allowed_token_ids: Sequence[int] | None
+
+
+def one_each(
+    options: RequestOptions | Sequence[RequestOptions] | None, count: int, fields: RequestFields
+) -> list[RequestOptions]:
+    """One `RequestOptions` for each of `count` requests; `fields` hold for all of them.
+
+    Raises:
+      TypeError: something else, or a field that there is not.
+      ValueError: not one per request, or a field out of range.
+    """
+    known = [field.name for field in dataclasses.fields(RequestOptions)]
+    for name in fields:
+        if name not in known:
+            (nearest,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            raise TypeError(f"unknown argument {name!r}; RequestOptions has {nearest!r}")
+    if options is None or isinstance(options, RequestOptions):
+        return [dataclasses.replace(options or RequestOptions(), **fields)] * count
+    must = "options must be RequestOptions, one or a list, but it"
+    if not isinstance(options, Sequence):
+        raise TypeError(f"{must} is {options!r:.80}")
+    for one in options:
+        if not isinstance(one, RequestOptions):
+            raise TypeError(f"{must} has {one!r:.80}")
+    if len(options) != count:
+        raise ValueError(
+            f"options must be one value or one per prompt ({count}), but it has {len(options)}"
+        )
+    return [dataclasses.replace(one, **fields) if fields else one for one in options]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,24 +196,32 @@ class LogprobsConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BatchOptions:
-    """The options of B requests; None for what nobody asked for.
+    """The options of B requests as arrays; None for what nobody asked for.
 
     Attributes:
+      prompt_lengths: ``[B]`` int32, where the output begins.
+      ends: ``[B]`` int32, the length at which the budget is spent.
+      temperature: ``[B]`` float32.
+      stop_token_ids: ``[B, M]`` int32; -1 is none.
       min_p: ``[B]`` float32.
       top_k: ``[B]`` int32.
       top_p: ``[B]`` float32.
+      changes_rows: ``[B]`` bool, whether a request asks for one of the following.
       penalties: ``[B, 3]`` float32: frequency, presence, repetition.
-      prompt_lengths: ``[B]`` int32, where the output begins, for the penalties.
       token_bitmask: ``[B, ceil(V/32)]`` uint32, bit ``i % 32`` of word ``i // 32`` is set where
         token i is allowed.
     """
 
-    min_p: jax.Array | None
-    top_k: jax.Array | None
-    top_p: jax.Array | None
-    penalties: jax.Array | None
-    prompt_lengths: jax.Array | None
-    token_bitmask: jax.Array | None
+    prompt_lengths: jax.Array
+    ends: jax.Array
+    temperature: jax.Array
+    stop_token_ids: jax.Array
+    min_p: jax.Array | None = None
+    top_k: jax.Array | None = None
+    top_p: jax.Array | None = None
+    changes_rows: jax.Array | None = None
+    penalties: jax.Array | None = None
+    token_bitmask: jax.Array | None = None
 
     @classmethod
     def create(
@@ -137,71 +230,55 @@ class BatchOptions:
         prompt_lengths: Sequence[int],
         vocab_size: int,
         *,
+        max_stop_tokens: int | None = None,
         keep_neutral: bool = False,
-    ) -> BatchOptions | None:
+    ) -> BatchOptions:
         """NumPy arrays of B requests' options.
 
         Args:
           options: B.
           prompt_lengths: B.
           vocab_size: V.
+          max_stop_tokens: M; None for as many as a request has.
           keep_neutral: have every array, even where nobody asked; else None for those.
 
-        Returns:
-          The options, or None where nobody asked for anything.
-
         Raises:
-          ValueError: an allowed id outside the vocabulary.
+          ValueError: an id outside the vocabulary, or too many stop tokens.
         """
+        asked = [one.asked for one in options]
 
-        def array(dtype: Any, *names: str) -> Any:
-            neutral = RequestOptions()
-            rows = [[getattr(one, name) for name in names] for one in options]
-            if keep_neutral or any(row != [getattr(neutral, n) for n in names] for row in rows):
-                return np.array(rows, dtype)
-            return None
+        def is_asked(*names: str) -> bool:
+            return keep_neutral or any(name in one for one in asked for name in names)
 
-        def column(values: Any) -> Any:
-            return None if values is None else values[:, 0]
+        def column(name: str, dtype: Any) -> Any:
+            return np.array([getattr(one, name) for one in options], dtype)
 
-        allowed = [one.allowed_token_ids for one in options]
-        penalties = array(np.float32, "frequency_penalty", "presence_penalty", "repetition_penalty")
-        prompts: Any = None if penalties is None else np.array(prompt_lengths, np.int32)
-        bits: Any = None
-        if keep_neutral or any(ids is not None for ids in allowed):
-            bits = np.stack([_bits(ids, vocab_size) for ids in allowed])
-        found = cls(
-            min_p=column(array(np.float32, "min_p")),
-            top_k=column(array(np.int32, "top_k")),
-            top_p=column(array(np.float32, "top_p")),
-            penalties=penalties,
-            prompt_lengths=prompts,
-            token_bitmask=bits,
-        )
-        return found if jax.tree.leaves(found) else None
+        def columns(dtype: Any, *names: str) -> Any:
+            stacked = [column(name, dtype) for name in names]
+            return np.stack(stacked, axis=1) if is_asked(*names) else None
 
-    @property
-    def filters(self) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-        """Min-p, top-k and top-p."""
-        return self.min_p, self.top_k, self.top_p
-
-    def count(
-        self, token_ids: jax.Array, lengths: jax.Array, done: jax.Array, vocab_size: int
-    ) -> Penalties | None:
-        """The penalties of B sequences; those that are done are not penalized."""
-        if self.penalties is None or self.prompt_lengths is None:
-            return None
-        penalties = jnp.where(
-            done[:, None], jnp.array([[0.0, 0.0, 1.0]], jnp.float32), self.penalties
-        )
-        return Penalties.from_sequences(
-            token_ids,
-            lengths=lengths,
-            prompt_lengths=self.prompt_lengths,
-            vocab_size=vocab_size,
-            frequency=penalties[:, 0],
-            presence=penalties[:, 1],
-            repetition=penalties[:, 2],
+        for one in options:
+            inputs.check_range("stop_token_ids", one.stop_token_ids, vocab_size)
+            inputs.check_range("allowed_token_ids", one.allowed_token_ids or (), vocab_size)
+        lengths: Any = np.array(prompt_lengths, np.int32)
+        changes_rows: Any = None
+        if is_asked(*_CHANGE_ROWS):
+            changes_rows = np.array([not one.keys().isdisjoint(_CHANGE_ROWS) for one in asked])
+        bitmask: Any = None
+        if is_asked("allowed_token_ids"):
+            bitmask = np.stack([_bits(one.allowed_token_ids, vocab_size) for one in options])
+        penalties = "frequency_penalty", "presence_penalty", "repetition_penalty"
+        return cls(
+            prompt_lengths=lengths,
+            ends=lengths + column("max_new_tokens", np.int32),
+            temperature=column("temperature", np.float32),
+            stop_token_ids=_stops(options, max_stop_tokens),
+            min_p=column("min_p", np.float32) if is_asked("min_p") else None,
+            top_k=column("top_k", np.int32) if is_asked("top_k") else None,
+            top_p=column("top_p", np.float32) if is_asked("top_p") else None,
+            changes_rows=changes_rows,
+            penalties=columns(np.float32, *penalties),
+            token_bitmask=bitmask,
         )
 
 
@@ -215,30 +292,37 @@ def check_logprobs(value: Any) -> None:
         raise TypeError(f"logprobs must be a LogprobsConfig or None, but it is {described(value)}")
 
 
-def per_request(
-    options: RequestOptions | Sequence[RequestOptions] | None, count: int
-) -> list[RequestOptions]:
-    """One `RequestOptions` for each of `count` requests.
+def _float32(name: str, value: Any) -> float:
+    """A number as float32 holds it."""
+    _check_one(name, value)
+    try:
+        if isinstance(value, str):  # float("0.8") is a number
+            raise TypeError
+        with np.errstate(over="ignore"):
+            return float(np.float32(float(value)))
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number, but it is {value!r:.80}") from None
 
-    Raises:
-      TypeError: something else.
-      ValueError: not one per request.
-    """
-    if options is None or isinstance(options, RequestOptions):
-        return [options or RequestOptions()] * count
-    if not isinstance(options, Sequence):
-        raise TypeError(f"options must be RequestOptions, one or a list, but it is {options!r:.80}")
-    found = list(options)
-    for one in found:
-        if not isinstance(one, RequestOptions):
-            raise TypeError(
-                f"options must be RequestOptions, one or a list, but it has {one!r:.80}"
-            )
-    if len(found) != count:
-        raise ValueError(
-            f"options must be one value or one per prompt ({count}), but it has {len(found)}"
+
+def _check_one(name: str, value: Any) -> None:
+    if np.ndim(value) > 0:
+        raise TypeError(
+            f"{name} must be one value, but it is {described(value)}: requests that differ have "
+            f"options of their own, options=[RequestOptions({name}=...), ...]"
         )
-    return found
+
+
+def _stops(options: Sequence[RequestOptions], most: int | None) -> Any:
+    """``[B, M]`` int32."""
+    counts = [len(one.stop_token_ids) for one in options]
+    if most is not None and max(counts) > most:
+        raise ValueError(
+            f"stop_token_ids must be at most max_stop_tokens={most}, but they are {max(counts)}"
+        )
+    stops = np.full((len(options), max(counts) if most is None else most), PLACEHOLDER_TOKEN_ID)
+    for row, one in zip(stops, options, strict=True):
+        row[: len(one.stop_token_ids)] = one.stop_token_ids
+    return stops.astype(np.int32)
 
 
 def _bits(allowed_token_ids: Sequence[int] | None, vocab_size: int) -> np.ndarray:
@@ -246,6 +330,6 @@ def _bits(allowed_token_ids: Sequence[int] | None, vocab_size: int) -> np.ndarra
     words = np.zeros((-(-vocab_size // 32),), np.uint32)
     if allowed_token_ids is None:
         return ~words
-    ids = np.array(inputs.token_list("allowed_token_ids", allowed_token_ids, vocab_size))
+    ids = np.array(allowed_token_ids)
     np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
     return words
