@@ -63,7 +63,10 @@ def prompts_of(target: str, seed: int) -> list[list[int]]:
 @functools.cache
 def plain_of(target: str, seed: int) -> sd.GenerateOutput:
     return sd.generate_plain(
-        TARGETS[target], params_of(target, seed), prompts_of(target, seed), max_new_tokens=BUDGETS
+        TARGETS[target],
+        params_of(target, seed),
+        prompts_of(target, seed),
+        options=tiny.options_of(len(BUDGETS), max_new_tokens=BUDGETS),
     )
 
 
@@ -162,7 +165,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(target, make_drafter, draft_s
             drafter=drafter,
             draft_params=draft_params,
             config=config,
-            max_new_tokens=BUDGETS,
+            options=tiny.options_of(len(BUDGETS), max_new_tokens=BUDGETS),
         )
         differences = sd.greedy_differences(model, params, prompts, output, plain)
         assert all(d.gap <= MAX_GAP for d in differences), differences
@@ -186,7 +189,7 @@ def test_a_target_that_drafts_for_itself_has_everything_accepted():
             drafter=sd.ModelDrafter(TARGETS[target]),
             draft_params=params_of(target, seed),
             config=sd.SpecDecodeConfig(num_speculative_tokens=k, draft_sample_method="greedy"),
-            max_new_tokens=BUDGETS,
+            options=tiny.options_of(len(BUDGETS), max_new_tokens=BUDGETS),
         )
         assert output.completions == plain_of(target, seed).completions
         for b, budget in enumerate(BUDGETS):

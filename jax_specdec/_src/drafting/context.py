@@ -97,7 +97,8 @@ class DraftContext:
 def _allow(rows: jax.Array, token_bitmask: jax.Array) -> jax.Array:
     """Rows ``[B*n, V]`` with -inf where a token is not allowed; one that has none stays."""
     batch, size = token_bitmask.shape[0], rows.shape[1]
-    bits = token_bitmask[:, :, None] >> jnp.arange(32, dtype=token_bitmask.dtype)
+    shifts = jnp.arange(32, dtype=token_bitmask.dtype)[None, None, :]
+    bits = token_bitmask[:, :, None] >> shifts
     allowed = (bits & 1 == 1).reshape(batch, -1)[:, :size]
     allowed |= ~jnp.any(allowed, axis=1, keepdims=True)
     each = rows.reshape(batch, -1, size)
