@@ -29,6 +29,16 @@ from jax_specdec._src.models.tensor_parallel import TensorParallelLlama
 from jax_specdec._src.models.tokenizer import TextStream, Tokenizer, load_tokenizer
 from jax_specdec._src.noise import draw_noise
 from jax_specdec._src.penalties import Penalties, apply_penalties
+from jax_specdec._src.processors import (
+    BadWords,
+    LogitBias,
+    LogitsProcessors,
+    MinTokens,
+    apply_logit_bias,
+    forbid_bad_words,
+    forbid_stop_tokens,
+    process_logits,
+)
 from jax_specdec._src.ragged import PackedDrafts, pack_drafts
 from jax_specdec._src.serving.batch import GenerateOutput, StepRecord
 from jax_specdec._src.serving.bookkeeping import RequestUpdate
@@ -68,6 +78,7 @@ __all__ = [
     "PLACEHOLDER_TOKEN_ID",
     "AcceptanceCounters",
     "AcceptanceStats",
+    "BadWords",
     "ByteDecoder",
     "CausalModel",
     "DraftLogits",
@@ -85,7 +96,10 @@ __all__ = [
     "Llama",
     "LlamaConfig",
     "LoadedModel",
+    "LogitBias",
+    "LogitsProcessors",
     "LogprobsConfig",
+    "MinTokens",
     "ModelDrafter",
     "NGramDrafter",
     "Noise",
@@ -108,12 +122,15 @@ __all__ = [
     "Tokenizer",
     "VerifySharding",
     "acceptance_length_to_rates",
+    "apply_logit_bias",
     "apply_penalties",
     "conditional_to_unconditional_rates",
     "count_fallbacks",
     "decode",
     "draw_noise",
     "encode",
+    "forbid_bad_words",
+    "forbid_stop_tokens",
     "generate",
     "generate_plain",
     "generate_stream",
@@ -124,6 +141,7 @@ __all__ = [
     "load_tokenizer",
     "pack_drafts",
     "parse_output",
+    "process_logits",
     "rates_to_acceptance_length",
     "reference",
     "rejection_sample",
