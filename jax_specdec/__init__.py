@@ -30,6 +30,16 @@ from jax_specdec._src.models.tensor_parallel import TensorParallelLlama
 from jax_specdec._src.models.tokenizer import TextStream, Tokenizer, load_tokenizer
 from jax_specdec._src.noise import draw_noise
 from jax_specdec._src.penalties import Penalties, apply_penalties
+from jax_specdec._src.processors import (
+    BadWords,
+    LogitBias,
+    LogitsProcessors,
+    MinTokens,
+    apply_logit_bias,
+    forbid_bad_words,
+    forbid_stop_tokens,
+    process_logits,
+)
 from jax_specdec._src.ragged import PackedDrafts, pack_drafts
 from jax_specdec._src.serving.batch import StepRecord
 from jax_specdec._src.serving.bookkeeping import RequestUpdate
@@ -45,7 +55,7 @@ from jax_specdec._src.serving.generate import (
     greedy_differences,
 )
 from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats
-from jax_specdec._src.serving.options import LogprobsConfig, RequestOptions
+from jax_specdec._src.serving.options import LogprobsConfig, OptionSizes, RequestOptions
 from jax_specdec._src.serving.prometheus import PrometheusExporter
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
@@ -77,6 +87,7 @@ __all__ = [
     "PLACEHOLDER_TOKEN_ID",
     "AcceptanceCounters",
     "AcceptanceStats",
+    "BadWords",
     "ByteDecoder",
     "CausalModel",
     "DecodeState",
@@ -95,10 +106,14 @@ __all__ = [
     "Llama",
     "LlamaConfig",
     "LoadedModel",
+    "LogitBias",
+    "LogitsProcessors",
     "LogprobsConfig",
+    "MinTokens",
     "ModelDrafter",
     "NGramDrafter",
     "Noise",
+    "OptionSizes",
     "PackedDrafts",
     "Penalties",
     "PrometheusExporter",
@@ -118,12 +133,15 @@ __all__ = [
     "Tokenizer",
     "VerifySharding",
     "acceptance_length_to_rates",
+    "apply_logit_bias",
     "apply_penalties",
     "conditional_to_unconditional_rates",
     "count_fallbacks",
     "decode",
     "draw_noise",
     "encode",
+    "forbid_bad_words",
+    "forbid_stop_tokens",
     "generate",
     "generate_plain",
     "generate_stream",
@@ -134,6 +152,7 @@ __all__ = [
     "load_tokenizer",
     "pack_drafts",
     "parse_output",
+    "process_logits",
     "rates_to_acceptance_length",
     "reference",
     "rejection_sample",

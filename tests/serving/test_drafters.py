@@ -133,8 +133,8 @@ def test_a_drafter_of_the_old_form_is_told_the_new_one():
     message = re.escape(
         "drafter must have a propose that takes (params, context, cache, store), but Old.propose "
         "takes (params, token_ids, lengths, cache, store, *, sampling, keys, config): token_ids, "
-        "lengths, sampling, keys, config, penalties and token_bitmask are fields of the context, "
-        "a DraftContext"
+        "lengths, sampling, keys, config and what else there was are fields of the context, a "
+        "DraftContext"
     )
     with pytest.raises(TypeError, match=message):
         generate(Old())

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.penalties import Penalties, apply_penalties
+from jax_specdec._src.processors import LogitsProcessors, process_logits
 from jax_specdec._src.types import Drafts, SamplingParams
+from jax_specdec._src.verify.rows import Rows
 
 
 @jax.tree_util.register_dataclass
@@ -28,7 +29,7 @@ class DraftContext:
       config: static settings.
       changes_rows: ``[]`` bool, whether anybody asks for one of the following; None where the
         program has none of them.
-      penalties: of the sequences so far, or None.
+      processors: what changes logits, of the sequences so far, or None.
       token_bitmask: ``[B, ceil(V/32)]`` uint32, tokens that each request allows, or None.
 
     Example:
@@ -48,7 +49,7 @@ class DraftContext:
     keys: jax.Array
     config: SpecDecodeConfig = dataclasses.field(metadata=dict(static=True))
     changes_rows: jax.Array | None = None
-    penalties: Penalties | None = None
+    processors: LogitsProcessors | None = None
     token_bitmask: jax.Array | None = None
 
     def append(self, token_ids: jax.Array) -> DraftContext:
@@ -62,10 +63,10 @@ class DraftContext:
             self,
             token_ids=self.token_ids.at[requests, self.lengths].set(token_ids, mode="drop"),
             lengths=self.lengths + 1,
-            penalties=None if self.penalties is None else self.penalties.append(token_ids),
+            processors=self.processors and self.processors.append(token_ids),
         )
 
-    def process_rows(self, logits: jax.Array, drafts: Drafts | None = None) -> jax.Array:
+    def process_logits(self, logits: jax.Array, drafts: Drafts | None = None) -> jax.Array:
         """Rows of logits as each request wants them, before temperature and filters.
 
         A drafter whose rows are processed in the same way has more drafts accepted; whatever it
@@ -77,29 +78,26 @@ class DraftContext:
           drafts: from `Drafts.from_dense`; each row counts those of its request before it.
 
         Returns:
-          float32 of the shape of `logits`; or `logits`, where no program was asked for.
+          float32 of the shape of `logits`; or `logits` themselves, where `changes_rows` is None.
+          Without drafts, a row that has nothing left stays as it is: a drafter may know none of
+          the tokens that are allowed.
         """
         if self.changes_rows is None:
             return logits
 
         def processed() -> jax.Array:
             rows = logits.astype(jnp.float32)
-            if self.penalties is not None:
-                rows = apply_penalties(rows, drafts, self.penalties, config=self.config)
+            if self.processors is not None:
+                rows = process_logits(rows, drafts, self.processors, config=self.config)
             if self.token_bitmask is not None:
-                rows = _allow(rows, self.token_bitmask)
+                words = jnp.repeat(
+                    self.token_bitmask, rows.shape[0] // self.token_bitmask.shape[0], axis=0
+                )
+                rows = Rows(rows, rows.shape[1], -jnp.inf, words).masked().matrix
+            if drafts is None:
+                is_empty = jnp.all(rows == -jnp.inf, axis=1, keepdims=True)
+                rows = jnp.where(is_empty, logits.astype(jnp.float32), rows)
             return rows
 
         # One dtype whoever asks, so that a request's sums do not depend on its neighbours.
         return lax.cond(self.changes_rows, processed, lambda: logits.astype(jnp.float32))
-
-
-def _allow(rows: jax.Array, token_bitmask: jax.Array) -> jax.Array:
-    """Rows ``[B*n, V]`` with -inf where a token is not allowed; one that has none stays."""
-    batch, size = token_bitmask.shape[0], rows.shape[1]
-    shifts = jnp.arange(32, dtype=token_bitmask.dtype)[None, None, :]
-    bits = token_bitmask[:, :, None] >> shifts
-    allowed = (bits & 1 == 1).reshape(batch, -1)[:, :size]
-    allowed |= ~jnp.any(allowed, axis=1, keepdims=True)
-    each = rows.reshape(batch, -1, size)
-    return jnp.where(allowed[:, None, :], each, -jnp.inf).reshape(rows.shape)

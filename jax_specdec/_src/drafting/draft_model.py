@@ -93,7 +93,7 @@ class ModelDrafter:
             logits: jax.Array, store: DraftStore | None, now: DraftContext | None, offset: jax.Array
         ) -> tuple[jax.Array, DraftStore | None, DraftContext | None]:
             if now is not None:
-                logits = now.process_rows(logits)
+                logits = now.process_logits(logits)
             if store is not None:  # round, then sample: what is kept is what was drawn from
                 logits = logits.astype(store.logits.dtype)
             drawn = sample_draft_tokens(

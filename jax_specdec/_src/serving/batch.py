@@ -6,12 +6,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.logprobs import TokenLogprobs
-from jax_specdec._src.penalties import Penalties
 from jax_specdec._src.serving.options import BatchOptions
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
@@ -57,35 +55,9 @@ class Batch:
             keys=self.keys,
             config=config,
             changes_rows=changes_rows,
-            penalties=self._penalties(vocab_size),
+            processors=options.processors(self.token_ids, self.lengths, self.done, vocab_size),
             token_bitmask=options.token_bitmask,
         )
-
-    def _penalties(self, vocab_size: int) -> Penalties | None:
-        """Of the sequences so far; those that are done are not penalized, and not counted."""
-        if self.options.penalties is None:
-            return None
-        neutral = jnp.array([[0.0, 0.0, 1.0]], jnp.float32)
-        own = jnp.where(self.done[:, None], neutral, self.options.penalties)
-
-        def count() -> tuple[jax.Array, jax.Array]:
-            counted = Penalties.from_sequences(
-                self.token_ids,
-                lengths=self.lengths,
-                prompt_lengths=self.options.prompt_lengths,
-                vocab_size=vocab_size,
-                frequency=own[:, 0],
-                presence=own[:, 1],
-                repetition=own[:, 2],
-            )
-            return counted.counts, counted.in_prompt
-
-        def skip() -> tuple[jax.Array, jax.Array]:
-            shape = own.shape[0], vocab_size
-            return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)
-
-        counts, in_prompt = lax.cond(jnp.all(own == neutral), skip, count)
-        return Penalties(own[:, 0], own[:, 1], own[:, 2], counts, in_prompt)
 
 
 @jax.tree_util.register_dataclass

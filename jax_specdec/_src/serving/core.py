@@ -192,7 +192,7 @@ class Decoder:
         if state.store is not None:
             drafts = state.store.attach(drafts, positions=batch.lengths, sampling=context.sampling)
         logits, target_cache = self._apply(params, state)
-        rows = context.process_rows(logits, drafts)
+        rows = context.process_logits(logits, drafts)
         output = rejection_sample(
             rows,
             drafts,

@@ -22,6 +22,7 @@ from jax_specdec._src.serving.core import Decoder, DecodeState
 from jax_specdec._src.serving.options import (
     BatchOptions,
     LogprobsConfig,
+    OptionSizes,
     RequestOptions,
     check_logprobs,
 )
@@ -55,6 +56,7 @@ class Engine:
       max_stop_tokens: M, the most stop tokens of a request.
       request_options: whether requests may ask for more than a temperature, a budget, stop tokens
         and a seed. What no running request asks for is then not computed.
+      option_sizes: the most of each that a request may ask for.
       logprobs: which log-probabilities the record of a step has; None for none.
 
     Raises:
@@ -92,6 +94,7 @@ class Engine:
     prefill_sizes: tuple[int, ...] | None = None
     max_stop_tokens: int = 8
     request_options: bool = False
+    option_sizes: OptionSizes = OptionSizes()
     logprobs: LogprobsConfig | None = None
 
     def __post_init__(self) -> None:
@@ -174,6 +177,7 @@ class Engine:
             self.model.vocab_size,
             max_stop_tokens=self.max_stop_tokens,
             keep_neutral=self.request_options,
+            sizes=self.option_sizes,
         )
 
     def init_state(self, draft_params: Any = None) -> DecodeState:

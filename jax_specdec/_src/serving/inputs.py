@@ -62,7 +62,7 @@ def drafting(drafter: Any, config: Any) -> None:
         raise TypeError(
             f"drafter must have a propose that takes (params, context, cache, store), but "
             f"{type(drafter).__name__}.propose takes {signature}: token_ids, lengths, sampling, "
-            "keys, config, penalties and token_bitmask are fields of the context, a DraftContext"
+            "keys, config and what else there was are fields of the context, a DraftContext"
         ) from None
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_specdec._src.config import check_int
 from jax_specdec._src.logprobs import Distribution
+from jax_specdec._src.penalties import Penalties
+from jax_specdec._src.processors import BadWords, LogitBias, LogitsProcessors, MinTokens
 from jax_specdec._src.serving import inputs
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, described
 
@@ -38,6 +42,10 @@ class RequestOptions:
       repetition_penalty: positive; divides the positive logits of tokens of the prompt and the
         output, and multiplies their other ones.
       allowed_token_ids: the only tokens that may be emitted; None for all.
+      logit_bias: added to the logits of a few tokens, before penalties; None for none.
+      bad_words: sequences of token ids that must not occur: the last token of one is forbidden
+        where the tokens before, prompt included, end with its others; None for none.
+      min_tokens: stop tokens are forbidden until that many tokens are generated.
 
     Raises:
       TypeError: not a number, or not integers.
@@ -60,6 +68,9 @@ class RequestOptions:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     allowed_token_ids: Sequence[int] | None = None
+    logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
+    bad_words: Sequence[Sequence[int]] | None = None
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         rules = {
@@ -74,7 +85,7 @@ class RequestOptions:
             value = getattr(self, name)
             if not holds(_float32(name, value)):
                 raise ValueError(f"{name} must be {rule}, but it is {value}")
-        integers = {"max_new_tokens": None, "top_k": 2**31 - 1}
+        integers = {"max_new_tokens": None, "top_k": 2**31 - 1, "min_tokens": 2**31 - 1}
         if self.seed is not None:
             integers["seed"] = 2**32 - 1
         for name, most in integers.items():
@@ -87,6 +98,24 @@ class RequestOptions:
         if self.allowed_token_ids is not None:
             ids = inputs.token_list("allowed_token_ids", self.allowed_token_ids, 2**31)
             object.__setattr__(self, "allowed_token_ids", tuple(ids))
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+        object.__setattr__(self, "bad_words", _words(self.bad_words))
+
+    def check(self, vocab_size: int) -> None:
+        """Check what depends on a model, and what on another field.
+
+        Raises:
+          ValueError: an id outside the vocabulary, or `min_tokens` above the budget.
+        """
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            inputs.check_range(name, list(getattr(self, name) or ()), vocab_size)
+        for i, word in enumerate(self.bad_words or ()):
+            inputs.check_range(f"bad_words[{i}]", word, vocab_size)
+        if self.min_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_tokens must be at most max_new_tokens = {self.max_new_tokens}, but it is "
+                f"{self.min_tokens}"
+            )
 
     @property
     def is_neutral(self) -> bool:
@@ -114,6 +143,9 @@ _CHANGE_ROWS = (
     "presence_penalty",
     "repetition_penalty",
     "allowed_token_ids",
+    "logit_bias",
+    "bad_words",
+    "min_tokens",
 )
 """Fields that change rows of logits, rather than what is left out when they are sampled from."""
 
@@ -132,6 +164,9 @@ class RequestFields(TypedDict, total=False):
     presence_penalty: float
     repetition_penalty: float
     allowed_token_ids: Sequence[int] | None
+    logit_bias: Mapping[int, float] | None
+    bad_words: Sequence[Sequence[int]] | None
+    min_tokens: int
 
 
 def one_each(
@@ -193,6 +228,61 @@ class LogprobsConfig:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class OptionSizes:
+    """The most that a request may ask for, where arrays are made before requests come. Static.
+
+    Attributes:
+      logit_bias: C, tokens with a bias.
+      bad_words: W, bad words.
+      bad_word_length: L, tokens of a bad word.
+
+    Raises:
+      TypeError: not integers.
+      ValueError: less than 1.
+
+    Example:
+      >>> OptionSizes(logit_bias=300).bad_words
+      16
+    """
+
+    logit_bias: int = 64
+    bad_words: int = 16
+    bad_word_length: int = 8
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            check_int(field.name, getattr(self, field.name))
+
+    @classmethod
+    def of(cls, options: Sequence[RequestOptions]) -> OptionSizes:
+        """Sizes that hold some requests' options, powers of 2 so that calls share compilations."""
+        words = [one.bad_words or () for one in options]
+        return cls(
+            _power_of_2(max((len(one.logit_bias or ()) for one in options), default=0)),
+            _power_of_2(max(map(len, words), default=0)),
+            _power_of_2(max((len(word) for own in words for word in own), default=1)),
+        )
+
+    def check(self, options: RequestOptions) -> None:
+        """Check that a request's options fit.
+
+        Raises:
+          ValueError: they do not.
+        """
+        words = options.bad_words or ()
+        for name, most, what, found in (
+            ("logit_bias", self.logit_bias, "tokens", len(options.logit_bias or ())),
+            ("bad_words", self.bad_words, "words", len(words)),
+            ("bad_words", self.bad_word_length, "tokens each", max(map(len, words), default=0)),
+        ):
+            if found > most:
+                raise ValueError(
+                    f"{name} must have at most {most} {what}, as option_sizes says, but it has "
+                    f"{found}"
+                )
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BatchOptions:
@@ -208,6 +298,9 @@ class BatchOptions:
       top_p: ``[B]`` float32.
       changes_rows: ``[B]`` bool, whether a request asks for one of the following.
       penalties: ``[B, 3]`` float32: frequency, presence, repetition.
+      logit_bias: of B requests.
+      bad_words: ``[B, W, L]`` int32, as in `BadWords`.
+      min_tokens: ``[B]`` int32.
       token_bitmask: ``[B, ceil(V/32)]`` uint32, bit ``i % 32`` of word ``i // 32`` is set where
         token i is allowed.
     """
@@ -221,6 +314,9 @@ class BatchOptions:
     top_p: jax.Array | None = None
     changes_rows: jax.Array | None = None
     penalties: jax.Array | None = None
+    logit_bias: LogitBias | None = None
+    bad_words: jax.Array | None = None
+    min_tokens: jax.Array | None = None
     token_bitmask: jax.Array | None = None
 
     @classmethod
@@ -232,6 +328,7 @@ class BatchOptions:
         *,
         max_stop_tokens: int | None = None,
         keep_neutral: bool = False,
+        sizes: OptionSizes | None = None,
     ) -> BatchOptions:
         """NumPy arrays of B requests' options.
 
@@ -241,9 +338,10 @@ class BatchOptions:
           vocab_size: V.
           max_stop_tokens: M; None for as many as a request has.
           keep_neutral: have every array, even where nobody asked; else None for those.
+          sizes: of arrays; None for what the requests need.
 
         Raises:
-          ValueError: an id outside the vocabulary, or too many stop tokens.
+          ValueError: as `RequestOptions.check`, or more is asked for than there is room for.
         """
         asked = [one.asked for one in options]
 
@@ -257,9 +355,10 @@ class BatchOptions:
             stacked = [column(name, dtype) for name in names]
             return np.stack(stacked, axis=1) if is_asked(*names) else None
 
+        sizes = OptionSizes.of(options) if sizes is None else sizes
         for one in options:
-            inputs.check_range("stop_token_ids", one.stop_token_ids, vocab_size)
-            inputs.check_range("allowed_token_ids", one.allowed_token_ids or (), vocab_size)
+            one.check(vocab_size)
+            sizes.check(one)
         lengths: Any = np.array(prompt_lengths, np.int32)
         changes_rows: Any = None
         if is_asked(*_CHANGE_ROWS):
@@ -268,6 +367,17 @@ class BatchOptions:
         if is_asked("allowed_token_ids"):
             bitmask = np.stack([_bits(one.allowed_token_ids, vocab_size) for one in options])
         penalties = "frequency_penalty", "presence_penalty", "repetition_penalty"
+        bias: Any = None
+        if is_asked("logit_bias"):
+            biases = [one.logit_bias or {} for one in options]
+            bias = LogitBias.from_mappings(biases, size=sizes.logit_bias)
+        words: Any = None
+        if is_asked("bad_words"):
+            words = BadWords.pack(
+                [one.bad_words or () for one in options],
+                num_words=sizes.bad_words,
+                length=sizes.bad_word_length,
+            )
         return cls(
             prompt_lengths=lengths,
             ends=lengths + column("max_new_tokens", np.int32),
@@ -278,8 +388,64 @@ class BatchOptions:
             top_p=column("top_p", np.float32) if is_asked("top_p") else None,
             changes_rows=changes_rows,
             penalties=columns(np.float32, *penalties),
+            logit_bias=bias,
+            bad_words=words,
+            min_tokens=column("min_tokens", np.int32) if is_asked("min_tokens") else None,
             token_bitmask=bitmask,
         )
+
+    def processors(
+        self, token_ids: jax.Array, lengths: jax.Array, done: jax.Array, vocab_size: int
+    ) -> LogitsProcessors | None:
+        """What changes the logits of B sequences; None where nothing does.
+
+        Args:
+          token_ids: ``[B, L]`` int32, prompt and then output.
+          lengths: ``[B]`` int32.
+          done: ``[B]`` bool; those are not penalized.
+          vocab_size: V.
+        """
+        bad_words, min_tokens = None, None
+        if self.bad_words is not None:
+            bad_words = BadWords.from_sequences(self.bad_words, token_ids, lengths=lengths)
+        if self.min_tokens is not None:
+            remaining = self.min_tokens - (lengths - self.prompt_lengths)
+            min_tokens = MinTokens(self.stop_token_ids, remaining)
+        found = LogitsProcessors(
+            logit_bias=self.logit_bias,
+            penalties=self._count(token_ids, lengths, done, vocab_size),
+            bad_words=bad_words,
+            min_tokens=min_tokens,
+        )
+        return found if jax.tree.leaves(found) else None
+
+    def _count(
+        self, token_ids: jax.Array, lengths: jax.Array, done: jax.Array, vocab_size: int
+    ) -> Penalties | None:
+        """Penalties of the sequences so far; where nobody has any, nothing is counted."""
+        if self.penalties is None:
+            return None
+        neutral = jnp.array([[0.0, 0.0, 1.0]], jnp.float32)
+        own = jnp.where(done[:, None], neutral, self.penalties)
+
+        def count() -> tuple[jax.Array, jax.Array]:
+            counted = Penalties.from_sequences(
+                token_ids,
+                lengths=lengths,
+                prompt_lengths=self.prompt_lengths,
+                vocab_size=vocab_size,
+                frequency=own[:, 0],
+                presence=own[:, 1],
+                repetition=own[:, 2],
+            )
+            return counted.counts, counted.in_prompt
+
+        def skip() -> tuple[jax.Array, jax.Array]:
+            shape = own.shape[0], vocab_size
+            return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)
+
+        counts, in_prompt = lax.cond(jnp.all(own == neutral), skip, count)
+        return Penalties(own[:, 0], own[:, 1], own[:, 2], counts, in_prompt)
 
 
 def check_logprobs(value: Any) -> None:
@@ -323,6 +489,62 @@ def _stops(options: Sequence[RequestOptions], most: int | None) -> Any:
     for row, one in zip(stops, options, strict=True):
         row[: len(one.stop_token_ids)] = one.stop_token_ids
     return stops.astype(np.int32)
+
+
+def _bias(logit_bias: Any) -> dict[int, float] | None:
+    """A bias as a dictionary of Python's numbers; None for none.
+
+    Raises:
+      TypeError: not a mapping of integers to numbers.
+      ValueError: a negative id, or a number that is not finite.
+    """
+    if logit_bias is None:
+        return None
+    if not isinstance(logit_bias, Mapping):
+        raise TypeError(
+            f"logit_bias must be a mapping of token ids to numbers, but it is "
+            f"{described(logit_bias)}"
+        )
+    if not logit_bias:
+        return None
+    ids = inputs.token_list("logit_bias", logit_bias, 2**31)
+    found = {}
+    for token, value in zip(ids, logit_bias.values(), strict=True):
+        try:
+            with np.errstate(over="ignore"):
+                number = float(np.float32(float(value)))
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"logit_bias must hold numbers, but that of token {token} is {value!r:.80}"
+            ) from None
+        if not math.isfinite(number):
+            raise ValueError(
+                f"logit_bias must hold finite numbers, but that of token {token} is {value}"
+            )
+        found[token] = number
+    return found
+
+
+def _words(bad_words: Any) -> tuple[tuple[int, ...], ...] | None:
+    """Bad words as tuples; None for none.
+
+    Raises:
+      TypeError: not lists of integers.
+      ValueError: a word of no tokens, or a negative id.
+    """
+    if bad_words is None:
+        return None
+    if isinstance(bad_words, (str, bytes)) or not isinstance(bad_words, Iterable):
+        raise TypeError(f"bad_words must be lists of token ids, but it is {described(bad_words)}")
+    words = [
+        tuple(inputs.token_list(f"bad_words[{i}]", word, 2**31)) for i, word in enumerate(bad_words)
+    ]
+    return tuple(words) or None
+
+
+def _power_of_2(size: int) -> int:
+    """The least power of 2 that is at least `size`, and at least 1."""
+    return 1 << max(0, size - 1).bit_length()
 
 
 def _bits(allowed_token_ids: Sequence[int] | None, vocab_size: int) -> np.ndarray:
