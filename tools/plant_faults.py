@@ -186,15 +186,15 @@ FAULTS = {
         "drafting/test_ngram.py",
     ),
     "a request without drafts gets a pass of one token, whatever its neighbours have": Fault(
-        "serving/step.py",
-        "if may_abstain and tokens.shape[0] == 1:",
-        "if may_abstain:",
+        "serving/core.py",
+        '"may_abstain", False) and tokens.shape[0] == 1:',
+        '"may_abstain", False):',
         "serving/test_abstaining.py",
     ),
     "the loop draws the same bits at every step": Fault(
-        "serving/step.py",
-        "        positions=batch.lengths,\n        active",
-        "        positions=batch.lengths * 0,\n        active",
+        "serving/core.py",
+        "            positions=batch.lengths,\n            active",
+        "            positions=batch.lengths * 0,\n            active",
         "serving/test_lossless.py serving/test_loop.py",
     ),
     "a stop token ends the text before itself": Fault(
@@ -204,7 +204,7 @@ FAULTS = {
         "serving/test_greedy.py",
     ),
     "a slot keeps the cache of the request before": Fault(
-        "serving/slots.py",
+        "serving/engine.py",
         "return lax.dynamic_update_slice(all_, new, start)",
         "return all_",
         "serving/test_engine.py",

@@ -85,19 +85,25 @@ class DraftContext:
         if self.changes_rows is None:
             return logits
 
-        def processed() -> jax.Array:
-            rows = logits.astype(jnp.float32)
+        def process(rows: jax.Array) -> jax.Array:
+            processed = rows
             if self.processors is not None:
-                rows = process_logits(rows, drafts, self.processors, config=self.config)
+                processed = process_logits(rows, drafts, self.processors, config=self.config)
             if self.token_bitmask is not None:
                 words = jnp.repeat(
                     self.token_bitmask, rows.shape[0] // self.token_bitmask.shape[0], axis=0
                 )
-                rows = Rows(rows, rows.shape[1], -jnp.inf, words).masked().matrix
+                processed = Rows(processed, rows.shape[1], -jnp.inf, words).masked().matrix
             if drafts is None:
-                is_empty = jnp.all(rows == -jnp.inf, axis=1, keepdims=True)
-                rows = jnp.where(is_empty, logits.astype(jnp.float32), rows)
-            return rows
+                is_empty = jnp.all(processed == -jnp.inf, axis=1, keepdims=True)
+                processed = jnp.where(is_empty, rows, processed)
+            return processed
 
-        # One dtype whoever asks, so that a request's sums do not depend on its neighbours.
-        return lax.cond(self.changes_rows, processed, lambda: logits.astype(jnp.float32))
+        # One dtype whoever asks, so that a request's sums do not depend on its neighbours. A loop
+        # of one turn or none, because XLA leaves its rows where they are: `lax.cond` copies them.
+        _, rows = lax.while_loop(
+            lambda carry: carry[0],
+            lambda carry: (jnp.bool_(False), process(carry[1])),
+            (self.changes_rows, logits.astype(jnp.float32)),
+        )
+        return rows
