@@ -13,6 +13,14 @@ from jax_specdec._src.drafting.drafter import Drafter, Proposal
 from jax_specdec._src.drafting.ngram import NGramDrafter
 from jax_specdec._src.drafting.sample import DraftSample, sample_draft_tokens
 from jax_specdec._src.drafting.store import DraftStore, count_fallbacks
+from jax_specdec._src.grammar import (
+    CopyingMatcher,
+    DelayedMatcher,
+    GrammarLookahead,
+    GrammarMatcher,
+    advance_matchers,
+    grammar_bitmask,
+)
 from jax_specdec._src.logprobs import TokenLogprobs, token_logprobs
 from jax_specdec._src.models.bytes import DOCUMENT_SEPARATOR, ByteDecoder, decode, encode
 from jax_specdec._src.models.checkpoint import (
@@ -81,6 +89,8 @@ __all__ = [
     "BadWords",
     "ByteDecoder",
     "CausalModel",
+    "CopyingMatcher",
+    "DelayedMatcher",
     "DraftLogits",
     "DraftProbs",
     "DraftSample",
@@ -91,6 +101,8 @@ __all__ = [
     "EngineDriver",
     "EngineState",
     "GenerateOutput",
+    "GrammarLookahead",
+    "GrammarMatcher",
     "GreedyDifference",
     "KernelConfig",
     "Llama",
@@ -122,6 +134,7 @@ __all__ = [
     "Tokenizer",
     "VerifySharding",
     "acceptance_length_to_rates",
+    "advance_matchers",
     "apply_logit_bias",
     "apply_penalties",
     "conditional_to_unconditional_rates",
@@ -134,6 +147,7 @@ __all__ = [
     "generate",
     "generate_plain",
     "generate_stream",
+    "grammar_bitmask",
     "greedy_differences",
     "load_checkpoint",
     "load_embedded_pair",
