@@ -44,7 +44,9 @@ class Rows:
 
 
 @functools.partial(jax.jit, static_argnames=("engine", "steps"))
-def run(params: Any, draft_params: Any, state: sd.DecodeState, engine: sd.Engine, steps: int) -> Any:
+def run(
+    params: Any, draft_params: Any, state: sd.DecodeState, engine: sd.Engine, steps: int
+) -> Any:
     """Tokens that each request emits in some steps."""
     step = functools.partial(engine.step, params, draft_params)
     after = jax.lax.fori_loop(0, steps, lambda _, state: step(state)[0], state)
@@ -106,8 +108,8 @@ def main() -> None:
         median = measure.median(one)
         table.add_row(name, f"{median / steps * 1e3:.2f}", f"{median / base:.3f}")
         rows.append({"engine": name, "ms_per_step": median / steps * 1e3, "samples": one})
-    measure.save("options_cpu", rows) if hasattr(measure, "save") else None
     Console().print(table)
+    print(f"saved: {measure.save('options_cpu', rows).name}")
 
 
 if __name__ == "__main__":

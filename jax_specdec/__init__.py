@@ -14,6 +14,14 @@ from jax_specdec._src.drafting.drafter import Drafter, Proposal
 from jax_specdec._src.drafting.ngram import NGramDrafter
 from jax_specdec._src.drafting.sample import DraftSample, sample_draft_tokens
 from jax_specdec._src.drafting.store import DraftStore, count_fallbacks
+from jax_specdec._src.grammar import (
+    CopyingMatcher,
+    DelayedMatcher,
+    GrammarLookahead,
+    GrammarMatcher,
+    advance_matchers,
+    grammar_bitmask,
+)
 from jax_specdec._src.logprobs import TokenLogprobs, token_logprobs
 from jax_specdec._src.models.bytes import DOCUMENT_SEPARATOR, ByteDecoder, decode, encode
 from jax_specdec._src.models.checkpoint import (
@@ -90,7 +98,9 @@ __all__ = [
     "BadWords",
     "ByteDecoder",
     "CausalModel",
+    "CopyingMatcher",
     "DecodeState",
+    "DelayedMatcher",
     "DraftContext",
     "DraftLogits",
     "DraftProbs",
@@ -101,6 +111,8 @@ __all__ = [
     "Engine",
     "EngineDriver",
     "GenerateOutput",
+    "GrammarLookahead",
+    "GrammarMatcher",
     "GreedyDifference",
     "KernelConfig",
     "Llama",
@@ -133,6 +145,7 @@ __all__ = [
     "Tokenizer",
     "VerifySharding",
     "acceptance_length_to_rates",
+    "advance_matchers",
     "apply_logit_bias",
     "apply_penalties",
     "conditional_to_unconditional_rates",
@@ -145,6 +158,7 @@ __all__ = [
     "generate",
     "generate_plain",
     "generate_stream",
+    "grammar_bitmask",
     "greedy_differences",
     "load_checkpoint",
     "load_embedded_pair",
