@@ -100,7 +100,8 @@ def main() -> None:
     }
     samples = measure.alternate(runs, options.repeats)
     base = measure.median(samples["request_options=False"])
-    table = Table(title=f"V = {model.vocab_size}, S = {SLOTS}, K = {K}, {options.dtype}, CPU")
+    kind = jax.devices()[0].device_kind
+    table = Table(title=f"V = {model.vocab_size}, S = {SLOTS}, K = {K}, {options.dtype}, {kind}")
     for heading in ("engine", "ms per step", "ratio"):
         table.add_column(heading)
     rows = []
@@ -109,7 +110,7 @@ def main() -> None:
         table.add_row(name, f"{median / steps * 1e3:.2f}", f"{median / base:.3f}")
         rows.append({"engine": name, "ms_per_step": median / steps * 1e3, "samples": one})
     Console().print(table)
-    print(f"saved: {measure.save('options_cpu', rows).name}")
+    print(f"saved: {measure.save('options', rows).name}")
 
 
 if __name__ == "__main__":
