@@ -77,6 +77,9 @@ def random_request(rng: np.random.Generator) -> dict[str, Any]:
         frequency_penalty=0.7,
         repetition_penalty=1.6,
         allowed_token_ids=rng.permutation(VOCAB)[:4].tolist(),
+        logit_bias={int(token): float(rng.normal()) for token in rng.permutation(VOCAB)[:2]},
+        bad_words=rng.integers(0, VOCAB, (2, 2)).tolist(),
+        min_tokens=1,
     )
     return dict(
         prompt=rng.integers(0, VOCAB, length).tolist(),
@@ -101,7 +104,11 @@ def served_alone(index: int, seed: int) -> tuple[dict[str, Any], Finished]:
     found = collect(updates)[request_id]
     if request["temperature"] == 0:
         truth = sampled.greedy(
-            TARGET, request["prompt"], request["options"], request["max_new_tokens"]
+            TARGET,
+            request["prompt"],
+            request["options"],
+            request["max_new_tokens"],
+            request["stop_token_ids"],
         )
         assert found.token_ids == truth[: len(found.token_ids)]
     stopped = found.token_ids[-1] in request["stop_token_ids"]
