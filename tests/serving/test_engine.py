@@ -238,8 +238,8 @@ def test_not_a_number_in_a_slots_cache_does_not_reach_the_next_request_there():
 # Drafts between the halves of a step
 
 
-verify = jax.jit(TABLE.decoder.verify)
-draft = jax.jit(TABLE.decoder.draft)
+verify = jax.jit(TABLE.verify)
+draft = jax.jit(TABLE.draft)
 
 
 @functools.cache

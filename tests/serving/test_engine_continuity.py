@@ -214,7 +214,7 @@ def test_a_request_that_leaves_and_comes_back_gets_what_it_gets_alone() -> None:
     assert 0.05 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.95
 
 
-draft = jax.jit(ENGINE.decoder.draft)
+draft = jax.jit(ENGINE.draft)
 
 
 def drafted(driver: sd.EngineDriver) -> sd.DecodeState:

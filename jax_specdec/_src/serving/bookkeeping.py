@@ -49,7 +49,7 @@ class RequestUpdate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class ServedRequest:
     """A request that has not ended; only `token_ids` grows."""
 
     request_id: int
@@ -80,23 +80,23 @@ class Host:
       counters: acceptance of all steps so far, on the device.
     """
 
-    slots: tuple[Request | None, ...]
+    slots: tuple[ServedRequest | None, ...]
     updates: Iterator[RequestUpdate]
     counters: AcceptanceCounters
 
     @property
-    def running(self) -> list[Request]:
+    def running(self) -> list[ServedRequest]:
         """The requests in slots."""
         return [request for request in self.slots if request is not None]
 
-    def find(self, request_id: int) -> tuple[int, Request] | None:
+    def find(self, request_id: int) -> tuple[int, ServedRequest] | None:
         """A running request and its slot."""
         for slot, request in enumerate(self.slots):
             if request is not None and request.request_id == request_id:
                 return slot, request
         return None
 
-    def with_slot(self, slot: int, request: Request | None) -> Host:
+    def with_slot(self, slot: int, request: ServedRequest | None) -> Host:
         """The same with another request, or none, in a slot; the same if there is no such slot."""
         slots = tuple(request if s == slot else one for s, one in enumerate(self.slots))
         return dataclasses.replace(self, slots=slots)

@@ -16,7 +16,7 @@ import numpy as np
 
 from jax_specdec._src.config import check_int
 from jax_specdec._src.serving import inputs
-from jax_specdec._src.serving.bookkeeping import Host, Report, Request, RequestUpdate
+from jax_specdec._src.serving.bookkeeping import Host, Report, RequestUpdate, ServedRequest
 from jax_specdec._src.serving.core import DecodeState
 from jax_specdec._src.serving.engine import Engine
 from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats
@@ -113,8 +113,8 @@ class EngineDriver:
         # What device and host know, as one thing that is replaced as a whole.
         self._now: list[tuple[_Device, Host]] = [((state, None), host)]
         # An interrupted call may leave a request both here and in a slot: then it runs.
-        self._preempted: collections.OrderedDict[int, Request] = collections.OrderedDict()
-        self._waiting: collections.OrderedDict[int, Request] = collections.OrderedDict()
+        self._preempted: collections.OrderedDict[int, ServedRequest] = collections.OrderedDict()
+        self._waiting: collections.OrderedDict[int, ServedRequest] = collections.OrderedDict()
         self._num_submitted = 0
 
     @property
@@ -179,7 +179,7 @@ class EngineDriver:
         def admit(size: int) -> None:
             options = RequestOptions(seed=0)
             arrays = self.engine.options_of(options, size)
-            self._admit(nowhere, Request(-1, [0] * size, size, options, 0, arrays))
+            self._admit(nowhere, ServedRequest(-1, [0] * size, size, options, 0, arrays))
 
         programs: list[Callable[[], None]] = [
             *(functools.partial(admit, size) for size in self.engine.prompt_sizes),
@@ -236,7 +236,7 @@ class EngineDriver:
                     f"{len(self._waiting)} wait"
                 )
         seed = request_id if asked.seed is None else asked.seed
-        request = Request(request_id, token_ids, len(token_ids), asked, seed, arrays)
+        request = ServedRequest(request_id, token_ids, len(token_ids), asked, seed, arrays)
         self._num_submitted = request_id + 1  # first: no two requests may have one id
         self._waiting[request_id] = request
         return request_id
@@ -346,7 +346,7 @@ class EngineDriver:
                 self._admit(slot, request)
                 self._unqueue(request.request_id)
 
-    def _admit(self, slot: int, request: Request) -> None:
+    def _admit(self, slot: int, request: ServedRequest) -> None:
         arguments = dict(
             slot=np.int32(slot),
             prompt=self.engine.pad_prompt(request.token_ids),
@@ -364,7 +364,7 @@ class EngineDriver:
         slots = np.arange(self.engine.num_slots) == slot
         self._dispatch(_release, host.with_slot(slot, None), self.state, slots)
 
-    def _queue_first(self, requests: Sequence[Request]) -> None:
+    def _queue_first(self, requests: Sequence[ServedRequest]) -> None:
         """Put requests before all others in the queue, in this order."""
         for request in reversed(requests):
             self._preempted[request.request_id] = request

@@ -303,10 +303,7 @@ class Engine:
     def step(
         self, params: Any, draft_params: Any, state: DecodeState
     ) -> tuple[DecodeState, StepRecord]:
-        """`Decoder.step`: at least one token for every occupied slot.
-
-        Its halves are ``engine.decoder.draft`` and ``engine.decoder.verify``, for whoever has
-        something to do between them.
+        """`draft`, then `verify`: at least one token for every occupied slot.
 
         Args:
           params: the target's weights.
@@ -318,6 +315,30 @@ class Engine:
           why, and the record of the step.
         """
         return self.decoder.step(params, draft_params, state)
+
+    def draft(self, draft_params: Any, state: DecodeState) -> DecodeState:
+        """The first half of `step`: K drafts for every occupied slot, but for new requests.
+
+        Args:
+          draft_params: the drafter's weights.
+          state: donated.
+
+        Returns:
+          The state, with drafts.
+        """
+        return self.decoder.draft(draft_params, state)
+
+    def verify(self, params: Any, state: DecodeState) -> tuple[DecodeState, StepRecord]:
+        """The second half of `step`. Without drafts a slot gets one token.
+
+        Args:
+          params: the target's weights.
+          state: donated.
+
+        Returns:
+          The state, without drafts, and the record of the step.
+        """
+        return self.decoder.verify(params, state)
 
     def release(self, state: DecodeState, slots: jax.Array) -> DecodeState:
         """Empty some slots: their requests emit nothing more. Not needed for those that are done.
