@@ -85,6 +85,7 @@ class RequestOptions:
             value = getattr(self, name)
             if not holds(_float32(name, value)):
                 raise ValueError(f"{name} must be {rule}, but it is {value}")
+            object.__setattr__(self, name, float(value))
         integers = {"max_new_tokens": None, "top_k": 2**31 - 1, "min_tokens": 2**31 - 1}
         if self.seed is not None:
             integers["seed"] = 2**32 - 1
