@@ -6,13 +6,13 @@ import jax
 
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import DraftDistribution, DraftLogits
-from jax_specdec._src.verify.mosaic_gpu.config import (
+from jax_specdec._src.verify.mosaic_gpu.plan import (
     MAX_BARRIERS,
     SHARED_BYTES,
     KernelConfig,
-    Shared,
-    Slices,
-    power_of_two,
+    SharedMemory,
+    shared_memory,
+    shared_memory_of_rows,
 )
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
@@ -59,7 +59,7 @@ def unsupported(
             f"implementation='mosaic_gpu' takes up to {_MAX_DRAFTS} drafts per request, but "
             f"num_speculative_tokens is {k}"
         )
-    shared = plan(
+    shared = shared_memory(
         target_logits,
         distribution,
         num_requests=num_requests,
@@ -73,7 +73,7 @@ def unsupported(
     return _too_large(shared, arrays)
 
 
-def _too_large(shared: Shared, arrays: list[jax.Array]) -> str | None:
+def _too_large(shared: SharedMemory, arrays: list[jax.Array]) -> str | None:
     if shared.bytes <= SHARED_BYTES and shared.barriers <= MAX_BARRIERS:
         return None
     dtypes, blocks = " and ".join(str(x.dtype) for x in arrays), shared.slices.cluster
@@ -101,73 +101,5 @@ def part_unsupported(arrays: CallArrays, k: int, config: KernelConfig | None = N
             "implementation='mosaic_gpu' knows nothing of how values vary over a mesh: give "
             "jax.shard_map check_vma=False"
         )
-    shared = plan_rows(arrays.target_logits, num_requests * (k + 1), config)
+    shared = shared_memory_of_rows(arrays.target_logits, num_requests * (k + 1), config)
     return _too_large(shared, [arrays.target_logits])
-
-
-def plan(
-    target_logits: jax.Array,
-    distribution: DraftDistribution | None,
-    *,
-    num_requests: int,
-    k: int,
-    walks: bool,
-    is_plain: bool,
-    size: int,
-    config: KernelConfig | None,
-) -> Shared:
-    """How rows are cut for a call, and what a block holds in shared memory.
-
-    Args:
-      target_logits: its logits.
-      distribution: its drafts' distribution, or None.
-      num_requests: B.
-      k: K.
-      walks: whether several positions may be looked at, one after another.
-      is_plain: see `request.Call`.
-      size: ids that count.
-      config: the caller's choices, or None.
-    """
-    storage = None if distribution is None else storage_of(distribution)
-    reads_draft = isinstance(distribution, DraftLogits) and distribution.log_normalizer is None
-    target_size = target_logits.dtype.itemsize
-    draft_size = 0 if storage is None else storage.dtype.itemsize
-    if config is None:
-        cores = _num_cores()
-        config = KernelConfig.choose(num_requests, size, target_size, cores, draft_size)
-    slices = Slices.of(size, config.max_cluster)
-
-    def aligned(x: jax.Array | None) -> bool:
-        return x is None or x.shape[1] * x.dtype.itemsize % 16 == 0
-
-    both_aligned = aligned(target_logits) and aligned(storage)
-    most_tiles = min(config.tiles_at_once, slices.tiles)
-    return Shared(
-        slices=slices,
-        target_size=target_size,
-        draft_size=draft_size,
-        target_aligned=aligned(target_logits),
-        draft_aligned=aligned(storage),
-        values=4 if reads_draft else 2,
-        warpgroups=min(config.rows_at_once, k + 1) if walks else 1,
-        tiles_at_once=power_of_two(most_tiles) if is_plain and both_aligned else 1,
-    )
-
-
-def plan_rows(logits: jax.Array, num_rows: int, config: KernelConfig | None) -> Shared:
-    """What a block holds in shared memory that reads rows of one matrix."""
-    size, held = logits.shape[1], logits.dtype.itemsize
-    if config is None:
-        config = KernelConfig.choose(num_rows, size, held, _num_cores())
-    return Shared(
-        slices=Slices.of(size, config.max_cluster),
-        target_size=held,
-        draft_size=0,
-        target_aligned=size * held % 16 == 0,
-        draft_aligned=True,
-        values=2,
-    )
-
-
-def _num_cores() -> int:
-    return getattr(jax.devices()[0], "core_count", None) or 132
