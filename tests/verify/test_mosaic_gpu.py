@@ -14,8 +14,8 @@ import pytest
 import jax_specdec as sd
 from jax_specdec._src import compat
 from jax_specdec._src.verify import api
-from jax_specdec._src.verify.mosaic_gpu import call as mosaic_gpu
-from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig, Slices, power_of_two
+from jax_specdec._src.verify.mosaic_gpu import launch as mosaic_gpu
+from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig, Slices, power_of_two
 from jax_specdec._src.verify.mosaic_gpu.support import no_device
 from jax_specdec._src.verify.tiles import TILE
 

@@ -13,7 +13,7 @@ import jax_specdec as sd
 from jax_specdec._src import compat
 from jax_specdec._src.verify import batched, tiles
 from jax_specdec._src.verify.exchange import Exchange
-from jax_specdec._src.verify.mosaic_gpu import part_draw, tile_masses
+from jax_specdec._src.verify.mosaic_gpu import shard_kernels
 from jax_specdec._src.verify.resample import Source
 from jax_specdec._src.verify.rows import DraftRows, DraftScale
 from jax_specdec._src.verify.rules import Rule
@@ -147,14 +147,14 @@ def compare(case: Case, **options: Any) -> None:
     def sum_by_tile(me: jax.Array, target: jax.Array, own: Any) -> Any:
         weights = phases_of(case, target, own, me).weights
         given = dict(size=case.size, num_parts=NUM_PARTS, **options)
-        found = tile_masses.tile_masses(wanted, target, own, me * case.width, **given)
+        found = shard_kernels.tile_masses(wanted, target, own, me * case.width, **given)
         return found, weights.masses(source)
 
     @jitted
     def draw(me: jax.Array, target: jax.Array, own: Any, masses: jax.Array) -> Any:
         phases = phases_of(case, target, own, me)
         given = dict(size=case.size, **options)
-        found, bad = part_draw.part_draw(
+        found, bad = shard_kernels.part_draw(
             wanted, recover, masses, target, own, me * case.width, **given
         )
         bad = source.from_residual & (bad | source.scale.bad)

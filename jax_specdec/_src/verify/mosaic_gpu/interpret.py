@@ -108,6 +108,7 @@ class InterpretedThreads(Threads):
         cluster: int,
     ) -> None:
         """As on a GPU, but `memory` is in global memory, and of the whole cluster."""
+        plgpu.commit_smem()  # all wait for all: what was read may be overwritten by copies
         completed = barriers.completed[barrier]
         # An mbarrier lets those pass who wait for the parity of the phase that completed last.
         right = (completed & 1) == parity
