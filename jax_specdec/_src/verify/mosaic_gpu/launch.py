@@ -71,11 +71,11 @@ def verify(
         out.append(jax.ShapeDtypeStruct(shape, jnp.float32))
     names += scratch
 
-    def body(*args: Any) -> None:
+    def verify_drafts(*args: Any) -> None:
         _verify_request(plan, dict(zip(names, args, strict=True)), interpreted=bool(interpret))
 
     token_ids, *counts_and_status = launch(
-        body,
+        verify_drafts,
         list(operands.values()),
         out=out,
         scratch=list(scratch.values()),
