@@ -9,7 +9,6 @@ arrived, not whose. A state that must not be is a sentence.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,10 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_specdec._src.verify.mosaic_gpu.rounds import parity_of, slot_of
-
-ROW_SLOTS, MASS_SLOTS = 2, 1
-"""Of the kernel: for what warps say of a row, and for the masses of its tiles."""
+from jax_specdec._src.verify.mosaic_gpu.cluster import SLOTS, parity_of, slot_of
 
 NOT_FILLED = "reads a slot before it is filled"
 NOT_READ = "fills a slot before it is read"
@@ -114,10 +110,9 @@ class Exchanges:
     Attributes:
       blocks: of the cluster.
       warps: of a block.
-      areas: one letter for each exchange: the area of shared memory that its values go to. Each
-        area has slots of its own and counts its own rounds.
-      slots: of each area.
-      slot_of: from a round of an area, and its slots, to the slot.
+      rounds: how many exchanges.
+      slots: that they take in turn.
+      slot_of: from a round and the number of slots to the slot.
       parity_of: likewise to the parity to wait for.
       begins_with_barrier: whether nobody sends before the barriers of every block are initialized.
       leaves_early: whether one block leaves before the last exchange.
@@ -129,8 +124,8 @@ class Exchanges:
 
     blocks: int
     warps: int
-    areas: str
-    slots: dict[str, int]
+    rounds: int
+    slots: int = SLOTS
     slot_of: OfRound = slot_of
     parity_of: OfRound = parity_of
     begins_with_barrier: bool = True
@@ -140,15 +135,9 @@ class Exchanges:
 
     @functools.cached_property
     def places(self) -> list[tuple[int, int]]:
-        """The slot and the parity of each exchange; slots of all areas are numbered on."""
-        begins = itertools.accumulate(self.slots.values(), initial=0)
-        begin = dict(zip(self.slots, begins, strict=False))
-        places, rounds = [], dict.fromkeys(self.slots, 0)
-        for area in self.areas:
-            of_area = rounds[area], self.slots[area]
-            places.append((begin[area] + self.slot_of(*of_area), self.parity_of(*of_area)))
-            rounds[area] += 1
-        return places
+        """The slot and the parity of each round."""
+        rounds = range(self.rounds)
+        return [(self.slot_of(i, self.slots), self.parity_of(i, self.slots)) for i in rounds]
 
     @property
     def values(self) -> int:
@@ -157,13 +146,12 @@ class Exchanges:
 
     def check(self) -> Found:
         """Search every state."""
-        count = len(self.areas)
         block = Block(
             ready=False,
-            end=3 * count if self.waits_last else 3 * (count - 1) + WAIT,
+            end=3 * self.rounds if self.waits_last else 3 * (self.rounds - 1) + WAIT,
             warps=(SEND,) * self.warps,
-            arrived=(0,) * count,
-            barriers=(Barrier(),) * sum(self.slots.values()),
+            arrived=(0,) * self.rounds,
+            barriers=(Barrier(),) * self.slots,
         )
         first = block._replace(end=block.end - 3) if self.leaves_early else block
         return search((first, *[block] * (self.blocks - 1)), self.moves)
@@ -171,7 +159,7 @@ class Exchanges:
     def moves(self, cluster: tuple[Block, ...]) -> list[tuple[Block, ...] | str]:
         """What may happen next: the states after it."""
         steps = [step for block in cluster for step in block.warps]
-        sent = [sum(x > 3 * e + SEND for x in steps) for e in range(len(self.areas))]
+        sent = [sum(x > 3 * e + SEND for x in steps) for e in range(self.rounds)]
         all_ready = all(block.ready for block in cluster)
         found: list[tuple[Block, ...] | str] = []
         for i, block in enumerate(cluster):
@@ -237,37 +225,30 @@ class Exchanges:
 
 
 ROUNDS = 5  # both slots in both parities, and the first once more
-SLOTS = {"r": ROW_SLOTS, "m": MASS_SLOTS}
 
 
 @pytest.mark.parametrize(("blocks", "warps"), [(2, 1), (2, 4), (4, 1), (4, 2)])
 def test_in_every_interleaving_slots_are_filled_then_read_then_filled_again(blocks, warps):
-    found = Exchanges(blocks, warps, "r" * ROUNDS, SLOTS).check()
+    found = Exchanges(blocks, warps, ROUNDS).check()
     assert found.failures == set()
     assert found.states > 100
 
 
 @pytest.mark.parametrize(("blocks", "warps", "rounds"), [(2, 1, 9), (2, 2, 5), (4, 1, 5)])
 def test_orders_that_cannot_matter_do_not(blocks, warps, rounds):
-    found = Exchanges(blocks, warps, "r" * rounds, SLOTS, reduced=False).check()
+    found = Exchanges(blocks, warps, rounds, reduced=False).check()
     assert found.failures == set()
-    reduced = Exchanges(blocks, warps, "r" * rounds, SLOTS).check()
+    reduced = Exchanges(blocks, warps, rounds).check()
     assert reduced.failures == set() and reduced.states < found.states
 
 
-def test_masses_have_one_slot_and_never_two_exchanges_in_turn():
-    """Whoever has the values of an exchange in between knows that all have read the masses."""
-    orders = ["".join(x) for x in itertools.product("rm", repeat=ROUNDS)]
-    apart = [areas for areas in orders if "mm" not in areas]
-    assert len(apart) == 13
-    for areas in apart:
-        assert Exchanges(2, 2, areas, SLOTS).check().failures == set()
-    assert NOT_READ in Exchanges(2, 2, "rmm", SLOTS).check().failures
-    assert Exchanges(2, 2, "rmmmm", SLOTS | {"m": 2}).check().failures == set()
+@pytest.mark.parametrize("slots", [2, 4])
+def test_more_slots_are_right_too(slots):
+    assert Exchanges(2, 2, 2 * slots + 1, slots).check().failures == set()
 
 
 WRONG: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "one slot": ({"slots": {"r": 1}}, {NOT_READ}),
+    "one slot": ({"slots": 1}, {NOT_READ}),
     "one slot of two": ({"slot_of": lambda i, n: 0, "parity_of": lambda i, n: i % 2}, {NOT_READ}),
     "other parity": ({"parity_of": lambda i, n: 1 - parity_of(i, n)}, {NOT_FILLED, FOR_EVER}),
     "parity of the round": ({"parity_of": lambda i, n: i % 2}, {NOT_FILLED, FOR_EVER}),
@@ -285,9 +266,8 @@ WRONG: dict[str, tuple[dict[str, Any], set[str]]] = {
 )
 def test_a_wrong_protocol_fails(name, blocks, warps, rounds):
     changes, failures = WRONG[name]
-    given = {"areas": "r" * rounds, "slots": SLOTS, **changes}
-    found = Exchanges(blocks, warps, **given).check()
-    everything = Exchanges(blocks, warps, **given, reduced=False).check()
+    found = Exchanges(blocks, warps, rounds, **changes).check()
+    everything = Exchanges(blocks, warps, rounds, **changes, reduced=False).check()
     assert failures <= found.failures
     assert found.failures == everything.failures
 
@@ -399,8 +379,8 @@ def flags_program(warpgroup: int, warpgroups: int, slots: int) -> list[Step]:
 
 @pytest.mark.parametrize("warpgroups", [2, 3])
 def test_flags_of_warpgroups_have_two_slots(warpgroups):
-    programs = [flags_program(i, warpgroups, 2) for i in range(warpgroups)]
-    assert check_warps(programs, 2 * warpgroups).failures == set()
+    programs = [flags_program(i, warpgroups, SLOTS) for i in range(warpgroups)]
+    assert check_warps(programs, SLOTS * warpgroups).failures == set()
     programs = [flags_program(i, warpgroups, 1) for i in range(warpgroups)]
     assert check_warps(programs, warpgroups).failures == {NOT_READ}
 
@@ -418,10 +398,3 @@ def test_rounds_take_slots_in_turn_and_parities_change_when_all_were_taken(slots
     by_array = traced(jnp.asarray(rounds, jnp.int32))
     assert all(x.dtype == jnp.int32 for x in by_array)
     np.testing.assert_array_equal(jnp.stack(by_array, axis=1), expected)
-
-
-@pytest.mark.parametrize("of_round", [slot_of, parity_of])
-@pytest.mark.parametrize("slots", [0, 3])
-def test_slots_must_be_a_power_of_two(of_round, slots):
-    with pytest.raises(ValueError, match=f"slots={slots} must be a power of two"):
-        of_round(0, slots)

@@ -10,7 +10,7 @@ import pytest
 
 import jax_specdec as sd
 from jax_specdec._src.verify.api import support
-from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
+from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 
 
 class Device:
@@ -75,13 +75,14 @@ def test_less_shared_memory_and_smaller_clusters_are_known_before_the_launch():
     def logits(vocab: int, batch: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((5 * batch, vocab), dtype)
 
-    for vocab, batch in itertools.product((32000, 128256, 262144), (1, 8, 64, 256)):
+    for vocab, batch in itertools.product((32000, 128256), (64, 256)):
         assert unsupported_on(rtx, logits(vocab, batch)) is None
     large = logits(262144, 64, jnp.float32)
-    assert unsupported_on(hopper, large) is None
-    answer = unsupported_on(rtx, large)
+    config = KernelConfig(max_cluster=8)
+    assert unsupported_on(hopper, large, config=config) is None
+    answer = unsupported_on(rtx, large, config=config)
     assert "262144 ids of float32 need" in answer and "has 101376 and 32" in answer
-    config = KernelConfig(max_cluster=16)
-    assert unsupported_on(hopper, logits(128256, 1), config=config) is None
-    answer = unsupported_on(rtx, logits(128256, 1), config=config)
-    assert "at most 8 blocks on RTX" in answer and "max_cluster asks for 16" in answer
+    assert unsupported_on(hopper, logits(128256, 1)) is None
+    answer = unsupported_on(rtx, logits(128256, 1))
+    assert "cluster of 16 blocks, but RTX" in answer and "has at most 8: give" in answer
+    assert unsupported_on(rtx, logits(128256, 1), config=config) is None

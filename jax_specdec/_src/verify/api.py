@@ -23,7 +23,7 @@ from jax_specdec._src.verify import sharding as sharding_lib
 from jax_specdec._src.verify.batched import Kernels, Split
 from jax_specdec._src.verify.exchange import Exchange
 from jax_specdec._src.verify.mosaic_gpu import support
-from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
+from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays, readable, unpack
 from jax_specdec._src.verify.rules import Rule
 from jax_specdec._src.verify.sharding import Layout, VerifySharding
@@ -346,12 +346,13 @@ def _verify_part(
 
     def on_mosaic_gpu(arrays: CallArrays) -> RejectionSampleOutput:
         # The kernels, for who uses them.
-        from jax_specdec._src.verify.mosaic_gpu import call, part_draw, row_statistics, tile_masses
+        from jax_specdec._src.verify.mosaic_gpu import launch, shard_kernels
 
         if vocab_axis is not None:
-            statistics = functools.partial(row_statistics.row_statistics, config=kernel_config)
-            return on_xla(arrays, Kernels(statistics, tile_masses.tile_masses, part_draw.part_draw))
-        return call.verify(arrays, rule, k=k, size=size, config=kernel_config)
+            statistics = functools.partial(shard_kernels.row_statistics, config=kernel_config)
+            kernels = Kernels(statistics, shard_kernels.tile_masses, shard_kernels.part_draw)
+            return on_xla(arrays, kernels)
+        return launch.verify(arrays, rule, k=k, size=size, config=kernel_config)
 
     if vocab_axis is not None and implementation == "xla_lazy":
         raise NotImplementedError(

@@ -8,20 +8,19 @@ import jax
 
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import DraftDistribution, DraftLogits
-from jax_specdec._src.verify.mosaic_gpu.config import (
+from jax_specdec._src.verify.mosaic_gpu.plan import (
     MAX_BARRIERS,
     MAX_CLUSTER,
     SHARED_BYTES,
     KernelConfig,
-    Shared,
-    Slices,
-    power_of_two,
+    SharedMemory,
+    shared_memory,
+    shared_memory_of_rows,
 )
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
 
 _MAX_DRAFTS = 30  # a lane for each, and two for the uniforms to recover with
-_BESIDE_ROW = 8 * 1024  # bytes that a warpgroup holds beside its slice of a row, at most
 _NO_REQUESTS = "implementation='mosaic_gpu' needs at least one request, but B is 0"
 
 
@@ -57,20 +56,15 @@ _NEEDS_GPU = (
 )
 
 
-def _device() -> jax.Device:
-    """JAX's default device, which a program is taken to be compiled for."""
-    return jax.devices()[0]
-
-
 def _generation() -> Generation:
     """That of the default device; Hopper's where it is none of those above."""
-    capability = str(getattr(_device(), "compute_capability", ""))
+    capability = str(getattr(jax.devices()[0], "compute_capability", ""))
     return GENERATIONS.get(capability, GENERATIONS["9.0"])
 
 
 def no_device() -> str | None:
     """Why the kernel cannot run on JAX's default device, in a sentence; None if it can."""
-    device = _device()
+    device = jax.devices()[0]
     if device.platform != "gpu":
         return f"{_NEEDS_GPU}JAX runs on {device.platform}"
     capability = str(getattr(device, "compute_capability", "")) or "none"
@@ -113,7 +107,7 @@ def unsupported(
             f"implementation='mosaic_gpu' takes up to {_MAX_DRAFTS} drafts per request, but "
             f"num_speculative_tokens is {k}"
         )
-    shared = plan(
+    shared = shared_memory(
         target_logits,
         distribution,
         num_requests=num_requests,
@@ -127,12 +121,13 @@ def unsupported(
     return _too_large(shared, arrays)
 
 
-def _too_large(shared: Shared, arrays: list[jax.Array]) -> str | None:
+def _too_large(shared: SharedMemory, arrays: list[jax.Array]) -> str | None:
     generation, blocks = _generation(), shared.slices.cluster
     if blocks > generation.max_cluster:
         return (
-            f"implementation='mosaic_gpu' has clusters of at most {generation.max_cluster} blocks "
-            f"on {generation.name}, but kernel_config.max_cluster asks for {blocks}"
+            f"implementation='mosaic_gpu' would verify a request in a cluster of {blocks} blocks, but "
+            f"{generation.name} has at most {generation.max_cluster}: give "
+            f"kernel_config=KernelConfig(max_cluster={generation.max_cluster})"
         )
     if shared.bytes <= generation.shared_bytes and shared.barriers <= MAX_BARRIERS:
         return None
@@ -162,90 +157,5 @@ def part_unsupported(arrays: CallArrays, k: int, config: KernelConfig | None = N
             "implementation='mosaic_gpu' knows nothing of how values vary over a mesh: give "
             "jax.shard_map check_vma=False"
         )
-    shared = plan_rows(arrays.target_logits, num_requests * (k + 1), config)
+    shared = shared_memory_of_rows(arrays.target_logits, num_requests * (k + 1), config)
     return _too_large(shared, [arrays.target_logits])
-
-
-def plan(
-    target_logits: jax.Array,
-    distribution: DraftDistribution | None,
-    *,
-    num_requests: int,
-    k: int,
-    walks: bool,
-    is_plain: bool,
-    size: int,
-    config: KernelConfig | None,
-) -> Shared:
-    """How rows are cut for a call, and what a block holds in shared memory.
-
-    Args:
-      target_logits: its logits.
-      distribution: its drafts' distribution, or None.
-      num_requests: B.
-      k: K.
-      walks: whether several positions may be looked at, one after another.
-      is_plain: see `request.Call`.
-      size: ids that count.
-      config: the caller's choices, or None.
-    """
-    storage = None if distribution is None else storage_of(distribution)
-    reads_draft = isinstance(distribution, DraftLogits) and distribution.log_normalizer is None
-    target_size = target_logits.dtype.itemsize
-    draft_size = 0 if storage is None else storage.dtype.itemsize
-    if config is None:
-        cores = _num_cores()
-        config = KernelConfig.choose(num_requests, size, target_size, cores, draft_size)
-        config = _within_limits(config, size, target_size)
-    slices = Slices.of(size, config.max_cluster)
-
-    def aligned(x: jax.Array | None) -> bool:
-        return x is None or x.shape[1] * x.dtype.itemsize % 16 == 0
-
-    both_aligned = aligned(target_logits) and aligned(storage)
-    most_tiles = min(config.tiles_at_once, slices.tiles)
-    return Shared(
-        slices=slices,
-        target_size=target_size,
-        draft_size=draft_size,
-        target_aligned=aligned(target_logits),
-        draft_aligned=aligned(storage),
-        values=4 if reads_draft else 2,
-        warpgroups=min(config.rows_at_once, k + 1) if walks else 1,
-        tiles_at_once=power_of_two(most_tiles) if is_plain and both_aligned else 1,
-    )
-
-
-def plan_rows(logits: jax.Array, num_rows: int, config: KernelConfig | None) -> Shared:
-    """What a block holds in shared memory that reads rows of one matrix."""
-    size, held = logits.shape[1], logits.dtype.itemsize
-    if config is None:
-        config = KernelConfig.choose(num_rows, size, held, _num_cores())
-        config = _within_limits(config, size, held)
-    return Shared(
-        slices=Slices.of(size, config.max_cluster),
-        target_size=held,
-        draft_size=0,
-        target_aligned=size * held % 16 == 0,
-        draft_aligned=True,
-        values=2,
-    )
-
-
-def _within_limits(config: KernelConfig, size: int, target_size: int) -> KernelConfig:
-    """The default, where blocks have less shared memory, or clusters fewer blocks, than Hopper's.
-
-    Args:
-      config: chosen for Hopper.
-      size: ids that count.
-      target_size: bytes of a target entry.
-    """
-    generation = _generation()
-    cluster = min(config.max_cluster, generation.max_cluster)
-    per_row = Slices.of(size, cluster).ids * target_size + _BESIDE_ROW
-    rows = max(1, min(config.rows_at_once, generation.shared_bytes // per_row))
-    return dataclasses.replace(config, max_cluster=cluster, rows_at_once=rows)
-
-
-def _num_cores() -> int:
-    return getattr(_device(), "core_count", None) or 132
