@@ -57,17 +57,17 @@ def test_a_program_that_does_not_fit_is_reported():
 
 KERNEL = Case("b200", kind="normalized", batch=256, implementation="mosaic_gpu")
 ON_HOPPER = {
-    KERNEL: 78,
-    dataclasses.replace(KERNEL, rule="greedy", kind="none"): 63,
+    KERNEL: 76,
+    dataclasses.replace(KERNEL, rule="greedy", kind="none"): 56,
     dataclasses.replace(KERNEL, rule="synthetic"): 77,
-    dataclasses.replace(KERNEL, rule="block"): 90,
-    dataclasses.replace(KERNEL, kind="probs"): 72,
+    dataclasses.replace(KERNEL, rule="block"): 86,
+    dataclasses.replace(KERNEL, kind="probs"): 70,
 }
 KERNELS = {
     "h200": ("sm_90a", ON_HOPPER),
     "b200": ("sm_100a", ON_HOPPER),
-    "b300": ("sm_103a", {KERNEL: 76}),
-    "rtx6000": ("sm_120a", {KERNEL: 80}),
+    "b300": ("sm_103a", {KERNEL: 72}),
+    "rtx6000": ("sm_120a", {KERNEL: 78}),
 }
 """Of each GPU what it is compiled for, and the most registers of a thread."""
 
@@ -77,8 +77,8 @@ KERNELS = {
 def test_the_kernel_fits_its_registers(device):
     """Fewer blocks run at once if it needs more; and what spills goes to memory and back."""
     architecture, most = KERNELS[device]
-    reports = compile_all_apart([dataclasses.replace(case, device=device) for case in most])
-    for (case, registers), report in zip(most.items(), reports, strict=True):
+    cases = [dataclasses.replace(case, device=device) for case in most]
+    for case, registers, report in zip(cases, most.values(), compile_all_apart(cases), strict=True):
         print(case, report)
         assert (report["architecture"], report["spills"]) == (architecture, 0), case
         assert report["registers"] <= registers, case

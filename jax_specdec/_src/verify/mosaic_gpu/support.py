@@ -125,8 +125,8 @@ def _too_large(shared: SharedMemory, arrays: list[jax.Array]) -> str | None:
     generation, blocks = _generation(), shared.slices.cluster
     if blocks > generation.max_cluster:
         return (
-            f"implementation='mosaic_gpu' would verify a request in a cluster of {blocks} blocks, but "
-            f"{generation.name} has at most {generation.max_cluster}: give "
+            f"implementation='mosaic_gpu' would verify a request in a cluster of {blocks} blocks, "
+            f"but {generation.name} has at most {generation.max_cluster}: give "
             f"kernel_config=KernelConfig(max_cluster={generation.max_cluster})"
         )
     if shared.bytes <= generation.shared_bytes and shared.barriers <= MAX_BARRIERS:
