@@ -56,7 +56,7 @@ def test_a_program_that_does_not_fit_is_reported():
 
 
 KERNEL = Case("b200", kind="normalized", batch=256, implementation="mosaic_gpu")
-ON_HOPPER = {
+MAIN_CASES = {
     KERNEL: 76,
     dataclasses.replace(KERNEL, rule="greedy", kind="none"): 56,
     dataclasses.replace(KERNEL, rule="synthetic"): 77,
@@ -64,8 +64,8 @@ ON_HOPPER = {
     dataclasses.replace(KERNEL, kind="probs"): 70,
 }
 KERNELS = {
-    "h200": ("sm_90a", ON_HOPPER),
-    "b200": ("sm_100a", ON_HOPPER),
+    "h200": ("sm_90a", MAIN_CASES),
+    "b200": ("sm_100a", MAIN_CASES),
     "b300": ("sm_103a", {KERNEL: 72}),
     "rtx6000": ("sm_120a", {KERNEL: 78}),
 }

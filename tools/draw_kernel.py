@@ -9,10 +9,13 @@ its colours follow the reader's scheme.
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PHASES = ROOT / "benchmarks" / "results" / "verify_gpu_phases.json"
 WIDTH = 860
 
 # Fill and line of each kind of thing, on a light and on a dark page.
@@ -156,8 +159,9 @@ def walk() -> None:
     """One request in time, as measured."""
     p = Picture("walk", 334, "The walk of one request in time")
     p.text(24, 32, "One request, two drafts accepted, the third rejected", bold=True)
-    p.note(24, 50, "microseconds, measured at B = 8 with one row read at a time")
-    left, scale = 116, 94.0
+    p.note(24, 50, "microseconds from the start of its blocks; B = 8, one row read at a time, H200")
+    left, scale = 116, 101.0
+    steps = phases()
 
     def at(us: float) -> float:
         return left + scale * us
@@ -165,32 +169,39 @@ def walk() -> None:
     for tick in range(8):
         p.line([(at(tick), 78), (at(tick), 236)], "page")
         p.text(at(tick), 74, str(tick), kind="soft", anchor="middle", size=11)
-    p.text(24, 101, "threads")
-    p.text(24, 155, "copies")
-    p.text(24, 209, "exchange")
+    for y, label in ((101, "threads"), (155, "copies"), (209, "exchange")):
+        p.text(24, y, label)
 
-    now = 0.8
-    p.box(at(0), 82, scale * now - 2, 30, "plain", "start")
-    copies = 0.45
+    now = 0.0
+
+    def step(name: str, kind: str, label: str, *, exchange: bool = False) -> None:
+        """A box as wide as the step is long."""
+        nonlocal now
+        wide = scale * steps[name]
+        if exchange:
+            p.box(at(now), 190, wide - 2, 30, kind)
+            middle = at(now) + wide / 2
+            p.line([(middle, 190), (middle, 112)], kind, dashed=True)
+        else:
+            p.box(at(now), 82, wide - 2, 30, kind, label)
+        now += steps[name]
+
+    step("start", "plain", "start")
+    copied = now - 0.3
     for row in range(3):
         kind = ("blue", "green", "purple")[row]
-        p.box(at(copies), 136, scale * (now + 0.95 - copies), 30, kind, f"row {row}")
-        p.box(at(now), 82, scale * 0.5 - 2, 30, "page", "wait")
-        p.box(at(now + 0.5), 82, scale * 0.7 - 2, 30, kind, f"row {row}")
-        p.box(at(now + 1.2), 190, scale * 0.2 - 2, 30, "orange")
-        p.line([(at(now + 1.3), 190), (at(now + 1.3), 112)], "orange", dashed=True)
-        now += 1.4
-        copies = now + 0.08
+        step(f"waiting {row}", "page", "wait" if row else "")
+        p.box(at(copied), 136, at(now + 0.4) - at(copied), 30, kind, f"row {row}")
+        step(f"reading {row}", kind, f"row {row}")
+        step(f"exchange {row}", "orange", "", exchange=True)
+        copied = now + 0.1
         if row < 2:
-            p.arrow([(at(now) + 1, 190), (at(now) + 6, 168)], kind)
-    p.box(at(now), 82, scale * 0.6 - 2, 30, "page", "judge")
+            p.arrow([(at(now) + 1, 190), (at(copied) - 1, 168)], kind)
     p.box(at(now + 0.1), 136, scale * 1.0, 30, "plain", "draft row to L2")
-    p.box(at(now + 0.6), 82, scale * 1.1 - 2, 30, "purple", "masses of p - q")
-    now += 1.7
-    p.box(at(now), 190, scale * 0.4 - 2, 30, "orange")
-    p.line([(at(now + 0.2), 190), (at(now + 0.2), 112)], "orange", dashed=True)
-    p.box(at(now + 0.4), 82, scale * 0.5 - 2, 30, "green", "draw")
-
+    step("decision", "page", "judge")
+    step("residual", "purple", "masses of p - q")
+    step("masses", "orange", "", exchange=True)
+    step("draw", "green", "draw")
     p.note(
         24,
         262,
@@ -200,6 +211,21 @@ def walk() -> None:
         "is drawn from it.",
     )
     p.save()
+
+
+def phases() -> dict[str, float]:
+    """Medians of requests with two accepted drafts, by step, in microseconds."""
+    cases = json.loads(PHASES.read_text())["cases"]
+    (case,) = (x for x in cases if x["batch"] == 8)
+    found = case["by_accepted"]["2"]
+    steps = {"start": found["small loads, copies begun"] + found["noise"]}
+    for row in range(3):
+        of_row = found[f"row {row}"]
+        steps[f"waiting {row}"], steps[f"reading {row}"] = of_row["waiting"], of_row["reading"]
+        steps[f"exchange {row}"] = of_row["mail"]
+    steps |= {name: found[name] for name in ("decision", "residual")}
+    steps["masses"] = found["masses told"]
+    return steps | {"draw": found["life"] - sum(steps.values())}
 
 
 def exchange() -> None:
