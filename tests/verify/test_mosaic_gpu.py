@@ -491,22 +491,6 @@ class Device:
         self.platform, self.compute_capability, self.device_kind = platform, capability, "device"
 
 
-@pytest.mark.parametrize(
-    ("device", "why_not"),
-    [
-        (Device("cpu"), "runs on cpu"),
-        (Device("gpu", "8.0"), "device has 8.0"),
-        (Device("gpu"), "device has none"),
-        (Device("gpu", "9.0"), None),
-        (Device("gpu", "10.0"), None),
-    ],
-)
-def test_it_needs_a_hopper_gpu(device, why_not):
-    with mock.patch.object(jax, "devices", lambda: [device]):
-        answer = no_device()
-    assert answer is None if why_not is None else why_not in answer
-
-
 @pytest.mark.parametrize(("k", "block", "kernels"), [(3, False, 1), (31, False, 0), (3, True, 1)])
 def test_it_is_the_default_on_hopper_for_the_calls_it_serves(k, block, kernels):
     layout = Layout(vocab=97, num_speculative_tokens=k, num_drafts=2 * k, block=block)

@@ -87,7 +87,7 @@ def rejection_sample(
         rows M: more, the last of which are padding and never read, or fewer, where rows of inactive
         requests are left out. An active request whose rows lie past the end is BAD_INPUT, alone.
         Over a mesh's batch axis, each device's M / n rows begin with those of its requests.
-      implementation: "mosaic_gpu" (Hopper GPUs and newer), "xla", or None for the first that
+      implementation: "mosaic_gpu" (by default on Hopper GPUs), "xla", or None for the first that
         supports the call; see `which_implementation`. A named one never falls back. "xla" has two
         forms and chooses by platform; "xla_lazy" walks requests one after another and reads rows
         as they are reached, "xla_batched" reads all rows at once (on TPUs those of 8 requests).
@@ -215,7 +215,9 @@ def which_implementation(
     inside ``drafts``.
 
     Returns:
-      "mosaic_gpu" or "xla". Why it is not the former, the error says that naming it raises.
+      "mosaic_gpu" or "xla". Why it is not the former, the error says that naming it raises, but
+      for GPUs that the kernel has not run on (B200, B300, RTX of compute capability 12.0): there
+      it runs only where it is named.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -226,7 +228,7 @@ def which_implementation(
       >>> sd.which_implementation(logits, drafts, config=config) in ("xla", "mosaic_gpu")
       True
     """
-    if support.no_device() is not None:
+    if support.not_by_default() is not None:
         return "xla"
     why_not = support.unsupported(
         target_logits,
@@ -372,7 +374,7 @@ def _verify_part(
         if why_not is not None:
             raise NotImplementedError(why_not)
         return on_mosaic_gpu(arrays)
-    if implementation is not None or why_not is not None or support.no_device() is not None:
+    if implementation is not None or why_not is not None or support.not_by_default() is not None:
         return on_xla(arrays)
     # The default device has the kernel, but this call may be compiled for another.
     return lax.platform_dependent(arrays, cuda=on_mosaic_gpu, default=on_xla)

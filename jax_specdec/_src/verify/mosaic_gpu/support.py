@@ -1,6 +1,8 @@
-"""Which calls the Mosaic GPU backend serves; imports none of the kernel."""
+"""Which calls the Mosaic GPU backend serves, on which GPUs; imports none of the kernel."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 
@@ -8,6 +10,7 @@ from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import DraftDistribution, DraftLogits
 from jax_specdec._src.verify.mosaic_gpu.plan import (
     MAX_BARRIERS,
+    MAX_CLUSTER,
     SHARED_BYTES,
     KernelConfig,
     SharedMemory,
@@ -18,25 +21,70 @@ from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
 
 _MAX_DRAFTS = 30  # a lane for each, and two for the uniforms to recover with
-_MIN_CAPABILITY = 9.0
 _NO_REQUESTS = "implementation='mosaic_gpu' needs at least one request, but B is 0"
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What is known of the GPUs of one compute capability.
+
+    Attributes:
+      name: of the GPUs.
+      has_run: whether the kernel has run on one; else it only compiles for them.
+      shared_bytes: shared memory that a block may have.
+      max_cluster: the most blocks of a cluster.
+    """
+
+    name: str
+    has_run: bool
+    shared_bytes: int = SHARED_BYTES
+    max_cluster: int = MAX_CLUSTER
+
+
+GENERATIONS = {
+    "9.0": Generation("H100, H200", has_run=True),
+    "10.0": Generation("B200", has_run=False),
+    "10.3": Generation("B300", has_run=False),
+    "12.0": Generation("RTX PRO 6000, RTX 5090", False, shared_bytes=99 * 1024, max_cluster=8),
+}
+"""By compute capability. A generation that is not here has the kernel neither run nor compiled."""
+
+_ONLY_COMPILES = ", ".join(capability for capability, x in GENERATIONS.items() if not x.has_run)
+_NEEDS_GPU = (
+    "implementation='mosaic_gpu' needs an NVIDIA GPU of compute capability 9.0 (Hopper), or of one "
+    f"that it compiles for and has not run on ({_ONLY_COMPILES}), but "
+)
+
+
+def _generation() -> Generation:
+    """That of the default device; Hopper's where it is none of those above."""
+    capability = str(getattr(jax.devices()[0], "compute_capability", ""))
+    return GENERATIONS.get(capability, GENERATIONS["9.0"])
 
 
 def no_device() -> str | None:
     """Why the kernel cannot run on JAX's default device, in a sentence; None if it can."""
     device = jax.devices()[0]
     if device.platform != "gpu":
-        return (
-            "implementation='mosaic_gpu' needs an NVIDIA GPU of compute capability 9.0 (Hopper) or "
-            f"newer, but JAX runs on {device.platform}"
-        )
-    capability = str(getattr(device, "compute_capability", ""))
-    if not capability.replace(".", "").isdigit() or float(capability) < _MIN_CAPABILITY:
-        return (
-            "implementation='mosaic_gpu' needs an NVIDIA GPU of compute capability 9.0 (Hopper) or "
-            f"newer, but {device.device_kind} has {capability or 'none'}"
-        )
+        return f"{_NEEDS_GPU}JAX runs on {device.platform}"
+    capability = str(getattr(device, "compute_capability", "")) or "none"
+    if capability not in GENERATIONS:
+        return f"{_NEEDS_GPU}{device.device_kind} has {capability}"
     return None
+
+
+def not_by_default() -> str | None:
+    """Why a call on the default device that names no implementation does not use the kernel.
+
+    None if it does, where the kernel serves the call.
+    """
+    why_not, generation = no_device(), _generation()
+    if why_not is None and not generation.has_run:
+        return (
+            f"the kernel compiles for {generation.name} and has not run there: it is used where it "
+            "is named, implementation='mosaic_gpu'"
+        )
+    return why_not
 
 
 def unsupported(
@@ -74,13 +122,21 @@ def unsupported(
 
 
 def _too_large(shared: SharedMemory, arrays: list[jax.Array]) -> str | None:
-    if shared.bytes <= SHARED_BYTES and shared.barriers <= MAX_BARRIERS:
+    generation, blocks = _generation(), shared.slices.cluster
+    if blocks > generation.max_cluster:
+        return (
+            f"implementation='mosaic_gpu' would verify a request in a cluster of {blocks} blocks, "
+            f"but {generation.name} has at most {generation.max_cluster}: give "
+            f"kernel_config=KernelConfig(max_cluster={generation.max_cluster})"
+        )
+    if shared.bytes <= generation.shared_bytes and shared.barriers <= MAX_BARRIERS:
         return None
-    dtypes, blocks = " and ".join(str(x.dtype) for x in arrays), shared.slices.cluster
+    dtypes = " and ".join(str(x.dtype) for x in arrays)
     return (
         "implementation='mosaic_gpu' holds a slice of each row in shared memory, but "
         f"{shared.slices.size} ids of {dtypes} need {shared.bytes} bytes and {shared.barriers} "
-        f"barriers in each of {blocks} blocks, and a block has {SHARED_BYTES} and {MAX_BARRIERS}"
+        f"barriers in each of {blocks} blocks, and a block of {generation.name} has "
+        f"{generation.shared_bytes} and {MAX_BARRIERS}"
     )
 
 
