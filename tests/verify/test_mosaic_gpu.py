@@ -16,7 +16,6 @@ from jax_specdec._src import compat
 from jax_specdec._src.verify import api
 from jax_specdec._src.verify.mosaic_gpu import launch as mosaic_gpu
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig, Slices, power_of_two
-from jax_specdec._src.verify.mosaic_gpu.support import no_device
 from jax_specdec._src.verify.tiles import TILE
 
 from . import block_edges, edges, processed, suite

@@ -273,8 +273,8 @@ class Reader:
             lambda: statistics.max_and_place(self.target, self.row, self.rows_before),
             self.target_mass,
         )
-        of_draft = self.if_q(self.draft_mass) if draft is not None else ()
-        (first, second, *of_draft), round = self.cluster.all_gather(round, *mine, *of_draft)
+        parts = self.if_q(self.draft_mass) if draft is not None else ()
+        (first, second, *of_draft), round = self.cluster.all_gather(round, *mine, *parts)
         best, target_row = lax.cond(
             self.needs_peak,
             lambda: self.argmax(first, second),
@@ -308,8 +308,8 @@ class Reader:
     ) -> tuple[Normalizer, Normalizer, jax.Array]:
         """Normalizers by the largest entries; the rows have arrived."""
         mine = statistics.max_and_sum(self.target, self.row, self.scale)
-        of_draft = self.if_q(self.draft_max_and_sum) if self.draft is not None else ()
-        (peaks, sums, *of_draft), round = self.cluster.all_gather(round, *mine, *of_draft)
+        parts = self.if_q(self.draft_max_and_sum) if self.draft is not None else ()
+        (peaks, sums, *of_draft), round = self.cluster.all_gather(round, *mine, *parts)
         target_row = self.by_largest(peaks, sums)
         return target_row, self.by_largest(*of_draft) if of_draft else draft_row, round
 

@@ -148,7 +148,8 @@ def _verify_request(plan: Plan, refs: dict[str, Any], *, interpreted: bool) -> N
     block = lax.axis_index("block") if slices.cluster > 1 else jnp.int32(0)
     warpgroup = lax.axis_index("warpgroup") if memory.warpgroups > 1 else jnp.int32(0)
     index = lax.axis_index("request")
-    slots, tile_barriers, first_barrier = refs["slots"], refs.get("tile_barriers"), SLOTS
+    slots, tile_barriers = refs["slots"], refs.get("tile_barriers")
+    first_barrier: Any = SLOTS
     if interpreted:
         slots, first_barrier = slots.at[index], warpgroup * slices.tiles
         completed = refs["completed"].at[warpgroup]

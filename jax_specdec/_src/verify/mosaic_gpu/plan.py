@@ -160,7 +160,7 @@ class Slices:
 
     @classmethod
     def of(cls, size: int, max_cluster: int) -> Slices:
-        # Clusters of a power of two are placed well, though blocks be idle; exchanges need two blocks.
+        # Clusters of a power of two are placed well, though blocks be idle; exchanges take two.
         cluster = power_of_two(max_cluster)
         tiles = -(-num_tiles(size) // cluster)
         while cluster > 2 and cluster // 2 * tiles >= num_tiles(size):

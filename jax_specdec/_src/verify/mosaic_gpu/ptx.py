@@ -220,7 +220,7 @@ class Threads:
           cluster: blocks.
         """
         count = len(values)
-        width = min(count, 4)
+        width, num_bytes = min(count, 4), 4 * count * cluster * WARPS
         stores = [
             f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v{width}.b32 "
             f"[theirs+{4 * j}], {{{', '.join(f'${3 + j + i}' for i in range(width))}}}, [barrier];"
@@ -242,7 +242,7 @@ class Threads:
                 setp.eq.u32 first, thread, 0;
                 and.b32 lane, thread, 31;
                 setp.lt.u32 sends, lane, {cluster};
-                @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {4 * count * cluster * WARPS};
+                @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {num_bytes};
                 and.b32 block, lane, {cluster - 1};
                 mapa.shared::cluster.u32 theirs, $0, block;
                 mapa.shared::cluster.u32 barrier, $1, block;

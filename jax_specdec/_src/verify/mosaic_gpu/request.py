@@ -123,7 +123,7 @@ class KernelRequest:
         first, second = noise.threefry_bits(self._key, self._position + jnp.zeros_like(lane), place)
         self.uniforms = noise.to_uniform(jnp.where(lane == k + 1, second, first))
 
-    def at(self, values: jax.Array, position: jax.Array) -> jax.Array:
+    def at(self, values: jax.Array, position: jax.Array | int) -> jax.Array:
         """What the lane of `position` knows, ``[]``."""
         return self.threads.scalar(self.threads.shuffle(values, position))
 

@@ -154,6 +154,7 @@ class TargetSlice:
 
     def _past_end(self, tile: jax.Array, chunk: int) -> list[jax.Array]:
         """Where ids are past `end`."""
+        assert self.end is not None
         ids = self.ids(tile) + chunk * self.chunk
         return [ids + j >= self.end for j in range(self.each)]
 

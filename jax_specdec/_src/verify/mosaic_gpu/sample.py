@@ -123,9 +123,10 @@ class Draw:
         """Sum the tiles' weights, draw and write."""
         masses = self.result.masses
         has_masses = self.from_residual | (masses.total > 0)
-        if self.draft is not None:
+        draft = self.draft
+        if draft is not None:
             if self.request.plan.draft != "logits":  # else it was read already
-                pl.when(self.from_residual)(lambda: self.draft.prefetch(self.draft_row))
+                pl.when(self.from_residual)(lambda: draft.prefetch(self.draft_row))
             # Outside the loop of `finish`, whose state would take registers.
             masses, round = lax.cond(
                 self.from_residual, lambda: self.residual_masses(round), lambda: (masses, round)

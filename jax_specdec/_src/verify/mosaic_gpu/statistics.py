@@ -1,4 +1,4 @@
-"""Statistics of a row, by warp: its largest entry, its mass, the masses of its tiles, its argmax."""
+"""Statistics of a row, by warp: largest entry, argmax, mass, and the masses of its tiles."""
 
 from __future__ import annotations
 
