@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.blocks import gathering
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import DraftDistribution, DraftLogits, RejectionSampleOutput, Status
 from jax_specdec._src.verify import decide, tiles
@@ -30,7 +31,6 @@ from jax_specdec._src.verify.resample import (
     Weights,
     choose,
     draw,
-    gathering,
     pieces_of_tiles,
 )
 from jax_specdec._src.verify.rows import DraftRows, DraftScale, Partials, Rows, best_of, first_of
@@ -463,14 +463,15 @@ class _Phases:
             wanted = wanted[:, None] & (places < requests.num_drafts[:, None])
             return self._by_kernel(entries, requests, draft_rows, wanted)[0]
 
-        def of_request(row: jax.Array, inv: jax.Array) -> Partials:
-            x = entries.whole(row)
+        def of_rows(rows: jax.Array, inv: jax.Array) -> Partials:
+            x = entries.whole(rows)
             peak = jnp.max(jnp.where(jnp.isnan(x), jnp.inf, x), axis=1)
-            base = jnp.where(jnp.isfinite(peak), peak, 0.0)
-            total = jnp.sum(jnp.exp((x - base[:, None]) * inv), axis=1)
-            return Partials(peak, total)
+            return Partials(peak, entries.sums(rows, peak, inv, None))
 
-        return gathering(of_request, draft_rows, requests.inv_temperature)
+        shape = draft_rows.shape
+        inv = jnp.broadcast_to(requests.inv_temperature[:, None], shape)
+        found = gathering(of_rows, draft_rows.reshape(-1), inv.reshape(-1))
+        return jax.tree.map(lambda x: x.reshape(shape), found)
 
     def _draft_scales(self, draft_rows: jax.Array, partials: Partials | None) -> DraftScale:
         """What normalizes draft rows ``[B, D]``: the stored normalizers, or what was read."""
@@ -536,15 +537,8 @@ class _Phases:
         if kernels is not None:
             found = kernels.tile_masses(flat, **self._part, num_parts=self.weights.num_parts)
         else:
-            in_blocks = functools.partial(gathering, self._masses_of_one)
-            cpu = self.weights.masses if self.target.first_id is None else in_blocks
-            found = lax.platform_dependent(
-                flat, tpu=in_blocks, cpu=cpu, default=self.weights.masses
-            )
+            found = gathering(self.weights.masses, flat)
         return self.split.exchange.gather(found.reshape(*shape, *found.shape[1:]))
-
-    def _masses_of_one(self, source: Source) -> jax.Array:
-        return self.weights.masses(jax.tree.map(lambda x: x[None], source))[0]
 
     def draw(
         self,

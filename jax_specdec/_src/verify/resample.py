@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -368,19 +367,3 @@ def pick_each(weights: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
     key = jnp.where(hit, place, jnp.where(positive, 2 * size - place, 2 * size))
     found = jnp.min(key, axis=2)
     return jnp.where(found < size, found, 2 * size - found), total
-
-
-def gathering(function: Callable[..., Any], *arrays: Any) -> Any:
-    """`function` by request, ``[B]``; a few at a time where gathered rows are written to memory."""
-
-    def in_blocks(arrays: Any) -> Any:
-        return lax.map(lambda one: function(*one), arrays, batch_size=_GATHERED_AT_ONCE)
-
-    def at_once(arrays: Any) -> Any:
-        return jax.vmap(lambda *one: function(*one))(*arrays)
-
-    return lax.platform_dependent(arrays, tpu=in_blocks, cpu=in_blocks, default=at_once)
-
-
-_GATHERED_AT_ONCE = 8
-"""Requests whose rows a TPU or a CPU gathers at a time: it writes to memory what it gathers."""

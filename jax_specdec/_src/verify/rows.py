@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.blocks import take
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
 from jax_specdec._src.verify import tiles
@@ -321,7 +322,7 @@ class Rows:
         if rows is None:
             return found
         rows = jnp.clip(rows, 0, self.matrix.shape[0] - 1)
-        return jax.tree.map(lambda x: x[rows], found)
+        return jax.tree.map(lambda x: take(x, rows), found)
 
     def _entries(self, x: jax.Array, rows: jax.Array, ids: jax.Array) -> jax.Array:
         """Of entries of some ids, what counts."""

@@ -15,12 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src import blocks
-from jax_specdec._src.blocks import BLOCK
 from jax_specdec._src.types import (
     DraftDistribution,
-    DraftLogits,
-    DraftProbs,
     RejectionSampleOutput,
     Status,
 )
@@ -37,7 +33,7 @@ from jax_specdec._src.verify.decide import (
     read_rows,
     visit,
 )
-from jax_specdec._src.verify.rows import DraftRows, TargetRows, storage_of
+from jax_specdec._src.verify.rows import DraftRows, TargetRows
 from jax_specdec._src.verify.rules import Rule
 
 Walk = Callable[[Request, TargetRows, DraftRows | None], tuple[jax.Array, Visit]]
@@ -85,72 +81,17 @@ def verify(
         walk = walk_by(_lazy_walk, _lazy_block_walk)
         return lax.map(lambda r: _verify_request(r, walk, target, draft), requests)
 
-    given = target_logits, distribution, token_bitmask
-    phases = functools.partial(batched.verify, size=size, rule=rule)
-
     def all_at_once(requests: Request) -> RejectionSampleOutput:
-        return phases(requests, *given, split=split)
+        given = requests, target_logits, distribution, token_bitmask
+        return batched.verify(*given, size=size, rule=rule, split=split)
 
     if split.exchange.axis is not None:
         return all_at_once(requests)
     if lazy:
         return one_by_one(requests)
-    forms = {"default": all_at_once}
-    if requests.status.shape[0] > BLOCK:
-        forms["tpu"] = lambda requests: by_blocks(phases, requests, *given)
     if lazy is None:
-        forms["cpu"] = one_by_one
-    return lax.platform_dependent(requests, **forms)
-
-
-def by_blocks(
-    verify: Callable[..., RejectionSampleOutput],
-    requests: Request,
-    target_logits: jax.Array,
-    distribution: DraftDistribution | None,
-    token_bitmask: jax.Array | None,
-) -> RejectionSampleOutput:
-    """`verify` of blocks of more than `BLOCK` requests, one block after another.
-
-    Each gets a copy of its rows, which fits in a TPU's vector memory: temporaries do not grow with
-    the batch, and what gathers rows of the copy reads no more than that.
-    """
-    batch, k = requests.token_ids.shape
-
-    def of_block(start: jax.Array) -> RejectionSampleOutput:
-        those = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, BLOCK), requests)
-        first, length = those.first_row, min(k + 1, target_logits.shape[0])
-        rows, place = blocks.copies(target_logits, first, length)
-        mask = None if token_bitmask is None else blocks.copies(token_bitmask, first, length)[0]
-        those = those._replace(first_row=place)
-        if distribution is None:
-            return verify(those, rows, None, mask)
-        copied, draft_rows = _copy_drafts(distribution, those.draft_rows)
-        return verify(those._replace(draft_rows=draft_rows), rows, copied, mask)
-
-    found = lax.map(of_block, blocks.starts(batch))
-    rest = batch % BLOCK or BLOCK
-    return jax.tree.map(
-        lambda x: jnp.concatenate([x[:-1].reshape(-1, *x.shape[2:]), x[-1, -rest:]]), found
-    )
-
-
-def _copy_drafts(
-    distribution: DraftDistribution, draft_rows: jax.Array
-) -> tuple[DraftDistribution, jax.Array]:
-    """A distribution of copies of rows ``[n, K]``, and where they are; -1 for rows outside."""
-    rows = draft_rows.reshape(-1)
-    storage = storage_of(distribution)
-    copies, place = blocks.copies(storage, rows)
-    inside = (rows >= 0) & (rows < storage.shape[0])
-    place = jnp.where(inside, place, -1).reshape(draft_rows.shape)
-    if isinstance(distribution, DraftProbs):
-        return DraftProbs(copies), place
-    rows = jnp.clip(rows, 0, storage.shape[0] - 1)
-    normalizer, threshold = jax.tree.map(
-        lambda x: x[rows], (distribution.log_normalizer, distribution.threshold)
-    )
-    return DraftLogits(copies, log_normalizer=normalizer, threshold=threshold), place
+        return lax.platform_dependent(requests, cpu=one_by_one, default=all_at_once)
+    return all_at_once(requests)
 
 
 def _verify_request(
