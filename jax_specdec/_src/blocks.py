@@ -1,7 +1,8 @@
 """Rows of a matrix by index, where a device does not read them in place.
 
 A GPU does. A CPU and a TPU write to memory what they gather, and to gather rows a TPU reads the
-whole matrix: it gets them by slices, a few at a time, which fit in its vector memory.
+whole matrix. So they read slices: a CPU one row after another, which stays in its cache, a TPU a
+few at a time, which fit in its vector memory.
 """
 
 from __future__ import annotations
@@ -15,41 +16,48 @@ import jax.numpy as jnp
 from jax import lax
 
 BLOCK = 8
-"""Rows that are taken at once. More take longer to copy; fewer take more trips."""
+"""Rows that a TPU takes at once. More take longer to copy; fewer take more trips."""
 
 
-def gathering(function: Callable[..., Any], *arrays: Any) -> Any:
-    """`function` of arrays ``[n, ...]``; in blocks where it writes to memory what it gathers."""
-    in_blocks = functools.partial(by_blocks, function)
-    return lax.platform_dependent(*arrays, tpu=in_blocks, cpu=in_blocks, default=function)
+def gathering(function: Callable[..., Any], rows: jax.Array, *arrays: Any) -> Any:
+    """``function(rows, *arrays)``, which reads rows ``[n]`` of matrices and gives arrays ``[n]``.
+
+    Arrays are ``[n, ...]``. Where the row is -1 nothing need be read: what comes then is anything.
+    """
+    one = functools.partial(by_blocks, function, 1)
+    some = functools.partial(by_blocks, function, BLOCK)
+    return lax.platform_dependent(rows, *arrays, cpu=one, tpu=some, default=function)
 
 
-def by_blocks(function: Callable[..., Any], *arrays: Any) -> Any:
-    """`function` of arrays ``[n, ...]``, which gives arrays ``[n, ...]``, `BLOCK` at a time."""
-    size = jax.tree.leaves(arrays)[0].shape[0]
-    if size <= BLOCK:
-        return function(*arrays)
+def by_blocks(function: Callable[..., Any], length: int, rows: jax.Array, *arrays: Any) -> Any:
+    """`gathering` of so many rows at a time."""
+    size = rows.shape[0]
+    length = min(length, size)
+    shapes = jax.eval_shape(function, *jax.tree.map(lambda x: x[:length], (rows, *arrays)))
+
+    def unread(size: int) -> Any:
+        return jax.tree.map(lambda x: jnp.zeros((size, *x.shape[1:]), x.dtype), shapes)
 
     def step(i: jax.Array, found: Any) -> Any:
-        start = i * BLOCK  # clamped: the last block overlaps the one before it
-        block = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, BLOCK), arrays)
+        start = i * length  # clamped: the last block overlaps the one before it
+        block = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, length), (rows, *arrays))
+        read = lax.cond(jnp.any(block[0] >= 0), function, lambda *_: unread(length), *block)
         return jax.tree.map(
-            lambda all, x: lax.dynamic_update_slice_in_dim(all, x, start, 0),
-            found,
-            function(*block),
+            lambda all, x: lax.dynamic_update_slice_in_dim(all, x, start, 0), found, read
         )
 
-    shapes = jax.eval_shape(function, *jax.tree.map(lambda x: x[:BLOCK], arrays))
-    found = jax.tree.map(lambda x: jnp.zeros((size, *x.shape[1:]), x.dtype), shapes)
-    return lax.fori_loop(0, -(-size // BLOCK), step, found)
+    return lax.fori_loop(0, -(-size // length), step, unread(size))
 
 
 def take(matrix: jax.Array, rows: jax.Array) -> jax.Array:
-    """``matrix[rows]``, of few rows ``[n]`` in range."""
+    """``matrix[rows]``, rows ``[n]`` in range; few of them by slices, but where read in place."""
 
-    def by_slices(matrix: jax.Array, rows: jax.Array) -> jax.Array:
+    def gather(matrix: jax.Array, rows: jax.Array) -> jax.Array:
+        return matrix[rows]
+
+    def slices(matrix: jax.Array, rows: jax.Array) -> jax.Array:
         return jnp.concatenate([lax.dynamic_slice_in_dim(matrix, row, 1) for row in rows])
 
-    return lax.platform_dependent(
-        matrix, rows, tpu=by_slices, default=lambda matrix, rows: matrix[rows]
-    )
+    if rows.shape[0] > BLOCK:
+        return gather(matrix, rows)
+    return lax.platform_dependent(matrix, rows, cpu=slices, tpu=slices, default=gather)

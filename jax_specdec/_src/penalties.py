@@ -12,7 +12,7 @@ import numpy as np
 from jax import export, lax
 
 from jax_specdec._src import ragged
-from jax_specdec._src.blocks import by_blocks, take
+from jax_specdec._src.blocks import BLOCK, by_blocks, take
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.types import Drafts
 
@@ -171,16 +171,16 @@ def apply_penalties(
         has_bonus_rows = padded_rows or rows != drafts.token_ids.shape[0]
         owner, offset, token_ids = ragged.rows(drafts, k, rows, has_bonus_rows)
         before = [jnp.where(i < offset, token_ids[owner, i], -1) for i in range(k)]
-        given = logits, owner, before
+        given = owner, logits, before
         at_once = functools.partial(_penalize_rows, penalties)
-        in_blocks = functools.partial(by_blocks, at_once)
+        in_blocks = functools.partial(by_blocks, at_once, BLOCK)
         return lax.platform_dependent(*given, tpu=in_blocks, default=at_once)
 
     return lax.cond(penalties.are_neutral, lambda: logits.astype(jnp.float32), penalized)
 
 
 def _penalize_rows(
-    penalties: Penalties, logits: jax.Array, owner: jax.Array, before: list[jax.Array]
+    penalties: Penalties, owner: jax.Array, logits: jax.Array, before: list[jax.Array]
 ) -> jax.Array:
     """Rows of `owner`, who has drafted the ids ``before[i] [M]`` besides what is counted."""
     return _penalize(logits, jax.tree.map(lambda x: take(x, owner), penalties), before)
