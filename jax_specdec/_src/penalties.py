@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -10,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
 
-from jax_specdec._src import blocks, ragged
-from jax_specdec._src.blocks import BLOCK
+from jax_specdec._src import ragged
+from jax_specdec._src.blocks import BLOCK, by_blocks, take
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.types import Drafts
 
@@ -170,37 +171,19 @@ def apply_penalties(
         has_bonus_rows = padded_rows or rows != drafts.token_ids.shape[0]
         owner, offset, token_ids = ragged.rows(drafts, k, rows, has_bonus_rows)
         before = [jnp.where(i < offset, token_ids[owner, i], -1) for i in range(k)]
-        given = logits, penalties, owner, before
-        if rows <= BLOCK:
-            return _penalize_rows(*given)
-        return lax.platform_dependent(*given, tpu=_penalize_blocks, default=_penalize_rows)
+        given = owner, logits, before
+        at_once = functools.partial(_penalize_rows, penalties)
+        in_blocks = functools.partial(by_blocks, at_once, BLOCK)
+        return lax.platform_dependent(*given, tpu=in_blocks, default=at_once)
 
     return lax.cond(penalties.are_neutral, lambda: logits.astype(jnp.float32), penalized)
 
 
 def _penalize_rows(
-    logits: jax.Array, penalties: Penalties, owner: jax.Array, before: list[jax.Array]
+    penalties: Penalties, owner: jax.Array, logits: jax.Array, before: list[jax.Array]
 ) -> jax.Array:
     """Rows of `owner`, who has drafted the ids ``before[i] [M]`` besides what is counted."""
-    return _penalize(logits, jax.tree.map(lambda x: x[owner], penalties), before)
-
-
-def _penalize_blocks(
-    logits: jax.Array, penalties: Penalties, owner: jax.Array, before: list[jax.Array]
-) -> jax.Array:
-    """The same, a few rows at a time: their counts, gathered at once, take twice the logits."""
-    starts = blocks.starts(logits.shape[0])
-
-    def step(i: jax.Array, penalized: jax.Array) -> jax.Array:
-        x, own, drafted = jax.tree.map(
-            lambda x: lax.dynamic_slice_in_dim(x, starts[i], BLOCK), (logits, owner, before)
-        )
-        those = jax.tree.map(lambda x: blocks.copies(x, own)[0], penalties)
-        return lax.dynamic_update_slice_in_dim(
-            penalized, _penalize(x, those, drafted), starts[i], 0
-        )
-
-    return lax.fori_loop(0, starts.shape[0], step, logits.astype(jnp.float32))
+    return _penalize(logits, jax.tree.map(lambda x: take(x, owner), penalties), before)
 
 
 def _penalize(logits: jax.Array, penalties: Penalties, before: Sequence[jax.Array]) -> jax.Array:

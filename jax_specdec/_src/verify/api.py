@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax_specdec._src.types import (
     RejectionSampleOutput,
     SamplingParams,
 )
-from jax_specdec._src.verify import checks, xla
+from jax_specdec._src.verify import batched, checks
 from jax_specdec._src.verify import sharding as sharding_lib
 from jax_specdec._src.verify.batched import Kernels, Split
 from jax_specdec._src.verify.exchange import Exchange
@@ -130,23 +130,10 @@ def rejection_sample(
       arXiv 2403.10444.
     """
     sampling, positions = checks.taken(drafts, sampling, positions)
-    return _call(
-        CallArrays(
-            target_logits,
-            drafts,
-            (keys, positions),
-            sampling,
-            bonus_token_ids,
-            active,
-            token_bitmask,
-        ),
-        config,
-        vocab_size,
-        padded_rows,
-        implementation,
-        kernel_config,
-        sharding,
+    arrays = CallArrays(
+        target_logits, drafts, (keys, positions), sampling, bonus_token_ids, active, token_bitmask
     )
+    return _call(arrays, config, vocab_size, padded_rows, implementation, kernel_config, sharding)
 
 
 def rejection_sample_with_noise(
@@ -188,15 +175,10 @@ def rejection_sample_with_noise(
     """
     checks.check_is_noise(noise)
     sampling, _ = checks.taken(drafts, sampling)
-    return _call(
-        CallArrays(target_logits, drafts, noise, sampling, bonus_token_ids, active, token_bitmask),
-        config,
-        vocab_size,
-        padded_rows,
-        implementation,
-        kernel_config,
-        sharding,
+    arrays = CallArrays(
+        target_logits, drafts, noise, sampling, bonus_token_ids, active, token_bitmask
     )
+    return _call(arrays, config, vocab_size, padded_rows, implementation, kernel_config, sharding)
 
 
 def which_implementation(
@@ -264,14 +246,10 @@ def _call(
         checks.check_keys(*randomness, batch)
     else:
         checks.check_noise(randomness, batch, config.num_speculative_tokens, logits.shape[1])
-    return _rejection_sample(
-        arrays,
-        config=config,
-        size=logits.shape[1] * parts if vocab_size is None else int(vocab_size),
-        implementation=implementation,
-        kernel_config=kernel_config,
-        layout=sharding_lib.resolve(sharding, logits, drafts, randomness),
-    )
+    size = logits.shape[1] * parts if vocab_size is None else int(vocab_size)
+    layout = sharding_lib.resolve(sharding, logits, drafts, randomness)
+    static = _Static(config, size, implementation, kernel_config, layout)
+    return _rejection_sample(arrays, static=static)
 
 
 def _check_implementation(implementation: Implementation | None) -> None:
@@ -285,42 +263,28 @@ def _check_implementation(implementation: Implementation | None) -> None:
         raise NotImplementedError(why_not)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("config", "size", "implementation", "kernel_config", "layout")
-)
-def _rejection_sample(
-    arrays: CallArrays,
-    *,
-    config: SpecDecodeConfig,
-    size: int,
-    implementation: Implementation | None,
-    kernel_config: KernelConfig | None,
-    layout: Layout | None,
-) -> RejectionSampleOutput:
+class _Static(NamedTuple):
+    """What a call is compiled for; `size` is how many ids count."""
+
+    config: SpecDecodeConfig
+    size: int
+    implementation: Implementation | None
+    kernel_config: KernelConfig | None
+    layout: Layout | None
+
+
+@functools.partial(jax.jit, static_argnames="static")
+def _rejection_sample(arrays: CallArrays, *, static: _Static) -> RejectionSampleOutput:
     """`_verify_part` of arrays, which may lie in parts on many devices."""
-    verify = functools.partial(
-        _verify_part,
-        config=config,
-        size=size,
-        implementation=implementation,
-        kernel_config=kernel_config,
-        layout=layout,
-    )
+    verify, layout = functools.partial(_verify_part, static=static), static.layout
     if layout is None:
         return sharding_lib.without_vma(verify, arrays, None)
     return sharding_lib.over_parts(verify, layout, arrays)
 
 
-def _verify_part(
-    arrays: CallArrays,
-    *,
-    config: SpecDecodeConfig,
-    size: int,
-    implementation: Implementation | None,
-    kernel_config: KernelConfig | None,
-    layout: Layout | None,
-) -> RejectionSampleOutput:
+def _verify_part(arrays: CallArrays, static: _Static) -> RejectionSampleOutput:
     """On one device's part of the arrays, which may be all of them."""
+    config, size, implementation, kernel_config, layout = static
     k, num_requests = config.num_speculative_tokens, arrays.sampling.temperature.shape[0]
     logits, drafts = arrays.target_logits, arrays.drafts
     if logits.shape[0] == 0:  # no drafts anywhere, and the bonus given: no row to read
@@ -333,7 +297,7 @@ def _verify_part(
     split = Split(Exchange(vocab_axis), layout is not None and layout.draft_vocab)
 
     def on_xla(arrays: CallArrays, kernels: Kernels | None = None) -> RejectionSampleOutput:
-        return xla.verify(
+        return batched.verify(
             unpack(arrays, k),
             arrays.target_logits,
             arrays.drafts.distribution,
