@@ -135,7 +135,9 @@ def _scratch(plan: Plan, target_dtype: Any, *, interpreted: bool) -> dict[str, A
     scratch["tile_barriers"] = plgpu.Barrier(num_barriers=warpgroups * tiles)
     scratch["completed"] = plgpu.SMEM((warpgroups, SLOTS), jnp.int32)
     if memory.slices.cluster > 1:
-        scratch["cluster_barrier"] = plgpu.ClusterBarrier(collective_axes=("block",))
+        scratch["cluster_barrier"] = plgpu.ClusterBarrier(
+            collective_axes=("block",), num_barriers=warpgroups
+        )
     if warpgroups > 1:
         scratch["block_barrier"] = plgpu.Barrier(num_arrivals=warpgroups)
     return scratch
@@ -154,7 +156,10 @@ def _verify_request(plan: Plan, refs: dict[str, Any], *, interpreted: bool) -> N
         slots, first_barrier = slots.at[index], warpgroup * slices.tiles
         completed = refs["completed"].at[warpgroup]
         completed[...] = jnp.zeros((SLOTS,), jnp.int32)
-        barriers: Any = ExchangeBarriers(refs.get("cluster_barrier"), completed)
+        cluster_barrier = refs.get("cluster_barrier")
+        if cluster_barrier is not None:
+            cluster_barrier = cluster_barrier.at[warpgroup]
+        barriers: Any = ExchangeBarriers(cluster_barrier, completed)
     else:
         barriers = tile_barriers = refs["barriers"].at[warpgroup]
     target = TargetSlice(

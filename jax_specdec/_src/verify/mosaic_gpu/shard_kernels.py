@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,9 @@ from jax_specdec._src.verify.mosaic_gpu.cluster import tree_sum
 from jax_specdec._src.verify.mosaic_gpu.interpret import InterpretedThreads
 from jax_specdec._src.verify.mosaic_gpu.launch import launch
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig, shared_memory_of_rows
-from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, WARPS, Threads
-from jax_specdec._src.verify.mosaic_gpu.rows import TargetSlice
-from jax_specdec._src.verify.mosaic_gpu.sample import NONE, first_past
+from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, WARPS, T, Threads
+from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, TargetSlice
+from jax_specdec._src.verify.mosaic_gpu.sample import first_past, pick_of
 from jax_specdec._src.verify.mosaic_gpu.statistics import LARGEST, LOG2E
 from jax_specdec._src.verify.resample import Source, pieces_of_tiles
 from jax_specdec._src.verify.rows import storage_of
@@ -38,6 +38,9 @@ _FAR = 2**30
 
 _AT_ONCE = 4
 """Reads of each row that a thread begins before it uses one."""
+
+WeightsOf: TypeAlias = Callable[[list[jax.Array]], list[tuple[Chunk, Chunk]]]
+"""From where each thread begins to read to the weights there, and ``p``; for several at once."""
 
 
 def row_statistics(
@@ -206,10 +209,18 @@ class Part:
         return WARP * self.each
 
 
-def source_operands(source: Source, part: Part) -> dict[str, jax.Array]:
-    """What the kernels read of sources ``[G]``."""
+def _operands(
+    part: Part,
+    source: Source,
+    target: jax.Array,
+    distribution: DraftDistribution | None,
+    first_id: jax.Array,
+) -> dict[str, jax.Array]:
+    """What the kernels read of sources ``[G]`` and their rows."""
     scale = jax.vmap(lambda s: s.stats.scale(s.inv_temperature))(source)
     operands = {
+        "target": target,
+        "first_id": first_id[None],
         "row": source.row,
         "shift": scale.shift,
         "log": scale.log_scale,
@@ -217,8 +228,9 @@ def source_operands(source: Source, part: Part) -> dict[str, jax.Array]:
     }
     if part.one_hot:
         operands["without"] = jnp.where(source.without_token, source.token_id, -1)
-    if part.draft != "none":
+    if distribution is not None:
         operands |= {
+            "draft": storage_of(distribution),
             "draft_row": source.draft_row,
             "from_residual": source.from_residual,
             "weight": source.weight,
@@ -236,22 +248,14 @@ class PartWeights:
 
     Args:
       threads: the operations of the warpgroup.
-      refs: "target", "draft", and what `source_operands` gives.
+      refs: what `_operands` gives.
       part: what is static.
       item: ``[128]`` int32, which source.
-      first_id: ``[]`` int32, where the part begins.
     """
 
-    def __init__(
-        self,
-        threads: Threads,
-        refs: dict[str, Any],
-        part: Part,
-        item: jax.Array,
-        first_id: jax.Array,
-    ):
+    def __init__(self, threads: Threads, refs: dict[str, Any], part: Part, item: jax.Array):
         self.threads, self.refs, self.part = threads, refs, part
-        self.first_id = first_id
+        self.first_id = first_id = refs["first_id"][0]
         self.end = jnp.clip(part.size - first_id, 0, part.width)
         self.lane = threads.index() & (WARP - 1)
 
@@ -312,14 +316,14 @@ class PartWeights:
         q = [jnp.exp2((x - self.draft_shift) * self.scale - self.draft_log) for x in entries]
         return [rules.excess(self.weight * a, b) for a, b in zip(p, q, strict=True)]
 
-    def either(self, fn: Callable[[Callable[[list[jax.Array]], Any]], Any]) -> Any:
-        """`fn`, given how weights are found: from starts of groups to ``[(weights, p)]``."""
+    def either(self, fn: Callable[[WeightsOf], T]) -> T:
+        """`fn`, given how weights are found."""
 
-        def plain(starts: list[jax.Array]) -> Any:
+        def plain(starts: list[jax.Array]) -> list[tuple[Chunk, Chunk]]:
             p = [self.probs(x) for x in [self.targets(start) for start in starts]]
             return [(self.plain(start, x), x) for start, x in zip(starts, p, strict=True)]
 
-        def residual(starts: list[jax.Array]) -> Any:
+        def residual(starts: list[jax.Array]) -> list[tuple[Chunk, Chunk]]:
             both = [(self.targets(start), self.drafts(start)) for start in starts]
             p = [self.probs(x) for x, _ in both]
             return [(self.residual(x, q), x) for x, (_, q) in zip(p, both, strict=True)]
@@ -342,7 +346,7 @@ def tile_masses(
     """Sums of this part's weights, and of its ``p``, by tile.
 
     Args:
-      source: what to weigh, ``[G]``; nothing where the row is negative.
+      source: what to sum the weights of, ``[G]``; nothing where the row is negative.
       target: ``[M, width]`` target logits of the part.
       distribution: draft distributions, with as many columns, or None.
       first_id: ``[]`` int32, the part's first id.
@@ -354,31 +358,26 @@ def tile_masses(
       ``[G, 2, n]`` float32, as of `resample.Weights.masses`; 0 where the row is negative.
     """
     part = Part.of(target, distribution, size=size, num_parts=num_parts)
-    operands = {"target": target, "first_id": first_id[None]}
-    if distribution is not None:
-        operands["draft"] = storage_of(distribution)
-    operands |= source_operands(source, part)
-    count = source.row.shape[0]
+    operands, count = _operands(part, source, target, distribution, first_id), source.row.shape[0]
+    at_once = min(_AT_ONCE, part.groups)
 
-    def weigh(*args: Any) -> None:
+    def sum_tiles(*args: Any) -> None:
         threads = InterpretedThreads() if interpret else Threads()
         refs, masses = dict(zip(operands, args, strict=False)), args[-1]
         warp = lax.axis_index("block") * WARPS + lax.div(threads.index(), WARP)
         item, tile = lax.div(warp, part.count), lax.rem(warp, part.count)
         inside, item = item < count, jnp.minimum(item, count - 1)
-        weights = PartWeights(threads, refs, part, item, refs["first_id"][0])
+        weights = PartWeights(threads, refs, part, item)
         nothing = threads.filled(0.0), threads.filled(0.0)
 
-        def add(weights_of: Any) -> tuple[jax.Array, jax.Array]:
+        def add(weights_of: WeightsOf) -> tuple[jax.Array, jax.Array]:
             def step(i: jax.Array, sums: tuple[jax.Array, jax.Array]) -> Any:
-                groups = range(min(_AT_ONCE, part.groups))
-                starts = [weights.start(tile, i * len(groups) + j) for j in groups]
+                starts = [weights.start(tile, i * at_once + j) for j in range(at_once)]
                 found = zip(*weights_of(starts), strict=True)
                 return tuple(s + tree_sum(sum(xs, [])) for s, xs in zip(sums, found, strict=True))
 
-            steps = part.groups // min(_AT_ONCE, part.groups)
-            found, p = lax.fori_loop(0, steps, step, nothing)
-            return threads.warp_sum(found), threads.warp_sum(p)
+            mass, p = lax.fori_loop(0, part.groups // at_once, step, nothing)
+            return threads.warp_sum(mass), threads.warp_sum(p)
 
         is_wanted = inside & weights.is_wanted
         sums = threads.cond(is_wanted, lambda: weights.either(add), lambda: nothing)
@@ -387,7 +386,7 @@ def tile_masses(
             threads.scatter(masses, place, total, inside & (weights.lane == 0))
 
     (masses,) = launch(
-        weigh,
+        sum_tiles,
         list(operands.values()),
         out=[jax.ShapeDtypeStruct((count * 2 * part.count,), jnp.float32)],
         scratch=[],
@@ -421,34 +420,26 @@ def part_draw(
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
 
     Returns:
-      ``[B]`` int32 tokens, 0 where another part holds it, and ``[B]`` bool, whether the weights are
-      no numbers.
+      ``[B]`` int32 tokens, 0 where another part has it, and ``[B]`` bool, whether the weights are
+      not numbers.
     """
     num_parts, count = masses.shape[0], source.row.shape[0]
     part = Part.of(target, distribution, size=size, num_parts=num_parts)
     pieces = pieces_of_tiles(part.width, num_parts, part.count)
-    operands = {
-        "recover": recover.reshape(-1),
-        "masses": masses.reshape(-1),
-        "pieces": jnp.asarray(pieces.reshape(-1)),
-        "target": target,
-        "first_id": first_id[None],
-    }
-    if distribution is not None:
-        operands["draft"] = storage_of(distribution)
-    operands |= source_operands(source, part)
+    operands = _operands(part, source, target, distribution, first_id)
+    operands |= {"recover": recover.reshape(-1), "masses": masses.reshape(-1)}
+    operands["pieces"] = jnp.asarray(pieces.reshape(-1))
 
     def draw(*args: Any) -> None:
         threads = InterpretedThreads() if interpret else Threads()
         refs, (token_ids, bad) = dict(zip(operands, args, strict=False)), args[-2:]
         item = lax.axis_index("block") * WARPS + lax.div(threads.index(), WARP)
         inside, item = item < count, jnp.minimum(item, count - 1)
-        weights = PartWeights(threads, refs, part, item, refs["first_id"][0])
-        one = _Draw(weights, item, num_parts, *pieces.shape)
-        zero = threads.filled(0, jnp.int32)
-        found = threads.cond(inside & weights.is_wanted, one.run, lambda: (zero, zero))
+        one = PartDraw(PartWeights(threads, refs, part, item), item, num_parts, *pieces.shape)
+        zero, is_wanted = threads.filled(0, jnp.int32), inside & one.weights.is_wanted
+        found = threads.cond(is_wanted, one.run, lambda: (zero, zero))
         for ref, x in zip((token_ids, bad), found, strict=True):
-            threads.scatter(ref, item, x, inside & (weights.lane == 0))
+            threads.scatter(ref, item, x, inside & (one.lane == 0))
 
     result = jax.ShapeDtypeStruct((count,), jnp.int32)
     token_ids, bad = launch(
@@ -462,24 +453,8 @@ def part_draw(
     return token_ids, bad != 0
 
 
-class _Pick(NamedTuple):
-    """What each lane has seen of the groups of a tile.
-
-    Attributes:
-      place: ``[128]`` int32, its first group whose sum exceeds what is aimed at; `NONE` for none.
-      before: ``[128]`` float32, the sum before it.
-      last: ``[128]`` int32, its last group of mass, -1 for none.
-      before_last: ``[128]`` float32, the sum before it.
-    """
-
-    place: jax.Array
-    before: jax.Array
-    last: jax.Array
-    before_last: jax.Array
-
-
-class _Draw:
-    """One warp at work on one request, while the kernel is traced.
+class PartDraw:
+    """One warp that draws for one request, while the kernel is traced.
 
     Args:
       weights: of the ids of the part.
@@ -502,38 +477,31 @@ class _Draw:
         self.threads, self.part, self.lane = weights.threads, weights.part, weights.lane
 
     def run(self) -> tuple[jax.Array, jax.Array]:
-        """The token, 0 where another part holds it, and 1 if the weights are no numbers, or 0."""
+        """The token, 0 where another part has it, and 1 if the weights are not numbers, or 0."""
         threads, weights, lane = self.threads, self.weights, self.lane
-        left, p = self._by_tile(0), self._by_tile(1)
-        mass = threads.warp_sum(tree_sum(left))
+        by_weight, by_p = self._by_tile(0), self._by_tile(1)
+        mass = threads.warp_sum(tree_sum(by_weight))
         has_mass = mass > 0
         weights.from_residual = weights.from_residual & has_mass
         if weights.without is not None:
             weights.without = jnp.where(has_mass, weights.without, -TILE)
-
-        masses = [jnp.where(has_mass, *both) for both in zip(left, p, strict=True)]
-        sums, total = [], threads.filled(0.0)
-        for x in masses:
-            sums.append(threads.warp_scan(x) + total)
-            total = threads.shuffle(sums[-1], WARP - 1)
-        tile = first_past(threads, masses, sums, self._uniform(0) * total)
+        masses = [jnp.where(has_mass, *both) for both in zip(by_weight, by_p, strict=True)]
+        tile, _ = self._pick(masses, self._uniform(0), is_share=True)
 
         # An edge between parts may cut the tile: which part of it?
         piece = self._piece(tile, jnp.minimum(lane, self.num_pieces - 1))
-        held = self._mass(piece, jnp.where(has_mass, 0, 1))
-        held = jnp.where(lane < self.num_pieces, held, 0.0)
-        within = threads.warp_scan(held)
-        past = self._uniform(1) * threads.shuffle(within, WARP - 1)
-        which = first_past(threads, [held], [within], past)
-        past = past - (threads.shuffle(within, which) - threads.shuffle(held, which))
+        mass_of_piece = self._mass(piece, jnp.where(has_mass, 0, 1))
+        mass_of_piece = jnp.where(lane < self.num_pieces, mass_of_piece, 0.0)
+        which, past = self._pick([mass_of_piece], self._uniform(1), is_share=True)
         owner = lax.div(threads.shuffle(piece, which), self.part.count)
-        token_id = threads.cond(
+        zero, one = (threads.filled(x, jnp.int32) for x in (0, 1))
+        tile = tile - lax.div(weights.first_id, TILE)
+        column = threads.cond(
             weights.first_id == owner * self.part.width,
-            lambda: self._token(tile, past),
-            lambda: threads.filled(0, jnp.int32),
+            lambda: weights.either(lambda weights_of: self._column(tile, past, weights_of)),
+            lambda: zero - weights.first_id,
         )
-        one, zero = (threads.filled(x, jnp.int32) for x in (1, 0))
-        return token_id, jnp.where(mass != mass, one, zero)
+        return weights.first_id + column, jnp.where(mass != mass, one, zero)
 
     def _uniform(self, which: int) -> jax.Array:
         return self.threads.gather(self.weights.refs["recover"], self.item * 2 + which)
@@ -560,47 +528,44 @@ class _Draw:
             found.append(jnp.where(tile < self.num_tiles, tree_sum(pieces), 0.0))
         return found
 
-    def _token(self, tile: jax.Array, past: jax.Array) -> jax.Array:
-        weights, bits = self.weights, TILE.bit_length() - 1
-        tile = tile - (weights.first_id >> bits)
-        column = weights.either(lambda weights_of: self._in_tile(tile, past, weights_of))
-        return weights.first_id + jnp.clip(column, 0, self.part.width - 1)
+    def _pick(
+        self, masses: list[jax.Array], aim: jax.Array, *, is_share: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
+        """The least place whose inclusive sum exceeds `aim`, which may be a share of the total.
 
-    def _in_tile(self, tile: jax.Array, past: jax.Array, weights_of: Any) -> jax.Array:
-        """The column picked in a tile: first the group of a thread, then the id in it."""
-        threads, weights = self.threads, self.weights
+        Returns:
+          ``[128]`` int32, and what is left of the aim after all that comes before that place.
+        """
+        threads, total, sums = self.threads, self.threads.filled(0.0), []
+        for mass in masses:
+            sums.append(threads.warp_scan(mass) + total)
+            total = threads.shuffle(sums[-1], WARP - 1)
+        past = aim * total if is_share else aim
+        place = first_past(threads, masses, sums, past)
+        before = threads.filled(0.0)
+        for i, (mass, inclusive) in enumerate(zip(masses, sums, strict=True)):
+            up_to = threads.shuffle(inclusive - mass, place & (WARP - 1))
+            before = jnp.where(lax.div(place, WARP) == i, up_to, before)
+        return place, past - before
 
-        def look(i: jax.Array, state: tuple[_Pick, jax.Array]) -> tuple[_Pick, jax.Array]:
-            seen, before = state
+    def _column(self, tile: jax.Array, past: jax.Array, weights_of: WeightsOf) -> jax.Array:
+        """The column picked in a tile: what the warp reads at once, then a thread, then an id."""
+        threads, weights, groups = self.threads, self.weights, self.part.groups
+
+        def add(i: jax.Array, masses: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             ((group, _),) = weights_of([weights.start(tile, i)])
-            mass = tree_sum(list(group))
-            total = before + threads.warp_scan(mass)
-            place, so_far = i * WARP + self.lane, total - mass
-            hit = (mass > 0) & (total > past) & (seen.place == NONE)
-            seen = _Pick(
-                jnp.where(hit, place, seen.place),
-                jnp.where(hit, so_far, seen.before),
-                jnp.where(mass > 0, place, seen.last),
-                jnp.where(mass > 0, so_far, seen.before_last),
+            mass = threads.warp_sum(tree_sum(list(group)))
+            firsts = range(0, groups, WARP)
+            return tuple(
+                jnp.where(self.lane + first == i, mass, x)
+                for first, x in zip(firsts, masses, strict=True)
             )
-            return seen, threads.shuffle(total, WARP - 1)
 
-        zero = threads.filled(0.0)
-        nothing = _Pick(threads.filled(NONE, jnp.int32), zero, threads.filled(-1, jnp.int32), zero)
-        seen, _ = lax.fori_loop(0, self.part.groups, look, (nothing, zero))
-        place = threads.warp_min(seen.place)
-        last = -threads.warp_min(-seen.last)
-        is_hit = place < NONE
-        place = jnp.maximum(jnp.where(is_hit, place, last), 0)
-        owner = jnp.bitwise_and(place, WARP - 1)
-        running = jnp.where(is_hit, seen.before, seen.before_last)
-
-        start = weights.start(tile, lax.div(place, WARP))
-        ((group, _),) = weights_of([start])
-        found, searching = start, running == running
-        for j, weight in enumerate(group):
-            take = (weight > 0) & searching
-            found = jnp.where(take, start + j, found)
-            running = running + weight
-            searching = searching & ~(take & (running > past))
-        return threads.shuffle(found, owner)
+        nothing = (threads.filled(0.0),) * -(-groups // WARP)
+        masses = lax.fori_loop(0, groups, add, nothing)
+        group, past = self._pick(list(masses), past)
+        start = weights.start(tile, group)
+        ((of_thread, _),) = weights_of([start])
+        thread, past = self._pick([tree_sum(list(of_thread))], past)
+        column = threads.shuffle(start + pick_of(of_thread, past), thread)
+        return jnp.clip(column, 0, self.part.width - 1)
