@@ -337,6 +337,10 @@ def draw() -> None:
     p.save()
 
 
-if __name__ == "__main__":
+def main() -> None:
     for picture in (layout, walk, exchange, draw):
         picture()
+
+
+if __name__ == "__main__":
+    main()
