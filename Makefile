@@ -27,11 +27,11 @@ test-oldest: .venv-test-oldest/installed  ## the same on Python 3.11 and JAX 0.1
 	@echo "test-oldest: tests on the oldest JAX"
 	@.venv-test-oldest/bin/python $(PYTEST) tests -m "not (slow or statistics or newest or notebooks or gpu or aot)"
 
-test-aot: .venv-aot/installed  ## compile for TPUs that are not there, and look at what the programs take
-	@echo "test-aot: programs for a TPU v5e"
-	@.venv-aot/bin/python -m pytest -q $(PYTEST_ARGS) -m aot tests/test_ahead_of_time.py
+test-aot: .venv-aot/gpus  ## compile for TPUs and GPUs that are not there, and look at what the programs take
+	@echo "test-aot: programs for a TPU v5e, the kernel for H200, B200, B300 and RTX PRO 6000"
+	@.venv-aot/bin/python -m pytest -q -n 2 $(PYTEST_ARGS) -m aot tests/test_ahead_of_time.py
 
-test-aot-all: .venv-aot/installed .venv-aot/gpus  ## the same for every case, written to docs/tpu.md
+test-aot-all: .venv-aot/gpus  ## the same for every case, written to docs/tpu.md
 	@.venv-aot/bin/python benchmarks/ahead_of_time_grid.py
 
 check: .venv-test/installed  ## lint and type-check

@@ -2,10 +2,11 @@
 
     python benchmarks/ahead_of_time.py '{"device": "v5e", "rule": "standard", "kind": "probs"}'
 
-prints a report as JSON; fields that are left out are those of `Case`. TPUs need the extra `tpu`,
-with which libtpu comes; GPUs what benchmarks/README.md says. Temporaries are real, and so is "does
-not fit"; bytes and cycles are counted in the compiled program (`hlo_text`), loops by their trips:
-good for comparing two forms, and no measurement.
+prints a report as JSON; fields that are left out are those of `Case`. Several cases print one each,
+compiled in one process. TPUs need the extra `tpu`, with which libtpu comes; GPUs what
+benchmarks/README.md says. Temporaries are real, and so is "does not fit"; bytes and cycles are
+counted in the compiled program (`hlo_text`), loops by their trips: good for comparing two forms,
+and no measurement. Of `implementation="mosaic_gpu"` the report is what ptxas says of the kernel.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 VOCAB, K = 128256, 4
 
@@ -39,7 +43,7 @@ class Case:
     """A program to compile.
 
     Attributes:
-      device: "v5e", "v6e", "t4", "l4", "a100" or "h200".
+      device: "v5e", "v6e", "t4", "l4", "a100", "h200", "b200", "b300" or "rtx6000".
       function: which of the library's.
       rule: "greedy", "standard", "block" or "synthetic".
       kind: of draft distribution: "none", "probs", "logits", "normalized" (with log_normalizer).
@@ -84,8 +88,15 @@ def compile_apart(case: Case) -> dict[str, Any]:
     ``cost_model_bytes`` (XLA's own, loops once) and ``largest_exchange`` (what the largest of the
     collectives leaves on a device) in units of the logits; ``cycles``, ``loops``, ``ops`` and
     ``compile_s``. Nothing is counted where a search for thresholds decides how much is
-    read. Where it cannot be compiled, ``error`` alone.
+    read. Where it cannot be compiled, ``error`` alone. Of a kernel: see `kernel_report`.
     """
+    (found,) = compile_all_apart([case])
+    return found
+
+
+def compile_all_apart(cases: list[Case]) -> list[dict[str, Any]]:
+    """The same of cases for one device, all compiled in one process."""
+    case = cases[0]
     given = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     given |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
     given |= {"TPU_LOG_DIR": "disabled", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
@@ -95,11 +106,11 @@ def compile_apart(case: Case) -> dict[str, Any]:
     if toolkit.exists():  # ptxas
         given["PATH"] = f"{toolkit / 'bin'}{os.pathsep}{os.environ['PATH']}"
         given["XLA_FLAGS"] = f"--xla_gpu_cuda_data_dir={toolkit}"
-    command = [sys.executable, __file__, json.dumps(dataclasses.asdict(case))]
+    command = [sys.executable, __file__, *(json.dumps(dataclasses.asdict(x)) for x in cases)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | given)
     if done.returncode:
         raise RuntimeError(f"{case}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(cases) :]]
 
 
 def devices_of(name: str) -> Any:
@@ -257,6 +268,8 @@ def report(case: Case) -> dict[str, Any]:
     import measure
 
     run, arrays = program(case)
+    if case.implementation == "mosaic_gpu":
+        return kernel_report(case, run, arrays)
     platform = "tpu" if case.device in TPUS else "cuda"
     begin = time.perf_counter()
     lowered = jax.jit(run).trace(arrays).lower(lowering_platforms=(platform,))
@@ -287,5 +300,38 @@ def report(case: Case) -> dict[str, Any]:
     }
 
 
+def kernel_report(case: Case, run: Callable[..., Any], arrays: dict[str, Any]) -> dict[str, Any]:
+    """What ptxas says of the kernel of a program.
+
+    Returns:
+      ``architecture``, as "sm_90a"; ``registers`` of a thread; ``spills``, bytes stored and loaded;
+      ``shared``, bytes of a block; ``compile_s``.
+    """
+    import jax
+
+    device = devices_of(case.device)[0]
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ):
+        os.environ |= {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTXAS": "1"}
+        with mock.patch.object(jax, "devices", lambda: [device]):  # what the plan is made for
+            traced = jax.jit(run).trace(arrays)
+        traced.lower(lowering_platforms=("cuda",)).compile()
+        (said,) = (path.read_text() for path in Path(folder).glob("*.ptxas"))
+        (resources,) = (path.read_text() for path in Path(folder).glob("*.resources.txt"))
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    patterns = {"registers": r"Used (\d+) registers", "architecture": r"for '(sm_\w+)'"}
+    found = {name: re.search(pattern, said) for name, pattern in patterns.items()}
+    shared = re.search(r"smem_scratch_bytes=(\d+)", resources)
+    assert spilled and shared and found["registers"] and found["architecture"], said
+    return {
+        "architecture": found["architecture"][1],
+        "registers": int(found["registers"][1]),
+        "spills": int(spilled[1]) + int(spilled[2]),
+        "shared": int(shared[1]),
+        "compile_s": round(time.perf_counter() - begin, 1),
+    }
+
+
 if __name__ == "__main__":
-    print(json.dumps(report(Case(**json.loads(sys.argv[1])))))
+    for given in sys.argv[1:]:
+        print(json.dumps(report(Case(**json.loads(given)))), flush=True)

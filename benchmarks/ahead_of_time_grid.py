@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ahead_of_time import ADAPTERS, GPUS, TPUS, Case, compile_apart
+from ahead_of_time import ADAPTERS, TPUS, Case, compile_apart
 from measure import environment, merge
 
 RESULTS = Path(__file__).parent / "results" / "ahead_of_time.json"
@@ -44,6 +44,7 @@ KINDS = {
 }
 FUNCTIONS = ("sample_draft_tokens", "token_logprobs", "apply_penalties")
 SPLIT = [("greedy", "none"), ("standard", "normalized"), ("standard", "probs"), ("block", "probs")]
+GPUS = ("a100", "h200", "l4", "t4")
 ON_GPUS = [("standard", "normalized"), ("greedy", "none")]
 IDENTITY = tuple(field.name for field in dataclasses.fields(Case))
 

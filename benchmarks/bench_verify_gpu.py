@@ -240,7 +240,7 @@ def table(document: dict[str, Any]) -> Table:
 
 def kernel_config(text: str) -> Any:
     """``max_cluster=4,rows_at_once=2`` to a `KernelConfig`."""
-    from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
+    from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 
     pairs = (part.split("=") for part in text.split(","))
     return KernelConfig(**{name: int(value) for name, value in pairs})

@@ -82,7 +82,7 @@ from jax_specdec._src.verify.api import (
     rejection_sample_with_noise,
     which_implementation,
 )
-from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
+from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec._src.verify.validate import validate
 

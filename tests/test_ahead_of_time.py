@@ -1,7 +1,8 @@
-"""Programs compiled for TPUs that are not there: what they take. And how that is counted."""
+"""Programs compiled for TPUs and GPUs that are not there: what they take. And how it is counted."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ import hlo_text
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ahead_of_time import ADAPTERS, Case, compile_apart
+from ahead_of_time import ADAPTERS, Case, compile_all_apart, compile_apart
 
 MOST = 1.5
 """Temporaries, in units of the target logits."""
@@ -52,6 +53,35 @@ def test_a_program_that_does_not_fit_is_reported():
     """Float32 rows of 40,000 requests take 100 GB, a chip has 16."""
     report = compile_apart(Case("v5e", function="apply_penalties", batch=40_000))
     assert "RESOURCE_EXHAUSTED" in report["error"], report
+
+
+KERNEL = Case("b200", kind="normalized", batch=256, implementation="mosaic_gpu")
+MAIN_CASES = {
+    KERNEL: 76,
+    dataclasses.replace(KERNEL, rule="greedy", kind="none"): 56,
+    dataclasses.replace(KERNEL, rule="synthetic"): 77,
+    dataclasses.replace(KERNEL, rule="block"): 86,
+    dataclasses.replace(KERNEL, kind="probs"): 70,
+}
+KERNELS = {
+    "h200": ("sm_90a", MAIN_CASES),
+    "b200": ("sm_100a", MAIN_CASES),
+    "b300": ("sm_103a", {KERNEL: 72}),
+    "rtx6000": ("sm_120a", {KERNEL: 78}),
+}
+"""Of each GPU what it is compiled for, and the most registers of a thread."""
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("device", KERNELS)
+def test_the_kernel_fits_its_registers(device):
+    """Fewer blocks run at once if it needs more; and what spills goes to memory and back."""
+    architecture, most = KERNELS[device]
+    cases = [dataclasses.replace(case, device=device) for case in most]
+    for case, registers, report in zip(cases, most.values(), compile_all_apart(cases), strict=True):
+        print(case, report)
+        assert (report["architecture"], report["spills"]) == (architecture, 0), case
+        assert report["registers"] <= registers, case
 
 
 # What is counted in a program's text.

@@ -91,7 +91,7 @@ def test_ids_outside_the_vocabulary_are_not_counted() -> None:
 def apply_in_blocks(*args: Any, config: sd.SpecDecodeConfig) -> jax.Array:
     """As a TPU does it."""
 
-    def as_on_tpu(*args: Any, tpu: Any, default: Any) -> Any:
+    def as_on_tpu(*args: Any, tpu: Any, **others: Any) -> Any:
         return tpu(*args)
 
     with mock.patch.object(jax.lax, "platform_dependent", as_on_tpu):

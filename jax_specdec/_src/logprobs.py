@@ -25,7 +25,7 @@ from jax_specdec._src.types import (
 from jax_specdec._src.verify import checks, tiles
 from jax_specdec._src.verify import sharding as sharding_lib
 from jax_specdec._src.verify.exchange import WHOLE, Exchange, of_holder
-from jax_specdec._src.verify.rows import Partials, Rows, TargetRows
+from jax_specdec._src.verify.rows import Partials, Rows
 from jax_specdec._src.verify.sharding import VerifySharding
 
 Distribution = Literal["raw", "processed"]
@@ -242,18 +242,27 @@ def read_emitted(
       lazy: read rows one by one; None chooses by platform.
       exchange: over the devices that split the vocabulary; if any do, rows are read B at a time.
     """
+    rows = Rows.of_logits(target_logits, size, token_bitmask, exchange)
 
     def one_by_one(emitted: Emitted) -> TokenLogprobs:
-        rows, shape = TargetRows(target_logits, size, tiles.CHUNK, token_bitmask), emitted.row.shape
+        def read(one: Emitted) -> TokenLogprobs:
+            those = jax.tree.map(lambda x: x[None], one)
+            shapes = jax.eval_shape(lambda: _read_batch(rows, those, num_top, exchange))
+            nothing = jax.tree.map(_nothing, shapes)
+            return jax.tree.map(
+                lambda x: x[0],
+                lax.cond(
+                    one.exists,
+                    lambda: _read_batch(rows, those, num_top, exchange),
+                    lambda: nothing,
+                ),
+            )
+
         flat = jax.tree.map(lambda x: x.reshape(-1), emitted)
-        found = lax.map(lambda one: _read(rows, one, num_top), flat)
-        return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), found)
+        found = lax.map(read, flat)
+        return jax.tree.map(lambda x: x.reshape(*emitted.row.shape, *x.shape[1:]), found)
 
     def by_offset(emitted: Emitted) -> TokenLogprobs:
-        first_id = None
-        if exchange.axis is not None:
-            first_id = exchange.part * target_logits.shape[1]
-        rows = Rows(target_logits, size, -float("inf"), token_bitmask, first_id=first_id)
         turned = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), emitted)
         found = lax.map(lambda those: _read_batch(rows, those, num_top, exchange), turned)
         return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)
@@ -268,13 +277,12 @@ def read_emitted(
 def _read_batch(rows: Rows, those: Emitted, num_top: int, exchange: Exchange) -> TokenLogprobs:
     """Of one token of each request: ``[B]``, ``[B, n]`` and ``[B, n]``."""
     inv, kept = those.inv_temperature, None
-    peak, _ = rows.largest(those.row)
+    peak = rows.peak(those.row)
     if those.filter is not None:
         given = those.filter, those.exists, peak, inv, exchange
         kept = rows.find_thresholds(those.row, *given)
-    sums = rows.sums(those.row, peak, inv, kept)
-    own = rows.at(those.row, those.token_id)
-    parts, own = exchange.gather((Partials(peak, sums), own))
+    of_part = rows.partials(those.row, peak, inv, kept)
+    parts, own = exchange.gather((of_part, rows.at(those.row, those.token_id)))
     stats = Partials.of_whole(parts, inv)
     is_known = those.exists & jnp.isfinite(stats.max)
 
@@ -304,32 +312,9 @@ def _read_batch(rows: Rows, those: Emitted, num_top: int, exchange: Exchange) ->
     return TokenLogprobs(own, ids, logprobs(top))
 
 
-def _read(rows: TargetRows, one: Emitted, num_top: int) -> TokenLogprobs:
-    """Of one token: ``[]``, ``[n]`` and ``[n]``."""
-
-    def nothing() -> TokenLogprobs:
-        none = jnp.full((num_top,), PLACEHOLDER_TOKEN_ID, jnp.int32)
-        return TokenLogprobs(jnp.float32(jnp.nan), none, jnp.full((num_top,), jnp.nan, jnp.float32))
-
-    def something() -> TokenLogprobs:
-        stats = rows.stats(one.row, one.inv_temperature, jnp.bool_(False), one.filter)
-        scale = stats.scale(one.inv_temperature)
-
-        def logprobs(entries: jax.Array) -> jax.Array:
-            found = (entries - scale.shift) * one.inv_temperature - scale.log_scale
-            return jnp.where(jnp.isfinite(stats.peak), found, jnp.nan)
-
-        own = logprobs(rows.at(one.row, one.token_id[None], stats.threshold))[0]
-        if num_top == 0:
-            return dataclasses.replace(nothing(), logprobs=own)
-        ids = jnp.arange(rows.size, dtype=jnp.int32)
-        entries = rows.at(one.row, ids, stats.threshold)
-        entries = jnp.where(entries == 0, 0.0, entries)  # top_k puts 0.0 before -0.0
-        top, ids = lax.top_k(entries, num_top)
-        ids = jnp.where(top > -jnp.inf, ids, PLACEHOLDER_TOKEN_ID)
-        return TokenLogprobs(own, ids, logprobs(top))
-
-    return lax.cond(one.exists, something, nothing)
+def _nothing(like: jax.ShapeDtypeStruct) -> jax.Array:
+    fill = jnp.nan if jnp.issubdtype(like.dtype, jnp.floating) else PLACEHOLDER_TOKEN_ID
+    return jnp.full(like.shape, fill, like.dtype)
 
 
 def _check(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import export, lax
 
-from jax_specdec._src import blocks, ragged
-from jax_specdec._src.blocks import BLOCK
+from jax_specdec._src import ragged
+from jax_specdec._src.blocks import BLOCK, by_blocks, take
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.types import Drafts
 
@@ -168,37 +169,19 @@ def apply_penalties(
         owner, offset, token_ids = ragged.owners(logits, drafts, config, padded_rows)
         k = token_ids.shape[1]
         before = [jnp.where(i < offset, token_ids[owner, i], -1) for i in range(k)]
-        given = logits, penalties, owner, before
-        if rows <= BLOCK:
-            return _penalize_rows(*given)
-        return lax.platform_dependent(*given, tpu=_penalize_blocks, default=_penalize_rows)
+        given = owner, logits, before
+        at_once = functools.partial(_penalize_rows, penalties)
+        in_blocks = functools.partial(by_blocks, at_once, BLOCK)
+        return lax.platform_dependent(*given, tpu=in_blocks, default=at_once)
 
     return lax.cond(penalties.are_neutral, lambda: logits.astype(jnp.float32), penalized)
 
 
 def _penalize_rows(
-    logits: jax.Array, penalties: Penalties, owner: jax.Array, before: list[jax.Array]
+    penalties: Penalties, owner: jax.Array, logits: jax.Array, before: list[jax.Array]
 ) -> jax.Array:
     """Rows of `owner`, who has drafted the ids ``before[i] [M]`` besides what is counted."""
-    return _penalize(logits, jax.tree.map(lambda x: x[owner], penalties), before)
-
-
-def _penalize_blocks(
-    logits: jax.Array, penalties: Penalties, owner: jax.Array, before: list[jax.Array]
-) -> jax.Array:
-    """The same, a few rows at a time: their counts, gathered at once, take twice the logits."""
-    starts = blocks.starts(logits.shape[0])
-
-    def step(i: jax.Array, penalized: jax.Array) -> jax.Array:
-        x, own, drafted = jax.tree.map(
-            lambda x: lax.dynamic_slice_in_dim(x, starts[i], BLOCK), (logits, owner, before)
-        )
-        those = jax.tree.map(lambda x: blocks.copies(x, own)[0], penalties)
-        return lax.dynamic_update_slice_in_dim(
-            penalized, _penalize(x, those, drafted), starts[i], 0
-        )
-
-    return lax.fori_loop(0, starts.shape[0], step, logits.astype(jnp.float32))
+    return _penalize(logits, jax.tree.map(lambda x: take(x, owner), penalties), before)
 
 
 def _penalize(logits: jax.Array, penalties: Penalties, before: Sequence[jax.Array]) -> jax.Array:

@@ -28,7 +28,8 @@ class Layout(NamedTuple):
       num_drafts: ``[B]`` int32 in [0, K]; 0 where the offsets are not in bounds.
       token_ids: ``[B, K]`` int32, -1 past ``num_drafts``.
       draft_rows: ``[B, K]`` int32, row of the draft distribution of each position.
-      in_bounds: ``[B]`` bool, false where the offsets make no sense.
+      in_bounds: ``[B]`` bool, false where the offsets make no sense by themselves, or the drafts
+        begin before the end of those of a request before it. So no row is of two requests.
     """
 
     first_row: jax.Array
@@ -74,6 +75,9 @@ def unpack(drafts: Drafts, num_speculative_tokens: int, has_bonus_rows: bool) ->
     cu = drafts.cu_num_draft_tokens
     index = jnp.arange(cu.shape[0] - 1, dtype=jnp.int32)
     start, count, in_bounds = locate(cu[:-1], cu[1:], index, k, n)
+    ends = jnp.where((index[None, :] < index[:, None]) & in_bounds[None, :], cu[None, 1:], 0)
+    in_bounds &= start >= jnp.max(ends, axis=1, initial=0)
+    start, count = jnp.where(in_bounds, start, 0), jnp.where(in_bounds, count, 0)
     first_row = start + index if has_bonus_rows else start
 
     offset = jnp.arange(k, dtype=jnp.int32)[None, :]
@@ -104,8 +108,7 @@ def rows(
 
     Returns:
       ``owner [M]``, the request of each row; ``offset [M]``, how many drafts of the request come
-      before it; ``token_ids [B, K]``, the drafts. Of a row that is nobody's, anything; of one that
-      bad offsets give to several requests, the first.
+      before it; ``token_ids [B, K]``, the drafts. Of a row that is nobody's, anything.
     """
     batch = drafts.cu_num_draft_tokens.shape[0] - 1
     layout = unpack(drafts, k, has_bonus_rows)

@@ -142,18 +142,20 @@ def rejection_sample(
     status = np.zeros(num_requests, np.int32)
     margin = np.full(num_requests, np.inf)
 
+    reached = 0  # the end of the drafts before
     for b in range(num_requests):
+        start, count = int(offsets[b]), int(offsets[b + 1]) - int(offsets[b])
+        in_bounds = 0 <= count <= num_speculative_tokens and 0 <= start <= len(ids) - count
+        in_bounds, is_after = in_bounds and (b > 0 or start == 0), start >= reached
+        reached = max(reached, start + count) if in_bounds else reached
         if active is not None and not np.asarray(active)[b]:
             status[b] = Status.INACTIVE
             continue
-        start, count = int(offsets[b]), int(offsets[b + 1]) - int(offsets[b])
         if (
             not (0 <= temperatures[b] < math.inf)
             or not (0 <= filters["min_p"][b] <= 1 and filters["top_k"][b] >= 0)
             or not (0 < filters["top_p"][b] <= 1)
-            or not (0 <= count <= num_speculative_tokens)
-            or not (0 <= start <= len(ids) - count)
-            or (b == 0 and start != 0)
+            or not (in_bounds and is_after)
         ):
             status[b] = Status.BAD_INPUT
             continue

@@ -1,4 +1,4 @@
-"""The forms of the XLA backend: which a platform gets, and blocks of requests, as TPUs run them."""
+"""The forms of the XLA backend: which a platform gets, and rows as TPUs read them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src.verify import api, xla
+from jax_specdec._src.blocks import BLOCK
+from jax_specdec._src.verify import api
 
 from .batch import Layout, check, jitted, pack, verify
 from .cases import random_batch, random_request
 
 pytestmark = pytest.mark.newest
 
-BATCH, K, VOCAB = xla.BLOCK + 1, 1, 5
+BATCH, K, VOCAB = BLOCK + 1, 1, 5
 
 
 @functools.cache
@@ -56,11 +57,11 @@ def test_a_platform_gets_its_form_unless_another_is_named(platform, form):
     assert operations("xla", platform) != operations(other, platform)
 
 
-# Blocks.
+# Rows by slices, in blocks.
 
 
 @jitted
-def in_blocks(*args: Any, **kwargs: Any) -> sd.RejectionSampleOutput:
+def on_tpu(*args: Any, **kwargs: Any) -> sd.RejectionSampleOutput:
     """What a TPU runs."""
 
     def as_on_tpu(*args: Any, default: Any = None, **forms: Any) -> Any:
@@ -73,7 +74,7 @@ def in_blocks(*args: Any, **kwargs: Any) -> sd.RejectionSampleOutput:
         return sd.rejection_sample_with_noise(*args, implementation="xla_batched", **kwargs)
 
 
-MANY = dict(num_speculative_tokens=3, num_requests=2 * xla.BLOCK + 3, num_drafts=50)
+MANY = dict(num_speculative_tokens=3, num_requests=2 * BLOCK + 3, num_drafts=50)
 STORED = dict(store_rows=64, has_valid=True, has_active=True)
 ONE_LAYOUT = Layout(
     vocab=97, **MANY, **STORED, kind="normalized", has_filters=True, has_bitmask=True
@@ -93,16 +94,16 @@ ONE_LAYOUT = Layout(
     ],
     ids=str,
 )
-def test_blocks_of_requests_give_the_tokens_of_the_oracle(layout):
+def test_rows_read_as_on_a_tpu_give_the_tokens_of_the_oracle(layout):
     for seed in range(8):
         batch = random_batch(layout, seed)
-        output = verify(batch, in_blocks)
+        output = verify(batch, on_tpu)
         check(batch, output)
         assert (output.num_emitted > 0).any()
 
 
-def test_bad_offsets_hurt_no_other_request_of_their_block():
-    """The rows of a block are no longer together: one request claims 20 drafts, of 3 at most."""
+def test_bad_offsets_hurt_no_other_request():
+    """One request claims 20 drafts, of 3 at most."""
     rng = np.random.default_rng(1)
     requests = [random_request(ONE_LAYOUT, rng, 2, 1.0) for _ in range(5)]
     batch = pack(requests, ONE_LAYOUT, 1)
@@ -111,6 +112,6 @@ def test_bad_offsets_hurt_no_other_request_of_their_block():
     batch = batch.replace(
         drafts=sd.Drafts(batch.drafts.token_ids, offsets, batch.drafts.distribution)
     )
-    output = verify(batch, in_blocks)
+    output = verify(batch, on_tpu)
     check(batch, output)
     assert output.status[1] == sd.Status.BAD_INPUT

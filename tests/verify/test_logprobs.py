@@ -243,7 +243,7 @@ def test_temporaries_are_those_of_one_row(num_top: int) -> None:
     )
     used = lowered.compile().memory_analysis().temp_size_in_bytes
     rows = used / (4 * vocab)
-    assert rows < (4 if num_top else 0.5), f"{rows:.2f} float32 rows"
+    assert rows < (4 if num_top else 1.1), f"{rows:.2f} float32 rows"
 
 
 @pytest.mark.newest

@@ -13,9 +13,9 @@ import jax_specdec as sd
 from jax_specdec._src import compat
 from jax_specdec._src.verify import batched, tiles
 from jax_specdec._src.verify.exchange import Exchange
-from jax_specdec._src.verify.mosaic_gpu import part_draw, tile_masses
+from jax_specdec._src.verify.mosaic_gpu import shard_kernels
 from jax_specdec._src.verify.resample import Source
-from jax_specdec._src.verify.rows import DraftRows, DraftScale
+from jax_specdec._src.verify.rows import DraftScale
 from jax_specdec._src.verify.rules import Rule
 
 from .batch import QUICK
@@ -73,7 +73,9 @@ def source_of(case: Case, distribution: Any) -> Source:
     inv = jnp.asarray(rng.uniform(0.5, 2.0, REQUESTS), jnp.float32)
 
     def stats(row: jax.Array, inv: jax.Array) -> tiles.RowStats:
-        return tiles.max_and_sum(row[None, : case.size], inv)
+        x = row[: case.size]
+        peak = jnp.max(jnp.where(jnp.isnan(x), jnp.inf, x))
+        return tiles.RowStats(peak[None], jnp.sum(jnp.exp((x - peak) * inv))[None])
 
     target = logits_of(case, 0).astype(jnp.float32)
     some = jax.vmap(stats)(target[:REQUESTS], inv)
@@ -127,9 +129,9 @@ class One(Exchange):
 
 
 def phases_of(case: Case, target: jax.Array, own: Any, me: jax.Array) -> Any:
-    draft = None if own is None else DraftRows(own, case.size, None)
     split = batched.Split(One("v", me), True)
-    return batched._Phases.of(target, draft, None, case.size, Rule("standard", None), split)
+    rule = Rule("standard", None)
+    return batched._Phases.of(target, own, None, case.size, rule, split)
 
 
 WANTED = jnp.arange(REQUESTS) != 5
@@ -147,14 +149,14 @@ def compare(case: Case, **options: Any) -> None:
     def sum_by_tile(me: jax.Array, target: jax.Array, own: Any) -> Any:
         weights = phases_of(case, target, own, me).weights
         given = dict(size=case.size, num_parts=NUM_PARTS, **options)
-        found = tile_masses.tile_masses(wanted, target, own, me * case.width, **given)
+        found = shard_kernels.tile_masses(wanted, target, own, me * case.width, **given)
         return found, weights.masses(source)
 
     @jitted
     def draw(me: jax.Array, target: jax.Array, own: Any, masses: jax.Array) -> Any:
         phases = phases_of(case, target, own, me)
         given = dict(size=case.size, **options)
-        found, bad = part_draw.part_draw(
+        found, bad = shard_kernels.part_draw(
             wanted, recover, masses, target, own, me * case.width, **given
         )
         bad = source.from_residual & (bad | source.scale.bad)

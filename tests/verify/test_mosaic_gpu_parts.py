@@ -14,9 +14,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 import jax_specdec as sd
 from jax_specdec._src import compat
 from jax_specdec._src.verify import api
-from jax_specdec._src.verify.mosaic_gpu import part_draw, tile_masses
-from jax_specdec._src.verify.mosaic_gpu import row_statistics as kernel
-from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
+from jax_specdec._src.verify.mosaic_gpu import shard_kernels
+from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
 
 from .batch import Layout, check, jitted, verify
@@ -50,7 +49,7 @@ def judge(logits, count, found) -> None:
 
 
 def run(logits, count, **options):
-    read = jax.jit(functools.partial(kernel.row_statistics, size=count, **options))
+    read = jax.jit(functools.partial(shard_kernels.row_statistics, size=count, **options))
     return jax.device_get(read(logits, ROWS, INVERSE, BY_ARGMAX, WANTED, jnp.int32(0)))
 
 
@@ -81,7 +80,7 @@ def mesh_of(num_parts: int) -> Mesh:
 def over(num_parts: int, *, config: KernelConfig | None = None, **options):
     """`rejection_sample_with_noise` whose parts of the vocabulary are read by the kernels."""
     mesh = mesh_of(num_parts)
-    kernels = (kernel, "row_statistics"), (tile_masses, "tile_masses"), (part_draw, "part_draw")
+    kernels = "row_statistics", "tile_masses", "part_draw"
 
     def on_part(args, kwargs, static):
         return sd.rejection_sample_with_noise(
@@ -107,8 +106,8 @@ def over(num_parts: int, *, config: KernelConfig | None = None, **options):
                 (api.support, "no_device", lambda: None),
                 (api, "_rejection_sample", api._rejection_sample.__wrapped__),
                 *(
-                    (module, name, functools.partial(getattr(module, name), **options))
-                    for module, name in kernels
+                    (shard_kernels, x, functools.partial(getattr(shard_kernels, x), **options))
+                    for x in kernels
                 ),
             ]
             for change in changes:

@@ -12,8 +12,8 @@ import pytest
 
 import jax_specdec as sd
 from jax_specdec._src import compat
-from jax_specdec._src.verify.mosaic_gpu import call
-from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
+from jax_specdec._src.verify.mosaic_gpu import launch
+from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rules import Rule
 
@@ -41,7 +41,7 @@ def padded(implementation: sd.Implementation | None) -> Any:
 def by_kernel(logits: Any, drafts: Any, noise: Any, **given: Any) -> sd.RejectionSampleOutput:
     config, sampling = given["config"], given["sampling"]
     arrays = CallArrays(logits, drafts, noise, sampling, given.get("bonus_token_ids"), None, None)
-    return call.verify(
+    return launch.verify(
         arrays,
         Rule("standard", None),
         k=config.num_speculative_tokens,

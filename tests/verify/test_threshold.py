@@ -16,8 +16,8 @@ import pytest
 
 import jax_specdec as sd
 from jax_specdec._src.sampling import Filter, inverse_temperature
-from jax_specdec._src.verify import api, rows, tiles, xla
-from jax_specdec._src.verify.rows import TargetRows
+from jax_specdec._src.verify import api, rows, tiles
+from jax_specdec._src.verify.exchange import WHOLE
 from jax_specdec._src.verify.threshold import only_if
 
 pytestmark = pytest.mark.newest
@@ -28,10 +28,9 @@ SIZES = {"float32": 33, "bfloat16": 2051, "float16": 33}
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def thresholds(logits: jax.Array, temperature: jax.Array, filter: Filter, dtype: str) -> jax.Array:
-    target = TargetRows(logits, SIZES[dtype], chunk=None)
-    row, greedy = jnp.arange(B, dtype=jnp.int32), jnp.zeros((B,), bool)
-    stats = jax.vmap(target.stats)(row, inverse_temperature(temperature), greedy, filter)
-    return stats.threshold
+    target = rows.Rows.of_logits(logits, SIZES[dtype], None, WHOLE)
+    wanted, inv = jnp.ones((B,), bool), inverse_temperature(temperature)
+    return target.find_thresholds(None, filter, wanted, target.peak(None), inv, WHOLE)
 
 
 def kept_by_sorting(row, temperature, min_p, top_k, top_p) -> tuple[np.ndarray, bool]:
@@ -96,7 +95,7 @@ def test_only_if_computes_nothing_where_the_condition_holds_nowhere():
     assert calls
 
 
-def traced(sampling: sd.SamplingParams, **given: Any) -> Any:
+def traced(sampling: sd.SamplingParams, implementation: Any = "xla_batched", **given: Any) -> Any:
     """The jaxpr of a verification; the cached trace of another is not looked at."""
     config = sd.SpecDecodeConfig(num_speculative_tokens=2)
     drafts = sd.Drafts.from_dense(jnp.zeros((B, 2), jnp.int32))
@@ -104,7 +103,13 @@ def traced(sampling: sd.SamplingParams, **given: Any) -> Any:
 
     def verify(target: jax.Array, sampling: sd.SamplingParams, given: Any) -> Any:
         return sd.rejection_sample_with_noise(
-            target, drafts, noise, sampling=sampling, config=config, **given
+            target,
+            drafts,
+            noise,
+            sampling=sampling,
+            config=config,
+            implementation=implementation,
+            **given,
         )
 
     with mock.patch.object(api, "_rejection_sample", api._rejection_sample.__wrapped__):
@@ -118,17 +123,15 @@ def count_reads(jaxpr: Any) -> int:
     return len(re.findall(f"{some}|{all_rows}", str(jaxpr)))
 
 
-@pytest.mark.parametrize("lazy", [True, False], ids=["one by one", "all at once"])
-def test_neutral_parameters_read_no_row_again(lazy):
+@pytest.mark.parametrize("form", ["xla_lazy", "xla_batched"])
+def test_neutral_parameters_read_no_row_again(form):
     ones = jnp.ones(B)
-    verify = functools.partial(xla.verify, lazy=lazy)
-    with mock.patch.object(xla, "verify", verify):
-        plain = traced(sd.SamplingParams(ones))
-        neutral = sd.SamplingParams(ones, jnp.zeros(B), jnp.zeros(B, jnp.int32), ones)
-        filtered = traced(neutral)
-        # All that the filters read is what `only_if` runs, and it does not for these values.
-        with mock.patch.object(rows, "only_if", lambda condition, fn, otherwise: otherwise):
-            skipped = traced(neutral)
+    plain = traced(sd.SamplingParams(ones), form)
+    neutral = sd.SamplingParams(ones, jnp.zeros(B), jnp.zeros(B, jnp.int32), ones)
+    filtered = traced(neutral, form)
+    # All that the filters read is what `only_if` runs, and it does not for these values.
+    with mock.patch.object(rows, "only_if", lambda condition, fn, otherwise: otherwise):
+        skipped = traced(neutral, form)
     assert count_reads(filtered) > count_reads(skipped) == count_reads(plain) > 0
     for size in (1, 5000):
         assert not Filter(jnp.float32(0), jnp.int32(0), jnp.float32(1)).limits(size)
@@ -143,7 +146,7 @@ def test_nothing_is_compiled_for_parameters_that_are_none():
     with (
         mock.patch.object(rows, "only_if", fail),
         mock.patch.object(rows, "find_threshold", fail),
-        mock.patch.object(rows, "_read_bits", fail),
+        mock.patch.object(rows.Rows, "_bits", fail),
         mock.patch.object(rows, "bits_at", fail),
     ):
         plain = traced(sd.SamplingParams(jnp.ones(B)))

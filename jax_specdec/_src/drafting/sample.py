@@ -14,7 +14,6 @@ from jax_specdec._src.noise import Stream, check_keys, uniforms
 from jax_specdec._src.sampling import Filter, inverse_temperature, per_request
 from jax_specdec._src.types import SamplingParams, as_positions
 from jax_specdec._src.verify import batched
-from jax_specdec._src.verify.batched import Split
 from jax_specdec._src.verify.exchange import Exchange
 from jax_specdec._src.verify.sharding import VerifySharding, over_mesh, without_vma
 
@@ -106,12 +105,12 @@ def _sample(
 
     def on_part(arrays: tuple[jax.Array, SamplingParams, jax.Array]) -> DraftSample:
         logits, sampling, drawn = arrays
-        split = Split(Exchange(axis))
+        exchange = Exchange(axis)
         if takes_best:
-            return DraftSample(batched.best_ids(logits, split.exchange))
+            return DraftSample(batched.best_ids(logits, exchange))
         inv, greedy = inverse_temperature(sampling.temperature), sampling.temperature == 0
         return DraftSample(
-            *batched.sample(logits, inv, greedy, Filter.of(sampling), drawn, split=split)
+            *batched.sample(logits, inv, greedy, Filter.of(sampling), drawn, exchange=exchange)
         )
 
     if sharding is None or sharding.mesh is None:

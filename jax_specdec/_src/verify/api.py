@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,12 @@ from jax_specdec._src.types import (
     RejectionSampleOutput,
     SamplingParams,
 )
-from jax_specdec._src.verify import checks, xla
+from jax_specdec._src.verify import batched, checks
 from jax_specdec._src.verify import sharding as sharding_lib
 from jax_specdec._src.verify.batched import Kernels, Split
 from jax_specdec._src.verify.exchange import Exchange
 from jax_specdec._src.verify.mosaic_gpu import support
-from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
+from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays, readable, unpack
 from jax_specdec._src.verify.rules import Rule
 from jax_specdec._src.verify.sharding import Layout, VerifySharding
@@ -87,7 +87,7 @@ def rejection_sample(
         rows M: more, the last of which are padding and never read, or fewer, where rows of inactive
         requests are left out. An active request whose rows lie past the end is BAD_INPUT, alone.
         Over a mesh's batch axis, each device's M / n rows begin with those of its requests.
-      implementation: "mosaic_gpu" (Hopper GPUs and newer), "xla", or None for the first that
+      implementation: "mosaic_gpu" (by default on Hopper GPUs), "xla", or None for the first that
         supports the call; see `which_implementation`. A named one never falls back. "xla" has two
         forms and chooses by platform; "xla_lazy" walks requests one after another and reads rows
         as they are reached, "xla_batched" reads all rows at once (on TPUs those of 8 requests).
@@ -130,23 +130,10 @@ def rejection_sample(
       arXiv 2403.10444.
     """
     sampling, positions = checks.taken(drafts, sampling, positions)
-    return _call(
-        CallArrays(
-            target_logits,
-            drafts,
-            (keys, positions),
-            sampling,
-            bonus_token_ids,
-            active,
-            token_bitmask,
-        ),
-        config,
-        vocab_size,
-        padded_rows,
-        implementation,
-        kernel_config,
-        sharding,
+    arrays = CallArrays(
+        target_logits, drafts, (keys, positions), sampling, bonus_token_ids, active, token_bitmask
     )
+    return _call(arrays, config, vocab_size, padded_rows, implementation, kernel_config, sharding)
 
 
 def rejection_sample_with_noise(
@@ -188,15 +175,10 @@ def rejection_sample_with_noise(
     """
     checks.check_is_noise(noise)
     sampling, _ = checks.taken(drafts, sampling)
-    return _call(
-        CallArrays(target_logits, drafts, noise, sampling, bonus_token_ids, active, token_bitmask),
-        config,
-        vocab_size,
-        padded_rows,
-        implementation,
-        kernel_config,
-        sharding,
+    arrays = CallArrays(
+        target_logits, drafts, noise, sampling, bonus_token_ids, active, token_bitmask
     )
+    return _call(arrays, config, vocab_size, padded_rows, implementation, kernel_config, sharding)
 
 
 def which_implementation(
@@ -215,7 +197,9 @@ def which_implementation(
     inside ``drafts``.
 
     Returns:
-      "mosaic_gpu" or "xla". Why it is not the former, the error says that naming it raises.
+      "mosaic_gpu" or "xla". Why it is not the former, the error says that naming it raises, but
+      for GPUs that the kernel has not run on (B200, B300, RTX of compute capability 12.0): there
+      it runs only where it is named.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -226,7 +210,7 @@ def which_implementation(
       >>> sd.which_implementation(logits, drafts, config=config) in ("xla", "mosaic_gpu")
       True
     """
-    if support.no_device() is not None:
+    if support.not_by_default() is not None:
         return "xla"
     why_not = support.unsupported(
         target_logits,
@@ -262,14 +246,10 @@ def _call(
         checks.check_keys(*randomness, batch)
     else:
         checks.check_noise(randomness, batch, config.num_speculative_tokens, logits.shape[1])
-    return _rejection_sample(
-        arrays,
-        config=config,
-        size=logits.shape[1] * parts if vocab_size is None else int(vocab_size),
-        implementation=implementation,
-        kernel_config=kernel_config,
-        layout=sharding_lib.resolve(sharding, logits, drafts, randomness),
-    )
+    size = logits.shape[1] * parts if vocab_size is None else int(vocab_size)
+    layout = sharding_lib.resolve(sharding, logits, drafts, randomness)
+    static = _Static(config, size, implementation, kernel_config, layout)
+    return _rejection_sample(arrays, static=static)
 
 
 def _check_implementation(implementation: Implementation | None) -> None:
@@ -283,42 +263,28 @@ def _check_implementation(implementation: Implementation | None) -> None:
         raise NotImplementedError(why_not)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("config", "size", "implementation", "kernel_config", "layout")
-)
-def _rejection_sample(
-    arrays: CallArrays,
-    *,
-    config: SpecDecodeConfig,
-    size: int,
-    implementation: Implementation | None,
-    kernel_config: KernelConfig | None,
-    layout: Layout | None,
-) -> RejectionSampleOutput:
+class _Static(NamedTuple):
+    """What a call is compiled for; `size` is how many ids count."""
+
+    config: SpecDecodeConfig
+    size: int
+    implementation: Implementation | None
+    kernel_config: KernelConfig | None
+    layout: Layout | None
+
+
+@functools.partial(jax.jit, static_argnames="static")
+def _rejection_sample(arrays: CallArrays, *, static: _Static) -> RejectionSampleOutput:
     """`_verify_part` of arrays, which may lie in parts on many devices."""
-    verify = functools.partial(
-        _verify_part,
-        config=config,
-        size=size,
-        implementation=implementation,
-        kernel_config=kernel_config,
-        layout=layout,
-    )
+    verify, layout = functools.partial(_verify_part, static=static), static.layout
     if layout is None:
         return sharding_lib.without_vma(verify, arrays, None)
     return sharding_lib.over_parts(verify, layout, arrays)
 
 
-def _verify_part(
-    arrays: CallArrays,
-    *,
-    config: SpecDecodeConfig,
-    size: int,
-    implementation: Implementation | None,
-    kernel_config: KernelConfig | None,
-    layout: Layout | None,
-) -> RejectionSampleOutput:
+def _verify_part(arrays: CallArrays, static: _Static) -> RejectionSampleOutput:
     """On one device's part of the arrays, which may be all of them."""
+    config, size, implementation, kernel_config, layout = static
     k, num_requests = config.num_speculative_tokens, arrays.sampling.temperature.shape[0]
     logits, drafts = arrays.target_logits, arrays.drafts
     if logits.shape[0] == 0:  # no drafts anywhere, and the bonus given: no row to read
@@ -331,7 +297,7 @@ def _verify_part(
     split = Split(Exchange(vocab_axis), layout is not None and layout.draft_vocab)
 
     def on_xla(arrays: CallArrays, kernels: Kernels | None = None) -> RejectionSampleOutput:
-        return xla.verify(
+        return batched.verify(
             unpack(arrays, k),
             arrays.target_logits,
             arrays.drafts.distribution,
@@ -344,12 +310,13 @@ def _verify_part(
 
     def on_mosaic_gpu(arrays: CallArrays) -> RejectionSampleOutput:
         # The kernels, for who uses them.
-        from jax_specdec._src.verify.mosaic_gpu import call, part_draw, row_statistics, tile_masses
+        from jax_specdec._src.verify.mosaic_gpu import launch, shard_kernels
 
         if vocab_axis is not None:
-            statistics = functools.partial(row_statistics.row_statistics, config=kernel_config)
-            return on_xla(arrays, Kernels(statistics, tile_masses.tile_masses, part_draw.part_draw))
-        return call.verify(arrays, rule, k=k, size=size, config=kernel_config)
+            statistics = functools.partial(shard_kernels.row_statistics, config=kernel_config)
+            kernels = Kernels(statistics, shard_kernels.tile_masses, shard_kernels.part_draw)
+            return on_xla(arrays, kernels)
+        return launch.verify(arrays, rule, k=k, size=size, config=kernel_config)
 
     if vocab_axis is not None and implementation == "xla_lazy":
         raise NotImplementedError(
@@ -371,7 +338,7 @@ def _verify_part(
         if why_not is not None:
             raise NotImplementedError(why_not)
         return on_mosaic_gpu(arrays)
-    if implementation is not None or why_not is not None or support.no_device() is not None:
+    if implementation is not None or why_not is not None or support.not_by_default() is not None:
         return on_xla(arrays)
     # The default device has the kernel, but this call may be compiled for another.
     return lax.platform_dependent(arrays, cuda=on_mosaic_gpu, default=on_xla)

@@ -1,7 +1,10 @@
-"""All requests of a batch at once: row statistics, decide, resample.
+"""The XLA backend in its two forms: row statistics, decide, resample.
 
-Rows are read where they lie, by operations on whole matrices. Only small arrays go under `vmap`:
-there a conditional computes both branches, and repeats what it closes over for every request.
+On GPUs and TPUs the rows of all requests are read at once, where they lie, by operations on whole
+matrices: a loop of small reads would be all launches. On CPUs requests are walked one after another
+and a row is read only when its position is reached. Deciding and drawing are the same. Only small
+arrays go under `vmap`: there a conditional computes both branches, and repeats what it closes over
+for every request.
 
 Where the vocabulary is split over devices, each reads its part of every row, and three exchanges
 stand between the phases: of statistics and the drafted tokens' entries, after which all devices
@@ -20,25 +23,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.blocks import gathering
 from jax_specdec._src.sampling import Filter
-from jax_specdec._src.types import DraftDistribution, DraftLogits, RejectionSampleOutput, Status
+from jax_specdec._src.types import DraftDistribution, RejectionSampleOutput, Status
 from jax_specdec._src.verify import decide, tiles
-from jax_specdec._src.verify.decide import Request
+from jax_specdec._src.verify.decide import Known, Request
 from jax_specdec._src.verify.exchange import WHOLE, Exchange, of_holder
-from jax_specdec._src.verify.resample import (
-    Source,
-    Weights,
-    choose,
-    draw,
-    gathering,
-    pieces_of_tiles,
-)
+from jax_specdec._src.verify.resample import Source, Weights, choose, draw, pieces_of_tiles
 from jax_specdec._src.verify.rows import DraftRows, DraftScale, Partials, Rows, best_of, first_of
 from jax_specdec._src.verify.rules import Rule
 
 _LARGE = 2**25
 """Bytes of logits from which on asking whether anybody samples costs less than their sums do."""
-
 
 MAX_PIECES = 32
 """Parts of the vocabulary that may share a tile, where `Kernels.part_draw` draws: a lane each."""
@@ -78,6 +74,7 @@ def verify(
     *,
     size: int,
     rule: Rule,
+    lazy: bool | None = None,
     split: Split = NOT_SPLIT,
 ) -> RejectionSampleOutput:
     """Verify a batch.
@@ -89,71 +86,18 @@ def verify(
       token_bitmask: ``[M, ceil(V/32)]`` of the whole vocabulary, or None for every token.
       size: ids that count, at most V.
       rule: the rule.
-      split: how the vocabulary is split.
+      lazy: read rows one by one as they are reached, or all at once; None chooses by platform.
+      split: how the vocabulary is split; if it is, rows are read all at once.
 
     Returns:
       Output ``[B, K+1]`` and ``[B]``, the same on all those devices.
     """
-    draft_rows = None if distribution is None else DraftRows(distribution, size, None)
-    all_phases = _Phases.of(target_logits, draft_rows, token_bitmask, size, rule, split)
-    target, owners = all_phases.target, None
-    if rule.conditional_rates is None and split.kernels is None:
-        owners = _owners(requests, target_logits.shape[0])
-        requests = _without_shared_rows(requests, owners)
-    positions, places = jax.vmap(all_phases.positions)(requests)
-    rows = requests.first_row[:, None] + positions
-    found = None
-    if split.kernels is None:
-        found = target.largest(rows[:, 0] if owners is None else None)
-
-    def finish(samples: bool) -> RejectionSampleOutput:
-        phases = all_phases if samples else all_phases.for_greedy
-        if found is None:
-            stats = phases.statistics_by_kernel(requests, positions, rows)
-        else:
-            stats = phases.statistics(requests, owners, rows, found, samples)
-        known = phases.known(requests, positions, places, rows, stats)
-        masses = None
-        if rule.is_block:
-            residual_masses = jnp.zeros_like(known.entry)
-            if phases.weights.draft is not None:  # the masses of every position judge its drafts
-                masses = phases.masses(jax.vmap(phases.sources)(requests, known), requests)
-                residual_masses = jnp.sum(masses[..., 0, :], axis=(0, 3))
-            num_accepted, last = jax.vmap(phases.walk_jointly)(requests, known, residual_masses)
-        else:
-            num_accepted, last = jax.vmap(phases.walk)(requests, positions, known)
-        index = (num_accepted - positions[:, 0])[:, None]
-        token_ids = jnp.take_along_axis(known.best_id, index, axis=1)[:, 0]
-        bad_draft = jnp.zeros_like(requests.greedy)
-        if samples:
-            source = jax.vmap(functools.partial(decide.source_of, size=size))(
-                requests, num_accepted, last
-            )
-            if requests.exponential is not None:
-                drawn, bad_draft = phases.weights.race(source, requests.exponential)
-            else:
-                if masses is None:
-                    masses = phases.masses(jax.tree.map(lambda x: x[:, None], source), requests)
-                else:
-                    index = num_accepted[None, :, None, None, None]
-                    masses = jnp.take_along_axis(masses, index, axis=2)
-                drawn, bad_draft = phases.draw(source, masses[:, :, 0], requests.recover, requests)
-            token_ids = jnp.where(requests.greedy, token_ids, drawn)
-        status = jnp.where(requests.status == Status.OK, last.status, requests.status)
-        bad_draft &= ~requests.greedy
-        return jax.vmap(decide.assemble)(requests, num_accepted, status, token_ids, bad_draft)
-
-    is_small = True
-    if found is not None:
-        is_small = found[0].shape[0] * target.width * target_logits.dtype.itemsize < _LARGE
-    if is_small or split.exchange.axis is not None:
-        return finish(samples=True)
-    samples = (requests.status == Status.OK) & ~requests.greedy
-    return lax.cond(
-        jnp.any(samples),
-        functools.partial(finish, samples=True),
-        functools.partial(finish, samples=False),
-    )
+    phases = _Phases.of(target_logits, distribution, token_bitmask, size, rule, split)
+    if split.exchange.axis is not None:
+        return phases.all_at_once(requests)
+    if lazy is not None:
+        return phases.one_by_one(requests) if lazy else phases.all_at_once(requests)
+    return lax.platform_dependent(requests, cpu=phases.one_by_one, default=phases.all_at_once)
 
 
 class Sampled(NamedTuple):
@@ -177,7 +121,7 @@ def sample(
     filter: Filter | None,
     uniforms: jax.Array,
     *,
-    split: Split = NOT_SPLIT,
+    exchange: Exchange = WHOLE,
 ) -> Sampled:
     """One token of each row, as a verification without drafts would emit it.
 
@@ -187,17 +131,12 @@ def sample(
       greedy: ``[B]`` bool.
       filter: what to leave out, ``[B]``; None for nothing.
       uniforms: ``[B, 2]`` float32, for tile and token.
-      split: how the vocabulary is split.
+      exchange: over the devices that split the vocabulary.
     """
-    size = logits.shape[1] * split.exchange.num_parts
-    phases = _Phases.of(logits, None, None, size, Rule("standard", None), split)
-    rows, least = phases.target, None
-    peak, best_id = rows.largest(None)
-    if filter is not None:
-        given = filter, ~greedy, peak, inv_temperature, split.exchange
-        least = rows.find_thresholds(None, *given)
-    partials = Partials(peak, rows.sums(None, peak, inv_temperature, least))
-    parts, best_ids = split.exchange.gather((partials, best_id))
+    phases = _Phases.of_rows(logits, exchange)
+    peak, best_id = phases.target.largest(None)
+    partials, least = phases.partials(None, peak, inv_temperature, ~greedy, filter)
+    parts, best_ids = exchange.gather((partials, best_id))
     stats = Partials.of_whole(parts, inv_temperature)
     no = jnp.zeros_like(greedy)
     index = jnp.arange(logits.shape[0], dtype=jnp.int32)
@@ -212,7 +151,7 @@ def sample(
         without_token=no,
         inv_temperature=inv_temperature,
     )
-    masses = split.exchange.gather(phases.weights.masses(source, in_place=True))
+    masses = exchange.gather(phases.weights.masses(source, in_place=True))
     drawn, _ = phases.draw(source, masses, uniforms)
     token_ids = jnp.where(greedy, best_of(parts.max, best_ids), drawn)
     return Sampled(token_ids, stats.max * inv_temperature + jnp.log(stats.sum), least)
@@ -220,74 +159,16 @@ def sample(
 
 def best_ids(logits: jax.Array, exchange: Exchange) -> jax.Array:
     """``[B]`` int32, the argmax of each row ``[B, V]``, ties to the lowest id."""
-    split = Split(exchange)
-    size = logits.shape[1] * exchange.num_parts
-    target = _Phases.of(logits, None, None, size, Rule("standard", None), split).target
+    target = _Phases.of_rows(logits, exchange).target
     return best_of(*exchange.gather(target.largest(None)))
 
 
-class Known(NamedTuple):
-    """What deciding takes of one request's rows, at positions ``[P]`` and drafts ``[D]``.
-
-    Attributes:
-      target: statistics of the target rows, ``[P]``.
-      best_id: ``[P]`` int32, the argmax of each.
-      threshold: ``[P]`` float32, entries below it count as -inf; None for none.
-      entry: ``[P]`` float32, the drafted token's logit; -inf where it does not count.
-      draft_entry: ``[D]`` float32, its entry in the draft row; None without draft distributions.
-      draft_scale: what normalizes the draft rows ``[D]``; None likewise.
-    """
-
-    target: Partials
-    best_id: jax.Array
-    threshold: jax.Array | None
-    entry: jax.Array
-    draft_entry: jax.Array | None
-    draft_scale: DraftScale | None
-
-
 class _Statistics(NamedTuple):
-    """Of this part of target rows ``[B, P]``: partials, argmax, and the threshold of the row."""
+    """Of this part of target rows: partials, argmax, and the threshold of the row."""
 
     partials: Partials
     best_id: jax.Array
     threshold: jax.Array | None
-
-
-@dataclasses.dataclass(frozen=True)
-class KnownTarget:
-    """One request's target rows as `decide` reads them; row i is that of position i."""
-
-    known: Known
-    size: int
-
-    def stats(self, row: jax.Array, *_: Any) -> tiles.RowStats:
-        of, least = self.known.target, self.known.threshold
-        least = None if least is None else least[row]
-        return tiles.RowStats(of.max[row][None], of.sum[row][None], least)
-
-    def at(self, row: jax.Array, *_: Any) -> jax.Array:
-        return self.known.entry[row]
-
-    def best(self, row: jax.Array, *_: Any) -> jax.Array:
-        return self.known.best_id[row]
-
-
-@dataclasses.dataclass(frozen=True)
-class KnownDraft:
-    """One request's draft rows, likewise."""
-
-    known: Known
-    rows: DraftRows
-
-    def scale(self, row: jax.Array, *_: Any) -> DraftScale:
-        return jax.tree.map(lambda x: x[row], self.known.draft_scale)
-
-    def at(
-        self, row: jax.Array, token_id: jax.Array, scale: DraftScale, inv_temperature: jax.Array
-    ) -> jax.Array:
-        assert self.known.draft_entry is not None
-        return self.rows.probs(self.known.draft_entry[row], scale, inv_temperature)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,29 +189,25 @@ class _Phases:
     def of(
         cls,
         target_logits: jax.Array,
-        draft: DraftRows | None,
+        distribution: DraftDistribution | None,
         token_bitmask: jax.Array | None,
         size: int,
         rule: Rule,
         split: Split,
     ) -> _Phases:
-        exchange, width = split.exchange, target_logits.shape[1]
-        first_id = None if exchange.axis is None else exchange.part * width
-        target = Rows(target_logits, size, -float("inf"), token_bitmask, first_id=first_id)
-        target = target if first_id is None else target.masked()
-        both = None
-        if draft is not None:
-            d, is_split = draft.distribution, split.draft_is_split
-            thresholds = d.threshold if isinstance(d, DraftLogits) else None
-            first_id = first_id if is_split else None
-            both = draft, Rows(draft.storage, size, draft.fill, None, thresholds, first_id)
-        weights = Weights(target, both, split.draft_is_split, exchange.num_parts)
-        return cls(weights, rule, split)
+        target = Rows.of_logits(target_logits, size, token_bitmask, split.exchange)
+        target = target if target.first_id is None else target.masked()
+        draft = None
+        if distribution is not None:
+            first_id = target.first_id if split.draft_is_split else None
+            draft = DraftRows.of(distribution, size, first_id)
+        return cls(Weights(target, draft, split.exchange.num_parts), rule, split)
 
-    @property
-    def for_greedy(self) -> _Phases:
-        """The same for a batch in which nobody samples: no draft row counts."""
-        return dataclasses.replace(self, weights=dataclasses.replace(self.weights, draft=None))
+    @classmethod
+    def of_rows(cls, logits: jax.Array, exchange: Exchange) -> _Phases:
+        """Those of rows alone, of which all ids count."""
+        size = logits.shape[1] * exchange.num_parts
+        return cls.of(logits, None, None, size, Rule("standard", None), Split(exchange))
 
     @property
     def target(self) -> Rows:
@@ -345,47 +222,125 @@ class _Phases:
         positions = decide.num_accepted_by_rate(request, rates, self.target.size)[None]
         return positions, request.place(positions)
 
-    def statistics(
+    def all_at_once(self, requests: Request) -> RejectionSampleOutput:
+        """Phases 1 to 3; each row is read whether or not its position is reached."""
+        matrix, kernels = self.target.matrix, self.split.kernels
+        positions, places = jax.vmap(self.positions)(requests)
+        if kernels is not None or self.rule.conditional_rates is not None:
+            read = self.statistics_by_kernel if kernels is not None else self.statistics_of_rows
+            return self.finish(
+                requests, self.known(requests, positions, places, read(requests, positions))
+            )
+        owners = _owners(requests, matrix.shape[0])
+        rows = jnp.minimum(requests.first_row[:, None] + positions, matrix.shape[0] - 1)
+        peak, best_id = self.target.largest(None)
+
+        def finish(samples: bool) -> RejectionSampleOutput:
+            phases, partials, least = self, Partials(peak, jnp.zeros_like(peak)), None
+            if samples:
+                sampled = (requests.status == Status.OK) & ~requests.greedy
+                given = requests.inv_temperature, sampled, requests.filter
+                given = jax.tree.map(lambda x: x[owners], given)
+                partials, least = self.partials(None, peak, *given)
+            else:  # no draft row counts
+                weights = dataclasses.replace(self.weights, draft=None)
+                phases = dataclasses.replace(self, weights=weights)
+            stats = _Statistics(partials, best_id, least)
+            stats = jax.tree.map(lambda x: x[rows], stats)
+            known = phases.known(requests, positions, places, stats)
+            return phases.finish(requests, known, samples)
+
+        is_small = matrix.size * matrix.dtype.itemsize < _LARGE
+        if is_small or self.split.exchange.axis is not None:
+            return finish(samples=True)
+        return lax.cond(
+            jnp.any((requests.status == Status.OK) & ~requests.greedy),
+            functools.partial(finish, samples=True),
+            functools.partial(finish, samples=False),
+        )
+
+    def one_by_one(self, requests: Request) -> RejectionSampleOutput:
+        """The same; phase 1 goes request by request, and ends where its rule does."""
+        return self.finish(requests, lax.map(self.known_of_one, requests))
+
+    def known_of_one(self, request: Request) -> Known:
+        """What is known of a request once its rows are read in order, as far as they matter."""
+        one = jax.tree.map(lambda x: x[None], request)
+        positions, _ = self.positions(request)
+
+        def read(position: jax.Array) -> Known:
+            at = position[None, None]
+            stats = self.statistics_of_one(one, position)
+            return self.known(one, at, request.place(at), stats)
+
+        def goes_on(state: tuple[jax.Array, Known]) -> jax.Array:
+            count, known = state
+            drafts = decide.judge(request, known, self.weights.draft, self.target.size, self.rule)
+            may_matter = decide.goes_on(request, drafts, self.rule)[jnp.maximum(count - 1, 0)]
+            is_left = positions[jnp.minimum(count, positions.shape[0] - 1)] < request.num_rows
+            is_left &= (count < positions.shape[0]) & (request.status == Status.OK)
+            return is_left & ((count == 0) | may_matter)
+
+        def step(state: tuple[jax.Array, Known]) -> tuple[jax.Array, Known]:
+            count, known = state
+            found = read(positions[count])
+            return count + 1, jax.tree.map(lambda all, x: all.at[count].set(x[0, 0]), known, found)
+
+        shapes = jax.eval_shape(read, positions[0])
+        unread = jax.tree.map(lambda x: jnp.zeros(positions.shape, x.dtype), shapes)
+        unread = unread._replace(position=positions)
+        return lax.while_loop(goes_on, step, (jnp.int32(0), unread))[1]
+
+    def partials(
         self,
-        requests: Request,
-        owners: jax.Array | None,
-        rows: jax.Array,
-        found: tuple[jax.Array, jax.Array],
-        samples: bool,
-    ) -> _Statistics:
-        """Statistics of this part of target rows ``[B, P]``.
+        rows: jax.Array | None,
+        peak: jax.Array,
+        inv_temperature: jax.Array,
+        wanted: jax.Array,
+        filter: Filter | None,
+    ) -> tuple[Partials, jax.Array | None]:
+        """Sums of exponentials of rows, and thresholds of those that are wanted and filtered."""
+        least, exchange = None, self.split.exchange
+        if filter is not None:
+            given = filter, wanted, peak, inv_temperature, exchange
+            least = self.target.find_thresholds(rows, *given)
+        return self.target.partials(rows, peak, inv_temperature, least), least
 
-        Args:
-          requests: batched requests.
-          owners: ``[M]``, the request of each row, where all rows were read in place; None where
-            ``rows[:, 0]`` were gathered.
-          rows: ``[B, P]`` int32.
-          found: largest entries and their ids, ``[M]`` or ``[B]``, of the rows that were read.
-          samples: whether anybody may sample; if not, nothing more is read.
-        """
-        (peak, best_id), in_place = found, owners is not None
-        sampled = (requests.status == Status.OK) & ~requests.greedy
-        given = (requests.inv_temperature, sampled, requests.filter)
-        inv, wanted, filter = jax.tree.map(lambda x: x[owners] if in_place else x, given)
-        read = None if in_place else rows[:, 0]
-        sums = jnp.zeros_like(peak)
-        least = None if filter is None else jnp.full_like(peak, -jnp.inf)
-        if samples:
-            if filter is not None:
-                exchange = self.split.exchange
-                least = self.target.find_thresholds(read, filter, wanted, peak, inv, exchange)
-            sums = self.target.sums(read, peak, inv, least)
-        stats = _Statistics(Partials(peak, sums), best_id, least)
-        if not in_place:
-            return jax.tree.map(lambda x: x[:, None], stats)
-        rows = jnp.minimum(rows, self.target.matrix.shape[0] - 1)
-        return jax.tree.map(lambda x: x[rows], stats)
+    def statistics_of_rows(self, requests: Request, positions: jax.Array) -> _Statistics:
+        """Of target rows at positions ``[B, 1]``, each read by itself."""
+        wanted = (requests.status == Status.OK) & (positions[:, 0] < requests.num_rows)
+        rows = jnp.where(wanted, requests.first_row + positions[:, 0], -1)
 
-    def statistics_by_kernel(
-        self, requests: Request, positions: jax.Array, rows: jax.Array
-    ) -> _Statistics:
-        """The same without thresholds, by a kernel that skips the rows nobody looks at."""
+        def read(rows: jax.Array, inv: jax.Array, sampled: jax.Array, filter: Any) -> _Statistics:
+            peak, best_id = self.target.largest(rows)
+            partials, least = self.partials(rows, peak, inv, sampled, filter)
+            return _Statistics(partials, best_id, least)
+
+        sampled = wanted & ~requests.greedy
+        found = gathering(read, rows, requests.inv_temperature, sampled, requests.filter)
+        return jax.tree.map(lambda x: x[:, None], found)
+
+    def statistics_of_one(self, one: Request, position: jax.Array) -> _Statistics:
+        """Of one row of one request, ``[1, 1]``: its argmax if it is greedy, else its sum."""
+        rows = one.first_row + position
+        least = None if one.filter is None else jnp.full((1,), -jnp.inf)
+
+        def best() -> _Statistics:
+            peak, best_id = self.target.largest(rows)
+            return _Statistics(Partials(peak, jnp.ones_like(peak)), best_id, least)
+
+        def sampled() -> _Statistics:
+            peak = self.target.peak(rows)
+            given = peak, one.inv_temperature, ~one.greedy, one.filter
+            partials, least = self.partials(rows, *given)
+            return _Statistics(partials, jnp.zeros_like(rows), least)
+
+        return jax.tree.map(lambda x: x[:, None], lax.cond(one.greedy[0], best, sampled))
+
+    def statistics_by_kernel(self, requests: Request, positions: jax.Array) -> _Statistics:
+        """Of target rows ``[B, P]``, unfiltered, by a kernel that skips what nobody needs."""
         wanted = (requests.status == Status.OK)[:, None] & (positions < requests.num_rows[:, None])
+        rows = requests.first_row[:, None] + positions
         return _Statistics(*self._by_kernel(self.target, requests, rows, wanted), None)
 
     def _by_kernel(
@@ -406,145 +361,104 @@ class _Phases:
         return Partials(peak, total), of.first + best
 
     def known(
-        self,
-        requests: Request,
-        positions: jax.Array,
-        places: jax.Array,
-        rows: jax.Array,
-        stats: _Statistics,
+        self, requests: Request, positions: jax.Array, places: jax.Array, stats: _Statistics
     ) -> Known:
-        """What deciding takes of rows ``[B, P]`` and drafts ``[B, D]``, by all parts."""
+        """What deciding takes of positions ``[B, P]`` and drafts ``[B, D]``, by all parts."""
         exchange, width, least = self.split.exchange, self.target.width, stats.threshold
         last = requests.token_ids.shape[1] - 1
         ids = jnp.take_along_axis(requests.token_ids, jnp.minimum(positions, last), axis=1)
-        inv = requests.inv_temperature[:, None]
+        rows = requests.first_row[:, None] + positions
         of_target = stats.partials, stats.best_id, self.target.at(rows, ids)
-        of_draft: Any = None
-        if self.weights.draft is not None:
+        draft, of_draft = self.weights.draft, None
+        if draft is not None:
             draft_rows = jnp.take_along_axis(requests.draft_rows, places, axis=1)
             draft_ids = jnp.take_along_axis(requests.token_ids, places, axis=1)
-            of_draft = (
-                self.weights.draft[1].at(draft_rows, draft_ids),
-                self._draft_partials(requests, draft_rows, places),
-            )
-        if of_draft is not None and self.split.draft_is_split:
+            partials = None
+            if draft.needs_statistics:
+                partials = self._draft_partials(draft, requests, draft_rows, places)
+            of_draft = draft.rows.at(draft_rows, draft_ids), partials
+        if self.split.draft_is_split:
             of_target, of_draft = exchange.gather((of_target, of_draft))
         else:
             of_target, of_draft = exchange.gather(of_target), WHOLE.gather(of_draft)
         parts, best_ids, entry = of_target
-        known = Known(
+        inv = requests.inv_temperature[:, None]
+        draft_entry = draft_scale = None
+        if draft is not None:
+            draft_entry, partials = of_draft
+            partials = None if partials is None else Partials.of_whole(partials, inv)
+            draft_entry = of_holder(draft_entry, draft_ids, width)
+            draft_scale = draft.scales(draft_rows, partials)
+        return Known(
+            position=positions,
             target=Partials.of_whole(parts, inv),
             best_id=best_of(parts.max, best_ids),
             threshold=least,
             entry=tiles.keep(of_holder(entry, ids, width), least),
-            draft_entry=None,
-            draft_scale=None,
-        )
-        if of_draft is None:
-            return known
-        entry, parts = of_draft
-        partials = None if parts is None else Partials.of_whole(parts, inv)
-        return known._replace(
-            draft_entry=of_holder(entry, draft_ids, width),
-            draft_scale=self._draft_scales(draft_rows, partials),
+            draft_entry=draft_entry,
+            draft_scale=draft_scale,
         )
 
     def _draft_partials(
-        self, requests: Request, draft_rows: jax.Array, places: jax.Array
-    ) -> Partials | None:
-        """Of draft rows ``[B, D]``, or this part of them; None where nothing is to be read."""
-        assert self.weights.draft is not None
-        (rows, entries), kernels = self.weights.draft, self.split.kernels
-        d = rows.distribution
-        if not isinstance(d, DraftLogits) or d.log_normalizer is not None:
-            return None
-        if kernels is not None and self.split.draft_is_split:
-            wanted = (requests.status == Status.OK) & requests.stored & ~requests.greedy
-            wanted = wanted[:, None] & (places < requests.num_drafts[:, None])
-            return self._by_kernel(entries, requests, draft_rows, wanted)[0]
+        self, draft: DraftRows, requests: Request, draft_rows: jax.Array, places: jax.Array
+    ) -> Partials:
+        """Of draft rows ``[B, D]``, or this part of them."""
+        wanted = (requests.status == Status.OK) & requests.stored & ~requests.greedy
+        wanted = wanted[:, None] & (places < requests.num_drafts[:, None])
+        if self.split.kernels is not None and self.split.draft_is_split:
+            return self._by_kernel(draft.rows, requests, draft_rows, wanted)[0]
 
-        def of_request(row: jax.Array, inv: jax.Array) -> Partials:
-            x = entries.whole(row)
-            peak = jnp.max(jnp.where(jnp.isnan(x), jnp.inf, x), axis=1)
-            base = jnp.where(jnp.isfinite(peak), peak, 0.0)
-            total = jnp.sum(jnp.exp((x - base[:, None]) * inv), axis=1)
-            return Partials(peak, total)
+        def read(rows: jax.Array, inv: jax.Array) -> Partials:
+            return draft.rows.partials(rows, draft.rows.peak(rows), inv)
 
-        return gathering(of_request, draft_rows, requests.inv_temperature)
+        inv = jnp.broadcast_to(requests.inv_temperature[:, None], wanted.shape).reshape(-1)
+        found = gathering(read, jnp.where(wanted, draft_rows, -1).reshape(-1), inv)
+        return jax.tree.map(lambda x: x.reshape(wanted.shape), found)
 
-    def _draft_scales(self, draft_rows: jax.Array, partials: Partials | None) -> DraftScale:
-        """What normalizes draft rows ``[B, D]``: the stored normalizers, or what was read."""
-        assert self.weights.draft is not None
-        d, count = self.weights.draft[0].distribution, self.weights.draft[1].matrix.shape[0]
-        outside = (draft_rows < 0) | (draft_rows >= count)
-        zero = jnp.zeros(draft_rows.shape, jnp.float32)
-        if not isinstance(d, DraftLogits):
-            return DraftScale(tiles.Scale(zero, zero), outside)
-        row = jnp.clip(draft_rows, 0, count - 1)
-        if d.threshold is not None:
-            outside |= jnp.isnan(d.threshold[row])
-        if partials is None:
-            assert d.log_normalizer is not None
-            stored = d.log_normalizer[row]
-            return DraftScale(tiles.Scale(zero, stored), outside | ~jnp.isfinite(stored))
-        scale = tiles.Scale(partials.max, jnp.log(partials.sum))
-        return DraftScale(scale, outside | ~jnp.isfinite(partials.max))
-
-    def _known(self, known: Known) -> tuple[Any, Any]:
-        """One request's rows as `decide` takes them."""
-        draft = self.weights.draft
-        draft_rows = None if draft is None else KnownDraft(known, draft[0])
-        return KnownTarget(known, self.target.size), draft_rows
-
-    def walk(
-        self, request: Request, positions: jax.Array, known: Known
-    ) -> tuple[jax.Array, decide.Visit]:
-        """Phase 2, of one request, by the greedy, the standard or the synthetic rule."""
-        target, draft = self._known(known)
-        if self.rule.conditional_rates is None:
-            return decide.eager_walk(_local(request), target, draft)
-        (num_accepted,) = positions
-        at = _local(request, -num_accepted)
-        last = decide.read_rows(at, num_accepted, target, draft)
-        is_read = num_accepted < request.num_rows
-        return num_accepted, last._replace(status=jnp.where(is_read, last.status, Status.OK))
-
-    def walk_jointly(
-        self, request: Request, known: Known, masses: jax.Array
-    ) -> tuple[jax.Array, decide.Visit]:
-        """Phase 2, of one request, by the block rule, with residual masses ``[K+1]``."""
-        target, draft = self._known(known)
-        return decide.eager_block_walk(
-            _local(request), target, draft, lambda source, *_: masses[source.row]
+    def finish(
+        self, requests: Request, known: Known, samples: bool = True
+    ) -> RejectionSampleOutput:
+        """Phases 2 and 3; `samples` says whether anybody may sample."""
+        weights, rule, size = self.weights, self.rule, self.target.size
+        drafts = jax.vmap(lambda r, k: decide.judge(r, k, weights.draft, size, rule))(
+            requests, known
         )
-
-    def sources(self, request: Request, known: Known) -> Source:
-        """What the token after each position would be drawn from by the block rule, ``[K+1]``."""
-        target, draft = self._known(known)
-        found, p = decide.joint_weights(_local(request), target, draft)
-        positions = jnp.arange(p.shape[0], dtype=jnp.int32)
-        return jax.vmap(lambda i, found: decide.source_of(request, i, found, self.target.size))(
-            positions, found
+        sources = jax.vmap(decide.sources_of)(requests, known, drafts)
+        masses, residual_masses = None, jnp.zeros_like(drafts.p)
+        if rule.is_block and weights.draft is not None:  # those of every position judge its drafts
+            masses = self.masses(sources, requests)
+            residual_masses = jnp.sum(masses[..., 0, :], axis=(0, 3))
+        num_accepted, status = jax.vmap(functools.partial(decide.walk, size=size, rule=rule))(
+            requests, known, drafts, residual_masses
         )
+        index = (num_accepted - known.position[:, 0])[:, None]
+        token_ids = jnp.take_along_axis(known.best_id, index, axis=1)[:, 0]
+        bad_draft = jnp.zeros_like(requests.greedy)
+        if samples:
+            source = jax.vmap(lambda of, i: jax.tree.map(lambda x: x[i], of))(sources, index[:, 0])
+            if requests.exponential is not None:
+                drawn, bad_draft = weights.race(source, requests.exponential)
+            else:
+                if masses is None:
+                    masses = self.masses(jax.tree.map(lambda x: x[:, None], source), requests)
+                else:
+                    masses = jnp.take_along_axis(masses, index[None, ..., None, None], axis=2)
+                drawn, bad_draft = self.draw(source, masses[:, :, 0], requests.recover, requests)
+            token_ids = jnp.where(requests.greedy, token_ids, drawn)
+        status = jnp.where(requests.status == Status.OK, status, requests.status)
+        bad_draft &= ~requests.greedy
+        return jax.vmap(decide.assemble)(requests, num_accepted, status, token_ids, bad_draft)
 
     def masses(self, source: Source, requests: Request) -> jax.Array:
         """``[num_parts, B, P, 2, n]`` masses of the tiles of every part, of sources ``[B, P]``."""
         kernels, shape = self._draw_kernels, source.row.shape
-        if kernels is not None:
-            source = _drawn(source, requests)
+        source = _drawn(source, requests)
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), source)
         if kernels is not None:
             found = kernels.tile_masses(flat, **self._part, num_parts=self.weights.num_parts)
         else:
-            in_blocks = functools.partial(gathering, self._masses_of_one)
-            cpu = self.weights.masses if self.target.first_id is None else in_blocks
-            found = lax.platform_dependent(
-                flat, tpu=in_blocks, cpu=cpu, default=self.weights.masses
-            )
+            found = gathering(lambda _, source: self.weights.masses(source), flat.row, flat)
         return self.split.exchange.gather(found.reshape(*shape, *found.shape[1:]))
-
-    def _masses_of_one(self, source: Source) -> jax.Array:
-        return self.weights.masses(jax.tree.map(lambda x: x[None], source))[0]
 
     def draw(
         self,
@@ -583,25 +497,18 @@ class _Phases:
         target, draft = self.target, self.weights.draft
         return dict(
             target=target.matrix,
-            distribution=None if draft is None else draft[0].distribution,
+            distribution=None if draft is None else draft.distribution,
             first_id=target.first,
             size=target.size,
         )
 
 
-def _local(request: Request, first_row: jax.Array | int = 0) -> Request:
-    """The request with positions for row indices."""
-    index = jnp.arange(request.token_ids.shape[0], dtype=jnp.int32)
-    if not isinstance(first_row, int):  # one row alone is known
-        index = jnp.zeros_like(index)
-    return request._replace(first_row=jnp.int32(0) + first_row, draft_rows=index)
-
-
 def _drawn(source: Source, requests: Request) -> Source:
-    """Sources ``[B]`` or ``[B, P]``, with row -1, which kernels skip, where no token is drawn."""
+    """Sources ``[B]`` or ``[B, P]``, with row -1, which is skipped, where no token is drawn."""
     dims = source.row.shape[:1] + (1,) * (source.row.ndim - 1)
     is_drawn = ((requests.status == Status.OK) & ~requests.greedy).reshape(dims)
     is_drawn &= source.row - requests.first_row.reshape(dims) < requests.num_rows.reshape(dims)
+    is_drawn &= source.weight > 0
     return source._replace(row=jnp.where(is_drawn, source.row, -1))
 
 
@@ -610,13 +517,3 @@ def _owners(requests: Request, num_rows: int) -> jax.Array:
     row = jnp.arange(num_rows, dtype=jnp.int32)[:, None] - requests.first_row[None, :]
     owns = (row >= 0) & (row < requests.num_rows[None, :]) & (requests.status == Status.OK)[None, :]
     return jnp.minimum(first_of(owns), requests.status.shape[0] - 1)
-
-
-def _without_shared_rows(requests: Request, owners: jax.Array) -> Request:
-    """`BAD_INPUT` where bad offsets give a request rows of one before it: each is read for one."""
-    index = jnp.arange(requests.token_ids.shape[1] + 1, dtype=jnp.int32)[None, :]
-    rows = jnp.clip(requests.first_row[:, None] + index, 0, owners.shape[0] - 1)
-    own = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
-    shared = (owners[rows] != own) & (index < requests.num_rows[:, None])
-    bad = jnp.any(shared, axis=1) & (requests.status == Status.OK)
-    return requests._replace(status=jnp.where(bad, jnp.int32(Status.BAD_INPUT), requests.status))

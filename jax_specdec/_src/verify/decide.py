@@ -1,14 +1,11 @@
-"""Phase 2: one request's walk over its positions, and the tokens it emits.
+"""Phase 2: how many drafts of one request are accepted, and the tokens it emits.
 
-`read_position` reads one position; `visit` judges its draft by the standard rule, `judge` the
-drafts before it by the block rule; `emit` turns the number accepted into tokens. All are functions
-of one request: a backend maps them over the batch.
+`judge` turns what was read of its rows into probabilities; `walk` accepts drafts by them, by any
+rule; `assemble` turns their number into tokens. All are functions of one request, for `jax.vmap`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,10 +15,9 @@ from jax import lax
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
 from jax_specdec._src.verify import rules, tiles
-from jax_specdec._src.verify.resample import Source, resample, residual_mass
-from jax_specdec._src.verify.rows import DraftRows, DraftScale, TargetRows
-
-ResidualMass = Callable[[Source, TargetRows, DraftRows], jax.Array]
+from jax_specdec._src.verify.resample import Source
+from jax_specdec._src.verify.rows import DraftRows, DraftScale, Partials
+from jax_specdec._src.verify.rules import Rule
 
 
 class Request(NamedTuple):
@@ -71,246 +67,170 @@ class Request(NamedTuple):
         token_id = self.token_ids[self.place(position)]
         return (position < self.num_drafts) & (token_id >= 0) & (token_id < size)
 
-    def uniform(self, position: jax.Array) -> jax.Array:
-        """The uniform of a position's draft; 0 if greedy, which leaves nothing to chance."""
-        return jnp.where(self.greedy, 0.0, self.accept[self.place(position)])
+    def uniforms(self, count: int) -> jax.Array:
+        """``[count]`` those of the first positions; 0 if greedy, which leaves nothing to chance."""
+        accept = jnp.pad(self.accept, (0, max(0, count - self.accept.shape[0])))
+        return jnp.where(self.greedy, 0.0, accept[:count])
 
     def uses_q(self, position: jax.Array, size: int) -> jax.Array:
         """Whether a position's stored draft distribution counts."""
         return self.is_proposed(position, size) & self.stored & ~self.greedy
 
 
-class Visit(NamedTuple):
-    """What was read at a position of a request.
+class Known(NamedTuple):
+    """What was read of one request's rows, at positions ``[P]`` and drafts ``[D]``.
+
+    D is P, or one less: after the last draft there is no draft row.
 
     Attributes:
-      accepted: ``[]`` bool.
-      status: ``[]`` int32.
-      stats: statistics of the target row.
-      scale: normalizer of the draft row; unit where none was needed.
-      weight: ``[]`` float32, joint weight of the drafts before it; 1 but in block verification.
+      position: ``[P]`` int32.
+      target: statistics of the target rows, ``[P]``.
+      best_id: ``[P]`` int32, the argmax of each.
+      threshold: ``[P]`` float32, entries below it count as -inf; None for none.
+      entry: ``[P]`` float32, the drafted token's logit; -inf where it does not count.
+      draft_entry: ``[D]`` float32, its entry in the draft row; None without draft distributions.
+      draft_scale: what normalizes the draft rows ``[D]``; None likewise.
     """
 
-    accepted: jax.Array
+    position: jax.Array
+    target: Partials
+    best_id: jax.Array
+    threshold: jax.Array | None
+    entry: jax.Array
+    draft_entry: jax.Array | None
+    draft_scale: DraftScale | None
+
+
+class Judged(NamedTuple):
+    """The drafts at positions ``[P]`` of one request.
+
+    Attributes:
+      proposed: ``[P]`` bool, whether there is one.
+      p: ``[P]`` float32, its target probability; 1 or 0 if greedy.
+      q: ``[P]`` float32, its draft probability; 1 if greedy or one-hot.
+      status: ``[P]`` int32, of the rows.
+      scale: normalizers of the draft rows, ``[P]``.
+      weight: ``[P]`` float32, joint weight of the drafts before it; 1 but in block verification.
+    """
+
+    proposed: jax.Array
+    p: jax.Array
+    q: jax.Array
     status: jax.Array
-    stats: tiles.RowStats
     scale: DraftScale
     weight: jax.Array
 
-    @classmethod
-    def nothing(cls, request: Request, size: int) -> Visit:
-        """Stands for a position not visited."""
-        zeros = jnp.zeros((tiles.num_tiles(size),), jnp.float32)
-        threshold = None if request.filter is None else jnp.float32(-jnp.inf)
-        return cls(
-            jnp.bool_(False),
-            jnp.int32(Status.OK),
-            tiles.RowStats(zeros, zeros, threshold),
-            DraftScale.unit(),
-            jnp.float32(1),
-        )
 
-
-def read_rows(
-    request: Request, position: jax.Array, target: TargetRows, draft: DraftRows | None
-) -> Visit:
-    """Read the rows of one position, judging the rows only."""
-    inv = request.inv_temperature
-    stats = target.stats(request.first_row + position, inv, request.greedy, request.filter)
-    status = jnp.where(jnp.isfinite(stats.peak), Status.OK, Status.BAD_TARGET_ROW)
-    scale = DraftScale.unit()
-    if draft is not None:
-        scale = lax.cond(
-            request.uses_q(position, target.size),
-            lambda: draft.scale(request.draft_rows[request.place(position)], inv),
-            DraftScale.unit,
-        )
-        bad_draft = (status == Status.OK) & scale.bad
-        status = jnp.where(bad_draft, Status.BAD_DRAFT_ROW, status)
-    return Visit(jnp.bool_(False), status.astype(jnp.int32), stats, scale, jnp.float32(1))
-
-
-def read_position(
-    request: Request, position: jax.Array, target: TargetRows, draft: DraftRows | None
-) -> tuple[Visit, jax.Array, jax.Array]:
-    """Read the rows of one position, and p and q of its draft: 1 or 0 and 1 if greedy."""
-    found = read_rows(request, position, target, draft)
-    row, inv, stats = request.first_row + position, request.inv_temperature, found.stats
-    place = request.place(position)
-    token_id = request.token_ids[place]
-
-    p = lax.cond(
-        request.greedy,
-        lambda: rules.accepts_greedy(token_id, target.best(row, stats)).astype(jnp.float32),
-        lambda: stats.scale(inv).probs(target.at(row, token_id, stats.threshold), inv),
-    )
-    q, status = jnp.float32(1), found.status
-    if draft is not None:
-        stored_q = draft.at(request.draft_rows[place], token_id, found.scale, inv)
-        uses_q = request.uses_q(position, target.size)
-        q = jnp.where(uses_q, stored_q, q)
-        bad_q = uses_q & ~((q >= 0) & (q < jnp.inf)) & (status == Status.OK)
-        status = jnp.where(bad_q, Status.BAD_DRAFT_ROW, status)
-    return found._replace(status=status), p, q
-
-
-def visit(
-    request: Request, position: jax.Array, target: TargetRows, draft: DraftRows | None
-) -> Visit:
-    """Read the rows of one position and judge its draft by the greedy or the standard rule."""
-    found, p, q = read_position(request, position, target, draft)
-    accepted = rules.accepts(request.uniform(position), p, q)
-    accepted &= request.is_proposed(position, target.size) & (found.status == Status.OK)
-    return found._replace(accepted=accepted)
-
-
-def judge(
-    request: Request,
-    position: jax.Array,
-    found: Visit,
-    p: jax.Array,
-    target: TargetRows,
-    draft: DraftRows | None,
-    residual_mass: ResidualMass = residual_mass,
-) -> Visit:
-    """Judge the drafts before a position by the block rule.
+def judge(request: Request, known: Known, draft: DraftRows | None, size: int, rule: Rule) -> Judged:
+    """Probabilities of a request's drafts, from what was read of its rows.
 
     Args:
       request: the request.
-      position: ``[]`` int32.
-      found: what was read there, with the joint weight of the drafts before it; after the last
-        draft only that weight counts.
-      p: ``[]`` float32, target probability of the draft there.
-      target: target rows.
-      draft: draft rows, or None.
-      residual_mass: how the mass of a stored draft's residual is found.
+      known: what was read.
+      draft: what draft rows mean, or None where every request is one-hot.
+      size: ids that count.
+      rule: the rule.
+    """
+    inv, positions, target = request.inv_temperature, known.position, known.target
+    proposed = request.is_proposed(positions, size)
+    is_best = rules.accepts_greedy(request.token_ids[request.place(positions)], known.best_id)
+    scale = tiles.Scale(target.max, jnp.log(target.sum))
+    p = jnp.where(request.greedy, is_best.astype(jnp.float32), scale.probs(known.entry, inv))
+    status = jnp.where(jnp.isfinite(target.max), Status.OK, Status.BAD_TARGET_ROW)
+    status, q = status.astype(jnp.int32), jnp.ones_like(p)
+    draft_scale = jax.tree.map(lambda x: jnp.broadcast_to(x, p.shape), DraftScale.unit())
+    if draft is not None and known.draft_entry is not None:
+        of_draft = known.draft_entry, known.draft_scale
+        missing = 0, p.shape[0] - known.draft_entry.shape[0]
+        entry, draft_scale = jax.tree.map(lambda x: jnp.pad(x, missing), of_draft)
+        uses_q = request.uses_q(positions, size)
+        q = jnp.where(uses_q, draft.probs(entry, draft_scale, inv), q)
+        is_bad = uses_q & (draft_scale.bad | ~((q >= 0) & (q < jnp.inf)))
+        is_bad &= status == Status.OK
+        status = jnp.where(is_bad, Status.BAD_DRAFT_ROW, status)
+    weight = jnp.ones_like(p)
+    if rule.is_block:
+        weight = _joint_weights(p, q)[:-1]
+    return Judged(proposed, p, q, status, draft_scale, weight)
+
+
+def _joint_weights(p: jax.Array, q: jax.Array) -> jax.Array:
+    """``[P + 1]`` joint weights of the first drafts, from none to all."""
+
+    def step(weight: jax.Array, draft: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        weight = rules.joint_weight(weight, *draft)
+        return weight, weight
+
+    _, weights = lax.scan(step, jnp.float32(1), (p, q), unroll=True)
+    return jnp.concatenate([jnp.ones_like(weights[:1]), weights])
+
+
+def goes_on(request: Request, drafts: Judged, rule: Rule) -> jax.Array:
+    """``[P]`` bool: whether what comes after a position may matter."""
+    ok = drafts.proposed & (drafts.status == Status.OK)
+    if rule.is_block:
+        return ok & (_joint_weights(drafts.p, drafts.q)[1:] > 0)
+    u = request.uniforms(drafts.p.shape[0])
+    return ok & rules.accepts(u, drafts.p, drafts.q)
+
+
+def walk(
+    request: Request, known: Known, drafts: Judged, masses: jax.Array, size: int, rule: Rule
+) -> tuple[jax.Array, jax.Array]:
+    """How many drafts are accepted, and the status of the rows that this was decided by.
+
+    Args:
+      request: the request.
+      known: what was read of its rows.
+      drafts: its drafts.
+      masses: ``[P]`` float32 residual masses after the drafts before each position, where its
+        draft distribution is stored; of the block rule.
+      size: ids that count.
+      rule: the rule.
 
     Returns:
-      The same; `accepted` says whether the drafts before the position are accepted.
+      ``(num_accepted [], status [])``.
     """
-    mass = jnp.where(
-        request.is_proposed(position, target.size),
-        rules.one_hot_residual_mass(found.weight, p),
-        found.weight,
-    )
-    status = found.status
-    if draft is not None:
-        source = source_of(request, position, found, target.size)
-        mass = lax.cond(
-            request.uses_q(position, target.size),
-            lambda: residual_mass(source, target, draft),
-            lambda: mass,
-        )
-        bad_q = jnp.isnan(mass) & (status == Status.OK)
-        status = jnp.where(bad_q, Status.BAD_DRAFT_ROW, status)
-    return found._replace(accepted=passes(request, position, found.weight, mass), status=status)
-
-
-def passes(request: Request, position: jax.Array, weight: jax.Array, mass: jax.Array) -> jax.Array:
-    """Whether the drafts before a position are kept, given their joint weight and residual mass."""
-    u = request.uniform(jnp.maximum(position - 1, 0))
-    return (position == 0) | rules.passes(u, weight, mass)
-
-
-def eager_walk(
-    request: Request, target: TargetRows, draft: DraftRows | None
-) -> tuple[jax.Array, Visit]:
-    """All positions at once; what lies past the first that is not accepted is dropped."""
-    k = request.token_ids.shape[0]
-    positions = jnp.arange(k + 1, dtype=jnp.int32)
-    found = jax.vmap(lambda i: visit(request, i, target, draft))(positions)
-    num_accepted = tiles.first(~found.accepted)
-    last = jax.tree.map(lambda x: x[num_accepted], found)
-    visited = num_accepted < request.num_rows
-    return num_accepted, last._replace(status=jnp.where(visited, last.status, Status.OK))
+    if rule.conditional_rates is not None:
+        (num_accepted,), (status,) = known.position, drafts.status
+        return num_accepted, jnp.where(num_accepted < request.num_rows, status, Status.OK)
+    stop = tiles.first(~goes_on(request, drafts, rule))
+    num_accepted, status, is_visited = stop, drafts.status, stop < request.num_rows
+    if rule.is_block:
+        positions, uses_q = known.position, request.uses_q(known.position, size)
+        one_hot = rules.one_hot_residual_mass(drafts.weight, drafts.p)
+        mass = jnp.where(drafts.proposed, one_hot, drafts.weight)
+        mass = jnp.where(uses_q, masses, mass)
+        is_bad = uses_q & jnp.isnan(mass) & (status == Status.OK)
+        status = jnp.where(is_bad, Status.BAD_DRAFT_ROW, status)
+        # Nothing is read past the first bad row.
+        stop = jnp.minimum(stop, tiles.first(status != Status.OK))
+        u = jnp.roll(request.uniforms(drafts.p.shape[0]), 1)  # of the draft before
+        passes = (positions == 0) | rules.passes(u, drafts.weight, mass)
+        num_accepted = jnp.max(jnp.where((positions <= stop) & passes, positions, 0))
+        is_visited &= drafts.proposed[stop] | (num_accepted == stop)
+    return num_accepted, jnp.where(is_visited, status[stop], Status.OK)
 
 
 def num_accepted_by_rate(request: Request, rates: jax.Array, size: int) -> jax.Array:
     """Drafts that the synthetic rule keeps at conditional `rates` ``[K]``; no row is needed."""
-    positions = jnp.arange(rates.shape[0], dtype=jnp.int32)
-    proposed = jax.vmap(functools.partial(request.is_proposed, size=size))(positions)
-    return tiles.first(~(proposed & jax.vmap(rules.accepts_synthetic)(request.accept, rates)))
+    proposed = request.is_proposed(jnp.arange(rates.shape[0], dtype=jnp.int32), size)
+    return tiles.first(~(proposed & rules.accepts_synthetic(request.accept, rates)))
 
 
-def joint_weights(
-    request: Request, target: TargetRows, draft: DraftRows | None
-) -> tuple[Visit, jax.Array]:
-    """All positions at once, with the joint weights of the drafts before them, and their p."""
-    k = request.token_ids.shape[0]
-    positions = jnp.arange(k + 1, dtype=jnp.int32)
-    found, p, q = jax.vmap(lambda i: read_position(request, i, target, draft))(positions)
-
-    def step(weight: jax.Array, draft: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return rules.joint_weight(weight, *draft), weight
-
-    _, weights = lax.scan(step, jnp.float32(1), (p, q), unroll=True)
-    return found._replace(weight=weights), p
-
-
-def eager_block_walk(
-    request: Request,
-    target: TargetRows,
-    draft: DraftRows | None,
-    residual_mass: ResidualMass = residual_mass,
-) -> tuple[jax.Array, Visit]:
-    """All positions at once."""
-    found, p = joint_weights(request, target, draft)
-    positions = jnp.arange(p.shape[0], dtype=jnp.int32)
-
-    def judged(i: jax.Array, found: Visit, p: jax.Array) -> Visit:
-        return judge(request, i, found, p, target, draft, residual_mass)
-
-    found = jax.vmap(judged)(positions, found, p)
-    proposed = jax.vmap(functools.partial(request.is_proposed, size=target.size))(positions)
-    goes_on = proposed & (jnp.append(found.weight[1:], 0.0) > 0) & (found.status == Status.OK)
-    stop = tiles.first(~goes_on)
-    num_accepted = jnp.max(jnp.where((positions <= stop) & found.accepted, positions, 0))
-    last = jax.tree.map(lambda x: x[num_accepted], found)
-    visited = proposed[stop] | ((num_accepted == stop) & (stop < request.num_rows))
-    return num_accepted, last._replace(status=jnp.where(visited, found.status[stop], Status.OK))
-
-
-def emit(
-    request: Request,
-    num_accepted: jax.Array,
-    last: Visit,
-    target: TargetRows,
-    draft: DraftRows | None,
-) -> RejectionSampleOutput:
-    """One request's tokens: the accepted ones, then one drawn from the last row visited.
-
-    Args:
-      request: the request.
-      num_accepted: ``[]`` int32, drafts kept.
-      last: what was read at position `num_accepted`; its `accepted` does not matter.
-      target: target rows.
-      draft: draft rows, or None.
-
-    Returns:
-      Output without the batch axis.
-    """
-    source = source_of(request, num_accepted, last, target.size)
-    token_id, bad_draft = lax.cond(
-        request.greedy,
-        lambda: (target.best(source.row, last.stats), jnp.bool_(False)),
-        lambda: resample(source, target, draft, request.recover, request.exponential),
-    )
-    return assemble(request, num_accepted, last.status, token_id, bad_draft)
-
-
-def source_of(request: Request, position: jax.Array, found: Visit, size: int) -> Source:
-    """What the token after `position` drafts is drawn from."""
-    place, proposed = request.place(position), request.is_proposed(position, size)
+def sources_of(request: Request, known: Known, drafts: Judged) -> Source:
+    """What the token at each position would be drawn from, ``[P]``."""
+    place, target = request.place(known.position), known.target
     return Source(
-        row=request.first_row + position,
+        row=request.first_row + known.position,
         draft_row=request.draft_rows[place],
-        token_id=jnp.clip(request.token_ids[place], 0, size - 1),
-        stats=found.stats,
-        scale=found.scale,
-        weight=found.weight,
-        from_residual=proposed & request.stored,
-        without_token=proposed & ~request.stored,
-        inv_temperature=request.inv_temperature,
+        token_id=request.token_ids[place],
+        stats=tiles.RowStats(target.max[:, None], target.sum[:, None], known.threshold),
+        scale=drafts.scale,
+        weight=drafts.weight,
+        from_residual=drafts.proposed & request.stored,
+        without_token=drafts.proposed & ~request.stored,
+        inv_temperature=jnp.broadcast_to(request.inv_temperature, place.shape),
     )
 
 

@@ -1,19 +1,17 @@
-"""Phase 3 on XLA: the recovered or bonus token, by a two-level inverse CDF.
+"""Phase 3 on XLA: recovered and bonus tokens, by a two-level inverse CDF.
 
-`resample` draws that of one request, from one row whose tiles were summed when it was read.
-`Weights.masses`, `choose` and `draw` do so for a batch, whose rows may lie in parts on devices.
+`Weights.masses` sums tiles, `choose` picks one, `draw` a token inside it; rows may lie in parts on
+devices.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jax_specdec._src.verify import rules, tiles
 from jax_specdec._src.verify.exchange import Exchange
@@ -21,9 +19,8 @@ from jax_specdec._src.verify.rows import (
     DraftRows,
     DraftScale,
     Rows,
-    TargetRows,
     as_they_are,
-    in_tiles,
+    by_tile,
 )
 
 
@@ -53,135 +50,18 @@ class Source(NamedTuple):
     inv_temperature: jax.Array
 
 
-def resample(
-    source: Source,
-    target: TargetRows,
-    draft: DraftRows | None,
-    recover: jax.Array | None,
-    exponential: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Draw the token. No weight left to draw from means drawing from ``p``.
-
-    Args:
-      source: what to draw from.
-      target: target rows.
-      draft: draft rows, or None where no request has any.
-      recover: ``[2]`` uniforms for tile and token, or None for a race.
-      exponential: ``[V]`` Exp(1) noise of a race, or None.
-
-    Returns:
-      ``(token_id [], draft_is_bad [])``.
-    """
-    inv, stats = source.inv_temperature, source.stats
-    p_masses, p_scale = _p_masses(source), stats.scale(inv)
-
-    # A rejected one-hot draft: only the tile that holds it changes.
-    token_tile = source.token_id // tiles.TILE
-    kept = _tile_weights(source, target, token_tile)
-    rest = jnp.sum(jnp.where(_tile_ids(token_tile) == source.token_id, 0.0, kept))
-    tile_scale = p_scale.probs(stats.max[token_tile], inv)
-    rest_masses = p_masses.at[token_tile].set(rest * tile_scale, mode="drop")
-
-    left_masses = jnp.zeros_like(p_masses)
-    if draft is not None:
-        left_masses = lax.cond(
-            source.from_residual,
-            lambda: residual_masses(source, target, draft),
-            lambda: jnp.zeros_like(p_masses),
-        )
-    bad = jnp.isnan(jnp.sum(left_masses)) | (source.from_residual & source.scale.bad)
-
-    from_residual = source.from_residual & (jnp.sum(left_masses) > 0)
-    without_token = source.without_token & (jnp.sum(rest_masses) > 0)
-    masses = jnp.where(without_token, rest_masses, p_masses)
-    masses = jnp.where(from_residual, left_masses, masses)
-
-    def weights_of(ids: jax.Array, p_weights: jax.Array) -> jax.Array:
-        """Weights of `ids`, whose weight under ``p`` is `p_weights` up to a factor."""
-        weights = jnp.where(without_token & (ids == source.token_id), 0.0, p_weights)
-        if draft is not None:
-            q = draft.at(source.draft_row, ids, source.scale, inv)
-            p = p_scale.probs(target.at(source.row, ids, stats.threshold), inv)
-            residual = rules.residual(source.weight, p, q)
-            weights = jnp.where(from_residual, residual, weights)
-        return weights
-
-    if exponential is not None:
-        ids = jnp.arange(target.size, dtype=jnp.int32)
-        entries = target.at(source.row, ids, stats.threshold)
-        weights = weights_of(ids, p_scale.probs(entries, inv))
-        score = jnp.where(weights > 0, weights / exponential[: target.size], -1.0)
-        return tiles.first(score == jnp.max(score)), bad
-
-    assert recover is not None
-    tile = tiles.pick(masses, recover[0])
-    p_weights = _tile_weights(source, target, tile)
-    weights = weights_of(_tile_ids(tile), p_weights)
-    # Rounding can leave a tile of tiny residual mass without a positive weight of its own.
-    weights = jnp.where(jnp.sum(weights) > 0, weights, p_weights)
-    return tile * tiles.TILE + tiles.pick(weights, recover[1]), bad
-
-
-def _tile_ids(tile: jax.Array) -> jax.Array:
-    return tile * tiles.TILE + jnp.arange(tiles.TILE, dtype=jnp.int32)
-
-
-def _tile_weights(source: Source, target: TargetRows, tile: jax.Array) -> jax.Array:
-    """``p`` inside a tile, relative to its largest weight, so that none underflows whole."""
-    entries = target.at(source.row, _tile_ids(tile), source.stats.threshold)
-    largest = source.stats.max.at[tile].get(mode="clip")
-    return jnp.exp((entries - largest) * source.inv_temperature)
-
-
-def residual_masses(source: Source, target: TargetRows, draft: DraftRows) -> jax.Array:
-    """``sum((weight * p - q)+)`` of each tile; past the drafter's vocabulary q is 0."""
-    p_scale = source.stats.scale(source.inv_temperature)
-    shared = min(tiles.num_tiles(draft.size) * tiles.TILE, target.size)
-
-    def read(start: Any, length: int) -> tuple[jax.Array, jax.Array]:
-        p_entries = target.read(source.row, start, length, source.stats.threshold)
-        available = min(length, draft.size - start) if isinstance(start, int) else length
-        q_entries = draft.read(source.draft_row, start, available)
-        missing = length - available
-        if missing:
-            q_entries = jnp.pad(q_entries, (0, missing), constant_values=draft.fill)
-        return p_entries, q_entries
-
-    def mass(p_entries: jax.Array, q_entries: jax.Array) -> jax.Array:
-        p = p_scale.probs(p_entries, source.inv_temperature)
-        q = draft.probs(q_entries, source.scale, source.inv_temperature)
-        return jnp.sum(rules.residual(source.weight, p, q), axis=1)
-
-    masses = tiles.map_tiles(mass, read, shared, draft.chunk, whole=draft.size)
-    beyond = source.weight * _p_masses(source)[masses.shape[0] :]
-    return jnp.concatenate([masses, beyond])
-
-
-def residual_mass(source: Source, target: TargetRows, draft: DraftRows) -> jax.Array:
-    """``sum((weight * p - q)+)`` of the row."""
-    return jnp.sum(residual_masses(source, target, draft))
-
-
-def _p_masses(source: Source) -> jax.Array:
-    """``p`` of each tile."""
-    relative = source.stats.masses(source.inv_temperature)
-    return relative / jnp.sum(relative)
-
-
 @dataclasses.dataclass(frozen=True)
 class Weights:
     """What tokens are drawn by, for a batch of sources, as far as it lies on this device.
 
     Attributes:
       target: target rows, or this device's part of them.
-      draft: what draft rows mean, and their entries; None where every request is one-hot.
-      draft_is_split: whether those are this device's part too.
+      draft: draft rows, whole or in parts likewise; None where every request is one-hot.
       num_parts: parts of the vocabulary.
     """
 
     target: Rows
-    draft: tuple[DraftRows, Rows] | None = None
-    draft_is_split: bool = False
+    draft: DraftRows | None = None
     num_parts: int = 1
 
     @property
@@ -199,22 +79,26 @@ class Weights:
 
         `in_place` says that their rows are all rows, in order: then none is gathered.
         """
-        count, first_id, p_rows = self.num_tiles, self.target.first_id, self.target
+        first_id = self.target.first_id
         if self.target.width % tiles.TILE == 0:
             first_id = None  # no tile is cut
-        rows = p_rows.whole(None if in_place else source.row)
-        p_entries = in_tiles(rows, count, p_rows.fill, first_id)
-        q_entries = None
+        entries = [(self.target.whole(None if in_place else source.row), self.target.fill)]
         if self.draft is not None:
-            entries = self.draft[1]
-            rows = self._draft_part(source.draft_row)
-            q_entries = in_tiles(rows, count, entries.fill, first_id)
-        ids = jnp.arange(count * tiles.TILE, dtype=jnp.int32).reshape(1, count, tiles.TILE)
-        ids = self.first_tile * tiles.TILE + ids
-        weights, _ = self._of(source, ids, p_entries, q_entries)
-        # Computed apart, p is written nowhere: XLA writes to memory what two sums share.
-        _, p = self._of(as_they_are(source), ids, p_entries, q_entries)
-        return jnp.stack(as_they_are((jnp.sum(weights, axis=2), jnp.sum(p, axis=2))), axis=1)
+            entries.append((self._draft_part(source.draft_row), self.draft.rows.fill))
+        ids = self.first_tile * tiles.TILE + jnp.arange(tiles.TILE, dtype=jnp.int32)
+
+        def sums(first: int, *entries: jax.Array) -> jax.Array:
+            """Of tiles ``[n, t, L]`` from the first on."""
+            count, length = entries[0].shape[1:]
+            tile = first + jnp.arange(count, dtype=jnp.int32)
+            of_tiles = (ids[None, :length] + tile[:, None] * tiles.TILE)[None]
+            weights, _ = self._of(source, of_tiles, *entries)
+            # Computed apart, p is written nowhere: XLA writes to memory what two sums share.
+            _, p = self._of(as_they_are(source), of_tiles, *entries)
+            found = jnp.sum(weights, axis=2), jnp.sum(p, axis=2)
+            return jnp.stack(as_they_are(found), axis=1)
+
+        return by_tile(sums, entries, self.num_tiles, first_id)
 
     def inside(self, source: Source, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Of tiles ``[n]``: ids ``[n, L]`` that are here, and ``[n, 2, L]`` weights and ``p``."""
@@ -223,7 +107,7 @@ class Weights:
         ids = first[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
         q_entries = None
         if self.draft is not None:
-            q_entries = self.draft[1].slices(source.draft_row, first, length)
+            q_entries = self.draft.rows.slices(source.draft_row, first, length)
         both = self._of(source, ids, target.slices(source.row, first, length), q_entries)
         is_inside = ids // tiles.TILE == tile[:, None]
         return ids, jnp.where(is_inside[:, None], jnp.stack(both, axis=1), 0.0)
@@ -233,7 +117,7 @@ class Weights:
         width = self.target.width
         q_entries = None
         if self.draft is not None:
-            entries = self.draft[1]
+            entries = self.draft.rows
             q_entries = entries.whole(source.draft_row)
             missing = ((0, 0), (0, width - q_entries.shape[1]))
             q_entries = jnp.pad(q_entries, missing, constant_values=entries.fill)
@@ -248,14 +132,18 @@ class Weights:
     def _draft_part(self, rows: jax.Array) -> jax.Array:
         """Entries of draft rows, of the ids of this part."""
         assert self.draft is not None
-        entries, target = self.draft[1], self.target
-        if target.first_id is None or self.draft_is_split:
+        entries, target = self.draft.rows, self.target
+        if target.first_id is None or entries.first_id is not None:
             return entries.whole(rows)
         first = jnp.broadcast_to(target.first_id, rows.shape)
         return entries.slices(rows, first, target.width)
 
     def _of(
-        self, source: Source, ids: jax.Array, p_entries: jax.Array, q_entries: jax.Array | None
+        self,
+        source: Source,
+        ids: jax.Array,
+        p_entries: jax.Array,
+        q_entries: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Weights of entries ``[n, ...]`` whose ids are `ids`, and their ``p``."""
         stats = source.stats
@@ -268,7 +156,7 @@ class Weights:
         weights = jnp.where(source.without_token & (ids == source.token_id), 0.0, p)
         if self.draft is None or q_entries is None:
             return weights, p
-        q = self.draft[0].probs(q_entries, source.scale, inv)
+        q = self.draft.probs(q_entries, source.scale, inv)
         residual = rules.residual(source.weight, p, q)
         return jnp.where(source.from_residual, residual, weights), p
 
@@ -317,7 +205,7 @@ def choose(
         of_tile = jnp.asarray(pieces)[chosen]
         flat = jnp.where(has_mass[:, None], flat[:, 0], flat[:, 1])
         held = jnp.take_along_axis(flat, of_tile, axis=1)
-        piece = jax.vmap(tiles.pick)(held, u)[:, None]
+        piece, _ = pick_each(held[:, None], u)
         own, sums = (
             jnp.take_along_axis(x, piece, axis=1)[:, 0] for x in (held, jnp.cumsum(held, axis=1))
         )
@@ -358,7 +246,11 @@ def pieces_of_tiles(width: int, num_parts: int, num_tiles: int) -> np.ndarray:
 
 
 def pick_each(weights: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`tiles.pick` of each of weights ``[n, 2, L]`` by ``u [n]``, and their totals, ``[n, 2]``."""
+    """Places in weights ``[n, m, L]``, picked by uniforms ``[n]``, and totals, ``[n, m]`` each.
+
+    Inverse CDF: the least place whose inclusive sum exceeds ``u * total``; never one of zero
+    weight, but the last of positive weight where rounding finds none.
+    """
     sums = jnp.cumsum(weights, axis=2)
     total = sums[:, :, -1]
     place = jnp.arange(weights.shape[2], dtype=jnp.int32)[None, None, :]
@@ -368,19 +260,3 @@ def pick_each(weights: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
     key = jnp.where(hit, place, jnp.where(positive, 2 * size - place, 2 * size))
     found = jnp.min(key, axis=2)
     return jnp.where(found < size, found, 2 * size - found), total
-
-
-def gathering(function: Callable[..., Any], *arrays: Any) -> Any:
-    """`function` by request, ``[B]``; a few at a time where gathered rows are written to memory."""
-
-    def in_blocks(arrays: Any) -> Any:
-        return lax.map(lambda one: function(*one), arrays, batch_size=_GATHERED_AT_ONCE)
-
-    def at_once(arrays: Any) -> Any:
-        return jax.vmap(lambda *one: function(*one))(*arrays)
-
-    return lax.platform_dependent(arrays, tpu=in_blocks, cpu=in_blocks, default=at_once)
-
-
-_GATHERED_AT_ONCE = 8
-"""Requests whose rows a TPU or a CPU gathers at a time: it writes to memory what it gathers."""

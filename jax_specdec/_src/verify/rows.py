@@ -1,19 +1,20 @@
 """Phase 1 on XLA: target and draft rows, read in place.
 
-`TargetRows` and `DraftRows` read one row at a time, in tiles, for the walk that goes request by
-request. `Rows` reads many at once, of the whole vocabulary or of one device's part of it.
+Rows are of the whole vocabulary, or one device's part of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.blocks import take
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
 from jax_specdec._src.verify import tiles
@@ -21,198 +22,16 @@ from jax_specdec._src.verify.exchange import Exchange
 from jax_specdec._src.verify.threshold import find_threshold, only_if
 
 
-def _read(matrix: jax.Array, row: jax.Array, start: Any, length: int) -> jax.Array:
-    """``float32(matrix[row, start : start + length])``."""
-    start = jnp.asarray(start, jnp.int32)  # a Python int would be int64 in x64 mode
-    return lax.dynamic_slice(matrix, (row, start), (1, length))[0].astype(jnp.float32)
-
-
-def _gather(matrix: jax.Array, row: jax.Array, ids: jax.Array) -> jax.Array:
-    """``float32(matrix[row, ids])``, ids clipped into range."""
-    ids = jnp.clip(ids, 0, matrix.shape[1] - 1)
-    return matrix.at[row, ids].get(mode="clip").astype(jnp.float32)
-
-
-def sum_of(x: jax.Array, axis: int | None = None) -> jax.Array:
-    """The sum, in the dtype of `x` in 64-bit mode too."""
-    return jnp.sum(x, axis=axis, dtype=x.dtype)
-
-
-def _read_bits(words: jax.Array, row: jax.Array, start: Any, length: int) -> jax.Array:
-    """Bits ``start .. start + length - 1`` of a row, `start` a multiple of 32."""
-    start = jnp.asarray(start // 32, jnp.int32)
-    these = lax.dynamic_slice(words, (row, start), (1, -(-length // 32)))[0]
-    places = jnp.arange(32, dtype=words.dtype)
-    return ((these[:, None] >> places[None, :]) & 1).reshape(-1)[:length] == 1
-
-
 def bits_at(words: jax.Array, row: jax.Array, ids: jax.Array) -> jax.Array:
-    """Bits `ids` of a row, ids clipped into range."""
+    """Bits `ids` of rows, ids clipped into range."""
     ids = jnp.clip(ids, 0, words.shape[1] * 32 - 1)
     these = words.at[row, ids // 32].get(mode="clip")
     return (these >> (ids % 32).astype(words.dtype)) & 1 == 1
 
 
-@dataclasses.dataclass(frozen=True)
-class TargetRows:
-    """Target logits ``[M, V]``, of which ids below `size` count.
-
-    `chunk` is the length of the loop over a row (`tiles.map_tiles`). Ids whose bit in
-    `token_bitmask` ``[M, ceil(V/32)]`` is not set read as -inf, whatever their logits.
-    """
-
-    logits: jax.Array
-    size: int
-    chunk: int | None
-    token_bitmask: jax.Array | None = None
-
-    def read(
-        self, row: jax.Array, start: Any, length: int, threshold: jax.Array | None = None
-    ) -> jax.Array:
-        """Logits of `length` ids from `start` on, a multiple of `TILE`; -inf below a threshold."""
-        x = _read(self.logits, row, start, length)
-        if self.token_bitmask is not None:
-            x = jnp.where(_read_bits(self.token_bitmask, row, start, length), x, -jnp.inf)
-        return tiles.keep(x, threshold)
-
-    def stats(
-        self,
-        row: jax.Array,
-        inv_temperature: jax.Array,
-        greedy: jax.Array,
-        filter: Filter | None = None,
-    ) -> tiles.RowStats:
-        """One read of the row, and more where it is filtered; a greedy request needs no sum."""
-
-        def map_row(fn: Any, threshold: jax.Array | None = None) -> Any:
-            def read(start: Any, length: int) -> tuple[jax.Array, ...]:
-                return (self.read(row, start, length, threshold),)
-
-            return tiles.map_tiles(fn, read, self.size, self.chunk)
-
-        def max_and_sum(x: jax.Array) -> tiles.RowStats:
-            return tiles.max_and_sum(x, inv_temperature)
-
-        stats = lax.cond(greedy, lambda: map_row(tiles.maxima), lambda: map_row(max_and_sum))
-        if filter is None:
-            return stats
-        peak, used = stats.peak, filter
-
-        def filtered() -> tiles.RowStats:
-            least = find_threshold(
-                used,
-                lambda fn, candidates: jnp.stack(
-                    [sum_of(map_row(lambda x, c=c: sum_of(fn(x, c), axis=1))) for c in candidates]
-                ),
-                size=self.size,
-                dtype=self.logits.dtype,
-                peak=peak,
-                inv_temperature=inv_temperature,
-            )
-            return map_row(max_and_sum, least)._replace(threshold=least)
-
-        return only_if(
-            filter.limits(self.size) & ~greedy & jnp.isfinite(peak),
-            filtered,
-            stats._replace(threshold=jnp.float32(-jnp.inf)),
-        )
-
-    def at(self, row: jax.Array, ids: jax.Array, threshold: jax.Array | None = None) -> jax.Array:
-        """Logits of `ids`, -inf for those that do not count or are below a threshold."""
-        counts = ids < self.size
-        if self.token_bitmask is not None:
-            counts &= bits_at(self.token_bitmask, row, ids)
-        return tiles.keep(jnp.where(counts, _gather(self.logits, row, ids), -jnp.inf), threshold)
-
-    def best(self, row: jax.Array, stats: tiles.RowStats) -> jax.Array:
-        """Argmax of the row, ties to the lowest id; looks into one tile only."""
-        peak = stats.peak
-        tile = jnp.minimum(tiles.first(stats.max == peak), stats.max.shape[0] - 1)
-        ids = tile * tiles.TILE + jnp.arange(tiles.TILE, dtype=jnp.int32)
-        return tile * tiles.TILE + tiles.first(self.at(row, ids) == peak)
-
-
 def storage_of(distribution: DraftDistribution) -> jax.Array:
     """The rows ``[R, Vd]`` of a draft distribution, of either kind."""
     return distribution.probs if isinstance(distribution, DraftProbs) else distribution.logits
-
-
-class DraftScale(NamedTuple):
-    """What normalizes a draft row, or that nothing does. Probabilities need none."""
-
-    scale: tiles.Scale
-    bad: jax.Array
-
-    @classmethod
-    def unit(cls) -> DraftScale:
-        return cls(tiles.Scale(jnp.float32(0), jnp.float32(0)), jnp.bool_(False))
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftRows:
-    """Draft distributions ``[R, Vd]``, read in place by row."""
-
-    distribution: DraftDistribution
-    target_size: int
-    chunk: int | None
-
-    @property
-    def storage(self) -> jax.Array:
-        return storage_of(self.distribution)
-
-    @property
-    def size(self) -> int:
-        """Ids the drafter could draw."""
-        return min(self.storage.shape[1], self.target_size)
-
-    @property
-    def fill(self) -> float:
-        """The entry that stands for ``q = 0``."""
-        return 0.0 if isinstance(self.distribution, DraftProbs) else -float("inf")
-
-    def threshold(self, row: jax.Array) -> jax.Array | None:
-        """Entries of a row below it were left out; None where none ever were."""
-        d = self.distribution
-        if isinstance(d, DraftProbs) or d.threshold is None:
-            return None
-        return d.threshold.at[row].get(mode="clip")
-
-    def read(self, row: jax.Array, start: Any, length: int) -> jax.Array:
-        return tiles.keep(_read(self.storage, row, start, length), self.threshold(row))
-
-    def scale(self, row: jax.Array, inv_temperature: jax.Array) -> DraftScale:
-        """The row's normalizer: the stored one, or one read of the row."""
-        outside = (row < 0) | (row >= self.storage.shape[0])
-        d = self.distribution
-        if not isinstance(d, DraftLogits):
-            return DraftScale.unit()._replace(bad=outside)
-        threshold = self.threshold(row)
-        if threshold is not None:
-            outside |= jnp.isnan(threshold)
-        if d.log_normalizer is not None:
-            stored = d.log_normalizer.at[row].get(mode="clip")
-            scale = tiles.Scale(jnp.float32(0), stored)
-            return DraftScale(scale, outside | ~jnp.isfinite(stored))
-        stats = tiles.map_tiles(
-            lambda x: tiles.max_and_sum(x, inv_temperature),
-            lambda start, length: (self.read(row, start, length),),
-            self.size,
-            self.chunk,
-        )
-        return DraftScale(stats.scale(inv_temperature), outside | ~jnp.isfinite(stats.peak))
-
-    def probs(self, entries: jax.Array, scale: DraftScale, inv_temperature: jax.Array) -> jax.Array:
-        """``q`` of entries of a row."""
-        if isinstance(self.distribution, DraftProbs):
-            return entries
-        return scale.scale.probs(entries, inv_temperature)
-
-    def at(
-        self, row: jax.Array, ids: jax.Array, scale: DraftScale, inv_temperature: jax.Array
-    ) -> jax.Array:
-        """``q`` of `ids`, 0 for those the drafter could not draw."""
-        entries = tiles.keep(_gather(self.storage, row, ids), self.threshold(row))
-        return jnp.where(ids < self.size, self.probs(entries, scale, inv_temperature), 0.0)
 
 
 class Partials(NamedTuple):
@@ -268,6 +87,14 @@ class Rows:
     thresholds: jax.Array | None = None
     first_id: jax.Array | None = None
 
+    @classmethod
+    def of_logits(
+        cls, logits: jax.Array, size: int, token_bitmask: jax.Array | None, exchange: Exchange
+    ) -> Rows:
+        """Rows of logits ``[R, V]``, or this device's columns of them."""
+        first_id = None if exchange.axis is None else exchange.part * logits.shape[1]
+        return cls(logits, size, -float("inf"), token_bitmask, None, first_id)
+
     @property
     def width(self) -> int:
         """Ids that are here and may count."""
@@ -321,18 +148,16 @@ class Rows:
         if rows is None:
             return found
         rows = jnp.clip(rows, 0, self.matrix.shape[0] - 1)
-        return jax.tree.map(lambda x: x[rows], found)
+        return jax.tree.map(lambda x: take(x, rows), found)
 
     def _entries(self, x: jax.Array, rows: jax.Array, ids: jax.Array) -> jax.Array:
         """Of entries of some ids, what counts."""
         place = ids - self.first
         counts = (place >= 0) & (place < self.width) & (ids < self.size)
         if self.token_bitmask is not None:
-            word = jnp.clip(ids // 32, 0, self.token_bitmask.shape[1] - 1)
-            words = self.token_bitmask[rows, word]
-            counts &= (words >> (ids % 32).astype(words.dtype)) & 1 == 1
+            counts &= bits_at(self.token_bitmask, rows, ids)
         x = jnp.where(counts, x.astype(jnp.float32), self.fill)
-        return x if self.thresholds is None else self._keep(x, self.thresholds[rows])
+        return x if self.thresholds is None else tiles.keep(x, self.thresholds[rows], self.fill)
 
     def _read(
         self, matrix: jax.Array, words: jax.Array | None, least: jax.Array | None
@@ -344,7 +169,7 @@ class Rows:
         if self.first_id is not None:
             ids = self.first_id + jnp.arange(self.width, dtype=jnp.int32)
             x = jnp.where(ids.reshape((1,) * (x.ndim - 1) + (-1,)) < self.size, x, self.fill)
-        return x if least is None else self._keep(x, least[..., None])
+        return x if least is None else tiles.keep(x, least[..., None], self.fill)
 
     def _bits(self, words: jax.Array) -> jax.Array:
         """``[..., width]`` bool, from words ``[..., ceil(V/32)]`` of the whole vocabulary."""
@@ -362,9 +187,6 @@ class Rows:
             return bits[..., : self.width]
         return lax.dynamic_slice_in_dim(bits, shift, self.width, axis=-1)
 
-    def _keep(self, x: jax.Array, least: jax.Array) -> jax.Array:
-        return jnp.where(x < least, self.fill, x)
-
     def largest(self, rows: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Largest entry ``[n]`` of each row, not finite if it holds NaN or inf, and its lowest id.
 
@@ -375,18 +197,22 @@ class Rows:
             rows, tpu=self._argmax, cpu=cpu, default=self._argmax_by_tiles
         )
 
-    def sums(
+    def peak(self, rows: jax.Array | None) -> jax.Array:
+        """``[n]`` the largest entry alone, which may pass over a NaN."""
+        return jnp.max(self.whole(rows), axis=1)
+
+    def partials(
         self,
         rows: jax.Array | None,
         peak: jax.Array,
         inv_temperature: jax.Array,
-        least: jax.Array | None,
-    ) -> jax.Array:
+        least: jax.Array | None = None,
+    ) -> Partials:
         """``[n]`` sums of exponentials relative to `peak`, of what is not below `least`."""
-        x = self.whole(rows)
-        x = x if least is None else self._keep(x, least[:, None])
+        x = tiles.keep(self.whole(rows), None if least is None else least[:, None])
         base = jnp.where(jnp.isfinite(peak), peak, 0.0)[:, None]
-        return jnp.sum(jnp.exp((x - base) * inv_temperature[:, None]), axis=1)
+        sums = jnp.sum(jnp.exp((x - base) * inv_temperature[:, None]), axis=1)
+        return Partials(jnp.where(jnp.isnan(sums), jnp.inf, peak), sums)
 
     def find_thresholds(
         self,
@@ -403,7 +229,7 @@ class Rows:
           rows: as of `largest`.
           filter: of each row.
           wanted: ``[n]`` bool, rows that anybody samples from.
-          peak: ``[n]`` what `largest` found in whole rows.
+          peak: ``[n]`` largest entries.
           inv_temperature: ``[n]`` float32.
           exchange: over the parts of the vocabulary.
         """
@@ -417,7 +243,7 @@ class Rows:
                 filter,
                 # One by one, so that XLA reads the row for all of them and writes nothing.
                 lambda fn, candidates: exchange.sum(
-                    jnp.stack([sum_of(fn(self._read(*of), c)) for c in candidates])
+                    jnp.stack([_sum(fn(self._read(*of), c)) for c in candidates])
                 ),
                 size=self.size,
                 dtype=self.matrix.dtype,
@@ -444,8 +270,11 @@ class Rows:
 
     def _argmax_by_tiles(self, rows: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """The same by a maximum of each tile and a look into one, which GPUs do faster."""
-        clean = in_tiles(self._clean(rows), tiles.num_tiles(self.width), -jnp.inf)
-        largest = as_they_are(jnp.max(clean, axis=2))
+        count = tiles.num_tiles(self.width)
+        found = by_tile(
+            lambda _, x: jnp.max(x, axis=2), [(self._clean(rows), -float("inf"))], count
+        )
+        largest = as_they_are(found)
         peak = jnp.max(largest, axis=1)
         length = min(tiles.TILE, self.matrix.shape[1])
         tile = first_of(largest == peak[:, None])
@@ -455,11 +284,123 @@ class Rows:
         return peak, first + first_of(hits)
 
 
-def in_tiles(x: jax.Array, count: int, fill: float, first_id: jax.Array | None = None) -> jax.Array:
+class DraftScale(NamedTuple):
+    """What normalizes a draft row, or that nothing does. Probabilities need none."""
+
+    scale: tiles.Scale
+    bad: jax.Array
+
+    @classmethod
+    def unit(cls) -> DraftScale:
+        return cls(tiles.Scale(jnp.float32(0), jnp.float32(0)), jnp.bool_(False))
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftRows:
+    """Draft distributions ``[R, Vd]``, or this device's part of each row.
+
+    Attributes:
+      distribution: what they are.
+      rows: their entries: probabilities, or logits.
+    """
+
+    distribution: DraftDistribution
+    rows: Rows
+
+    @classmethod
+    def of(
+        cls, distribution: DraftDistribution, size: int, first_id: jax.Array | None = None
+    ) -> DraftRows:
+        """Rows of storage whose columns begin with `first_id`; of the ids, `size` count."""
+        fill, thresholds = 0.0, None
+        if isinstance(distribution, DraftLogits):
+            fill, thresholds = -float("inf"), distribution.threshold
+        rows = Rows(storage_of(distribution), size, fill, None, thresholds, first_id)
+        return cls(distribution, rows)
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether rows are to be read for what normalizes them."""
+        d = self.distribution
+        return isinstance(d, DraftLogits) and d.log_normalizer is None
+
+    def scales(self, rows: jax.Array, partials: Partials | None) -> DraftScale:
+        """What normalizes rows of any shape: what is stored, or else was read."""
+        d, count = self.distribution, self.rows.matrix.shape[0]
+        outside = (rows < 0) | (rows >= count)
+        zero = jnp.zeros(rows.shape, jnp.float32)
+        if not isinstance(d, DraftLogits):
+            return DraftScale(tiles.Scale(zero, zero), outside)
+        rows = jnp.clip(rows, 0, count - 1)
+        if d.threshold is not None:
+            outside |= jnp.isnan(d.threshold[rows])
+        if partials is not None:
+            scale = tiles.Scale(partials.max, jnp.log(partials.sum))
+            return DraftScale(scale, outside | ~jnp.isfinite(partials.max))
+        assert d.log_normalizer is not None
+        stored = d.log_normalizer[rows]
+        return DraftScale(tiles.Scale(zero, stored), outside | ~jnp.isfinite(stored))
+
+    def probs(self, entries: jax.Array, scale: DraftScale, inv_temperature: jax.Array) -> jax.Array:
+        """``q`` of entries of rows."""
+        if isinstance(self.distribution, DraftProbs):
+            return entries
+        return scale.scale.probs(entries, inv_temperature)
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    """The sum, in the dtype of `x` in 64-bit mode too."""
+    return jnp.sum(x, dtype=x.dtype)
+
+
+def by_tile(
+    function: Callable[..., jax.Array],
+    rows: Sequence[tuple[jax.Array, float]],
+    count: int,
+    first_id: jax.Array | None = None,
+) -> jax.Array:
+    """Sums or maxima of the tiles of rows.
+
+    Args:
+      function: ``function(first, *tiles)`` of tiles ``[n, t, L]`` of each matrix, from tile `first`
+        on, gives ``[..., t]``.
+      rows: matrices ``[n, W]`` and what to fill them up with.
+      count: of tiles.
+      first_id: the id of the first column; None where a tile begins with it.
+    """
+
+    def filled_up(matrices: Sequence[jax.Array]) -> jax.Array:
+        given = zip(matrices, fills, strict=True)
+        return function(0, *(_in_tiles(x, count, fill, first_id) for x, fill in given))
+
+    def in_two(matrices: Sequence[jax.Array]) -> jax.Array:
+        """Whole tiles, and the last one by itself, which needs no copy."""
+        width = max(x.shape[1] for x in matrices)
+        whole = width // tiles.TILE
+        cut, found = whole * tiles.TILE, []
+        given = zip(matrices, fills, strict=True)
+        matrices = [_padded(x, (0, width - x.shape[1]), fill) for x, fill in given]
+        if whole:
+            shape = -1, whole, tiles.TILE
+            found.append(function(0, *(x[:, :cut].reshape(shape) for x in matrices)))
+        if cut < width:
+            found.append(function(whole, *(x[:, None, cut:] for x in matrices)))
+        return jnp.concatenate(found, axis=-1)
+
+    matrices, fills = zip(*rows, strict=True)
+    cpu = in_two if first_id is None else filled_up
+    return lax.platform_dependent(matrices, cpu=cpu, default=filled_up)
+
+
+def _padded(x: jax.Array, count: tuple[int, int], fill: float) -> jax.Array:
+    """``[n, W]``, with so many columns more before and after."""
+    return jnp.pad(x, ((0, 0), count), constant_values=fill) if any(count) else x
+
+
+def _in_tiles(x: jax.Array, count: int, fill: float, first_id: jax.Array | None) -> jax.Array:
     """``[n, W]`` as ``[n, count, TILE]``, filled up at the end, and before `first_id` if given."""
     before = 0 if first_id is None else tiles.TILE
-    missing = ((0, 0), (before, count * tiles.TILE - x.shape[1]))
-    x = jnp.pad(x, missing, constant_values=fill)
+    x = _padded(x, (before, count * tiles.TILE - x.shape[1]), fill)
     if first_id is not None:
         start = tiles.TILE - first_id % tiles.TILE
         x = lax.dynamic_slice_in_dim(x, start, count * tiles.TILE, axis=1)

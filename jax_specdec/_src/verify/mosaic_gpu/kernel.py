@@ -1,188 +1,116 @@
-"""One launch that verifies a batch: a cluster of blocks per request.
+"""One request's walk: read a row, judge its draft, go on; then draw.
 
-Every block of a cluster holds one slice of a row in shared memory, and all make the same decisions
-from the same numbers. A row is read once its position is reached, or with the one before it where a
-block has several warpgroups. The row to draw from is still there when that is known.
+A cluster of blocks verifies one request. Every block has one slice of a target row in shared
+memory, and all make the same decisions from the same numbers. A row is read once its position is
+reached, or with the one before it where a block has several warpgroups. The row to draw from is
+still there when that is known.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jax_specdec._src.sampling import limits_count
 from jax_specdec._src.types import Status
 from jax_specdec._src.verify import rules
-from jax_specdec._src.verify.mosaic_gpu import output, signals
-from jax_specdec._src.verify.mosaic_gpu.block_walk import BlockWalk
-from jax_specdec._src.verify.mosaic_gpu.draft_rows import DraftRows
-from jax_specdec._src.verify.mosaic_gpu.draw import Draw, Turns
-from jax_specdec._src.verify.mosaic_gpu.mail import Mail
-from jax_specdec._src.verify.mosaic_gpu.reader import Reader, Shown
-from jax_specdec._src.verify.mosaic_gpu.request import LOG2E, Call, Request
-from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
+from jax_specdec._src.verify.mosaic_gpu import statistics
+from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Masses, Warpgroups, tree_sum
+from jax_specdec._src.verify.mosaic_gpu.ptx import WARP
+from jax_specdec._src.verify.mosaic_gpu.request import DraftedTokens, KernelRequest
+from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice, TargetSlice
+from jax_specdec._src.verify.mosaic_gpu.sample import Draw, PositionResult, TileWeights
 from jax_specdec._src.verify.mosaic_gpu.statistics import Normalizer, is_finite
-from jax_specdec._src.verify.mosaic_gpu.threads import WARP
-from jax_specdec._src.verify.mosaic_gpu.warpgroups import Warpgroups
 
-OK, BAD_TARGET_ROW, BAD_DRAFT_ROW = (
-    int(Status.OK),
-    int(Status.BAD_TARGET_ROW),
-    int(Status.BAD_DRAFT_ROW),
-)
+OK = int(Status.OK)
 
 
-class Seen(NamedTuple):
-    """What a position showed; every warp of the cluster has the same.
-
-    Attributes:
-      accepted: ``[]`` int32, 0 or 1.
-      status: ``[]`` int32.
-      shown: what its rows show.
-    """
-
-    accepted: jax.Array
-    status: jax.Array
-    shown: Shown
-
-
-class Verifier:
+class Walk:
     """One warpgroup at work on one request, while the kernel is traced.
 
     Attributes:
-      call: what is static.
       request: what is known of the request.
       target: target rows.
       draft: draft rows, or None where there are none.
-      mail: what reaches the others.
-      warpgroups: who reads which positions.
+      drafted: what is known of the drafted tokens.
+      cluster: the blocks at work on it.
+      warpgroups: those of this block.
     """
 
     def __init__(
         self,
-        call: Call,
-        request: Request,
-        target: Tiles,
-        draft: DraftRows | None,
-        mail: Mail,
+        request: KernelRequest,
+        target: TargetSlice,
+        draft: DraftSlice | None,
+        cluster: Cluster,
         warpgroups: Warpgroups,
     ):
-        self.call, self.request, self.target, self.draft = call, request, target, draft
-        self.mail, self.warpgroups, self.threads = mail, warpgroups, request.threads
+        self.request, self.plan, self.threads = request, request.plan, request.threads
+        self.target, self.draft = target, draft
+        self.cluster, self.warpgroups = cluster, warpgroups
+        self.drafted = DraftedTokens(request, target, draft)  # small: loaded before rows
 
     def run(self) -> None:
         """Walk the positions, draw the last token, write the output."""
-        request = self.request
+        request, rates = self.request, self.plan.rates
+        position, round = self.warpgroups.index, jnp.int32(0)
+        if rates is not None:
+            request.draw_noise()
+            position = self.accepted_by_rate(rates)
+        self.copy(position)
+        self.target.fill_end()
+        if self.warpgroups.count > 1:
+            self.prefetch_draft(self.warpgroups.index)
+        if rates is None:
+            request.draw_noise()
+        self.drafted.find_q()
+        self.threads.cluster_wait()
+        if rates is not None:  # the one row that the last token comes from
+            none_before = jnp.int32(0)
+            self.emit(position, *self.visit_if_there(position, round, none_before, judge=False))
+        elif not self.plan.block:
+            self.walk_and_emit(round)
+        else:
+            pl.when(request.greedy)(lambda: self.walk_and_emit(round))
+            pl.when(~request.greedy)(lambda: BlockWalk(self).run(round))
 
-        @pl.when(request.status == OK)
-        def _() -> None:
-            self.load_entries()  # small: they go before copies
-            position = self.warpgroups.index
-            if self.call.rates is not None:
-                request.know_noise()
-                position = self.accepted_by_rate(self.call.rates)
-            self.open(position)
-            self.target.prepare()
-            if self.warpgroups.count > 1:
-                self.fetch_draft(self.warpgroups.index)
-            if self.call.rates is None:
-                request.know_noise()
-            self.know_probabilities()
-            if not self.threads.interpreted:
-                signals.meet()
-            if self.call.rates is not None:
-                self.emit(position, self.read_at(position))
-            elif not self.call.block:
-                self.walk_and_emit()
-            else:
-                pl.when(request.greedy)(self.walk_and_emit)
-                pl.when(~request.greedy)(lambda: BlockWalk(self).run())
-
-        @pl.when(request.status != OK)
-        def _() -> None:
-            if not self.threads.interpreted:
-                signals.meet()
-            output.write_status(request, self.mail.block, request.status)
-
-    def open(self, position: jax.Array) -> None:
+    def copy(self, position: jax.Array) -> None:
         """Begin to copy the target row of a position, if there is one."""
         pl.when(position < self.request.num_rows)(
-            lambda: self.target.open(self.request.first_row + position)
+            lambda: self.target.copy(self.request.first_row + position)
         )
 
-    def fetch_draft(self, position: jax.Array) -> None:
-        """Begin to bring the draft row of a position into the second-level cache."""
-        draft = self.draft
-        if draft is not None:
-            row = self.request.at(self.draft_row, position)
-            pl.when(self.knows_q(position))(lambda: draft.fetch(row))
+    def prefetch_draft(self, position: jax.Array) -> None:
+        """Begin to bring the draft row of a position into the second-level cache, if it counts."""
+        if self.draft is not None:
+            pl.when(self.drafted.counts_q(position))(lambda: self.drafted.prefetch(position))
 
-    def load_entries(self) -> None:
-        """By lane: the drafted token's entries in its target row and its draft row.
-
-        Those of rows that are not visited may be read, and are not used.
-        """
-        request, call = self.request, self.call
-        used = request.proposed
-        self.place = jnp.where(used, request.token_ids, 0)
-        row = jnp.where(request.lane < request.num_rows, request.first_row + request.lane, 0)
-        self.logit = self.target.at(row, self.place)
-        self.uses_q = used & request.stored & ~request.greedy
-        if self.draft is None:
-            return
-        self.draft_row = jnp.clip(request.draft_rows, 0, call.draft_rows - 1)
-        self.entry = self.draft.at(self.draft_row, jnp.minimum(self.place, call.draft_size - 1))
-        if self.draft.thresholds is not None:
-            self.least = self.threads.gather(self.draft.thresholds, self.draft_row)
-        if call.draft == "normalized":
-            self.shift = self.threads.gather(request.refs["normalizer"], self.draft_row)
-
-    def know_probabilities(self) -> None:
-        """By lane: the drafted token's draft probability where that is known, or that it is bad."""
-        request, call = self.request, self.call
-        self.q = self.threads.filled(1.0)
-        self.bad = request.lane < 0
-        if self.draft is None:
-            return
-        rows = request.draft_rows
-        self.bad = self.uses_q & ((rows < 0) | (rows >= call.draft_rows))
-        if self.draft.thresholds is not None:
-            self.bad = self.bad | (self.uses_q & (self.least != self.least))
-        if call.draft == "probs":
-            self.q = self.entry
-        if call.draft == "normalized":
-            self.q = jnp.exp2((self.entry * request.inv - self.shift) * LOG2E)
-            self.bad = self.bad | (self.uses_q & ~is_finite(self.shift))
-
-    # Deciding.
-
-    def walk_and_emit(self) -> None:
+    def walk_and_emit(self, round: jax.Array) -> None:
         """Positions in order, one for each warpgroup, until one is not accepted: that one emits."""
         warpgroups = self.warpgroups
 
-        def goes_on(state: tuple[jax.Array, jax.Array, Seen]) -> jax.Array:
-            _, first, _ = state
+        def goes_on(state: tuple[jax.Array, Any, jax.Array, jax.Array]) -> jax.Array:
+            _, _, _, first = state
             return first == warpgroups.count
 
-        def step(state: tuple[jax.Array, jax.Array, Seen]) -> tuple[jax.Array, jax.Array, Seen]:
-            turn, _, last = state
-            position = turn * warpgroups.count + warpgroups.index
-            seen = lax.cond(
-                position < self.request.num_rows,
-                lambda: self.visit(position, turn, last.shown.told),
-                self.nothing,
-            )
-            first = warpgroups.first(seen.accepted == 0, turn)
-            pl.when(first == warpgroups.count)(lambda: self.open(position + warpgroups.count))
-            return turn + 1, first, seen
+        def step(state: tuple[jax.Array, Any, jax.Array, jax.Array]) -> Any:
+            position, _, round, _ = state
+            result, round = self.visit_if_there(position, round)
+            first = warpgroups.first(result.accepted == 0, position)
+            pl.when(first == warpgroups.count)(lambda: self.copy(position + warpgroups.count))
+            return position + warpgroups.count, result, round, first
 
-        start = jnp.int32(0), jnp.int32(warpgroups.count), self.nothing()
-        turns, first, seen = lax.while_loop(goes_on, step, start)
+        nothing = PositionResult.nothing(self.cluster)
+        start = warpgroups.index, nothing, round, jnp.int32(warpgroups.count)
+        following, result, round, first = lax.while_loop(goes_on, step, start)
         pl.when(first == warpgroups.index)(
-            lambda: self.emit((turns - 1) * warpgroups.count + warpgroups.index, seen)
+            lambda: self.emit(following - warpgroups.count, result, round)
         )
 
     def accepted_by_rate(self, rates: tuple[float, ...]) -> jax.Array:
@@ -192,96 +120,525 @@ class Verifier:
         for i, value in enumerate(rates):
             rate = jnp.where(lane == i, jnp.float32(value), rate)
         accepted = request.proposed & rules.accepts_synthetic(request.uniforms, rate)
-        rejected = jnp.where(accepted & (lane < self.call.k), WARP, lane)
+        rejected = jnp.where(accepted & (lane < self.plan.k), WARP, lane)
         return self.threads.scalar(self.threads.warp_min(rejected))
 
-    def read_at(self, position: jax.Array) -> Seen:
-        """Read the one row that the last token comes from, if there is one."""
-        zero = jnp.int32(0)
+    def visit_if_there(
+        self,
+        position: jax.Array,
+        round: jax.Array,
+        rows_before: jax.Array | None = None,
+        *,
+        judge: bool = True,
+    ) -> tuple[PositionResult, jax.Array]:
+        """`visit`, if there is a row at `position`."""
         return lax.cond(
             position < self.request.num_rows,
-            lambda: self.visit(position, zero, zero, judge=False),
-            self.nothing,
+            lambda: self.visit(position, round, rows_before, judge=judge),
+            lambda: (PositionResult.nothing(self.cluster), round),
         )
-
-    def nothing(self) -> Seen:
-        """Stands for a position not visited."""
-        return Seen(jnp.int32(0), jnp.int32(OK), Shown.nothing(self.mail))
 
     def visit(
         self,
         position: jax.Array,
-        turn: jax.Array,
-        told: jax.Array,
+        round: jax.Array,
+        rows_before: jax.Array | None = None,
         *,
         judge: bool = True,
-    ) -> Seen:
+    ) -> tuple[PositionResult, jax.Array]:
         """Read the rows of one position; `judge` its draft by the greedy or the standard rule.
 
-        The copy of the target row is under way.
+        Args:
+          position: ``[]`` int32; the copy of its target row is under way.
+          round: ``[]`` int32, of the next exchange.
+          rows_before: ``[]`` int32, rows copied before it, or None for those of all positions.
+          judge: whether to.
+
+        Returns:
+          The result, and the next round.
         """
-        request = self.request
-        shown = Reader(self, position, turn).read(told)
-        target = shown.target
-        status = jnp.where(is_finite(target.peak), jnp.int32(OK), jnp.int32(BAD_TARGET_ROW))
-        bad = self.bad | (self.uses_q & ~is_finite(shown.draft.peak))
+        request, drafted = self.request, self.drafted
+        if rows_before is None:
+            rows_before = self.warpgroups.rows_before(position)
+        result, round = Reader(self, position, rows_before).read(round)
+        bad_target = ~is_finite(result.target.peak)
+        bad_draft = drafted.bad | (drafted.uses_q & ~is_finite(result.draft.peak))
 
         accepted = self.threads.filled(0, jnp.int32)
         if judge:
-            p, q = self.probabilities(target, shown.draft)
-            bad = bad | (self.uses_q & ~((q >= 0) & (q < jnp.inf)))
-            by_rule = (request.greedy & rules.accepts_greedy(request.token_ids, shown.best)) | (
+            p, q = drafted.probabilities(result.target, result.draft)
+            bad_draft = bad_draft | (drafted.uses_q & ~((q >= 0) & (q < jnp.inf)))
+            is_best = rules.accepts_greedy(request.token_ids, result.best)
+            by_rule = (request.greedy & is_best) | (
                 ~request.greedy & rules.accepts(request.uniforms, p, q)
             )
             accepted = (request.proposed & by_rule).astype(jnp.int32)
         # One shuffle for both: whether it was accepted, and whether its draft row is bad.
-        flags = request.at(accepted + 2 * bad.astype(jnp.int32), position)
-        status = jnp.where((status == OK) & (flags >= 2), jnp.int32(BAD_DRAFT_ROW), status)
+        flags = request.at(accepted + 2 * bad_draft.astype(jnp.int32), position)
+        status = jnp.where(bad_target, jnp.int32(Status.BAD_TARGET_ROW), jnp.int32(OK))
+        status = jnp.where(~bad_target & (flags >= 2), jnp.int32(Status.BAD_DRAFT_ROW), status)
         kept = (status == OK) & (flags == 1)
-        return Seen(kept.astype(jnp.int32), status, shown)
+        return result._replace(accepted=kept.astype(jnp.int32), status=status), round
 
-    def probabilities(self, target: Normalizer, draft: Normalizer) -> tuple[jax.Array, jax.Array]:
-        """By lane: p and q of the drafted token, were the rows of its position so normalized."""
-        scale = self.request.scale
-        p = jnp.exp2((self.logit - target.peak) * scale) / target.total
-        if self.request.filters is not None:
-            p = jnp.where(self.logit >= target.least, p, 0.0)
-        q = self.q
-        if self.call.draft == "logits":
-            q = jnp.exp2((self.entry - draft.peak) * scale) / draft.total
-        if self.draft is not None:
-            q = jnp.where(self.uses_q, jnp.where(self.place < self.call.draft_size, q, 0.0), 1.0)
-        return p, q
+    def draw(
+        self, position: jax.Array, result: PositionResult, weight: jax.Array | None = None
+    ) -> Draw:
+        """The draw from the rows of a position: see `Draw`."""
+        return Draw(
+            self.request,
+            self.cluster,
+            self.target,
+            self.draft,
+            self.drafted,
+            position,
+            result,
+            weight,
+        )
 
-    def knows_q(self, position: jax.Array) -> jax.Array:
-        """Whether the draft row of a position counts, ``[]``."""
-        return self.request.at(self.uses_q.astype(jnp.int32), position) == 1
-
-    def weighs(self, position: jax.Array) -> jax.Array:
-        """Whether the row of a position, if visited, is weighed while it is read, ``[]``."""
-        if not self.call.is_plain:
-            return jnp.bool_(False)
-        return ~self.request.greedy & ~self.request.is_proposed(position)
-
-    def is_first_warp(self) -> jax.Array:
-        """Whether a thread is in the first warp of the cluster, ``[128]`` bool."""
-        return (self.threads.index() < WARP) & (self.mail.block == 0)
-
-    # Emitting.
-
-    def emit(self, num_accepted: jax.Array, seen: Seen, weighings: jax.Array | int = 0) -> None:
+    def emit(self, num_accepted: jax.Array, result: PositionResult, round: jax.Array) -> None:
         """The accepted tokens, then one drawn from the row that was read last."""
         request = self.request
         visited = num_accepted < request.num_rows
-        draws = visited & (seen.status == OK) & ~request.greedy
+        draws = visited & (result.status == OK) & ~request.greedy
 
         @pl.when(~draws)
         def _() -> None:
-            token_id = jnp.where(visited, seen.shown.best, request.bonus)
-            is_writer = self.is_first_warp()
-            output.write(request, num_accepted, token_id, seen.status, is_writer)
+            token_id = jnp.where(visited, result.best, request.bonus)
+            request.write(num_accepted, token_id, result.status, self.cluster.is_first_warp())
 
-        @pl.when(draws)
+        pl.when(draws)(lambda: self.draw(num_accepted, result).run(round))
+
+
+class Reader:
+    """Reading the rows of one position: their argmax, or what normalizes them.
+
+    Each warp reads its part; then all exchange what they found. Masses are relative to the entry of
+    the drafted token, which all know beforehand: nothing has to be compared. Where that entry is
+    too far from the others, the rows are read again for their largest entries.
+
+    From a row without a draft the last token is drawn, by the target alone: the masses of its tiles
+    are summed while it is read.
+
+    Args:
+      walk: the warpgroup at work.
+      position: ``[]`` int32; the copy of its target row is under way.
+      rows_before: ``[]`` int32, rows that were copied before it.
+    """
+
+    def __init__(self, walk: Walk, position: jax.Array, rows_before: jax.Array):
+        self.request, self.threads, self.plan = walk.request, walk.threads, walk.plan
+        self.cluster, self.target, self.drafted = walk.cluster, walk.target, walk.drafted
+        self.position, self.rows_before = position, rows_before
+        request = self.request
+        self.row, self.scale = request.first_row + position, request.scale
+        filters = request.filters
+        self.needs_peak = request.greedy if filters is None else request.greedy | filters
+        self.sums_masses = jnp.bool_(False)
+        if self.plan.is_plain:
+            self.sums_masses = ~request.greedy & ~request.is_proposed(position)
+        self.target_base = self.base(self.drafted.logit)
+        self.draft = walk.draft if self.plan.draft == "logits" else None
+        if self.draft is not None:
+            self.uses_q = self.drafted.counts_q(position)
+            self.draft_row = request.at(self.drafted.draft_row, position)
+            self.draft_base = self.base(self.drafted.entry)
+
+    def read(self, round: jax.Array) -> tuple[PositionResult, jax.Array]:
+        """Read; the result is not judged. And the next round."""
+        if not self.plan.is_plain:
+            return self.look(round)
+        masses, round = lax.cond(
+            self.sums_masses,
+            lambda: self.tile_masses(round),
+            lambda: (self.cluster.no_masses(), round),
+        )
+        target = Normalizer.of(self.target_base, masses.total)
+        result = PositionResult.nothing(self.cluster)._replace(target=target, masses=masses)
+        usable = statistics.is_usable(masses.total, self.target_base, self.scale)
+        return lax.cond(usable, lambda: (result, round), lambda: self.look(round))
+
+    def tile_masses(self, round: jax.Array) -> tuple[Masses, jax.Array]:
+        """The masses of the tiles of a row that is drawn from: all that anybody needs of it."""
+        weight = statistics.weigher(self.target_base, self.scale, self.target.entry_size)
+        mine = statistics.tile_masses(self.target, self.row, self.rows_before, weight)
+        return self.cluster.gather_masses(round, mine)
+
+    def look(self, round: jax.Array) -> tuple[PositionResult, jax.Array]:
+        """Read, and filter."""
+        draft = self.draft
+        if draft is not None:
+            pl.when(self.uses_q)(lambda: draft.prefetch(self.draft_row))
+        mine = lax.cond(
+            self.needs_peak,
+            lambda: statistics.max_and_place(self.target, self.row, self.rows_before),
+            self.target_mass,
+        )
+        parts = self.if_q(self.draft_mass) if draft is not None else ()
+        (first, second, *of_draft), round = self.cluster.all_gather(round, *mine, *parts)
+        best, target_row = lax.cond(
+            self.needs_peak,
+            lambda: self.argmax(first, second),
+            lambda: (jnp.int32(0), Normalizer.of(self.target_base, self.sum(second))),
+        )
+        usable = self.needs_peak | statistics.is_usable(
+            target_row.total, self.target_base, self.scale
+        )
+        draft_row = Normalizer.of(jnp.float32(0), jnp.float32(1))
+        if draft is not None:
+            draft_row = Normalizer.of(self.draft_base, self.sum(of_draft[1]))
+            usable &= ~self.uses_q | statistics.is_usable(
+                draft_row.total, draft_row.peak, self.scale
+            )
+        target_row, draft_row, round = lax.cond(
+            usable,
+            lambda: (target_row, draft_row, round),
+            lambda: self.read_again(draft_row, round),
+        )
+        if self.request.filters is not None:
+            target_row, round = lax.cond(
+                self.request.filters & is_finite(target_row.peak),
+                lambda: RowFilter(self, target_row.peak).run(round),
+                lambda: (target_row, round),
+            )
+        result = PositionResult.nothing(self.cluster)
+        return result._replace(target=target_row, draft=draft_row, best=best), round
+
+    def read_again(
+        self, draft_row: Normalizer, round: jax.Array
+    ) -> tuple[Normalizer, Normalizer, jax.Array]:
+        """Normalizers by the largest entries; the rows have arrived."""
+        mine = statistics.max_and_sum(self.target, self.row, self.scale)
+        parts = self.if_q(self.draft_max_and_sum) if self.draft is not None else ()
+        (peaks, sums, *of_draft), round = self.cluster.all_gather(round, *mine, *parts)
+        target_row = self.by_largest(peaks, sums)
+        return target_row, self.by_largest(*of_draft) if of_draft else draft_row, round
+
+    # What each warp finds in its part of the rows.
+
+    def target_mass(self) -> tuple[jax.Array, jax.Array]:
+        """Nothing that anybody needs, and the mass; 0 if the masses of tiles were of no use."""
+        nothing = self.threads.filled(0.0)
+        fold = functools.partial(self.target.fold, self.row, self.rows_before)
+        return nothing, lax.cond(
+            self.sums_masses,
+            lambda: nothing,
+            lambda: statistics.mass(
+                self.threads, fold, self.target.entry_size, self.target_base, self.scale
+            ),
+        )
+
+    def if_q(
+        self, read: Callable[[DraftSlice], tuple[jax.Array, jax.Array]]
+    ) -> tuple[jax.Array, jax.Array]:
+        """What `read` gives of the draft row, if that counts."""
+        draft = self.draft
+        assert draft is not None
+        nothing = self.threads.filled(0.0), self.threads.filled(1.0)
+        return lax.cond(self.uses_q, lambda: read(draft), lambda: nothing)
+
+    def draft_mass(self, draft: DraftSlice) -> tuple[jax.Array, jax.Array]:
+        """As `target_mass`."""
+        fold = functools.partial(draft.fold, self.draft_row)
+        return self.threads.filled(0.0), statistics.mass(
+            self.threads, fold, draft.entry_size, self.draft_base, self.scale
+        )
+
+    def draft_max_and_sum(self, draft: DraftSlice) -> tuple[jax.Array, jax.Array]:
+        return statistics.max_and_sum(draft, self.draft_row, self.scale)
+
+    # What all warps have, from what each has.
+
+    def base(self, by_lane: jax.Array) -> jax.Array:
+        """An entry of the order of a row's largest: that of its draft, or else of the last one's.
+
+        Args:
+          by_lane: the drafted tokens' entries.
+
+        Returns:
+          ``[]`` float32, finite.
+        """
+        last = jnp.maximum(self.request.num_drafts - 1, 0)
+        entry = self.request.at(by_lane, jnp.minimum(self.position, last))
+        return jnp.where(is_finite(entry), entry, 0.0)
+
+    def known(self, values: list[jax.Array], other: float) -> list[jax.Array]:
+        """Values by warp, `other` where there is none."""
+        there = self.cluster.is_warp()
+        return [jnp.where(is_warp, x, other) for is_warp, x in zip(there, values, strict=True)]
+
+    def sum(self, values: list[jax.Array]) -> jax.Array:
+        """The sum of all warps' numbers."""
+        return self.threads.scalar(self.threads.warp_sum(tree_sum(self.known(values, 0.0))))
+
+    def peak(self, peaks: list[jax.Array]) -> jax.Array:
+        """The largest of all warps' entries, NaN if one is."""
+        largest = statistics.largest(self.known(peaks, -jnp.inf))
+        return self.threads.scalar(self.threads.warp_max(largest))
+
+    def argmax(
+        self, peaks: list[jax.Array], places: list[jax.Array]
+    ) -> tuple[jax.Array, Normalizer]:
+        """The least of the places of the row's largest entry, and that entry."""
+        peak = self.peak(peaks)
+        found = [
+            jnp.where(m == peak, lax.bitcast_convert_type(p, jnp.int32), jnp.int32(2**30))
+            for m, p in zip(self.known(peaks, -jnp.inf), places, strict=True)
+        ]
+        best = self.threads.warp_min(functools.reduce(jnp.minimum, found))
+        return self.threads.scalar(best), Normalizer.of(peak, jnp.float32(1))
+
+    def by_largest(self, peaks: list[jax.Array], sums: list[jax.Array]) -> Normalizer:
+        """From each warp's largest entry, and its mass relative to that."""
+        peak, scale = self.peak(peaks), self.request.scale
+        masses = [
+            jnp.where(m > -jnp.inf, s * statistics.decay(m, peak, scale), 0.0)
+            for m, s in zip(self.known(peaks, -jnp.inf), sums, strict=True)
+        ]
+        return Normalizer.of(peak, self.sum(masses))
+
+
+class RowFilter:
+    """Min-p, top-k and top-p: finding a row's threshold, while the kernel is traced.
+
+    Entries are never sorted: the bits of the threshold are found one by one, from the sign down,
+    each by what the entries amount to that are not less than a candidate.
+
+    Args:
+      reader: of the target row, which has arrived.
+      peak: ``[]`` float32, its largest entry.
+    """
+
+    def __init__(self, reader: Reader, peak: jax.Array):
+        self.reader, self.row, self.peak = reader, reader.row, peak
+        self.request, self.threads = reader.request, reader.threads
+        self.target, self.cluster = reader.target, reader.cluster
+
+    def run(self, round: jax.Array) -> tuple[Normalizer, jax.Array]:
+        """Hide what is filtered out.
+
+        Returns:
+          What normalizes the rest, and the next round.
+        """
+        assert self.request.filter is not None
+        min_p, top_k, top_p = self.request.filter
+        threshold = jnp.float32(-jnp.inf)
+        if min_p is not None:
+            lowest = self.peak + jnp.log2(min_p) / self.request.scale
+            threshold = jnp.where(min_p > 0, lowest, threshold)
+        if top_k is not None:
+            threshold, round = lax.cond(
+                limits_count(top_k, self.target.size),
+                lambda: self.search(self.count, top_k.astype(jnp.float32), threshold, round),
+                lambda: (threshold, round),
+            )
+        if top_p is not None:
+            threshold, round = lax.cond(
+                top_p < 1,
+                lambda: self.largest_of_mass(top_p, threshold, round),
+                lambda: (threshold, round),
+            )
+
+        def hide(tile: jax.Array, total: jax.Array) -> jax.Array:
+            self.target.hide_below(threshold, self.row, tile)
+            return total + self.mass(tile, threshold)
+
+        total, round = self.everywhere(hide, round)
+        return Normalizer(self.peak, total, threshold), round
+
+    def largest_of_mass(
+        self, share: jax.Array, least: jax.Array, round: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The largest threshold that a share of the mass above `least` reaches."""
+
+        def mass(tile: jax.Array, candidate: jax.Array) -> jax.Array:
+            return self.mass(tile, jnp.maximum(candidate, least))
+
+        total, round = self.everywhere(lambda tile, x: x + self.mass(tile, least), round)
+        return self.search(mass, share * total, least, round)
+
+    def search(
+        self,
+        amount: Callable[[jax.Array, jax.Array], jax.Array],
+        goal: jax.Array,
+        least: jax.Array,
+        round: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The largest threshold, from `least` on, with an amount of at least `goal` above it."""
+
+        def trip(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            found, round = state
+            candidate = found | lax.shift_left(jnp.int32(1), 31 - i)
+            value = _value(candidate)
+            reached, round = self.everywhere(lambda tile, x: x + amount(tile, value), round)
+            return jnp.where(reached >= goal, candidate, found), round
+
+        # Sign, exponent of float32, mantissa: what tells entries apart.
+        trips = 9 + jnp.finfo(self.target.buffer.dtype).nmant
+        found, round = lax.fori_loop(0, trips, trip, (jnp.int32(0), round))
+        return jnp.maximum(jnp.where(found == 0, -jnp.inf, _value(found)), least), round
+
+    def everywhere(
+        self, add: Callable[[jax.Array, jax.Array], jax.Array], round: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """A sum over the tiles of the whole row, ``[]``, and the next round."""
+        mine = lax.fori_loop(0, self.target.count(), add, self.threads.filled(0.0))
+        (sums,), round = self.cluster.all_gather(round, self.threads.warp_sum(mine))
+        return self.reader.sum(sums), round
+
+    def count(self, tile: jax.Array, candidate: jax.Array) -> jax.Array:
+        """How many entries of a tile reach a threshold; exact up to 2**24 ids per thread."""
+        entries = self.target.of_tile(self.row, tile)
+        return tree_sum([jnp.where(x >= candidate, 1.0, 0.0) for x in entries])
+
+    def mass(self, tile: jax.Array, candidate: jax.Array) -> jax.Array:
+        """The mass of those, relative to the largest entry."""
+        scale, entries = self.request.scale, self.target.of_tile(self.row, tile)
+        return tree_sum(
+            [jnp.where(x >= candidate, jnp.exp2((x - self.peak) * scale), 0.0) for x in entries]
+        )
+
+
+def _value(key: jax.Array) -> jax.Array:
+    """The float32 of a key; keys have the order of their floats when read as unsigned."""
+    bits = jnp.where(key < 0, key ^ jnp.iinfo(jnp.int32).min, ~key)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+class Prefix(NamedTuple):
+    """The longest prefix that has passed the block rule so far.
+
+    Attributes:
+      length: ``[]`` int32.
+      weight: ``[]`` float32, its joint weight.
+      target: normalizer of the target row after it.
+      draft: normalizer of the draft row after it.
+      masses: of the residual there.
+    """
+
+    length: jax.Array
+    weight: jax.Array
+    target: Normalizer
+    draft: Normalizer
+    masses: Masses
+
+
+class BlockState(NamedTuple):
+    """Where the block rule's walk stands.
+
+    Attributes:
+      position: ``[]`` int32, rows read.
+      weight: ``[]`` float32, joint weight of all drafts before it.
+      going: ``[]`` int32, whether the draft at `position` is to be looked at.
+      ends: ``[]`` int32, whether all drafts were and pass.
+      status: ``[]`` int32.
+      round: ``[]`` int32, of the next exchange.
+      kept: the longest prefix that passed.
+    """
+
+    position: jax.Array
+    weight: jax.Array
+    going: jax.Array
+    ends: jax.Array
+    status: jax.Array
+    round: jax.Array
+    kept: Prefix
+
+
+class BlockWalk:
+    """The block rule: looks at every draft of a sampled request, keeps the longest passing prefix.
+
+    Args:
+      walk: the warpgroup at work, the only one of its block.
+    """
+
+    def __init__(self, walk: Walk):
+        self.walk, self.request, self.plan = walk, walk.request, walk.plan
+        self.target, self.draft = walk.target, walk.draft
+
+    def run(self, round: jax.Array) -> None:
+        """Walk, draw the last token, write the output."""
+        state = lax.while_loop(lambda state: state.going == 1, self.step, self.start(round))
+        ok, position = state.status == OK, state.position
+        ends = ok & (state.ends == 1)
+
+        @pl.when(~ok)
         def _() -> None:
-            told = weighings + self.weighs(num_accepted).astype(jnp.int32)
-            Draw(self, num_accepted, seen.shown, Turns(seen.shown.told, told)).run()
+            is_writer = self.walk.cluster.is_first_warp()
+            self.request.write(position, jnp.int32(0), state.status, is_writer)
+
+        @pl.when(ends)
+        def _() -> None:
+            self.walk.emit(position, *self.walk.visit_if_there(position, state.round))
+
+        pl.when(ok & ~ends)(lambda: self.recover(state))
+
+    def start(self, round: jax.Array) -> BlockState:
+        """Before the first position."""
+        zero, one = jnp.int32(0), jnp.float32(1)
+        unit, masses = Normalizer.of(jnp.float32(0), one), self.walk.cluster.no_masses()
+        kept = Prefix(zero, one, unit, unit, masses)
+        going = self.request.is_proposed(zero).astype(jnp.int32)
+        return BlockState(zero, one, going, 1 - going, zero, round, kept)
+
+    def step(self, state: BlockState) -> BlockState:
+        """Look at one position: does the prefix before it pass, and what does its draft weigh?"""
+        walk, request, drafted = self.walk, self.request, self.walk.drafted
+        position, weight = state.position, state.weight
+        if self.draft is not None and self.plan.draft != "logits":
+            pl.when(request.stored)(lambda: drafted.prefetch(position))
+        result, round = walk.visit(position, state.round)
+        by_lane = drafted.probabilities(result.target, result.draft)
+        p, q = (request.at(x, position) for x in by_lane)
+
+        masses, mass = state.kept.masses, rules.one_hot_residual_mass(weight, p)
+        status = result.status
+        if self.draft is not None:
+
+            def residual() -> tuple[Masses, jax.Array, jax.Array]:
+                found, after = walk.draw(position, result, weight).residual_masses(round)
+                return found, found.total, after
+
+            masses, mass, round = lax.cond(request.stored, residual, lambda: (masses, mass, round))
+            bad = (status == OK) & ~((mass >= 0) & (mass < jnp.inf))
+            status = jnp.where(bad, jnp.int32(Status.BAD_DRAFT_ROW), status)
+
+        last = request.at(request.uniforms, jnp.maximum(position - 1, 0))
+        passes = (position == 0) | rules.passes(last, weight, mass)
+        now = Prefix(position, weight, result.target, result.draft, masses)
+        kept = jax.tree.map(lambda new, old: jnp.where(passes, new, old), now, state.kept)
+
+        following_weight = rules.joint_weight(weight, p, q)
+        ok = status == OK
+        proposed = request.is_proposed(position + 1)
+        going = ok & proposed & (following_weight > 0)
+        own = request.at(request.uniforms, position)
+        ends = ok & ~proposed & rules.passes(own, following_weight, following_weight)
+        pl.when((going | ends) & (position + 1 < request.num_rows))(lambda: walk.copy(position + 1))
+        return BlockState(
+            position + 1,
+            following_weight,
+            going.astype(jnp.int32),
+            ends.astype(jnp.int32),
+            status,
+            round,
+            kept,
+        )
+
+    def recover(self, state: BlockState) -> None:
+        """Draw from the residual after the longest prefix that passed."""
+        request, target, kept = self.request, self.target, state.kept
+        row = request.first_row + kept.length
+
+        @pl.when(kept.length != state.position - 1)  # else the row is there
+        def _() -> None:
+            target.copy_again(row, rows_before=state.position)
+            if request.filters is not None:
+                threshold = kept.target.threshold
+                target.for_all(lambda tile: target.hide_below(threshold, row, tile))
+
+        result = PositionResult.nothing(self.walk.cluster)
+        result = result._replace(target=kept.target, draft=kept.draft)
+        tries = request.stored.astype(jnp.int32)
+        self.walk.draw(kept.length, result, kept.weight).finish(
+            TileWeights(tries, request.stored, kept.masses, state.round)
+        )

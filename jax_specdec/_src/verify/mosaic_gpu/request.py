@@ -1,8 +1,11 @@
-"""What a warpgroup knows of its request: lane i of every warp knows position i."""
+"""What a warpgroup knows of its request, and what it writes of it.
+
+Lane i of every warp knows position i: its drafted token, and what is to be known of that before
+rows are read.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,47 +15,14 @@ from jax import lax
 
 from jax_specdec._src import noise, ragged
 from jax_specdec._src import sampling as sampling_lib
-from jax_specdec._src.types import SamplingParams, Status
-from jax_specdec._src.verify.mosaic_gpu.threads import WARP
-
-LOG2E = 1.4426950408889634
-LARGEST = 3.4028235e38
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """What is static about a launch.
-
-    Attributes:
-      k: drafts per request at most.
-      size: ids that count.
-      has_bonus_rows: whether each request owns a row after those of its drafts.
-      num_drafts: length of the flattened draft axis.
-      num_rows: target rows where none is left out.
-      rates: conditional rates of the synthetic rule, or None.
-      block: whether sampled requests follow the block rule.
-      is_plain: whether nothing is masked or filtered, nor `block`: registers are left to weigh rows
-        as they are read, and to load several tiles at once. (The block rule weighs before each row
-        anyway: nothing would keep two mails of masses apart.)
-      draft: "none", "probs", "logits" or "normalized".
-      draft_rows: rows stored.
-      draft_size: ids that the drafter could draw.
-    """
-
-    k: int
-    size: int
-    has_bonus_rows: bool
-    num_drafts: int
-    num_rows: int
-    rates: tuple[float, ...] | None
-    block: bool
-    is_plain: bool
-    draft: str
-    draft_rows: int
-    draft_size: int
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, SamplingParams, Status
+from jax_specdec._src.verify.mosaic_gpu.plan import Plan
+from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, Threads
+from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice, TargetSlice
+from jax_specdec._src.verify.mosaic_gpu.statistics import LARGEST, LOG2E, Normalizer, is_finite
 
 
-class Request:
+class KernelRequest:
     """One request, while the kernel is traced.
 
     Attributes:
@@ -71,21 +41,22 @@ class Request:
       token_ids: ``[128]`` int32 by lane, -1 where there is no draft.
       proposed: ``[128]`` bool by lane, whether the id is in range.
       draft_rows: ``[128]`` int32 by lane.
-      uniforms: ``[128]`` float32 by lane: K to accept, then two to recover; see `know_noise`.
+      uniforms: ``[128]`` float32 by lane: K to accept, then two to recover; see `draw_noise`.
     """
 
     def __init__(
         self,
-        call: Call,
-        threads: Any,
+        plan: Plan,
+        threads: Threads,
         refs: dict[str, Any],
         index: jax.Array,
         meanwhile: Callable[[], None],
     ):
-        self.call, self.threads, self.refs, self.index = call, threads, refs, index
+        self.plan, self.threads, self.refs, self.index = plan, threads, refs, index
         self.lane = threads.index() & (WARP - 1)
+        self.uniforms = threads.filled(0.0)
         names = [name for name in ("token_ids", "rows") if name in refs]
-        guess = jnp.minimum(index * call.k + self.lane, refs["token_ids"].shape[0] - 1)
+        guess = jnp.minimum(index * plan.k + self.lane, refs["token_ids"].shape[0] - 1)
         guessed = [threads.gather(refs[name], guess) for name in names]
         start, end = refs["offsets"][index], refs["offsets"][index + 1]
         temperature = refs["temperature"][index]
@@ -96,68 +67,167 @@ class Request:
             self._position = refs["positions"][index]
         flags = {name: self._flag(name) for name in ("active", "valid") if name in refs}
         self.bonus = refs["bonus"][index] if "bonus" in refs else jnp.int32(0)
-        meanwhile()  # loads do not move past its assembly: all of them are under way
+        meanwhile()  # loads do not move past its PTX: all of them are under way
         start, self.num_drafts, in_bounds = ragged.locate(
-            start, end, index, call.k, call.num_drafts
+            start, end, index, plan.k, plan.num_drafts
         )
-        self.first_row = start + index if call.has_bonus_rows else start
-        self.num_rows = self.num_drafts + (1 if call.has_bonus_rows else 0)
+        self.first_row = start + index if plan.has_bonus_rows else start
+        self.num_rows = self.num_drafts + (1 if plan.has_bonus_rows else 0)
 
         sampling = SamplingParams(temperature, **filters)
         valid = in_bounds & sampling_lib.is_valid(sampling)
         if self._key is not None:
             valid &= self._position >= 0
-        if refs["target"].shape[0] < call.num_rows:
+        if refs["target"].shape[0] < plan.num_rows:
             valid &= self.first_row + self.num_rows <= refs["target"].shape[0]
         self.status = jnp.where(valid, jnp.int32(Status.OK), jnp.int32(Status.BAD_INPUT))
         if "active" in flags:
             self.status = jnp.where(flags["active"] == 0, jnp.int32(Status.INACTIVE), self.status)
         self.greedy = temperature == 0
-        self.stored = flags["valid"] != 0 if "valid" in flags else jnp.bool_(call.draft != "none")
+        self.stored = flags["valid"] != 0 if "valid" in flags else jnp.bool_(plan.draft != "none")
         self.inv = sampling_lib.inverse_temperature(temperature)
         self.scale = jnp.minimum(self.inv * LOG2E, LARGEST)
         self.filter = sampling_lib.Filter.of(sampling)
         self.filters = None
         if self.filter is not None:
-            self.filters = ~self.greedy & self.filter.limits(call.size)
+            self.filters = ~self.greedy & self.filter.limits(plan.size)
         is_draft = self.lane < self.num_drafts
         place = jnp.where(is_draft, start + self.lane, 0)
         # Where all before it have K drafts, what was loaded with the offsets is what it needs.
         found = lax.cond(
-            start == index * call.k,
+            start == index * plan.k,
             lambda: guessed,
             lambda: [threads.gather(refs[name], place) for name in names],
         )
         self.token_ids = jnp.where(is_draft, found[0], -1)
-        self.proposed = (self.token_ids >= 0) & (self.token_ids < call.size)
+        self.proposed = (self.token_ids >= 0) & (self.token_ids < plan.size)
         self.draft_rows = jnp.where(is_draft, found[1], 0) if "rows" in refs else place
-
-    def know_noise(self) -> None:
-        """Draw or look up the uniforms."""
-        self.uniforms = self._uniforms()
 
     def _flag(self, name: str) -> jax.Array:
         """``[]`` int32, 0 where it is false."""
         index = self.threads.filled(0, jnp.int32) + self.index
         return self.threads.scalar(self.threads.gather(self.refs[name], index))
 
-    def _uniforms(self) -> jax.Array:
-        k, lane = self.call.k, self.lane
+    def draw_noise(self) -> None:
+        """Draw or look up the uniforms."""
+        k, lane = self.plan.k, self.lane
         recovers = lane >= k
         if self._key is None:
             row = self.index + jnp.zeros_like(lane)
             accept = self.threads.gather(self.refs["accept"], row, jnp.minimum(lane, k - 1))
             recover = self.threads.gather(self.refs["recover"], row, jnp.clip(lane - k, 0, 1))
-            return jnp.where(recovers, recover, accept)
+            self.uniforms = jnp.where(recovers, recover, accept)
+            return
         stream = jnp.where(recovers, int(noise.Stream.RECOVER), int(noise.Stream.ACCEPT))
         place = noise.counter_of(stream, jnp.where(recovers, 0, lane).astype(jnp.uint32))
         first, second = noise.threefry_bits(self._key, self._position + jnp.zeros_like(lane), place)
-        return noise.to_uniform(jnp.where(lane == k + 1, second, first))
+        self.uniforms = noise.to_uniform(jnp.where(lane == k + 1, second, first))
 
-    def at(self, values: jax.Array, position: jax.Array) -> jax.Array:
+    def at(self, values: jax.Array, position: jax.Array | int) -> jax.Array:
         """What the lane of `position` knows, ``[]``."""
-        return self.threads.scalar(self.threads.from_lane(values, position))
+        return self.threads.scalar(self.threads.shuffle(values, position))
 
     def is_proposed(self, position: jax.Array) -> jax.Array:
         """Whether a proposal was made at `position`, ``[]``; false past the last one."""
         return self.at(self.proposed.astype(jnp.int32), jnp.minimum(position, WARP - 1)) == 1
+
+    def write(
+        self,
+        num_accepted: jax.Array,
+        token_id: jax.Array,
+        status: jax.Array,
+        is_writer: jax.Array,
+    ) -> None:
+        """Emit the accepted drafts and one more token, or nothing where the status is not OK.
+
+        Args:
+          num_accepted: ``[]`` int32.
+          token_id: ``[]`` or ``[128]`` int32, the last token.
+          status: ``[]`` int32.
+          is_writer: ``[128]`` bool, true in one warp of the cluster.
+        """
+        lane, ok = self.lane, status == Status.OK
+        emitted = jnp.where(lane == num_accepted, token_id, self.token_ids)
+        token_ids = jnp.where(ok & (lane <= num_accepted), emitted, PLACEHOLDER_TOKEN_ID)
+        place = self.index * (self.plan.k + 1) + lane
+        is_place = is_writer & (lane < self.plan.k + 1)
+        self.threads.scatter(self.refs["token_ids_out"], place, token_ids, is_place)
+        for name, value in (
+            ("num_accepted", jnp.where(ok, num_accepted, 0)),
+            ("num_emitted", jnp.where(ok, num_accepted + 1, 0)),
+            ("status", status),
+        ):
+            everywhere = jnp.zeros_like(lane)
+            once = is_writer & (lane == 0)
+            self.threads.scatter(self.refs[name], everywhere + self.index, everywhere + value, once)
+
+
+class DraftedTokens:
+    """What is known of the drafted tokens, by lane, while the kernel is traced.
+
+    Attributes:
+      place: ``[128]`` int32, the id, 0 where none was proposed.
+      logit: ``[128]`` float32, its entry in the target row; of rows that are not visited, too.
+      uses_q: ``[128]`` bool, whether its draft row counts.
+      draft_row: ``[128]`` int32, in range.
+      entry: ``[128]`` float32, its entry in the draft row.
+      log_normalizer: ``[128]`` float32, where those are stored.
+      q: ``[128]`` float32, its draft probability where no row has to be read for that, else 1.
+      bad: ``[128]`` bool, whether what is known of its draft row is bad.
+    """
+
+    def __init__(self, request: KernelRequest, target: TargetSlice, draft: DraftSlice | None):
+        self.request, self.draft = request, draft
+        threads, plan = request.threads, request.plan
+        used = request.proposed
+        self.place = jnp.where(used, request.token_ids, 0)
+        row = jnp.where(request.lane < request.num_rows, request.first_row + request.lane, 0)
+        self.logit = target.entry(row, self.place)
+        self.uses_q = used & request.stored & ~request.greedy
+        self.q, self.bad = threads.filled(1.0), request.lane < 0
+        self.draft_row, self.entry, self.log_normalizer = self.place, self.logit, self.logit
+        if draft is None:
+            return
+        self.draft_row = jnp.clip(request.draft_rows, 0, plan.draft_rows - 1)
+        self.entry = draft.entry(self.draft_row, jnp.minimum(self.place, plan.draft_size - 1))
+        if draft.thresholds is not None:
+            self._threshold = threads.gather(draft.thresholds, self.draft_row)
+        if plan.draft == "normalized":
+            self.log_normalizer = threads.gather(request.refs["normalizer"], self.draft_row)
+
+    def find_q(self) -> None:
+        """Find `q` and `bad`, once what was loaded is to be waited for."""
+        request, plan = self.request, self.request.plan
+        if self.draft is None:
+            return
+        rows = request.draft_rows
+        self.bad = self.uses_q & ((rows < 0) | (rows >= plan.draft_rows))
+        if self.draft.thresholds is not None:
+            self.bad = self.bad | (self.uses_q & (self._threshold != self._threshold))
+        if plan.draft == "probs":
+            self.q = self.entry
+        if plan.draft == "normalized":
+            self.q = jnp.exp2((self.entry * request.inv - self.log_normalizer) * LOG2E)
+            self.bad = self.bad | (self.uses_q & ~is_finite(self.log_normalizer))
+
+    def probabilities(self, target: Normalizer, draft: Normalizer) -> tuple[jax.Array, jax.Array]:
+        """By lane: p and q of the drafted token, were the rows of its position so normalized."""
+        request, plan = self.request, self.request.plan
+        p = jnp.exp2((self.logit - target.peak) * request.scale) / target.total
+        if request.filters is not None:
+            p = jnp.where(self.logit >= target.threshold, p, 0.0)
+        q = self.q
+        if plan.draft == "logits":
+            q = jnp.exp2((self.entry - draft.peak) * request.scale) / draft.total
+        if plan.draft != "none":
+            q = jnp.where(self.uses_q, jnp.where(self.place < plan.draft_size, q, 0.0), 1.0)
+        return p, q
+
+    def counts_q(self, position: jax.Array) -> jax.Array:
+        """Whether the draft row of a position counts, ``[]``."""
+        return self.request.at(self.uses_q.astype(jnp.int32), position) == 1
+
+    def prefetch(self, position: jax.Array) -> None:
+        """Begin to bring the draft row of a position into the second-level cache."""
+        if self.draft is not None:
+            self.draft.prefetch(self.request.at(self.draft_row, position))

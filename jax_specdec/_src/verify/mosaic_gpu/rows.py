@@ -1,37 +1,44 @@
-"""The tiles of a row's slice in a block's shared memory: copied, put right, read."""
+"""A block's slice of target rows, in shared memory, and of draft rows, in global memory."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_specdec._src.verify.mosaic_gpu import signals
-from jax_specdec._src.verify.mosaic_gpu.threads import THREADS
+from jax_specdec._src.verify.mosaic_gpu.ptx import COPIED, THREADS, Threads
 from jax_specdec._src.verify.tiles import TILE
+
+PIECES = 2
+"""Of a tile of a draft row, each of eight ids per thread: more at once need more registers."""
+
+Chunk: TypeAlias = list[jax.Array]
+"""Float32 ``[128]`` for each of the consecutive ids that a thread has."""
+
+Step: TypeAlias = Callable[[jax.Array, int, jax.Array | int, list[Chunk], Any], Any]
+"""From a tile, its place among those loaded at once, a piece of it, that piece's chunks, and a
+state to the next state."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Slots that hold a slice of rows that are opened one after another.
+class TargetSlice:
+    """Buffers in shared memory for the tiles of rows that are copied one after another.
 
-    A tile's slot is its place, and turns count rows. What a tile has past the ids that count, or
-    what a mask hides, reads as -inf.
+    What a tile has past the ids that count, or what a mask hides, reads as -inf.
 
     Attributes:
       threads: the operations of the warpgroup.
       rows: ref ``[R, columns]`` in global memory.
-      held: ref of shared memory, flat.
-      barriers: ref of barriers, or `plgpu.Barrier` in interpret mode.
+      buffer: ref of shared memory, flat.
+      barriers: mbarriers, which complete with the copies; in interpret mode `plgpu.Barrier`.
       per_slice: tiles of a slice, the last slice of a row aside.
-      stride: from one slot to the next.
-      first_barrier: the barrier of the first slot.
+      stride: from one tile to the next in `buffer`.
+      first_barrier: the barrier of the first tile.
       first: ``[]`` int32, the first id of this block's slice.
       size: ids of a row that count.
       each: consecutive ids per thread.
@@ -39,18 +46,23 @@ class Tiles:
       end: ``[]`` int32, ids from it on are hidden, or None.
     """
 
-    threads: Any
+    threads: Threads
     rows: Any
-    held: Any
+    buffer: Any
     barriers: Any
     per_slice: int
     stride: int
-    first_barrier: jax.Array | int
+    first_barrier: Any
     first: jax.Array
     size: int
     each: int
     bitmask: Any = None
     end: jax.Array | None = None
+
+    @property
+    def entry_size(self) -> int:
+        """Bytes of an entry."""
+        return jnp.dtype(self.rows.dtype).itemsize
 
     @property
     def chunk(self) -> int:
@@ -59,91 +71,72 @@ class Tiles:
 
     def count(self) -> jax.Array:
         """Tiles of this slice."""
-        return jnp.clip(lax.div(self.size - self.first + TILE - 1, TILE), 0, self.per_slice)
+        return _tiles(self.size - self.first + TILE - 1, self.per_slice)
 
-    def prepare(self) -> None:
+    # Copying.
+
+    def copy(self, row: jax.Array) -> None:
+        """Begin to copy the slice of a row; all have done reading what it replaces."""
+        self.threads.copy_tiles(
+            self.rows,
+            row,
+            self.first,
+            self.size,
+            self.per_slice,
+            self.buffer,
+            self.stride,
+            self.barriers,
+            self.first_barrier,
+        )
+
+    def fill_end(self) -> None:
         """Fill what no copy will reach; once, before the first row."""
-        if self._fills_once and not self.threads.interpreted:
+        if self._fills_once:
             last = self.count() - 1
             count = self.size - self.first - last * TILE
             pl.when((count < TILE) & (last >= 0))(lambda: self._fill(count, jnp.int32(0), last))
 
     @property
     def _fills_once(self) -> bool:
-        """Whether copies of whole units leave a fill alone."""
-        units = self.size * jnp.dtype(self.held.dtype).itemsize % signals.COPIED == 0
-        return units and self.stride == TILE
+        """Whether copies of whole units leave a fill alone, and a fill the copies."""
+        units = self.size * self.entry_size % COPIED == 0
+        return units and self.stride == TILE and not self.threads.interpreted
 
-    def open(self, row: jax.Array) -> None:
-        """Begin to copy the slice of a row; all have done reading what it replaces."""
-        if self.threads.interpreted:
-            for i in range(self.per_slice):
-                self._interpreted_copy(row, jnp.int32(i))
-            return
-        index = self.threads.index_anew()
-        first = self.first + index * TILE
-        size = jnp.minimum(self.size - first, TILE)
-        signals.copy_pieces(
-            self.rows,
-            row,
-            first,
-            self.held,
-            index * self.stride,
-            self.barriers,
-            self.first_barrier + index,
-            jnp.where(index < self.per_slice, size, 0),
-        )
+    def ready(self, row: jax.Array, tile: jax.Array, rows_before: jax.Array) -> None:
+        """Wait for a tile, hide what does not count, and fill what it has past the ids that do.
 
-    def _interpreted_copy(self, row: jax.Array, tile: jax.Array) -> None:
-        first, rest = self.first + tile * TILE, self.size % TILE
-
-        def copy(count: int) -> Callable[[], None]:
-            def run() -> None:
-                plgpu.copy_gmem_to_smem(
-                    self.rows.at[row, pl.ds(first, count)],
-                    self.held.at[pl.ds(tile * self.stride, count)],
-                    self.barriers.at[self.first_barrier + tile],
-                )
-
-            return run
-
-        here = tile < self.per_slice
-        pl.when(here & (first + TILE <= self.size))(copy(TILE))
-        if rest:
-            pl.when(here & (first < self.size) & (first + TILE > self.size))(copy(rest))
-
-    def ready(self, row: jax.Array, tile: jax.Array, turn: jax.Array) -> None:
-        """Wait for a tile, hide what does not count, and fill what it has past the ids that do."""
-        self.arrived(tile, turn)
+        Args:
+          row: ``[]`` int32.
+          tile: ``[]`` int32, of the slice.
+          rows_before: ``[]`` int32, how many rows were copied before this one.
+        """
+        self.threads.wait(self.barriers, self.first_barrier + tile, rows_before & 1)
         if self.bitmask is not None:
             self._hide(row, tile, lambda i, _: self._forbidden(row, tile, i))
         if self.end is not None:
             last = self.first + (tile + 1) * TILE
             pl.when(last > self.end)(
-                lambda: self._hide(row, tile, lambda i, _: self._past(tile, i))
+                lambda: self._hide(row, tile, lambda i, _: self._past_end(tile, i))
             )
-        if self._fills_once and not self.threads.interpreted:
-            return
-        first = self.first + tile * TILE
-        count = jnp.clip(self.size - first, 0, TILE)
-        pl.when(count < TILE)(lambda: self._fill(count, row, tile))
+        if not self._fills_once:
+            count = jnp.clip(self.size - self.first - tile * TILE, 0, TILE)
+            pl.when(count < TILE)(lambda: self._fill(count, row, tile))
 
-    def arrived(self, tile: jax.Array, turn: jax.Array) -> None:
-        """Wait for the copy of a tile."""
-        if self.threads.interpreted:
-            plgpu.barrier_wait(self.barriers.at[self.first_barrier + tile])
-        else:
-            signals.wait(self.barriers, self.first_barrier + tile, turn & 1)
+    def copy_again(self, row: jax.Array, rows_before: jax.Array) -> None:
+        """Have the whole slice of a row here."""
+        self.copy(row)
+        self.for_all(lambda tile: self.ready(row, tile, rows_before))
 
-    def hide_below(self, least: jax.Array, row: jax.Array, tile: jax.Array) -> None:
-        """Hide the entries of a tile that are less than `least`."""
-        self._hide(row, tile, lambda _, entries: [x < least for x in entries])
+    def for_all(self, do: Callable[[jax.Array], None]) -> None:
+        """Do something to every tile of the slice."""
+        lax.fori_loop(0, self.count(), lambda tile, _: do(tile), None)
+
+    def hide_below(self, threshold: jax.Array, row: jax.Array, tile: jax.Array) -> None:
+        """Hide the entries of a tile that are less than `threshold`."""
+        self._hide(row, tile, lambda _, entries: [x < threshold for x in entries])
 
     def _hide(
-        self,
-        row: jax.Array,
-        tile: jax.Array,
-        hidden: Callable[[int, list[jax.Array]], list[jax.Array]],
+        self, row: jax.Array, tile: jax.Array, hidden: Callable[[int, Chunk], list[jax.Array]]
     ) -> None:
         """Overwrite entries; each thread those that no other will read."""
         nothing = self.threads.filled(-jnp.inf)
@@ -151,16 +144,16 @@ class Tiles:
         for i, offset in enumerate(self.offsets):
             first = begin + offset + self.threads.index() * self.each
             for j, where in enumerate(hidden(i, self.entries(begin, offset))):
-                self.threads.scatter(self.held, first + j, nothing, where)
-        self.threads.written()
+                self.threads.scatter(self.buffer, first + j, nothing, where)
+        self.threads.fence_copies()
 
     def _forbidden(self, row: jax.Array, tile: jax.Array, chunk: int) -> list[jax.Array]:
         """Where the bitmask has no bit, for the ids that each thread has of a chunk."""
         bits = self._bits(row, self.ids(tile) + chunk * self.chunk)
         return [(bits & (1 << j)) == 0 for j in range(self.each)]
 
-    def _past(self, tile: jax.Array, chunk: int) -> list[jax.Array]:
-        """Where ids do not count."""
+    def _past_end(self, tile: jax.Array, chunk: int) -> list[jax.Array]:
+        """Where ids are past `end`."""
         assert self.end is not None
         ids = self.ids(tile) + chunk * self.chunk
         return [ids + j >= self.end for j in range(self.each)]
@@ -173,26 +166,21 @@ class Tiles:
 
     def _fill(self, count: jax.Array, row: jax.Array, tile: jax.Array) -> None:
         """Hide what lies past `count` in a tile."""
-        start = tile * self.stride + self._shift(row)
-        self.threads.fill(self.held, start, count, TILE, -jnp.inf)
-        self.threads.written()
-        self.threads.meet()
+        self.threads.fill(self.buffer, self.begin(row, tile), count, TILE, -jnp.inf)
+        self.threads.fence_copies()
+        self.threads.sync()
 
-    def _shift(self, row: jax.Array) -> jax.Array | int:
-        """Where a row's tiles begin in their slots."""
-        if self.stride == TILE or self.threads.interpreted:
-            return 0
-        return signals.shift(self.rows, row)
+    # Reading.
 
-    def fold(self, row: jax.Array, turn: jax.Array | None, step: Any, state: Any) -> Any:
+    def fold(self, row: jax.Array, rows_before: jax.Array | None, step: Step, state: Any) -> Any:
         """``state = step(tile, 0, 0, chunks, state)`` for each tile of the slice.
 
-        As they arrive, or, where `turn` is None, of a row that has.
+        As they arrive, or, where `rows_before` is None, of a row that has arrived.
         """
 
         def run(tile: jax.Array, state: Any) -> Any:
-            if turn is not None:
-                self.ready(row, tile, turn)
+            if rows_before is not None:
+                self.ready(row, tile, rows_before)
             return step(tile, 0, 0, self.chunks(row, tile), state)
 
         return lax.fori_loop(0, self.count(), run, state)
@@ -201,32 +189,202 @@ class Tiles:
         """All entries that each thread has of a tile."""
         return [x for chunk in self.chunks(row, tile) for x in chunk]
 
-    def chunks(self, row: jax.Array, tile: jax.Array) -> list[list[jax.Array]]:
+    def chunks(self, row: jax.Array, tile: jax.Array) -> list[Chunk]:
         """The same chunk by chunk."""
         begin = self.begin(row, tile)
         return [self.entries(begin, offset) for offset in self.offsets]
 
     def begin(self, row: jax.Array, tile: jax.Array) -> jax.Array:
-        """Where a tile begins."""
-        return tile * self.stride + self._shift(row)
+        """Where a tile begins in `buffer`."""
+        shift = 0 if self.stride == TILE else self.threads.copy_shift(self.rows, row)
+        return tile * self.stride + shift
 
     @property
     def offsets(self) -> range:
         """Where its chunks begin, from there on."""
         return range(0, TILE, self.chunk)
 
-    def entries(self, begin: jax.Array, offset: int) -> list[jax.Array]:
-        """A chunk: float32 ``[128]`` for each of the ids that a thread has."""
+    def entries(self, begin: jax.Array, offset: int) -> Chunk:
+        """A chunk."""
         aligned = self.stride == TILE
-        return self.threads.entries(self.held, begin, self.each, aligned=aligned, offset=offset)
+        return self.threads.entries(self.buffer, begin, self.each, aligned=aligned, offset=offset)
 
     def ids(self, tile: jax.Array) -> jax.Array:
         """The first id of each thread in a tile, of its first chunk."""
         return self.first + tile * TILE + self.threads.index() * self.each
 
-    def at(self, row: jax.Array, token_id: jax.Array) -> jax.Array:
+    def entry(self, row: jax.Array, token_id: jax.Array) -> jax.Array:
         """One entry per thread, from global memory; -inf where it is hidden."""
         entry = self.threads.gather(self.rows, row, token_id)
         if self.bitmask is not None:
             entry = jnp.where((self._bits(row, token_id) & 1) == 1, entry, -jnp.inf)
         return entry
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftSlice:
+    """A block's slice of draft rows, of which nothing is kept.
+
+    What a tile has past the ids that count reads as `fill`, what a threshold hides as -inf.
+
+    Attributes:
+      threads: the operations of the warpgroup.
+      rows: ref ``[R, columns]`` in global memory.
+      per_slice: tiles of a slice, the last slice of a row aside.
+      first: ``[]`` int32, the first id of this block's slice.
+      size: ids that the drafter could draw.
+      row_size: ids of the target row that count.
+      fill: the entry of an id that the drafter could not draw.
+      each: consecutive ids per thread.
+      aligned: whether every row begins at a multiple of sixteen bytes.
+      at_once: see `together`; of aligned rows.
+      thresholds: ref ``[R]`` float32, what an entry must reach, or None.
+    """
+
+    threads: Threads
+    rows: Any
+    per_slice: int
+    first: jax.Array
+    size: int
+    row_size: int
+    fill: float
+    each: int
+    aligned: bool
+    at_once: int = 1
+    thresholds: Any = None
+
+    @property
+    def entry_size(self) -> int:
+        """Bytes of an entry."""
+        return jnp.dtype(self.rows.dtype).itemsize
+
+    @property
+    def chunk(self) -> int:
+        """Ids that all threads read at once."""
+        return THREADS * self.each
+
+    def count(self) -> jax.Array:
+        """Tiles of this slice of the target row."""
+        return _tiles(self.row_size - self.first + TILE - 1, self.per_slice)
+
+    def full(self) -> jax.Array:
+        """Those of them, from the first on, of which every id counts."""
+        return _tiles(self.size - self.first, self.per_slice)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether rows are aligned and hold the ids that count, nothing else."""
+        return self.aligned and self.rows.shape[1] == self.size == self.row_size
+
+    @property
+    def together(self) -> int:
+        """Tiles that a masked `fold` loads before it looks at the first of them."""
+        return self.at_once if self._is_whole else 1
+
+    def prefetch(self, row: jax.Array) -> None:
+        """Begin to bring the slice of a row into the second-level cache."""
+        self.threads.prefetch_tiles(self.rows, row, self.first, self.size, self.per_slice)
+
+    def fold(self, row: jax.Array, step: Step, state: Any, *, masked: bool = False) -> Any:
+        """``state = step(tile, place, piece, chunks, state)`` for each piece of the slice's tiles.
+
+        A `masked` step counts nothing past the end of the target row: there it may be given tiles
+        that are none, and any entries of the draft row.
+        """
+
+        def by_group(group: jax.Array, state: Any) -> Any:
+            pieces = [
+                (group * count + i, i, piece) for i in range(count) for piece in range(PIECES)
+            ]
+            words = [self._words(row, tile, piece, is_full=True) for tile, _, piece in pieces]
+            for (tile, place, piece), of_piece in zip(pieces, words, strict=True):
+                numbers = self._numbers(row, tile, piece, of_piece, is_full=True)
+                state = step(tile, place, piece, numbers, state)
+            return state
+
+        def by_piece(tile: jax.Array, state: Any) -> Any:
+            def run(i: jax.Array, state: Any) -> Any:
+                words = self._words(row, tile, i, is_full=False)
+                return step(tile, 0, i, self._numbers(row, tile, i, words, is_full=False), state)
+
+            return lax.fori_loop(0, PIECES, run, state)
+
+        masked &= self._is_whole
+        full, count = (self.count(), self.together) if masked else (self.full(), 1)
+        state = lax.fori_loop(0, lax.div(full + count - 1, count), by_group, state)
+        return lax.fori_loop(full, self.count(), by_piece, state)
+
+    def of_tile(self, row: jax.Array, tile: jax.Array) -> list[jax.Array]:
+        """All entries that each thread has of a tile."""
+        return [x for chunk in self.chunks(row, tile) for x in chunk]
+
+    def chunks(self, row: jax.Array, tile: jax.Array) -> list[Chunk]:
+        """The same chunk by chunk."""
+        loaded = [self._words(row, tile, i, is_full=False) for i in range(PIECES)]
+        pieces = [self._numbers(row, tile, i, x, is_full=False) for i, x in enumerate(loaded)]
+        return [chunk for chunks in pieces for chunk in chunks]
+
+    def _first(self, tile: jax.Array, piece: jax.Array | int) -> jax.Array:
+        """The first id of each thread in the first chunk of a piece."""
+        begin = tile * TILE + piece * (TILE // PIECES)
+        return self.first + begin + self.threads.index() * self.each
+
+    @property
+    def _offsets(self) -> range:
+        """Where the chunks of a piece begin."""
+        return range(0, TILE // PIECES, self.chunk)
+
+    def _words(
+        self, row: jax.Array, tile: jax.Array, piece: jax.Array | int, *, is_full: bool
+    ) -> list[list[jax.Array]]:
+        """What is loaded of the chunks of a piece: words, or entries of rows not aligned.
+
+        Some entry or other for those that are not inside the row; `is_full` if all are.
+        """
+        threads, rows, first = self.threads, self.rows, self._first(tile, piece)
+        row, last = row + jnp.zeros_like(first), rows.shape[1] - 1
+        if self.aligned:
+            firsts = [jnp.minimum(first + i, last + 1 - self.each) for i in self._offsets]
+            return [threads.row_words(rows, row, x, self.each) for x in firsts]
+        if is_full:
+            return [threads.row_run(rows, row, first, i, self.each) for i in self._offsets]
+        return [
+            [threads.gather(rows, row, jnp.minimum(first + i + j, last)) for j in range(self.each)]
+            for i in self._offsets
+        ]
+
+    def _numbers(
+        self,
+        row: jax.Array,
+        tile: jax.Array,
+        piece: jax.Array | int,
+        words: list[list[jax.Array]],
+        *,
+        is_full: bool,
+    ) -> list[Chunk]:
+        """The chunks of a piece; `is_full` if every id of it counts."""
+        first, chunks = self._first(tile, piece), words
+        row = row + jnp.zeros_like(first)
+        if self.aligned:
+            chunks = [self.threads.numbers(of_chunk, self.rows.dtype) for of_chunk in words]
+        if not is_full:
+            chunks = [
+                [jnp.where(first < self.size - i - j, x, self.fill) for j, x in enumerate(chunk)]
+                for i, chunk in zip(self._offsets, chunks, strict=True)
+            ]
+        if self.thresholds is not None:
+            threshold = self.threads.gather(self.thresholds, row)
+            chunks = [[jnp.where(x < threshold, -jnp.inf, x) for x in chunk] for chunk in chunks]
+        return chunks
+
+    def entry(self, row: jax.Array, token_id: jax.Array) -> jax.Array:
+        """One entry per thread; -inf where it is hidden."""
+        entry = self.threads.gather(self.rows, row, token_id)
+        if self.thresholds is not None:
+            threshold = self.threads.gather(self.thresholds, row)
+            entry = jnp.where(entry < threshold, -jnp.inf, entry)
+        return entry
+
+
+def _tiles(ids: jax.Array, most: int) -> jax.Array:
+    return jnp.clip(lax.div(ids, TILE), 0, most)

@@ -1,4 +1,4 @@
-"""One pass over a warpgroup's slice of a row: its largest entry, its mass, its argmax."""
+"""Statistics of a row, by warp: largest entry, argmax, mass, and the masses of its tiles."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_specdec._src.verify.mosaic_gpu.draft_rows import DraftRows
-from jax_specdec._src.verify.mosaic_gpu.mail import tree_sum
-from jax_specdec._src.verify.mosaic_gpu.rows import Tiles
-from jax_specdec._src.verify.mosaic_gpu.tile_sums import TileSums
+from jax_specdec._src.verify.mosaic_gpu.cluster import tree_sum
+from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, Threads
+from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, DraftSlice, TargetSlice
+
+LOG2E = 1.4426950408889634
+LARGEST = 3.4028235e38
 
 _LIMIT = 2.0**26
 _LEAST_MASS, _LARGEST_MASS = 2.0**-80, 2.0**100
@@ -26,12 +28,12 @@ class Normalizer(NamedTuple):
     """What turns the entries of a row into probabilities.
 
     ``p = exp2((entry - peak) * scale) / total``, scale that of the request, of entries that are
-    not less than `least`. The peak is the largest entry, or one of its order.
+    not less than `threshold`. The peak is the largest entry, or one of its order.
     """
 
     peak: jax.Array
     total: jax.Array
-    least: jax.Array
+    threshold: jax.Array
 
     @classmethod
     def of(cls, peak: jax.Array, total: jax.Array) -> Normalizer:
@@ -91,7 +93,7 @@ def weigher(base: jax.Array, scale: jax.Array, size: int) -> Callable[[jax.Array
 
 
 def mass(
-    threads: Any, fold: Callable[[Any, Any], Any], size: int, base: jax.Array, scale: jax.Array
+    threads: Threads, fold: Callable[[Any, Any], Any], size: int, base: jax.Array, scale: jax.Array
 ) -> jax.Array:
     """The mass of each warp's part of a row, relative to `base`.
 
@@ -100,9 +102,7 @@ def mass(
     """
     weight = weigher(base, scale, size)
 
-    def add(
-        tile: Any, place: Any, piece: Any, chunks: list[list[jax.Array]], total: jax.Array
-    ) -> jax.Array:
+    def add(tile: Any, place: Any, piece: Any, chunks: list[Chunk], total: jax.Array) -> jax.Array:
         del tile, place, piece
         return total + tree_sum([weight(x) for chunk in chunks for x in chunk])
 
@@ -110,19 +110,20 @@ def mass(
 
 
 def tile_masses(
-    tiles: Tiles, row: jax.Array, turn: jax.Array | None, weight: Callable[[jax.Array], jax.Array]
+    tiles: TargetSlice,
+    row: jax.Array,
+    rows_before: jax.Array | None,
+    weight: Callable[[jax.Array], jax.Array],
 ) -> list[jax.Array]:
-    """Each warp's part of the weight of each tile of the slice; see `Tiles.fold`."""
+    """Each warp's part of the weight of each tile of the slice; see `TargetSlice.fold`."""
     threads = tiles.threads
 
-    def add(
-        tile: Any, place: Any, piece: Any, chunks: list[list[jax.Array]], sums: TileSums
-    ) -> TileSums:
+    def add(tile: Any, place: Any, piece: Any, chunks: list[Chunk], sums: TileSums) -> TileSums:
         del place, piece
         mass = tree_sum([weight(x) for chunk in chunks for x in chunk])
         return sums.begin(threads, tile, 0, mass)
 
-    sums = tiles.fold(row, turn, add, TileSums.start(threads))
+    sums = tiles.fold(row, rows_before, add, TileSums.start(threads))
     return sums.first(threads, tiles.per_slice)
 
 
@@ -133,7 +134,7 @@ def is_usable(total: jax.Array, base: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def base_and_sum(
-    tiles: Tiles, row: jax.Array, turn: jax.Array, scale: jax.Array
+    tiles: TargetSlice, row: jax.Array, rows_before: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Of each warp's part of a row that is held whole: some base, and the mass relative to it.
 
@@ -144,22 +145,22 @@ def base_and_sum(
     """
     threads, size = tiles.threads, jnp.dtype(tiles.rows.dtype).itemsize
     none, some = jnp.int32(0), tiles.count() > 0
-    pl.when(some)(lambda: tiles.ready(row, none, turn))
+    pl.when(some)(lambda: tiles.ready(row, none, rows_before))
     first = threads.warp_max(jnp.where(some, tree_max(tiles.of_tile(row, none)), -jnp.inf))
     base = _base(first)
     weight = weigher(base, scale, size)
 
     def add(tile: jax.Array, total: jax.Array) -> jax.Array:
-        pl.when(tile > 0)(lambda: tiles.ready(row, tile, turn))
+        pl.when(tile > 0)(lambda: tiles.ready(row, tile, rows_before))
         return total + tree_sum([weight(x) for x in tiles.of_tile(row, tile)])
 
     total = threads.warp_sum(lax.fori_loop(0, tiles.count(), add, threads.filled(0.0)))
     usable = is_finite(first) & (total < _LARGEST_MASS) & (jnp.abs(base * scale) < _LARGEST_SHIFT)
-    return threads.either(usable, lambda: (base, total), lambda: max_and_sum(tiles, row, scale))
+    return threads.cond(usable, lambda: (base, total), lambda: max_and_sum(tiles, row, scale))
 
 
 def max_and_sum(
-    tiles: Tiles | DraftRows, row: jax.Array, scale: jax.Array
+    tiles: TargetSlice | DraftSlice, row: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Of each warp's part of a row that has arrived: the largest entry, the mass relative to it."""
     threads = tiles.threads
@@ -178,13 +179,15 @@ def max_and_sum(
     return larger, threads.warp_sum(total * decay(_base(peak), _base(larger), scale))
 
 
-def max_and_place(tiles: Tiles, row: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
+def max_and_place(
+    tiles: TargetSlice, row: jax.Array, rows_before: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Of each warp's part: the largest entry, and the lowest id that has it, bit by bit."""
     threads = tiles.threads
 
     def larger(tile: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         peak, where = state
-        tiles.ready(row, tile, turn)
+        tiles.ready(row, tile, rows_before)
         mine = tree_max(tiles.of_tile(row, tile))
         return jnp.maximum(peak, mine), jnp.where(peak >= mine, where, tile)
 
@@ -207,3 +210,73 @@ def tree_max(xs: list[Any]) -> Any:
         pairs = zip(xs[::2], xs[1::2], strict=False)
         xs = [jnp.maximum(a, b) for a, b in pairs] + xs[len(xs) // 2 * 2 :]
     return xs[0]
+
+
+class TileSums(NamedTuple):
+    """Sums of the tiles so far, which come in groups; the last group is added during the next.
+
+    Attributes:
+      found: ``[128]`` by lane: the sum over the warp of each tile, of group g in the lanes whose
+        remainder is g.
+      last: ``[128]`` each, what each thread has of the tiles of the group that is not in it yet.
+      group: ``[]`` int32, which one that is.
+    """
+
+    found: jax.Array
+    last: tuple[jax.Array, ...]
+    group: jax.Array
+
+    @classmethod
+    def start(cls, threads: Threads, size: int = 1) -> TileSums:
+        """Before the first group, each of `size` tiles, a power of two."""
+        return cls(threads.filled(0.0), (threads.filled(0.0),) * size, jnp.int32(-1))
+
+    def begin(self, threads: Threads, group: jax.Array, place: int, value: jax.Array) -> TileSums:
+        """With `value`, what each thread has of the next tile, at this place in its group."""
+        found = self.found if place else self._with_last(threads)
+        return TileSums(found, self._but(place, value), group)
+
+    def add(self, place: int, value: jax.Array) -> TileSums:
+        """With more of the same tile."""
+        return self._replace(last=self._but(place, self.last[place] + value))
+
+    def _but(self, place: int, value: jax.Array) -> tuple[jax.Array, ...]:
+        return (*self.last[:place], value, *self.last[place + 1 :])
+
+    def first(self, threads: Threads, count: int) -> list[jax.Array]:
+        """The sums over the warp of the first tiles, 0 of those that never came."""
+        found, size = self._with_last(threads), len(self.last)
+        lanes = [i // size + _part_of(i % size, size) * (WARP // size) for i in range(count)]
+        return [threads.shuffle(found, lane) for lane in lanes]
+
+    def _with_last(self, threads: Threads) -> jax.Array:
+        sums = _sums(threads, list(self.last))
+        remainder = threads.index() & (WARP // len(self.last) - 1)
+        return jnp.where(remainder == self.group, sums, self.found)
+
+
+def _sums(threads: Threads, xs: list[jax.Array]) -> jax.Array:
+    """Sums over each warp of so many arrays as a power of two; `_part_of` tells where each is.
+
+    Half of the lanes go on with every other array, so that few steps serve all.
+    """
+    lanes = WARP
+    while len(xs) > 1:
+        lanes //= 2
+        upper = (threads.index() & lanes) != 0
+        pairs = list(zip(xs[::2], xs[1::2], strict=True))
+        kept = [jnp.where(upper, b, a) for a, b in pairs]
+        given = [jnp.where(upper, a, b) for a, b in pairs]
+        both = zip(kept, given, strict=True)
+        xs = [x + threads.shuffle_xor(y, lanes) for x, y in both]
+    return threads.warp_sum(xs[0], lanes)
+
+
+def _part_of(i: int, count: int) -> int:
+    """Which of `count` parts of the lanes, in order, have the sum of array i: its bits reversed."""
+    part = 0
+    while count > 1:
+        count //= 2
+        part += (i & 1) * count
+        i >>= 1
+    return part

@@ -1,14 +1,26 @@
-"""How the kernel cuts a row and what it holds: chosen by a rule of thumb, or by the caller."""
+"""What is static about a launch: how rows are cut into slices, and what shared memory holds.
+
+`KernelConfig` is the caller's choice of it, `KernelConfig.choose` the rule of thumb without one.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
+import jax
+
 from jax_specdec._src.config import check_int
+from jax_specdec._src.types import DraftDistribution, DraftLogits
+from jax_specdec._src.verify.requests import CallArrays
+from jax_specdec._src.verify.rows import storage_of
+from jax_specdec._src.verify.rules import Rule
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
 WARPS = 4
 """Warps of a warpgroup."""
+
+SLOTS = 2
+"""Slots of an exchange between blocks: see `cluster`."""
 
 MAX_CLUSTER = 16
 """The largest cluster of a Hopper GPU; more than 8 need one whose parts have 16 cores left."""
@@ -28,7 +40,7 @@ SHARED_BYTES = 227 * 1024
 _CORES_OF_LARGE = 132  # H100, H200; smaller ones may have no room for a cluster of 16
 _TILES_PER_BLOCK = 8  # at most, unless two blocks hold a row: clusters of two use every core
 _PAIR_BYTES = 2 * 52 * 1024  # of such a row: four blocks on a multiprocessor
-_MAIL_BYTES = 8 * 1024  # at most, what else a warpgroup holds
+_SLOT_BYTES = 8 * 1024  # at most, what else a warpgroup holds
 _FREE_BLOCKS_PER_CORE = 4  # so many are placed without waiting
 _MOST_BYTES = 48 * 1024  # of a slice: four blocks on a multiprocessor
 
@@ -104,7 +116,7 @@ class KernelConfig:
             slices = Slices.of(size, MAX_CLUSTER)
             return cls(
                 max_cluster=MAX_CLUSTER,
-                rows_at_once=max(1, min(rows, room // (slices.ids * held + _MAIL_BYTES))),
+                rows_at_once=max(1, min(rows, room // (slices.ids * held + _SLOT_BYTES))),
                 tiles_at_once=_tiles_at_once(slices.tiles, rows),
             )
         at_once = _FREE_BLOCKS_PER_CORE * num_cores // num_requests
@@ -148,7 +160,7 @@ class Slices:
 
     @classmethod
     def of(cls, size: int, max_cluster: int) -> Slices:
-        # Clusters of a power of two are placed well, though blocks be idle; mail needs two blocks.
+        # Clusters of a power of two are placed well, though blocks be idle; exchanges take two.
         cluster = power_of_two(max_cluster)
         tiles = -(-num_tiles(size) // cluster)
         while cluster > 2 and cluster // 2 * tiles >= num_tiles(size):
@@ -167,8 +179,8 @@ class Slices:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shared:
-    """Where things are in a block's shared memory, in entries of their refs.
+class SharedMemory:
+    """What a block holds in shared memory, in entries of its refs.
 
     Attributes:
       slices: how rows are cut.
@@ -176,8 +188,8 @@ class Shared:
       draft_size: bytes of a draft entry.
       target_aligned: whether every row begins at a multiple of sixteen bytes.
       draft_aligned: the same of draft rows.
-      values: numbers that a warp tells the others of a row, at most.
-      warpgroups: warpgroups of a block, each of which holds all of this.
+      values: numbers of a row that a warp sends to the others, at most.
+      warpgroups: warpgroups of a block, each of which has all of this.
       tiles_at_once: tiles of a slice whose draft entries are loaded at once.
     """
 
@@ -192,8 +204,8 @@ class Shared:
 
     @property
     def target_stride(self) -> int:
-        """From one held tile to the next."""
-        return TILE + _slack(self.target_aligned, self.target_size)
+        """From one tile to the next; copies of rows not aligned begin a little earlier."""
+        return TILE + (0 if self.target_aligned else 32 // self.target_size)
 
     @property
     def each(self) -> int:
@@ -204,40 +216,174 @@ class Shared:
 
     @property
     def masses_per_warp(self) -> int:
-        """Masses of a warp's tiles, padded to what is mailed at once."""
+        """Masses of a warp's tiles, padded to what is sent at once."""
         return -(-self.slices.tiles // 4) * 4
 
     @property
-    def box(self) -> int:
-        """Floats of the mail of one row."""
-        return self.values * self.slices.warps
+    def slot(self) -> int:
+        """Floats of a slot: what every warp sends of a row, or the masses of its tiles."""
+        return self.slices.warps * max(self.values, self.masses_per_warp)
 
     @property
-    def masses(self) -> int:
-        """Where the mail of masses begins, after two boxes."""
-        return -(-2 * self.box // 4) * 4
-
-    @property
-    def cells(self) -> int:
-        """Where the scratch for the pick begins."""
-        return self.masses + self.slices.warps * self.masses_per_warp
-
-    @property
-    def mail(self) -> int:
-        """Floats in all, of one warpgroup."""
-        return -(-(self.cells + TILE // (32 * self.each)) // 4) * 4
+    def scratch(self) -> int:
+        """Floats for what the warps of a block tell each other."""
+        return -(-TILE // (128 * self.each)) * WARPS
 
     @property
     def barriers(self) -> int:
-        """Two boxes, the masses, then the tiles."""
-        return 3 + self.slices.tiles
+        """Those of the slots, then those of the tiles."""
+        return SLOTS + self.slices.tiles
 
     @property
     def bytes(self) -> int:
         """Shared memory of a block, the compiler's rounding included."""
-        held = self.slices.tiles * self.target_stride * self.target_size
-        return self.warpgroups * (held + 4 * self.mail + 8 * self.barriers) + 4 * 1024
+        tiles = self.slices.tiles * self.target_stride * self.target_size
+        floats = SLOTS * self.slot + self.scratch
+        return self.warpgroups * (tiles + 4 * floats + 8 * self.barriers) + 4 * 1024
 
 
-def _slack(aligned: bool, size: int) -> int:
-    return 0 if aligned else 32 // size
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is static about a launch that verifies a batch.
+
+    Attributes:
+      k: drafts per request at most.
+      size: ids that count.
+      has_bonus_rows: whether each request owns a row after those of its drafts.
+      num_drafts: length of the flattened draft axis.
+      num_rows: target rows where none is left out.
+      rates: conditional rates of the synthetic rule, or None.
+      block: whether sampled requests follow the block rule.
+      is_plain: whether nothing is masked or filtered, nor `block`: registers are left to sum masses
+        of tiles while a row is read, and to load several tiles at once.
+      draft: "none", "probs", "logits" or "normalized".
+      draft_rows: rows stored.
+      draft_size: ids that the drafter could draw.
+      memory: how rows are cut, and what shared memory holds.
+    """
+
+    k: int
+    size: int
+    has_bonus_rows: bool
+    num_drafts: int
+    num_rows: int
+    rates: tuple[float, ...] | None
+    block: bool
+    is_plain: bool
+    draft: str
+    draft_rows: int
+    draft_size: int
+    memory: SharedMemory
+
+    @classmethod
+    def of(
+        cls, arrays: CallArrays, rule: Rule, *, k: int, size: int, config: KernelConfig | None
+    ) -> Plan:
+        """That of a call; `config` is the caller's choice, or None."""
+        sampling, distribution = arrays.sampling, arrays.drafts.distribution
+        num_requests, num_drafts = sampling.temperature.shape[0], arrays.drafts.token_ids.shape[0]
+        has_bonus_rows = arrays.bonus_token_ids is None
+        hiding = arrays.token_bitmask, sampling.min_p, sampling.top_k, sampling.top_p
+        is_plain = all(x is None for x in hiding) and not rule.is_block
+        storage = None if distribution is None else storage_of(distribution)
+        return cls(
+            k=k,
+            size=size,
+            has_bonus_rows=has_bonus_rows,
+            num_drafts=num_drafts,
+            num_rows=num_drafts + (num_requests if has_bonus_rows else 0),
+            rates=rule.conditional_rates,
+            block=rule.is_block,
+            is_plain=is_plain,
+            draft=_kind_of(distribution),
+            draft_rows=0 if storage is None else storage.shape[0],
+            draft_size=0 if storage is None else min(storage.shape[1], size),
+            memory=shared_memory(
+                arrays.target_logits,
+                distribution,
+                num_requests=num_requests,
+                k=k,
+                walks=rule.method == "standard",
+                is_plain=is_plain,
+                size=size,
+                config=config,
+            ),
+        )
+
+
+def _kind_of(distribution: DraftDistribution | None) -> str:
+    if distribution is None:
+        return "none"
+    if not isinstance(distribution, DraftLogits):
+        return "probs"
+    return "logits" if distribution.log_normalizer is None else "normalized"
+
+
+def shared_memory(
+    target_logits: jax.Array,
+    distribution: DraftDistribution | None,
+    *,
+    num_requests: int,
+    k: int,
+    walks: bool,
+    is_plain: bool,
+    size: int,
+    config: KernelConfig | None,
+) -> SharedMemory:
+    """What a block holds for a call.
+
+    Args:
+      target_logits: its logits.
+      distribution: its drafts' distribution, or None.
+      num_requests: B.
+      k: K.
+      walks: whether several positions may be looked at, one after another.
+      is_plain: see `Plan`.
+      size: ids that count.
+      config: the caller's choices, or None.
+    """
+    storage = None if distribution is None else storage_of(distribution)
+    target_size = target_logits.dtype.itemsize
+    draft_size = 0 if storage is None else storage.dtype.itemsize
+    if config is None:
+        cores = _num_cores()
+        config = KernelConfig.choose(num_requests, size, target_size, cores, draft_size)
+    slices = Slices.of(size, config.max_cluster)
+    target_aligned, draft_aligned = _is_aligned(target_logits), _is_aligned(storage)
+    loads_several = is_plain and target_aligned and draft_aligned
+    most_tiles = power_of_two(min(config.tiles_at_once, slices.tiles))
+    return SharedMemory(
+        slices=slices,
+        target_size=target_size,
+        draft_size=draft_size,
+        target_aligned=target_aligned,
+        draft_aligned=draft_aligned,
+        values=4 if _kind_of(distribution) == "logits" else 2,
+        warpgroups=min(config.rows_at_once, k + 1) if walks else 1,
+        tiles_at_once=most_tiles if loads_several else 1,
+    )
+
+
+def shared_memory_of_rows(
+    logits: jax.Array, num_rows: int, config: KernelConfig | None
+) -> SharedMemory:
+    """What a block holds that reads rows of one matrix."""
+    size, entry_size = logits.shape[1], logits.dtype.itemsize
+    if config is None:
+        config = KernelConfig.choose(num_rows, size, entry_size, _num_cores())
+    return SharedMemory(
+        slices=Slices.of(size, config.max_cluster),
+        target_size=entry_size,
+        draft_size=0,
+        target_aligned=_is_aligned(logits),
+        draft_aligned=True,
+        values=2,
+    )
+
+
+def _is_aligned(rows: jax.Array | None) -> bool:
+    return rows is None or rows.shape[1] * rows.dtype.itemsize % 16 == 0
+
+
+def _num_cores() -> int:
+    return getattr(jax.devices()[0], "core_count", None) or 132

@@ -1,0 +1,231 @@
+"""How the blocks of a cluster, and the warpgroups of a block, learn of each other's results.
+
+Exchanges take place in rounds. In each, every warp of the cluster stores its values in a slot of
+every block's shared memory, and all wait until theirs is full. There are two slots, used in turn:
+who has all values of a round knows that all have read those of the round before, so that slot may
+be filled again. A slot has one mbarrier, whose phase completes once per round in that slot.
+
+This file alone counts rounds; callers hand on the `round` that an exchange returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_specdec._src.verify.mosaic_gpu.plan import SharedMemory
+from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, WARPS, Threads
+from jax_specdec._src.verify.tiles import num_tiles
+
+SLOTS = 2
+
+Count = TypeVar("Count", int, jax.Array)
+
+
+def slot_of(round: Count, slots: int = SLOTS) -> Count:
+    """The slot of a round, and so its barrier; `slots` is a power of two."""
+    return round & (slots - 1)
+
+
+def parity_of(round: Count, slots: int = SLOTS) -> Count:
+    """The parity of the phase of its slot's barrier that a round completes: 0, then 1, 0 ..."""
+    return (round >> (slots.bit_length() - 1)) & 1
+
+
+class Masses(NamedTuple):
+    """Masses of all tiles of a row, by lane: entry i of array r is of tile ``32 r + i``.
+
+    Attributes:
+      of_tiles: float32 ``[128]`` each, 0 past the last tile.
+      sums: up to and including each tile.
+      total: ``[]`` float32.
+    """
+
+    of_tiles: list[jax.Array]
+    sums: list[jax.Array]
+    total: jax.Array
+
+    @classmethod
+    def of(cls, threads: Threads, of_tiles: list[jax.Array]) -> Masses:
+        """With their sums."""
+        sums, total = [threads.warp_scan(mass) for mass in of_tiles], jnp.float32(0)
+        for i, inclusive in enumerate(sums):
+            sums[i] = inclusive + total if i else inclusive
+            total = threads.scalar(threads.shuffle(sums[i], WARP - 1))
+        return cls(of_tiles, sums, total)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """The blocks that verify one request, as one warpgroup of one of them sees them.
+
+    Attributes:
+      threads: the operations of the warpgroup.
+      memory: where the slots are.
+      slots: float32 ref ``[2, floats of a slot]`` in shared memory; in interpret mode in global
+        memory, and of the whole cluster.
+      barriers: mbarriers, first those of the slots; in interpret mode `ExchangeBarriers`.
+      scratch: float32 ref in shared memory, for `gather_in_block`.
+      block: ``[]`` int32, which block of the cluster this is.
+    """
+
+    threads: Threads
+    memory: SharedMemory
+    slots: Any
+    barriers: Any
+    scratch: Any
+    block: jax.Array
+
+    def is_first_warp(self) -> jax.Array:
+        """Whether a thread is in the first warp of the cluster, ``[128]`` bool."""
+        return (self.threads.index() < WARP) & (self.block == 0)
+
+    def all_gather(
+        self, round: jax.Array, *values: jax.Array
+    ) -> tuple[list[list[jax.Array]], jax.Array]:
+        """Each warp's values, in every warp.
+
+        Args:
+          round: ``[]`` int32, 0, then as returned by the exchange before.
+          *values: float32 ``[128]``, the same in all threads of a warp: one, two or four.
+
+        Returns:
+          For each value arrays by lane, entry i of array r that of warp ``32 r + i``, which past
+          the last warp mean nothing: see `is_warp`. Then the next round.
+        """
+        width, warps = max(2, len(values)), self.memory.slices.warps
+        slot = self._exchange(round, [*values, *values][:width], self.threads.index())
+        found = []
+        for lane in _by_lane(self.threads.index(), warps):
+            place = width * (jnp.minimum(lane, warps - 1) - self.threads.index())
+            found.append(self.threads.entries(slot, place, width, aligned=True))
+        by_value = [list(of_value) for of_value in zip(*found, strict=True)]
+        return by_value[: len(values)], round + 1
+
+    def is_warp(self) -> list[jax.Array]:
+        """Where the arrays of `all_gather` have values."""
+        warps = self.memory.slices.warps
+        return [warp < warps for warp in _by_lane(self.threads.index(), warps)]
+
+    def gather_masses(self, round: jax.Array, masses: list[jax.Array]) -> tuple[Masses, jax.Array]:
+        """The mass of each tile of the row, summed over the warps that have a part of it.
+
+        Args:
+          round: see `all_gather`.
+          masses: float32 ``[128]`` per tile of the slice, the same in all threads of a warp.
+
+        Returns:
+          The masses, and the next round.
+        """
+        threads, slices, stride = self.threads, self.memory.slices, self.memory.masses_per_warp
+        thread = threads.index_anew()
+        padding = [threads.filled(0.0)] * (stride - len(masses))
+        slot = self._exchange(round, [*masses, *padding], thread)
+        count, found = num_tiles(slices.size), []
+        for tile in _by_lane(thread, count):
+            place = jnp.minimum(tile, count - 1)
+            first = lax.div(place, slices.tiles) * (WARPS * stride) + lax.rem(place, slices.tiles)
+            parts = [threads.gather(slot, first + warp * stride) for warp in range(WARPS)]
+            found.append(jnp.where(tile < count, tree_sum(parts), 0.0))
+        return Masses.of(threads, found), round + 1
+
+    def no_masses(self) -> Masses:
+        """Stands for masses that nobody has summed."""
+        arrays = _by_lane(self.threads.index(), num_tiles(self.memory.slices.size))
+        nothing = [self.threads.filled(0.0) for _ in arrays]
+        return Masses(nothing, nothing, jnp.float32(0))
+
+    def _exchange(self, round: jax.Array, values: list[jax.Array], thread: jax.Array) -> Any:
+        """Store `values`, wait for those of all warps; returns the slot that has them."""
+        slot = slot_of(round)
+        memory = self.slots.at[slot]
+        warp = self.block * WARPS + lax.div(thread, WARP)
+        self.threads.exchange(
+            memory,
+            self.barriers,
+            warp * len(values),
+            slot,
+            parity_of(round),
+            values,
+            cluster=self.memory.slices.cluster,
+        )
+        return memory
+
+    def gather_in_block(self, values: list[jax.Array]) -> jax.Array:
+        """The values of each warp of this block.
+
+        Args:
+          values: float32 ``[128]`` each, at most eight, the same in all threads of a warp.
+
+        Returns:
+          By lane: those of the first array by warp, then of the second, and so on, then 0.
+        """
+        threads, count = self.threads, len(values) * WARPS
+        thread = threads.index()
+        warp, lane = lax.div(thread, WARP), thread & (WARP - 1)
+        for i, value in enumerate(values):
+            threads.scatter(self.scratch, i * WARPS + warp, value, lane == 0)
+        threads.sync()
+        found = threads.gather(self.scratch, jnp.minimum(lane, count - 1))
+        return jnp.where(lane < count, found, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Warpgroups:
+    """Warpgroups of a block, which look at as many positions of a request at once.
+
+    Each has rows, slots and barriers of its own; together they find where a walk ends.
+
+    Attributes:
+      threads: the operations of a warpgroup.
+      count: warpgroups of a block.
+      index: ``[]`` int32, which one this is.
+      flags: int32 ref ``[count, 2]`` in shared memory, or None where there is one warpgroup.
+      barrier: of all warpgroups in interpret mode, else None.
+    """
+
+    threads: Threads
+    count: int
+    index: jax.Array
+    flags: Any = None
+    barrier: Any = None
+
+    def rows_before(self, position: jax.Array) -> jax.Array:
+        """How many rows a warpgroup copied before that of `position`, if none was left out."""
+        return lax.div(position, self.count) if self.count > 1 else position
+
+    def first(self, ends: jax.Array, position: jax.Array) -> jax.Array:
+        """The first warpgroup with which the walk ends, ``[]`` int32, or how many there are.
+
+        Args:
+          ends: ``[]`` bool, whether it does with this one.
+          position: ``[]`` int32, the one that this warpgroup looked at.
+        """
+        if self.count == 1:
+            return jnp.where(ends, 0, 1)
+        # Flags of the time before are still being read.
+        thread, slot = self.threads.index(), slot_of(self.rows_before(position))
+        flag = jnp.zeros_like(thread) + ends.astype(jnp.int32)
+        place = jnp.zeros_like(thread) + slot
+        self.threads.scatter(self.flags.at[self.index], place, flag, thread == 0)
+        self.threads.sync_block(self.count, self.barrier)
+        found = jnp.int32(self.count)
+        for warpgroup in reversed(range(self.count)):
+            found = jnp.where(self.flags[warpgroup, slot] == 1, warpgroup, found)
+        return found
+
+
+def _by_lane(thread: jax.Array, count: int) -> list[jax.Array]:
+    """So many things dealt to the lanes of a warp, 32 at a time."""
+    return [start + (thread & (WARP - 1)) for start in range(0, count, WARP)]
+
+
+def tree_sum(xs: list[jax.Array]) -> jax.Array:
+    """Sum of arrays, in pairs: short chains of additions."""
+    while len(xs) > 1:
+        xs = [a + b for a, b in zip(xs[::2], xs[1::2], strict=False)] + xs[len(xs) // 2 * 2 :]
+    return xs[0]

@@ -1,0 +1,198 @@
+"""The operations of `ptx.Threads` in jnp, for GPU interpret mode.
+
+Exchanges between blocks go through global memory and a barrier of the cluster. Slots, phases and
+parities are those that a GPU would be given, and they are checked: where a GPU would wait for the
+wrong phase, what is read is NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_specdec._src.verify.mosaic_gpu.ptx import THREADS, WARP, WARPS, T, Threads
+from jax_specdec._src.verify.tiles import TILE
+
+
+class ExchangeBarriers(NamedTuple):
+    """What stands for the mbarriers of exchanges.
+
+    Attributes:
+      cluster: the barrier of all blocks, or None where there is one.
+      completed: int32 ref in shared memory, for each mbarrier the phases that are complete.
+    """
+
+    cluster: Any
+    completed: Any
+
+
+class InterpretedThreads(Threads):
+    """One warpgroup, whose threads are the entries of arrays."""
+
+    interpreted = True
+
+    def index(self) -> jax.Array:
+        return jnp.arange(THREADS, dtype=jnp.int32)
+
+    def index_anew(self) -> jax.Array:
+        return self.index()
+
+    def filled(self, value: Any, dtype: Any = jnp.float32) -> jax.Array:
+        return jnp.full((THREADS,), value, dtype)
+
+    # Within a warp.
+
+    def _per_warp(self, fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(fn(x.reshape(WARPS, WARP)), (WARPS, WARP)).reshape(THREADS)
+
+    def warp_max(self, x: jax.Array) -> jax.Array:
+        return self._per_warp(lambda x: jnp.max(x, axis=1, keepdims=True), x)
+
+    def warp_min(self, x: jax.Array) -> jax.Array:
+        return self._per_warp(lambda x: jnp.min(x, axis=1, keepdims=True), x)
+
+    def warp_sum(self, x: jax.Array, lanes: int = WARP) -> jax.Array:
+        return jnp.repeat(x.reshape(-1, lanes).sum(axis=1), lanes)
+
+    def warp_scan(self, x: jax.Array) -> jax.Array:
+        return self._per_warp(lambda x: jnp.cumsum(x, axis=1), x)
+
+    def shuffle_xor(self, x: jax.Array, mask: int) -> jax.Array:
+        return x[self.index() ^ mask]
+
+    def shuffle(self, x: jax.Array, lane: Any) -> jax.Array:
+        return x[self.index() // WARP * WARP + lane % WARP]
+
+    def scalar(self, x: jax.Array) -> jax.Array:
+        return x[0]
+
+    def cond(self, which: jax.Array, true: Callable[[], T], false: Callable[[], T]) -> T:
+        return jax.tree.map(lambda a, b: jnp.where(which, a, b), true(), false())
+
+    # Barriers.
+
+    def sync(self) -> None:
+        plgpu.commit_smem()
+
+    def sync_block(self, warpgroups: int, barrier: Any) -> None:
+        plgpu.barrier_arrive(barrier)
+        plgpu.barrier_wait(barrier)
+
+    def fence_copies(self) -> None:
+        plgpu.commit_smem()
+
+    def init_barriers(self, barriers: Any, count: int) -> None:
+        pass
+
+    def cluster_wait(self) -> None:
+        pass
+
+    def wait(self, barriers: Any, barrier: jax.Array, parity: jax.Array) -> None:
+        plgpu.barrier_wait(barriers.at[barrier])
+
+    def exchange(
+        self,
+        memory: Any,
+        barriers: Any,
+        place: jax.Array,
+        barrier: jax.Array,
+        parity: jax.Array,
+        values: list[jax.Array],
+        *,
+        cluster: int,
+    ) -> None:
+        """As on a GPU, but `memory` is in global memory, and of the whole cluster."""
+        plgpu.commit_smem()  # all wait for all: what was read may be overwritten by copies
+        completed = barriers.completed[barrier]
+        # An mbarrier lets those pass who wait for the parity of the phase that completed last.
+        right = (completed & 1) == parity
+        barriers.completed[barrier] = completed + 1
+        by_warp = jnp.stack([x[::WARP] for x in values], axis=1)  # of neighbours in memory
+        memory[pl.ds(place[0], by_warp.size)] = jnp.where(right, by_warp, jnp.nan).reshape(-1)
+        if barriers.cluster is not None:
+            plgpu.barrier_arrive(barriers.cluster)
+            plgpu.barrier_wait(barriers.cluster)
+
+    # Copies.
+
+    def copy_tiles(
+        self,
+        rows: Any,
+        row: jax.Array,
+        first: jax.Array,
+        size: int,
+        count: int,
+        buffer: Any,
+        stride: int,
+        barriers: Any,
+        first_barrier: int,
+    ) -> None:
+        def copy(tile: int, length: int) -> None:
+            plgpu.copy_gmem_to_smem(
+                rows.at[row, pl.ds(first + tile * TILE, length)],
+                buffer.at[pl.ds(tile * stride, length)],
+                barriers.at[first_barrier + tile],
+            )
+
+        for tile in range(count):
+            rest = size - (first + tile * TILE)
+            pl.when(rest >= TILE)(functools.partial(copy, tile, TILE))
+            if size % TILE:
+                is_part = (rest > 0) & (rest < TILE)
+                pl.when(is_part)(functools.partial(copy, tile, size % TILE))
+
+    def copy_shift(self, rows: Any, row: jax.Array) -> jax.Array | int:
+        return 0
+
+    def prefetch_tiles(
+        self, rows: Any, row: jax.Array, first: jax.Array, size: int, count: int
+    ) -> None:
+        pass
+
+    # Reading and writing.
+
+    def gather(self, ref: Any, *indices: jax.Array) -> jax.Array:
+        values = ref[...][indices]
+        if jnp.issubdtype(values.dtype, jnp.floating):
+            return values.astype(jnp.float32)
+        return values if values.dtype == jnp.uint32 else values.astype(jnp.int32)
+
+    def scatter(self, ref: Any, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
+        @pl.when(where.any())  # the whole of it is written
+        def _() -> None:
+            place = jnp.where(where, index, ref.shape[0])
+            ref[...] = ref[...].at[place].set(value.astype(ref.dtype), mode="drop")
+
+    def fill(self, ref: Any, start: jax.Array, begin: jax.Array, end: int, value: float) -> None:
+        place, some = jnp.arange(end, dtype=jnp.int32), pl.ds(start, end)
+        ref[some] = jnp.where(place >= begin, jnp.asarray(value, ref.dtype), ref[some])
+
+    def entries(
+        self, ref: Any, start: jax.Array, each: int, *, aligned: bool, offset: int = 0
+    ) -> list[jax.Array]:
+        start = start + offset
+        if start.ndim:
+            place = start + self.index() * each
+            return [ref[...][place + j].astype(jnp.float32) for j in range(each)]
+        loaded = ref[pl.ds(start, THREADS * each)].astype(jnp.float32).reshape(THREADS, each)
+        return [loaded[:, j] for j in range(each)]
+
+    def row_entries(self, ref: Any, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
+        return self.row_run(ref, row, start, 0, each)
+
+    def row_words(self, ref: Any, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
+        return self.row_run(ref, row, start, 0, each)
+
+    def numbers(self, words: list[jax.Array], dtype: Any) -> list[jax.Array]:
+        return words
+
+    def row_run(
+        self, ref: Any, row: jax.Array, start: jax.Array, offset: int, each: int
+    ) -> list[jax.Array]:
+        return [ref[...][row, start + offset + j].astype(jnp.float32) for j in range(each)]

@@ -1,0 +1,641 @@
+"""What the threads of a warpgroup do, below what Pallas offers.
+
+The kernels compute with arrays ``[128]`` of one entry per thread: entry t is in a register of
+thread t. Every operation takes and gives such arrays, or scalars that all threads have.
+`interpret.InterpretedThreads` has the same operations in jnp.
+
+MLIR's `nvvm` and `llvm` dialects serve where they can. PTX stands for:
+
+- copies, prefetches and stores to other blocks: predicated, each by one thread or lane of its own;
+- waiting for an mbarrier: the dialect's own loop gives the thread up between two tries;
+- `index_anew`: only what has side effects is computed again rather than kept in a register;
+- first bytes of rows: what is common to all rows would be kept in registers;
+- funnel shifts, which no dialect has.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+
+from jax_specdec._src.verify.tiles import TILE
+
+THREADS = 128
+WARP = 32
+WARPS = THREADS // WARP
+
+COPIED = 16
+"""Bytes that the two ends of a copy are multiples of."""
+
+T = TypeVar("T")
+
+_PER_THREAD = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
+_UNIFORM = plgpu.Layout.WG_SPLAT(())
+_GLOBAL = 1  # the address space
+_ALL_LANES = -1
+
+_WAIT = """
+    WAIT:
+    mbarrier.try_wait.parity.shared::cta.b64 done, [{barrier}], {parity};
+    @!done bra WAIT;
+"""
+
+
+class Threads:
+    """A warpgroup's operations, on a GPU."""
+
+    interpreted = False
+
+    def index(self) -> jax.Array:
+        """Each thread's place in the warpgroup, ``[128]`` int32."""
+        return plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_PER_THREAD)
+
+    def index_anew(self) -> jax.Array:
+        """The same, computed again: what is computed of it is not kept in registers until then."""
+
+        def run() -> Any:
+            text = "{ .reg .b32 thread; mov.u32 thread, %tid.x; and.b32 $0, thread, 127; }"
+            return (_ptx(text, "=r", result=_i32()),)
+
+        return _inline(run, (), (), [((THREADS,), jnp.int32)])[0]
+
+    def filled(self, value: Any, dtype: Any = jnp.float32) -> jax.Array:
+        """``[128]`` of one value, in a register of each thread, to start a loop with."""
+        return _cast(jnp.full((THREADS,), value, dtype))
+
+    # Within a warp.
+
+    def _shuffle(self, kind: str, x: jax.Array, lane: Any) -> jax.Array:
+        letter = "f" if x.dtype == jnp.float32 else "r"
+        bound = 0 if kind == "up" else 31
+
+        def run(x: Any, lane: Any) -> Any:
+            text = f"shfl.sync.{kind}.b32 $0, $1, $2, {bound}, 0xffffffff;"
+            return (_ptx(text, f"={letter},{letter},r", x, lane, result=x.type),)
+
+        out = [((THREADS,), x.dtype)]
+        return _inline(run, (), (x, jnp.asarray(lane, jnp.int32)), out)[0]
+
+    def _reduce(self, kind: str, x: jax.Array) -> jax.Array:
+        def run(x: Any) -> Any:
+            how = getattr(nvvm.ReductionKind, kind)
+            return (nvvm.redux_sync(x, how, utils.c(_ALL_LANES, _i32())),)
+
+        return _inline(run, (), (x,), [((THREADS,), jnp.int32)])[0]
+
+    def warp_max(self, x: jax.Array) -> jax.Array:
+        """The largest float32 of each warp, NaN if any is, in all of its threads."""
+        bits = lax.bitcast_convert_type(jnp.where(x == x, x, jnp.nan), jnp.int32)
+        return lax.bitcast_convert_type(_ordered(self._reduce("MAX", _ordered(bits))), x.dtype)
+
+    def warp_min(self, x: jax.Array) -> jax.Array:
+        """The least int32 of each warp, in all of its threads."""
+        return self._reduce("MIN", x)
+
+    def warp_sum(self, x: jax.Array, lanes: int = WARP) -> jax.Array:
+        """The sum of each warp, or of each `lanes` of it in order, in all of its threads."""
+        while lanes > 1:
+            lanes //= 2
+            x = x + self.shuffle_xor(x, lanes)
+        return x
+
+    def warp_scan(self, x: jax.Array) -> jax.Array:
+        """Sums up to and including each thread, within its warp."""
+        lane = self.index() & (WARP - 1)
+        for distance in (1, 2, 4, 8, 16):
+            x = jnp.where(lane >= distance, x + self._shuffle("up", x, distance), x)
+        return x
+
+    def shuffle_xor(self, x: jax.Array, mask: int) -> jax.Array:
+        """The entry of the lane whose number differs by ``xor mask``."""
+        return self._shuffle("bfly", x, mask)
+
+    def shuffle(self, x: jax.Array, lane: Any) -> jax.Array:
+        """The entry of one lane of each warp; `lane` may differ between threads."""
+        return self._shuffle("idx", x, lane)
+
+    def scalar(self, x: jax.Array) -> jax.Array:
+        """What all threads have in common, ``[]``."""
+        return _inline(lambda x: (x,), (), (x,), [((), x.dtype)])[0]
+
+    def cond(self, which: jax.Array, true: Callable[[], T], false: Callable[[], T]) -> T:
+        """What `true` or `false` gives; `which` is the same in all threads of a warp."""
+        return lax.cond(self.scalar(which.astype(jnp.int32)) == 1, true, false)
+
+    # Barriers.
+
+    def sync(self) -> None:
+        """Wait for the whole warpgroup, which then knows what it wrote to shared memory."""
+        _inline(lambda: utils.warpgroup_barrier(), (), ())
+
+    def sync_block(self, warpgroups: int, barrier: Any) -> None:
+        """Wait for all warpgroups of the block. `barrier` is for interpret mode."""
+        del barrier  # of the hardware's sixteen, the one that no warpgroup has for itself
+        text = f"bar.sync 15, {THREADS * warpgroups};"
+        _inline(lambda: _ptx(text, "~{memory}"), (), ())
+
+    def fence_copies(self) -> None:
+        """What a thread wrote to shared memory precedes copies that begin once others know it."""
+        text = "fence.proxy.async.shared::cta;"
+        _inline(lambda: _ptx(text, "~{memory}"), (), ())
+
+    def init_barriers(self, barriers: Any, count: int) -> None:
+        """Make up to 32 mbarriers ready, by the first warp; all blocks see it after `cluster_wait`.
+
+        Args:
+          barriers: int32 ref in shared memory, two for each barrier.
+          count: barriers.
+        """
+
+        def run(barriers: Any) -> None:
+            _ptx(
+                f"""{{
+                .reg .pred mine;
+                .reg .b32 thread, place;
+                mov.u32 thread, %tid.x;
+                and.b32 thread, thread, 127;
+                setp.lt.u32 mine, thread, {count};
+                mad.lo.u32 place, thread, 8, $0;
+                @mine mbarrier.init.shared::cta.b64 [place], 1;
+                @mine fence.mbarrier_init.release.cluster;
+                bar.warp.sync 0xffffffff;
+                barrier.cluster.arrive.relaxed.aligned;
+                }}""",
+                "r,~{memory}",
+                _shared_address(barriers),
+            )
+
+        _inline(run, (barriers,), ())
+
+    def cluster_wait(self) -> None:
+        """Wait until every block of the cluster has made its barriers ready."""
+        _inline(lambda: nvvm.cluster_wait(aligned=True), (), ())
+
+    def wait(self, barriers: Any, barrier: jax.Array, parity: jax.Array) -> None:
+        """Wait for the phase of a barrier: `parity` is 0 for the first, then 1, 0, 1 and so on."""
+
+        def run(barriers: Any, barrier: Any, parity: Any) -> None:
+            text = "{\n.reg .pred done;" + _WAIT.format(barrier="$0", parity="$1") + "}"
+            address = _add_scaled(_shared_address(barriers), barrier, 8)
+            _ptx(text, "r,r,~{memory}", address, parity)
+
+        _inline(run, (barriers,), (barrier, parity))
+
+    def exchange(
+        self,
+        memory: Any,
+        barriers: Any,
+        place: jax.Array,
+        barrier: jax.Array,
+        parity: jax.Array,
+        values: list[jax.Array],
+        *,
+        cluster: int,
+    ) -> None:
+        """Each warp stores its values in the shared memory of every block; all wait for all.
+
+        A store completes on the receiver's barrier: no fence and one trip, where a store to global
+        memory and a barrier of the cluster take two fences and three trips.
+
+        Args:
+          memory: float32 ref in shared memory, the same in each block.
+          barriers: what `init_barriers` made ready.
+          place: ``[128]`` int32, where this warp's values go: a multiple of four, or of two for two
+            values; the same in all threads of a warp.
+          barrier: ``[]`` int32, which barrier.
+          parity: ``[]`` int32, of its phase.
+          values: float32 ``[128]`` each, two or a multiple of four, the same in all threads of a
+            warp.
+          cluster: blocks.
+        """
+        count = len(values)
+        width, num_bytes = min(count, 4), 4 * count * cluster * WARPS
+        stores = [
+            f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v{width}.b32 "
+            f"[theirs+{4 * j}], {{{', '.join(f'${3 + j + i}' for i in range(width))}}}, [barrier];"
+            for j in range(0, count, width)
+        ]
+        # Only stores have a predicate. A register that is written under one keeps what it held
+        # where that is false, and so is taken from the kernel's beginning on.
+        sends = "\n".join(f"@sends {store}" for store in stores)
+
+        def run(
+            memory: Any, barriers: Any, place: Any, barrier: Any, parity: Any, *xs: Any
+        ) -> None:
+            _ptx(
+                f"""{{
+                .reg .pred first, sends, done;
+                .reg .b32 thread, lane, block, theirs, barrier;
+                mov.u32 thread, %tid.x;
+                and.b32 thread, thread, 127;
+                setp.eq.u32 first, thread, 0;
+                and.b32 lane, thread, 31;
+                setp.lt.u32 sends, lane, {cluster};
+                @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {num_bytes};
+                and.b32 block, lane, {cluster - 1};
+                mapa.shared::cluster.u32 theirs, $0, block;
+                mapa.shared::cluster.u32 barrier, $1, block;
+                {sends}
+                {_WAIT.format(barrier="$1", parity="$2")}
+                }}""",
+                ",".join(["r", "r", "r", *["f"] * count, "~{memory}"]),
+                _add_scaled(_shared_address(memory), place, 4),
+                _add_scaled(_shared_address(barriers), barrier, 8),
+                parity,
+                *xs,
+            )
+
+        _inline(run, (memory, barriers), (place, barrier, parity, *values))
+
+    # Copies. They name no tensor, so no descriptor is made before the launch, and rows may begin at
+    # any multiple of their entries' size: what is copied is whole units of sixteen bytes.
+
+    def copy_tiles(
+        self,
+        rows: Any,
+        row: jax.Array,
+        first: jax.Array,
+        size: int,
+        count: int,
+        buffer: Any,
+        stride: int,
+        barriers: Any,
+        first_barrier: int,
+    ) -> None:
+        """Begin to copy the tiles of a row to shared memory, each by one thread.
+
+        A copy begins up to fifteen bytes before its first entry: see `copy_shift`.
+
+        Args:
+          rows: ref ``[R, columns]`` in global memory.
+          row: ``[]`` int32.
+          first: ``[]`` int32, the first entry of the first tile.
+          size: entries of the row; none is copied from there on.
+          count: tiles, at most 128.
+          buffer: flat ref in shared memory.
+          stride: from one tile to the next in `buffer`.
+          barriers: what `init_barriers` made ready.
+          first_barrier: which one completes with the first tile; the following ones likewise.
+        """
+        columns, bytes_each = rows.shape[1], rows.dtype.itemsize
+        index, begin, length = self._tiles(first, size, count)
+
+        def run(rows: Any, buffer: Any, barriers: Any, *args: Any) -> None:
+            row, first, place, barrier, count = args
+            begin, length = _whole_units(rows, row, first, count, columns, bytes_each)
+            _ptx(
+                """{
+                .reg .pred mine;
+                setp.gt.s32 mine, $4, 0;
+                @mine mbarrier.arrive.expect_tx.shared::cta.b64 _, [$3], $2;
+                @mine cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
+                    [$0], [$1], $2, [$3];
+                }""",
+                "r,l,r,r,r,~{memory}",
+                _add_scaled(_shared_address(buffer), place, bytes_each),
+                begin,
+                length,
+                _add_scaled(_shared_address(barriers), barrier, 8),
+                count,
+            )
+
+        values = row, begin, index * stride, first_barrier + index, length
+        _inline(run, (rows, buffer, barriers), values)
+
+    def copy_shift(self, rows: Any, row: jax.Array) -> jax.Array | int:
+        """How many entries come before the first one in copies of a row's tiles, ``[]`` int32."""
+        columns, size = rows.shape[1], rows.dtype.itemsize
+
+        def run(rows: Any, row: Any) -> Any:
+            begin = _first_byte(rows, row, utils.c(0, _i32()), columns, size)
+            before = arith.trunci(_i32(), arith.andi(begin, utils.c(COPIED - 1, _i64())))
+            return (arith.shrui(before, utils.c(size.bit_length() - 1, _i32())),)
+
+        return _inline(run, (rows,), (row,), [((), "int32")])[0]
+
+    def prefetch_tiles(
+        self, rows: Any, row: jax.Array, first: jax.Array, size: int, count: int
+    ) -> None:
+        """Begin to bring the tiles of a row into the second-level cache: see `copy_tiles`."""
+        columns, bytes_each = rows.shape[1], rows.dtype.itemsize
+        _, begin, length = self._tiles(first, size, count)
+
+        def run(rows: Any, row: Any, first: Any, count: Any) -> None:
+            begin, length = _whole_units(rows, row, first, count, columns, bytes_each)
+            _ptx(
+                """{
+                .reg .pred mine;
+                setp.gt.s32 mine, $2, 0;
+                @mine cp.async.bulk.prefetch.L2.global [$0], $1;
+                }""",
+                "l,r,r",
+                begin,
+                length,
+                count,
+            )
+
+        _inline(run, (rows,), (row, begin, length))
+
+    def _tiles(
+        self, first: jax.Array, size: int, count: int
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Each thread's tile: which, where it begins, and its entries, 0 or less for none."""
+        index = self.index_anew()
+        begin = first + index * TILE
+        return index, begin, jnp.where(index < count, jnp.minimum(size - begin, TILE), 0)
+
+    # Reading and writing.
+
+    def gather(self, ref: Any, *indices: jax.Array) -> jax.Array:
+        """``ref[indices]`` of each thread, for one or two indices; bools and floats widened."""
+        dtype = jnp.dtype(ref.dtype)
+        widened = jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
+        if dtype == jnp.uint32:
+            widened = jnp.uint32
+        size = dtype.itemsize
+        columns = ref.shape[-1] if len(indices) == 2 else 0
+
+        def run(ref: Any, *at: Any) -> Any:
+            is_bool = dtype == jnp.bool_
+            kind = ir.IntegerType.get_signless(8) if is_bool else _element_type(dtype)
+            start = _address(ref)
+            if columns:
+                start = _add_scaled(start, at[0], columns * size)
+            value = llvm.load(kind, _pointer(ref, _add_scaled(start, at[-1], size)))
+            if is_bool:
+                return (arith.extui(_i32(), value),)
+            if widened == jnp.float32 and size < 4:
+                return (arith.extf(ir.F32Type.get(), value),)
+            return (value,)
+
+        return _inline(run, (ref,), indices, [((THREADS,), widened)])[0]
+
+    def scatter(self, ref: Any, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
+        """``ref[index] = value`` by each thread whose entry of `where` is true."""
+        dtype, size = ref.dtype, jnp.dtype(ref.dtype).itemsize
+
+        def run(ref: Any, index: Any, value: Any, where: Any) -> None:
+            kind = _element_type(dtype)
+            address = _add_scaled(_address(ref), index, size)
+            if value.type != kind:
+                value = arith.truncf(kind, value)
+            with utils.when(arith.cmpi(arith.CmpIPredicate.ne, where, utils.c(0, _i32()))):
+                llvm.store(value, _pointer(ref, address))
+
+        _inline(run, (ref,), (index, value, where.astype(jnp.int32)))
+
+    def fill(self, ref: Any, start: jax.Array, begin: jax.Array, end: int, value: float) -> None:
+        """``ref[start + begin : start + end] = value``; `end` is a multiple of 128."""
+
+        def run(i: jax.Array, _: None) -> None:
+            place = i * THREADS + self.index()
+            self.scatter(ref, start + place, self.filled(value), place >= begin)
+
+        lax.fori_loop(lax.div(begin, THREADS), end // THREADS, run, None)
+
+    def entries(
+        self, ref: Any, start: jax.Array, each: int, *, aligned: bool, offset: int = 0
+    ) -> list[jax.Array]:
+        """``ref[start + offset + each * t + j]`` as float32, ``[128]`` for each j.
+
+        From shared memory; `start` may be ``[128]``. `aligned`: a multiple of sixteen bytes, so
+        many of which are read at a time; else any entry. `offset`: whole words.
+        """
+        dtype = jnp.dtype(ref.dtype)
+        size = dtype.itemsize
+        if aligned:  # else more registers are needed where several tiles are read
+            start = start + offset
+
+        def run(ref: Any, start: Any, thread: Any) -> Any:
+            begin = _add_scaled(_address(ref), start, size)
+            begin = _add_scaled(begin, thread, each * size)
+            if aligned:
+                words = _aligned_words(ref, begin, each * size)
+            else:
+                words = _any_words(ref, begin, offset * size, each * size)
+            return [x for word in words for x in _numbers(word, dtype)]
+
+        out = [((THREADS,), jnp.float32)] * each
+        return _inline(run, (ref,), (start, self.index()), out)
+
+    def row_entries(self, ref: Any, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
+        """``ref[row, start + j]`` of each thread as float32, ``[128]`` for each j of `each`.
+
+        From global memory. `each` and `start` fit a row of aligned pieces of up to sixteen bytes,
+        which are read at once.
+        """
+        if each == 1:
+            return [self.gather(ref, row, start)]
+        return self.numbers(self.row_words(ref, row, start, each), ref.dtype)
+
+    def row_words(self, ref: Any, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
+        """`row_entries` as they are loaded: what `numbers` makes entries of."""
+        dtype, columns = jnp.dtype(ref.dtype), ref.shape[1]
+
+        def run(ref: Any, row: Any, start: Any) -> Any:
+            begin = _add_scaled(_address(ref), row, columns * dtype.itemsize)
+            begin = _add_scaled(begin, start, dtype.itemsize)
+            return _aligned_words(ref, begin, each * dtype.itemsize)
+
+        out = [((THREADS,), jnp.int32)] * (each * dtype.itemsize // 4)
+        return _inline(run, (ref,), (row, start), out)
+
+    def numbers(self, words: list[jax.Array], dtype: Any) -> list[jax.Array]:
+        """Entries as float32, from words that hold one or two of them."""
+        dtype = jnp.dtype(dtype)
+
+        def run(*words: Any) -> Any:
+            return [x for word in words for x in _numbers(word, dtype)]
+
+        out = [((THREADS,), jnp.float32)] * (4 // dtype.itemsize * len(words))
+        return _inline(run, (), words, out)
+
+    def row_run(
+        self, ref: Any, row: jax.Array, start: jax.Array, offset: int, each: int
+    ) -> list[jax.Array]:
+        """`row_entries` from ``start + offset`` on, one at a time, wherever that is."""
+        dtype, columns = jnp.dtype(ref.dtype), ref.shape[1]
+
+        def run(ref: Any, row: Any, start: Any) -> Any:
+            begin = _add_scaled(_address(ref), row, columns * dtype.itemsize)
+            begin = _add_scaled(begin, start, dtype.itemsize)
+            offsets = [utils.c((offset + j) * dtype.itemsize, begin.type) for j in range(each)]
+            return [_entry(ref, arith.addi(begin, offset), dtype) for offset in offsets]
+
+        return _inline(run, (ref,), (row, start), [((THREADS,), jnp.float32)] * each)
+
+
+# MLIR.
+
+
+def _inline(
+    fn: Callable[..., Any],
+    refs: Sequence[Any],
+    values: Sequence[Any],
+    out: Sequence[tuple[tuple[int, ...], Any]] = (),
+) -> list[jax.Array]:
+    """`fn(*refs, *values)` in MLIR: memrefs, then each thread's value; returns one per `out`."""
+
+    def run(_: Any, *args: Any) -> Any:
+        given = [a if i < len(refs) else _register(a) for i, a in enumerate(args)]
+        results = fn(*given)
+        return tuple(_array(r, *o) for r, o in zip(results if out else (), out, strict=True))
+
+    values = [_cast(jnp.asarray(x)) for x in values]
+    layouts = [_UNIFORM if x.ndim == 0 else _PER_THREAD for x in values]
+    types = tuple(
+        plgpu.ShapeDtypeStruct(shape, dtype, layout=_PER_THREAD if shape else _UNIFORM)
+        for shape, dtype in out
+    )
+    call = plgpu.inline_mgpu(
+        arg_types=(*[plgpu.RefType()] * len(refs), *layouts), return_type=types
+    )
+    return list(call(run)(*refs, *values))
+
+
+def _ptx(text: str, constraints: str, *args: Any, result: Any = None, pure: bool = False) -> Any:
+    """A piece of PTX with operands ``$0, $1, ...``, the result first; `pure`: it may move."""
+    kind = ir.Type.parse("!llvm.void") if result is None else result
+    return llvm.inline_asm(kind, list(args), text, constraints, has_side_effects=not pure)
+
+
+def _i32() -> Any:
+    return ir.IntegerType.get_signless(32)
+
+
+def _i64() -> Any:
+    return ir.IntegerType.get_signless(64)
+
+
+def _cast(x: jax.Array) -> jax.Array:
+    return plgpu.layout_cast(x, _PER_THREAD) if x.ndim else x
+
+
+def _register(x: Any) -> Any:
+    register = x.registers.flat[0]
+    if isinstance(register.type, ir.VectorType):
+        return vector.extract(register, [], ir.DenseI64ArrayAttr.get([0]))
+    return register
+
+
+def _array(value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    signed = jnp.issubdtype(dtype, jnp.signedinteger) if dtype != jnp.float32 else None
+    if not shape:
+        return mgpu.FragmentedArray.splat(value, (), is_signed=signed)
+    one = vector.broadcast(ir.VectorType.get((1,), value.type), value)
+    return mgpu.FragmentedArray(
+        _registers=np.array([one], dtype=object),
+        _layout=_PER_THREAD.to_mgpu(),
+        _is_signed=signed,
+    )
+
+
+def _element_type(dtype: Any) -> Any:
+    return utils.dtype_to_ir_type(jnp.dtype(dtype))
+
+
+def _ordered(bits: jax.Array) -> jax.Array:
+    """Integers in the order of the floats of these bits, NaN last; and back."""
+    return bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF)
+
+
+def _shared_address(ref: Any) -> Any:
+    """Where a ref of shared memory begins, in 32 bits."""
+    return llvm.ptrtoint(_i32(), utils.memref_ptr(ref))
+
+
+def _address(ref: Any) -> Any:
+    """Where a ref begins: 32 bits in shared memory, 64 in global memory."""
+    return llvm.ptrtoint(_i32() if utils.is_smem_ref(ref) else _i64(), utils.memref_ptr(ref))
+
+
+def _pointer(ref: Any, address: Any) -> Any:
+    kind = utils.memref_ptr(ref).type if utils.is_smem_ref(ref) else llvm.PointerType.get(_GLOBAL)
+    return llvm.inttoptr(kind, address)
+
+
+def _add_scaled(address: Any, index: Any, size: int) -> Any:
+    """``address + index * size`` in the width of `address`."""
+    if index.type != address.type:
+        index = arith.extsi(address.type, index)
+    return arith.addi(address, arith.muli(index, utils.c(size, address.type)))
+
+
+def _whole_units(
+    rows: Any, row: Any, first: Any, count: Any, columns: int, size: int
+) -> tuple[Any, Any]:
+    """Where the units begin that hold a piece, and their bytes."""
+    begin = _first_byte(rows, row, first, columns, size)
+    mask = utils.c(-COPIED, _i64())
+    end = arith.addi(_add_scaled(begin, count, size), utils.c(COPIED - 1, _i64()))
+    begin, end = arith.andi(begin, mask), arith.andi(end, mask)
+    return begin, arith.trunci(_i32(), arith.subi(end, begin))
+
+
+def _first_byte(rows: Any, row: Any, first: Any, columns: int, size: int) -> Any:
+    text = f"{{ mad.wide.s32 $0, $2, {columns * size}, $1; mad.wide.s32 $0, $3, {size}, $0; }}"
+    start = llvm.ptrtoint(_i64(), utils.memref_ptr(rows))
+    return _ptx(text, "=&l,l,r,r", start, row, first, result=_i64(), pure=True)
+
+
+def _entry(ref: Any, address: Any, dtype: Any) -> Any:
+    """One entry, as float32."""
+    value = llvm.load(_element_type(dtype), _pointer(ref, address))
+    return value if dtype == jnp.float32 else arith.extf(ir.F32Type.get(), value)
+
+
+def _aligned_words(ref: Any, begin: Any, size: int) -> list[Any]:
+    """`size` bytes from an address that is a multiple of them, or of sixteen."""
+    per_load = min(16, size)
+    kind = ir.VectorType.get((per_load // 4,), _i32())
+    words = []
+    for offset in range(0, size, per_load):
+        pointer = _pointer(ref, arith.addi(begin, utils.c(offset, begin.type)))
+        loaded = llvm.load(kind, pointer, alignment=per_load)
+        words += [
+            vector.extract(loaded, [], ir.DenseI64ArrayAttr.get([j])) for j in range(per_load // 4)
+        ]
+    return words
+
+
+def _any_words(ref: Any, begin: Any, offset: int, size: int) -> list[Any]:
+    """`size` bytes, `offset` after any address: each word from the two that it lies in."""
+
+    def load(first: Any, place: int) -> Any:
+        return llvm.load(_i32(), _pointer(ref, arith.addi(first, utils.c(place, _i32()))))
+
+    if utils.bitwidth(ir.MemRefType(ref.type).element_type) == 32:
+        return [load(begin, place) for place in range(offset, offset + size, 4)]
+    first = arith.andi(begin, utils.c(-4, _i32()))
+    bits = arith.shli(begin, utils.c(3, _i32()))
+    words = [load(first, place) for place in range(offset, offset + size + 4, 4)]
+    text = "shf.r.wrap.b32 $0, $1, $2, $3;"
+    return [
+        _ptx(text, "=r,r,r,r", low, high, bits, result=_i32(), pure=True)
+        for low, high in itertools.pairwise(words)
+    ]
+
+
+def _numbers(word: Any, dtype: Any) -> list[Any]:
+    """What a word holds, as float32."""
+    f32 = ir.F32Type.get()
+    if dtype == jnp.float32:
+        return [arith.bitcast(f32, word)]
+    if dtype == jnp.bfloat16:  # the upper half of a number is the number
+        low, high = arith.shli(word, utils.c(16, _i32())), arith.andi(word, utils.c(-65536, _i32()))
+        return [arith.bitcast(f32, low), arith.bitcast(f32, high)]
+    one = vector.broadcast(ir.VectorType.get((1,), _i32()), word)
+    pair = vector.bitcast(ir.VectorType.get((2,), ir.F16Type.get()), one)
+    wide = arith.extf(ir.VectorType.get((2,), f32), pair)
+    return [vector.extract(wide, [], ir.DenseI64ArrayAttr.get([j])) for j in range(2)]

@@ -1,0 +1,54 @@
+"""Clusters of several blocks in interpret mode: what they exchange, round by round.
+
+On a GPU an exchange is one piece of assembly; interpreted, it goes through global memory and a
+barrier of the cluster, with the slots, phases and parities that the GPU would be given. A wait for
+the wrong phase reads NaN.
+"""
+
+import dataclasses
+
+import pytest
+
+from jax_specdec._src.verify.mosaic_gpu import cluster
+from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
+
+from .batch import check, verify
+from .cases import random_batch
+from .test_mosaic_gpu import BLOCK, FILTERED, GIVEN_BONUS, TILES, agrees, few, interpreted
+
+pytestmark = pytest.mark.newest  # older versions do not interpret clusters
+TWO, FOUR = KernelConfig(max_cluster=2), KernelConfig(max_cluster=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        (TWO, dataclasses.replace(BLOCK[3], num_requests=2, num_drafts=7)),
+        (FOUR, few(TILES)),
+        *(
+            pytest.param(config, layout, marks=pytest.mark.slow)
+            for config in (TWO, FOUR)
+            for layout in (GIVEN_BONUS, FILTERED[3], dataclasses.replace(BLOCK[2], vocab=12416))
+        ),
+    ],
+    ids=lambda x: str(x) if isinstance(x, type(TILES)) else str(x.max_cluster),
+)
+def test_clusters_give_the_tokens_of_the_oracle(config, layout):
+    agrees(layout, interpreted(config))
+
+
+def test_blocks_read_no_slot_that_is_being_filled():
+    layout = dataclasses.replace(GIVEN_BONUS, num_requests=1, num_drafts=4)
+    verifier = interpreted(TWO, detect_races=True)  # a race is an error
+    batch = random_batch(layout, seed=3)
+    check(batch, verify(batch, verifier))
+
+
+@pytest.mark.parametrize("fault", ["parity", "slot"])
+def test_a_wrong_phase_is_noticed(fault, monkeypatch):
+    if fault == "parity":  # right in the first two rounds
+        monkeypatch.setattr(cluster, "parity_of", lambda round: round & 0)
+    else:
+        monkeypatch.setattr(cluster, "slot_of", lambda round: round & 0)
+    with pytest.raises(AssertionError, match="the oracle"):
+        agrees(few(GIVEN_BONUS), interpreted(TWO))
