@@ -203,6 +203,24 @@ FAULTS = {
         "jnp.where(stopped, stop_at, num_kept)",
         "serving/test_greedy.py",
     ),
+    "a new request of an engine has drafts": Fault(
+        "serving/core.py",
+        "if not self.drafts_at_once:",
+        "if False:",
+        "serving/test_engine.py",
+    ),
+    "a drafter forgets its drafts where bad words and penalties count them": Fault(
+        "drafting/context.py",
+        "processors=self.processors and self.processors.append(token_ids)",
+        "processors=self.processors",
+        "serving/test_options.py",
+    ),
+    "the mask of allowed ids is left out": Fault(
+        "drafting/context.py",
+        "if self.token_bitmask is not None:",
+        "if False:",
+        "serving/test_options.py",
+    ),
     "a slot keeps the cache of the request before": Fault(
         "serving/engine.py",
         "return lax.dynamic_update_slice(all_, new, start)",
