@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.blocks import BLOCK, by_blocks, take
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.processors import LogitsProcessors, process_logits
 from jax_specdec._src.types import Drafts, SamplingParams
@@ -90,10 +92,7 @@ class DraftContext:
             if self.processors is not None:
                 processed = process_logits(rows, drafts, self.processors, config=self.config)
             if self.token_bitmask is not None:
-                words = jnp.repeat(
-                    self.token_bitmask, rows.shape[0] // self.token_bitmask.shape[0], axis=0
-                )
-                processed = Rows(processed, rows.shape[1], -jnp.inf, words).masked().matrix
+                processed = _allow(processed, self.token_bitmask)
             if drafts is None:
                 is_empty = jnp.all(processed == -jnp.inf, axis=1, keepdims=True)
                 processed = jnp.where(is_empty, rows, processed)
@@ -101,9 +100,20 @@ class DraftContext:
 
         # One dtype whoever asks, so that a request's sums do not depend on its neighbours. A loop
         # of one turn or none, because XLA leaves its rows where they are: `lax.cond` copies them.
-        _, rows = lax.while_loop(
+        return lax.while_loop(
             lambda carry: carry[0],
             lambda carry: (jnp.bool_(False), process(carry[1])),
             (self.changes_rows, logits.astype(jnp.float32)),
-        )
-        return rows
+        )[1]
+
+
+def _allow(rows: jax.Array, token_bitmask: jax.Array) -> jax.Array:
+    """Rows ``[B*n, V]`` with -inf where a token is not allowed; on TPUs, a few at a time."""
+    owner = jnp.arange(rows.shape[0], dtype=jnp.int32) // (rows.shape[0] // token_bitmask.shape[0])
+
+    def at_once(owner: jax.Array, rows: jax.Array) -> jax.Array:
+        words = take(token_bitmask, owner)
+        return Rows(rows, rows.shape[1], -jnp.inf, words).masked().matrix
+
+    in_blocks = functools.partial(by_blocks, at_once, BLOCK)
+    return lax.platform_dependent(owner, rows, tpu=in_blocks, default=at_once)
