@@ -46,9 +46,9 @@ class Llama:
         dtype: compute dtype of matrix products, residual stream, cache and logits. Norms, rotary
             angles and the attention softmax are float32 whatever it is.
         scan_layers: compile one layer and loop over it, rather than all L one after another. A
-            program compiles several times as fast, and one pass over a few tokens takes longer,
-            because a layer's weights are copied out of an array of all layers' (docs/models.md has
-            figures). Weights are then those of `stack_layers`.
+            program compiles several times as fast, and a pass over a few tokens takes longer,
+            because each layer's weights are copied out of arrays that hold those of all layers
+            (docs/compile_time.md has figures). Weights are then those of `stack_layers`.
 
     Example:
         >>> import jax, jax.numpy as jnp
