@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,19 @@ def test_a_text_is_the_same_with_an_engine_in_between() -> None:
         for update in driver.step():
             texts[update.request_id] += update.token_ids
     assert [texts[request] for request in requests] == want
+
+
+def test_the_page_turns_weights_into_stacked_ones() -> None:
+    page = Path(__file__).parents[2] / "docs" / "compile_time.md"
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
+    scope: dict[str, Any] = {}
+    exec(compile(code, str(page), "exec"), scope)
+    model, params = scope["model"], scope["params"]
+    arguments = jnp.zeros((1, 2), jnp.int32), jnp.zeros((1,), jnp.int32), model.init_cache(1, 8)
+    logits, _ = jax.eval_shape(model.apply, params, *arguments)
+    assert model.scan_layers and logits.shape == (1, 2, 256)
 
 
 @pytest.mark.parametrize(
