@@ -13,6 +13,14 @@ from jax_specdec._src.drafting.drafter import Drafter, Proposal
 from jax_specdec._src.drafting.ngram import NGramDrafter
 from jax_specdec._src.drafting.sample import DraftSample, sample_draft_tokens
 from jax_specdec._src.drafting.store import DraftStore, count_fallbacks
+from jax_specdec._src.grammar import (
+    CopyingMatcher,
+    DelayedMatcher,
+    GrammarLookahead,
+    GrammarMatcher,
+    advance_matchers,
+    grammar_bitmask,
+)
 from jax_specdec._src.logprobs import TokenLogprobs, token_logprobs
 from jax_specdec._src.models.bytes import DOCUMENT_SEPARATOR, ByteDecoder, decode, encode
 from jax_specdec._src.models.checkpoint import (
@@ -22,13 +30,23 @@ from jax_specdec._src.models.checkpoint import (
     load_huggingface,
     save_checkpoint,
 )
-from jax_specdec._src.models.llama import Llama, LlamaConfig
+from jax_specdec._src.models.llama import Llama, LlamaConfig, stack_layers, unstack_layers
 from jax_specdec._src.models.protocol import CausalModel
 from jax_specdec._src.models.rotary import RopeScaling
 from jax_specdec._src.models.tensor_parallel import TensorParallelLlama
 from jax_specdec._src.models.tokenizer import TextStream, Tokenizer, load_tokenizer
 from jax_specdec._src.noise import draw_noise
 from jax_specdec._src.penalties import Penalties, apply_penalties
+from jax_specdec._src.processors import (
+    BadWords,
+    LogitBias,
+    LogitsProcessors,
+    MinTokens,
+    apply_logit_bias,
+    forbid_bad_words,
+    forbid_stop_tokens,
+    process_logits,
+)
 from jax_specdec._src.ragged import PackedDrafts, pack_drafts
 from jax_specdec._src.serving.batch import GenerateOutput, StepRecord
 from jax_specdec._src.serving.bookkeeping import RequestUpdate
@@ -68,8 +86,11 @@ __all__ = [
     "PLACEHOLDER_TOKEN_ID",
     "AcceptanceCounters",
     "AcceptanceStats",
+    "BadWords",
     "ByteDecoder",
     "CausalModel",
+    "CopyingMatcher",
+    "DelayedMatcher",
     "DraftLogits",
     "DraftProbs",
     "DraftSample",
@@ -80,12 +101,17 @@ __all__ = [
     "EngineDriver",
     "EngineState",
     "GenerateOutput",
+    "GrammarLookahead",
+    "GrammarMatcher",
     "GreedyDifference",
     "KernelConfig",
     "Llama",
     "LlamaConfig",
     "LoadedModel",
+    "LogitBias",
+    "LogitsProcessors",
     "LogprobsConfig",
+    "MinTokens",
     "ModelDrafter",
     "NGramDrafter",
     "Noise",
@@ -108,15 +134,20 @@ __all__ = [
     "Tokenizer",
     "VerifySharding",
     "acceptance_length_to_rates",
+    "advance_matchers",
+    "apply_logit_bias",
     "apply_penalties",
     "conditional_to_unconditional_rates",
     "count_fallbacks",
     "decode",
     "draw_noise",
     "encode",
+    "forbid_bad_words",
+    "forbid_stop_tokens",
     "generate",
     "generate_plain",
     "generate_stream",
+    "grammar_bitmask",
     "greedy_differences",
     "load_checkpoint",
     "load_embedded_pair",
@@ -124,14 +155,17 @@ __all__ = [
     "load_tokenizer",
     "pack_drafts",
     "parse_output",
+    "process_logits",
     "rates_to_acceptance_length",
     "reference",
     "rejection_sample",
     "rejection_sample_with_noise",
     "sample_draft_tokens",
     "save_checkpoint",
+    "stack_layers",
     "token_logprobs",
     "unconditional_to_conditional_rates",
+    "unstack_layers",
     "validate",
     "which_implementation",
 ]

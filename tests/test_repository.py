@@ -28,7 +28,7 @@ MAX_LINES = 700
 LAYERS = (
     {"_src", "compat"},
     {"types", "config"},
-    {"blocks", "ragged", "noise", "sampling", "penalties"},
+    {"blocks", "ragged", "noise", "sampling", "penalties", "processors", "grammar"},
     {"verify"},
     {"logprobs"},
     {"models", "drafting", "serving", "integrations"},

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import export, lax
 
 from jax_specdec._src import ragged
@@ -167,9 +166,8 @@ def apply_penalties(
     def penalized() -> jax.Array:
         if drafts is None or config is None:
             return _penalize(logits, penalties, ())
-        k = config.num_speculative_tokens
-        has_bonus_rows = padded_rows or rows != drafts.token_ids.shape[0]
-        owner, offset, token_ids = ragged.rows(drafts, k, rows, has_bonus_rows)
+        owner, offset, token_ids = ragged.owners(logits, drafts, config, padded_rows)
+        k = token_ids.shape[1]
         before = [jnp.where(i < offset, token_ids[owner, i], -1) for i in range(k)]
         given = owner, logits, before
         at_once = functools.partial(_penalize_rows, penalties)
@@ -215,10 +213,6 @@ def _check(
 ) -> None:
     if not isinstance(penalties, Penalties):
         raise TypeError(f"penalties must be a Penalties, but it is {penalties!r:.80}")
-    if not (drafts is None or isinstance(drafts, Drafts)):
-        raise TypeError(f"drafts must be a Drafts or None, but it is {drafts!r:.80}")
-    if drafts is not None and not isinstance(config, SpecDecodeConfig):
-        raise TypeError(f"config must be a SpecDecodeConfig, but it is {config!r:.80}")
     batch = penalties.frequency.shape[0] if penalties.frequency.ndim == 1 else -1
     for name in ("frequency", "presence", "repetition"):
         values = getattr(penalties, name)
@@ -238,29 +232,8 @@ def _check(
             )
         if str(array.dtype) != dtype:
             raise TypeError(f"penalties.{name} must be {dtype}, but it is {array.dtype}")
-
-    if not isinstance(logits, (jax.Array, np.ndarray)):
-        raise TypeError(f"logits must be an array, but it is {logits!r:.80}")
-    if drafts is None:
-        fitting, why = [batch], f"[B, V] = [{batch}, V] (drafts is None)"
-    else:
-        n = drafts.token_ids.shape[0]
-        if drafts.cu_num_draft_tokens.shape != (batch + 1,):
-            raise ValueError(
-                f"drafts.cu_num_draft_tokens must have shape [B+1] = [{batch + 1}], but its shape "
-                f"is {list(drafts.cu_num_draft_tokens.shape)}"
-            )
-        fitting, why = [n + batch, n], f"[N+B, V] = [{n}+{batch}, V] or [N, V]"
-        if padded_rows:
-            fitting, why = [*logits.shape[:1]], "[M, V] (padded_rows is true)"
-    most = penalties.counts.shape[1]
-    if logits.ndim != 2 or logits.shape[0] not in fitting or logits.shape[1] > most:
-        raise ValueError(
-            f"logits must have shape {why}, at most penalties' V = {most} columns, but its shape "
-            f"is {list(logits.shape)}"
-        )
-    if str(logits.dtype) not in ("float32", "bfloat16", "float16"):
-        raise TypeError(f"logits must be float32, bfloat16 or float16, but it is {logits.dtype}")
+    most = "penalties", penalties.counts.shape[1]
+    ragged.check_rows(logits, drafts, batch, config, padded_rows, most)
 
 
 # Lets `jax.export` serialize functions that take or return penalties.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_specdec._src.config import check_int
+from jax_specdec._src.config import SpecDecodeConfig, check_int
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
     DraftDistribution,
@@ -119,6 +120,80 @@ def rows(
     owner = owner.at[place].min(jnp.broadcast_to(request, place.shape), mode="drop")
     index = jnp.arange(num_rows, dtype=jnp.int32)
     return owner, index - layout.first_row[owner], layout.token_ids
+
+
+def owners(
+    logits: jax.Array,
+    drafts: Drafts | None,
+    config: SpecDecodeConfig | None,
+    padded_rows: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`rows` of logits that `check_rows` has checked.
+
+    Args:
+      logits: ``[M, V]``; ``[B, V]`` where `drafts` is None.
+      drafts: None for one row per request, with no draft before it.
+      config: static settings.
+      padded_rows: as in `rejection_sample`.
+
+    Returns:
+      ``owner [M]``, ``offset [M]`` and ``token_ids [B, K]``; K = 0 where `drafts` is None.
+    """
+    m = logits.shape[0]
+    if drafts is None or config is None:
+        index = jnp.arange(m, dtype=jnp.int32)
+        return index, jnp.zeros_like(index), jnp.zeros((m, 0), jnp.int32)
+    has_bonus_rows = padded_rows or m != drafts.token_ids.shape[0]
+    return rows(drafts, config.num_speculative_tokens, m, has_bonus_rows)
+
+
+def check_rows(
+    logits: Any,
+    drafts: Any,
+    batch: int,
+    config: Any,
+    padded_rows: bool,
+    most: tuple[str, int] | None = None,
+) -> None:
+    """Check rows of logits and the drafts that they belong to.
+
+    Args:
+      logits: ``[N+B, V]`` or ``[N, V]``; ``[B, V]`` where `drafts` is None.
+      drafts: a `Drafts` or None.
+      batch: B.
+      config: a `SpecDecodeConfig`; anything where `drafts` is None.
+      padded_rows: whether `logits` may have any number of rows.
+      most: whose V the columns must not exceed, and it.
+
+    Raises:
+      TypeError: an argument of the wrong type or dtype.
+      ValueError: shapes that do not fit.
+    """
+    if not (drafts is None or isinstance(drafts, Drafts)):
+        raise TypeError(f"drafts must be a Drafts or None, but it is {drafts!r:.80}")
+    if drafts is not None and not isinstance(config, SpecDecodeConfig):
+        raise TypeError(f"config must be a SpecDecodeConfig, but it is {config!r:.80}")
+    if not isinstance(logits, (jax.Array, np.ndarray)):
+        raise TypeError(f"logits must be an array, but it is {logits!r:.80}")
+    if drafts is None:
+        fitting, why = [batch], f"[B, V] = [{batch}, V] (drafts is None)"
+    else:
+        n = drafts.token_ids.shape[0]
+        if drafts.cu_num_draft_tokens.shape != (batch + 1,):
+            raise ValueError(
+                f"drafts.cu_num_draft_tokens must have shape [B+1] = [{batch + 1}], but its shape "
+                f"is {list(drafts.cu_num_draft_tokens.shape)}"
+            )
+        fitting, why = [n + batch, n], f"[N+B, V] = [{n}+{batch}, V] or [N, V]"
+        if padded_rows:
+            fitting, why = [*logits.shape[:1]], "[M, V] (padded_rows is true)"
+    if most is not None:
+        why = f"{why}, at most {most[0]}' V = {most[1]} columns"
+    too_wide = most is not None and logits.ndim == 2 and logits.shape[1] > most[1]
+    if logits.ndim != 2 or logits.shape[0] not in fitting or too_wide:
+        raise ValueError(f"logits must have shape {why}, but its shape is {list(logits.shape)}")
+    if str(logits.dtype) not in ("float32", "bfloat16", "float16"):
+        raise TypeError(f"logits must be float32, bfloat16 or float16, but it is {logits.dtype}")
 
 
 class PackedDrafts(NamedTuple):

@@ -17,9 +17,18 @@ def processed(
     output: Sequence[int],
     temperature: float,
     options: sd.RequestOptions,
+    stop_token_ids: Sequence[int] = (),
 ) -> np.ndarray:
     """What the next token is drawn from; for a greedy request all on the argmax."""
+    row = row.astype(np.float64)
+    for token, bias in (options.logit_bias or {}).items():
+        row[token] += bias
     x = penalized(row, prompt, output, options)
+    for word in options.bad_words or ():
+        if [*prompt, *output, word[-1]][-len(word) :] == list(word):
+            x[word[-1]] = -np.inf
+    if len(output) < options.min_tokens:
+        x[list(stop_token_ids)] = -np.inf
     if options.allowed_token_ids is not None:
         x[np.setdiff1d(np.arange(len(x)), options.allowed_token_ids)] = -np.inf
     if temperature == 0:
@@ -51,13 +60,20 @@ def penalized(
 
 
 def greedy(
-    table: np.ndarray, prompt: Sequence[int], options: sd.RequestOptions, count: int
+    table: np.ndarray,
+    prompt: Sequence[int],
+    options: sd.RequestOptions,
+    count: int,
+    stop_token_ids: Sequence[int] = (),
 ) -> list[int]:
-    """A greedy completion of a `tiny.Trigram`."""
+    """A greedy completion of a `tiny.Trigram`, up to a stop token."""
     output: list[int] = []
     for _ in range(count):
         row = tiny.next_logits(table, [*prompt, *output])
-        output.append(int(np.argmax(processed(row, prompt, output, 0.0, options))))
+        p = processed(row, prompt, output, 0.0, options, stop_token_ids)
+        output.append(int(np.argmax(p)))
+        if output[-1] in stop_token_ids:
+            break
     return output
 
 
@@ -67,12 +83,13 @@ def exact_distribution(
     length: int,
     temperature: float,
     options: sd.RequestOptions,
+    stop_token_ids: Sequence[int] = (),
 ) -> np.ndarray:
-    """Probability of every continuation, ``[V] * length``."""
+    """Probability of every continuation, ``[V] * length``, as if no token stopped it."""
     probabilities = np.ones((table.shape[-1],) * length)
     for tokens in np.ndindex(*probabilities.shape):
         for i, token in enumerate(tokens):
             row = tiny.next_logits(table, [*prompt, *tokens[:i]])
-            p = processed(row, prompt, tokens[:i], temperature, options)
+            p = processed(row, prompt, tokens[:i], temperature, options, stop_token_ids)
             probabilities[tokens] *= p[token]
     return probabilities

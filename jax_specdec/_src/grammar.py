@@ -1,0 +1,469 @@
+"""Grammars: the token bitmasks of a step from matchers that walk along its drafts, on the host.
+
+A row of target logits is masked by what the grammar allows after the drafts before it. A draft that
+the grammar refuses keeps its id: the mask gives it probability 0 in its row, so it is rejected, and
+the recovered token comes from the right residual. Rows after it are never reached.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+
+from jax_specdec._src.config import check_int
+from jax_specdec._src.types import Drafts, described, known_values
+
+_ALL_ALLOWED = -1
+"""A word of a bitmask with every bit set."""
+
+
+class GrammarMatcher(Protocol):
+    """What walks along one request's tokens and knows which may come next.
+
+    The methods are those of xgrammar's ``GrammarMatcher``. A matcher of another library needs a few
+    lines around it; one that cannot roll back is wrapped in a `CopyingMatcher`.
+
+    Example:
+      A grammar that lets 3 and 5 take turns:
+
+      >>> import numpy as np
+      >>> import jax_specdec as sd
+      >>> class Turns:
+      ...     def __init__(self):
+      ...         self.count = 0
+      ...     def fill_next_token_bitmask(self, bitmask, index):
+      ...         bitmask[index] = 1 << (3, 5)[self.count % 2]
+      ...     def accept_token(self, token_id):
+      ...         allowed = token_id == (3, 5)[self.count % 2]
+      ...         self.count += allowed
+      ...         return allowed
+      ...     def rollback(self, num_tokens):
+      ...         self.count -= num_tokens
+      ...     def is_terminated(self):
+      ...         return False
+      >>> with sd.GrammarLookahead([Turns()], vocab_size=8) as lookahead:
+      ...     lookahead.bitmask.tolist()
+      [[8]]
+    """
+
+    def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> object:
+        """Write which tokens may come next.
+
+        Never called once `is_terminated`.
+
+        Args:
+          bitmask: ``[R, ceil(V/32)]`` int32; row `index` is written: bit ``id % 32`` of word ``id
+            // 32`` is set where token ``id`` is allowed.
+          index: the row.
+
+        Returns:
+          Nothing that is read.
+        """
+        ...
+
+    def accept_token(self, token_id: int) -> bool:
+        """Walk on by a token; whether it was allowed. One that was not changes nothing.
+
+        A step's look ahead calls this only with tokens that `fill_next_token_bitmask` allowed.
+        """
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens, at most K, also those that terminated the grammar."""
+        ...
+
+    def is_terminated(self) -> bool:
+        """Whether the grammar has ended: it says nothing of what follows."""
+        ...
+
+
+class GrammarLookahead:
+    """B matchers walking along the drafts of a step, and back to where they were at its end.
+
+    For a drafter that is called position by position: `bitmask` masks the drafter's rows of each
+    position, and the same masks, K + 1 of them, are those of the target's rows. Where drafts are
+    known already, `grammar_bitmask` makes them at once.
+
+    Attributes:
+      bitmask: ``[B, ceil(V/32)]`` uint32, the tokens that may follow the drafts appended so far.
+        All are set where there is no grammar, and after a draft that was refused, where nothing is
+        reached.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> with sd.GrammarLookahead([None], vocab_size=40) as lookahead:  # no grammar
+      ...     lookahead.append([7])
+      ...     lookahead.bitmask.tolist()
+      [[4294967295, 4294967295]]
+    """
+
+    bitmask: np.ndarray
+
+    def __init__(
+        self,
+        matchers: Sequence[GrammarMatcher | None],
+        *,
+        vocab_size: int,
+        end_token_ids: Sequence[int] | None = None,
+    ) -> None:
+        """Begin where the matchers are.
+
+        Args:
+          matchers: B, which have accepted what is written so far; None for a request without a
+            grammar. They must not be used until the walk is closed.
+          vocab_size: V, of the target's logits, for which the matchers were made.
+          end_token_ids: what may follow where a grammar has terminated, such as the stop token for
+            grammars that end without one; None for everything.
+
+        Raises:
+          TypeError: no list of matchers, or not integers.
+          ValueError: an id outside the vocabulary.
+        """
+        words = -(-check_int("vocab_size", vocab_size) // 32)
+        self._matchers = _check_matchers(matchers)
+        self._vocab_size = vocab_size
+        self._end = np.full((words,), _ALL_ALLOWED, np.int32)
+        if end_token_ids is not None:
+            self._end = _bits(end_token_ids, vocab_size, words)
+        self._is_reached = [matcher is not None for matcher in self._matchers]
+        self._num_accepted = [0] * len(self._matchers)
+        self._fill()
+
+    def append(self, token_ids: Any) -> None:
+        """Walk on by one draft of each request.
+
+        Args:
+          token_ids: ``[B]``. What is no token, such as -1, proposes nothing, and ends the request's
+            walk, as does a token that the grammar refuses.
+
+        Raises:
+          ValueError: not B of them.
+        """
+        ids = np.asarray(token_ids)
+        if ids.shape != (len(self._matchers),):
+            raise ValueError(
+                f"token_ids must have shape [B] = [{len(self._matchers)}], but its shape is "
+                f"{list(ids.shape)}"
+            )
+        for b, (matcher, token) in enumerate(zip(self._matchers, ids.tolist(), strict=True)):
+            if matcher is None or not self._is_reached[b]:
+                continue
+            is_token = 0 <= token < self._vocab_size
+            allowed = is_token and bool(self.bitmask[b, token // 32] >> (token % 32) & 1)
+            if allowed and not matcher.is_terminated():
+                allowed = bool(matcher.accept_token(token))
+                self._num_accepted[b] += allowed
+            self._is_reached[b] = allowed
+        self._fill()
+
+    def close(self) -> None:
+        """Take the matchers back to where they were; a second time does nothing."""
+        for b, matcher in enumerate(self._matchers):
+            count, self._num_accepted[b] = self._num_accepted[b], 0
+            if matcher is not None and count:
+                matcher.rollback(count)
+        self._is_reached = [False] * len(self._matchers)
+
+    def __enter__(self) -> GrammarLookahead:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """`close`."""
+        self.close()
+
+    def _fill(self) -> None:
+        """Make the masks of this position, in an array of its own."""
+        rows = np.full((len(self._matchers), self._end.shape[0]), _ALL_ALLOWED, np.int32)
+        for b, matcher in enumerate(self._matchers):
+            if matcher is None or not self._is_reached[b]:
+                continue
+            if matcher.is_terminated():
+                rows[b] = self._end
+            else:
+                matcher.fill_next_token_bitmask(rows, b)
+        self.bitmask = rows.view(np.uint32)
+
+
+def grammar_bitmask(
+    matchers: Sequence[GrammarMatcher | None],
+    drafts: Drafts,
+    *,
+    vocab_size: int,
+    end_token_ids: Sequence[int] | None = None,
+) -> np.ndarray:
+    """The `token_bitmask` of a step: what each row of the target may emit. Runs on the host.
+
+    A request's row with i drafts before it allows what its grammar allows after those. Where one of
+    them is refused, or is no token, the row is never reached and allows everything. A matcher that
+    terminates on the way is not asked again; a `DelayedMatcher` may begin on the way. Afterwards
+    the matchers are where they were: give them the tokens emitted by `advance_matchers`.
+
+    Args:
+      matchers: B, which have accepted what is written so far; None for a request without a grammar.
+      drafts: what is verified. A draft that a grammar refuses must keep its id.
+      vocab_size: V, of the target's logits, for which the matchers were made.
+      end_token_ids: what may follow where a grammar has terminated; None for everything.
+
+    Returns:
+      ``[N+B, ceil(V/32)]`` uint32, for `rejection_sample`. A row in which a matcher allows nothing
+      ends its request with ``BAD_TARGET_ROW``, if it is reached.
+
+    Raises:
+      TypeError: an argument of the wrong type, or drafts whose values are not known, under jit.
+      ValueError: not a matcher per request, an id outside the vocabulary, or offsets that make no
+        sense.
+
+    Example:
+      >>> import numpy as np
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> drafts = sd.Drafts.from_flat(jnp.array([3, 1]), jnp.array([2, 0]))
+      >>> sd.grammar_bitmask([None, None], drafts, vocab_size=32).shape
+      (4, 1)
+    """
+    if not isinstance(drafts, Drafts):
+        raise TypeError(f"drafts must be a Drafts, but it is {described(drafts)}")
+    ids, cu = known_values(drafts.token_ids), known_values(drafts.cu_num_draft_tokens)
+    if ids is None or cu is None:
+        raise TypeError("drafts must hold values that the host can read: call this outside of jit")
+    counts = np.diff(cu)
+    if cu[0] != 0 or (counts < 0).any() or cu[-1] > len(ids):
+        raise ValueError(
+            f"drafts.cu_num_draft_tokens must rise from 0 to at most N = {len(ids)}, but it is "
+            f"{cu.tolist()!r:.80}"
+        )
+    if len(_check_matchers(matchers)) != len(counts):
+        raise ValueError(
+            f"matchers must be one per request, {len(counts)}, but there are {len(matchers)}"
+        )
+    lookahead = GrammarLookahead(matchers, vocab_size=vocab_size, end_token_ids=end_token_ids)
+    request = np.arange(len(counts))
+    shape = len(ids) + len(counts), lookahead.bitmask.shape[1]
+    rows = np.full(shape, _ALL_ALLOWED, np.int32).view(np.uint32)
+    with lookahead:
+        for offset in range(counts.max(initial=0) + 1):
+            own = request[counts >= offset]
+            rows[cu[own] + own + offset] = lookahead.bitmask[own]
+            has_draft = counts > offset
+            if not has_draft.any():
+                break
+            place = np.minimum(cu[:-1] + offset, len(ids) - 1)
+            lookahead.append(np.where(has_draft, ids[place], -1))
+    return rows
+
+
+def advance_matchers(
+    matchers: Sequence[GrammarMatcher | None], token_ids: Sequence[Sequence[int]]
+) -> None:
+    """Walk on by what a step emitted.
+
+    Tokens after the end of a grammar are not its concern. Cut what comes after a stop token first.
+
+    Args:
+      matchers: B.
+      token_ids: of each request what it emitted, as `parse_output` gives it.
+
+    Raises:
+      TypeError: no list of matchers.
+      ValueError: not one list per request, or a token that its matcher refuses, which masked rows
+        never emit.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> sd.advance_matchers([None], [[4, 2]])
+    """
+    if len(_check_matchers(matchers)) != len(token_ids):
+        raise ValueError(
+            f"token_ids must have one list per request, {len(matchers)}, but there are "
+            f"{len(token_ids)}"
+        )
+    for b, (matcher, tokens) in enumerate(zip(matchers, token_ids, strict=True)):
+        for token in tokens:
+            if matcher is None or matcher.is_terminated():
+                break
+            if not matcher.accept_token(int(token)):
+                raise ValueError(f"token_ids[{b}] has {token}, which its matcher refuses")
+
+
+class DelayedMatcher:
+    """A grammar that begins after certain tokens, such as the end of reasoning; a `GrammarMatcher`.
+
+    Until they come, everything is allowed.
+
+    Example:
+      >>> import numpy as np
+      >>> import jax_specdec as sd
+      >>> class Only3:
+      ...     def fill_next_token_bitmask(self, bitmask, index):
+      ...         bitmask[index] = 1 << 3
+      ...     def accept_token(self, token_id):
+      ...         return token_id == 3
+      ...     def rollback(self, num_tokens):
+      ...         pass
+      ...     def is_terminated(self):
+      ...         return False
+      >>> matcher = sd.DelayedMatcher(Only3(), begin_token_ids=[9])
+      >>> with sd.GrammarLookahead([matcher], vocab_size=16) as lookahead:
+      ...     lookahead.append([9])
+      ...     lookahead.bitmask.tolist()
+      [[8]]
+    """
+
+    def __init__(self, matcher: GrammarMatcher, begin_token_ids: Sequence[int]) -> None:
+        """Wait for tokens.
+
+        Args:
+          matcher: the grammar, at its beginning.
+          begin_token_ids: what must have been written, in this order, just before it.
+
+        Raises:
+          ValueError: no tokens.
+        """
+        self._matcher = matcher
+        self._begin = [int(token) for token in begin_token_ids]
+        if not self._begin:
+            raise ValueError("begin_token_ids must hold at least one token, but it is empty")
+        self._before: list[int] = []
+        self._num_accepted = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the tokens have come."""
+        return self._before[-len(self._begin) :] == self._begin
+
+    def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> None:
+        """See `GrammarMatcher`."""
+        if self.has_begun:
+            self._matcher.fill_next_token_bitmask(bitmask, index)
+        else:
+            bitmask[index] = _ALL_ALLOWED
+
+    def accept_token(self, token_id: int) -> bool:
+        """See `GrammarMatcher`."""
+        if not self.has_begun:
+            self._before.append(token_id)
+            return True
+        accepted = bool(self._matcher.accept_token(token_id))
+        self._num_accepted += accepted
+        return accepted
+
+    def rollback(self, num_tokens: int) -> None:
+        """See `GrammarMatcher`."""
+        inside = min(num_tokens, self._num_accepted)
+        if inside:
+            self._matcher.rollback(inside)
+            self._num_accepted -= inside
+        if num_tokens > inside:
+            del self._before[inside - num_tokens :]
+
+    def is_terminated(self) -> bool:
+        """See `GrammarMatcher`."""
+        return self.has_begun and self._matcher.is_terminated()
+
+
+class CopyingMatcher:
+    """Gives `rollback` to a matcher without it, by copies; a `GrammarMatcher`.
+
+    Example:
+      >>> import numpy as np
+      >>> import jax_specdec as sd
+      >>> class Countdown:
+      ...     count = 3
+      ...     def fill_next_token_bitmask(self, bitmask, index):
+      ...         bitmask[index] = 1 << self.count
+      ...     def accept_token(self, token_id):
+      ...         allowed = token_id == self.count
+      ...         self.count -= allowed
+      ...         return allowed
+      ...     def is_terminated(self):
+      ...         return self.count == 0
+      >>> matcher = sd.CopyingMatcher(Countdown(), max_rollback_tokens=4)
+      >>> matcher.accept_token(3), matcher.accept_token(2), matcher.rollback(2)
+      (True, True, None)
+      >>> matcher.accept_token(3)
+      True
+    """
+
+    def __init__(self, matcher: Any, max_rollback_tokens: int) -> None:
+        """Keep copies.
+
+        Args:
+          matcher: has the other methods of `GrammarMatcher`, and can be copied by `copy.deepcopy`.
+          max_rollback_tokens: K, how many copies are kept.
+        """
+        self._matcher = matcher
+        self._copies: collections.deque[Any] = collections.deque(
+            maxlen=check_int("max_rollback_tokens", max_rollback_tokens)
+        )
+
+    def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> None:
+        """See `GrammarMatcher`."""
+        self._matcher.fill_next_token_bitmask(bitmask, index)
+
+    def accept_token(self, token_id: int) -> bool:
+        """See `GrammarMatcher`."""
+        before = copy.deepcopy(self._matcher)
+        accepted = bool(self._matcher.accept_token(token_id))
+        if accepted:
+            self._copies.append(before)
+        return accepted
+
+    def rollback(self, num_tokens: int) -> None:
+        """See `GrammarMatcher`.
+
+        Raises:
+          ValueError: more tokens than there are copies.
+        """
+        if num_tokens > len(self._copies):
+            raise ValueError(
+                f"num_tokens must be at most {len(self._copies)}, which are kept, but it is "
+                f"{num_tokens}"
+            )
+        for _ in range(num_tokens):
+            self._matcher = self._copies.pop()
+
+    def is_terminated(self) -> bool:
+        """See `GrammarMatcher`."""
+        return bool(self._matcher.is_terminated())
+
+
+def _check_matchers(matchers: Any) -> list[GrammarMatcher | None]:
+    """A list of matchers, each with the methods it must have.
+
+    Raises:
+      TypeError: something else.
+    """
+    if isinstance(matchers, (str, bytes)) or not isinstance(matchers, Sequence):
+        raise TypeError(
+            f"matchers must be a list, one per request, but it is {described(matchers)}"
+        )
+    methods = [name for name in vars(GrammarMatcher) if not name.startswith("_")]
+    for b, matcher in enumerate(matchers):
+        missing = [name for name in methods if not callable(getattr(matcher, name, None))]
+        if matcher is not None and missing:
+            hint = ": wrap it in a CopyingMatcher" if missing == ["rollback"] else ""
+            raise TypeError(
+                f"matchers[{b}] must be a GrammarMatcher or None, but a {type(matcher).__name__} "
+                f"has no {', '.join(missing)}{hint}"
+            )
+    return list(matchers)
+
+
+def _bits(token_ids: Sequence[int], vocab_size: int, words: int) -> np.ndarray:
+    """``[words]`` int32 with the bits of some tokens set."""
+    bits = np.zeros((words,), np.uint32)
+    for token in token_ids:
+        check_int("end_token_ids", token, 0, vocab_size - 1)
+        bits[token // 32] |= np.uint32(1 << token % 32)
+    return bits.view(np.int32)

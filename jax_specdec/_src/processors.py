@@ -1,0 +1,543 @@
+"""Logits processors that touch a few entries of a row: biases, bad words, a least length.
+
+Each is a pytree of what B requests ask for and a function over rows of logits, in the layout of
+`rejection_sample`. Entries are scattered into the rows; nothing else of the vocabulary's size is
+made. `process_logits` applies all of them, and penalties, in the order of vLLM and transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export, lax
+from jax.sharding import AxisType, NamedSharding
+
+from jax_specdec._src import blocks, ragged
+from jax_specdec._src.blocks import BLOCK
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.penalties import Penalties, apply_penalties
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Drafts, described
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LogitBias:
+    """What is added to a few logits of each of B requests.
+
+    Attributes:
+      token_ids: ``[B, C]`` int32, each at most once per request; an id outside the vocabulary, such
+        as -1, is no entry.
+      values: ``[B, C]`` float32.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> bias = sd.LogitBias.from_mappings([{7: 2.5}, {}])
+      >>> bias.token_ids.tolist(), bias.values.tolist()
+      ([[7], [-1]], [[2.5], [0.0]])
+    """
+
+    token_ids: jax.Array
+    values: jax.Array
+
+    @classmethod
+    def from_mappings(
+        cls, biases: Sequence[Mapping[int, float]], *, size: int | None = None
+    ) -> LogitBias:
+        """NumPy arrays of B mappings of token ids to biases.
+
+        Args:
+          biases: B.
+          size: C; None for that of the largest mapping.
+
+        Raises:
+          ValueError: a mapping has more than `size` entries.
+        """
+        most = max(map(len, biases), default=0)
+        size = most if size is None else size
+        if most > size:
+            raise ValueError(f"biases must have at most size = {size} entries, but one has {most}")
+        token_ids = np.full((len(biases), size), PLACEHOLDER_TOKEN_ID, np.int32)
+        values = np.zeros((len(biases), size), np.float32)
+        for b, bias in enumerate(biases):
+            token_ids[b, : len(bias)] = list(bias.keys())
+            values[b, : len(bias)] = list(bias.values())
+        return cls(token_ids, values)  # type: ignore[arg-type]
+
+    @property
+    def is_neutral(self) -> jax.Array:
+        """``[]`` bool: nobody asks for a bias."""
+        return jnp.all(self.token_ids < 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BadWords:
+    """Sequences of tokens that B requests must not contain, and what their sequences end with.
+
+    Attributes:
+      words: ``[B, W, L]`` int32. A word stands at the end of its row, -1 before it; a row without a
+        word is all -1.
+      recent: ``[B, L-1]`` int32, the last tokens of each sequence, prompt included; -1 before its
+        first.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> words = sd.BadWords.pack([[[5], [8, 9, 5]], []])
+      >>> words.tolist()
+      [[[-1, -1, 5], [8, 9, 5]], [[-1, -1, -1], [-1, -1, -1]]]
+      >>> sd.BadWords.from_sequences(
+      ...     words, jnp.array([[1, 8, 9], [4, 0, 0]]), lengths=jnp.array([3, 1])).recent.tolist()
+      [[8, 9], [-1, 4]]
+    """
+
+    words: jax.Array
+    recent: jax.Array
+
+    @staticmethod
+    def pack(
+        words: Sequence[Sequence[Sequence[int]]],
+        *,
+        num_words: int | None = None,
+        length: int | None = None,
+    ) -> np.ndarray:
+        """`words` of B requests as an array.
+
+        Args:
+          words: of each request, its words, each of at least one token.
+          num_words: W; None for as many as the request with the most has.
+          length: L; None for that of the longest word, 1 if there is none.
+
+        Raises:
+          ValueError: more words or longer ones than asked for.
+        """
+        most = max(map(len, words), default=0)
+        longest = max((len(word) for own in words for word in own), default=1)
+        num_words = most if num_words is None else num_words
+        length = longest if length is None else length
+        if most > num_words or longest > length:
+            raise ValueError(
+                f"words must be at most num_words = {num_words} of length = {length}, but there "
+                f"are {most} of one request, and one of {longest} tokens"
+            )
+        packed = np.full((len(words), num_words, length), PLACEHOLDER_TOKEN_ID, np.int32)
+        for b, own in enumerate(words):
+            for w, word in enumerate(own):
+                packed[b, w, length - len(word) :] = word
+        return packed
+
+    @classmethod
+    def from_sequences(
+        cls, words: jax.Array, token_ids: jax.Array, *, lengths: jax.Array
+    ) -> BadWords:
+        """Look up what B sequences end with.
+
+        Args:
+          words: ``[B, W, L]`` int32.
+          token_ids: ``[B, S]`` int32, prompt and then output; what lies past a length is not read.
+          lengths: ``[B]`` int32, prompt and output together.
+        """
+        num_recent = words.shape[2] - 1
+        offset = jnp.arange(-num_recent, 0, dtype=jnp.int32)
+        place = lengths[:, None] + offset[None, :]
+        recent = jnp.take_along_axis(token_ids, jnp.maximum(place, 0), axis=1, mode="clip")
+        return cls(jnp.asarray(words), jnp.where(place >= 0, recent, PLACEHOLDER_TOKEN_ID))
+
+    def append(self, token_ids: jax.Array) -> BadWords:
+        """The bad words after one more token of each request, such as a draft; ``[B]`` int32."""
+        if self.recent.shape[1] == 0:
+            return self
+        recent = jnp.concatenate([self.recent[:, 1:], token_ids[:, None]], axis=1)
+        return dataclasses.replace(self, recent=recent)
+
+    @property
+    def is_neutral(self) -> jax.Array:
+        """``[]`` bool: nobody has a bad word."""
+        return jnp.all(self.words[:, :, -1] < 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MinTokens:
+    """How many more tokens B requests must have before they may stop.
+
+    Attributes:
+      stop_token_ids: ``[B, M]`` int32; an id outside the vocabulary, such as -1, is none.
+      remaining: ``[B]`` int32, tokens still to come before a stop token is allowed:
+        ``min_tokens - (lengths - prompt_lengths)``. Nothing is forbidden where it is not positive.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> least = sd.MinTokens(jnp.array([[2]]), remaining=jnp.array([3]))
+      >>> least.append(jnp.array([7])).remaining.tolist()
+      [2]
+    """
+
+    stop_token_ids: jax.Array
+    remaining: jax.Array
+
+    def append(self, token_ids: jax.Array) -> MinTokens:
+        """The same after one more token of each request, such as a draft; ``[B]`` int32."""
+        return dataclasses.replace(self, remaining=self.remaining - 1)
+
+    @property
+    def is_neutral(self) -> jax.Array:
+        """``[]`` bool: everybody may stop."""
+        return jnp.all((self.remaining <= 0)[:, None] | (self.stop_token_ids < 0))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LogitsProcessors:
+    """All that changes the logits of B requests before a mask, temperature and filters.
+
+    Where a field is None, nothing is compiled for it.
+
+    Attributes:
+      logit_bias: for `apply_logit_bias`.
+      penalties: for `apply_penalties`.
+      bad_words: for `forbid_bad_words`.
+      min_tokens: for `forbid_stop_tokens`.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> processors = sd.LogitsProcessors(logit_bias=sd.LogitBias.from_mappings([{3: -1.0}]))
+      >>> bool(processors.is_neutral)
+      False
+    """
+
+    logit_bias: LogitBias | None = None
+    penalties: Penalties | None = None
+    bad_words: BadWords | None = None
+    min_tokens: MinTokens | None = None
+
+    def append(self, token_ids: jax.Array) -> LogitsProcessors:
+        """The processors after one more token of each request, such as a draft.
+
+        Args:
+          token_ids: ``[B]`` int32.
+        """
+        return dataclasses.replace(
+            self,
+            penalties=self.penalties and self.penalties.append(token_ids),
+            bad_words=self.bad_words and self.bad_words.append(token_ids),
+            min_tokens=self.min_tokens and self.min_tokens.append(token_ids),
+        )
+
+    @property
+    def is_neutral(self) -> jax.Array:
+        """``[]`` bool: nobody asks for anything."""
+        neutral = jnp.bool_(True)
+        if self.logit_bias is not None:
+            neutral &= self.logit_bias.is_neutral
+        if self.penalties is not None:
+            neutral &= self.penalties.are_neutral
+        if self.bad_words is not None:
+            neutral &= self.bad_words.is_neutral
+        if self.min_tokens is not None:
+            neutral &= self.min_tokens.is_neutral
+        return neutral
+
+
+def process_logits(
+    logits: jax.Array,
+    drafts: Drafts | None,
+    processors: LogitsProcessors,
+    *,
+    config: SpecDecodeConfig | None = None,
+    padded_rows: bool = False,
+) -> jax.Array:
+    """Apply what requests ask for to rows of logits; each row sees the drafts before it.
+
+    The order is that of vLLM and of transformers: biases, then penalties, so that a repetition
+    penalty scales a biased logit; bad words and stop tokens, which are set to -inf, at any time.
+    Give the result to `rejection_sample`, which applies a bitmask, temperature, min-p, top-k and
+    top-p, in this order. All of its tokens are then drawn from processed rows: accepted, recovered
+    and bonus tokens.
+
+    A drafter may process its own rows, for a closer q: with `drafts` None, one position at a time,
+    and ``processors.append`` after each token. If nothing is left of a row there, because the
+    drafter knows fewer tokens, it takes the row as it was; the tokens are the target's all the
+    same.
+
+    Args:
+      logits: ``[N+B, V]`` as `rejection_sample` takes them, or ``[N, V]`` if there are no bonus
+        rows; float32, bfloat16 or float16. Where `drafts` is None ``[B, V]``, one row per request.
+      drafts: what is verified; None for rows without drafts before them.
+      processors: of the sequences before this step.
+      config: static settings; needed with drafts.
+      padded_rows: as in `rejection_sample`, for rows with bonus rows.
+
+    Returns:
+      Of the shape of `logits`; float32 where there are biases or penalties, else of their dtype. A
+      request of which a row has nothing left ends with ``BAD_TARGET_ROW``, and no other.
+
+    Raises:
+      TypeError: an argument of the wrong type or dtype, at trace time.
+      ValueError: shapes that do not fit, at trace time.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> processors = sd.LogitsProcessors(
+      ...     logit_bias=sd.LogitBias.from_mappings([{0: 2.0}]),
+      ...     min_tokens=sd.MinTokens(jnp.array([[1]]), remaining=jnp.array([1])))
+      >>> sd.process_logits(
+      ...     jnp.zeros((2, 3)), sd.Drafts.from_dense(jnp.array([[2]])), processors,
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=1)).tolist()
+      [[2.0, -inf, 0.0], [2.0, 0.0, 0.0]]
+
+    References:
+      vLLM, `vllm/v1/sample/sampler.py`; transformers, `_get_logits_processor` in
+      `generation/utils.py`.
+    """
+    if not isinstance(processors, LogitsProcessors):
+        raise TypeError(f"processors must be a LogitsProcessors, but it is {described(processors)}")
+    p, x = processors, logits
+    if p.logit_bias is not None:
+        x = apply_logit_bias(x, drafts, p.logit_bias, config=config, padded_rows=padded_rows)
+    if p.penalties is not None:
+        x = apply_penalties(x, drafts, p.penalties, config=config, padded_rows=padded_rows)
+    if p.bad_words is not None:
+        x = forbid_bad_words(x, drafts, p.bad_words, config=config, padded_rows=padded_rows)
+    if p.min_tokens is not None:
+        x = forbid_stop_tokens(x, drafts, p.min_tokens, config=config, padded_rows=padded_rows)
+    return x
+
+
+def apply_logit_bias(
+    logits: jax.Array,
+    drafts: Drafts | None,
+    logit_bias: LogitBias,
+    *,
+    config: SpecDecodeConfig | None = None,
+    padded_rows: bool = False,
+) -> jax.Array:
+    """Add to a few logits of each request, in all of its rows.
+
+    Args:
+      logits: as for `process_logits`.
+      drafts: what is verified; None for one row per request.
+      logit_bias: what to add.
+      config: static settings; needed with drafts.
+      padded_rows: as in `rejection_sample`.
+
+    Returns:
+      float32 of the shape of `logits`. A bias of NaN or +inf makes `rejection_sample` end its
+      request with ``BAD_TARGET_ROW``, and no other; -inf forbids its token.
+
+    Raises:
+      TypeError: an argument of the wrong type or dtype, at trace time.
+      ValueError: shapes that do not fit, at trace time.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> bias = sd.LogitBias(jnp.array([[2, -1]]), jnp.array([[1.5, 0.0]]))
+      >>> sd.apply_logit_bias(jnp.zeros((1, 3)), None, bias).tolist()
+      [[0.0, 0.0, 1.5]]
+    """
+    name = "logit_bias"
+    _check_type(name, logit_bias, LogitBias)
+    batch, c = _check(f"{name}.token_ids", logit_bias.token_ids, "int32", ("B", "C"))
+    _check(f"{name}.values", logit_bias.values, "float32", ("B", "C"), (batch, c))
+    ragged.check_rows(logits, drafts, batch, config, padded_rows)
+    x = logits.astype(jnp.float32)
+    if x.shape[0] == 0 or batch == 0:
+        return x
+    logit_bias = jax.tree.map(jnp.asarray, logit_bias)
+    owner, _, _ = ragged.owners(logits, drafts, config, padded_rows)
+    ids, values = logit_bias.token_ids[owner], logit_bias.values[owner]
+    return _scatter(x, ids, values)
+
+
+def forbid_bad_words(
+    logits: jax.Array,
+    drafts: Drafts | None,
+    bad_words: BadWords,
+    *,
+    config: SpecDecodeConfig | None = None,
+    padded_rows: bool = False,
+) -> jax.Array:
+    """Forbid the last token of a bad word where the tokens before end with its other tokens.
+
+    The tokens before a row are the request's sequence, prompt included, and the drafts that come
+    before the row's position. A word of one token is forbidden everywhere. (transformers reads the
+    prompt too; vLLM looks for the other tokens in the output alone.)
+
+    Args:
+      logits: as for `process_logits`.
+      drafts: what is verified; None for rows without drafts before them.
+      bad_words: of the sequences before this step.
+      config: static settings; needed with drafts.
+      padded_rows: as in `rejection_sample`.
+
+    Returns:
+      `logits` with -inf for tokens that are forbidden.
+
+    Raises:
+      TypeError: an argument of the wrong type or dtype, at trace time.
+      ValueError: shapes that do not fit, at trace time.
+
+    Example:
+      The word [0, 1] may not be completed, neither after the sequence, which ends with 0, nor after
+      a draft that is 0:
+
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> bad_words = sd.BadWords(jnp.array([[[0, 1]]]), recent=jnp.array([[0]]))
+      >>> sd.forbid_bad_words(
+      ...     jnp.zeros((3, 2)), sd.Drafts.from_dense(jnp.array([[1, 0]])), bad_words,
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2)).tolist()
+      [[0.0, -inf], [0.0, 0.0], [0.0, -inf]]
+    """
+    name = "bad_words"
+    _check_type(name, bad_words, BadWords)
+    batch, _, length = _check(f"{name}.words", bad_words.words, "int32", ("B", "W", "L"))
+    if length == 0:
+        raise ValueError(f"{name}.words must have words of at least one token, but L is 0")
+    wanted = batch, length - 1
+    _check(f"{name}.recent", bad_words.recent, "int32", ("B", "L-1"), wanted)
+    ragged.check_rows(logits, drafts, batch, config, padded_rows)
+    if logits.shape[0] == 0 or batch == 0:
+        return jnp.asarray(logits)
+    bad_words = jax.tree.map(jnp.asarray, bad_words)
+    owner, offset, token_ids = ragged.owners(logits, drafts, config, padded_rows)
+    k = token_ids.shape[1]
+    before = jnp.concatenate([bad_words.recent, token_ids], axis=1)
+    beginning = bad_words.words[:, :, :-1]
+    is_before = [  # of each offset: whether all of a word but its last token comes before it
+        jnp.all((beginning < 0) | (beginning == before[:, None, i : i + length - 1]), axis=2)
+        for i in range(k + 1)
+    ]
+    completes = jnp.stack(is_before, axis=1)[owner, jnp.clip(offset, 0, k)]  # [M, W]
+    return _forbid(logits, jnp.where(completes, bad_words.words[:, :, -1][owner], -1))
+
+
+def forbid_stop_tokens(
+    logits: jax.Array,
+    drafts: Drafts | None,
+    min_tokens: MinTokens,
+    *,
+    config: SpecDecodeConfig | None = None,
+    padded_rows: bool = False,
+) -> jax.Array:
+    """Forbid a request's stop tokens until it has as many tokens as it asks for.
+
+    A row with ``i`` drafts before it is concerned where ``i < remaining``. With ``min_tokens = n``
+    a stop token is token n + 1 of the output at the earliest.
+
+    Args:
+      logits: as for `process_logits`.
+      drafts: what is verified; None for rows without drafts before them.
+      min_tokens: of the sequences before this step.
+      config: static settings; needed with drafts.
+      padded_rows: as in `rejection_sample`.
+
+    Returns:
+      `logits` with -inf for tokens that are forbidden.
+
+    Raises:
+      TypeError: an argument of the wrong type or dtype, at trace time.
+      ValueError: shapes that do not fit, at trace time.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> least = sd.MinTokens(jnp.array([[1], [1]]), remaining=jnp.array([2, 0]))
+      >>> sd.forbid_stop_tokens(jnp.zeros((2, 2)), None, least).tolist()
+      [[0.0, -inf], [0.0, 0.0]]
+    """
+    name = "min_tokens"
+    _check_type(name, min_tokens, MinTokens)
+    batch, _ = _check(f"{name}.stop_token_ids", min_tokens.stop_token_ids, "int32", ("B", "M"))
+    _check(f"{name}.remaining", min_tokens.remaining, "int32", ("B",), (batch,))
+    ragged.check_rows(logits, drafts, batch, config, padded_rows)
+    if logits.shape[0] == 0 or batch == 0:
+        return jnp.asarray(logits)
+    min_tokens = jax.tree.map(jnp.asarray, min_tokens)
+    owner, offset, _ = ragged.owners(logits, drafts, config, padded_rows)
+    is_early = offset < min_tokens.remaining[owner]
+    return _forbid(logits, jnp.where(is_early[:, None], min_tokens.stop_token_ids[owner], -1))
+
+
+def _forbid(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """-inf at ``token_ids [M, n]`` of each row; ids outside the vocabulary are none."""
+    return _scatter(jnp.asarray(logits), token_ids, None)
+
+
+def _scatter(x: jax.Array, token_ids: jax.Array, added: jax.Array | None) -> jax.Array:
+    """Rows with ``added [M, n]`` more, or with -inf, at ``token_ids [M, n]``, where those are."""
+    is_token = (token_ids >= 0) & (token_ids < x.shape[1])
+    ids = jnp.where(is_token, token_ids, x.shape[1])  # dropped
+    given = (x, ids) if added is None else (x, ids, added)
+    if x.shape[0] <= BLOCK:
+        return _scatter_rows(*given)
+    return lax.platform_dependent(*given, tpu=_scatter_blocks, default=_scatter_rows)
+
+
+def _scatter_rows(x: jax.Array, ids: jax.Array, added: jax.Array | None = None) -> jax.Array:
+    place = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], ids
+    if added is None:
+        return x.at[place].set(-jnp.inf, mode="drop", out_sharding=_place_of(x))
+    return x.at[place].add(added, mode="drop", out_sharding=_place_of(x))
+
+
+def _scatter_blocks(x: jax.Array, ids: jax.Array, added: jax.Array | None = None) -> jax.Array:
+    """The same, a few rows at a time: to scatter, a TPU lays rows out anew, all that it is given.
+
+    Rows of the last block that are in the one before, too, are skipped there.
+    """
+    starts = blocks.starts(x.shape[0])
+
+    def step(i: jax.Array, x: jax.Array) -> jax.Array:
+        given = (x, ids) if added is None else (x, ids, added)
+        rows, own, *more = (lax.dynamic_slice_in_dim(y, starts[i], BLOCK) for y in given)
+        is_new = starts[i] + jnp.arange(BLOCK, dtype=jnp.int32) >= i * BLOCK
+        own = jnp.where(is_new[:, None], own, x.shape[1])
+        return lax.dynamic_update_slice_in_dim(x, _scatter_rows(rows, own, *more), starts[i], 0)
+
+    return lax.fori_loop(0, starts.shape[0], step, x)
+
+
+def _place_of(x: jax.Array) -> NamedSharding | None:
+    """Where `x` is, on a mesh with explicit axes, which want to be told that it stays there."""
+    place = jax.typeof(x).sharding
+    return place if AxisType.Explicit in place.mesh.axis_types else None
+
+
+def _check_type(name: str, value: object, wanted: type) -> None:
+    if not isinstance(value, wanted):
+        article = f"a {wanted.__name__}"
+        raise TypeError(f"{name} must be {article}, but it is {described(value)}")
+
+
+def _check(
+    name: str,
+    array: jax.Array,
+    dtype: str,
+    axes: tuple[str, ...],
+    shape: tuple[int, ...] | None = None,
+) -> tuple[int, ...]:
+    """Check an array's number of axes, or its shape, and its dtype; returns the shape."""
+    if array.ndim != len(axes) or (shape is not None and array.shape != shape):
+        wanted = f"[{', '.join(axes)}]" + ("" if shape is None else f" = {list(shape)}")
+        raise ValueError(f"{name} must have shape {wanted}, but its shape is {list(array.shape)}")
+    if str(array.dtype) != dtype:
+        raise TypeError(f"{name} must be {dtype}, but it is {array.dtype}")
+    return array.shape
+
+
+for _type in (LogitBias, BadWords, MinTokens, LogitsProcessors):
+    # Lets `jax.export` serialize functions that take or return them.
+    export.register_pytree_node_serialization(
+        _type,
+        serialized_name=f"jax_specdec.{_type.__name__}",
+        serialize_auxdata=lambda _: b"",
+        deserialize_auxdata=lambda _: (),
+    )

@@ -1,0 +1,571 @@
+"""Biases, bad words and a least length: a loop of one's own against one token at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_specdec as sd
+from jax_specdec._src.serving.options import BatchOptions, OptionSizes
+
+from . import sampled, tiny
+from .chi_square import CONTROL, assert_distributed, p_value, tally
+
+V, K = 7, 3
+CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
+PROMPT = [1, 4, 0, 1, 4]
+STOPS = (2,)
+TARGET = tiny.random_table(V, seed=30)
+DRAFT = (0.8 * TARGET + 0.5 * tiny.random_table(V, seed=6)).astype(np.float32)
+
+# Rows
+
+
+PROMPTS = [[4, 3], [1, 4, 5], [0, 2, 9], [5, 6]]
+OUTPUTS = [[7, 3, 8], [], [9, 5, 1], [10]]
+DRAFTS = [[3, 8, 3], [1, 1], [], [-1, 10]]  # the last proposes nothing at its first position
+ROW_STOPS = (9, 2)
+WIDE = 11
+OPTIONS = [
+    sd.RequestOptions(bad_words=[[3, 8, 3, 8], [8, 0], [3], [8, 3, 8, 5]], min_tokens=5),
+    sd.RequestOptions(logit_bias={0: 1.5, 10: -2.0}, repetition_penalty=1.5, min_tokens=2),
+    sd.RequestOptions(bad_words=[[2, 9, 9, 5, 1, 7], [5, 1, 2], [1, 2]], min_tokens=1),
+    sd.RequestOptions(logit_bias={4: -0.5}, frequency_penalty=0.7, bad_words=[[6, 10, 1]]),
+]
+
+
+def processors(options: Sequence[sd.RequestOptions] = OPTIONS) -> sd.LogitsProcessors:
+    """What `options` ask of the sequences above."""
+    sequences = [p + o for p, o in zip(PROMPTS, OUTPUTS, strict=True)]
+    lengths = [len(p) for p in PROMPTS]
+    asked = BatchOptions.create(options, lengths, WIDE)
+    assert asked is not None
+    found = jax.tree.map(jnp.asarray, asked).processors(
+        jnp.array([s + [8] * (9 - len(s)) for s in sequences]),  # what is past is not read
+        jnp.array([len(s) for s in sequences]),
+        jnp.zeros((4,), bool),
+        jnp.array([[*ROW_STOPS, -1]] * 4),
+        WIDE,
+    )
+    assert found is not None
+    return found
+
+
+def packed() -> sd.Drafts:
+    ids = sum(DRAFTS, []) + [2, 2]  # padding
+    return sd.Drafts.from_flat(jnp.array(ids), jnp.array([len(d) for d in DRAFTS]))
+
+
+def logits(rows: int, columns: int = WIDE, dtype: Any = jnp.float32) -> jax.Array:
+    return (3 * jax.random.normal(jax.random.key(rows), (rows, columns))).astype(dtype)
+
+
+def expected(row: np.ndarray, b: int, drafts: Sequence[int]) -> np.ndarray:
+    """One row of request b, before temperature: log p at temperature 1, where nothing is masked."""
+    with np.errstate(divide="ignore"):
+        return np.log(
+            sampled.processed(row, PROMPTS[b], [*OUTPUTS[b], *drafts], 1.0, OPTIONS[b], ROW_STOPS)
+        )
+
+
+apply = jax.jit(sd.process_logits, static_argnames=("config", "padded_rows"))
+
+
+def in_blocks(*args: Any, config: sd.SpecDecodeConfig) -> jax.Array:
+    """As a TPU does it."""
+
+    def as_on_tpu(*args: Any, tpu: Any, default: Any) -> Any:
+        return tpu(*args)
+
+    with mock.patch.object(jax.lax, "platform_dependent", as_on_tpu):
+        return sd.process_logits(*args, config=config)
+
+
+@pytest.mark.parametrize(
+    ("extra_rows", "dtype", "apply"),
+    [
+        (4, "bfloat16", apply),
+        (0, "float32", apply),
+        (4, "float32", sd.process_logits),
+        (4, "float32", in_blocks),  # 13 rows: the last block overlaps the first
+    ],
+)
+def test_each_row_sees_the_sequence_and_the_drafts_before_it(
+    extra_rows: int, dtype: str, apply: Any
+) -> None:
+    drafts = packed()
+    x = logits(drafts.token_ids.shape[0] + extra_rows, dtype=dtype)
+    found = jax.nn.log_softmax(apply(x, drafts, processors(), config=CONFIG))
+    assert found.dtype == jnp.float32
+    row, num_forbidden = 0, 0
+    for b in range(len(PROMPTS)):
+        for offset in range(len(DRAFTS[b]) + (extra_rows > 0)):
+            want = expected(np.asarray(x[row], np.float32), b, DRAFTS[b][:offset])
+            np.testing.assert_allclose(found[row], want, rtol=2e-6, atol=2e-6)
+            num_forbidden += np.isneginf(want).sum()
+            row += 1
+    assert num_forbidden >= 12
+
+
+@pytest.mark.newest
+def test_rows_may_be_padded() -> None:
+    x = logits(20)
+    found = apply(x, packed(), processors(), config=CONFIG, padded_rows=True)
+    np.testing.assert_array_equal(
+        found[:11], apply(x[:13], packed(), processors(), config=CONFIG)[:11]
+    )
+
+
+def test_a_drafter_appends_what_it_draws_and_may_know_fewer_tokens() -> None:
+    drafted = [[3, 1, 2, 6], [8, 2, 7, 10]]
+    now = processors()
+    for j, ids in enumerate(drafted):
+        now = now.append(jnp.array(ids))
+        x = logits(4, WIDE - 2)
+        found = jax.nn.log_softmax(apply(x, None, now))
+        for b in range(4):
+            row = np.full(WIDE, -np.inf)
+            row[: WIDE - 2] = x[b]
+            want = expected(row, b, [ids[b] for ids in drafted[: j + 1]])
+            np.testing.assert_allclose(found[b], want[: WIDE - 2], rtol=2e-6, atol=2e-6)
+
+
+def test_what_nobody_asks_for_changes_nothing() -> None:
+    x = logits(13, dtype=jnp.bfloat16).at[3, 4].set(jnp.nan)
+    none = BatchOptions.create([sd.RequestOptions()] * 4, [2, 3, 3, 2], WIDE, keep_neutral=True)
+    assert none is not None
+    found = none.processors(
+        jnp.zeros((4, 9), jnp.int32),
+        jnp.array([5, 3, 6, 3]),
+        jnp.zeros((4,), bool),
+        jnp.array([ROW_STOPS] * 4),
+        WIDE,
+    )
+    assert found is not None and bool(found.is_neutral)
+    np.testing.assert_array_equal(apply(x, packed(), found, config=CONFIG), x.astype(jnp.float32))
+    only_masks = dataclasses.replace(found, logit_bias=None, penalties=None)
+    assert apply(x, packed(), only_masks, config=CONFIG).dtype == jnp.bfloat16
+    for name in ("logit_bias", "penalties", "bad_words", "min_tokens"):
+        one = dataclasses.replace(found, **{name: getattr(processors(), name)})
+        assert not bool(one.is_neutral)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bias_out_of_range_ends_its_own_request_alone(bad: float) -> None:
+    x = logits(13)
+    bias = sd.LogitBias.from_mappings([{3: bad}, {}, {4: 1.0}, {}], size=2)
+    output = sd.rejection_sample(
+        sd.apply_logit_bias(x, packed(), bias, config=CONFIG),
+        packed(),
+        sampling=sd.SamplingParams(jnp.array([0.0, 1.0, 0.5, 0.0])),
+        keys=jax.random.split(jax.random.key(1), 4),
+        positions=jnp.array([7, 1, 7, 4]),
+        config=CONFIG,
+    )
+    assert output.status.tolist() == [int(sd.Status.BAD_TARGET_ROW), 0, 0, 0]
+
+
+@pytest.mark.newest
+def test_ids_outside_the_vocabulary_are_no_entries() -> None:
+    outside = jnp.array([[-1, WIDE, -WIDE, 2**31 - 1]])
+    x = logits(1)
+    everything = sd.LogitsProcessors(
+        sd.LogitBias(outside, jnp.ones((1, 4))),
+        None,
+        sd.BadWords(outside[:, :, None], jnp.zeros((1, 0), jnp.int32)),
+        sd.MinTokens(outside, jnp.array([1])),
+    )
+    np.testing.assert_array_equal(apply(x, None, everything), x)
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Of a jaxpr and those inside it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "jaxpr")):
+            if hasattr(value, "jaxpr"):
+                yield from equations(value.jaxpr)
+
+
+def test_nothing_of_the_vocabularys_size_is_made_but_the_rows_themselves() -> None:
+    vocab, rows = 50257, 13
+    given = dataclasses.replace(processors(), penalties=None)
+    x = jax.ShapeDtypeStruct((rows, vocab), jnp.bfloat16)
+    traced = jax.make_jaxpr(functools.partial(sd.process_logits, config=CONFIG))(x, packed(), given)
+    large = {
+        variable.aval.shape
+        for equation in equations(traced.jaxpr)
+        for variable in equation.outvars
+        if variable.aval.size >= vocab
+    }
+    assert large == {(rows, vocab), (8, vocab)}  # a TPU takes eight rows at a time
+    lowered = jax.jit(functools.partial(sd.process_logits, config=CONFIG)).lower(x, packed(), given)
+    memory = lowered.compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 0.01 * memory.output_size_in_bytes
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_rows_of_a_split_vocabulary_stay_where_they_are(kind: AxisType) -> None:
+    columns = 64
+    mesh = jax.make_mesh((4,), ("tensor",), axis_types=(kind,))
+    x = jax.device_put(logits(13, columns), NamedSharding(mesh, P(None, "tensor")))
+    given = dataclasses.replace(processors(), penalties=None)
+    compiled = apply.lower(x, packed(), given, config=CONFIG).compile()
+    text = compiled.as_text()
+    assert "all-gather" not in text and "all-reduce" not in text
+    found = compiled(x, packed(), given)
+    assert found.sharding.spec == P(None, "tensor")
+    np.testing.assert_array_equal(found, apply(np.asarray(x), packed(), given, config=CONFIG))
+
+
+@pytest.mark.newest
+def test_without_requests_or_rows_nothing_is_done() -> None:
+    given = dataclasses.replace(processors(), penalties=None)
+    none = jax.tree.map(lambda x: x[:0], given)
+    drafts = sd.Drafts.from_flat(jnp.array([1, 2]), jnp.zeros((0,), jnp.int32))
+    assert apply(logits(2), drafts, none, config=CONFIG).shape == (2, WIDE)
+
+
+@pytest.mark.newest
+def test_processors_travel_through_export() -> None:
+    function = jax.jit(functools.partial(sd.process_logits, config=CONFIG))
+    arguments = logits(13), packed(), processors()
+    exported = export.deserialize(export.export(function)(*arguments).serialize())
+    np.testing.assert_array_equal(exported.call(*arguments), function(*arguments))
+
+
+# Decoding
+
+
+def last_two(tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    request = jnp.arange(tokens.shape[0])
+    return tokens[request, lengths - 2], tokens[request, lengths - 1]
+
+
+@functools.partial(jax.jit, static_argnames="drafter_sees")
+def step(
+    tokens: jax.Array,
+    lengths: jax.Array,
+    asked: BatchOptions,
+    temperature: jax.Array,
+    keys: jax.Array,
+    drafter_sees: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Draft K tokens by a table, verify them by another; the loop that a user would write."""
+    batch = tokens.shape[0]
+    stops = jnp.broadcast_to(jnp.array(STOPS), (batch, len(STOPS)))
+    found = asked.processors(tokens, lengths, jnp.zeros((batch,), bool), stops, V)
+    assert found is not None
+    request = jnp.arange(batch)
+    now, text, rows, q = found, tokens, [], []
+    for i in range(K + 1):
+        rows.append(jnp.asarray(TARGET)[last_two(text, lengths + i)])
+        if i == K:
+            break
+        raw = jnp.asarray(DRAFT)[last_two(text, lengths + i)]
+        x = sd.process_logits(raw, None, now) if drafter_sees else raw
+        x = jnp.where(jnp.isfinite(x).any(axis=1, keepdims=True), x, raw)
+        scaled = x / jnp.where(temperature == 0, 1e-3, temperature)[:, None]
+        own = jax.vmap(lambda key, p: jax.random.fold_in(jax.random.fold_in(key, 99), p))
+        ids = jax.vmap(jax.random.categorical)(own(keys, lengths + i), scaled)
+        q.append(jax.nn.softmax(scaled))
+        now = now.append(ids)
+        text = text.at[request, lengths + i].set(ids)
+    ids = jnp.take_along_axis(text, lengths[:, None] + jnp.arange(K)[None, :], axis=1)
+    drafts = sd.Drafts.from_dense(ids, distribution=sd.DraftProbs(jnp.stack(q, axis=1)))
+    output = sd.rejection_sample(
+        sd.process_logits(
+            jnp.stack(rows, axis=1).reshape(batch * (K + 1), V), drafts, found, config=CONFIG
+        ),
+        drafts,
+        sampling=dataclasses.replace(sd.SamplingParams(temperature), top_k=asked.top_k),
+        keys=keys,
+        positions=lengths,
+        config=CONFIG,
+    )
+    place = lengths[:, None] + jnp.arange(K + 1)[None, :]
+    tokens = tokens.at[request[:, None], place].set(jnp.maximum(output.token_ids, 0))
+    return tokens, lengths + output.num_emitted, output.num_accepted
+
+
+def decode(
+    options: Sequence[sd.RequestOptions], temperature: Any, count: int, drafter_sees: bool = True
+) -> tuple[np.ndarray, float]:
+    """``[B, count]`` tokens, and the share of drafts accepted."""
+    batch = len(options)
+    tokens = jnp.tile(jnp.array([PROMPT + [0] * (count + 2 * K + 2)]), (batch, 1))
+    lengths = jnp.full((batch,), len(PROMPT))
+    asked = BatchOptions.create(options, [len(PROMPT)] * batch, V)
+    keys = jax.random.split(jax.random.key(5), batch)
+    temperature = jnp.broadcast_to(jnp.float32(temperature), (batch,))
+    end, accepted, steps = len(PROMPT) + count, 0, 0
+    while int(lengths.min()) < end:
+        room = jnp.minimum(lengths, end + K)  # who is done writes past the end
+        tokens, lengths, kept = step(tokens, room, asked, temperature, keys, drafter_sees)
+        accepted, steps = accepted + int(kept.sum()), steps + batch
+    return np.asarray(tokens)[:, len(PROMPT) : end], accepted / (steps * K)
+
+
+GREEDY = [
+    sd.RequestOptions(),
+    sd.RequestOptions(logit_bias={5: 2.0, 1: -1.0, 4: 0.25}),
+    sd.RequestOptions(logit_bias={3: 1.0}, repetition_penalty=1.8, frequency_penalty=0.4),
+    sd.RequestOptions(bad_words=[[0], [4, 1]]),
+    sd.RequestOptions(bad_words=[[1, 4, 4], [5, 5], [3, 0]]),
+    sd.RequestOptions(min_tokens=11),
+    sd.RequestOptions(min_tokens=9, bad_words=[[3]], logit_bias={2: 9.0}),
+]
+NUM_GREEDY = 14
+
+
+@pytest.mark.parametrize("drafter_sees", [True, False])
+def test_greedy_tokens_are_those_of_one_token_at_a_time(drafter_sees: bool) -> None:
+    tokens, share = decode(GREEDY, 0.0, NUM_GREEDY, drafter_sees)
+    assert 0 < share < 1
+    truth = [sampled.greedy(TARGET, PROMPT, one, NUM_GREEDY, STOPS) for one in GREEDY]
+    for row, want in zip(tokens.tolist(), truth, strict=True):
+        assert row[: len(want)] == want
+    plain = sampled.greedy(TARGET, PROMPT, sd.RequestOptions(), NUM_GREEDY, STOPS)
+    assert all(want != plain for want in truth[1:])
+    assert len(truth[6]) == 10  # at the first position where it may, it stops
+
+
+MIXED = sd.RequestOptions(
+    logit_bias={2: 1.5, 0: -1.0, 5: 0.5},
+    bad_words=[[3], [4, 1], [1, 4, 6], [5, 5], [0, 5, 1]],
+    min_tokens=2,
+    repetition_penalty=1.4,
+    presence_penalty=-0.5,
+    top_k=5,
+)
+
+
+@pytest.mark.statistics
+@pytest.mark.parametrize("drafter_sees", [True, False])
+def test_sampled_tokens_have_the_distribution_of_one_token_at_a_time(drafter_sees: bool) -> None:
+    tokens, share = decode([MIXED] * 12000, 0.9, 3, drafter_sees)
+    assert 0.05 < share < 0.95, f"{share} of the drafts accepted: too one-sided to show much"
+    counts = tally(tokens, V)
+    exact = functools.partial(sampled.exact_distribution, TARGET, PROMPT, 3, 0.9)
+    assert_distributed(counts, exact(MIXED, STOPS), f"three tokens, {drafter_sees=}")
+    for name in ("logit_bias", "bad_words", "min_tokens", "repetition_penalty"):
+        neutral = getattr(sd.RequestOptions(), name)
+        without = dataclasses.replace(MIXED, **{name: neutral})
+        assert p_value(counts, exact(without, STOPS)) < CONTROL, name
+
+
+# Arrays of a batch
+
+
+def test_arrays_have_room_for_what_is_asked_and_powers_of_2() -> None:
+    asked = BatchOptions.create(OPTIONS, [2, 3, 3, 2], WIDE)
+    assert asked is not None and asked.logit_bias is not None and asked.bad_words is not None
+    assert asked.logit_bias.token_ids.shape == (4, 2)
+    assert asked.bad_words.shape == (4, 4, 8)
+    assert asked.min_tokens is not None and asked.min_tokens.tolist() == [5, 2, 1, 0]
+    fixed = OptionSizes(3, 5, 6)
+    asked = BatchOptions.create(OPTIONS, [2, 3, 3, 2], WIDE, keep_neutral=True, sizes=fixed)
+    assert asked is not None and asked.logit_bias is not None and asked.bad_words is not None
+    assert asked.logit_bias.values.shape == (4, 3) and asked.bad_words.shape == (4, 5, 6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (OptionSizes(1, 9, 9), "logit_bias must have at most 1 tokens, as option_sizes says, but"),
+        (OptionSizes(9, 3, 9), "bad_words must have at most 3 words, as option_sizes says, but it"),
+        (OptionSizes(9, 9, 5), "bad_words must have at most 5 tokens each, as option_sizes says"),
+    ],
+)
+def test_more_than_there_is_room_for_is_refused(sizes: OptionSizes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BatchOptions.create(OPTIONS, [2, 3, 3, 2], WIDE, sizes=sizes)
+
+
+def test_options_are_values() -> None:
+    one = sd.RequestOptions(logit_bias={np.int64(3): np.float32(0.5)}, bad_words=[np.array([1])])
+    same = sd.RequestOptions(logit_bias={3: 0.5}, bad_words=((1,),))
+    assert one == same and hash(one) == hash(same) and not one.is_neutral
+    assert sd.RequestOptions(logit_bias={}, bad_words=[]).is_neutral
+
+
+# Errors
+
+FIELDS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a bias of NaN": (
+        dict(logit_bias={3: float("nan")}),
+        ValueError,
+        "logit_bias must hold finite numbers, but that of token 3 is nan",
+    ),
+    "a bias that float32 does not hold": (
+        dict(logit_bias={3: 1e39}),
+        ValueError,
+        r"logit_bias must hold finite numbers, but that of token 3 is 1e\+39",
+    ),
+    "a bias in words": (
+        dict(logit_bias={3: "much"}),
+        TypeError,
+        "logit_bias must hold numbers, but that of token 3 is 'much'",
+    ),
+    "a bias by text": (
+        dict(logit_bias={"the": 1.0}),
+        TypeError,
+        "logit_bias must be a list of ints, but it is",
+    ),
+    "a bias of a negative id": (
+        dict(logit_bias={-1: 1.0}),
+        ValueError,
+        r"logit_bias must hold ids in \[0, 2147483648\), but they span -1 to -1",
+    ),
+    "a list of biases": (
+        dict(logit_bias=[1.0]),
+        TypeError,
+        r"logit_bias must be a mapping of token ids to numbers, but it is \[1.0\]",
+    ),
+    "a bad word of no tokens": (
+        dict(bad_words=[[1], []]),
+        ValueError,
+        r"bad_words\[1\] must hold at least one token, but it is empty",
+    ),
+    "bad words as text": (
+        dict(bad_words=["the"]),
+        TypeError,
+        r"bad_words\[0\] must be a list of ints, but it is the text 'the': make ids of it, by",
+    ),
+    "one text": (dict(bad_words="the"), TypeError, "bad_words must be lists of token ids, but it"),
+    "one bad word": (
+        dict(bad_words=[3, 4]),
+        TypeError,
+        r"bad_words\[0\] must be a list of ints, but it is 3",
+    ),
+    "a number of bad words": (dict(bad_words=3), TypeError, "bad_words must be lists of token ids"),
+    "a negative least length": (
+        dict(min_tokens=-1),
+        ValueError,
+        r"min_tokens must be in \[0, 2147483647\], but it is -1",
+    ),
+    "half a token": (dict(min_tokens=0.5), TypeError, "min_tokens must be an int, but it is 0.5"),
+}
+
+
+@pytest.mark.parametrize(("fields", "error", "message"), FIELDS.values(), ids=FIELDS)
+def test_options_out_of_range_are_refused(
+    fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        sd.RequestOptions(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(logit_bias={7: 1.0}), r"logit_bias must hold ids in \[0, 7\), but they span 7 to 7"),
+        (dict(bad_words=[[1], [9, 2]]), r"bad_words\[1\] must hold ids in \[0, 7\), but they span"),
+        (dict(allowed_token_ids=[7]), r"allowed_token_ids must hold ids in \[0, 7\), but they"),
+        (dict(min_tokens=6), "min_tokens must be at most max_new_tokens = 5, but it is 6"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, Mapping) else "",
+)
+def test_options_that_the_model_or_the_budget_does_not_hold_are_refused(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        sd.RequestOptions(**fields).check(V, 5)
+    sd.RequestOptions(min_tokens=5, bad_words=[[6]], logit_bias={6: 1.0}).check(V, 5)
+
+
+INTS = jnp.zeros((4, 2), jnp.int32)
+CALLS: dict[str, tuple[Any, type[Exception], str]] = {
+    "no processors": (
+        lambda x, d: sd.process_logits(x, d, None, config=CONFIG),
+        TypeError,
+        "processors must be a LogitsProcessors, but it is None",
+    ),
+    "no bias": (
+        lambda x, d: sd.apply_logit_bias(x, d, {1: 2.0}, config=CONFIG),
+        TypeError,
+        "logit_bias must be a LogitBias, but it is {1: 2.0}",
+    ),
+    "biases of another shape": (
+        lambda x, d: sd.apply_logit_bias(x, d, sd.LogitBias(INTS, jnp.zeros((4, 3)))),
+        ValueError,
+        r"logit_bias.values must have shape \[B, C\] = \[4, 2\], but its shape is \[4, 3\]",
+    ),
+    "biases of ints": (
+        lambda x, d: sd.apply_logit_bias(x, d, sd.LogitBias(INTS, INTS)),
+        TypeError,
+        "logit_bias.values must be float32, but it is int32",
+    ),
+    "flat ids": (
+        lambda x, d: sd.apply_logit_bias(x, d, sd.LogitBias(INTS[0], jnp.zeros((2,)))),
+        ValueError,
+        r"logit_bias.token_ids must have shape \[B, C\], but its shape is \[2\]",
+    ),
+    "no bad words": (
+        lambda x, d: sd.forbid_bad_words(x, d, [[1]]),
+        TypeError,
+        r"bad_words must be a BadWords, but it is \[\[1\]\]",
+    ),
+    "words without length": (
+        lambda x, d: sd.forbid_bad_words(x, d, sd.BadWords(INTS[:, :, None][:, :, :0], INTS)),
+        ValueError,
+        "bad_words.words must have words of at least one token, but L is 0",
+    ),
+    "recent tokens of another length": (
+        lambda x, d: sd.forbid_bad_words(x, d, sd.BadWords(INTS[:, :, None], INTS)),
+        ValueError,
+        r"bad_words.recent must have shape \[B, L-1\] = \[4, 0\], but its shape is \[4, 2\]",
+    ),
+    "no least length": (
+        lambda x, d: sd.forbid_stop_tokens(x, d, 3),
+        TypeError,
+        "min_tokens must be a MinTokens, but it is 3",
+    ),
+    "one remaining": (
+        lambda x, d: sd.forbid_stop_tokens(x, d, sd.MinTokens(INTS, jnp.zeros((1,), jnp.int32))),
+        ValueError,
+        r"min_tokens.remaining must have shape \[B\] = \[4\], but its shape is \[1\]",
+    ),
+    "another number of rows": (
+        lambda x, d: sd.forbid_stop_tokens(x[:5], d, sd.MinTokens(INTS, INTS[:, 0]), config=CONFIG),
+        ValueError,
+        r"logits must have shape \[N\+B, V\] = \[9\+4, V\] or \[N, V\], but its shape is \[5, 11\]",
+    ),
+    "no config": (
+        lambda x, d: sd.forbid_stop_tokens(x, d, sd.MinTokens(INTS, INTS[:, 0])),
+        TypeError,
+        "config must be a SpecDecodeConfig, but it is None",
+    ),
+    "too many biases": (
+        lambda x, d: sd.LogitBias.from_mappings([{1: 1.0, 2: 1.0}], size=1),
+        ValueError,
+        "biases must have at most size = 1 entries, but one has 2",
+    ),
+    "too many words": (
+        lambda x, d: sd.BadWords.pack([[[1], [2, 3]]], num_words=1),
+        ValueError,
+        r"words must be at most num_words = 1 of length = 2, but there are 2 of one request",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), CALLS.values(), ids=CALLS)
+def test_what_does_not_fit_is_refused(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(
+            logits(13),
+            packed(),
+        )
