@@ -16,7 +16,7 @@ import numpy as np
 from jax import export, lax
 from jax.sharding import AxisType, NamedSharding
 
-from jax_specdec._src import blocks, ragged
+from jax_specdec._src import ragged
 from jax_specdec._src.blocks import BLOCK
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.penalties import Penalties, apply_penalties
@@ -493,7 +493,8 @@ def _scatter_blocks(x: jax.Array, ids: jax.Array, added: jax.Array | None = None
 
     Rows of the last block that are in the one before, too, are skipped there.
     """
-    starts = blocks.starts(x.shape[0])
+    size = x.shape[0]
+    starts = jnp.minimum(jnp.arange(0, size, BLOCK, dtype=jnp.int32), size - BLOCK)
 
     def step(i: jax.Array, x: jax.Array) -> jax.Array:
         given = (x, ids) if added is None else (x, ids, added)
