@@ -65,9 +65,9 @@ class Programs:
     def __init__(self, study: Study, params: Any, draft_params: Any, batch: int, options: Any):
         self.params, self.draft_params, self.steps = params, draft_params, options.steps
         self.size = batch
-        self.batch, self.caches = study.init(draft_params, options.prompt, batch, options.steps)
+        self.state = study.init(draft_params, options.prompt, batch, options.steps)
         weights = {"params": params, "draft_params": draft_params}
-        common = {"batch": self.batch, "caches": self.caches, "steps": jnp.int32(1)}
+        common = {"state": self.state, "steps": jnp.int32(1)}
         lowered = {  # traced one after another, compiled at once
             "speculative": study.speculative.lower(study, **weights, **common, way=jnp.int32(0)),
             "draft": study.draft.lower(study, params=draft_params, **common),
@@ -86,7 +86,7 @@ class Programs:
 
     def call(self, name: str, steps: int) -> tuple[Any, dict[str, Any]]:
         """The program of a way of `WAYS`, "draft" or "plain", and what it takes."""
-        given = {"batch": self.batch, "caches": self.caches, "steps": jnp.int32(steps)}
+        given = {"state": self.state, "steps": jnp.int32(steps)}
         if name == "draft":
             return self.programs["draft"], {"params": self.draft_params, **given}
         given["params"] = self.params

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 import jax_specdec as sd
-from jax_specdec._src.drafting.drafter import Proposal
-from jax_specdec._src.serving import batch as batch_lib
-from jax_specdec._src.serving import step as step_lib
-from jax_specdec._src.serving.batch import Batch
+from jax_specdec._src.serving.batch import Batch, append
+from jax_specdec._src.serving.core import PLAIN, Decoder, DecodeState
+from jax_specdec._src.serving.generate import make_batch
 
 LLAMA_3_8B = sd.LlamaConfig(
     vocab_size=128256,
@@ -69,20 +68,12 @@ class Given:
         return params, cache
 
 
-class Caches(NamedTuple):
-    """What grows with the batch. Each loop copies it once and then writes in place."""
-
-    target: Any
-    draft: Any
-    store: Any
-
-
 @dataclasses.dataclass(frozen=True)
 class Study:
     """Target, drafter, and the ways to verify among which a loop chooses when it runs.
 
     A step of the package compiles its config in. Here one compiled loop serves all configs: only
-    verification, `step.verify` around logits that are there already, is a branch.
+    verification, `Decoder.verify` around logits that are there already, is a branch.
 
     Attributes:
       target: the target.
@@ -95,108 +86,89 @@ class Study:
     drafter: sd.ModelDrafter
     configs: tuple[sd.SpecDecodeConfig, ...]
 
-    def init(self, draft_params: Any, prompt: int, batch: int, steps: int) -> tuple[Batch, Caches]:
+    @property
+    def decoder(self) -> Decoder:
+        """Drafts, under whichever config."""
+        return Decoder(self.target, self.drafter, self.configs[0])
+
+    def init(self, draft_params: Any, prompt: int, batch: int, steps: int) -> DecodeState:
         """Sequences of `prompt` tokens with empty caches: what they hold costs no time."""
         k = self.configs[0].num_speculative_tokens
-        sequences, *_ = batch_lib.make_batch(
+        options = sd.RequestOptions(temperature=0.8, max_new_tokens=steps * (k + 1))
+        sequences, *_ = make_batch(
             [[i % self.target.vocab_size for i in range(prompt)]] * batch,
+            [options] * batch,
             vocab_size=self.target.vocab_size,
-            temperature=0.8,
             key=None,
-            max_new_tokens=steps * (k + 1),
-            stop_token_ids=(),
             slack=k + 1,
         )
-        length = sequences.token_ids.shape[1]
-        caches = Caches(
-            self.target.init_cache(batch, length),
-            self.drafter.init_cache(batch, length),
-            self.drafter.init_store(draft_params, batch, self.configs[0]),
-        )
-        return sequences, caches
+        return self.decoder.init_state(draft_params, sequences)
 
     @functools.partial(jax.jit, static_argnums=0)
     def speculative(
-        self, params: Any, draft_params: Any, batch: Batch, caches: Caches, way: Any, steps: Any
+        self, params: Any, draft_params: Any, state: DecodeState, way: Any, steps: Any
     ) -> jax.Array:
         """Draft and verify `steps` times; tokens emitted per request ``[B]``."""
 
-        def step(_: Any, state: Any) -> Any:
-            batch, caches, emitted = state
-            proposal, draft_cache = self._draft(draft_params, batch, caches)
+        def step(_: Any, carry: Any) -> Any:
+            state, emitted = carry
+            state = self.decoder.draft(draft_params, state)
+            batch, ids = state.batch, state.draft_token_ids
             last = jnp.take_along_axis(batch.token_ids, batch.lengths[:, None] - 1, axis=1)
-            tokens = jnp.concatenate([last, proposal.token_ids], axis=1)
             logits, target_cache = self.target.apply(
-                params, tokens, batch.lengths - 1, caches.target
+                params,
+                jnp.concatenate([last, ids], axis=1),
+                batch.lengths - 1,
+                state.target_cache,
             )
             branches = [functools.partial(self._verify, config) for config in self.configs]
-            batch, count = lax.switch(way, [*branches, self._skip], batch, logits, proposal)
-            return batch, Caches(target_cache, draft_cache, proposal.store), emitted + count
+            verified = dataclasses.replace(state, target_cache=(), draft_cache=())
+            batch, count = lax.switch(way, [*branches, self._skip], verified, logits)
+            state = dataclasses.replace(state, batch=batch, target_cache=target_cache)
+            return state, emitted + count
 
-        zero = jnp.zeros_like(batch.lengths)
-        return lax.fori_loop(0, steps, step, (batch, caches, zero))[2]
+        return lax.fori_loop(0, steps, step, (state, jnp.zeros_like(state.batch.lengths)))[1]
 
     @functools.partial(jax.jit, static_argnums=0)
-    def draft(self, params: Any, batch: Batch, caches: Caches, steps: Any) -> jax.Array:
+    def draft(self, params: Any, state: DecodeState, steps: Any) -> jax.Array:
         """Draft alone, `steps` times at the same place; something that depends on all of it."""
 
-        def step(_: Any, state: Any) -> Any:
-            caches, total = state
-            proposal, cache = self._draft(params, batch, caches)
-            return Caches(caches.target, cache, proposal.store), total + proposal.token_ids[:, -1]
+        def step(_: Any, carry: Any) -> Any:
+            state, total = carry
+            state = self.decoder.draft(params, state)
+            return state, total + state.draft_token_ids[:, -1]
 
-        return lax.fori_loop(0, steps, step, (caches, jnp.zeros_like(batch.lengths)))[1]
+        return lax.fori_loop(0, steps, step, (state, jnp.zeros_like(state.batch.lengths)))[1]
 
     @functools.partial(jax.jit, static_argnums=0)
-    def plain(self, params: Any, batch: Batch, caches: Caches, steps: Any) -> jax.Array:
+    def plain(self, params: Any, state: DecodeState, steps: Any) -> jax.Array:
         """One token per pass of the target, as `generate_plain`; tokens per request ``[B]``."""
-        size = batch.lengths.shape[0]
-        nothing = sd.Drafts(jnp.zeros((0,), jnp.int32), jnp.zeros((size + 1,), jnp.int32))
-        zero = jnp.zeros_like(batch.lengths)
+        decoder = Decoder(self.target, None, PLAIN)
+        empty = decoder.init_state(None, state.batch)
+        begin = dataclasses.replace(empty, target_cache=state.target_cache)
 
-        def step(_: Any, state: Any) -> Any:
-            batch, cache, emitted = state
-            last = jnp.take_along_axis(batch.token_ids, batch.lengths[:, None] - 1, axis=1)
-            logits, cache = self.target.apply(params, last, batch.lengths - 1, cache)
-            output = sd.rejection_sample(
-                logits[:, 0],
-                nothing,
-                sampling=sd.SamplingParams(batch.temperature),
-                keys=batch.keys,
-                positions=batch.lengths,
-                active=~batch.done,
-                config=sd.SpecDecodeConfig(num_speculative_tokens=1),
-            )
-            batch, _ = batch_lib.append(batch, output, zero)
-            return batch, cache, emitted + output.num_emitted
+        def step(_: Any, carry: Any) -> Any:
+            state, emitted = carry
+            state, record = decoder.step(params, None, state)
+            return state, emitted + record.num_emitted
 
-        return lax.fori_loop(0, steps, step, (batch, caches.target, zero))[2]
-
-    def _draft(self, params: Any, batch: Batch, caches: Caches) -> tuple[Proposal, Any]:
-        return step_lib.draft(
-            self.drafter,
-            params,
-            batch,
-            caches.draft,
-            caches.store,
-            self.configs[0],
-            self.target.vocab_size,
-        )
+        return lax.fori_loop(0, steps, step, (begin, jnp.zeros_like(state.batch.lengths)))[1]
 
     def _verify(
-        self, config: sd.SpecDecodeConfig, batch: Batch, logits: jax.Array, proposal: Proposal
+        self, config: sd.SpecDecodeConfig, state: DecodeState, logits: jax.Array
     ) -> tuple[Batch, jax.Array]:
-        given = Given(self.target.vocab_size)
-        batch, _, record, _ = step_lib.verify(given, logits, batch, (), proposal, config)
-        return batch, record.num_emitted
+        given = Decoder(Given(self.target.vocab_size), None, config)
+        state, record = given.verify(logits, state)
+        return state.batch, record.num_emitted
 
-    def _skip(self, batch: Batch, logits: jax.Array, proposal: Proposal) -> tuple[Batch, jax.Array]:
-        size, k = proposal.token_ids.shape
+    def _skip(self, state: DecodeState, logits: jax.Array) -> tuple[Batch, jax.Array]:
+        ids = state.draft_token_ids
+        size, k = ids.shape
         output = sd.RejectionSampleOutput(
-            jnp.concatenate([proposal.token_ids, proposal.token_ids[:, :1]], axis=1),
+            jnp.concatenate([ids, ids[:, :1]], axis=1),
             jnp.full((size,), k, jnp.int32),
             jnp.full((size,), k + 1, jnp.int32),
             jnp.zeros((size,), jnp.int32),
         )
-        batch, record = batch_lib.append(batch, output, output.num_accepted)
+        batch, record = append(state.batch, output, output.num_accepted)
         return batch, record.num_emitted

@@ -8,6 +8,7 @@ from jax_specdec._src.config import (
     rates_to_acceptance_length,
     unconditional_to_conditional_rates,
 )
+from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.drafting.draft_model import ModelDrafter
 from jax_specdec._src.drafting.drafter import Drafter, Proposal
 from jax_specdec._src.drafting.ngram import NGramDrafter
@@ -48,15 +49,21 @@ from jax_specdec._src.processors import (
     process_logits,
 )
 from jax_specdec._src.ragged import PackedDrafts, pack_drafts
-from jax_specdec._src.serving.batch import GenerateOutput, StepRecord
+from jax_specdec._src.serving.batch import StepRecord
 from jax_specdec._src.serving.bookkeeping import RequestUpdate
+from jax_specdec._src.serving.core import DecodeState
 from jax_specdec._src.serving.driver import EngineDriver
 from jax_specdec._src.serving.engine import Engine
-from jax_specdec._src.serving.engine_state import EngineState
-from jax_specdec._src.serving.loop import generate, generate_stream
+from jax_specdec._src.serving.generate import (
+    GenerateOutput,
+    GreedyDifference,
+    generate,
+    generate_plain,
+    generate_stream,
+    greedy_differences,
+)
 from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats
-from jax_specdec._src.serving.options import LogprobsConfig, RequestOptions
-from jax_specdec._src.serving.plain import GreedyDifference, generate_plain, greedy_differences
+from jax_specdec._src.serving.options import LogprobsConfig, OptionSizes, RequestOptions
 from jax_specdec._src.serving.prometheus import PrometheusExporter
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
@@ -81,6 +88,8 @@ from jax_specdec._src.verify.validate import validate
 
 __version__ = "0.1.0"
 
+_RETIRED_NAMES = {"EngineState": "DecodeState"}
+
 __all__ = [
     "DOCUMENT_SEPARATOR",
     "PLACEHOLDER_TOKEN_ID",
@@ -90,7 +99,9 @@ __all__ = [
     "ByteDecoder",
     "CausalModel",
     "CopyingMatcher",
+    "DecodeState",
     "DelayedMatcher",
+    "DraftContext",
     "DraftLogits",
     "DraftProbs",
     "DraftSample",
@@ -99,7 +110,6 @@ __all__ = [
     "Drafts",
     "Engine",
     "EngineDriver",
-    "EngineState",
     "GenerateOutput",
     "GrammarLookahead",
     "GrammarMatcher",
@@ -115,6 +125,7 @@ __all__ = [
     "ModelDrafter",
     "NGramDrafter",
     "Noise",
+    "OptionSizes",
     "PackedDrafts",
     "Penalties",
     "PrometheusExporter",
@@ -169,3 +180,9 @@ __all__ = [
     "validate",
     "which_implementation",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in _RETIRED_NAMES:
+        raise AttributeError(f"{name} is retired; its name is {_RETIRED_NAMES[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,7 @@ import plots
 import pytest
 import serving_programs
 
-from jax_specdec._src.serving.loop import Decoder, DecodeState
+from jax_specdec._src.serving.core import Decoder
 
 pytestmark = pytest.mark.slow
 
@@ -30,12 +30,11 @@ def programs():
 def test_a_step_emits_what_the_packages_own_step_emits(programs):
     study = bench.make_study(tiny=True)
     decoder = Decoder(study.target, study.drafter, study.configs[bench.WAYS.index("standard")])
-    caches = programs.caches
-    state = DecodeState(programs.batch, caches.target, caches.draft, caches.store)
+    state = programs.state
     step = jax.jit(decoder.step)
     for _ in range(STEPS):
         state, _ = step(programs.params, programs.draft_params, state)
-    expected = state.batch.lengths - programs.batch.lengths
+    expected = state.batch.lengths - programs.state.batch.lengths
     np.testing.assert_array_equal(programs.run("standard", STEPS), expected)
     assert expected.sum() > 2 * STEPS  # some drafts were accepted
 

@@ -27,7 +27,7 @@ from jax_specdec._src.cli import options as options_lib
 from jax_specdec._src.cli import prompts as prompts_lib
 from jax_specdec._src.cli import terminal
 from jax_specdec._src.cli.terminal import printable
-from jax_specdec._src.serving import loop
+from jax_specdec._src.serving import generate as generate_lib
 
 pytestmark = pytest.mark.newest
 
@@ -531,7 +531,7 @@ def test_compiled_programs_are_kept_for_the_next_time_and_for_the_user_alone(
     kept = ["generate", TINY_PROMPT, *(argument for argument in TINY if argument != NO_CACHE)]
     files: list[dict[str, int]] = []
     for _ in range(2):
-        for program in (loop._prefill, loop._step):
+        for program in (generate_lib._prefill, generate_lib._step):
             program.clear_cache()  # as in a new process
         main(kept)
         files.append({path.name: path.stat().st_mtime_ns for path in cache.iterdir()})

@@ -265,7 +265,7 @@ def test_tokens_of_the_loop_do_not_depend_on_the_neighbours(impl):
             draft_params=jnp.asarray(engines.DRAFT),
             config=engines.CONFIG,
             temperature=1.3,
-            max_new_tokens=[count, 12, 0],
+            options=tiny.options_of(3, max_new_tokens=[count, 12, 0]),
             key=jax.random.key(7, impl=impl),
         )
         return output.completions[1]
@@ -277,14 +277,13 @@ def test_tokens_of_the_loop_do_not_depend_on_the_neighbours(impl):
 
 
 def admission(slot: int, key: jax.Array, prompt: list[int], budget: int) -> dict[str, Any]:
+    options = sd.RequestOptions(temperature=1.3, max_new_tokens=budget)
     return dict(
         slot=jnp.int32(slot),
         prompt=engines.TABLE.pad_prompt(prompt),
-        prompt_length=jnp.int32(len(prompt)),
-        max_new_tokens=jnp.int32(budget),
-        temperature=jnp.float32(1.3),
+        length=jnp.int32(len(prompt)),
         key=key,
-        stop_token_ids=jnp.full((2,), -1),
+        options=engines.TABLE.options_of(options, len(prompt)),
     )
 
 

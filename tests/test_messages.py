@@ -192,7 +192,23 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "temperature text": (
         lambda: generate(temperature="0.8"),
         TypeError,
-        "temperature must be a number, or one per prompt, but it is '0.8'",
+        "temperature must be a number, but it is '0.8'",
+    ),
+    "temperatures": (
+        lambda: generate(temperature=[0.0, 0.8]),
+        TypeError,
+        "temperature must be one value, but it is [0.0, 0.8]: requests that differ have options "
+        "of their own, options=[RequestOptions(temperature=...), ...]",
+    ),
+    "a typo": (
+        lambda: generate(max_tokens=5),
+        TypeError,
+        "unknown argument 'max_tokens'; RequestOptions has 'max_new_tokens'",
+    ),
+    "EngineState": (
+        lambda: sd.EngineState,
+        AttributeError,
+        "EngineState is retired; its name is DecodeState",
     ),
     "bytes": (
         lambda: sd.encode(b"abc"),  # type: ignore[arg-type]

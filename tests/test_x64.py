@@ -77,7 +77,7 @@ def normalized() -> sd.DraftLogits:
 def generated() -> Any:
     options = [
         sd.RequestOptions(top_p=0.9, frequency_penalty=0.2, allowed_token_ids=range(1, 6)),
-        sd.RequestOptions(),
+        sd.RequestOptions(temperature=0.8),
     ]
     output = sd.generate(
         tiny.Trigram(engines.VOCAB),
@@ -86,7 +86,6 @@ def generated() -> Any:
         drafter=sd.ModelDrafter(tiny.Trigram(engines.VOCAB)),
         draft_params=jnp.asarray(engines.DRAFT),
         config=engines.CONFIG,
-        temperature=[0.0, 0.8],
         max_new_tokens=12,
         options=options,
         logprobs=sd.LogprobsConfig(num_top=1),

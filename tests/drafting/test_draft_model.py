@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -11,7 +12,6 @@ import pytest
 import scipy.special
 
 import jax_specdec as sd
-from jax_specdec._src.drafting import draft_model
 
 pytestmark = pytest.mark.newest
 
@@ -40,13 +40,15 @@ PARAMS = MODEL.init_params(jax.random.key(0))
 def propose(token_ids, lengths, cache, keys, *, config, drafter=DRAFTER):
     return drafter.propose(
         PARAMS,
-        token_ids,
-        lengths,
+        sd.DraftContext(
+            token_ids=token_ids,
+            lengths=lengths,
+            sampling=sd.SamplingParams(temperature=jnp.asarray(TEMPERATURES)),
+            keys=keys,
+            config=config,
+        ),
         cache,
         drafter.init_store(PARAMS, token_ids.shape[0], config),
-        sampling=sd.SamplingParams(temperature=jnp.asarray(TEMPERATURES)),
-        keys=keys,
-        config=config,
     )
 
 
@@ -170,7 +172,17 @@ def test_the_cache_serves_after_any_number_of_accepted_drafts():
 
 def test_a_row_is_masked_unless_the_drafter_knows_no_allowed_token() -> None:
     logits = jnp.arange(8.0).reshape(2, 4)
-    bits = jnp.array([[0b10_0101], [0b11_0000]], jnp.uint32)  # ids 0, 2, 5; ids 4, 5
-    found = draft_model._allowed(logits, bits)
+    context = sd.DraftContext(
+        token_ids=jnp.zeros((2, 8), jnp.int32),
+        lengths=jnp.ones((2,), jnp.int32),
+        sampling=sd.SamplingParams(jnp.zeros(2)),
+        keys=jax.random.split(jax.random.key(0), 2),
+        config=sd.SpecDecodeConfig(num_speculative_tokens=2),
+        changes_rows=jnp.bool_(True),
+        token_bitmask=jnp.array([[0b10_0101], [0b11_0000]], jnp.uint32),  # ids 0, 2, 5; ids 4, 5
+    )
     inf = jnp.inf
+    found = context.process_logits(logits)
     assert found.tolist() == [[0.0, -inf, 2.0, -inf], [4.0, 5.0, 6.0, 7.0]]
+    nobody = dataclasses.replace(context, changes_rows=jnp.bool_(False))
+    assert nobody.process_logits(logits).tolist() == logits.tolist()

@@ -39,13 +39,15 @@ def oracle(tokens: Sequence[int], min_ngram: int, max_ngram: int, k: int) -> lis
 def propose(drafter: sd.NGramDrafter, token_ids: jax.Array, lengths: jax.Array, k: int):
     proposal, cache = drafter.propose(
         None,
-        token_ids,
-        lengths,
+        sd.DraftContext(
+            token_ids=token_ids,
+            lengths=lengths,
+            sampling=sd.SamplingParams(jnp.zeros(lengths.shape)),
+            keys=jax.random.split(jax.random.key(0), lengths.shape[0]),
+            config=sd.SpecDecodeConfig(num_speculative_tokens=k),
+        ),
         drafter.init_cache(*token_ids.shape),
         None,
-        sampling=None,
-        keys=None,
-        config=sd.SpecDecodeConfig(num_speculative_tokens=k),
     )
     assert proposal.store is None
     assert proposal.token_ids.dtype == jnp.int32

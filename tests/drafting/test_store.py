@@ -406,13 +406,15 @@ def large_drafter() -> tuple[Any, ...]:
     def propose(params, store, lengths):
         return drafter.propose(
             params,
-            jnp.zeros((4, 32), jnp.int32),
-            lengths,
+            sd.DraftContext(
+                token_ids=jnp.zeros((4, 32), jnp.int32),
+                lengths=lengths,
+                sampling=sd.SamplingParams(jnp.ones((4,))),
+                keys=jax.random.split(jax.random.key(0), 4),
+                config=config,
+            ),
             (),
             store,
-            sampling=sd.SamplingParams(jnp.ones((4,))),
-            keys=jax.random.split(jax.random.key(0), 4),
-            config=config,
         )[0]
 
     return propose, params, drafter.init_store(params, 4, config)

@@ -100,3 +100,15 @@ def test_tokens_and_log_probabilities_are_those_of_wide_passes() -> None:
     tiny.assert_same(output, sd.generate(drafter=tiny.Scripted(), **given))
     proposed = output.steps.num_proposed[:, 0]
     assert (proposed == 0).any() and (proposed > 0).any()
+
+
+@pytest.mark.parametrize(("num_slots", "wanted"), [(1, [1, 4, 1, 1]), (2, [4, 4, 4, 4])])
+def test_an_engine_of_one_slot_makes_passes_of_one_token_too(num_slots, wanted) -> None:
+    engine = sd.Engine(EmitsWidth(VOCAB), Abstaining(), CONFIG, num_slots=num_slots, max_length=16)
+    script = jnp.array([SOME] * num_slots, jnp.int32)
+    driver = sd.EngineDriver(engine, None, script)
+    driver.submit([0], max_new_tokens=4)
+    tokens: list[int] = []
+    while not driver.is_idle:
+        tokens += driver.step()[0].token_ids
+    assert tokens == wanted  # drafts of positions 2 and on, and none before the first token

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src.serving import batch as batch_lib
+from jax_specdec._src.serving.batch import append
+from jax_specdec._src.serving.generate import make_batch
 
 from . import tiny
 
@@ -54,15 +55,21 @@ ERRORS = {
     "an id that is no integer": (dict(prompts=[[1], [2.0]]), TypeError, r"prompts\[1\] must"),
     "text for ids": (dict(prompts=["a", "b"]), TypeError, r"prompts\[0\] must"),
     "one prompt, not a list of them": (dict(prompts=[1, 2]), TypeError, "prompts.* must"),
-    "a list of temperatures of another length": (
-        dict(temperature=[0.0, 1.0, 1.0]),
-        ValueError,
-        r"temperature must be one value or one per prompt \(2\), but it has 3",
+    "temperatures, one per prompt": (
+        dict(temperature=[0.0, 1.0]),
+        TypeError,
+        r"temperature must be one value, but it is \[0.0, 1.0\]: requests that differ have "
+        r"options of their own, options=\[RequestOptions\(temperature=...\), ...\]",
+    ),
+    "an array of temperatures": (
+        dict(temperature=np.zeros(2)),
+        TypeError,
+        r"temperature must be one value, but it is an array of float64\[2\]: requests",
     ),
     "a negative temperature": (
-        dict(temperature=[0.0, -0.5]),
+        dict(temperature=-0.5),
         ValueError,
-        r"temperature must be finite and not negative, but it is \[0.0, -0.5\]",
+        "temperature must be finite and not negative, but it is -0.5",
     ),
     "a temperature that is NaN": (
         dict(temperature=float("nan")),
@@ -79,21 +86,22 @@ ERRORS = {
         ValueError,
         "temperature must be finite and not negative, but it is 1e.39",
     ),
-    "a list of budgets of another length": (
-        dict(max_new_tokens=[1]),
-        ValueError,
-        r"max_new_tokens must be one value or one per prompt \(2\), but it has 1",
+    "budgets, one per prompt": (
+        dict(max_new_tokens=[1, 2]),
+        TypeError,
+        r"max_new_tokens must be one value, but it is \[1, 2\]: requests that differ have",
     ),
     "a negative budget": (
-        dict(max_new_tokens=[3, -1]),
+        dict(max_new_tokens=-1),
         ValueError,
-        r"max_new_tokens must not be negative, but it is \[3, -1\]",
+        "max_new_tokens must be at least 0, but it is -1",
     ),
     "a budget that is no integer": (dict(max_new_tokens=2.5), TypeError, "max_new_tokens must"),
-    "a temperature that is no number": (
-        dict(temperature=[0.0, None]),
+    "a temperature that is no number": (dict(temperature=None), TypeError, "temperature must"),
+    "an argument that there is not": (
+        dict(temprature=0.5),
         TypeError,
-        "temperature must",
+        "unknown argument 'temprature'; RequestOptions has 'temperature'",
     ),
     "one stop token, not a list": (dict(stop_token_ids=3), TypeError, "stop_token_ids must"),
     "a stop token that is no integer": (
@@ -129,8 +137,8 @@ def test_it_is_refused_with_a_reason(changes, error, message):
 def test_arguments_may_be_arrays():
     arrays = generate(
         prompts=[np.array([1]), np.array([2, 3], np.uint8)],
-        temperature=jnp.zeros((2,)),
-        max_new_tokens=np.array([2, 2]),
+        temperature=jnp.float32(0),
+        max_new_tokens=np.int64(2),
         stop_token_ids=np.array([4]),
     )
     tiny.assert_same(arrays, generate())
@@ -138,19 +146,17 @@ def test_arguments_may_be_arrays():
 
 @pytest.mark.parametrize(("length", "budget", "slack"), [(1, 0, 1), (32, 32, 6), (33, 500, 33)])
 def test_sequences_have_room_for_the_budget_and_for_a_step_past_it(length, budget, slack):
-    batch, prompt_size, max_steps = batch_lib.make_batch(
+    batch, prompt_size, max_steps = make_batch(
         [[1] * length, [2]],
+        tiny.options_of(2, max_new_tokens=[budget, 0]),
         vocab_size=VOCAB,
-        temperature=0.0,
         key=None,
-        max_new_tokens=[budget, 0],
-        stop_token_ids=(),
         slack=slack,
     )
     assert prompt_size >= length
     assert batch.token_ids.shape[1] >= length + budget + slack
     assert batch.lengths.tolist() == [length, 1]
-    assert batch.ends.tolist() == [length + budget, 1]
+    assert batch.options.ends.tolist() == [length + budget, 1]
     assert batch.done.tolist() == [budget == 0, True]
     assert max_steps >= budget and max_steps > 0
     assert batch.token_ids[0, :length].tolist() == [1] * length
@@ -158,17 +164,12 @@ def test_sequences_have_room_for_the_budget_and_for_a_step_past_it(length, budge
 
 def append_one(emitted: list[int], budget: int, stop_token_ids: tuple[int, ...] = ()) -> Any:
     """Appends what a verification emitted to the sequence 3 1."""
-    batch, _, _ = batch_lib.make_batch(
-        [[3, 1]],
-        vocab_size=9,
-        temperature=0.0,
-        key=None,
-        max_new_tokens=budget,
-        stop_token_ids=(),
-        slack=4,
-    )
+    options = [sd.RequestOptions(max_new_tokens=budget)]
+    batch, _, _ = make_batch([[3, 1]], options, vocab_size=9, key=None, slack=4)
     stops = jnp.asarray(np.array([stop_token_ids], np.int32))
-    batch = dataclasses.replace(batch, stop_token_ids=stops)
+    batch = dataclasses.replace(
+        batch, options=dataclasses.replace(batch.options, stop_token_ids=stops)
+    )
     row = [*emitted, *[-1] * (4 - len(emitted))]
     output = sd.RejectionSampleOutput(
         jnp.array([row], jnp.int32),
@@ -176,7 +177,7 @@ def append_one(emitted: list[int], budget: int, stop_token_ids: tuple[int, ...] 
         jnp.array([len(emitted)]),
         jnp.array([int(sd.Status.OK)]),
     )
-    batch, record = batch_lib.append(batch, output, jnp.array([3]))
+    batch, record = append(batch, output, jnp.array([3]))
     sequence = batch.token_ids[0, : batch.lengths[0]].tolist()
     assert record.token_ids[0, : record.num_kept[0]].tolist() == sequence[2:]
     assert (record.token_ids[0, record.num_kept[0] :] == -1).all()

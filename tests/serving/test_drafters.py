@@ -32,7 +32,7 @@ class Returning(tiny.Scripted):
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         return {"seen": jnp.zeros((batch_size,), jnp.int32)}
 
-    def propose(self, params: Any, ids: Any, lengths: Any, cache: Any, store: Any, **_: Any) -> Any:
+    def propose(self, params: Any, context: sd.DraftContext, cache: Any, store: Any) -> Any:
         return self.make(store, cache)
 
 
@@ -120,6 +120,26 @@ def generate(drafter: sd.Drafter) -> sd.GenerateOutput:
 def test_what_breaks_the_contract_is_named_with_the_drafter(make, has_store, error, message):
     with pytest.raises(error, match=re.escape(message)):
         generate(Returning(make, has_store))
+
+
+@dataclasses.dataclass(frozen=True)
+class Old(tiny.Scripted):
+    """A drafter of the form before `DraftContext`."""
+
+    def propose(self, params, token_ids, lengths, cache, store, *, sampling, keys, config): ...
+
+
+def test_a_drafter_of_the_old_form_is_told_the_new_one():
+    message = re.escape(
+        "drafter must have a propose that takes (params, context, cache, store), but Old.propose "
+        "takes (params, token_ids, lengths, cache, store, *, sampling, keys, config): token_ids, "
+        "lengths, sampling, keys, config and what else there was are fields of the context, a "
+        "DraftContext"
+    )
+    with pytest.raises(TypeError, match=message):
+        generate(Old())
+    with pytest.raises(TypeError, match=message):
+        sd.Engine(tiny.Trigram(V), Old(), engines.CONFIG, num_slots=B, max_length=8)
 
 
 def test_an_engine_names_it_too():

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src.serving import batch as batch_lib
 from jax_specdec._src.serving import driver as driver_lib
-from jax_specdec._src.serving import loop
-from jax_specdec._src.serving.slots import insert
+from jax_specdec._src.serving import generate as generate_lib
+from jax_specdec._src.serving.core import Decoder
+from jax_specdec._src.serving.engine import insert
 
 from . import tiny
 from .engines import (
@@ -235,7 +235,7 @@ def test_not_a_number_in_a_slots_cache_does_not_reach_the_next_request_there():
     assert [found[i].token_ids for i in good] == expected
 
 
-# Drafts between steps
+# Drafts between the halves of a step
 
 
 verify = jax.jit(TABLE.verify)
@@ -243,7 +243,7 @@ draft = jax.jit(TABLE.draft)
 
 
 @functools.cache
-def drafted(seed: int = 0) -> sd.EngineState:
+def drafted(seed: int = 0) -> sd.DecodeState:
     """A full engine with drafts at hand: slot 0 is greedy, the others sample."""
     driver = driver_of(TABLE)
     for i in range(SLOTS):
@@ -252,11 +252,13 @@ def drafted(seed: int = 0) -> sd.EngineState:
         )
     for _ in range(3):
         driver.step()
-    assert (np.asarray(driver.state.draft_token_ids) >= 0).all()
-    return driver.state
+    assert (np.asarray(driver.state.draft_token_ids) == -1).all()
+    state = draft(TABLES[1], driver.state)
+    assert (np.asarray(state.draft_token_ids) >= 0).all()
+    return state
 
 
-def fallbacks(state: sd.EngineState) -> int:
+def fallbacks(state: sd.DecodeState) -> int:
     after, _ = verify(TABLES[0], state)
     counted = sd.AcceptanceStats.from_counters(after.counters).num_fallbacks
     return counted - sd.AcceptanceStats.from_counters(state.counters).num_fallbacks
@@ -295,11 +297,9 @@ def test_a_slot_given_to_another_request_has_no_drafts_and_no_rows():
     newcomer = dict(
         slot=2,
         prompt=TABLE.pad_prompt([2] * length),  # the position and the temperature of the old one
-        prompt_length=length,
-        max_new_tokens=5,
-        temperature=1.0,
+        length=length,
         key=jax.random.key(0),
-        stop_token_ids=jnp.full((2,), -1),
+        options=TABLE.options_of(sd.RequestOptions(temperature=1.0, max_new_tokens=5), length),
     )
     after = TABLE.admit(*TABLES, state, **newcomer)
     assert (after.store.positions[:, 2] == -1).all() and (after.draft_token_ids[2] == -1).all()
@@ -322,10 +322,17 @@ def test_an_empty_slot_holds_no_drafts():
     driver.step()
     while driver.num_running > 1:
         driver.step()
-    state = driver.state
+    state = draft(TABLES[1], driver.state)
     assert state.batch.done.tolist() == [True, False, True, True]
     assert ((state.store.positions >= 0).all(axis=0) == ~state.batch.done).all()
     assert ((state.draft_token_ids >= 0).all(axis=1) == ~state.batch.done).all()
+
+
+def test_a_new_request_has_no_drafts_in_its_first_step():
+    driver = driver_of(TABLE)
+    driver.submit([1, 2], max_new_tokens=9, temperature=1.0)
+    counts = [driver.step()[0].num_proposed for _ in range(2)]
+    assert counts == [0, K]
 
 
 def test_a_released_slot_emits_nothing_and_forgets_its_drafts():
@@ -453,17 +460,15 @@ def test_no_compiled_loop_copies_the_store_or_anything_of_its_size():
     engine = sd.Engine(tiny.OneRow(vocab_size), drafter, config, num_slots=SLOTS, max_length=32)
     state = engine.init_state(draft_params)
     step = driver_lib._step.lower(params, draft_params, state, engine=engine).compile()
-    batch, prompt_size, max_steps = batch_lib.make_batch(
+    batch, prompt_size, max_steps = generate_lib.make_batch(
         [[1]] * SLOTS,
+        [sd.RequestOptions(temperature=1.0, max_new_tokens=8)] * SLOTS,
         vocab_size=vocab_size,
-        temperature=1.0,
         key=None,
-        max_new_tokens=8,
-        stop_token_ids=(),
         slack=k + 1,
     )
-    decoder = loop.Decoder(engine.model, drafter, config)
-    generate = loop._generate.lower(
+    decoder = Decoder(engine.model, drafter, config)
+    generate = generate_lib._generate.lower(
         params,
         draft_params,
         batch,
@@ -480,7 +485,7 @@ def test_no_compiled_loop_copies_the_store_or_anything_of_its_size():
         assert "dynamic-update-slice" in found
         assert not found & {"copy", "copy-start", "concatenate", "gather", "transpose"}, found
         temporary = program.memory_analysis().temp_size_in_bytes
-        assert temporary < logits + own[name] + store / 2, name
+        assert temporary < logits + own[name] + 0.75 * store, name
 
 
 def test_counters_read_what_the_records_of_the_steps_say():
@@ -491,8 +496,7 @@ def test_counters_read_what_the_records_of_the_steps_say():
     state = driver.state
     begin = sd.AcceptanceStats.from_counters(state.counters)
     for _ in range(5):
-        state, record = verify(TABLES[0], state)
-        state = draft(TABLES[1], state)
+        state, record = verify(TABLES[0], draft(TABLES[1], state))
         records.append(record)
     steps = jax.tree.map(lambda *xs: np.stack(xs), *records)
     counted = sd.AcceptanceStats.from_counters(state.counters) - begin
@@ -607,17 +611,16 @@ def test_prompts_are_padded_to_powers_of_two_by_default(longest, sizes):
 
 
 def test_admitting_refuses_shapes_that_do_not_fit():
-    request = dict(
-        slot=0, prompt_length=1, max_new_tokens=1, temperature=0.0, key=jax.random.key(0)
-    )
-    none = jnp.full((2,), -1)
-    for prompt, stops, message in [
-        (jnp.zeros((1, 8), jnp.int32), none, r"prompt must be \[P\] with P in \[1, 43\]"),
-        (jnp.zeros((44,), jnp.int32), none, r"prompt must be \[P\] with P in \[1, 43\]"),
-        (jnp.zeros((8,), jnp.int32), none[:1], r"stop_token_ids must have shape \[2\]"),
+    request = dict(slot=0, length=1, key=jax.random.key(0))
+    options = TABLE.options_of(sd.RequestOptions(), 1)
+    others = dataclasses.replace(TABLE, max_stop_tokens=1).options_of(sd.RequestOptions(), 1)
+    for prompt, given, message in [
+        (jnp.zeros((1, 8), jnp.int32), options, r"prompt must be \[P\] with P in \[1, 43\]"),
+        (jnp.zeros((44,), jnp.int32), options, r"prompt must be \[P\] with P in \[1, 43\]"),
+        (jnp.zeros((8,), jnp.int32), others, r"options.stop_token_ids must have shape \[2\]"),
     ]:
         with pytest.raises(ValueError, match=message):
-            TABLE.admit(*TABLES, drafted(), **request, prompt=prompt, stop_token_ids=stops)
+            TABLE.admit(*TABLES, drafted(), **request, prompt=prompt, options=given)
     with pytest.raises(ValueError, match="prompt must hold at most max_length=40 tokens"):
         TABLE.pad_prompt([1] * 41)
 

@@ -23,7 +23,6 @@ import pytest
 
 import jax_specdec as sd
 from jax_specdec._src.serving import driver as driver_lib
-from jax_specdec._src.serving.admission import read_prompt
 
 from . import sampled, tiny
 from .engines import EVERYTHING as ENGINE
@@ -78,6 +77,9 @@ def random_request(rng: np.random.Generator) -> dict[str, Any]:
         frequency_penalty=0.7,
         repetition_penalty=1.6,
         allowed_token_ids=rng.permutation(VOCAB)[:4].tolist(),
+        logit_bias={int(token): float(rng.normal()) for token in rng.permutation(VOCAB)[:2]},
+        bad_words=rng.integers(0, VOCAB, (2, 2)).tolist(),
+        min_tokens=1,
     )
     return dict(
         prompt=rng.integers(0, VOCAB, length).tolist(),
@@ -102,7 +104,11 @@ def served_alone(index: int, seed: int) -> tuple[dict[str, Any], Finished]:
     found = collect(updates)[request_id]
     if request["temperature"] == 0:
         truth = sampled.greedy(
-            TARGET, request["prompt"], request["options"], request["max_new_tokens"]
+            TARGET,
+            request["prompt"],
+            request["options"],
+            request["max_new_tokens"],
+            request["stop_token_ids"],
         )
         assert found.token_ids == truth[: len(found.token_ids)]
     stopped = found.token_ids[-1] in request["stop_token_ids"]
@@ -208,16 +214,24 @@ def test_a_request_that_leaves_and_comes_back_gets_what_it_gets_alone() -> None:
     assert 0.05 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.95
 
 
+draft = jax.jit(ENGINE.draft)
+
+
+def drafted(driver: sd.EngineDriver) -> sd.DecodeState:
+    """The state in the middle of the next step; the driver's own stays as it is."""
+    return jax.device_get(draft(TABLES[1], driver.state))
+
+
 @pytest.mark.parametrize("length", [1, PIECE, PIECE + 1, 3 * PIECE, 4 * PIECE + 1, LONGEST - 3])
-def test_a_request_comes_back_with_the_drafts_it_left_with(length: int) -> None:
-    """From a prompt of any length, read in any number of pieces."""
+def test_a_request_gets_the_drafts_that_it_would_have_had(length: int) -> None:
+    """After a prompt of any length, read in any number of pieces."""
     prompt = np.random.default_rng(length).integers(0, VOCAB, length).tolist()
     driver = sd.EngineDriver(ENGINE, *TABLES)
     request_id = driver.submit(prompt, max_new_tokens=3, temperature=1.3)
     driver.submit([1], max_new_tokens=30)
 
     def of_slot_0() -> list[Any]:
-        state = jax.device_get(driver.state)
+        state = drafted(driver)
         rows = jax.tree.map(lambda x: x.reshape(K, ENGINE.num_slots, -1)[:, 0], state.store)
         held = int(state.batch.lengths[0])
         return [
@@ -225,20 +239,20 @@ def test_a_request_comes_back_with_the_drafts_it_left_with(length: int) -> None:
             rows,
             state.batch.token_ids[0, :held],
             state.batch.lengths[0],
-            state.batch.ends[0],
+            state.batch.options.ends[0],
             state.target_cache[0, : held - 1],
             state.draft_cache[0, : held - 1],
         ]
 
     first = driver.step()
     assert len(first[0].token_ids) == 1
-    before, neighbour = of_slot_0(), np.asarray(driver.state.draft_token_ids)[1]
+    before, neighbour = of_slot_0(), drafted(driver).draft_token_ids[1]
     assert (before[0] >= 0).all() and (before[1].positions == length + 1).all()
     assert driver.preempt(request_id)
-    assert (np.asarray(driver.state.draft_token_ids)[0] == -1).all()
-    driver._admit_queued()  # the first half of `step`
+    assert (drafted(driver).draft_token_ids[0] == -1).all()
+    driver._admit_queued()  # what `step` begins with
     jax.tree.map(np.testing.assert_array_equal, of_slot_0(), before)
-    np.testing.assert_array_equal(np.asarray(driver.state.draft_token_ids)[1], neighbour)
+    np.testing.assert_array_equal(drafted(driver).draft_token_ids[1], neighbour)
 
 
 def test_a_request_that_has_emitted_nothing_comes_back_without_drafts() -> None:
@@ -247,17 +261,16 @@ def test_a_request_that_has_emitted_nothing_comes_back_without_drafts() -> None:
     driver._admit_queued()
     assert driver.preempt(request_id)
     driver._admit_queued()
-    assert (np.asarray(driver.state.draft_token_ids) == -1).all()
-    assert (np.asarray(driver.state.store.positions) == -1).all()
+    state = drafted(driver)
+    assert (state.draft_token_ids == -1).all()
+    assert (state.store.positions == -1).all()
 
 
 def test_a_models_logits_differ_by_little_however_its_prompt_is_cut() -> None:
     """So the tokens of a preempted request differ only where a decision is as close as this."""
     prompt = np.random.default_rng(0).integers(0, VOCAB, LONGEST).astype(np.int32)
-    read = functools.partial(
-        read_prompt, LLAMA.model, LLAMA.drafter, *WEIGHTS[LLAMA], max_length=LONGEST
-    )
-    caches = [jax.jit(read, static_argnames="piece")(prompt, LONGEST, piece=p) for p in (40, 9)]
+    engines = (dataclasses.replace(LLAMA, prefill_sizes=(piece,)) for piece in (LONGEST, 9))
+    caches = [jax.jit(one._read_prompt)(*WEIGHTS[LLAMA], prompt, LONGEST) for one in engines]
     last = jnp.array([[prompt[-1]]]), jnp.array([LONGEST - 1])
     margins = []
     models = (LLAMA.model, LLAMA.drafter.model)

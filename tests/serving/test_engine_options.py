@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,11 @@ def request_with_options(rng: np.random.Generator) -> dict[str, Any]:
         presence_penalty=float(rng.choice([0, -0.4])),
         repetition_penalty=float(rng.choice([1, 1.6])),
         allowed_token_ids=rng.permutation(VOCAB)[:4].tolist(),
+        logit_bias={
+            int(token): 1.5 * rng.standard_normal() for token in rng.permutation(VOCAB)[:2]
+        },
+        bad_words=rng.integers(0, VOCAB, (2, 2)).tolist(),
+        min_tokens=1,
     )
     asked = {name: value for name, value in fields.items() if rng.random() < 0.4}
     return random_request(rng, (0.0, 0.7)) | dict(options=sd.RequestOptions(**asked))
@@ -63,9 +69,10 @@ def test_greedy_requests_are_decoded_as_one_token_at_a_time_and_preemption_forge
 ):
     rng, driver = np.random.default_rng(2), driver_of()
     requests = [
-        request_with_options(rng) | dict(temperature=0.0, stop_token_ids=[], max_new_tokens=10)
-        for _ in range(8)
+        request_with_options(rng) | dict(temperature=0.0, stop_token_ids=stops, max_new_tokens=10)
+        for stops in 4 * ([], [1, 2])
     ]
+    requests[-1]["options"] = sd.RequestOptions(min_tokens=6)
     ids = [driver.submit(**request) for request in requests]
     updates = []
     for step in range(6):
@@ -74,7 +81,8 @@ def test_greedy_requests_are_decoded_as_one_token_at_a_time_and_preemption_forge
     updates += [update for found in run(driver).values() for update in found.updates]
     for i, request in zip(ids, requests, strict=True):
         own = [update for update in updates if update.request_id == i]
-        truth = sampled.greedy(TARGET, request["prompt"], request["options"], 10)
+        stops = request["stop_token_ids"]
+        truth = sampled.greedy(TARGET, request["prompt"], request["options"], 10, stops)
         assert sum((update.token_ids for update in own), []) == truth
         for update in own:  # the emitted token is the likeliest
             assert update.logprobs.top_token_ids[:, 0].tolist() == update.token_ids
@@ -102,11 +110,53 @@ REFUSED = {
         ValueError,
         r"allowed_token_ids must hold ids in \[0, 6\), but they span 0 to 6",
     ),
+    "a bias of NaN": (
+        ENGINE,
+        dict(logit_bias={1: float("nan")}),
+        ValueError,
+        "logit_bias must hold finite numbers, but that of token 1 is nan",
+    ),
+    "a bias past the vocabulary": (
+        ENGINE,
+        dict(logit_bias={VOCAB: 1.0}),
+        ValueError,
+        r"logit_bias must hold ids in \[0, 6\), but they span 6 to 6",
+    ),
+    "more biases than there is room for": (
+        dataclasses.replace(ENGINE, option_sizes=sd.OptionSizes(logit_bias=1)),
+        dict(logit_bias={1: 1.0, 2: 1.0}),
+        ValueError,
+        "logit_bias must have at most 1 tokens, as option_sizes says, but it has 2",
+    ),
+    "a bad word of no tokens": (
+        ENGINE,
+        dict(bad_words=[[1], []]),
+        ValueError,
+        r"bad_words\[1\] must hold at least one token, but it is empty",
+    ),
+    "a bad word past the vocabulary": (
+        ENGINE,
+        dict(bad_words=[[1, VOCAB]]),
+        ValueError,
+        r"bad_words\[0\] must hold ids in \[0, 6\), but they span 1 to 6",
+    ),
+    "a least length above the budget": (
+        ENGINE,
+        dict(min_tokens=3),
+        ValueError,
+        "min_tokens must be at most max_new_tokens = 2, but it is 3",
+    ),
+    "an argument that there is not": (
+        ENGINE,
+        dict(top=3),
+        TypeError,
+        "unknown argument 'top'; RequestOptions has 'top_",
+    ),
     "an engine without options": (
         TABLE,
         dict(options=sd.RequestOptions(top_k=2)),
         ValueError,
-        r"options need an Engine with request_options=True, but they are RequestOptions\(",
+        r"options need an Engine with request_options=True, but they are \{'top_k': 2\}",
     ),
 }
 

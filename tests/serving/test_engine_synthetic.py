@@ -37,22 +37,12 @@ class Counting:
         return cache
 
     def propose(
-        self,
-        params: Any,
-        token_ids: jax.Array,
-        lengths: jax.Array,
-        cache: tuple,
-        store: None,
-        *,
-        sampling: sd.SamplingParams,
-        keys: jax.Array,
-        config: sd.SpecDecodeConfig,
-        penalties: sd.Penalties | None = None,
-        token_bitmask: jax.Array | None = None,
+        self, params: Any, context: sd.DraftContext, cache: tuple, store: None
     ) -> tuple[sd.Proposal, tuple]:
-        offset = jnp.arange(config.num_speculative_tokens, dtype=jnp.int32)[None, :]
+        lengths = context.lengths
+        offset = jnp.arange(context.config.num_speculative_tokens, dtype=jnp.int32)[None, :]
         ids = (lengths[:, None] + offset) % VOCAB
-        last = jnp.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)
+        last = jnp.take_along_axis(context.token_ids, lengths[:, None] - 1, axis=1)
         has_gap = (lengths % 5 == 0)[:, None] & (offset == last % 3 + 1)
         return sd.Proposal(jnp.where(has_gap, -1, ids)), cache
 

@@ -193,7 +193,7 @@ def test_greedy_requests_get_the_tokens_of_plain_decoding():
         LLAMA.model,
         WEIGHTS[LLAMA][0],
         [r["prompt"] for r in requests],
-        max_new_tokens=[r["max_new_tokens"] for r in requests],
+        options=tiny.options_of(8, max_new_tokens=[r["max_new_tokens"] for r in requests]),
     )
     driver = driver_of(LLAMA)
     for request in requests:

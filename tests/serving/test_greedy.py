@@ -63,7 +63,10 @@ def prompts_of(target: str, seed: int) -> list[list[int]]:
 @functools.cache
 def plain_of(target: str, seed: int) -> sd.GenerateOutput:
     return sd.generate_plain(
-        TARGETS[target], params_of(target, seed), prompts_of(target, seed), max_new_tokens=BUDGETS
+        TARGETS[target],
+        params_of(target, seed),
+        prompts_of(target, seed),
+        options=tiny.options_of(len(BUDGETS), max_new_tokens=BUDGETS),
     )
 
 
@@ -162,7 +165,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(target, make_drafter, draft_s
             drafter=drafter,
             draft_params=draft_params,
             config=config,
-            max_new_tokens=BUDGETS,
+            options=tiny.options_of(len(BUDGETS), max_new_tokens=BUDGETS),
         )
         differences = sd.greedy_differences(model, params, prompts, output, plain)
         assert all(d.gap <= MAX_GAP for d in differences), differences
@@ -186,7 +189,7 @@ def test_a_target_that_drafts_for_itself_has_everything_accepted():
             drafter=sd.ModelDrafter(TARGETS[target]),
             draft_params=params_of(target, seed),
             config=sd.SpecDecodeConfig(num_speculative_tokens=k, draft_sample_method="greedy"),
-            max_new_tokens=BUDGETS,
+            options=tiny.options_of(len(BUDGETS), max_new_tokens=BUDGETS),
         )
         assert output.completions == plain_of(target, seed).completions
         for b, budget in enumerate(BUDGETS):
@@ -240,7 +243,7 @@ def test_every_step_is_that_of_the_loop_in_python(k, stop_token_ids, generation)
         drafter=tiny.Scripted(),
         draft_params=jnp.asarray(np.stack(scripts), jnp.int32),
         config=sd.SpecDecodeConfig(num_speculative_tokens=k),
-        max_new_tokens=budgets,
+        options=tiny.options_of(len(prompts), max_new_tokens=budgets),
         stop_token_ids=stop_token_ids,
     )
     for b, (prompt, budget, script) in enumerate(requests):
@@ -263,7 +266,7 @@ def test_nothing_is_kept_after_a_stop_token_inside_an_accepted_run():
             [(np.arange(SCRIPT_SIZE) + shift) % VOCAB for shift in (0, 3, 1, 2)], jnp.int32
         ),
         config=sd.SpecDecodeConfig(num_speculative_tokens=5),
-        max_new_tokens=[MAX_BUDGET, MAX_BUDGET, MAX_BUDGET, 1],
+        options=tiny.options_of(4, max_new_tokens=[MAX_BUDGET, MAX_BUDGET, MAX_BUDGET, 1]),
         stop_token_ids=[3],
     )
     # The last one meets the stop token as its budget ends; a stop token in a prompt stops nothing.
@@ -284,7 +287,7 @@ def test_plain_decoding_of_a_table_is_the_loop_in_python():
             tiny.Trigram(VOCAB),
             jnp.asarray(table),
             prompts,
-            max_new_tokens=budgets,
+            options=tiny.options_of(len(prompts), max_new_tokens=budgets),
             stop_token_ids=stop_token_ids,
         )
         for b, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src.serving import batch as batch_lib
-from jax_specdec._src.serving import loop
-from jax_specdec._src.serving import plain as plain_lib
+from jax_specdec._src.serving import generate as generate_lib
+from jax_specdec._src.serving.core import Decoder
 
 from . import tiny
 
@@ -51,6 +50,12 @@ def arguments(**changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
     named |= changes
     named["draft_params"] = jnp.asarray(named["draft_params"])
+    count = len(named["prompts"])
+    temperature, budgets = (
+        np.broadcast_to(named.pop(name), (count,)).tolist()
+        for name in ("temperature", "max_new_tokens")
+    )
+    named["options"] = tiny.options_of(count, temperature=temperature, max_new_tokens=budgets)
     positional = tiny.Trigram(VOCAB), jnp.asarray(named.pop("target")), named.pop("prompts")
     return positional, named
 
@@ -234,23 +239,21 @@ def test_rejected_drafts_leave_no_trace():
         )
     )
     params, k = model.init_params(jax.random.key(0)), 3
-    batch, prompt_size, _ = batch_lib.make_batch(
+    batch, prompt_size, _ = generate_lib.make_batch(
         [[3, 1, 4], [1, 5, 9, 2, 6], [5]],
+        [sd.RequestOptions(temperature=t, max_new_tokens=16) for t in (0.0, 1.0, 1.0)],
         vocab_size=31,
-        temperature=[0.0, 1.0, 1.0],
         key=None,
-        max_new_tokens=16,
-        stop_token_ids=(),
         slack=k + 1,
     )
     config = sd.SpecDecodeConfig(num_speculative_tokens=k)
-    decoder = loop.Decoder(model, tiny.Scripted(), config)
+    decoder = Decoder(model, tiny.Scripted(), config)
     script = jnp.asarray(np.random.default_rng(0).integers(0, 31, (3, 64)), jnp.int32)
     apply = jax.jit(model.apply)
 
-    state = loop._prefill(params, script, batch, decoder=decoder, prompt_size=prompt_size)
+    state = generate_lib._prefill(params, script, batch, decoder=decoder, prompt_size=prompt_size)
     for _ in range(4):
-        state, record = loop._step(params, script, state, decoder=decoder)
+        state, record = generate_lib._step(params, script, state, decoder=decoder)
         assert (record.num_accepted < k).all()
         tokens, lengths = state.batch.token_ids, state.batch.lengths
         last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)
@@ -263,7 +266,7 @@ def test_rejected_drafts_leave_no_trace():
 # Compilations
 
 
-COMPILED = (loop._generate, plain_lib._generate_plain, loop._prefill, loop._step)
+COMPILED = (generate_lib._generate, generate_lib._prefill, generate_lib._step)
 
 
 def test_calls_of_one_shape_share_one_compilation():
@@ -281,7 +284,7 @@ def test_calls_of_one_shape_share_one_compilation():
         run(**change), plain(**change), streamed(**change)
     assert [f._cache_size() for f in COMPILED] == sizes
     plain(prompts=[[1] * 33, [1], [1], [1]])  # the counter counts
-    assert plain_lib._generate_plain._cache_size() == sizes[1] + 1
+    assert generate_lib._generate._cache_size() == sizes[0] + 1
 
 
 # Any model

@@ -35,7 +35,7 @@ def sampled(drafter: Any, draft_params: Any, **config: Any) -> sd.GenerateOutput
         drafter=drafter,
         draft_params=draft_params,
         config=sd.SpecDecodeConfig(num_speculative_tokens=K, **config),
-        temperature=TEMPERATURES,
+        options=tiny.options_of(REQUESTS, temperature=TEMPERATURES),
         max_new_tokens=NUM_TOKENS,
         key=jax.random.key(11),
     )
@@ -84,7 +84,7 @@ def test_plain_sampling_has_the_targets_distribution():
         tiny.Trigram(VOCAB),
         jnp.asarray(TARGET),
         [PROMPT] * REQUESTS,
-        temperature=TEMPERATURES,
+        options=tiny.options_of(REQUESTS, temperature=TEMPERATURES),
         max_new_tokens=NUM_TOKENS,
         key=jax.random.key(11),
     )
@@ -156,7 +156,7 @@ def synthetic_steps(**schedule: Any) -> list[tuple[np.ndarray, np.ndarray]]:
         config=sd.SpecDecodeConfig(
             num_speculative_tokens=SYNTHETIC_K, rejection_sample_method="synthetic", **schedule
         ),
-        temperature=temperature,
+        options=tiny.options_of(requests, temperature=temperature),
         max_new_tokens=48,
         key=jax.random.key(2),
     )

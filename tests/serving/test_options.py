@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src.serving import loop, plain
+from jax_specdec._src.serving import generate as generate_lib
+from jax_specdec._src.serving.options import RequestFields, one_each
 
 from . import sampled, tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
@@ -30,6 +32,9 @@ OPTIONS = [
     sd.RequestOptions(frequency_penalty=-0.3, presence_penalty=0.4, repetition_penalty=0.8),
     sd.RequestOptions(allowed_token_ids=(0, 2, 5)),
     sd.RequestOptions(allowed_token_ids=range(4), frequency_penalty=1.0, top_k=3, min_p=0.1),
+    sd.RequestOptions(logit_bias={5: 2.0, 1: -1.0}, repetition_penalty=1.3),
+    sd.RequestOptions(bad_words=[[0], [1, 4, 4], [4, 1]]),
+    sd.RequestOptions(stop_token_ids=(0, 1, 4), min_tokens=7),
 ]
 MODEL = (sd.ModelDrafter(tiny.Trigram(VOCAB)), jnp.asarray(DRAFT))
 LOOKUP = (sd.NGramDrafter(min_ngram=1), None)
@@ -45,11 +50,14 @@ def run(
     num_tokens: int = NUM_TOKENS,
     **changes: Any,
 ) -> sd.GenerateOutput:
+    if np.ndim(temperature):
+        options = tiny.options_of(requests, options, temperature=temperature)
+    else:
+        changes["temperature"] = temperature
     return generate(
         tiny.Trigram(VOCAB),
         jnp.asarray(TARGET),
         [PROMPT] * requests,
-        temperature=temperature,
         max_new_tokens=num_tokens,
         options=options,
         key=jax.random.key(3),
@@ -69,12 +77,13 @@ by_model = functools.partial(speculative, drafter=MODEL, logprobs=PROCESSED)
 plainly = functools.partial(run, sd.generate_plain, logprobs=RAW)
 
 
-TEMPERATURES = [0.0, 0.5, 1.0, 2.0, 0.0, 0.7, 1.0]
-TRUTH = [sampled.greedy(TARGET, PROMPT, one, NUM_TOKENS) for one in OPTIONS]
+TEMPERATURES = [0.0, 0.5, 1.0, 2.0, 0.0, 0.7, 1.0, 0.8, 1.5, 0.6]
+TRUTH = [sampled.greedy(TARGET, PROMPT, one, NUM_TOKENS, one.stop_token_ids) for one in OPTIONS]
 
 
 def test_every_option_changes_what_is_written() -> None:
     assert all(TRUTH[0] != other for other in TRUTH[1:])
+    assert 7 < len(TRUTH[-1]) < NUM_TOKENS  # at its first stop token after the seventh
 
 
 def test_greedy_tokens_are_those_of_one_token_at_a_time() -> None:
@@ -106,13 +115,12 @@ def test_a_drafter_under_the_same_options_has_everything_accepted() -> None:
 
 @pytest.mark.slow
 def test_neutral_options_are_the_program_without_options() -> None:
-    compiled = (loop._generate, plain._generate_plain)
     drafted = functools.partial(speculative, drafter=LOOKUP)
     without = [f(None).completions for f in (drafted, plainly)]
-    sizes = [f._cache_size() for f in compiled]
+    size = generate_lib._generate._cache_size()
     for neutral in (sd.RequestOptions(), [sd.RequestOptions(top_k=0)] * len(OPTIONS)):
         assert [f(neutral).completions for f in (drafted, plainly)] == without
-    assert [f._cache_size() for f in compiled] == sizes
+    assert generate_lib._generate._cache_size() == size
 
 
 @pytest.mark.newest
@@ -131,18 +139,102 @@ def test_the_gap_of_a_greedy_difference_is_that_of_the_processed_row() -> None:
     for difference in found:
         b, before = difference.request, TRUTH[difference.request][:3]
         row = tiny.next_logits(TARGET, [*PROMPT, *before])
-        x = sampled.penalized(row, PROMPT, before, OPTIONS[b])
-        allowed = OPTIONS[b].allowed_token_ids or range(VOCAB)
-        second, best = np.sort(x[list(allowed)])[-2:]
+        own, stops = _without_filters(OPTIONS[b]), OPTIONS[b].stop_token_ids
+        p = sampled.processed(row, PROMPT, before, 1.0, own, stops)
+        second, best = np.log(np.sort(p)[-2:])
         assert difference.index == 3
         assert difference.gap == pytest.approx(best - second, rel=1e-4)
+
+
+# Fields in the call itself
+
+
+def test_the_fields_of_options_are_the_arguments_of_a_call_by_the_same_types() -> None:
+    assert get_type_hints(RequestFields) == get_type_hints(sd.RequestOptions)
+
+
+def test_a_field_in_the_call_holds_for_every_request_whatever_its_options_say() -> None:
+    options = [sd.RequestOptions(temperature=0.5, top_p=0.9), sd.RequestOptions(max_new_tokens=3)]
+    fields: RequestFields = {"max_new_tokens": 7, "temperature": 0.0}
+    assert one_each(options, 2, fields) == [
+        sd.RequestOptions(max_new_tokens=7, top_p=0.9),
+        sd.RequestOptions(max_new_tokens=7),
+    ]
+    assert one_each(None, 2, {"top_k": 3}) == [sd.RequestOptions(top_k=3)] * 2
+    assert one_each(options, 2, {}) == options
+
+
+def test_a_request_with_a_seed_samples_with_its_key_wherever_it_stands() -> None:
+    prompts, seeded = [[1, 2], [3, 4], [1, 2]], sd.RequestOptions(seed=5)
+    decode = functools.partial(
+        sd.generate_plain,
+        tiny.Trigram(VOCAB),
+        jnp.asarray(TARGET),
+        temperature=2.0,
+        max_new_tokens=16,
+    )
+    options = [sd.RequestOptions(), seeded, seeded]
+    three = decode(prompts, options=options, key=jax.random.key(1)).completions
+    others = decode(prompts, options=[seeded, seeded, sd.RequestOptions()]).completions
+    assert three[2] == others[0] and three[1] == others[1]
+    assert three[0] != three[2]
+    unlike = decode(prompts, options=[sd.RequestOptions(seed=6)] * 3).completions
+    assert unlike[0] == unlike[2] != three[2]
+
+
+# Whoever asks for nothing
+
+
+def eager(jaxpr: Any) -> Iterator[Any]:
+    """Equations that are computed in any case: not those of branches, nor of loops with a test."""
+    for equation in jaxpr.eqns:
+        yield equation
+        if equation.primitive.name not in ("cond", "while"):
+            for value in jax.tree.leaves(list(equation.params.values())):
+                if hasattr(value, "jaxpr") or hasattr(value, "eqns"):
+                    yield from eager(getattr(value, "jaxpr", value))
+
+
+@pytest.mark.newest
+def test_where_nobody_asks_no_mask_is_read_and_nothing_counted() -> None:
+    """By the step's program; times are in the benchmarks."""
+    slots, vocab_size = 3, 333
+    model = tiny.OneRow(vocab_size)
+    engine = sd.Engine(
+        model, sd.ModelDrafter(model), CONFIG, num_slots=slots, max_length=32, request_options=True
+    )
+    row = jnp.zeros((vocab_size,))
+    state = engine.init_state(row)
+    words, seen, passes = (slots, -(-vocab_size // 32)), set(), ("while", "cond", "jit", "scan")
+    for equation in eager(jax.make_jaxpr(engine.step)(row, row, state).jaxpr):
+        name = equation.primitive.name
+        seen.add(name)
+        assert name in passes or all(x.aval.shape != words for x in equation.invars), name
+        # One draft of each request is added to what was counted; no sequence is.
+        assert name != "scatter-add" or equation.invars[2].aval.size <= slots
+    assert {"while", "cond", "scan"} <= seen
+    options = state.batch.options
+    assert options.token_bitmask is not None and options.token_bitmask.shape == words
+    # A program that does read and count is found out.
+    count = functools.partial(
+        sd.Penalties.from_sequences,
+        vocab_size=vocab_size,
+        **{name: jnp.zeros(slots) for name in ("frequency", "presence", "repetition")},
+    )
+    lengths = state.batch.lengths
+    traced = jax.make_jaxpr(
+        lambda ids, mask: (count(ids, lengths=lengths, prompt_lengths=lengths), mask >> 1)
+    )(state.batch.token_ids, options.token_bitmask)
+    found = {equation.primitive.name: equation.invars for equation in eager(traced.jaxpr)}
+    assert found["scatter-add"][2].aval.size > slots and "shift_right_logical" in found
 
 
 # Distributions
 
 MIXED = sd.RequestOptions(
     min_p=0.02, top_k=6, top_p=0.97, frequency_penalty=0.8, presence_penalty=-0.5,
-    repetition_penalty=1.4, allowed_token_ids=(0, 1, 2, 3, 5, 6),
+    repetition_penalty=1.4, allowed_token_ids=(0, 1, 2, 3, 5, 6), logit_bias={2: 1.0, 6: -0.5},
+    bad_words=[[4, 1], [3, 3], [1, 2, 0]],
 )  # fmt: skip
 
 
@@ -175,7 +267,8 @@ def expected_logprobs(
             options, temperature = sd.RequestOptions(), 1.0
         # A greedy request is taken at temperature 1, where nothing is filtered.
         filters = options if temperature else _without_filters(options)
-        p = sampled.processed(row, PROMPT, completion[:i], temperature or 1.0, filters)
+        stops = () if distribution == "raw" else filters.stop_token_ids
+        p = sampled.processed(row, PROMPT, completion[:i], temperature or 1.0, filters, stops)
         with np.errstate(divide="ignore"):
             rows.append(np.log(p))
     return np.array(rows)
@@ -258,7 +351,11 @@ def test_options_out_of_range_are_refused(
     [
         (3, TypeError, "options must be RequestOptions, one or a list, but it is 3"),
         ([{}], TypeError, "options must be RequestOptions, one or a list, but it has {}"),
-        (OPTIONS[:2], ValueError, r"options must be one value or one per prompt \(7\), but it has"),
+        (
+            OPTIONS[:2],
+            ValueError,
+            r"options must be one value or one per prompt \(10\), but it has",
+        ),
         (
             sd.RequestOptions(allowed_token_ids=[VOCAB]),
             ValueError,

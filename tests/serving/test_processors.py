@@ -49,13 +49,12 @@ def processors(options: Sequence[sd.RequestOptions] = OPTIONS) -> sd.LogitsProce
     """What `options` ask of the sequences above."""
     sequences = [p + o for p, o in zip(PROMPTS, OUTPUTS, strict=True)]
     lengths = [len(p) for p in PROMPTS]
-    asked = BatchOptions.create(options, lengths, WIDE)
-    assert asked is not None
+    stopping = [dataclasses.replace(one, stop_token_ids=ROW_STOPS) for one in options]
+    asked = BatchOptions.create(stopping, lengths, WIDE, max_stop_tokens=3)
     found = jax.tree.map(jnp.asarray, asked).processors(
         jnp.array([s + [8] * (9 - len(s)) for s in sequences]),  # what is past is not read
         jnp.array([len(s) for s in sequences]),
         jnp.zeros((4,), bool),
-        jnp.array([[*ROW_STOPS, -1]] * 4),
         WIDE,
     )
     assert found is not None
@@ -143,13 +142,12 @@ def test_a_drafter_appends_what_it_draws_and_may_know_fewer_tokens() -> None:
 
 def test_what_nobody_asks_for_changes_nothing() -> None:
     x = logits(13, dtype=jnp.bfloat16).at[3, 4].set(jnp.nan)
-    none = BatchOptions.create([sd.RequestOptions()] * 4, [2, 3, 3, 2], WIDE, keep_neutral=True)
-    assert none is not None
-    found = none.processors(
+    options = [sd.RequestOptions(stop_token_ids=ROW_STOPS)] * 4
+    none = BatchOptions.create(options, [2, 3, 3, 2], WIDE, keep_neutral=True)
+    found = jax.tree.map(jnp.asarray, none).processors(
         jnp.zeros((4, 9), jnp.int32),
         jnp.array([5, 3, 6, 3]),
         jnp.zeros((4,), bool),
-        jnp.array([ROW_STOPS] * 4),
         WIDE,
     )
     assert found is not None and bool(found.is_neutral)
@@ -266,8 +264,7 @@ def step(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Draft K tokens by a table, verify them by another; the loop that a user would write."""
     batch = tokens.shape[0]
-    stops = jnp.broadcast_to(jnp.array(STOPS), (batch, len(STOPS)))
-    found = asked.processors(tokens, lengths, jnp.zeros((batch,), bool), stops, V)
+    found = asked.processors(tokens, lengths, jnp.zeros((batch,), bool), V)
     assert found is not None
     request = jnp.arange(batch)
     now, text, rows, q = found, tokens, [], []
@@ -308,7 +305,8 @@ def decode(
     batch = len(options)
     tokens = jnp.tile(jnp.array([PROMPT + [0] * (count + 2 * K + 2)]), (batch, 1))
     lengths = jnp.full((batch,), len(PROMPT))
-    asked = BatchOptions.create(options, [len(PROMPT)] * batch, V)
+    stopping = [dataclasses.replace(one, stop_token_ids=STOPS) for one in options]
+    asked = BatchOptions.create(stopping, [len(PROMPT)] * batch, V)
     keys = jax.random.split(jax.random.key(5), batch)
     temperature = jnp.broadcast_to(jnp.float32(temperature), (batch,))
     end, accepted, steps = len(PROMPT) + count, 0, 0
@@ -372,13 +370,13 @@ def test_sampled_tokens_have_the_distribution_of_one_token_at_a_time(drafter_see
 
 def test_arrays_have_room_for_what_is_asked_and_powers_of_2() -> None:
     asked = BatchOptions.create(OPTIONS, [2, 3, 3, 2], WIDE)
-    assert asked is not None and asked.logit_bias is not None and asked.bad_words is not None
+    assert asked.logit_bias is not None and asked.bad_words is not None
     assert asked.logit_bias.token_ids.shape == (4, 2)
     assert asked.bad_words.shape == (4, 4, 8)
     assert asked.min_tokens is not None and asked.min_tokens.tolist() == [5, 2, 1, 0]
     fixed = OptionSizes(3, 5, 6)
     asked = BatchOptions.create(OPTIONS, [2, 3, 3, 2], WIDE, keep_neutral=True, sizes=fixed)
-    assert asked is not None and asked.logit_bias is not None and asked.bad_words is not None
+    assert asked.logit_bias is not None and asked.bad_words is not None
     assert asked.logit_bias.values.shape == (4, 3) and asked.bad_words.shape == (4, 5, 6)
 
 
@@ -483,8 +481,9 @@ def test_options_that_the_model_or_the_budget_does_not_hold_are_refused(
     fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        sd.RequestOptions(**fields).check(V, 5)
-    sd.RequestOptions(min_tokens=5, bad_words=[[6]], logit_bias={6: 1.0}).check(V, 5)
+        sd.RequestOptions(**fields, max_new_tokens=5).check(V)
+    fitting = dict(min_tokens=5, bad_words=[[6]], logit_bias={6: 1.0}, stop_token_ids=[6])
+    sd.RequestOptions(**fitting, max_new_tokens=5).check(V)
 
 
 INTS = jnp.zeros((4, 2), jnp.int32)

@@ -1,6 +1,7 @@
 """The code of docs/serving.md runs as it stands, and does what the page says."""
 
 import re
+import runpy
 from pathlib import Path
 
 import jax
@@ -25,7 +26,7 @@ def test_the_driver_on_the_page_serves_every_prompt(capsys):
     texts = run(0)["texts"]
     assert len(texts) == 5
     for tokens in texts.values():
-        assert len(tokens) == 32 or tokens[-1] == 10
+        assert len(tokens) == 32 or (tokens[-1] == 10 and len(tokens) > 4)
     *progress, last = capsys.readouterr().out.splitlines()
     assert progress == [f"compiled {done} of 4" for done in range(5)]
     assert last.startswith("SpecDecoding metrics: Mean acceptance length: ")
@@ -50,3 +51,15 @@ def test_the_loop_on_the_page_verifies_every_request_with_its_own_rows():
     assert (np.asarray(output.num_accepted) <= [2, 0, 1]).all()
     positions = np.asarray(scope["store"].positions)
     assert (positions == [[-1, 20, 30]]).all()
+
+
+def test_the_drafter_on_the_page_drafts():
+    output = run(3)["output"]
+    assert output.status == [sd.Status.OK] and len(output.completions[0]) == 24
+    steps = output.steps
+    assert (steps.num_proposed == 3).all() and steps.num_accepted.sum() > 0
+
+
+def test_the_picture_on_the_page_is_what_its_script_draws():
+    tool = runpy.run_path(str(PAGE.parents[1] / "tools" / "draw_step.py"))
+    assert (PAGE.parent / "step.svg").read_text("utf-8") == tool["draw"]()

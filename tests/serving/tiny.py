@@ -92,21 +92,10 @@ class Scripted:
         return cache
 
     def propose(
-        self,
-        params: jax.Array,
-        token_ids: jax.Array,
-        lengths: jax.Array,
-        cache: Any,
-        store: None,
-        *,
-        sampling: sd.SamplingParams,
-        keys: jax.Array,
-        config: sd.SpecDecodeConfig,
-        penalties: sd.Penalties | None = None,
-        token_bitmask: jax.Array | None = None,
+        self, params: jax.Array, context: sd.DraftContext, cache: Any, store: None
     ) -> tuple[sd.Proposal, Any]:
-        offsets = jnp.arange(config.num_speculative_tokens, dtype=jnp.int32)
-        place = jnp.minimum(lengths[:, None] + offsets[None, :], params.shape[1] - 1)
+        offsets = jnp.arange(context.config.num_speculative_tokens, dtype=jnp.int32)
+        place = jnp.minimum(context.lengths[:, None] + offsets[None, :], params.shape[1] - 1)
         return sd.Proposal(jnp.take_along_axis(params, place, axis=1)), cache
 
 
@@ -123,8 +112,8 @@ class Claiming(sd.ModelDrafter):
     def prefill(self, params: Any, token_ids: jax.Array, cache: Any) -> Any:
         return super().prefill(params[0], token_ids, cache)
 
-    def propose(self, params: Any, *args: Any, **kwargs: Any) -> tuple[sd.Proposal, Any]:
-        proposal, cache = super().propose(params[0], *args, **kwargs)
+    def propose(self, params: Any, *args: Any) -> tuple[sd.Proposal, Any]:
+        proposal, cache = super().propose(params[0], *args)
         claimed = proposal.store.logits + params[1][None, :]
         temperature = jnp.maximum(proposal.store.temperature.reshape(-1, 1), 1e-3)  # 0: never read
         store = dataclasses.replace(
@@ -133,6 +122,15 @@ class Claiming(sd.ModelDrafter):
             log_normalizer=jax.nn.logsumexp(claimed / temperature, axis=1),
         )
         return sd.Proposal(proposal.token_ids, store), cache
+
+
+def options_of(count: int, options: Any = None, **lists: Sequence[Any]) -> list[sd.RequestOptions]:
+    """Options of `count` requests, each with its own entry of every list."""
+    each = options if isinstance(options, list) else [options or sd.RequestOptions()] * count
+    return [
+        dataclasses.replace(one, **{name: values[b] for name, values in lists.items()})
+        for b, one in enumerate(each)
+    ]
 
 
 class Step(NamedTuple):

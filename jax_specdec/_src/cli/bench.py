@@ -16,8 +16,7 @@ from jax_specdec._src.cli.models import load_models
 from jax_specdec._src.cli.options import Options
 from jax_specdec._src.cli.run import Run, Session, measure
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.serving.batch import GenerateOutput
-from jax_specdec._src.serving.plain import GreedyDifference
+from jax_specdec._src.serving.generate import GenerateOutput, GreedyDifference
 
 
 @dataclasses.dataclass(frozen=True)

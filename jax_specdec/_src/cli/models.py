@@ -21,7 +21,7 @@ MAX_LENGTH = 1024
 """Longest sequence of the embedded models, prompt included."""
 
 
-class Decoder(Protocol):
+class TextDecoder(Protocol):
     """Token ids to text, as they come."""
 
     def decode(self, token_ids: list[int], *, final: bool = False) -> str:
@@ -47,7 +47,7 @@ class Models:
     prompts: list[list[int]]
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
-    stream: Callable[[list[int]], Decoder]
+    stream: Callable[[list[int]], TextDecoder]
 
 
 def load_models(options: Options, prompts: list[str]) -> Models:

@@ -16,10 +16,16 @@ from jax_specdec._src.cli.options import Options
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.draft_model import ModelDrafter
 from jax_specdec._src.drafting.ngram import NGramDrafter
-from jax_specdec._src.serving.batch import GenerateOutput, StepRecord
-from jax_specdec._src.serving.loop import generate, generate_stream
+from jax_specdec._src.serving.batch import StepRecord
+from jax_specdec._src.serving.generate import (
+    GenerateOutput,
+    GreedyDifference,
+    generate,
+    generate_plain,
+    generate_stream,
+    greedy_differences,
+)
 from jax_specdec._src.serving.metrics import AcceptanceStats
-from jax_specdec._src.serving.plain import GreedyDifference, generate_plain, greedy_differences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,11 +184,13 @@ class Session:
 
     def _sampling(self, temperature: float) -> dict[str, Any]:
         return {
-            "temperature": temperature,
+            "options": dataclasses.replace(
+                self.options.request,
+                temperature=temperature,
+                max_new_tokens=self.models.max_new_tokens,
+                stop_token_ids=self.models.stop_token_ids,
+            ),
             "key": jax.random.key(self.options.seed),
-            "max_new_tokens": self.models.max_new_tokens,
-            "stop_token_ids": self.models.stop_token_ids,
-            "options": self.options.request,
         }
 
 

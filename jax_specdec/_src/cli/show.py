@@ -23,8 +23,8 @@ from jax_specdec._src.cli.run import (
     stacked,
 )
 from jax_specdec._src.serving.batch import StepRecord
+from jax_specdec._src.serving.generate import GreedyDifference
 from jax_specdec._src.serving.metrics import AcceptanceStats
-from jax_specdec._src.serving.plain import GreedyDifference
 
 STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": None}
 COMPILING = "loading the models and compiling"

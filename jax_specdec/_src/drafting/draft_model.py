@@ -12,13 +12,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.drafting.drafter import Proposal
 from jax_specdec._src.drafting.sample import sample_draft_tokens
 from jax_specdec._src.drafting.store import DraftStore
 from jax_specdec._src.models.protocol import CausalModel, check_model, sharding_of
-from jax_specdec._src.penalties import Penalties, apply_penalties
-from jax_specdec._src.types import SamplingParams
-from jax_specdec._src.verify.rows import bits_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,37 +84,22 @@ class ModelDrafter:
         return self.model.apply(params, token_ids, start, cache)[1]
 
     def propose(
-        self,
-        params: Any,
-        token_ids: jax.Array,
-        lengths: jax.Array,
-        cache: Any,
-        store: DraftStore | None,
-        *,
-        sampling: SamplingParams,
-        keys: jax.Array,
-        config: SpecDecodeConfig,
-        penalties: Penalties | None = None,
-        token_bitmask: jax.Array | None = None,
+        self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None
     ) -> tuple[Proposal, Any]:
         """Draft K tokens; see `Drafter.propose`."""
+        lengths, sampling, config = context.lengths, context.sampling, context.config
 
         def draw(
-            logits: jax.Array,
-            store: DraftStore | None,
-            penalties: Penalties | None,
-            offset: jax.Array,
-        ) -> tuple[jax.Array, DraftStore | None, Penalties | None]:
-            if penalties is not None:
-                logits = apply_penalties(logits, None, penalties)
-            if token_bitmask is not None:
-                logits = _allowed(logits, token_bitmask)
+            logits: jax.Array, store: DraftStore | None, now: DraftContext | None, offset: jax.Array
+        ) -> tuple[jax.Array, DraftStore | None, DraftContext | None]:
+            if now is not None:
+                logits = now.process_logits(logits)
             if store is not None:  # round, then sample: what is kept is what was drawn from
                 logits = logits.astype(store.logits.dtype)
             drawn = sample_draft_tokens(
                 logits,
                 sampling=sampling,
-                keys=keys,
+                keys=context.keys,
                 positions=lengths,
                 offset=offset,
                 config=config,
@@ -132,33 +115,25 @@ class ModelDrafter:
                     sampling=sampling,
                 )
             ids = drawn.token_ids
-            return ids, store, None if penalties is None else penalties.append(ids)
+            return ids, store, None if now is None else now.append(ids)
 
         def draft(carry: Any, offset: jax.Array) -> tuple[Any, jax.Array]:
-            last, cache, store, penalties = carry
+            last, cache, store, now = carry
             logits, cache = self.model.apply(params, last[:, None], lengths + offset - 1, cache)
-            ids, store, penalties = draw(logits[:, 0], store, penalties, offset)
-            return (ids, cache, store, penalties), ids
+            ids, store, now = draw(logits[:, 0], store, now, offset)
+            return (ids, cache, store, now), ids
 
         # After a fully accepted step the model has not seen the last draft: read two tokens.
         start = jnp.maximum(lengths - 2, 0)
         place = start[:, None] + jnp.arange(2, dtype=jnp.int32)[None, :]
-        recent = jnp.take_along_axis(token_ids, place, axis=1)
+        recent = jnp.take_along_axis(context.token_ids, place, axis=1)
         logits, cache = self.model.apply(params, recent, start, cache)
         newest = (lengths - 1 - start)[:, None, None]
         logits = jnp.take_along_axis(logits, newest, axis=1)[:, 0]
-        first, store, penalties = draw(logits, store, penalties, jnp.int32(0))
+        now = None if context.changes_rows is None else context
+        first, store, now = draw(logits, store, now, jnp.int32(0))
 
         offsets = jnp.arange(1, config.num_speculative_tokens, dtype=jnp.int32)
-        (_, cache, store, _), rest = lax.scan(draft, (first, cache, store, penalties), offsets)
+        (_, cache, store, _), rest = lax.scan(draft, (first, cache, store, now), offsets)
         ids = jnp.moveaxis(jnp.concatenate([first[None], rest]), 0, 1)
         return Proposal(ids, store), cache
-
-
-def _allowed(logits: jax.Array, token_bitmask: jax.Array) -> jax.Array:
-    """``[B, Vd]`` with -inf where a token is not allowed; a row that knows none stays as it is."""
-    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
-    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
-    allowed = jax.vmap(lambda row: bits_at(token_bitmask, row, ids))(rows)
-    allowed |= ~jnp.any(allowed, axis=1, keepdims=True)
-    return jnp.where(allowed, logits, -jnp.inf)

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.drafting.store import DraftStore
-from jax_specdec._src.penalties import Penalties
-from jax_specdec._src.types import SamplingParams
 
 
 class Proposal(NamedTuple):
@@ -57,18 +56,16 @@ class Drafter(Protocol):
       ...         return None
       ...     def prefill(self, params, token_ids, cache):
       ...         return cache
-      ...     def propose(
-      ...         self, params, token_ids, lengths, cache, store, *, sampling, keys, config,
-      ...         penalties=None, token_bitmask=None,
-      ...     ):
-      ...         last = jnp.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)
-      ...         return sd.Proposal(jnp.tile(last, config.num_speculative_tokens)), cache
-      >>> config = sd.SpecDecodeConfig(num_speculative_tokens=2)
-      >>> proposal, _ = Repeat().propose(
-      ...     None, jnp.array([[5, 6, 0]]), jnp.array([2]), (), None, sampling=None, keys=None,
-      ...     config=config)
-      >>> proposal.token_ids.tolist()
-      [[6, 6]]
+      ...     def propose(self, params, context, cache, store):
+      ...         newest = context.lengths[:, None] - 1
+      ...         last = jnp.take_along_axis(context.token_ids, newest, axis=1)
+      ...         return sd.Proposal(jnp.tile(last, context.config.num_speculative_tokens)), cache
+      >>> model, params = sd.load_embedded_pair()[1]  # the smaller one
+      >>> output = sd.generate(
+      ...     model, params, [sd.encode("a = [")], drafter=Repeat(),
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2), max_new_tokens=4)
+      >>> len(output.completions[0])
+      4
     """
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
@@ -100,33 +97,15 @@ class Drafter(Protocol):
         ...
 
     def propose(
-        self,
-        params: Any,
-        token_ids: jax.Array,
-        lengths: jax.Array,
-        cache: Any,
-        store: DraftStore | None,
-        *,
-        sampling: SamplingParams,
-        keys: jax.Array,
-        config: SpecDecodeConfig,
-        penalties: Penalties | None = None,
-        token_bitmask: jax.Array | None = None,
+        self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None
     ) -> tuple[Proposal, Any]:
         """Propose tokens for positions ``lengths[b] .. lengths[b] + K - 1``.
 
         Args:
           params: the drafter's weights.
-          token_ids: ``[B, L]`` int32, the sequences so far; what lies past a length is undefined.
-          lengths: ``[B]`` int32, at least 1.
+          context: the sequences so far, and what their requests ask for.
           cache: from `prefill` or the last call; the tokens since may differ from its proposal.
           store: from `init_store` or the last call, to be written to and returned.
-          sampling: per-request parameters.
-          keys: ``[B]`` typed keys.
-          config: static settings.
-          penalties: what the target's rows will be penalized by, of the sequences so far; None for
-            nothing. A drafter that applies this, and the mask, has more drafts accepted.
-          token_bitmask: ``[B, ceil(V/32)]`` uint32, tokens that each request allows, or None.
 
         Returns:
           The proposal, with the store, and the cache.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.drafting.drafter import Proposal
 from jax_specdec._src.drafting.store import DraftStore
-from jax_specdec._src.penalties import Penalties
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, SamplingParams
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +39,11 @@ class NGramDrafter:
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import jax_specdec as sd
-      >>> proposal, _ = sd.NGramDrafter().propose(
-      ...     None, jnp.array([[1, 2, 3, 4, 1, 2, 3, 0]]), jnp.array([7]), (), None,
-      ...     sampling=None, keys=None, config=sd.SpecDecodeConfig(num_speculative_tokens=6))
+      >>> context = sd.DraftContext(
+      ...     token_ids=jnp.array([[1, 2, 3, 4, 1, 2, 3, 0]]), lengths=jnp.array([7]),
+      ...     sampling=sd.SamplingParams(jnp.zeros(1)), keys=jax.random.split(jax.random.key(0), 1),
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=6))
+      >>> proposal, _ = sd.NGramDrafter().propose(None, context, (), None)
       >>> proposal.token_ids.tolist()
       [[4, 1, 2, 3, 4, 1]]
 
@@ -83,24 +86,13 @@ class NGramDrafter:
         return cache
 
     def propose(
-        self,
-        params: Any,
-        token_ids: jax.Array,
-        lengths: jax.Array,
-        cache: Any,
-        store: DraftStore | None,
-        *,
-        sampling: SamplingParams,
-        keys: jax.Array,
-        config: SpecDecodeConfig,
-        penalties: Penalties | None = None,
-        token_bitmask: jax.Array | None = None,
+        self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None
     ) -> tuple[Proposal, Any]:
         """Look up; see `Drafter.propose`. All -1 where nothing matches."""
-        del params, store, sampling, keys, penalties, token_bitmask
-        k = config.num_speculative_tokens
-        ids = jax.vmap(lambda row, n: self._lookup(row, n, k))(token_ids, lengths)
-        return Proposal(ids), cache
+        del params, store
+        k = context.config.num_speculative_tokens
+        lookup = functools.partial(self._lookup, k=k)
+        return Proposal(jax.vmap(lookup)(context.token_ids, context.lengths)), cache
 
     def _lookup(self, tokens: jax.Array, length: jax.Array, k: int) -> jax.Array:
         place = jnp.arange(tokens.shape[0], dtype=jnp.int32)

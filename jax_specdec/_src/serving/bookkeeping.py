@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 
 from jax_specdec._src.logprobs import TokenLogprobs
 from jax_specdec._src.serving.batch import StepRecord
 from jax_specdec._src.serving.metrics import AcceptanceCounters
+from jax_specdec._src.serving.options import BatchOptions, RequestOptions
 from jax_specdec._src.types import Status
 
 FinishReason = Literal["length", "stop", "failed"]
@@ -48,22 +49,15 @@ class RequestUpdate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class ServedRequest:
     """A request that has not ended; only `token_ids` grows."""
 
     request_id: int
     token_ids: list[int]  # the prompt, and what was generated since
     prompt_length: int
-    max_new_tokens: int
-    temperature: float
+    options: RequestOptions
     seed: int
-    stop_token_ids: list[int]
-    options: Any  # what `Engine.admit` takes
-
-    @property
-    def num_new(self) -> int:
-        """Tokens generated so far."""
-        return len(self.token_ids) - self.prompt_length
+    arrays: BatchOptions  # what `Engine.admit` takes
 
 
 class Report(NamedTuple):
@@ -86,23 +80,23 @@ class Host:
       counters: acceptance of all steps so far, on the device.
     """
 
-    slots: tuple[Request | None, ...]
+    slots: tuple[ServedRequest | None, ...]
     updates: Iterator[RequestUpdate]
     counters: AcceptanceCounters
 
     @property
-    def running(self) -> list[Request]:
+    def running(self) -> list[ServedRequest]:
         """The requests in slots."""
         return [request for request in self.slots if request is not None]
 
-    def find(self, request_id: int) -> tuple[int, Request] | None:
+    def find(self, request_id: int) -> tuple[int, ServedRequest] | None:
         """A running request and its slot."""
         for slot, request in enumerate(self.slots):
             if request is not None and request.request_id == request_id:
                 return slot, request
         return None
 
-    def with_slot(self, slot: int, request: Request | None) -> Host:
+    def with_slot(self, slot: int, request: ServedRequest | None) -> Host:
         """The same with another request, or none, in a slot; the same if there is no such slot."""
         slots = tuple(request if s == slot else one for s, one in enumerate(self.slots))
         return dataclasses.replace(self, slots=slots)
@@ -126,7 +120,7 @@ class Host:
             request.token_ids[lengths[slot] - len(new) :] = new
             reason: FinishReason | None = None
             if done[slot]:
-                stopped = bool(new) and new[-1] in request.stop_token_ids
+                stopped = bool(new) and new[-1] in request.options.stop_token_ids
                 failed = status[slot] != Status.OK
                 reason = "failed" if failed else "stop" if stopped else "length"
                 slots[slot] = None

@@ -8,7 +8,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,15 @@ import numpy as np
 
 from jax_specdec._src.config import check_int
 from jax_specdec._src.serving import inputs
-from jax_specdec._src.serving.bookkeeping import Host, Report, Request, RequestUpdate
+from jax_specdec._src.serving.bookkeeping import Host, Report, RequestUpdate, ServedRequest
+from jax_specdec._src.serving.core import DecodeState
 from jax_specdec._src.serving.engine import Engine
-from jax_specdec._src.serving.engine_state import EngineState
 from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats
-from jax_specdec._src.serving.options import RequestOptions, per_request
+from jax_specdec._src.serving.options import RequestFields, RequestOptions, one_each
 from jax_specdec._src.serving.placement import on_all_devices
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, described
+from jax_specdec._src.types import described
 
-_Device = tuple[EngineState, Report | None]
+_Device = tuple[DecodeState, Report | None]
 """A state, and what the step that led to it reports, until the host has read that."""
 
 
@@ -32,7 +32,7 @@ _Device = tuple[EngineState, Report | None]
 def _admit(
     params: Any,
     draft_params: Any,
-    state: EngineState,
+    state: DecodeState,
     seed: np.uint32,
     request: dict[str, Any],
     *,
@@ -42,14 +42,14 @@ def _admit(
 
 
 @functools.partial(jax.jit, static_argnames=("engine",), donate_argnames=("state",))
-def _step(params: Any, draft_params: Any, state: EngineState, *, engine: Engine) -> _Device:
+def _step(params: Any, draft_params: Any, state: DecodeState, *, engine: Engine) -> _Device:
     state, record = engine.step(params, draft_params, state)
     batch = state.batch
     return state, Report(record, batch.lengths, batch.done, batch.status, state.counters)
 
 
 @functools.partial(jax.jit, static_argnames=("engine",), donate_argnames=("state",))
-def _release(state: EngineState, slots: Any, *, engine: Engine) -> _Device:
+def _release(state: DecodeState, slots: Any, *, engine: Engine) -> _Device:
     return engine.release(state, slots), None
 
 
@@ -113,12 +113,12 @@ class EngineDriver:
         # What device and host know, as one thing that is replaced as a whole.
         self._now: list[tuple[_Device, Host]] = [((state, None), host)]
         # An interrupted call may leave a request both here and in a slot: then it runs.
-        self._preempted: collections.OrderedDict[int, Request] = collections.OrderedDict()
-        self._waiting: collections.OrderedDict[int, Request] = collections.OrderedDict()
+        self._preempted: collections.OrderedDict[int, ServedRequest] = collections.OrderedDict()
+        self._waiting: collections.OrderedDict[int, ServedRequest] = collections.OrderedDict()
         self._num_submitted = 0
 
     @property
-    def state(self) -> EngineState:
+    def state(self) -> DecodeState:
         """The engine's state; the next call donates it."""
         return self._now[0][0][0]
 
@@ -177,8 +177,9 @@ class EngineDriver:
         nowhere = self.engine.num_slots  # a slot that is not there: nothing needs to be undone
 
         def admit(size: int) -> None:
-            options = self.engine.options_of(RequestOptions(), size)
-            self._admit(nowhere, Request(-1, [0] * size, size, 1, 0.0, 0, [], options))
+            options = RequestOptions(seed=0)
+            arrays = self.engine.options_of(options, size)
+            self._admit(nowhere, ServedRequest(-1, [0] * size, size, options, 0, arrays))
 
         programs: list[Callable[[], None]] = [
             *(functools.partial(admit, size) for size in self.engine.prompt_sizes),
@@ -194,29 +195,22 @@ class EngineDriver:
     def submit(
         self,
         prompt: Sequence[int],
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        seed: int | None = None,
-        stop_token_ids: Sequence[int] = (),
         options: RequestOptions | None = None,
+        **fields: Unpack[RequestFields],
     ) -> int:
         """Queue a request; nothing is computed yet.
 
         Args:
           prompt: token ids, at least one.
-          max_new_tokens: the budget, at least 1.
-          temperature: 0 is greedy.
-          seed: in [0, 2**32); the request samples with ``jax.random.key(seed)``. None: its id.
-          stop_token_ids: the request ends after emitting one of these; at most the engine's
-            `max_stop_tokens`.
-          options: what else is asked for; needs an engine with `request_options`.
+          options: what is asked for: a budget of at least 1, at most the engine's
+            `max_stop_tokens` stop tokens, and what is not neutral needs its `request_options`.
+          **fields: of `RequestOptions`, such as ``temperature=0.8``; they go before `options`.
 
         Returns:
           The request's id: 0, 1, 2, ...
 
         Raises:
-          TypeError: something is no integer, or no number.
+          TypeError: something is no integer, or no number, or no field of `RequestOptions`.
           ValueError: an empty prompt, an id outside the vocabulary, a prompt and budget longer
             than the engine's `max_length`, a value out of range.
           RuntimeError: `max_queue` requests wait; preempted ones do not count.
@@ -225,23 +219,15 @@ class EngineDriver:
         """
         vocab_size, longest = self.engine.model.vocab_size, self.engine.max_length
         token_ids = inputs.token_list("prompt", prompt, vocab_size)
-        budget = check_int("max_new_tokens", max_new_tokens, 1)
+        (asked,) = one_each(options, 1, fields)
+        budget = check_int("max_new_tokens", asked.max_new_tokens, 1)
         if len(token_ids) + budget > longest:
             raise ValueError(
                 f"prompt and max_new_tokens must fit into max_length={longest} tokens, but they "
                 f"are {len(token_ids)} and {budget}"
             )
-        (checked_temperature,) = inputs.temperatures(temperature, 1)
-        stops = inputs.stop_ids(stop_token_ids, vocab_size)
-        if len(stops) > self.engine.max_stop_tokens:
-            raise ValueError(
-                f"stop_token_ids must be at most max_stop_tokens={self.engine.max_stop_tokens}, "
-                f"but they are {len(stops)}"
-            )
-        (asked,) = per_request(options, 1)
         arrays = self.engine.options_of(asked, len(token_ids))
         request_id = self._num_submitted
-        seed = request_id if seed is None else check_int("seed", seed, 0, 2**32 - 1)
         if self.max_queue is not None:
             self._settle()
             if len(self._waiting) >= self.max_queue:
@@ -249,16 +235,8 @@ class EngineDriver:
                     f"submit needs fewer than max_queue={self.max_queue} waiting requests, but "
                     f"{len(self._waiting)} wait"
                 )
-        request = Request(
-            request_id,
-            token_ids,
-            len(token_ids),
-            budget,
-            checked_temperature,
-            seed,
-            stops,
-            arrays,
-        )
+        seed = request_id if asked.seed is None else asked.seed
+        request = ServedRequest(request_id, token_ids, len(token_ids), asked, seed, arrays)
         self._num_submitted = request_id + 1  # first: no two requests may have one id
         self._waiting[request_id] = request
         return request_id
@@ -329,7 +307,7 @@ class EngineDriver:
     def _host(self) -> Host:
         return self._now[0][1]
 
-    def _empty_state(self, counters: AcceptanceCounters) -> EngineState:
+    def _empty_state(self, counters: AcceptanceCounters) -> DecodeState:
         state = self.engine.init_state(self._draft_params)
         copied = jax.tree.map(jnp.copy, counters)  # those of the state are donated
         return on_all_devices(dataclasses.replace(state, counters=copied), self.engine.model)
@@ -368,18 +346,12 @@ class EngineDriver:
                 self._admit(slot, request)
                 self._unqueue(request.request_id)
 
-    def _admit(self, slot: int, request: Request) -> None:
-        stops = np.full((self.engine.max_stop_tokens,), PLACEHOLDER_TOKEN_ID, np.int32)
-        stops[: len(request.stop_token_ids)] = request.stop_token_ids
+    def _admit(self, slot: int, request: ServedRequest) -> None:
         arguments = dict(
             slot=np.int32(slot),
             prompt=self.engine.pad_prompt(request.token_ids),
-            prompt_length=np.int32(len(request.token_ids)),
-            max_new_tokens=np.int32(request.max_new_tokens - request.num_new),
-            temperature=np.float32(request.temperature),
-            stop_token_ids=stops,
-            options=request.options,
-            resume=np.bool_(request.num_new > 0),
+            length=np.int32(len(request.token_ids)),
+            options=request.arrays,
         )
         host = self._host.with_slot(slot, request)
         seed = np.uint32(request.seed)
@@ -392,7 +364,7 @@ class EngineDriver:
         slots = np.arange(self.engine.num_slots) == slot
         self._dispatch(_release, host.with_slot(slot, None), self.state, slots)
 
-    def _queue_first(self, requests: Sequence[Request]) -> None:
+    def _queue_first(self, requests: Sequence[ServedRequest]) -> None:
         """Put requests before all others in the queue, in this order."""
         for request in reversed(requests):
             self._preempted[request.request_id] = request

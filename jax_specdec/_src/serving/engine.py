@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,22 +14,19 @@ from jax import lax
 
 from jax_specdec._src import noise
 from jax_specdec._src.config import SpecDecodeConfig, check_int
-from jax_specdec._src.drafting.drafter import Drafter, Proposal
+from jax_specdec._src.drafting.drafter import Drafter
 from jax_specdec._src.models.protocol import CausalModel, check_model
 from jax_specdec._src.serving import inputs
-from jax_specdec._src.serving import step as step_lib
-from jax_specdec._src.serving.admission import check_reads_pieces, draft_if, read_prompt
 from jax_specdec._src.serving.batch import Batch, StepRecord
-from jax_specdec._src.serving.engine_state import EngineState, forget_drafts
-from jax_specdec._src.serving.metrics import AcceptanceCounters
+from jax_specdec._src.serving.core import Decoder, DecodeState
 from jax_specdec._src.serving.options import (
     BatchOptions,
     LogprobsConfig,
+    OptionSizes,
     RequestOptions,
     check_logprobs,
 )
-from jax_specdec._src.serving.slots import insert, insert_rows
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Status
+from jax_specdec._src.types import Status
 
 _SMALLEST_PREFILL = 32
 
@@ -36,8 +35,8 @@ _SMALLEST_PREFILL = 32
 class Engine:
     """A serving engine's static half: models, settings and sizes, and pure functions of a state.
 
-    A step verifies the drafts of every occupied slot in one pass of the target, and drafts for the
-    next step. Between steps requests are admitted to slots and taken out of them. All shapes are
+    A step drafts for every occupied slot, and verifies all drafts in one pass of the target.
+    Between steps requests are admitted to slots and taken out of them. All shapes are
     fixed, so each function is compiled once (`admit` once per length that `pad_prompt` gives). A
     request's tokens depend on its prompt, parameters and key alone: not on its slot, nor on who
     else is there, nor on whether it left its slot and came back (`admit` says when).
@@ -55,8 +54,9 @@ class Engine:
         powers of two from 32 on, and `max_length`. A longer prompt, or a request that comes back
         longer, is read in pieces of the last size.
       max_stop_tokens: M, the most stop tokens of a request.
-      request_options: whether requests may have `RequestOptions`. If so every step makes room for
-        them, whether or not a request asks for any.
+      request_options: whether requests may ask for more than a temperature, a budget, stop tokens
+        and a seed. What no running request asks for is then not computed.
+      option_sizes: the most of each that a request may ask for.
       logprobs: which log-probabilities the record of a step has; None for none.
 
     Raises:
@@ -75,10 +75,10 @@ class Engine:
       >>> admit = jax.jit(engine.admit, donate_argnums=2)
       >>> step = jax.jit(engine.step, donate_argnums=2)
       >>> prompt = engine.pad_prompt(sd.encode("import "))
+      >>> options = engine.options_of(sd.RequestOptions(max_new_tokens=4), prompt_length=7)
       >>> state = admit(
-      ...     params, None, engine.init_state(), slot=0, prompt=prompt, prompt_length=7,
-      ...     max_new_tokens=4, temperature=0.0, key=jax.random.key(0),
-      ...     stop_token_ids=jnp.full((8,), -1))
+      ...     params, None, engine.init_state(), slot=0, prompt=prompt, length=7,
+      ...     key=jax.random.key(0), options=options)
       >>> while not state.batch.done.all():
       ...     state, record = step(params, None, state)
       >>> int(state.batch.lengths[0])
@@ -94,6 +94,7 @@ class Engine:
     prefill_sizes: tuple[int, ...] | None = None
     max_stop_tokens: int = 8
     request_options: bool = False
+    option_sizes: OptionSizes = OptionSizes()
     logprobs: LogprobsConfig | None = None
 
     def __post_init__(self) -> None:
@@ -119,8 +120,13 @@ class Engine:
                 f"{given}"
             )
         if given[-1] < longest:
-            check_reads_pieces(self.drafter, given[-1])
+            _check_reads_pieces(self.drafter, given[-1])
         object.__setattr__(self, "prefill_sizes", given)
+
+    @property
+    def decoder(self) -> Decoder:
+        """The step of this engine; a request's first one has no drafts."""
+        return Decoder(self.model, self.drafter, self.config, self.logprobs, drafts_at_once=False)
 
     @property
     def buffer_length(self) -> int:
@@ -147,85 +153,72 @@ class Engine:
             )
         return np.array(prompt + [0] * (size - len(prompt)), np.int32)
 
-    def _options(
-        self, options: list[RequestOptions], prompt_lengths: list[int]
-    ) -> BatchOptions | None:
-        if not self.request_options:
-            return None
-        v = self.model.vocab_size
-        return BatchOptions.create(options, prompt_lengths, v, keep_neutral=True)
-
-    def options_of(self, options: RequestOptions, prompt_length: int) -> BatchOptions | None:
-        """What `admit` takes for one request.
+    def options_of(self, options: RequestOptions, prompt_length: int) -> BatchOptions:
+        """What `admit` takes for one request, however often it comes back.
 
         Args:
           options: what it asks for.
           prompt_length: its own prompt's, without what it generated before it was preempted.
 
         Raises:
-          ValueError: an allowed id outside the vocabulary, or this engine has no
-            `request_options` and something is asked for.
+          ValueError: an id outside the vocabulary, too many stop tokens, or this engine has no
+            `request_options` and more is asked for.
         """
         if not (self.request_options or options.is_neutral):
             raise ValueError(
-                f"options need an Engine with request_options=True, but they are {options}"
+                f"options need an Engine with request_options=True, but they are {options.asked}"
             )
-        return jax.tree.map(lambda x: x[0], self._options([options], [prompt_length]))
+        return jax.tree.map(lambda x: x[0], self._arrays([options], [prompt_length]))
 
-    def init_state(self, draft_params: Any = None) -> EngineState:
+    def _arrays(self, options: list[RequestOptions], prompt_lengths: list[int]) -> BatchOptions:
+        return BatchOptions.create(
+            options,
+            prompt_lengths,
+            self.model.vocab_size,
+            max_stop_tokens=self.max_stop_tokens,
+            keep_neutral=self.request_options,
+            sizes=self.option_sizes,
+        )
+
+    def init_state(self, draft_params: Any = None) -> DecodeState:
         """All slots empty.
 
         Args:
           draft_params: the drafter's weights; their shapes are all that is used.
         """
-        s, k = self.num_slots, self.config.num_speculative_tokens
-        one = jnp.ones((s,), jnp.int32)
+        s = self.num_slots
+        options = self._arrays([RequestOptions()] * s, [1] * s)
         batch = Batch(
             token_ids=jnp.zeros((s, self.buffer_length), jnp.int32),
-            lengths=one,  # every slot takes part in every pass, so it needs a token
-            ends=one + 0,
+            lengths=jnp.ones((s,), jnp.int32),  # every slot takes part, so it needs a token
             done=jnp.ones((s,), bool),
-            temperature=jnp.zeros((s,), jnp.float32),
-            keys=noise.threefry_keys(jnp.full((s,), jax.random.key(0))),
-            stop_token_ids=jnp.full((s, self.max_stop_tokens), PLACEHOLDER_TOKEN_ID, jnp.int32),
             status=jnp.full((s,), int(Status.OK), jnp.int32),
-            options=jax.tree.map(jnp.asarray, self._options([RequestOptions()] * s, [1] * s)),
+            keys=noise.threefry_keys(jnp.full((s,), jax.random.key(0))),
+            options=jax.tree.map(jnp.asarray, options),
         )
-        return EngineState(
-            batch=batch,
-            target_cache=self.model.init_cache(s, self.buffer_length),
-            draft_cache=self.drafter.init_cache(s, self.buffer_length),
-            draft_token_ids=jnp.full((s, k), PLACEHOLDER_TOKEN_ID, jnp.int32),
-            store=self.drafter.init_store(draft_params, s, self.config),
-            counters=AcceptanceCounters.create(k),
-        )
+        return self.decoder.init_state(draft_params, batch)
 
     def admit(
         self,
         params: Any,
         draft_params: Any,
-        state: EngineState,
+        state: DecodeState,
         *,
         slot: jax.Array,
         prompt: jax.Array,
-        prompt_length: jax.Array,
-        max_new_tokens: jax.Array,
-        temperature: jax.Array,
+        length: jax.Array,
         key: jax.Array,
-        stop_token_ids: jax.Array,
-        options: BatchOptions | None = None,
-        resume: jax.Array | bool = False,
-    ) -> EngineState:
+        options: BatchOptions,
+    ) -> DecodeState:
         """Put a request into a slot, over whatever is there, and let both models read its prompt.
 
-        Its first step has no drafts; it emits one token and drafts for the next.
+        Its first step has no drafts and emits one token.
 
-        A request that has left its slot comes back with its tokens so far for a prompt. Once it has
-        emitted some, say `resume`: it drafts again for the position where it stands, with the same
-        noise, and goes on as if it had never left. Its tokens are the same if the logits of both
-        models do not depend on how tokens were cut into calls. Float32 sums do in their last bits,
-        so a tie may go the other way. What a drafter has learned besides, and cannot rebuild in
-        `prefill`, is lost.
+        A request that has left its slot comes back with its tokens so far for a prompt. If it has
+        emitted some, its next step has drafts, with the same noise: it goes on as if it had never
+        left. Its tokens are the same if the logits of both models do not depend on how tokens were
+        cut into calls. Float32 sums do in their last bits, so a tie may go the other way. What a
+        drafter has learned besides, and cannot rebuild in `prefill`, is lost.
 
         Args:
           params: the target's weights.
@@ -233,13 +226,9 @@ class Engine:
           state: donated.
           slot: ``[]`` int32 in [0, S).
           prompt: ``[P]`` int32, as `pad_prompt` gives it; each P is compiled once.
-          prompt_length: ``[]`` int32, at least 1.
-          max_new_tokens: ``[]`` int32, at least 1; with the prompt at most `max_length`.
-          temperature: ``[]`` float32.
+          length: ``[]`` int32, how many of them there are, at least 1.
           key: ``[]`` typed key of two or four words.
-          stop_token_ids: ``[M]`` int32, padded with -1.
-          options: from `options_of`; None for an engine without `request_options`.
-          resume: ``[]`` bool, whether to draft at once.
+          options: from `options_of`; prompt and budget are at most `max_length` together.
 
         Returns:
           The state.
@@ -248,66 +237,73 @@ class Engine:
           ValueError: shapes that do not fit, or a cache without an axis that holds the requests.
         """
         size, m = self.buffer_length, self.max_stop_tokens
-        slot = jnp.asarray(slot, jnp.int32)
-        prompt, length = jnp.asarray(prompt, jnp.int32), jnp.asarray(prompt_length, jnp.int32)
-        stops = jnp.asarray(stop_token_ids, jnp.int32)
+        slot, length = jnp.asarray(slot, jnp.int32), jnp.asarray(length, jnp.int32)
+        prompt = jnp.asarray(prompt, jnp.int32)
         if prompt.ndim != 1 or not 1 <= prompt.shape[0] <= size:
             raise ValueError(f"prompt must be [P] with P in [1, {size}], but it is {prompt.shape}")
-        if stops.shape != (m,):
-            raise ValueError(f"stop_token_ids must have shape [{m}], but it has {stops.shape}")
-
-        assert self.prefill_sizes is not None
-        target_cache, draft_cache = read_prompt(
-            self.model,
-            self.drafter,
-            params,
-            draft_params,
-            prompt,
-            length,
-            piece=min(self.prefill_sizes[-1], prompt.shape[0]),
-            max_length=size,
-        )
-        row = jnp.zeros((size,), jnp.int32)
+        stops = jnp.shape(options.stop_token_ids)
+        if stops != (m,):
+            raise ValueError(
+                f"options.stop_token_ids must have shape [{m}], but it has {stops}: options_of "
+                "gives what admit takes"
+            )
+        target_cache, draft_cache = self._read_prompt(params, draft_params, prompt, length)
         new = Batch(
-            token_ids=lax.dynamic_update_slice(row, prompt, (jnp.int32(0),)),
+            token_ids=jnp.zeros((size,), jnp.int32).at[: prompt.shape[0]].set(prompt),
             lengths=length,
-            ends=length + jnp.asarray(max_new_tokens, jnp.int32),
             done=jnp.bool_(False),
-            temperature=jnp.asarray(temperature, jnp.float32),
-            keys=noise.threefry_keys(key),
-            stop_token_ids=stops,
             status=jnp.int32(Status.OK),
+            keys=noise.threefry_keys(key),
             options=options,
         )
-        resume = jnp.asarray(resume, bool)
-        proposal, draft_cache = draft_if(
-            resume,
-            self.drafter,
-            draft_params,
-            new,
-            draft_cache,
-            self.config,
-            self.model.vocab_size,
-        )
         here = jnp.arange(self.num_slots, dtype=jnp.int32) == slot
-        state = dataclasses.replace(
-            forget_drafts(state, here),
+        return dataclasses.replace(
+            state.without_drafts(here),
             batch=jax.tree.map(lambda all_, one: all_.at[slot].set(one), state.batch, new),
             target_cache=insert(
                 self.model.init_cache, state.target_cache, target_cache, slot, size
             ),
             draft_cache=insert(self.drafter.init_cache, state.draft_cache, draft_cache, slot, size),
         )
-        ids = jnp.where((here & resume)[:, None], proposal.token_ids, state.draft_token_ids)
-        store = state.store
-        if store is not None and proposal.store is not None:
-            store = insert_rows(store, proposal.store, slot, resume)
-        return dataclasses.replace(state, draft_token_ids=ids, store=store)
+
+    def _read_prompt(
+        self, params: Any, draft_params: Any, prompt: jax.Array, length: jax.Array
+    ) -> tuple[Any, Any]:
+        """Caches of one request, filled by both models with its prompt.
+
+        A prompt longer than the last of `prefill_sizes` is read in pieces of that many tokens, as
+        many as hold its `length`. The last piece begins early enough not to reach past P.
+        """
+        assert self.prefill_sizes is not None
+        model, drafter = self.model, self.drafter
+        piece = min(self.prefill_sizes[-1], prompt.shape[0])
+        target_cache = model.init_cache(1, self.buffer_length)
+        draft_cache = drafter.init_cache(1, self.buffer_length)
+        last = prompt.shape[0] - piece
+        if last <= 0:
+            start = jnp.zeros((1,), jnp.int32)
+            _, target_cache = model.apply(params, prompt[None, :], start, target_cache)
+            return target_cache, drafter.prefill(draft_params, prompt[None, :], draft_cache)
+
+        def read(carry: tuple[jax.Array, Any, Any]) -> tuple[jax.Array, Any, Any]:
+            count, target_cache, draft_cache = carry
+            start = jnp.minimum(count * piece, last)
+            tokens = lax.dynamic_slice(prompt, (start,), (piece,))[None, :]
+            _, target_cache = model.apply(params, tokens, start[None], target_cache)
+            draft_cache = drafter.prefill(draft_params, tokens, draft_cache, start=start[None])
+            return count + 1, target_cache, draft_cache
+
+        _, target_cache, draft_cache = lax.while_loop(
+            lambda carry: carry[0] * piece < length,
+            read,
+            (jnp.int32(0), target_cache, draft_cache),
+        )
+        return target_cache, draft_cache
 
     def step(
-        self, params: Any, draft_params: Any, state: EngineState
-    ) -> tuple[EngineState, StepRecord]:
-        """`verify`, then `draft`: at least one token for every occupied slot.
+        self, params: Any, draft_params: Any, state: DecodeState
+    ) -> tuple[DecodeState, StepRecord]:
+        """`draft`, then `verify`: at least one token for every occupied slot.
 
         Args:
           params: the target's weights.
@@ -318,45 +314,10 @@ class Engine:
           The state, whose ``batch.done`` and ``batch.status`` say which requests have ended and
           why, and the record of the step.
         """
-        state, record = self.verify(params, state)
-        return self.draft(draft_params, state), record
+        return self.decoder.step(params, draft_params, state)
 
-    def verify(self, params: Any, state: EngineState) -> tuple[EngineState, StepRecord]:
-        """Verify the drafts at hand, and keep what was emitted.
-
-        Args:
-          params: the target's weights.
-          state: donated.
-
-        Returns:
-          The state, without drafts, and the record of the step.
-        """
-        batch, target_cache, record, num_fallbacks = step_lib.verify(
-            self.model,
-            params,
-            state.batch,
-            state.target_cache,
-            Proposal(state.draft_token_ids, state.store),
-            self.config,
-            self.logprobs,
-        )
-        counters = state.counters.update(
-            num_proposed=record.num_proposed,
-            num_accepted=record.num_accepted,
-            num_emitted=record.num_emitted,
-            num_fallbacks=num_fallbacks,
-        )
-        state = dataclasses.replace(
-            state,
-            batch=batch,
-            target_cache=target_cache,
-            draft_token_ids=jnp.full_like(state.draft_token_ids, PLACEHOLDER_TOKEN_ID),
-            counters=counters,
-        )
-        return state, record
-
-    def draft(self, draft_params: Any, state: EngineState) -> EngineState:
-        """Draft for the next step. A step may do without: then it emits one token per request.
+    def draft(self, draft_params: Any, state: DecodeState) -> DecodeState:
+        """The first half of `step`: K drafts for every occupied slot, but for new requests.
 
         Args:
           draft_params: the drafter's weights.
@@ -365,24 +326,21 @@ class Engine:
         Returns:
           The state, with drafts.
         """
-        proposal, draft_cache = step_lib.draft(
-            self.drafter,
-            draft_params,
-            state.batch,
-            state.draft_cache,
-            state.store,
-            self.config,
-            self.model.vocab_size,
-        )
-        state = dataclasses.replace(
-            state,
-            draft_cache=draft_cache,
-            draft_token_ids=proposal.token_ids,
-            store=proposal.store,
-        )
-        return forget_drafts(state, state.batch.done)
+        return self.decoder.draft(draft_params, state)
 
-    def release(self, state: EngineState, slots: jax.Array) -> EngineState:
+    def verify(self, params: Any, state: DecodeState) -> tuple[DecodeState, StepRecord]:
+        """The second half of `step`. Without drafts a slot gets one token.
+
+        Args:
+          params: the target's weights.
+          state: donated.
+
+        Returns:
+          The state, without drafts, and the record of the step.
+        """
+        return self.decoder.verify(params, state)
+
+    def release(self, state: DecodeState, slots: jax.Array) -> DecodeState:
         """Empty some slots: their requests emit nothing more. Not needed for those that are done.
 
         Args:
@@ -393,4 +351,57 @@ class Engine:
           The state.
         """
         batch = dataclasses.replace(state.batch, done=state.batch.done | slots)
-        return forget_drafts(dataclasses.replace(state, batch=batch), slots)
+        return dataclasses.replace(state.without_drafts(slots), batch=batch)
+
+
+def insert(
+    init_cache: Callable[[int, int], Any], cache: Any, one: Any, slot: jax.Array, max_length: int
+) -> Any:
+    """`cache` with everything of `slot` replaced by a cache of one request; in place if donated.
+
+    Which axis holds the requests is found by asking for caches of one and of two.
+
+    Args:
+      init_cache: of a model or a drafter.
+      cache: of S requests.
+      one: of one request.
+      slot: ``[]`` int32.
+      max_length: of both caches.
+
+    Raises:
+      ValueError: an array has no such axis, or more than one.
+    """
+    shapes = [jax.eval_shape(lambda n=n: init_cache(n, max_length)) for n in (1, 2)]
+
+    def put(path: Any, single: Any, double: Any, all_: jax.Array, new: jax.Array) -> jax.Array:
+        pairs = enumerate(zip(single.shape, double.shape, strict=True))
+        axes = [(axis, size) for axis, (size, larger) in pairs if larger != size]
+        if len(axes) != 1 or double.shape[axes[0][0]] != 2 * axes[0][1]:
+            raise ValueError(
+                f"cache{jax.tree_util.keystr(path)} must have one axis that holds the requests, "
+                f"equally much of each, but its shape is {single.shape} for one request and "
+                f"{double.shape} for two"
+            )
+        ((axis, size),) = axes
+        start = [jnp.int32(0)] * all_.ndim
+        start[axis] = slot * size
+        return lax.dynamic_update_slice(all_, new, start)
+
+    return jax.tree.map_with_path(put, *shapes, cache, one)
+
+
+def _check_reads_pieces(drafter: Drafter, piece: int) -> None:
+    """Refuse a drafter that cannot begin to read anywhere but at position 0.
+
+    Raises:
+      TypeError: its `prefill` takes no `start`.
+    """
+    signature = inspect.signature(drafter.prefill)
+    try:
+        signature.bind(None, None, None, start=None)
+    except TypeError:
+        raise TypeError(
+            f"drafter must have a prefill that takes start, because prompts longer than "
+            f"prefill_sizes[-1]={piece} are read in pieces, but {type(drafter).__name__}.prefill "
+            f"takes {signature}"
+        ) from None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +18,6 @@ from jax_specdec._src.models.tensor_parallel import TensorParallelLlama
 from jax_specdec._src.types import described
 
 _HAVE_WEIGHTS = (Llama, TensorParallelLlama)
-_LARGEST_TEMPERATURE = float(np.finfo(np.float32).max)
 
 
 def target(model: Any, params: Any) -> None:
@@ -55,9 +55,18 @@ def drafting(drafter: Any, config: Any) -> None:
         if callable(getattr(drafter, "apply", None)):
             raise TypeError(f"{must}: a model is wrapped, drafter=ModelDrafter(model)")
         raise TypeError(must)
+    signature = inspect.signature(drafter.propose)
+    try:
+        signature.bind(None, None, None, None)
+    except TypeError:
+        raise TypeError(
+            f"drafter must have a propose that takes (params, context, cache, store), but "
+            f"{type(drafter).__name__}.propose takes {signature}: token_ids, lengths, sampling, "
+            "keys, config and what else there was are fields of the context, a DraftContext"
+        ) from None
 
 
-def draft_weights(drafter: Drafter, draft_params: Any) -> None:
+def draft_weights(drafter: Drafter | None, draft_params: Any) -> None:
     """Check a drafter's weights.
 
     Raises:
@@ -116,54 +125,20 @@ def token_list(name: str, values: Any, vocab_size: int) -> list[int]:
       TypeError: not a list of integers.
       ValueError: empty, or an id outside the vocabulary.
     """
-    ids = _integers(name, values)
+    ids = integers(name, values)
     if not ids:
         raise ValueError(f"{name} must hold at least one token, but it is empty")
-    _check_range(name, ids, vocab_size)
+    check_range(name, ids, vocab_size)
     return ids
 
 
-def stop_ids(stop_token_ids: Sequence[int], vocab_size: int) -> list[int]:
-    """Stop tokens as a list of ids, each once.
+def check_range(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Check that ids are in the vocabulary.
 
     Raises:
-      TypeError: not a list of integers.
-      ValueError: an id outside the vocabulary.
+      ValueError: one is not.
     """
-    ids = _integers("stop_token_ids", stop_token_ids)
-    if ids:
-        _check_range("stop_token_ids", ids, vocab_size)
-    return list(dict.fromkeys(ids))
-
-
-def temperatures(value: float | Sequence[float], count: int) -> list[float]:
-    """One temperature per request.
-
-    Raises:
-      TypeError: not numbers.
-      ValueError: negative, not finite in float32, or not one per request.
-    """
-    values = _per_request("temperature", value, count, float, "a number")
-    if not all(0 <= t <= _LARGEST_TEMPERATURE for t in values):
-        raise ValueError(f"temperature must be finite and not negative, but it is {value}")
-    return values
-
-
-def budgets(value: int | Sequence[int], count: int) -> list[int]:
-    """One budget of new tokens per request.
-
-    Raises:
-      TypeError: not integers.
-      ValueError: negative, or not one per request.
-    """
-    values = _per_request("max_new_tokens", value, count, operator.index, "an int")
-    if min(values) < 0:
-        raise ValueError(f"max_new_tokens must not be negative, but it is {value}")
-    return values
-
-
-def _check_range(name: str, ids: list[int], vocab_size: int) -> None:
-    if not (0 <= min(ids) and max(ids) < vocab_size):
+    if ids and not (0 <= min(ids) and max(ids) < vocab_size):
         raise ValueError(
             f"{name} must hold ids in [0, {vocab_size}), but they span {min(ids)} to {max(ids)}"
         )
@@ -176,26 +151,15 @@ def _text(value: str | bytes) -> str:
     )
 
 
-def _integers(name: str, values: Any) -> list[int]:
+def integers(name: str, values: Any) -> list[int]:
+    """A list of ids.
+
+    Raises:
+      TypeError: not a list of integers.
+    """
     if isinstance(values, (str, bytes)):
         raise TypeError(f"{name} must be a list of ints, but it is {_text(values)}")
     try:
         return [operator.index(value) for value in values]
     except TypeError:
         raise TypeError(f"{name} must be a list of ints, but it is {described(values)}") from None
-
-
-def _per_request(
-    name: str, value: Any, count: int, convert: Callable[[Any], Any], kind: str
-) -> list[Any]:
-    values = [value] * count if np.ndim(value) == 0 else list(value)
-    if len(values) != count:
-        raise ValueError(
-            f"{name} must be one value or one per prompt ({count}), but it has {len(values)}"
-        )
-    try:
-        if any(isinstance(v, str) for v in values):  # float("0.8") is a number
-            raise TypeError
-        return [convert(v) for v in values]
-    except (TypeError, ValueError):  # float("hot") is a ValueError
-        raise TypeError(f"{name} must be {kind}, or one per prompt, but it is {value!r}") from None

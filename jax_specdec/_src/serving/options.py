@@ -1,29 +1,39 @@
-"""What a request may ask for besides a temperature, on the host and as arrays of a batch."""
+"""What a request asks for, on the host and as arrays of a batch."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, TypedDict, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_specdec._src.config import check_int
 from jax_specdec._src.logprobs import Distribution
 from jax_specdec._src.penalties import Penalties
 from jax_specdec._src.processors import BadWords, LogitBias, LogitsProcessors, MinTokens
 from jax_specdec._src.serving import inputs
-from jax_specdec._src.types import described
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, described
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestOptions:
-    """How a request's tokens are sampled, beyond its temperature. By default nothing is changed.
+    """What one request asks for: `generate`, `generate_plain` and `EngineDriver.submit` take it.
+
+    They also take any field by its name, for every request: ``temperature=0.8`` is short for
+    ``options=RequestOptions(temperature=0.8)``.
 
     Attributes:
+      temperature: 0 is greedy.
+      max_new_tokens: the budget; the request ends when it is spent.
+      stop_token_ids: the request ends after emitting one of these.
+      seed: in [0, 2**32); the request samples with ``jax.random.key(seed)``. None: `generate`
+        folds the request's index into its key, and `EngineDriver` takes the request's id.
       min_p: in [0, 1]; tokens less likely than `min_p` times the likeliest are left out.
       top_k: only the k likeliest tokens; 0 for all.
       top_p: in (0, 1]; only the likeliest tokens that together have this probability.
@@ -32,7 +42,7 @@ class RequestOptions:
       repetition_penalty: positive; divides the positive logits of tokens of the prompt and the
         output, and multiplies their other ones.
       allowed_token_ids: the only tokens that may be emitted; None for all.
-      logit_bias: added to logits before penalties, a finite number by token id; None for none.
+      logit_bias: added to the logits of a few tokens, before penalties; None for none.
       bad_words: sequences of token ids that must not occur: the last token of one is forbidden
         where the tokens before, prompt included, end with its others; None for none.
       min_tokens: stop tokens are forbidden until that many tokens are generated.
@@ -43,10 +53,14 @@ class RequestOptions:
 
     Example:
       >>> import jax_specdec as sd
-      >>> sd.RequestOptions(top_p=0.9, presence_penalty=0.5).is_neutral
+      >>> sd.RequestOptions(temperature=0.8, top_p=0.9, presence_penalty=0.5).is_neutral
       False
     """
 
+    temperature: float = 0.0
+    max_new_tokens: int = 128
+    stop_token_ids: Sequence[int] = ()
+    seed: int | None = None
     min_p: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -60,6 +74,7 @@ class RequestOptions:
 
     def __post_init__(self) -> None:
         rules = {
+            "temperature": ("finite and not negative", lambda x: 0 <= x < math.inf),
             "min_p": ("in [0, 1]", lambda x: 0 <= x <= 1),
             "top_p": ("in (0, 1]", lambda x: 0 < x <= 1),
             "frequency_penalty": ("finite", math.isfinite),
@@ -68,46 +83,149 @@ class RequestOptions:
         }
         for name, (rule, holds) in rules.items():
             value = getattr(self, name)
-            try:
-                with np.errstate(over="ignore"):
-                    number = float(np.float32(float(value)))
-            except (TypeError, ValueError):
-                raise TypeError(f"{name} must be a number, but it is {value!r:.80}") from None
-            if not holds(number):
+            if not holds(_float32(name, value)):
                 raise ValueError(f"{name} must be {rule}, but it is {value}")
-        check_int("top_k", self.top_k, 0, 2**31 - 1)
+            object.__setattr__(self, name, float(value))
+        integers = {"max_new_tokens": None, "top_k": 2**31 - 1, "min_tokens": 2**31 - 1}
+        if self.seed is not None:
+            integers["seed"] = 2**32 - 1
+        for name, most in integers.items():
+            value = getattr(self, name)
+            _check_one(name, value)
+            object.__setattr__(self, name, check_int(name, value, 0, most))
+        stops = inputs.integers("stop_token_ids", self.stop_token_ids)
+        inputs.check_range("stop_token_ids", stops, 2**31)
+        object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(stops)))
         if self.allowed_token_ids is not None:
-            ids = tuple(inputs.token_list("allowed_token_ids", self.allowed_token_ids, 2**31))
-            object.__setattr__(self, "allowed_token_ids", ids)
-        check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+            ids = inputs.token_list("allowed_token_ids", self.allowed_token_ids, 2**31)
+            object.__setattr__(self, "allowed_token_ids", tuple(ids))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         object.__setattr__(self, "bad_words", _words(self.bad_words))
 
-    @property
-    def is_neutral(self) -> bool:
-        """Whether nothing is asked for."""
-        return self == RequestOptions()
-
-    def check(self, vocab_size: int, max_new_tokens: int | None = None) -> None:
-        """Check what depends on the model and the budget.
-
-        Args:
-          vocab_size: V.
-          max_new_tokens: the request's; None where it is not known.
+    def check(self, vocab_size: int) -> None:
+        """Check what depends on a model, and what on another field.
 
         Raises:
           ValueError: an id outside the vocabulary, or `min_tokens` above the budget.
         """
-        if self.allowed_token_ids is not None:
-            inputs.token_list("allowed_token_ids", self.allowed_token_ids, vocab_size)
-        if self.logit_bias:
-            inputs.token_list("logit_bias", self.logit_bias, vocab_size)
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            inputs.check_range(name, list(getattr(self, name) or ()), vocab_size)
         for i, word in enumerate(self.bad_words or ()):
-            inputs.token_list(f"bad_words[{i}]", word, vocab_size)
-        if max_new_tokens is not None and self.min_tokens > max_new_tokens:
+            inputs.check_range(f"bad_words[{i}]", word, vocab_size)
+        if self.min_tokens > self.max_new_tokens:
             raise ValueError(
-                f"min_tokens must be at most max_new_tokens = {max_new_tokens}, but it is "
+                f"min_tokens must be at most max_new_tokens = {self.max_new_tokens}, but it is "
                 f"{self.min_tokens}"
+            )
+
+    @property
+    def is_neutral(self) -> bool:
+        """Whether nothing is asked for but what every engine serves.
+
+        That is a temperature, a budget, stop tokens and a seed.
+        """
+        return not self.asked
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The fields that need an `Engine` with `request_options`, where they ask for something."""
+        default = RequestOptions()
+        return {
+            field.name: value
+            for field in dataclasses.fields(self)
+            if field.name not in _SERVED_BY_EVERY_ENGINE
+            and (value := getattr(self, field.name)) != getattr(default, field.name)
+        }
+
+
+_SERVED_BY_EVERY_ENGINE = ("temperature", "max_new_tokens", "stop_token_ids", "seed")
+_CHANGE_ROWS = (
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "allowed_token_ids",
+    "logit_bias",
+    "bad_words",
+    "min_tokens",
+)
+"""Fields that change rows of logits, rather than what is left out when they are sampled from."""
+
+
+class RequestFields(TypedDict, total=False):
+    """The fields of `RequestOptions` as keyword arguments; what they mean stands there."""
+
+    temperature: float
+    max_new_tokens: int
+    stop_token_ids: Sequence[int]
+    seed: int | None
+    min_p: float
+    top_k: int
+    top_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    allowed_token_ids: Sequence[int] | None
+    logit_bias: Mapping[int, float] | None
+    bad_words: Sequence[Sequence[int]] | None
+    min_tokens: int
+
+
+def one_each(
+    options: RequestOptions | Sequence[RequestOptions] | None, count: int, fields: RequestFields
+) -> list[RequestOptions]:
+    """One `RequestOptions` for each of `count` requests; `fields` hold for all of them.
+
+    Raises:
+      TypeError: something else, or a field that there is not.
+      ValueError: not one per request, or a field out of range.
+    """
+    known = [field.name for field in dataclasses.fields(RequestOptions)]
+    for name in fields:
+        if name not in known:
+            (nearest,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            raise TypeError(f"unknown argument {name!r}; RequestOptions has {nearest!r}")
+    if options is None or isinstance(options, RequestOptions):
+        return [dataclasses.replace(options or RequestOptions(), **fields)] * count
+    must = "options must be RequestOptions, one or a list, but it"
+    if not isinstance(options, Sequence):
+        raise TypeError(f"{must} is {options!r:.80}")
+    for one in options:
+        if not isinstance(one, RequestOptions):
+            raise TypeError(f"{must} has {one!r:.80}")
+    if len(options) != count:
+        raise ValueError(
+            f"options must be one value or one per prompt ({count}), but it has {len(options)}"
+        )
+    return [dataclasses.replace(one, **fields) if fields else one for one in options]
+
+
+@dataclasses.dataclass(frozen=True)
+class LogprobsConfig:
+    """That log-probabilities of the emitted tokens are wanted, and which. Static.
+
+    Attributes:
+      num_top: how many of the likeliest tokens at each position besides.
+      distribution: "raw" for the model's, "processed" for what the token was drawn from; see
+        `token_logprobs`.
+
+    Raises:
+      TypeError: `num_top` is not an integer.
+      ValueError: out of range.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> sd.LogprobsConfig(num_top=5).distribution
+      'raw'
+    """
+
+    num_top: int = 0
+    distribution: Distribution = "raw"
+
+    def __post_init__(self) -> None:
+        check_int("num_top", self.num_top, 0)
+        if self.distribution not in get_args(Distribution):
+            raise ValueError(
+                f"distribution must be 'raw' or 'processed', but it is {self.distribution!r}"
             )
 
 
@@ -166,63 +284,41 @@ class OptionSizes:
                 )
 
 
-@dataclasses.dataclass(frozen=True)
-class LogprobsConfig:
-    """That log-probabilities of the emitted tokens are wanted, and which. Static.
-
-    Attributes:
-      num_top: how many of the likeliest tokens at each position besides.
-      distribution: "raw" for the model's, "processed" for what the token was drawn from; see
-        `token_logprobs`.
-
-    Raises:
-      TypeError: `num_top` is not an integer.
-      ValueError: out of range.
-
-    Example:
-      >>> import jax_specdec as sd
-      >>> sd.LogprobsConfig(num_top=5).distribution
-      'raw'
-    """
-
-    num_top: int = 0
-    distribution: Distribution = "raw"
-
-    def __post_init__(self) -> None:
-        check_int("num_top", self.num_top, 0)
-        if self.distribution not in get_args(Distribution):
-            raise ValueError(
-                f"distribution must be 'raw' or 'processed', but it is {self.distribution!r}"
-            )
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BatchOptions:
-    """The options of B requests; None for what nobody asked for.
+    """The options of B requests as arrays; None for what nobody asked for.
 
     Attributes:
+      prompt_lengths: ``[B]`` int32, where the output begins.
+      ends: ``[B]`` int32, the length at which the budget is spent.
+      temperature: ``[B]`` float32.
+      stop_token_ids: ``[B, M]`` int32; -1 is none.
       min_p: ``[B]`` float32.
       top_k: ``[B]`` int32.
       top_p: ``[B]`` float32.
+      changes_rows: ``[B]`` bool, whether a request asks for one of the following.
       penalties: ``[B, 3]`` float32: frequency, presence, repetition.
-      prompt_lengths: ``[B]`` int32, where the output begins, for penalties and `min_tokens`.
-      token_bitmask: ``[B, ceil(V/32)]`` uint32, bit ``i % 32`` of word ``i // 32`` is set where
-        token i is allowed.
       logit_bias: of B requests.
       bad_words: ``[B, W, L]`` int32, as in `BadWords`.
       min_tokens: ``[B]`` int32.
+      token_bitmask: ``[B, ceil(V/32)]`` uint32, bit ``i % 32`` of word ``i // 32`` is set where
+        token i is allowed.
     """
 
-    min_p: jax.Array | None
-    top_k: jax.Array | None
-    top_p: jax.Array | None
-    penalties: jax.Array | None
-    prompt_lengths: jax.Array | None
-    token_bitmask: jax.Array | None
+    prompt_lengths: jax.Array
+    ends: jax.Array
+    temperature: jax.Array
+    stop_token_ids: jax.Array
+    min_p: jax.Array | None = None
+    top_k: jax.Array | None = None
+    top_p: jax.Array | None = None
+    changes_rows: jax.Array | None = None
+    penalties: jax.Array | None = None
     logit_bias: LogitBias | None = None
     bad_words: jax.Array | None = None
     min_tokens: jax.Array | None = None
+    token_bitmask: jax.Array | None = None
 
     @classmethod
     def create(
@@ -231,126 +327,126 @@ class BatchOptions:
         prompt_lengths: Sequence[int],
         vocab_size: int,
         *,
+        max_stop_tokens: int | None = None,
         keep_neutral: bool = False,
         sizes: OptionSizes | None = None,
-    ) -> BatchOptions | None:
+    ) -> BatchOptions:
         """NumPy arrays of B requests' options.
 
         Args:
           options: B.
           prompt_lengths: B.
           vocab_size: V.
+          max_stop_tokens: M; None for as many as a request has.
           keep_neutral: have every array, even where nobody asked; else None for those.
-          sizes: of the arrays; None for what the requests need, or with `keep_neutral` the default.
-
-        Returns:
-          The options, or None where nobody asked for anything.
+          sizes: of arrays; None for what the requests need.
 
         Raises:
-          ValueError: an id outside the vocabulary, or more is asked for than `sizes` hold.
+          ValueError: as `RequestOptions.check`, or more is asked for than there is room for.
         """
-        if sizes is None:
-            sizes = OptionSizes() if keep_neutral else OptionSizes.of(options)
+        asked = [one.asked for one in options]
+
+        def is_asked(*names: str) -> bool:
+            return keep_neutral or any(name in one for one in asked for name in names)
+
+        def column(name: str, dtype: Any) -> Any:
+            return np.array([getattr(one, name) for one in options], dtype)
+
+        def columns(dtype: Any, *names: str) -> Any:
+            stacked = [column(name, dtype) for name in names]
+            return np.stack(stacked, axis=1) if is_asked(*names) else None
+
+        sizes = OptionSizes.of(options) if sizes is None else sizes
         for one in options:
             one.check(vocab_size)
             sizes.check(one)
-
-        def array(dtype: Any, *names: str) -> Any:
-            neutral = RequestOptions()
-            rows = [[getattr(one, name) for name in names] for one in options]
-            if keep_neutral or any(row != [getattr(neutral, n) for n in names] for row in rows):
-                return np.array(rows, dtype)
-            return None
-
-        def column(values: Any) -> Any:
-            return None if values is None else values[:, 0]
-
-        allowed = [one.allowed_token_ids for one in options]
-        penalties = array(np.float32, "frequency_penalty", "presence_penalty", "repetition_penalty")
-        min_tokens = array(np.int32, "min_tokens")
-        counts = penalties is not None or min_tokens is not None
-        prompts: Any = np.array(prompt_lengths, np.int32) if counts else None
+        lengths: Any = np.array(prompt_lengths, np.int32)
+        changes_rows: Any = None
+        if is_asked(*_CHANGE_ROWS):
+            changes_rows = np.array([not one.keys().isdisjoint(_CHANGE_ROWS) for one in asked])
+        bitmask: Any = None
+        if is_asked("allowed_token_ids"):
+            bitmask = np.stack([_bits(one.allowed_token_ids, vocab_size) for one in options])
+        penalties = "frequency_penalty", "presence_penalty", "repetition_penalty"
         bias: Any = None
-        words: Any = None
-        if keep_neutral or any(one.logit_bias for one in options):
+        if is_asked("logit_bias"):
             biases = [one.logit_bias or {} for one in options]
             bias = LogitBias.from_mappings(biases, size=sizes.logit_bias)
-        if keep_neutral or any(one.bad_words for one in options):
+        words: Any = None
+        if is_asked("bad_words"):
             words = BadWords.pack(
                 [one.bad_words or () for one in options],
                 num_words=sizes.bad_words,
                 length=sizes.bad_word_length,
             )
-        bits: Any = None
-        if keep_neutral or any(ids is not None for ids in allowed):
-            bits = np.stack([_bits(ids, vocab_size) for ids in allowed])
-        found = cls(
-            min_p=column(array(np.float32, "min_p")),
-            top_k=column(array(np.int32, "top_k")),
-            top_p=column(array(np.float32, "top_p")),
-            penalties=penalties,
-            prompt_lengths=prompts,
-            token_bitmask=bits,
+        return cls(
+            prompt_lengths=lengths,
+            ends=lengths + column("max_new_tokens", np.int32),
+            temperature=column("temperature", np.float32),
+            stop_token_ids=_stops(options, max_stop_tokens),
+            min_p=column("min_p", np.float32) if is_asked("min_p") else None,
+            top_k=column("top_k", np.int32) if is_asked("top_k") else None,
+            top_p=column("top_p", np.float32) if is_asked("top_p") else None,
+            changes_rows=changes_rows,
+            penalties=columns(np.float32, *penalties),
             logit_bias=bias,
             bad_words=words,
-            min_tokens=column(min_tokens),
-        )
-        return found if jax.tree.leaves(found) else None
-
-    @property
-    def filters(self) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-        """Min-p, top-k and top-p."""
-        return self.min_p, self.top_k, self.top_p
-
-    def count(
-        self, token_ids: jax.Array, lengths: jax.Array, done: jax.Array, vocab_size: int
-    ) -> Penalties | None:
-        """The penalties of B sequences; those that are done are not penalized."""
-        if self.penalties is None or self.prompt_lengths is None:
-            return None
-        penalties = jnp.where(
-            done[:, None], jnp.array([[0.0, 0.0, 1.0]], jnp.float32), self.penalties
-        )
-        return Penalties.from_sequences(
-            token_ids,
-            lengths=lengths,
-            prompt_lengths=self.prompt_lengths,
-            vocab_size=vocab_size,
-            frequency=penalties[:, 0],
-            presence=penalties[:, 1],
-            repetition=penalties[:, 2],
+            min_tokens=column("min_tokens", np.int32) if is_asked("min_tokens") else None,
+            token_bitmask=bitmask,
         )
 
     def processors(
-        self,
-        token_ids: jax.Array,
-        lengths: jax.Array,
-        done: jax.Array,
-        stop_token_ids: jax.Array,
-        vocab_size: int,
+        self, token_ids: jax.Array, lengths: jax.Array, done: jax.Array, vocab_size: int
     ) -> LogitsProcessors | None:
         """What changes the logits of B sequences; None where nothing does.
 
         Args:
-          token_ids: ``[B, S]`` int32, prompt and then output.
+          token_ids: ``[B, L]`` int32, prompt and then output.
           lengths: ``[B]`` int32.
           done: ``[B]`` bool; those are not penalized.
-          stop_token_ids: ``[B, M]`` int32, -1 for none.
           vocab_size: V.
         """
         bad_words, min_tokens = None, None
         if self.bad_words is not None:
             bad_words = BadWords.from_sequences(self.bad_words, token_ids, lengths=lengths)
-        if self.min_tokens is not None and self.prompt_lengths is not None:
+        if self.min_tokens is not None:
             remaining = self.min_tokens - (lengths - self.prompt_lengths)
-            min_tokens = MinTokens(stop_token_ids, remaining)
+            min_tokens = MinTokens(self.stop_token_ids, remaining)
         found = LogitsProcessors(
             logit_bias=self.logit_bias,
-            penalties=self.count(token_ids, lengths, done, vocab_size),
+            penalties=self._count(token_ids, lengths, done, vocab_size),
             bad_words=bad_words,
             min_tokens=min_tokens,
         )
         return found if jax.tree.leaves(found) else None
+
+    def _count(
+        self, token_ids: jax.Array, lengths: jax.Array, done: jax.Array, vocab_size: int
+    ) -> Penalties | None:
+        """Penalties of the sequences so far; where nobody has any, nothing is counted."""
+        if self.penalties is None:
+            return None
+        neutral = jnp.array([[0.0, 0.0, 1.0]], jnp.float32)
+        own = jnp.where(done[:, None], neutral, self.penalties)
+
+        def count() -> tuple[jax.Array, jax.Array]:
+            counted = Penalties.from_sequences(
+                token_ids,
+                lengths=lengths,
+                prompt_lengths=self.prompt_lengths,
+                vocab_size=vocab_size,
+                frequency=own[:, 0],
+                presence=own[:, 1],
+                repetition=own[:, 2],
+            )
+            return counted.counts, counted.in_prompt
+
+        def skip() -> tuple[jax.Array, jax.Array]:
+            shape = own.shape[0], vocab_size
+            return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)
+
+        counts, in_prompt = lax.cond(jnp.all(own == neutral), skip, count)
+        return Penalties(own[:, 0], own[:, 1], own[:, 2], counts, in_prompt)
 
 
 def check_logprobs(value: Any) -> None:
@@ -363,30 +459,37 @@ def check_logprobs(value: Any) -> None:
         raise TypeError(f"logprobs must be a LogprobsConfig or None, but it is {described(value)}")
 
 
-def per_request(
-    options: RequestOptions | Sequence[RequestOptions] | None, count: int
-) -> list[RequestOptions]:
-    """One `RequestOptions` for each of `count` requests.
+def _float32(name: str, value: Any) -> float:
+    """A number as float32 holds it."""
+    _check_one(name, value)
+    try:
+        if isinstance(value, str):  # float("0.8") is a number
+            raise TypeError
+        with np.errstate(over="ignore"):
+            return float(np.float32(float(value)))
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number, but it is {value!r:.80}") from None
 
-    Raises:
-      TypeError: something else.
-      ValueError: not one per request.
-    """
-    if options is None or isinstance(options, RequestOptions):
-        return [options or RequestOptions()] * count
-    if not isinstance(options, Sequence):
-        raise TypeError(f"options must be RequestOptions, one or a list, but it is {options!r:.80}")
-    found = list(options)
-    for one in found:
-        if not isinstance(one, RequestOptions):
-            raise TypeError(
-                f"options must be RequestOptions, one or a list, but it has {one!r:.80}"
-            )
-    if len(found) != count:
-        raise ValueError(
-            f"options must be one value or one per prompt ({count}), but it has {len(found)}"
+
+def _check_one(name: str, value: Any) -> None:
+    if np.ndim(value) > 0:
+        raise TypeError(
+            f"{name} must be one value, but it is {described(value)}: requests that differ have "
+            f"options of their own, options=[RequestOptions({name}=...), ...]"
         )
-    return found
+
+
+def _stops(options: Sequence[RequestOptions], most: int | None) -> Any:
+    """``[B, M]`` int32."""
+    counts = [len(one.stop_token_ids) for one in options]
+    if most is not None and max(counts) > most:
+        raise ValueError(
+            f"stop_token_ids must be at most max_stop_tokens={most}, but they are {max(counts)}"
+        )
+    stops = np.full((len(options), max(counts) if most is None else most), PLACEHOLDER_TOKEN_ID)
+    for row, one in zip(stops, options, strict=True):
+        row[: len(one.stop_token_ids)] = one.stop_token_ids
+    return stops.astype(np.int32)
 
 
 def _bias(logit_bias: Any) -> dict[int, float] | None:

@@ -1,0 +1,117 @@
+"""What `Engine(request_options=True)` costs a step: where nobody asks for anything, and one does.
+
+The models are lookups of one row, so that a step is little else than drafting and verification.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import measure
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import jax_specdec as sd
+
+SLOTS, K = 8, 4
+WAYS: dict[str, sd.RequestOptions | None] = {
+    "request_options=False": None,
+    "True, nobody asks": sd.RequestOptions(),
+    "True, one asks for top-p": sd.RequestOptions(top_p=0.9),
+    "True, one asks for a penalty": sd.RequestOptions(frequency_penalty=0.5),
+    "True, one asks for allowed ids": sd.RequestOptions(allowed_token_ids=range(100)),
+    "True, one asks for a bias": sd.RequestOptions(logit_bias={7: 1.0}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A `CausalModel` whose logits are a row of ``params [64, V]``, by the last token."""
+
+    vocab_size: int
+
+    def init_cache(self, batch_size: int, max_length: int) -> tuple[()]:
+        return ()
+
+    def apply(self, params: Any, token_ids: Any, start: Any, cache: Any) -> tuple[Any, Any]:
+        return params[token_ids % params.shape[0]], cache
+
+
+@functools.partial(jax.jit, static_argnames=("engine", "steps"))
+def run(
+    params: Any, draft_params: Any, state: sd.DecodeState, engine: sd.Engine, steps: int
+) -> Any:
+    """Tokens that each request emits in some steps."""
+    step = functools.partial(engine.step, params, draft_params)
+    after = jax.lax.fori_loop(0, steps, lambda _, state: step(state)[0], state)
+    return after.batch.lengths - state.batch.lengths
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--vocab-size", type=int, default=128256)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--dtype", default="float32")
+    options = parser.parse_args()
+    model, steps = Rows(options.vocab_size), options.steps
+    rng = np.random.default_rng(0)
+    draft_params = jnp.asarray(rng.standard_normal((64, model.vocab_size)), options.dtype) * 3
+    noise = jnp.asarray(rng.standard_normal(draft_params.shape), options.dtype)
+    params = draft_params + noise / 2
+
+    def begin(asked: sd.RequestOptions | None) -> tuple[sd.Engine, sd.DecodeState]:
+        engine = sd.Engine(
+            model,
+            sd.ModelDrafter(model),
+            sd.SpecDecodeConfig(num_speculative_tokens=K),
+            num_slots=SLOTS,
+            max_length=32 + steps * (K + 1),
+            prefill_sizes=(32,),
+            request_options=asked is not None,
+        )
+        state = engine.init_state(draft_params)
+        admit = jax.jit(engine.admit)
+        for slot in range(SLOTS):
+            own = asked if asked is not None and slot == 0 else sd.RequestOptions()
+            own = dataclasses.replace(own, temperature=0.8, max_new_tokens=steps * (K + 1))
+            state = admit(
+                params,
+                draft_params,
+                state,
+                slot=slot,
+                prompt=engine.pad_prompt([1, 2, 3, slot]),
+                length=4,
+                key=jax.random.key(slot),
+                options=engine.options_of(own, 4),
+            )
+        return engine, state
+
+    begun = {name: begin(asked) for name, asked in WAYS.items()}
+    runs = {
+        name: functools.partial(run, params, draft_params, state, engine, steps)
+        for name, (engine, state) in begun.items()
+    }
+    samples = measure.alternate(runs, options.repeats)
+    base = measure.median(samples["request_options=False"])
+    kind = jax.devices()[0].device_kind
+    table = Table(title=f"V = {model.vocab_size}, S = {SLOTS}, K = {K}, {options.dtype}, {kind}")
+    for heading in ("engine", "ms per step", "ratio"):
+        table.add_column(heading)
+    rows = []
+    for name, one in samples.items():
+        median = measure.median(one)
+        table.add_row(name, f"{median / steps * 1e3:.2f}", f"{median / base:.3f}")
+        rows.append({"engine": name, "ms_per_step": median / steps * 1e3, "samples": one})
+    Console().print(table)
+    print(f"saved: {measure.save('options', rows).name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""The decoding loop's one step: draft, verify, append. Whoever decodes, decodes by this."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.drafting.context import DraftContext
+from jax_specdec._src.drafting.drafter import Drafter, Proposal
+from jax_specdec._src.drafting.store import DraftStore, count_fallbacks
+from jax_specdec._src.logprobs import token_logprobs
+from jax_specdec._src.models.protocol import CausalModel, sharding_of
+from jax_specdec._src.serving.batch import Batch, StepRecord, append
+from jax_specdec._src.serving.metrics import AcceptanceCounters
+from jax_specdec._src.serving.options import LogprobsConfig
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Drafts
+from jax_specdec._src.verify.api import rejection_sample
+
+PLAIN = SpecDecodeConfig(num_speculative_tokens=1)
+"""The config of decoding without drafts."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """Everything that a step reads and writes; donate it to every function that takes it.
+
+    Attributes:
+      batch: the B sequences; those that are done take part and change nothing.
+      target_cache: the target's cache.
+      draft_cache: the drafter's cache.
+      draft_token_ids: ``[B, K]`` int32, drafts to verify; -1 where there is none, as between steps.
+      store: what drafts are drawn from; None for drafts without a distribution.
+      counters: acceptance of all verifications so far.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> _, (model, params) = sd.load_embedded_pair()  # the smaller one
+      >>> engine = sd.Engine(
+      ...     model, sd.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
+      ...     num_slots=4, max_length=64)
+      >>> state = engine.init_state()
+      >>> state.draft_token_ids.shape, state.store
+      ((4, 2), None)
+    """
+
+    batch: Batch
+    target_cache: Any
+    draft_cache: Any
+    draft_token_ids: jax.Array
+    store: DraftStore | None
+    counters: AcceptanceCounters
+
+    def without_drafts(self, requests: jax.Array) -> DecodeState:
+        """The state without the drafts of some requests ``[B]`` bool, and without their rows."""
+        ids = jnp.where(requests[:, None], PLACEHOLDER_TOKEN_ID, self.draft_token_ids)
+        store = None if self.store is None else self.store.evict(requests)
+        return dataclasses.replace(self, draft_token_ids=ids, store=store)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """The static half of decoding: models and settings, and pure functions of a `DecodeState`.
+
+    Attributes:
+      model: the target.
+      drafter: what proposes tokens; None for plain decoding, one token per pass of the target.
+      config: how drafts are made and verified.
+      logprobs: which log-probabilities a step's record has; None for none.
+      drafts_at_once: whether a request has drafts before it has emitted a token.
+    """
+
+    model: CausalModel
+    drafter: Drafter | None
+    config: SpecDecodeConfig
+    logprobs: LogprobsConfig | None = None
+    drafts_at_once: bool = True
+
+    @property
+    def num_drafts(self) -> int:
+        """K; 0 without a drafter."""
+        return 0 if self.drafter is None else self.config.num_speculative_tokens
+
+    def init_state(self, draft_params: Any, batch: Batch) -> DecodeState:
+        """Empty caches for the sequences of `batch`, no drafts, and all counts zero."""
+        size, length = batch.token_ids.shape
+        draft_cache: Any = ()
+        store = None
+        if self.drafter is not None:
+            draft_cache = self.drafter.init_cache(size, length)
+            store = self.drafter.init_store(draft_params, size, self.config)
+        return DecodeState(
+            batch=batch,
+            target_cache=self.model.init_cache(size, length),
+            draft_cache=draft_cache,
+            draft_token_ids=jnp.full((size, self.num_drafts), PLACEHOLDER_TOKEN_ID, jnp.int32),
+            store=store,
+            counters=AcceptanceCounters.create(self.config.num_speculative_tokens),
+        )
+
+    def prefill(
+        self, params: Any, draft_params: Any, batch: Batch, prompt_size: int
+    ) -> DecodeState:
+        """A state whose caches hold the prompts, ``batch.token_ids[:, :prompt_size]``."""
+        state = self.init_state(draft_params, batch)
+        prompts, start = batch.token_ids[:, :prompt_size], jnp.zeros_like(batch.lengths)
+        _, target_cache = self.model.apply(params, prompts, start, state.target_cache)
+        draft_cache = state.draft_cache
+        if self.drafter is not None:
+            draft_cache = self.drafter.prefill(draft_params, prompts, draft_cache)
+        return dataclasses.replace(state, target_cache=target_cache, draft_cache=draft_cache)
+
+    def step(
+        self, params: Any, draft_params: Any, state: DecodeState
+    ) -> tuple[DecodeState, StepRecord]:
+        """Draft, verify, append: at least one token for every request that is not done.
+
+        Args:
+          params: the target's weights.
+          draft_params: the drafter's weights.
+          state: donated.
+
+        Returns:
+          The state, whose ``batch.done`` and ``batch.status`` say which requests have ended and
+          why, and the record of the step.
+        """
+        context = self._context(state)  # once: tokens are counted for both halves
+        return self._verify(params, self._draft(draft_params, state, context), context)
+
+    def draft(self, draft_params: Any, state: DecodeState) -> DecodeState:
+        """The first half of `step`: K drafts for every request that is not done.
+
+        Args:
+          draft_params: the drafter's weights.
+          state: donated.
+
+        Returns:
+          The state, with drafts.
+
+        Raises:
+          TypeError, ValueError: the drafter returned something else than its contract says.
+        """
+        return self._draft(draft_params, state, self._context(state))
+
+    def verify(self, params: Any, state: DecodeState) -> tuple[DecodeState, StepRecord]:
+        """The second half of `step`: check the drafts at hand, and append what is emitted.
+
+        A request without drafts gets one token. Rows of the store that were drawn at another
+        position or temperature are not used.
+
+        Args:
+          params: the target's weights.
+          state: donated.
+
+        Returns:
+          The state, without drafts, and the record of the step.
+        """
+        return self._verify(params, state, self._context(state))
+
+    def _context(self, state: DecodeState) -> DraftContext:
+        return state.batch.context(self.config, self.model.vocab_size)
+
+    def _draft(self, params: Any, state: DecodeState, context: DraftContext) -> DecodeState:
+        if self.drafter is None:
+            return state
+        returned = self.drafter.propose(params, context, state.draft_cache, state.store)
+        _check_proposal(self.drafter, returned, state)
+        proposal, draft_cache = returned
+        state = dataclasses.replace(
+            state,
+            draft_cache=draft_cache,
+            draft_token_ids=proposal.token_ids,
+            store=proposal.store,
+        )
+        batch, none = state.batch, state.batch.done
+        if not self.drafts_at_once:
+            none |= batch.lengths == batch.options.prompt_lengths
+        return state.without_drafts(none)
+
+    def _verify(
+        self, params: Any, state: DecodeState, context: DraftContext
+    ) -> tuple[DecodeState, StepRecord]:
+        batch, ids, vocab_size = state.batch, state.draft_token_ids, self.model.vocab_size
+        drafts = Drafts.from_dense(ids)
+        if state.store is not None:
+            drafts = state.store.attach(drafts, positions=batch.lengths, sampling=context.sampling)
+        logits, target_cache = self._apply(params, state)
+        rows = context.process_logits(logits, drafts)
+        output = rejection_sample(
+            rows,
+            drafts,
+            sampling=context.sampling,
+            keys=batch.keys,
+            positions=batch.lengths,
+            active=~batch.done,
+            config=self.config,
+            sharding=sharding_of(self.model),
+        )
+        found = None
+        if self.logprobs is not None:
+            found = token_logprobs(
+                rows if self.logprobs.distribution == "processed" else logits,
+                drafts,
+                output,
+                sampling=context.sampling,
+                config=self.config,
+                num_top=self.logprobs.num_top,
+                distribution=self.logprobs.distribution,
+                sharding=sharding_of(self.model),
+            )
+        in_range = ((ids >= 0) & (ids < vocab_size)).astype(jnp.int32)
+        num_proposed = jnp.cumprod(in_range, axis=1).sum(axis=1, dtype=jnp.int32)
+        new, record = append(batch, output, num_proposed, found)
+        state = dataclasses.replace(
+            state,
+            batch=new,
+            target_cache=target_cache,
+            draft_token_ids=jnp.full_like(ids, PLACEHOLDER_TOKEN_ID),
+            counters=state.counters.update(
+                num_proposed=record.num_proposed,
+                num_accepted=record.num_accepted,
+                num_emitted=record.num_emitted,
+                num_fallbacks=count_fallbacks(
+                    drafts, sampling=context.sampling, active=output.num_emitted > 0
+                ),
+            ),
+        )
+        return state, record
+
+    def _apply(self, params: Any, state: DecodeState) -> tuple[jax.Array, Any]:
+        """The target over each request's last token and drafts: its rows and its cache."""
+        batch, ids = state.batch, state.draft_token_ids
+        start = batch.lengths - 1
+        last = jnp.take_along_axis(batch.token_ids, start[:, None], axis=1)
+        tokens = jnp.concatenate([last, jnp.maximum(ids, 0)], axis=1)
+        wide = functools.partial(self.model.apply, params, tokens, start)
+
+        def narrow(cache: Any) -> tuple[jax.Array, Any]:
+            logits, cache = self.model.apply(params, last, start, cache)
+            return jnp.pad(logits, ((0, 0), (0, ids.shape[1]), (0, 0))), cache
+
+        # Of one request alone: were neighbours to choose the width, float32 sums would depend on
+        # them. Zeros stand in the rows that are not read.
+        if getattr(self.drafter, "may_abstain", False) and tokens.shape[0] == 1:
+            logits, cache = lax.cond(ids[0, 0] >= 0, wide, narrow, state.target_cache)
+        else:
+            logits, cache = wide(state.target_cache)
+        return logits.reshape(-1, logits.shape[-1]), cache
+
+
+def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState) -> None:
+    """Check what `drafter` returned, given the cache and the store of `state`."""
+    name = f"{type(drafter).__name__}.propose"
+    if not (isinstance(returned, tuple) and len(returned) == 2):
+        raise TypeError(
+            f"{name} must return a Proposal and a cache, but it returned {returned!r:.80}"
+        )
+    proposal, cache = returned
+    if not isinstance(proposal, Proposal):
+        raise TypeError(f"{name} must return a Proposal first, but it returned {proposal!r:.80}")
+    ids, shape = proposal.token_ids, state.draft_token_ids.shape
+    if not isinstance(ids, (jax.Array, np.ndarray)):
+        raise TypeError(f"{name} must return token_ids as an array, but they are {ids!r:.80}")
+    if ids.dtype != jnp.int32:
+        raise TypeError(f"{name} must return token_ids as int32, but they are {ids.dtype}")
+    if ids.shape != shape:
+        raise ValueError(
+            f"{name} must return token_ids of shape [B, K] = {list(shape)}, but their shape is "
+            f"{list(ids.shape)}"
+        )
+    pairs = ("store", state.store, proposal.store), ("cache", state.draft_cache, cache)
+    for what, given, new in pairs:
+        given, new = (
+            jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
+            for tree in (given, new)
+        )
+        if jax.tree.flatten(given) != jax.tree.flatten(new):
+            raise ValueError(
+                f"{name} must return the {what} laid out as it was given, {given!r:.300}, but it "
+                f"returned {new!r:.300}"
+            )

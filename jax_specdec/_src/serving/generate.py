@@ -1,0 +1,484 @@
+"""Decoding batches that are known beforehand: in one compiled loop, or step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.drafting.drafter import Drafter
+from jax_specdec._src.models.protocol import CausalModel
+from jax_specdec._src.noise import check_keys, fold_in_each, threefry_keys
+from jax_specdec._src.serving import inputs
+from jax_specdec._src.serving.batch import Batch, StepRecord
+from jax_specdec._src.serving.core import PLAIN, Decoder, DecodeState
+from jax_specdec._src.serving.options import (
+    BatchOptions,
+    LogprobsConfig,
+    RequestFields,
+    RequestOptions,
+    check_logprobs,
+    one_each,
+)
+from jax_specdec._src.serving.placement import on_all_devices
+from jax_specdec._src.types import Status
+
+_BUCKET = 32
+"""Sizes are rounded up to this, so that prompts of similar length share a compilation."""
+
+Options = RequestOptions | Sequence[RequestOptions] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateOutput:
+    """A finished generation, on the host.
+
+    Attributes:
+      completions: B lists of generated token ids, a stop token included.
+      steps: `StepRecord` of NumPy arrays with a leading axis of S steps.
+      status: B `Status` values; not OK where a request ended because it could not be verified.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> _, (model, params) = sd.load_embedded_pair()  # the smaller one
+      >>> output = sd.generate_plain(model, params, [sd.encode("import ")], max_new_tokens=4)
+      >>> output.status
+      [<Status.OK: 0>]
+    """
+
+    completions: list[list[int]]
+    steps: StepRecord
+    status: list[Status]
+
+
+def generate(
+    model: CausalModel,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    drafter: Drafter,
+    draft_params: Any = None,
+    config: SpecDecodeConfig,
+    options: RequestOptions | Sequence[RequestOptions] | None = None,
+    key: jax.Array | None = None,
+    logprobs: LogprobsConfig | None = None,
+    **fields: Unpack[RequestFields],
+) -> GenerateOutput:
+    """Generate with speculative decoding: the target's own distribution, in fewer passes.
+
+    Runs as one compiled `while_loop`; compiled once per shape of the batch.
+
+    Args:
+      model: the target, any `CausalModel`.
+      params: its weights.
+      prompts: B token id lists of any lengths, none empty.
+      drafter: a `ModelDrafter`, an `NGramDrafter`, or any `Drafter`.
+      draft_params: the drafter's weights.
+      config: static settings.
+      options: what requests ask for, one for all or one each.
+      key: a typed key, or None for ``jax.random.key(0)``; request b uses ``fold_in(key, b)``,
+        unless its options have a seed.
+      logprobs: which log-probabilities the steps have; None for none.
+      **fields: of `RequestOptions`, such as ``temperature=0.8``: they hold for every request,
+        whatever its options say.
+
+    Returns:
+      `GenerateOutput`.
+
+    Raises:
+      TypeError: an argument of another type; ids that are not integers; a key that is not typed.
+      ValueError: an empty prompt, an id or an option out of range, a list of the wrong length.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> (target, params), (draft, draft_params) = sd.load_embedded_pair()
+      >>> output = sd.generate(
+      ...     target, params, [sd.encode("def add(a, b):"), sd.encode("import ")],
+      ...     drafter=sd.ModelDrafter(draft), draft_params=draft_params,
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2), max_new_tokens=8,
+      ...     options=[sd.RequestOptions(), sd.RequestOptions(temperature=0.8)])
+      >>> len(output.completions[0])
+      8
+    """
+    inputs.drafting(drafter, config)
+    run = _prepare(
+        model, params, prompts, drafter, draft_params, config, options, key, logprobs, fields
+    )
+    return run.to_the_end()
+
+
+def generate_stream(
+    model: CausalModel,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    drafter: Drafter,
+    draft_params: Any = None,
+    config: SpecDecodeConfig,
+    options: RequestOptions | Sequence[RequestOptions] | None = None,
+    key: jax.Array | None = None,
+    logprobs: LogprobsConfig | None = None,
+    **fields: Unpack[RequestFields],
+) -> Iterator[StepRecord]:
+    """`generate`, one step at a time: yields what each step emitted, as it comes.
+
+    The tokens and the acceptance of every step are those of `generate`.
+
+    Args:
+      model: as in `generate`.
+      params: as in `generate`.
+      prompts: as in `generate`.
+      drafter: as in `generate`.
+      draft_params: as in `generate`.
+      config: as in `generate`.
+      options: as in `generate`.
+      key: as in `generate`.
+      logprobs: as in `generate`.
+      **fields: as in `generate`.
+
+    Yields:
+      One `StepRecord` of NumPy arrays ``[B, ...]`` per step.
+
+    Raises:
+      TypeError: as in `generate`.
+      ValueError: as in `generate`.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> _, (model, params) = sd.load_embedded_pair()  # the smaller one
+      >>> steps = sd.generate_stream(
+      ...     model, params, [sd.encode("import os, import ")],
+      ...     drafter=sd.NGramDrafter(), config=sd.SpecDecodeConfig(num_speculative_tokens=2),
+      ...     max_new_tokens=4)
+      >>> sum(int(step.num_kept[0]) for step in steps)
+      4
+    """
+    inputs.drafting(drafter, config)
+    run = _prepare(
+        model, params, prompts, drafter, draft_params, config, options, key, logprobs, fields
+    )
+    return run.step_by_step()
+
+
+def generate_plain(
+    model: CausalModel,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    options: RequestOptions | Sequence[RequestOptions] | None = None,
+    key: jax.Array | None = None,
+    logprobs: LogprobsConfig | None = None,
+    **fields: Unpack[RequestFields],
+) -> GenerateOutput:
+    """`generate` without drafts, one token per pass: what it is measured against.
+
+    Args:
+      model: as in `generate`.
+      params: as in `generate`.
+      prompts: as in `generate`.
+      options: as in `generate`.
+      key: as in `generate`.
+      logprobs: as in `generate`.
+      **fields: as in `generate`.
+
+    Returns:
+      `GenerateOutput`; its steps propose nothing and emit one token each.
+
+    Raises:
+      TypeError: as in `generate`.
+      ValueError: as in `generate`.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> _, (model, params) = sd.load_embedded_pair()  # the smaller one
+      >>> output = sd.generate_plain(model, params, [sd.encode("class ")], max_new_tokens=4)
+      >>> len(output.completions[0])
+      4
+    """
+    run = _prepare(model, params, prompts, None, None, PLAIN, options, key, logprobs, fields)
+    return run.to_the_end()
+
+
+class _Run(NamedTuple):
+    """A generation that has been checked and laid out."""
+
+    decoder: Decoder
+    params: Any
+    draft_params: Any
+    prompts: list[list[int]]
+    batch: Batch
+    prompt_size: int
+    max_steps: int
+
+    def to_the_end(self) -> GenerateOutput:
+        """Run in one compiled loop."""
+        batch, steps, num_steps = _generate(
+            self.params,
+            self.draft_params,
+            self.batch,
+            decoder=self.decoder,
+            prompt_size=self.prompt_size,
+            max_steps=self.max_steps,
+        )
+        count = int(num_steps)
+        token_ids, lengths, status = jax.device_get((batch.token_ids, batch.lengths, batch.status))
+        return GenerateOutput(
+            completions=[
+                token_ids[b, len(prompt) : lengths[b]].tolist()
+                for b, prompt in enumerate(self.prompts)
+            ],
+            steps=jax.tree.map(lambda x: x[:count], jax.device_get(steps)),
+            status=[Status(s) for s in status],
+        )
+
+    def step_by_step(self) -> Iterator[StepRecord]:
+        """Run one step after another."""
+        weights, decoder = (self.params, self.draft_params), self.decoder
+        done = np.asarray(self.batch.done)
+        if done.all():
+            return
+        state = _prefill(*weights, self.batch, decoder=decoder, prompt_size=self.prompt_size)
+        while not done.all():
+            state, record = _step(*weights, state, decoder=decoder)
+            record, done = jax.device_get((record, state.batch.done))
+            yield record
+
+
+def _prepare(
+    model: CausalModel,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    drafter: Drafter | None,
+    draft_params: Any,
+    config: SpecDecodeConfig,
+    options: Options,
+    key: jax.Array | None,
+    logprobs: LogprobsConfig | None,
+    fields: RequestFields,
+) -> _Run:
+    inputs.target(model, params)
+    inputs.draft_weights(drafter, draft_params)
+    check_logprobs(logprobs)
+    rows = inputs.token_lists(prompts, model.vocab_size)
+    decoder = Decoder(model, drafter, config, logprobs)
+    batch, prompt_size, max_steps = make_batch(
+        rows,
+        one_each(options, len(rows), fields),
+        vocab_size=model.vocab_size,
+        key=key,
+        slack=decoder.num_drafts + 1,
+    )
+    params, draft_params, batch = on_all_devices((params, draft_params, batch), model)
+    return _Run(decoder, params, draft_params, rows, batch, prompt_size, max_steps)
+
+
+def make_batch(
+    prompts: list[list[int]],
+    options: list[RequestOptions],
+    *,
+    vocab_size: int,
+    key: jax.Array | None,
+    slack: int,
+) -> tuple[Batch, int, int]:
+    """Lay out requests.
+
+    Args:
+      prompts: B token id lists.
+      options: B.
+      vocab_size: V.
+      key: typed key or None.
+      slack: positions past the end that a step may write to.
+
+    Returns:
+      The batch, the padded prompt length, and the most steps it can take, both rounded up.
+
+    Raises:
+      TypeError: `key` is not one typed key.
+      ValueError: an id of the options is outside the vocabulary.
+    """
+    key = jax.random.key(0) if key is None else key
+    check_keys("key", key)
+    if key.shape != ():
+        raise TypeError(f"key must be one key, but its shape is {list(key.shape)}")
+    budget = max(one.max_new_tokens for one in options)
+    prompt_size = _round_up(max(map(len, prompts)))
+    length = _round_up(prompt_size + budget + slack)
+    token_ids = np.zeros((len(prompts), length), np.int32)
+    for b, prompt in enumerate(prompts):
+        token_ids[b, : len(prompt)] = prompt
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    arrays = BatchOptions.create(options, lengths.tolist(), vocab_size)
+    batch = Batch(
+        token_ids=jnp.asarray(token_ids),
+        lengths=jnp.asarray(lengths),
+        done=jnp.asarray(lengths >= arrays.ends),
+        status=jnp.full((len(prompts),), int(Status.OK), jnp.int32),
+        keys=_keys(key, options),
+        options=jax.tree.map(jnp.asarray, arrays),
+    )
+    return batch, prompt_size, _round_up(budget)
+
+
+def _keys(key: jax.Array, options: list[RequestOptions]) -> jax.Array:
+    """``[B]`` keys: of a request's seed, or its index folded into `key`."""
+    keys = fold_in_each(key, len(options))
+    seeds = {b: one.seed for b, one in enumerate(options) if one.seed is not None}
+    if not seeds:
+        return keys
+    own = [jax.random.key(np.uint32(seed)) for seed in seeds.values()]
+    return keys.at[np.array(list(seeds))].set(threefry_keys(jnp.stack(own)))
+
+
+def _round_up(size: int) -> int:
+    """At least one bucket."""
+    return max(1, -(-size // _BUCKET)) * _BUCKET
+
+
+@functools.partial(jax.jit, static_argnames=("decoder", "prompt_size"))
+def _prefill(
+    params: Any, draft_params: Any, batch: Batch, *, decoder: Decoder, prompt_size: int
+) -> DecodeState:
+    return decoder.prefill(params, draft_params, batch, prompt_size)
+
+
+@functools.partial(jax.jit, static_argnames=("decoder",), donate_argnames=("state",))
+def _step(
+    params: Any, draft_params: Any, state: DecodeState, *, decoder: Decoder
+) -> tuple[DecodeState, StepRecord]:
+    return decoder.step(params, draft_params, state)
+
+
+@functools.partial(jax.jit, static_argnames=("decoder", "prompt_size", "max_steps"))
+def _generate(
+    params: Any,
+    draft_params: Any,
+    batch: Batch,
+    *,
+    decoder: Decoder,
+    prompt_size: int,
+    max_steps: int,
+) -> tuple[Batch, StepRecord, jax.Array]:
+    """The final batch, the records stacked ``[max_steps, ...]``, and how many there are.
+
+    `max_steps` is at least the largest budget; every step adds a token, so no more are needed.
+    """
+    state = decoder.prefill(params, draft_params, batch, prompt_size)
+    step = functools.partial(decoder.step, params, draft_params)
+    shapes = jax.eval_shape(step, state)[1]
+    records = jax.tree.map(lambda s: jnp.zeros((max_steps, *s.shape), s.dtype), shapes)
+
+    def goes_on(carry: Any) -> jax.Array:
+        return ~jnp.all(carry[0].batch.done)
+
+    def body(carry: Any) -> Any:
+        state, records, count = carry
+        state, record = step(state)
+        records = jax.tree.map(
+            lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, count, 0), records, record
+        )
+        return state, records, count + 1
+
+    state, records, count = lax.while_loop(goes_on, body, (state, records, jnp.int32(0)))
+    return state.batch, records, count
+
+
+@dataclasses.dataclass(frozen=True)
+class GreedyDifference:
+    """Where a greedy generation first left plain decoding.
+
+    Attributes:
+      request: index of the request.
+      index: index into its completion.
+      token_id: what it emitted there; None where it had ended.
+      plain_token_id: what plain decoding emitted there; None where it had ended.
+      gap: difference of the two best target logits there. Sums of float32 numbers depend on how
+        many tokens a pass holds; a gap below 1e-4 is within that rounding.
+
+    Example:
+      >>> GreedyDifference(request=0, index=17, token_id=40, plain_token_id=91, gap=2e-6).gap < 1e-4
+      True
+    """
+
+    request: int
+    index: int
+    token_id: int | None
+    plain_token_id: int | None
+    gap: float
+
+
+def greedy_differences(
+    model: CausalModel,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    output: GenerateOutput,
+    plain: GenerateOutput,
+    options: RequestOptions | Sequence[RequestOptions] | None = None,
+) -> list[GreedyDifference]:
+    """The first difference of each request that has one, with how close the decision was.
+
+    Args:
+      model: the target.
+      params: its weights.
+      prompts: what both generations began from.
+      output: of `generate` at temperature 0.
+      plain: of `generate_plain` at temperature 0.
+      options: of both.
+
+    Returns:
+      One entry per request that differs; empty where all are identical.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> _, (model, params) = sd.load_embedded_pair()
+      >>> prompts = [sd.encode("class ")]
+      >>> plain = sd.generate_plain(model, params, prompts, max_new_tokens=4)
+      >>> sd.greedy_differences(model, params, prompts, plain, plain)
+      []
+    """
+    found = []
+    asked = one_each(options, len(prompts), {})
+    pairs = zip(output.completions, plain.completions, strict=True)
+    for b, (ours, theirs) in enumerate(pairs):
+        if ours == theirs:
+            continue
+        shorter = min(len(ours), len(theirs))
+        index = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
+        sequence = jnp.array([[*prompts[b], *theirs[:index]]], jnp.int32)
+        cache = model.init_cache(1, sequence.shape[1])
+        logits, _ = model.apply(params, sequence, jnp.zeros((1,), jnp.int32), cache)
+        row = _processed(logits[:, -1], asked[b], sequence, len(prompts[b]))
+        second, best = np.sort(row)[-2:]
+        found.append(
+            GreedyDifference(
+                b,
+                index,
+                ours[index] if index < len(ours) else None,
+                theirs[index] if index < len(theirs) else None,
+                float(best - second),
+            )
+        )
+    return found
+
+
+def _processed(
+    logits: jax.Array, options: RequestOptions, sequence: jax.Array, prompt_length: int
+) -> np.ndarray:
+    """The row ``[V]`` that a greedy token is the argmax of, from ``logits [1, V]``."""
+    vocab_size = logits.shape[1]
+    batch = Batch(
+        token_ids=sequence,
+        lengths=jnp.array([sequence.shape[1]], jnp.int32),
+        done=jnp.zeros((1,), bool),
+        status=jnp.zeros((1,), jnp.int32),
+        keys=jax.random.split(jax.random.key(0), 1),
+        options=BatchOptions.create([options], [prompt_length], vocab_size),
+    )
+    rows = batch.context(PLAIN, vocab_size).process_logits(logits)
+    return np.array(rows[0], np.float32)
