@@ -31,7 +31,7 @@ from jax_specdec._src.models.checkpoint import (
     load_huggingface,
     save_checkpoint,
 )
-from jax_specdec._src.models.llama import Llama, LlamaConfig
+from jax_specdec._src.models.llama import Llama, LlamaConfig, stack_layers, unstack_layers
 from jax_specdec._src.models.protocol import CausalModel
 from jax_specdec._src.models.rotary import RopeScaling
 from jax_specdec._src.models.tensor_parallel import TensorParallelLlama
@@ -173,8 +173,10 @@ __all__ = [
     "rejection_sample_with_noise",
     "sample_draft_tokens",
     "save_checkpoint",
+    "stack_layers",
     "token_logprobs",
     "unconditional_to_conditional_rates",
+    "unstack_layers",
     "validate",
     "which_implementation",
 ]

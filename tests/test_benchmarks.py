@@ -1,9 +1,11 @@
 """The benchmarks count what they say, lose no result, and draw what they measured."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import bench_decode_cpu
+import bench_scan_layers
 import bench_verify_gpu
 import chain
 import disagreements
@@ -182,6 +184,32 @@ def test_plots_are_drawn_from_results_alone(tmp_path, capsys):
     (bars,) = plots.vocabularies(results()).axes
     places = [(round(bar.get_x() + 0.2, 6), bar.get_height()) for bar in bars.patches]
     assert places == [(-0.2, 2), (0.8, 2), (1.2, 2)]
+
+
+@pytest.mark.parametrize("target", [None, "qwen2"])
+def test_layers_in_a_scan_are_measured_against_layers_one_after_another(
+    target, tmp_path, capsys, monkeypatch
+):
+    checkpoints = Path(__file__).parent / "models" / "huggingface"
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    tiny = dict(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=2, head_dim=2)
+    monkeypatch.setattr(
+        bench_scan_layers, "SMALL", dataclasses.replace(bench_scan_layers.SMALL, **tiny)
+    )
+    command = ["--lengths", "1", "3", "--max-length", "16", "--compiles", "1", "--repeats", "2"]
+    command += ["--target", str(checkpoints / target)] if target else []
+    bench_scan_layers.main(command)
+    rows = json.loads((tmp_path / "scan_layers_cpu.json").read_text())["rows"]
+    cases = [(form, length) for length in (1, 3) for form in ("unrolled", "scanned")]
+    assert [(row["form"], row["tokens"]) for row in rows] == cases
+    for row in rows:
+        assert {name: len(times) for name, times in row["samples"].items()} == {
+            "compile_s": 1,
+            "compile_cpu_s": 1,
+            "pass_s": 2,
+            "pass_cpu_s": 2,
+        }
+    assert "scanned" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("with_draft", [False, pytest.param(True, marks=pytest.mark.slow)])

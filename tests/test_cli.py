@@ -640,6 +640,7 @@ def test_synthetic_rates_are_read_from_the_command_line() -> None:
             "--draft must be a directory or ngram with --targe",
         ),
         (["--dtype", "float32"], "--dtype needs --target"),
+        (["--scan-layers"], "--scan-layers needs --target"),
         (["--chat"], "--chat needs --target, whose tokenizer has the chat template"),
         (["--target", ".", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["--target", "README.md"], "README.md is a file, but a checkpoint must be a directory"),

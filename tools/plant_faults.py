@@ -227,6 +227,33 @@ FAULTS = {
         "return all_",
         "serving/test_engine.py",
     ),
+    "a bad word is looked for without the drafts before a row": Fault(
+        "processors.py",
+        "[bad_words.recent, token_ids]",
+        "[bad_words.recent, 0 * token_ids - 1]",
+        "serving/test_processors.py",
+    ),
+    "all rows of a step forbid stop tokens like its first": Fault(
+        "processors.py",
+        "is_early = offset < ",
+        "is_early = 0 * offset < ",
+        "serving/test_processors.py",
+    ),
+    "matchers stay where a step's drafts led them": Fault(
+        "grammar.py", "if matcher is not None and count:", "if False:", "serving/test_grammar.py"
+    ),
+    "a grammar that begins in mid-draft begins a token late": Fault(
+        "grammar.py",
+        "return self._before[-len(self._begin) :] == self._begin",
+        "return self._before[-len(self._begin) - 1 : -1] == self._begin",
+        "serving/test_grammar.py",
+    ),
+    "a loop over layers copies the cache": Fault(
+        "models/llama.py",
+        "lax.optimization_barrier(written)",
+        "written",
+        "models/test_scan_layers.py",
+    ),
 }
 
 

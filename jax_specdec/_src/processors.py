@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export
+from jax import export, lax
 from jax.sharding import AxisType, NamedSharding
 
 from jax_specdec._src import ragged
+from jax_specdec._src.blocks import BLOCK
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.penalties import Penalties, apply_penalties
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Drafts, described
@@ -352,7 +353,7 @@ def apply_logit_bias(
     logit_bias = jax.tree.map(jnp.asarray, logit_bias)
     owner, _, _ = ragged.owners(logits, drafts, config, padded_rows)
     ids, values = logit_bias.token_ids[owner], logit_bias.values[owner]
-    return x.at[_places(ids, x.shape)].add(values, mode="drop", out_sharding=_place_of(x))
+    return _scatter(x, ids, values)
 
 
 def forbid_bad_words(
@@ -467,21 +468,48 @@ def forbid_stop_tokens(
 
 def _forbid(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
     """-inf at ``token_ids [M, n]`` of each row; ids outside the vocabulary are none."""
-    x = jnp.asarray(logits)
-    places = _places(token_ids, x.shape)
-    return x.at[places].set(-jnp.inf, mode="drop", out_sharding=_place_of(x))
+    return _scatter(jnp.asarray(logits), token_ids, None)
+
+
+def _scatter(x: jax.Array, token_ids: jax.Array, added: jax.Array | None) -> jax.Array:
+    """Rows with ``added [M, n]`` more, or with -inf, at ``token_ids [M, n]``, where those are."""
+    is_token = (token_ids >= 0) & (token_ids < x.shape[1])
+    ids = jnp.where(is_token, token_ids, x.shape[1])  # dropped
+    given = (x, ids) if added is None else (x, ids, added)
+    if x.shape[0] <= BLOCK:
+        return _scatter_rows(*given)
+    return lax.platform_dependent(*given, tpu=_scatter_blocks, default=_scatter_rows)
+
+
+def _scatter_rows(x: jax.Array, ids: jax.Array, added: jax.Array | None = None) -> jax.Array:
+    place = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], ids
+    if added is None:
+        return x.at[place].set(-jnp.inf, mode="drop", out_sharding=_place_of(x))
+    return x.at[place].add(added, mode="drop", out_sharding=_place_of(x))
+
+
+def _scatter_blocks(x: jax.Array, ids: jax.Array, added: jax.Array | None = None) -> jax.Array:
+    """The same, a few rows at a time: to scatter, a TPU lays rows out anew, all that it is given.
+
+    Rows of the last block that are in the one before, too, are skipped there.
+    """
+    size = x.shape[0]
+    starts = jnp.minimum(jnp.arange(0, size, BLOCK, dtype=jnp.int32), size - BLOCK)
+
+    def step(i: jax.Array, x: jax.Array) -> jax.Array:
+        given = (x, ids) if added is None else (x, ids, added)
+        rows, own, *more = (lax.dynamic_slice_in_dim(y, starts[i], BLOCK) for y in given)
+        is_new = starts[i] + jnp.arange(BLOCK, dtype=jnp.int32) >= i * BLOCK
+        own = jnp.where(is_new[:, None], own, x.shape[1])
+        return lax.dynamic_update_slice_in_dim(x, _scatter_rows(rows, own, *more), starts[i], 0)
+
+    return lax.fori_loop(0, starts.shape[0], step, x)
 
 
 def _place_of(x: jax.Array) -> NamedSharding | None:
     """Where `x` is, on a mesh with explicit axes, which want to be told that it stays there."""
     place = jax.typeof(x).sharding
     return place if AxisType.Explicit in place.mesh.axis_types else None
-
-
-def _places(token_ids: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Indices of entries ``token_ids [M, n]`` of rows; an id out of range indexes past the row."""
-    is_token = (token_ids >= 0) & (token_ids < shape[1])
-    return jnp.arange(shape[0], dtype=jnp.int32)[:, None], jnp.where(is_token, token_ids, shape[1])
 
 
 def _check_type(name: str, value: object, wanted: type) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -85,11 +86,12 @@ def _checkpoints(options: Options, texts: list[str]) -> Models:
         tokenizer.check_same_vocabulary(load_tokenizer(directory))
     prompts = _encode(options, texts, tokenizer, config)
     budget = _budget(options, prompts, config.max_position_embeddings, "tokens")
-    target = load_huggingface(options.target, options.dtype)
+    load = functools.partial(load_huggingface, dtype=options.dtype, scan_layers=options.scan_layers)
+    target = load(options.target)
     size = target.model.vocab_size
     drafters: dict[str, LoadedModel | None] = dict.fromkeys(options.drafters)
     for name, directory in directories.items():
-        drafters[name] = load_huggingface(directory, options.dtype, max_vocab_size=size)
+        drafters[name] = load(directory, max_vocab_size=size)
     stop_token_ids = tokenizer.stop_token_ids
     return Models(target, drafters, prompts, budget, stop_token_ids, tokenizer.stream)
 

@@ -37,6 +37,7 @@ class Options:
       target: directory of the target's checkpoint; None for the embedded target.
       drafters: each "model" (the embedded draft model), "ngram", or the directory of a checkpoint.
       dtype: compute dtype of checkpoints; None for the stored one.
+      scan_layers: loop over a checkpoint's layers, to compile faster; see `Llama`.
       temperatures: 0 is greedy.
       max_new_tokens: budget of each request; None for the default, or as many as fit.
       seed: of the sampling noise.
@@ -54,6 +55,7 @@ class Options:
     target: Path | None
     drafters: tuple[str, ...]
     dtype: str | None
+    scan_layers: bool
     temperatures: tuple[float, ...]
     max_new_tokens: int | None
     seed: int
@@ -85,6 +87,7 @@ _NOT_GIVEN = {
     "target": None,
     "drafters": None,
     "dtype": None,
+    "scan_layers": False,
     "acceptance_length": None,
     "acceptance_rates": None,
     "max_new_tokens": None,
@@ -182,6 +185,12 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         choices=DTYPES,
         default=argparse.SUPPRESS,
         help="compute dtype of checkpoints (default: as stored)",
+    )
+    command.add_argument(
+        "--scan-layers",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="loop over the layers of checkpoints: compiles faster, and runs slower",
     )
     for name, (kind, help_) in _REQUEST_OPTIONS.items():
         command.add_argument(
@@ -381,6 +390,7 @@ def _check(values: argparse.Namespace) -> Options:
         target=values.target,
         drafters=drafters,
         dtype=values.dtype,
+        scan_layers=values.scan_layers,
         temperatures=tuple(dict.fromkeys(values.temperatures)),
         max_new_tokens=values.max_new_tokens,
         seed=values.seed,
@@ -405,6 +415,8 @@ def _drafters(values: argparse.Namespace) -> tuple[str, ...]:
             raise ValueError("--draft must be a directory or ngram with --target, but is 'model'")
     if values.target is None and values.dtype is not None:
         raise ValueError("--dtype needs --target")
+    if values.target is None and values.scan_layers:
+        raise ValueError("--scan-layers needs --target")
     return drafters
 
 

@@ -14,7 +14,7 @@ from jax_specdec._src.config import check_int
 from jax_specdec._src.models.config_json import CONFIG_FILE, config_text, read_config
 from jax_specdec._src.models.fields import quoted
 from jax_specdec._src.models.files import is_there
-from jax_specdec._src.models.llama import Llama, LlamaConfig
+from jax_specdec._src.models.llama import Llama, LlamaConfig, unstack_layers
 from jax_specdec._src.models.tensors import WEIGHTS_FILE, open_tensors, read_params, unfuse
 from jax_specdec._src.models.tokenizer import TOKENIZER_FILE, count_token_ids
 
@@ -46,7 +46,11 @@ class LoadedModel(NamedTuple):
 
 
 def load_checkpoint(
-    directory: str | Path, dtype: Any = jnp.float32, *, allow_nonfinite: bool = False
+    directory: str | Path,
+    dtype: Any = jnp.float32,
+    *,
+    allow_nonfinite: bool = False,
+    scan_layers: bool = False,
 ) -> LoadedModel:
     """Reads a checkpoint of this package, as `save_checkpoint` writes it.
 
@@ -54,6 +58,7 @@ def load_checkpoint(
         directory: holds `config.json` and the weights.
         dtype: compute dtype; weights are converted to it once, here.
         allow_nonfinite: read weights that are NaN or infinite in the compute dtype, too.
+        scan_layers: compile one layer and loop over it; see `Llama`.
 
     Returns:
         The model and its weights.
@@ -78,7 +83,7 @@ def load_checkpoint(
     """
     directory = _path(directory)
     config = read_config(directory / CONFIG_FILE)
-    return _load(directory, config, dtype, allow_nonfinite=allow_nonfinite)
+    return _load(directory, config, dtype, allow_nonfinite=allow_nonfinite, scan_layers=scan_layers)
 
 
 def load_huggingface(
@@ -87,6 +92,7 @@ def load_huggingface(
     *,
     max_vocab_size: int | None = None,
     allow_nonfinite: bool = False,
+    scan_layers: bool = False,
 ) -> LoadedModel:
     """Reads a Hugging Face checkpoint of the Llama, Qwen2 or Qwen3 family from a local directory.
 
@@ -103,6 +109,7 @@ def load_huggingface(
         max_vocab_size: ids from this on are left out: for a drafter, the target's `vocab_size`, as
             verification wants Vd <= V.
         allow_nonfinite: read weights that are NaN or infinite in the compute dtype, too.
+        scan_layers: compile one layer and loop over it; see `Llama`.
 
     Returns:
         The model and its weights.
@@ -133,7 +140,14 @@ def load_huggingface(
     if is_there(directory / TOKENIZER_FILE):
         known = count_token_ids(directory / TOKENIZER_FILE)
         config = dataclasses.replace(config, num_token_ids=min(known, config.vocab_size))
-    return _load(directory, config, dtype, max_vocab_size, allow_nonfinite=allow_nonfinite)
+    return _load(
+        directory,
+        config,
+        dtype,
+        max_vocab_size,
+        allow_nonfinite=allow_nonfinite,
+        scan_layers=scan_layers,
+    )
 
 
 def _load(
@@ -143,6 +157,7 @@ def _load(
     max_vocab_size: int | None = None,
     *,
     allow_nonfinite: bool,
+    scan_layers: bool,
 ) -> LoadedModel:
     size = min(config.vocab_size, max_vocab_size or config.vocab_size)
     known = min(config.num_token_ids or size, size)
@@ -151,8 +166,15 @@ def _load(
     )
     with open_tensors(directory, config) as tensors:
         stored = tensors.dtype("model.embed_tokens.weight")
-        model = Llama(kept, stored if dtype is None else _dtype(dtype))
-        params = read_params(tensors, config, model.dtype, size, allow_nonfinite=allow_nonfinite)
+        model = Llama(kept, stored if dtype is None else _dtype(dtype), scan_layers)
+        params = read_params(
+            tensors,
+            config,
+            model.dtype,
+            size,
+            allow_nonfinite=allow_nonfinite,
+            scan_layers=scan_layers,
+        )
         return LoadedModel(model, params)
 
 
@@ -220,7 +242,8 @@ def save_checkpoint(
     config = config_text(model.config, stored.name)
     _check_params(model, params)
     tensors = {}
-    for name, tensor in unfuse(model.config, params).items():
+    listed = unstack_layers(params) if model.scan_layers else params
+    for name, tensor in unfuse(model.config, listed).items():
         with np.errstate(over="ignore"):
             tensors[name] = np.ascontiguousarray(np.asarray(tensor).astype(stored))
         is_lost = ~np.isfinite(tensors[name])

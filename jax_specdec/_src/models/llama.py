@@ -14,16 +14,18 @@ References:
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jax_specdec._src.models.llama_config import LlamaConfig, param_shapes
+from jax_specdec._src.models.llama_config import LlamaConfig, param_shapes, stacked_shapes
 from jax_specdec._src.models.rotary import frequencies, rotate, rotation
 
-__all__ = ["Llama", "LlamaConfig", "param_shapes"]
+__all__ = ["Llama", "LlamaConfig", "param_shapes", "stack_layers", "unstack_layers"]
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 """`attend(layer, query, key, value)`: what a layer's heads read. query `[B, S, N, D]`, key and
@@ -36,12 +38,17 @@ class Llama:
 
     The cache is a list of one `(keys, values)` pair per layer, keys `[B N_kv, D, T]` and values
     `[B N_kv, T, D]` in the compute dtype: the layouts in which attention reads them, so that XLA
-    neither transposes nor copies a cache in a loop (if B N_kv is one, it copies).
+    neither transposes nor copies a cache in a loop (if B N_kv is one, it copies). With
+    `scan_layers` it is one such pair, of arrays with a leading axis of L.
 
     Attributes:
         config: the sizes.
         dtype: compute dtype of matrix products, residual stream, cache and logits. Norms, rotary
             angles and the attention softmax are float32 whatever it is.
+        scan_layers: compile one layer and loop over it, rather than all L one after another. A
+            program compiles several times as fast, and a pass over a few tokens takes longer,
+            because each layer's weights are copied out of arrays that hold those of all layers
+            (docs/compile_time.md has figures). Weights are then those of `stack_layers`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -58,6 +65,7 @@ class Llama:
 
     config: LlamaConfig
     dtype: Any = jnp.dtype("float32")
+    scan_layers: bool = False
 
     def __post_init__(self) -> None:
         dtype = jnp.dtype(self.dtype)
@@ -71,7 +79,7 @@ class Llama:
         return self.config.vocab_size
 
     def init_params(self, key: jax.Array) -> dict[str, Any]:
-        """Random weights in the compute dtype, of the structure of `param_shapes`.
+        """Random weights in the compute dtype, of the structure that `apply` takes.
 
         Matrices are normal with variance 1 / fan-in, those that write to the residual stream
         divided by a further 2 L; norms are one, biases zero.
@@ -92,29 +100,31 @@ class Llama:
             residual = name in ("o_proj", "down_proj")
             scale = (fan_in * (2 * self.config.num_hidden_layers if residual else 1)) ** -0.5
             params.append((jax.random.normal(leaf_key, shape) * scale).astype(self.dtype))
-        return jax.tree.unflatten(treedef, params)
+        listed = jax.tree.unflatten(treedef, params)
+        return stack_layers(listed) if self.scan_layers else listed
 
-    def init_cache(self, batch_size: int, max_length: int) -> list[tuple[jax.Array, jax.Array]]:
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
         """An empty cache for B = batch_size requests of at most T = max_length positions."""
         c = self.config
         heads = batch_size * c.num_key_value_heads
         keys, values = (heads, c.head_dim, max_length), (heads, max_length, c.head_dim)
-        return [
-            (jnp.zeros(keys, self.dtype), jnp.zeros(values, self.dtype))
-            for _ in range(c.num_hidden_layers)
-        ]
+        layers = c.num_hidden_layers
+        if self.scan_layers:
+            return jnp.zeros((layers, *keys), self.dtype), jnp.zeros((layers, *values), self.dtype)
+        return [(jnp.zeros(keys, self.dtype), jnp.zeros(values, self.dtype)) for _ in range(layers)]
 
     def apply(
         self,
         params: dict[str, Any],
         token_ids: jax.Array,
         start: jax.Array,
-        cache: list[tuple[jax.Array, jax.Array]],
-    ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+        cache: Any,
+    ) -> tuple[jax.Array, Any]:
         """Runs S consecutive tokens of each request; see `CausalModel.apply`.
 
         Args:
-            params: weights of the structure and shapes of `param_shapes`, in the compute dtype.
+            params: weights of the structure and shapes of `param_shapes`, in the compute dtype;
+                with `scan_layers` those of `stack_layers`.
             token_ids: `[B, S]` int32; ids outside the vocabulary, such as -1, are read as some
                 id in it.
             start: `[B]` int32, absolute position of each request's first token.
@@ -134,10 +144,10 @@ class Llama:
         params: dict[str, Any],
         token_ids: jax.Array,
         start: jax.Array,
-        cache: list[tuple[jax.Array, jax.Array]],
+        cache: Any,
         embed: Callable[[jax.Array, jax.Array], jax.Array],
         regularize: Callable[[jax.Array], jax.Array] = lambda branch: branch,
-    ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+    ) -> tuple[jax.Array, Any]:
         """`apply` for who reads embeddings, or ends a branch, in a way of its own.
 
         Args:
@@ -160,17 +170,50 @@ class Llama:
                 f"but has {start.shape}."
             )
         _check_cache(self, cache, batch_size, length)
+        _check_params(self, params)
         positions = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
+        embedded = embed(params["embed_tokens"], token_ids)
+        if self.scan_layers:
+            return self._scan(params, embedded, positions, cache, regularize)
         new_cache = list(cache)
 
         def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            keys, values = _write(*cache[layer], key, value, positions)
+            keys, values = cache[layer]
+            keys, values = _write(keys, values, key, value, positions)
             new_cache[layer] = (keys, values)
             return _attention(query, keys, values, positions)
 
-        _check_params(self, params)
-        embedded = embed(params["embed_tokens"], token_ids)
         return self.run(params, embedded, positions, attend, regularize), new_cache
+
+    def _scan(
+        self,
+        params: dict[str, Any],
+        embedded: jax.Array,
+        positions: jax.Array,
+        cache: tuple[jax.Array, jax.Array],
+        regularize: Callable[[jax.Array], jax.Array],
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """`run` and the cache, in a loop over stacked layers."""
+        turn = self._rotation(positions)
+
+        def step(carry: Any, given: Any) -> tuple[Any, None]:
+            x, keys, values = carry
+            layer, index = given
+
+            def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+                nonlocal keys, values
+                written = _write(keys, values, key, value, positions, index)
+                # XLA would else write a second time, into a copy of the whole cache, as it reads.
+                keys, values = lax.optimization_barrier(written)
+                return _attention(query, keys[index], values[index], positions)
+
+            x = self._layer(layer, x, turn, attend, regularize)
+            return (x, keys, values), None
+
+        indices = jnp.arange(self.config.num_hidden_layers, dtype=jnp.int32)
+        carry, _ = lax.scan(step, (embedded, *cache), (params["layers"], indices))
+        x, keys, values = carry
+        return self._logits(params, x), (keys, values)
 
     def run(
         self,
@@ -183,7 +226,8 @@ class Llama:
         """The decoder around a given attention: what `apply` and training share.
 
         Args:
-            params: weights of the structure and shapes of `param_shapes`, in the compute dtype.
+            params: weights of the structure and shapes of `param_shapes`, in the compute dtype, not
+                stacked.
             embedded: `[B, S, H]`, rows of the embedding, in the compute dtype.
             positions: `[B, S]` int32, absolute positions, for the rotary embedding.
             attend: called once per layer with rotated queries and keys; see `Attend`.
@@ -193,27 +237,47 @@ class Llama:
         Returns:
             Logits `[B, S, V]` in the compute dtype.
         """
-        c = self.config
-        num_query, num_kv = c.num_attention_heads, c.num_key_value_heads
-        leading = embedded.shape[:2]
-        turn = rotation(positions, frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
+        turn = self._rotation(positions)
         x = embedded
         for index, layer in enumerate(params["layers"]):
-            h = _rms_norm(x, layer["input_layernorm"], c.rms_norm_eps)
-            heads = h @ layer["qkv_proj"]
-            if c.qkv_bias:
-                heads = heads + layer["qkv_bias"][None, None, :]
-            heads = heads.reshape(*leading, num_query + 2 * num_kv, c.head_dim)
-            query, key, value = jnp.split(heads, [num_query, num_query + num_kv], axis=2)
-            if c.qk_norm:
-                query = _rms_norm(query, layer["q_norm"], c.rms_norm_eps)
-                key = _rms_norm(key, layer["k_norm"], c.rms_norm_eps)
-            read = attend(index, rotate(query, turn), rotate(key, turn), value)
-            read = read.reshape(*leading, num_query * c.head_dim)
-            x = x + regularize(read @ layer["o_proj"])
-            h = _rms_norm(x, layer["post_attention_layernorm"], c.rms_norm_eps)
-            gate, up = jnp.split(h @ layer["gate_up_proj"], 2, axis=2)
-            x = x + regularize((jax.nn.silu(gate) * up) @ layer["down_proj"])
+            x = self._layer(layer, x, turn, functools.partial(attend, index), regularize)
+        return self._logits(params, x)
+
+    def _rotation(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        c = self.config
+        return rotation(positions, frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
+
+    def _layer(
+        self,
+        layer: dict[str, jax.Array],
+        x: jax.Array,
+        turn: tuple[jax.Array, jax.Array],
+        attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+        regularize: Callable[[jax.Array], jax.Array],
+    ) -> jax.Array:
+        """The residual stream `[B, S, H]` after one more layer."""
+        c = self.config
+        num_query, num_kv = c.num_attention_heads, c.num_key_value_heads
+        leading = x.shape[:2]
+        h = _rms_norm(x, layer["input_layernorm"], c.rms_norm_eps)
+        heads = h @ layer["qkv_proj"]
+        if c.qkv_bias:
+            heads = heads + layer["qkv_bias"][None, None, :]
+        heads = heads.reshape(*leading, num_query + 2 * num_kv, c.head_dim)
+        query, key, value = jnp.split(heads, [num_query, num_query + num_kv], axis=2)
+        if c.qk_norm:
+            query = _rms_norm(query, layer["q_norm"], c.rms_norm_eps)
+            key = _rms_norm(key, layer["k_norm"], c.rms_norm_eps)
+        read = attend(rotate(query, turn), rotate(key, turn), value)
+        read = read.reshape(*leading, num_query * c.head_dim)
+        x = x + regularize(read @ layer["o_proj"])
+        h = _rms_norm(x, layer["post_attention_layernorm"], c.rms_norm_eps)
+        gate, up = jnp.split(h @ layer["gate_up_proj"], 2, axis=2)
+        return x + regularize((jax.nn.silu(gate) * up) @ layer["down_proj"])
+
+    def _logits(self, params: dict[str, Any], x: jax.Array) -> jax.Array:
+        """Logits `[B, S, V]` of the residual stream after the last layer."""
+        c = self.config
         x = _rms_norm(x, params["norm"], c.rms_norm_eps)
         if c.tie_word_embeddings:
             logits = jnp.einsum("vh,bsh->bsv", params["embed_tokens"], x)  # faster than x @ E.T
@@ -223,6 +287,40 @@ class Llama:
             return logits
         is_token = jnp.arange(c.vocab_size, dtype=jnp.int32) < c.num_token_ids
         return jnp.where(is_token[None, None, :], logits, -jnp.inf)
+
+
+def stack_layers(params: dict[str, Any]) -> dict[str, Any]:
+    """The weights of a `Llama` for `scan_layers`: ``layers`` as one dict of `[L, ...]` arrays.
+
+    Args:
+        params: of the structure of `param_shapes`, where ``layers`` is a list of dicts.
+
+    Returns:
+        New arrays for the layers; the others are shared.
+
+    Example:
+        >>> import dataclasses
+        >>> import jax_specdec as sd
+        >>> _, (model, params) = sd.load_embedded_pair()
+        >>> model, params = dataclasses.replace(model, scan_layers=True), sd.stack_layers(params)
+        >>> params["layers"]["input_layernorm"].shape[0] == model.config.num_hidden_layers
+        True
+    """
+    return {**params, "layers": jax.tree.map(lambda *x: jnp.stack(x), *params["layers"])}
+
+
+def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `stack_layers`.
+
+    Example:
+        >>> import jax_specdec as sd
+        >>> _, (model, params) = sd.load_embedded_pair()
+        >>> len(sd.unstack_layers(sd.stack_layers(params))["layers"])
+        2
+    """
+    layers = params["layers"]
+    size = len(next(iter(layers.values())))
+    return {**params, "layers": [{k: x[i] for k, x in layers.items()} for i in range(size)]}
 
 
 def _embed(embed_tokens: jax.Array, token_ids: jax.Array) -> jax.Array:
@@ -237,16 +335,25 @@ def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def _write(
-    keys: jax.Array, values: jax.Array, key: jax.Array, value: jax.Array, positions: jax.Array
+    keys: jax.Array,
+    values: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    positions: jax.Array,
+    layer: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes key and value `[B, S, N_kv, D]` at positions `[B, S]` into the cache, in place."""
+    """Writes key and value `[B, S, N_kv, D]` at positions `[B, S]` into the cache, in place.
+
+    It is one layer's, or has an axis of layers, of which `layer` is one.
+    """
     batch_size, _, num_kv, head_dim = key.shape
     requests = jnp.arange(batch_size)[:, None]
-    new_keys = keys.reshape(batch_size, num_kv, head_dim, -1)
-    new_values = values.reshape(batch_size, num_kv, -1, head_dim)
+    one = () if layer is None else (layer,)
+    new_keys = keys.reshape(*keys.shape[:-3], batch_size, num_kv, head_dim, -1)
+    new_values = values.reshape(*values.shape[:-3], batch_size, num_kv, -1, head_dim)
     mode: dict[str, Any] = {"mode": "promise_in_bounds", "unique_indices": True}
-    new_keys = new_keys.at[requests, :, :, positions].set(key, **mode)
-    new_values = new_values.at[requests, :, positions].set(value, **mode)
+    new_keys = new_keys.at[*one, requests, :, :, positions].set(key, **mode)
+    new_values = new_values.at[*one, requests, :, positions].set(value, **mode)
     return new_keys.reshape(keys.shape), new_values.reshape(values.shape)
 
 
@@ -285,7 +392,7 @@ def _check_integers(name: str, value: jax.Array, ndim: int) -> None:
 
 def _check_params(model: Llama, params: dict[str, Any]) -> None:
     found = dict(jax.tree.leaves_with_path(params))
-    shapes = param_shapes(model.config)
+    shapes = stacked_shapes(model.config) if model.scan_layers else param_shapes(model.config)
     for path, shape in jax.tree.leaves_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple)):
         name = "params" + jax.tree_util.keystr(path)
         if path not in found:
@@ -302,11 +409,13 @@ def _check_params(model: Llama, params: dict[str, Any]) -> None:
 
 def _check_cache(model: Llama, cache: Any, batch_size: int, length: int) -> None:
     c = model.config
-    if [len(pair) for pair in cache] != [2] * c.num_hidden_layers:
-        raise ValueError(
-            f"cache must be a list of {c.num_hidden_layers} (keys, values) pairs, from init_cache."
-        )
-    max_length = cache[0][0].shape[-1]
+    wanted = f"a list of {c.num_hidden_layers} (keys, values) pairs"
+    if model.scan_layers:
+        wanted = "one pair (keys, values) of all layers"
+    structure: Any = jax.tree.structure(jax.eval_shape(lambda: model.init_cache(1, 1)))
+    if jax.tree.structure(cache) != structure:
+        raise ValueError(f"cache must be {wanted}, from init_cache.")
+    max_length = jax.tree.leaves(cache)[0].shape[-1]
     expected = jax.eval_shape(lambda: model.init_cache(batch_size, max_length))
     for found, wanted in zip(jax.tree.leaves(cache), jax.tree.leaves(expected), strict=True):
         if found.shape != wanted.shape:

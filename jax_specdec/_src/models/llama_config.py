@@ -6,7 +6,7 @@ from typing import Any
 from jax_specdec._src.models.fields import check_fields, quoted
 from jax_specdec._src.models.rotary import RopeScaling
 
-__all__ = ["LlamaConfig", "param_shapes"]
+__all__ = ["LlamaConfig", "param_shapes", "stacked_shapes"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,3 +110,10 @@ def param_shapes(config: LlamaConfig) -> dict[str, Any]:
     if not c.tie_word_embeddings:
         shapes["lm_head"] = (c.hidden_size, c.vocab_size)
     return shapes
+
+
+def stacked_shapes(config: LlamaConfig) -> dict[str, Any]:
+    """`param_shapes` with one dict for all layers, whose shapes begin with L."""
+    one = param_shapes(dataclasses.replace(config, num_hidden_layers=1))
+    (layer,) = one["layers"]
+    return one | {"layers": {k: (config.num_hidden_layers, *shape) for k, shape in layer.items()}}

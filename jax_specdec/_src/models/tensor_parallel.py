@@ -110,7 +110,7 @@ class TensorParallelLlama:
             intermediate_size=-(-c.intermediate_size // n),
             num_token_ids=None,
         )
-        return Llama(config, self.model.dtype)
+        return Llama(config, self.model.dtype, self.model.scan_layers)
 
     def shard_params(self, params: dict[str, Any]) -> dict[str, Any]:
         """The weights, each device's where it runs.
@@ -128,17 +128,22 @@ class TensorParallelLlama:
 
         def place(path: Any, x: jax.Array) -> jax.Array:
             name, whole = path[-1].key, np.asarray(x)
+            is_stacked = self.model.scan_layers and path[0].key == "layers"
+
+            def part(device: int) -> np.ndarray:
+                if is_stacked:
+                    return np.stack([self._part(name, layer, device) for layer in whole])
+                return self._part(name, whole, device)
 
             def read(index: Any) -> np.ndarray:
-                devices = range(self.num_devices)[index[0]]
-                return np.stack([self._part(name, whole, device) for device in devices])
+                return np.stack([part(device) for device in range(self.num_devices)[index[0]]])
 
-            shape = (self.num_devices, *self._part(name, whole, 0).shape)
+            shape = (self.num_devices, *part(0).shape)
             return jax.make_array_from_callback(shape, sharding, read)
 
         return jax.tree.map_with_path(place, params)
 
-    def init_cache(self, batch_size: int, max_length: int) -> list[tuple[jax.Array, jax.Array]]:
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
         """An empty cache; see `CausalModel.init_cache`."""
         one = jax.eval_shape(lambda: self._local.init_cache(batch_size, max_length))
         sharding = NamedSharding(self.mesh, P(self.axis))
@@ -151,8 +156,8 @@ class TensorParallelLlama:
         params: dict[str, Any],
         token_ids: jax.Array,
         start: jax.Array,
-        cache: list[tuple[jax.Array, jax.Array]],
-    ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+        cache: Any,
+    ) -> tuple[jax.Array, Any]:
         """Runs S consecutive tokens of each request; see `CausalModel.apply`.
 
         Args:

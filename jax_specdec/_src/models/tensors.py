@@ -143,7 +143,13 @@ def _check(tensors: Tensors, config: LlamaConfig) -> None:
 
 
 def read_params(
-    tensors: Tensors, config: LlamaConfig, dtype: Any, vocab_size: int, *, allow_nonfinite: bool
+    tensors: Tensors,
+    config: LlamaConfig,
+    dtype: Any,
+    vocab_size: int,
+    *,
+    allow_nonfinite: bool,
+    scan_layers: bool = False,
 ) -> Any:
     """The params of `Llama`.
 
@@ -153,9 +159,11 @@ def read_params(
         dtype: of the params.
         vocab_size: ids from this on are left out.
         allow_nonfinite: weights may be NaN or infinite.
+        scan_layers: as of the `Llama`.
 
     Returns:
-        The pytree of `param_shapes`, with `vocab_size` ids.
+        The pytree of `param_shapes` or, with `scan_layers`, of `stacked_shapes`, with `vocab_size`
+        ids.
 
     Raises:
         ValueError: a weight is NaN or infinite in `dtype`.
@@ -172,12 +180,15 @@ def read_params(
         # Converted and transposed by XLA, which is much quicker at both than NumPy.
         return jnp.concatenate([read(name) for name in names]).T
 
+    parts = [_layer_tensors(config, index) for index in range(config.num_hidden_layers)]
+    layers: Any
+    if scan_layers:  # one name at a time, so that no more than its weights are held twice
+        layers = {name: jnp.stack([fused(*layer[name]) for layer in parts]) for name in parts[0]}
+    else:
+        layers = [{name: fused(*names) for name, names in layer.items()} for layer in parts]
     params = {
         "embed_tokens": read("model.embed_tokens.weight", vocab_size),
-        "layers": [
-            {name: fused(*parts) for name, parts in _layer_tensors(config, index).items()}
-            for index in range(config.num_hidden_layers)
-        ],
+        "layers": layers,
         "norm": fused("model.norm.weight"),
     }
     if not config.tie_word_embeddings:

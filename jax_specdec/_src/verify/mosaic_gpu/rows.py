@@ -25,8 +25,34 @@ Step: TypeAlias = Callable[[jax.Array, int, jax.Array | int, list[Chunk], Any], 
 state to the next state."""
 
 
+class RowSlice:
+    """What a block's slices of target and draft rows have in common."""
+
+    threads: Threads
+    rows: Any
+    each: int
+
+    @property
+    def entry_size(self) -> int:
+        """Bytes of an entry."""
+        return jnp.dtype(self.rows.dtype).itemsize
+
+    @property
+    def chunk(self) -> int:
+        """Ids that all threads read at once."""
+        return THREADS * self.each
+
+    def chunks(self, row: jax.Array, tile: jax.Array) -> list[Chunk]:
+        """All entries of a tile, chunk by chunk."""
+        raise NotImplementedError
+
+    def of_tile(self, row: jax.Array, tile: jax.Array) -> list[jax.Array]:
+        """All entries that each thread has of a tile."""
+        return [x for chunk in self.chunks(row, tile) for x in chunk]
+
+
 @dataclasses.dataclass(frozen=True)
-class TargetSlice:
+class TargetSlice(RowSlice):
     """Buffers in shared memory for the tiles of rows that are copied one after another.
 
     What a tile has past the ids that count, or what a mask hides, reads as -inf.
@@ -58,16 +84,6 @@ class TargetSlice:
     each: int
     bitmask: Any = None
     end: jax.Array | None = None
-
-    @property
-    def entry_size(self) -> int:
-        """Bytes of an entry."""
-        return jnp.dtype(self.rows.dtype).itemsize
-
-    @property
-    def chunk(self) -> int:
-        """Ids that all threads read at once."""
-        return THREADS * self.each
 
     def count(self) -> jax.Array:
         """Tiles of this slice."""
@@ -185,12 +201,7 @@ class TargetSlice:
 
         return lax.fori_loop(0, self.count(), run, state)
 
-    def of_tile(self, row: jax.Array, tile: jax.Array) -> list[jax.Array]:
-        """All entries that each thread has of a tile."""
-        return [x for chunk in self.chunks(row, tile) for x in chunk]
-
     def chunks(self, row: jax.Array, tile: jax.Array) -> list[Chunk]:
-        """The same chunk by chunk."""
         begin = self.begin(row, tile)
         return [self.entries(begin, offset) for offset in self.offsets]
 
@@ -222,7 +233,7 @@ class TargetSlice:
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftSlice:
+class DraftSlice(RowSlice):
     """A block's slice of draft rows, of which nothing is kept.
 
     What a tile has past the ids that count reads as `fill`, what a threshold hides as -inf.
@@ -252,16 +263,6 @@ class DraftSlice:
     aligned: bool
     at_once: int = 1
     thresholds: Any = None
-
-    @property
-    def entry_size(self) -> int:
-        """Bytes of an entry."""
-        return jnp.dtype(self.rows.dtype).itemsize
-
-    @property
-    def chunk(self) -> int:
-        """Ids that all threads read at once."""
-        return THREADS * self.each
 
     def count(self) -> jax.Array:
         """Tiles of this slice of the target row."""
@@ -314,12 +315,7 @@ class DraftSlice:
         state = lax.fori_loop(0, lax.div(full + count - 1, count), by_group, state)
         return lax.fori_loop(full, self.count(), by_piece, state)
 
-    def of_tile(self, row: jax.Array, tile: jax.Array) -> list[jax.Array]:
-        """All entries that each thread has of a tile."""
-        return [x for chunk in self.chunks(row, tile) for x in chunk]
-
     def chunks(self, row: jax.Array, tile: jax.Array) -> list[Chunk]:
-        """The same chunk by chunk."""
         loaded = [self._words(row, tile, i, is_full=False) for i in range(PIECES)]
         pieces = [self._numbers(row, tile, i, x, is_full=False) for i, x in enumerate(loaded)]
         return [chunk for chunks in pieces for chunk in chunks]

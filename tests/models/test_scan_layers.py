@@ -1,0 +1,216 @@
+"""Layers in a scan: the logits, caches, checkpoints and texts of layers one after another."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+
+from . import reference_llama
+
+pytestmark = pytest.mark.newest
+
+CONFIG = sd.LlamaConfig(
+    vocab_size=37,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=8,
+    rope_theta=500.0,
+)
+B, T, S = 3, 24, 11
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def apply(model: Any, params: Any, token_ids: Any, start: Any, cache: Any) -> Any:
+    return model.apply(params, token_ids, start, cache)
+
+
+def listed(model: sd.Llama) -> Any:
+    """Weights whose layers differ, norms and biases too."""
+    params = dataclasses.replace(model, scan_layers=False).init_params(jax.random.key(1))
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(2), len(leaves))
+    return jax.tree.unflatten(
+        tree,
+        [
+            x + 0.3 * jax.random.normal(key, x.shape) if x.ndim == 1 else x
+            for key, x in zip(keys, leaves, strict=True)
+        ],
+    )
+
+
+def scanned(**changes: Any) -> tuple[sd.Llama, Any]:
+    model = sd.Llama(dataclasses.replace(CONFIG, **changes), scan_layers=True)
+    return model, sd.stack_layers(listed(model))
+
+
+def tokens() -> jax.Array:
+    return jax.random.randint(jax.random.key(0), (B, S), 0, CONFIG.vocab_size, jnp.int32)
+
+
+def in_calls(model: Any, params: Any, pieces: tuple[int, ...]) -> np.ndarray:
+    """Logits of the same tokens, fed in pieces; what a later piece overwrites comes first."""
+    cache, logits, first = model.init_cache(B, T), [], 0
+    wrong = tokens()[:, ::-1]
+    _, cache = apply(model, params, wrong, jnp.zeros((B,), jnp.int32), cache)
+    for piece in pieces:
+        part = tokens()[:, first : first + piece]
+        new, cache = apply(model, params, part, jnp.full((B,), first, jnp.int32), cache)
+        logits.append(new)
+        first += piece
+    return np.concatenate(logits, axis=1)
+
+
+@pytest.mark.parametrize("pieces", [(S,), (1, 5, 5), (7, 1, 1, 2)])
+def test_agrees_with_a_numpy_decoder(pieces: tuple[int, ...]) -> None:
+    model, params = scanned()
+    found = in_calls(model, params, pieces)
+    for logits, token_ids in zip(found, tokens(), strict=True):
+        want = reference_llama.forward(CONFIG, listed(model), token_ids.tolist())
+        np.testing.assert_allclose(logits, want, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(qkv_bias=True, qk_norm=True, num_token_ids=30),
+        dict(tie_word_embeddings=True, num_key_value_heads=1, num_hidden_layers=1),
+    ],
+    ids=["Qwen", "one layer"],
+)
+def test_agrees_with_layers_one_after_another(changes: dict[str, Any]) -> None:
+    model, params = scanned(**changes)
+    plain = dataclasses.replace(model, scan_layers=False)
+    want = in_calls(plain, sd.unstack_layers(params), (S,))
+    np.testing.assert_allclose(in_calls(model, params, (6, 5)), want, rtol=1e-5, atol=2e-5)
+
+
+def test_weights_begin_the_same_and_go_both_ways() -> None:
+    model = sd.Llama(CONFIG, scan_layers=True)
+    params = model.init_params(jax.random.key(4))
+    plain = dataclasses.replace(model, scan_layers=False).init_params(jax.random.key(4))
+    jax.tree.map(np.testing.assert_array_equal, sd.unstack_layers(params), plain)
+    jax.tree.map(np.testing.assert_array_equal, sd.stack_layers(plain), params)
+
+
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 5), (4, 1)])
+def test_a_decoding_loop_updates_the_cache_in_place(batch: int, length: int) -> None:
+    max_length, layers = 8192, 6
+    model, params = scanned(num_hidden_layers=layers)
+
+    def loop(params: Any, token_ids: Any, cache: Any) -> Any:
+        def body(state: Any) -> Any:
+            position, token_ids, cache = state
+            start = jnp.full((batch,), position, jnp.int32)
+            logits, cache = model.apply(params, token_ids, start, cache)
+            return position + length, jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
+
+        return jax.lax.while_loop(
+            lambda state: state[0] < 100, body, (jnp.int32(0), token_ids, cache)
+        )
+
+    token_ids = jnp.zeros((batch, length), jnp.int32)
+    cache = model.init_cache(batch, max_length)
+    compiled = jax.jit(loop, donate_argnums=2).lower(params, token_ids, cache).compile()
+    scores = batch * length * CONFIG.num_attention_heads * max_length * 4
+    one_layer = sum(x.nbytes for x in cache) // layers
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 2 * scores + 1.5 * one_layer
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(num_key_value_heads=2, num_attention_heads=4, intermediate_size=21),
+        dict(num_attention_heads=12, num_key_value_heads=6, qkv_bias=True, qk_norm=True),
+    ],
+    ids=["half as many heads", "biases and norms"],
+)
+def test_the_devices_of_a_mesh_give_the_logits_of_the_whole(changes: dict[str, Any]) -> None:
+    model, params = scanned(**changes)
+    mesh = jax.make_mesh((4,), ("tensor",), devices=jax.devices()[:4])
+    parallel = sd.TensorParallelLlama(model, mesh, "tensor")
+    shared = parallel.shard_params(params)
+    found = in_calls(parallel, shared, (6, 5))[..., : model.vocab_size]
+    np.testing.assert_allclose(found, in_calls(model, params, (S,)), rtol=1e-5, atol=2e-5)
+    for x in jax.tree.leaves(shared):
+        assert {shard.data.shape[0] for shard in x.addressable_shards} == {1}
+
+
+def test_a_checkpoint_is_the_same_file_either_way(tmp_path: Path) -> None:
+    model, params = scanned(qkv_bias=True)
+    plain = dataclasses.replace(model, scan_layers=False)
+    sd.save_checkpoint(tmp_path / "scanned", model, params)
+    sd.save_checkpoint(tmp_path / "plain", plain, sd.unstack_layers(params))
+    for name in ("config.json", "model.safetensors"):
+        written = [(tmp_path / kind / name).read_bytes() for kind in ("scanned", "plain")]
+        assert written[0] == written[1]
+    for load in (sd.load_checkpoint, sd.load_huggingface):
+        loaded = load(tmp_path / "plain", scan_layers=True)
+        assert loaded.model == model
+        jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
+
+
+def test_a_text_is_the_same_with_an_engine_in_between() -> None:
+    _, (plain, listed) = sd.load_embedded_pair()
+    model, params = dataclasses.replace(plain, scan_layers=True), sd.stack_layers(listed)
+    config = sd.SpecDecodeConfig(num_speculative_tokens=2)
+    prompts = [sd.encode("import "), sd.encode("for x in "), sd.encode("def f(")]
+    want = sd.generate_plain(plain, listed, prompts, max_new_tokens=12).completions
+    drafter = sd.ModelDrafter(model)
+    engine = sd.Engine(model, drafter, config, num_slots=2, max_length=32, prefill_sizes=(16,))
+    driver = sd.EngineDriver(engine, params, params)
+    requests = [driver.submit(prompt, max_new_tokens=12) for prompt in prompts]
+    texts: dict[int, list[int]] = {request: [] for request in requests}
+    while any(len(text) < 12 for text in texts.values()):
+        for update in driver.step():
+            texts[update.request_id] += update.token_ids
+    assert [texts[request] for request in requests] == want
+
+
+def test_the_page_turns_weights_into_stacked_ones() -> None:
+    page = Path(__file__).parents[2] / "docs" / "compile_time.md"
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
+    scope: dict[str, Any] = {}
+    exec(compile(code, str(page), "exec"), scope)
+    model, params = scope["model"], scope["params"]
+    arguments = jnp.zeros((1, 2), jnp.int32), jnp.zeros((1,), jnp.int32), model.init_cache(1, 8)
+    logits, _ = jax.eval_shape(model.apply, params, *arguments)
+    assert model.scan_layers and logits.shape == (1, 2, 256)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("weights", r"params\['layers'\]\['down_proj'\] must have shape \(3, 40, 24\), but is mis"),
+        ("cache", r"cache must be one pair \(keys, values\) of all layers, from init_cache"),
+        ("both", r"cache must be a list of 3 \(keys, values\) pairs, from init_cache"),
+    ],
+)
+def test_what_is_of_the_other_form_is_refused(change: str, message: str) -> None:
+    model, params = scanned()
+    plain = dataclasses.replace(model, scan_layers=False)
+    cache = (plain if change == "cache" else model).init_cache(B, T)
+    weights = sd.unstack_layers(params) if change == "weights" else params
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(
+            (plain if change == "both" else model).apply,
+            weights,
+            tokens(),
+            jnp.zeros((B,), jnp.int32),
+            cache,
+        )
