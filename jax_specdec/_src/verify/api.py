@@ -90,7 +90,7 @@ def rejection_sample(
       implementation: "mosaic_gpu" (Hopper GPUs and newer), "xla", or None for the first that
         supports the call; see `which_implementation`. A named one never falls back. "xla" has two
         forms and chooses by platform; "xla_lazy" walks requests one after another and reads rows
-        as they are reached, "xla_batched" reads all rows at once (on TPUs those of 8 requests).
+        as they are reached, "xla_batched" reads all rows at once.
       kernel_config: choices of speed for "mosaic_gpu", or None for the default.
       sharding: mesh axes that vocabulary and requests are split over. None: by where
         `target_logits` is, if that is known, as it is not under `jax.jit`.

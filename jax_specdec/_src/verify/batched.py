@@ -30,7 +30,7 @@ from jax_specdec._src.verify import decide, tiles
 from jax_specdec._src.verify.decide import Known, Request
 from jax_specdec._src.verify.exchange import WHOLE, Exchange, of_holder
 from jax_specdec._src.verify.resample import Source, Weights, choose, draw, pieces_of_tiles
-from jax_specdec._src.verify.rows import DraftRows, DraftScale, Partials, Rows, best_of, first_of
+from jax_specdec._src.verify.rows import DraftRows, DraftScale, Partials, Rows, best_of
 from jax_specdec._src.verify.rules import Rule
 
 _LARGE = 2**25
@@ -273,23 +273,26 @@ class _Phases:
             stats = self.statistics_of_one(one, position)
             return self.known(one, at, request.place(at), stats)
 
-        def goes_on(state: tuple[jax.Array, Known]) -> jax.Array:
-            count, known = state
-            drafts = decide.judge(request, known, self.weights.draft, self.target.size, self.rule)
-            may_matter = decide.goes_on(request, drafts, self.rule)[jnp.maximum(count - 1, 0)]
-            is_left = positions[jnp.minimum(count, positions.shape[0] - 1)] < request.num_rows
-            is_left &= (count < positions.shape[0]) & (request.status == Status.OK)
-            return is_left & ((count == 0) | may_matter)
+        def is_left(state: tuple[jax.Array, jax.Array, Known]) -> jax.Array:
+            may_matter, count, _ = state
+            position = positions[jnp.minimum(count, positions.shape[0] - 1)]
+            return may_matter & (count < positions.shape[0]) & (position < request.num_rows)
 
-        def step(state: tuple[jax.Array, Known]) -> tuple[jax.Array, Known]:
-            count, known = state
+        def step(
+            state: tuple[jax.Array, jax.Array, Known],
+        ) -> tuple[jax.Array, jax.Array, Known]:
+            _, count, known = state
             found = read(positions[count])
-            return count + 1, jax.tree.map(lambda all, x: all.at[count].set(x[0, 0]), known, found)
+            known = jax.tree.map(lambda all, x: all.at[count].set(x[0, 0]), known, found)
+            drafts = decide.judge(request, known, self.weights.draft, self.target.size, self.rule)
+            may_matter = decide.goes_on(request, drafts, self.rule)[count]
+            return may_matter, count + 1, known
 
         shapes = jax.eval_shape(read, positions[0])
         unread = jax.tree.map(lambda x: jnp.zeros(positions.shape, x.dtype), shapes)
         unread = unread._replace(position=positions)
-        return lax.while_loop(goes_on, step, (jnp.int32(0), unread))[1]
+        start = request.status == Status.OK, jnp.int32(0), unread
+        return lax.while_loop(is_left, step, start)[2]
 
     def partials(
         self,
@@ -426,7 +429,7 @@ class _Phases:
         sources = jax.vmap(decide.sources_of)(requests, known, drafts)
         masses, residual_masses = None, jnp.zeros_like(drafts.p)
         if rule.is_block and weights.draft is not None:  # those of every position judge its drafts
-            masses = self.masses(sources, requests)
+            masses = self.masses(sources)
             residual_masses = jnp.sum(masses[..., 0, :], axis=(0, 3))
         num_accepted, status = jax.vmap(functools.partial(decide.walk, size=size, rule=rule))(
             requests, known, drafts, residual_masses
@@ -440,19 +443,18 @@ class _Phases:
                 drawn, bad_draft = weights.race(source, requests.exponential)
             else:
                 if masses is None:
-                    masses = self.masses(jax.tree.map(lambda x: x[:, None], source), requests)
+                    masses = self.masses(jax.tree.map(lambda x: x[:, None], source))
                 else:
                     masses = jnp.take_along_axis(masses, index[None, ..., None, None], axis=2)
-                drawn, bad_draft = self.draw(source, masses[:, :, 0], requests.recover, requests)
+                drawn, bad_draft = self.draw(source, masses[:, :, 0], requests.recover)
             token_ids = jnp.where(requests.greedy, token_ids, drawn)
         status = jnp.where(requests.status == Status.OK, status, requests.status)
         bad_draft &= ~requests.greedy
         return jax.vmap(decide.assemble)(requests, num_accepted, status, token_ids, bad_draft)
 
-    def masses(self, source: Source, requests: Request) -> jax.Array:
+    def masses(self, source: Source) -> jax.Array:
         """``[num_parts, B, P, 2, n]`` masses of the tiles of every part, of sources ``[B, P]``."""
         kernels, shape = self._draw_kernels, source.row.shape
-        source = _drawn(source, requests)
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), source)
         if kernels is not None:
             found = kernels.tile_masses(flat, **self._part, num_parts=self.weights.num_parts)
@@ -461,24 +463,18 @@ class _Phases:
         return self.split.exchange.gather(found.reshape(*shape, *found.shape[1:]))
 
     def draw(
-        self,
-        source: Source,
-        masses: jax.Array,
-        recover: jax.Array | None,
-        requests: Request | None = None,
+        self, source: Source, masses: jax.Array, recover: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Phase 3: a token of each request, and whether its draft row is bad, ``[B]``.
+        """Phase 3: a token of each source, and whether its draft row is bad, ``[B]``.
 
         Args:
           source: what each is drawn from.
           masses: ``[num_parts, B, 2, n]``.
           recover: ``[B, 2]`` uniforms for tile and token.
-          requests: by which a kernel skips those that draw no token.
         """
         assert recover is not None
         weights, exchange, kernels = self.weights, self.split.exchange, self._draw_kernels
-        if kernels is not None and requests is not None:
-            source = _drawn(source, requests)
+        if kernels is not None:
             token_ids, bad = kernels.part_draw(source, recover, masses, **self._part)
             return exchange.sum(token_ids), source.from_residual & (bad | source.scale.bad)
         chosen = choose(source, masses, recover, self.target.width, weights.num_tiles)
@@ -503,17 +499,9 @@ class _Phases:
         )
 
 
-def _drawn(source: Source, requests: Request) -> Source:
-    """Sources ``[B]`` or ``[B, P]``, with row -1, which is skipped, where no token is drawn."""
-    dims = source.row.shape[:1] + (1,) * (source.row.ndim - 1)
-    is_drawn = ((requests.status == Status.OK) & ~requests.greedy).reshape(dims)
-    is_drawn &= source.row - requests.first_row.reshape(dims) < requests.num_rows.reshape(dims)
-    is_drawn &= source.weight > 0
-    return source._replace(row=jnp.where(is_drawn, source.row, -1))
-
-
 def _owners(requests: Request, num_rows: int) -> jax.Array:
     """``[M]`` int32, the request of each target row; of a row that is nobody's, any."""
     row = jnp.arange(num_rows, dtype=jnp.int32)[:, None] - requests.first_row[None, :]
     owns = (row >= 0) & (row < requests.num_rows[None, :]) & (requests.status == Status.OK)[None, :]
-    return jnp.minimum(first_of(owns), requests.status.shape[0] - 1)
+    index = jnp.arange(requests.status.shape[0], dtype=jnp.int32)[None, :]
+    return jnp.max(jnp.where(owns, index, 0), axis=1)

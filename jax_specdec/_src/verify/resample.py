@@ -28,7 +28,7 @@ class Source(NamedTuple):
     """What one request's last token is drawn from.
 
     Attributes:
-      row: ``[]`` int32, target row.
+      row: ``[]`` int32, target row; -1 where no token is drawn.
       draft_row: ``[]`` int32, draft row, if the residual needs it.
       token_id: ``[]`` int32, the rejected draft.
       stats: statistics of the target row.
