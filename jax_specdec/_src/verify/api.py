@@ -11,13 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.types import (
-    Drafts,
-    Noise,
-    RaceNoise,
-    RejectionSampleOutput,
-    SamplingParams,
-)
+from jax_specdec._src.types import Drafts, Noise, RaceNoise, RejectionSampleOutput, SamplingParams
 from jax_specdec._src.verify import batched, checks
 from jax_specdec._src.verify import sharding as sharding_lib
 from jax_specdec._src.verify.batched import Kernels, Split

@@ -63,9 +63,6 @@ class Split:
     kernels: Kernels | None = None
 
 
-NOT_SPLIT = Split()
-
-
 def verify(
     requests: Request,
     target_logits: jax.Array,
@@ -75,7 +72,7 @@ def verify(
     size: int,
     rule: Rule,
     lazy: bool | None = None,
-    split: Split = NOT_SPLIT,
+    split: Split,
 ) -> RejectionSampleOutput:
     """Verify a batch.
 
@@ -100,20 +97,6 @@ def verify(
     return lax.platform_dependent(requests, cpu=phases.one_by_one, default=phases.all_at_once)
 
 
-class Sampled(NamedTuple):
-    """What `sample` draws, ``[B]`` each.
-
-    Attributes:
-      token_ids: int32.
-      log_normalizer: float32, ``logsumexp(logits / temperature)`` of what is not left out.
-      threshold: float32, entries below it were left out; None where nothing can have been.
-    """
-
-    token_ids: jax.Array
-    log_normalizer: jax.Array
-    threshold: jax.Array | None
-
-
 def sample(
     logits: jax.Array,
     inv_temperature: jax.Array,
@@ -122,7 +105,7 @@ def sample(
     uniforms: jax.Array,
     *,
     exchange: Exchange = WHOLE,
-) -> Sampled:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """One token of each row, as a verification without drafts would emit it.
 
     Args:
@@ -132,6 +115,10 @@ def sample(
       filter: what to leave out, ``[B]``; None for nothing.
       uniforms: ``[B, 2]`` float32, for tile and token.
       exchange: over the devices that split the vocabulary.
+
+    Returns:
+      Token ids; ``logsumexp(logits / temperature)`` of what is not left out; and the thresholds
+      below which entries were left out, None where nothing can have been. ``[B]`` each.
     """
     phases = _Phases.of_rows(logits, exchange)
     peak, best_id = phases.target.largest(None)
@@ -154,7 +141,7 @@ def sample(
     masses = exchange.gather(phases.weights.masses(source, in_place=True))
     drawn, _ = phases.draw(source, masses, uniforms)
     token_ids = jnp.where(greedy, best_of(parts.max, best_ids), drawn)
-    return Sampled(token_ids, stats.max * inv_temperature + jnp.log(stats.sum), least)
+    return token_ids, stats.max * inv_temperature + jnp.log(stats.sum), least
 
 
 def best_ids(logits: jax.Array, exchange: Exchange) -> jax.Array:

@@ -15,13 +15,7 @@ import numpy as np
 
 from jax_specdec._src.verify import rules, tiles
 from jax_specdec._src.verify.exchange import Exchange
-from jax_specdec._src.verify.rows import (
-    DraftRows,
-    DraftScale,
-    Rows,
-    as_they_are,
-    by_tile,
-)
+from jax_specdec._src.verify.rows import DraftRows, DraftScale, Rows, as_they_are, by_tile
 
 
 class Source(NamedTuple):
