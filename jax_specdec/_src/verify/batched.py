@@ -323,7 +323,7 @@ class _Phases:
             peak = self.target.peak(rows)
             given = peak, one.inv_temperature, ~one.greedy, one.filter
             partials, least = self.partials(rows, *given)
-            return _Statistics(partials, jnp.zeros_like(rows), least)
+            return _Statistics(partials.checked(), jnp.zeros_like(rows), least)
 
         return jax.tree.map(lambda x: x[:, None], lax.cond(one.greedy[0], best, sampled))
 
@@ -399,7 +399,7 @@ class _Phases:
             return self._by_kernel(draft.rows, requests, draft_rows, wanted)[0]
 
         def read(rows: jax.Array, inv: jax.Array) -> Partials:
-            return draft.rows.partials(rows, draft.rows.peak(rows), inv)
+            return draft.rows.partials(rows, draft.rows.peak(rows), inv).checked()
 
         inv = jnp.broadcast_to(requests.inv_temperature[:, None], wanted.shape).reshape(-1)
         found = gathering(read, jnp.where(wanted, draft_rows, -1).reshape(-1), inv)
