@@ -313,7 +313,7 @@ class _Phases:
     def statistics_of_one(self, one: Request, position: jax.Array) -> _Statistics:
         """Of one row of one request, ``[1, 1]``: its argmax if it is greedy, else its sum."""
         rows = one.first_row + position
-        least = None if one.filter is None else jnp.full((1,), -jnp.inf)
+        least = None if one.filter is None else jnp.full((1,), -jnp.inf, jnp.float32)
 
         def best() -> _Statistics:
             peak, best_id = self.target.largest(rows)
