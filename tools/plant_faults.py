@@ -29,8 +29,8 @@ class Fault:
 FAULTS = {
     "greedy ties go to the highest id": Fault(
         "verify/rows.py",
-        "tiles.first(self.at(row, ids) == peak)",
-        "jnp.max(jnp.where(self.at(row, ids) == peak, ids, 0)) % tiles.TILE",
+        "return peak, first + first_of(hits)",
+        "return peak, first + length - 1 - first_of(hits[:, ::-1])",
         "verify/test_xla.py",
     ),
     "a ratio equal to u is accepted": Fault(
@@ -41,14 +41,14 @@ FAULTS = {
     ),
     "log_normalizer is ignored": Fault(
         "verify/rows.py",
-        "if d.log_normalizer is not None:",
-        "if False:",
+        "isinstance(d, DraftLogits) and d.log_normalizer is None",
+        "isinstance(d, DraftLogits)",
         "verify/test_xla.py",
     ),
     "the status of a bad draft row is dropped": Fault(
         "verify/resample.py",
-        "bad = jnp.isnan(jnp.sum(left_masses)) | (source.from_residual & source.scale.bad)",
-        "bad = source.from_residual & source.scale.bad",
+        "source.from_residual & (jnp.isnan(total[:, 0]) | source.scale.bad)",
+        "source.from_residual & source.scale.bad",
         "verify/test_xla.py",
     ),
     "a request's rows begin one too early": Fault(
@@ -71,14 +71,14 @@ FAULTS = {
     ),
     "rows read at once: the bonus row is never reached": Fault(
         "verify/decide.py",
-        "num_accepted = tiles.first(~seen.accepted)",
-        "num_accepted = jnp.minimum(tiles.first(~seen.accepted), k - 1)",
+        "stop = tiles.first(~goes_on(request, drafts, rule))",
+        "stop = jnp.minimum(tiles.first(~goes_on(request, drafts, rule)), drafts.p.shape[0] - 2)",
         "verify/test_xla_all_at_once.py",
     ),
     "rows read at once: a row is read at the temperature of the request before": Fault(
         "verify/batched.py",
-        "(row < requests.num_rows[None, :])",
-        "(row <= requests.num_rows[None, :])",
+        "jnp.max(jnp.where(owns, index, 0), axis=1)",
+        "jnp.max(jnp.where(owns, index, 1) - 1, axis=1)",
         "verify/test_xla_all_at_once.py",
     ),
     "rows read at once: ids of the tile before are drawn with the last tile": Fault(
@@ -88,7 +88,7 @@ FAULTS = {
         "verify/test_xla_all_at_once.py verify/test_numbers.py",
     ),
     "blocks of rows: what is left after the last whole one is not read": Fault(
-        "blocks.py", "-(-size // BLOCK)", "size // BLOCK", "verify/test_forms.py"
+        "blocks.py", "-(-size // length)", "size // length", "verify/test_forms.py"
     ),
     "keys of four words lose two": Fault(
         "noise.py",
@@ -97,14 +97,14 @@ FAULTS = {
         "test_keys.py",
     ),
     "a part of the vocabulary begins too late": Fault(
-        "verify/batched.py",
-        "None if exchange.axis is None else exchange.part * width",
-        "None if exchange.axis is None else exchange.part * (width + 1)",
+        "verify/rows.py",
+        "None if exchange.axis is None else exchange.part * logits.shape[1]",
+        "None if exchange.axis is None else exchange.part * (logits.shape[1] + 1)",
         "verify/test_sharded.py",
     ),
     "a tile that an edge between parts cuts is the first part's": Fault(
         "verify/resample.py",
-        "piece = jax.vmap(tiles.pick)(held, u)[:, None]",
+        "piece, _ = pick_each(held[:, None], u)",
         "piece = jnp.zeros_like(chosen)[:, None]",
         "verify/test_sharded.py",
     ),

@@ -36,7 +36,7 @@ def by_blocks(function: Callable[..., Any], length: int, rows: jax.Array, *array
     shapes = jax.eval_shape(function, *jax.tree.map(lambda x: x[:length], (rows, *arrays)))
 
     def unread(size: int) -> Any:
-        return jax.tree.map(lambda x: jnp.zeros((size, *x.shape[1:]), x.dtype), shapes)
+        return jax.tree.map(lambda x: lax.full_like(x, 0, shape=(size, *x.shape[1:])), shapes)
 
     def step(i: jax.Array, found: Any) -> Any:
         start = i * length  # clamped: the last block overlaps the one before it

@@ -281,7 +281,7 @@ def _read_batch(rows: Rows, those: Emitted, num_top: int, exchange: Exchange) ->
     if those.filter is not None:
         given = those.filter, those.exists, peak, inv, exchange
         kept = rows.find_thresholds(those.row, *given)
-    of_part = rows.partials(those.row, peak, inv, kept)
+    of_part = rows.partials(those.row, peak, inv, kept).checked()
     parts, own = exchange.gather((of_part, rows.at(those.row, those.token_id)))
     stats = Partials.of_whole(parts, inv)
     is_known = those.exists & jnp.isfinite(stats.max)

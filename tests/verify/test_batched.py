@@ -58,7 +58,7 @@ def test_a_large_batch_gives_the_tokens_of_the_oracle(layout):
     ("offsets", "ok"),
     [
         ((0, 3, 0, 3), (True, False, False)),  # the last request's rows begin within the first's
-        ((0, 3, 1, 3), (True, False, False)),
+        ((0, 2, 1, 3), (True, False, False)),
         ((0, 2, 5, 3), (True, True, False)),
         ((0, 8, 2, 5), (False, False, True)),  # eight are more than K: nobody's rows
         ((0, 3, 3, 6), (True, True, True)),

@@ -11,13 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.types import (
-    Drafts,
-    Noise,
-    RaceNoise,
-    RejectionSampleOutput,
-    SamplingParams,
-)
+from jax_specdec._src.types import Drafts, Noise, RaceNoise, RejectionSampleOutput, SamplingParams
 from jax_specdec._src.verify import batched, checks
 from jax_specdec._src.verify import sharding as sharding_lib
 from jax_specdec._src.verify.batched import Kernels, Split
@@ -90,7 +84,7 @@ def rejection_sample(
       implementation: "mosaic_gpu" (by default on Hopper GPUs), "xla", or None for the first that
         supports the call; see `which_implementation`. A named one never falls back. "xla" has two
         forms and chooses by platform; "xla_lazy" walks requests one after another and reads rows
-        as they are reached, "xla_batched" reads all rows at once (on TPUs those of 8 requests).
+        as they are reached, "xla_batched" reads all rows at once.
       kernel_config: choices of speed for "mosaic_gpu", or None for the default.
       sharding: mesh axes that vocabulary and requests are split over. None: by where
         `target_logits` is, if that is known, as it is not under `jax.jit`.

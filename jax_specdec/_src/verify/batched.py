@@ -30,7 +30,7 @@ from jax_specdec._src.verify import decide, tiles
 from jax_specdec._src.verify.decide import Known, Request
 from jax_specdec._src.verify.exchange import WHOLE, Exchange, of_holder
 from jax_specdec._src.verify.resample import Source, Weights, choose, draw, pieces_of_tiles
-from jax_specdec._src.verify.rows import DraftRows, DraftScale, Partials, Rows, best_of, first_of
+from jax_specdec._src.verify.rows import DraftRows, DraftScale, Partials, Rows, best_of
 from jax_specdec._src.verify.rules import Rule
 
 _LARGE = 2**25
@@ -63,9 +63,6 @@ class Split:
     kernels: Kernels | None = None
 
 
-NOT_SPLIT = Split()
-
-
 def verify(
     requests: Request,
     target_logits: jax.Array,
@@ -75,7 +72,7 @@ def verify(
     size: int,
     rule: Rule,
     lazy: bool | None = None,
-    split: Split = NOT_SPLIT,
+    split: Split,
 ) -> RejectionSampleOutput:
     """Verify a batch.
 
@@ -100,20 +97,6 @@ def verify(
     return lax.platform_dependent(requests, cpu=phases.one_by_one, default=phases.all_at_once)
 
 
-class Sampled(NamedTuple):
-    """What `sample` draws, ``[B]`` each.
-
-    Attributes:
-      token_ids: int32.
-      log_normalizer: float32, ``logsumexp(logits / temperature)`` of what is not left out.
-      threshold: float32, entries below it were left out; None where nothing can have been.
-    """
-
-    token_ids: jax.Array
-    log_normalizer: jax.Array
-    threshold: jax.Array | None
-
-
 def sample(
     logits: jax.Array,
     inv_temperature: jax.Array,
@@ -122,7 +105,7 @@ def sample(
     uniforms: jax.Array,
     *,
     exchange: Exchange = WHOLE,
-) -> Sampled:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """One token of each row, as a verification without drafts would emit it.
 
     Args:
@@ -132,6 +115,10 @@ def sample(
       filter: what to leave out, ``[B]``; None for nothing.
       uniforms: ``[B, 2]`` float32, for tile and token.
       exchange: over the devices that split the vocabulary.
+
+    Returns:
+      Token ids; ``logsumexp(logits / temperature)`` of what is not left out; and the thresholds
+      below which entries were left out, None where nothing can have been. ``[B]`` each.
     """
     phases = _Phases.of_rows(logits, exchange)
     peak, best_id = phases.target.largest(None)
@@ -154,7 +141,7 @@ def sample(
     masses = exchange.gather(phases.weights.masses(source, in_place=True))
     drawn, _ = phases.draw(source, masses, uniforms)
     token_ids = jnp.where(greedy, best_of(parts.max, best_ids), drawn)
-    return Sampled(token_ids, stats.max * inv_temperature + jnp.log(stats.sum), least)
+    return token_ids, stats.max * inv_temperature + jnp.log(stats.sum), least
 
 
 def best_ids(logits: jax.Array, exchange: Exchange) -> jax.Array:
@@ -273,23 +260,26 @@ class _Phases:
             stats = self.statistics_of_one(one, position)
             return self.known(one, at, request.place(at), stats)
 
-        def goes_on(state: tuple[jax.Array, Known]) -> jax.Array:
-            count, known = state
-            drafts = decide.judge(request, known, self.weights.draft, self.target.size, self.rule)
-            may_matter = decide.goes_on(request, drafts, self.rule)[jnp.maximum(count - 1, 0)]
-            is_left = positions[jnp.minimum(count, positions.shape[0] - 1)] < request.num_rows
-            is_left &= (count < positions.shape[0]) & (request.status == Status.OK)
-            return is_left & ((count == 0) | may_matter)
+        def is_left(state: tuple[jax.Array, jax.Array, Known]) -> jax.Array:
+            may_matter, count, _ = state
+            position = positions[jnp.minimum(count, positions.shape[0] - 1)]
+            return may_matter & (count < positions.shape[0]) & (position < request.num_rows)
 
-        def step(state: tuple[jax.Array, Known]) -> tuple[jax.Array, Known]:
-            count, known = state
+        def step(
+            state: tuple[jax.Array, jax.Array, Known],
+        ) -> tuple[jax.Array, jax.Array, Known]:
+            _, count, known = state
             found = read(positions[count])
-            return count + 1, jax.tree.map(lambda all, x: all.at[count].set(x[0, 0]), known, found)
+            known = jax.tree.map(lambda all, x: all.at[count].set(x[0, 0]), known, found)
+            drafts = decide.judge(request, known, self.weights.draft, self.target.size, self.rule)
+            may_matter = decide.goes_on(request, drafts, self.rule)[count]
+            return may_matter, count + 1, known
 
         shapes = jax.eval_shape(read, positions[0])
         unread = jax.tree.map(lambda x: jnp.zeros(positions.shape, x.dtype), shapes)
         unread = unread._replace(position=positions)
-        return lax.while_loop(goes_on, step, (jnp.int32(0), unread))[1]
+        start = request.status == Status.OK, jnp.int32(0), unread
+        return lax.while_loop(is_left, step, start)[2]
 
     def partials(
         self,
@@ -323,7 +313,7 @@ class _Phases:
     def statistics_of_one(self, one: Request, position: jax.Array) -> _Statistics:
         """Of one row of one request, ``[1, 1]``: its argmax if it is greedy, else its sum."""
         rows = one.first_row + position
-        least = None if one.filter is None else jnp.full((1,), -jnp.inf)
+        least = None if one.filter is None else jnp.full((1,), -jnp.inf, jnp.float32)
 
         def best() -> _Statistics:
             peak, best_id = self.target.largest(rows)
@@ -333,7 +323,7 @@ class _Phases:
             peak = self.target.peak(rows)
             given = peak, one.inv_temperature, ~one.greedy, one.filter
             partials, least = self.partials(rows, *given)
-            return _Statistics(partials, jnp.zeros_like(rows), least)
+            return _Statistics(partials.checked(), jnp.zeros_like(rows), least)
 
         return jax.tree.map(lambda x: x[:, None], lax.cond(one.greedy[0], best, sampled))
 
@@ -409,7 +399,7 @@ class _Phases:
             return self._by_kernel(draft.rows, requests, draft_rows, wanted)[0]
 
         def read(rows: jax.Array, inv: jax.Array) -> Partials:
-            return draft.rows.partials(rows, draft.rows.peak(rows), inv)
+            return draft.rows.partials(rows, draft.rows.peak(rows), inv).checked()
 
         inv = jnp.broadcast_to(requests.inv_temperature[:, None], wanted.shape).reshape(-1)
         found = gathering(read, jnp.where(wanted, draft_rows, -1).reshape(-1), inv)
@@ -426,7 +416,7 @@ class _Phases:
         sources = jax.vmap(decide.sources_of)(requests, known, drafts)
         masses, residual_masses = None, jnp.zeros_like(drafts.p)
         if rule.is_block and weights.draft is not None:  # those of every position judge its drafts
-            masses = self.masses(sources, requests)
+            masses = self.masses(sources)
             residual_masses = jnp.sum(masses[..., 0, :], axis=(0, 3))
         num_accepted, status = jax.vmap(functools.partial(decide.walk, size=size, rule=rule))(
             requests, known, drafts, residual_masses
@@ -440,19 +430,18 @@ class _Phases:
                 drawn, bad_draft = weights.race(source, requests.exponential)
             else:
                 if masses is None:
-                    masses = self.masses(jax.tree.map(lambda x: x[:, None], source), requests)
+                    masses = self.masses(jax.tree.map(lambda x: x[:, None], source))
                 else:
                     masses = jnp.take_along_axis(masses, index[None, ..., None, None], axis=2)
-                drawn, bad_draft = self.draw(source, masses[:, :, 0], requests.recover, requests)
+                drawn, bad_draft = self.draw(source, masses[:, :, 0], requests.recover)
             token_ids = jnp.where(requests.greedy, token_ids, drawn)
         status = jnp.where(requests.status == Status.OK, status, requests.status)
         bad_draft &= ~requests.greedy
         return jax.vmap(decide.assemble)(requests, num_accepted, status, token_ids, bad_draft)
 
-    def masses(self, source: Source, requests: Request) -> jax.Array:
+    def masses(self, source: Source) -> jax.Array:
         """``[num_parts, B, P, 2, n]`` masses of the tiles of every part, of sources ``[B, P]``."""
         kernels, shape = self._draw_kernels, source.row.shape
-        source = _drawn(source, requests)
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), source)
         if kernels is not None:
             found = kernels.tile_masses(flat, **self._part, num_parts=self.weights.num_parts)
@@ -461,24 +450,18 @@ class _Phases:
         return self.split.exchange.gather(found.reshape(*shape, *found.shape[1:]))
 
     def draw(
-        self,
-        source: Source,
-        masses: jax.Array,
-        recover: jax.Array | None,
-        requests: Request | None = None,
+        self, source: Source, masses: jax.Array, recover: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Phase 3: a token of each request, and whether its draft row is bad, ``[B]``.
+        """Phase 3: a token of each source, and whether its draft row is bad, ``[B]``.
 
         Args:
           source: what each is drawn from.
           masses: ``[num_parts, B, 2, n]``.
           recover: ``[B, 2]`` uniforms for tile and token.
-          requests: by which a kernel skips those that draw no token.
         """
         assert recover is not None
         weights, exchange, kernels = self.weights, self.split.exchange, self._draw_kernels
-        if kernels is not None and requests is not None:
-            source = _drawn(source, requests)
+        if kernels is not None:
             token_ids, bad = kernels.part_draw(source, recover, masses, **self._part)
             return exchange.sum(token_ids), source.from_residual & (bad | source.scale.bad)
         chosen = choose(source, masses, recover, self.target.width, weights.num_tiles)
@@ -503,17 +486,9 @@ class _Phases:
         )
 
 
-def _drawn(source: Source, requests: Request) -> Source:
-    """Sources ``[B]`` or ``[B, P]``, with row -1, which is skipped, where no token is drawn."""
-    dims = source.row.shape[:1] + (1,) * (source.row.ndim - 1)
-    is_drawn = ((requests.status == Status.OK) & ~requests.greedy).reshape(dims)
-    is_drawn &= source.row - requests.first_row.reshape(dims) < requests.num_rows.reshape(dims)
-    is_drawn &= source.weight > 0
-    return source._replace(row=jnp.where(is_drawn, source.row, -1))
-
-
 def _owners(requests: Request, num_rows: int) -> jax.Array:
     """``[M]`` int32, the request of each target row; of a row that is nobody's, any."""
     row = jnp.arange(num_rows, dtype=jnp.int32)[:, None] - requests.first_row[None, :]
     owns = (row >= 0) & (row < requests.num_rows[None, :]) & (requests.status == Status.OK)[None, :]
-    return jnp.minimum(first_of(owns), requests.status.shape[0] - 1)
+    index = jnp.arange(requests.status.shape[0], dtype=jnp.int32)[None, :]
+    return jnp.max(jnp.where(owns, index, 0), axis=1)

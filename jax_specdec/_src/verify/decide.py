@@ -219,10 +219,12 @@ def num_accepted_by_rate(request: Request, rates: jax.Array, size: int) -> jax.A
 
 
 def sources_of(request: Request, known: Known, drafts: Judged) -> Source:
-    """What the token at each position would be drawn from, ``[P]``."""
+    """What the token at each position would be drawn from, ``[P]``; row -1 where none is."""
     place, target = request.place(known.position), known.target
+    may_be = (request.status == Status.OK) & ~request.greedy & (drafts.weight > 0)
+    may_be &= known.position < request.num_rows
     return Source(
-        row=request.first_row + known.position,
+        row=jnp.where(may_be, request.first_row + known.position, -1),
         draft_row=request.draft_rows[place],
         token_id=request.token_ids[place],
         stats=tiles.RowStats(target.max[:, None], target.sum[:, None], known.threshold),

@@ -15,20 +15,14 @@ import numpy as np
 
 from jax_specdec._src.verify import rules, tiles
 from jax_specdec._src.verify.exchange import Exchange
-from jax_specdec._src.verify.rows import (
-    DraftRows,
-    DraftScale,
-    Rows,
-    as_they_are,
-    by_tile,
-)
+from jax_specdec._src.verify.rows import DraftRows, DraftScale, Rows, as_they_are, by_tile
 
 
 class Source(NamedTuple):
     """What one request's last token is drawn from.
 
     Attributes:
-      row: ``[]`` int32, target row.
+      row: ``[]`` int32, target row; -1 where no token is drawn.
       draft_row: ``[]`` int32, draft row, if the residual needs it.
       token_id: ``[]`` int32, the rejected draft.
       stats: statistics of the target row.

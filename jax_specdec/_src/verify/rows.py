@@ -1,7 +1,4 @@
-"""Phase 1 on XLA: target and draft rows, read in place.
-
-Rows are of the whole vocabulary, or one device's part of them.
-"""
+"""Phase 1 on XLA: rows, of the whole vocabulary or one device's part of it, read in place."""
 
 from __future__ import annotations
 
@@ -44,6 +41,10 @@ class Partials(NamedTuple):
 
     max: jax.Array
     sum: jax.Array
+
+    def checked(self) -> Partials:
+        """The same where `max` may have passed over a NaN, which a sum does not."""
+        return Partials(jnp.where(jnp.isnan(self.sum), jnp.inf, self.max), self.sum)
 
     @classmethod
     def of_whole(cls, parts: Partials, inv_temperature: jax.Array) -> Partials:
@@ -198,7 +199,7 @@ class Rows:
         )
 
     def peak(self, rows: jax.Array | None) -> jax.Array:
-        """``[n]`` the largest entry alone, which may pass over a NaN."""
+        """``[n]`` the largest entry alone, which may pass over a NaN: see `Partials.checked`."""
         return jnp.max(self.whole(rows), axis=1)
 
     def partials(
@@ -212,7 +213,7 @@ class Rows:
         x = tiles.keep(self.whole(rows), None if least is None else least[:, None])
         base = jnp.where(jnp.isfinite(peak), peak, 0.0)[:, None]
         sums = jnp.sum(jnp.exp((x - base) * inv_temperature[:, None]), axis=1)
-        return Partials(jnp.where(jnp.isnan(sums), jnp.inf, peak), sums)
+        return Partials(peak, sums)
 
     def find_thresholds(
         self,

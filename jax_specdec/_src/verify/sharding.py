@@ -11,13 +11,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_specdec._src.types import (
-    DraftLogits,
-    DraftProbs,
-    Drafts,
-    RaceNoise,
-    RejectionSampleOutput,
-)
+from jax_specdec._src.types import DraftLogits, DraftProbs, Drafts, RaceNoise, RejectionSampleOutput
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
 
