@@ -84,7 +84,7 @@ apply = jax.jit(sd.process_logits, static_argnames=("config", "padded_rows"))
 def in_blocks(*args: Any, config: sd.SpecDecodeConfig) -> jax.Array:
     """As a TPU does it."""
 
-    def as_on_tpu(*args: Any, tpu: Any, default: Any) -> Any:
+    def as_on_tpu(*args: Any, tpu: Any, **others: Any) -> Any:
         return tpu(*args)
 
     with mock.patch.object(jax.lax, "platform_dependent", as_on_tpu):
