@@ -1,6 +1,6 @@
 """Verification in one launch, written in Pallas Mosaic GPU, for Hopper GPUs and newer.
 
-What the kernel does is told in ``docs/kernel.md``. Where to look:
+``docs/kernel.md`` explains what the kernel does. Where to look:
 
 - ``support``: which GPUs and calls it serves. A new GPU generation begins here.
 - ``plan``: what is static about a launch: slices of rows, shared memory, ``KernelConfig``.

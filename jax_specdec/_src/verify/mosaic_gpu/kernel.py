@@ -581,7 +581,7 @@ class BlockWalk:
         return BlockState(zero, one, going, 1 - going, zero, round, kept)
 
     def step(self, state: BlockState) -> BlockState:
-        """Look at one position: does the prefix before it pass, and what does its draft weigh?"""
+        """Look at one position: does the prefix before it pass, and what is its draft's weight?"""
         walk, request, drafted = self.walk, self.request, self.walk.drafted
         position, weight = state.position, state.weight
         if self.draft is not None and self.plan.draft != "logits":

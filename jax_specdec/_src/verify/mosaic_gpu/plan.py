@@ -59,7 +59,7 @@ class KernelConfig:
       rows_at_once: target rows of a request that are read at once, at most 5, each by a warpgroup
         of its own. Those after a rejection are read in vain.
       tiles_at_once: tiles of a draft row, at most 4, that are loaded before the first of them is
-        weighed: the largest power of two up to it; of rows that do not all begin at multiples of
+        used: the largest power of two up to it; of rows that do not all begin at multiples of
         sixteen bytes always one. More wait less and need more registers.
 
     Raises:
@@ -129,10 +129,10 @@ class KernelConfig:
 
 
 def _tiles_at_once(tiles_each: int, rows: int) -> int:
-    """Tiles to load at once: a divisor of `tiles_each` of a block, or some are weighed in vain.
+    """Tiles to load at once: a divisor of `tiles_each` of a block, or some are read in vain.
 
     Four where few blocks, which read several rows at once, leave registers enough. Else two, which
-    leave room for six blocks on a multiprocessor; but not of few tiles, or nothing is weighed while
+    leave room for six blocks on a multiprocessor; but not of few tiles, or nothing is summed while
     others arrive.
     """
     most = MAX_TILES if rows > 1 else 2 if tiles_each > MAX_TILES else 1
@@ -226,7 +226,7 @@ class SharedMemory:
 
     @property
     def scratch(self) -> int:
-        """Floats for what the warps of a block tell each other."""
+        """Floats for what the warps of a block exchange."""
         return -(-TILE // (128 * self.each)) * WARPS
 
     @property
