@@ -129,7 +129,9 @@ class GrammarLookahead:
         self._vocab_size = vocab_size
         self._end = np.full((words,), _ALL_ALLOWED, np.int32)
         if end_token_ids is not None:
-            self._end = _bits(end_token_ids, vocab_size, words)
+            for token in end_token_ids:
+                check_int("end_token_ids", token, 0, vocab_size - 1)
+            self._end = bitmask_of(end_token_ids, vocab_size).view(np.int32)
         self._is_reached = [matcher is not None for matcher in self._matchers]
         self._num_accepted = [0] * len(self._matchers)
         self._fill()
@@ -460,10 +462,9 @@ def _check_matchers(matchers: Any) -> list[GrammarMatcher | None]:
     return list(matchers)
 
 
-def _bits(token_ids: Sequence[int], vocab_size: int, words: int) -> np.ndarray:
-    """``[words]`` int32 with the bits of some tokens set."""
-    bits = np.zeros((words,), np.uint32)
-    for token in token_ids:
-        check_int("end_token_ids", token, 0, vocab_size - 1)
-        bits[token // 32] |= np.uint32(1 << token % 32)
-    return bits.view(np.int32)
+def bitmask_of(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """``[ceil(V/32)]`` uint32 with the bits of some tokens set."""
+    words = np.zeros((-(-vocab_size // 32),), np.uint32)
+    ids = np.array(token_ids, np.int64)
+    np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
+    return words

@@ -507,7 +507,7 @@ def _scatter_blocks(x: jax.Array, ids: jax.Array, added: jax.Array | None = None
 
 
 def _place_of(x: jax.Array) -> NamedSharding | None:
-    """Where `x` is, on a mesh with explicit axes, which want to be told that it stays there."""
+    """Where `x` is, on a mesh with explicit axes: there an update has to name its place."""
     place = jax.typeof(x).sharding
     return place if AxisType.Explicit in place.mesh.axis_types else None
 

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_specdec._src.verify.mosaic_gpu.cluster import SLOTS, parity_of, slot_of
+from jax_specdec._src.verify.mosaic_gpu.cluster import parity_of, slot_of
+from jax_specdec._src.verify.mosaic_gpu.plan import SLOTS
 
 NOT_FILLED = "reads a slot before it is filled"
 NOT_READ = "fills a slot before it is read"

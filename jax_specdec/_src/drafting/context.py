@@ -19,7 +19,7 @@ from jax_specdec._src.verify.rows import Rows
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftContext:
-    """What a drafter is told of B requests. The check of its drafts goes by the same.
+    """What a drafter knows of B requests. The check of its drafts goes by the same.
 
     More fields may follow; a drafter reads those that it needs.
 

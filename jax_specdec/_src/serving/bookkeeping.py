@@ -76,7 +76,7 @@ class Host:
 
     Attributes:
       slots: S requests; None for an empty slot.
-      updates: those that nobody was told yet; whoever iterates takes them.
+      updates: those not delivered yet; whoever iterates takes them.
       counters: acceptance of all steps so far, on the device.
     """
 
@@ -102,7 +102,7 @@ class Host:
         return dataclasses.replace(self, slots=slots)
 
     def without_updates_of(self, request_id: int) -> Host:
-        """The same with nothing to tell of a request; this one keeps its updates."""
+        """The same without the updates of a request; this one keeps its updates."""
         kept = [one for one in copy.copy(self.updates) if one.request_id != request_id]
         return dataclasses.replace(self, updates=iter(kept))
 

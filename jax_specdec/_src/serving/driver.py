@@ -136,7 +136,7 @@ class EngineDriver:
 
     @property
     def is_idle(self) -> bool:
-        """True where nothing waits, nothing runs, and nothing is left to tell."""
+        """True where nothing waits, nothing runs, and no update is undelivered."""
         self._settle()
         queued = self._preempted or self._waiting
         return not (queued or self._host.running or operator.length_hint(self._host.updates))
@@ -251,14 +251,14 @@ class EngineDriver:
         """
         self._settle()
         host = self._host.without_updates_of(request_id)
-        untold = operator.length_hint(self._host.updates) - operator.length_hint(host.updates)
+        undelivered = operator.length_hint(self._host.updates) - operator.length_hint(host.updates)
         running = host.find(request_id)
         if running is not None:
             self._release(running[0], host)
             return True
         waited = self._unqueue(request_id)
         self._now[:] = [((self.state, None), host)]
-        return waited or untold > 0
+        return waited or undelivered > 0
 
     def preempt(self, request_id: int) -> bool:
         """Give a running request's slot up; it goes on later, first in the queue.
@@ -280,7 +280,7 @@ class EngineDriver:
         return True
 
     def step(self) -> list[RequestUpdate]:
-        """Admit what fits, run one step, and tell what it did.
+        """Admit what fits, run one step, and return what it did.
 
         Call it again after an exception: a step that was dispatched, or whose updates nobody got,
         is what it then delivers.

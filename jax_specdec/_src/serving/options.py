@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src.config import check_int
+from jax_specdec._src.grammar import bitmask_of
 from jax_specdec._src.logprobs import Distribution
 from jax_specdec._src.penalties import Penalties
 from jax_specdec._src.processors import BadWords, LogitBias, LogitsProcessors, MinTokens
@@ -549,10 +550,7 @@ def _power_of_2(size: int) -> int:
 
 
 def _bits(allowed_token_ids: Sequence[int] | None, vocab_size: int) -> np.ndarray:
-    """``[ceil(V/32)]`` uint32."""
-    words = np.zeros((-(-vocab_size // 32),), np.uint32)
+    """``[ceil(V/32)]`` uint32; None allows every token."""
     if allowed_token_ids is None:
-        return ~words
-    ids = np.array(allowed_token_ids)
-    np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
-    return words
+        return ~bitmask_of((), vocab_size)
+    return bitmask_of(allowed_token_ids, vocab_size)

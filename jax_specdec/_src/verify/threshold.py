@@ -101,7 +101,7 @@ def _largest(
 ) -> jax.Array:
     """The largest float in ``[low, high]`` that a condition holds at; it holds at `low`.
 
-    `holds` says so of candidates ``[c]``. Only the leading `bits` of the floats tell entries apart.
+    `holds` says so of candidates ``[c]``. Entries differ in the leading `bits` only.
     """
     shift = 32 - bits
 

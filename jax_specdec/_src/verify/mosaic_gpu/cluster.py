@@ -17,11 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.verify.mosaic_gpu.plan import SharedMemory
-from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, WARPS, Threads
+from jax_specdec._src.verify.mosaic_gpu.plan import SLOTS, WARPS, SharedMemory
+from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, Threads
 from jax_specdec._src.verify.tiles import num_tiles
-
-SLOTS = 2
 
 Count = TypeVar("Count", int, jax.Array)
 

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_specdec._src.verify.mosaic_gpu.ptx import THREADS, WARP, WARPS, T, Threads
+from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
+from jax_specdec._src.verify.mosaic_gpu.ptx import THREADS, WARP, T, Threads
 from jax_specdec._src.verify.tiles import TILE
 
 

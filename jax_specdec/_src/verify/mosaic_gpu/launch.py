@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -195,7 +196,7 @@ def _verify_request(plan: Plan, refs: dict[str, Any], *, interpreted: bool) -> N
     warpgroups = Warpgroups(
         threads, memory.warpgroups, warpgroup, refs.get("flags"), refs.get("block_barrier")
     )
-    init = lambda: threads.init_barriers(barriers, memory.barriers)  # noqa: E731
+    init = functools.partial(threads.init_barriers, barriers, memory.barriers)
     request = KernelRequest(plan, threads, refs, index, meanwhile=init)
     ok = request.status == Status.OK
     pl.when(ok)(lambda: Walk(request, target, draft, cluster, warpgroups).run())

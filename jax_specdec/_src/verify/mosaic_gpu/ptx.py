@@ -29,11 +29,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
+from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
 from jax_specdec._src.verify.tiles import TILE
 
-THREADS = 128
 WARP = 32
-WARPS = THREADS // WARP
+THREADS = WARP * WARPS
 
 COPIED = 16
 """Bytes that the two ends of a copy are multiples of."""

@@ -17,7 +17,8 @@ from jax.experimental import pallas as pl
 from jax_specdec._src.types import Status
 from jax_specdec._src.verify import rules
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Masses, tree_sum
-from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, WARPS, Threads
+from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
+from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, Threads
 from jax_specdec._src.verify.mosaic_gpu.request import DraftedTokens, KernelRequest
 from jax_specdec._src.verify.mosaic_gpu.rows import PIECES, Chunk, DraftSlice, TargetSlice
 from jax_specdec._src.verify.mosaic_gpu.statistics import (

@@ -24,8 +24,8 @@ from jax_specdec._src.verify.mosaic_gpu import statistics
 from jax_specdec._src.verify.mosaic_gpu.cluster import tree_sum
 from jax_specdec._src.verify.mosaic_gpu.interpret import InterpretedThreads
 from jax_specdec._src.verify.mosaic_gpu.launch import launch
-from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig, shared_memory_of_rows
-from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, WARPS, T, Threads
+from jax_specdec._src.verify.mosaic_gpu.plan import WARPS, KernelConfig, shared_memory_of_rows
+from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, T, Threads
 from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, TargetSlice
 from jax_specdec._src.verify.mosaic_gpu.sample import first_past, pick_of
 from jax_specdec._src.verify.mosaic_gpu.statistics import LARGEST, LOG2E
