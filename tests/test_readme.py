@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from models.checkpoints import CHECKPOINTS
 
-import jax_specdec as sd
-
 README = Path(__file__).parent.parent / "README.md"
 
 
