@@ -23,14 +23,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.blocks import gathering
+from jax_specdec._src.blocks import entries_of, entry_of, gathering
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import DraftDistribution, RejectionSampleOutput, Status
 from jax_specdec._src.verify import decide, tiles
 from jax_specdec._src.verify.decide import Known, Request
 from jax_specdec._src.verify.exchange import WHOLE, Exchange, of_holder
+from jax_specdec._src.verify.requests import CallArrays, unpack
 from jax_specdec._src.verify.resample import Source, Weights, choose, draw, pieces_of_tiles
-from jax_specdec._src.verify.rows import DraftRows, DraftScale, Partials, Rows, best_of
+from jax_specdec._src.verify.rows import DraftRows, DraftScale, Partials, Rows, as_they_are, best_of
 from jax_specdec._src.verify.rules import Rule
 
 _LARGE = 2**25
@@ -64,37 +65,50 @@ class Split:
 
 
 def verify(
-    requests: Request,
-    target_logits: jax.Array,
-    distribution: DraftDistribution | None,
-    token_bitmask: jax.Array | None,
-    *,
-    size: int,
+    arrays: CallArrays,
     rule: Rule,
+    *,
+    k: int,
+    size: int,
     lazy: bool | None = None,
     split: Split,
 ) -> RejectionSampleOutput:
     """Verify a batch.
 
     Args:
-      requests: batched requests, the same on all devices that split the vocabulary.
-      target_logits: ``[M, V]``, M at least 1, or this device's columns of them.
-      distribution: draft distributions, or None where every request is one-hot.
-      token_bitmask: ``[M, ceil(V/32)]`` of the whole vocabulary, or None for every token.
-      size: ids that count, at most V.
+      arrays: of the call, with at least one target row; of a split vocabulary, this device's
+        columns of logits. All else is the same on all devices that split it.
       rule: the rule.
+      k: K.
+      size: ids that count, at most V.
       lazy: read rows one by one as they are reached, or all at once; None chooses by platform.
       split: how the vocabulary is split; if it is, rows are read all at once.
 
     Returns:
       Output ``[B, K+1]`` and ``[B]``, the same on all those devices.
     """
-    phases = _Phases.of(target_logits, distribution, token_bitmask, size, rule, split)
+
+    def one_by_one(arrays: CallArrays) -> RejectionSampleOutput:
+        return _Phases.of_call(arrays, size, rule, split).one_by_one(unpack(arrays, k))
+
+    def all_at_once(arrays: CallArrays, samples: bool = True) -> RejectionSampleOutput:
+        return _Phases.of_call(arrays, size, rule, split).all_at_once(unpack(arrays, k), samples)
+
+    def unless_greedy(arrays: CallArrays) -> RejectionSampleOutput:
+        logits, samples = arrays.target_logits, arrays.sampling.temperature != 0
+        if logits.size * logits.dtype.itemsize < _LARGE or rule.conditional_rates is not None:
+            return all_at_once(arrays)
+        if arrays.active is not None:
+            samples &= arrays.active
+        # Each branch unpacks for itself, so that all it computes is fused with what uses it.
+        branches = (functools.partial(all_at_once, samples=samples) for samples in (True, False))
+        return lax.cond(jnp.any(samples), *branches, arrays)
+
     if split.exchange.axis is not None:
-        return phases.all_at_once(requests)
+        return all_at_once(arrays)
     if lazy is not None:
-        return phases.one_by_one(requests) if lazy else phases.all_at_once(requests)
-    return lax.platform_dependent(requests, cpu=phases.one_by_one, default=phases.all_at_once)
+        return one_by_one(arrays) if lazy else unless_greedy(arrays)
+    return lax.platform_dependent(arrays, cpu=one_by_one, default=unless_greedy)
 
 
 def sample(
@@ -125,14 +139,16 @@ def sample(
     partials, least = phases.partials(None, peak, inv_temperature, ~greedy, filter)
     parts, best_ids = exchange.gather((partials, best_id))
     stats = Partials.of_whole(parts, inv_temperature)
+    scale = tiles.Scale(stats.max, jnp.log(stats.sum))
     no = jnp.zeros_like(greedy)
     index = jnp.arange(logits.shape[0], dtype=jnp.int32)
     source = Source(
         row=index,
         draft_row=index,
         token_id=index,
-        stats=tiles.RowStats(stats.max[:, None], stats.sum[:, None], least),
-        scale=DraftScale.unit(),
+        scale=scale,
+        threshold=least,
+        draft_scale=DraftScale.unit(),
         weight=jnp.ones_like(stats.max),
         from_residual=no,
         without_token=no,
@@ -141,7 +157,7 @@ def sample(
     masses = exchange.gather(phases.weights.masses(source, in_place=True))
     drawn, _ = phases.draw(source, masses, uniforms)
     token_ids = jnp.where(greedy, best_of(parts.max, best_ids), drawn)
-    return token_ids, stats.max * inv_temperature + jnp.log(stats.sum), least
+    return token_ids, stats.max * inv_temperature + scale.log_scale, least
 
 
 def best_ids(logits: jax.Array, exchange: Exchange) -> jax.Array:
@@ -191,6 +207,12 @@ class _Phases:
         return cls(Weights(target, draft, split.exchange.num_parts), rule, split)
 
     @classmethod
+    def of_call(cls, arrays: CallArrays, size: int, rule: Rule, split: Split) -> _Phases:
+        """Those of a call."""
+        distribution = arrays.drafts.distribution
+        return cls.of(arrays.target_logits, distribution, arrays.token_bitmask, size, rule, split)
+
+    @classmethod
     def of_rows(cls, logits: jax.Array, exchange: Exchange) -> _Phases:
         """Those of rows alone, of which all ids count."""
         size = logits.shape[1] * exchange.num_parts
@@ -209,42 +231,26 @@ class _Phases:
         positions = decide.num_accepted_by_rate(request, rates, self.target.size)[None]
         return positions, request.place(positions)
 
-    def all_at_once(self, requests: Request) -> RejectionSampleOutput:
-        """Phases 1 to 3; each row is read whether or not its position is reached."""
-        matrix, kernels = self.target.matrix, self.split.kernels
+    def all_at_once(self, requests: Request, samples: bool = True) -> RejectionSampleOutput:
+        """Phases 1 to 3; each row is read whether or not its position is reached.
+
+        `samples` says whether anybody may sample; if not, no draft row counts.
+        """
+        if not samples:
+            weights = dataclasses.replace(self.weights, draft=None)
+            return dataclasses.replace(self, weights=weights)._all_at_once(requests, False)
+        return self._all_at_once(requests, True)
+
+    def _all_at_once(self, requests: Request, samples: bool) -> RejectionSampleOutput:
         positions, places = jax.vmap(self.positions)(requests)
-        if kernels is not None or self.rule.conditional_rates is not None:
-            read = self.statistics_by_kernel if kernels is not None else self.statistics_of_rows
-            return self.finish(
-                requests, self.known(requests, positions, places, read(requests, positions))
-            )
-        owners = _owners(requests, matrix.shape[0])
-        rows = jnp.minimum(requests.first_row[:, None] + positions, matrix.shape[0] - 1)
-        peak, best_id = self.target.largest(None)
-
-        def finish(samples: bool) -> RejectionSampleOutput:
-            phases, partials, least = self, Partials(peak, jnp.zeros_like(peak)), None
-            if samples:
-                sampled = (requests.status == Status.OK) & ~requests.greedy
-                given = requests.inv_temperature, sampled, requests.filter
-                given = jax.tree.map(lambda x: x[owners], given)
-                partials, least = self.partials(None, peak, *given)
-            else:  # no draft row counts
-                weights = dataclasses.replace(self.weights, draft=None)
-                phases = dataclasses.replace(self, weights=weights)
-            stats = _Statistics(partials, best_id, least)
-            stats = jax.tree.map(lambda x: x[rows], stats)
-            known = phases.known(requests, positions, places, stats)
-            return phases.finish(requests, known, samples)
-
-        is_small = matrix.size * matrix.dtype.itemsize < _LARGE
-        if is_small or self.split.exchange.axis is not None:
-            return finish(samples=True)
-        return lax.cond(
-            jnp.any((requests.status == Status.OK) & ~requests.greedy),
-            functools.partial(finish, samples=True),
-            functools.partial(finish, samples=False),
-        )
+        if self.split.kernels is not None:
+            stats = self.statistics_by_kernel(requests, positions)
+        elif self.rule.conditional_rates is not None:
+            stats = self.statistics_of_rows(requests, positions)
+        else:
+            stats = self.statistics_in_place(requests, positions, samples)
+        known = self.known(requests, positions, places, stats)
+        return self.finish(requests, known, samples)
 
     def one_by_one(self, requests: Request) -> RejectionSampleOutput:
         """The same; phase 1 goes request by request, and ends where its rule does."""
@@ -295,6 +301,22 @@ class _Phases:
             given = filter, wanted, peak, inv_temperature, exchange
             least = self.target.find_thresholds(rows, *given)
         return self.target.partials(rows, peak, inv_temperature, least), least
+
+    def statistics_in_place(
+        self, requests: Request, positions: jax.Array, samples: bool
+    ) -> _Statistics:
+        """Of target rows at positions ``[B, P]``, of all rows where they lie."""
+        num_rows = self.target.matrix.shape[0]
+        peak, best_id = self.target.largest(None)
+        partials, least = Partials(peak, jnp.zeros_like(peak)), None
+        if samples:
+            owns = _owns(requests, num_rows)
+            sampled = (requests.status == Status.OK) & ~requests.greedy
+            given = requests.inv_temperature, sampled, requests.filter
+            given = jax.tree.map(functools.partial(_of_owner, owns), given)
+            partials, least = self.partials(None, peak, *given)
+        rows = jnp.minimum(requests.first_row[:, None] + positions, num_rows - 1)
+        return jax.tree.map(lambda x: x[rows], _Statistics(partials, best_id, least))
 
     def statistics_of_rows(self, requests: Request, positions: jax.Array) -> _Statistics:
         """Of target rows at positions ``[B, 1]``, each read by itself."""
@@ -356,13 +378,13 @@ class _Phases:
         """What deciding takes of positions ``[B, P]`` and drafts ``[B, D]``, by all parts."""
         exchange, width, least = self.split.exchange, self.target.width, stats.threshold
         last = requests.token_ids.shape[1] - 1
-        ids = jnp.take_along_axis(requests.token_ids, jnp.minimum(positions, last), axis=1)
+        ids = entries_of(requests.token_ids, jnp.minimum(positions, last))
         rows = requests.first_row[:, None] + positions
         of_target = stats.partials, stats.best_id, self.target.at(rows, ids)
         draft, of_draft = self.weights.draft, None
         if draft is not None:
-            draft_rows = jnp.take_along_axis(requests.draft_rows, places, axis=1)
-            draft_ids = jnp.take_along_axis(requests.token_ids, places, axis=1)
+            draft_rows = entries_of(requests.draft_rows, places)
+            draft_ids = entries_of(requests.token_ids, places)
             partials = None
             if draft.needs_statistics:
                 partials = self._draft_partials(draft, requests, draft_rows, places)
@@ -421,19 +443,19 @@ class _Phases:
         num_accepted, status = jax.vmap(functools.partial(decide.walk, size=size, rule=rule))(
             requests, known, drafts, residual_masses
         )
-        index = (num_accepted - known.position[:, 0])[:, None]
-        token_ids = jnp.take_along_axis(known.best_id, index, axis=1)[:, 0]
+        index = num_accepted - known.position[:, 0]
+        token_ids = entry_of(known.best_id, index)
         bad_draft = jnp.zeros_like(requests.greedy)
         if samples:
-            source = jax.vmap(lambda of, i: jax.tree.map(lambda x: x[i], of))(sources, index[:, 0])
+            source = as_they_are(jax.tree.map(lambda x: entry_of(x, index), sources))
             if requests.exponential is not None:
                 drawn, bad_draft = weights.race(source, requests.exponential)
             else:
                 if masses is None:
-                    masses = self.masses(jax.tree.map(lambda x: x[:, None], source))
+                    masses = self.masses(jax.tree.map(lambda x: x[:, None], source))[:, :, 0]
                 else:
-                    masses = jnp.take_along_axis(masses, index[None, ..., None, None], axis=2)
-                drawn, bad_draft = self.draw(source, masses[:, :, 0], requests.recover)
+                    masses = jax.vmap(entry_of, (0, None))(masses, index)
+                drawn, bad_draft = self.draw(source, masses, requests.recover)
             token_ids = jnp.where(requests.greedy, token_ids, drawn)
         status = jnp.where(requests.status == Status.OK, status, requests.status)
         bad_draft &= ~requests.greedy
@@ -463,7 +485,7 @@ class _Phases:
         weights, exchange, kernels = self.weights, self.split.exchange, self._draw_kernels
         if kernels is not None:
             token_ids, bad = kernels.part_draw(source, recover, masses, **self._part)
-            return exchange.sum(token_ids), source.from_residual & (bad | source.scale.bad)
+            return exchange.sum(token_ids), source.from_residual & (bad | source.draft_scale.bad)
         chosen = choose(source, masses, recover, self.target.width, weights.num_tiles)
         return draw(weights, source, chosen, exchange), chosen.bad_draft
 
@@ -486,9 +508,16 @@ class _Phases:
         )
 
 
-def _owners(requests: Request, num_rows: int) -> jax.Array:
-    """``[M]`` int32, the request of each target row; of a row that is nobody's, any."""
+def _owns(requests: Request, num_rows: int) -> jax.Array:
+    """``[M, B]`` bool, whether a target row is a request's: of no more than one."""
     row = jnp.arange(num_rows, dtype=jnp.int32)[:, None] - requests.first_row[None, :]
-    owns = (row >= 0) & (row < requests.num_rows[None, :]) & (requests.status == Status.OK)[None, :]
-    index = jnp.arange(requests.status.shape[0], dtype=jnp.int32)[None, :]
-    return jnp.max(jnp.where(owns, index, 0), axis=1)
+    is_ok = (requests.status == Status.OK)[None, :]
+    return (row >= 0) & (row < requests.num_rows[None, :]) & is_ok
+
+
+def _of_owner(owns: jax.Array, x: jax.Array) -> jax.Array:
+    """``[M]``, of values ``[B]`` that of each row's owner; 0 for a row that is nobody's.
+
+    A sum, which takes one kernel where an index and what it finds take two.
+    """
+    return jnp.sum(jnp.where(owns, x[None, :], jnp.zeros_like(x)), axis=1, dtype=x.dtype)

@@ -109,7 +109,8 @@ class Judged(NamedTuple):
       p: ``[P]`` float32, its target probability; 1 or 0 if greedy.
       q: ``[P]`` float32, its draft probability; 1 if greedy or one-hot.
       status: ``[P]`` int32, of the rows.
-      scale: normalizers of the draft rows, ``[P]``.
+      scale: normalizers of the target rows, ``[P]``.
+      draft_scale: normalizers of the draft rows, ``[P]``.
       weight: ``[P]`` float32, joint weight of the drafts before it; 1 but in block verification.
     """
 
@@ -117,7 +118,8 @@ class Judged(NamedTuple):
     p: jax.Array
     q: jax.Array
     status: jax.Array
-    scale: DraftScale
+    scale: tiles.Scale
+    draft_scale: DraftScale
     weight: jax.Array
 
 
@@ -151,7 +153,7 @@ def judge(request: Request, known: Known, draft: DraftRows | None, size: int, ru
     weight = jnp.ones_like(p)
     if rule.is_block:
         weight = _joint_weights(p, q)[:-1]
-    return Judged(proposed, p, q, status, draft_scale, weight)
+    return Judged(proposed, p, q, status, scale, draft_scale, weight)
 
 
 def _joint_weights(p: jax.Array, q: jax.Array) -> jax.Array:
@@ -220,15 +222,16 @@ def num_accepted_by_rate(request: Request, rates: jax.Array, size: int) -> jax.A
 
 def sources_of(request: Request, known: Known, drafts: Judged) -> Source:
     """What the token at each position would be drawn from, ``[P]``; row -1 where none is."""
-    place, target = request.place(known.position), known.target
+    place = request.place(known.position)
     may_be = (request.status == Status.OK) & ~request.greedy & (drafts.weight > 0)
     may_be &= known.position < request.num_rows
     return Source(
         row=jnp.where(may_be, request.first_row + known.position, -1),
         draft_row=request.draft_rows[place],
         token_id=request.token_ids[place],
-        stats=tiles.RowStats(target.max[:, None], target.sum[:, None], known.threshold),
         scale=drafts.scale,
+        threshold=known.threshold,
+        draft_scale=drafts.draft_scale,
         weight=drafts.weight,
         from_residual=drafts.proposed & request.stored,
         without_token=drafts.proposed & ~request.stored,

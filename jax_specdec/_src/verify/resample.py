@@ -12,10 +12,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from jax_specdec._src.blocks import entry_of
 from jax_specdec._src.verify import rules, tiles
 from jax_specdec._src.verify.exchange import Exchange
 from jax_specdec._src.verify.rows import DraftRows, DraftScale, Rows, as_they_are, by_tile
+
+_SHORT = 256
+"""Weights of which a sum for each costs less than a cumulative sum."""
 
 
 class Source(NamedTuple):
@@ -25,8 +30,9 @@ class Source(NamedTuple):
       row: ``[]`` int32, target row; -1 where no token is drawn.
       draft_row: ``[]`` int32, draft row, if the residual needs it.
       token_id: ``[]`` int32, the rejected draft.
-      stats: statistics of the target row.
-      scale: normalizer of the draft row.
+      scale: normalizer of the target row.
+      threshold: ``[]`` float32, entries of the target row below it count as -inf; None for none.
+      draft_scale: normalizer of the draft row.
       weight: ``[]`` float32, joint weight of the drafts before; 1 but in block verification.
       from_residual: ``[]`` bool, weights ``(weight * p - q)+``.
       without_token: ``[]`` bool, weights ``p`` with `token_id` removed: a rejected one-hot draft.
@@ -36,8 +42,9 @@ class Source(NamedTuple):
     row: jax.Array
     draft_row: jax.Array
     token_id: jax.Array
-    stats: tiles.RowStats
-    scale: DraftScale
+    scale: tiles.Scale
+    threshold: jax.Array | None
+    draft_scale: DraftScale
     weight: jax.Array
     from_residual: jax.Array
     without_token: jax.Array
@@ -86,16 +93,13 @@ class Weights:
             count, length = entries[0].shape[1:]
             tile = first + jnp.arange(count, dtype=jnp.int32)
             of_tiles = (ids[None, :length] + tile[:, None] * tiles.TILE)[None]
-            weights, _ = self._of(source, of_tiles, *entries)
-            # Computed apart, p is written nowhere: XLA writes to memory what two sums share.
-            _, p = self._of(as_they_are(source), of_tiles, *entries)
-            found = jnp.sum(weights, axis=2), jnp.sum(p, axis=2)
-            return jnp.stack(as_they_are(found), axis=1)
+            both = self._of(source, of_tiles, *entries)
+            return jnp.stack(as_they_are(_sum_both(*both)), axis=1)
 
         return by_tile(sums, entries, self.num_tiles, first_id)
 
-    def inside(self, source: Source, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of tiles ``[n]``: ids ``[n, L]`` that are here, and ``[n, 2, L]`` weights and ``p``."""
+    def inside(self, source: Source, tile: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Of tiles ``[n]``: ids that are here, their weights and ``p``, ``[n, L]`` each."""
         target, length = self.target, min(tiles.TILE, self.target.width)
         first = jnp.clip(tile * tiles.TILE, target.first, target.first + target.width - length)
         ids = first[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
@@ -104,7 +108,8 @@ class Weights:
             q_entries = self.draft.rows.slices(source.draft_row, first, length)
         both = self._of(source, ids, target.slices(source.row, first, length), q_entries)
         is_inside = ids // tiles.TILE == tile[:, None]
-        return ids, jnp.where(is_inside[:, None], jnp.stack(both, axis=1), 0.0)
+        by_weight, by_p = (jnp.where(is_inside, x, 0.0) for x in both)
+        return ids, by_weight, by_p
 
     def race(self, source: Source, exponential: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`draw` by a race of Exp(1) noise ``[n, V]``, over a vocabulary that is not split."""
@@ -118,7 +123,7 @@ class Weights:
         ids = jnp.arange(width, dtype=jnp.int32)[None, :]
         weights, p = self._of(source, ids, self.target.whole(source.row), q_entries)
         total = jnp.sum(weights, axis=1)
-        bad_draft = source.from_residual & (jnp.isnan(total) | source.scale.bad)
+        bad_draft = source.from_residual & (jnp.isnan(total) | source.draft_scale.bad)
         weights = jnp.where((total > 0)[:, None], weights, p)
         score = jnp.where(weights > 0, weights / exponential[:, :width], -1.0)
         return jnp.argmax(score, axis=1).astype(jnp.int32), bad_draft
@@ -140,19 +145,32 @@ class Weights:
         q_entries: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Weights of entries ``[n, ...]`` whose ids are `ids`, and their ``p``."""
-        stats = source.stats
-        source = source._replace(stats=stats._replace(max=stats.max[:, 0], sum=stats.sum[:, 0]))
         dims = (1,) * (p_entries.ndim - 1)
         source = jax.tree.map(lambda x: x.reshape(-1, *dims), source)
-        inv, stats = source.inv_temperature, source.stats
-        scale = tiles.Scale(stats.max, jnp.log(stats.sum))
-        p = scale.probs(tiles.keep(p_entries, stats.threshold), inv)
+        inv = source.inv_temperature
+        p = source.scale.probs(tiles.keep(p_entries, source.threshold), inv)
         weights = jnp.where(source.without_token & (ids == source.token_id), 0.0, p)
         if self.draft is None or q_entries is None:
             return weights, p
-        q = self.draft.probs(q_entries, source.scale, inv)
+        q = self.draft.probs(q_entries, source.draft_scale, inv)
         residual = rules.residual(source.weight, p, q)
         return jnp.where(source.from_residual, residual, weights), p
+
+
+def _sum_both(weights: jax.Array, p: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sums of tiles ``[n, t, L]``. As one reduction, what both share is written nowhere."""
+
+    def apart(weights: jax.Array, p: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.sum(weights, axis=2), jnp.sum(p, axis=2)
+
+    def together(weights: jax.Array, p: jax.Array) -> tuple[jax.Array, jax.Array]:
+        zero = jnp.float32(0)
+        found = lax.reduce(
+            (weights, p), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (2,)
+        )
+        return found[0], found[1]
+
+    return lax.platform_dependent(weights, p, cpu=apart, default=together)
 
 
 class Chosen(NamedTuple):
@@ -190,20 +208,18 @@ def choose(
     flat = jnp.moveaxis(masses, 0, 2).reshape(n, 2, -1)
     flat = jnp.pad(flat, ((0, 0), (0, 0), (0, 1))) if num_parts > 1 else flat
     by_tile = jnp.sum(flat[:, :, pieces], axis=3) if num_parts > 1 else flat
-    tile, total = pick_each(by_tile, recover[:, 0])
-    has_mass = total[:, 0] > 0
-    bad_draft = source.from_residual & (jnp.isnan(total[:, 0]) | source.scale.bad)
-    chosen, u = jnp.where(has_mass, tile[:, 0], tile[:, 1]), recover[:, 1]
+    u = recover[:, 1]
+    chosen, total = pick(by_tile[:, 0], recover[:, 0], instead=by_tile[:, 1])
+    has_mass = total > 0
+    bad_draft = source.from_residual & (jnp.isnan(total) | source.draft_scale.bad)
     part = jnp.zeros_like(chosen)
     if num_parts > 1:
         of_tile = jnp.asarray(pieces)[chosen]
         flat = jnp.where(has_mass[:, None], flat[:, 0], flat[:, 1])
         held = jnp.take_along_axis(flat, of_tile, axis=1)
-        piece, _ = pick_each(held[:, None], u)
-        own, sums = (
-            jnp.take_along_axis(x, piece, axis=1)[:, 0] for x in (held, jnp.cumsum(held, axis=1))
-        )
-        part = jnp.take_along_axis(of_tile, piece, axis=1)[:, 0] // num_tiles
+        piece, _ = pick(held, u)
+        own, sums = (entry_of(x, piece) for x in (held, jnp.cumsum(held, axis=1)))
+        part = entry_of(of_tile, piece) // num_tiles
         # How far into the piece: 0 to 1.
         inside = u * jnp.sum(held, axis=1) - (sums - own)
         u = u if pieces.shape[1] == 1 else jnp.clip(inside / own, 0.0, 1.0)
@@ -212,11 +228,11 @@ def choose(
 
 def draw(weights: Weights, source: Source, chosen: Chosen, exchange: Exchange) -> jax.Array:
     """``[n]`` int32, the token of each source, drawn where it lies and known to all parts."""
-    ids, inside = weights.inside(source, chosen.tile)
-    place, total = pick_each(inside, chosen.uniform)
+    ids, by_weight, by_p = weights.inside(source, chosen.tile)
+    by_weight = jnp.where(chosen.has_mass[:, None], by_weight, 0.0)
     # Rounding can leave a tile of tiny residual mass without a positive weight of its own.
-    has_mass = chosen.has_mass & (total[:, 0] > 0)
-    token_ids = ids[:, 0] + jnp.where(has_mass, place[:, 0], place[:, 1])
+    place, _ = pick(by_weight, chosen.uniform, instead=by_p)
+    token_ids = ids[:, 0] + place
     if exchange.axis is None:
         return token_ids
     return exchange.sum(jnp.where(chosen.part == exchange.part, token_ids, 0))
@@ -239,18 +255,37 @@ def pieces_of_tiles(width: int, num_parts: int, num_tiles: int) -> np.ndarray:
     return np.array(filled, np.int32)
 
 
-def pick_each(weights: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Places in weights ``[n, m, L]``, picked by uniforms ``[n]``, and totals, ``[n, m]`` each.
+def pick(
+    weights: jax.Array, u: jax.Array, instead: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Places in weights ``[n, L]``, picked by uniforms ``[n]``, and the sums of weights ``[n]``.
 
     Inverse CDF: the least place whose inclusive sum exceeds ``u * total``; never one of zero
-    weight, but the last of positive weight where rounding finds none.
+    weight, but the last of positive weight where rounding finds none. Where weights sum to 0 or
+    NaN, the place is picked in `instead`.
     """
-    sums = jnp.cumsum(weights, axis=2)
-    total = sums[:, :, -1]
-    place = jnp.arange(weights.shape[2], dtype=jnp.int32)[None, None, :]
-    size, positive = weights.shape[2], weights > 0
-    hit = positive & (sums > (u[:, None] * total)[:, :, None])
+    place, total = _pick(weights, u)
+    if instead is None:
+        return place, total
+    return jnp.where(total > 0, place, _pick(instead, u)[0]), total
+
+
+def _pick(weights: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
+    sums = _prefix_sums(weights)
+    total = sums[:, -1]
+    size, positive = weights.shape[1], weights > 0
+    place = jnp.arange(size, dtype=jnp.int32)[None, :]
+    hit = positive & (sums > (u * total)[:, None])
     # The first hit; or else, counted from the end, the last of positive weight: one reduction.
     key = jnp.where(hit, place, jnp.where(positive, 2 * size - place, 2 * size))
-    found = jnp.min(key, axis=2)
+    found = jnp.min(key, axis=1)
     return jnp.where(found < size, found, 2 * size - found), total
+
+
+def _prefix_sums(weights: jax.Array) -> jax.Array:
+    """Inclusive sums along rows ``[n, L]``; short ones each by itself: one kernel on a GPU."""
+    if weights.shape[1] > _SHORT:
+        return jnp.cumsum(weights, axis=1)
+    index = jnp.arange(weights.shape[1], dtype=jnp.int32)
+    is_before = index[None, :] <= index[:, None]
+    return jnp.sum(jnp.where(is_before[None], weights[:, None, :], 0.0), axis=2)

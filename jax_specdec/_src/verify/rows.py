@@ -275,14 +275,12 @@ class Rows:
         found = by_tile(
             lambda _, x: jnp.max(x, axis=2), [(self._clean(rows), -float("inf"))], count
         )
-        largest = as_they_are(found)
-        peak = jnp.max(largest, axis=1)
+        peak, tile = largest_of(as_they_are(found))
         length = min(tiles.TILE, self.matrix.shape[1])
-        tile = first_of(largest == peak[:, None])
         first = jnp.minimum(tile * tiles.TILE, self.matrix.shape[1] - length) + self.first
         index = jnp.arange(peak.shape[0], dtype=jnp.int32) if rows is None else rows
-        hits = self.slices(index, first, length) == peak[:, None]
-        return peak, first + first_of(hits)
+        _, place = largest_of(self.slices(index, first, length))
+        return peak, first + place
 
 
 class DraftScale(NamedTuple):
@@ -408,9 +406,16 @@ def _in_tiles(x: jax.Array, count: int, fill: float, first_id: jax.Array | None)
     return x.reshape(x.shape[0], count, tiles.TILE)
 
 
-def first_of(hit: jax.Array) -> jax.Array:
-    """``[n]`` int32, the place of the first true entry of each row ``[n, L]``; L where none is."""
-    return jax.vmap(tiles.first)(hit)
+def largest_of(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Largest entry ``[n]`` of each row ``[n, L]``, none NaN, and where it is first."""
+
+    def larger(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> Any:
+        is_b = (b[0] > a[0]) | ((b[0] == a[0]) & (b[1] < a[1]))
+        return jnp.where(is_b, b[0], a[0]), jnp.where(is_b, b[1], a[1])
+
+    index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    least = jnp.asarray(-jnp.inf, x.dtype), jnp.int32(x.shape[1])
+    return lax.reduce((x, index), least, larger, (1,))
 
 
 def as_they_are(sums: Any) -> Any:
