@@ -21,6 +21,7 @@ from .lists import with_bad_ids, with_ids
 from .suite import RATES
 from .test_forms import on_tpu
 from .test_memory import VOCAB, shape, temporary_rows
+from .test_sharded import EVEN, even_batch, over
 from .test_xla_all_at_once import all_at_once
 
 BIG: Any = dict(num_speculative_tokens=4, num_requests=8, num_drafts=34)
@@ -109,6 +110,32 @@ def test_ids_out_of_range_or_there_twice_hurt_only_who_visits_their_row(ids, lay
         statuses.append(output.status)
     assert np.mean(np.array(statuses) == sd.Status.BAD_DRAFT_ROW) > 0.1
     assert np.mean(np.array(statuses) == sd.Status.OK) > 0.1
+
+
+# Over a mesh.
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("ids", "layout"),
+    [
+        ("candidates", Layout(vocab=10248, vocab_size=10243, **BIG, kind="probs", has_bonus=True)),
+        ("candidates", Layout(vocab=4096, **BIG, kind="logits", block=True, has_valid=True)),
+        ("map", Layout(vocab=5000, vocab_size=4500, **BIG, **EVERYTHING, kind="normalized")),
+    ],
+    ids=str,
+)
+def test_a_split_vocabulary_gives_the_tokens_of_the_oracle(ids, layout):
+    agree(ids, layout, over(8), range(8))
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("ids", LENGTHS)
+def test_requests_split_over_an_axis_give_the_tokens_of_the_oracle(ids):
+    layout = Layout(vocab=5000, **EVEN, kind="logits", has_valid=True)
+    for seed in range(8):
+        listed, _ = with_ids(even_batch(layout, seed), ids, 50, seed)
+        check(listed, verify(listed, over(2, 4)))
 
 
 # Masses of tiles.
