@@ -12,10 +12,10 @@ import pytest
 import jax_specdec as sd
 from jax_specdec._src import compat
 from jax_specdec._src.verify import batched, tiles
+from jax_specdec._src.verify.draft_rows import DraftScale
 from jax_specdec._src.verify.exchange import Exchange
 from jax_specdec._src.verify.mosaic_gpu import shard_kernels
 from jax_specdec._src.verify.resample import Source
-from jax_specdec._src.verify.rows import DraftScale
 from jax_specdec._src.verify.rules import Rule
 
 from .batch import QUICK
@@ -90,6 +90,7 @@ def source_of(case: Case, distribution: Any) -> Source:
         token_id=jnp.asarray(rng.integers(case.size, size=REQUESTS), jnp.int32),
         scale=scale,
         threshold=None,
+        p_masses=None,
         draft_scale=draft_scale,
         weight=jnp.asarray(rng.uniform(0.5, 1.0, REQUESTS), jnp.float32),
         from_residual=from_residual,

@@ -28,10 +28,11 @@ from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import DraftDistribution, RejectionSampleOutput, Status
 from jax_specdec._src.verify import decide, tiles
 from jax_specdec._src.verify.decide import Known, Request
+from jax_specdec._src.verify.draft_rows import DraftRows, DraftScale
 from jax_specdec._src.verify.exchange import WHOLE, Exchange, of_holder
 from jax_specdec._src.verify.requests import CallArrays, unpack
-from jax_specdec._src.verify.resample import Source, Weights, choose, draw, pieces_of_tiles
-from jax_specdec._src.verify.rows import DraftRows, DraftScale, Partials, Rows, as_they_are, best_of
+from jax_specdec._src.verify.resample import Source, Weights, pick_and_draw, pieces_of_tiles
+from jax_specdec._src.verify.rows import Partials, Rows, as_they_are, best_of
 from jax_specdec._src.verify.rules import Rule
 
 _LARGE = 2**25
@@ -91,24 +92,32 @@ def verify(
     def one_by_one(arrays: CallArrays) -> RejectionSampleOutput:
         return _Phases.of_call(arrays, size, rule, split).one_by_one(unpack(arrays, k))
 
-    def all_at_once(arrays: CallArrays, samples: bool = True) -> RejectionSampleOutput:
-        return _Phases.of_call(arrays, size, rule, split).all_at_once(unpack(arrays, k), samples)
+    def all_at_once(
+        arrays: CallArrays, keeps_sums: bool, samples: bool = True
+    ) -> RejectionSampleOutput:
+        phases = _Phases.of_call(arrays, size, rule, split)
+        phases = dataclasses.replace(phases, keeps_sums=keeps_sums)
+        return phases.all_at_once(unpack(arrays, k), samples)
 
-    def unless_greedy(arrays: CallArrays) -> RejectionSampleOutput:
+    def unless_greedy(arrays: CallArrays, keeps_sums: bool = True) -> RejectionSampleOutput:
         logits, samples = arrays.target_logits, arrays.sampling.temperature != 0
+        some = functools.partial(all_at_once, keeps_sums=keeps_sums)
         if logits.size * logits.dtype.itemsize < _LARGE or rule.conditional_rates is not None:
-            return all_at_once(arrays)
+            return some(arrays)
         if arrays.active is not None:
             samples &= arrays.active
         # Each branch unpacks for itself, so that all it computes is fused with what uses it.
-        branches = (functools.partial(all_at_once, samples=samples) for samples in (True, False))
-        return lax.cond(jnp.any(samples), *branches, arrays)
+        none = functools.partial(some, samples=False)
+        return lax.cond(jnp.any(samples), some, none, arrays)
 
     if split.exchange.axis is not None:
-        return all_at_once(arrays)
-    if lazy is not None:
-        return one_by_one(arrays) if lazy else unless_greedy(arrays)
-    return lax.platform_dependent(arrays, cpu=one_by_one, default=unless_greedy)
+        return all_at_once(arrays, keeps_sums=False)
+    if lazy:
+        return one_by_one(arrays)
+    # A TPU would copy all rows to sum them by tile.
+    on_tpu = functools.partial(unless_greedy, keeps_sums=False)
+    on_cpu = one_by_one if lazy is None else unless_greedy
+    return lax.platform_dependent(arrays, cpu=on_cpu, tpu=on_tpu, default=unless_greedy)
 
 
 def sample(
@@ -136,26 +145,29 @@ def sample(
     """
     phases = _Phases.of_rows(logits, exchange)
     peak, best_id = phases.target.largest(None)
-    partials, least = phases.partials(None, peak, inv_temperature, ~greedy, filter)
+    partials, sums, least = phases.partials(None, peak, inv_temperature, ~greedy, filter)
+    assert sums is not None
     parts, best_ids = exchange.gather((partials, best_id))
     stats = Partials.of_whole(parts, inv_temperature)
     scale = tiles.Scale(stats.max, jnp.log(stats.sum))
     no = jnp.zeros_like(greedy)
     index = jnp.arange(logits.shape[0], dtype=jnp.int32)
+    p_masses = sums * stats.share_of(partials, inv_temperature)[:, None]
     source = Source(
         row=index,
         draft_row=index,
         token_id=index,
         scale=scale,
         threshold=least,
+        p_masses=p_masses,
         draft_scale=DraftScale.unit(),
         weight=jnp.ones_like(stats.max),
         from_residual=no,
         without_token=no,
         inv_temperature=inv_temperature,
     )
-    masses = exchange.gather(phases.weights.masses(source, in_place=True))
-    drawn, _ = phases.draw(source, masses, uniforms)
+    masses = jnp.stack([p_masses, p_masses], axis=1)
+    drawn, _ = phases.draw(source, exchange.gather(masses), uniforms)
     token_ids = jnp.where(greedy, best_of(parts.max, best_ids), drawn)
     return token_ids, stats.max * inv_temperature + scale.log_scale, least
 
@@ -167,11 +179,19 @@ def best_ids(logits: jax.Array, exchange: Exchange) -> jax.Array:
 
 
 class _Statistics(NamedTuple):
-    """Of this part of target rows: partials, argmax, and the threshold of the row."""
+    """Of this part of target rows.
+
+    Attributes:
+      partials: of the part.
+      best_id: its argmax.
+      threshold: of the row, or None.
+      sums: those of `Partials` by tile, ``[..., num_tiles]``; None where only totals are read.
+    """
 
     partials: Partials
     best_id: jax.Array
     threshold: jax.Array | None
+    sums: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,11 +202,13 @@ class _Phases:
       weights: target and draft rows, and what tokens are drawn by.
       rule: the rule.
       split: how the vocabulary is split.
+      keeps_sums: whether sums of target rows are kept by tile, for drawing from them.
     """
 
     weights: Weights
     rule: Rule
     split: Split
+    keeps_sums: bool = True
 
     @classmethod
     def of(
@@ -282,7 +304,8 @@ class _Phases:
             return may_matter, count + 1, known
 
         shapes = jax.eval_shape(read, positions[0])
-        unread = jax.tree.map(lambda x: jnp.zeros(positions.shape, x.dtype), shapes)
+        count = positions.shape[0]
+        unread = jax.tree.map(lambda x: jnp.zeros((count, *x.shape[2:]), x.dtype), shapes)
         unread = unread._replace(position=positions)
         start = request.status == Status.OK, jnp.int32(0), unread
         return lax.while_loop(is_left, step, start)[2]
@@ -294,13 +317,17 @@ class _Phases:
         inv_temperature: jax.Array,
         wanted: jax.Array,
         filter: Filter | None,
-    ) -> tuple[Partials, jax.Array | None]:
-        """Sums of exponentials of rows, and thresholds of those that are wanted and filtered."""
+    ) -> tuple[Partials, jax.Array | None, jax.Array | None]:
+        """Of rows: partials, their sums by tile, and thresholds of what is wanted and filtered."""
         least, exchange = None, self.split.exchange
         if filter is not None:
             given = filter, wanted, peak, inv_temperature, exchange
             least = self.target.find_thresholds(rows, *given)
-        return self.target.partials(rows, peak, inv_temperature, least), least
+        if not self.keeps_sums:
+            return self.target.partials(rows, peak, inv_temperature, least), None, least
+        num_tiles = self.weights.num_tiles
+        sums = self.target.sums_by_tile(rows, peak, inv_temperature, least, num_tiles)
+        return Partials(peak, jnp.sum(sums, axis=1)), sums, least
 
     def statistics_in_place(
         self, requests: Request, positions: jax.Array, samples: bool
@@ -308,15 +335,16 @@ class _Phases:
         """Of target rows at positions ``[B, P]``, of all rows where they lie."""
         num_rows = self.target.matrix.shape[0]
         peak, best_id = self.target.largest(None)
-        partials, least = Partials(peak, jnp.zeros_like(peak)), None
+        stats = _Statistics(Partials(peak, jnp.zeros_like(peak)), best_id, None, None)
         if samples:
             owns = _owns(requests, num_rows)
             sampled = (requests.status == Status.OK) & ~requests.greedy
             given = requests.inv_temperature, sampled, requests.filter
             given = jax.tree.map(functools.partial(_of_owner, owns), given)
-            partials, least = self.partials(None, peak, *given)
+            partials, sums, least = self.partials(None, peak, *given)
+            stats = _Statistics(partials, best_id, least, sums)
         rows = jnp.minimum(requests.first_row[:, None] + positions, num_rows - 1)
-        return jax.tree.map(lambda x: x[rows], _Statistics(partials, best_id, least))
+        return jax.tree.map(lambda x: x[rows], stats)
 
     def statistics_of_rows(self, requests: Request, positions: jax.Array) -> _Statistics:
         """Of target rows at positions ``[B, 1]``, each read by itself."""
@@ -325,8 +353,8 @@ class _Phases:
 
         def read(rows: jax.Array, inv: jax.Array, sampled: jax.Array, filter: Any) -> _Statistics:
             peak, best_id = self.target.largest(rows)
-            partials, least = self.partials(rows, peak, inv, sampled, filter)
-            return _Statistics(partials, best_id, least)
+            partials, sums, least = self.partials(rows, peak, inv, sampled, filter)
+            return _Statistics(partials, best_id, least, sums)
 
         sampled = wanted & ~requests.greedy
         found = gathering(read, rows, requests.inv_temperature, sampled, requests.filter)
@@ -339,13 +367,14 @@ class _Phases:
 
         def best() -> _Statistics:
             peak, best_id = self.target.largest(rows)
-            return _Statistics(Partials(peak, jnp.ones_like(peak)), best_id, least)
+            sums = jnp.zeros((1, self.weights.num_tiles), jnp.float32)
+            return _Statistics(Partials(peak, jnp.ones_like(peak)), best_id, least, sums)
 
         def sampled() -> _Statistics:
             peak = self.target.peak(rows)
             given = peak, one.inv_temperature, ~one.greedy, one.filter
-            partials, least = self.partials(rows, *given)
-            return _Statistics(partials.checked(), jnp.zeros_like(rows), least)
+            partials, sums, least = self.partials(rows, *given)
+            return _Statistics(partials.checked(), jnp.zeros_like(rows), least, sums)
 
         return jax.tree.map(lambda x: x[:, None], lax.cond(one.greedy[0], best, sampled))
 
@@ -353,7 +382,7 @@ class _Phases:
         """Of target rows ``[B, P]``, unfiltered, by a kernel that skips what nobody needs."""
         wanted = (requests.status == Status.OK)[:, None] & (positions < requests.num_rows[:, None])
         rows = requests.first_row[:, None] + positions
-        return _Statistics(*self._by_kernel(self.target, requests, rows, wanted), None)
+        return _Statistics(*self._by_kernel(self.target, requests, rows, wanted), None, None)
 
     def _by_kernel(
         self, of: Rows, requests: Request, rows: jax.Array, wanted: jax.Array
@@ -401,11 +430,15 @@ class _Phases:
             partials = None if partials is None else Partials.of_whole(partials, inv)
             draft_entry = of_holder(draft_entry, draft_ids, width)
             draft_scale = draft.scales(draft_rows, partials)
+        target, p_masses = Partials.of_whole(parts, inv), None
+        if stats.sums is not None:
+            p_masses = stats.sums * target.share_of(stats.partials, inv)[..., None]
         return Known(
             position=positions,
-            target=Partials.of_whole(parts, inv),
+            target=target,
             best_id=best_of(parts.max, best_ids),
             threshold=least,
+            p_masses=p_masses,
             entry=tiles.keep(of_holder(entry, ids, width), least),
             draft_entry=draft_entry,
             draft_scale=draft_scale,
@@ -417,7 +450,8 @@ class _Phases:
         """Of draft rows ``[B, D]``, or this part of them."""
         wanted = (requests.status == Status.OK) & requests.stored & ~requests.greedy
         wanted = wanted[:, None] & (places < requests.num_drafts[:, None])
-        if self.split.kernels is not None and self.split.draft_is_split:
+        by_kernel = self.split.kernels is not None and self.split.draft_is_split
+        if by_kernel and isinstance(draft.rows, Rows):
             return self._by_kernel(draft.rows, requests, draft_rows, wanted)[0]
 
         def read(rows: jax.Array, inv: jax.Array) -> Partials:
@@ -486,8 +520,7 @@ class _Phases:
         if kernels is not None:
             token_ids, bad = kernels.part_draw(source, recover, masses, **self._part)
             return exchange.sum(token_ids), source.from_residual & (bad | source.draft_scale.bad)
-        chosen = choose(source, masses, recover, self.target.width, weights.num_tiles)
-        return draw(weights, source, chosen, exchange), chosen.bad_draft
+        return pick_and_draw(weights, source, masses, recover, exchange)
 
     @property
     def _draw_kernels(self) -> Kernels | None:

@@ -15,8 +15,9 @@ from jax import lax
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
 from jax_specdec._src.verify import rules, tiles
+from jax_specdec._src.verify.draft_rows import DraftRows, DraftScale
 from jax_specdec._src.verify.resample import Source
-from jax_specdec._src.verify.rows import DraftRows, DraftScale, Partials
+from jax_specdec._src.verify.rows import Partials
 from jax_specdec._src.verify.rules import Rule
 
 
@@ -87,6 +88,7 @@ class Known(NamedTuple):
       target: statistics of the target rows, ``[P]``.
       best_id: ``[P]`` int32, the argmax of each.
       threshold: ``[P]`` float32, entries below it count as -inf; None for none.
+      p_masses: ``[P, T]`` float32, of the tiles of this part; None where only their sum was read.
       entry: ``[P]`` float32, the drafted token's logit; -inf where it does not count.
       draft_entry: ``[D]`` float32, its entry in the draft row; None without draft distributions.
       draft_scale: what normalizes the draft rows ``[D]``; None likewise.
@@ -96,6 +98,7 @@ class Known(NamedTuple):
     target: Partials
     best_id: jax.Array
     threshold: jax.Array | None
+    p_masses: jax.Array | None
     entry: jax.Array
     draft_entry: jax.Array | None
     draft_scale: DraftScale | None
@@ -231,6 +234,7 @@ def sources_of(request: Request, known: Known, drafts: Judged) -> Source:
         token_id=request.token_ids[place],
         scale=drafts.scale,
         threshold=known.threshold,
+        p_masses=known.p_masses,
         draft_scale=drafts.draft_scale,
         weight=drafts.weight,
         from_residual=drafts.proposed & request.stored,

@@ -7,7 +7,7 @@ devices.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,11 @@ from jax import lax
 
 from jax_specdec._src.blocks import entry_of
 from jax_specdec._src.verify import rules, tiles
+from jax_specdec._src.verify.draft_rows import CandidateRows, DraftRows, DraftScale, MappedRows
 from jax_specdec._src.verify.exchange import Exchange
-from jax_specdec._src.verify.rows import DraftRows, DraftScale, Rows, as_they_are, by_tile
+from jax_specdec._src.verify.rows import Rows, as_they_are, by_tile
 
-_SHORT = 256
+_FEW = 256
 """Weights of which a sum for each costs less than a cumulative sum."""
 
 
@@ -32,6 +33,7 @@ class Source(NamedTuple):
       token_id: ``[]`` int32, the rejected draft.
       scale: normalizer of the target row.
       threshold: ``[]`` float32, entries of the target row below it count as -inf; None for none.
+      p_masses: ``[T]`` float32, the sums of ``p`` by tile, of this part; None where not at hand.
       draft_scale: normalizer of the draft row.
       weight: ``[]`` float32, joint weight of the drafts before; 1 but in block verification.
       from_residual: ``[]`` bool, weights ``(weight * p - q)+``.
@@ -44,6 +46,7 @@ class Source(NamedTuple):
     token_id: jax.Array
     scale: tiles.Scale
     threshold: jax.Array | None
+    p_masses: jax.Array | None
     draft_scale: DraftScale
     weight: jax.Array
     from_residual: jax.Array
@@ -75,16 +78,30 @@ class Weights:
         """``[]`` int32."""
         return self.target.first // tiles.TILE
 
-    def masses(self, source: Source, in_place: bool = False) -> jax.Array:
-        """Of sources ``[n]``: ``[n, 2, num_tiles]``, the sums of weights, and of ``p``, by tile.
+    def masses(self, source: Source) -> jax.Array:
+        """Of sources ``[n]``: ``[n, 2, num_tiles]``, the sums of weights, and of ``p``, by tile."""
+        p_masses, draft = source.p_masses, self.draft
+        candidates = draft.rows if draft and isinstance(draft.rows, CandidateRows) else None
+        if p_masses is None and candidates is None:
+            return jnp.stack(self._sums(source), axis=1)
+        if p_masses is None:
+            _, p_masses = dataclasses.replace(self, draft=None)._sums(source)
+        if draft is not None and candidates is None:
+            (masses,) = self._sums(source)
+        else:
+            masses = self._without_token(source, p_masses)
+        if candidates is not None:
+            residual = self._without_candidates(source, p_masses, candidates)
+            masses = jnp.where(source.from_residual[:, None], residual, masses)
+        return jnp.stack([masses, p_masses], axis=1)
 
-        `in_place` says that their rows are all rows, in order: then none is gathered.
-        """
-        first_id = self.target.first_id
-        if self.target.width % tiles.TILE == 0:
-            first_id = None  # no tile is cut
-        entries = [(self.target.whole(None if in_place else source.row), self.target.fill)]
-        if self.draft is not None:
+    def _sums(self, source: Source) -> list[jax.Array]:
+        """Sums of weights by tile, and of ``p`` if not at hand, in one read of the rows."""
+        entries = [(self.target.whole(source.row), self.target.fill)]
+        mapped = None
+        if self.draft is not None and isinstance(self.draft.rows, MappedRows):
+            mapped = self.draft.rows
+        elif self.draft is not None:
             entries.append((self._draft_part(source.draft_row), self.draft.rows.fill))
         ids = self.first_tile * tiles.TILE + jnp.arange(tiles.TILE, dtype=jnp.int32)
 
@@ -93,13 +110,44 @@ class Weights:
             count, length = entries[0].shape[1:]
             tile = first + jnp.arange(count, dtype=jnp.int32)
             of_tiles = (ids[None, :length] + tile[:, None] * tiles.TILE)[None]
-            both = self._of(source, of_tiles, *entries)
-            return jnp.stack(as_they_are(_sum_both(*both)), axis=1)
+            if mapped is not None:  # by tile, which XLA fuses; rows that are cut up it writes first
+                entries = *entries, mapped.at(source.draft_row[:, None, None], of_tiles)
+            found = [jnp.sum(self._of(source, of_tiles, *entries)[0], axis=2)]
+            if source.p_masses is None:
+                # Computed apart, p is written nowhere: XLA writes to memory what two sums share.
+                _, p = self._of(as_they_are(source), of_tiles, *entries)
+                found.append(jnp.sum(p, axis=2))
+            return jnp.stack(as_they_are(found))
 
-        return by_tile(sums, entries, self.num_tiles, first_id)
+        return list(by_tile(sums, entries, self.num_tiles, self.target.cut_by))
 
-    def inside(self, source: Source, tile: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Of tiles ``[n]``: ids that are here, their weights and ``p``, ``[n, L]`` each."""
+    def _without_token(self, source: Source, p_masses: jax.Array) -> jax.Array:
+        """`p_masses` without the token of a rejected one-hot draft: its tile is summed again."""
+        tile = source.token_id // tiles.TILE
+        _, inside = dataclasses.replace(self, draft=None).inside(source, tile)
+        index = self.first_tile + jnp.arange(self.num_tiles, dtype=jnp.int32)[None, :]
+        is_its = source.without_token[:, None] & (index == tile[:, None])
+        return jnp.where(is_its, jnp.sum(inside[:, 0], axis=1)[:, None], p_masses)
+
+    def _without_candidates(
+        self, source: Source, p_masses: jax.Array, candidates: CandidateRows
+    ) -> jax.Array:
+        """Residual masses where few ids have a q, which takes away ``sum(min(weight * p, q))``.
+
+        A difference of sums rounds in proportion to the row: `pick_and_draw` passes over tiles
+        that have mass by rounding alone.
+        """
+        ids, q_entries = candidates.listed(source.draft_row)
+        p_entries = self.target.at(source.row[:, None], ids)
+        left, p = self._of(source, ids, p_entries, q_entries)
+        taken = source.weight[:, None] * p - left
+        tile = self.first_tile + jnp.arange(self.num_tiles, dtype=jnp.int32)
+        is_inside = (ids // tiles.TILE)[:, None, :] == tile[None, :, None]
+        taken = jnp.sum(jnp.where(is_inside, taken[:, None, :], 0.0), axis=2)
+        return jnp.maximum(source.weight[:, None] * p_masses - taken, 0.0)
+
+    def inside(self, source: Source, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of tiles ``[n]``: ids ``[n, L]`` that are here, and ``[n, 2, L]`` weights and ``p``."""
         target, length = self.target, min(tiles.TILE, self.target.width)
         first = jnp.clip(tile * tiles.TILE, target.first, target.first + target.width - length)
         ids = first[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
@@ -108,8 +156,7 @@ class Weights:
             q_entries = self.draft.rows.slices(source.draft_row, first, length)
         both = self._of(source, ids, target.slices(source.row, first, length), q_entries)
         is_inside = ids // tiles.TILE == tile[:, None]
-        by_weight, by_p = (jnp.where(is_inside, x, 0.0) for x in both)
-        return ids, by_weight, by_p
+        return ids, jnp.where(is_inside[:, None], jnp.stack(both, axis=1), 0.0)
 
     def race(self, source: Source, exponential: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`draw` by a race of Exp(1) noise ``[n, V]``, over a vocabulary that is not split."""
@@ -149,28 +196,14 @@ class Weights:
         source = jax.tree.map(lambda x: x.reshape(-1, *dims), source)
         inv = source.inv_temperature
         p = source.scale.probs(tiles.keep(p_entries, source.threshold), inv)
-        weights = jnp.where(source.without_token & (ids == source.token_id), 0.0, p)
+        is_removed = source.without_token & (ids == source.token_id)
         if self.draft is None or q_entries is None:
-            return weights, p
+            return jnp.where(is_removed, 0.0, p), p
+        # One formula for all sources, so that XLA need not write p to memory for two.
         q = self.draft.probs(q_entries, source.draft_scale, inv)
-        residual = rules.residual(source.weight, p, q)
-        return jnp.where(source.from_residual, residual, weights), p
-
-
-def _sum_both(weights: jax.Array, p: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sums of tiles ``[n, t, L]``. As one reduction, what both share is written nowhere."""
-
-    def apart(weights: jax.Array, p: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jnp.sum(weights, axis=2), jnp.sum(p, axis=2)
-
-    def together(weights: jax.Array, p: jax.Array) -> tuple[jax.Array, jax.Array]:
-        zero = jnp.float32(0)
-        found = lax.reduce(
-            (weights, p), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (2,)
-        )
-        return found[0], found[1]
-
-    return lax.platform_dependent(weights, p, cpu=apart, default=together)
+        q = jnp.where(source.from_residual, q, jnp.where(is_removed, 2.0, 0.0))
+        weight = jnp.where(source.from_residual, source.weight, 1.0)
+        return rules.residual(weight, p, q), p
 
 
 class Chosen(NamedTuple):
@@ -209,15 +242,16 @@ def choose(
     flat = jnp.pad(flat, ((0, 0), (0, 0), (0, 1))) if num_parts > 1 else flat
     by_tile = jnp.sum(flat[:, :, pieces], axis=3) if num_parts > 1 else flat
     u = recover[:, 1]
-    chosen, total = pick(by_tile[:, 0], recover[:, 0], instead=by_tile[:, 1])
-    has_mass = total > 0
-    bad_draft = source.from_residual & (jnp.isnan(total) | source.draft_scale.bad)
+    tile, total = pick_each(by_tile, recover[:, 0])
+    has_mass = total[:, 0] > 0
+    bad_draft = source.from_residual & (jnp.isnan(total[:, 0]) | source.draft_scale.bad)
+    chosen = jnp.where(has_mass, tile[:, 0], tile[:, 1])
     part = jnp.zeros_like(chosen)
     if num_parts > 1:
         of_tile = jnp.asarray(pieces)[chosen]
         flat = jnp.where(has_mass[:, None], flat[:, 0], flat[:, 1])
         held = jnp.take_along_axis(flat, of_tile, axis=1)
-        piece, _ = pick(held, u)
+        piece = pick_each(held[:, None], u)[0][:, 0]
         own, sums = (entry_of(x, piece) for x in (held, jnp.cumsum(held, axis=1)))
         part = entry_of(of_tile, piece) // num_tiles
         # How far into the piece: 0 to 1.
@@ -226,16 +260,65 @@ def choose(
     return Chosen(chosen, part, u, has_mass, bad_draft)
 
 
-def draw(weights: Weights, source: Source, chosen: Chosen, exchange: Exchange) -> jax.Array:
-    """``[n]`` int32, the token of each source, drawn where it lies and known to all parts."""
-    ids, by_weight, by_p = weights.inside(source, chosen.tile)
-    by_weight = jnp.where(chosen.has_mass[:, None], by_weight, 0.0)
+def pick_and_draw(
+    weights: Weights,
+    source: Source,
+    masses: jax.Array,
+    recover: jax.Array,
+    exchange: Exchange,
+) -> tuple[jax.Array, jax.Array]:
+    """A token of each source, and whether its draft row is none, ``[n]`` each.
+
+    Args:
+      weights: what tokens are drawn by.
+      source: what to draw from, ``[n]``.
+      masses: ``[num_parts, n, 2, num_tiles]``, of every part.
+      recover: ``[n, 2]`` uniforms for tile and token.
+      exchange: over the parts.
+    """
+    width, num_tiles = weights.target.width, weights.num_tiles
+
+    def attempt(masses: jax.Array) -> tuple[Chosen, jax.Array, jax.Array]:
+        chosen = choose(source, masses, recover, width, num_tiles)
+        return chosen, *draw(weights, source, chosen, exchange)
+
+    chosen, token_ids, is_empty = attempt(masses)
+    if weights.draft is None or not isinstance(weights.draft.rows, CandidateRows):
+        return token_ids, chosen.bad_draft
+
+    # A tile has mass by rounding alone, which is rare: pick from the others.
+    first = jnp.arange(masses.shape[0], dtype=jnp.int32) * width // tiles.TILE
+    tile = first[:, None] + jnp.arange(num_tiles, dtype=jnp.int32)[None, :]
+
+    def pick_another(state: Any) -> Any:
+        masses, picked, _, is_empty = state
+        is_picked = (tile[:, None, :] == picked[None, :, None]) & is_empty[None, :, None]
+        masses = masses.at[:, :, 0].set(jnp.where(is_picked, 0.0, masses[:, :, 0]))
+        chosen, token_ids, is_empty = attempt(masses)
+        return masses, chosen.tile, token_ids, is_empty & source.from_residual
+
+    start = masses, chosen.tile, token_ids, is_empty & source.from_residual
+    _, _, token_ids, _ = lax.while_loop(lambda state: jnp.any(state[3]), pick_another, start)
+    return token_ids, chosen.bad_draft
+
+
+def draw(
+    weights: Weights, source: Source, chosen: Chosen, exchange: Exchange
+) -> tuple[jax.Array, jax.Array]:
+    """The token of each source, drawn where it lies, and whether its tile has no weight.
+
+    Returns:
+      ``[n]`` int32 and ``[n]`` bool, known to all parts.
+    """
+    ids, inside = weights.inside(source, chosen.tile)
+    place, total = pick_each(inside, chosen.uniform)
     # Rounding can leave a tile of tiny residual mass without a positive weight of its own.
-    place, _ = pick(by_weight, chosen.uniform, instead=by_p)
-    token_ids = ids[:, 0] + place
+    has_mass = chosen.has_mass & (total[:, 0] > 0)
+    token_ids = ids[:, 0] + jnp.where(has_mass, place[:, 0], place[:, 1])
+    is_empty = chosen.has_mass & ~(exchange.sum(total[:, 0]) > 0)
     if exchange.axis is None:
-        return token_ids
-    return exchange.sum(jnp.where(chosen.part == exchange.part, token_ids, 0))
+        return token_ids, is_empty
+    return exchange.sum(jnp.where(chosen.part == exchange.part, token_ids, 0)), is_empty
 
 
 def pieces_of_tiles(width: int, num_parts: int, num_tiles: int) -> np.ndarray:
@@ -255,37 +338,28 @@ def pieces_of_tiles(width: int, num_parts: int, num_tiles: int) -> np.ndarray:
     return np.array(filled, np.int32)
 
 
-def pick(
-    weights: jax.Array, u: jax.Array, instead: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Places in weights ``[n, L]``, picked by uniforms ``[n]``, and the sums of weights ``[n]``.
+def pick_each(weights: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Places in weights ``[n, m, L]``, picked by uniforms ``[n]``, and totals, ``[n, m]`` each.
 
     Inverse CDF: the least place whose inclusive sum exceeds ``u * total``; never one of zero
-    weight, but the last of positive weight where rounding finds none. Where weights sum to 0 or
-    NaN, the place is picked in `instead`.
+    weight, but the last of positive weight where rounding finds none.
     """
-    place, total = _pick(weights, u)
-    if instead is None:
-        return place, total
-    return jnp.where(total > 0, place, _pick(instead, u)[0]), total
-
-
-def _pick(weights: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
     sums = _prefix_sums(weights)
-    total = sums[:, -1]
-    size, positive = weights.shape[1], weights > 0
-    place = jnp.arange(size, dtype=jnp.int32)[None, :]
-    hit = positive & (sums > (u * total)[:, None])
+    total = sums[:, :, -1]
+    place = jnp.arange(weights.shape[2], dtype=jnp.int32)[None, None, :]
+    size, positive = weights.shape[2], weights > 0
+    hit = positive & (sums > (u[:, None] * total)[:, :, None])
     # The first hit; or else, counted from the end, the last of positive weight: one reduction.
     key = jnp.where(hit, place, jnp.where(positive, 2 * size - place, 2 * size))
-    found = jnp.min(key, axis=1)
+    found = jnp.min(key, axis=2)
     return jnp.where(found < size, found, 2 * size - found), total
 
 
 def _prefix_sums(weights: jax.Array) -> jax.Array:
-    """Inclusive sums along rows ``[n, L]``; short ones each by itself: one kernel on a GPU."""
-    if weights.shape[1] > _SHORT:
-        return jnp.cumsum(weights, axis=1)
-    index = jnp.arange(weights.shape[1], dtype=jnp.int32)
+    """Inclusive sums along the last axis; of few weights each by itself, one kernel on a GPU."""
+    size = weights.shape[-1]
+    if size > _FEW:
+        return jnp.cumsum(weights, axis=-1)
+    index = jnp.arange(size, dtype=jnp.int32)
     is_before = index[None, :] <= index[:, None]
-    return jnp.sum(jnp.where(is_before[None], weights[:, None, :], 0.0), axis=2)
+    return jnp.sum(jnp.where(is_before, weights[..., None, :], 0.0), axis=-1)
