@@ -15,6 +15,7 @@ import jax_specdec as sd
 from jax_specdec._src import compat
 from jax_specdec._src.verify import api
 from jax_specdec._src.verify.mosaic_gpu import launch as mosaic_gpu
+from jax_specdec._src.verify.mosaic_gpu import request
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig, Slices, power_of_two
 from jax_specdec._src.verify.tiles import TILE
 
@@ -318,6 +319,23 @@ def test_rows_that_hold_nan_or_infinity_are_bad_where_they_are_visited(temperatu
         target = logits([[3], [5], [7]])
         target[2, 100] = bad
         assert answer(alone, dataclasses.replace(middle, target=target)) == sd.Status.BAD_TARGET_ROW
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("rounds", [1, 8])
+def test_a_request_sees_all_before_it_whose_rows_it_would_share(rounds, monkeypatch):
+    monkeypatch.setattr(request, "_ROUNDS", rounds)
+    layout = dataclasses.replace(SMALL, num_requests=69, num_drafts=69 * 3)
+    verifier = interpreted(KernelConfig(max_cluster=1))
+    index = np.arange(70)
+    late = [3 * index - 4 * (index > last) for last in (1, 31, 32, 33, 65)]  # one begins too early
+    for offsets in (3 * index, *late, np.r_[0, 3, np.full(68, 2)]):
+        batch = edges.with_offsets(offsets, layout)
+        output = verify(batch, verifier)
+        check(batch, output)
+        bad = np.flatnonzero(output.status == sd.Status.BAD_INPUT)
+        back = np.flatnonzero(np.diff(offsets) < 0)  # the request after that one shares a row
+        assert bad.tolist() == (list(range(1, 69)) if offsets[-1] == 2 else [*back, *back + 1])
 
 
 def test_greedy_ties_go_to_the_lowest_id():

@@ -6,6 +6,7 @@ rows are read.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,9 @@ from jax_specdec._src.verify.mosaic_gpu.plan import Plan
 from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, Threads
 from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice, TargetSlice
 from jax_specdec._src.verify.mosaic_gpu.statistics import LARGEST, LOG2E, Normalizer, is_finite
+
+_ROUNDS = 8
+"""Loads of offsets, of 32 requests each, that are under way at once."""
 
 
 class KernelRequest:
@@ -59,18 +63,30 @@ class KernelRequest:
         guess = jnp.minimum(index * plan.k + self.lane, refs["token_ids"].shape[0] - 1)
         guessed = [threads.gather(refs[name], guess) for name in names]
         start, end = refs["offsets"][index], refs["offsets"][index + 1]
-        temperature = refs["temperature"][index]
+        temperatures = refs["temperature"]
+        temperature = temperatures[index]
         filters = {name: refs[name][index] for name in ("min_p", "top_k", "top_p") if name in refs}
         self._key = None
         if "keys" in refs:
             self._key = refs["keys"][index, 0], refs["keys"][index, 1]
             self._position = refs["positions"][index]
         flags = {name: self._flag(name) for name in ("active", "valid") if name in refs}
+        rounds = -(-temperatures.shape[0] // WARP)
+        before = [self._offsets(i) for i in range(min(rounds, _ROUNDS))]
         self.bonus = refs["bonus"][index] if "bonus" in refs else jnp.int32(0)
         meanwhile()  # loads do not move past its PTX: all of them are under way
         start, self.num_drafts, in_bounds = ragged.locate(
             start, end, index, plan.k, plan.num_drafts
         )
+        reached = functools.reduce(jnp.maximum, [self._end(*offsets) for offsets in before])
+        if rounds > _ROUNDS:
+            reached = lax.fori_loop(
+                _ROUNDS,
+                lax.div(index + WARP - 1, WARP),
+                lambda i, reached: jnp.maximum(reached, self._end(*self._offsets(i))),
+                reached,
+            )
+        in_bounds &= start >= -threads.scalar(threads.warp_min(-reached))
         self.first_row = start + index if plan.has_bonus_rows else start
         self.num_rows = self.num_drafts + (1 if plan.has_bonus_rows else 0)
 
@@ -107,6 +123,17 @@ class KernelRequest:
         """``[]`` int32, 0 where it is false."""
         index = self.threads.filled(0, jnp.int32) + self.index
         return self.threads.scalar(self.threads.gather(self.refs[name], index))
+
+    def _offsets(self, round: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """By lane: a request before this one, or one twice, and its two offsets; 32 a round."""
+        index = jnp.minimum(round * WARP + self.lane, jnp.maximum(self.index - 1, 0))
+        start, end = (self.threads.gather(self.refs["offsets"], index + i) for i in range(2))
+        return index, start, end
+
+    def _end(self, index: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
+        """By lane: where that request's drafts end, 0 where its offsets make no sense."""
+        _, _, in_bounds = ragged.locate(start, end, index, self.plan.k, self.plan.num_drafts)
+        return jnp.where(in_bounds & (index < self.index), end, 0)
 
     def draw_noise(self) -> None:
         """Draw or look up the uniforms."""
