@@ -72,8 +72,7 @@ class Walk:
         self.drafted.find_q()
         self.threads.cluster_wait()
         if rates is not None:  # the one row that the last token comes from
-            none_before = jnp.int32(0)
-            self.emit(position, *self.visit_if_there(position, round, none_before, judge=False))
+            self.emit(position, *self.visit(position, round))
         elif not self.plan.block:
             self.walk_and_emit(round)
         else:
@@ -101,7 +100,7 @@ class Walk:
 
         def step(state: tuple[jax.Array, Any, jax.Array, jax.Array]) -> Any:
             position, _, round, _ = state
-            result, round = self.visit_if_there(position, round)
+            result, round = self.visit(position, round)
             first = warpgroups.first(result.accepted == 0, position)
             pl.when(first == warpgroups.count)(lambda: self.copy(position + warpgroups.count))
             return position + warpgroups.count, result, round, first
@@ -123,49 +122,33 @@ class Walk:
         rejected = jnp.where(accepted & (lane < self.plan.k), WARP, lane)
         return self.threads.scalar(self.threads.warp_min(rejected))
 
-    def visit_if_there(
-        self,
-        position: jax.Array,
-        round: jax.Array,
-        rows_before: jax.Array | None = None,
-        *,
-        judge: bool = True,
-    ) -> tuple[PositionResult, jax.Array]:
-        """`visit`, if there is a row at `position`."""
+    def visit(self, position: jax.Array, round: jax.Array) -> tuple[PositionResult, jax.Array]:
+        """Read the rows of one position, and judge its draft by the greedy or the standard rule.
+
+        Args:
+          position: ``[]`` int32; the copy of its target row is under way, if it has one.
+          round: ``[]`` int32, of the next exchange.
+
+        Returns:
+          The result, nothing where there is no row; and the next round.
+        """
         return lax.cond(
             position < self.request.num_rows,
-            lambda: self.visit(position, round, rows_before, judge=judge),
+            lambda: self._read_and_judge(position, round),
             lambda: (PositionResult.nothing(self.cluster), round),
         )
 
-    def visit(
-        self,
-        position: jax.Array,
-        round: jax.Array,
-        rows_before: jax.Array | None = None,
-        *,
-        judge: bool = True,
+    def _read_and_judge(
+        self, position: jax.Array, round: jax.Array
     ) -> tuple[PositionResult, jax.Array]:
-        """Read the rows of one position; `judge` its draft by the greedy or the standard rule.
-
-        Args:
-          position: ``[]`` int32; the copy of its target row is under way.
-          round: ``[]`` int32, of the next exchange.
-          rows_before: ``[]`` int32, rows copied before it, or None for those of all positions.
-          judge: whether to.
-
-        Returns:
-          The result, and the next round.
-        """
-        request, drafted = self.request, self.drafted
-        if rows_before is None:
-            rows_before = self.warpgroups.rows_before(position)
+        request, drafted, by_rate = self.request, self.drafted, self.plan.rates is not None
+        rows_before = jnp.int32(0) if by_rate else self.warpgroups.rows_before(position)
         result, round = Reader(self, position, rows_before).read(round)
         bad_target = ~is_finite(result.target.peak)
         bad_draft = drafted.bad | (drafted.uses_q & ~is_finite(result.draft.peak))
 
         accepted = self.threads.filled(0, jnp.int32)
-        if judge:
+        if not by_rate:
             p, q = drafted.probabilities(result.target, result.draft)
             bad_draft = bad_draft | (drafted.uses_q & ~((q >= 0) & (q < jnp.inf)))
             is_best = rules.accepts_greedy(request.token_ids, result.best)
@@ -568,7 +551,7 @@ class BlockWalk:
 
         @pl.when(ends)
         def _() -> None:
-            self.walk.emit(position, *self.walk.visit_if_there(position, state.round))
+            self.walk.emit(position, *self.walk.visit(position, state.round))
 
         pl.when(ok & ~ends)(lambda: self.recover(state))
 
