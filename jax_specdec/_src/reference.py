@@ -219,7 +219,7 @@ def _standard(request: Request) -> tuple[int, int]:
         q_x = request.draft_prob(i)
         kept = request.less(0.0, q_x) and request.less(request.accept[i] * q_x, p[x])
         if not kept:
-            return i, request.sample(request.residual(p, i))
+            return i, request.recovered(p, i)
     return len(request.draft_ids), request.bonus()
 
 
@@ -243,7 +243,7 @@ def _block(request: Request) -> tuple[int, int]:
     if kept == len(ids):
         return kept, request.bonus()
     p = request.target_probs(kept)
-    return kept, request.sample(p if kept == n else request.residual(p, kept, weight[kept]))
+    return kept, request.sample(p) if kept == n else request.recovered(p, kept, weight[kept])
 
 
 def _synthetic(request: Request, conditional_rates: Sequence[float]) -> tuple[int, int]:
@@ -255,5 +255,5 @@ def _synthetic(request: Request, conditional_rates: Sequence[float]) -> tuple[in
         if request.temperature == 0:
             return i, request.target_argmax(i)
         p = request.target_probs(i)
-        return i, request.sample(request.residual(p, i) if proposed else p)
+        return i, request.recovered(p, i) if proposed else request.sample(p)
     return len(request.draft_ids), request.bonus()

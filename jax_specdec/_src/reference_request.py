@@ -99,6 +99,12 @@ class Request:
             self.record(weights.sum() / weight)
         return weights if weights.sum() > 0 else p
 
+    def recovered(self, p: Array, i: int, weight: float = 1.0) -> int:
+        """An id that replaces draft i."""
+        lists_ids = not self.one_hot and self.draft_store.lists_candidates
+        # Then the mass of a tile may be a difference, which rounds in proportion to the row.
+        return self.sample(self.residual(p, i, weight), weight if lists_ids else None)
+
     def passes(self, i: int, weight: float, mass: float) -> bool:
         """Whether the first i drafts pass the block rule: ``u < S / (S + 1 - w)``.
 
@@ -116,27 +122,31 @@ class Request:
             return self.target_argmax(last)
         return self.sample(self.target_probs(last))
 
-    def sample(self, weights: Array) -> int:
-        """An id, with probability in proportion to its weight."""
+    def sample(self, weights: Array, row_mass: float | None = None) -> int:
+        """An id, with probability in proportion to its weight.
+
+        How close the choice of a tile was is relative to `row_mass`; None for the sum of weights.
+        """
         if self.exponential is not None:
             return self.race(weights, self.exponential[: len(weights)])
         assert self.recover is not None
         u_tile, u_token = self.recover
         tiles = [weights[first : first + TILE] for first in range(0, len(weights), TILE)]
-        t = self.pick(np.array([tile.sum() for tile in tiles]), u_tile)
+        t = self.pick(np.array([tile.sum() for tile in tiles]), u_tile, row_mass)
         return t * TILE + self.pick(tiles[t], u_token)
 
-    def pick(self, weights: Array, u: float) -> int:
+    def pick(self, weights: Array, u: float, scale: float | None = None) -> int:
         """The least index of positive weight whose inclusive sum exceeds ``u * total``."""
         sums = np.cumsum(weights)
         total = sums[-1]
+        scale = total if scale is None else scale
         positive = np.flatnonzero(weights > 0)
         above = positive[sums[positive] > u * total]
         chosen = above[0] if above.size else positive[-1]
         if chosen != positive[0]:
-            self.record((u * total - sums[chosen - 1]) / total)
+            self.record((u * total - sums[chosen - 1]) / scale)
         if chosen != positive[-1]:
-            self.record((sums[chosen] - u * total) / total)
+            self.record((sums[chosen] - u * total) / scale)
         return int(chosen)
 
     def race(self, weights: Array, exponential: Array) -> int:
@@ -157,7 +167,7 @@ class DraftStore:
         self.vocab_size = vocab_size
         self.has_logits = isinstance(distribution, DraftLogits)
         self.storage: Array | None = None  # [R, Vd]
-        self.rows = self.valid = self.log_normalizer = self.threshold = None
+        self.rows = self.valid = self.log_normalizer = self.threshold = self.ids = None
         if distribution is None:
             return
         if isinstance(distribution, DraftLogits):
@@ -168,30 +178,57 @@ class DraftStore:
                 self.threshold = np.asarray(distribution.threshold, dtype=np.float64)
         else:
             storage = distribution.probs
-        self.storage = np.asarray(storage, dtype=np.float64)[:, :vocab_size]
+        self.storage = np.asarray(storage, dtype=np.float64)
+        if distribution.ids is None:
+            self.storage = self.storage[:, :vocab_size]
+        else:
+            self.ids = np.asarray(distribution.ids)
         self.rows = None if distribution.rows is None else np.asarray(distribution.rows)
         self.valid = None if distribution.valid is None else np.asarray(distribution.valid)
+
+    @property
+    def lists_candidates(self) -> bool:
+        """Whether each row lists ids of its own."""
+        return self.ids is not None and self.ids.ndim == 2
 
     def is_one_hot(self, b: int) -> bool:
         return self.storage is None or (self.valid is not None and not self.valid[b])
 
     def prob(self, n: int, x: int, temperature: float) -> float:
-        """q(x) of draft n; 0 beyond the drafter's vocabulary."""
-        q = self._row(n, temperature)
-        q_x = float(q[x]) if x < len(q) else 0.0
-        return float(_checked(np.array([q_x]))[0])
+        """q(x) of draft n; 0 where the drafter's row does not have x."""
+        q, ids = self._row(n, temperature), self._ids(n)
+        q_x = q[ids == x]
+        return float(_checked(q_x)[0]) if q_x.size else 0.0
 
     def probs(self, n: int, temperature: float) -> Array:
         """q of draft n, ``[V]``."""
-        q = _checked(self._row(n, temperature))
-        return np.concatenate([q, np.zeros(self.vocab_size - len(q))])
+        q = np.zeros(self.vocab_size)
+        row, ids = self._row(n, temperature), self._ids(n)
+        q[ids] = _checked(row)
+        return q
 
-    def _row(self, n: int, temperature: float) -> Array:
-        """q of draft n over the ids the drafter shares with the target, entries not checked."""
+    def _ids(self, n: int) -> npt.NDArray[np.int64]:
+        """The ids that the entries of draft n's row stand for, each in range and there once."""
+        assert self.storage is not None
+        if self.ids is None:
+            return np.arange(self.storage.shape[1])
+        ids = self.ids if self.ids.ndim == 1 else self.ids[self._index(n)]
+        if ids.min() < 0 or ids.max() >= self.vocab_size or len(np.unique(ids)) < len(ids):
+            raise BadRow(Status.BAD_DRAFT_ROW)
+        return ids
+
+    def _index(self, n: int) -> int:
+        """Which row of the storage is draft n's."""
         assert self.storage is not None
         r = n if self.rows is None else int(self.rows[n])
         if not 0 <= r < len(self.storage):
             raise BadRow(Status.BAD_DRAFT_ROW)
+        return r
+
+    def _row(self, n: int, temperature: float) -> Array:
+        """q of draft n over the ids that its row has, entries not checked."""
+        assert self.storage is not None
+        r = self._index(n)
         row = self.storage[r]
         if not self.has_logits:
             return row

@@ -9,6 +9,7 @@ Letters used for shapes, here and everywhere:
 ``R``   rows of a draft distribution's storage
 ``V``   vocabulary of the target
 ``Vd``  vocabulary of the drafter, ``Vd <= V``
+``C``   candidates of a draft row that lists its own ids
 ======  =====================================================================
 
 Request ``b`` owns the drafts ``cu[b] .. cu[b+1]-1`` of the flattened axis, where ``cu`` is
@@ -61,17 +62,29 @@ class DraftProbs:
       rows: ``[N]`` int32, or None where row ``n`` belongs to draft ``n`` (then ``R == N``).
       valid: ``[B]`` bool, or None for all true. A request whose entry is false is verified
         one-hot, as if no distribution had been stored for it; its rows are not read.
+      ids: which target ids the columns of `probs` stand for. None: column ``j`` is id ``j``, and
+        ids from Vd on have ``q = 0``. ``[Vd]`` int32: column ``j`` of every row is id ``ids[j]``,
+        as of a drafter with a vocabulary of its own. ``[R, C]`` int32, where `probs` is ``[R, C]``:
+        column ``j`` of row ``r`` is id ``ids[r, j]``, as of a drafter with a few candidates for
+        each position, in any order. Ids that are not listed have ``q = 0``. Listed ids must be
+        those of the vocabulary, each once. A row that lists others is BAD_DRAFT_ROW for who visits
+        it; a shared map that does raises where its values are known, and else makes every row so.
 
     Example:
       >>> import jax.numpy as jnp
       >>> distribution = DraftProbs(jnp.array([[0.5, 0.5], [0.1, 0.9]]))
       >>> distribution.probs.shape
       (2, 2)
+
+      Two candidates for each of two drafts:
+
+      >>> candidates = DraftProbs(distribution.probs, ids=jnp.array([[12, 7], [3, 99]]))
     """
 
     probs: jax.Array
     rows: jax.Array | None = None
     valid: jax.Array | None = None
+    ids: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -89,6 +102,8 @@ class DraftLogits:
         Storing it spares one read of every draft row but the one that is resampled from.
       threshold: ``[R]`` float32, or None for none. Entries of row ``r`` below entry ``r`` were left
         out when it was drawn from (by min-p, top-k or top-p): they have ``q = 0``.
+      ids: ``[Vd]`` or ``[R, C]`` int32, the target ids that the columns of `logits` stand for, or
+        None; see `DraftProbs`. The sum of `log_normalizer` is then over the listed ids.
 
     Example:
       >>> import jax.numpy as jnp
@@ -102,6 +117,7 @@ class DraftLogits:
     valid: jax.Array | None = None
     log_normalizer: jax.Array | None = None
     threshold: jax.Array | None = None
+    ids: jax.Array | None = None
 
 
 DraftDistribution = DraftProbs | DraftLogits
@@ -200,8 +216,8 @@ class Drafts:
           token_ids: ``[B, K]`` integers that int32 holds.
           num_draft_tokens: ``[B]`` integers, or None where all K ids are proposals.
           distribution: `DraftProbs` or `DraftLogits` whose storage is ``[B, K, Vd]`` or
-            ``[B*K, Vd]`` (then ``log_normalizer`` and ``threshold`` are ``[B, K]`` or ``[B*K]``),
-            or None.
+            ``[B*K, Vd]`` (then ``log_normalizer`` and ``threshold`` are ``[B, K]`` or ``[B*K]``,
+            and candidates ``ids`` are ``[B, K, C]`` or ``[B*K, C]``), or None.
 
         Returns:
           Drafts with ``N = B * K``.
@@ -324,9 +340,10 @@ def flatten_storage(distribution: DraftDistribution | None) -> DraftDistribution
             f"{described(distribution)}"
         )
     rows = None if distribution.rows is None else distribution.rows.reshape(-1)
+    ids = None if distribution.ids is None else _flatten_rows(distribution.ids)
     if isinstance(distribution, DraftProbs):
         probs = distribution.probs
-        return dataclasses.replace(distribution, probs=_flatten_rows(probs), rows=rows)
+        return dataclasses.replace(distribution, probs=_flatten_rows(probs), rows=rows, ids=ids)
     normalizer, threshold = distribution.log_normalizer, distribution.threshold
     return dataclasses.replace(
         distribution,
@@ -334,6 +351,7 @@ def flatten_storage(distribution: DraftDistribution | None) -> DraftDistribution
         rows=rows,
         log_normalizer=None if normalizer is None else normalizer.reshape(-1),
         threshold=None if threshold is None else threshold.reshape(-1),
+        ids=ids,
     )
 
 

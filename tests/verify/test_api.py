@@ -284,6 +284,10 @@ def test_dense_storage_may_keep_its_shape():
         shapes = [x.shape for x in jax.tree.leaves(flattened)]
         assert shapes[0] == (B * K, V)
         assert all(shape == (B * K,) for shape in shapes[1:])
+    shared, own = jnp.arange(V, dtype=jnp.int32), jnp.zeros((B, K, V), jnp.int32)
+    for given, shape in ((shared, (V,)), (own, (B * K, V))):
+        flattened = sd.Drafts.from_dense(ids, None, sd.DraftProbs(q, ids=given)).distribution
+        assert flattened.ids.shape == shape
 
 
 def test_parse_output_gives_lists_and_nothing_for_a_request_without_tokens():

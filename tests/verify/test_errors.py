@@ -14,7 +14,9 @@ import jax_specdec as sd
 
 pytestmark = pytest.mark.newest
 
-B, K, V, N, R = 2, 3, 8, 5, 6
+B, K, V, N, R, C = 2, 3, 8, 5, 6, 3
+CANDIDATES = jnp.array([[(r + j) % V for j in (5, 0, 2)] for r in range(R)], jnp.int32)
+KINDS = ["none", "logits", "map", "candidates"]
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 
 
@@ -25,6 +27,8 @@ def arguments(kind: str = "none", **changes: Any) -> dict[str, Any]:
         "none": None,
         "probs": sd.DraftProbs(jnp.full((R, V), 1 / V), rows, jnp.ones(B, bool)),
         "logits": sd.DraftLogits(jnp.zeros((R, V)), rows, jnp.ones(B, bool), jnp.zeros(R)),
+        "map": sd.DraftLogits(jnp.zeros((R, C)), rows, ids=jnp.array([6, 2, 5], jnp.int32)),
+        "candidates": sd.DraftProbs(jnp.full((R, C), 1 / C), rows, ids=CANDIDATES),
     }
     drafts = sd.Drafts(jnp.zeros(N, jnp.int32), jnp.array([0, 3, 5], jnp.int32))
     args: dict[str, Any] = dict(
@@ -39,7 +43,7 @@ def arguments(kind: str = "none", **changes: Any) -> dict[str, Any]:
             args["drafts"] = dataclasses.replace(args["drafts"], **{name: value})
         elif name in ("temperature", "min_p", "top_k", "top_p"):
             args["sampling"] = dataclasses.replace(args["sampling"], **{name: value})
-        elif name in ("probs", "logits", "rows", "valid", "log_normalizer", "threshold"):
+        elif name in ("probs", "logits", "rows", "valid", "log_normalizer", "threshold", "ids"):
             distribution = dataclasses.replace(distribution, **{name: value})
         elif name == "distribution":
             distribution = value
@@ -190,6 +194,19 @@ CALLS = [
         TypeError,
         "distribution.threshold must be float32.* int32",
     ),
+    (
+        "map",
+        dict(ids=jnp.zeros(C + 1, jnp.int32)),
+        ValueError,
+        r"ids .*\[Vd\] = \[3\] .*one map.* or \[R, C\] = \[6, 3\].* \[4\]",
+    ),
+    ("candidates", dict(ids=CANDIDATES[:2]), ValueError, r"ids .*\[R, C\] = \[6, 3\].* \[2, 3\]"),
+    ("candidates", dict(ids=CANDIDATES[None]), ValueError, r"ids .*\[R, C\] .* \[1, 6, 3\]"),
+    ("map", dict(ids=jnp.zeros(C)), TypeError, "ids must be int32.* float32"),
+    ("map", dict(ids=[6, 2, 5]), TypeError, "ids must be an array"),
+    ("map", dict(ids=jnp.array([6, -1, 5])), ValueError, r"ids\[1\] must be .*\[0, 8\).* -1"),
+    ("map", dict(vocab_size=6), ValueError, r"ids\[0\] must be .*\[0, 6\).* 6"),
+    ("map", dict(ids=jnp.array([6, 2, 6])), ValueError, "ids must list each id once.* 6 .*2 times"),
     ("none", dict(min_p=jnp.ones(3)), ValueError, r"sampling.min_p .*\[B\] = \[2\].* \[3\]"),
     ("none", dict(min_p="low"), TypeError, "sampling.min_p must be an array.* 'low'"),
     ("none", dict(top_k=floats), TypeError, "sampling.top_k must be int32.* float32"),
@@ -424,6 +441,16 @@ VALUES = [
     ),
     ("logits", dict(threshold=entry((R,), 0, nan)), r"threshold\[0\] must be a number.* nan"),
     ("logits", dict(threshold=jnp.full(R, 0.5)), r"logits\[0\] must have .* -inf"),
+    (
+        "candidates",
+        dict(ids=CANDIDATES.at[0, 2].set(8)),
+        r"ids\[0\]\[2\] must be an id in \[0, 8\).* 8",
+    ),
+    (
+        "candidates",
+        dict(ids=CANDIDATES.at[0, 2].set(5)),
+        r"ids\[0\] must list .*once.* 5 .*2 times",
+    ),
     ("none", dict(min_p=jnp.array([0.0, -0.5])), r"min_p\[1\] must be in \[0, 1\].* -0.5"),
     ("none", dict(min_p=jnp.array([nan, 0.5])), r"min_p\[0\] must be in \[0, 1\].* nan"),
     ("none", dict(top_k=jnp.array([0, -2])), r"top_k\[1\] must be not negative.* -2"),
@@ -444,7 +471,7 @@ def test_validate_names_the_value_that_is_wrong(kind, changes, message):
         validate(arguments(kind, **changes))
 
 
-@pytest.mark.parametrize("kind", ["none", "logits", pytest.param("probs", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [*KINDS, pytest.param("probs", marks=pytest.mark.slow)])
 def test_validate_passes_what_can_be_verified(kind):
     validate(arguments(kind))
     validate(arguments(kind, token_ids=jnp.array([0, -1, 7, 0, 0]), temperature=jnp.zeros(B)))
@@ -466,3 +493,4 @@ def test_validate_does_not_look_at_what_nobody_reads():
     validate(arguments(target_logits=entry(LOGITS, (0, 7), nan), vocab_size=7))
     evicted = jnp.array([False, True])
     validate(arguments("probs", rows=jnp.array([9, 9, 9, 1, 1]), valid=evicted))
+    validate(arguments("candidates", ids=CANDIDATES.at[3, 0].set(99)))

@@ -186,6 +186,8 @@ class _Phases:
         target = target if target.first_id is None else target.masked()
         draft = None
         if distribution is not None:
+            if distribution.ids is not None:
+                raise NotImplementedError("XLA does not read draft distributions with ids yet")
             first_id = target.first_id if split.draft_is_split else None
             draft = DraftRows.of(distribution, size, first_id)
         return cls(Weights(target, draft, split.exchange.num_parts), rule, split)

@@ -19,6 +19,7 @@ from jax_specdec._src.types import (
     SamplingParams,
     as_positions,
     described,
+    known_values,
 )
 
 _LOGITS = ("float32", "bfloat16", "float16")
@@ -70,7 +71,8 @@ def check_call(
 
     Raises:
       TypeError: an argument is not an array, or not of its dtype.
-      ValueError: a shape does not fit the others.
+      ValueError: a shape does not fit the others; or the values of a shared map of ids are known,
+        and one is out of range or there twice.
     """
     if not isinstance(drafts, Drafts):
         raise TypeError(f"drafts must be a Drafts, but it is {described(drafts)}")
@@ -118,7 +120,8 @@ def check_call(
     if active is not None:
         _array("active", active, (batch,), ("bool",), f"[B] = [{batch}]")
     if drafts.distribution is not None:
-        _check_distribution(drafts.distribution, batch, n, v)
+        size = v if vocab_size is None else vocab_size
+        _check_distribution(drafts.distribution, batch, n, v, size)
 
 
 def _check_rows(target_logits: Any, rows: int, why: str, batch: int, n: int) -> None:
@@ -147,7 +150,7 @@ def _check_rows(target_logits: Any, rows: int, why: str, batch: int, n: int) -> 
         )
 
 
-def _check_distribution(distribution: Any, batch: int, n: int, v: int) -> None:
+def _check_distribution(distribution: Any, batch: int, n: int, v: int, size: int) -> None:
     dtypes: tuple[str, ...]
     if isinstance(distribution, DraftProbs):
         storage_name, storage, dtypes = "probs", distribution.probs, ("float32",)
@@ -178,6 +181,49 @@ def _check_distribution(distribution: Any, batch: int, n: int, v: int) -> None:
             value = getattr(distribution, field)
             if value is not None:
                 _array(f"drafts.distribution.{field}", value, (r,), ("float32",), f"[R] = [{r}]")
+    if distribution.ids is not None:
+        check_ids("drafts.distribution.ids", distribution.ids, (r, vd), size)
+
+
+def check_ids(name: str, ids: Any, storage: tuple[int, int], size: int) -> None:
+    """Check the ids that the columns of draft storage stand for: of a shared map the values too.
+
+    Args:
+      name: of the argument.
+      ids: one map for all rows, or candidates of each row.
+      storage: ``(R, Vd)``, the shape of the storage.
+      size: ids that count.
+
+    Raises:
+      TypeError: not an array of int32.
+      ValueError: neither ``[Vd]`` nor ``[R, Vd]``; or a shared map, known here, in which an id is
+        out of range or there twice.
+    """
+    r, vd = storage
+    shape = (vd,) if getattr(ids, "ndim", 2) == 1 else (r, vd)
+    why = f"[Vd] = [{vd}] (one map for all rows) or [R, C] = [{r}, {vd}] (candidates of each row)"
+    _array(name, ids, shape, ("int32",), why)
+    known = known_values(ids) if ids.ndim == 1 else None
+    if known is not None:
+        check_listed(name, known, size)
+
+
+def check_listed(name: str, ids: np.ndarray, size: int) -> None:
+    """Check the values of one list of ids.
+
+    Raises:
+      ValueError: an id is out of range or there twice.
+    """
+    outside = np.flatnonzero((ids < 0) | (ids >= size))
+    if outside.size:
+        j = outside[0]
+        raise ValueError(f"{name}[{j}] must be an id in [0, {size}), but it is {ids[j]}")
+    listed, counts = np.unique(ids, return_counts=True)
+    if counts.size and counts.max() > 1:
+        twice = listed[counts.argmax()]
+        raise ValueError(
+            f"{name} must list each id once, but {twice} is there {counts.max()} times"
+        )
 
 
 def check_is_noise(noise: Any) -> None:

@@ -154,7 +154,8 @@ def _check_distribution(distribution: DraftDistribution, cu: Any, slots: Any, si
     is_probs = isinstance(distribution, DraftProbs)
     name = f"drafts.distribution.{'probs' if is_probs else 'logits'}"
     storage = distribution.probs if isinstance(distribution, DraftProbs) else distribution.logits
-    values = np.asarray(storage, np.float32)[:, :size]
+    ids = None if distribution.ids is None else np.asarray(distribution.ids)
+    values = np.asarray(storage, np.float32)[:, : size if ids is None else None]
     if isinstance(distribution, DraftLogits) and distribution.threshold is not None:
         values = np.where(values < np.asarray(distribution.threshold)[:, None], -np.inf, values)
     rows = np.arange(cu[-1]) if distribution.rows is None else np.asarray(distribution.rows)
@@ -168,6 +169,8 @@ def _check_distribution(distribution: DraftDistribution, cu: Any, slots: Any, si
                     f"drafts.distribution.rows[{i}] must be in [0, R) = [0, {len(values)}), but "
                     f"it is {row}"
                 )
+            if ids is not None and ids.ndim == 2:
+                checks.check_listed(f"drafts.distribution.ids[{row}]", ids[row], size)
             if not is_probs:
                 _check_logits(name, row, values[row])
             else:

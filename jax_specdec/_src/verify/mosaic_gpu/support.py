@@ -98,6 +98,8 @@ def unsupported(
     config: KernelConfig | None = None,
 ) -> str | None:
     """Why the kernel cannot serve a call, in a sentence; None if it can."""
+    if distribution is not None and distribution.ids is not None:
+        return "implementation='mosaic_gpu' reads draft distributions without ids"
     if is_race:
         return "implementation='mosaic_gpu' draws by inverse CDF: pass Noise, not RaceNoise"
     if num_requests == 0:
@@ -150,6 +152,8 @@ def part_unsupported(arrays: CallArrays, k: int, config: KernelConfig | None = N
         return without + "min_p, top_k and top_p"
     if isinstance(distribution, DraftLogits) and distribution.threshold is not None:
         return without + "DraftLogits.threshold"
+    if distribution is not None and distribution.ids is not None:
+        return without + "ids of draft distributions"
     if num_requests == 0:
         return _NO_REQUESTS
     if jax.typeof(arrays.target_logits).manual_axis_type.varying:
