@@ -28,9 +28,10 @@ from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import DraftDistribution, RejectionSampleOutput, Status
 from jax_specdec._src.verify import decide, tiles
 from jax_specdec._src.verify.decide import Known, Request
+from jax_specdec._src.verify.draft_rows import DraftRows, DraftScale
 from jax_specdec._src.verify.exchange import WHOLE, Exchange, of_holder
-from jax_specdec._src.verify.resample import Source, Weights, choose, draw, pieces_of_tiles
-from jax_specdec._src.verify.rows import DraftRows, DraftScale, Partials, Rows, best_of
+from jax_specdec._src.verify.resample import Source, Weights, pick_and_draw, pieces_of_tiles
+from jax_specdec._src.verify.rows import Partials, Rows, best_of
 from jax_specdec._src.verify.rules import Rule
 
 _LARGE = 2**25
@@ -186,8 +187,6 @@ class _Phases:
         target = target if target.first_id is None else target.masked()
         draft = None
         if distribution is not None:
-            if distribution.ids is not None:
-                raise NotImplementedError("XLA does not read draft distributions with ids yet")
             first_id = target.first_id if split.draft_is_split else None
             draft = DraftRows.of(distribution, size, first_id)
         return cls(Weights(target, draft, split.exchange.num_parts), rule, split)
@@ -466,8 +465,7 @@ class _Phases:
         if kernels is not None:
             token_ids, bad = kernels.part_draw(source, recover, masses, **self._part)
             return exchange.sum(token_ids), source.from_residual & (bad | source.scale.bad)
-        chosen = choose(source, masses, recover, self.target.width, weights.num_tiles)
-        return draw(weights, source, chosen, exchange), chosen.bad_draft
+        return pick_and_draw(weights, source, masses, recover, exchange)
 
     @property
     def _draw_kernels(self) -> Kernels | None:

@@ -15,8 +15,9 @@ from jax import lax
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
 from jax_specdec._src.verify import rules, tiles
+from jax_specdec._src.verify.draft_rows import DraftRows, DraftScale
 from jax_specdec._src.verify.resample import Source
-from jax_specdec._src.verify.rows import DraftRows, DraftScale, Partials
+from jax_specdec._src.verify.rows import Partials
 from jax_specdec._src.verify.rules import Rule
 
 

@@ -7,15 +7,17 @@ devices.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_specdec._src.verify import rules, tiles
+from jax_specdec._src.verify.draft_rows import CandidateRows, DraftRows, DraftScale
 from jax_specdec._src.verify.exchange import Exchange
-from jax_specdec._src.verify.rows import DraftRows, DraftScale, Rows, as_they_are, by_tile
+from jax_specdec._src.verify.rows import Rows, as_they_are, by_tile
 
 
 class Source(NamedTuple):
@@ -73,6 +75,8 @@ class Weights:
 
         `in_place` says that their rows are all rows, in order: then none is gathered.
         """
+        if self.draft is not None and isinstance(self.draft.rows, CandidateRows):
+            return self._masses_without_candidates(source, self.draft.rows, in_place)
         first_id = self.target.first_id
         if self.target.width % tiles.TILE == 0:
             first_id = None  # no tile is cut
@@ -93,6 +97,27 @@ class Weights:
             return jnp.stack(as_they_are(found), axis=1)
 
         return by_tile(sums, entries, self.num_tiles, first_id)
+
+    def _masses_without_candidates(
+        self, source: Source, candidates: CandidateRows, in_place: bool
+    ) -> jax.Array:
+        """`masses`, where few ids have a q: what they take away is ``sum(min(weight * p, q))``.
+
+        A difference of sums rounds in proportion to the row: `pick_and_draw` passes over tiles
+        that have mass by rounding alone.
+        """
+        found = dataclasses.replace(self, draft=None).masses(source, in_place)
+        weights, p_sums = found[:, 0], found[:, 1]
+        ids, q_entries = candidates.listed(source.draft_row)
+        p_entries = self.target.at(source.row[:, None], ids)
+        left, p = self._of(source, ids, p_entries, q_entries)
+        taken = source.weight[:, None] * p - left
+        tile = self.first_tile + jnp.arange(self.num_tiles, dtype=jnp.int32)
+        is_inside = (ids // tiles.TILE)[:, None, :] == tile[None, :, None]
+        taken = jnp.sum(jnp.where(is_inside, taken[:, None, :], 0.0), axis=2)
+        residual = jnp.maximum(source.weight[:, None] * p_sums - taken, 0.0)
+        weights = jnp.where(source.from_residual[:, None], residual, weights)
+        return jnp.stack([weights, p_sums], axis=1)
 
     def inside(self, source: Source, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Of tiles ``[n]``: ids ``[n, L]`` that are here, and ``[n, 2, L]`` weights and ``p``."""
@@ -210,16 +235,65 @@ def choose(
     return Chosen(chosen, part, u, has_mass, bad_draft)
 
 
-def draw(weights: Weights, source: Source, chosen: Chosen, exchange: Exchange) -> jax.Array:
-    """``[n]`` int32, the token of each source, drawn where it lies and known to all parts."""
+def pick_and_draw(
+    weights: Weights,
+    source: Source,
+    masses: jax.Array,
+    recover: jax.Array,
+    exchange: Exchange,
+) -> tuple[jax.Array, jax.Array]:
+    """A token of each source, and whether its draft row is none, ``[n]`` each.
+
+    Args:
+      weights: what tokens are drawn by.
+      source: what to draw from, ``[n]``.
+      masses: ``[num_parts, n, 2, num_tiles]``, of every part.
+      recover: ``[n, 2]`` uniforms for tile and token.
+      exchange: over the parts.
+    """
+    width, num_tiles = weights.target.width, weights.num_tiles
+
+    def attempt(masses: jax.Array) -> tuple[Chosen, jax.Array, jax.Array]:
+        chosen = choose(source, masses, recover, width, num_tiles)
+        return chosen, *draw(weights, source, chosen, exchange)
+
+    chosen, token_ids, is_empty = attempt(masses)
+    if weights.draft is None or not isinstance(weights.draft.rows, CandidateRows):
+        return token_ids, chosen.bad_draft
+
+    # A tile has mass by rounding alone, which is rare: pick from the others.
+    first = jnp.arange(masses.shape[0], dtype=jnp.int32) * width // tiles.TILE
+    tile = first[:, None] + jnp.arange(num_tiles, dtype=jnp.int32)[None, :]
+
+    def pick_another(state: Any) -> Any:
+        masses, picked, _, is_empty = state
+        is_picked = (tile[:, None, :] == picked[None, :, None]) & is_empty[None, :, None]
+        masses = masses.at[:, :, 0].set(jnp.where(is_picked, 0.0, masses[:, :, 0]))
+        chosen, token_ids, is_empty = attempt(masses)
+        return masses, chosen.tile, token_ids, is_empty & source.from_residual
+
+    start = masses, chosen.tile, token_ids, is_empty & source.from_residual
+    _, _, token_ids, _ = lax.while_loop(lambda state: jnp.any(state[3]), pick_another, start)
+    return token_ids, chosen.bad_draft
+
+
+def draw(
+    weights: Weights, source: Source, chosen: Chosen, exchange: Exchange
+) -> tuple[jax.Array, jax.Array]:
+    """The token of each source, drawn where it lies, and whether its tile has no weight.
+
+    Returns:
+      ``[n]`` int32 and ``[n]`` bool, known to all parts.
+    """
     ids, inside = weights.inside(source, chosen.tile)
     place, total = pick_each(inside, chosen.uniform)
     # Rounding can leave a tile of tiny residual mass without a positive weight of its own.
     has_mass = chosen.has_mass & (total[:, 0] > 0)
     token_ids = ids[:, 0] + jnp.where(has_mass, place[:, 0], place[:, 1])
+    is_empty = chosen.has_mass & ~(exchange.sum(total[:, 0]) > 0)
     if exchange.axis is None:
-        return token_ids
-    return exchange.sum(jnp.where(chosen.part == exchange.part, token_ids, 0))
+        return token_ids, is_empty
+    return exchange.sum(jnp.where(chosen.part == exchange.part, token_ids, 0)), is_empty
 
 
 def pieces_of_tiles(width: int, num_parts: int, num_tiles: int) -> np.ndarray:

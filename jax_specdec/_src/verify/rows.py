@@ -13,7 +13,7 @@ from jax import lax
 
 from jax_specdec._src.blocks import take
 from jax_specdec._src.sampling import Filter
-from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
+from jax_specdec._src.types import DraftDistribution, DraftProbs
 from jax_specdec._src.verify import tiles
 from jax_specdec._src.verify.exchange import Exchange
 from jax_specdec._src.verify.threshold import find_threshold, only_if
@@ -283,70 +283,6 @@ class Rows:
         index = jnp.arange(peak.shape[0], dtype=jnp.int32) if rows is None else rows
         hits = self.slices(index, first, length) == peak[:, None]
         return peak, first + first_of(hits)
-
-
-class DraftScale(NamedTuple):
-    """What normalizes a draft row, or that nothing does. Probabilities need none."""
-
-    scale: tiles.Scale
-    bad: jax.Array
-
-    @classmethod
-    def unit(cls) -> DraftScale:
-        return cls(tiles.Scale(jnp.float32(0), jnp.float32(0)), jnp.bool_(False))
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftRows:
-    """Draft distributions ``[R, Vd]``, or this device's part of each row.
-
-    Attributes:
-      distribution: what they are.
-      rows: their entries: probabilities, or logits.
-    """
-
-    distribution: DraftDistribution
-    rows: Rows
-
-    @classmethod
-    def of(
-        cls, distribution: DraftDistribution, size: int, first_id: jax.Array | None = None
-    ) -> DraftRows:
-        """Rows of storage whose columns begin with `first_id`; of the ids, `size` count."""
-        fill, thresholds = 0.0, None
-        if isinstance(distribution, DraftLogits):
-            fill, thresholds = -float("inf"), distribution.threshold
-        rows = Rows(storage_of(distribution), size, fill, None, thresholds, first_id)
-        return cls(distribution, rows)
-
-    @property
-    def needs_statistics(self) -> bool:
-        """Whether rows are to be read for what normalizes them."""
-        d = self.distribution
-        return isinstance(d, DraftLogits) and d.log_normalizer is None
-
-    def scales(self, rows: jax.Array, partials: Partials | None) -> DraftScale:
-        """What normalizes rows of any shape: what is stored, or else was read."""
-        d, count = self.distribution, self.rows.matrix.shape[0]
-        outside = (rows < 0) | (rows >= count)
-        zero = jnp.zeros(rows.shape, jnp.float32)
-        if not isinstance(d, DraftLogits):
-            return DraftScale(tiles.Scale(zero, zero), outside)
-        rows = jnp.clip(rows, 0, count - 1)
-        if d.threshold is not None:
-            outside |= jnp.isnan(d.threshold[rows])
-        if partials is not None:
-            scale = tiles.Scale(partials.max, jnp.log(partials.sum))
-            return DraftScale(scale, outside | ~jnp.isfinite(partials.max))
-        assert d.log_normalizer is not None
-        stored = d.log_normalizer[rows]
-        return DraftScale(tiles.Scale(zero, stored), outside | ~jnp.isfinite(stored))
-
-    def probs(self, entries: jax.Array, scale: DraftScale, inv_temperature: jax.Array) -> jax.Array:
-        """``q`` of entries of rows."""
-        if isinstance(self.distribution, DraftProbs):
-            return entries
-        return scale.scale.probs(entries, inv_temperature)
 
 
 def _sum(x: jax.Array) -> jax.Array:

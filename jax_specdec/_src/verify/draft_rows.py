@@ -1,0 +1,211 @@
+"""Phase 1 on XLA: rows of draft distributions, whichever ids their columns stand for.
+
+Column ``j`` of `Rows` is id ``j``. `MappedRows` share a list of ids, `CandidateRows` have a list
+each; both give what `Rows` give, and write nothing of the vocabulary's size: of a shared list the
+column of each id is known, once for all rows; candidates are few, and compared with what is asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_specdec._src.blocks import take
+from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
+from jax_specdec._src.verify import tiles
+from jax_specdec._src.verify.rows import Partials, Rows, storage_of
+
+
+class DraftScale(NamedTuple):
+    """What normalizes a draft row, or that nothing does. Probabilities need none."""
+
+    scale: tiles.Scale
+    bad: jax.Array
+
+    @classmethod
+    def unit(cls) -> DraftScale:
+        return cls(tiles.Scale(jnp.float32(0), jnp.float32(0)), jnp.bool_(False))
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftRows:
+    """Draft distributions ``[R, Vd]``, or this device's part of each row.
+
+    Attributes:
+      distribution: what they are.
+      rows: their entries, by id: probabilities, or logits.
+    """
+
+    distribution: DraftDistribution
+    rows: Rows | MappedRows | CandidateRows
+
+    @classmethod
+    def of(
+        cls, distribution: DraftDistribution, size: int, first_id: jax.Array | None = None
+    ) -> DraftRows:
+        """Rows of storage whose columns begin with `first_id`; of the ids, `size` count."""
+        fill, thresholds = 0.0, None
+        if isinstance(distribution, DraftLogits):
+            fill, thresholds = -float("inf"), distribution.threshold
+        storage, ids = storage_of(distribution), distribution.ids
+        if ids is None:
+            return cls(distribution, Rows(storage, size, fill, None, thresholds, first_id))
+        columns = Rows(storage, storage.shape[1], fill, None, thresholds)
+        if ids.ndim == 1:
+            return cls(distribution, MappedRows.of(columns, ids, size))
+        return cls(distribution, CandidateRows(columns, size, ids))
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether rows are to be read for what normalizes them."""
+        d = self.distribution
+        return isinstance(d, DraftLogits) and d.log_normalizer is None
+
+    def scales(self, rows: jax.Array, partials: Partials | None) -> DraftScale:
+        """What normalizes rows of any shape: what is stored, or else was read."""
+        d, count = self.distribution, self.rows.matrix.shape[0]
+        outside = (rows < 0) | (rows >= count)
+        if not isinstance(self.rows, Rows):
+            outside |= self.rows.are_bad(rows)
+        zero = jnp.zeros(rows.shape, jnp.float32)
+        if not isinstance(d, DraftLogits):
+            return DraftScale(tiles.Scale(zero, zero), outside)
+        rows = jnp.clip(rows, 0, count - 1)
+        if d.threshold is not None:
+            outside |= jnp.isnan(d.threshold[rows])
+        if partials is not None:
+            scale = tiles.Scale(partials.max, jnp.log(partials.sum))
+            return DraftScale(scale, outside | ~jnp.isfinite(partials.max))
+        assert d.log_normalizer is not None
+        stored = d.log_normalizer[rows]
+        return DraftScale(tiles.Scale(zero, stored), outside | ~jnp.isfinite(stored))
+
+    def probs(self, entries: jax.Array, scale: DraftScale, inv_temperature: jax.Array) -> jax.Array:
+        """``q`` of entries of rows."""
+        if isinstance(self.distribution, DraftProbs):
+            return entries
+        return scale.scale.probs(entries, inv_temperature)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ListedRows:
+    """What both kinds have.
+
+    Attributes:
+      entries: the storage ``[R, C]``, by column.
+      size: ids from it on do not count.
+    """
+
+    entries: Rows
+    size: int
+
+    @property
+    def matrix(self) -> jax.Array:
+        """The storage."""
+        return self.entries.matrix
+
+    @property
+    def fill(self) -> float:
+        """The entry of ids that are not listed."""
+        return self.entries.fill
+
+    @property
+    def first_id(self) -> None:
+        """None: every device has whole rows."""
+        return None
+
+    def peak(self, rows: jax.Array | None) -> jax.Array:
+        """See `Rows`; of what is listed."""
+        return self.entries.peak(rows)
+
+    def partials(
+        self, rows: jax.Array | None, peak: jax.Array, inv_temperature: jax.Array
+    ) -> Partials:
+        """See `Rows`; of what is listed."""
+        return self.entries.partials(rows, peak, inv_temperature)
+
+
+@dataclasses.dataclass(frozen=True)
+class MappedRows(_ListedRows):
+    """Rows ``[R, Vd]`` that share one list.
+
+    Attributes:
+      columns: ``[size]`` int32, the column of each id; Vd where it is not listed.
+    """
+
+    columns: jax.Array
+
+    @classmethod
+    def of(cls, entries: Rows, ids: jax.Array, size: int) -> MappedRows:
+        """Rows whose column ``j`` is id ``ids[j]``."""
+        width = ids.shape[0]
+        index = jnp.where(ids < 0, size, ids)  # which is dropped
+        columns = jnp.full((size,), width, jnp.int32)
+        columns = columns.at[index].set(jnp.arange(width, dtype=jnp.int32), mode="drop")
+        return cls(entries, size, columns)
+
+    def are_bad(self, rows: jax.Array) -> jax.Array:
+        """Whether the list has an id out of range, or one twice: then it is so for every row."""
+        width = self.matrix.shape[1]
+        listed = jnp.sum(self.columns < width, dtype=jnp.int32)
+        return jnp.broadcast_to(listed != width, rows.shape)
+
+    def at(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
+        """See `Rows`."""
+        return self.entries.at(rows, self.columns[jnp.clip(ids, 0, self.size - 1)])
+
+    def slices(self, rows: jax.Array, first: jax.Array, length: int) -> jax.Array:
+        """See `Rows`."""
+        place = jnp.arange(length, dtype=jnp.int32)[None, :]
+        return self.at(rows[:, None], first[:, None] + place)
+
+    def whole(self, rows: jax.Array) -> jax.Array:
+        """See `Rows`."""
+        x = self.entries.whole(rows)
+        return jnp.take(x, self.columns, axis=1, mode="fill", fill_value=self.fill)
+
+
+@dataclasses.dataclass(frozen=True)
+class CandidateRows(_ListedRows):
+    """Rows ``[R, C]`` of candidates.
+
+    Attributes:
+      ids: ``[R, C]`` int32, in any order.
+    """
+
+    ids: jax.Array
+
+    def listed(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Ids ``[n, C]`` of some rows, and their entries."""
+        return self._ids(rows), self.entries.whole(rows)
+
+    def are_bad(self, rows: jax.Array) -> jax.Array:
+        """Whether a row lists an id out of range, or one twice; rows of any shape."""
+        ids = jnp.sort(self._ids(rows.reshape(-1)), axis=1)
+        bad = (ids[:, 0] < 0) | (ids[:, -1] >= self.size)
+        return (bad | jnp.any(ids[:, 1:] == ids[:, :-1], axis=1)).reshape(rows.shape)
+
+    def at(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
+        """See `Rows`; `rows` have the shape of `ids`."""
+        return self._find(rows.reshape(-1), ids.reshape(-1, 1)).reshape(ids.shape)
+
+    def slices(self, rows: jax.Array, first: jax.Array, length: int) -> jax.Array:
+        """See `Rows`."""
+        return self._find(rows, first[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :])
+
+    def whole(self, rows: jax.Array) -> jax.Array:
+        """See `Rows`. Only a race needs it."""
+        return self.slices(rows, jnp.zeros_like(rows), self.size)
+
+    def _ids(self, rows: jax.Array) -> jax.Array:
+        return take(self.ids, jnp.clip(rows, 0, self.ids.shape[0] - 1))
+
+    def _find(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
+        """Entries of ids ``[n, L]`` in rows ``[n]``."""
+        listed, entries = self.listed(rows)
+        hits = listed[:, None, :] == ids[:, :, None]
+        found = jnp.sum(jnp.where(hits, entries[:, None, :], 0.0), axis=2)
+        return jnp.where(jnp.any(hits, axis=2), found, self.fill)
