@@ -12,10 +12,10 @@ import pytest
 import jax_specdec as sd
 from jax_specdec._src import compat
 from jax_specdec._src.verify import batched, tiles
+from jax_specdec._src.verify.draft_rows import DraftScale
 from jax_specdec._src.verify.exchange import Exchange
 from jax_specdec._src.verify.mosaic_gpu import shard_kernels
 from jax_specdec._src.verify.resample import Source
-from jax_specdec._src.verify.draft_rows import DraftScale
 from jax_specdec._src.verify.rules import Rule
 
 from .batch import QUICK

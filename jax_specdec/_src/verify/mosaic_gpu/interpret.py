@@ -58,6 +58,10 @@ class InterpretedThreads(Threads):
     def warp_min(self, x: jax.Array) -> jax.Array:
         return self._per_warp(lambda x: jnp.min(x, axis=1, keepdims=True), x)
 
+    def has_twin(self, x: jax.Array) -> jax.Array:
+        x = x.reshape(WARPS, WARP)
+        return ((x[:, :, None] == x[:, None, :]).sum(axis=2) > 1).reshape(THREADS)
+
     def warp_sum(self, x: jax.Array, lanes: int = WARP) -> jax.Array:
         return jnp.repeat(x.reshape(-1, lanes).sum(axis=1), lanes)
 

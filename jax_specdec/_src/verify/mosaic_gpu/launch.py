@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_specdec._src.noise import key_words
 from jax_specdec._src.types import DraftLogits, Noise, RaceNoise, RejectionSampleOutput, Status
+from jax_specdec._src.verify.mosaic_gpu.candidates import Candidates
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Warpgroups
 from jax_specdec._src.verify.mosaic_gpu.interpret import ExchangeBarriers, InterpretedThreads
 from jax_specdec._src.verify.mosaic_gpu.kernel import Walk
@@ -106,7 +107,7 @@ def _operands(arrays: CallArrays) -> dict[str, jax.Array]:
         keys, positions = arrays.randomness
         operands |= {"keys": key_words(keys), "positions": positions}
     if distribution is not None:
-        operands["draft"] = storage_of(distribution)
+        operands |= {"draft": storage_of(distribution), "ids": distribution.ids}
         if isinstance(distribution, DraftLogits):
             operands["normalizer"] = distribution.log_normalizer
             operands["thresholds"] = distribution.threshold
@@ -127,6 +128,8 @@ def _scratch(plan: Plan, target_dtype: Any, *, interpreted: bool) -> dict[str, A
         "tiles": plgpu.SMEM((warpgroups, tiles * memory.target_stride), target_dtype),
         "scratch": plgpu.SMEM((warpgroups, memory.scratch), jnp.float32),
     }
+    if memory.draft_tile:
+        scratch["draft_tile"] = plgpu.SMEM((warpgroups, memory.draft_tile), jnp.float32)
     if warpgroups > 1:
         scratch["flags"] = plgpu.SMEM((warpgroups, SLOTS), jnp.int32)
     if not interpreted:
@@ -178,18 +181,22 @@ def _verify_request(plan: Plan, refs: dict[str, Any], *, interpreted: bool) -> N
     )
     draft = None
     if plan.draft != "none":
-        draft = DraftSlice(
+        of_lists: dict[str, Any] = {}
+        if plan.draft == "candidates":
+            of_lists = {"ids": refs["ids"], "buffer": refs["draft_tile"].at[warpgroup]}
+        draft = (Candidates if of_lists else DraftSlice)(
             threads=threads,
             rows=refs["draft"],
             per_slice=slices.tiles,
             first=block * slices.ids,
             size=plan.draft_size,
             row_size=plan.size,
-            fill=0.0 if plan.draft == "probs" else -jnp.inf,
+            fill=0.0 if plan.draft == "probs" or plan.lists_probs else -jnp.inf,
             each=memory.each,
             aligned=memory.draft_aligned,
             at_once=memory.tiles_at_once,
             thresholds=refs.get("thresholds"),
+            **of_lists,
         )
     scratch = refs["scratch"].at[warpgroup]
     cluster = Cluster(threads, memory, slots.at[warpgroup], barriers, scratch, block)

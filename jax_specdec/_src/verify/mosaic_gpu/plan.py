@@ -10,7 +10,7 @@ import dataclasses
 import jax
 
 from jax_specdec._src.config import check_int
-from jax_specdec._src.types import DraftDistribution, DraftLogits
+from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.rules import Rule
@@ -33,6 +33,9 @@ MAX_WARPGROUPS = 5
 
 MAX_TILES = 4
 """Tiles whose entries a thread loads at once, likewise."""
+
+MAX_CANDIDATES = 128
+"""Ids that a draft row may list: one for each thread of a warpgroup."""
 
 SHARED_BYTES = 227 * 1024
 """Shared memory that a block may have on Hopper and newer."""
@@ -191,6 +194,7 @@ class SharedMemory:
       values: numbers of a row that a warp sends to the others, at most.
       warpgroups: warpgroups of a block, each of which has all of this.
       tiles_at_once: tiles of a slice whose draft entries are loaded at once.
+      draft_tile: floats for a tile of `q`, of draft rows that list ids.
     """
 
     slices: Slices
@@ -201,6 +205,7 @@ class SharedMemory:
     values: int
     warpgroups: int = 1
     tiles_at_once: int = 1
+    draft_tile: int = 0
 
     @property
     def target_stride(self) -> int:
@@ -238,7 +243,7 @@ class SharedMemory:
     def bytes(self) -> int:
         """Shared memory of a block, the compiler's rounding included."""
         tiles = self.slices.tiles * self.target_stride * self.target_size
-        floats = SLOTS * self.slot + self.scratch
+        floats = SLOTS * self.slot + self.scratch + self.draft_tile
         return self.warpgroups * (tiles + 4 * floats + 8 * self.barriers) + 4 * 1024
 
 
@@ -256,7 +261,8 @@ class Plan:
       block: whether sampled requests follow the block rule.
       is_plain: whether nothing is masked or filtered, nor `block`: registers are left to sum masses
         of tiles while a row is read, and to load several tiles at once.
-      draft: "none", "probs", "logits" or "normalized".
+      draft: "none", "probs", "logits" or "normalized"; "candidates" where rows list ids.
+      lists_probs: whether those rows hold probabilities.
       draft_rows: rows stored.
       draft_size: ids that the drafter could draw.
       memory: how rows are cut, and what shared memory holds.
@@ -271,6 +277,7 @@ class Plan:
     block: bool
     is_plain: bool
     draft: str
+    lists_probs: bool
     draft_rows: int
     draft_size: int
     memory: SharedMemory
@@ -286,6 +293,7 @@ class Plan:
         hiding = arrays.token_bitmask, sampling.min_p, sampling.top_k, sampling.top_p
         is_plain = all(x is None for x in hiding) and not rule.is_block
         storage = None if distribution is None else storage_of(distribution)
+        lists = _kind_of(distribution) == "candidates"
         return cls(
             k=k,
             size=size,
@@ -296,8 +304,9 @@ class Plan:
             block=rule.is_block,
             is_plain=is_plain,
             draft=_kind_of(distribution),
+            lists_probs=isinstance(distribution, DraftProbs),
             draft_rows=0 if storage is None else storage.shape[0],
-            draft_size=0 if storage is None else min(storage.shape[1], size),
+            draft_size=size if lists else 0 if storage is None else min(storage.shape[1], size),
             memory=shared_memory(
                 arrays.target_logits,
                 distribution,
@@ -314,6 +323,8 @@ class Plan:
 def _kind_of(distribution: DraftDistribution | None) -> str:
     if distribution is None:
         return "none"
+    if distribution.ids is not None:
+        return "candidates"
     if not isinstance(distribution, DraftLogits):
         return "probs"
     return "logits" if distribution.log_normalizer is None else "normalized"
@@ -342,7 +353,8 @@ def shared_memory(
       size: ids that count.
       config: the caller's choices, or None.
     """
-    storage = None if distribution is None else storage_of(distribution)
+    lists = _kind_of(distribution) == "candidates"
+    storage = None if distribution is None or lists else storage_of(distribution)
     target_size = target_logits.dtype.itemsize
     draft_size = 0 if storage is None else storage.dtype.itemsize
     if config is None:
@@ -350,7 +362,7 @@ def shared_memory(
         config = KernelConfig.choose(num_requests, size, target_size, cores, draft_size)
     slices = Slices.of(size, config.max_cluster)
     target_aligned, draft_aligned = _is_aligned(target_logits), _is_aligned(storage)
-    loads_several = is_plain and target_aligned and draft_aligned
+    loads_several = is_plain and target_aligned and draft_aligned and not lists
     most_tiles = power_of_two(min(config.tiles_at_once, slices.tiles))
     return SharedMemory(
         slices=slices,
@@ -361,6 +373,7 @@ def shared_memory(
         values=4 if _kind_of(distribution) == "logits" else 2,
         warpgroups=min(config.rows_at_once, k + 1) if walks else 1,
         tiles_at_once=most_tiles if loads_several else 1,
+        draft_tile=TILE if lists else 0,
     )
 
 

@@ -102,6 +102,16 @@ class Threads:
         """The least int32 of each warp, in all of its threads."""
         return self._reduce("MIN", x)
 
+    def has_twin(self, x: jax.Array) -> jax.Array:
+        """Whether another lane of the warp has the same int32, ``[128]`` bool."""
+
+        def run(x: Any) -> Any:
+            text = "match.any.sync.b32 $0, $1, 0xffffffff;"
+            return (_ptx(text, "=r,r", x, result=_i32()),)
+
+        lanes = _inline(run, (), (x,), [((THREADS,), jnp.int32)])[0]
+        return (lanes & (lanes - 1)) != 0
+
     def warp_sum(self, x: jax.Array, lanes: int = WARP) -> jax.Array:
         """The sum of each warp, or of each `lanes` of it in order, in all of its threads."""
         while lanes > 1:

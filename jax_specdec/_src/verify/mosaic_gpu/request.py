@@ -17,10 +17,17 @@ from jax import lax
 from jax_specdec._src import noise, ragged
 from jax_specdec._src import sampling as sampling_lib
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, SamplingParams, Status
+from jax_specdec._src.verify.mosaic_gpu.candidates import Candidates
 from jax_specdec._src.verify.mosaic_gpu.plan import Plan
 from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, Threads
 from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice, TargetSlice
-from jax_specdec._src.verify.mosaic_gpu.statistics import LARGEST, LOG2E, Normalizer, is_finite
+from jax_specdec._src.verify.mosaic_gpu.statistics import (
+    LARGEST,
+    LOG2E,
+    Exponent,
+    Normalizer,
+    is_finite,
+)
 
 _ROUNDS = 8
 """Loads of offsets, of 32 requests each, that are under way at once."""
@@ -216,10 +223,13 @@ class DraftedTokens:
         if draft is None:
             return
         self.draft_row = jnp.clip(request.draft_rows, 0, plan.draft_rows - 1)
-        self.entry = draft.entry(self.draft_row, jnp.minimum(self.place, plan.draft_size - 1))
+        if isinstance(draft, Candidates):
+            self._lists = [draft.load(request.at(self.draft_row, i)) for i in range(plan.k)]
+        else:
+            self.entry = draft.entry(self.draft_row, jnp.minimum(self.place, plan.draft_size - 1))
         if draft.thresholds is not None:
             self._threshold = threads.gather(draft.thresholds, self.draft_row)
-        if plan.draft == "normalized":
+        if "normalizer" in request.refs:
             self.log_normalizer = threads.gather(request.refs["normalizer"], self.draft_row)
 
     def find_q(self) -> None:
@@ -231,11 +241,40 @@ class DraftedTokens:
         self.bad = self.uses_q & ((rows < 0) | (rows >= plan.draft_rows))
         if self.draft.thresholds is not None:
             self.bad = self.bad | (self.uses_q & (self._threshold != self._threshold))
+        if isinstance(self.draft, Candidates):
+            self._find_listed(self.draft)
         if plan.draft == "probs":
             self.q = self.entry
         if plan.draft == "normalized":
             self.q = jnp.exp2((self.entry * request.inv - self.log_normalizer) * LOG2E)
+        if "normalizer" in request.refs:
             self.bad = self.bad | (self.uses_q & ~is_finite(self.log_normalizer))
+
+    def _find_listed(self, draft: Candidates) -> None:
+        """Find what rows that list ids say of the drafted tokens, one position after another."""
+        request, threads = self.request, self.request.threads
+        entry, is_bad = threads.filled(draft.fill), request.lane < 0
+        self._peak, self._log = threads.filled(0.0), self.log_normalizer * LOG2E
+        for i, listed in enumerate(self._lists):
+            here = request.lane == i
+            entry = jnp.where(here, draft.entry_of(listed, request.at(self.place, i)), entry)
+            is_bad = is_bad | (here & draft.is_bad(listed))
+            if not (request.plan.lists_probs or "normalizer" in request.refs):
+                of_row = draft.peak_and_log(listed, request.scale)
+                self._peak = jnp.where(here, of_row[0], self._peak)
+                self._log = jnp.where(here, of_row[1], self._log)
+        self.q = entry
+        if not request.plan.lists_probs:
+            self.q = jnp.exp2(Exponent(request.scale, self._log, self._peak)(entry))
+            is_bad = is_bad | ~is_finite(self._peak)
+        self.bad = self.bad | (self.uses_q & is_bad)
+
+    def exponent(self, position: jax.Array) -> Exponent | None:
+        """What makes `q` of the entries of a row that lists ids; None of probabilities."""
+        if self.request.plan.lists_probs:
+            return None
+        log, peak = (self.request.at(x, position) for x in (self._log, self._peak))
+        return Exponent(self.request.scale, log, peak)
 
     def probabilities(self, target: Normalizer, draft: Normalizer) -> tuple[jax.Array, jax.Array]:
         """By lane: p and q of the drafted token, were the rows of its position so normalized."""

@@ -6,6 +6,7 @@ then its threads, then an id of one thread.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from jax.experimental import pallas as pl
 
 from jax_specdec._src.types import Status
 from jax_specdec._src.verify import rules
+from jax_specdec._src.verify.mosaic_gpu.candidates import Candidates
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Masses, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
 from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, Threads
@@ -114,6 +116,8 @@ class Draw:
         if draft is None:
             return
         self.draft_row = request.at(drafted.draft_row, position)
+        if isinstance(draft, Candidates):
+            self.draft = dataclasses.replace(draft, exponent=drafted.exponent(position))
         if request.plan.draft == "normalized":
             log_normalizer = request.at(drafted.log_normalizer, position)
             self.q_exponent = Exponent(request.scale, log_normalizer * LOG2E, None)

@@ -10,6 +10,7 @@ from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import DraftDistribution, DraftLogits
 from jax_specdec._src.verify.mosaic_gpu.plan import (
     MAX_BARRIERS,
+    MAX_CANDIDATES,
     MAX_CLUSTER,
     SHARED_BYTES,
     KernelConfig,
@@ -98,8 +99,12 @@ def unsupported(
     config: KernelConfig | None = None,
 ) -> str | None:
     """Why the kernel cannot serve a call, in a sentence; None if it can."""
-    if distribution is not None and distribution.ids is not None:
-        return "implementation='mosaic_gpu' reads draft distributions without ids"
+    ids = None if distribution is None else distribution.ids
+    if ids is not None and (ids.ndim == 1 or ids.shape[1] > MAX_CANDIDATES):
+        return (
+            f"implementation='mosaic_gpu' takes up to {MAX_CANDIDATES} candidates for each draft "
+            f"row, ids [R, C], but the shape of ids is {list(ids.shape)}"
+        )
     if is_race:
         return "implementation='mosaic_gpu' draws by inverse CDF: pass Noise, not RaceNoise"
     if num_requests == 0:
