@@ -1,4 +1,4 @@
-"""Draft rows that list ids of their own: `q` of a drafted token, and of one tile at a time."""
+"""Draft rows that list ids of their own: a few entries each, with the ids they stand for."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.verify.mosaic_gpu.cluster import tree_sum
-from jax_specdec._src.verify.mosaic_gpu.ptx import WARP
-from jax_specdec._src.verify.mosaic_gpu.rows import PIECES, Chunk, DraftSlice, Step
+from jax_specdec._src.verify.mosaic_gpu.ptx import THREADS, WARP, Threads
+from jax_specdec._src.verify.mosaic_gpu.rows import Chunk
 from jax_specdec._src.verify.mosaic_gpu.statistics import Exponent, is_finite, largest
 from jax_specdec._src.verify.tiles import TILE
 
@@ -29,20 +29,29 @@ class Listed(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidates(DraftSlice):
-    """Draft rows of at most a candidate for each thread of a warpgroup.
-
-    What is read of it by tile is `q`, 0 of ids that are not listed: put together in shared memory,
-    one tile after another.
+class Candidates:
+    """Draft rows of at most a candidate for each thread of a warpgroup, in global memory.
 
     Attributes:
-      ids: ref ``[R, C]`` int32 in global memory, beside `rows`.
-      buffer: float32 ref ``[2048]`` in shared memory.
+      threads: the operations of the warpgroup.
+      rows: ref ``[R, C]``.
+      ids: ref ``[R, C]`` int32, what the entries of `rows` stand for.
+      first: ``[]`` int32, the first id of this block's slice of the target row.
+      size: ids of the target row that count.
+      fill: the entry of an id that is not listed.
+      each: consecutive ids per thread of a target row.
+      thresholds: ref ``[R]`` float32, what an entry must reach, or None.
       exponent: from an entry of a row to the logarithm of ``q``; None of probabilities.
     """
 
-    ids: Any = None
-    buffer: Any = None
+    threads: Threads
+    rows: Any
+    ids: Any
+    first: jax.Array
+    size: int
+    fill: float
+    each: int
+    thresholds: Any = None
     exponent: Exponent | None = None
 
     def prefetch(self, row: jax.Array) -> None:
@@ -52,8 +61,7 @@ class Candidates(DraftSlice):
 
     def load(self, row: jax.Array) -> Listed:
         """Begin to load a row, by each warp."""
-        starts = range(0, self.rows.shape[1], WARP)
-        found = [self._at(row, (self.threads.index() & (WARP - 1)) + first) for first in starts]
+        found = [self._at(row, column) for column in self._columns()]
         return Listed(*map(list, zip(*found, strict=True)))
 
     def _at(self, row: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -70,10 +78,10 @@ class Candidates(DraftSlice):
     def is_bad(self, listed: Listed) -> jax.Array:
         """Whether an id is out of range or there twice, ``[]``."""
         threads, lane = self.threads, self.threads.index() & (WARP - 1)
-        bad = threads.filled(0, jnp.int32) != 0
-        for first, ids in zip(range(0, self.rows.shape[1], WARP), listed.ids, strict=True):
-            is_there = lane + first < self.rows.shape[1]
-            bad |= (is_there & ((ids < 0) | (ids >= self.row_size))) | threads.has_twin(ids)
+        bad = lane < 0
+        for column, ids in zip(self._columns(), listed.ids, strict=True):
+            is_there = column < self.rows.shape[1]
+            bad |= (is_there & ((ids < 0) | (ids >= self.size))) | threads.has_twin(ids)
 
         def turn(by: jax.Array, twins: jax.Array) -> jax.Array:
             for i, ids in enumerate(listed.ids):
@@ -88,15 +96,11 @@ class Candidates(DraftSlice):
 
     def entry_of(self, listed: Listed, token_id: jax.Array) -> jax.Array:
         """The entry of an id, ``[128]``, the same in all threads of a warp."""
-        column, lane = self.threads.filled(TILE, jnp.int32), self.threads.index() & (WARP - 1)
-        for i, ids in enumerate(listed.ids):
-            column = jnp.where(ids == token_id, i * WARP + lane, column)
+        column = self.threads.filled(TILE, jnp.int32)
+        for ids, mine in zip(listed.ids, self._columns(), strict=True):
+            column = jnp.where(ids == token_id, mine, column)
         column = self.threads.warp_min(column)
-        found = self.threads.filled(self.fill)
-        for i, entries in enumerate(listed.entries):
-            entry = self.threads.shuffle(entries, column & (WARP - 1))
-            found = jnp.where(lax.div(column, WARP) == i, entry, found)
-        return found
+        return jnp.where(column < TILE, self._take(listed.entries, column), self.fill)
 
     def peak_and_log(self, listed: Listed, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
         """A row's largest entry and log2 of the mass relative to it, ``[128]`` as `entry_of`."""
@@ -105,44 +109,52 @@ class Candidates(DraftSlice):
         weights = [jnp.exp2((x - base) * scale) for x in listed.entries]
         return peak, jnp.log2(self.threads.warp_sum(tree_sum(weights)))
 
-    # A row by tile.
-
-    def fold(self, row: jax.Array, step: Step, state: Any, *, masked: bool = False) -> Any:
-        """As that of all ids."""
-        ids, q = self._clear_and_load(row)
-
-        def by_tile(tile: jax.Array, state: Any) -> Any:
-            def by_piece(piece: jax.Array, state: Any) -> Any:
-                return step(tile, 0, piece, self._piece(piece), state)
-
-            self._put(tile, ids, q)
-            state = lax.fori_loop(0, PIECES, by_piece, state)
-            self.threads.sync()  # all have read it
-            self._put(tile, ids, jnp.zeros_like(q))
-            return state
-
-        return lax.fori_loop(0, self.count(), by_tile, state)
-
-    def chunks(self, row: jax.Array, tile: jax.Array) -> list[Chunk]:
-        self._put(tile, *self._clear_and_load(row))
-        return [chunk for piece in range(PIECES) for chunk in self._piece(piece)]
-
-    def _clear_and_load(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Each thread's candidate, id and `q`; and nothing in the buffer."""
+    def q_by_thread(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Each thread's candidate: its id, negative where there is none, and ``q``."""
         ids, entries = self._at(row, self.threads.index())
-        self.threads.fill(self.buffer, jnp.int32(0), jnp.int32(0), TILE, 0.0)
-        self.threads.sync()
-        return ids, entries if self.exponent is None else jnp.exp2(self.exponent(entries))
+        return ids, self._q(entries)
 
-    def _put(self, tile: jax.Array, ids: jax.Array, q: jax.Array) -> None:
-        """Write what the threads have of a tile of the slice; all know it then."""
-        place = ids - self.first - tile * TILE
-        self.threads.scatter(self.buffer, place, q, (place >= 0) & (place < TILE))
-        self.threads.sync()
+    def _q(self, entries: jax.Array) -> jax.Array:
+        return entries if self.exponent is None else jnp.exp2(self.exponent(entries))
 
-    def _piece(self, piece: jax.Array | int) -> list[Chunk]:
-        begin = jnp.int32(piece * (TILE // PIECES))
-        return [
-            self.threads.entries(self.buffer, begin, self.each, aligned=True, offset=offset)
-            for offset in range(0, TILE // PIECES, self.chunk)
-        ]
+    def q_of_tile(self, row: jax.Array, tile: jax.Array) -> list[Chunk]:
+        """``q`` of all ids that each thread has of a tile of the slice, 0 of those not listed."""
+        threads, listed = self.threads, self.load(row)
+        places = [ids - (self.first + tile * TILE) for ids in listed.ids]
+        q = [self._q(entries) for entries in listed.entries]
+        own = threads.index() * self.each
+
+        def following(column: jax.Array) -> jax.Array:
+            """The next column whose id is in the tile, or what no column is."""
+            least = threads.filled(TILE, jnp.int32)
+            for place, mine in zip(places, self._columns(), strict=True):
+                is_next = (place >= 0) & (place < TILE) & (mine > column)
+                least = jnp.where(is_next, jnp.minimum(least, mine), least)
+            return threads.scalar(threads.warp_min(least))
+
+        def put(state: tuple[jax.Array, list[Chunk]]) -> tuple[jax.Array, list[Chunk]]:
+            column, chunks = state
+            place, value = self._take(places, column) - own, self._take(q, column)
+            firsts = range(0, TILE, THREADS * self.each)
+            both = zip(firsts, chunks, strict=True)
+            return following(column), [
+                [jnp.where(place == first + j, value, x) for j, x in enumerate(chunk)]
+                for first, chunk in both
+            ]
+
+        nothing = [[threads.filled(0.0)] * self.each] * (TILE // (THREADS * self.each))
+        start = following(jnp.int32(-1)), nothing
+        return lax.while_loop(lambda state: state[0] < TILE, put, start)[1]
+
+    def _columns(self) -> list[jax.Array]:
+        """The columns that the lanes of a warp have."""
+        lane = self.threads.index() & (WARP - 1)
+        return [lane + first for first in range(0, self.rows.shape[1], WARP)]
+
+    def _take(self, by_lane: list[jax.Array], column: jax.Array) -> jax.Array:
+        """What the lanes have of a column, ``[128]``; of no column anything."""
+        found = [self.threads.shuffle(x, column & (WARP - 1)) for x in by_lane]
+        result = found[0]
+        for i, x in enumerate(found[1:], start=1):
+            result = jnp.where(lax.div(column, WARP) == i, x, result)
+        return result

@@ -21,6 +21,7 @@ from jax_specdec._src.sampling import limits_count
 from jax_specdec._src.types import Status
 from jax_specdec._src.verify import rules
 from jax_specdec._src.verify.mosaic_gpu import statistics
+from jax_specdec._src.verify.mosaic_gpu.candidates import Candidates
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Masses, Warpgroups, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.ptx import WARP
 from jax_specdec._src.verify.mosaic_gpu.request import DraftedTokens, KernelRequest
@@ -47,7 +48,7 @@ class Walk:
         self,
         request: KernelRequest,
         target: TargetSlice,
-        draft: DraftSlice | None,
+        draft: DraftSlice | Candidates | None,
         cluster: Cluster,
         warpgroups: Warpgroups,
     ):
@@ -220,8 +221,9 @@ class Reader:
         if self.plan.is_plain:
             self.sums_masses = ~request.greedy & ~request.is_proposed(position)
         self.target_base = self.base(self.drafted.logit)
-        self.draft = walk.draft if self.plan.draft == "logits" else None
-        if self.draft is not None:
+        self.draft: DraftSlice | None = None
+        if isinstance(walk.draft, DraftSlice) and self.plan.draft == "logits":
+            self.draft = walk.draft
             self.uses_q = self.drafted.counts_q(position)
             self.draft_row = request.at(self.drafted.draft_row, position)
             self.draft_base = self.base(self.drafted.entry)

@@ -128,8 +128,6 @@ def _scratch(plan: Plan, target_dtype: Any, *, interpreted: bool) -> dict[str, A
         "tiles": plgpu.SMEM((warpgroups, tiles * memory.target_stride), target_dtype),
         "scratch": plgpu.SMEM((warpgroups, memory.scratch), jnp.float32),
     }
-    if memory.draft_tile:
-        scratch["draft_tile"] = plgpu.SMEM((warpgroups, memory.draft_tile), jnp.float32)
     if warpgroups > 1:
         scratch["flags"] = plgpu.SMEM((warpgroups, SLOTS), jnp.int32)
     if not interpreted:
@@ -166,6 +164,7 @@ def _verify_request(plan: Plan, refs: dict[str, Any], *, interpreted: bool) -> N
         barriers: Any = ExchangeBarriers(cluster_barrier, completed)
     else:
         barriers = tile_barriers = refs["barriers"].at[warpgroup]
+    first = block * slices.ids
     target = TargetSlice(
         threads=threads,
         rows=refs["target"],
@@ -174,29 +173,38 @@ def _verify_request(plan: Plan, refs: dict[str, Any], *, interpreted: bool) -> N
         per_slice=slices.tiles,
         stride=memory.target_stride,
         first_barrier=first_barrier,
-        first=block * slices.ids,
+        first=first,
         size=plan.size,
         each=memory.each,
         bitmask=refs.get("bitmask"),
     )
-    draft = None
-    if plan.draft != "none":
-        of_lists: dict[str, Any] = {}
-        if plan.draft == "candidates":
-            of_lists = {"ids": refs["ids"], "buffer": refs["draft_tile"].at[warpgroup]}
-        draft = (Candidates if of_lists else DraftSlice)(
+    draft: DraftSlice | Candidates | None = None
+    thresholds = refs.get("thresholds")
+    fill = 0.0 if plan.holds_probs else -jnp.inf
+    if plan.draft == "candidates":
+        draft = Candidates(
+            threads=threads,
+            rows=refs["draft"],
+            ids=refs["ids"],
+            first=first,
+            size=plan.size,
+            fill=fill,
+            each=memory.each,
+            thresholds=thresholds,
+        )
+    elif plan.draft != "none":
+        draft = DraftSlice(
             threads=threads,
             rows=refs["draft"],
             per_slice=slices.tiles,
-            first=block * slices.ids,
+            first=first,
             size=plan.draft_size,
             row_size=plan.size,
-            fill=0.0 if plan.draft == "probs" or plan.lists_probs else -jnp.inf,
+            fill=fill,
             each=memory.each,
             aligned=memory.draft_aligned,
             at_once=memory.tiles_at_once,
-            thresholds=refs.get("thresholds"),
-            **of_lists,
+            thresholds=thresholds,
         )
     scratch = refs["scratch"].at[warpgroup]
     cluster = Cluster(threads, memory, slots.at[warpgroup], barriers, scratch, block)

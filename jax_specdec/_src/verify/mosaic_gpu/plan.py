@@ -194,7 +194,6 @@ class SharedMemory:
       values: numbers of a row that a warp sends to the others, at most.
       warpgroups: warpgroups of a block, each of which has all of this.
       tiles_at_once: tiles of a slice whose draft entries are loaded at once.
-      draft_tile: floats for a tile of `q`, of draft rows that list ids.
     """
 
     slices: Slices
@@ -205,7 +204,6 @@ class SharedMemory:
     values: int
     warpgroups: int = 1
     tiles_at_once: int = 1
-    draft_tile: int = 0
 
     @property
     def target_stride(self) -> int:
@@ -243,7 +241,7 @@ class SharedMemory:
     def bytes(self) -> int:
         """Shared memory of a block, the compiler's rounding included."""
         tiles = self.slices.tiles * self.target_stride * self.target_size
-        floats = SLOTS * self.slot + self.scratch + self.draft_tile
+        floats = SLOTS * self.slot + self.scratch
         return self.warpgroups * (tiles + 4 * floats + 8 * self.barriers) + 4 * 1024
 
 
@@ -262,7 +260,7 @@ class Plan:
       is_plain: whether nothing is masked or filtered, nor `block`: registers are left to sum masses
         of tiles while a row is read, and to load several tiles at once.
       draft: "none", "probs", "logits" or "normalized"; "candidates" where rows list ids.
-      lists_probs: whether those rows hold probabilities.
+      holds_probs: whether draft rows hold probabilities.
       draft_rows: rows stored.
       draft_size: ids that the drafter could draw.
       memory: how rows are cut, and what shared memory holds.
@@ -277,7 +275,7 @@ class Plan:
     block: bool
     is_plain: bool
     draft: str
-    lists_probs: bool
+    holds_probs: bool
     draft_rows: int
     draft_size: int
     memory: SharedMemory
@@ -304,7 +302,7 @@ class Plan:
             block=rule.is_block,
             is_plain=is_plain,
             draft=_kind_of(distribution),
-            lists_probs=isinstance(distribution, DraftProbs),
+            holds_probs=isinstance(distribution, DraftProbs),
             draft_rows=0 if storage is None else storage.shape[0],
             draft_size=size if lists else 0 if storage is None else min(storage.shape[1], size),
             memory=shared_memory(
@@ -373,7 +371,6 @@ def shared_memory(
         values=4 if _kind_of(distribution) == "logits" else 2,
         warpgroups=min(config.rows_at_once, k + 1) if walks else 1,
         tiles_at_once=most_tiles if loads_several else 1,
-        draft_tile=TILE if lists else 0,
     )
 
 

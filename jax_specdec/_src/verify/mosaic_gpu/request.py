@@ -210,7 +210,9 @@ class DraftedTokens:
       bad: ``[128]`` bool, whether what is known of its draft row is bad.
     """
 
-    def __init__(self, request: KernelRequest, target: TargetSlice, draft: DraftSlice | None):
+    def __init__(
+        self, request: KernelRequest, target: TargetSlice, draft: DraftSlice | Candidates | None
+    ):
         self.request, self.draft = request, draft
         threads, plan = request.threads, request.plan
         used = request.proposed
@@ -259,19 +261,19 @@ class DraftedTokens:
             here = request.lane == i
             entry = jnp.where(here, draft.entry_of(listed, request.at(self.place, i)), entry)
             is_bad = is_bad | (here & draft.is_bad(listed))
-            if not (request.plan.lists_probs or "normalizer" in request.refs):
+            if not (request.plan.holds_probs or "normalizer" in request.refs):
                 of_row = draft.peak_and_log(listed, request.scale)
                 self._peak = jnp.where(here, of_row[0], self._peak)
                 self._log = jnp.where(here, of_row[1], self._log)
         self.q = entry
-        if not request.plan.lists_probs:
+        if not request.plan.holds_probs:
             self.q = jnp.exp2(Exponent(request.scale, self._log, self._peak)(entry))
             is_bad = is_bad | ~is_finite(self._peak)
         self.bad = self.bad | (self.uses_q & is_bad)
 
     def exponent(self, position: jax.Array) -> Exponent | None:
         """What makes `q` of the entries of a row that lists ids; None of probabilities."""
-        if self.request.plan.lists_probs:
+        if self.request.plan.holds_probs:
             return None
         log, peak = (self.request.at(x, position) for x in (self._log, self._peak))
         return Exponent(self.request.scale, log, peak)
