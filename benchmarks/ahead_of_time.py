@@ -27,6 +27,9 @@ from unittest import mock
 
 VOCAB, K = 128256, 4
 
+LISTED = {"map": 32000, "candidates": 32}
+"""Ids that a draft row lists, of a map that all rows share or of its own."""
+
 TPUS = {"v5e": ("v5e:2x2", "v5litepod-4"), "v6e": ("v6e:2x2", "v6e-4")}
 """A slice of four chips of each kind, and what libtpu calls it."""
 
@@ -51,6 +54,7 @@ class Case:
       implementation: as `rejection_sample` takes it.
       parts: devices that the vocabulary is split over.
       processed: whether there are min-p, top-k, top-p and a bitmask.
+      ids: "map" or "candidates" where the draft distribution is on a list of ids, else None.
     """
 
     device: str
@@ -61,6 +65,7 @@ class Case:
     implementation: str | None = None
     parts: int = 1
     processed: bool = False
+    ids: str | None = None
 
     def __str__(self) -> str:
         changed = [
@@ -172,7 +177,11 @@ def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]
     }
     if case.kind != "none":
         dtype = jnp.float32 if case.kind == "probs" else jnp.bfloat16
-        arrays["q"] = array((n, VOCAB), dtype, split)
+        width, where = (VOCAB, split) if case.ids is None else (LISTED[case.ids], whole)
+        arrays["q"] = array((n, width), dtype, where)
+    if case.ids is not None:
+        width = LISTED[case.ids]
+        arrays["ids"] = array((width,) if case.ids == "map" else (n, width), jnp.int32)
     if case.kind == "normalized":
         arrays["log_normalizer"] = array((n,), jnp.float32)
     if case.processed:
@@ -194,9 +203,10 @@ def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]
     def run(a: dict[str, Any]) -> Any:
         q: sd.DraftProbs | sd.DraftLogits | None = None
         if case.kind == "probs":
-            q = sd.DraftProbs(a["q"])
+            q = sd.DraftProbs(a["q"], ids=a.get("ids"))
         elif case.kind != "none":
-            q = sd.DraftLogits(a["q"], log_normalizer=a.get("log_normalizer"))
+            normalizer, ids = a.get("log_normalizer"), a.get("ids")
+            q = sd.DraftLogits(a["q"], log_normalizer=normalizer, ids=ids)
         temperature, mask = a["temperature"], a.get("token_bitmask")
         match case.function:
             case "verify_flat":

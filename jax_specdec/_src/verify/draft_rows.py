@@ -164,8 +164,7 @@ class MappedRows(_ListedRows):
 
     def whole(self, rows: jax.Array) -> jax.Array:
         """See `Rows`."""
-        x = self.entries.whole(rows)
-        return jnp.take(x, self.columns, axis=1, mode="fill", fill_value=self.fill)
+        return self.entries.at(rows[:, None], self.columns[None, :])
 
 
 @dataclasses.dataclass(frozen=True)

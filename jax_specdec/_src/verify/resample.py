@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src.verify import rules, tiles
-from jax_specdec._src.verify.draft_rows import CandidateRows, DraftRows, DraftScale
+from jax_specdec._src.verify.draft_rows import CandidateRows, DraftRows, DraftScale, MappedRows
 from jax_specdec._src.verify.exchange import Exchange
 from jax_specdec._src.verify.rows import Rows, as_they_are, by_tile
 
@@ -81,7 +81,10 @@ class Weights:
         if self.target.width % tiles.TILE == 0:
             first_id = None  # no tile is cut
         entries = [(self.target.whole(None if in_place else source.row), self.target.fill)]
-        if self.draft is not None:
+        mapped = None
+        if self.draft is not None and isinstance(self.draft.rows, MappedRows):
+            mapped = self.draft.rows
+        elif self.draft is not None:
             entries.append((self._draft_part(source.draft_row), self.draft.rows.fill))
         ids = self.first_tile * tiles.TILE + jnp.arange(tiles.TILE, dtype=jnp.int32)
 
@@ -90,6 +93,8 @@ class Weights:
             count, length = entries[0].shape[1:]
             tile = first + jnp.arange(count, dtype=jnp.int32)
             of_tiles = (ids[None, :length] + tile[:, None] * tiles.TILE)[None]
+            if mapped is not None:  # by tile, which XLA fuses; rows that are cut up it writes first
+                entries = *entries, mapped.at(source.draft_row[:, None, None], of_tiles)
             weights, _ = self._of(source, of_tiles, *entries)
             # Computed apart, p is written nowhere: XLA writes to memory what two sums share.
             _, p = self._of(as_they_are(source), of_tiles, *entries)
@@ -172,12 +177,14 @@ class Weights:
         inv, stats = source.inv_temperature, source.stats
         scale = tiles.Scale(stats.max, jnp.log(stats.sum))
         p = scale.probs(tiles.keep(p_entries, stats.threshold), inv)
-        weights = jnp.where(source.without_token & (ids == source.token_id), 0.0, p)
+        is_removed = source.without_token & (ids == source.token_id)
         if self.draft is None or q_entries is None:
-            return weights, p
+            return jnp.where(is_removed, 0.0, p), p
+        # One formula for all sources, so that XLA need not write p to memory for two.
         q = self.draft.probs(q_entries, source.scale, inv)
-        residual = rules.residual(source.weight, p, q)
-        return jnp.where(source.from_residual, residual, weights), p
+        q = jnp.where(source.from_residual, q, jnp.where(is_removed, 2.0, 0.0))
+        weight = jnp.where(source.from_residual, source.weight, 1.0)
+        return rules.residual(weight, p, q), p
 
 
 class Chosen(NamedTuple):
