@@ -192,10 +192,10 @@ class InterpretedThreads(Threads):
         return self.row_run(ref, row, start, 0, each)
 
     def row_words(self, ref: Any, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
-        return self.row_run(ref, row, start, 0, each)
+        return [ref[...][row, start + j] for j in range(each)]
 
     def numbers(self, words: list[jax.Array], dtype: Any) -> list[jax.Array]:
-        return words
+        return [x.astype(jnp.float32) for x in words]
 
     def row_run(
         self, ref: Any, row: jax.Array, start: jax.Array, offset: int, each: int

@@ -21,8 +21,8 @@ from jax_specdec._src.sampling import limits_count
 from jax_specdec._src.types import Status
 from jax_specdec._src.verify import rules
 from jax_specdec._src.verify.mosaic_gpu import statistics
-from jax_specdec._src.verify.mosaic_gpu.candidates import Candidates
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Masses, Warpgroups, tree_sum
+from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, MappedSlice
 from jax_specdec._src.verify.mosaic_gpu.ptx import WARP
 from jax_specdec._src.verify.mosaic_gpu.request import DraftedTokens, KernelRequest
 from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice, TargetSlice
@@ -223,7 +223,7 @@ class Reader:
         self.target_base = self.base(self.drafted.logit)
         self.draft: DraftSlice | None = None
         if isinstance(walk.draft, DraftSlice) and self.plan.draft == "logits":
-            self.draft = walk.draft
+            self.draft = walk.draft.storage if isinstance(walk.draft, MappedSlice) else walk.draft
             self.uses_q = self.drafted.counts_q(position)
             self.draft_row = request.at(self.drafted.draft_row, position)
             self.draft_base = self.base(self.drafted.entry)

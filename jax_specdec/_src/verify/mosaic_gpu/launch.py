@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +15,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_specdec._src.noise import key_words
 from jax_specdec._src.types import DraftLogits, Noise, RaceNoise, RejectionSampleOutput, Status
-from jax_specdec._src.verify.mosaic_gpu.candidates import Candidates
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Warpgroups
 from jax_specdec._src.verify.mosaic_gpu.interpret import ExchangeBarriers, InterpretedThreads
 from jax_specdec._src.verify.mosaic_gpu.kernel import Walk
-from jax_specdec._src.verify.mosaic_gpu.plan import SLOTS, KernelConfig, Plan
+from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, MappedSlice, columns_of_map
+from jax_specdec._src.verify.mosaic_gpu.plan import SLOTS, KernelConfig, Plan, is_aligned
 from jax_specdec._src.verify.mosaic_gpu.ptx import Threads
 from jax_specdec._src.verify.mosaic_gpu.request import KernelRequest
 from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice, TargetSlice
@@ -57,7 +58,7 @@ def verify(
     slices, warpgroups = plan.memory.slices, plan.memory.warpgroups
     if slices.cluster == 1 and not interpret:
         raise NotImplementedError("max_cluster=1 is for interpret mode: on a GPU it is at least 2")
-    operands = _operands(arrays)
+    operands = _operands(arrays, size)
     outputs = {
         "token_ids_out": (num_requests * (k + 1),),
         "num_accepted": (num_requests,),
@@ -90,7 +91,7 @@ def verify(
     return RejectionSampleOutput(token_ids, *counts_and_status[:3])
 
 
-def _operands(arrays: CallArrays) -> dict[str, jax.Array]:
+def _operands(arrays: CallArrays, size: int) -> dict[str, jax.Array]:
     """The arrays that there are, by name."""
     drafts, sampling, distribution = arrays.drafts, arrays.sampling, arrays.drafts.distribution
     token_ids, mask = drafts.token_ids, arrays.token_bitmask
@@ -107,7 +108,11 @@ def _operands(arrays: CallArrays) -> dict[str, jax.Array]:
         keys, positions = arrays.randomness
         operands |= {"keys": key_words(keys), "positions": positions}
     if distribution is not None:
-        operands |= {"draft": storage_of(distribution), "ids": distribution.ids}
+        operands["draft"], ids = storage_of(distribution), distribution.ids
+        if ids is not None and ids.ndim == 1:
+            operands["columns"], operands["bad_map"] = columns_of_map(ids, size)
+        elif ids is not None:
+            operands["ids"] = ids
         if isinstance(distribution, DraftLogits):
             operands["normalizer"] = distribution.log_normalizer
             operands["thresholds"] = distribution.threshold
@@ -198,14 +203,18 @@ def _verify_request(plan: Plan, refs: dict[str, Any], *, interpreted: bool) -> N
             rows=refs["draft"],
             per_slice=slices.tiles,
             first=first,
-            size=plan.draft_size,
+            size=refs["draft"].shape[1] if plan.is_mapped else plan.draft_size,
             row_size=plan.size,
             fill=fill,
             each=memory.each,
-            aligned=memory.draft_aligned,
+            aligned=is_aligned(refs["draft"]),
             at_once=memory.tiles_at_once,
             thresholds=thresholds,
         )
+        if plan.is_mapped:
+            fields = {field.name: getattr(draft, field.name) for field in dataclasses.fields(draft)}
+            fields |= {"size": plan.size, "aligned": False}
+            draft = MappedSlice(**fields, columns=refs["columns"], storage=draft)
     scratch = refs["scratch"].at[warpgroup]
     cluster = Cluster(threads, memory, slots.at[warpgroup], barriers, scratch, block)
     warpgroups = Warpgroups(

@@ -17,7 +17,7 @@ from jax import lax
 from jax_specdec._src import noise, ragged
 from jax_specdec._src import sampling as sampling_lib
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, SamplingParams, Status
-from jax_specdec._src.verify.mosaic_gpu.candidates import Candidates
+from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, MappedSlice
 from jax_specdec._src.verify.mosaic_gpu.plan import Plan
 from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, Threads
 from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice, TargetSlice
@@ -227,6 +227,8 @@ class DraftedTokens:
         self.draft_row = jnp.clip(request.draft_rows, 0, plan.draft_rows - 1)
         if isinstance(draft, Candidates):
             self._lists = [draft.load(request.at(self.draft_row, i)) for i in range(plan.k)]
+        elif isinstance(draft, MappedSlice):
+            self._column = draft.column(self.place)
         else:
             self.entry = draft.entry(self.draft_row, jnp.minimum(self.place, plan.draft_size - 1))
         if draft.thresholds is not None:
@@ -245,6 +247,9 @@ class DraftedTokens:
             self.bad = self.bad | (self.uses_q & (self._threshold != self._threshold))
         if isinstance(self.draft, Candidates):
             self._find_listed(self.draft)
+        if isinstance(self.draft, MappedSlice):
+            self.entry = self.draft.entry_in(self.draft_row, self._column)
+            self.bad = self.bad | (self.uses_q & (request.refs["bad_map"][0] != 0))
         if plan.draft == "probs":
             self.q = self.entry
         if plan.draft == "normalized":

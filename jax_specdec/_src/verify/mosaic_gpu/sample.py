@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 
 from jax_specdec._src.types import Status
 from jax_specdec._src.verify import rules
-from jax_specdec._src.verify.mosaic_gpu.candidates import Candidates
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Masses, tree_sum
+from jax_specdec._src.verify.mosaic_gpu.lists import Candidates
 from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
 from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, Threads
 from jax_specdec._src.verify.mosaic_gpu.request import DraftedTokens, KernelRequest

@@ -12,6 +12,7 @@ from jax_specdec._src.verify.mosaic_gpu.plan import (
     MAX_BARRIERS,
     MAX_CANDIDATES,
     MAX_CLUSTER,
+    MAX_MAPPED,
     SHARED_BYTES,
     KernelConfig,
     SharedMemory,
@@ -99,12 +100,13 @@ def unsupported(
     config: KernelConfig | None = None,
 ) -> str | None:
     """Why the kernel cannot serve a call, in a sentence; None if it can."""
-    ids = None if distribution is None else distribution.ids
-    if ids is not None and (ids.ndim == 1 or ids.shape[1] > MAX_CANDIDATES):
-        return (
-            f"implementation='mosaic_gpu' takes up to {MAX_CANDIDATES} candidates for each draft "
-            f"row, ids [R, C], but the shape of ids is {list(ids.shape)}"
+    if distribution is not None and distribution.ids is not None:
+        width, is_map = distribution.ids.shape[-1], distribution.ids.ndim == 1
+        most, what = (
+            (MAX_MAPPED, "ids in a map") if is_map else (MAX_CANDIDATES, "candidates a row")
         )
+        if not 1 <= width <= most:
+            return f"implementation='mosaic_gpu' takes 1 to {most} {what}, but there are {width}"
     if is_race:
         return "implementation='mosaic_gpu' draws by inverse CDF: pass Noise, not RaceNoise"
     if num_requests == 0:

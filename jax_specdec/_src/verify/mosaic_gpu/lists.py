@@ -1,4 +1,8 @@
-"""Draft rows that list ids of their own: a few entries each, with the ids they stand for."""
+"""Draft rows on a list of ids.
+
+Rows that share a map are read in the order of ids, by the column of each. Rows that list a few
+candidates of their own are read whole: by each warp, or a candidate by each thread.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.verify.mosaic_gpu.cluster import tree_sum
+from jax_specdec._src.verify.mosaic_gpu.plan import MAX_MAPPED
 from jax_specdec._src.verify.mosaic_gpu.ptx import THREADS, WARP, Threads
-from jax_specdec._src.verify.mosaic_gpu.rows import Chunk
+from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, DraftSlice
 from jax_specdec._src.verify.mosaic_gpu.statistics import Exponent, is_finite, largest
-from jax_specdec._src.verify.tiles import TILE
+from jax_specdec._src.verify.tiles import TILE, num_tiles
 
 
 class Listed(NamedTuple):
@@ -26,6 +31,77 @@ class Listed(NamedTuple):
 
     ids: list[jax.Array]
     entries: list[jax.Array]
+
+
+NOT_LISTED = MAX_MAPPED
+"""The column of an id that a map does not list; columns are half a word each."""
+
+
+def columns_of_map(ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """A map of ids turned round.
+
+    Args:
+      ids: ``[Vd]`` int32, at most `MAX_MAPPED`.
+      size: ids that count.
+
+    Returns:
+      ``[1, W]`` int32, words of two columns each, of all ids of whole tiles in order; and ``[1]``
+      int32, 1 if an id is out of range or there twice.
+    """
+    width = ids.shape[0]
+    columns = jnp.full((num_tiles(size) * TILE,), NOT_LISTED, jnp.uint16)
+    index = jnp.where((ids < 0) | (ids >= size), columns.shape[0], ids)  # which is dropped
+    columns = columns.at[index].set(jnp.arange(width, dtype=jnp.uint16), mode="drop")
+    is_bad = jnp.sum(columns != NOT_LISTED, dtype=jnp.int32) != width
+    words = lax.bitcast_convert_type(columns.reshape(-1, 2), jnp.int32)
+    return words[None], is_bad.astype(jnp.int32)[None]
+
+
+@dataclasses.dataclass(frozen=True)
+class MappedSlice(DraftSlice):
+    """A block's slice of draft rows that share a map of ids: in the order of ids.
+
+    Attributes:
+      columns: ref ``[1, W]`` int32, the column of each id; see `columns_of_map`.
+      storage: a block's slice of the rows as they are stored, in the order of columns.
+    """
+
+    columns: Any = None
+    storage: DraftSlice | None = None
+
+    def prefetch(self, row: jax.Array) -> None:
+        assert self.storage is not None
+        self.storage.prefetch(row)
+
+    def column(self, token_id: jax.Array) -> jax.Array:
+        """The column of one id per thread."""
+        word = self.threads.gather(self.columns, jnp.zeros_like(token_id), token_id >> 1)
+        return lax.shift_right_logical(word, (token_id & 1) << 4) & NOT_LISTED
+
+    def entry_in(self, row: jax.Array, column: jax.Array) -> jax.Array:
+        """The entry in one column per thread, that of an id which is not listed if so."""
+        last = self.rows.shape[1] - 1
+        entry = self.entry(row, jnp.minimum(column, last))
+        return jnp.where(column <= last, entry, self.fill)
+
+    def _words(
+        self, row: jax.Array, tile: jax.Array, piece: jax.Array | int, *, is_full: bool
+    ) -> list[list[jax.Array]]:
+        threads, first, last = self.threads, self._first(tile, piece), self.rows.shape[1] - 1
+        row, zero = row + jnp.zeros_like(first), jnp.zeros_like(first)
+        found = []
+        for offset in self._offsets:
+            begin = lax.shift_right_logical(first + offset, 1)
+            words = threads.row_words(self.columns, zero, begin, self.each // 2)
+            columns = [half for x in words for half in (x & NOT_LISTED, _upper_half(x))]
+            entries = [threads.gather(self.rows, row, jnp.minimum(x, last)) for x in columns]
+            both = zip(columns, entries, strict=True)
+            found.append([jnp.where(column <= last, x, self.fill) for column, x in both])
+        return found
+
+
+def _upper_half(word: jax.Array) -> jax.Array:
+    return lax.shift_right_logical(word, 16)
 
 
 @dataclasses.dataclass(frozen=True)
