@@ -20,7 +20,7 @@ from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig, Slices, power_
 from jax_specdec._src.verify.tiles import TILE
 
 from . import block_edges, edges, processed, suite
-from .batch import QUICK, Layout, Request, check, jitted, pack, verify
+from .batch import QUICK, Batch, Layout, Request, check, jitted, pack, verify
 from .cases import random_batch
 
 # Interpret mode imports this later, which changes what JAX caches programs by: between two calls,
@@ -373,7 +373,7 @@ def test_an_empty_residual_samples_the_target():
 # Lowering for CUDA, on the CPU.
 
 
-def lowered(layout: Layout, config: KernelConfig | None = None) -> str:
+def lowered(layout: Layout, config: KernelConfig | None = None, batch: Batch | None = None) -> str:
     def call(logits, drafts, noise, sampling, bonus, active):
         with backend():
             return sd.rejection_sample_with_noise(
@@ -389,7 +389,8 @@ def lowered(layout: Layout, config: KernelConfig | None = None) -> str:
                 kernel_config=config,
             )
 
-    positional, named = random_batch(layout, seed=0, broken=0).arguments()
+    batch = random_batch(layout, seed=0, broken=0) if batch is None else batch
+    positional, named = batch.arguments()
     arguments = (*positional, named["sampling"], named["bonus_token_ids"], named["active"])
     return jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 

@@ -48,13 +48,15 @@ def columns_of_map(ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
       ``[1, W]`` int32, words of two columns each, of all ids of whole tiles in order; and ``[1]``
       int32, 1 if an id is out of range or there twice.
     """
-    width = ids.shape[0]
+    own = jnp.arange(ids.shape[0], dtype=jnp.uint16)
     columns = jnp.full((num_tiles(size) * TILE,), NOT_LISTED, jnp.uint16)
     index = jnp.where((ids < 0) | (ids >= size), columns.shape[0], ids)  # which is dropped
-    columns = columns.at[index].set(jnp.arange(width, dtype=jnp.uint16), mode="drop")
-    is_bad = jnp.sum(columns != NOT_LISTED, dtype=jnp.int32) != width
+    columns = columns.at[index].set(own, mode="drop")
+    found = columns.at[index].get(mode="fill", fill_value=NOT_LISTED)
+    place = jnp.where(found == own, 1, 0)  # a scatter: a sum would be two launches
+    is_bad = jnp.zeros((1,), jnp.int32).at[place].set(1, mode="drop")
     words = lax.bitcast_convert_type(columns.reshape(-1, 2), jnp.int32)
-    return words[None], is_bad.astype(jnp.int32)[None]
+    return words[None], is_bad
 
 
 @dataclasses.dataclass(frozen=True)

@@ -310,7 +310,11 @@ class Plan:
             holds_probs=isinstance(distribution, DraftProbs),
             is_mapped=ids is not None and ids.ndim == 1,
             draft_rows=0 if storage is None else storage.shape[0],
-            draft_size=size if ids is not None else 0 if storage is None else min(storage.shape[1], size),
+            draft_size=size
+            if ids is not None
+            else 0
+            if storage is None
+            else min(storage.shape[1], size),
             memory=shared_memory(
                 arrays.target_logits,
                 distribution,
