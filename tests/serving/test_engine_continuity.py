@@ -43,13 +43,20 @@ from .engines import (
 pytestmark = pytest.mark.newest
 
 MOST_ALIVE = 16  # counted by request: after a lost state, those that ran wait too
-FUNCTIONS = ("_admit", "_step", "_release")
+FUNCTIONS = ("_admit", "_read", "_insert", "_step", "_release")
 Call = Callable[..., Any]
+
+
+def driver_of(**settings: Any) -> sd.EngineDriver:
+    """A driver; all that happens in a step happens at once, unless asked for otherwise."""
+    return sd.EngineDriver(
+        ENGINE, *TABLES, **(dict(max_steps_ahead=0, max_prefills=None) | settings)
+    )
 
 
 @functools.cache
 def warmed_up() -> sd.EngineDriver:
-    driver = sd.EngineDriver(ENGINE, *TABLES)
+    driver = driver_of()
     driver.warm_up()
     return driver
 
@@ -136,7 +143,7 @@ def serve(
       The updates of every step, by request; those that were cancelled; the counters.
     """
     rng = np.random.default_rng([seed])
-    driver = driver or sd.EngineDriver(ENGINE, *TABLES, max_queue=MOST_ALIVE)
+    driver = driver or driver_of(max_queue=MOST_ALIVE)
     steps: list[list[sd.RequestUpdate]] = []
     alive: set[int] = set()
     cancelled: set[int] = set()
@@ -226,7 +233,7 @@ def drafted(driver: sd.EngineDriver) -> sd.DecodeState:
 def test_a_request_gets_the_drafts_that_it_would_have_had(length: int) -> None:
     """After a prompt of any length, read in any number of pieces."""
     prompt = np.random.default_rng(length).integers(0, VOCAB, length).tolist()
-    driver = sd.EngineDriver(ENGINE, *TABLES)
+    driver = driver_of()
     request_id = driver.submit(prompt, max_new_tokens=3, temperature=1.3)
     driver.submit([1], max_new_tokens=30)
 
@@ -256,7 +263,7 @@ def test_a_request_gets_the_drafts_that_it_would_have_had(length: int) -> None:
 
 
 def test_a_request_that_has_emitted_nothing_comes_back_without_drafts() -> None:
-    driver = sd.EngineDriver(ENGINE, *TABLES)
+    driver = driver_of()
     request_id = driver.submit([1, 2], max_new_tokens=3, temperature=1.3)
     driver._admit_queued()
     assert driver.preempt(request_id)
@@ -270,7 +277,13 @@ def test_a_models_logits_differ_by_little_however_its_prompt_is_cut() -> None:
     """So the tokens of a preempted request differ only where a decision is as close as this."""
     prompt = np.random.default_rng(0).integers(0, VOCAB, LONGEST).astype(np.int32)
     engines = (dataclasses.replace(LLAMA, prefill_sizes=(piece,)) for piece in (LONGEST, 9))
-    caches = [jax.jit(one._read_prompt)(*WEIGHTS[LLAMA], prompt, LONGEST) for one in engines]
+    caches = []
+    for engine in engines:
+        size, read = engine.piece_size, jax.jit(engine.read)
+        caches.append(engine.init_caches())
+        for start in range(0, LONGEST, size):
+            start = min(start, LONGEST - size)
+            caches[-1] = read(*WEIGHTS[LLAMA], caches[-1], prompt[start : start + size], start)
     last = jnp.array([[prompt[-1]]]), jnp.array([LONGEST - 1])
     margins = []
     models = (LLAMA.model, LLAMA.drafter.model)
@@ -404,7 +417,7 @@ def test_a_state_that_is_lost_inside_jax_loses_no_token(monkeypatch: pytest.Monk
 
 def test_any_other_error_of_a_step_loses_no_token_either(monkeypatch: pytest.MonkeyPatch) -> None:
     request, expected = served_alone(3, 1)
-    driver = sd.EngineDriver(ENGINE, *TABLES)
+    driver = driver_of()
     driver.submit(**request)
     updates = driver.step()
 
@@ -424,7 +437,7 @@ def test_any_other_error_of_a_step_loses_no_token_either(monkeypatch: pytest.Mon
 
 
 def test_a_request_cancelled_after_an_interrupt_gets_no_update_any_more() -> None:
-    driver = sd.EngineDriver(ENGINE, *TABLES)
+    driver = driver_of()
     ids = [driver.submit([1], max_new_tokens=budget) for budget in (1, 9, 9)]
     driver._admit_queued()
     driver._step()  # and an interrupt
@@ -451,7 +464,7 @@ class Counted(int):
 
 
 def test_cancelling_compares_as_often_however_many_wait() -> None:
-    driver, many = sd.EngineDriver(ENGINE, *TABLES), 2000
+    driver, many = driver_of(), 2000
     running = [driver.submit([1], max_new_tokens=30) for _ in range(ENGINE.num_slots)]
     driver.step()
     waiting = [driver.submit([1], max_new_tokens=9) for _ in range(many)]
@@ -465,7 +478,7 @@ def test_cancelling_compares_as_often_however_many_wait() -> None:
 
 
 def test_a_full_queue_refuses_a_request_and_stays_as_it_is() -> None:
-    driver = sd.EngineDriver(ENGINE, *TABLES, max_queue=2)
+    driver = driver_of(max_queue=2)
     ids = [driver.submit([1], max_new_tokens=30) for _ in range(2)]
     message = "submit needs fewer than max_queue=2 waiting requests, but 2 wait"
     with pytest.raises(RuntimeError, match=message):

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src.serving import driver as driver_lib
 
 from . import sampled
 from .engines import EVERYTHING as ENGINE
 from .engines import TABLE, TABLES, TARGET, VOCAB, alone, collect, random_request, run
+from .test_engine import FUNCTIONS
 
 
 def driver_of() -> sd.EngineDriver:
@@ -43,7 +43,7 @@ def request_with_options(rng: np.random.Generator) -> dict[str, Any]:
 def test_a_request_with_options_gets_the_tokens_it_gets_alone() -> None:
     rng, driver, by_itself = np.random.default_rng(4), driver_of(), driver_of()
     driver.warm_up(), by_itself.warm_up()
-    functions = (driver_lib._admit, driver_lib._step, driver_lib._release)
+    functions = FUNCTIONS
     sizes = [function._cache_size() for function in functions]
     requests = [request_with_options(rng) for _ in range(24)]
     updates: list[sd.RequestUpdate] = []
