@@ -85,11 +85,11 @@ def main() -> None:
                 params,
                 draft_params,
                 state,
-                slot=slot,
-                prompt=engine.pad_prompt([1, 2, 3, slot]),
-                length=4,
-                key=jax.random.key(slot),
-                options=engine.options_of(own, 4),
+                slots=jnp.array([slot]),
+                prompts=engine.pad_prompt([1, 2, 3, slot])[None],
+                lengths=jnp.array([4]),
+                keys=jax.random.key(slot)[None],
+                options=engine.options_of([own], [4]),
             )
         return engine, state
 
