@@ -1,7 +1,7 @@
 """What serving costs beside the engine's step: the driver of steps ahead, and the one without.
 
 A target of the shape of Llama 3.2 1B and a drafter of 4 narrower layers, random weights in
-bfloat16; drafts by a lookup or by that drafter. Per number of slots, with one set of compiled programs:
+bfloat16; drafts by a lookup or by that drafter. Per number of slots, with the same programs:
 
 - *bare*: the compiled step again and again, nothing read from the device.
 - *full*: all slots busy, nobody comes or goes; the host's share of a step is ``1 - bare / full``.

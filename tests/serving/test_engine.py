@@ -379,17 +379,25 @@ FUNCTIONS = (
 )
 
 
-def test_nothing_is_compiled_after_warm_up():
-    engine = dataclasses.replace(LOOKUP, max_length=LONGEST + 1, prefill_sizes=None)
-    assert engine.prefill_sizes == (32, LONGEST + 1)
-    driver = driver_of(engine, *WEIGHTS[LOOKUP])
+@pytest.mark.parametrize(
+    ("sizes", "ahead", "num_programs"), [(None, 0, 4), ((4, 16), 2, 7)], ids=["whole", "pieces"]
+)
+def test_nothing_is_compiled_after_warm_up(sizes, ahead, num_programs):
+    engine = dataclasses.replace(LOOKUP, max_length=LONGEST + 1, prefill_sizes=sizes)
+    assert engine.prefill_sizes == (sizes or (32, LONGEST + 1))
+    driver = driver_of(
+        engine, *WEIGHTS[LOOKUP], max_steps_ahead=ahead, max_prefills=1 if ahead else None
+    )
     programs, progress = {"jit(_admit)", "jit(_step)", "jit(_release)"}, []
+    if sizes:
+        programs |= {"jit(_read)", "jit(_insert)"}
     with compilations() as names:
         driver.warm_up(
             lambda *counts: progress.append((*counts, sum(name in programs for name in names)))
         )
     assert programs <= set(names)
-    assert progress == [(done, 4, done) for done in range(5)]  # as many as were compiled by then
+    # As many as were compiled by then.
+    assert progress == [(done, num_programs, done) for done in range(num_programs + 1)]
     assert driver.is_idle and driver.stats().num_emitted_tokens == 0
     sizes = [function._cache_size() for function in FUNCTIONS]
     rng = np.random.default_rng(0)

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import operator
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Unpack
@@ -34,6 +35,16 @@ from jax_specdec._src.types import described
 
 _Device = tuple[DecodeState, Report | None]
 """A state, and what the step that led to it reports, until the host has taken that."""
+
+_MAYBE_OF_DEVICE = (jax.errors.JaxRuntimeError, ValueError)
+"""What calls raise that fail on the device: a ValueError where an argument has failed before."""
+
+
+def _is_of_device(error: Exception) -> bool:
+    """Whether it is the device's, rather than of what is traced."""
+    return isinstance(error, jax.errors.JaxRuntimeError) or bool(
+        re.match("[A-Z_]+: ", str(error))  # the name of XLA's status
+    )
 
 
 def _requests(seeds: Any, **arrays: Any) -> dict[str, Any]:
@@ -423,7 +434,13 @@ class EngineDriver:
         self._now[:] = [(*self._empty(host.counters), host)]
 
     def _recover(self, error: Exception, concerned: Iterable[ServedRequest]) -> None:
-        """After a call that failed on the device: see the class."""
+        """After a call that failed on the device: see the class.
+
+        Raises:
+          Exception: `error`, where it is of something else.
+        """
+        if not _is_of_device(error):
+            raise error
         self._is_changing = True
         host, ids = self._host, {request.request_id: request for request in concerned}
         ended = ids.keys() & host.suspects
@@ -464,7 +481,7 @@ class EngineDriver:
             return False
         try:
             self._step()
-        except jax.errors.JaxRuntimeError as error:
+        except _MAYBE_OF_DEVICE as error:
             self._recover(error, self._decoding)
             return False
         return True
@@ -473,7 +490,7 @@ class EngineDriver:
         """Read the report of the oldest step ahead."""
         try:
             self._know(self._host.after())
-        except jax.errors.JaxRuntimeError as error:
+        except _MAYBE_OF_DEVICE as error:
             self._recover(error, self._decoding)
 
     @property
@@ -502,7 +519,7 @@ class EngineDriver:
                     self._read_on(reading)
                 if not self._host.suspects.isdisjoint(one.request_id for one in concerned):
                     jax.block_until_ready((self.state.batch.lengths, self._now[0][1]))
-            except jax.errors.JaxRuntimeError as error:
+            except _MAYBE_OF_DEVICE as error:
                 self._recover(error, concerned)
                 return False
             num_calls += 1
