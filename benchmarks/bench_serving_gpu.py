@@ -6,7 +6,8 @@ bfloat16; drafts by a lookup or by that drafter. Per number of slots, with the s
 - *bare*: the compiled step again and again, nothing read from the device.
 - *full*: all slots busy, nobody comes or goes; the host's share of a step is ``1 - bare / full``.
 - *arrivals*: requests come at random, a tenth of them with a long prompt, and slots are three
-  quarters busy; the median and the 99th percentile of the time between results.
+  quarters busy; the median and the 99th percentile of how long requests that run wait for a step's
+  results.
 
 The ways, in turn: "new" is `EngineDriver` with its defaults; "old" dispatches a step when the last
 one's results are read, and reads the prompts of whoever fits one after another before a step.
@@ -59,7 +60,7 @@ class Sizes:
     max_length: int
 
 
-LARGE = Sizes(serving_programs.LLAMA_3_1B, DRAFTER, 64, 600, 64, (64, 256), 1024)
+LARGE = Sizes(serving_programs.LLAMA_3_1B, DRAFTER, 64, 600, 64, (64, 128), 1024)
 SMALL = Sizes(serving_programs.TINY, serving_programs.TINY, 8, 40, 16, (8, 32), 512)
 
 
@@ -146,11 +147,12 @@ class Case:
         }
 
     def arrivals(self, way: str, steps: int, tokens_per_step: float) -> dict[str, Any]:
-        """Times between results; an idle engine's do not count."""
+        """Times of steps; percentiles of those at whose beginning somebody ran."""
         driver, rng, sizes = self.driver(way), np.random.default_rng(1), self.sizes
         rate = 0.75 * tokens_per_step / sizes.budget
         milliseconds: list[float] = []
         admitted: list[int] = []
+        waited: list[float] = []
         while len(milliseconds) < steps:
             for _ in range(rng.poisson(rate)):
                 long = rng.random() < 0.1
@@ -158,14 +160,17 @@ class Case:
                 driver.submit(prompt, max_new_tokens=sizes.budget, temperature=0.8)
             if driver.is_idle:
                 continue
-            before, begin = driver.serving_stats().num_admitted, time.perf_counter()
+            before, is_running = driver.serving_stats().num_admitted, driver.num_running > 0
+            begin = time.perf_counter()
             driver.step()
             milliseconds.append((time.perf_counter() - begin) * 1e3)
+            waited += milliseconds[-1:] * is_running
             admitted.append(driver.serving_stats().num_admitted - before)
         stats = driver.serving_stats()
         return {
-            "p50": float(np.percentile(milliseconds, 50)),
-            "p99": float(np.percentile(milliseconds, 99)),
+            "p50": float(np.percentile(waited, 50)),
+            "p99": float(np.percentile(waited, 99)),
+            "num_admitted": stats.num_admitted,
             "busy_slots": stats.mean_busy_slots,
             "queue_ms": stats.mean_queue_time * 1e3,
             "step_ms": milliseconds,
@@ -229,6 +234,7 @@ def parse(command_line: list[str] | None) -> argparse.Namespace:
     add("--threads", type=int, default=6, help="that compile")
     add("--seconds", type=float, default=210, help="measure nothing more after these")
     add("--output", type=pathlib.Path, default=measure.RESULTS, help="folder of results and plots")
+    add("--piece", type=int, help="tokens of a prompt that one call reads; 128, and 32 if small")
     add("--small", action="store_true", help="tiny models on any device: does it work?")
     return parser.parse_args(command_line)
 
@@ -244,6 +250,8 @@ def main(command_line: list[str] | None = None) -> int:
         print(f"{time.perf_counter() - begin:4.0f} s  {text}", flush=True)
 
     sizes = SMALL if options.small else LARGE
+    if options.piece is not None:
+        sizes = dataclasses.replace(sizes, prefill_sizes=(sizes.prompt, options.piece))
     weights = {
         name: serving_programs.random_params(sd.Llama(getattr(sizes, name), "bfloat16"), seed)
         for seed, name in enumerate(("target", "drafter"))
