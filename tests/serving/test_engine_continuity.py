@@ -439,7 +439,7 @@ def test_any_other_error_of_a_step_loses_no_token_either(monkeypatch: pytest.Mon
     driver.submit(**request)
     updates = driver.step()
 
-    def exhausted(*args: Any, engine: sd.Engine) -> Any:
+    def exhausted(*args: Any, **static: Any) -> Any:
         jax.tree.map(lambda x: x.delete(), args[2])
         raise MemoryError("out of memory")
 
@@ -458,7 +458,7 @@ def test_a_request_cancelled_after_an_interrupt_gets_no_update_any_more() -> Non
     driver = driver_of()
     ids = [driver.submit([1], max_new_tokens=budget) for budget in (1, 9, 9)]
     driver._admit_queued()
-    driver._step()  # and an interrupt
+    driver._step(all_neutral=True)  # and an interrupt
     assert not driver.is_idle
     assert driver.cancel(ids[0])  # it has ended, but nobody knows
     assert driver.cancel(ids[1])

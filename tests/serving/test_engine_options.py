@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
+from jax_specdec._src.serving import driver as driver_lib
 
 from . import sampled
 from .engines import EVERYTHING as ENGINE
@@ -169,6 +170,26 @@ def test_options_that_cannot_be_served_are_refused(
     with pytest.raises(error, match=message):
         driver.submit([1], max_new_tokens=2, **changes)
     assert driver.is_idle
+
+
+@pytest.mark.newest
+def test_steps_in_which_nobody_asks_for_anything_are_of_the_smaller_program(monkeypatch) -> None:
+    driver, step, found = driver_of(), driver_lib._step, []
+
+    def noting(*args: Any, all_neutral: bool, **static: Any) -> Any:
+        found.append(all_neutral)
+        return step(*args, all_neutral=all_neutral, **static)
+
+    monkeypatch.setattr(driver_lib, "_step", noting)
+    driver.submit([1], max_new_tokens=12, temperature=0.5)
+    driver.step()
+    asks = driver.submit([2], max_new_tokens=12, top_k=2)
+    driver.step(), driver.step()
+    driver.cancel(asks)
+    run(driver)
+    # One step is ahead when a request comes or goes.
+    assert found[:4] == [True, True, False, False] and set(found[4:]) == {True}
+    assert driver.state.batch.options.top_k is not None
 
 
 def test_an_engine_without_options_takes_neutral_ones() -> None:

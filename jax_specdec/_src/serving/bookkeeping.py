@@ -64,6 +64,7 @@ class ServedRequest:
     options: RequestOptions
     seed: int
     arrays: BatchOptions  # what `Engine.admit` takes, of one request
+    is_neutral: bool  # as in `options`, where that is worked out again
     submitted: float = 0.0  # by `time.perf_counter`
 
     @property

@@ -72,9 +72,11 @@ def _insert(
     return engine.insert(state, caches, **_requests(**requests)), None
 
 
-@functools.partial(jax.jit, static_argnames=("engine",), donate_argnames=("state",))
-def _step(params: Any, draft_params: Any, state: DecodeState, *, engine: Engine) -> _Device:
-    state, record = engine.step(params, draft_params, state)
+@functools.partial(jax.jit, static_argnames=("engine", "all_neutral"), donate_argnames=("state",))
+def _step(
+    params: Any, draft_params: Any, state: DecodeState, *, engine: Engine, all_neutral: bool = False
+) -> _Device:
+    state, record = engine.step(params, draft_params, state, all_neutral=all_neutral)
     return state, Report.of(record, state.batch, state.counters)
 
 
@@ -207,8 +209,8 @@ class EngineDriver:
         Args:
           on_progress: called with how many programs are ready and how many there are, before the
             first and after each: `admit` for each of the engine's `admit_shapes`, `read` and
-            `insert` where long prompts are read in pieces, `release` and `step`. None: nobody wants
-            to know.
+            `insert` where long prompts are read in pieces, `release`, and `step`, twice with
+            `request_options`. None: nobody wants to know.
 
         Raises:
           TypeError: `on_progress` cannot be called.
@@ -239,13 +241,13 @@ class EngineDriver:
         def request(size: int) -> ServedRequest:
             options = RequestOptions(seed=0)
             arrays = engine.options_of([options], [size])
-            return ServedRequest(-1, [0] * size, size, options, 0, arrays)
+            return ServedRequest(-1, [0] * size, size, options, 0, arrays, True)
 
         def admit(num_rows: int, size: int) -> None:
             self._admit({nowhere + row: request(size) for row in range(num_rows)})
 
-        def step() -> None:
-            self._step()
+        def step(all_neutral: bool) -> None:
+            self._step(all_neutral)
             self._take_step()
 
         programs: list[Callable[[], None]] = [
@@ -254,7 +256,10 @@ class EngineDriver:
         if engine.piece_size < engine.max_length:
             longest = Reading(nowhere, request(engine.max_length))
             programs += [lambda: self._read(longest), lambda: self._insert(longest)]
-        programs += [lambda: self._release(nowhere, self._host), step]
+        programs += [lambda: self._release(nowhere, self._host)]
+        programs += [
+            functools.partial(step, one) for one in sorted({False, engine.request_options})
+        ]
         for done, compile_ in enumerate([*programs, None]):
             if on_progress is not None:
                 on_progress(done, len(programs))
@@ -306,7 +311,14 @@ class EngineDriver:
                 )
         seed = request_id if asked.seed is None else asked.seed
         request = ServedRequest(
-            request_id, token_ids, len(token_ids), asked, seed, arrays, time.perf_counter()
+            request_id,
+            token_ids,
+            len(token_ids),
+            asked,
+            seed,
+            arrays,
+            asked.is_neutral,
+            time.perf_counter(),
         )
         self._num_submitted = request_id + 1  # first: no two requests may have one id
         self._waiting[request_id] = request
@@ -456,7 +468,9 @@ class EngineDriver:
         self._start_again(host, [one for one in host.running if one.request_id not in ended])
         self._settle()
 
-    def _dispatch(self, function: Callable[..., Any], host: Host, *args: Any) -> None:
+    def _dispatch(
+        self, function: Callable[..., Any], host: Host, *args: Any, **static: bool
+    ) -> None:
         """Call a compiled function, and replace with what it returns, and `host`, what is known.
 
         Python handles interrupts between instructions. The last but one here both calls and keeps
@@ -464,7 +478,7 @@ class EngineDriver:
         report.
         """
         device, caches, _ = self._now[0]
-        call = functools.partial(function, engine=self.engine)
+        call = functools.partial(function, engine=self.engine, **static)
         returned: Any = itertools.starmap(call, [args])
         results: Any = (
             zip([device], returned, [host], strict=True)
@@ -480,7 +494,9 @@ class EngineDriver:
         if not (self._admit_queued() and self._host.may_go_on):
             return False
         try:
-            self._step()
+            self._step(
+                self.engine.request_options and all(one.is_neutral for one in self._decoding)
+            )
         except _MAYBE_OF_DEVICE as error:
             self._recover(error, self._decoding)
             return False
@@ -616,8 +632,16 @@ class EngineDriver:
         waited = [now - one.submitted for one in requests if one.request_id in self._waiting]
         return dataclasses.replace(host, stats=host.stats.after_admission(waited))
 
-    def _step(self) -> None:
-        self._dispatch(_step, self._host, self._params, self._draft_params, self.state)
+    def _step(self, all_neutral: bool) -> None:
+        """A step; an engine with `request_options` has two programs for it."""
+        self._dispatch(
+            _step,
+            self._host,
+            self._params,
+            self._draft_params,
+            self.state,
+            all_neutral=all_neutral,
+        )
         self._settle()
 
     def _release(self, slot: int, host: Host) -> None:

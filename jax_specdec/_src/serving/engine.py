@@ -385,7 +385,12 @@ class Engine:
             )
 
     def step(
-        self, params: Any, draft_params: Any, state: DecodeState
+        self,
+        params: Any,
+        draft_params: Any,
+        state: DecodeState,
+        *,
+        all_neutral: bool = False,
     ) -> tuple[DecodeState, StepRecord]:
         """`draft`, then `verify`: at least one token for every occupied slot.
 
@@ -393,12 +398,20 @@ class Engine:
           params: the target's weights.
           draft_params: the drafter's weights.
           state: donated.
+          all_neutral: static; that no running request asks for what needs `request_options`. All
+            that serves it is then left out. The tokens are the same, but for ties of float32 sums.
 
         Returns:
           The state, whose ``batch.done`` and ``batch.status`` say which requests have ended and
           why, and the record of the step.
         """
-        return self.decoder.step(params, draft_params, state)
+        if not all_neutral:
+            return self.decoder.step(params, draft_params, state)
+        options = state.batch.options
+        state, record = self.decoder.step(
+            params, draft_params, _with_options(state, options.neutral)
+        )
+        return _with_options(state, options), record
 
     def draft(self, draft_params: Any, state: DecodeState) -> DecodeState:
         """The first half of `step`: K drafts for every occupied slot, but for new requests.
@@ -436,6 +449,10 @@ class Engine:
         """
         batch = dataclasses.replace(state.batch, done=state.batch.done | slots)
         return dataclasses.replace(state.without_drafts(slots), batch=batch)
+
+
+def _with_options(state: DecodeState, options: BatchOptions) -> DecodeState:
+    return dataclasses.replace(state, batch=dataclasses.replace(state.batch, options=options))
 
 
 def insert(

@@ -13,6 +13,7 @@ from jax import export
 
 from jax_specdec._src.config import check_int
 from jax_specdec._src.serving.batch import StepRecord
+from jax_specdec._src.types import described
 
 
 @jax.tree_util.register_dataclass
@@ -188,7 +189,15 @@ class AcceptanceStats:
 
         Returns:
           The statistics.
+
+        Raises:
+          TypeError: something else.
         """
+        if not isinstance(steps, StepRecord):
+            raise TypeError(
+                f"steps must be a StepRecord, as in GenerateOutput.steps, but it is "
+                f"{described(steps)}"
+            )
         proposed, accepted = np.asarray(steps.num_proposed), np.asarray(steps.num_accepted)
         positions = range(np.asarray(steps.token_ids).shape[-1] - 1)
         return cls(
