@@ -1,0 +1,126 @@
+"""The site: `make docs` builds it from the Markdown files of the repository, without a network.
+
+The source directory is the root of the repository, so that links between documents are the same
+here and in a clone. A link to any other file becomes a download.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+
+import sphinx.addnodes
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.transforms.post_transforms import SphinxPostTransform
+
+import jax_specdec
+
+project = "jax_specdec"
+author = "The jax_specdec authors"
+copyright = author
+release = version = jax_specdec.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+root_doc = "docs/index"
+include_patterns = [
+    "docs/*.md",
+    "docs/api/*.md",
+    "notebooks/*.ipynb",
+    "benchmarks/*.md",
+    "training/README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+]
+exclude_patterns = ["build", ".*", "tests", "**/__pycache__"]
+
+# Documents
+
+nb_execution_mode = "off"  # notebooks are committed as they ran
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 4
+pygments_style, pygments_dark_style = "friendly", "github-dark"
+copybutton_prompt_text, copybutton_prompt_is_regexp = r">>> |\.\.\. ", True
+
+# The reference
+
+default_role = "code"
+autodoc_default_options = {"members": True}
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # docstrings say shape and dtype, which types do not
+autodoc_class_signature = "separated"
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+autosummary_generate = False
+maximum_signature_line_length = 80
+python_display_short_literal_types = True
+
+# The pages
+
+html_theme = "sphinx_book_theme"
+html_title = "jax_specdec"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+templates_path = ["_templates"]
+html_additional_pages = {"index": "to_first_page.html"}
+html_show_sourcelink = False
+html_copy_source = False
+html_theme_options = {
+    "show_toc_level": 2,
+    "use_download_page_button": False,
+    "use_fullscreen_button": False,
+    "navigation_with_keys": False,
+    "home_page_in_toc": False,
+}
+
+
+class LinkNames(SphinxPostTransform):
+    """Makes a link of every public name in code type: `generate`, `sd.Drafts.from_dense`."""
+
+    default_priority = 5  # before links are resolved
+
+    def run(self, **kwargs: typing.Any) -> None:
+        """Replace each literal that names something of the reference."""
+        known = self.env.get_domain("py").objects
+        for literal in list(self.document.findall(nodes.literal)):
+            name = re.sub(r"\(.*\)$", "", literal.astext()).removeprefix("sd.")
+            full = f"{jax_specdec.__name__}.{name}"
+            if full not in known or self._is_linked(literal):
+                continue
+            link = sphinx.addnodes.pending_xref(
+                "", refdomain="py", reftype="obj", reftarget=full, refexplicit=True, refwarn=True
+            )
+            link["refdoc"] = self.env.docname
+            literal.replace_self(link)
+            link += literal
+
+    def _is_linked(self, node: nodes.Node) -> bool:
+        parent = node.parent
+        while parent is not None:
+            if isinstance(parent, nodes.reference | sphinx.addnodes.pending_xref | nodes.title):
+                return True
+            parent = parent.parent
+        return False
+
+
+def skip_field(
+    app: Sphinx, what: str, name: str, thing: object, skip: bool, options: object
+) -> bool | None:
+    """Leave out fields, which the docstring of their class lists."""
+    if type(thing).__name__ == "_tuplegetter" or isinstance(thing, dataclasses.Field):
+        return True
+    return None
+
+
+def setup(app: Sphinx) -> None:
+    """Sphinx calls this."""
+    app.add_post_transform(LinkNames)
+    app.connect("autodoc-skip-member", skip_field)
