@@ -56,12 +56,11 @@ default_role = "code"
 autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # docstrings say shape and dtype, which types do not
-autodoc_class_signature = "separated"
-napoleon_use_ivar = True
+napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_use_rtype = False
 autosummary_generate = False
 maximum_signature_line_length = 80
-python_display_short_literal_types = True
+nitpick_ignore_regex = [("py:.*", r"(jax|numpy|pathlib|collections|typing)\..*")]  # other sites
 
 # The pages
 
@@ -75,7 +74,7 @@ html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {
     "show_toc_level": 2,
-    "use_download_page_button": False,
+    "use_download_button": False,
     "use_fullscreen_button": False,
     "navigation_with_keys": False,
     "home_page_in_toc": False,
@@ -93,14 +92,18 @@ class LinkNames(SphinxPostTransform):
         for literal in list(self.document.findall(nodes.literal)):
             name = re.sub(r"\(.*\)$", "", literal.astext()).removeprefix("sd.")
             full = f"{jax_specdec.__name__}.{name}"
-            if full not in known or self._is_linked(literal):
+            if full not in known:
+                continue
+            if isinstance(literal.parent, sphinx.addnodes.download_reference):
+                literal = literal.parent  # a name that leads to its source leads to its entry here
+            elif self._is_linked(literal):
                 continue
             link = sphinx.addnodes.pending_xref(
                 "", refdomain="py", reftype="obj", reftarget=full, refexplicit=True, refwarn=True
             )
             link["refdoc"] = self.env.docname
             literal.replace_self(link)
-            link += literal
+            link += literal.children if isinstance(literal, nodes.reference) else literal
 
     def _is_linked(self, node: nodes.Node) -> bool:
         parent = node.parent
