@@ -49,7 +49,7 @@ def cells(p: Picture, x: float, y: float, letters: str | tuple[str, ...], kind: 
     return x
 
 
-def step() -> None:
+def main() -> None:
     """The picture."""
     p = Picture("step", 372, "One step: draft, verify, append")
     for x, (name, what) in zip(PANELS, HEADINGS, strict=True):
@@ -81,4 +81,4 @@ def step() -> None:
 
 
 if __name__ == "__main__":
-    step()
+    main()
