@@ -12,6 +12,7 @@ import typing
 
 import sphinx.addnodes
 from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
@@ -55,6 +56,7 @@ copybutton_prompt_text, copybutton_prompt_is_regexp = r">>> |\.\.\. ", True
 default_role = "code"
 autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
+toc_object_entries_show_parents = "hide"
 autodoc_typehints = "none"  # docstrings say shape and dtype, which types do not
 napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_use_rtype = False
@@ -66,18 +68,22 @@ nitpick_ignore_regex = [("py:.*", r"(jax|numpy|pathlib|collections|typing)\..*")
 
 html_theme = "sphinx_book_theme"
 html_title = "jax_specdec"
+html_favicon = "_static/icon.svg"
+html_math_renderer = "mathml"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 templates_path = ["_templates"]
 html_additional_pages = {"index": "to_first_page.html"}
 html_show_sourcelink = False
+html_use_index = html_domain_indices = False  # the reference has tables
 html_copy_source = False
+html_context = {"default_mode": "auto"}
 html_theme_options = {
     "show_toc_level": 2,
     "use_download_button": False,
     "use_fullscreen_button": False,
     "navigation_with_keys": False,
-    "home_page_in_toc": False,
+    "navbar_persistent": [],
 }
 
 
@@ -123,7 +129,15 @@ def skip_field(
     return None
 
 
+def write_math(translator: typing.Any, node: nodes.Element) -> None:
+    """Formulas as MathML, which needs no script from elsewhere."""
+    block = isinstance(node, nodes.math_block)
+    translator.body.append(tex2mathml(node.astext(), as_block=block))
+    raise nodes.SkipNode
+
+
 def setup(app: Sphinx) -> None:
     """Sphinx calls this."""
     app.add_post_transform(LinkNames)
+    app.add_html_math_renderer("mathml", (write_math, None), (write_math, None))
     app.connect("autodoc-skip-member", skip_field)
