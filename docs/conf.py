@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
+from collections.abc import Iterator
 
 import sphinx.addnodes
 from docutils import nodes
@@ -46,6 +47,8 @@ exclude_patterns = ["build", ".*", "tests", "**/__pycache__"]
 # Documents
 
 nb_execution_mode = "off"  # notebooks are committed as they ran
+nb_code_prompt_show = "Set-up: show code cell {type}"
+nb_code_prompt_hide = "Set-up: hide code cell {type}"
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
 pygments_style, pygments_dark_style = "friendly", "github-dark"
@@ -94,11 +97,11 @@ class LinkNames(SphinxPostTransform):
 
     def run(self, **kwargs: typing.Any) -> None:
         """Replace each literal that names something of the reference."""
-        known = self.env.get_domain("py").objects
+        entries = dict(self._entries())
         for literal in list(self.document.findall(nodes.literal)):
             name = re.sub(r"\(.*\)$", "", literal.astext()).removeprefix("sd.")
-            full = f"{jax_specdec.__name__}.{name}"
-            if full not in known:
+            full = entries.get(name) or entries.get(re.sub(r"^([A-Z]\w*)\.\w+$", r"\1", name))
+            if full is None:
                 continue
             if isinstance(literal.parent, sphinx.addnodes.download_reference):
                 literal = literal.parent  # a name that leads to its source leads to its entry here
@@ -110,6 +113,16 @@ class LinkNames(SphinxPostTransform):
             link["refdoc"] = self.env.docname
             literal.replace_self(link)
             link += literal.children if isinstance(literal, nodes.reference) else literal
+
+    def _entries(self) -> Iterator[tuple[str, str]]:
+        """What may be written for each entry: `Drafts.from_flat`, `verify_flat`."""
+        for full in self.env.get_domain("py").objects:
+            name = full.removeprefix(f"{jax_specdec.__name__}.")
+            yield name, full
+            if name.startswith("integrations."):
+                _, module, function = name.split(".", 2)
+                yield f"{module}.{function}", full
+                yield function, full
 
     def _is_linked(self, node: nodes.Node) -> bool:
         parent = node.parent
