@@ -7,6 +7,7 @@ here and in a clone. A link to any other file becomes a download.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import re
 import typing
 from collections.abc import Iterator
@@ -142,6 +143,15 @@ def skip_field(
     return None
 
 
+def without_arguments(
+    app: Sphinx, what: str, name: str, thing: object, options: object, signature: str, returns: str
+) -> tuple[str, str] | None:
+    """Leave out the arguments of what nobody calls: enumerations and protocols."""
+    if isinstance(thing, enum.EnumMeta) or getattr(thing, "_is_protocol", False):
+        return "", ""
+    return None
+
+
 def write_math(translator: typing.Any, node: nodes.Element) -> None:
     """Formulas as MathML, which needs no script from elsewhere."""
     block = isinstance(node, nodes.math_block)
@@ -154,3 +164,4 @@ def setup(app: Sphinx) -> None:
     app.add_post_transform(LinkNames)
     app.add_html_math_renderer("mathml", (write_math, None), (write_math, None))
     app.connect("autodoc-skip-member", skip_field)
+    app.connect("autodoc-process-signature", without_arguments)
