@@ -152,6 +152,19 @@ def without_arguments(
     return None
 
 
+def keep_prose(
+    app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]
+) -> None:
+    """Hide what properties say from napoleon, which takes the words before a colon for a type."""
+    if what != "property":
+        return
+    if lines:
+        app.env.temp_data["prose"] = list(lines)
+        lines.clear()
+    else:
+        lines[:] = app.env.temp_data.pop("prose", [])
+
+
 def write_math(translator: typing.Any, node: nodes.Element) -> None:
     """Formulas as MathML, which needs no script from elsewhere."""
     block = isinstance(node, nodes.math_block)
@@ -165,3 +178,5 @@ def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("mathml", (write_math, None), (write_math, None))
     app.connect("autodoc-skip-member", skip_field)
     app.connect("autodoc-process-signature", without_arguments)
+    for priority in (400, 600):  # before napoleon, and after it
+        app.connect("autodoc-process-docstring", keep_prose, priority)
