@@ -198,7 +198,7 @@ def check_rows(
 
 
 class PackedDrafts(NamedTuple):
-    """Drafts without gaps between requests, and whose the rows of the target's pass are.
+    """Drafts without gaps between requests, and which request each row of logits belongs to.
 
     Attributes:
       drafts: flattened, for `rejection_sample`.
@@ -237,8 +237,8 @@ def pack_drafts(
       token_ids: ``[B, K]`` integers that int32 holds.
       num_draft_tokens: ``[B]`` integers in [0, K].
       size: N, static, the most drafts that a step verifies; None for B * K. Drafts that find no
-        room are left out, those of the last requests first. What that leaves out must not depend on
-        which tokens were drafted, and does not.
+        room are left out, those of the last requests first. What is left out does not depend on
+        which tokens were drafted, as losslessness requires.
       distribution: as for `Drafts.from_dense`: rows lie in place and are not copied.
 
     Returns:

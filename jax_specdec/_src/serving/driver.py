@@ -272,7 +272,7 @@ class EngineDriver:
         options: RequestOptions | None = None,
         **fields: Unpack[RequestFields],
     ) -> int:
-        """Queue a request; nothing is computed yet.
+        """Queue a request; nothing is computed yet. A refused request changes nothing.
 
         Args:
           prompt: token ids, at least one.
@@ -288,8 +288,6 @@ class EngineDriver:
           ValueError: an empty prompt, an id outside the vocabulary, a prompt and budget longer
             than the engine's `max_length`, a value out of range.
           RuntimeError: `max_queue` requests wait; preempted ones do not count.
-
-          The request is then not queued, and nothing else changes.
         """
         vocab_size, longest = self.engine.model.vocab_size, self.engine.max_length
         token_ids = inputs.token_list("prompt", prompt, vocab_size)

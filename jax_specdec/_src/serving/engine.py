@@ -140,7 +140,7 @@ class Engine:
 
     @property
     def buffer_length(self) -> int:
-        """L, positions per slot: a step writes up to K + 1 tokens past what is kept."""
+        """Positions per slot, L; a step writes up to K + 1 tokens past what is kept."""
         return self.max_length + self.config.num_speculative_tokens + 1
 
     @property

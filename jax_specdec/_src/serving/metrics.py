@@ -275,12 +275,12 @@ class AcceptanceStats:
 
     @property
     def unconditional_rates(self) -> tuple[float, ...]:
-        """K rates: of verifications offered draft i, the share that accepted drafts ``0..i``."""
+        """``[K]``, the share of verifications offered draft i that accepted drafts ``0..i``."""
         return _rates(self.accepted_per_position, self.offered_per_position)
 
     @property
     def conditional_rates(self) -> tuple[float, ...]:
-        """K rates: of those that were offered draft i and accepted all before it, the same share.
+        """``[K]``, the same share of those that were offered draft i and accepted all before it.
 
         ``r[i] / r[i-1]`` of `unconditional_rates` where every verification was offered K drafts;
         counted by itself, it stays in [0, 1] where offers differ in length.
