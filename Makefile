@@ -11,7 +11,7 @@ export PROMPT
 JAX_PLATFORMS ?= cpu
 export JAX_PLATFORMS
 
-.PHONY: help demo test test-oldest test-aot test-aot-all check format notebooks bench clean
+.PHONY: help demo test test-oldest test-aot test-aot-all check docs format notebooks bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
@@ -40,6 +40,11 @@ check: .venv-test/installed  ## lint and type-check
 	@.venv-test/bin/ruff format --check --quiet
 	@.venv-test/bin/mypy --no-error-summary
 
+docs: .venv-docs/installed  ## build the site into build/docs; a warning is an error
+	@echo "docs: the site"
+	@.venv-docs/bin/sphinx-build -q -n -W --keep-going -E -j 2 -c docs -d build/doctrees . build/docs
+	@echo "docs: open build/docs/index.html"
+
 format: .venv-test/installed  ## format and sort imports
 	@.venv-test/bin/ruff check --quiet --fix
 	@.venv-test/bin/ruff format
@@ -52,7 +57,7 @@ bench: .venv-bench/installed  ## run the benchmarks
 		echo "bench: $$file"; .venv-bench/bin/python "$$file"; done
 
 clean:  ## remove the environments made here, and caches
-	rm -rf .venv-demo .venv-test .venv-test-oldest .venv-aot .venv-bench
+	rm -rf .venv-demo .venv-test .venv-test-oldest .venv-aot .venv-bench .venv-docs
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
 .venv-demo/installed: pyproject.toml tools/make_venv.sh
@@ -80,4 +85,8 @@ clean:  ## remove the environments made here, and caches
 
 .venv-bench/installed: pyproject.toml tools/make_venv.sh
 	@tools/make_venv.sh .venv-bench "$(PYTHONS)" -e ".[bench]"
+	@touch $@
+
+.venv-docs/installed: pyproject.toml tools/make_venv.sh
+	@tools/make_venv.sh .venv-docs "$(PYTHONS)" -e ".[docs]"
 	@touch $@

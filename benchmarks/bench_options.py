@@ -23,6 +23,7 @@ SLOTS, K = 8, 4
 WAYS: dict[str, sd.RequestOptions | None] = {
     "request_options=False": None,
     "True, nobody asks": sd.RequestOptions(),
+    "the same, and the host says so": sd.RequestOptions(),  # as the driver does
     "True, one asks for top-p": sd.RequestOptions(top_p=0.9),
     "True, one asks for a penalty": sd.RequestOptions(frequency_penalty=0.5),
     "True, one asks for allowed ids": sd.RequestOptions(allowed_token_ids=range(100)),
@@ -43,12 +44,17 @@ class Rows:
         return params[token_ids % params.shape[0]], cache
 
 
-@functools.partial(jax.jit, static_argnames=("engine", "steps"))
+@functools.partial(jax.jit, static_argnames=("engine", "steps", "all_neutral"))
 def run(
-    params: Any, draft_params: Any, state: sd.DecodeState, engine: sd.Engine, steps: int
+    params: Any,
+    draft_params: Any,
+    state: sd.DecodeState,
+    engine: sd.Engine,
+    steps: int,
+    all_neutral: bool,
 ) -> Any:
     """Tokens that each request emits in some steps."""
-    step = functools.partial(engine.step, params, draft_params)
+    step = functools.partial(engine.step, params, draft_params, all_neutral=all_neutral)
     after = jax.lax.fori_loop(0, steps, lambda _, state: step(state)[0], state)
     return after.batch.lengths - state.batch.lengths
 
@@ -85,17 +91,19 @@ def main() -> None:
                 params,
                 draft_params,
                 state,
-                slot=slot,
-                prompt=engine.pad_prompt([1, 2, 3, slot]),
-                length=4,
-                key=jax.random.key(slot),
-                options=engine.options_of(own, 4),
+                slots=jnp.array([slot]),
+                prompts=engine.pad_prompt([1, 2, 3, slot])[None],
+                lengths=jnp.array([4]),
+                keys=jax.random.key(slot)[None],
+                options=engine.options_of([own], [4]),
             )
         return engine, state
 
     begun = {name: begin(asked) for name, asked in WAYS.items()}
     runs = {
-        name: functools.partial(run, params, draft_params, state, engine, steps)
+        name: functools.partial(
+            run, params, draft_params, state, engine, steps, "the host says so" in name
+        )
         for name, (engine, state) in begun.items()
     }
     samples = measure.alternate(runs, options.repeats)

@@ -201,12 +201,71 @@ def against_devices(document: dict[str, Any]) -> Figure | None:
     return figure
 
 
+SERVING = {"old": STYLE["xla"], "new": STYLE["mosaic_gpu"]}
+
+
+def _serving(document: dict[str, Any]) -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
+    """Rows by way, by drafter and slots."""
+    found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for row in document["rows"]:
+        if row["kind"] == "serving":
+            found.setdefault((row["drafter"], row["slots"]), {})[row["way"]] = row
+    return dict(sorted(found.items()))
+
+
+def parts_of_a_step(document: dict[str, Any]) -> Figure | None:
+    """Milliseconds of a step with all slots busy: the host works, and waits for the device."""
+    cases = _serving(document)
+    if not cases:
+        return None
+    figure = Figure(figsize=(1.3 * len(cases) + 2.5, 4.4), layout="constrained")
+    ax = figure.subplots()
+    for x, rows in enumerate(cases.values()):
+        for offset, (way, style) in zip((-0.2, 0.2), SERVING.items(), strict=True):
+            full = rows[way]["full"]
+            works = full["ms"] - full["wait_ms"]
+            label = f"{way}: the host " if x == 0 else None
+            ax.bar(x + offset, works, 0.36, color=style["color"], label=label and label + "works")
+            ax.bar(x + offset, full["wait_ms"], 0.36, bottom=works, color=style["color"],
+                   alpha=0.4, label=label and label + "waits")  # fmt: skip
+        bare = rows["new"]["bare_ms"]
+        ax.plot([x - 0.4, x + 0.4], [bare, bare], "k--", label=None if x else "the bare step")
+    ax.set_xticks(range(len(cases)), [f"{slots} slots\n{name}" for name, slots in cases])
+    ax.set(ylabel="milliseconds of a step")
+    _finish(ax)
+    return figure
+
+
+def steps_in_time(document: dict[str, Any]) -> Figure | None:
+    """Milliseconds of each step while requests arrive; crosses where some were admitted."""
+    cases = _serving(document)
+    if not cases:
+        return None
+    columns = len({slots for _, slots in cases})
+    figure = Figure(figsize=(4.6 * columns, 3.2 * -(-len(cases) // columns)), layout="constrained")
+    axes = figure.subplots(-(-len(cases) // columns), columns, squeeze=False).flat
+    for ax, ((name, slots), rows) in zip(axes, cases.items(), strict=False):
+        for way, style in SERVING.items():
+            arrivals = rows[way]["arrivals"]
+            ms, color = arrivals["step_ms"], style["color"]
+            came = [i for i, count in enumerate(arrivals["admitted"]) if count]
+            ratio = arrivals["p99"] / arrivals["p50"]
+            ax.plot(ms, color=color, linewidth=0.7, label=f"{way}: p99 is {ratio:.1f} medians")
+            ax.plot(came, [ms[i] for i in came], "x", color=color, markersize=4)
+        ax.set(title=f"{slots} slots, {name}", xlabel="step", ylabel="milliseconds")
+        ax.set_ylim(bottom=0)
+        _finish(ax)
+    return figure
+
+
 FIGURES: dict[str, Callable[[dict[str, Any]], Figure | None]] = {
     "time": time_against_batch,
     "rate": rate_against_bytes,
     "vocabulary": vocabularies,
     "speedup": throughput,
     "devices": against_devices,
+    "step": parts_of_a_step,
+    "arrivals": steps_in_time,
 }
 
 

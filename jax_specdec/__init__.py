@@ -62,7 +62,7 @@ from jax_specdec._src.serving.generate import (
     generate_stream,
     greedy_differences,
 )
-from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats
+from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats, ServingStats
 from jax_specdec._src.serving.options import LogprobsConfig, OptionSizes, RequestOptions
 from jax_specdec._src.serving.prometheus import PrometheusExporter
 from jax_specdec._src.types import (
@@ -136,6 +136,7 @@ __all__ = [
     "RequestUpdate",
     "RopeScaling",
     "SamplingParams",
+    "ServingStats",
     "SpecDecodeConfig",
     "Status",
     "StepRecord",

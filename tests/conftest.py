@@ -60,6 +60,7 @@ QUICK = (
     "test_abstaining.py",
     "test_benchmarks.py",
     "test_cli.py",
+    "test_docs.py",
     "test_draft_model.py",
     "test_explicit_sharding.py",
     "test_greedy.py",

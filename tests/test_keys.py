@@ -279,11 +279,11 @@ def test_tokens_of_the_loop_do_not_depend_on_the_neighbours(impl):
 def admission(slot: int, key: jax.Array, prompt: list[int], budget: int) -> dict[str, Any]:
     options = sd.RequestOptions(temperature=1.3, max_new_tokens=budget)
     return dict(
-        slot=jnp.int32(slot),
-        prompt=engines.TABLE.pad_prompt(prompt),
-        length=jnp.int32(len(prompt)),
-        key=key,
-        options=engines.TABLE.options_of(options, len(prompt)),
+        slots=jnp.array([slot]),
+        prompts=engines.TABLE.pad_prompt(prompt)[None],
+        lengths=jnp.array([len(prompt)]),
+        keys=key[None],
+        options=engines.TABLE.options_of([options], [len(prompt)]),
     )
 
 

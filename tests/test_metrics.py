@@ -253,6 +253,12 @@ def test_an_update_names_the_argument_that_does_not_fit(
         sd.AcceptanceCounters.create(K).update(**(good | changed))
 
 
+def test_statistics_are_read_from_records_of_steps() -> None:
+    output = sd.GenerateOutput([], records([1], [1]), [])
+    with pytest.raises(TypeError, match="steps must be a StepRecord, as in GenerateOutput.steps, "):
+        sd.AcceptanceStats.from_steps(output)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("k", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError)])
 def test_counters_need_a_position(k: int, error: type[Exception]) -> None:
     with pytest.raises(error, match="num_speculative_tokens must be"):

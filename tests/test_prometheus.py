@@ -30,10 +30,10 @@ def url(registry: prometheus_client.CollectorRegistry) -> Iterator[str]:
 
 
 def scrape(url: str) -> dict[tuple[str, str | None], float]:
-    """Counters by name and position."""
+    """What there is, by name and position."""
     with urllib.request.urlopen(url, timeout=30) as response:
         families = list(text_string_to_metric_families(response.read().decode()))
-    assert {family.type for family in families} <= {"counter"}
+    assert {family.type for family in families} <= {"counter", "gauge"}
     return {
         (sample.name, sample.labels.get("position")): sample.value
         for family in families
@@ -63,6 +63,29 @@ def test_a_scrape_shows_what_was_published_last(
         name = f"{prefix}num_accepted_tokens_per_pos_total"
         expected[name, str(position)] = accepted
     assert scrape(url) == expected
+
+
+def test_a_scrape_shows_how_busy_the_engine_was_where_that_is_published(
+    registry: prometheus_client.CollectorRegistry, url: str
+) -> None:
+    exporter = sd.PrometheusExporter(registry)
+    exporter.publish(STATS, sd.ServingStats(8, 4, 24, 3, 0.5, 2, 0.25, 1))
+    prefix = "jax_specdec:serving_"
+    expected = {
+        (f"{prefix}num_slots", None): 8,
+        (f"{prefix}num_steps_total", None): 4,
+        (f"{prefix}num_busy_slots_total", None): 24,
+        (f"{prefix}num_steps_ahead_total", None): 3,
+        (f"{prefix}host_wait_seconds_total", None): 0.5,
+        (f"{prefix}num_admitted_total", None): 2,
+        (f"{prefix}queue_seconds_total", None): 0.25,
+        (f"{prefix}num_failed_calls_total", None): 1,
+    }
+    found = scrape(url)
+    assert {name: found[name] for name in found if name[0].startswith(prefix)} == expected
+    assert len(found) == len(expected) + 12
+    exporter.publish(STATS)
+    assert len(scrape(url)) == 12
 
 
 def test_every_counter_carries_the_labels(registry: prometheus_client.CollectorRegistry) -> None:

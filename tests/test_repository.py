@@ -1,8 +1,6 @@
 """The rules that hold the repository together: layers, documentation, packaging."""
 
-import ast
 import graphlib
-import importlib.util
 import os
 import re
 import shutil
@@ -11,10 +9,11 @@ import sys
 import tomllib
 import typing
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from imports import imports_by_module, unit_of
 
 import jax_specdec
 
@@ -50,40 +49,6 @@ MARKDOWN = sorted(
 
 
 # Layers
-
-
-def imports_by_module(package: Path) -> dict[str, set[str]]:
-    """Every module of the package, and the modules of the package that it imports anywhere."""
-    files = {}
-    for path in sorted(package.rglob("*.py")):
-        parts = path.relative_to(package.parent).with_suffix("").parts
-        files[".".join(part for part in parts if part != "__init__")] = path
-    return {name: set(_imports(name, path, files)) for name, path in files.items()}
-
-
-def _imports(name: str, path: Path, files: dict[str, Path]) -> Iterator[str]:
-    root = name.partition(".")[0]
-    parent = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            targets = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            module = importlib.util.resolve_name("." * node.level + (node.module or ""), parent)
-            targets = [f"{module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for target in targets:
-            while target not in files and "." in target:
-                target = target.rpartition(".")[0]
-            if target.partition(".")[0] == root and target != name:
-                yield target
-
-
-def unit_of(module: str) -> str:
-    parts = module.split(".")[1:]
-    if parts[:1] == ["_src"] and len(parts) > 1:
-        parts = parts[1:]
-    return parts[0] if parts else ""
 
 
 def layer_violations(imports: dict[str, set[str]]) -> list[str]:
@@ -174,6 +139,18 @@ def test_public_names_are_documented_with_an_example() -> None:
     assert undocumented == []
 
 
+@pytest.mark.newest
+def test_an_import_brings_in_only_what_it_needs() -> None:
+    code = "import sys, jax; before = set(sys.modules); import jax_specdec; "
+    code += "print(*set(sys.modules) - before)"
+    command = [sys.executable, "-c", code]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    new = printed.split()
+    packages = {name.partition(".")[0] for name in new}
+    assert packages <= {"jax_specdec", "jax", "jaxlib", "numpy", "safetensors"}
+    assert "jax.experimental.pallas" not in new  # kernels are read where one is launched
+
+
 # Packaging
 
 
@@ -181,10 +158,9 @@ def project() -> dict[str, object]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_versions_agree() -> None:
-    version = project()["version"]
-    assert jax_specdec.__version__ == version
-    assert re.search(rf"^## \[?{re.escape(str(version))}\b", read("CHANGELOG.md"), re.MULTILINE)
+def test_the_changelog_begins_with_this_version() -> None:
+    newest = re.search(r"^## \[?([^\]\s]+)", read("CHANGELOG.md"), re.MULTILINE)
+    assert newest is not None and newest[1] == jax_specdec.__version__
 
 
 def test_the_license_is_apache_2() -> None:
@@ -210,6 +186,7 @@ def test_the_wheel_carries_every_file_of_the_package(tmp_path: Path) -> None:
     command = [*pip, "wheel", *offline, "--wheel-dir", str(tmp_path), str(source)]
     subprocess.run(command, check=True)
     (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.split("-")[1] == jax_specdec.__version__
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = {
         path.relative_to(source).as_posix()

@@ -2,8 +2,7 @@
 
     python tools/draw_kernel.py
 
-Writes docs/kernel_*.svg, readable on light and dark pages: each has a background of its own, and
-its colours follow the reader's scheme.
+Writes docs/kernel_*.svg.
 """
 
 from __future__ import annotations
@@ -11,108 +10,17 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from xml.sax.saxutils import escape
+
+from picture import Picture
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PHASES = ROOT / "benchmarks" / "results" / "verify_gpu_phases.json"
-WIDTH = 860
-
-# Fill and line of each kind of thing, on a light and on a dark page.
-COLOURS = {
-    "page": (("#ffffff", "#d0d7de"), ("#0d1117", "#3d444d")),
-    "plain": (("#f6f8fa", "#8c959f"), ("#1b222b", "#7d8590")),
-    "blue": (("#ddf4ff", "#0969da"), ("#11305c", "#4493f8")),
-    "green": (("#dafbe1", "#1a7f37"), ("#133a20", "#3fb950")),
-    "orange": (("#fff1e5", "#bc4c00"), ("#47280f", "#e0823d")),
-    "purple": (("#fbefff", "#8250df"), ("#33235a", "#ab7df8")),
-}
-INK = ("#1f2328", "#e6edf3")
-SOFT = ("#59636e", "#9198a1")
-
-
-def style() -> str:
-    """The colours, of both schemes."""
-    rules: list[list[str]] = [[], []]
-    for i, of_scheme in enumerate(rules):
-        for name, schemes in COLOURS.items():
-            fill, line = schemes[i]
-            of_scheme.append(f".{name}{{fill:{fill};stroke:{line}}}")
-            of_scheme.append(f".{name}-line{{fill:none;stroke:{line}}}")
-            of_scheme.append(f".{name}-ink{{fill:{line}}}")
-        of_scheme.append(f".ink{{fill:{INK[i]}}} .soft{{fill:{SOFT[i]}}}")
-    light, dark = ("\n".join(of_scheme) for of_scheme in rules)
-    font = "text{font-family:-apple-system,'Segoe UI','DejaVu Sans',Helvetica,Arial,sans-serif}"
-    return f"{font}\n{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}"
-
-
-class Picture:
-    """Shapes, from top to bottom of what lies on what."""
-
-    def __init__(self, name: str, height: int, title: str):
-        self.path, self.height, self.title = DOCS / f"kernel_{name}.svg", height, title
-        self.shapes: list[str] = []
-
-    def box(self, x: float, y: float, w: float, h: float, kind: str, label: str = "") -> None:
-        """A rectangle, with a label in its middle."""
-        place = f'x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}"'
-        self.shapes.append(f'<rect class="{kind}" {place} rx="3"/>')
-        if label:
-            self.text(x + w / 2, y + h / 2 + 4, label, anchor="middle", size=11.5)
-
-    def text(
-        self,
-        x: float,
-        y: float,
-        label: str,
-        *,
-        kind: str = "ink",
-        anchor: str = "start",
-        size: float = 13,
-        bold: bool = False,
-    ) -> None:
-        weight = ' font-weight="600"' if bold else ""
-        place = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size:g}"'
-        self.shapes.append(f'<text class="{kind}" {place}{weight}>{escape(label)}</text>')
-
-    def note(self, x: float, y: float, *lines: str) -> None:
-        """Small lines of text, one below another."""
-        for i, line in enumerate(lines):
-            self.text(x, y + 18 * i, line, kind="soft", size=12)
-
-    def line(self, points: list[tuple[float, float]], kind: str, *, dashed: bool = False) -> None:
-        path = " ".join(f"{x:g},{y:g}" for x, y in points)
-        dashes = ' stroke-dasharray="4 3"' if dashed else ""
-        shape = f'<polyline class="{kind}-line" points="{path}" stroke-width="1.3"{dashes}/>'
-        self.shapes.append(shape)
-
-    def arrow(self, points: list[tuple[float, float]], kind: str) -> None:
-        """A line with a head at its end."""
-        self.line(points, kind)
-        (x0, y0), (x, y) = points[-2:]
-        length = ((x - x0) ** 2 + (y - y0) ** 2) ** 0.5
-        dx, dy = 7 * (x - x0) / length, 7 * (y - y0) / length
-        head = [(x, y), (x - dx - dy / 2, y - dy + dx / 2), (x - dx + dy / 2, y - dy - dx / 2)]
-        path = " ".join(f"{a:.1f},{b:.1f}" for a, b in head)
-        self.shapes.append(f'<polygon class="{kind}-ink" points="{path}"/>')
-
-    def save(self) -> None:
-        size = f'width="{WIDTH}" height="{self.height}" viewBox="0 0 {WIDTH} {self.height}"'
-        page = f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{self.height - 1}" '
-        lines = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
-            f"<title>{escape(self.title)}</title>",
-            f"<style>\n{style()}\n</style>",
-            f'{page}rx="8"/>',
-            *self.shapes,
-            "</svg>\n",
-        ]
-        self.path.write_text("\n".join(lines))
 
 
 def layout() -> None:
     """Requests over clusters, a row over CTAs and tiles."""
-    p = Picture("layout", 476, "A cluster for each request, a slice of the row for each CTA")
+    p = Picture("kernel_layout", 476, "A cluster for each request, a slice of the row for each CTA")
     p.text(24, 32, "target_logits", bold=True)
     p.note(24, 50, "K + 1 rows for each request")
     kinds = ("blue", "green", "purple")
@@ -152,12 +60,12 @@ def layout() -> None:
     for i in range(4):
         p.box(648 + 45 * i, 368, 41, 30, "green", f"warp {i}")
     p.note(648, 416, "lane i of every warp", "knows position i of its request")
-    p.save()
+    p.save(DOCS)
 
 
 def walk() -> None:
     """One request in time, as measured."""
-    p = Picture("walk", 334, "The walk of one request in time")
+    p = Picture("kernel_walk", 334, "The walk of one request in time")
     p.text(24, 32, "One request, two drafts accepted, the third rejected", bold=True)
     p.note(24, 50, "microseconds from the start of its blocks; B = 8, one row read at a time, H200")
     left, scale = 116, 101.0
@@ -210,7 +118,7 @@ def walk() -> None:
         "still reads the row that it replaces. The row of the rejected draft stays: the last token",
         "is drawn from it.",
     )
-    p.save()
+    p.save(DOCS)
 
 
 def phases() -> dict[str, float]:
@@ -230,7 +138,7 @@ def phases() -> dict[str, float]:
 
 def exchange() -> None:
     """The exchange between two CTAs, and its rounds."""
-    p = Picture("exchange", 372, "How warps exchange values, and how slots are used again")
+    p = Picture("kernel_exchange", 372, "How warps exchange values, and how slots are used again")
     p.text(24, 32, "One exchange, two CTAs", bold=True)
     p.note(24, 50, "every warp stores its values into every CTA, its own included (DSMEM)")
     for block, left in enumerate((24, 296)):
@@ -282,12 +190,12 @@ def exchange() -> None:
         "parity says which of two phases",
         "a wait is for.",
     )
-    p.save()
+    p.save(DOCS)
 
 
 def draw() -> None:
     """The two-level inverse CDF."""
-    p = Picture("draw", 366, "The two-level inverse CDF")
+    p = Picture("kernel_draw", 366, "The two-level inverse CDF")
     masses = [0.03, 0.10, 0.06, 0.28, 0.16, 0.0, 0.22, 0.15]
     sums = list(itertools.accumulate(masses))
     p.text(24, 32, "First uniform: which tile", bold=True)
@@ -334,7 +242,7 @@ def draw() -> None:
     p.arrow([(x, 314), (x, 288)], "orange")
     p.text(x, 330, "u1 · mass of the tile", anchor="middle", size=12)
     p.note(450, 352, "in three steps: a warp's part, a thread of it, one of the thread's ids")
-    p.save()
+    p.save(DOCS)
 
 
 def main() -> None:

@@ -6,30 +6,27 @@ Writes docs/step.svg.
 """
 
 from pathlib import Path
-from xml.sax.saxutils import escape
 
-PICTURE = Path(__file__).parents[1] / "docs" / "step.svg"
-WIDTH, HEIGHT = 940, 372
+from picture import Picture
+
+DOCS = Path(__file__).parents[1] / "docs"
 CELL, GAP = 24, 4
-LEFT, TOP, ROW = 118, 92, 46
-PANELS = (LEFT, LEFT + 278, LEFT + 570)  # where draft, verify and append begin
+TOP, ROW = 92, 46
+PANELS = (108, 340, 590)  # where draft, verify and append begin
 
-GRAY, BLUE, GREEN, RED, ORANGE, PURPLE = (
-    "#d0d7de", "#9ecbff", "#7ccf8f", "#f5a3a3", "#ffc680", "#cdb4f6",
-)  # fmt: skip
 LEGEND = (
-    (GRAY, "sequence"),
-    (BLUE, "draft"),
-    (GREEN, "accepted"),
-    (RED, "rejected"),
-    (ORANGE, "recovered"),
-    (PURPLE, "bonus, or a token without drafts"),
+    ("plain", "sequence"),
+    ("blue", "draft"),
+    ("green", "accepted"),
+    ("red", "rejected"),
+    ("orange", "recovered"),
+    ("purple", "bonus, or a token without drafts"),
 )
 
 SLOTS = (  # name; the sequence; drafts; how many of them are accepted; the last token
-    ("slot 0", "the cat", (" ", "s", "a", "t"), 2, ("l", ORANGE)),
-    ("slot 1", "1 2 3 4", (" ", "5", " ", "6"), 4, (" ", PURPLE)),
-    ("slot 2, new", "import ", (), 0, ("o", PURPLE)),
+    ("slot 0", "the cat", (" ", "s", "a", "t"), 2, ("l", "orange")),
+    ("slot 1", "1 2 3 4", (" ", "5", " ", "6"), 4, (" ", "purple")),
+    ("slot 2, new", "import ", (), 0, ("o", "purple")),
     ("slot 3, empty", "", (), 0, None),
 )
 HEADINGS = (
@@ -44,83 +41,44 @@ TRAFFIC = (
 )
 
 
-class Drawing:
-    """Shapes, as lines of SVG."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def text(self, x: float, y: float, text: str, size: int = 13, **style: str) -> None:
-        """Text whose baseline begins at a point."""
-        given = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in style.items())
-        self.lines.append(
-            f'<text x="{x:g}" y="{y:g}" font-size="{size}"{given}>{escape(text)}</text>'
-        )
-
-    def cell(self, x: float, y: float, letter: str, color: str) -> None:
-        """A token."""
-        self.lines.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{CELL}" height="{CELL}" rx="4" fill="{color}"/>'
-        )
-        shown = "\N{OPEN BOX}" if letter == " " else letter
-        mono = {"font_family": "monospace", "text_anchor": "middle"}
-        self.text(x + CELL / 2, y + 17, shown, 14, **mono)
-
-    def cells(self, x: float, y: float, letters: str | tuple[str, ...], color: str) -> float:
-        """Tokens in a row; where the next begins."""
-        for letter in letters:
-            self.cell(x, y, letter, color)
-            x += CELL + GAP
-        return x
-
-    def arrow(self, x: float, y: float) -> None:
-        """To the right."""
-        style = 'fill="none" stroke="#57606a" stroke-width="1.5"'
-        self.lines.append(f'<path d="M{x:g} {y:g}h16m-5 -5l5 5l-5 5" {style}/>')
+def cells(p: Picture, x: float, y: float, letters: str | tuple[str, ...], kind: str) -> float:
+    """Tokens in a row; where the next begins."""
+    for letter in letters:
+        p.box(x, y, CELL, CELL, kind, "\N{OPEN BOX}" if letter == " " else letter)
+        x += CELL + GAP
+    return x
 
 
-def draw() -> str:
+def main() -> None:
     """The picture."""
-    drawing = Drawing()
+    p = Picture("step", 372, "One step: draft, verify, append")
     for x, (name, what) in zip(PANELS, HEADINGS, strict=True):
-        drawing.text(x, 34, name, 17, font_weight="bold")
-        drawing.text(x, 54, what, fill="#57606a")
+        p.text(x, 34, name, size=17, bold=True)
+        p.note(x, 54, what)
     for x in PANELS[1:]:
-        drawing.arrow(x - 26, 30)
+        p.arrow([(x - 30, 29), (x - 12, 29)], "plain")
     for slot, (name, sequence, drafts, accepted, last) in enumerate(SLOTS):
         y = TOP + slot * ROW - 14
-        drawing.text(14, y + 17, name, fill="#57606a")
+        p.note(18, y + 17, name)
         ending = sequence[-3:]
-        x = drawing.cells(PANELS[0], y, ending, GRAY)
-        drawing.cells(x, y, drafts, BLUE)
-        x = PANELS[1]
-        x = drawing.cells(x, y, drafts[:accepted], GREEN)
-        if last is not None:
-            x = drawing.cells(x, y, drafts[accepted : accepted + 1], RED)
-            drawing.cells(x, y, *last)
-            x = drawing.cells(PANELS[2], y, ending, GRAY)
-            x = drawing.cells(x, y, drafts[:accepted], GRAY)
-            drawing.cells(x, y, last[0], GRAY)
-        else:
-            drawing.text(PANELS[1], y + 17, "takes part, emits nothing", fill="#57606a")
-    y = TOP + len(SLOTS) * ROW + 4
+        x = cells(p, PANELS[0], y, ending, "plain")
+        cells(p, x, y, drafts, "blue")
+        if last is None:
+            p.note(PANELS[1], y + 17, "takes part, emits nothing")
+            continue
+        x = cells(p, PANELS[1], y, drafts[:accepted], "green")
+        x = cells(p, x, y, drafts[accepted : accepted + 1], "red")
+        cells(p, x, y, *last)
+        cells(p, PANELS[2], y, (*ending, *drafts[:accepted], last[0]), "plain")
     for x, lines in zip(PANELS, TRAFFIC, strict=True):
-        for i, line in enumerate(lines):
-            drawing.text(x, y + 18 * i, line, fill="#57606a")
-    x = 14.0
-    for color, name in LEGEND:
-        drawing.lines.append(
-            f'<rect x="{x:g}" y="{HEIGHT - 42}" width="14" height="14" rx="3" fill="{color}"/>'
-        )
-        drawing.text(x + 20, HEIGHT - 30, name)
-        x += 48 + 7 * len(name)
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
-        f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" fill="#24292f">'
-    )
-    background = f'<rect width="{WIDTH}" height="{HEIGHT}" rx="8" fill="#ffffff"/>'
-    return "\n".join([head, background, *drawing.lines, "</svg>"]) + "\n"
+        p.note(x, TOP + len(SLOTS) * ROW + 4, *lines)
+    x = 18.0
+    for kind, name in LEGEND:
+        p.box(x, 330, 14, 14, kind)
+        p.text(x + 20, 342, name, size=12)
+        x += 46 + 6.6 * len(name)
+    p.save(DOCS)
 
 
 if __name__ == "__main__":
-    PICTURE.write_text(draw(), "utf-8")
+    main()

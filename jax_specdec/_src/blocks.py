@@ -61,3 +61,17 @@ def take(matrix: jax.Array, rows: jax.Array) -> jax.Array:
     if rows.shape[0] > BLOCK:
         return gather(matrix, rows)
     return lax.platform_dependent(matrix, rows, cpu=slices, tpu=slices, default=gather)
+
+
+def entry_of(x: jax.Array, index: jax.Array) -> jax.Array:
+    """``x[b, index[b]]`` of ``x [B, P, ...]``, few P: a choice among P, as no gather fuses."""
+    return entries_of(x, index[:, None])[:, 0]
+
+
+def entries_of(x: jax.Array, index: jax.Array) -> jax.Array:
+    """``x[b, index[b, i]]`` of ``x [B, P, ...]``, and ``index [B, n]`` in range; see `entry_of`."""
+    index = index.reshape(*index.shape, *(1,) * (x.ndim - 2))
+    found = jnp.broadcast_to(x[:, :1], (*index.shape[:2], *x.shape[2:]))
+    for p in range(1, x.shape[1]):
+        found = jnp.where(index == p, x[:, p : p + 1], found)
+    return found

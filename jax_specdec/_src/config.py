@@ -71,7 +71,7 @@ class SpecDecodeConfig:
       ValueError: num_speculative_tokens must be at least 1, but it is 0
 
     References:
-      The fields follow vLLM's ``SpeculativeConfig``, names and defaults included:
+      The names are those of vLLM's ``SpeculativeConfig``, which drafts greedily by default:
       https://docs.vllm.ai/en/latest/api/vllm/config/speculative/
       Block verification: Sun et al., arXiv 2403.10444.
     """
@@ -269,7 +269,9 @@ def unconditional_to_conditional_rates(rates: Sequence[float]) -> tuple[float, .
 
 
 def conditional_to_unconditional_rates(rates: Sequence[float]) -> tuple[float, ...]:
-    """Rates for whole prefixes: the running product, ``r[i] = c[0] * ... * c[i]``.
+    """Rates for whole prefixes: the running product of conditional ones.
+
+    ``r[i] = c[0] * ... * c[i]``.
 
     Args:
       rates: c, conditional: ``c[i]`` is P(draft i accepted given that drafts 0 .. i-1 were); each

@@ -23,7 +23,7 @@ _ALL_ALLOWED = -1
 
 
 class GrammarMatcher(Protocol):
-    """What walks along one request's tokens and knows which may come next.
+    """Follows one request's tokens and knows which may come next.
 
     The methods are those of xgrammar's ``GrammarMatcher``. A matcher of another library needs a few
     lines around it; one that cannot roll back is wrapped in a `CopyingMatcher`.
@@ -83,7 +83,7 @@ class GrammarMatcher(Protocol):
 
 
 class GrammarLookahead:
-    """B matchers walking along the drafts of a step, and back to where they were at its end.
+    """Walks B matchers along the drafts of a step, and back to where they were when it ends.
 
     For a drafter that is called position by position: `bitmask` masks the drafter's rows of each
     position, and the same masks, K + 1 of them, are those of the target's rows. Where drafts are
@@ -268,7 +268,7 @@ def grammar_bitmask(
 def advance_matchers(
     matchers: Sequence[GrammarMatcher | None], token_ids: Sequence[Sequence[int]]
 ) -> None:
-    """Walk on by what a step emitted.
+    """Advance matchers by the tokens that a step emitted.
 
     Tokens after the end of a grammar are not its concern. Cut what comes after a stop token first.
 

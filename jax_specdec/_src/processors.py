@@ -194,7 +194,7 @@ class MinTokens:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LogitsProcessors:
-    """All that changes the logits of B requests before a mask, temperature and filters.
+    """Everything that changes the logits of B requests before mask, temperature and filters.
 
     Where a field is None, nothing is compiled for it.
 
@@ -262,8 +262,8 @@ def process_logits(
 
     A drafter may process its own rows, for a closer q: with `drafts` None, one position at a time,
     and ``processors.append`` after each token. If nothing is left of a row there, because the
-    drafter knows fewer tokens, it takes the row as it was; the tokens are the target's all the
-    same.
+    drafter knows fewer tokens, it uses the row as it was; the emitted tokens are still the
+    target's.
 
     Args:
       logits: ``[N+B, V]`` as `rejection_sample` takes them, or ``[N, V]`` if there are no bonus
@@ -429,8 +429,8 @@ def forbid_stop_tokens(
 ) -> jax.Array:
     """Forbid a request's stop tokens until it has as many tokens as it asks for.
 
-    A row with ``i`` drafts before it is concerned where ``i < remaining``. With ``min_tokens = n``
-    a stop token is token n + 1 of the output at the earliest.
+    This applies to rows with fewer than ``remaining`` drafts before them. With ``min_tokens = n`` a
+    stop token is token n + 1 of the output at the earliest.
 
     Args:
       logits: as for `process_logits`.

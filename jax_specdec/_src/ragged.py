@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_specdec._src.config import SpecDecodeConfig, check_int
 from jax_specdec._src.types import (
@@ -75,8 +76,8 @@ def unpack(drafts: Drafts, num_speculative_tokens: int, has_bonus_rows: bool) ->
     cu = drafts.cu_num_draft_tokens
     index = jnp.arange(cu.shape[0] - 1, dtype=jnp.int32)
     start, count, in_bounds = locate(cu[:-1], cu[1:], index, k, n)
-    ends = jnp.where((index[None, :] < index[:, None]) & in_bounds[None, :], cu[None, 1:], 0)
-    in_bounds &= start >= jnp.max(ends, axis=1, initial=0)
+    reached = lax.cummax(jnp.where(in_bounds, cu[1:], 0))
+    in_bounds &= start >= jnp.pad(reached, (1, 0))[:-1]
     start, count = jnp.where(in_bounds, start, 0), jnp.where(in_bounds, count, 0)
     first_row = start + index if has_bonus_rows else start
 
@@ -197,7 +198,7 @@ def check_rows(
 
 
 class PackedDrafts(NamedTuple):
-    """Drafts without gaps between requests, and whose the rows of the target's pass are.
+    """Drafts without gaps between requests, and which request each row of logits belongs to.
 
     Attributes:
       drafts: flattened, for `rejection_sample`.
@@ -236,8 +237,8 @@ def pack_drafts(
       token_ids: ``[B, K]`` integers that int32 holds.
       num_draft_tokens: ``[B]`` integers in [0, K].
       size: N, static, the most drafts that a step verifies; None for B * K. Drafts that find no
-        room are left out, those of the last requests first. What that leaves out must not depend on
-        which tokens were drafted, and does not.
+        room are left out, those of the last requests first. What is left out does not depend on
+        which tokens were drafted, as losslessness requires.
       distribution: as for `Drafts.from_dense`: rows lie in place and are not copied.
 
     Returns:
@@ -298,6 +299,6 @@ def _owners(starts: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
       ``[size]`` int32 in [0, B], B past the last span; and ``[size]`` int32, 0 there.
     """
     place = jnp.arange(size, dtype=jnp.int32)
-    ended = starts[None, 1:] <= place[:, None]
-    owner = jnp.sum(ended, axis=1, dtype=jnp.int32)
+    owner = jnp.searchsorted(starts[1:], place, side="right", method="scan_unrolled")
+    owner = owner.astype(jnp.int32)
     return owner, jnp.where(owner < starts.shape[0] - 1, place - starts[owner], 0)

@@ -35,8 +35,9 @@ PLACEHOLDER_TOKEN_ID = -1
 class Status(enum.IntEnum):
     """What became of a request; anything but ``OK`` emits no token.
 
-    >>> Status(2).name
-    'BAD_TARGET_ROW'
+    Example:
+      >>> Status(2).name
+      'BAD_TARGET_ROW'
     """
 
     OK = 0

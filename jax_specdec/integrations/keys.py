@@ -16,19 +16,18 @@ def step_keys(key: jax.Array, slots: jax.Array) -> jax.Array:
     with these keys is exact over any number of steps, under padding, and if requests change their
     slots between steps, provided that
 
-    - `key` is another one on every step (`jax.random.split` it off a chain, or fold the step in),
+    - `key` differs on every step (`jax.random.split` it off a chain, or fold the step in),
     - no two requests of a step have the same slot, and
     - nothing else draws from `key`: a drafter gets a key of its own.
 
-    Positions then need not grow: give 0, or those of the requests. What is given up is the
-    independence of the batch layout: a request's tokens depend on its slot, and on how many steps
-    the loop has taken before it came. To keep it, give each request a key from its own seed,
-    and no key per step.
+    Positions then need not grow: give 0, or those of the requests. The price: a request's tokens
+    depend on its slot, and on how many steps the loop had taken before it arrived. To avoid that,
+    give each request a key from its own seed instead.
 
     Args:
       key: ``[]`` typed key of two or four words (threefry2x32, rbg, unsafe_rbg), fresh in each
         step.
-      slots: ``[B]`` int32, another number for each request of the step: its slot, or its id.
+      slots: ``[B]`` int32, a different number for each request of the step: its slot, or its id.
 
     Returns:
       ``[B]`` typed keys, for ``keys`` of `jax_specdec.rejection_sample`.

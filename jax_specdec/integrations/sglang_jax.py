@@ -78,9 +78,9 @@ def verify_chains(
     logprobs: LogprobsConfig | None = None,
     sharding: VerifySharding | None = None,
 ) -> ChainVerification:
-    """Verify chains: in place of the greedy and of the sampled verification of a chain.
+    """Verify chains; replaces both the greedy and the sampled verification of a chain.
 
-    Greedy and sampled requests may be mixed. Penalties come before, by `apply_penalties`.
+    Greedy and sampled requests may be mixed. Penalties go first, with `apply_penalties`.
 
     Args:
       target_logits: ``[bs*n, V]``, n rows for each request.
@@ -89,7 +89,7 @@ def verify_chains(
       seq_lens: ``[bs]`` int32, the length of each sequence; 0 is padding. It is the position of
         the noise: it must grow on every step where keys are one per request.
       config: static settings.
-      temperatures: ``[bs]`` or ``[bs, 1]`` float32; 0 is greedy. None: all are.
+      temperatures: ``[bs]`` or ``[bs, 1]`` float32; 0 is greedy. None: all requests are greedy.
       top_ks: ``[bs]`` int32 or None; 1 is greedy, whatever the temperature. 0, and V or more (such
         as 2**30), leave out nothing.
       top_ps: ``[bs]`` float32 or None; 1 leaves out nothing.

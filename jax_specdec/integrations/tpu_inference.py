@@ -82,7 +82,7 @@ def verify_flat(
     logprobs: LogprobsConfig | None = None,
     sharding: VerifySharding | None = None,
 ) -> FlatVerification:
-    """Verify a flat batch: in place of bonus sampling and the rejection sampler.
+    """Verify a flat batch; replaces both bonus sampling and the rejection sampler.
 
     Args:
       logits: ``[L, V]``: request b's ``draft_lengths[b] + 1`` rows after those of the requests
@@ -90,7 +90,7 @@ def verify_flat(
       draft_token_ids: ``[N]`` int32, one request after another, then padding.
       draft_lengths: ``[B]`` int32, each at most K.
       config: static settings; K is ``config.num_speculative_tokens``.
-      temperature: ``[B]`` float32; -1, and 0 to below 1e-5, are greedy. None: all are.
+      temperature: ``[B]`` float32; -1, and 0 to below 1e-5, are greedy. None: all requests are.
       top_k: ``[B]`` int32 or None; -1 and 0 leave out nothing.
       top_p: ``[B]`` float32 or None; 1 leaves out nothing.
       keys: ``[]``, a fresh typed key for this step (see `step_keys`: request b's slot is b); or

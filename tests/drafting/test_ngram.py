@@ -114,6 +114,13 @@ def test_a_match_shorter_than_the_minimum_does_not_count():
     assert proposals([[1, 2, 9, 2]], 1, 3) == [[9, 2, 9, 2]]
 
 
+@pytest.mark.parametrize("bounds", [dict(min_ngram=2.0), dict(max_ngram=4.0)])
+def test_bounds_are_integers(bounds):
+    (name,) = bounds
+    with pytest.raises(TypeError, match=f"{name} must be an int, but it is {bounds[name]}"):
+        sd.NGramDrafter(**bounds)
+
+
 @pytest.mark.parametrize(("min_ngram", "max_ngram"), [(0, 2), (3, 2), (-1, -1)])
 def test_bounds_out_of_order_are_refused(min_ngram, max_ngram):
     with pytest.raises(

@@ -41,7 +41,7 @@ LOOKUP = sd.Engine(tiny.Trigram(VOCAB), sd.NGramDrafter(min_ngram=1), CONFIG, **
 LLAMA = sd.Engine(llama(16), sd.ModelDrafter(llama(8)), CONFIG, **SHAPE)
 EVERYTHING = dataclasses.replace(  # longer prompts are read in pieces
     TABLE,
-    prefill_sizes=(PIECE,),
+    prefill_sizes=(PIECE // 4, PIECE),
     request_options=True,
     logprobs=sd.LogprobsConfig(num_top=1, distribution="processed"),
 )
@@ -58,8 +58,16 @@ WEIGHTS = {
 NAMES = {TABLE: "table", JOINTLY: "block", LOOKUP: "lookup", LLAMA: "llama"}
 
 
-def driver_of(engine: sd.Engine, *weights: Any) -> sd.EngineDriver:
-    return sd.EngineDriver(engine, *(weights or WEIGHTS[engine]))
+def driver_of(
+    engine: sd.Engine, *weights: Any, max_steps_ahead: int = 0, max_prefills: int | None = None
+) -> sd.EngineDriver:
+    """A driver; all that happens in a step happens at once, unless asked for otherwise."""
+    return sd.EngineDriver(
+        engine,
+        *(weights or WEIGHTS[engine]),
+        max_steps_ahead=max_steps_ahead,
+        max_prefills=max_prefills,
+    )
 
 
 @dataclasses.dataclass

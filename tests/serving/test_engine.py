@@ -295,11 +295,12 @@ def test_a_slot_given_to_another_request_has_no_drafts_and_no_rows():
     state = drafted()
     length = int(state.batch.lengths[2])
     newcomer = dict(
-        slot=2,
-        prompt=TABLE.pad_prompt([2] * length),  # the position and the temperature of the old one
-        length=length,
-        key=jax.random.key(0),
-        options=TABLE.options_of(sd.RequestOptions(temperature=1.0, max_new_tokens=5), length),
+        slots=np.array([2]),
+        # The position and the temperature of the old one.
+        prompts=TABLE.pad_prompt([2] * length)[None],
+        lengths=np.array([length]),
+        keys=jax.random.split(jax.random.key(0), 1),
+        options=TABLE.options_of([sd.RequestOptions(temperature=1.0, max_new_tokens=5)], [length]),
     )
     after = TABLE.admit(*TABLES, state, **newcomer)
     assert (after.store.positions[:, 2] == -1).all() and (after.draft_token_ids[2] == -1).all()
@@ -369,20 +370,34 @@ def compilations() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-FUNCTIONS = (driver_lib._admit, driver_lib._step, driver_lib._release)
+FUNCTIONS = (
+    driver_lib._admit,
+    driver_lib._read,
+    driver_lib._insert,
+    driver_lib._step,
+    driver_lib._release,
+)
 
 
-def test_nothing_is_compiled_after_warm_up():
-    engine = dataclasses.replace(LOOKUP, max_length=LONGEST + 1, prefill_sizes=None)
-    assert engine.prefill_sizes == (32, LONGEST + 1)
-    driver = driver_of(engine, *WEIGHTS[LOOKUP])
+@pytest.mark.parametrize(
+    ("sizes", "ahead", "num_programs"), [(None, 0, 4), ((4, 16), 2, 7)], ids=["whole", "pieces"]
+)
+def test_nothing_is_compiled_after_warm_up(sizes, ahead, num_programs):
+    engine = dataclasses.replace(LOOKUP, max_length=LONGEST + 1, prefill_sizes=sizes)
+    assert engine.prefill_sizes == (sizes or (32, LONGEST + 1))
+    driver = driver_of(
+        engine, *WEIGHTS[LOOKUP], max_steps_ahead=ahead, max_prefills=1 if ahead else None
+    )
     programs, progress = {"jit(_admit)", "jit(_step)", "jit(_release)"}, []
+    if sizes:
+        programs |= {"jit(_read)", "jit(_insert)"}
     with compilations() as names:
         driver.warm_up(
             lambda *counts: progress.append((*counts, sum(name in programs for name in names)))
         )
     assert programs <= set(names)
-    assert progress == [(done, 4, done) for done in range(5)]  # as many as were compiled by then
+    # As many as were compiled by then.
+    assert progress == [(done, num_programs, done) for done in range(num_programs + 1)]
     assert driver.is_idle and driver.stats().num_emitted_tokens == 0
     sizes = [function._cache_size() for function in FUNCTIONS]
     rng = np.random.default_rng(0)
@@ -611,16 +626,17 @@ def test_prompts_are_padded_to_powers_of_two_by_default(longest, sizes):
 
 
 def test_admitting_refuses_shapes_that_do_not_fit():
-    request = dict(slot=0, length=1, key=jax.random.key(0))
-    options = TABLE.options_of(sd.RequestOptions(), 1)
-    others = dataclasses.replace(TABLE, max_stop_tokens=1).options_of(sd.RequestOptions(), 1)
+    request = dict(slots=[0], lengths=[1], keys=jax.random.split(jax.random.key(0), 1))
+    options = TABLE.options_of([sd.RequestOptions()], [1])
+    others = dataclasses.replace(TABLE, max_stop_tokens=1).options_of([sd.RequestOptions()], [1])
     for prompt, given, message in [
-        (jnp.zeros((1, 8), jnp.int32), options, r"prompt must be \[P\] with P in \[1, 43\]"),
-        (jnp.zeros((44,), jnp.int32), options, r"prompt must be \[P\] with P in \[1, 43\]"),
-        (jnp.zeros((8,), jnp.int32), others, r"options.stop_token_ids must have shape \[2\]"),
+        (jnp.zeros((8,), jnp.int32), options, r"prompts must be \[R, P\] with P in \[1, 40\]"),
+        (jnp.zeros((1, 41), jnp.int32), options, r"prompts must be \[R, P\] with P in \[1, 40\]"),
+        (jnp.zeros((1, 8), jnp.int32), others, r"options.stop_token_ids must have shape \[1, 2\]"),
+        (jnp.zeros((2, 8), jnp.int32), options, r"options.stop_token_ids must have shape \[2, 2\]"),
     ]:
         with pytest.raises(ValueError, match=message):
-            TABLE.admit(*TABLES, drafted(), **request, prompt=prompt, options=given)
+            TABLE.admit(*TABLES, drafted(), **request, prompts=prompt, options=given)
     with pytest.raises(ValueError, match="prompt must hold at most max_length=40 tokens"):
         TABLE.pad_prompt([1] * 41)
 
@@ -639,22 +655,23 @@ def layouts(batch_size: int, max_length: int) -> dict[str, Any]:
     )
 
 
-def test_a_cache_of_any_layout_has_one_request_replaced():
+def test_a_cache_of_any_layout_has_some_requests_replaced():
     rng, length = np.random.default_rng(0), 5
     fill = functools.partial(
         jax.tree.map, lambda x: jnp.asarray(rng.integers(1, 9, x.shape)).astype(x.dtype)
     )
-    cache, one = fill(layouts(4, length)), fill(layouts(1, length))
-    new = insert(layouts, cache, one, jnp.int32(2), length)
+    cache, some = fill(layouts(4, length)), fill(layouts(2, length))
+    new = insert(layouts, cache, some, jnp.array([2, 0]), length)
     axes = dict(first=0, middle=1, last=1, fused=0, flat=0)
     for name, axis in axes.items():
-        before, after, single = (
+        before, after, both = (
             np.moveaxis(np.asarray(jax.tree.leaves(tree[name])[0]), axis, 0)
-            for tree in (cache, new, one)
+            for tree in (cache, new, some)
         )
-        size = len(single)
-        np.testing.assert_array_equal(after[2 * size : 3 * size], single)
-        np.testing.assert_array_equal(after[: 2 * size], before[: 2 * size])
+        size = len(both) // 2
+        np.testing.assert_array_equal(after[2 * size : 3 * size], both[:size])
+        np.testing.assert_array_equal(after[:size], both[size:])
+        np.testing.assert_array_equal(after[size : 2 * size], before[size : 2 * size])
         np.testing.assert_array_equal(after[3 * size :], before[3 * size :])
 
 
@@ -669,7 +686,7 @@ def test_a_cache_of_any_layout_has_one_request_replaced():
 )
 def test_a_cache_without_an_axis_of_requests_is_refused(init_cache):
     with pytest.raises(ValueError, match=r"cache\['shared'\] must have one axis that holds the"):
-        insert(init_cache, init_cache(4, 5), init_cache(1, 5), jnp.int32(0), 5)
+        insert(init_cache, init_cache(4, 5), init_cache(1, 5), jnp.array([0]), 5)
 
 
 def test_an_engine_without_caches_serves():

@@ -14,6 +14,7 @@ from jax_specdec._src.serving import driver as driver_lib
 from . import sampled
 from .engines import EVERYTHING as ENGINE
 from .engines import TABLE, TABLES, TARGET, VOCAB, alone, collect, random_request, run
+from .test_engine import FUNCTIONS
 
 
 def driver_of() -> sd.EngineDriver:
@@ -43,7 +44,7 @@ def request_with_options(rng: np.random.Generator) -> dict[str, Any]:
 def test_a_request_with_options_gets_the_tokens_it_gets_alone() -> None:
     rng, driver, by_itself = np.random.default_rng(4), driver_of(), driver_of()
     driver.warm_up(), by_itself.warm_up()
-    functions = (driver_lib._admit, driver_lib._step, driver_lib._release)
+    functions = FUNCTIONS
     sizes = [function._cache_size() for function in functions]
     requests = [request_with_options(rng) for _ in range(24)]
     updates: list[sd.RequestUpdate] = []
@@ -169,6 +170,26 @@ def test_options_that_cannot_be_served_are_refused(
     with pytest.raises(error, match=message):
         driver.submit([1], max_new_tokens=2, **changes)
     assert driver.is_idle
+
+
+@pytest.mark.newest
+def test_steps_in_which_nobody_asks_for_anything_are_of_the_smaller_program(monkeypatch) -> None:
+    driver, step, found = driver_of(), driver_lib._step, []
+
+    def noting(*args: Any, all_neutral: bool, **static: Any) -> Any:
+        found.append(all_neutral)
+        return step(*args, all_neutral=all_neutral, **static)
+
+    monkeypatch.setattr(driver_lib, "_step", noting)
+    driver.submit([1], max_new_tokens=12, temperature=0.5)
+    driver.step()
+    asks = driver.submit([2], max_new_tokens=12, top_k=2)
+    driver.step(), driver.step()
+    driver.cancel(asks)
+    run(driver)
+    # One step is ahead when a request comes or goes.
+    assert found[:4] == [True, True, False, False] and set(found[4:]) == {True}
+    assert driver.state.batch.options.top_k is not None
 
 
 def test_an_engine_without_options_takes_neutral_ones() -> None:

@@ -28,7 +28,7 @@ def test_the_driver_on_the_page_serves_every_prompt(capsys):
     for tokens in texts.values():
         assert len(tokens) == 32 or (tokens[-1] == 10 and len(tokens) > 4)
     *progress, last = capsys.readouterr().out.splitlines()
-    assert progress == [f"compiled {done} of 4" for done in range(5)]
+    assert progress == [f"compiled {done} of 5" for done in range(6)]
     assert last.startswith("SpecDecoding metrics: Mean acceptance length: ")
 
 
@@ -36,7 +36,7 @@ def test_compiled_programs_are_kept_where_the_page_says():
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: getattr(jax.config, name) for name in names}
     try:
-        run(1)
+        run(2)
         assert [getattr(jax.config, name) for name in names] == ["/tmp/my-server-programs", 0.5]
     finally:
         for name, value in before.items():
@@ -44,7 +44,7 @@ def test_compiled_programs_are_kept_where_the_page_says():
 
 
 def test_the_loop_on_the_page_verifies_every_request_with_its_own_rows():
-    scope = run(2)
+    scope = run(3)
     assert int(scope["num_fallbacks"]) == 0
     output = scope["output"]
     assert output.status.tolist() == [sd.Status.OK] * 3
@@ -54,7 +54,7 @@ def test_the_loop_on_the_page_verifies_every_request_with_its_own_rows():
 
 
 def test_the_drafter_on_the_page_drafts():
-    output = run(3)["output"]
+    output = run(4)["output"]
     assert output.status == [sd.Status.OK] and len(output.completions[0]) == 24
     steps = output.steps
     assert (steps.num_proposed == 3).all() and steps.num_accepted.sum() > 0

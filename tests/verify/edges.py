@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 
 import jax_specdec as sd
 
-from .batch import ALMOST_ONE, Layout, Request, pack
+from .batch import ALMOST_ONE, Batch, Layout, Request, pack
 from .between import (
     ALL,
     BAD,
@@ -31,6 +32,26 @@ from .between import (
     temperatures,
 )
 from .cases import random_request
+
+OVERLAPS = [
+    ((0, 3, 0, 3), [True, False, False]),  # the last request's rows begin within the first's
+    ((0, 2, 1, 3), [True, False, False]),
+    ((0, 2, 5, 3), [True, True, False]),
+    ((0, 8, 2, 5), [False, False, True]),  # eight are more than K: nobody's rows
+    ((0, 3, 3, 6), [True, True, True]),
+]
+"""Offsets, and which requests they leave."""
+
+
+def with_offsets(offsets: Sequence[int], layout: Layout) -> Batch:
+    """A batch of requests with three drafts each, and other offsets."""
+    rng = np.random.default_rng(4)
+    requests = [
+        random_request(layout, rng, 3, 0.3 + 0.7 * (i % 3 < 2)) for i in range(len(offsets) - 1)
+    ]
+    batch = pack(requests, layout)
+    drafts = sd.Drafts(batch.drafts.token_ids, np.array(offsets, np.int32))
+    return batch.replace(drafts=drafts)
 
 
 class EdgeSuite(Between):
@@ -209,6 +230,11 @@ class EdgeSuite(Between):
         status = self.verify(batch).status
         assert np.flatnonzero(status == sd.Status.BAD_INPUT).tolist() == bad
         assert not np.delete(status, bad).any()
+
+    @pytest.mark.parametrize(("offsets", "ok"), OVERLAPS)
+    def test_of_two_requests_with_one_row_the_later_is_bad_input_alone(self, offsets, ok):
+        status = self.verify(with_offsets(offsets, Layout())).status
+        assert [x != sd.Status.BAD_INPUT for x in status] == ok
 
     def test_an_inactive_slot_emits_nothing_whatever_it_holds(self):
         nan = np.full((3, 8), np.nan)

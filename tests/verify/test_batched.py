@@ -16,7 +16,7 @@ import jax_specdec as sd
 from jax_specdec._src.verify import api, batched
 from jax_specdec._src.verify import rows as rows_lib
 
-from .batch import XLA, Layout, check, jitted, pack, verify
+from .batch import Layout, check, jitted, pack, verify
 from .cases import random_batch, random_request
 from .suite import BIG
 from .test_xla_all_at_once import all_at_once
@@ -51,27 +51,6 @@ def test_a_large_batch_gives_the_tokens_of_the_oracle(layout):
         output = verify(greedy, large)
         check(greedy, output)
         assert (output.num_emitted > 0).any()
-
-
-@pytest.mark.parametrize("verifier", [XLA, all_at_once], ids=["one by one", "all at once"])
-@pytest.mark.parametrize(
-    ("offsets", "ok"),
-    [
-        ((0, 3, 0, 3), (True, False, False)),  # the last request's rows begin within the first's
-        ((0, 2, 1, 3), (True, False, False)),
-        ((0, 2, 5, 3), (True, True, False)),
-        ((0, 8, 2, 5), (False, False, True)),  # eight are more than K: nobody's rows
-        ((0, 3, 3, 6), (True, True, True)),
-    ],
-)
-def test_of_two_requests_with_one_row_the_later_is_bad_input_alone(verifier, offsets, ok):
-    layout, rng = Layout(), np.random.default_rng(4)
-    batch = pack([random_request(layout, rng, 3, t) for t in (1.0, 1.0, 0.3)], layout)
-    drafts = sd.Drafts(batch.drafts.token_ids, np.array(offsets, np.int32))
-    batch = batch.replace(drafts=drafts)
-    output = verify(batch, verifier)
-    check(batch, output)
-    assert [status != sd.Status.BAD_INPUT for status in output.status] == list(ok)
 
 
 # Rows.

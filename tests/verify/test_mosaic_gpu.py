@@ -15,11 +15,12 @@ import jax_specdec as sd
 from jax_specdec._src import compat
 from jax_specdec._src.verify import api
 from jax_specdec._src.verify.mosaic_gpu import launch as mosaic_gpu
+from jax_specdec._src.verify.mosaic_gpu import request
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig, Slices, power_of_two
 from jax_specdec._src.verify.tiles import TILE
 
 from . import block_edges, edges, processed, suite
-from .batch import QUICK, Layout, Request, check, jitted, pack, verify
+from .batch import QUICK, Batch, Layout, Request, check, jitted, pack, verify
 from .cases import random_batch
 
 # Interpret mode imports this later, which changes what JAX caches programs by: between two calls,
@@ -320,6 +321,23 @@ def test_rows_that_hold_nan_or_infinity_are_bad_where_they_are_visited(temperatu
         assert answer(alone, dataclasses.replace(middle, target=target)) == sd.Status.BAD_TARGET_ROW
 
 
+@pytest.mark.newest
+@pytest.mark.parametrize("rounds", [1, 8])
+def test_a_request_sees_all_before_it_whose_rows_it_would_share(rounds, monkeypatch):
+    monkeypatch.setattr(request, "_ROUNDS", rounds)
+    layout = dataclasses.replace(SMALL, num_requests=69, num_drafts=69 * 3)
+    verifier = interpreted(KernelConfig(max_cluster=1))
+    index = np.arange(70)
+    late = [3 * index - 4 * (index > last) for last in (1, 31, 32, 33, 65)]  # one begins too early
+    for offsets in (3 * index, *late, np.r_[0, 3, np.full(68, 2)]):
+        batch = edges.with_offsets(offsets, layout)
+        output = verify(batch, verifier)
+        check(batch, output)
+        bad = np.flatnonzero(output.status == sd.Status.BAD_INPUT)
+        back = np.flatnonzero(np.diff(offsets) < 0)  # the request after that one shares a row
+        assert bad.tolist() == (list(range(1, 69)) if offsets[-1] == 2 else [*back, *back + 1])
+
+
 def test_greedy_ties_go_to_the_lowest_id():
     middle = edges.Request(logits([[9, 70], [9, 127]], fill=-1.0), [70], temperature=0.0)
     assert answer(alone, middle) == [9]
@@ -355,7 +373,7 @@ def test_an_empty_residual_samples_the_target():
 # Lowering for CUDA, on the CPU.
 
 
-def lowered(layout: Layout, config: KernelConfig | None = None) -> str:
+def lowered(layout: Layout, config: KernelConfig | None = None, batch: Batch | None = None) -> str:
     def call(logits, drafts, noise, sampling, bonus, active):
         with backend():
             return sd.rejection_sample_with_noise(
@@ -371,7 +389,8 @@ def lowered(layout: Layout, config: KernelConfig | None = None) -> str:
                 kernel_config=config,
             )
 
-    positional, named = random_batch(layout, seed=0, broken=0).arguments()
+    batch = random_batch(layout, seed=0, broken=0) if batch is None else batch
+    positional, named = batch.arguments()
     arguments = (*positional, named["sampling"], named["bonus_token_ids"], named["active"])
     return jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 

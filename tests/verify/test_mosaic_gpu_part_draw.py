@@ -72,24 +72,26 @@ def source_of(case: Case, distribution: Any) -> Source:
     rows = jnp.arange(REQUESTS, dtype=jnp.int32)
     inv = jnp.asarray(rng.uniform(0.5, 2.0, REQUESTS), jnp.float32)
 
-    def stats(row: jax.Array, inv: jax.Array) -> tiles.RowStats:
+    def scale_of(row: jax.Array, inv: jax.Array) -> tiles.Scale:
         x = row[: case.size]
         peak = jnp.max(jnp.where(jnp.isnan(x), jnp.inf, x))
-        return tiles.RowStats(peak[None], jnp.sum(jnp.exp((x - peak) * inv))[None])
+        return tiles.Scale(peak, jnp.log(jnp.sum(jnp.exp((x - peak) * inv))))
 
     target = logits_of(case, 0).astype(jnp.float32)
-    some = jax.vmap(stats)(target[:REQUESTS], inv)
-    scale = jax.tree.map(lambda x: jnp.broadcast_to(x, (REQUESTS,)), DraftScale.unit())
+    scale = jax.vmap(scale_of)(target[:REQUESTS], inv)
+    draft_scale = jax.tree.map(lambda x: jnp.broadcast_to(x, (REQUESTS,)), DraftScale.unit())
     if case.kind == "logits":
-        draft = jax.vmap(stats)(logits_of(case, 1)[:REQUESTS].astype(jnp.float32), inv)
-        scale = scale._replace(scale=jax.vmap(lambda s, inv: s.scale(inv))(draft, inv))
+        draft = logits_of(case, 1)[:REQUESTS].astype(jnp.float32)
+        draft_scale = draft_scale._replace(scale=jax.vmap(scale_of)(draft, inv))
     from_residual = jnp.arange(REQUESTS) % 3 > 0 if case.kind else jnp.zeros(REQUESTS, bool)
     return Source(
         row=rows,
         draft_row=rows,
         token_id=jnp.asarray(rng.integers(case.size, size=REQUESTS), jnp.int32),
-        stats=some,
         scale=scale,
+        threshold=None,
+        p_masses=None,
+        draft_scale=draft_scale,
         weight=jnp.asarray(rng.uniform(0.5, 1.0, REQUESTS), jnp.float32),
         from_residual=from_residual,
         without_token=(jnp.arange(REQUESTS) % 2 == 0) & ~from_residual,
@@ -159,7 +161,7 @@ def compare(case: Case, **options: Any) -> None:
         found, bad = shard_kernels.part_draw(
             wanted, recover, masses, target, own, me * case.width, **given
         )
-        bad = source.from_residual & (bad | source.scale.bad)
+        bad = source.from_residual & (bad | source.draft_scale.bad)
         return (found, bad), phases.draw(source, masses, recover)
 
     parts = [(jnp.int32(me), *of_part(case, distribution, me)) for me in range(NUM_PARTS)]

@@ -222,9 +222,9 @@ def test_arrays_that_are_split_are_verified_where_they_are(
     mesh, seen = mesh_of(4, 2, axis_type), []
     inner = batched.verify
 
-    def watched(requests, target_logits, distribution, *mask, **options):
-        seen.append((target_logits.shape, distribution.probs.shape))
-        return inner(requests, target_logits, distribution, *mask, **options)
+    def watched(arrays, *rule, **options):
+        seen.append((arrays.target_logits.shape, arrays.drafts.distribution.probs.shape))
+        return inner(arrays, *rule, **options)
 
     monkeypatch.setattr(batched, "verify", watched)
     call = sd.rejection_sample_with_noise

@@ -75,8 +75,8 @@ _REQUEST_OPTIONS = {
     "min_p": (float, "leave out tokens less likely than this times the likeliest"),
     "top_k": (int, "only the k likeliest tokens; 0 for all"),
     "top_p": (float, "only the likeliest tokens that together have this probability"),
-    "frequency_penalty": (float, "off a token's logit for every occurrence in the output"),
-    "presence_penalty": (float, "off the logit of a token that occurs in the output"),
+    "frequency_penalty": (float, "taken off a token's logit for each occurrence in the output"),
+    "presence_penalty": (float, "taken off the logit of a token that occurs in the output"),
     "repetition_penalty": (float, "divides positive logits of tokens so far, multiplies others"),
 }
 
@@ -156,8 +156,8 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         nargs="*",
         default=argparse.SUPPRESS,
         metavar="PROMPT",
-        help="a text to continue, for the embedded models Python source by preference; - reads "
-        "standard input, which is also read where no prompt is given and it is no terminal",
+        help="a text to continue (the embedded models know Python source); - is standard input, "
+        "which is also read if no prompt is given and it is not a terminal",
     )
     command.add_argument(
         "--prompt-file",
@@ -190,7 +190,7 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         "--scan-layers",
         action="store_true",
         default=argparse.SUPPRESS,
-        help="loop over the layers of checkpoints: compiles faster, and runs slower",
+        help="loop over the layers of checkpoints: compiles faster, runs slower",
     )
     for name, (kind, help_) in _REQUEST_OPTIONS.items():
         command.add_argument(
@@ -204,8 +204,8 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         "--method",
         choices=get_args(RejectionSampleMethod),
         default="standard",
-        help="block judges the drafts of a step jointly and keeps more, as exactly; synthetic "
-        "accepts at given rates, whatever the models say",
+        help="block judges the drafts of a step jointly and keeps more of them, equally exact; "
+        "synthetic accepts at given rates, whatever the models say",
     )
     command.add_argument(
         "--acceptance-length",
@@ -240,15 +240,15 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         "--json",
         action="store_true",
         default=argparse.SUPPRESS,
-        help="print one JSON object instead",
+        help="print one JSON object instead of text and tables",
     )
     command.add_argument(
         "--no-compilation-cache",
         dest="compilation_cache",
         action="store_false",
         default=argparse.SUPPRESS,
-        help="compile anew, and keep nothing; else compiled programs are kept in the user's cache "
-        "directory (or in $JAX_COMPILATION_CACHE_DIR) for the next time",
+        help="do not keep compiled programs for the next run; by default they go to the user's "
+        "cache directory, or to $JAX_COMPILATION_CACHE_DIR",
     )
 
 
@@ -286,8 +286,8 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
         const=DEFAULT_REPEATS,
         default=argparse.SUPPRESS,
         metavar="REPEATS",
-        help="then time speculative against plain decoding, so many runs of each (default: no; "
-        f"{DEFAULT_REPEATS} where no number is given)",
+        help="afterwards, time speculative against plain decoding, REPEATS runs of each (default: "
+        f"do not; {DEFAULT_REPEATS} if no number is given)",
     )
 
 
@@ -421,7 +421,7 @@ def _drafters(values: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _request(values: argparse.Namespace) -> RequestOptions:
-    """The request's options; errors in the words of the command line."""
+    """The request's options; errors name the options of the command line."""
     try:
         return RequestOptions(**{name: getattr(values, name) for name in _REQUEST_OPTIONS})
     except ValueError as error:
@@ -431,7 +431,7 @@ def _request(values: argparse.Namespace) -> RequestOptions:
 
 
 def _config(values: argparse.Namespace, k: int) -> SpecDecodeConfig:
-    """The config; its errors in the words of the command line."""
+    """The config; its errors name the options of the command line."""
     try:
         return SpecDecodeConfig(
             num_speculative_tokens=k,

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.config import SpecDecodeConfig, check_int
 from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.drafting.drafter import Proposal
 from jax_specdec._src.drafting.store import DraftStore
@@ -34,6 +34,7 @@ class NGramDrafter:
       max_ngram: longest match looked for.
 
     Raises:
+      TypeError: not integers.
       ValueError: not ``1 <= min_ngram <= max_ngram``.
 
     Example:
@@ -55,6 +56,9 @@ class NGramDrafter:
     max_ngram: int = 8
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            given = getattr(self, field.name)
+            object.__setattr__(self, field.name, check_int(field.name, given, -(2**31)))
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ValueError(
                 "min_ngram and max_ngram must satisfy 1 <= min_ngram <= max_ngram, but they are "

@@ -23,8 +23,9 @@ def encode(text: str) -> list[int]:
     Raises:
         TypeError: `text` is no text.
 
-    >>> encode("né")
-    [110, 195, 169]
+    Example:
+        >>> encode("né")
+        [110, 195, 169]
     """
     if not isinstance(text, str):
         raise TypeError(f"text must be a str, but it is {described(text)}.")
@@ -41,8 +42,9 @@ def decode(token_ids: Iterable[int]) -> str:
         TypeError: an id is no integer.
         ValueError: an id is not a byte.
 
-    >>> decode([110, 195, 169])
-    'né'
+    Example:
+        >>> decode([110, 195, 169])
+        'né'
     """
     return ByteDecoder().decode(token_ids, final=True)
 
@@ -52,9 +54,10 @@ class ByteDecoder:
 
     The pieces it returns, joined, are what `decode` returns for all ids at once.
 
-    >>> decoder = ByteDecoder()
-    >>> [decoder.decode([token_id]) for token_id in (110, 195, 169)]
-    ['n', '', 'é']
+    Example:
+        >>> decoder = ByteDecoder()
+        >>> [decoder.decode([token_id]) for token_id in (110, 195, 169)]
+        ['n', '', 'é']
     """
 
     def __init__(self) -> None:

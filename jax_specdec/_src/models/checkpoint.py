@@ -96,9 +96,9 @@ def load_huggingface(
 ) -> LoadedModel:
     """Reads a Hugging Face checkpoint of the Llama, Qwen2 or Qwen3 family from a local directory.
 
-    Checkpoints pad the vocabulary axis, and not all of a family alike: that of the small Qwen2.5
-    models has 151936 entries, that of the large ones 152064, and their tokenizer knows 151665 ids.
-    Ids past the last that `tokenizer.json` knows get logits of -inf, so that nobody draws them.
+    Checkpoints pad the vocabulary axis, and differ in this even within a family: the small Qwen2.5
+    models have 151936 entries, the large ones 152064, and their tokenizer knows 151665 ids. Ids
+    past the last one in `tokenizer.json` get logits of -inf, so they are never drawn.
 
     Args:
         directory: holds `config.json`, the weights (`model.safetensors`, or shards with
@@ -106,8 +106,8 @@ def load_huggingface(
             vocabulary axis count as tokens.
         dtype: compute dtype; weights are converted to it once, here. None for that of the stored
             embedding.
-        max_vocab_size: ids from this on are left out: for a drafter, the target's `vocab_size`, as
-            verification wants Vd <= V.
+        max_vocab_size: ids from this one on are left out. For a drafter, give the target's
+            `vocab_size`: verification needs Vd <= V.
         allow_nonfinite: read weights that are NaN or infinite in the compute dtype, too.
         scan_layers: compile one layer and loop over it; see `Llama`.
 

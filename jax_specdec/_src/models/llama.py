@@ -45,7 +45,7 @@ class Llama:
         config: the sizes.
         dtype: compute dtype of matrix products, residual stream, cache and logits. Norms, rotary
             angles and the attention softmax are float32 whatever it is.
-        scan_layers: compile one layer and loop over it, rather than all L one after another. A
+        scan_layers: compile one layer and loop over it, instead of all L one after another. A
             program compiles several times as fast, and a pass over a few tokens takes longer,
             because each layer's weights are copied out of arrays that hold those of all layers
             (docs/compile_time.md has figures). Weights are then those of `stack_layers`.
@@ -148,7 +148,7 @@ class Llama:
         embed: Callable[[jax.Array, jax.Array], jax.Array],
         regularize: Callable[[jax.Array], jax.Array] = lambda branch: branch,
     ) -> tuple[jax.Array, Any]:
-        """`apply` for who reads embeddings, or ends a branch, in a way of its own.
+        """`apply` with another way to read embeddings, or to end a branch.
 
         Args:
             params: as in `apply`.

@@ -25,11 +25,11 @@ class LlamaConfig:
         rope_theta: base of the rotary wavelengths.
         tie_word_embeddings: the output matrix is the embedding, transposed.
         max_position_embeddings: longest context seen in training; information only.
-        rope_scaling: how rotary frequencies are scaled; None for not at all.
+        rope_scaling: how rotary frequencies are scaled; None if they are not.
         qkv_bias: queries, keys and values have biases, as in Qwen2.
         qk_norm: queries and keys pass an RMSNorm over each head before rotation, as in Qwen3.
         num_token_ids: ids from this on are padding of the vocabulary axis: their logits are -inf,
-            so that nobody draws them. None where all V ids are tokens.
+            so they are never drawn. None if all V ids are tokens.
 
     Raises:
         ValueError: a size is not a positive integer below 2**31, a number is not positive or not

@@ -21,8 +21,8 @@ class RopeScaling:
     """How Llama 3.1 and later slow the rotation down (`rope_type` "llama3").
 
     With wavelength w = 2 pi / f of a frequency f and C = original_max_position_embeddings:
-    f stays where C / w > high_freq_factor, becomes f / factor where C / w < low_freq_factor, and
-    between is interpolated linearly in C / w. Fields are named as in a Hugging Face `config.json`.
+    f stays where C / w > high_freq_factor, becomes f / factor where C / w < low_freq_factor, and is
+    interpolated linearly in C / w in between. Fields are named as in a Hugging Face `config.json`.
 
     Attributes:
         factor: by which slow frequencies are divided.

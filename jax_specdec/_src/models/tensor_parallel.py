@@ -27,16 +27,16 @@ __all__ = ["TensorParallelLlama"]
 
 @dataclasses.dataclass(frozen=True)
 class TensorParallelLlama:
-    """A `Llama` over n devices; a `CausalModel` that takes and gives what the `Llama` does.
+    """A `Llama` spread over n devices: a `CausalModel` with the same inputs and outputs.
 
-    Nothing has to divide. Where n does not divide the heads, they are split over the most groups of
-    devices that do, and the devices of a group compute the same; feed-forward columns are padded
-    with zeros, and the vocabulary with ids whose logits are -inf (so `vocab_size` grows to a
-    multiple of n).
+    No size has to be divisible by n. If n does not divide the heads, they are split over as many
+    groups of devices as possible, and all devices of a group compute the same; feed-forward columns
+    are padded with zeros, and the vocabulary with ids whose logits are -inf (so `vocab_size` grows
+    to a multiple of n).
 
-    Params and cache have one axis more than those of the `Llama`, the first: one entry per device,
-    which holds all of it and reads no other's. Everything else is the same on all devices, but for
-    the logits.
+    Params and cache have one more axis than those of the `Llama`, the first, with one entry per
+    device. A device holds its own entry and reads no other. Everything else but the logits is the
+    same on all devices.
 
     Attributes:
         model: the whole model.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,15 +31,22 @@ from jax_specdec._src.types import Status
 _SMALLEST_PREFILL = 32
 
 
+class Caches(NamedTuple):
+    """Caches of R requests, outside of the slots of an engine."""
+
+    target: Any
+    draft: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Engine:
     """A serving engine's static half: models, settings and sizes, and pure functions of a state.
 
     A step drafts for every occupied slot, and verifies all drafts in one pass of the target.
     Between steps requests are admitted to slots and taken out of them. All shapes are
-    fixed, so each function is compiled once (`admit` once per length that `pad_prompt` gives). A
-    request's tokens depend on its prompt, parameters and key alone: not on its slot, nor on who
-    else is there, nor on whether it left its slot and came back (`admit` says when).
+    fixed, so each function is compiled once (`admit` once per `admit_shapes`). A request's tokens
+    depend on its prompt, parameters and key alone: not on its slot, nor on who else is there, nor
+    on whether it left its slot and came back (`admit` says when).
 
     Hashable, compared by value: give it to `jax.jit` as a static argument. `EngineDriver` is a
     small host loop around it.
@@ -51,8 +58,9 @@ class Engine:
       num_slots: S, requests served at a time.
       max_length: the most tokens of a request, prompt and new ones together; at least 2.
       prefill_sizes: lengths to which prompts are padded, increasing, at most `max_length`; None for
-        powers of two from 32 on, and `max_length`. A longer prompt, or a request that comes back
-        longer, is read in pieces of the last size.
+        powers of two from 32 on, and `max_length`. No call reads more tokens than the last of them:
+        a longer prompt, or a request that comes back longer, is read in pieces of that size.
+      max_prefill_requests: B', the most prompts of one size that a call of `admit` reads.
       max_stop_tokens: M, the most stop tokens of a request.
       request_options: whether requests may ask for more than a temperature, a budget, stop tokens
         and a seed. What no running request asks for is then not computed.
@@ -75,10 +83,10 @@ class Engine:
       >>> admit = jax.jit(engine.admit, donate_argnums=2)
       >>> step = jax.jit(engine.step, donate_argnums=2)
       >>> prompt = engine.pad_prompt(sd.encode("import "))
-      >>> options = engine.options_of(sd.RequestOptions(max_new_tokens=4), prompt_length=7)
+      >>> options = engine.options_of([sd.RequestOptions(max_new_tokens=4)], prompt_lengths=[7])
       >>> state = admit(
-      ...     params, None, engine.init_state(), slot=0, prompt=prompt, length=7,
-      ...     key=jax.random.key(0), options=options)
+      ...     params, None, engine.init_state(), slots=jnp.array([0]), prompts=prompt[None],
+      ...     lengths=jnp.array([7]), keys=jax.random.split(jax.random.key(0), 1), options=options)
       >>> while not state.batch.done.all():
       ...     state, record = step(params, None, state)
       >>> int(state.batch.lengths[0])
@@ -92,6 +100,7 @@ class Engine:
     num_slots: int
     max_length: int
     prefill_sizes: tuple[int, ...] | None = None
+    max_prefill_requests: int = 4
     max_stop_tokens: int = 8
     request_options: bool = False
     option_sizes: OptionSizes = OptionSizes()
@@ -103,6 +112,7 @@ class Engine:
         check_logprobs(self.logprobs)
         check_int("num_slots", self.num_slots, 1)
         longest = check_int("max_length", self.max_length, 2)
+        check_int("max_prefill_requests", self.max_prefill_requests, 1)
         check_int("max_stop_tokens", self.max_stop_tokens, 0)
         if self.prefill_sizes is None:
             sizes = [_SMALLEST_PREFILL]
@@ -130,47 +140,76 @@ class Engine:
 
     @property
     def buffer_length(self) -> int:
-        """L, positions per slot: a step writes up to K + 1 tokens past what is kept."""
+        """Positions per slot, L; a step writes up to K + 1 tokens past what is kept."""
         return self.max_length + self.config.num_speculative_tokens + 1
 
     @property
+    def piece_size(self) -> int:
+        """C, the most tokens of a prompt that one call reads: the last of `prefill_sizes`."""
+        assert self.prefill_sizes is not None
+        return self.prefill_sizes[-1]
+
+    @property
     def prompt_sizes(self) -> tuple[int, ...]:
-        """Lengths of padded prompts, for each of which `admit` is compiled once."""
+        """Lengths of padded prompts: `prefill_sizes`, and `max_length` where C is less."""
         assert self.prefill_sizes is not None
         return tuple(sorted({*self.prefill_sizes, self.max_length}))
 
-    def pad_prompt(self, prompt: list[int]) -> np.ndarray:
-        """The prompt ``[P]`` int32, padded to the least of `prompt_sizes` that holds it.
+    def num_rows(self, size: int) -> int:
+        """How many prompts, padded to `size`, one call reads: no more tokens than `piece_size`."""
+        return max(1, min(self.max_prefill_requests, self.num_slots, self.piece_size // size))
+
+    @property
+    def admit_shapes(self) -> tuple[tuple[int, int], ...]:
+        """``[R, P]`` of the prompts for which `admit` is compiled: one of each size, and many."""
+        assert self.prefill_sizes is not None
+        return tuple((r, n) for n in self.prefill_sizes for r in sorted({1, self.num_rows(n)}))
+
+    def prompt_size(self, length: int) -> int:
+        """P, the least of `prompt_sizes` that holds a prompt.
 
         Raises:
           ValueError: longer than `max_length`.
         """
-        size = next((n for n in self.prompt_sizes if n >= len(prompt)), None)
+        size = next((n for n in self.prompt_sizes if n >= length), None)
         if size is None:
             raise ValueError(
                 f"prompt must hold at most max_length={self.max_length} tokens, but it holds "
-                f"{len(prompt)}"
+                f"{length}"
             )
-        return np.array(prompt + [0] * (size - len(prompt)), np.int32)
+        return size
 
-    def options_of(self, options: RequestOptions, prompt_length: int) -> BatchOptions:
-        """What `admit` takes for one request, however often it comes back.
+    def pad_prompt(self, prompt: list[int]) -> np.ndarray:
+        """The prompt ``[P]`` int32, padded to its `prompt_size`.
+
+        Raises:
+          ValueError: longer than `max_length`.
+        """
+        return np.array(prompt + [0] * (self.prompt_size(len(prompt)) - len(prompt)), np.int32)
+
+    def options_of(
+        self, options: Sequence[RequestOptions], prompt_lengths: Sequence[int]
+    ) -> BatchOptions:
+        """What `admit` takes for R requests, however often they come back.
 
         Args:
-          options: what it asks for.
-          prompt_length: its own prompt's, without what it generated before it was preempted.
+          options: what they ask for.
+          prompt_lengths: their own prompts', without what they generated before a preemption.
 
         Raises:
           ValueError: an id outside the vocabulary, too many stop tokens, or this engine has no
             `request_options` and more is asked for.
         """
-        if not (self.request_options or options.is_neutral):
-            raise ValueError(
-                f"options need an Engine with request_options=True, but they are {options.asked}"
-            )
-        return jax.tree.map(lambda x: x[0], self._arrays([options], [prompt_length]))
+        for one in options:
+            if not (self.request_options or one.is_neutral):
+                raise ValueError(
+                    f"options need an Engine with request_options=True, but they are {one.asked}"
+                )
+        return self._arrays(options, prompt_lengths)
 
-    def _arrays(self, options: list[RequestOptions], prompt_lengths: list[int]) -> BatchOptions:
+    def _arrays(
+        self, options: Sequence[RequestOptions], prompt_lengths: Sequence[int]
+    ) -> BatchOptions:
         return BatchOptions.create(
             options,
             prompt_lengths,
@@ -198,21 +237,26 @@ class Engine:
         )
         return self.decoder.init_state(draft_params, batch)
 
+    def init_caches(self, num_requests: int = 1) -> Caches:
+        """Empty caches of R requests."""
+        size = num_requests, self.buffer_length
+        return Caches(self.model.init_cache(*size), self.drafter.init_cache(*size))
+
     def admit(
         self,
         params: Any,
         draft_params: Any,
         state: DecodeState,
         *,
-        slot: jax.Array,
-        prompt: jax.Array,
-        length: jax.Array,
-        key: jax.Array,
+        slots: jax.Array,
+        prompts: jax.Array,
+        lengths: jax.Array,
+        keys: jax.Array,
         options: BatchOptions,
     ) -> DecodeState:
-        """Put a request into a slot, over whatever is there, and let both models read its prompt.
+        """Put R requests into slots, over whatever is there; both models read their prompts.
 
-        Its first step has no drafts and emits one token.
+        Their first step has no drafts and emits one token.
 
         A request that has left its slot comes back with its tokens so far for a prompt. If it has
         emitted some, its next step has drafts, with the same noise: it goes on as if it had never
@@ -224,10 +268,11 @@ class Engine:
           params: the target's weights.
           draft_params: the drafter's weights.
           state: donated.
-          slot: ``[]`` int32 in [0, S).
-          prompt: ``[P]`` int32, as `pad_prompt` gives it; each P is compiled once.
-          length: ``[]`` int32, how many of them there are, at least 1.
-          key: ``[]`` typed key of two or four words.
+          slots: ``[R]`` int32 in [0, S). Whoever has fewer than R requests gives one of them again.
+          prompts: ``[R, P]`` int32, of `pad_prompt`; each R and P is compiled once. Those longer
+            than `piece_size` are for `read` and `insert`.
+          lengths: ``[R]`` int32, how many of them there are, at least 1.
+          keys: ``[R]`` typed keys of two or four words.
           options: from `options_of`; prompt and budget are at most `max_length` together.
 
         Returns:
@@ -236,72 +281,116 @@ class Engine:
         Raises:
           ValueError: shapes that do not fit, or a cache without an axis that holds the requests.
         """
-        size, m = self.buffer_length, self.max_stop_tokens
-        slot, length = jnp.asarray(slot, jnp.int32), jnp.asarray(length, jnp.int32)
-        prompt = jnp.asarray(prompt, jnp.int32)
-        if prompt.ndim != 1 or not 1 <= prompt.shape[0] <= size:
-            raise ValueError(f"prompt must be [P] with P in [1, {size}], but it is {prompt.shape}")
-        stops = jnp.shape(options.stop_token_ids)
-        if stops != (m,):
-            raise ValueError(
-                f"options.stop_token_ids must have shape [{m}], but it has {stops}: options_of "
-                "gives what admit takes"
-            )
-        target_cache, draft_cache = self._read_prompt(params, draft_params, prompt, length)
-        new = Batch(
-            token_ids=jnp.zeros((size,), jnp.int32).at[: prompt.shape[0]].set(prompt),
-            lengths=length,
-            done=jnp.bool_(False),
-            status=jnp.int32(Status.OK),
-            keys=noise.threefry_keys(key),
+        prompts = jnp.asarray(prompts, jnp.int32)
+        self._check_prompts(prompts, self.piece_size)
+        empty = self.init_caches(prompts.shape[0])
+        start = jnp.zeros((prompts.shape[0],), jnp.int32)
+        _, target = self.model.apply(params, prompts, start, empty.target)
+        caches = Caches(target, self.drafter.prefill(draft_params, prompts, empty.draft))
+        return self.insert(
+            state,
+            caches,
+            slots=slots,
+            prompts=prompts,
+            lengths=lengths,
+            keys=keys,
             options=options,
         )
-        here = jnp.arange(self.num_slots, dtype=jnp.int32) == slot
-        return dataclasses.replace(
-            state.without_drafts(here),
-            batch=jax.tree.map(lambda all_, one: all_.at[slot].set(one), state.batch, new),
-            target_cache=insert(
-                self.model.init_cache, state.target_cache, target_cache, slot, size
-            ),
-            draft_cache=insert(self.drafter.init_cache, state.draft_cache, draft_cache, slot, size),
-        )
 
-    def _read_prompt(
-        self, params: Any, draft_params: Any, prompt: jax.Array, length: jax.Array
-    ) -> tuple[Any, Any]:
-        """Caches of one request, filled by both models with its prompt.
+    def read(
+        self, params: Any, draft_params: Any, caches: Caches, piece: jax.Array, start: jax.Array
+    ) -> Caches:
+        """Let both models read a piece of one long prompt, which `insert` puts into a slot.
 
-        A prompt longer than the last of `prefill_sizes` is read in pieces of that many tokens, as
-        many as hold its `length`. The last piece begins early enough not to reach past P.
+        Args:
+          params: the target's weights.
+          draft_params: the drafter's weights.
+          caches: of one request, `init_caches` at first; donated. A piece that starts at 0 empties
+            them.
+          piece: ``[C]`` int32, of `piece_size` tokens.
+          start: ``[]`` int32, the position of the first of them.
+
+        Returns:
+          The caches.
         """
-        assert self.prefill_sizes is not None
-        model, drafter = self.model, self.drafter
-        piece = min(self.prefill_sizes[-1], prompt.shape[0])
-        target_cache = model.init_cache(1, self.buffer_length)
-        draft_cache = drafter.init_cache(1, self.buffer_length)
-        last = prompt.shape[0] - piece
-        if last <= 0:
-            start = jnp.zeros((1,), jnp.int32)
-            _, target_cache = model.apply(params, prompt[None, :], start, target_cache)
-            return target_cache, drafter.prefill(draft_params, prompt[None, :], draft_cache)
+        start = jnp.asarray(start, jnp.int32)
+        clear = start == 0
+        empty = self.init_caches()
+        caches = jax.tree.map(lambda new, old: jnp.where(clear, new, old), empty, caches)
+        tokens, start = jnp.asarray(piece, jnp.int32)[None, :], start[None]
+        _, target = self.model.apply(params, tokens, start, caches.target)
+        draft = self.drafter.prefill(draft_params, tokens, caches.draft, start=start)
+        return Caches(target, draft)
 
-        def read(carry: tuple[jax.Array, Any, Any]) -> tuple[jax.Array, Any, Any]:
-            count, target_cache, draft_cache = carry
-            start = jnp.minimum(count * piece, last)
-            tokens = lax.dynamic_slice(prompt, (start,), (piece,))[None, :]
-            _, target_cache = model.apply(params, tokens, start[None], target_cache)
-            draft_cache = drafter.prefill(draft_params, tokens, draft_cache, start=start[None])
-            return count + 1, target_cache, draft_cache
+    def insert(
+        self,
+        state: DecodeState,
+        caches: Caches,
+        *,
+        slots: jax.Array,
+        prompts: jax.Array,
+        lengths: jax.Array,
+        keys: jax.Array,
+        options: BatchOptions,
+    ) -> DecodeState:
+        """The second half of `admit`: R requests whose prompts are read go into slots.
 
-        _, target_cache, draft_cache = lax.while_loop(
-            lambda carry: carry[0] * piece < length,
-            read,
-            (jnp.int32(0), target_cache, draft_cache),
+        Args:
+          state: donated.
+          caches: of R requests, with their prompts.
+          slots: as in `admit`.
+          prompts: ``[R, P]`` int32 with any P up to `buffer_length`.
+          lengths: as in `admit`.
+          keys: as in `admit`.
+          options: as in `admit`.
+
+        Returns:
+          The state.
+
+        Raises:
+          ValueError: as `admit`.
+        """
+        size, m = self.buffer_length, self.max_stop_tokens
+        slots, lengths = jnp.asarray(slots, jnp.int32), jnp.asarray(lengths, jnp.int32)
+        prompts = jnp.asarray(prompts, jnp.int32)
+        self._check_prompts(prompts, size)
+        r = prompts.shape[0]
+        stops = jnp.shape(options.stop_token_ids)
+        if stops != (r, m):
+            raise ValueError(
+                f"options.stop_token_ids must have shape [{r}, {m}], but it has {list(stops)}: "
+                "options_of gives what admit takes"
+            )
+        new = Batch(
+            token_ids=jnp.pad(prompts, ((0, 0), (0, size - prompts.shape[1]))),
+            lengths=lengths,
+            done=jnp.zeros((r,), bool),
+            status=jnp.full((r,), int(Status.OK), jnp.int32),
+            keys=noise.threefry_keys(keys),
+            options=options,
         )
-        return target_cache, draft_cache
+        here = jnp.arange(self.num_slots, dtype=jnp.int32)[:, None] == slots[None, :]
+        model, drafter = self.model, self.drafter
+        return dataclasses.replace(
+            state.without_drafts(here.any(axis=1)),
+            batch=jax.tree.map(lambda all_, some: all_.at[slots].set(some), state.batch, new),
+            target_cache=insert(model.init_cache, state.target_cache, caches.target, slots, size),
+            draft_cache=insert(drafter.init_cache, state.draft_cache, caches.draft, slots, size),
+        )
+
+    def _check_prompts(self, prompts: jax.Array, most: int) -> None:
+        if prompts.ndim != 2 or not 1 <= prompts.shape[1] <= most:
+            raise ValueError(
+                f"prompts must be [R, P] with P in [1, {most}], but they are {list(prompts.shape)}"
+            )
 
     def step(
-        self, params: Any, draft_params: Any, state: DecodeState
+        self,
+        params: Any,
+        draft_params: Any,
+        state: DecodeState,
+        *,
+        all_neutral: bool = False,
     ) -> tuple[DecodeState, StepRecord]:
         """`draft`, then `verify`: at least one token for every occupied slot.
 
@@ -309,12 +398,20 @@ class Engine:
           params: the target's weights.
           draft_params: the drafter's weights.
           state: donated.
+          all_neutral: static; that no running request asks for what needs `request_options`. All
+            that serves it is then left out. The tokens are the same, but for ties of float32 sums.
 
         Returns:
           The state, whose ``batch.done`` and ``batch.status`` say which requests have ended and
           why, and the record of the step.
         """
-        return self.decoder.step(params, draft_params, state)
+        if not all_neutral:
+            return self.decoder.step(params, draft_params, state)
+        options = state.batch.options
+        state, record = self.decoder.step(
+            params, draft_params, _with_options(state, options.neutral)
+        )
+        return _with_options(state, options), record
 
     def draft(self, draft_params: Any, state: DecodeState) -> DecodeState:
         """The first half of `step`: K drafts for every occupied slot, but for new requests.
@@ -354,18 +451,22 @@ class Engine:
         return dataclasses.replace(state.without_drafts(slots), batch=batch)
 
 
+def _with_options(state: DecodeState, options: BatchOptions) -> DecodeState:
+    return dataclasses.replace(state, batch=dataclasses.replace(state.batch, options=options))
+
+
 def insert(
-    init_cache: Callable[[int, int], Any], cache: Any, one: Any, slot: jax.Array, max_length: int
+    init_cache: Callable[[int, int], Any], cache: Any, some: Any, slots: jax.Array, max_length: int
 ) -> Any:
-    """`cache` with everything of `slot` replaced by a cache of one request; in place if donated.
+    """`cache` with everything of `slots` replaced by a cache of R requests; in place if donated.
 
     Which axis holds the requests is found by asking for caches of one and of two.
 
     Args:
       init_cache: of a model or a drafter.
       cache: of S requests.
-      one: of one request.
-      slot: ``[]`` int32.
+      some: of R requests.
+      slots: ``[R]`` int32.
       max_length: of both caches.
 
     Raises:
@@ -384,10 +485,13 @@ def insert(
             )
         ((axis, size),) = axes
         start = [jnp.int32(0)] * all_.ndim
-        start[axis] = slot * size
-        return lax.dynamic_update_slice(all_, new, start)
+        for row in range(slots.shape[0]):  # a scatter would copy where `axis` is not the first
+            start[axis] = slots[row] * size
+            one = lax.slice_in_dim(new, row * size, (row + 1) * size, axis=axis)
+            all_ = lax.dynamic_update_slice(all_, one, start)
+        return all_
 
-    return jax.tree.map_with_path(put, *shapes, cache, one)
+    return jax.tree.map_with_path(put, *shapes, cache, some)
 
 
 def _check_reads_pieces(drafter: Drafter, piece: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax import export
 
 from jax_specdec._src.config import check_int
 from jax_specdec._src.serving.batch import StepRecord
+from jax_specdec._src.types import described
 
 
 @jax.tree_util.register_dataclass
@@ -187,7 +189,15 @@ class AcceptanceStats:
 
         Returns:
           The statistics.
+
+        Raises:
+          TypeError: something else.
         """
+        if not isinstance(steps, StepRecord):
+            raise TypeError(
+                f"steps must be a StepRecord, as in GenerateOutput.steps, but it is "
+                f"{described(steps)}"
+            )
         proposed, accepted = np.asarray(steps.num_proposed), np.asarray(steps.num_accepted)
         positions = range(np.asarray(steps.token_ids).shape[-1] - 1)
         return cls(
@@ -265,12 +275,12 @@ class AcceptanceStats:
 
     @property
     def unconditional_rates(self) -> tuple[float, ...]:
-        """K rates: of verifications offered draft i, the share that accepted drafts ``0..i``."""
+        """``[K]``, the share of verifications offered draft i that accepted drafts ``0..i``."""
         return _rates(self.accepted_per_position, self.offered_per_position)
 
     @property
     def conditional_rates(self) -> tuple[float, ...]:
-        """K rates: of those that were offered draft i and accepted all before it, the same share.
+        """``[K]``, the same share of those that were offered draft i and accepted all before it.
 
         ``r[i] / r[i-1]`` of `unconditional_rates` where every verification was offered K drafts;
         counted by itself, it stays in [0, 1] where offers differ in length.
@@ -323,6 +333,112 @@ class AcceptanceStats:
         names = [field.name for field in dataclasses.fields(self)]
         values = {name: getattr(self, name) for name in (*names, *_DERIVED)}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class ServingStats:
+    """How busy an `EngineDriver` kept its engine, summed since it was made.
+
+    The difference of two readings is the interval between them.
+
+    Attributes:
+      num_slots: S.
+      num_steps: steps whose results were read.
+      num_busy_slots: slots that took part in them, summed over steps.
+      num_steps_ahead: steps that were dispatched already when one was read, summed over steps.
+      host_wait_seconds: how long the host waited for results.
+      num_admitted: requests that left the queue for their first slot.
+      queue_seconds: how long they had waited there, summed over requests.
+      num_failed_calls: calls that failed on the device.
+
+    Example:
+      >>> stats = ServingStats(
+      ...     num_slots=8, num_steps=4, num_busy_slots=24, num_steps_ahead=4,
+      ...     host_wait_seconds=0.006, num_admitted=2, queue_seconds=0.05)
+      >>> print(stats.log_line())
+      Serving metrics: Steps: 4, Slots busy: 6.0 of 8, Steps ahead: 1.0, Host wait: 1.50 ...
+    """
+
+    num_slots: int
+    num_steps: int = 0
+    num_busy_slots: int = 0
+    num_steps_ahead: int = 0
+    host_wait_seconds: float = 0.0
+    num_admitted: int = 0
+    queue_seconds: float = 0.0
+    num_failed_calls: int = 0
+
+    def after_step(self, *, num_busy: int, num_ahead: int, waited: float) -> ServingStats:
+        """With one more step; one that nobody took part in is none."""
+        if not num_busy:
+            return self
+        return dataclasses.replace(
+            self,
+            num_steps=self.num_steps + 1,
+            num_busy_slots=self.num_busy_slots + num_busy,
+            num_steps_ahead=self.num_steps_ahead + num_ahead,
+            host_wait_seconds=self.host_wait_seconds + waited,
+        )
+
+    def after_admission(self, seconds: Sequence[float]) -> ServingStats:
+        """With requests that had waited so long."""
+        return dataclasses.replace(
+            self,
+            num_admitted=self.num_admitted + len(seconds),
+            queue_seconds=self.queue_seconds + sum(seconds),
+        )
+
+    def __sub__(self, earlier: ServingStats) -> ServingStats:
+        """The interval between two readings of one driver.
+
+        Args:
+          earlier: the first reading.
+
+        Raises:
+          ValueError: another number of slots, or a sum that is larger in `earlier`.
+        """
+        if self.num_slots != earlier.num_slots:
+            raise ValueError(
+                f"both readings must be of as many slots, but they are of {self.num_slots} and "
+                f"{earlier.num_slots}"
+            )
+        names = [field.name for field in dataclasses.fields(self)][1:]
+        sums = [getattr(self, name) - getattr(earlier, name) for name in names]
+        if min(sums) < 0:
+            raise ValueError(f"earlier must not hold larger sums, but it is {earlier}")
+        return ServingStats(self.num_slots, *sums)
+
+    @property
+    def mean_busy_slots(self) -> float:
+        """Of a step; 0 where there was none."""
+        return self.num_busy_slots / max(self.num_steps, 1)
+
+    @property
+    def mean_steps_ahead(self) -> float:
+        """Of a step; 0 where there was none."""
+        return self.num_steps_ahead / max(self.num_steps, 1)
+
+    @property
+    def mean_host_wait(self) -> float:
+        """Seconds per step; near 0, the device waits for the host."""
+        return self.host_wait_seconds / max(self.num_steps, 1)
+
+    @property
+    def mean_queue_time(self) -> float:
+        """Seconds per request."""
+        return self.queue_seconds / max(self.num_admitted, 1)
+
+    def log_line(self) -> str:
+        """One line for a server's log; `AcceptanceStats.log_line` is the other."""
+        return (
+            f"Serving metrics: Steps: {self.num_steps},"
+            f" Slots busy: {self.mean_busy_slots:.1f} of {self.num_slots},"
+            f" Steps ahead: {self.mean_steps_ahead:.1f},"
+            f" Host wait: {self.mean_host_wait * 1e3:.2f} ms/step,"
+            f" Admitted: {self.num_admitted} requests,"
+            f" Queue time: {self.mean_queue_time * 1e3:.1f} ms,"
+            f" Failed calls: {self.num_failed_calls}"
+        )
 
 
 _DERIVED = (

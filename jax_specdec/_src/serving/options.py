@@ -396,6 +396,12 @@ class BatchOptions:
             token_bitmask=bitmask,
         )
 
+    @property
+    def neutral(self) -> BatchOptions:
+        """The same without what only an `Engine` with `request_options` serves."""
+        every = (field.name for field in dataclasses.fields(self)[:4])
+        return BatchOptions(**{name: getattr(self, name) for name in every})
+
     def processors(
         self, token_ids: jax.Array, lengths: jax.Array, done: jax.Array, vocab_size: int
     ) -> LogitsProcessors | None:

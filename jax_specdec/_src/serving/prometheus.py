@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jax_specdec._src.serving.metrics import AcceptanceStats
+from jax_specdec._src.serving.metrics import AcceptanceStats, ServingStats
 
 _PREFIX = "jax_specdec:spec_decode_"
 _COUNTERS = {
@@ -20,6 +20,16 @@ _COUNTERS = {
 _COUNTERS_PER_POSITION = {
     "offered_per_position": ("num_offered_tokens_per_pos", "Verifications offered draft i."),
     "accepted_per_position": ("num_accepted_tokens_per_pos", "Those that accepted drafts 0..i."),
+}
+_SERVING_PREFIX = "jax_specdec:serving_"
+_SERVING = {
+    "num_steps": "Steps whose results were read.",
+    "num_busy_slots": "Slots that took part in them, summed over steps.",
+    "num_steps_ahead": "Steps under way when one was read, summed over steps.",
+    "host_wait_seconds": "How long the host waited for results.",
+    "num_admitted": "Requests that left the queue for their first slot.",
+    "queue_seconds": "How long they had waited there, summed over requests.",
+    "num_failed_calls": "Calls that failed on the device.",
 }
 
 
@@ -37,6 +47,12 @@ class PrometheusExporter:
     rate(..._num_verifications_total[5m])``; and the unconditional acceptance rates of positions are
     ``rate(..._num_accepted_tokens_per_pos_total[5m]) /
     rate(..._num_offered_tokens_per_pos_total[5m])``.
+
+    `ServingStats`, where they are published too, are the counters
+    ``jax_specdec:serving_num_steps_total``, in the same way ``num_busy_slots``,
+    ``num_steps_ahead``, ``host_wait_seconds``, ``num_admitted``, ``queue_seconds`` and
+    ``num_failed_calls``, and the gauge ``jax_specdec:serving_num_slots``. The mean of slots busy in
+    the last five minutes is ``rate(..._busy_slots_total[5m]) / rate(..._num_steps_total[5m])``.
 
     A scrape reads what was published last and never the device.
 
@@ -71,7 +87,7 @@ class PrometheusExporter:
         self._labels = dict(labels)
         if "position" in self._labels:
             raise ValueError(f"labels must not have position, but they are {self._labels}")
-        self._stats: AcceptanceStats | None = None
+        self._published: tuple[AcceptanceStats, ServingStats | None] | None = None
         try:
             (prometheus_client.REGISTRY if registry is None else registry).register(self)
         except ValueError:  # of names that it has
@@ -79,24 +95,26 @@ class PrometheusExporter:
                 "registry has a PrometheusExporter already: use that one, or a registry for each"
             ) from None
 
-    def publish(self, stats: AcceptanceStats) -> None:
+    def publish(self, stats: AcceptanceStats, serving: ServingStats | None = None) -> None:
         """Set what the next scrapes see; safe to call while one is under way.
 
         Args:
           stats: since the server began, not of an interval: Prometheus takes the differences.
+          serving: since the server began; None to show none.
         """
-        self._stats = stats
+        self._published = stats, serving
 
     def describe(self) -> Iterator[Any]:
         """What prometheus_client asks for when the exporter is registered: the counters' names."""
-        return self._families(AcceptanceStats((0,), (0,), (0,), num_emitted_tokens=0))
+        none = AcceptanceStats((0,), (0,), (0,), num_emitted_tokens=0)
+        return self._families(none, ServingStats(num_slots=0))
 
     def collect(self) -> Iterator[Any]:
         """What prometheus_client asks for at every scrape; nothing before the first `publish`."""
-        return iter(()) if self._stats is None else self._families(self._stats)
+        return iter(()) if self._published is None else self._families(*self._published)
 
-    def _families(self, stats: AcceptanceStats) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily
+    def _families(self, stats: AcceptanceStats, serving: ServingStats | None) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         names, values = list(self._labels), list(self._labels.values())
         for field, text in _COUNTERS.items():
@@ -108,3 +126,11 @@ class PrometheusExporter:
             for position, count in enumerate(getattr(stats, field)):
                 family.add_metric([*values, str(position)], count)
             yield family
+        if serving is not None:
+            for field, text in _SERVING.items():
+                family = CounterMetricFamily(_SERVING_PREFIX + field, text, labels=names)
+                family.add_metric(values, getattr(serving, field))
+                yield family
+            gauge = GaugeMetricFamily(_SERVING_PREFIX + "num_slots", "S.", labels=names)
+            gauge.add_metric(values, serving.num_slots)
+            yield gauge

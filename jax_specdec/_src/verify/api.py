@@ -18,7 +18,7 @@ from jax_specdec._src.verify.batched import Kernels, Split
 from jax_specdec._src.verify.exchange import Exchange
 from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
-from jax_specdec._src.verify.requests import CallArrays, readable, unpack
+from jax_specdec._src.verify.requests import CallArrays, readable
 from jax_specdec._src.verify.rules import Rule
 from jax_specdec._src.verify.sharding import Layout, VerifySharding
 
@@ -291,16 +291,8 @@ def _verify_part(arrays: CallArrays, static: _Static) -> RejectionSampleOutput:
     split = Split(Exchange(vocab_axis), layout is not None and layout.draft_vocab)
 
     def on_xla(arrays: CallArrays, kernels: Kernels | None = None) -> RejectionSampleOutput:
-        return batched.verify(
-            unpack(arrays, k),
-            arrays.target_logits,
-            arrays.drafts.distribution,
-            arrays.token_bitmask,
-            size=size,
-            rule=rule,
-            lazy=_LAZY.get(implementation),
-            split=dataclasses.replace(split, kernels=kernels),
-        )
+        lazy, over = _LAZY.get(implementation), dataclasses.replace(split, kernels=kernels)
+        return batched.verify(arrays, rule, k=k, size=size, lazy=lazy, split=over)
 
     def on_mosaic_gpu(arrays: CallArrays) -> RejectionSampleOutput:
         # The kernels, for who uses them.

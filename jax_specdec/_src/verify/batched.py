@@ -23,15 +23,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.blocks import gathering
+from jax_specdec._src.blocks import entries_of, entry_of, gathering
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import DraftDistribution, RejectionSampleOutput, Status
 from jax_specdec._src.verify import decide, tiles
 from jax_specdec._src.verify.decide import Known, Request
 from jax_specdec._src.verify.draft_rows import DraftRows, DraftScale
 from jax_specdec._src.verify.exchange import WHOLE, Exchange, of_holder
+from jax_specdec._src.verify.requests import CallArrays, unpack
 from jax_specdec._src.verify.resample import Source, Weights, pick_and_draw, pieces_of_tiles
-from jax_specdec._src.verify.rows import Partials, Rows, best_of
+from jax_specdec._src.verify.rows import Partials, Rows, as_they_are, best_of
 from jax_specdec._src.verify.rules import Rule
 
 _LARGE = 2**25
@@ -65,37 +66,58 @@ class Split:
 
 
 def verify(
-    requests: Request,
-    target_logits: jax.Array,
-    distribution: DraftDistribution | None,
-    token_bitmask: jax.Array | None,
-    *,
-    size: int,
+    arrays: CallArrays,
     rule: Rule,
+    *,
+    k: int,
+    size: int,
     lazy: bool | None = None,
     split: Split,
 ) -> RejectionSampleOutput:
     """Verify a batch.
 
     Args:
-      requests: batched requests, the same on all devices that split the vocabulary.
-      target_logits: ``[M, V]``, M at least 1, or this device's columns of them.
-      distribution: draft distributions, or None where every request is one-hot.
-      token_bitmask: ``[M, ceil(V/32)]`` of the whole vocabulary, or None for every token.
-      size: ids that count, at most V.
+      arrays: of the call, with at least one target row; of a split vocabulary, this device's
+        columns of logits. All else is the same on all devices that split it.
       rule: the rule.
+      k: K.
+      size: ids that count, at most V.
       lazy: read rows one by one as they are reached, or all at once; None chooses by platform.
       split: how the vocabulary is split; if it is, rows are read all at once.
 
     Returns:
       Output ``[B, K+1]`` and ``[B]``, the same on all those devices.
     """
-    phases = _Phases.of(target_logits, distribution, token_bitmask, size, rule, split)
+
+    def one_by_one(arrays: CallArrays) -> RejectionSampleOutput:
+        return _Phases.of_call(arrays, size, rule, split).one_by_one(unpack(arrays, k))
+
+    def all_at_once(
+        arrays: CallArrays, keeps_sums: bool, samples: bool = True
+    ) -> RejectionSampleOutput:
+        phases = _Phases.of_call(arrays, size, rule, split)
+        phases = dataclasses.replace(phases, keeps_sums=keeps_sums)
+        return phases.all_at_once(unpack(arrays, k), samples)
+
+    def unless_greedy(arrays: CallArrays, keeps_sums: bool = True) -> RejectionSampleOutput:
+        logits, samples = arrays.target_logits, arrays.sampling.temperature != 0
+        some = functools.partial(all_at_once, keeps_sums=keeps_sums)
+        if logits.size * logits.dtype.itemsize < _LARGE or rule.conditional_rates is not None:
+            return some(arrays)
+        if arrays.active is not None:
+            samples &= arrays.active
+        # Each branch unpacks for itself, so that all it computes is fused with what uses it.
+        none = functools.partial(some, samples=False)
+        return lax.cond(jnp.any(samples), some, none, arrays)
+
     if split.exchange.axis is not None:
-        return phases.all_at_once(requests)
-    if lazy is not None:
-        return phases.one_by_one(requests) if lazy else phases.all_at_once(requests)
-    return lax.platform_dependent(requests, cpu=phases.one_by_one, default=phases.all_at_once)
+        return all_at_once(arrays, keeps_sums=False)
+    if lazy:
+        return one_by_one(arrays)
+    # A TPU would copy all rows to sum them by tile.
+    on_tpu = functools.partial(unless_greedy, keeps_sums=False)
+    on_cpu = one_by_one if lazy is None else unless_greedy
+    return lax.platform_dependent(arrays, cpu=on_cpu, tpu=on_tpu, default=unless_greedy)
 
 
 def sample(
@@ -123,26 +145,31 @@ def sample(
     """
     phases = _Phases.of_rows(logits, exchange)
     peak, best_id = phases.target.largest(None)
-    partials, least = phases.partials(None, peak, inv_temperature, ~greedy, filter)
+    partials, sums, least = phases.partials(None, peak, inv_temperature, ~greedy, filter)
+    assert sums is not None
     parts, best_ids = exchange.gather((partials, best_id))
     stats = Partials.of_whole(parts, inv_temperature)
+    scale = tiles.Scale(stats.max, jnp.log(stats.sum))
     no = jnp.zeros_like(greedy)
     index = jnp.arange(logits.shape[0], dtype=jnp.int32)
+    p_masses = sums * stats.share_of(partials, inv_temperature)[:, None]
     source = Source(
         row=index,
         draft_row=index,
         token_id=index,
-        stats=tiles.RowStats(stats.max[:, None], stats.sum[:, None], least),
-        scale=DraftScale.unit(),
+        scale=scale,
+        threshold=least,
+        p_masses=p_masses,
+        draft_scale=DraftScale.unit(),
         weight=jnp.ones_like(stats.max),
         from_residual=no,
         without_token=no,
         inv_temperature=inv_temperature,
     )
-    masses = exchange.gather(phases.weights.masses(source, in_place=True))
-    drawn, _ = phases.draw(source, masses, uniforms)
+    masses = jnp.stack([p_masses, p_masses], axis=1)
+    drawn, _ = phases.draw(source, exchange.gather(masses), uniforms)
     token_ids = jnp.where(greedy, best_of(parts.max, best_ids), drawn)
-    return token_ids, stats.max * inv_temperature + jnp.log(stats.sum), least
+    return token_ids, stats.max * inv_temperature + scale.log_scale, least
 
 
 def best_ids(logits: jax.Array, exchange: Exchange) -> jax.Array:
@@ -152,11 +179,19 @@ def best_ids(logits: jax.Array, exchange: Exchange) -> jax.Array:
 
 
 class _Statistics(NamedTuple):
-    """Of this part of target rows: partials, argmax, and the threshold of the row."""
+    """Of this part of target rows.
+
+    Attributes:
+      partials: of the part.
+      best_id: its argmax.
+      threshold: of the row, or None.
+      sums: those of `Partials` by tile, ``[..., num_tiles]``; None where only totals are read.
+    """
 
     partials: Partials
     best_id: jax.Array
     threshold: jax.Array | None
+    sums: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,11 +202,13 @@ class _Phases:
       weights: target and draft rows, and what tokens are drawn by.
       rule: the rule.
       split: how the vocabulary is split.
+      keeps_sums: whether sums of target rows are kept by tile, for drawing from them.
     """
 
     weights: Weights
     rule: Rule
     split: Split
+    keeps_sums: bool = True
 
     @classmethod
     def of(
@@ -192,6 +229,12 @@ class _Phases:
         return cls(Weights(target, draft, split.exchange.num_parts), rule, split)
 
     @classmethod
+    def of_call(cls, arrays: CallArrays, size: int, rule: Rule, split: Split) -> _Phases:
+        """Those of a call."""
+        distribution = arrays.drafts.distribution
+        return cls.of(arrays.target_logits, distribution, arrays.token_bitmask, size, rule, split)
+
+    @classmethod
     def of_rows(cls, logits: jax.Array, exchange: Exchange) -> _Phases:
         """Those of rows alone, of which all ids count."""
         size = logits.shape[1] * exchange.num_parts
@@ -210,42 +253,26 @@ class _Phases:
         positions = decide.num_accepted_by_rate(request, rates, self.target.size)[None]
         return positions, request.place(positions)
 
-    def all_at_once(self, requests: Request) -> RejectionSampleOutput:
-        """Phases 1 to 3; each row is read whether or not its position is reached."""
-        matrix, kernels = self.target.matrix, self.split.kernels
+    def all_at_once(self, requests: Request, samples: bool = True) -> RejectionSampleOutput:
+        """Phases 1 to 3; each row is read whether or not its position is reached.
+
+        `samples` says whether anybody may sample; if not, no draft row counts.
+        """
+        if not samples:
+            weights = dataclasses.replace(self.weights, draft=None)
+            return dataclasses.replace(self, weights=weights)._all_at_once(requests, False)
+        return self._all_at_once(requests, True)
+
+    def _all_at_once(self, requests: Request, samples: bool) -> RejectionSampleOutput:
         positions, places = jax.vmap(self.positions)(requests)
-        if kernels is not None or self.rule.conditional_rates is not None:
-            read = self.statistics_by_kernel if kernels is not None else self.statistics_of_rows
-            return self.finish(
-                requests, self.known(requests, positions, places, read(requests, positions))
-            )
-        owners = _owners(requests, matrix.shape[0])
-        rows = jnp.minimum(requests.first_row[:, None] + positions, matrix.shape[0] - 1)
-        peak, best_id = self.target.largest(None)
-
-        def finish(samples: bool) -> RejectionSampleOutput:
-            phases, partials, least = self, Partials(peak, jnp.zeros_like(peak)), None
-            if samples:
-                sampled = (requests.status == Status.OK) & ~requests.greedy
-                given = requests.inv_temperature, sampled, requests.filter
-                given = jax.tree.map(lambda x: x[owners], given)
-                partials, least = self.partials(None, peak, *given)
-            else:  # no draft row counts
-                weights = dataclasses.replace(self.weights, draft=None)
-                phases = dataclasses.replace(self, weights=weights)
-            stats = _Statistics(partials, best_id, least)
-            stats = jax.tree.map(lambda x: x[rows], stats)
-            known = phases.known(requests, positions, places, stats)
-            return phases.finish(requests, known, samples)
-
-        is_small = matrix.size * matrix.dtype.itemsize < _LARGE
-        if is_small or self.split.exchange.axis is not None:
-            return finish(samples=True)
-        return lax.cond(
-            jnp.any((requests.status == Status.OK) & ~requests.greedy),
-            functools.partial(finish, samples=True),
-            functools.partial(finish, samples=False),
-        )
+        if self.split.kernels is not None:
+            stats = self.statistics_by_kernel(requests, positions)
+        elif self.rule.conditional_rates is not None:
+            stats = self.statistics_of_rows(requests, positions)
+        else:
+            stats = self.statistics_in_place(requests, positions, samples)
+        known = self.known(requests, positions, places, stats)
+        return self.finish(requests, known, samples)
 
     def one_by_one(self, requests: Request) -> RejectionSampleOutput:
         """The same; phase 1 goes request by request, and ends where its rule does."""
@@ -277,7 +304,8 @@ class _Phases:
             return may_matter, count + 1, known
 
         shapes = jax.eval_shape(read, positions[0])
-        unread = jax.tree.map(lambda x: jnp.zeros(positions.shape, x.dtype), shapes)
+        count = positions.shape[0]
+        unread = jax.tree.map(lambda x: jnp.zeros((count, *x.shape[2:]), x.dtype), shapes)
         unread = unread._replace(position=positions)
         start = request.status == Status.OK, jnp.int32(0), unread
         return lax.while_loop(is_left, step, start)[2]
@@ -289,13 +317,34 @@ class _Phases:
         inv_temperature: jax.Array,
         wanted: jax.Array,
         filter: Filter | None,
-    ) -> tuple[Partials, jax.Array | None]:
-        """Sums of exponentials of rows, and thresholds of those that are wanted and filtered."""
+    ) -> tuple[Partials, jax.Array | None, jax.Array | None]:
+        """Of rows: partials, their sums by tile, and thresholds of what is wanted and filtered."""
         least, exchange = None, self.split.exchange
         if filter is not None:
             given = filter, wanted, peak, inv_temperature, exchange
             least = self.target.find_thresholds(rows, *given)
-        return self.target.partials(rows, peak, inv_temperature, least), least
+        if not self.keeps_sums:
+            return self.target.partials(rows, peak, inv_temperature, least), None, least
+        num_tiles = self.weights.num_tiles
+        sums = self.target.sums_by_tile(rows, peak, inv_temperature, least, num_tiles)
+        return Partials(peak, jnp.sum(sums, axis=1)), sums, least
+
+    def statistics_in_place(
+        self, requests: Request, positions: jax.Array, samples: bool
+    ) -> _Statistics:
+        """Of target rows at positions ``[B, P]``, of all rows where they lie."""
+        num_rows = self.target.matrix.shape[0]
+        peak, best_id = self.target.largest(None)
+        stats = _Statistics(Partials(peak, jnp.zeros_like(peak)), best_id, None, None)
+        if samples:
+            owns = _owns(requests, num_rows)
+            sampled = (requests.status == Status.OK) & ~requests.greedy
+            given = requests.inv_temperature, sampled, requests.filter
+            given = jax.tree.map(functools.partial(_of_owner, owns), given)
+            partials, sums, least = self.partials(None, peak, *given)
+            stats = _Statistics(partials, best_id, least, sums)
+        rows = jnp.minimum(requests.first_row[:, None] + positions, num_rows - 1)
+        return jax.tree.map(lambda x: x[rows], stats)
 
     def statistics_of_rows(self, requests: Request, positions: jax.Array) -> _Statistics:
         """Of target rows at positions ``[B, 1]``, each read by itself."""
@@ -304,8 +353,8 @@ class _Phases:
 
         def read(rows: jax.Array, inv: jax.Array, sampled: jax.Array, filter: Any) -> _Statistics:
             peak, best_id = self.target.largest(rows)
-            partials, least = self.partials(rows, peak, inv, sampled, filter)
-            return _Statistics(partials, best_id, least)
+            partials, sums, least = self.partials(rows, peak, inv, sampled, filter)
+            return _Statistics(partials, best_id, least, sums)
 
         sampled = wanted & ~requests.greedy
         found = gathering(read, rows, requests.inv_temperature, sampled, requests.filter)
@@ -318,13 +367,14 @@ class _Phases:
 
         def best() -> _Statistics:
             peak, best_id = self.target.largest(rows)
-            return _Statistics(Partials(peak, jnp.ones_like(peak)), best_id, least)
+            sums = jnp.zeros((1, self.weights.num_tiles), jnp.float32)
+            return _Statistics(Partials(peak, jnp.ones_like(peak)), best_id, least, sums)
 
         def sampled() -> _Statistics:
             peak = self.target.peak(rows)
             given = peak, one.inv_temperature, ~one.greedy, one.filter
-            partials, least = self.partials(rows, *given)
-            return _Statistics(partials.checked(), jnp.zeros_like(rows), least)
+            partials, sums, least = self.partials(rows, *given)
+            return _Statistics(partials.checked(), jnp.zeros_like(rows), least, sums)
 
         return jax.tree.map(lambda x: x[:, None], lax.cond(one.greedy[0], best, sampled))
 
@@ -332,7 +382,7 @@ class _Phases:
         """Of target rows ``[B, P]``, unfiltered, by a kernel that skips what nobody needs."""
         wanted = (requests.status == Status.OK)[:, None] & (positions < requests.num_rows[:, None])
         rows = requests.first_row[:, None] + positions
-        return _Statistics(*self._by_kernel(self.target, requests, rows, wanted), None)
+        return _Statistics(*self._by_kernel(self.target, requests, rows, wanted), None, None)
 
     def _by_kernel(
         self, of: Rows, requests: Request, rows: jax.Array, wanted: jax.Array
@@ -357,13 +407,13 @@ class _Phases:
         """What deciding takes of positions ``[B, P]`` and drafts ``[B, D]``, by all parts."""
         exchange, width, least = self.split.exchange, self.target.width, stats.threshold
         last = requests.token_ids.shape[1] - 1
-        ids = jnp.take_along_axis(requests.token_ids, jnp.minimum(positions, last), axis=1)
+        ids = entries_of(requests.token_ids, jnp.minimum(positions, last))
         rows = requests.first_row[:, None] + positions
         of_target = stats.partials, stats.best_id, self.target.at(rows, ids)
         draft, of_draft = self.weights.draft, None
         if draft is not None:
-            draft_rows = jnp.take_along_axis(requests.draft_rows, places, axis=1)
-            draft_ids = jnp.take_along_axis(requests.token_ids, places, axis=1)
+            draft_rows = entries_of(requests.draft_rows, places)
+            draft_ids = entries_of(requests.token_ids, places)
             partials = None
             if draft.needs_statistics:
                 partials = self._draft_partials(draft, requests, draft_rows, places)
@@ -380,11 +430,15 @@ class _Phases:
             partials = None if partials is None else Partials.of_whole(partials, inv)
             draft_entry = of_holder(draft_entry, draft_ids, width)
             draft_scale = draft.scales(draft_rows, partials)
+        target, p_masses = Partials.of_whole(parts, inv), None
+        if stats.sums is not None:
+            p_masses = stats.sums * target.share_of(stats.partials, inv)[..., None]
         return Known(
             position=positions,
-            target=Partials.of_whole(parts, inv),
+            target=target,
             best_id=best_of(parts.max, best_ids),
             threshold=least,
+            p_masses=p_masses,
             entry=tiles.keep(of_holder(entry, ids, width), least),
             draft_entry=draft_entry,
             draft_scale=draft_scale,
@@ -423,19 +477,19 @@ class _Phases:
         num_accepted, status = jax.vmap(functools.partial(decide.walk, size=size, rule=rule))(
             requests, known, drafts, residual_masses
         )
-        index = (num_accepted - known.position[:, 0])[:, None]
-        token_ids = jnp.take_along_axis(known.best_id, index, axis=1)[:, 0]
+        index = num_accepted - known.position[:, 0]
+        token_ids = entry_of(known.best_id, index)
         bad_draft = jnp.zeros_like(requests.greedy)
         if samples:
-            source = jax.vmap(lambda of, i: jax.tree.map(lambda x: x[i], of))(sources, index[:, 0])
+            source = as_they_are(jax.tree.map(lambda x: entry_of(x, index), sources))
             if requests.exponential is not None:
                 drawn, bad_draft = weights.race(source, requests.exponential)
             else:
                 if masses is None:
-                    masses = self.masses(jax.tree.map(lambda x: x[:, None], source))
+                    masses = self.masses(jax.tree.map(lambda x: x[:, None], source))[:, :, 0]
                 else:
-                    masses = jnp.take_along_axis(masses, index[None, ..., None, None], axis=2)
-                drawn, bad_draft = self.draw(source, masses[:, :, 0], requests.recover)
+                    masses = jax.vmap(entry_of, (0, None))(masses, index)
+                drawn, bad_draft = self.draw(source, masses, requests.recover)
             token_ids = jnp.where(requests.greedy, token_ids, drawn)
         status = jnp.where(requests.status == Status.OK, status, requests.status)
         bad_draft &= ~requests.greedy
@@ -465,7 +519,7 @@ class _Phases:
         weights, exchange, kernels = self.weights, self.split.exchange, self._draw_kernels
         if kernels is not None:
             token_ids, bad = kernels.part_draw(source, recover, masses, **self._part)
-            return exchange.sum(token_ids), source.from_residual & (bad | source.scale.bad)
+            return exchange.sum(token_ids), source.from_residual & (bad | source.draft_scale.bad)
         return pick_and_draw(weights, source, masses, recover, exchange)
 
     @property
@@ -487,9 +541,16 @@ class _Phases:
         )
 
 
-def _owners(requests: Request, num_rows: int) -> jax.Array:
-    """``[M]`` int32, the request of each target row; of a row that is nobody's, any."""
+def _owns(requests: Request, num_rows: int) -> jax.Array:
+    """``[M, B]`` bool, whether a target row is a request's: of no more than one."""
     row = jnp.arange(num_rows, dtype=jnp.int32)[:, None] - requests.first_row[None, :]
-    owns = (row >= 0) & (row < requests.num_rows[None, :]) & (requests.status == Status.OK)[None, :]
-    index = jnp.arange(requests.status.shape[0], dtype=jnp.int32)[None, :]
-    return jnp.max(jnp.where(owns, index, 0), axis=1)
+    is_ok = (requests.status == Status.OK)[None, :]
+    return (row >= 0) & (row < requests.num_rows[None, :]) & is_ok
+
+
+def _of_owner(owns: jax.Array, x: jax.Array) -> jax.Array:
+    """``[M]``, of values ``[B]`` that of each row's owner; 0 for a row that is nobody's.
+
+    A sum, which takes one kernel where an index and what it finds take two.
+    """
+    return jnp.sum(jnp.where(owns, x[None, :], jnp.zeros_like(x)), axis=1, dtype=x.dtype)

@@ -88,6 +88,7 @@ class Known(NamedTuple):
       target: statistics of the target rows, ``[P]``.
       best_id: ``[P]`` int32, the argmax of each.
       threshold: ``[P]`` float32, entries below it count as -inf; None for none.
+      p_masses: ``[P, T]`` float32, of the tiles of this part; None where only their sum was read.
       entry: ``[P]`` float32, the drafted token's logit; -inf where it does not count.
       draft_entry: ``[D]`` float32, its entry in the draft row; None without draft distributions.
       draft_scale: what normalizes the draft rows ``[D]``; None likewise.
@@ -97,6 +98,7 @@ class Known(NamedTuple):
     target: Partials
     best_id: jax.Array
     threshold: jax.Array | None
+    p_masses: jax.Array | None
     entry: jax.Array
     draft_entry: jax.Array | None
     draft_scale: DraftScale | None
@@ -110,7 +112,8 @@ class Judged(NamedTuple):
       p: ``[P]`` float32, its target probability; 1 or 0 if greedy.
       q: ``[P]`` float32, its draft probability; 1 if greedy or one-hot.
       status: ``[P]`` int32, of the rows.
-      scale: normalizers of the draft rows, ``[P]``.
+      scale: normalizers of the target rows, ``[P]``.
+      draft_scale: normalizers of the draft rows, ``[P]``.
       weight: ``[P]`` float32, joint weight of the drafts before it; 1 but in block verification.
     """
 
@@ -118,7 +121,8 @@ class Judged(NamedTuple):
     p: jax.Array
     q: jax.Array
     status: jax.Array
-    scale: DraftScale
+    scale: tiles.Scale
+    draft_scale: DraftScale
     weight: jax.Array
 
 
@@ -152,7 +156,7 @@ def judge(request: Request, known: Known, draft: DraftRows | None, size: int, ru
     weight = jnp.ones_like(p)
     if rule.is_block:
         weight = _joint_weights(p, q)[:-1]
-    return Judged(proposed, p, q, status, draft_scale, weight)
+    return Judged(proposed, p, q, status, scale, draft_scale, weight)
 
 
 def _joint_weights(p: jax.Array, q: jax.Array) -> jax.Array:
@@ -221,15 +225,17 @@ def num_accepted_by_rate(request: Request, rates: jax.Array, size: int) -> jax.A
 
 def sources_of(request: Request, known: Known, drafts: Judged) -> Source:
     """What the token at each position would be drawn from, ``[P]``; row -1 where none is."""
-    place, target = request.place(known.position), known.target
+    place = request.place(known.position)
     may_be = (request.status == Status.OK) & ~request.greedy & (drafts.weight > 0)
     may_be &= known.position < request.num_rows
     return Source(
         row=jnp.where(may_be, request.first_row + known.position, -1),
         draft_row=request.draft_rows[place],
         token_id=request.token_ids[place],
-        stats=tiles.RowStats(target.max[:, None], target.sum[:, None], known.threshold),
         scale=drafts.scale,
+        threshold=known.threshold,
+        p_masses=known.p_masses,
+        draft_scale=drafts.draft_scale,
         weight=drafts.weight,
         from_residual=drafts.proposed & request.stored,
         without_token=drafts.proposed & ~request.stored,

@@ -14,10 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_specdec._src.blocks import entry_of
 from jax_specdec._src.verify import rules, tiles
 from jax_specdec._src.verify.draft_rows import CandidateRows, DraftRows, DraftScale, MappedRows
 from jax_specdec._src.verify.exchange import Exchange
 from jax_specdec._src.verify.rows import Rows, as_they_are, by_tile
+
+_FEW = 256
+"""Weights of which a sum for each costs less than a cumulative sum."""
 
 
 class Source(NamedTuple):
@@ -27,8 +31,10 @@ class Source(NamedTuple):
       row: ``[]`` int32, target row; -1 where no token is drawn.
       draft_row: ``[]`` int32, draft row, if the residual needs it.
       token_id: ``[]`` int32, the rejected draft.
-      stats: statistics of the target row.
-      scale: normalizer of the draft row.
+      scale: normalizer of the target row.
+      threshold: ``[]`` float32, entries of the target row below it count as -inf; None for none.
+      p_masses: ``[T]`` float32, the sums of ``p`` by tile, of this part; None where not at hand.
+      draft_scale: normalizer of the draft row.
       weight: ``[]`` float32, joint weight of the drafts before; 1 but in block verification.
       from_residual: ``[]`` bool, weights ``(weight * p - q)+``.
       without_token: ``[]`` bool, weights ``p`` with `token_id` removed: a rejected one-hot draft.
@@ -38,8 +44,10 @@ class Source(NamedTuple):
     row: jax.Array
     draft_row: jax.Array
     token_id: jax.Array
-    stats: tiles.RowStats
-    scale: DraftScale
+    scale: tiles.Scale
+    threshold: jax.Array | None
+    p_masses: jax.Array | None
+    draft_scale: DraftScale
     weight: jax.Array
     from_residual: jax.Array
     without_token: jax.Array
@@ -70,17 +78,26 @@ class Weights:
         """``[]`` int32."""
         return self.target.first // tiles.TILE
 
-    def masses(self, source: Source, in_place: bool = False) -> jax.Array:
-        """Of sources ``[n]``: ``[n, 2, num_tiles]``, the sums of weights, and of ``p``, by tile.
+    def masses(self, source: Source) -> jax.Array:
+        """Of sources ``[n]``: ``[n, 2, num_tiles]``, the sums of weights, and of ``p``, by tile."""
+        p_masses, draft = source.p_masses, self.draft
+        candidates = draft.rows if draft and isinstance(draft.rows, CandidateRows) else None
+        if p_masses is None and candidates is None:
+            return jnp.stack(self._sums(source), axis=1)
+        if p_masses is None:
+            _, p_masses = dataclasses.replace(self, draft=None)._sums(source)
+        if draft is not None and candidates is None:
+            (masses,) = self._sums(source)
+        else:
+            masses = self._without_token(source, p_masses)
+        if candidates is not None:
+            residual = self._without_candidates(source, p_masses, candidates)
+            masses = jnp.where(source.from_residual[:, None], residual, masses)
+        return jnp.stack([masses, p_masses], axis=1)
 
-        `in_place` says that their rows are all rows, in order: then none is gathered.
-        """
-        if self.draft is not None and isinstance(self.draft.rows, CandidateRows):
-            return self._masses_without_candidates(source, self.draft.rows, in_place)
-        first_id = self.target.first_id
-        if self.target.width % tiles.TILE == 0:
-            first_id = None  # no tile is cut
-        entries = [(self.target.whole(None if in_place else source.row), self.target.fill)]
+    def _sums(self, source: Source) -> list[jax.Array]:
+        """Sums of weights by tile, and of ``p`` if not at hand, in one read of the rows."""
+        entries = [(self.target.whole(source.row), self.target.fill)]
         mapped = None
         if self.draft is not None and isinstance(self.draft.rows, MappedRows):
             mapped = self.draft.rows
@@ -99,24 +116,31 @@ class Weights:
                 p_entries, columns = entries
                 rows = source.draft_row[:, None, None]
                 entries = p_entries, mapped.entries.at(rows, columns)
-            weights, _ = self._of(source, of_tiles, *entries)
-            # Computed apart, p is written nowhere: XLA writes to memory what two sums share.
-            _, p = self._of(as_they_are(source), of_tiles, *entries)
-            found = jnp.sum(weights, axis=2), jnp.sum(p, axis=2)
-            return jnp.stack(as_they_are(found), axis=1)
+            found = [jnp.sum(self._of(source, of_tiles, *entries)[0], axis=2)]
+            if source.p_masses is None:
+                # Computed apart, p is written nowhere: XLA writes to memory what two sums share.
+                _, p = self._of(as_they_are(source), of_tiles, *entries)
+                found.append(jnp.sum(p, axis=2))
+            return jnp.stack(as_they_are(found))
 
-        return by_tile(sums, entries, self.num_tiles, first_id)
+        return list(by_tile(sums, entries, self.num_tiles, self.target.cut_by))
 
-    def _masses_without_candidates(
-        self, source: Source, candidates: CandidateRows, in_place: bool
+    def _without_token(self, source: Source, p_masses: jax.Array) -> jax.Array:
+        """`p_masses` without the token of a rejected one-hot draft: its tile is summed again."""
+        tile = source.token_id // tiles.TILE
+        _, inside = dataclasses.replace(self, draft=None).inside(source, tile)
+        index = self.first_tile + jnp.arange(self.num_tiles, dtype=jnp.int32)[None, :]
+        is_its = source.without_token[:, None] & (index == tile[:, None])
+        return jnp.where(is_its, jnp.sum(inside[:, 0], axis=1)[:, None], p_masses)
+
+    def _without_candidates(
+        self, source: Source, p_masses: jax.Array, candidates: CandidateRows
     ) -> jax.Array:
-        """`masses`, where few ids have a q: what they take away is ``sum(min(weight * p, q))``.
+        """Residual masses where few ids have a q, which takes away ``sum(min(weight * p, q))``.
 
         A difference of sums rounds in proportion to the row: `pick_and_draw` passes over tiles
         that have mass by rounding alone.
         """
-        found = dataclasses.replace(self, draft=None).masses(source, in_place)
-        weights, p_sums = found[:, 0], found[:, 1]
         ids, q_entries = candidates.listed(source.draft_row)
         p_entries = self.target.at(source.row[:, None], ids)
         left, p = self._of(source, ids, p_entries, q_entries)
@@ -124,9 +148,7 @@ class Weights:
         tile = self.first_tile + jnp.arange(self.num_tiles, dtype=jnp.int32)
         is_inside = (ids // tiles.TILE)[:, None, :] == tile[None, :, None]
         taken = jnp.sum(jnp.where(is_inside, taken[:, None, :], 0.0), axis=2)
-        residual = jnp.maximum(source.weight[:, None] * p_sums - taken, 0.0)
-        weights = jnp.where(source.from_residual[:, None], residual, weights)
-        return jnp.stack([weights, p_sums], axis=1)
+        return jnp.maximum(source.weight[:, None] * p_masses - taken, 0.0)
 
     def inside(self, source: Source, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Of tiles ``[n]``: ids ``[n, L]`` that are here, and ``[n, 2, L]`` weights and ``p``."""
@@ -152,7 +174,7 @@ class Weights:
         ids = jnp.arange(width, dtype=jnp.int32)[None, :]
         weights, p = self._of(source, ids, self.target.whole(source.row), q_entries)
         total = jnp.sum(weights, axis=1)
-        bad_draft = source.from_residual & (jnp.isnan(total) | source.scale.bad)
+        bad_draft = source.from_residual & (jnp.isnan(total) | source.draft_scale.bad)
         weights = jnp.where((total > 0)[:, None], weights, p)
         score = jnp.where(weights > 0, weights / exponential[:, :width], -1.0)
         return jnp.argmax(score, axis=1).astype(jnp.int32), bad_draft
@@ -174,18 +196,15 @@ class Weights:
         q_entries: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Weights of entries ``[n, ...]`` whose ids are `ids`, and their ``p``."""
-        stats = source.stats
-        source = source._replace(stats=stats._replace(max=stats.max[:, 0], sum=stats.sum[:, 0]))
         dims = (1,) * (p_entries.ndim - 1)
         source = jax.tree.map(lambda x: x.reshape(-1, *dims), source)
-        inv, stats = source.inv_temperature, source.stats
-        scale = tiles.Scale(stats.max, jnp.log(stats.sum))
-        p = scale.probs(tiles.keep(p_entries, stats.threshold), inv)
+        inv = source.inv_temperature
+        p = source.scale.probs(tiles.keep(p_entries, source.threshold), inv)
         is_removed = source.without_token & (ids == source.token_id)
         weights = jnp.where(is_removed, 0.0, p)
         if self.draft is None or q_entries is None:
             return weights, p
-        q = self.draft.probs(q_entries, source.scale, inv)
+        q = self.draft.probs(q_entries, source.draft_scale, inv)
         if isinstance(self.draft.rows, MappedRows):
             # The same in one formula: beside a gather, XLA would write p to memory for two.
             q = jnp.where(source.from_residual, q, jnp.where(is_removed, 2.0, 0.0))
@@ -230,20 +249,19 @@ def choose(
     flat = jnp.moveaxis(masses, 0, 2).reshape(n, 2, -1)
     flat = jnp.pad(flat, ((0, 0), (0, 0), (0, 1))) if num_parts > 1 else flat
     by_tile = jnp.sum(flat[:, :, pieces], axis=3) if num_parts > 1 else flat
+    u = recover[:, 1]
     tile, total = pick_each(by_tile, recover[:, 0])
     has_mass = total[:, 0] > 0
-    bad_draft = source.from_residual & (jnp.isnan(total[:, 0]) | source.scale.bad)
-    chosen, u = jnp.where(has_mass, tile[:, 0], tile[:, 1]), recover[:, 1]
+    bad_draft = source.from_residual & (jnp.isnan(total[:, 0]) | source.draft_scale.bad)
+    chosen = jnp.where(has_mass, tile[:, 0], tile[:, 1])
     part = jnp.zeros_like(chosen)
     if num_parts > 1:
         of_tile = jnp.asarray(pieces)[chosen]
         flat = jnp.where(has_mass[:, None], flat[:, 0], flat[:, 1])
         held = jnp.take_along_axis(flat, of_tile, axis=1)
-        piece, _ = pick_each(held[:, None], u)
-        own, sums = (
-            jnp.take_along_axis(x, piece, axis=1)[:, 0] for x in (held, jnp.cumsum(held, axis=1))
-        )
-        part = jnp.take_along_axis(of_tile, piece, axis=1)[:, 0] // num_tiles
+        piece = pick_each(held[:, None], u)[0][:, 0]
+        own, sums = (entry_of(x, piece) for x in (held, jnp.cumsum(held, axis=1)))
+        part = entry_of(of_tile, piece) // num_tiles
         # How far into the piece: 0 to 1.
         inside = u * jnp.sum(held, axis=1) - (sums - own)
         u = u if pieces.shape[1] == 1 else jnp.clip(inside / own, 0.0, 1.0)
@@ -334,7 +352,7 @@ def pick_each(weights: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
     Inverse CDF: the least place whose inclusive sum exceeds ``u * total``; never one of zero
     weight, but the last of positive weight where rounding finds none.
     """
-    sums = jnp.cumsum(weights, axis=2)
+    sums = _prefix_sums(weights)
     total = sums[:, :, -1]
     place = jnp.arange(weights.shape[2], dtype=jnp.int32)[None, None, :]
     size, positive = weights.shape[2], weights > 0
@@ -343,3 +361,13 @@ def pick_each(weights: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
     key = jnp.where(hit, place, jnp.where(positive, 2 * size - place, 2 * size))
     found = jnp.min(key, axis=2)
     return jnp.where(found < size, found, 2 * size - found), total
+
+
+def _prefix_sums(weights: jax.Array) -> jax.Array:
+    """Inclusive sums along the last axis; of few weights each by itself, one kernel on a GPU."""
+    size = weights.shape[-1]
+    if size > _FEW:
+        return jnp.cumsum(weights, axis=-1)
+    index = jnp.arange(size, dtype=jnp.int32)
+    is_before = index[None, :] <= index[:, None]
+    return jnp.sum(jnp.where(is_before, weights[..., None, :], 0.0), axis=-1)

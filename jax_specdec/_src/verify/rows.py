@@ -58,6 +58,11 @@ class Partials(NamedTuple):
             total += of_part * jnp.exp((m - peak) * inv_temperature)
         return cls(peak, total)
 
+    def share_of(self, part: Partials, inv_temperature: jax.Array) -> jax.Array:
+        """What turns sums of a part into sums of ``p`` of the whole row that these are of."""
+        moved = jnp.where(part.max == self.max, 0.0, part.max - self.max)
+        return jnp.exp(moved * inv_temperature) / self.sum
+
 
 def best_of(maxima: jax.Array, best_ids: jax.Array) -> jax.Array:
     """``[n]`` the best id of the first part whose maximum is the largest; of ``[num_parts, n]``."""
@@ -106,6 +111,11 @@ class Rows:
     def first(self) -> jax.Array:
         """``[]`` int32, the first id."""
         return jnp.int32(0) if self.first_id is None else self.first_id
+
+    @property
+    def cut_by(self) -> jax.Array | None:
+        """``[]`` int32, the first id, if a tile may be cut there; None where none is."""
+        return None if self.width % tiles.TILE == 0 else self.first_id
 
     def masked(self) -> Rows:
         """The same without a bitmask, in a copy: bits of a part of the words are dear to read."""
@@ -215,6 +225,23 @@ class Rows:
         sums = jnp.sum(jnp.exp((x - base) * inv_temperature[:, None]), axis=1)
         return Partials(peak, sums)
 
+    def sums_by_tile(
+        self,
+        rows: jax.Array | None,
+        peak: jax.Array,
+        inv_temperature: jax.Array,
+        least: jax.Array | None,
+        num_tiles: int,
+    ) -> jax.Array:
+        """``[n, num_tiles]``, the sums of `partials`, by tile from the one this part begins in."""
+        x = tiles.keep(self.whole(rows), None if least is None else least[:, None])
+        base, inv = jnp.where(jnp.isfinite(peak), peak, 0.0), inv_temperature[:, None, None]
+
+        def sums(_: int, x: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.exp((x - base[:, None, None]) * inv), axis=2)
+
+        return as_they_are(by_tile(sums, [(x, -float("inf"))], num_tiles, self.cut_by))
+
     def find_thresholds(
         self,
         rows: jax.Array | None,
@@ -275,14 +302,12 @@ class Rows:
         found = by_tile(
             lambda _, x: jnp.max(x, axis=2), [(self._clean(rows), -float("inf"))], count
         )
-        largest = as_they_are(found)
-        peak = jnp.max(largest, axis=1)
+        peak, tile = largest_of(as_they_are(found))
         length = min(tiles.TILE, self.matrix.shape[1])
-        tile = first_of(largest == peak[:, None])
         first = jnp.minimum(tile * tiles.TILE, self.matrix.shape[1] - length) + self.first
         index = jnp.arange(peak.shape[0], dtype=jnp.int32) if rows is None else rows
-        hits = self.slices(index, first, length) == peak[:, None]
-        return peak, first + first_of(hits)
+        _, place = largest_of(self.slices(index, first, length))
+        return peak, first + place
 
 
 def _sum(x: jax.Array) -> jax.Array:
@@ -344,9 +369,16 @@ def _in_tiles(x: jax.Array, count: int, fill: float, first_id: jax.Array | None)
     return x.reshape(x.shape[0], count, tiles.TILE)
 
 
-def first_of(hit: jax.Array) -> jax.Array:
-    """``[n]`` int32, the place of the first true entry of each row ``[n, L]``; L where none is."""
-    return jax.vmap(tiles.first)(hit)
+def largest_of(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Largest entry ``[n]`` of each row ``[n, L]``, none NaN, and where it is first."""
+
+    def larger(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> Any:
+        is_b = (b[0] > a[0]) | ((b[0] == a[0]) & (b[1] < a[1]))
+        return jnp.where(is_b, b[0], a[0]), jnp.where(is_b, b[1], a[1])
+
+    index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    least = jnp.asarray(-jnp.inf, x.dtype), jnp.int32(x.shape[1])
+    return lax.reduce((x, index), least, larger, (1,))
 
 
 def as_they_are(sums: Any) -> Any:

@@ -28,24 +28,6 @@ class Scale(NamedTuple):
         return jnp.exp((entries - self.shift) * inv_temperature - self.log_scale)
 
 
-class RowStats(NamedTuple):
-    """What was read of a row of logits.
-
-    Attributes:
-      max: ``[1]`` float32, the largest logit, before temperature; +inf for NaN.
-      sum: ``[1]`` float32, ``sum(exp((logit - max) / temperature))``.
-      threshold: ``[]`` float32, or None for none; entries below it count as -inf.
-    """
-
-    max: jax.Array
-    sum: jax.Array
-    threshold: jax.Array | None = None
-
-    def scale(self, inv_temperature: jax.Array) -> Scale:
-        """What normalizes the row."""
-        return Scale(self.max[0], jnp.log(self.sum[0]))
-
-
 def keep(x: jax.Array, threshold: jax.Array | None, fill: float = -float("inf")) -> jax.Array:
     """Entries, `fill` for those below a threshold; NaN stays."""
     return x if threshold is None else jnp.where(x < threshold, fill, x)

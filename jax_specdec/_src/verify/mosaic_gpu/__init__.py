@@ -11,6 +11,7 @@
 - ``request``: what is known of a request and its drafted tokens; what is written of it.
 - ``statistics``: largest entry, argmax and masses of a row, for every dtype.
 - ``rows``: target rows in shared memory, draft rows in global memory.
+- ``lists``: draft rows on a list of ids: a map for all of them, or candidates of each.
 - ``cluster``: exchanges between blocks; the one owner of rounds, slots and parities.
 - ``ptx``: what Pallas does not offer, such as loads of several entries of a dtype at once.
 - ``interpret``: the same in jnp, for GPU interpret mode.

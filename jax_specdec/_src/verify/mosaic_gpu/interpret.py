@@ -58,6 +58,10 @@ class InterpretedThreads(Threads):
     def warp_min(self, x: jax.Array) -> jax.Array:
         return self._per_warp(lambda x: jnp.min(x, axis=1, keepdims=True), x)
 
+    def has_twin(self, x: jax.Array) -> jax.Array:
+        x = x.reshape(WARPS, WARP)
+        return ((x[:, :, None] == x[:, None, :]).sum(axis=2) > 1).reshape(THREADS)
+
     def warp_sum(self, x: jax.Array, lanes: int = WARP) -> jax.Array:
         return jnp.repeat(x.reshape(-1, lanes).sum(axis=1), lanes)
 
@@ -188,10 +192,10 @@ class InterpretedThreads(Threads):
         return self.row_run(ref, row, start, 0, each)
 
     def row_words(self, ref: Any, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
-        return self.row_run(ref, row, start, 0, each)
+        return [ref[...][row, start + j] for j in range(each)]
 
     def numbers(self, words: list[jax.Array], dtype: Any) -> list[jax.Array]:
-        return words
+        return [x.astype(jnp.float32) for x in words]
 
     def row_run(
         self, ref: Any, row: jax.Array, start: jax.Array, offset: int, each: int

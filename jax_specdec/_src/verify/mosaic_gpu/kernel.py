@@ -22,6 +22,7 @@ from jax_specdec._src.types import Status
 from jax_specdec._src.verify import rules
 from jax_specdec._src.verify.mosaic_gpu import statistics
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Masses, Warpgroups, tree_sum
+from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, MappedSlice
 from jax_specdec._src.verify.mosaic_gpu.ptx import WARP
 from jax_specdec._src.verify.mosaic_gpu.request import DraftedTokens, KernelRequest
 from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice, TargetSlice
@@ -47,7 +48,7 @@ class Walk:
         self,
         request: KernelRequest,
         target: TargetSlice,
-        draft: DraftSlice | None,
+        draft: DraftSlice | Candidates | None,
         cluster: Cluster,
         warpgroups: Warpgroups,
     ):
@@ -72,8 +73,7 @@ class Walk:
         self.drafted.find_q()
         self.threads.cluster_wait()
         if rates is not None:  # the one row that the last token comes from
-            none_before = jnp.int32(0)
-            self.emit(position, *self.visit_if_there(position, round, none_before, judge=False))
+            self.emit(position, *self.visit(position, round))
         elif not self.plan.block:
             self.walk_and_emit(round)
         else:
@@ -101,7 +101,7 @@ class Walk:
 
         def step(state: tuple[jax.Array, Any, jax.Array, jax.Array]) -> Any:
             position, _, round, _ = state
-            result, round = self.visit_if_there(position, round)
+            result, round = self.visit(position, round)
             first = warpgroups.first(result.accepted == 0, position)
             pl.when(first == warpgroups.count)(lambda: self.copy(position + warpgroups.count))
             return position + warpgroups.count, result, round, first
@@ -123,49 +123,33 @@ class Walk:
         rejected = jnp.where(accepted & (lane < self.plan.k), WARP, lane)
         return self.threads.scalar(self.threads.warp_min(rejected))
 
-    def visit_if_there(
-        self,
-        position: jax.Array,
-        round: jax.Array,
-        rows_before: jax.Array | None = None,
-        *,
-        judge: bool = True,
-    ) -> tuple[PositionResult, jax.Array]:
-        """`visit`, if there is a row at `position`."""
+    def visit(self, position: jax.Array, round: jax.Array) -> tuple[PositionResult, jax.Array]:
+        """Read the rows of one position, and judge its draft by the greedy or the standard rule.
+
+        Args:
+          position: ``[]`` int32; the copy of its target row is under way, if it has one.
+          round: ``[]`` int32, of the next exchange.
+
+        Returns:
+          The result, nothing where there is no row; and the next round.
+        """
         return lax.cond(
             position < self.request.num_rows,
-            lambda: self.visit(position, round, rows_before, judge=judge),
+            lambda: self._read_and_judge(position, round),
             lambda: (PositionResult.nothing(self.cluster), round),
         )
 
-    def visit(
-        self,
-        position: jax.Array,
-        round: jax.Array,
-        rows_before: jax.Array | None = None,
-        *,
-        judge: bool = True,
+    def _read_and_judge(
+        self, position: jax.Array, round: jax.Array
     ) -> tuple[PositionResult, jax.Array]:
-        """Read the rows of one position; `judge` its draft by the greedy or the standard rule.
-
-        Args:
-          position: ``[]`` int32; the copy of its target row is under way.
-          round: ``[]`` int32, of the next exchange.
-          rows_before: ``[]`` int32, rows copied before it, or None for those of all positions.
-          judge: whether to.
-
-        Returns:
-          The result, and the next round.
-        """
-        request, drafted = self.request, self.drafted
-        if rows_before is None:
-            rows_before = self.warpgroups.rows_before(position)
+        request, drafted, by_rate = self.request, self.drafted, self.plan.rates is not None
+        rows_before = jnp.int32(0) if by_rate else self.warpgroups.rows_before(position)
         result, round = Reader(self, position, rows_before).read(round)
         bad_target = ~is_finite(result.target.peak)
         bad_draft = drafted.bad | (drafted.uses_q & ~is_finite(result.draft.peak))
 
         accepted = self.threads.filled(0, jnp.int32)
-        if judge:
+        if not by_rate:
             p, q = drafted.probabilities(result.target, result.draft)
             bad_draft = bad_draft | (drafted.uses_q & ~((q >= 0) & (q < jnp.inf)))
             is_best = rules.accepts_greedy(request.token_ids, result.best)
@@ -237,8 +221,9 @@ class Reader:
         if self.plan.is_plain:
             self.sums_masses = ~request.greedy & ~request.is_proposed(position)
         self.target_base = self.base(self.drafted.logit)
-        self.draft = walk.draft if self.plan.draft == "logits" else None
-        if self.draft is not None:
+        self.draft: DraftSlice | None = None
+        if isinstance(walk.draft, DraftSlice) and self.plan.draft == "logits":
+            self.draft = walk.draft.storage if isinstance(walk.draft, MappedSlice) else walk.draft
             self.uses_q = self.drafted.counts_q(position)
             self.draft_row = request.at(self.drafted.draft_row, position)
             self.draft_base = self.base(self.drafted.entry)
@@ -568,7 +553,7 @@ class BlockWalk:
 
         @pl.when(ends)
         def _() -> None:
-            self.walk.emit(position, *self.walk.visit_if_there(position, state.round))
+            self.walk.emit(position, *self.walk.visit(position, state.round))
 
         pl.when(ok & ~ends)(lambda: self.recover(state))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +18,8 @@ from jax_specdec._src.types import DraftLogits, Noise, RaceNoise, RejectionSampl
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Warpgroups
 from jax_specdec._src.verify.mosaic_gpu.interpret import ExchangeBarriers, InterpretedThreads
 from jax_specdec._src.verify.mosaic_gpu.kernel import Walk
-from jax_specdec._src.verify.mosaic_gpu.plan import SLOTS, KernelConfig, Plan
+from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, MappedSlice, columns_of_map
+from jax_specdec._src.verify.mosaic_gpu.plan import SLOTS, KernelConfig, Plan, is_aligned
 from jax_specdec._src.verify.mosaic_gpu.ptx import Threads
 from jax_specdec._src.verify.mosaic_gpu.request import KernelRequest
 from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice, TargetSlice
@@ -56,7 +58,7 @@ def verify(
     slices, warpgroups = plan.memory.slices, plan.memory.warpgroups
     if slices.cluster == 1 and not interpret:
         raise NotImplementedError("max_cluster=1 is for interpret mode: on a GPU it is at least 2")
-    operands = _operands(arrays)
+    operands = _operands(arrays, size)
     outputs = {
         "token_ids_out": (num_requests * (k + 1),),
         "num_accepted": (num_requests,),
@@ -89,7 +91,7 @@ def verify(
     return RejectionSampleOutput(token_ids, *counts_and_status[:3])
 
 
-def _operands(arrays: CallArrays) -> dict[str, jax.Array]:
+def _operands(arrays: CallArrays, size: int) -> dict[str, jax.Array]:
     """The arrays that there are, by name."""
     drafts, sampling, distribution = arrays.drafts, arrays.sampling, arrays.drafts.distribution
     token_ids, mask = drafts.token_ids, arrays.token_bitmask
@@ -106,7 +108,11 @@ def _operands(arrays: CallArrays) -> dict[str, jax.Array]:
         keys, positions = arrays.randomness
         operands |= {"keys": key_words(keys), "positions": positions}
     if distribution is not None:
-        operands["draft"] = storage_of(distribution)
+        operands["draft"], ids = storage_of(distribution), distribution.ids
+        if ids is not None and ids.ndim == 1:
+            operands["columns"], operands["bad_map"] = columns_of_map(ids, size)
+        elif ids is not None:
+            operands["ids"] = ids
         if isinstance(distribution, DraftLogits):
             operands["normalizer"] = distribution.log_normalizer
             operands["thresholds"] = distribution.threshold
@@ -163,6 +169,7 @@ def _verify_request(plan: Plan, refs: dict[str, Any], *, interpreted: bool) -> N
         barriers: Any = ExchangeBarriers(cluster_barrier, completed)
     else:
         barriers = tile_barriers = refs["barriers"].at[warpgroup]
+    first = block * slices.ids
     target = TargetSlice(
         threads=threads,
         rows=refs["target"],
@@ -171,26 +178,43 @@ def _verify_request(plan: Plan, refs: dict[str, Any], *, interpreted: bool) -> N
         per_slice=slices.tiles,
         stride=memory.target_stride,
         first_barrier=first_barrier,
-        first=block * slices.ids,
+        first=first,
         size=plan.size,
         each=memory.each,
         bitmask=refs.get("bitmask"),
     )
-    draft = None
-    if plan.draft != "none":
+    draft: DraftSlice | Candidates | None = None
+    thresholds = refs.get("thresholds")
+    fill = 0.0 if plan.holds_probs else -jnp.inf
+    if plan.draft == "candidates":
+        draft = Candidates(
+            threads=threads,
+            rows=refs["draft"],
+            ids=refs["ids"],
+            first=first,
+            size=plan.size,
+            fill=fill,
+            each=memory.each,
+            thresholds=thresholds,
+        )
+    elif plan.draft != "none":
         draft = DraftSlice(
             threads=threads,
             rows=refs["draft"],
             per_slice=slices.tiles,
-            first=block * slices.ids,
-            size=plan.draft_size,
+            first=first,
+            size=refs["draft"].shape[1] if plan.is_mapped else plan.draft_size,
             row_size=plan.size,
-            fill=0.0 if plan.draft == "probs" else -jnp.inf,
+            fill=fill,
             each=memory.each,
-            aligned=memory.draft_aligned,
+            aligned=is_aligned(refs["draft"]),
             at_once=memory.tiles_at_once,
-            thresholds=refs.get("thresholds"),
+            thresholds=thresholds,
         )
+        if plan.is_mapped:
+            fields = {field.name: getattr(draft, field.name) for field in dataclasses.fields(draft)}
+            fields |= {"size": plan.size, "aligned": False}
+            draft = MappedSlice(**fields, columns=refs["columns"], storage=draft)
     scratch = refs["scratch"].at[warpgroup]
     cluster = Cluster(threads, memory, slots.at[warpgroup], barriers, scratch, block)
     warpgroups = Warpgroups(

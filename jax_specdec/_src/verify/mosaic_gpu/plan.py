@@ -10,7 +10,7 @@ import dataclasses
 import jax
 
 from jax_specdec._src.config import check_int
-from jax_specdec._src.types import DraftDistribution, DraftLogits
+from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.rules import Rule
@@ -33,6 +33,12 @@ MAX_WARPGROUPS = 5
 
 MAX_TILES = 4
 """Tiles whose entries a thread loads at once, likewise."""
+
+MAX_CANDIDATES = 128
+"""Ids that a draft row may list: one for each thread of a warpgroup."""
+
+MAX_MAPPED = 2**16 - 1
+"""Ids that a map of draft rows may list: a column takes two bytes."""
 
 SHARED_BYTES = 227 * 1024
 """Shared memory that a block may have on Hopper and newer."""
@@ -256,7 +262,9 @@ class Plan:
       block: whether sampled requests follow the block rule.
       is_plain: whether nothing is masked or filtered, nor `block`: registers are left to sum masses
         of tiles while a row is read, and to load several tiles at once.
-      draft: "none", "probs", "logits" or "normalized".
+      draft: "none", "probs", "logits" or "normalized"; "candidates" where rows list ids.
+      holds_probs: whether draft rows hold probabilities.
+      is_mapped: whether draft rows share a map of ids.
       draft_rows: rows stored.
       draft_size: ids that the drafter could draw.
       memory: how rows are cut, and what shared memory holds.
@@ -271,6 +279,8 @@ class Plan:
     block: bool
     is_plain: bool
     draft: str
+    holds_probs: bool
+    is_mapped: bool
     draft_rows: int
     draft_size: int
     memory: SharedMemory
@@ -286,6 +296,7 @@ class Plan:
         hiding = arrays.token_bitmask, sampling.min_p, sampling.top_k, sampling.top_p
         is_plain = all(x is None for x in hiding) and not rule.is_block
         storage = None if distribution is None else storage_of(distribution)
+        ids = None if distribution is None else distribution.ids
         return cls(
             k=k,
             size=size,
@@ -296,8 +307,14 @@ class Plan:
             block=rule.is_block,
             is_plain=is_plain,
             draft=_kind_of(distribution),
+            holds_probs=isinstance(distribution, DraftProbs),
+            is_mapped=ids is not None and ids.ndim == 1,
             draft_rows=0 if storage is None else storage.shape[0],
-            draft_size=0 if storage is None else min(storage.shape[1], size),
+            draft_size=size
+            if ids is not None
+            else 0
+            if storage is None
+            else min(storage.shape[1], size),
             memory=shared_memory(
                 arrays.target_logits,
                 distribution,
@@ -314,6 +331,8 @@ class Plan:
 def _kind_of(distribution: DraftDistribution | None) -> str:
     if distribution is None:
         return "none"
+    if distribution.ids is not None and distribution.ids.ndim == 2:
+        return "candidates"
     if not isinstance(distribution, DraftLogits):
         return "probs"
     return "logits" if distribution.log_normalizer is None else "normalized"
@@ -342,15 +361,16 @@ def shared_memory(
       size: ids that count.
       config: the caller's choices, or None.
     """
-    storage = None if distribution is None else storage_of(distribution)
+    is_listed = distribution is not None and distribution.ids is not None
+    storage = None if distribution is None or is_listed else storage_of(distribution)
     target_size = target_logits.dtype.itemsize
     draft_size = 0 if storage is None else storage.dtype.itemsize
     if config is None:
         cores = _num_cores()
         config = KernelConfig.choose(num_requests, size, target_size, cores, draft_size)
     slices = Slices.of(size, config.max_cluster)
-    target_aligned, draft_aligned = _is_aligned(target_logits), _is_aligned(storage)
-    loads_several = is_plain and target_aligned and draft_aligned
+    target_aligned, draft_aligned = is_aligned(target_logits), is_aligned(storage)
+    loads_several = is_plain and target_aligned and draft_aligned and not is_listed
     most_tiles = power_of_two(min(config.tiles_at_once, slices.tiles))
     return SharedMemory(
         slices=slices,
@@ -375,13 +395,13 @@ def shared_memory_of_rows(
         slices=Slices.of(size, config.max_cluster),
         target_size=entry_size,
         draft_size=0,
-        target_aligned=_is_aligned(logits),
+        target_aligned=is_aligned(logits),
         draft_aligned=True,
         values=2,
     )
 
 
-def _is_aligned(rows: jax.Array | None) -> bool:
+def is_aligned(rows: jax.Array | None) -> bool:
     return rows is None or rows.shape[1] * rows.dtype.itemsize % 16 == 0
 
 

@@ -84,8 +84,7 @@ class Threads:
             text = f"shfl.sync.{kind}.b32 $0, $1, $2, {bound}, 0xffffffff;"
             return (_ptx(text, f"={letter},{letter},r", x, lane, result=x.type),)
 
-        out = [((THREADS,), x.dtype)]
-        return _inline(run, (), (x, jnp.asarray(lane, jnp.int32)), out)[0]
+        return _inline(run, (), (x, jnp.asarray(lane, jnp.int32)), [((THREADS,), x.dtype)])[0]
 
     def _reduce(self, kind: str, x: jax.Array) -> jax.Array:
         def run(x: Any) -> Any:
@@ -102,6 +101,16 @@ class Threads:
     def warp_min(self, x: jax.Array) -> jax.Array:
         """The least int32 of each warp, in all of its threads."""
         return self._reduce("MIN", x)
+
+    def has_twin(self, x: jax.Array) -> jax.Array:
+        """Whether another lane of the warp has the same int32, ``[128]`` bool."""
+
+        def run(x: Any) -> Any:
+            text = "match.any.sync.b32 $0, $1, 0xffffffff;"
+            return (_ptx(text, "=r,r", x, result=_i32()),)
+
+        lanes = _inline(run, (), (x,), [((THREADS,), jnp.int32)])[0]
+        return (lanes & (lanes - 1)) != 0
 
     def warp_sum(self, x: jax.Array, lanes: int = WARP) -> jax.Array:
         """The sum of each warp, or of each `lanes` of it in order, in all of its threads."""
@@ -137,18 +146,18 @@ class Threads:
 
     def sync(self) -> None:
         """Wait for the whole warpgroup, which then knows what it wrote to shared memory."""
-        _inline(lambda: utils.warpgroup_barrier(), (), ())
+        _inline(lambda: utils.warpgroup_barrier())
 
     def sync_block(self, warpgroups: int, barrier: Any) -> None:
         """Wait for all warpgroups of the block. `barrier` is for interpret mode."""
         del barrier  # of the hardware's sixteen, the one that no warpgroup has for itself
         text = f"bar.sync 15, {THREADS * warpgroups};"
-        _inline(lambda: _ptx(text, "~{memory}"), (), ())
+        _inline(lambda: _ptx(text, "~{memory}"))
 
     def fence_copies(self) -> None:
         """What a thread wrote to shared memory precedes copies that begin once others know it."""
         text = "fence.proxy.async.shared::cta;"
-        _inline(lambda: _ptx(text, "~{memory}"), (), ())
+        _inline(lambda: _ptx(text, "~{memory}"))
 
     def init_barriers(self, barriers: Any, count: int) -> None:
         """Make up to 32 mbarriers ready, by the first warp; all blocks see it after `cluster_wait`.
@@ -173,21 +182,21 @@ class Threads:
                 barrier.cluster.arrive.relaxed.aligned;
                 }}""",
                 "r,~{memory}",
-                _shared_address(barriers),
+                _address(barriers),
             )
 
-        _inline(run, (barriers,), ())
+        _inline(run, (barriers,))
 
     def cluster_wait(self) -> None:
         """Wait until every block of the cluster has made its barriers ready."""
-        _inline(lambda: nvvm.cluster_wait(aligned=True), (), ())
+        _inline(lambda: nvvm.cluster_wait(aligned=True))
 
     def wait(self, barriers: Any, barrier: jax.Array, parity: jax.Array) -> None:
         """Wait for the phase of a barrier: `parity` is 0 for the first, then 1, 0, 1 and so on."""
 
         def run(barriers: Any, barrier: Any, parity: Any) -> None:
             text = "{\n.reg .pred done;" + _WAIT.format(barrier="$0", parity="$1") + "}"
-            address = _add_scaled(_shared_address(barriers), barrier, 8)
+            address = _add_scaled(_address(barriers), barrier, 8)
             _ptx(text, "r,r,~{memory}", address, parity)
 
         _inline(run, (barriers,), (barrier, parity))
@@ -250,8 +259,8 @@ class Threads:
                 {_WAIT.format(barrier="$1", parity="$2")}
                 }}""",
                 ",".join(["r", "r", "r", *["f"] * count, "~{memory}"]),
-                _add_scaled(_shared_address(memory), place, 4),
-                _add_scaled(_shared_address(barriers), barrier, 8),
+                _add_scaled(_address(memory), place, 4),
+                _add_scaled(_address(barriers), barrier, 8),
                 parity,
                 *xs,
             )
@@ -303,10 +312,10 @@ class Threads:
                     [$0], [$1], $2, [$3];
                 }""",
                 "r,l,r,r,r,~{memory}",
-                _add_scaled(_shared_address(buffer), place, bytes_each),
+                _add_scaled(_address(buffer), place, bytes_each),
                 begin,
                 length,
-                _add_scaled(_shared_address(barriers), barrier, 8),
+                _add_scaled(_address(barriers), barrier, 8),
                 count,
             )
 
@@ -364,15 +373,12 @@ class Threads:
         if dtype == jnp.uint32:
             widened = jnp.uint32
         size = dtype.itemsize
-        columns = ref.shape[-1] if len(indices) == 2 else 0
+        columns = ref.shape[-1]
 
         def run(ref: Any, *at: Any) -> Any:
             is_bool = dtype == jnp.bool_
             kind = ir.IntegerType.get_signless(8) if is_bool else _element_type(dtype)
-            start = _address(ref)
-            if columns:
-                start = _add_scaled(start, at[0], columns * size)
-            value = llvm.load(kind, _pointer(ref, _add_scaled(start, at[-1], size)))
+            value = llvm.load(kind, _pointer(ref, _address_of(ref, at, columns, size)))
             if is_bool:
                 return (arith.extui(_i32(), value),)
             if widened == jnp.float32 and size < 4:
@@ -444,8 +450,7 @@ class Threads:
         dtype, columns = jnp.dtype(ref.dtype), ref.shape[1]
 
         def run(ref: Any, row: Any, start: Any) -> Any:
-            begin = _add_scaled(_address(ref), row, columns * dtype.itemsize)
-            begin = _add_scaled(begin, start, dtype.itemsize)
+            begin = _address_of(ref, (row, start), columns, dtype.itemsize)
             return _aligned_words(ref, begin, each * dtype.itemsize)
 
         out = [((THREADS,), jnp.int32)] * (each * dtype.itemsize // 4)
@@ -468,8 +473,7 @@ class Threads:
         dtype, columns = jnp.dtype(ref.dtype), ref.shape[1]
 
         def run(ref: Any, row: Any, start: Any) -> Any:
-            begin = _add_scaled(_address(ref), row, columns * dtype.itemsize)
-            begin = _add_scaled(begin, start, dtype.itemsize)
+            begin = _address_of(ref, (row, start), columns, dtype.itemsize)
             offsets = [utils.c((offset + j) * dtype.itemsize, begin.type) for j in range(each)]
             return [_entry(ref, arith.addi(begin, offset), dtype) for offset in offsets]
 
@@ -481,8 +485,8 @@ class Threads:
 
 def _inline(
     fn: Callable[..., Any],
-    refs: Sequence[Any],
-    values: Sequence[Any],
+    refs: Sequence[Any] = (),
+    values: Sequence[Any] = (),
     out: Sequence[tuple[tuple[int, ...], Any]] = (),
 ) -> list[jax.Array]:
     """`fn(*refs, *values)` in MLIR: memrefs, then each thread's value; returns one per `out`."""
@@ -550,14 +554,15 @@ def _ordered(bits: jax.Array) -> jax.Array:
     return bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF)
 
 
-def _shared_address(ref: Any) -> Any:
-    """Where a ref of shared memory begins, in 32 bits."""
-    return llvm.ptrtoint(_i32(), utils.memref_ptr(ref))
-
-
 def _address(ref: Any) -> Any:
     """Where a ref begins: 32 bits in shared memory, 64 in global memory."""
     return llvm.ptrtoint(_i32() if utils.is_smem_ref(ref) else _i64(), utils.memref_ptr(ref))
+
+
+def _address_of(ref: Any, at: Sequence[Any], columns: int, size: int) -> Any:
+    """Where an entry of a ref with one index or two is, that has so many columns."""
+    start = _address(ref) if len(at) == 1 else _add_scaled(_address(ref), at[0], columns * size)
+    return _add_scaled(start, at[-1], size)
 
 
 def _pointer(ref: Any, address: Any) -> Any:

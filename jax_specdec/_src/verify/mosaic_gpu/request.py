@@ -6,6 +6,7 @@ rows are read.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +17,20 @@ from jax import lax
 from jax_specdec._src import noise, ragged
 from jax_specdec._src import sampling as sampling_lib
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, SamplingParams, Status
+from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, MappedSlice
 from jax_specdec._src.verify.mosaic_gpu.plan import Plan
 from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, Threads
 from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice, TargetSlice
-from jax_specdec._src.verify.mosaic_gpu.statistics import LARGEST, LOG2E, Normalizer, is_finite
+from jax_specdec._src.verify.mosaic_gpu.statistics import (
+    LARGEST,
+    LOG2E,
+    Exponent,
+    Normalizer,
+    is_finite,
+)
+
+_ROUNDS = 8
+"""Loads of offsets, of 32 requests each, that are under way at once."""
 
 
 class KernelRequest:
@@ -59,18 +70,30 @@ class KernelRequest:
         guess = jnp.minimum(index * plan.k + self.lane, refs["token_ids"].shape[0] - 1)
         guessed = [threads.gather(refs[name], guess) for name in names]
         start, end = refs["offsets"][index], refs["offsets"][index + 1]
-        temperature = refs["temperature"][index]
+        temperatures = refs["temperature"]
+        temperature = temperatures[index]
         filters = {name: refs[name][index] for name in ("min_p", "top_k", "top_p") if name in refs}
         self._key = None
         if "keys" in refs:
             self._key = refs["keys"][index, 0], refs["keys"][index, 1]
             self._position = refs["positions"][index]
         flags = {name: self._flag(name) for name in ("active", "valid") if name in refs}
+        rounds = -(-temperatures.shape[0] // WARP)
+        before = [self._offsets(i) for i in range(min(rounds, _ROUNDS))]
         self.bonus = refs["bonus"][index] if "bonus" in refs else jnp.int32(0)
         meanwhile()  # loads do not move past its PTX: all of them are under way
         start, self.num_drafts, in_bounds = ragged.locate(
             start, end, index, plan.k, plan.num_drafts
         )
+        reached = functools.reduce(jnp.maximum, [self._end(*offsets) for offsets in before])
+        if rounds > _ROUNDS:
+            reached = lax.fori_loop(
+                _ROUNDS,
+                lax.div(index + WARP - 1, WARP),
+                lambda i, reached: jnp.maximum(reached, self._end(*self._offsets(i))),
+                reached,
+            )
+        in_bounds &= start >= -threads.scalar(threads.warp_min(-reached))
         self.first_row = start + index if plan.has_bonus_rows else start
         self.num_rows = self.num_drafts + (1 if plan.has_bonus_rows else 0)
 
@@ -107,6 +130,17 @@ class KernelRequest:
         """``[]`` int32, 0 where it is false."""
         index = self.threads.filled(0, jnp.int32) + self.index
         return self.threads.scalar(self.threads.gather(self.refs[name], index))
+
+    def _offsets(self, round: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """By lane: a request before this one, or one twice, and its two offsets; 32 a round."""
+        index = jnp.minimum(round * WARP + self.lane, jnp.maximum(self.index - 1, 0))
+        start, end = (self.threads.gather(self.refs["offsets"], index + i) for i in range(2))
+        return index, start, end
+
+    def _end(self, index: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
+        """By lane: where that request's drafts end, 0 where its offsets make no sense."""
+        _, _, in_bounds = ragged.locate(start, end, index, self.plan.k, self.plan.num_drafts)
+        return jnp.where(in_bounds & (index < self.index), end, 0)
 
     def draw_noise(self) -> None:
         """Draw or look up the uniforms."""
@@ -176,7 +210,9 @@ class DraftedTokens:
       bad: ``[128]`` bool, whether what is known of its draft row is bad.
     """
 
-    def __init__(self, request: KernelRequest, target: TargetSlice, draft: DraftSlice | None):
+    def __init__(
+        self, request: KernelRequest, target: TargetSlice, draft: DraftSlice | Candidates | None
+    ):
         self.request, self.draft = request, draft
         threads, plan = request.threads, request.plan
         used = request.proposed
@@ -189,10 +225,15 @@ class DraftedTokens:
         if draft is None:
             return
         self.draft_row = jnp.clip(request.draft_rows, 0, plan.draft_rows - 1)
-        self.entry = draft.entry(self.draft_row, jnp.minimum(self.place, plan.draft_size - 1))
+        if isinstance(draft, Candidates):
+            self._lists = [draft.load(request.at(self.draft_row, i)) for i in range(plan.k)]
+        elif isinstance(draft, MappedSlice):
+            self._column = draft.column(self.place)
+        else:
+            self.entry = draft.entry(self.draft_row, jnp.minimum(self.place, plan.draft_size - 1))
         if draft.thresholds is not None:
             self._threshold = threads.gather(draft.thresholds, self.draft_row)
-        if plan.draft == "normalized":
+        if "normalizer" in request.refs:
             self.log_normalizer = threads.gather(request.refs["normalizer"], self.draft_row)
 
     def find_q(self) -> None:
@@ -204,11 +245,43 @@ class DraftedTokens:
         self.bad = self.uses_q & ((rows < 0) | (rows >= plan.draft_rows))
         if self.draft.thresholds is not None:
             self.bad = self.bad | (self.uses_q & (self._threshold != self._threshold))
+        if isinstance(self.draft, Candidates):
+            self._find_listed(self.draft)
+        if isinstance(self.draft, MappedSlice):
+            self.entry = self.draft.entry_in(self.draft_row, self._column)
+            self.bad = self.bad | (self.uses_q & (request.refs["bad_map"][0] != 0))
         if plan.draft == "probs":
             self.q = self.entry
         if plan.draft == "normalized":
             self.q = jnp.exp2((self.entry * request.inv - self.log_normalizer) * LOG2E)
+        if "normalizer" in request.refs:
             self.bad = self.bad | (self.uses_q & ~is_finite(self.log_normalizer))
+
+    def _find_listed(self, draft: Candidates) -> None:
+        """Find what rows that list ids say of the drafted tokens, one position after another."""
+        request, threads = self.request, self.request.threads
+        entry, is_bad = threads.filled(draft.fill), request.lane < 0
+        self._peak, self._log = threads.filled(0.0), self.log_normalizer * LOG2E
+        for i, listed in enumerate(self._lists):
+            here = request.lane == i
+            entry = jnp.where(here, draft.entry_of(listed, request.at(self.place, i)), entry)
+            is_bad = is_bad | (here & draft.is_bad(listed))
+            if not (request.plan.holds_probs or "normalizer" in request.refs):
+                of_row = draft.peak_and_log(listed, request.scale)
+                self._peak = jnp.where(here, of_row[0], self._peak)
+                self._log = jnp.where(here, of_row[1], self._log)
+        self.q = entry
+        if not request.plan.holds_probs:
+            self.q = jnp.exp2(Exponent(request.scale, self._log, self._peak)(entry))
+            is_bad = is_bad | ~is_finite(self._peak)
+        self.bad = self.bad | (self.uses_q & is_bad)
+
+    def exponent(self, position: jax.Array) -> Exponent | None:
+        """What makes `q` of the entries of a row that lists ids; None of probabilities."""
+        if self.request.plan.holds_probs:
+            return None
+        log, peak = (self.request.at(x, position) for x in (self._log, self._peak))
+        return Exponent(self.request.scale, log, peak)
 
     def probabilities(self, target: Normalizer, draft: Normalizer) -> tuple[jax.Array, jax.Array]:
         """By lane: p and q of the drafted token, were the rows of its position so normalized."""

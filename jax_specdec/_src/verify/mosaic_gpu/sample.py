@@ -6,6 +6,7 @@ then its threads, then an id of one thread.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax_specdec._src.types import Status
 from jax_specdec._src.verify import rules
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Masses, tree_sum
+from jax_specdec._src.verify.mosaic_gpu.lists import Candidates
 from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
 from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, Threads
 from jax_specdec._src.verify.mosaic_gpu.request import DraftedTokens, KernelRequest
@@ -95,7 +97,7 @@ class Draw:
         request: KernelRequest,
         cluster: Cluster,
         target: TargetSlice,
-        draft: DraftSlice | None,
+        draft: DraftSlice | Candidates | None,
         drafted: DraftedTokens,
         position: jax.Array,
         result: PositionResult,
@@ -114,10 +116,12 @@ class Draw:
         if draft is None:
             return
         self.draft_row = request.at(drafted.draft_row, position)
-        if request.plan.draft == "normalized":
+        if isinstance(draft, Candidates):
+            self.draft = dataclasses.replace(draft, exponent=drafted.exponent(position))
+        elif request.plan.draft == "normalized":
             log_normalizer = request.at(drafted.log_normalizer, position)
             self.q_exponent = Exponent(request.scale, log_normalizer * LOG2E, None)
-        elif request.plan.draft == "logits":
+        elif isinstance(draft, DraftSlice) and request.plan.draft == "logits":
             self.q_exponent = Exponent.of(result.draft, request.scale, draft.entry_size)
 
     def run(self, round: jax.Array) -> None:
@@ -191,6 +195,8 @@ class Draw:
     def residual_masses(self, round: jax.Array) -> tuple[Masses, jax.Array]:
         """By the residual, which is 0 past the end of the row, where ``p`` is; and the round."""
         threads, target, draft = self.threads, self.target, self.draft
+        if isinstance(draft, Candidates):
+            return self._masses_with(draft, round)
         assert draft is not None
         size, count = draft.together, target.count()
         passes_end = target.per_slice % size > 0
@@ -217,6 +223,28 @@ class Draw:
         sums = draft.fold(self.draft_row, add, start, masked=True)
         return self.cluster.gather_masses(round, sums.first(threads, target.per_slice))
 
+    def _masses_with(self, draft: Candidates, round: jax.Array) -> tuple[Masses, jax.Array]:
+        """The same, where few ids have a `q`: of these, and of the row without them."""
+        threads, target = self.threads, self.target
+        ids, q = draft.q_by_thread(self.draft_row)
+        place = ids - target.first
+        here = (place >= 0) & (place < target.per_slice * TILE)
+        place = jnp.where(here, place, 0)
+        tile = lax.div(place, TILE)
+        where = target.begin(self.row, tile) + lax.rem(place, TILE)
+        entries = threads.gather(target.buffer, where)
+        (weight,) = self._residual([entries], [q])
+        threads.scatter(target.buffer, where, threads.filled(-jnp.inf), here)
+        threads.sync()
+        masses = tile_masses(target, self.row, None, lambda x: jnp.exp2(self.weighted(x)))
+        threads.sync()  # all have read
+        threads.scatter(target.buffer, where, entries, here)
+        threads.fence_copies()
+        threads.sync()
+        for i, mass in enumerate(masses):
+            masses[i] = mass + threads.warp_sum(jnp.where(here & (tile == i), weight, 0.0))
+        return self.cluster.gather_masses(round, masses)
+
     # Picking.
 
     def _pick(self, weights: TileWeights) -> None:
@@ -236,7 +264,8 @@ class Draw:
             draft = self.draft
 
             def residual() -> list[Chunk]:
-                drafts = draft.chunks(self.draft_row, place)
+                read = draft.q_of_tile if isinstance(draft, Candidates) else draft.chunks
+                drafts = read(self.draft_row, place)
                 targets = self.target.chunks(self.row, place)
                 return [self._residual(*both) for both in zip(targets, drafts, strict=True)]
 

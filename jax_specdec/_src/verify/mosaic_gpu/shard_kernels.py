@@ -217,13 +217,12 @@ def _operands(
     first_id: jax.Array,
 ) -> dict[str, jax.Array]:
     """What the kernels read of sources ``[G]`` and their rows."""
-    scale = jax.vmap(lambda s: s.stats.scale(s.inv_temperature))(source)
     operands = {
         "target": target,
         "first_id": first_id[None],
         "row": source.row,
-        "shift": scale.shift,
-        "log": scale.log_scale,
+        "shift": source.scale.shift,
+        "log": source.scale.log_scale,
         "inv": source.inv_temperature,
     }
     if part.one_hot:
@@ -237,8 +236,8 @@ def _operands(
         }
     if part.draft == "logits":
         operands |= {
-            "draft_shift": source.scale.scale.shift,
-            "draft_log": source.scale.scale.log_scale,
+            "draft_shift": source.draft_scale.scale.shift,
+            "draft_log": source.draft_scale.scale.log_scale,
         }
     return operands
 

@@ -10,7 +10,9 @@ from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import DraftDistribution, DraftLogits
 from jax_specdec._src.verify.mosaic_gpu.plan import (
     MAX_BARRIERS,
+    MAX_CANDIDATES,
     MAX_CLUSTER,
+    MAX_MAPPED,
     SHARED_BYTES,
     KernelConfig,
     SharedMemory,
@@ -99,7 +101,12 @@ def unsupported(
 ) -> str | None:
     """Why the kernel cannot serve a call, in a sentence; None if it can."""
     if distribution is not None and distribution.ids is not None:
-        return "implementation='mosaic_gpu' reads draft distributions without ids"
+        width, is_map = distribution.ids.shape[-1], distribution.ids.ndim == 1
+        most, what = (
+            (MAX_MAPPED, "ids in a map") if is_map else (MAX_CANDIDATES, "candidates a row")
+        )
+        if not 1 <= width <= most:
+            return f"implementation='mosaic_gpu' takes 1 to {most} {what}, but there are {width}"
     if is_race:
         return "implementation='mosaic_gpu' draws by inverse CDF: pass Noise, not RaceNoise"
     if num_requests == 0:

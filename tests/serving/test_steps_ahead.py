@@ -1,0 +1,373 @@
+"""Steps ahead, prompts read together and in pieces, and calls that fail on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+from jax_specdec._src.serving import driver as driver_lib
+
+from . import tiny
+from .engines import (
+    DRAFT,
+    LLAMA,
+    SLOTS,
+    TABLE,
+    TARGET,
+    VOCAB,
+    WEIGHTS,
+    K,
+    alone,
+    collect,
+    driver_of,
+    greedy_truth,
+    run,
+)
+
+pytestmark = pytest.mark.newest
+
+PIECES = dataclasses.replace(TABLE, prefill_sizes=(2, 8))
+"""Four prompts of two tokens a call, or eight tokens of one."""
+TABLES = (jnp.asarray(TARGET), jnp.asarray(DRAFT))
+
+
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the compiled functions that are called from now on."""
+    names: list[str] = []
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            names.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("_admit", "_read", "_insert", "_step", "_release"):
+        monkeypatch.setattr(driver_lib, name, noting(name, getattr(driver_lib, name)))
+    return names
+
+
+# Steps ahead
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 4])
+def test_steps_are_dispatched_before_the_results_of_the_last_ones_are_read(ahead, monkeypatch):
+    driver = driver_of(TABLE, max_steps_ahead=ahead)
+    driver.submit([1, 2], max_new_tokens=30)
+    names = calls(monkeypatch)
+    tokens = [update.token_ids for update in driver.step()]
+    assert names == ["_admit"] + ["_step"] * (1 + ahead)
+    assert len(tokens) == 1, "a step's results are delivered one by one, in their order"
+    driver.step()
+    assert names.count("_step") == 2 + ahead
+    assert driver.serving_stats().mean_steps_ahead == ahead
+
+
+def test_no_step_is_dispatched_that_all_budgets_are_spent_before(monkeypatch):
+    driver = driver_of(TABLE, max_steps_ahead=9)
+    names = calls(monkeypatch)
+    driver.submit([1, 2], max_new_tokens=1)
+    driver.submit([1, 3], max_new_tokens=3)
+    assert [len(u.token_ids) for u in driver.step()] == [1, 1]
+    assert names.count("_step") == 3
+    found = run(driver)
+    assert names.count("_step") == 3
+    assert (driver.is_idle, found[1].finish_reason) == (True, "length")
+
+
+def test_a_slot_idles_for_the_steps_ahead_and_no_longer():
+    ahead, driver = 2, driver_of(TABLE, max_steps_ahead=2)
+    stop = greedy_truth(dict(prompt=[1, 2], max_new_tokens=1))[0]
+    short = driver.submit([1, 2], max_new_tokens=30, stop_token_ids=[stop])
+    for i in range(SLOTS - 1):
+        driver.submit([3, i], max_new_tokens=37)
+    waiting = driver.submit([2, 1], max_new_tokens=2)
+    steps = []
+    while waiting not in {u.request_id for u in (steps[-1] if steps else [])}:
+        steps.append(driver.step())
+    ended = next(i for i, step in enumerate(steps) if short in {u.request_id for u in step})
+    assert ended == 0 and len(steps) - 1 - ended == ahead + 1
+    assert all(len(step) == SLOTS - 1 for step in steps[ended + 1 : -1])
+
+
+def test_a_cancelled_request_gets_nothing_of_the_steps_ahead():
+    driver = driver_of(TABLE, max_steps_ahead=3)
+    ids = [driver.submit([i], max_new_tokens=20) for i in range(SLOTS)]
+    driver.step()
+    assert driver.cancel(ids[1]) and not driver.cancel(ids[1])
+    follower = driver.submit([1, 4], max_new_tokens=9)  # in the same slot, behind those steps
+    found = run(driver)
+    assert ids[1] not in found
+    assert found[follower].token_ids == greedy_truth(dict(prompt=[1, 4], max_new_tokens=9))
+
+
+def test_a_preempted_request_gets_the_tokens_of_the_steps_ahead_once():
+    driver = driver_of(TABLE, max_steps_ahead=3)
+    request = dict(prompt=[1, 2], max_new_tokens=20)
+    request_id = driver.submit(**request)
+    updates = driver.step()
+    assert driver.preempt(request_id)
+    late = driver.step()
+    assert [u.request_id for u in late] == [request_id] * 3
+    found = run(driver, updates + late)
+    assert found[request_id].token_ids == greedy_truth(request)
+
+
+def test_a_request_that_ended_in_a_step_ahead_cannot_be_preempted():
+    driver = driver_of(TABLE, max_steps_ahead=9)
+    truth = greedy_truth(dict(prompt=[1, 2], max_new_tokens=9))
+    stop = next(token for i, token in enumerate(truth) if i and token not in truth[:i])
+    request_id = driver.submit([1, 2], max_new_tokens=30, stop_token_ids=[stop])
+    updates = driver.step()
+    assert driver.state.batch.done[0] and driver.num_running == 1
+    assert not driver.preempt(request_id)
+    updates += driver.step()
+    assert driver.is_idle
+    assert collect(updates)[request_id].token_ids == truth[: truth.index(stop) + 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(max_steps_ahead=-1), "max_steps_ahead must be at least 0, but it is -1"),
+        (dict(max_prefills=0), "max_prefills must be at least 1, but it is 0"),
+    ],
+)
+def test_a_driver_is_not_made_with(changes, message):
+    with pytest.raises(ValueError, match=message):
+        sd.EngineDriver(TABLE, *TABLES, **changes)
+
+
+# Prompts
+
+
+def test_prompts_of_one_size_are_read_in_one_call(monkeypatch):
+    driver = driver_of(PIECES, *TABLES)
+    requests = [dict(prompt=[i, 1][: 1 + i % 2], max_new_tokens=5) for i in range(SLOTS)]
+    for request in requests:
+        driver.submit(**request)
+    names = calls(monkeypatch)
+    found = run(driver)
+    assert names[:2] == ["_admit", "_step"]
+    assert [found[i].token_ids for i in range(SLOTS)] == [greedy_truth(r) for r in requests]
+
+
+def test_calls_read_as_many_prompts_as_their_size_allows():
+    engine = dataclasses.replace(PIECES, prefill_sizes=(2, 4, 8), max_prefill_requests=3)
+    assert [engine.num_rows(size) for size in (2, 4, 8)] == [3, 2, 1]
+    assert engine.admit_shapes == ((1, 2), (3, 2), (1, 4), (2, 4), (1, 8))
+    with pytest.raises(ValueError, match="max_prefill_requests must be at least 1, but it is 0"):
+        dataclasses.replace(PIECES, max_prefill_requests=0)
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_requests_go_on_while_a_long_prompt_is_read(ahead, monkeypatch):
+    driver = driver_of(PIECES, *TABLES, max_steps_ahead=ahead, max_prefills=1)
+    running = driver.submit([1], max_new_tokens=37)
+    updates = driver.step()
+    long = dict(prompt=np.random.default_rng(0).integers(0, VOCAB, 33).tolist(), max_new_tokens=6)
+    short = [dict(prompt=[i, 2], max_new_tokens=3) for i in range(3)]
+    ids = [driver.submit(**request) for request in [long, *short]]
+    names = calls(monkeypatch)
+    while not any(u.request_id == ids[0] for u in updates):
+        new = driver.step()
+        assert running in {u.request_id for u in new}, "each step has a token for it"
+        updates += new
+    pieces = -(-33 // 8)
+    reads = names[: names.index("_insert") + 1]
+    assert Counter(reads)["_read"] == pieces and Counter(reads)["_step"] >= pieces - 1
+    # Never two calls that read between two steps, but for the last piece's own.
+    between = "".join({"_step": "|", "_insert": ""}.get(name, "r") for name in names).split("|")
+    assert max(map(len, between)) == 1
+    assert reads.index("_admit") < len(reads) - 1, "short prompts do not wait for all of its pieces"
+    found = run(driver, updates)
+    assert found[ids[0]].token_ids == greedy_truth(long)
+    for request_id, request in zip(ids[1:], short, strict=True):
+        assert found[request_id].token_ids == greedy_truth(request)
+
+
+def test_where_nobody_runs_prompts_are_read_until_somebody_does(monkeypatch):
+    driver = driver_of(PIECES, *TABLES, max_prefills=1)
+    long = dict(prompt=[1, 2, 3] * 10, max_new_tokens=6)
+    driver.submit(**long)
+    names = calls(monkeypatch)
+    (update,) = driver.step()
+    assert names == ["_read"] * 4 + ["_insert", "_step"]
+    assert update.token_ids == greedy_truth(long)[:1]
+
+
+@pytest.mark.parametrize("leave", ["cancel", "preempt"])
+def test_a_request_may_leave_while_its_prompt_is_read(leave):
+    driver = driver_of(PIECES, *TABLES, max_prefills=1)
+    running = driver.submit([1], max_new_tokens=30)
+    driver.step()
+    long = dict(prompt=[5, 2, 3] * 10, max_new_tokens=6)
+    request_id = driver.submit(**long)
+    updates = driver.step()
+    assert {u.request_id for u in updates} == {running} and driver.num_running == 2
+    assert getattr(driver, leave)(request_id)
+    assert driver.num_running == 1 and driver.num_queued == (leave == "preempt")
+    follower = driver.submit(long["prompt"][::-1], max_new_tokens=6)
+    found = run(driver)
+    reverse = dict(prompt=long["prompt"][::-1], max_new_tokens=6)
+    assert found[follower].token_ids == greedy_truth(reverse)
+    if leave == "preempt":
+        assert found[request_id].token_ids == greedy_truth(long)
+    else:
+        assert request_id not in found
+
+
+def test_not_a_number_in_a_long_prompt_does_not_reach_the_next_one():
+    engine = dataclasses.replace(LLAMA, prefill_sizes=(8,))
+    params, draft_params = WEIGHTS[LLAMA]
+    broken = params | dict(embed_tokens=params["embed_tokens"].at[5].set(jnp.nan))
+    request = dict(prompt=[1, 2] * 6, max_new_tokens=8, stop_token_ids=[5])
+    expected = alone(driver_of(engine, params, draft_params), request)
+    driver = driver_of(engine, broken, draft_params)
+    bad = driver.submit([5] * 30, max_new_tokens=8)
+    assert run(driver)[bad].status == sd.Status.BAD_TARGET_ROW
+    good = driver.submit(**request)
+    assert run(driver)[good].token_ids == expected.token_ids
+
+
+def test_tokens_of_a_model_are_those_of_plain_decoding_however_prompts_are_read():
+    engine = dataclasses.replace(LLAMA, prefill_sizes=(4, 16))
+    rng = np.random.default_rng(8)
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (3, 4, 2, 30, 9, 1, 21, 4, 4, 12)]
+    plain = sd.generate_plain(
+        LLAMA.model,
+        WEIGHTS[LLAMA][0],
+        prompts,
+        max_new_tokens=9,
+    )
+    driver = driver_of(engine, *WEIGHTS[LLAMA], max_steps_ahead=2, max_prefills=1)
+    for prompt in prompts:
+        driver.submit(prompt, max_new_tokens=9)
+    found = run(driver)
+    assert [found[i].token_ids for i in range(len(prompts))] == plain.completions
+
+
+# Failures on the device
+
+
+@dataclasses.dataclass(frozen=True)
+class Failing(tiny.Trigram):
+    """The tables, on a device that fails where `shall_fail` of the tokens that it reads says so."""
+
+    shall_fail: ClassVar[Callable[[np.ndarray], bool]]  # of the class: one compilation serves all
+
+    def apply(self, params: Any, token_ids: Any, start: Any, cache: Any) -> Any:
+        def check(tokens: np.ndarray, zero: np.ndarray) -> np.ndarray:
+            if Failing.shall_fail(np.asarray(tokens)):
+                raise MemoryError("no memory left on the device")
+            return np.asarray(zero)
+
+        zero = jax.pure_callback(
+            check, jax.ShapeDtypeStruct((), jnp.int32), token_ids, jnp.int32(0)
+        )
+        return super().apply(params, token_ids + zero, start, cache)
+
+
+def failing(shall_fail: Callable[[np.ndarray], bool], ahead: int) -> sd.EngineDriver:
+    Failing.shall_fail = staticmethod(shall_fail)
+    engine = dataclasses.replace(PIECES, model=Failing(VOCAB), max_prefill_requests=3)
+    return driver_of(engine, *TABLES, max_steps_ahead=ahead, max_prefills=1)
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_step_that_fails_once_is_reported_and_loses_no_token(ahead):
+    left = [5]
+
+    def fifth_step(tokens: np.ndarray) -> bool:
+        is_step = tokens.shape == (SLOTS, K + 1)
+        left[0] -= is_step
+        return is_step and left[0] == 0
+
+    driver = failing(fifth_step, ahead)
+    requests = [dict(prompt=[1, i], max_new_tokens=12 + i) for i in range(SLOTS + 2)]
+    ids = [driver.submit(**request) for request in requests]
+    updates = []
+    while not driver.is_idle:
+        updates += driver.step()
+    errors = [update for update in updates if update.error is not None]
+    assert [update.request_id for update in errors] == ids[:SLOTS]
+    for update in errors:
+        assert "no memory left on the device" in update.error
+        assert (update.token_ids, update.finish_reason) == ([], None)
+    found = collect(updates)
+    for request_id, request in zip(ids, requests, strict=True):
+        assert found[request_id].token_ids == greedy_truth(request)
+        assert found[request_id].finish_reason == "length"
+    assert driver.serving_stats().num_failed_calls == 1
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("length", [2, 30], ids=["short", "long"])
+def test_a_prompt_that_cannot_be_read_ends_its_request_alone(ahead, length):
+    # The steps themselves read no more than K + 1 tokens of each of the slots.
+    driver = failing(lambda tokens: tokens.shape[0] < SLOTS and (tokens == 5).any(), ahead)
+    good = [dict(prompt=[1, i % 5], max_new_tokens=9 + i, stop_token_ids=[5]) for i in range(7)]
+    ids = [driver.submit(**request) for request in good[:3]]
+    bad = driver.submit([2] * (length - 1) + [5], max_new_tokens=9)
+    ids += [driver.submit(**request) for request in good[3:]]
+    found = run(driver)
+    assert (found[bad].token_ids, found[bad].finish_reason) == ([], "failed")
+    assert "no memory left on the device" in found[bad].updates[-1].error
+    for request_id, request in zip(ids, good, strict=True):
+        assert found[request_id].token_ids == greedy_truth(request)
+        assert found[request_id].finish_reason in ("stop", "length")
+    assert driver.is_idle and driver.num_running == driver.num_queued == 0
+
+
+def test_a_device_that_fails_at_every_step_ends_every_request():
+    driver = failing(lambda tokens: tokens.shape == (SLOTS, K + 1), ahead=1)
+    ids = [driver.submit([i % 5], max_new_tokens=9) for i in range(SLOTS + 1)]
+    found = run(driver)
+    assert {found[i].finish_reason for i in ids} == {"failed"}
+    for i in ids:
+        assert [u.finish_reason for u in found[i].updates] == [None, "failed"]
+    assert driver.serving_stats().num_failed_calls >= 2
+
+
+# Metrics
+
+
+def test_the_driver_counts_what_it_did(monkeypatch):
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 1
+        return now[0]
+
+    monkeypatch.setattr("time.perf_counter", clock)
+    driver = driver_of(TABLE, max_steps_ahead=1)
+    assert driver.serving_stats() == sd.ServingStats(num_slots=SLOTS)
+    for i in range(2):
+        driver.submit([i], max_new_tokens=4 if i else 1)
+    updates = []
+    while not driver.is_idle:
+        updates += driver.step()
+    stats = driver.serving_stats()
+    num_steps = sum(u.request_id == 1 for u in updates)
+    assert (stats.num_slots, stats.num_steps) == (SLOTS, num_steps)
+    # The first ended in its first step, and idled for one, if there was one.
+    assert stats.num_busy_slots == num_steps + 2
+    assert stats.host_wait_seconds == num_steps, "one tick each"
+    assert (stats.num_admitted, stats.queue_seconds) == (2, 3.0), "at 1 and 2, until 3"
+    assert "Slots busy: " in stats.log_line() and f"Steps: {num_steps}," in stats.log_line()
+    assert stats - stats == sd.ServingStats(num_slots=SLOTS)
+
+
+def test_readings_of_other_drivers_are_not_subtracted():
+    with pytest.raises(ValueError, match="both readings must be of as many slots, but they are"):
+        sd.ServingStats(4) - sd.ServingStats(5)
+    with pytest.raises(ValueError, match="earlier must not hold larger sums, but it is"):
+        sd.ServingStats(4) - sd.ServingStats(4, num_steps=1)

@@ -1,0 +1,150 @@
+"""The site: its reference is whole, its code runs, and its pictures are what their scripts draw.
+
+`make docs` checks links and cross-references. Pages whose code other tests run are listed there.
+"""
+
+import ast
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+RUN_HERE = ("drafting", "getting_started", "index", "vllm")
+
+
+def blocks(page: str, language: str = "python") -> list[str]:
+    text = (DOCS / f"{page}.md").read_text("utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+# The reference
+
+
+def entries(directive: str) -> list[str]:
+    pages = "".join(path.read_text("utf-8") for path in (DOCS / "api").glob("*.md"))
+    return re.findall(rf"^\.\. {directive}:: (\w+)$", pages, re.MULTILINE)
+
+
+def test_every_public_name_has_one_entry_in_the_reference() -> None:
+    things = {name: getattr(sd, name) for name in sd.__all__}
+    classes = {name for name, thing in things.items() if inspect.isclass(thing)}
+    functions = {name for name, thing in things.items() if inspect.isfunction(thing)}
+    assert sorted(entries("autoclass")) == sorted(classes)
+    assert sorted(entries("autofunction")) == sorted(functions)
+    assert sorted(entries("py:data")) == sorted(set(things) - classes - functions)
+
+
+def test_every_class_and_function_is_in_the_table_of_the_reference() -> None:
+    index = (DOCS / "api" / "index.md").read_text("utf-8")
+    listed = re.findall(r"^   (\w+)$", index, re.MULTILINE)
+    assert sorted(listed) == sorted({*entries("autoclass"), *entries("autofunction")})
+
+
+def test_every_class_and_function_has_a_section_with_an_example() -> None:
+    missing = [
+        name
+        for name in (*entries("autoclass"), *entries("autofunction"))
+        if not re.search(r"^ *Example:\n(.*\n)*? +>>> ", getattr(sd, name).__doc__, re.MULTILINE)
+    ]
+    assert missing == []
+
+
+# Code
+
+
+def test_the_code_of_every_page_is_run_by_some_test() -> None:
+    tests = "".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    run = {*RUN_HERE, *re.findall(r'"(\w+)\.md"', tests)}
+    assert [page.stem for page in PAGES if blocks(page.stem) and page.stem not in run] == []
+
+
+@pytest.mark.parametrize("page", [page.stem for page in PAGES])
+def test_code_that_is_not_run_is_python_and_names_what_exists(page: str) -> None:
+    for code in blocks(page, "py"):
+        names = {
+            node.attr
+            for node in ast.walk(ast.parse(code))
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "sd"
+        }
+        assert names - set(sd.__all__) == set()
+
+
+@pytest.mark.parametrize("page", [page.stem for page in PAGES])
+def test_files_that_commands_name_exist(page: str) -> None:
+    for code in blocks(page, "sh"):
+        for name in re.findall(r"\b(?:tools|benchmarks|training)/\w+\.py", code):
+            assert (ROOT / name).exists()
+
+
+@pytest.mark.newest
+def test_the_first_page_decodes(capsys: pytest.CaptureFixture[str]) -> None:
+    run_all("index")
+    text, tokens_per_target_pass = capsys.readouterr().out.rstrip("\n").rsplit("\n", 1)
+    assert text.strip() and 1 < float(tokens_per_target_pass) <= 5
+
+
+@pytest.mark.newest
+def test_getting_started_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) -> None:
+    scope = run_all("getting_started")  # asserts itself that greedy text is that of plain decoding
+    assert scope["output"].num_emitted.shape == (2,)
+    assert "def quicksort(items):" in capsys.readouterr().out
+
+
+@pytest.mark.newest
+def test_the_drafter_on_the_page_is_verified_with_its_own_distribution() -> None:
+    scope = run_all("drafting")
+    assert scope["output"].steps.num_proposed.sum() > 0
+    assert scope["stats"].num_fallbacks == 0 and scope["stats"].num_accepted_tokens > 0
+
+
+def test_arrays_in_the_layout_of_vllm_are_verified() -> None:
+    scope = run_all("vllm")
+    output = scope["output"]
+    assert output.status.tolist() == [sd.Status.OK] * 3
+    emitted = sd.parse_output(output)
+    assert emitted[1] == [2]  # no drafts: the bonus token that was given
+    argmax = np.asarray(scope["target_logits"]).argmax(axis=1)  # the first request is greedy
+    drafts = np.asarray(scope["draft_token_ids"])
+    assert emitted[0][0] == argmax[0] and (len(emitted[0]) > 1) == (argmax[0] == drafts[0])
+
+
+def run_all(page: str) -> dict:
+    scope: dict = {}
+    for code in blocks(page):
+        exec(compile(code, f"{page}.md", "exec"), scope)
+    return scope
+
+
+# Pictures
+
+
+@pytest.mark.parametrize("script", ["draw_architecture", "draw_step"])
+def test_pictures_are_what_their_script_draws(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.util.spec_from_file_location(script, ROOT / "tools" / f"{script}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "DOCS", tmp_path)
+    module.main()
+    drawn = {path.name: path.read_text("utf-8") for path in tmp_path.iterdir()}
+    assert drawn
+    again = f"draw again: python tools/{script}.py"
+    assert drawn == {name: (DOCS / name).read_text("utf-8") for name in drawn}, again
+
+
+def test_every_picture_is_on_a_page() -> None:
+    pages = "".join(page.read_text("utf-8") for page in (*PAGES, ROOT / "README.md"))
+    assert [path.name for path in DOCS.glob("*.svg") if f"{path.name})" not in pages] == []

@@ -1,0 +1,45 @@
+"""What imports what in a package, read from its source.
+
+`tests/test_repository.py` checks it, `draw_architecture.py` draws it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def imports_by_module(package: Path) -> dict[str, set[str]]:
+    """Every module of the package, and the modules of the package that it imports anywhere."""
+    files = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        files[".".join(part for part in parts if part != "__init__")] = path
+    return {name: set(_imports(name, path, files)) for name, path in files.items()}
+
+
+def _imports(name: str, path: Path, files: dict[str, Path]) -> Iterator[str]:
+    root = name.partition(".")[0]
+    parent = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = importlib.util.resolve_name("." * node.level + (node.module or ""), parent)
+            targets = [f"{module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for target in targets:
+            while target not in files and "." in target:
+                target = target.rpartition(".")[0]
+            if target.partition(".")[0] == root and target != name:
+                yield target
+
+
+def unit_of(module: str) -> str:
+    parts = module.split(".")[1:]
+    if parts[:1] == ["_src"] and len(parts) > 1:
+        parts = parts[1:]
+    return parts[0] if parts else ""
