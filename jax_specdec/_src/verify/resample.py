@@ -201,17 +201,20 @@ class Weights:
         inv = source.inv_temperature
         p = source.scale.probs(tiles.keep(p_entries, source.threshold), inv)
         is_removed = source.without_token & (ids == source.token_id)
-        weights = jnp.where(is_removed, 0.0, p)
         if self.draft is None or q_entries is None:
-            return weights, p
+            return jnp.where(is_removed, 0.0, p), p
         q = self.draft.probs(q_entries, source.draft_scale, inv)
-        if isinstance(self.draft.rows, MappedRows):
-            # The same in one formula: beside a gather, XLA would write p to memory for two.
+
+        def in_two(p: jax.Array, q: jax.Array) -> jax.Array:
+            residual = rules.residual(source.weight, p, q)
+            return jnp.where(source.from_residual, residual, jnp.where(is_removed, 0.0, p))
+
+        def in_one(p: jax.Array, q: jax.Array) -> jax.Array:
             q = jnp.where(source.from_residual, q, jnp.where(is_removed, 2.0, 0.0))
-            weight = jnp.where(source.from_residual, source.weight, 1.0)
-            return rules.residual(weight, p, q), p
-        residual = rules.residual(source.weight, p, q)
-        return jnp.where(source.from_residual, residual, weights), p
+            return rules.residual(jnp.where(source.from_residual, source.weight, 1.0), p, q)
+
+        # The same: on a GPU, XLA writes p to memory for two formulas; on a CPU, q for one.
+        return lax.platform_dependent(p, q, cpu=in_two, default=in_one), p
 
 
 class Chosen(NamedTuple):
