@@ -86,13 +86,13 @@ WITHOUT_PLAIN = (MOSAIC, XLA)
 LISTED = inputs.LISTED
 LISTS = tuple(
     Case(
-        f"{LISTED[ids]} ids, {ids}{', scattered' * scattered}",
+        name + ", scattered" * scattered,
         batch,
         ids=ids,
         scattered=scattered,
         variants=WITHOUT_PLAIN,
     )
-    for ids in LISTED
+    for ids, name in (("map", "a map of 32000 ids"), ("candidates", "32 candidates"))
     for batch in (64, 256)
     for scattered in (False, True)
 )

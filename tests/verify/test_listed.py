@@ -152,9 +152,19 @@ def weights_of(
     peak, one = target.peak(rows), jnp.ones(N)
     partials = target.partials(rows, peak, one)
     no = jnp.zeros(N, bool)
-    stats = tiles.RowStats(peak[:, None], partials.sum[:, None])
-    given = stats, draft.scales(rows, None), jnp.asarray(weight), ~no, no, one
-    return Weights(target, draft), Source(rows, rows, rows, *given)
+    return Weights(target, draft), Source(
+        row=rows,
+        draft_row=rows,
+        token_id=rows,
+        scale=tiles.Scale(peak, jnp.log(partials.sum)),
+        threshold=None,
+        p_masses=None,
+        draft_scale=draft.scales(rows, None),
+        weight=jnp.asarray(weight),
+        from_residual=~no,
+        without_token=no,
+        inv_temperature=one,
+    )
 
 
 def listed_and_left(rng: np.random.Generator, length: int, noise: float, weight: np.ndarray) -> Any:

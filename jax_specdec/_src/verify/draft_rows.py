@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_specdec._src.blocks import take
 from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
@@ -67,21 +68,21 @@ class DraftRows:
     def scales(self, rows: jax.Array, partials: Partials | None) -> DraftScale:
         """What normalizes rows of any shape: what is stored, or else was read."""
         d, count = self.distribution, self.rows.matrix.shape[0]
-        outside = (rows < 0) | (rows >= count)
+        bad = (rows < 0) | (rows >= count)
         if not isinstance(self.rows, Rows):
-            outside |= self.rows.are_bad(rows)
+            bad |= self.rows.are_bad(rows)
         zero = jnp.zeros(rows.shape, jnp.float32)
         if not isinstance(d, DraftLogits):
-            return DraftScale(tiles.Scale(zero, zero), outside)
+            return DraftScale(tiles.Scale(zero, zero), bad)
         rows = jnp.clip(rows, 0, count - 1)
         if d.threshold is not None:
-            outside |= jnp.isnan(d.threshold[rows])
+            bad |= jnp.isnan(d.threshold[rows])
         if partials is not None:
             scale = tiles.Scale(partials.max, jnp.log(partials.sum))
-            return DraftScale(scale, outside | ~jnp.isfinite(partials.max))
+            return DraftScale(scale, bad | ~jnp.isfinite(partials.max))
         assert d.log_normalizer is not None
         stored = d.log_normalizer[rows]
-        return DraftScale(tiles.Scale(zero, stored), outside | ~jnp.isfinite(stored))
+        return DraftScale(tiles.Scale(zero, stored), bad | ~jnp.isfinite(stored))
 
     def probs(self, entries: jax.Array, scale: DraftScale, inv_temperature: jax.Array) -> jax.Array:
         """``q`` of entries of rows."""
@@ -152,6 +153,16 @@ class MappedRows(_ListedRows):
         width = self.matrix.shape[1]
         listed = jnp.sum(self.columns < width, dtype=jnp.int32)
         return jnp.broadcast_to(listed != width, rows.shape)
+
+    @property
+    def unlisted(self) -> int:
+        """The column of ids that are not listed."""
+        return self.matrix.shape[1]
+
+    def columns_of(self, first: jax.Array, width: int) -> jax.Array:
+        """``[width]`` int32, the columns of ids from `first` on."""
+        columns = jnp.pad(self.columns, (0, width), constant_values=self.unlisted)
+        return lax.dynamic_slice_in_dim(columns, first, width)
 
     def at(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
         """See `Rows`."""

@@ -102,6 +102,8 @@ class Weights:
         mapped = None
         if self.draft is not None and isinstance(self.draft.rows, MappedRows):
             mapped = self.draft.rows
+            columns = mapped.columns_of(self.target.first, self.target.width)
+            entries.append((columns[None], mapped.unlisted))
         elif self.draft is not None:
             entries.append((self._draft_part(source.draft_row), self.draft.rows.fill))
         ids = self.first_tile * tiles.TILE + jnp.arange(tiles.TILE, dtype=jnp.int32)
@@ -112,7 +114,9 @@ class Weights:
             tile = first + jnp.arange(count, dtype=jnp.int32)
             of_tiles = (ids[None, :length] + tile[:, None] * tiles.TILE)[None]
             if mapped is not None:  # by tile, which XLA fuses; rows that are cut up it writes first
-                entries = *entries, mapped.at(source.draft_row[:, None, None], of_tiles)
+                p_entries, columns = entries
+                rows = source.draft_row[:, None, None]
+                entries = p_entries, mapped.entries.at(rows, columns)
             found = [jnp.sum(self._of(source, of_tiles, *entries)[0], axis=2)]
             if source.p_masses is None:
                 # Computed apart, p is written nowhere: XLA writes to memory what two sums share.
