@@ -63,7 +63,9 @@ FAST: list[tuple[str, int, Layout]] = [
     ("map", 3000, few(FILTERED[2])),
     ("map", 1001, UNALIGNED),
 ]
+MANY = Layout(vocab=2176, num_requests=2, num_drafts=24, num_speculative_tokens=12, kind="logits")
 SLOW: list[tuple[str, int, Layout]] = [
+    ("candidates", 70, MANY),
     ("candidates", 128, TILES),
     ("candidates", 33, UNALIGNED),
     ("candidates", 3, PROBS),

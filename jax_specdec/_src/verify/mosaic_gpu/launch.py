@@ -195,6 +195,7 @@ def _verify_request(plan: Plan, refs: dict[str, Any], *, interpreted: bool) -> N
             size=plan.size,
             fill=fill,
             each=memory.each,
+            sums=not plan.holds_probs and "normalizer" not in refs,
             thresholds=thresholds,
         )
     elif plan.draft != "none":
