@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ahead_of_time import ADAPTERS, TPUS, Case, compile_apart
+from ahead_of_time import ADAPTERS, LISTED, TPUS, Case, compile_apart
 from measure import environment, merge
 
 RESULTS = Path(__file__).parent / "results" / "ahead_of_time.json"
@@ -61,6 +61,10 @@ def cases() -> Iterator[Case]:
         yield Case(device, rule=rule, kind=kind, parts=4)
     for device in TPUS:
         yield Case(device, kind="normalized", parts=4, processed=True)
+    for device, ids, rule in itertools.product(TPUS, LISTED, ("standard", "block")):
+        yield Case(device, rule=rule, kind="normalized", implementation="xla_batched", ids=ids)
+    for device, ids in itertools.product(TPUS, LISTED):
+        yield Case(device, kind="normalized", parts=4, ids=ids)
     for device, function, processed in itertools.product(TPUS, ADAPTERS, (False, True)):
         yield Case(device, function, parts=2, processed=processed)
     for device, (rule, kind) in itertools.product(GPUS, ON_GPUS):
@@ -100,7 +104,12 @@ def tables(rows: list[dict[str, Any]]) -> str:
             [_name(case), case.device, *(_cell(row, what) for what in MEASURES)]
             for case, row in found.items()
             if case.device in TPUS
-            and (case.parts > 1 or case.processed or case.function != "rejection_sample")
+            and (
+                case.parts > 1
+                or case.processed
+                or case.ids is not None
+                or case.function != "rejection_sample"
+            )
         ),
     )
     lines += ["### GPUs: kernels that XLA fuses, all rows at once, B = 64", ""]
@@ -145,6 +154,8 @@ def _name(case: Case) -> str:
     if case.function != "rejection_sample":
         return f"`{case.function}`{processed}"
     name = f"{case.rule}, {KINDS[case.kind]}" if case.kind != "none" else case.rule
+    if case.ids is not None:
+        name += f", {LISTED[case.ids]} ids in {'a map' if case.ids == 'map' else 'each row'}"
     if case.parts > 1:
         return f"{name}{processed}, over {case.parts} chips"
     return f'{name}{processed}, `"{case.implementation}"`'

@@ -1,4 +1,7 @@
-"""What drafting under the target's sampling parameters is worth: drafts of the embedded pair."""
+"""How many drafts of the embedded pair are accepted, by what they are drawn from.
+
+Under the target's sampling parameters, or at its temperature alone; from all ids, or a few likely.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,8 @@ CASES: tuple[dict[str, float], ...] = (
     {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
 )
 
+CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
+
 
 def probabilities(logits: jax.Array, case: dict[str, float]) -> jax.Array:
     """What `sample_draft_tokens` draws from, for rows ``[n, V]``."""
@@ -56,6 +61,22 @@ def run(case: dict[str, float], logits: dict[str, jax.Array]) -> dict[str, Any]:
         for name, drafting in (("temperature", alone), ("same", case))
     }
     return {**case, "accepted": chances, "rows": len(p)}
+
+
+def run_candidates(temperature: float, logits: dict[str, jax.Array]) -> dict[str, Any]:
+    """The same of drafts drawn from the C likeliest ids of the drafter's row, by C."""
+    case = {"temperature": temperature}
+    p = probabilities(logits["target"], case)
+    q = np.asarray(probabilities(logits["draft"], case))
+    chances = {"all": np.minimum(p, q).sum(axis=1).mean().item()}
+    order = np.argsort(-q, axis=1)
+    for count in CANDIDATES:
+        listed = order[:, :count]
+        own = np.take_along_axis(q, listed, axis=1)
+        own /= own.sum(axis=1, keepdims=True)
+        of_target = np.take_along_axis(np.asarray(p), listed, axis=1)
+        chances[str(count)] = np.minimum(of_target, own).sum(axis=1).mean().item()
+    return {**case, "accepted_by_candidates": chances, "rows": len(p)}
 
 
 def read(new_tokens: int) -> dict[str, jax.Array]:
@@ -92,7 +113,15 @@ def main() -> None:
         accepted = row["accepted"]
         name = ", ".join(f"{k} {v:g}" for k, v in case.items())
         table.add_row(name, f"{accepted['temperature']:.3f}", f"{accepted['same']:.3f}")
-    Console(width=110).print(table)
+    listed = [run_candidates(temperature, logits) for temperature in (1.0, 0.7)]
+    few = Table(title=f"drafted from the likeliest ids, of {logits['draft'].shape[1]}")
+    for heading in ("temperature", *listed[0]["accepted_by_candidates"]):
+        few.add_column(heading)
+    for row in listed:
+        shares = row["accepted_by_candidates"].values()
+        few.add_row(f"{row['temperature']:g}", *(f"{share:.3f}" for share in shares))
+    Console(width=110).print(table, few)
+    rows += listed
     print(f"saved: {measure.save('acceptance_cpu', rows).name}")
 
 

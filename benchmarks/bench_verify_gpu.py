@@ -2,8 +2,9 @@
 
 For each case: microseconds per call in one compiled chain of many calls (`chain.py`), launch gaps
 included; the sum of kernel times of that same program; the bytes that had to be read, and the rate
-that makes. Results are saved after every case, and merged with what is there already, so that a
-run may be cut short or made in pieces: `--only greedy`, `--implementations mosaic_gpu`.
+that makes; the bytes of the draft distributions. Results are saved after every case, and merged
+with what is there already, so that a run may be cut short or made in pieces: `--only greedy`,
+`--implementations mosaic_gpu`.
 
 Programs are compiled by several threads, four cases at a time, before any of these is measured.
 
@@ -78,6 +79,8 @@ class Job:
         laps = num_laps(variant.implementation, count)
         trips = num_trips(case, variant.implementation, count * laps, options.tiny)
         self.case, self.variant = case, variant
+        distribution = sets[0][1].distribution
+        self.draft_bytes = sum(x.nbytes for x in jax.tree.leaves(distribution))
         self.inputs, self.rotated_bytes, self.calls = count, count * size, count * laps * trips
         self.arguments = chain_lib.arguments(case, variant, sets[:count])
         static = {
@@ -117,6 +120,7 @@ class Job:
             "inputs": self.inputs,
             "rotated_bytes": self.rotated_bytes,
             "fits_cache": self.rotated_bytes < CACHE_BYTES and not self.variant.cold,
+            "draft_bytes": self.draft_bytes,
             "calls": self.calls,
             "emitted_per_request": emitted / self.calls / self.case.batch,
             "bytes_read": verify_cases.bytes_read(self.case, self.calls, emitted, rejected),
@@ -214,6 +218,7 @@ def line(row: dict[str, Any], bandwidth: float | None) -> list[str]:
         number(row["kernel_us"]),
         number(row["launches"], 2),
         number(row["bytes_read"] / 1e6, 2),
+        number(row["draft_bytes"] / 1e6, 2) if "draft_bytes" in row else "-",
         number(row["call_us"] / row["bytes_read"] * 1e6, 3),
         number(rate / 1e12, 2),
         "-" if bandwidth is None else f"{rate / bandwidth:.0%}",
@@ -222,7 +227,7 @@ def line(row: dict[str, Any], bandwidth: float | None) -> list[str]:
 
 COLUMNS = (
     *("case", "B", "backend", "how", "emitted", "call us", "goal", "kernels us", "launches"),
-    *("MB", "us/MB", "TB/s", "of copy"),
+    *("MB", "drafts MB", "us/MB", "TB/s", "of copy"),
 )
 
 

@@ -103,7 +103,10 @@ def margin(
     k, b = case.k, request
     noise = jax.device_get(sd.draw_noise(keys[b : b + 1], jnp.zeros((1,), jnp.int32), k))
     mine = slice(b * k, (b + 1) * k)
-    distribution = jax.tree.map(lambda x: np.asarray(x[mine]), drafts.distribution)
+    num_drafts = drafts.token_ids.shape[0]
+    distribution = jax.tree.map(  # all by draft, but a map that all rows share
+        lambda x: np.asarray(x[mine] if x.shape[0] == num_drafts else x), drafts.distribution
+    )
     one = dataclasses.replace(
         drafts,
         token_ids=np.asarray(drafts.token_ids[mine]),

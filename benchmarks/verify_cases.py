@@ -38,7 +38,11 @@ COLD = Variant("mosaic_gpu", cold=True)
 
 
 class Case(NamedTuple):
-    """One call. `noise`: how far the drafter's logits are from the target's; `goal`: in us."""
+    """One call. `noise`: how far the drafter's logits are from the target's; `goal`: in us.
+
+    `ids`: "map" or "candidates" where drafts are drawn from `LISTED` ids; `scattered`: whether they
+    are passed as rows over all ids nevertheless.
+    """
 
     name: str
     batch: int
@@ -50,6 +54,8 @@ class Case(NamedTuple):
     dtype: str = "bfloat16"
     rates: tuple[float, ...] | None = None
     block: bool = False
+    ids: str | None = None
+    scattered: bool = False
     goal: float | None = None
     variants: tuple[Variant, ...] = (MOSAIC, XLA, PLAIN)
 
@@ -76,6 +82,21 @@ FLOAT32 = "float32, 2.9 emitted"
 GREEDY: dict[str, Any] = {"temperature": 0, "distribution": "none", "noise": 0.5}
 WITHOUT_PLAIN = (MOSAIC, XLA)
 """Rules that the plain formulation does not have."""
+
+LISTED = inputs.LISTED
+LISTS = tuple(
+    Case(
+        f"{LISTED[ids]} ids, {ids}{', scattered' * scattered}",
+        batch,
+        ids=ids,
+        scattered=scattered,
+        variants=WITHOUT_PLAIN,
+    )
+    for ids in LISTED
+    for batch in (64, 256)
+    for scattered in (False, True)
+)
+"""Drafts from a list of ids, and the same drafts with rows over all ids."""
 
 SAME_BYTES = (32000, 1024), (50257, 652), (131071, 250), (151936, 216), (262144, 125)
 """Vocabularies, and how many requests have as many bytes as 256 of 128256 ids."""
@@ -105,6 +126,7 @@ CASES = (
     Case("draft probabilities", 64, distribution="probs"),
     Case("draft logits, no normalizer", 64, distribution="logits"),
     Case("K = 8", 64, k=8),
+    *LISTS,
 )
 
 SWEPT = (
@@ -116,6 +138,7 @@ SWEPT = (
     Case("synthetic", 64, rates=(0.8, 0.6, 0.4, 0.2)),
     Case("block", 64, block=True),
     Case("V = 131071", 64, vocabulary=131071),
+    *(case for case in LISTS if case.batch == 64 and not case.scattered),
 )
 
 TINY = (
@@ -131,7 +154,7 @@ def bytes_read(case: Case, calls: int, emitted: int, rejected: int) -> float:
     Target rows: one per emitted token; the chosen one alone if acceptance is synthetic. Draft
     rows: the one of the rejected draft, for the residual; if its normalizer was not stored, that
     of each visited draft. The block rule reads the target and draft row of every draft, and the
-    bonus row where all are accepted.
+    bonus row where all are accepted. A map of ids is not counted.
 
     Args:
       case: the call.
@@ -139,8 +162,13 @@ def bytes_read(case: Case, calls: int, emitted: int, rejected: int) -> float:
       emitted: tokens they emitted in all.
       rejected: requests whose drafts were not all accepted, in all.
     """
-    row = jnp.dtype(case.dtype).itemsize * case.vocabulary
-    draft_row = 4 * case.vocabulary if case.distribution == "probs" else row
+    size = jnp.dtype(case.dtype).itemsize
+    row, width = size * case.vocabulary, case.vocabulary
+    if case.ids is not None and not case.scattered:
+        width = min(LISTED[case.ids], width)
+    draft_row = (4 if case.distribution == "probs" else size) * width
+    if case.ids == "candidates" and not case.scattered:
+        draft_row += 4 * width  # its ids; a map is there once
     requests = calls * case.batch
     target_rows = emitted if case.rates is None else requests
     draft_rows = 0 if case.distribution == "none" else rejected

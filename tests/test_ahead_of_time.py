@@ -27,6 +27,9 @@ CASES = {
     Case("v5e", function="token_logprobs"): 0.1,
     Case("v5e", function="apply_penalties"): 0.1,
     Case("v5e", kind="normalized", parts=4): MOST,
+    Case("v5e", rule="block", kind="normalized", ids="candidates"): 0.1,
+    Case("v5e", kind="normalized", ids="map"): 0.15,
+    Case("h200", kind="normalized", implementation="xla_batched", ids="map"): 0.1,
 }
 
 

@@ -34,12 +34,28 @@ XLA = Variant("xla")
         ({"distribution": "probs"}, 12, 6),  # float32 beside bfloat16
         ({"distribution": "logits"}, 12, 11),  # 8 accepted and 3 rejected drafts
         ({"rates": (0.8, 0.6)}, 4, 3),  # the chosen row of each request alone
+        ({"ids": "map"}, 12, 3),  # as many ids as there are
+        ({"ids": "candidates"}, 12, 9),  # 2 bytes and an id of 4
     ],
 )
 def test_bytes_are_the_rows_that_have_to_be_read(fields, rows, draft_rows):
     case = Case("", batch=4, k=2, vocabulary=10, **fields)
     assert verify_cases.bytes_read(case, 1, emitted=12, rejected=3) == 20 * (rows + draft_rows)
     assert verify_cases.bytes_read(case, 2, emitted=24, rejected=6) == 20 * (rows + draft_rows)
+
+
+@pytest.mark.parametrize("ids", ["map", "candidates"])
+def test_inputs_on_a_list_of_ids_are_those_of_all_ids(ids):
+    listed, scattered = (
+        inputs.make(Case("", 3, k=2, vocabulary=90, ids=ids, scattered=is_scattered), 1)
+        for is_scattered in (False, True)
+    )
+    np.testing.assert_array_equal(listed[1].token_ids, scattered[1].token_ids)
+    own, dense = listed[1].distribution, scattered[1].distribution
+    assert dense.ids is None and dense.logits.shape == (6, 90)
+    every = np.broadcast_to(own.ids, own.logits.shape)
+    np.testing.assert_array_equal(np.take_along_axis(dense.logits, every, axis=1), own.logits)
+    np.testing.assert_allclose(scattered[2].sum(axis=1), 1, rtol=1e-5)
 
 
 @pytest.mark.parametrize("trips", [pytest.param(1, marks=pytest.mark.slow), 3])

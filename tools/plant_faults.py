@@ -40,7 +40,7 @@ FAULTS = {
         "verify/rules.py", "jnp.maximum(p, q) - q", "p - q", "verify/test_xla.py"
     ),
     "log_normalizer is ignored": Fault(
-        "verify/rows.py",
+        "verify/draft_rows.py",
         "isinstance(d, DraftLogits) and d.log_normalizer is None",
         "isinstance(d, DraftLogits)",
         "verify/test_xla.py",
@@ -125,6 +125,18 @@ FAULTS = {
         "return self.target.first // tiles.TILE",
         "return (self.target.first + tiles.TILE - 1) // tiles.TILE",
         "verify/test_sharded.py",
+    ),
+    "a map of ids is not followed": Fault(
+        "verify/draft_rows.py",
+        "self.columns[jnp.clip(ids, 0, self.size - 1)]",
+        "jnp.clip(ids, 0, self.matrix.shape[1])",
+        "verify/test_listed.py",
+    ),
+    "candidates take nothing from their tile": Fault(
+        "verify/resample.py",
+        "jnp.maximum(source.weight[:, None] * p_sums - taken, 0.0)",
+        "source.weight[:, None] * p_sums",
+        "verify/test_listed.py",
     ),
     "requests that vary over an axis of shard_map are traced with it": Fault(
         "verify/sharding.py", "if not axes:", "if True:", "integrations/test_explicit_sharding.py"

@@ -99,6 +99,18 @@ def test_sampled_drafts_of_a_model_with_a_narrower_vocabulary_are_lossless(metho
     assert_lossless(output)
 
 
+@pytest.mark.parametrize("own_ids", [False, True], ids=["map", "candidates"])
+def test_sampled_drafts_of_a_few_ids_are_lossless(own_ids):
+    ids = np.array([4, 0, 2])
+    drafter = sd.ModelDrafter(tiny.Trigram(VOCAB), num_candidates=2)
+    params = draft_table()
+    if not own_ids:
+        drafter, params = sd.ModelDrafter(tiny.Trigram(3), ids=ids), params[:, :, ids]
+    output = sampled(drafter, params)
+    assert_some_accepted(output)
+    assert_lossless(output)
+
+
 @pytest.mark.slow
 def test_argmax_drafts_of_a_model_are_lossless():
     drafter = sd.ModelDrafter(tiny.Trigram(VOCAB))

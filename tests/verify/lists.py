@@ -77,3 +77,16 @@ def with_ids(batch: Batch, ids: str, length: int, seed: int = 0) -> tuple[Batch,
 
     own_ids = (lists[0] if ids == "map" else lists).astype(np.int32)
     return of(listed, own_ids), of(scattered, None)
+
+
+def with_bad_ids(listed: Batch, seed: int) -> Batch:
+    """The same with an id that is out of range, or there twice, in every third list or the map."""
+    rng, distribution = np.random.default_rng(seed), listed.drafts.distribution
+    ids, size = distribution.ids.copy(), listed.layout.real_vocab
+    lists = ids.reshape(-1, ids.shape[-1])
+    for row in range(0, len(lists), 3):
+        j = rng.integers(lists.shape[1])
+        twice = lists[row, j - 1]
+        lists[row, j] = rng.choice([-1, size, 2**31 - 1, -(2**31), twice, twice])
+    distribution = dataclasses.replace(distribution, ids=ids)
+    return listed.replace(drafts=dataclasses.replace(listed.drafts, distribution=distribution))

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 
-from .batch import XLA, Layout, check, oracle, verify
+import jax_specdec as sd
+from jax_specdec._src.verify import tiles
+from jax_specdec._src.verify.draft_rows import DraftRows
+from jax_specdec._src.verify.resample import Source, Weights
+from jax_specdec._src.verify.rows import Rows
+
+from .batch import ALMOST_ONE, XLA, Layout, check, oracle, verify
 from .cases import random_batch
-from .lists import with_ids
+from .lists import with_bad_ids, with_ids
 from .suite import RATES
 from .test_forms import on_tpu
+from .test_memory import VOCAB, shape, temporary_rows
+from .test_sharded import EVEN, even_batch, over
 from .test_xla_all_at_once import all_at_once
 
 BIG: Any = dict(num_speculative_tokens=4, num_requests=8, num_drafts=34)
@@ -28,6 +38,7 @@ GRID = [
     ("candidates", Layout(vocab=5000, **BIG, kind="logits", block=True, dtype="bfloat16")),
     ("candidates", Layout(vocab=2049, **BIG, kind="logits", rates=RATES, draft_dtype="bfloat16")),
 ]
+RACE = Layout(vocab=2049, **BIG, race=True, kind="logits", vocab_size=2000)
 LENGTHS = {"map": 0.7, "candidates": 0.01}
 on_grid = pytest.mark.parametrize(("ids", "layout"), GRID, ids=str)
 
@@ -63,6 +74,12 @@ def test_rows_read_one_by_one_give_the_tokens_of_the_oracle(ids, layout):
 
 
 @pytest.mark.newest
+@pytest.mark.parametrize("ids", LENGTHS)
+def test_a_race_gives_the_tokens_of_the_oracle(ids):
+    agree(ids, RACE, XLA)
+
+
+@pytest.mark.newest
 @pytest.mark.parametrize(("ids", "layout"), [*GRID[:3], *GRID[4:7]], ids=str)
 def test_rows_read_at_once_give_the_tokens_of_the_oracle(ids, layout):
     agree(ids, layout, all_at_once)
@@ -72,3 +89,156 @@ def test_rows_read_at_once_give_the_tokens_of_the_oracle(ids, layout):
 @pytest.mark.parametrize(("ids", "layout"), [GRID[1], GRID[5]], ids=str)
 def test_rows_read_as_on_a_tpu_give_the_tokens_of_the_oracle(ids, layout):
     agree(ids, layout, on_tpu)
+
+
+@pytest.mark.parametrize(
+    ("ids", "layout", "verifier"),
+    [
+        (*GRID[0], XLA),
+        (*GRID[4], XLA),
+        pytest.param(*GRID[0], all_at_once, marks=pytest.mark.newest),
+        pytest.param(*GRID[6], all_at_once, marks=pytest.mark.newest),
+    ],
+    ids=str,
+)
+def test_ids_out_of_range_or_there_twice_hurt_only_who_visits_their_row(ids, layout, verifier):
+    statuses = []
+    for seed, (listed, _) in enumerate(batches(ids, layout, range(8))):
+        bad = with_bad_ids(listed, seed)
+        output = verify(bad, verifier)
+        check(bad, output)
+        statuses.append(output.status)
+    assert np.mean(np.array(statuses) == sd.Status.BAD_DRAFT_ROW) > 0.1
+    assert np.mean(np.array(statuses) == sd.Status.OK) > 0.1
+
+
+# Over a mesh.
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("ids", "layout"),
+    [
+        ("candidates", Layout(vocab=10248, vocab_size=10243, **BIG, kind="probs", has_bonus=True)),
+        ("candidates", Layout(vocab=4096, **BIG, kind="logits", block=True, has_valid=True)),
+        ("map", Layout(vocab=5000, vocab_size=4500, **BIG, **EVERYTHING, kind="normalized")),
+    ],
+    ids=str,
+)
+def test_a_split_vocabulary_gives_the_tokens_of_the_oracle(ids, layout):
+    agree(ids, layout, over(8), range(8))
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("ids", LENGTHS)
+def test_requests_split_over_an_axis_give_the_tokens_of_the_oracle(ids):
+    layout = Layout(vocab=5000, **EVEN, kind="logits", has_valid=True)
+    for seed in range(8):
+        listed, _ = with_ids(even_batch(layout, seed), ids, 50, seed)
+        check(listed, verify(listed, over(2, 4)))
+
+
+# Masses of tiles.
+
+N, V = 12, 3 * tiles.TILE + 100
+
+
+def weights_of(
+    logits: np.ndarray, distribution: sd.DraftProbs | sd.DraftLogits, weight: np.ndarray
+) -> tuple[Weights, Source]:
+    """What is left of each target row by the draft row of its own."""
+    target = Rows(jnp.asarray(logits), V, -np.inf)
+    draft, rows = DraftRows.of(distribution, V), jnp.arange(N, dtype=jnp.int32)
+    peak, one = target.peak(rows), jnp.ones(N)
+    partials = target.partials(rows, peak, one)
+    no = jnp.zeros(N, bool)
+    stats = tiles.RowStats(peak[:, None], partials.sum[:, None])
+    given = stats, draft.scales(rows, None), jnp.asarray(weight), ~no, no, one
+    return Weights(target, draft), Source(rows, rows, rows, *given)
+
+
+def listed_and_left(rng: np.random.Generator, length: int, noise: float, weight: np.ndarray) -> Any:
+    """Target logits, probabilities on candidates near the target's, and what they leave of it."""
+    logits = (3 * rng.standard_normal((N, V))).astype(np.float32)
+    ids = np.stack([rng.permutation(V)[:length] for _ in range(N)]).astype(np.int32)
+    near = np.take_along_axis(logits, ids, axis=1) + noise * rng.standard_normal(ids.shape)
+    q = scipy.special.softmax(near, axis=1).astype(np.float32)
+    left = weight[:, None] * scipy.special.softmax(logits.astype(np.float64), axis=1)
+    np.put_along_axis(left, ids, np.take_along_axis(left, ids, axis=1) - q, axis=1)
+    return logits, sd.DraftProbs(jnp.asarray(q), ids=jnp.asarray(ids)), np.maximum(left, 0)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(("length", "noise"), [(8, 1.0), (500, 0.0), (V - 50, 0.01), (V, 0.0)])
+def test_what_candidates_leave_of_a_tile_is_right_to_22_bits_of_the_row(length, noise):
+    rng, weight = np.random.default_rng(length), np.float32([1, 1, 1, 0.5, 0.1, 1e-3] * 2)
+    logits, distribution, left = listed_and_left(rng, length, noise, weight)
+    weights, source = weights_of(logits, distribution, weight)
+    found = np.asarray(weights.masses(source)[:, 0], np.float64)
+    edges = np.arange(0, V, tiles.TILE)
+    expected = np.add.reduceat(left, edges, axis=1)
+    error = np.abs(found - expected) / weight[:, None]
+    print(f"largest error 2^{np.log2(error.max()):.1f} of the row")
+    assert error.max() <= 2.0**-22
+    inside = np.stack([weights.inside(source, jnp.full(N, t))[1][:, 0].sum(1) for t in range(4)], 1)
+    assert (np.abs(inside - expected) / weight[:, None]).max() <= 2.0**-22
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("verifier", [XLA, all_at_once], ids=["one by one", "all at once"])
+def test_a_tile_that_has_mass_by_rounding_alone_is_passed_over(verifier):
+    """The drafter has p itself, but for one id; acceptance at rate 0 reads what that leaves."""
+    rng, only = np.random.default_rng(5), 5000
+    logits = (2 * rng.standard_normal((N, V))).astype(np.float32)
+    logits[:, only] = scipy.special.logsumexp(logits, axis=1) + np.log(1e-6)
+    own = np.delete(np.arange(V, dtype=np.int32), only)
+    ids = np.stack([rng.permutation(own) for _ in range(N)])
+    listed = np.take_along_axis(logits, ids, axis=1)
+    normalizer = scipy.special.logsumexp(listed, axis=1).astype(np.float32)
+    distribution = sd.DraftLogits(
+        jnp.asarray(listed), log_normalizer=jnp.asarray(normalizer), ids=jnp.asarray(ids)
+    )
+    masses = Weights.masses(*weights_of(logits, distribution, np.ones(N, np.float32)))
+    by_rounding = np.delete(np.asarray(masses[:, 0]), only // tiles.TILE, axis=1) > 0
+    assert by_rounding.any(axis=1).sum() >= N // 2
+    config = sd.SpecDecodeConfig(
+        num_speculative_tokens=1,
+        rejection_sample_method="synthetic",
+        synthetic_acceptance_rates=(0.0,),
+    )
+    for u in (0.0, 0.5, ALMOST_ONE):  # the first tile and the last that have mass
+        output = verifier(
+            jnp.asarray(np.repeat(logits, 2, axis=0)),
+            sd.Drafts.from_dense(jnp.asarray(ids[:, :1]), None, distribution),
+            sd.Noise(jnp.full((N, 1), 0.5), jnp.full((N, 2), u, jnp.float32)),
+            sampling=sd.SamplingParams(jnp.ones(N)),
+            config=config,
+            vocab_size=None,
+        )
+        assert output.token_ids[:, 0].tolist() == [only] * N
+
+
+# Memory.
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("ids", "length", "form", "method"),
+    [
+        ("map", 32000, "xla_lazy", "standard"),
+        ("map", 32000, "xla_batched", "block"),
+        ("candidates", 32, "xla_lazy", "block"),
+        ("candidates", 32, "xla_batched", "standard"),
+    ],
+)
+def test_no_q_of_the_vocabulary_is_written(ids, length, form, method):
+    """Beside what one-hot drafts take: 8 requests would have 8 rows of it, 32 drafts 32."""
+    lists = shape(length, dtype="int32") if ids == "map" else shape(32, length, dtype="int32")
+    listed = sd.DraftLogits(shape(32, length), ids=lists)
+    config = sd.SpecDecodeConfig(num_speculative_tokens=4, rejection_sample_method=method)
+    used, without = (
+        temporary_rows(8, "float32", distribution, config, implementation=form)
+        for distribution in (listed, None)
+    )
+    print(f"{used - without:.2f} rows of {VOCAB} ids")
+    assert used - without < 3  # a map's columns, and one request at a time

@@ -1,5 +1,7 @@
 """Verification copies a target row and a draft row at a time. Compiles only, runs nothing."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -17,21 +19,25 @@ def shape(*sizes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
 
 
-def drafts_of(kind: str, b: int, dtype: str) -> sd.Drafts:
-    n = b * K
-    distributions = {
-        "probs": sd.DraftProbs(shape(n, VOCAB)),
-        "logits": sd.DraftLogits(shape(n, VOCAB, dtype=dtype)),
-    }
-    return sd.Drafts(shape(n, dtype="int32"), shape(b + 1, dtype="int32"), distributions[kind])
+def distribution_of(kind: str, b: int, dtype: str) -> sd.DraftProbs | sd.DraftLogits:
+    if kind == "probs":
+        return sd.DraftProbs(shape(b * K, VOCAB))
+    return sd.DraftLogits(shape(b * K, VOCAB, dtype=dtype))
 
 
-def temporary_rows(b: int, dtype: str, kind: str, config: sd.SpecDecodeConfig) -> float:
+def temporary_rows(
+    b: int,
+    dtype: str,
+    distribution: sd.DraftProbs | sd.DraftLogits | None,
+    config: sd.SpecDecodeConfig,
+    implementation: str | None = None,
+) -> float:
     """Of the keyed form, everything included: how many float32 rows."""
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), b))
-    lowered = jax.jit(sd.rejection_sample, static_argnames="config").lower(
+    call = functools.partial(sd.rejection_sample, implementation=implementation)
+    lowered = jax.jit(call, static_argnames="config").lower(
         shape(b * K + b, VOCAB, dtype=dtype),
-        drafts_of(kind, b, dtype),
+        sd.Drafts(shape(b * K, dtype="int32"), shape(b + 1, dtype="int32"), distribution),
         sampling=sd.SamplingParams(temperature=shape(b)),
         keys=keys,
         positions=shape(b, dtype="int32"),
@@ -52,13 +58,14 @@ def temporary_rows(b: int, dtype: str, kind: str, config: sd.SpecDecodeConfig) -
     ],
 )
 def test_temporaries_are_two_rows_however_many_requests(dtype, kind, b):
-    used = temporary_rows(b, dtype, kind, sd.SpecDecodeConfig(num_speculative_tokens=K))
+    config = sd.SpecDecodeConfig(num_speculative_tokens=K)
+    used = temporary_rows(b, dtype, distribution_of(kind, b, dtype), config)
     assert used < 2.1, f"{used:.2f} rows"
 
 
 def test_block_temporaries_are_two_rows():
     config = sd.SpecDecodeConfig(num_speculative_tokens=K, rejection_sample_method="block")
-    used = temporary_rows(8, "float32", "logits", config)
+    used = temporary_rows(8, "float32", distribution_of("logits", 8, "float32"), config)
     assert used < 2.1, f"{used:.2f} rows"
 
 
@@ -68,7 +75,7 @@ def test_synthetic_temporaries_are_two_rows():
         rejection_sample_method="synthetic",
         synthetic_acceptance_length=3.0,
     )
-    used = temporary_rows(8, "float32", "probs", config)
+    used = temporary_rows(8, "float32", distribution_of("probs", 8, "float32"), config)
     assert used < 2.1, f"{used:.2f} rows"
 
 

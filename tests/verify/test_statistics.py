@@ -37,8 +37,14 @@ _rng = np.random.default_rng(0)
 TARGET = (1.2 * _rng.standard_normal((V, V))).astype(np.float32)  # row: the token before
 DRAFTER = (TARGET + 0.8 * _rng.standard_normal((V, V))).astype(np.float32)
 
-KINDS = ("probs", "logits", "normalized", "lookup", "chance")
-BLOCK_KINDS = ("logits", "normalized", "lookup")
+LISTS = {
+    "map": np.int32([[4, 1, 3]] * V),
+    "candidates": np.int32([[(x + 2) % V, x] for x in range(V)]),
+}
+"""Ids that the drafter knows after each token."""
+
+KINDS = ("probs", "logits", "normalized", "lookup", "chance", *LISTS)
+BLOCK_KINDS = ("logits", "normalized", "lookup", *LISTS)
 NUM_TESTS = (len(KINDS) + len(BLOCK_KINDS)) * len(TEMPERATURES) * LENGTH + 1
 ALPHA = 0.01 / NUM_TESTS  # one failure in a hundred suites, had the keys not been fixed
 
@@ -78,8 +84,10 @@ def drafted(kind, keys, positions, last, stream):
             elif kind == "chance":
                 x = jnp.floor(u * V)
             else:
-                cdf = jnp.cumsum(jax.nn.softmax(jnp.asarray(DRAFTER)[prev] / temperature))
-                x = jnp.minimum(jnp.sum(cdf <= u * cdf[-1]), V - 1)
+                listed = jnp.asarray(LISTS.get(kind, np.int32([range(V)] * V)))[prev]
+                row = jnp.asarray(DRAFTER)[prev, listed] / temperature
+                cdf = jnp.cumsum(jax.nn.softmax(row))
+                x = listed[jnp.minimum(jnp.sum(cdf <= u * cdf[-1]), len(listed) - 1)]
             before.append(prev)
             prev = x.astype(jnp.int32)
             ids.append(prev)
@@ -91,8 +99,13 @@ def drafted(kind, keys, positions, last, stream):
 drafted = jax.jit(drafted, static_argnames=("kind", "stream"))
 
 
-def distribution(kind: str, before: np.ndarray, misstated: float = 1.0):
+def distribution(kind: str, before: np.ndarray, misstated: float = 1.0, turned: int = 0):
     """What the drafts were drawn from, read in place: one row per token before."""
+    if kind in LISTS:
+        ids, rows = np.roll(LISTS[kind], turned, axis=1), jnp.asarray(before).reshape(-1)
+        logits = np.take_along_axis(DRAFTER, LISTS[kind], axis=1)
+        given = jnp.asarray(ids[0] if kind == "map" else ids)
+        return sd.DraftLogits(jnp.asarray(logits), rows=rows, ids=given)
     if kind == "probs":
         tables = [scipy.special.softmax(DRAFTER / (t * misstated), axis=1) for t in TEMPERATURES]
         rows = GROUP[:, None] * V + before
@@ -132,6 +145,7 @@ def decode(
     config=CONFIG,
     stream=Stream.DRAFT,
     misstated=1.0,
+    turned=0,
     positions_grow=True,
     by_token=False,
 ):
@@ -147,7 +161,7 @@ def decode(
         ids, before = jax.device_get(drafted(kind, keys, positions, last, stream))
         context = np.concatenate([last[:, None], ids], axis=1)
         logits = jnp.asarray(TARGET[context].reshape(-1, V))
-        drafts = sd.Drafts.from_dense(ids, counts, distribution(kind, before, misstated))
+        drafts = sd.Drafts.from_dense(ids, counts, distribution(kind, before, misstated, turned))
         named = dict(
             sampling=sd.SamplingParams(temperature=jnp.asarray(TEMPERATURE)), config=config
         )
@@ -193,6 +207,8 @@ def test_block_verification_is_lossless_within_a_step_and_over_several(kind):
     ("kind", "mistake"),
     [
         ("probs", dict(misstated=1.3)),
+        ("map", dict(turned=1)),
+        ("candidates", dict(turned=1)),
         ("logits", dict(stream=Stream.ACCEPT)),
         ("logits", dict(positions_grow=False)),
         ("logits", dict(positions_grow=False, config=BLOCK)),
@@ -200,6 +216,8 @@ def test_block_verification_is_lossless_within_a_step_and_over_several(kind):
     ],
     ids=[
         "another q",
+        "another map",
+        "candidates in another order",
         "drafter shares accept bits",
         "bits reused",
         "bits reused by blocks",

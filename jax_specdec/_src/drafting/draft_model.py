@@ -1,4 +1,4 @@
-"""Drafting with a smaller model of the same vocabulary."""
+"""Drafting with a smaller model, of the same vocabulary or of a part of it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,44 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.config import SpecDecodeConfig, check_int
 from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.drafting.drafter import Proposal
 from jax_specdec._src.drafting.sample import sample_draft_tokens
 from jax_specdec._src.drafting.store import DraftStore
 from jax_specdec._src.models.protocol import CausalModel, check_model, sharding_of
+from jax_specdec._src.types import host_int32
+from jax_specdec._src.verify.checks import check_listed
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ids:
+    """A list of ids that compares by value and is hashed once, as what is static should."""
+
+    data: bytes
+
+    @classmethod
+    def of(cls, ids: Any) -> _Ids:
+        values = host_int32("ids", ids)
+        if values.ndim != 1:
+            raise ValueError(f"ids must be [Vd], but their shape is {list(values.shape)}")
+        check_listed("ids", values, 2**31)
+        return cls(values.tobytes())
+
+    @property
+    def values(self) -> npt.NDArray[np.int32]:
+        return np.frombuffer(self.data, np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelDrafter:
-    """Drafts token by token with a model; its vocabulary may be narrower than the target's.
+    """Drafts token by token with a model; its vocabulary may be a part of the target's.
 
     With ``draft_sample_method="probabilistic"`` tokens are sampled under each request's parameters,
     as the target's are, and their logits are kept for the check; with "greedy" they are argmaxes,
@@ -31,9 +54,14 @@ class ModelDrafter:
       model: any `CausalModel`.
       store_dtype: in which logits are sampled from and kept; None for the dtype of the model's. A
         narrower one saves memory and changes what is drafted, never what is emitted.
+      ids: ``[Vd]`` integers, the target ids that the columns of the model's logits stand for, as of
+        an EAGLE-3 head; None where column ``j`` is id ``j``. The model reads target ids.
+      num_candidates: C, or None. Only the C likeliest ids of a row are drawn from, and kept with
+        their logits: a store of C numbers per draft, at some acceptance.
 
     Raises:
-      TypeError: `model` is no `CausalModel`.
+      TypeError: `model` is no `CausalModel`, `ids` no integers, or `num_candidates` no int.
+      ValueError: `ids` are not ``[Vd]``, one is negative or there twice; `num_candidates` below 1.
 
     Example:
       >>> import jax_specdec as sd
@@ -43,9 +71,15 @@ class ModelDrafter:
 
     model: CausalModel
     store_dtype: Any = None
+    ids: Any = dataclasses.field(default=None, repr=False)
+    num_candidates: int | None = None
 
     def __post_init__(self) -> None:
         check_model("model", self.model)
+        if self.ids is not None and not isinstance(self.ids, _Ids):
+            object.__setattr__(self, "ids", _Ids.of(self.ids))
+        if self.num_candidates is not None:
+            check_int("num_candidates", self.num_candidates)
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         """The model's cache."""
@@ -54,23 +88,37 @@ class ModelDrafter:
     def init_store(
         self, params: Any, batch_size: int, config: SpecDecodeConfig
     ) -> DraftStore | None:
-        """Room for the logits of K drafts per request; None where drafts are argmaxes."""
-        if config.draft_sample_method == "greedy":
-            return None
+        """Room for the logits of K drafts per request; None where drafts are argmaxes.
+
+        Raises:
+          ValueError: `ids` are not as many as the model's logits, or candidates are more.
+        """
 
         def one_token(params: Any) -> jax.Array:
             zero = jnp.zeros((1,), jnp.int32)
             return self.model.apply(params, zero[None, :], zero, self.model.init_cache(1, 1))[0]
 
         logits = jax.eval_shape(one_token, params)
+        width, ids = logits.shape[-1], self._ids
+        if ids is not None and len(ids) != width:
+            raise ValueError(
+                f"ids must be [Vd] = [{width}], one for each logit, but there are {len(ids)}"
+            )
+        if self.num_candidates is not None:
+            check_int("num_candidates", self.num_candidates, 1, width)
+        if config.draft_sample_method == "greedy":
+            return None
+        has_candidates = self.num_candidates is not None
         store = DraftStore.create(
             batch_size,
             config.num_speculative_tokens,
-            logits.shape[-1],
+            self.num_candidates or width,
             logits.dtype if self.store_dtype is None else self.store_dtype,
+            ids=None if has_candidates or ids is None else jnp.asarray(ids),
+            own_ids=has_candidates,
         )
         sharding = sharding_of(self.model)
-        if sharding is None or sharding.mesh is None:
+        if sharding is None or sharding.mesh is None or store.ids is not None:
             return store
         rows = NamedSharding(sharding.mesh, P(None, sharding.vocab_axis))
         return dataclasses.replace(store, logits=lax.with_sharding_constraint(store.logits, rows))
@@ -93,9 +141,14 @@ class ModelDrafter:
             logits: jax.Array, store: DraftStore | None, now: DraftContext | None, offset: jax.Array
         ) -> tuple[jax.Array, DraftStore | None, DraftContext | None]:
             if now is not None:
-                logits = now.process_logits(logits)
+                logits = self._process(logits, now)
             if store is not None:  # round, then sample: what is kept is what was drawn from
                 logits = logits.astype(store.logits.dtype)
+            sharding = sharding_of(self.model)
+            listed = None if self._ids is None else jnp.asarray(self._ids)
+            if store is not None and self.num_candidates is not None:
+                logits, columns = lax.top_k(logits, self.num_candidates)
+                listed, sharding = columns if listed is None else listed[columns], None
             drawn = sample_draft_tokens(
                 logits,
                 sampling=sampling,
@@ -103,7 +156,8 @@ class ModelDrafter:
                 positions=lengths,
                 offset=offset,
                 config=config,
-                sharding=sharding_of(self.model),
+                sharding=sharding,
+                ids=listed,
             )
             if store is not None and drawn.log_normalizer is not None:
                 store = store.write(
@@ -111,6 +165,7 @@ class ModelDrafter:
                     logits,
                     drawn.log_normalizer,
                     threshold=drawn.threshold,
+                    ids=listed if store.has_own_ids else None,
                     positions=lengths,
                     sampling=sampling,
                 )
@@ -137,3 +192,15 @@ class ModelDrafter:
         (_, cache, store, _), rest = lax.scan(draft, (first, cache, store, now), offsets)
         ids = jnp.moveaxis(jnp.concatenate([first[None], rest]), 0, 1)
         return Proposal(ids, store), cache
+
+    @property
+    def _ids(self) -> npt.NDArray[np.int32] | None:
+        return self.ids.values if isinstance(self.ids, _Ids) else None
+
+    def _process(self, logits: jax.Array, now: DraftContext) -> jax.Array:
+        """Rows as each request wants them; what it asks for goes by target ids."""
+        ids = self._ids
+        if ids is None or now.changes_rows is None:
+            return now.process_logits(logits)
+        rows = jnp.full((logits.shape[0], int(ids.max()) + 1), -jnp.inf, logits.dtype)
+        return now.process_logits(rows.at[:, ids].set(logits))[:, ids]

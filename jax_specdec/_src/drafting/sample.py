@@ -13,7 +13,7 @@ from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.noise import Stream, check_keys, uniforms
 from jax_specdec._src.sampling import Filter, inverse_temperature, per_request
 from jax_specdec._src.types import SamplingParams, as_positions
-from jax_specdec._src.verify import batched
+from jax_specdec._src.verify import batched, checks
 from jax_specdec._src.verify.exchange import Exchange
 from jax_specdec._src.verify.sharding import VerifySharding, over_mesh, without_vma
 
@@ -47,6 +47,7 @@ def sample_draft_tokens(
     offset: jax.Array | int,
     config: SpecDecodeConfig | None = None,
     sharding: VerifySharding | None = None,
+    ids: jax.Array | None = None,
 ) -> DraftSample:
     """One draft token per request from ``q = softmax(float32(logits) / temperature)``, filtered.
 
@@ -64,12 +65,18 @@ def sample_draft_tokens(
       offset: ``[]`` int32, place of this draft in the step, from 0 on.
       config: static settings; None for ``draft_sample_method="probabilistic"``.
       sharding: how `logits` are split, as in `rejection_sample`; they stay where they are.
+      ids: the target ids that the columns of `logits` stand for: ``[Vd]`` int32 for all requests,
+        ``[B, C]`` int32 for logits ``[B, C]`` of a few candidates of each, or None where column
+        ``j`` is id ``j``. See `DraftProbs`.
 
     Returns:
-      `DraftSample`: the tokens, and what `DraftStore.write` or `DraftLogits` take.
+      `DraftSample`: the tokens, which are target ids, and what `DraftStore.write` or `DraftLogits`
+      take.
 
     Raises:
-      TypeError: `keys` are not typed keys of two or four words, or `positions` not integers.
+      TypeError: `keys` are not typed keys of two or four words, `positions` not integers, or `ids`
+        not int32.
+      ValueError: `ids` of another shape.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -84,7 +91,14 @@ def sample_draft_tokens(
     sampling, positions = per_request(sampling, logits.shape[0]), as_positions(positions)
     takes_best = config is not None and config.draft_sample_method == "greedy"
     offset = jnp.asarray(offset, jnp.int32)
-    return _sample(logits, sampling, keys, positions, offset, takes_best, sharding)
+    if ids is not None:
+        checks.check_ids("ids", ids, logits.shape)
+    drawn = _sample(logits, sampling, keys, positions, offset, takes_best, sharding)
+    if ids is None:
+        return drawn
+    columns = drawn.token_ids
+    own = ids[columns] if ids.ndim == 1 else jnp.take_along_axis(ids, columns[:, None], 1)[:, 0]
+    return drawn._replace(token_ids=own)
 
 
 @functools.partial(jax.jit, static_argnames=("takes_best", "sharding"))

@@ -19,6 +19,7 @@ from jax_specdec._src.types import (
     as_positions,
     described,
 )
+from jax_specdec._src.verify.checks import check_ids
 
 _EVICTED = -1
 """Stands for a position where a row holds nothing that may be used."""
@@ -47,6 +48,9 @@ class DraftStore:
       positions: ``[K, S]`` int32, absolute position of the first draft of the step a row was drawn
         in; -1 for a row not to be used.
       temperature: ``[K, S]`` float32, what the row was drawn at.
+      ids: the target ids that the columns of `logits` stand for, as in `DraftLogits`: ``[Vd]``
+        int32 for all rows, ``[K*S, C]`` int32 for rows of C candidates, or None where column ``j``
+        is id ``j``.
 
     Example:
       Slots 0 and 1 draft one token each; then a batch of slots 1 and 0, in this order, and a
@@ -75,6 +79,7 @@ class DraftStore:
     threshold: jax.Array
     positions: jax.Array
     temperature: jax.Array
+    ids: jax.Array | None = None
 
     @classmethod
     def create(
@@ -83,18 +88,25 @@ class DraftStore:
         num_speculative_tokens: int,
         vocab_size: int,
         dtype: Any = jnp.float32,
+        *,
+        ids: jax.Array | None = None,
+        own_ids: bool = False,
     ) -> DraftStore:
         """An empty store.
 
         Args:
           num_slots: S.
           num_speculative_tokens: K.
-          vocab_size: Vd, the drafter's.
+          vocab_size: Vd, the drafter's; or C, where each row has so many candidates.
           dtype: of the stored logits.
+          ids: ``[Vd]`` int32, the target ids of the columns of all rows; None where column ``j`` is
+            id ``j``.
+          own_ids: whether each row lists ids of its own, which `write` then takes.
 
         Raises:
-          ValueError: a size below 1.
-          TypeError: a size is not an int, or `dtype` not float32, bfloat16 or float16.
+          ValueError: a size below 1; `ids` of another shape, or together with `own_ids`.
+          TypeError: a size is not an int, `dtype` not float32, bfloat16 or float16, or `ids` not
+            int32.
         """
         sizes = dict(
             num_slots=num_slots,
@@ -107,13 +119,26 @@ class DraftStore:
             raise TypeError(f"dtype must be float32, bfloat16 or float16, but it is {dtype}")
         per_row = (num_speculative_tokens, num_slots)
         size = num_speculative_tokens * num_slots
+        if ids is not None:
+            if own_ids:
+                raise ValueError("own_ids must be False where ids are given for all rows")
+            check_ids("ids", ids, (size, vocab_size))
+            _check_shape("ids", ids, (vocab_size,))
+        if own_ids:
+            ids = jnp.zeros((size, vocab_size), jnp.int32)
         return cls(
             logits=jnp.zeros((size, vocab_size), dtype),
             log_normalizer=jnp.zeros((size,), jnp.float32),
             threshold=jnp.full((size,), -jnp.inf, jnp.float32),
             positions=jnp.full(per_row, _EVICTED, jnp.int32),
             temperature=jnp.zeros(per_row, jnp.float32),
+            ids=ids,
         )
+
+    @property
+    def has_own_ids(self) -> bool:
+        """Whether each row lists ids of its own."""
+        return self.ids is not None and self.ids.ndim == 2
 
     @property
     def num_slots(self) -> int:
@@ -127,6 +152,7 @@ class DraftStore:
         log_normalizer: jax.Array,
         *,
         threshold: jax.Array | None = None,
+        ids: jax.Array | None = None,
         positions: jax.Array,
         sampling: SamplingParams,
         slots: jax.Array | None = None,
@@ -140,6 +166,7 @@ class DraftStore:
           logits: ``[B, Vd]`` in the stored dtype; `sample_draft_tokens` got this very array.
           log_normalizer: ``[B]`` float32, from `sample_draft_tokens`.
           threshold: ``[B]`` float32, from there too; None where nothing was left out.
+          ids: ``[B, C]`` int32, what each row lists, where rows list ids of their own; else None.
           positions: ``[B]`` int32, absolute position of the step's first draft.
           sampling: per-request parameters.
           slots: ``[B]`` int32, all different, where each request's rows are; a slot out of range
@@ -149,8 +176,9 @@ class DraftStore:
           The store; on the buffers of this one, under jit and donated.
 
         Raises:
-          TypeError: `logits` of another dtype: rounding after sampling would change q.
-          ValueError: shapes that do not fit.
+          TypeError: `logits` of another dtype: rounding after sampling would change q; `ids` that
+            are not int32.
+          ValueError: shapes that do not fit; `ids` missing, or not asked for.
         """
         batch = self._batch(slots)
         _check_shape("logits", logits, (batch, self.logits.shape[1]))
@@ -166,27 +194,38 @@ class DraftStore:
                 f"logits must be rounded to the store's {self.logits.dtype} before sampling, but "
                 f"they are {logits.dtype}"
             )
+        if self.has_own_ids != (ids is not None):
+            raise ValueError(
+                "ids must be given where the rows of the store list ids of their own, and nowhere "
+                f"else, but own_ids is {self.has_own_ids} and ids are {described(ids)}"
+            )
+        if ids is not None:
+            check_ids("ids", ids, logits.shape)
+            _check_shape("ids", ids, logits.shape)
         temperature = sampling.temperature
         stamped = jnp.where(temperature > 0, positions, _EVICTED)
+        rows = dict(logits=logits, log_normalizer=log_normalizer, threshold=threshold)
+        if ids is not None:
+            rows["ids"] = ids
         if slots is None:
             first = jnp.asarray(offset, jnp.int32) * self.num_slots
-            return DraftStore(
-                lax.dynamic_update_slice(self.logits, logits, (first, jnp.int32(0))),
-                lax.dynamic_update_slice(self.log_normalizer, log_normalizer, (first,)),
-                lax.dynamic_update_slice(self.threshold, threshold, (first,)),
-                self.positions.at[offset].set(stamped),
-                self.temperature.at[offset].set(temperature),
-            )
-        column = jnp.where(self._has_slot(slots), slots, self.num_slots)
-        rows = jnp.where(
-            self._has_slot(slots), offset * self.num_slots + slots, self.logits.shape[0]
-        )
-        return DraftStore(
-            self.logits.at[rows].set(logits, mode="drop"),
-            self.log_normalizer.at[rows].set(log_normalizer, mode="drop"),
-            self.threshold.at[rows].set(threshold, mode="drop"),
-            self.positions.at[offset, column].set(stamped, mode="drop"),
-            self.temperature.at[offset, column].set(temperature, mode="drop"),
+            written = {
+                name: lax.dynamic_update_slice_in_dim(getattr(self, name), x, first, axis=0)
+                for name, x in rows.items()
+            }
+            column: Any = slice(None)
+        else:
+            has_slot = self._has_slot(slots)
+            index = jnp.where(has_slot, offset * self.num_slots + slots, self.logits.shape[0])
+            written = {
+                name: getattr(self, name).at[index].set(x, mode="drop") for name, x in rows.items()
+            }
+            column = jnp.where(has_slot, slots, self.num_slots)
+        return dataclasses.replace(
+            self,
+            **written,
+            positions=self.positions.at[offset, column].set(stamped, mode="drop"),
+            temperature=self.temperature.at[offset, column].set(temperature, mode="drop"),
         )
 
     def evict(self, slots: jax.Array) -> DraftStore:
@@ -264,6 +303,7 @@ class DraftStore:
             valid=valid,
             log_normalizer=self.log_normalizer,
             threshold=threshold,
+            ids=self.ids,
         )
         return dataclasses.replace(drafts, distribution=distribution)
 

@@ -396,7 +396,8 @@ class _Phases:
         """Of draft rows ``[B, D]``, or this part of them."""
         wanted = (requests.status == Status.OK) & requests.stored & ~requests.greedy
         wanted = wanted[:, None] & (places < requests.num_drafts[:, None])
-        if self.split.kernels is not None and self.split.draft_is_split:
+        by_kernel = self.split.kernels is not None and self.split.draft_is_split
+        if by_kernel and isinstance(draft.rows, Rows):
             return self._by_kernel(draft.rows, requests, draft_rows, wanted)[0]
 
         def read(rows: jax.Array, inv: jax.Array) -> Partials:

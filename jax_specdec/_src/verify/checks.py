@@ -185,14 +185,14 @@ def _check_distribution(distribution: Any, batch: int, n: int, v: int, size: int
         check_ids("drafts.distribution.ids", distribution.ids, (r, vd), size)
 
 
-def check_ids(name: str, ids: Any, storage: tuple[int, int], size: int) -> None:
+def check_ids(name: str, ids: Any, storage: tuple[int, ...], size: int | None = None) -> None:
     """Check the ids that the columns of draft storage stand for: of a shared map the values too.
 
     Args:
       name: of the argument.
       ids: one map for all rows, or candidates of each row.
       storage: ``(R, Vd)``, the shape of the storage.
-      size: ids that count.
+      size: ids that count; None where it is not known, and no value is looked at.
 
     Raises:
       TypeError: not an array of int32.
@@ -203,8 +203,8 @@ def check_ids(name: str, ids: Any, storage: tuple[int, int], size: int) -> None:
     shape = (vd,) if getattr(ids, "ndim", 2) == 1 else (r, vd)
     why = f"[Vd] = [{vd}] (one map for all rows) or [R, C] = [{r}, {vd}] (candidates of each row)"
     _array(name, ids, shape, ("int32",), why)
-    known = known_values(ids) if ids.ndim == 1 else None
-    if known is not None:
+    known = known_values(ids) if ids.ndim == 1 and size is not None else None
+    if known is not None and size is not None:
         check_listed(name, known, size)
 
 

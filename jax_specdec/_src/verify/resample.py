@@ -178,13 +178,17 @@ class Weights:
         scale = tiles.Scale(stats.max, jnp.log(stats.sum))
         p = scale.probs(tiles.keep(p_entries, stats.threshold), inv)
         is_removed = source.without_token & (ids == source.token_id)
+        weights = jnp.where(is_removed, 0.0, p)
         if self.draft is None or q_entries is None:
-            return jnp.where(is_removed, 0.0, p), p
-        # One formula for all sources, so that XLA need not write p to memory for two.
+            return weights, p
         q = self.draft.probs(q_entries, source.scale, inv)
-        q = jnp.where(source.from_residual, q, jnp.where(is_removed, 2.0, 0.0))
-        weight = jnp.where(source.from_residual, source.weight, 1.0)
-        return rules.residual(weight, p, q), p
+        if isinstance(self.draft.rows, MappedRows):
+            # The same in one formula: beside a gather, XLA would write p to memory for two.
+            q = jnp.where(source.from_residual, q, jnp.where(is_removed, 2.0, 0.0))
+            weight = jnp.where(source.from_residual, source.weight, 1.0)
+            return rules.residual(weight, p, q), p
+        residual = rules.residual(source.weight, p, q)
+        return jnp.where(source.from_residual, residual, weights), p
 
 
 class Chosen(NamedTuple):

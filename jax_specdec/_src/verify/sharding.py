@@ -32,7 +32,8 @@ class VerifySharding:
     vocabulary that count. Draft distributions are read where they are, whether every device holds
     whole rows or, for ``Vd == V``, its own ids of them. In a `jax.shard_map`, storage as wide as
     the target's part is taken for a part, and wider storage for whole rows; narrower storage may be
-    either, and is taken for whole rows only where ``check_vma`` says so.
+    either, and is taken for whole rows only where ``check_vma`` says so. Rows on a list of ids are
+    whole on every device.
 
     Over `batch_axis` the requests, the drafts and the rows are split evenly, so N and B must
     divide by its size n. Every request must find its drafts where it is itself: the requests of
@@ -186,10 +187,12 @@ def _checked(
         if isinstance(noise, RaceNoise):
             raise NotImplementedError("over a split vocabulary there is no RaceNoise")
     storage, indexed = _storage(drafts)
+    lists_ids = drafts.distribution is not None and drafts.distribution.ids is not None
     if mesh is None:
         if vocab_axis is None:
             return None
-        split = storage is not None and _is_part(storage, target_logits, vocab_axis)
+        split = storage is not None and not lists_ids
+        split = split and _is_part(storage, target_logits, vocab_axis)
         return Layout(None, vocab_axis, None, split, False)
 
     vocabulary, batch = target_logits.shape[1], drafts.cu_num_draft_tokens.shape[0] - 1
@@ -210,8 +213,8 @@ def _checked(
     place, rows, columns = _place(storage)
     is_traced = isinstance(storage, jax.core.Tracer)
     is_known = place is not None and (not is_traced or AxisType.Explicit in place.axis_types)
-    is_split = vocab_axis is not None and columns == vocab_axis
-    by_vocab = vocab_axis is not None and storage.shape[1] == vocabulary
+    is_split = vocab_axis is not None and columns == vocab_axis and not lists_ids
+    by_vocab = vocab_axis is not None and storage.shape[1] == vocabulary and not lists_ids
     by_vocab &= is_split or not is_known
     if is_split and not by_vocab:
         raise ValueError(
@@ -275,11 +278,13 @@ def over_parts(
     whole: Any = P()
     matrix: Any = P(stored, layout.vocab_axis if layout.draft_vocab else None)
     normalizer: Any = P(stored)
+    lists = None if distribution is None else distribution.ids
+    ids: Any = whole if lists is None or lists.ndim == 1 else normalizer
     of_distribution: Any = None
     if isinstance(distribution, DraftProbs):
-        of_distribution = DraftProbs(matrix, own, own)
+        of_distribution = DraftProbs(matrix, own, own, ids)
     elif isinstance(distribution, DraftLogits):
-        of_distribution = DraftLogits(matrix, own, own, normalizer, normalizer)
+        of_distribution = DraftLogits(matrix, own, own, normalizer, normalizer, ids)
     logits: Any = P(batch, layout.vocab_axis)
     specs = CallArrays(logits, Drafts(own, whole, of_distribution), own, own, own, own, own)
 

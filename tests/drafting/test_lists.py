@@ -1,0 +1,195 @@
+"""Drafting on a list of ids: what is drawn, kept and checked are target ids."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from serving import test_options, tiny
+
+import jax_specdec as sd
+
+pytestmark = pytest.mark.newest
+
+BATCH, SLOTS, K, VOCAB, C = 4, 5, 3, 60, 6
+MAP = jnp.array([50, 3, 17, 41, 8, 29], jnp.int32)
+SAMPLING = sd.SamplingParams(
+    jnp.array([0.0, 0.7, 1.0, 1.5]),
+    top_k=jnp.array([0, 0, 2, 3], jnp.int32),
+    top_p=jnp.array([1.0, 0.8, 1.0, 0.9]),
+)
+KEYS = jax.random.split(jax.random.key(2), BATCH)
+POSITIONS = jnp.array([7, 3, 12, 9])
+LOGITS = jnp.asarray(2 * np.random.default_rng(0).standard_normal((BATCH, C)), jnp.float32)
+CANDIDATES = jnp.asarray(
+    [np.random.default_rng(b).permutation(VOCAB)[:C] for b in range(BATCH)], jnp.int32
+)
+
+draw = jax.jit(
+    functools.partial(sd.sample_draft_tokens, sampling=SAMPLING, keys=KEYS, positions=POSITIONS)
+)
+
+
+@pytest.mark.parametrize("ids", [MAP, CANDIDATES], ids=["map", "candidates"])
+def test_a_draft_is_the_id_of_the_column_that_is_drawn(ids):
+    for offset in range(20):
+        plain, listed = draw(LOGITS, offset=offset), draw(LOGITS, offset=offset, ids=ids)
+        expected = np.broadcast_to(ids, (BATCH, C))[np.arange(BATCH), plain.token_ids]
+        np.testing.assert_array_equal(listed.token_ids, expected)
+        np.testing.assert_array_equal(listed.log_normalizer, plain.log_normalizer)
+        np.testing.assert_array_equal(listed.threshold, plain.threshold)
+
+
+def written(slots: np.ndarray) -> tuple[sd.DraftStore, dict[tuple[int, int], np.ndarray]]:
+    """A store of candidates, and what each slot and offset lists."""
+    rng, expected = np.random.default_rng(1), {}
+    store = sd.DraftStore.create(SLOTS, K, C, own_ids=True)
+    for offset in range(K):
+        ids = np.stack([rng.permutation(VOCAB)[:C] for _ in slots]).astype(np.int32)
+        drawn = draw(LOGITS, offset=offset, ids=jnp.asarray(ids))
+        store = store.write(
+            offset,
+            LOGITS,
+            drawn.log_normalizer,
+            threshold=drawn.threshold,
+            ids=jnp.asarray(ids),
+            positions=POSITIONS,
+            sampling=SAMPLING,
+            slots=jnp.asarray(slots),
+        )
+        expected |= {(slot, offset): row for slot, row in zip(slots.tolist(), ids, strict=True)}
+    return store, expected
+
+
+def test_a_request_finds_its_candidates_in_any_order_of_the_batch():
+    slots = np.array([4, 0, 3, 1])
+    store, expected = written(slots)
+    assert store.logits.shape == store.ids.shape == (K * SLOTS, C)
+    order = np.array([2, 0, 3, 1])
+    counts = jnp.array([3, 1, 2, 3])
+    drafts = store.attach(
+        sd.Drafts.from_flat(jnp.zeros(9, jnp.int32), counts),
+        positions=POSITIONS[order],
+        sampling=jax.tree.map(lambda x: x[order], SAMPLING),
+        slots=jnp.asarray(slots[order]),
+    )
+    distribution = drafts.distribution
+    assert distribution.valid.tolist() == (SAMPLING.temperature[order] > 0).tolist()
+    places = [
+        (slots[b], i) for b, count in zip(order, counts.tolist(), strict=True) for i in range(count)
+    ]
+    for row, place in zip(distribution.rows, places, strict=True):
+        np.testing.assert_array_equal(distribution.ids[row], expected[place])
+
+
+def test_a_store_of_every_slot_is_written_in_place_and_keeps_one_map():
+    store = sd.DraftStore.create(BATCH, K, C, ids=MAP)
+    drawn = draw(LOGITS, offset=0, ids=MAP)
+    given = dict(threshold=drawn.threshold, positions=POSITIONS, sampling=SAMPLING)
+    store = store.write(0, LOGITS, drawn.log_normalizer, **given)
+    np.testing.assert_array_equal(store.logits[:BATCH], LOGITS)
+    own = sd.DraftStore.create(BATCH, K, C, own_ids=True)
+    own = own.write(2, LOGITS, drawn.log_normalizer, ids=CANDIDATES, **given)
+    np.testing.assert_array_equal(own.ids[2 * BATCH :], CANDIDATES)
+    drafts = sd.Drafts.from_dense(drawn.token_ids[:, None])
+    attached = store.attach(drafts, positions=POSITIONS, sampling=SAMPLING)
+    np.testing.assert_array_equal(attached.distribution.ids, MAP)
+
+
+ERRORS: list[tuple[Any, type[Exception], str]] = [
+    (lambda: draw(LOGITS, offset=0, ids=MAP[:2]), ValueError, r"ids .*\[Vd\] = \[6\].* \[2\]"),
+    (lambda: draw(LOGITS, offset=0, ids=LOGITS), TypeError, "ids must be int32.* float32"),
+    (
+        lambda: sd.DraftStore.create(SLOTS, K, C, ids=MAP[:2]),
+        ValueError,
+        r"ids .*\[Vd\] = \[6\].* \[2\]",
+    ),
+    (
+        lambda: sd.DraftStore.create(BATCH, 1, C, ids=CANDIDATES),
+        ValueError,
+        r"ids must have shape \[6\], but its shape is \[4, 6\]",
+    ),
+    (
+        lambda: sd.DraftStore.create(SLOTS, K, C, ids=MAP, own_ids=True),
+        ValueError,
+        "own_ids must be False where ids are given for all rows",
+    ),
+    (lambda: write(CANDIDATES, own_ids=False), ValueError, "own_ids is False and ids are an array"),
+    (lambda: write(None, own_ids=True), ValueError, "own_ids is True and ids are None"),
+    (lambda: write(MAP, own_ids=True), ValueError, r"ids must have shape \[4, 6\].* \[6\]"),
+    (lambda: sd.ModelDrafter(tiny.Trigram(3), ids=[[1, 2]]), ValueError, r"ids must be \[Vd\].*2"),
+    (lambda: sd.ModelDrafter(tiny.Trigram(3), ids=[1, 1, 2]), ValueError, "each id once.* 1 is"),
+    (lambda: sd.ModelDrafter(tiny.Trigram(3), ids=[1, -1, 2]), ValueError, r"ids\[1\] .* -1"),
+    (lambda: sd.ModelDrafter(tiny.Trigram(3), ids=[0.5]), TypeError, "ids must be integers"),
+    (lambda: sd.ModelDrafter(tiny.Trigram(3), num_candidates=0), ValueError, "num_candidates .* 0"),
+    (lambda: stored(ids=[5, 4]), ValueError, r"ids must be \[Vd\] = \[3\].* 2"),
+    (lambda: stored(num_candidates=4), ValueError, r"num_candidates must be in \[1, 3\].* 4"),
+]
+
+
+def write(ids: Any, own_ids: bool) -> None:
+    sd.DraftStore.create(BATCH, K, C, own_ids=own_ids).write(
+        0, LOGITS, jnp.zeros(BATCH), ids=ids, positions=POSITIONS, sampling=SAMPLING
+    )
+
+
+def stored(**fields: Any) -> None:
+    drafter = sd.ModelDrafter(tiny.Trigram(3), **fields)
+    drafter.init_store(jnp.zeros((3, 3, 3)), 1, sd.SpecDecodeConfig(num_speculative_tokens=1))
+
+
+@pytest.mark.parametrize(("call", "error", "message"), ERRORS, ids=[m[:30] for *_, m in ERRORS])
+def test_what_cannot_be_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_drafters_compare_and_hash_by_their_ids():
+    one, other = (sd.ModelDrafter(tiny.Trigram(2), ids=ids) for ids in ([5, 4], np.array([5, 4])))
+    assert one == other and hash(one) == hash(other) and dataclasses.replace(one) == one
+    assert one != sd.ModelDrafter(tiny.Trigram(2), ids=[4, 5])
+
+
+# In a decoding loop; all requests with options of their own.
+
+V = test_options.VOCAB
+PERMUTED = np.array([3, 0, 6, 2, 5, 1, 4])
+MODEL = tiny.Trigram(V)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "columns"),
+    [
+        (sd.ModelDrafter(MODEL, ids=PERMUTED), PERMUTED),
+        (sd.ModelDrafter(MODEL, num_candidates=V), np.arange(V)),
+        (sd.ModelDrafter(MODEL, ids=PERMUTED, num_candidates=V), PERMUTED),
+    ],
+    ids=["map", "candidates", "candidates of a map"],
+)
+def test_a_drafter_that_is_the_target_in_another_order_has_everything_accepted(drafter, columns):
+    params = jnp.asarray(test_options.TARGET[:, :, columns])
+    output = test_options.by_model(drafter=(drafter, params), temperature=test_options.TEMPERATURES)
+    kept = output.steps.num_emitted > 0
+    assert (output.steps.num_accepted[kept] == output.steps.num_proposed[kept]).all()
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_greedy_requests_get_the_targets_tokens_from_a_drafter_of_four_ids(method):
+    ids = np.array([4, 1, 6, 2])
+    drafter = sd.ModelDrafter(tiny.Trigram(4), ids=ids)
+    output = sd.generate(
+        MODEL,
+        jnp.asarray(test_options.TARGET),
+        [test_options.PROMPT],
+        drafter=drafter,
+        draft_params=jnp.asarray(test_options.TARGET[:, :, ids]),
+        config=sd.SpecDecodeConfig(num_speculative_tokens=K, draft_sample_method=method),
+        max_new_tokens=test_options.NUM_TOKENS,
+    )
+    assert output.completions == test_options.TRUTH[:1]
+    assert output.steps.num_accepted.sum() > 0
