@@ -60,7 +60,6 @@ def agrees(ids: str, length: int, layout: Layout, verifier: Any, seeds: Any = ra
 FAST: list[tuple[str, int, Layout]] = [
     ("candidates", 24, BLOCK_LOGITS),
     ("candidates", 40, few(FILTERED[3])),
-    ("map", 3000, few(FILTERED[2])),
     ("map", 1001, UNALIGNED),
 ]
 MANY = Layout(vocab=2176, num_requests=2, num_drafts=24, num_speculative_tokens=12, kind="logits")
@@ -73,6 +72,7 @@ SLOW: list[tuple[str, int, Layout]] = [
     ("candidates", 100, dataclasses.replace(PROBS, block=True)),
     ("candidates", 24, FILTERED[2]),
     ("map", 9000, TILES),
+    ("map", 3000, few(FILTERED[2])),
     ("map", 3000, PROBS),
     ("map", 3000, BLOCK_LOGITS),
     ("map", 1500, dataclasses.replace(PROBS, rates=RATES)),
