@@ -181,8 +181,11 @@ class Candidates:
             return twins
 
         if len(listed.ids) > 1:
-            bad |= lax.fori_loop(0, WARP, turn, threads.filled(0, jnp.int32)) != 0
-        return -threads.warp_min(jnp.where(bad, -1, 0))
+            bad |= (
+                lax.fori_loop(jnp.int32(0), jnp.int32(WARP), turn, threads.filled(0, jnp.int32))
+                != 0
+            )
+        return -threads.warp_min(-bad.astype(jnp.int32))
 
     def entry_of(self, listed: Listed, token_id: jax.Array) -> jax.Array:
         """The entry of an id, `fill` where it is not listed."""

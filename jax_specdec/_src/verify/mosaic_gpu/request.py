@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax import lax
 from jax_specdec._src import noise, ragged
 from jax_specdec._src import sampling as sampling_lib
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, SamplingParams, Status
+from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster
 from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, Listed, MappedSlice
 from jax_specdec._src.verify.mosaic_gpu.plan import Plan
 from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, Threads
@@ -281,8 +282,8 @@ class DraftedTokens:
         found = look(0, self._lists, found)
         if k > count:
             found = lax.fori_loop(
-                1,
-                -(-k // count),
+                jnp.int32(1),
+                jnp.int32(-(-k // count)),
                 lambda i, found: look(i * count, self._load_lists(draft, i * count, count), found),
                 found,
             )
@@ -327,3 +328,21 @@ class DraftedTokens:
         """Begin to bring the draft row of a position into the second-level cache."""
         if self.draft is not None:
             self.draft.prefetch(self.request.at(self.draft_row, position))
+
+
+class Work(NamedTuple):
+    """What one warpgroup has in hand, while the kernel is traced.
+
+    Attributes:
+      request: what is known of the request.
+      target: target rows.
+      draft: draft rows, or None where there are none.
+      drafted: what is known of the drafted tokens.
+      cluster: the blocks at work on the request.
+    """
+
+    request: KernelRequest
+    target: TargetSlice
+    draft: DraftSlice | Candidates | None
+    drafted: DraftedTokens
+    cluster: Cluster
