@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -173,7 +174,9 @@ def test_no_thread_reads_an_entry_that_another_hides():
 @pytest.mark.parametrize("layout", [FILTERED[2], BLOCK[3], UNALIGNED], ids=str)
 def test_lowers_for_cuda_to_one_kernel(ids, length, layout):
     listed, _ = with_ids(random_batch(layout, 0, broken=0), ids, length)
-    assert lowered(layout, batch=listed).count("@mosaic_gpu") == 1
+    for bits64 in (False, True):
+        with jax.enable_x64(bits64):
+            assert lowered(layout, batch=listed).count("@mosaic_gpu") == 1
 
 
 def test_lists_that_are_too_long_are_refused_in_a_sentence():

@@ -284,4 +284,5 @@ def launch(
         interpret=interpret,
         **axes,
     )
-    return kernel(*operands)
+    with jax.enable_x64(False):  # indices are int32, whatever the caller's default is
+        return kernel(*operands)
