@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import scipy.special
 
 import jax_specdec as sd
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 
-from .batch import Batch, Layout, check, pack, verify
+from .batch import Batch, Layout, Request, check, pack, verify
 from .cases import random_batch, random_request
 from .lists import with_ids
 from .suite import RATES
@@ -149,6 +150,24 @@ def test_a_row_that_lists_an_id_twice_or_one_that_is_none_is_bad():
 
 def test_a_map_that_lists_an_id_twice_or_one_that_is_none_is_bad():
     bad_maps(alone)
+
+
+def test_what_is_left_on_many_candidates_of_a_tile_is_drawn_from():
+    rng, found = np.random.default_rng(5), []
+    for seed in range(10):
+        requests = []
+        for _ in range(3):
+            listed = rng.permutation(SMALL.vocab)[:70]
+            target, q = rng.normal(size=(2, SMALL.vocab)), np.zeros((1, SMALL.vocab))
+            target[0, listed] += 5
+            q[0, listed] = scipy.special.softmax(2 * rng.normal(size=70))
+            x = int(q[0].argmax())
+            requests.append(Request(target, [x], q, accept=[0.999], recover=rng.random(2)))
+        batch, _ = with_ids(pack(requests, SMALL, seed), "candidates", 70, seed)
+        output = verify(batch, alone)
+        check(batch, output)
+        found += output.token_ids[output.num_accepted == 0, 0].tolist()
+    assert len(set(found)) > 20
 
 
 def test_other_ids_than_were_drawn_from_are_noticed():
