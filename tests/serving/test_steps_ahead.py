@@ -232,7 +232,7 @@ def test_not_a_number_in_a_long_prompt_does_not_reach_the_next_one():
     request = dict(prompt=[1, 2] * 10, max_new_tokens=8, stop_token_ids=[5])
     expected = alone(driver_of(LLAMA_PIECES, params, draft_params), request)
     driver = driver_of(LLAMA_PIECES, broken, draft_params)
-    bad = driver.submit([5] * 30, max_new_tokens=8)
+    bad = driver.submit([5] * 38, max_new_tokens=2)
     assert run(driver)[bad].status == sd.Status.BAD_TARGET_ROW
     good = driver.submit(**request)
     assert run(driver)[good].token_ids == expected.token_ids
