@@ -262,9 +262,27 @@ FAULTS = {
     ),
     "a slot keeps the cache of the request before": Fault(
         "serving/engine.py",
-        "return lax.dynamic_update_slice(all_, new, start)",
-        "return all_",
+        "all_ = lax.dynamic_update_slice(all_, one, start)",
+        "del one",
         "serving/test_engine.py",
+    ),
+    "a long prompt keeps what the one before it left in its caches": Fault(
+        "serving/engine.py",
+        "clear = start == 0",
+        "clear = start < 0",
+        "serving/test_steps_ahead.py",
+    ),
+    "whoever comes into a slot gets what a step ahead did for the request before": Fault(
+        "serving/bookkeeping.py",
+        "if request is None or request is not slots[slot]:",
+        "if (request := slots[slot]) is None:",
+        "serving/test_steps_ahead.py",
+    ),
+    "a preempted request does not wait for the steps ahead": Fault(
+        "serving/driver.py",
+        "        while self._host.ahead:\n",
+        "        while False:\n",
+        "serving/test_steps_ahead.py",
     ),
     "a bad word is looked for without the drafts before a row": Fault(
         "processors.py",
