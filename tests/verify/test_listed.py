@@ -99,7 +99,7 @@ def test_rows_read_as_on_a_tpu_give_the_tokens_of_the_oracle(ids, layout):
         pytest.param(*GRID[0], all_at_once, marks=pytest.mark.newest),
         pytest.param(*GRID[6], all_at_once, marks=pytest.mark.newest),
     ],
-    ids=str,
+    ids=["map", "candidates", "map, all at once", "candidates, all at once"],
 )
 def test_ids_out_of_range_or_there_twice_hurt_only_who_visits_their_row(ids, layout, verifier):
     statuses = []
