@@ -71,7 +71,7 @@ nitpick_ignore_regex = [("py:.*", r"(jax|numpy|pathlib|collections|typing)\..*")
 # The pages
 
 html_theme = "sphinx_book_theme"
-html_title = "jax_specdec"
+html_title = f"jax_specdec {version}"
 html_favicon = "_static/icon.svg"
 html_math_renderer = "mathml"
 html_static_path = ["_static"]
@@ -88,6 +88,7 @@ html_theme_options = {
     "use_fullscreen_button": False,
     "navigation_with_keys": False,
     "navbar_persistent": [],
+    "footer_content_items": ["copyright"],
 }
 
 

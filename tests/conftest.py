@@ -71,6 +71,7 @@ QUICK = (
     "test_messages.py",
     "test_pack_drafts.py",
     "test_reduced_vocabulary_doc.py",
+    "test_server.py",
     "test_serving_doc.py",
     "test_sglang_jax.py",
     "test_sharding_doc.py",
@@ -100,6 +101,7 @@ ENGINES = (
     "test_engine_continuity.py",
     "test_engine_options.py",
     "test_engine_traffic.py",
+    "test_steps_ahead.py",
 )
 
 

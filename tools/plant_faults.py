@@ -179,6 +179,33 @@ FAULTS = {
         "-threads.warp_min(jnp.where(place < 2**30, -place, 0)), jnp.float32)",
         "verify/test_mosaic_gpu.py::test_greedy_ties_go_to_the_lowest_id",
     ),
+    "kernel: what is listed has no weight in its tile": Fault(
+        "verify/mosaic_gpu/sample.py",
+        "jnp.where(here & (tile == i), weight, 0.0)",
+        "jnp.where(here & (tile < i), weight, 0.0)",
+        "verify/test_mosaic_gpu_lists.py::"
+        "test_what_is_left_on_many_candidates_of_a_tile_is_drawn_from",
+    ),
+    "kernel: a candidate after another is passed over": Fault(
+        "verify/mosaic_gpu/lists.py",
+        "(place < TILE) & (mine > column)",
+        "(place < TILE) & (mine > column + 1)",
+        "verify/test_mosaic_gpu_lists.py::"
+        "test_what_is_left_on_many_candidates_of_a_tile_is_drawn_from",
+    ),
+    "kernel: an id may be listed twice": Fault(
+        "verify/mosaic_gpu/lists.py",
+        " | threads.has_twin(ids)",
+        "",
+        "verify/test_mosaic_gpu_lists.py::"
+        "test_a_row_that_lists_an_id_twice_or_one_that_is_none_is_bad",
+    ),
+    "kernel: two requests may share a row": Fault(
+        "verify/mosaic_gpu/request.py",
+        "in_bounds &= start >= -threads.scalar(threads.warp_min(-reached))",
+        "in_bounds &= start >= -threads.scalar(threads.warp_min(0 * reached))",
+        "verify/test_mosaic_gpu.py::test_a_request_sees_all_before_it_whose_rows_it_would_share",
+    ),
     "a drafter draws with the verifier's bits": Fault(
         "drafting/sample.py",
         "return uniforms(key, position, Stream.DRAFT, offset)",
@@ -235,9 +262,27 @@ FAULTS = {
     ),
     "a slot keeps the cache of the request before": Fault(
         "serving/engine.py",
-        "return lax.dynamic_update_slice(all_, new, start)",
-        "return all_",
+        "all_ = lax.dynamic_update_slice(all_, one, start)",
+        "del one",
         "serving/test_engine.py",
+    ),
+    "a long prompt keeps what the one before it left in its caches": Fault(
+        "serving/engine.py",
+        "clear = start == 0",
+        "clear = start < 0",
+        "serving/test_steps_ahead.py",
+    ),
+    "whoever comes into a slot gets what a step ahead did for the request before": Fault(
+        "serving/bookkeeping.py",
+        "if request is None or request is not slots[slot]:",
+        "if (request := slots[slot]) is None:",
+        "serving/test_steps_ahead.py",
+    ),
+    "a preempted request does not wait for the steps ahead": Fault(
+        "serving/driver.py",
+        "        while self._host.ahead:\n",
+        "        while False:\n",
+        "serving/test_steps_ahead.py",
     ),
     "a bad word is looked for without the drafts before a row": Fault(
         "processors.py",

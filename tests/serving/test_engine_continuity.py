@@ -397,8 +397,15 @@ class InsideJax:
     After means: the state that they were given is gone, and nothing was returned.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int, share: float = 0.2) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        seed: int,
+        share: float = 0.2,
+        error: type[BaseException] = KeyboardInterrupt,
+    ) -> None:
         self.rng, self.share, self.count = np.random.default_rng(seed), share, 0
+        self.error = error
         for name in FUNCTIONS:
             monkeypatch.setattr(driver_lib, name, self._failing(getattr(driver_lib, name)))
 
@@ -415,10 +422,10 @@ class InsideJax:
             fails = self.rng.random() < self.share
             self.count += fails
             if fails and self.rng.random() < 0.3:
-                raise KeyboardInterrupt
+                raise self.error("before")
             result = function(*args, **kwargs)
             if fails:
-                raise KeyboardInterrupt
+                raise self.error("after")
             return result
 
         return failing
@@ -431,6 +438,37 @@ def test_a_state_that_is_lost_inside_jax_loses_no_token(monkeypatch: pytest.Monk
         lossy = serve(24, 1, inside)
     assert inside.count > 20
     assert_same_traffic(lossy, expected)
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_failures_of_the_device_lose_no_token_and_are_told_to_whom_they_concern(
+    ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, seed, updates = 24, 1, []
+    for index in range(count):
+        served_alone(index, seed)
+    driver = driver_of(max_steps_ahead=ahead, max_prefills=1)
+    for index in range(count):
+        driver.submit(**served_alone(index, seed)[0])
+    with monkeypatch.context() as patched:
+        inside = InsideJax(patched, seed, share=0.04, error=jax.errors.JaxRuntimeError)
+        while not driver.is_idle:
+            updates += driver.step()
+    assert inside.count == driver.serving_stats().num_failed_calls > 3
+    found, num_ended = collect(updates), 0
+    for index in range(count):
+        got, expected = found[index].updates, served_alone(index, seed)[1].updates
+        told = [update for update in got if update.error is not None]
+        assert {update.error for update in told} <= {"before", "after"}
+        assert not any(update.token_ids for update in told)
+        with_tokens = [update for update in got if update.error is None]
+        assert len(with_tokens) == len(expected) or told[-1].finish_reason == "failed"
+        for one, other in zip(with_tokens, expected, strict=False):
+            assert_same(one, other)
+        ended = told and told[-1].finish_reason == "failed"
+        num_ended += bool(ended)
+        assert ended or got[-1].finish_reason in ("stop", "length")
+    assert num_ended < count / 2
 
 
 def test_any_other_error_of_a_step_loses_no_token_either(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -542,12 +580,21 @@ def test_a_drafter_that_cannot_read_in_pieces_is_refused_only_where_it_must() ->
 def fuzz(seed: int, count: int) -> None:
     for index in range(count):
         served_alone(index, seed)
+    ahead = seed % 3
+
+    def driver() -> sd.EngineDriver:
+        return driver_of(
+            max_queue=MOST_ALIVE, max_steps_ahead=ahead, max_prefills=1 if ahead else None
+        )
+
     with pytest.MonkeyPatch.context() as patched:
-        everything = serve(count, seed, InsideJax(patched, seed, share=0.05))
+        everything = serve(count, seed, InsideJax(patched, seed, share=0.05), driver())
     assert_each_is_as_if_alone(*everything[:2], count, seed)
     interrupts = RandomInterrupts(seed)
-    interrupted = serve(count, seed, interrupts)
-    assert_same_traffic(interrupted, everything)
+    interrupted = serve(count, seed, interrupts, driver())
+    assert_each_is_as_if_alone(*interrupted[:2], count, seed)
+    if not ahead:
+        assert_same_traffic(interrupted, everything)
     assert interrupts.count > count
 
 

@@ -36,6 +36,7 @@ pytestmark = pytest.mark.newest
 
 PIECES = dataclasses.replace(TABLE, prefill_sizes=(2, 8))
 """Four prompts of two tokens a call, or eight tokens of one."""
+LLAMA_PIECES = dataclasses.replace(LLAMA, prefill_sizes=(4, 16))
 TABLES = (jnp.asarray(TARGET), jnp.asarray(DRAFT))
 
 
@@ -226,20 +227,18 @@ def test_a_request_may_leave_while_its_prompt_is_read(leave):
 
 
 def test_not_a_number_in_a_long_prompt_does_not_reach_the_next_one():
-    engine = dataclasses.replace(LLAMA, prefill_sizes=(8,))
     params, draft_params = WEIGHTS[LLAMA]
     broken = params | dict(embed_tokens=params["embed_tokens"].at[5].set(jnp.nan))
-    request = dict(prompt=[1, 2] * 6, max_new_tokens=8, stop_token_ids=[5])
-    expected = alone(driver_of(engine, params, draft_params), request)
-    driver = driver_of(engine, broken, draft_params)
-    bad = driver.submit([5] * 30, max_new_tokens=8)
+    request = dict(prompt=[1, 2] * 10, max_new_tokens=8, stop_token_ids=[5])
+    expected = alone(driver_of(LLAMA_PIECES, params, draft_params), request)
+    driver = driver_of(LLAMA_PIECES, broken, draft_params)
+    bad = driver.submit([5] * 38, max_new_tokens=2)
     assert run(driver)[bad].status == sd.Status.BAD_TARGET_ROW
     good = driver.submit(**request)
     assert run(driver)[good].token_ids == expected.token_ids
 
 
 def test_tokens_of_a_model_are_those_of_plain_decoding_however_prompts_are_read():
-    engine = dataclasses.replace(LLAMA, prefill_sizes=(4, 16))
     rng = np.random.default_rng(8)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (3, 4, 2, 30, 9, 1, 21, 4, 4, 12)]
     plain = sd.generate_plain(
@@ -248,7 +247,7 @@ def test_tokens_of_a_model_are_those_of_plain_decoding_however_prompts_are_read(
         prompts,
         max_new_tokens=9,
     )
-    driver = driver_of(engine, *WEIGHTS[LLAMA], max_steps_ahead=2, max_prefills=1)
+    driver = driver_of(LLAMA_PIECES, *WEIGHTS[LLAMA], max_steps_ahead=2, max_prefills=1)
     for prompt in prompts:
         driver.submit(prompt, max_new_tokens=9)
     found = run(driver)

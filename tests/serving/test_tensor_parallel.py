@@ -97,7 +97,7 @@ def moved(program: str) -> list[tuple[str, list[int]]]:
 
 
 def driver_of(given: dict[str, Any], has_options: bool) -> sd.EngineDriver:
-    sizes = dict(num_slots=SLOTS, max_length=40, prefill_sizes=(40,), request_options=has_options)
+    sizes = dict(num_slots=SLOTS, max_length=40, prefill_sizes=(8,), request_options=has_options)
     engine = sd.Engine(given["model"], given["drafter"], CONFIG, **sizes)
     return sd.EngineDriver(engine, given["params"], given["draft_params"])
 

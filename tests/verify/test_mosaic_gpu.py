@@ -417,6 +417,12 @@ def test_lowers_for_cuda_to_one_kernel(layout):
     assert lowered(layout).count("@mosaic_gpu") == 1
 
 
+@pytest.mark.parametrize("layout", [LAYOUTS[5], FILTERED[2]], ids=str)
+def test_lowers_for_cuda_in_64_bit_mode(layout):
+    with jax.enable_x64(True):
+        assert lowered(layout).count("@mosaic_gpu") == 1
+
+
 # What it refuses, and when it is chosen.
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+import scipy.special
 
 import jax_specdec as sd
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 
-from .batch import Batch, Layout, check, pack, verify
+from .batch import Batch, Layout, Request, check, pack, verify
 from .cases import random_batch, random_request
 from .lists import with_ids
 from .suite import RATES
@@ -60,10 +62,11 @@ def agrees(ids: str, length: int, layout: Layout, verifier: Any, seeds: Any = ra
 FAST: list[tuple[str, int, Layout]] = [
     ("candidates", 24, BLOCK_LOGITS),
     ("candidates", 40, few(FILTERED[3])),
-    ("map", 3000, few(FILTERED[2])),
     ("map", 1001, UNALIGNED),
 ]
+MANY = Layout(vocab=2176, num_requests=2, num_drafts=24, num_speculative_tokens=12, kind="logits")
 SLOW: list[tuple[str, int, Layout]] = [
+    ("candidates", 70, MANY),
     ("candidates", 128, TILES),
     ("candidates", 33, UNALIGNED),
     ("candidates", 3, PROBS),
@@ -71,6 +74,7 @@ SLOW: list[tuple[str, int, Layout]] = [
     ("candidates", 100, dataclasses.replace(PROBS, block=True)),
     ("candidates", 24, FILTERED[2]),
     ("map", 9000, TILES),
+    ("map", 3000, few(FILTERED[2])),
     ("map", 3000, PROBS),
     ("map", 3000, BLOCK_LOGITS),
     ("map", 1500, dataclasses.replace(PROBS, rates=RATES)),
@@ -148,6 +152,24 @@ def test_a_map_that_lists_an_id_twice_or_one_that_is_none_is_bad():
     bad_maps(alone)
 
 
+def test_what_is_left_on_many_candidates_of_a_tile_is_drawn_from():
+    rng, found = np.random.default_rng(5), []
+    for seed in range(10):
+        requests = []
+        for _ in range(3):
+            listed = rng.permutation(SMALL.vocab)[:70]
+            target, q = rng.normal(size=(2, SMALL.vocab)), np.zeros((1, SMALL.vocab))
+            target[0, listed] += 5
+            q[0, listed] = scipy.special.softmax(2 * rng.normal(size=70))
+            x = int(q[0].argmax())
+            requests.append(Request(target, [x], q, accept=[0.999], recover=rng.random(2)))
+        batch, _ = with_ids(pack(requests, SMALL, seed), "candidates", 70, seed)
+        output = verify(batch, alone)
+        check(batch, output)
+        found += output.token_ids[output.num_accepted == 0, 0].tolist()
+    assert len(set(found)) > 20
+
+
 def test_other_ids_than_were_drawn_from_are_noticed():
     """That the comparison finds a wrong map."""
     batch, _ = with_ids(ordinary(3), "candidates", 70)
@@ -171,7 +193,9 @@ def test_no_thread_reads_an_entry_that_another_hides():
 @pytest.mark.parametrize("layout", [FILTERED[2], BLOCK[3], UNALIGNED], ids=str)
 def test_lowers_for_cuda_to_one_kernel(ids, length, layout):
     listed, _ = with_ids(random_batch(layout, 0, broken=0), ids, length)
-    assert lowered(layout, batch=listed).count("@mosaic_gpu") == 1
+    for bits64 in (False, True):
+        with jax.enable_x64(bits64):
+            assert lowered(layout, batch=listed).count("@mosaic_gpu") == 1
 
 
 def test_lists_that_are_too_long_are_refused_in_a_sentence():

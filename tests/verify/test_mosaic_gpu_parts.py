@@ -150,8 +150,10 @@ def test_lowers_for_cuda(layout, kernels):
     def call(args, named):
         return over(2).__wrapped__(*args, **named, config=config, vocab_size=size)
 
-    lowered = jax.jit(call).trace(args, named).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("@mosaic_gpu") == kernels
+    for bits64 in (False, True):
+        with jax.enable_x64(bits64):
+            lowered = jax.jit(call).trace(args, named).lower(lowering_platforms=("cuda",))
+        assert lowered.as_text().count("@mosaic_gpu") == kernels
 
 
 @pytest.mark.gpu

@@ -15,7 +15,8 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src.blocks import entry_of
-from jax_specdec._src.verify import rules, tiles
+from jax_specdec._src.types import DraftProbs
+from jax_specdec._src.verify import tiles
 from jax_specdec._src.verify.draft_rows import CandidateRows, DraftRows, DraftScale, MappedRows
 from jax_specdec._src.verify.exchange import Exchange
 from jax_specdec._src.verify.rows import Rows, as_they_are, by_tile
@@ -204,17 +205,13 @@ class Weights:
         if self.draft is None or q_entries is None:
             return jnp.where(is_removed, 0.0, p), p
         q = self.draft.probs(q_entries, source.draft_scale, inv)
-
-        def in_two(p: jax.Array, q: jax.Array) -> jax.Array:
-            residual = rules.residual(source.weight, p, q)
-            return jnp.where(source.from_residual, residual, jnp.where(is_removed, 0.0, p))
-
-        def in_one(p: jax.Array, q: jax.Array) -> jax.Array:
-            q = jnp.where(source.from_residual, q, jnp.where(is_removed, 2.0, 0.0))
-            return rules.residual(jnp.where(source.from_residual, source.weight, 1.0), p, q)
-
-        # The same: on a GPU, XLA writes p to memory for two formulas; on a CPU, q for one.
-        return lax.platform_dependent(p, q, cpu=in_two, default=in_one), p
+        if isinstance(self.draft.distribution, DraftProbs):
+            q = jnp.where(q >= 0, q, jnp.nan)
+        # `rules.residual` in one formula for all sources, of which each exponential is used once:
+        # XLA may write to memory what is used twice.
+        q = jnp.where(source.from_residual, q, jnp.where(is_removed, 2.0, 0.0))
+        left = jnp.where(source.from_residual, source.weight, 1.0) * p - q
+        return jnp.where(left > -jnp.inf, jnp.maximum(left, 0.0), jnp.nan), p
 
 
 class Chosen(NamedTuple):

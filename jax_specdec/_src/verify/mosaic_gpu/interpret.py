@@ -68,7 +68,7 @@ class InterpretedThreads(Threads):
     def warp_scan(self, x: jax.Array) -> jax.Array:
         return self._per_warp(lambda x: jnp.cumsum(x, axis=1), x)
 
-    def shuffle_xor(self, x: jax.Array, mask: int) -> jax.Array:
+    def shuffle_xor(self, x: jax.Array, mask: jax.Array | int) -> jax.Array:
         return x[self.index() ^ mask]
 
     def shuffle(self, x: jax.Array, lane: Any) -> jax.Array:

@@ -21,11 +21,11 @@ from jax_specdec._src.sampling import limits_count
 from jax_specdec._src.types import Status
 from jax_specdec._src.verify import rules
 from jax_specdec._src.verify.mosaic_gpu import statistics
-from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Masses, Warpgroups, tree_sum
-from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, MappedSlice
+from jax_specdec._src.verify.mosaic_gpu.cluster import Masses, Warpgroups, tree_sum
+from jax_specdec._src.verify.mosaic_gpu.lists import MappedSlice
 from jax_specdec._src.verify.mosaic_gpu.ptx import WARP
-from jax_specdec._src.verify.mosaic_gpu.request import DraftedTokens, KernelRequest
-from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice, TargetSlice
+from jax_specdec._src.verify.mosaic_gpu.request import Work
+from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice
 from jax_specdec._src.verify.mosaic_gpu.sample import Draw, PositionResult, TileWeights
 from jax_specdec._src.verify.mosaic_gpu.statistics import Normalizer, is_finite
 
@@ -35,27 +35,15 @@ OK = int(Status.OK)
 class Walk:
     """One warpgroup at work on one request, while the kernel is traced.
 
-    Attributes:
-      request: what is known of the request.
-      target: target rows.
-      draft: draft rows, or None where there are none.
-      drafted: what is known of the drafted tokens.
-      cluster: the blocks at work on it.
+    Args:
+      work: what it has in hand.
       warpgroups: those of this block.
     """
 
-    def __init__(
-        self,
-        request: KernelRequest,
-        target: TargetSlice,
-        draft: DraftSlice | Candidates | None,
-        cluster: Cluster,
-        warpgroups: Warpgroups,
-    ):
-        self.request, self.plan, self.threads = request, request.plan, request.threads
-        self.target, self.draft = target, draft
-        self.cluster, self.warpgroups = cluster, warpgroups
-        self.drafted = DraftedTokens(request, target, draft)  # small: loaded before rows
+    def __init__(self, work: Work, warpgroups: Warpgroups):
+        self.work, self.warpgroups = work, warpgroups
+        self.request, self.target, self.draft, self.drafted, self.cluster = work
+        self.plan, self.threads = work.request.plan, work.request.threads
 
     def run(self) -> None:
         """Walk the positions, draw the last token, write the output."""
@@ -144,7 +132,7 @@ class Walk:
     ) -> tuple[PositionResult, jax.Array]:
         request, drafted, by_rate = self.request, self.drafted, self.plan.rates is not None
         rows_before = jnp.int32(0) if by_rate else self.warpgroups.rows_before(position)
-        result, round = Reader(self, position, rows_before).read(round)
+        result, round = Reader(self.work, position, rows_before).read(round)
         bad_target = ~is_finite(result.target.peak)
         bad_draft = drafted.bad | (drafted.uses_q & ~is_finite(result.draft.peak))
 
@@ -164,21 +152,6 @@ class Walk:
         kept = (status == OK) & (flags == 1)
         return result._replace(accepted=kept.astype(jnp.int32), status=status), round
 
-    def draw(
-        self, position: jax.Array, result: PositionResult, weight: jax.Array | None = None
-    ) -> Draw:
-        """The draw from the rows of a position: see `Draw`."""
-        return Draw(
-            self.request,
-            self.cluster,
-            self.target,
-            self.draft,
-            self.drafted,
-            position,
-            result,
-            weight,
-        )
-
     def emit(self, num_accepted: jax.Array, result: PositionResult, round: jax.Array) -> None:
         """The accepted tokens, then one drawn from the row that was read last."""
         request = self.request
@@ -190,7 +163,7 @@ class Walk:
             token_id = jnp.where(visited, result.best, request.bonus)
             request.write(num_accepted, token_id, result.status, self.cluster.is_first_warp())
 
-        pl.when(draws)(lambda: self.draw(num_accepted, result).run(round))
+        pl.when(draws)(lambda: Draw(self.work, num_accepted, result).run(round))
 
 
 class Reader:
@@ -204,16 +177,15 @@ class Reader:
     are summed while it is read.
 
     Args:
-      walk: the warpgroup at work.
+      work: what the warpgroup has in hand.
       position: ``[]`` int32; the copy of its target row is under way.
       rows_before: ``[]`` int32, rows that were copied before it.
     """
 
-    def __init__(self, walk: Walk, position: jax.Array, rows_before: jax.Array):
-        self.request, self.threads, self.plan = walk.request, walk.threads, walk.plan
-        self.cluster, self.target, self.drafted = walk.cluster, walk.target, walk.drafted
-        self.position, self.rows_before = position, rows_before
-        request = self.request
+    def __init__(self, work: Work, position: jax.Array, rows_before: jax.Array):
+        self.request, self.target, draft, self.drafted, self.cluster = work
+        self.position, self.rows_before, request = position, rows_before, work.request
+        self.threads, self.plan = request.threads, request.plan
         self.row, self.scale = request.first_row + position, request.scale
         filters = request.filters
         self.needs_peak = request.greedy if filters is None else request.greedy | filters
@@ -222,8 +194,8 @@ class Reader:
             self.sums_masses = ~request.greedy & ~request.is_proposed(position)
         self.target_base = self.base(self.drafted.logit)
         self.draft: DraftSlice | None = None
-        if isinstance(walk.draft, DraftSlice) and self.plan.draft == "logits":
-            self.draft = walk.draft.storage if isinstance(walk.draft, MappedSlice) else walk.draft
+        if isinstance(draft, DraftSlice) and self.plan.draft == "logits":
+            self.draft = draft.storage if isinstance(draft, MappedSlice) else draft
             self.uses_q = self.drafted.counts_q(position)
             self.draft_row = request.at(self.drafted.draft_row, position)
             self.draft_base = self.base(self.drafted.entry)
@@ -580,7 +552,7 @@ class BlockWalk:
         if self.draft is not None:
 
             def residual() -> tuple[Masses, jax.Array, jax.Array]:
-                found, after = walk.draw(position, result, weight).residual_masses(round)
+                found, after = Draw(walk.work, position, result, weight).residual_masses(round)
                 return found, found.total, after
 
             masses, mass, round = lax.cond(request.stored, residual, lambda: (masses, mass, round))
@@ -624,6 +596,6 @@ class BlockWalk:
         result = PositionResult.nothing(self.walk.cluster)
         result = result._replace(target=kept.target, draft=kept.draft)
         tries = request.stored.astype(jnp.int32)
-        self.walk.draw(kept.length, result, kept.weight).finish(
+        Draw(self.walk.work, kept.length, result, kept.weight).finish(
             TileWeights(tries, request.stored, kept.masses, state.round)
         )

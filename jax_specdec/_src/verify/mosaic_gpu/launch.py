@@ -21,7 +21,7 @@ from jax_specdec._src.verify.mosaic_gpu.kernel import Walk
 from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, MappedSlice, columns_of_map
 from jax_specdec._src.verify.mosaic_gpu.plan import SLOTS, KernelConfig, Plan, is_aligned
 from jax_specdec._src.verify.mosaic_gpu.ptx import Threads
-from jax_specdec._src.verify.mosaic_gpu.request import KernelRequest
+from jax_specdec._src.verify.mosaic_gpu.request import DraftedTokens, KernelRequest, Work
 from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice, TargetSlice
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
@@ -195,6 +195,7 @@ def _verify_request(plan: Plan, refs: dict[str, Any], *, interpreted: bool) -> N
             size=plan.size,
             fill=fill,
             each=memory.each,
+            sums=not plan.holds_probs and "normalizer" not in refs,
             thresholds=thresholds,
         )
     elif plan.draft != "none":
@@ -223,7 +224,11 @@ def _verify_request(plan: Plan, refs: dict[str, Any], *, interpreted: bool) -> N
     init = functools.partial(threads.init_barriers, barriers, memory.barriers)
     request = KernelRequest(plan, threads, refs, index, meanwhile=init)
     ok = request.status == Status.OK
-    pl.when(ok)(lambda: Walk(request, target, draft, cluster, warpgroups).run())
+
+    @pl.when(ok)
+    def _() -> None:
+        drafted = DraftedTokens(request, target, draft)  # small: loaded before rows
+        Walk(Work(request, target, draft, drafted, cluster), warpgroups).run()
 
     @pl.when(~ok)
     def _() -> None:
@@ -279,4 +284,5 @@ def launch(
         interpret=interpret,
         **axes,
     )
-    return kernel(*operands)
+    with jax.enable_x64(False):  # indices are int32, whatever the caller's default is
+        return kernel(*operands)

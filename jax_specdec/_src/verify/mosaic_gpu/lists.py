@@ -118,6 +118,7 @@ class Candidates:
       size: ids of the target row that count.
       fill: the entry of an id that is not listed.
       each: consecutive ids per thread of a target row.
+      sums: whether a row must be summed to normalize it.
       thresholds: ref ``[R]`` float32, what an entry must reach, or None.
       exponent: from an entry of a row to the logarithm of ``q``; None of probabilities.
     """
@@ -129,6 +130,7 @@ class Candidates:
     size: int
     fill: float
     each: int
+    sums: bool
     thresholds: Any = None
     exponent: Exponent | None = None
 
@@ -153,10 +155,20 @@ class Candidates:
         is_there = column <= last
         return jnp.where(is_there, ids, -1 - column), jnp.where(is_there, entries, self.fill)
 
+    def find(self, listed: Listed, token_id: jax.Array, scale: jax.Array) -> list[jax.Array]:
+        """What a row says of an id, ``[128]`` each, the same in all threads of a warp.
+
+        Returns:
+          The id's entry; int32, 1 for a row that lists an id twice or one out of range; and, if
+          `sums`, the row's largest entry and log2 of the mass relative to it.
+        """
+        found = [self.entry_of(listed, token_id), self.is_bad(listed)]
+        return [*found, *self.peak_and_log(listed, scale)] if self.sums else found
+
     def is_bad(self, listed: Listed) -> jax.Array:
-        """Whether an id is out of range or there twice, ``[]``."""
-        threads, lane = self.threads, self.threads.index() & (WARP - 1)
-        bad = lane < 0
+        """1 if an id is out of range or there twice."""
+        threads = self.threads
+        bad = threads.filled(0, jnp.int32) != 0
         for column, ids in zip(self._columns(), listed.ids, strict=True):
             is_there = column < self.rows.shape[1]
             bad |= (is_there & ((ids < 0) | (ids >= self.size))) | threads.has_twin(ids)
@@ -164,16 +176,19 @@ class Candidates:
         def turn(by: jax.Array, twins: jax.Array) -> jax.Array:
             for i, ids in enumerate(listed.ids):
                 for others in listed.ids[:i]:
-                    same = threads.shuffle(others, (lane + by) & (WARP - 1)) == ids
+                    same = threads.shuffle_xor(others, by) == ids
                     twins = twins | same.astype(jnp.int32)
             return twins
 
         if len(listed.ids) > 1:
-            bad |= lax.fori_loop(0, WARP, turn, threads.filled(0, jnp.int32)) != 0
-        return threads.scalar(threads.warp_min(jnp.where(bad, 0, 1))) == 0
+            bad |= (
+                lax.fori_loop(jnp.int32(0), jnp.int32(WARP), turn, threads.filled(0, jnp.int32))
+                != 0
+            )
+        return -threads.warp_min(-bad.astype(jnp.int32))
 
     def entry_of(self, listed: Listed, token_id: jax.Array) -> jax.Array:
-        """The entry of an id, ``[128]``, the same in all threads of a warp."""
+        """The entry of an id, `fill` where it is not listed."""
         column = self.threads.filled(TILE, jnp.int32)
         for ids, mine in zip(listed.ids, self._columns(), strict=True):
             column = jnp.where(ids == token_id, mine, column)
@@ -181,7 +196,7 @@ class Candidates:
         return jnp.where(column < TILE, self._take(listed.entries, column), self.fill)
 
     def peak_and_log(self, listed: Listed, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """A row's largest entry and log2 of the mass relative to it, ``[128]`` as `entry_of`."""
+        """The largest entry, and log2 of the mass relative to it."""
         peak = self.threads.warp_max(largest(listed.entries))
         base = jnp.where(is_finite(peak), peak, 0.0)
         weights = [jnp.exp2((x - base) * scale) for x in listed.entries]

@@ -126,7 +126,7 @@ class Threads:
             x = jnp.where(lane >= distance, x + self._shuffle("up", x, distance), x)
         return x
 
-    def shuffle_xor(self, x: jax.Array, mask: int) -> jax.Array:
+    def shuffle_xor(self, x: jax.Array, mask: jax.Array | int) -> jax.Array:
         """The entry of the lane whose number differs by ``xor mask``."""
         return self._shuffle("bfly", x, mask)
 

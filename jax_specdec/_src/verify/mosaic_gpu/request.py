@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ from jax import lax
 from jax_specdec._src import noise, ragged
 from jax_specdec._src import sampling as sampling_lib
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, SamplingParams, Status
-from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, MappedSlice
+from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster
+from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, Listed, MappedSlice
 from jax_specdec._src.verify.mosaic_gpu.plan import Plan
 from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, Threads
 from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice, TargetSlice
@@ -31,6 +32,10 @@ from jax_specdec._src.verify.mosaic_gpu.statistics import (
 
 _ROUNDS = 8
 """Loads of offsets, of 32 requests each, that are under way at once."""
+
+
+_ENTRIES = 8
+"""Of lists, each of 32 candidates, that are loaded at once."""
 
 
 class KernelRequest:
@@ -226,7 +231,8 @@ class DraftedTokens:
             return
         self.draft_row = jnp.clip(request.draft_rows, 0, plan.draft_rows - 1)
         if isinstance(draft, Candidates):
-            self._lists = [draft.load(request.at(self.draft_row, i)) for i in range(plan.k)]
+            at_once = max(1, _ENTRIES // -(-draft.rows.shape[1] // WARP))
+            self._lists = self._load_lists(draft, 0, min(plan.k, at_once))
         elif isinstance(draft, MappedSlice):
             self._column = draft.column(self.place)
         else:
@@ -258,23 +264,41 @@ class DraftedTokens:
             self.bad = self.bad | (self.uses_q & ~is_finite(self.log_normalizer))
 
     def _find_listed(self, draft: Candidates) -> None:
-        """Find what rows that list ids say of the drafted tokens, one position after another."""
-        request, threads = self.request, self.request.threads
-        entry, is_bad = threads.filled(draft.fill), request.lane < 0
-        self._peak, self._log = threads.filled(0.0), self.log_normalizer * LOG2E
-        for i, listed in enumerate(self._lists):
-            here = request.lane == i
-            entry = jnp.where(here, draft.entry_of(listed, request.at(self.place, i)), entry)
-            is_bad = is_bad | (here & draft.is_bad(listed))
-            if not (request.plan.holds_probs or "normalizer" in request.refs):
-                of_row = draft.peak_and_log(listed, request.scale)
-                self._peak = jnp.where(here, of_row[0], self._peak)
-                self._log = jnp.where(here, of_row[1], self._log)
-        self.q = entry
+        """Find what rows that list ids say of the drafted tokens, a few positions at once."""
+        request, threads, k = self.request, self.request.threads, self.request.plan.k
+        found = [threads.filled(draft.fill), threads.filled(0, jnp.int32)]
+        if draft.sums:
+            found += [threads.filled(0.0)] * 2
+
+        def look(first: jax.Array | int, lists: list[Listed], found: Any) -> list[jax.Array]:
+            for i, listed in enumerate(lists):
+                here = request.lane == first + i
+                token_id = request.at(self.place, jnp.minimum(first + i, WARP - 1))
+                of_row = draft.find(listed, token_id, request.scale)
+                found = [jnp.where(here, *x) for x in zip(of_row, found, strict=True)]
+            return found
+
+        count = len(self._lists)
+        found = look(0, self._lists, found)
+        if k > count:
+            found = lax.fori_loop(
+                jnp.int32(1),
+                jnp.int32(-(-k // count)),
+                lambda i, found: look(i * count, self._load_lists(draft, i * count, count), found),
+                found,
+            )
+        self.q, is_bad = found[0], found[1] != 0
         if not request.plan.holds_probs:
-            self.q = jnp.exp2(Exponent(request.scale, self._log, self._peak)(entry))
+            stored = threads.filled(0.0), self.log_normalizer * LOG2E
+            self._peak, self._log = found[2:] if draft.sums else stored
+            self.q = jnp.exp2(Exponent(request.scale, self._log, self._peak)(found[0]))
             is_bad = is_bad | ~is_finite(self._peak)
         self.bad = self.bad | (self.uses_q & is_bad)
+
+    def _load_lists(self, draft: Candidates, first: jax.Array | int, count: int) -> list[Listed]:
+        """Begin to load the lists of `count` positions; past the last one anything."""
+        places = [jnp.minimum(first + i, WARP - 1) for i in range(count)]
+        return [draft.load(self.request.at(self.draft_row, place)) for place in places]
 
     def exponent(self, position: jax.Array) -> Exponent | None:
         """What makes `q` of the entries of a row that lists ids; None of probabilities."""
@@ -304,3 +328,21 @@ class DraftedTokens:
         """Begin to bring the draft row of a position into the second-level cache."""
         if self.draft is not None:
             self.draft.prefetch(self.request.at(self.draft_row, position))
+
+
+class Work(NamedTuple):
+    """What one warpgroup has in hand, while the kernel is traced.
+
+    Attributes:
+      request: what is known of the request.
+      target: target rows.
+      draft: draft rows, or None where there are none.
+      drafted: what is known of the drafted tokens.
+      cluster: the blocks at work on the request.
+    """
+
+    request: KernelRequest
+    target: TargetSlice
+    draft: DraftSlice | Candidates | None
+    drafted: DraftedTokens
+    cluster: Cluster

@@ -21,8 +21,8 @@ from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Masses, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.lists import Candidates
 from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
 from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, Threads
-from jax_specdec._src.verify.mosaic_gpu.request import DraftedTokens, KernelRequest
-from jax_specdec._src.verify.mosaic_gpu.rows import PIECES, Chunk, DraftSlice, TargetSlice
+from jax_specdec._src.verify.mosaic_gpu.request import Work
+from jax_specdec._src.verify.mosaic_gpu.rows import PIECES, Chunk, DraftSlice
 from jax_specdec._src.verify.mosaic_gpu.statistics import (
     LOG2E,
     Exponent,
@@ -82,11 +82,7 @@ class Draw:
     """Drawing the recovered or bonus token of a sampled request, while the kernel is traced.
 
     Args:
-      request: the request.
-      cluster: the blocks at work on it.
-      target: target rows.
-      draft: draft rows, or None where there are none.
-      drafted: what is known of the drafted tokens.
+      work: what the warpgroup has in hand.
       position: ``[]`` int32, the one whose target row is in shared memory.
       result: what its rows gave.
       weight: ``[]`` float32, joint weight of the drafts before it; None for 1.
@@ -94,16 +90,13 @@ class Draw:
 
     def __init__(
         self,
-        request: KernelRequest,
-        cluster: Cluster,
-        target: TargetSlice,
-        draft: DraftSlice | Candidates | None,
-        drafted: DraftedTokens,
+        work: Work,
         position: jax.Array,
         result: PositionResult,
         weight: jax.Array | None = None,
     ):
-        self.request, self.cluster, self.target, self.draft = request, cluster, target, draft
+        self.request, self.target, self.draft, drafted, self.cluster = work
+        request, target, draft = self.request, self.target, self.draft
         self.position, self.result, self.threads = position, result, request.threads
         self.row = request.first_row + position
         self.rejected = request.is_proposed(position)
