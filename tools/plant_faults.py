@@ -134,8 +134,8 @@ FAULTS = {
     ),
     "candidates take nothing from their tile": Fault(
         "verify/resample.py",
-        "jnp.maximum(source.weight[:, None] * p_sums - taken, 0.0)",
-        "source.weight[:, None] * p_sums",
+        "jnp.maximum(source.weight[:, None] * p_masses - taken, 0.0)",
+        "source.weight[:, None] * p_masses",
         "verify/test_listed.py",
     ),
     "requests that vary over an axis of shard_map are traced with it": Fault(
