@@ -199,22 +199,23 @@ def _verify_request(plan: Plan, refs: dict[str, Any], *, interpreted: bool) -> N
             thresholds=thresholds,
         )
     elif plan.draft != "none":
+        width = refs["draft"].shape[1]
         draft = DraftSlice(
             threads=threads,
             rows=refs["draft"],
             per_slice=slices.tiles,
             first=first,
-            size=refs["draft"].shape[1] if plan.is_mapped else plan.draft_size,
-            row_size=plan.size,
+            size=width if plan.is_mapped else plan.draft_size,
+            row_size=width if plan.is_mapped else plan.size,
             fill=fill,
             each=memory.each,
-            aligned=is_aligned(refs["draft"]),
+            aligned=is_aligned(refs["draft"]) and width >= memory.each,
             at_once=memory.tiles_at_once,
             thresholds=thresholds,
         )
         if plan.is_mapped:
             fields = {field.name: getattr(draft, field.name) for field in dataclasses.fields(draft)}
-            fields |= {"size": plan.size, "aligned": False}
+            fields |= {"size": plan.size, "row_size": plan.size, "aligned": False}
             draft = MappedSlice(**fields, columns=refs["columns"], storage=draft)
     scratch = refs["scratch"].at[warpgroup]
     cluster = Cluster(threads, memory, slots.at[warpgroup], barriers, scratch, block)
