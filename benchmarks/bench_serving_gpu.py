@@ -228,7 +228,7 @@ def parse(command_line: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--slots", default="8,32,1")
     add("--drafters", default="lookup,model")
-    add("--steps", type=int, default=60, help="of a run with all slots busy")
+    add("--steps", type=int, default=60, help="of a run with all slots busy; some 80 at most")
     add("--arrivals", type=int, default=400, help="steps while requests arrive")
     add("--repeats", type=int, default=3)
     add("--threads", type=int, default=6, help="that compile")
