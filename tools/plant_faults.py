@@ -29,8 +29,8 @@ class Fault:
 FAULTS = {
     "greedy ties go to the highest id": Fault(
         "verify/rows.py",
-        "return peak, first + first_of(hits)",
-        "return peak, first + length - 1 - first_of(hits[:, ::-1])",
+        "((b[0] == a[0]) & (b[1] < a[1]))",
+        "((b[0] == a[0]) & (b[1] > a[1]))",
         "verify/test_xla.py",
     ),
     "a ratio equal to u is accepted": Fault(
@@ -47,8 +47,8 @@ FAULTS = {
     ),
     "the status of a bad draft row is dropped": Fault(
         "verify/resample.py",
-        "source.from_residual & (jnp.isnan(total[:, 0]) | source.scale.bad)",
-        "source.from_residual & source.scale.bad",
+        "source.from_residual & (jnp.isnan(total[:, 0]) | source.draft_scale.bad)",
+        "source.from_residual & source.draft_scale.bad",
         "verify/test_xla.py",
     ),
     "a request's rows begin one too early": Fault(
@@ -77,8 +77,8 @@ FAULTS = {
     ),
     "rows read at once: a row is read at the temperature of the request before": Fault(
         "verify/batched.py",
-        "jnp.max(jnp.where(owns, index, 0), axis=1)",
-        "jnp.max(jnp.where(owns, index, 1) - 1, axis=1)",
+        "jnp.where(owns, x[None, :],",
+        "jnp.where(owns, jnp.roll(x, 1)[None, :],",
         "verify/test_xla_all_at_once.py",
     ),
     "rows read at once: ids of the tile before are drawn with the last tile": Fault(
@@ -104,8 +104,8 @@ FAULTS = {
     ),
     "a tile that an edge between parts cuts is the first part's": Fault(
         "verify/resample.py",
-        "piece, _ = pick_each(held[:, None], u)",
-        "piece = jnp.zeros_like(chosen)[:, None]",
+        "piece = pick_each(held[:, None], u)[0][:, 0]",
+        "piece = jnp.zeros_like(chosen)",
         "verify/test_sharded.py",
     ),
     "a threshold of a split row is found by one part": Fault(
