@@ -371,14 +371,24 @@ def _in_tiles(x: jax.Array, count: int, fill: float, first_id: jax.Array | None)
 
 def largest_of(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Largest entry ``[n]`` of each row ``[n, L]``, none NaN, and where it is first."""
-
-    def larger(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> Any:
-        is_b = (b[0] > a[0]) | ((b[0] == a[0]) & (b[1] < a[1]))
-        return jnp.where(is_b, b[0], a[0]), jnp.where(is_b, b[1], a[1])
-
     index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    least = jnp.asarray(-jnp.inf, x.dtype), jnp.int32(x.shape[1])
-    return lax.reduce((x, index), least, larger, (1,))
+
+    def apart(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        peak = jnp.max(x, axis=1)
+        return peak, jnp.min(jnp.where(x == peak[:, None], index, x.shape[1]), axis=1)
+
+    def together(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The same, in one kernel on a GPU."""
+
+        def larger(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> Any:
+            is_b = (b[0] > a[0]) | ((b[0] == a[0]) & (b[1] < a[1]))
+            return jnp.where(is_b, b[0], a[0]), jnp.where(is_b, b[1], a[1])
+
+        least = jnp.asarray(-jnp.inf, x.dtype), jnp.int32(x.shape[1])
+        peak, place = lax.reduce((x, index), least, larger, (1,))
+        return peak, place
+
+    return lax.platform_dependent(x, cpu=apart, default=together)
 
 
 def as_they_are(sums: Any) -> Any:
