@@ -7,12 +7,11 @@ devices.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jax_specdec._src.blocks import entry_of
 from jax_specdec._src.types import DraftProbs
@@ -285,29 +284,24 @@ def pick_and_draw(
       exchange: over the parts.
     """
     width, num_tiles = weights.target.width, weights.num_tiles
-
-    def attempt(masses: jax.Array) -> tuple[Chosen, jax.Array, jax.Array]:
-        chosen = choose(source, masses, recover, width, num_tiles)
-        return chosen, *draw(weights, source, chosen, exchange)
-
-    chosen, token_ids, is_empty = attempt(masses)
+    chosen = choose(source, masses, recover, width, num_tiles)
     if weights.draft is None or not isinstance(weights.draft.rows, CandidateRows):
-        return token_ids, chosen.bad_draft
+        return draw(weights, source, chosen, exchange)[0], chosen.bad_draft
 
-    # A tile has mass by rounding alone, which is rare: pick from the others.
+    # A tile may have mass by rounding alone, which is rare: then the token is drawn from the tile
+    # of the largest mass among the others. From both at once: a GPU's loop waits for the host.
     first = jnp.arange(masses.shape[0], dtype=jnp.int32) * width // tiles.TILE
-    tile = first[:, None] + jnp.arange(num_tiles, dtype=jnp.int32)[None, :]
-
-    def pick_another(state: Any) -> Any:
-        masses, picked, _, is_empty = state
-        is_picked = (tile[:, None, :] == picked[None, :, None]) & is_empty[None, :, None]
-        masses = masses.at[:, :, 0].set(jnp.where(is_picked, 0.0, masses[:, :, 0]))
-        chosen, token_ids, is_empty = attempt(masses)
-        return masses, chosen.tile, token_ids, is_empty & source.from_residual
-
-    start = masses, chosen.tile, token_ids, is_empty & source.from_residual
-    _, _, token_ids, _ = lax.while_loop(lambda state: jnp.any(state[3]), pick_another, start)
-    return token_ids, chosen.bad_draft
+    tile = (first[:, None] + jnp.arange(num_tiles, dtype=jnp.int32)[None, :])[:, None, :]
+    others = jnp.where(tile == chosen.tile[None, :, None], 0.0, masses[:, :, 0])
+    largest = jnp.max(others, axis=(0, 2), keepdims=True)
+    of_largest = jnp.max(jnp.where(others == largest, tile, -1), axis=(0, 2), keepdims=True)
+    others = masses.at[:, :, 0].set(jnp.where(tile == of_largest, others, 0.0))
+    instead = choose(source, others, recover, width, num_tiles)
+    of_both = (source, chosen), (source, instead)
+    source_twice, both = jax.tree.map(lambda *x: jnp.concatenate(x), *of_both)
+    token_ids, is_empty = draw(weights, source_twice, both, exchange)
+    (token_ids, another), (is_empty, _) = jnp.split(token_ids, 2), jnp.split(is_empty, 2)
+    return jnp.where(is_empty & source.from_residual, another, token_ids), chosen.bad_draft
 
 
 def draw(
