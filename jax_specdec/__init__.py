@@ -86,7 +86,7 @@ from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec._src.verify.validate import validate
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _RETIRED_NAMES = {"EngineState": "DecodeState"}
 
