@@ -39,7 +39,8 @@ class Drafter(Protocol):
     drafter without a q returns None, and its drafts are verified one-hot.
 
     A drafter that often proposes nothing says so in an attribute `may_abstain`, True. `generate` of
-    one request then compiles a second pass of the target, over one token, for such steps. Float32
+    one request then compiles, for CPUs, a second pass of the target, over one token, for such
+    steps: elsewhere a pass over K + 1 tokens takes no longer. Float32
     sums of passes of different widths differ in their last bits, so a tie may go the other way.
 
     Example:

@@ -246,10 +246,14 @@ class Decoder:
             logits, cache = self.model.apply(params, last, start, cache)
             return jnp.pad(logits, ((0, 0), (0, ids.shape[1]), (0, 0))), cache
 
+        def as_needed(cache: Any) -> tuple[jax.Array, Any]:
+            return lax.cond(ids[0, 0] >= 0, wide, narrow, cache)
+
         # Of one request alone: were neighbours to choose the width, float32 sums would depend on
-        # them. Zeros stand in the rows that are not read.
+        # them. Zeros stand in the rows that are not read. Other devices than CPUs read weights
+        # anyway, and a GPU's host waits for what a conditional depends on.
         if getattr(self.drafter, "may_abstain", False) and tokens.shape[0] == 1:
-            logits, cache = lax.cond(ids[0, 0] >= 0, wide, narrow, state.target_cache)
+            logits, cache = lax.platform_dependent(state.target_cache, cpu=as_needed, default=wide)
         else:
             logits, cache = wide(state.target_cache)
         return logits.reshape(-1, logits.shape[-1]), cache
