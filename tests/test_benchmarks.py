@@ -283,6 +283,7 @@ def test_a_table_has_a_row_per_measurement():
         "kernels us": "64.0",
         "launches": "1.00",
         "MB": "64.00",
+        "drafts MB": "-",
         "us/MB": "2.000",
         "TB/s": "1.00",
         "of copy": "25%",

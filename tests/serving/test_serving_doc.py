@@ -1,7 +1,6 @@
 """The code of docs/serving.md runs as it stands, and does what the page says."""
 
 import re
-import runpy
 from pathlib import Path
 
 import jax
@@ -58,8 +57,3 @@ def test_the_drafter_on_the_page_drafts():
     assert output.status == [sd.Status.OK] and len(output.completions[0]) == 24
     steps = output.steps
     assert (steps.num_proposed == 3).all() and steps.num_accepted.sum() > 0
-
-
-def test_the_picture_on_the_page_is_what_its_script_draws():
-    tool = runpy.run_path(str(PAGE.parents[1] / "tools" / "draw_step.py"))
-    assert (PAGE.parent / "step.svg").read_text("utf-8") == tool["draw"]()
