@@ -1,8 +1,9 @@
 """Settings for every test: strict JAX promotion, 8 CPU devices, reproducible hypothesis."""
 
+import gc
 import importlib.util
 from collections.abc import Iterator
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import hypothesis
@@ -118,6 +119,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "engines" if file.name in ENGINES else str(file)
 
     return ByPrograms(config, log)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_are_dropped_before_they_are_too_many() -> Iterator[None]:
+    """A compiled program maps memory. Linux allows a process 65,530 maps: past them XLA crashes."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > 15_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
