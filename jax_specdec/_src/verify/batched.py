@@ -258,12 +258,11 @@ class _Phases:
 
         `samples` says whether anybody may sample; if not, no draft row counts.
         """
+        phases = self
         if not samples:
-            weights = dataclasses.replace(self.weights, draft=None)
-            return dataclasses.replace(self, weights=weights)._all_at_once(requests, False)
-        return self._all_at_once(requests, True)
-
-    def _all_at_once(self, requests: Request, samples: bool) -> RejectionSampleOutput:
+            phases = dataclasses.replace(
+                self, weights=dataclasses.replace(self.weights, draft=None)
+            )
         positions, places = jax.vmap(self.positions)(requests)
         if self.split.kernels is not None:
             stats = self.statistics_by_kernel(requests, positions)
@@ -271,8 +270,8 @@ class _Phases:
             stats = self.statistics_of_rows(requests, positions)
         else:
             stats = self.statistics_in_place(requests, positions, samples)
-        known = self.known(requests, positions, places, stats)
-        return self.finish(requests, known, samples)
+        known = phases.known(requests, positions, places, stats)
+        return phases.finish(requests, known, samples)
 
     def one_by_one(self, requests: Request) -> RejectionSampleOutput:
         """The same; phase 1 goes request by request, and ends where its rule does."""
