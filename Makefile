@@ -11,7 +11,7 @@ export PROMPT
 JAX_PLATFORMS ?= cpu
 export JAX_PLATFORMS
 
-.PHONY: help demo test test-oldest test-aot test-aot-all check docs format notebooks bench clean
+.PHONY: help demo test test-long test-oldest test-aot test-aot-all check docs format notebooks bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
@@ -19,13 +19,17 @@ help:  ## list the targets
 demo: .venv-demo/installed  ## watch speculative decoding of real text
 	@.venv-demo/bin/jax-specdec generate --compare -- "$$PROMPT"
 
-test: check  ## lint, type-check, run every test that is not slow and needs no GPU
+test: check  ## lint, type-check, run every test that is not long and needs no GPU
 	@echo "test: doctests and tests on the newest JAX"
 	@.venv-test/bin/python $(PYTEST)
 
+test-long: .venv-test/installed  ## run the long tests that `make test` leaves out
+	@echo "test-long: long tests on the newest JAX"
+	@.venv-test/bin/python $(PYTEST) tests -m "long and not slow and not gpu and not aot"
+
 test-oldest: .venv-test-oldest/installed  ## the same on Python 3.11 and JAX 0.10.2, without doctests, statistics, notebooks and long runs
 	@echo "test-oldest: tests on the oldest JAX"
-	@.venv-test-oldest/bin/python $(PYTEST) tests -m "not (slow or statistics or newest or notebooks or gpu or aot)"
+	@.venv-test-oldest/bin/python $(PYTEST) tests -m "not (long or slow or statistics or newest or notebooks or gpu or aot)"
 
 test-aot: .venv-aot/gpus  ## compile for TPUs and GPUs that are not there, and look at what the programs take
 	@echo "test-aot: programs for a TPU v5e, the kernel for H200, B200, B300 and RTX PRO 6000"

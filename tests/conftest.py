@@ -27,7 +27,7 @@ hypothesis.settings.load_profile("repeatable")
 
 
 # The dearest files, first, so that no worker is left with one of them at the end.
-LONG = (
+DEAREST = (
     "test_mosaic_gpu.py",
     "test_notebooks.py",
     "test_xla.py",
@@ -63,6 +63,11 @@ QUICK = (
     "test_cli.py",
     "test_docs.py",
     "test_draft_model.py",
+    "test_engine.py",
+    "test_engine_continuity.py",
+    "test_engine_options.py",
+    "test_engine_traffic.py",
+    "test_errors.py",
     "test_explicit_sharding.py",
     "test_greedy.py",
     "test_huggingface_cli.py",
@@ -70,12 +75,15 @@ QUICK = (
     "test_lists.py",
     "test_llama.py",
     "test_messages.py",
+    "test_options.py",
     "test_pack_drafts.py",
+    "test_padded_rows.py",
     "test_reduced_vocabulary_doc.py",
     "test_server.py",
     "test_serving_doc.py",
     "test_sglang_jax.py",
     "test_sharding_doc.py",
+    "test_steps_ahead.py",
     "test_tensor_parallel.py",
     "test_tpu_inference.py",
     "test_x64.py",
@@ -93,8 +101,8 @@ def optimization(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files run on one worker each, in this order."""
-    order = {name: place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
+    order = {name: place for place, name in enumerate(DEAREST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(DEAREST)))
 
 
 ENGINES = (

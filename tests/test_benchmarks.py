@@ -82,6 +82,7 @@ def test_a_chain_makes_every_call_on_the_last_ones_result(trips):
     np.testing.assert_array_equal(totals, expected)
 
 
+@pytest.mark.long
 def test_the_harness_runs_saves_merges_and_draws(tmp_path, capsys):
     command = ["--tiny", "--output", str(tmp_path), "--repeats", "2", "--draws", "2"]
     command += ["--inputs", "2"]
@@ -202,6 +203,7 @@ def test_plots_are_drawn_from_results_alone(tmp_path, capsys):
     assert places == [(-0.2, 2), (0.8, 2), (1.2, 2)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", [None, "qwen2"])
 def test_layers_in_a_scan_are_measured_against_layers_one_after_another(
     target, tmp_path, capsys, monkeypatch
@@ -228,6 +230,7 @@ def test_layers_in_a_scan_are_measured_against_layers_one_after_another(
     assert "scanned" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("with_draft", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_decoding_of_a_checkpoint_directory_is_measured_saved_and_shown(
     with_draft, tmp_path, capsys, monkeypatch

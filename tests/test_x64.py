@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ import jax_specdec as sd
 from jax_specdec.__main__ import main
 
 pytestmark = pytest.mark.newest
+long = functools.partial(pytest.param, marks=pytest.mark.long)
 
 B, K, V = 3, 2, 300
 RNG = np.random.default_rng(0)
@@ -121,13 +123,21 @@ CALLS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(
+    "call",
+    [
+        CALLS[name] if name in ("standard", "drafting", "loop") else long(CALLS[name])
+        for name in CALLS
+    ],
+    ids=CALLS,
+)
 def test_tokens_are_the_same_in_64_bit_mode(call):
     expected = call()
     with jax.enable_x64(True):  # with strict promotion, as in all tests
         assert call() == expected
 
 
+@pytest.mark.long
 def test_the_command_line_prints_the_same_in_64_bit_mode(capsys):
     """In a process of its own, with JAX's own promotion of dtypes."""
     command = ["generate", "import ", "--draft", "ngram", "--temperature", "0.8", "--json"]

@@ -1,4 +1,4 @@
-"""Plants faults one at a time and prints which test of the default suite catches each.
+"""Plants faults one at a time and prints which of the tests that `.ci/run` runs catches each.
 
     python tools/plant_faults.py [NAME...]
 
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PACKAGE = Path("jax_specdec/_src")
+WANTED = ["-m", "not slow and not gpu and not aot"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,7 +323,17 @@ def caught_by(fault: Fault) -> str | None:
     path.write_text(text.replace(fault.old, fault.new), "utf-8")
     try:
         files = [f"tests/{file}" for file in fault.tests.split()]
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *WANTED,
+            *files,
+        ]
         result = subprocess.run(
             command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
         )

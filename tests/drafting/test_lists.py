@@ -165,8 +165,10 @@ MODEL = tiny.Trigram(V)
 @pytest.mark.parametrize(
     ("drafter", "columns"),
     [
-        (sd.ModelDrafter(MODEL, ids=PERMUTED), PERMUTED),
-        (sd.ModelDrafter(MODEL, num_candidates=V), np.arange(V)),
+        pytest.param(sd.ModelDrafter(MODEL, ids=PERMUTED), PERMUTED, marks=pytest.mark.long),
+        pytest.param(
+            sd.ModelDrafter(MODEL, num_candidates=V), np.arange(V), marks=pytest.mark.long
+        ),
         (sd.ModelDrafter(MODEL, ids=PERMUTED, num_candidates=V), PERMUTED),
     ],
     ids=["map", "candidates", "candidates of a map"],
@@ -178,7 +180,9 @@ def test_a_drafter_that_is_the_target_in_another_order_has_everything_accepted(d
     assert (output.steps.num_accepted[kept] == output.steps.num_proposed[kept]).all()
 
 
-@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("greedy", marks=pytest.mark.long), "probabilistic"]
+)
 def test_greedy_requests_get_the_targets_tokens_from_a_drafter_of_four_ids(method):
     ids = np.array([4, 1, 6, 2])
     drafter = sd.ModelDrafter(tiny.Trigram(4), ids=ids)

@@ -154,7 +154,7 @@ def simple(implementation: sd.Implementation | None, rule: str) -> Any:
         (None, "standard"),
         pytest.param(None, "block", marks=pytest.mark.slow),
         pytest.param(None, "synthetic", marks=pytest.mark.slow),
-        pytest.param("xla_batched", "standard", marks=pytest.mark.newest),
+        pytest.param("xla_batched", "standard", marks=pytest.mark.long),
         pytest.param("xla_batched", "block", marks=pytest.mark.slow),
     ],
 )

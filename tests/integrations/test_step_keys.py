@@ -80,7 +80,7 @@ JOINT = np.einsum("i,j,k->ijk", P, P, P)
     ("impl", "has_positions"),
     [
         ("threefry2x32", True),
-        ("rbg", False),
+        pytest.param("rbg", False, marks=pytest.mark.long),
         pytest.param("threefry2x32", False, marks=pytest.mark.slow),
         pytest.param("unsafe_rbg", False, marks=pytest.mark.slow),
     ],
@@ -117,7 +117,7 @@ def small(batch: int) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("impl", ["threefry2x32", pytest.param("rbg", marks=pytest.mark.long)])
 def test_padding_changes_no_token_and_the_slot_does(impl):
     differ = 0
     for seed in range(8):

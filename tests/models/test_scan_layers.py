@@ -163,6 +163,7 @@ def test_a_checkpoint_is_the_same_file_either_way(tmp_path: Path) -> None:
         jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
 
 
+@pytest.mark.long
 def test_a_text_is_the_same_with_an_engine_in_between() -> None:
     _, (plain, listed) = sd.load_embedded_pair()
     model, params = dataclasses.replace(plain, scan_layers=True), sd.stack_layers(listed)

@@ -380,7 +380,9 @@ FUNCTIONS = (
 
 
 @pytest.mark.parametrize(
-    ("sizes", "ahead", "num_programs"), [(None, 0, 4), ((4, 16), 2, 7)], ids=["whole", "pieces"]
+    ("sizes", "ahead", "num_programs"),
+    [pytest.param(None, 0, 4, marks=pytest.mark.long), ((4, 16), 2, 7)],
+    ids=["whole", "pieces"],
 )
 def test_nothing_is_compiled_after_warm_up(sizes, ahead, num_programs):
     engine = dataclasses.replace(LOOKUP, max_length=LONGEST + 1, prefill_sizes=sizes)
@@ -466,7 +468,7 @@ def operations(program: str, size: str) -> set[str]:
     return set(re.findall(rf"= \(?\w+\[{size}\]\S* ([a-z-]+)\(", program))
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_no_compiled_loop_copies_the_store_or_anything_of_its_size():
     vocab_size, narrow, k = 4096, 4095, 16
     params, draft_params = jnp.linspace(-1, 1, vocab_size), jnp.linspace(-1, 1, narrow)
@@ -689,6 +691,7 @@ def test_a_cache_without_an_axis_of_requests_is_refused(init_cache):
         insert(init_cache, init_cache(4, 5), init_cache(1, 5), jnp.array([0]), 5)
 
 
+@pytest.mark.long
 def test_an_engine_without_caches_serves():
     @dataclasses.dataclass(frozen=True)
     class Bigram:

@@ -359,7 +359,11 @@ def test_greedy_texts_are_those_of_one_token_at_a_time(masked_drafter: bool) -> 
 
 
 @pytest.mark.statistics
-@pytest.mark.parametrize("masked_drafter", [False, True], ids=["stale drafts", "masked drafts"])
+@pytest.mark.parametrize(
+    "masked_drafter",
+    [False, pytest.param(True, marks=pytest.mark.long)],
+    ids=["stale drafts", "masked drafts"],
+)
 def test_texts_have_the_distribution_of_plain_decoding_under_the_grammar(
     masked_drafter: bool,
 ) -> None:
@@ -395,7 +399,7 @@ def test_a_masked_drafter_has_more_drafts_accepted() -> None:
 PAGE = Path(__file__).parents[2] / "docs" / "grammar.md"
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_the_loop_on_the_page_writes_what_its_grammar_allows(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -139,10 +139,10 @@ def test_plain_decoding_emits_the_argmax_of_a_full_pass_over_the_sequence(target
 
 
 CASES = [
-    ("one layer", ngram, "probabilistic", 1),
     ("one layer", narrow_model, "probabilistic", 2),
-    ("one layer", adversary, "probabilistic", 5),
     ("two layers, grouped, tied", near_model, "greedy", 5),
+    pytest.param("one layer", ngram, "probabilistic", 1, marks=pytest.mark.long),
+    pytest.param("one layer", adversary, "probabilistic", 5, marks=pytest.mark.long),
 ]
 
 

@@ -97,7 +97,7 @@ def test_plain_decoding_takes_the_same_options() -> None:
     assert plainly().completions == TRUTH
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_the_stream_takes_the_same_options_whatever_drafts() -> None:
     steps: Any = run(sd.generate_stream, drafter=LOOKUP[0], config=CONFIG)
     found: list[list[int]] = [[] for _ in OPTIONS]

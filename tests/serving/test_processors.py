@@ -352,7 +352,7 @@ MIXED = sd.RequestOptions(
 
 
 @pytest.mark.statistics
-@pytest.mark.parametrize("drafter_sees", [True, False])
+@pytest.mark.parametrize("drafter_sees", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_sampled_tokens_have_the_distribution_of_one_token_at_a_time(drafter_sees: bool) -> None:
     tokens, share = decode([MIXED] * 12000, 0.9, 3, drafter_sees)
     assert 0.05 < share < 0.95, f"{share} of the drafts accepted: too one-sided to show much"

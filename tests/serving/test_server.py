@@ -96,6 +96,7 @@ async def serve(scope: dict[str, Any]) -> tuple[list[tuple[str | None, bytes]], 
     return found, refusals
 
 
+@pytest.mark.long
 def test_two_hundred_clients_get_their_texts_and_those_who_leave_leave_nothing() -> None:
     scope = page()
     driver, engine = scope["driver"], scope["engine"]

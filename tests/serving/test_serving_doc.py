@@ -21,6 +21,7 @@ def run(block: int) -> dict[str, object]:
     return scope
 
 
+@pytest.mark.long
 def test_the_driver_on_the_page_serves_every_prompt(capsys):
     texts = run(0)["texts"]
     assert len(texts) == 5
@@ -42,6 +43,7 @@ def test_compiled_programs_are_kept_where_the_page_says():
             jax.config.update(name, value)
 
 
+@pytest.mark.long
 def test_the_loop_on_the_page_verifies_every_request_with_its_own_rows():
     scope = run(3)
     assert int(scope["num_fallbacks"]) == 0
@@ -52,6 +54,7 @@ def test_the_loop_on_the_page_verifies_every_request_with_its_own_rows():
     assert (positions == [[-1, 20, 30]]).all()
 
 
+@pytest.mark.long
 def test_the_drafter_on_the_page_drafts():
     output = run(4)["output"]
     assert output.status == [sd.Status.OK] and len(output.completions[0]) == 24

@@ -30,7 +30,7 @@ def run(block: int) -> dict[str, object]:
     return scope
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_the_program_on_the_page_decodes_over_all_devices(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["program.py"])
     scope = run(0)
@@ -40,7 +40,7 @@ def test_the_program_on_the_page_decodes_over_all_devices(monkeypatch, capsys):
     assert scope["output"].status == [sd.Status.OK] * 2
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_the_check_on_the_page_leaves_the_logits_where_they_are():
     scope = run(1)
     output, logits, arguments = scope["output"], scope["logits"], scope["arguments"]

@@ -238,6 +238,7 @@ def test_not_a_number_in_a_long_prompt_does_not_reach_the_next_one():
     assert run(driver)[good].token_ids == expected.token_ids
 
 
+@pytest.mark.long
 def test_tokens_of_a_model_are_those_of_plain_decoding_however_prompts_are_read():
     rng = np.random.default_rng(8)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (3, 4, 2, 30, 9, 1, 21, 4, 4, 12)]

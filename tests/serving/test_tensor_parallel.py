@@ -136,7 +136,7 @@ def served(
     return found, names, driver
 
 
-@pytest.mark.newest
+@pytest.mark.long
 @pytest.mark.parametrize("has_options", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_engine_serves_the_tokens_of_one_device_and_compiles_nothing_after_warm_up(
     has_options: bool,

@@ -471,7 +471,14 @@ def test_validate_names_the_value_that_is_wrong(kind, changes, message):
         validate(arguments(kind, **changes))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, pytest.param("probs", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *KINDS[:1],
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[1:]),
+        pytest.param("probs", marks=pytest.mark.slow),
+    ],
+)
 def test_validate_passes_what_can_be_verified(kind):
     validate(arguments(kind))
     validate(arguments(kind, token_ids=jnp.array([0, -1, 7, 0, 0]), temperature=jnp.zeros(B)))

@@ -40,6 +40,7 @@ GRID = [
 ]
 RACE = Layout(vocab=2049, **BIG, race=True, kind="logits", vocab_size=2000)
 LENGTHS = {"map": 0.7, "candidates": 0.01}
+long = pytest.mark.long
 on_grid = pytest.mark.parametrize(("ids", "layout"), GRID, ids=str)
 
 
@@ -80,13 +81,17 @@ def test_a_race_gives_the_tokens_of_the_oracle(ids):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize(("ids", "layout"), [*GRID[:3], *GRID[4:7]], ids=str)
+@pytest.mark.parametrize(
+    ("ids", "layout"),
+    [*GRID[:1], *GRID[5:7], *(pytest.param(*case, marks=long) for case in (*GRID[1:3], GRID[4]))],
+    ids=str,
+)
 def test_rows_read_at_once_give_the_tokens_of_the_oracle(ids, layout):
     agree(ids, layout, all_at_once)
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize(("ids", "layout"), [GRID[1], GRID[5]], ids=str)
+@pytest.mark.parametrize(("ids", "layout"), [pytest.param(*GRID[1], marks=long), GRID[5]], ids=str)
 def test_rows_read_as_on_a_tpu_give_the_tokens_of_the_oracle(ids, layout):
     agree(ids, layout, on_tpu)
 
@@ -119,9 +124,18 @@ def test_ids_out_of_range_or_there_twice_hurt_only_who_visits_their_row(ids, lay
 @pytest.mark.parametrize(
     ("ids", "layout"),
     [
-        ("candidates", Layout(vocab=10248, vocab_size=10243, **BIG, kind="probs", has_bonus=True)),
         ("candidates", Layout(vocab=4096, **BIG, kind="logits", block=True, has_valid=True)),
-        ("map", Layout(vocab=5000, vocab_size=4500, **BIG, **EVERYTHING, kind="normalized")),
+        *(
+            pytest.param(ids, Layout(**size, **BIG, **rest), marks=long)
+            for ids, size, rest in (
+                (
+                    "candidates",
+                    dict(vocab=10248, vocab_size=10243),
+                    dict(kind="probs", has_bonus=True),
+                ),
+                ("map", dict(vocab=5000, vocab_size=4500), dict(EVERYTHING, kind="normalized")),
+            )
+        ),
     ],
     ids=str,
 )
@@ -130,7 +144,7 @@ def test_a_split_vocabulary_gives_the_tokens_of_the_oracle(ids, layout):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("ids", LENGTHS)
+@pytest.mark.parametrize("ids", ["candidates", pytest.param("map", marks=long)])
 def test_requests_split_over_an_axis_give_the_tokens_of_the_oracle(ids):
     layout = Layout(vocab=5000, **EVEN, kind="logits", has_valid=True)
     for seed in range(8):
@@ -179,7 +193,14 @@ def listed_and_left(rng: np.random.Generator, length: int, noise: float, weight:
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize(("length", "noise"), [(8, 1.0), (500, 0.0), (V - 50, 0.01), (V, 0.0)])
+@pytest.mark.parametrize(
+    ("length", "noise"),
+    [
+        (8, 1.0),
+        (V, 0.0),
+        *(pytest.param(*case, marks=long) for case in ((500, 0.0), (V - 50, 0.01))),
+    ],
+)
 def test_what_candidates_leave_of_a_tile_is_right_to_22_bits_of_the_row(length, noise):
     rng, weight = np.random.default_rng(length), np.float32([1, 1, 1, 0.5, 0.1, 1e-3] * 2)
     logits, distribution, left = listed_and_left(rng, length, noise, weight)
@@ -236,8 +257,8 @@ def test_a_tile_that_has_mass_by_rounding_alone_is_passed_over(verifier):
     ("ids", "length", "form", "method"),
     [
         ("map", 32000, "xla_lazy", "standard"),
-        ("map", 32000, "xla_batched", "block"),
-        ("candidates", 32, "xla_lazy", "block"),
+        pytest.param("map", 32000, "xla_batched", "block", marks=long),
+        pytest.param("candidates", 32, "xla_lazy", "block", marks=long),
         ("candidates", 32, "xla_batched", "standard"),
     ],
 )

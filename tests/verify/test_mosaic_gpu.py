@@ -139,6 +139,10 @@ def newest(*layouts: Layout):
     return [pytest.param(layout, marks=pytest.mark.newest) for layout in layouts]
 
 
+def long(*layouts: Layout):
+    return [pytest.param(layout, marks=pytest.mark.long) for layout in layouts]
+
+
 def slow(*layouts: Layout):
     return [pytest.param(layout, marks=pytest.mark.slow) for layout in layouts]
 
@@ -322,7 +326,7 @@ def test_rows_that_hold_nan_or_infinity_are_bad_where_they_are_visited(temperatu
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("rounds", [1, 8])
+@pytest.mark.parametrize("rounds", [1, pytest.param(8, marks=pytest.mark.long)])
 def test_a_request_sees_all_before_it_whose_rows_it_would_share(rounds, monkeypatch):
     monkeypatch.setattr(request, "_ROUNDS", rounds)
     layout = dataclasses.replace(SMALL, num_requests=69, num_drafts=69 * 3)
@@ -408,7 +412,8 @@ EVERY_DTYPE = [
 @pytest.mark.parametrize(
     "layout",
     [
-        *(*LAYOUTS[1:2], *LAYOUTS[3:], BLOCK[2], *FILTERED[2:]),
+        *(LAYOUTS[4], BLOCK[2], FILTERED[3]),
+        *long(LAYOUTS[1], LAYOUTS[3], *LAYOUTS[5:], FILTERED[2]),
         *slow(LAYOUTS[0], LAYOUTS[2], *BLOCK[:2], BLOCK[3], *FILTERED[:2], *EVERY_DTYPE),
     ],
     ids=str,
@@ -417,7 +422,7 @@ def test_lowers_for_cuda_to_one_kernel(layout):
     assert lowered(layout).count("@mosaic_gpu") == 1
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[5], FILTERED[2]], ids=str)
+@pytest.mark.parametrize("layout", [LAYOUTS[5], *long(FILTERED[2])], ids=str)
 def test_lowers_for_cuda_in_64_bit_mode(layout):
     with jax.enable_x64(True):
         assert lowered(layout).count("@mosaic_gpu") == 1

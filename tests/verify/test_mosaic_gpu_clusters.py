@@ -24,7 +24,7 @@ TWO, FOUR = KernelConfig(max_cluster=2), KernelConfig(max_cluster=4)
     ("config", "layout"),
     [
         (TWO, dataclasses.replace(BLOCK[3], num_requests=2, num_drafts=7)),
-        (FOUR, few(TILES)),
+        pytest.param(FOUR, few(TILES), marks=pytest.mark.long),
         *(
             pytest.param(config, layout, marks=pytest.mark.slow)
             for config in (TWO, FOUR)
@@ -44,7 +44,7 @@ def test_blocks_read_no_slot_that_is_being_filled():
     check(batch, verify(batch, verifier))
 
 
-@pytest.mark.parametrize("fault", ["parity", "slot"])
+@pytest.mark.parametrize("fault", ["parity", pytest.param("slot", marks=pytest.mark.long)])
 def test_a_wrong_phase_is_noticed(fault, monkeypatch):
     if fault == "parity":  # right in the first two rounds
         monkeypatch.setattr(cluster, "parity_of", lambda round: round & 0)

@@ -27,6 +27,7 @@ from .test_mosaic_gpu import (
     alone,
     few,
     interpreted,
+    long,
     lowered,
     on_gpu,
     refusal,
@@ -83,7 +84,11 @@ SLOW: list[tuple[str, int, Layout]] = [
 
 @pytest.mark.parametrize(
     ("ids", "length", "layout"),
-    [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    [
+        FAST[1],
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (FAST[0], FAST[2])),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+    ],
     ids=str,
 )
 def test_gives_the_tokens_of_the_oracle_and_of_scattered_rows(ids, length, layout):
@@ -181,6 +186,7 @@ def test_other_ids_than_were_drawn_from_are_noticed():
         check(batch, output)
 
 
+@pytest.mark.long
 def test_no_thread_reads_an_entry_that_another_hides():
     """While the row is summed without its candidates."""
     layout = dataclasses.replace(SMALL, num_requests=2, num_drafts=8, block=True)
@@ -190,7 +196,7 @@ def test_no_thread_reads_an_entry_that_another_hides():
 
 
 @pytest.mark.parametrize(("ids", "length"), [("map", 3000), ("candidates", 128)])
-@pytest.mark.parametrize("layout", [FILTERED[2], BLOCK[3], UNALIGNED], ids=str)
+@pytest.mark.parametrize("layout", [BLOCK[3], *long(FILTERED[2], UNALIGNED)], ids=str)
 def test_lowers_for_cuda_to_one_kernel(ids, length, layout):
     listed, _ = with_ids(random_batch(layout, 0, broken=0), ids, length)
     for bits64 in (False, True):

@@ -64,12 +64,12 @@ FORMS = {"lazy": padded("xla_lazy"), "batched": padded("xla_batched"), "kernel":
 @pytest.mark.parametrize(
     ("form", "layout"),
     [
-        *[
-            (form, layout)
-            for form in ("lazy", "batched")
-            for layout in (LAYOUT, WITHOUT_BONUS_ROWS)
-        ],
-        ("kernel", LAYOUT),
+        ("lazy", LAYOUT),
+        ("batched", WITHOUT_BONUS_ROWS),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("lazy", WITHOUT_BONUS_ROWS), ("batched", LAYOUT), ("kernel", LAYOUT))
+        ),
         pytest.param("kernel", WITHOUT_BONUS_ROWS, marks=pytest.mark.slow),
     ],
     ids=str,

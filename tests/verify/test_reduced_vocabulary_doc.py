@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "reduced_vocabulary.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_the_code_on_the_page_runs():
     scope: dict = {}
     for block in BLOCKS[:2]:

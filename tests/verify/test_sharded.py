@@ -77,11 +77,13 @@ FILTERED = Layout(
                         vocab=20008, vocab_size=18501, **BIG, kind="normalized", draft_vocab=18000
                     ),
                 ),
-                (8, Layout(vocab=96, **BIG, rates=suite.RATES, dtype="bfloat16")),
                 (8, Layout(vocab=4096, **BIG, kind="logits", block=True, has_valid=True)),
-                (8, FILTERED),
             ]
         ],
+        pytest.param(
+            8, Layout(vocab=96, **BIG, rates=suite.RATES, dtype="bfloat16"), marks=pytest.mark.long
+        ),
+        pytest.param(8, FILTERED, marks=pytest.mark.long),
         *[
             pytest.param(parts, layout, marks=slow)
             for parts, layout in [
@@ -133,7 +135,7 @@ def even_batch(layout: Layout, seed: int) -> Batch:
         pytest.param(
             Layout(vocab=97, **EVEN, kind="normalized", store_rows=64, has_bonus=True),
             None,
-            marks=newest,
+            marks=pytest.mark.long,
         ),
     ],
     ids=["both axes", "requests alone"],
@@ -209,7 +211,9 @@ def test_a_call_inside_shard_map_gives_the_tokens_of_the_oracle(draft_vocab, dra
 @pytest.mark.parametrize(
     ("vocab", "axis_type", "under_jit"),  # of which `vocab` has it traced each time
     [
-        pytest.param(96, AxisType.Auto, False, marks=newest, id="top level, automatic axes"),
+        pytest.param(
+            96, AxisType.Auto, False, marks=pytest.mark.long, id="top level, automatic axes"
+        ),
         pytest.param(104, AxisType.Explicit, True, marks=newest, id="jit, explicit axes"),
         pytest.param(112, AxisType.Explicit, False, marks=slow, id="top level, explicit axes"),
         pytest.param(120, AxisType.Auto, True, marks=slow, id="jit, automatic axes"),
@@ -246,7 +250,9 @@ def test_arrays_that_are_split_are_verified_where_they_are(
 @pytest.mark.parametrize(
     ("spec", "options"),
     [
-        pytest.param(P("b", None), {}, marks=newest, id="three requests over two devices"),
+        pytest.param(
+            P("b", None), {}, marks=pytest.mark.long, id="three requests over two devices"
+        ),
         pytest.param(P(("b", "v"), None), {}, marks=slow, id="two axes"),
         pytest.param(P(None, "v"), {"sharding": sd.VerifySharding()}, marks=slow, id="not wanted"),
     ],

@@ -25,6 +25,13 @@ from .batch import OPTIMIZED
 
 pytestmark = pytest.mark.statistics
 
+
+def marked(mark, *kinds):
+    return [pytest.param(kind, marks=mark) for kind in kinds]
+
+
+long, slow = (functools.partial(marked, mark) for mark in (pytest.mark.long, pytest.mark.slow))
+
 V, K, LENGTH = 5, 2, 3
 TEMPERATURES = (0.6, 1.0, 1.6)
 B = 8000 * len(TEMPERATURES)
@@ -193,12 +200,16 @@ def check_lossless(tokens: np.ndarray) -> float:
     return least
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [*KINDS[:1], *KINDS[2:3], *LISTS, *long("logits", "lookup", "chance")]
+)
 def test_decoding_is_lossless_token_by_token_and_jointly(kind):
     print("least p-value", check_lossless(decode(kind, seed=1)))
 
 
-@pytest.mark.parametrize("kind", [pytest.param("logits", marks=pytest.mark.slow), *BLOCK_KINDS[1:]])
+@pytest.mark.parametrize(
+    "kind", ["normalized", "candidates", *long("lookup", "map"), *slow("logits")]
+)
 def test_block_verification_is_lossless_within_a_step_and_over_several(kind):
     print("least p-value", check_lossless(decode(kind, seed=1, config=BLOCK)))
 
