@@ -77,7 +77,7 @@ QUICK = (
     "test_messages.py",
     "test_options.py",
     "test_pack_drafts.py",
-    "test_padded_rows.py",
+    "test_processors.py",
     "test_reduced_vocabulary_doc.py",
     "test_server.py",
     "test_serving_doc.py",

@@ -106,8 +106,11 @@ def smaller(notebook: nbformat.NotebookNode, replace: dict[str, str]) -> None:
     [
         pytest.param(path, replace, id=f"{path.stem}{', smaller' if replace else ''}", marks=marks)
         for path in RUNNER["NOTEBOOKS"]
-        for replace, marks in ((SMALLER.get(path.stem), ()), (None, pytest.mark.slow))
-        if replace or marks
+        for replace, marks in (
+            (SMALLER.get(path.stem), () if path.stem == "quickstart" else pytest.mark.long),
+            (None, pytest.mark.slow),
+        )
+        if replace or marks is pytest.mark.slow
     ],
     indirect=["path"],
 )

@@ -143,7 +143,9 @@ class OracleSuite:
         self.agree(layout)
 
     @pytest.mark.newest
-    @pytest.mark.parametrize("layout", BLOCK[::2], ids=str)
+    @pytest.mark.parametrize(
+        "layout", [*BLOCK[:3:2], pytest.param(BLOCK[4], marks=pytest.mark.long)], ids=str
+    )
     def test_gives_the_tokens_of_the_oracle_under_the_block_rule(self, layout):
         self.agree(layout)
 

@@ -277,11 +277,12 @@ def test_noise_from_keys_is_what_draw_noise_gives(impl):
     ("config", "layout"),
     [
         (KernelConfig(max_cluster=1), dataclasses.replace(LAYOUTS[5], num_requests=2)),
-        (
+        pytest.param(
             two_rows,
             dataclasses.replace(
                 GIVEN_BONUS, num_speculative_tokens=5, num_requests=1, num_drafts=5
             ),
+            marks=pytest.mark.long,
         ),
     ],
     ids=["two requests", "two rows at once"],
@@ -332,14 +333,17 @@ def test_a_request_sees_all_before_it_whose_rows_it_would_share(rounds, monkeypa
     layout = dataclasses.replace(SMALL, num_requests=69, num_drafts=69 * 3)
     verifier = interpreted(KernelConfig(max_cluster=1))
     index = np.arange(70)
-    late = [3 * index - 4 * (index > last) for last in (1, 31, 32, 33, 65)]  # one begins too early
+    # Some begin too early.
+    late = [3 * index - 4 * np.sum(index > np.c_[last], axis=0) for last in ([1, 31, 33, 65], [32])]
     for offsets in (3 * index, *late, np.r_[0, 3, np.full(68, 2)]):
         batch = edges.with_offsets(offsets, layout)
         output = verify(batch, verifier)
         check(batch, output)
         bad = np.flatnonzero(output.status == sd.Status.BAD_INPUT)
         back = np.flatnonzero(np.diff(offsets) < 0)  # the request after that one shares a row
-        assert bad.tolist() == (list(range(1, 69)) if offsets[-1] == 2 else [*back, *back + 1])
+        assert bad.tolist() == (
+            list(range(1, 69)) if offsets[-1] == 2 else sorted([*back, *back + 1])
+        )
 
 
 def test_greedy_ties_go_to_the_lowest_id():

@@ -11,7 +11,17 @@ class TestOracle(suite.RaceSuite):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("layout", [suite.GRID[5], suite.BLOCK[1], processed.PROCESSED[3]], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        processed.PROCESSED[3],
+        *(
+            pytest.param(layout, marks=pytest.mark.long)
+            for layout in (suite.GRID[5], suite.BLOCK[1])
+        ),
+    ],
+    ids=str,
+)
 class TestOptimized:
     verifier = staticmethod(OPTIMIZED)
     seeds = range(12)
