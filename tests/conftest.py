@@ -69,34 +69,47 @@ QUICK = (
     "test_engine_traffic.py",
     "test_errors.py",
     "test_explicit_sharding.py",
+    "test_grammar.py",
     "test_greedy.py",
     "test_huggingface_cli.py",
     "test_integration_doc.py",
+    "test_keys.py",
     "test_lists.py",
     "test_llama.py",
     "test_messages.py",
     "test_options.py",
     "test_pack_drafts.py",
+    "test_padded_rows.py",
     "test_processors.py",
     "test_reduced_vocabulary_doc.py",
     "test_server.py",
     "test_serving_doc.py",
     "test_sglang_jax.py",
     "test_sharding_doc.py",
+    "test_step_keys.py",
     "test_steps_ahead.py",
+    "test_store.py",
     "test_tensor_parallel.py",
     "test_tpu_inference.py",
     "test_x64.py",
 )
 
 
+def compile_quickly(wanted: bool) -> None:
+    """Or as users do."""
+    on_cpu = jax.default_backend() == "cpu"
+    jax.config.update("jax_disable_most_optimizations", wanted and on_cpu)
+
+
+compile_quickly(True)  # what files compute when they are collected, and docstrings' examples
+
+
 @pytest.fixture(scope="module", autouse=True)
 def optimization(request: pytest.FixtureRequest) -> Iterator[None]:
     """Compiles the programs of a module quickly, or as users do."""
-    quickly = request.path.name in QUICK and jax.default_backend() == "cpu"
-    jax.config.update("jax_disable_most_optimizations", quickly)
+    compile_quickly(request.path.name in QUICK)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    compile_quickly(True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
