@@ -1,4 +1,4 @@
-"""Plants faults one at a time and prints which of the tests that `.ci/run` runs catches each.
+"""Plants faults one at a time and prints which test of the default suite catches each.
 
     python tools/plant_faults.py [NAME...]
 
@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PACKAGE = Path("jax_specdec/_src")
-WANTED = ["-m", "not slow and not gpu and not aot"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +244,7 @@ FAULTS = {
     ),
     "a new request of an engine has drafts": Fault(
         "serving/core.py",
-        "if not self.drafts_at_once:",
+        "if not self.drafts_in_first_step:",
         "if False:",
         "serving/test_engine.py",
     ),
@@ -269,8 +268,8 @@ FAULTS = {
     ),
     "a long prompt keeps what the one before it left in its caches": Fault(
         "serving/engine.py",
-        "clear = start == 0",
-        "clear = start < 0",
+        "is_first = start == 0",
+        "is_first = start < 0",
         "serving/test_steps_ahead.py",
     ),
     "whoever comes into a slot gets what a step ahead did for the request before": Fault(
@@ -278,6 +277,12 @@ FAULTS = {
         "if request is None or request is not slots[slot]:",
         "if (request := slots[slot]) is None:",
         "serving/test_steps_ahead.py",
+    ),
+    "a request ends at its second failed call, whatever max_retries says": Fault(
+        "serving/bookkeeping.py",
+        "if one.num_calls > max_retries}",
+        "if one.num_calls > 1}",
+        "serving/test_engine_continuity.py",
     ),
     "a preempted request does not wait for the steps ahead": Fault(
         "serving/driver.py",
@@ -323,17 +328,7 @@ def caught_by(fault: Fault) -> str | None:
     path.write_text(text.replace(fault.old, fault.new), "utf-8")
     try:
         files = [f"tests/{file}" for file in fault.tests.split()]
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            *WANTED,
-            *files,
-        ]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files]
         result = subprocess.run(
             command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
         )

@@ -78,12 +78,12 @@ FILTERED = Layout(
                     ),
                 ),
                 (8, Layout(vocab=4096, **BIG, kind="logits", block=True, has_valid=True)),
+                (8, FILTERED),
             ]
         ],
         pytest.param(
             8, Layout(vocab=96, **BIG, rates=suite.RATES, dtype="bfloat16"), marks=pytest.mark.long
         ),
-        pytest.param(8, FILTERED, marks=pytest.mark.long),
         *[
             pytest.param(parts, layout, marks=slow)
             for parts, layout in [
