@@ -53,7 +53,7 @@ from jax_specdec._src.serving.batch import StepRecord
 from jax_specdec._src.serving.bookkeeping import RequestUpdate
 from jax_specdec._src.serving.core import DecodeState
 from jax_specdec._src.serving.driver import EngineDriver
-from jax_specdec._src.serving.engine import Engine
+from jax_specdec._src.serving.engine import Engine, NewRequests
 from jax_specdec._src.serving.generate import (
     GenerateOutput,
     GreedyDifference,
@@ -124,6 +124,7 @@ __all__ = [
     "MinTokens",
     "ModelDrafter",
     "NGramDrafter",
+    "NewRequests",
     "Noise",
     "OptionSizes",
     "PackedDrafts",

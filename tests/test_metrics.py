@@ -241,8 +241,8 @@ def test_a_function_of_counters_survives_export() -> None:
             ValueError,
             r"num_fallbacks must have shape \[\], .* \[1\]",
         ),
-        ({"num_accepted": jnp.ones(2)}, TypeError, "num_accepted must be of integers, .* float32"),
-        ({"num_fallbacks": True}, TypeError, "num_fallbacks must be of integers, .* bool"),
+        ({"num_accepted": jnp.ones(2)}, TypeError, "num_accepted must hold integers, .* float32"),
+        ({"num_fallbacks": True}, TypeError, "num_fallbacks must hold integers, .* bool"),
     ],
 )
 def test_an_update_names_the_argument_that_does_not_fit(

@@ -268,8 +268,8 @@ FAULTS = {
     ),
     "a long prompt keeps what the one before it left in its caches": Fault(
         "serving/engine.py",
-        "clear = start == 0",
-        "clear = start < 0",
+        "is_first = start == 0",
+        "is_first = start < 0",
         "serving/test_steps_ahead.py",
     ),
     "whoever comes into a slot gets what a step ahead did for the request before": Fault(

@@ -56,16 +56,6 @@ def check_bitmask(
     check_arrays({"token_bitmask": (token_bitmask, letters, sizes)})
 
 
-def check_static(config: Any, logprobs: Any) -> None:
-    """Raise TypeError for anything but a `SpecDecodeConfig`, and a `LogprobsConfig` or None."""
-    if not isinstance(config, SpecDecodeConfig):
-        raise TypeError(f"config must be a SpecDecodeConfig, but it is {described(config)}")
-    if not (logprobs is None or isinstance(logprobs, LogprobsConfig)):
-        raise TypeError(
-            f"logprobs must be a LogprobsConfig or None, but it is {described(logprobs)}"
-        )
-
-
 def check_sharding(
     logits_name: str, logits: jax.Array, sharding: Any, sizes: dict[str, int]
 ) -> None:

@@ -58,8 +58,8 @@ ERRORS = {
     "temperatures, one per prompt": (
         dict(temperature=[0.0, 1.0]),
         TypeError,
-        r"temperature must be one value, but it is \[0.0, 1.0\]: requests that differ have "
-        r"options of their own, options=\[RequestOptions\(temperature=...\), ...\]",
+        r"temperature must be one value, but it is \[0.0, 1.0\]: for requests that differ, "
+        r"give a list, options=\[RequestOptions\(temperature=...\), ...\]",
     ),
     "an array of temperatures": (
         dict(temperature=np.zeros(2)),

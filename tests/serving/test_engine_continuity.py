@@ -43,7 +43,7 @@ from .engines import (
 pytestmark = pytest.mark.newest
 
 MOST_ALIVE = 16  # counted by request: after a lost state, those that ran wait too
-FUNCTIONS = ("_admit", "_read", "_insert", "_step", "_release")
+FUNCTIONS = ("_admit", "_prefill_chunk", "_insert", "_step", "_release")
 Call = Callable[..., Any]
 
 
@@ -293,7 +293,7 @@ def test_a_models_logits_differ_by_little_however_its_prompt_is_cut() -> None:
     engines = (dataclasses.replace(LLAMA, prefill_sizes=(piece,)) for piece in (LONGEST, 9))
     caches = []
     for engine in engines:
-        size, read = engine.piece_size, jax.jit(engine.read)
+        size, read = engine.chunk_size, jax.jit(engine.prefill_chunk)
         caches.append(engine.init_caches())
         for start in range(0, LONGEST, size):
             start = min(start, LONGEST - size)
@@ -377,7 +377,16 @@ def test_interrupted_at_every_instruction_every_step_delivers_what_it_would_have
         assert_same_traffic(interrupted, serve(count, 2))
     assert_each_is_as_if_alone(*interrupted[:2], count, seed=2)
     places = {(code.co_name, event) for code, _, event in everywhere.places}
-    for name in ("submit", "step", "cancel", "preempt", "_admit", "_dispatch", "_settle", "after"):
+    for name in (
+        "submit",
+        "step",
+        "cancel",
+        "preempt",
+        "_finish_interrupted",
+        "_admit",
+        "_call",
+        "after_step",
+    ):
         assert {(name, "line"), (name, "opcode")} <= places
     assert everywhere.count > 1000
 
@@ -568,7 +577,7 @@ def test_a_drafter_that_cannot_read_in_pieces_is_refused_only_where_it_must() ->
     sd.Engine(TABLE.model, tiny.Scripted(), TABLE.config, **sizes, prefill_sizes=(PIECE, LONGEST))
     message = (
         r"drafter must have a prefill that takes start, because prompts longer than "
-        r"prefill_sizes\[-1\]=8 are read in pieces, but Scripted.prefill takes \(params"
+        r"prefill_sizes\[-1\]=8 are read in chunks, but Scripted.prefill takes \(params"
     )
     with pytest.raises(TypeError, match=message):
         sd.Engine(TABLE.model, tiny.Scripted(), TABLE.config, **sizes, prefill_sizes=(PIECE,))

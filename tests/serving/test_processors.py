@@ -406,17 +406,17 @@ FIELDS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a bias of NaN": (
         dict(logit_bias={3: float("nan")}),
         ValueError,
-        "logit_bias must hold finite numbers, but that of token 3 is nan",
+        r"logit_bias\[3\] must be finite, but it is nan",
     ),
     "a bias that float32 does not hold": (
         dict(logit_bias={3: 1e39}),
         ValueError,
-        r"logit_bias must hold finite numbers, but that of token 3 is 1e\+39",
+        r"logit_bias\[3\] must be finite, but it is 1e\+39",
     ),
     "a bias in words": (
         dict(logit_bias={3: "much"}),
         TypeError,
-        "logit_bias must hold numbers, but that of token 3 is 'much'",
+        r"logit_bias\[3\] must be a number, but it is 'much'",
     ),
     "a bias by text": (
         dict(logit_bias={"the": 1.0}),
@@ -441,7 +441,7 @@ FIELDS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "bad words as text": (
         dict(bad_words=["the"]),
         TypeError,
-        r"bad_words\[0\] must be a list of ints, but it is the text 'the': make ids of it, by",
+        r"bad_words\[0\] must be a list of ints, but it is the text 'the': turn it into ids, with",
     ),
     "one text": (dict(bad_words="the"), TypeError, "bad_words must be lists of token ids, but it"),
     "one bad word": (

@@ -51,7 +51,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in ("_admit", "_read", "_insert", "_step", "_release"):
+    for name in ("_admit", "_prefill_chunk", "_insert", "_step", "_release"):
         monkeypatch.setattr(driver_lib, name, noting(name, getattr(driver_lib, name)))
     return names
 
@@ -163,7 +163,7 @@ def test_prompts_of_one_size_are_read_in_one_call(monkeypatch):
 
 def test_calls_read_as_many_prompts_as_their_size_allows():
     engine = dataclasses.replace(PIECES, prefill_sizes=(2, 4, 8), max_prefill_requests=3)
-    assert [engine.num_rows(size) for size in (2, 4, 8)] == [3, 2, 1]
+    assert [engine.group_size(size) for size in (2, 4, 8)] == [3, 2, 1]
     assert engine.admit_shapes == ((1, 2), (3, 2), (1, 4), (2, 4), (1, 8))
     with pytest.raises(ValueError, match="max_prefill_requests must be at least 1, but it is 0"):
         dataclasses.replace(PIECES, max_prefill_requests=0)
@@ -184,7 +184,7 @@ def test_requests_go_on_while_a_long_prompt_is_read(ahead, monkeypatch):
         updates += new
     pieces = -(-33 // 8)
     reads = names[: names.index("_insert") + 1]
-    assert Counter(reads)["_read"] == pieces and Counter(reads)["_step"] >= pieces - 1
+    assert Counter(reads)["_prefill_chunk"] == pieces and Counter(reads)["_step"] >= pieces - 1
     # Never two calls that read between two steps, but for the last piece's own.
     between = "".join({"_step": "|", "_insert": ""}.get(name, "r") for name in names).split("|")
     assert max(map(len, between)) == 1
@@ -201,7 +201,7 @@ def test_where_nobody_runs_prompts_are_read_until_somebody_does(monkeypatch):
     driver.submit(**long)
     names = calls(monkeypatch)
     (update,) = driver.step()
-    assert names == ["_read"] * 4 + ["_insert", "_step"]
+    assert names == ["_prefill_chunk"] * 4 + ["_insert", "_step"]
     assert update.token_ids == greedy_truth(long)[:1]
 
 
@@ -366,7 +366,9 @@ def test_the_driver_counts_what_it_did(monkeypatch):
 
 
 def test_readings_of_other_drivers_are_not_subtracted():
-    with pytest.raises(ValueError, match="both readings must be of as many slots, but they are"):
+    with pytest.raises(
+        ValueError, match="both readings must have the same number of slots, but they"
+    ):
         sd.ServingStats(4) - sd.ServingStats(5)
     with pytest.raises(ValueError, match="earlier must not hold larger sums, but it is"):
         sd.ServingStats(4) - sd.ServingStats(4, num_steps=1)

@@ -1,4 +1,4 @@
-"""The decoding loop's one step: draft, verify, append. Whoever decodes, decodes by this."""
+"""The one step of every decoding loop: draft, verify, append."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.context import DraftContext
@@ -33,11 +35,11 @@ class DecodeState:
     """Everything that a step reads and writes; donate it to every function that takes it.
 
     Attributes:
-      batch: the B sequences; those that are done take part and change nothing.
+      batch: the B sequences; those that are done take part in a step and are not changed by it.
       target_cache: the target's cache.
       draft_cache: the drafter's cache.
-      draft_token_ids: ``[B, K]`` int32, drafts to verify; -1 where there is none, as between steps.
-      store: what drafts are drawn from; None for drafts without a distribution.
+      draft_token_ids: ``[B, K]`` int32, drafts to verify; -1 for none, as between steps.
+      store: what drafts were drawn from; None for drafts without a distribution.
       counters: acceptance of all verifications so far.
 
     Example:
@@ -59,7 +61,7 @@ class DecodeState:
     counters: AcceptanceCounters
 
     def without_drafts(self, requests: jax.Array) -> DecodeState:
-        """The state without the drafts of some requests ``[B]`` bool, and without their rows."""
+        """The state without the drafts, and rows of the store, of some requests, ``[B]`` bool."""
         ids = jnp.where(requests[:, None], PLACEHOLDER_TOKEN_ID, self.draft_token_ids)
         store = None if self.store is None else self.store.evict(requests)
         return dataclasses.replace(self, draft_token_ids=ids, store=store)
@@ -74,7 +76,7 @@ class Decoder:
       drafter: what proposes tokens; None for plain decoding, one token per pass of the target.
       config: how drafts are made and verified.
       logprobs: which log-probabilities a step's record has; None for none.
-      drafts_at_once: whether a request has drafts before it has emitted a token.
+      drafts_at_once: whether a request has drafts in its first step.
     """
 
     model: CausalModel
@@ -108,7 +110,7 @@ class Decoder:
     def prefill(
         self, params: Any, draft_params: Any, batch: Batch, prompt_size: int
     ) -> DecodeState:
-        """A state whose caches hold the prompts, ``batch.token_ids[:, :prompt_size]``."""
+        """A state whose caches hold the prompts: ``batch.token_ids[:, :prompt_size]``."""
         state = self.init_state(draft_params, batch)
         prompts, start = batch.token_ids[:, :prompt_size], jnp.zeros_like(batch.lengths)
         _, target_cache = self.model.apply(params, prompts, start, state.target_cache)
@@ -131,7 +133,7 @@ class Decoder:
           The state, whose ``batch.done`` and ``batch.status`` say which requests have ended and
           why, and the record of the step.
         """
-        context = self._context(state)  # once: tokens are counted for both halves
+        context = self._context(state)  # one for both halves, so that tokens are counted once
         return self._verify(params, self._draft(draft_params, state, context), context)
 
     def draft(self, draft_params: Any, state: DecodeState) -> DecodeState:
@@ -145,12 +147,12 @@ class Decoder:
           The state, with drafts.
 
         Raises:
-          TypeError, ValueError: the drafter returned something else than its contract says.
+          TypeError, ValueError: the drafter returned something that breaks its contract.
         """
         return self._draft(draft_params, state, self._context(state))
 
     def verify(self, params: Any, state: DecodeState) -> tuple[DecodeState, StepRecord]:
-        """The second half of `step`: check the drafts at hand, and append what is emitted.
+        """The second half of `step`: verify the drafts in the state, and append what is emitted.
 
         A request without drafts gets one token. Rows of the store that were drawn at another
         position or temperature are not used.
@@ -249,9 +251,10 @@ class Decoder:
         def as_needed(cache: Any) -> tuple[jax.Array, Any]:
             return lax.cond(ids[0, 0] >= 0, wide, narrow, cache)
 
-        # Of one request alone: were neighbours to choose the width, float32 sums would depend on
-        # them. Zeros stand in the rows that are not read. Other devices than CPUs read weights
-        # anyway, and a GPU's host waits for what a conditional depends on.
+        # Only for a batch of one: otherwise the width, and with it the last bits of float32 sums,
+        # would depend on a request's neighbours. Rows that are not read hold zeros. Only on CPUs:
+        # elsewhere a narrow pass takes as long, because it reads the same weights, and on a GPU
+        # the host waits for the condition.
         if getattr(self.drafter, "may_abstain", False) and tokens.shape[0] == 1:
             logits, cache = lax.platform_dependent(state.target_cache, cpu=as_needed, default=wide)
         else:
@@ -260,7 +263,7 @@ class Decoder:
 
 
 def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState) -> None:
-    """Check what `drafter` returned, given the cache and the store of `state`."""
+    """Check what `drafter.propose` returned for the cache and the store of `state`."""
     name = f"{type(drafter).__name__}.propose"
     if not (isinstance(returned, tuple) and len(returned) == 2):
         raise TypeError(
@@ -287,6 +290,32 @@ def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState) -> None
         )
         if jax.tree.flatten(given) != jax.tree.flatten(new):
             raise ValueError(
-                f"{name} must return the {what} laid out as it was given, {given!r:.300}, but it "
-                f"returned {new!r:.300}"
+                f"{name} must return the {what} with the layout it was given, {given!r:.300}, but "
+                f"it returned {new!r:.300}"
             )
+
+
+def on_all_devices(arrays: Any, model: CausalModel) -> Any:
+    """Arrays that have no place yet, copied to every device of the model's mesh.
+
+    Done once, not with every call. A step then finds its state where the last step left it, and is
+    compiled once.
+
+    Args:
+      arrays: a pytree.
+      model: the target; without a mesh, everything stays where it is.
+    """
+    sharding = sharding_of(model)
+    if sharding is None or sharding.mesh is None:
+        return arrays
+    everywhere = NamedSharding(sharding.mesh, P())
+
+    def copied(x: Any) -> Any:
+        if getattr(x, "committed", False):
+            return x
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # device_put keeps keys to one process
+            data = jax.device_put(jax.random.key_data(x), everywhere)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return jax.device_put(x, everywhere)
+
+    return jax.tree.map(copied, arrays)
