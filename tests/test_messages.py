@@ -200,8 +200,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "temperatures": (
         lambda: generate(temperature=[0.0, 0.8]),
         TypeError,
-        "temperature must be one value, but it is [0.0, 0.8]: requests that differ have options "
-        "of their own, options=[RequestOptions(temperature=...), ...]",
+        "temperature must be one value, but it is [0.0, 0.8]: for requests that differ, "
+        "give a list, options=[RequestOptions(temperature=...), ...]",
     ),
     "a typo": (
         lambda: generate(max_tokens=5),
@@ -211,7 +211,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "EngineState": (
         lambda: sd.EngineState,
         AttributeError,
-        "EngineState is retired; its name is DecodeState",
+        "EngineState is retired; use DecodeState",
+    ),
+    "apply_logit_bias": (
+        lambda: sd.apply_logit_bias,
+        AttributeError,
+        "apply_logit_bias is retired; use process_logits with LogitsProcessors(logit_bias=...)",
     ),
     "bytes": (
         lambda: sd.encode(b"abc"),  # type: ignore[arg-type]

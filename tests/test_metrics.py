@@ -106,10 +106,9 @@ def test_with_full_offers_rates_sum_to_the_length_and_divide_to_the_conditional_
     accepted: list[int],
 ) -> None:
     stats = sd.AcceptanceStats.from_steps(records([K] * len(accepted), accepted))
-    length = sd.rates_to_acceptance_length(stats.unconditional_rates)
-    np.testing.assert_allclose(stats.mean_acceptance_length, length)
-    conditional = sd.unconditional_to_conditional_rates(stats.unconditional_rates)
-    np.testing.assert_allclose(stats.conditional_rates, conditional)
+    rates = stats.unconditional_rates
+    np.testing.assert_allclose(stats.mean_acceptance_length, 1 + sum(rates))
+    np.testing.assert_allclose(np.cumprod(stats.conditional_rates), rates)
 
 
 def test_the_log_line_of_an_interval_is_that_of_a_hand_computed_example() -> None:

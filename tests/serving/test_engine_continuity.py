@@ -449,18 +449,25 @@ def test_a_state_that_is_lost_inside_jax_loses_no_token(monkeypatch: pytest.Monk
     assert_same_traffic(lossy, expected)
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize(
+    ("share", "max_retries", "ahead", "most_ended"),
+    [(0.04, 1, 0, 12), (0.04, 1, 2, 12), (0.04, 5, 1, 0), (0.15, 5, 0, 2), (0.15, 5, 2, 2)],
+)
 def test_failures_of_the_device_lose_no_token_and_are_told_to_whom_they_concern(
-    ahead: int, monkeypatch: pytest.MonkeyPatch
+    share: float,
+    max_retries: int,
+    ahead: int,
+    most_ended: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     count, seed, updates = 24, 1, []
     for index in range(count):
         served_alone(index, seed)
-    driver = driver_of(max_steps_ahead=ahead, max_prefills=1)
+    driver = driver_of(max_steps_ahead=ahead, max_prefills=1, max_retries=max_retries)
     for index in range(count):
         driver.submit(**served_alone(index, seed)[0])
     with monkeypatch.context() as patched:
-        inside = InsideJax(patched, seed, share=0.04, error=jax.errors.JaxRuntimeError)
+        inside = InsideJax(patched, seed, share, error=jax.errors.JaxRuntimeError)
         while not driver.is_idle:
             updates += driver.step()
     assert inside.count == driver.serving_stats().num_failed_calls > 3
@@ -477,7 +484,7 @@ def test_failures_of_the_device_lose_no_token_and_are_told_to_whom_they_concern(
         ended = told and told[-1].finish_reason == "failed"
         num_ended += bool(ended)
         assert ended or got[-1].finish_reason in ("stop", "length")
-    assert num_ended < count / 2
+    assert num_ended <= most_ended, "of 24 requests"
 
 
 def test_any_other_error_of_a_step_loses_no_token_either(monkeypatch: pytest.MonkeyPatch) -> None:

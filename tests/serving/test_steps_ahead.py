@@ -36,6 +36,7 @@ pytestmark = pytest.mark.newest
 
 PIECES = dataclasses.replace(TABLE, prefill_sizes=(2, 8))
 """Four prompts of two tokens a call, or eight tokens of one."""
+MOST_RETRIES = 3
 LLAMA_PIECES = dataclasses.replace(LLAMA, prefill_sizes=(4, 16))
 TABLES = (jnp.asarray(TARGET), jnp.asarray(DRAFT))
 
@@ -139,6 +140,7 @@ def test_a_request_that_ended_in_a_step_ahead_cannot_be_preempted():
     ("changes", "message"),
     [
         (dict(max_steps_ahead=-1), "max_steps_ahead must be at least 0, but it is -1"),
+        (dict(max_retries=-1), "max_retries must be at least 0, but it is -1"),
         (dict(max_prefills=0), "max_prefills must be at least 1, but it is 0"),
     ],
 )
@@ -278,7 +280,9 @@ class Failing(tiny.Trigram):
 def failing(shall_fail: Callable[[np.ndarray], bool], ahead: int) -> sd.EngineDriver:
     Failing.shall_fail = staticmethod(shall_fail)
     engine = dataclasses.replace(PIECES, model=Failing(VOCAB), max_prefill_requests=3)
-    return driver_of(engine, *TABLES, max_steps_ahead=ahead, max_prefills=1)
+    return driver_of(
+        engine, *TABLES, max_steps_ahead=ahead, max_prefills=1, max_retries=MOST_RETRIES
+    )
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -332,8 +336,22 @@ def test_a_device_that_fails_at_every_step_ends_every_request():
     found = run(driver)
     assert {found[i].finish_reason for i in ids} == {"failed"}
     for i in ids:
-        assert [u.finish_reason for u in found[i].updates] == [None, "failed"]
-    assert driver.serving_stats().num_failed_calls >= 2
+        assert [u.finish_reason for u in found[i].updates] == [None] * MOST_RETRIES + ["failed"]
+    assert driver.serving_stats().num_failed_calls == 2 * (MOST_RETRIES + 1)
+
+
+def test_a_long_prompt_that_cannot_be_read_leaves_the_slots_of_others_as_they_are(monkeypatch):
+    driver = failing(lambda tokens: tokens.shape[0] < SLOTS and (tokens == 5).any(), ahead=1)
+    good = [dict(prompt=[1, i], max_new_tokens=25, stop_token_ids=[5]) for i in range(2)]
+    ids = [driver.submit(**request) for request in good]
+    updates = driver.step()
+    names = calls(monkeypatch)
+    bad = driver.submit([2] * 20 + [5], max_new_tokens=9)
+    found = run(driver, updates)
+    assert found[bad].finish_reason == "failed"
+    assert [found[i].token_ids for i in ids] == [greedy_truth(request) for request in good]
+    # Its first failure shows in a step, and concerns all; the later ones concern itself alone.
+    assert names.count("_admit") <= 1 < MOST_RETRIES
 
 
 # Metrics

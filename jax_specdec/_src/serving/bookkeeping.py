@@ -126,6 +126,13 @@ class ChunkedPrefill(NamedTuple):
     waits: bool = False  # shorter prompts go before the next chunk
 
 
+class Failures(NamedTuple):
+    """Failed calls of one request in a row: without a new token or a further chunk in between."""
+
+    num_calls: int = 0
+    num_chunks: int = 0  # the most chunks of its prompt that were read
+
+
 @dataclasses.dataclass(frozen=True)
 class HostState:
     """What the host knows after the last step whose result it has read.
@@ -137,7 +144,7 @@ class HostState:
       stats: how busy the engine was.
       ahead: the steps dispatched since, oldest first.
       prefill: the long prompt that is being read.
-      failures: by request id, failed calls that a request was in since it last got a token.
+      failures: of the requests, by id, that have not got a token since a call of theirs failed.
     """
 
     slots: tuple[ServedRequest | None, ...]
@@ -146,7 +153,7 @@ class HostState:
     stats: ServingStats
     ahead: tuple[StepAhead, ...] = ()
     prefill: ChunkedPrefill | None = None
-    failures: Mapping[int, int] = MappingProxyType({})
+    failures: Mapping[int, Failures] = MappingProxyType({})
 
     @property
     def running(self) -> list[ServedRequest]:
@@ -196,7 +203,7 @@ class HostState:
     def without_updates_of(self, request_id: int) -> HostState:
         """Without a request's updates and failures; the updates of `self` are not taken."""
         updates = [one for one in copy.copy(self.updates) if one.request_id != request_id]
-        failures = {i: count for i, count in self.failures.items() if i != request_id}
+        failures = {i: one for i, one in self.failures.items() if i != request_id}
         return dataclasses.replace(self, updates=iter(updates), failures=failures)
 
     def after_failure(
@@ -209,8 +216,9 @@ class HostState:
           request_ids: of the requests in the call.
           max_retries: as in `EngineDriver`.
         """
-        failures = {i: self.failures.get(i, 0) + 1 for i in request_ids}
-        ended = {i for i, count in failures.items() if count > max_retries}
+        earlier = {i: self.failures.get(i, Failures()) for i in request_ids}
+        failures = {i: one._replace(num_calls=one.num_calls + 1) for i, one in earlier.items()}
+        ended = {i for i, one in failures.items() if one.num_calls > max_retries}
         updates = [
             RequestUpdate(i, [], "failed" if i in ended else None, error=error) for i in failures
         ]
@@ -220,9 +228,19 @@ class HostState:
             self,
             updates=iter([*copy.copy(self.updates), *updates]),
             stats=stats,
-            failures={i: count for i, count in known.items() if i not in ended},
+            failures={i: one for i, one in known.items() if i not in ended},
         )
         return state, ended
+
+    def after_chunk(self) -> HostState:
+        """The state after a chunk of a long prompt was read without an error."""
+        if self.prefill is None:
+            return self
+        request_id, num_chunks = self.prefill.request.request_id, self.prefill.num_chunks
+        if num_chunks <= self.failures[request_id].num_chunks:
+            return self
+        failures = {**self.failures, request_id: Failures(0, num_chunks)}
+        return dataclasses.replace(self, failures=failures)
 
     def after_step(self) -> HostState:
         """The state after the oldest of the steps ahead; waits for its result.
@@ -263,7 +281,7 @@ class HostState:
         failures = self.failures
         if failures:
             past = {u.request_id for u in updates if u.token_ids or u.finish_reason is not None}
-            failures = {i: count for i, count in failures.items() if i not in past}
+            failures = {i: one for i, one in failures.items() if i not in past}
         num_busy = sum(one is not None for one in step.slots)
         return dataclasses.replace(
             self,

@@ -21,6 +21,7 @@ from jax_specdec._src.config import check_int
 from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving.bookkeeping import (
     ChunkedPrefill,
+    Failures,
     HostState,
     RequestUpdate,
     ServedRequest,
@@ -95,12 +96,12 @@ class EngineDriver:
     ones are (see `preempt`). A `submit`, `cancel` or `preempt` that was cut short has happened
     completely or not at all.
 
-    **Failures on the device**, such as too little memory, are not raised by `step`. All requests
-    are read again from what the host has, so no token is lost. Each request that was in the failed
-    call gets an update with the `error`. A request ends, as "failed", once more than `max_retries`
-    calls that it was in have failed since it last got a token. Before that, from its second failed
-    call on, its prompt is read alone, so that a prompt which cannot be read takes no other request
-    with it.
+    **Failures on the device**, such as too little memory, are not raised by `step`. What a failed
+    call has destroyed is read again from what the host has, so no token is lost. Each request that
+    was in the call gets an update with the `error`. A request ends, as "failed", when more than
+    `max_retries` of its calls have failed in a row: without a new token, or a further chunk of a
+    long prompt, in between. From its second failure on, its prompt is read alone, so that a prompt
+    which cannot be read ends no other request.
 
     Attributes:
       engine: sizes and models.
@@ -108,7 +109,7 @@ class EngineDriver:
       max_steps_ahead: the most steps that are under way when `step` returns.
       max_prefills: the most calls that read prompts before a step while requests run; None for
         any number.
-      max_retries: how many failed calls in a row a request survives.
+      max_retries: the most failed calls in a row after which a request goes on.
 
     Example:
       >>> import jax_specdec as sd
@@ -147,7 +148,7 @@ class EngineDriver:
             that decides, after each step, what the next one does.
           max_prefills: the most calls that read prompts before a step while requests run; each of
             them makes running requests wait. None for as many as free slots and prompts allow.
-          max_retries: how many failed calls in a row a request survives; 0 ends it at the first.
+          max_retries: the most failed calls in a row after which a request goes on.
 
         Raises:
           TypeError: an argument has another type, or a model's weights are missing.
@@ -446,9 +447,11 @@ class EngineDriver:
                     self._prefill_on(prefill)
                 if any(one.request_id in self._host.failures for one in concerned):
                     # Wait, or a failure would show in the next step and concern all.
-                    jax.block_until_ready((self.state.batch.lengths, self._snapshot[0].caches))
+                    jax.block_until_ready((self.state, self._snapshot[0].caches))
+                    if not group:
+                        self._set_host(self._host.after_chunk())
             except _DEVICE_ERRORS as error:
-                self._recover(error, concerned)
+                self._recover(error, concerned, is_chunk=not group)
                 return False
             num_calls += 1
         return True
@@ -465,7 +468,9 @@ class EngineDriver:
         most = 1
         for request in itertools.islice(queue, len(free)):
             is_long = self._is_long(request)
-            is_alone = is_long or self._host.failures.get(request.request_id, 0) > 1
+            is_alone = (
+                is_long or self._host.failures.get(request.request_id, Failures()).num_calls > 1
+            )
             if is_long and self._host.prefill is not None:
                 continue
             if not group:
@@ -620,11 +625,18 @@ class EngineDriver:
         state = engine.init_state(self._draft_params)
         counters = jax.tree.map(jnp.copy, host.counters)  # those of the state are donated
         state = dataclasses.replace(state, counters=counters)
-        caches = engine.init_caches() if engine.chunk_size < engine.max_length else None
-        state, caches = on_all_devices((state, caches), engine.model)
-        return _Snapshot((state, None), caches, host)
+        state = on_all_devices(state, engine.model)
+        return _Snapshot((state, None), self._empty_caches(), host)
 
-    def _recover(self, error: Exception, concerned: Iterable[ServedRequest]) -> None:
+    def _empty_caches(self) -> Caches | None:
+        if self.engine.chunk_size == self.engine.max_length:
+            return None
+        caches: Caches = on_all_devices(self.engine.init_caches(), self.engine.model)
+        return caches
+
+    def _recover(
+        self, error: Exception, concerned: Iterable[ServedRequest], *, is_chunk: bool = False
+    ) -> None:
         """Go on after a call that failed on the device.
 
         Raises:
@@ -635,7 +647,15 @@ class EngineDriver:
         self._is_changing = True
         ids = [request.request_id for request in concerned]
         host, ended = self._host.after_failure(str(error), ids, self.max_retries)
-        self._start_again(host, [one for one in host.running if one.request_id not in ended])
+        if not is_chunk or _is_lost(self.state):
+            self._start_again(host, [one for one in host.running if one.request_id not in ended])
+        else:  # no slot is lost, only the caches of a long prompt
+            if host.prefill is not None:
+                if host.prefill.request.request_id not in ended:
+                    self._queue_first([host.prefill.request])
+                host = host.with_slots({host.prefill.slot: None})
+            device = self._snapshot[0].device
+            self._snapshot[:] = [_Snapshot(device, self._empty_caches(), host)]
         self._finish_interrupted()
 
 
@@ -647,3 +667,15 @@ def _is_of_device(error: Exception) -> bool:
     """Whether the device failed, rather than what is traced."""
     is_status = re.match("[A-Z_]+: ", str(error))  # such as "RESOURCE_EXHAUSTED: "
     return isinstance(error, jax.errors.JaxRuntimeError) or is_status is not None
+
+
+def _is_lost(arrays: Any) -> bool:
+    """Whether arrays were donated to a call that failed, or are the results of one."""
+    leaves = jax.tree.leaves(arrays)
+    if any(x.is_deleted() for x in leaves):
+        return True
+    try:
+        jax.block_until_ready(leaves)
+    except _DEVICE_ERRORS:
+        return True
+    return False

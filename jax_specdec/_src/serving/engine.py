@@ -54,6 +54,22 @@ class NewRequests:
       keys: ``[R]`` typed keys of two or four words; or ``[R]`` uint32 seeds, for which the keys
         are ``jax.random.key(seed)``.
       options: from `Engine.options_of`. Prompt and budget together are at most `max_length`.
+
+    Example:
+      >>> import numpy as np
+      >>> import jax_specdec as sd
+      >>> _, (model, params) = sd.load_embedded_pair()  # the smaller one
+      >>> engine = sd.Engine(
+      ...     model, sd.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
+      ...     num_slots=2, max_length=32)
+      >>> prompts = [sd.encode("import "), sd.encode("def ")]
+      >>> requests = sd.NewRequests(
+      ...     slots=np.array([1, 0]), prompts=np.stack([engine.pad_prompt(p) for p in prompts]),
+      ...     lengths=np.array([7, 4]), keys=np.array([0, 1], np.uint32),
+      ...     options=engine.options_of([sd.RequestOptions(max_new_tokens=8)] * 2, [7, 4]))
+      >>> state = engine.admit(params, None, engine.init_state(), requests)
+      >>> state.batch.lengths.tolist()
+      [4, 7]
     """
 
     slots: jax.Array
