@@ -244,7 +244,7 @@ FAULTS = {
     ),
     "a new request of an engine has drafts": Fault(
         "serving/core.py",
-        "if not self.drafts_at_once:",
+        "if not self.drafts_in_first_step:",
         "if False:",
         "serving/test_engine.py",
     ),

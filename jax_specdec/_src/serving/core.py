@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -71,26 +71,30 @@ class DecodeState:
 class Decoder:
     """The static half of decoding: models and settings, and pure functions of a `DecodeState`.
 
+    They take `params`, the target's weights; `draft_params`, the drafter's weights; and a state,
+    which is to be donated. Hashable and compared by value, so that it can be a static argument of
+    `jax.jit`.
+
     Attributes:
       model: the target.
       drafter: what proposes tokens; None for plain decoding, one token per pass of the target.
       config: how drafts are made and verified.
       logprobs: which log-probabilities a step's record has; None for none.
-      drafts_at_once: whether a request has drafts in its first step.
     """
+
+    drafts_in_first_step: ClassVar[bool] = True
 
     model: CausalModel
     drafter: Drafter | None
     config: SpecDecodeConfig
     logprobs: LogprobsConfig | None = None
-    drafts_at_once: bool = True
 
     @property
     def num_drafts(self) -> int:
         """K; 0 without a drafter."""
         return 0 if self.drafter is None else self.config.num_speculative_tokens
 
-    def init_state(self, draft_params: Any, batch: Batch) -> DecodeState:
+    def empty_state(self, draft_params: Any, batch: Batch) -> DecodeState:
         """Empty caches for the sequences of `batch`, no drafts, and all counts zero."""
         size, length = batch.token_ids.shape
         draft_cache: Any = ()
@@ -107,11 +111,11 @@ class Decoder:
             counters=AcceptanceCounters.create(self.config.num_speculative_tokens),
         )
 
-    def prefill(
+    def prefilled_state(
         self, params: Any, draft_params: Any, batch: Batch, prompt_size: int
     ) -> DecodeState:
         """A state whose caches hold the prompts: ``batch.token_ids[:, :prompt_size]``."""
-        state = self.init_state(draft_params, batch)
+        state = self.empty_state(draft_params, batch)
         prompts, start = batch.token_ids[:, :prompt_size], jnp.zeros_like(batch.lengths)
         _, target_cache = self.model.apply(params, prompts, start, state.target_cache)
         draft_cache = state.draft_cache
@@ -122,12 +126,7 @@ class Decoder:
     def step(
         self, params: Any, draft_params: Any, state: DecodeState
     ) -> tuple[DecodeState, StepRecord]:
-        """Draft, verify, append: at least one token for every request that is not done.
-
-        Args:
-          params: the target's weights.
-          draft_params: the drafter's weights.
-          state: donated.
+        """`draft`, then `verify`: at least one token for every request that is not done.
 
         Returns:
           The state, whose ``batch.done`` and ``batch.status`` say which requests have ended and
@@ -139,12 +138,7 @@ class Decoder:
     def draft(self, draft_params: Any, state: DecodeState) -> DecodeState:
         """The first half of `step`: K drafts for every request that is not done.
 
-        Args:
-          draft_params: the drafter's weights.
-          state: donated.
-
-        Returns:
-          The state, with drafts.
+        New requests of an `Engine` get none.
 
         Raises:
           TypeError, ValueError: the drafter returned something that breaks its contract.
@@ -156,10 +150,6 @@ class Decoder:
 
         A request without drafts gets one token. Rows of the store that were drawn at another
         position or temperature are not used.
-
-        Args:
-          params: the target's weights.
-          state: donated.
 
         Returns:
           The state, without drafts, and the record of the step.
@@ -182,7 +172,7 @@ class Decoder:
             store=proposal.store,
         )
         batch, none = state.batch, state.batch.done
-        if not self.drafts_at_once:
+        if not self.drafts_in_first_step:
             none |= batch.lengths == batch.options.prompt_lengths
         return state.without_drafts(none)
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,14 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src import noise
-from jax_specdec._src.config import SpecDecodeConfig, check_int
+from jax_specdec._src.config import check_int
 from jax_specdec._src.drafting.drafter import Drafter
-from jax_specdec._src.models.protocol import CausalModel, check_model
+from jax_specdec._src.models.protocol import check_model
 from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving.batch import Batch, StepRecord, round_up
 from jax_specdec._src.serving.core import Decoder, DecodeState
 from jax_specdec._src.serving.options import (
     BatchOptions,
-    LogprobsConfig,
     OptionSizes,
     RequestOptions,
     check_logprobs,
@@ -80,7 +79,7 @@ class NewRequests:
 
 
 @dataclasses.dataclass(frozen=True)
-class Engine:
+class Engine(Decoder):
     """The static half of a serving engine: models, settings, sizes, and pure functions of a state.
 
     A step drafts for every occupied slot and verifies all drafts in one pass of the target.
@@ -136,9 +135,9 @@ class Engine:
       11
     """
 
-    model: CausalModel
+    drafts_in_first_step: ClassVar[bool] = False
+
     drafter: Drafter
-    config: SpecDecodeConfig
     _: dataclasses.KW_ONLY
     num_slots: int
     max_length: int
@@ -147,7 +146,6 @@ class Engine:
     max_stop_tokens: int = 8
     request_options: bool = False
     option_sizes: OptionSizes = OptionSizes()
-    logprobs: LogprobsConfig | None = None
 
     def __post_init__(self) -> None:
         check_model("model", self.model)
@@ -175,11 +173,6 @@ class Engine:
         if given[-1] < longest:
             _check_reads_chunks(self.drafter, given[-1])
         object.__setattr__(self, "prefill_sizes", given)
-
-    @property
-    def decoder(self) -> Decoder:
-        """The step of this engine; a request's first one has no drafts."""
-        return Decoder(self.model, self.drafter, self.config, self.logprobs, drafts_at_once=False)
 
     @property
     def buffer_length(self) -> int:
@@ -280,7 +273,7 @@ class Engine:
             keys=noise.threefry_keys(jnp.full((s,), jax.random.key(0))),
             options=jax.tree.map(jnp.asarray, options),
         )
-        return self.decoder.init_state(draft_params, batch)
+        return self.empty_state(draft_params, batch)
 
     def init_caches(self, num_requests: int = 1) -> Caches:
         """Empty caches of R requests."""
@@ -422,36 +415,10 @@ class Engine:
           why, and the record of the step.
         """
         if not all_neutral:
-            return self.decoder.step(params, draft_params, state)
+            return super().step(params, draft_params, state)
         options = state.batch.options
-        state, record = self.decoder.step(
-            params, draft_params, _with_options(state, options.neutral)
-        )
+        state, record = super().step(params, draft_params, _with_options(state, options.neutral))
         return _with_options(state, options), record
-
-    def draft(self, draft_params: Any, state: DecodeState) -> DecodeState:
-        """The first half of `step`: K drafts for every occupied slot but those of new requests.
-
-        Args:
-          draft_params: the drafter's weights.
-          state: donated.
-
-        Returns:
-          The state, with drafts.
-        """
-        return self.decoder.draft(draft_params, state)
-
-    def verify(self, params: Any, state: DecodeState) -> tuple[DecodeState, StepRecord]:
-        """The second half of `step`; a slot without drafts gets one token.
-
-        Args:
-          params: the target's weights.
-          state: donated.
-
-        Returns:
-          The state, without drafts, and the record of the step.
-        """
-        return self.decoder.verify(params, state)
 
     def release(self, state: DecodeState, slots: jax.Array) -> DecodeState:
         """Empty slots whose requests have not ended: they emit nothing more.

@@ -308,7 +308,7 @@ def _keys(key: jax.Array, options: list[RequestOptions]) -> jax.Array:
 def _prefill(
     params: Any, draft_params: Any, batch: Batch, *, decoder: Decoder, prompt_size: int
 ) -> DecodeState:
-    return decoder.prefill(params, draft_params, batch, prompt_size)
+    return decoder.prefilled_state(params, draft_params, batch, prompt_size)
 
 
 @functools.partial(jax.jit, static_argnames=("decoder",), donate_argnames=("state",))
@@ -332,7 +332,7 @@ def _generate(
 
     `max_steps` is at least the largest budget. That is enough, because every step adds a token.
     """
-    state = decoder.prefill(params, draft_params, batch, prompt_size)
+    state = decoder.prefilled_state(params, draft_params, batch, prompt_size)
     step = functools.partial(decoder.step, params, draft_params)
     shapes = jax.eval_shape(step, state)[1]
     records = jax.tree.map(lambda s: jnp.zeros((max_steps, *s.shape), s.dtype), shapes)

@@ -287,22 +287,6 @@ class AcceptanceStats:
         """
         return _rates(self.accepted_per_position, self.reached_per_position)
 
-    def accepted_throughput(self, seconds: float) -> float:
-        """Accepted drafts per second, for statistics of `seconds` seconds.
-
-        Raises:
-          ValueError: `seconds` is not positive.
-        """
-        return self.num_accepted_tokens / _positive(seconds)
-
-    def drafted_throughput(self, seconds: float) -> float:
-        """Drafts per second, for statistics of `seconds` seconds.
-
-        Raises:
-          ValueError: `seconds` is not positive.
-        """
-        return self.num_draft_tokens / _positive(seconds)
-
     def log_line(self, seconds: float) -> str:
         """One line for a server's log, in vLLM's words where vLLM has them.
 
@@ -314,13 +298,15 @@ class AcceptanceStats:
         Raises:
           ValueError: `seconds` is not positive.
         """
+        if not seconds > 0:
+            raise ValueError(f"seconds must be positive, but it is {seconds}")
         rates = ", ".join(f"{rate:.3f}" for rate in self.unconditional_rates)
         return (
             "SpecDecoding metrics:"
             f" Mean acceptance length: {self.mean_acceptance_length:.2f},"
             f" Tokens per target pass: {self.tokens_per_target_pass:.2f},"
-            f" Accepted throughput: {self.accepted_throughput(seconds):.2f} tokens/s,"
-            f" Drafted throughput: {self.drafted_throughput(seconds):.2f} tokens/s,"
+            f" Accepted throughput: {self.num_accepted_tokens / seconds:.2f} tokens/s,"
+            f" Drafted throughput: {self.num_draft_tokens / seconds:.2f} tokens/s,"
             f" Accepted: {self.num_accepted_tokens} tokens,"
             f" Drafted: {self.num_draft_tokens} tokens,"
             f" Per-position acceptance rate (unconditional): {rates},"
@@ -456,9 +442,3 @@ _DERIVED = (
 
 def _rates(counts: tuple[int, ...], of: tuple[int, ...]) -> tuple[float, ...]:
     return tuple(n / total if total else 0.0 for n, total in zip(counts, of, strict=True))
-
-
-def _positive(seconds: float) -> float:
-    if not seconds > 0:
-        raise ValueError(f"seconds must be positive, but it is {seconds}")
-    return seconds
