@@ -204,7 +204,7 @@ def _verify(
         is_greedy = (sampling.top_k == 1) & (sampling.temperature >= 0)
         temperature = jnp.where(is_greedy, 0.0, sampling.temperature)
         sampling = SamplingParams(temperature, sampling.min_p, sampling.top_k, sampling.top_p)
-    output, found = parts.verify(
+    output, found = parts.verify_with_logprobs(
         arrays.target_logits,
         drafts,
         sampling=sampling,

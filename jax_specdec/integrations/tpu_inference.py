@@ -206,7 +206,7 @@ def _verify(
         None if arrays.draft_probs is None else DraftProbs(arrays.draft_probs),
     )
     sampling = _sampling(arrays.sampling, arrays.draft_lengths >= 0)
-    output, found = parts.verify(
+    output, found = parts.verify_with_logprobs(
         arrays.logits,
         drafts,
         sampling=sampling,

@@ -64,7 +64,7 @@ ERRORS = {
     "an array of temperatures": (
         dict(temperature=np.zeros(2)),
         TypeError,
-        r"temperature must be one value, but it is an array of float64\[2\]: requests",
+        r"temperature must be one value, but it is an array of float64\[2\]: for requests",
     ),
     "a negative temperature": (
         dict(temperature=-0.5),
@@ -89,7 +89,7 @@ ERRORS = {
     "budgets, one per prompt": (
         dict(max_new_tokens=[1, 2]),
         TypeError,
-        r"max_new_tokens must be one value, but it is \[1, 2\]: requests that differ have",
+        r"max_new_tokens must be one value, but it is \[1, 2\]: for requests that differ,",
     ),
     "a negative budget": (
         dict(max_new_tokens=-1),

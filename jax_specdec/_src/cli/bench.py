@@ -29,7 +29,7 @@ class Row:
       config: how it drafted and verified; None for plain decoding.
       run: what it generated, and how fast.
       plain: plain decoding at the same temperature.
-      differences: of greedy texts from plain decoding's; None where the two need not agree.
+      differences: of greedy texts from those of plain decoding; None if they need not agree.
     """
 
     temperature: float
@@ -41,7 +41,7 @@ class Row:
 
     @property
     def speedup(self) -> float:
-        """Time per token of plain decoding over that of this."""
+        """Time per token of plain decoding, divided by the time per token of this run."""
         return self.run.tokens_per_second / max(self.plain.tokens_per_second, 1e-9)
 
 

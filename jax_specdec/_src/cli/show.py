@@ -18,7 +18,7 @@ from jax_specdec._src.cli.options import Options
 from jax_specdec._src.cli.run import (
     Run,
     Session,
-    Step,
+    TextStep,
     measure,
     stacked,
 )
@@ -31,8 +31,8 @@ COMPILING = "loading the models and compiling"
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """What comparing with plain decoding showed.
+class Comparison:
+    """Speculative decoding, timed against plain decoding.
 
     Attributes:
       speculative: decoding with drafts.
@@ -53,7 +53,7 @@ class Report:
 class Texts:
     """Prints the texts of a batch one after another.
 
-    The first is printed as it comes; what comes of the others meanwhile waits for its turn.
+    The first is printed as it comes; each of the others waits until the one before it has ended.
     """
 
     def __init__(self, prompts: list[str], *, with_prompts: bool) -> None:
@@ -68,8 +68,8 @@ class Texts:
         self._now = 0
         self._head()
 
-    def add(self, step: Step) -> None:
-        """Print what there is to print after a step."""
+    def add(self, step: TextStep) -> None:
+        """Print what a step has made ready."""
         for waiting, pieces in zip(self._waiting, step.pieces, strict=True):
             waiting += [(terminal.printable(p.text), STYLES[p.origin]) for p in pieces]
         while self._now < len(self._prompts):
@@ -153,13 +153,13 @@ def show_json(options: Options, prompts: list[str]) -> None:
         **stats.to_dict(),
     }
     if options.repeats is not None:
-        report = _compare(session)
-        differences = report.differences
+        comparison = _compare(session)
+        differences = comparison.differences
         result |= {
-            "seconds": report.speculative.seconds,
-            "plain_seconds": report.plain.seconds,
-            "num_plain_tokens": report.plain.num_tokens,
-            "speedup": report.speedup,
+            "seconds": comparison.speculative.seconds,
+            "plain_seconds": comparison.plain.seconds,
+            "num_plain_tokens": comparison.plain.num_tokens,
+            "speedup": comparison.speedup,
             "identical_to_plain": None if differences is None else not differences,
             "differences": None
             if differences is None
@@ -169,8 +169,8 @@ def show_json(options: Options, prompts: list[str]) -> None:
     check_verified(seen[-1])
 
 
-def check_verified(last: Step) -> None:
-    """End with exit code 1 and a line where a text broke off."""
+def check_verified(last: TextStep) -> None:
+    """Exit with code 1 and one line if a text broke off."""
     broken = [str(b + 1) for b, failed in enumerate(last.failed) if failed]
     if broken:
         of = f" {', '.join(broken)} of {len(last.failed)}" if len(last.failed) > 1 else ""
@@ -187,7 +187,7 @@ def _print_statistics(records: list[StepRecord], before: float, seconds: float) 
     stats = AcceptanceStats.from_steps(steps)
     kept = np.asarray(steps.num_kept)
     speed = ""
-    if len(kept) > 1:  # the first step's time is the compiler's
+    if len(kept) > 1:  # the first step includes compiling
         speed = f" at {kept[1:].sum() / seconds:.0f} per second"
     terminal.write(f"{kept.sum()} tokens{speed}: ", "dim", stream=sys.stderr)
     for i, (name, count) in enumerate(_origins(steps).items()):
@@ -202,7 +202,7 @@ def _print_statistics(records: list[StepRecord], before: float, seconds: float) 
 
 
 def _origins(steps: StepRecord) -> dict[str, int]:
-    """How many of the tokens kept came from where; without what there was none of."""
+    """The number of kept tokens from each origin that has any."""
     kept, accepted = np.asarray(steps.num_kept), np.asarray(steps.num_accepted)
     proposed, last = np.asarray(steps.num_proposed), kept > accepted
     counts = {
@@ -214,7 +214,7 @@ def _origins(steps: StepRecord) -> dict[str, int]:
     return {name: int(count) for name, count in counts.items() if count}
 
 
-def _compare(session: Session) -> Report:
+def _compare(session: Session) -> Comparison:
     options = session.options
     assert options.repeats is not None
     draft, temperature = options.drafters[0], options.temperatures[0]
@@ -227,15 +227,15 @@ def _compare(session: Session) -> Report:
         runs = measure(kinds, options.repeats, on_run)
     speculative, plain = runs["speculative"], runs["plain"]
     differences = session.differences(speculative.output, plain.output, temperature)
-    return Report(speculative, plain, differences)
+    return Comparison(speculative, plain, differences)
 
 
 def _drafter_name(draft: str) -> str:
     return "n-gram lookup" if draft == "ngram" else "draft model"
 
 
-def _table(options: Options, report: Report) -> Table:
-    run, stats = report.speculative, report.speculative.stats
+def _table(options: Options, comparison: Comparison) -> Table:
+    run, stats = comparison.speculative, comparison.speculative.stats
     table = Table(
         title=f"K = {options.config.num_speculative_tokens}, {_drafter_name(options.drafters[0])}, "
         f"temperature {options.temperatures[0]:g}, {options.config.rejection_sample_method}",
@@ -252,9 +252,9 @@ def _table(options: Options, report: Report) -> Table:
         "mean acceptance length": f"{stats.mean_acceptance_length:.2f}",
         "accepted up to each position": rates,
         "speculative decoding": _timing(run),
-        "plain decoding": _timing(report.plain),
-        f"speed-up per token (median of {options.repeats})": f"{report.speedup:.2f}x",
-        "greedy output identical to plain": _identity(report.differences),
+        "plain decoding": _timing(comparison.plain),
+        f"speed-up per token (median of {options.repeats})": f"{comparison.speedup:.2f}x",
+        "greedy output identical to plain": _identity(comparison.differences),
     }
     for name, value in rows.items():
         table.add_row(name, value)

@@ -365,7 +365,9 @@ class BatchOptions:
             changes_rows = np.array([not one.keys().isdisjoint(_CHANGE_ROWS) for one in asked])
         bitmask: Any = None
         if is_asked("allowed_token_ids"):
-            bitmask = np.stack([_bits(one.allowed_token_ids, vocab_size) for one in options])
+            bitmask = np.stack(
+                [_allowed_bits(one.allowed_token_ids, vocab_size) for one in options]
+            )
         penalties = "frequency_penalty", "presence_penalty", "repetition_penalty"
         bias: Any = None
         if is_asked("logit_bias"):
@@ -548,7 +550,7 @@ def _power_of_2(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
-def _bits(allowed_token_ids: Sequence[int] | None, vocab_size: int) -> np.ndarray:
+def _allowed_bits(allowed_token_ids: Sequence[int] | None, vocab_size: int) -> np.ndarray:
     """``[ceil(V/32)]`` uint32; None allows every token."""
     if allowed_token_ids is None:
         return ~bitmask_of((), vocab_size)
