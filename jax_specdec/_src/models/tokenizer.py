@@ -279,7 +279,7 @@ def _stop_token_ids(directory: Path) -> tuple[int, ...]:
         ids = found if isinstance(found, list) else [found]
         if not all(map(is_token_id, ids)):
             raise ValueError(
-                f"{shown(path)} has eos_token_id = {quoted(found)}, which is not a token id or a list."
+                f"{shown(path)} has eos_token_id = {quoted(found)}, which is no id or list of ids."
             )
         return tuple(ids)
     return ()
