@@ -129,20 +129,23 @@ def parse(arguments: Sequence[str] | None, version: str) -> Options:
     """
     parser = _Parser(prog="jax-specdec", description="Speculative decoding for JAX.")
     parser.add_argument("--version", action="version", version=f"jax-specdec {version}")
+    form: dict[str, Any] = dict(
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter, argument_default=argparse.SUPPRESS
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     generate = commands.add_parser(
         "generate",
         help="continue a text, or answer a message",
         description="Continue a text with the embedded models, or with Hugging Face checkpoints "
         f"of the Llama, Qwen2 and Qwen3 families. {_PROMPTS}",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        **form,
     )
     bench = commands.add_parser(
         "bench",
         help="compare drafters, numbers of drafts and temperatures with plain decoding",
         description="Decode the prompts plainly and with every combination of drafter, temperature "
         "and number of drafts, and print a table of acceptance and speed.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        **form,
     )
     for command in (generate, bench):
         _add_options(command)
@@ -160,7 +163,6 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "prompts",
         nargs="*",
-        default=argparse.SUPPRESS,
         metavar="PROMPT",
         help="a text to continue (the embedded models know Python source); - is standard input, "
         "which is also read if no prompt is given and it is not a terminal",
@@ -169,33 +171,28 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         "--prompt-file",
         dest="prompt_files",
         action="append",
-        default=argparse.SUPPRESS,
         metavar="FILE",
         help="a UTF-8 file that holds one prompt; may be given several times",
     )
     command.add_argument(
         "--chat",
         action="store_true",
-        default=argparse.SUPPRESS,
         help="put each prompt, as a user's message, into the chat template of --target",
     )
     command.add_argument(
         "--target",
         type=Path,
-        default=argparse.SUPPRESS,
         metavar="DIR",
         help="the target's checkpoint (default: the embedded target)",
     )
     command.add_argument(
         "--dtype",
         choices=DTYPES,
-        default=argparse.SUPPRESS,
         help="compute dtype of checkpoints (default: as stored)",
     )
     command.add_argument(
         "--scan-layers",
         action="store_true",
-        default=argparse.SUPPRESS,
         help="loop over the layers of checkpoints: compiles faster, runs slower",
     )
     for name, (kind, help_) in _REQUEST_OPTIONS.items():
@@ -216,14 +213,12 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--acceptance-length",
         type=float,
-        default=argparse.SUPPRESS,
         metavar="L",
         help="synthetic: mean tokens per step, 1 to K+1",
     )
     command.add_argument(
         "--acceptance-rates",
         type=_numbers(float, "0.9,0.5,0.1"),
-        default=argparse.SUPPRESS,
         metavar="R,R,...",
         help="synthetic: K rates, not increasing; rate i is P(drafts 0..i all accepted)",
     )
@@ -236,7 +231,6 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--max-new-tokens",
         type=int,
-        default=argparse.SUPPRESS,
         metavar="N",
         help="budget of each request; a token of the embedded models is a byte (default: "
         f"{DEFAULT_MAX_NEW_TOKENS}, or as many as fit)",
@@ -245,14 +239,12 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--json",
         action="store_true",
-        default=argparse.SUPPRESS,
         help="print one JSON object instead of text and tables",
     )
     command.add_argument(
         "--no-compilation-cache",
         dest="compilation_cache",
         action="store_false",
-        default=argparse.SUPPRESS,
         help="do not keep compiled programs for the next run; by default they go to the user's "
         "cache directory, or to $JAX_COMPILATION_CACHE_DIR",
     )
@@ -263,7 +255,6 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
         "--draft",
         dest="drafters",
         type=lambda name: (name,),
-        default=argparse.SUPPRESS,
         metavar="DIR|ngram|model",
         help="where drafts come from: a checkpoint, a lookup in the text so far (default with "
         "--target), or the embedded draft model (default without)",
@@ -280,7 +271,6 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
         "--num-speculative-tokens",
         dest="ks",
         type=lambda text: (_number(int, text),),
-        default=argparse.SUPPRESS,
         metavar="K",
         help=f"drafts per step (default: {DEFAULT_K}, or {LOOKUP_K} with --draft ngram)",
     )
@@ -290,7 +280,6 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
         nargs="?",
         type=_repeats,
         const=DEFAULT_REPEATS,
-        default=argparse.SUPPRESS,
         metavar="REPEATS",
         help="afterwards, time speculative against plain decoding, REPEATS runs of each (default: "
         f"no comparison; {DEFAULT_REPEATS} runs if no number is given)",
@@ -302,7 +291,6 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
         "--draft",
         dest="drafters",
         action="append",
-        default=argparse.SUPPRESS,
         metavar="DIR|ngram|model",
         help="where drafts come from, as for generate; may be given several times (default: "
         "ngram, and model too without --target)",

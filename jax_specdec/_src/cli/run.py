@@ -91,6 +91,31 @@ class Run:
         return self.num_tokens / self.seconds
 
 
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A run, and plain decoding of the same requests.
+
+    Attributes:
+      run: with drafts, or plain decoding itself.
+      plain: without drafts.
+      differences: of greedy texts from those of plain decoding; None if they need not agree.
+    """
+
+    run: Run
+    plain: Run
+    differences: list[GreedyDifference] | None
+
+    @property
+    def is_identical(self) -> bool | None:
+        """Whether all texts are those of plain decoding; None if they need not be."""
+        return None if self.differences is None else not self.differences
+
+    @property
+    def speedup(self) -> float:
+        """Time per token of plain decoding, divided by the time per token of the run."""
+        return self.run.tokens_per_second / max(self.plain.tokens_per_second, 1e-9)
+
+
 def stacked(records: list[StepRecord]) -> StepRecord:
     """The records of steps as one, with a leading axis of steps."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *records)
@@ -162,15 +187,18 @@ class Session:
         target = self.models.target
         return generate_plain(*target, self.models.prompts, **self._sampling(temperature))
 
-    def differences(
-        self, speculative: GenerateOutput, plain: GenerateOutput, temperature: float
-    ) -> list[GreedyDifference] | None:
-        """Where greedy texts first differ; None where the two need not agree."""
+    def compare(self, run: Run, plain: Run, temperature: float) -> Comparison:
+        """Compare a run with plain decoding at the same temperature."""
         if temperature > 0 or self.options.config.rejection_sample_method == "synthetic":
-            return None
-        return greedy_differences(
-            *self.models.target, self.models.prompts, speculative, plain, self.options.request
+            return Comparison(run, plain, None)
+        differences = greedy_differences(
+            *self.models.target,
+            self.models.prompts,
+            run.output,
+            plain.output,
+            self.options.request,
         )
+        return Comparison(run, plain, differences)
 
     def _drafting(self, drafter: str, config: SpecDecodeConfig) -> dict[str, Any]:
         draft = self.models.drafters[drafter]

@@ -16,6 +16,7 @@ from jax_specdec._src.cli import terminal
 from jax_specdec._src.cli.models import load_models
 from jax_specdec._src.cli.options import Options
 from jax_specdec._src.cli.run import (
+    Comparison,
     Run,
     Session,
     TextStep,
@@ -28,26 +29,6 @@ from jax_specdec._src.serving.metrics import AcceptanceStats
 
 STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": None}
 COMPILING = "loading the models and compiling"
-
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """Speculative decoding, timed against plain decoding.
-
-    Attributes:
-      speculative: decoding with drafts.
-      plain: decoding without.
-      differences: first differences from plain decoding; None where the two need not agree.
-    """
-
-    speculative: Run
-    plain: Run
-    differences: list[GreedyDifference] | None
-
-    @property
-    def speedup(self) -> float:
-        """Time per token of plain decoding over that of speculative decoding."""
-        return self.speculative.tokens_per_second / max(self.plain.tokens_per_second, 1e-9)
 
 
 class Texts:
@@ -156,11 +137,11 @@ def show_json(options: Options, prompts: list[str]) -> None:
         comparison = _compare(session)
         differences = comparison.differences
         result |= {
-            "seconds": comparison.speculative.seconds,
+            "seconds": comparison.run.seconds,
             "plain_seconds": comparison.plain.seconds,
             "num_plain_tokens": comparison.plain.num_tokens,
             "speedup": comparison.speedup,
-            "identical_to_plain": None if differences is None else not differences,
+            "identical_to_plain": comparison.is_identical,
             "differences": None
             if differences is None
             else [dataclasses.asdict(difference) for difference in differences],
@@ -225,9 +206,7 @@ def _compare(session: Session) -> Comparison:
     total = 2 * (options.repeats + 1)
     with terminal.progress_bar("timing against plain decoding", total) as on_run:
         runs = measure(kinds, options.repeats, on_run)
-    speculative, plain = runs["speculative"], runs["plain"]
-    differences = session.differences(speculative.output, plain.output, temperature)
-    return Comparison(speculative, plain, differences)
+    return session.compare(runs["speculative"], runs["plain"], temperature)
 
 
 def _drafter_name(draft: str) -> str:
@@ -235,7 +214,7 @@ def _drafter_name(draft: str) -> str:
 
 
 def _table(options: Options, comparison: Comparison) -> Table:
-    run, stats = comparison.speculative, comparison.speculative.stats
+    run, stats = comparison.run, comparison.run.stats
     table = Table(
         title=f"K = {options.config.num_speculative_tokens}, {_drafter_name(options.drafters[0])}, "
         f"temperature {options.temperatures[0]:g}, {options.config.rejection_sample_method}",
