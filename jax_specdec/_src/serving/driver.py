@@ -30,7 +30,7 @@ from jax_specdec._src.serving.bookkeeping import (
 from jax_specdec._src.serving.core import DecodeState, on_all_devices
 from jax_specdec._src.serving.engine import Caches, Engine, NewRequests
 from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats, ServingStats
-from jax_specdec._src.serving.options import RequestFields, RequestOptions, one_each
+from jax_specdec._src.serving.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec._src.types import described
 
 _Device = tuple[DecodeState, StepResult | None]
@@ -294,7 +294,7 @@ class EngineDriver:
         """
         vocab_size, longest = self.engine.model.vocab_size, self.engine.max_length
         token_ids = inputs.token_list("prompt", prompt, vocab_size)
-        (asked,) = one_each(options, 1, fields)
+        (asked,) = options_per_request(options, 1, fields)
         budget = check_int("max_new_tokens", asked.max_new_tokens, 1)
         if len(token_ids) + budget > longest:
             raise ValueError(

@@ -30,6 +30,8 @@ from jax_specdec._src.types import Status
 
 _SMALLEST_PREFILL = 32
 _MAX_GROUP_TOKENS = 512
+"""A call with more than a few hundred tokens (300 on an H100, in bfloat16) is bound by arithmetic,
+not by reading the weights: reading prompts together then gains little."""
 
 
 class Caches(NamedTuple):
@@ -195,8 +197,7 @@ class Engine(Decoder):
         """R, how many prompts that are padded to `size` one call of `admit` reads.
 
         At most `max_prefill_requests`, and no more than there are slots. Several prompts have at
-        most C tokens together, and at most 512: a call with more is bound by arithmetic rather than
-        by reading the weights, so that reading prompts together gains nothing.
+        most C tokens together, and at most 512.
         """
         most = min(self.chunk_size, _MAX_GROUP_TOKENS) // size
         return max(1, min(self.max_prefill_requests, self.num_slots, most))

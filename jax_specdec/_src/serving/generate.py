@@ -25,7 +25,7 @@ from jax_specdec._src.serving.options import (
     RequestFields,
     RequestOptions,
     check_logprobs,
-    one_each,
+    options_per_request,
 )
 from jax_specdec._src.types import Status
 
@@ -237,7 +237,7 @@ def _prepare(
     decoder = Decoder(model, drafter, config, logprobs)
     batch, prompt_size, max_steps = make_batch(
         rows,
-        one_each(options, len(rows), fields),
+        options_per_request(options, len(rows), fields),
         vocab_size=model.vocab_size,
         key=key,
         slack=decoder.num_drafts + 1,
@@ -406,7 +406,7 @@ def greedy_differences(
       []
     """
     found = []
-    asked = one_each(options, len(prompts), {})
+    asked = options_per_request(options, len(prompts), {})
     pairs = zip(output.completions, plain.completions, strict=True)
     for b, (ours, theirs) in enumerate(pairs):
         if ours == theirs:

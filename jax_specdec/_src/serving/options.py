@@ -169,7 +169,7 @@ class RequestFields(TypedDict, total=False):
     min_tokens: int
 
 
-def one_each(
+def options_per_request(
     options: RequestOptions | Sequence[RequestOptions] | None, count: int, fields: RequestFields
 ) -> list[RequestOptions]:
     """A list with the `RequestOptions` of each of `count` requests, overridden by `fields`.
