@@ -156,7 +156,7 @@ def test_sequences_have_room_for_the_budget_and_for_a_step_past_it(length, budge
     assert prompt_size >= length
     assert batch.token_ids.shape[1] >= length + budget + slack
     assert batch.lengths.tolist() == [length, 1]
-    assert batch.options.ends.tolist() == [length + budget, 1]
+    assert batch.options.max_lengths.tolist() == [length + budget, 1]
     assert batch.done.tolist() == [budget == 0, True]
     assert max_steps >= budget and max_steps > 0
     assert batch.token_ids[0, :length].tolist() == [1] * length

@@ -260,7 +260,7 @@ def test_a_request_gets_the_drafts_that_it_would_have_had(length: int) -> None:
             rows,
             state.batch.token_ids[0, :held],
             state.batch.lengths[0],
-            state.batch.options.ends[0],
+            state.batch.options.max_lengths[0],
             state.target_cache[0, : held - 1],
             state.draft_cache[0, : held - 1],
         ]

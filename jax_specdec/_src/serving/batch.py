@@ -126,7 +126,7 @@ def append(
     offset = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None, :]
     is_stop = jnp.any(emitted[:, :, None] == options.stop_token_ids[:, None, :], axis=2)
     stop_at = jnp.min(jnp.where(is_stop, offset, emitted.shape[1]), axis=1)
-    num_kept = jnp.minimum(output.num_emitted, options.ends - batch.lengths)
+    num_kept = jnp.minimum(output.num_emitted, options.max_lengths - batch.lengths)
     stopped = stop_at < num_kept
     num_kept = jnp.where(stopped, stop_at + 1, num_kept)
 
@@ -149,7 +149,7 @@ def append(
         batch,
         token_ids=token_ids,
         lengths=lengths,
-        done=batch.done | stopped | failed | (lengths >= options.ends),
+        done=batch.done | stopped | failed | (lengths >= options.max_lengths),
         status=jnp.where(failed, output.status, batch.status),
     )
     return batch, record

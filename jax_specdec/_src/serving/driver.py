@@ -294,14 +294,14 @@ class EngineDriver:
         """
         vocab_size, longest = self.engine.model.vocab_size, self.engine.max_length
         token_ids = inputs.token_list("prompt", prompt, vocab_size)
-        (asked,) = options_per_request(options, 1, fields)
-        budget = check_int("max_new_tokens", asked.max_new_tokens, 1)
+        (own,) = options_per_request(options, 1, fields)
+        budget = check_int("max_new_tokens", own.max_new_tokens, 1)
         if len(token_ids) + budget > longest:
             raise ValueError(
                 f"prompt and max_new_tokens must fit into max_length={longest} tokens, but they "
                 f"are {len(token_ids)} and {budget}"
             )
-        arrays = self.engine.options_of([asked], [len(token_ids)])
+        arrays = self.engine.options_of([own], [len(token_ids)])
         request_id = self._num_submitted
         if self.max_queue is not None:
             self._finish_interrupted()
@@ -310,16 +310,15 @@ class EngineDriver:
                     f"submit needs fewer than max_queue={self.max_queue} waiting requests, but "
                     f"{len(self._waiting)} wait"
                 )
-        seed = request_id if asked.seed is None else asked.seed
         request = ServedRequest(
             request_id,
             token_ids,
-            len(token_ids),
-            asked,
-            seed,
-            arrays,
-            asked.is_neutral,
-            time.perf_counter(),
+            prompt_length=len(token_ids),
+            options=own,
+            seed=request_id if own.seed is None else own.seed,
+            option_arrays=arrays,
+            is_neutral=own.is_neutral,
+            submitted=time.perf_counter(),
         )
         self._num_submitted = request_id + 1  # first: no two requests may have one id
         self._waiting[request_id] = request

@@ -247,7 +247,8 @@ class Engine(Decoder):
         for one in options:
             if not (self.request_options or one.is_neutral):
                 raise ValueError(
-                    f"options need an Engine with request_options=True, but they are {one.asked}"
+                    "options need an Engine with request_options=True, but they are "
+                    f"{one.non_neutral}"
                 )
         return BatchOptions.create(
             options,

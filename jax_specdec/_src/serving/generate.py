@@ -286,7 +286,7 @@ def make_batch(
     batch = Batch(
         token_ids=jnp.asarray(token_ids),
         lengths=jnp.asarray(lengths),
-        done=jnp.asarray(lengths >= arrays.ends),
+        done=jnp.asarray(lengths >= arrays.max_lengths),
         status=jnp.full((len(prompts),), int(Status.OK), jnp.int32),
         keys=_keys(key, options),
         options=jax.tree.map(jnp.asarray, arrays),

@@ -123,10 +123,10 @@ class RequestOptions:
     @property
     def is_neutral(self) -> bool:
         """Whether every engine serves this: at most a temperature, budget, stop tokens and seed."""
-        return not self.asked
+        return not self.non_neutral
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def non_neutral(self) -> dict[str, Any]:
         """The fields that need an `Engine` with `request_options` and are not at their default."""
         default = RequestOptions()
         return {
@@ -290,7 +290,7 @@ class BatchOptions:
 
     Attributes:
       prompt_lengths: ``[B]`` int32, the position where the output begins.
-      ends: ``[B]`` int32, the length at which the budget is spent.
+      max_lengths: ``[B]`` int32, the length at which the budget is spent.
       temperature: ``[B]`` float32.
       stop_token_ids: ``[B, M]`` int32; -1 is none.
       min_p: ``[B]`` float32.
@@ -306,7 +306,7 @@ class BatchOptions:
     """
 
     prompt_lengths: jax.Array
-    ends: jax.Array
+    max_lengths: jax.Array
     temperature: jax.Array
     stop_token_ids: jax.Array
     min_p: jax.Array | None = None
@@ -343,7 +343,7 @@ class BatchOptions:
         Raises:
           ValueError: an id outside the vocabulary, or more is asked for than there is room for.
         """
-        asked = [one.asked for one in options]
+        asked = [one.non_neutral for one in options]
 
         def is_asked(*names: str) -> bool:
             return keep_neutral or any(name in one for one in asked for name in names)
@@ -382,7 +382,7 @@ class BatchOptions:
             )
         return cls(
             prompt_lengths=lengths,
-            ends=lengths + column("max_new_tokens", np.int32),
+            max_lengths=lengths + column("max_new_tokens", np.int32),
             temperature=column("temperature", np.float32),
             stop_token_ids=_stops(options, max_stop_tokens),
             min_p=column("min_p", np.float32) if is_asked("min_p") else None,
