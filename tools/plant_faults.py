@@ -278,6 +278,12 @@ FAULTS = {
         "if (request := slots[slot]) is None:",
         "serving/test_steps_ahead.py",
     ),
+    "a request ends at its second failed call, whatever max_retries says": Fault(
+        "serving/bookkeeping.py",
+        "if one.num_calls > max_retries}",
+        "if one.num_calls > 1}",
+        "serving/test_engine_continuity.py",
+    ),
     "a preempted request does not wait for the steps ahead": Fault(
         "serving/driver.py",
         "        while self._host.ahead:\n",
