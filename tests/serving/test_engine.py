@@ -625,6 +625,14 @@ def test_prompts_are_padded_to_powers_of_two_by_default(longest, sizes):
     assert sd.Engine(TABLE.model, TABLE.drafter, TABLE.config, **shape).prefill_sizes == sizes
 
 
+def test_caches_have_room_for_a_step_past_the_longest_request_and_an_aligned_length():
+    for longest in (26, 29, 30, 1000):
+        engine = dataclasses.replace(TABLE, max_length=longest, prefill_sizes=None)
+        length, needed = engine.buffer_length, longest + K + 1
+        assert length % 32 == 0 and 0 <= length - needed < 32
+        assert engine.init_state().batch.token_ids.shape == (SLOTS, length)
+
+
 def test_admitting_refuses_shapes_that_do_not_fit():
     request = dict(slots=[0], lengths=[1], keys=jax.random.split(jax.random.key(0), 1))
     options = TABLE.options_of([sd.RequestOptions()], [1])
