@@ -630,7 +630,7 @@ def test_caches_have_room_for_a_step_past_the_longest_request_and_an_aligned_len
         engine = dataclasses.replace(TABLE, max_length=longest, prefill_sizes=None)
         length, needed = engine.buffer_length, longest + K + 1
         assert length % 32 == 0 and 0 <= length - needed < 32
-        assert engine.init_state().batch.token_ids.shape == (SLOTS, length)
+        assert engine.init_state(TABLES[1]).batch.token_ids.shape == (SLOTS, length)
 
 
 def test_admitting_refuses_shapes_that_do_not_fit():
