@@ -90,9 +90,9 @@ class Drafter(Protocol):
         Args:
           params: the drafter's weights.
           token_ids: ``[B, P]`` int32.
-          cache: from `init_cache`, or from the call that read the piece before.
+          cache: from `init_cache`, or from the call that read the chunk before.
           start: ``[B]`` int32, position of the first token; given only where an `Engine` reads
-            prompts in pieces, which may overlap. A drafter without this argument can serve where
+            prompts in chunks, which may overlap. A drafter without this argument can serve where
             none are: with `prefill_sizes` up to the engine's `max_length`.
         """
         ...

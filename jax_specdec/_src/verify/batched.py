@@ -35,7 +35,7 @@ from jax_specdec._src.verify.resample import Source, Weights, pick_and_draw, pie
 from jax_specdec._src.verify.rows import Partials, Rows, as_they_are, best_of
 from jax_specdec._src.verify.rules import Rule
 
-_LARGE = 2**25
+_LARGE = 2**23
 """Bytes of logits from which on asking whether anybody samples costs less than their sums do."""
 
 MAX_PIECES = 32
@@ -471,7 +471,7 @@ class _Phases:
         sources = jax.vmap(decide.sources_of)(requests, known, drafts)
         masses, residual_masses = None, jnp.zeros_like(drafts.p)
         if rule.is_block and weights.draft is not None:  # those of every position judge its drafts
-            masses = self.masses(sources)
+            masses = self.masses(as_they_are(sources))
             residual_masses = jnp.sum(masses[..., 0, :], axis=(0, 3))
         num_accepted, status = jax.vmap(functools.partial(decide.walk, size=size, rule=rule))(
             requests, known, drafts, residual_masses

@@ -147,6 +147,10 @@ class Rows:
         if self.first_id is None and (available < length or columns != self.size):
             found = first_column[:, None] + place - start[:, None]
             x = jnp.take_along_axis(x, jnp.clip(found, 0, available - 1), axis=1)
+        elif self.first_id is None and self.token_bitmask is None:  # all of them count
+            x = x.astype(jnp.float32)
+            least = None if self.thresholds is None else self.thresholds[rows, None]
+            return tiles.keep(x, least, self.fill)
         return self._entries(x, rows[:, None], first[:, None] + place)
 
     def whole(self, rows: jax.Array | None = None) -> jax.Array:
