@@ -346,7 +346,7 @@ print(json.dumps(dict(alone=alone, together=[finished[i].token_ids for i in ids[
 """
 
 
-@pytest.mark.newest
+@pytest.mark.long
 @pytest.mark.parametrize("impl", [OTHERS[0], pytest.param(OTHERS[1], marks=pytest.mark.slow)])
 def test_a_default_kind_set_in_the_environment_gives_what_naming_it_gives(impl):
     """In a fresh process, since JAX reads the variable when it is imported."""

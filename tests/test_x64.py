@@ -125,10 +125,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize(
     "call",
-    [
-        CALLS[name] if name in ("standard", "drafting", "loop") else long(CALLS[name])
-        for name in CALLS
-    ],
+    [CALLS[name] if name in ("standard", "drafting") else long(CALLS[name]) for name in CALLS],
     ids=CALLS,
 )
 def test_tokens_are_the_same_in_64_bit_mode(call):

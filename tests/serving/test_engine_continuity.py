@@ -367,9 +367,10 @@ class RandomInterrupts(Interrupts):
         return self.left == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
-    [pytest.param({}, marks=pytest.mark.long), dict(max_steps_ahead=2)],
+    [{}, dict(max_steps_ahead=2)],
     ids=["none", "two"],
 )
 def test_interrupted_at_every_instruction_every_step_delivers_what_it_would_have(

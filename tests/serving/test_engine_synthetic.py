@@ -155,7 +155,11 @@ DRAFTERS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in SCHEDULES],
+    [
+        "falling rates",
+        *(pytest.param(name, marks=pytest.mark.long) for name in DEFAULT[1:]),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SCHEDULES if name not in DEFAULT),
+    ],
 )
 def test_measured_rates_and_length_are_those_of_the_schedule(name):
     config = sd.SpecDecodeConfig(

@@ -205,7 +205,7 @@ VOCAB = 5
 SCRIPT_SIZE = 64
 MAX_BUDGET = 12
 STATIC = [
-    (1, ()),
+    pytest.param(1, (), marks=pytest.mark.long),
     pytest.param(2, (0, 3), marks=pytest.mark.slow),
     (5, (3,)),
 ]  # K and stop tokens; each compiles once

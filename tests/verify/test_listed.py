@@ -69,7 +69,14 @@ def agree(ids: str, layout: Layout, verifier: Any, seeds: Any = range(12)) -> No
     print(f"{close} close calls differ in {len(seeds)} batches of {layout}")
 
 
-@on_grid
+@pytest.mark.parametrize(
+    ("ids", "layout"),
+    [
+        *(*GRID[:2], *GRID[5:7]),
+        *(pytest.param(*case, marks=long) for case in (*GRID[2:5], GRID[7])),
+    ],
+    ids=str,
+)
 def test_rows_read_one_by_one_give_the_tokens_of_the_oracle(ids, layout):
     agree(ids, layout, XLA)
 
@@ -216,7 +223,11 @@ def test_what_candidates_leave_of_a_tile_is_right_to_22_bits_of_the_row(length, 
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("verifier", [XLA, all_at_once], ids=["one by one", "all at once"])
+@pytest.mark.parametrize(
+    "verifier",
+    [pytest.param(XLA, marks=long), all_at_once],
+    ids=["one by one", "all at once"],
+)
 def test_a_tile_that_has_mass_by_rounding_alone_is_passed_over(verifier):
     """The drafter has p itself, but for one id; acceptance at rate 0 reads what that leaves."""
     rng, only = np.random.default_rng(5), 5000

@@ -176,7 +176,7 @@ def test_gives_the_tokens_of_the_oracle_with_two_rows_at_once(layout):
 few = functools.partial(dataclasses.replace, num_requests=2, num_drafts=7)
 
 
-@pytest.mark.newest
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [few(BLOCK[3])], ids=str)
 def test_gives_the_tokens_of_the_oracle_under_the_block_rule(layout):
     agrees(layout, alone)
