@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src import compat
 from jax_specdec._src.verify.mosaic_gpu import launch
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
@@ -19,6 +18,7 @@ from jax_specdec._src.verify.rules import Rule
 
 from .batch import Batch, Layout, jitted, oracle, verify
 from .cases import random_batch
+from .interpret_mode import interpret_gpu_params
 
 LAYOUT = Layout(
     vocab=97, num_speculative_tokens=3, num_requests=6, num_drafts=16, kind="logits", store_rows=20
@@ -47,7 +47,7 @@ def by_kernel(logits: Any, drafts: Any, noise: Any, **given: Any) -> sd.Rejectio
         k=config.num_speculative_tokens,
         size=logits.shape[1],
         config=KernelConfig(max_cluster=1),
-        interpret=compat.interpret_gpu_params(),
+        interpret=interpret_gpu_params(),
     )
 
 
