@@ -71,8 +71,8 @@ FAULTS = {
     ),
     "rows read at once: the bonus row is never reached": Fault(
         "verify/decide.py",
-        "stop = tiles.first(~goes_on(request, drafts, rule))",
-        "stop = jnp.minimum(tiles.first(~goes_on(request, drafts, rule)), drafts.p.shape[0] - 2)",
+        "tiles.first_true(~goes_on(request, drafts, rule))",
+        "jnp.minimum(tiles.first_true(~goes_on(request, drafts, rule)), drafts.p.shape[0] - 2)",
         "verify/test_xla_all_at_once.py",
     ),
     "rows read at once: a row is read at the temperature of the request before": Fault(
@@ -104,7 +104,7 @@ FAULTS = {
     ),
     "a tile that an edge between parts cuts is the first part's": Fault(
         "verify/resample.py",
-        "piece = pick_each(held[:, None], u)[0][:, 0]",
+        "piece = inverse_cdf(held[:, None], u)[0][:, 0]",
         "piece = jnp.zeros_like(chosen)",
         "verify/test_sharded.py",
     ),

@@ -24,7 +24,7 @@ from jax_specdec._src.types import (
 )
 from jax_specdec._src.verify import checks, tiles
 from jax_specdec._src.verify import sharding as sharding_lib
-from jax_specdec._src.verify.exchange import WHOLE, Exchange, of_holder
+from jax_specdec._src.verify.exchange import WHOLE, Exchange, of_owner
 from jax_specdec._src.verify.rows import Partials, Rows
 from jax_specdec._src.verify.sharding import VerifySharding
 
@@ -143,7 +143,7 @@ def token_logprobs(
       >>> jnp.exp(found.logprobs).tolist(), found.top_token_ids.tolist()
       ([[0.5, 0.5]], [[[2, 0], [0, 1]]])
     """
-    sampling, _ = checks.taken(drafts, sampling)
+    sampling, _ = checks.as_arrays(drafts, sampling)
     size = _check(
         target_logits,
         drafts,
@@ -291,13 +291,15 @@ def _read_batch(rows: Rows, those: Emitted, num_top: int, exchange: Exchange) ->
         found = (entries - stats.max[:, None]) * inv[:, None] - jnp.log(stats.sum)[:, None]
         return jnp.where(is_known[:, None], found, jnp.nan)
 
-    own = of_holder(own, those.token_id, rows.width)
-    own = logprobs(tiles.keep(own, kept)[:, None])[:, 0]
+    own = of_owner(own, those.token_id, rows.width)
+    own = logprobs(tiles.apply_threshold(own, kept)[:, None])[:, 0]
     batch = those.row.shape[0]
     top = jnp.full((batch, num_top), -jnp.inf)
     ids = jnp.full((batch, num_top), PLACEHOLDER_TOKEN_ID, jnp.int32)
     if num_top:
-        entries = tiles.keep(rows.whole(those.row), None if kept is None else kept[:, None])
+        entries = tiles.apply_threshold(
+            rows.whole(those.row), None if kept is None else kept[:, None]
+        )
         entries = jnp.where(entries == 0, 0.0, entries)  # top_k puts 0.0 before -0.0
         top, columns = lax.top_k(entries, min(num_top, rows.width))
         found = rows.first + columns.astype(jnp.int32)

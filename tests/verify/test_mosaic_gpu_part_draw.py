@@ -151,7 +151,7 @@ def compare(case: Case, **options: Any) -> None:
     def sum_by_tile(me: jax.Array, target: jax.Array, own: Any) -> Any:
         weights = phases_of(case, target, own, me).weights
         given = dict(size=case.size, num_parts=NUM_PARTS, **options)
-        found = shard_kernels.tile_masses(wanted, target, own, me * case.width, **given)
+        found = shard_kernels.part_masses(wanted, target, own, me * case.width, **given)
         return found, weights.masses(source)
 
     @jitted

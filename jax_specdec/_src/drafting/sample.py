@@ -121,7 +121,7 @@ def _sample(
         logits, sampling, drawn = arrays
         exchange = Exchange(axis)
         if takes_best:
-            return DraftSample(batched.best_ids(logits, exchange))
+            return DraftSample(batched.argmax(logits, exchange))
         inv, greedy = inverse_temperature(sampling.temperature), sampling.temperature == 0
         return DraftSample(
             *batched.sample(logits, inv, greedy, Filter.of(sampling), drawn, exchange=exchange)

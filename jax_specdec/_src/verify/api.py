@@ -18,7 +18,7 @@ from jax_specdec._src.verify.batched import Kernels, Split
 from jax_specdec._src.verify.exchange import Exchange
 from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
-from jax_specdec._src.verify.requests import CallArrays, readable
+from jax_specdec._src.verify.requests import CallArrays, unless_empty
 from jax_specdec._src.verify.rules import Rule
 from jax_specdec._src.verify.sharding import Layout, VerifySharding
 
@@ -123,7 +123,7 @@ def rejection_sample(
       Leviathan et al., arXiv 2211.17192. Chen et al., arXiv 2302.01318. Block: Sun et al.,
       arXiv 2403.10444.
     """
-    sampling, positions = checks.taken(drafts, sampling, positions)
+    sampling, positions = checks.as_arrays(drafts, sampling, positions)
     arrays = CallArrays(
         target_logits, drafts, (keys, positions), sampling, bonus_token_ids, active, token_bitmask
     )
@@ -168,7 +168,7 @@ def rejection_sample_with_noise(
       [[1]]
     """
     checks.check_is_noise(noise)
-    sampling, _ = checks.taken(drafts, sampling)
+    sampling, _ = checks.as_arrays(drafts, sampling)
     arrays = CallArrays(
         target_logits, drafts, noise, sampling, bonus_token_ids, active, token_bitmask
     )
@@ -208,7 +208,7 @@ def which_implementation(
         return "xla"
     why_not = support.unsupported(
         target_logits,
-        readable(drafts.distribution),
+        unless_empty(drafts.distribution),
         is_race=False,
         num_requests=drafts.cu_num_draft_tokens.shape[0] - 1,
         k=config.num_speculative_tokens,
@@ -237,7 +237,7 @@ def _call(
     checks.check_call(*given, vocabulary_parts=parts, padded_rows=padded_rows)
     batch = sampling.temperature.shape[0]
     if isinstance(randomness, tuple):
-        checks.check_keys(*randomness, batch)
+        checks.check_keys_and_positions(*randomness, batch)
     else:
         checks.check_noise(randomness, batch, config.num_speculative_tokens, logits.shape[1])
     size = logits.shape[1] * parts if vocab_size is None else int(vocab_size)
@@ -284,7 +284,7 @@ def _verify_part(arrays: CallArrays, static: _Static) -> RejectionSampleOutput:
     if logits.shape[0] == 0:  # no drafts anywhere, and the bonus given: no row to read
         logits = jnp.zeros((1, logits.shape[1]), logits.dtype)
         arrays = arrays._replace(target_logits=logits, token_bitmask=None)
-    drafts = dataclasses.replace(drafts, distribution=readable(drafts.distribution))
+    drafts = dataclasses.replace(drafts, distribution=unless_empty(drafts.distribution))
     arrays = arrays._replace(drafts=drafts)
     rule = Rule(config.rejection_sample_method, config.conditional_rates)
     vocab_axis = None if layout is None else layout.vocab_axis
@@ -300,7 +300,7 @@ def _verify_part(arrays: CallArrays, static: _Static) -> RejectionSampleOutput:
 
         if vocab_axis is not None:
             statistics = functools.partial(shard_kernels.row_statistics, config=kernel_config)
-            kernels = Kernels(statistics, shard_kernels.tile_masses, shard_kernels.part_draw)
+            kernels = Kernels(statistics, shard_kernels.part_masses, shard_kernels.part_draw)
             return on_xla(arrays, kernels)
         return launch.verify(arrays, rule, k=k, size=size, config=kernel_config)
 

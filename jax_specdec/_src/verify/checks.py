@@ -26,7 +26,9 @@ _LOGITS = ("float32", "bfloat16", "float16")
 _SAMPLING = {"temperature": "float32", "min_p": "float32", "top_k": "int32", "top_p": "float32"}
 
 
-def _array(name: str, x: Any, shape: tuple[Any, ...], dtypes: tuple[str, ...], why: str) -> None:
+def _check_array(
+    name: str, x: Any, shape: tuple[Any, ...], dtypes: tuple[str, ...], why: str
+) -> None:
     """Check one argument; entries of `shape` are sizes, or letters that may be anything."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise TypeError(f"{name} must be an array {why}, but it is {described(x)}")
@@ -39,7 +41,7 @@ def _array(name: str, x: Any, shape: tuple[Any, ...], dtypes: tuple[str, ...], w
         raise TypeError(f"{name} must be {' or '.join(dtypes)}, but it is {x.dtype}")
 
 
-def taken(drafts: Any, sampling: Any, positions: Any = None) -> tuple[Any, Any]:
+def as_arrays(drafts: Any, sampling: Any, positions: Any = None) -> tuple[Any, Any]:
     """`sampling` and `positions` as arrays, where they are numbers, lists or NumPy arrays.
 
     What makes no sense is left as it is, for the checks that follow.
@@ -79,8 +81,8 @@ def check_call(
     if not isinstance(sampling, SamplingParams):
         raise TypeError(f"sampling must be a SamplingParams, but it is {described(sampling)}")
     cu = drafts.cu_num_draft_tokens
-    _array("drafts.token_ids", drafts.token_ids, ("N",), ("int32",), "[N]")
-    _array("drafts.cu_num_draft_tokens", cu, ("B+1",), ("int32",), "[B+1]")
+    _check_array("drafts.token_ids", drafts.token_ids, ("N",), ("int32",), "[N]")
+    _check_array("drafts.cu_num_draft_tokens", cu, ("B+1",), ("int32",), "[B+1]")
     batch, n = cu.shape[0] - 1, drafts.token_ids.shape[0]
     if batch < 0:
         raise ValueError("drafts.cu_num_draft_tokens must have shape [B+1], but it is empty")
@@ -89,18 +91,18 @@ def check_call(
         rows, why = n + batch, f"[N+B, V] = [{n}+{batch}, V]"
     else:
         rows, why = n, f"[N, V] = [{n}, V] (bonus_token_ids is given)"
-        _array("bonus_token_ids", bonus_token_ids, (batch,), ("int32",), f"[B] = [{batch}]")
+        _check_array("bonus_token_ids", bonus_token_ids, (batch,), ("int32",), f"[B] = [{batch}]")
     if not isinstance(padded_rows, bool):
         raise TypeError(f"padded_rows must be True or False, but it is {described(padded_rows)}")
     if padded_rows:
         why = "[M, V], any M from 1 on (padded_rows is true)"
-        _array("target_logits", target_logits, ("M", "V"), _LOGITS, why)
+        _check_array("target_logits", target_logits, ("M", "V"), _LOGITS, why)
         rows = target_logits.shape[0]
         if rows < 1:
             raise ValueError(f"target_logits must have shape {why}, but its M is 0")
     else:
         _check_rows(target_logits, rows, why, batch, n)
-        _array("target_logits", target_logits, (rows, "V"), _LOGITS, why)
+        _check_array("target_logits", target_logits, (rows, "V"), _LOGITS, why)
     v = target_logits.shape[1]
     if v < 1:
         raise ValueError("target_logits must have at least one column, but its V is 0")
@@ -111,14 +113,14 @@ def check_call(
     if token_bitmask is not None:
         words = -(-v // 32)
         why = f"[M, ceil(V/32)] = [{rows}, {words}], M the rows of target_logits"
-        _array("token_bitmask", token_bitmask, (rows, words), ("int32", "uint32"), why)
+        _check_array("token_bitmask", token_bitmask, (rows, words), ("int32", "uint32"), why)
 
     for name, dtype in _SAMPLING.items():
         value = getattr(sampling, name)
         if value is not None or name == "temperature":
-            _array(f"sampling.{name}", value, (batch,), (dtype,), f"[B] = [{batch}]")
+            _check_array(f"sampling.{name}", value, (batch,), (dtype,), f"[B] = [{batch}]")
     if active is not None:
-        _array("active", active, (batch,), ("bool",), f"[B] = [{batch}]")
+        _check_array("active", active, (batch,), ("bool",), f"[B] = [{batch}]")
     if drafts.distribution is not None:
         size = v if vocab_size is None else vocab_size
         _check_distribution(drafts.distribution, batch, n, v, size)
@@ -162,25 +164,27 @@ def _check_distribution(distribution: Any, batch: int, n: int, v: int, size: int
             f"{described(distribution)}"
         )
     name = f"drafts.distribution.{storage_name}"
-    _array(name, storage, ("R", "Vd"), dtypes, "[R, Vd]")
+    _check_array(name, storage, ("R", "Vd"), dtypes, "[R, Vd]")
     r, vd = storage.shape
     if not 1 <= vd <= v:
         raise ValueError(f"{name} must have 1 to V = {v} columns, but it has {vd}")
     if distribution.rows is not None:
         rows = distribution.rows
-        _array("drafts.distribution.rows", rows, (n,), ("int32",), f"[N] = [{n}]")
+        _check_array("drafts.distribution.rows", rows, (n,), ("int32",), f"[N] = [{n}]")
         if r == 0 and n > 0:
             raise ValueError(f"{name} must have at least one row, but it has none")
     elif r != n:
         raise ValueError(f"{name} must have N = {n} rows where rows is None, but it has {r}")
     if distribution.valid is not None:
         valid = distribution.valid
-        _array("drafts.distribution.valid", valid, (batch,), ("bool",), f"[B] = [{batch}]")
+        _check_array("drafts.distribution.valid", valid, (batch,), ("bool",), f"[B] = [{batch}]")
     if isinstance(distribution, DraftLogits):
         for field in ("log_normalizer", "threshold"):
             value = getattr(distribution, field)
             if value is not None:
-                _array(f"drafts.distribution.{field}", value, (r,), ("float32",), f"[R] = [{r}]")
+                _check_array(
+                    f"drafts.distribution.{field}", value, (r,), ("float32",), f"[R] = [{r}]"
+                )
     if distribution.ids is not None:
         check_ids("drafts.distribution.ids", distribution.ids, (r, vd), size)
 
@@ -202,7 +206,7 @@ def check_ids(name: str, ids: Any, storage: tuple[int, ...], size: int | None = 
     r, vd = storage
     shape = (vd,) if getattr(ids, "ndim", 2) == 1 else (r, vd)
     why = f"[Vd] = [{vd}] (one map for all rows) or [R, C] = [{r}, {vd}] (candidates of each row)"
-    _array(name, ids, shape, ("int32",), why)
+    _check_array(name, ids, shape, ("int32",), why)
     known = known_values(ids) if ids.ndim == 1 and size is not None else None
     if known is not None and size is not None:
         check_listed(name, known, size)
@@ -239,16 +243,18 @@ def check_noise(noise: Noise | RaceNoise, batch: int, k: int, v: int) -> None:
       TypeError: not float32.
       ValueError: a shape does not fit.
     """
-    _array("noise.accept", noise.accept, (batch, k), ("float32",), f"[B, K] = [{batch}, {k}]")
+    _check_array("noise.accept", noise.accept, (batch, k), ("float32",), f"[B, K] = [{batch}, {k}]")
     if isinstance(noise, Noise):
-        _array("noise.recover", noise.recover, (batch, 2), ("float32",), f"[B, 2] = [{batch}, 2]")
+        _check_array(
+            "noise.recover", noise.recover, (batch, 2), ("float32",), f"[B, 2] = [{batch}, 2]"
+        )
     else:
         exponential = noise.exponential
         why = f"[B, V] = [{batch}, {v}]"
-        _array("noise.exponential", exponential, (batch, v), ("float32",), why)
+        _check_array("noise.exponential", exponential, (batch, v), ("float32",), why)
 
 
-def check_keys(keys: Any, positions: Any, batch: int) -> None:
+def check_keys_and_positions(keys: Any, positions: Any, batch: int) -> None:
     """Check keys and positions.
 
     Raises:
@@ -271,4 +277,4 @@ def check_positions(positions: Any, batch: int) -> None:
       TypeError: not int32.
       ValueError: not ``[B]``.
     """
-    _array("positions", positions, (batch,), ("int32",), f"[B] = [{batch}]")
+    _check_array("positions", positions, (batch,), ("int32",), f"[B] = [{batch}]")

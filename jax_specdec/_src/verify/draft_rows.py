@@ -1,8 +1,9 @@
 """Phase 1 on XLA: rows of draft distributions, whichever ids their columns stand for.
 
-Column ``j`` of `Rows` is id ``j``. `MappedRows` share a list of ids, `CandidateRows` have a list
-each; both give what `Rows` give, and write nothing of the vocabulary's size: of a shared list the
-column of each id is known, once for all rows; candidates are few, and compared with what is asked.
+Column ``j`` of `Rows` is id ``j``. `MappedRows` share one list of ids, `CandidateRows` have a list
+each. Both are read by id as `Rows` are, and neither writes anything of the vocabulary's size. For a
+shared list, the column of each id is computed once. Candidates are few: their ids are compared with
+those that are asked for.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from jax_specdec._src.verify.rows import Partials, Rows, storage_of
 
 
 class DraftScale(NamedTuple):
-    """What normalizes a draft row, or that nothing does. Probabilities need none."""
+    """What normalizes a draft row, and whether the row is bad. Probabilities need no scale."""
 
     scale: tiles.Scale
     bad: jax.Array
 
     @classmethod
     def unit(cls) -> DraftScale:
+        """Of a row of probabilities, or of no row."""
         return cls(tiles.Scale(jnp.float32(0), jnp.float32(0)), jnp.bool_(False))
 
 
@@ -36,8 +38,8 @@ class DraftRows:
     """Draft distributions ``[R, Vd]``, or this device's part of each row.
 
     Attributes:
-      distribution: what they are.
-      rows: their entries, by id: probabilities, or logits.
+      distribution: probabilities or logits.
+      rows: the same entries, by id.
     """
 
     distribution: DraftDistribution
@@ -47,7 +49,13 @@ class DraftRows:
     def of(
         cls, distribution: DraftDistribution, size: int, first_id: jax.Array | None = None
     ) -> DraftRows:
-        """Rows of storage whose columns begin with `first_id`; of the ids, `size` count."""
+        """The rows of a distribution.
+
+        Args:
+          distribution: with storage ``[R, Vd]``, or this device's columns of it.
+          size: ids from it on are padding.
+          first_id: ``[]`` int32, the id of the first column; None if the storage is whole.
+        """
         fill, thresholds = 0.0, None
         if isinstance(distribution, DraftLogits):
             fill, thresholds = -float("inf"), distribution.threshold
@@ -61,12 +69,12 @@ class DraftRows:
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether rows are to be read for what normalizes them."""
+        """Whether the rows must be read to normalize them."""
         d = self.distribution
         return isinstance(d, DraftLogits) and d.log_normalizer is None
 
     def scales(self, rows: jax.Array, partials: Partials | None) -> DraftScale:
-        """What normalizes rows of any shape: what is stored, or else was read."""
+        """Scales of `rows`, of any shape: from `partials`, or from what is stored."""
         d, count = self.distribution, self.rows.matrix.shape[0]
         bad = (rows < 0) | (rows >= count)
         if not isinstance(self.rows, Rows):
@@ -85,7 +93,7 @@ class DraftRows:
         return DraftScale(tiles.Scale(zero, stored), bad | ~jnp.isfinite(stored))
 
     def probs(self, entries: jax.Array, scale: DraftScale, inv_temperature: jax.Array) -> jax.Array:
-        """``q`` of entries of rows."""
+        """``q``, from entries of rows."""
         if isinstance(self.distribution, DraftProbs):
             return entries
         return scale.scale.probs(entries, inv_temperature)
@@ -93,11 +101,11 @@ class DraftRows:
 
 @dataclasses.dataclass(frozen=True)
 class _ListedRows:
-    """What both kinds have.
+    """What `MappedRows` and `CandidateRows` have in common.
 
     Attributes:
-      entries: the storage ``[R, C]``, by column.
-      size: ids from it on do not count.
+      entries: the storage ``[R, C]``, read by column.
+      size: ids from it on are padding.
     """
 
     entries: Rows
@@ -119,13 +127,13 @@ class _ListedRows:
         return None
 
     def peak(self, rows: jax.Array | None) -> jax.Array:
-        """See `Rows`; of what is listed."""
+        """As `Rows`, over the listed ids."""
         return self.entries.peak(rows)
 
     def partials(
         self, rows: jax.Array | None, peak: jax.Array, inv_temperature: jax.Array
     ) -> Partials:
-        """See `Rows`; of what is listed."""
+        """As `Rows`, over the listed ids."""
         return self.entries.partials(rows, peak, inv_temperature)
 
 
@@ -134,7 +142,7 @@ class MappedRows(_ListedRows):
     """Rows ``[R, Vd]`` that share one list.
 
     Attributes:
-      columns: ``[size]`` int32, the column of each id; Vd where it is not listed.
+      columns: ``[size]`` int32, the column of each id; Vd if it is not listed.
     """
 
     columns: jax.Array
@@ -143,13 +151,13 @@ class MappedRows(_ListedRows):
     def of(cls, entries: Rows, ids: jax.Array, size: int) -> MappedRows:
         """Rows whose column ``j`` is id ``ids[j]``."""
         width = ids.shape[0]
-        index = jnp.where(ids < 0, size, ids)  # which is dropped
+        index = jnp.where(ids < 0, size, ids)  # dropped
         columns = jnp.full((size,), width, jnp.int32)
         columns = columns.at[index].set(jnp.arange(width, dtype=jnp.int32), mode="drop")
         return cls(entries, size, columns)
 
     def are_bad(self, rows: jax.Array) -> jax.Array:
-        """Whether the list has an id out of range, or one twice: then it is so for every row."""
+        """Whether the list has an id out of range, or one twice; then every row is bad."""
         width = self.matrix.shape[1]
         listed = jnp.sum(self.columns < width, dtype=jnp.int32)
         return jnp.broadcast_to(listed != width, rows.shape)
@@ -165,16 +173,16 @@ class MappedRows(_ListedRows):
         return lax.dynamic_slice_in_dim(columns, first, width)
 
     def at(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
-        """See `Rows`."""
+        """As `Rows`."""
         return self.entries.at(rows, self.columns[jnp.clip(ids, 0, self.size - 1)])
 
     def slices(self, rows: jax.Array, first: jax.Array, length: int) -> jax.Array:
-        """See `Rows`."""
+        """As `Rows`."""
         place = jnp.arange(length, dtype=jnp.int32)[None, :]
         return self.at(rows[:, None], first[:, None] + place)
 
     def whole(self, rows: jax.Array) -> jax.Array:
-        """See `Rows`."""
+        """As `Rows`."""
         return self.entries.at(rows[:, None], self.columns[None, :])
 
 
@@ -193,23 +201,23 @@ class CandidateRows(_ListedRows):
         return self._ids(rows), self.entries.whole(rows)
 
     def are_bad(self, rows: jax.Array) -> jax.Array:
-        """Whether a row lists an id out of range, or one twice; rows of any shape."""
+        """Whether a row lists an id out of range, or one twice; `rows` of any shape."""
         ids = jnp.sort(self._ids(rows.reshape(-1)), axis=1)
         bad = (ids[:, 0] < 0) | (ids[:, -1] >= self.size)
         return (bad | jnp.any(ids[:, 1:] == ids[:, :-1], axis=1)).reshape(rows.shape)
 
     def at(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
-        """See `Rows`; `rows` have the shape of `ids`."""
+        """As `Rows`; `rows` must have the shape of `ids`."""
         return self._find(rows.reshape(-1), ids.reshape(-1, 1)).reshape(ids.shape)
 
     def slices(self, rows: jax.Array, first: jax.Array, length: int) -> jax.Array:
-        """See `Rows`."""
+        """As `Rows`."""
 
         def scattered(rows: jax.Array, first: jax.Array) -> jax.Array:
-            """By ``n * C`` writes, which a CPU does faster than ``n * length * C`` comparisons."""
+            """By ``n * C`` writes: faster on a CPU than ``n * length * C`` comparisons."""
             listed, entries = self.listed(rows)
             place = listed - first[:, None]
-            place = jnp.where(place < 0, length, place)  # which is dropped
+            place = jnp.where(place < 0, length, place)  # dropped
             found = jnp.full((rows.shape[0], length), self.fill, jnp.float32)
             index = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
             return found.at[index, place].set(entries, mode="drop")
@@ -220,7 +228,7 @@ class CandidateRows(_ListedRows):
         return lax.platform_dependent(rows, first, cpu=scattered, default=compared)
 
     def whole(self, rows: jax.Array) -> jax.Array:
-        """See `Rows`. Only a race needs it."""
+        """As `Rows`. Only a race needs it."""
         return self.slices(rows, jnp.zeros_like(rows), self.size)
 
     def _ids(self, rows: jax.Array) -> jax.Array:

@@ -62,7 +62,7 @@ def validate(
     if not isinstance(config, SpecDecodeConfig):
         raise TypeError(f"config must be a SpecDecodeConfig, but it is {described(config)}")
     k = config.num_speculative_tokens
-    sampling, positions = checks.taken(drafts, sampling, positions)
+    sampling, positions = checks.as_arrays(drafts, sampling, positions)
     given = target_logits, drafts, sampling, bonus_token_ids, active, vocab_size, token_bitmask
     checks.check_call(*given, padded_rows=padded_rows)
     size = target_logits.shape[1] if vocab_size is None else vocab_size

@@ -1,6 +1,6 @@
 """Launches that serve a device's part of a split vocabulary.
 
-`row_statistics` reads rows once each: of every row its mass, or its argmax. `tile_masses` sums the
+`row_statistics` reads rows once each: of every row its mass, or its argmax. `part_masses` sums the
 weights of tiles to draw from, and `part_draw` draws by the masses of all parts. The last two read
 global memory, each warp a tile or a request: it needs no other, and no shared memory.
 """
@@ -332,7 +332,7 @@ class PartWeights:
         return self.threads.cond(self.from_residual, lambda: fn(residual), lambda: fn(plain))
 
 
-def tile_masses(
+def part_masses(
     source: Source,
     target: jax.Array,
     distribution: DraftDistribution | None,
@@ -354,7 +354,7 @@ def tile_masses(
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
 
     Returns:
-      ``[G, 2, n]`` float32, as of `resample.Weights.masses`; 0 where the row is negative.
+      ``[G, 2, n]`` float32, as of `resample.LocalRows.masses`; 0 where the row is negative.
     """
     part = Part.of(target, distribution, size=size, num_parts=num_parts)
     operands, count = _operands(part, source, target, distribution, first_id), source.row.shape[0]
@@ -411,7 +411,7 @@ def part_draw(
     Args:
       source: what to draw from, ``[B]``; nothing where the row is negative.
       recover: ``[B, 2]`` float32 uniforms for tile and token.
-      masses: ``[num_parts, B, 2, n]`` float32, of `tile_masses`.
+      masses: ``[num_parts, B, 2, n]`` float32, of `part_masses`.
       target: ``[M, width]`` target logits of the part.
       distribution: draft distributions, with as many columns, or None.
       first_id: ``[]`` int32, the part's first id.
