@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec._src.blocks import entry_of
+from jax_specdec._src.types import DraftProbs
 from jax_specdec._src.verify import rules, tiles
 from jax_specdec._src.verify.draft_rows import CandidateRows, DraftRows, DraftScale, MappedRows
 from jax_specdec._src.verify.exchange import Exchange
@@ -221,6 +222,8 @@ class LocalRows:
         if self.draft is None or q_entries is None:
             return jnp.where(is_removed, 0.0, p), p
         q = self.draft.probs(q_entries, source.draft_scale, inv)
+        if isinstance(self.draft.distribution, DraftProbs):
+            q = jnp.where(q >= 0, q, jnp.nan)
         # One formula for every source: q = 2 removes a token, as no p exceeds it.
         q = jnp.where(source.from_residual, q, jnp.where(is_removed, 2.0, 0.0))
         return rules.residual(jnp.where(source.from_residual, source.weight, 1.0), p, q), p

@@ -82,19 +82,22 @@ def accepts_synthetic(u: jax.Array, conditional_rate: jax.Array) -> jax.Array:
 def residual(weight: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
     """Weights ``(weight * p - q)+`` of the token after a prefix; they sum to its residual mass.
 
+    `q` is used once: XLA may write to memory what is used twice, here an exponential for each id.
+
     Args:
       weight: float32, joint weight of the prefix; 1 gives the standard rule's residual.
       p: float32 target probabilities of any shape.
-      q: float32 draft probabilities of the same shape.
+      q: float32 draft probabilities of the same shape, not negative.
 
     Returns:
-      float32 weights of the same shape, not normalized; NaN where `q` is not a probability.
+      float32 weights of the same shape, not normalized; NaN where `q` is infinite or NaN.
     """
-    return jnp.where(q >= 0, excess(weight * p, q), jnp.nan)
+    left = weight * p - q
+    return jnp.where(left > -jnp.inf, jnp.maximum(left, 0.0), jnp.nan)
 
 
 def excess(p: jax.Array, q: jax.Array) -> jax.Array:
-    """``(p - q)+`` of a `q` that is not negative; NaN where it is infinite or NaN."""
+    """``(p - q)+``, as `residual`, in the two instructions that a kernel spends on it."""
     return jnp.maximum(p, q) - q
 
 

@@ -311,8 +311,9 @@ class PartWeights:
     def residual(self, p: list[jax.Array], entries: list[jax.Array]) -> list[jax.Array]:
         """``(weight * p - q)+``."""
         if self.part.draft == "probs":
-            return [rules.residual(self.weight, a, q) for a, q in zip(p, entries, strict=True)]
-        q = [jnp.exp2((x - self.draft_shift) * self.scale - self.draft_log) for x in entries]
+            q = [jnp.where(x >= 0, x, jnp.nan) for x in entries]
+        else:
+            q = [jnp.exp2((x - self.draft_shift) * self.scale - self.draft_log) for x in entries]
         return [rules.excess(self.weight * a, b) for a, b in zip(p, q, strict=True)]
 
     def either(self, fn: Callable[[WeightsOf], T]) -> T:
