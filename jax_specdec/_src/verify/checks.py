@@ -29,7 +29,7 @@ _SAMPLING = {"temperature": "float32", "min_p": "float32", "top_k": "int32", "to
 def _check_array(
     name: str, x: Any, shape: tuple[Any, ...], dtypes: tuple[str, ...], why: str
 ) -> None:
-    """Check one argument; entries of `shape` are sizes, or letters that may be anything."""
+    """Check one array. Entries of `shape` are sizes, or letters for any size."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise TypeError(f"{name} must be an array {why}, but it is {described(x)}")
     sizes = [
@@ -42,9 +42,9 @@ def _check_array(
 
 
 def as_arrays(drafts: Any, sampling: Any, positions: Any = None) -> tuple[Any, Any]:
-    """`sampling` and `positions` as arrays, where they are numbers, lists or NumPy arrays.
+    """`sampling` and `positions` as arrays, if they are numbers, lists or NumPy arrays.
 
-    What makes no sense is left as it is, for the checks that follow.
+    Anything else is left as it is, for the checks that follow.
 
     Raises:
       TypeError: positions that are not integers.
@@ -69,12 +69,23 @@ def check_call(
     vocabulary_parts: int = 1,
     padded_rows: bool = False,
 ) -> None:
-    """Check everything but the noise; `target_logits` hold one of so many parts of V.
+    """Check all arguments but the noise.
+
+    Args:
+      target_logits: one of `vocabulary_parts` parts of V.
+      drafts: as for `rejection_sample`, like all that follow.
+      sampling: after `as_arrays`.
+      bonus_token_ids: or None.
+      active: or None.
+      vocab_size: or None.
+      token_bitmask: or None.
+      vocabulary_parts: number of parts.
+      padded_rows: static.
 
     Raises:
-      TypeError: an argument is not an array, or not of its dtype.
-      ValueError: a shape does not fit the others; or the values of a shared map of ids are known,
-        and one is out of range or there twice.
+      TypeError: an argument is not an array, or has another dtype.
+      ValueError: a shape does not fit the others; or a shared map of ids has known values, and one
+        of them is out of range or listed twice.
     """
     if not isinstance(drafts, Drafts):
         raise TypeError(f"drafts must be a Drafts, but it is {described(drafts)}")
@@ -127,10 +138,10 @@ def check_call(
 
 
 def _check_rows(target_logits: Any, rows: int, why: str, batch: int, n: int) -> None:
-    """Name the mistake where the shape of the logits shows it.
+    """Raise with advice if the shape of the logits shows which mistake was made.
 
     Raises:
-      ValueError: logits of a rectangle, or of another number of drafts per request.
+      ValueError: logits ``[B, K+1, V]``, or for another number of drafts per request.
     """
     shape: tuple[int, ...] = getattr(target_logits, "shape", ())
     must = f"target_logits must have shape {why}, but its shape is {list(shape)}"
@@ -190,18 +201,18 @@ def _check_distribution(distribution: Any, batch: int, n: int, v: int, size: int
 
 
 def check_ids(name: str, ids: Any, storage: tuple[int, ...], size: int | None = None) -> None:
-    """Check the ids that the columns of draft storage stand for: of a shared map the values too.
+    """Check which ids the columns of draft storage stand for; of a shared map, the values too.
 
     Args:
       name: of the argument.
       ids: one map for all rows, or candidates of each row.
       storage: ``(R, Vd)``, the shape of the storage.
-      size: ids that count; None where it is not known, and no value is looked at.
+      size: ids from it on are padding. If None, no value is checked.
 
     Raises:
       TypeError: not an array of int32.
-      ValueError: neither ``[Vd]`` nor ``[R, Vd]``; or a shared map, known here, in which an id is
-        out of range or there twice.
+      ValueError: neither ``[Vd]`` nor ``[R, Vd]``; or a shared map with known values, of which one
+        is out of range or listed twice.
     """
     r, vd = storage
     shape = (vd,) if getattr(ids, "ndim", 2) == 1 else (r, vd)
@@ -216,7 +227,7 @@ def check_listed(name: str, ids: np.ndarray, size: int) -> None:
     """Check the values of one list of ids.
 
     Raises:
-      ValueError: an id is out of range or there twice.
+      ValueError: an id is out of range or listed twice.
     """
     outside = np.flatnonzero((ids < 0) | (ids >= size))
     if outside.size:

@@ -1,4 +1,4 @@
-"""Host-side checks of values, for people who want errors before they enter jit."""
+"""`validate`: checks of values on the host, for those who want errors before jit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jax_specdec._src.types import (
 from jax_specdec._src.verify import checks
 
 _LARGEST_EXCESS = 1e-4
-"""By how much probabilities may miss the sum of 1: more than a softmax in float32 does."""
+"""How far a sum of probabilities may be from 1: more than that of a float32 softmax is."""
 
 
 def validate(
@@ -35,12 +35,12 @@ def validate(
     positions: jax.Array | None = None,
     padded_rows: bool = False,
 ) -> None:
-    """Raise for any input that `rejection_sample` would answer with a status, or would pass over.
+    """Raise for any input that `rejection_sample` would answer with a status, or would ignore.
 
-    Reads every array on the host: for tests and for bringing up a new serving loop, not for the
-    hot path. Rows of inactive slots, and of drafts past the offsets, are not looked at.
+    Reads every array on the host: use it in tests and while you bring up a new serving loop, not on
+    the hot path. Rows of inactive slots are not checked, nor are drafts past the offsets.
 
-    Arguments are those of `rejection_sample`; ``positions`` are None where the noise is given.
+    Arguments are those of `rejection_sample`. ``positions`` is None for a call with explicit noise.
 
     Raises:
       TypeError: an argument of the wrong type or dtype.
