@@ -149,10 +149,10 @@ def compare(case: Case, **options: Any) -> None:
 
     @jitted
     def sum_by_tile(me: jax.Array, target: jax.Array, own: Any) -> Any:
-        weights = phases_of(case, target, own, me).weights
+        rows = phases_of(case, target, own, me).rows
         given = dict(size=case.size, num_parts=NUM_PARTS, **options)
         found = shard_kernels.part_masses(wanted, target, own, me * case.width, **given)
-        return found, weights.masses(source)
+        return found, rows.masses(source)
 
     @jitted
     def draw(me: jax.Array, target: jax.Array, own: Any, masses: jax.Array) -> Any:
