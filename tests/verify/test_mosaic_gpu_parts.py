@@ -80,7 +80,7 @@ def mesh_of(num_parts: int) -> Mesh:
 def over(num_parts: int, *, config: KernelConfig | None = None, **options):
     """`rejection_sample_with_noise` whose parts of the vocabulary are read by the kernels."""
     mesh = mesh_of(num_parts)
-    kernels = "row_statistics", "tile_masses", "part_draw"
+    kernels = "row_statistics", "part_masses", "part_draw"
 
     def on_part(args, kwargs, static):
         return sd.rejection_sample_with_noise(
