@@ -129,7 +129,7 @@ FAULTS = {
     "a map of ids is not followed": Fault(
         "verify/draft_rows.py",
         "self.columns[jnp.clip(ids, 0, self.size - 1)]",
-        "jnp.clip(ids, 0, self.matrix.shape[1])",
+        "jnp.clip(ids, 0, self.unlisted)",
         "verify/test_listed.py",
     ),
     "candidates take nothing from their tile": Fault(

@@ -465,10 +465,10 @@ class _Phases:
         wanted = wanted[:, None] & (places < requests.num_drafts[:, None])
         by_kernel = self.split.kernels is not None and self.split.draft_is_split
         if by_kernel and isinstance(draft.rows, Rows):
-            return self._by_kernel(draft.rows, requests, draft_rows, wanted)[0]
+            return self._by_kernel(draft.storage, requests, draft_rows, wanted)[0]
 
         def read(rows: jax.Array, inv: jax.Array) -> Partials:
-            return draft.rows.partials(rows, draft.rows.peak(rows), inv).checked()
+            return draft.storage.partials(rows, draft.storage.peak(rows), inv).checked()
 
         inv = jnp.broadcast_to(requests.inv_temperature[:, None], wanted.shape).reshape(-1)
         found = gathering(read, jnp.where(wanted, draft_rows, -1).reshape(-1), inv)

@@ -69,18 +69,9 @@ def check_call(
     vocabulary_parts: int = 1,
     padded_rows: bool = False,
 ) -> None:
-    """Check all arguments but the noise.
+    """Check all arguments of `rejection_sample` but the noise.
 
-    Args:
-      target_logits: one of `vocabulary_parts` parts of V.
-      drafts: as for `rejection_sample`, like all that follow.
-      sampling: after `as_arrays`.
-      bonus_token_ids: or None.
-      active: or None.
-      vocab_size: or None.
-      token_bitmask: or None.
-      vocabulary_parts: number of parts.
-      padded_rows: static.
+    `target_logits` is one of `vocabulary_parts` parts of the vocabulary.
 
     Raises:
       TypeError: an argument is not an array, or has another dtype.

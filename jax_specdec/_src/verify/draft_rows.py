@@ -39,10 +39,12 @@ class DraftRows:
 
     Attributes:
       distribution: probabilities or logits.
-      rows: the same entries, by id.
+      storage: their rows, read by column.
+      rows: the same rows, read by id.
     """
 
     distribution: DraftDistribution
+    storage: Rows
     rows: Rows | MappedRows | CandidateRows
 
     @classmethod
@@ -61,11 +63,12 @@ class DraftRows:
             fill, thresholds = -float("inf"), distribution.threshold
         storage, ids = storage_of(distribution), distribution.ids
         if ids is None:
-            return cls(distribution, Rows(storage, size, fill, None, thresholds, first_id))
-        columns = Rows(storage, storage.shape[1], fill, None, thresholds)
+            rows = Rows(storage, size, fill, None, thresholds, first_id)
+            return cls(distribution, rows, rows)
+        rows = Rows(storage, storage.shape[1], fill, None, thresholds)
         if ids.ndim == 1:
-            return cls(distribution, MappedRows.of(columns, ids, size))
-        return cls(distribution, CandidateRows(columns, size, ids))
+            return cls(distribution, rows, MappedRows.of(rows, ids, size))
+        return cls(distribution, rows, CandidateRows(rows, size, ids))
 
     @property
     def needs_statistics(self) -> bool:
@@ -75,7 +78,7 @@ class DraftRows:
 
     def scales(self, rows: jax.Array, partials: Partials | None) -> DraftScale:
         """Scales of `rows`, of any shape: from `partials`, or from what is stored."""
-        d, count = self.distribution, self.rows.matrix.shape[0]
+        d, count = self.distribution, self.storage.matrix.shape[0]
         bad = (rows < 0) | (rows >= count)
         if not isinstance(self.rows, Rows):
             bad |= self.rows.are_bad(rows)
@@ -100,72 +103,37 @@ class DraftRows:
 
 
 @dataclasses.dataclass(frozen=True)
-class _ListedRows:
-    """What `MappedRows` and `CandidateRows` have in common.
+class MappedRows:
+    """Rows ``[R, Vd]`` that share one list of ids.
 
     Attributes:
-      entries: the storage ``[R, C]``, read by column.
+      storage: the rows, read by column.
       size: ids from it on are padding.
-    """
-
-    entries: Rows
-    size: int
-
-    @property
-    def matrix(self) -> jax.Array:
-        """The storage."""
-        return self.entries.matrix
-
-    @property
-    def fill(self) -> float:
-        """The entry of ids that are not listed."""
-        return self.entries.fill
-
-    @property
-    def first_id(self) -> None:
-        """None: every device has whole rows."""
-        return None
-
-    def peak(self, rows: jax.Array | None) -> jax.Array:
-        """As `Rows`, over the listed ids."""
-        return self.entries.peak(rows)
-
-    def partials(
-        self, rows: jax.Array | None, peak: jax.Array, inv_temperature: jax.Array
-    ) -> Partials:
-        """As `Rows`, over the listed ids."""
-        return self.entries.partials(rows, peak, inv_temperature)
-
-
-@dataclasses.dataclass(frozen=True)
-class MappedRows(_ListedRows):
-    """Rows ``[R, Vd]`` that share one list.
-
-    Attributes:
       columns: ``[size]`` int32, the column of each id; Vd if it is not listed.
     """
 
+    storage: Rows
+    size: int
     columns: jax.Array
 
     @classmethod
-    def of(cls, entries: Rows, ids: jax.Array, size: int) -> MappedRows:
+    def of(cls, storage: Rows, ids: jax.Array, size: int) -> MappedRows:
         """Rows whose column ``j`` is id ``ids[j]``."""
         width = ids.shape[0]
         index = jnp.where(ids < 0, size, ids)  # dropped
         columns = jnp.full((size,), width, jnp.int32)
         columns = columns.at[index].set(jnp.arange(width, dtype=jnp.int32), mode="drop")
-        return cls(entries, size, columns)
+        return cls(storage, size, columns)
 
     def are_bad(self, rows: jax.Array) -> jax.Array:
         """Whether the list has an id out of range, or one twice; then every row is bad."""
-        width = self.matrix.shape[1]
-        listed = jnp.sum(self.columns < width, dtype=jnp.int32)
-        return jnp.broadcast_to(listed != width, rows.shape)
+        listed = jnp.sum(self.columns < self.unlisted, dtype=jnp.int32)
+        return jnp.broadcast_to(listed != self.unlisted, rows.shape)
 
     @property
     def unlisted(self) -> int:
         """The column of ids that are not listed."""
-        return self.matrix.shape[1]
+        return self.storage.matrix.shape[1]
 
     def columns_of(self, first: jax.Array, width: int) -> jax.Array:
         """``[width]`` int32, the columns of ids from `first` on."""
@@ -174,7 +142,7 @@ class MappedRows(_ListedRows):
 
     def at(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
         """As `Rows`."""
-        return self.entries.at(rows, self.columns[jnp.clip(ids, 0, self.size - 1)])
+        return self.storage.at(rows, self.columns[jnp.clip(ids, 0, self.size - 1)])
 
     def slices(self, rows: jax.Array, first: jax.Array, length: int) -> jax.Array:
         """As `Rows`."""
@@ -183,22 +151,26 @@ class MappedRows(_ListedRows):
 
     def whole(self, rows: jax.Array) -> jax.Array:
         """As `Rows`."""
-        return self.entries.at(rows[:, None], self.columns[None, :])
+        return self.storage.at(rows[:, None], self.columns[None, :])
 
 
 @dataclasses.dataclass(frozen=True)
-class CandidateRows(_ListedRows):
-    """Rows ``[R, C]`` of candidates.
+class CandidateRows:
+    """Rows ``[R, C]``, each with a list of ids of its own.
 
     Attributes:
+      storage: the rows, read by column.
+      size: ids from it on are padding.
       ids: ``[R, C]`` int32, in any order.
     """
 
+    storage: Rows
+    size: int
     ids: jax.Array
 
     def listed(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Ids ``[n, C]`` of some rows, and their entries."""
-        return self._ids(rows), self.entries.whole(rows)
+        return self._ids(rows), self.storage.whole(rows)
 
     def are_bad(self, rows: jax.Array) -> jax.Array:
         """Whether a row lists an id out of range, or one twice; `rows` of any shape."""
@@ -218,7 +190,7 @@ class CandidateRows(_ListedRows):
             listed, entries = self.listed(rows)
             place = listed - first[:, None]
             place = jnp.where(place < 0, length, place)  # dropped
-            found = jnp.full((rows.shape[0], length), self.fill, jnp.float32)
+            found = jnp.full((rows.shape[0], length), self.storage.fill, jnp.float32)
             index = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
             return found.at[index, place].set(entries, mode="drop")
 
@@ -239,4 +211,4 @@ class CandidateRows(_ListedRows):
         listed, entries = self.listed(rows)
         hits = listed[:, None, :] == ids[:, :, None]
         found = jnp.sum(jnp.where(hits, entries[:, None, :], 0.0), axis=2)
-        return jnp.where(jnp.any(hits, axis=2), found, self.fill)
+        return jnp.where(jnp.any(hits, axis=2), found, self.storage.fill)

@@ -114,7 +114,7 @@ class LocalRows:
             columns = mapped.columns_of(self.target.first, self.target.width)
             entries.append((columns[None], mapped.unlisted))
         elif self.draft is not None:
-            entries.append((self._draft_part(source.draft_row), self.draft.rows.fill))
+            entries.append((self._draft_part(source.draft_row), self.draft.storage.fill))
         ids = self.first_tile * tiles.TILE + jnp.arange(tiles.TILE, dtype=jnp.int32)
 
         def sums(first: int, *entries: jax.Array) -> jax.Array:
@@ -125,7 +125,7 @@ class LocalRows:
             if mapped is not None:  # looked up tile by tile: XLA fuses this, but not whole rows
                 p_entries, columns = entries
                 rows = source.draft_row[:, None, None]
-                entries = p_entries, mapped.entries.at(rows, columns)
+                entries = p_entries, mapped.storage.at(rows, columns)
             found = [jnp.sum(self._weights(source, of_tiles, *entries)[0], axis=2)]
             if source.p_masses is None:
                 # XLA writes to memory what two sums share. Computed twice, p is never written.
@@ -185,10 +185,9 @@ class LocalRows:
         width = self.target.width
         q_entries = None
         if self.draft is not None:
-            entries = self.draft.rows
-            q_entries = entries.whole(source.draft_row)
+            q_entries = self.draft.rows.whole(source.draft_row)
             missing = ((0, 0), (0, width - q_entries.shape[1]))
-            q_entries = jnp.pad(q_entries, missing, constant_values=entries.fill)
+            q_entries = jnp.pad(q_entries, missing, constant_values=self.draft.storage.fill)
         ids = jnp.arange(width, dtype=jnp.int32)[None, :]
         weights, p = self._weights(source, ids, self.target.whole(source.row), q_entries)
         total = jnp.sum(weights, axis=1)
@@ -200,11 +199,11 @@ class LocalRows:
     def _draft_part(self, rows: jax.Array) -> jax.Array:
         """Entries ``[n, ...]`` of draft rows, for the ids of this part."""
         assert self.draft is not None
-        entries, target = self.draft.rows, self.target
-        if target.first_id is None or entries.first_id is not None:
-            return entries.whole(rows)
+        draft, target = self.draft, self.target
+        if target.first_id is None or draft.storage.first_id is not None:
+            return draft.rows.whole(rows)
         first = jnp.broadcast_to(target.first_id, rows.shape)
-        return entries.slices(rows, first, target.width)
+        return draft.rows.slices(rows, first, target.width)
 
     def _weights(
         self,

@@ -17,6 +17,7 @@ from jax_specdec._src.types import (
     described,
 )
 from jax_specdec._src.verify import checks
+from jax_specdec._src.verify.rows import storage_of
 
 _LARGEST_EXCESS = 1e-4
 """How far a sum of probabilities may be from 1: more than that of a float32 softmax is."""
@@ -153,9 +154,8 @@ def _check_logits(name: str, row: int, values: Any) -> None:
 def _check_distribution(distribution: DraftDistribution, cu: Any, slots: Any, size: int) -> None:
     is_probs = isinstance(distribution, DraftProbs)
     name = f"drafts.distribution.{'probs' if is_probs else 'logits'}"
-    storage = distribution.probs if isinstance(distribution, DraftProbs) else distribution.logits
     ids = None if distribution.ids is None else np.asarray(distribution.ids)
-    values = np.asarray(storage, np.float32)[:, : size if ids is None else None]
+    values = np.asarray(storage_of(distribution), np.float32)[:, : size if ids is None else None]
     if isinstance(distribution, DraftLogits) and distribution.threshold is not None:
         values = np.where(values < np.asarray(distribution.threshold)[:, None], -np.inf, values)
     rows = np.arange(cu[-1]) if distribution.rows is None else np.asarray(distribution.rows)

@@ -15,7 +15,7 @@ from jax_specdec._src.verify.mosaic_gpu.ptx import COPIED, THREADS, Threads
 from jax_specdec._src.verify.tiles import TILE
 
 PIECES = 2
-"""Pieces of a tile of a draft row, of eight ids per thread each. Fewer would need more registers."""
+"""Pieces of a tile of a draft row, of eight ids per thread. Fewer would need more registers."""
 
 Chunk: TypeAlias = list[jax.Array]
 """A list of float32 ``[128]``, one for each of the consecutive ids that a thread has."""
