@@ -34,8 +34,8 @@ PURPOSES = {  # of each unit: what stands below its name
     "ragged": "flat layouts",
     "sampling": "min-p, top-k, top-p",
     "blocks": "rows a few at a time",
-    "types": "what flows",
-    "config": "what is static",
+    "types": "arrays and records",
+    "config": "static settings",
 }
 KINDS = {"verify": "green", "reference": "orange", "drafting": "blue", "serving": "purple"}
 
@@ -45,7 +45,7 @@ def phases() -> None:
     p = Picture("phases", 452, "The three phases of a call, for two requests")
     kinds, columns = ("blue", "green"), (24, 320, 596)
     headings = (
-        ("1  Row statistics", "over rows, read where they lie"),
+        ("1  Row statistics", "over rows, read in place"),
         ("2  Decide", "over requests: a few numbers each"),
         ("3  Resample", "over requests: one row each"),
     )
@@ -70,9 +70,9 @@ def phases() -> None:
         p.note(columns[0], y + 16, f"{request}{row}")
         for tile in range(6):
             p.box(columns[0] + 26 + 25 * tile, y, 25, 24, kind)
-        p.note(columns[0] + 184, y + 16, f"judges {draft}" if draft else "bonus")
+        p.note(columns[0] + 184, y + 16, f"checks {draft}" if draft else "bonus")
     p.note(columns[0], 306, "target_logits, in tiles of 2048 ids")
-    p.note(columns[0], 324, "max, sum of exp, argmax,", "and the entry of the drafted token")
+    p.note(columns[0], 324, "max, sum of exp, argmax,", "and the draft token's entry")
 
     for i, request in enumerate("ab"):
         p.box(columns[1], 92 + 124 * i, 206, 92, "page")
@@ -114,7 +114,7 @@ def phases() -> None:
     p.note(
         190,
         400,
-        "each device has a part of every row; an exchange stands after phase 1 (partials),",
+        "each device has a part of every row; there is an exchange after phase 1 (partials),",
         "within phase 3 (masses of tiles) and at its end (the token). No row leaves its device.",
     )
     p.save(DOCS)
@@ -152,7 +152,7 @@ def imports() -> None:
     height, width, box = 82, 152, 46
     p = Picture("imports", 92 + height * len(levels), "What imports what")
     p.text(24, 34, "What imports what", size=17, bold=True)
-    p.note(24, 54, "a line runs down to what is imported; what follows from others is left out")
+    p.note(24, 54, "lines lead down to imported modules; indirect imports are left out")
     place = {}
     for i, row in enumerate(reversed(levels)):
         gap = (WIDTH - 48 - width * len(row)) / len(row)

@@ -56,17 +56,17 @@ def layout() -> None:
     )
     p.box(456, 368, 78, 30, "orange", "slot 0")
     p.box(540, 368, 78, 30, "orange", "slot 1")
-    p.note(456, 416, "what the warps of all", "CTAs sent (1 to 2 KB)")
+    p.note(456, 416, "values sent by the warps", "of all CTAs (1 to 2 KB)")
     for i in range(4):
         p.box(648 + 45 * i, 368, 41, 30, "green", f"warp {i}")
-    p.note(648, 416, "lane i of every warp", "knows position i of its request")
+    p.note(648, 416, "lane i of every warp", "handles position i")
     p.save(DOCS)
 
 
 def walk() -> None:
     """One request in time, as measured."""
     p = Picture("kernel_walk", 334, "The walk of one request in time")
-    p.text(24, 32, "One request, two drafts accepted, the third rejected", bold=True)
+    p.text(24, 32, "One request: two draft tokens accepted, the third rejected", bold=True)
     p.note(24, 50, "microseconds from the start of its blocks; B = 8, one row read at a time, H200")
     left, scale = 116, 101.0
     steps = phases()
@@ -106,7 +106,7 @@ def walk() -> None:
         if row < 2:
             p.arrow([(at(now) + 1, 190), (at(copied) - 1, 168)], kind)
     p.box(at(now + 0.1), 136, scale * 1.0, 30, "plain", "draft row to L2")
-    step("decision", "page", "judge")
+    step("decision", "page", "decide")
     step("residual", "purple", "masses of p - q")
     step("masses", "orange", "", exchange=True)
     step("draw", "green", "draw")
@@ -114,9 +114,9 @@ def walk() -> None:
         24,
         262,
         "wait: for the first tile of the row; the decision about the row before is part of it.",
-        "A row is copied once the draft before it is accepted: an exchange has passed, so nobody",
-        "still reads the row that it replaces. The row of the rejected draft stays: the last token",
-        "is drawn from it.",
+        "A row is copied once the draft token before it is accepted. An exchange has passed, so no",
+        "warp still reads the row that it replaces. The row of the rejected token stays: the last",
+        "token is drawn from it.",
     )
     p.save(DOCS)
 
@@ -167,8 +167,8 @@ def exchange() -> None:
     p.note(
         24,
         334,
-        "Whoever has all values of round r + 1 knows that every warp has sent in r + 1,",
-        "so has read round r: its slot may be filled again in round r + 2.",
+        "A warp that has all values of round r + 1 knows that every warp has sent in r + 1,",
+        "and so has read round r. Its slot may be reused in round r + 2.",
     )
 
     p.text(572, 32, "Rounds", bold=True)
@@ -215,7 +215,7 @@ def draw() -> None:
     x = left + width * u
     p.arrow([(x, 314), (x, 288)], "orange")
     p.text(x, 330, "u0 · total", anchor="middle", size=12)
-    p.note(24, 352, "the least tile whose inclusive sum exceeds it")
+    p.note(24, 352, "the first tile whose inclusive sum exceeds it")
 
     p.arrow([(386, 170), (436, 170)], "blue")
     p.text(450, 32, "Second uniform: which id in the tile", bold=True)

@@ -20,7 +20,7 @@ LEGEND = (
     ("green", "accepted"),
     ("red", "rejected"),
     ("orange", "recovered"),
-    ("purple", "bonus, or a token without drafts"),
+    ("purple", "bonus, or no draft tokens"),
 )
 
 SLOTS = (  # name; the sequence; drafts; how many of them are accepted; the last token
@@ -31,13 +31,13 @@ SLOTS = (  # name; the sequence; drafts; how many of them are accepted; the last
 )
 HEADINGS = (
     ("draft", "K tokens per request"),
-    ("verify", "one pass of the target, K + 1 rows"),
-    ("append", "what was emitted, until it ends"),
+    ("verify", "one target pass, K + 1 rows"),
+    ("append", "emitted tokens, until the end"),
 )
 TRAFFIC = (
-    ("drafter.propose(context)", "writes drafts and their q"),
+    ("drafter.propose(context)", "writes draft tokens and their q"),
     ("process_logits, rejection_sample", "under each request's options"),
-    ("token_ids, lengths, done, counters", "the drafts are gone"),
+    ("token_ids, lengths, done, counters", "draft tokens are dropped"),
 )
 
 

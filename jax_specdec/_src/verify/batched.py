@@ -32,10 +32,10 @@ from jax_specdec._src.verify.draft_rows import DraftRows, DraftScale
 from jax_specdec._src.verify.exchange import WHOLE, Exchange, of_owner
 from jax_specdec._src.verify.requests import CallArrays, Request, requests_of
 from jax_specdec._src.verify.resample import LocalRows, Source
-from jax_specdec._src.verify.rows import Partials, Rows, argmax_of_parts, read_once
+from jax_specdec._src.verify.rows import Partials, Rows, argmax_of_parts, compute_once
 from jax_specdec._src.verify.rules import Rule
 
-_LARGE = 2**25
+_LARGE = 2**23
 """Bytes of logits from which on it pays to ask first whether any request samples."""
 
 MAX_PIECES = 32
@@ -484,7 +484,7 @@ class _Phases:
         sources = jax.vmap(decide.sources_of)(requests, rows, drafts)
         masses, residual_masses = None, jnp.zeros_like(drafts.p)
         if rule.is_block and draft is not None:  # the rule takes the mass at every position
-            masses = self.masses(sources)
+            masses = self.masses(compute_once(sources))
             residual_masses = jnp.sum(masses[..., 0, :], axis=(0, 3))
         count_accepted = functools.partial(decide.count_accepted, size=size, rule=rule)
         num_accepted, status = jax.vmap(count_accepted)(requests, rows, drafts, residual_masses)
@@ -492,7 +492,7 @@ class _Phases:
         token_ids = entry_of(rows.argmax, index)
         bad_draft = jnp.zeros_like(requests.greedy)
         if samples:
-            source = read_once(jax.tree.map(lambda x: entry_of(x, index), sources))
+            source = compute_once(jax.tree.map(lambda x: entry_of(x, index), sources))
             if requests.exponential is not None:
                 drawn, bad_draft = self.rows.race(source, requests.exponential)
             else:

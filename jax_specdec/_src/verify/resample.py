@@ -19,7 +19,7 @@ from jax_specdec._src.types import DraftProbs
 from jax_specdec._src.verify import rules, tiles
 from jax_specdec._src.verify.draft_rows import CandidateRows, DraftRows, DraftScale, MappedRows
 from jax_specdec._src.verify.exchange import Exchange
-from jax_specdec._src.verify.rows import Rows, by_tile, read_once
+from jax_specdec._src.verify.rows import Rows, by_tile, compute_once
 
 _FEW = 256
 """Up to so many weights, one sum for each costs less than a cumulative sum."""
@@ -129,9 +129,9 @@ class LocalRows:
             found = [jnp.sum(self._weights(source, of_tiles, *entries)[0], axis=2)]
             if source.p_masses is None:
                 # XLA writes to memory what two sums share. Computed twice, p is never written.
-                _, p = self._weights(read_once(source), of_tiles, *entries)
+                _, p = self._weights(compute_once(source), of_tiles, *entries)
                 found.append(jnp.sum(p, axis=2))
-            return jnp.stack(read_once(found))
+            return jnp.stack(compute_once(found))
 
         return list(by_tile(sums, entries, self.num_tiles, self.target.cut_by))
 

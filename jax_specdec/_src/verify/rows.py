@@ -149,6 +149,10 @@ class Rows:
         if self.first_id is None and (available < length or columns != self.size):
             found = first_column[:, None] + place - start[:, None]
             x = jnp.take_along_axis(x, jnp.clip(found, 0, available - 1), axis=1)
+        elif self.first_id is None and self.token_bitmask is None:  # no padding, all allowed
+            x = x.astype(jnp.float32)
+            least = None if self.thresholds is None else self.thresholds[rows, None]
+            return tiles.apply_threshold(x, least, self.fill)
         return self._entries(x, rows[:, None], first[:, None] + place)
 
     def whole(self, rows: jax.Array | None = None) -> jax.Array:
@@ -246,7 +250,7 @@ class Rows:
         def sums(_: int, x: jax.Array) -> jax.Array:
             return jnp.sum(jnp.exp((x - base[:, None, None]) * inv), axis=2)
 
-        return read_once(by_tile(sums, [(x, -float("inf"))], num_tiles, self.cut_by))
+        return compute_once(by_tile(sums, [(x, -float("inf"))], num_tiles, self.cut_by))
 
     def find_thresholds(
         self,
@@ -309,7 +313,7 @@ class Rows:
         found = by_tile(
             lambda _, x: jnp.max(x, axis=2), [(self._nan_as_inf(rows), -float("inf"))], count
         )
-        peak, tile = max_and_argmax(read_once(found))
+        peak, tile = max_and_argmax(compute_once(found))
         length = min(tiles.TILE, self.matrix.shape[1])
         first = jnp.minimum(tile * tiles.TILE, self.matrix.shape[1] - length) + self.first
         index = jnp.arange(peak.shape[0], dtype=jnp.int32) if rows is None else rows
@@ -398,6 +402,6 @@ def max_and_argmax(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return lax.platform_dependent(x, cpu=separately, default=together)
 
 
-def read_once(sums: Any) -> Any:
-    """The same arrays. XLA does not compute them again where they are used, by another read."""
+def compute_once(sums: Any) -> Any:
+    """The same arrays, which XLA then does not compute again in each of their uses."""
     return lax.optimization_barrier(sums)
