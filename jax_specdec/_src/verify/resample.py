@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_specdec._src.blocks import entry_of
 from jax_specdec._src.types import DraftProbs
@@ -128,8 +129,8 @@ class LocalRows:
                 entries = p_entries, mapped.storage.at(rows, columns)
             found = [jnp.sum(self._weights(source, of_tiles, *entries)[0], axis=2)]
             if source.p_masses is None:
-                # XLA writes to memory what two sums share. Computed twice, p is never written.
-                _, p = self._weights(compute_once(source), of_tiles, *entries)
+                # XLA writes to memory what two sums share. Behind a barrier, p is computed twice.
+                _, p = self._weights(lax.optimization_barrier(source), of_tiles, *entries)
                 found.append(jnp.sum(p, axis=2))
             return jnp.stack(compute_once(found))
 

@@ -402,6 +402,6 @@ def max_and_argmax(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return lax.platform_dependent(x, cpu=separately, default=together)
 
 
-def compute_once(sums: Any) -> Any:
-    """The same arrays, which XLA then does not compute again in each of their uses."""
-    return lax.optimization_barrier(sums)
+def compute_once(x: Any) -> Any:
+    """The same arrays, which XLA then does not compute again for each of their uses."""
+    return lax.optimization_barrier(x)
