@@ -152,7 +152,7 @@ def token_logprobs(
       ([[0.5, 0.5]], [[[2, 0], [0, 1]]])
     """
     sampling, _ = checks.as_arrays(drafts, sampling)
-    size = _check(
+    size = _check_call(
         target_logits,
         drafts,
         output,
@@ -327,7 +327,7 @@ def _nothing(like: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.full(like.shape, fill, like.dtype)
 
 
-def _check(
+def _check_call(
     target_logits: Any,
     drafts: Any,
     output: Any,

@@ -159,7 +159,7 @@ def apply_penalties(
       ...     config=sd.SpecDecodeConfig(num_speculative_tokens=1)).tolist()
       [[1.0, 4.0, -8.0], [1.0, 1.5, -8.0]]
     """
-    _check(logits, drafts, penalties, config, padded_rows)
+    _check_penalties(logits, drafts, penalties, config, padded_rows)
     rows, batch = logits.shape[0], penalties.frequency.shape[0]
     if rows == 0 or batch == 0:
         return logits.astype(jnp.float32)
@@ -205,7 +205,7 @@ def _penalize(logits: jax.Array, penalties: Penalties, before: Sequence[jax.Arra
     return jnp.where(valid, x, jnp.nan)
 
 
-def _check(
+def _check_penalties(
     logits: jax.Array,
     drafts: Drafts | None,
     penalties: Penalties,

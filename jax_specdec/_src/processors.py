@@ -345,8 +345,8 @@ def apply_logit_bias(
     """
     name = "logit_bias"
     _check_type(name, logit_bias, LogitBias)
-    batch, c = _check(f"{name}.token_ids", logit_bias.token_ids, "int32", ("B", "C"))
-    _check(f"{name}.values", logit_bias.values, "float32", ("B", "C"), (batch, c))
+    batch, c = _check_array(f"{name}.token_ids", logit_bias.token_ids, "int32", ("B", "C"))
+    _check_array(f"{name}.values", logit_bias.values, "float32", ("B", "C"), (batch, c))
     ragged.check_rows(logits, drafts, batch, config, padded_rows)
     x = logits.astype(jnp.float32)
     if x.shape[0] == 0 or batch == 0:
@@ -399,11 +399,11 @@ def forbid_bad_words(
     """
     name = "bad_words"
     _check_type(name, bad_words, BadWords)
-    batch, _, length = _check(f"{name}.words", bad_words.words, "int32", ("B", "W", "L"))
+    batch, _, length = _check_array(f"{name}.words", bad_words.words, "int32", ("B", "W", "L"))
     if length == 0:
         raise ValueError(f"{name}.words must have words of at least one token, but L is 0")
     wanted = batch, length - 1
-    _check(f"{name}.recent", bad_words.recent, "int32", ("B", "L-1"), wanted)
+    _check_array(f"{name}.recent", bad_words.recent, "int32", ("B", "L-1"), wanted)
     ragged.check_rows(logits, drafts, batch, config, padded_rows)
     if logits.shape[0] == 0 or batch == 0:
         return jnp.asarray(logits)
@@ -456,8 +456,10 @@ def forbid_stop_tokens(
     """
     name = "min_tokens"
     _check_type(name, min_tokens, MinTokens)
-    batch, _ = _check(f"{name}.stop_token_ids", min_tokens.stop_token_ids, "int32", ("B", "M"))
-    _check(f"{name}.remaining", min_tokens.remaining, "int32", ("B",), (batch,))
+    batch, _ = _check_array(
+        f"{name}.stop_token_ids", min_tokens.stop_token_ids, "int32", ("B", "M")
+    )
+    _check_array(f"{name}.remaining", min_tokens.remaining, "int32", ("B",), (batch,))
     ragged.check_rows(logits, drafts, batch, config, padded_rows)
     if logits.shape[0] == 0 or batch == 0:
         return jnp.asarray(logits)
@@ -519,7 +521,7 @@ def _check_type(name: str, value: object, wanted: type) -> None:
         raise TypeError(f"{name} must be {article}, but it is {described(value)}")
 
 
-def _check(
+def _check_array(
     name: str,
     array: jax.Array,
     dtype: str,

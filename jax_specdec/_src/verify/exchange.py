@@ -45,7 +45,7 @@ class Exchange:
         if self.axis is None:
             return jax.tree.map(lambda x: x[None], tree)
         arrays, treedef = jax.tree.flatten(tree)
-        words = [_bits(x).reshape(x.shape[0], -1) for x in arrays]
+        words = [_as_int32(x).reshape(x.shape[0], -1) for x in arrays]
         ends = np.cumsum([w.shape[1] for w in words])[:-1]
         gathered = lax.all_gather(jnp.concatenate(words, axis=1), self.axis, to="invarying")
         parts = [
@@ -67,5 +67,5 @@ def of_owner(values: jax.Array, ids: jax.Array, width: int) -> jax.Array:
     return jnp.take_along_axis(values, owner[None], axis=0)[0]
 
 
-def _bits(x: jax.Array) -> jax.Array:
+def _as_int32(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32)

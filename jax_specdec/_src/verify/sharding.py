@@ -143,12 +143,12 @@ def resolve(
       NotImplementedError: what is not supported over a split vocabulary.
     """
     if sharding is not None:
-        return _checked(sharding, target_logits, drafts, noise)
+        return _layout_of(sharding, target_logits, drafts, noise)
     derived = _derived(target_logits)
     if derived is None:
         return None
     try:
-        return _checked(derived, target_logits, drafts, noise)
+        return _layout_of(derived, target_logits, drafts, noise)
     except (ValueError, NotImplementedError):
         return None
 
@@ -176,7 +176,7 @@ def _single(axes: Any) -> Any:
     return axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes or None
 
 
-def _checked(
+def _layout_of(
     sharding: VerifySharding,
     target_logits: jax.Array,
     drafts: Drafts,
