@@ -148,5 +148,5 @@ def test_other_numbers_of_rows_are_refused_unless_they_are_asked_for(
 
 def test_validate_says_whose_rows_are_missing():
     logits, drafts, named, _, active = arguments(5, [True] * 4)
-    with pytest.raises(ValueError, match="request 2 owns rows 5 to 5 of 5"):
+    with pytest.raises(ValueError, match="request 2 owns rows 5 to 5, and there are 5"):
         sd.validate(logits, drafts, **named, active=active, padded_rows=True)

@@ -121,7 +121,7 @@ class DraftStore:
         size = num_speculative_tokens * num_slots
         if ids is not None:
             if own_ids:
-                raise ValueError("own_ids must be False where ids are given for all rows")
+                raise ValueError("own_ids must be False if ids are given for all rows")
             check_ids("ids", ids, (size, vocab_size))
             _check_shape("ids", ids, (vocab_size,))
         if own_ids:
@@ -196,8 +196,8 @@ class DraftStore:
             )
         if self.has_own_ids != (ids is not None):
             raise ValueError(
-                "ids must be given where the rows of the store list ids of their own, and nowhere "
-                f"else, but own_ids is {self.has_own_ids} and ids are {described(ids)}"
+                "ids must be given if the rows of the store list their own ids, and only then, but "
+                f"own_ids is {self.has_own_ids} and ids are {described(ids)}"
             )
         if ids is not None:
             check_ids("ids", ids, logits.shape)

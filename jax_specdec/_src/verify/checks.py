@@ -144,7 +144,7 @@ def _check_rows(target_logits: Any, rows: int, why: str, batch: int, n: int) -> 
     extra, drafts = rows - n, n // batch
     if given == n and extra:
         raise ValueError(
-            f"{must}: the bonus rows are missing, one per request after those of its drafts (or "
+            f"{must}: the bonus rows are missing, one after the draft rows of each request (or "
             "give bonus_token_ids)"
         )
     if given != rows and given % batch == 0 and given > extra:
@@ -176,7 +176,7 @@ def _check_distribution(distribution: Any, batch: int, n: int, v: int, size: int
         if r == 0 and n > 0:
             raise ValueError(f"{name} must have at least one row, but it has none")
     elif r != n:
-        raise ValueError(f"{name} must have N = {n} rows where rows is None, but it has {r}")
+        raise ValueError(f"{name} must have N = {n} rows if rows is None, but it has {r}")
     if distribution.valid is not None:
         valid = distribution.valid
         _check_array("drafts.distribution.valid", valid, (batch,), ("bool",), f"[B] = [{batch}]")
@@ -228,7 +228,7 @@ def check_listed(name: str, ids: np.ndarray, size: int) -> None:
     if counts.size and counts.max() > 1:
         twice = listed[counts.argmax()]
         raise ValueError(
-            f"{name} must list each id once, but {twice} is there {counts.max()} times"
+            f"{name} must list each id once, but {twice} is listed {counts.max()} times"
         )
 
 

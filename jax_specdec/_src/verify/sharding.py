@@ -187,7 +187,9 @@ def _layout_of(
         vocab_axis = None  # rows are whole, which every backend reads
     if vocab_axis is not None:
         if isinstance(noise, RaceNoise):
-            raise NotImplementedError("over a split vocabulary there is no RaceNoise")
+            raise NotImplementedError(
+                "RaceNoise is not supported over a split vocabulary: pass Noise"
+            )
     storage, indexed = _storage(drafts)
     lists_ids = drafts.distribution is not None and drafts.distribution.ids is not None
     if mesh is None:
@@ -248,7 +250,7 @@ def _is_part(storage: jax.Array, target_logits: jax.Array, vocab_axis: str) -> b
     if width < part and not varies[0]:
         raise ValueError(
             f"draft storage inside jax.shard_map must be {part} ids wide, as the part of the "
-            f"target is, or whole rows, but it has {width} columns, which may be either: let "
+            f"target is, or whole rows, but it has {width} columns, which could be either: let "
             "check_vma be true, or pad the drafter's vocabulary"
         )
     if varies[1]:

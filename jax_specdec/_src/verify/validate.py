@@ -77,7 +77,7 @@ def validate(
         checks.check_positions(positions, batch)
         for b in slots:
             if positions[b] < 0:
-                raise ValueError(f"positions[{b}] must be not negative, but it is {positions[b]}")
+                raise ValueError(f"positions[{b}] must be at least 0, but it is {positions[b]}")
 
     logits, ids = np.asarray(target_logits, np.float32)[:, :size], np.asarray(drafts.token_ids)
     if token_bitmask is not None:
@@ -95,7 +95,7 @@ def validate(
         if last > len(logits):
             raise ValueError(
                 f"target_logits must have the rows of every active request, but request {b} owns "
-                f"rows {first} to {last - 1} of {len(logits)}"
+                f"rows {first} to {last - 1}, and there are {len(logits)}"
             )
         for row in range(first, last):
             _check_logits("target_logits", row, logits[row])
@@ -110,7 +110,7 @@ def validate(
 _RANGES = {
     "temperature": ("finite and not negative", lambda x: np.isfinite(x) and x >= 0),
     "min_p": ("in [0, 1]", lambda x: 0 <= x <= 1),
-    "top_k": ("not negative", lambda x: x >= 0),
+    "top_k": ("at least 0", lambda x: x >= 0),
     "top_p": ("in (0, 1]", lambda x: 0 < x <= 1),
 }
 
