@@ -53,8 +53,8 @@ class ModelDrafter:
     Attributes:
       model: any `CausalModel`.
       store_dtype: dtype that logits are sampled from and stored in; None for the dtype of the
-        model's logits. A narrower one saves memory. It changes what is drafted, not what the
-        emitted tokens are distributed as.
+        model's logits. A narrower one saves memory. It changes which tokens are drafted, not the
+        distribution of the emitted tokens.
       ids: ``[Vd]`` integers, the target ids that the columns of the model's logits stand for, as
         for an EAGLE-3 head; None if column ``j`` is id ``j``. The model's input is target ids.
       num_candidates: C, or None. If given, drafts are sampled from the C likeliest ids of each row
