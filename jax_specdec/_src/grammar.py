@@ -84,7 +84,7 @@ class GrammarLookahead:
     """Advances B matchers along the drafts of a step, and rolls them back when it ends.
 
     For drafters that are called position by position. `bitmask` masks the drafter's rows at each
-    position, and the same K + 1 masks are those of the target's rows. If all drafts are known
+    position, and the same K + 1 masks serve the target's rows. If all drafts are known
     already, `grammar_bitmask` makes the masks at once.
 
     Attributes:

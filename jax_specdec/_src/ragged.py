@@ -229,7 +229,7 @@ def pack_drafts(
       TypeError: not integers; or traced, of a dtype whose values int32 may not hold; or a
         `distribution` of another type.
       ValueError: shapes that do not fit; an integer that int32 does not hold; a negative `size`;
-        or, where their values are known, a count outside [0, K].
+        or, if their values are known, a count outside [0, K].
 
     Example:
       Three requests with 2, 0 and 1 drafts:

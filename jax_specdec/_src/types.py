@@ -265,7 +265,7 @@ def as_int32(name: str, values: Any) -> jax.Array:
             return jnp.asarray(values, jnp.int32)
         if isinstance(values, jax.core.Tracer):
             raise TypeError(
-                f"{name} must be int32 where their values are not known, under jit for example, "
+                f"{name} must be int32 if their values are not known, under jit for example, "
                 f"but they are {values.dtype}"
             )
     return jnp.asarray(host_int32(name, values))

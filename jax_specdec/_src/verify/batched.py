@@ -1,15 +1,19 @@
 """The XLA backend: the three phases joined, in two forms.
 
-`"xla_batched"`, for GPUs and TPUs, reads the rows of all requests at once, where they lie, by
+`"xla_batched"`, for GPUs and TPUs, reads the rows of all requests at once and in place, by
 operations on whole matrices: a loop of small reads would spend its time on launches. `"xla_lazy"`,
 for CPUs, goes through the requests one after another and reads a row only when its position is
 reached. Deciding and drawing are the same in both. Only small arrays go under `vmap`: there a
 conditional computes both branches, and repeats what it closes over for every request.
 
-Where the vocabulary is split over devices, each reads its part of every row, and there are three
-exchanges. After that of the statistics and of the drafts' logits, all devices decide alike. After
-that of the masses of tiles, all know which tile the token is in. The third is the token, drawn by
-the device that holds it. Filters exchange sums besides. No row leaves its device.
+If the vocabulary is split over devices, each device reads its part of every row, and there are
+three exchanges:
+
+1. the statistics and the drafts' logits, by which all devices decide alike;
+2. the masses of tiles, by which all devices find the tile that the token is in;
+3. the token, which the device that holds it draws.
+
+Filters exchange sums as well. No row leaves its device.
 """
 
 from __future__ import annotations
@@ -247,7 +251,7 @@ class _Phases:
         return self.rows.target
 
     def positions(self, request: Request) -> tuple[jax.Array, jax.Array]:
-        """Positions ``[P]`` whose target row is read, and indices ``[D]`` of drafts likewise."""
+        """Positions ``[P]`` whose target rows are read, and indices ``[D]`` of the drafts there."""
         if self.rule.conditional_rates is None:
             positions = jnp.arange(request.token_ids.shape[0] + 1, dtype=jnp.int32)
             return positions, positions[:-1]
@@ -335,7 +339,7 @@ class _Phases:
     def statistics_in_place(
         self, requests: Request, positions: jax.Array, samples: bool
     ) -> _TargetStatistics:
-        """Of target rows at positions ``[B, P]``: all rows are read where they lie."""
+        """Of target rows at positions ``[B, P]``: all rows are read, in place."""
         num_rows = self.target.matrix.shape[0]
         peak, argmax = self.target.max_and_argmax(None)
         stats = _TargetStatistics(Partials(peak, jnp.zeros_like(peak)), argmax, None, None)
@@ -384,7 +388,7 @@ class _Phases:
         return jax.tree.map(lambda x: x[:, None], lax.cond(one.greedy[0], greedy, sampled))
 
     def statistics_by_kernel(self, requests: Request, positions: jax.Array) -> _TargetStatistics:
-        """Of target rows at positions ``[B, P]``, by a kernel that skips rows nobody needs."""
+        """Of target rows at positions ``[B, P]``, by a kernel that skips rows without a use."""
         wanted = (requests.status == Status.OK)[:, None] & (positions < requests.num_rows[:, None])
         rows = requests.first_row[:, None] + positions
         return _TargetStatistics(*self._by_kernel(self.target, requests, rows, wanted), None, None)
@@ -392,7 +396,7 @@ class _Phases:
     def _by_kernel(
         self, of: Rows, requests: Request, rows: jax.Array, wanted: jax.Array
     ) -> tuple[Partials, jax.Array]:
-        """Partials and argmax of rows ``[B, n]``, where they are `wanted`; unfiltered."""
+        """Partials and argmax of the rows ``[B, n]`` that are `wanted`, unfiltered."""
         assert self.split.kernels is not None
         peak, total, column = self.split.kernels.row_statistics(
             of.matrix,

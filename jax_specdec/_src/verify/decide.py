@@ -36,7 +36,7 @@ class RowStatistics(NamedTuple):
         total was computed.
       logit: ``[P]`` float32, the draft's logit in the target row; -inf if it is not allowed.
       draft_entry: ``[D]`` float32, the draft's entry in the draft row; None without distributions.
-      draft_scale: ``[D]``, normalizers of the draft rows; None likewise.
+      draft_scale: ``[D]``, normalizers of the draft rows; None without distributions.
     """
 
     position: jax.Array

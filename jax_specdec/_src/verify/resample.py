@@ -107,7 +107,7 @@ class LocalRows:
         return jnp.stack([masses, p_masses], axis=1)
 
     def _tile_sums(self, source: Source) -> list[jax.Array]:
-        """Sums of weights over tiles, and of ``p`` if not at hand, in one read of the rows."""
+        """Sums of weights by tile, and of ``p`` if not known yet, in one read of the rows."""
         entries = [(self.target.whole(source.row), self.target.fill)]
         mapped = None
         if self.draft is not None and isinstance(self.draft.rows, MappedRows):

@@ -37,7 +37,7 @@ class Partials(NamedTuple):
     Attributes:
       max: float32, the largest logit before temperature. It is +inf if the row holds a NaN, and
         -inf if no id is allowed.
-      sum: float32, ``sum(exp((logit - max) / temperature))``; 0 if nobody samples.
+      sum: float32, ``sum(exp((logit - max) / temperature))``; 0 if no request samples.
     """
 
     max: jax.Array
@@ -60,7 +60,7 @@ class Partials(NamedTuple):
         return cls(peak, total)
 
     def share_of(self, part: Partials, inv_temperature: jax.Array) -> jax.Array:
-        """The factor from sums of a part to sums of ``p``, where `self` is of the whole row."""
+        """The factor from sums of a part to sums of ``p``, given the partials of the whole row."""
         moved = jnp.where(part.max == self.max, 0.0, part.max - self.max)
         return jnp.exp(moved * inv_temperature) / self.sum
 
@@ -156,7 +156,7 @@ class Rows:
         return self._entries(x, rows[:, None], first[:, None] + place)
 
     def whole(self, rows: jax.Array | None = None) -> jax.Array:
-        """``[n, width]`` entries of some rows; of all rows, where they lie, if `rows` is None."""
+        """``[n, width]`` entries of some rows; of all rows, in place, if `rows` is None."""
         return self._read(*self._select(rows))
 
     def _select(self, rows: jax.Array | None) -> Any:
@@ -211,7 +211,7 @@ class Rows:
     def max_and_argmax(self, rows: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """The maximum ``[n]`` of each row, +inf if the row holds a NaN, and the lowest id of it.
 
-        `rows` is ``[n]`` int32, or None for all rows, where they lie.
+        `rows` is ``[n]`` int32, or None for all rows, in place.
         """
         cpu = self._argmax_by_tiles if self.first_id is None else self._argmax  # copies less
         return lax.platform_dependent(

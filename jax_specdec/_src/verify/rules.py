@@ -116,7 +116,7 @@ def joint_weight(weight: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
       ``[]`` float32 in [0, 1]; 0 if `q` is 0.
     """
     possible = (weight > 0) & (q > 0)
-    # The ratio comes first, because weight * p may underflow where weight * (p / q) does not. An
+    # The ratio comes first, because weight * p may underflow when weight * (p / q) does not. An
     # approximate division, as on a GPU, need not give 1 for equal numbers.
     ratio = jnp.where(p == q, 1.0, p / jnp.where(possible, q, 1.0))
     return jnp.where(possible, jnp.minimum(weight * ratio, 1.0), 0.0)

@@ -51,7 +51,7 @@ class KernelRequest:
       scale: ``[]`` float32, the same for exponentials of base two.
       bonus: ``[]`` int32, the bonus token that the caller gave.
       filter: its min-p, top-k and top-p; None if the call has none of them.
-      filters: ``[]`` bool, whether its filter may leave out anything; None likewise.
+      filters: ``[]`` bool, whether its filter may leave out anything; None without filters.
       lane: ``[128]`` int32, the index of each thread in its warp.
       token_ids: ``[128]`` int32 by lane, -1 for lanes without a draft.
       proposed: ``[128]`` bool by lane, whether the id is in range.

@@ -80,8 +80,8 @@ def not_by_default() -> str | None:
     why_not, generation = no_device(), _generation()
     if why_not is None and not generation.has_run:
         return (
-            f"the kernel compiles for {generation.name} and has not run there: it is used where it "
-            "is named, implementation='mosaic_gpu'"
+            f"the kernel compiles for {generation.name} but has not run there: it is used only if "
+            "it is named, implementation='mosaic_gpu'"
         )
     return why_not
 
