@@ -87,16 +87,14 @@ def main() -> None:
         for slot in range(SLOTS):
             own = asked if asked is not None and slot == 0 else sd.RequestOptions()
             own = dataclasses.replace(own, temperature=0.8, max_new_tokens=steps * (K + 1))
-            state = admit(
-                params,
-                draft_params,
-                state,
+            new = sd.NewRequests(
                 slots=jnp.array([slot]),
                 prompts=engine.pad_prompt([1, 2, 3, slot])[None],
                 lengths=jnp.array([4]),
                 keys=jax.random.key(slot)[None],
                 options=engine.options_of([own], [4]),
             )
+            state = admit(params, draft_params, state, new)
         return engine, state
 
     begun = {name: begin(asked) for name, asked in WAYS.items()}

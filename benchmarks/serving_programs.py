@@ -102,7 +102,7 @@ class Study:
             key=None,
             slack=k + 1,
         )
-        return self.decoder.init_state(draft_params, sequences)
+        return self.decoder.empty_state(draft_params, sequences)
 
     @functools.partial(jax.jit, static_argnums=0)
     def speculative(
@@ -144,7 +144,7 @@ class Study:
     def plain(self, params: Any, state: DecodeState, steps: Any) -> jax.Array:
         """One token per pass of the target, as `generate_plain`; tokens per request ``[B]``."""
         decoder = Decoder(self.target, None, PLAIN)
-        empty = decoder.init_state(None, state.batch)
+        empty = decoder.empty_state(None, state.batch)
         begin = dataclasses.replace(empty, target_cache=state.target_cache)
 
         def step(_: Any, carry: Any) -> Any:

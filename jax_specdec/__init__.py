@@ -1,13 +1,7 @@
 """Speculative decoding for JAX: lossless verification of drafted tokens, and what it needs."""
 
 from jax_specdec._src import reference
-from jax_specdec._src.config import (
-    SpecDecodeConfig,
-    acceptance_length_to_rates,
-    conditional_to_unconditional_rates,
-    rates_to_acceptance_length,
-    unconditional_to_conditional_rates,
-)
+from jax_specdec._src.config import SpecDecodeConfig, acceptance_length_to_rates
 from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.drafting.draft_model import ModelDrafter
 from jax_specdec._src.drafting.drafter import Drafter, Proposal
@@ -23,7 +17,7 @@ from jax_specdec._src.grammar import (
     grammar_bitmask,
 )
 from jax_specdec._src.logprobs import TokenLogprobs, token_logprobs
-from jax_specdec._src.models.bytes import DOCUMENT_SEPARATOR, ByteDecoder, decode, encode
+from jax_specdec._src.models.bytes import DOCUMENT_SEPARATOR, decode, encode
 from jax_specdec._src.models.checkpoint import (
     LoadedModel,
     load_checkpoint,
@@ -43,9 +37,6 @@ from jax_specdec._src.processors import (
     LogitBias,
     LogitsProcessors,
     MinTokens,
-    apply_logit_bias,
-    forbid_bad_words,
-    forbid_stop_tokens,
     process_logits,
 )
 from jax_specdec._src.ragged import PackedDrafts, pack_drafts
@@ -53,7 +44,7 @@ from jax_specdec._src.serving.batch import StepRecord
 from jax_specdec._src.serving.bookkeeping import RequestUpdate
 from jax_specdec._src.serving.core import DecodeState
 from jax_specdec._src.serving.driver import EngineDriver
-from jax_specdec._src.serving.engine import Engine
+from jax_specdec._src.serving.engine import Engine, NewRequests
 from jax_specdec._src.serving.generate import (
     GenerateOutput,
     GreedyDifference,
@@ -88,7 +79,16 @@ from jax_specdec._src.verify.validate import validate
 
 __version__ = "0.2.0"
 
-_RETIRED_NAMES = {"EngineState": "DecodeState"}
+_RETIRED_NAMES = {
+    "ByteDecoder": "TextStream(decode)",
+    "EngineState": "DecodeState",
+    "apply_logit_bias": "process_logits with LogitsProcessors(logit_bias=...)",
+    "conditional_to_unconditional_rates": "numpy.cumprod(rates)",
+    "forbid_bad_words": "process_logits with LogitsProcessors(bad_words=...)",
+    "forbid_stop_tokens": "process_logits with LogitsProcessors(min_tokens=...)",
+    "rates_to_acceptance_length": "1 + sum(rates)",
+    "unconditional_to_conditional_rates": "SpecDecodeConfig.conditional_rates",
+}
 
 __all__ = [
     "DOCUMENT_SEPARATOR",
@@ -96,7 +96,6 @@ __all__ = [
     "AcceptanceCounters",
     "AcceptanceStats",
     "BadWords",
-    "ByteDecoder",
     "CausalModel",
     "CopyingMatcher",
     "DecodeState",
@@ -124,6 +123,7 @@ __all__ = [
     "MinTokens",
     "ModelDrafter",
     "NGramDrafter",
+    "NewRequests",
     "Noise",
     "OptionSizes",
     "PackedDrafts",
@@ -147,15 +147,11 @@ __all__ = [
     "VerifySharding",
     "acceptance_length_to_rates",
     "advance_matchers",
-    "apply_logit_bias",
     "apply_penalties",
-    "conditional_to_unconditional_rates",
     "count_fallbacks",
     "decode",
     "draw_noise",
     "encode",
-    "forbid_bad_words",
-    "forbid_stop_tokens",
     "generate",
     "generate_plain",
     "generate_stream",
@@ -168,7 +164,6 @@ __all__ = [
     "pack_drafts",
     "parse_output",
     "process_logits",
-    "rates_to_acceptance_length",
     "reference",
     "rejection_sample",
     "rejection_sample_with_noise",
@@ -176,7 +171,6 @@ __all__ = [
     "save_checkpoint",
     "stack_layers",
     "token_logprobs",
-    "unconditional_to_conditional_rates",
     "unstack_layers",
     "validate",
     "which_implementation",
@@ -185,5 +179,5 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name in _RETIRED_NAMES:
-        raise AttributeError(f"{name} is retired; its name is {_RETIRED_NAMES[name]}")
+        raise AttributeError(f"{name} is retired; use {_RETIRED_NAMES[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -406,13 +406,13 @@ def test_a_terminal_gets_colours_and_a_spinner_and_a_pipe_none(
 def test_an_interrupt_finds_what_moves_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", Terminal())
-    assert not terminal.stand_still()
+    assert not terminal.stop_animations()
     with terminal.spinner("waiting"), terminal.progress_bar("working", 2) as begin:
         begin("one")
-        assert terminal.stand_still()
+        assert terminal.stop_animations()
         shown = sys.stderr.getvalue()
         assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") > 0  # the cursor is back
-    assert sys.stderr.getvalue() == shown and not terminal.stand_still()
+    assert sys.stderr.getvalue() == shown and not terminal.stop_animations()
 
 
 def test_a_stream_that_cannot_encode_a_character_gets_an_escape(

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 
-RUN_HERE = ("drafting", "getting_started", "index", "vllm")
+RUN_HERE = ("drafting", "getting_started", "index", "sampling_parameters", "vllm")
 
 
 def blocks(page: str, language: str = "python") -> list[str]:
@@ -117,6 +117,21 @@ def test_arrays_in_the_layout_of_vllm_are_verified() -> None:
     argmax = np.asarray(scope["target_logits"]).argmax(axis=1)  # the first request is greedy
     drafts = np.asarray(scope["draft_token_ids"])
     assert emitted[0][0] == argmax[0] and (len(emitted[0]) > 1) == (argmax[0] == drafts[0])
+
+
+def test_a_loop_of_ones_own_has_its_rows_processed() -> None:
+    scope = run_all("sampling_parameters")
+    rows, raw = (np.asarray(scope[name]).reshape(2, 3, 8) for name in ("rows", "logits"))
+    assert (rows[0, :, 0] == -np.inf).all(), "a stop token, too early"
+    assert (rows[0, :, 5] == -np.inf).tolist() == [False, True, False], "after 4, and only there"
+    np.testing.assert_allclose(rows[0, :, 4], raw[0, :, 4] + 20.0, rtol=1e-6)
+    # 2 and 2 again, then 4, were emitted; the drafts 6 and 7 count in the rows after them.
+    counts = (
+        np.array([[0, 0, 2, 0, 1, 0, 0, 0]]) + np.tril(np.ones((3, 3)), -1) @ np.eye(8)[[6, 7, 0]]
+    )
+    np.testing.assert_allclose(rows[1], raw[1] - 0.5 * counts, rtol=1e-5)
+    emitted = sd.parse_output(scope["output"])
+    assert emitted[0][0] == 4 and emitted[0][1] == rows[0, 1].argmax() != 5
 
 
 def run_all(page: str) -> dict:

@@ -118,7 +118,7 @@ def test_keys_of_other_sizes_are_refused_wherever_keys_are_taken():
         ),
         "loop": lambda: sd.generate_plain(engine.model, table, [[1]], key=key),
         "engine": lambda: engine.admit(
-            table, draft, engine.init_state(draft), **admission(1, key, [1], 2)
+            table, draft, engine.init_state(draft), admission(1, key, [1], 2)
         ),
     }
     for call in calls.values():
@@ -276,9 +276,9 @@ def test_tokens_of_the_loop_do_not_depend_on_the_neighbours(impl):
 # The engine.
 
 
-def admission(slot: int, key: jax.Array, prompt: list[int], budget: int) -> dict[str, Any]:
+def admission(slot: int, key: jax.Array, prompt: list[int], budget: int) -> sd.NewRequests:
     options = sd.RequestOptions(temperature=1.3, max_new_tokens=budget)
-    return dict(
+    return sd.NewRequests(
         slots=jnp.array([slot]),
         prompts=engines.TABLE.pad_prompt(prompt)[None],
         lengths=jnp.array([len(prompt)]),
@@ -295,7 +295,7 @@ def served(requests: dict[int, tuple[jax.Array, list[int], int]]) -> dict[int, l
     table, draft = engines.TABLES
     state = engines.TABLE.init_state(draft)
     for slot, request in requests.items():
-        state = _admit(table, draft, state, **admission(slot, *request))
+        state = _admit(table, draft, state, admission(slot, *request))
     while not state.batch.done.all():
         state, _ = _step(table, draft, state)
     ids = np.asarray(state.batch.token_ids)

@@ -65,7 +65,10 @@ def save(params: Any, dtype: Any = jnp.float32, model: Any = DRAFT.model) -> Non
     sd.save_checkpoint("/nowhere/at/all", model, params, dtype)
 
 
-TEXT = "by encode for the embedded models or by the encode of load_tokenizer's Tokenizer"
+TEXT = (
+    "turn it into ids, with encode for the embedded models, or with the encode of load_tokenizer's "
+    "Tokenizer"
+)
 HUGE = jax.tree.map(lambda x: x * 1e6, DRAFT.params)
 
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -161,12 +164,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a string": (
         lambda: generate(*TARGET, "import "),
         TypeError,
-        f"prompts must be lists of token ids, but it is the text 'import ': make ids of it, {TEXT}",
+        f"prompts must be lists of token ids, but it is the text 'import ': {TEXT}",
     ),
     "a list of strings": (
         lambda: generate(*TARGET, ["import "]),
         TypeError,
-        f"prompts[0] must be a list of ints, but it is the text 'import ': make ids of it, {TEXT}",
+        f"prompts[0] must be a list of ints, but it is the text 'import ': {TEXT}",
     ),
     "one prompt for a list": (
         lambda: generate(*TARGET, [1, 2, 3]),
@@ -187,7 +190,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "stop text": (
         lambda: generate(stop_token_ids="\n"),
         TypeError,
-        r"stop_token_ids must be a list of ints, but it is the text '\n': make ids of it, ",
+        r"stop_token_ids must be a list of ints, but it is the text '\n': turn it into ids, ",
     ),
     "temperature text": (
         lambda: generate(temperature="0.8"),
@@ -197,8 +200,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "temperatures": (
         lambda: generate(temperature=[0.0, 0.8]),
         TypeError,
-        "temperature must be one value, but it is [0.0, 0.8]: requests that differ have options "
-        "of their own, options=[RequestOptions(temperature=...), ...]",
+        "temperature must be one value, but it is [0.0, 0.8]: for requests that differ, "
+        "give a list, options=[RequestOptions(temperature=...), ...]",
     ),
     "a typo": (
         lambda: generate(max_tokens=5),
@@ -208,7 +211,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "EngineState": (
         lambda: sd.EngineState,
         AttributeError,
-        "EngineState is retired; its name is DecodeState",
+        "EngineState is retired; use DecodeState",
+    ),
+    "apply_logit_bias": (
+        lambda: sd.apply_logit_bias,
+        AttributeError,
+        "apply_logit_bias is retired; use process_logits with LogitsProcessors(logit_bias=...)",
     ),
     "bytes": (
         lambda: sd.encode(b"abc"),  # type: ignore[arg-type]
@@ -259,7 +267,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "submit text": (
         lambda: sd.EngineDriver(engine(), TARGET.params).submit("import "),  # type: ignore[arg-type]
         TypeError,
-        "prompt must be a list of ints, but it is the text 'import ': make ids of it, ",
+        "prompt must be a list of ints, but it is the text 'import ': turn it into ids, ",
     ),
     # Verification
     "logits [B, K+1, V]": (

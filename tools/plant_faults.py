@@ -244,7 +244,7 @@ FAULTS = {
     ),
     "a new request of an engine has drafts": Fault(
         "serving/core.py",
-        "if not self.drafts_at_once:",
+        "if not self.drafts_in_first_step:",
         "if False:",
         "serving/test_engine.py",
     ),
@@ -268,8 +268,8 @@ FAULTS = {
     ),
     "a long prompt keeps what the one before it left in its caches": Fault(
         "serving/engine.py",
-        "clear = start == 0",
-        "clear = start < 0",
+        "is_first = start == 0",
+        "is_first = start < 0",
         "serving/test_steps_ahead.py",
     ),
     "whoever comes into a slot gets what a step ahead did for the request before": Fault(
@@ -277,6 +277,12 @@ FAULTS = {
         "if request is None or request is not slots[slot]:",
         "if (request := slots[slot]) is None:",
         "serving/test_steps_ahead.py",
+    ),
+    "a request ends at its second failed call, whatever max_retries says": Fault(
+        "serving/bookkeeping.py",
+        "if one.num_calls > max_retries}",
+        "if one.num_calls > 1}",
+        "serving/test_engine_continuity.py",
     ),
     "a preempted request does not wait for the steps ahead": Fault(
         "serving/driver.py",

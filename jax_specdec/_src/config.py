@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
-import math
 import numbers
 import operator
 from collections.abc import Mapping, Sequence
@@ -91,9 +90,7 @@ class SpecDecodeConfig:
         _check_choice("draft_sample_method", self.draft_sample_method, get_args(DraftSampleMethod))
         self._check_synthetic_fields()
         if self.synthetic_acceptance_rates is not None:
-            rates = _check_rates(
-                "synthetic_acceptance_rates", self.synthetic_acceptance_rates, non_increasing=True
-            )
+            rates = _check_rates("synthetic_acceptance_rates", self.synthetic_acceptance_rates)
             if len(rates) != k:
                 raise ValueError(
                     f"synthetic_acceptance_rates must have num_speculative_tokens={k} entries, but"
@@ -206,7 +203,7 @@ def acceptance_length_to_rates(length: float, num_speculative_tokens: int) -> tu
       num_speculative_tokens: K, at least 1.
 
     Returns:
-      K unconditional rates; ``rates_to_acceptance_length`` of them is ``length`` again, exactly.
+      K unconditional rates; ``1 + sum(rates)`` is ``length``.
 
     Raises:
       ValueError: ``length`` or ``num_speculative_tokens`` is out of range.
@@ -223,26 +220,6 @@ def acceptance_length_to_rates(length: float, num_speculative_tokens: int) -> tu
     k = check_int("num_speculative_tokens", num_speculative_tokens)
     mean_accepted = _check_real("length", length, 1, k + 1) - 1.0
     return tuple(min(max(mean_accepted - i, 0.0), 1.0) for i in range(k))
-
-
-def rates_to_acceptance_length(rates: Sequence[float]) -> float:
-    """The mean acceptance length of a schedule: ``1 + sum(rates)``.
-
-    Args:
-      rates: unconditional acceptance rates, each in [0, 1], non-increasing.
-
-    Returns:
-      Mean number of tokens emitted per step, the recovered or bonus token included.
-
-    Raises:
-      ValueError: ``rates`` is empty, increases, or has an entry outside [0, 1].
-      TypeError: ``rates`` is not a sequence of numbers.
-
-    Example:
-      >>> rates_to_acceptance_length([1.0, 0.5, 0.0])
-      2.5
-    """
-    return math.fsum((1.0, *_check_rates("rates", rates, non_increasing=True)))
 
 
 def unconditional_to_conditional_rates(rates: Sequence[float]) -> tuple[float, ...]:
@@ -264,33 +241,9 @@ def unconditional_to_conditional_rates(rates: Sequence[float]) -> tuple[float, .
       >>> unconditional_to_conditional_rates([0.9, 0.45, 0.0])
       (0.9, 0.5, 0.0)
     """
-    checked = _check_rates("rates", rates, non_increasing=True)
+    checked = _check_rates("rates", rates)
     pairs = itertools.pairwise((1.0, *checked))
     return tuple(rate / before if before > 0.0 else 0.0 for before, rate in pairs)
-
-
-def conditional_to_unconditional_rates(rates: Sequence[float]) -> tuple[float, ...]:
-    """The rates of whole prefixes: running products of the conditional rates.
-
-    ``r[i] = c[0] * ... * c[i]``.
-
-    Args:
-      rates: c, conditional: ``c[i]`` is P(draft i accepted given that drafts 0 .. i-1 were); each
-        in [0, 1], in any order.
-
-    Returns:
-      r, unconditional: ``r[i]`` is P(drafts 0 .. i all accepted); non-increasing.
-
-    Raises:
-      ValueError: ``rates`` is empty, or has an entry outside [0, 1].
-      TypeError: ``rates`` is not a sequence of numbers.
-
-    Example:
-      >>> conditional_to_unconditional_rates([0.5, 0.5, 1.0])
-      (0.5, 0.25, 0.25)
-    """
-    checked = _check_rates("rates", rates, non_increasing=False)
-    return tuple(itertools.accumulate(checked, lambda product, rate: product * rate))
 
 
 def check_int(name: str, value: Any, low: int = 1, high: int | None = None) -> int:
@@ -332,7 +285,7 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be {listed} or {choices[-1]!r}, but is {value!r}")
 
 
-def _check_rates(name: str, rates: Any, *, non_increasing: bool) -> tuple[float, ...]:
+def _check_rates(name: str, rates: Any) -> tuple[float, ...]:
     if isinstance(rates, np.ndarray):
         rates = rates.tolist()
     if isinstance(rates, str | bytes) or not isinstance(rates, Sequence):
@@ -340,11 +293,9 @@ def _check_rates(name: str, rates: Any, *, non_increasing: bool) -> tuple[float,
     if not rates:
         raise ValueError(f"{name} must have at least one entry, but is {rates!r}")
     checked = tuple(_check_real(f"{name}[{i}]", rate, 0, 1) for i, rate in enumerate(rates))
-    if non_increasing:
-        for i, (before, rate) in enumerate(itertools.pairwise(checked), start=1):
-            if rate > before:
-                raise ValueError(
-                    f"{name} must be non-increasing, but {name}[{i}]={rate} >"
-                    f" {name}[{i - 1}]={before}"
-                )
+    for i, (before, rate) in enumerate(itertools.pairwise(checked), start=1):
+        if rate > before:
+            raise ValueError(
+                f"{name} must be non-increasing, but {name}[{i}]={rate} > {name}[{i - 1}]={before}"
+            )
     return checked

@@ -200,10 +200,10 @@ class LogitsProcessors:
     If a field is None, nothing is compiled for it.
 
     Attributes:
-      logit_bias: for `apply_logit_bias`.
-      penalties: for `apply_penalties`.
-      bad_words: for `forbid_bad_words`.
-      min_tokens: for `forbid_stop_tokens`.
+      logit_bias: added to the logits.
+      penalties: applied to the biased logits, by `apply_penalties`.
+      bad_words: whose last tokens get -inf where the sequence ends with their other tokens.
+      min_tokens: stop tokens get -inf as long as a request has fewer tokens.
 
     Example:
       >>> import jax_specdec as sd
@@ -340,7 +340,7 @@ def apply_logit_bias(
       >>> import jax.numpy as jnp
       >>> import jax_specdec as sd
       >>> bias = sd.LogitBias(jnp.array([[2, -1]]), jnp.array([[1.5, 0.0]]))
-      >>> sd.apply_logit_bias(jnp.zeros((1, 3)), None, bias).tolist()
+      >>> apply_logit_bias(jnp.zeros((1, 3)), None, bias).tolist()
       [[0.0, 0.0, 1.5]]
     """
     name = "logit_bias"
@@ -392,7 +392,7 @@ def forbid_bad_words(
       >>> import jax.numpy as jnp
       >>> import jax_specdec as sd
       >>> bad_words = sd.BadWords(jnp.array([[[0, 1]]]), recent=jnp.array([[0]]))
-      >>> sd.forbid_bad_words(
+      >>> forbid_bad_words(
       ...     jnp.zeros((3, 2)), sd.Drafts.from_dense(jnp.array([[1, 0]])), bad_words,
       ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2)).tolist()
       [[0.0, -inf], [0.0, 0.0], [0.0, -inf]]
@@ -451,7 +451,7 @@ def forbid_stop_tokens(
       >>> import jax.numpy as jnp
       >>> import jax_specdec as sd
       >>> least = sd.MinTokens(jnp.array([[1], [1]]), remaining=jnp.array([2, 0]))
-      >>> sd.forbid_stop_tokens(jnp.zeros((2, 2)), None, least).tolist()
+      >>> forbid_stop_tokens(jnp.zeros((2, 2)), None, least).tolist()
       [[0.0, -inf], [0.0, 0.0]]
     """
     name = "min_tokens"

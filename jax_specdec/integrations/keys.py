@@ -1,4 +1,4 @@
-"""From what a serving loop has, one key per step or one per request, to a key per request."""
+"""A key for each request, from one key per step or one per request."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def step_keys(key: jax.Array, slots: jax.Array) -> jax.Array:
     - no two requests of a step have the same slot, and
     - nothing else draws from `key`: a drafter gets a key of its own.
 
-    Positions then need not grow: give 0, or those of the requests. The price: a request's tokens
-    depend on its slot, and on how many steps the loop had taken before it arrived. To avoid that,
-    give each request a key from its own seed instead.
+    Positions then need not grow: give 0, or those of the requests. In return, a request's tokens
+    depend on its slot, and on how many steps the loop had taken before it arrived. To avoid this,
+    give each request a key from its own seed.
 
     Args:
       key: ``[]`` typed key of two or four words (threefry2x32, rbg, unsafe_rbg), fresh in each
@@ -33,7 +33,7 @@ def step_keys(key: jax.Array, slots: jax.Array) -> jax.Array:
       ``[B]`` typed keys, for ``keys`` of `jax_specdec.rejection_sample`.
 
     Raises:
-      TypeError: `key` is no typed key of two or four words, or `slots` are not integers.
+      TypeError: `key` is not a typed key of two or four words, or `slots` are not integers.
       ValueError: `key` is not one key, or `slots` are not ``[B]``.
 
     Example:
@@ -48,7 +48,7 @@ def step_keys(key: jax.Array, slots: jax.Array) -> jax.Array:
     slots = as_int32("slots", slots)
     if slots.ndim != 1:
         raise ValueError(f"slots must be [B], but its shape is {list(slots.shape)}")
-    # As a key of Threefry first: under vmap, JAX folds into keys of "unsafe_rbg" otherwise.
+    # Into a key of Threefry first, because under vmap JAX folds into "unsafe_rbg" keys differently.
     return jax.vmap(jax.random.fold_in, (None, 0))(threefry_keys(key), slots)
 
 
@@ -64,7 +64,7 @@ def of_requests(
       batch: B.
 
     Raises:
-      TypeError: no typed keys.
+      TypeError: `keys` are not typed keys.
       ValueError: keys of another shape, or keys per request without positions.
     """
     zeros = jnp.zeros((batch,), jnp.int32)

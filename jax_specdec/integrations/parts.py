@@ -1,4 +1,4 @@
-"""What both adapters do with shapes, and with a mesh."""
+"""Checks of shapes, and splitting over a mesh, for both adapters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_arrays(arrays: dict[str, tuple[Any, str, tuple[int | None, ...]]]) -> 
       arrays: by name, an array or None, its shape in letters, and in numbers where they are fixed.
 
     Raises:
-      TypeError: something that is no array.
+      TypeError: something is not an array.
       ValueError: an array of another shape.
     """
     for name, (array, letters, sizes) in arrays.items():
@@ -45,31 +45,21 @@ def check_arrays(arrays: dict[str, tuple[Any, str, tuple[int | None, ...]]]) -> 
 def check_bitmask(
     token_bitmask: Any, logits: jax.Array, letters: str, sharding: VerifySharding | None
 ) -> None:
-    """Check a bitmask, whose words are of the whole vocabulary.
+    """Check a bitmask, whose words cover the whole vocabulary.
 
     Raises:
-      TypeError: no array.
-      ValueError: an array of another shape.
+      TypeError: it is not an array.
+      ValueError: it has another shape.
     """
     parts = sharding_lib.vocabulary_parts(sharding)
     sizes = (logits.shape[0], -(-logits.shape[1] * parts // 32))
     check_arrays({"token_bitmask": (token_bitmask, letters, sizes)})
 
 
-def check_static(config: Any, logprobs: Any) -> None:
-    """Raise TypeError for anything but a `SpecDecodeConfig`, and a `LogprobsConfig` or None."""
-    if not isinstance(config, SpecDecodeConfig):
-        raise TypeError(f"config must be a SpecDecodeConfig, but it is {described(config)}")
-    if not (logprobs is None or isinstance(logprobs, LogprobsConfig)):
-        raise TypeError(
-            f"logprobs must be a LogprobsConfig or None, but it is {described(logprobs)}"
-        )
-
-
 def check_sharding(
     logits_name: str, logits: jax.Array, sharding: Any, sizes: dict[str, int]
 ) -> None:
-    """Check that a mesh divides all that is split over it.
+    """Check that every size that is split over a mesh divides by its devices.
 
     Args:
       logits_name: name of the argument.
@@ -114,11 +104,11 @@ def on_parts(
     arrays: Any,
     specs: Callable[[P, P], Any],
 ) -> Any:
-    """Call `function` on each device's part of the arrays, each a batch of its own.
+    """Call `function` on each device's part of the arrays; each part is a batch of its own.
 
     Args:
       function: of the arrays and how the vocabulary of its part is split.
-      sharding: a mesh makes a `jax.shard_map` over it; without one, `function` is called as it is.
+      sharding: with a mesh, `function` runs under `jax.shard_map`; without, it is just called.
       arrays: a pytree.
       specs: of what is split by rows, and of what is split by rows and vocabulary, the specs of
         `arrays`.
@@ -140,7 +130,7 @@ def on_parts(
     )
 
 
-def verify(
+def verify_with_logprobs(
     target_logits: jax.Array,
     drafts: Drafts,
     *,

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.logprobs import TokenLogprobs
-from jax_specdec._src.serving.options import LogprobsConfig
+from jax_specdec._src.serving.inputs import check_config
+from jax_specdec._src.serving.options import LogprobsConfig, check_logprobs
 from jax_specdec._src.types import (
     DraftProbs,
     Drafts,
@@ -122,7 +123,8 @@ def verify_chains(
       >>> found.accept_lens.tolist(), found.accept_index.tolist(), found.predict.tolist()
       ([2], [0, 1, -1], [5, 6, 0])
     """
-    parts.check_static(config, logprobs)
+    check_config(config)
+    check_logprobs(logprobs)
     tokens = as_int32("draft_tokens", draft_tokens)
     lengths = as_int32("seq_lens", seq_lens)
     parts.check_arrays({"seq_lens": (lengths, "[bs]", (None,))})
@@ -202,7 +204,7 @@ def _verify(
         is_greedy = (sampling.top_k == 1) & (sampling.temperature >= 0)
         temperature = jnp.where(is_greedy, 0.0, sampling.temperature)
         sampling = SamplingParams(temperature, sampling.min_p, sampling.top_k, sampling.top_p)
-    output, found = parts.verify(
+    output, found = parts.verify_with_logprobs(
         arrays.target_logits,
         drafts,
         sampling=sampling,

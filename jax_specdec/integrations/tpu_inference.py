@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.logprobs import TokenLogprobs
-from jax_specdec._src.serving.options import LogprobsConfig
+from jax_specdec._src.serving.inputs import check_config
+from jax_specdec._src.serving.options import LogprobsConfig, check_logprobs
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
     DraftProbs,
@@ -126,7 +127,8 @@ def verify_flat(
       ... ).token_ids.tolist()  # two at drafts' places, padding, no bonus, a bonus
       [5, 6, -1, -1, 3]
     """
-    parts.check_static(config, logprobs)
+    check_config(config)
+    check_logprobs(logprobs)
     ids = as_int32("draft_token_ids", draft_token_ids)
     lengths = as_int32("draft_lengths", draft_lengths)
     parts.check_arrays(
@@ -204,7 +206,7 @@ def _verify(
         None if arrays.draft_probs is None else DraftProbs(arrays.draft_probs),
     )
     sampling = _sampling(arrays.sampling, arrays.draft_lengths >= 0)
-    output, found = parts.verify(
+    output, found = parts.verify_with_logprobs(
         arrays.logits,
         drafts,
         sampling=sampling,

@@ -146,7 +146,7 @@ def test_a_template_that_fails_is_named_in_one_sentence(tmp_path: Path, template
     [
         ("{% if %}", "tokenizer_config.json has a chat template that cannot be parsed: "),
         ("{% include 'x' %}{{", "tokenizer_config.json has a chat template that cannot be parsed"),
-        (3, "tokenizer_config.json has chat_template = 3, which is no text"),
+        (3, "tokenizer_config.json has chat_template = 3, which is not text"),
         (None, "has no chat template, neither chat_template.jinja nor one in tokenizer_config.js"),
         ([{"name": "tool_use", "template": "x"}], "has no chat template, neither "),
     ],
@@ -178,7 +178,7 @@ def test_what_is_no_message_is_named(tmp_path: Path, messages: Any, message: str
 
 
 def test_special_tokens_that_are_no_text_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has bos_token = 7, which is no text"):
+    with pytest.raises(ValueError, match="has bos_token = 7, which is not text"):
         text(tmp_path, CHATML, bos_token=7)
 
 

@@ -151,7 +151,7 @@ def test_a_prompt_that_the_target_cannot_read_is_refused(
 ) -> None:
     target = cut_vocabulary(copy("qwen2", tmp_path / "target"), 270)
     error = refuse(capsys, "a", "--target", str(target))
-    assert "tokenizer.json makes token id 280 of the prompt, but config.json beside it" in error
+    assert "tokenizer.json gives token id 280 for the prompt, but config.json beside it" in error
     assert "vocab_size = 270" in error
 
 
@@ -228,7 +228,7 @@ def test_a_tokenizer_that_makes_nothing_of_the_prompt_is_refused(
     path = target / "tokenizer.json"
     raw = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({**raw, "post_processor": None, "normalizer": STRIP}))
-    assert "tokenizer.json makes no tokens of the prompt" in refuse(
+    assert "tokenizer.json gives no tokens for the prompt" in refuse(
         capsys, " ", "--target", str(target)
     )
 

@@ -166,7 +166,7 @@ def test_generation_config_says_what_ends_a_text_or_else_config(tmp_path: Path) 
         (
             "generation_config.json",
             '{"eos_token_id": "<|end|>"}',
-            "generation_config.json has eos_token_id = '<|end|>', which is no token id or list",
+            "generation_config.json has eos_token_id = '<|end|>', which is no id or list of ids",
         ),
         ("generation_config.json", '{"eos_token_id": [1, -1]}', r"has eos_token_id = \[1, -1\]"),
     ],

@@ -59,7 +59,11 @@ NAMES = {TABLE: "table", JOINTLY: "block", LOOKUP: "lookup", LLAMA: "llama"}
 
 
 def driver_of(
-    engine: sd.Engine, *weights: Any, max_steps_ahead: int = 0, max_prefills: int | None = None
+    engine: sd.Engine,
+    *weights: Any,
+    max_steps_ahead: int = 0,
+    max_prefills: int | None = None,
+    **settings: int,
 ) -> sd.EngineDriver:
     """A driver; all that happens in a step happens at once, unless asked for otherwise."""
     return sd.EngineDriver(
@@ -67,6 +71,7 @@ def driver_of(
         *(weights or WEIGHTS[engine]),
         max_steps_ahead=max_steps_ahead,
         max_prefills=max_prefills,
+        **settings,
     )
 
 

@@ -58,13 +58,13 @@ ERRORS = {
     "temperatures, one per prompt": (
         dict(temperature=[0.0, 1.0]),
         TypeError,
-        r"temperature must be one value, but it is \[0.0, 1.0\]: requests that differ have "
-        r"options of their own, options=\[RequestOptions\(temperature=...\), ...\]",
+        r"temperature must be one value, but it is \[0.0, 1.0\]: for requests that differ, "
+        r"give a list, options=\[RequestOptions\(temperature=...\), ...\]",
     ),
     "an array of temperatures": (
         dict(temperature=np.zeros(2)),
         TypeError,
-        r"temperature must be one value, but it is an array of float64\[2\]: requests",
+        r"temperature must be one value, but it is an array of float64\[2\]: for requests",
     ),
     "a negative temperature": (
         dict(temperature=-0.5),
@@ -89,7 +89,7 @@ ERRORS = {
     "budgets, one per prompt": (
         dict(max_new_tokens=[1, 2]),
         TypeError,
-        r"max_new_tokens must be one value, but it is \[1, 2\]: requests that differ have",
+        r"max_new_tokens must be one value, but it is \[1, 2\]: for requests that differ,",
     ),
     "a negative budget": (
         dict(max_new_tokens=-1),
@@ -156,7 +156,7 @@ def test_sequences_have_room_for_the_budget_and_for_a_step_past_it(length, budge
     assert prompt_size >= length
     assert batch.token_ids.shape[1] >= length + budget + slack
     assert batch.lengths.tolist() == [length, 1]
-    assert batch.options.ends.tolist() == [length + budget, 1]
+    assert batch.options.max_lengths.tolist() == [length + budget, 1]
     assert batch.done.tolist() == [budget == 0, True]
     assert max_steps >= budget and max_steps > 0
     assert batch.token_ids[0, :length].tolist() == [1] * length

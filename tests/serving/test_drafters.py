@@ -81,7 +81,7 @@ CASES: dict[str, tuple[Callable[[Any, Any], Any], bool, type[Exception], str]] =
         lambda store, cache: (sd.Proposal(GOOD, store), None),
         False,
         ValueError,
-        "return the cache laid out as it was given, {'seen': 'int32[2]'}, but it returned None",
+        "return the cache with the layout it was given, {'seen': 'int32[2]'}, but it returned None",
     ),
     "a cache of another dtype": (
         lambda store, cache: (sd.Proposal(GOOD), {"seen": jnp.zeros((B,))}),
@@ -93,13 +93,13 @@ CASES: dict[str, tuple[Callable[[Any, Any], Any], bool, type[Exception], str]] =
         lambda store, cache: (sd.Proposal(GOOD), cache),
         True,
         ValueError,
-        "return the store laid out as it was given, DraftStore(logits='float32[4, 6]'",
+        "return the store with the layout it was given, DraftStore(logits='float32[4, 6]'",
     ),
     "a store that nobody asked for": (
         lambda store, cache: (sd.Proposal(GOOD, sd.DraftStore.create(B, K, V)), cache),
         False,
         ValueError,
-        "return the store laid out as it was given, None, but it returned DraftStore(",
+        "return the store with the layout it was given, None, but it returned DraftStore(",
     ),
 }
 
@@ -133,7 +133,7 @@ def test_a_drafter_of_the_old_form_is_told_the_new_one():
     message = re.escape(
         "drafter must have a propose that takes (params, context, cache, store), but Old.propose "
         "takes (params, token_ids, lengths, cache, store, *, sampling, keys, config): token_ids, "
-        "lengths, sampling, keys, config and what else there was are fields of the context, a "
+        "lengths, sampling, keys, config and the rest are fields of the context, a "
         "DraftContext"
     )
     with pytest.raises(TypeError, match=message):

@@ -19,7 +19,7 @@ import jax_specdec as sd
 from jax_specdec._src.serving import driver as driver_lib
 from jax_specdec._src.serving import generate as generate_lib
 from jax_specdec._src.serving.core import Decoder
-from jax_specdec._src.serving.engine import insert
+from jax_specdec._src.serving.engine import put_cache
 
 from . import tiny
 from .engines import (
@@ -294,7 +294,7 @@ def test_after_a_step_that_did_not_draft_old_rows_are_not_used():
 def test_a_slot_given_to_another_request_has_no_drafts_and_no_rows():
     state = drafted()
     length = int(state.batch.lengths[2])
-    newcomer = dict(
+    newcomer = sd.NewRequests(
         slots=np.array([2]),
         # The position and the temperature of the old one.
         prompts=TABLE.pad_prompt([2] * length)[None],
@@ -302,7 +302,7 @@ def test_a_slot_given_to_another_request_has_no_drafts_and_no_rows():
         keys=jax.random.split(jax.random.key(0), 1),
         options=TABLE.options_of([sd.RequestOptions(temperature=1.0, max_new_tokens=5)], [length]),
     )
-    after = TABLE.admit(*TABLES, state, **newcomer)
+    after = TABLE.admit(*TABLES, state, newcomer)
     assert (after.store.positions[:, 2] == -1).all() and (after.draft_token_ids[2] == -1).all()
     kept = dataclasses.replace(after, draft_token_ids=state.draft_token_ids)
     assert fallbacks(kept) == 1
@@ -372,7 +372,7 @@ def compilations() -> Iterator[list[str]]:
 
 FUNCTIONS = (
     driver_lib._admit,
-    driver_lib._read,
+    driver_lib._prefill_chunk,
     driver_lib._insert,
     driver_lib._step,
     driver_lib._release,
@@ -390,7 +390,7 @@ def test_nothing_is_compiled_after_warm_up(sizes, ahead, num_programs):
     )
     programs, progress = {"jit(_admit)", "jit(_step)", "jit(_release)"}, []
     if sizes:
-        programs |= {"jit(_read)", "jit(_insert)"}
+        programs |= {"jit(_prefill_chunk)", "jit(_insert)"}
     with compilations() as names:
         driver.warm_up(
             lambda *counts: progress.append((*counts, sum(name in programs for name in names)))
@@ -625,6 +625,14 @@ def test_prompts_are_padded_to_powers_of_two_by_default(longest, sizes):
     assert sd.Engine(TABLE.model, TABLE.drafter, TABLE.config, **shape).prefill_sizes == sizes
 
 
+def test_caches_have_room_for_a_step_past_the_longest_request_and_an_aligned_length():
+    for longest in (26, 29, 30, 1000):
+        engine = dataclasses.replace(TABLE, max_length=longest, prefill_sizes=None)
+        length, needed = engine.buffer_length, longest + K + 1
+        assert length % 32 == 0 and 0 <= length - needed < 32
+        assert engine.init_state(TABLES[1]).batch.token_ids.shape == (SLOTS, length)
+
+
 def test_admitting_refuses_shapes_that_do_not_fit():
     request = dict(slots=[0], lengths=[1], keys=jax.random.split(jax.random.key(0), 1))
     options = TABLE.options_of([sd.RequestOptions()], [1])
@@ -636,7 +644,8 @@ def test_admitting_refuses_shapes_that_do_not_fit():
         (jnp.zeros((2, 8), jnp.int32), options, r"options.stop_token_ids must have shape \[2, 2\]"),
     ]:
         with pytest.raises(ValueError, match=message):
-            TABLE.admit(*TABLES, drafted(), **request, prompts=prompt, options=given)
+            new = sd.NewRequests(**request, prompts=prompt, options=given)
+            TABLE.admit(*TABLES, drafted(), new)
     with pytest.raises(ValueError, match="prompt must hold at most max_length=40 tokens"):
         TABLE.pad_prompt([1] * 41)
 
@@ -661,7 +670,7 @@ def test_a_cache_of_any_layout_has_some_requests_replaced():
         jax.tree.map, lambda x: jnp.asarray(rng.integers(1, 9, x.shape)).astype(x.dtype)
     )
     cache, some = fill(layouts(4, length)), fill(layouts(2, length))
-    new = insert(layouts, cache, some, jnp.array([2, 0]), length)
+    new = put_cache(layouts, cache, some, jnp.array([2, 0]), length)
     axes = dict(first=0, middle=1, last=1, fused=0, flat=0)
     for name, axis in axes.items():
         before, after, both = (
@@ -686,7 +695,7 @@ def test_a_cache_of_any_layout_has_some_requests_replaced():
 )
 def test_a_cache_without_an_axis_of_requests_is_refused(init_cache):
     with pytest.raises(ValueError, match=r"cache\['shared'\] must have one axis that holds the"):
-        insert(init_cache, init_cache(4, 5), init_cache(1, 5), jnp.array([0]), 5)
+        put_cache(init_cache, init_cache(4, 5), init_cache(1, 5), jnp.array([0]), 5)
 
 
 def test_an_engine_without_caches_serves():

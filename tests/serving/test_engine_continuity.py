@@ -43,7 +43,7 @@ from .engines import (
 pytestmark = pytest.mark.newest
 
 MOST_ALIVE = 16  # counted by request: after a lost state, those that ran wait too
-FUNCTIONS = ("_admit", "_read", "_insert", "_step", "_release")
+FUNCTIONS = ("_admit", "_prefill_chunk", "_insert", "_step", "_release")
 Call = Callable[..., Any]
 
 
@@ -260,7 +260,7 @@ def test_a_request_gets_the_drafts_that_it_would_have_had(length: int) -> None:
             rows,
             state.batch.token_ids[0, :held],
             state.batch.lengths[0],
-            state.batch.options.ends[0],
+            state.batch.options.max_lengths[0],
             state.target_cache[0, : held - 1],
             state.draft_cache[0, : held - 1],
         ]
@@ -293,7 +293,7 @@ def test_a_models_logits_differ_by_little_however_its_prompt_is_cut() -> None:
     engines = (dataclasses.replace(LLAMA, prefill_sizes=(piece,)) for piece in (LONGEST, 9))
     caches = []
     for engine in engines:
-        size, read = engine.piece_size, jax.jit(engine.read)
+        size, read = engine.chunk_size, jax.jit(engine.prefill_chunk)
         caches.append(engine.init_caches())
         for start in range(0, LONGEST, size):
             start = min(start, LONGEST - size)
@@ -377,7 +377,16 @@ def test_interrupted_at_every_instruction_every_step_delivers_what_it_would_have
         assert_same_traffic(interrupted, serve(count, 2))
     assert_each_is_as_if_alone(*interrupted[:2], count, seed=2)
     places = {(code.co_name, event) for code, _, event in everywhere.places}
-    for name in ("submit", "step", "cancel", "preempt", "_admit", "_dispatch", "_settle", "after"):
+    for name in (
+        "submit",
+        "step",
+        "cancel",
+        "preempt",
+        "_finish_interrupted",
+        "_admit",
+        "_call",
+        "after_step",
+    ):
         assert {(name, "line"), (name, "opcode")} <= places
     assert everywhere.count > 1000
 
@@ -440,18 +449,25 @@ def test_a_state_that_is_lost_inside_jax_loses_no_token(monkeypatch: pytest.Monk
     assert_same_traffic(lossy, expected)
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize(
+    ("share", "max_retries", "ahead", "most_ended"),
+    [(0.04, 1, 0, 12), (0.04, 1, 2, 12), (0.04, 5, 1, 0), (0.15, 5, 0, 2), (0.15, 5, 2, 2)],
+)
 def test_failures_of_the_device_lose_no_token_and_are_told_to_whom_they_concern(
-    ahead: int, monkeypatch: pytest.MonkeyPatch
+    share: float,
+    max_retries: int,
+    ahead: int,
+    most_ended: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     count, seed, updates = 24, 1, []
     for index in range(count):
         served_alone(index, seed)
-    driver = driver_of(max_steps_ahead=ahead, max_prefills=1)
+    driver = driver_of(max_steps_ahead=ahead, max_prefills=1, max_retries=max_retries)
     for index in range(count):
         driver.submit(**served_alone(index, seed)[0])
     with monkeypatch.context() as patched:
-        inside = InsideJax(patched, seed, share=0.04, error=jax.errors.JaxRuntimeError)
+        inside = InsideJax(patched, seed, share, error=jax.errors.JaxRuntimeError)
         while not driver.is_idle:
             updates += driver.step()
     assert inside.count == driver.serving_stats().num_failed_calls > 3
@@ -468,7 +484,7 @@ def test_failures_of_the_device_lose_no_token_and_are_told_to_whom_they_concern(
         ended = told and told[-1].finish_reason == "failed"
         num_ended += bool(ended)
         assert ended or got[-1].finish_reason in ("stop", "length")
-    assert num_ended < count / 2
+    assert num_ended <= most_ended, "of 24 requests"
 
 
 def test_any_other_error_of_a_step_loses_no_token_either(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -568,7 +584,7 @@ def test_a_drafter_that_cannot_read_in_pieces_is_refused_only_where_it_must() ->
     sd.Engine(TABLE.model, tiny.Scripted(), TABLE.config, **sizes, prefill_sizes=(PIECE, LONGEST))
     message = (
         r"drafter must have a prefill that takes start, because prompts longer than "
-        r"prefill_sizes\[-1\]=8 are read in pieces, but Scripted.prefill takes \(params"
+        r"prefill_sizes\[-1\]=8 are read in chunks, but Scripted.prefill takes \(params"
     )
     with pytest.raises(TypeError, match=message):
         sd.Engine(TABLE.model, tiny.Scripted(), TABLE.config, **sizes, prefill_sizes=(PIECE,))

@@ -115,7 +115,7 @@ REFUSED = {
         ENGINE,
         dict(logit_bias={1: float("nan")}),
         ValueError,
-        "logit_bias must hold finite numbers, but that of token 1 is nan",
+        r"logit_bias\[1\] must be finite, but it is nan",
     ),
     "a bias past the vocabulary": (
         ENGINE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -119,7 +120,9 @@ def deviations(accepted: np.ndarray, rates: tuple[float, ...]) -> dict[str, floa
         return abs(count - expected) / math.sqrt(variance)
 
     n, found = len(accepted), {}
-    conditional = sd.unconditional_to_conditional_rates(rates)
+    conditional = [
+        now / before if before else 0.0 for before, now in itertools.pairwise([1.0, *rates])
+    ]
     for i in range(K):
         kept, reached = int((accepted > i).sum()), int((accepted >= i).sum())
         r, c = rates[i], conditional[i]

@@ -14,7 +14,7 @@ import pytest
 
 import jax_specdec as sd
 from jax_specdec._src.serving import generate as generate_lib
-from jax_specdec._src.serving.options import RequestFields, one_each
+from jax_specdec._src.serving.options import RequestFields, options_per_request
 
 from . import sampled, tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
@@ -156,12 +156,12 @@ def test_the_fields_of_options_are_the_arguments_of_a_call_by_the_same_types() -
 def test_a_field_in_the_call_holds_for_every_request_whatever_its_options_say() -> None:
     options = [sd.RequestOptions(temperature=0.5, top_p=0.9), sd.RequestOptions(max_new_tokens=3)]
     fields: RequestFields = {"max_new_tokens": 7, "temperature": 0.0}
-    assert one_each(options, 2, fields) == [
+    assert options_per_request(options, 2, fields) == [
         sd.RequestOptions(max_new_tokens=7, top_p=0.9),
         sd.RequestOptions(max_new_tokens=7),
     ]
-    assert one_each(None, 2, {"top_k": 3}) == [sd.RequestOptions(top_k=3)] * 2
-    assert one_each(options, 2, {}) == options
+    assert options_per_request(None, 2, {"top_k": 3}) == [sd.RequestOptions(top_k=3)] * 2
+    assert options_per_request(options, 2, {}) == options
 
 
 def test_a_request_with_a_seed_samples_with_its_key_wherever_it_stands() -> None:

@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_specdec as sd
+from jax_specdec._src import processors as processors_lib
 from jax_specdec._src.serving.options import BatchOptions, OptionSizes
 
 from . import sampled, tiny
@@ -165,7 +166,7 @@ def test_a_bias_out_of_range_ends_its_own_request_alone(bad: float) -> None:
     x = logits(13)
     bias = sd.LogitBias.from_mappings([{3: bad}, {}, {4: 1.0}, {}], size=2)
     output = sd.rejection_sample(
-        sd.apply_logit_bias(x, packed(), bias, config=CONFIG),
+        processors_lib.apply_logit_bias(x, packed(), bias, config=CONFIG),
         packed(),
         sampling=sd.SamplingParams(jnp.array([0.0, 1.0, 0.5, 0.0])),
         keys=jax.random.split(jax.random.key(1), 4),
@@ -406,17 +407,17 @@ FIELDS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a bias of NaN": (
         dict(logit_bias={3: float("nan")}),
         ValueError,
-        "logit_bias must hold finite numbers, but that of token 3 is nan",
+        r"logit_bias\[3\] must be finite, but it is nan",
     ),
     "a bias that float32 does not hold": (
         dict(logit_bias={3: 1e39}),
         ValueError,
-        r"logit_bias must hold finite numbers, but that of token 3 is 1e\+39",
+        r"logit_bias\[3\] must be finite, but it is 1e\+39",
     ),
     "a bias in words": (
         dict(logit_bias={3: "much"}),
         TypeError,
-        "logit_bias must hold numbers, but that of token 3 is 'much'",
+        r"logit_bias\[3\] must be a number, but it is 'much'",
     ),
     "a bias by text": (
         dict(logit_bias={"the": 1.0}),
@@ -441,7 +442,7 @@ FIELDS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "bad words as text": (
         dict(bad_words=["the"]),
         TypeError,
-        r"bad_words\[0\] must be a list of ints, but it is the text 'the': make ids of it, by",
+        r"bad_words\[0\] must be a list of ints, but it is the text 'the': turn it into ids, with",
     ),
     "one text": (dict(bad_words="the"), TypeError, "bad_words must be lists of token ids, but it"),
     "one bad word": (
@@ -494,57 +495,63 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
         "processors must be a LogitsProcessors, but it is None",
     ),
     "no bias": (
-        lambda x, d: sd.apply_logit_bias(x, d, {1: 2.0}, config=CONFIG),
+        lambda x, d: processors_lib.apply_logit_bias(x, d, {1: 2.0}, config=CONFIG),
         TypeError,
         "logit_bias must be a LogitBias, but it is {1: 2.0}",
     ),
     "biases of another shape": (
-        lambda x, d: sd.apply_logit_bias(x, d, sd.LogitBias(INTS, jnp.zeros((4, 3)))),
+        lambda x, d: processors_lib.apply_logit_bias(x, d, sd.LogitBias(INTS, jnp.zeros((4, 3)))),
         ValueError,
         r"logit_bias.values must have shape \[B, C\] = \[4, 2\], but its shape is \[4, 3\]",
     ),
     "biases of ints": (
-        lambda x, d: sd.apply_logit_bias(x, d, sd.LogitBias(INTS, INTS)),
+        lambda x, d: processors_lib.apply_logit_bias(x, d, sd.LogitBias(INTS, INTS)),
         TypeError,
         "logit_bias.values must be float32, but it is int32",
     ),
     "flat ids": (
-        lambda x, d: sd.apply_logit_bias(x, d, sd.LogitBias(INTS[0], jnp.zeros((2,)))),
+        lambda x, d: processors_lib.apply_logit_bias(x, d, sd.LogitBias(INTS[0], jnp.zeros((2,)))),
         ValueError,
         r"logit_bias.token_ids must have shape \[B, C\], but its shape is \[2\]",
     ),
     "no bad words": (
-        lambda x, d: sd.forbid_bad_words(x, d, [[1]]),
+        lambda x, d: processors_lib.forbid_bad_words(x, d, [[1]]),
         TypeError,
         r"bad_words must be a BadWords, but it is \[\[1\]\]",
     ),
     "words without length": (
-        lambda x, d: sd.forbid_bad_words(x, d, sd.BadWords(INTS[:, :, None][:, :, :0], INTS)),
+        lambda x, d: processors_lib.forbid_bad_words(
+            x, d, sd.BadWords(INTS[:, :, None][:, :, :0], INTS)
+        ),
         ValueError,
         "bad_words.words must have words of at least one token, but L is 0",
     ),
     "recent tokens of another length": (
-        lambda x, d: sd.forbid_bad_words(x, d, sd.BadWords(INTS[:, :, None], INTS)),
+        lambda x, d: processors_lib.forbid_bad_words(x, d, sd.BadWords(INTS[:, :, None], INTS)),
         ValueError,
         r"bad_words.recent must have shape \[B, L-1\] = \[4, 0\], but its shape is \[4, 2\]",
     ),
     "no least length": (
-        lambda x, d: sd.forbid_stop_tokens(x, d, 3),
+        lambda x, d: processors_lib.forbid_stop_tokens(x, d, 3),
         TypeError,
         "min_tokens must be a MinTokens, but it is 3",
     ),
     "one remaining": (
-        lambda x, d: sd.forbid_stop_tokens(x, d, sd.MinTokens(INTS, jnp.zeros((1,), jnp.int32))),
+        lambda x, d: processors_lib.forbid_stop_tokens(
+            x, d, sd.MinTokens(INTS, jnp.zeros((1,), jnp.int32))
+        ),
         ValueError,
         r"min_tokens.remaining must have shape \[B\] = \[4\], but its shape is \[1\]",
     ),
     "another number of rows": (
-        lambda x, d: sd.forbid_stop_tokens(x[:5], d, sd.MinTokens(INTS, INTS[:, 0]), config=CONFIG),
+        lambda x, d: processors_lib.forbid_stop_tokens(
+            x[:5], d, sd.MinTokens(INTS, INTS[:, 0]), config=CONFIG
+        ),
         ValueError,
         r"logits must have shape \[N\+B, V\] = \[9\+4, V\] or \[N, V\], but its shape is \[5, 11\]",
     ),
     "no config": (
-        lambda x, d: sd.forbid_stop_tokens(x, d, sd.MinTokens(INTS, INTS[:, 0])),
+        lambda x, d: processors_lib.forbid_stop_tokens(x, d, sd.MinTokens(INTS, INTS[:, 0])),
         TypeError,
         "config must be a SpecDecodeConfig, but it is None",
     ),

@@ -36,6 +36,7 @@ pytestmark = pytest.mark.newest
 
 PIECES = dataclasses.replace(TABLE, prefill_sizes=(2, 8))
 """Four prompts of two tokens a call, or eight tokens of one."""
+MOST_RETRIES = 3
 LLAMA_PIECES = dataclasses.replace(LLAMA, prefill_sizes=(4, 16))
 TABLES = (jnp.asarray(TARGET), jnp.asarray(DRAFT))
 
@@ -51,7 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in ("_admit", "_read", "_insert", "_step", "_release"):
+    for name in ("_admit", "_prefill_chunk", "_insert", "_step", "_release"):
         monkeypatch.setattr(driver_lib, name, noting(name, getattr(driver_lib, name)))
     return names
 
@@ -139,6 +140,7 @@ def test_a_request_that_ended_in_a_step_ahead_cannot_be_preempted():
     ("changes", "message"),
     [
         (dict(max_steps_ahead=-1), "max_steps_ahead must be at least 0, but it is -1"),
+        (dict(max_retries=-1), "max_retries must be at least 0, but it is -1"),
         (dict(max_prefills=0), "max_prefills must be at least 1, but it is 0"),
     ],
 )
@@ -163,7 +165,7 @@ def test_prompts_of_one_size_are_read_in_one_call(monkeypatch):
 
 def test_calls_read_as_many_prompts_as_their_size_allows():
     engine = dataclasses.replace(PIECES, prefill_sizes=(2, 4, 8), max_prefill_requests=3)
-    assert [engine.num_rows(size) for size in (2, 4, 8)] == [3, 2, 1]
+    assert [engine.group_size(size) for size in (2, 4, 8)] == [3, 2, 1]
     assert engine.admit_shapes == ((1, 2), (3, 2), (1, 4), (2, 4), (1, 8))
     with pytest.raises(ValueError, match="max_prefill_requests must be at least 1, but it is 0"):
         dataclasses.replace(PIECES, max_prefill_requests=0)
@@ -184,7 +186,7 @@ def test_requests_go_on_while_a_long_prompt_is_read(ahead, monkeypatch):
         updates += new
     pieces = -(-33 // 8)
     reads = names[: names.index("_insert") + 1]
-    assert Counter(reads)["_read"] == pieces and Counter(reads)["_step"] >= pieces - 1
+    assert Counter(reads)["_prefill_chunk"] == pieces and Counter(reads)["_step"] >= pieces - 1
     # Never two calls that read between two steps, but for the last piece's own.
     between = "".join({"_step": "|", "_insert": ""}.get(name, "r") for name in names).split("|")
     assert max(map(len, between)) == 1
@@ -201,7 +203,7 @@ def test_where_nobody_runs_prompts_are_read_until_somebody_does(monkeypatch):
     driver.submit(**long)
     names = calls(monkeypatch)
     (update,) = driver.step()
-    assert names == ["_read"] * 4 + ["_insert", "_step"]
+    assert names == ["_prefill_chunk"] * 4 + ["_insert", "_step"]
     assert update.token_ids == greedy_truth(long)[:1]
 
 
@@ -278,7 +280,9 @@ class Failing(tiny.Trigram):
 def failing(shall_fail: Callable[[np.ndarray], bool], ahead: int) -> sd.EngineDriver:
     Failing.shall_fail = staticmethod(shall_fail)
     engine = dataclasses.replace(PIECES, model=Failing(VOCAB), max_prefill_requests=3)
-    return driver_of(engine, *TABLES, max_steps_ahead=ahead, max_prefills=1)
+    return driver_of(
+        engine, *TABLES, max_steps_ahead=ahead, max_prefills=1, max_retries=MOST_RETRIES
+    )
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -332,8 +336,23 @@ def test_a_device_that_fails_at_every_step_ends_every_request():
     found = run(driver)
     assert {found[i].finish_reason for i in ids} == {"failed"}
     for i in ids:
-        assert [u.finish_reason for u in found[i].updates] == [None, "failed"]
-    assert driver.serving_stats().num_failed_calls >= 2
+        assert [u.finish_reason for u in found[i].updates] == [None] * MOST_RETRIES + ["failed"]
+    num_calls = driver.serving_stats().num_failed_calls
+    assert MOST_RETRIES < num_calls <= len(ids) * (MOST_RETRIES + 1)
+
+
+def test_a_long_prompt_that_cannot_be_read_leaves_the_slots_of_others_as_they_are(monkeypatch):
+    driver = failing(lambda tokens: tokens.shape[0] < SLOTS and (tokens == 5).any(), ahead=1)
+    good = [dict(prompt=[1, i], max_new_tokens=25, stop_token_ids=[5]) for i in range(2)]
+    ids = [driver.submit(**request) for request in good]
+    updates = driver.step()
+    names = calls(monkeypatch)
+    bad = driver.submit([2] * 20 + [5], max_new_tokens=9)
+    found = run(driver, updates)
+    assert found[bad].finish_reason == "failed"
+    assert [found[i].token_ids for i in ids] == [greedy_truth(request) for request in good]
+    # Its first failure shows in a step, and concerns all; the later ones concern itself alone.
+    assert names.count("_admit") <= 1 < MOST_RETRIES
 
 
 # Metrics
@@ -366,7 +385,9 @@ def test_the_driver_counts_what_it_did(monkeypatch):
 
 
 def test_readings_of_other_drivers_are_not_subtracted():
-    with pytest.raises(ValueError, match="both readings must be of as many slots, but they are"):
+    with pytest.raises(
+        ValueError, match="both readings must have the same number of slots, but they"
+    ):
         sd.ServingStats(4) - sd.ServingStats(5)
     with pytest.raises(ValueError, match="earlier must not hold larger sums, but it is"):
         sd.ServingStats(4) - sd.ServingStats(4, num_steps=1)

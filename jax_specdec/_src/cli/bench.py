@@ -14,7 +14,7 @@ from rich.table import Table
 from jax_specdec._src.cli import terminal
 from jax_specdec._src.cli.models import load_models
 from jax_specdec._src.cli.options import Options
-from jax_specdec._src.cli.run import Run, Session, measure
+from jax_specdec._src.cli.run import Comparison, Session, measure
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.serving.generate import GenerateOutput, GreedyDifference
 
@@ -27,22 +27,13 @@ class Row:
       temperature: of all requests.
       drafter: as the options name it; None for plain decoding.
       config: how it drafted and verified; None for plain decoding.
-      run: what it generated, and how fast.
-      plain: plain decoding at the same temperature.
-      differences: of greedy texts from plain decoding's; None where the two need not agree.
+      comparison: with plain decoding.
     """
 
     temperature: float
     drafter: str | None
     config: SpecDecodeConfig | None
-    run: Run
-    plain: Run
-    differences: list[GreedyDifference] | None
-
-    @property
-    def speedup(self) -> float:
-        """Time per token of plain decoding over that of this."""
-        return self.run.tokens_per_second / max(self.plain.tokens_per_second, 1e-9)
+    comparison: Comparison
 
 
 def show_bench(options: Options, prompts: list[str]) -> None:
@@ -80,10 +71,10 @@ def _measure(session: Session, temperature: float, on_run: Callable[[str], None]
         kinds, options.repeats, lambda name: on_run(f"temperature {temperature:g}, {name}")
     )
     plain = runs["plain"]
-    rows = [Row(temperature, None, None, plain, plain, None)]
+    rows = [Row(temperature, None, None, Comparison(plain, plain, None))]
     for name, (drafter, config) in combinations.items():
-        differences = session.differences(runs[name].output, plain.output, temperature)
-        rows.append(Row(temperature, drafter, config, runs[name], plain, differences))
+        comparison = session.compare(runs[name], plain, temperature)
+        rows.append(Row(temperature, drafter, config, comparison))
     return rows
 
 
@@ -103,18 +94,17 @@ def _table(options: Options, rows: list[Row]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("greedy\nas plain", no_wrap=True)
     for row in rows:
-        stats = row.run.stats
-        config = row.config
+        run, config = row.comparison.run, row.config
         table.add_row(
             f"{row.temperature:g}",
             "plain" if row.drafter is None else row.drafter,
             "" if config is None else f"{config.num_speculative_tokens}",
-            f"{row.run.num_tokens}",
-            f"{stats.tokens_per_target_pass:.2f}",
-            "" if config is None else f"{stats.mean_acceptance_length:.2f}",
-            f"{row.run.tokens_per_second:.0f}",
-            "" if config is None else f"{row.speedup:.2f}x",
-            _identity(row.differences),
+            f"{run.num_tokens}",
+            f"{run.stats.tokens_per_target_pass:.2f}",
+            "" if config is None else f"{run.stats.mean_acceptance_length:.2f}",
+            f"{run.tokens_per_second:.0f}",
+            "" if config is None else f"{row.comparison.speedup:.2f}x",
+            _identity(row.comparison.differences),
             end_section=row is rows[-1] or rows[rows.index(row) + 1].drafter is None,
         )
     return table
@@ -133,19 +123,21 @@ def _as_json(options: Options, prompts: list[str], rows: list[Row]) -> dict[str,
         "options": dataclasses.asdict(options.request),
         "seed": options.seed,
         "repeats": options.repeats,
-        "rows": [
-            {
-                "temperature": row.temperature,
-                "draft": row.drafter,
-                "config": None if row.config is None else row.config.to_dict(),
-                "num_tokens": row.run.num_tokens,
-                "num_target_passes": row.run.num_target_passes,
-                "seconds": row.run.seconds,
-                "tokens_per_second": row.run.tokens_per_second,
-                "speedup": row.speedup,
-                "identical_to_plain": None if row.differences is None else not row.differences,
-                **row.run.stats.to_dict(),
-            }
-            for row in rows
-        ],
+        "rows": [_row_as_json(row) for row in rows],
+    }
+
+
+def _row_as_json(row: Row) -> dict[str, Any]:
+    run = row.comparison.run
+    return {
+        "temperature": row.temperature,
+        "draft": row.drafter,
+        "config": None if row.config is None else row.config.to_dict(),
+        "num_tokens": run.num_tokens,
+        "num_target_passes": run.num_target_passes,
+        "seconds": run.seconds,
+        "tokens_per_second": run.tokens_per_second,
+        "speedup": row.comparison.speedup,
+        "identical_to_plain": row.comparison.is_identical,
+        **run.stats.to_dict(),
     }

@@ -10,12 +10,13 @@ import jax
 
 
 def keep_compiled_programs() -> None:
-    """Turn JAX's persistent compilation cache on, where it is not and its folder can be written.
+    """Turn on JAX's persistent compilation cache, unless its folder cannot be written.
 
-    The folder is `jax_specdec` in the user's cache directory, for the user alone: who can write to
-    it can run code as the user. Whoever has set JAX_COMPILATION_CACHE_DIR chooses another.
+    The folder is `jax_specdec` in the user's cache directory. It is for the user alone, because
+    whoever can write to it can run code as the user. JAX_COMPILATION_CACHE_DIR names another one,
+    which is used as it is.
     """
-    # A file cut short, by an interrupt or a full disk, costs a compilation and nobody's attention.
+    # A file cut short by an interrupt or a full disk costs a compilation, and needs no warning.
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
     if jax.config.jax_compilation_cache_dir is not None:
         return
@@ -24,13 +25,13 @@ def keep_compiled_programs() -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(directory, os.W_OK | os.X_OK) or directory.stat().st_uid != os.getuid():
             return
-    except (OSError, RuntimeError, ValueError):  # no home directory, or one that is read-only
+    except (OSError, RuntimeError, ValueError):  # no home directory, or a read-only one
         return
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def _user_cache_directory() -> Path:
-    """As the XDG base directory specification says: an absolute path, or the default."""
+    """XDG_CACHE_HOME if it is an absolute path, as its specification says, or the default."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return given if given.is_absolute() else Path.home() / ".cache"

@@ -22,7 +22,7 @@ MAX_LENGTH = 1024
 
 
 class TextDecoder(Protocol):
-    """Token ids to text, as they come."""
+    """Turns token ids into text as they come."""
 
     def decode(self, token_ids: list[int], *, final: bool = False) -> str:
         """The text that the next ids complete."""
@@ -35,11 +35,11 @@ class Models:
 
     Attributes:
       target: the target.
-      drafters: by the names that the options give them; None is n-gram lookup.
-      prompts: token ids of each.
+      drafters: by their names in the options; None is n-gram lookup.
+      prompts: the token ids of each prompt.
       max_new_tokens: budget of each request.
       stop_token_ids: ids that end a text.
-      stream: makes a decoder of what follows a prompt.
+      stream: from a prompt's ids, a decoder of what follows it.
     """
 
     target: LoadedModel
@@ -99,7 +99,7 @@ def _checkpoints(options: Options, texts: list[str]) -> Models:
 def _encode(
     options: Options, texts: list[str], tokenizer: Tokenizer, config: LlamaConfig
 ) -> list[list[int]]:
-    """The prompts' ids; they and the stop tokens are known to the target."""
+    """The prompts' ids, after checking that the target knows them and the stop tokens."""
     if options.chat:
         prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
     else:
@@ -107,10 +107,10 @@ def _encode(
     where = shown(tokenizer.path)
     for prompt in prompts:
         if not prompt:
-            raise ValueError(f"{where} makes no tokens of the prompt")
+            raise ValueError(f"{where} gives no tokens for the prompt")
         if max(prompt) >= config.vocab_size:
             raise ValueError(
-                f"{where} makes token id {max(prompt)} of the prompt, but {CONFIG_FILE} beside it "
+                f"{where} gives token id {max(prompt)} for the prompt, but {CONFIG_FILE} beside it "
                 f"has vocab_size = {config.vocab_size}"
             )
     stop_token_ids = tokenizer.stop_token_ids
@@ -123,7 +123,7 @@ def _encode(
 
 
 def _budget(options: Options, prompts: list[list[int]], most: int, unit: str) -> int:
-    """How many new tokens each request may have: what was asked for, or what fits."""
+    """How many new tokens each request may have: what was asked for, or the default if it fits."""
     longest = max(map(len, prompts))
     room = most - longest
     if room < 1:

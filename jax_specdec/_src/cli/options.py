@@ -16,7 +16,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_K = 6
 LOOKUP_K = 4
-"""The default for ngram: a wider pass costs a CPU more than text that seldom repeats gains."""
+"""The default for ngram: on a CPU, more drafts cost more than a lookup usually gains."""
 BENCH_K = (2, 4, 6)
 BENCH_TEMPERATURES = (0.0, 0.8)
 DEFAULT_REPEATS = 5
@@ -25,9 +25,9 @@ BENCH_REPEATS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Requests to a target, and the drafters, temperatures and numbers of drafts to serve them by.
+    """What a command line asks for: requests, and the ways to decode them.
 
-    `generate` has one drafter, one temperature and one config.
+    `generate` has one drafter, one temperature and one config; `bench` tries every combination.
 
     Attributes:
       command: "generate" or "bench".
@@ -42,10 +42,10 @@ class Options:
       max_new_tokens: budget of each request; None for the default, or as many as fit.
       seed: of the sampling noise.
       json: print one JSON object instead of text and tables.
-      repeats: timed runs of each kind of decoding; None where nothing is compared.
+      repeats: timed runs of each kind of decoding; None if nothing is compared.
       configs: how drafts are made and verified, one per K.
-      request: what else the tokens are sampled by.
-      compilation_cache: keep compiled programs on disk.
+      request: filters and penalties of all requests.
+      compilation_cache: whether to keep compiled programs on disk.
     """
 
     command: str
@@ -72,12 +72,18 @@ class Options:
 
 
 _REQUEST_OPTIONS = {
-    "min_p": (float, "leave out tokens less likely than this times the likeliest"),
+    "min_p": (float, "leave out tokens less likely than this times the likeliest one"),
     "top_k": (int, "only the k likeliest tokens; 0 for all"),
     "top_p": (float, "only the likeliest tokens that together have this probability"),
-    "frequency_penalty": (float, "taken off a token's logit for each occurrence in the output"),
-    "presence_penalty": (float, "taken off the logit of a token that occurs in the output"),
-    "repetition_penalty": (float, "divides positive logits of tokens so far, multiplies others"),
+    "frequency_penalty": (
+        float,
+        "subtracted from a token's logit for each occurrence in the output",
+    ),
+    "presence_penalty": (float, "subtracted from the logit of a token that occurs in the output"),
+    "repetition_penalty": (
+        float,
+        "divides positive logits of tokens that have occurred, multiplies negative ones",
+    ),
 }
 
 _NOT_GIVEN = {
@@ -95,7 +101,7 @@ _NOT_GIVEN = {
     "repeats": None,
     "compilation_cache": True,
 }
-"""Of options whose default is said in words, or goes without saying."""
+"""The values of options that are not given, where help texts do not show a default."""
 
 _PROMPTS = """\
 Each PROMPT and each --prompt-file is one request; several are decoded as one batch, and their
@@ -105,14 +111,14 @@ everything else to standard error."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
 
 
 def parse(arguments: Sequence[str] | None, version: str) -> Options:
-    """Parse a command line; exits with code 2 and one line where it makes no sense.
+    """Parse a command line; if it is wrong, exit with code 2 and one line.
 
     Args:
       arguments: without the program's name; None for ``sys.argv``.
@@ -123,20 +129,23 @@ def parse(arguments: Sequence[str] | None, version: str) -> Options:
     """
     parser = _Parser(prog="jax-specdec", description="Speculative decoding for JAX.")
     parser.add_argument("--version", action="version", version=f"jax-specdec {version}")
+    form: dict[str, Any] = dict(
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter, argument_default=argparse.SUPPRESS
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     generate = commands.add_parser(
         "generate",
         help="continue a text, or answer a message",
         description="Continue a text with the embedded models, or with Hugging Face checkpoints "
         f"of the Llama, Qwen2 and Qwen3 families. {_PROMPTS}",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        **form,
     )
     bench = commands.add_parser(
         "bench",
         help="compare drafters, numbers of drafts and temperatures with plain decoding",
         description="Decode the prompts plainly and with every combination of drafter, temperature "
         "and number of drafts, and print a table of acceptance and speed.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        **form,
     )
     for command in (generate, bench):
         _add_options(command)
@@ -150,11 +159,10 @@ def parse(arguments: Sequence[str] | None, version: str) -> Options:
 
 
 def _add_options(command: argparse.ArgumentParser) -> None:
-    """What both commands have."""
+    """The options of both commands."""
     command.add_argument(
         "prompts",
         nargs="*",
-        default=argparse.SUPPRESS,
         metavar="PROMPT",
         help="a text to continue (the embedded models know Python source); - is standard input, "
         "which is also read if no prompt is given and it is not a terminal",
@@ -163,33 +171,28 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         "--prompt-file",
         dest="prompt_files",
         action="append",
-        default=argparse.SUPPRESS,
         metavar="FILE",
         help="a UTF-8 file that holds one prompt; may be given several times",
     )
     command.add_argument(
         "--chat",
         action="store_true",
-        default=argparse.SUPPRESS,
         help="put each prompt, as a user's message, into the chat template of --target",
     )
     command.add_argument(
         "--target",
         type=Path,
-        default=argparse.SUPPRESS,
         metavar="DIR",
         help="the target's checkpoint (default: the embedded target)",
     )
     command.add_argument(
         "--dtype",
         choices=DTYPES,
-        default=argparse.SUPPRESS,
         help="compute dtype of checkpoints (default: as stored)",
     )
     command.add_argument(
         "--scan-layers",
         action="store_true",
-        default=argparse.SUPPRESS,
         help="loop over the layers of checkpoints: compiles faster, runs slower",
     )
     for name, (kind, help_) in _REQUEST_OPTIONS.items():
@@ -204,20 +207,18 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         "--method",
         choices=get_args(RejectionSampleMethod),
         default="standard",
-        help="block judges the drafts of a step jointly and keeps more of them, equally exact; "
+        help="block judges the drafts of a step jointly, which is as exact and accepts more; "
         "synthetic accepts at given rates, whatever the models say",
     )
     command.add_argument(
         "--acceptance-length",
         type=float,
-        default=argparse.SUPPRESS,
         metavar="L",
         help="synthetic: mean tokens per step, 1 to K+1",
     )
     command.add_argument(
         "--acceptance-rates",
         type=_numbers(float, "0.9,0.5,0.1"),
-        default=argparse.SUPPRESS,
         metavar="R,R,...",
         help="synthetic: K rates, not increasing; rate i is P(drafts 0..i all accepted)",
     )
@@ -230,7 +231,6 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--max-new-tokens",
         type=int,
-        default=argparse.SUPPRESS,
         metavar="N",
         help="budget of each request; a token of the embedded models is a byte (default: "
         f"{DEFAULT_MAX_NEW_TOKENS}, or as many as fit)",
@@ -239,14 +239,12 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--json",
         action="store_true",
-        default=argparse.SUPPRESS,
         help="print one JSON object instead of text and tables",
     )
     command.add_argument(
         "--no-compilation-cache",
         dest="compilation_cache",
         action="store_false",
-        default=argparse.SUPPRESS,
         help="do not keep compiled programs for the next run; by default they go to the user's "
         "cache directory, or to $JAX_COMPILATION_CACHE_DIR",
     )
@@ -257,9 +255,8 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
         "--draft",
         dest="drafters",
         type=lambda name: (name,),
-        default=argparse.SUPPRESS,
         metavar="DIR|ngram|model",
-        help="where drafts come from: a checkpoint, lookup in the text so far (default with "
+        help="where drafts come from: a checkpoint, a lookup in the text so far (default with "
         "--target), or the embedded draft model (default without)",
     )
     command.add_argument(
@@ -274,7 +271,6 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
         "--num-speculative-tokens",
         dest="ks",
         type=lambda text: (_number(int, text),),
-        default=argparse.SUPPRESS,
         metavar="K",
         help=f"drafts per step (default: {DEFAULT_K}, or {LOOKUP_K} with --draft ngram)",
     )
@@ -284,10 +280,9 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
         nargs="?",
         type=_repeats,
         const=DEFAULT_REPEATS,
-        default=argparse.SUPPRESS,
         metavar="REPEATS",
         help="afterwards, time speculative against plain decoding, REPEATS runs of each (default: "
-        f"do not; {DEFAULT_REPEATS} if no number is given)",
+        f"no comparison; {DEFAULT_REPEATS} runs if no number is given)",
     )
 
 
@@ -296,10 +291,9 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
         "--draft",
         dest="drafters",
         action="append",
-        default=argparse.SUPPRESS,
         metavar="DIR|ngram|model",
         help="where drafts come from, as for generate; may be given several times (default: "
-        "ngram, and without --target model too)",
+        "ngram, and model too without --target)",
     )
     command.add_argument(
         "--temperature",
@@ -403,7 +397,7 @@ def _check(values: argparse.Namespace) -> Options:
 
 
 def _drafters(values: argparse.Namespace) -> tuple[str, ...]:
-    """Where drafts come from; a checkpoint as the drafter needs one as the target."""
+    """Where drafts come from; a checkpoint can draft only for another checkpoint."""
     default = ("model",) if values.command == "generate" else ("model", "ngram")
     if values.target is not None:
         default = ("ngram",)
@@ -421,7 +415,7 @@ def _drafters(values: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _request(values: argparse.Namespace) -> RequestOptions:
-    """The request's options; errors name the options of the command line."""
+    """The options of the requests; errors name the options of the command line."""
     try:
         return RequestOptions(**{name: getattr(values, name) for name in _REQUEST_OPTIONS})
     except ValueError as error:

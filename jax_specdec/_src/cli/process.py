@@ -1,4 +1,4 @@
-"""How a command ends: interrupts, closed pipes and full disks in one line, or in none."""
+"""How a command ends when it is interrupted, its pipe is closed or the disk is full."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PIPE_CLOSED = 128 + 13  # SIGPIPE, which not every system has
 def run_to_end(work: Callable[[], None]) -> None:
     """Run a command and let it end as a shell expects.
 
-    The work is done in a thread of its own: Python hears of an interrupt once XLA has compiled the
-    program at hand, and that may take long.
+    The work is done in a thread of its own, because the main thread could not handle an interrupt
+    while XLA compiles a program, which may take long.
 
     Args:
       work: what to do; whatever it raises is raised here.
@@ -38,14 +38,14 @@ def run_to_end(work: Callable[[], None]) -> None:
     try:
         thread.start()
         while thread.is_alive():
-            thread.join(0.1)  # not for ever: wherever a system calls nobody, look for interrupts
+            thread.join(0.1)  # some systems handle interrupts only between waits
         if outcome:
             raise outcome[0]
     except KeyboardInterrupt:
         interrupted()
-    except BrokenPipeError:  # whoever reads has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         _end_quietly(PIPE_CLOSED)
-    except OSError as error:  # a full disk, for example; what is read has errors of its own
+    except OSError as error:  # such as a full disk; errors of reading are reported where they occur
         sys.stderr.write(f"jax-specdec: output cannot be written: {error.strerror}\n")
         _end_quietly(1)
 
@@ -56,14 +56,14 @@ def interrupted() -> NoReturn:
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     with contextlib.suppress(OSError):
-        in_text = not terminal.stand_still() and sys.stderr.isatty()
+        in_text = not terminal.stop_animations() and sys.stderr.isatty()
         sys.stderr.write("\n" * in_text + "jax-specdec: interrupted\n")
         sys.stderr.flush()
     os._exit(INTERRUPTED)
 
 
 def _end_quietly(code: int) -> NoReturn:
-    """Exit; what a stream still holds and cannot write goes nowhere."""
+    """Exit, and drop what a stream cannot write."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

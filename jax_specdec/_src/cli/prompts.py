@@ -9,7 +9,7 @@ from jax_specdec._src.cli.options import Options
 from jax_specdec._src.models.fields import shown
 
 _MAX_BYTES = 2**24
-"""No model here reads so much; a device without end must not fill the memory."""
+"""More than any model here can read; a file without an end must not fill the memory."""
 
 
 class InputError(Exception):
@@ -56,7 +56,7 @@ def _read(name: str) -> str:
         ) from error
     except OSError as error:
         raise InputError(f"{where} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # a character that no path has
+    except ValueError as error:  # a character that a path cannot have
         raise InputError(f"{where} cannot be read: {error}") from error
     text = text.removesuffix("\n").removesuffix("\r")
     if not text:

@@ -42,13 +42,13 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """One step of a batch.
+class TextStep:
+    """What one step of a batch adds to its texts.
 
     Attributes:
-      pieces: of each request.
+      pieces: the new text of each request.
       done: whether each request has ended.
-      failed: whether it ended because it could not be verified.
+      failed: whether each request ended because it could not be verified.
       record: what `generate_stream` yielded.
     """
 
@@ -64,7 +64,7 @@ class Run:
 
     Attributes:
       output: what it generated.
-      seconds: median wall time, compiled.
+      seconds: median wall time, without compiling.
     """
 
     output: GenerateOutput
@@ -82,7 +82,7 @@ class Run:
 
     @property
     def num_target_passes(self) -> int:
-        """Target passes after the prompts'."""
+        """Target passes, without those that read the prompts."""
         return len(self.output.steps.num_kept)
 
     @property
@@ -91,26 +91,51 @@ class Run:
         return self.num_tokens / self.seconds
 
 
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A run, and plain decoding of the same requests.
+
+    Attributes:
+      run: with drafts, or plain decoding itself.
+      plain: without drafts.
+      differences: of greedy texts from those of plain decoding; None if they need not agree.
+    """
+
+    run: Run
+    plain: Run
+    differences: list[GreedyDifference] | None
+
+    @property
+    def is_identical(self) -> bool | None:
+        """Whether all texts are those of plain decoding; None if they need not be."""
+        return None if self.differences is None else not self.differences
+
+    @property
+    def speedup(self) -> float:
+        """Time per token of plain decoding, divided by the time per token of the run."""
+        return self.run.tokens_per_second / max(self.plain.tokens_per_second, 1e-9)
+
+
 def stacked(records: list[StepRecord]) -> StepRecord:
     """The records of steps as one, with a leading axis of steps."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *records)
 
 
 class Session:
-    """The models, and the requests to them."""
+    """Models that are loaded, and the requests to decode with them."""
 
     def __init__(self, options: Options, models: Models) -> None:
-        """Ready to decode.
+        """Keep both.
 
         Args:
           options: of the command line.
-          models: what it names.
+          models: those that the options name.
         """
         self.options = options
         self.models = models
 
-    def stream(self) -> Iterator[Step]:
-        """The text of each step, as it is decoded; for the first drafter, temperature and K."""
+    def stream(self) -> Iterator[TextStep]:
+        """The text of each step as it is decoded, with the first drafter, temperature and K."""
         models, stops = self.models, self.models.stop_token_ids
         size = len(models.prompts)
         decoders = [models.stream(prompt) for prompt in models.prompts]
@@ -143,7 +168,7 @@ class Session:
                 done[b] = failed[b] or ends or tokens[-1] in stops
                 if done[b] and (rest := decoders[b].decode([], final=True)):
                     pieces[b].append(Piece(rest, origins[b]))
-            yield Step(pieces, list(done), list(failed), record)
+            yield TextStep(pieces, list(done), list(failed), record)
 
     def speculative(
         self, drafter: str, config: SpecDecodeConfig, temperature: float
@@ -162,15 +187,18 @@ class Session:
         target = self.models.target
         return generate_plain(*target, self.models.prompts, **self._sampling(temperature))
 
-    def differences(
-        self, speculative: GenerateOutput, plain: GenerateOutput, temperature: float
-    ) -> list[GreedyDifference] | None:
-        """Where greedy texts first differ; None where the two need not agree."""
+    def compare(self, run: Run, plain: Run, temperature: float) -> Comparison:
+        """Compare a run with plain decoding at the same temperature."""
         if temperature > 0 or self.options.config.rejection_sample_method == "synthetic":
-            return None
-        return greedy_differences(
-            *self.models.target, self.models.prompts, speculative, plain, self.options.request
+            return Comparison(run, plain, None)
+        differences = greedy_differences(
+            *self.models.target,
+            self.models.prompts,
+            run.output,
+            plain.output,
+            self.options.request,
         )
+        return Comparison(run, plain, differences)
 
     def _drafting(self, drafter: str, config: SpecDecodeConfig) -> dict[str, Any]:
         draft = self.models.drafters[drafter]
@@ -199,7 +227,7 @@ def measure(
     repeats: int,
     on_run: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Run]:
-    """Time kinds of decoding, alternating, after compiling all.
+    """Time several kinds of decoding, in turn, after compiling them all.
 
     Args:
       kinds: what to run, by name.

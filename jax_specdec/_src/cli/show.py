@@ -16,9 +16,10 @@ from jax_specdec._src.cli import terminal
 from jax_specdec._src.cli.models import load_models
 from jax_specdec._src.cli.options import Options
 from jax_specdec._src.cli.run import (
+    Comparison,
     Run,
     Session,
-    Step,
+    TextStep,
     measure,
     stacked,
 )
@@ -30,30 +31,10 @@ STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "p
 COMPILING = "loading the models and compiling"
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """What comparing with plain decoding showed.
-
-    Attributes:
-      speculative: decoding with drafts.
-      plain: decoding without.
-      differences: first differences from plain decoding; None where the two need not agree.
-    """
-
-    speculative: Run
-    plain: Run
-    differences: list[GreedyDifference] | None
-
-    @property
-    def speedup(self) -> float:
-        """Time per token of plain decoding over that of speculative decoding."""
-        return self.speculative.tokens_per_second / max(self.plain.tokens_per_second, 1e-9)
-
-
 class Texts:
     """Prints the texts of a batch one after another.
 
-    The first is printed as it comes; what comes of the others meanwhile waits for its turn.
+    The first is printed as it comes; each of the others waits until the one before it has ended.
     """
 
     def __init__(self, prompts: list[str], *, with_prompts: bool) -> None:
@@ -68,8 +49,8 @@ class Texts:
         self._now = 0
         self._head()
 
-    def add(self, step: Step) -> None:
-        """Print what there is to print after a step."""
+    def add(self, step: TextStep) -> None:
+        """Print what a step has made ready."""
         for waiting, pieces in zip(self._waiting, step.pieces, strict=True):
             waiting += [(terminal.printable(p.text), STYLES[p.origin]) for p in pieces]
         while self._now < len(self._prompts):
@@ -153,14 +134,14 @@ def show_json(options: Options, prompts: list[str]) -> None:
         **stats.to_dict(),
     }
     if options.repeats is not None:
-        report = _compare(session)
-        differences = report.differences
+        comparison = _compare(session)
+        differences = comparison.differences
         result |= {
-            "seconds": report.speculative.seconds,
-            "plain_seconds": report.plain.seconds,
-            "num_plain_tokens": report.plain.num_tokens,
-            "speedup": report.speedup,
-            "identical_to_plain": None if differences is None else not differences,
+            "seconds": comparison.run.seconds,
+            "plain_seconds": comparison.plain.seconds,
+            "num_plain_tokens": comparison.plain.num_tokens,
+            "speedup": comparison.speedup,
+            "identical_to_plain": comparison.is_identical,
             "differences": None
             if differences is None
             else [dataclasses.asdict(difference) for difference in differences],
@@ -169,8 +150,8 @@ def show_json(options: Options, prompts: list[str]) -> None:
     check_verified(seen[-1])
 
 
-def check_verified(last: Step) -> None:
-    """End with exit code 1 and a line where a text broke off."""
+def check_verified(last: TextStep) -> None:
+    """Exit with code 1 and one line if a text broke off."""
     broken = [str(b + 1) for b, failed in enumerate(last.failed) if failed]
     if broken:
         of = f" {', '.join(broken)} of {len(last.failed)}" if len(last.failed) > 1 else ""
@@ -187,7 +168,7 @@ def _print_statistics(records: list[StepRecord], before: float, seconds: float) 
     stats = AcceptanceStats.from_steps(steps)
     kept = np.asarray(steps.num_kept)
     speed = ""
-    if len(kept) > 1:  # the first step's time is the compiler's
+    if len(kept) > 1:  # the first step includes compiling
         speed = f" at {kept[1:].sum() / seconds:.0f} per second"
     terminal.write(f"{kept.sum()} tokens{speed}: ", "dim", stream=sys.stderr)
     for i, (name, count) in enumerate(_origins(steps).items()):
@@ -202,7 +183,7 @@ def _print_statistics(records: list[StepRecord], before: float, seconds: float) 
 
 
 def _origins(steps: StepRecord) -> dict[str, int]:
-    """How many of the tokens kept came from where; without what there was none of."""
+    """The number of kept tokens from each origin that has any."""
     kept, accepted = np.asarray(steps.num_kept), np.asarray(steps.num_accepted)
     proposed, last = np.asarray(steps.num_proposed), kept > accepted
     counts = {
@@ -214,7 +195,7 @@ def _origins(steps: StepRecord) -> dict[str, int]:
     return {name: int(count) for name, count in counts.items() if count}
 
 
-def _compare(session: Session) -> Report:
+def _compare(session: Session) -> Comparison:
     options = session.options
     assert options.repeats is not None
     draft, temperature = options.drafters[0], options.temperatures[0]
@@ -225,17 +206,15 @@ def _compare(session: Session) -> Report:
     total = 2 * (options.repeats + 1)
     with terminal.progress_bar("timing against plain decoding", total) as on_run:
         runs = measure(kinds, options.repeats, on_run)
-    speculative, plain = runs["speculative"], runs["plain"]
-    differences = session.differences(speculative.output, plain.output, temperature)
-    return Report(speculative, plain, differences)
+    return session.compare(runs["speculative"], runs["plain"], temperature)
 
 
 def _drafter_name(draft: str) -> str:
     return "n-gram lookup" if draft == "ngram" else "draft model"
 
 
-def _table(options: Options, report: Report) -> Table:
-    run, stats = report.speculative, report.speculative.stats
+def _table(options: Options, comparison: Comparison) -> Table:
+    run, stats = comparison.run, comparison.run.stats
     table = Table(
         title=f"K = {options.config.num_speculative_tokens}, {_drafter_name(options.drafters[0])}, "
         f"temperature {options.temperatures[0]:g}, {options.config.rejection_sample_method}",
@@ -252,9 +231,9 @@ def _table(options: Options, report: Report) -> Table:
         "mean acceptance length": f"{stats.mean_acceptance_length:.2f}",
         "accepted up to each position": rates,
         "speculative decoding": _timing(run),
-        "plain decoding": _timing(report.plain),
-        f"speed-up per token (median of {options.repeats})": f"{report.speedup:.2f}x",
-        "greedy output identical to plain": _identity(report.differences),
+        "plain decoding": _timing(comparison.plain),
+        f"speed-up per token (median of {options.repeats})": f"{comparison.speedup:.2f}x",
+        "greedy output identical to plain": _identity(comparison.differences),
     }
     for name, value in rows.items():
         table.add_row(name, value)

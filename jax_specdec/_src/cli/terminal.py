@@ -18,8 +18,8 @@ from rich.style import Style
 _VISIBLE = {code: "\ufffd" for code in (*range(9), *range(11, 32), 127)}
 
 
-_on_screen: list[Live] = []
-"""What moves on the terminal now: an interrupt, in another thread, has to stop it."""
+_animations: list[Live] = []
+"""Animations on the terminal; an interrupt, in another thread, has to stop them."""
 
 
 def printable(text: str) -> str:
@@ -28,7 +28,7 @@ def printable(text: str) -> str:
 
 
 def prepare_streams() -> None:
-    """Standard streams that take every character, by an escape where their encoding has none."""
+    """Let standard streams take every character, escaped where their encoding lacks it."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the caller
@@ -41,7 +41,7 @@ def write(text: str, style: str | None = None, *, stream: TextIO | None = None) 
     """Write text at once, in colour where that can be seen and is wanted.
 
     Args:
-      text: shown as it is; control characters are for the caller to take out.
+      text: written as it is; the caller removes control characters.
       style: as `rich` names it.
       stream: None for standard output.
     """
@@ -70,7 +70,7 @@ def show_rule() -> None:
 
 @contextlib.contextmanager
 def spinner(what: str) -> Iterator[None]:
-    """Something that moves while the body runs, on standard error if it is a terminal."""
+    """An animation while the body runs, on standard error if it is a terminal."""
     console = _console(sys.stderr)
     if not console.is_terminal:
         yield
@@ -82,7 +82,7 @@ def spinner(what: str) -> Iterator[None]:
         redirect_stdout=False,
         redirect_stderr=False,
     )
-    with live, _moving(live):
+    with live, _registered(live):
         yield
 
 
@@ -91,7 +91,7 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[str], None]]:
     """A bar on standard error, if it is a terminal.
 
     Yields:
-      To be called with each step's name when the step begins; `total` steps are the whole bar.
+      A function to call with each step's name when the step begins; the bar has `total` steps.
     """
     console = _console(sys.stderr)
     if not console.is_terminal:
@@ -107,7 +107,7 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[str], None]]:
             redirect_stdout=False,
             redirect_stderr=False,
         ) as progress,
-        _moving(progress.live),
+        _registered(progress.live),
     ):
         task = progress.add_task(what, total=total)
         begun = 0
@@ -120,23 +120,23 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[str], None]]:
         yield begin
 
 
-def stand_still() -> bool:
-    """Take away what moves on the terminal; says whether there was anything."""
-    for live in _on_screen:
+def stop_animations() -> bool:
+    """Remove animations from the terminal; whether there were any."""
+    for live in _animations:
         live.stop()
-    return bool(_on_screen)
+    return bool(_animations)
 
 
 @contextlib.contextmanager
-def _moving(live: Live) -> Iterator[None]:
-    _on_screen.append(live)
+def _registered(live: Live) -> Iterator[None]:
+    _animations.append(live)
     try:
         yield
     finally:
-        _on_screen.remove(live)
+        _animations.remove(live)
 
 
 def _console(stream: TextIO) -> Console:
-    """With no style at all under NO_COLOR, where `rich` alone leaves bold and dim."""
+    """A console; without any style under NO_COLOR, where `rich` alone would keep bold and dim."""
     no_color = bool(os.environ.get("NO_COLOR"))
     return Console(file=stream, color_system=None if no_color else "auto", highlight=False)

@@ -129,7 +129,7 @@ class ModelDrafter:
     def prefill(
         self, params: Any, token_ids: jax.Array, cache: Any, start: jax.Array | None = None
     ) -> Any:
-        """Run the model over the prompts, or a piece of them; see `Drafter.prefill`."""
+        """Run the model over the prompts, or a chunk of them; see `Drafter.prefill`."""
         if start is None:
             start = jnp.zeros((token_ids.shape[0],), jnp.int32)
         return self.model.apply(params, token_ids, start, cache)[1]

@@ -91,9 +91,9 @@ class Drafter(Protocol):
         Args:
           params: the drafter's weights.
           token_ids: ``[B, P]`` int32.
-          cache: from `init_cache`, or from the call for the piece before.
+          cache: from `init_cache`, or from the call for the chunk before.
           start: ``[B]`` int32, position of the first token. Given only if an `Engine` reads prompts
-            in pieces, which may overlap. A drafter without this argument works with engines that
+            in chunks, which may overlap. A drafter without this argument works with engines that
             read prompts whole, because their `prefill_sizes` reach `max_length`.
         """
         ...

@@ -12,7 +12,7 @@ BYTE_VOCAB_SIZE = 256
 """Size of the vocabulary: one token id per byte value."""
 
 DOCUMENT_SEPARATOR = 0
-"""Token id that stands before, between and after documents: start of text and stop token."""
+"""The token id before, between and after documents: both start of text and stop token."""
 
 
 def encode(text: str) -> list[int]:
@@ -21,7 +21,7 @@ def encode(text: str) -> list[int]:
     A lone surrogate, which UTF-8 cannot hold, becomes a question mark.
 
     Raises:
-        TypeError: `text` is no text.
+        TypeError: `text` is not a str.
 
     Example:
         >>> encode("né")
@@ -39,7 +39,7 @@ def decode(token_ids: Iterable[int]) -> str:
         token_ids: ids in [0, 256).
 
     Raises:
-        TypeError: an id is no integer.
+        TypeError: an id is not an integer.
         ValueError: an id is not a byte.
 
     Example:
@@ -71,7 +71,7 @@ class ByteDecoder:
             final: no more ids follow: an incomplete character becomes U+FFFD.
 
         Raises:
-            TypeError: an id is no integer.
+            TypeError: an id is not an integer.
             ValueError: an id is not a byte.
         """
         token_ids = id_list(token_ids)
@@ -82,10 +82,10 @@ class ByteDecoder:
 
 
 def id_list(token_ids: Iterable[int]) -> list[int]:
-    """Token ids of any integer type as Python's.
+    """Token ids of any integer type as a list of ints.
 
     Raises:
-        TypeError: something else.
+        TypeError: they are not integers.
     """
     try:
         return [operator.index(token_id) for token_id in token_ids]

@@ -1,6 +1,6 @@
-"""Chat templates of Hugging Face checkpoints: messages to the text that a model was trained on.
+"""Chat templates of Hugging Face checkpoints: from messages to the format of a model's training.
 
-A template is a program in Jinja from whoever made the checkpoint, so it runs in Jinja's sandbox.
+A template is a Jinja program by the authors of the checkpoint, so it runs in Jinja's sandbox.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class ChatTemplate:
             messages: each with a "role" and a "content".
 
         Raises:
-            TypeError: something else than messages.
+            TypeError: `messages` is something else.
             ValueError: the template refuses the messages, or cannot be run.
         """
         if isinstance(messages, (str, Mapping)):
@@ -70,7 +70,7 @@ class ChatTemplate:
                 add_generation_prompt=True,
                 **self.variables,
             )
-        except Exception as error:  # a program of somebody else's: it may raise anything
+        except Exception as error:  # a program of unknown origin may raise anything
             raise ValueError(
                 f"{shown(self.path)} has a chat template that cannot be applied: {reason(error)}."
             ) from error
@@ -81,7 +81,7 @@ def read_chat_template(directory: Path) -> ChatTemplate:
 
     Raises:
         ImportError: the `jinja2` library is not installed.
-        OSError: something else stands in place of a file, or a file cannot be opened.
+        OSError: something other than a file is in its place, or a file cannot be opened.
         ValueError: there is no template, or it cannot be parsed.
     """
     path = directory / TEMPLATE_FILE
@@ -102,7 +102,7 @@ def read_chat_template(directory: Path) -> ChatTemplate:
             f"{TOKENIZER_CONFIG_FILE}; a model that was not trained to chat has none."
         )
     if not isinstance(source, str):
-        raise ValueError(f"{shown(path)} has chat_template = {quoted(source)}, which is no text.")
+        raise ValueError(f"{shown(path)} has chat_template = {quoted(source)}, which is not text.")
     return ChatTemplate(path, _compile(path, source), special_tokens(directory))
 
 
@@ -110,8 +110,8 @@ def special_tokens(directory: Path) -> dict[str, str]:
     """Special tokens by name, such as `eos_token`, from `tokenizer_config.json`, if it is there.
 
     Raises:
-        OSError: something else stands in its place, or it cannot be opened.
-        ValueError: it cannot be parsed, or a special token is no text.
+        OSError: something other than a file is in its place, or it cannot be opened.
+        ValueError: it cannot be parsed, or a special token is not text.
     """
     path = directory / TOKENIZER_CONFIG_FILE
     raw = read_json(path) if is_there(path) else {}
@@ -123,7 +123,7 @@ def special_tokens(directory: Path) -> dict[str, str]:
         if token is None:
             continue
         if not isinstance(token, str):
-            raise ValueError(f"{shown(path)} has {name} = {quoted(raw[name])}, which is no text.")
+            raise ValueError(f"{shown(path)} has {name} = {quoted(raw[name])}, which is not text.")
         found[name] = token
     return found
 
@@ -140,12 +140,12 @@ def _compile(path: Path, source: str) -> Callable[..., str]:
         ) from error
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks the answers of a training text; here it changes nothing."""
+        """`{% generation %}` marks answers in training texts; here it has no effect."""
 
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
-            """What stands inside."""
+            """The body of the block."""
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

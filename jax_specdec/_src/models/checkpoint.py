@@ -1,4 +1,4 @@
-"""Checkpoints on disk: directories as Hugging Face lays them out, read and written."""
+"""Reading and writing checkpoints: directories in the layout of Hugging Face."""
 
 import dataclasses
 import importlib.resources
@@ -65,7 +65,7 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: a file is missing.
-        OSError: something else stands in place of a file, or a file cannot be opened.
+        OSError: something other than a file is in its place, or a file cannot be opened.
         ValueError: a file cannot be parsed, has a value out of range, asks for something that
             `Llama` does not compute, or names files outside the directory; a tensor is missing,
             unknown, of another shape or kind than the config says, or not finite in the compute
@@ -96,9 +96,9 @@ def load_huggingface(
 ) -> LoadedModel:
     """Reads a Hugging Face checkpoint of the Llama, Qwen2 or Qwen3 family from a local directory.
 
-    Checkpoints pad the vocabulary axis, and differ in this even within a family: the small Qwen2.5
-    models have 151936 entries, the large ones 152064, and their tokenizer knows 151665 ids. Ids
-    past the last one in `tokenizer.json` get logits of -inf, so they are never drawn.
+    Checkpoints pad the vocabulary axis, differently even within a family: the small Qwen2.5 models
+    have 151936 entries, the large ones 152064, and their tokenizer 151665 ids. Ids past the last
+    one in `tokenizer.json` get logits of -inf, so they are never drawn.
 
     Args:
         directory: holds `config.json`, the weights (`model.safetensors`, or shards with
@@ -116,13 +116,13 @@ def load_huggingface(
 
     Raises:
         FileNotFoundError: a file is missing.
-        OSError: something else stands in place of a file, or a file cannot be opened.
+        OSError: something other than a file is in its place, or a file cannot be opened.
         ValueError: a file cannot be parsed, has a value out of range, asks for something that
             `Llama` does not compute, or names files outside the directory; a tensor is missing,
             unknown, of another shape or kind than the config says, or not finite in the compute
             dtype; or `max_vocab_size` is less than 1.
-        TypeError: `max_vocab_size` is no integer, `dtype` no floating dtype, or `directory` no
-            path.
+        TypeError: `max_vocab_size` is not an integer, `dtype` not a floating dtype, or `directory`
+            not a path.
 
     Example:
         >>> import tempfile
@@ -220,8 +220,8 @@ def save_checkpoint(
         allow_nonfinite: write weights that are NaN or infinite in `dtype`, too.
 
     Raises:
-        TypeError: `model` is no `Llama`, `dtype` none of float32, bfloat16 and float16, or
-            `directory` no path.
+        TypeError: `model` is not a `Llama`, `dtype` is none of float32, bfloat16 and float16, or
+            `directory` is not a path.
         ValueError: `params` are not the model's, or a weight is not finite in `dtype`; nothing is
             written then.
 

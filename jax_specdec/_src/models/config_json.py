@@ -49,9 +49,9 @@ def read_config(path: Path) -> LlamaConfig:
 
     Raises:
         FileNotFoundError: it does not exist.
-        OSError: it is no file, or cannot be opened.
-        ValueError: it is not JSON, lacks a size, has a value out of range, or asks for what `Llama`
-            does not compute.
+        OSError: it is not a file, or cannot be opened.
+        ValueError: it is not JSON, lacks a size, has a value out of range, or asks for something
+            that `Llama` does not compute.
     """
     raw, where = read_json(path), shown(path)
     family = "llama" if raw.get("model_type") is None else raw["model_type"]

@@ -1,4 +1,4 @@
-"""Checks of numbers that files and callers give, and how a message quotes what they gave."""
+"""Checks of numbers from files and callers, and how messages quote them."""
 
 import dataclasses
 import reprlib
@@ -16,7 +16,7 @@ _MAX_SHOWN = 240
 
 
 def shown(name: str | Path) -> str:
-    """A name or path in a message: as it is, unless it would break the line or fill the screen."""
+    """A name or path for a message, on one line and not too long."""
     text = str(name)
     text = text if text.isprintable() else repr(text)
     half = _MAX_SHOWN // 2
@@ -24,20 +24,20 @@ def shown(name: str | Path) -> str:
 
 
 def quoted(value: Any) -> str:
-    """A value in a message: as Python writes it, cut where it is long or deep."""
+    """A value for a message: as Python writes it, shortened if it is long or deep."""
     try:
         return reprlib.repr(value)
-    except ValueError:  # Python writes no longer integer
+    except ValueError:  # Python refuses to write longer integers
         return "a number of more than 4300 digits"
 
 
 def reason(error: BaseException) -> str:
-    """What a library says is wrong, as the end of a sentence."""
+    """A library's error message, as the end of a sentence."""
     return shown(" ".join(str(error).split()).rstrip("."))
 
 
 def is_token_id(value: Any) -> bool:
-    """An integer that can be a token id; true and 5.0 are none."""
+    """Whether a value is an integer that can be a token id; True and 5.0 are not."""
     return type(value) is int and 0 <= value <= MAX_INT
 
 
@@ -46,7 +46,7 @@ def check_fields(config: Any) -> None:
 
     Raises:
         ValueError: an integer is not positive or more than int32 holds, a number is not positive or
-            not one that float32 holds, or a switch is no boolean.
+            not one that float32 holds, or a switch is not a boolean.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

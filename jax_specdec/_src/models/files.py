@@ -1,4 +1,4 @@
-"""Files that anybody may have written: what stands in their place is named before it is opened."""
+"""Reading files of any origin: a file that is missing or of another kind is named in the error."""
 
 import collections
 import json
@@ -12,7 +12,7 @@ from jax_specdec._src.models.fields import quoted, reason, shown
 __all__ = ["existing", "is_there", "read_json"]
 
 MAX_JSON_BYTES = 2**26
-"""More than the largest tokenizers have (some 35 MB); Python's objects take 20 times as much."""
+"""More than the largest tokenizers (some 35 MB); in memory a file takes 20 times its size."""
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -24,7 +24,7 @@ _KINDS = {
 
 
 def is_there(path: Path) -> bool:
-    """Whether something has this path, be it a link that leads nowhere."""
+    """Whether anything has this path, even a broken link."""
     return os.path.lexists(path)
 
 
@@ -32,9 +32,9 @@ def existing(path: Path) -> Path:
     """The path, if it is a file or a link to one.
 
     Raises:
-        FileNotFoundError: nothing is there, or a link to nothing.
-        OSError: something else is there, or in place of the directory, or the system refuses the
-            path.
+        FileNotFoundError: nothing is there, or a broken link.
+        OSError: something other than a file is there, something other than a directory is in place
+            of its directory, or the system refuses the path.
     """
     try:
         mode = path.stat().st_mode
@@ -55,7 +55,7 @@ def existing(path: Path) -> Path:
         ) from error
     except OSError as error:  # a name too long, links in a circle, no permission
         raise OSError(f"{shown(path)} cannot be opened: {error.strerror}.") from error
-    except ValueError as error:  # a character that no path has
+    except ValueError as error:  # a character that a path cannot have
         raise OSError(f"{shown(path)} cannot be opened: {reason(error)}.") from error
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "something else")
@@ -66,12 +66,12 @@ def existing(path: Path) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
-    Numbers are as Python reads them: 1e400 and Infinity are inf. Who uses one checks it.
+    Numbers are as Python reads them: 1e400 and Infinity are inf. The caller checks them.
 
     Raises:
         FileNotFoundError: it does not exist.
-        OSError: it is no file, or cannot be opened.
-        ValueError: it holds something else, one key twice, or more than 64 MiB.
+        OSError: it is not a file, or cannot be opened.
+        ValueError: it holds something other than a JSON object, one key twice, or more than 64 MiB.
     """
     if (size := existing(path).stat().st_size) > MAX_JSON_BYTES:
         raise ValueError(f"{shown(path)} must have at most {MAX_JSON_BYTES} bytes, but has {size}.")
@@ -87,7 +87,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of the file; readers differ in which of two equal keys counts."""
+    """A JSON object; one with a key twice is refused, since readers differ in which one counts."""
     members = dict(pairs)
     if len(members) < len(pairs):
         (twice, _), *_ = collections.Counter(key for key, _ in pairs).most_common(1)

@@ -194,7 +194,7 @@ class Llama:
         regularize: Callable[[jax.Array], jax.Array],
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """`run` and the cache, in a loop over stacked layers."""
-        turn = self._rotation(positions)
+        cos_sin = self._rotation(positions)
 
         def step(carry: Any, given: Any) -> tuple[Any, None]:
             x, keys, values = carry
@@ -203,11 +203,11 @@ class Llama:
             def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
                 nonlocal keys, values
                 written = _write(keys, values, key, value, positions, index)
-                # XLA would else write a second time, into a copy of the whole cache, as it reads.
+                # Otherwise XLA writes a second time, into a copy of the whole cache, as it reads.
                 keys, values = lax.optimization_barrier(written)
                 return _attention(query, keys[index], values[index], positions)
 
-            x = self._layer(layer, x, turn, attend, regularize)
+            x = self._layer(layer, x, cos_sin, attend, regularize)
             return (x, keys, values), None
 
         indices = jnp.arange(self.config.num_hidden_layers, dtype=jnp.int32)
@@ -237,10 +237,10 @@ class Llama:
         Returns:
             Logits `[B, S, V]` in the compute dtype.
         """
-        turn = self._rotation(positions)
+        cos_sin = self._rotation(positions)
         x = embedded
         for index, layer in enumerate(params["layers"]):
-            x = self._layer(layer, x, turn, functools.partial(attend, index), regularize)
+            x = self._layer(layer, x, cos_sin, functools.partial(attend, index), regularize)
         return self._logits(params, x)
 
     def _rotation(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -251,7 +251,7 @@ class Llama:
         self,
         layer: dict[str, jax.Array],
         x: jax.Array,
-        turn: tuple[jax.Array, jax.Array],
+        cos_sin: tuple[jax.Array, jax.Array],
         attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
         regularize: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:
@@ -268,7 +268,7 @@ class Llama:
         if c.qk_norm:
             query = _rms_norm(query, layer["q_norm"], c.rms_norm_eps)
             key = _rms_norm(key, layer["k_norm"], c.rms_norm_eps)
-        read = attend(rotate(query, turn), rotate(key, turn), value)
+        read = attend(rotate(query, cos_sin), rotate(key, cos_sin), value)
         read = read.reshape(*leading, num_query * c.head_dim)
         x = x + regularize(read @ layer["o_proj"])
         h = _rms_norm(x, layer["post_attention_layernorm"], c.rms_norm_eps)

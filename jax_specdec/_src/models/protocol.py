@@ -30,8 +30,8 @@ class CausalModel(Protocol):
 
     **What a cache means.** It holds what the model remembers of the tokens at absolute positions
     0, 1, 2, ... of each request. Nothing in it records how many positions are filled: the caller
-    says where it stands with every call. From this follow the two properties that speculative
-    decoding lives on:
+    gives the position with every call. Two properties follow, on which speculative decoding
+    relies:
 
     - *Rollback is free.* Drafted tokens that were rejected stay in the cache, at positions that
       the next call overwrites before anything can attend to them. To roll back, continue from an
@@ -39,12 +39,12 @@ class CausalModel(Protocol):
     - *Right padding is harmless.* Prompts of different lengths are prefilled together as one
       rectangle; what the padding wrote is overwritten as decoding reaches it.
 
-    A model with a state that cannot be addressed by position (a recurrent one) has to keep enough
-    past states to honour this.
+    A model whose state cannot be addressed by position (a recurrent one) has to keep enough past
+    states for this.
 
     **Many devices.** A model whose logits are split over the vocabulary says so in an attribute
-    `sharding`, a `VerifySharding` with a mesh: whoever reads its logits then leaves them where they
-    are. Without it XLA may move them.
+    `sharding`, a `VerifySharding` with a mesh: its logits are then read where they are. Without it,
+    XLA may move them.
 
     Example:
         The smallest model: a bigram table, whose next token depends on the last one alone.
@@ -69,7 +69,7 @@ class CausalModel(Protocol):
 
         A model that can only score whole sequences, `score(params, tokens [B, T]) -> logits
         [B, T, V]`, fits as well. Its cache is the token buffer, and every call scores it anew:
-        slow, but exact, because a causal model ignores what stands after a position.
+        slow, but exact, because a causal model ignores what follows a position.
 
         >>> def score(params, tokens):  # here: sums the rows of a table so far
         ...     return jnp.cumsum(params[tokens], axis=1)
@@ -115,10 +115,10 @@ class CausalModel(Protocol):
     ) -> tuple[jax.Array, Cache]:
         """Runs S consecutive tokens of each request through the model.
 
-        Token s of request b stands at absolute position `start[b] + s`. What the model remembers
-        of it is written to that position of the cache, over whatever stood there. It attends to
-        positions 0 to `start[b] + s`, its own included; whatever the cache holds beyond its own
-        position has no influence on its logits.
+        Token s of request b is at absolute position `start[b] + s`. What the model remembers of it
+        replaces the entry of that position in the cache. It attends to positions 0 to
+        `start[b] + s`, its own included; entries beyond its own position have no influence on its
+        logits.
 
         The result depends on the tokens and positions only, not on how they were cut into calls:
         logits of one call with S tokens equal those of S calls with one token, up to the rounding
@@ -149,19 +149,19 @@ def sharding_of(model: CausalModel) -> VerifySharding | None:
 
 
 def is_loaded_model(value: Any) -> bool:
-    """Whether it is a pair of model and params, such as `LoadedModel`, in place of one of them."""
+    """Whether a value is a pair of model and params, such as `LoadedModel`."""
     return isinstance(value, tuple) and hasattr(value, "model") and hasattr(value, "params")
 
 
 def check_model(name: str, model: Any) -> None:
-    """Checks that something can be run as a model.
+    """Checks that a value can be used as a model.
 
     Args:
         name: of the argument.
         model: what was given for it.
 
     Raises:
-        TypeError: it is no `CausalModel`.
+        TypeError: it is not a `CausalModel`.
     """
     if is_loaded_model(model):
         raise TypeError(

@@ -31,8 +31,8 @@ class RopeScaling:
         original_max_position_embeddings: longest context before the model was extended.
 
     Raises:
-        ValueError: a field is not a positive number that float32 holds, the context is no integer,
-            the factor is less than 1, or the two limits are not in order.
+        ValueError: a field is not a positive number that float32 holds, the context is not an
+            integer, the factor is less than 1, or the two limits are not in order.
 
     Example:
         >>> scaling = RopeScaling(

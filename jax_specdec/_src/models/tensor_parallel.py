@@ -40,7 +40,7 @@ class TensorParallelLlama:
 
     Attributes:
         model: the whole model.
-        mesh: devices; those along its other axes all do the same.
+        mesh: devices; those along its other axes all compute the same.
         axis: the axis of the mesh with n devices.
 
     Raises:
@@ -68,7 +68,7 @@ class TensorParallelLlama:
             raise ValueError(
                 f"axis must be one of the mesh, {list(self.mesh.shape)}, but it is {self.axis!r}."
             )
-        # Shardings are ours to say, whatever the mesh says of types.
+        # Without axis types: shardings are set here.
         object.__setattr__(self, "mesh", Mesh(self.mesh.devices, self.mesh.axis_names))
 
     @property

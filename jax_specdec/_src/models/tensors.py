@@ -55,9 +55,9 @@ def open_tensors(directory: Path, config: LlamaConfig) -> Iterator[Tensors]:
 
     Raises:
         FileNotFoundError: a file is missing.
-        OSError: something else stands in its place, or it cannot be opened.
-        ValueError: a file cannot be parsed, the index leads out of the directory, or a tensor is
-            missing, unknown, or of another shape or kind than the config says.
+        OSError: something other than a file is in its place, or it cannot be opened.
+        ValueError: a file cannot be parsed, the index names a file outside the directory, or a
+            tensor is missing, unknown, or of another shape or kind than the config says.
     """
     with contextlib.ExitStack() as stack:
         tensors = _open(directory, stack)
@@ -116,7 +116,7 @@ def _open_file(path: Path, stack: contextlib.ExitStack) -> Any:
 
 def _check(tensors: Tensors, config: LlamaConfig) -> None:
     expected = set()
-    for name, shape in _tensor_shapes(config):  # ends at the first that the files lack
+    for name, shape in _tensor_shapes(config):  # stops at the first that is missing
         if name not in tensors.files:
             raise ValueError(f"{shown(tensors.origin)} lacks the tensor {name}.")
         expected.add(name)
@@ -133,7 +133,7 @@ def _check(tensors: Tensors, config: LlamaConfig) -> None:
                 f"{', '.join(_DTYPES)} are supported."
             )
     for name, (path, _) in tensors.files.items():
-        # Writers store what follows from the rest: tables of angles, an output matrix that is tied.
+        # Some writers also store what follows from the rest: rotary angles, a tied output matrix.
         derived = name.endswith(".rotary_emb.inv_freq") or name == "lm_head.weight"
         if name not in expected and not derived:
             raise ValueError(
@@ -159,7 +159,7 @@ def read_params(
         dtype: of the params.
         vocab_size: ids from this on are left out.
         allow_nonfinite: weights may be NaN or infinite.
-        scan_layers: as of the `Llama`.
+        scan_layers: as in `Llama`.
 
     Returns:
         The pytree of `param_shapes` or, with `scan_layers`, of `stacked_shapes`, with `vocab_size`
@@ -177,7 +177,7 @@ def read_params(
             return jax.device_put(tensor).astype(dtype)
 
     def fused(*names: str) -> jax.Array:
-        # Converted and transposed by XLA, which is much quicker at both than NumPy.
+        # XLA converts and transposes much faster than NumPy.
         return jnp.concatenate([read(name) for name in names]).T
 
     parts = [_layer_tensors(config, index) for index in range(config.num_hidden_layers)]
@@ -199,7 +199,7 @@ def read_params(
 def _check_finite(tensors: Tensors, name: str, tensor: np.ndarray, dtype: Any) -> None:
     # The bits of floating-point numbers of one sign are integers in the order of magnitude, NaN
     # last: the largest signed integer is the largest positive number (if there is one), the largest
-    # unsigned integer the largest negative one. NumPy is quick at integers of every width.
+    # unsigned integer the largest negative one. NumPy is fast with integers of every width.
     for kind in ("int", "uint"):
         bits = tensor.view(f"{kind}{8 * tensor.itemsize}")
         stored = bits.max().view(tensor.dtype)
@@ -258,7 +258,7 @@ def _part_sizes(config: LlamaConfig) -> dict[str, list[int]]:
 def _tensor_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and `[out, in]` shape of every tensor of a checkpoint.
 
-    One by one: a file may call for more layers than memory has room for the names of.
+    One at a time, because a file may ask for more layers than memory can hold the names of.
     """
     shapes = param_shapes(dataclasses.replace(config, num_hidden_layers=1))
     (layer,) = shapes["layers"]

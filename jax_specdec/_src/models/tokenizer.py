@@ -19,7 +19,7 @@ GENERATION_FILE = "generation_config.json"
 
 _REPLACEMENT = "\ufffd"
 _MOST_HELD = 3
-"""A character of UTF-8 has at most 4 bytes, so at most 3 can wait for the rest of it."""
+"""A character in UTF-8 has at most 4 bytes, so at most 3 bytes can be incomplete."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Tokenizer:
     stop_token_ids: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, with what the tokenizer puts around one, such as a first token.
+        """The ids of a text, with what the tokenizer adds around it, such as a first token.
 
         A lone surrogate, which UTF-8 cannot hold, becomes a question mark.
 
         Raises:
-            TypeError: `text` is no text.
+            TypeError: `text` is not a str.
             ValueError: the tokenizer has no ids for the text.
         """
         return self._encode(text, add_special_tokens=True)
@@ -67,7 +67,7 @@ class Tokenizer:
         Raises:
             ImportError: the `jinja2` library is not installed.
             OSError: a file cannot be opened.
-            TypeError: something else than messages.
+            TypeError: `messages` is something else.
             ValueError: there is no template, it cannot be applied to the messages, or the tokenizer
                 has no ids for the text.
 
@@ -94,15 +94,15 @@ class Tokenizer:
             return list(encoding.ids)
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of ids; special tokens have none, bytes that are not UTF-8 become U+FFFD.
+        """The text of ids. Special tokens have no text; bytes that are not UTF-8 become U+FFFD.
 
         Raises:
-            TypeError: an id is no integer.
+            TypeError: an id is not an integer.
         """
         return str(self.library_tokenizer.decode(id_list(token_ids)))
 
     def stream(self, prompt_token_ids: Sequence[int] = ()) -> "TextStream":
-        """Decodes what follows a prompt, as it comes."""
+        """A decoder of what follows a prompt, as it comes."""
         return TextStream(self.decode, prompt_token_ids)
 
     def check_same_vocabulary(self, other: "Tokenizer") -> None:
@@ -129,9 +129,9 @@ class Tokenizer:
 class TextStream:
     """Decodes a stream of token ids, holding back characters that are not complete yet.
 
-    Joined, its pieces are the text that all ids add to the prompt's. Each piece costs a decoding of
-    the last few ids only: those since the last place where no character was open, and those of the
-    piece before, because what a token looks like may depend on whether it begins a text.
+    Joined, its pieces are the text that all ids add to the prompt's text. For each piece only the
+    last few ids are decoded: those since the last point at which no character was incomplete, and
+    those of the piece before, because a token's text may depend on whether it begins a text.
 
     Args:
         decode: the text of ids; an incomplete character becomes U+FFFD.
@@ -149,8 +149,8 @@ class TextStream:
     ) -> None:
         self._decode = decode
         self._token_ids = list(prompt_token_ids)
-        self._shown = len(decode(self._token_ids))  # characters of their text that are out
-        self._context = len(self._token_ids)  # ids before the newest stretch
+        self._shown = len(decode(self._token_ids))  # characters of their text that were returned
+        self._context = len(self._token_ids)  # ids before the newest piece
 
     def decode(self, token_ids: Iterable[int], *, final: bool = False) -> str:
         """The text that the next ids complete.
@@ -182,8 +182,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     """Reads the tokenizer of a Hugging Face checkpoint from a local directory.
 
     Args:
-        directory: holds `tokenizer.json`, and `config.json` or `generation_config.json` if it is to
-            know what ends a text.
+        directory: holds `tokenizer.json`; and `config.json` or `generation_config.json`, from which
+            the stop tokens are read.
 
     Returns:
         The tokenizer.
@@ -191,9 +191,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     Raises:
         ImportError: the `tokenizers` library is not installed.
         FileNotFoundError: there is no `tokenizer.json`.
-        OSError: something else stands in place of a file, or a file cannot be opened.
-        ValueError: a file cannot be parsed, or has an id that is no integer in [0, 2**31) or that
-            stands for two tokens.
+        OSError: something other than a file is in its place, or a file cannot be opened.
+        ValueError: a file cannot be parsed, or has an id that is not an integer in [0, 2**31) or
+            that stands for two tokens.
 
     Example:
         >>> import tempfile, tokenizers
@@ -211,12 +211,12 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
             f"{shown(path)} is read by the tokenizers library, which is not installed: "
             "pip install tokenizers, or the extra hf."
         ) from error
-    count_token_ids(path)  # the library does not say which id is wrong
+    count_token_ids(path)  # the library would not say which id is wrong
     with _errors_name(path, "is not a tokenizer that can be read"):
         library_tokenizer = tokenizers.Tokenizer.from_file(str(path))
         library_tokenizer.no_truncation()
         library_tokenizer.no_padding()
-        library_tokenizer.encode("")  # some mistakes show only now
+        library_tokenizer.encode("")  # some errors show only here
     stop_token_ids = _stop_token_ids(path.parent)
     if (end := special_tokens(path.parent).get("eos_token")) is not None:
         end_id = library_tokenizer.token_to_id(end)
@@ -226,12 +226,13 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 
 def count_token_ids(path: Path) -> int:
-    """One more than the last id that a `tokenizer.json` knows; needs no library.
+    """One more than the last id in a `tokenizer.json`; needs no library.
 
     Raises:
         FileNotFoundError: it does not exist.
-        OSError: it is no file, or cannot be opened.
-        ValueError: it holds no ids, one that is no integer in [0, 2**31), or one for two tokens.
+        OSError: it is not a file, or cannot be opened.
+        ValueError: it holds no ids, one that is not an integer in [0, 2**31), or one for two
+            tokens.
     """
     raw, where = read_json(path), shown(path)
     vocab = _vocabulary(raw.get("model"))
@@ -240,7 +241,7 @@ def count_token_ids(path: Path) -> int:
     added = [] if raw.get("added_tokens") is None else raw["added_tokens"]
     if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
         raise ValueError(
-            f"{where} has added_tokens = {quoted(added)}, which is no list of objects."
+            f"{where} has added_tokens = {quoted(added)}, which is not a list of objects."
         )
     added_ids = [(index, token.get("id")) for index, token in enumerate(added)]
     for field, ids in (("model.vocab", vocab), ("added_tokens", added_ids)):
@@ -261,7 +262,7 @@ def count_token_ids(path: Path) -> int:
 
 
 def _vocabulary(model: Any) -> list[tuple[Any, Any]]:
-    """Tokens and what stands there as their ids; nothing if there is no vocabulary."""
+    """Tokens and the values given as their ids; empty if there is no vocabulary."""
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, dict):
         return list(vocab.items())
@@ -278,7 +279,7 @@ def _stop_token_ids(directory: Path) -> tuple[int, ...]:
         ids = found if isinstance(found, list) else [found]
         if not all(map(is_token_id, ids)):
             raise ValueError(
-                f"{shown(path)} has eos_token_id = {quoted(found)}, which is no token id or list."
+                f"{shown(path)} has eos_token_id = {quoted(found)}, which is no id or list of ids."
             )
         return tuple(ids)
     return ()
@@ -286,7 +287,7 @@ def _stop_token_ids(directory: Path) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _errors_name(path: Path, what: str) -> Iterator[None]:
-    """What the library raises, as one sentence: plain exceptions, and panics, which are none.
+    """What the library raises, in one sentence; its panics are not of type `Exception`.
 
     Raises:
         ValueError: the library raised something.

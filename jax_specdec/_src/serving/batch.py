@@ -18,14 +18,24 @@ from jax_specdec._src.types import (
     Status,
 )
 
+_BUCKET = 32
+
+
+def round_up(size: int) -> int:
+    """`size` as a multiple of 32, at least 32.
+
+    So prompts of similar lengths share a compilation, and matrix units read aligned caches.
+    """
+    return max(1, -(-size // _BUCKET)) * _BUCKET
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """B sequences in buffers of fixed length L, and what their requests ask for.
+    """B sequences in buffers of a fixed length L, and what their requests ask for.
 
     Attributes:
-      token_ids: ``[B, L]`` int32: prompt, then generated tokens; undefined past ``lengths``.
+      token_ids: ``[B, L]`` int32: prompt, then generated tokens; undefined from ``lengths`` on.
       lengths: ``[B]`` int32.
       done: ``[B]`` bool.
       status: ``[B]`` int32, a `Status`: why a request ended early, or OK.
@@ -41,7 +51,7 @@ class Batch:
     options: BatchOptions
 
     def context(self, config: SpecDecodeConfig, vocab_size: int) -> DraftContext:
-        """What a step begins with."""
+        """What the drafter and the target are given for a step."""
         options = self.options
         changes_rows = options.changes_rows
         if changes_rows is not None:
@@ -63,17 +73,17 @@ class Batch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """What one step did, per request; stacked ``[S, ...]`` over the steps of a generation.
+    """What one step did for each request; stacked ``[S, ...]`` over the steps of a generation.
 
-    The counts of the verification are taken before stop tokens and budgets cut its tokens, so
-    acceptance rates computed from them are not biased by where sequences end.
+    Drafts and emitted tokens are counted before a stop token or the budget cuts them, so that
+    acceptance rates are not biased by where sequences end.
 
     Attributes:
       token_ids: ``[B, K+1]`` int32, the tokens kept, padded with -1.
       num_kept: ``[B]`` int32, tokens added to the sequence.
       num_proposed: ``[B]`` int32, drafts offered to the verification; 0 for finished requests.
-      num_accepted: ``[B]`` int32, drafts it accepted.
-      num_emitted: ``[B]`` int32, tokens it emitted; 0 for finished requests.
+      num_accepted: ``[B]`` int32, drafts that were accepted.
+      num_emitted: ``[B]`` int32, tokens that were emitted; 0 for finished requests.
       logprobs: `TokenLogprobs` of the tokens kept; None unless asked for.
 
     Example:
@@ -101,13 +111,13 @@ def append(
     num_proposed: jax.Array,
     logprobs: TokenLogprobs | None = None,
 ) -> tuple[Batch, StepRecord]:
-    """Add a verification's tokens to the sequences, up to a stop token or the budget.
+    """Append what a verification emitted to the sequences, up to a stop token or the budget.
 
     Args:
       batch: the sequences.
-      output: what was emitted for them.
-      num_proposed: ``[B]`` int32, drafts offered.
-      logprobs: of what was emitted.
+      output: of the verification.
+      num_proposed: ``[B]`` int32, drafts offered to it.
+      logprobs: of the emitted tokens.
 
     Returns:
       The batch and the record of the step.
@@ -116,7 +126,7 @@ def append(
     offset = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None, :]
     is_stop = jnp.any(emitted[:, :, None] == options.stop_token_ids[:, None, :], axis=2)
     stop_at = jnp.min(jnp.where(is_stop, offset, emitted.shape[1]), axis=1)
-    num_kept = jnp.minimum(output.num_emitted, options.ends - batch.lengths)
+    num_kept = jnp.minimum(output.num_emitted, options.max_lengths - batch.lengths)
     stopped = stop_at < num_kept
     num_kept = jnp.where(stopped, stop_at + 1, num_kept)
 
@@ -139,7 +149,7 @@ def append(
         batch,
         token_ids=token_ids,
         lengths=lengths,
-        done=batch.done | stopped | failed | (lengths >= options.ends),
+        done=batch.done | stopped | failed | (lengths >= options.max_lengths),
         status=jnp.where(failed, output.status, batch.status),
     )
     return batch, record

@@ -1,15 +1,17 @@
-"""The decoding loop's one step: draft, verify, append. Whoever decodes, decodes by this."""
+"""The one step of every decoding loop: draft, verify, append."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.context import DraftContext
@@ -33,11 +35,11 @@ class DecodeState:
     """Everything that a step reads and writes; donate it to every function that takes it.
 
     Attributes:
-      batch: the B sequences; those that are done take part and change nothing.
+      batch: the B sequences; those that are done take part in a step and are not changed by it.
       target_cache: the target's cache.
       draft_cache: the drafter's cache.
-      draft_token_ids: ``[B, K]`` int32, drafts to verify; -1 where there is none, as between steps.
-      store: what drafts are drawn from; None for drafts without a distribution.
+      draft_token_ids: ``[B, K]`` int32, drafts to verify; -1 for none, as between steps.
+      store: what drafts were drawn from; None for drafts without a distribution.
       counters: acceptance of all verifications so far.
 
     Example:
@@ -59,7 +61,7 @@ class DecodeState:
     counters: AcceptanceCounters
 
     def without_drafts(self, requests: jax.Array) -> DecodeState:
-        """The state without the drafts of some requests ``[B]`` bool, and without their rows."""
+        """The state without the drafts, and rows of the store, of some requests, ``[B]`` bool."""
         ids = jnp.where(requests[:, None], PLACEHOLDER_TOKEN_ID, self.draft_token_ids)
         store = None if self.store is None else self.store.evict(requests)
         return dataclasses.replace(self, draft_token_ids=ids, store=store)
@@ -69,26 +71,30 @@ class DecodeState:
 class Decoder:
     """The static half of decoding: models and settings, and pure functions of a `DecodeState`.
 
+    They take `params`, the target's weights; `draft_params`, the drafter's weights; and a state,
+    which is to be donated. Hashable and compared by value, so that it can be a static argument of
+    `jax.jit`.
+
     Attributes:
       model: the target.
       drafter: what proposes tokens; None for plain decoding, one token per pass of the target.
       config: how drafts are made and verified.
       logprobs: which log-probabilities a step's record has; None for none.
-      drafts_at_once: whether a request has drafts before it has emitted a token.
     """
+
+    drafts_in_first_step: ClassVar[bool] = True
 
     model: CausalModel
     drafter: Drafter | None
     config: SpecDecodeConfig
     logprobs: LogprobsConfig | None = None
-    drafts_at_once: bool = True
 
     @property
     def num_drafts(self) -> int:
         """K; 0 without a drafter."""
         return 0 if self.drafter is None else self.config.num_speculative_tokens
 
-    def init_state(self, draft_params: Any, batch: Batch) -> DecodeState:
+    def empty_state(self, draft_params: Any, batch: Batch) -> DecodeState:
         """Empty caches for the sequences of `batch`, no drafts, and all counts zero."""
         size, length = batch.token_ids.shape
         draft_cache: Any = ()
@@ -105,11 +111,11 @@ class Decoder:
             counters=AcceptanceCounters.create(self.config.num_speculative_tokens),
         )
 
-    def prefill(
+    def prefilled_state(
         self, params: Any, draft_params: Any, batch: Batch, prompt_size: int
     ) -> DecodeState:
-        """A state whose caches hold the prompts, ``batch.token_ids[:, :prompt_size]``."""
-        state = self.init_state(draft_params, batch)
+        """A state whose caches hold the prompts: ``batch.token_ids[:, :prompt_size]``."""
+        state = self.empty_state(draft_params, batch)
         prompts, start = batch.token_ids[:, :prompt_size], jnp.zeros_like(batch.lengths)
         _, target_cache = self.model.apply(params, prompts, start, state.target_cache)
         draft_cache = state.draft_cache
@@ -120,44 +126,30 @@ class Decoder:
     def step(
         self, params: Any, draft_params: Any, state: DecodeState
     ) -> tuple[DecodeState, StepRecord]:
-        """Draft, verify, append: at least one token for every request that is not done.
-
-        Args:
-          params: the target's weights.
-          draft_params: the drafter's weights.
-          state: donated.
+        """`draft`, then `verify`: at least one token for every request that is not done.
 
         Returns:
           The state, whose ``batch.done`` and ``batch.status`` say which requests have ended and
           why, and the record of the step.
         """
-        context = self._context(state)  # once: tokens are counted for both halves
+        context = self._context(state)  # one for both halves, so that tokens are counted once
         return self._verify(params, self._draft(draft_params, state, context), context)
 
     def draft(self, draft_params: Any, state: DecodeState) -> DecodeState:
         """The first half of `step`: K drafts for every request that is not done.
 
-        Args:
-          draft_params: the drafter's weights.
-          state: donated.
-
-        Returns:
-          The state, with drafts.
+        New requests of an `Engine` get none.
 
         Raises:
-          TypeError, ValueError: the drafter returned something else than its contract says.
+          TypeError, ValueError: the drafter returned something that breaks its contract.
         """
         return self._draft(draft_params, state, self._context(state))
 
     def verify(self, params: Any, state: DecodeState) -> tuple[DecodeState, StepRecord]:
-        """The second half of `step`: check the drafts at hand, and append what is emitted.
+        """The second half of `step`: verify the drafts in the state, and append what is emitted.
 
         A request without drafts gets one token. Rows of the store that were drawn at another
         position or temperature are not used.
-
-        Args:
-          params: the target's weights.
-          state: donated.
 
         Returns:
           The state, without drafts, and the record of the step.
@@ -180,7 +172,7 @@ class Decoder:
             store=proposal.store,
         )
         batch, none = state.batch, state.batch.done
-        if not self.drafts_at_once:
+        if not self.drafts_in_first_step:
             none |= batch.lengths == batch.options.prompt_lengths
         return state.without_drafts(none)
 
@@ -249,9 +241,10 @@ class Decoder:
         def as_needed(cache: Any) -> tuple[jax.Array, Any]:
             return lax.cond(ids[0, 0] >= 0, wide, narrow, cache)
 
-        # Of one request alone: were neighbours to choose the width, float32 sums would depend on
-        # them. Zeros stand in the rows that are not read. Other devices than CPUs read weights
-        # anyway, and a GPU's host waits for what a conditional depends on.
+        # Only for a batch of one: otherwise the width, and with it the last bits of float32 sums,
+        # would depend on a request's neighbours. Rows that are not read hold zeros. Only on CPUs:
+        # elsewhere a narrow pass takes as long, because it reads the same weights, and on a GPU
+        # the host waits for the condition.
         if getattr(self.drafter, "may_abstain", False) and tokens.shape[0] == 1:
             logits, cache = lax.platform_dependent(state.target_cache, cpu=as_needed, default=wide)
         else:
@@ -260,7 +253,7 @@ class Decoder:
 
 
 def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState) -> None:
-    """Check what `drafter` returned, given the cache and the store of `state`."""
+    """Check what `drafter.propose` returned for the cache and the store of `state`."""
     name = f"{type(drafter).__name__}.propose"
     if not (isinstance(returned, tuple) and len(returned) == 2):
         raise TypeError(
@@ -287,6 +280,32 @@ def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState) -> None
         )
         if jax.tree.flatten(given) != jax.tree.flatten(new):
             raise ValueError(
-                f"{name} must return the {what} laid out as it was given, {given!r:.300}, but it "
-                f"returned {new!r:.300}"
+                f"{name} must return the {what} with the layout it was given, {given!r:.300}, but "
+                f"it returned {new!r:.300}"
             )
+
+
+def on_all_devices(arrays: Any, model: CausalModel) -> Any:
+    """Arrays that have no place yet, copied to every device of the model's mesh.
+
+    Done once, not with every call. A step then finds its state where the last step left it, and is
+    compiled once.
+
+    Args:
+      arrays: a pytree.
+      model: the target; without a mesh, everything stays where it is.
+    """
+    sharding = sharding_of(model)
+    if sharding is None or sharding.mesh is None:
+        return arrays
+    everywhere = NamedSharding(sharding.mesh, P())
+
+    def copied(x: Any) -> Any:
+        if getattr(x, "committed", False):
+            return x
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # device_put keeps keys to one process
+            data = jax.device_put(jax.random.key_data(x), everywhere)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return jax.device_put(x, everywhere)
+
+    return jax.tree.map(copied, arrays)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +14,14 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src import noise
-from jax_specdec._src.config import SpecDecodeConfig, check_int
+from jax_specdec._src.config import check_int
 from jax_specdec._src.drafting.drafter import Drafter
-from jax_specdec._src.models.protocol import CausalModel, check_model
+from jax_specdec._src.models.protocol import check_model
 from jax_specdec._src.serving import inputs
-from jax_specdec._src.serving.batch import Batch, StepRecord
+from jax_specdec._src.serving.batch import Batch, StepRecord, round_up
 from jax_specdec._src.serving.core import Decoder, DecodeState
 from jax_specdec._src.serving.options import (
     BatchOptions,
-    LogprobsConfig,
     OptionSizes,
     RequestOptions,
     check_logprobs,
@@ -29,50 +29,93 @@ from jax_specdec._src.serving.options import (
 from jax_specdec._src.types import Status
 
 _SMALLEST_PREFILL = 32
+_MAX_GROUP_TOKENS = 512
+"""A call with more than a few hundred tokens (300 on an H100, in bfloat16) is bound by arithmetic,
+not by reading the weights: reading prompts together then gains little."""
 
 
 class Caches(NamedTuple):
-    """Caches of R requests, outside of the slots of an engine."""
+    """Caches of R requests that are in no slot yet."""
 
     target: Any
     draft: Any
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Engine:
-    """A serving engine's static half: models, settings and sizes, and pure functions of a state.
+class NewRequests:
+    """R requests that go into slots. Their shapes, R and P, are compiled for once.
 
-    A step drafts for every occupied slot, and verifies all drafts in one pass of the target.
-    Between steps requests are admitted to slots and taken out of them. All shapes are
-    fixed, so each function is compiled once (`admit` once per `admit_shapes`). A request's tokens
-    depend on its prompt, parameters and key alone: not on its slot, nor on who else is there, nor
-    on whether it left its slot and came back (`admit` says when).
+    To admit fewer than R requests, repeat one of them, with its slot.
 
-    Hashable, compared by value: give it to `jax.jit` as a static argument. `EngineDriver` is a
-    small host loop around it.
+    Attributes:
+      slots: ``[R]`` int32 in [0, S).
+      prompts: ``[R, P]`` int32, from `Engine.pad_prompt`.
+      lengths: ``[R]`` int32, tokens of each prompt without its padding; at least 1.
+      keys: ``[R]`` typed keys of two or four words; or ``[R]`` uint32 seeds, for which the keys
+        are ``jax.random.key(seed)``.
+      options: from `Engine.options_of`. Prompt and budget together are at most `max_length`.
+
+    Example:
+      >>> import numpy as np
+      >>> import jax_specdec as sd
+      >>> _, (model, params) = sd.load_embedded_pair()  # the smaller one
+      >>> engine = sd.Engine(
+      ...     model, sd.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
+      ...     num_slots=2, max_length=32)
+      >>> prompts = [sd.encode("import "), sd.encode("def ")]
+      >>> requests = sd.NewRequests(
+      ...     slots=np.array([1, 0]), prompts=np.stack([engine.pad_prompt(p) for p in prompts]),
+      ...     lengths=np.array([7, 4]), keys=np.array([0, 1], np.uint32),
+      ...     options=engine.options_of([sd.RequestOptions(max_new_tokens=8)] * 2, [7, 4]))
+      >>> state = engine.admit(params, None, engine.init_state(), requests)
+      >>> state.batch.lengths.tolist()
+      [4, 7]
+    """
+
+    slots: jax.Array
+    prompts: jax.Array
+    lengths: jax.Array
+    keys: jax.Array
+    options: BatchOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine(Decoder):
+    """The static half of a serving engine: models, settings, sizes, and pure functions of a state.
+
+    A step drafts for every occupied slot and verifies all drafts in one pass of the target.
+    Between steps, requests enter slots and leave them. All shapes are fixed, so each function is
+    compiled once (`admit` once for each of `admit_shapes`). A request's tokens depend only on its
+    prompt, parameters and key: not on its slot, not on its neighbours, and not on whether it left
+    its slot and came back (`admit` has the details).
+
+    Hashable and compared by value, so that it can be a static argument of `jax.jit`.
+    `EngineDriver` is a host loop around it.
 
     Attributes:
       model: the target.
       drafter: what proposes tokens.
       config: how they are verified.
-      num_slots: S, requests served at a time.
+      num_slots: S, the most requests that are served at a time.
       max_length: the most tokens of a request, prompt and new ones together; at least 2.
-      prefill_sizes: lengths to which prompts are padded, increasing, at most `max_length`; None for
-        powers of two from 32 on, and `max_length`. No call reads more tokens than the last of them:
-        a longer prompt, or a request that comes back longer, is read in pieces of that size.
-      max_prefill_requests: B', the most prompts of one size that a call of `admit` reads.
+      prefill_sizes: lengths that prompts are padded to, increasing, at most `max_length`. None
+        stands for powers of two from 32 on, and `max_length`. The last of them is the most tokens
+        that one call reads; a longer prompt is read in chunks of that size.
+      max_prefill_requests: the most prompts of one size that a call of `admit` reads.
       max_stop_tokens: M, the most stop tokens of a request.
       request_options: whether requests may ask for more than a temperature, a budget, stop tokens
-        and a seed. What no running request asks for is then not computed.
-      option_sizes: the most of each that a request may ask for.
+        and a seed. What no running request asks for is not computed.
+      option_sizes: the most of each option that a request may ask for.
       logprobs: which log-probabilities the record of a step has; None for none.
 
     Raises:
-      TypeError: a field of another type, or the drafter cannot read in pieces where it has to.
-      ValueError: a size is too small, or `prefill_sizes` not as described.
+      TypeError: a field has another type, or the drafter cannot read prompts in chunks where it
+        has to.
+      ValueError: a size is too small, or `prefill_sizes` are not as described.
 
     Example:
-      One request through the functions, by hand; `EngineDriver` does this for you:
+      One request, step by step; `EngineDriver` does this for you:
 
       >>> import jax, jax.numpy as jnp
       >>> import jax_specdec as sd
@@ -84,18 +127,19 @@ class Engine:
       >>> step = jax.jit(engine.step, donate_argnums=2)
       >>> prompt = engine.pad_prompt(sd.encode("import "))
       >>> options = engine.options_of([sd.RequestOptions(max_new_tokens=4)], prompt_lengths=[7])
-      >>> state = admit(
-      ...     params, None, engine.init_state(), slots=jnp.array([0]), prompts=prompt[None],
-      ...     lengths=jnp.array([7]), keys=jax.random.split(jax.random.key(0), 1), options=options)
+      >>> requests = sd.NewRequests(
+      ...     slots=jnp.array([0]), prompts=prompt[None], lengths=jnp.array([7]),
+      ...     keys=jax.random.split(jax.random.key(0), 1), options=options)
+      >>> state = admit(params, None, engine.init_state(), requests)
       >>> while not state.batch.done.all():
       ...     state, record = step(params, None, state)
       >>> int(state.batch.lengths[0])
       11
     """
 
-    model: CausalModel
+    drafts_in_first_step: ClassVar[bool] = False
+
     drafter: Drafter
-    config: SpecDecodeConfig
     _: dataclasses.KW_ONLY
     num_slots: int
     max_length: int
@@ -104,11 +148,10 @@ class Engine:
     max_stop_tokens: int = 8
     request_options: bool = False
     option_sizes: OptionSizes = OptionSizes()
-    logprobs: LogprobsConfig | None = None
 
     def __post_init__(self) -> None:
         check_model("model", self.model)
-        inputs.drafting(self.drafter, self.config)
+        inputs.check_drafter(self.drafter, self.config)
         check_logprobs(self.logprobs)
         check_int("num_slots", self.num_slots, 1)
         longest = check_int("max_length", self.max_length, 2)
@@ -130,21 +173,16 @@ class Engine:
                 f"{given}"
             )
         if given[-1] < longest:
-            _check_reads_pieces(self.drafter, given[-1])
+            _check_reads_chunks(self.drafter, given[-1])
         object.__setattr__(self, "prefill_sizes", given)
 
     @property
-    def decoder(self) -> Decoder:
-        """The step of this engine; a request's first one has no drafts."""
-        return Decoder(self.model, self.drafter, self.config, self.logprobs, drafts_at_once=False)
-
-    @property
     def buffer_length(self) -> int:
-        """Positions per slot, L; a step writes up to K + 1 tokens past what is kept."""
-        return self.max_length + self.config.num_speculative_tokens + 1
+        """L, positions per slot; a step writes up to K + 1 tokens past the last one it keeps."""
+        return round_up(self.max_length + self.config.num_speculative_tokens + 1)
 
     @property
-    def piece_size(self) -> int:
+    def chunk_size(self) -> int:
         """C, the most tokens of a prompt that one call reads: the last of `prefill_sizes`."""
         assert self.prefill_sizes is not None
         return self.prefill_sizes[-1]
@@ -155,15 +193,20 @@ class Engine:
         assert self.prefill_sizes is not None
         return tuple(sorted({*self.prefill_sizes, self.max_length}))
 
-    def num_rows(self, size: int) -> int:
-        """How many prompts, padded to `size`, one call reads: no more tokens than `piece_size`."""
-        return max(1, min(self.max_prefill_requests, self.num_slots, self.piece_size // size))
+    def group_size(self, size: int) -> int:
+        """R, how many prompts that are padded to `size` one call of `admit` reads.
+
+        At most `max_prefill_requests`, and no more than there are slots. Several prompts have at
+        most C tokens together, and at most 512.
+        """
+        most = min(self.chunk_size, _MAX_GROUP_TOKENS) // size
+        return max(1, min(self.max_prefill_requests, self.num_slots, most))
 
     @property
     def admit_shapes(self) -> tuple[tuple[int, int], ...]:
-        """``[R, P]`` of the prompts for which `admit` is compiled: one of each size, and many."""
+        """The shapes ``[R, P]`` of prompts for which `admit` is compiled."""
         assert self.prefill_sizes is not None
-        return tuple((r, n) for n in self.prefill_sizes for r in sorted({1, self.num_rows(n)}))
+        return tuple((r, n) for n in self.prefill_sizes for r in sorted({1, self.group_size(n)}))
 
     def prompt_size(self, length: int) -> int:
         """P, the least of `prompt_sizes` that holds a prompt.
@@ -190,26 +233,23 @@ class Engine:
     def options_of(
         self, options: Sequence[RequestOptions], prompt_lengths: Sequence[int]
     ) -> BatchOptions:
-        """What `admit` takes for R requests, however often they come back.
+        """The options of R requests as arrays, for `NewRequests`.
 
         Args:
-          options: what they ask for.
-          prompt_lengths: their own prompts', without what they generated before a preemption.
+          options: what the requests ask for.
+          prompt_lengths: lengths of their prompts, without what they had generated before they
+            were preempted.
 
         Raises:
-          ValueError: an id outside the vocabulary, too many stop tokens, or this engine has no
-            `request_options` and more is asked for.
+          ValueError: an id outside the vocabulary, too many stop tokens, or options that need
+            `request_options` in an engine without them.
         """
         for one in options:
             if not (self.request_options or one.is_neutral):
                 raise ValueError(
-                    f"options need an Engine with request_options=True, but they are {one.asked}"
+                    "options need an Engine with request_options=True, but they are "
+                    f"{one.non_neutral}"
                 )
-        return self._arrays(options, prompt_lengths)
-
-    def _arrays(
-        self, options: Sequence[RequestOptions], prompt_lengths: Sequence[int]
-    ) -> BatchOptions:
         return BatchOptions.create(
             options,
             prompt_lengths,
@@ -226,7 +266,7 @@ class Engine:
           draft_params: the drafter's weights; their shapes are all that is used.
         """
         s = self.num_slots
-        options = self._arrays([RequestOptions()] * s, [1] * s)
+        options = self.options_of([RequestOptions()] * s, [1] * s)
         batch = Batch(
             token_ids=jnp.zeros((s, self.buffer_length), jnp.int32),
             lengths=jnp.ones((s,), jnp.int32),  # every slot takes part, so it needs a token
@@ -235,7 +275,7 @@ class Engine:
             keys=noise.threefry_keys(jnp.full((s,), jax.random.key(0))),
             options=jax.tree.map(jnp.asarray, options),
         )
-        return self.decoder.init_state(draft_params, batch)
+        return self.empty_state(draft_params, batch)
 
     def init_caches(self, num_requests: int = 1) -> Caches:
         """Empty caches of R requests."""
@@ -243,37 +283,26 @@ class Engine:
         return Caches(self.model.init_cache(*size), self.drafter.init_cache(*size))
 
     def admit(
-        self,
-        params: Any,
-        draft_params: Any,
-        state: DecodeState,
-        *,
-        slots: jax.Array,
-        prompts: jax.Array,
-        lengths: jax.Array,
-        keys: jax.Array,
-        options: BatchOptions,
+        self, params: Any, draft_params: Any, state: DecodeState, requests: NewRequests
     ) -> DecodeState:
-        """Put R requests into slots, over whatever is there; both models read their prompts.
+        """Read the prompts of R requests with both models, and put the requests into their slots.
 
-        Their first step has no drafts and emits one token.
+        Whatever was in those slots is replaced. The first step of a new request has no drafts and
+        emits one token.
 
-        A request that has left its slot comes back with its tokens so far for a prompt. If it has
-        emitted some, its next step has drafts, with the same noise: it goes on as if it had never
-        left. Its tokens are the same if the logits of both models do not depend on how tokens were
-        cut into calls. Float32 sums do in their last bits, so a tie may go the other way. What a
-        drafter has learned besides, and cannot rebuild in `prefill`, is lost.
+        A request that left its slot comes back with its tokens so far as its prompt. If it had
+        emitted some, its next step has drafts, with the same noise as if it had never left. So its
+        tokens are the same, provided that the logits of both models do not depend on how tokens
+        were cut into calls. Sums of float32 numbers do in their last bits, so a near tie may be
+        decided otherwise. Whatever else a drafter has learned, and `prefill` cannot rebuild, is
+        lost.
 
         Args:
           params: the target's weights.
           draft_params: the drafter's weights.
           state: donated.
-          slots: ``[R]`` int32 in [0, S). Whoever has fewer than R requests gives one of them again.
-          prompts: ``[R, P]`` int32, of `pad_prompt`; each R and P is compiled once. Those longer
-            than `piece_size` are for `read` and `insert`.
-          lengths: ``[R]`` int32, how many of them there are, at least 1.
-          keys: ``[R]`` typed keys of two or four words.
-          options: from `options_of`; prompt and budget are at most `max_length` together.
+          requests: with prompts of at most C tokens (`chunk_size`); longer ones are for
+            `prefill_chunk` and `insert`.
 
         Returns:
           The state.
@@ -281,79 +310,54 @@ class Engine:
         Raises:
           ValueError: shapes that do not fit, or a cache without an axis that holds the requests.
         """
-        prompts = jnp.asarray(prompts, jnp.int32)
-        self._check_prompts(prompts, self.piece_size)
+        prompts = self._checked_prompts(requests, self.chunk_size)
         empty = self.init_caches(prompts.shape[0])
         start = jnp.zeros((prompts.shape[0],), jnp.int32)
         _, target = self.model.apply(params, prompts, start, empty.target)
-        caches = Caches(target, self.drafter.prefill(draft_params, prompts, empty.draft))
-        return self.insert(
-            state,
-            caches,
-            slots=slots,
-            prompts=prompts,
-            lengths=lengths,
-            keys=keys,
-            options=options,
-        )
+        draft = self.drafter.prefill(draft_params, prompts, empty.draft)
+        return self.insert(state, Caches(target, draft), requests)
 
-    def read(
-        self, params: Any, draft_params: Any, caches: Caches, piece: jax.Array, start: jax.Array
+    def prefill_chunk(
+        self, params: Any, draft_params: Any, caches: Caches, chunk: jax.Array, start: jax.Array
     ) -> Caches:
-        """Let both models read a piece of one long prompt, which `insert` puts into a slot.
+        """Read one chunk of a long prompt with both models; after the last one comes `insert`.
 
         Args:
           params: the target's weights.
           draft_params: the drafter's weights.
-          caches: of one request, `init_caches` at first; donated. A piece that starts at 0 empties
-            them.
-          piece: ``[C]`` int32, of `piece_size` tokens.
-          start: ``[]`` int32, the position of the first of them.
+          caches: of one request, at first from `init_caches`; donated. A chunk that starts at 0
+            clears them.
+          chunk: ``[C]`` int32, C is `chunk_size`.
+          start: ``[]`` int32, position of the chunk's first token.
 
         Returns:
           The caches.
         """
         start = jnp.asarray(start, jnp.int32)
-        clear = start == 0
+        is_first = start == 0
         empty = self.init_caches()
-        caches = jax.tree.map(lambda new, old: jnp.where(clear, new, old), empty, caches)
-        tokens, start = jnp.asarray(piece, jnp.int32)[None, :], start[None]
+        caches = jax.tree.map(lambda new, old: jnp.where(is_first, new, old), empty, caches)
+        tokens, start = jnp.asarray(chunk, jnp.int32)[None, :], start[None]
         _, target = self.model.apply(params, tokens, start, caches.target)
         draft = self.drafter.prefill(draft_params, tokens, caches.draft, start=start)
         return Caches(target, draft)
 
-    def insert(
-        self,
-        state: DecodeState,
-        caches: Caches,
-        *,
-        slots: jax.Array,
-        prompts: jax.Array,
-        lengths: jax.Array,
-        keys: jax.Array,
-        options: BatchOptions,
-    ) -> DecodeState:
-        """The second half of `admit`: R requests whose prompts are read go into slots.
+    def insert(self, state: DecodeState, caches: Caches, requests: NewRequests) -> DecodeState:
+        """The second half of `admit`: put R requests whose prompts have been read into slots.
 
         Args:
           state: donated.
           caches: of R requests, with their prompts.
-          slots: as in `admit`.
-          prompts: ``[R, P]`` int32 with any P up to `buffer_length`.
-          lengths: as in `admit`.
-          keys: as in `admit`.
-          options: as in `admit`.
+          requests: with prompts of any P up to `buffer_length`.
 
         Returns:
           The state.
 
         Raises:
-          ValueError: as `admit`.
+          ValueError: shapes that do not fit, or a cache without an axis that holds the requests.
         """
         size, m = self.buffer_length, self.max_stop_tokens
-        slots, lengths = jnp.asarray(slots, jnp.int32), jnp.asarray(lengths, jnp.int32)
-        prompts = jnp.asarray(prompts, jnp.int32)
-        self._check_prompts(prompts, size)
+        prompts, options = self._checked_prompts(requests, size), requests.options
         r = prompts.shape[0]
         stops = jnp.shape(options.stop_token_ids)
         if stops != (r, m):
@@ -361,28 +365,34 @@ class Engine:
                 f"options.stop_token_ids must have shape [{r}, {m}], but it has {list(stops)}: "
                 "options_of gives what admit takes"
             )
+        keys = jnp.asarray(requests.keys)
+        if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
+            keys = jax.vmap(jax.random.key)(keys)
         new = Batch(
             token_ids=jnp.pad(prompts, ((0, 0), (0, size - prompts.shape[1]))),
-            lengths=lengths,
+            lengths=jnp.asarray(requests.lengths, jnp.int32),
             done=jnp.zeros((r,), bool),
             status=jnp.full((r,), int(Status.OK), jnp.int32),
             keys=noise.threefry_keys(keys),
             options=options,
         )
+        slots = jnp.asarray(requests.slots, jnp.int32)
         here = jnp.arange(self.num_slots, dtype=jnp.int32)[:, None] == slots[None, :]
-        model, drafter = self.model, self.drafter
+        put = functools.partial(put_cache, slots=slots, max_length=size)
         return dataclasses.replace(
             state.without_drafts(here.any(axis=1)),
             batch=jax.tree.map(lambda all_, some: all_.at[slots].set(some), state.batch, new),
-            target_cache=insert(model.init_cache, state.target_cache, caches.target, slots, size),
-            draft_cache=insert(drafter.init_cache, state.draft_cache, caches.draft, slots, size),
+            target_cache=put(self.model.init_cache, state.target_cache, caches.target),
+            draft_cache=put(self.drafter.init_cache, state.draft_cache, caches.draft),
         )
 
-    def _check_prompts(self, prompts: jax.Array, most: int) -> None:
+    def _checked_prompts(self, requests: NewRequests, most: int) -> jax.Array:
+        prompts = jnp.asarray(requests.prompts, jnp.int32)
         if prompts.ndim != 2 or not 1 <= prompts.shape[1] <= most:
             raise ValueError(
                 f"prompts must be [R, P] with P in [1, {most}], but they are {list(prompts.shape)}"
             )
+        return prompts
 
     def step(
         self,
@@ -398,47 +408,22 @@ class Engine:
           params: the target's weights.
           draft_params: the drafter's weights.
           state: donated.
-          all_neutral: static; that no running request asks for what needs `request_options`. All
-            that serves it is then left out. The tokens are the same, but for ties of float32 sums.
+          all_neutral: static; true says that no running request asks for anything that needs
+            `request_options`, and leaves out all that serves it. The tokens are the same, near
+            ties of float32 sums aside.
 
         Returns:
           The state, whose ``batch.done`` and ``batch.status`` say which requests have ended and
           why, and the record of the step.
         """
         if not all_neutral:
-            return self.decoder.step(params, draft_params, state)
+            return super().step(params, draft_params, state)
         options = state.batch.options
-        state, record = self.decoder.step(
-            params, draft_params, _with_options(state, options.neutral)
-        )
+        state, record = super().step(params, draft_params, _with_options(state, options.neutral))
         return _with_options(state, options), record
 
-    def draft(self, draft_params: Any, state: DecodeState) -> DecodeState:
-        """The first half of `step`: K drafts for every occupied slot, but for new requests.
-
-        Args:
-          draft_params: the drafter's weights.
-          state: donated.
-
-        Returns:
-          The state, with drafts.
-        """
-        return self.decoder.draft(draft_params, state)
-
-    def verify(self, params: Any, state: DecodeState) -> tuple[DecodeState, StepRecord]:
-        """The second half of `step`. Without drafts a slot gets one token.
-
-        Args:
-          params: the target's weights.
-          state: donated.
-
-        Returns:
-          The state, without drafts, and the record of the step.
-        """
-        return self.decoder.verify(params, state)
-
     def release(self, state: DecodeState, slots: jax.Array) -> DecodeState:
-        """Empty some slots: their requests emit nothing more. Not needed for those that are done.
+        """Empty slots whose requests have not ended: they emit nothing more.
 
         Args:
           state: donated.
@@ -455,12 +440,13 @@ def _with_options(state: DecodeState, options: BatchOptions) -> DecodeState:
     return dataclasses.replace(state, batch=dataclasses.replace(state.batch, options=options))
 
 
-def insert(
+def put_cache(
     init_cache: Callable[[int, int], Any], cache: Any, some: Any, slots: jax.Array, max_length: int
 ) -> Any:
-    """`cache` with everything of `slots` replaced by a cache of R requests; in place if donated.
+    """`cache` with the caches of R requests in place of what `slots` held; in place if donated.
 
-    Which axis holds the requests is found by asking for caches of one and of two.
+    The axis that holds the requests is the one that differs between the caches of one request and
+    of two.
 
     Args:
       init_cache: of a model or a drafter.
@@ -494,11 +480,11 @@ def insert(
     return jax.tree.map_with_path(put, *shapes, cache, some)
 
 
-def _check_reads_pieces(drafter: Drafter, piece: int) -> None:
-    """Refuse a drafter that cannot begin to read anywhere but at position 0.
+def _check_reads_chunks(drafter: Drafter, size: int) -> None:
+    """Check that a drafter's `prefill` can begin at any position.
 
     Raises:
-      TypeError: its `prefill` takes no `start`.
+      TypeError: it takes no `start`.
     """
     signature = inspect.signature(drafter.prefill)
     try:
@@ -506,6 +492,6 @@ def _check_reads_pieces(drafter: Drafter, piece: int) -> None:
     except TypeError:
         raise TypeError(
             f"drafter must have a prefill that takes start, because prompts longer than "
-            f"prefill_sizes[-1]={piece} are read in pieces, but {type(drafter).__name__}.prefill "
+            f"prefill_sizes[-1]={size} are read in chunks, but {type(drafter).__name__}.prefill "
             f"takes {signature}"
         ) from None

@@ -1,4 +1,4 @@
-"""Decoding batches that are known beforehand: in one compiled loop, or step by step."""
+"""Decoding a batch that is known beforehand: in one compiled loop, or step by step."""
 
 from __future__ import annotations
 
@@ -14,26 +14,20 @@ from jax import lax
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Drafter
-from jax_specdec._src.models.protocol import CausalModel
+from jax_specdec._src.models.protocol import CausalModel, check_model
 from jax_specdec._src.noise import check_keys, fold_in_each, threefry_keys
 from jax_specdec._src.serving import inputs
-from jax_specdec._src.serving.batch import Batch, StepRecord
-from jax_specdec._src.serving.core import PLAIN, Decoder, DecodeState
+from jax_specdec._src.serving.batch import Batch, StepRecord, round_up
+from jax_specdec._src.serving.core import PLAIN, Decoder, DecodeState, on_all_devices
 from jax_specdec._src.serving.options import (
     BatchOptions,
     LogprobsConfig,
     RequestFields,
     RequestOptions,
     check_logprobs,
-    one_each,
+    options_per_request,
 )
-from jax_specdec._src.serving.placement import on_all_devices
 from jax_specdec._src.types import Status
-
-_BUCKET = 32
-"""Sizes are rounded up to this, so that prompts of similar length share a compilation."""
-
-Options = RequestOptions | Sequence[RequestOptions] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +35,10 @@ class GenerateOutput:
     """A finished generation, on the host.
 
     Attributes:
-      completions: B lists of generated token ids, a stop token included.
-      steps: `StepRecord` of NumPy arrays with a leading axis of S steps.
-      status: B `Status` values; not OK where a request ended because it could not be verified.
+      completions: B lists of generated token ids; a stop token is included.
+      steps: a `StepRecord` of NumPy arrays with a leading axis of S steps.
+      status: B values of `Status`; not OK for a request that ended because it could not be
+        verified.
 
     Example:
       >>> import jax_specdec as sd
@@ -73,7 +68,7 @@ def generate(
 ) -> GenerateOutput:
     """Generate with speculative decoding: the target's own distribution, in fewer passes.
 
-    Runs as one compiled `while_loop`; compiled once per shape of the batch.
+    Runs as one compiled `while_loop`, compiled once for each shape of the batch.
 
     Args:
       model: the target, any `CausalModel`.
@@ -82,19 +77,19 @@ def generate(
       drafter: a `ModelDrafter`, an `NGramDrafter`, or any `Drafter`.
       draft_params: the drafter's weights.
       config: static settings.
-      options: what requests ask for, one for all or one each.
-      key: a typed key, or None for ``jax.random.key(0)``; request b uses ``fold_in(key, b)``,
+      options: what the requests ask for, one for all or a list with one for each.
+      key: a typed key, or None for ``jax.random.key(0)``. Request b uses ``fold_in(key, b)``,
         unless its options have a seed.
       logprobs: which log-probabilities the steps have; None for none.
-      **fields: of `RequestOptions`, such as ``temperature=0.8``: they hold for every request,
-        whatever its options say.
+      **fields: of `RequestOptions`, such as ``temperature=0.8``. They hold for every request and
+        override its options.
 
     Returns:
       `GenerateOutput`.
 
     Raises:
-      TypeError: an argument of another type; ids that are not integers; a key that is not typed.
-      ValueError: an empty prompt, an id or an option out of range, a list of the wrong length.
+      TypeError: an argument has another type, ids are not integers, or the key is not typed.
+      ValueError: an empty prompt, an id or an option out of range, or a list of the wrong length.
 
     Example:
       >>> import jax_specdec as sd
@@ -107,11 +102,10 @@ def generate(
       >>> len(output.completions[0])
       8
     """
-    inputs.drafting(drafter, config)
-    run = _prepare(
+    inputs.check_drafter(drafter, config)
+    return _prepare(
         model, params, prompts, drafter, draft_params, config, options, key, logprobs, fields
-    )
-    return run.to_the_end()
+    ).run()
 
 
 def generate_stream(
@@ -129,26 +123,11 @@ def generate_stream(
 ) -> Iterator[StepRecord]:
     """`generate`, one step at a time: yields what each step emitted, as it comes.
 
-    The tokens and the acceptance of every step are those of `generate`.
-
-    Args:
-      model: as in `generate`.
-      params: as in `generate`.
-      prompts: as in `generate`.
-      drafter: as in `generate`.
-      draft_params: as in `generate`.
-      config: as in `generate`.
-      options: as in `generate`.
-      key: as in `generate`.
-      logprobs: as in `generate`.
-      **fields: as in `generate`.
+    Arguments and errors are those of `generate`, and so are the tokens and the acceptance of every
+    step.
 
     Yields:
-      One `StepRecord` of NumPy arrays ``[B, ...]`` per step.
-
-    Raises:
-      TypeError: as in `generate`.
-      ValueError: as in `generate`.
+      One `StepRecord` of NumPy arrays ``[B, ...]`` for each step.
 
     Example:
       >>> import jax_specdec as sd
@@ -160,11 +139,10 @@ def generate_stream(
       >>> sum(int(step.num_kept[0]) for step in steps)
       4
     """
-    inputs.drafting(drafter, config)
-    run = _prepare(
+    inputs.check_drafter(drafter, config)
+    return _prepare(
         model, params, prompts, drafter, draft_params, config, options, key, logprobs, fields
-    )
-    return run.step_by_step()
+    ).steps()
 
 
 def generate_plain(
@@ -177,23 +155,12 @@ def generate_plain(
     logprobs: LogprobsConfig | None = None,
     **fields: Unpack[RequestFields],
 ) -> GenerateOutput:
-    """`generate` without drafts, one token per pass: what it is measured against.
+    """`generate` without drafts, one token per pass of the target: the baseline of `generate`.
 
-    Args:
-      model: as in `generate`.
-      params: as in `generate`.
-      prompts: as in `generate`.
-      options: as in `generate`.
-      key: as in `generate`.
-      logprobs: as in `generate`.
-      **fields: as in `generate`.
+    Arguments and errors are those of `generate`.
 
     Returns:
       `GenerateOutput`; its steps propose nothing and emit one token each.
-
-    Raises:
-      TypeError: as in `generate`.
-      ValueError: as in `generate`.
 
     Example:
       >>> import jax_specdec as sd
@@ -202,12 +169,11 @@ def generate_plain(
       >>> len(output.completions[0])
       4
     """
-    run = _prepare(model, params, prompts, None, None, PLAIN, options, key, logprobs, fields)
-    return run.to_the_end()
+    return _prepare(model, params, prompts, None, None, PLAIN, options, key, logprobs, fields).run()
 
 
-class _Run(NamedTuple):
-    """A generation that has been checked and laid out."""
+class _Prepared(NamedTuple):
+    """The arguments of `generate`, checked and laid out."""
 
     decoder: Decoder
     params: Any
@@ -217,8 +183,8 @@ class _Run(NamedTuple):
     prompt_size: int
     max_steps: int
 
-    def to_the_end(self) -> GenerateOutput:
-        """Run in one compiled loop."""
+    def run(self) -> GenerateOutput:
+        """All steps in one compiled loop."""
         batch, steps, num_steps = _generate(
             self.params,
             self.draft_params,
@@ -238,8 +204,8 @@ class _Run(NamedTuple):
             status=[Status(s) for s in status],
         )
 
-    def step_by_step(self) -> Iterator[StepRecord]:
-        """Run one step after another."""
+    def steps(self) -> Iterator[StepRecord]:
+        """One step after another."""
         weights, decoder = (self.params, self.draft_params), self.decoder
         done = np.asarray(self.batch.done)
         if done.all():
@@ -258,25 +224,26 @@ def _prepare(
     drafter: Drafter | None,
     draft_params: Any,
     config: SpecDecodeConfig,
-    options: Options,
+    options: RequestOptions | Sequence[RequestOptions] | None,
     key: jax.Array | None,
     logprobs: LogprobsConfig | None,
     fields: RequestFields,
-) -> _Run:
-    inputs.target(model, params)
-    inputs.draft_weights(drafter, draft_params)
+) -> _Prepared:
+    check_model("model", model)
+    inputs.check_params("params", params)
+    inputs.check_draft_params(drafter, draft_params)
     check_logprobs(logprobs)
     rows = inputs.token_lists(prompts, model.vocab_size)
     decoder = Decoder(model, drafter, config, logprobs)
     batch, prompt_size, max_steps = make_batch(
         rows,
-        one_each(options, len(rows), fields),
+        options_per_request(options, len(rows), fields),
         vocab_size=model.vocab_size,
         key=key,
         slack=decoder.num_drafts + 1,
     )
     params, draft_params, batch = on_all_devices((params, draft_params, batch), model)
-    return _Run(decoder, params, draft_params, rows, batch, prompt_size, max_steps)
+    return _Prepared(decoder, params, draft_params, rows, batch, prompt_size, max_steps)
 
 
 def make_batch(
@@ -287,17 +254,18 @@ def make_batch(
     key: jax.Array | None,
     slack: int,
 ) -> tuple[Batch, int, int]:
-    """Lay out requests.
+    """The requests as arrays.
 
     Args:
       prompts: B token id lists.
       options: B.
       vocab_size: V.
-      key: typed key or None.
-      slack: positions past the end that a step may write to.
+      key: a typed key, or None for ``jax.random.key(0)``.
+      slack: how many positions past the last token a step may write to.
 
     Returns:
-      The batch, the padded prompt length, and the most steps it can take, both rounded up.
+      The batch; the length of the padded prompts; and the most steps that it can take. Both
+      numbers are rounded up.
 
     Raises:
       TypeError: `key` is not one typed key.
@@ -308,8 +276,8 @@ def make_batch(
     if key.shape != ():
         raise TypeError(f"key must be one key, but its shape is {list(key.shape)}")
     budget = max(one.max_new_tokens for one in options)
-    prompt_size = _round_up(max(map(len, prompts)))
-    length = _round_up(prompt_size + budget + slack)
+    prompt_size = round_up(max(map(len, prompts)))
+    length = round_up(prompt_size + budget + slack)
     token_ids = np.zeros((len(prompts), length), np.int32)
     for b, prompt in enumerate(prompts):
         token_ids[b, : len(prompt)] = prompt
@@ -318,16 +286,16 @@ def make_batch(
     batch = Batch(
         token_ids=jnp.asarray(token_ids),
         lengths=jnp.asarray(lengths),
-        done=jnp.asarray(lengths >= arrays.ends),
+        done=jnp.asarray(lengths >= arrays.max_lengths),
         status=jnp.full((len(prompts),), int(Status.OK), jnp.int32),
         keys=_keys(key, options),
         options=jax.tree.map(jnp.asarray, arrays),
     )
-    return batch, prompt_size, _round_up(budget)
+    return batch, prompt_size, round_up(budget)
 
 
 def _keys(key: jax.Array, options: list[RequestOptions]) -> jax.Array:
-    """``[B]`` keys: of a request's seed, or its index folded into `key`."""
+    """``[B]`` keys: from a request's seed, or with its index folded into `key`."""
     keys = fold_in_each(key, len(options))
     seeds = {b: one.seed for b, one in enumerate(options) if one.seed is not None}
     if not seeds:
@@ -336,16 +304,11 @@ def _keys(key: jax.Array, options: list[RequestOptions]) -> jax.Array:
     return keys.at[np.array(list(seeds))].set(threefry_keys(jnp.stack(own)))
 
 
-def _round_up(size: int) -> int:
-    """At least one bucket."""
-    return max(1, -(-size // _BUCKET)) * _BUCKET
-
-
 @functools.partial(jax.jit, static_argnames=("decoder", "prompt_size"))
 def _prefill(
     params: Any, draft_params: Any, batch: Batch, *, decoder: Decoder, prompt_size: int
 ) -> DecodeState:
-    return decoder.prefill(params, draft_params, batch, prompt_size)
+    return decoder.prefilled_state(params, draft_params, batch, prompt_size)
 
 
 @functools.partial(jax.jit, static_argnames=("decoder",), donate_argnames=("state",))
@@ -367,9 +330,9 @@ def _generate(
 ) -> tuple[Batch, StepRecord, jax.Array]:
     """The final batch, the records stacked ``[max_steps, ...]``, and how many there are.
 
-    `max_steps` is at least the largest budget; every step adds a token, so no more are needed.
+    `max_steps` is at least the largest budget. That is enough, because every step adds a token.
     """
-    state = decoder.prefill(params, draft_params, batch, prompt_size)
+    state = decoder.prefilled_state(params, draft_params, batch, prompt_size)
     step = functools.partial(decoder.step, params, draft_params)
     shapes = jax.eval_shape(step, state)[1]
     records = jax.tree.map(lambda s: jnp.zeros((max_steps, *s.shape), s.dtype), shapes)
@@ -391,15 +354,15 @@ def _generate(
 
 @dataclasses.dataclass(frozen=True)
 class GreedyDifference:
-    """Where a greedy generation first left plain decoding.
+    """The first token at which a greedy generation differs from plain decoding.
 
     Attributes:
       request: index of the request.
       index: index into its completion.
-      token_id: what it emitted there; None where it had ended.
-      plain_token_id: what plain decoding emitted there; None where it had ended.
-      gap: difference of the two best target logits there. Sums of float32 numbers depend on how
-        many tokens a pass holds; a gap below 1e-4 is within that rounding.
+      token_id: what it emitted there; None if it had ended.
+      plain_token_id: what plain decoding emitted there; None if that had ended.
+      gap: difference of the two largest target logits there. Sums of float32 numbers depend on
+        how many tokens a pass holds; a gap below 1e-4 is within that rounding.
 
     Example:
       >>> GreedyDifference(request=0, index=17, token_id=40, plain_token_id=91, gap=2e-6).gap < 1e-4
@@ -421,18 +384,18 @@ def greedy_differences(
     plain: GenerateOutput,
     options: RequestOptions | Sequence[RequestOptions] | None = None,
 ) -> list[GreedyDifference]:
-    """The first difference of each request that has one, with how close the decision was.
+    """The first difference of each request that has one, and how close the decision was there.
 
     Args:
       model: the target.
       params: its weights.
-      prompts: what both generations began from.
+      prompts: those of both generations.
       output: of `generate` at temperature 0.
       plain: of `generate_plain` at temperature 0.
       options: of both.
 
     Returns:
-      One entry per request that differs; empty where all are identical.
+      One entry for each request that differs.
 
     Example:
       >>> import jax_specdec as sd
@@ -443,7 +406,7 @@ def greedy_differences(
       []
     """
     found = []
-    asked = one_each(options, len(prompts), {})
+    asked = options_per_request(options, len(prompts), {})
     pairs = zip(output.completions, plain.completions, strict=True)
     for b, (ours, theirs) in enumerate(pairs):
         if ours == theirs:

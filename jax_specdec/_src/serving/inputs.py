@@ -1,4 +1,4 @@
-"""What callers of the decoding loops may give, checked on the host, with a sentence per rule."""
+"""Checks of what callers give to the decoding loops; each rule has a message of its own."""
 
 from __future__ import annotations
 
@@ -13,31 +13,30 @@ import numpy as np
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Drafter
 from jax_specdec._src.models.llama import Llama
-from jax_specdec._src.models.protocol import check_model, is_loaded_model
+from jax_specdec._src.models.protocol import is_loaded_model
 from jax_specdec._src.models.tensor_parallel import TensorParallelLlama
 from jax_specdec._src.types import described
 
 _HAVE_WEIGHTS = (Llama, TensorParallelLlama)
 
 
-def target(model: Any, params: Any) -> None:
-    """Check that a target and its weights are what they should be.
+def check_config(config: Any) -> None:
+    """Check that a config is a `SpecDecodeConfig`.
 
     Raises:
-      TypeError: they are something else.
-    """
-    check_model("model", model)
-    weights("params", params)
-
-
-def drafting(drafter: Any, config: Any) -> None:
-    """Check that a drafter and a config are what they should be.
-
-    Raises:
-      TypeError: they are something else.
+      TypeError: it is something else.
     """
     if not isinstance(config, SpecDecodeConfig):
         raise TypeError(f"config must be a SpecDecodeConfig, but it is {described(config)}")
+
+
+def check_drafter(drafter: Any, config: Any) -> None:
+    """Check that a drafter can be called as a `Drafter`, and its config.
+
+    Raises:
+      TypeError: one of them is something else.
+    """
+    check_config(config)
     must = f"drafter must be a Drafter, but it is a {type(drafter).__name__}"
     if is_loaded_model(drafter):
         raise TypeError(
@@ -62,17 +61,17 @@ def drafting(drafter: Any, config: Any) -> None:
         raise TypeError(
             f"drafter must have a propose that takes (params, context, cache, store), but "
             f"{type(drafter).__name__}.propose takes {signature}: token_ids, lengths, sampling, "
-            "keys, config and what else there was are fields of the context, a DraftContext"
+            "keys, config and the rest are fields of the context, a DraftContext"
         ) from None
 
 
-def draft_weights(drafter: Drafter | None, draft_params: Any) -> None:
+def check_draft_params(drafter: Drafter | None, draft_params: Any) -> None:
     """Check a drafter's weights.
 
     Raises:
-      TypeError: a model that has weights gets none, or they are something else.
+      TypeError: they are a model, or missing although the drafter's model has weights.
     """
-    weights("draft_params", draft_params)
+    check_params("draft_params", draft_params)
     if draft_params is None and isinstance(getattr(drafter, "model", None), _HAVE_WEIGHTS):
         raise TypeError(
             "draft_params must be the weights of the drafter's model, but it is None: pass "
@@ -80,7 +79,7 @@ def draft_weights(drafter: Drafter | None, draft_params: Any) -> None:
         )
 
 
-def weights(name: str, params: Any) -> None:
+def check_params(name: str, params: Any) -> None:
     """Check that weights are not a model.
 
     Raises:
@@ -146,8 +145,8 @@ def check_range(name: str, ids: Sequence[int], vocab_size: int) -> None:
 
 def _text(value: str | bytes) -> str:
     return (
-        f"the text {described(value)}: make ids of it, by encode for the embedded models or by "
-        "the encode of load_tokenizer's Tokenizer"
+        f"the text {described(value)}: turn it into ids, with encode for the embedded models, or "
+        "with the encode of load_tokenizer's Tokenizer"
     )
 
 

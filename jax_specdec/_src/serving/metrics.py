@@ -1,4 +1,4 @@
-"""Acceptance statistics: counted on the device inside jit, or read from step records."""
+"""Acceptance, counted on the device or from step records, and how busy an engine was."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from jax_specdec._src.types import described
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AcceptanceCounters:
-    """Counts of verifications, kept on the device; one small array, so that counting is one fusion.
+    """Counts of verifications on the device, in one small array, so that counting is one fusion.
 
-    Carry it in the state of a serving loop, `update` it with every verification, and read it out
-    now and then with `AcceptanceStats.from_counters`. Counts have 64 bits, in two halves of 32
-    because JAX's integers have 32 by default: at a billion tokens a second they last 580 years, so
-    there is no reason ever to reset them.
+    Carry it in the state of a serving loop, `update` it with every verification, and read it now
+    and then with `AcceptanceStats.from_counters`. Counts have 64 bits, in two halves because JAX's
+    integers have 32 bits by default. They never need a reset: at a billion tokens a second they
+    last 580 years.
 
     Attributes:
-      words: ``[2, 3K+2]`` uint32, the low and the high halves of, in this order, the drafts offered
-        at each of K positions, those reached, those accepted, the emitted tokens, and the
-        fallbacks; see `AcceptanceStats`.
+      words: ``[2, 3K+2]`` uint32, the low and the high halves of these counts: drafts offered,
+        reached and accepted at each of K positions, emitted tokens, and fallbacks; see
+        `AcceptanceStats`.
 
     Example:
       >>> import jax
@@ -53,7 +53,7 @@ class AcceptanceCounters:
           num_speculative_tokens: K, at least 1.
 
         Raises:
-          TypeError: K is no int.
+          TypeError: K is not an int.
           ValueError: K is below 1.
         """
         k = check_int("num_speculative_tokens", num_speculative_tokens)
@@ -69,23 +69,23 @@ class AcceptanceCounters:
     ) -> AcceptanceCounters:
         """Add one verification of a batch. Pure; for use inside jit.
 
-        A request that emitted nothing (an empty slot, a poisoned row) counts nothing. Give the
-        numbers of the verification itself, before stop tokens and budgets cut its tokens: rates
-        would be biased otherwise.
+        A request that emitted nothing (an empty slot, a row with NaN) is not counted. Give the
+        numbers of the verification itself, before stop tokens and budgets cut its tokens, or the
+        rates are biased.
 
         Args:
           num_proposed: ``[B]`` int32, drafts offered to each request: the ids in range before the
             first -1.
           num_accepted: ``[B]`` int32, as `rejection_sample` returns it.
           num_emitted: ``[B]`` int32, as `rejection_sample` returns it.
-          num_fallbacks: ``[]`` int32, requests that had drafts but no valid draft distribution, and
-            so were verified one-hot.
+          num_fallbacks: ``[]`` int32, requests whose drafts were verified one-hot because they
+            had no valid draft distribution.
 
         Returns:
           The new counters.
 
         Raises:
-          TypeError: an argument is not of integers.
+          TypeError: an argument does not hold integers.
           ValueError: shapes that do not fit.
         """
         num_emitted = _counts("num_emitted", num_emitted, None)
@@ -118,7 +118,7 @@ def _counts(name: str, value: Any, shape: tuple[int, ...] | None) -> jax.Array:
     """Integers as int32, checked; a shape of None stands for ``[B]`` with any B."""
     value = jnp.asarray(value)
     if not jnp.issubdtype(value.dtype, jnp.integer):
-        raise TypeError(f"{name} must be of integers, but it is {value.dtype}")
+        raise TypeError(f"{name} must hold integers, but it is {value.dtype}")
     if value.ndim != 1 if shape is None else value.shape != shape:
         wanted = "[B]" if shape is None else list(shape)
         raise ValueError(f"{name} must have shape {wanted}, but it has {list(value.shape)}")
@@ -127,22 +127,22 @@ def _counts(name: str, value: Any, shape: tuple[int, ...] | None) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class AcceptanceStats:
-    """How verification went, summed over steps and requests, on the host.
+    """How verification went, summed over steps and requests; on the host.
 
-    Counts are of verifications, before stop tokens and budgets cut their tokens. Everything else
-    follows from them; the difference of two readings is the interval between them.
+    Counts are taken before stop tokens and budgets cut tokens. Everything else follows from the
+    counts. The difference of two readings covers the interval between them.
 
-    Two lengths say how long a step is. `mean_acceptance_length` is of verifications that had drafts
-    and tells how good the drafts were. `tokens_per_target_pass` is of all verifications and tells
-    what they were worth: a drafter that often proposes nothing, as a lookup does, has a lower one.
+    Two lengths describe a step. `mean_acceptance_length` covers verifications that had drafts and
+    says how good the drafts were. `tokens_per_target_pass` covers all verifications and says what
+    drafting gained: it is lower for a drafter that often proposes nothing, such as a lookup.
 
     Attributes:
-      offered_per_position: K counts; entry i is the verifications that were offered draft i.
-      reached_per_position: K counts; those of them that accepted drafts ``0..i-1``.
-      accepted_per_position: K counts; those that accepted drafts ``0..i``.
-      num_emitted_tokens: accepted drafts and recovered or bonus tokens.
-      num_fallbacks: requests verified one-hot for want of a valid draft distribution, summed over
-        steps; only `AcceptanceCounters` knows of them.
+      offered_per_position: K counts; entry i counts verifications that were offered draft i.
+      reached_per_position: K counts; entry i counts those that also accepted drafts ``0..i-1``.
+      accepted_per_position: K counts; entry i counts those that accepted drafts ``0..i``.
+      num_emitted_tokens: accepted drafts, and recovered or bonus tokens.
+      num_fallbacks: requests verified one-hot because they had no valid draft distribution, summed
+        over steps; 0 from `from_steps`, since records do not hold it.
 
     Example:
       >>> import numpy as np
@@ -165,15 +165,15 @@ class AcceptanceStats:
 
     @classmethod
     def from_counters(cls, counters: AcceptanceCounters) -> AcceptanceStats:
-        """Read counters out: waits for the device and copies a few bytes.
+        """Read counters: waits for the device and copies a few bytes.
 
         Args:
-          counters: outside jit; they go on counting.
+          counters: outside jit; they are not changed.
 
         Returns:
           The statistics since the counters were created.
         """
-        low, high = jax.device_get(counters.words).astype(object)  # Python's ints have no end
+        low, high = jax.device_get(counters.words).astype(object)  # Python's ints have any size
         counts = (low + (high << 32)).tolist()
         k = len(counts) // 3
         return cls(
@@ -191,7 +191,7 @@ class AcceptanceStats:
           The statistics.
 
         Raises:
-          TypeError: something else.
+          TypeError: `steps` is not a `StepRecord`.
         """
         if not isinstance(steps, StepRecord):
             raise TypeError(
@@ -214,7 +214,7 @@ class AcceptanceStats:
           earlier: the first reading.
 
         Raises:
-          ValueError: other counters: another K, or a count that is larger in `earlier`.
+          ValueError: the two have different K, or a count is larger in `earlier`.
         """
         if len(self.offered_per_position) != len(earlier.offered_per_position):
             raise ValueError(
@@ -275,52 +275,38 @@ class AcceptanceStats:
 
     @property
     def unconditional_rates(self) -> tuple[float, ...]:
-        """``[K]``, the share of verifications offered draft i that accepted drafts ``0..i``."""
+        """``[K]``, of the verifications offered draft i, the share that accepted ``0..i``."""
         return _rates(self.accepted_per_position, self.offered_per_position)
 
     @property
     def conditional_rates(self) -> tuple[float, ...]:
-        """``[K]``, the same share of those that were offered draft i and accepted all before it.
+        """``[K]``, of those that also accepted the drafts before i, the share that accepted i.
 
-        ``r[i] / r[i-1]`` of `unconditional_rates` where every verification was offered K drafts;
-        counted by itself, it stays in [0, 1] where offers differ in length.
+        Where every verification was offered K drafts, this is ``r[i] / r[i-1]`` of
+        `unconditional_rates`. It has counts of its own, so it stays in [0, 1] where it is not.
         """
         return _rates(self.accepted_per_position, self.reached_per_position)
 
-    def accepted_throughput(self, seconds: float) -> float:
-        """Accepted drafts per second, of an interval that took `seconds`.
-
-        Raises:
-          ValueError: `seconds` is not positive.
-        """
-        return self.num_accepted_tokens / _positive(seconds)
-
-    def drafted_throughput(self, seconds: float) -> float:
-        """Drafts per second, of an interval that took `seconds`.
-
-        Raises:
-          ValueError: `seconds` is not positive.
-        """
-        return self.num_draft_tokens / _positive(seconds)
-
     def log_line(self, seconds: float) -> str:
-        """One line for a server's log, in the words of vLLM's where it has them.
+        """One line for a server's log, in vLLM's words where vLLM has them.
 
-        The rates of positions are `unconditional_rates`, and the line says so.
+        The rates per position are `unconditional_rates`, and the line says so.
 
         Args:
-          seconds: how long the interval took that these statistics are of.
+          seconds: length of the interval that these statistics cover.
 
         Raises:
           ValueError: `seconds` is not positive.
         """
+        if not seconds > 0:
+            raise ValueError(f"seconds must be positive, but it is {seconds}")
         rates = ", ".join(f"{rate:.3f}" for rate in self.unconditional_rates)
         return (
             "SpecDecoding metrics:"
             f" Mean acceptance length: {self.mean_acceptance_length:.2f},"
             f" Tokens per target pass: {self.tokens_per_target_pass:.2f},"
-            f" Accepted throughput: {self.accepted_throughput(seconds):.2f} tokens/s,"
-            f" Drafted throughput: {self.drafted_throughput(seconds):.2f} tokens/s,"
+            f" Accepted throughput: {self.num_accepted_tokens / seconds:.2f} tokens/s,"
+            f" Drafted throughput: {self.num_draft_tokens / seconds:.2f} tokens/s,"
             f" Accepted: {self.num_accepted_tokens} tokens,"
             f" Drafted: {self.num_draft_tokens} tokens,"
             f" Per-position acceptance rate (unconditional): {rates},"
@@ -329,7 +315,7 @@ class AcceptanceStats:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Counts and what follows from them, as JSON can hold them."""
+        """The counts and what follows from them, in types that JSON has."""
         names = [field.name for field in dataclasses.fields(self)]
         values = {name: getattr(self, name) for name in (*names, *_DERIVED)}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
@@ -337,18 +323,18 @@ class AcceptanceStats:
 
 @dataclasses.dataclass(frozen=True)
 class ServingStats:
-    """How busy an `EngineDriver` kept its engine, summed since it was made.
+    """How busy an `EngineDriver` kept its engine, summed since the driver was made.
 
-    The difference of two readings is the interval between them.
+    The difference of two readings covers the interval between them.
 
     Attributes:
       num_slots: S.
       num_steps: steps whose results were read.
-      num_busy_slots: slots that took part in them, summed over steps.
-      num_steps_ahead: steps that were dispatched already when one was read, summed over steps.
-      host_wait_seconds: how long the host waited for results.
-      num_admitted: requests that left the queue for their first slot.
-      queue_seconds: how long they had waited there, summed over requests.
+      num_busy_slots: requests that took part in those steps, summed over steps.
+      num_steps_ahead: steps that were under way when one was read, summed over steps.
+      host_wait_seconds: time that the host waited for results.
+      num_admitted: requests that got their first slot.
+      queue_seconds: time that they had waited for it, summed over requests.
       num_failed_calls: calls that failed on the device.
 
     Example:
@@ -369,7 +355,7 @@ class ServingStats:
     num_failed_calls: int = 0
 
     def after_step(self, *, num_busy: int, num_ahead: int, waited: float) -> ServingStats:
-        """With one more step; one that nobody took part in is none."""
+        """With one more step, unless no request took part in it."""
         if not num_busy:
             return self
         return dataclasses.replace(
@@ -381,7 +367,7 @@ class ServingStats:
         )
 
     def after_admission(self, seconds: Sequence[float]) -> ServingStats:
-        """With requests that had waited so long."""
+        """With one more admitted request for each of these waiting times."""
         return dataclasses.replace(
             self,
             num_admitted=self.num_admitted + len(seconds),
@@ -395,12 +381,12 @@ class ServingStats:
           earlier: the first reading.
 
         Raises:
-          ValueError: another number of slots, or a sum that is larger in `earlier`.
+          ValueError: the two have different numbers of slots, or a sum is larger in `earlier`.
         """
         if self.num_slots != earlier.num_slots:
             raise ValueError(
-                f"both readings must be of as many slots, but they are of {self.num_slots} and "
-                f"{earlier.num_slots}"
+                f"both readings must have the same number of slots, but they have {self.num_slots} "
+                f"and {earlier.num_slots}"
             )
         names = [field.name for field in dataclasses.fields(self)][1:]
         sums = [getattr(self, name) - getattr(earlier, name) for name in names]
@@ -410,22 +396,22 @@ class ServingStats:
 
     @property
     def mean_busy_slots(self) -> float:
-        """Of a step; 0 where there was none."""
+        """Busy slots per step; 0 without steps."""
         return self.num_busy_slots / max(self.num_steps, 1)
 
     @property
     def mean_steps_ahead(self) -> float:
-        """Of a step; 0 where there was none."""
+        """Steps ahead per step; 0 without steps."""
         return self.num_steps_ahead / max(self.num_steps, 1)
 
     @property
     def mean_host_wait(self) -> float:
-        """Seconds per step; near 0, the device waits for the host."""
+        """Seconds per step that the host waited; near 0 where the device waits for the host."""
         return self.host_wait_seconds / max(self.num_steps, 1)
 
     @property
     def mean_queue_time(self) -> float:
-        """Seconds per request."""
+        """Seconds that a request waited for its first slot; 0 without requests."""
         return self.queue_seconds / max(self.num_admitted, 1)
 
     def log_line(self) -> str:
@@ -456,9 +442,3 @@ _DERIVED = (
 
 def _rates(counts: tuple[int, ...], of: tuple[int, ...]) -> tuple[float, ...]:
     return tuple(n / total if total else 0.0 for n, total in zip(counts, of, strict=True))
-
-
-def _positive(seconds: float) -> float:
-    if not seconds > 0:
-        raise ValueError(f"seconds must be positive, but it is {seconds}")
-    return seconds

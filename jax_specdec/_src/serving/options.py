@@ -26,7 +26,7 @@ from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, described
 class RequestOptions:
     """What one request asks for: `generate`, `generate_plain` and `EngineDriver.submit` take it.
 
-    They also take any field by its name, for every request: ``temperature=0.8`` is short for
+    They also take each field by its name, for every request: ``temperature=0.8`` is short for
     ``options=RequestOptions(temperature=0.8)``.
 
     Attributes:
@@ -34,23 +34,24 @@ class RequestOptions:
       max_new_tokens: the budget; the request ends when it is spent.
       stop_token_ids: the request ends after emitting one of these.
       seed: in [0, 2**32); the request samples with ``jax.random.key(seed)``. None: `generate`
-        folds the request's index into its key, and `EngineDriver` takes the request's id.
-      min_p: in [0, 1]; tokens less likely than `min_p` times the likeliest are left out.
+        folds the request's index into its key, and `EngineDriver` uses the request's id as seed.
+      min_p: in [0, 1]; leaves out tokens less likely than `min_p` times the likeliest one.
       top_k: only the k likeliest tokens; 0 for all.
       top_p: in (0, 1]; only the likeliest tokens that together have this probability.
-      frequency_penalty: taken off a token's logit for every occurrence in the output.
-      presence_penalty: taken off the logit of a token that occurs in the output.
-      repetition_penalty: positive; divides the positive logits of tokens of the prompt and the
-        output, and multiplies their other ones.
+      frequency_penalty: subtracted from a token's logit for every occurrence in the output.
+      presence_penalty: subtracted from the logit of a token that occurs in the output.
+      repetition_penalty: positive. Of tokens that occur in the prompt or the output, positive
+        logits are divided by it and all others are multiplied by it.
       allowed_token_ids: the only tokens that may be emitted; None for all.
       logit_bias: added to the logits of a few tokens, before penalties; None for none.
-      bad_words: sequences of token ids that must not occur: the last token of one is forbidden
-        where the tokens before, prompt included, end with its others; None for none.
-      min_tokens: stop tokens are forbidden until that many tokens are generated.
+      bad_words: sequences of token ids that must not occur. The last token of a sequence is
+        forbidden where the text so far, prompt included, ends with its other tokens. None for
+        none.
+      min_tokens: stop tokens are forbidden until this many tokens are generated.
 
     Raises:
-      TypeError: not a number, or not integers.
-      ValueError: out of range.
+      TypeError: a field that is not a number, or not integers.
+      ValueError: a field is out of range.
 
     Example:
       >>> import jax_specdec as sd
@@ -104,7 +105,7 @@ class RequestOptions:
         object.__setattr__(self, "bad_words", _words(self.bad_words))
 
     def check(self, vocab_size: int) -> None:
-        """Check what depends on a model, and what on another field.
+        """Check what depends on the model's vocabulary or on another field.
 
         Raises:
           ValueError: an id outside the vocabulary, or `min_tokens` above the budget.
@@ -121,15 +122,12 @@ class RequestOptions:
 
     @property
     def is_neutral(self) -> bool:
-        """Whether nothing is asked for but what every engine serves.
-
-        That is a temperature, a budget, stop tokens and a seed.
-        """
-        return not self.asked
+        """Whether every engine serves this: at most a temperature, budget, stop tokens and seed."""
+        return not self.non_neutral
 
     @property
-    def asked(self) -> dict[str, Any]:
-        """The fields that need an `Engine` with `request_options`, where they ask for something."""
+    def non_neutral(self) -> dict[str, Any]:
+        """The fields that need an `Engine` with `request_options` and are not at their default."""
         default = RequestOptions()
         return {
             field.name: value
@@ -149,11 +147,11 @@ _CHANGE_ROWS = (
     "bad_words",
     "min_tokens",
 )
-"""Fields that change rows of logits, rather than what is left out when they are sampled from."""
+"""Fields that change logits; the other fields leave tokens out when sampling."""
 
 
 class RequestFields(TypedDict, total=False):
-    """The fields of `RequestOptions` as keyword arguments; what they mean stands there."""
+    """The fields of `RequestOptions`, as keyword arguments."""
 
     temperature: float
     max_new_tokens: int
@@ -171,14 +169,14 @@ class RequestFields(TypedDict, total=False):
     min_tokens: int
 
 
-def one_each(
+def options_per_request(
     options: RequestOptions | Sequence[RequestOptions] | None, count: int, fields: RequestFields
 ) -> list[RequestOptions]:
-    """One `RequestOptions` for each of `count` requests; `fields` hold for all of them.
+    """A list with the `RequestOptions` of each of `count` requests, overridden by `fields`.
 
     Raises:
-      TypeError: something else, or a field that there is not.
-      ValueError: not one per request, or a field out of range.
+      TypeError: options of another type, or a field that does not exist.
+      ValueError: a list of another length, or a field out of range.
     """
     known = [field.name for field in dataclasses.fields(RequestOptions)]
     for name in fields:
@@ -202,16 +200,16 @@ def one_each(
 
 @dataclasses.dataclass(frozen=True)
 class LogprobsConfig:
-    """That log-probabilities of the emitted tokens are wanted, and which. Static.
+    """Which log-probabilities to compute besides those of the emitted tokens. Static.
 
     Attributes:
-      num_top: how many of the likeliest tokens at each position besides.
-      distribution: "raw" for the model's, "processed" for what the token was drawn from; see
-        `token_logprobs`.
+      num_top: how many of the likeliest tokens at each position.
+      distribution: "raw" for the model's distribution, "processed" for the one that the token was
+        drawn from; see `token_logprobs`.
 
     Raises:
       TypeError: `num_top` is not an integer.
-      ValueError: out of range.
+      ValueError: `num_top` is negative, or `distribution` is neither of the two.
 
     Example:
       >>> import jax_specdec as sd
@@ -232,16 +230,16 @@ class LogprobsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptionSizes:
-    """The most that a request may ask for, where arrays are made before requests come. Static.
+    """The most that a request may ask for; an `Engine` makes its arrays before requests come.
 
     Attributes:
-      logit_bias: C, tokens with a bias.
+      logit_bias: C, tokens that have a bias.
       bad_words: W, bad words.
       bad_word_length: L, tokens of a bad word.
 
     Raises:
-      TypeError: not integers.
-      ValueError: less than 1.
+      TypeError: a size is not an integer.
+      ValueError: a size is less than 1.
 
     Example:
       >>> OptionSizes(logit_bias=300).bad_words
@@ -258,7 +256,7 @@ class OptionSizes:
 
     @classmethod
     def of(cls, options: Sequence[RequestOptions]) -> OptionSizes:
-        """Sizes that hold some requests' options, powers of 2 so that calls share compilations."""
+        """Sizes for these options, rounded up to powers of 2 so that calls share compilations."""
         words = [one.bad_words or () for one in options]
         return cls(
             _power_of_2(max((len(one.logit_bias or ()) for one in options), default=0)),
@@ -270,7 +268,7 @@ class OptionSizes:
         """Check that a request's options fit.
 
         Raises:
-          ValueError: they do not.
+          ValueError: it asks for more than there is room for.
         """
         words = options.bad_words or ()
         for name, most, what, found in (
@@ -288,19 +286,19 @@ class OptionSizes:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BatchOptions:
-    """The options of B requests as arrays; None for what nobody asked for.
+    """The options of B requests as arrays; None for what no request asks for.
 
     Attributes:
-      prompt_lengths: ``[B]`` int32, where the output begins.
-      ends: ``[B]`` int32, the length at which the budget is spent.
+      prompt_lengths: ``[B]`` int32, the position where the output begins.
+      max_lengths: ``[B]`` int32, the length at which the budget is spent.
       temperature: ``[B]`` float32.
       stop_token_ids: ``[B, M]`` int32; -1 is none.
       min_p: ``[B]`` float32.
       top_k: ``[B]`` int32.
       top_p: ``[B]`` float32.
-      changes_rows: ``[B]`` bool, whether a request asks for one of the following.
+      changes_rows: ``[B]`` bool, whether a request asks for any of the following.
       penalties: ``[B, 3]`` float32: frequency, presence, repetition.
-      logit_bias: of B requests.
+      logit_bias: a `LogitBias` of B requests.
       bad_words: ``[B, W, L]`` int32, as in `BadWords`.
       min_tokens: ``[B]`` int32.
       token_bitmask: ``[B, ceil(V/32)]`` uint32, bit ``i % 32`` of word ``i // 32`` is set where
@@ -308,7 +306,7 @@ class BatchOptions:
     """
 
     prompt_lengths: jax.Array
-    ends: jax.Array
+    max_lengths: jax.Array
     temperature: jax.Array
     stop_token_ids: jax.Array
     min_p: jax.Array | None = None
@@ -338,14 +336,14 @@ class BatchOptions:
           options: B.
           prompt_lengths: B.
           vocab_size: V.
-          max_stop_tokens: M; None for as many as a request has.
-          keep_neutral: have every array, even where nobody asked; else None for those.
-          sizes: of arrays; None for what the requests need.
+          max_stop_tokens: M; None for the most that a request has.
+          keep_neutral: make every array, also where no request asks for it.
+          sizes: of the arrays; None for what the requests need.
 
         Raises:
-          ValueError: as `RequestOptions.check`, or more is asked for than there is room for.
+          ValueError: an id outside the vocabulary, or more is asked for than there is room for.
         """
-        asked = [one.asked for one in options]
+        asked = [one.non_neutral for one in options]
 
         def is_asked(*names: str) -> bool:
             return keep_neutral or any(name in one for one in asked for name in names)
@@ -367,7 +365,9 @@ class BatchOptions:
             changes_rows = np.array([not one.keys().isdisjoint(_CHANGE_ROWS) for one in asked])
         bitmask: Any = None
         if is_asked("allowed_token_ids"):
-            bitmask = np.stack([_bits(one.allowed_token_ids, vocab_size) for one in options])
+            bitmask = np.stack(
+                [_allowed_bits(one.allowed_token_ids, vocab_size) for one in options]
+            )
         penalties = "frequency_penalty", "presence_penalty", "repetition_penalty"
         bias: Any = None
         if is_asked("logit_bias"):
@@ -382,7 +382,7 @@ class BatchOptions:
             )
         return cls(
             prompt_lengths=lengths,
-            ends=lengths + column("max_new_tokens", np.int32),
+            max_lengths=lengths + column("max_new_tokens", np.int32),
             temperature=column("temperature", np.float32),
             stop_token_ids=_stops(options, max_stop_tokens),
             min_p=column("min_p", np.float32) if is_asked("min_p") else None,
@@ -398,19 +398,19 @@ class BatchOptions:
 
     @property
     def neutral(self) -> BatchOptions:
-        """The same without what only an `Engine` with `request_options` serves."""
+        """Without all that only an `Engine` with `request_options` serves."""
         every = (field.name for field in dataclasses.fields(self)[:4])
         return BatchOptions(**{name: getattr(self, name) for name in every})
 
     def processors(
         self, token_ids: jax.Array, lengths: jax.Array, done: jax.Array, vocab_size: int
     ) -> LogitsProcessors | None:
-        """What changes the logits of B sequences; None where nothing does.
+        """What changes the logits of B sequences; None if nothing does.
 
         Args:
           token_ids: ``[B, L]`` int32, prompt and then output.
           lengths: ``[B]`` int32.
-          done: ``[B]`` bool; those are not penalized.
+          done: ``[B]`` bool; sequences that are done are not penalized.
           vocab_size: V.
         """
         bad_words, min_tokens = None, None
@@ -430,7 +430,7 @@ class BatchOptions:
     def _count(
         self, token_ids: jax.Array, lengths: jax.Array, done: jax.Array, vocab_size: int
     ) -> Penalties | None:
-        """Penalties of the sequences so far; where nobody has any, nothing is counted."""
+        """Penalties of the sequences so far; if no request has any, nothing is counted."""
         if self.penalties is None:
             return None
         neutral = jnp.array([[0.0, 0.0, 1.0]], jnp.float32)
@@ -457,17 +457,21 @@ class BatchOptions:
 
 
 def check_logprobs(value: Any) -> None:
-    """Check what log-probabilities are asked for.
+    """Check that `value` is a `LogprobsConfig` or None.
 
     Raises:
-      TypeError: not a `LogprobsConfig`.
+      TypeError: it is something else.
     """
     if value is not None and not isinstance(value, LogprobsConfig):
         raise TypeError(f"logprobs must be a LogprobsConfig or None, but it is {described(value)}")
 
 
 def _float32(name: str, value: Any) -> float:
-    """A number as float32 holds it."""
+    """A number, rounded to float32.
+
+    Raises:
+      TypeError: it is not one number.
+    """
     _check_one(name, value)
     try:
         if isinstance(value, str):  # float("0.8") is a number
@@ -481,8 +485,8 @@ def _float32(name: str, value: Any) -> float:
 def _check_one(name: str, value: Any) -> None:
     if np.ndim(value) > 0:
         raise TypeError(
-            f"{name} must be one value, but it is {described(value)}: requests that differ have "
-            f"options of their own, options=[RequestOptions({name}=...), ...]"
+            f"{name} must be one value, but it is {described(value)}: for requests that differ, "
+            f"give a list, options=[RequestOptions({name}=...), ...]"
         )
 
 
@@ -500,7 +504,7 @@ def _stops(options: Sequence[RequestOptions], most: int | None) -> Any:
 
 
 def _bias(logit_bias: Any) -> dict[int, float] | None:
-    """A bias as a dictionary of Python's numbers; None for none.
+    """Biases as a dictionary of ints to floats; None for none.
 
     Raises:
       TypeError: not a mapping of integers to numbers.
@@ -518,18 +522,9 @@ def _bias(logit_bias: Any) -> dict[int, float] | None:
     ids = inputs.token_list("logit_bias", logit_bias, 2**31)
     found = {}
     for token, value in zip(ids, logit_bias.values(), strict=True):
-        try:
-            with np.errstate(over="ignore"):
-                number = float(np.float32(float(value)))
-        except (TypeError, ValueError):
-            raise TypeError(
-                f"logit_bias must hold numbers, but that of token {token} is {value!r:.80}"
-            ) from None
-        if not math.isfinite(number):
-            raise ValueError(
-                f"logit_bias must hold finite numbers, but that of token {token} is {value}"
-            )
-        found[token] = number
+        found[token] = _float32(f"logit_bias[{token}]", value)
+        if not math.isfinite(found[token]):
+            raise ValueError(f"logit_bias[{token}] must be finite, but it is {value}")
     return found
 
 
@@ -538,7 +533,7 @@ def _words(bad_words: Any) -> tuple[tuple[int, ...], ...] | None:
 
     Raises:
       TypeError: not lists of integers.
-      ValueError: a word of no tokens, or a negative id.
+      ValueError: a word without tokens, or a negative id.
     """
     if bad_words is None:
         return None
@@ -555,7 +550,7 @@ def _power_of_2(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
-def _bits(allowed_token_ids: Sequence[int] | None, vocab_size: int) -> np.ndarray:
+def _allowed_bits(allowed_token_ids: Sequence[int] | None, vocab_size: int) -> np.ndarray:
     """``[ceil(V/32)]`` uint32; None allows every token."""
     if allowed_token_ids is None:
         return ~bitmask_of((), vocab_size)

@@ -1,4 +1,4 @@
-"""Acceptance statistics for Prometheus."""
+"""Acceptance and serving statistics for Prometheus."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COUNTERS = {
     "num_accepted_tokens": "Drafts accepted.",
     "num_verifications": "Target passes of a request that emitted tokens, with drafts or without.",
     "num_emitted_tokens": "Accepted drafts and recovered or bonus tokens.",
-    "num_fallbacks": "Requests verified one-hot for want of a valid draft distribution.",
+    "num_fallbacks": "Requests verified one-hot, without a valid draft distribution.",
 }
 _COUNTERS_PER_POSITION = {
     "offered_per_position": ("num_offered_tokens_per_pos", "Verifications offered draft i."),
@@ -24,46 +24,48 @@ _COUNTERS_PER_POSITION = {
 _SERVING_PREFIX = "jax_specdec:serving_"
 _SERVING = {
     "num_steps": "Steps whose results were read.",
-    "num_busy_slots": "Slots that took part in them, summed over steps.",
+    "num_busy_slots": "Requests that took part in them, summed over steps.",
     "num_steps_ahead": "Steps under way when one was read, summed over steps.",
-    "host_wait_seconds": "How long the host waited for results.",
-    "num_admitted": "Requests that left the queue for their first slot.",
-    "queue_seconds": "How long they had waited there, summed over requests.",
+    "host_wait_seconds": "Time that the host waited for results.",
+    "num_admitted": "Requests that got their first slot.",
+    "queue_seconds": "Time that they had waited for it, summed over requests.",
     "num_failed_calls": "Calls that failed on the device.",
 }
 
 
 class PrometheusExporter:
-    """Shows statistics to Prometheus as counters; needs ``prometheus_client``.
+    """Exports statistics to Prometheus as counters; needs ``prometheus_client``.
 
-    The counters are ``jax_specdec:spec_decode_num_drafts_total``, in the same way
-    ``num_draft_tokens``, ``num_accepted_tokens``, ``num_verifications``, ``num_emitted_tokens`` and
-    ``num_fallbacks``, and with a label ``position`` ``num_offered_tokens_per_pos`` and
-    ``num_accepted_tokens_per_pos``. The tails of the names are vLLM's where it has such a counter.
+    `AcceptanceStats` become ``jax_specdec:spec_decode_num_drafts_total`` and, named in the same
+    way, ``num_draft_tokens``, ``num_accepted_tokens``, ``num_verifications``,
+    ``num_emitted_tokens`` and ``num_fallbacks``; and with a label ``position``,
+    ``num_offered_tokens_per_pos`` and ``num_accepted_tokens_per_pos``. After the prefix, the names
+    are vLLM's where vLLM has such a counter. For the last five minutes,
 
-    Of the last five minutes, the mean acceptance length, which counts verifications that had
-    drafts, is ``1 + rate(..._num_accepted_tokens_total[5m]) / rate(..._num_drafts_total[5m])``; the
-    tokens per target pass, of all verifications, are ``rate(..._num_emitted_tokens_total[5m]) /
-    rate(..._num_verifications_total[5m])``; and the unconditional acceptance rates of positions are
-    ``rate(..._num_accepted_tokens_per_pos_total[5m]) /
-    rate(..._num_offered_tokens_per_pos_total[5m])``.
+    - the mean acceptance length (of verifications that had drafts) is
+      ``1 + rate(..._num_accepted_tokens_total[5m]) / rate(..._num_drafts_total[5m])``,
+    - the tokens per target pass (of all verifications) are
+      ``rate(..._num_emitted_tokens_total[5m]) / rate(..._num_verifications_total[5m])``, and
+    - the unconditional acceptance rates per position are
+      ``rate(..._num_accepted_tokens_per_pos_total[5m]) /
+      rate(..._num_offered_tokens_per_pos_total[5m])``.
 
-    `ServingStats`, where they are published too, are the counters
-    ``jax_specdec:serving_num_steps_total``, in the same way ``num_busy_slots``,
-    ``num_steps_ahead``, ``host_wait_seconds``, ``num_admitted``, ``queue_seconds`` and
-    ``num_failed_calls``, and the gauge ``jax_specdec:serving_num_slots``. The mean of slots busy in
-    the last five minutes is ``rate(..._busy_slots_total[5m]) / rate(..._num_steps_total[5m])``.
+    `ServingStats`, if published too, become ``jax_specdec:serving_num_steps_total`` and, named in
+    the same way, ``num_busy_slots``, ``num_steps_ahead``, ``host_wait_seconds``, ``num_admitted``,
+    ``queue_seconds`` and ``num_failed_calls``, and a gauge ``jax_specdec:serving_num_slots``. For
+    the last five minutes, the mean number of busy slots is
+    ``rate(..._num_busy_slots_total[5m]) / rate(..._num_steps_total[5m])``.
 
-    A scrape reads what was published last and never the device.
+    A scrape reads what was published last; it never waits for the device.
 
     Args:
       registry: a ``prometheus_client.CollectorRegistry``, or None for the global one.
-      labels: added to every counter, ``{"model": "..."}`` say.
+      labels: added to every counter, such as ``{"model": "..."}``.
 
     Raises:
       ImportError: prometheus_client is not installed.
-      ValueError: `labels` has ``position``, which the counters set themselves; or `registry` has
-        such an exporter already: a scrape would show each counter twice.
+      ValueError: `labels` has ``position``, which the exporter sets itself; or `registry` has an
+        exporter already, so that a scrape would show each counter twice.
 
     Example:
       >>> import prometheus_client
@@ -92,25 +94,25 @@ class PrometheusExporter:
             (prometheus_client.REGISTRY if registry is None else registry).register(self)
         except ValueError:  # of names that it has
             raise ValueError(
-                "registry has a PrometheusExporter already: use that one, or a registry for each"
+                "registry has a PrometheusExporter already: use that one, or one registry for each"
             ) from None
 
     def publish(self, stats: AcceptanceStats, serving: ServingStats | None = None) -> None:
-        """Set what the next scrapes see; safe to call while one is under way.
+        """Set what the next scrapes see; safe to call during a scrape.
 
         Args:
-          stats: since the server began, not of an interval: Prometheus takes the differences.
-          serving: since the server began; None to show none.
+          stats: since the server began, not of an interval: Prometheus computes the differences.
+          serving: since the server began; None to export none.
         """
         self._published = stats, serving
 
     def describe(self) -> Iterator[Any]:
-        """What prometheus_client asks for when the exporter is registered: the counters' names."""
+        """The counters' names; prometheus_client calls this when the exporter is registered."""
         none = AcceptanceStats((0,), (0,), (0,), num_emitted_tokens=0)
         return self._families(none, ServingStats(num_slots=0))
 
     def collect(self) -> Iterator[Any]:
-        """What prometheus_client asks for at every scrape; nothing before the first `publish`."""
+        """The counters; prometheus_client calls this for every scrape. None before `publish`."""
         return iter(()) if self._published is None else self._families(*self._published)
 
     def _families(self, stats: AcceptanceStats, serving: ServingStats | None) -> Iterator[Any]:
