@@ -87,7 +87,7 @@ def _base(peak: jax.Array) -> jax.Array:
     return jnp.where(is_finite(peak), peak, 0.0)
 
 
-def weigher(base: jax.Array, scale: jax.Array, size: int) -> Callable[[jax.Array], jax.Array]:
+def weight_function(base: jax.Array, scale: jax.Array, size: int) -> Callable[[jax.Array], jax.Array]:
     """A function from entries of `size` bytes to ``exp2((entry - base) * scale)``."""
     shift = base * scale
     return lambda x: jnp.exp2((x - base) * scale if size == 4 else x * scale - shift)
@@ -102,7 +102,7 @@ def mass(
     any number of the order of the row's largest entry: `is_usable` tells, from the sum over all
     warps, whether it was.
     """
-    weight = weigher(base, scale, size)
+    weight = weight_function(base, scale, size)
 
     def add(tile: Any, place: Any, piece: Any, chunks: list[Chunk], total: jax.Array) -> jax.Array:
         del tile, place, piece
@@ -150,7 +150,7 @@ def base_and_sum(
     pl.when(some)(lambda: tiles.ready(row, none, rows_before))
     first = threads.warp_max(jnp.where(some, tree_max(tiles.of_tile(row, none)), -jnp.inf))
     base = _base(first)
-    weight = weigher(base, scale, size)
+    weight = weight_function(base, scale, size)
 
     def add(tile: jax.Array, total: jax.Array) -> jax.Array:
         pl.when(tile > 0)(lambda: tiles.ready(row, tile, rows_before))
