@@ -290,8 +290,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no bonus rows": (
         lambda: rejection_sample(jnp.zeros((B * K, V))),
         ValueError,
-        "but its shape is [6, 8]: the bonus rows are missing, one per request after those of its "
-        "drafts (or give bonus_token_ids)",
+        "but its shape is [6, 8]: the bonus rows are missing, one after the draft rows of each "
+        "request (or give bonus_token_ids)",
     ),
     "drafts=ids": (
         lambda: rejection_sample(drafts=jnp.zeros((B, K), jnp.int32)),
@@ -450,7 +450,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a negative position": (
         lambda: validate(DENSE, positions=np.array([4, -1])),
         ValueError,
-        "positions[1] must be not negative, but it is -1",
+        "positions[1] must be at least 0, but it is -1",
     ),
     # Files
     "load_huggingface of a hub's name": (

@@ -25,8 +25,7 @@ MAX_LINES = 700
 # without cycles. A unit is a file or folder of jax_specdec or jax_specdec/_src; "" is
 # jax_specdec/__init__.py.
 LAYERS = (
-    {"_src", "compat"},
-    {"types", "config"},
+    {"_src", "types", "config"},
     {"blocks", "ragged", "noise", "sampling", "penalties", "processors", "grammar"},
     {"verify"},
     {"logprobs"},

@@ -37,7 +37,7 @@ FAULTS = {
         "verify/rules.py", "(u * q < p)", "(u * q <= p)", "verify/test_xla.py"
     ),
     "the residual is not clamped at 0": Fault(
-        "verify/rules.py", "jnp.maximum(p, q) - q", "p - q", "verify/test_xla.py"
+        "verify/rules.py", "jnp.maximum(left, 0.0)", "left", "verify/test_xla.py"
     ),
     "log_normalizer is ignored": Fault(
         "verify/draft_rows.py",
@@ -71,8 +71,8 @@ FAULTS = {
     ),
     "rows read at once: the bonus row is never reached": Fault(
         "verify/decide.py",
-        "stop = tiles.first(~goes_on(request, drafts, rule))",
-        "stop = jnp.minimum(tiles.first(~goes_on(request, drafts, rule)), drafts.p.shape[0] - 2)",
+        "tiles.first_true(~goes_on(request, drafts, rule))",
+        "jnp.minimum(tiles.first_true(~goes_on(request, drafts, rule)), drafts.p.shape[0] - 2)",
         "verify/test_xla_all_at_once.py",
     ),
     "rows read at once: a row is read at the temperature of the request before": Fault(
@@ -104,7 +104,7 @@ FAULTS = {
     ),
     "a tile that an edge between parts cuts is the first part's": Fault(
         "verify/resample.py",
-        "piece = pick_each(held[:, None], u)[0][:, 0]",
+        "piece = inverse_cdf(held[:, None], u)[0][:, 0]",
         "piece = jnp.zeros_like(chosen)",
         "verify/test_sharded.py",
     ),
@@ -129,7 +129,7 @@ FAULTS = {
     "a map of ids is not followed": Fault(
         "verify/draft_rows.py",
         "self.columns[jnp.clip(ids, 0, self.size - 1)]",
-        "jnp.clip(ids, 0, self.matrix.shape[1])",
+        "jnp.clip(ids, 0, self.unlisted)",
         "verify/test_listed.py",
     ),
     "candidates take nothing from their tile": Fault(

@@ -1,8 +1,8 @@
-"""Rows of a matrix by index, where a device does not read them in place.
+"""Reading some rows of a matrix, on devices that do not gather them in place.
 
-A GPU does. A CPU and a TPU write to memory what they gather, and to gather rows a TPU reads the
-whole matrix. So they read slices: a CPU one row after another, which stays in its cache, a TPU a
-few at a time, which fit in its vector memory.
+A GPU does. A CPU and a TPU write gathered rows to memory, and a TPU reads the whole matrix to
+gather them. Here both read slices instead: a CPU one row after another, which stays in its cache,
+and a TPU a few rows at a time, which fit in its vector memory.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ import jax.numpy as jnp
 from jax import lax
 
 BLOCK = 8
-"""Rows that a TPU takes at once. More take longer to copy; fewer take more trips."""
+"""Rows that a TPU reads at once. More take longer to copy; fewer take more rounds."""
 
 
 def gathering(function: Callable[..., Any], rows: jax.Array, *arrays: Any) -> Any:
-    """``function(rows, *arrays)``, which reads rows ``[n]`` of matrices and gives arrays ``[n]``.
+    """``function(rows, *arrays)``, in the blocks of rows that suit the platform.
 
-    Arrays are ``[n, ...]``. Where the row is -1 nothing need be read: what comes then is anything.
+    Args:
+      function: reads rows of matrices, and returns arrays ``[n, ...]``.
+      rows: ``[n]`` int32. For row -1 nothing need be read, and the result is undefined.
+      *arrays: pytrees of arrays ``[n, ...]``.
     """
     one = functools.partial(by_blocks, function, 1)
     some = functools.partial(by_blocks, function, BLOCK)
@@ -30,7 +33,7 @@ def gathering(function: Callable[..., Any], rows: jax.Array, *arrays: Any) -> An
 
 
 def by_blocks(function: Callable[..., Any], length: int, rows: jax.Array, *arrays: Any) -> Any:
-    """`gathering` of so many rows at a time."""
+    """`gathering`, with `length` rows at a time."""
     size = rows.shape[0]
     length = min(length, size)
     shapes = jax.eval_shape(function, *jax.tree.map(lambda x: x[:length], (rows, *arrays)))
@@ -50,7 +53,7 @@ def by_blocks(function: Callable[..., Any], length: int, rows: jax.Array, *array
 
 
 def take(matrix: jax.Array, rows: jax.Array) -> jax.Array:
-    """``matrix[rows]``, rows ``[n]`` in range; few of them by slices, but where read in place."""
+    """``matrix[rows]``, for rows ``[n]`` in range. A few rows are sliced, except on GPUs."""
 
     def gather(matrix: jax.Array, rows: jax.Array) -> jax.Array:
         return matrix[rows]
@@ -64,12 +67,12 @@ def take(matrix: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def entry_of(x: jax.Array, index: jax.Array) -> jax.Array:
-    """``x[b, index[b]]`` of ``x [B, P, ...]``, few P: a choice among P, as no gather fuses."""
+    """``x[b, index[b]]`` of ``x [B, P, ...]``, by selecting among few P: XLA fuses no gather."""
     return entries_of(x, index[:, None])[:, 0]
 
 
 def entries_of(x: jax.Array, index: jax.Array) -> jax.Array:
-    """``x[b, index[b, i]]`` of ``x [B, P, ...]``, and ``index [B, n]`` in range; see `entry_of`."""
+    """``x[b, index[b, i]]`` of ``x [B, P, ...]`` for ``index [B, n]`` in range; see `entry_of`."""
     index = index.reshape(*index.shape, *(1,) * (x.ndim - 2))
     found = jnp.broadcast_to(x[:, :1], (*index.shape[:2], *x.shape[2:]))
     for p in range(1, x.shape[1]):

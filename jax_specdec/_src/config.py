@@ -15,7 +15,7 @@ import numpy as np
 RejectionSampleMethod = Literal["standard", "block", "synthetic"]
 DraftSampleMethod = Literal["greedy", "probabilistic"]
 
-# What this project's peers once called things, and what to write today.
+# Names that other projects once used, and what to write here.
 _RETIRED_KEYS = {
     "synthetic_acceptance_rate": (
         "synthetic_acceptance_rate is retired; give synthetic_acceptance_length (for a mean rate r"
@@ -41,21 +41,21 @@ class SpecDecodeConfig:
     Attributes:
       num_speculative_tokens: K, the most drafts a request may have in one step; at least 1.
       rejection_sample_method: ``"standard"`` keeps the output distribution exactly that of the
-        target model, judging drafts one by one. ``"block"`` keeps it too, judging a request's
-        drafts jointly: never fewer are accepted in expectation. ``"synthetic"`` accepts drafts at
-        given rates whatever the models say; its output is for benchmarks only.
+        target model, judging drafts one by one. ``"block"`` does too, but judges a request's drafts
+        jointly: in expectation it never accepts fewer. ``"synthetic"`` accepts drafts at given
+        rates, whatever the models say; its output is for benchmarks only.
       draft_sample_method: ``"greedy"`` drafts the argmax of the draft model, which is then verified
         as a one-hot distribution. ``"probabilistic"`` samples the draft from the draft model's
         distribution at the request's temperature, and verification uses that distribution.
       synthetic_acceptance_rates: K unconditional acceptance rates in [0, 1], non-increasing;
         ``rates[i]`` is the probability that drafts ``0 .. i`` are all accepted. Synthetic only.
       synthetic_acceptance_length: the mean number of tokens emitted per step, in [1, K + 1],
-        turned into rates by ``acceptance_length_to_rates``. Synthetic only. Synthetic needs exactly
-        one of the two.
+        turned into rates by ``acceptance_length_to_rates``. Synthetic only; exactly one of this and
+        the rates must be given.
 
     Raises:
       ValueError: a value is out of range, two fields contradict each other, or a name is unknown.
-      TypeError: a field has the wrong type; a boolean is not a number here.
+      TypeError: a field has the wrong type. Booleans are not taken for numbers.
 
     Example:
       >>> config = SpecDecodeConfig(
@@ -146,8 +146,8 @@ class SpecDecodeConfig:
 
         Raises:
           ValueError: a key is unknown (the nearest known one is named) or retired (its replacement
-            is named), ``num_speculative_tokens`` is absent, or a value breaks a rule.
-          TypeError: ``values`` is no mapping, or a value has the wrong type.
+            is named), ``num_speculative_tokens`` is absent, or a value is not valid.
+          TypeError: ``values`` is not a mapping, or a value has the wrong type.
 
         Example:
           >>> SpecDecodeConfig.from_dict({"num_speculative_tokens": 4}).num_speculative_tokens
@@ -187,14 +187,15 @@ class SpecDecodeConfig:
 def acceptance_length_to_rates(length: float, num_speculative_tokens: int) -> tuple[float, ...]:
     """Turns a mean acceptance length into the schedule of rates with the least variance.
 
-    With ``length - 1 = n + f``, n whole and ``0 <= f < 1``, the schedule is n ones, then f, then
-    zeros: every step accepts n drafts, and one more with probability f.
+    Let ``length - 1 = n + f`` with n an integer and ``0 <= f < 1``. The schedule is n ones, then f,
+    then zeros: every step accepts n drafts, and one more with probability f.
 
-    Why its variance is the least: let A be the number of accepted drafts, so ``P(A > i) =
-    rates[i]``, and any schedule of this length has mean ``E[A] = sum(rates) = n + f``. A is a
-    whole number and none lies strictly between n and n + 1, so ``(A - n)(A - n - 1) >= 0``
-    always. Taking the mean, ``E[A^2] >= (2n + 1) E[A] - n(n + 1)``, hence ``Var[A] >= f(1 - f)``,
-    with equality only if A is always n or n + 1: the schedule above, and no other.
+    Its variance is the least possible. Let A be the number of accepted drafts, so that
+    ``P(A > i) = rates[i]``. Every schedule of this length has the mean
+    ``E[A] = sum(rates) = n + f``. A is an integer, and no integer lies strictly between n and
+    n + 1, so ``(A - n)(A - n - 1) >= 0``. In the mean ``E[A^2] >= (2n + 1) E[A] - n(n + 1)``, hence
+    ``Var[A] >= f(1 - f)``. Equality needs A to be n or n + 1 at every step, which only the schedule
+    above gives.
 
     Args:
       length: mean number of tokens emitted per step, the recovered or bonus token included; in
@@ -206,7 +207,7 @@ def acceptance_length_to_rates(length: float, num_speculative_tokens: int) -> tu
 
     Raises:
       ValueError: ``length`` or ``num_speculative_tokens`` is out of range.
-      TypeError: an argument is no number.
+      TypeError: an argument is not a number.
 
     Example:
       >>> acceptance_length_to_rates(2.5, 3)
@@ -222,7 +223,7 @@ def acceptance_length_to_rates(length: float, num_speculative_tokens: int) -> tu
 
 
 def unconditional_to_conditional_rates(rates: Sequence[float]) -> tuple[float, ...]:
-    """Rates per position given that all before were accepted.
+    """The rate at each position, given that all drafts before it were accepted.
 
     ``c[0] = r[0]`` and ``c[i] = r[i] / r[i-1]``, 0 where ``r[i-1] = 0``.
 
@@ -233,8 +234,8 @@ def unconditional_to_conditional_rates(rates: Sequence[float]) -> tuple[float, .
       c, conditional: ``c[i]`` is P(draft i accepted given that drafts 0 .. i-1 were).
 
     Raises:
-      ValueError: ``rates`` is empty, increases somewhere, or leaves [0, 1].
-      TypeError: ``rates`` is no sequence of numbers.
+      ValueError: ``rates`` is empty, increases, or has an entry outside [0, 1].
+      TypeError: ``rates`` is not a sequence of numbers.
 
     Example:
       >>> unconditional_to_conditional_rates([0.9, 0.45, 0.0])
@@ -246,7 +247,7 @@ def unconditional_to_conditional_rates(rates: Sequence[float]) -> tuple[float, .
 
 
 def check_int(name: str, value: Any, low: int = 1, high: int | None = None) -> int:
-    """An integer of any type in ``[low, high]``, no boolean, as Python's.
+    """`value` as a Python int, if it is an integer of any type in ``[low, high]``; not a boolean.
 
     Raises:
       TypeError: not an integer.

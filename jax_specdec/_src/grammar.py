@@ -1,8 +1,8 @@
-"""Grammars: the token bitmasks of a step from matchers that walk along its drafts, on the host.
+"""Grammars: token bitmasks for a step, from matchers that follow its drafts on the host.
 
-A row of target logits is masked by what the grammar allows after the drafts before it. A draft that
-the grammar refuses keeps its id: the mask gives it probability 0 in its row, so it is rejected, and
-the recovered token comes from the right residual. Rows after it are never reached.
+Each row of target logits is masked by what the grammar allows after the drafts before that row. A
+draft that the grammar refuses keeps its id: the mask gives it probability 0 in its row, so it is
+rejected, and the recovered token comes from the right residual. Rows after it are never reached.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _ALL_ALLOWED = -1
 class GrammarMatcher(Protocol):
     """Follows one request's tokens and knows which may come next.
 
-    The methods are those of xgrammar's ``GrammarMatcher``. A matcher of another library needs a few
-    lines around it; one that cannot roll back is wrapped in a `CopyingMatcher`.
+    The methods are those of xgrammar's ``GrammarMatcher``. A matcher of another library needs a
+    small adapter; wrap one that cannot roll back in a `CopyingMatcher`.
 
     Example:
-      A grammar that lets 3 and 5 take turns:
+      A grammar in which 3 and 5 alternate:
 
       >>> import numpy as np
       >>> import jax_specdec as sd
@@ -52,47 +52,45 @@ class GrammarMatcher(Protocol):
     """
 
     def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> object:
-        """Write which tokens may come next.
-
-        Never called once `is_terminated`.
+        """Write which tokens may come next. Never called once `is_terminated` is true.
 
         Args:
-          bitmask: ``[R, ceil(V/32)]`` int32; row `index` is written: bit ``id % 32`` of word ``id
-            // 32`` is set where token ``id`` is allowed.
+          bitmask: ``[R, ceil(V/32)]`` int32. In row `index`, bit ``id % 32`` of word ``id // 32``
+            is set iff token ``id`` is allowed.
           index: the row.
 
         Returns:
-          Nothing that is read.
+          Anything; it is ignored.
         """
         ...
 
     def accept_token(self, token_id: int) -> bool:
-        """Walk on by a token; whether it was allowed. One that was not changes nothing.
+        """Advance by a token, and return whether it was allowed. If not, nothing changes.
 
-        A step's look ahead calls this only with tokens that `fill_next_token_bitmask` allowed.
+        A `GrammarLookahead` calls this only with tokens that `fill_next_token_bitmask` allowed.
         """
         ...
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last tokens, at most K, also those that terminated the grammar."""
+        """Take back the last tokens, at most K, even if they terminated the grammar."""
         ...
 
     def is_terminated(self) -> bool:
-        """Whether the grammar has ended: it says nothing of what follows."""
+        """Whether the grammar has ended, so that it says nothing about the tokens that follow."""
         ...
 
 
 class GrammarLookahead:
-    """Walks B matchers along the drafts of a step, and back to where they were when it ends.
+    """Advances B matchers along the drafts of a step, and rolls them back when it ends.
 
-    For a drafter that is called position by position: `bitmask` masks the drafter's rows of each
-    position, and the same masks, K + 1 of them, are those of the target's rows. Where drafts are
-    known already, `grammar_bitmask` makes them at once.
+    For drafters that are called position by position. `bitmask` masks the drafter's rows at each
+    position, and the same K + 1 masks serve the target's rows. If all drafts are known
+    already, `grammar_bitmask` makes the masks at once.
 
     Attributes:
       bitmask: ``[B, ceil(V/32)]`` uint32, the tokens that may follow the drafts appended so far.
-        All are set where there is no grammar, and after a draft that was refused, where nothing is
-        reached.
+        All tokens are allowed for a request without a grammar, and after a draft that was refused,
+        where no row is reached.
 
     Example:
       >>> import jax_specdec as sd
@@ -111,17 +109,17 @@ class GrammarLookahead:
         vocab_size: int,
         end_token_ids: Sequence[int] | None = None,
     ) -> None:
-        """Begin where the matchers are.
+        """Begin at the state of the matchers.
 
         Args:
-          matchers: B, which have accepted what is written so far; None for a request without a
-            grammar. They must not be used until the walk is closed.
-          vocab_size: V, of the target's logits, for which the matchers were made.
-          end_token_ids: what may follow where a grammar has terminated, such as the stop token for
-            grammars that end without one; None for everything.
+          matchers: B matchers that have accepted all tokens so far; None for a request without a
+            grammar. They must not be used until `close`.
+          vocab_size: V of the target's logits, for which the matchers were made.
+          end_token_ids: the tokens allowed after a grammar has terminated, such as the stop token
+            for grammars that end without one; None for all tokens.
 
         Raises:
-          TypeError: no list of matchers, or not integers.
+          TypeError: `matchers` is not a list of matchers, or an id is not an integer.
           ValueError: an id outside the vocabulary.
         """
         words = -(-check_int("vocab_size", vocab_size) // 32)
@@ -137,14 +135,14 @@ class GrammarLookahead:
         self._fill()
 
     def append(self, token_ids: Any) -> None:
-        """Walk on by one draft of each request.
+        """Advance by one draft of each request.
 
         Args:
-          token_ids: ``[B]``. What is no token, such as -1, proposes nothing, and ends the request's
-            walk, as does a token that the grammar refuses.
+          token_ids: ``[B]``. An id outside the vocabulary, such as -1, is no proposal. It ends the
+            request's drafts, as does a token that the grammar refuses.
 
         Raises:
-          ValueError: not B of them.
+          ValueError: `token_ids` is not ``[B]``.
         """
         ids = np.asarray(token_ids)
         if ids.shape != (len(self._matchers),):
@@ -164,7 +162,7 @@ class GrammarLookahead:
         self._fill()
 
     def close(self) -> None:
-        """Take the matchers back to where they were; a second time does nothing."""
+        """Roll the matchers back to where they were; a second call does nothing."""
         for b, matcher in enumerate(self._matchers):
             count, self._num_accepted[b] = self._num_accepted[b], 0
             if matcher is not None and count:
@@ -185,7 +183,7 @@ class GrammarLookahead:
         self.close()
 
     def _fill(self) -> None:
-        """Make the masks of this position, in an array of its own."""
+        """Make the masks of this position, in a new array."""
         rows = np.full((len(self._matchers), self._end.shape[0]), _ALL_ALLOWED, np.int32)
         for b, matcher in enumerate(self._matchers):
             if matcher is None or not self._is_reached[b]:
@@ -204,27 +202,29 @@ def grammar_bitmask(
     vocab_size: int,
     end_token_ids: Sequence[int] | None = None,
 ) -> np.ndarray:
-    """The `token_bitmask` of a step: what each row of the target may emit. Runs on the host.
+    """The `token_bitmask` of a step: the tokens that each target row may emit. Runs on the host.
 
-    A request's row with i drafts before it allows what its grammar allows after those. Where one of
-    them is refused, or is no token, the row is never reached and allows everything. A matcher that
-    terminates on the way is not asked again; a `DelayedMatcher` may begin on the way. Afterwards
-    the matchers are where they were: give them the tokens emitted by `advance_matchers`.
+    A row with i drafts of its request before it allows what the grammar allows after these drafts.
+    If one of them is refused, or is not a token, the row is never reached and allows everything. A
+    matcher that terminates within the drafts is not asked again; a `DelayedMatcher` may begin
+    within them. Afterwards the matchers are where they were: give them the emitted tokens by
+    `advance_matchers`.
 
     Args:
-      matchers: B, which have accepted what is written so far; None for a request without a grammar.
-      drafts: what is verified. A draft that a grammar refuses must keep its id.
-      vocab_size: V, of the target's logits, for which the matchers were made.
-      end_token_ids: what may follow where a grammar has terminated; None for everything.
+      matchers: B matchers that have accepted all tokens so far; None for a request without a
+        grammar.
+      drafts: the drafts to verify. A draft that a grammar refuses must keep its id.
+      vocab_size: V of the target's logits, for which the matchers were made.
+      end_token_ids: the tokens allowed after a grammar has terminated; None for all.
 
     Returns:
-      ``[N+B, ceil(V/32)]`` uint32, for `rejection_sample`. A row in which a matcher allows nothing
-      ends its request with ``BAD_TARGET_ROW``, if it is reached.
+      ``[N+B, ceil(V/32)]`` uint32, for `rejection_sample`. If a matcher allows no token in a row
+      that is reached, its request ends with ``BAD_TARGET_ROW``.
 
     Raises:
       TypeError: an argument of the wrong type, or drafts whose values are not known, under jit.
-      ValueError: not a matcher per request, an id outside the vocabulary, or offsets that make no
-        sense.
+      ValueError: there is not one matcher per request, an id is outside the vocabulary, or offsets
+        are out of range.
 
     Example:
       >>> import numpy as np
@@ -270,15 +270,15 @@ def advance_matchers(
 ) -> None:
     """Advance matchers by the tokens that a step emitted.
 
-    Tokens after the end of a grammar are not its concern. Cut what comes after a stop token first.
+    Tokens after the end of a grammar are skipped. Remove tokens after a stop token first.
 
     Args:
-      matchers: B.
-      token_ids: of each request what it emitted, as `parse_output` gives it.
+      matchers: B matchers; None for a request without a grammar.
+      token_ids: the tokens that each request emitted, as from `parse_output`.
 
     Raises:
-      TypeError: no list of matchers.
-      ValueError: not one list per request, or a token that its matcher refuses, which masked rows
+      TypeError: `matchers` is not a list of matchers.
+      ValueError: there is not one list per request, or a matcher refuses a token, which masked rows
         never emit.
 
     Example:
@@ -299,9 +299,9 @@ def advance_matchers(
 
 
 class DelayedMatcher:
-    """A grammar that begins after certain tokens, such as the end of reasoning; a `GrammarMatcher`.
+    """A `GrammarMatcher` that begins after certain tokens, such as those that end reasoning.
 
-    Until they come, everything is allowed.
+    Before that, everything is allowed.
 
     Example:
       >>> import numpy as np
@@ -327,10 +327,10 @@ class DelayedMatcher:
 
         Args:
           matcher: the grammar, at its beginning.
-          begin_token_ids: what must have been written, in this order, just before it.
+          begin_token_ids: the tokens, in this order, after which the grammar begins.
 
         Raises:
-          ValueError: no tokens.
+          ValueError: `begin_token_ids` is empty.
         """
         self._matcher = matcher
         self._begin = [int(token) for token in begin_token_ids]
@@ -341,7 +341,7 @@ class DelayedMatcher:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the tokens have come."""
+        """Whether the last tokens were those after which the grammar begins."""
         return self._before[-len(self._begin) :] == self._begin
 
     def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> None:
@@ -375,7 +375,7 @@ class DelayedMatcher:
 
 
 class CopyingMatcher:
-    """Gives `rollback` to a matcher without it, by copies; a `GrammarMatcher`.
+    """A `GrammarMatcher` that adds `rollback` to a matcher without it, by keeping copies.
 
     Example:
       >>> import numpy as np
@@ -425,7 +425,7 @@ class CopyingMatcher:
         """See `GrammarMatcher`.
 
         Raises:
-          ValueError: more tokens than there are copies.
+          ValueError: `num_tokens` is more than the copies that are kept.
         """
         if num_tokens > len(self._copies):
             raise ValueError(
@@ -444,7 +444,7 @@ def _check_matchers(matchers: Any) -> list[GrammarMatcher | None]:
     """A list of matchers, each with the methods it must have.
 
     Raises:
-      TypeError: something else.
+      TypeError: `matchers` is not a list, or an entry is not a matcher.
     """
     if isinstance(matchers, (str, bytes)) or not isinstance(matchers, Sequence):
         raise TypeError(
@@ -463,7 +463,7 @@ def _check_matchers(matchers: Any) -> list[GrammarMatcher | None]:
 
 
 def bitmask_of(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
-    """``[ceil(V/32)]`` uint32 with the bits of some tokens set."""
+    """``[ceil(V/32)]`` uint32, with the bits of `token_ids` set."""
     words = np.zeros((-(-vocab_size // 32),), np.uint32)
     ids = np.array(token_ids, np.int64)
     np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))

@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens, and of what else might have been emitted."""
+"""Log-probabilities of emitted tokens and of the likeliest alternatives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jax_specdec._src.types import (
 )
 from jax_specdec._src.verify import checks, tiles
 from jax_specdec._src.verify import sharding as sharding_lib
-from jax_specdec._src.verify.exchange import WHOLE, Exchange, of_holder
+from jax_specdec._src.verify.exchange import WHOLE, Exchange, of_owner
 from jax_specdec._src.verify.rows import Partials, Rows
 from jax_specdec._src.verify.sharding import VerifySharding
 
@@ -38,10 +38,10 @@ class TokenLogprobs:
 
     Attributes:
       logprobs: ``[B, K+1]`` float32, natural logarithms; NaN where no token was emitted.
-      top_token_ids: ``[B, K+1, n]`` int32, the n likeliest tokens in falling order, ties to the
-        lowest id; -1 where no token was emitted, and for what has no probability.
-      top_logprobs: ``[B, K+1, n]`` float32, theirs; NaN where no token was emitted, -inf for what
-        has no probability.
+      top_token_ids: ``[B, K+1, n]`` int32, the n likeliest tokens, most likely first, ties to the
+        lowest id; -1 where no token was emitted, and for tokens of probability 0.
+      top_logprobs: ``[B, K+1, n]`` float32, their log-probabilities; NaN where no token was
+        emitted, -inf for tokens of probability 0.
 
     Example:
       >>> import jax.numpy as jnp
@@ -56,11 +56,11 @@ class TokenLogprobs:
     top_logprobs: jax.Array
 
     def of(self, request: int, num_tokens: int) -> TokenLogprobs:
-        """Those of one request's first tokens: ``[n]`` and ``[n, num_top]``."""
+        """The log-probabilities of one request's first tokens: ``[n]`` and ``[n, num_top]``."""
         return jax.tree.map(lambda x: x[request, :num_tokens], self)
 
     def where(self, is_kept: jax.Array) -> TokenLogprobs:
-        """Without what is not kept: NaN and -1 where ``is_kept [B, K+1]`` is false."""
+        """The same with NaN and -1 where ``is_kept [B, K+1]`` is false."""
         top = is_kept[:, :, None]
         return TokenLogprobs(
             jnp.where(is_kept, self.logprobs, jnp.nan),
@@ -70,7 +70,15 @@ class TokenLogprobs:
 
 
 class Emitted(NamedTuple):
-    """One emitted token (batched: a leading axis)."""
+    """One emitted token, and the row that it was drawn from. Batched, with leading axes.
+
+    Attributes:
+      exists: ``[]`` bool, whether a token was emitted and has a row.
+      row: ``[]`` int32, target row.
+      token_id: ``[]`` int32.
+      inv_temperature: ``[]`` float32.
+      filter: min-p, top-k and top-p, or None.
+    """
 
     exists: jax.Array
     row: jax.Array
@@ -95,38 +103,38 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Log-probability of each emitted token, and of the likeliest alternatives at its position.
 
-    ``"raw"`` is ``log softmax(float32(row))``: the rows as given, at temperature 1, whatever the
-    bitmask. ``"processed"`` is what the tokens were drawn from: the masked row at the request's
-    temperature, filtered by min-p, top-k and top-p. A greedy request draws from nothing: it is
-    taken at temperature 1, unfiltered.
+    ``"raw"`` is ``log softmax(float32(row))`` of the rows as given, at temperature 1 and without
+    the bitmask. ``"processed"`` is the distribution that the tokens were drawn from: the masked row
+    at the request's temperature, filtered by min-p, top-k and top-p. A greedy request has no such
+    distribution; its rows are read at temperature 1, unfiltered.
 
-    Log-probabilities of the model before penalties: give the rows from before `apply_penalties`;
-    after them: the rows that were verified.
+    For log-probabilities before penalties, give the rows from before `apply_penalties`; for those
+    after penalties, give the rows that were verified.
 
     Args:
-      target_logits: as in `rejection_sample`; ``[N, V]`` where it was given `bonus_token_ids`.
-      drafts: as in `rejection_sample`.
-      output: what it returned.
-      sampling: as in `rejection_sample`.
-      config: as in `rejection_sample`.
-      num_top: n, static: how many alternatives, 0 to V.
+      target_logits: of the call of `rejection_sample`; ``[N, V]`` if it had `bonus_token_ids`.
+      drafts: of the call.
+      output: what the call returned.
+      sampling: of the call.
+      config: of the call.
+      num_top: n, static, the number of alternatives, 0 to V.
       distribution: "raw" or "processed", static.
-      vocab_size: as in `rejection_sample`.
-      token_bitmask: as in `rejection_sample`.
-      padded_rows: as in `rejection_sample`, for rows with bonus rows.
-      sharding: as in `rejection_sample`. Logits that are split over the vocabulary stay where they
-        are: devices exchange sums, and their `num_top` likeliest tokens.
+      vocab_size: of the call.
+      token_bitmask: of the call.
+      padded_rows: of the call; for logits with bonus rows.
+      sharding: of the call. Logits that are split over the vocabulary stay where they are: devices
+        exchange sums, and their `num_top` likeliest tokens.
 
     Returns:
-      `TokenLogprobs`. A bonus token that the caller gave has no row here: NaN and -1.
+      `TokenLogprobs`. A bonus token that the caller gave has no row, so it gets NaN and -1.
 
     Raises:
       TypeError: an argument of the wrong type or dtype, at trace time.
       ValueError: shapes that do not fit, or a value out of range, at trace time.
 
     Numerics:
-      Sums are float32. Only rows that emitted a token are read: on the CPU one after another,
-      elsewhere, and where the vocabulary is split, B at a time.
+      Sums are float32. Only rows that emitted a token are read: on the CPU one after another, on
+      other devices, or if the vocabulary is split, B at a time.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -143,8 +151,8 @@ def token_logprobs(
       >>> jnp.exp(found.logprobs).tolist(), found.top_token_ids.tolist()
       ([[0.5, 0.5]], [[[2, 0], [0, 1]]])
     """
-    sampling, _ = checks.taken(drafts, sampling)
-    size = _check(
+    sampling, _ = checks.as_arrays(drafts, sampling)
+    size = _check_call(
         target_logits,
         drafts,
         output,
@@ -189,32 +197,32 @@ def token_logprobs(
     )
 
     no_rows = dataclasses.replace(drafts, distribution=None)
-    lies = sharding_lib.resolve(sharding, target_logits, no_rows, None)
+    array_layout = sharding_lib.resolve(sharding, target_logits, no_rows, None)
     read = functools.partial(read_emitted, size=size, num_top=num_top)
-    vocab_axis = None if lies is None else lies.vocab_axis
+    vocab_axis = None if array_layout is None else array_layout.vocab_axis
     read = functools.partial(read, exchange=Exchange(vocab_axis))
-    if lies is None or lies.mesh is None:
+    if array_layout is None or array_layout.mesh is None:
         given = target_logits, token_bitmask, emitted
         return sharding_lib.without_vma(lambda arrays: read(*arrays), given, vocab_axis)
 
     def on_part(arrays: tuple[jax.Array, jax.Array | None, Emitted]) -> TokenLogprobs:
         logits, words, emitted = arrays
-        if lies.batch_axis is not None:
+        if array_layout.batch_axis is not None:
             all_rows = n + int(has_bonus_rows) * batch
-            first_row = lax.axis_index(lies.batch_axis) * (
-                all_rows // lax.axis_size(lies.batch_axis)
+            first_row = lax.axis_index(array_layout.batch_axis) * (
+                all_rows // lax.axis_size(array_layout.batch_axis)
             )
             emitted = emitted._replace(row=emitted.row - first_row)
         return read(logits, words, emitted)
 
-    own = P(lies.batch_axis)
-    specs = P(lies.batch_axis, lies.vocab_axis), own, own
+    own = P(array_layout.batch_axis)
+    specs = P(array_layout.batch_axis, array_layout.vocab_axis), own, own
     arrays = target_logits, token_bitmask, emitted
-    return sharding_lib.over_mesh(on_part, lies.mesh, specs, own, arrays)
+    return sharding_lib.over_mesh(on_part, array_layout.mesh, specs, own, arrays)
 
 
 def _of_sampled(filter: Filter | None, greedy: jax.Array) -> Filter | None:
-    """The filters, neutral for greedy requests."""
+    """The filters, with neutral values for greedy requests."""
     if filter is None:
         return None
     values = zip(filter, (0.0, 0, 1.0), strict=True)
@@ -236,11 +244,11 @@ def read_emitted(
     Args:
       target_logits: ``[M, V]``, M at least 1, or this device's columns of them.
       token_bitmask: ``[M, ceil(V/32)]`` or None.
-      emitted: which they are.
-      size: ids that count, at most V.
+      emitted: the tokens.
+      size: ids from it on are padding; at most V.
       num_top: n.
-      lazy: read rows one by one; None chooses by platform.
-      exchange: over the devices that split the vocabulary; if any do, rows are read B at a time.
+      lazy: whether to read rows one by one, or B at a time; None chooses by platform.
+      exchange: between the devices that split the vocabulary. If they do, `lazy` is ignored.
     """
     rows = Rows.of_logits(target_logits, size, token_bitmask, exchange)
 
@@ -275,7 +283,7 @@ def read_emitted(
 
 
 def _read_batch(rows: Rows, those: Emitted, num_top: int, exchange: Exchange) -> TokenLogprobs:
-    """Of one token of each request: ``[B]``, ``[B, n]`` and ``[B, n]``."""
+    """Log-probabilities of one token of each request: ``[B]``, ``[B, n]`` and ``[B, n]``."""
     inv, kept = those.inv_temperature, None
     peak = rows.peak(those.row)
     if those.filter is not None:
@@ -291,17 +299,19 @@ def _read_batch(rows: Rows, those: Emitted, num_top: int, exchange: Exchange) ->
         found = (entries - stats.max[:, None]) * inv[:, None] - jnp.log(stats.sum)[:, None]
         return jnp.where(is_known[:, None], found, jnp.nan)
 
-    own = of_holder(own, those.token_id, rows.width)
-    own = logprobs(tiles.keep(own, kept)[:, None])[:, 0]
+    own = of_owner(own, those.token_id, rows.width)
+    own = logprobs(tiles.apply_threshold(own, kept)[:, None])[:, 0]
     batch = those.row.shape[0]
     top = jnp.full((batch, num_top), -jnp.inf)
     ids = jnp.full((batch, num_top), PLACEHOLDER_TOKEN_ID, jnp.int32)
     if num_top:
-        entries = tiles.keep(rows.whole(those.row), None if kept is None else kept[:, None])
+        entries = tiles.apply_threshold(
+            rows.whole(those.row), None if kept is None else kept[:, None]
+        )
         entries = jnp.where(entries == 0, 0.0, entries)  # top_k puts 0.0 before -0.0
         top, columns = lax.top_k(entries, min(num_top, rows.width))
         found = rows.first + columns.astype(jnp.int32)
-        if exchange.axis is not None:  # the likeliest of those of all parts, which are in order
+        if exchange.axis is not None:  # the likeliest of each part, in the order of the parts
             top, found = (
                 jnp.moveaxis(x, 0, 1).reshape(batch, -1) for x in exchange.gather((top, found))
             )
@@ -317,7 +327,7 @@ def _nothing(like: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.full(like.shape, fill, like.dtype)
 
 
-def _check(
+def _check_call(
     target_logits: Any,
     drafts: Any,
     output: Any,
@@ -330,7 +340,7 @@ def _check(
     vocabulary_parts: int,
     padded_rows: bool,
 ) -> int:
-    """The ids that count."""
+    """Check a call; returns the number of ids that are not padding."""
     if not isinstance(config, SpecDecodeConfig):
         raise TypeError(f"config must be a SpecDecodeConfig, but it is {described(config)}")
     if not isinstance(output, RejectionSampleOutput):

@@ -1,11 +1,11 @@
 """Keys to uniforms: the only place that draws random bits.
 
 Every number depends on (request key, position, stream, offset) and nothing else, so a token does
-not depend on who else is in the batch, on the slot, or on padding. Positions grow with every
-step, so no bits serve twice; streams share none.
+not depend on the rest of the batch, on its slot or on padding. Positions grow with every step, so
+no bits are used twice, and streams share none.
 
-Keys of every kind are used as keys of Threefry. JAX's own draws from keys of "rbg" and "unsafe_rbg"
-are not lossless here: under `vmap` they use the first key of the batch for all requests.
+Keys of every kind are used as keys of Threefry. JAX's own draws from "rbg" and "unsafe_rbg" keys
+would not be lossless here: under `vmap` they use the first key of the batch for all requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax_specdec._src.types import Noise
 
 
 class Stream(enum.IntEnum):
-    """What a uniform is for. Drafter and verifier must never share bits."""
+    """What a uniform is used for. Drafter and verifier must never share bits."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -40,7 +40,7 @@ def uniforms(
     Args:
       key: ``[]`` typed key of the request.
       position: ``[]`` int32, absolute position of the step's first draft, not negative.
-      stream: what the numbers are for.
+      stream: what the numbers are used for.
       offset: ``[]`` int32, place within the step.
 
     Returns:
@@ -59,21 +59,21 @@ def uniforms(
 
 
 def counter_of(stream: jax.Array | int, offset: jax.Array) -> jax.Array:
-    """A number of its own for each stream and offset, uint32."""
+    """A different uint32 for each stream and offset."""
     return offset * jnp.uint32(len(Stream)) + jnp.asarray(stream, jnp.uint32)
 
 
 def to_uniform(bits: jax.Array) -> jax.Array:
-    """The high 24 of 32 random bits, as float32 on [0, 1)."""
+    """The high 24 of 32 random bits as a float32 in [0, 1)."""
     return lax.shift_right_logical(bits, jnp.uint32(8)).astype(jnp.float32) * 2.0**-24
 
 
 def key_words(keys: jax.Array) -> jax.Array:
-    """The two words of a Threefry key that stands for each key.
+    """The two words of the Threefry key that each key is used as.
 
-    Two words are used as they are. Of four words (w, x, y, z), as "rbg" keys have, they are the
-    Threefry block of the counter (y, z) under the key (w, x). The exclusive or of the halves would
-    not do: JAX stores the seed s of an "rbg" key as (0, s, 0, s).
+    Keys of two words are used as they are. A key of four words (w, x, y, z), as "rbg" keys have,
+    becomes the Threefry block of the counter (y, z) under the key (w, x). The exclusive or of its
+    halves would lose the seed s of an "rbg" key, which JAX stores as (0, s, 0, s).
 
     Args:
       keys: typed keys of any shape.
@@ -82,7 +82,7 @@ def key_words(keys: jax.Array) -> jax.Array:
       ``[..., 2]`` uint32.
 
     Raises:
-      TypeError: not typed keys, or keys of another size.
+      TypeError: not typed keys, or keys that have neither two nor four words.
 
     Example:
       >>> import jax
@@ -102,10 +102,10 @@ def check_keys(name: str, keys: Any) -> None:
 
     Args:
       name: of the argument.
-      keys: what was given for it.
+      keys: its value.
 
     Raises:
-      TypeError: not typed keys, or keys of another size than two or four words.
+      TypeError: not typed keys, or keys that have neither two nor four words.
     """
     if not isinstance(keys, jax.Array) or not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
         raise TypeError(
@@ -121,7 +121,7 @@ def check_keys(name: str, keys: Any) -> None:
 
 
 def threefry_keys(keys: jax.Array) -> jax.Array:
-    """Typed keys of Threefry that give the same noise as `keys`, of the same shape.
+    """Typed Threefry keys, of the shape of `keys`, that give the same noise.
 
     Raises:
       TypeError: as `key_words`.
@@ -135,10 +135,10 @@ def threefry_keys(keys: jax.Array) -> jax.Array:
 
 
 def fold_in_each(key: jax.Array, count: int) -> jax.Array:
-    """``fold_in(key, b)`` for b from 0 to `count` - 1, as keys of Threefry ``[count]``.
+    """``fold_in(key, b)`` for b from 0 to `count` - 1, as Threefry keys ``[count]``.
 
-    Each is what folding in ``b`` alone gives. They are folded in one after another, since JAX folds
-    keys of "unsafe_rbg" otherwise under `vmap`.
+    Numbers are folded in one after another, because under `vmap` JAX folds them into "unsafe_rbg"
+    keys in another way.
 
     Raises:
       TypeError: as `key_words`.
@@ -157,9 +157,9 @@ def threefry_bits(
 ) -> tuple[jax.Array, jax.Array]:
     """The 64 bits of a place: Threefry-2x32 of 20 rounds at the counter (2**31 + position, place).
 
-    One evaluation for what folding both numbers in and then drawing would take three for; and of
-    elementwise arithmetic alone, for kernels. `jax.random` counts its own draws from a key from 0
-    on, so those share no counter with these.
+    This is one evaluation; to fold in both numbers and then draw would take three. It needs nothing
+    but elementwise arithmetic, which kernels have. `jax.random` counts its own draws from 0 on, so
+    they use other counters.
 
     Args:
       key: the key's two words, uint32.
@@ -193,12 +193,12 @@ def _threefry(
 
 
 def draw_noise(keys: jax.Array, positions: jax.Array, num_speculative_tokens: int) -> Noise:
-    """The noise `rejection_sample` uses: one accept uniform per position, two to recover.
+    """The noise that `rejection_sample` uses: one accept uniform per position, and two to recover.
 
     Args:
       keys: ``[B]`` typed keys, one per request, the same on every step.
-      positions: ``[B]`` int32, absolute position of each step's first draft. It must grow
-        with every step; noise repeats where a position repeats.
+      positions: ``[B]`` int32, absolute position of each step's first draft. It must grow with
+        every step: a position used twice gets the same noise twice.
       num_speculative_tokens: K, static. Entry ``[b, j]`` does not depend on it.
 
     Returns:

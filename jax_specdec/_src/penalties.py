@@ -1,4 +1,4 @@
-"""Frequency, presence and repetition penalties as a transform of rows of logits."""
+"""Frequency, presence and repetition penalties on rows of logits."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Penalties:
-    """What B requests are penalized by, and the tokens that each has seen.
+    """The penalties of B requests, and the tokens that each has seen.
 
     Attributes:
-      frequency: ``[B]`` float32, finite: taken off a logit for every occurrence in the output.
-      presence: ``[B]`` float32, finite: taken off once if the token occurs in the output.
-      repetition: ``[B]`` float32, positive and finite: the logit of a token of the prompt or the
-        output is divided by it where positive, multiplied where not.
+      frequency: ``[B]`` float32, finite, subtracted from a token's logit for every occurrence in
+        the output.
+      presence: ``[B]`` float32, finite, subtracted once if the token occurs in the output.
+      repetition: ``[B]`` float32, positive and finite. If a token occurs in the prompt or the
+        output, its logit is divided by it if positive, and multiplied by it if not.
       counts: ``[B, V]`` int32, occurrences of each token in the output so far.
       in_prompt: ``[B, V]`` bool, whether a token occurs in the prompt.
 
@@ -63,8 +64,8 @@ class Penalties:
         """Count the tokens of B sequences.
 
         Args:
-          token_ids: ``[B, L]`` int32, prompt and then output; what lies past a length, and ids
-            outside the vocabulary, are not counted.
+          token_ids: ``[B, L]`` int32, prompt and then output. Ids past a length, and ids outside
+            the vocabulary, are not counted.
           lengths: ``[B]`` int32, prompt and output together.
           prompt_lengths: ``[B]`` int32.
           vocab_size: V, static.
@@ -92,7 +93,7 @@ class Penalties:
         """The penalties after one more token of each request, such as a draft.
 
         Args:
-          token_ids: ``[B]`` int32; an id outside the vocabulary counts for nothing.
+          token_ids: ``[B]`` int32; an id outside the vocabulary is not counted.
         """
         ids = jnp.where(token_ids < 0, self.counts.shape[1], token_ids)
         request = jnp.arange(ids.shape[0], dtype=jnp.int32)
@@ -100,7 +101,7 @@ class Penalties:
 
     @property
     def are_neutral(self) -> jax.Array:
-        """``[]`` bool: nobody is penalized."""
+        """``[]`` bool, whether no request is penalized."""
         neutral = (self.frequency == 0) & (self.presence == 0) & (self.repetition == 1)
         return jnp.all(neutral)
 
@@ -115,35 +116,35 @@ def apply_penalties(
 ) -> jax.Array:
     """Penalize rows of logits; each row counts the drafts of its request that come before it.
 
-    With ``n`` the occurrences of a token in the output and in the drafts before the row's
-    position: a logit of a token with ``n > 0``, or in the prompt, is divided by `repetition` where
-    positive and multiplied by it where not; then ``frequency * n`` is taken off, and `presence`
-    where ``n > 0``. Neutral values (0, 0, 1) leave a request's rows as they are.
+    Let ``n`` be how often a token occurs in the output and in the drafts before the row. If
+    ``n > 0``, or if the token is in the prompt, its logit is divided by `repetition` if positive
+    and multiplied by it if not. Then ``frequency * n`` is subtracted, and `presence` if ``n > 0``.
+    Neutral values (0, 0, 1) leave a request's rows as they are.
 
     Call it on raw logits, before a bitmask and temperature, and give the result to
-    `rejection_sample` in their place. A drafter may call it on its own rows for a closer q;
-    whatever q is, the tokens are the target's.
+    `rejection_sample` in their place. A drafter may call it on its own rows, so that its q is
+    closer to p. Whatever q is, the emitted tokens are distributed as the target's.
 
     Args:
       logits: ``[N+B, V]`` as `rejection_sample` takes them, or ``[N, V]`` if there are no bonus
-        rows; float32, bfloat16 or float16. Where `drafts` is None ``[B, V]``, one row per request.
-        It may have fewer columns than ``penalties.counts``, as a drafter's has.
-      drafts: what is verified; None for rows without drafts before them.
+        rows; float32, bfloat16 or float16. If `drafts` is None, ``[B, V]``, one row per request.
+        There may be fewer columns than in ``penalties.counts``, for a drafter that has fewer.
+      drafts: the drafts to verify; None for rows without drafts before them.
       penalties: of the sequences before this step.
-      config: static settings; needed with drafts.
-      padded_rows: as in `rejection_sample`, for rows with bonus rows.
+      config: static settings; required with drafts.
+      padded_rows: as in `rejection_sample`, for logits with bonus rows.
 
     Returns:
-      float32 of the shape of `logits`. All of a request's rows are NaN where one of its penalties
-      is out of range: `rejection_sample` ends that request with ``BAD_TARGET_ROW``, and no other.
+      float32 of the shape of `logits`. If one of a request's penalties is out of range, all of its
+      rows are NaN: `rejection_sample` ends that request, and no other, with ``BAD_TARGET_ROW``.
 
     Raises:
       TypeError: an argument of the wrong type or dtype, at trace time.
       ValueError: shapes that do not fit, at trace time.
 
     Numerics:
-      One elementwise pass over the logits that writes a float32 row for each. Where nobody in the
-      batch is penalized, it only casts.
+      One elementwise pass over the logits writes float32 rows. If no request in the batch is
+      penalized, the pass only casts.
 
     Example:
       >>> import jax.numpy as jnp
@@ -158,7 +159,7 @@ def apply_penalties(
       ...     config=sd.SpecDecodeConfig(num_speculative_tokens=1)).tolist()
       [[1.0, 4.0, -8.0], [1.0, 1.5, -8.0]]
     """
-    _check(logits, drafts, penalties, config, padded_rows)
+    _check_penalties(logits, drafts, penalties, config, padded_rows)
     rows, batch = logits.shape[0], penalties.frequency.shape[0]
     if rows == 0 or batch == 0:
         return logits.astype(jnp.float32)
@@ -180,12 +181,12 @@ def apply_penalties(
 def _penalize_rows(
     penalties: Penalties, owner: jax.Array, logits: jax.Array, before: list[jax.Array]
 ) -> jax.Array:
-    """Rows of `owner`, who has drafted the ids ``before[i] [M]`` besides what is counted."""
+    """`_penalize` for rows ``[M]`` of the requests `owner`, whose penalties are ``[B]``."""
     return _penalize(logits, jax.tree.map(lambda x: take(x, owner), penalties), before)
 
 
 def _penalize(logits: jax.Array, penalties: Penalties, before: Sequence[jax.Array]) -> jax.Array:
-    """Each row by its own penalties, of a request that has drafted the ids ``before[i] [M]``."""
+    """Penalize rows ``[M]`` by penalties ``[M]``; drafts ``before[i] [M]`` come before them."""
     size = logits.shape[1]
     ids = jnp.arange(size, dtype=jnp.int32)[None, :]
     count = penalties.counts[:, :size]
@@ -204,7 +205,7 @@ def _penalize(logits: jax.Array, penalties: Penalties, before: Sequence[jax.Arra
     return jnp.where(valid, x, jnp.nan)
 
 
-def _check(
+def _check_penalties(
     logits: jax.Array,
     drafts: Drafts | None,
     penalties: Penalties,

@@ -1,8 +1,8 @@
-"""Logits processors that touch a few entries of a row: biases, bad words, a least length.
+"""Logits processors that change a few entries of a row: biases, bad words, minimum lengths.
 
-Each is a pytree of what B requests ask for and a function over rows of logits, in the layout of
-`rejection_sample`. Entries are scattered into the rows; nothing else of the vocabulary's size is
-made. `process_logits` applies all of them, and penalties, in the order of vLLM and transformers.
+Each is a pytree with the parameters of B requests, and a function on rows of logits in the layout
+of `rejection_sample`. Entries are scattered into the rows; no other array of the vocabulary's size
+is made. `process_logits` applies all of them, and penalties, in the order of vLLM and transformers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Drafts, described
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LogitBias:
-    """What is added to a few logits of each of B requests.
+    """Biases that are added to a few logits of each of B requests.
 
     Attributes:
-      token_ids: ``[B, C]`` int32, each at most once per request; an id outside the vocabulary, such
-        as -1, is no entry.
+      token_ids: ``[B, C]`` int32, each at most once per request. An id outside the vocabulary, such
+        as -1, is ignored.
       values: ``[B, C]`` float32.
 
     Example:
@@ -47,11 +47,11 @@ class LogitBias:
     def from_mappings(
         cls, biases: Sequence[Mapping[int, float]], *, size: int | None = None
     ) -> LogitBias:
-        """NumPy arrays of B mappings of token ids to biases.
+        """A bias, as NumPy arrays, from B mappings of token ids to values.
 
         Args:
-          biases: B.
-          size: C; None for that of the largest mapping.
+          biases: one mapping per request.
+          size: C; None for the size of the largest mapping.
 
         Raises:
           ValueError: a mapping has more than `size` entries.
@@ -69,18 +69,18 @@ class LogitBias:
 
     @property
     def is_neutral(self) -> jax.Array:
-        """``[]`` bool: nobody asks for a bias."""
+        """``[]`` bool, whether no request has a bias."""
         return jnp.all(self.token_ids < 0)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BadWords:
-    """Sequences of tokens that B requests must not contain, and what their sequences end with.
+    """Words, as sequences of tokens, that B requests must not emit; and their latest tokens.
 
     Attributes:
-      words: ``[B, W, L]`` int32. A word stands at the end of its row, -1 before it; a row without a
-        word is all -1.
+      words: ``[B, W, L]`` int32. A word is at the end of its row, with -1 before it; a row without
+        a word is all -1.
       recent: ``[B, L-1]`` int32, the last tokens of each sequence, prompt included; -1 before its
         first.
 
@@ -105,15 +105,16 @@ class BadWords:
         num_words: int | None = None,
         length: int | None = None,
     ) -> np.ndarray:
-        """`words` of B requests as an array.
+        """The words of B requests as an array ``[B, W, L]``.
 
         Args:
-          words: of each request, its words, each of at least one token.
-          num_words: W; None for as many as the request with the most has.
-          length: L; None for that of the longest word, 1 if there is none.
+          words: for each request a list of words, each of at least one token.
+          num_words: W; None for the most words of any request.
+          length: L; None for the length of the longest word, 1 if there is none.
 
         Raises:
-          ValueError: more words or longer ones than asked for.
+          ValueError: a request has more than `num_words` words, or a word more than `length`
+            tokens.
         """
         most = max(map(len, words), default=0)
         longest = max((len(word) for own in words for word in own), default=1)
@@ -134,11 +135,11 @@ class BadWords:
     def from_sequences(
         cls, words: jax.Array, token_ids: jax.Array, *, lengths: jax.Array
     ) -> BadWords:
-        """Look up what B sequences end with.
+        """The bad words of B sequences, from whose ends `recent` is taken.
 
         Args:
           words: ``[B, W, L]`` int32.
-          token_ids: ``[B, S]`` int32, prompt and then output; what lies past a length is not read.
+          token_ids: ``[B, S]`` int32, prompt and then output; not read past a length.
           lengths: ``[B]`` int32, prompt and output together.
         """
         num_recent = words.shape[2] - 1
@@ -156,19 +157,19 @@ class BadWords:
 
     @property
     def is_neutral(self) -> jax.Array:
-        """``[]`` bool: nobody has a bad word."""
+        """``[]`` bool, whether no request has a bad word."""
         return jnp.all(self.words[:, :, -1] < 0)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MinTokens:
-    """How many more tokens B requests must have before they may stop.
+    """How many more tokens each of B requests must emit before it may stop.
 
     Attributes:
-      stop_token_ids: ``[B, M]`` int32; an id outside the vocabulary, such as -1, is none.
-      remaining: ``[B]`` int32, tokens still to come before a stop token is allowed:
-        ``min_tokens - (lengths - prompt_lengths)``. Nothing is forbidden where it is not positive.
+      stop_token_ids: ``[B, M]`` int32. An id outside the vocabulary, such as -1, is ignored.
+      remaining: ``[B]`` int32, tokens that must come before a stop token is allowed:
+        ``min_tokens - (lengths - prompt_lengths)``. If it is not positive, nothing is forbidden.
 
     Example:
       >>> import jax.numpy as jnp
@@ -187,16 +188,16 @@ class MinTokens:
 
     @property
     def is_neutral(self) -> jax.Array:
-        """``[]`` bool: everybody may stop."""
+        """``[]`` bool, whether every request may stop."""
         return jnp.all((self.remaining <= 0)[:, None] | (self.stop_token_ids < 0))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LogitsProcessors:
-    """Everything that changes the logits of B requests before mask, temperature and filters.
+    """The processors of B requests, which change logits before mask, temperature and filters.
 
-    Where a field is None, nothing is compiled for it.
+    If a field is None, nothing is compiled for it.
 
     Attributes:
       logit_bias: added to the logits.
@@ -231,7 +232,7 @@ class LogitsProcessors:
 
     @property
     def is_neutral(self) -> jax.Array:
-        """``[]`` bool: nobody asks for anything."""
+        """``[]`` bool, whether no request uses any of the processors."""
         neutral = jnp.bool_(True)
         if self.logit_bias is not None:
             neutral &= self.logit_bias.is_neutral
@@ -252,30 +253,30 @@ def process_logits(
     config: SpecDecodeConfig | None = None,
     padded_rows: bool = False,
 ) -> jax.Array:
-    """Apply what requests ask for to rows of logits; each row sees the drafts before it.
+    """Apply the processors to rows of logits; each row takes account of the drafts before it.
 
-    The order is that of vLLM and of transformers: biases, then penalties, so that a repetition
-    penalty scales a biased logit; bad words and stop tokens, which are set to -inf, at any time.
-    Give the result to `rejection_sample`, which applies a bitmask, temperature, min-p, top-k and
-    top-p, in this order. All of its tokens are then drawn from processed rows: accepted, recovered
-    and bonus tokens.
+    The order is that of vLLM and transformers: biases first, then penalties, so that a repetition
+    penalty scales a biased logit, then bad words and stop tokens, whose logits become -inf. Give
+    the result to `rejection_sample`, which applies bitmask, temperature, min-p, top-k and top-p, in
+    this order. Accepted, recovered and bonus tokens are then all drawn from processed rows.
 
-    A drafter may process its own rows, for a closer q: with `drafts` None, one position at a time,
-    and ``processors.append`` after each token. If nothing is left of a row there, because the
-    drafter knows fewer tokens, it uses the row as it was; the emitted tokens are still the
-    target's.
+    A drafter may process its own rows, so that its q is closer to p: one position at a time, with
+    `drafts` None, and ``processors.append`` after each token. If no token is left in a row, because
+    the drafter knows fewer tokens, it must use the row as it was. The emitted tokens are still
+    distributed as the target's.
 
     Args:
       logits: ``[N+B, V]`` as `rejection_sample` takes them, or ``[N, V]`` if there are no bonus
-        rows; float32, bfloat16 or float16. Where `drafts` is None ``[B, V]``, one row per request.
-      drafts: what is verified; None for rows without drafts before them.
+        rows; float32, bfloat16 or float16. If `drafts` is None, ``[B, V]``, one row per request.
+      drafts: the drafts to verify; None for rows without drafts before them.
       processors: of the sequences before this step.
-      config: static settings; needed with drafts.
-      padded_rows: as in `rejection_sample`, for rows with bonus rows.
+      config: static settings; required with drafts.
+      padded_rows: as in `rejection_sample`, for logits with bonus rows.
 
     Returns:
-      Of the shape of `logits`; float32 where there are biases or penalties, else of their dtype. A
-      request of which a row has nothing left ends with ``BAD_TARGET_ROW``, and no other.
+      Rows of the shape of `logits`: float32 if there are biases or penalties, else of the same
+      dtype. A request with a row in which no token is left ends with ``BAD_TARGET_ROW``, and no
+      other.
 
     Raises:
       TypeError: an argument of the wrong type or dtype, at trace time.
@@ -318,18 +319,18 @@ def apply_logit_bias(
     config: SpecDecodeConfig | None = None,
     padded_rows: bool = False,
 ) -> jax.Array:
-    """Add to a few logits of each request, in all of its rows.
+    """Add a bias to a few logits of each request, in all of its rows.
 
     Args:
       logits: as for `process_logits`.
-      drafts: what is verified; None for one row per request.
+      drafts: the drafts to verify; None for one row per request.
       logit_bias: what to add.
-      config: static settings; needed with drafts.
+      config: static settings; required with drafts.
       padded_rows: as in `rejection_sample`.
 
     Returns:
       float32 of the shape of `logits`. A bias of NaN or +inf makes `rejection_sample` end its
-      request with ``BAD_TARGET_ROW``, and no other; -inf forbids its token.
+      request, and no other, with ``BAD_TARGET_ROW``; a bias of -inf forbids its token.
 
     Raises:
       TypeError: an argument of the wrong type or dtype, at trace time.
@@ -344,8 +345,8 @@ def apply_logit_bias(
     """
     name = "logit_bias"
     _check_type(name, logit_bias, LogitBias)
-    batch, c = _check(f"{name}.token_ids", logit_bias.token_ids, "int32", ("B", "C"))
-    _check(f"{name}.values", logit_bias.values, "float32", ("B", "C"), (batch, c))
+    batch, c = _check_array(f"{name}.token_ids", logit_bias.token_ids, "int32", ("B", "C"))
+    _check_array(f"{name}.values", logit_bias.values, "float32", ("B", "C"), (batch, c))
     ragged.check_rows(logits, drafts, batch, config, padded_rows)
     x = logits.astype(jnp.float32)
     if x.shape[0] == 0 or batch == 0:
@@ -364,29 +365,29 @@ def forbid_bad_words(
     config: SpecDecodeConfig | None = None,
     padded_rows: bool = False,
 ) -> jax.Array:
-    """Forbid the last token of a bad word where the tokens before end with its other tokens.
+    """Forbid the last token of a bad word in rows that come right after its other tokens.
 
-    The tokens before a row are the request's sequence, prompt included, and the drafts that come
-    before the row's position. A word of one token is forbidden everywhere. (transformers reads the
-    prompt too; vLLM looks for the other tokens in the output alone.)
+    The tokens before a row are the request's sequence, prompt included, and the drafts before the
+    row's position. A word of one token is forbidden in every row. (transformers reads the prompt
+    too; vLLM looks for the other tokens in the output alone.)
 
     Args:
       logits: as for `process_logits`.
-      drafts: what is verified; None for rows without drafts before them.
+      drafts: the drafts to verify; None for rows without drafts before them.
       bad_words: of the sequences before this step.
-      config: static settings; needed with drafts.
+      config: static settings; required with drafts.
       padded_rows: as in `rejection_sample`.
 
     Returns:
-      `logits` with -inf for tokens that are forbidden.
+      `logits` with -inf for forbidden tokens.
 
     Raises:
       TypeError: an argument of the wrong type or dtype, at trace time.
       ValueError: shapes that do not fit, at trace time.
 
     Example:
-      The word [0, 1] may not be completed, neither after the sequence, which ends with 0, nor after
-      a draft that is 0:
+      The word [0, 1] must not be completed: neither after the sequence, which ends with 0, nor
+      after the draft 0:
 
       >>> import jax.numpy as jnp
       >>> import jax_specdec as sd
@@ -398,11 +399,11 @@ def forbid_bad_words(
     """
     name = "bad_words"
     _check_type(name, bad_words, BadWords)
-    batch, _, length = _check(f"{name}.words", bad_words.words, "int32", ("B", "W", "L"))
+    batch, _, length = _check_array(f"{name}.words", bad_words.words, "int32", ("B", "W", "L"))
     if length == 0:
         raise ValueError(f"{name}.words must have words of at least one token, but L is 0")
     wanted = batch, length - 1
-    _check(f"{name}.recent", bad_words.recent, "int32", ("B", "L-1"), wanted)
+    _check_array(f"{name}.recent", bad_words.recent, "int32", ("B", "L-1"), wanted)
     ragged.check_rows(logits, drafts, batch, config, padded_rows)
     if logits.shape[0] == 0 or batch == 0:
         return jnp.asarray(logits)
@@ -411,7 +412,7 @@ def forbid_bad_words(
     k = token_ids.shape[1]
     before = jnp.concatenate([bad_words.recent, token_ids], axis=1)
     beginning = bad_words.words[:, :, :-1]
-    is_before = [  # of each offset: whether all of a word but its last token comes before it
+    is_before = [  # for each offset: whether the tokens before it are all of a word but its last
         jnp.all((beginning < 0) | (beginning == before[:, None, i : i + length - 1]), axis=2)
         for i in range(k + 1)
     ]
@@ -427,20 +428,20 @@ def forbid_stop_tokens(
     config: SpecDecodeConfig | None = None,
     padded_rows: bool = False,
 ) -> jax.Array:
-    """Forbid a request's stop tokens until it has as many tokens as it asks for.
+    """Forbid a request's stop tokens until it has its minimum number of tokens.
 
-    This applies to rows with fewer than ``remaining`` drafts before them. With ``min_tokens = n`` a
-    stop token is token n + 1 of the output at the earliest.
+    They are forbidden in rows with fewer than ``remaining`` drafts before them. With
+    ``min_tokens = n``, a stop token is token n + 1 of the output at the earliest.
 
     Args:
       logits: as for `process_logits`.
-      drafts: what is verified; None for rows without drafts before them.
+      drafts: the drafts to verify; None for rows without drafts before them.
       min_tokens: of the sequences before this step.
-      config: static settings; needed with drafts.
+      config: static settings; required with drafts.
       padded_rows: as in `rejection_sample`.
 
     Returns:
-      `logits` with -inf for tokens that are forbidden.
+      `logits` with -inf for forbidden tokens.
 
     Raises:
       TypeError: an argument of the wrong type or dtype, at trace time.
@@ -455,8 +456,10 @@ def forbid_stop_tokens(
     """
     name = "min_tokens"
     _check_type(name, min_tokens, MinTokens)
-    batch, _ = _check(f"{name}.stop_token_ids", min_tokens.stop_token_ids, "int32", ("B", "M"))
-    _check(f"{name}.remaining", min_tokens.remaining, "int32", ("B",), (batch,))
+    batch, _ = _check_array(
+        f"{name}.stop_token_ids", min_tokens.stop_token_ids, "int32", ("B", "M")
+    )
+    _check_array(f"{name}.remaining", min_tokens.remaining, "int32", ("B",), (batch,))
     ragged.check_rows(logits, drafts, batch, config, padded_rows)
     if logits.shape[0] == 0 or batch == 0:
         return jnp.asarray(logits)
@@ -467,12 +470,12 @@ def forbid_stop_tokens(
 
 
 def _forbid(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """-inf at ``token_ids [M, n]`` of each row; ids outside the vocabulary are none."""
+    """Rows with -inf at ``token_ids [M, n]``; ids outside the vocabulary are ignored."""
     return _scatter(jnp.asarray(logits), token_ids, None)
 
 
 def _scatter(x: jax.Array, token_ids: jax.Array, added: jax.Array | None) -> jax.Array:
-    """Rows with ``added [M, n]`` more, or with -inf, at ``token_ids [M, n]``, where those are."""
+    """Rows with ``added [M, n]`` added at ``token_ids [M, n]``, or -inf put there if it is None."""
     is_token = (token_ids >= 0) & (token_ids < x.shape[1])
     ids = jnp.where(is_token, token_ids, x.shape[1])  # dropped
     given = (x, ids) if added is None else (x, ids, added)
@@ -489,9 +492,9 @@ def _scatter_rows(x: jax.Array, ids: jax.Array, added: jax.Array | None = None) 
 
 
 def _scatter_blocks(x: jax.Array, ids: jax.Array, added: jax.Array | None = None) -> jax.Array:
-    """The same, a few rows at a time: to scatter, a TPU lays rows out anew, all that it is given.
+    """`_scatter_rows` of a few rows at a time: a TPU copies all rows that it is given to scatter.
 
-    Rows of the last block that are in the one before, too, are skipped there.
+    The last block overlaps the one before; rows that are in both are skipped in the last.
     """
     size = x.shape[0]
     starts = jnp.minimum(jnp.arange(0, size, BLOCK, dtype=jnp.int32), size - BLOCK)
@@ -507,7 +510,7 @@ def _scatter_blocks(x: jax.Array, ids: jax.Array, added: jax.Array | None = None
 
 
 def _place_of(x: jax.Array) -> NamedSharding | None:
-    """Where `x` is, on a mesh with explicit axes: there an update has to name its place."""
+    """The sharding of `x` on a mesh with explicit axes, which an update there has to name."""
     place = jax.typeof(x).sharding
     return place if AxisType.Explicit in place.mesh.axis_types else None
 
@@ -518,7 +521,7 @@ def _check_type(name: str, value: object, wanted: type) -> None:
         raise TypeError(f"{name} must be {article}, but it is {described(value)}")
 
 
-def _check(
+def _check_array(
     name: str,
     array: jax.Array,
     dtype: str,

@@ -1,4 +1,4 @@
-"""Cumulative offsets to rows per request: the only place that knows the packed layout."""
+"""From cumulative offsets to the rows of each request. Only this module knows the packed layout."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Layout(NamedTuple):
 
     Attributes:
       first_row: ``[B]`` int32, target row of the first draft position.
-      num_drafts: ``[B]`` int32 in [0, K]; 0 where the offsets are not in bounds.
+      num_drafts: ``[B]`` int32 in [0, K]; 0 if `in_bounds` is false.
       token_ids: ``[B, K]`` int32, -1 past ``num_drafts``.
       draft_rows: ``[B, K]`` int32, row of the draft distribution of each position.
-      in_bounds: ``[B]`` bool, false where the offsets make no sense by themselves, or the drafts
-        begin before the end of those of a request before it. So no row is of two requests.
+      in_bounds: ``[B]`` bool. It is false if the request's offsets are out of range, or if its
+        drafts begin before those of an earlier request end. So no row has two owners.
     """
 
     first_row: jax.Array
@@ -43,17 +43,18 @@ class Layout(NamedTuple):
 def locate(
     start: jax.Array, end: jax.Array, index: jax.Array, k: int, n: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Where requests' drafts are.
+    """Where the drafts of some requests begin, and how many there are.
 
     Args:
       start: int32 offsets of any shape.
-      end: the offsets that follow.
-      index: which requests these are.
+      end: the offsets that follow them.
+      index: the requests that these are.
       k: K.
       n: N.
 
     Returns:
-      First draft, number of drafts (both 0 where the offsets make no sense), and whether they do.
+      The first draft and the number of drafts, both 0 if the offsets are out of range, and whether
+      the offsets are in range.
     """
     count = end - start
     in_bounds = (start >= 0) & (count >= 0) & (count <= k) & (count <= n - start)
@@ -62,15 +63,12 @@ def locate(
 
 
 def unpack(drafts: Drafts, num_speculative_tokens: int, has_bonus_rows: bool) -> Layout:
-    """The layout of a flattened batch.
+    """The layout of a flattened batch. Bad offsets of one request do not affect the others.
 
     Args:
-      drafts: the packed drafts.
+      drafts: the flattened drafts.
       num_speculative_tokens: K, static.
       has_bonus_rows: whether each request owns a bonus row after its draft rows.
-
-    Returns:
-      A `Layout`; a request whose offsets are bad does not disturb the others.
     """
     k, n = num_speculative_tokens, drafts.token_ids.shape[0]
     cu = drafts.cu_num_draft_tokens
@@ -96,56 +94,39 @@ def unpack(drafts: Drafts, num_speculative_tokens: int, has_bonus_rows: bool) ->
     return Layout(first_row, count, token_ids, draft_rows, in_bounds)
 
 
-def rows(
-    drafts: Drafts, k: int, num_rows: int, has_bonus_rows: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Whose rows of target logits are whose.
-
-    Args:
-      drafts: the packed drafts.
-      k: K, static.
-      num_rows: M, static.
-      has_bonus_rows: whether each request owns a bonus row after its draft rows.
-
-    Returns:
-      ``owner [M]``, the request of each row; ``offset [M]``, how many drafts of the request come
-      before it; ``token_ids [B, K]``, the drafts. Of a row that is nobody's, anything.
-    """
-    batch = drafts.cu_num_draft_tokens.shape[0] - 1
-    layout = unpack(drafts, k, has_bonus_rows)
-    request = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    offset = jnp.arange(k + 1, dtype=jnp.int32)[None, :]
-    is_own = (offset < layout.num_drafts[:, None] + int(has_bonus_rows)) & layout.in_bounds[:, None]
-    place = jnp.where(is_own, layout.first_row[:, None] + offset, num_rows)  # dropped
-    owner = jnp.full((num_rows,), batch - 1, jnp.int32)
-    owner = owner.at[place].min(jnp.broadcast_to(request, place.shape), mode="drop")
-    index = jnp.arange(num_rows, dtype=jnp.int32)
-    return owner, index - layout.first_row[owner], layout.token_ids
-
-
 def owners(
     logits: jax.Array,
     drafts: Drafts | None,
     config: SpecDecodeConfig | None,
     padded_rows: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`rows` of logits that `check_rows` has checked.
+    """The request that owns each row of logits.
 
     Args:
-      logits: ``[M, V]``; ``[B, V]`` where `drafts` is None.
-      drafts: None for one row per request, with no draft before it.
+      logits: ``[M, V]``, or ``[B, V]`` if `drafts` is None; checked by `check_rows`.
+      drafts: the flattened drafts. None for one row per request, without drafts before it.
       config: static settings.
       padded_rows: as in `rejection_sample`.
 
     Returns:
-      ``owner [M]``, ``offset [M]`` and ``token_ids [B, K]``; K = 0 where `drafts` is None.
+      ``owner [M]``, the request; ``offset [M]``, how many of its drafts come before the row; and
+      ``token_ids [B, K]``, the drafts, with K = 0 if `drafts` is None. Owner and offset of a row
+      without an owner are undefined.
     """
     m = logits.shape[0]
+    index = jnp.arange(m, dtype=jnp.int32)
     if drafts is None or config is None:
-        index = jnp.arange(m, dtype=jnp.int32)
         return index, jnp.zeros_like(index), jnp.zeros((m, 0), jnp.int32)
+    k, batch = config.num_speculative_tokens, drafts.cu_num_draft_tokens.shape[0] - 1
     has_bonus_rows = padded_rows or m != drafts.token_ids.shape[0]
-    return rows(drafts, config.num_speculative_tokens, m, has_bonus_rows)
+    layout = unpack(drafts, k, has_bonus_rows)
+    request = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    offset = jnp.arange(k + 1, dtype=jnp.int32)[None, :]
+    is_own = (offset < layout.num_drafts[:, None] + int(has_bonus_rows)) & layout.in_bounds[:, None]
+    place = jnp.where(is_own, layout.first_row[:, None] + offset, m)  # dropped
+    owner = jnp.full((m,), batch - 1, jnp.int32)
+    owner = owner.at[place].min(jnp.broadcast_to(request, place.shape), mode="drop")
+    return owner, index - layout.first_row[owner], layout.token_ids
 
 
 def check_rows(
@@ -159,12 +140,12 @@ def check_rows(
     """Check rows of logits and the drafts that they belong to.
 
     Args:
-      logits: ``[N+B, V]`` or ``[N, V]``; ``[B, V]`` where `drafts` is None.
+      logits: ``[N+B, V]`` or ``[N, V]``; ``[B, V]`` if `drafts` is None.
       drafts: a `Drafts` or None.
       batch: B.
-      config: a `SpecDecodeConfig`; anything where `drafts` is None.
+      config: a `SpecDecodeConfig`; not checked if `drafts` is None.
       padded_rows: whether `logits` may have any number of rows.
-      most: whose V the columns must not exceed, and it.
+      most: the most columns that `logits` may have, after the name of the argument that says so.
 
     Raises:
       TypeError: an argument of the wrong type or dtype.
@@ -203,9 +184,9 @@ class PackedDrafts(NamedTuple):
     Attributes:
       drafts: flattened, for `rejection_sample`.
       requests: ``[N+B]`` int32, the request that each row of `target_logits` belongs to; B, which
-        is out of range, for a row that is nobody's.
-      offsets: ``[N+B]`` int32 in [0, K], how many drafts of its request come before the row: the
-        row scores what follows that many drafts. 0 for a row that is nobody's.
+        is out of range, for padding.
+      offsets: ``[N+B]`` int32 in [0, K], how many drafts of its request come before the row, which
+        scores the token after them; 0 for padding.
 
     Example:
       >>> import jax.numpy as jnp
@@ -226,20 +207,20 @@ def pack_drafts(
     size: int | None = None,
     distribution: DraftDistribution | None = None,
 ) -> PackedDrafts:
-    """Flatten a rectangle of drafts, so that a target's pass reads no token that is not proposed.
+    """Flatten a rectangle of drafts, so that a target pass runs over proposed tokens only.
 
-    ``tokens = jnp.concatenate([last[:, None], token_ids], axis=1)[requests, offsets]`` are the
-    ``[N+B]`` tokens of the pass, where ``last [B]`` are the last tokens of the sequences, and
-    ``(lengths - 1)[requests] + offsets`` their positions. `Drafts.from_dense` is the simpler way
-    where every request may as well have K + 1 rows.
+    With ``last [B]`` the last tokens of the sequences, the ``[N+B]`` tokens of the pass are
+    ``jnp.concatenate([last[:, None], token_ids], axis=1)[requests, offsets]``, and their positions
+    ``(lengths - 1)[requests] + offsets``. `Drafts.from_dense` is simpler if every request may as
+    well have K + 1 rows.
 
     Args:
       token_ids: ``[B, K]`` integers that int32 holds.
       num_draft_tokens: ``[B]`` integers in [0, K].
-      size: N, static, the most drafts that a step verifies; None for B * K. Drafts that find no
-        room are left out, those of the last requests first. What is left out does not depend on
-        which tokens were drafted, as losslessness requires.
-      distribution: as for `Drafts.from_dense`: rows lie in place and are not copied.
+      size: N, static, the most drafts that a step verifies; None for B * K. If there are more,
+        those of the last requests are left out first. Which are left out does not depend on the
+        tokens drafted: otherwise verification would not be lossless.
+      distribution: as for `Drafts.from_dense`. No row is copied.
 
     Returns:
       `PackedDrafts`; `target_logits` is then ``[N+B, V]``.
@@ -248,7 +229,7 @@ def pack_drafts(
       TypeError: not integers; or traced, of a dtype whose values int32 may not hold; or a
         `distribution` of another type.
       ValueError: shapes that do not fit; an integer that int32 does not hold; a negative `size`;
-        or, where their values are known, a count outside [0, K].
+        or, if their values are known, a count outside [0, K].
 
     Example:
       Three requests with 2, 0 and 1 drafts:
@@ -274,13 +255,13 @@ def pack_drafts(
     cu = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     cu = jnp.minimum(cu, n)
     index = jnp.arange(batch + 1, dtype=jnp.int32)
-    requests, offsets = _owners(cu + index, n + batch)
-    owners, places = _owners(cu, n)
-    flat = jnp.minimum(owners, max(batch - 1, 0)) * k + places
+    requests, offsets = _locate_in_spans(cu + index, n + batch)
+    owner, place = _locate_in_spans(cu, n)
+    flat = jnp.minimum(owner, max(batch - 1, 0)) * k + place
     if batch == 0 or k == 0:
         token_ids, flat = jnp.full((n,), PLACEHOLDER_TOKEN_ID, jnp.int32), jnp.zeros_like(flat)
     else:
-        token_ids = jnp.where(owners < batch, ids.reshape(-1)[flat], PLACEHOLDER_TOKEN_ID)
+        token_ids = jnp.where(owner < batch, ids.reshape(-1)[flat], PLACEHOLDER_TOKEN_ID)
     distribution = flatten_storage(distribution)
     if distribution is not None:
         rows = flat if distribution.rows is None else distribution.rows[flat]
@@ -288,15 +269,15 @@ def pack_drafts(
     return PackedDrafts(Drafts(token_ids, cu, distribution), requests, offsets)
 
 
-def _owners(starts: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Of each of `size` places: which of the ``[B]`` spans it is in, and how far from its start.
+def _locate_in_spans(starts: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """For each of `size` places, the span that it is in and its distance from the span's start.
 
     Args:
-      starts: ``[B+1]`` int32, where spans begin, and where the last ends.
+      starts: ``[B+1]`` int32, where the B spans begin, and where the last one ends.
       size: static.
 
     Returns:
-      ``[size]`` int32 in [0, B], B past the last span; and ``[size]`` int32, 0 there.
+      Spans ``[size]`` int32 in [0, B], B past the last one, and distances ``[size]``, 0 there.
     """
     place = jnp.arange(size, dtype=jnp.int32)
     owner = jnp.searchsorted(starts[1:], place, side="right", method="scan_unrolled")

@@ -1,7 +1,7 @@
 """The contract of verification, written as plainly as possible: NumPy, float64, loops.
 
-This is what every implementation is tested against, number by number, so it shares nothing with
-them but the types. It is slow, runs on the host and is meant to be read from top to bottom.
+Every implementation is tested against it, number by number, so it shares nothing with them but the
+types. It is slow, runs on the host and is meant to be read from top to bottom.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jax_specdec._src import reference_sampling
-from jax_specdec._src.reference_request import Array, BadRow, DraftStore, Request
+from jax_specdec._src.reference_request import BadRow, ReferenceDrafts, ReferenceRequest
+from jax_specdec._src.reference_sampling import Array
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
     Drafts,
@@ -34,8 +35,8 @@ class ReferenceOutput:
       num_emitted: ``[B]`` int32, tokens emitted: accepted + 1, or 0 where `status` is not OK.
       status: ``[B]`` int32, a `Status`.
       margin: ``[B]`` float64, the least relative distance between the two sides of a comparison
-        that the request's outcome rests on; inf where every comparison is exact. An
-        implementation in float32 may differ from this one only where it is at most 1e-5.
+        that the request's outcome rests on; inf if every comparison is exact. An implementation in
+        float32 may give other tokens only if it is at most 1e-5.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -97,7 +98,7 @@ def rejection_sample(
       ValueError: `method` is unknown, or "synthetic" comes without rates.
 
     Example:
-      The draft has target probability 1/2 and was certain of itself, so ``u = 0.4`` keeps it:
+      The draft has target probability 1/2 and is one-hot, so ``u = 0.4`` keeps it:
 
       >>> import numpy as np
       >>> drafts = Drafts(np.array([1]), np.array([0, 1]))
@@ -133,7 +134,7 @@ def rejection_sample(
         ]
     }
     bonus = None if bonus_token_ids is None else np.asarray(bonus_token_ids)
-    draft_store = DraftStore(drafts.distribution, target.shape[1])
+    draft_rows = ReferenceDrafts(drafts.distribution, target.shape[1])
     num_requests = len(offsets) - 1
 
     token_ids = np.full((num_requests, num_speculative_tokens + 1), PLACEHOLDER_TOKEN_ID, np.int32)
@@ -142,7 +143,7 @@ def rejection_sample(
     status = np.zeros(num_requests, np.int32)
     margin = np.full(num_requests, np.inf)
 
-    reached = 0  # the end of the drafts before
+    reached = 0  # where the drafts of the requests before end
     for b in range(num_requests):
         start, count = int(offsets[b]), int(offsets[b + 1]) - int(offsets[b])
         in_bounds = 0 <= count <= num_speculative_tokens and 0 <= start <= len(ids) - count
@@ -161,16 +162,16 @@ def rejection_sample(
             continue
 
         first_row = start if bonus is not None else start + b
-        request = Request(
+        request = ReferenceRequest(
             temperature=float(temperatures[b]),
             min_p=float(filters["min_p"][b]),
             top_k=int(filters["top_k"][b]),
             top_p=float(filters["top_p"][b]),
             draft_ids=[int(x) for x in ids[start : start + count]],
             target_rows=target[first_row : first_row + count + (bonus is None)],
-            draft_store=draft_store,
+            drafts=draft_rows,
             first_draft=start,
-            one_hot=draft_store.is_one_hot(b),
+            one_hot=draft_rows.is_one_hot(b),
             accept=[float(u) for u in accept[b, :count]],
             recover=None if isinstance(noise, RaceNoise) else np.asarray(noise.recover)[b],
             exponential=np.asarray(noise.exponential)[b] if isinstance(noise, RaceNoise) else None,
@@ -201,7 +202,7 @@ def rejection_sample(
 # The rules. Each returns how many drafts are kept and the one token that follows them.
 
 
-def _greedy(request: Request) -> tuple[int, int]:
+def _greedy(request: ReferenceRequest) -> tuple[int, int]:
     """Keep drafts while they equal the argmax; the first argmax that differs follows."""
     for i, x in enumerate(request.draft_ids):
         best = request.target_argmax(i)
@@ -210,7 +211,7 @@ def _greedy(request: Request) -> tuple[int, int]:
     return len(request.draft_ids), request.bonus()
 
 
-def _standard(request: Request) -> tuple[int, int]:
+def _standard(request: ReferenceRequest) -> tuple[int, int]:
     """Keep x while ``u * q(x) < p(x)``; a sample of ``max(p - q, 0)`` replaces the first other."""
     for i, x in enumerate(request.draft_ids):
         p = request.target_probs(i)
@@ -223,7 +224,7 @@ def _standard(request: Request) -> tuple[int, int]:
     return len(request.draft_ids), request.bonus()
 
 
-def _block(request: Request) -> tuple[int, int]:
+def _block(request: ReferenceRequest) -> tuple[int, int]:
     """Keep the longest prefix that passes; a sample of ``max(w p - q, 0)`` follows it."""
     ids = request.draft_ids
     n = next((i for i, x in enumerate(ids) if not request.is_proposal(x)), len(ids))
@@ -246,7 +247,7 @@ def _block(request: Request) -> tuple[int, int]:
     return kept, request.sample(p) if kept == n else request.recovered(p, kept, weight[kept])
 
 
-def _synthetic(request: Request, conditional_rates: Sequence[float]) -> tuple[int, int]:
+def _synthetic(request: ReferenceRequest, conditional_rates: Sequence[float]) -> tuple[int, int]:
     """Keep draft i while ``u < conditional_rates[i]``, whatever the logits say."""
     for i, x in enumerate(request.draft_ids):
         proposed = request.is_proposal(x)

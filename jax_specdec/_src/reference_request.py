@@ -1,4 +1,4 @@
-"""One request as the oracle sees it: its rows, its noise, and how close its calls were."""
+"""One request of the oracle: its rows, its noise, and how close its comparisons were."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jax_specdec._src import reference_sampling
+from jax_specdec._src.reference_sampling import Array
 from jax_specdec._src.types import DraftDistribution, DraftLogits, Status
-
-Array = npt.NDArray[np.float64]
 
 TILE = 2048
 """Ids per vocabulary tile of the two-level inverse CDF, counted from id 0."""
@@ -28,8 +27,8 @@ class BadRow(Exception):
 
 
 @dataclasses.dataclass
-class Request:
-    """One request: its drafts, its rows and its noise, and the closest call so far."""
+class ReferenceRequest:
+    """One request: its drafts, rows and noise, and the closest comparison so far."""
 
     temperature: float
     min_p: float
@@ -37,7 +36,7 @@ class Request:
     top_p: float
     draft_ids: list[int]
     target_rows: Array  # [count + 1, V], or [count, V] where the bonus token is given
-    draft_store: DraftStore
+    drafts: ReferenceDrafts
     first_draft: int  # index of draft 0 on the flattened axis
     one_hot: bool
     accept: list[float]
@@ -50,8 +49,8 @@ class Request:
         return 0 <= x < self.target_rows.shape[1]
 
     def less(self, a: float, b: float) -> bool:
-        """``a < b`` of numbers that are not negative, recorded as a call that may be close."""
-        if b > 0:  # below 0 is nothing: exact in every precision
+        """``a < b`` for numbers that are not negative. Its margin is recorded."""
+        if b > 0:  # nothing is below 0: that is exact in every precision
             self.record(abs(a - b) / max(abs(a), abs(b), _FLOOR))
         return a < b
 
@@ -68,7 +67,7 @@ class Request:
         return int(np.argmax(self.target_row(i)))  # the lowest id of the largest
 
     def target_probs(self, i: int) -> Array:
-        row, margin = reference_sampling.keep(
+        row, margin = reference_sampling.filter_row(
             self.target_row(i), self.temperature, self.min_p, self.top_k, self.top_p
         )
         self.record(margin)
@@ -80,29 +79,29 @@ class Request:
         if self.one_hot:
             return 1.0
         n = self.first_draft + i
-        return self.draft_store.prob(n, self.draft_ids[i], self.temperature)
+        return self.drafts.prob(n, self.draft_ids[i], self.temperature)
 
     def left(self, p: Array, i: int, weight: float) -> Array:
-        """What the draft distribution leaves of the target's at draft i: ``max(w p - q, 0)``."""
+        """The residual weights ``max(w p - q, 0)`` at draft i."""
         if self.one_hot:
             weights = weight * p
             weights[self.draft_ids[i]] = 0.0
             return weights
-        q = self.draft_store.probs(self.first_draft + i, self.temperature)
+        q = self.drafts.probs(self.first_draft + i, self.temperature)
         return np.maximum(weight * p - q, 0.0)
 
     def residual(self, p: Array, i: int, weight: float = 1.0) -> Array:
-        """The weights that replace draft i: what is left, or p where nothing is."""
+        """The weights to replace draft i by: the residual, or p if nothing is left of it."""
         weights = self.left(p, i, weight)
         if weights.sum() > 0 and not self.one_hot:
-            # Next to nothing left: w p and q are equal but for rounding.
+            # If next to nothing is left, w p and q are equal but for rounding.
             self.record(weights.sum() / weight)
         return weights if weights.sum() > 0 else p
 
     def recovered(self, p: Array, i: int, weight: float = 1.0) -> int:
-        """An id that replaces draft i."""
-        lists_ids = not self.one_hot and self.draft_store.lists_candidates
-        # Then the mass of a tile may be a difference, which rounds in proportion to the row.
+        """The id that replaces draft i."""
+        lists_ids = not self.one_hot and self.drafts.lists_candidates
+        # If so, the mass of a tile may be a difference, which rounds in proportion to the row.
         return self.sample(self.residual(p, i, weight), weight if lists_ids else None)
 
     def passes(self, i: int, weight: float, mass: float) -> bool:
@@ -125,7 +124,7 @@ class Request:
     def sample(self, weights: Array, row_mass: float | None = None) -> int:
         """An id, with probability in proportion to its weight.
 
-        How close the choice of a tile was is relative to `row_mass`; None for the sum of weights.
+        The margin of the choice of a tile is relative to `row_mass`; None for the sum of weights.
         """
         if self.exponential is not None:
             return self.race(weights, self.exponential[: len(weights)])
@@ -160,8 +159,8 @@ class Request:
         return chosen
 
 
-class DraftStore:
-    """The draft distributions, read in place through a row index per draft."""
+class ReferenceDrafts:
+    """The draft distributions of the flattened drafts."""
 
     def __init__(self, distribution: DraftDistribution | None, vocab_size: int):
         self.vocab_size = vocab_size
@@ -195,7 +194,7 @@ class DraftStore:
         return self.storage is None or (self.valid is not None and not self.valid[b])
 
     def prob(self, n: int, x: int, temperature: float) -> float:
-        """q(x) of draft n; 0 where the drafter's row does not have x."""
+        """q(x) of draft n; 0 if the drafter's row does not have x."""
         q, ids = self._row(n, temperature), self._ids(n)
         q_x = q[ids == x]
         return float(_checked(q_x)[0]) if q_x.size else 0.0
@@ -208,7 +207,7 @@ class DraftStore:
         return q
 
     def _ids(self, n: int) -> npt.NDArray[np.int64]:
-        """The ids that the entries of draft n's row stand for, each in range and there once."""
+        """The ids that the entries of draft n's row stand for: in range, and each listed once."""
         assert self.storage is not None
         if self.ids is None:
             return np.arange(self.storage.shape[1])
@@ -226,7 +225,7 @@ class DraftStore:
         return r
 
     def _row(self, n: int, temperature: float) -> Array:
-        """q of draft n over the ids that its row has, entries not checked."""
+        """q of draft n over the ids of its row, before the entries are checked."""
         assert self.storage is not None
         r = self._index(n)
         row = self.storage[r]

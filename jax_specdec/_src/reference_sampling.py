@@ -1,4 +1,4 @@
-"""What the oracle leaves out of a row: by a bitmask, by min-p, top-k and top-p. It sorts."""
+"""Bitmasks, min-p, top-k and top-p of the oracle, by sorting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Array = npt.NDArray[np.float64]
 
 
 def mask(logits: Array, token_bitmask: npt.ArrayLike | None) -> Array:
-    """Logits ``[M, V]``, -inf where bit ``id % 32`` of the row's word ``id // 32`` is not set."""
+    """Logits ``[M, V]``, with -inf if bit ``id % 32`` of the row's word ``id // 32`` is not set."""
     if token_bitmask is None:
         return logits
     ids = np.arange(logits.shape[1])
@@ -19,12 +19,12 @@ def mask(logits: Array, token_bitmask: npt.ArrayLike | None) -> Array:
     return np.where(words >> ids % 32 & 1, logits, -np.inf)
 
 
-def keep(
+def filter_row(
     row: Array, temperature: float, min_p: float, top_k: int, top_p: float
 ) -> tuple[Array, float]:
-    """The row, -inf for what is left out, and the margin of the closest call.
+    """The row with -inf for what is left out, and the margin of the closest comparison.
 
-    Each step keeps the entries from a threshold on, and so all that are equal to it.
+    Each step keeps all entries that are not below a threshold.
     """
     peak, margin = float(row.max()), math.inf
 

@@ -15,10 +15,10 @@ _SMALLEST, _LARGEST = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.fl
 
 
 def per_request(sampling: SamplingParams, batch: int) -> SamplingParams:
-    """The same with arrays ``[B]``, where a field is one number, a list or a NumPy array.
+    """`sampling` with arrays ``[B]`` in place of numbers, lists and NumPy arrays.
 
-    JAX arrays are left as they are, but for scalars of the right dtype. So is what is none of
-    these, for the checks that follow.
+    JAX arrays stay as they are, except for scalars of the right dtype. Anything else stays too, for
+    the checks that follow.
 
     Raises:
       ValueError: a top-k that int32 does not hold.
@@ -28,11 +28,11 @@ def per_request(sampling: SamplingParams, batch: int) -> SamplingParams:
         value = getattr(sampling, field.name)
         if value is not None:
             dtype = np.int32 if field.name == "top_k" else np.float32
-            taken[field.name] = _array(f"sampling.{field.name}", value, dtype, batch)
+            taken[field.name] = _as_array(f"sampling.{field.name}", value, dtype, batch)
     return dataclasses.replace(sampling, **taken)
 
 
-def _array(name: str, value: Any, dtype: Any, batch: int) -> Any:
+def _as_array(name: str, value: Any, dtype: Any, batch: int) -> Any:
     if isinstance(value, jax.Array):
         is_scalar = value.ndim == 0 and value.dtype == dtype
         return jnp.broadcast_to(value, (batch,)) if is_scalar else value
@@ -40,17 +40,19 @@ def _array(name: str, value: Any, dtype: Any, batch: int) -> Any:
         return value
     array = np.asarray(value)
     kinds = "iu" if dtype == np.int32 else "iuf"
-    if array.dtype.kind not in kinds:  # text, booleans, or a fraction for a count
+    if array.dtype.kind not in kinds:  # text, booleans, or floats for top_k
         return value
     if dtype == np.int32:
         array = host_int32(name, array)
-    with np.errstate(over="ignore"):  # infinite: not a valid parameter, as the status says
+    with np.errstate(over="ignore"):  # to inf, which the status will report
         array = array.astype(dtype)
     return np.full((batch,), array) if array.ndim == 0 else array
 
 
 class Filter(NamedTuple):
-    """What a request leaves out (batched: a leading ``[B]``); None where nobody asks for it.
+    """Min-p, top-k and top-p of a request, each None if the call does not have it.
+
+    The shapes are those of one request. A batch has a leading ``[B]``.
 
     Attributes:
       min_p: ``[]`` float32.
@@ -64,12 +66,12 @@ class Filter(NamedTuple):
 
     @classmethod
     def of(cls, sampling: SamplingParams) -> Filter | None:
-        """The filter of each request; None where no parameter is given."""
+        """The filter of each request; None if the call has none of the three."""
         found = cls(sampling.min_p, sampling.top_k, sampling.top_p)
         return found if any(x is not None for x in found) else None
 
     def limits(self, size: int) -> jax.Array:
-        """Whether anything may be left out of a row of `size` ids."""
+        """Whether the filter may leave out any of `size` ids."""
         used = jnp.bool_(False)
         if self.min_p is not None:
             used |= self.min_p > 0
@@ -86,7 +88,7 @@ def limits_count(top_k: jax.Array, size: int) -> jax.Array:
 
 
 def is_valid(sampling: SamplingParams) -> jax.Array:
-    """``[B]`` bool: where all parameters are in range."""
+    """``[B]`` bool: whether all parameters of a request are in range."""
     valid = is_valid_temperature(sampling.temperature)
     if sampling.min_p is not None:
         valid &= (sampling.min_p >= 0) & (sampling.min_p <= 1)
@@ -98,11 +100,11 @@ def is_valid(sampling: SamplingParams) -> jax.Array:
 
 
 def is_valid_temperature(temperature: jax.Array) -> jax.Array:
-    """True where the temperature is finite and not negative."""
+    """Whether the temperature is finite and not negative."""
     return (temperature >= 0) & (temperature < jnp.inf)
 
 
 def inverse_temperature(temperature: jax.Array) -> jax.Array:
-    """``1 / temperature``, finite and not 0; 1 where it is 0 (greedy) or not valid."""
+    """``1 / temperature``, finite and not 0; 1 if the temperature is 0 (greedy) or not valid."""
     usable = is_valid_temperature(temperature) & (temperature > 0)
     return jnp.where(usable, jnp.clip(1.0 / temperature, _SMALLEST, _LARGEST), 1.0)

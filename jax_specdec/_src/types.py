@@ -1,11 +1,12 @@
-"""The pytrees that flow between the stages of speculative decoding.
+"""The pytrees that drafting and verification exchange.
 
-Letters used for shapes, here and everywhere:
+The letters for shapes, here and everywhere:
 
 ======  =====================================================================
 ``B``   requests in the batch
 ``K``   ``num_speculative_tokens``: the most drafts a request may have
 ``N``   length of the flattened draft axis, at least the sum of draft counts
+``M``   rows of target logits, ``N + B`` unless said otherwise
 ``R``   rows of a draft distribution's storage
 ``V``   vocabulary of the target
 ``Vd``  vocabulary of the drafter, ``Vd <= V``
@@ -33,7 +34,7 @@ PLACEHOLDER_TOKEN_ID = -1
 
 
 class Status(enum.IntEnum):
-    """What became of a request; anything but ``OK`` emits no token.
+    """How the verification of a request ended. Only a request that is ``OK`` emits tokens.
 
     Example:
       >>> Status(2).name
@@ -45,31 +46,35 @@ class Status(enum.IntEnum):
     INACTIVE = 1
     """The slot is empty; none of its rows were read."""
     BAD_TARGET_ROW = 2
-    """A visited row of target logits holds NaN or +inf, or nothing finite."""
+    """A visited row of target logits holds NaN or +inf, or has no finite entry."""
     BAD_DRAFT_ROW = 3
     """A visited draft row is not a distribution, or its index is out of range."""
     BAD_INPUT = 4
-    """A sampling parameter, a position or an offset out of range, offsets not sorted, or a count
-    above K."""
+    """A sampling parameter, a position or an offset is out of range, offsets are not sorted, or a
+    count is above K."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftProbs:
-    """Draft distributions stored as probabilities, used as given.
+    """Draft distributions stored as probabilities, used as they are.
 
     Attributes:
       probs: ``[R, Vd]`` float32. Row ``rows[n]`` is the distribution draft ``n`` was drawn from.
-      rows: ``[N]`` int32, or None where row ``n`` belongs to draft ``n`` (then ``R == N``).
+      rows: ``[N]`` int32, or None if row ``n`` belongs to draft ``n`` (then ``R == N``).
       valid: ``[B]`` bool, or None for all true. A request whose entry is false is verified
-        one-hot, as if no distribution had been stored for it; its rows are not read.
-      ids: which target ids the columns of `probs` stand for. None: column ``j`` is id ``j``, and
-        ids from Vd on have ``q = 0``. ``[Vd]`` int32: column ``j`` of every row is id ``ids[j]``,
-        as of a drafter with a vocabulary of its own. ``[R, C]`` int32, where `probs` is ``[R, C]``:
-        column ``j`` of row ``r`` is id ``ids[r, j]``, as of a drafter with a few candidates for
-        each position, in any order. Ids that are not listed have ``q = 0``. Listed ids must be
-        those of the vocabulary, each once. A row that lists others is BAD_DRAFT_ROW for who visits
-        it; a shared map that does raises where its values are known, and else makes every row so.
+        one-hot, as if no distribution were stored for it, and its rows are not read.
+      ids: the target ids that the columns of `probs` stand for:
+
+        - None: column ``j`` is id ``j``.
+        - ``[Vd]`` int32, for a drafter with its own vocabulary: column ``j`` of every row is id
+          ``ids[j]``.
+        - ``[R, C]`` int32, for a drafter with a few candidates per position, where `probs` is
+          ``[R, C]``: column ``j`` of row ``r`` is id ``ids[r, j]``, in any order.
+
+        Ids without a column have ``q = 0``. Listed ids must be in the vocabulary, each listed once.
+        A row of candidates that breaks this is BAD_DRAFT_ROW for requests that visit it. A shared
+        map that does raises if its values are known; if not, it makes every row bad.
 
     Example:
       >>> import jax.numpy as jnp
@@ -95,16 +100,17 @@ class DraftLogits:
 
     Attributes:
       logits: ``[R, Vd]``, float32, bfloat16 or float16, before temperature. Row ``rows[n]`` is
-        what draft ``n`` was drawn from, rounded to this dtype *before* it was drawn.
-      rows: ``[N]`` int32, or None where row ``n`` belongs to draft ``n`` (then ``R == N``).
+        what draft ``n`` was drawn from. It must be rounded to this dtype *before* the draft is
+        drawn.
+      rows: ``[N]`` int32, or None if row ``n`` belongs to draft ``n`` (then ``R == N``).
       valid: ``[B]`` bool, or None for all true; see `DraftProbs`.
       log_normalizer: ``[R]`` float32, or None to have it computed. Entry ``r`` is
         ``logsumexp(float32(logits[r]) / temperature)`` over the ids the drafter could draw.
-        Storing it spares one read of every draft row but the one that is resampled from.
-      threshold: ``[R]`` float32, or None for none. Entries of row ``r`` below entry ``r`` were left
-        out when it was drawn from (by min-p, top-k or top-p): they have ``q = 0``.
+        Storing it saves one read of every draft row except the one that is resampled from.
+      threshold: ``[R]`` float32, or None for none. Logits of row ``r`` below ``threshold[r]`` were
+        left out (by min-p, top-k or top-p) when the draft was drawn: they have ``q = 0``.
       ids: ``[Vd]`` or ``[R, C]`` int32, the target ids that the columns of `logits` stand for, or
-        None; see `DraftProbs`. The sum of `log_normalizer` is then over the listed ids.
+        None; see `DraftProbs`. `log_normalizer` is then the sum over the listed ids.
 
     Example:
       >>> import jax.numpy as jnp
@@ -130,15 +136,15 @@ class Drafts:
     """The proposed tokens of a batch, flattened, and where each request's begin.
 
     Attributes:
-      token_ids: ``[N]`` int32, one request after another; what lies past the last offset is
-        padding. An id outside ``[0, V)`` means that no proposal was made there: verification
-        of that request ends and its token is sampled from the target, as a bonus would be.
+      token_ids: ``[N]`` int32, one request after another; ids past the last offset are padding.
+        An id outside ``[0, V)`` means that no token was proposed there: verification of that
+        request ends, and its token is sampled from the target, as a bonus token would be.
       cu_num_draft_tokens: ``[B+1]`` int32, exclusive cumulative offsets with a leading 0.
       distribution: what the drafts were drawn from; None for drafts without probabilities
-        (n-gram lookup, a greedy drafter), which are verified as one-hot.
+        (n-gram lookup, a greedy drafter), which are verified one-hot.
 
-    A token that a grammar forbids keeps its id here; give `rejection_sample` the mask of its row.
-    Then ``p(x) = 0`` rejects it and the residual is right.
+    A draft that a grammar forbids keeps its id here. Give `rejection_sample` the mask of its row:
+    then ``p(x) = 0`` rejects it, and the residual is right.
 
     Example:
       Two requests, one with two drafts, one with none:
@@ -163,17 +169,17 @@ class Drafts:
         """Drafts from flattened ids and a count per request.
 
         Args:
-          token_ids: ``[N]`` integers that int32 holds.
+          token_ids: ``[N]`` integers in the range of int32.
           num_draft_tokens: ``[B]`` integers, each at most K, their sum at most N.
-          distribution: rows per flattened draft, or None for one-hot.
+          distribution: what the flattened drafts were drawn from, or None for one-hot.
 
         Returns:
           Drafts; `target_logits` is then ``[N+B, V]``.
 
         Raises:
-          TypeError: not integers; or traced, of a dtype whose values int32 may not hold.
-          ValueError: not one-dimensional, an integer that int32 does not hold, or, where their
-            values are known, counts that are negative or more than N together.
+          TypeError: not integers, or traced integers of a dtype that int32 does not include.
+          ValueError: not one-dimensional; an integer out of the range of int32; or, if their values
+            are known, counts that are negative or more than N together.
 
         Example:
           >>> import jax.numpy as jnp
@@ -207,27 +213,27 @@ class Drafts:
         num_draft_tokens: jax.Array | None = None,
         distribution: DraftDistribution | None = None,
     ) -> Drafts:
-        """Drafts from a rectangle of ids; nothing of the vocabulary's size is copied.
+        """Drafts from a rectangle of ids. Nothing of the vocabulary's size is copied.
 
         Every request owns K draft positions and K + 1 target rows: pass
         ``target_logits.reshape(B * (K + 1), V)``. Ids past a request's count become -1 (no
-        proposal), so the row after its last draft serves as its bonus row.
+        proposal), so the row after its last draft is used as its bonus row.
 
         Args:
-          token_ids: ``[B, K]`` integers that int32 holds.
-          num_draft_tokens: ``[B]`` integers, or None where all K ids are proposals.
-          distribution: `DraftProbs` or `DraftLogits` whose storage is ``[B, K, Vd]`` or
-            ``[B*K, Vd]`` (then ``log_normalizer`` and ``threshold`` are ``[B, K]`` or ``[B*K]``,
-            and candidates ``ids`` are ``[B, K, C]`` or ``[B*K, C]``), or None.
+          token_ids: ``[B, K]`` integers in the range of int32.
+          num_draft_tokens: ``[B]`` integers, or None if all K ids are proposals.
+          distribution: None, or a `DraftProbs` or `DraftLogits` with storage ``[B, K, Vd]`` or
+            ``[B*K, Vd]``. Its ``log_normalizer`` and ``threshold`` are ``[B, K]`` or ``[B*K]``, and
+            the ``ids`` of candidates ``[B, K, C]`` or ``[B*K, C]``.
 
         Returns:
           Drafts with ``N = B * K``.
 
         Raises:
-          TypeError: not integers; or traced, of a dtype whose values int32 may not hold; or a
+          TypeError: not integers, or traced integers of a dtype that int32 does not include; or a
             `distribution` of another type.
           ValueError: `token_ids` is not ``[B, K]``, or `num_draft_tokens` not ``[B]``; an integer
-            that int32 does not hold; or, where their values are known, a count outside [0, K].
+            out of the range of int32; or, if their values are known, a count outside [0, K].
 
         Example:
           >>> import jax.numpy as jnp
@@ -248,33 +254,33 @@ class Drafts:
 
 
 def as_int32(name: str, values: Any) -> jax.Array:
-    """`values` as int32, where that changes none of them.
+    """`values` as int32, if that changes none of them.
 
     Raises:
-      TypeError: not integers; or traced, of a dtype whose values int32 may not hold.
-      ValueError: an integer that int32 does not hold.
+      TypeError: not integers, or traced integers of a dtype that int32 does not include.
+      ValueError: an integer out of the range of int32.
     """
     if isinstance(values, jax.Array) and jnp.issubdtype(values.dtype, jnp.integer):
         if np.can_cast(values.dtype, np.int32):
             return jnp.asarray(values, jnp.int32)
         if isinstance(values, jax.core.Tracer):
             raise TypeError(
-                f"{name} must be int32 where their values are not known, under jit for example, "
+                f"{name} must be int32 if their values are not known, under jit for example, "
                 f"but they are {values.dtype}"
             )
     return jnp.asarray(host_int32(name, values))
 
 
 def host_int32(name: str, values: Any) -> np.ndarray:
-    """Values on the host as int32, where that changes none of them.
+    """Values on the host as int32, if that changes none of them.
 
     Raises:
       TypeError: not integers.
-      ValueError: an integer that int32 does not hold.
+      ValueError: an integer out of the range of int32.
     """
     if not isinstance(values, (jax.Array, np.ndarray)):
         values = np.asarray(values)
-        if values.size == 0:  # NumPy takes an empty list for floats
+        if values.size == 0:  # NumPy makes an empty list float64
             values = values.astype(np.int32)
     if not jnp.issubdtype(values.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, but they are {values.dtype}: {values!r:.80}")
@@ -286,11 +292,11 @@ def host_int32(name: str, values: Any) -> np.ndarray:
 
 
 def as_positions(positions: Any) -> Any:
-    """Positions as an array: those of JAX as they are, lists and others of NumPy's as int32.
+    """Positions as an array: JAX arrays as they are, anything else as int32 on the host.
 
     Raises:
       TypeError: not integers.
-      ValueError: an integer that int32 does not hold.
+      ValueError: an integer out of the range of int32.
     """
     return positions if isinstance(positions, jax.Array) else host_int32("positions", positions)
 
@@ -299,9 +305,9 @@ def check_counts(num_draft_tokens: Any, batch: int, k: int) -> jax.Array:
     """Counts of drafts as int32.
 
     Raises:
-      TypeError: not integers; or traced, of a dtype whose values int32 may not hold.
-      ValueError: not ``[B]``; an integer that int32 does not hold; or, where their values are
-        known, a count outside [0, K].
+      TypeError: not integers, or traced integers of a dtype that int32 does not include.
+      ValueError: not ``[B]``; an integer out of the range of int32; or, if their values are known,
+        a count outside [0, K].
     """
     counts = as_int32("num_draft_tokens", num_draft_tokens)
     if counts.shape != (batch,):
@@ -316,7 +322,7 @@ def check_counts(num_draft_tokens: Any, batch: int, k: int) -> jax.Array:
 
 
 def known_values(values: Any) -> np.ndarray | None:
-    """Values, read on the host; None where they are traced or on other hosts."""
+    """Values, read on the host; None if they are traced or on other hosts."""
     if isinstance(values, jax.core.Tracer):
         return None
     if isinstance(values, jax.Array) and not values.is_fully_addressable:
@@ -325,14 +331,14 @@ def known_values(values: Any) -> np.ndarray | None:
 
 
 def described(value: Any) -> str:
-    """A value in a message, in one line: an array by its dtype and shape."""
+    """A value for a message, in one line: of an array, its dtype and shape."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"an array of {value.dtype}{list(value.shape)}"
     return " ".join(f"{value!r:.80}".split())
 
 
 def flatten_storage(distribution: DraftDistribution | None) -> DraftDistribution | None:
-    """Storage ``[B, K, Vd]`` as ``[B*K, Vd]``; what is flat stays as it is."""
+    """Storage ``[B, K, Vd]`` as ``[B*K, Vd]``; flat storage stays as it is."""
     if distribution is None:
         return None
     if not isinstance(distribution, (DraftProbs, DraftLogits)):
@@ -365,12 +371,12 @@ def _flatten_rows(storage: jax.Array) -> jax.Array:
 class SamplingParams:
     """How each request samples: by temperature, then min-p, then top-k, then top-p.
 
-    Each of the three leaves out the entries of a row below a threshold, and what is left is
-    normalized again. Entries equal to the threshold all stay. Where a field is None, nothing is
-    compiled for it; where no request uses one, nothing is computed. Greedy requests ignore them.
+    Min-p, top-k and top-p each leave out the tokens below a threshold; what is left is normalized
+    again. Tokens equal to the threshold all stay. If a field is None, nothing is compiled for it;
+    if no request uses it, nothing is computed. Greedy requests ignore all three.
 
-    Functions that take a `SamplingParams` also take one number for all requests, a list and a NumPy
-    array of any width in each field. A JAX array must have the dtype that is written here.
+    Functions that take a `SamplingParams` accept a number for all requests in each field, a list,
+    or a NumPy array of any precision. A JAX array must have the dtype given here.
 
     Attributes:
       temperature: ``[B]`` float32. ``p = softmax(float32(logits) / temperature)``; 0 is greedy.
@@ -378,8 +384,8 @@ class SamplingParams:
         0 leaves out none.
       top_k: ``[B]`` int32, not negative, or None. Tokens less likely than the k-th likeliest are
         left out; 0 leaves out none.
-      top_p: ``[B]`` float32 in (0, 1], or None. The likeliest tokens stay, as many as it takes to
-        have `top_p` of the mass left so far; 1 leaves out none.
+      top_p: ``[B]`` float32 in (0, 1], or None. Of the tokens left so far, the likeliest stay that
+        together have at least `top_p` of the mass; 1 leaves out none.
 
     Example:
       >>> import jax.numpy as jnp
@@ -397,11 +403,11 @@ class SamplingParams:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """Explicit randomness of one verification, all of it independent uniforms on [0, 1).
+    """Explicit randomness of one verification: independent uniforms on [0, 1).
 
     Attributes:
-      accept: ``[B, K]`` float32, one per draft position of each request (not flattened: entry
-        ``[b, j]`` belongs to draft ``j`` of request ``b``): accept iff ``u * q(x) < p(x)``.
+      accept: ``[B, K]`` float32. Entry ``[b, j]`` belongs to draft ``j`` of request ``b``, which is
+        accepted iff ``accept[b, j] * q(x) < p(x)``.
       recover: ``[B, 2]`` float32: the first picks a tile of the vocabulary, the second a
         token inside it, each by inverse CDF.
 
@@ -418,10 +424,10 @@ class Noise:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RaceNoise:
-    """Explicit randomness whose last token is the winner of an exponential race.
+    """Explicit randomness that draws the last token by an exponential race.
 
-    For comparing with other systems token by token (XLA only): the recovered or bonus token is
-    ``argmax(weight / exponential)``, ties to the lowest id.
+    For comparing with other systems token by token (XLA only). The recovered or bonus token is
+    ``argmax(weight / exponential)``; ties go to the lowest id.
 
     Attributes:
       accept: ``[B, K]`` float32 uniforms on [0, 1), one per draft position of each request.
@@ -440,13 +446,13 @@ class RaceNoise:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RejectionSampleOutput:
-    """What one verification emits.
+    """The output of one verification.
 
     Attributes:
       token_ids: ``[B, K+1]`` int32: accepted tokens, then one recovered or bonus token, then
         `PLACEHOLDER_TOKEN_ID`.
       num_accepted: ``[B]`` int32, drafts kept.
-      num_emitted: ``[B]`` int32, tokens emitted: accepted + 1, or 0 where `status` is not OK.
+      num_emitted: ``[B]`` int32, tokens emitted: accepted + 1, or 0 if `status` is not OK.
       status: ``[B]`` int32, a `Status`.
 
     Example:
@@ -470,10 +476,10 @@ def parse_output(output: RejectionSampleOutput) -> list[list[int]]:
       output: what `rejection_sample` returned, outside jit.
 
     Returns:
-      One list per request, `num_emitted` long; empty where `status` is not OK.
+      One list per request, `num_emitted` long; empty if `status` is not OK.
 
     Raises:
-      TypeError: `output` is something else.
+      TypeError: `output` is not a `RejectionSampleOutput`.
 
     Example:
       >>> import jax.numpy as jnp

@@ -117,7 +117,7 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: sd.DraftStore.create(SLOTS, K, C, ids=MAP, own_ids=True),
         ValueError,
-        "own_ids must be False where ids are given for all rows",
+        "own_ids must be False if ids are given for all rows",
     ),
     (lambda: write(CANDIDATES, own_ids=False), ValueError, "own_ids is False and ids are an array"),
     (lambda: write(None, own_ids=True), ValueError, "own_ids is True and ids are None"),

@@ -453,10 +453,10 @@ VALUES = [
     ),
     ("none", dict(min_p=jnp.array([0.0, -0.5])), r"min_p\[1\] must be in \[0, 1\].* -0.5"),
     ("none", dict(min_p=jnp.array([nan, 0.5])), r"min_p\[0\] must be in \[0, 1\].* nan"),
-    ("none", dict(top_k=jnp.array([0, -2])), r"top_k\[1\] must be not negative.* -2"),
+    ("none", dict(top_k=jnp.array([0, -2])), r"top_k\[1\] must be at least 0.* -2"),
     ("none", dict(top_p=jnp.array([0.0, 1.0])), r"top_p\[0\] must be in \(0, 1\].* 0.0"),
     ("none", dict(top_p=jnp.array([1.0, 1.5])), r"top_p\[1\] must be in \(0, 1\].* 1.5"),
-    ("none", dict(positions=jnp.array([3, -1])), r"positions\[1\] must be not negative.* -1"),
+    ("none", dict(positions=jnp.array([3, -1])), r"positions\[1\] must be at least 0.* -1"),
     (
         "none",
         dict(token_bitmask=jnp.full((N + B, 1), -1).at[2, 0].set(256)),  # a bit past V

@@ -12,7 +12,7 @@ import scipy.special
 import jax_specdec as sd
 from jax_specdec._src.verify import tiles
 from jax_specdec._src.verify.draft_rows import DraftRows
-from jax_specdec._src.verify.resample import Source, Weights
+from jax_specdec._src.verify.resample import LocalRows, Source
 from jax_specdec._src.verify.rows import Rows
 
 from .batch import ALMOST_ONE, XLA, Layout, check, oracle, verify
@@ -166,14 +166,14 @@ N, V = 12, 3 * tiles.TILE + 100
 
 def weights_of(
     logits: np.ndarray, distribution: sd.DraftProbs | sd.DraftLogits, weight: np.ndarray
-) -> tuple[Weights, Source]:
+) -> tuple[LocalRows, Source]:
     """What is left of each target row by the draft row of its own."""
     target = Rows(jnp.asarray(logits), V, -np.inf)
     draft, rows = DraftRows.of(distribution, V), jnp.arange(N, dtype=jnp.int32)
     peak, one = target.peak(rows), jnp.ones(N)
     partials = target.partials(rows, peak, one)
     no = jnp.zeros(N, bool)
-    return Weights(target, draft), Source(
+    return LocalRows(target, draft), Source(
         row=rows,
         draft_row=rows,
         token_id=rows,
@@ -218,7 +218,9 @@ def test_what_candidates_leave_of_a_tile_is_right_to_22_bits_of_the_row(length, 
     error = np.abs(found - expected) / weight[:, None]
     print(f"largest error 2^{np.log2(error.max()):.1f} of the row")
     assert error.max() <= 2.0**-22
-    inside = np.stack([weights.inside(source, jnp.full(N, t))[1][:, 0].sum(1) for t in range(4)], 1)
+    inside = np.stack(
+        [weights.in_tile(source, jnp.full(N, t))[1][:, 0].sum(1) for t in range(4)], 1
+    )
     assert (np.abs(inside - expected) / weight[:, None]).max() <= 2.0**-22
 
 
@@ -240,7 +242,7 @@ def test_a_tile_that_has_mass_by_rounding_alone_is_passed_over(verifier):
     distribution = sd.DraftLogits(
         jnp.asarray(listed), log_normalizer=jnp.asarray(normalizer), ids=jnp.asarray(ids)
     )
-    masses = Weights.masses(*weights_of(logits, distribution, np.ones(N, np.float32)))
+    masses = LocalRows.masses(*weights_of(logits, distribution, np.ones(N, np.float32)))
     by_rounding = np.delete(np.asarray(masses[:, 0]), only // tiles.TILE, axis=1) > 0
     assert by_rounding.any(axis=1).sum() >= N // 2
     config = sd.SpecDecodeConfig(

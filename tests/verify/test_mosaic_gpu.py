@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src import compat
 from jax_specdec._src.verify import api
 from jax_specdec._src.verify.mosaic_gpu import launch as mosaic_gpu
 from jax_specdec._src.verify.mosaic_gpu import request
@@ -22,6 +21,7 @@ from jax_specdec._src.verify.tiles import TILE
 from . import block_edges, edges, processed, suite
 from .batch import QUICK, Batch, Layout, Request, check, jitted, pack, verify
 from .cases import random_batch
+from .interpret_mode import interpret_gpu_params
 
 # Interpret mode imports this later, which changes what JAX caches programs by: between two calls,
 # everything would be compiled again.
@@ -108,7 +108,7 @@ def backend(**options):
 
 def interpreted(config: KernelConfig, **params):
     """The kernel in GPU interpret mode, as a function like `rejection_sample_with_noise`."""
-    interpret = compat.interpret_gpu_params(**params)
+    interpret = interpret_gpu_params(**params)
 
     @jitted
     def verifier(*args, **kwargs):
@@ -248,7 +248,7 @@ def test_noise_from_keys_is_what_draw_noise_gives(impl):
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def keyed(logits, drafts, named, positions):
-        with backend(interpret=compat.interpret_gpu_params()):
+        with backend(interpret=interpret_gpu_params()):
             return sd.rejection_sample(
                 logits,
                 drafts,

@@ -43,8 +43,8 @@ def test_it_needs_a_gpu_that_it_compiles_for(device, why_not):
     ("device", "why_not"),
     [
         (Device("gpu", "9.0"), None),
-        (Device("gpu", "10.0"), "compiles for B200 and has not run there"),
-        (Device("gpu", "10.3"), "compiles for B300 and has not run there"),
+        (Device("gpu", "10.0"), "compiles for B200 but has not run there"),
+        (Device("gpu", "10.3"), "compiles for B300 but has not run there"),
         (Device("gpu", "12.0"), "compiles for RTX"),
         (Device("gpu", "8.0"), "device has 8.0"),
         (Device("cpu"), "runs on cpu"),

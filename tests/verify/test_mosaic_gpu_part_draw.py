@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src import compat
 from jax_specdec._src.verify import batched, tiles
 from jax_specdec._src.verify.draft_rows import DraftScale
 from jax_specdec._src.verify.exchange import Exchange
@@ -19,6 +18,7 @@ from jax_specdec._src.verify.resample import Source
 from jax_specdec._src.verify.rules import Rule
 
 from .batch import QUICK
+from .interpret_mode import interpret_gpu_params
 
 NUM_PARTS, REQUESTS, ROWS = 3, 7, 9
 BAD = 4
@@ -149,10 +149,10 @@ def compare(case: Case, **options: Any) -> None:
 
     @jitted
     def sum_by_tile(me: jax.Array, target: jax.Array, own: Any) -> Any:
-        weights = phases_of(case, target, own, me).weights
+        rows = phases_of(case, target, own, me).rows
         given = dict(size=case.size, num_parts=NUM_PARTS, **options)
-        found = shard_kernels.tile_masses(wanted, target, own, me * case.width, **given)
-        return found, weights.masses(source)
+        found = shard_kernels.part_masses(wanted, target, own, me * case.width, **given)
+        return found, rows.masses(source)
 
     @jitted
     def draw(me: jax.Array, target: jax.Array, own: Any, masses: jax.Array) -> Any:
@@ -189,7 +189,7 @@ SOME = [pytest.param(case, marks=() if case.kind is None else newest) for case i
 
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_masses_and_tokens_of_every_part_are_those_of_xla(case):
-    compare(case, interpret=compat.interpret_gpu_params())
+    compare(case, interpret=interpret_gpu_params())
 
 
 @pytest.mark.gpu

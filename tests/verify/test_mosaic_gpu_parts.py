@@ -12,7 +12,6 @@ import scipy.special
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jax_specdec as sd
-from jax_specdec._src import compat
 from jax_specdec._src.verify import api
 from jax_specdec._src.verify.mosaic_gpu import shard_kernels
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
@@ -20,6 +19,7 @@ from jax_specdec._src.verify.requests import CallArrays
 
 from .batch import Layout, check, jitted, verify
 from .cases import random_batch
+from .interpret_mode import interpret_gpu_params
 
 ROWS = np.array([3, 1, 0, 5, 2, 4], np.int32)
 INVERSE = np.array([1.0, 2.0, 1.0, 1.0, 0.7, 1.0], np.float32)
@@ -61,7 +61,7 @@ CASES = [(4224, 4224, "bfloat16"), (2203, 2100, "float32"), (4224, 0, "float16")
 )
 def test_masses_and_argmaxes_of_rows_are_those_of_numpy(vocab, count, dtype):
     logits = rows_of(vocab, dtype)
-    options = dict(config=KernelConfig(max_cluster=1), interpret=compat.interpret_gpu_params())
+    options = dict(config=KernelConfig(max_cluster=1), interpret=interpret_gpu_params())
     judge(logits, count, run(logits, count, **options))
 
 
@@ -80,7 +80,7 @@ def mesh_of(num_parts: int) -> Mesh:
 def over(num_parts: int, *, config: KernelConfig | None = None, **options):
     """`rejection_sample_with_noise` whose parts of the vocabulary are read by the kernels."""
     mesh = mesh_of(num_parts)
-    kernels = "row_statistics", "tile_masses", "part_draw"
+    kernels = "row_statistics", "part_masses", "part_draw"
 
     def on_part(args, kwargs, static):
         return sd.rejection_sample_with_noise(
@@ -134,7 +134,7 @@ LAYOUTS = [
     ids=str,
 )
 def test_verification_by_them_gives_the_tokens_of_the_oracle(layout):
-    one = over(1, config=KernelConfig(max_cluster=1), interpret=compat.interpret_gpu_params())
+    one = over(1, config=KernelConfig(max_cluster=1), interpret=interpret_gpu_params())
     batch = random_batch(layout, seed=layout.vocab, broken=0.2)
     check(batch, verify(batch, one))
 

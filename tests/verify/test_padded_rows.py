@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src import compat
 from jax_specdec._src.verify.mosaic_gpu import launch
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
@@ -19,6 +18,7 @@ from jax_specdec._src.verify.rules import Rule
 
 from .batch import Batch, Layout, jitted, oracle, verify
 from .cases import random_batch
+from .interpret_mode import interpret_gpu_params
 
 LAYOUT = Layout(
     vocab=97, num_speculative_tokens=3, num_requests=6, num_drafts=16, kind="logits", store_rows=20
@@ -47,7 +47,7 @@ def by_kernel(logits: Any, drafts: Any, noise: Any, **given: Any) -> sd.Rejectio
         k=config.num_speculative_tokens,
         size=logits.shape[1],
         config=KernelConfig(max_cluster=1),
-        interpret=compat.interpret_gpu_params(),
+        interpret=interpret_gpu_params(),
     )
 
 
@@ -148,5 +148,5 @@ def test_other_numbers_of_rows_are_refused_unless_they_are_asked_for(
 
 def test_validate_says_whose_rows_are_missing():
     logits, drafts, named, _, active = arguments(5, [True] * 4)
-    with pytest.raises(ValueError, match="request 2 owns rows 5 to 5 of 5"):
+    with pytest.raises(ValueError, match="request 2 owns rows 5 to 5, and there are 5"):
         sd.validate(logits, drafts, **named, active=active, padded_rows=True)

@@ -1,1 +1,1 @@
-"""Where drafts come from: a smaller model, or the sequence's own past."""
+"""Drafting: with a smaller model, or by lookup in the sequence itself."""

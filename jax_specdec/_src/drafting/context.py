@@ -1,4 +1,4 @@
-"""What a step knows of its requests when it begins, and how it changes rows of logits."""
+"""`DraftContext`: what a step knows of its requests, and how it processes their logits."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from jax_specdec._src.verify.rows import Rows
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftContext:
-    """What a drafter knows of B requests. The check of its drafts goes by the same.
+    """What a drafter knows of B requests. Its drafts are verified under the same parameters.
 
-    More fields may follow; a drafter reads those that it needs.
+    More fields may be added; a drafter reads those that it needs.
 
     Attributes:
-      token_ids: ``[B, L]`` int32, the sequences so far; what lies past a length is undefined.
+      token_ids: ``[B, L]`` int32, the sequences so far; undefined past their lengths.
       lengths: ``[B]`` int32, at least 1: absolute position of the first draft.
       sampling: temperatures and filters.
       keys: ``[B]`` typed keys.
       config: static settings.
-      changes_rows: ``[]`` bool, whether anybody asks for one of the following; None where the
-        program has none of them.
-      processors: what changes logits, of the sequences so far, or None.
+      changes_rows: ``[]`` bool, whether any request uses `processors` or `token_bitmask`; None if
+        the program has neither.
+      processors: the logits processors, up to date with the sequences, or None.
       token_bitmask: ``[B, ceil(V/32)]`` uint32, tokens that each request allows, or None.
 
     Example:
@@ -69,20 +69,20 @@ class DraftContext:
         )
 
     def process_logits(self, logits: jax.Array, drafts: Drafts | None = None) -> jax.Array:
-        """Rows of logits as each request wants them, before temperature and filters.
+        """Apply each request's processors and bitmask to its rows, before temperature and filters.
 
-        A drafter whose rows are processed in the same way has more drafts accepted; whatever it
-        does, the tokens are the target's.
+        A drafter that processes its own rows in the same way has more drafts accepted. Whatever it
+        does, the emitted tokens are distributed as the target's.
 
         Args:
-          logits: the rows of `drafts`, ``[B*(K+1), V]``; without drafts ``[B, V]``, or fewer
-            columns, as a drafter may have.
-          drafts: from `Drafts.from_dense`; each row counts those of its request before it.
+          logits: the rows of `drafts`, ``[B*(K+1), V]``. Without drafts ``[B, V]``, or fewer
+            columns if the drafter has fewer.
+          drafts: from `Drafts.from_dense`. Each row takes account of the drafts before it.
 
         Returns:
-          float32 of the shape of `logits`; or `logits` themselves, where `changes_rows` is None.
-          Without drafts, a row that has nothing left stays as it is: a drafter may know none of
-          the tokens that are allowed.
+          float32 of the shape of `logits`; `logits` itself if `changes_rows` is None. Without
+          drafts, a row in which no token is left stays as it was: a drafter may know none of the
+          allowed tokens.
         """
         if self.changes_rows is None:
             return logits
@@ -98,8 +98,8 @@ class DraftContext:
                 processed = jnp.where(is_empty, rows, processed)
             return processed
 
-        # One dtype whoever asks, so that a request's sums do not depend on its neighbours. A loop
-        # of one turn or none, because XLA leaves its rows where they are: `lax.cond` copies them.
+        # Always float32, so that a request's sums do not depend on what its neighbours ask for. A
+        # loop that runs at most once leaves the rows in place, where `lax.cond` would copy them.
         return lax.while_loop(
             lambda carry: carry[0],
             lambda carry: (jnp.bool_(False), process(carry[1])),
@@ -108,7 +108,7 @@ class DraftContext:
 
 
 def _allow(rows: jax.Array, token_bitmask: jax.Array) -> jax.Array:
-    """Rows ``[B*n, V]`` with -inf where a token is not allowed; on TPUs, a few at a time."""
+    """Rows ``[B*n, V]`` with -inf for tokens that are not allowed; a few at a time on TPUs."""
     owner = jnp.arange(rows.shape[0], dtype=jnp.int32) // (rows.shape[0] // token_bitmask.shape[0])
 
     def at_once(owner: jax.Array, rows: jax.Array) -> jax.Array:

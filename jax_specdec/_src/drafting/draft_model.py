@@ -1,4 +1,4 @@
-"""Drafting with a smaller model, of the same vocabulary or of a part of it."""
+"""Drafting with a smaller model, whose vocabulary is the target's or a part of it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from jax_specdec._src.verify.checks import check_listed
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ids:
-    """A list of ids that compares by value and is hashed once, as what is static should."""
+class _HashableIds:
+    """A list of ids that is hashed and compared by value, as a static argument must be."""
 
     data: bytes
 
     @classmethod
-    def of(cls, ids: Any) -> _Ids:
+    def of(cls, ids: Any) -> _HashableIds:
         values = host_int32("ids", ids)
         if values.ndim != 1:
             raise ValueError(f"ids must be [Vd], but their shape is {list(values.shape)}")
@@ -44,24 +44,27 @@ class _Ids:
 
 @dataclasses.dataclass(frozen=True)
 class ModelDrafter:
-    """Drafts token by token with a model; its vocabulary may be a part of the target's.
+    """Drafts token by token with a model. Its vocabulary may be a part of the target's.
 
-    With ``draft_sample_method="probabilistic"`` tokens are sampled under each request's parameters,
-    as the target's are, and their logits are kept for the check; with "greedy" they are argmaxes,
-    verified one-hot.
+    With ``draft_sample_method="probabilistic"``, drafts are sampled under each request's sampling
+    parameters, and the logits they were sampled from are stored for verification. With "greedy"
+    they are argmaxes, verified one-hot.
 
     Attributes:
       model: any `CausalModel`.
-      store_dtype: in which logits are sampled from and kept; None for the dtype of the model's. A
-        narrower one saves memory and changes what is drafted, never what is emitted.
-      ids: ``[Vd]`` integers, the target ids that the columns of the model's logits stand for, as of
-        an EAGLE-3 head; None where column ``j`` is id ``j``. The model reads target ids.
-      num_candidates: C, or None. Only the C likeliest ids of a row are drawn from, and kept with
-        their logits: a store of C numbers per draft, at some acceptance.
+      store_dtype: dtype that logits are sampled from and stored in; None for the dtype of the
+        model's logits. A narrower one saves memory. It changes which tokens are drafted, not the
+        distribution of the emitted tokens.
+      ids: ``[Vd]`` integers, the target ids that the columns of the model's logits stand for, as
+        for an EAGLE-3 head; None if column ``j`` is id ``j``. The model's input is target ids.
+      num_candidates: C, or None. If given, drafts are sampled from the C likeliest ids of each row
+        alone, and the store holds C logits per draft. This saves memory and costs acceptance.
 
     Raises:
-      TypeError: `model` is no `CausalModel`, `ids` no integers, or `num_candidates` no int.
-      ValueError: `ids` are not ``[Vd]``, one is negative or there twice; `num_candidates` below 1.
+      TypeError: `model` is not a `CausalModel`, `ids` are not integers, or `num_candidates` is not
+        an int.
+      ValueError: `ids` are not ``[Vd]``, or one is negative or listed twice; `num_candidates` is
+        below 1.
 
     Example:
       >>> import jax_specdec as sd
@@ -76,8 +79,8 @@ class ModelDrafter:
 
     def __post_init__(self) -> None:
         check_model("model", self.model)
-        if self.ids is not None and not isinstance(self.ids, _Ids):
-            object.__setattr__(self, "ids", _Ids.of(self.ids))
+        if self.ids is not None and not isinstance(self.ids, _HashableIds):
+            object.__setattr__(self, "ids", _HashableIds.of(self.ids))
         if self.num_candidates is not None:
             check_int("num_candidates", self.num_candidates)
 
@@ -88,10 +91,10 @@ class ModelDrafter:
     def init_store(
         self, params: Any, batch_size: int, config: SpecDecodeConfig
     ) -> DraftStore | None:
-        """Room for the logits of K drafts per request; None where drafts are argmaxes.
+        """An empty store for the logits of K drafts per request; None if drafts are argmaxes.
 
         Raises:
-          ValueError: `ids` are not as many as the model's logits, or candidates are more.
+          ValueError: the model has fewer or more logits than `ids`, or fewer than `num_candidates`.
         """
 
         def one_token(params: Any) -> jax.Array:
@@ -99,7 +102,7 @@ class ModelDrafter:
             return self.model.apply(params, zero[None, :], zero, self.model.init_cache(1, 1))[0]
 
         logits = jax.eval_shape(one_token, params)
-        width, ids = logits.shape[-1], self._ids
+        width, ids = logits.shape[-1], self._target_ids
         if ids is not None and len(ids) != width:
             raise ValueError(
                 f"ids must be [Vd] = [{width}], one for each logit, but there are {len(ids)}"
@@ -126,7 +129,7 @@ class ModelDrafter:
     def prefill(
         self, params: Any, token_ids: jax.Array, cache: Any, start: jax.Array | None = None
     ) -> Any:
-        """Read the prompts, or a chunk of them; see `Drafter.prefill`."""
+        """Run the model over the prompts, or a chunk of them; see `Drafter.prefill`."""
         if start is None:
             start = jnp.zeros((token_ids.shape[0],), jnp.int32)
         return self.model.apply(params, token_ids, start, cache)[1]
@@ -142,10 +145,10 @@ class ModelDrafter:
         ) -> tuple[jax.Array, DraftStore | None, DraftContext | None]:
             if now is not None:
                 logits = self._process(logits, now)
-            if store is not None:  # round, then sample: what is kept is what was drawn from
+            if store is not None:  # round before sampling, so that q is what is stored
                 logits = logits.astype(store.logits.dtype)
             sharding = sharding_of(self.model)
-            listed = None if self._ids is None else jnp.asarray(self._ids)
+            listed = None if self._target_ids is None else jnp.asarray(self._target_ids)
             if store is not None and self.num_candidates is not None:
                 logits, columns = lax.top_k(logits, self.num_candidates)
                 listed, sharding = columns if listed is None else listed[columns], None
@@ -178,7 +181,7 @@ class ModelDrafter:
             ids, store, now = draw(logits[:, 0], store, now, offset)
             return (ids, cache, store, now), ids
 
-        # After a fully accepted step the model has not seen the last draft: read two tokens.
+        # After a fully accepted step, the model has not read the last draft: it reads two tokens.
         start = jnp.maximum(lengths - 2, 0)
         place = start[:, None] + jnp.arange(2, dtype=jnp.int32)[None, :]
         recent = jnp.take_along_axis(context.token_ids, place, axis=1)
@@ -194,12 +197,12 @@ class ModelDrafter:
         return Proposal(ids, store), cache
 
     @property
-    def _ids(self) -> npt.NDArray[np.int32] | None:
-        return self.ids.values if isinstance(self.ids, _Ids) else None
+    def _target_ids(self) -> npt.NDArray[np.int32] | None:
+        return self.ids.values if isinstance(self.ids, _HashableIds) else None
 
     def _process(self, logits: jax.Array, now: DraftContext) -> jax.Array:
-        """Rows as each request wants them; what it asks for goes by target ids."""
-        ids = self._ids
+        """`DraftContext.process_logits` of the model's rows, which requests know by target id."""
+        ids = self._target_ids
         if ids is None or now.changes_rows is None:
             return now.process_logits(logits)
         rows = jnp.full((logits.shape[0], int(ids.max()) + 1), -jnp.inf, logits.dtype)

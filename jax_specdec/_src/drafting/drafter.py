@@ -1,4 +1,4 @@
-"""The contract between the decoding loop and whatever proposes tokens."""
+"""`Drafter`: the protocol between the decoding loop and whatever proposes tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Proposal(NamedTuple):
     """What a drafter proposes for a batch.
 
     Attributes:
-      token_ids: ``[B, K]`` int32; -1 from the first position on that has no proposal.
+      token_ids: ``[B, K]`` int32, -1 from the first position without a proposal on.
       store: what they were drawn from; None for drafts without a distribution.
 
     Example:
@@ -29,19 +29,20 @@ class Proposal(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Proposes up to K tokens per request. Static and hashable; weights travel as `params`.
+    """Proposes up to K tokens per request. Static and hashable; weights are passed as `params`.
 
-    Whatever a drafter proposes, the output stays the target's; good proposals make it fast.
+    Whatever a drafter proposes, the output is distributed as the target's. Good proposals make it
+    fast.
 
-    A drafter that samples from a distribution q keeps it in a `DraftStore`, which the loop owns and
-    hands back on every call: it asks for one in `init_store`, and `propose` writes there each row
-    it samples from, rounded to the stored dtype first. The loop knows which rows are still good. A
-    drafter without a q returns None, and its drafts are verified one-hot.
+    A drafter that samples from a distribution q stores it in a `DraftStore`. `init_store` makes
+    the store; the loop owns it and passes it to every call of `propose`, which writes each row it
+    samples from, rounded to the stored dtype first. The loop knows which rows are still valid. If
+    `init_store` returns None, drafts have no q and are verified one-hot.
 
-    A drafter that often proposes nothing says so in an attribute `may_abstain`, True. `generate` of
-    one request then compiles, for CPUs, a second pass of the target, over one token, for such
-    steps: elsewhere a pass over K + 1 tokens takes no longer. Float32
-    sums of passes of different widths differ in their last bits, so a tie may go the other way.
+    A drafter that often proposes nothing may have the attribute ``may_abstain = True``. On CPUs,
+    `generate` of one request then compiles a second target pass, over one token, for steps without
+    a proposal; on other devices a pass over K + 1 tokens takes no longer. Float32 sums in passes of
+    different widths differ in their last bits, so a tie may go the other way.
 
     Example:
       A drafter that expects the last token to repeat:
@@ -70,7 +71,7 @@ class Drafter(Protocol):
     """
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
-        """An empty cache: any pytree of arrays, laid out as `CausalModel.init_cache` says."""
+        """An empty cache: any pytree of arrays, with the layout of `CausalModel.init_cache`."""
         ...
 
     def init_store(
@@ -82,18 +83,18 @@ class Drafter(Protocol):
     def prefill(
         self, params: Any, token_ids: jax.Array, cache: Any, start: jax.Array | None = None
     ) -> Any:
-        """Read the padded prompts ``[B, P]``; returns the cache.
+        """Read the padded prompts ``[B, P]`` into the cache, and return it.
 
-        A request that was preempted is read again in this way. What `propose` keeps in the cache
-        besides, and reading cannot rebuild, is lost then.
+        A preempted request is read again in this way. Whatever `propose` keeps in the cache that
+        cannot be computed from the tokens is then lost.
 
         Args:
           params: the drafter's weights.
           token_ids: ``[B, P]`` int32.
-          cache: from `init_cache`, or from the call that read the chunk before.
-          start: ``[B]`` int32, position of the first token; given only where an `Engine` reads
-            prompts in chunks, which may overlap. A drafter without this argument can serve where
-            none are: with `prefill_sizes` up to the engine's `max_length`.
+          cache: from `init_cache`, or from the call for the chunk before.
+          start: ``[B]`` int32, position of the first token. Given only if an `Engine` reads prompts
+            in chunks, which may overlap. A drafter without this argument works with engines that
+            read prompts whole, because their `prefill_sizes` reach `max_length`.
         """
         ...
 
@@ -104,11 +105,12 @@ class Drafter(Protocol):
 
         Args:
           params: the drafter's weights.
-          context: the sequences so far, and what their requests ask for.
-          cache: from `prefill` or the last call; the tokens since may differ from its proposal.
-          store: from `init_store` or the last call, to be written to and returned.
+          context: the sequences so far, and the parameters of their requests.
+          cache: from `prefill` or the last call. The tokens emitted since may differ from what that
+            call proposed.
+          store: from `init_store` or the last call, to write to and return.
 
         Returns:
-          The proposal, with the store, and the cache.
+          The proposal, which holds the store, and the cache.
         """
         ...

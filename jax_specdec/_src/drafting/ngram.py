@@ -1,4 +1,4 @@
-"""Prompt lookup: propose what followed the last time the same tokens stood there."""
+"""Prompt lookup: propose the tokens that followed the latest occurrence of the last ones."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 class NGramDrafter:
     """Drafts by n-gram lookup in the sequence itself; needs no weights.
 
-    The longest n in ``[min_ngram, max_ngram]`` for which the last n tokens occurred before wins,
-    then the latest occurrence; the K tokens that followed it are proposed. Where fewer followed,
-    the copy goes on with what it has proposed itself, so a text that repeats goes on repeating.
+    The drafter looks for the longest n in ``[min_ngram, max_ngram]`` such that the last n tokens
+    occurred before, takes the latest occurrence, and proposes the K tokens that followed it. If
+    fewer than K followed, the copy goes on with the tokens just proposed, so that a text which
+    repeats goes on repeating.
 
-    Where nothing matches, nothing is proposed, and `generate` of one request then runs the target
-    over a single token. On a CPU a pass over K+1 tokens takes up to twice as long, which a short
-    match seldom earns: hence the defaults. Where a wide pass costs no more than a narrow one, as on
-    GPUs, shorter matches are worth trying.
+    If nothing matches, nothing is proposed. On a CPU, `generate` of one request then runs the
+    target over a single token. A pass over K + 1 tokens takes up to twice as long there, which
+    short matches seldom make up for: hence the defaults. On GPUs, where a wide pass costs no more
+    than a narrow one, shorter matches are worth trying.
 
     Attributes:
-      min_ngram: shortest match that counts.
-      max_ngram: longest match looked for.
+      min_ngram: the shortest match.
+      max_ngram: the longest match.
 
     Raises:
       TypeError: not integers.
@@ -71,14 +72,14 @@ class NGramDrafter:
         return True
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
-        """Nothing: the sequence is the memory."""
+        """Nothing: the sequence itself is all that the drafter reads."""
         del batch_size, max_length
         return ()
 
     def init_store(
         self, params: Any, batch_size: int, config: SpecDecodeConfig
     ) -> DraftStore | None:
-        """None: a lookup has no distribution."""
+        """None: the drafts have no distribution."""
         del params, batch_size, config
         return None
 
@@ -111,7 +112,7 @@ class NGramDrafter:
         score = jnp.where(usable, matches * tokens.shape[0] + place, -1)
         best = jnp.max(score)
         source = best % tokens.shape[0]
-        # Past the end stands the first token of the copy: it repeats with this period.
+        # The copy is followed by its own first token: it repeats with this period.
         period = jnp.maximum(length - source, 1)
         offset = jnp.arange(k, dtype=jnp.int32) % period
         proposed = tokens.at[source + offset].get(mode="clip")

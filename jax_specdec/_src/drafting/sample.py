@@ -1,4 +1,4 @@
-"""Drawing a draft token, from exactly the distribution that is stored for the check."""
+"""Sampling draft tokens from exactly the distribution that is stored for verification."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from jax_specdec._src.verify.sharding import VerifySharding, over_mesh, without_
 
 
 class DraftSample(NamedTuple):
-    """One draft token per request, and what else to keep of the distribution it was drawn from.
+    """One draft token per request, and what to store with the logits it was drawn from.
 
     Attributes:
       token_ids: ``[B]`` int32.
-      log_normalizer: ``[B]`` float32, as in `DraftLogits`; not meaningful for greedy requests,
-        whose q is never read. None where the config drafts greedily: nothing is to be kept.
-      threshold: ``[B]`` float32, as in `DraftLogits`; None where nothing can have been left out.
+      log_normalizer: ``[B]`` float32, for `DraftLogits`; meaningless for greedy requests, whose q
+        is never read. None if the config drafts greedily: then nothing is stored.
+      threshold: ``[B]`` float32, for `DraftLogits`; None if `sampling` has no min-p, top-k or
+        top-p.
 
     Example:
       >>> import jax.numpy as jnp
@@ -49,29 +50,29 @@ def sample_draft_tokens(
     sharding: VerifySharding | None = None,
     ids: jax.Array | None = None,
 ) -> DraftSample:
-    """One draft token per request from ``q = softmax(float32(logits) / temperature)``, filtered.
+    """Sample one draft per request from ``q = softmax(float32(logits) / temperature)``, filtered.
 
-    Under the min-p, top-k and top-p of the target's tokens more drafts are accepted. Store `logits`
-    as they are, with the threshold, and the check computes the same q. Drawn by two-level inverse
-    CDF from the draft stream, which shares no bits with the check's. Temperature 0 takes the
-    argmax. Where the config says ``draft_sample_method="greedy"``, every request does, nothing
-    needs to be stored, and the drafts are verified one-hot.
+    The filter is the min-p, top-k and top-p of `sampling`. Give the target's: more drafts are then
+    accepted. Store `logits` as they are, with the threshold, so that verification computes the same
+    q. The token is drawn by two-level inverse CDF. Its uniforms share no bits with those of
+    verification. A request with temperature 0 takes the argmax. With
+    ``draft_sample_method="greedy"`` every request does, nothing needs to be stored, and the drafts
+    are verified one-hot.
 
     Args:
-      logits: ``[B, Vd]``, in the dtype in which they are stored.
+      logits: ``[B, Vd]``, in the dtype that they are stored in.
       sampling: per-request parameters.
-      keys: ``[B]`` typed keys of two or four words, the same that `rejection_sample` gets.
-      positions: ``[B]`` int32, the same that `rejection_sample` gets: position of the first draft.
-      offset: ``[]`` int32, place of this draft in the step, from 0 on.
+      keys: ``[B]`` typed keys of two or four words, those that `rejection_sample` gets.
+      positions: ``[B]`` int32, position of the step's first draft, as `rejection_sample` gets it.
+      offset: ``[]`` int32, index of this draft in the step, from 0 on.
       config: static settings; None for ``draft_sample_method="probabilistic"``.
-      sharding: how `logits` are split, as in `rejection_sample`; they stay where they are.
+      sharding: how `logits` are split, as for `rejection_sample`. They stay where they are.
       ids: the target ids that the columns of `logits` stand for: ``[Vd]`` int32 for all requests,
-        ``[B, C]`` int32 for logits ``[B, C]`` of a few candidates of each, or None where column
-        ``j`` is id ``j``. See `DraftProbs`.
+        ``[B, C]`` int32 for logits ``[B, C]`` of each request's candidates, or None if column ``j``
+        is id ``j``. See `DraftProbs`.
 
     Returns:
-      `DraftSample`: the tokens, which are target ids, and what `DraftStore.write` or `DraftLogits`
-      take.
+      `DraftSample`: target ids, and what `DraftStore.write` or `DraftLogits` need besides `logits`.
 
     Raises:
       TypeError: `keys` are not typed keys of two or four words, `positions` not integers, or `ids`
@@ -89,11 +90,11 @@ def sample_draft_tokens(
     """
     check_keys("keys", keys)
     sampling, positions = per_request(sampling, logits.shape[0]), as_positions(positions)
-    takes_best = config is not None and config.draft_sample_method == "greedy"
+    takes_argmax = config is not None and config.draft_sample_method == "greedy"
     offset = jnp.asarray(offset, jnp.int32)
     if ids is not None:
         checks.check_ids("ids", ids, logits.shape)
-    drawn = _sample(logits, sampling, keys, positions, offset, takes_best, sharding)
+    drawn = _sample(logits, sampling, keys, positions, offset, takes_argmax, sharding)
     if ids is None:
         return drawn
     columns = drawn.token_ids
@@ -101,14 +102,14 @@ def sample_draft_tokens(
     return drawn._replace(token_ids=own)
 
 
-@functools.partial(jax.jit, static_argnames=("takes_best", "sharding"))
+@functools.partial(jax.jit, static_argnames=("takes_argmax", "sharding"))
 def _sample(
     logits: jax.Array,
     sampling: SamplingParams,
     keys: jax.Array,
     positions: jax.Array,
     offset: jax.Array,
-    takes_best: bool,
+    takes_argmax: bool,
     sharding: VerifySharding | None,
 ) -> DraftSample:
     def uniforms_of(key: jax.Array, position: jax.Array) -> jax.Array:
@@ -120,8 +121,8 @@ def _sample(
     def on_part(arrays: tuple[jax.Array, SamplingParams, jax.Array]) -> DraftSample:
         logits, sampling, drawn = arrays
         exchange = Exchange(axis)
-        if takes_best:
-            return DraftSample(batched.best_ids(logits, exchange))
+        if takes_argmax:
+            return DraftSample(batched.argmax(logits, exchange))
         inv, greedy = inverse_temperature(sampling.temperature), sampling.temperature == 0
         return DraftSample(
             *batched.sample(logits, inv, greedy, Filter.of(sampling), drawn, exchange=exchange)

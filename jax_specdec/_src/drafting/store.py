@@ -1,4 +1,4 @@
-"""Where the distributions that drafts were drawn from stay until the drafts are verified."""
+"""`DraftStore`: keeps the logits that drafts were drawn from until the drafts are verified."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jax_specdec._src.types import (
 from jax_specdec._src.verify.checks import check_ids
 
 _EVICTED = -1
-"""Stands for a position where a row holds nothing that may be used."""
+"""The position of a row that must not be used."""
 
 
 @jax.tree_util.register_dataclass
@@ -30,31 +30,31 @@ _EVICTED = -1
 class DraftStore:
     """The draft logits of S request slots, K rows each, read and written in place.
 
-    A drafter writes the row it samples from (`write`); the check reads it by index (`attach`).
-    Row ``offset * S + slot`` belongs to draft `offset` of the request in `slot`, so that one step
-    of a drafter is one block. Donate the store to the jitted function that carries it, and nothing
-    of its size is ever copied.
+    A drafter writes the rows that it samples from (`write`), and verification reads them by index
+    (`attach`). Row ``offset * S + slot`` belongs to draft `offset` of the request in `slot`, so
+    that drafting one token for all slots writes one block. Donate the store to the jitted function
+    that carries it: then nothing of its size is copied.
 
-    A row serves only a check at the position and temperature it was drawn at; what min-p, top-k and
-    top-p left out of it then is known by its threshold. Whatever happened in
-    between (a step that did not draft, a preemption, another request in the slot), an old row is
-    not used: that request alone is then verified one-hot, which is lossless too.
+    A row is valid only for a verification at the position and temperature that it was drawn at.
+    Its threshold says what min-p, top-k and top-p left out. A row that is no longer valid (after a
+    step without drafts, a preemption, or another request in the slot) is not used: that request
+    alone is verified one-hot, which is lossless too.
 
     Attributes:
       logits: ``[K*S, Vd]``, float32, bfloat16 or float16: raw logits, rounded to this dtype before
         anything was drawn from them.
       log_normalizer: ``[K*S]`` float32, as in `DraftLogits`.
-      threshold: ``[K*S]`` float32, as in `DraftLogits`; -inf where nothing was left out.
-      positions: ``[K, S]`` int32, absolute position of the first draft of the step a row was drawn
-        in; -1 for a row not to be used.
-      temperature: ``[K, S]`` float32, what the row was drawn at.
+      threshold: ``[K*S]`` float32, as in `DraftLogits`; -inf if nothing was left out.
+      positions: ``[K, S]`` int32, absolute position of the first draft of the step that the row was
+        drawn in; -1 for a row that must not be used.
+      temperature: ``[K, S]`` float32, the temperature that the row was drawn at.
       ids: the target ids that the columns of `logits` stand for, as in `DraftLogits`: ``[Vd]``
-        int32 for all rows, ``[K*S, C]`` int32 for rows of C candidates, or None where column ``j``
-        is id ``j``.
+        int32 for all rows, ``[K*S, C]`` int32 for rows of C candidates, or None if column ``j`` is
+        id ``j``.
 
     Example:
-      Slots 0 and 1 draft one token each; then a batch of slots 1 and 0, in this order, and a
-      request that just arrived, is verified:
+      Slots 0 and 1 draft one token each. The batch that is verified then has slot 1, slot 0 and a
+      request that has just arrived, in this order:
 
       >>> import jax, jax.numpy as jnp
       >>> import jax_specdec as sd
@@ -97,11 +97,11 @@ class DraftStore:
         Args:
           num_slots: S.
           num_speculative_tokens: K.
-          vocab_size: Vd, the drafter's; or C, where each row has so many candidates.
+          vocab_size: Vd, the drafter's; C for rows of candidates.
           dtype: of the stored logits.
-          ids: ``[Vd]`` int32, the target ids of the columns of all rows; None where column ``j`` is
-            id ``j``.
-          own_ids: whether each row lists ids of its own, which `write` then takes.
+          ids: ``[Vd]`` int32, the target ids of the columns of all rows; None if column ``j`` is id
+            ``j``.
+          own_ids: whether each row lists its own ids, which `write` then takes.
 
         Raises:
           ValueError: a size below 1; `ids` of another shape, or together with `own_ids`.
@@ -121,7 +121,7 @@ class DraftStore:
         size = num_speculative_tokens * num_slots
         if ids is not None:
             if own_ids:
-                raise ValueError("own_ids must be False where ids are given for all rows")
+                raise ValueError("own_ids must be False if ids are given for all rows")
             check_ids("ids", ids, (size, vocab_size))
             _check_shape("ids", ids, (vocab_size,))
         if own_ids:
@@ -137,7 +137,7 @@ class DraftStore:
 
     @property
     def has_own_ids(self) -> bool:
-        """Whether each row lists ids of its own."""
+        """Whether each row lists its own ids."""
         return self.ids is not None and self.ids.ndim == 2
 
     @property
@@ -157,28 +157,28 @@ class DraftStore:
         sampling: SamplingParams,
         slots: jax.Array | None = None,
     ) -> DraftStore:
-        """Keep the rows that draft `offset` of each request was sampled from.
+        """Store the rows that draft `offset` of each request was sampled from.
 
-        Rows of greedy requests are marked as not to be used: their q is never read.
+        Rows of greedy requests are marked as not valid, because their q is never read.
 
         Args:
-          offset: ``[]`` int32 in [0, K), place of the draft in the step.
-          logits: ``[B, Vd]`` in the stored dtype; `sample_draft_tokens` got this very array.
+          offset: ``[]`` int32 in [0, K), index of the draft in the step.
+          logits: ``[B, Vd]`` in the stored dtype: the very array that `sample_draft_tokens` got.
           log_normalizer: ``[B]`` float32, from `sample_draft_tokens`.
-          threshold: ``[B]`` float32, from there too; None where nothing was left out.
-          ids: ``[B, C]`` int32, what each row lists, where rows list ids of their own; else None.
+          threshold: ``[B]`` float32, from there too; None if nothing was left out.
+          ids: ``[B, C]`` int32, the ids of each row, if rows list their own ids; else None.
           positions: ``[B]`` int32, absolute position of the step's first draft.
           sampling: per-request parameters.
-          slots: ``[B]`` int32, all different, where each request's rows are; a slot out of range
-            writes nothing. None: request b has slot b, and B = S.
+          slots: ``[B]`` int32, all different, the slot of each request. A slot out of range writes
+            nothing. None if request b has slot b, and B = S.
 
         Returns:
-          The store; on the buffers of this one, under jit and donated.
+          The new store. Under jit, with this one donated, it has the same buffers.
 
         Raises:
-          TypeError: `logits` of another dtype: rounding after sampling would change q; `ids` that
-            are not int32.
-          ValueError: shapes that do not fit; `ids` missing, or not asked for.
+          TypeError: `logits` have another dtype (rounding them after sampling would change q), or
+            `ids` are not int32.
+          ValueError: shapes that do not fit; `ids` missing, or given for rows that have none.
         """
         batch = self._batch(slots)
         _check_shape("logits", logits, (batch, self.logits.shape[1]))
@@ -196,8 +196,8 @@ class DraftStore:
             )
         if self.has_own_ids != (ids is not None):
             raise ValueError(
-                "ids must be given where the rows of the store list ids of their own, and nowhere "
-                f"else, but own_ids is {self.has_own_ids} and ids are {described(ids)}"
+                "ids must be given if the rows of the store list their own ids, and only then, but "
+                f"own_ids is {self.has_own_ids} and ids are {described(ids)}"
             )
         if ids is not None:
             check_ids("ids", ids, logits.shape)
@@ -229,10 +229,10 @@ class DraftStore:
         )
 
     def evict(self, slots: jax.Array) -> DraftStore:
-        """Forget the rows of some slots; touches their positions only.
+        """Make the rows of some slots invalid. This writes their positions only.
 
         Args:
-          slots: ``[S]`` bool, true for slots whose request left, was preempted, or arrives.
+          slots: ``[S]`` bool, true for slots whose request left, was preempted or is new.
 
         Raises:
           ValueError: not ``[S]``.
@@ -249,23 +249,23 @@ class DraftStore:
         sampling: SamplingParams,
         slots: jax.Array | None = None,
     ) -> Drafts:
-        """The drafts with their distribution: an index into this store, no copy of a row.
+        """The drafts with their distribution: indices into this store. No row is copied.
 
         Args:
           drafts: of B requests in any order, with any counts from 0 to K.
-          positions: ``[B]`` int32, what `rejection_sample` gets.
-          sampling: what `rejection_sample` gets.
-          slots: ``[B]`` int32, where each request's rows are; out of range for a request without a
-            slot. None: request b has slot b, and B = S.
+          positions: ``[B]`` int32, as `rejection_sample` gets them.
+          sampling: as `rejection_sample` gets it.
+          slots: ``[B]`` int32, the slot of each request; out of range for a request without one.
+            None if request b has slot b, and B = S.
 
         Returns:
-          `drafts` with a `DraftLogits` whose entry ``valid[b]`` is true iff request b is sampled
-          and the rows of all its drafts were drawn at its position and temperature. It has the
-          thresholds iff `sampling` has a min-p, top-k or top-p; rows of which anything was left
-          out are good only with them.
+          `drafts` with a `DraftLogits`. ``valid[b]`` is true iff request b is sampled and the rows
+          of all its drafts were drawn at its position and temperature. Thresholds are included iff
+          `sampling` has a min-p, top-k or top-p; without them, rows of which something was left out
+          are not valid.
 
         Raises:
-          TypeError: `drafts` are no `Drafts`, or `positions` no integers.
+          TypeError: `drafts` is not a `Drafts`, or `positions` are not integers.
           ValueError: shapes that do not fit.
         """
         if not isinstance(drafts, Drafts):
@@ -330,12 +330,13 @@ export.register_pytree_node_serialization(
 def count_fallbacks(
     drafts: Drafts, *, sampling: SamplingParams, active: jax.Array | None = None
 ) -> jax.Array:
-    """Requests that were sampled, had drafts, and had no valid rows in the store.
+    """How many sampled requests had drafts but no valid rows in the store.
 
-    They are verified one-hot: nothing is wrong with their tokens, but fewer drafts are accepted.
+    They are verified one-hot. Their tokens are still distributed as the target's, but fewer drafts
+    are accepted.
 
     Args:
-      drafts: as `DraftStore.attach` returned them; without a distribution there are none.
+      drafts: from `DraftStore.attach`; without a distribution the count is 0.
       sampling: per-request parameters.
       active: ``[B]`` bool, or None for all true.
 
@@ -364,7 +365,7 @@ def count_fallbacks(
 
 
 def _num_proposed(drafts: Drafts, k: int) -> jax.Array:
-    """``[B]`` int32 in [0, K]: ids of each request before its first that is negative."""
+    """``[B]`` int32 in [0, K]: how many ids each request has before its first negative one."""
     start, end = drafts.cu_num_draft_tokens[:-1, None], drafts.cu_num_draft_tokens[1:, None]
     flat = start + jnp.arange(k, dtype=jnp.int32)[None, :]
     if drafts.token_ids.shape[0] == 0:

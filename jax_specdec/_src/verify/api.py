@@ -1,4 +1,4 @@
-"""`rejection_sample`: checks, noise, dispatch to a backend."""
+"""`rejection_sample`: check a call, and dispatch it to a backend."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jax_specdec._src.verify.batched import Kernels, Split
 from jax_specdec._src.verify.exchange import Exchange
 from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
-from jax_specdec._src.verify.requests import CallArrays, readable
+from jax_specdec._src.verify.requests import CallArrays, unless_empty
 from jax_specdec._src.verify.rules import Rule
-from jax_specdec._src.verify.sharding import Layout, VerifySharding
+from jax_specdec._src.verify.sharding import ArrayLayout, VerifySharding
 
 Implementation = Literal["xla", "xla_lazy", "xla_batched", "mosaic_gpu"]
 
@@ -46,48 +46,52 @@ def rejection_sample(
 ) -> RejectionSampleOutput:
     """Verify drafts against the target: accept a prefix of each, then emit one more token.
 
-    With ``p = softmax(float32(target_logits) / temperature)``, filtered as `sampling` says, and
-    ``q`` the draft distribution, a draft ``x`` is accepted iff ``u * q(x) < p(x)``; at the first
-    rejection the token is drawn from ``(p - q)+``, and from ``p`` once all are accepted. The tokens
-    a request emits are distributed as if the target had sampled them one by one. Temperature 0 is
-    greedy: drafts stay while they equal the target's argmax. ``config`` may ask for the block rule,
-    which judges all drafts of a request jointly and keeps more of them, as exactly; or for
-    synthetic acceptance. All requests are independent: none changes another's tokens.
+    Let ``p = softmax(float32(target_logits) / temperature)``, filtered by the min-p, top-k and
+    top-p of `sampling`, and let ``q`` be the draft distribution. A draft ``x`` is accepted iff
+    ``u * q(x) < p(x)``. At the first rejection one token is drawn from ``(p - q)+``; after the last
+    draft, if all were accepted, one is drawn from ``p``. The tokens that a request emits are
+    distributed as if the target had sampled them one by one. Temperature 0 is greedy: drafts are
+    accepted as long as they equal the target's argmax.
+
+    ``config`` may ask for the block rule, which judges all drafts of a request jointly: it accepts
+    more of them and is just as exact. Or it may ask for synthetic acceptance. Requests are
+    independent: none changes another's tokens.
 
     Works under `jit`, `lax.while_loop`, `lax.scan`, `jax.shard_map` and `jax.export`; ``config``,
     ``vocab_size``, ``implementation`` and ``sharding`` are static.
 
     Args:
       target_logits: ``[N+B, V]`` float32, bfloat16 or float16, straight from the model. Request
-        b owns ``count + 1`` rows from ``cu[b] + b`` on: one per draft, then the bonus row.
-        ``[N, V]`` where `bonus_token_ids` is given: draft j's row is j.
-      drafts: the proposed tokens and what they were drawn from.
+        b owns ``count + 1`` rows from ``cu[b] + b`` on: one per draft, then the bonus row. If
+        `bonus_token_ids` is given, ``[N, V]``: row j belongs to draft j.
+      drafts: the proposed tokens and the distributions they were drawn from.
       sampling: per-request temperature, min-p, top-k and top-p.
       keys: ``[B]`` typed keys of two or four words (threefry2x32, rbg, unsafe_rbg), one per
         request, the same on every step.
       positions: ``[B]`` int32, absolute position of each request's first draft, not negative. It
-        must grow with every step, as the length of the sequence does; noise repeats where it
-        repeats.
+        must grow with every step, as the length of the sequence does: a position used twice gets
+        the same noise twice.
       config: static settings.
-      bonus_token_ids: ``[B]`` int32, the tokens to emit after full acceptance, if the caller
-        samples them. A request that an id out of range ends early samples from its own row.
-      active: ``[B]`` bool; a false slot emits nothing and its rows are not read.
+      bonus_token_ids: ``[B]`` int32, the tokens to emit if all drafts are accepted, for a caller
+        who samples them. A request that ends early, at an id out of range, samples from its own
+        row instead.
+      active: ``[B]`` bool. A slot where it is false emits nothing, and its rows are not read.
       vocab_size: ids from it on are padding of the vocabulary axis: weight 0, whatever the
         logits hold there.
       token_bitmask: ``[M, ceil(V/32)]`` int32 or uint32, M the rows of `target_logits`, or None.
-        Token ``id`` is allowed in a row where bit ``id % 32`` of its word ``id // 32`` is set, and
-        has ``p = 0`` elsewhere, whatever its logit.
+        Token ``id`` is allowed in a row if bit ``id % 32`` of word ``id // 32`` is set. If not, it
+        has ``p = 0``, whatever its logit.
       padded_rows: static; whether `target_logits` (and `token_bitmask`) may have another number of
-        rows M: more, the last of which are padding and never read, or fewer, where rows of inactive
-        requests are left out. An active request whose rows lie past the end is BAD_INPUT, alone.
-        Over a mesh's batch axis, each device's M / n rows begin with those of its requests.
-      implementation: "mosaic_gpu" (by default on Hopper GPUs), "xla", or None for the first that
-        supports the call; see `which_implementation`. A named one never falls back. "xla" has two
-        forms and chooses by platform; "xla_lazy" walks requests one after another and reads rows
-        as they are reached, "xla_batched" reads all rows at once.
-      kernel_config: choices of speed for "mosaic_gpu", or None for the default.
-      sharding: mesh axes that vocabulary and requests are split over. None: by where
-        `target_logits` is, if that is known, as it is not under `jax.jit`.
+        rows M. With more rows, the last are padding and never read. With fewer, those of inactive
+        requests are left out; an active request whose rows lie past the end is BAD_INPUT, and no
+        other. Over a mesh's batch axis, each device's M / n rows begin with its requests' rows.
+      implementation: "mosaic_gpu" (the default on Hopper GPUs), "xla", or None for the first that
+        supports the call; see `which_implementation`. A named one never falls back to another.
+        "xla" has two forms and chooses by platform: "xla_lazy" takes requests one after another and
+        reads rows when they are reached, "xla_batched" reads all rows at once.
+      kernel_config: settings of "mosaic_gpu" that change its speed only; None for the default.
+      sharding: the mesh axes that the vocabulary and the requests are split over. None to go by
+        where `target_logits` is, which is known outside of `jax.jit`, and for explicit axes.
 
     Returns:
       `RejectionSampleOutput`. A request that could not be verified emits nothing, its
@@ -99,10 +103,10 @@ def rejection_sample(
       NotImplementedError: the named implementation cannot serve this call.
 
     Numerics:
-      Sums and comparisons are float32; uniforms have 24 bits, so an acceptance probability is
-      met to 2**-24. On one backend and compilation a request's tokens are bit-identical whoever
-      else is in the batch, in whatever slot, however padded. Across backends they agree unless
-      a compared quantity lies within 1e-5 relative of its threshold.
+      Sums and comparisons are float32. Uniforms have 24 bits, so acceptance probabilities are
+      exact to 2**-24. On one backend and compilation, a request's tokens do not depend on its slot,
+      on padding or on the other requests, to the last bit. Across backends they agree unless a
+      compared quantity is within a relative 1e-5 of its threshold.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -123,7 +127,7 @@ def rejection_sample(
       Leviathan et al., arXiv 2211.17192. Chen et al., arXiv 2302.01318. Block: Sun et al.,
       arXiv 2403.10444.
     """
-    sampling, positions = checks.taken(drafts, sampling, positions)
+    sampling, positions = checks.as_arrays(drafts, sampling, positions)
     arrays = CallArrays(
         target_logits, drafts, (keys, positions), sampling, bonus_token_ids, active, token_bitmask
     )
@@ -146,14 +150,14 @@ def rejection_sample_with_noise(
     kernel_config: KernelConfig | None = None,
     sharding: VerifySharding | None = None,
 ) -> RejectionSampleOutput:
-    """`rejection_sample` with its randomness given, number by number.
+    """`rejection_sample` with explicit noise in place of keys and positions.
 
     For tests, for comparing with other systems, and for callers with their own generators.
     `rejection_sample` equals this with ``draw_noise(keys, positions, K)``.
 
-    ``noise`` takes the place of keys and positions: a `Noise`, or a `RaceNoise` to draw the last
-    token by an exponential race (XLA only, and not over a split vocabulary). All else, and what is
-    returned and raised, is that of `rejection_sample`.
+    ``noise`` is a `Noise`, or a `RaceNoise` to draw the last token by an exponential race (XLA
+    only, and not over a split vocabulary). The other arguments, the output and the errors are those
+    of `rejection_sample`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -164,11 +168,11 @@ def rejection_sample_with_noise(
       ...     sd.Noise(accept=jnp.array([[0.7]]), recover=jnp.zeros((1, 2))),
       ...     sampling=sd.SamplingParams(temperature=jnp.ones(1)),
       ...     config=sd.SpecDecodeConfig(num_speculative_tokens=1))
-      >>> sd.parse_output(output)  # 0.7 * 1 >= 0.5: rejected, and 1 is all that is left
+      >>> sd.parse_output(output)  # 0.7 * 1 >= 0.5: token 0 is rejected, only 1 is left
       [[1]]
     """
     checks.check_is_noise(noise)
-    sampling, _ = checks.taken(drafts, sampling)
+    sampling, _ = checks.as_arrays(drafts, sampling)
     arrays = CallArrays(
         target_logits, drafts, noise, sampling, bonus_token_ids, active, token_bitmask
     )
@@ -183,17 +187,17 @@ def which_implementation(
     vocab_size: int | None = None,
     kernel_config: KernelConfig | None = None,
 ) -> Implementation:
-    """Which implementation a call of `rejection_sample` uses that names none.
+    """Which implementation `rejection_sample` uses if none is named.
 
-    For a program that is compiled for JAX's default device; for any other it is "xla".
+    The answer is for programs compiled for JAX's default device. For any other device it is "xla".
 
-    Arguments are those of `rejection_sample`; `jax.ShapeDtypeStruct` will do for arrays, also
+    Arguments are those of `rejection_sample`. A `jax.ShapeDtypeStruct` will do for each array, also
     inside ``drafts``.
 
     Returns:
-      "mosaic_gpu" or "xla". Why it is not the former, the error says that naming it raises, but
-      for GPUs that the kernel has not run on (B200, B300, RTX of compute capability 12.0): there
-      it runs only where it is named.
+      "mosaic_gpu" or "xla". If you wonder why it is "xla", call `rejection_sample` with
+      ``implementation="mosaic_gpu"``: the error says why. On GPUs that the kernel has not run on
+      (B200, B300, RTX of compute capability 12.0) there is no error: it runs if it is named.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -208,7 +212,7 @@ def which_implementation(
         return "xla"
     why_not = support.unsupported(
         target_logits,
-        readable(drafts.distribution),
+        unless_empty(drafts.distribution),
         is_race=False,
         num_requests=drafts.cu_num_draft_tokens.shape[0] - 1,
         k=config.num_speculative_tokens,
@@ -237,7 +241,7 @@ def _call(
     checks.check_call(*given, vocabulary_parts=parts, padded_rows=padded_rows)
     batch = sampling.temperature.shape[0]
     if isinstance(randomness, tuple):
-        checks.check_keys(*randomness, batch)
+        checks.check_keys_and_positions(*randomness, batch)
     else:
         checks.check_noise(randomness, batch, config.num_speculative_tokens, logits.shape[1])
     size = logits.shape[1] * parts if vocab_size is None else int(vocab_size)
@@ -258,18 +262,18 @@ def _check_implementation(implementation: Implementation | None) -> None:
 
 
 class _Static(NamedTuple):
-    """What a call is compiled for; `size` is how many ids count."""
+    """The static side of a call. Ids from `size` on are padding."""
 
     config: SpecDecodeConfig
     size: int
     implementation: Implementation | None
     kernel_config: KernelConfig | None
-    layout: Layout | None
+    layout: ArrayLayout | None
 
 
 @functools.partial(jax.jit, static_argnames="static")
 def _rejection_sample(arrays: CallArrays, *, static: _Static) -> RejectionSampleOutput:
-    """`_verify_part` of arrays, which may lie in parts on many devices."""
+    """Run `_verify_part` on the arrays of a call, or on each device's part of them."""
     verify, layout = functools.partial(_verify_part, static=static), static.layout
     if layout is None:
         return sharding_lib.without_vma(verify, arrays, None)
@@ -277,14 +281,14 @@ def _rejection_sample(arrays: CallArrays, *, static: _Static) -> RejectionSample
 
 
 def _verify_part(arrays: CallArrays, static: _Static) -> RejectionSampleOutput:
-    """On one device's part of the arrays, which may be all of them."""
+    """Choose an implementation, and verify one device's part of the arrays, or all of them."""
     config, size, implementation, kernel_config, layout = static
     k, num_requests = config.num_speculative_tokens, arrays.sampling.temperature.shape[0]
     logits, drafts = arrays.target_logits, arrays.drafts
     if logits.shape[0] == 0:  # no drafts anywhere, and the bonus given: no row to read
         logits = jnp.zeros((1, logits.shape[1]), logits.dtype)
         arrays = arrays._replace(target_logits=logits, token_bitmask=None)
-    drafts = dataclasses.replace(drafts, distribution=readable(drafts.distribution))
+    drafts = dataclasses.replace(drafts, distribution=unless_empty(drafts.distribution))
     arrays = arrays._replace(drafts=drafts)
     rule = Rule(config.rejection_sample_method, config.conditional_rates)
     vocab_axis = None if layout is None else layout.vocab_axis
@@ -295,12 +299,12 @@ def _verify_part(arrays: CallArrays, static: _Static) -> RejectionSampleOutput:
         return batched.verify(arrays, rule, k=k, size=size, lazy=lazy, split=over)
 
     def on_mosaic_gpu(arrays: CallArrays) -> RejectionSampleOutput:
-        # The kernels, for who uses them.
+        # Imported only where a call uses them: see the package's docstring.
         from jax_specdec._src.verify.mosaic_gpu import launch, shard_kernels
 
         if vocab_axis is not None:
             statistics = functools.partial(shard_kernels.row_statistics, config=kernel_config)
-            kernels = Kernels(statistics, shard_kernels.tile_masses, shard_kernels.part_draw)
+            kernels = Kernels(statistics, shard_kernels.part_masses, shard_kernels.part_draw)
             return on_xla(arrays, kernels)
         return launch.verify(arrays, rule, k=k, size=size, config=kernel_config)
 

@@ -26,8 +26,10 @@ _LOGITS = ("float32", "bfloat16", "float16")
 _SAMPLING = {"temperature": "float32", "min_p": "float32", "top_k": "int32", "top_p": "float32"}
 
 
-def _array(name: str, x: Any, shape: tuple[Any, ...], dtypes: tuple[str, ...], why: str) -> None:
-    """Check one argument; entries of `shape` are sizes, or letters that may be anything."""
+def _check_array(
+    name: str, x: Any, shape: tuple[Any, ...], dtypes: tuple[str, ...], why: str
+) -> None:
+    """Check one array. Entries of `shape` are sizes, or letters for any size."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise TypeError(f"{name} must be an array {why}, but it is {described(x)}")
     sizes = [
@@ -39,10 +41,10 @@ def _array(name: str, x: Any, shape: tuple[Any, ...], dtypes: tuple[str, ...], w
         raise TypeError(f"{name} must be {' or '.join(dtypes)}, but it is {x.dtype}")
 
 
-def taken(drafts: Any, sampling: Any, positions: Any = None) -> tuple[Any, Any]:
-    """`sampling` and `positions` as arrays, where they are numbers, lists or NumPy arrays.
+def as_arrays(drafts: Any, sampling: Any, positions: Any = None) -> tuple[Any, Any]:
+    """`sampling` and `positions` as arrays, if they are numbers, lists or NumPy arrays.
 
-    What makes no sense is left as it is, for the checks that follow.
+    Anything else is left as it is, for the checks that follow.
 
     Raises:
       TypeError: positions that are not integers.
@@ -67,20 +69,22 @@ def check_call(
     vocabulary_parts: int = 1,
     padded_rows: bool = False,
 ) -> None:
-    """Check everything but the noise; `target_logits` hold one of so many parts of V.
+    """Check all arguments of `rejection_sample` but the noise.
+
+    `target_logits` is one of `vocabulary_parts` parts of the vocabulary.
 
     Raises:
-      TypeError: an argument is not an array, or not of its dtype.
-      ValueError: a shape does not fit the others; or the values of a shared map of ids are known,
-        and one is out of range or there twice.
+      TypeError: an argument is not an array, or has another dtype.
+      ValueError: a shape does not fit the others; or a shared map of ids has known values, and one
+        of them is out of range or listed twice.
     """
     if not isinstance(drafts, Drafts):
         raise TypeError(f"drafts must be a Drafts, but it is {described(drafts)}")
     if not isinstance(sampling, SamplingParams):
         raise TypeError(f"sampling must be a SamplingParams, but it is {described(sampling)}")
     cu = drafts.cu_num_draft_tokens
-    _array("drafts.token_ids", drafts.token_ids, ("N",), ("int32",), "[N]")
-    _array("drafts.cu_num_draft_tokens", cu, ("B+1",), ("int32",), "[B+1]")
+    _check_array("drafts.token_ids", drafts.token_ids, ("N",), ("int32",), "[N]")
+    _check_array("drafts.cu_num_draft_tokens", cu, ("B+1",), ("int32",), "[B+1]")
     batch, n = cu.shape[0] - 1, drafts.token_ids.shape[0]
     if batch < 0:
         raise ValueError("drafts.cu_num_draft_tokens must have shape [B+1], but it is empty")
@@ -89,18 +93,18 @@ def check_call(
         rows, why = n + batch, f"[N+B, V] = [{n}+{batch}, V]"
     else:
         rows, why = n, f"[N, V] = [{n}, V] (bonus_token_ids is given)"
-        _array("bonus_token_ids", bonus_token_ids, (batch,), ("int32",), f"[B] = [{batch}]")
+        _check_array("bonus_token_ids", bonus_token_ids, (batch,), ("int32",), f"[B] = [{batch}]")
     if not isinstance(padded_rows, bool):
         raise TypeError(f"padded_rows must be True or False, but it is {described(padded_rows)}")
     if padded_rows:
         why = "[M, V], any M from 1 on (padded_rows is true)"
-        _array("target_logits", target_logits, ("M", "V"), _LOGITS, why)
+        _check_array("target_logits", target_logits, ("M", "V"), _LOGITS, why)
         rows = target_logits.shape[0]
         if rows < 1:
             raise ValueError(f"target_logits must have shape {why}, but its M is 0")
     else:
         _check_rows(target_logits, rows, why, batch, n)
-        _array("target_logits", target_logits, (rows, "V"), _LOGITS, why)
+        _check_array("target_logits", target_logits, (rows, "V"), _LOGITS, why)
     v = target_logits.shape[1]
     if v < 1:
         raise ValueError("target_logits must have at least one column, but its V is 0")
@@ -111,24 +115,24 @@ def check_call(
     if token_bitmask is not None:
         words = -(-v // 32)
         why = f"[M, ceil(V/32)] = [{rows}, {words}], M the rows of target_logits"
-        _array("token_bitmask", token_bitmask, (rows, words), ("int32", "uint32"), why)
+        _check_array("token_bitmask", token_bitmask, (rows, words), ("int32", "uint32"), why)
 
     for name, dtype in _SAMPLING.items():
         value = getattr(sampling, name)
         if value is not None or name == "temperature":
-            _array(f"sampling.{name}", value, (batch,), (dtype,), f"[B] = [{batch}]")
+            _check_array(f"sampling.{name}", value, (batch,), (dtype,), f"[B] = [{batch}]")
     if active is not None:
-        _array("active", active, (batch,), ("bool",), f"[B] = [{batch}]")
+        _check_array("active", active, (batch,), ("bool",), f"[B] = [{batch}]")
     if drafts.distribution is not None:
         size = v if vocab_size is None else vocab_size
         _check_distribution(drafts.distribution, batch, n, v, size)
 
 
 def _check_rows(target_logits: Any, rows: int, why: str, batch: int, n: int) -> None:
-    """Name the mistake where the shape of the logits shows it.
+    """Raise with advice if the shape of the logits shows which mistake was made.
 
     Raises:
-      ValueError: logits of a rectangle, or of another number of drafts per request.
+      ValueError: logits ``[B, K+1, V]``, or for another number of drafts per request.
     """
     shape: tuple[int, ...] = getattr(target_logits, "shape", ())
     must = f"target_logits must have shape {why}, but its shape is {list(shape)}"
@@ -140,7 +144,7 @@ def _check_rows(target_logits: Any, rows: int, why: str, batch: int, n: int) -> 
     extra, drafts = rows - n, n // batch
     if given == n and extra:
         raise ValueError(
-            f"{must}: the bonus rows are missing, one per request after those of its drafts (or "
+            f"{must}: the bonus rows are missing, one after the draft rows of each request (or "
             "give bonus_token_ids)"
         )
     if given != rows and given % batch == 0 and given > extra:
@@ -162,47 +166,49 @@ def _check_distribution(distribution: Any, batch: int, n: int, v: int, size: int
             f"{described(distribution)}"
         )
     name = f"drafts.distribution.{storage_name}"
-    _array(name, storage, ("R", "Vd"), dtypes, "[R, Vd]")
+    _check_array(name, storage, ("R", "Vd"), dtypes, "[R, Vd]")
     r, vd = storage.shape
     if not 1 <= vd <= v:
         raise ValueError(f"{name} must have 1 to V = {v} columns, but it has {vd}")
     if distribution.rows is not None:
         rows = distribution.rows
-        _array("drafts.distribution.rows", rows, (n,), ("int32",), f"[N] = [{n}]")
+        _check_array("drafts.distribution.rows", rows, (n,), ("int32",), f"[N] = [{n}]")
         if r == 0 and n > 0:
             raise ValueError(f"{name} must have at least one row, but it has none")
     elif r != n:
-        raise ValueError(f"{name} must have N = {n} rows where rows is None, but it has {r}")
+        raise ValueError(f"{name} must have N = {n} rows if rows is None, but it has {r}")
     if distribution.valid is not None:
         valid = distribution.valid
-        _array("drafts.distribution.valid", valid, (batch,), ("bool",), f"[B] = [{batch}]")
+        _check_array("drafts.distribution.valid", valid, (batch,), ("bool",), f"[B] = [{batch}]")
     if isinstance(distribution, DraftLogits):
         for field in ("log_normalizer", "threshold"):
             value = getattr(distribution, field)
             if value is not None:
-                _array(f"drafts.distribution.{field}", value, (r,), ("float32",), f"[R] = [{r}]")
+                _check_array(
+                    f"drafts.distribution.{field}", value, (r,), ("float32",), f"[R] = [{r}]"
+                )
     if distribution.ids is not None:
         check_ids("drafts.distribution.ids", distribution.ids, (r, vd), size)
 
 
 def check_ids(name: str, ids: Any, storage: tuple[int, ...], size: int | None = None) -> None:
-    """Check the ids that the columns of draft storage stand for: of a shared map the values too.
+    """Check which ids the columns of draft storage stand for; of a shared map, the values too.
 
     Args:
       name: of the argument.
       ids: one map for all rows, or candidates of each row.
       storage: ``(R, Vd)``, the shape of the storage.
-      size: ids that count; None where it is not known, and no value is looked at.
+      size: ids from it on are padding. If None, no value is checked.
 
     Raises:
       TypeError: not an array of int32.
-      ValueError: neither ``[Vd]`` nor ``[R, Vd]``; or a shared map, known here, in which an id is
-        out of range or there twice.
+      ValueError: neither ``[Vd]`` nor ``[R, Vd]``; or a shared map with known values, of which one
+        is out of range or listed twice.
     """
     r, vd = storage
     shape = (vd,) if getattr(ids, "ndim", 2) == 1 else (r, vd)
     why = f"[Vd] = [{vd}] (one map for all rows) or [R, C] = [{r}, {vd}] (candidates of each row)"
-    _array(name, ids, shape, ("int32",), why)
+    _check_array(name, ids, shape, ("int32",), why)
     known = known_values(ids) if ids.ndim == 1 and size is not None else None
     if known is not None and size is not None:
         check_listed(name, known, size)
@@ -212,7 +218,7 @@ def check_listed(name: str, ids: np.ndarray, size: int) -> None:
     """Check the values of one list of ids.
 
     Raises:
-      ValueError: an id is out of range or there twice.
+      ValueError: an id is out of range or listed twice.
     """
     outside = np.flatnonzero((ids < 0) | (ids >= size))
     if outside.size:
@@ -222,7 +228,7 @@ def check_listed(name: str, ids: np.ndarray, size: int) -> None:
     if counts.size and counts.max() > 1:
         twice = listed[counts.argmax()]
         raise ValueError(
-            f"{name} must list each id once, but {twice} is there {counts.max()} times"
+            f"{name} must list each id once, but {twice} is listed {counts.max()} times"
         )
 
 
@@ -239,16 +245,18 @@ def check_noise(noise: Noise | RaceNoise, batch: int, k: int, v: int) -> None:
       TypeError: not float32.
       ValueError: a shape does not fit.
     """
-    _array("noise.accept", noise.accept, (batch, k), ("float32",), f"[B, K] = [{batch}, {k}]")
+    _check_array("noise.accept", noise.accept, (batch, k), ("float32",), f"[B, K] = [{batch}, {k}]")
     if isinstance(noise, Noise):
-        _array("noise.recover", noise.recover, (batch, 2), ("float32",), f"[B, 2] = [{batch}, 2]")
+        _check_array(
+            "noise.recover", noise.recover, (batch, 2), ("float32",), f"[B, 2] = [{batch}, 2]"
+        )
     else:
         exponential = noise.exponential
         why = f"[B, V] = [{batch}, {v}]"
-        _array("noise.exponential", exponential, (batch, v), ("float32",), why)
+        _check_array("noise.exponential", exponential, (batch, v), ("float32",), why)
 
 
-def check_keys(keys: Any, positions: Any, batch: int) -> None:
+def check_keys_and_positions(keys: Any, positions: Any, batch: int) -> None:
     """Check keys and positions.
 
     Raises:
@@ -271,4 +279,4 @@ def check_positions(positions: Any, batch: int) -> None:
       TypeError: not int32.
       ValueError: not ``[B]``.
     """
-    _array("positions", positions, (batch,), ("int32",), f"[B] = [{batch}]")
+    _check_array("positions", positions, (batch,), ("int32",), f"[B] = [{batch}]")

@@ -1,7 +1,8 @@
-"""Phase 2: how many drafts of one request are accepted, and the tokens it emits.
+"""Phase 2: how many drafts of a request are accepted, and which tokens it emits.
 
-`judge` turns what was read of its rows into probabilities; `walk` accepts drafts by them, by any
-rule; `assemble` turns their number into tokens. All are functions of one request, for `jax.vmap`.
+From the statistics of its rows, `judge_drafts` computes p and q of each draft. By these,
+`count_accepted` applies the rule. `sources_of` says what the last token is drawn from, and
+`assemble` puts the output together. All are functions of one request, for `jax.vmap`.
 """
 
 from __future__ import annotations
@@ -12,109 +13,54 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
 from jax_specdec._src.verify import rules, tiles
 from jax_specdec._src.verify.draft_rows import DraftRows, DraftScale
+from jax_specdec._src.verify.requests import Request
 from jax_specdec._src.verify.resample import Source
 from jax_specdec._src.verify.rows import Partials
 from jax_specdec._src.verify.rules import Rule
 
 
-class Request(NamedTuple):
-    """What verification knows of one request besides its rows (batched: a leading ``[B]``).
+class RowStatistics(NamedTuple):
+    """Statistics of one request's rows: what phase 1 leaves of P target rows and D draft rows.
+
+    D is P, or P - 1, since no draft follows the last position.
 
     Attributes:
-      first_row: ``[]`` int32, target row of the first position.
-      num_drafts: ``[]`` int32.
-      token_ids: ``[K]`` int32, -1 past ``num_drafts``.
-      draft_rows: ``[K]`` int32.
-      stored: ``[]`` bool, whether its draft distribution is stored; else one-hot.
-      inv_temperature: ``[]`` float32.
-      filter: what it leaves out of target rows, or None where nobody leaves out anything.
-      greedy: ``[]`` bool.
-      accept: ``[K]`` float32 uniforms.
-      recover: ``[2]`` float32 uniforms, or None where `exponential` is given.
-      exponential: ``[V]`` float32 noise of a race, or None.
-      bonus_token_id: ``[]`` int32, or None where the bonus row follows the draft rows.
-      status: ``[]`` int32, not OK where none of its rows may be read.
-    """
-
-    first_row: jax.Array
-    num_drafts: jax.Array
-    token_ids: jax.Array
-    draft_rows: jax.Array
-    stored: jax.Array
-    inv_temperature: jax.Array
-    filter: Filter | None
-    greedy: jax.Array
-    accept: jax.Array
-    recover: jax.Array | None
-    exponential: jax.Array | None
-    bonus_token_id: jax.Array | None
-    status: jax.Array
-
-    @property
-    def num_rows(self) -> jax.Array:
-        """Target rows it owns."""
-        return self.num_drafts + (1 if self.bonus_token_id is None else 0)
-
-    def place(self, position: jax.Array) -> jax.Array:
-        """`position` as an index into the ``[K]`` arrays."""
-        return jnp.minimum(position, self.token_ids.shape[0] - 1)
-
-    def is_proposed(self, position: jax.Array, size: int) -> jax.Array:
-        """Whether a proposal was made at a position: an id in range."""
-        token_id = self.token_ids[self.place(position)]
-        return (position < self.num_drafts) & (token_id >= 0) & (token_id < size)
-
-    def uniforms(self, count: int) -> jax.Array:
-        """``[count]`` those of the first positions; 0 if greedy, which leaves nothing to chance."""
-        accept = jnp.pad(self.accept, (0, max(0, count - self.accept.shape[0])))
-        return jnp.where(self.greedy, 0.0, accept[:count])
-
-    def uses_q(self, position: jax.Array, size: int) -> jax.Array:
-        """Whether a position's stored draft distribution counts."""
-        return self.is_proposed(position, size) & self.stored & ~self.greedy
-
-
-class Known(NamedTuple):
-    """What was read of one request's rows, at positions ``[P]`` and drafts ``[D]``.
-
-    D is P, or one less: after the last draft there is no draft row.
-
-    Attributes:
-      position: ``[P]`` int32.
-      target: statistics of the target rows, ``[P]``.
-      best_id: ``[P]`` int32, the argmax of each.
-      threshold: ``[P]`` float32, entries below it count as -inf; None for none.
-      p_masses: ``[P, T]`` float32, of the tiles of this part; None where only their sum was read.
-      entry: ``[P]`` float32, the drafted token's logit; -inf where it does not count.
-      draft_entry: ``[D]`` float32, its entry in the draft row; None without draft distributions.
-      draft_scale: what normalizes the draft rows ``[D]``; None likewise.
+      position: ``[P]`` int32, the positions whose rows were read.
+      target: ``[P]``, maximum and sum of each target row.
+      argmax: ``[P]`` int32, of each target row.
+      threshold: ``[P]`` float32, below which logits were filtered out; None if none can be.
+      p_masses: ``[P, T]`` float32, the sums of ``p`` over this device's tiles; None if only their
+        total was computed.
+      logit: ``[P]`` float32, the draft's logit in the target row; -inf if it is not allowed.
+      draft_entry: ``[D]`` float32, the draft's entry in the draft row; None without distributions.
+      draft_scale: ``[D]``, normalizers of the draft rows; None without distributions.
     """
 
     position: jax.Array
     target: Partials
-    best_id: jax.Array
+    argmax: jax.Array
     threshold: jax.Array | None
     p_masses: jax.Array | None
-    entry: jax.Array
+    logit: jax.Array
     draft_entry: jax.Array | None
     draft_scale: DraftScale | None
 
 
-class Judged(NamedTuple):
-    """The drafts at positions ``[P]`` of one request.
+class JudgedDrafts(NamedTuple):
+    """Probabilities of one request's drafts, at the P positions of its `RowStatistics`.
 
     Attributes:
-      proposed: ``[P]`` bool, whether there is one.
-      p: ``[P]`` float32, its target probability; 1 or 0 if greedy.
-      q: ``[P]`` float32, its draft probability; 1 if greedy or one-hot.
-      status: ``[P]`` int32, of the rows.
-      scale: normalizers of the target rows, ``[P]``.
-      draft_scale: normalizers of the draft rows, ``[P]``.
-      weight: ``[P]`` float32, joint weight of the drafts before it; 1 but in block verification.
+      proposed: ``[P]`` bool, whether a draft was proposed there.
+      p: ``[P]`` float32, its target probability; for a greedy request 1 or 0.
+      q: ``[P]`` float32, its draft probability; 1 if it is one-hot or the request greedy.
+      status: ``[P]`` int32, of the rows read at the position.
+      scale: ``[P]``, normalizers of the target rows.
+      draft_scale: ``[P]``, normalizers of the draft rows.
+      weight: ``[P]`` float32, joint weight of the drafts before the position; 1 except under the
+        block rule.
     """
 
     proposed: jax.Array
@@ -126,27 +72,29 @@ class Judged(NamedTuple):
     weight: jax.Array
 
 
-def judge(request: Request, known: Known, draft: DraftRows | None, size: int, rule: Rule) -> Judged:
-    """Probabilities of a request's drafts, from what was read of its rows.
+def judge_drafts(
+    request: Request, rows: RowStatistics, draft: DraftRows | None, size: int, rule: Rule
+) -> JudgedDrafts:
+    """Compute p, q and the joint weights of a request's drafts.
 
     Args:
       request: the request.
-      known: what was read.
-      draft: what draft rows mean, or None where every request is one-hot.
-      size: ids that count.
+      rows: the statistics of its rows.
+      draft: the draft rows, or None if every request is one-hot.
+      size: ids from it on are padding.
       rule: the rule.
     """
-    inv, positions, target = request.inv_temperature, known.position, known.target
+    inv, positions, target = request.inv_temperature, rows.position, rows.target
     proposed = request.is_proposed(positions, size)
-    is_best = rules.accepts_greedy(request.token_ids[request.place(positions)], known.best_id)
+    is_argmax = rules.accepts_greedy(request.token_ids[request.place(positions)], rows.argmax)
     scale = tiles.Scale(target.max, jnp.log(target.sum))
-    p = jnp.where(request.greedy, is_best.astype(jnp.float32), scale.probs(known.entry, inv))
+    p = jnp.where(request.greedy, is_argmax.astype(jnp.float32), scale.probs(rows.logit, inv))
     status = jnp.where(jnp.isfinite(target.max), Status.OK, Status.BAD_TARGET_ROW)
     status, q = status.astype(jnp.int32), jnp.ones_like(p)
     draft_scale = jax.tree.map(lambda x: jnp.broadcast_to(x, p.shape), DraftScale.unit())
-    if draft is not None and known.draft_entry is not None:
-        of_draft = known.draft_entry, known.draft_scale
-        missing = 0, p.shape[0] - known.draft_entry.shape[0]
+    if draft is not None and rows.draft_entry is not None:
+        of_draft = rows.draft_entry, rows.draft_scale
+        missing = 0, p.shape[0] - rows.draft_entry.shape[0]
         entry, draft_scale = jax.tree.map(lambda x: jnp.pad(x, missing), of_draft)
         uses_q = request.uses_q(positions, size)
         q = jnp.where(uses_q, draft.probs(entry, draft_scale, inv), q)
@@ -156,11 +104,11 @@ def judge(request: Request, known: Known, draft: DraftRows | None, size: int, ru
     weight = jnp.ones_like(p)
     if rule.is_block:
         weight = _joint_weights(p, q)[:-1]
-    return Judged(proposed, p, q, status, scale, draft_scale, weight)
+    return JudgedDrafts(proposed, p, q, status, scale, draft_scale, weight)
 
 
 def _joint_weights(p: jax.Array, q: jax.Array) -> jax.Array:
-    """``[P + 1]`` joint weights of the first drafts, from none to all."""
+    """``[P + 1]`` joint weights of the prefixes of 0, 1, ..., P drafts."""
 
     def step(weight: jax.Array, draft: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         weight = rules.joint_weight(weight, *draft)
@@ -170,8 +118,8 @@ def _joint_weights(p: jax.Array, q: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.ones_like(weights[:1]), weights])
 
 
-def goes_on(request: Request, drafts: Judged, rule: Rule) -> jax.Array:
-    """``[P]`` bool: whether what comes after a position may matter."""
+def goes_on(request: Request, drafts: JudgedDrafts, rule: Rule) -> jax.Array:
+    """``[P]`` bool: whether the rows after a position may matter."""
     ok = drafts.proposed & (drafts.status == Status.OK)
     if rule.is_block:
         return ok & (_joint_weights(drafts.p, drafts.q)[1:] > 0)
@@ -179,37 +127,42 @@ def goes_on(request: Request, drafts: Judged, rule: Rule) -> jax.Array:
     return ok & rules.accepts(u, drafts.p, drafts.q)
 
 
-def walk(
-    request: Request, known: Known, drafts: Judged, masses: jax.Array, size: int, rule: Rule
+def count_accepted(
+    request: Request,
+    rows: RowStatistics,
+    drafts: JudgedDrafts,
+    residual_masses: jax.Array,
+    size: int,
+    rule: Rule,
 ) -> tuple[jax.Array, jax.Array]:
-    """How many drafts are accepted, and the status of the rows that this was decided by.
+    """Apply the rule.
 
     Args:
       request: the request.
-      known: what was read of its rows.
+      rows: the statistics of its rows.
       drafts: its drafts.
-      masses: ``[P]`` float32 residual masses after the drafts before each position, where its
-        draft distribution is stored; of the block rule.
-      size: ids that count.
+      residual_masses: ``[P]`` float32, ``sum((weight * p - q)+)`` at each position whose draft
+        distribution is stored. Only the block rule uses them.
+      size: ids from it on are padding.
       rule: the rule.
 
     Returns:
-      ``(num_accepted [], status [])``.
+      ``num_accepted []``, and the status ``[]`` of the rows that the decision rests on.
     """
     if rule.conditional_rates is not None:
-        (num_accepted,), (status,) = known.position, drafts.status
+        (num_accepted,), (status,) = rows.position, drafts.status
         return num_accepted, jnp.where(num_accepted < request.num_rows, status, Status.OK)
-    stop = tiles.first(~goes_on(request, drafts, rule))
+    stop = tiles.first_true(~goes_on(request, drafts, rule))
     num_accepted, status, is_visited = stop, drafts.status, stop < request.num_rows
     if rule.is_block:
-        positions, uses_q = known.position, request.uses_q(known.position, size)
+        positions, uses_q = rows.position, request.uses_q(rows.position, size)
         one_hot = rules.one_hot_residual_mass(drafts.weight, drafts.p)
         mass = jnp.where(drafts.proposed, one_hot, drafts.weight)
-        mass = jnp.where(uses_q, masses, mass)
+        mass = jnp.where(uses_q, residual_masses, mass)
         is_bad = uses_q & jnp.isnan(mass) & (status == Status.OK)
         status = jnp.where(is_bad, Status.BAD_DRAFT_ROW, status)
         # Nothing is read past the first bad row.
-        stop = jnp.minimum(stop, tiles.first(status != Status.OK))
+        stop = jnp.minimum(stop, tiles.first_true(status != Status.OK))
         u = jnp.roll(request.uniforms(drafts.p.shape[0]), 1)  # of the draft before
         passes = (positions == 0) | rules.passes(u, drafts.weight, mass)
         num_accepted = jnp.max(jnp.where((positions <= stop) & passes, positions, 0))
@@ -218,23 +171,23 @@ def walk(
 
 
 def num_accepted_by_rate(request: Request, rates: jax.Array, size: int) -> jax.Array:
-    """Drafts that the synthetic rule keeps at conditional `rates` ``[K]``; no row is needed."""
+    """How many drafts the synthetic rule accepts at conditional `rates` ``[K]``. Reads no row."""
     proposed = request.is_proposed(jnp.arange(rates.shape[0], dtype=jnp.int32), size)
-    return tiles.first(~(proposed & rules.accepts_synthetic(request.accept, rates)))
+    return tiles.first_true(~(proposed & rules.accepts_synthetic(request.accept, rates)))
 
 
-def sources_of(request: Request, known: Known, drafts: Judged) -> Source:
-    """What the token at each position would be drawn from, ``[P]``; row -1 where none is."""
-    place = request.place(known.position)
-    may_be = (request.status == Status.OK) & ~request.greedy & (drafts.weight > 0)
-    may_be &= known.position < request.num_rows
+def sources_of(request: Request, rows: RowStatistics, drafts: JudgedDrafts) -> Source:
+    """``[P]``, what the token would be drawn from if it came at each position; row -1 for never."""
+    place = request.place(rows.position)
+    is_possible = (request.status == Status.OK) & ~request.greedy & (drafts.weight > 0)
+    is_possible &= rows.position < request.num_rows
     return Source(
-        row=jnp.where(may_be, request.first_row + known.position, -1),
+        row=jnp.where(is_possible, request.first_row + rows.position, -1),
         draft_row=request.draft_rows[place],
         token_id=request.token_ids[place],
         scale=drafts.scale,
-        threshold=known.threshold,
-        p_masses=known.p_masses,
+        threshold=rows.threshold,
+        p_masses=rows.p_masses,
         draft_scale=drafts.draft_scale,
         weight=drafts.weight,
         from_residual=drafts.proposed & request.stored,
@@ -250,7 +203,15 @@ def assemble(
     token_id: jax.Array,
     bad_draft: jax.Array,
 ) -> RejectionSampleOutput:
-    """One request's output, from what was drawn; `bad_draft`: the draft row it was drawn from."""
+    """Put one request's output together.
+
+    Args:
+      request: the request.
+      num_accepted: ``[]`` int32.
+      status: ``[]`` int32, from `count_accepted`.
+      token_id: ``[]`` int32, the last token as it was drawn.
+      bad_draft: ``[]`` bool, whether it was drawn with a bad draft row.
+    """
     if request.bonus_token_id is not None:
         all_accepted = num_accepted == request.num_drafts
         token_id = jnp.where(all_accepted, request.bonus_token_id, token_id)

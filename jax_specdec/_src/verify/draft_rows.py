@@ -1,8 +1,9 @@
 """Phase 1 on XLA: rows of draft distributions, whichever ids their columns stand for.
 
-Column ``j`` of `Rows` is id ``j``. `MappedRows` share a list of ids, `CandidateRows` have a list
-each; both give what `Rows` give, and write nothing of the vocabulary's size: of a shared list the
-column of each id is known, once for all rows; candidates are few, and compared with what is asked.
+Column ``j`` of `Rows` is id ``j``. `MappedRows` share one list of ids, `CandidateRows` have a list
+each. Both are read by id as `Rows` are, and neither writes anything of the vocabulary's size. For a
+shared list, the column of each id is computed once. Candidates are few: their ids are compared with
+those that are asked for.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from jax_specdec._src.verify.rows import Partials, Rows, storage_of
 
 
 class DraftScale(NamedTuple):
-    """What normalizes a draft row, or that nothing does. Probabilities need none."""
+    """What normalizes a draft row, and whether the row is bad. Probabilities need no scale."""
 
     scale: tiles.Scale
     bad: jax.Array
 
     @classmethod
     def unit(cls) -> DraftScale:
+        """Of a row of probabilities, or of no row."""
         return cls(tiles.Scale(jnp.float32(0), jnp.float32(0)), jnp.bool_(False))
 
 
@@ -36,38 +38,47 @@ class DraftRows:
     """Draft distributions ``[R, Vd]``, or this device's part of each row.
 
     Attributes:
-      distribution: what they are.
-      rows: their entries, by id: probabilities, or logits.
+      distribution: probabilities or logits.
+      storage: their rows, read by column.
+      rows: the same rows, read by id.
     """
 
     distribution: DraftDistribution
+    storage: Rows
     rows: Rows | MappedRows | CandidateRows
 
     @classmethod
     def of(
         cls, distribution: DraftDistribution, size: int, first_id: jax.Array | None = None
     ) -> DraftRows:
-        """Rows of storage whose columns begin with `first_id`; of the ids, `size` count."""
+        """The rows of a distribution.
+
+        Args:
+          distribution: with storage ``[R, Vd]``, or this device's columns of it.
+          size: ids from it on are padding.
+          first_id: ``[]`` int32, the id of the first column; None if the storage is whole.
+        """
         fill, thresholds = 0.0, None
         if isinstance(distribution, DraftLogits):
             fill, thresholds = -float("inf"), distribution.threshold
         storage, ids = storage_of(distribution), distribution.ids
         if ids is None:
-            return cls(distribution, Rows(storage, size, fill, None, thresholds, first_id))
-        columns = Rows(storage, storage.shape[1], fill, None, thresholds)
+            rows = Rows(storage, size, fill, None, thresholds, first_id)
+            return cls(distribution, rows, rows)
+        rows = Rows(storage, storage.shape[1], fill, None, thresholds)
         if ids.ndim == 1:
-            return cls(distribution, MappedRows.of(columns, ids, size))
-        return cls(distribution, CandidateRows(columns, size, ids))
+            return cls(distribution, rows, MappedRows.of(rows, ids, size))
+        return cls(distribution, rows, CandidateRows(rows, size, ids))
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether rows are to be read for what normalizes them."""
+        """Whether the rows must be read to normalize them."""
         d = self.distribution
         return isinstance(d, DraftLogits) and d.log_normalizer is None
 
     def scales(self, rows: jax.Array, partials: Partials | None) -> DraftScale:
-        """What normalizes rows of any shape: what is stored, or else was read."""
-        d, count = self.distribution, self.rows.matrix.shape[0]
+        """Scales of `rows`, of any shape: from `partials`, or from what is stored."""
+        d, count = self.distribution, self.storage.matrix.shape[0]
         bad = (rows < 0) | (rows >= count)
         if not isinstance(self.rows, Rows):
             bad |= self.rows.are_bad(rows)
@@ -85,79 +96,44 @@ class DraftRows:
         return DraftScale(tiles.Scale(zero, stored), bad | ~jnp.isfinite(stored))
 
     def probs(self, entries: jax.Array, scale: DraftScale, inv_temperature: jax.Array) -> jax.Array:
-        """``q`` of entries of rows."""
+        """``q``, from entries of rows."""
         if isinstance(self.distribution, DraftProbs):
             return entries
         return scale.scale.probs(entries, inv_temperature)
 
 
 @dataclasses.dataclass(frozen=True)
-class _ListedRows:
-    """What both kinds have.
+class MappedRows:
+    """Rows ``[R, Vd]`` that share one list of ids.
 
     Attributes:
-      entries: the storage ``[R, C]``, by column.
-      size: ids from it on do not count.
+      storage: the rows, read by column.
+      size: ids from it on are padding.
+      columns: ``[size]`` int32, the column of each id; Vd if it is not listed.
     """
 
-    entries: Rows
+    storage: Rows
     size: int
-
-    @property
-    def matrix(self) -> jax.Array:
-        """The storage."""
-        return self.entries.matrix
-
-    @property
-    def fill(self) -> float:
-        """The entry of ids that are not listed."""
-        return self.entries.fill
-
-    @property
-    def first_id(self) -> None:
-        """None: every device has whole rows."""
-        return None
-
-    def peak(self, rows: jax.Array | None) -> jax.Array:
-        """See `Rows`; of what is listed."""
-        return self.entries.peak(rows)
-
-    def partials(
-        self, rows: jax.Array | None, peak: jax.Array, inv_temperature: jax.Array
-    ) -> Partials:
-        """See `Rows`; of what is listed."""
-        return self.entries.partials(rows, peak, inv_temperature)
-
-
-@dataclasses.dataclass(frozen=True)
-class MappedRows(_ListedRows):
-    """Rows ``[R, Vd]`` that share one list.
-
-    Attributes:
-      columns: ``[size]`` int32, the column of each id; Vd where it is not listed.
-    """
-
     columns: jax.Array
 
     @classmethod
-    def of(cls, entries: Rows, ids: jax.Array, size: int) -> MappedRows:
+    def of(cls, storage: Rows, ids: jax.Array, size: int) -> MappedRows:
         """Rows whose column ``j`` is id ``ids[j]``."""
         width = ids.shape[0]
-        index = jnp.where(ids < 0, size, ids)  # which is dropped
+        index = jnp.where(ids < 0, size, ids)  # dropped
         columns = jnp.full((size,), width, jnp.int32)
         columns = columns.at[index].set(jnp.arange(width, dtype=jnp.int32), mode="drop")
-        return cls(entries, size, columns)
+        return cls(storage, size, columns)
 
     def are_bad(self, rows: jax.Array) -> jax.Array:
-        """Whether the list has an id out of range, or one twice: then it is so for every row."""
-        width = self.matrix.shape[1]
-        listed = jnp.sum(self.columns < width, dtype=jnp.int32)
-        return jnp.broadcast_to(listed != width, rows.shape)
+        """Whether the list has an id out of range, or one twice; then every row is bad."""
+        listed = jnp.sum(self.columns < self.unlisted, dtype=jnp.int32)
+        return jnp.broadcast_to(listed != self.unlisted, rows.shape)
 
     @property
     def unlisted(self) -> int:
         """The column of ids that are not listed."""
-        return self.matrix.shape[1]
+        return self.storage.matrix.shape[1]
 
     def columns_of(self, first: jax.Array, width: int) -> jax.Array:
         """``[width]`` int32, the columns of ids from `first` on."""
@@ -165,52 +141,56 @@ class MappedRows(_ListedRows):
         return lax.dynamic_slice_in_dim(columns, first, width)
 
     def at(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
-        """See `Rows`."""
-        return self.entries.at(rows, self.columns[jnp.clip(ids, 0, self.size - 1)])
+        """As `Rows`."""
+        return self.storage.at(rows, self.columns[jnp.clip(ids, 0, self.size - 1)])
 
     def slices(self, rows: jax.Array, first: jax.Array, length: int) -> jax.Array:
-        """See `Rows`."""
+        """As `Rows`."""
         place = jnp.arange(length, dtype=jnp.int32)[None, :]
         return self.at(rows[:, None], first[:, None] + place)
 
     def whole(self, rows: jax.Array) -> jax.Array:
-        """See `Rows`."""
-        return self.entries.at(rows[:, None], self.columns[None, :])
+        """As `Rows`."""
+        return self.storage.at(rows[:, None], self.columns[None, :])
 
 
 @dataclasses.dataclass(frozen=True)
-class CandidateRows(_ListedRows):
-    """Rows ``[R, C]`` of candidates.
+class CandidateRows:
+    """Rows ``[R, C]``, each with a list of ids of its own.
 
     Attributes:
+      storage: the rows, read by column.
+      size: ids from it on are padding.
       ids: ``[R, C]`` int32, in any order.
     """
 
+    storage: Rows
+    size: int
     ids: jax.Array
 
     def listed(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Ids ``[n, C]`` of some rows, and their entries."""
-        return self._ids(rows), self.entries.whole(rows)
+        return self._ids(rows), self.storage.whole(rows)
 
     def are_bad(self, rows: jax.Array) -> jax.Array:
-        """Whether a row lists an id out of range, or one twice; rows of any shape."""
+        """Whether a row lists an id out of range, or one twice; `rows` of any shape."""
         ids = jnp.sort(self._ids(rows.reshape(-1)), axis=1)
         bad = (ids[:, 0] < 0) | (ids[:, -1] >= self.size)
         return (bad | jnp.any(ids[:, 1:] == ids[:, :-1], axis=1)).reshape(rows.shape)
 
     def at(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
-        """See `Rows`; `rows` have the shape of `ids`."""
+        """As `Rows`; `rows` must have the shape of `ids`."""
         return self._find(rows.reshape(-1), ids.reshape(-1, 1)).reshape(ids.shape)
 
     def slices(self, rows: jax.Array, first: jax.Array, length: int) -> jax.Array:
-        """See `Rows`."""
+        """As `Rows`."""
 
         def scattered(rows: jax.Array, first: jax.Array) -> jax.Array:
-            """By ``n * C`` writes, which a CPU does faster than ``n * length * C`` comparisons."""
+            """By ``n * C`` writes: faster on a CPU than ``n * length * C`` comparisons."""
             listed, entries = self.listed(rows)
             place = listed - first[:, None]
-            place = jnp.where(place < 0, length, place)  # which is dropped
-            found = jnp.full((rows.shape[0], length), self.fill, jnp.float32)
+            place = jnp.where(place < 0, length, place)  # dropped
+            found = jnp.full((rows.shape[0], length), self.storage.fill, jnp.float32)
             index = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
             return found.at[index, place].set(entries, mode="drop")
 
@@ -220,7 +200,7 @@ class CandidateRows(_ListedRows):
         return lax.platform_dependent(rows, first, cpu=scattered, default=compared)
 
     def whole(self, rows: jax.Array) -> jax.Array:
-        """See `Rows`. Only a race needs it."""
+        """As `Rows`. Only a race needs it."""
         return self.slices(rows, jnp.zeros_like(rows), self.size)
 
     def _ids(self, rows: jax.Array) -> jax.Array:
@@ -231,4 +211,4 @@ class CandidateRows(_ListedRows):
         listed, entries = self.listed(rows)
         hits = listed[:, None, :] == ids[:, :, None]
         found = jnp.sum(jnp.where(hits, entries[:, None, :], 0.0), axis=2)
-        return jnp.where(jnp.any(hits, axis=2), found, self.fill)
+        return jnp.where(jnp.any(hits, axis=2), found, self.storage.fill)

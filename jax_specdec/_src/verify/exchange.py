@@ -1,4 +1,4 @@
-"""What the devices that split a vocabulary know, exchanged over a mesh axis."""
+"""Exchanges between the devices that split a vocabulary, over a mesh axis."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Between the phases, inside `jax.shard_map`; without an axis, the identity.
+    """The exchange between phases, inside `jax.shard_map`. Without an axis it does nothing.
 
     Attributes:
-      axis: the mesh axis that the vocabulary is split over, in parts of equal width; None where
-        this device has all of it, which is then one part.
+      axis: the mesh axis that the vocabulary is split over, in parts of equal width; None if this
+        device has all of it, which is then the only part.
     """
 
     axis: str | None = None
 
     @property
     def num_parts(self) -> int:
+        """How many parts there are."""
         return 1 if self.axis is None else lax.axis_size(self.axis)
 
     @property
@@ -40,11 +41,11 @@ class Exchange:
         return x if self.axis is None else lax.pmax(x, self.axis)
 
     def gather(self, tree: Any) -> Any:
-        """Every part's arrays ``[B, ...]`` of 32 bits as ``[num_parts, B, ...]``, in one gather."""
+        """32-bit arrays ``[B, ...]`` of every part, as ``[num_parts, B, ...]``, in one gather."""
         if self.axis is None:
             return jax.tree.map(lambda x: x[None], tree)
         arrays, treedef = jax.tree.flatten(tree)
-        words = [_bits(x).reshape(x.shape[0], -1) for x in arrays]
+        words = [_as_int32(x).reshape(x.shape[0], -1) for x in arrays]
         ends = np.cumsum([w.shape[1] for w in words])[:-1]
         gathered = lax.all_gather(jnp.concatenate(words, axis=1), self.axis, to="invarying")
         parts = [
@@ -58,13 +59,13 @@ WHOLE = Exchange()
 """For a vocabulary that is not split."""
 
 
-def of_holder(values: jax.Array, ids: jax.Array, width: int) -> jax.Array:
-    """Of values ``[num_parts, ...]``, those of the parts that hold `ids` ``[...]``."""
+def of_owner(values: jax.Array, ids: jax.Array, width: int) -> jax.Array:
+    """Select from values ``[num_parts, ...]`` those of the part that holds each of `ids`."""
     if values.shape[0] == 1:
         return values[0]
-    holder = jnp.clip(ids // width, 0, values.shape[0] - 1)
-    return jnp.take_along_axis(values, holder[None], axis=0)[0]
+    owner = jnp.clip(ids // width, 0, values.shape[0] - 1)
+    return jnp.take_along_axis(values, owner[None], axis=0)[0]
 
 
-def _bits(x: jax.Array) -> jax.Array:
+def _as_int32(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32)

@@ -1,22 +1,22 @@
-"""The rules, as functions of one position of one request; every backend traces these.
+"""The rules, as functions of one position of one request. Every backend traces these.
 
-**Greedy**: a draft stays while it is the target's argmax.
+**Greedy**: a draft is accepted if it is the target's argmax.
 
-**Standard**: a draft ``x`` drawn from ``q`` is accepted with probability ``min(1, p(x) / q(x))``;
-at the first rejection the emitted token is drawn from the normalized residual ``(p - q)+``. It is
+**Standard**: a draft ``x`` drawn from ``q`` is accepted with probability ``min(1, p(x) / q(x))``.
+At the first rejection the emitted token is drawn from the normalized residual ``(p - q)+``. It is
 then distributed as ``p``, whatever ``q`` is.
 
 **Block**: the prefix of i drafts has the joint weight ``w_i = min(1, w_{i-1} p(x_i) / q(x_i))``,
-with ``w_0 = 1``. With ``S_i = sum((w_i p - q)+)`` over what may follow the prefix, it passes with
-probability ``h_i = S_i / (S_i + 1 - w_i)``, and the longest prefix that passes is accepted: a draft
-that the standard rule would stop at may yet be saved by those after it. The next token is drawn
-from ``(w_i p - q)+``. After the last draft nothing is proposed: ``q = 0`` there, so ``S = w`` and
-``h = w``. The emitted tokens are distributed as ``p``, and no rule of this kind accepts more drafts
-in expectation. Where q is 1 at one token x (a draft without probabilities),
-``S_i = w_i (1 - p(x))``; a greedy request is that with ``p`` 1 at the argmax.
+with ``w_0 = 1``, and the residual mass ``S_i = sum((w_i p - q)+)`` over the tokens that may follow.
+It passes with probability ``h_i = S_i / (S_i + 1 - w_i)``. The longest prefix that passes is
+accepted: a draft that the standard rule would reject may be accepted because of those after it. The
+next token is drawn from ``(w_i p - q)+``. After the last draft nothing is proposed, which is
+``q = 0``, so ``S = w`` and ``h = w``. The emitted tokens are distributed as ``p``, and no rule of
+this kind accepts more drafts in expectation. If ``q`` is one-hot at x, ``S_i = w_i (1 - p(x))``. A
+greedy request is the case that ``p`` is one-hot at the argmax as well.
 
-**Synthetic**: drafts are accepted at a configured rate, whatever the models say: to measure a
-serving system. The work is real, the tokens are not the target's.
+**Synthetic**: drafts are accepted at a configured rate, whatever the models say. This is for
+benchmarks of a serving system: it does the same work, but its tokens are not the target's.
 
 References:
   Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", arXiv 2211.17192.
@@ -37,7 +37,7 @@ from jax_specdec._src.config import RejectionSampleMethod
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """By which rule a call verifies. Static.
+    """The rule that a call verifies by. Static.
 
     Attributes:
       method: "standard" or "block" for sampled requests, or "synthetic" for all.
@@ -49,19 +49,20 @@ class Rule:
 
     @property
     def is_block(self) -> bool:
+        """Whether sampled requests follow the block rule."""
         return self.method == "block"
 
 
 def accepts_greedy(token_id: jax.Array, best_id: jax.Array) -> jax.Array:
-    """Whether a greedy request accepts a draft: ``token_id`` is the target's argmax."""
+    """Whether a greedy request accepts a draft: it is the target's argmax, `best_id`."""
     return token_id == best_id
 
 
 def accepts(u: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
     """Whether a sampled request accepts a draft: ``u * q < p``, and ``q > 0``.
 
-    Strict, so a token of zero target probability is never accepted, even at ``u = 0``; and
-    ``p = q`` always accepts.
+    The inequality is strict, so a token of zero target probability is never accepted, even at
+    ``u = 0``. If ``p = q``, the draft is always accepted.
 
     Args:
       u: ``[]`` float32 uniform on [0, 1).
@@ -75,33 +76,36 @@ def accepts(u: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
 
 
 def accepts_synthetic(u: jax.Array, conditional_rate: jax.Array) -> jax.Array:
-    """Whether a request, greedy or sampled, accepts a draft given all before it, at a rate."""
+    """Whether a request, greedy or sampled, accepts a draft if it accepted all before it."""
     return u < conditional_rate
 
 
 def residual(weight: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
     """Weights ``(weight * p - q)+`` of the token after a prefix; they sum to its residual mass.
 
+    `q` is used once: XLA may write to memory what is used twice, here an exponential for each id.
+
     Args:
       weight: float32, joint weight of the prefix; 1 gives the standard rule's residual.
       p: float32 target probabilities of any shape.
-      q: float32 draft probabilities of the same shape.
+      q: float32 draft probabilities of the same shape, not negative.
 
     Returns:
-      float32 weights of the same shape, not normalized; NaN where `q` is not a probability.
+      float32 weights of the same shape, not normalized; NaN where `q` is infinite or NaN.
     """
-    return jnp.where(q >= 0, excess(weight * p, q), jnp.nan)
+    left = weight * p - q
+    return jnp.where(left > -jnp.inf, jnp.maximum(left, 0.0), jnp.nan)
 
 
 def excess(p: jax.Array, q: jax.Array) -> jax.Array:
-    """``(p - q)+`` of a `q` that is not negative; NaN where it is infinite or NaN."""
+    """``(p - q)+``, as `residual`, in the two instructions that a kernel spends on it."""
     return jnp.maximum(p, q) - q
 
 
 def joint_weight(weight: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
-    """Joint weight of a prefix and the draft after it: ``min(1, weight * p / q)``.
+    """Joint weight of a prefix with one more draft: ``min(1, weight * p / q)``.
 
-    Once 0 it stays 0, and no longer prefix passes.
+    Once it is 0 it stays 0, and no longer prefix passes.
 
     Args:
       weight: ``[]`` float32 in [0, 1], joint weight of the prefix; 1 for the empty one.
@@ -109,27 +113,28 @@ def joint_weight(weight: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
       q: ``[]`` float32, draft probability of the draft; 1 for a one-hot draft.
 
     Returns:
-      ``[]`` float32 in [0, 1]; 0 where `q` is.
+      ``[]`` float32 in [0, 1]; 0 if `q` is 0.
     """
     possible = (weight > 0) & (q > 0)
-    # The ratio first: weight * p may be too small for float32 where weight * (p / q) is not.
-    # Divided approximately, as on a GPU, equal numbers need not give 1.
+    # The ratio comes first, because weight * p may underflow when weight * (p / q) does not. An
+    # approximate division, as on a GPU, need not give 1 for equal numbers.
     ratio = jnp.where(p == q, 1.0, p / jnp.where(possible, q, 1.0))
     return jnp.where(possible, jnp.minimum(weight * ratio, 1.0), 0.0)
 
 
 def one_hot_residual_mass(weight: jax.Array, p: jax.Array) -> jax.Array:
-    """The sum of `residual` where the next draft, of target probability `p`, is one-hot."""
+    """The sum of `residual` if the next draft is one-hot and has target probability `p`."""
     return weight * (1.0 - p)
 
 
 def passes(u: jax.Array, weight: jax.Array, mass: jax.Array) -> jax.Array:
     """Whether a prefix of at least one draft passes: ``u < mass / (mass + 1 - weight)``.
 
-    Strict, so a prefix of weight 0 never passes; where ``p = q`` so far, one always does.
+    The inequality is strict, so a prefix of weight 0 never passes. If ``p = q`` so far, it always
+    passes.
 
     Args:
-      u: ``[]`` float32 uniform on [0, 1), the one of the prefix's last draft.
+      u: ``[]`` float32 uniform on [0, 1), that of the prefix's last draft.
       weight: ``[]`` float32, joint weight of the prefix.
       mass: ``[]`` float32, its residual mass; `weight` itself after the last draft.
 

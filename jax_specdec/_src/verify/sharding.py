@@ -1,4 +1,4 @@
-"""How the arrays of a verification lie on a mesh, and getting from there to one device's part."""
+"""How the arrays of a verification are split over a mesh, and calling a function on each part."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ class VerifySharding:
 
     With a mesh, arrays are whole: at top level or under `jax.jit`. Target logits ``[M, V]`` are
     split over `vocab_axis` along V and over `batch_axis` along M. Without a mesh, the call is
-    inside a `jax.shard_map` of the caller's and arrays are its parts: target logits are
-    ``[M, V / devices]``, and all that has no vocabulary axis is the same on every device of
-    `vocab_axis`. There `batch_axis` has nothing to say: each part is a batch of its own.
+    inside the caller's own `jax.shard_map` and arrays are its parts: target logits are
+    ``[M, V / devices]``, and every array without a vocabulary axis is the same on all devices of
+    `vocab_axis`. `batch_axis` then changes nothing: each part is a batch of its own.
 
-    ``VerifySharding()`` asks for a verification that knows of no mesh.
+    ``VerifySharding()`` asks for a verification without a mesh, wherever the arrays are.
 
-    The vocabulary axis must divide evenly: pad it, and pass ``vocab_size``, the ids of the whole
-    vocabulary that count. Draft distributions are read where they are, whether every device holds
-    whole rows or, for ``Vd == V``, its own ids of them. In a `jax.shard_map`, storage as wide as
-    the target's part is taken for a part, and wider storage for whole rows; narrower storage may be
-    either, and is taken for whole rows only where ``check_vma`` says so. Rows on a list of ids are
-    whole on every device.
+    **Vocabulary.** V must be a multiple of the number of devices: pad the vocabulary axis, and pass
+    ``vocab_size``, the number of real ids. Draft distributions are read where they are: whole rows
+    on every device or, if ``Vd == V``, the same ids there as of the target. Inside a
+    `jax.shard_map`, storage as wide as the target's part is taken for a part, and wider storage for
+    whole rows. Narrower storage could be either; it is taken for whole rows only if ``check_vma``
+    shows that it is. Rows that list their own ids are whole on every device.
 
-    Over `batch_axis` the requests, the drafts and the rows are split evenly, so N and B must
-    divide by its size n. Every request must find its drafts where it is itself: the requests of
-    device i own the drafts from ``i * N / n`` on, as those of `Drafts.from_dense` do. One whose
-    drafts lie elsewhere ends with status BAD_INPUT. Draft storage is split likewise if it has no
-    row indices; if it has, it is split if it comes so (then a row must lie with its request), and
-    else read whole.
+    **Batch.** Requests, drafts and rows are split evenly over `batch_axis`, so N and B must be
+    multiples of its size n. A request and its drafts must be on the same device: the requests of
+    device i own the drafts from ``i * N / n`` on, as in `Drafts.from_dense`. A request whose drafts
+    are elsewhere ends with status BAD_INPUT. Draft storage without row indices is split in the same
+    way. Storage with row indices stays as it is: if it comes split, each row must be on the device
+    of its request; if not, every device reads all of it.
 
     Attributes:
       mesh: the mesh, or None inside `jax.shard_map`.
@@ -48,8 +48,8 @@ class VerifySharding:
       batch_axis: name of the mesh axis that requests are split over, or None.
 
     Raises:
-      TypeError: a mesh that is none, or an axis that is no name.
-      ValueError: an axis that the mesh lacks, one axis for both, or a mesh without any.
+      TypeError: `mesh` is not a mesh, or an axis is not a string.
+      ValueError: an axis that the mesh lacks, the same axis twice, or a mesh without an axis.
 
     Example:
       >>> import jax
@@ -81,15 +81,15 @@ class VerifySharding:
             raise ValueError("a mesh needs a vocab_axis or a batch_axis, but both are None")
 
 
-class Layout(NamedTuple):
-    """A `VerifySharding` and how the draft storage of one call lies. Static.
+class ArrayLayout(NamedTuple):
+    """Which arrays of one call are split, and over which axes. Static.
 
     Attributes:
-      mesh: None inside `jax.shard_map`.
-      vocab_axis: None where every device holds whole rows.
-      batch_axis: None where requests are not split.
-      draft_vocab: whether the draft storage is split over `vocab_axis`.
-      draft_batch: whether it is split over `batch_axis`.
+      mesh: the mesh, or None inside `jax.shard_map`.
+      vocab_axis: the axis that target logits are split over by id; None if rows are whole.
+      batch_axis: the axis that requests are split over; None if they are not.
+      draft_vocab: whether draft storage is split over `vocab_axis` too.
+      draft_batch: whether draft storage is split over `batch_axis` too.
     """
 
     mesh: Mesh | AbstractMesh | None
@@ -100,11 +100,13 @@ class Layout(NamedTuple):
 
 
 def vocabulary_parts(sharding: VerifySharding | None) -> int:
-    """Of how many parts of the vocabulary `target_logits` is one: 1 but inside `jax.shard_map`.
+    """How many parts the vocabulary is in, if `target_logits` is one of them; else 1.
+
+    `target_logits` is a part only inside the caller's `jax.shard_map`.
 
     Raises:
-      TypeError: `sharding` is something else.
-      ValueError: there is no mesh and no `jax.shard_map` around.
+      TypeError: `sharding` is not a `VerifySharding`.
+      ValueError: it names an axis and no mesh, and the call is not inside a `jax.shard_map`.
     """
     if sharding is None:
         return 1
@@ -126,27 +128,27 @@ def resolve(
     target_logits: jax.Array,
     drafts: Drafts,
     noise: Any,
-) -> Layout | None:
-    """How the arrays of a call lie; None where no mesh is known of.
+) -> ArrayLayout | None:
+    """How the arrays of a call are split; None if no mesh is known.
 
     Args:
-      sharding: what the caller says; None to go by where `target_logits` is. What cannot be
-        served then is left to XLA, as if nothing were split.
-      target_logits: checked, as the others are.
-      drafts: the drafts.
-      noise: explicit noise, or keys.
+      sharding: what the caller gave. None to go by where `target_logits` is; XLA then serves what
+        this module cannot, as if nothing were split.
+      target_logits: of the call, after the checks.
+      drafts: of the call.
+      noise: explicit noise, or keys and positions.
 
     Raises:
-      ValueError: an axis that does not divide; draft storage that may be whole or a part.
-      NotImplementedError: what is not served over a split vocabulary.
+      ValueError: an axis that does not divide; draft storage that could be whole or a part.
+      NotImplementedError: what is not supported over a split vocabulary.
     """
     if sharding is not None:
-        return _checked(sharding, target_logits, drafts, noise)
+        return _layout_of(sharding, target_logits, drafts, noise)
     derived = _derived(target_logits)
     if derived is None:
         return None
     try:
-        return _checked(derived, target_logits, drafts, noise)
+        return _layout_of(derived, target_logits, drafts, noise)
     except (ValueError, NotImplementedError):
         return None
 
@@ -160,7 +162,7 @@ def _derived(target_logits: jax.Array) -> VerifySharding | None:
 
 
 def _place(matrix: Any) -> tuple[Any, Any, Any]:
-    """Mesh, and axes of rows and columns, as far as known: under `jit`, explicit axes alone."""
+    """The mesh, and the axes of rows and columns, if known. Under `jit` only explicit axes are."""
     is_traced = isinstance(matrix, jax.core.Tracer)
     sharding = jax.typeof(matrix).sharding if is_traced else getattr(matrix, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
@@ -170,22 +172,24 @@ def _place(matrix: Any) -> tuple[Any, Any, Any]:
 
 
 def _single(axes: Any) -> Any:
-    """An entry of a PartitionSpec; where it names one axis, that name."""
+    """An entry of a PartitionSpec, as a name if it is a tuple of one."""
     return axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes or None
 
 
-def _checked(
+def _layout_of(
     sharding: VerifySharding,
     target_logits: jax.Array,
     drafts: Drafts,
     noise: Any,
-) -> Layout | None:
+) -> ArrayLayout | None:
     mesh, vocab_axis, batch_axis = sharding.mesh, sharding.vocab_axis, sharding.batch_axis
     if mesh is not None and vocab_axis is not None and mesh.shape[vocab_axis] == 1:
         vocab_axis = None  # rows are whole, which every backend reads
     if vocab_axis is not None:
         if isinstance(noise, RaceNoise):
-            raise NotImplementedError("over a split vocabulary there is no RaceNoise")
+            raise NotImplementedError(
+                "RaceNoise is not supported over a split vocabulary: pass Noise"
+            )
     storage, indexed = _storage(drafts)
     lists_ids = drafts.distribution is not None and drafts.distribution.ids is not None
     if mesh is None:
@@ -193,7 +197,7 @@ def _checked(
             return None
         split = storage is not None and not lists_ids
         split = split and _is_part(storage, target_logits, vocab_axis)
-        return Layout(None, vocab_axis, None, split, False)
+        return ArrayLayout(None, vocab_axis, None, split, False)
 
     vocabulary, batch = target_logits.shape[1], drafts.cu_num_draft_tokens.shape[0] - 1
     if vocab_axis is not None and vocabulary % mesh.shape[vocab_axis]:
@@ -209,7 +213,7 @@ def _checked(
                     f"{batch_axis!r}, but it is {size}"
                 )
     if storage is None:
-        return Layout(mesh, vocab_axis, batch_axis, False, False)
+        return ArrayLayout(mesh, vocab_axis, batch_axis, False, False)
     place, rows, columns = _place(storage)
     is_traced = isinstance(storage, jax.core.Tracer)
     is_known = place is not None and (not is_traced or AxisType.Explicit in place.axis_types)
@@ -224,11 +228,11 @@ def _checked(
     by_batch = batch_axis is not None
     if indexed:
         by_batch &= rows == batch_axis
-    return Layout(mesh, vocab_axis, batch_axis, by_vocab, by_batch)
+    return ArrayLayout(mesh, vocab_axis, batch_axis, by_vocab, by_batch)
 
 
 def _storage(drafts: Drafts) -> tuple[Any, bool]:
-    """The storage of the draft distributions, and whether drafts point into it by index."""
+    """The storage of the draft distributions, and whether drafts have row indices into it."""
     distribution = drafts.distribution
     if distribution is None:
         return None, False
@@ -246,7 +250,7 @@ def _is_part(storage: jax.Array, target_logits: jax.Array, vocab_axis: str) -> b
     if width < part and not varies[0]:
         raise ValueError(
             f"draft storage inside jax.shard_map must be {part} ids wide, as the part of the "
-            f"target is, or whole rows, but it has {width} columns, which may be either: let "
+            f"target is, or whole rows, but it has {width} columns, which could be either: let "
             "check_vma be true, or pad the drafter's vocabulary"
         )
     if varies[1]:
@@ -258,17 +262,17 @@ def _is_part(storage: jax.Array, target_logits: jax.Array, vocab_axis: str) -> b
 
 
 def over_parts(
-    function: Callable[[CallArrays], RejectionSampleOutput], layout: Layout, arrays: CallArrays
+    function: Callable[[CallArrays], RejectionSampleOutput], layout: ArrayLayout, arrays: CallArrays
 ) -> RejectionSampleOutput:
-    """Call a function on each device's part.
+    """Call a function on each device's part of the arrays.
 
     Args:
-      function: of the arrays, in parts, with the offsets of each part beginning at 0.
-      layout: how they lie.
+      function: takes one part, whose offsets begin at 0.
+      layout: how the arrays are split.
       arrays: of the call.
 
     Returns:
-      What `function` returns, put together.
+      The outputs of all parts as one batch.
     """
     if layout.mesh is None:
         return without_vma(function, arrays, layout.vocab_axis)
@@ -289,7 +293,7 @@ def over_parts(
     specs = CallArrays(logits, Drafts(own, whole, of_distribution), own, own, own, own, own)
 
     def on_part(arrays: CallArrays) -> RejectionSampleOutput:
-        return function(arrays._replace(drafts=_own(arrays.drafts, layout)))
+        return function(arrays._replace(drafts=_local_drafts(arrays.drafts, layout)))
 
     return over_mesh(on_part, layout.mesh, specs, P(batch), arrays)
 
@@ -301,8 +305,8 @@ def over_mesh(
     out_spec: P,
     arrays: Any,
 ) -> Any:
-    """`function` of a pytree of arrays by `jax.shard_map`; `specs` are a prefix of it."""
-    # Without vma, of which kernels know nothing.
+    """``function(arrays)`` by `jax.shard_map`; `specs` is a pytree prefix of `arrays`."""
+    # Kernels know nothing of varying mesh axes (vma).
     on_parts = jax.shard_map(
         function, mesh=mesh, in_specs=(specs,), out_specs=out_spec, check_vma=False
     )
@@ -310,15 +314,15 @@ def over_mesh(
 
 
 def without_vma(function: Callable[[Any], Any], arrays: Any, vocab_axis: str | None) -> Any:
-    """`function` of a pytree of arrays, free of the varying mesh axes (vma) of `jax.shard_map`.
+    """``function(arrays)``, traced without the varying mesh axes (vma) of `jax.shard_map`.
 
-    Loops and branches that begin with constants would not match arrays that vary over an axis that
-    requests are split over. An inner `jax.shard_map` over no axis traces them without.
+    If arrays vary over an axis that requests are split over, loops and branches that begin with
+    constants do not match them. An inner `jax.shard_map` over no axis traces them as not varying.
 
     Args:
-      function: of the arrays; what it returns is the same on all devices of `vocab_axis`.
-      arrays: a device's part.
-      vocab_axis: axis that the vocabulary is split over, or None.
+      function: returns the same on all devices of `vocab_axis`.
+      arrays: a pytree, one device's part.
+      vocab_axis: the axis that the vocabulary is split over, or None.
     """
     varying: set[str] = set()
     for x in jax.tree.leaves(arrays):
@@ -338,7 +342,7 @@ def without_vma(function: Callable[[Any], Any], arrays: Any, vocab_axis: str | N
 
 
 def _placed(arrays: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Arrays where `specs` say, as far as axes are explicit; `jax.shard_map` places the others."""
+    """Arrays laid out by `specs` over explicit axes; `jax.shard_map` sees to all other axes."""
     explicit = [
         n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit
     ]
@@ -352,8 +356,8 @@ def _placed(arrays: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
     return jax.tree.map(place, specs, arrays, is_leaf=lambda x: isinstance(x, P))
 
 
-def _own(drafts: Drafts, layout: Layout) -> Drafts:
-    """Drafts of one device's requests, with offsets and rows counted from its own first."""
+def _local_drafts(drafts: Drafts, layout: ArrayLayout) -> Drafts:
+    """The drafts of one device's requests, with offsets and rows counted from its first."""
     if layout.mesh is None or layout.batch_axis is None:
         return drafts
     me, parts = lax.axis_index(layout.batch_axis), layout.mesh.shape[layout.batch_axis]

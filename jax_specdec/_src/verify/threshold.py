@@ -1,9 +1,9 @@
-"""The threshold of a filtered row, found without sorting it.
+"""The threshold of a filtered row, found without sorting the row.
 
-Min-p, top-k and top-p each leave out the entries below a threshold. That of min-p is known from the
-largest entry. The others are found by dividing an interval of floats: in each round the row is read
-to see whether the entries not below a candidate are as many, or as heavy, as asked for. A round may
-have several candidates: for rows that lie on many devices each round costs an exchange.
+Min-p, top-k and top-p each leave out the entries below a threshold. For min-p it follows from the
+largest entry. For the others it is found by bisection over the floats: each round reads the row and
+tests whether the entries from a candidate on are as many, or have as much mass, as asked for. A
+round may test several candidates, because each costs an exchange if the row is on many devices.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from jax import lax
 from jax_specdec._src.sampling import Filter, limits_count
 
 Total = Callable[[Callable[[jax.Array, jax.Array], jax.Array], jax.Array], jax.Array]
-"""``total(fn, candidates)`` is, for each of the candidates ``[c]``, the sum over the row of what
-``fn(entries, candidate)`` makes of its entries, elementwise."""
+"""``total(fn, candidates)`` is ``[c]``: for each candidate, ``fn(entries, candidate)`` summed over
+the entries of the row."""
 
 
 def find_threshold(
@@ -33,17 +33,17 @@ def find_threshold(
     inv_temperature: jax.Array,
     bits_per_round: int = 1,
 ) -> jax.Array:
-    """The largest threshold of the three.
+    """The threshold of a row: the largest of those of min-p, top-k and top-p.
 
     Args:
-      filter: what a request leaves out.
-      total: how the row is summed.
-      size: ids that count.
-      dtype: of the logits before they were float32.
+      filter: min-p, top-k and top-p of the row's request.
+      total: sums over the row.
+      size: ids from it on are padding.
+      dtype: of the logits before they were converted to float32.
       peak: ``[]`` float32, the row's largest entry, finite.
       inv_temperature: ``[]`` float32.
-      bits_per_round: d, for ``2**d - 1`` candidates in each round. Float32 logits then need at most
-        ``ceil(32 / d)`` rounds for each of top-k and top-p, bfloat16 ``ceil(16 / d)``.
+      bits_per_round: d, for ``2**d - 1`` candidates per round. Float32 logits then take at most
+        ``ceil(32 / d)`` rounds for each of top-k and top-p, bfloat16 logits ``ceil(16 / d)``.
 
     Returns:
       ``[]`` float32, at most `peak`; entries equal to it stay.
@@ -83,7 +83,7 @@ def find_threshold(
 
 
 def only_if(condition: jax.Array, fn: Callable[[], Any], otherwise: Any) -> Any:
-    """``fn()`` where a condition holds; under `vmap`, not computed if it holds nowhere."""
+    """``fn()`` if a condition holds, else `otherwise`. Under `vmap`, skipped if it never holds."""
 
     def once(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         return jnp.bool_(False), fn()
@@ -99,15 +99,15 @@ def _largest(
     bits: int,
     candidates: int,
 ) -> jax.Array:
-    """The largest float in ``[low, high]`` that a condition holds at; it holds at `low`.
+    """The largest float in ``[low, high]`` at which a condition holds. It must hold at `low`.
 
-    `holds` says so of candidates ``[c]``. Entries differ in the leading `bits` only.
+    `holds` tests candidates ``[c]``. Only floats that are 0 past their leading `bits` are tried.
     """
     shift = 32 - bits
 
     def value(key: jax.Array) -> jax.Array:
         x = lax.bitcast_convert_type(_in_order(key << shift), jnp.float32)
-        return jnp.where(jnp.abs(x) < jnp.finfo(x).tiny, 0.0, x)  # some devices take it for 0
+        return jnp.where(jnp.abs(x) < jnp.finfo(x).tiny, 0.0, x)  # some devices flush it to 0
 
     def divide(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = state
@@ -128,5 +128,5 @@ def _largest(
 
 
 def _in_order(bits: jax.Array) -> jax.Array:
-    """Bits of a float32 as an int32 with the order of the floats, and back."""
+    """From the bits of a float32 to an int32 that orders as the floats do, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

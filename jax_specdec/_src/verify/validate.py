@@ -1,4 +1,4 @@
-"""Host-side checks of values, for people who want errors before they enter jit."""
+"""`validate`: checks of values on the host, for those who want errors before jit."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from jax_specdec._src.types import (
     described,
 )
 from jax_specdec._src.verify import checks
+from jax_specdec._src.verify.rows import storage_of
 
 _LARGEST_EXCESS = 1e-4
-"""By how much probabilities may miss the sum of 1: more than a softmax in float32 does."""
+"""How far a sum of probabilities may be from 1: more than that of a float32 softmax is."""
 
 
 def validate(
@@ -35,12 +36,12 @@ def validate(
     positions: jax.Array | None = None,
     padded_rows: bool = False,
 ) -> None:
-    """Raise for any input that `rejection_sample` would answer with a status, or would pass over.
+    """Raise for any input that `rejection_sample` would answer with a status, or would ignore.
 
-    Reads every array on the host: for tests and for bringing up a new serving loop, not for the
-    hot path. Rows of inactive slots, and of drafts past the offsets, are not looked at.
+    Reads every array on the host: use it in tests and while you bring up a new serving loop, not on
+    the hot path. Rows of inactive slots are not checked, nor are drafts past the offsets.
 
-    Arguments are those of `rejection_sample`; ``positions`` are None where the noise is given.
+    Arguments are those of `rejection_sample`. ``positions`` is None for a call with explicit noise.
 
     Raises:
       TypeError: an argument of the wrong type or dtype.
@@ -62,7 +63,7 @@ def validate(
     if not isinstance(config, SpecDecodeConfig):
         raise TypeError(f"config must be a SpecDecodeConfig, but it is {described(config)}")
     k = config.num_speculative_tokens
-    sampling, positions = checks.taken(drafts, sampling, positions)
+    sampling, positions = checks.as_arrays(drafts, sampling, positions)
     given = target_logits, drafts, sampling, bonus_token_ids, active, vocab_size, token_bitmask
     checks.check_call(*given, padded_rows=padded_rows)
     size = target_logits.shape[1] if vocab_size is None else vocab_size
@@ -76,7 +77,7 @@ def validate(
         checks.check_positions(positions, batch)
         for b in slots:
             if positions[b] < 0:
-                raise ValueError(f"positions[{b}] must be not negative, but it is {positions[b]}")
+                raise ValueError(f"positions[{b}] must be at least 0, but it is {positions[b]}")
 
     logits, ids = np.asarray(target_logits, np.float32)[:, :size], np.asarray(drafts.token_ids)
     if token_bitmask is not None:
@@ -94,7 +95,7 @@ def validate(
         if last > len(logits):
             raise ValueError(
                 f"target_logits must have the rows of every active request, but request {b} owns "
-                f"rows {first} to {last - 1} of {len(logits)}"
+                f"rows {first} to {last - 1}, and there are {len(logits)}"
             )
         for row in range(first, last):
             _check_logits("target_logits", row, logits[row])
@@ -109,7 +110,7 @@ def validate(
 _RANGES = {
     "temperature": ("finite and not negative", lambda x: np.isfinite(x) and x >= 0),
     "min_p": ("in [0, 1]", lambda x: 0 <= x <= 1),
-    "top_k": ("not negative", lambda x: x >= 0),
+    "top_k": ("at least 0", lambda x: x >= 0),
     "top_p": ("in (0, 1]", lambda x: 0 < x <= 1),
 }
 
@@ -153,9 +154,8 @@ def _check_logits(name: str, row: int, values: Any) -> None:
 def _check_distribution(distribution: DraftDistribution, cu: Any, slots: Any, size: int) -> None:
     is_probs = isinstance(distribution, DraftProbs)
     name = f"drafts.distribution.{'probs' if is_probs else 'logits'}"
-    storage = distribution.probs if isinstance(distribution, DraftProbs) else distribution.logits
     ids = None if distribution.ids is None else np.asarray(distribution.ids)
-    values = np.asarray(storage, np.float32)[:, : size if ids is None else None]
+    values = np.asarray(storage_of(distribution), np.float32)[:, : size if ids is None else None]
     if isinstance(distribution, DraftLogits) and distribution.threshold is not None:
         values = np.where(values < np.asarray(distribution.threshold)[:, None], -np.inf, values)
     rows = np.arange(cu[-1]) if distribution.rows is None else np.asarray(distribution.rows)

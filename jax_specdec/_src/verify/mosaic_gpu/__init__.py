@@ -8,15 +8,15 @@
 - ``kernel``: one request's walk: read a row, judge its draft, go on; the block rule; filters. A new
   rule begins here, and in ``verify/rules.py``.
 - ``sample``: how the last token is drawn.
-- ``request``: what is known of a request and its drafted tokens; what is written of it.
-- ``statistics``: largest entry, argmax and masses of a row, for every dtype.
+- ``request``: a request, its drafted tokens, and its output.
+- ``statistics``: maximum, argmax and masses of a row, for every dtype.
 - ``rows``: target rows in shared memory, draft rows in global memory.
-- ``lists``: draft rows on a list of ids: a map for all of them, or candidates of each.
-- ``cluster``: exchanges between blocks; the one owner of rounds, slots and parities.
-- ``ptx``: what Pallas does not offer, such as loads of several entries of a dtype at once.
-- ``interpret``: the same in jnp, for GPU interpret mode.
-- ``shard_kernels``: statistics, masses and draw of one device's part of a split vocabulary.
+- ``lists``: draft rows on a list of ids: one map for all rows, or candidates of each row.
+- ``cluster``: exchanges between blocks. Only this file handles rounds, slots and parities.
+- ``ptx``: operations that Pallas lacks, such as loads of several entries at once.
+- ``interpret``: the same operations in jnp, for GPU interpret mode.
+- ``shard_kernels``: statistics, masses and draw for one device's part of a split vocabulary.
 
-``launch`` and what it imports are imported only where a call uses them: they need modules that JAX
-calls experimental, which must not cost, or break, anyone who runs elsewhere.
+``launch`` and the modules that it needs are imported only if a call uses the kernel. They need
+modules that JAX calls experimental, which must not slow down, or break, programs for other devices.
 """

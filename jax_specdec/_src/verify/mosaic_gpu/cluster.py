@@ -1,11 +1,12 @@
-"""How the blocks of a cluster, and the warpgroups of a block, learn of each other's results.
+"""Exchanges between the blocks of a cluster, and between the warpgroups of a block.
 
 Exchanges take place in rounds. In each, every warp of the cluster stores its values in a slot of
-every block's shared memory, and all wait until theirs is full. There are two slots, used in turn:
-who has all values of a round knows that all have read those of the round before, so that slot may
-be filled again. A slot has one mbarrier, whose phase completes once per round in that slot.
+every block's shared memory, and waits until the slot of its own block is full. Two slots are used
+alternately: a warp that has all values of a round knows that all warps have read those of the round
+before, so that slot may be filled again. A slot has one mbarrier, whose phase completes once per
+round in that slot.
 
-This file alone counts rounds; callers hand on the `round` that an exchange returns.
+Only this file counts rounds; callers pass on the `round` that an exchange returns.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ Count = TypeVar("Count", int, jax.Array)
 
 
 def slot_of(round: Count, slots: int = SLOTS) -> Count:
-    """The slot of a round, and so its barrier; `slots` is a power of two."""
+    """The slot of a round, which is also its barrier; `slots` is a power of two."""
     return round & (slots - 1)
 
 
 def parity_of(round: Count, slots: int = SLOTS) -> Count:
-    """The parity of the phase of its slot's barrier that a round completes: 0, then 1, 0 ..."""
+    """The parity of the barrier's phase that a round completes: 0, then 1, 0 and so on."""
     return (round >> (slots.bit_length() - 1)) & 1
 
 
 class Masses(NamedTuple):
-    """Masses of all tiles of a row, by lane: entry i of array r is of tile ``32 r + i``.
+    """Masses of all tiles of a row, by lane: lane i of array r has that of tile ``32 r + i``.
 
     Attributes:
       of_tiles: float32 ``[128]`` each, 0 past the last tile.
-      sums: up to and including each tile.
+      sums: their inclusive sums.
       total: ``[]`` float32.
     """
 
@@ -49,7 +50,7 @@ class Masses(NamedTuple):
 
     @classmethod
     def of(cls, threads: Threads, of_tiles: list[jax.Array]) -> Masses:
-        """With their sums."""
+        """Masses with their sums."""
         sums, total = [threads.warp_scan(mass) for mass in of_tiles], jnp.float32(0)
         for i, inclusive in enumerate(sums):
             sums[i] = inclusive + total if i else inclusive
@@ -59,7 +60,7 @@ class Masses(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The blocks that verify one request, as one warpgroup of one of them sees them.
+    """The blocks that verify one request, for one warpgroup of one of them.
 
     Attributes:
       threads: the operations of the warpgroup.
@@ -68,7 +69,7 @@ class Cluster:
         memory, and of the whole cluster.
       barriers: mbarriers, first those of the slots; in interpret mode `ExchangeBarriers`.
       scratch: float32 ref in shared memory, for `gather_in_block`.
-      block: ``[]`` int32, which block of the cluster this is.
+      block: ``[]`` int32, index of this block in the cluster.
     """
 
     threads: Threads
@@ -92,8 +93,8 @@ class Cluster:
           *values: float32 ``[128]``, the same in all threads of a warp: one, two or four.
 
         Returns:
-          For each value arrays by lane, entry i of array r that of warp ``32 r + i``, which past
-          the last warp mean nothing: see `is_warp`. Then the next round.
+          For each value arrays by lane: lane i of array r has that of warp ``32 r + i``, which is
+          undefined past the last warp (see `is_warp`). Then the next round.
         """
         width, warps = max(2, len(values)), self.memory.slices.warps
         slot = self._exchange(round, [*values, *values][:width], self.threads.index())
@@ -105,7 +106,7 @@ class Cluster:
         return by_value[: len(values)], round + 1
 
     def is_warp(self) -> list[jax.Array]:
-        """Where the arrays of `all_gather` have values."""
+        """Which lanes of the arrays of `all_gather` are defined."""
         warps = self.memory.slices.warps
         return [warp < warps for warp in _by_lane(self.threads.index(), warps)]
 
@@ -132,13 +133,13 @@ class Cluster:
         return Masses.of(threads, found), round + 1
 
     def no_masses(self) -> Masses:
-        """Stands for masses that nobody has summed."""
+        """Zeros, for a row whose masses are not summed."""
         arrays = _by_lane(self.threads.index(), num_tiles(self.memory.slices.size))
         nothing = [self.threads.filled(0.0) for _ in arrays]
         return Masses(nothing, nothing, jnp.float32(0))
 
     def _exchange(self, round: jax.Array, values: list[jax.Array], thread: jax.Array) -> Any:
-        """Store `values`, wait for those of all warps; returns the slot that has them."""
+        """Store `values`, wait for those of all warps, and return the slot that has them."""
         slot = slot_of(round)
         memory = self.slots.at[slot]
         warp = self.block * WARPS + lax.div(thread, WARP)
@@ -174,16 +175,16 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class Warpgroups:
-    """Warpgroups of a block, which look at as many positions of a request at once.
+    """Warpgroups of a block, each of which reads another position of the request.
 
-    Each has rows, slots and barriers of its own; together they find where a walk ends.
+    Each has its own rows, slots and barriers; together they find where the walk ends.
 
     Attributes:
       threads: the operations of a warpgroup.
       count: warpgroups of a block.
-      index: ``[]`` int32, which one this is.
-      flags: int32 ref ``[count, 2]`` in shared memory, or None where there is one warpgroup.
-      barrier: of all warpgroups in interpret mode, else None.
+      index: ``[]`` int32, index of this one.
+      flags: int32 ref ``[count, 2]`` in shared memory, or None if there is one warpgroup.
+      barrier: the barrier of all warpgroups in interpret mode, else None.
     """
 
     threads: Threads
@@ -193,19 +194,19 @@ class Warpgroups:
     barrier: Any = None
 
     def rows_before(self, position: jax.Array) -> jax.Array:
-        """How many rows a warpgroup copied before that of `position`, if none was left out."""
+        """How many rows a warpgroup copies before that of `position`, if it leaves out none."""
         return lax.div(position, self.count) if self.count > 1 else position
 
     def first(self, ends: jax.Array, position: jax.Array) -> jax.Array:
-        """The first warpgroup with which the walk ends, ``[]`` int32, or how many there are.
+        """The first warpgroup at whose position the walk ends, ``[]`` int32; `count` if none.
 
         Args:
-          ends: ``[]`` bool, whether it does with this one.
-          position: ``[]`` int32, the one that this warpgroup looked at.
+          ends: ``[]`` bool, whether it ends at this warpgroup's position.
+          position: ``[]`` int32, this warpgroup's position.
         """
         if self.count == 1:
             return jnp.where(ends, 0, 1)
-        # Flags of the time before are still being read.
+        # Two flags, used alternately: the last one may still be read by others.
         thread, slot = self.threads.index(), slot_of(self.rows_before(position))
         flag = jnp.zeros_like(thread) + ends.astype(jnp.int32)
         place = jnp.zeros_like(thread) + slot
@@ -218,12 +219,12 @@ class Warpgroups:
 
 
 def _by_lane(thread: jax.Array, count: int) -> list[jax.Array]:
-    """So many things dealt to the lanes of a warp, 32 at a time."""
+    """Indices from 0 to `count` - 1 over the lanes of a warp: an array for every 32."""
     return [start + (thread & (WARP - 1)) for start in range(0, count, WARP)]
 
 
 def tree_sum(xs: list[jax.Array]) -> jax.Array:
-    """Sum of arrays, in pairs: short chains of additions."""
+    """The sum of arrays, in pairs: chains of additions stay short."""
     while len(xs) > 1:
         xs = [a + b for a, b in zip(xs[::2], xs[1::2], strict=False)] + xs[len(xs) // 2 * 2 :]
     return xs[0]

@@ -1,8 +1,8 @@
 """The operations of `ptx.Threads` in jnp, for GPU interpret mode.
 
-Exchanges between blocks go through global memory and a barrier of the cluster. Slots, phases and
-parities are those that a GPU would be given, and they are checked: where a GPU would wait for the
-wrong phase, what is read is NaN.
+Exchanges between blocks go through global memory and a barrier of the cluster. They take the same
+slots, phases and parities as on a GPU, and check them: if a GPU would wait for the wrong phase, NaN
+is read here.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jax_specdec._src.verify.tiles import TILE
 
 
 class ExchangeBarriers(NamedTuple):
-    """What stands for the mbarriers of exchanges.
+    """Replaces the mbarriers of exchanges.
 
     Attributes:
-      cluster: the barrier of all blocks, or None where there is one.
-      completed: int32 ref in shared memory, for each mbarrier the phases that are complete.
+      cluster: the barrier of all blocks, or None if there is one block.
+      completed: int32 ref in shared memory, how many phases of each mbarrier are complete.
     """
 
     cluster: Any
@@ -34,7 +34,7 @@ class ExchangeBarriers(NamedTuple):
 
 
 class InterpretedThreads(Threads):
-    """One warpgroup, whose threads are the entries of arrays."""
+    """One warpgroup, whose threads are the entries of arrays ``[128]``."""
 
     interpreted = True
 
@@ -112,10 +112,10 @@ class InterpretedThreads(Threads):
         *,
         cluster: int,
     ) -> None:
-        """As on a GPU, but `memory` is in global memory, and of the whole cluster."""
-        plgpu.commit_smem()  # all wait for all: what was read may be overwritten by copies
+        """As on a GPU, but `memory` is in global memory and shared by the whole cluster."""
+        plgpu.commit_smem()  # all wait for all: copies may now overwrite what was read
         completed = barriers.completed[barrier]
-        # An mbarrier lets those pass who wait for the parity of the phase that completed last.
+        # An mbarrier passes those that wait for the parity of the phase completed last.
         right = (completed & 1) == parity
         barriers.completed[barrier] = completed + 1
         by_warp = jnp.stack([x[::WARP] for x in values], axis=1)  # of neighbours in memory

@@ -216,7 +216,7 @@ class Reader:
 
     def tile_masses(self, round: jax.Array) -> tuple[Masses, jax.Array]:
         """The masses of the tiles of a row that is drawn from: all that anybody needs of it."""
-        weight = statistics.weigher(self.target_base, self.scale, self.target.entry_size)
+        weight = statistics.weight_function(self.target_base, self.scale, self.target.entry_size)
         mine = statistics.tile_masses(self.target, self.row, self.rows_before, weight)
         return self.cluster.gather_masses(round, mine)
 

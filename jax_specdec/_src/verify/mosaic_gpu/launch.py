@@ -1,4 +1,4 @@
-"""The launches: operands, shared memory, and a cluster of blocks for each entry of a grid."""
+"""Launches: operands, shared memory, and a grid of clusters."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def verify(
     config: KernelConfig | None = None,
     interpret: Any = False,
 ) -> RejectionSampleOutput:
-    """Verify a batch in one launch, of a call that `support.unsupported` has nothing against.
+    """Verify a batch in one launch, for a call that `support.unsupported` does not object to.
 
     Args:
-      arrays: of the call, M at least 1, the distribution with at least one row or None.
+      arrays: of the call, with M at least 1. The distribution is None or has at least one row.
       rule: the rule.
       k: K.
-      size: ids that count, at most V.
-      config: choices of speed, or None for the default.
+      size: ids from it on are padding; at most V.
+      config: settings that change the speed only, or None for the default.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
 
     Returns:
@@ -92,7 +92,7 @@ def verify(
 
 
 def _operands(arrays: CallArrays, size: int) -> dict[str, jax.Array]:
-    """The arrays that there are, by name."""
+    """The arrays that the call has, by name."""
     drafts, sampling, distribution = arrays.drafts, arrays.sampling, arrays.drafts.distribution
     token_ids, mask = drafts.token_ids, arrays.token_bitmask
     operands: dict[str, Any] = {
@@ -126,7 +126,7 @@ def _operands(arrays: CallArrays, size: int) -> dict[str, jax.Array]:
 
 
 def _scratch(plan: Plan, target_dtype: Any, *, interpreted: bool) -> dict[str, Any]:
-    """What a block has of memory and barriers, by name."""
+    """Shared memory and barriers of a block, by name."""
     memory, warpgroups = plan.memory, plan.memory.warpgroups
     tiles = memory.slices.tiles
     scratch: dict[str, Any] = {
@@ -151,7 +151,7 @@ def _scratch(plan: Plan, target_dtype: Any, *, interpreted: bool) -> dict[str, A
 
 
 def _verify_request(plan: Plan, refs: dict[str, Any], *, interpreted: bool) -> None:
-    """What each warpgroup does."""
+    """The kernel: what each warpgroup does."""
     memory, slices = plan.memory, plan.memory.slices
     threads = InterpretedThreads() if interpreted else Threads()
     block = lax.axis_index("block") if slices.cluster > 1 else jnp.int32(0)
@@ -252,13 +252,13 @@ def launch(
     """Run a kernel.
 
     Args:
-      body: of the refs of operands, outputs and scratch; its axes are named as in `grid`, "block"
-        within a cluster of several and "warpgroup" within a block of several.
+      body: takes the refs of operands, outputs and scratch. Its axes are the name in `grid`,
+        "block" in a cluster of several blocks, and "warpgroup" in a block of several warpgroups.
       operands: arrays.
-      out: what it writes.
+      out: shapes and dtypes of the outputs.
       scratch: of each block.
-      grid: name and number of the clusters.
-      cluster: blocks of a cluster; 1 for blocks that know nothing of each other.
+      grid: name and length of the axis of clusters.
+      cluster: blocks of a cluster; 1 for independent blocks.
       warpgroups: warpgroups of a block.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
 

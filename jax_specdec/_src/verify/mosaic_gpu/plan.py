@@ -1,6 +1,6 @@
-"""What is static about a launch: how rows are cut into slices, and what shared memory holds.
+"""The static side of a launch: how rows are cut into slices, and what shared memory holds.
 
-`KernelConfig` is the caller's choice of it, `KernelConfig.choose` the rule of thumb without one.
+A caller may set it by a `KernelConfig`; if not, `KernelConfig.choose` does, by a rule of thumb.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ WARPS = 4
 """Warps of a warpgroup."""
 
 SLOTS = 2
-"""Slots of an exchange between blocks: see `cluster`."""
+"""Slots of an exchange between blocks; see `cluster`."""
 
 MAX_CLUSTER = 16
-"""The largest cluster of a Hopper GPU; more than 8 need one whose parts have 16 cores left."""
+"""Blocks of a cluster on a Hopper GPU, at most; more than 8 need a GPC with 16 cores."""
 
 MAX_BARRIERS = 32
-"""Barriers of a warpgroup: one thread of its first warp makes each ready."""
+"""Barriers of a warpgroup, at most: each is initialized by one thread of its first warp."""
 
 MAX_WARPGROUPS = 5
-"""Warpgroups of a block: more would have too few registers each."""
+"""Warpgroups of a block, at most: more would have too few registers each."""
 
 MAX_TILES = 4
-"""Tiles whose entries a thread loads at once, likewise."""
+"""Tiles whose entries a thread loads at once, at most, for the same reason."""
 
 MAX_CANDIDATES = 128
-"""Ids that a draft row may list: one for each thread of a warpgroup."""
+"""Ids that a draft row may list, at most: one for each thread of a warpgroup."""
 
 MAX_MAPPED = 2**16 - 1
-"""Ids that a map of draft rows may list: a column takes two bytes."""
+"""Ids that a map of draft rows may list, at most: a column takes two bytes."""
 
 SHARED_BYTES = 227 * 1024
-"""Shared memory that a block may have on Hopper and newer."""
+"""Shared memory of a block on Hopper and newer, at most."""
 
 _CORES_OF_LARGE = 132  # H100, H200; smaller ones may have no room for a cluster of 16
 _TILES_PER_BLOCK = 8  # at most, unless two blocks hold a row: clusters of two use every core
@@ -53,24 +53,24 @@ _MOST_BYTES = 48 * 1024  # of a slice: four blocks on a multiprocessor
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
-    """Static choices of the Mosaic GPU kernel that change its speed and not its tokens.
+    """Static settings of the Mosaic GPU kernel. They change its speed, not its tokens.
 
-    A request is verified by a cluster of blocks; each holds a slice of the row that is looked at.
-    Sums are added in another order where rows are cut otherwise: tokens are the same up to ties of
-    float32.
+    A request is verified by a cluster of blocks, each of which holds a slice of the current row. If
+    rows are cut into other slices, sums are added in another order: tokens are then the same but
+    for float32 ties.
 
     Attributes:
       max_cluster: blocks that share one request, at most 16; more than 8 need a large device. The
-        largest power of two up to it is used: other clusters take up to twice the time.
-      rows_at_once: target rows of a request that are read at once, at most 5, each by a warpgroup
-        of its own. Those after a rejection are read in vain.
+        largest power of two up to it is used, because other clusters take up to twice the time.
+      rows_at_once: target rows of a request that are read at once, at most 5, each by its own
+        warpgroup. Rows after a rejection are read in vain.
       tiles_at_once: tiles of a draft row, at most 4, that are loaded before the first of them is
-        used: the largest power of two up to it; of rows that do not all begin at multiples of
-        sixteen bytes always one. More wait less and need more registers.
+        used. The largest power of two up to it is used, but one if not all rows begin at multiples
+        of sixteen bytes. With more tiles, threads wait less and need more registers.
 
     Raises:
-      TypeError: a field is no integer.
-      ValueError: a number out of range.
+      TypeError: a field is not an integer.
+      ValueError: a number is out of range.
 
     Example:
       >>> KernelConfig(max_cluster=16, rows_at_once=2)
@@ -90,28 +90,28 @@ class KernelConfig:
     def choose(
         cls, num_requests: int, size: int, held: int, num_cores: int, draft_size: int = 0
     ) -> KernelConfig:
-        """The default, a rule of thumb.
+        """The default settings, by a rule of thumb.
 
         Args:
           num_requests: B.
-          size: ids of a row that count.
+          size: ids of a row, without padding.
           held: bytes that a block holds per id of its slice.
           num_cores: multiprocessors of the device.
           draft_size: bytes of a draft entry.
 
         Returns:
-          Where requests are few, blocks enough to use the device: they wait for memory and for
-          one exponential per entry, not for its bandwidth, so rows that may not be needed are read
-          too. Where they are many, as few blocks as have something to do, since every one costs,
-          and little shared memory, so that many run at once. Several tiles of a draft row are
-          loaded at once where that leaves enough registers to the blocks of a multiprocessor.
+          For few requests, enough blocks to use the whole device. Time then goes into latency and
+          one exponential per entry, not into bandwidth, so rows that may not be needed are read
+          too. For many requests, no more blocks than have work, because each costs time, and
+          little shared memory, so that many run at once. Several tiles of a draft row are loaded
+          at once if that leaves enough registers for the blocks of a multiprocessor.
         """
         large = num_cores >= _CORES_OF_LARGE
         blocks = num_requests * MAX_CLUSTER
         few = blocks <= _FREE_BLOCKS_PER_CORE * num_cores
         if large and (few or Slices.of(size, 8).ids * held > _MOST_BYTES):
-            # Clusters of 16 reach seven eighths of the multiprocessors. Three or four rows have
-            # registers enough where each block has a multiprocessor for itself, else two.
+            # Clusters of 16 reach seven eighths of the multiprocessors. For three or four rows
+            # there are registers enough if each block has its own multiprocessor; else for two.
             reached = 7 * num_cores // 8
             rows = 2 if blocks <= 2 * reached else 1
             if 2 * blocks <= num_cores:
@@ -135,18 +135,18 @@ class KernelConfig:
 
 
 def _tiles_at_once(tiles_each: int, rows: int) -> int:
-    """Tiles to load at once: a divisor of `tiles_each` of a block, or some are read in vain.
+    """Tiles to load at once: a divisor of a block's `tiles_each`, or some would be read in vain.
 
-    Four where few blocks, which read several rows at once, leave registers enough. Else two, which
-    leave room for six blocks on a multiprocessor; but not of few tiles, or nothing is summed while
-    others arrive.
+    Four if blocks are few and read several rows at once, for then there are registers enough. Two
+    otherwise, so that six blocks fit on a multiprocessor. One if a block has few tiles: with more,
+    no tile would be summed while others arrive.
     """
     most = MAX_TILES if rows > 1 else 2 if tiles_each > MAX_TILES else 1
     return max(count for count in (1, 2, 4) if count <= most and tiles_each % count == 0)
 
 
 def power_of_two(count: int) -> int:
-    """The largest one up to `count`."""
+    """The largest power of two up to `count`."""
     return 1 << (count.bit_length() - 1)
 
 
@@ -155,9 +155,9 @@ class Slices:
     """A row of `size` ids cut among the blocks of a cluster, in whole tiles.
 
     Attributes:
-      size: ids that count.
-      tiles: tiles per slice, the last ones of a row aside.
-      cluster: blocks, a power of two; those past the row have nothing to do.
+      size: ids of the row, without padding.
+      tiles: tiles of a slice; the last slices of a row may have fewer.
+      cluster: blocks, a power of two; blocks past the end of the row have nothing to do.
     """
 
     size: int
@@ -166,7 +166,8 @@ class Slices:
 
     @classmethod
     def of(cls, size: int, max_cluster: int) -> Slices:
-        # Clusters of a power of two are placed well, though blocks be idle; exchanges take two.
+        """The slices of rows of `size` ids in a cluster of at most `max_cluster` blocks."""
+        # Powers of two are scheduled well, even with idle blocks. An exchange takes two blocks.
         cluster = power_of_two(max_cluster)
         tiles = -(-num_tiles(size) // cluster)
         while cluster > 2 and cluster // 2 * tiles >= num_tiles(size):
@@ -189,13 +190,13 @@ class SharedMemory:
     """What a block holds in shared memory, in entries of its refs.
 
     Attributes:
-      slices: how rows are cut.
+      slices: how rows are cut into slices.
       target_size: bytes of a target entry.
       draft_size: bytes of a draft entry.
       target_aligned: whether every row begins at a multiple of sixteen bytes.
       draft_aligned: the same of draft rows.
-      values: numbers of a row that a warp sends to the others, at most.
-      warpgroups: warpgroups of a block, each of which has all of this.
+      values: the most numbers about a row that a warp sends to the others.
+      warpgroups: warpgroups of a block, each of which has its own copy of all of this.
       tiles_at_once: tiles of a slice whose draft entries are loaded at once.
     """
 
@@ -210,39 +211,39 @@ class SharedMemory:
 
     @property
     def target_stride(self) -> int:
-        """From one tile to the next; copies of rows not aligned begin a little earlier."""
+        """Distance from one tile to the next. Copies of unaligned rows begin a little earlier."""
         return TILE + (0 if self.target_aligned else 32 // self.target_size)
 
     @property
     def each(self) -> int:
-        """Consecutive ids per thread: the same of target and draft rows, whatever their dtypes."""
+        """Consecutive ids per thread, the same for target and draft rows of any dtype."""
         if not (self.target_aligned and self.draft_aligned):
             return 2
         return 4 if 4 in (self.target_size, self.draft_size) else 8
 
     @property
     def masses_per_warp(self) -> int:
-        """Masses of a warp's tiles, padded to what is sent at once."""
+        """Masses of a warp's tiles, padded to a multiple of what is sent at once."""
         return -(-self.slices.tiles // 4) * 4
 
     @property
     def slot(self) -> int:
-        """Floats of a slot: what every warp sends of a row, or the masses of its tiles."""
+        """Floats of a slot: the values that all warps send, or the masses of their tiles."""
         return self.slices.warps * max(self.values, self.masses_per_warp)
 
     @property
     def scratch(self) -> int:
-        """Floats for what the warps of a block exchange."""
+        """Floats for exchanges between the warps of a block."""
         return -(-TILE // (128 * self.each)) * WARPS
 
     @property
     def barriers(self) -> int:
-        """Those of the slots, then those of the tiles."""
+        """Number of barriers: one for each slot, then one for each tile."""
         return SLOTS + self.slices.tiles
 
     @property
     def bytes(self) -> int:
-        """Shared memory of a block, the compiler's rounding included."""
+        """Shared memory of a block, with a margin for the compiler's rounding."""
         tiles = self.slices.tiles * self.target_stride * self.target_size
         floats = SLOTS * self.slot + self.scratch
         return self.warpgroups * (tiles + 4 * floats + 8 * self.barriers) + 4 * 1024
@@ -250,24 +251,24 @@ class SharedMemory:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is static about a launch that verifies a batch.
+    """The static side of a launch that verifies a batch.
 
     Attributes:
-      k: drafts per request at most.
-      size: ids that count.
-      has_bonus_rows: whether each request owns a row after those of its drafts.
-      num_drafts: length of the flattened draft axis.
-      num_rows: target rows where none is left out.
+      k: K.
+      size: ids of a row, without padding.
+      has_bonus_rows: whether each request owns a bonus row.
+      num_drafts: N.
+      num_rows: target rows if none is left out.
       rates: conditional rates of the synthetic rule, or None.
       block: whether sampled requests follow the block rule.
-      is_plain: whether nothing is masked or filtered, nor `block`: registers are left to sum masses
-        of tiles while a row is read, and to load several tiles at once.
-      draft: "none", "probs", "logits" or "normalized"; "candidates" where rows list ids.
+      is_plain: whether there is no mask, no filter and no `block`. Then there are enough registers
+        to sum masses of tiles while a row is read, and to load several tiles at once.
+      draft: "none", "probs", "logits" or "normalized"; "candidates" if rows list their own ids.
       holds_probs: whether draft rows hold probabilities.
       is_mapped: whether draft rows share a map of ids.
-      draft_rows: rows stored.
+      draft_rows: R.
       draft_size: ids that the drafter could draw.
-      memory: how rows are cut, and what shared memory holds.
+      memory: how rows are cut into slices, and what shared memory holds.
     """
 
     k: int
@@ -289,7 +290,7 @@ class Plan:
     def of(
         cls, arrays: CallArrays, rule: Rule, *, k: int, size: int, config: KernelConfig | None
     ) -> Plan:
-        """That of a call; `config` is the caller's choice, or None."""
+        """The plan of a call; `config` is the caller's choice, or None."""
         sampling, distribution = arrays.sampling, arrays.drafts.distribution
         num_requests, num_drafts = sampling.temperature.shape[0], arrays.drafts.token_ids.shape[0]
         has_bonus_rows = arrays.bonus_token_ids is None
@@ -349,17 +350,17 @@ def shared_memory(
     size: int,
     config: KernelConfig | None,
 ) -> SharedMemory:
-    """What a block holds for a call.
+    """What a block holds in shared memory for a call.
 
     Args:
-      target_logits: its logits.
-      distribution: its drafts' distribution, or None.
+      target_logits: of the call.
+      distribution: the draft distribution, or None.
       num_requests: B.
       k: K.
-      walks: whether several positions may be looked at, one after another.
+      walks: whether the rule goes from position to position, so that several can be read at once.
       is_plain: see `Plan`.
-      size: ids that count.
-      config: the caller's choices, or None.
+      size: ids of a row, without padding.
+      config: the caller's choice, or None.
     """
     is_listed = distribution is not None and distribution.ids is not None
     storage = None if distribution is None or is_listed else storage_of(distribution)
@@ -387,7 +388,7 @@ def shared_memory(
 def shared_memory_of_rows(
     logits: jax.Array, num_rows: int, config: KernelConfig | None
 ) -> SharedMemory:
-    """What a block holds that reads rows of one matrix."""
+    """What a block holds in shared memory to read rows of one matrix."""
     size, entry_size = logits.shape[1], logits.dtype.itemsize
     if config is None:
         config = KernelConfig.choose(num_rows, size, entry_size, _num_cores())
@@ -402,6 +403,7 @@ def shared_memory_of_rows(
 
 
 def is_aligned(rows: jax.Array | None) -> bool:
+    """Whether every row of a matrix begins at a multiple of sixteen bytes."""
     return rows is None or rows.shape[1] * rows.dtype.itemsize % 16 == 0
 
 

@@ -1,15 +1,15 @@
-"""What the threads of a warpgroup do, below what Pallas offers.
+"""Operations of the threads of a warpgroup that Pallas does not offer.
 
 The kernels compute with arrays ``[128]`` of one entry per thread: entry t is in a register of
-thread t. Every operation takes and gives such arrays, or scalars that all threads have.
+thread t. Every operation takes and returns such arrays, or scalars that all threads share.
 `interpret.InterpretedThreads` has the same operations in jnp.
 
-MLIR's `nvvm` and `llvm` dialects serve where they can. PTX stands for:
+They are built from MLIR's `nvvm` and `llvm` dialects where possible. PTX is used for:
 
-- copies, prefetches and stores to other blocks: predicated, each by one thread or lane of its own;
-- waiting for an mbarrier: the dialect's own loop gives the thread up between two tries;
-- `index_anew`: only what has side effects is computed again rather than kept in a register;
-- first bytes of rows: what is common to all rows would be kept in registers;
+- copies, prefetches and stores to other blocks: each is predicated, for one thread or lane;
+- waiting for an mbarrier: the dialect's loop suspends the thread between two tries;
+- `index_anew`: only code with side effects is computed again rather than kept in a register;
+- first bytes of rows: what all rows have in common would be kept in registers;
 - funnel shifts, which no dialect has.
 """
 
@@ -36,7 +36,7 @@ WARP = 32
 THREADS = WARP * WARPS
 
 COPIED = 16
-"""Bytes that the two ends of a copy are multiples of."""
+"""Copies begin and end at multiples of this many bytes."""
 
 T = TypeVar("T")
 
@@ -58,11 +58,11 @@ class Threads:
     interpreted = False
 
     def index(self) -> jax.Array:
-        """Each thread's place in the warpgroup, ``[128]`` int32."""
+        """Each thread's index in the warpgroup, ``[128]`` int32."""
         return plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_PER_THREAD)
 
     def index_anew(self) -> jax.Array:
-        """The same, computed again: what is computed of it is not kept in registers until then."""
+        """`index` computed again, so that values made from it are not kept in registers."""
 
         def run() -> Any:
             text = "{ .reg .b32 thread; mov.u32 thread, %tid.x; and.b32 $0, thread, 127; }"
@@ -94,12 +94,12 @@ class Threads:
         return _inline(run, (), (x,), [((THREADS,), jnp.int32)])[0]
 
     def warp_max(self, x: jax.Array) -> jax.Array:
-        """The largest float32 of each warp, NaN if any is, in all of its threads."""
+        """The maximum float32 of each warp, in all of its threads; NaN if any entry is."""
         bits = lax.bitcast_convert_type(jnp.where(x == x, x, jnp.nan), jnp.int32)
         return lax.bitcast_convert_type(_ordered(self._reduce("MAX", _ordered(bits))), x.dtype)
 
     def warp_min(self, x: jax.Array) -> jax.Array:
-        """The least int32 of each warp, in all of its threads."""
+        """The minimum int32 of each warp, in all of its threads."""
         return self._reduce("MIN", x)
 
     def has_twin(self, x: jax.Array) -> jax.Array:
@@ -113,21 +113,21 @@ class Threads:
         return (lanes & (lanes - 1)) != 0
 
     def warp_sum(self, x: jax.Array, lanes: int = WARP) -> jax.Array:
-        """The sum of each warp, or of each `lanes` of it in order, in all of its threads."""
+        """The sum of each warp, or of each group of `lanes` in it, in all threads of the group."""
         while lanes > 1:
             lanes //= 2
             x = x + self.shuffle_xor(x, lanes)
         return x
 
     def warp_scan(self, x: jax.Array) -> jax.Array:
-        """Sums up to and including each thread, within its warp."""
+        """Inclusive sums over the threads of each warp."""
         lane = self.index() & (WARP - 1)
         for distance in (1, 2, 4, 8, 16):
             x = jnp.where(lane >= distance, x + self._shuffle("up", x, distance), x)
         return x
 
     def shuffle_xor(self, x: jax.Array, mask: jax.Array | int) -> jax.Array:
-        """The entry of the lane whose number differs by ``xor mask``."""
+        """The entry of lane ``lane ^ mask`` of the same warp."""
         return self._shuffle("bfly", x, mask)
 
     def shuffle(self, x: jax.Array, lane: Any) -> jax.Array:
@@ -135,32 +135,32 @@ class Threads:
         return self._shuffle("idx", x, lane)
 
     def scalar(self, x: jax.Array) -> jax.Array:
-        """What all threads have in common, ``[]``."""
+        """The value of an array that is the same in all threads, ``[]``."""
         return _inline(lambda x: (x,), (), (x,), [((), x.dtype)])[0]
 
     def cond(self, which: jax.Array, true: Callable[[], T], false: Callable[[], T]) -> T:
-        """What `true` or `false` gives; `which` is the same in all threads of a warp."""
+        """``true()`` or ``false()``; `which` must be the same in all threads of a warp."""
         return lax.cond(self.scalar(which.astype(jnp.int32)) == 1, true, false)
 
     # Barriers.
 
     def sync(self) -> None:
-        """Wait for the whole warpgroup, which then knows what it wrote to shared memory."""
+        """Wait for the whole warpgroup. Its writes to shared memory are then visible to all."""
         _inline(lambda: utils.warpgroup_barrier())
 
     def sync_block(self, warpgroups: int, barrier: Any) -> None:
         """Wait for all warpgroups of the block. `barrier` is for interpret mode."""
-        del barrier  # of the hardware's sixteen, the one that no warpgroup has for itself
+        del barrier  # on a GPU, number 15 of the hardware's: warpgroups use the lower numbers
         text = f"bar.sync 15, {THREADS * warpgroups};"
         _inline(lambda: _ptx(text, "~{memory}"))
 
     def fence_copies(self) -> None:
-        """What a thread wrote to shared memory precedes copies that begin once others know it."""
+        """Order a thread's writes to shared memory before copies that begin after the next sync."""
         text = "fence.proxy.async.shared::cta;"
         _inline(lambda: _ptx(text, "~{memory}"))
 
     def init_barriers(self, barriers: Any, count: int) -> None:
-        """Make up to 32 mbarriers ready, by the first warp; all blocks see it after `cluster_wait`.
+        """Initialize up to 32 mbarriers, by the first warp. All blocks see it after `cluster_wait`.
 
         Args:
           barriers: int32 ref in shared memory, two for each barrier.
@@ -188,11 +188,11 @@ class Threads:
         _inline(run, (barriers,))
 
     def cluster_wait(self) -> None:
-        """Wait until every block of the cluster has made its barriers ready."""
+        """Wait until every block of the cluster has initialized its barriers."""
         _inline(lambda: nvvm.cluster_wait(aligned=True))
 
     def wait(self, barriers: Any, barrier: jax.Array, parity: jax.Array) -> None:
-        """Wait for the phase of a barrier: `parity` is 0 for the first, then 1, 0, 1 and so on."""
+        """Wait for a phase of a barrier: `parity` is 0 for the first, then 1, 0, 1 and so on."""
 
         def run(barriers: Any, barrier: Any, parity: Any) -> None:
             text = "{\n.reg .pred done;" + _WAIT.format(barrier="$0", parity="$1") + "}"
@@ -214,15 +214,15 @@ class Threads:
     ) -> None:
         """Each warp stores its values in the shared memory of every block; all wait for all.
 
-        A store completes on the receiver's barrier: no fence and one trip, where a store to global
-        memory and a barrier of the cluster take two fences and three trips.
+        A store completes on the receiver's barrier. This takes no fence and one round trip; a store
+        to global memory and a barrier of the cluster would take two fences and three trips.
 
         Args:
           memory: float32 ref in shared memory, the same in each block.
-          barriers: what `init_barriers` made ready.
+          barriers: initialized by `init_barriers`.
           place: ``[128]`` int32, where this warp's values go: a multiple of four, or of two for two
             values; the same in all threads of a warp.
-          barrier: ``[]`` int32, which barrier.
+          barrier: ``[]`` int32, index of the barrier.
           parity: ``[]`` int32, of its phase.
           values: float32 ``[128]`` each, two or a multiple of four, the same in all threads of a
             warp.
@@ -235,8 +235,8 @@ class Threads:
             f"[theirs+{4 * j}], {{{', '.join(f'${3 + j + i}' for i in range(width))}}}, [barrier];"
             for j in range(0, count, width)
         ]
-        # Only stores have a predicate. A register that is written under one keeps what it held
-        # where that is false, and so is taken from the kernel's beginning on.
+        # Only stores are predicated. A register that is written under a predicate keeps its value
+        # if that is false, so it would be occupied from the kernel's beginning on.
         sends = "\n".join(f"@sends {store}" for store in stores)
 
         def run(
@@ -267,8 +267,8 @@ class Threads:
 
         _inline(run, (memory, barriers), (place, barrier, parity, *values))
 
-    # Copies. They name no tensor, so no descriptor is made before the launch, and rows may begin at
-    # any multiple of their entries' size: what is copied is whole units of sixteen bytes.
+    # Copies. They use no tensor descriptor, so nothing is prepared before the launch, and rows may
+    # begin at any multiple of their entries' size. Whole units of sixteen bytes are copied.
 
     def copy_tiles(
         self,
@@ -290,12 +290,12 @@ class Threads:
           rows: ref ``[R, columns]`` in global memory.
           row: ``[]`` int32.
           first: ``[]`` int32, the first entry of the first tile.
-          size: entries of the row; none is copied from there on.
+          size: entries of the row; nothing past them is copied.
           count: tiles, at most 128.
           buffer: flat ref in shared memory.
-          stride: from one tile to the next in `buffer`.
-          barriers: what `init_barriers` made ready.
-          first_barrier: which one completes with the first tile; the following ones likewise.
+          stride: distance from one tile to the next in `buffer`.
+          barriers: initialized by `init_barriers`.
+          first_barrier: the one that completes with the first tile; the next tiles have the next.
         """
         columns, bytes_each = rows.shape[1], rows.dtype.itemsize
         index, begin, length = self._tiles(first, size, count)
@@ -323,7 +323,7 @@ class Threads:
         _inline(run, (rows, buffer, barriers), values)
 
     def copy_shift(self, rows: Any, row: jax.Array) -> jax.Array | int:
-        """How many entries come before the first one in copies of a row's tiles, ``[]`` int32."""
+        """How many entries a copy of a row's tiles has before the first one, ``[]`` int32."""
         columns, size = rows.shape[1], rows.dtype.itemsize
 
         def run(rows: Any, row: Any) -> Any:
@@ -336,7 +336,7 @@ class Threads:
     def prefetch_tiles(
         self, rows: Any, row: jax.Array, first: jax.Array, size: int, count: int
     ) -> None:
-        """Begin to bring the tiles of a row into the second-level cache: see `copy_tiles`."""
+        """Begin to fetch the tiles of a row into the L2 cache; arguments as `copy_tiles`."""
         columns, bytes_each = rows.shape[1], rows.dtype.itemsize
         _, begin, length = self._tiles(first, size, count)
 
@@ -359,7 +359,7 @@ class Threads:
     def _tiles(
         self, first: jax.Array, size: int, count: int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Each thread's tile: which, where it begins, and its entries, 0 or less for none."""
+        """Each thread's tile: index, first entry, and number of entries, 0 or less for none."""
         index = self.index_anew()
         begin = first + index * TILE
         return index, begin, jnp.where(index < count, jnp.minimum(size - begin, TILE), 0)
@@ -367,7 +367,7 @@ class Threads:
     # Reading and writing.
 
     def gather(self, ref: Any, *indices: jax.Array) -> jax.Array:
-        """``ref[indices]`` of each thread, for one or two indices; bools and floats widened."""
+        """``ref[indices]`` by each thread, for one or two indices; bools and floats are widened."""
         dtype = jnp.dtype(ref.dtype)
         widened = jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
         if dtype == jnp.uint32:
@@ -415,12 +415,12 @@ class Threads:
     ) -> list[jax.Array]:
         """``ref[start + offset + each * t + j]`` as float32, ``[128]`` for each j.
 
-        From shared memory; `start` may be ``[128]``. `aligned`: a multiple of sixteen bytes, so
-        many of which are read at a time; else any entry. `offset`: whole words.
+        From shared memory; `start` may be ``[128]``. If `aligned`, the addresses are multiples of
+        sixteen bytes, which are read at once; if not, they may be any. `offset` is whole words.
         """
         dtype = jnp.dtype(ref.dtype)
         size = dtype.itemsize
-        if aligned:  # else more registers are needed where several tiles are read
+        if aligned:  # otherwise reading several tiles takes more registers
             start = start + offset
 
         def run(ref: Any, start: Any, thread: Any) -> Any:
@@ -436,17 +436,17 @@ class Threads:
         return _inline(run, (ref,), (start, self.index()), out)
 
     def row_entries(self, ref: Any, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
-        """``ref[row, start + j]`` of each thread as float32, ``[128]`` for each j of `each`.
+        """``ref[row, start + j]`` by each thread as float32, ``[128]`` for each j of `each`.
 
-        From global memory. `each` and `start` fit a row of aligned pieces of up to sixteen bytes,
-        which are read at once.
+        From global memory. The entries must be an aligned piece of up to sixteen bytes, which is
+        read at once, or several such pieces.
         """
         if each == 1:
             return [self.gather(ref, row, start)]
         return self.numbers(self.row_words(ref, row, start, each), ref.dtype)
 
     def row_words(self, ref: Any, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
-        """`row_entries` as they are loaded: what `numbers` makes entries of."""
+        """`row_entries` as the words that are loaded; `numbers` turns them into entries."""
         dtype, columns = jnp.dtype(ref.dtype), ref.shape[1]
 
         def run(ref: Any, row: Any, start: Any) -> Any:
@@ -469,7 +469,7 @@ class Threads:
     def row_run(
         self, ref: Any, row: jax.Array, start: jax.Array, offset: int, each: int
     ) -> list[jax.Array]:
-        """`row_entries` from ``start + offset`` on, one at a time, wherever that is."""
+        """`row_entries` from ``start + offset`` on, at any address, one at a time."""
         dtype, columns = jnp.dtype(ref.dtype), ref.shape[1]
 
         def run(ref: Any, row: Any, start: Any) -> Any:
@@ -489,12 +489,14 @@ def _inline(
     values: Sequence[Any] = (),
     out: Sequence[tuple[tuple[int, ...], Any]] = (),
 ) -> list[jax.Array]:
-    """`fn(*refs, *values)` in MLIR: memrefs, then each thread's value; returns one per `out`."""
+    """``fn(*refs, *values)`` in MLIR, on memrefs and each thread's values; one result per `out`."""
 
     def run(_: Any, *args: Any) -> Any:
         given = [a if i < len(refs) else _register(a) for i, a in enumerate(args)]
         results = fn(*given)
-        return tuple(_array(r, *o) for r, o in zip(results if out else (), out, strict=True))
+        return tuple(
+            _fragmented_array(r, *o) for r, o in zip(results if out else (), out, strict=True)
+        )
 
     values = [_cast(jnp.asarray(x)) for x in values]
     layouts = [_UNIFORM if x.ndim == 0 else _PER_THREAD for x in values]
@@ -509,7 +511,7 @@ def _inline(
 
 
 def _ptx(text: str, constraints: str, *args: Any, result: Any = None, pure: bool = False) -> Any:
-    """A piece of PTX with operands ``$0, $1, ...``, the result first; `pure`: it may move."""
+    """Inline PTX with operands ``$0, $1, ...``, the result first; it may be moved if `pure`."""
     kind = ir.Type.parse("!llvm.void") if result is None else result
     return llvm.inline_asm(kind, list(args), text, constraints, has_side_effects=not pure)
 
@@ -533,7 +535,7 @@ def _register(x: Any) -> Any:
     return register
 
 
-def _array(value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+def _fragmented_array(value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     signed = jnp.issubdtype(dtype, jnp.signedinteger) if dtype != jnp.float32 else None
     if not shape:
         return mgpu.FragmentedArray.splat(value, (), is_signed=signed)
@@ -550,17 +552,17 @@ def _element_type(dtype: Any) -> Any:
 
 
 def _ordered(bits: jax.Array) -> jax.Array:
-    """Integers in the order of the floats of these bits, NaN last; and back."""
+    """From the bits of floats to integers that order as they do, NaN last; and back."""
     return bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF)
 
 
 def _address(ref: Any) -> Any:
-    """Where a ref begins: 32 bits in shared memory, 64 in global memory."""
+    """The address of a ref: 32 bits in shared memory, 64 in global memory."""
     return llvm.ptrtoint(_i32() if utils.is_smem_ref(ref) else _i64(), utils.memref_ptr(ref))
 
 
 def _address_of(ref: Any, at: Sequence[Any], columns: int, size: int) -> Any:
-    """Where an entry of a ref with one index or two is, that has so many columns."""
+    """The address of an entry of a ref that has one index, or two and `columns` columns."""
     start = _address(ref) if len(at) == 1 else _add_scaled(_address(ref), at[0], columns * size)
     return _add_scaled(start, at[-1], size)
 
@@ -580,7 +582,7 @@ def _add_scaled(address: Any, index: Any, size: int) -> Any:
 def _whole_units(
     rows: Any, row: Any, first: Any, count: Any, columns: int, size: int
 ) -> tuple[Any, Any]:
-    """Where the units begin that hold a piece, and their bytes."""
+    """The address of the sixteen-byte units that hold `count` entries, and their length."""
     begin = _first_byte(rows, row, first, columns, size)
     mask = utils.c(-COPIED, _i64())
     end = arith.addi(_add_scaled(begin, count, size), utils.c(COPIED - 1, _i64()))
@@ -615,7 +617,7 @@ def _aligned_words(ref: Any, begin: Any, size: int) -> list[Any]:
 
 
 def _any_words(ref: Any, begin: Any, offset: int, size: int) -> list[Any]:
-    """`size` bytes, `offset` after any address: each word from the two that it lies in."""
+    """`size` bytes, `offset` after any address: each word from the two that it overlaps."""
 
     def load(first: Any, place: int) -> Any:
         return llvm.load(_i32(), _pointer(ref, arith.addi(first, utils.c(place, _i32()))))
@@ -633,11 +635,11 @@ def _any_words(ref: Any, begin: Any, offset: int, size: int) -> list[Any]:
 
 
 def _numbers(word: Any, dtype: Any) -> list[Any]:
-    """What a word holds, as float32."""
+    """The one or two numbers in a word, as float32."""
     f32 = ir.F32Type.get()
     if dtype == jnp.float32:
         return [arith.bitcast(f32, word)]
-    if dtype == jnp.bfloat16:  # the upper half of a number is the number
+    if dtype == jnp.bfloat16:  # bfloat16 is the upper half of float32
         low, high = arith.shli(word, utils.c(16, _i32())), arith.andi(word, utils.c(-65536, _i32()))
         return [arith.bitcast(f32, low), arith.bitcast(f32, high)]
     one = vector.broadcast(ir.VectorType.get((1,), _i32()), word)

@@ -1,7 +1,7 @@
-"""What a warpgroup knows of its request, and what it writes of it.
+"""A request as a warpgroup holds it: its parameters, its drafted tokens, and its output.
 
-Lane i of every warp knows position i: its drafted token, and what is to be known of that before
-rows are read.
+Lane i of every warp holds position i: the drafted token, and all that can be computed of it before
+whole rows are read.
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ from jax_specdec._src.verify.mosaic_gpu.statistics import (
 )
 
 _ROUNDS = 8
-"""Loads of offsets, of 32 requests each, that are under way at once."""
-
+"""Loads of offsets, of 32 requests each, that are in flight at once."""
 
 _ENTRIES = 8
-"""Of lists, each of 32 candidates, that are loaded at once."""
+"""Loads of lists, of 32 candidates each, that are in flight at once."""
 
 
 class KernelRequest:
     """One request, while the kernel is traced.
 
     Attributes:
-      status: ``[]`` int32, not OK where it must not be looked at.
+      status: ``[]`` int32. If it is not OK, none of the request's rows may be read.
       first_row: ``[]`` int32.
       num_drafts: ``[]`` int32.
       num_rows: ``[]`` int32, target rows that it owns.
@@ -50,11 +49,11 @@ class KernelRequest:
       stored: ``[]`` bool, whether its draft distribution is stored.
       inv: ``[]`` float32, the inverse of its temperature.
       scale: ``[]`` float32, the same for exponentials of base two.
-      bonus: ``[]`` int32, the given bonus token.
-      filter: what it leaves out of a row, or None where nobody does.
-      filters: ``[]`` bool, whether it leaves out anything; None likewise.
-      lane: ``[128]`` int32, the place of each thread in its warp.
-      token_ids: ``[128]`` int32 by lane, -1 where there is no draft.
+      bonus: ``[]`` int32, the bonus token that the caller gave.
+      filter: its min-p, top-k and top-p; None if the call has none of them.
+      filters: ``[]`` bool, whether its filter may leave out anything; None without filters.
+      lane: ``[128]`` int32, the index of each thread in its warp.
+      token_ids: ``[128]`` int32 by lane, -1 for lanes without a draft.
       proposed: ``[128]`` bool by lane, whether the id is in range.
       draft_rows: ``[128]`` int32 by lane.
       uniforms: ``[128]`` float32 by lane: K to accept, then two to recover; see `draw_noise`.
@@ -86,7 +85,7 @@ class KernelRequest:
         rounds = -(-temperatures.shape[0] // WARP)
         before = [self._offsets(i) for i in range(min(rounds, _ROUNDS))]
         self.bonus = refs["bonus"][index] if "bonus" in refs else jnp.int32(0)
-        meanwhile()  # loads do not move past its PTX: all of them are under way
+        meanwhile()  # its PTX keeps the loads above in place: all of them are in flight
         start, self.num_drafts, in_bounds = ragged.locate(
             start, end, index, plan.k, plan.num_drafts
         )
@@ -121,7 +120,7 @@ class KernelRequest:
             self.filters = ~self.greedy & self.filter.limits(plan.size)
         is_draft = self.lane < self.num_drafts
         place = jnp.where(is_draft, start + self.lane, 0)
-        # Where all before it have K drafts, what was loaded with the offsets is what it needs.
+        # If all requests before it have K drafts, what was loaded with the offsets is right.
         found = lax.cond(
             start == index * plan.k,
             lambda: guessed,
@@ -132,18 +131,18 @@ class KernelRequest:
         self.draft_rows = jnp.where(is_draft, found[1], 0) if "rows" in refs else place
 
     def _flag(self, name: str) -> jax.Array:
-        """``[]`` int32, 0 where it is false."""
+        """``[]`` int32, 0 for false."""
         index = self.threads.filled(0, jnp.int32) + self.index
         return self.threads.scalar(self.threads.gather(self.refs[name], index))
 
     def _offsets(self, round: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """By lane: a request before this one, or one twice, and its two offsets; 32 a round."""
+        """By lane, 32 a round: a request before this one, perhaps repeated, and its two offsets."""
         index = jnp.minimum(round * WARP + self.lane, jnp.maximum(self.index - 1, 0))
         start, end = (self.threads.gather(self.refs["offsets"], index + i) for i in range(2))
         return index, start, end
 
     def _end(self, index: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
-        """By lane: where that request's drafts end, 0 where its offsets make no sense."""
+        """By lane: where that request's drafts end; 0 if its offsets are out of range."""
         _, _, in_bounds = ragged.locate(start, end, index, self.plan.k, self.plan.num_drafts)
         return jnp.where(in_bounds & (index < self.index), end, 0)
 
@@ -163,11 +162,11 @@ class KernelRequest:
         self.uniforms = noise.to_uniform(jnp.where(lane == k + 1, second, first))
 
     def at(self, values: jax.Array, position: jax.Array | int) -> jax.Array:
-        """What the lane of `position` knows, ``[]``."""
+        """The value of the lane of `position`, ``[]``."""
         return self.threads.scalar(self.threads.shuffle(values, position))
 
     def is_proposed(self, position: jax.Array) -> jax.Array:
-        """Whether a proposal was made at `position`, ``[]``; false past the last one."""
+        """Whether a token was proposed at `position`, ``[]``; false past the last draft."""
         return self.at(self.proposed.astype(jnp.int32), jnp.minimum(position, WARP - 1)) == 1
 
     def write(
@@ -177,7 +176,7 @@ class KernelRequest:
         status: jax.Array,
         is_writer: jax.Array,
     ) -> None:
-        """Emit the accepted drafts and one more token, or nothing where the status is not OK.
+        """Write the accepted drafts and one more token, or no tokens if the status is not OK.
 
         Args:
           num_accepted: ``[]`` int32.
@@ -202,17 +201,17 @@ class KernelRequest:
 
 
 class DraftedTokens:
-    """What is known of the drafted tokens, by lane, while the kernel is traced.
+    """The drafted tokens of a request, by lane, while the kernel is traced.
 
     Attributes:
-      place: ``[128]`` int32, the id, 0 where none was proposed.
-      logit: ``[128]`` float32, its entry in the target row; of rows that are not visited, too.
-      uses_q: ``[128]`` bool, whether its draft row counts.
+      place: ``[128]`` int32, the id; 0 if none was proposed.
+      logit: ``[128]`` float32, its entry in the target row, whether or not the row is visited.
+      uses_q: ``[128]`` bool, whether its draft row is used.
       draft_row: ``[128]`` int32, in range.
       entry: ``[128]`` float32, its entry in the draft row.
-      log_normalizer: ``[128]`` float32, where those are stored.
-      q: ``[128]`` float32, its draft probability where no row has to be read for that, else 1.
-      bad: ``[128]`` bool, whether what is known of its draft row is bad.
+      log_normalizer: ``[128]`` float32, if they are stored.
+      q: ``[128]`` float32, its draft probability; 1 if a whole row must be read to compute it.
+      bad: ``[128]`` bool, whether the draft row is found bad without reading all of it.
     """
 
     def __init__(
@@ -243,7 +242,7 @@ class DraftedTokens:
             self.log_normalizer = threads.gather(request.refs["normalizer"], self.draft_row)
 
     def find_q(self) -> None:
-        """Find `q` and `bad`, once what was loaded is to be waited for."""
+        """Compute `q` and `bad`. This waits for the loads that `__init__` began."""
         request, plan = self.request, self.request.plan
         if self.draft is None:
             return
@@ -264,7 +263,7 @@ class DraftedTokens:
             self.bad = self.bad | (self.uses_q & ~is_finite(self.log_normalizer))
 
     def _find_listed(self, draft: Candidates) -> None:
-        """Find what rows that list ids say of the drafted tokens, a few positions at once."""
+        """`find_q` for rows of candidates, a few positions at once."""
         request, threads, k = self.request, self.request.threads, self.request.plan.k
         found = [threads.filled(draft.fill), threads.filled(0, jnp.int32)]
         if draft.sums:
@@ -296,19 +295,19 @@ class DraftedTokens:
         self.bad = self.bad | (self.uses_q & is_bad)
 
     def _load_lists(self, draft: Candidates, first: jax.Array | int, count: int) -> list[Listed]:
-        """Begin to load the lists of `count` positions; past the last one anything."""
+        """Begin to load the lists of `count` positions; undefined past the last position."""
         places = [jnp.minimum(first + i, WARP - 1) for i in range(count)]
         return [draft.load(self.request.at(self.draft_row, place)) for place in places]
 
     def exponent(self, position: jax.Array) -> Exponent | None:
-        """What makes `q` of the entries of a row that lists ids; None of probabilities."""
+        """What turns entries of a row of candidates into `q`; None if they are probabilities."""
         if self.request.plan.holds_probs:
             return None
         log, peak = (self.request.at(x, position) for x in (self._log, self._peak))
         return Exponent(self.request.scale, log, peak)
 
     def probabilities(self, target: Normalizer, draft: Normalizer) -> tuple[jax.Array, jax.Array]:
-        """By lane: p and q of the drafted token, were the rows of its position so normalized."""
+        """By lane: p and q of the drafted token, by the normalizers of one position's rows."""
         request, plan = self.request, self.request.plan
         p = jnp.exp2((self.logit - target.peak) * request.scale) / target.total
         if request.filters is not None:
@@ -321,24 +320,24 @@ class DraftedTokens:
         return p, q
 
     def counts_q(self, position: jax.Array) -> jax.Array:
-        """Whether the draft row of a position counts, ``[]``."""
+        """Whether the draft row of a position is used, ``[]``."""
         return self.request.at(self.uses_q.astype(jnp.int32), position) == 1
 
     def prefetch(self, position: jax.Array) -> None:
-        """Begin to bring the draft row of a position into the second-level cache."""
+        """Begin to fetch the draft row of a position into the L2 cache."""
         if self.draft is not None:
             self.draft.prefetch(self.request.at(self.draft_row, position))
 
 
 class Work(NamedTuple):
-    """What one warpgroup has in hand, while the kernel is traced.
+    """The objects that one warpgroup works with, while the kernel is traced.
 
     Attributes:
-      request: what is known of the request.
+      request: the request.
       target: target rows.
-      draft: draft rows, or None where there are none.
-      drafted: what is known of the drafted tokens.
-      cluster: the blocks at work on the request.
+      draft: draft rows, or None if the call has none.
+      drafted: the drafted tokens.
+      cluster: the blocks that verify the request.
     """
 
     request: KernelRequest

@@ -15,18 +15,18 @@ from jax_specdec._src.verify.mosaic_gpu.ptx import COPIED, THREADS, Threads
 from jax_specdec._src.verify.tiles import TILE
 
 PIECES = 2
-"""Of a tile of a draft row, each of eight ids per thread: more at once need more registers."""
+"""Pieces of a tile of a draft row, of eight ids per thread. Fewer would need more registers."""
 
 Chunk: TypeAlias = list[jax.Array]
-"""Float32 ``[128]`` for each of the consecutive ids that a thread has."""
+"""A list of float32 ``[128]``, one for each of the consecutive ids that a thread has."""
 
-Step: TypeAlias = Callable[[jax.Array, int, jax.Array | int, list[Chunk], Any], Any]
-"""From a tile, its place among those loaded at once, a piece of it, that piece's chunks, and a
-state to the next state."""
+FoldStep: TypeAlias = Callable[[jax.Array, int, jax.Array | int, list[Chunk], Any], Any]
+"""Takes a tile, its index among those loaded at once, a piece of it, the chunks of the piece, and a
+state; returns the next state."""
 
 
 class RowSlice:
-    """What a block's slices of target and draft rows have in common."""
+    """A block's slice of target or draft rows: what both kinds have in common."""
 
     threads: Threads
     rows: Any
@@ -47,26 +47,26 @@ class RowSlice:
         raise NotImplementedError
 
     def of_tile(self, row: jax.Array, tile: jax.Array) -> list[jax.Array]:
-        """All entries that each thread has of a tile."""
+        """All entries of a tile that each thread has."""
         return [x for chunk in self.chunks(row, tile) for x in chunk]
 
 
 @dataclasses.dataclass(frozen=True)
 class TargetSlice(RowSlice):
-    """Buffers in shared memory for the tiles of rows that are copied one after another.
+    """A block's slice of target rows, which are copied to shared memory one after another.
 
-    What a tile has past the ids that count, or what a mask hides, reads as -inf.
+    Ids that are padding, or that a mask forbids, read as -inf.
 
     Attributes:
       threads: the operations of the warpgroup.
       rows: ref ``[R, columns]`` in global memory.
       buffer: ref of shared memory, flat.
       barriers: mbarriers, which complete with the copies; in interpret mode `plgpu.Barrier`.
-      per_slice: tiles of a slice, the last slice of a row aside.
-      stride: from one tile to the next in `buffer`.
+      per_slice: tiles of a slice; the last slices of a row may have fewer.
+      stride: distance from one tile to the next in `buffer`.
       first_barrier: the barrier of the first tile.
       first: ``[]`` int32, the first id of this block's slice.
-      size: ids of a row that count.
+      size: ids of a row, without padding.
       each: consecutive ids per thread.
       bitmask: ref ``[R, words]`` int32, bits of the ids that are allowed, or None.
       end: ``[]`` int32, ids from it on are hidden, or None.
@@ -92,7 +92,7 @@ class TargetSlice(RowSlice):
     # Copying.
 
     def copy(self, row: jax.Array) -> None:
-        """Begin to copy the slice of a row; all have done reading what it replaces."""
+        """Begin to copy the slice of a row. All threads must have read what it replaces."""
         self.threads.copy_tiles(
             self.rows,
             row,
@@ -106,7 +106,7 @@ class TargetSlice(RowSlice):
         )
 
     def fill_end(self) -> None:
-        """Fill what no copy will reach; once, before the first row."""
+        """Fill the end of the last tile, which no copy reaches; once, before the first row."""
         if self._fills_once:
             last = self.count() - 1
             count = self.size - self.first - last * TILE
@@ -114,12 +114,12 @@ class TargetSlice(RowSlice):
 
     @property
     def _fills_once(self) -> bool:
-        """Whether copies of whole units leave a fill alone, and a fill the copies."""
+        """Whether copies and fill never overlap, so that one fill lasts for all rows."""
         units = self.size * self.entry_size % COPIED == 0
         return units and self.stride == TILE and not self.threads.interpreted
 
     def ready(self, row: jax.Array, tile: jax.Array, rows_before: jax.Array) -> None:
-        """Wait for a tile, hide what does not count, and fill what it has past the ids that do.
+        """Wait for a tile, then write -inf over forbidden ids and padding.
 
         Args:
           row: ``[]`` int32.
@@ -139,22 +139,22 @@ class TargetSlice(RowSlice):
             pl.when(count < TILE)(lambda: self._fill(count, row, tile))
 
     def copy_again(self, row: jax.Array, rows_before: jax.Array) -> None:
-        """Have the whole slice of a row here."""
+        """Copy the whole slice of a row, and wait for it."""
         self.copy(row)
         self.for_all(lambda tile: self.ready(row, tile, rows_before))
 
     def for_all(self, do: Callable[[jax.Array], None]) -> None:
-        """Do something to every tile of the slice."""
+        """Call `do` for every tile of the slice."""
         lax.fori_loop(0, self.count(), lambda tile, _: do(tile), None)
 
     def hide_below(self, threshold: jax.Array, row: jax.Array, tile: jax.Array) -> None:
-        """Hide the entries of a tile that are less than `threshold`."""
+        """Write -inf over the entries of a tile that are less than `threshold`."""
         self._hide(row, tile, lambda _, entries: [x < threshold for x in entries])
 
     def _hide(
         self, row: jax.Array, tile: jax.Array, hidden: Callable[[int, Chunk], list[jax.Array]]
     ) -> None:
-        """Overwrite entries; each thread those that no other will read."""
+        """Write -inf over entries; each thread writes to entries that no other thread reads."""
         nothing = self.threads.filled(-jnp.inf)
         begin = self.begin(row, tile)
         for i, offset in enumerate(self.offsets):
@@ -164,34 +164,36 @@ class TargetSlice(RowSlice):
         self.threads.fence_copies()
 
     def _forbidden(self, row: jax.Array, tile: jax.Array, chunk: int) -> list[jax.Array]:
-        """Where the bitmask has no bit, for the ids that each thread has of a chunk."""
+        """Whether the bitmask forbids each of the ids that a thread has of a chunk."""
         bits = self._bits(row, self.ids(tile) + chunk * self.chunk)
         return [(bits & (1 << j)) == 0 for j in range(self.each)]
 
     def _past_end(self, tile: jax.Array, chunk: int) -> list[jax.Array]:
-        """Where ids are past `end`."""
+        """Whether each of these ids is past `end`."""
         assert self.end is not None
         ids = self.ids(tile) + chunk * self.chunk
         return [ids + j >= self.end for j in range(self.each)]
 
     def _bits(self, row: jax.Array, ids: jax.Array) -> jax.Array:
-        """Bits of the bitmask from `ids` on, which a word holds."""
+        """The bits of the bitmask from `ids` on, as far as their word goes."""
         word = jnp.minimum(lax.shift_right_logical(ids, 5), self.bitmask.shape[1] - 1)
         words = self.threads.gather(self.bitmask, row + jnp.zeros_like(ids), word)
         return lax.shift_right_logical(words, ids & 31)
 
     def _fill(self, count: jax.Array, row: jax.Array, tile: jax.Array) -> None:
-        """Hide what lies past `count` in a tile."""
+        """Write -inf over the entries of a tile past `count`."""
         self.threads.fill(self.buffer, self.begin(row, tile), count, TILE, -jnp.inf)
         self.threads.fence_copies()
         self.threads.sync()
 
     # Reading.
 
-    def fold(self, row: jax.Array, rows_before: jax.Array | None, step: Step, state: Any) -> Any:
+    def fold(
+        self, row: jax.Array, rows_before: jax.Array | None, step: FoldStep, state: Any
+    ) -> Any:
         """``state = step(tile, 0, 0, chunks, state)`` for each tile of the slice.
 
-        As they arrive, or, where `rows_before` is None, of a row that has arrived.
+        Waits for each tile, unless `rows_before` is None, for a row that has arrived.
         """
 
         def run(tile: jax.Array, state: Any) -> Any:
@@ -212,7 +214,7 @@ class TargetSlice(RowSlice):
 
     @property
     def offsets(self) -> range:
-        """Where its chunks begin, from there on."""
+        """Where the chunks of a tile begin, relative to `begin`."""
         return range(0, TILE, self.chunk)
 
     def entries(self, begin: jax.Array, offset: int) -> Chunk:
@@ -221,11 +223,11 @@ class TargetSlice(RowSlice):
         return self.threads.entries(self.buffer, begin, self.each, aligned=aligned, offset=offset)
 
     def ids(self, tile: jax.Array) -> jax.Array:
-        """The first id of each thread in a tile, of its first chunk."""
+        """The first id of each thread in the first chunk of a tile."""
         return self.first + tile * TILE + self.threads.index() * self.each
 
     def entry(self, row: jax.Array, token_id: jax.Array) -> jax.Array:
-        """One entry per thread, from global memory; -inf where it is hidden."""
+        """One entry per thread, from global memory; -inf if the bitmask forbids it."""
         entry = self.threads.gather(self.rows, row, token_id)
         if self.bitmask is not None:
             entry = jnp.where((self._bits(row, token_id) & 1) == 1, entry, -jnp.inf)
@@ -234,22 +236,22 @@ class TargetSlice(RowSlice):
 
 @dataclasses.dataclass(frozen=True)
 class DraftSlice(RowSlice):
-    """A block's slice of draft rows, of which nothing is kept.
+    """A block's slice of draft rows, read from global memory each time.
 
-    What a tile has past the ids that count reads as `fill`, what a threshold hides as -inf.
+    Ids that are padding read as `fill`, entries below the threshold as -inf.
 
     Attributes:
       threads: the operations of the warpgroup.
       rows: ref ``[R, columns]`` in global memory.
-      per_slice: tiles of a slice, the last slice of a row aside.
+      per_slice: tiles of a slice; the last slices of a row may have fewer.
       first: ``[]`` int32, the first id of this block's slice.
       size: ids that the drafter could draw.
-      row_size: ids of the target row that count.
+      row_size: ids of the target row, without padding.
       fill: the entry of an id that the drafter could not draw.
       each: consecutive ids per thread.
       aligned: whether every row begins at a multiple of sixteen bytes.
-      at_once: see `together`; of aligned rows.
-      thresholds: ref ``[R]`` float32, what an entry must reach, or None.
+      at_once: `together` for aligned rows.
+      thresholds: ref ``[R]`` float32, the least entry of each row that was kept, or None.
     """
 
     threads: Threads
@@ -269,28 +271,28 @@ class DraftSlice(RowSlice):
         return _tiles(self.row_size - self.first + TILE - 1, self.per_slice)
 
     def full(self) -> jax.Array:
-        """Those of them, from the first on, of which every id counts."""
+        """How many of them, from the first on, have no padding."""
         return _tiles(self.size - self.first, self.per_slice)
 
     @property
     def _is_whole(self) -> bool:
-        """Whether rows are aligned and hold the ids that count, nothing else."""
+        """Whether rows are aligned, without padding, and as wide as target rows."""
         return self.aligned and self.rows.shape[1] == self.size == self.row_size
 
     @property
     def together(self) -> int:
-        """Tiles that a masked `fold` loads before it looks at the first of them."""
+        """Tiles that a masked `fold` loads before it uses the first of them."""
         return self.at_once if self._is_whole else 1
 
     def prefetch(self, row: jax.Array) -> None:
-        """Begin to bring the slice of a row into the second-level cache."""
+        """Begin to fetch the slice of a row into the L2 cache."""
         self.threads.prefetch_tiles(self.rows, row, self.first, self.size, self.per_slice)
 
-    def fold(self, row: jax.Array, step: Step, state: Any, *, masked: bool = False) -> Any:
+    def fold(self, row: jax.Array, step: FoldStep, state: Any, *, masked: bool = False) -> Any:
         """``state = step(tile, place, piece, chunks, state)`` for each piece of the slice's tiles.
 
-        A `masked` step counts nothing past the end of the target row: there it may be given tiles
-        that are none, and any entries of the draft row.
+        A `masked` step must ignore everything past the end of the target row: it may be given tiles
+        there that do not exist, with undefined entries.
         """
 
         def by_group(group: jax.Array, state: Any) -> Any:
@@ -333,9 +335,9 @@ class DraftSlice(RowSlice):
     def _words(
         self, row: jax.Array, tile: jax.Array, piece: jax.Array | int, *, is_full: bool
     ) -> list[list[jax.Array]]:
-        """What is loaded of the chunks of a piece: words, or entries of rows not aligned.
+        """Load the chunks of a piece: as words, or as entries if rows are not aligned.
 
-        Some entry or other for those that are not inside the row; `is_full` if all are.
+        Entries outside of the row are undefined; `is_full` if there are none.
         """
         threads, rows, first = self.threads, self.rows, self._first(tile, piece)
         row, last = row + jnp.zeros_like(first), rows.shape[1] - 1
@@ -358,7 +360,7 @@ class DraftSlice(RowSlice):
         *,
         is_full: bool,
     ) -> list[Chunk]:
-        """The chunks of a piece; `is_full` if every id of it counts."""
+        """The chunks of a piece as numbers; `is_full` if it has no padding."""
         first, chunks = self._first(tile, piece), words
         row = row + jnp.zeros_like(first)
         if self.aligned:
@@ -374,7 +376,7 @@ class DraftSlice(RowSlice):
         return chunks
 
     def entry(self, row: jax.Array, token_id: jax.Array) -> jax.Array:
-        """One entry per thread; -inf where it is hidden."""
+        """One entry per thread; -inf if it is below the threshold."""
         entry = self.threads.gather(self.rows, row, token_id)
         if self.thresholds is not None:
             threshold = self.threads.gather(self.thresholds, row)

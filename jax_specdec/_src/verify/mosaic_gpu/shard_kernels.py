@@ -1,8 +1,8 @@
-"""Launches that serve a device's part of a split vocabulary.
+"""Launches for a device's part of a split vocabulary.
 
-`row_statistics` reads rows once each: of every row its mass, or its argmax. `tile_masses` sums the
-weights of tiles to draw from, and `part_draw` draws by the masses of all parts. The last two read
-global memory, each warp a tile or a request: it needs no other, and no shared memory.
+`row_statistics` reads each row once, for its mass or its argmax. `part_masses` sums the weights of
+the tiles to draw from, and `part_draw` draws by the masses of all parts. The last two read global
+memory: each warp has one tile or one request, and needs neither other warps nor shared memory.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.tiles import TILE, tiles_of_part
 
 _FAR = 2**30
-"""Greater than any column."""
+"""More than any column."""
 
 _AT_ONCE = 4
-"""Reads of each row that a thread begins before it uses one."""
+"""Reads of each row that a thread has in flight at once."""
 
 WeightsOf: TypeAlias = Callable[[list[jax.Array]], list[tuple[Chunk, Chunk]]]
-"""From where each thread begins to read to the weights there, and ``p``; for several at once."""
+"""Takes, for several reads, the column that each thread begins at; returns weights and ``p``."""
 
 
 def row_statistics(
@@ -59,19 +59,19 @@ def row_statistics(
 
     Args:
       logits: ``[M, V]``, a device's part of the vocabulary.
-      rows: ``[G]`` int32, in range; those of B requests, as many of each.
+      rows: ``[G]`` int32, in range; the same number for each of B requests.
       inv_temperature: ``[B]`` float32.
-      by_argmax: ``[B]`` bool, requests of whose rows the argmax is wanted and no sum.
-      wanted: ``[G]`` bool, rows to read at all.
+      by_argmax: ``[B]`` bool, whether the argmax of a request's rows is wanted instead of the sum.
+      wanted: ``[G]`` bool, whether a row is read at all.
       first_id: ``[]`` int32, the part's first id.
-      size: ids of the whole vocabulary that count.
-      config: choices of speed, or None for the default.
+      size: ids of the whole vocabulary, without padding.
+      config: settings that change the speed only, or None for the default.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
 
     Returns:
-      ``[G]`` each: a logit of the order of the row's largest, that one itself for an argmax, -inf
-      where there is none; ``sum(exp((x - that) / temperature))``; and the argmax, ties to the
-      lowest id. A row that holds NaN or +inf has one for the first.
+      Three arrays ``[G]``: a logit of the order of the row's largest, which it is itself for an
+      argmax, or -inf for an empty row; ``sum(exp((x - that) / temperature))``; and the argmax, ties
+      to the lowest id. If a row holds NaN or +inf, the first of them is NaN or +inf.
     """
     num_rows, interpreted = rows.shape[0], bool(interpret)
     memory = shared_memory_of_rows(logits, num_rows, config)
@@ -140,13 +140,13 @@ def row_statistics(
         interpret=interpret,
     )
     peaks, others = (x.reshape(num_rows, slices.warps) for x in found)
-    return _together(list(peaks.T), list(others.T), jnp.repeat(inv_temperature, per_request))
+    return _combine_warps(list(peaks.T), list(others.T), jnp.repeat(inv_temperature, per_request))
 
 
-def _together(
+def _combine_warps(
     peaks: list[jax.Array], others: list[jax.Array], inv_temperature: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What each warp ``[G]`` shows of a row; one by one, which XLA fuses with what follows."""
+    """Combine the results ``[G]`` of all warps, in a Python loop, which XLA fuses with its use."""
     peak, total, place = functools.reduce(jnp.maximum, peaks), jnp.float32(0), jnp.int32(2**30)
     for mine, other in zip(peaks, others, strict=True):
         decay = jnp.exp(jnp.minimum((mine - peak) * inv_temperature, 0.0))
@@ -158,15 +158,15 @@ def _together(
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What is static of a part of the vocabulary and of the draft distributions there.
+    """The static side of a part of the vocabulary, and of the draft distributions there.
 
     Attributes:
       width: ids of a part.
-      size: ids of the whole vocabulary that count.
-      count: tiles that a part may lie in.
+      size: ids of the whole vocabulary, without padding.
+      count: tiles that a part overlaps at most.
       each: consecutive ids that a thread reads at once.
       draft: "none", "probs" or "logits".
-      one_hot: whether drafts may be.
+      one_hot: whether drafts may be one-hot.
     """
 
     width: int
@@ -200,7 +200,7 @@ class Part:
 
     @property
     def groups(self) -> int:
-        """How often a warp reads of a tile."""
+        """Reads that a warp needs for a tile."""
         return TILE // self.chunk
 
     @property
@@ -216,7 +216,7 @@ def _operands(
     distribution: DraftDistribution | None,
     first_id: jax.Array,
 ) -> dict[str, jax.Array]:
-    """What the kernels read of sources ``[G]`` and their rows."""
+    """The arrays that the kernels read for sources ``[G]``, by name."""
     operands = {
         "target": target,
         "first_id": first_id[None],
@@ -243,13 +243,13 @@ def _operands(
 
 
 class PartWeights:
-    """Weights of the ids of one tile, while a kernel is traced; each warp its own.
+    """Weights of the ids of a tile, while a kernel is traced. Each warp has its own source.
 
     Args:
       threads: the operations of the warpgroup.
-      refs: what `_operands` gives.
-      part: what is static.
-      item: ``[128]`` int32, which source.
+      refs: from `_operands`.
+      part: the static side.
+      item: ``[128]`` int32, index of the source.
     """
 
     def __init__(self, threads: Threads, refs: dict[str, Any], part: Part, item: jax.Array):
@@ -274,17 +274,17 @@ class PartWeights:
             self.draft_shift, self.draft_log = of("draft_shift"), of("draft_log") * LOG2E
 
     def start(self, tile: jax.Array, group: jax.Array | int) -> jax.Array:
-        """The column at which each thread begins to read; negative in what other parts hold.
+        """The column that each thread begins to read at; negative for ids of other parts.
 
         Args:
           tile: counted from the part's first.
-          group: which read of the tile.
+          group: index of the read.
         """
         begin = tile * TILE - jnp.bitwise_and(self.first_id, TILE - 1)
         return begin + group * self.part.chunk + self.lane * self.part.each
 
     def entries(self, name: str, row: jax.Array, start: jax.Array, fill: float) -> list[jax.Array]:
-        """Entries from `start` on; `fill` where an id does not count or is of another part."""
+        """Entries from `start` on; `fill` for padding and for ids of other parts."""
         each = self.part.each
         inside = jnp.clip(start, 0, self.part.width - each)
         found = self.threads.row_entries(self.refs[name], row, inside, each)
@@ -303,7 +303,7 @@ class PartWeights:
         return [jnp.exp2((x - self.shift) * self.scale - self.log) for x in entries]
 
     def plain(self, start: jax.Array, p: list[jax.Array]) -> list[jax.Array]:
-        """``p``, 0 for a rejected one-hot draft."""
+        """``p``, with 0 for a rejected one-hot draft."""
         if self.without is None:
             return p
         return [jnp.where(start + j == self.without, 0.0, x) for j, x in enumerate(p)]
@@ -311,12 +311,13 @@ class PartWeights:
     def residual(self, p: list[jax.Array], entries: list[jax.Array]) -> list[jax.Array]:
         """``(weight * p - q)+``."""
         if self.part.draft == "probs":
-            return [rules.residual(self.weight, a, q) for a, q in zip(p, entries, strict=True)]
-        q = [jnp.exp2((x - self.draft_shift) * self.scale - self.draft_log) for x in entries]
+            q = [jnp.where(x >= 0, x, jnp.nan) for x in entries]
+        else:
+            q = [jnp.exp2((x - self.draft_shift) * self.scale - self.draft_log) for x in entries]
         return [rules.excess(self.weight * a, b) for a, b in zip(p, q, strict=True)]
 
     def either(self, fn: Callable[[WeightsOf], T]) -> T:
-        """`fn`, given how weights are found."""
+        """``fn(weights_of)``, with the `WeightsOf` of the warp's source."""
 
         def plain(starts: list[jax.Array]) -> list[tuple[Chunk, Chunk]]:
             p = [self.probs(x) for x in [self.targets(start) for start in starts]]
@@ -332,7 +333,7 @@ class PartWeights:
         return self.threads.cond(self.from_residual, lambda: fn(residual), lambda: fn(plain))
 
 
-def tile_masses(
+def part_masses(
     source: Source,
     target: jax.Array,
     distribution: DraftDistribution | None,
@@ -345,16 +346,16 @@ def tile_masses(
     """Sums of this part's weights, and of its ``p``, by tile.
 
     Args:
-      source: what to sum the weights of, ``[G]``; nothing where the row is negative.
+      source: whose weights to sum, ``[G]``; none if the row is negative.
       target: ``[M, width]`` target logits of the part.
       distribution: draft distributions, with as many columns, or None.
       first_id: ``[]`` int32, the part's first id.
-      size: ids of the whole vocabulary that count.
+      size: ids of the whole vocabulary, without padding.
       num_parts: parts of the vocabulary.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
 
     Returns:
-      ``[G, 2, n]`` float32, as of `resample.Weights.masses`; 0 where the row is negative.
+      ``[G, 2, n]`` float32, as `resample.LocalRows.masses`; 0 if the row is negative.
     """
     part = Part.of(target, distribution, size=size, num_parts=num_parts)
     operands, count = _operands(part, source, target, distribution, first_id), source.row.shape[0]
@@ -409,18 +410,17 @@ def part_draw(
     """Draw by the masses of every part.
 
     Args:
-      source: what to draw from, ``[B]``; nothing where the row is negative.
+      source: what to draw from, ``[B]``; nothing if the row is negative.
       recover: ``[B, 2]`` float32 uniforms for tile and token.
-      masses: ``[num_parts, B, 2, n]`` float32, of `tile_masses`.
+      masses: ``[num_parts, B, 2, n]`` float32, from `part_masses`.
       target: ``[M, width]`` target logits of the part.
       distribution: draft distributions, with as many columns, or None.
       first_id: ``[]`` int32, the part's first id.
-      size: ids of the whole vocabulary that count.
+      size: ids of the whole vocabulary, without padding.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
 
     Returns:
-      ``[B]`` int32 tokens, 0 where another part has it, and ``[B]`` bool, whether the weights are
-      not numbers.
+      ``[B]`` int32 tokens, 0 for those of another part, and ``[B]`` bool, whether a weight is NaN.
     """
     num_parts, count = masses.shape[0], source.row.shape[0]
     part = Part.of(target, distribution, size=size, num_parts=num_parts)
@@ -453,11 +453,11 @@ def part_draw(
 
 
 class PartDraw:
-    """One warp that draws for one request, while the kernel is traced.
+    """One warp's draw for one request, while the kernel is traced.
 
     Args:
       weights: of the ids of the part.
-      item: ``[128]`` int32, the request.
+      item: ``[128]`` int32, index of the request.
       num_parts: parts of the vocabulary.
       num_tiles: tiles of the whole vocabulary.
       num_pieces: masses of one tile, at most; a lane for each.
@@ -476,7 +476,7 @@ class PartDraw:
         self.threads, self.part, self.lane = weights.threads, weights.part, weights.lane
 
     def run(self) -> tuple[jax.Array, jax.Array]:
-        """The token, 0 where another part has it, and 1 if the weights are not numbers, or 0."""
+        """The token, or 0 if it is another part's; and 1 if a weight is NaN, else 0."""
         threads, weights, lane = self.threads, self.weights, self.lane
         by_weight, by_p = self._by_tile(0), self._by_tile(1)
         mass = threads.warp_sum(tree_sum(by_weight))
@@ -510,7 +510,7 @@ class PartDraw:
         return self.threads.gather(self.weights.refs["pieces"], tile * self.num_pieces + place)
 
     def _mass(self, piece: jax.Array, kind: jax.Array | int) -> jax.Array:
-        """The mass of a piece: of weights, kind 0, or of ``p``, kind 1; 0 where there is none."""
+        """The mass of a piece: of weights (kind 0) or of ``p`` (kind 1); 0 if there is no piece."""
         count, batch = self.part.count, self.weights.refs["row"].shape[0]
         is_piece = piece < self.num_parts * count
         owner = jnp.minimum(lax.div(piece, count), self.num_parts - 1)
@@ -530,10 +530,10 @@ class PartDraw:
     def _pick(
         self, masses: list[jax.Array], aim: jax.Array, *, is_share: bool = False
     ) -> tuple[jax.Array, jax.Array]:
-        """The least place whose inclusive sum exceeds `aim`, which may be a share of the total.
+        """The least place whose inclusive sum exceeds `aim`, or this share of the total.
 
         Returns:
-          ``[128]`` int32, and what is left of the aim after all that comes before that place.
+          ``[128]`` int32 places, and the aim less the sum before the place.
         """
         threads, total, sums = self.threads, self.threads.filled(0.0), []
         for mass in masses:
@@ -548,7 +548,7 @@ class PartDraw:
         return place, past - before
 
     def _column(self, tile: jax.Array, past: jax.Array, weights_of: WeightsOf) -> jax.Array:
-        """The column picked in a tile: what the warp reads at once, then a thread, then an id."""
+        """Pick a column in a tile: first a read of the warp, then a thread, then an id."""
         threads, weights, groups = self.threads, self.weights, self.part.groups
 
         def add(i: jax.Array, masses: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

@@ -1,4 +1,4 @@
-"""Statistics of a row, by warp: largest entry, argmax, mass, and the masses of its tiles."""
+"""Statistics of a row, by warp: maximum, argmax, mass, and the masses of its tiles."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ LARGEST = 3.4028235e38
 _LIMIT = 2.0**26
 _LEAST_MASS, _LARGEST_MASS = 2.0**-80, 2.0**100
 _LARGEST_SHIFT = 2.0**20
-"""Up to here one rounded product is as good as a difference, then a product."""
+"""Up to this, ``x * scale - shift`` is as exact as ``(x - base) * scale``."""
 
 
 class Normalizer(NamedTuple):
-    """What turns the entries of a row into probabilities.
+    """Turns the entries of a row into probabilities.
 
-    ``p = exp2((entry - peak) * scale) / total``, scale that of the request, of entries that are
-    not less than `threshold`. The peak is the largest entry, or one of its order.
+    ``p = exp2((entry - peak) * scale) / total``, with the scale of the request, for entries that
+    are not below `threshold`. The peak is the largest entry, or one of the same order.
     """
 
     peak: jax.Array
@@ -37,15 +37,16 @@ class Normalizer(NamedTuple):
 
     @classmethod
     def of(cls, peak: jax.Array, total: jax.Array) -> Normalizer:
-        """Of a row of which nothing is filtered out."""
+        """Of a row that is not filtered."""
         return cls(peak, total, jnp.float32(-jnp.inf))
 
 
 class Exponent(NamedTuple):
-    """``entry * factor - shift``: ``(entry - peak) * scale - log2(total)`` in one step.
+    """``entry * factor - shift``, which is ``(entry - peak) * scale - log2(total)`` in one step.
 
-    For entries of two bytes only: the factor is bounded such that its product with the peak stays
-    in range, where all other entries have no weight anyway. With four bytes, two steps.
+    This form is for entries of two bytes. The factor is bounded so that its product with the peak
+    is finite; where the bound matters, all other entries have no weight anyway. Entries of four
+    bytes take two steps.
     """
 
     factor: jax.Array
@@ -61,7 +62,7 @@ class Exponent(NamedTuple):
         return cls(factor, row.peak * factor + less, None)
 
     def times(self, weight: jax.Array) -> Exponent:
-        """That of probabilities times a weight that is not 0."""
+        """The exponent of the probabilities times a weight that is not 0."""
         return self._replace(shift=self.shift - jnp.log2(weight))
 
     def __call__(self, entry: jax.Array) -> jax.Array:
@@ -78,7 +79,7 @@ def largest(xs: list[jax.Array]) -> jax.Array:
 
 
 def decay(peak: jax.Array, larger: jax.Array, scale: jax.Array) -> jax.Array:
-    """What a mass relative to `peak` is worth relative to a `larger` one."""
+    """The factor from a mass relative to `peak` to one relative to a `larger` peak."""
     return jnp.exp2(jnp.minimum((peak - larger) * scale, 0.0))
 
 
@@ -86,8 +87,8 @@ def _base(peak: jax.Array) -> jax.Array:
     return jnp.where(is_finite(peak), peak, 0.0)
 
 
-def weigher(base: jax.Array, scale: jax.Array, size: int) -> Callable[[jax.Array], jax.Array]:
-    """From entries of `size` bytes to their weights relative to `base`."""
+def weight_function(base: jax.Array, scale: jax.Array, size: int) -> Callable[[jax.Array], jax.Array]:
+    """A function from entries of `size` bytes to ``exp2((entry - base) * scale)``."""
     shift = base * scale
     return lambda x: jnp.exp2((x - base) * scale if size == 4 else x * scale - shift)
 
@@ -97,10 +98,11 @@ def mass(
 ) -> jax.Array:
     """The mass of each warp's part of a row, relative to `base`.
 
-    `fold` is over its tiles, `size` that of its entries. Any base of the order of the row's largest
-    entry will do, as `is_usable` tells from the sum over all warps.
+    `fold` goes over the row's tiles, and `size` is that of its entries in bytes. The base may be
+    any number of the order of the row's largest entry: `is_usable` tells, from the sum over all
+    warps, whether it was.
     """
-    weight = weigher(base, scale, size)
+    weight = weight_function(base, scale, size)
 
     def add(tile: Any, place: Any, piece: Any, chunks: list[Chunk], total: jax.Array) -> jax.Array:
         del tile, place, piece
@@ -115,7 +117,7 @@ def tile_masses(
     rows_before: jax.Array | None,
     weight: Callable[[jax.Array], jax.Array],
 ) -> list[jax.Array]:
-    """Each warp's part of the weight of each tile of the slice; see `TargetSlice.fold`."""
+    """Each warp's part of the weight of each tile of the slice; arguments as `TargetSlice.fold`."""
     threads = tiles.threads
 
     def add(tile: Any, place: Any, piece: Any, chunks: list[Chunk], sums: TileSums) -> TileSums:
@@ -128,7 +130,7 @@ def tile_masses(
 
 
 def is_usable(total: jax.Array, base: jax.Array, scale: jax.Array) -> jax.Array:
-    """Whether nothing that counts was lost in a mass relative to `base`, nor was any infinite."""
+    """Whether a mass relative to `base` neither overflowed nor lost anything to underflow."""
     in_range = (total > _LEAST_MASS) & (total < _LARGEST_MASS)
     return in_range & (jnp.abs(base * scale) < _LARGEST_SHIFT)
 
@@ -136,19 +138,19 @@ def is_usable(total: jax.Array, base: jax.Array, scale: jax.Array) -> jax.Array:
 def base_and_sum(
     tiles: TargetSlice, row: jax.Array, rows_before: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Of each warp's part of a row that is held whole: some base, and the mass relative to it.
+    """A base of each warp's part of a row, and the mass of that part relative to it.
 
-    Tiles are read as they arrive. The base is the largest entry of the first one: any entry of the
-    order of the row's largest will do, and none of the others need be compared. Where that turns
-    out wrong, the row is read again, by `max_and_sum`. The base is not finite where there is no
-    mass.
+    Tiles are read as they arrive, into memory that holds all of them. The base is the largest entry
+    of the first tile: any entry of the order of the row's largest will do, so that the others need
+    no comparison. If it turns out not to be of that order, `max_and_sum` reads the row again. The
+    base is not finite if there is no mass.
     """
     threads, size = tiles.threads, jnp.dtype(tiles.rows.dtype).itemsize
     none, some = jnp.int32(0), tiles.count() > 0
     pl.when(some)(lambda: tiles.ready(row, none, rows_before))
     first = threads.warp_max(jnp.where(some, tree_max(tiles.of_tile(row, none)), -jnp.inf))
     base = _base(first)
-    weight = weigher(base, scale, size)
+    weight = weight_function(base, scale, size)
 
     def add(tile: jax.Array, total: jax.Array) -> jax.Array:
         pl.when(tile > 0)(lambda: tiles.ready(row, tile, rows_before))
@@ -162,7 +164,7 @@ def base_and_sum(
 def max_and_sum(
     tiles: TargetSlice | DraftSlice, row: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Of each warp's part of a row that has arrived: the largest entry, the mass relative to it."""
+    """The maximum of each warp's part of a row that has arrived, and the mass relative to it."""
     threads = tiles.threads
 
     def add(tile: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -182,7 +184,7 @@ def max_and_sum(
 def max_and_place(
     tiles: TargetSlice, row: jax.Array, rows_before: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Of each warp's part: the largest entry, and the lowest id that has it, bit by bit."""
+    """The maximum of each warp's part of a row, and the lowest id of it, as the bits of a float."""
     threads = tiles.threads
 
     def larger(tile: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -194,7 +196,7 @@ def max_and_place(
     start = (threads.filled(-jnp.inf), threads.filled(0, jnp.int32))
     peak, where = lax.fori_loop(0, tiles.count(), larger, start)
     best = threads.warp_max(peak)
-    # Each thread looks again at the tile in which it saw its largest entry.
+    # Each thread reads the tile of its largest entry again.
     place = threads.filled(2**30, jnp.int32)
     both = zip(tiles.offsets, tiles.chunks(row, where), strict=True)
     for offset, chunk in reversed(list(both)):
@@ -205,7 +207,7 @@ def max_and_place(
 
 
 def tree_max(xs: list[Any]) -> Any:
-    """The largest of arrays, NaN where one is, in pairs."""
+    """The maximum of arrays, in pairs; NaN if any entry is."""
     while len(xs) > 1:
         pairs = zip(xs[::2], xs[1::2], strict=False)
         xs = [jnp.maximum(a, b) for a, b in pairs] + xs[len(xs) // 2 * 2 :]
@@ -213,13 +215,15 @@ def tree_max(xs: list[Any]) -> Any:
 
 
 class TileSums(NamedTuple):
-    """Sums of the tiles so far, which come in groups; the last group is added during the next.
+    """Sums over each warp of the tiles so far.
+
+    Tiles come in groups. The sums of a group are added up while the next group is read.
 
     Attributes:
-      found: ``[128]`` by lane: the sum over the warp of each tile, of group g in the lanes whose
-        remainder is g.
-      last: ``[128]`` each, what each thread has of the tiles of the group that is not in it yet.
-      group: ``[]`` int32, which one that is.
+      found: ``[128]`` by lane, the sums over the warp. Those of group g, of n tiles, are in the
+        lanes whose index modulo ``32 / n`` is g.
+      last: ``[128]`` each, each thread's part of the tiles of the latest group.
+      group: ``[]`` int32, the index of that group.
     """
 
     found: jax.Array
@@ -228,23 +232,23 @@ class TileSums(NamedTuple):
 
     @classmethod
     def start(cls, threads: Threads, size: int = 1) -> TileSums:
-        """Before the first group, each of `size` tiles, a power of two."""
+        """Before the first group. Groups have `size` tiles, a power of two."""
         return cls(threads.filled(0.0), (threads.filled(0.0),) * size, jnp.int32(-1))
 
     def begin(self, threads: Threads, group: jax.Array, place: int, value: jax.Array) -> TileSums:
-        """With `value`, what each thread has of the next tile, at this place in its group."""
+        """Begin the next tile, `place` of its group, with `value`, each thread's part of it."""
         found = self.found if place else self._with_last(threads)
         return TileSums(found, self._but(place, value), group)
 
     def add(self, place: int, value: jax.Array) -> TileSums:
-        """With more of the same tile."""
+        """Add to each thread's part of a tile of the latest group."""
         return self._replace(last=self._but(place, self.last[place] + value))
 
     def _but(self, place: int, value: jax.Array) -> tuple[jax.Array, ...]:
         return (*self.last[:place], value, *self.last[place + 1 :])
 
     def first(self, threads: Threads, count: int) -> list[jax.Array]:
-        """The sums over the warp of the first tiles, 0 of those that never came."""
+        """The sums over the warp of the first `count` tiles; 0 for tiles that never came."""
         found, size = self._with_last(threads), len(self.last)
         lanes = [i // size + _part_of(i % size, size) * (WARP // size) for i in range(count)]
         return [threads.shuffle(found, lane) for lane in lanes]
@@ -256,9 +260,10 @@ class TileSums(NamedTuple):
 
 
 def _sums(threads: Threads, xs: list[jax.Array]) -> jax.Array:
-    """Sums over each warp of so many arrays as a power of two; `_part_of` tells where each is.
+    """Sums over each warp of several arrays, as many as a power of two.
 
-    Half of the lanes go on with every other array, so that few steps serve all.
+    `_part_of` tells which lanes have which sum. At each step half of the lanes go on with every
+    other array, so that few steps serve all.
     """
     lanes = WARP
     while len(xs) > 1:
@@ -273,7 +278,7 @@ def _sums(threads: Threads, xs: list[jax.Array]) -> jax.Array:
 
 
 def _part_of(i: int, count: int) -> int:
-    """Which of `count` parts of the lanes, in order, have the sum of array i: its bits reversed."""
+    """Which of `count` parts of the lanes has the sum of array i: the bits of i reversed."""
     part = 0
     while count > 1:
         count //= 2

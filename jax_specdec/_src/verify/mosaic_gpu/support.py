@@ -1,4 +1,4 @@
-"""Which calls the Mosaic GPU backend serves, on which GPUs; imports none of the kernel."""
+"""Which calls the Mosaic GPU backend serves, and on which GPUs. Imports nothing of the kernel."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Generation:
 
     Attributes:
       name: of the GPUs.
-      has_run: whether the kernel has run on one; else it only compiles for them.
-      shared_bytes: shared memory that a block may have.
+      has_run: whether the kernel has run on one; if not, it only compiles for them.
+      shared_bytes: the most shared memory of a block.
       max_cluster: the most blocks of a cluster.
     """
 
@@ -49,7 +49,7 @@ GENERATIONS = {
     "10.3": Generation("B300", has_run=False),
     "12.0": Generation("RTX PRO 6000, RTX 5090", False, shared_bytes=99 * 1024, max_cluster=8),
 }
-"""By compute capability. A generation that is not here has the kernel neither run nor compiled."""
+"""By compute capability. The kernel neither runs on nor compiles for other generations."""
 
 _ONLY_COMPILES = ", ".join(capability for capability, x in GENERATIONS.items() if not x.has_run)
 _NEEDS_GPU = (
@@ -59,13 +59,13 @@ _NEEDS_GPU = (
 
 
 def _generation() -> Generation:
-    """That of the default device; Hopper's where it is none of those above."""
+    """The generation of the default device; Hopper if it is not in `GENERATIONS`."""
     capability = str(getattr(jax.devices()[0], "compute_capability", ""))
     return GENERATIONS.get(capability, GENERATIONS["9.0"])
 
 
 def no_device() -> str | None:
-    """Why the kernel cannot run on JAX's default device, in a sentence; None if it can."""
+    """Why the kernel cannot run on JAX's default device, as a sentence; None if it can."""
     device = jax.devices()[0]
     if device.platform != "gpu":
         return f"{_NEEDS_GPU}JAX runs on {device.platform}"
@@ -76,15 +76,12 @@ def no_device() -> str | None:
 
 
 def not_by_default() -> str | None:
-    """Why a call on the default device that names no implementation does not use the kernel.
-
-    None if it does, where the kernel serves the call.
-    """
+    """Why the kernel is not the default on JAX's default device, as a sentence; None if it is."""
     why_not, generation = no_device(), _generation()
     if why_not is None and not generation.has_run:
         return (
-            f"the kernel compiles for {generation.name} and has not run there: it is used where it "
-            "is named, implementation='mosaic_gpu'"
+            f"the kernel compiles for {generation.name} but has not run there: it is used only if "
+            "it is named, implementation='mosaic_gpu'"
         )
     return why_not
 
@@ -99,7 +96,7 @@ def unsupported(
     size: int,
     config: KernelConfig | None = None,
 ) -> str | None:
-    """Why the kernel cannot serve a call, in a sentence; None if it can."""
+    """Why the kernel cannot serve a call, as a sentence; None if it can."""
     if distribution is not None and distribution.ids is not None:
         width, is_map = distribution.ids.shape[-1], distribution.ids.ndim == 1
         most, what = (
@@ -150,7 +147,7 @@ def _too_large(shared: SharedMemory, arrays: list[jax.Array]) -> str | None:
 
 
 def part_unsupported(arrays: CallArrays, k: int, config: KernelConfig | None = None) -> str | None:
-    """Why the kernels cannot read a part of the vocabulary, in a sentence; None if they can."""
+    """Why the kernels cannot serve a split vocabulary, as a sentence; None if they can."""
     without = "implementation='mosaic_gpu' reads parts of a vocabulary without "
     distribution, num_requests = arrays.drafts.distribution, arrays.sampling.temperature.shape[0]
     if arrays.token_bitmask is not None:

@@ -1,4 +1,4 @@
-"""What differs between versions of JAX."""
+"""GPU interpret mode, which runs Mosaic GPU kernels on the CPU, for every supported JAX."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from typing import Any
 
 import jax
 
-INTERPRETS_CLUSTERS = jax.__version_info__ >= (0, 11, 0)
-"""Whether blocks of a cluster can wait for each other in GPU interpret mode."""
-
 
 def interpret_gpu_params(**params: Any) -> Any:
-    """Parameters of GPU interpret mode, which runs Mosaic GPU kernels on the CPU."""
-    if INTERPRETS_CLUSTERS:
+    """Parameters of GPU interpret mode."""
+    if jax.__version_info__ >= (0, 11):
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         return plgpu.InterpretGPUParams(**params)
