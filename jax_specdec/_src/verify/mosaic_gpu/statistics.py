@@ -87,7 +87,9 @@ def _base(peak: jax.Array) -> jax.Array:
     return jnp.where(is_finite(peak), peak, 0.0)
 
 
-def weight_function(base: jax.Array, scale: jax.Array, size: int) -> Callable[[jax.Array], jax.Array]:
+def weight_function(
+    base: jax.Array, scale: jax.Array, size: int
+) -> Callable[[jax.Array], jax.Array]:
     """A function from entries of `size` bytes to ``exp2((entry - base) * scale)``."""
     shift = base * scale
     return lambda x: jnp.exp2((x - base) * scale if size == 4 else x * scale - shift)
