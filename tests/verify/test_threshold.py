@@ -155,5 +155,5 @@ def test_nothing_is_compiled_for_parameters_that_are_none():
         with pytest.raises(AssertionError, match="traced"):
             bits = jnp.zeros((3 * B, 157), jnp.int32)
             traced(sd.SamplingParams(jnp.ones(B)), token_bitmask=bits)
-    with mock.patch.object(tiles, "keep", lambda x, threshold: x):
+    with mock.patch.object(tiles, "apply_threshold", lambda x, *_: x):
         assert str(traced(sd.SamplingParams(jnp.ones(B)))) == str(plain)
