@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import jax
@@ -153,7 +152,7 @@ class HostState:
     stats: ServingStats
     ahead: tuple[StepAhead, ...] = ()
     prefill: ChunkedPrefill | None = None
-    failures: Mapping[int, Failures] = MappingProxyType({})
+    failures: Mapping[int, Failures] = dataclasses.field(default_factory=dict)
 
     @property
     def running(self) -> list[ServedRequest]:
