@@ -198,8 +198,8 @@ class Program:
         for inner in inside.values():
             if inner.op != "parameter":
                 continue
-            index = int(re.search(r" parameter\((\d+)\)", inner.line)[1])  # type: ignore[index]
-            given = within[it.operands[index]].shape
+            (index,) = re.findall(r" parameter\((\d+)\)", inner.line)
+            given = within[it.operands[int(index)]].shape
             total += _read(inner, given, users, inside, hbm)
         (root,) = (inner for inner in inside.values() if inner.is_root)
         if root.op != "tuple":

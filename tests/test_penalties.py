@@ -151,12 +151,12 @@ def test_neutral_requests_keep_their_rows_to_the_bit() -> None:
     x = logits(drafts.token_ids.shape[0] + len(PROMPTS), dtype=jnp.bfloat16)
     x = x.at[:, 3].set(-jnp.inf).at[0, 4].set(jnp.nan)
     wanted = np.asarray(x.astype(jnp.float32))
-    assert bool(penalties(**neutral).are_neutral)
+    assert bool(penalties(**neutral).is_neutral)
     found = apply(x, drafts, penalties(**neutral), config=CONFIG)
     np.testing.assert_array_equal(found, wanted)
 
     one = penalties(**(neutral | dict(frequency=[0.0, 0.0, 0.0, 0.5])))  # the pass runs
-    assert not bool(one.are_neutral)
+    assert not bool(one.is_neutral)
     found = apply(x, drafts, one, config=CONFIG)
     np.testing.assert_array_equal(found[:8], wanted[:8])
     assert (np.asarray(found[8:11]) != wanted[8:11]).any()

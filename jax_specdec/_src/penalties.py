@@ -100,7 +100,7 @@ class Penalties:
         return dataclasses.replace(self, counts=self.counts.at[request, ids].add(1, mode="drop"))
 
     @property
-    def are_neutral(self) -> jax.Array:
+    def is_neutral(self) -> jax.Array:
         """``[]`` bool, whether no request is penalized."""
         neutral = (self.frequency == 0) & (self.presence == 0) & (self.repetition == 1)
         return jnp.all(neutral)
@@ -175,7 +175,7 @@ def apply_penalties(
         in_blocks = functools.partial(by_blocks, at_once, BLOCK)
         return lax.platform_dependent(*given, tpu=in_blocks, default=at_once)
 
-    return lax.cond(penalties.are_neutral, lambda: logits.astype(jnp.float32), penalized)
+    return lax.cond(penalties.is_neutral, lambda: logits.astype(jnp.float32), penalized)
 
 
 def _penalize_rows(

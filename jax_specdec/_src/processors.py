@@ -65,7 +65,7 @@ class LogitBias:
         for b, bias in enumerate(biases):
             token_ids[b, : len(bias)] = list(bias.keys())
             values[b, : len(bias)] = list(bias.values())
-        return cls(token_ids, values)  # type: ignore[arg-type]
+        return cls(token_ids, values)  # type: ignore[arg-type]  # NumPy: packing needs no device
 
     @property
     def is_neutral(self) -> jax.Array:
@@ -237,7 +237,7 @@ class LogitsProcessors:
         if self.logit_bias is not None:
             neutral &= self.logit_bias.is_neutral
         if self.penalties is not None:
-            neutral &= self.penalties.are_neutral
+            neutral &= self.penalties.is_neutral
         if self.bad_words is not None:
             neutral &= self.bad_words.is_neutral
         if self.min_tokens is not None:

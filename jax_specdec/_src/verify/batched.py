@@ -112,8 +112,12 @@ def verify(
             return some(arrays)
         if arrays.active is not None:
             samples &= arrays.active
+
+        def none(arrays: CallArrays) -> RejectionSampleOutput:
+            no_rows = dataclasses.replace(arrays.drafts, distribution=None)
+            return some(arrays._replace(drafts=no_rows), samples=False)
+
         # Each branch makes its own requests, so that XLA fuses what they are made of with its use.
-        none = functools.partial(some, samples=False)
         return lax.cond(jnp.any(samples), some, none, arrays)
 
     if split.exchange.axis is not None:
@@ -264,9 +268,6 @@ class _Phases:
 
         If `samples` is false, every request is greedy, and draft rows are not needed.
         """
-        phases = self
-        if not samples:
-            phases = dataclasses.replace(self, rows=dataclasses.replace(self.rows, draft=None))
         positions, places = jax.vmap(self.positions)(requests)
         if self.split.kernels is not None:
             stats = self.statistics_by_kernel(requests, positions)
@@ -274,8 +275,8 @@ class _Phases:
             stats = self.statistics_of_rows(requests, positions)
         else:
             stats = self.statistics_in_place(requests, positions, samples)
-        rows = phases.row_statistics(requests, positions, places, stats)
-        return phases.finish(requests, rows, samples)
+        rows = self.row_statistics(requests, positions, places, stats)
+        return self.finish(requests, rows, samples)
 
     def one_by_one(self, requests: Request) -> RejectionSampleOutput:
         """All phases; phase 1 request by request, each only as far as its rule goes."""

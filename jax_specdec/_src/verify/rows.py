@@ -146,14 +146,12 @@ class Rows:
             rows, start
         )
         place = jnp.arange(length, dtype=jnp.int32)[None, :]
-        if self.first_id is None and (available < length or columns != self.size):
+        is_whole = available == length and columns == self.size
+        if self.first_id is None and not is_whole:
             found = first_column[:, None] + place - start[:, None]
             x = jnp.take_along_axis(x, jnp.clip(found, 0, available - 1), axis=1)
-        elif self.first_id is None and self.token_bitmask is None:  # no padding, all allowed
-            x = x.astype(jnp.float32)
-            least = None if self.thresholds is None else self.thresholds[rows, None]
-            return tiles.apply_threshold(x, least, self.fill)
-        return self._entries(x, rows[:, None], first[:, None] + place)
+        all_here = self.first_id is None and is_whole
+        return self._entries(x, rows[:, None], first[:, None] + place, all_here)
 
     def whole(self, rows: jax.Array | None = None) -> jax.Array:
         """``[n, width]`` entries of some rows; of all rows, in place, if `rows` is None."""
@@ -167,18 +165,21 @@ class Rows:
         rows = jnp.clip(rows, 0, self.matrix.shape[0] - 1)
         return jax.tree.map(lambda x: take(x, rows), found)
 
-    def _entries(self, x: jax.Array, rows: jax.Array, ids: jax.Array) -> jax.Array:
-        """Entries as they were found at `ids`, with `fill` where it belongs."""
-        place = ids - self.first
-        is_here = (place >= 0) & (place < self.width) & (ids < self.size)
+    def _entries(
+        self, x: jax.Array, rows: jax.Array, ids: jax.Array, all_here: bool = False
+    ) -> jax.Array:
+        """Entries as they were found at `ids`, with `fill` where it belongs.
+
+        `all_here` says that the ids are known to be in the vocabulary and in this part of it.
+        """
+        x, place = x.astype(jnp.float32), ids - self.first
+        if not all_here:
+            is_here = (place >= 0) & (place < self.width) & (ids < self.size)
+            x = jnp.where(is_here, x, self.fill)
         if self.token_bitmask is not None:
-            is_here &= bits_at(self.token_bitmask, rows, ids)
-        x = jnp.where(is_here, x.astype(jnp.float32), self.fill)
-        return (
-            x
-            if self.thresholds is None
-            else tiles.apply_threshold(x, self.thresholds[rows], self.fill)
-        )
+            x = jnp.where(bits_at(self.token_bitmask, rows, ids), x, self.fill)
+        least = None if self.thresholds is None else self.thresholds[rows]
+        return tiles.apply_threshold(x, least, self.fill)
 
     def _read(
         self, matrix: jax.Array, words: jax.Array | None, least: jax.Array | None
