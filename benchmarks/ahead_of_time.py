@@ -49,7 +49,8 @@ class Case:
       device: "v5e", "v6e", "t4", "l4", "a100", "h200", "b200", "b300" or "rtx6000".
       function: which of the library's.
       rule: "greedy", "standard", "block" or "synthetic".
-      kind: of draft distribution: "none", "probs", "logits", "normalized" (with log_normalizer).
+      kind: of draft distribution: "none", "probs", "logits", "normalized" (with log_normalizer
+        and row_max).
       batch: requests.
       implementation: as `rejection_sample` takes it.
       parts: devices that the vocabulary is split over.
@@ -183,7 +184,7 @@ def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]
         width = LISTED[case.ids]
         arrays["ids"] = array((width,) if case.ids == "map" else (n, width), jnp.int32)
     if case.kind == "normalized":
-        arrays["log_normalizer"] = array((n,), jnp.float32)
+        arrays |= {name: array((n,), jnp.float32) for name in ("log_normalizer", "row_max")}
     if case.processed:
         arrays |= {"min_p": floats, "top_k": ids, "top_p": floats}
         arrays["token_bitmask"] = array((rows, -(-VOCAB // 32)), jnp.int32)
@@ -205,8 +206,8 @@ def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]
         if case.kind == "probs":
             q = sd.DraftProbs(a["q"], ids=a.get("ids"))
         elif case.kind != "none":
-            normalizer, ids = a.get("log_normalizer"), a.get("ids")
-            q = sd.DraftLogits(a["q"], log_normalizer=normalizer, ids=ids)
+            numbers = {name: a.get(name) for name in ("log_normalizer", "row_max", "ids")}
+            q = sd.DraftLogits(a["q"], **numbers)
         temperature, mask = a["temperature"], a.get("token_bitmask")
         match case.function:
             case "verify_flat":

@@ -49,7 +49,8 @@ def probabilities(logits: jax.Array, case: dict[str, float]) -> jax.Array:
     rows = logits.astype(jnp.float32)
     if drawn.threshold is not None:
         rows = jnp.where(rows < drawn.threshold[:, None], -jnp.inf, rows)
-    return jnp.exp(rows / case["temperature"] - drawn.log_normalizer[:, None])
+    relative = (rows - drawn.row_max[:, None]) / case["temperature"]
+    return jnp.exp(relative - drawn.log_normalizer[:, None])
 
 
 def run(case: dict[str, float], logits: dict[str, jax.Array]) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def run_candidates(temperature: float, logits: dict[str, jax.Array]) -> dict[str
 def read(new_tokens: int) -> dict[str, jax.Array]:
     """Logits ``[n, V]`` of both models along texts that the target wrote at temperature 1."""
     (target, params), (draft, draft_params) = sd.load_embedded_pair()
-    prompts = [sd.encode(prompt) for prompt in PROMPTS]
+    prompts = [sd.encode_bytes(prompt) for prompt in PROMPTS]
     output = sd.generate_plain(
         target, params, prompts, temperature=1.0, max_new_tokens=new_tokens, key=jax.random.key(1)
     )
@@ -95,7 +96,7 @@ def read(new_tokens: int) -> dict[str, jax.Array]:
             ("draft", draft, draft_params),
         ):
             cache = model.init_cache(1, text.shape[1])
-            logits, _ = jax.jit(model.apply)(weights, text, start, cache)
+            logits, *_ = jax.jit(model.apply)(weights, text, start, cache)
             found[name].append(logits[0, len(prompt) - 1 :])
     return {name: jnp.concatenate(rows) for name, rows in found.items()}
 

@@ -88,14 +88,14 @@ LOOKUPS: dict[str, sd.Drafter] = {"ngram": sd.NGramDrafter(), "ngram 2-4, wide":
 class Models(NamedTuple):
     """What decodes, and the prompts and cases it is measured with."""
 
-    target: sd.LoadedModel
-    draft: sd.LoadedModel | None
+    target: sd.models.LoadedModel
+    draft: sd.models.LoadedModel | None
     prompts: dict[str, list[int]]
     cases: tuple[Case, ...]
 
 
 def embedded() -> Models:
-    prompts = {name: sd.encode(text) for name, text in PROMPTS.items()}
+    prompts = {name: sd.encode_bytes(text) for name, text in PROMPTS.items()}
     return Models(*sd.load_embedded_pair(), prompts, CASES)
 
 
@@ -152,7 +152,9 @@ def run(
         stats = sd.AcceptanceStats.from_steps(output.steps)
         differences = []
         if temperature == 0:
-            differences = sd.greedy_differences(*models.target, prompts, output, plain_output)
+            differences = sd.testing.greedy_differences(
+                *models.target, prompts, output, plain_output
+            )
         rows.append(
             {
                 **case._asdict(),

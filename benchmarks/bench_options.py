@@ -48,7 +48,7 @@ class Rows:
 def run(
     params: Any,
     draft_params: Any,
-    state: sd.DecodeState,
+    state: sd.serving.DecodeState,
     engine: sd.Engine,
     steps: int,
     all_neutral: bool,
@@ -72,7 +72,7 @@ def main() -> None:
     noise = jnp.asarray(rng.standard_normal(draft_params.shape), options.dtype)
     params = draft_params + noise / 2
 
-    def begin(asked: sd.RequestOptions | None) -> tuple[sd.Engine, sd.DecodeState]:
+    def begin(asked: sd.RequestOptions | None) -> tuple[sd.Engine, sd.serving.DecodeState]:
         engine = sd.Engine(
             model,
             sd.ModelDrafter(model),
@@ -87,7 +87,7 @@ def main() -> None:
         for slot in range(SLOTS):
             own = asked if asked is not None and slot == 0 else sd.RequestOptions()
             own = dataclasses.replace(own, temperature=0.8, max_new_tokens=steps * (K + 1))
-            new = sd.NewRequests(
+            new = sd.serving.NewRequests(
                 slots=jnp.array([slot]),
                 prompts=engine.pad_prompt([1, 2, 3, slot])[None],
                 lengths=jnp.array([4]),

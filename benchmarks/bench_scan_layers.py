@@ -21,7 +21,7 @@ from rich.table import Table
 
 import jax_specdec as sd
 
-SMALL = sd.LlamaConfig(  # of the shape of SmolLM2-135M
+SMALL = sd.models.LlamaConfig(  # of the shape of SmolLM2-135M
     vocab_size=49152,
     hidden_size=576,
     intermediate_size=1536,
@@ -41,7 +41,7 @@ LARGE = dataclasses.replace(
 )
 
 
-def random_weights(model: sd.Llama) -> dict[str, Any]:
+def random_weights(model: sd.models.Llama) -> dict[str, Any]:
     """Stacked weights, made on the device one array at a time."""
     stacked = dataclasses.replace(model, scan_layers=True)
     leaves, tree = jax.tree.flatten(jax.eval_shape(stacked.init_params, jax.random.key(0)))
@@ -55,16 +55,20 @@ def random_weights(model: sd.Llama) -> dict[str, Any]:
     )
 
 
-def forms(model: sd.Llama, stacked: dict[str, Any]) -> dict[str, sd.LoadedModel]:
+def forms(model: sd.models.Llama, stacked: dict[str, Any]) -> dict[str, sd.models.LoadedModel]:
     """The same model both ways."""
     return {
-        "unrolled": sd.LoadedModel(model, sd.unstack_layers(stacked)),
-        "scanned": sd.LoadedModel(dataclasses.replace(model, scan_layers=True), stacked),
+        "unrolled": sd.models.LoadedModel(model, sd.models.unstack_layers(stacked)),
+        "scanned": sd.models.LoadedModel(dataclasses.replace(model, scan_layers=True), stacked),
     }
 
 
 def run(
-    loaded: dict[str, sd.LoadedModel], length: int, max_length: int, compiles: int, repeats: int
+    loaded: dict[str, sd.models.LoadedModel],
+    length: int,
+    max_length: int,
+    compiles: int,
+    repeats: int,
 ) -> list[dict[str, Any]]:
     """One pass of `length` tokens of one request, in both forms in turn."""
     tokens, start = jnp.ones((1, length), jnp.int32), jnp.zeros((1,), jnp.int32)
@@ -85,7 +89,7 @@ def run(
     for repeat in range(2 + repeats):
         for name, (_, params) in loaded.items():
             clock = time.perf_counter(), time.process_time()
-            logits, caches[name] = programs[name](params, tokens, start, caches[name])
+            logits, caches[name], _ = programs[name](params, tokens, start, caches[name])
             jax.block_until_ready((logits, caches[name]))
             if repeat >= 2:
                 _add(samples[name], "pass", clock)
@@ -126,7 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model, stacked = sd.load_huggingface(values.target, scan_layers=True)
         model = dataclasses.replace(model, scan_layers=False)
     else:
-        model = sd.Llama(SMALL, jnp.float32) if on_cpu else sd.Llama(LARGE, jnp.bfloat16)
+        model = (
+            sd.models.Llama(SMALL, jnp.float32) if on_cpu else sd.models.Llama(LARGE, jnp.bfloat16)
+        )
         stacked = random_weights(model)
     loaded = forms(model, stacked)
     rows = [

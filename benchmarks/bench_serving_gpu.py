@@ -51,8 +51,8 @@ DRAFTER = dataclasses.replace(
 class Sizes:
     """Tokens: of short and long prompts, of budgets, and of what one call reads."""
 
-    target: sd.LlamaConfig
-    drafter: sd.LlamaConfig
+    target: sd.models.LlamaConfig
+    drafter: sd.models.LlamaConfig
     prompt: int
     long_prompt: int
     budget: int
@@ -76,7 +76,7 @@ class Case:
 
     def __init__(self, sizes: Sizes, slots: int, drafter: str, weights: dict[str, Any]) -> None:
         self.sizes, self.slots, self.drafter = sizes, slots, drafter
-        models = {name: sd.Llama(getattr(sizes, name), "bfloat16") for name in weights}
+        models = {name: sd.models.Llama(getattr(sizes, name), "bfloat16") for name in weights}
         self.engine = sd.Engine(
             models["target"],
             sd.NGramDrafter() if drafter == "lookup" else sd.ModelDrafter(models["drafter"]),
@@ -124,7 +124,7 @@ class Case:
         before = np.asarray(state.batch.lengths)
         begin = time.perf_counter()
         for _ in range(steps):
-            state, _ = driver_lib._step(*weights, state, engine=self.engine)
+            state, _ = driver_lib._step(self.engine, *weights, state)
         jax.block_until_ready(state)
         seconds = time.perf_counter() - begin
         tokens = int((np.asarray(state.batch.lengths) - before).sum())
@@ -253,7 +253,9 @@ def main(command_line: list[str] | None = None) -> int:
     if options.piece is not None:
         sizes = dataclasses.replace(sizes, prefill_sizes=(sizes.prompt, options.piece))
     weights = {
-        name: serving_programs.random_params(sd.Llama(getattr(sizes, name), "bfloat16"), seed)
+        name: serving_programs.random_params(
+            sd.models.Llama(getattr(sizes, name), "bfloat16"), seed
+        )
         for seed, name in enumerate(("target", "drafter"))
     }
     jax.block_until_ready(weights)

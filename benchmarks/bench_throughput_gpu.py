@@ -49,8 +49,8 @@ def make_study(tiny: bool) -> Study:
         for length in LENGTHS
     )
     return Study(
-        sd.Llama(target, "bfloat16"),
-        sd.ModelDrafter(sd.Llama(draft, "bfloat16")),
+        sd.models.Llama(target, "bfloat16"),
+        sd.ModelDrafter(sd.models.Llama(draft, "bfloat16")),
         (*synthetic, sd.SpecDecodeConfig(num_speculative_tokens=K)),
     )
 

@@ -42,7 +42,7 @@ def arguments(case: Case, variant: Variant, sets: list[Any]) -> dict[str, Any]:
     noise = None
     if variant.noise_given:
         noise = [
-            sd.Noise(
+            sd.testing.Noise(
                 jnp.asarray(rng.random((case.batch, case.k), np.float32)),
                 jnp.asarray(rng.random((case.batch, 2), np.float32)),
             )
@@ -110,11 +110,11 @@ def chain(
     return totals, None if swept is None else swept[0]
 
 
-def _fresh(noise: sd.Noise, index: jax.Array, last: jax.Array) -> sd.Noise:
+def _fresh(noise: sd.testing.Noise, index: jax.Array, last: jax.Array) -> sd.testing.Noise:
     """Other noise on every trip, after the last call: one small launch, which counts."""
     moved = noise.accept + jnp.full_like(noise.accept, index * _GOLDEN)
     moved = jnp.where((last >= 0)[:, None], moved - jnp.floor(moved), 0.0)
-    return sd.Noise(moved, noise.recover)
+    return sd.testing.Noise(moved, noise.recover)
 
 
 def _call(
@@ -139,7 +139,7 @@ def _call(
     if variant.implementation == "mosaic_gpu" and kernel_config is not None:
         options["kernel_config"] = kernel_config
     if variant.noise_given:
-        return sd.rejection_sample_with_noise(logits, drafts, randomness, **options)
+        return sd.testing.rejection_sample_with_noise(logits, drafts, randomness, **options)
     return sd.rejection_sample(logits, drafts, keys=randomness, positions=last, **options)
 
 

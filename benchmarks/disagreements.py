@@ -101,7 +101,7 @@ def margin(
 ) -> float:
     """The oracle's least margin of a decision for one request of a batch of `inputs.make`."""
     k, b = case.k, request
-    noise = jax.device_get(sd.draw_noise(keys[b : b + 1], jnp.zeros((1,), jnp.int32), k))
+    noise = jax.device_get(sd.testing.draw_noise(keys[b : b + 1], jnp.zeros((1,), jnp.int32), k))
     mine = slice(b * k, (b + 1) * k)
     num_drafts = drafts.token_ids.shape[0]
     distribution = jax.tree.map(  # all by draft, but a map that all rows share

@@ -80,7 +80,8 @@ def _make(
     token_ids = jnp.argmax(scaled + race, axis=-1).astype(jnp.int32)
 
     probs = jax.nn.softmax(scaled)
-    normalizer = jax.nn.logsumexp(scaled, axis=-1)
+    row_max = jnp.max(draft.astype(jnp.float32), axis=-1)
+    normalizer = jax.nn.logsumexp(scaled - scaled.max(axis=-1, keepdims=True), axis=-1)
     if listed is not None:
         every = jnp.broadcast_to(listed, draft.shape)
         token_ids = jnp.take_along_axis(every, token_ids[..., None], axis=-1)[..., 0]
@@ -93,7 +94,7 @@ def _make(
     elif distribution == "logits":
         given = sd.DraftLogits(draft, ids=listed)
     elif distribution == "normalized":
-        given = sd.DraftLogits(draft, log_normalizer=normalizer, ids=listed)
+        given = sd.DraftLogits(draft, log_normalizer=normalizer, row_max=row_max, ids=listed)
     drafts = sd.Drafts.from_dense(token_ids, None, given)
     probs = probs.reshape(-1, probs.shape[-1])
     return target.reshape(-1, vocabulary), drafts, probs if with_probs else None

@@ -60,6 +60,24 @@ def kernel_times(compiled: Any, arguments: dict[str, Any]) -> dict[str, tuple[in
     from jax.experimental.mosaic.gpu import profiler
 
     _, times = profiler.measure(compiled, aggregate=False)(**arguments)
+    return _by_name(times)
+
+
+def launched_kernels(launch: Callable[[], Any]) -> dict[str, tuple[int, float]]:
+    """The same, by the same profiler, of what a function launches without JAX and waits for."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    launch()
+    cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext
+    cupti._cupti_init()
+    try:
+        launch()
+    finally:
+        times = cupti._cupti_get_timings(True)
+    return _by_name(times)
+
+
+def _by_name(times: list[tuple[str, float]] | None) -> dict[str, tuple[int, float]]:
     if not times:
         raise RuntimeError("the profiler saw no kernel")
     kernels: dict[str, tuple[int, float]] = {}

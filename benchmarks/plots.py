@@ -29,7 +29,7 @@ def times(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def time_against_batch(document: dict[str, Any]) -> Figure | None:
-    """Microseconds per call over B: backends, targets, and what the bytes alone would cost."""
+    """Microseconds per call over B: backends, goals, and what the bytes alone would cost."""
     names = [
         name
         for name in (verify_cases.STANDARD, verify_cases.FLOAT32, "greedy")
@@ -52,7 +52,7 @@ def time_against_batch(document: dict[str, Any]) -> Figure | None:
         goals = [r for r in rows if r["goal"] and r["implementation"] == "mosaic_gpu"]
         goals = [r for r in goals if not r["cold"]]
         if goals:
-            ax.plot(*_xy(goals, "goal"), "k:", label="target")
+            ax.plot(*_xy(goals, "goal"), "k:", label="goal")
         floors = [r for r in rows if r["implementation"] == "mosaic_gpu" and not r["cold"]]
         floors = [(r["batch"], f) for r in floors or rows if (f := _floor(document, r))]
         if floors:
@@ -201,6 +201,36 @@ def against_devices(document: dict[str, Any]) -> Figure | None:
     return figure
 
 
+BESIDE_VLLM: dict[str, dict[str, Any]] = {
+    "ours": STYLE["mosaic_gpu"],
+    "ours, no normalizer": {**STYLE["mosaic_gpu"], "marker": "x", "linestyle": "--"},
+    "xla": STYLE["xla"],
+    "vllm": STYLE["plain"],
+    "vllm, rejection_sample": {**STYLE["plain"], "marker": "v", "linestyle": "--"},
+}
+
+
+def beside_vllm(document: dict[str, Any]) -> Figure | None:
+    """Microseconds per call over B, a panel for each temperature."""
+    rows = [r for r in document["rows"] if r["kind"] == "vllm"]
+    if not rows:
+        return None
+    temperatures = sorted({r["temperature"] for r in rows})
+    figure = Figure(figsize=(4.6 * len(temperatures), 4.4), layout="constrained")
+    axes = figure.subplots(1, len(temperatures), squeeze=False)[0]
+    for ax, temperature in zip(axes, temperatures, strict=True):
+        for way, style in BESIDE_VLLM.items():
+            mine = [r for r in rows if (r["temperature"], r["way"]) == (temperature, way)]
+            ax.plot(*_xy(sorted(mine, key=lambda r: r["batch"]), "call_us"), label=way, **style)
+        ax.set(xscale="log", yscale="log", title=f"temperature {temperature:g}")
+        ax.set(xlabel="requests B", ylabel="microseconds per call")
+        batches = sorted({r["batch"] for r in rows})
+        ax.set_xticks(batches, [str(b) for b in batches])
+        ax.minorticks_off()
+        _finish(ax)
+    return figure
+
+
 SERVING = {"old": STYLE["xla"], "new": STYLE["mosaic_gpu"]}
 
 
@@ -264,6 +294,7 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Figure | None]] = {
     "vocabulary": vocabularies,
     "speedup": throughput,
     "devices": against_devices,
+    "call": beside_vllm,
     "step": parts_of_a_step,
     "arrivals": steps_in_time,
 }

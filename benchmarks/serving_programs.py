@@ -15,7 +15,7 @@ from jax_specdec._src.serving.batch import Batch, append
 from jax_specdec._src.serving.core import PLAIN, Decoder, DecodeState
 from jax_specdec._src.serving.generate import make_batch
 
-LLAMA_3_8B = sd.LlamaConfig(
+LLAMA_3_8B = sd.models.LlamaConfig(
     vocab_size=128256,
     hidden_size=4096,
     intermediate_size=14336,
@@ -33,7 +33,7 @@ LLAMA_3_1B = dataclasses.replace(
     head_dim=64,
     tie_word_embeddings=True,
 )
-TINY = sd.LlamaConfig(
+TINY = sd.models.LlamaConfig(
     vocab_size=300,
     hidden_size=16,
     intermediate_size=32,
@@ -44,7 +44,7 @@ TINY = sd.LlamaConfig(
 )
 
 
-def random_params(model: sd.Llama, seed: int) -> dict[str, Any]:
+def random_params(model: sd.models.Llama, seed: int) -> dict[str, Any]:
     """Random weights, made on the device a layer at a time: one layer's program serves for all."""
     one = dataclasses.replace(
         model, config=dataclasses.replace(model.config, num_hidden_layers=1)
@@ -82,7 +82,7 @@ class Study:
         appends the drafts and any token.
     """
 
-    target: sd.Llama
+    target: sd.models.Llama
     drafter: sd.ModelDrafter
     configs: tuple[sd.SpecDecodeConfig, ...]
 
@@ -102,7 +102,7 @@ class Study:
             key=None,
             slack=k + 1,
         )
-        return self.decoder.empty_state(draft_params, sequences)
+        return self.decoder.empty_state(None, draft_params, sequences)
 
     @functools.partial(jax.jit, static_argnums=0)
     def speculative(
@@ -120,7 +120,7 @@ class Study:
                 jnp.concatenate([last, ids], axis=1),
                 batch.lengths - 1,
                 state.target_cache,
-            )
+            )[:2]
             branches = [functools.partial(self._verify, config) for config in self.configs]
             verified = dataclasses.replace(state, target_cache=(), draft_cache=())
             batch, count = lax.switch(way, [*branches, self._skip], verified, logits)
@@ -144,7 +144,7 @@ class Study:
     def plain(self, params: Any, state: DecodeState, steps: Any) -> jax.Array:
         """One token per pass of the target, as `generate_plain`; tokens per request ``[B]``."""
         decoder = Decoder(self.target, None, PLAIN)
-        empty = decoder.empty_state(None, state.batch)
+        empty = decoder.empty_state(None, None, state.batch)
         begin = dataclasses.replace(empty, target_cache=state.target_cache)
 
         def step(_: Any, carry: Any) -> Any:

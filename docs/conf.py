@@ -11,6 +11,7 @@ import enum
 import re
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 
 import sphinx.addnodes
 from docutils import nodes
@@ -61,7 +62,9 @@ default_role = "code"
 autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
 toc_object_entries_show_parents = "hide"
-autodoc_typehints = "none"  # docstrings say shape and dtype, which types do not
+autodoc_typehints = "signature"  # docstrings say shape and dtype, which types do not
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
 napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_use_rtype = False
 autosummary_generate = False
@@ -76,6 +79,7 @@ html_favicon = "_static/icon.svg"
 html_math_renderer = "mathml"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).parent / "scorer.js")  # which pages come first
 templates_path = ["_templates"]
 html_additional_pages = {"index": "to_first_page.html"}
 html_show_sourcelink = False
@@ -121,6 +125,7 @@ class LinkNames(SphinxPostTransform):
         for full in self.env.get_domain("py").objects:
             name = full.removeprefix(f"{jax_specdec.__name__}.")
             yield name, full
+            yield re.sub(r"^(models|serving|testing)\.", "", name), full
             if name.startswith("integrations."):
                 _, module, function = name.split(".", 2)
                 yield f"{module}.{function}", full
@@ -133,6 +138,19 @@ class LinkNames(SphinxPostTransform):
                 return True
             parent = parent.parent
         return False
+
+
+def link_public(
+    app: Sphinx, env: typing.Any, node: nodes.Element, text: nodes.Element
+) -> nodes.Node | None:
+    """A type in a signature leads to its public name; a private one leads nowhere."""
+    package, _, path = node["reftarget"].partition(".")
+    if package != jax_specdec.__name__ or not path.startswith("_src."):
+        return None
+    domain, page, name = env.get_domain("py"), node["refdoc"], path.rpartition(".")[2]
+    places = [f"{package}.{module}{name}" for module in ("", "models.", "serving.", "testing.")]
+    name = next((place for place in places if place in domain.objects), name)
+    return domain.resolve_xref(env, page, app.builder, "obj", name, node, text) or text
 
 
 def skip_field(
@@ -177,6 +195,7 @@ def setup(app: Sphinx) -> None:
     """Sphinx calls this."""
     app.add_post_transform(LinkNames)
     app.add_html_math_renderer("mathml", (write_math, None), (write_math, None))
+    app.connect("missing-reference", link_public)
     app.connect("autodoc-skip-member", skip_field)
     app.connect("autodoc-process-signature", without_arguments)
     for priority in (400, 600):  # before napoleon, and after it

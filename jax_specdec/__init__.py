@@ -1,10 +1,15 @@
 """Speculative decoding for JAX: lossless verification of drafted tokens, and what it needs."""
 
+import importlib as _importlib
+import typing as _typing
+
+from jax_specdec import models, serving, testing
 from jax_specdec._src import reference
 from jax_specdec._src.config import SpecDecodeConfig, acceptance_length_to_rates
 from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.drafting.draft_model import ModelDrafter
 from jax_specdec._src.drafting.drafter import Drafter, Proposal
+from jax_specdec._src.drafting.eagle3 import Eagle3Drafter
 from jax_specdec._src.drafting.ngram import NGramDrafter
 from jax_specdec._src.drafting.sample import DraftSample, sample_draft_tokens
 from jax_specdec._src.drafting.store import DraftStore, count_fallbacks
@@ -17,20 +22,10 @@ from jax_specdec._src.grammar import (
     grammar_bitmask,
 )
 from jax_specdec._src.logprobs import TokenLogprobs, token_logprobs
-from jax_specdec._src.models.bytes import DOCUMENT_SEPARATOR, decode, encode
-from jax_specdec._src.models.checkpoint import (
-    LoadedModel,
-    load_checkpoint,
-    load_embedded_pair,
-    load_huggingface,
-    save_checkpoint,
-)
-from jax_specdec._src.models.llama import Llama, LlamaConfig, stack_layers, unstack_layers
-from jax_specdec._src.models.protocol import CausalModel
-from jax_specdec._src.models.rotary import RopeScaling
-from jax_specdec._src.models.tensor_parallel import TensorParallelLlama
+from jax_specdec._src.models.bytes import DOCUMENT_SEPARATOR, decode_bytes, encode_bytes
+from jax_specdec._src.models.checkpoint import load_embedded_pair, load_huggingface
+from jax_specdec._src.models.eagle3_files import load_eagle3, load_embedded_head
 from jax_specdec._src.models.tokenizer import TextStream, Tokenizer, load_tokenizer
-from jax_specdec._src.noise import draw_noise
 from jax_specdec._src.penalties import Penalties, apply_penalties
 from jax_specdec._src.processors import (
     BadWords,
@@ -40,39 +35,29 @@ from jax_specdec._src.processors import (
     process_logits,
 )
 from jax_specdec._src.ragged import PackedDrafts, pack_drafts
-from jax_specdec._src.serving.batch import StepRecord
-from jax_specdec._src.serving.bookkeeping import RequestUpdate
-from jax_specdec._src.serving.core import DecodeState
+from jax_specdec._src.serving.batch import truncate
 from jax_specdec._src.serving.driver import EngineDriver
-from jax_specdec._src.serving.engine import Engine, NewRequests
+from jax_specdec._src.serving.engine import Engine
 from jax_specdec._src.serving.generate import (
     GenerateOutput,
-    GreedyDifference,
     generate,
     generate_plain,
     generate_stream,
-    greedy_differences,
 )
 from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats, ServingStats
-from jax_specdec._src.serving.options import LogprobsConfig, OptionSizes, RequestOptions
+from jax_specdec._src.serving.options import LogprobsConfig, RequestOptions
 from jax_specdec._src.serving.prometheus import PrometheusExporter
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
     DraftLogits,
     DraftProbs,
     Drafts,
-    Noise,
-    RaceNoise,
     RejectionSampleOutput,
     SamplingParams,
     Status,
     parse_output,
 )
-from jax_specdec._src.verify.api import (
-    rejection_sample,
-    rejection_sample_with_noise,
-    which_implementation,
-)
+from jax_specdec._src.verify.api import rejection_sample, which_implementation
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec._src.verify.validate import validate
@@ -81,7 +66,7 @@ __version__ = "0.2.0"
 
 _RETIRED_NAMES = {
     "ByteDecoder": "TextStream(decode)",
-    "EngineState": "DecodeState",
+    "EngineState": "serving.DecodeState",
     "apply_logit_bias": "process_logits with LogitsProcessors(logit_bias=...)",
     "conditional_to_unconditional_rates": "numpy.cumprod(rates)",
     "forbid_bad_words": "process_logits with LogitsProcessors(bad_words=...)",
@@ -96,9 +81,7 @@ __all__ = [
     "AcceptanceCounters",
     "AcceptanceStats",
     "BadWords",
-    "CausalModel",
     "CopyingMatcher",
-    "DecodeState",
     "DelayedMatcher",
     "DraftContext",
     "DraftLogits",
@@ -107,40 +90,29 @@ __all__ = [
     "DraftStore",
     "Drafter",
     "Drafts",
+    "Eagle3Drafter",
     "Engine",
     "EngineDriver",
     "GenerateOutput",
     "GrammarLookahead",
     "GrammarMatcher",
-    "GreedyDifference",
     "KernelConfig",
-    "Llama",
-    "LlamaConfig",
-    "LoadedModel",
     "LogitBias",
     "LogitsProcessors",
     "LogprobsConfig",
     "MinTokens",
     "ModelDrafter",
     "NGramDrafter",
-    "NewRequests",
-    "Noise",
-    "OptionSizes",
     "PackedDrafts",
     "Penalties",
     "PrometheusExporter",
     "Proposal",
-    "RaceNoise",
     "RejectionSampleOutput",
     "RequestOptions",
-    "RequestUpdate",
-    "RopeScaling",
     "SamplingParams",
     "ServingStats",
     "SpecDecodeConfig",
     "Status",
-    "StepRecord",
-    "TensorParallelLlama",
     "TextStream",
     "TokenLogprobs",
     "Tokenizer",
@@ -149,35 +121,40 @@ __all__ = [
     "advance_matchers",
     "apply_penalties",
     "count_fallbacks",
-    "decode",
-    "draw_noise",
-    "encode",
+    "decode_bytes",
+    "encode_bytes",
     "generate",
     "generate_plain",
     "generate_stream",
     "grammar_bitmask",
-    "greedy_differences",
-    "load_checkpoint",
+    "load_eagle3",
+    "load_embedded_head",
     "load_embedded_pair",
     "load_huggingface",
     "load_tokenizer",
+    "models",
     "pack_drafts",
     "parse_output",
     "process_logits",
     "reference",
     "rejection_sample",
-    "rejection_sample_with_noise",
     "sample_draft_tokens",
-    "save_checkpoint",
-    "stack_layers",
+    "serving",
+    "testing",
     "token_logprobs",
-    "unstack_layers",
+    "truncate",
     "validate",
     "which_implementation",
 ]
 
 
+if _typing.TYPE_CHECKING:
+    from jax_specdec import integrations as integrations
+
+
 def __getattr__(name: str) -> object:
+    if name == "integrations":  # imported when it is first used
+        return _importlib.import_module("jax_specdec.integrations")
     if name in _RETIRED_NAMES:
         raise AttributeError(f"{name} is retired; use {_RETIRED_NAMES[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

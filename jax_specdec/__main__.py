@@ -36,7 +36,7 @@ def _run(arguments: Sequence[str] | None) -> None:
         else:
             (show_json if options.json else show_text)(options, prompts)
     except InputError as error:
-        print(f"jax-specdec {options.command}: {error}", file=sys.stderr)
+        terminal.write(f"jax-specdec {options.command}: {error}\n", stream=sys.stderr)
         sys.exit(2)
 
 

@@ -62,7 +62,9 @@ QUICK = (
     "test_benchmarks.py",
     "test_cli.py",
     "test_docs.py",
+    "test_derivatives.py",
     "test_draft_model.py",
+    "test_empty_batch.py",
     "test_engine.py",
     "test_engine_continuity.py",
     "test_engine_options.py",
@@ -91,6 +93,7 @@ QUICK = (
     "test_store.py",
     "test_tensor_parallel.py",
     "test_tpu_inference.py",
+    "test_types.py",
     "test_x64.py",
 )
 

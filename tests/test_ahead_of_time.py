@@ -60,19 +60,19 @@ def test_a_program_that_does_not_fit_is_reported():
 
 KERNEL = Case("b200", kind="normalized", batch=256, implementation="mosaic_gpu")
 MAIN_CASES = {
-    KERNEL: 77,
+    KERNEL: 80,
     dataclasses.replace(KERNEL, rule="greedy", kind="none"): 56,
-    dataclasses.replace(KERNEL, rule="synthetic"): 78,
-    dataclasses.replace(KERNEL, rule="block"): 82,
+    dataclasses.replace(KERNEL, rule="synthetic"): 84,
+    dataclasses.replace(KERNEL, rule="block"): 85,
     dataclasses.replace(KERNEL, kind="probs"): 72,
-    dataclasses.replace(KERNEL, ids="map"): 64,
-    dataclasses.replace(KERNEL, ids="candidates"): 64,
+    dataclasses.replace(KERNEL, ids="map"): 71,
+    dataclasses.replace(KERNEL, ids="candidates"): 71,
 }
 KERNELS = {
     "h200": ("sm_90a", MAIN_CASES),
     "b200": ("sm_100a", MAIN_CASES),
-    "b300": ("sm_103a", {KERNEL: 72}),
-    "rtx6000": ("sm_120a", {KERNEL: 80}),
+    "b300": ("sm_103a", {KERNEL: 79}),
+    "rtx6000": ("sm_120a", {KERNEL: 83}),
 }
 """Of each GPU what it is compiled for, and the most registers of a thread."""
 

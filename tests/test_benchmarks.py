@@ -196,7 +196,7 @@ def test_plots_are_drawn_from_results_alone(tmp_path, capsys):
     (ax,) = figure.axes
     lines = {line.get_label(): line.get_xydata().tolist() for line in ax.lines}
     assert lines["mosaic_gpu"] == [[1, 2], [64, 128]]
-    assert lines["target"] == [[1, 10], [64, 10]]
+    assert lines["goal"] == [[1, 10], [64, 10]]
     assert lines["bytes at copy bandwidth"] == [[1, 0.25], [64, 16]]
     (bars,) = plots.vocabularies(results()).axes
     places = [(round(bar.get_x() + 0.2, 6), bar.get_height()) for bar in bars.patches]

@@ -68,11 +68,11 @@ def test_random_weights_have_the_shapes_of_the_models():
         (serving_programs.LLAMA_3_8B, 8.03),
         (serving_programs.LLAMA_3_1B, 1.24),
     ):
-        shapes = bench.sd.Llama(config).init_params
+        shapes = bench.sd.models.Llama(config).init_params
         sizes = jax.tree.leaves(jax.eval_shape(shapes, jax.random.key(0)))
         assert abs(sum(x.size for x in sizes) / 1e9 - billions) < 0.01
-    model = bench.sd.Llama(serving_programs.TINY, "bfloat16")
+    model = bench.sd.models.Llama(serving_programs.TINY, "bfloat16")
     params = serving_programs.random_params(model, 0)
     start = jnp.zeros((1,), jnp.int32)
-    logits, _ = model.apply(params, start[None, :], start, model.init_cache(1, 1))
+    logits = model.apply(params, start[None, :], start, model.init_cache(1, 1)).logits
     assert jnp.isfinite(logits).all()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from models.checkpoints import CHECKPOINTS
 
 import jax_specdec as sd
 
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 
-RUN_HERE = ("drafting", "getting_started", "index", "sampling_parameters", "vllm")
+RUN_HERE = ("drafting", "getting_started", "index", "sampling_parameters", "streaming", "vllm")
 
 
 def blocks(page: str, language: str = "python") -> list[str]:
@@ -29,23 +30,31 @@ def blocks(page: str, language: str = "python") -> list[str]:
 # The reference
 
 
+MODULES = {"models": sd.models, "serving": sd.serving, "testing": sd.testing}
+THINGS = {name: getattr(sd, name) for name in sd.__all__ if name not in MODULES}
+for module_name, module in MODULES.items():
+    THINGS |= {f"{module_name}.{name}": getattr(module, name) for name in module.__all__}
+
+
 def entries(directive: str) -> list[str]:
     pages = "".join(path.read_text("utf-8") for path in (DOCS / "api").glob("*.md"))
-    return re.findall(rf"^\.\. {directive}:: (\w+)$", pages, re.MULTILINE)
+    found = re.findall(rf"^\.\. {directive}:: ([\w.]+)$", pages, re.MULTILINE)
+    outside = ("jax_specdec.integrations.", "jax_specdec.reference.")
+    return [name.removeprefix("jax_specdec.") for name in found if not name.startswith(outside)]
 
 
 def test_every_public_name_has_one_entry_in_the_reference() -> None:
-    things = {name: getattr(sd, name) for name in sd.__all__}
-    classes = {name for name, thing in things.items() if inspect.isclass(thing)}
-    functions = {name for name, thing in things.items() if inspect.isfunction(thing)}
+    classes = {name for name, thing in THINGS.items() if inspect.isclass(thing)}
+    functions = {name for name, thing in THINGS.items() if inspect.isfunction(thing)}
     assert sorted(entries("autoclass")) == sorted(classes)
     assert sorted(entries("autofunction")) == sorted(functions)
-    assert sorted(entries("py:data")) == sorted(set(things) - classes - functions)
+    assert sorted(entries("py:data")) == sorted(set(THINGS) - classes - functions)
 
 
 def test_every_class_and_function_is_in_the_table_of_the_reference() -> None:
     index = (DOCS / "api" / "index.md").read_text("utf-8")
-    listed = re.findall(r"^   (\w+)$", index, re.MULTILINE)
+    listed = re.findall(r"^   ([\w.]+)$", index, re.MULTILINE)
+    listed = [name for name in listed if not re.match(r"(tpu_inference|sglang_jax|keys)\.", name)]
     assert sorted(listed) == sorted({*entries("autoclass"), *entries("autofunction")})
 
 
@@ -53,7 +62,7 @@ def test_every_class_and_function_has_a_section_with_an_example() -> None:
     missing = [
         name
         for name in (*entries("autoclass"), *entries("autofunction"))
-        if not re.search(r"^ *Example:\n(.*\n)*? +>>> ", getattr(sd, name).__doc__, re.MULTILINE)
+        if not re.search(r"^ *Example:\n(.*\n)*? +>>> ", THINGS[name].__doc__, re.MULTILINE)
     ]
     assert missing == []
 
@@ -102,10 +111,50 @@ def test_getting_started_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.newest
+def test_text_streams_with_a_tokenizer_and_is_that_of_generate(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    real, *small = blocks("streaming")
+    real = real.replace("Qwen2.5-7B", str(CHECKPOINTS / "qwen2"))
+    scope = run(real.replace("max_new_tokens=64", "max_new_tokens=12"), "streaming")
+    printed = capsys.readouterr().out
+    tokenizer, prompt = scope["tokenizer"], scope["prompt"]
+    plain = sd.generate_plain(
+        *scope["target"], [prompt], max_new_tokens=12, stop_token_ids=tokenizer.stop_token_ids
+    )
+    whole = tokenizer.decode(prompt + plain.completions[0])
+    assert printed == whole[len(tokenizer.decode(prompt)) :] + "\n" != "\n"
+
+    scope = run("import jax_specdec as sd\n" + "".join(small), "streaming")
+    output = sd.generate_plain(
+        scope["target"], scope["params"], scope["prompts"], max_new_tokens=100
+    )
+    texts = [sd.decode_bytes(completion) for completion in output.completions]
+    assert scope["pieces"] == [text[:40] for text in texts]
+    assert scope["line"] == texts[0].partition("\n\n")[0]
+
+
+@pytest.mark.newest
 def test_the_drafter_on_the_page_is_verified_with_its_own_distribution() -> None:
-    scope = run_all("drafting")
+    _, drafter, features = blocks("drafting")
+    scope = run(drafter, "drafting")
     assert scope["output"].steps.num_proposed.sum() > 0
     assert scope["stats"].num_fallbacks == 0 and scope["stats"].num_accepted_tokens > 0
+    scope = run(drafter + features, "drafting")  # one that reads features
+    assert scope["output"].steps.num_proposed.sum() > 0
+
+
+@pytest.mark.long
+@pytest.mark.newest
+def test_the_loop_with_a_store_verifies_every_request_with_its_own_rows() -> None:
+    loop, *_ = blocks("drafting")
+    scope = run(loop, "drafting")
+    assert int(scope["num_fallbacks"]) == 0
+    output = scope["output"]
+    assert output.status.tolist() == [sd.Status.OK] * 3
+    assert (np.asarray(output.num_accepted) <= [2, 0, 1]).all()
+    positions = np.asarray(scope["store"].positions)
+    assert (positions == [[-1, 20, 30]]).all()
 
 
 def test_arrays_in_the_layout_of_vllm_are_verified() -> None:
@@ -134,11 +183,14 @@ def test_a_loop_of_ones_own_has_its_rows_processed() -> None:
     assert emitted[0][0] == 4 and emitted[0][1] == rows[0, 1].argmax() != 5
 
 
-def run_all(page: str) -> dict:
+def run(code: str, page: str) -> dict:
     scope: dict = {}
-    for code in blocks(page):
-        exec(compile(code, f"{page}.md", "exec"), scope)
+    exec(compile(code, f"{page}.md", "exec"), scope)
     return scope
+
+
+def run_all(page: str) -> dict:
+    return run("".join(blocks(page)), page)
 
 
 # Pictures

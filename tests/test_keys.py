@@ -63,9 +63,9 @@ def test_the_words_of_a_key_are_one_threefry_block_of_jax(impl):
 @of_every_kind
 def test_the_noise_of_a_request_is_what_it_gets_alone(impl):
     keys, positions = of_seeds(impl, 5, 6, 7), jnp.array([9, 0, 2**31 - 1])
-    together = sd.draw_noise(keys, positions, K)
+    together = sd.testing.draw_noise(keys, positions, K)
     for b in range(3):
-        alone = sd.draw_noise(keys[b : b + 1], positions[b : b + 1], K)
+        alone = sd.testing.draw_noise(keys[b : b + 1], positions[b : b + 1], K)
         np.testing.assert_array_equal(together.accept[b], alone.accept[0])
         np.testing.assert_array_equal(together.recover[b], alone.recover[0])
 
@@ -73,7 +73,7 @@ def test_the_noise_of_a_request_is_what_it_gets_alone(impl):
 @of_every_kind
 def test_a_thousand_seeds_draw_different_noise(impl):
     keys = jax.vmap(lambda seed: jax.random.key(seed, impl=impl))(jnp.arange(1001))
-    drawn = sd.draw_noise(keys, jnp.zeros((1001,), jnp.int32), K)
+    drawn = sd.testing.draw_noise(keys, jnp.zeros((1001,), jnp.int32), K)
     assert len(np.unique(np.concatenate([drawn.accept, drawn.recover], axis=1), axis=0)) == 1001
 
 
@@ -104,7 +104,7 @@ def test_keys_of_other_sizes_are_refused_wherever_keys_are_taken():
     drafts = sd.Drafts.from_flat(jnp.zeros((0,), jnp.int32), jnp.zeros((1,), jnp.int32))
     engine, (table, draft) = engines.TABLE, engines.TABLES
     calls: dict[str, Any] = {
-        "noise": lambda: sd.draw_noise(keys, positions, K),
+        "noise": lambda: sd.testing.draw_noise(keys, positions, K),
         "verification": lambda: sd.rejection_sample(
             jnp.zeros((1, V)),
             drafts,
@@ -130,7 +130,7 @@ def test_keys_that_are_not_typed_are_named_as_they_came():
     raw, positions = jnp.zeros((2, 2), jnp.uint32), jnp.zeros((2,), jnp.int32)
     message = r"keys must be typed, as .* it is Array\(\[\[0, 0\]"
     with pytest.raises(TypeError, match=message):
-        sd.draw_noise(raw, positions, K)
+        sd.testing.draw_noise(raw, positions, K)
     with pytest.raises(TypeError, match=message):
         sd.sample_draft_tokens(
             jnp.zeros((2, V)),
@@ -148,7 +148,7 @@ Q = np.array([0.1, 0.2, 0.3, 0.1, 0.1, 0.2])
 NUM_STEPS = 4000
 
 
-def theirs(keys: jax.Array, positions: jax.Array) -> sd.Noise:
+def theirs(keys: jax.Array, positions: jax.Array) -> sd.testing.Noise:
     """What JAX itself draws for a batch: the mistake that these tests are about."""
 
     def one_request(key: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -156,7 +156,7 @@ def theirs(keys: jax.Array, positions: jax.Array) -> sd.Noise:
         bits = jax.random.bits(key, (K + 2,), jnp.uint32)
         return noise.to_uniform(bits[:K]), noise.to_uniform(bits[K:])
 
-    return sd.Noise(*jax.vmap(one_request)(keys, positions))
+    return sd.testing.Noise(*jax.vmap(one_request)(keys, positions))
 
 
 @functools.partial(jax.jit, static_argnames=("jax_draws",))
@@ -186,7 +186,7 @@ def decode(keys: jax.Array, temperature: jax.Array, jax_draws: bool = False) -> 
         drafts = sd.Drafts.from_dense(jnp.stack(ids, axis=1), None, distribution)
         logits = jnp.broadcast_to(p, (size * (K + 1), V))
         if jax_draws:
-            output = sd.rejection_sample_with_noise(
+            output = sd.testing.rejection_sample_with_noise(
                 logits, drafts, theirs(keys, positions), **named
             )
         else:
@@ -276,9 +276,9 @@ def test_tokens_of_the_loop_do_not_depend_on_the_neighbours(impl):
 # The engine.
 
 
-def admission(slot: int, key: jax.Array, prompt: list[int], budget: int) -> sd.NewRequests:
+def admission(slot: int, key: jax.Array, prompt: list[int], budget: int) -> sd.serving.NewRequests:
     options = sd.RequestOptions(temperature=1.3, max_new_tokens=budget)
-    return sd.NewRequests(
+    return sd.serving.NewRequests(
         slots=jnp.array([slot]),
         prompts=engines.TABLE.pad_prompt(prompt)[None],
         lengths=jnp.array([len(prompt)]),

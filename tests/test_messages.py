@@ -62,7 +62,7 @@ def flat(ids: Any, counts: Any) -> sd.Drafts:
 
 
 def save(params: Any, dtype: Any = jnp.float32, model: Any = DRAFT.model) -> None:
-    sd.save_checkpoint("/nowhere/at/all", model, params, dtype)
+    sd.models.save_checkpoint("/nowhere/at/all", model, params, dtype)
 
 
 TEXT = (
@@ -206,12 +206,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a typo": (
         lambda: generate(max_tokens=5),
         TypeError,
-        "unknown argument 'max_tokens'; RequestOptions has 'max_new_tokens'",
+        "unknown argument 'max_tokens'; did you mean 'max_new_tokens'?",
     ),
     "EngineState": (
         lambda: sd.EngineState,
         AttributeError,
-        "EngineState is retired; use DecodeState",
+        "EngineState is retired; use serving.DecodeState",
     ),
     "apply_logit_bias": (
         lambda: sd.apply_logit_bias,
@@ -219,17 +219,17 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "apply_logit_bias is retired; use process_logits with LogitsProcessors(logit_bias=...)",
     ),
     "bytes": (
-        lambda: sd.encode(b"abc"),  # type: ignore[arg-type]
+        lambda: sd.encode_bytes(b"abc"),  # type: ignore[arg-type]
         TypeError,
         "text must be a str, but it is b'abc'.",
     ),
     "nested ids": (
-        lambda: sd.decode([[1, 2]]),  # type: ignore[list-item]
+        lambda: sd.decode_bytes([[1, 2]]),  # type: ignore[list-item]
         TypeError,
         "token_ids must be a list of ints, but it is [[1, 2]].",
     ),
     "text for ids": (
-        lambda: sd.decode("abc"),  # type: ignore[arg-type]
+        lambda: sd.decode_bytes("abc"),  # type: ignore[arg-type]
         TypeError,
         "token_ids must be a list of ints, but it is 'abc'.",
     ),
@@ -313,6 +313,19 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: rejection_sample(keys=0),
         TypeError,
         "keys must be typed, as jax.random.key and jax.random.split give, but it is 0",
+    ),
+    "raw keys": (
+        lambda: rejection_sample(keys=jax.random.key_data(jax.random.split(jax.random.key(0), B))),
+        TypeError,
+        ": pass jax.random.wrap_key_data(keys)",
+    ),
+    "drafts of another K": (
+        lambda: rejection_sample(
+            jnp.zeros((B * 5, V)), sd.Drafts.from_dense(jnp.zeros((B, 4), int))
+        ),
+        ValueError,
+        "drafts must have at most num_speculative_tokens=3 drafts per request, as config says, but "
+        "each request has more, the first one 4",
     ),
     "positions=5": (
         lambda: rejection_sample(positions=5),
@@ -408,12 +421,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "size must be an int, but it is 1.5",
     ),
     "pack_drafts(size=-1)": (
-        lambda: sd.pack_drafts(jnp.zeros((B, K), jnp.int32), [1, 1], size=-1),  # type: ignore[arg-type]
+        lambda: sd.pack_drafts(jnp.zeros((B, K), jnp.int32), [1, 1], size=-1),
         ValueError,
         "size must be at least 0, but it is -1",
     ),
     "pack_drafts of flat ids": (
-        lambda: sd.pack_drafts(jnp.zeros((B,), jnp.int32), [1, 1]),  # type: ignore[arg-type]
+        lambda: sd.pack_drafts(jnp.zeros((B,), jnp.int32), [1, 1]),
         ValueError,
         "token_ids must be [B, K], but its shape is [2]",
     ),
@@ -447,6 +460,16 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "drafts.cu_num_draft_tokens must give each request at most num_speculative_tokens=3 "
         "drafts, but request 0 has 5",
     ),
+    "validate with raw keys": (
+        lambda: validate(DENSE, keys=np.zeros((B, 2), np.uint32)),
+        TypeError,
+        ": pass jax.random.wrap_key_data(keys)",
+    ),
+    "validate with one key": (
+        lambda: validate(DENSE, keys=jax.random.key(0)),
+        ValueError,
+        "keys must have shape [B] = [2]",
+    ),
     "a negative position": (
         lambda: validate(DENSE, positions=np.array([4, -1])),
         ValueError,
@@ -456,8 +479,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "load_huggingface of a hub's name": (
         lambda: sd.load_huggingface("Qwen/Qwen2.5-0.5B"),
         FileNotFoundError,
-        "Qwen/Qwen2.5-0.5B/config.json does not exist; a checkpoint directory must hold it, and "
-        "there is no such directory.",
+        "Qwen/Qwen2.5-0.5B does not exist; `hf download Qwen/Qwen2.5-0.5B --local-dir "
+        "Qwen/Qwen2.5-0.5B` downloads a checkpoint to it.",
     ),
     "load_huggingface of a file": (
         lambda: sd.load_huggingface(__file__),
@@ -486,7 +509,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "max_vocab_size must be at least 1, but it is 0",
     ),
     "load_checkpoint(dtype='float23')": (
-        lambda: sd.load_checkpoint(Path(sd.__file__).parent / "weights" / "draft", "float23"),
+        lambda: sd.models.load_checkpoint(
+            Path(sd.__file__).parent / "weights" / "draft", "float23"
+        ),
         TypeError,
         "dtype must be a floating dtype, not 'float23'.",
     ),
@@ -523,10 +548,12 @@ def test_a_mistake_is_answered_by_one_sentence_that_helps(mistake: str) -> None:
 
 def test_nothing_is_written_where_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="inf in float16"):
-        sd.save_checkpoint(tmp_path / "own", DRAFT.model, HUGE, jnp.float16)
+        sd.models.save_checkpoint(tmp_path / "own", DRAFT.model, HUGE, jnp.float16)
     assert not (tmp_path / "own").exists()
-    sd.save_checkpoint(tmp_path / "own", DRAFT.model, HUGE, jnp.float16, allow_nonfinite=True)
-    _, params = sd.load_checkpoint(tmp_path / "own", jnp.float16, allow_nonfinite=True)
+    sd.models.save_checkpoint(
+        tmp_path / "own", DRAFT.model, HUGE, jnp.float16, allow_nonfinite=True
+    )
+    _, params = sd.models.load_checkpoint(tmp_path / "own", jnp.float16, allow_nonfinite=True)
     assert not all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
 
 
@@ -577,6 +604,7 @@ def test_parameters_in_any_plain_form_give_the_tokens_of_arrays(form: str) -> No
     assert own.token_ids.tolist() == drawn.token_ids.tolist()
     store = sd.DraftStore.create(B, K, V)
     for sampling, where in ((taken, own_positions), (arrays, jnp.asarray(positions))):
-        store = store.write(0, logits[:B], drawn.log_normalizer, positions=where, sampling=sampling)
+        numbers = drawn.log_normalizer, drawn.row_max
+        store = store.write(0, logits[:B], *numbers, positions=where, sampling=sampling)
         attached = store.attach(dense([1, 1]), positions=where, sampling=sampling)
         assert int(sd.count_fallbacks(attached, sampling=sampling)) == 0

@@ -16,12 +16,12 @@ import jax_specdec as sd
 K = 3
 
 
-def records(proposed: list[int], accepted: list[int]) -> sd.StepRecord:
+def records(proposed: list[int], accepted: list[int]) -> sd.serving.StepRecord:
     """One request; a step emits one token more than it accepts, and a proposal of -1 is no step."""
     ran = np.array(proposed)[:, None] >= 0
-    return sd.StepRecord(
+    return sd.serving.StepRecord(
         token_ids=np.full((len(proposed), 1, K + 1), -1),
-        num_kept=np.zeros((len(proposed), 1), int),  # cut by the budget: must not matter
+        num_kept=np.where(ran, np.array(accepted)[:, None] + 1, 0),
         num_proposed=np.maximum(np.array(proposed)[:, None], 0),
         num_accepted=np.array(accepted)[:, None],
         num_emitted=np.where(ran, np.array(accepted)[:, None] + 1, 0),
@@ -61,7 +61,8 @@ def test_rates_of_a_position_count_only_verifications_that_were_offered_it() -> 
         offered_per_position=(3, 2, 2),
         reached_per_position=(3, 2, 1),
         accepted_per_position=(3, 1, 1),
-        num_emitted_tokens=9,
+        num_tokens=9,
+        num_verifications=4,
     )
     assert stats.to_dict() == dataclasses.asdict(stats) | {
         "offered_per_position": [3, 2, 2],
@@ -70,7 +71,6 @@ def test_rates_of_a_position_count_only_verifications_that_were_offered_it() -> 
         "num_drafts": 3,
         "num_draft_tokens": 7,
         "num_accepted_tokens": 5,
-        "num_verifications": 4,
         "mean_acceptance_length": 1 + 5 / 3,
         "tokens_per_target_pass": 9 / 4,
         "draft_acceptance_rate": 5 / 7,
@@ -101,6 +101,34 @@ def test_steps_without_drafts_count_for_tokens_per_target_pass_alone() -> None:
     assert both.tokens_per_target_pass == 14 / 10
 
 
+def test_tokens_per_target_pass_counts_no_token_that_was_cut_off() -> None:
+    """Tokens delivered by passes; the rates of drafts are as if nothing had been cut."""
+    whole = records([3, 3, 0], [3, 3, 0])
+    cut = dataclasses.replace(whole, num_kept=np.array([[4], [1], [1]]))
+    stats = sd.AcceptanceStats.from_steps(cut)
+    assert (stats.num_tokens, stats.num_verifications, stats.tokens_per_target_pass) == (6, 3, 2.0)
+    assert stats.mean_acceptance_length == 4.0
+    counters = sd.AcceptanceCounters.create(K)
+    for kept in (array([4, 1]), None):
+        counters = jax.jit(sd.AcceptanceCounters.update)(
+            counters,
+            num_proposed=array([3, 3]),
+            num_accepted=array([3, 3]),
+            num_emitted=array([4, 4]),
+            num_kept=kept,
+        )
+    counted = sd.AcceptanceStats.from_counters(counters)
+    assert (counted.num_tokens, counted.num_verifications) == (5 + 8, 4)
+    assert counted.mean_acceptance_length == 4.0
+
+
+def test_where_nothing_was_drafted_the_length_is_a_dash() -> None:
+    undrafted = sd.AcceptanceStats.from_steps(records([0, 0], [0, 0]))
+    assert undrafted.log_line(1.0).startswith(
+        "SpecDecoding metrics: Mean acceptance length: -, Tokens per target pass: 1.00, "
+    )
+
+
 @given(st.lists(st.integers(0, K), min_size=1))
 def test_with_full_offers_rates_sum_to_the_length_and_divide_to_the_conditional_ones(
     accepted: list[int],
@@ -125,10 +153,27 @@ def test_the_log_line_of_an_interval_is_that_of_a_hand_computed_example() -> Non
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
-def test_an_interval_without_duration_has_no_throughput(seconds: float) -> None:
-    stats = sd.AcceptanceStats.from_steps(records([3], [1]))
-    with pytest.raises(ValueError, match="seconds must be positive"):
-        stats.log_line(seconds)
+def test_an_interval_without_duration_has_no_log_line(seconds: float) -> None:
+    for stats in (sd.AcceptanceStats.from_steps(records([3], [1])), sd.ServingStats(4)):
+        with pytest.raises(ValueError, match="seconds must be positive"):
+            stats.log_line(seconds)
+
+
+def test_a_histogram_counts_times_like_plain_python() -> None:
+    rng = np.random.default_rng(0)
+    times = [*np.exp(rng.uniform(-12, 6, 200)).tolist(), 0.0, 0.001, 100.0, 1e9]
+    numbers = rng.integers(1, 5, len(times)).tolist()
+    early = sd.serving.Histogram().observe([(0.3, 2)])
+    found = early.observe(zip(times, numbers, strict=True)) - early
+    bounds = sd.serving.Histogram.bounds
+    assert bounds[:4] == (0.0001, 0.0002, 0.0005, 0.001) and bounds[-1] == 100 and len(bounds) == 19
+    for i, bound in enumerate(bounds):  # as Prometheus counts: all up to a bound
+        below = sum(n for time, n in zip(times, numbers, strict=True) if time <= bound)
+        assert sum(found.counts[: i + 1]) == below
+    assert found.count == sum(numbers)
+    total = sum(time * n for time, n in zip(times, numbers, strict=True))
+    assert found.total_seconds == pytest.approx(total)
+    assert found.mean == pytest.approx(total / sum(numbers)) and sd.serving.Histogram().mean == 0
 
 
 def test_readings_of_different_counters_have_no_difference() -> None:
@@ -136,7 +181,7 @@ def test_readings_of_different_counters_have_no_difference() -> None:
     with pytest.raises(ValueError, match="earlier must not hold larger counts"):
         stats - sd.AcceptanceStats.from_steps(records([3, 3], [1, 0]))
     with pytest.raises(ValueError, match="both readings must have the same K, .* 3 and 2"):
-        stats - sd.AcceptanceStats((0, 0), (0, 0), (0, 0), 0)
+        stats - sd.AcceptanceStats((0, 0), (0, 0), (0, 0), 0, 0)
 
 
 # The device's counters
@@ -168,16 +213,20 @@ def test_counting_in_a_while_loop_agrees_with_plain_loops_over_the_records() -> 
     counters = count(sd.AcceptanceCounters.create(K), steps, jnp.arange(20))
     stats = sd.AcceptanceStats.from_counters(counters)
     assert stats == sd.AcceptanceStats(
-        tuple(offered), tuple(reached), tuple(accepted_at), total, num_fallbacks=190
+        tuple(offered),
+        tuple(reached),
+        tuple(accepted_at),
+        num_tokens=total,
+        num_verifications=(steps[:, 2] > 0).sum(),
+        num_fallbacks=190,
     )
     assert stats.num_drafts == drafts
-    assert stats.num_verifications == (steps[:, 2] > 0).sum()
 
 
 def test_counters_and_step_records_read_the_same() -> None:
     steps = random_steps(1)
     proposed, accepted, emitted = steps.transpose(1, 0, 2)
-    record = sd.StepRecord(
+    record = sd.serving.StepRecord(
         token_ids=np.full((20, 4, K + 1), -1),
         num_kept=emitted,
         num_proposed=np.where(emitted > 0, proposed, 0),
@@ -195,7 +244,7 @@ def test_counts_past_32_bits_do_not_wrap() -> None:
         count(sd.AcceptanceCounters.create(K), steps, fallbacks)
     )
     assert once.num_fallbacks == 20 * (2**31 - 1)
-    full = jnp.full((2, 3 * K + 2), 2**32 - 1, jnp.uint32).at[1].set(jnp.uint32(6))
+    full = jnp.full((2, 3 * K + 3), 2**32 - 1, jnp.uint32).at[1].set(jnp.uint32(6))
     later = sd.AcceptanceStats.from_counters(count(sd.AcceptanceCounters(full), steps, fallbacks))
     before = 7 * 2**32 - 1
     assert later == sd.AcceptanceStats(
@@ -214,7 +263,7 @@ def test_an_update_talks_to_no_host() -> None:
     with jax.transfer_guard("disallow"):
         counters = program(counters, steps, fallbacks)
     assert "callback" not in str(jax.make_jaxpr(count)(counters, steps, fallbacks))
-    assert counters.words.shape == (2, 3 * K + 2)
+    assert counters.words.shape == (2, 3 * K + 3)
 
 
 def test_a_function_of_counters_survives_export() -> None:
@@ -231,6 +280,7 @@ def test_a_function_of_counters_survives_export() -> None:
     [
         ({"num_emitted": jnp.int32(1)}, ValueError, r"num_emitted must have shape \[B\], .* \[\]"),
         ({"num_proposed": array([1])}, ValueError, r"num_proposed must have shape \[2\], .* \[1\]"),
+        ({"num_kept": array([1])}, ValueError, r"num_kept must have shape \[2\], .* \[1\]"),
         ({"num_accepted": array([1])}, ValueError, r"num_accepted must have shape \[2\], .* \[1\]"),
         (
             {"num_fallbacks": array([1])},

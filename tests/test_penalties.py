@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ import scipy.stats
 from jax import export
 
 import jax_specdec as sd
+from jax_specdec._src import platform
 
 V, K = 11, 3
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
@@ -90,11 +90,7 @@ def test_ids_outside_the_vocabulary_are_not_counted() -> None:
 
 def apply_in_blocks(*args: Any, config: sd.SpecDecodeConfig) -> jax.Array:
     """As a TPU does it."""
-
-    def as_on_tpu(*args: Any, tpu: Any, **others: Any) -> Any:
-        return tpu(*args)
-
-    with mock.patch.object(jax.lax, "platform_dependent", as_on_tpu):
+    with platform.assume("tpu"):
         return sd.apply_penalties(*args, config=config)
 
 

@@ -12,7 +12,7 @@ import jax_specdec as sd
 
 pytestmark = pytest.mark.newest
 
-STATS = sd.AcceptanceStats((5, 4, 4), (5, 3, 1), (4, 2, 0), num_emitted_tokens=12, num_fallbacks=1)
+STATS = sd.AcceptanceStats((5, 4, 4), (5, 3, 1), (4, 2, 0), 12, 6, num_fallbacks=1)
 
 
 @pytest.fixture
@@ -29,13 +29,18 @@ def url(registry: prometheus_client.CollectorRegistry) -> Iterator[str]:
     thread.join()
 
 
+def key(labels: dict[str, str]) -> str | None:
+    """The position of a counter, the bound of a bucket."""
+    return str(float(labels["le"])) if "le" in labels else labels.get("position")
+
+
 def scrape(url: str) -> dict[tuple[str, str | None], float]:
-    """What there is, by name and position."""
+    """What there is, by name, and position or bound."""
     with urllib.request.urlopen(url, timeout=30) as response:
         families = list(text_string_to_metric_families(response.read().decode()))
-    assert {family.type for family in families} <= {"counter", "gauge"}
+    assert {family.type for family in families} <= {"counter", "gauge", "histogram"}
     return {
-        (sample.name, sample.labels.get("position")): sample.value
+        (sample.name, key(sample.labels)): sample.value
         for family in families
         for sample in family.samples
     }
@@ -46,7 +51,7 @@ def test_a_scrape_shows_what_was_published_last(
 ) -> None:
     exporter = sd.PrometheusExporter(registry)
     assert scrape(url) == {}
-    exporter.publish(sd.AcceptanceStats((1,), (1,), (0,), num_emitted_tokens=1))
+    exporter.publish(sd.AcceptanceStats((1,), (1,), (0,), num_tokens=1, num_verifications=1))
     exporter.publish(STATS)
     prefix = "jax_specdec:spec_decode_"
     expected = {
@@ -54,7 +59,7 @@ def test_a_scrape_shows_what_was_published_last(
         (f"{prefix}num_draft_tokens_total", None): 13,
         (f"{prefix}num_accepted_tokens_total", None): 6,
         (f"{prefix}num_verifications_total", None): 6,
-        (f"{prefix}num_emitted_tokens_total", None): 12,
+        (f"{prefix}num_tokens_total", None): 12,
         (f"{prefix}num_fallbacks_total", None): 1,
     }
     for position, (offered, accepted) in enumerate([(5, 4), (4, 2), (4, 0)]):
@@ -69,10 +74,19 @@ def test_a_scrape_shows_how_busy_the_engine_was_where_that_is_published(
     registry: prometheus_client.CollectorRegistry, url: str
 ) -> None:
     exporter = sd.PrometheusExporter(registry)
-    exporter.publish(STATS, sd.ServingStats(8, 4, 24, 3, 0.5, 2, 0.25, 1))
+    first = sd.serving.Histogram().observe([(0.3, 2)])
+    others = sd.serving.Histogram().observe([(0.002, 4), (200, 1)])
+    serving = sd.ServingStats(8, 5, 7, 4, 24, 3, 0.5, 2, 0.25, 1, first, others)
+    exporter.publish(STATS, serving)
     prefix = "jax_specdec:serving_"
     expected = {
         (f"{prefix}num_slots", None): 8,
+        (f"{prefix}num_running", None): 5,
+        (f"{prefix}num_queued", None): 7,
+        (f"{prefix}time_to_first_token_seconds_count", None): 2,
+        (f"{prefix}time_to_first_token_seconds_sum", None): 0.6,
+        (f"{prefix}inter_token_latency_seconds_count", None): 5,
+        (f"{prefix}inter_token_latency_seconds_sum", None): 200.008,
         (f"{prefix}num_steps_total", None): 4,
         (f"{prefix}num_busy_slots_total", None): 24,
         (f"{prefix}num_steps_ahead_total", None): 3,
@@ -82,6 +96,16 @@ def test_a_scrape_shows_how_busy_the_engine_was_where_that_is_published(
         (f"{prefix}num_failed_calls_total", None): 1,
     }
     found = scrape(url)
+    for name, bound, count in (
+        ("time_to_first_token", 0.2, 0),
+        ("time_to_first_token", 0.5, 2),
+        ("inter_token_latency", 0.001, 0),
+        ("inter_token_latency", 0.002, 4),
+        ("inter_token_latency", 100.0, 4),
+        ("inter_token_latency", float("inf"), 5),
+    ):
+        assert found.pop((f"{prefix}{name}_seconds_bucket", str(bound))) == count
+    found = {name: found[name] for name in found if "_bucket" not in name[0]}
     assert {name: found[name] for name in found if name[0].startswith(prefix)} == expected
     assert len(found) == len(expected) + 12
     exporter.publish(STATS)

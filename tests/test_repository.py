@@ -19,19 +19,20 @@ import jax_specdec
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jax_specdec"
+PUBLIC = (jax_specdec, jax_specdec.models, jax_specdec.serving, jax_specdec.testing)
 MAX_LINES = 700
 
 # Who may import whom: a unit imports units of its own layer and of those above it in this list,
 # without cycles. A unit is a file or folder of jax_specdec or jax_specdec/_src; "" is
 # jax_specdec/__init__.py.
 LAYERS = (
-    {"_src", "types", "config"},
+    {"_src", "types", "config", "platform"},
     {"blocks", "ragged", "noise", "sampling", "penalties", "processors", "grammar"},
     {"verify"},
     {"logprobs"},
     {"models", "drafting", "serving", "integrations"},
     {"reference", "reference_request", "reference_sampling"},
-    {""},
+    {"", "testing"},
     {"cli", "__main__"},
 )
 ONLY_IMPORTS = {
@@ -122,12 +123,13 @@ def test_no_source_file_is_too_long() -> None:
 
 
 def test_public_names_exist_once() -> None:  # that they are sorted is checked by ruff
-    assert len(jax_specdec.__all__) == len(set(jax_specdec.__all__))
-    assert [name for name in jax_specdec.__all__ if not hasattr(jax_specdec, name)] == []
+    names = [name for module in PUBLIC for name in module.__all__]
+    assert len(names) == len(set(names))
+    assert [name for module in PUBLIC for name in module.__all__ if not hasattr(module, name)] == []
 
 
 def test_public_names_are_documented_with_an_example() -> None:
-    public = {name: getattr(jax_specdec, name) for name in jax_specdec.__all__}
+    public = {name: getattr(module, name) for module in PUBLIC for name in module.__all__}
     callables = {
         name: thing
         for name, thing in public.items()
@@ -148,6 +150,15 @@ def test_an_import_brings_in_only_what_it_needs() -> None:
     packages = {name.partition(".")[0] for name in new}
     assert packages <= {"jax_specdec", "jax", "jaxlib", "numpy", "safetensors"}
     assert "jax.experimental.pallas" not in new  # kernels are read where one is launched
+
+
+def test_integrations_are_imported_when_they_are_first_used() -> None:
+    code = "import sys, jax_specdec as sd; name = 'jax_specdec.integrations'; "
+    code += "assert name not in sys.modules; sd.integrations.tpu_inference.verify_flat; "
+    code += "assert f'{name}.sglang_jax' not in sys.modules; sd.integrations.keys.step_keys"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    with pytest.raises(AttributeError, match="'jax_specdec.integrations' has no attribute 'vllm'"):
+        _ = jax_specdec.integrations.vllm
 
 
 # Packaging

@@ -34,6 +34,7 @@ PURPOSES = {  # of each unit: what stands below its name
     "ragged": "flat layouts",
     "sampling": "min-p, top-k, top-p",
     "blocks": "rows a few at a time",
+    "platform": "one form is traced",
     "types": "arrays and records",
     "config": "static settings",
 }
@@ -41,13 +42,13 @@ KINDS = {"verify": "green", "reference": "orange", "drafting": "blue", "serving"
 
 
 def phases() -> None:
-    """What a call does: row statistics, decide, resample."""
+    """What a call does: read, count, draw."""
     p = Picture("phases", 452, "The three phases of a call, for two requests")
     kinds, columns = ("blue", "green"), (24, 320, 596)
     headings = (
-        ("1  Row statistics", "over rows, read in place"),
-        ("2  Decide", "over requests: a few numbers each"),
-        ("3  Resample", "over requests: one row each"),
+        ("1  Read", "over rows, in place"),
+        ("2  Count", "over requests: a few numbers each"),
+        ("3  Draw", "over requests: one row each"),
     )
     for x, (name, what) in zip(columns, headings, strict=True):
         p.text(x, 36, name, size=17, bold=True)
@@ -105,7 +106,7 @@ def phases() -> None:
         "another one an id in it",
     )
 
-    for x, y, label in ((282, 209, "partials"), (544, 209, "row")):
+    for x, y, label in ((282, 209, "positions"), (544, 209, "position")):
         p.arrow([(x - 8, y), (x + 28, y)], "plain")
         p.text(x + 10, y - 8, label, kind="soft", size=12, anchor="middle")
 
@@ -114,7 +115,7 @@ def phases() -> None:
     p.note(
         190,
         400,
-        "each device has a part of every row; there is an exchange after phase 1 (partials),",
+        "each device has a part of every row; there is an exchange after phase 1 (statistics),",
         "within phase 3 (masses of tiles) and at its end (the token). No row leaves its device.",
     )
     p.save(DOCS)

@@ -1,4 +1,4 @@
-"""Draws the picture of docs/serving.md: one step of decoding, for four slots.
+"""Draws the picture of docs/engine.md: one step of decoding, for four slots.
 
     python tools/draw_step.py
 

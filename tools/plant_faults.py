@@ -39,6 +39,18 @@ FAULTS = {
     "the residual is not clamped at 0": Fault(
         "verify/rules.py", "jnp.maximum(left, 0.0)", "left", "verify/test_xla.py"
     ),
+    "the normalizer is not relative to row_max": Fault(
+        "verify/draft_rows.py",
+        "zero if d.row_max is None else d.row_max[rows]",
+        "zero",
+        "verify/test_xla.py",
+    ),
+    "one large normalizer makes all drafts of its request one-hot": Fault(
+        "verify/requests.py",
+        "has_q &= usable",
+        "has_q &= jnp.all(usable, axis=1, keepdims=True)",
+        "verify/test_normalizers.py",
+    ),
     "log_normalizer is ignored": Fault(
         "verify/draft_rows.py",
         "isinstance(d, DraftLogits) and d.log_normalizer is None",
@@ -46,9 +58,9 @@ FAULTS = {
         "verify/test_xla.py",
     ),
     "the status of a bad draft row is dropped": Fault(
-        "verify/resample.py",
-        "source.from_residual & (jnp.isnan(total[:, 0]) | source.draft_scale.bad)",
-        "source.from_residual & source.draft_scale.bad",
+        "verify/draw.py",
+        "source.uses_q & (jnp.isnan(total[:, 0]) | source.draft_scale.bad)",
+        "source.uses_q & source.draft_scale.bad",
         "verify/test_xla.py",
     ),
     "a request's rows begin one too early": Fault(
@@ -70,19 +82,19 @@ FAULTS = {
         "verify/test_threshold.py verify/test_xla.py",
     ),
     "rows read at once: the bonus row is never reached": Fault(
-        "verify/decide.py",
-        "tiles.first_true(~goes_on(request, drafts, rule))",
-        "jnp.minimum(tiles.first_true(~goes_on(request, drafts, rule)), drafts.p.shape[0] - 2)",
+        "verify/rules.py",
+        "stop = tiles.first_true(~self.goes_on(positions))\n",
+        "stop = tiles.first_true(~self.goes_on(positions)[:, :-2])\n",
         "verify/test_xla_all_at_once.py",
     ),
     "rows read at once: a row is read at the temperature of the request before": Fault(
-        "verify/batched.py",
+        "verify/reader.py",
         "jnp.where(owns, x[None, :],",
         "jnp.where(owns, jnp.roll(x, 1)[None, :],",
         "verify/test_xla_all_at_once.py",
     ),
     "rows read at once: ids of the tile before are drawn with the last tile": Fault(
-        "verify/resample.py",
+        "verify/draw.py",
         "is_inside = ids // tiles.TILE == tile[:, None]",
         "is_inside = ids >= 0",
         "verify/test_xla_all_at_once.py verify/test_numbers.py",
@@ -103,7 +115,7 @@ FAULTS = {
         "verify/test_sharded.py",
     ),
     "a tile that an edge between parts cuts is the first part's": Fault(
-        "verify/resample.py",
+        "verify/draw.py",
         "piece = inverse_cdf(held[:, None], u)[0][:, 0]",
         "piece = jnp.zeros_like(chosen)",
         "verify/test_sharded.py",
@@ -121,7 +133,7 @@ FAULTS = {
         "verify/test_padded_rows.py",
     ),
     "a part counts tiles from its own first id": Fault(
-        "verify/resample.py",
+        "verify/draw.py",
         "return self.target.first // tiles.TILE",
         "return (self.target.first + tiles.TILE - 1) // tiles.TILE",
         "verify/test_sharded.py",
@@ -133,7 +145,7 @@ FAULTS = {
         "verify/test_listed.py",
     ),
     "candidates take nothing from their tile": Fault(
-        "verify/resample.py",
+        "verify/draw.py",
         "jnp.maximum(source.weight[:, None] * p_masses - taken, 0.0)",
         "source.weight[:, None] * p_masses",
         "verify/test_listed.py",
@@ -171,6 +183,12 @@ FAULTS = {
         "jnp.where(recovers, int(noise.Stream.RECOVER), int(noise.Stream.ACCEPT))",
         "jnp.where(recovers, int(noise.Stream.ACCEPT), int(noise.Stream.ACCEPT))",
         "verify/test_mosaic_gpu.py::test_noise_from_keys_is_what_draw_noise_gives",
+    ),
+    "kernel: the normalizer is not relative to row_max": Fault(
+        "verify/mosaic_gpu/launch.py",
+        'operands["row_max"] = distribution.row_max',
+        'operands["row_max"] = None',
+        "verify/test_mosaic_gpu.py",
     ),
     "kernel: a greedy tie goes to the highest id": Fault(
         "verify/mosaic_gpu/statistics.py",
@@ -238,8 +256,8 @@ FAULTS = {
     ),
     "a stop token ends the text before itself": Fault(
         "serving/batch.py",
-        "jnp.where(stopped, stop_at + 1, num_kept)",
-        "jnp.where(stopped, stop_at, num_kept)",
+        "jnp.where(is_stopped, stop_at + 1, num_kept)",
+        "jnp.where(is_stopped, stop_at, num_kept)",
         "serving/test_greedy.py",
     ),
     "a new request of an engine has drafts": Fault(
@@ -279,15 +297,15 @@ FAULTS = {
         "serving/test_steps_ahead.py",
     ),
     "a request ends at its second failed call, whatever max_retries says": Fault(
-        "serving/bookkeeping.py",
-        "if one.num_calls > max_retries}",
-        "if one.num_calls > 1}",
+        "serving/driver.py",
+        "if count > self.max_retries else None",
+        "if count > 1 else None",
         "serving/test_engine_continuity.py",
     ),
     "a preempted request does not wait for the steps ahead": Fault(
         "serving/driver.py",
-        "        while self._host.ahead:\n",
-        "        while False:\n",
+        "            while self._ahead:\n",
+        "            while False:\n",
         "serving/test_steps_ahead.py",
     ),
     "a bad word is looked for without the drafts before a row": Fault(
@@ -310,6 +328,49 @@ FAULTS = {
         "return self._before[-len(self._begin) :] == self._begin",
         "return self._before[-len(self._begin) - 1 : -1] == self._begin",
         "serving/test_grammar.py",
+    ),
+    "features are those of the layer before": Fault(
+        "models/llama.py",
+        "chosen = [streams[i] for i in feature_layers]",
+        "chosen = [streams[max(i - 1, 0)] for i in feature_layers]",
+        "models/test_llama.py",
+    ),
+    "a head drafts one position too far": Fault(
+        "drafting/eagle3.py",
+        "jnp.minimum(lengths - 2 + offset, longest - 1)",
+        "jnp.minimum(lengths - 1 + offset, longest - 1)",
+        "drafting/test_eagle3.py",
+    ),
+    "a head reads what was accepted one position too late": Fault(
+        "drafting/eagle3.py",
+        "jnp.clip(lengths - 1 - num_features, 0, longest - size)",
+        "jnp.clip(lengths - num_features, 0, longest - size)",
+        "drafting/test_eagle3.py",
+    ),
+    "a head keeps its own states where true features have come": Fault(
+        "drafting/eagle3.py",
+        "logits, state, cache = self.head.apply(params, states, shifted, start, cache, row)",
+        "logits, state, _ = self.head.apply(params, states, shifted, start, cache, row)",
+        "drafting/test_eagle3.py",
+    ),
+    "a head's own state goes through fc": Fault(
+        "drafting/eagle3.py",
+        "self.head.apply(params, state, last[:, None], start, cache)",
+        "self.head.apply(params, self.head.project(params, jnp.tile(state, "
+        "len(self.feature_layers))), last[:, None], start, cache)",
+        "drafting/test_eagle3.py",
+    ),
+    "features of rejected drafts count as those of the text": Fault(
+        "serving/core.py",
+        "num_features = record.num_kept",
+        "num_features = jnp.where(record.num_kept > 0, features.shape[1], 0)",
+        "drafting/test_eagle3.py",
+    ),
+    "the last row of a chunk does not know the token after it": Fault(
+        "serving/core.py",
+        "following = zeros if next_token_ids is None else next_token_ids",
+        "following = zeros",
+        "drafting/test_eagle3.py",
     ),
     "a loop over layers copies the cache": Fault(
         "models/llama.py",

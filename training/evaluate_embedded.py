@@ -10,7 +10,6 @@ import ast
 import hashlib
 import json
 import platform
-import re
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +20,7 @@ from train_embedded import bits_per_byte
 import jax_specdec as sd
 
 NUM_COMPLETIONS = 50
-CONTEXT_BYTES = 256  # at most, before a function's head
 COMPLETION_BYTES = 512  # at most
-HEAD = re.compile(r"^( *)(?:async )?def \w+\(.*\)(?: *->.*)?:\n", re.MULTILINE)
-
-
-def function_heads(files: list[tuple[str, bytes]], count: int) -> list[tuple[str, str]]:
-    """`(context, head)` of `count` functions, evenly spread over all one-line heads of the files.
-
-    The context is what stands before the head: at most CONTEXT_BYTES, from the start of a line.
-    """
-    heads = []
-    for _, source in files:
-        text = source.decode("utf-8")
-        for match in HEAD.finditer(text):
-            context = text[max(0, match.start() - CONTEXT_BYTES) : match.start()]
-            if match.start() > CONTEXT_BYTES:
-                context = context[context.find("\n") + 1 :]
-            heads.append((context, match.group()))
-    return [heads[i * len(heads) // count] for i in range(count)]
 
 
 def function_text(head: str, completion: str) -> tuple[str, bool]:
@@ -70,7 +51,10 @@ def parses(source: str) -> bool:
 
 
 def evaluate(
-    target: sd.LoadedModel, draft: sd.LoadedModel, text: stdlib_text.Text, temperature: float
+    target: sd.models.LoadedModel,
+    draft: sd.models.LoadedModel,
+    text: stdlib_text.Text,
+    temperature: float,
 ) -> dict[str, Any]:
     """All the measurements."""
     held_out = stdlib_text.join(text.held_out)
@@ -78,11 +62,11 @@ def evaluate(
         name: round(bits_per_byte(loaded.model, loaded.params, held_out, batch_size=4), 4)
         for name, loaded in (("target", target), ("draft", draft))
     }
-    heads = function_heads(text.held_out, NUM_COMPLETIONS)
+    heads = stdlib_text.function_heads(text.held_out, NUM_COMPLETIONS)
     output = sd.generate(
         target.model,
         target.params,
-        [sd.encode(context + head) for context, head in heads],
+        [sd.encode_bytes(context + head) for context, head in heads],
         drafter=sd.ModelDrafter(draft.model),
         draft_params=draft.params,
         config=sd.SpecDecodeConfig(num_speculative_tokens=4),
@@ -92,7 +76,7 @@ def evaluate(
     )
     functions = []
     for (_, head), completion in zip(heads, output.completions, strict=True):
-        functions.append(function_text(head, sd.decode(completion)))
+        functions.append(function_text(head, sd.decode_bytes(completion)))
     stats = sd.AcceptanceStats.from_steps(output.steps)
     return {
         "held_out_bits_per_byte": {
@@ -104,7 +88,7 @@ def evaluate(
             "temperature": temperature,
             "parsed": sum(parses(source) for source, _ in functions),
             "ended": sum(ended for _, ended in functions),
-            "context_bytes": CONTEXT_BYTES,
+            "context_bytes": stdlib_text.CONTEXT_BYTES,
             "completion_bytes": COMPLETION_BYTES,
         },
         "speculative_decoding_of_the_completions": {
@@ -126,8 +110,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
     args = parser.parse_args()
     target, draft = sd.load_embedded_pair()
-    target = sd.load_checkpoint(args.target) if args.target else target
-    draft = sd.load_checkpoint(args.draft) if args.draft else draft
+    target = sd.models.load_checkpoint(args.target) if args.target else target
+    draft = sd.models.load_checkpoint(args.draft) if args.draft else draft
     text = stdlib_text.read_text(args.stdlib)
     weights = Path(sd.__file__).parent / "weights"
     digests = {

@@ -160,3 +160,23 @@ def block_starts(data: np.ndarray) -> np.ndarray:
     """Offsets of the lines that begin a function or a class, ascending, int32."""
     pattern = re.compile(rb"^[ \t]*(?:async def|def|class) ", re.MULTILINE)
     return np.array([match.start() for match in pattern.finditer(data.tobytes())], np.int32)
+
+
+CONTEXT_BYTES = 256  # at most, before a function's head
+_HEAD = re.compile(r"^( *)(?:async )?def \w+\(.*\)(?: *->.*)?:\n", re.MULTILINE)
+
+
+def function_heads(files: list[tuple[str, bytes]], count: int) -> list[tuple[str, str]]:
+    """`(context, head)` of `count` functions, evenly spread over all one-line heads of the files.
+
+    The context is what stands before the head: at most CONTEXT_BYTES, from the start of a line.
+    """
+    heads = []
+    for _, source in files:
+        text = source.decode("utf-8")
+        for match in _HEAD.finditer(text):
+            context = text[max(0, match.start() - CONTEXT_BYTES) : match.start()]
+            if match.start() > CONTEXT_BYTES:
+                context = context[context.find("\n") + 1 :]
+            heads.append((context, match.group()))
+    return [heads[i * len(heads) // count] for i in range(count)]

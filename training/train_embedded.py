@@ -144,7 +144,8 @@ def full_logits(
     embedded = jax.nn.one_hot(token_ids, model.vocab_size, dtype=model.dtype)
     embedded = drop(embedded @ params["embed_tokens"])
     positions = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
-    return model.run(params, embedded, jnp.broadcast_to(positions, token_ids.shape), attend, drop)
+    whole = jnp.broadcast_to(positions, token_ids.shape)
+    return model.run(params, embedded, whole, attend, drop)[0]
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -213,12 +214,14 @@ def make_optimizer(weight_decay: float) -> optax.GradientTransformation:
     )
 
 
-def learning_rate(peak: float, step: jax.Array, total: jax.Array) -> jax.Array:
+def learning_rate(
+    peak: float, step: jax.Array, total: jax.Array, warmup: int = WARMUP_STEPS
+) -> jax.Array:
     """Linear warmup, then a cosine down to FINAL_LEARNING_RATE * peak at step `total`."""
-    progress = jnp.clip((step - WARMUP_STEPS) / jnp.maximum(total - WARMUP_STEPS, 1), 0.0, 1.0)
+    progress = jnp.clip((step - warmup) / jnp.maximum(total - warmup, 1), 0.0, 1.0)
     cosine = 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
-    warmup = jnp.minimum((step + 1) / WARMUP_STEPS, 1.0)
-    return peak * warmup * (FINAL_LEARNING_RATE + (1.0 - FINAL_LEARNING_RATE) * cosine)
+    rise = jnp.minimum((step + 1) / warmup, 1.0)
+    return peak * rise * (FINAL_LEARNING_RATE + (1.0 - FINAL_LEARNING_RATE) * cosine)
 
 
 def make_chunk(

@@ -15,8 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.platform import platform_dependent
+
 BLOCK = 8
 """Rows that a TPU reads at once. More take longer to copy; fewer take more rounds."""
+
+
+FEW = 32
+"""Up to so many positions of a request, operations on each stand in the program one by one."""
 
 
 def gathering(function: Callable[..., Any], rows: jax.Array, *arrays: Any) -> Any:
@@ -29,7 +35,7 @@ def gathering(function: Callable[..., Any], rows: jax.Array, *arrays: Any) -> An
     """
     one = functools.partial(by_blocks, function, 1)
     some = functools.partial(by_blocks, function, BLOCK)
-    return lax.platform_dependent(rows, *arrays, cpu=one, tpu=some, default=function)
+    return platform_dependent(rows, *arrays, cpu=one, tpu=some, default=function)
 
 
 def by_blocks(function: Callable[..., Any], length: int, rows: jax.Array, *arrays: Any) -> Any:
@@ -63,18 +69,18 @@ def take(matrix: jax.Array, rows: jax.Array) -> jax.Array:
 
     if rows.shape[0] > BLOCK:
         return gather(matrix, rows)
-    return lax.platform_dependent(matrix, rows, cpu=slices, tpu=slices, default=gather)
+    return platform_dependent(matrix, rows, cpu=slices, tpu=slices, default=gather)
 
 
 def entry_of(x: jax.Array, index: jax.Array) -> jax.Array:
-    """``x[b, index[b]]`` of ``x [B, P, ...]``, by selecting among few P: XLA fuses no gather."""
-    return entries_of(x, index[:, None])[:, 0]
+    """``x[b, index[b]]`` of ``x [B, P, ...]`` for ``index [B]`` in range.
 
-
-def entries_of(x: jax.Array, index: jax.Array) -> jax.Array:
-    """``x[b, index[b, i]]`` of ``x [B, P, ...]`` for ``index [B, n]`` in range; see `entry_of`."""
-    index = index.reshape(*index.shape, *(1,) * (x.ndim - 2))
-    found = jnp.broadcast_to(x[:, :1], (*index.shape[:2], *x.shape[2:]))
+    One of few is selected: XLA fuses that with its use, and no gather.
+    """
+    index = index.reshape(-1, *(1,) * (x.ndim - 2))
+    if x.shape[1] > FEW:
+        return jnp.take_along_axis(x, index[:, None], axis=1)[:, 0]
+    found = x[:, 0]
     for p in range(1, x.shape[1]):
-        found = jnp.where(index == p, x[:, p : p + 1], found)
+        found = jnp.where(index == p, x[:, p], found)
     return found

@@ -8,12 +8,14 @@ import itertools
 import numbers
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, get_args
 
 import numpy as np
 
 RejectionSampleMethod = Literal["standard", "block", "synthetic"]
 DraftSampleMethod = Literal["greedy", "probabilistic"]
+
+_MOST_SPECULATIVE_TOKENS = 1024
 
 # Names that other projects once used, and what to write here.
 _RETIRED_KEYS = {
@@ -39,7 +41,8 @@ class SpecDecodeConfig:
     tuple.
 
     Attributes:
-      num_speculative_tokens: K, the most drafts a request may have in one step; at least 1.
+      num_speculative_tokens: K, the most drafts a request may have in one step; 1 to 1024. The
+        time to compile grows with it.
       rejection_sample_method: ``"standard"`` keeps the output distribution exactly that of the
         target model, judging drafts one by one. ``"block"`` does too, but judges a request's drafts
         jointly: in expectation it never accepts fewer. ``"synthetic"`` accepts drafts at given
@@ -67,7 +70,7 @@ class SpecDecodeConfig:
       (0.9, 0.5, 0.0)
       >>> SpecDecodeConfig(num_speculative_tokens=0)
       Traceback (most recent call last):
-      ValueError: num_speculative_tokens must be at least 1, but it is 0
+      ValueError: num_speculative_tokens must be in [1, 1024], but it is 0
 
     References:
       The names are those of vLLM's ``SpeculativeConfig``, which drafts greedily by default:
@@ -81,8 +84,20 @@ class SpecDecodeConfig:
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     synthetic_acceptance_length: float | None = None
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            num_speculative_tokens: SupportsIndex,
+            rejection_sample_method: RejectionSampleMethod = "standard",
+            draft_sample_method: DraftSampleMethod = "probabilistic",
+            synthetic_acceptance_rates: Sequence[float] | np.ndarray | None = None,
+            synthetic_acceptance_length: float | None = None,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
-        k = check_int("num_speculative_tokens", self.num_speculative_tokens)
+        k = check_num_speculative_tokens(self.num_speculative_tokens)
         object.__setattr__(self, "num_speculative_tokens", k)
         _check_choice(
             "rejection_sample_method", self.rejection_sample_method, get_args(RejectionSampleMethod)
@@ -145,8 +160,8 @@ class SpecDecodeConfig:
           The config.
 
         Raises:
-          ValueError: a key is unknown (the nearest known one is named) or retired (its replacement
-            is named), ``num_speculative_tokens`` is absent, or a value is not valid.
+          ValueError: a key is unknown (one that is near is named) or retired (its replacement is
+            named), ``num_speculative_tokens`` is absent, or a value is not valid.
           TypeError: ``values`` is not a mapping, or a value has the wrong type.
 
         Example:
@@ -154,7 +169,7 @@ class SpecDecodeConfig:
           4
           >>> SpecDecodeConfig.from_dict({"draft_method": "greedy"})
           Traceback (most recent call last):
-          ValueError: unknown key 'draft_method'; the nearest known key is 'draft_sample_method'
+          ValueError: unknown key 'draft_method'; did you mean 'draft_sample_method'?
         """
         if not isinstance(values, Mapping):
             raise TypeError(f"values must be a mapping of field names, but is {values!r}")
@@ -163,8 +178,7 @@ class SpecDecodeConfig:
             if key in _RETIRED_KEYS:
                 raise ValueError(_RETIRED_KEYS[key].format(value=value))
             if key not in known:
-                (nearest,) = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-                raise ValueError(f"unknown key {key!r}; the nearest known key is {nearest!r}")
+                raise ValueError(f"unknown key {key!r}{did_you_mean(key, known)}")
         if "num_speculative_tokens" not in values:
             raise ValueError(
                 f"num_speculative_tokens must be given, but the keys are {list(values)}"
@@ -184,6 +198,14 @@ class SpecDecodeConfig:
         return values
 
 
+def did_you_mean(name: Any, known: Sequence[str]) -> str:
+    """How a message about an unknown name ends: with the known one that it is near, if any is."""
+    given, names = str(name).lstrip("-"), {one.lstrip("-"): one for one in known}
+    near = [one for one in names if len(given) > 2 and one.startswith(given)]
+    near = near or difflib.get_close_matches(given, names, n=1, cutoff=0.7)
+    return f"; did you mean {names[near[0]]!r}?" if near else ""
+
+
 def acceptance_length_to_rates(length: float, num_speculative_tokens: int) -> tuple[float, ...]:
     """Turns a mean acceptance length into the schedule of rates with the least variance.
 
@@ -200,7 +222,7 @@ def acceptance_length_to_rates(length: float, num_speculative_tokens: int) -> tu
     Args:
       length: mean number of tokens emitted per step, the recovered or bonus token included; in
         ``[1, num_speculative_tokens + 1]``.
-      num_speculative_tokens: K, at least 1.
+      num_speculative_tokens: K, 1 to 1024.
 
     Returns:
       K unconditional rates; ``1 + sum(rates)`` is ``length``.
@@ -217,7 +239,7 @@ def acceptance_length_to_rates(length: float, num_speculative_tokens: int) -> tu
       ``synthetic_acceptance_length`` in vLLM:
       https://docs.vllm.ai/en/latest/api/vllm/config/speculative/
     """
-    k = check_int("num_speculative_tokens", num_speculative_tokens)
+    k = check_num_speculative_tokens(num_speculative_tokens)
     mean_accepted = _check_real("length", length, 1, k + 1) - 1.0
     return tuple(min(max(mean_accepted - i, 0.0), 1.0) for i in range(k))
 
@@ -244,6 +266,16 @@ def unconditional_to_conditional_rates(rates: Sequence[float]) -> tuple[float, .
     checked = _check_rates("rates", rates)
     pairs = itertools.pairwise((1.0, *checked))
     return tuple(rate / before if before > 0.0 else 0.0 for before, rate in pairs)
+
+
+def check_num_speculative_tokens(value: Any) -> int:
+    """K as a Python int.
+
+    Raises:
+      TypeError: not an integer.
+      ValueError: not in [1, 1024].
+    """
+    return check_int("num_speculative_tokens", value, 1, _MOST_SPECULATIVE_TOKENS)
 
 
 def check_int(name: str, value: Any, low: int = 1, high: int | None = None) -> int:

@@ -14,9 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src import ragged
 from jax_specdec._src.config import SpecDecodeConfig, check_int
+from jax_specdec._src.platform import platform_dependent
 from jax_specdec._src.sampling import Filter, inverse_temperature
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
+    Array,
     Drafts,
     RejectionSampleOutput,
     SamplingParams,
@@ -88,7 +90,7 @@ class Emitted(NamedTuple):
 
 
 def token_logprobs(
-    target_logits: jax.Array,
+    target_logits: Array,
     drafts: Drafts,
     output: RejectionSampleOutput,
     *,
@@ -97,7 +99,7 @@ def token_logprobs(
     num_top: int = 0,
     distribution: Distribution = "raw",
     vocab_size: int | None = None,
-    token_bitmask: jax.Array | None = None,
+    token_bitmask: Array | None = None,
     padded_rows: bool = False,
     sharding: VerifySharding | None = None,
 ) -> TokenLogprobs:
@@ -134,7 +136,9 @@ def token_logprobs(
 
     Numerics:
       Sums are float32. Only rows that emitted a token are read: on the CPU one after another, on
-      other devices, or if the vocabulary is split, B at a time.
+      other devices, or if the vocabulary is split, B at a time. Derivatives with respect to
+      `target_logits` and the temperature are those of ``log softmax`` over the tokens that mask and
+      filters keep, and 0 where no token was emitted. They read all rows at once.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -165,6 +169,8 @@ def token_logprobs(
         sharding_lib.vocabulary_parts(sharding),
         padded_rows,
     )
+    target_logits = jnp.asarray(target_logits)
+    token_bitmask = None if token_bitmask is None else jnp.asarray(token_bitmask)
     k, n = config.num_speculative_tokens, drafts.token_ids.shape[0]
     batch, rows = output.num_emitted.shape[0], target_logits.shape[0]
     shape = (batch, k + 1)
@@ -180,8 +186,9 @@ def token_logprobs(
     num_rows = layout.num_drafts + int(has_bonus_rows)
     inv_temperature, filter = jnp.ones((batch,), jnp.float32), None
     if distribution == "processed":
-        inv_temperature = inverse_temperature(sampling.temperature)
-        filter = _of_sampled(Filter.of(sampling), sampling.temperature == 0)
+        greedy = sampling.temperature == 0  # at temperature 1: 1 / 0 would have no derivative
+        inv_temperature = inverse_temperature(jnp.where(greedy, 1.0, sampling.temperature))
+        filter = _of_sampled(Filter.of(sampling), greedy)
     else:
         token_bitmask = None
 
@@ -198,9 +205,10 @@ def token_logprobs(
 
     no_rows = dataclasses.replace(drafts, distribution=None)
     array_layout = sharding_lib.resolve(sharding, target_logits, no_rows, None)
-    read = functools.partial(read_emitted, size=size, num_top=num_top)
     vocab_axis = None if array_layout is None else array_layout.vocab_axis
-    read = functools.partial(read, exchange=Exchange(vocab_axis))
+    read = functools.partial(
+        read_emitted, size=size, num_top=num_top, exchange=Exchange(vocab_axis)
+    )
     if array_layout is None or array_layout.mesh is None:
         given = target_logits, token_bitmask, emitted
         return sharding_lib.without_vma(lambda arrays: read(*arrays), given, vocab_axis)
@@ -229,11 +237,11 @@ def _of_sampled(filter: Filter | None, greedy: jax.Array) -> Filter | None:
     return Filter(*(None if x is None else jnp.where(greedy, off, x) for x, off in values))
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5, 6))
 def read_emitted(
     target_logits: jax.Array,
     token_bitmask: jax.Array | None,
     emitted: Emitted,
-    *,
     size: int,
     num_top: int,
     lazy: bool | None = None,
@@ -278,18 +286,65 @@ def read_emitted(
     if exchange.axis is not None:
         return by_offset(emitted)
     if lazy is None:
-        return lax.platform_dependent(emitted, cpu=one_by_one, default=by_offset)
+        return platform_dependent(emitted, cpu=one_by_one, default=by_offset)
     return one_by_one(emitted) if lazy else by_offset(emitted)
 
 
-def _read_batch(rows: Rows, those: Emitted, num_top: int, exchange: Exchange) -> TokenLogprobs:
-    """Log-probabilities of one token of each request: ``[B]``, ``[B, n]`` and ``[B, n]``."""
+@read_emitted.defjvp
+def _derivative(
+    size: int, num_top: int, lazy: bool | None, exchange: Exchange, primals: Any, tangents: Any
+) -> tuple[TokenLogprobs, TokenLogprobs]:
+    """``d logprob(id) = dz(id) - sum(p * dz)``, where ``z = logit / temperature``.
+
+    The rows are gathered once: the derivative of a loop would add a matrix ``[M, V]`` per token.
+    """
+    static: Any = dict(size=size, num_top=num_top, lazy=lazy, exchange=exchange)
+    found = read_emitted(*primals, **static)
+    target_logits, token_bitmask, emitted = primals
+    one = jax.tree.map(lambda x: x.reshape(-1), emitted)
+    rows = Rows.of_logits(target_logits, size, token_bitmask, exchange)
+    of_part, kept = _partials(rows, one, exchange)
+    stats = Partials.of_whole(exchange.gather(of_part), one.inv_temperature)
+    x = rows.whole(one.row)
+    x = tiles.apply_threshold(x, None if kept is None else kept[:, None])
+    is_known = (one.exists & jnp.isfinite(stats.max))[:, None]
+    is_kept, inv = is_known & (x > -jnp.inf), one.inv_temperature[:, None]
+    p = jnp.exp((x - stats.max[:, None]) * inv) / stats.sum[:, None]
+    x, p = (jnp.where(is_kept, y, 0.0) for y in (x, p))
+
+    d_logits, _, d_emitted = tangents
+    row = jnp.clip(one.row, 0, target_logits.shape[0] - 1)
+    dz = d_logits[row][:, : rows.width].astype(jnp.float32) * inv
+    dz = jnp.where(is_kept, dz + x * d_emitted.inv_temperature.reshape(-1, 1), 0.0)
+    mean = exchange.sum(jnp.sum(p * dz, axis=1, keepdims=True))
+
+    def at(ids: jax.Array) -> jax.Array:
+        """Of ids ``[B, K+1]`` or ``[B, K+1, n]``."""
+        each = ids.reshape(*row.shape, -1)
+        place = each - rows.first
+        is_here = (place >= 0) & (place < rows.width)
+        own = jnp.take_along_axis(dz, jnp.clip(place, 0, rows.width - 1), axis=1)
+        own = exchange.sum(jnp.where(is_here, own, 0.0)) - mean
+        return jnp.where(is_known & (each >= 0), own, 0.0).reshape(ids.shape)
+
+    no_derivative: Any = np.zeros(found.top_token_ids.shape, jax.dtypes.float0)
+    return found, TokenLogprobs(at(emitted.token_id), no_derivative, at(found.top_token_ids))
+
+
+def _partials(rows: Rows, those: Emitted, exchange: Exchange) -> tuple[Partials, jax.Array | None]:
+    """Of the rows of tokens ``[n]``: partials of this part, and thresholds or None."""
     inv, kept = those.inv_temperature, None
     peak = rows.peak(those.row)
     if those.filter is not None:
         given = those.filter, those.exists, peak, inv, exchange
         kept = rows.find_thresholds(those.row, *given)
-    of_part = rows.partials(those.row, peak, inv, kept).checked()
+    return rows.partials(those.row, peak, inv, kept).checked(), kept
+
+
+def _read_batch(rows: Rows, those: Emitted, num_top: int, exchange: Exchange) -> TokenLogprobs:
+    """Log-probabilities of one token of each request: ``[B]``, ``[B, n]`` and ``[B, n]``."""
+    inv = those.inv_temperature
+    of_part, kept = _partials(rows, those, exchange)
     parts, own = exchange.gather((of_part, rows.at(those.row, those.token_id)))
     stats = Partials.of_whole(parts, inv)
     is_known = those.exists & jnp.isfinite(stats.max)

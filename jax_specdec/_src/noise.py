@@ -108,9 +108,11 @@ def check_keys(name: str, keys: Any) -> None:
       TypeError: not typed keys, or keys that have neither two nor four words.
     """
     if not isinstance(keys, jax.Array) or not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
+        is_raw = getattr(keys, "dtype", None) == jnp.uint32
         raise TypeError(
             f"{name} must be typed, as jax.random.key and jax.random.split give, but it is "
             f"{' '.join(repr(keys).split()):.80}"
+            + (f": pass jax.random.wrap_key_data({name})" if is_raw else "")
         )
     size = jax.eval_shape(jax.random.key_data, keys).shape[keys.ndim :]
     if size not in ((2,), (4,)):
@@ -214,10 +216,12 @@ def draw_noise(keys: jax.Array, positions: jax.Array, num_speculative_tokens: in
       (3, 4)
     """
     check_keys("keys", keys)
-    offsets = jnp.arange(num_speculative_tokens, dtype=jnp.uint32)
-
-    def one_request(key: jax.Array, position: jax.Array) -> Noise:
-        accept = jax.vmap(lambda j: uniforms(key, position, Stream.ACCEPT, j)[0])(offsets)
-        return Noise(accept, uniforms(key, position, Stream.RECOVER, 0))
-
-    return jax.vmap(one_request)(keys, positions)
+    k = num_speculative_tokens
+    # All bits in one evaluation, without vmap: this takes a quarter of the time to trace.
+    offsets = jnp.array([*range(k), 0], jnp.uint32)
+    streams = jnp.array([Stream.ACCEPT] * k + [Stream.RECOVER], jnp.uint32)
+    words = key_words(keys)[:, :, None]
+    place = counter_of(streams, offsets)[None, :]
+    first, second = threefry_bits((words[:, 0], words[:, 1]), positions[:, None], place)
+    recover = jnp.stack([first[:, k], second[:, k]], axis=1)
+    return Noise(to_uniform(first[:, :k]), to_uniform(recover))

@@ -13,7 +13,8 @@ from jax import export, lax
 from jax_specdec._src import ragged
 from jax_specdec._src.blocks import BLOCK, by_blocks, take
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.types import Drafts
+from jax_specdec._src.platform import platform_dependent
+from jax_specdec._src.types import Array, Drafts
 
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 
@@ -107,7 +108,7 @@ class Penalties:
 
 
 def apply_penalties(
-    logits: jax.Array,
+    logits: Array,
     drafts: Drafts | None,
     penalties: Penalties,
     *,
@@ -160,6 +161,7 @@ def apply_penalties(
       [[1.0, 4.0, -8.0], [1.0, 1.5, -8.0]]
     """
     _check_penalties(logits, drafts, penalties, config, padded_rows)
+    logits = jnp.asarray(logits)
     rows, batch = logits.shape[0], penalties.frequency.shape[0]
     if rows == 0 or batch == 0:
         return logits.astype(jnp.float32)
@@ -173,7 +175,7 @@ def apply_penalties(
         given = owner, logits, before
         at_once = functools.partial(_penalize_rows, penalties)
         in_blocks = functools.partial(by_blocks, at_once, BLOCK)
-        return lax.platform_dependent(*given, tpu=in_blocks, default=at_once)
+        return platform_dependent(*given, tpu=in_blocks, default=at_once)
 
     return lax.cond(penalties.is_neutral, lambda: logits.astype(jnp.float32), penalized)
 
@@ -206,7 +208,7 @@ def _penalize(logits: jax.Array, penalties: Penalties, before: Sequence[jax.Arra
 
 
 def _check_penalties(
-    logits: jax.Array,
+    logits: Array,
     drafts: Drafts | None,
     penalties: Penalties,
     config: SpecDecodeConfig | None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,8 @@ from jax_specdec._src import ragged
 from jax_specdec._src.blocks import BLOCK
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.penalties import Penalties, apply_penalties
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Drafts, described
+from jax_specdec._src.platform import platform_dependent
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Array, Drafts, described
 
 
 @jax.tree_util.register_dataclass
@@ -246,7 +248,7 @@ class LogitsProcessors:
 
 
 def process_logits(
-    logits: jax.Array,
+    logits: Array,
     drafts: Drafts | None,
     processors: LogitsProcessors,
     *,
@@ -299,7 +301,7 @@ def process_logits(
     """
     if not isinstance(processors, LogitsProcessors):
         raise TypeError(f"processors must be a LogitsProcessors, but it is {described(processors)}")
-    p, x = processors, logits
+    p, x = processors, cast(jax.Array, logits)
     if p.logit_bias is not None:
         x = apply_logit_bias(x, drafts, p.logit_bias, config=config, padded_rows=padded_rows)
     if p.penalties is not None:
@@ -348,7 +350,7 @@ def apply_logit_bias(
     batch, c = _check_array(f"{name}.token_ids", logit_bias.token_ids, "int32", ("B", "C"))
     _check_array(f"{name}.values", logit_bias.values, "float32", ("B", "C"), (batch, c))
     ragged.check_rows(logits, drafts, batch, config, padded_rows)
-    x = logits.astype(jnp.float32)
+    x = jnp.asarray(logits).astype(jnp.float32)
     if x.shape[0] == 0 or batch == 0:
         return x
     logit_bias = jax.tree.map(jnp.asarray, logit_bias)
@@ -481,7 +483,7 @@ def _scatter(x: jax.Array, token_ids: jax.Array, added: jax.Array | None) -> jax
     given = (x, ids) if added is None else (x, ids, added)
     if x.shape[0] <= BLOCK:
         return _scatter_rows(*given)
-    return lax.platform_dependent(*given, tpu=_scatter_blocks, default=_scatter_rows)
+    return platform_dependent(*given, tpu=_scatter_blocks, default=_scatter_rows)
 
 
 def _scatter_rows(x: jax.Array, ids: jax.Array, added: jax.Array | None = None) -> jax.Array:

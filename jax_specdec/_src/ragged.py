@@ -15,6 +15,8 @@ from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
     DraftDistribution,
     Drafts,
+    IntegerRows,
+    Integers,
     as_int32,
     check_counts,
     flatten_storage,
@@ -117,16 +119,33 @@ def owners(
     index = jnp.arange(m, dtype=jnp.int32)
     if drafts is None or config is None:
         return index, jnp.zeros_like(index), jnp.zeros((m, 0), jnp.int32)
-    k, batch = config.num_speculative_tokens, drafts.cu_num_draft_tokens.shape[0] - 1
+    k = config.num_speculative_tokens
     has_bonus_rows = padded_rows or m != drafts.token_ids.shape[0]
     layout = unpack(drafts, k, has_bonus_rows)
-    request = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    offset = jnp.arange(k + 1, dtype=jnp.int32)[None, :]
-    is_own = (offset < layout.num_drafts[:, None] + int(has_bonus_rows)) & layout.in_bounds[:, None]
-    place = jnp.where(is_own, layout.first_row[:, None] + offset, m)  # dropped
-    owner = jnp.full((m,), batch - 1, jnp.int32)
-    owner = owner.at[place].min(jnp.broadcast_to(request, place.shape), mode="drop")
+    count = jnp.where(layout.in_bounds, layout.num_drafts + int(has_bonus_rows), 0)
+    owner, _ = owner_of_rows(layout.first_row, count, m)
     return owner, index - layout.first_row[owner], layout.token_ids
+
+
+def owner_of_rows(
+    first_row: jax.Array, num_rows: jax.Array, size: int
+) -> tuple[jax.Array, jax.Array]:
+    """The request that owns each of `size` rows, by binary search: linear in rows and requests.
+
+    Args:
+      first_row: ``[B]`` int32, of a `Layout`; B at least 1.
+      num_rows: ``[B]`` int32, how many rows each request owns; 0 for requests out of bounds.
+      size: static.
+
+    Returns:
+      The owner ``[size]`` int32, in range but undefined if there is none, and whether there is one.
+    """
+    row = jnp.arange(size, dtype=jnp.int32)
+    ends = lax.cummax(jnp.where(num_rows > 0, first_row + num_rows, 0))
+    owner = jnp.searchsorted(ends, row, side="right", method="scan_unrolled").astype(jnp.int32)
+    owner = jnp.minimum(owner, first_row.shape[0] - 1)
+    place = row - first_row[owner]
+    return owner, (place >= 0) & (place < num_rows[owner])
 
 
 def check_rows(
@@ -201,8 +220,8 @@ class PackedDrafts(NamedTuple):
 
 
 def pack_drafts(
-    token_ids: jax.Array,
-    num_draft_tokens: jax.Array,
+    token_ids: IntegerRows,
+    num_draft_tokens: Integers,
     *,
     size: int | None = None,
     distribution: DraftDistribution | None = None,
@@ -259,14 +278,14 @@ def pack_drafts(
     owner, place = _locate_in_spans(cu, n)
     flat = jnp.minimum(owner, max(batch - 1, 0)) * k + place
     if batch == 0 or k == 0:
-        token_ids, flat = jnp.full((n,), PLACEHOLDER_TOKEN_ID, jnp.int32), jnp.zeros_like(flat)
+        ids, flat = jnp.full((n,), PLACEHOLDER_TOKEN_ID, jnp.int32), jnp.zeros_like(flat)
     else:
-        token_ids = jnp.where(owner < batch, ids.reshape(-1)[flat], PLACEHOLDER_TOKEN_ID)
+        ids = jnp.where(owner < batch, ids.reshape(-1)[flat], PLACEHOLDER_TOKEN_ID)
     distribution = flatten_storage(distribution)
     if distribution is not None:
         rows = flat if distribution.rows is None else distribution.rows[flat]
         distribution = dataclasses.replace(distribution, rows=rows)
-    return PackedDrafts(Drafts(token_ids, cu, distribution), requests, offsets)
+    return PackedDrafts(Drafts(ids, cu, distribution), requests, offsets)
 
 
 def _locate_in_spans(starts: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:

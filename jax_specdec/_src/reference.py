@@ -171,7 +171,7 @@ def rejection_sample(
             target_rows=target[first_row : first_row + count + (bonus is None)],
             drafts=draft_rows,
             first_draft=start,
-            one_hot=draft_rows.is_one_hot(b),
+            one_hot=[draft_rows.is_one_hot(b, n) for n in range(start, start + count)],
             accept=[float(u) for u in accept[b, :count]],
             recover=None if isinstance(noise, RaceNoise) else np.asarray(noise.recover)[b],
             exponential=np.asarray(noise.exponential)[b] if isinstance(noise, RaceNoise) else None,

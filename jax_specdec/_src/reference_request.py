@@ -15,6 +15,9 @@ from jax_specdec._src.types import DraftDistribution, DraftLogits, Status
 TILE = 2048
 """Ids per vocabulary tile of the two-level inverse CDF, counted from id 0."""
 
+_LARGE = 2.0**10
+"""From this size on a log-normalizer is not used: its draft is one-hot."""
+
 # Below float32's normal range an implementation may see 0: differences so small are close calls.
 _FLOOR = 1e5 * float(np.finfo(np.float32).tiny)
 
@@ -38,7 +41,7 @@ class ReferenceRequest:
     target_rows: Array  # [count + 1, V], or [count, V] where the bonus token is given
     drafts: ReferenceDrafts
     first_draft: int  # index of draft 0 on the flattened axis
-    one_hot: bool
+    one_hot: list[bool]  # of each draft
     accept: list[float]
     recover: Array | None  # u_tile, u_token
     exponential: Array | None  # [V]
@@ -76,14 +79,14 @@ class ReferenceRequest:
 
     def draft_prob(self, i: int) -> float:
         """q(x) of draft i."""
-        if self.one_hot:
+        if self.one_hot[i]:
             return 1.0
         n = self.first_draft + i
         return self.drafts.prob(n, self.draft_ids[i], self.temperature)
 
     def left(self, p: Array, i: int, weight: float) -> Array:
         """The residual weights ``max(w p - q, 0)`` at draft i."""
-        if self.one_hot:
+        if self.one_hot[i]:
             weights = weight * p
             weights[self.draft_ids[i]] = 0.0
             return weights
@@ -93,14 +96,14 @@ class ReferenceRequest:
     def residual(self, p: Array, i: int, weight: float = 1.0) -> Array:
         """The weights to replace draft i by: the residual, or p if nothing is left of it."""
         weights = self.left(p, i, weight)
-        if weights.sum() > 0 and not self.one_hot:
+        if weights.sum() > 0 and not self.one_hot[i]:
             # If next to nothing is left, w p and q are equal but for rounding.
             self.record(weights.sum() / weight)
         return weights if weights.sum() > 0 else p
 
     def recovered(self, p: Array, i: int, weight: float = 1.0) -> int:
         """The id that replaces draft i."""
-        lists_ids = not self.one_hot and self.drafts.lists_candidates
+        lists_ids = not self.one_hot[i] and self.drafts.lists_candidates
         # If so, the mass of a tile may be a difference, which rounds in proportion to the row.
         return self.sample(self.residual(p, i, weight), weight if lists_ids else None)
 
@@ -166,13 +169,17 @@ class ReferenceDrafts:
         self.vocab_size = vocab_size
         self.has_logits = isinstance(distribution, DraftLogits)
         self.storage: Array | None = None  # [R, Vd]
-        self.rows = self.valid = self.log_normalizer = self.threshold = self.ids = None
+        self.rows = self.valid = self.threshold = self.ids = None
+        self.log_normalizer = self.row_max = None
         if distribution is None:
             return
         if isinstance(distribution, DraftLogits):
             storage = distribution.logits
             if distribution.log_normalizer is not None:
                 self.log_normalizer = np.asarray(distribution.log_normalizer, dtype=np.float64)
+                self.row_max = np.zeros_like(self.log_normalizer)
+            if distribution.row_max is not None:
+                self.row_max = np.asarray(distribution.row_max, dtype=np.float64)
             if distribution.threshold is not None:
                 self.threshold = np.asarray(distribution.threshold, dtype=np.float64)
         else:
@@ -190,8 +197,14 @@ class ReferenceDrafts:
         """Whether each row lists ids of its own."""
         return self.ids is not None and self.ids.ndim == 2
 
-    def is_one_hot(self, b: int) -> bool:
-        return self.storage is None or (self.valid is not None and not self.valid[b])
+    def is_one_hot(self, b: int, n: int) -> bool:
+        """Whether draft n, of request b, has no q."""
+        if self.storage is None or (self.valid is not None and not self.valid[b]):
+            return True
+        r = n if self.rows is None else int(self.rows[n])
+        if self.log_normalizer is None or not 0 <= r < len(self.storage):
+            return False
+        return _LARGE <= abs(self.log_normalizer[r]) < math.inf
 
     def prob(self, n: int, x: int, temperature: float) -> float:
         """q(x) of draft n; 0 if the drafter's row does not have x."""
@@ -240,10 +253,11 @@ class ReferenceDrafts:
                 raise BadRow(Status.BAD_DRAFT_ROW)
             weights = np.exp((row - row.max()) / temperature)
             return weights / weights.sum()
-        if not math.isfinite(self.log_normalizer[r]):
+        assert self.row_max is not None
+        if not (math.isfinite(self.log_normalizer[r]) and math.isfinite(self.row_max[r])):
             raise BadRow(Status.BAD_DRAFT_ROW)
         with np.errstate(over="ignore", invalid="ignore"):
-            return np.exp(row / temperature - self.log_normalizer[r])
+            return np.exp((row - self.row_max[r]) / temperature - self.log_normalizer[r])
 
 
 def _checked(q: Array) -> Array:

@@ -22,15 +22,26 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from jax.typing import ArrayLike
+
+# What public functions take where they do not need a JAX array.
+Array = jax.Array | np.ndarray
+Integers = Array | Sequence[int]
+IntegerRows = Array | Sequence[Sequence[int]]
+Numbers = ArrayLike | Sequence[float]
 
 PLACEHOLDER_TOKEN_ID = -1
 """Fills ``token_ids`` after the last emitted token, and marks a position without a proposal."""
+
+MAX_LOG_NORMALIZER = 2.0**10
+"""From this size on a stored log-normalizer is not used: q would not be exact in float32."""
 
 
 class Status(enum.IntEnum):
@@ -105,8 +116,15 @@ class DraftLogits:
       rows: ``[N]`` int32, or None if row ``n`` belongs to draft ``n`` (then ``R == N``).
       valid: ``[B]`` bool, or None for all true; see `DraftProbs`.
       log_normalizer: ``[R]`` float32, or None to have it computed. Entry ``r`` is
-        ``logsumexp(float32(logits[r]) / temperature)`` over the ids the drafter could draw.
-        Storing it saves one read of every draft row except the one that is resampled from.
+        ``logsumexp((float32(logits[r]) - row_max[r]) / temperature)`` over the ids the drafter
+        could draw, and then ``q = exp((float32(row) - row_max) / temperature - log_normalizer)``.
+        Storing it saves one read of every draft row except the one that is resampled from. A draft
+        whose entry is ``2**10`` or more in size is verified one-hot, and `count_fallbacks` counts
+        its request.
+      row_max: ``[R]`` float32, the maximum of each row, or None for 0. Give it: without it,
+        `log_normalizer` is about as large as ``max(logits) / temperature``, and the error of q
+        grows with it. Just below ``2**10``, q is off by a factor of about ``1 + 2**-14``, at most
+        ``1 + 2**-12``.
       threshold: ``[R]`` float32, or None for none. Logits of row ``r`` below ``threshold[r]`` were
         left out (by min-p, top-k or top-p) when the draft was drawn: they have ``q = 0``.
       ids: ``[Vd]`` or ``[R, C]`` int32, the target ids that the columns of `logits` stand for, or
@@ -123,9 +141,13 @@ class DraftLogits:
     rows: jax.Array | None = None
     valid: jax.Array | None = None
     log_normalizer: jax.Array | None = None
+    row_max: jax.Array | None = None
     threshold: jax.Array | None = None
     ids: jax.Array | None = None
 
+
+ROW_NUMBERS = ("log_normalizer", "row_max", "threshold")
+"""The fields of `DraftLogits` that are a number for each row."""
 
 DraftDistribution = DraftProbs | DraftLogits
 
@@ -162,8 +184,8 @@ class Drafts:
     @classmethod
     def from_flat(
         cls,
-        token_ids: jax.Array,
-        num_draft_tokens: jax.Array,
+        token_ids: Integers,
+        num_draft_tokens: Integers,
         distribution: DraftDistribution | None = None,
     ) -> Drafts:
         """Drafts from flattened ids and a count per request.
@@ -209,8 +231,8 @@ class Drafts:
     @classmethod
     def from_dense(
         cls,
-        token_ids: jax.Array,
-        num_draft_tokens: jax.Array | None = None,
+        token_ids: IntegerRows,
+        num_draft_tokens: Integers | None = None,
         distribution: DraftDistribution | None = None,
     ) -> Drafts:
         """Drafts from a rectangle of ids. Nothing of the vocabulary's size is copied.
@@ -223,8 +245,8 @@ class Drafts:
           token_ids: ``[B, K]`` integers in the range of int32.
           num_draft_tokens: ``[B]`` integers, or None if all K ids are proposals.
           distribution: None, or a `DraftProbs` or `DraftLogits` with storage ``[B, K, Vd]`` or
-            ``[B*K, Vd]``. Its ``log_normalizer`` and ``threshold`` are ``[B, K]`` or ``[B*K]``, and
-            the ``ids`` of candidates ``[B, K, C]`` or ``[B*K, C]``.
+            ``[B*K, Vd]``. Its ``log_normalizer``, ``row_max`` and ``threshold`` are ``[B, K]`` or
+            ``[B*K]``, and the ``ids`` of candidates ``[B, K, C]`` or ``[B*K, C]``.
 
         Returns:
           Drafts with ``N = B * K``.
@@ -291,7 +313,7 @@ def host_int32(name: str, values: Any) -> np.ndarray:
     return values.astype(np.int32)
 
 
-def as_positions(positions: Any) -> Any:
+def as_positions(positions: Integers) -> Array:
     """Positions as an array: JAX arrays as they are, anything else as int32 on the host.
 
     Raises:
@@ -351,14 +373,13 @@ def flatten_storage(distribution: DraftDistribution | None) -> DraftDistribution
     if isinstance(distribution, DraftProbs):
         probs = distribution.probs
         return dataclasses.replace(distribution, probs=_flatten_rows(probs), rows=rows, ids=ids)
-    normalizer, threshold = distribution.log_normalizer, distribution.threshold
+    numbers = {name: getattr(distribution, name) for name in ROW_NUMBERS}
     return dataclasses.replace(
         distribution,
         logits=_flatten_rows(distribution.logits),
         rows=rows,
-        log_normalizer=None if normalizer is None else normalizer.reshape(-1),
-        threshold=None if threshold is None else threshold.reshape(-1),
         ids=ids,
+        **{name: x.reshape(-1) for name, x in numbers.items() if x is not None},
     )
 
 
@@ -398,6 +419,16 @@ class SamplingParams:
     min_p: jax.Array | None = None
     top_k: jax.Array | None = None
     top_p: jax.Array | None = None
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            temperature: Numbers,
+            min_p: Numbers | None = None,
+            top_k: Integers | int | np.integer | None = None,
+            top_p: Numbers | None = None,
+        ) -> None: ...
 
 
 @jax.tree_util.register_dataclass

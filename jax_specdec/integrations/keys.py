@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_specdec._src.noise import check_keys, threefry_keys
-from jax_specdec._src.types import as_int32, described
+from jax_specdec._src.types import Integers, as_int32, described
 
 
-def step_keys(key: jax.Array, slots: jax.Array) -> jax.Array:
+def step_keys(key: jax.Array, slots: Integers) -> jax.Array:
     """One key per request, from one key per step.
 
     Entry b is ``fold_in(key, slots[b])``, for keys of every kind as keys of Threefry. Verification

@@ -19,6 +19,8 @@ from jax_specdec._src.serving.options import LogprobsConfig, check_logprobs
 from jax_specdec._src.types import (
     DraftProbs,
     Drafts,
+    IntegerRows,
+    Integers,
     RejectionSampleOutput,
     SamplingParams,
     as_int32,
@@ -64,8 +66,8 @@ class _Arrays(NamedTuple):
 
 def verify_chains(
     target_logits: jax.Array,
-    draft_tokens: jax.Array,
-    seq_lens: jax.Array,
+    draft_tokens: Integers | IntegerRows,
+    seq_lens: Integers,
     *,
     config: SpecDecodeConfig,
     temperatures: jax.Array | None,

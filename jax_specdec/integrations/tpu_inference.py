@@ -21,6 +21,7 @@ from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
     DraftProbs,
     Drafts,
+    Integers,
     RejectionSampleOutput,
     SamplingParams,
     as_int32,
@@ -66,8 +67,8 @@ class _Arrays(NamedTuple):
 
 def verify_flat(
     logits: jax.Array,
-    draft_token_ids: jax.Array,
-    draft_lengths: jax.Array,
+    draft_token_ids: Integers,
+    draft_lengths: Integers,
     *,
     config: SpecDecodeConfig,
     temperature: jax.Array | None,

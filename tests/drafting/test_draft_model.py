@@ -18,8 +18,8 @@ pytestmark = pytest.mark.newest
 VOCAB = 31
 K = 3
 SIZE = 48
-MODEL = sd.Llama(
-    sd.LlamaConfig(
+MODEL = sd.models.Llama(
+    sd.models.LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=16,
         intermediate_size=24,
@@ -112,9 +112,11 @@ def test_the_stored_normalizers_are_those_of_the_stored_rows_at_each_temperature
     store = drafts(PROMPTS)[2].store
     temperature = np.tile(TEMPERATURES, K)
     sampled = temperature > 0
-    expected = scipy.special.logsumexp(
-        np.asarray(store.logits, np.float64)[sampled] / temperature[sampled, None], axis=1
-    )
+    rows = np.asarray(store.logits, np.float64)[sampled]
+    peak = rows.max(axis=1)
+    np.testing.assert_array_equal(np.asarray(store.row_max)[sampled], peak)
+    relative = (rows - peak[:, None]) / temperature[sampled, None]
+    expected = scipy.special.logsumexp(relative, axis=1)
     np.testing.assert_allclose(np.asarray(store.log_normalizer)[sampled], expected, rtol=1e-5)
 
 
@@ -137,10 +139,10 @@ def test_each_draft_is_sampled_from_its_stored_row_with_the_noise_of_its_offset(
         )
 
     for offset in range(K):
-        alone, normalizer, _ = draw(jnp.asarray(rows[:, offset]), jnp.int32(offset))
-        np.testing.assert_array_equal(alone, ids[:, offset])
+        drawn = draw(jnp.asarray(rows[:, offset]), jnp.int32(offset))
+        np.testing.assert_array_equal(drawn.token_ids, ids[:, offset])
         np.testing.assert_allclose(
-            normalizer, in_order(proposal.store.log_normalizer)[:, offset], rtol=1e-6
+            drawn.log_normalizer, in_order(proposal.store.log_normalizer)[:, offset], rtol=1e-6
         )
 
 

@@ -42,6 +42,7 @@ def test_a_draft_is_the_id_of_the_column_that_is_drawn(ids):
         expected = np.broadcast_to(ids, (BATCH, C))[np.arange(BATCH), plain.token_ids]
         np.testing.assert_array_equal(listed.token_ids, expected)
         np.testing.assert_array_equal(listed.log_normalizer, plain.log_normalizer)
+        np.testing.assert_array_equal(listed.row_max, plain.row_max)
         np.testing.assert_array_equal(listed.threshold, plain.threshold)
 
 
@@ -56,6 +57,7 @@ def written(slots: np.ndarray) -> tuple[sd.DraftStore, dict[tuple[int, int], np.
             offset,
             LOGITS,
             drawn.log_normalizer,
+            drawn.row_max,
             threshold=drawn.threshold,
             ids=jnp.asarray(ids),
             positions=POSITIONS,
@@ -91,10 +93,11 @@ def test_a_store_of_every_slot_is_written_in_place_and_keeps_one_map():
     store = sd.DraftStore.create(BATCH, K, C, ids=MAP)
     drawn = draw(LOGITS, offset=0, ids=MAP)
     given = dict(threshold=drawn.threshold, positions=POSITIONS, sampling=SAMPLING)
-    store = store.write(0, LOGITS, drawn.log_normalizer, **given)
+    numbers = drawn.log_normalizer, drawn.row_max
+    store = store.write(0, LOGITS, *numbers, **given)
     np.testing.assert_array_equal(store.logits[:BATCH], LOGITS)
     own = sd.DraftStore.create(BATCH, K, C, own_ids=True)
-    own = own.write(2, LOGITS, drawn.log_normalizer, ids=CANDIDATES, **given)
+    own = own.write(2, LOGITS, *numbers, ids=CANDIDATES, **given)
     np.testing.assert_array_equal(own.ids[2 * BATCH :], CANDIDATES)
     drafts = sd.Drafts.from_dense(drawn.token_ids[:, None])
     attached = store.attach(drafts, positions=POSITIONS, sampling=SAMPLING)
@@ -134,7 +137,7 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
 
 def write(ids: Any, own_ids: bool) -> None:
     sd.DraftStore.create(BATCH, K, C, own_ids=own_ids).write(
-        0, LOGITS, jnp.zeros(BATCH), ids=ids, positions=POSITIONS, sampling=SAMPLING
+        0, LOGITS, *[jnp.zeros(BATCH)] * 2, ids=ids, positions=POSITIONS, sampling=SAMPLING
     )
 
 

@@ -48,9 +48,9 @@ def draw(
     position: int = POSITION,
     offset: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and normalizers of logits ``[B, V]`` at one temperature or B of them."""
+    """Tokens of logits ``[B, V]`` at one temperature or B of them, and relative normalizers."""
     batch = logits.shape[0]
-    ids, normalizer, threshold = sample(
+    ids, normalizer, row_max, threshold = sample(
         jnp.asarray(logits),
         jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (batch,)),
         jax.random.split(jax.random.key(seed), batch),
@@ -58,6 +58,8 @@ def draw(
         jnp.int32(offset),
     )
     assert ids.dtype == jnp.int32 and normalizer.dtype == jnp.float32 and threshold is None
+    np.testing.assert_array_equal(row_max, logits.max(axis=1))
+    assert row_max.dtype == jnp.float32
     return np.asarray(ids), np.asarray(normalizer)
 
 
@@ -82,7 +84,7 @@ def test_greedy_requests_draft_the_argmax_and_ties_go_to_the_lowest_id(dtype):
 
 def test_where_the_config_drafts_greedily_every_draft_is_an_argmax_and_nothing_is_to_be_kept():
     logits = random_logits()
-    ids, normalizer, threshold = sd.sample_draft_tokens(
+    ids, *others = sd.sample_draft_tokens(
         jnp.asarray(logits),
         sampling=sd.SamplingParams(jnp.asarray(TEMPERATURES)),
         keys=jax.random.split(jax.random.key(0), BATCH),
@@ -91,7 +93,7 @@ def test_where_the_config_drafts_greedily_every_draft_is_an_argmax_and_nothing_i
         config=sd.SpecDecodeConfig(num_speculative_tokens=1, draft_sample_method="greedy"),
     )
     np.testing.assert_array_equal(ids, np.argmax(logits, axis=1))
-    assert ids.dtype == jnp.int32 and normalizer is None and threshold is None
+    assert ids.dtype == jnp.int32 and others == [None] * 3
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -99,8 +101,9 @@ def test_the_normalizer_is_the_logsumexp_of_what_is_stored(dtype):
     logits = random_logits(dtype)
     _, normalizer = draw(logits, TEMPERATURES)
     sampled = TEMPERATURES > 0
-    scaled = logits[sampled].astype(np.float64) / TEMPERATURES[sampled, None]
-    expected = scipy.special.logsumexp(scaled, axis=1)
+    rows = logits[sampled].astype(np.float64)
+    relative = (rows - rows.max(axis=1, keepdims=True)) / TEMPERATURES[sampled, None]
+    expected = scipy.special.logsumexp(relative, axis=1)
     np.testing.assert_allclose(normalizer[sampled], expected, rtol=1e-5, atol=1e-5)
 
 
@@ -125,7 +128,7 @@ def test_a_draft_does_not_depend_on_its_neighbours():
     def at(order: np.ndarray) -> sd.DraftSample:
         return jax.device_get(sample(*(x[order] for x in arrays), jnp.int32(0)))
 
-    ids, normalizer, _ = at(np.arange(BATCH))
+    ids, normalizer, _, _ = at(np.arange(BATCH))
     order = np.random.default_rng(0).permutation(BATCH)
     np.testing.assert_array_equal(at(order)[0], ids[order])
     np.testing.assert_array_equal(at(order)[1], normalizer[order])
@@ -149,7 +152,8 @@ def test_what_the_parameters_leave_out_is_never_drawn_and_is_told_by_the_thresho
     ids = np.asarray(drawn.token_ids)
     assert np.isfinite(kept[np.arange(BATCH), ids]).all()
     assert len(np.unique(ids[top_k == 0])) == VOCAB - 1
-    expected = scipy.special.logsumexp(kept, axis=1)
+    np.testing.assert_array_equal(drawn.row_max, kept.max(axis=1))
+    expected = scipy.special.logsumexp(kept - kept.max(axis=1, keepdims=True), axis=1)
     np.testing.assert_allclose(drawn.log_normalizer, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -206,7 +210,7 @@ def test_drafts_share_no_noise_with_the_check():
     k = 3
     keys = jax.random.split(jax.random.key(5), BATCH)
     positions = jnp.full((BATCH,), POSITION, jnp.int32)
-    draw_noise = jax.jit(functools.partial(sd.draw_noise, num_speculative_tokens=k))
+    draw_noise = jax.jit(functools.partial(sd.testing.draw_noise, num_speculative_tokens=k))
     noise = jax.device_get(draw_noise(keys, positions))
     for offset in range(k):
         ids, _ = draw(FLAT, 1.0, seed=5, offset=offset)
@@ -257,6 +261,7 @@ def test_split_logits_give_the_tokens_of_whole_ones():
         sampled = temperature > 0
         normalizers = other.log_normalizer[sampled], whole.log_normalizer[sampled]
         np.testing.assert_allclose(*normalizers, rtol=1e-6)
+        np.testing.assert_array_equal(other.row_max, whole.row_max)
         np.testing.assert_array_equal(other.threshold, whole.threshold)
         assert np.count_nonzero(np.isfinite(other.threshold)) == 4
     np.testing.assert_array_equal(best.token_ids, jnp.argmax(logits, axis=1))

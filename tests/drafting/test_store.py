@@ -38,9 +38,9 @@ def empty(slots: int = SLOTS, dtype: Any = jnp.float32) -> sd.DraftStore:
 
 
 @jax.jit
-def write(store, offset, logits, normalizer, positions, sampling, slots=None):
+def write(store, offset, logits, normalizer, row_max, positions, sampling, slots=None):
     return store.write(
-        offset, logits, normalizer, positions=positions, sampling=sampling, slots=slots
+        offset, logits, normalizer, row_max, positions=positions, sampling=sampling, slots=slots
     )
 
 
@@ -85,8 +85,10 @@ def drawn() -> tuple[sd.DraftStore, np.ndarray]:
     store = empty()
     for offset in range(K):
         logits = jnp.asarray(rows[:, offset])
-        normalizer = jax.nn.logsumexp(logits / divisor, axis=1)
-        store = write(store, i32(offset), logits, normalizer, i32(positions), at(*temperature))
+        peak = logits.max(axis=1)
+        normalizer = jax.nn.logsumexp((logits - peak[:, None]) / divisor, axis=1)
+        given = normalizer, peak, i32(positions), at(*temperature)
+        store = write(store, i32(offset), logits, *given)
     return store, rows.astype(np.float64)
 
 
@@ -132,7 +134,7 @@ def verify(requests: tuple[Request, ...], store: sd.DraftStore) -> tuple[list, i
     return sd.parse_output(output), int(fallbacks), np.asarray(valid).tolist()
 
 
-draw_noise = jax.jit(functools.partial(sd.draw_noise, num_speculative_tokens=K))
+draw_noise = jax.jit(functools.partial(sd.testing.draw_noise, num_speculative_tokens=K))
 
 
 def oracle(request: Request, q: np.ndarray | None) -> tuple[list[int], float]:
@@ -182,6 +184,7 @@ def test_a_permutation_test_could_fail():
         store,
         logits=jnp.roll(store.logits, 1, axis=0),
         log_normalizer=jnp.roll(store.log_normalizer, 1, axis=0),
+        row_max=jnp.roll(store.row_max, 1, axis=0),
     )
     seeds = [dataclasses.replace(A, seed=100 + s) for s in range(40)]
     before, after = ([verify((r, B, C, NEW), s)[0][0] for r in seeds] for s in (store, rolled))
@@ -231,8 +234,8 @@ def test_evicted_rows_are_not_used_and_touch_no_others():
 
 def test_a_request_with_one_old_row_among_its_drafts_falls_back():
     # A slot drafts one token at a new position; rows 1 and 2 are still those of the old one.
-    logits, one = jnp.zeros((1, NARROW)), i32([12])
-    store = write(drawn()[0], i32(0), logits, jnp.zeros((1,)), one, at(0.8), i32([3]))
+    logits, zero, one = jnp.zeros((1, NARROW)), jnp.zeros((1,)), i32([12])
+    store = write(drawn()[0], i32(0), logits, zero, zero, one, at(0.8), i32([3]))
 
     def valid(count):
         drafts = attach(
@@ -272,6 +275,7 @@ def test_a_store_behaves_like_a_dictionary_of_the_rows_written_last(data):
                 i32(offset),
                 jnp.asarray(rows),
                 jnp.asarray(rows[:, 0]),
+                jnp.asarray(-rows[:, 0]),
                 i32([p for p, _ in stamps]),
                 at(*(t for _, t in stamps)),
                 i32(where),
@@ -297,6 +301,7 @@ def test_a_store_behaves_like_a_dictionary_of_the_rows_written_last(data):
         rows = drafts.distribution.rows[flat : flat + count]
         assert not valid or store.logits[rows, 0].tolist() == [w[2] for w in written]
         assert not valid or store.log_normalizer[rows].tolist() == [w[2] for w in written]
+        assert not valid or store.row_max[rows].tolist() == [-w[2] for w in written]
         flat += count
     assert ((drafts.distribution.rows >= 0) & (drafts.distribution.rows < SLOTS * K)).all()
 
@@ -309,6 +314,37 @@ def test_gaps_and_empty_batches_have_no_fallback(size):
     )
     assert drafts.distribution.valid.tolist() == [False]
     assert int(sd.count_fallbacks(drafts, sampling=at(1.0))) == 0
+
+
+def test_a_request_with_a_proposal_whose_normalizer_is_too_large_falls_back():
+    rng, counts = np.random.default_rng(0), i32([2, 0, 3, 1])
+    cu, sampling = np.concatenate([[0], np.cumsum(counts)]), at(1.0, 1.0, 0.0, 0.7)
+    seen = set()
+    for _ in range(40):
+        ids = rng.choice([-1, 3, 4], FLAT + 1, p=[0.2, 0.4, 0.4])
+        rows = rng.permutation(FLAT + 3)[: FLAT + 1]
+        sizes = np.float32(rng.choice([0.5, -1023.0, 1024.0, -5e3, np.nan, np.inf], FLAT + 3))
+        valid = rng.random(BATCH) < 0.7
+        given = sd.DraftLogits(
+            jnp.zeros((FLAT + 3, NARROW)),
+            rows=i32(rows),
+            valid=jnp.asarray(valid) if rng.random() < 0.7 else None,
+            log_normalizer=jnp.asarray(sizes),
+        )
+        drafts = sd.Drafts(i32(ids), i32(cu), given)
+        want = 0
+        for b in (0, 1, 3):  # request 2 is greedy
+            proposed = cu[b] + np.flatnonzero(np.cumprod(ids[cu[b] : cu[b + 1]] >= 0))
+            is_lost = given.valid is not None and not valid[b]
+            want += bool(len(proposed)) and (
+                is_lost or any(sizes[rows[n]] in (1024, -5e3) for n in proposed)
+            )
+        assert int(sd.count_fallbacks(drafts, sampling=sampling)) == want
+        seen.add(want)
+    assert seen == {0, 1, 2}
+    without = dataclasses.replace(drafts, token_ids=i32([]), cu_num_draft_tokens=i32([0, 0]))
+    without = dataclasses.replace(without, distribution=dataclasses.replace(given, rows=i32([])))
+    assert int(sd.count_fallbacks(without, sampling=at(1.0))) == 0
 
 
 def test_drafts_without_a_distribution_have_no_fallback():
@@ -364,10 +400,11 @@ def filled(logits: np.ndarray, dtype: Any, position: int, rounded: bool = True) 
     ones, places = sd.SamplingParams(jnp.ones((MANY,))), jnp.full((MANY,), position, jnp.int32)
     exact = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (MANY, NARROW))
     stored = exact.astype(dtype)
-    ids, _, _ = draw_many(stored if rounded else exact, places)
-    _, normalizer, _ = draw_many(stored, places)
+    ids = draw_many(stored if rounded else exact, places).token_ids
+    of_row = draw_many(stored, places)
     store = sd.DraftStore.create(MANY, 1, NARROW, dtype)
-    return store.write(0, stored, normalizer, positions=places, sampling=ones), ids
+    numbers = of_row.log_normalizer, of_row.row_max
+    return store.write(0, stored, *numbers, positions=places, sampling=ones), ids
 
 
 @pytest.mark.statistics
@@ -447,6 +484,7 @@ def test_writing_and_evicting_touch_only_what_they_change(slots):
             offset,
             rows,
             jnp.zeros((batch,)),
+            jnp.zeros((batch,)),
             positions=places,
             sampling=sd.SamplingParams(temperature),
             slots=where,
@@ -491,7 +529,7 @@ def test_verification_reads_the_store_in_place():
 # Errors, and travelling
 
 
-ROW = (jnp.zeros((SLOTS, NARROW)), jnp.zeros((SLOTS,)))
+ROW = (jnp.zeros((SLOTS, NARROW)), jnp.zeros((SLOTS,)), jnp.zeros((SLOTS,)))
 ALL = dict(positions=jnp.zeros((SLOTS,), jnp.int32), sampling=at(*[1.0] * SLOTS))
 DRAFTS = sd.Drafts.from_flat(jnp.zeros((FLAT,), jnp.int32), i32([0] * SLOTS))
 ERRORS = {
@@ -508,7 +546,7 @@ ERRORS = {
     "no drafts": (
         lambda: sd.DraftStore.create(1, 0, NARROW),
         ValueError,
-        "num_speculative_tokens must be at least 1",
+        "num_speculative_tokens must be in",
     ),
     "no vocabulary": (
         lambda: sd.DraftStore.create(1, K, 0),
@@ -526,14 +564,19 @@ ERRORS = {
         "logits must be rounded to the store's bfloat16 before sampling, but they are float32",
     ),
     "rows of another width": (
-        lambda: empty().write(0, jnp.zeros((SLOTS, VOCAB)), ROW[1], **ALL),
+        lambda: empty().write(0, jnp.zeros((SLOTS, VOCAB)), *ROW[1:], **ALL),
         ValueError,
         r"logits must have shape \[5, 6\], but its shape is \[5, 7\]",
     ),
     "normalizers of another batch": (
-        lambda: empty().write(0, ROW[0], jnp.zeros((2,)), **ALL),
+        lambda: empty().write(0, ROW[0], jnp.zeros((2,)), ROW[2], **ALL),
         ValueError,
         r"log_normalizer must have shape \[5\]",
+    ),
+    "maxima of another batch": (
+        lambda: empty().write(0, *ROW[:2], jnp.zeros((2,)), **ALL),
+        ValueError,
+        r"row_max must have shape \[5\]",
     ),
     "thresholds of another batch": (
         lambda: empty().write(0, *ROW, **ALL, threshold=jnp.zeros((2,))),

@@ -55,7 +55,7 @@ def placed(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @pytest.mark.newest
 def test_filtered_requests_at_top_level_give_the_tokens_of_the_oracle_and_gather_no_row():
-    call = jitted(sd.rejection_sample_with_noise)
+    call = jitted(sd.testing.rejection_sample_with_noise)
     for seed in range(6):
         positional, named = placed(dense(seed))
         if seed == 0:
@@ -82,7 +82,7 @@ def in_shard_map(implementation: sd.Implementation | None, over_tensor: bool) ->
                 token_bitmask=words,
                 sharding=sd.VerifySharding(vocab_axis="tensor") if over_tensor else None,
             )
-            output = sd.rejection_sample_with_noise(
+            output = sd.testing.rejection_sample_with_noise(
                 logits, drafts, noise, implementation=implementation, **given
             )
             found = sd.token_logprobs(logits, drafts, output, distribution="processed", **given)

@@ -1,4 +1,8 @@
-"""The loops of docs/integration.md run as they stand, and greedy requests follow the target."""
+"""The loops of docs/integration.md and docs/adapters.md run as they stand, and follow the target.
+
+The loop with caches is compared with plain decoding. If its target drafts for itself, every draft
+must be accepted: that fails if a position, a penalty, a filter or an entry of a cache is wrong.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,89 @@ import jax
 import numpy as np
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "integration.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+import jax_specdec as sd
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAIR = "sd.load_embedded_pair()  # your two models\n"
+DRAFTS_FOR_ITSELF = PAIR + "draft, draft_params = target, params\n"
+TWO_TOKENS = "read(token_ids, lengths - 2, 2), lengths - 2,"
+ONE_TOKEN = "read(token_ids, lengths - 1, 1), lengths - 1,"
+
+
+def blocks(page: str) -> list[str]:
+    text = (DOCS / page).read_text("utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+(LOOP,) = blocks("integration.md")
+ADAPTERS = blocks("adapters.md")
+
+
+def run(code: str) -> dict[str, object]:
+    scope: dict[str, object] = {}
+    exec(compile(code, "docs", "exec"), scope)
+    return scope
+
+
+def tokens_per_pass(scope: dict[str, object]) -> np.ndarray:
+    emitted = np.stack([output.num_emitted for output in scope["steps"]])
+    return emitted.sum(axis=0) / (emitted > 0).sum(axis=0)
+
+
+# A complete loop
+
+
+@pytest.mark.newest
+def test_the_loop_emits_what_plain_decoding_emits_up_to_the_budget():
+    scope = run(LOOP)
+    prompts, texts = scope["prompts"], scope["texts"]
+    for prompt, text in zip(prompts, texts, strict=True):
+        assert text[: len(prompt)] == prompt
+        assert len(text) == len(prompt) + 80 or text[-1] == sd.DOCUMENT_SEPARATOR
+    plain = sd.generate_plain(
+        scope["target"], scope["params"], prompts[:1], max_new_tokens=80, frequency_penalty=0.1
+    )
+    assert texts[0][len(prompts[0]) :] == plain.completions[0]
+    np.testing.assert_allclose(tokens_per_pass(scope)[:2], [3.3, 3.8], atol=0.05)  # as it says
+
+
+@pytest.mark.newest
+def test_a_target_that_drafts_for_itself_has_everything_accepted():
+    assert LOOP.count(PAIR) == 1
+    scope = run(LOOP.replace(PAIR, DRAFTS_FOR_ITSELF))
+    num_left = np.full(3, 80)
+    for output in scope["steps"]:
+        counts = np.clip(num_left - 1, 0, [4, 4, 2])
+        active = np.asarray(output.status) == sd.Status.OK
+        assert np.asarray(output.num_accepted)[active].tolist() == counts[active].tolist()
+        num_left = num_left - np.asarray(output.num_emitted)
+
+
+@pytest.mark.long
+@pytest.mark.newest
+def test_a_draft_model_that_never_reads_its_last_token_has_fewer_accepted():
+    assert LOOP.count(TWO_TOKENS) == 1
+    scope = run(LOOP.replace(TWO_TOKENS, ONE_TOKEN))
+    np.testing.assert_allclose(tokens_per_pass(scope)[:2], [2.4, 2.6], atol=0.05)  # as it says
+
+
+@pytest.mark.long
+@pytest.mark.newest
+def test_the_loop_stops_at_a_stop_token():
+    scope = run(LOOP.replace("[sd.DOCUMENT_SEPARATOR]", "[10]"))  # a line feed
+    prompts, texts = scope["prompts"], scope["texts"]
+    completions = [text[len(prompt) :] for prompt, text in zip(prompts, texts, strict=True)]
+    assert [completion.count(10) for completion in completions] == [1, 1, 1]
+    assert [completion[-1] for completion in completions] == [10, 10, 10]
+
+
+# Adapters
 
 
 @pytest.mark.newest
 @pytest.mark.parametrize(("block", "greedy"), [(0, [0]), (1, [0])], ids=["flat", "chains"])
 def test_a_loop_on_the_page_decodes_every_request(block, greedy):
-    scope: dict[str, object] = {}
-    exec(compile(BLOCKS[block], str(PAGE), "exec"), scope)
+    scope = run(ADAPTERS[block])
     texts, table = scope["texts"], np.asarray(scope["table"])
     assert texts[3] == []  # an empty slot
     for b in greedy:
@@ -34,6 +112,6 @@ def test_a_loop_on_the_page_decodes_every_request(block, greedy):
         np.testing.assert_allclose(scope["logprobs"][b], log_p[tuple(pairs.T)], atol=1e-5)
 
 
-@pytest.mark.parametrize("code", BLOCKS, ids=["flat", "chains"])
+@pytest.mark.parametrize("code", ADAPTERS, ids=["flat", "chains"])
 def test_a_loop_is_about_sixty_lines(code):
     assert 40 <= len([line for line in code.splitlines() if line.strip()]) <= 60

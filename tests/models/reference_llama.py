@@ -7,18 +7,24 @@ import numpy as np
 
 def forward(config: Any, params: Any, token_ids: list[int]) -> np.ndarray:
     """Logits `[S, V]` of one sequence from position 0."""
-    weights = params["layers"]
+    x = norm(streams(config, params, token_ids)[-1], float64(params["norm"]), config.rms_norm_eps)
+    head = params["embed_tokens"].T if config.tie_word_embeddings else params["lm_head"]
+    return x @ float64(head)
+
+
+def streams(config: Any, params: Any, token_ids: list[int]) -> list[np.ndarray]:
+    """The residual stream `[S, H]` before each layer, and after the last one."""
     x = float64(params["embed_tokens"])[token_ids]
-    for layer in weights:
+    found = [x]
+    for layer in params["layers"]:
         layer = {name: float64(weight) for name, weight in layer.items()}
         x = x + attention(config, layer, norm(x, layer["input_layernorm"], config.rms_norm_eps))
         h = norm(x, layer["post_attention_layernorm"], config.rms_norm_eps)
         gate = h @ layer["gate_up_proj"][:, : config.intermediate_size]
         up = h @ layer["gate_up_proj"][:, config.intermediate_size :]
         x = x + (gate / (1.0 + np.exp(-gate)) * up) @ layer["down_proj"]
-    x = norm(x, float64(params["norm"]), config.rms_norm_eps)
-    head = params["embed_tokens"].T if config.tie_word_embeddings else params["lm_head"]
-    return x @ float64(head)
+        found.append(x)
+    return found
 
 
 def float64(array: Any) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 import datetime
 import json
+import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 import jax_specdec as sd
+from jax_specdec._src.models import chat, chat_worker
 from jax_specdec._src.models.chat import read_chat_template
 
 from .checkpoints import CHECKPOINTS, copy
@@ -141,9 +144,106 @@ def test_a_template_that_fails_is_named_in_one_sentence(tmp_path: Path, template
     assert "\n" not in str(raised.value)
 
 
+def worker_process() -> Any:
+    return chat._worker(os.getpid())._process
+
+
+GROWS = "{% set ns = namespace(x='abcdefgh') %}{% for i in range(50) %}{% set ns.x = ns.x ~ ns.x %}"
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
+        ("{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3, "applied: it takes longer than"),
+        ("{{ 9**(9**9) }}", "applied: it takes longer than 0.5 s"),  # when it is parsed
+        ("{{ messages[0].content * 0 ~ 9**(9**(9 * messages | length)) }}", "takes longer than"),
+        ("{{ '%4000000000d' % 1 }}", "applied: it needs more than 512 MiB of memory"),
+        ("{{ messages[0].content * 10**10 }}", "applied: it needs more than 512 MiB of memory"),
+        (GROWS + "{% endfor %}", "applied: it needs more than 512 MiB of memory"),
+        ("{{ 'x' * 2**25 }}", "its text has 33554432 characters, more than 16777216"),
+        ("{{ " + "(" * 100_000 + ")" * 100_000 + " }}", "has a chat template that cannot be "),
+        ("{{ " + "-" * 100_000 + "1 }}", "has a chat template that cannot be "),
+    ],
+    ids=[
+        "loops", "power", "late power", "format", "repeat", "double", "output", "parens", "minus"
+    ],
+)  # fmt: skip
+def test_a_template_that_takes_too_much_is_refused_and_the_next_one_is_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, message: str
+) -> None:
+    assert text(tmp_path, CHATML).endswith("assistant\n")
+    limits = resource.prlimit(worker_process().pid, resource.RLIMIT_AS)
+    assert limits == (chat_worker.MAX_MEMORY,) * 2
+    with monkeypatch.context() as context, pytest.raises(ValueError) as raised:
+        if "longer" in message:
+            context.setattr(chat, "SECONDS", 0.5)
+        text(tmp_path, template)
+    assert str(raised.value).startswith(f"{tmp_path / 'tokenizer_config.json'} has a chat template")
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+    assert text(tmp_path, CHATML).endswith("assistant\n")
+
+
+def test_a_template_runs_in_one_process_that_inherits_nothing(tmp_path: Path) -> None:
+    text(tmp_path, CHATML)
+    first = worker_process()
+    text(tmp_path, LLAMA_3, bos_token="")
+    assert worker_process() is first
+    assert Path(f"/proc/{first.pid}/environ").read_bytes() == b""
+
+
+def test_an_interrupt_leaves_no_answer_for_the_next_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text(tmp_path, CHATML)
+    exchange = chat._exchange
+
+    def interrupted(*arguments: Any) -> bytes:
+        exchange(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+        context.setattr(chat, "_exchange", interrupted)
+        text(tmp_path, "mine")
+    assert text(tmp_path, "yours") == "yours"
+
+
+def test_a_process_that_has_died_meanwhile_is_started_again(tmp_path: Path) -> None:
+    text(tmp_path, CHATML)
+    worker_process().kill()
+    worker_process().wait()
+    assert text(tmp_path, "yes") == "yes"
+
+
+def test_where_no_process_can_be_started_one_sentence_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for program, message in {
+        "/none": "No such file or directory",
+        "/bin/false": "the process that applies it ended with code 1",
+    }.items():
+        chat._worker(os.getpid()).end()
+        monkeypatch.setattr(sys, "executable", program)
+        with pytest.raises(ValueError, match=f"that cannot be applied: .*{message}"):
+            text(tmp_path, CHATML)
+
+
+def test_an_error_without_a_message_is_named() -> None:
+    class Silent:
+        globals: dict[str, Any] = {}
+
+        def from_string(self, source: str) -> None:
+            raise AssertionError
+
+    answer = chat_worker._answer(Silent(), {"now": "2026-01-01", "source": ""})
+    assert answer["reason"] == "it raises AssertionError without a message"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% break %}", "cannot be parsed: 'break' outside loop"),
+        ("{{ " + "1" * 5000 + " }}", "cannot be parsed: Exceeds the limit .* for integer string"),
+        ("x" * (chat.MAX_CHARACTERS + 1), "must have a chat template of at most 1048576 charac"),
         ("{% if %}", "tokenizer_config.json has a chat template that cannot be parsed: "),
         ("{% include 'x' %}{{", "tokenizer_config.json has a chat template that cannot be parsed"),
         (3, "tokenizer_config.json has chat_template = 3, which is not text"),
@@ -157,6 +257,28 @@ def test_what_is_no_template_is_named(tmp_path: Path, template: Any, message: st
         text(tmp_path, template)
 
 
+def test_a_file_that_is_no_template_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "chat_template.jinja"
+    path.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="chat_template.jinja is not text in UTF-8: "):
+        read_chat_template(tmp_path)
+    path.write_text("x" * (chat.MAX_CHARACTERS + 1))
+    with pytest.raises(ValueError, match="chat_template.jinja must have a chat template of at mo"):
+        read_chat_template(tmp_path)
+
+
+def test_a_file_that_may_not_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "chat_template.jinja").write_text("")
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(OSError, match=r"template.jinja cannot be opened: Permission denied\.$"):
+        read_chat_template(tmp_path)
+
+
 def test_a_checkpoint_without_a_template_is_named() -> None:
     with pytest.raises(ValueError, match="qwen2 has no chat template"):
         sd.load_tokenizer(CHECKPOINTS / "qwen2").encode_chat(HI)
@@ -168,6 +290,8 @@ def test_a_checkpoint_without_a_template_is_named() -> None:
         ("Hi", r"messages must be a list such as \[{'role': 'user', 'content': 'Hi'}\], but it"),
         (HI[0], "messages must be a list such as"),
         (["Hi"], r"messages\[0\] must have a 'role' and a 'content', but it is 'Hi'"),
+        ([{"role": "user", "content": b"Hi"}], r"messages\[0\] must hold what JSON can hold: Obj"),
+        ([{"role": "user", "content": HI, "extra": {1, 2}}], "what JSON can hold: Object of type"),
         ([{"role": "user"}], r"messages\[0\] must have a 'role' and a 'content', but it is {'ro"),
     ],
     ids=str,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_specdec._src.models.bytes import BYTE_VOCAB_SIZE, DOCUMENT_SEPARATOR, encode
+from jax_specdec._src.models.bytes import BYTE_VOCAB_SIZE, DOCUMENT_SEPARATOR, encode_bytes
 from jax_specdec._src.models.checkpoint import LoadedModel, load_embedded_pair
 
 SNIPPET = '''\
@@ -51,19 +51,19 @@ def num_parameters(params: Any) -> int:
 
 
 def bits_per_byte(loaded: LoadedModel, text: str) -> float:
-    token_ids = jnp.array([[DOCUMENT_SEPARATOR, *encode(text)]], jnp.int32)
+    token_ids = jnp.array([[DOCUMENT_SEPARATOR, *encode_bytes(text)]], jnp.int32)
     cache = loaded.model.init_cache(1, token_ids.shape[1])
     start = jnp.zeros(1, jnp.int32)
-    logits, _ = jax.jit(loaded.model.apply)(loaded.params, token_ids, start, cache)
+    logits, *_ = jax.jit(loaded.model.apply)(loaded.params, token_ids, start, cache)
     log_probs = np.asarray(jax.nn.log_softmax(logits[0, :-1]), np.float64)
     return float(-np.mean(log_probs[np.arange(len(log_probs)), token_ids[0, 1:]]) / np.log(2))
 
 
-def test_all_weights_together_are_under_12_megabytes() -> None:
+def test_all_weights_together_are_under_16_megabytes() -> None:
     weights = importlib.resources.files("jax_specdec") / "weights"
     with importlib.resources.as_file(weights) as directory:
         sizes = [path.stat().st_size for path in Path(directory).rglob("*") if path.is_file()]
-    assert 10_000_000 < sum(sizes) < 12_000_000
+    assert 10_000_000 < sum(sizes) < 16_000_000
 
 
 def test_the_draft_is_at_least_ten_times_smaller(pair: tuple[LoadedModel, LoadedModel]) -> None:
@@ -79,7 +79,7 @@ def test_both_models_know_python_and_the_target_knows_it_better(
     target, draft = (bits_per_byte(loaded, SNIPPET) for loaded in pair)
     assert target + 0.1 < draft < 2.2
     # A model that has learnt only how frequent each byte is.
-    counts = np.bincount(encode(SNIPPET), minlength=BYTE_VOCAB_SIZE) / len(SNIPPET)
+    counts = np.bincount(encode_bytes(SNIPPET), minlength=BYTE_VOCAB_SIZE) / len(SNIPPET)
     entropy = -np.sum(counts[counts > 0] * np.log2(counts[counts > 0]))
     assert target < entropy / 2
 

@@ -36,17 +36,17 @@ TOLERANCE = 1e-5
 
 
 @functools.cache
-def load(name: str) -> sd.LoadedModel:
+def load(name: str) -> sd.models.LoadedModel:
     return sd.load_huggingface(CHECKPOINTS / name, jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def apply(model: sd.Llama, params: Any, token_ids: jax.Array) -> jax.Array:
+def apply(model: sd.models.Llama, params: Any, token_ids: jax.Array) -> jax.Array:
     cache = model.init_cache(1, token_ids.shape[1])
     return model.apply(params, token_ids, jnp.zeros(1, jnp.int32), cache)[0][0]
 
 
-def logits_of(loaded: sd.LoadedModel, name: str) -> np.ndarray:
+def logits_of(loaded: sd.models.LoadedModel, name: str) -> np.ndarray:
     wanted = expected(name)
     token_ids = jnp.asarray(wanted["token_ids"][: len(wanted["logits"])])
     return np.asarray(apply(*loaded, token_ids[None]))
@@ -79,12 +79,12 @@ def test_logits_are_those_of_transformers(name: str) -> None:
 def test_the_comparison_sees_each_part_of_a_family(name: str, change: dict[str, Any]) -> None:
     model, params = load(name)
     if "rope_scaling" in change:
-        model = sd.Llama(dataclasses.replace(model.config, **change), model.dtype)
+        model = sd.models.Llama(dataclasses.replace(model.config, **change), model.dtype)
     else:
         ((part, value),) = change.items()
         layers = [{**x, part: jnp.full_like(x[part], value)} for x in params["layers"]]
         params = {**params, "layers": layers}
-    assert error(logits_of(sd.LoadedModel(model, params), name), name) > 100 * TOLERANCE
+    assert error(logits_of(sd.models.LoadedModel(model, params), name), name) > 100 * TOLERANCE
 
 
 def test_weights_are_read_as_stored_and_computed_in_their_dtype() -> None:
@@ -166,17 +166,17 @@ def test_tensors_that_follow_from_the_rest_are_no_mistake(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_a_family_survives_the_round_trip(tmp_path: Path, name: str) -> None:
-    sd.save_checkpoint(tmp_path, *load(name))
-    loaded = sd.load_checkpoint(tmp_path)
+    sd.models.save_checkpoint(tmp_path, *load(name))
+    loaded = sd.models.load_checkpoint(tmp_path)
     assert loaded.model == load(name).model
     jax.tree.map(np.testing.assert_array_equal, loaded.params, load(name).params)
 
 
 def test_a_model_of_no_family_is_not_written(tmp_path: Path) -> None:
     model, params = load("qwen2")
-    both = sd.Llama(dataclasses.replace(model.config, qk_norm=True))
+    both = sd.models.Llama(dataclasses.replace(model.config, qk_norm=True))
     with pytest.raises(ValueError, match="both qkv_bias and qk_norm"):
-        sd.save_checkpoint(tmp_path, both, params)
+        sd.models.save_checkpoint(tmp_path, both, params)
 
 
 # Padding of the vocabulary

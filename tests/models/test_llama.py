@@ -39,7 +39,7 @@ def params_of(model: Llama) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def apply(model: Llama, params: Any, token_ids: Any, start: Any, cache: Any) -> Any:
-    return model.apply(params, token_ids, start, cache)
+    return model.apply(params, token_ids, start, cache)[:2]
 
 
 def tokens(seed: int = 0) -> jax.Array:
@@ -73,6 +73,17 @@ def test_agrees_with_a_numpy_decoder(tied: bool, num_kv: int) -> None:
     for logits, token_ids in zip(one_pass(model), tokens(), strict=True):
         expected = reference_llama.forward(config, params_of(model), token_ids.tolist())
         np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("layers", [(1,), (0, 2, 3)])
+def test_features_are_the_streams_that_enter_the_layers(layers: tuple[int, ...]) -> None:
+    run = jax.jit(functools.partial(MODEL.apply, feature_layers=layers))
+    params, start = params_of(MODEL), jnp.zeros(B, jnp.int32)
+    features = run(params, tokens(), start, MODEL.init_cache(B, T)).features
+    for found, token_ids in zip(features, tokens(), strict=True):
+        streams = reference_llama.streams(CONFIG, params, token_ids.tolist())
+        expected = np.concatenate([streams[layer] for layer in layers], axis=1)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("pieces", [[1] * S, [5, 5, 5, 1], [11, 1, 4], [3, 13]])
@@ -155,7 +166,7 @@ def test_a_decoding_loop_updates_the_cache_in_place(
         def body(state: Any) -> Any:
             position, token_ids, cache = state
             start = jnp.full(batch_size, position, jnp.int32)
-            logits, cache = model.apply(params, token_ids, start, cache)
+            logits, cache, _ = model.apply(params, token_ids, start, cache)
             return position + length, jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
 
         state = (jnp.int32(0), token_ids, cache)

@@ -19,7 +19,7 @@ from . import reference_llama
 
 pytestmark = pytest.mark.newest
 
-CONFIG = sd.LlamaConfig(
+CONFIG = sd.models.LlamaConfig(
     vocab_size=37,
     hidden_size=24,
     intermediate_size=40,
@@ -34,10 +34,10 @@ B, T, S = 3, 24, 11
 
 @functools.partial(jax.jit, static_argnums=0)
 def apply(model: Any, params: Any, token_ids: Any, start: Any, cache: Any) -> Any:
-    return model.apply(params, token_ids, start, cache)
+    return model.apply(params, token_ids, start, cache)[:2]
 
 
-def listed(model: sd.Llama) -> Any:
+def listed(model: sd.models.Llama) -> Any:
     """Weights whose layers differ, norms and biases too."""
     params = dataclasses.replace(model, scan_layers=False).init_params(jax.random.key(1))
     leaves, tree = jax.tree.flatten(params)
@@ -51,9 +51,9 @@ def listed(model: sd.Llama) -> Any:
     )
 
 
-def scanned(**changes: Any) -> tuple[sd.Llama, Any]:
-    model = sd.Llama(dataclasses.replace(CONFIG, **changes), scan_layers=True)
-    return model, sd.stack_layers(listed(model))
+def scanned(**changes: Any) -> tuple[sd.models.Llama, Any]:
+    model = sd.models.Llama(dataclasses.replace(CONFIG, **changes), scan_layers=True)
+    return model, sd.models.stack_layers(listed(model))
 
 
 def tokens() -> jax.Array:
@@ -93,16 +93,28 @@ def test_agrees_with_a_numpy_decoder(pieces: tuple[int, ...]) -> None:
 def test_agrees_with_layers_one_after_another(changes: dict[str, Any]) -> None:
     model, params = scanned(**changes)
     plain = dataclasses.replace(model, scan_layers=False)
-    want = in_calls(plain, sd.unstack_layers(params), (S,))
+    want = in_calls(plain, sd.models.unstack_layers(params), (S,))
     np.testing.assert_allclose(in_calls(model, params, (6, 5)), want, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("layers", [(1,), (0, 2, 3)])
+def test_features_are_those_of_layers_one_after_another(layers: tuple[int, ...]) -> None:
+    model, params = scanned()
+    start, cache = jnp.zeros(B, jnp.int32), model.init_cache(B, T)
+    run = jax.jit(functools.partial(model.apply, feature_layers=layers))
+    features = run(params, tokens(), start, cache).features
+    for found, token_ids in zip(features, tokens(), strict=True):
+        streams = reference_llama.streams(CONFIG, listed(model), token_ids.tolist())
+        want = np.concatenate([streams[layer] for layer in layers], axis=1)
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=2e-5)
+
+
 def test_weights_begin_the_same_and_go_both_ways() -> None:
-    model = sd.Llama(CONFIG, scan_layers=True)
+    model = sd.models.Llama(CONFIG, scan_layers=True)
     params = model.init_params(jax.random.key(4))
     plain = dataclasses.replace(model, scan_layers=False).init_params(jax.random.key(4))
-    jax.tree.map(np.testing.assert_array_equal, sd.unstack_layers(params), plain)
-    jax.tree.map(np.testing.assert_array_equal, sd.stack_layers(plain), params)
+    jax.tree.map(np.testing.assert_array_equal, sd.models.unstack_layers(params), plain)
+    jax.tree.map(np.testing.assert_array_equal, sd.models.stack_layers(plain), params)
 
 
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 5), (4, 1)])
@@ -114,7 +126,7 @@ def test_a_decoding_loop_updates_the_cache_in_place(batch: int, length: int) -> 
         def body(state: Any) -> Any:
             position, token_ids, cache = state
             start = jnp.full((batch,), position, jnp.int32)
-            logits, cache = model.apply(params, token_ids, start, cache)
+            logits, cache, _ = model.apply(params, token_ids, start, cache)
             return position + length, jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
 
         return jax.lax.while_loop(
@@ -141,7 +153,7 @@ def test_a_decoding_loop_updates_the_cache_in_place(batch: int, length: int) -> 
 def test_the_devices_of_a_mesh_give_the_logits_of_the_whole(changes: dict[str, Any]) -> None:
     model, params = scanned(**changes)
     mesh = jax.make_mesh((4,), ("tensor",), devices=jax.devices()[:4])
-    parallel = sd.TensorParallelLlama(model, mesh, "tensor")
+    parallel = sd.models.TensorParallelLlama(model, mesh, "tensor")
     shared = parallel.shard_params(params)
     found = in_calls(parallel, shared, (6, 5))[..., : model.vocab_size]
     np.testing.assert_allclose(found, in_calls(model, params, (S,)), rtol=1e-5, atol=2e-5)
@@ -152,12 +164,12 @@ def test_the_devices_of_a_mesh_give_the_logits_of_the_whole(changes: dict[str, A
 def test_a_checkpoint_is_the_same_file_either_way(tmp_path: Path) -> None:
     model, params = scanned(qkv_bias=True)
     plain = dataclasses.replace(model, scan_layers=False)
-    sd.save_checkpoint(tmp_path / "scanned", model, params)
-    sd.save_checkpoint(tmp_path / "plain", plain, sd.unstack_layers(params))
+    sd.models.save_checkpoint(tmp_path / "scanned", model, params)
+    sd.models.save_checkpoint(tmp_path / "plain", plain, sd.models.unstack_layers(params))
     for name in ("config.json", "model.safetensors"):
         written = [(tmp_path / kind / name).read_bytes() for kind in ("scanned", "plain")]
         assert written[0] == written[1]
-    for load in (sd.load_checkpoint, sd.load_huggingface):
+    for load in (sd.models.load_checkpoint, sd.load_huggingface):
         loaded = load(tmp_path / "plain", scan_layers=True)
         assert loaded.model == model
         jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
@@ -166,9 +178,9 @@ def test_a_checkpoint_is_the_same_file_either_way(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_text_is_the_same_with_an_engine_in_between() -> None:
     _, (plain, listed) = sd.load_embedded_pair()
-    model, params = dataclasses.replace(plain, scan_layers=True), sd.stack_layers(listed)
+    model, params = dataclasses.replace(plain, scan_layers=True), sd.models.stack_layers(listed)
     config = sd.SpecDecodeConfig(num_speculative_tokens=2)
-    prompts = [sd.encode("import "), sd.encode("for x in "), sd.encode("def f(")]
+    prompts = [sd.encode_bytes("import "), sd.encode_bytes("for x in "), sd.encode_bytes("def f(")]
     want = sd.generate_plain(plain, listed, prompts, max_new_tokens=12).completions
     drafter = sd.ModelDrafter(model)
     engine = sd.Engine(model, drafter, config, num_slots=2, max_length=32, prefill_sizes=(16,))
@@ -183,14 +195,12 @@ def test_a_text_is_the_same_with_an_engine_in_between() -> None:
 
 def test_the_page_turns_weights_into_stacked_ones() -> None:
     page = Path(__file__).parents[2] / "docs" / "compile_time.md"
-    (code,) = re.findall(
-        r"^```python\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE
-    )
-    scope: dict[str, Any] = {}
-    exec(compile(code, str(page), "exec"), scope)
+    text, scope = page.read_text("utf-8"), dict[str, Any]()
+    for code in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        exec(compile(code, str(page), "exec"), scope)
     model, params = scope["model"], scope["params"]
     arguments = jnp.zeros((1, 2), jnp.int32), jnp.zeros((1,), jnp.int32), model.init_cache(1, 8)
-    logits, _ = jax.eval_shape(model.apply, params, *arguments)
+    logits = jax.eval_shape(model.apply, params, *arguments).logits
     assert model.scan_layers and logits.shape == (1, 2, 256)
 
 
@@ -206,7 +216,7 @@ def test_what_is_of_the_other_form_is_refused(change: str, message: str) -> None
     model, params = scanned()
     plain = dataclasses.replace(model, scan_layers=False)
     cache = (plain if change == "cache" else model).init_cache(B, T)
-    weights = sd.unstack_layers(params) if change == "weights" else params
+    weights = sd.models.unstack_layers(params) if change == "weights" else params
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(
             (plain if change == "both" else model).apply,

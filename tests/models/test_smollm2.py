@@ -112,7 +112,7 @@ def test_a_gguf_file_becomes_the_directory_it_was_made_from(tmp_path: Path) -> N
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(made[name], tensor, err_msg=name)
     model, _ = sd.load_huggingface(tmp_path / "made")
-    assert model.config == sd.LlamaConfig(
+    assert model.config == sd.models.LlamaConfig(
         vocab_size=len(TOKENS),
         hidden_size=HIDDEN,
         intermediate_size=INNER,
@@ -204,7 +204,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def loaded(directory: Path) -> sd.LoadedModel:
+def loaded(directory: Path) -> sd.models.LoadedModel:
     return sd.load_huggingface(directory)
 
 
@@ -219,7 +219,7 @@ def test_ids_of_the_published_model_are_those_of_transformers(directory: Path, t
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def apply(model: sd.Llama, params: Any, token_ids: jax.Array) -> jax.Array:
+def apply(model: sd.models.Llama, params: Any, token_ids: jax.Array) -> jax.Array:
     cache = model.init_cache(1, token_ids.shape[1])
     return model.apply(params, token_ids, jnp.zeros(1, jnp.int32), cache)[0][0]
 
@@ -227,7 +227,7 @@ def apply(model: sd.Llama, params: Any, token_ids: jax.Array) -> jax.Array:
 @pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS)
 def test_logits_of_the_published_model_are_those_of_transformers(
-    loaded: sd.LoadedModel, text: str
+    loaded: sd.models.LoadedModel, text: str
 ) -> None:
     token_ids = expected()[f"{text}_token_ids"]
     logits = np.asarray(apply(*loaded, jnp.asarray(token_ids)[None]), np.float64)
@@ -248,7 +248,7 @@ def test_logits_of_the_published_model_are_those_of_transformers(
 @pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS)
 def test_greedy_text_of_the_published_model_is_that_of_transformers(
-    loaded: sd.LoadedModel, text: str
+    loaded: sd.models.LoadedModel, text: str
 ) -> None:
     count = int(expected()[f"{text}_num_prompt_tokens"])
     token_ids = expected()[f"{text}_token_ids"].tolist()

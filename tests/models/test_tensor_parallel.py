@@ -14,7 +14,7 @@ import pytest
 
 import jax_specdec as sd
 
-CONFIG = sd.LlamaConfig(
+CONFIG = sd.models.LlamaConfig(
     vocab_size=64,
     hidden_size=24,
     intermediate_size=40,
@@ -53,21 +53,22 @@ def mesh_of(n: int) -> jax.sharding.Mesh:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def apply(model: sd.CausalModel, *args: Any) -> Any:
-    return model.apply(*args)
+def apply(model: sd.models.CausalModel, *args: Any) -> Any:
+    return model.apply(*args, feature_layers=(0, 1))
 
 
-def two_calls(model: sd.CausalModel, params: Any) -> list[np.ndarray]:
-    """Logits of a prefill, and of a call that goes back and overwrites some of it."""
+def two_calls(model: sd.models.CausalModel, params: Any) -> list[np.ndarray]:
+    """Logits and features of a prefill; logits of a call that goes back and overwrites."""
     tokens = jax.random.randint(jax.random.key(0), (B, S), 0, CONFIG.vocab_size - 14, jnp.int32)
-    first, cache = apply(model, params, tokens, jnp.zeros((B,), jnp.int32), model.init_cache(B, T))
+    start, cache = jnp.zeros((B,), jnp.int32), model.init_cache(B, T)
+    first, cache, features = apply(model, params, tokens, start, cache)
     again = tokens[:, ::-1].at[:, -1].set(jnp.array([-1, 2**30]))  # padding may be any id
-    second, _ = apply(model, params, again, jnp.array([3, 5], jnp.int32), cache)
+    second = apply(model, params, again, jnp.array([3, 5], jnp.int32), cache).logits
     for logits in (first, second):
-        if isinstance(model, sd.TensorParallelLlama):
+        if isinstance(model, sd.models.TensorParallelLlama):
             assert logits.sharding.spec == jax.sharding.PartitionSpec(None, None, "tensor")
         assert not np.isnan(logits).any()
-    return [np.asarray(first), np.asarray(second)[:, :-1]]
+    return [np.asarray(first), np.asarray(features), np.asarray(second)[:, :-1]]
 
 
 @pytest.mark.newest
@@ -85,21 +86,23 @@ def test_the_logits_are_those_of_the_whole_model_on_every_jax(case: str) -> None
 
 def check(case: str) -> None:
     changes, n, groups = CASES[case]
-    model = sd.Llama(dataclasses.replace(CONFIG, **changes))
+    model = sd.models.Llama(dataclasses.replace(CONFIG, **changes))
     params = model.init_params(jax.random.key(1))
     params = jax.tree.map(lambda x: x + 0.5 if x.ndim == 1 else x, params)  # norms and biases
-    parallel = sd.TensorParallelLlama(model, mesh_of(n), "tensor")
+    parallel = sd.models.TensorParallelLlama(model, mesh_of(n), "tensor")
     assert parallel.num_head_groups == groups
     assert parallel.vocab_size == -(-model.vocab_size // n) * n
     found = two_calls(parallel, parallel.shard_params(params))
-    for ours, whole in zip(found, two_calls(model, params), strict=True):
+    wanted = two_calls(model, params)
+    np.testing.assert_allclose(found.pop(1), wanted.pop(1), rtol=1e-5, atol=1e-5)
+    for ours, whole in zip(found, wanted, strict=True):
         np.testing.assert_allclose(ours[..., : model.vocab_size], whole, rtol=1e-5, atol=1e-5)
         assert (ours[..., model.config.num_token_ids or model.vocab_size :] == -np.inf).all()
 
 
 def test_a_device_holds_an_nth_of_the_matrices_and_sums_are_all_that_crosses_the_links() -> None:
-    n, model = 8, sd.Llama(CONFIG)
-    parallel = sd.TensorParallelLlama(model, mesh_of(n), "tensor")
+    n, model = 8, sd.models.Llama(CONFIG)
+    parallel = sd.models.TensorParallelLlama(model, mesh_of(n), "tensor")
     whole = model.init_params(jax.random.key(1))
     params = parallel.shard_params(whole)
     for one, many in zip(jax.tree.leaves(whole), jax.tree.leaves(params), strict=True):
@@ -129,17 +132,17 @@ def test_a_device_holds_an_nth_of_the_matrices_and_sums_are_all_that_crosses_the
 )
 def test_heads_are_split_over_the_most_groups_that_divide(num_heads, num_kv, n, groups) -> None:
     config = dataclasses.replace(CONFIG, num_attention_heads=num_heads, num_key_value_heads=num_kv)
-    model = sd.TensorParallelLlama(sd.Llama(config), mesh_of(n), "tensor")
+    model = sd.models.TensorParallelLlama(sd.models.Llama(config), mesh_of(n), "tensor")
     assert model.num_head_groups == groups
 
 
 def test_bfloat16_stays_bfloat16() -> None:
-    model = sd.Llama(CONFIG, jnp.bfloat16)
-    parallel = sd.TensorParallelLlama(model, mesh_of(2), "tensor")
+    model = sd.models.Llama(CONFIG, jnp.bfloat16)
+    parallel = sd.models.TensorParallelLlama(model, mesh_of(2), "tensor")
     params = parallel.shard_params(model.init_params(jax.random.key(1)))
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
     args = jnp.zeros((B, S), jnp.int32), jnp.zeros((B,), jnp.int32), parallel.init_cache(B, T)
-    logits, _ = jax.eval_shape(parallel.apply, params, *args)
+    logits = jax.eval_shape(parallel.apply, params, *args).logits
     assert logits.dtype == jnp.bfloat16
 
 
@@ -147,14 +150,16 @@ def test_an_axis_that_the_mesh_lacks_is_named() -> None:
     with pytest.raises(
         ValueError, match=r"axis must be one of the mesh, \['tensor'\], but it is 'x'"
     ):
-        sd.TensorParallelLlama(sd.Llama(CONFIG), mesh_of(2), "x")
+        sd.models.TensorParallelLlama(sd.models.Llama(CONFIG), mesh_of(2), "x")
 
 
 def test_it_is_a_static_causal_model() -> None:
-    one, other = (sd.TensorParallelLlama(sd.Llama(CONFIG), mesh_of(2), "tensor") for _ in "ab")
-    assert isinstance(one, sd.CausalModel)
+    one, other = (
+        sd.models.TensorParallelLlama(sd.models.Llama(CONFIG), mesh_of(2), "tensor") for _ in "ab"
+    )
+    assert isinstance(one, sd.models.CausalModel)
     assert one == other and hash(one) == hash(other)
-    params = sd.Llama(CONFIG).init_params(jax.random.key(0))
+    params = sd.models.Llama(CONFIG).init_params(jax.random.key(0))
     start, tokens = jnp.zeros((B,), jnp.int32), jnp.zeros((B, S), jnp.int32)
     with pytest.raises(ValueError, match="params"):  # of the whole model
         jax.eval_shape(one.apply, params, tokens, start, one.init_cache(B, T))

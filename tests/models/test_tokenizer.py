@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ TOKENIZER = sd.load_tokenizer(CHECKPOINTS / "qwen2")
 TEXT = "Prüfung 草稿 🙂 fertig!"
 
 
-def in_pieces(stream: sd.TextStream, token_ids: list[int]) -> list[str]:
+def in_pieces(stream: sd.TextStream, token_ids: Any) -> list[str]:
     return [*(stream.decode([token_id]) for token_id in token_ids), stream.decode([], final=True)]
 
 
@@ -131,6 +132,29 @@ def test_a_run_of_broken_bytes_comes_out_before_the_end() -> None:
     assert len("".join(pieces[:-1])) >= 47
 
 
+def test_a_tokenizer_and_its_decode_stream_alike() -> None:
+    token_ids = np.array(TOKENIZER.encode(TEXT)[1:])
+    for decoder in (TOKENIZER, TOKENIZER.decode):
+        assert "".join(in_pieces(sd.TextStream(decoder), token_ids)) == TEXT
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: sd.TextStream("tokenizer.json"), "tokenizer must be a Tokenizer or a function"),
+        (lambda: TOKENIZER.stream([0.5]), "token_ids must be a list of ints"),
+        (lambda: TOKENIZER.stream().decode(np.array([0.5])), "token_ids must be a list of ints"),
+    ],
+)
+def test_what_no_stream_is_made_of_is_named(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+def test_the_repr_of_a_tokenizer_is_short() -> None:
+    assert repr(TOKENIZER) == f"Tokenizer(path={TOKENIZER.path!r}, stop_token_ids=(281, 282))"
+
+
 # What ends a text
 
 
@@ -154,7 +178,7 @@ def test_generation_config_says_what_ends_a_text_or_else_config(tmp_path: Path) 
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("tokenizer.json", None, "tokenizer.json does not exist; a checkpoint directory must"),
+        ("tokenizer.json", None, "tokenizer.json does not exist; a checkpoint directory must hold"),
         ("tokenizer.json", "{", "tokenizer.json is not valid JSON: "),
         ("tokenizer.json", "{}", "tokenizer.json has no vocabulary of token ids in it"),
         (

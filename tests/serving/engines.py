@@ -21,8 +21,8 @@ CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 SHAPE = dict(num_slots=SLOTS, max_length=LONGEST, prefill_sizes=(8, LONGEST), max_stop_tokens=2)
 
 
-def llama(hidden_size: int) -> sd.Llama:
-    config = sd.LlamaConfig(
+def llama(hidden_size: int) -> sd.models.Llama:
+    config = sd.models.LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=hidden_size,
         intermediate_size=24,
@@ -31,7 +31,7 @@ def llama(hidden_size: int) -> sd.Llama:
         num_key_value_heads=2,
         head_dim=8,
     )
-    return sd.Llama(config)
+    return sd.models.Llama(config)
 
 
 TABLE = sd.Engine(tiny.Trigram(VOCAB), sd.ModelDrafter(tiny.Trigram(VOCAB)), CONFIG, **SHAPE)
@@ -82,10 +82,10 @@ class Finished:
     token_ids: list[int]
     finish_reason: str | None
     status: sd.Status
-    updates: list[sd.RequestUpdate]
+    updates: list[sd.serving.RequestUpdate]
 
 
-def collect(updates: Sequence[sd.RequestUpdate]) -> dict[int, Finished]:
+def collect(updates: Sequence[sd.serving.RequestUpdate]) -> dict[int, Finished]:
     found: dict[int, Finished] = {}
     for update in updates:
         one = found.setdefault(update.request_id, Finished([], None, sd.Status.OK, []))
@@ -96,7 +96,9 @@ def collect(updates: Sequence[sd.RequestUpdate]) -> dict[int, Finished]:
     return found
 
 
-def run(driver: sd.EngineDriver, updates: Sequence[sd.RequestUpdate] = ()) -> dict[int, Finished]:
+def run(
+    driver: sd.EngineDriver, updates: Sequence[sd.serving.RequestUpdate] = ()
+) -> dict[int, Finished]:
     """Step until nothing is left to do, after the updates so far."""
     updates = list(updates)
     while not driver.is_idle:

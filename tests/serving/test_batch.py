@@ -36,7 +36,6 @@ def generate(**changes: Any) -> sd.GenerateOutput:
 
 
 ERRORS = {
-    "no prompts": (dict(prompts=[]), ValueError, "prompts must hold at least one prompt"),
     "an empty prompt": (
         dict(prompts=[[1], []]),
         ValueError,
@@ -101,8 +100,20 @@ ERRORS = {
     "an argument that there is not": (
         dict(temprature=0.5),
         TypeError,
-        "unknown argument 'temprature'; RequestOptions has 'temperature'",
+        "unknown argument 'temprature'; did you mean 'temperature'",
     ),
+    "the beginning of an argument": (
+        dict(stop=[3]),
+        TypeError,
+        "unknown argument 'stop'; did you mean 'stop_token_ids'",
+    ),
+    "an argument that is near none": (dict(penalty=0.5), TypeError, "unknown argument 'penalty'$"),
+    "a token with two biases": (
+        dict(logit_bias={"5": 1.0, 5: 2.0}),
+        ValueError,
+        "logit_bias must name a token once, but it is {'5': 1.0, 5: 2.0}",
+    ),
+    "a bias of no token": (dict(logit_bias={"+5": 1.0}), TypeError, "logit_bias"),
     "one stop token, not a list": (dict(stop_token_ids=3), TypeError, "stop_token_ids must"),
     "a stop token that is no integer": (
         dict(stop_token_ids=[2.5]),
@@ -142,6 +153,33 @@ def test_arguments_may_be_arrays():
         stop_token_ids=np.array([4]),
     )
     tiny.assert_same(arrays, generate())
+
+
+@pytest.mark.parametrize("logprobs", [None, sd.LogprobsConfig(num_top=2)], ids=["", "logprobs"])
+def test_without_prompts_the_output_is_that_of_no_requests(logprobs):
+    some, none = generate(logprobs=logprobs), generate(prompts=[], logprobs=logprobs)
+    assert none.completions == none.status == []
+    assert jax.tree.structure(none.steps) == jax.tree.structure(some.steps)
+    for empty, full in zip(jax.tree.leaves(none.steps), jax.tree.leaves(some.steps), strict=True):
+        assert (empty.shape, empty.dtype) == ((0, 0, *full.shape[2:]), full.dtype)
+    assert sd.AcceptanceStats.from_steps(none.steps).num_verifications == 0
+
+
+def test_without_prompts_there_is_no_step_and_no_difference():
+    model, table = tiny.Trigram(VOCAB), jnp.zeros((VOCAB,) * 3)
+    plain = sd.generate_plain(model, table, [])
+    assert plain.completions == [] and plain.steps.num_kept.shape == (0, 0)
+    steps = sd.generate_stream(
+        model,
+        table,
+        [],
+        drafter=tiny.Scripted(),
+        draft_params=jnp.zeros((2, 64), jnp.int32),
+        config=sd.SpecDecodeConfig(num_speculative_tokens=1),
+        options=[],
+    )
+    assert list(steps) == []
+    assert sd.testing.greedy_differences(model, table, [], plain, plain) == []
 
 
 @pytest.mark.parametrize(("length", "budget", "slack"), [(1, 0, 1), (32, 32, 6), (33, 500, 33)])
@@ -204,3 +242,71 @@ def test_tokens_are_kept_up_to_a_stop_token_or_the_budget(
     emitted, budget, stop_token_ids, kept, done
 ):
     assert append_one(emitted, budget, stop_token_ids) == (kept, done)
+
+
+def kept(row: list[int], count: int, stops: list[int], budget: int) -> tuple[int, bool]:
+    """What `truncate` says about one request, token by token in plain Python."""
+    for index in range(min(count, max(budget, 0))):
+        if row[index] in stops and row[index] >= 0:
+            return index + 1, True
+    return min(count, max(budget, 0)), False
+
+
+@pytest.mark.parametrize("width", [1, 5])
+def test_truncate_is_that_of_plain_python(width):
+    rng = np.random.default_rng(width)
+    b, m = 500, 3
+    counts = rng.integers(0, width + 1, b)
+    tokens = np.where(np.arange(width) < counts[:, None], rng.integers(0, 9, (b, width)), -1)
+    stops = rng.integers(-1, 9, (b, m))
+    budgets = rng.integers(-1, width + 3, b)
+    cut = jax.jit(sd.truncate)
+    for stop, budget in ((stops, budgets), (stops[0], 3), (None, budgets), (stops, None)):
+        num_kept, is_stopped = cut(tokens, counts, stop_token_ids=stop, max_tokens=budget)
+        assert (num_kept.dtype, is_stopped.dtype) == (jnp.int32, bool)
+        rows = [] if stop is None else np.broadcast_to(stop, (b, m)).tolist()
+        most = np.broadcast_to(width if budget is None else budget, b)
+        expected = [
+            kept(tokens[i].tolist(), counts[i], rows[i] if rows else [], most[i]) for i in range(b)
+        ]
+        assert [*zip(num_kept.tolist(), is_stopped.tolist(), strict=True)] == expected
+
+
+def test_truncate_without_requests_and_without_stop_tokens():
+    num_kept, is_stopped = sd.truncate(jnp.zeros((0, 3), jnp.int32), jnp.zeros((0,), jnp.int32))
+    assert (num_kept.shape, is_stopped.shape) == ((0,), (0,))
+    num_kept, is_stopped = sd.truncate(jnp.array([[1, 2]]), jnp.array([2]), stop_token_ids=[])
+    assert (num_kept.tolist(), is_stopped.tolist()) == ([2], [False])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "name"),
+    [
+        (dict(token_ids=jnp.zeros(3, jnp.int32)), ValueError, "token_ids"),
+        (dict(token_ids=jnp.zeros((2, 3))), TypeError, "token_ids"),
+        (dict(num_emitted=jnp.array([1])), ValueError, "num_emitted"),
+        (dict(stop_token_ids=jnp.zeros((3, 1), jnp.int32)), ValueError, "stop_token_ids"),
+        (dict(stop_token_ids=jnp.int32(1)), ValueError, "stop_token_ids"),
+        (dict(stop_token_ids=[1.5]), TypeError, "stop_token_ids"),
+        (dict(max_tokens=jnp.array([1, 2, 3])), ValueError, "max_tokens"),
+        (dict(max_tokens=2.5), TypeError, "max_tokens"),
+    ],
+)
+def test_truncate_refuses(changes, error, name):
+    arguments = dict(token_ids=jnp.zeros((2, 3), jnp.int32), num_emitted=jnp.array([1, 2]))
+    with pytest.raises(error, match=name):
+        sd.truncate(**arguments | changes)
+
+
+def test_a_bias_is_named_as_json_names_it() -> None:
+    options = sd.RequestOptions(logit_bias={"5": 1.0, 7: -2.0})
+    assert options.logit_bias == {5: 1.0, 7: -2.0}
+
+
+def test_the_repr_of_an_output_is_short() -> None:
+    record = sd.serving.StepRecord(
+        *(np.zeros((2, 3, *rest), np.int32) for rest in ((2,), (), (), (), ()))
+    )
+    status = [sd.Status.OK, sd.Status.OK, sd.Status.BAD_TARGET_ROW]
+    output = sd.GenerateOutput([[1, 2], [3], []], record, status)
+    assert repr(output) == "<GenerateOutput: 3 requests, 3 tokens, 2 steps, 1 failed>"

@@ -230,7 +230,7 @@ def test_not_a_number_in_a_slots_cache_does_not_reach_the_next_request_there():
     found = run(driver)
     assert all(found[i].status == sd.Status.BAD_TARGET_ROW for i in bad)
     assert np.isnan(
-        np.asarray(driver_of(LLAMA, broken, draft_params)._params["embed_tokens"])
+        np.asarray(driver_of(LLAMA, broken, draft_params)._weights[0]["embed_tokens"])
     ).any()
     assert [found[i].token_ids for i in good] == expected
 
@@ -243,7 +243,7 @@ draft = jax.jit(TABLE.draft)
 
 
 @functools.cache
-def drafted(seed: int = 0) -> sd.DecodeState:
+def drafted(seed: int = 0) -> sd.serving.DecodeState:
     """A full engine with drafts at hand: slot 0 is greedy, the others sample."""
     driver = driver_of(TABLE)
     for i in range(SLOTS):
@@ -258,7 +258,7 @@ def drafted(seed: int = 0) -> sd.DecodeState:
     return state
 
 
-def fallbacks(state: sd.DecodeState) -> int:
+def fallbacks(state: sd.serving.DecodeState) -> int:
     after, _ = verify(TABLES[0], state)
     counted = sd.AcceptanceStats.from_counters(after.counters).num_fallbacks
     return counted - sd.AcceptanceStats.from_counters(state.counters).num_fallbacks
@@ -294,7 +294,7 @@ def test_after_a_step_that_did_not_draft_old_rows_are_not_used():
 def test_a_slot_given_to_another_request_has_no_drafts_and_no_rows():
     state = drafted()
     length = int(state.batch.lengths[2])
-    newcomer = sd.NewRequests(
+    newcomer = sd.serving.NewRequests(
         slots=np.array([2]),
         # The position and the temperature of the old one.
         prompts=TABLE.pad_prompt([2] * length)[None],
@@ -371,6 +371,7 @@ def compilations() -> Iterator[list[str]]:
 
 
 FUNCTIONS = (
+    driver_lib._init,
     driver_lib._admit,
     driver_lib._prefill_chunk,
     driver_lib._insert,
@@ -390,9 +391,9 @@ def test_nothing_is_compiled_after_warm_up(sizes, ahead, num_programs):
     driver = driver_of(
         engine, *WEIGHTS[LOOKUP], max_steps_ahead=ahead, max_prefills=1 if ahead else None
     )
-    programs, progress = {"jit(_admit)", "jit(_step)", "jit(_release)"}, []
+    programs, progress = {"jit(admit)", "jit(_step)", "jit(release)"}, []
     if sizes:
-        programs |= {"jit(_prefill_chunk)", "jit(_insert)"}
+        programs |= {"jit(prefill_chunk)", "jit(insert)"}
     with compilations() as names:
         driver.warm_up(
             lambda *counts: progress.append((*counts, sum(name in programs for name in names)))
@@ -400,7 +401,7 @@ def test_nothing_is_compiled_after_warm_up(sizes, ahead, num_programs):
     assert programs <= set(names)
     # As many as were compiled by then.
     assert progress == [(done, num_programs, done) for done in range(num_programs + 1)]
-    assert driver.is_idle and driver.stats().num_emitted_tokens == 0
+    assert driver.is_idle and driver.stats().num_tokens == 0
     sizes = [function._cache_size() for function in FUNCTIONS]
     rng = np.random.default_rng(0)
     with compilations() as names:
@@ -476,7 +477,7 @@ def test_no_compiled_loop_copies_the_store_or_anything_of_its_size():
     drafter = sd.ModelDrafter(tiny.OneRow(narrow))
     engine = sd.Engine(tiny.OneRow(vocab_size), drafter, config, num_slots=SLOTS, max_length=32)
     state = engine.init_state(draft_params)
-    step = driver_lib._step.lower(params, draft_params, state, engine=engine).compile()
+    step = driver_lib._step.lower(engine, params, draft_params, state).compile()
     batch, prompt_size, max_steps = generate_lib.make_batch(
         [[1]] * SLOTS,
         [sd.RequestOptions(temperature=1.0, max_new_tokens=8)] * SLOTS,
@@ -646,7 +647,7 @@ def test_admitting_refuses_shapes_that_do_not_fit():
         (jnp.zeros((2, 8), jnp.int32), options, r"options.stop_token_ids must have shape \[2, 2\]"),
     ]:
         with pytest.raises(ValueError, match=message):
-            new = sd.NewRequests(**request, prompts=prompt, options=given)
+            new = sd.serving.NewRequests(**request, prompts=prompt, options=given)
             TABLE.admit(*TABLES, drafted(), new)
     with pytest.raises(ValueError, match="prompt must hold at most max_length=40 tokens"):
         TABLE.pad_prompt([1] * 41)

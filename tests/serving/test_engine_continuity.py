@@ -7,19 +7,20 @@ prompts that are read in pieces.
 from __future__ import annotations
 
 import dataclasses
-import dis
 import functools
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.errors import JaxRuntimeError
 
 import jax_specdec as sd
 from jax_specdec._src.serving import driver as driver_lib
@@ -38,12 +39,13 @@ from .engines import (
     Finished,
     K,
     collect,
+    greedy_truth,
 )
 
 pytestmark = pytest.mark.newest
 
 MOST_ALIVE = 16  # counted by request: after a lost state, those that ran wait too
-FUNCTIONS = ("_admit", "_prefill_chunk", "_insert", "_step", "_release")
+FUNCTIONS = ("_init", "_admit", "_prefill_chunk", "_insert", "_step", "_release")
 Call = Callable[..., Any]
 
 
@@ -130,7 +132,7 @@ def plainly(function: Call, *args: Any, **kwargs: Any) -> Any:
 
 def serve(
     count: int, seed: int, call: Call = plainly, driver: sd.EngineDriver | None = None
-) -> tuple[list[list[sd.RequestUpdate]], set[int], sd.AcceptanceStats]:
+) -> tuple[list[list[sd.serving.RequestUpdate]], set[int], sd.AcceptanceStats]:
     """Requests at random times, some preempted and some cancelled.
 
     Args:
@@ -144,7 +146,7 @@ def serve(
     """
     rng = np.random.default_rng([seed])
     driver = driver or driver_of(max_queue=MOST_ALIVE)
-    steps: list[list[sd.RequestUpdate]] = []
+    steps: list[list[sd.serving.RequestUpdate]] = []
     alive: set[int] = set()
     cancelled: set[int] = set()
     num_submitted = 0
@@ -187,7 +189,7 @@ def submit(driver: sd.EngineDriver, request_id: int, request: dict[str, Any], ca
 
 
 def assert_each_is_as_if_alone(
-    steps: list[list[sd.RequestUpdate]], cancelled: set[int], count: int, seed: int
+    steps: list[list[sd.serving.RequestUpdate]], cancelled: set[int], count: int, seed: int
 ) -> None:
     """Tokens, finish reasons, drafts, and log-probabilities of every step, bit for bit."""
     found = collect(list(itertools.chain(*steps)))
@@ -201,7 +203,7 @@ def assert_each_is_as_if_alone(
             assert_same(one, other)
 
 
-def assert_same(one: sd.RequestUpdate, other: sd.RequestUpdate) -> None:
+def assert_same(one: sd.serving.RequestUpdate, other: sd.serving.RequestUpdate) -> None:
     """But for the id."""
     a, b = (dataclasses.replace(x, request_id=0, logprobs=None) for x in (one, other))
     assert a == b
@@ -238,7 +240,7 @@ def test_a_request_that_leaves_and_comes_back_gets_what_it_gets_alone(
 draft = jax.jit(ENGINE.draft)
 
 
-def drafted(driver: sd.EngineDriver) -> sd.DecodeState:
+def drafted(driver: sd.EngineDriver) -> sd.serving.DecodeState:
     """The state in the middle of the next step; the driver's own stays as it is."""
     return jax.device_get(draft(TABLES[1], driver.state))
 
@@ -297,103 +299,60 @@ def test_a_models_logits_differ_by_little_however_its_prompt_is_cut() -> None:
         caches.append(engine.init_caches())
         for start in range(0, LONGEST, size):
             start = min(start, LONGEST - size)
-            caches[-1] = read(*WEIGHTS[LLAMA], caches[-1], prompt[start : start + size], start)
+            chunk = prompt[start : start + size], start, LONGEST, 0
+            caches[-1] = read(*WEIGHTS[LLAMA], caches[-1], *chunk)
     last = jnp.array([[prompt[-1]]]), jnp.array([LONGEST - 1])
     margins = []
     models = (LLAMA.model, LLAMA.drafter.model)
-    for model, params, *both in zip(models, WEIGHTS[LLAMA], *caches, strict=True):
+    both_caches = ((one.target, one.draft) for one in caches)
+    for model, params, *both in zip(models, WEIGHTS[LLAMA], *both_caches, strict=True):
         whole, pieces = (np.asarray(model.apply(params, *last, cache)[0]) for cache in both)
         margins.append(np.max(np.abs(whole - pieces)))
         assert margins[-1] < 1e-4 < np.ptp(whole)
     print(f"largest difference of logits: target {margins[0]:.1e}, drafter {margins[1]:.1e}")
 
 
-# Interrupts
+# Interrupts and failures
 
 SERVING = str(Path(driver_lib.__file__).parent)
 
 
 class Interrupts:
-    """Calls, and calls again, interrupting where the serving code comes by: once at every place.
+    """Calls, and calls again, interrupting at random lines of the serving code."""
 
-    A place is a line, or an instruction. Python itself handles signals at some instructions only.
-    Left out is the one that returns from `step`, where it cannot: the updates are taken by then.
-    """
-
-    def __init__(self) -> None:
-        self.places: set[tuple[CodeType, int, str]] = set()
-        self.count = 0
-
-    def _is_next(self, place: tuple[CodeType, int, str]) -> bool:
-        return place not in self.places
+    def __init__(self, seed: int, every: float) -> None:
+        self.rng, self.every = np.random.default_rng(seed), every
+        self.left, self.count = 1, 0
+        self.places: set[str] = set()  # functions that were interrupted
 
     def __call__(self, function: Call, *args: Any, **kwargs: Any) -> Any:
         while True:
-            sys.settrace(self._trace)
-            try:
-                return function(*args, **kwargs)
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.settrace(None)
+            count = self.count
+            result = self.once(function, *args, **kwargs)
+            if self.count == count:
+                return result
+
+    def once(self, function: Call, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns; nothing, if it was interrupted."""
+        sys.settrace(self._trace)
+        try:
+            return function(*args, **kwargs)
+        except KeyboardInterrupt:
+            self.count += 1
+            return []
+        finally:
+            sys.settrace(None)
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        code = frame.f_code
-        if not code.co_filename.startswith(SERVING):
+        if not frame.f_code.co_filename.startswith(SERVING):
             return None
-        frame.f_trace_opcodes = True
-        place = (code, frame.f_lasti, event)
-        if event in ("line", "opcode") and self._is_next(place):
-            self.places.add(place)
-            name = dis.opname[code.co_code[frame.f_lasti]]
-            if code is not sd.EngineDriver.step.__code__ or name != "RETURN_VALUE":
-                self.count += 1
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                self.left = 1 + int(self.rng.exponential(self.every))
+                self.places.add(frame.f_code.co_name)
                 raise KeyboardInterrupt
         return self._trace
-
-
-class RandomInterrupts(Interrupts):
-    """At a random place, again and again."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.rng = np.random.default_rng(seed)
-        self.left = 0
-
-    def _is_next(self, place: tuple[CodeType, int, str]) -> bool:
-        if self.left == 0:
-            self.left = 1 + int(self.rng.exponential(3000))  # never too few for long
-        self.left -= 1
-        return self.left == 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "settings",
-    [{}, dict(max_steps_ahead=2)],
-    ids=["none", "two"],
-)
-def test_interrupted_at_every_instruction_every_step_delivers_what_it_would_have(
-    settings: dict[str, Any],
-) -> None:
-    everywhere, count = Interrupts(), 40
-    interrupted = serve(count, 2, everywhere, driver_of(max_queue=MOST_ALIVE, **settings))
-    if not settings:  # else a call that is made again may dispatch a step earlier
-        assert_same_traffic(interrupted, serve(count, 2))
-    assert_each_is_as_if_alone(*interrupted[:2], count, seed=2)
-    places = {(code.co_name, event) for code, _, event in everywhere.places}
-    for name in (
-        "submit",
-        "step",
-        "cancel",
-        "preempt",
-        "_finish_interrupted",
-        "_admit",
-        "_call",
-        "after_step",
-    ):
-        assert {(name, "line"), (name, "opcode")} <= places
-    assert everywhere.count > 1000
 
 
 def assert_same_traffic(one: Any, other: Any) -> None:
@@ -406,9 +365,9 @@ def assert_same_traffic(one: Any, other: Any) -> None:
 
 
 class InsideJax:
-    """Calls, and calls again, while compiled functions raise at random, before or after.
+    """Calls, and calls again, while compiled functions raise at random.
 
-    After means: the state that they were given is gone, and nothing was returned.
+    Before a call or after it: then the state that it was given is gone, and nothing was returned.
     """
 
     def __init__(
@@ -416,12 +375,22 @@ class InsideJax:
         monkeypatch: pytest.MonkeyPatch,
         seed: int,
         share: float = 0.2,
-        error: type[BaseException] = KeyboardInterrupt,
+        *errors: type[BaseException],
     ) -> None:
-        self.rng, self.share, self.count = np.random.default_rng(seed), share, 0
-        self.error = error
+        self.rng, self.share = np.random.default_rng(seed), share
+        self.errors = errors or (KeyboardInterrupt,)
+        self.raised: Counter[type[BaseException]] = Counter()
         for name in FUNCTIONS:
             monkeypatch.setattr(driver_lib, name, self._failing(getattr(driver_lib, name)))
+
+    def with_reads(self, monkeypatch: pytest.MonkeyPatch) -> InsideJax:
+        """Reads of a step's results raise too."""
+        get = jax.device_get
+        failing = self._failing(get)
+        monkeypatch.setattr(
+            jax, "device_get", lambda x: failing(x) if isinstance(x, tuple) else get(x)
+        )
+        return self
 
     def __call__(self, function: Call, *args: Any, **kwargs: Any) -> Any:
         while True:
@@ -433,16 +402,22 @@ class InsideJax:
     def _failing(self, function: Call) -> Call:
         @functools.wraps(function)
         def failing(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+                return function(*args, **kwargs)  # the driver asks whether it can be traced
             fails = self.rng.random() < self.share
-            self.count += fails
             if fails and self.rng.random() < 0.3:
-                raise self.error("before")
+                self._fail("before")
             result = function(*args, **kwargs)
             if fails:
-                raise self.error("after")
+                self._fail("after")
             return result
 
         return failing
+
+    def _fail(self, when: str) -> None:
+        error = self.errors[int(self.rng.integers(len(self.errors)))]
+        self.raised[error] += 1
+        raise error(when)
 
 
 def test_a_state_that_is_lost_inside_jax_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,13 +425,13 @@ def test_a_state_that_is_lost_inside_jax_loses_no_token(monkeypatch: pytest.Monk
     with monkeypatch.context() as patched:
         inside = InsideJax(patched, seed=0)
         lossy = serve(24, 1, inside)
-    assert inside.count > 20
+    assert inside.raised[KeyboardInterrupt] > 20
     assert_same_traffic(lossy, expected)
 
 
 @pytest.mark.parametrize(
     ("share", "max_retries", "ahead", "most_ended"),
-    [(0.04, 1, 0, 12), (0.04, 1, 2, 12), (0.04, 5, 1, 0), (0.15, 5, 0, 2), (0.15, 5, 2, 2)],
+    [(0.04, 1, 0, 12), (0.04, 1, 2, 12), (0.04, 5, 1, 0), (0.15, 5, 0, 2), (0.15, 5, 2, 5)],
 )
 def test_failures_of_the_device_lose_no_token_and_are_told_to_whom_they_concern(
     share: float,
@@ -472,10 +447,10 @@ def test_failures_of_the_device_lose_no_token_and_are_told_to_whom_they_concern(
     for index in range(count):
         driver.submit(**served_alone(index, seed)[0])
     with monkeypatch.context() as patched:
-        inside = InsideJax(patched, seed, share, error=jax.errors.JaxRuntimeError)
+        inside = InsideJax(patched, seed, share, JaxRuntimeError)
         while not driver.is_idle:
             updates += driver.step()
-    assert inside.count == driver.serving_stats().num_failed_calls > 3
+    assert inside.raised[JaxRuntimeError] == driver.serving_stats().num_failed_calls > 3
     found, num_ended = collect(updates), 0
     for index in range(count):
         got, expected = found[index].updates, served_alone(index, seed)[1].updates
@@ -492,20 +467,22 @@ def test_failures_of_the_device_lose_no_token_and_are_told_to_whom_they_concern(
     assert num_ended <= most_ended, "of 24 requests"
 
 
-def test_any_other_error_of_a_step_loses_no_token_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_a_call_says_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     request, expected = served_alone(3, 1)
     driver = driver_of()
     driver.submit(**request)
     updates = driver.step()
 
     def exhausted(*args: Any, **static: Any) -> Any:
-        jax.tree.map(lambda x: x.delete(), args[2])
+        if isinstance(args[1], jax.core.Tracer):
+            return ()
+        jax.tree.map(lambda x: x.delete(), args[3])
         raise MemoryError("out of memory")
 
     with monkeypatch.context() as patched:
         patched.setattr(driver_lib, "_step", exhausted)
-        with pytest.raises(MemoryError, match="out of memory"):
-            driver.step()
+        (told,) = driver.step()
+    assert (told.error, told.token_ids, told.finish_reason) == ("out of memory", [], None)
     assert (driver.num_running, driver.num_queued, driver.is_idle) == (0, 1, False)
     while not driver.is_idle:
         updates += driver.step()
@@ -513,16 +490,122 @@ def test_any_other_error_of_a_step_loses_no_token_either(monkeypatch: pytest.Mon
         assert_same(one, other)
 
 
-def test_a_request_cancelled_after_an_interrupt_gets_no_update_any_more() -> None:
+def test_a_program_that_cannot_be_traced_is_raised_and_no_token_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request, expected = served_alone(3, 1)
     driver = driver_of()
-    ids = [driver.submit([1], max_new_tokens=budget) for budget in (1, 9, 9)]
-    driver._admit_queued()
-    driver._step(all_neutral=True)  # and an interrupt
-    assert not driver.is_idle
-    assert driver.cancel(ids[0])  # it has ended, but nobody knows
-    assert driver.cancel(ids[1])
-    assert not driver.cancel(ids[0]) and not driver.cancel(ids[1])
-    assert [update.request_id for update in driver.step()] == [ids[2]]
+    driver.submit(**request)
+    updates = driver.step()
+
+    def wrong(*args: Any, **static: Any) -> Any:
+        raise TypeError("propose must return a Proposal")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(driver_lib, "_step", wrong)
+        for _ in range(2):
+            with pytest.raises(TypeError, match="propose must return"):
+                driver.step()
+    assert driver.serving_stats().num_failed_calls == 0
+    while not driver.is_idle:
+        updates += driver.step()
+    for one, other in zip(updates, expected.updates, strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("leave", ["cancel", "preempt"])
+def test_a_device_that_fails_while_a_request_leaves_is_not_the_callers_concern(
+    leave: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [dict(prompt=[1, i], max_new_tokens=20) for i in range(3)]
+    driver = driver_of()
+    ids = [driver.submit(**request) for request in requests]
+    updates = driver.step()
+
+    def failing(*args: Any, **static: Any) -> Any:
+        if isinstance(args[1].batch.done, jax.core.Tracer):
+            return args[1]
+        raise JaxRuntimeError("INTERNAL: lost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(driver_lib, "_release", failing)
+        assert getattr(driver, leave)(ids[0])
+    assert (driver.num_running, driver.num_queued) == (0, 2 + (leave == "preempt"))
+    assert driver.serving_stats().num_failed_calls == 1
+    while not driver.is_idle:
+        updates += driver.step()
+    found = collect(updates)
+    for request_id, request in zip(
+        ids[leave == "cancel" :], requests[leave == "cancel" :], strict=True
+    ):
+        told = [update.error for update in found[request_id].updates if update.error]
+        assert told == ([] if request_id == ids[0] else ["INTERNAL: lost"])
+        assert found[request_id].token_ids == greedy_truth(request)
+    if leave == "cancel":
+        assert found[ids[0]].updates == [one for one in updates[:3] if one.request_id == ids[0]]
+
+
+def test_an_interrupt_in_a_step_and_a_failure_after_it_lose_no_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At every seventh line of a step; then the call by which another request leaves fails."""
+    requests = [dict(prompt=[1, i], max_new_tokens=20) for i in range(3)]
+    for line in itertools.count(1, 7):
+        driver = driver_of(max_steps_ahead=1)
+        ids = [driver.submit(**request) for request in requests]
+        updates = driver.step() + driver.step()
+        interrupts = Interrupts(0, every=1e9)
+        interrupts.left = line
+        updates += interrupts.once(driver.step)
+        with monkeypatch.context() as patched:
+            InsideJax(patched, 1, 1.0, JaxRuntimeError)
+            driver.cancel(ids[0])
+        while not driver.is_idle:
+            updates += driver.step()
+        found = collect([one for one in updates if one.request_id != ids[0]])
+        for request_id, request in zip(ids[1:], requests[1:], strict=True):
+            assert found[request_id].token_ids == greedy_truth(request), interrupts.places
+            assert found[request_id].finish_reason == "length"
+        if not interrupts.count:
+            break
+    assert line > 100
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", [4, 5, 6])
+def test_interrupts_and_failures_at_random_lose_nothing_and_give_nothing_twice(
+    seed: int, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 24
+    for index in range(count):
+        served_alone(index, seed)
+    driver = driver_of(
+        max_queue=MOST_ALIVE,
+        max_steps_ahead=ahead,
+        max_prefills=1 if ahead else None,
+        max_retries=1000,
+    )
+    interrupts = Interrupts(seed, every=1500)
+    with monkeypatch.context() as patched:
+        inside = InsideJax(patched, seed, 0.08, KeyboardInterrupt, JaxRuntimeError)
+        steps, cancelled, stats = serve(count, seed, interrupts, driver)
+    told = [update for update in itertools.chain(*steps) if update.error is not None]
+    assert told and {update.error for update in told} <= {"before", "after"}
+    assert not any(update.token_ids or update.finish_reason for update in told)
+    steps = [[update for update in step if update.error is None] for step in steps]
+    assert_each_is_as_if_alone(steps, cancelled, count, seed)
+    assert interrupts.count > 20 and inside.raised[KeyboardInterrupt] > 1
+    # An interrupt may come before a failure is noted.
+    failures = inside.raised[JaxRuntimeError]
+    assert 1 < 0.7 * failures <= driver.serving_stats().num_failed_calls <= failures
+    updates = list(itertools.chain(*steps))
+    unwanted = len(cancelled) * (ahead + 1)
+    for counted, delivered, most in (
+        (stats.num_draft_tokens, sum(update.num_proposed for update in updates), K * unwanted),
+        (stats.num_accepted_tokens, sum(update.num_accepted for update in updates), K * unwanted),
+        (stats.num_verifications, len(updates), unwanted),
+    ):
+        assert 0 <= counted - delivered <= most
 
 
 # The queue
@@ -611,7 +694,7 @@ def fuzz(seed: int, count: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
         everything = serve(count, seed, InsideJax(patched, seed, share=0.05), driver())
     assert_each_is_as_if_alone(*everything[:2], count, seed)
-    interrupts = RandomInterrupts(seed)
+    interrupts = Interrupts(seed, every=1000)
     interrupted = serve(count, seed, interrupts, driver())
     assert_each_is_as_if_alone(*interrupted[:2], count, seed)
     if not ahead:

@@ -47,7 +47,7 @@ def test_a_request_with_options_gets_the_tokens_it_gets_alone() -> None:
     functions = FUNCTIONS
     sizes = [function._cache_size() for function in functions]
     requests = [request_with_options(rng) for _ in range(24)]
-    updates: list[sd.RequestUpdate] = []
+    updates: list[sd.serving.RequestUpdate] = []
     for request in requests:
         driver.submit(**request)
         updates += driver.step()
@@ -124,7 +124,7 @@ REFUSED = {
         r"logit_bias must hold ids in \[0, 6\), but they span 6 to 6",
     ),
     "more biases than there is room for": (
-        dataclasses.replace(ENGINE, option_sizes=sd.OptionSizes(logit_bias=1)),
+        dataclasses.replace(ENGINE, option_sizes=sd.serving.OptionSizes(logit_bias=1)),
         dict(logit_bias={1: 1.0, 2: 1.0}),
         ValueError,
         "logit_bias must have at most 1 tokens, as option_sizes says, but it has 2",
@@ -151,7 +151,7 @@ REFUSED = {
         ENGINE,
         dict(top=3),
         TypeError,
-        "unknown argument 'top'; RequestOptions has 'top_",
+        "unknown argument 'top'; did you mean 'top_",
     ),
     "an engine without options": (
         TABLE,

@@ -56,7 +56,7 @@ def serve(
     driver = driver_of(engine, max_steps_ahead=ahead, max_prefills=1 if ahead else None)
     requests: dict[int, dict[str, Any]] = {}
     cancelled: set[int] = set()
-    updates: list[sd.RequestUpdate] = []
+    updates: list[sd.serving.RequestUpdate] = []
     alive: set[int] = set()
     while len(requests) < count or not driver.is_idle:
         # Bursts and lulls: the queue grows, and the engine runs partly empty.

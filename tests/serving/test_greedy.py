@@ -25,8 +25,8 @@ MAX_GAP = 1e-4
 SEEDS = (0, 1, 2)
 SIZES = dict(hidden_size=16, intermediate_size=24, head_dim=8)
 TARGETS = {
-    "one layer": sd.Llama(
-        sd.LlamaConfig(
+    "one layer": sd.models.Llama(
+        sd.models.LlamaConfig(
             vocab_size=61,
             num_hidden_layers=1,
             num_attention_heads=2,
@@ -34,8 +34,8 @@ TARGETS = {
             **SIZES,
         )
     ),
-    "two layers, grouped, tied": sd.Llama(
-        sd.LlamaConfig(
+    "two layers, grouped, tied": sd.models.Llama(
+        sd.models.LlamaConfig(
             vocab_size=97,
             num_hidden_layers=2,
             num_attention_heads=4,
@@ -85,7 +85,7 @@ def narrow_model(target: str, seed: int) -> tuple[sd.ModelDrafter, Any]:
     params = dict(near(params_of(target, seed), seed))
     params["embed_tokens"] = params["embed_tokens"][:NARROW]
     params["lm_head"] = params["lm_head"][:, :NARROW]
-    return sd.ModelDrafter(sd.Llama(config)), params
+    return sd.ModelDrafter(sd.models.Llama(config)), params
 
 
 def near_model(target: str, seed: int) -> tuple[sd.ModelDrafter, Any]:
@@ -112,7 +112,7 @@ def adversary(target: str, seed: int) -> tuple[tiny.Scripted, Any]:
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def score(model: sd.CausalModel, params: Any, tokens: jax.Array) -> jax.Array:
+def score(model: sd.models.CausalModel, params: Any, tokens: jax.Array) -> jax.Array:
     """Logits ``[B, S, V]`` of whole sequences, with a fresh cache."""
     batch, length = tokens.shape
     return model.apply(
@@ -167,7 +167,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(target, make_drafter, draft_s
             config=config,
             options=tiny.options_of(len(BUDGETS), max_new_tokens=BUDGETS),
         )
-        differences = sd.greedy_differences(model, params, prompts, output, plain)
+        differences = sd.testing.greedy_differences(model, params, prompts, output, plain)
         assert all(d.gap <= MAX_GAP for d in differences), differences
         assert output.status == plain.status
         assert [len(c) for c in output.completions] == list(BUDGETS)
@@ -302,7 +302,7 @@ def test_plain_decoding_of_a_table_is_the_loop_in_python():
 
 def output_with(completions: list[list[int]]) -> sd.GenerateOutput:
     empty = np.zeros((0, len(completions)), np.int32)
-    steps = sd.StepRecord(empty[..., None], empty, empty, empty, empty)
+    steps = sd.serving.StepRecord(empty[..., None], empty, empty, empty, empty)
     return sd.GenerateOutput(completions, steps, [sd.Status.OK] * len(completions))
 
 
@@ -311,7 +311,7 @@ def test_greedy_differences_are_the_first_of_each_request_with_the_gap_of_the_tw
     prompts = [[1, 2], [4], [3], [0, 0]]
     plain = [[1, 2, 3], [4, 4, 1], [2, 0], [1]]
     other = [[1, 2, 3], [4, 0, 2], [2], [1, 2]]
-    found = sd.greedy_differences(
+    found = sd.testing.greedy_differences(
         tiny.Trigram(VOCAB), jnp.asarray(table), prompts, output_with(other), output_with(plain)
     )
 
@@ -320,7 +320,7 @@ def test_greedy_differences_are_the_first_of_each_request_with_the_gap_of_the_tw
         return float(best - second)
 
     assert found == [
-        sd.GreedyDifference(1, 1, 0, 4, gap([4, 4])),
-        sd.GreedyDifference(2, 1, None, 0, gap([3, 2])),
-        sd.GreedyDifference(3, 1, 2, None, gap([0, 0, 1])),
+        sd.testing.GreedyDifference(1, 1, 0, 4, gap([4, 4])),
+        sd.testing.GreedyDifference(2, 1, None, 0, gap([3, 2])),
+        sd.testing.GreedyDifference(3, 1, 2, None, gap([0, 0, 1])),
     ]

@@ -65,7 +65,7 @@ def run(**changes: Any) -> sd.GenerateOutput:
     return sd.generate(*positional, **named)
 
 
-def streamed(**changes: Any) -> sd.StepRecord:
+def streamed(**changes: Any) -> sd.serving.StepRecord:
     positional, named = arguments(**changes)
     records = list(sd.generate_stream(*positional, **named))
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(records))
@@ -227,8 +227,8 @@ def test_unusable_rows_of_the_draft_model_end_sampled_requests_and_leave_greedy_
 
 @pytest.mark.newest
 def test_rejected_drafts_leave_no_trace():
-    model = sd.Llama(
-        sd.LlamaConfig(
+    model = sd.models.Llama(
+        sd.models.LlamaConfig(
             vocab_size=31,
             hidden_size=16,
             intermediate_size=24,
@@ -257,8 +257,9 @@ def test_rejected_drafts_leave_no_trace():
         assert (record.num_accepted < k).all()
         tokens, lengths = state.batch.token_ids, state.batch.lengths
         last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)
-        logits, _ = apply(params, last, lengths - 1, state.target_cache)
-        fresh, _ = apply(params, tokens, jnp.zeros_like(lengths), model.init_cache(*tokens.shape))
+        logits = apply(params, last, lengths - 1, state.target_cache).logits
+        cache = model.init_cache(*tokens.shape)
+        fresh = apply(params, tokens, jnp.zeros_like(lengths), cache).logits
         for b, length in enumerate(lengths.tolist()):
             np.testing.assert_allclose(logits[b, 0], fresh[b, length - 1], rtol=1e-4, atol=1e-5)
 

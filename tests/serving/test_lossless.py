@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -145,6 +146,68 @@ def test_a_drafter_is_lossless_only_if_it_claims_what_it_sampled_from():
     for temperature in (0.7, 1.5):
         for counts, probabilities in windows(lying, temperature):
             assert p_value(counts, probabilities) < CONTROL
+
+
+# A very low temperature
+
+
+@dataclasses.dataclass(frozen=True)
+class ByOneNumber(sd.ModelDrafter):
+    """Stores normalizers of ``x / temperature`` itself, not relative to the maximum of the row.
+
+    Attributes:
+      relative: whether they are made relative after all, when their last digits are lost already.
+    """
+
+    relative: bool = False
+
+    def propose(self, *args: Any) -> tuple[sd.Proposal, Any]:
+        proposal, cache = super().propose(*args)
+        store = proposal.store
+        size = store.row_max / jnp.maximum(store.temperature.reshape(-1), COLD)
+        number, row_max = store.log_normalizer + size, jnp.zeros_like(size)
+        if self.relative:
+            number, row_max = number - size, store.row_max
+        store = dataclasses.replace(store, log_normalizer=number, row_max=row_max)
+        return sd.Proposal(proposal.token_ids, store), cache
+
+
+COLD = 1e-5
+NEAR_100 = (100 + COLD * TARGET).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "is_lossless"),
+    [
+        (sd.ModelDrafter, True),
+        pytest.param(ByOneNumber, True, marks=pytest.mark.long),  # all verified one-hot
+        (functools.partial(ByOneNumber, relative=True), False),
+    ],
+    ids=["relative", "one number", "control"],
+)
+def test_a_draft_model_is_lossless_near_temperature_0(drafter, is_lossless):
+    other = 100 + COLD * np.asarray(draft_table())
+    output = sd.generate(
+        tiny.Trigram(VOCAB),
+        jnp.asarray(NEAR_100),
+        [PROMPT] * REQUESTS,
+        drafter=drafter(tiny.Trigram(VOCAB)),
+        draft_params=jnp.asarray(other, jnp.float32),
+        config=sd.SpecDecodeConfig(num_speculative_tokens=K),
+        temperature=COLD,
+        max_new_tokens=NUM_TOKENS,
+        key=jax.random.key(11),
+    )
+    assert_some_accepted(output)
+    joint = tiny.exact_distribution(NEAR_100, PROMPT, NUM_TOKENS, float(np.float32(COLD)))
+    tokens = np.array(output.completions)
+    first = tally(tokens[:, :-1], VOCAB), joint.sum(axis=-1)
+    print("p-value", p_value(*first))
+    if is_lossless:
+        assert_distributed(*first, "first three tokens")
+        assert_distributed(tally(tokens[:, 1:], VOCAB), joint.sum(axis=0), "last three tokens")
+    else:
+        assert p_value(*first) < CONTROL
 
 
 # Synthetic acceptance

@@ -132,7 +132,7 @@ def test_the_gap_of_a_greedy_difference_is_that_of_the_processed_row() -> None:
         sd.GenerateOutput(completions, steps=None, status=[]) for completions in (other, TRUTH)
     ]
     model, params = tiny.Trigram(VOCAB), jnp.asarray(TARGET)
-    found = sd.greedy_differences(model, params, [PROMPT] * len(OPTIONS), *outputs, OPTIONS)
+    found = sd.testing.greedy_differences(model, params, [PROMPT] * len(OPTIONS), *outputs, OPTIONS)
     assert [difference.request for difference in found] == [
         b for b, truth in enumerate(TRUTH) if truth[3] != VOCAB // 2
     ]
@@ -198,7 +198,7 @@ def eager(jaxpr: Any) -> Iterator[Any]:
 @pytest.mark.newest
 def test_where_nobody_asks_no_mask_is_read_and_nothing_counted() -> None:
     """By the step's program; times are in the benchmarks."""
-    slots, vocab_size = 3, 333
+    slots, vocab_size = 3, 500
     model = tiny.OneRow(vocab_size)
     engine = sd.Engine(
         model, sd.ModelDrafter(model), CONFIG, num_slots=slots, max_length=32, request_options=True

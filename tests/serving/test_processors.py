@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_specdec as sd
+from jax_specdec._src import platform
 from jax_specdec._src import processors as processors_lib
 from jax_specdec._src.serving.options import BatchOptions, OptionSizes
 
@@ -84,11 +84,7 @@ apply = jax.jit(sd.process_logits, static_argnames=("config", "padded_rows"))
 
 def in_blocks(*args: Any, config: sd.SpecDecodeConfig) -> jax.Array:
     """As a TPU does it."""
-
-    def as_on_tpu(*args: Any, tpu: Any, **others: Any) -> Any:
-        return tpu(*args)
-
-    with mock.patch.object(jax.lax, "platform_dependent", as_on_tpu):
+    with platform.assume("tpu"):
         return sd.process_logits(*args, config=config)
 
 

@@ -4,10 +4,7 @@ import re
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
-
-import jax_specdec as sd
 
 pytestmark = pytest.mark.newest
 
@@ -36,27 +33,8 @@ def test_compiled_programs_are_kept_where_the_page_says():
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: getattr(jax.config, name) for name in names}
     try:
-        run(2)
+        run(1)
         assert [getattr(jax.config, name) for name in names] == ["/tmp/my-server-programs", 0.5]
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
-
-
-@pytest.mark.long
-def test_the_loop_on_the_page_verifies_every_request_with_its_own_rows():
-    scope = run(3)
-    assert int(scope["num_fallbacks"]) == 0
-    output = scope["output"]
-    assert output.status.tolist() == [sd.Status.OK] * 3
-    assert (np.asarray(output.num_accepted) <= [2, 0, 1]).all()
-    positions = np.asarray(scope["store"].positions)
-    assert (positions == [[-1, 20, 30]]).all()
-
-
-@pytest.mark.long
-def test_the_drafter_on_the_page_drafts():
-    output = run(4)["output"]
-    assert output.status == [sd.Status.OK] and len(output.completions[0]) == 24
-    steps = output.steps
-    assert (steps.num_proposed == 3).all() and steps.num_accepted.sum() > 0

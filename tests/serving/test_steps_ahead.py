@@ -381,8 +381,29 @@ def test_the_driver_counts_what_it_did(monkeypatch):
     assert stats.num_busy_slots == num_steps + 2
     assert stats.host_wait_seconds == num_steps, "one tick each"
     assert (stats.num_admitted, stats.queue_seconds) == (2, 3.0), "at 1 and 2, until 3"
-    assert "Slots busy: " in stats.log_line() and f"Steps: {num_steps}," in stats.log_line()
+    assert (
+        "Slots busy: " in (line := stats.log_line(seconds=2.0))
+        and f"Steps: {num_steps / 2:.1f}/s," in line
+    )
     assert stats - stats == sd.ServingStats(num_slots=SLOTS)
+    first, others = stats.time_to_first_token_seconds, stats.inter_token_latency_seconds
+    assert (first.count, others.count) == (2, 3), "of 1 and 4 tokens"
+    assert first.total_seconds == 3 + 4, "submitted at 1 and 2, admitted at 3, waits from 4 to 5"
+    # The last token was read when the clock was read last.
+    assert others.total_seconds == pytest.approx(now[0] - 5)
+    assert driver.stats().num_tokens == 5
+
+
+def test_the_driver_says_how_many_run_and_how_many_wait():
+    driver = driver_of(TABLE)
+    for _ in range(SLOTS + 2):
+        driver.submit([1], max_new_tokens=9)
+    driver.step()
+    stats = driver.serving_stats()
+    assert (stats.num_running, stats.num_queued) == (SLOTS, 2)
+    run(driver)
+    later = driver.serving_stats() - stats
+    assert (later.num_running, later.num_queued) == (0, 0) and later.num_admitted == 2
 
 
 def test_readings_of_other_drivers_are_not_subtracted():

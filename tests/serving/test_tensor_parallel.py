@@ -19,8 +19,8 @@ from .test_engine import compilations
 from .test_greedy import MAX_GAP, near, score
 
 VOCAB, K, SLOTS, NEW = 61, 3, 4, 24  # the last 3 of 8 * 8 ids are padding
-MODEL = sd.Llama(
-    sd.LlamaConfig(
+MODEL = sd.models.Llama(
+    sd.models.LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=16,
         intermediate_size=20,
@@ -41,7 +41,7 @@ ON_ONE = dict(model=MODEL, params=PARAMS, drafter=sd.ModelDrafter(MODEL), draft_
 @functools.cache
 def on_eight(split_drafter: bool) -> dict[str, Any]:
     """The same models with the target over 8 devices, and the drafter too or whole on each."""
-    model = sd.TensorParallelLlama(MODEL, jax.make_mesh((8,), ("tensor",)), "tensor")
+    model = sd.models.TensorParallelLlama(MODEL, jax.make_mesh((8,), ("tensor",)), "tensor")
     given = ON_ONE | dict(model=model, params=model.shard_params(PARAMS))
     if split_drafter:
         given |= dict(drafter=sd.ModelDrafter(model), draft_params=model.shard_params(DRAFT_PARAMS))
@@ -157,9 +157,7 @@ def test_an_engine_serves_the_tokens_of_one_device_and_compiles_nothing_after_wa
 def test_a_step_moves_no_logits_between_devices_and_works_in_place() -> None:
     _, _, driver = served(on_one_device=False)
     given, state = on_eight(split_drafter=True), driver.state
-    step = driver_lib._step.lower(
-        given["params"], given["draft_params"], state, engine=driver.engine
-    )
+    step = driver_lib._step.lower(driver.engine, given["params"], given["draft_params"], state)
     kinds = set()
     for kind, shape in moved(step.compile().as_text()):
         kinds.add(kind)

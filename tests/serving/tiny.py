@@ -116,10 +116,12 @@ class Claiming(sd.ModelDrafter):
         proposal, cache = super().propose(params[0], *args)
         claimed = proposal.store.logits + params[1][None, :]
         temperature = jnp.maximum(proposal.store.temperature.reshape(-1, 1), 1e-3)  # 0: never read
+        peak = claimed.max(axis=1, keepdims=True)
         store = dataclasses.replace(
             proposal.store,
             logits=claimed,
-            log_normalizer=jax.nn.logsumexp(claimed / temperature, axis=1),
+            log_normalizer=jax.nn.logsumexp((claimed - peak) / temperature, axis=1),
+            row_max=peak[:, 0],
         )
         return sd.Proposal(proposal.token_ids, store), cache
 

@@ -112,6 +112,33 @@ class BadRowSuite(Between):
         )
         assert self.answer(middle, kind="normalized") == sd.Status.BAD_DRAFT_ROW
 
+    def test_a_draft_with_a_large_normalizer_is_one_hot_and_the_others_of_its_request_are_not(self):
+        """At 1024 in size; which of them it is depends on no other draft."""
+        p, q = [0.5, 0.25, 0.25, 0, 0, 0, 0, 0], [0.125, 0.875, 0, 0, 0, 0, 0, 0]
+        nothing = np.full(8, np.nan)  # of a one-hot draft's row nothing is read
+        for large in (1024.0, -1024.0, 3e38):
+            for i in range(2):
+                ids, normalizer = [0, 0], np.full(2, np.float32(0.75))
+                draft = request([p, p, ALL], ids, [q, q], "normalized").draft
+                normalizer[i], draft[i] = large, nothing
+                accept = np.full(2, 0.99)  # kept if q = 1/8 is used, and else not
+                middle = request(
+                    [p, p, on(7)],
+                    ids,
+                    kind="normalized",
+                    draft=draft,
+                    log_normalizer=normalizer,
+                    accept=accept,
+                    recover=(0.5, 0.9),
+                )
+                assert self.answer(middle, kind="normalized") == [0] * i + [2]
+                kept = dataclasses.replace(middle, accept=np.where(np.arange(2) == i, 0.49, 0.99))
+                assert self.answer(kept, kind="normalized") == [0, 0, 7]
+        below = request([p, on(7)], [0], [q], "normalized", accept=[0.99])
+        below = dataclasses.replace(below, draft=below.draft + 1023.0)
+        below = dataclasses.replace(below, log_normalizer=np.float32([1023.75]))
+        assert self.answer(below, kind="normalized") == [0, 7]
+
     @stored
     def test_a_greedy_request_never_reads_the_draft_distribution(self, kind):
         middle = request(

@@ -34,7 +34,7 @@ class Layout:
     num_speculative_tokens: int = 3
     num_requests: int = 3
     num_drafts: int = 9  # N
-    kind: str = "none"  # of draft distribution: none, probs, logits, normalized (logits with it)
+    kind: str = "none"  # none, probs, logits, normalized (by one number), relative (and row_max)
     draft_vocab: int | None = None
     store_rows: int | None = None  # R; None: row n belongs to draft n
     has_valid: bool = False
@@ -89,6 +89,7 @@ class Request:
     draft_ids: Sequence[int]
     draft: np.ndarray | None = None  # [count, Vd], as stored
     log_normalizer: np.ndarray | None = None  # [count]
+    row_max: np.ndarray | None = None  # [count], what log_normalizer is relative to
     accept: Sequence[float] = ()  # [count]
     recover: Sequence[float] = (0.5, 0.5)
     exponential: np.ndarray | None = None  # [V]
@@ -178,9 +179,10 @@ def jitted(verifier: Verifier, compiler_options: dict[str, Any] | None = QUICK) 
     return jax.jit(verifier, static_argnames=static, compiler_options=compiler_options)
 
 
-XLA = jitted(functools.partial(sd.rejection_sample_with_noise, implementation="xla_lazy"))
+XLA = jitted(functools.partial(sd.testing.rejection_sample_with_noise, implementation="xla_lazy"))
 OPTIMIZED = jitted(
-    functools.partial(sd.rejection_sample_with_noise, implementation="xla"), compiler_options=None
+    functools.partial(sd.testing.rejection_sample_with_noise, implementation="xla"),
+    compiler_options=None,
 )
 """The same as users compile it on the CPU."""
 
@@ -232,7 +234,7 @@ def pack(requests: Sequence[Request], layout: Layout, seed: int = 0) -> Batch:
     stored = n if layout.store_rows is None else layout.store_rows
     rows = rng.permutation(stored)[:n] if layout.store_rows else np.arange(n)
     store = _rubbish(rng, (stored, layout.stored_vocab))
-    normalizer = _rubbish(rng, (stored,))
+    normalizer, row_max = _rubbish(rng, (stored,)), np.full(stored, np.nan)
     threshold = _rubbish(rng, (stored,)) if layout.has_threshold else np.zeros(stored)
     allowed = rng.random((len(target), -(-v // 32) * 32)) < 0.5 if layout.has_bitmask else None
 
@@ -251,6 +253,7 @@ def pack(requests: Sequence[Request], layout: Layout, seed: int = 0) -> Batch:
             store[rows[start:end], : r.draft.shape[1]] = r.draft
         if r.log_normalizer is not None:
             normalizer[rows[start:end]] = r.log_normalizer
+            row_max[rows[start:end]] = 0.0 if r.row_max is None else r.row_max
         if layout.has_threshold:
             threshold[rows[start:end]] = -np.inf if r.threshold is None else r.threshold
         if allowed is not None:
@@ -270,11 +273,16 @@ def pack(requests: Sequence[Request], layout: Layout, seed: int = 0) -> Batch:
     distribution: Any = None
     if layout.kind == "probs":
         distribution = sd.DraftProbs(store.astype(np.float32), **shared)
-    elif layout.kind in ("logits", "normalized"):
+    elif layout.kind in ("logits", "normalized", "relative"):
+        numbers = dict(log_normalizer=normalizer, row_max=row_max, threshold=threshold)
+        has = layout.kind != "logits", layout.kind == "relative", layout.has_threshold
         distribution = sd.DraftLogits(
             _cast(store, layout.draft_dtype),
-            log_normalizer=normalizer.astype(np.float32) if layout.kind == "normalized" else None,
-            threshold=threshold.astype(np.float32) if layout.has_threshold else None,
+            **{
+                name: x.astype(np.float32)
+                for (name, x), it_has in zip(numbers.items(), has, strict=True)
+                if it_has
+            },
             **shared,
         )
     uniforms = accept.astype(np.float32)
@@ -282,9 +290,9 @@ def pack(requests: Sequence[Request], layout: Layout, seed: int = 0) -> Batch:
         layout=layout,
         target_logits=_cast(target, layout.dtype),
         drafts=sd.Drafts(token_ids, offsets, distribution),
-        noise=sd.RaceNoise(uniforms, exponential.astype(np.float32))
+        noise=sd.testing.RaceNoise(uniforms, exponential.astype(np.float32))
         if layout.race
-        else sd.Noise(uniforms, recover.astype(np.float32)),
+        else sd.testing.Noise(uniforms, recover.astype(np.float32)),
         temperature=np.array([r.temperature for r in requests], np.float32),
         bonus_token_ids=np.array([r.bonus for r in requests], np.int32)
         if layout.has_bonus

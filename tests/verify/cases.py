@@ -95,9 +95,10 @@ def random_request(
         stored_rows["draft"] = np.pad(q, ((0, 0), (0, stored - shared))).astype(np.float32)
     elif layout.kind != "none":
         stored_rows["draft"] = draft
-    if layout.kind == "normalized":
-        normalizer = scipy.special.logsumexp(kept / scale, axis=1)
-        stored_rows["log_normalizer"] = normalizer.astype(np.float32)
+    if layout.kind in ("normalized", "relative"):
+        row_max = kept.max(axis=1) if layout.kind == "relative" else np.zeros(count)
+        normalizer = scipy.special.logsumexp((kept - row_max[:, None]) / scale, axis=1)
+        stored_rows |= dict(log_normalizer=normalizer.astype(np.float32), row_max=row_max)
     return Request(
         target=target,
         draft_ids=draft_ids,
@@ -111,6 +112,34 @@ def random_request(
         **stored_rows,
         **processed,
     )
+
+
+def cold_batch(layout: Layout, seed: int) -> Batch:
+    """Sampled requests at very low temperatures, by logits far from 0 that are near each other."""
+    rng, requests = np.random.default_rng(seed), []
+    k, v = layout.num_speculative_tokens, layout.vocab
+    for _ in range(layout.num_requests):
+        temperature = float(np.float32(rng.choice([1e-3, 1e-4, 1e-5])))
+        peak = rng.choice([30.0, 1000.0])
+        x = peak + 1.5 * temperature * rng.standard_normal((2, k + 1, v))
+        x = np.where(rng.random(x.shape) < 0.95, x - peak / 8, x)  # these weigh nothing
+        target, draft = x.astype(jnp.dtype(layout.dtype)).astype(np.float64)
+        draft = np.where(rng.random(x.shape[1:]) < 0.7, target, draft)[:k]
+        row_max = draft.max(axis=1)
+        scaled = (draft - row_max[:, None]) / temperature
+        q = scipy.special.softmax(scaled, axis=1)
+        request = Request(
+            target,
+            [int(rng.choice(v, p=of_row)) for of_row in q],
+            draft,
+            log_normalizer=scipy.special.logsumexp(scaled, axis=1),
+            row_max=row_max,
+            accept=uniforms(rng, k),
+            recover=uniforms(rng, 2),
+            temperature=temperature,
+        )
+        requests.append(request)
+    return pack(requests, layout, seed)
 
 
 def random_filters(rng: Rng, vocab_size: int) -> dict[str, Any]:
@@ -162,7 +191,9 @@ def spoil(request: Request, layout: Layout, rng: Rng) -> Request:
             draft[i] = -np.inf
         return dataclasses.replace(request, draft=draft)
     if what == "normalizer" and request.log_normalizer is not None:
-        normalizer = request.log_normalizer.copy()
-        normalizer[i] = rng.choice([np.nan, np.inf, -np.inf])
-        return dataclasses.replace(request, log_normalizer=normalizer)
+        name = "row_max" if layout.kind == "relative" and rng.random() < 0.3 else "log_normalizer"
+        numbers = getattr(request, name).copy()
+        bad, large = [np.nan, np.inf, -np.inf], [1024.0, -5000.0]
+        numbers[i] = rng.choice(bad if name == "row_max" else bad + large)
+        return dataclasses.replace(request, **{name: numbers})
     return request

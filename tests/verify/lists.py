@@ -61,10 +61,16 @@ def with_ids(batch: Batch, ids: str, length: int, seed: int = 0) -> tuple[Batch,
             kept = listed.astype(np.float64)
             if given.threshold is not None:
                 kept = np.where(kept < given.threshold[:, None], -np.inf, kept)
-            sums = scipy.special.logsumexp(kept / temperatures[:, None], axis=1)
-        changes["log_normalizer"] = np.where(
-            owned & np.isfinite(given.log_normalizer), sums, given.log_normalizer
-        ).astype(np.float32)
+            peak = np.zeros(num_rows) if given.row_max is None else kept.max(axis=1)
+            relative = (kept - peak[:, None]) / temperatures[:, None]
+            sums = scipy.special.logsumexp(relative, axis=1)
+        of_list = dict(log_normalizer=sums)
+        if given.row_max is not None:
+            of_list["row_max"] = peak
+        for name, values in of_list.items():
+            before = getattr(given, name)
+            is_good = owned & np.isfinite(before) & (np.abs(before) < 1024)
+            changes[name] = np.where(is_good, values, before).astype(np.float32)
     scattered = np.full_like(storage, fill)
     np.put_along_axis(scattered, lists, listed, axis=1)
     if ids == "candidates":

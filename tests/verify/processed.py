@@ -40,7 +40,7 @@ PROCESSED = [
         has_valid=True,
         has_threshold=True,
     ),
-    Layout(vocab=97, **BIG, **EVERYTHING, block=True, kind="normalized", has_threshold=True),
+    Layout(vocab=97, **BIG, **EVERYTHING, block=True, kind="relative", has_threshold=True),
     Layout(vocab=97, **BIG, **EVERYTHING, rates=RATES, vocab_size=90, has_bonus=True),
 ]
 RACE = Layout(vocab=97, **BIG, **EVERYTHING, race=True, kind="logits", has_threshold=True)

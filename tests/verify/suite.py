@@ -51,7 +51,7 @@ GRID = [
     Layout(
         vocab=20011,
         **BIG,
-        kind="normalized",
+        kind="relative",
         dtype="bfloat16",
         draft_vocab=17000,
         vocab_size=9000,

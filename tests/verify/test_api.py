@@ -14,6 +14,7 @@ import pytest
 
 import jax_specdec as sd
 from jax_specdec._src.noise import Stream, uniforms
+from jax_specdec._src.types import ROW_NUMBERS
 
 from .batch import MAX_MARGIN, XLA, Layout, oracle, pack, verify
 from .cases import random_batch, random_request
@@ -24,7 +25,7 @@ CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 LAYOUT = Layout(vocab=V, num_requests=B, num_drafts=B * K, kind="logits")
 TABLE = jnp.asarray(np.random.default_rng(0).standard_normal((V, V)), jnp.float32)
 
-draw_noise = jax.jit(sd.draw_noise, static_argnames="num_speculative_tokens")
+draw_noise = jax.jit(sd.testing.draw_noise, static_argnames="num_speculative_tokens")
 keyed = jax.jit(functools.partial(sd.rejection_sample, config=CONFIG))
 
 
@@ -43,7 +44,7 @@ def keys_and_positions(seed: int):
 
 
 def test_without_jit_the_tokens_are_the_same_but_for_close_calls():
-    eager = functools.partial(sd.rejection_sample_with_noise, implementation="xla")
+    eager = functools.partial(sd.testing.rejection_sample_with_noise, implementation="xla")
     for seed in range(10):
         batch = random_batch(LAYOUT, seed)
         answers = verify(batch, eager), verify(batch, XLA)
@@ -277,7 +278,7 @@ def test_dense_storage_may_keep_its_shape():
     ids = jnp.zeros((B, K), jnp.int32)
     for distribution in (
         sd.DraftProbs(q),
-        sd.DraftLogits(q, log_normalizer=jnp.zeros((B, K)), threshold=jnp.zeros((B, K))),
+        sd.DraftLogits(q, **{name: jnp.zeros((B, K)) for name in ROW_NUMBERS}),
         sd.DraftLogits(q.reshape(-1, V), rows=jnp.zeros((B, K), jnp.int32)),
     ):
         flattened = sd.Drafts.from_dense(ids, None, distribution).distribution
@@ -307,7 +308,7 @@ def test_a_race_picks_the_largest_ratio():
     output = XLA(
         jnp.log(p),
         sd.Drafts(jnp.zeros(0, jnp.int32), jnp.zeros(B + 1, jnp.int32)),
-        sd.RaceNoise(jnp.zeros((B, K)), jnp.asarray(exponential)),
+        sd.testing.RaceNoise(jnp.zeros((B, K)), jnp.asarray(exponential)),
         sampling=sd.SamplingParams(jnp.ones(B)),
         config=CONFIG,
     )

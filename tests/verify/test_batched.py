@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src.verify import api, batched
+from jax_specdec._src import ragged
+from jax_specdec._src.verify import api, reader, xla
 from jax_specdec._src.verify import rows as rows_lib
 
 from .batch import Layout, check, jitted, pack, verify
@@ -21,14 +23,15 @@ from .cases import random_batch, random_request
 from .suite import BIG
 from .test_xla_all_at_once import all_at_once
 
-# A batch so large that whether anybody samples is asked first.
+# A batch so large that whether anybody samples is asked first, and owners of rows are searched for.
 
 
 @jitted
 def large(*args: Any, **kwargs: Any) -> sd.RejectionSampleOutput:
     inner = api._rejection_sample.__wrapped__  # not traced before, as a small batch
     with (
-        mock.patch.object(batched, "_LARGE", 0),
+        mock.patch.object(xla, "_LARGE", 0),
+        mock.patch.object(reader, "_MANY_PAIRS", 0),
         mock.patch.object(api, "_rejection_sample", inner),
     ):
         return all_at_once.__wrapped__(*args, **kwargs)
@@ -51,6 +54,71 @@ def test_a_large_batch_gives_the_tokens_of_the_oracle(layout):
         output = verify(greedy, large)
         check(greedy, output)
         assert (output.num_emitted > 0).any()
+
+
+def owners_in_python(first_row: np.ndarray, num_rows: np.ndarray, size: int) -> list[int]:
+    owners = [-1] * size
+    for b, (first, count) in enumerate(zip(first_row, num_rows, strict=True)):
+        for row in range(first, first + count):
+            assert owners[row] == -1
+            owners[row] = b
+    return owners
+
+
+def test_owners_are_those_of_the_loop_in_python():
+    batch, size = 9, 40
+    search = jax.jit(functools.partial(ragged.owner_of_rows, size=size))
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        counts = rng.integers(0, 4, batch) + seed % 2  # with bonus rows, none is empty
+        ends = np.cumsum(counts + (rng.random(batch) < 0.2))  # some rows are nobody's
+        num_rows = np.where(rng.random(batch) < 0.7, counts, 0)
+        is_out_of_bounds = (num_rows == 0) & (rng.random(batch) < 0.5)
+        first_row = np.where(is_out_of_bounds, 0, ends - counts)
+        owner, is_owned = search(jnp.asarray(first_row), jnp.asarray(num_rows))
+        found = np.where(is_owned, owner, -1).tolist()
+        assert found == owners_in_python(first_row, num_rows, size)
+
+
+def many_requests(count: int) -> tuple[Any, ...]:
+    rng, k, vocab = np.random.default_rng(0), 4, 3
+    drafts = sd.Drafts.from_flat(rng.integers(0, vocab, count * k), rng.integers(0, k + 1, count))
+    logits = rng.normal(size=(count * (k + 1), vocab)).astype(np.float32)
+    keys = jax.random.split(jax.random.key(0), count)
+    return jnp.asarray(logits), drafts, keys, jnp.arange(count, dtype=jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def verify_many(
+    logits: Any, drafts: Any, keys: Any, positions: Any, implementation: Any = "xla_batched"
+) -> sd.RejectionSampleOutput:
+    return sd.rejection_sample(
+        logits,
+        drafts,
+        sampling=sd.SamplingParams(positions % 3 / 2, top_k=positions % 5),
+        keys=keys,
+        positions=positions,
+        config=sd.SpecDecodeConfig(num_speculative_tokens=4),
+        active=positions % 7 != 0,
+        implementation=implementation,
+    )
+
+
+def test_a_thousand_requests_get_the_tokens_of_one_after_another():
+    given = many_requests(1000)
+    assert given[0].shape[0] * 1000 > reader._MANY_PAIRS
+    found, wanted = verify_many(*given), verify_many(*given, implementation="xla_lazy")
+    assert set(found.num_emitted.tolist()) == set(range(6))
+    assert found.token_ids.tolist() == wanted.token_ids.tolist()
+    assert found.status.tolist() == wanted.status.tolist()
+
+
+def test_temporaries_are_linear_in_requests():
+    sizes = []
+    for count in (1_000, 8_000):
+        compiled = verify_many.lower(*many_requests(count)).compile()
+        sizes.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert sizes[1] < 12 * sizes[0]  # were all pairs looked at: 64
 
 
 # Rows.
@@ -142,7 +210,7 @@ EAGER: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     ),
     "DraftStore.write": (
         lambda store, logits: store.write(
-            1, logits, jnp.zeros(B), positions=POSITIONS, sampling=SAMPLING
+            1, logits, jnp.zeros(B), jnp.zeros(B), positions=POSITIONS, sampling=SAMPLING
         ),
         (STORE, LOGITS),
     ),

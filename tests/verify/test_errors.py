@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import jax
@@ -43,7 +44,7 @@ def arguments(kind: str = "none", **changes: Any) -> dict[str, Any]:
             args["drafts"] = dataclasses.replace(args["drafts"], **{name: value})
         elif name in ("temperature", "min_p", "top_k", "top_p"):
             args["sampling"] = dataclasses.replace(args["sampling"], **{name: value})
-        elif name in ("probs", "logits", "rows", "valid", "log_normalizer", "threshold", "ids"):
+        elif hasattr(distribution, name):
             distribution = dataclasses.replace(distribution, **{name: value})
         elif name == "distribution":
             distribution = value
@@ -55,9 +56,9 @@ def arguments(kind: str = "none", **changes: Any) -> dict[str, Any]:
 
 
 def with_noise(args: dict[str, Any]) -> sd.RejectionSampleOutput:
-    noise = args.pop("noise", sd.Noise(jnp.zeros((B, K)), jnp.zeros((B, 2))))
+    noise = args.pop("noise", sd.testing.Noise(jnp.zeros((B, K)), jnp.zeros((B, 2))))
     target_logits, drafts = args.pop("target_logits"), args.pop("drafts")
-    return sd.rejection_sample_with_noise(target_logits, drafts, noise, **args)
+    return sd.testing.rejection_sample_with_noise(target_logits, drafts, noise, **args)
 
 
 def with_keys(args: dict[str, Any]) -> sd.RejectionSampleOutput:
@@ -72,7 +73,7 @@ def validate(args: dict[str, Any]) -> None:
 
 
 ints, floats = jnp.zeros((B,), jnp.int32), jnp.zeros((B,))
-NOISE = sd.Noise(jnp.zeros((B, K)), jnp.zeros((B, 2)))
+NOISE = sd.testing.Noise(jnp.zeros((B, K)), jnp.zeros((B, 2)))
 
 # Kind of distribution, what is changed, the error, and what its message must say.
 CALLS = [
@@ -183,6 +184,18 @@ CALLS = [
     ),
     (
         "logits",
+        dict(log_normalizer=jnp.zeros(R), row_max=jnp.zeros(N)),
+        ValueError,
+        r"distribution.row_max .*\[R\] = \[6\].* \[5\]",
+    ),
+    (
+        "logits",
+        dict(log_normalizer=None, row_max=jnp.zeros(R)),
+        ValueError,
+        "row_max must come with the log_normalizer .* log_normalizer is None",
+    ),
+    (
+        "logits",
         dict(threshold=jnp.zeros(N)),
         ValueError,
         r"distribution.threshold .*\[R\] = \[6\].* \[5\]",
@@ -267,7 +280,7 @@ def test_wrong_noise_is_named(noise, error, message):
     ],
 )
 def test_wrong_race_noise_is_named(exponential, error, message):
-    noise = sd.RaceNoise(jnp.zeros((B, K)), exponential)
+    noise = sd.testing.RaceNoise(jnp.zeros((B, K)), exponential)
     with pytest.raises(error, match=message):
         with_noise(arguments(noise=noise))
 
@@ -291,7 +304,7 @@ def test_errors_are_raised_while_tracing():
         jax.eval_shape(lambda x: with_noise(arguments(target_logits=x)), jnp.zeros((N, V)))
 
 
-@pytest.mark.parametrize("call", [with_noise, with_keys])
+@pytest.mark.parametrize("call", [with_noise, with_keys, validate])
 def test_an_unknown_implementation_is_refused(call):
     with pytest.raises(ValueError, match="implementation must be .*'xla'.* 'triton'"):
         call(arguments(implementation="triton"))
@@ -305,7 +318,7 @@ def test_rows_of_a_split_vocabulary_are_not_read_lazily(call):
         call(arguments(implementation="xla_lazy", sharding=sharding))
 
 
-@pytest.mark.parametrize("call", [with_noise, with_keys])
+@pytest.mark.parametrize("call", [with_noise, with_keys, validate])
 def test_a_named_implementation_that_cannot_serve_says_why_and_does_not_fall_back(call):
     with pytest.raises(NotImplementedError, match="mosaic_gpu.*Hopper.*runs on cpu"):
         call(arguments(implementation="mosaic_gpu"))
@@ -439,6 +452,16 @@ VALUES = [
         dict(log_normalizer=entry((R,), 0, nan)),
         r"log_normalizer\[0\] must be finite.* nan",
     ),
+    (
+        "logits",
+        dict(log_normalizer=entry((R,), 0, -1024.0)),
+        r"log_normalizer\[0\] must be less than 1024 in size, but it is -1024.0: .* give row_max",
+    ),
+    (
+        "logits",
+        dict(log_normalizer=jnp.zeros(R), row_max=entry((R,), 0, inf)),
+        r"row_max\[0\] must be finite.* inf",
+    ),
     ("logits", dict(threshold=entry((R,), 0, nan)), r"threshold\[0\] must be a number.* nan"),
     ("logits", dict(threshold=jnp.full(R, 0.5)), r"logits\[0\] must have .* -inf"),
     (
@@ -490,6 +513,35 @@ def test_validate_passes_what_can_be_verified(kind):
     for changes in (filters, hidden):
         validate(arguments(kind, **changes))
         assert not with_noise(arguments(kind, **changes)).status.any()
+
+
+def test_validate_takes_all_arguments_of_the_call():
+    def names(function: Any) -> set[str]:
+        return set(inspect.signature(function).parameters)
+
+    assert names(sd.validate) == names(sd.rejection_sample)
+    mesh = jax.make_mesh((2,), ("v",), devices=jax.devices()[:2])
+    validate(
+        arguments(
+            keys=jax.random.split(jax.random.key(0), B),
+            positions=ints,
+            implementation="xla",
+            kernel_config=sd.KernelConfig(),
+            sharding=sd.VerifySharding(mesh, vocab_axis="v"),
+        )
+    )
+    with pytest.raises(ValueError, match="N must divide over the 2 devices of 'v', but it is 5"):
+        validate(arguments(sharding=sd.VerifySharding(mesh, batch_axis="v")))
+
+
+def test_one_count_above_k_ends_its_request_and_no_other():
+    # Outside jit too, where counts are known. A batch raises if no request fits.
+    drafts = sd.Drafts(jnp.zeros((2 * K + 1,), jnp.int32), jnp.array([0, K + 1, K + 2]))
+    args = arguments(target_logits=jnp.zeros((2 * K + 1 + B, V)))
+    output = with_noise(args | dict(drafts=drafts))
+    assert output.status.tolist() == [sd.Status.BAD_INPUT, sd.Status.OK]
+    padded = sd.Drafts(drafts.token_ids, jnp.array([0, 1, 2]))
+    assert not with_noise(args | dict(drafts=padded)).status.any()
 
 
 def test_validate_does_not_look_at_what_nobody_reads():

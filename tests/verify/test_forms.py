@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
+from jax_specdec._src import platform
 from jax_specdec._src.blocks import BLOCK
 from jax_specdec._src.verify import api
 
@@ -29,14 +30,14 @@ BATCH, K, VOCAB = BLOCK + 1, 1, 5
 def operations(implementation: str | None, platform: str) -> collections.Counter[str]:
     """Of the program of a call, before it is compiled: how many there are of each kind."""
     call = functools.partial(
-        sd.rejection_sample_with_noise,
+        sd.testing.rejection_sample_with_noise,
         implementation=implementation,
         config=sd.SpecDecodeConfig(num_speculative_tokens=K),
     )
     traced = jax.jit(lambda *args, sampling: call(*args, sampling=sampling)).trace(
         jnp.zeros((BATCH * (K + 1), VOCAB)),
         sd.Drafts.from_dense(jnp.zeros((BATCH, K), jnp.int32)),
-        sd.Noise(jnp.zeros((BATCH, K)), jnp.zeros((BATCH, 2))),
+        sd.testing.Noise(jnp.zeros((BATCH, K)), jnp.zeros((BATCH, 2))),
         sampling=sd.SamplingParams(jnp.ones(BATCH)),
     )
     text = traced.lower(lowering_platforms=(platform,)).as_text()
@@ -64,14 +65,13 @@ def test_a_platform_gets_its_form_unless_another_is_named(platform, form):
 def on_tpu(*args: Any, **kwargs: Any) -> sd.RejectionSampleOutput:
     """What a TPU runs."""
 
-    def as_on_tpu(*args: Any, default: Any = None, **forms: Any) -> Any:
-        return forms.get("tpu", default)(*args)
+    def as_on_tpu(arrays: Any, static: Any) -> Any:
+        with platform.assume("tpu"):
+            return verify_part(arrays, static)
 
-    with (
-        mock.patch.object(jax.lax, "platform_dependent", as_on_tpu),
-        mock.patch.object(api, "_rejection_sample", api._rejection_sample.__wrapped__),
-    ):
-        return sd.rejection_sample_with_noise(*args, implementation="xla_batched", **kwargs)
+    verify_part = api._verify_part
+    with mock.patch.object(api, "_verify_part", as_on_tpu):
+        return sd.testing.rejection_sample_with_noise(*args, implementation="xla_batched", **kwargs)
 
 
 MANY = dict(num_speculative_tokens=3, num_requests=2 * BLOCK + 3, num_drafts=50)

@@ -59,7 +59,7 @@ def v1_batch(case: dict[str, Any]) -> Batch:
             offsets,
             sd.DraftProbs(case["draft_probs"]) if has_probs else None,
         ),
-        noise=sd.RaceNoise(accept, case["q"].astype(np.float32)),
+        noise=sd.testing.RaceNoise(accept, case["q"].astype(np.float32)),
         temperature=temperature.astype(np.float32),
         bonus_token_ids=case["bonus_token_ids"],
     )
@@ -107,7 +107,7 @@ def v2_batch(case: dict[str, Any]) -> Batch:
             np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
             distribution,
         ),
-        noise=sd.RaceNoise(accept, np.exp(-case["gumbel"][chosen]).astype(np.float32)),
+        noise=sd.testing.RaceNoise(accept, np.exp(-case["gumbel"][chosen]).astype(np.float32)),
         temperature=temperature,
     )
 
@@ -147,7 +147,9 @@ def pad(batch: Batch) -> Batch:
             fill(drafts.cu_num_draft_tokens, (b + 1,), drafts.cu_num_draft_tokens[-1]),
             distribution,
         ),
-        noise=sd.RaceNoise(fill(noise.accept, (b, k), 0.0), fill(noise.exponential, (b, v), 1.0)),
+        noise=sd.testing.RaceNoise(
+            fill(noise.accept, (b, k), 0.0), fill(noise.exponential, (b, v), 1.0)
+        ),
         temperature=fill(batch.temperature, (b,), 1.0),
         bonus_token_ids=fill(batch.bonus_token_ids, (b,), 0),
     )

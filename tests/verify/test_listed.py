@@ -12,12 +12,14 @@ import scipy.special
 import jax_specdec as sd
 from jax_specdec._src.verify import tiles
 from jax_specdec._src.verify.draft_rows import DraftRows
-from jax_specdec._src.verify.resample import LocalRows, Source
+from jax_specdec._src.verify.draw import LocalRows
+from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.rows import Rows
 
 from .batch import ALMOST_ONE, XLA, Layout, check, oracle, verify
 from .cases import random_batch
 from .lists import with_bad_ids, with_ids
+from .positions import positions_of
 from .suite import RATES
 from .test_forms import on_tpu
 from .test_memory import VOCAB, shape, temporary_rows
@@ -31,7 +33,7 @@ EVERYTHING: Any = dict(has_filters=True, has_bitmask=True, has_threshold=True)
 GRID = [
     ("map", Layout(vocab=2049, **BIG, **STORED, kind="probs", dtype="bfloat16")),
     ("map", Layout(vocab=4200, **BIG, **EVERYTHING, kind="logits", vocab_size=4100)),
-    ("map", Layout(vocab=5000, **BIG, kind="normalized", block=True, draft_dtype="bfloat16")),
+    ("map", Layout(vocab=5000, **BIG, kind="relative", block=True, draft_dtype="bfloat16")),
     ("map", Layout(vocab=97, **BIG, kind="probs", rates=RATES, has_bonus=True)),
     ("candidates", Layout(vocab=5000, **BIG, kind="probs", vocab_size=4500, has_bonus=True)),
     ("candidates", Layout(vocab=4200, **BIG, **EVERYTHING, **STORED, kind="normalized")),
@@ -166,25 +168,22 @@ N, V = 12, 3 * tiles.TILE + 100
 
 def weights_of(
     logits: np.ndarray, distribution: sd.DraftProbs | sd.DraftLogits, weight: np.ndarray
-) -> tuple[LocalRows, Source]:
+) -> tuple[LocalRows, Position]:
     """What is left of each target row by the draft row of its own."""
     target = Rows(jnp.asarray(logits), V, -np.inf)
     draft, rows = DraftRows.of(distribution, V), jnp.arange(N, dtype=jnp.int32)
     peak, one = target.peak(rows), jnp.ones(N)
     partials = target.partials(rows, peak, one)
-    no = jnp.zeros(N, bool)
-    return LocalRows(target, draft), Source(
-        row=rows,
+    return LocalRows(target, draft), positions_of(
+        N,
+        V,
         draft_row=rows,
         token_id=rows,
         scale=tiles.Scale(peak, jnp.log(partials.sum)),
-        threshold=None,
-        p_masses=None,
         draft_scale=draft.scales(rows, None),
         weight=jnp.asarray(weight),
-        from_residual=~no,
-        without_token=no,
-        inv_temperature=one,
+        proposed=jnp.ones(N, bool),
+        uses_q=jnp.ones(N, bool),
     )
 
 
@@ -254,7 +253,7 @@ def test_a_tile_that_has_mass_by_rounding_alone_is_passed_over(verifier):
         output = verifier(
             jnp.asarray(np.repeat(logits, 2, axis=0)),
             sd.Drafts.from_dense(jnp.asarray(ids[:, :1]), None, distribution),
-            sd.Noise(jnp.full((N, 1), 0.5), jnp.full((N, 2), u, jnp.float32)),
+            sd.testing.Noise(jnp.full((N, 1), 0.5), jnp.full((N, 2), u, jnp.float32)),
             sampling=sd.SamplingParams(jnp.ones(N)),
             config=config,
             vocab_size=None,

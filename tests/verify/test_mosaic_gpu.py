@@ -46,7 +46,7 @@ LAYOUTS = [
     Layout(
         vocab=4224,
         **BIG,
-        kind="normalized",
+        kind="relative",
         dtype="bfloat16",
         draft_dtype="bfloat16",
         store_rows=30,
@@ -87,7 +87,7 @@ FILTERED = [
         has_filters=True,
         has_bitmask=True,
         has_threshold=True,
-        kind="normalized",
+        kind="relative",
         dtype="bfloat16",
         draft_dtype="bfloat16",
     ),
@@ -113,7 +113,7 @@ def interpreted(config: KernelConfig, **params):
     @jitted
     def verifier(*args, **kwargs):
         with backend(interpret=interpret):
-            return sd.rejection_sample_with_noise(
+            return sd.testing.rejection_sample_with_noise(
                 *args, **kwargs, kernel_config=config, implementation="mosaic_gpu"
             )
 
@@ -244,7 +244,7 @@ def test_noise_from_keys_is_what_draw_noise_gives(impl):
     layout = LAYOUTS[1]
     keys = jax.random.split(jax.random.key(5, impl=impl), layout.num_requests)
     positions = jnp.arange(layout.num_requests, dtype=jnp.int32) * 1000
-    noise = jax.device_get(sd.draw_noise(keys, positions, layout.num_speculative_tokens))
+    noise = jax.device_get(sd.testing.draw_noise(keys, positions, layout.num_speculative_tokens))
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def keyed(logits, drafts, named, positions):
@@ -384,7 +384,7 @@ def test_an_empty_residual_samples_the_target():
 def lowered(layout: Layout, config: KernelConfig | None = None, batch: Batch | None = None) -> str:
     def call(logits, drafts, noise, sampling, bonus, active):
         with backend():
-            return sd.rejection_sample_with_noise(
+            return sd.testing.rejection_sample_with_noise(
                 logits,
                 drafts,
                 noise,
@@ -406,7 +406,7 @@ def lowered(layout: Layout, config: KernelConfig | None = None, batch: Batch | N
 EVERY_DTYPE = [
     *(
         Layout(vocab=16512, **BIG, kind=kind, dtype=dtype, draft_dtype=dtype, has_bonus=bonus)
-        for kind in ("none", "probs", "logits", "normalized")
+        for kind in ("none", "probs", "logits", "relative")
         for dtype, bonus in (("float32", False), ("bfloat16", True), ("float16", False))
     ),
     Layout(vocab=16512, num_speculative_tokens=12, kind="normalized", rates=(0.5,) * 12),
@@ -443,7 +443,6 @@ def refusal(layout: Layout, **options) -> str:
 
 def test_calls_it_cannot_serve_are_refused_in_a_sentence():
     assert "not RaceNoise" in refusal(Layout(vocab=128, race=True))
-    assert "B is 0" in refusal(Layout(vocab=128, num_requests=0, num_drafts=0))
     many = Layout(vocab=128, num_speculative_tokens=31, num_requests=1, num_drafts=31)
     assert "up to 30 drafts per request, but num_speculative_tokens is 31" in refusal(many)
     large = Layout(vocab=2**20, num_requests=1, num_drafts=0)
@@ -538,7 +537,7 @@ def test_it_is_the_default_on_hopper_for_the_calls_it_serves(k, block, kernels):
             mock.patch.object(jax, "devices", lambda: [Device("gpu", "9.0")]),
             mock.patch.object(api, "_rejection_sample", inner),
         ):
-            return sd.rejection_sample_with_noise(*positional, **named, config=config)
+            return sd.testing.rejection_sample_with_noise(*positional, **named, config=config)
 
     traced = jax.jit(call).trace(positional, named)
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == kernels
@@ -554,10 +553,14 @@ def test_it_is_the_default_on_hopper_for_the_calls_it_serves(k, block, kernels):
 # On a GPU.
 
 
-on_gpu = jitted(functools.partial(sd.rejection_sample_with_noise, implementation="mosaic_gpu"))
+on_gpu = jitted(
+    functools.partial(sd.testing.rejection_sample_with_noise, implementation="mosaic_gpu")
+)
 row_by_row = jitted(
     functools.partial(
-        sd.rejection_sample_with_noise, implementation="mosaic_gpu", kernel_config=KernelConfig()
+        sd.testing.rejection_sample_with_noise,
+        implementation="mosaic_gpu",
+        kernel_config=KernelConfig(),
     )
 )
 
@@ -627,13 +630,13 @@ def test_the_compiled_program_holds_the_kernel(implementation):
     batch = random_batch(Layout(vocab=256, kind="probs"), seed=0)
     args, kwargs = batch.arguments()
     verifier = jitted(
-        functools.partial(sd.rejection_sample_with_noise, implementation=implementation)
+        functools.partial(sd.testing.rejection_sample_with_noise, implementation=implementation)
     )
     assert "mosaic_gpu" in verifier.lower(*args, **kwargs).compile().as_text()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["none", "normalized"])
+@pytest.mark.parametrize("kind", ["none", "normalized", "relative"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("block", [False, True])
 def test_agrees_with_the_oracle_on_a_large_vocabulary(kind, dtype, block):
@@ -662,13 +665,13 @@ def test_rows_past_two_to_the_31_entries_are_read_where_they_are():
     logits = make(jax.random.key(0))
     last = logits[-8 * (k + 1) :]
     ids = jnp.argmax(logits.reshape(count, k + 1, size)[:, :k], axis=-1).astype(jnp.int32)
-    noise = sd.draw_noise(jax.random.split(jax.random.key(1), count), jnp.arange(count), k)
+    noise = sd.testing.draw_noise(jax.random.split(jax.random.key(1), count), jnp.arange(count), k)
     config = sd.SpecDecodeConfig(num_speculative_tokens=k)
 
     def run(logits, ids, noise, temperature, implementation="mosaic_gpu", **kwargs):
         drafts, sampling = sd.Drafts.from_dense(ids), sd.SamplingParams(temperature)
         return jax.device_get(
-            sd.rejection_sample_with_noise(
+            sd.testing.rejection_sample_with_noise(
                 logits,
                 drafts,
                 noise,

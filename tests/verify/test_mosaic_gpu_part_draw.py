@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src.verify import batched, tiles
+from jax_specdec._src.verify import draw as draw_lib
+from jax_specdec._src.verify import tiles
 from jax_specdec._src.verify.draft_rows import DraftScale
+from jax_specdec._src.verify.draw import LocalRows
 from jax_specdec._src.verify.exchange import Exchange
 from jax_specdec._src.verify.mosaic_gpu import shard_kernels
-from jax_specdec._src.verify.resample import Source
-from jax_specdec._src.verify.rules import Rule
+from jax_specdec._src.verify.position import Position
 
 from .batch import QUICK
 from .interpret_mode import interpret_gpu_params
+from .positions import positions_of
 
 NUM_PARTS, REQUESTS, ROWS = 3, 7, 9
 BAD = 4
@@ -66,7 +68,7 @@ def distribution_of(case: Case) -> Any:
     return sd.DraftLogits(logits.at[BAD, 3].set(jnp.nan), valid=valid)
 
 
-def source_of(case: Case, distribution: Any) -> Source:
+def source_of(case: Case, distribution: Any) -> Position:
     """Residuals, bonuses, rejected one-hot drafts; one draft row equals its target row."""
     rng = np.random.default_rng(2)
     rows = jnp.arange(REQUESTS, dtype=jnp.int32)
@@ -84,17 +86,17 @@ def source_of(case: Case, distribution: Any) -> Source:
         draft = logits_of(case, 1)[:REQUESTS].astype(jnp.float32)
         draft_scale = draft_scale._replace(scale=jax.vmap(scale_of)(draft, inv))
     from_residual = jnp.arange(REQUESTS) % 3 > 0 if case.kind else jnp.zeros(REQUESTS, bool)
-    return Source(
-        row=rows,
+    is_one_hot = (jnp.arange(REQUESTS) % 2 == 0) & ~from_residual
+    return positions_of(
+        REQUESTS,
+        case.size,
         draft_row=rows,
         token_id=jnp.asarray(rng.integers(case.size, size=REQUESTS), jnp.int32),
         scale=scale,
-        threshold=None,
-        p_masses=None,
         draft_scale=draft_scale,
         weight=jnp.asarray(rng.uniform(0.5, 1.0, REQUESTS), jnp.float32),
-        from_residual=from_residual,
-        without_token=(jnp.arange(REQUESTS) % 2 == 0) & ~from_residual,
+        proposed=from_residual | is_one_hot,
+        uses_q=from_residual,
         inv_temperature=inv,
     )
 
@@ -130,10 +132,8 @@ class One(Exchange):
         return x
 
 
-def phases_of(case: Case, target: jax.Array, own: Any, me: jax.Array) -> Any:
-    split = batched.Split(One("v", me), True)
-    rule = Rule("standard", None)
-    return batched._Phases.of(target, own, None, case.size, rule, split)
+def rows_of(case: Case, target: jax.Array, own: Any, me: jax.Array) -> LocalRows:
+    return LocalRows.of(target, own, None, case.size, One("v", me), draft_is_split=True)
 
 
 WANTED = jnp.arange(REQUESTS) != 5
@@ -149,20 +149,21 @@ def compare(case: Case, **options: Any) -> None:
 
     @jitted
     def sum_by_tile(me: jax.Array, target: jax.Array, own: Any) -> Any:
-        rows = phases_of(case, target, own, me).rows
+        rows = rows_of(case, target, own, me)
         given = dict(size=case.size, num_parts=NUM_PARTS, **options)
         found = shard_kernels.part_masses(wanted, target, own, me * case.width, **given)
         return found, rows.masses(source)
 
     @jitted
     def draw(me: jax.Array, target: jax.Array, own: Any, masses: jax.Array) -> Any:
-        phases = phases_of(case, target, own, me)
         given = dict(size=case.size, **options)
         found, bad = shard_kernels.part_draw(
             wanted, recover, masses, target, own, me * case.width, **given
         )
-        bad = source.from_residual & (bad | source.draft_scale.bad)
-        return (found, bad), phases.draw(source, masses, recover)
+        bad = source.uses_q & (bad | source.draft_scale.bad)
+        return (found, bad), draw_lib.draw(
+            rows_of(case, target, own, me), source, masses, recover, One("v", me)
+        )
 
     parts = [(jnp.int32(me), *of_part(case, distribution, me)) for me in range(NUM_PARTS)]
     all_masses = []

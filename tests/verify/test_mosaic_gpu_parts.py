@@ -83,7 +83,7 @@ def over(num_parts: int, *, config: KernelConfig | None = None, **options):
     kernels = "row_statistics", "part_masses", "part_draw"
 
     def on_part(args, kwargs, static):
-        return sd.rejection_sample_with_noise(
+        return sd.testing.rejection_sample_with_noise(
             *args,
             **kwargs,
             **static,
@@ -122,7 +122,7 @@ LAYOUTS = [
     Layout(vocab=2176, **BIG, has_active=True),
     Layout(vocab=4224, **BIG, kind="logits", dtype="bfloat16", vocab_size=4100, has_valid=True),
     Layout(vocab=2176, **BIG, kind="probs", rates=(0.9, 0.75, 0.3)),
-    Layout(vocab=2176, **BIG, kind="normalized", block=True),
+    Layout(vocab=2176, **BIG, kind="relative", block=True),
 ]
 
 
@@ -174,7 +174,7 @@ def test_the_parts_of_one_gpu_or_more_give_the_tokens_of_the_oracle(layout):
 
 def arrays_of(logits: jax.Array, batch: int, **given) -> CallArrays:
     drafts = sd.Drafts(jnp.zeros((0,), jnp.int32), jnp.zeros((batch + 1,), jnp.int32))
-    noise = sd.Noise(jnp.zeros((batch, 3)), jnp.zeros((batch, 2)))
+    noise = sd.testing.Noise(jnp.zeros((batch, 3)), jnp.zeros((batch, 2)))
     sampling = sd.SamplingParams(jnp.ones(batch))
     return CallArrays(logits, drafts, noise, sampling, None, None, None)._replace(**given)
 

@@ -20,7 +20,7 @@ def bits_of_jax(key: jax.Array, position: int, stream: noise.Stream, offset: int
 
 
 def test_uniforms_are_the_high_bits_of_threefry_at_a_counter_of_their_own():
-    drawn = sd.draw_noise(KEYS, POSITIONS, K)
+    drawn = sd.testing.draw_noise(KEYS, POSITIONS, K)
     for b, (key, position) in enumerate(zip(KEYS, POSITIONS, strict=True)):
         places = [(noise.Stream.ACCEPT, j) for j in range(K)]
         expected = [(bits_of_jax(key, position, *at) >> 8) * 2.0**-24 for at in places]
@@ -40,7 +40,7 @@ def test_keys_that_jax_derives_share_no_counter_with_our_bits():
 
 
 def test_bits_are_the_same_whether_jax_partitions_its_own_or_not():
-    expected = sd.draw_noise(KEYS, POSITIONS, K)
+    expected = sd.testing.draw_noise(KEYS, POSITIONS, K)
     with jax.threefry_partitionable(False):
-        drawn = sd.draw_noise(KEYS, POSITIONS, K)
+        drawn = sd.testing.draw_noise(KEYS, POSITIONS, K)
     np.testing.assert_array_equal(drawn.accept, expected.accept)

@@ -79,6 +79,11 @@ def request(rng: np.random.Generator, where: Layout) -> Request:
     fields = {}
     if where.kind == "normalized":
         fields["log_normalizer"] = scipy.special.logsumexp(scaled, axis=1).astype(np.float32)
+    if where.kind == "relative":
+        peak = stored.max(axis=1)
+        relative = (stored - peak[:, None]) / (temperature or 1.0)
+        normalizer = scipy.special.logsumexp(relative, axis=1).astype(np.float32)
+        fields |= dict(row_max=peak, log_normalizer=normalizer)
     if where.kind == "probs":
         stored = np.float32(q).reshape(count, where.vocab)
     edge = rng.choice([0.0, 2.0**-24, ALMOST_ONE], 2)
@@ -104,7 +109,7 @@ def batch(where: Layout, seed: int) -> Batch:
     [
         (layout(1), "lazy", 8),
         (layout(2049), "lazy", 60),
-        (layout(2049, "normalized"), "all at once", 60),
+        (layout(2049, "relative"), "all at once", 60),
         (layout(262147, "probs"), "lazy", 6),
     ],
     ids=lambda x: str(x),
@@ -116,7 +121,7 @@ def test_tokens_are_those_of_the_oracle(where, verifier, seeds):
 
 
 SIZES = (1, 2, 3, 31, 33, 2047, 2048, 2049, 4097, 50257, 131071, 131072, 262147)
-KINDS = ("none", "logits", "probs", "normalized")
+KINDS = ("none", "logits", "probs", "normalized", "relative")
 EVERYTHING = [
     (layout(vocab, kind, dtype, block=block), verifier)
     for vocab, kind, dtype, block, verifier in itertools.product(

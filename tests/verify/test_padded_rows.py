@@ -14,7 +14,7 @@ import jax_specdec as sd
 from jax_specdec._src.verify.mosaic_gpu import launch
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
-from jax_specdec._src.verify.rules import Rule
+from jax_specdec._src.verify.rules import Standard
 
 from .batch import Batch, Layout, jitted, oracle, verify
 from .cases import random_batch
@@ -32,7 +32,7 @@ WITHOUT_BONUS_ROWS = Layout(
 def padded(implementation: sd.Implementation | None) -> Any:
     return jitted(
         functools.partial(
-            sd.rejection_sample_with_noise, padded_rows=True, implementation=implementation
+            sd.testing.rejection_sample_with_noise, padded_rows=True, implementation=implementation
         )
     )
 
@@ -43,7 +43,7 @@ def by_kernel(logits: Any, drafts: Any, noise: Any, **given: Any) -> sd.Rejectio
     arrays = CallArrays(logits, drafts, noise, sampling, given.get("bonus_token_ids"), None, None)
     return launch.verify(
         arrays,
-        Rule("standard", None),
+        Standard(),
         k=config.num_speculative_tokens,
         size=logits.shape[1],
         config=KernelConfig(max_cluster=1),

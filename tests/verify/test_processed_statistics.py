@@ -82,12 +82,12 @@ def step(store, last, positions, *, k, masked, q_unfiltered, bonus_row_unmasked)
         drawn = sd.sample_draft_tokens(
             logits, sampling=drawn_under, keys=keys, positions=positions, offset=offset
         )
-        unfiltered = jax.nn.logsumexp(logits / sampling.temperature[:, None], axis=1)
+        relative = (logits - drawn.row_max[:, None]) / sampling.temperature[:, None]
+        unfiltered = jax.nn.logsumexp(relative, axis=1)
         threshold = jnp.where(q_unfiltered, -jnp.inf, drawn.threshold)
         normalizer = jnp.where(q_unfiltered, unfiltered, drawn.log_normalizer)
-        store = store.write(
-            offset, logits, normalizer, threshold=threshold, positions=positions, sampling=sampling
-        )
+        given = dict(threshold=threshold, positions=positions, sampling=sampling)
+        store = store.write(offset, logits, normalizer, drawn.row_max, **given)
         ids.append(drawn.token_ids)
         before.append(drawn.token_ids)
     context = jnp.stack(before, axis=1)

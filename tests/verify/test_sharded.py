@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from measure import collectives
 
 import jax_specdec as sd
-from jax_specdec._src.verify import batched, sharding
+from jax_specdec._src.verify import sharding, xla
 
 from . import bad_rows, edges, suite
 from .batch import Batch, Layout, check, jitted, pack, verify
@@ -34,7 +34,7 @@ def over(vocab: int, batch: int | None = None):
     """A verifier over so many parts of the vocabulary, and of the batch."""
     axes = "v", None if batch is None else "b"
     sharding = sd.VerifySharding(mesh_of(vocab, batch or 1), *axes)
-    return jitted(functools.partial(sd.rejection_sample_with_noise, sharding=sharding))
+    return jitted(functools.partial(sd.testing.rejection_sample_with_noise, sharding=sharding))
 
 
 def agree(layout: Layout, verifier, seeds=range(12)) -> None:
@@ -55,7 +55,7 @@ FILTERED = Layout(
     has_filters=True,
     has_bitmask=True,
     has_threshold=True,
-    kind="normalized",
+    kind="relative",
     draft_vocab=4097,
     dtype="bfloat16",
     draft_dtype="bfloat16",
@@ -143,7 +143,7 @@ def even_batch(layout: Layout, seed: int) -> Batch:
 def test_requests_split_over_an_axis_give_the_tokens_of_the_oracle(layout, vocab_parts):
     axes = None if vocab_parts is None else "v", "b"
     sharding = sd.VerifySharding(mesh_of(vocab_parts or 1, 4), *axes)
-    verifier = jitted(functools.partial(sd.rejection_sample_with_noise, sharding=sharding))
+    verifier = jitted(functools.partial(sd.testing.rejection_sample_with_noise, sharding=sharding))
     for seed in range(12):
         batch = even_batch(layout, seed)
         check(batch, verify(batch, verifier))
@@ -175,7 +175,7 @@ def in_shard_map(layout: Layout, *, draft_spec: P, check_vma: bool):
         def part(target_logits, storage, rest):
             drafts, noise, sampling = rest
             drafts = dataclasses.replace(drafts, distribution=storage)
-            return sd.rejection_sample_with_noise(
+            return sd.testing.rejection_sample_with_noise(
                 target_logits,
                 drafts,
                 noise,
@@ -224,14 +224,14 @@ def test_arrays_that_are_split_are_verified_where_they_are(
 ):
     layout = Layout(vocab=vocab, **EVEN, kind="probs")
     mesh, seen = mesh_of(4, 2, axis_type), []
-    inner = batched.verify
+    inner = xla.verify
 
     def watched(arrays, *rule, **options):
         seen.append((arrays.target_logits.shape, arrays.drafts.distribution.probs.shape))
         return inner(arrays, *rule, **options)
 
-    monkeypatch.setattr(batched, "verify", watched)
-    call = sd.rejection_sample_with_noise
+    monkeypatch.setattr(xla, "verify", watched)
+    call = sd.testing.rejection_sample_with_noise
     batch = even_batch(layout, 3)
     (target_logits, drafts, noise), options = batch.arguments()
     target_logits, probs = jax.device_put(
@@ -263,24 +263,28 @@ def test_other_arrays_are_verified_as_if_they_were_not_split(spec, options, monk
     batch = random_batch(layout, 1)
     (target_logits, drafts, noise), named = batch.arguments()
     target_logits = jax.device_put(target_logits, NamedSharding(mesh_of(4, 2), spec))
-    output = sd.rejection_sample_with_noise(target_logits, drafts, noise, **named, **options)
+    output = sd.testing.rejection_sample_with_noise(
+        target_logits, drafts, noise, **named, **options
+    )
     check(batch, jax.device_get(output))
 
 
 @newest
 def test_a_vocabulary_on_one_device_is_not_split(monkeypatch):
-    inner, axes = batched.verify, []
+    inner, axes = xla.verify, []
 
-    def watched(*args, split, **options):
-        axes.append(split.exchange.axis)
-        return inner(*args, split=split, **options)
+    def watched(*args, form, **options):
+        axes.append(form.exchange.axis)
+        return inner(*args, form=form, **options)
 
-    monkeypatch.setattr(batched, "verify", watched)
+    monkeypatch.setattr(xla, "verify", watched)
     layout = Layout(vocab=97, num_requests=3, num_drafts=5, race=True)
     batch = random_batch(layout, 2)
     args, named = batch.arguments()
     one = sd.VerifySharding(mesh_of(1), "v")
-    check(batch, jax.device_get(sd.rejection_sample_with_noise(*args, **named, sharding=one)))
+    check(
+        batch, jax.device_get(sd.testing.rejection_sample_with_noise(*args, **named, sharding=one))
+    )
     assert set(axes) == {None}
 
 
@@ -371,7 +375,7 @@ SMALL = Layout(vocab=96, num_requests=4, num_drafts=8, num_speculative_tokens=2,
 
 def call(layout: Layout, sharding, **options) -> None:
     args, named = random_batch(layout, 0).arguments()
-    sd.rejection_sample_with_noise(*args, **(named | options), sharding=sharding)
+    sd.testing.rejection_sample_with_noise(*args, **(named | options), sharding=sharding)
 
 
 @pytest.mark.parametrize(
@@ -459,7 +463,7 @@ def test_draft_storage_that_cannot_be_read_in_parts_is_refused(error, sentence, 
     (target_logits, drafts, noise), named = random_batch(SMALL, 0).arguments()
     drafts = dataclasses.replace(drafts, distribution=distribution)
     with pytest.raises(error, match=sentence):
-        sd.rejection_sample_with_noise(
+        sd.testing.rejection_sample_with_noise(
             target_logits, drafts, noise, **named, sharding=sd.VerifySharding(MESH, "v")
         )
 
@@ -473,7 +477,7 @@ def padded(target_logits, drafts, noise, *, vocab_size=None, **options):
     v = target_logits.shape[1]
     target_logits = jnp.pad(target_logits, ((0, 0), (0, -v % 8)), constant_values=jnp.nan)
     sharding = sd.VerifySharding(mesh_of(8), "v")
-    return sd.rejection_sample_with_noise(
+    return sd.testing.rejection_sample_with_noise(
         target_logits, drafts, noise, vocab_size=vocab_size or v, sharding=sharding, **options
     )
 

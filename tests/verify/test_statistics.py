@@ -142,7 +142,9 @@ def noise_by_token(keys, positions):
         return uniforms(key, position, Stream.ACCEPT, 0)[0]
 
     per_place = [jax.vmap(accept)(keys, positions + j) for j in range(K)]
-    return sd.Noise(jnp.stack(per_place, axis=1), sd.draw_noise(keys, positions, K).recover)
+    return sd.testing.Noise(
+        jnp.stack(per_place, axis=1), sd.testing.draw_noise(keys, positions, K).recover
+    )
 
 
 def decode(
@@ -251,7 +253,7 @@ def test_accept_noise_that_also_recovers_is_noticed():
         out = OPTIMIZED(
             jnp.asarray(np.repeat(TARGET[:1], 2 * b, axis=0)),
             drafts,
-            sd.Noise(jnp.asarray(u), jnp.asarray(recover)),
+            sd.testing.Noise(jnp.asarray(u), jnp.asarray(recover)),
             sampling=sd.SamplingParams(temperature=jnp.ones(b)),
             config=sd.SpecDecodeConfig(num_speculative_tokens=1),
         )

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
+from jax_specdec._src import platform
 from jax_specdec._src.sampling import Filter, inverse_temperature
 from jax_specdec._src.verify import api, rows, tiles
 from jax_specdec._src.verify.exchange import WHOLE
@@ -99,10 +100,10 @@ def traced(sampling: sd.SamplingParams, implementation: Any = "xla_batched", **g
     """The jaxpr of a verification; the cached trace of another is not looked at."""
     config = sd.SpecDecodeConfig(num_speculative_tokens=2)
     drafts = sd.Drafts.from_dense(jnp.zeros((B, 2), jnp.int32))
-    noise = sd.Noise(jnp.zeros((B, 2)), jnp.zeros((B, 2)))
+    noise = sd.testing.Noise(jnp.zeros((B, 2)), jnp.zeros((B, 2)))
 
     def verify(target: jax.Array, sampling: sd.SamplingParams, given: Any) -> Any:
-        return sd.rejection_sample_with_noise(
+        return sd.testing.rejection_sample_with_noise(
             target,
             drafts,
             noise,
@@ -112,7 +113,14 @@ def traced(sampling: sd.SamplingParams, implementation: Any = "xla_batched", **g
             **given,
         )
 
-    with mock.patch.object(api, "_rejection_sample", api._rejection_sample.__wrapped__):
+    def form(function: Any, *args: Any) -> Any:  # which would hide in its equation
+        with platform.assume("cpu"):
+            return function(*args)
+
+    with (
+        mock.patch.object(api, "_rejection_sample", api._rejection_sample.__wrapped__),
+        mock.patch.object(api, "traced_for_platform", form),
+    ):
         return jax.make_jaxpr(verify)(jnp.zeros((3 * B, 5000), jnp.bfloat16), sampling, given)
 
 

@@ -10,7 +10,7 @@ from . import bad_rows, block_edges, processed, suite
 from .batch import jitted
 
 all_at_once = jitted(
-    functools.partial(sd.rejection_sample_with_noise, implementation="xla_batched")
+    functools.partial(sd.testing.rejection_sample_with_noise, implementation="xla_batched")
 )
 
 pytestmark = pytest.mark.newest

@@ -6,14 +6,20 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
-from jax_specdec._src.cli.options import DEFAULT_MAX_NEW_TOKENS, Options
+from jax_specdec._src.cli.options import DEFAULT_MAX_NEW_TOKENS, HEAD_PREFIX, Options
 from jax_specdec._src.cli.prompts import InputError
-from jax_specdec._src.models.bytes import DOCUMENT_SEPARATOR, ByteDecoder, encode
+from jax_specdec._src.drafting.draft_model import ModelDrafter
+from jax_specdec._src.drafting.drafter import Drafter
+from jax_specdec._src.drafting.eagle3 import Eagle3Drafter
+from jax_specdec._src.drafting.ngram import NGramDrafter
+from jax_specdec._src.models.bytes import DOCUMENT_SEPARATOR, ByteDecoder, encode_bytes
 from jax_specdec._src.models.checkpoint import LoadedModel, load_embedded_pair, load_huggingface
 from jax_specdec._src.models.config_json import CONFIG_FILE, read_config
+from jax_specdec._src.models.eagle3_files import load_eagle3, load_embedded_head
 from jax_specdec._src.models.fields import shown
+from jax_specdec._src.models.llama import Llama
 from jax_specdec._src.models.llama_config import LlamaConfig
 from jax_specdec._src.models.tokenizer import Tokenizer, load_tokenizer
 
@@ -29,13 +35,20 @@ class TextDecoder(Protocol):
         ...
 
 
+class Draft(NamedTuple):
+    """A drafter and its weights."""
+
+    drafter: Drafter
+    params: Any = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Models:
     """A target and its drafters, and the prompts in their ids.
 
     Attributes:
       target: the target.
-      drafters: by their names in the options; None is n-gram lookup.
+      drafters: by their names in the options.
       prompts: the token ids of each prompt.
       max_new_tokens: budget of each request.
       stop_token_ids: ids that end a text.
@@ -43,7 +56,7 @@ class Models:
     """
 
     target: LoadedModel
-    drafters: dict[str, LoadedModel | None]
+    drafters: dict[str, Draft]
     prompts: list[list[int]]
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
@@ -63,12 +76,17 @@ def load_models(options: Options, prompts: list[str]) -> Models:
 
 
 def _embedded(options: Options, texts: list[str]) -> Models:
-    prompts = [encode(text) for text in texts]
+    prompts = [encode_bytes(text) for text in texts]
     budget = _budget(options, prompts, MAX_LENGTH, "bytes")
     target, draft = load_embedded_pair()
     return Models(
         target,
-        {name: draft if name == "model" else None for name in options.drafters},
+        {
+            name: Draft(ModelDrafter(draft.model), draft.params)
+            if name == "model"
+            else _without_model(name, target)
+            for name in options.drafters
+        },
         prompts,
         budget,
         (DOCUMENT_SEPARATOR,),
@@ -80,7 +98,11 @@ def _checkpoints(options: Options, texts: list[str]) -> Models:
     assert options.target is not None
     config = read_config(options.target / CONFIG_FILE)
     tokenizer = load_tokenizer(options.target)
-    directories = {name: Path(name) for name in options.drafters if name != "ngram"}
+    directories = {
+        name: Path(name)
+        for name in options.drafters
+        if name != "ngram" and not name.startswith(HEAD_PREFIX)
+    }
     for directory in directories.values():
         read_config(directory / CONFIG_FILE)
         tokenizer.check_same_vocabulary(load_tokenizer(directory))
@@ -89,11 +111,26 @@ def _checkpoints(options: Options, texts: list[str]) -> Models:
     load = functools.partial(load_huggingface, dtype=options.dtype, scan_layers=options.scan_layers)
     target = load(options.target)
     size = target.model.vocab_size
-    drafters: dict[str, LoadedModel | None] = dict.fromkeys(options.drafters)
-    for name, directory in directories.items():
-        drafters[name] = load(directory, max_vocab_size=size)
+    drafters = {}
+    for name in options.drafters:
+        if name in directories:
+            draft = load(directories[name], max_vocab_size=size)
+            drafters[name] = Draft(ModelDrafter(draft.model), draft.params)
+        else:
+            drafters[name] = _without_model(name, target)
     stop_token_ids = tokenizer.stop_token_ids
     return Models(target, drafters, prompts, budget, stop_token_ids, tokenizer.stream)
+
+
+def _without_model(name: str, target: LoadedModel[Llama]) -> Draft:
+    """Lookup, or an EAGLE-3 head: a drafter that needs no model besides the target."""
+    if name == "ngram":
+        return Draft(NGramDrafter())
+    if name.startswith(HEAD_PREFIX):
+        head = load_eagle3(Path(name.removeprefix(HEAD_PREFIX)), target)
+    else:
+        head = load_embedded_head(target)
+    return Draft(Eagle3Drafter(head.model), head.params)
 
 
 def _encode(

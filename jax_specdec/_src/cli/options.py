@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from jax_specdec._src.config import RejectionSampleMethod, SpecDecodeConfig
+from jax_specdec._src.cli import terminal
+from jax_specdec._src.config import RejectionSampleMethod, SpecDecodeConfig, did_you_mean
 from jax_specdec._src.serving.options import RequestOptions
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -17,10 +19,12 @@ DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_K = 6
 LOOKUP_K = 4
 """The default for ngram: on a CPU, more drafts cost more than a lookup usually gains."""
+HEAD_PREFIX = "eagle3:"
+"""What stands before the directory of an EAGLE-3 head."""
 BENCH_K = (2, 4, 6)
 BENCH_TEMPERATURES = (0.0, 0.8)
 DEFAULT_REPEATS = 5
-BENCH_REPEATS = 3
+BENCH_REPEATS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +39,14 @@ class Options:
       prompt_files: each holds one prompt; "-" is standard input.
       chat: prompts are messages, put into the tokenizer's chat template.
       target: directory of the target's checkpoint; None for the embedded target.
-      drafters: each "model" (the embedded draft model), "ngram", or the directory of a checkpoint.
+      drafters: each "model" (the embedded draft model), "ngram", "eagle3" (the embedded head),
+        "eagle3:" and the directory of a head, or the directory of a checkpoint.
       dtype: compute dtype of checkpoints; None for the stored one.
       scan_layers: loop over a checkpoint's layers, to compile faster; see `Llama`.
       temperatures: 0 is greedy.
       max_new_tokens: budget of each request; None for the default, or as many as fit.
       seed: of the sampling noise.
+      shows_prompts: whether a prompt is printed before its continuation.
       json: print one JSON object instead of text and tables.
       repeats: timed runs of each kind of decoding; None if nothing is compared.
       configs: how drafts are made and verified, one per K.
@@ -59,6 +65,7 @@ class Options:
     temperatures: tuple[float, ...]
     max_new_tokens: int | None
     seed: int
+    shows_prompts: bool
     json: bool
     repeats: int | None
     configs: tuple[SpecDecodeConfig, ...]
@@ -97,6 +104,7 @@ _NOT_GIVEN = {
     "acceptance_length": None,
     "acceptance_rates": None,
     "max_new_tokens": None,
+    "shows_prompts": True,
     "json": False,
     "repeats": None,
     "compilation_cache": True,
@@ -114,7 +122,15 @@ class _Parser(argparse.ArgumentParser):
     """Reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+        terminal.write(f"{self.prog}: {' '.join(message.split())}\n", stream=sys.stderr)
+        sys.exit(2)
+
+    def refuse_unknown(self, arguments: Sequence[str]) -> None:
+        """Report arguments that it does not know, with the option that the first one is near."""
+        if arguments:
+            known = [name for action in self._actions for name in action.option_strings]
+            near = did_you_mean(arguments[0].partition("=")[0], known)
+            self.error(f"unrecognized arguments: {' '.join(arguments)}{near}")
 
 
 def parse(arguments: Sequence[str] | None, version: str) -> Options:
@@ -132,7 +148,7 @@ def parse(arguments: Sequence[str] | None, version: str) -> Options:
     form: dict[str, Any] = dict(
         formatter_class=argparse.ArgumentDefaultsHelpFormatter, argument_default=argparse.SUPPRESS
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     generate = commands.add_parser(
         "generate",
         help="continue a text, or answer a message",
@@ -151,11 +167,16 @@ def parse(arguments: Sequence[str] | None, version: str) -> Options:
         _add_options(command)
     _add_generate(generate)
     _add_bench(bench)
-    values = argparse.Namespace(**(_NOT_GIVEN | vars(parser.parse_args(arguments))))
+    given, unknown = parser.parse_known_args(arguments)
+    command = {"generate": generate, "bench": bench, None: parser}[given.command]
+    command.refuse_unknown(unknown)
+    if given.command is None:
+        parser.print_help()
+        parser.exit()
     try:
-        return _check(values)
+        return _check(argparse.Namespace(**(_NOT_GIVEN | vars(given))))
     except (TypeError, ValueError) as error:
-        {"generate": generate, "bench": bench}[values.command].error(str(error))
+        command.error(str(error))
 
 
 def _add_options(command: argparse.ArgumentParser) -> None:
@@ -229,6 +250,7 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         help="how the draft model picks tokens at temperature > 0",
     )
     command.add_argument(
+        "-n",
         "--max-new-tokens",
         type=int,
         metavar="N",
@@ -252,14 +274,22 @@ def _add_options(command: argparse.ArgumentParser) -> None:
 
 def _add_generate(command: argparse.ArgumentParser) -> None:
     command.add_argument(
+        "--no-prompt",
+        dest="shows_prompts",
+        action="store_false",
+        help="print the text without its prompt, as --chat does",
+    )
+    command.add_argument(
         "--draft",
         dest="drafters",
         type=lambda name: (name,),
-        metavar="DIR|ngram|model",
-        help="where drafts come from: a checkpoint, a lookup in the text so far (default with "
-        "--target), or the embedded draft model (default without)",
+        metavar="DIR|eagle3[:DIR]|ngram|model",
+        help="where drafts come from: a checkpoint, an EAGLE-3 head (the embedded target's if no "
+        "DIR is given), a lookup in the text so far (default with --target), or the embedded "
+        "draft model (default without)",
     )
     command.add_argument(
+        "-t",
         "--temperature",
         dest="temperatures",
         type=lambda text: (_number(float, text),),
@@ -268,6 +298,7 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
         help="0 is greedy",
     )
     command.add_argument(
+        "-k",
         "--num-speculative-tokens",
         dest="ks",
         type=lambda text: (_number(int, text),),
@@ -291,11 +322,12 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
         "--draft",
         dest="drafters",
         action="append",
-        metavar="DIR|ngram|model",
+        metavar="DIR|eagle3[:DIR]|ngram|model",
         help="where drafts come from, as for generate; may be given several times (default: "
         "ngram, and model too without --target)",
     )
     command.add_argument(
+        "-t",
         "--temperature",
         dest="temperatures",
         type=_numbers(float, "0,0.8"),
@@ -304,6 +336,7 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
         help="0 is greedy",
     )
     command.add_argument(
+        "-k",
         "--num-speculative-tokens",
         dest="ks",
         type=_numbers(int, "2,4,6"),
@@ -312,7 +345,11 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
         help="drafts per step",
     )
     command.add_argument(
-        "--repeats", type=int, default=BENCH_REPEATS, metavar="N", help="timed runs of each kind"
+        "--repeats",
+        type=int,
+        default=BENCH_REPEATS,
+        metavar="N",
+        help="timed runs of each kind; at a temperature, each has a seed of its own",
     )
 
 
@@ -388,6 +425,7 @@ def _check(values: argparse.Namespace) -> Options:
         temperatures=tuple(dict.fromkeys(values.temperatures)),
         max_new_tokens=values.max_new_tokens,
         seed=values.seed,
+        shows_prompts=values.shows_prompts and not values.chat,
         json=values.json,
         repeats=values.repeats,
         configs=tuple(_config(values, k) for k in dict.fromkeys(ks)),
@@ -403,10 +441,18 @@ def _drafters(values: argparse.Namespace) -> tuple[str, ...]:
         default = ("ngram",)
     drafters = tuple(dict.fromkeys(values.drafters or default))
     for draft in drafters:
-        if values.target is None and draft not in ("model", "ngram"):
-            raise ValueError(f"--draft must be model or ngram without --target, but is {draft!r}")
-        if values.target is not None and draft == "model":
-            raise ValueError("--draft must be a directory or ngram with --target, but is 'model'")
+        is_head = draft.startswith(HEAD_PREFIX)
+        if values.target is None and not (is_head or draft in ("model", "ngram", "eagle3")):
+            raise ValueError(
+                "--draft must be model, ngram, eagle3 or eagle3:DIR without --target, but is "
+                f"{draft!r}"
+            )
+        if values.target is not None and draft in ("model", "eagle3"):
+            raise ValueError(
+                f"--draft must be DIR, eagle3:DIR or ngram with --target, but is {draft!r}"
+            )
+        if draft == HEAD_PREFIX:
+            raise ValueError("--draft eagle3: must be followed by the directory of a head")
     if values.target is None and values.dtype is not None:
         raise ValueError("--dtype needs --target")
     if values.target is None and values.scan_layers:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
+from jax import monitoring
 
 from jax_specdec._src.cli.models import Models
 from jax_specdec._src.cli.options import Options
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.drafting.draft_model import ModelDrafter
-from jax_specdec._src.drafting.ngram import NGramDrafter
 from jax_specdec._src.serving.batch import StepRecord
 from jax_specdec._src.serving.generate import (
     GenerateOutput,
@@ -26,6 +27,7 @@ from jax_specdec._src.serving.generate import (
     greedy_differences,
 )
 from jax_specdec._src.serving.metrics import AcceptanceStats
+from jax_specdec._src.serving.options import RequestOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,35 +62,66 @@ class TextStep:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One kind of decoding, timed.
+    """One way of decoding the prompts, run several times after it was compiled.
 
     Attributes:
-      output: what it generated.
-      seconds: median wall time, without compiling.
+      temperature: of all requests.
+      drafter: as the options name it; None for plain decoding.
+      config: how it drafted and verified; None for plain decoding.
+      outputs: what it generated: greedy texts once, sampled ones for each seed.
+      seconds: wall time of each run.
     """
 
-    output: GenerateOutput
-    seconds: float
+    temperature: float
+    drafter: str | None
+    config: SpecDecodeConfig | None
+    outputs: list[GenerateOutput]
+    seconds: list[float]
+
+    @property
+    def name(self) -> str:
+        """What it is, for a person."""
+        if self.config is None:
+            return "plain decoding"
+        return f"{self.drafter} with K = {self.config.num_speculative_tokens}"
 
     @property
     def stats(self) -> AcceptanceStats:
-        """Acceptance."""
-        return AcceptanceStats.from_steps(self.output.steps)
+        """Acceptance, over all seeds."""
+        steps = [output.steps for output in self.outputs]
+        return AcceptanceStats.from_steps(jax.tree.map(lambda *x: np.concatenate(x), *steps))
 
     @property
     def num_tokens(self) -> int:
-        """Tokens generated, of all requests."""
-        return sum(map(len, self.output.completions))
+        """Tokens generated, of all requests and seeds."""
+        return sum(len(ids) for output in self.outputs for ids in output.completions)
 
     @property
     def num_target_passes(self) -> int:
-        """Target passes, without those that read the prompts."""
-        return len(self.output.steps.num_kept)
+        """Target passes over all seeds, without those that read the prompts."""
+        return sum(len(output.steps.num_kept) for output in self.outputs)
+
+    @property
+    def total_seconds(self) -> float:
+        """Time for `num_tokens`: the median of equal runs, or the sum over seeds."""
+        one = len(self.outputs) == 1
+        return statistics.median(self.seconds) if one else sum(self.seconds)
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens generated per second, of all requests."""
-        return self.num_tokens / self.seconds
+        return self.num_tokens / self.total_seconds
+
+    @property
+    def standard_error(self) -> float | None:
+        """That of the tokens per target pass, from how seeds differ, where they do."""
+        if self.config is None or len(self.outputs) == 1:
+            return None
+        each = [
+            AcceptanceStats.from_steps(output.steps).tokens_per_target_pass
+            for output in self.outputs
+        ]
+        return statistics.stdev(each) / math.sqrt(len(each))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +149,57 @@ class Comparison:
         return self.run.tokens_per_second / max(self.plain.tokens_per_second, 1e-9)
 
 
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """How a stream began.
+
+    Attributes:
+      num_prompt_tokens: of all requests.
+      compiling: seconds in which JAX traced and compiled.
+      first_token: the other seconds before the first step was done: prompts were read, mostly.
+    """
+
+    num_prompt_tokens: int
+    compiling: float
+    first_token: float
+
+
+class _CompilationTimer:
+    """Adds up the time that JAX takes to trace and to compile, while it is entered."""
+
+    def __init__(self, on_program: Callable[[str], None]) -> None:
+        """Begin with nothing.
+
+        Args:
+          on_program: called with the name of each program when it is compiled.
+        """
+        self._on_program = on_program
+        self._spans: list[tuple[float, float]] = []
+
+    @property
+    def seconds(self) -> float:
+        """The sum; what happens inside of something else counts once."""
+        return sum(end - begin for begin, end in self._spans)
+
+    def __enter__(self) -> Self:
+        monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        monitoring.unregister_event_duration_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **about: str | int) -> None:
+        if not event.startswith("/jax/core/compile/"):
+            return
+        end = time.perf_counter()
+        begin = end - duration_secs
+        while self._spans and self._spans[-1][0] >= begin:
+            self._spans.pop()
+        self._spans.append((begin, end))
+        if event.endswith("backend_compile_duration"):
+            self._on_program(str(about.get("fun_name")))
+
+
 def stacked(records: list[StepRecord]) -> StepRecord:
     """The records of steps as one, with a leading axis of steps."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *records)
@@ -134,6 +218,30 @@ class Session:
         self.options = options
         self.models = models
 
+    def begin(self, say: Callable[[str], None]) -> tuple[Start, Iterator[TextStep]]:
+        """Compile, read the prompts and take the first step.
+
+        Args:
+          say: called with what is going on.
+
+        Returns:
+          How long that took, and all steps.
+        """
+        prompts = self.models.prompts
+        num_tokens = sum(map(len, prompts))
+
+        def on_program(name: str) -> None:
+            if "prefill" in name:
+                say(f"reading {num_tokens} prompt tokens")
+
+        say("compiling")
+        steps, begin = self.stream(), time.perf_counter()
+        with _CompilationTimer(on_program) as timer:
+            first = next(steps)
+        seconds = time.perf_counter() - begin
+        start = Start(num_tokens, timer.seconds, seconds - timer.seconds)
+        return start, itertools.chain([first], steps)
+
     def stream(self) -> Iterator[TextStep]:
         """The text of each step as it is decoded, with the first drafter, temperature and K."""
         models, stops = self.models, self.models.stop_token_ids
@@ -145,8 +253,9 @@ class Session:
             models.target.model,
             models.target.params,
             models.prompts,
-            **self._drafting(self.options.drafters[0], self.options.config),
-            **self._sampling(self.options.temperatures[0]),
+            **self.drafting(self.options.drafters[0], self.options.config),
+            options=self.request(self.options.temperatures[0]),
+            key=jax.random.key(np.uint32(self.options.seed)),
         )
         for record in steps:
             pieces: list[list[Piece]] = [[] for _ in range(size)]
@@ -170,77 +279,76 @@ class Session:
                     pieces[b].append(Piece(rest, origins[b]))
             yield TextStep(pieces, list(done), list(failed), record)
 
-    def speculative(
-        self, drafter: str, config: SpecDecodeConfig, temperature: float
-    ) -> GenerateOutput:
-        """The requests with drafts, in one compiled loop."""
-        return generate(
-            self.models.target.model,
-            self.models.target.params,
-            self.models.prompts,
-            **self._drafting(drafter, config),
-            **self._sampling(temperature),
+    def compare(self, temperature: float, on_run: Callable[[str], None]) -> list[Comparison]:
+        """Time plain decoding, then every drafter with every config, at one temperature.
+
+        The runs take turns, so that a busy machine slows all of them. At a temperature each run of
+        one kind has a seed of its own, and stop tokens do not end texts: else a text that happens
+        to be easy or short would look like a good K.
+
+        Args:
+          temperature: of all requests.
+          on_run: called with a name before each run, of which there are `num_runs`.
+
+        Returns:
+          One entry for each kind; the first compares plain decoding with itself.
+        """
+        repeats, seed = self.options.repeats, self.options.seed
+        assert repeats is not None
+        kinds: list[tuple[str | None, SpecDecodeConfig | None]] = [(None, None)]
+        kinds += itertools.product(self.options.drafters, self.options.configs)
+        runs = [Run(temperature, *kind, [], []) for kind in kinds]
+        for repeat in range(repeats + 1):  # the first compiles
+            for run in runs:
+                on_run(f"{run.name} at temperature {temperature:g}")
+                own_seed = seed if temperature == 0 else (seed + max(repeat - 1, 0)) % 2**32
+                begin = time.perf_counter()
+                output = self._generate(run, own_seed)
+                if repeat > 0:
+                    run.seconds.append(time.perf_counter() - begin)
+                if repeat == 1 or (repeat > 1 and temperature > 0):
+                    run.outputs.append(output)
+        return [Comparison(run, runs[0], self._differences(run, runs[0])) for run in runs]
+
+    @property
+    def num_runs(self) -> int:
+        """How many runs `compare` makes."""
+        options = self.options
+        assert options.repeats is not None
+        return (1 + len(options.drafters) * len(options.configs)) * (options.repeats + 1)
+
+    def request(self, temperature: float, *, stops: bool = True) -> RequestOptions:
+        """What every request asks for; with or without stop tokens."""
+        return dataclasses.replace(
+            self.options.request,
+            temperature=temperature,
+            max_new_tokens=self.models.max_new_tokens,
+            stop_token_ids=self.models.stop_token_ids if stops else (),
         )
 
-    def plain(self, temperature: float) -> GenerateOutput:
-        """The requests without drafts, in one compiled loop."""
-        target = self.models.target
-        return generate_plain(*target, self.models.prompts, **self._sampling(temperature))
+    def _generate(self, run: Run, seed: int) -> GenerateOutput:
+        """The requests in one compiled loop."""
+        target, prompts = self.models.target, self.models.prompts
+        options = self.request(run.temperature, stops=run.temperature == 0)
+        key = jax.random.key(np.uint32(seed))
+        if run.drafter is None or run.config is None:
+            return generate_plain(*target, prompts, options=options, key=key)
+        drafting = self.drafting(run.drafter, run.config)
+        return generate(*target, prompts, **drafting, options=options, key=key)
 
-    def compare(self, run: Run, plain: Run, temperature: float) -> Comparison:
-        """Compare a run with plain decoding at the same temperature."""
-        if temperature > 0 or self.options.config.rejection_sample_method == "synthetic":
-            return Comparison(run, plain, None)
-        differences = greedy_differences(
+    def _differences(self, run: Run, plain: Run) -> list[GreedyDifference] | None:
+        config = self.options.config
+        if run is plain or run.temperature > 0 or config.rejection_sample_method == "synthetic":
+            return None
+        return greedy_differences(
             *self.models.target,
             self.models.prompts,
-            run.output,
-            plain.output,
+            run.outputs[0],
+            plain.outputs[0],
             self.options.request,
         )
-        return Comparison(run, plain, differences)
 
-    def _drafting(self, drafter: str, config: SpecDecodeConfig) -> dict[str, Any]:
+    def drafting(self, drafter: str, config: SpecDecodeConfig) -> dict[str, Any]:
+        """The arguments of `generate` that say how it drafts."""
         draft = self.models.drafters[drafter]
-        if draft is None:
-            return {"drafter": NGramDrafter(), "config": config}
-        return {
-            "drafter": ModelDrafter(draft.model),
-            "draft_params": draft.params,
-            "config": config,
-        }
-
-    def _sampling(self, temperature: float) -> dict[str, Any]:
-        return {
-            "options": dataclasses.replace(
-                self.options.request,
-                temperature=temperature,
-                max_new_tokens=self.models.max_new_tokens,
-                stop_token_ids=self.models.stop_token_ids,
-            ),
-            "key": jax.random.key(self.options.seed),
-        }
-
-
-def measure(
-    kinds: dict[str, Callable[[], GenerateOutput]],
-    repeats: int,
-    on_run: Callable[[str], None] = lambda name: None,
-) -> dict[str, Run]:
-    """Time several kinds of decoding, in turn, after compiling them all.
-
-    Args:
-      kinds: what to run, by name.
-      repeats: timed runs of each.
-      on_run: called with a name before each run, of which there are ``repeats + 1`` of each kind.
-    """
-    times: dict[str, list[float]] = {name: [] for name in kinds}
-    outputs: dict[str, GenerateOutput] = {}
-    for repeat in range(repeats + 1):
-        for name, run in kinds.items():
-            on_run(name)
-            begin = time.perf_counter()
-            outputs[name] = run()
-            if repeat > 0:
-                times[name].append(time.perf_counter() - begin)
-    return {name: Run(outputs[name], statistics.median(times[name])) for name in kinds}
+        return {"drafter": draft.drafter, "draft_params": draft.params, "config": config}

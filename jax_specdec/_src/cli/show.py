@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
-from jax_specdec._src.cli import terminal
+from jax_specdec._src.cli import report, terminal
 from jax_specdec._src.cli.models import load_models
 from jax_specdec._src.cli.options import Options
-from jax_specdec._src.cli.run import (
-    Comparison,
-    Run,
-    Session,
-    TextStep,
-    measure,
-    stacked,
-)
+from jax_specdec._src.cli.run import Comparison, Session, Start, TextStep, stacked
 from jax_specdec._src.serving.batch import StepRecord
-from jax_specdec._src.serving.generate import GreedyDifference
 from jax_specdec._src.serving.metrics import AcceptanceStats
 
 STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": None}
-COMPILING = "loading the models and compiling"
+LOADING = "loading the models"
 
 
 class Texts:
@@ -52,7 +43,7 @@ class Texts:
     def add(self, step: TextStep) -> None:
         """Print what a step has made ready."""
         for waiting, pieces in zip(self._waiting, step.pieces, strict=True):
-            waiting += [(terminal.printable(p.text), STYLES[p.origin]) for p in pieces]
+            waiting += [(piece.text, STYLES[piece.origin]) for piece in pieces]
         while self._now < len(self._prompts):
             for text, style in self._waiting[self._now]:
                 terminal.write(text, style)
@@ -69,17 +60,13 @@ class Texts:
         if total > 1:
             terminal.write(f"==> {self._now + 1} of {total} <==\n", "bold")
         if self._with_prompts:
-            terminal.write(terminal.printable(self._prompts[self._now]), "dim")
+            terminal.write(self._prompts[self._now], "dim")
 
 
 def show_text(options: Options, prompts: list[str]) -> None:
     """Stream the texts, then print one line of statistics, or compare with plain decoding."""
     compares = options.repeats is not None
-    begin = time.perf_counter()
-    with terminal.spinner(COMPILING):
-        session = Session(options, load_models(options, prompts))
-        steps = session.stream()
-        first = next(steps)
+    session, loading, start, steps = _begin(options, prompts)
     started = time.perf_counter()
     if compares:
         terminal.write("Tokens:")
@@ -89,16 +76,17 @@ def show_text(options: Options, prompts: list[str]) -> None:
                 terminal.write(name, style)
         terminal.write("\n")
         terminal.show_rule()
-    texts, seen = Texts(prompts, with_prompts=not options.chat), []
-    for step in itertools.chain([first], steps):
+    texts, seen = Texts(prompts, with_prompts=options.shows_prompts), []
+    for step in steps:
         texts.add(step)
         seen.append(step)
     seconds = time.perf_counter() - started
     if compares:
         terminal.show_rule()
-        terminal.show(_table(options, _compare(session)))
+        terminal.show(report.table(options, _compare(session)))
     else:
-        _print_statistics([step.record for step in seen], started - begin, seconds)
+        _print_start(start, loading)
+        _print_statistics([step.record for step in seen], seconds)
     if options.config.rejection_sample_method == "synthetic":
         terminal.write("Synthetic acceptance: the text is not the target's.\n", stream=sys.stderr)
     check_verified(seen[-1])
@@ -106,9 +94,8 @@ def show_text(options: Options, prompts: list[str]) -> None:
 
 def show_json(options: Options, prompts: list[str]) -> None:
     """Print one JSON object with the texts, their pieces' origins and the figures."""
-    with terminal.spinner(COMPILING):
-        session = Session(options, load_models(options, prompts))
-        seen = list(session.stream())
+    session, loading, start, steps = _begin(options, prompts)
+    seen = list(steps)
     pieces = [[p for step in seen for p in step.pieces[b]] for b in range(len(prompts))]
     records = stacked([step.record for step in seen])
     stats = AcceptanceStats.from_steps(records)
@@ -127,25 +114,16 @@ def show_json(options: Options, prompts: list[str]) -> None:
         "target": None if options.target is None else str(options.target),
         "draft": options.drafters[0],
         "temperature": options.temperatures[0],
-        "options": dataclasses.asdict(options.request),
+        "options": dataclasses.asdict(session.request(options.temperatures[0])),
         "seed": options.seed,
         "num_tokens": int(records.num_kept.sum()),
         "num_target_passes": len(seen),
+        "load_and_compile_seconds": loading + start.compiling,
+        "first_token_seconds": start.first_token,
         **stats.to_dict(),
     }
     if options.repeats is not None:
-        comparison = _compare(session)
-        differences = comparison.differences
-        result |= {
-            "seconds": comparison.run.seconds,
-            "plain_seconds": comparison.plain.seconds,
-            "num_plain_tokens": comparison.plain.num_tokens,
-            "speedup": comparison.speedup,
-            "identical_to_plain": comparison.is_identical,
-            "differences": None
-            if differences is None
-            else [dataclasses.asdict(difference) for difference in differences],
-        }
+        result["rows"] = report.rows_as_json(session, _compare(session))
     terminal.write(json.dumps(result) + "\n")
     check_verified(seen[-1])
 
@@ -162,7 +140,28 @@ def check_verified(last: TextStep) -> None:
         sys.exit(1)
 
 
-def _print_statistics(records: list[StepRecord], before: float, seconds: float) -> None:
+def _begin(
+    options: Options, prompts: list[str]
+) -> tuple[Session, float, Start, Iterator[TextStep]]:
+    """The models, the seconds to load them, how decoding began, and its steps."""
+    begin = time.perf_counter()
+    with terminal.spinner(LOADING) as say:
+        session = Session(options, load_models(options, prompts))
+        loading = time.perf_counter() - begin
+        return session, loading, *session.begin(say)
+
+
+def _print_start(start: Start, loading: float) -> None:
+    """One line on standard error: the time to the first token, apart from what comes once."""
+    terminal.write(
+        f"{start.num_prompt_tokens} prompt tokens read, first token after {start.first_token:.2f} "
+        f"s; before that, {loading + start.compiling:.1f} s to load and compile\n",
+        "dim",
+        stream=sys.stderr,
+    )
+
+
+def _print_statistics(records: list[StepRecord], seconds: float) -> None:
     """One line on standard error."""
     steps = stacked(records)
     stats = AcceptanceStats.from_steps(steps)
@@ -176,7 +175,7 @@ def _print_statistics(records: list[StepRecord], before: float, seconds: float) 
         terminal.write(f"{count} {name}", STYLES[name], stream=sys.stderr)
     terminal.write(
         f"; {stats.tokens_per_target_pass:.2f} per target pass, mean acceptance length "
-        f"{stats.mean_acceptance_length:.2f}; {before:.1f} s to load and compile\n",
+        f"{stats.length_text}\n",
         "dim",
         stream=sys.stderr,
     )
@@ -195,59 +194,6 @@ def _origins(steps: StepRecord) -> dict[str, int]:
     return {name: int(count) for name, count in counts.items() if count}
 
 
-def _compare(session: Session) -> Comparison:
-    options = session.options
-    assert options.repeats is not None
-    draft, temperature = options.drafters[0], options.temperatures[0]
-    kinds = {
-        "speculative": lambda: session.speculative(draft, options.config, temperature),
-        "plain": lambda: session.plain(temperature),
-    }
-    total = 2 * (options.repeats + 1)
-    with terminal.progress_bar("timing against plain decoding", total) as on_run:
-        runs = measure(kinds, options.repeats, on_run)
-    return session.compare(runs["speculative"], runs["plain"], temperature)
-
-
-def _drafter_name(draft: str) -> str:
-    return "n-gram lookup" if draft == "ngram" else "draft model"
-
-
-def _table(options: Options, comparison: Comparison) -> Table:
-    run, stats = comparison.run, comparison.run.stats
-    table = Table(
-        title=f"K = {options.config.num_speculative_tokens}, {_drafter_name(options.drafters[0])}, "
-        f"temperature {options.temperatures[0]:g}, {options.config.rejection_sample_method}",
-        show_header=False,
-        title_justify="left",
-    )
-    table.add_column()
-    table.add_column(justify="right")
-    rates = "  ".join(f"{rate:.0%}" for rate in stats.unconditional_rates)
-    rows = {
-        "tokens": f"{run.num_tokens}",
-        "target passes": f"{run.num_target_passes}",
-        "tokens per target pass": f"{stats.tokens_per_target_pass:.2f}",
-        "mean acceptance length": f"{stats.mean_acceptance_length:.2f}",
-        "accepted up to each position": rates,
-        "speculative decoding": _timing(run),
-        "plain decoding": _timing(comparison.plain),
-        f"speed-up per token (median of {options.repeats})": f"{comparison.speedup:.2f}x",
-        "greedy output identical to plain": _identity(comparison.differences),
-    }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
-
-
-def _timing(run: Run) -> str:
-    return f"{run.seconds:.3f} s, {run.tokens_per_second:.0f} tokens/s"
-
-
-def _identity(differences: list[GreedyDifference] | None) -> str:
-    if differences is None:
-        return "not comparable"
-    if not differences:
-        return "yes"
-    first = differences[0]
-    return f"no: token {first.index}, logit gap {first.gap:.1e}"
+def _compare(session: Session) -> list[Comparison]:
+    with terminal.progress_bar("timing against plain decoding", session.num_runs) as on_run:
+        return session.compare(session.options.temperatures[0], on_run)

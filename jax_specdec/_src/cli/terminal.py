@@ -11,20 +11,33 @@ from typing import TextIO
 from rich.color import ColorSystem
 from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.spinner import Spinner
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.style import Style
 
-_VISIBLE = {code: "\ufffd" for code in (*range(9), *range(11, 32), 127)}
-
+_CONTROLS = (*range(9), *range(11, 32), *range(127, 160))
+_BIDIRECTIONAL = (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_ESCAPES = {code: f"\\x{code:02x}" for code in _CONTROLS}
+_ESCAPES |= {code: f"\\u{code:04x}" for code in _BIDIRECTIONAL}
 
 _animations: list[Live] = []
 """Animations on the terminal; an interrupt, in another thread, has to stop them."""
 
 
 def printable(text: str) -> str:
-    """Text without control characters other than newline and tab."""
-    return text.translate(_VISIBLE)
+    """Text that a terminal shows as it is, with escapes for what would command the terminal.
+
+    Those are control characters other than newline and tab, and those that change the direction of
+    the text around them.
+    """
+    return text.translate(_ESCAPES)
 
 
 def prepare_streams() -> None:
@@ -41,11 +54,13 @@ def write(text: str, style: str | None = None, *, stream: TextIO | None = None) 
     """Write text at once, in colour where that can be seen and is wanted.
 
     Args:
-      text: written as it is; the caller removes control characters.
+      text: a terminal gets escapes for its control characters, and any other stream the text.
       style: as `rich` names it.
       stream: None for standard output.
     """
     stream = sys.stdout if stream is None else stream
+    if stream.isatty():
+        text = printable(text)
     if style is not None and _console(stream).color_system is not None:
         text = Style.parse(style).render(text, color_system=ColorSystem.STANDARD)
     stream.write(text)
@@ -58,7 +73,8 @@ def show(what: RenderableType) -> None:
     with console.capture() as captured:
         console.print(what)
     lines = [line.rstrip(" ") for line in captured.get().splitlines()]
-    write("\n".join(lines) + "\n")
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
 
 
 def show_rule() -> None:
@@ -69,21 +85,19 @@ def show_rule() -> None:
 
 
 @contextlib.contextmanager
-def spinner(what: str) -> Iterator[None]:
-    """An animation while the body runs, on standard error if it is a terminal."""
-    console = _console(sys.stderr)
-    if not console.is_terminal:
-        yield
-        return
-    live = Live(
-        Spinner("dots", what),
-        console=console,
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-    with live, _registered(live):
-        yield
+def spinner(what: str) -> Iterator[Callable[[str], None]]:
+    """An animation while the body runs, on standard error if it is a terminal.
+
+    Yields:
+      A function that changes what it says, and counts the time from 0.
+    """
+    with _animation(SpinnerColumn(), _description()) as progress:
+        task = progress.add_task(what, total=None)
+
+        def say(what: str) -> None:
+            progress.reset(task, description=what)
+
+        yield say
 
 
 @contextlib.contextmanager
@@ -93,22 +107,7 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[str], None]]:
     Yields:
       A function to call with each step's name when the step begins; the bar has `total` steps.
     """
-    console = _console(sys.stderr)
-    if not console.is_terminal:
-        yield lambda name: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with (
-        Progress(
-            *columns,
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        ) as progress,
-        _registered(progress.live),
-    ):
+    with _animation(_description(), BarColumn(), MofNCompleteColumn()) as progress:
         task = progress.add_task(what, total=total)
         begun = 0
 
@@ -120,6 +119,27 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[str], None]]:
         yield begin
 
 
+def _description() -> TextColumn:
+    return TextColumn("{task.description}", markup=False)
+
+
+@contextlib.contextmanager
+def _animation(*columns: ProgressColumn) -> Iterator[Progress]:
+    """What moves on standard error, if it is a terminal, with the time since it began."""
+    console = _console(sys.stderr)
+    progress = Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    with progress, _registered(progress.live):
+        yield progress
+
+
 def stop_animations() -> bool:
     """Remove animations from the terminal; whether there were any."""
     for live in _animations:
@@ -129,6 +149,9 @@ def stop_animations() -> bool:
 
 @contextlib.contextmanager
 def _registered(live: Live) -> Iterator[None]:
+    if not live.is_started:
+        yield
+        return
     _animations.append(live)
     try:
         yield

@@ -11,6 +11,7 @@ from jax import lax
 
 from jax_specdec._src.blocks import BLOCK, by_blocks, take
 from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.platform import platform_dependent
 from jax_specdec._src.processors import LogitsProcessors, process_logits
 from jax_specdec._src.types import Drafts, SamplingParams
 from jax_specdec._src.verify.rows import Rows
@@ -33,6 +34,12 @@ class DraftContext:
         the program has neither.
       processors: the logits processors, up to date with the sequences, or None.
       token_bitmask: ``[B, ceil(V/32)]`` uint32, tokens that each request allows, or None.
+      features: ``[B, S, A*H]``, what the target computed for the tokens that it ran last, at the
+        layers that the drafter's `feature_layers` names; None if it names none.
+      num_features: ``[B]`` int32 in [0, S], how many rows of `features` belong to tokens of the
+        sequence; the others were for drafts that were rejected. Row s is at position ``lengths[b] -
+        1 - num_features[b] + s``, so the newest token, which the target has not run, has none.
+        After a `prefill` there is one row, of those that it got (none for a prompt of one token).
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -53,6 +60,8 @@ class DraftContext:
     changes_rows: jax.Array | None = None
     processors: LogitsProcessors | None = None
     token_bitmask: jax.Array | None = None
+    features: jax.Array | None = None
+    num_features: jax.Array | None = None
 
     def append(self, token_ids: jax.Array) -> DraftContext:
         """The context after one more token of each request, such as a draft.
@@ -116,4 +125,4 @@ def _allow(rows: jax.Array, token_bitmask: jax.Array) -> jax.Array:
         return Rows(rows, rows.shape[1], -jnp.inf, words).masked().matrix
 
     in_blocks = functools.partial(by_blocks, at_once, BLOCK)
-    return lax.platform_dependent(owner, rows, tpu=in_blocks, default=at_once)
+    return platform_dependent(owner, rows, tpu=in_blocks, default=at_once)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -16,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from jax_specdec._src.config import SpecDecodeConfig, check_int
 from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.drafting.drafter import Proposal
-from jax_specdec._src.drafting.sample import sample_draft_tokens
+from jax_specdec._src.drafting.draw import draw_drafts
 from jax_specdec._src.drafting.store import DraftStore
-from jax_specdec._src.models.protocol import CausalModel, check_model, sharding_of
+from jax_specdec._src.models.protocol import CausalModel, apply_model, check_model, sharding_of
 from jax_specdec._src.types import host_int32
 from jax_specdec._src.verify.checks import check_listed
 
@@ -98,8 +99,8 @@ class ModelDrafter:
         """
 
         def one_token(params: Any) -> jax.Array:
-            zero = jnp.zeros((1,), jnp.int32)
-            return self.model.apply(params, zero[None, :], zero, self.model.init_cache(1, 1))[0]
+            zero, cache = jnp.zeros((1,), jnp.int32), self.model.init_cache(1, 1)
+            return apply_model(self.model, params, zero[None, :], zero, cache).logits
 
         logits = jax.eval_shape(one_token, params)
         width, ids = logits.shape[-1], self._target_ids
@@ -132,78 +133,44 @@ class ModelDrafter:
         """Run the model over the prompts, or a chunk of them; see `Drafter.prefill`."""
         if start is None:
             start = jnp.zeros((token_ids.shape[0],), jnp.int32)
-        return self.model.apply(params, token_ids, start, cache)[1]
+        return apply_model(self.model, params, token_ids, start, cache).cache
 
     def propose(
         self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None
     ) -> tuple[Proposal, Any]:
         """Draft K tokens; see `Drafter.propose`."""
-        lengths, sampling, config = context.lengths, context.sampling, context.config
-
-        def draw(
-            logits: jax.Array, store: DraftStore | None, now: DraftContext | None, offset: jax.Array
-        ) -> tuple[jax.Array, DraftStore | None, DraftContext | None]:
-            if now is not None:
-                logits = self._process(logits, now)
-            if store is not None:  # round before sampling, so that q is what is stored
-                logits = logits.astype(store.logits.dtype)
-            sharding = sharding_of(self.model)
-            listed = None if self._target_ids is None else jnp.asarray(self._target_ids)
-            if store is not None and self.num_candidates is not None:
-                logits, columns = lax.top_k(logits, self.num_candidates)
-                listed, sharding = columns if listed is None else listed[columns], None
-            drawn = sample_draft_tokens(
-                logits,
-                sampling=sampling,
-                keys=context.keys,
-                positions=lengths,
-                offset=offset,
-                config=config,
-                sharding=sharding,
-                ids=listed,
-            )
-            if store is not None and drawn.log_normalizer is not None:
-                store = store.write(
-                    offset,
-                    logits,
-                    drawn.log_normalizer,
-                    threshold=drawn.threshold,
-                    ids=listed if store.has_own_ids else None,
-                    positions=lengths,
-                    sampling=sampling,
-                )
-            ids = drawn.token_ids
-            return ids, store, None if now is None else now.append(ids)
+        lengths, ids = context.lengths, self._target_ids
+        draw = functools.partial(
+            draw_drafts,
+            context=context,
+            ids=None if ids is None else jnp.asarray(ids),
+            vocab_size=0 if ids is None else int(ids.max()) + 1,
+            num_candidates=self.num_candidates,
+            sharding=sharding_of(self.model),
+        )
 
         def draft(carry: Any, offset: jax.Array) -> tuple[Any, jax.Array]:
             last, cache, store, now = carry
-            logits, cache = self.model.apply(params, last[:, None], lengths + offset - 1, cache)
-            ids, store, now = draw(logits[:, 0], store, now, offset)
-            return (ids, cache, store, now), ids
+            start = lengths + offset - 1
+            logits, cache, _ = apply_model(self.model, params, last[:, None], start, cache)
+            drawn, store, now = draw(logits[:, 0], offset, store, now)
+            return (drawn, cache, store, now), drawn
 
         # After a fully accepted step, the model has not read the last draft: it reads two tokens.
         start = jnp.maximum(lengths - 2, 0)
         place = start[:, None] + jnp.arange(2, dtype=jnp.int32)[None, :]
         recent = jnp.take_along_axis(context.token_ids, place, axis=1)
-        logits, cache = self.model.apply(params, recent, start, cache)
+        logits, cache, _ = apply_model(self.model, params, recent, start, cache)
         newest = (lengths - 1 - start)[:, None, None]
         logits = jnp.take_along_axis(logits, newest, axis=1)[:, 0]
         now = None if context.changes_rows is None else context
-        first, store, now = draw(logits, store, now, jnp.int32(0))
+        first, store, now = draw(logits, jnp.int32(0), store, now)
 
-        offsets = jnp.arange(1, config.num_speculative_tokens, dtype=jnp.int32)
+        offsets = jnp.arange(1, context.config.num_speculative_tokens, dtype=jnp.int32)
         (_, cache, store, _), rest = lax.scan(draft, (first, cache, store, now), offsets)
-        ids = jnp.moveaxis(jnp.concatenate([first[None], rest]), 0, 1)
-        return Proposal(ids, store), cache
+        drafts = jnp.moveaxis(jnp.concatenate([first[None], rest]), 0, 1)
+        return Proposal(drafts, store), cache
 
     @property
     def _target_ids(self) -> npt.NDArray[np.int32] | None:
         return self.ids.values if isinstance(self.ids, _HashableIds) else None
-
-    def _process(self, logits: jax.Array, now: DraftContext) -> jax.Array:
-        """`DraftContext.process_logits` of the model's rows, which requests know by target id."""
-        ids = self._target_ids
-        if ids is None or now.changes_rows is None:
-            return now.process_logits(logits)
-        rows = jnp.full((logits.shape[0], int(ids.max()) + 1), -jnp.inf, logits.dtype)
-        return now.process_logits(rows.at[:, ids].set(logits))[:, ids]

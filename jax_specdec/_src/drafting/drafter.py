@@ -28,6 +28,11 @@ class Proposal(NamedTuple):
     store: DraftStore | None = None
 
 
+def feature_layers_of(drafter: Drafter | None) -> tuple[int, ...]:
+    """The layers whose features a drafter reads; none for most."""
+    return getattr(drafter, "feature_layers", ())
+
+
 class Drafter(Protocol):
     """Proposes up to K tokens per request. Static and hashable; weights are passed as `params`.
 
@@ -43,6 +48,12 @@ class Drafter(Protocol):
     `generate` of one request then compiles a second target pass, over one token, for steps without
     a proposal; on other devices a pass over K + 1 tokens takes no longer. Float32 sums in passes of
     different widths differ in their last bits, so a tie may go the other way.
+
+    A drafter that reads what the target computes inside names layers in the attribute
+    ``feature_layers``, a static tuple as `CausalModel` has it. `prefill` then gets features, and so
+    does the context of `propose`, which is called before every verification: each token that the
+    target has run comes once in one of them, save that `propose` gets the last row of a prompt that
+    has a next token again. A drafter that names none gets none, and nothing is computed.
 
     Example:
       A drafter that expects the last token to repeat:
@@ -64,7 +75,7 @@ class Drafter(Protocol):
       ...         return sd.Proposal(jnp.tile(last, context.config.num_speculative_tokens)), cache
       >>> model, params = sd.load_embedded_pair()[1]  # the smaller one
       >>> output = sd.generate(
-      ...     model, params, [sd.encode("a = [")], drafter=Repeat(),
+      ...     model, params, [sd.encode_bytes("a = [")], drafter=Repeat(),
       ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2), max_new_tokens=4)
       >>> len(output.completions[0])
       4
@@ -84,6 +95,12 @@ class Drafter(Protocol):
         self, params: Any, token_ids: jax.Array, cache: Any, start: jax.Array | None = None
     ) -> Any:
         """Read the padded prompts ``[B, P]`` into the cache, and return it.
+
+        A drafter that has `feature_layers` is given two keyword arguments more:
+
+        - `features`: ``[B, P, A*H]`` of these tokens.
+        - `next_token_ids`: ``[B]`` int32, the prompt's token after the last of these; any id if the
+          prompt ends before.
 
         A preempted request is read again in this way. Whatever `propose` keeps in the cache that
         cannot be computed from the tokens is then lost.

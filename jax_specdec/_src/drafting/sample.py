@@ -7,13 +7,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.noise import Stream, check_keys, uniforms
-from jax_specdec._src.sampling import Filter, inverse_temperature, per_request
-from jax_specdec._src.types import SamplingParams, as_positions
-from jax_specdec._src.verify import batched, checks
+from jax_specdec._src.sampling import Filter, per_request
+from jax_specdec._src.types import Array, Integers, SamplingParams, as_positions
+from jax_specdec._src.verify import checks, xla
 from jax_specdec._src.verify.exchange import Exchange
 from jax_specdec._src.verify.sharding import VerifySharding, over_mesh, without_vma
 
@@ -23,8 +25,10 @@ class DraftSample(NamedTuple):
 
     Attributes:
       token_ids: ``[B]`` int32.
-      log_normalizer: ``[B]`` float32, for `DraftLogits`; meaningless for greedy requests, whose q
-        is never read. None if the config drafts greedily: then nothing is stored.
+      log_normalizer: ``[B]`` float32, for `DraftLogits`, relative to `row_max`; meaningless for
+        greedy requests, whose q is never read. None if the config drafts greedily: then nothing is
+        stored.
+      row_max: ``[B]`` float32, for `DraftLogits`; None if `log_normalizer` is.
       threshold: ``[B]`` float32, for `DraftLogits`; None if `sampling` has no min-p, top-k or
         top-p.
 
@@ -36,16 +40,17 @@ class DraftSample(NamedTuple):
 
     token_ids: jax.Array
     log_normalizer: jax.Array | None = None
+    row_max: jax.Array | None = None
     threshold: jax.Array | None = None
 
 
 def sample_draft_tokens(
-    logits: jax.Array,
+    logits: Array,
     *,
     sampling: SamplingParams,
     keys: jax.Array,
-    positions: jax.Array,
-    offset: jax.Array | int,
+    positions: Integers,
+    offset: ArrayLike,
     config: SpecDecodeConfig | None = None,
     sharding: VerifySharding | None = None,
     ids: jax.Array | None = None,
@@ -57,7 +62,7 @@ def sample_draft_tokens(
     q. The token is drawn by two-level inverse CDF. Its uniforms share no bits with those of
     verification. A request with temperature 0 takes the argmax. With
     ``draft_sample_method="greedy"`` every request does, nothing needs to be stored, and the drafts
-    are verified one-hot.
+    are verified one-hot. All derivatives are zero.
 
     Args:
       logits: ``[B, Vd]``, in the dtype that they are stored in.
@@ -89,11 +94,17 @@ def sample_draft_tokens(
       [0, 1]
     """
     check_keys("keys", keys)
+    logits = jnp.asarray(logits)
     sampling, positions = per_request(sampling, logits.shape[0]), as_positions(positions)
     takes_argmax = config is not None and config.draft_sample_method == "greedy"
     offset = jnp.asarray(offset, jnp.int32)
     if ids is not None:
         checks.check_ids("ids", ids, logits.shape)
+    if logits.shape[0] == 0:
+        nothing = jnp.zeros((0,), jnp.float32)
+        filtered = Filter.of(sampling) is not None
+        per_row = () if takes_argmax else (nothing, nothing, nothing if filtered else None)
+        return DraftSample(jnp.zeros((0,), jnp.int32), *per_row)
     drawn = _sample(logits, sampling, keys, positions, offset, takes_argmax, sharding)
     if ids is None:
         return drawn
@@ -112,6 +123,8 @@ def _sample(
     takes_argmax: bool,
     sharding: VerifySharding | None,
 ) -> DraftSample:
+    logits, sampling = jax.tree.map(lax.stop_gradient, (logits, sampling))
+
     def uniforms_of(key: jax.Array, position: jax.Array) -> jax.Array:
         return uniforms(key, position, Stream.DRAFT, offset)
 
@@ -122,11 +135,8 @@ def _sample(
         logits, sampling, drawn = arrays
         exchange = Exchange(axis)
         if takes_argmax:
-            return DraftSample(batched.argmax(logits, exchange))
-        inv, greedy = inverse_temperature(sampling.temperature), sampling.temperature == 0
-        return DraftSample(
-            *batched.sample(logits, inv, greedy, Filter.of(sampling), drawn, exchange=exchange)
-        )
+            return DraftSample(xla.argmax(logits, exchange))
+        return DraftSample(*xla.sample(logits, sampling, drawn, exchange=exchange))
 
     if sharding is None or sharding.mesh is None:
         return without_vma(on_part, arrays, axis)

@@ -9,17 +9,20 @@ import jax
 import jax.numpy as jnp
 from jax import export, lax
 
-from jax_specdec._src.config import check_int
+from jax_specdec._src.config import check_int, check_num_speculative_tokens
 from jax_specdec._src.sampling import Filter, per_request
 from jax_specdec._src.types import (
+    Array,
     DraftDistribution,
     DraftLogits,
     Drafts,
+    Integers,
     SamplingParams,
     as_positions,
     described,
 )
 from jax_specdec._src.verify.checks import check_ids
+from jax_specdec._src.verify.requests import usable_normalizers
 
 _EVICTED = -1
 """The position of a row that must not be used."""
@@ -44,6 +47,7 @@ class DraftStore:
       logits: ``[K*S, Vd]``, float32, bfloat16 or float16: raw logits, rounded to this dtype before
         anything was drawn from them.
       log_normalizer: ``[K*S]`` float32, as in `DraftLogits`.
+      row_max: ``[K*S]`` float32, as in `DraftLogits`.
       threshold: ``[K*S]`` float32, as in `DraftLogits`; -inf if nothing was left out.
       positions: ``[K, S]`` int32, absolute position of the first draft of the step that the row was
         drawn in; -1 for a row that must not be used.
@@ -64,7 +68,7 @@ class DraftStore:
       >>> drawn = sd.sample_draft_tokens(
       ...     logits, sampling=sampling, keys=keys, positions=positions, offset=0)
       >>> store = store.write(
-      ...     0, logits, drawn.log_normalizer, threshold=drawn.threshold,
+      ...     0, logits, drawn.log_normalizer, drawn.row_max, threshold=drawn.threshold,
       ...     positions=positions, sampling=sampling)
       >>> drafts = sd.Drafts.from_flat(drawn.token_ids[jnp.array([1, 0, 0])], jnp.array([1, 1, 1]))
       >>> drafts = store.attach(
@@ -76,6 +80,7 @@ class DraftStore:
 
     logits: jax.Array
     log_normalizer: jax.Array
+    row_max: jax.Array
     threshold: jax.Array
     positions: jax.Array
     temperature: jax.Array
@@ -104,17 +109,14 @@ class DraftStore:
           own_ids: whether each row lists its own ids, which `write` then takes.
 
         Raises:
-          ValueError: a size below 1; `ids` of another shape, or together with `own_ids`.
+          ValueError: a size below 1, or K above 1024; `ids` of another shape, or together with
+            `own_ids`.
           TypeError: a size is not an int, `dtype` not float32, bfloat16 or float16, or `ids` not
             int32.
         """
-        sizes = dict(
-            num_slots=num_slots,
-            num_speculative_tokens=num_speculative_tokens,
-            vocab_size=vocab_size,
-        )
-        for name, size in sizes.items():
-            check_int(name, size)
+        check_int("num_slots", num_slots)
+        check_num_speculative_tokens(num_speculative_tokens)
+        check_int("vocab_size", vocab_size)
         if str(jnp.dtype(dtype)) not in ("float32", "bfloat16", "float16"):
             raise TypeError(f"dtype must be float32, bfloat16 or float16, but it is {dtype}")
         per_row = (num_speculative_tokens, num_slots)
@@ -129,6 +131,7 @@ class DraftStore:
         return cls(
             logits=jnp.zeros((size, vocab_size), dtype),
             log_normalizer=jnp.zeros((size,), jnp.float32),
+            row_max=jnp.zeros((size,), jnp.float32),
             threshold=jnp.full((size,), -jnp.inf, jnp.float32),
             positions=jnp.full(per_row, _EVICTED, jnp.int32),
             temperature=jnp.zeros(per_row, jnp.float32),
@@ -150,10 +153,11 @@ class DraftStore:
         offset: jax.Array | int,
         logits: jax.Array,
         log_normalizer: jax.Array,
+        row_max: jax.Array,
         *,
         threshold: jax.Array | None = None,
         ids: jax.Array | None = None,
-        positions: jax.Array,
+        positions: Integers,
         sampling: SamplingParams,
         slots: jax.Array | None = None,
     ) -> DraftStore:
@@ -165,6 +169,8 @@ class DraftStore:
           offset: ``[]`` int32 in [0, K), index of the draft in the step.
           logits: ``[B, Vd]`` in the stored dtype: the very array that `sample_draft_tokens` got.
           log_normalizer: ``[B]`` float32, from `sample_draft_tokens`.
+          row_max: ``[B]`` float32, from there too: what `log_normalizer` is relative to. See
+            `DraftLogits` before you give zeros.
           threshold: ``[B]`` float32, from there too; None if nothing was left out.
           ids: ``[B, C]`` int32, the ids of each row, if rows list their own ids; else None.
           positions: ``[B]`` int32, absolute position of the step's first draft.
@@ -183,6 +189,7 @@ class DraftStore:
         batch = self._batch(slots)
         _check_shape("logits", logits, (batch, self.logits.shape[1]))
         _check_shape("log_normalizer", log_normalizer, (batch,))
+        _check_shape("row_max", row_max, (batch,))
         if threshold is None:
             threshold = jnp.full((batch,), -jnp.inf, jnp.float32)
         _check_shape("threshold", threshold, (batch,))
@@ -204,7 +211,9 @@ class DraftStore:
             _check_shape("ids", ids, logits.shape)
         temperature = sampling.temperature
         stamped = jnp.where(temperature > 0, positions, _EVICTED)
-        rows = dict(logits=logits, log_normalizer=log_normalizer, threshold=threshold)
+        rows = dict(
+            logits=logits, log_normalizer=log_normalizer, row_max=row_max, threshold=threshold
+        )
         if ids is not None:
             rows["ids"] = ids
         if slots is None:
@@ -245,7 +254,7 @@ class DraftStore:
         self,
         drafts: Drafts,
         *,
-        positions: jax.Array,
+        positions: Integers,
         sampling: SamplingParams,
         slots: jax.Array | None = None,
     ) -> Drafts:
@@ -302,6 +311,7 @@ class DraftStore:
             rows=rows,
             valid=valid,
             log_normalizer=self.log_normalizer,
+            row_max=self.row_max,
             threshold=threshold,
             ids=self.ids,
         )
@@ -330,13 +340,14 @@ export.register_pytree_node_serialization(
 def count_fallbacks(
     drafts: Drafts, *, sampling: SamplingParams, active: jax.Array | None = None
 ) -> jax.Array:
-    """How many sampled requests had drafts but no valid rows in the store.
+    """How many sampled requests had drafts that are verified one-hot for want of a usable row.
 
-    They are verified one-hot. Their tokens are still distributed as the target's, but fewer drafts
-    are accepted.
+    Such a request had no valid rows in the store, or the `log_normalizer` of one of its drafts is
+    too large to be used (see `DraftLogits`). Its tokens are still distributed as the target's, but
+    fewer drafts are accepted.
 
     Args:
-      drafts: from `DraftStore.attach`; without a distribution the count is 0.
+      drafts: from `DraftStore.attach`, for example; without a distribution the count is 0.
       sampling: per-request parameters.
       active: ``[B]`` bool, or None for all true.
 
@@ -355,13 +366,35 @@ def count_fallbacks(
       1
     """
     distribution: DraftDistribution | None = drafts.distribution
-    if distribution is None or distribution.valid is None:
+    if distribution is None:
         return jnp.int32(0)
-    sampling = per_request(sampling, distribution.valid.shape[0])
-    falls_back = ~distribution.valid & (sampling.temperature > 0) & (_num_proposed(drafts, 1) > 0)
+    sampling = per_request(sampling, drafts.cu_num_draft_tokens.shape[0] - 1)
+    falls_back = _has_unusable_row(drafts, distribution)
+    if distribution.valid is not None:
+        falls_back |= ~distribution.valid & (_num_proposed(drafts, 1) > 0)
+    falls_back &= sampling.temperature > 0
     if active is not None:
         falls_back &= active
     return jnp.sum(falls_back, dtype=jnp.int32)
+
+
+def _has_unusable_row(drafts: Drafts, distribution: DraftDistribution) -> jax.Array:
+    """``[B]`` bool: whether the normalizer of any proposed draft is too large to be used."""
+    ids, start, end = (
+        drafts.token_ids,
+        drafts.cu_num_draft_tokens[:-1],
+        drafts.cu_num_draft_tokens[1:],
+    )
+    n = ids.shape[0]
+    place = jnp.arange(n, dtype=jnp.int32)
+    rows = place if distribution.rows is None else distribution.rows
+    usable = usable_normalizers(distribution, rows)
+    if usable is None or n == 0:
+        return jnp.zeros(start.shape, bool)
+    # What comes first from each place on: the end of the proposals, or such a draft?
+    first = lax.cummin(jnp.where((ids < 0) | ~usable, place, n), reverse=True)
+    found = first.at[start].get(mode="fill", fill_value=n)
+    return (found < end) & (ids[jnp.minimum(found, n - 1)] >= 0)
 
 
 def _num_proposed(drafts: Drafts, k: int) -> jax.Array:
@@ -375,7 +408,7 @@ def _num_proposed(drafts: Drafts, k: int) -> jax.Array:
     return jnp.cumprod(is_proposed.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
 
 
-def _check_shape(name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
+def _check_shape(name: str, array: Array, shape: tuple[int, ...]) -> None:
     if array.shape != shape:
         raise ValueError(
             f"{name} must have shape {list(shape)}, but its shape is {list(array.shape)}"

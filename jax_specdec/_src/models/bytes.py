@@ -6,7 +6,14 @@ from collections.abc import Iterable
 
 from jax_specdec._src.types import described
 
-__all__ = ["BYTE_VOCAB_SIZE", "DOCUMENT_SEPARATOR", "ByteDecoder", "decode", "encode", "id_list"]
+__all__ = [
+    "BYTE_VOCAB_SIZE",
+    "DOCUMENT_SEPARATOR",
+    "ByteDecoder",
+    "decode_bytes",
+    "encode_bytes",
+    "id_list",
+]
 
 BYTE_VOCAB_SIZE = 256
 """Size of the vocabulary: one token id per byte value."""
@@ -15,8 +22,10 @@ DOCUMENT_SEPARATOR = 0
 """The token id before, between and after documents: both start of text and stop token."""
 
 
-def encode(text: str) -> list[int]:
-    """The UTF-8 bytes of a text as token ids; adds no separator.
+def encode_bytes(text: str) -> list[int]:
+    """The UTF-8 bytes of a text as token ids of the embedded pair; adds no separator.
+
+    Another model needs the ids of its own tokenizer: see `load_tokenizer`.
 
     A lone surrogate, which UTF-8 cannot hold, becomes a question mark.
 
@@ -24,7 +33,7 @@ def encode(text: str) -> list[int]:
         TypeError: `text` is not a str.
 
     Example:
-        >>> encode("né")
+        >>> encode_bytes("né")
         [110, 195, 169]
     """
     if not isinstance(text, str):
@@ -32,8 +41,8 @@ def encode(text: str) -> list[int]:
     return list(text.encode("utf-8", errors="replace"))
 
 
-def decode(token_ids: Iterable[int]) -> str:
-    """The text of token ids; bytes that are not valid UTF-8 become U+FFFD.
+def decode_bytes(token_ids: Iterable[int]) -> str:
+    """The text of token ids of the embedded pair; bytes that are not UTF-8 become U+FFFD.
 
     Args:
         token_ids: ids in [0, 256).
@@ -43,7 +52,7 @@ def decode(token_ids: Iterable[int]) -> str:
         ValueError: an id is not a byte.
 
     Example:
-        >>> decode([110, 195, 169])
+        >>> decode_bytes([110, 195, 169])
         'né'
     """
     return ByteDecoder().decode(token_ids, final=True)
@@ -52,7 +61,7 @@ def decode(token_ids: Iterable[int]) -> str:
 class ByteDecoder:
     """Decodes a stream of token ids, holding back characters that are not complete yet.
 
-    The pieces it returns, joined, are what `decode` returns for all ids at once.
+    The pieces it returns, joined, are what `decode_bytes` returns for all ids at once.
 
     Example:
         >>> decoder = ByteDecoder()

@@ -1,14 +1,26 @@
 """Chat templates of Hugging Face checkpoints: from messages to the format of a model's training.
 
-A template is a Jinja program by the authors of the checkpoint, so it runs in Jinja's sandbox.
+A template is a Jinja program by the authors of the checkpoint, so it runs in Jinja's sandbox. That
+does not bound time or memory, so the sandbox is in a process of its own (`chat_worker`), which has
+a memory limit and is killed when it takes too long. The process is started without a fork, which
+JAX's threads forbid, and without `multiprocessing`, which would import the user's script again.
 """
 
+import atexit
+import contextlib
 import dataclasses
 import datetime
+import functools
+import importlib.util
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from jax_specdec._src.models.fields import quoted, reason, shown
 from jax_specdec._src.models.files import existing, is_there, read_json
@@ -24,6 +36,15 @@ __all__ = [
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
+SECONDS = 5.0
+"""The most that a template may take; published ones take milliseconds."""
+
+START_SECONDS = 60.0
+"""The most that the process may take to start; it usually takes less than 0.5 s."""
+
+MAX_CHARACTERS = 2**20
+"""Of a template; published ones have some thousands."""
+
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -33,15 +54,15 @@ class ChatTemplate:
 
     Attributes:
         path: the file it was read from.
-        render: from the variables of `transformers` to text.
-        variables: special tokens by name.
+        source: the program.
+        special_tokens: by name.
     """
 
     path: Path
-    render: Callable[..., str]
-    variables: dict[str, str]
+    source: str
+    special_tokens: dict[str, str]
 
-    def apply(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def apply(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text of a conversation, up to where the model's answer begins.
 
         Args:
@@ -49,7 +70,8 @@ class ChatTemplate:
 
         Raises:
             TypeError: `messages` is something else.
-            ValueError: the template refuses the messages, or cannot be run.
+            ValueError: the template refuses the messages, cannot be parsed or run, or takes too
+                much time or memory.
         """
         if isinstance(messages, (str, Mapping)):
             raise TypeError(
@@ -62,18 +84,32 @@ class ChatTemplate:
                     f"messages[{index}] must have a 'role' and a 'content', but it is "
                     f"{quoted(message)}"
                 )
+            try:
+                json.dumps(dict(message))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise TypeError(
+                    f"messages[{index}] must hold what JSON can hold: {reason(error)}."
+                ) from error
+        variables = {
+            "messages": [dict(message) for message in messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+            **self.special_tokens,
+        }
+        now = datetime.datetime.now().isoformat()
+        job = {"source": self.source, "variables": variables, "now": now, "seconds": 2 * SECONDS}
         try:
-            return self.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self.variables,
-            )
-        except Exception as error:  # a program of unknown origin may raise anything
-            raise ValueError(
-                f"{shown(self.path)} has a chat template that cannot be applied: {reason(error)}."
-            ) from error
+            answer = _worker(os.getpid()).answer(job)
+        except (OSError, ValueError) as error:
+            answer = {"reason": str(error), "is_parsed": True}
+        if "text" in answer:
+            return answer["text"]
+        verb = "applied" if answer["is_parsed"] else "parsed"
+        raise ValueError(
+            f"{shown(self.path)} has a chat template that cannot be {verb}: "
+            f"{reason(answer['reason'])}."
+        )
 
 
 def read_chat_template(directory: Path) -> ChatTemplate:
@@ -82,14 +118,11 @@ def read_chat_template(directory: Path) -> ChatTemplate:
     Raises:
         ImportError: the `jinja2` library is not installed.
         OSError: something other than a file is in its place, or a file cannot be opened.
-        ValueError: there is no template, or it cannot be parsed.
+        ValueError: there is no template, or it is not text or too long.
     """
     path = directory / TEMPLATE_FILE
     if is_there(path):
-        try:
-            source: Any = existing(path).read_text(encoding="utf-8")
-        except ValueError as error:
-            raise ValueError(f"{shown(path)} is not text in UTF-8: {reason(error)}.") from error
+        source: Any = _read_text(path)
     else:
         path = directory / TOKENIZER_CONFIG_FILE
         source = read_json(path).get("chat_template") if is_there(path) else None
@@ -103,7 +136,29 @@ def read_chat_template(directory: Path) -> ChatTemplate:
         )
     if not isinstance(source, str):
         raise ValueError(f"{shown(path)} has chat_template = {quoted(source)}, which is not text.")
-    return ChatTemplate(path, _compile(path, source), special_tokens(directory))
+    if len(source) > MAX_CHARACTERS:
+        raise ValueError(
+            f"{shown(path)} must have a chat template of at most {MAX_CHARACTERS} characters, but "
+            "it has more."
+        )
+    if importlib.util.find_spec("jinja2") is None:
+        raise ImportError(
+            f"{shown(path)} has a chat template, which is read by the jinja2 library, which is not "
+            "installed: pip install jinja2, or the extra hf."
+        )
+    return ChatTemplate(path, source, special_tokens(directory))
+
+
+def _read_text(path: Path) -> str:
+    """The text of a file, or as much of it as shows that it is too long."""
+    existing(path)
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read(MAX_CHARACTERS + 1)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{shown(path)} is not text in UTF-8: {reason(error)}.") from error
+    except OSError as error:
+        raise OSError(f"{shown(path)} cannot be opened: {error.strerror}.") from error
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
@@ -128,41 +183,81 @@ def special_tokens(directory: Path) -> dict[str, str]:
     return found
 
 
-def _compile(path: Path, source: str) -> Callable[..., str]:
-    try:
-        import jinja2
-        import jinja2.ext
-        import jinja2.sandbox
-    except ImportError as error:
-        raise ImportError(
-            f"{shown(path)} has a chat template, which is read by the jinja2 library, which is not "
-            "installed: pip install jinja2, or the extra hf."
-        ) from error
+@functools.cache
+def _worker(process_id: int) -> "_Worker":
+    """The worker of a process; a fork of it gets one of its own."""
+    return _Worker()
 
-    class Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks answers in training texts; here it has no effect."""
 
-        tags = {"generation"}
+class _Worker:
+    """A process that applies templates; started when needed, and again after it was killed."""
 
-        def parse(self, parser: Any) -> Any:
-            """The body of the block."""
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        atexit.register(self.end)
 
-    def refuse(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
+    def answer(self, job: dict[str, Any]) -> dict[str, Any]:
+        """What `chat_worker` answers to a job.
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
+        Raises:
+            OSError: the process cannot be started.
+            ValueError: it was killed because it took too long, or it ended by itself.
+        """
+        line = json.dumps(job).encode() + b"\n"
+        with self._lock:
+            try:
+                if self._process is not None and self._process.poll() is not None:
+                    self.end()  # it has ended since, by an interrupt from the terminal for example
+                if self._process is None:
+                    self._process = _start()
+                    _exchange(self._process, b"", START_SECONDS)
+                return json.loads(_exchange(self._process, line, SECONDS))
+            except BaseException:  # an interrupt too: the answer must not go to the next job
+                self.end()
+                raise
+
+    def end(self) -> None:
+        """Kill the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            with contextlib.suppress(OSError), process:  # closes its pipes, and waits
+                pass
+
+
+def _start() -> subprocess.Popen[bytes]:
+    paths: dict[str, None] = {}
+    for name in ("jinja2", "markupsafe"):
+        spec = importlib.util.find_spec(name)
+        for path in () if spec is None else spec.submodule_search_locations or ():
+            paths[str(Path(path).parent)] = None
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(Path(__file__).with_name("chat_worker.py")), *paths],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={name: os.environ[name] for name in ("SYSTEMROOT",) if name in os.environ},  # Windows
     )
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    environment.filters["tojson"] = lambda value, **options: json.dumps(
-        value, **{"ensure_ascii": False, **options}
-    )
+
+
+def _exchange(process: subprocess.Popen[bytes], line: bytes, seconds: float) -> bytes:
+    """The line with which a process answers; if there is none after some seconds, it is killed."""
+    assert process.stdin is not None and process.stdout is not None
+    begin, answer = time.monotonic(), b""
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
     try:
-        return environment.from_string(source).render
-    except (jinja2.TemplateError, RecursionError) as error:
-        raise ValueError(
-            f"{shown(path)} has a chat template that cannot be parsed: {reason(error)}."
-        ) from error
+        process.stdin.write(line)
+        process.stdin.flush()
+        answer = process.stdout.readline()
+    except OSError:  # it has ended
+        pass
+    finally:
+        timer.cancel()
+        timer.join()
+    if time.monotonic() - begin >= seconds:
+        raise ValueError(f"it takes longer than {seconds:g} s")
+    if not answer.endswith(b"\n"):
+        raise ValueError(f"the process that applies it ended with code {process.wait()}")
+    return answer

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib.resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +20,26 @@ from jax_specdec._src.models.tokenizer import TOKENIZER_FILE, count_token_ids
 
 __all__ = [
     "LoadedModel",
+    "check_structure",
     "load_checkpoint",
     "load_embedded_pair",
     "load_huggingface",
+    "path_of",
     "save_checkpoint",
+    "stored_dtype",
+    "stored_tensors",
+    "write_files",
 ]
 
 
-class LoadedModel(NamedTuple):
+Model = TypeVar("Model")
+
+
+class LoadedModel(NamedTuple, Generic[Model]):
     """A model with its weights.
 
     Attributes:
-        model: the static model object, a `CausalModel`.
+        model: the static model object, a `CausalModel` or an `Eagle3Head`.
         params: its weights.
 
     Example:
@@ -41,7 +49,7 @@ class LoadedModel(NamedTuple):
         256
     """
 
-    model: Llama
+    model: Model
     params: dict[str, Any]
 
 
@@ -51,7 +59,7 @@ def load_checkpoint(
     *,
     allow_nonfinite: bool = False,
     scan_layers: bool = False,
-) -> LoadedModel:
+) -> LoadedModel[Llama]:
     """Reads a checkpoint of this package, as `save_checkpoint` writes it.
 
     Args:
@@ -81,7 +89,7 @@ def load_checkpoint(
         ...     load_checkpoint(directory).model == model
         True
     """
-    directory = _path(directory)
+    directory = path_of(directory)
     config = read_config(directory / CONFIG_FILE)
     return _load(directory, config, dtype, allow_nonfinite=allow_nonfinite, scan_layers=scan_layers)
 
@@ -93,7 +101,7 @@ def load_huggingface(
     max_vocab_size: int | None = None,
     allow_nonfinite: bool = False,
     scan_layers: bool = False,
-) -> LoadedModel:
+) -> LoadedModel[Llama]:
     """Reads a Hugging Face checkpoint of the Llama, Qwen2 or Qwen3 family from a local directory.
 
     Checkpoints pad the vocabulary axis, differently even within a family: the small Qwen2.5 models
@@ -135,7 +143,7 @@ def load_huggingface(
     """
     if max_vocab_size is not None:
         max_vocab_size = check_int("max_vocab_size", max_vocab_size)
-    directory = _path(directory)
+    directory = path_of(directory)
     config = read_config(directory / CONFIG_FILE)
     if is_there(directory / TOKENIZER_FILE):
         known = count_token_ids(directory / TOKENIZER_FILE)
@@ -158,7 +166,7 @@ def _load(
     *,
     allow_nonfinite: bool,
     scan_layers: bool,
-) -> LoadedModel:
+) -> LoadedModel[Llama]:
     size = min(config.vocab_size, max_vocab_size or config.vocab_size)
     known = min(config.num_token_ids or size, size)
     kept = dataclasses.replace(
@@ -178,7 +186,7 @@ def _load(
         return LoadedModel(model, params)
 
 
-def load_embedded_pair(dtype: Any = jnp.float32) -> tuple[LoadedModel, LoadedModel]:
+def load_embedded_pair(dtype: Any = jnp.float32) -> tuple[LoadedModel[Llama], LoadedModel[Llama]]:
     """The target and the draft model that ship with the package.
 
     Two byte-level models of Python source text (`bytes`), trained by `training/` of the project's
@@ -233,27 +241,42 @@ def save_checkpoint(
         ...     sorted(os.listdir(directory))
         ['config.json', 'model.safetensors']
     """
-    directory = _path(directory)
+    directory = path_of(directory)
     if not isinstance(model, Llama):
         raise TypeError(f"model must be a Llama, but it is a {type(model).__name__}.")
-    stored = _dtype(dtype)
-    if stored.name not in ("float32", "bfloat16", "float16"):
-        raise TypeError(f"dtype must be float32, bfloat16 or float16, not {stored}.")
+    stored = stored_dtype(dtype)
     config = config_text(model.config, stored.name)
-    _check_params(model, params)
-    tensors = {}
+    check_structure(model, params)
     listed = unstack_layers(params) if model.scan_layers else params
-    for name, tensor in unfuse(model.config, listed).items():
+    tensors = stored_tensors(unfuse(model.config, listed), stored, allow_nonfinite=allow_nonfinite)
+    write_files(directory, config, tensors)
+
+
+def stored_tensors(
+    tensors: dict[str, np.ndarray], dtype: np.dtype, *, allow_nonfinite: bool = False
+) -> dict[str, np.ndarray]:
+    """Weights in the dtype of a file.
+
+    Raises:
+        ValueError: one is not finite in it.
+    """
+    stored = {}
+    for name, tensor in tensors.items():
         with np.errstate(over="ignore"):
-            tensors[name] = np.ascontiguousarray(np.asarray(tensor).astype(stored))
-        is_lost = ~np.isfinite(tensors[name])
+            stored[name] = np.ascontiguousarray(np.asarray(tensor).astype(dtype))
+        is_lost = ~np.isfinite(stored[name])
         if not allow_nonfinite and is_lost.any():
             index = np.unravel_index(is_lost.argmax(), is_lost.shape)
             raise ValueError(
                 f"params has {name} with a weight of {np.asarray(tensor)[index]}, which is "
-                f"{tensors[name][index]} in {stored}; weights must be finite unless "
+                f"{stored[name][index]} in {dtype}; weights must be finite unless "
                 "allow_nonfinite is true."
             )
+    return stored
+
+
+def write_files(directory: Path, config: str, tensors: dict[str, np.ndarray]) -> None:
+    """Writes `config.json` and the weights."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CONFIG_FILE).write_text(config, encoding="utf-8")
     # Readers of other frameworks ask for the metadata to know how the tensors are laid out.
@@ -261,7 +284,12 @@ def save_checkpoint(
     (directory / WEIGHTS_FILE).write_bytes(data)
 
 
-def _path(directory: Any) -> Path:
+def path_of(directory: Any) -> Path:
+    """The path of a directory.
+
+    Raises:
+        TypeError: it is not a path.
+    """
     try:
         return Path(directory)
     except TypeError:
@@ -275,8 +303,20 @@ def _dtype(dtype: Any) -> np.dtype:
         raise TypeError(f"dtype must be a floating dtype, not {quoted(dtype)}.") from None
 
 
-def _check_params(model: Llama, params: Any) -> None:
-    """Check that weights are the model's.
+def stored_dtype(dtype: Any) -> np.dtype:
+    """The dtype of stored tensors.
+
+    Raises:
+        TypeError: none of float32, bfloat16 and float16.
+    """
+    stored = _dtype(dtype)
+    if stored.name not in ("float32", "bfloat16", "float16"):
+        raise TypeError(f"dtype must be float32, bfloat16 or float16, not {stored}.")
+    return stored
+
+
+def check_structure(model: Any, params: Any) -> None:
+    """Checks that weights are the model's.
 
     Raises:
         ValueError: one is missing, or of another shape.

@@ -14,7 +14,7 @@ from jax_specdec._src.models.files import read_json
 from jax_specdec._src.models.llama_config import LlamaConfig
 from jax_specdec._src.models.rotary import RopeScaling
 
-__all__ = ["CONFIG_FILE", "config_text", "read_config"]
+__all__ = ["CONFIG_FILE", "config_json", "config_text", "parse_config", "read_config"]
 
 CONFIG_FILE = "config.json"
 
@@ -53,7 +53,19 @@ def read_config(path: Path) -> LlamaConfig:
         ValueError: it is not JSON, lacks a size, has a value out of range, or asks for something
             that `Llama` does not compute.
     """
-    raw, where = read_json(path), shown(path)
+    return parse_config(read_json(path), shown(path))
+
+
+def parse_config(raw: dict[str, Any], where: str) -> LlamaConfig:
+    """The sizes in the JSON object of a `config.json`.
+
+    Args:
+        raw: the object.
+        where: what messages call it.
+
+    Raises:
+        ValueError: as in `read_config`.
+    """
     family = "llama" if raw.get("model_type") is None else raw["model_type"]
     if not isinstance(family, str) or family not in _FAMILIES:
         only = _one_of(_FAMILIES)
@@ -96,7 +108,12 @@ def read_config(path: Path) -> LlamaConfig:
 
 
 def config_text(config: LlamaConfig, dtype: str) -> str:
-    """A `config.json` that `read_config` and `transformers` read.
+    """A `config.json` that `read_config` and `transformers` read; see `config_json`."""
+    return json.dumps(config_json(config, dtype), indent=2) + "\n"
+
+
+def config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
+    """The JSON object of a `config.json`, the inverse of `parse_config`.
 
     Raises:
         ValueError: no family has both biases and norms of queries and keys.
@@ -112,14 +129,13 @@ def config_text(config: LlamaConfig, dtype: str) -> str:
         values["rope_scaling"]["rope_type"] = "llama3"
     if values["num_token_ids"] is None:
         del values["num_token_ids"]
-    raw = {
+    return {
         "architectures": [f"{family.capitalize()}ForCausalLM"],
         "model_type": family,
         "hidden_act": "silu",
         "torch_dtype": dtype,
         **values,
     }
-    return json.dumps(raw, indent=2) + "\n"
 
 
 def _read_rope(where: str, raw: dict[str, Any]) -> tuple[Any, dict[str, Any] | None]:

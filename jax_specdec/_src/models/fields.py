@@ -31,8 +31,8 @@ def quoted(value: Any) -> str:
         return "a number of more than 4300 digits"
 
 
-def reason(error: BaseException) -> str:
-    """A library's error message, as the end of a sentence."""
+def reason(error: BaseException | str) -> str:
+    """A library's error, or its message, as the end of a sentence."""
     return shown(" ".join(str(error).split()).rstrip("."))
 
 

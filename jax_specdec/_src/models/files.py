@@ -49,9 +49,16 @@ def existing(path: Path) -> Path:
                 f"{shown(path.parent)} is a file, but a checkpoint must be a directory of "
                 "config.json, safetensors and tokenizer.json; GGUF is not read."
             ) from error
-        missing = "" if path.parent.exists() else ", and there is no such directory"
+        if path.parent.exists():
+            raise FileNotFoundError(
+                f"{shown(path)} does not exist; a checkpoint directory must hold it."
+            ) from error
+        name, parts = shown(path.parent), path.parent.parts
+        named = len(parts) == 2 and not path.is_absolute() and ".." not in parts
+        model = name if named else f"OWNER/{shown(path.parent.name)}"
         raise FileNotFoundError(
-            f"{shown(path)} does not exist; a checkpoint directory must hold it{missing}."
+            f"{name} does not exist; `hf download {model} --local-dir {name}` downloads a "
+            "checkpoint to it."
         ) from error
     except OSError as error:  # a name too long, links in a circle, no permission
         raise OSError(f"{shown(path)} cannot be opened: {error.strerror}.") from error

@@ -22,8 +22,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.models.layers import (
+    cached_attention,
+    check_integers,
+    check_params,
+    embed_tokens,
+    feed_forward,
+    init_params,
+    output_logits,
+    rms_norm,
+    self_attention,
+    write_cache,
+)
 from jax_specdec._src.models.llama_config import LlamaConfig, param_shapes, stacked_shapes
-from jax_specdec._src.models.rotary import frequencies, rotate, rotation
+from jax_specdec._src.models.protocol import TargetOutput
+from jax_specdec._src.models.rotary import frequencies, rotation
 
 __all__ = ["Llama", "LlamaConfig", "param_shapes", "stack_layers", "unstack_layers"]
 
@@ -57,10 +70,10 @@ class Llama:
         ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8))
         >>> params = model.init_params(jax.random.key(0))
         >>> cache = model.init_cache(batch_size=1, max_length=16)
-        >>> logits, cache = model.apply(
-        ...     params, jnp.array([[104, 105, 33]]), jnp.array([0]), cache)
-        >>> logits.shape
-        (1, 3, 256)
+        >>> logits, cache, features = model.apply(
+        ...     params, jnp.array([[104, 105, 33]]), jnp.array([0]), cache, feature_layers=(0, 2))
+        >>> logits.shape, features.shape
+        ((1, 3, 256), (1, 3, 64))
     """
 
     config: LlamaConfig
@@ -87,20 +100,8 @@ class Llama:
         Args:
             key: a typed PRNG key.
         """
-        leaves, treedef = jax.tree.flatten_with_path(
-            param_shapes(self.config), is_leaf=lambda x: isinstance(x, tuple)
-        )
-        params = []
-        for leaf_key, (path, shape) in zip(jax.random.split(key, len(leaves)), leaves, strict=True):
-            name = path[-1].key
-            if len(shape) == 1:
-                params.append(jnp.full(shape, name != "qkv_bias", self.dtype))
-                continue
-            fan_in = shape[1] if name == "embed_tokens" else shape[0]
-            residual = name in ("o_proj", "down_proj")
-            scale = (fan_in * (2 * self.config.num_hidden_layers if residual else 1)) ** -0.5
-            params.append((jax.random.normal(leaf_key, shape) * scale).astype(self.dtype))
-        listed = jax.tree.unflatten(treedef, params)
+        c = self.config
+        listed = init_params(param_shapes(c), key, self.dtype, c.num_hidden_layers)
         return stack_layers(listed) if self.scan_layers else listed
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
@@ -119,7 +120,8 @@ class Llama:
         token_ids: jax.Array,
         start: jax.Array,
         cache: Any,
-    ) -> tuple[jax.Array, Any]:
+        feature_layers: tuple[int, ...] = (),
+    ) -> TargetOutput:
         """Runs S consecutive tokens of each request; see `CausalModel.apply`.
 
         Args:
@@ -129,15 +131,18 @@ class Llama:
                 id in it.
             start: `[B]` int32, absolute position of each request's first token.
             cache: from `init_cache` or a previous call.
+            feature_layers: A increasing layers, 0 to L, whose features to return.
 
         Returns:
-            Logits `[B, S, V]` in the compute dtype, and the cache.
+            Logits `[B, S, V]` in the compute dtype, the cache, and features `[B, S, A H]` in the
+            compute dtype; None without `feature_layers`.
 
         Raises:
-            ValueError: a shape does not fit the config or the other arguments.
+            ValueError: a shape does not fit the config or the other arguments, or `feature_layers`
+                do not increase or are no layers.
             TypeError: ids or positions are not int32, or weights or cache not of the compute dtype.
         """
-        return self.apply_with(params, token_ids, start, cache, _embed)
+        return self.apply_with(params, token_ids, start, cache, feature_layers, embed_tokens)
 
     def apply_with(
         self,
@@ -145,9 +150,10 @@ class Llama:
         token_ids: jax.Array,
         start: jax.Array,
         cache: Any,
+        feature_layers: tuple[int, ...],
         embed: Callable[[jax.Array, jax.Array], jax.Array],
         regularize: Callable[[jax.Array], jax.Array] = lambda branch: branch,
-    ) -> tuple[jax.Array, Any]:
+    ) -> TargetOutput:
         """`apply` with another way to read embeddings, or to end a branch.
 
         Args:
@@ -155,35 +161,39 @@ class Llama:
             token_ids: as in `apply`.
             start: as in `apply`.
             cache: as in `apply`.
+            feature_layers: as in `apply`.
             embed: `embed(embed_tokens, token_ids)`: the rows `[B, S, H]`.
             regularize: as in `run`.
 
         Returns:
             As `apply`.
         """
-        _check_integers("token_ids", token_ids, 2)
-        _check_integers("start", start, 1)
+        check_integers("token_ids", token_ids, 2)
+        check_integers("start", start, 1)
         batch_size, length = token_ids.shape
         if start.shape != (batch_size,):
             raise ValueError(
                 f"start must have shape {(batch_size,)}, one position per row of token_ids, "
                 f"but has {start.shape}."
             )
-        _check_cache(self, cache, batch_size, length)
-        _check_params(self, params)
+        check_cache(self, cache, batch_size, length)
+        shapes = stacked_shapes if self.scan_layers else param_shapes
+        check_params(shapes(self.config), params, self.dtype)
+        _check_feature_layers(feature_layers, self.config.num_hidden_layers)
         positions = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
         embedded = embed(params["embed_tokens"], token_ids)
         if self.scan_layers:
-            return self._scan(params, embedded, positions, cache, regularize)
+            return self._scan(params, embedded, positions, cache, feature_layers, regularize)
         new_cache = list(cache)
 
         def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             keys, values = cache[layer]
-            keys, values = _write(keys, values, key, value, positions)
+            keys, values = write_cache(keys, values, key, value, positions)
             new_cache[layer] = (keys, values)
-            return _attention(query, keys, values, positions)
+            return cached_attention(query, keys, values, positions)
 
-        return self.run(params, embedded, positions, attend, regularize), new_cache
+        logits, features = self.run(params, embedded, positions, attend, regularize, feature_layers)
+        return TargetOutput(logits, new_cache, features)
 
     def _scan(
         self,
@@ -191,29 +201,45 @@ class Llama:
         embedded: jax.Array,
         positions: jax.Array,
         cache: tuple[jax.Array, jax.Array],
+        feature_layers: tuple[int, ...],
         regularize: Callable[[jax.Array], jax.Array],
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    ) -> TargetOutput:
         """`run` and the cache, in a loop over stacked layers."""
         cos_sin = self._rotation(positions)
+        num_layers, num_features = self.config.num_hidden_layers, len(feature_layers)
+        # Where the stream that enters each layer goes: the last place is for those nobody asks for.
+        places = [
+            feature_layers.index(i) if i in feature_layers else num_features
+            for i in range(num_layers)
+        ]
+        streams = None
+        if feature_layers:
+            streams = jnp.zeros((num_features + 1, *embedded.shape), self.dtype)
 
         def step(carry: Any, given: Any) -> tuple[Any, None]:
-            x, keys, values = carry
+            x, keys, values, streams = carry
             layer, index = given
+            if streams is not None:
+                streams = streams.at[jnp.array(places, jnp.int32)[index]].set(x)
 
             def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
                 nonlocal keys, values
-                written = _write(keys, values, key, value, positions, index)
+                written = write_cache(keys, values, key, value, positions, index)
                 # Otherwise XLA writes a second time, into a copy of the whole cache, as it reads.
                 keys, values = lax.optimization_barrier(written)
-                return _attention(query, keys[index], values[index], positions)
+                return cached_attention(query, keys[index], values[index], positions)
 
             x = self._layer(layer, x, cos_sin, attend, regularize)
-            return (x, keys, values), None
+            return (x, keys, values, streams), None
 
-        indices = jnp.arange(self.config.num_hidden_layers, dtype=jnp.int32)
-        carry, _ = lax.scan(step, (embedded, *cache), (params["layers"], indices))
-        x, keys, values = carry
-        return self._logits(params, x), (keys, values)
+        indices = jnp.arange(num_layers, dtype=jnp.int32)
+        carry, _ = lax.scan(step, (embedded, *cache, streams), (params["layers"], indices))
+        x, keys, values, streams = carry
+        features = None
+        if streams is not None:
+            chosen = [x if i == num_layers else streams[n] for n, i in enumerate(feature_layers)]
+            features = jnp.concatenate(chosen, axis=2)
+        return TargetOutput(self._logits(params, x), (keys, values), features)
 
     def run(
         self,
@@ -222,7 +248,8 @@ class Llama:
         positions: jax.Array,
         attend: Attend,
         regularize: Callable[[jax.Array], jax.Array] = lambda branch: branch,
-    ) -> jax.Array:
+        feature_layers: tuple[int, ...] = (),
+    ) -> tuple[jax.Array, jax.Array | None]:
         """The decoder around a given attention: what `apply` and training share.
 
         Args:
@@ -233,15 +260,19 @@ class Llama:
             attend: called once per layer with rotated queries and keys; see `Attend`.
             regularize: applied to the `[B, S, H]` that each half of a layer adds to the residual
                 stream; training drops parts of it, `TensorParallelLlama` sums it over devices.
+            feature_layers: as in `apply`.
 
         Returns:
-            Logits `[B, S, V]` in the compute dtype.
+            Logits `[B, S, V]` and features `[B, S, A H]`, or None, in the compute dtype.
         """
         cos_sin = self._rotation(positions)
-        x = embedded
+        streams = [embedded]  # that enter each layer, and that leaves the last one
         for index, layer in enumerate(params["layers"]):
-            x = self._layer(layer, x, cos_sin, functools.partial(attend, index), regularize)
-        return self._logits(params, x)
+            one = functools.partial(attend, index)
+            streams.append(self._layer(layer, streams[-1], cos_sin, one, regularize))
+        chosen = [streams[i] for i in feature_layers]
+        features = jnp.concatenate(chosen, axis=2) if chosen else None
+        return self._logits(params, streams[-1]), features
 
     def _rotation(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         c = self.config
@@ -257,36 +288,18 @@ class Llama:
     ) -> jax.Array:
         """The residual stream `[B, S, H]` after one more layer."""
         c = self.config
-        num_query, num_kv = c.num_attention_heads, c.num_key_value_heads
-        leading = x.shape[:2]
-        h = _rms_norm(x, layer["input_layernorm"], c.rms_norm_eps)
-        heads = h @ layer["qkv_proj"]
-        if c.qkv_bias:
-            heads = heads + layer["qkv_bias"][None, None, :]
-        heads = heads.reshape(*leading, num_query + 2 * num_kv, c.head_dim)
-        query, key, value = jnp.split(heads, [num_query, num_query + num_kv], axis=2)
-        if c.qk_norm:
-            query = _rms_norm(query, layer["q_norm"], c.rms_norm_eps)
-            key = _rms_norm(key, layer["k_norm"], c.rms_norm_eps)
-        read = attend(rotate(query, cos_sin), rotate(key, cos_sin), value)
-        read = read.reshape(*leading, num_query * c.head_dim)
-        x = x + regularize(read @ layer["o_proj"])
-        h = _rms_norm(x, layer["post_attention_layernorm"], c.rms_norm_eps)
-        gate, up = jnp.split(h @ layer["gate_up_proj"], 2, axis=2)
-        return x + regularize((jax.nn.silu(gate) * up) @ layer["down_proj"])
+        h = rms_norm(x, layer["input_layernorm"], c.rms_norm_eps)
+        x = x + regularize(self_attention(c, layer, h, cos_sin, attend))
+        h = rms_norm(x, layer["post_attention_layernorm"], c.rms_norm_eps)
+        return x + regularize(feed_forward(layer, h))
 
     def _logits(self, params: dict[str, Any], x: jax.Array) -> jax.Array:
         """Logits `[B, S, V]` of the residual stream after the last layer."""
         c = self.config
-        x = _rms_norm(x, params["norm"], c.rms_norm_eps)
-        if c.tie_word_embeddings:
-            logits = jnp.einsum("vh,bsh->bsv", params["embed_tokens"], x)  # faster than x @ E.T
-        else:
-            logits = x @ params["lm_head"]
-        if c.num_token_ids is None:
-            return logits
-        is_token = jnp.arange(c.vocab_size, dtype=jnp.int32) < c.num_token_ids
-        return jnp.where(is_token[None, None, :], logits, -jnp.inf)
+        x = rms_norm(x, params["norm"], c.rms_norm_eps)
+        tied = c.tie_word_embeddings
+        lm_head = params["embed_tokens" if tied else "lm_head"]
+        return output_logits(x, lm_head, tied, c.num_token_ids)
 
 
 def stack_layers(params: dict[str, Any]) -> dict[str, Any]:
@@ -302,7 +315,8 @@ def stack_layers(params: dict[str, Any]) -> dict[str, Any]:
         >>> import dataclasses
         >>> import jax_specdec as sd
         >>> _, (model, params) = sd.load_embedded_pair()
-        >>> model, params = dataclasses.replace(model, scan_layers=True), sd.stack_layers(params)
+        >>> model = dataclasses.replace(model, scan_layers=True)
+        >>> params = sd.models.stack_layers(params)
         >>> params["layers"]["input_layernorm"].shape[0] == model.config.num_hidden_layers
         True
     """
@@ -315,7 +329,7 @@ def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
     Example:
         >>> import jax_specdec as sd
         >>> _, (model, params) = sd.load_embedded_pair()
-        >>> len(sd.unstack_layers(sd.stack_layers(params))["layers"])
+        >>> len(sd.models.unstack_layers(sd.models.stack_layers(params))["layers"])
         2
     """
     layers = params["layers"]
@@ -323,91 +337,18 @@ def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
     return {**params, "layers": [{k: x[i] for k, x in layers.items()} for i in range(size)]}
 
 
-def _embed(embed_tokens: jax.Array, token_ids: jax.Array) -> jax.Array:
-    return embed_tokens.at[token_ids].get(mode="clip")
+def _check_feature_layers(layers: tuple[int, ...], num_layers: int) -> None:
+    if not all(type(layer) is int for layer in layers):
+        raise TypeError(f"feature_layers must be ints, but they are {layers}.")
+    if list(layers) != sorted({*layers} & {*range(num_layers + 1)}):
+        raise ValueError(
+            f"feature_layers must increase from at least 0 to at most {num_layers}, but they are "
+            f"{layers}."
+        )
 
 
-def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Divides by sqrt(mean(x^2) + eps) over the last axis, in float32, and scales by weight."""
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return jnp.expand_dims(weight, range(x.ndim - 1)) * y.astype(x.dtype)
-
-
-def _write(
-    keys: jax.Array,
-    values: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    positions: jax.Array,
-    layer: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Writes key and value `[B, S, N_kv, D]` at positions `[B, S]` into the cache, in place.
-
-    It is one layer's, or has an axis of layers, of which `layer` is one.
-    """
-    batch_size, _, num_kv, head_dim = key.shape
-    requests = jnp.arange(batch_size)[:, None]
-    one = () if layer is None else (layer,)
-    new_keys = keys.reshape(*keys.shape[:-3], batch_size, num_kv, head_dim, -1)
-    new_values = values.reshape(*values.shape[:-3], batch_size, num_kv, -1, head_dim)
-    mode: dict[str, Any] = {"mode": "promise_in_bounds", "unique_indices": True}
-    new_keys = new_keys.at[*one, requests, :, :, positions].set(key, **mode)
-    new_values = new_values.at[*one, requests, :, positions].set(value, **mode)
-    return new_keys.reshape(keys.shape), new_values.reshape(values.shape)
-
-
-def _attention(
-    query: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array
-) -> jax.Array:
-    """softmax(q k / sqrt(D)) v over the cache positions that are <= the query's own.
-
-    query `[B, S, N, D]`, keys and values as in the cache, positions `[B, S]`; `[B, S, N, D]`.
-    """
-    batch_size, length, num_query, head_dim = query.shape
-    max_length = keys.shape[2]
-    num_kv = keys.shape[0] // batch_size
-    group = num_query // num_kv
-    # The query heads that share keys are further rows of one matrix product with them.
-    split = (batch_size, num_kv, length, group)
-    rows = (batch_size * num_kv, length * group)
-    query = query.reshape(batch_size, length, num_kv, group, head_dim).swapaxes(1, 2)
-    visible = jnp.arange(max_length, dtype=jnp.int32)[None, None, :] <= positions[:, :, None]
-    visible = jnp.broadcast_to(visible[:, None, :, None, :], (*split, max_length))
-    scores = jnp.matmul(
-        query.reshape(*rows, head_dim), keys, preferred_element_type=jnp.float32
-    ) * (head_dim**-0.5)
-    scores = jnp.where(visible.reshape(*rows, max_length), scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    read = jnp.matmul(weights, values).reshape(*split, head_dim)
-    return read.swapaxes(1, 2).reshape(batch_size, length, num_query, head_dim)
-
-
-def _check_integers(name: str, value: jax.Array, ndim: int) -> None:
-    if value.ndim != ndim:
-        raise ValueError(f"{name} must have {ndim} axes, but has shape {value.shape}.")
-    if value.dtype != jnp.int32:
-        raise TypeError(f"{name} must be int32, not {value.dtype}.")
-
-
-def _check_params(model: Llama, params: dict[str, Any]) -> None:
-    found = dict(jax.tree.leaves_with_path(params))
-    shapes = stacked_shapes(model.config) if model.scan_layers else param_shapes(model.config)
-    for path, shape in jax.tree.leaves_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple)):
-        name = "params" + jax.tree_util.keystr(path)
-        if path not in found:
-            raise ValueError(f"{name} must have shape {shape}, but is missing.")
-        leaf = found.pop(path)
-        if leaf.shape != shape:
-            raise ValueError(f"{name} must have shape {shape}, but has {leaf.shape}.")
-        if leaf.dtype != model.dtype:
-            raise TypeError(f"{name} must be {model.dtype}, not {leaf.dtype}.")
-    if found:
-        name = "params" + jax.tree_util.keystr(next(iter(found)))
-        raise ValueError(f"{name} is not a weight of this config.")
-
-
-def _check_cache(model: Llama, cache: Any, batch_size: int, length: int) -> None:
+def check_cache(model: Llama, cache: Any, batch_size: int, length: int) -> None:
+    """Checks that a cache is one of the model, for these requests, and long enough."""
     c = model.config
     wanted = f"a list of {c.num_hidden_layers} (keys, values) pairs"
     if model.scan_layers:

@@ -5,20 +5,51 @@ request through the model at given positions and return logits, with a cache tha
 for free. Any JAX model that can do this fits.
 """
 
-from typing import Any, Protocol, runtime_checkable
+import inspect
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
 from jax_specdec._src.types import described
 from jax_specdec._src.verify.sharding import VerifySharding
 
-__all__ = ["Cache", "CausalModel", "Params", "check_model", "is_loaded_model", "sharding_of"]
+__all__ = [
+    "Cache",
+    "CausalModel",
+    "Params",
+    "TargetOutput",
+    "apply_model",
+    "check_model",
+    "is_loaded_model",
+    "sharding_of",
+]
 
 Cache = Any
 """Any pytree of arrays. The loop carries it and hands it back; it never looks inside."""
 
 Params = Any
 """Any pytree of arrays. The loop passes it to `CausalModel.apply` and never looks inside."""
+
+
+class TargetOutput(NamedTuple):
+    """What a model computes for S tokens of each request.
+
+    Attributes:
+        logits: `[B, S, V]`, in any float dtype: row `[b, s]` scores the token at position
+            `start[b] + s + 1`.
+        cache: of the same structure, shapes and dtypes as the one passed in.
+        features: `[B, S, A H]`, for the A layers of `feature_layers`; None if there are none.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> logits, cache, features = TargetOutput(jnp.zeros((1, 2, 8)), ())
+        >>> features is None
+        True
+    """
+
+    logits: jax.Array
+    cache: Cache
+    features: jax.Array | None = None
 
 
 @runtime_checkable
@@ -45,6 +76,13 @@ class CausalModel(Protocol):
     **Many devices.** A model whose logits are split over the vocabulary says so in an attribute
     `sharding`, a `VerifySharding` with a mesh: its logits are then read where they are. Without it,
     XLA may move them.
+
+    **Features.** Some drafters (EAGLE-3, for one) read what the target computes inside: features.
+    A model that can give them takes one more argument, `feature_layers`: a static tuple of A
+    layers, increasing, each from 0 to the number of layers L. It is passed only if a drafter asks
+    for features. The model then returns a `TargetOutput` whose features are the residual stream
+    that enters each of these layers (for L: that leaves the last one), before any norm, one after
+    another along the last axis. `Llama` and `TensorParallelLlama` do this.
 
     Example:
         The smallest model: a bigram table, whose next token depends on the last one alone.
@@ -112,7 +150,7 @@ class CausalModel(Protocol):
 
     def apply(
         self, params: Params, token_ids: jax.Array, start: jax.Array, cache: Cache
-    ) -> tuple[jax.Array, Cache]:
+    ) -> TargetOutput | tuple[jax.Array, Cache]:
         """Runs S consecutive tokens of each request through the model.
 
         Token s of request b is at absolute position `start[b] + s`. What the model remembers of it
@@ -136,11 +174,60 @@ class CausalModel(Protocol):
             cache: the cache, from `init_cache` or a previous call.
 
         Returns:
-            Logits `[B, S, V]`, in any float dtype: row `[b, s]` scores the token at position
-            `start[b] + s + 1`. And the cache, of the same structure, shapes and dtypes as the one
-            passed in, so that it can be carried by `jax.lax.while_loop`.
+            A `TargetOutput`, or a plain pair of logits and cache. The cache must have the structure
+            of the one passed in, so that it can be carried by `jax.lax.while_loop`.
         """
         ...
+
+
+def apply_model(
+    model: CausalModel,
+    params: Params,
+    token_ids: jax.Array,
+    start: jax.Array,
+    cache: Cache,
+    feature_layers: tuple[int, ...] = (),
+) -> TargetOutput:
+    """`CausalModel.apply`, with the features of some layers.
+
+    Args:
+        model: any `CausalModel`.
+        params: as in `CausalModel.apply`.
+        token_ids: as in `CausalModel.apply`.
+        start: as in `CausalModel.apply`.
+        cache: as in `CausalModel.apply`.
+        feature_layers: A layers whose features are needed; with none, the model is not asked.
+
+    Raises:
+        TypeError: features are needed, and the model's `apply` does not take `feature_layers` or
+            returns none.
+        ValueError: the features are not `[B, S, A H]`.
+    """
+    if not feature_layers:
+        logits, cache = model.apply(params, token_ids, start, cache)[:2]
+        return TargetOutput(logits, cache)
+    apply: Any = model.apply
+    must = (
+        f"model must give features, because the drafter reads those of layers {feature_layers}, "
+        f"but {type(model).__name__}.apply"
+    )
+    try:
+        inspect.signature(apply).bind(params, token_ids, start, cache, feature_layers=())
+    except TypeError:
+        raise TypeError(
+            f"{must} takes {inspect.signature(apply)}: see feature_layers in CausalModel"
+        ) from None
+    output = apply(params, token_ids, start, cache, feature_layers=feature_layers)
+    if not isinstance(output, TargetOutput) or output.features is None:
+        raise TypeError(f"{must} returns none: it must return a TargetOutput with features")
+    shape = output.features.shape
+    if len(shape) != 3 or shape[:2] != token_ids.shape or shape[2] % len(feature_layers):
+        batch_size, length = token_ids.shape
+        raise ValueError(
+            f"features must be [B, S, A H] = [{batch_size}, {length}, {len(feature_layers)} H], "
+            f"but {type(model).__name__}.apply returns {list(shape)}"
+        )
+    return output
 
 
 def sharding_of(model: CausalModel) -> VerifySharding | None:

@@ -9,6 +9,7 @@ References:
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -20,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src.models.llama import Llama
+from jax_specdec._src.models.protocol import TargetOutput
 from jax_specdec._src.verify.sharding import VerifySharding
 
 __all__ = ["TensorParallelLlama"]
@@ -51,10 +53,10 @@ class TensorParallelLlama:
         >>> import jax_specdec as sd
         >>> _, (whole, params) = sd.load_embedded_pair()
         >>> mesh = jax.make_mesh((jax.device_count(),), ("tensor",))
-        >>> model = sd.TensorParallelLlama(whole, mesh, "tensor")
+        >>> model = sd.models.TensorParallelLlama(whole, mesh, "tensor")
         >>> params = model.shard_params(params)
-        >>> logits, _ = jax.jit(model.apply)(
-        ...     params, jnp.array([[104, 105]]), jnp.array([0]), model.init_cache(1, 8))
+        >>> logits = jax.jit(model.apply)(
+        ...     params, jnp.array([[104, 105]]), jnp.array([0]), model.init_cache(1, 8)).logits
         >>> logits.shape, logits.addressable_shards[0].data.shape[2] * jax.device_count()
         ((1, 2, 256), 256)
     """
@@ -147,9 +149,12 @@ class TensorParallelLlama:
         """An empty cache; see `CausalModel.init_cache`."""
         one = jax.eval_shape(lambda: self._local.init_cache(batch_size, max_length))
         sharding = NamedSharding(self.mesh, P(self.axis))
-        return jax.tree.map(
-            lambda x: jnp.zeros((self.num_devices, *x.shape), x.dtype, device=sharding), one
-        )
+
+        def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+            array = jnp.zeros((self.num_devices, *x.shape), x.dtype, device=sharding)
+            return lax.with_sharding_constraint(array, sharding)  # jit ignores `device`
+
+        return jax.tree.map(zeros, one)
 
     def apply(
         self,
@@ -157,7 +162,8 @@ class TensorParallelLlama:
         token_ids: jax.Array,
         start: jax.Array,
         cache: Any,
-    ) -> tuple[jax.Array, Any]:
+        feature_layers: tuple[int, ...] = (),
+    ) -> TargetOutput:
         """Runs S consecutive tokens of each request; see `CausalModel.apply`.
 
         Args:
@@ -165,25 +171,33 @@ class TensorParallelLlama:
             token_ids: as in `Llama.apply`.
             start: as in `Llama.apply`.
             cache: from `init_cache` or a previous call.
+            feature_layers: as in `Llama.apply`.
 
         Returns:
-            Logits `[B, S, V]`, sharded over V, and the cache.
+            Logits `[B, S, V]`, sharded over V; the cache; and features, the same on all devices.
 
         Raises:
             ValueError: as in `Llama.apply`.
             TypeError: as in `Llama.apply`.
         """
+        output_specs: Any = (P(None, None, self.axis), P(self.axis), P())
         run = jax.shard_map(
-            self._apply_share,
+            functools.partial(self._apply_share, feature_layers=feature_layers),
             mesh=self.mesh,
             in_specs=(P(self.axis), P(), P(), P(self.axis)),
-            out_specs=(P(None, None, self.axis), P(self.axis)),
+            out_specs=TargetOutput(*output_specs),
         )
         return run(params, token_ids, start, cache)
 
     def _apply_share(
-        self, params: Any, token_ids: jax.Array, start: jax.Array, cache: Any
-    ) -> tuple[jax.Array, Any]:
+        self,
+        params: Any,
+        token_ids: jax.Array,
+        start: jax.Array,
+        cache: Any,
+        *,
+        feature_layers: tuple[int, ...],
+    ) -> TargetOutput:
         """One device's part of `apply`."""
         local, c = self._local, self.model.config
         first_id = lax.axis_index(self.axis) * local.vocab_size
@@ -197,12 +211,14 @@ class TensorParallelLlama:
             return sum_devices(jnp.where(mine[..., None], embed_tokens.at[ids].get(mode="clip"), 0))
 
         params, cache = jax.tree.map(lambda x: x[0], (params, cache))
-        logits, cache = local.apply_with(params, token_ids, start, cache, embed, sum_devices)
+        logits, cache, features = local.apply_with(
+            params, token_ids, start, cache, feature_layers, embed, sum_devices
+        )
         num_token_ids = c.num_token_ids or c.vocab_size
         if num_token_ids < self.vocab_size:
             ids = first_id + jnp.arange(local.vocab_size, dtype=jnp.int32)
             logits = jnp.where((ids < num_token_ids)[None, None, :], logits, -jnp.inf)
-        return logits, jax.tree.map(lambda x: x[None], cache)
+        return TargetOutput(logits, jax.tree.map(lambda x: x[None], cache), features)
 
     def _part(self, name: str, x: np.ndarray, device: int) -> np.ndarray:
         """What one device holds of a weight, which `param_shapes` describes."""

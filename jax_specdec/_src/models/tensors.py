@@ -6,7 +6,7 @@ one fused matrix is in memory beside the params. Writing undoes it.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,19 @@ from jax_specdec._src.models.fields import quoted, reason, shown
 from jax_specdec._src.models.files import existing, is_there, read_json
 from jax_specdec._src.models.llama_config import LlamaConfig, param_shapes
 
-__all__ = ["INDEX_FILE", "WEIGHTS_FILE", "open_tensors", "read_params", "unfuse"]
+__all__ = [
+    "INDEX_FILE",
+    "WEIGHTS_FILE",
+    "Tensors",
+    "check_tensors",
+    "layer_shapes",
+    "layer_tensors",
+    "open_files",
+    "open_tensors",
+    "read_params",
+    "unfuse",
+    "unfuse_layer",
+]
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -48,6 +60,24 @@ class Tensors:
         """The dtype that holds a tensor here."""
         return _DTYPES[self.files[name][1].get_slice(name).get_dtype()]
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return tuple(self.files[name][1].get_slice(name).get_shape())
+
+    def load(
+        self, name: str, dtype: Any, size: int | None = None, *, allow_nonfinite: bool = False
+    ) -> jax.Array:
+        """One tensor on the device, or its first `size` rows.
+
+        Raises:
+            ValueError: a weight is NaN or infinite in `dtype`, and `allow_nonfinite` is false.
+        """
+        tensor = self.read(name)[:size]
+        if not allow_nonfinite:
+            _check_finite(self, name, tensor, dtype)
+        with np.errstate(over="ignore"):  # float64 may be held as float32
+            return jax.device_put(tensor).astype(dtype)
+
 
 @contextlib.contextmanager
 def open_tensors(directory: Path, config: LlamaConfig) -> Iterator[Tensors]:
@@ -59,10 +89,17 @@ def open_tensors(directory: Path, config: LlamaConfig) -> Iterator[Tensors]:
         ValueError: a file cannot be parsed, the index names a file outside the directory, or a
             tensor is missing, unknown, or of another shape or kind than the config says.
     """
-    with contextlib.ExitStack() as stack:
-        tensors = _open(directory, stack)
-        _check(tensors, config)
+    with open_files(directory) as tensors:
+        # Some writers also store what follows from the rest: a tied output matrix.
+        check_tensors(tensors, _tensor_shapes(config), ("lm_head.weight",))
         yield tensors
+
+
+@contextlib.contextmanager
+def open_files(directory: Path) -> Iterator[Tensors]:
+    """`open_tensors`, whatever the files hold."""
+    with contextlib.ExitStack() as stack:
+        yield _open(directory, stack)
 
 
 def _open(directory: Path, stack: contextlib.ExitStack) -> Tensors:
@@ -114,9 +151,21 @@ def _open_file(path: Path, stack: contextlib.ExitStack) -> Any:
         raise OSError(f"{shown(path)} cannot be opened: {reason(error)}.") from error
 
 
-def _check(tensors: Tensors, config: LlamaConfig) -> None:
-    expected = set()
-    for name, shape in _tensor_shapes(config):  # stops at the first that is missing
+def check_tensors(
+    tensors: Tensors, shapes: Iterable[tuple[str, tuple[int, ...]]], unread: Collection[str]
+) -> None:
+    """Checks names, shapes and dtypes.
+
+    Args:
+        tensors: what the files hold.
+        shapes: name and shape of each tensor that must be there.
+        unread: names of further tensors that may be.
+
+    Raises:
+        ValueError: a tensor is missing, unknown, or of another shape or kind.
+    """
+    expected = set(unread)
+    for name, shape in shapes:  # stops at the first that is missing
         if name not in tensors.files:
             raise ValueError(f"{shown(tensors.origin)} lacks the tensor {name}.")
         expected.add(name)
@@ -133,9 +182,7 @@ def _check(tensors: Tensors, config: LlamaConfig) -> None:
                 f"{', '.join(_DTYPES)} are supported."
             )
     for name, (path, _) in tensors.files.items():
-        # Some writers also store what follows from the rest: rotary angles, a tied output matrix.
-        derived = name.endswith(".rotary_emb.inv_freq") or name == "lm_head.weight"
-        if name not in expected and not derived:
+        if name not in expected and not name.endswith(".rotary_emb.inv_freq"):
             raise ValueError(
                 f"{shown(path)} has a tensor {shown(name)}, which its config.json does not call "
                 "for."
@@ -170,17 +217,13 @@ def read_params(
     """
 
     def read(name: str, size: int | None = None) -> jax.Array:
-        tensor = tensors.read(name)[:size]
-        if not allow_nonfinite:
-            _check_finite(tensors, name, tensor, dtype)
-        with np.errstate(over="ignore"):  # float64 may be held as float32
-            return jax.device_put(tensor).astype(dtype)
+        return tensors.load(name, dtype, size, allow_nonfinite=allow_nonfinite)
 
     def fused(*names: str) -> jax.Array:
         # XLA converts and transposes much faster than NumPy.
         return jnp.concatenate([read(name) for name in names]).T
 
-    parts = [_layer_tensors(config, index) for index in range(config.num_hidden_layers)]
+    parts = [layer_tensors(config, _prefix(index)) for index in range(config.num_hidden_layers)]
     layers: Any
     if scan_layers:  # one name at a time, so that no more than its weights are held twice
         layers = {name: jnp.stack([fused(*layer[name]) for layer in parts]) for name in parts[0]}
@@ -220,19 +263,30 @@ def unfuse(config: LlamaConfig, params: dict[str, Any]) -> dict[str, np.ndarray]
     }
     if not config.tie_word_embeddings:
         tensors["lm_head.weight"] = params["lm_head"].T
-    sizes = _part_sizes(config)
     for index, layer in enumerate(params["layers"]):
-        for name, parts in _layer_tensors(config, index).items():
-            ends = np.cumsum(sizes.get(name, []))[:-1]
-            pieces = np.split(np.asarray(layer[name]), ends, axis=-1)
-            for part, piece in zip(parts, pieces, strict=True):
-                tensors[part] = piece.T if piece.ndim == 2 else piece
+        tensors |= unfuse_layer(config, layer, _prefix(index))
     return tensors
 
 
-def _layer_tensors(config: LlamaConfig, index: int) -> dict[str, list[str]]:
-    """Which tensors of a checkpoint make up each array of layer `index`, in order of fusion."""
-    prefix = f"model.layers.{index}"
+def unfuse_layer(
+    config: LlamaConfig, layer: dict[str, jax.Array], prefix: str
+) -> dict[str, np.ndarray]:
+    """The tensors of one layer, `[out, in]`, by name."""
+    tensors, sizes = {}, _part_sizes(config)
+    for name, parts in layer_tensors(config, prefix).items():
+        ends = np.cumsum(sizes.get(name, []))[:-1]
+        pieces = np.split(np.asarray(layer[name]), ends, axis=-1)
+        for part, piece in zip(parts, pieces, strict=True):
+            tensors[part] = piece.T if piece.ndim == 2 else piece
+    return tensors
+
+
+def _prefix(index: int) -> str:
+    return f"model.layers.{index}"
+
+
+def layer_tensors(config: LlamaConfig, prefix: str) -> dict[str, list[str]]:
+    """Which tensors make up each array of a layer, in order of fusion."""
     names = {
         "input_layernorm": [f"{prefix}.input_layernorm.weight"],
         "qkv_proj": [f"{prefix}.self_attn.{x}_proj.weight" for x in "qkv"],
@@ -266,9 +320,16 @@ def _tensor_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]
     yield "model.norm.weight", shapes["norm"]
     if not config.tie_word_embeddings:
         yield "lm_head.weight", shapes["lm_head"][::-1]
-    sizes = _part_sizes(config)
     for index in range(config.num_hidden_layers):
-        for name, parts in _layer_tensors(config, index).items():
-            *inner, last = layer[name]
-            for part, size in zip(parts, sizes.get(name, [last]), strict=True):
-                yield part, (size, *inner)
+        yield from layer_shapes(config, layer, _prefix(index))
+
+
+def layer_shapes(
+    config: LlamaConfig, layer: dict[str, tuple[int, ...]], prefix: str
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and `[out, in]` shape of the tensors of one layer, whose arrays have shapes `layer`."""
+    sizes = _part_sizes(config)
+    for name, parts in layer_tensors(config, prefix).items():
+        *inner, last = layer[name]
+        for part, size in zip(parts, sizes.get(name, [last]), strict=True):
+            yield part, (size, *inner)

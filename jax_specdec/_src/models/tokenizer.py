@@ -41,7 +41,7 @@ class Tokenizer:
     """
 
     path: Path
-    library_tokenizer: Any
+    library_tokenizer: Any = dataclasses.field(repr=False)
     stop_token_ids: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]:
@@ -59,7 +59,9 @@ class Tokenizer:
         """The ids of a conversation, up to where the model's answer begins.
 
         The checkpoint's chat template, from `chat_template.jinja` or else `tokenizer_config.json`,
-        makes the text, special tokens included. It is a Jinja program and runs in a sandbox.
+        makes the text, special tokens included. It is a Jinja program, and runs in a sandbox in a
+        process of its own: for at most 5 s, and in at most 512 MiB of memory. Systems that do not
+        limit the memory of a process, such as Windows and macOS, bound the time alone.
 
         Args:
             messages: each with a "role", such as "user", and a "content".
@@ -68,8 +70,8 @@ class Tokenizer:
             ImportError: the `jinja2` library is not installed.
             OSError: a file cannot be opened.
             TypeError: `messages` is something else.
-            ValueError: there is no template, it cannot be applied to the messages, or the tokenizer
-                has no ids for the text.
+            ValueError: there is no template, it cannot be applied to the messages or takes too much
+                time or memory, or the tokenizer has no ids for the text.
 
         Example:
             >>> import tempfile, tokenizers
@@ -103,7 +105,7 @@ class Tokenizer:
 
     def stream(self, prompt_token_ids: Sequence[int] = ()) -> "TextStream":
         """A decoder of what follows a prompt, as it comes."""
-        return TextStream(self.decode, prompt_token_ids)
+        return TextStream(self, prompt_token_ids)
 
     def check_same_vocabulary(self, other: "Tokenizer") -> None:
         """Checks that an id means the same to both tokenizers.
@@ -134,19 +136,38 @@ class TextStream:
     those of the piece before, because a token's text may depend on whether it begins a text.
 
     Args:
-        decode: the text of ids; an incomplete character becomes U+FFFD.
+        tokenizer: a `Tokenizer`, or a function that gives the text of a list of ids and U+FFFD for
+            an incomplete character, such as `decode_bytes`.
         prompt_token_ids: what the stream follows.
 
+    Raises:
+        TypeError: `tokenizer` is neither.
+
     Example:
-        >>> from jax_specdec._src.models import bytes
-        >>> stream = TextStream(bytes.decode)
-        >>> [stream.decode([token_id]) for token_id in (110, 195, 169)]
-        ['n', '', 'é']
+        >>> import jax_specdec as sd
+        >>> _, (model, params) = sd.load_embedded_pair()  # for another model, `load_tokenizer`
+        >>> prompt = sd.encode_bytes("class Stack(")
+        >>> stream = sd.TextStream(sd.decode_bytes, prompt)
+        >>> for step in sd.generate_stream(
+        ...     model, params, [prompt], drafter=sd.NGramDrafter(), max_new_tokens=6,
+        ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2)):
+        ...     kept = step.token_ids[0, : step.num_kept[0]]  # the rest is -1
+        ...     print(stream.decode(kept), end="|", flush=True)
+        o|b|j|e|c|t|
+        >>> stream.decode([], final=True)
+        ''
     """
 
     def __init__(
-        self, decode: Callable[[list[int]], str], prompt_token_ids: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer | Callable[[list[int]], str],
+        prompt_token_ids: Sequence[int] = (),
     ) -> None:
+        decode = tokenizer.decode if isinstance(tokenizer, Tokenizer) else tokenizer
+        if not callable(decode):
+            raise TypeError(
+                f"tokenizer must be a Tokenizer or a function, but it is {quoted(tokenizer)}."
+            )
         self._decode = decode
         self._token_ids = list(prompt_token_ids)
         self._shown = len(decode(self._token_ids))  # characters of their text that were returned
@@ -156,12 +177,15 @@ class TextStream:
         """The text that the next ids complete.
 
         Args:
-            token_ids: the next ids.
+            token_ids: the next ids, of any integer type.
             final: no more ids follow: an incomplete character becomes U+FFFD.
+
+        Raises:
+            TypeError: an id is not an integer.
         """
         pieces = []
-        for token_id in token_ids:
-            self._token_ids.append(int(token_id))
+        for token_id in id_list(token_ids):
+            self._token_ids.append(token_id)
             pieces.append(self._advance(hold=True))
         return "".join(pieces) + (self._advance(hold=False) if final else "")
 

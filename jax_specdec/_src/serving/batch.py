@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.context import DraftContext
@@ -16,6 +18,7 @@ from jax_specdec._src.types import (
     RejectionSampleOutput,
     SamplingParams,
     Status,
+    as_int32,
 )
 
 _BUCKET = 32
@@ -90,7 +93,7 @@ class StepRecord:
       >>> import jax_specdec as sd
       >>> (target, params), (draft, draft_params) = sd.load_embedded_pair()
       >>> steps = sd.generate(
-      ...     target, params, [sd.encode("def add(a, b):")],
+      ...     target, params, [sd.encode_bytes("def add(a, b):")],
       ...     drafter=sd.ModelDrafter(draft), draft_params=draft_params,
       ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2), max_new_tokens=8).steps
       >>> int(steps.num_kept.sum())
@@ -103,6 +106,77 @@ class StepRecord:
     num_accepted: jax.Array
     num_emitted: jax.Array
     logprobs: TokenLogprobs | None = None
+
+
+def truncate(
+    token_ids: jax.Array,
+    num_emitted: jax.Array,
+    *,
+    stop_token_ids: ArrayLike | None = None,
+    max_tokens: ArrayLike | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """How many of a step's tokens each request keeps: up to a stop token, and within its budget.
+
+    A stop token is kept and ends the request. Pure, for use inside jit or outside, on the
+    `RejectionSampleOutput` of a step. A request has ended if it is stopped, if its budget is
+    spent, or if its status is not OK. Its caches need no change: the next step starts at the
+    length that is kept.
+
+    Args:
+      token_ids: ``[B, K+1]`` integers, the emitted tokens of each request.
+      num_emitted: ``[B]`` integers, how many of them are tokens; the rest is padding.
+      stop_token_ids: ``[M]`` integers for all requests, or ``[B, M]``, padded with -1; None for no
+        stop tokens.
+      max_tokens: ``[]`` integer or ``[B]``, how many more tokens a request may get; None for any
+        number.
+
+    Returns:
+      ``num_kept`` ``[B]`` int32, at most `num_emitted`, and ``is_stopped`` ``[B]`` bool, whether
+      the last token kept is a stop token.
+
+    Raises:
+      TypeError: an argument does not hold integers.
+      ValueError: shapes that do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> num_kept, is_stopped = sd.truncate(
+      ...     jnp.array([[5, 6, 7], [5, 9, 7], [8, -1, -1]]), jnp.array([3, 3, 1]),
+      ...     stop_token_ids=[9], max_tokens=jnp.array([2, 8, 8]))
+      >>> num_kept.tolist(), is_stopped.tolist()
+      ([2, 2, 1], [False, True, False])
+    """
+    token_ids = as_int32("token_ids", token_ids)
+    if token_ids.ndim != 2:
+        raise ValueError(f"token_ids must have shape [B, K+1], but it has {list(token_ids.shape)}")
+    b, width = token_ids.shape
+    num_kept = _integers("num_emitted", num_emitted, [(b,)])
+    if max_tokens is not None:
+        left = _integers("max_tokens", max_tokens, [(), (b,)])
+        num_kept = jnp.minimum(num_kept, jnp.maximum(left, 0))
+    if stop_token_ids is None:
+        return num_kept, jnp.zeros((b,), bool)
+    stops = as_int32("stop_token_ids", stop_token_ids)
+    if stops.ndim not in (1, 2) or stops.shape[:-1] not in ((), (b,)):
+        raise ValueError(
+            f"stop_token_ids must have shape [M] or [{b}, M], but it has {list(stops.shape)}"
+        )
+    stops = jnp.broadcast_to(stops, (b, stops.shape[-1]))
+    offset = jnp.arange(width, dtype=jnp.int32)[None, :]
+    is_stop = jnp.any(token_ids[:, :, None] == stops[:, None, :], axis=2)
+    stop_at = jnp.min(jnp.where(is_stop, offset, width), axis=1)
+    is_stopped = stop_at < num_kept
+    return jnp.where(is_stopped, stop_at + 1, num_kept), is_stopped
+
+
+def _integers(name: str, value: ArrayLike, shapes: Sequence[tuple[int, ...]]) -> jax.Array:
+    """`as_int32`, of one of some shapes."""
+    array = as_int32(name, value)
+    if array.shape not in shapes:
+        wanted = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{name} must have shape {wanted}, but it has {list(array.shape)}")
+    return array
 
 
 def append(
@@ -123,13 +197,13 @@ def append(
       The batch and the record of the step.
     """
     emitted, options = output.token_ids, batch.options
+    num_kept, stopped = truncate(
+        emitted,
+        output.num_emitted,
+        stop_token_ids=options.stop_token_ids,
+        max_tokens=options.max_lengths - batch.lengths,
+    )
     offset = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None, :]
-    is_stop = jnp.any(emitted[:, :, None] == options.stop_token_ids[:, None, :], axis=2)
-    stop_at = jnp.min(jnp.where(is_stop, offset, emitted.shape[1]), axis=1)
-    num_kept = jnp.minimum(output.num_emitted, options.max_lengths - batch.lengths)
-    stopped = stop_at < num_kept
-    num_kept = jnp.where(stopped, stop_at + 1, num_kept)
-
     place = jnp.arange(batch.token_ids.shape[1], dtype=jnp.int32)[None, :] - batch.lengths[:, None]
     source = jnp.clip(place, 0, emitted.shape[1] - 1)
     is_new = (place >= 0) & (place < num_kept[:, None])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.context import DraftContext
-from jax_specdec._src.drafting.drafter import Drafter, Proposal
+from jax_specdec._src.drafting.drafter import Drafter, Proposal, feature_layers_of
 from jax_specdec._src.drafting.store import DraftStore, count_fallbacks
 from jax_specdec._src.logprobs import token_logprobs
-from jax_specdec._src.models.protocol import CausalModel, sharding_of
+from jax_specdec._src.models.protocol import CausalModel, TargetOutput, apply_model, sharding_of
 from jax_specdec._src.serving.batch import Batch, StepRecord, append
 from jax_specdec._src.serving.metrics import AcceptanceCounters
 from jax_specdec._src.serving.options import LogprobsConfig
@@ -41,6 +41,9 @@ class DecodeState:
       draft_token_ids: ``[B, K]`` int32, drafts to verify; -1 for none, as between steps.
       store: what drafts were drawn from; None for drafts without a distribution.
       counters: acceptance of all verifications so far.
+      features: ``[B, K+1, A*H]``, as in `DraftContext`; None if the drafter reads none. `draft`
+        takes them, so that there are none between `draft` and `verify`.
+      num_features: ``[B]`` int32, as in `DraftContext`; None without `features`.
 
     Example:
       >>> import jax_specdec as sd
@@ -59,12 +62,29 @@ class DecodeState:
     draft_token_ids: jax.Array
     store: DraftStore | None
     counters: AcceptanceCounters
+    features: jax.Array | None = None
+    num_features: jax.Array | None = None
 
     def without_drafts(self, requests: jax.Array) -> DecodeState:
         """The state without the drafts, and rows of the store, of some requests, ``[B]`` bool."""
         ids = jnp.where(requests[:, None], PLACEHOLDER_TOKEN_ID, self.draft_token_ids)
         store = None if self.store is None else self.store.evict(requests)
         return dataclasses.replace(self, draft_token_ids=ids, store=store)
+
+
+class Caches(NamedTuple):
+    """What both models know of R prompts that are being read.
+
+    Attributes:
+      target: the target's cache.
+      draft: the drafter's cache.
+      features: ``[R, 1, A*H]``, of each prompt's last token but one, once it was read: the first
+        step drafts from it. None if the drafter reads none.
+    """
+
+    target: Any
+    draft: Any
+    features: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,34 +114,114 @@ class Decoder:
         """K; 0 without a drafter."""
         return 0 if self.drafter is None else self.config.num_speculative_tokens
 
-    def empty_state(self, draft_params: Any, batch: Batch) -> DecodeState:
-        """Empty caches for the sequences of `batch`, no drafts, and all counts zero."""
+    def empty_caches(self, params: Any, num_requests: int, length: int) -> Caches:
+        """Empty caches. The shapes of `params` are read only if the drafter reads features.
+
+        Raises:
+          TypeError: the drafter reads features, and `params` is None.
+        """
+        features = None
+        if feature_layers_of(self.drafter):
+            if params is None:
+                raise TypeError(
+                    "params must be the target's weights, because the drafter reads features, but "
+                    "it is None"
+                )
+            zero, cache = jnp.zeros((1,), jnp.int32), self.model.init_cache(1, 1)
+            one = jax.eval_shape(lambda p: self._run(p, zero[None], zero, cache).features, params)
+            features = jnp.zeros((num_requests, 1, one.shape[2]), one.dtype)
+        return Caches(
+            self.model.init_cache(num_requests, length),
+            () if self.drafter is None else self.drafter.init_cache(num_requests, length),
+            features,
+        )
+
+    def empty_state(self, params: Any, draft_params: Any, batch: Batch) -> DecodeState:
+        """`empty_caches` for the sequences of `batch`, no drafts, and all counts zero."""
         size, length = batch.token_ids.shape
-        draft_cache: Any = ()
         store = None
         if self.drafter is not None:
-            draft_cache = self.drafter.init_cache(size, length)
             store = self.drafter.init_store(draft_params, size, self.config)
+        caches = self.empty_caches(params, size, length)
+        features, num_features = self.first_features(caches, jnp.ones_like(batch.lengths))
         return DecodeState(
             batch=batch,
-            target_cache=self.model.init_cache(size, length),
-            draft_cache=draft_cache,
+            target_cache=caches.target,
+            draft_cache=caches.draft,
             draft_token_ids=jnp.full((size, self.num_drafts), PLACEHOLDER_TOKEN_ID, jnp.int32),
             store=store,
             counters=AcceptanceCounters.create(self.config.num_speculative_tokens),
+            features=features,
+            num_features=num_features,
         )
 
     def prefilled_state(
         self, params: Any, draft_params: Any, batch: Batch, prompt_size: int
     ) -> DecodeState:
         """A state whose caches hold the prompts: ``batch.token_ids[:, :prompt_size]``."""
-        state = self.empty_state(draft_params, batch)
-        prompts, start = batch.token_ids[:, :prompt_size], jnp.zeros_like(batch.lengths)
-        _, target_cache = self.model.apply(params, prompts, start, state.target_cache)
-        draft_cache = state.draft_cache
-        if self.drafter is not None:
-            draft_cache = self.drafter.prefill(draft_params, prompts, draft_cache)
-        return dataclasses.replace(state, target_cache=target_cache, draft_cache=draft_cache)
+        state = self.empty_state(params, draft_params, batch)
+        features = None if state.features is None else state.features[:, :1]
+        caches = Caches(state.target_cache, state.draft_cache, features)
+        prompts = batch.token_ids[:, :prompt_size]
+        caches = self.read(params, draft_params, caches, prompts, batch.lengths)
+        features, num_features = self.first_features(caches, batch.lengths)
+        return dataclasses.replace(
+            state,
+            target_cache=caches.target,
+            draft_cache=caches.draft,
+            features=features,
+            num_features=num_features,
+        )
+
+    def read(
+        self,
+        params: Any,
+        draft_params: Any,
+        caches: Caches,
+        token_ids: jax.Array,
+        lengths: jax.Array,
+        start: jax.Array | None = None,
+        next_token_ids: jax.Array | None = None,
+    ) -> Caches:
+        """Read R prompts, or one chunk of each, with both models.
+
+        Args:
+          params: the target's weights.
+          draft_params: the drafter's weights.
+          caches: empty, or from the call for the chunk before.
+          token_ids: ``[R, P]`` int32.
+          lengths: ``[R]`` int32, of the whole prompts.
+          start: ``[R]`` int32, position of the first of these tokens; None for whole prompts.
+          next_token_ids: ``[R]`` int32, the token after these; None for whole prompts.
+
+        Returns:
+          The caches.
+        """
+        zeros = jnp.zeros((token_ids.shape[0],), jnp.int32)
+        begin = zeros if start is None else start
+        _, target, features = self._run(params, token_ids, begin, caches.target)
+        if self.drafter is None:
+            return caches._replace(target=target)
+        given: dict[str, Any] = {} if start is None else {"start": start}
+        if features is not None:
+            following = zeros if next_token_ids is None else next_token_ids
+            given |= {"features": features, "next_token_ids": following}
+        draft = self.drafter.prefill(draft_params, token_ids, caches.draft, **given)
+        if features is not None and caches.features is not None:
+            row = (lengths - 2 - begin)[:, None, None]
+            is_here = (row >= 0) & (row < token_ids.shape[1])
+            one = jnp.take_along_axis(features, jnp.maximum(row, 0), axis=1, mode="clip")
+            features = jnp.where(is_here, one, caches.features)
+        return Caches(target, draft, features)
+
+    def first_features(
+        self, caches: Caches, lengths: jax.Array
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        """`DecodeState.features` and `num_features` after R prompts of these lengths were read."""
+        if caches.features is None:
+            return None, None
+        features = jnp.pad(caches.features, ((0, 0), (0, self.num_drafts), (0, 0)))
+        return features, jnp.minimum(lengths - 1, 1)
 
     def step(
         self, params: Any, draft_params: Any, state: DecodeState
@@ -138,7 +238,8 @@ class Decoder:
     def draft(self, draft_params: Any, state: DecodeState) -> DecodeState:
         """The first half of `step`: K drafts for every request that is not done.
 
-        New requests of an `Engine` get none.
+        New requests of an `Engine` get none. A drafter that reads features needs this before every
+        `verify`, even if the drafts are then dropped with `DecodeState.without_drafts`.
 
         Raises:
           TypeError, ValueError: the drafter returned something that breaks its contract.
@@ -153,11 +254,17 @@ class Decoder:
 
         Returns:
           The state, without drafts, and the record of the step.
+
+        Raises:
+          ValueError: the state holds features that the drafter has not read.
         """
         return self._verify(params, state, self._context(state))
 
     def _context(self, state: DecodeState) -> DraftContext:
-        return state.batch.context(self.config, self.model.vocab_size)
+        context = state.batch.context(self.config, self.model.vocab_size)
+        return dataclasses.replace(
+            context, features=state.features, num_features=state.num_features
+        )
 
     def _draft(self, params: Any, state: DecodeState, context: DraftContext) -> DecodeState:
         if self.drafter is None:
@@ -170,6 +277,8 @@ class Decoder:
             draft_cache=draft_cache,
             draft_token_ids=proposal.token_ids,
             store=proposal.store,
+            features=None,
+            num_features=None,
         )
         batch, none = state.batch, state.batch.done
         if not self.drafts_in_first_step:
@@ -179,11 +288,17 @@ class Decoder:
     def _verify(
         self, params: Any, state: DecodeState, context: DraftContext
     ) -> tuple[DecodeState, StepRecord]:
+        if state.features is not None:
+            raise ValueError(
+                f"state must come from draft, because {type(self.drafter).__name__} reads the "
+                "features of every target pass, but it holds some that were not read"
+            )
         batch, ids, vocab_size = state.batch, state.draft_token_ids, self.model.vocab_size
         drafts = Drafts.from_dense(ids)
         if state.store is not None:
             drafts = state.store.attach(drafts, positions=batch.lengths, sampling=context.sampling)
-        logits, target_cache = self._apply(params, state)
+        logits, target_cache, features = self._apply(params, state)
+        logits = logits.reshape(-1, logits.shape[-1])
         rows = context.process_logits(logits, drafts)
         output = rejection_sample(
             rows,
@@ -210,15 +325,25 @@ class Decoder:
         in_range = ((ids >= 0) & (ids < vocab_size)).astype(jnp.int32)
         num_proposed = jnp.cumprod(in_range, axis=1).sum(axis=1, dtype=jnp.int32)
         new, record = append(batch, output, num_proposed, found)
+        num_features = None
+        if features is not None:
+            num_features = record.num_kept
+            row = jnp.arange(features.shape[1], dtype=jnp.int32)[None, :, None]
+            features = jnp.where(
+                row < num_features[:, None, None], features, 0
+            )  # others may be NaN
         state = dataclasses.replace(
             state,
             batch=new,
             target_cache=target_cache,
+            features=features,
+            num_features=num_features,
             draft_token_ids=jnp.full_like(ids, PLACEHOLDER_TOKEN_ID),
             counters=state.counters.update(
                 num_proposed=record.num_proposed,
                 num_accepted=record.num_accepted,
                 num_emitted=record.num_emitted,
+                num_kept=record.num_kept,
                 num_fallbacks=count_fallbacks(
                     drafts, sampling=context.sampling, active=output.num_emitted > 0
                 ),
@@ -226,30 +351,40 @@ class Decoder:
         )
         return state, record
 
-    def _apply(self, params: Any, state: DecodeState) -> tuple[jax.Array, Any]:
-        """The target over each request's last token and drafts: its rows and its cache."""
+    def _run(self, params: Any, token_ids: jax.Array, start: jax.Array, cache: Any) -> TargetOutput:
+        """The target, with the features that the drafter reads."""
+        layers = feature_layers_of(self.drafter)
+        return apply_model(self.model, params, token_ids, start, cache, layers)
+
+    def _apply(self, params: Any, state: DecodeState) -> TargetOutput:
+        """The target over each request's last token and drafts."""
         batch, ids = state.batch, state.draft_token_ids
         start = batch.lengths - 1
         last = jnp.take_along_axis(batch.token_ids, start[:, None], axis=1)
         tokens = jnp.concatenate([last, jnp.maximum(ids, 0)], axis=1)
-        wide = functools.partial(self.model.apply, params, tokens, start)
+        wide = functools.partial(self._run, params, tokens, start)
 
-        def narrow(cache: Any) -> tuple[jax.Array, Any]:
-            logits, cache = self.model.apply(params, last, start, cache)
-            return jnp.pad(logits, ((0, 0), (0, ids.shape[1]), (0, 0))), cache
+        def narrow(cache: Any) -> TargetOutput:
+            logits, cache, features = self._run(params, last, start, cache)
+            logits, features = jax.tree.map(
+                lambda x: jnp.pad(x, ((0, 0), (0, ids.shape[1]), (0, 0))), (logits, features)
+            )
+            return TargetOutput(logits, cache, features)
 
-        def as_needed(cache: Any) -> tuple[jax.Array, Any]:
-            return lax.cond(ids[0, 0] >= 0, wide, narrow, cache)
+        def as_needed(cache: Any) -> TargetOutput:
+            output: TargetOutput = lax.cond(ids[0, 0] >= 0, wide, narrow, cache)
+            return output
 
         # Only for a batch of one: otherwise the width, and with it the last bits of float32 sums,
         # would depend on a request's neighbours. Rows that are not read hold zeros. Only on CPUs:
         # elsewhere a narrow pass takes as long, because it reads the same weights, and on a GPU
         # the host waits for the condition.
         if getattr(self.drafter, "may_abstain", False) and tokens.shape[0] == 1:
-            logits, cache = lax.platform_dependent(state.target_cache, cpu=as_needed, default=wide)
-        else:
-            logits, cache = wide(state.target_cache)
-        return logits.reshape(-1, logits.shape[-1]), cache
+            output: TargetOutput = lax.platform_dependent(
+                state.target_cache, cpu=as_needed, default=wide
+            )
+            return output
+        return wide(state.target_cache)
 
 
 def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState) -> None:

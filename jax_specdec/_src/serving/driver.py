@@ -3,80 +3,61 @@
 from __future__ import annotations
 
 import collections
-import copy
+import contextlib
 import dataclasses
 import functools
 import itertools
-import operator
-import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Unpack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Unpack
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec._src.config import check_int
 from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving.bookkeeping import (
     ChunkedPrefill,
-    Failures,
-    HostState,
+    FailedCall,
+    FinishReason,
+    Received,
     RequestUpdate,
     ServedRequest,
+    StepAhead,
     StepResult,
+    Update,
 )
-from jax_specdec._src.serving.core import DecodeState, on_all_devices
-from jax_specdec._src.serving.engine import Caches, Engine, NewRequests
+from jax_specdec._src.serving.core import Caches, DecodeState, on_all_devices
+from jax_specdec._src.serving.engine import Engine, NewRequests
 from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats, ServingStats
 from jax_specdec._src.serving.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec._src.types import described
 
-_Device = tuple[DecodeState, StepResult | None]
-"""A state, and the result of the step that led to it, until the host has that."""
+# All drivers of equal engines share these programs.
+_admit = jax.jit(Engine.admit, static_argnums=0, donate_argnames="state")
+_prefill_chunk = jax.jit(Engine.prefill_chunk, static_argnums=0, donate_argnames="caches")
+_insert = jax.jit(Engine.insert, static_argnums=0, donate_argnames="state")
+_release = jax.jit(Engine.release, static_argnums=0, donate_argnames="state")
 
 
-class _Snapshot(NamedTuple):
-    """Everything that device and host know at one moment."""
-
-    device: _Device
-    caches: Caches | None  # of the long prompt that is being read
-    host: HostState
-
-
-@functools.partial(jax.jit, static_argnames=("engine",), donate_argnames=("state",))
-def _admit(
-    params: Any, draft_params: Any, state: DecodeState, requests: NewRequests, *, engine: Engine
-) -> _Device:
-    return engine.admit(params, draft_params, state, requests), None
+@functools.partial(jax.jit, static_argnums=0)
+def _init(
+    engine: Engine, params: Any, draft_params: Any, counters: AcceptanceCounters
+) -> tuple[DecodeState, Caches | None]:
+    """Empty slots, and caches for a long prompt if there are such."""
+    state = dataclasses.replace(engine.init_state(draft_params, params), counters=counters)
+    has_chunks = engine.chunk_size < engine.max_length
+    return state, engine.init_caches(params=params) if has_chunks else None
 
 
-@functools.partial(jax.jit, static_argnames=("engine",), donate_argnames=("caches",))
-def _prefill_chunk(
-    params: Any, draft_params: Any, caches: Caches, chunk: Any, start: Any, *, engine: Engine
-) -> Caches:
-    return engine.prefill_chunk(params, draft_params, caches, chunk, start)
-
-
-@functools.partial(jax.jit, static_argnames=("engine",), donate_argnames=("state",))
-def _insert(
-    state: DecodeState, caches: Caches, requests: NewRequests, *, engine: Engine
-) -> _Device:
-    return engine.insert(state, caches, requests), None
-
-
-@functools.partial(jax.jit, static_argnames=("engine", "all_neutral"), donate_argnames=("state",))
+@functools.partial(
+    jax.jit, static_argnums=0, static_argnames="all_neutral", donate_argnames="state"
+)
 def _step(
-    params: Any, draft_params: Any, state: DecodeState, *, engine: Engine, all_neutral: bool = False
-) -> _Device:
+    engine: Engine, params: Any, draft_params: Any, state: DecodeState, *, all_neutral: bool = False
+) -> tuple[DecodeState, StepResult]:
     state, record = engine.step(params, draft_params, state, all_neutral=all_neutral)
     return state, StepResult.of(record, state.batch, state.counters)
-
-
-@functools.partial(jax.jit, static_argnames=("engine",), donate_argnames=("state",))
-def _release(state: DecodeState, slots: Any, *, engine: Engine) -> _Device:
-    return engine.release(state, slots), None
 
 
 class EngineDriver:
@@ -89,19 +70,21 @@ class EngineDriver:
     the results of the last one, so that neither waits for the other. Tokens are the same for every
     number. A request that has ended keeps its slot for the steps that were dispatched by then.
 
-    **Interrupts.** After a KeyboardInterrupt or any other exception, go on with `step`. Every token
-    is delivered once, with the updates, finish reasons and `stats` of an uninterrupted run. A step
-    that was dispatched is delivered by the next `step`. A step that was lost inside JAX, together
-    with the state it was given, is done again; running requests are then read again as preempted
-    ones are (see `preempt`). A `submit`, `cancel` or `preempt` that was cut short has happened
-    completely or not at all.
+    **The host's tokens are the truth.** Each request keeps its prompt and its tokens in a list. An
+    exception, at whatever place, drops what is on the device and the steps ahead. Running requests
+    then go first in the queue, and are read again from their tokens as preempted ones are (see
+    `preempt`). Every token is delivered once, with the updates, finish reasons and `stats` of an
+    uninterrupted run.
 
-    **Failures on the device**, such as too little memory, are not raised by `step`. What a failed
-    call has destroyed is read again from what the host has, so no token is lost. Each request that
-    was in the call gets an update with the `error`. A request ends, as "failed", when more than
-    `max_retries` of its calls have failed in a row: without a new token, or a further chunk of a
-    long prompt, in between. From its second failure on, its prompt is read alone, so that a prompt
-    which cannot be read ends no other request.
+    **Interrupts.** After a KeyboardInterrupt or any other exception, go on with `step`. A `submit`
+    or `cancel` that was cut short has happened completely or not at all; a `preempt` that was has
+    happened to all running requests.
+
+    **Failed calls**, as on a device with too little memory, are not raised; an error while a
+    program is traced is. Each request that was in the call gets an update with the `error`. A
+    request ends, as "failed", when more than `max_retries` of its calls have failed in a row:
+    without a new token, or a further chunk of a long prompt, in between. From its second failure
+    on, its prompt is read alone, so that a prompt which cannot be read ends no other request.
 
     Attributes:
       engine: sizes and models.
@@ -118,7 +101,8 @@ class EngineDriver:
       ...     model, sd.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
       ...     num_slots=2, max_length=32)
       >>> driver = sd.EngineDriver(engine, params)
-      >>> texts = {driver.submit(sd.encode(p), max_new_tokens=8): [] for p in ("import ", "def ")}
+      >>> texts = {driver.submit(sd.encode_bytes(p), max_new_tokens=8): []
+      ...     for p in ("import ", "def ")}
       >>> while not driver.is_idle:
       ...     for update in driver.step():
       ...         texts[update.request_id] += update.token_ids
@@ -166,42 +150,45 @@ class EngineDriver:
             None if max_prefills is None else check_int("max_prefills", max_prefills, 1)
         )
         self.max_retries = check_int("max_retries", max_retries, 0)
-        self._params, self._draft_params = on_all_devices((params, draft_params), engine.model)
+        self._weights = on_all_devices((params, draft_params), engine.model)
         counters = AcceptanceCounters.create(engine.config.num_speculative_tokens)
-        stats = ServingStats(engine.num_slots)
-        host = HostState((None,) * engine.num_slots, iter(()), counters, stats)
-        # A list of one, so that one instruction replaces the whole snapshot.
-        self._snapshot: list[_Snapshot] = [self._empty(host)]
-        # True while the snapshot changes; `_finish_interrupted` then looks what was cut short.
-        self._is_changing = self._is_in_jax = False
-        # An interrupted call may leave a request both in a queue and in a slot; then it runs.
+        counters = on_all_devices(counters, engine.model)
+        # What is on the device: dropped, and None, after an exception.
+        self._state: DecodeState | None = None
+        self._caches: Caches | None = None  # of the long prompt that is being read
+        self._ahead: list[StepAhead] = []
+        # What the host knows. Between changes a request is in a queue or in a slot, not in both.
+        self._received = Received((), counters, ServingStats(engine.num_slots))
+        self._delivered: tuple[Update, ...] | None = None  # what the last `step` returned
         self._preempted: collections.OrderedDict[int, ServedRequest] = collections.OrderedDict()
         self._waiting: collections.OrderedDict[int, ServedRequest] = collections.OrderedDict()
+        self._slots: list[ServedRequest | None] = [None] * engine.num_slots
+        self._prefill: ChunkedPrefill | None = None
         self._num_submitted = 0
+        self._is_whole = True  # False while something changes, and after an exception
 
     @property
     def state(self) -> DecodeState:
         """The engine's state after the steps ahead; the next call donates it."""
-        return self._snapshot[0].device[0]
+        self._settle()
+        return self._ready_state([])
 
     @property
     def num_queued(self) -> int:
         """Requests that wait for a slot."""
-        self._finish_interrupted()
+        self._settle()
         return len(self._preempted) + len(self._waiting)
 
     @property
     def num_running(self) -> int:
         """Requests in a slot, including those that end in the steps ahead."""
-        self._finish_interrupted()
-        return len(self._host.running)
+        self._settle()
+        return sum(request is not None for request in self._slots)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing waits, nothing runs, and every update was delivered."""
-        self._finish_interrupted()
-        queued = self._preempted or self._waiting
-        return not (queued or self._host.running or operator.length_hint(self._host.updates))
+        return not (self.num_queued or self.num_running or self._undelivered)
 
     def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Compile everything now: from here on, serving compiles nothing.
@@ -217,6 +204,7 @@ class EngineDriver:
         Raises:
           TypeError: `on_progress` cannot be called.
           RuntimeError: a request is running.
+          Exception: a call failed.
 
         Example:
           >>> import jax_specdec as sd
@@ -252,21 +240,28 @@ class EngineDriver:
             self._step(all_neutral)
             self._read_step()
 
-        programs: list[Callable[[], None]] = [
+        programs: list[Callable[[], Any]] = [
             functools.partial(admit, *shape) for shape in engine.admit_shapes
         ]
         if engine.chunk_size < engine.max_length:
             longest = ChunkedPrefill(nowhere, request(engine.max_length))
-            programs += [lambda: self._prefill_chunk(longest), lambda: self._insert(longest)]
-        programs += [lambda: self._release(nowhere, self._host)]
+            all_chunks = longest._replace(num_chunks=engine.max_length)
+            programs += [functools.partial(self._read_chunk, x) for x in (longest, all_chunks)]
+        programs += [lambda: self._release(nowhere)]
         programs += [
             functools.partial(step, one) for one in sorted({False, engine.request_options})
         ]
-        for done, compile_ in enumerate([*programs, None]):
-            if on_progress is not None:
-                on_progress(done, len(programs))
-            if compile_ is not None:
-                compile_()
+        self._is_whole = False  # what the programs leave behind is dropped
+        try:
+            for done, compile_ in enumerate([*programs, None]):
+                if on_progress is not None:
+                    on_progress(done, len(programs))
+                if compile_ is not None:
+                    compile_()
+            self._settle()
+            self._ready_state([])
+        except FailedCall as failed:
+            raise failed.error from None
 
     def submit(
         self,
@@ -304,7 +299,7 @@ class EngineDriver:
         arrays = self.engine.options_of([own], [len(token_ids)])
         request_id = self._num_submitted
         if self.max_queue is not None:
-            self._finish_interrupted()
+            self._settle()
             if len(self._waiting) >= self.max_queue:
                 raise RuntimeError(
                     f"submit needs fewer than max_queue={self.max_queue} waiting requests, but "
@@ -332,16 +327,19 @@ class EngineDriver:
         Returns:
           Whether it was still waiting or running.
         """
-        self._finish_interrupted()
-        host = self._host.without_updates_of(request_id)
-        undelivered = operator.length_hint(self._host.updates) - operator.length_hint(host.updates)
-        running = host.find(request_id)
-        if running is not None:
-            self._release(running[0], host)
-            return True
-        waited = self._unqueue(request_id)
-        self._set_host(host)
-        return waited or undelivered > 0
+        with self._changes():
+            queued = self._preempted.get(request_id) or self._waiting.get(request_id)
+            slot, request = self._find_running(request_id) or (None, queued)
+            for one in self._undelivered:
+                if one.update.request_id == request_id:
+                    request = one.request
+            if request is None:
+                return False
+            request.is_cancelled = True  # first: the rest follows from it
+            self._unqueue(request_id)
+            if slot is not None:
+                self._release(slot)
+        return True
 
     def preempt(self, request_id: int) -> bool:
         """Take a running request out of its slot and put it first in the queue.
@@ -356,104 +354,86 @@ class EngineDriver:
         Returns:
           Whether it was running, and still was after the steps ahead.
         """
-        self._finish_interrupted()
-        if self._host.find(request_id) is None:
-            return False
-        while self._host.ahead:
-            self._read_step()
-        running = self._host.find(request_id)
-        if running is None:
-            return False
-        slot, request = running
-        self._is_changing = True
-        self._queue_first([request])
-        self._release(slot, self._host)
-        return True
+        with self._changes():
+            if self._find_running(request_id) is None:
+                return False
+            while self._ahead:
+                self._read_step()
+            if (found := self._find_running(request_id)) is not None:
+                self._queue_first([found[1]])
+                self._release(found[0])
+        return request_id in self._preempted
 
     def step(self) -> list[RequestUpdate]:
         """Admit what fits, dispatch steps, and return what the oldest step under way did.
 
-        After an exception, call it again: it then delivers a step that was dispatched, or updates
-        that were not returned.
+        After an exception, call it again: it then returns what was not returned.
 
         Returns:
           One update for each request that took part in the step and was not cancelled since. An
           update has tokens, unless it says why not. After a `preempt`, the updates of all steps
           that were under way.
         """
-        self._finish_interrupted()
-        num_wanted = self.max_steps_ahead + (not operator.length_hint(self._host.updates))
-        while len(self._host.ahead) < num_wanted and self._dispatch_step():
-            pass
-        if self._host.ahead and not operator.length_hint(self._host.updates):
-            self._read_step()
-        # One instruction takes the updates, and the next returns them. Python handles interrupts
-        # after calls, at jumps back and where functions begin, so not between these two.
-        return [*self._snapshot[0].host.updates]
+        with self._changes():
+            while self._dispatch_step():
+                pass
+            if self._ahead and not self._undelivered:
+                self._read_step()
+        try:
+            updates = [one.update for one in self._undelivered]
+            self._delivered = self._received.updates
+            return updates
+        except BaseException:
+            self._delivered = None
+            raise
 
     def stats(self) -> AcceptanceStats:
         """Acceptance in the steps whose results were read."""
-        self._finish_interrupted()
-        return AcceptanceStats.from_counters(self._host.counters)
+        self._settle()
+        return AcceptanceStats.from_counters(self._received.counters)
 
     def serving_stats(self) -> ServingStats:
         """How busy the engine was in the steps whose results were read."""
-        self._finish_interrupted()
-        return self._host.stats
-
-    @property
-    def _host(self) -> HostState:
-        return self._snapshot[0].host
-
-    def _set_host(self, host: HostState) -> None:
-        """Replace what the host knows; it has the result of the last step."""
-        (state, _), caches, _ = self._snapshot[0]
-        self._snapshot[:] = [_Snapshot((state, None), caches, host)]
+        running, queued = self.num_running, self.num_queued
+        return dataclasses.replace(self._received.stats, num_running=running, num_queued=queued)
 
     # From the queue to the last token, in the order in which a request meets these.
 
     def _dispatch_step(self) -> bool:
-        """Read prompts, and dispatch a step if any request needs one; whether it did."""
-        if not (self._admit_queued() and self._host.needs_step):
+        """Read prompts and dispatch a step, if one more is wanted; whether it did."""
+        is_failing = any(one.num_failures for one in self._decoding)
+        num_ahead = 0 if is_failing else self.max_steps_ahead  # of what fails, less is lost
+        if len(self._ahead) >= num_ahead + (not self._undelivered):
             return False
-        concerned = self._host.decoding
-        try:
-            self._step(self.engine.request_options and all(one.is_neutral for one in concerned))
-        except _DEVICE_ERRORS as error:
-            self._recover(error, concerned)
-            return False
+        self._admit_queued()
+        if not any(
+            request is not None
+            and request.budget_left > sum(step.slots[slot] is request for step in self._ahead)
+            for slot, request in enumerate(self._decoding_slots)
+        ):
+            return False  # all budgets are spent after the steps ahead, if each spends one token
+        self._step(self.engine.request_options and all(one.is_neutral for one in self._decoding))
         return True
 
-    def _admit_queued(self) -> bool:
-        """Read prompts: at most `max_prefills` calls while requests run; False if one failed.
+    def _admit_queued(self) -> None:
+        """Read prompts: at most `max_prefills` calls while requests run.
 
         Chunks of a long prompt and groups of shorter prompts take turns.
         """
         num_calls = 0
-        while self.max_prefills is None or num_calls < self.max_prefills or not self._host.decoding:
-            prefill = self._host.prefill
+        while self.max_prefills is None or num_calls < self.max_prefills or not self._decoding:
+            prefill = self._prefill
             group = {} if prefill is not None and not prefill.waits else self._next_group()
             if prefill is None and any(map(self._is_long, group.values())):
                 ((slot, request),) = group.items()
                 prefill, group = ChunkedPrefill(slot, request), {}
-            concerned = [*group.values()] or ([] if prefill is None else [prefill.request])
-            if not concerned:
-                return True
-            try:
-                if group:
-                    self._admit(group)
-                elif prefill is not None:
-                    self._prefill_on(prefill)
-                if any(one.request_id in self._host.failures for one in concerned):
-                    # Wait, or a failure would show in the next step and concern all.
-                    jax.block_until_ready((self.state, self._snapshot[0].caches))
-                    if not group:
-                        self._set_host(self._host.after_chunk())
-            except _DEVICE_ERRORS as error:
-                self._recover(error, concerned, is_chunk=not group)
-                return False
+            if group:
+                self._admit(group)
+            elif prefill is not None:
+                self._read_chunk(prefill)
+            else:
+                return
             num_calls += 1
-        return True
 
     def _next_group(self) -> dict[int, ServedRequest]:
         """By free slot, the first request in the queue and others whose prompts have its size.
@@ -461,19 +441,18 @@ class EngineDriver:
         Looks only at as many requests as there are free slots. Long prompts, and requests whose
         calls keep failing, are read alone; while a long prompt is read, no other long one is.
         """
-        free = [slot for slot, request in enumerate(self._host.slots) if request is None]
-        queue = itertools.chain(reversed(self._preempted.values()), self._waiting.values())
+        free = [slot for slot, request in enumerate(self._slots) if request is None]
+        queue = itertools.chain(self._preempted.values(), self._waiting.values())
         group: list[ServedRequest] = []
         most = 1
         for request in itertools.islice(queue, len(free)):
             is_long = self._is_long(request)
-            is_alone = (
-                is_long or self._host.failures.get(request.request_id, Failures()).num_calls > 1
-            )
-            if is_long and self._host.prefill is not None:
+            is_alone = is_long or request.num_failures > 1
+            if is_long and self._prefill is not None:
                 continue
             if not group:
-                group, most = [request], 1 if is_alone else self._group_size(request)
+                most = 1 if is_alone else self.engine.group_size(self._size(request))
+                group = [request]
             elif not is_alone and self._size(request) == self._size(group[0]):
                 group.append(request)
             if len(group) == most:
@@ -483,50 +462,45 @@ class EngineDriver:
     def _size(self, request: ServedRequest) -> int:
         return self.engine.prompt_size(len(request.token_ids))
 
-    def _group_size(self, request: ServedRequest) -> int:
-        return self.engine.group_size(self._size(request))
-
     def _is_long(self, request: ServedRequest) -> bool:
         return len(request.token_ids) > self.engine.chunk_size
 
-    def _admit(self, requests: Mapping[int, ServedRequest]) -> None:
+    def _admit(self, group: Mapping[int, ServedRequest]) -> None:
         """Read the prompts of requests, which are of one size, by slot; they run then."""
-        num_rows = self._group_size(next(iter(requests.values()))) if len(requests) > 1 else 1
-        host = self._admitted(requests.values()).with_slots(requests)
-        if host.prefill is not None:
-            host = dataclasses.replace(host, prefill=host.prefill._replace(waits=False))
-        new = self._new_requests(requests, num_rows)
-        self._call(_admit, host, self._params, self._draft_params, self.state, new)
+        requests = [*group.values()]
+        num_rows = self.engine.group_size(self._size(requests[0])) if len(group) > 1 else 1
+        new = self._new_requests(group, num_rows)
+        self._state = self._call(requests, _admit, *self._weights, self._ready_state(requests), new)
+        if self._prefill is not None:
+            self._prefill = self._prefill._replace(waits=False)
+        self._occupy(group)
 
-    def _prefill_on(self, prefill: ChunkedPrefill) -> None:
-        """Read the next chunk of a long prompt; after the last one, its request runs."""
-        size, length = self.engine.chunk_size, len(prefill.request.token_ids)
-        if prefill.num_chunks * size < length:
-            self._prefill_chunk(prefill)
-            prefill = prefill._replace(num_chunks=prefill.num_chunks + 1)
-        if prefill.num_chunks * size >= length:
-            self._insert(prefill)
-
-    def _prefill_chunk(self, prefill: ChunkedPrefill) -> None:
+    def _read_chunk(self, prefill: ChunkedPrefill) -> None:
+        """Read the next chunk of a long prompt, if one is left; after the last, it runs."""
         slot, request, num_chunks, _ = prefill
         size, prompt = self.engine.chunk_size, self.engine.pad_prompt(request.token_ids)
-        start = min(num_chunks * size, len(prompt) - size)  # the last chunk ends where that ends
-        host = self._admitted([request]).with_slots({slot: request})
-        host = dataclasses.replace(
-            host, prefill=ChunkedPrefill(slot, request, num_chunks + 1, True)
-        )
-        chunk, caches = prompt[start : start + size], self._snapshot[0].caches
-        weights = self._params, self._draft_params
-        self._call(_prefill_chunk, host, *weights, caches, chunk, np.int32(start))
+        state = self._ready_state([request])
+        if num_chunks * size < len(request.token_ids):
+            start = min(num_chunks * size, len(prompt) - size)  # the last one ends where that ends
+            following = prompt[start + size] if start + size < len(prompt) else 0
+            numbers = map(np.int32, (start, len(request.token_ids), following))
+            chunk = prompt[start : start + size], *numbers
+            self._caches = self._call(
+                [request], _prefill_chunk, *self._weights, self._caches, *chunk
+            )
+            num_chunks += 1
+            if request.num_failures and num_chunks > request.num_chunks:
+                request.num_chunks, request.num_failures = num_chunks, 0
+        self._occupy({slot: request})
+        self._prefill = ChunkedPrefill(slot, request, num_chunks, waits=True)
+        if num_chunks * size >= len(request.token_ids):
+            new = self._new_requests({slot: request}, 1)
+            self._state = self._call([request], _insert, state, self._caches, new)
+            self._prefill = None
 
-    def _insert(self, prefill: ChunkedPrefill) -> None:
-        host = dataclasses.replace(self._host, prefill=None)
-        new = self._new_requests({prefill.slot: prefill.request}, 1)
-        self._call(_insert, host, self.state, self._snapshot[0].caches, new)
-
-    def _new_requests(self, requests: Mapping[int, ServedRequest], num_rows: int) -> NewRequests:
+    def _new_requests(self, group: Mapping[int, ServedRequest], num_rows: int) -> NewRequests:
         """Requests by slot as arrays; the first one is repeated until there are `num_rows`."""
-        rows = [*requests.items()]
+        rows = [*group.items()]
         rows += rows[:1] * (num_rows - len(rows))
         arrays: dict[str, Any] = dict(
             slots=np.array([slot for slot, _ in rows], np.int32),
@@ -537,144 +511,181 @@ class EngineDriver:
         options = [one.option_arrays for _, one in rows]
         return NewRequests(**arrays, options=jax.tree.map(lambda *x: np.concatenate(x), *options))
 
-    def _admitted(self, requests: Iterable[ServedRequest]) -> HostState:
-        """The host's state, with the time that requests had waited for their first slot."""
-        now, host = time.perf_counter(), self._host
-        waited = [now - one.submitted for one in requests if one.request_id in self._waiting]
-        return dataclasses.replace(host, stats=host.stats.after_admission(waited))
+    def _occupy(self, group: Mapping[int, ServedRequest]) -> None:
+        """Requests are in slots from now on."""
+        now = time.perf_counter()
+        for slot, request in group.items():
+            request.admitted = request.admitted or now
+            if slot < self.engine.num_slots:  # `warm_up` has others
+                self._slots[slot] = request
+            self._unqueue(request.request_id)
 
     def _step(self, all_neutral: bool) -> None:
         """Dispatch a step; an engine with `request_options` has two programs for it."""
-        weights = self._params, self._draft_params
-        self._call(_step, self._host, *weights, self.state, all_neutral=all_neutral)
+        requests = self._decoding
+        state = self._ready_state(requests)
+        self._state, result = self._call(
+            requests, _step, *self._weights, state, all_neutral=all_neutral
+        )
+        self._ahead.append(StepAhead(result, self._decoding_slots))
+        with _reading(requests):
+            result.copy_to_host()
 
     def _read_step(self) -> None:
         """Read the result of the oldest step ahead."""
-        try:
-            self._set_host(self._host.after_step())
-        except _DEVICE_ERRORS as error:
-            self._recover(error, self._host.decoding)
+        step, begin = self._ahead[0], time.perf_counter()
+        with _reading(self._decoding):
+            numbers, logprobs = jax.device_get((step.result.numbers, step.result.logprobs))
+        now = time.perf_counter()
+        updates = step.updates(numbers, logprobs, self._slots, now)
+        grown = [(one.request, len(one.update.token_ids)) for one in updates]
+        new = [(request, n) for request, n in grown if request.last_read is None]
+        stats = self._received.stats.after_step(
+            num_busy=sum(one is not None for one in step.slots),
+            num_ahead=len(self._ahead) - 1,
+            waited=now - begin,
+            queued=[one.admitted - one.submitted for one, _ in new],
+            first=[(now - one.submitted, 1) for one, n in new if n],
+            between=[((now - one.last_read) / n, n) for one, n in grown if one.last_read and n],
+        )
+        undelivered = (*self._undelivered, *updates)
+        self._received = Received(undelivered, step.result.counters, stats)
+        self._apply_updates()
+        del self._ahead[0]
 
-    def _release(self, slot: int, host: HostState) -> None:
-        slots = np.arange(self.engine.num_slots) == slot
-        self._call(_release, host.with_slots({slot: None}), self.state, slots)
+    def _apply_updates(self) -> None:
+        """Let requests grow by the undelivered updates, and end."""
+        for one in self._undelivered:
+            one.apply()
+            if one.update.finish_reason is not None:
+                self._unqueue(one.request.request_id)
+                self._slots = [None if it is one.request else it for it in self._slots]
+
+    def _release(self, slot: int) -> None:
+        """Empty a slot whose request has not ended."""
+        if slot < self.engine.num_slots:  # `warm_up` has others
+            self._slots[slot] = None
+        if self._prefill is not None and self._prefill.slot == slot:
+            self._prefill = None
+        slots, requests = np.arange(self.engine.num_slots) == slot, self._decoding
+        self._state = self._call(requests, _release, self._ready_state(requests), slots)
+
+    @property
+    def _decoding_slots(self) -> tuple[ServedRequest | None, ...]:
+        """The requests, by slot, that the next step emits tokens for."""
+        reading = None if self._prefill is None else self._prefill.request
+        return tuple(None if one is reading else one for one in self._slots)
+
+    @property
+    def _decoding(self) -> list[ServedRequest]:
+        return [request for request in self._decoding_slots if request is not None]
+
+    def _find_running(self, request_id: int) -> tuple[int, ServedRequest] | None:
+        for slot, request in enumerate(self._slots):
+            if request is not None and request.request_id == request_id:
+                return slot, request
+        return None
 
     def _queue_first(self, requests: Sequence[ServedRequest]) -> None:
         """Put requests before all others in the queue, in this order."""
         for request in reversed(requests):
             self._preempted[request.request_id] = request
+            self._preempted.move_to_end(request.request_id, last=False)
+            self._waiting.pop(request.request_id, None)
 
-    def _unqueue(self, request_id: int) -> bool:
-        """Take a request out of the queue; whether it was there."""
-        return any([queue.pop(request_id, None) for queue in (self._preempted, self._waiting)])
+    def _unqueue(self, request_id: int) -> None:
+        self._preempted.pop(request_id, None)
+        self._waiting.pop(request_id, None)
 
     # Interrupts and failed calls
 
+    @property
+    def _undelivered(self) -> tuple[Update, ...]:
+        if self._received.updates is self._delivered:
+            return ()
+        return tuple(one for one in self._received.updates if not one.request.is_cancelled)
+
+    @contextlib.contextmanager
+    def _changes(self) -> Iterator[None]:
+        """Around what changes requests, slots or the device; contains failed calls."""
+        self._settle()
+        self._received = self._received._replace(updates=self._undelivered)
+        self._is_whole = False
+        try:
+            yield
+        except FailedCall as failed:
+            self._tell(failed)
+            self._start_again()
+        if not any(self._slots):
+            self._ahead.clear()  # there is nothing to read
+        self._is_whole = True
+
+    def _settle(self) -> None:
+        """Start again if an exception has left a change half done."""
+        if not self._is_whole:
+            self._start_again()
+
+    def _start_again(self) -> None:
+        """Drop what is on the device, and put running requests first in the queue.
+
+        Cut short by an exception, it is done again.
+        """
+        self._state = self._caches = self._prefill = None
+        self._ahead.clear()
+        self._apply_updates()
+        self._queue_first([one for one in self._slots if one is not None])
+        self._slots = [None] * self.engine.num_slots
+        for queue in (self._preempted, self._waiting):
+            for request in [one for one in queue.values() if one.is_cancelled]:
+                del queue[request.request_id]
+        self._is_whole = True
+
+    def _tell(self, failed: FailedCall) -> None:
+        """Updates for the requests in a call that failed; some end by it."""
+        updates = [*self._undelivered]
+        for request in failed.requests:
+            count = request.num_failures + 1
+            reason: FinishReason | None = "failed" if count > self.max_retries else None
+            update = RequestUpdate(request.request_id, [], reason, error=str(failed))
+            updates.append(Update(request, len(request.token_ids), update, None, count))
+        _, counters, stats = self._received
+        stats = dataclasses.replace(stats, num_failed_calls=stats.num_failed_calls + 1)
+        self._received = Received(tuple(updates), counters, stats)
+
+    def _ready_state(self, requests: Sequence[ServedRequest]) -> DecodeState:
+        """The state, of empty slots if it was dropped."""
+        if self._state is None:
+            arrays = self._call(requests, _init, *self._weights, self._received.counters)
+            self._state, self._caches = on_all_devices(arrays, self.engine.model)
+        return self._state
+
     def _call(
-        self, function: Callable[..., Any], host: HostState, *args: Any, **static: bool
-    ) -> None:
-        """Call a compiled function; what it returns, and `host`, are the new snapshot.
-
-        Python handles interrupts between instructions. One instruction here makes the call and
-        keeps what comes back, so a donated state is never without its successor, nor a step
-        without its result.
-        """
-        device, caches, _ = self._snapshot[0]
-        call = functools.partial(function, engine=self.engine, **static)
-        returned: Any = itertools.starmap(call, [args])
-        parts = [[device], returned] if function is _prefill_chunk else [returned, [caches]]
-        new_snapshot = functools.partial(tuple.__new__, _Snapshot)  # not a function in Python
-        snapshots: Any = map(new_snapshot, zip(*parts, [host], strict=True))
-        self._is_changing = self._is_in_jax = True
-        self._snapshot[:] = snapshots
-        self._is_in_jax = False
-        self._finish_interrupted()
-
-    def _finish_interrupted(self) -> None:
-        """Finish what an exception cut short; this may be cut short, and called again."""
-        if not self._is_changing:
-            return
-        (state, result), caches, host = self._snapshot[0]
-        if result is not None:
-            host = host.with_step(result)
-            self._set_host(host)
-        for request in host.running:
-            self._unqueue(request.request_id)
-        for update in copy.copy(host.updates):
-            if update.finish_reason is not None:
-                self._unqueue(update.request_id)
-        if self._is_in_jax and any(x.is_deleted() for x in jax.tree.leaves((state, caches))):
-            self._start_again(host, host.running)  # they were donated to a call that failed
-        self._is_changing = self._is_in_jax = False
-
-    def _start_again(self, host: HostState, requests: Sequence[ServedRequest]) -> None:
-        """Empty all slots and put `requests`, which were in them, first in the queue.
-
-        What the steps ahead computed was not delivered, and is computed again.
-        """
-        self._queue_first(requests)
-        slots = (None,) * self.engine.num_slots
-        self._snapshot[:] = [
-            self._empty(dataclasses.replace(host, slots=slots, ahead=(), prefill=None))
-        ]
-
-    def _empty(self, host: HostState) -> _Snapshot:
-        """A snapshot with nothing in the slots, as `host` says."""
-        engine = self.engine
-        state = engine.init_state(self._draft_params)
-        counters = jax.tree.map(jnp.copy, host.counters)  # those of the state are donated
-        state = dataclasses.replace(state, counters=counters)
-        state = on_all_devices(state, engine.model)
-        return _Snapshot((state, None), self._empty_caches(), host)
-
-    def _empty_caches(self) -> Caches | None:
-        if self.engine.chunk_size == self.engine.max_length:
-            return None
-        caches: Caches = on_all_devices(self.engine.init_caches(), self.engine.model)
-        return caches
-
-    def _recover(
-        self, error: Exception, concerned: Iterable[ServedRequest], *, is_chunk: bool = False
-    ) -> None:
-        """Go on after a call that failed on the device.
+        self,
+        requests: Sequence[ServedRequest],
+        function: Callable[..., Any],
+        *args: Any,
+        **static: Any,
+    ) -> Any:
+        """Call a compiled function that concerns some requests.
 
         Raises:
-          Exception: `error`, if it is not the device's.
+          FailedCall: whatever it says, unless the function cannot be traced.
         """
-        if not _is_of_device(error):
-            raise error
-        self._is_changing = True
-        ids = [request.request_id for request in concerned]
-        host, ended = self._host.after_failure(str(error), ids, self.max_retries)
-        if not is_chunk or _is_lost(self.state):
-            self._start_again(host, [one for one in host.running if one.request_id not in ended])
-        else:  # no slot is lost, only the caches of a long prompt
-            if host.prefill is not None:
-                if host.prefill.request.request_id not in ended:
-                    self._queue_first([host.prefill.request])
-                host = host.with_slots({host.prefill.slot: None})
-            device = self._snapshot[0].device
-            self._snapshot[:] = [_Snapshot(device, self._empty_caches(), host)]
-        self._finish_interrupted()
+        program = functools.partial(function, self.engine, **static)
+        try:
+            result = program(*args)
+            if any(one.num_failures for one in requests):
+                jax.block_until_ready(result)  # or a failure would show later, and concern others
+            return result
+        except Exception as error:
+            jax.eval_shape(program, *args)  # raises what is wrong with the program
+            raise FailedCall(error, requests) from error
 
 
-_DEVICE_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
-"""What a call raises that fails on the device: a ValueError if its argument is of a failed call."""
-
-
-def _is_of_device(error: Exception) -> bool:
-    """Whether the device failed, rather than what is traced."""
-    is_status = re.match("[A-Z_]+: ", str(error))  # such as "RESOURCE_EXHAUSTED: "
-    return isinstance(error, jax.errors.JaxRuntimeError) or is_status is not None
-
-
-def _is_lost(arrays: Any) -> bool:
-    """Whether arrays were donated to a call that failed, or are the results of one."""
-    leaves = jax.tree.leaves(arrays)
-    if any(x.is_deleted() for x in leaves):
-        return True
+@contextlib.contextmanager
+def _reading(requests: Sequence[ServedRequest]) -> Iterator[None]:
+    """Around what waits for the device: its errors are failed calls."""
     try:
-        jax.block_until_ready(leaves)
-    except _DEVICE_ERRORS:
-        return True
-    return False
+        yield
+    except Exception as error:
+        raise FailedCall(error, requests) from error

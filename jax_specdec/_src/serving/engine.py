@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,11 @@ from jax import lax
 
 from jax_specdec._src import noise
 from jax_specdec._src.config import check_int
-from jax_specdec._src.drafting.drafter import Drafter
+from jax_specdec._src.drafting.drafter import Drafter, feature_layers_of
 from jax_specdec._src.models.protocol import check_model
 from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving.batch import Batch, StepRecord, round_up
-from jax_specdec._src.serving.core import Decoder, DecodeState
+from jax_specdec._src.serving.core import Caches, Decoder, DecodeState
 from jax_specdec._src.serving.options import (
     BatchOptions,
     OptionSizes,
@@ -32,13 +32,6 @@ _SMALLEST_PREFILL = 32
 _MAX_GROUP_TOKENS = 512
 """A call with more than a few hundred tokens (300 on an H100, in bfloat16) is bound by arithmetic,
 not by reading the weights: reading prompts together then gains little."""
-
-
-class Caches(NamedTuple):
-    """Caches of R requests that are in no slot yet."""
-
-    target: Any
-    draft: Any
 
 
 @jax.tree_util.register_dataclass
@@ -63,8 +56,8 @@ class NewRequests:
       >>> engine = sd.Engine(
       ...     model, sd.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
       ...     num_slots=2, max_length=32)
-      >>> prompts = [sd.encode("import "), sd.encode("def ")]
-      >>> requests = sd.NewRequests(
+      >>> prompts = [sd.encode_bytes("import "), sd.encode_bytes("def ")]
+      >>> requests = sd.serving.NewRequests(
       ...     slots=np.array([1, 0]), prompts=np.stack([engine.pad_prompt(p) for p in prompts]),
       ...     lengths=np.array([7, 4]), keys=np.array([0, 1], np.uint32),
       ...     options=engine.options_of([sd.RequestOptions(max_new_tokens=8)] * 2, [7, 4]))
@@ -125,9 +118,9 @@ class Engine(Decoder):
       ...     num_slots=2, max_length=32)
       >>> admit = jax.jit(engine.admit, donate_argnums=2)
       >>> step = jax.jit(engine.step, donate_argnums=2)
-      >>> prompt = engine.pad_prompt(sd.encode("import "))
+      >>> prompt = engine.pad_prompt(sd.encode_bytes("import "))
       >>> options = engine.options_of([sd.RequestOptions(max_new_tokens=4)], prompt_lengths=[7])
-      >>> requests = sd.NewRequests(
+      >>> requests = sd.serving.NewRequests(
       ...     slots=jnp.array([0]), prompts=prompt[None], lengths=jnp.array([7]),
       ...     keys=jax.random.split(jax.random.key(0), 1), options=options)
       >>> state = admit(params, None, engine.init_state(), requests)
@@ -259,11 +252,15 @@ class Engine(Decoder):
             sizes=self.option_sizes,
         )
 
-    def init_state(self, draft_params: Any = None) -> DecodeState:
+    def init_state(self, draft_params: Any = None, params: Any = None) -> DecodeState:
         """All slots empty.
 
         Args:
-          draft_params: the drafter's weights; their shapes are all that is used.
+          draft_params: the drafter's weights; their shapes are used, and a map of ids.
+          params: the target's weights, for a drafter that reads features; their shapes are used.
+
+        Raises:
+          TypeError: the drafter reads features, and `params` is None.
         """
         s = self.num_slots
         options = self.options_of([RequestOptions()] * s, [1] * s)
@@ -275,12 +272,11 @@ class Engine(Decoder):
             keys=noise.threefry_keys(jnp.full((s,), jax.random.key(0))),
             options=jax.tree.map(jnp.asarray, options),
         )
-        return self.empty_state(draft_params, batch)
+        return self.empty_state(params, draft_params, batch)
 
-    def init_caches(self, num_requests: int = 1) -> Caches:
-        """Empty caches of R requests."""
-        size = num_requests, self.buffer_length
-        return Caches(self.model.init_cache(*size), self.drafter.init_cache(*size))
+    def init_caches(self, num_requests: int = 1, params: Any = None) -> Caches:
+        """Empty caches of R requests; `params` and errors are those of `init_state`."""
+        return self.empty_caches(params, num_requests, self.buffer_length)
 
     def admit(
         self, params: Any, draft_params: Any, state: DecodeState, requests: NewRequests
@@ -311,14 +307,20 @@ class Engine(Decoder):
           ValueError: shapes that do not fit, or a cache without an axis that holds the requests.
         """
         prompts = self._checked_prompts(requests, self.chunk_size)
-        empty = self.init_caches(prompts.shape[0])
-        start = jnp.zeros((prompts.shape[0],), jnp.int32)
-        _, target = self.model.apply(params, prompts, start, empty.target)
-        draft = self.drafter.prefill(draft_params, prompts, empty.draft)
-        return self.insert(state, Caches(target, draft), requests)
+        empty = self.init_caches(prompts.shape[0], params)
+        lengths = jnp.asarray(requests.lengths, jnp.int32)
+        caches = self.read(params, draft_params, empty, prompts, lengths)
+        return self.insert(state, caches, requests)
 
     def prefill_chunk(
-        self, params: Any, draft_params: Any, caches: Caches, chunk: jax.Array, start: jax.Array
+        self,
+        params: Any,
+        draft_params: Any,
+        caches: Caches,
+        chunk: jax.Array,
+        start: jax.Array,
+        length: jax.Array,
+        next_token_id: jax.Array,
     ) -> Caches:
         """Read one chunk of a long prompt with both models; after the last one comes `insert`.
 
@@ -329,18 +331,22 @@ class Engine(Decoder):
             clears them.
           chunk: ``[C]`` int32, C is `chunk_size`.
           start: ``[]`` int32, position of the chunk's first token.
+          length: ``[]`` int32, tokens of the whole prompt.
+          next_token_id: ``[]`` int32, the prompt's token after the chunk; any id after the last.
 
         Returns:
           The caches.
         """
-        start = jnp.asarray(start, jnp.int32)
+        start, length, following = (
+            jnp.asarray(x, jnp.int32) for x in (start, length, next_token_id)
+        )
         is_first = start == 0
-        empty = self.init_caches()
+        empty = self.init_caches(params=params)
         caches = jax.tree.map(lambda new, old: jnp.where(is_first, new, old), empty, caches)
-        tokens, start = jnp.asarray(chunk, jnp.int32)[None, :], start[None]
-        _, target = self.model.apply(params, tokens, start, caches.target)
-        draft = self.drafter.prefill(draft_params, tokens, caches.draft, start=start)
-        return Caches(target, draft)
+        tokens = jnp.asarray(chunk, jnp.int32)[None, :]
+        return self.read(
+            params, draft_params, caches, tokens, length[None], start[None], following[None]
+        )
 
     def insert(self, state: DecodeState, caches: Caches, requests: NewRequests) -> DecodeState:
         """The second half of `admit`: put R requests whose prompts have been read into slots.
@@ -379,11 +385,20 @@ class Engine(Decoder):
         slots = jnp.asarray(requests.slots, jnp.int32)
         here = jnp.arange(self.num_slots, dtype=jnp.int32)[:, None] == slots[None, :]
         put = functools.partial(put_cache, slots=slots, max_length=size)
+        # Both are None, or both are arrays.
+        features = state.features, state.num_features
+        features = jax.tree.map(
+            lambda all_, some: all_.at[slots].set(some),
+            features,
+            self.first_features(caches, new.lengths),
+        )
         return dataclasses.replace(
             state.without_drafts(here.any(axis=1)),
             batch=jax.tree.map(lambda all_, some: all_.at[slots].set(some), state.batch, new),
             target_cache=put(self.model.init_cache, state.target_cache, caches.target),
             draft_cache=put(self.drafter.init_cache, state.draft_cache, caches.draft),
+            features=features[0],
+            num_features=features[1],
         )
 
     def _checked_prompts(self, requests: NewRequests, most: int) -> jax.Array:
@@ -487,8 +502,9 @@ def _check_reads_chunks(drafter: Drafter, size: int) -> None:
       TypeError: it takes no `start`.
     """
     signature = inspect.signature(drafter.prefill)
+    features = dict(features=None, next_token_ids=None) if feature_layers_of(drafter) else {}
     try:
-        signature.bind(None, None, None, start=None)
+        signature.bind(None, None, None, start=None, **features)
     except TypeError:
         raise TypeError(
             f"drafter must have a prefill that takes start, because prompts longer than "

@@ -14,7 +14,8 @@ from jax import lax
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Drafter
-from jax_specdec._src.models.protocol import CausalModel, check_model
+from jax_specdec._src.logprobs import TokenLogprobs
+from jax_specdec._src.models.protocol import CausalModel, apply_model, check_model
 from jax_specdec._src.noise import check_keys, fold_in_each, threefry_keys
 from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving.batch import Batch, StepRecord, round_up
@@ -27,7 +28,7 @@ from jax_specdec._src.serving.options import (
     check_logprobs,
     options_per_request,
 )
-from jax_specdec._src.types import Status
+from jax_specdec._src.types import Array, Status
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ class GenerateOutput:
     Example:
       >>> import jax_specdec as sd
       >>> _, (model, params) = sd.load_embedded_pair()  # the smaller one
-      >>> output = sd.generate_plain(model, params, [sd.encode("import ")], max_new_tokens=4)
+      >>> output = sd.generate_plain(model, params, [sd.encode_bytes("import ")], max_new_tokens=4)
       >>> output.status
       [<Status.OK: 0>]
     """
@@ -52,11 +53,19 @@ class GenerateOutput:
     steps: StepRecord
     status: list[Status]
 
+    def __repr__(self) -> str:
+        failed = sum(one != Status.OK for one in self.status)
+        return (
+            f"<GenerateOutput: {len(self.completions)} requests, "
+            f"{sum(map(len, self.completions))} tokens, {len(self.steps.num_kept)} steps"
+            f"{f', {failed} failed' if failed else ''}>"
+        )
+
 
 def generate(
     model: CausalModel,
     params: Any,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | Array],
     *,
     drafter: Drafter,
     draft_params: Any = None,
@@ -73,7 +82,7 @@ def generate(
     Args:
       model: the target, any `CausalModel`.
       params: its weights.
-      prompts: B token id lists of any lengths, none empty.
+      prompts: B token id lists of any lengths, none empty. Without prompts the output is empty.
       drafter: a `ModelDrafter`, an `NGramDrafter`, or any `Drafter`.
       draft_params: the drafter's weights.
       config: static settings.
@@ -95,7 +104,7 @@ def generate(
       >>> import jax_specdec as sd
       >>> (target, params), (draft, draft_params) = sd.load_embedded_pair()
       >>> output = sd.generate(
-      ...     target, params, [sd.encode("def add(a, b):"), sd.encode("import ")],
+      ...     target, params, [sd.encode_bytes("def add(a, b):"), sd.encode_bytes("import ")],
       ...     drafter=sd.ModelDrafter(draft), draft_params=draft_params,
       ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2), max_new_tokens=8,
       ...     options=[sd.RequestOptions(), sd.RequestOptions(temperature=0.8)])
@@ -111,7 +120,7 @@ def generate(
 def generate_stream(
     model: CausalModel,
     params: Any,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | Array],
     *,
     drafter: Drafter,
     draft_params: Any = None,
@@ -133,7 +142,7 @@ def generate_stream(
       >>> import jax_specdec as sd
       >>> _, (model, params) = sd.load_embedded_pair()  # the smaller one
       >>> steps = sd.generate_stream(
-      ...     model, params, [sd.encode("import os, import ")],
+      ...     model, params, [sd.encode_bytes("import os, import ")],
       ...     drafter=sd.NGramDrafter(), config=sd.SpecDecodeConfig(num_speculative_tokens=2),
       ...     max_new_tokens=4)
       >>> sum(int(step.num_kept[0]) for step in steps)
@@ -148,7 +157,7 @@ def generate_stream(
 def generate_plain(
     model: CausalModel,
     params: Any,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | Array],
     *,
     options: RequestOptions | Sequence[RequestOptions] | None = None,
     key: jax.Array | None = None,
@@ -165,7 +174,7 @@ def generate_plain(
     Example:
       >>> import jax_specdec as sd
       >>> _, (model, params) = sd.load_embedded_pair()  # the smaller one
-      >>> output = sd.generate_plain(model, params, [sd.encode("class ")], max_new_tokens=4)
+      >>> output = sd.generate_plain(model, params, [sd.encode_bytes("class ")], max_new_tokens=4)
       >>> len(output.completions[0])
       4
     """
@@ -185,6 +194,8 @@ class _Prepared(NamedTuple):
 
     def run(self) -> GenerateOutput:
         """All steps in one compiled loop."""
+        if not self.prompts:
+            return GenerateOutput([], self._no_steps(), [])
         batch, steps, num_steps = _generate(
             self.params,
             self.draft_params,
@@ -204,6 +215,16 @@ class _Prepared(NamedTuple):
             status=[Status(s) for s in status],
         )
 
+    def _no_steps(self) -> StepRecord:
+        """The steps of no requests."""
+        decoder, found = self.decoder, None
+        counts: Any = np.zeros((0, 0), np.int32)
+        token_ids: Any = np.zeros((0, 0, decoder.config.num_speculative_tokens + 1), np.int32)
+        if decoder.logprobs is not None:
+            top: Any = np.zeros((*token_ids.shape, decoder.logprobs.num_top), np.int32)
+            found = TokenLogprobs(token_ids.astype(np.float32), top, top.astype(np.float32))
+        return StepRecord(token_ids, counts, counts, counts, counts, found)
+
     def steps(self) -> Iterator[StepRecord]:
         """One step after another."""
         weights, decoder = (self.params, self.draft_params), self.decoder
@@ -220,7 +241,7 @@ class _Prepared(NamedTuple):
 def _prepare(
     model: CausalModel,
     params: Any,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | Array],
     drafter: Drafter | None,
     draft_params: Any,
     config: SpecDecodeConfig,
@@ -275,8 +296,8 @@ def make_batch(
     check_keys("key", key)
     if key.shape != ():
         raise TypeError(f"key must be one key, but its shape is {list(key.shape)}")
-    budget = max(one.max_new_tokens for one in options)
-    prompt_size = round_up(max(map(len, prompts)))
+    budget = max((one.max_new_tokens for one in options), default=0)
+    prompt_size = round_up(max(map(len, prompts), default=0))
     length = round_up(prompt_size + budget + slack)
     token_ids = np.zeros((len(prompts), length), np.int32)
     for b, prompt in enumerate(prompts):
@@ -379,7 +400,7 @@ class GreedyDifference:
 def greedy_differences(
     model: CausalModel,
     params: Any,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | Array],
     output: GenerateOutput,
     plain: GenerateOutput,
     options: RequestOptions | Sequence[RequestOptions] | None = None,
@@ -400,9 +421,9 @@ def greedy_differences(
     Example:
       >>> import jax_specdec as sd
       >>> _, (model, params) = sd.load_embedded_pair()
-      >>> prompts = [sd.encode("class ")]
+      >>> prompts = [sd.encode_bytes("class ")]
       >>> plain = sd.generate_plain(model, params, prompts, max_new_tokens=4)
-      >>> sd.greedy_differences(model, params, prompts, plain, plain)
+      >>> sd.testing.greedy_differences(model, params, prompts, plain, plain)
       []
     """
     found = []
@@ -415,7 +436,7 @@ def greedy_differences(
         index = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
         sequence = jnp.array([[*prompts[b], *theirs[:index]]], jnp.int32)
         cache = model.init_cache(1, sequence.shape[1])
-        logits, _ = model.apply(params, sequence, jnp.zeros((1,), jnp.int32), cache)
+        logits = apply_model(model, params, sequence, jnp.zeros((1,), jnp.int32), cache).logits
         row = _processed(logits[:, -1], asked[b], sequence, len(prompts[b]))
         second, best = np.sort(row)[-2:]
         found.append(

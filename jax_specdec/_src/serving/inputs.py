@@ -11,13 +11,14 @@ import jax
 import numpy as np
 
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.drafting.drafter import Drafter
+from jax_specdec._src.drafting.drafter import Drafter, feature_layers_of
+from jax_specdec._src.models.eagle3 import Eagle3Head
 from jax_specdec._src.models.llama import Llama
 from jax_specdec._src.models.protocol import is_loaded_model
 from jax_specdec._src.models.tensor_parallel import TensorParallelLlama
 from jax_specdec._src.types import described
 
-_HAVE_WEIGHTS = (Llama, TensorParallelLlama)
+_HAVE_WEIGHTS = (Llama, TensorParallelLlama, Eagle3Head)
 
 
 def check_config(config: Any) -> None:
@@ -39,9 +40,10 @@ def check_drafter(drafter: Any, config: Any) -> None:
     check_config(config)
     must = f"drafter must be a Drafter, but it is a {type(drafter).__name__}"
     if is_loaded_model(drafter):
+        wrapper = _wrapper(drafter.model)
         raise TypeError(
-            "drafter must be a Drafter, but it is a LoadedModel: pass "
-            "drafter=ModelDrafter(draft.model) and draft_params=draft.params"
+            f"drafter must be a Drafter, but it is a LoadedModel: pass "
+            f"drafter={wrapper}(draft.model) and draft_params=draft.params"
         )
     if isinstance(drafter, type):
         raise TypeError(f"drafter must be a Drafter, but it is the class {drafter.__name__}")
@@ -52,7 +54,7 @@ def check_drafter(drafter: Any, config: Any) -> None:
         )
     if not callable(getattr(drafter, "propose", None)):
         if callable(getattr(drafter, "apply", None)):
-            raise TypeError(f"{must}: a model is wrapped, drafter=ModelDrafter(model)")
+            raise TypeError(f"{must}: a model is wrapped, drafter={_wrapper(drafter)}(model)")
         raise TypeError(must)
     signature = inspect.signature(drafter.propose)
     try:
@@ -63,6 +65,25 @@ def check_drafter(drafter: Any, config: Any) -> None:
             f"{type(drafter).__name__}.propose takes {signature}: token_ids, lengths, sampling, "
             "keys, config and the rest are fields of the context, a DraftContext"
         ) from None
+    layers = feature_layers_of(drafter)
+    if not (isinstance(layers, tuple) and all(type(layer) is int for layer in layers)):
+        raise TypeError(
+            "drafter must have feature_layers that are a tuple of ints, but "
+            f"{type(drafter).__name__}.feature_layers is {described(layers)}"
+        )
+    if layers:
+        signature = inspect.signature(drafter.prefill)
+        try:
+            signature.bind(None, None, None, features=None, next_token_ids=None)
+        except TypeError:
+            raise TypeError(
+                "drafter must have a prefill that takes features and next_token_ids, because it "
+                f"has feature_layers, but {type(drafter).__name__}.prefill takes {signature}"
+            ) from None
+
+
+def _wrapper(model: Any) -> str:
+    return "Eagle3Drafter" if isinstance(model, Eagle3Head) else "ModelDrafter"
 
 
 def check_draft_params(drafter: Drafter | None, draft_params: Any) -> None:
@@ -72,7 +93,8 @@ def check_draft_params(drafter: Drafter | None, draft_params: Any) -> None:
       TypeError: they are a model, or missing although the drafter's model has weights.
     """
     check_params("draft_params", draft_params)
-    if draft_params is None and isinstance(getattr(drafter, "model", None), _HAVE_WEIGHTS):
+    models = getattr(drafter, "model", None), getattr(drafter, "head", None)
+    if draft_params is None and any(isinstance(model, _HAVE_WEIGHTS) for model in models):
         raise TypeError(
             "draft_params must be the weights of the drafter's model, but it is None: pass "
             "draft_params=draft.params"
@@ -96,7 +118,7 @@ def token_lists(prompts: Any, vocab_size: int) -> list[list[int]]:
 
     Raises:
       TypeError: not lists of integers.
-      ValueError: no prompt, or a prompt that `token_list` refuses.
+      ValueError: a prompt that `token_list` refuses.
     """
     if isinstance(prompts, (str, bytes)):
         raise TypeError(f"prompts must be lists of token ids, but it is {_text(prompts)}")
@@ -111,10 +133,7 @@ def token_lists(prompts: Any, vocab_size: int) -> list[list[int]]:
             f"prompts must be lists of token ids, one per request, but it is one list of ids, "
             f"{described(prompts)}: pass [ids]"
         )
-    rows = [token_list(f"prompts[{b}]", prompt, vocab_size) for b, prompt in enumerate(each)]
-    if not rows:
-        raise ValueError("prompts must hold at least one prompt, but it is empty")
-    return rows
+    return [token_list(f"prompts[{b}]", prompt, vocab_size) for b, prompt in enumerate(each)]
 
 
 def token_list(name: str, values: Any, vocab_size: int) -> list[int]:

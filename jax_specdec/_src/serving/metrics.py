@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from jax.typing import ArrayLike
 
-from jax_specdec._src.config import check_int
+from jax_specdec._src.config import check_num_speculative_tokens
 from jax_specdec._src.serving.batch import StepRecord
-from jax_specdec._src.types import described
+from jax_specdec._src.types import Integers, described
 
 
 @jax.tree_util.register_dataclass
@@ -27,8 +29,8 @@ class AcceptanceCounters:
     last 580 years.
 
     Attributes:
-      words: ``[2, 3K+2]`` uint32, the low and the high halves of these counts: drafts offered,
-        reached and accepted at each of K positions, emitted tokens, and fallbacks; see
+      words: ``[2, 3K+3]`` uint32, the low and the high halves of these counts: drafts offered,
+        reached and accepted at each of K positions, tokens, verifications, and fallbacks; see
         `AcceptanceStats`.
 
     Example:
@@ -50,34 +52,37 @@ class AcceptanceCounters:
         """All counts zero.
 
         Args:
-          num_speculative_tokens: K, at least 1.
+          num_speculative_tokens: K, 1 to 1024.
 
         Raises:
           TypeError: K is not an int.
-          ValueError: K is below 1.
+          ValueError: K is out of range.
         """
-        k = check_int("num_speculative_tokens", num_speculative_tokens)
-        return cls(jnp.zeros((2, 3 * k + 2), jnp.uint32))
+        k = check_num_speculative_tokens(num_speculative_tokens)
+        return cls(jnp.zeros((2, 3 * k + 3), jnp.uint32))
 
     def update(
         self,
         *,
-        num_proposed: jax.Array,
-        num_accepted: jax.Array,
-        num_emitted: jax.Array,
-        num_fallbacks: jax.Array | int = 0,
+        num_proposed: Integers,
+        num_accepted: Integers,
+        num_emitted: Integers,
+        num_kept: Integers | None = None,
+        num_fallbacks: ArrayLike = 0,
     ) -> AcceptanceCounters:
         """Add one verification of a batch. Pure; for use inside jit.
 
-        A request that emitted nothing (an empty slot, a row with NaN) is not counted. Give the
-        numbers of the verification itself, before stop tokens and budgets cut its tokens, or the
-        rates are biased.
+        A request that emitted nothing (an empty slot, a row with NaN) is not counted. But for
+        `num_kept`, give the numbers of the verification itself, before stop tokens and budgets cut
+        its tokens, or the rates are biased.
 
         Args:
           num_proposed: ``[B]`` int32, drafts offered to each request: the ids in range before the
             first -1.
           num_accepted: ``[B]`` int32, as `rejection_sample` returns it.
           num_emitted: ``[B]`` int32, as `rejection_sample` returns it.
+          num_kept: ``[B]`` int32, what a stop token or the budget left of these, as `truncate`
+            returns it; None for all of them.
           num_fallbacks: ``[]`` int32, requests whose drafts were verified one-hot because they
             had no valid draft distribution.
 
@@ -91,14 +96,18 @@ class AcceptanceCounters:
         num_emitted = _counts("num_emitted", num_emitted, None)
         num_proposed = _counts("num_proposed", num_proposed, num_emitted.shape)
         num_accepted = _counts("num_accepted", num_accepted, num_emitted.shape)
+        num_kept = num_emitted if num_kept is None else num_kept
+        num_kept = _counts("num_kept", num_kept, num_emitted.shape)
         num_fallbacks = _counts("num_fallbacks", num_fallbacks, ())
         num_proposed = jnp.where(num_emitted > 0, num_proposed, 0)[:, None]
-        position = jnp.arange(self.words.shape[1] // 3, dtype=jnp.int32)[None, :]
+        position = jnp.arange(self.words.shape[1] // 3 - 1, dtype=jnp.int32)[None, :]
         offered = num_proposed > position
         reached = offered & (num_accepted[:, None] >= position)
         accepted = offered & (num_accepted[:, None] > position)
-        flags = jnp.concatenate([offered, reached, accepted], axis=1).astype(jnp.int32)
-        sums = jnp.concatenate([flags, num_emitted[:, None]], axis=1).sum(axis=0, dtype=jnp.int32)
+        is_verified = num_emitted[:, None] > 0
+        columns = (offered, reached, accepted, num_kept[:, None], is_verified)
+        counts = jnp.concatenate([one.astype(jnp.int32) for one in columns], axis=1)
+        sums = counts.sum(axis=0, dtype=jnp.int32)
         added = jnp.append(sums, num_fallbacks).astype(jnp.uint32)
         low = self.words[0] + added
         carry = (low < added).astype(jnp.uint32)
@@ -129,8 +138,9 @@ def _counts(name: str, value: Any, shape: tuple[int, ...] | None) -> jax.Array:
 class AcceptanceStats:
     """How verification went, summed over steps and requests; on the host.
 
-    Counts are taken before stop tokens and budgets cut tokens. Everything else follows from the
-    counts. The difference of two readings covers the interval between them.
+    Drafts are counted before stop tokens and budgets cut tokens, so that the rates are not biased.
+    `num_tokens` are those that were left. Everything else follows from the counts. The difference
+    of two readings covers the interval between them.
 
     Two lengths describe a step. `mean_acceptance_length` covers verifications that had drafts and
     says how good the drafts were. `tokens_per_target_pass` covers all verifications and says what
@@ -140,7 +150,9 @@ class AcceptanceStats:
       offered_per_position: K counts; entry i counts verifications that were offered draft i.
       reached_per_position: K counts; entry i counts those that also accepted drafts ``0..i-1``.
       accepted_per_position: K counts; entry i counts those that accepted drafts ``0..i``.
-      num_emitted_tokens: accepted drafts, and recovered or bonus tokens.
+      num_tokens: tokens of all requests, without those that a stop token or the budget cut off.
+      num_verifications: passes of the target, summed over the requests that took part in each and
+        emitted tokens, with drafts or without.
       num_fallbacks: requests verified one-hot because they had no valid draft distribution, summed
         over steps; 0 from `from_steps`, since records do not hold it.
 
@@ -160,7 +172,8 @@ class AcceptanceStats:
     offered_per_position: tuple[int, ...]
     reached_per_position: tuple[int, ...]
     accepted_per_position: tuple[int, ...]
-    num_emitted_tokens: int
+    num_tokens: int
+    num_verifications: int
     num_fallbacks: int = 0
 
     @classmethod
@@ -175,9 +188,9 @@ class AcceptanceStats:
         """
         low, high = jax.device_get(counters.words).astype(object)  # Python's ints have any size
         counts = (low + (high << 32)).tolist()
-        k = len(counts) // 3
+        k = len(counts) // 3 - 1
         return cls(
-            tuple(counts[:k]), tuple(counts[k : 2 * k]), tuple(counts[2 * k : 3 * k]), *counts[-2:]
+            tuple(counts[:k]), tuple(counts[k : 2 * k]), tuple(counts[2 * k : 3 * k]), *counts[-3:]
         )
 
     @classmethod
@@ -204,7 +217,8 @@ class AcceptanceStats:
             tuple(int((proposed > i).sum()) for i in positions),
             tuple(int(((proposed > i) & (accepted >= i)).sum()) for i in positions),
             tuple(int((accepted > i).sum()) for i in positions),
-            int(np.asarray(steps.num_emitted).sum()),
+            int(np.asarray(steps.num_kept).sum()),
+            int((np.asarray(steps.num_emitted) > 0).sum()),
         )
 
     def __sub__(self, earlier: AcceptanceStats) -> AcceptanceStats:
@@ -248,25 +262,22 @@ class AcceptanceStats:
         return sum(self.accepted_per_position)
 
     @property
-    def num_verifications(self) -> int:
-        """Target passes of a request that emitted tokens, with drafts or without."""
-        return self.num_emitted_tokens - self.num_accepted_tokens
-
-    @property
     def mean_acceptance_length(self) -> float:
         """``1 + accepted / num_drafts``: tokens of a verification that had drafts; 1 without any.
 
-        The recovered or bonus token counts. Verifications without drafts do not, as in vLLM.
+        The recovered or bonus token counts, and tokens that a stop token or the budget cut off.
+        Verifications without drafts do not, as in vLLM. Where nothing was drafted it says nothing:
+        log lines and tables show a dash.
         """
         return 1 + self.num_accepted_tokens / max(self.num_drafts, 1)
 
     @property
     def tokens_per_target_pass(self) -> float:
-        """``emitted / num_verifications``, with drafts or without; 0 where nothing was verified.
+        """``num_tokens / num_verifications``; 0 where nothing was verified.
 
         Tokens of one request per pass of the target that it took part in: plain decoding has 1.
         """
-        return self.num_emitted_tokens / max(self.num_verifications, 1)
+        return self.num_tokens / max(self.num_verifications, 1)
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -287,6 +298,11 @@ class AcceptanceStats:
         """
         return _rates(self.accepted_per_position, self.reached_per_position)
 
+    @property
+    def length_text(self) -> str:
+        """`mean_acceptance_length` with two decimals; a dash where nothing was drafted."""
+        return f"{self.mean_acceptance_length:.2f}" if self.num_drafts else "-"
+
     def log_line(self, seconds: float) -> str:
         """One line for a server's log, in vLLM's words where vLLM has them.
 
@@ -298,12 +314,11 @@ class AcceptanceStats:
         Raises:
           ValueError: `seconds` is not positive.
         """
-        if not seconds > 0:
-            raise ValueError(f"seconds must be positive, but it is {seconds}")
+        _check_seconds(seconds)
         rates = ", ".join(f"{rate:.3f}" for rate in self.unconditional_rates)
         return (
             "SpecDecoding metrics:"
-            f" Mean acceptance length: {self.mean_acceptance_length:.2f},"
+            f" Mean acceptance length: {self.length_text},"
             f" Tokens per target pass: {self.tokens_per_target_pass:.2f},"
             f" Accepted throughput: {self.num_accepted_tokens / seconds:.2f} tokens/s,"
             f" Drafted throughput: {self.num_draft_tokens / seconds:.2f} tokens/s,"
@@ -322,6 +337,56 @@ class AcceptanceStats:
 
 
 @dataclasses.dataclass(frozen=True)
+class Histogram:
+    """How often a time of some length came; the buckets are those of Prometheus.
+
+    Attributes:
+      counts: 20 counts; entry i counts times up to ``Histogram.bounds[i]`` seconds that are longer
+        than the bound before it, the last one all that are longer than the last bound.
+      total_seconds: all times together.
+
+    Example:
+      >>> times = Histogram().observe([(0.003, 2), (0.4, 1)])
+      >>> times.count, times.mean
+      (3, 0.1353)
+    """
+
+    bounds: ClassVar[tuple[float, ...]] = tuple(
+        float(f"{digit}e{power}") for power in range(-4, 3) for digit in (1, 2, 5)
+    )[:19]  # 0.0001, 0.0002, 0.0005, ... 100
+
+    counts: tuple[int, ...] = (0,) * 20
+    total_seconds: float = 0.0
+
+    def observe(self, times: Iterable[tuple[float, int]]) -> Histogram:
+        """With more times.
+
+        Args:
+          times: seconds, and how often they came.
+        """
+        counts, total = [*self.counts], self.total_seconds
+        for seconds, count in times:
+            counts[bisect.bisect_left(self.bounds, seconds)] += count
+            total += seconds * count
+        return Histogram(tuple(counts), total)
+
+    def __sub__(self, earlier: Histogram) -> Histogram:
+        """The times between two readings."""
+        counts = [n - before for n, before in zip(self.counts, earlier.counts, strict=True)]
+        return Histogram(tuple(counts), self.total_seconds - earlier.total_seconds)
+
+    @property
+    def count(self) -> int:
+        """How many times."""
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float:
+        """Seconds; 0 without any."""
+        return self.total_seconds / max(self.count, 1)
+
+
+@dataclasses.dataclass(frozen=True)
 class ServingStats:
     """How busy an `EngineDriver` kept its engine, summed since the driver was made.
 
@@ -329,23 +394,30 @@ class ServingStats:
 
     Attributes:
       num_slots: S.
+      num_running: requests in a slot when this was read.
+      num_queued: requests that waited when this was read.
       num_steps: steps whose results were read.
       num_busy_slots: requests that took part in those steps, summed over steps.
       num_steps_ahead: steps that were under way when one was read, summed over steps.
       host_wait_seconds: time that the host waited for results.
-      num_admitted: requests that got their first slot.
-      queue_seconds: time that they had waited for it, summed over requests.
+      num_admitted: requests that have taken part in a step.
+      queue_seconds: time that they had waited for their first slot, summed over requests.
       num_failed_calls: calls that failed on the device.
+      time_to_first_token_seconds: from `EngineDriver.submit` until the host had the first token.
+      inter_token_latency_seconds: time between two tokens of a request: n tokens of one step count
+        n times, each with an n-th of the time since the step before.
 
     Example:
       >>> stats = ServingStats(
-      ...     num_slots=8, num_steps=4, num_busy_slots=24, num_steps_ahead=4,
-      ...     host_wait_seconds=0.006, num_admitted=2, queue_seconds=0.05)
-      >>> print(stats.log_line())
-      Serving metrics: Steps: 4, Slots busy: 6.0 of 8, Steps ahead: 1.0, Host wait: 1.50 ...
+      ...     num_slots=8, num_running=6, num_queued=1, num_steps=4, num_busy_slots=24,
+      ...     num_steps_ahead=4, host_wait_seconds=0.006, num_admitted=2, queue_seconds=0.05)
+      >>> print(stats.log_line(seconds=0.5))
+      Serving metrics: Running: 6, Queued: 1, Steps: 8.0/s, Slots busy: 6.0 of 8, ...
     """
 
     num_slots: int
+    num_running: int = 0
+    num_queued: int = 0
     num_steps: int = 0
     num_busy_slots: int = 0
     num_steps_ahead: int = 0
@@ -353,9 +425,29 @@ class ServingStats:
     num_admitted: int = 0
     queue_seconds: float = 0.0
     num_failed_calls: int = 0
+    time_to_first_token_seconds: Histogram = Histogram()
+    inter_token_latency_seconds: Histogram = Histogram()
 
-    def after_step(self, *, num_busy: int, num_ahead: int, waited: float) -> ServingStats:
-        """With one more step, unless no request took part in it."""
+    def after_step(
+        self,
+        *,
+        num_busy: int,
+        num_ahead: int,
+        waited: float,
+        queued: Sequence[float],
+        first: Iterable[tuple[float, int]],
+        between: Iterable[tuple[float, int]],
+    ) -> ServingStats:
+        """With one more step.
+
+        Args:
+          num_busy: requests that took part in it; 0 changes nothing.
+          num_ahead: steps that are under way.
+          waited: seconds that the host waited for it.
+          queued: seconds in the queue, of requests whose first step it was.
+          first: for `time_to_first_token_seconds`.
+          between: for `inter_token_latency_seconds`.
+        """
         if not num_busy:
             return self
         return dataclasses.replace(
@@ -364,18 +456,14 @@ class ServingStats:
             num_busy_slots=self.num_busy_slots + num_busy,
             num_steps_ahead=self.num_steps_ahead + num_ahead,
             host_wait_seconds=self.host_wait_seconds + waited,
-        )
-
-    def after_admission(self, seconds: Sequence[float]) -> ServingStats:
-        """With one more admitted request for each of these waiting times."""
-        return dataclasses.replace(
-            self,
-            num_admitted=self.num_admitted + len(seconds),
-            queue_seconds=self.queue_seconds + sum(seconds),
+            num_admitted=self.num_admitted + len(queued),
+            queue_seconds=self.queue_seconds + sum(queued),
+            time_to_first_token_seconds=self.time_to_first_token_seconds.observe(first),
+            inter_token_latency_seconds=self.inter_token_latency_seconds.observe(between),
         )
 
     def __sub__(self, earlier: ServingStats) -> ServingStats:
-        """The interval between two readings of one driver.
+        """The interval between two readings of one driver; running and queued as in this one.
 
         Args:
           earlier: the first reading.
@@ -388,11 +476,11 @@ class ServingStats:
                 f"both readings must have the same number of slots, but they have {self.num_slots} "
                 f"and {earlier.num_slots}"
             )
-        names = [field.name for field in dataclasses.fields(self)][1:]
-        sums = [getattr(self, name) - getattr(earlier, name) for name in names]
-        if min(sums) < 0:
+        names = [field.name for field in dataclasses.fields(self)][3:]
+        sums = {name: getattr(self, name) - getattr(earlier, name) for name in names}
+        if min(one.count if isinstance(one, Histogram) else one for one in sums.values()) < 0:
             raise ValueError(f"earlier must not hold larger sums, but it is {earlier}")
-        return ServingStats(self.num_slots, *sums)
+        return dataclasses.replace(self, **sums)
 
     @property
     def mean_busy_slots(self) -> float:
@@ -414,24 +502,40 @@ class ServingStats:
         """Seconds that a request waited for its first slot; 0 without requests."""
         return self.queue_seconds / max(self.num_admitted, 1)
 
-    def log_line(self) -> str:
-        """One line for a server's log; `AcceptanceStats.log_line` is the other."""
+    def log_line(self, seconds: float) -> str:
+        """One line for a server's log; `AcceptanceStats.log_line` is the other.
+
+        Args:
+          seconds: length of the interval that these statistics cover.
+
+        Raises:
+          ValueError: `seconds` is not positive.
+        """
+        _check_seconds(seconds)
+        first, others = self.time_to_first_token_seconds, self.inter_token_latency_seconds
         return (
-            f"Serving metrics: Steps: {self.num_steps},"
+            f"Serving metrics: Running: {self.num_running}, Queued: {self.num_queued},"
+            f" Steps: {self.num_steps / seconds:.1f}/s,"
             f" Slots busy: {self.mean_busy_slots:.1f} of {self.num_slots},"
             f" Steps ahead: {self.mean_steps_ahead:.1f},"
             f" Host wait: {self.mean_host_wait * 1e3:.2f} ms/step,"
             f" Admitted: {self.num_admitted} requests,"
             f" Queue time: {self.mean_queue_time * 1e3:.1f} ms,"
+            f" Time to first token: {first.mean * 1e3:.1f} ms,"
+            f" Time between tokens: {others.mean * 1e3:.2f} ms,"
             f" Failed calls: {self.num_failed_calls}"
         )
+
+
+def _check_seconds(seconds: float) -> None:
+    if not seconds > 0:
+        raise ValueError(f"seconds must be positive, but it is {seconds}")
 
 
 _DERIVED = (
     "num_drafts",
     "num_draft_tokens",
     "num_accepted_tokens",
-    "num_verifications",
     "mean_acceptance_length",
     "tokens_per_target_pass",
     "draft_acceptance_rate",

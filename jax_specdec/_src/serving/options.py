@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict, get_args
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.config import check_int
+from jax_specdec._src.config import check_int, did_you_mean
 from jax_specdec._src.grammar import bitmask_of
 from jax_specdec._src.logprobs import Distribution
 from jax_specdec._src.penalties import Penalties
@@ -43,7 +42,8 @@ class RequestOptions:
       repetition_penalty: positive. Of tokens that occur in the prompt or the output, positive
         logits are divided by it and all others are multiplied by it.
       allowed_token_ids: the only tokens that may be emitted; None for all.
-      logit_bias: added to the logits of a few tokens, before penalties; None for none.
+      logit_bias: added to the logits of a few tokens, before penalties; None for none. Its keys
+        may be strings of digits, as in JSON.
       bad_words: sequences of token ids that must not occur. The last token of a sequence is
         forbidden where the text so far, prompt included, ends with its other tokens. None for
         none.
@@ -181,8 +181,7 @@ def options_per_request(
     known = [field.name for field in dataclasses.fields(RequestOptions)]
     for name in fields:
         if name not in known:
-            (nearest,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            raise TypeError(f"unknown argument {name!r}; RequestOptions has {nearest!r}")
+            raise TypeError(f"unknown argument {name!r}{did_you_mean(name, known)}")
     if options is None or isinstance(options, RequestOptions):
         return [dataclasses.replace(options or RequestOptions(), **fields)] * count
     must = "options must be RequestOptions, one or a list, but it"
@@ -492,12 +491,12 @@ def _check_one(name: str, value: Any) -> None:
 
 def _stops(options: Sequence[RequestOptions], most: int | None) -> Any:
     """``[B, M]`` int32."""
-    counts = [len(one.stop_token_ids) for one in options]
-    if most is not None and max(counts) > most:
+    count = max((len(one.stop_token_ids) for one in options), default=0)
+    if most is not None and count > most:
         raise ValueError(
-            f"stop_token_ids must be at most max_stop_tokens={most}, but they are {max(counts)}"
+            f"stop_token_ids must be at most max_stop_tokens={most}, but they are {count}"
         )
-    stops = np.full((len(options), max(counts) if most is None else most), PLACEHOLDER_TOKEN_ID)
+    stops = np.full((len(options), count if most is None else most), PLACEHOLDER_TOKEN_ID)
     for row, one in zip(stops, options, strict=True):
         row[: len(one.stop_token_ids)] = one.stop_token_ids
     return stops.astype(np.int32)
@@ -508,7 +507,7 @@ def _bias(logit_bias: Any) -> dict[int, float] | None:
 
     Raises:
       TypeError: not a mapping of integers to numbers.
-      ValueError: a negative id, or a number that is not finite.
+      ValueError: a negative id, one twice, or a number that is not finite.
     """
     if logit_bias is None:
         return None
@@ -519,7 +518,10 @@ def _bias(logit_bias: Any) -> dict[int, float] | None:
         )
     if not logit_bias:
         return None
-    ids = inputs.token_list("logit_bias", logit_bias, 2**31)
+    keys = [int(key) if isinstance(key, str) and key.isdecimal() else key for key in logit_bias]
+    ids = inputs.token_list("logit_bias", keys, 2**31)
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"logit_bias must name a token once, but it is {described(logit_bias)}")
     found = {}
     for token, value in zip(ids, logit_bias.values(), strict=True):
         found[token] = _float32(f"logit_bias[{token}]", value)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jax_specdec._src.serving.metrics import AcceptanceStats, ServingStats
+from jax_specdec._src.serving.metrics import AcceptanceStats, Histogram, ServingStats
 
 _PREFIX = "jax_specdec:spec_decode_"
 _COUNTERS = {
@@ -14,7 +15,7 @@ _COUNTERS = {
     "num_draft_tokens": "Drafts offered.",
     "num_accepted_tokens": "Drafts accepted.",
     "num_verifications": "Target passes of a request that emitted tokens, with drafts or without.",
-    "num_emitted_tokens": "Accepted drafts and recovered or bonus tokens.",
+    "num_tokens": "Tokens of all requests, without those that a stop token or the budget cut off.",
     "num_fallbacks": "Requests verified one-hot, without a valid draft distribution.",
 }
 _COUNTERS_PER_POSITION = {
@@ -27,34 +28,47 @@ _SERVING = {
     "num_busy_slots": "Requests that took part in them, summed over steps.",
     "num_steps_ahead": "Steps under way when one was read, summed over steps.",
     "host_wait_seconds": "Time that the host waited for results.",
-    "num_admitted": "Requests that got their first slot.",
-    "queue_seconds": "Time that they had waited for it, summed over requests.",
+    "num_admitted": "Requests that have taken part in a step.",
+    "queue_seconds": "Time that they had waited for their first slot, summed over requests.",
     "num_failed_calls": "Calls that failed on the device.",
+}
+_SERVING_GAUGES = {
+    "num_slots": "S.",
+    "num_running": "Requests in a slot.",
+    "num_queued": "Requests that wait for a slot.",
+}
+_SERVING_HISTOGRAMS = {
+    "time_to_first_token_seconds": "From submit until the host had the first token.",
+    "inter_token_latency_seconds": "Time between two tokens of a request.",
 }
 
 
 class PrometheusExporter:
-    """Exports statistics to Prometheus as counters; needs ``prometheus_client``.
+    """Exports statistics to Prometheus; needs ``prometheus_client``.
 
     `AcceptanceStats` become ``jax_specdec:spec_decode_num_drafts_total`` and, named in the same
     way, ``num_draft_tokens``, ``num_accepted_tokens``, ``num_verifications``,
-    ``num_emitted_tokens`` and ``num_fallbacks``; and with a label ``position``,
+    ``num_tokens`` and ``num_fallbacks``; and with a label ``position``,
     ``num_offered_tokens_per_pos`` and ``num_accepted_tokens_per_pos``. After the prefix, the names
     are vLLM's where vLLM has such a counter. For the last five minutes,
 
     - the mean acceptance length (of verifications that had drafts) is
       ``1 + rate(..._num_accepted_tokens_total[5m]) / rate(..._num_drafts_total[5m])``,
     - the tokens per target pass (of all verifications) are
-      ``rate(..._num_emitted_tokens_total[5m]) / rate(..._num_verifications_total[5m])``, and
+      ``rate(..._num_tokens_total[5m]) / rate(..._num_verifications_total[5m])``, and
     - the unconditional acceptance rates per position are
       ``rate(..._num_accepted_tokens_per_pos_total[5m]) /
       rate(..._num_offered_tokens_per_pos_total[5m])``.
 
     `ServingStats`, if published too, become ``jax_specdec:serving_num_steps_total`` and, named in
     the same way, ``num_busy_slots``, ``num_steps_ahead``, ``host_wait_seconds``, ``num_admitted``,
-    ``queue_seconds`` and ``num_failed_calls``, and a gauge ``jax_specdec:serving_num_slots``. For
-    the last five minutes, the mean number of busy slots is
-    ``rate(..._num_busy_slots_total[5m]) / rate(..._num_steps_total[5m])``.
+    ``queue_seconds`` and ``num_failed_calls``; gauges ``jax_specdec:serving_num_slots``,
+    ``num_running`` and ``num_queued``; and histograms
+    ``jax_specdec:serving_time_to_first_token_seconds`` and ``inter_token_latency_seconds``. For the
+    last five minutes, the mean number of busy slots is
+    ``rate(..._num_busy_slots_total[5m]) / rate(..._num_steps_total[5m])``, and the 99th percentile
+    of the time between tokens is ``histogram_quantile(0.99,
+    rate(..._inter_token_latency_seconds_bucket[5m]))``.
 
     A scrape reads what was published last; it never waits for the device.
 
@@ -71,7 +85,8 @@ class PrometheusExporter:
       >>> import prometheus_client
       >>> registry = prometheus_client.CollectorRegistry()
       >>> exporter = PrometheusExporter(registry)
-      >>> exporter.publish(AcceptanceStats((2, 2), (2, 1), (1, 1), num_emitted_tokens=4))
+      >>> exporter.publish(
+      ...     AcceptanceStats((2, 2), (2, 1), (1, 1), num_tokens=4, num_verifications=2))
       >>> registry.get_sample_value("jax_specdec:spec_decode_num_accepted_tokens_total")
       2
     """
@@ -108,7 +123,7 @@ class PrometheusExporter:
 
     def describe(self) -> Iterator[Any]:
         """The counters' names; prometheus_client calls this when the exporter is registered."""
-        none = AcceptanceStats((0,), (0,), (0,), num_emitted_tokens=0)
+        none = AcceptanceStats((0,), (0,), (0,), num_tokens=0, num_verifications=0)
         return self._families(none, ServingStats(num_slots=0))
 
     def collect(self) -> Iterator[Any]:
@@ -116,7 +131,11 @@ class PrometheusExporter:
         return iter(()) if self._published is None else self._families(*self._published)
 
     def _families(self, stats: AcceptanceStats, serving: ServingStats | None) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.core import (
+            CounterMetricFamily,
+            GaugeMetricFamily,
+            HistogramMetricFamily,
+        )
 
         names, values = list(self._labels), list(self._labels.values())
         for field, text in _COUNTERS.items():
@@ -133,6 +152,14 @@ class PrometheusExporter:
                 family = CounterMetricFamily(_SERVING_PREFIX + field, text, labels=names)
                 family.add_metric(values, getattr(serving, field))
                 yield family
-            gauge = GaugeMetricFamily(_SERVING_PREFIX + "num_slots", "S.", labels=names)
-            gauge.add_metric(values, serving.num_slots)
-            yield gauge
+            for field, text in _SERVING_GAUGES.items():
+                gauge = GaugeMetricFamily(_SERVING_PREFIX + field, text, labels=names)
+                gauge.add_metric(values, getattr(serving, field))
+                yield gauge
+            for field, text in _SERVING_HISTOGRAMS.items():
+                histogram = HistogramMetricFamily(_SERVING_PREFIX + field, text, labels=names)
+                times: Histogram = getattr(serving, field)
+                bounds = [*map(str, times.bounds), "+Inf"]
+                buckets = zip(bounds, itertools.accumulate(times.counts), strict=True)
+                histogram.add_metric(values, [*buckets], times.total_seconds)
+                yield histogram

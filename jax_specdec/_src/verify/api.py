@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.types import Drafts, Noise, RaceNoise, RejectionSampleOutput, SamplingParams
-from jax_specdec._src.verify import batched, checks
+from jax_specdec._src.platform import assume, platform_dependent, traced_for_platform
+from jax_specdec._src.types import (
+    Array,
+    Drafts,
+    Integers,
+    Noise,
+    RaceNoise,
+    RejectionSampleOutput,
+    SamplingParams,
+)
+from jax_specdec._src.verify import checks, xla
 from jax_specdec._src.verify import sharding as sharding_lib
-from jax_specdec._src.verify.batched import Kernels, Split
 from jax_specdec._src.verify.exchange import Exchange
 from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
+from jax_specdec._src.verify.reader import Form, Kernels
 from jax_specdec._src.verify.requests import CallArrays, unless_empty
-from jax_specdec._src.verify.rules import Rule
+from jax_specdec._src.verify.rules import rule_of
 from jax_specdec._src.verify.sharding import ArrayLayout, VerifySharding
 
 Implementation = Literal["xla", "xla_lazy", "xla_batched", "mosaic_gpu"]
@@ -28,17 +37,17 @@ _LAZY: dict[Implementation | None, bool] = {"xla_lazy": True, "xla_batched": Fal
 
 
 def rejection_sample(
-    target_logits: jax.Array,
+    target_logits: Array,
     drafts: Drafts,
     *,
     sampling: SamplingParams,
     keys: jax.Array,
-    positions: jax.Array,
+    positions: Integers,
     config: SpecDecodeConfig,
-    bonus_token_ids: jax.Array | None = None,
-    active: jax.Array | None = None,
+    bonus_token_ids: Array | None = None,
+    active: Array | None = None,
     vocab_size: int | None = None,
-    token_bitmask: jax.Array | None = None,
+    token_bitmask: Array | None = None,
     padded_rows: bool = False,
     implementation: Implementation | None = None,
     kernel_config: KernelConfig | None = None,
@@ -58,7 +67,8 @@ def rejection_sample(
     independent: none changes another's tokens.
 
     Works under `jit`, `lax.while_loop`, `lax.scan`, `jax.shard_map` and `jax.export`; ``config``,
-    ``vocab_size``, ``implementation`` and ``sharding`` are static.
+    ``vocab_size``, ``implementation`` and ``sharding`` are static. All derivatives are zero; those
+    of `token_logprobs` are not, and make a policy gradient.
 
     Args:
       target_logits: ``[N+B, V]`` float32, bfloat16 or float16, straight from the model. Request
@@ -95,7 +105,7 @@ def rejection_sample(
 
     Returns:
       `RejectionSampleOutput`. A request that could not be verified emits nothing, its
-      ``status`` says why, and its neighbours are untouched.
+      ``status`` says why, and its neighbours are untouched. If B is 0, the output is empty.
 
     Raises:
       TypeError: an argument of the wrong type or dtype, at trace time.
@@ -128,23 +138,30 @@ def rejection_sample(
       arXiv 2403.10444.
     """
     sampling, positions = checks.as_arrays(drafts, sampling, positions)
-    arrays = CallArrays(
-        target_logits, drafts, (keys, positions), sampling, bonus_token_ids, active, token_bitmask
+    noise, of_requests = (keys, positions), (sampling, bonus_token_ids, active)
+    arrays: Any = target_logits, drafts, noise, *of_requests, token_bitmask
+    return _call(
+        CallArrays(*arrays),
+        config,
+        vocab_size,
+        padded_rows,
+        implementation,
+        kernel_config,
+        sharding,
     )
-    return _call(arrays, config, vocab_size, padded_rows, implementation, kernel_config, sharding)
 
 
 def rejection_sample_with_noise(
-    target_logits: jax.Array,
+    target_logits: Array,
     drafts: Drafts,
     noise: Noise | RaceNoise,
     *,
     sampling: SamplingParams,
     config: SpecDecodeConfig,
-    bonus_token_ids: jax.Array | None = None,
-    active: jax.Array | None = None,
+    bonus_token_ids: Array | None = None,
+    active: Array | None = None,
     vocab_size: int | None = None,
-    token_bitmask: jax.Array | None = None,
+    token_bitmask: Array | None = None,
     padded_rows: bool = False,
     implementation: Implementation | None = None,
     kernel_config: KernelConfig | None = None,
@@ -162,10 +179,10 @@ def rejection_sample_with_noise(
     Example:
       >>> import jax.numpy as jnp
       >>> import jax_specdec as sd
-      >>> output = sd.rejection_sample_with_noise(
+      >>> output = sd.testing.rejection_sample_with_noise(
       ...     jnp.log(jnp.array([[0.5, 0.5], [0.1, 0.9]])),
       ...     sd.Drafts.from_flat(jnp.array([0]), jnp.array([1])),
-      ...     sd.Noise(accept=jnp.array([[0.7]]), recover=jnp.zeros((1, 2))),
+      ...     sd.testing.Noise(accept=jnp.array([[0.7]]), recover=jnp.zeros((1, 2))),
       ...     sampling=sd.SamplingParams(temperature=jnp.ones(1)),
       ...     config=sd.SpecDecodeConfig(num_speculative_tokens=1))
       >>> sd.parse_output(output)  # 0.7 * 1 >= 0.5: token 0 is rejected, only 1 is left
@@ -173,14 +190,21 @@ def rejection_sample_with_noise(
     """
     checks.check_is_noise(noise)
     sampling, _ = checks.as_arrays(drafts, sampling)
-    arrays = CallArrays(
-        target_logits, drafts, noise, sampling, bonus_token_ids, active, token_bitmask
+    of_requests = sampling, bonus_token_ids, active
+    arrays: Any = target_logits, drafts, noise, *of_requests, token_bitmask
+    return _call(
+        CallArrays(*arrays),
+        config,
+        vocab_size,
+        padded_rows,
+        implementation,
+        kernel_config,
+        sharding,
     )
-    return _call(arrays, config, vocab_size, padded_rows, implementation, kernel_config, sharding)
 
 
 def which_implementation(
-    target_logits: jax.Array,
+    target_logits: Array | jax.ShapeDtypeStruct,
     drafts: Drafts,
     *,
     config: SpecDecodeConfig,
@@ -211,7 +235,7 @@ def which_implementation(
     if support.not_by_default() is not None:
         return "xla"
     why_not = support.unsupported(
-        target_logits,
+        cast(jax.Array, target_logits),
         unless_empty(drafts.distribution),
         is_race=False,
         num_requests=drafts.cu_num_draft_tokens.shape[0] - 1,
@@ -232,6 +256,37 @@ def _call(
     sharding: VerifySharding | None,
 ) -> RejectionSampleOutput:
     """Check a call, and make it."""
+    static = check_call(
+        arrays, config, vocab_size, padded_rows, implementation, kernel_config, sharding
+    )
+    batch, k = arrays.sampling.temperature.shape[0], config.num_speculative_tokens
+    if isinstance(arrays.randomness, tuple):
+        keys, positions = arrays.randomness
+        checks.check_keys(keys, batch)
+        checks.check_positions(positions, batch)
+    else:
+        checks.check_noise(arrays.randomness, batch, k, arrays.target_logits.shape[1])
+    if batch == 0:
+        counts = jnp.zeros((0,), jnp.int32)
+        return RejectionSampleOutput(jnp.zeros((0, k + 1), jnp.int32), counts, counts, counts)
+    checks.check_counts(arrays.drafts, k)
+    return _rejection_sample(arrays, static=static)
+
+
+def check_call(
+    arrays: CallArrays,
+    config: SpecDecodeConfig,
+    vocab_size: int | None,
+    padded_rows: bool,
+    implementation: Implementation | None,
+    kernel_config: KernelConfig | None,
+    sharding: VerifySharding | None,
+) -> _Static:
+    """The static side of a call, all of whose arguments but its randomness are checked.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `rejection_sample`.
+    """
     _check_implementation(implementation)
     parts = sharding_lib.vocabulary_parts(sharding)
     if not isinstance(config, SpecDecodeConfig):
@@ -239,15 +294,10 @@ def _call(
     logits, drafts, randomness, sampling, bonus_token_ids, active, token_bitmask = arrays
     given = logits, drafts, sampling, bonus_token_ids, active, vocab_size, token_bitmask
     checks.check_call(*given, vocabulary_parts=parts, padded_rows=padded_rows)
-    batch = sampling.temperature.shape[0]
-    if isinstance(randomness, tuple):
-        checks.check_keys_and_positions(*randomness, batch)
-    else:
-        checks.check_noise(randomness, batch, config.num_speculative_tokens, logits.shape[1])
     size = logits.shape[1] * parts if vocab_size is None else int(vocab_size)
     layout = sharding_lib.resolve(sharding, logits, drafts, randomness)
-    static = _Static(config, size, implementation, kernel_config, layout)
-    return _rejection_sample(arrays, static=static)
+    may_be_kernel = implementation is None and support.not_by_default() is None
+    return _Static(config, size, implementation, may_be_kernel, kernel_config, layout)
 
 
 def _check_implementation(implementation: Implementation | None) -> None:
@@ -262,11 +312,21 @@ def _check_implementation(implementation: Implementation | None) -> None:
 
 
 class _Static(NamedTuple):
-    """The static side of a call. Ids from `size` on are padding."""
+    """The static side of a call.
+
+    Attributes:
+      config: of the call.
+      size: ids from it on are padding.
+      implementation: the one that was named.
+      may_be_kernel: whether the kernel is the default, since JAX's default device has run it.
+      kernel_config: of the call.
+      layout: how the arrays are split.
+    """
 
     config: SpecDecodeConfig
     size: int
     implementation: Implementation | None
+    may_be_kernel: bool
     kernel_config: KernelConfig | None
     layout: ArrayLayout | None
 
@@ -274,15 +334,23 @@ class _Static(NamedTuple):
 @functools.partial(jax.jit, static_argnames="static")
 def _rejection_sample(arrays: CallArrays, *, static: _Static) -> RejectionSampleOutput:
     """Run `_verify_part` on the arrays of a call, or on each device's part of them."""
-    verify, layout = functools.partial(_verify_part, static=static), static.layout
-    if layout is None:
+    # The output is integers. Loops and kernels would refuse a derivative that is zero anyway.
+    arrays = jax.tree.map(lax.stop_gradient, arrays)
+
+    def verify(arrays: CallArrays) -> RejectionSampleOutput:
+        if static.implementation == "mosaic_gpu":
+            with assume("cuda"):
+                return _verify_part(arrays, static)
+        return traced_for_platform(_verify_part, arrays, static)
+
+    if static.layout is None:
         return sharding_lib.without_vma(verify, arrays, None)
-    return sharding_lib.over_parts(verify, layout, arrays)
+    return sharding_lib.over_parts(verify, static.layout, arrays)
 
 
 def _verify_part(arrays: CallArrays, static: _Static) -> RejectionSampleOutput:
     """Choose an implementation, and verify one device's part of the arrays, or all of them."""
-    config, size, implementation, kernel_config, layout = static
+    config, size, implementation, may_be_kernel, kernel_config, layout = static
     k, num_requests = config.num_speculative_tokens, arrays.sampling.temperature.shape[0]
     logits, drafts = arrays.target_logits, arrays.drafts
     if logits.shape[0] == 0:  # no drafts anywhere, and the bonus given: no row to read
@@ -290,13 +358,13 @@ def _verify_part(arrays: CallArrays, static: _Static) -> RejectionSampleOutput:
         arrays = arrays._replace(target_logits=logits, token_bitmask=None)
     drafts = dataclasses.replace(drafts, distribution=unless_empty(drafts.distribution))
     arrays = arrays._replace(drafts=drafts)
-    rule = Rule(config.rejection_sample_method, config.conditional_rates)
+    rule = rule_of(config)
     vocab_axis = None if layout is None else layout.vocab_axis
-    split = Split(Exchange(vocab_axis), layout is not None and layout.draft_vocab)
+    split = Form(Exchange(vocab_axis), layout is not None and layout.draft_vocab)
 
     def on_xla(arrays: CallArrays, kernels: Kernels | None = None) -> RejectionSampleOutput:
-        lazy, over = _LAZY.get(implementation), dataclasses.replace(split, kernels=kernels)
-        return batched.verify(arrays, rule, k=k, size=size, lazy=lazy, split=over)
+        lazy, form = _LAZY.get(implementation), dataclasses.replace(split, kernels=kernels)
+        return xla.verify(arrays, rule, k=k, size=size, form=form, lazy=lazy)
 
     def on_mosaic_gpu(arrays: CallArrays) -> RejectionSampleOutput:
         # Imported only where a call uses them: see the package's docstring.
@@ -308,14 +376,10 @@ def _verify_part(arrays: CallArrays, static: _Static) -> RejectionSampleOutput:
             return on_xla(arrays, kernels)
         return launch.verify(arrays, rule, k=k, size=size, config=kernel_config)
 
-    if vocab_axis is not None and implementation == "xla_lazy":
-        raise NotImplementedError(
-            "implementation='xla_lazy' reads whole rows, but the vocabulary is split"
-        )
-    if vocab_axis is not None:
-        why_not = support.part_unsupported(arrays, k, kernel_config)
-    else:
-        why_not = support.unsupported(
+    def unserved() -> str | None:
+        if vocab_axis is not None:
+            return support.part_unsupported(arrays, k, kernel_config)
+        return support.unsupported(
             logits,
             drafts.distribution,
             is_race=isinstance(arrays.randomness, RaceNoise),
@@ -324,11 +388,20 @@ def _verify_part(arrays: CallArrays, static: _Static) -> RejectionSampleOutput:
             size=size,
             config=kernel_config,
         )
+
+    def on_cuda(arrays: CallArrays) -> RejectionSampleOutput:
+        return on_xla(arrays) if unserved() else on_mosaic_gpu(arrays)
+
     if implementation == "mosaic_gpu":
+        why_not = unserved()
         if why_not is not None:
             raise NotImplementedError(why_not)
         return on_mosaic_gpu(arrays)
-    if implementation is not None or why_not is not None or support.not_by_default() is not None:
+    if vocab_axis is not None and implementation == "xla_lazy":
+        raise NotImplementedError(
+            "implementation='xla_lazy' reads whole rows, but the vocabulary is split"
+        )
+    if not may_be_kernel:
         return on_xla(arrays)
-    # The default device has the kernel, but this call may be compiled for another.
-    return lax.platform_dependent(arrays, cuda=on_mosaic_gpu, default=on_xla)
+    # The call may be compiled for another device than the default one.
+    return platform_dependent(arrays, cuda=on_cuda, default=on_xla)

@@ -11,6 +11,7 @@ from jax_specdec._src import noise as noise_lib
 from jax_specdec._src import sampling as sampling_lib
 from jax_specdec._src.config import check_int
 from jax_specdec._src.types import (
+    ROW_NUMBERS,
     DraftLogits,
     DraftProbs,
     Drafts,
@@ -100,7 +101,7 @@ def check_call(
         why = "[M, V], any M from 1 on (padded_rows is true)"
         _check_array("target_logits", target_logits, ("M", "V"), _LOGITS, why)
         rows = target_logits.shape[0]
-        if rows < 1:
+        if rows < 1 <= batch:
             raise ValueError(f"target_logits must have shape {why}, but its M is 0")
     else:
         _check_rows(target_logits, rows, why, batch, n)
@@ -181,12 +182,17 @@ def _check_distribution(distribution: Any, batch: int, n: int, v: int, size: int
         valid = distribution.valid
         _check_array("drafts.distribution.valid", valid, (batch,), ("bool",), f"[B] = [{batch}]")
     if isinstance(distribution, DraftLogits):
-        for field in ("log_normalizer", "threshold"):
+        for field in ROW_NUMBERS:
             value = getattr(distribution, field)
             if value is not None:
                 _check_array(
                     f"drafts.distribution.{field}", value, (r,), ("float32",), f"[R] = [{r}]"
                 )
+        if distribution.row_max is not None and distribution.log_normalizer is None:
+            raise ValueError(
+                "drafts.distribution.row_max must come with the log_normalizer that is relative to "
+                "it, but log_normalizer is None"
+            )
     if distribution.ids is not None:
         check_ids("drafts.distribution.ids", distribution.ids, (r, vd), size)
 
@@ -232,6 +238,24 @@ def check_listed(name: str, ids: np.ndarray, size: int) -> None:
         )
 
 
+def check_counts(drafts: Drafts, k: int) -> None:
+    """Raise if every request is known to have more than K drafts: the drafts are of another K.
+
+    Fewer are a matter of the requests' status. Counts are read only if N shows that some are above
+    K, unless N is padded.
+
+    Raises:
+      ValueError: they have.
+    """
+    cu, n = drafts.cu_num_draft_tokens, drafts.token_ids.shape[0]
+    known = known_values(cu) if n > (cu.shape[0] - 1) * k else None
+    if known is not None and (np.diff(known) > k).all():
+        raise ValueError(
+            f"drafts must have at most num_speculative_tokens={k} drafts per request, as config "
+            f"says, but each request has more, the first one {known[1] - known[0]}"
+        )
+
+
 def check_is_noise(noise: Any) -> None:
     """Raise TypeError for anything but a `Noise` or a `RaceNoise`."""
     if not isinstance(noise, (Noise, RaceNoise)):
@@ -256,12 +280,12 @@ def check_noise(noise: Noise | RaceNoise, batch: int, k: int, v: int) -> None:
         _check_array("noise.exponential", exponential, (batch, v), ("float32",), why)
 
 
-def check_keys_and_positions(keys: Any, positions: Any, batch: int) -> None:
-    """Check keys and positions.
+def check_keys(keys: Any, batch: int) -> None:
+    """Check keys.
 
     Raises:
-      TypeError: `keys` are not typed keys of two or four words, or `positions` are not int32.
-      ValueError: a shape does not fit.
+      TypeError: not typed keys of two or four words.
+      ValueError: not ``[B]``.
     """
     noise_lib.check_keys("keys", keys)
     if keys.shape != (batch,):
@@ -269,7 +293,6 @@ def check_keys_and_positions(keys: Any, positions: Any, batch: int) -> None:
             f"keys must have shape [B] = [{batch}], one per request as jax.random.split gives, but "
             f"its shape is {list(keys.shape)}"
         )
-    check_positions(positions, batch)
 
 
 def check_positions(positions: Any, batch: int) -> None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.blocks import take
+from jax_specdec._src.platform import platform_dependent
 from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
 from jax_specdec._src.verify import tiles
 from jax_specdec._src.verify.rows import Partials, Rows, storage_of
@@ -92,8 +93,9 @@ class DraftRows:
             scale = tiles.Scale(partials.max, jnp.log(partials.sum))
             return DraftScale(scale, bad | ~jnp.isfinite(partials.max))
         assert d.log_normalizer is not None
-        stored = d.log_normalizer[rows]
-        return DraftScale(tiles.Scale(zero, stored), bad | ~jnp.isfinite(stored))
+        peak = zero if d.row_max is None else d.row_max[rows]
+        stored = tiles.Scale(peak, d.log_normalizer[rows])
+        return DraftScale(stored, bad | ~(jnp.isfinite(peak) & jnp.isfinite(stored.log_scale)))
 
     def probs(self, entries: jax.Array, scale: DraftScale, inv_temperature: jax.Array) -> jax.Array:
         """``q``, from entries of rows."""
@@ -197,7 +199,7 @@ class CandidateRows:
         def compared(rows: jax.Array, first: jax.Array) -> jax.Array:
             return self._find(rows, first[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :])
 
-        return lax.platform_dependent(rows, first, cpu=scattered, default=compared)
+        return platform_dependent(rows, first, cpu=scattered, default=compared)
 
     def whole(self, rows: jax.Array) -> jax.Array:
         """As `Rows`. Only a race needs it."""

@@ -1,4 +1,4 @@
-"""The arrays of a call, and the `Request` that verification makes of them for each request."""
+"""The arrays of a call, and the requests that verification makes of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from jax_specdec._src import sampling as sampling_lib
 from jax_specdec._src.noise import draw_noise
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import (
+    MAX_LOG_NORMALIZER,
+    PLACEHOLDER_TOKEN_ID,
     DraftDistribution,
+    DraftLogits,
     Drafts,
     Noise,
     RaceNoise,
@@ -44,31 +47,33 @@ class CallArrays(NamedTuple):
 
 
 class Request(NamedTuple):
-    """All that verification knows of a request before it reads any row.
+    """All that verification knows of B requests before it reads any row.
 
-    The shapes are those of one request. A batch has a leading ``[B]``.
+    Arrays ``[B, K+1]`` have an entry for each position. No draft is proposed at the last one.
 
     Attributes:
-      first_row: ``[]`` int32, target row of the first position.
-      num_drafts: ``[]`` int32.
-      token_ids: ``[K]`` int32, -1 past ``num_drafts``.
-      draft_rows: ``[K]`` int32, row of the draft distribution of each draft.
-      stored: ``[]`` bool, whether its draft distribution is stored; if not, its drafts are one-hot.
-      inv_temperature: ``[]`` float32.
-      filter: its min-p, top-k and top-p; None if the call has none of them.
-      greedy: ``[]`` bool.
-      accept: ``[K]`` float32 uniforms.
-      recover: ``[2]`` float32 uniforms, or None if `exponential` is given.
-      exponential: ``[V]`` float32 noise of an exponential race, or None.
-      bonus_token_id: ``[]`` int32, or None if the request owns a bonus row.
-      status: ``[]`` int32. If it is not OK, none of the request's rows may be read.
+      first_row: ``[B]`` int32, target row of the first position.
+      num_drafts: ``[B]`` int32.
+      token_ids: ``[B, K+1]`` int32, the drafts; -1 past ``num_drafts``.
+      draft_rows: ``[B, K+1]`` int32, row of the draft distribution of each draft.
+      has_q: ``[B, K+1]`` bool, whether the draft distribution of the position can be used; if not,
+        the draft is one-hot. It depends on the row of the position and on nothing after it:
+        otherwise the choice would depend on later drafts, and verification would not be lossless.
+      inv_temperature: ``[B]`` float32.
+      filter: min-p, top-k and top-p, ``[B]`` each; None if the call has none of them.
+      greedy: ``[B]`` bool.
+      accept: ``[B, K+1]`` float32 uniforms; the last is not used.
+      recover: ``[B, 2]`` float32 uniforms, or None if `exponential` is given.
+      exponential: ``[B, V]`` float32 noise of an exponential race, or None.
+      bonus_token_id: ``[B]`` int32, or None if requests own bonus rows.
+      status: ``[B]`` int32. If it is not OK, none of the request's rows may be read.
     """
 
     first_row: jax.Array
     num_drafts: jax.Array
     token_ids: jax.Array
     draft_rows: jax.Array
-    stored: jax.Array
+    has_q: jax.Array
     inv_temperature: jax.Array
     filter: Filter | None
     greedy: jax.Array
@@ -80,30 +85,49 @@ class Request(NamedTuple):
 
     @property
     def num_rows(self) -> jax.Array:
-        """Target rows that the request owns."""
+        """``[B]`` int32, target rows that each request owns."""
         return self.num_drafts + (1 if self.bonus_token_id is None else 0)
 
-    def place(self, position: jax.Array) -> jax.Array:
-        """Index into the ``[K]`` arrays for a position in ``[0, K]``."""
-        return jnp.minimum(position, self.token_ids.shape[0] - 1)
+    @property
+    def is_ok(self) -> jax.Array:
+        """``[B]`` bool, whether the rows of a request may be read."""
+        return self.status == Status.OK
 
-    def is_proposed(self, position: jax.Array, size: int) -> jax.Array:
-        """Whether a token was proposed at a position: its id is in ``[0, size)``."""
-        token_id = self.token_ids[self.place(position)]
-        return (position < self.num_drafts) & (token_id >= 0) & (token_id < size)
+    @classmethod
+    def without_drafts(
+        cls,
+        temperature: jax.Array,
+        filter: Filter | None,
+        recover: jax.Array,
+    ) -> Request:
+        """Requests that own a bonus row each, and nothing else.
 
-    def uses_q(self, position: jax.Array, size: int) -> jax.Array:
-        """Whether the stored draft distribution of a position is used."""
-        return self.is_proposed(position, size) & self.stored & ~self.greedy
-
-    def uniforms(self, count: int) -> jax.Array:
-        """The accept uniforms of the first `count` positions; 0 for a greedy request."""
-        accept = jnp.pad(self.accept, (0, max(0, count - self.accept.shape[0])))
-        return jnp.where(self.greedy, 0.0, accept[:count])
+        Args:
+          temperature: ``[B]`` float32.
+          filter: ``[B]``, or None.
+          recover: ``[B, 2]`` float32 uniforms.
+        """
+        row = jnp.arange(temperature.shape[0], dtype=jnp.int32)
+        none = jnp.zeros_like(row)[:, None]
+        return cls(
+            first_row=row,
+            num_drafts=jnp.zeros_like(row),
+            token_ids=none - 1,
+            draft_rows=none,
+            has_q=none != 0,
+            inv_temperature=sampling_lib.inverse_temperature(temperature),
+            filter=filter,
+            greedy=temperature == 0,
+            accept=none.astype(jnp.float32),
+            recover=recover,
+            exponential=None,
+            bonus_token_id=None,
+            status=jnp.zeros_like(row),
+        )
 
 
 def requests_of(arrays: CallArrays, k: int) -> Request:
-    """The requests of a call, batched, each with the status that is known before rows are read."""
+    """The requests of a call, each with the status that is known before rows are read."""
     drafts, sampling, noise = arrays.drafts, arrays.sampling, arrays.randomness
     temperature, has_bonus_rows = sampling.temperature, arrays.bonus_token_ids is None
     layout = ragged.unpack(drafts, k, has_bonus_rows=has_bonus_rows)
@@ -119,24 +143,41 @@ def requests_of(arrays: CallArrays, k: int) -> Request:
         status = jnp.where(arrays.active, status, int(Status.INACTIVE))
 
     distribution = drafts.distribution
-    stored = jnp.full(temperature.shape, distribution is not None)
+    has_q = jnp.full(layout.token_ids.shape, distribution is not None)
     if distribution is not None and distribution.valid is not None:
-        stored = distribution.valid
+        has_q &= distribution.valid[:, None]
+    usable = usable_normalizers(distribution, layout.draft_rows)
+    if usable is not None:
+        has_q &= usable
+    last = ((0, 0), (0, 1))
     return Request(
         first_row=layout.first_row,
         num_drafts=layout.num_drafts,
-        token_ids=layout.token_ids,
-        draft_rows=layout.draft_rows,
-        stored=stored,
+        token_ids=jnp.pad(layout.token_ids, last, constant_values=PLACEHOLDER_TOKEN_ID),
+        draft_rows=jnp.pad(layout.draft_rows, last),
+        has_q=jnp.pad(has_q, last),
         inv_temperature=sampling_lib.inverse_temperature(temperature),
         filter=Filter.of(sampling),
         greedy=temperature == 0,
-        accept=noise.accept,
+        accept=jnp.pad(noise.accept, last),
         recover=noise.recover if isinstance(noise, Noise) else None,
         exponential=noise.exponential if isinstance(noise, RaceNoise) else None,
         bonus_token_id=arrays.bonus_token_ids,
         status=status,
     )
+
+
+def usable_normalizers(distribution: DraftDistribution | None, rows: jax.Array) -> jax.Array | None:
+    """Whether the log-normalizers of `rows` are below `MAX_LOG_NORMALIZER`; None without any.
+
+    True for rows out of range and normalizers that are not finite, which are bad instead.
+    """
+    if not isinstance(distribution, DraftLogits) or distribution.log_normalizer is None:
+        return None
+    count = distribution.log_normalizer.shape[0]
+    size = jnp.abs(distribution.log_normalizer[jnp.clip(rows, 0, count - 1)])
+    is_large = (size >= MAX_LOG_NORMALIZER) & (size < jnp.inf)
+    return (rows < 0) | (rows >= count) | ~is_large
 
 
 def unless_empty(distribution: DraftDistribution | None) -> DraftDistribution | None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.blocks import take
+from jax_specdec._src.platform import platform_dependent
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import DraftDistribution, DraftProbs
 from jax_specdec._src.verify import tiles
@@ -215,9 +216,7 @@ class Rows:
         `rows` is ``[n]`` int32, or None for all rows, in place.
         """
         cpu = self._argmax_by_tiles if self.first_id is None else self._argmax  # copies less
-        return lax.platform_dependent(
-            rows, tpu=self._argmax, cpu=cpu, default=self._argmax_by_tiles
-        )
+        return platform_dependent(rows, tpu=self._argmax, cpu=cpu, default=self._argmax_by_tiles)
 
     def peak(self, rows: jax.Array | None) -> jax.Array:
         """The maximum alone, ``[n]``. It may pass over a NaN: see `Partials.checked`."""
@@ -363,7 +362,7 @@ def by_tile(
 
     matrices, fills = zip(*rows, strict=True)
     cpu = in_two if first_id is None else filled_up
-    return lax.platform_dependent(matrices, cpu=cpu, default=filled_up)
+    return platform_dependent(matrices, cpu=cpu, default=filled_up)
 
 
 def _padded(x: jax.Array, count: tuple[int, int], fill: float) -> jax.Array:
@@ -400,7 +399,7 @@ def max_and_argmax(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         peak, place = lax.reduce((x, index), least, larger, (1,))
         return peak, place
 
-    return lax.platform_dependent(x, cpu=separately, default=together)
+    return platform_dependent(x, cpu=separately, default=together)
 
 
 def compute_once(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The rules, as functions of one position of one request. Every backend traces these.
+"""The rules: the formulas that every backend traces, and a class for each rule.
 
 **Greedy**: a draft is accepted if it is the target's argmax.
 
@@ -28,29 +28,18 @@ References:
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jax_specdec._src.config import RejectionSampleMethod
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """The rule that a call verifies by. Static.
-
-    Attributes:
-      method: "standard" or "block" for sampled requests, or "synthetic" for all.
-      conditional_rates: K rates of the synthetic rule; None for the others.
-    """
-
-    method: RejectionSampleMethod
-    conditional_rates: tuple[float, ...] | None
-
-    @property
-    def is_block(self) -> bool:
-        """Whether sampled requests follow the block rule."""
-        return self.method == "block"
+from jax_specdec._src.blocks import FEW, entry_of
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.types import Status
+from jax_specdec._src.verify import tiles
+from jax_specdec._src.verify.position import Position
+from jax_specdec._src.verify.requests import Request
 
 
 def accepts_greedy(token_id: jax.Array, best_id: jax.Array) -> jax.Array:
@@ -142,3 +131,133 @@ def passes(u: jax.Array, weight: jax.Array, mass: jax.Array) -> jax.Array:
       ``[]`` bool.
     """
     return u * (mass + (1.0 - weight)) < mass
+
+
+@dataclasses.dataclass(frozen=True)
+class Standard:
+    """Drafts are accepted one after another, up to the first rejection.
+
+    A rule says which positions are read, whether those after one may matter, and how many drafts
+    are accepted. Positions are ``[B, P]``.
+    """
+
+    is_block: ClassVar[bool] = False
+    conditional_rates: tuple[float, ...] | None = dataclasses.field(default=None, init=False)
+
+    def choose(self, requests: Request, positions: Position) -> Position:
+        """The positions whose rows are read, of all that there are."""
+        return positions
+
+    def with_weights(self, positions: Position) -> Position:
+        """All positions, with the joint weight of the drafts before each."""
+        return positions
+
+    def next_weight(self, positions: Position) -> jax.Array:
+        """``[B, P]`` float32, the joint weight of the drafts up to each position."""
+        return positions.weight
+
+    def goes_on(self, positions: Position) -> jax.Array:
+        """``[B, P]`` bool, whether the rows after a position may matter."""
+        return positions.is_good & accepts(positions.uniform, positions.p, positions.q)
+
+    def count(
+        self, requests: Request, positions: Position, residual_masses: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """How many drafts are accepted.
+
+        Args:
+          requests: the requests.
+          positions: all that were chosen, read and given their weights.
+          residual_masses: ``[B, P]`` float32, ``sum((weight * p - q)+)`` where `uses_q`. Only the
+            block rule takes them.
+
+        Returns:
+          ``num_accepted [B]``, and the status ``[B]`` of the rows that the decision rests on.
+        """
+        stop = tiles.first_true(~self.goes_on(positions))
+        return stop, _status_at(requests, positions.status, stop, stop < requests.num_rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block(Standard):
+    """The longest prefix of drafts that passes is accepted."""
+
+    is_block: ClassVar[bool] = True
+
+    def with_weights(self, positions: Position) -> Position:
+        """See `Standard`."""
+        p, q = positions.p.T, positions.q.T
+
+        def step(weight: jax.Array, of: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            return joint_weight(weight, *of), weight
+
+        _, weights = lax.scan(step, jnp.ones_like(p[0]), (p, q), unroll=len(p) <= FEW)
+        return positions._replace(weight=weights.T)
+
+    def next_weight(self, positions: Position) -> jax.Array:
+        """See `Standard`."""
+        return joint_weight(positions.weight, positions.p, positions.q)
+
+    def goes_on(self, positions: Position) -> jax.Array:
+        """See `Standard`."""
+        return positions.is_good & (self.next_weight(positions) > 0)
+
+    def count(
+        self, requests: Request, positions: Position, residual_masses: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `Standard`."""
+        index, weight, status = positions.offset, positions.weight, positions.status
+        one_hot = one_hot_residual_mass(weight, positions.p)
+        mass = jnp.where(positions.proposed, one_hot, weight)
+        mass = jnp.where(positions.uses_q, residual_masses, mass)
+        is_bad = positions.uses_q & jnp.isnan(mass) & (status == Status.OK)
+        status = jnp.where(is_bad, Status.BAD_DRAFT_ROW, status)
+        # Nothing is read past the first bad row.
+        stop = tiles.first_true(~self.goes_on(positions) | (status != Status.OK))
+        u = jnp.roll(positions.uniform, 1, axis=1)  # of the draft before
+        can_end = (index == 0) | passes(u, weight, mass)
+        can_end &= index <= stop[:, None]
+        num_accepted = jnp.max(jnp.where(can_end, index, 0), axis=1)
+        is_visited = entry_of(positions.proposed, stop) | (num_accepted == stop)
+        is_visited &= stop < requests.num_rows
+        return num_accepted, _status_at(requests, status, stop, is_visited)
+
+
+@dataclasses.dataclass(frozen=True)
+class Synthetic(Standard):
+    """Drafts are accepted at K conditional rates; only the position they end at is read."""
+
+    conditional_rates: tuple[float, ...]
+
+    def choose(self, requests: Request, positions: Position) -> Position:
+        """See `Standard`."""
+        rates = jnp.array([*self.conditional_rates, 0.0], jnp.float32)
+        accepted = positions.proposed & accepts_synthetic(requests.accept, rates[None, :])
+        end = tiles.first_true(~accepted)
+        return jax.tree.map(lambda x: entry_of(x, end)[:, None], positions)
+
+    def count(
+        self, requests: Request, positions: Position, residual_masses: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `Standard`."""
+        num_accepted, first = positions.offset[:, 0], jnp.zeros_like(requests.num_drafts)
+        is_visited = num_accepted < requests.num_rows
+        return num_accepted, _status_at(requests, positions.status, first, is_visited)
+
+
+Rule = Standard | Block | Synthetic
+
+
+def rule_of(config: SpecDecodeConfig) -> Rule:
+    """The rule that a config asks for."""
+    if config.conditional_rates is not None:
+        return Synthetic(config.conditional_rates)
+    return Block() if config.rejection_sample_method == "block" else Standard()
+
+
+def _status_at(
+    requests: Request, status: jax.Array, place: jax.Array, is_visited: jax.Array
+) -> jax.Array:
+    """``[B]``: the status known before, else that of ``status [B, P]`` at a visited place."""
+    found = jnp.where(is_visited, entry_of(status, place), Status.OK)
+    return jnp.where(requests.is_ok, found, requests.status)

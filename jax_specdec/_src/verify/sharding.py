@@ -281,14 +281,14 @@ def over_parts(
     own: Any = P(batch)
     whole: Any = P()
     matrix: Any = P(stored, layout.vocab_axis if layout.draft_vocab else None)
-    normalizer: Any = P(stored)
+    number: Any = P(stored)
     lists = None if distribution is None else distribution.ids
-    ids: Any = whole if lists is None or lists.ndim == 1 else normalizer
+    ids: Any = whole if lists is None or lists.ndim == 1 else number
     of_distribution: Any = None
     if isinstance(distribution, DraftProbs):
         of_distribution = DraftProbs(matrix, own, own, ids)
     elif isinstance(distribution, DraftLogits):
-        of_distribution = DraftLogits(matrix, own, own, normalizer, normalizer, ids)
+        of_distribution = DraftLogits(matrix, own, own, number, number, number, ids)
     logits: Any = P(batch, layout.vocab_axis)
     specs = CallArrays(logits, Drafts(own, whole, of_distribution), own, own, own, own, own)
 

@@ -48,6 +48,6 @@ def tiles_of_part(width: int, num_parts: int) -> int:
 
 
 def first_true(x: jax.Array) -> jax.Array:
-    """Index of the first true entry of ``[n]`` bool; n if there is none."""
-    n = x.shape[0]
-    return jnp.min(jnp.where(x, jnp.arange(n, dtype=jnp.int32), n))
+    """Index ``[...]`` of the first true entry of ``[..., n]`` bool; n if there is none."""
+    n = x.shape[-1]
+    return jnp.min(jnp.where(x, jnp.arange(n, dtype=jnp.int32), n), axis=-1)

@@ -9,42 +9,54 @@ import numpy as np
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.types import (
+    MAX_LOG_NORMALIZER,
+    Array,
     DraftDistribution,
     DraftLogits,
     DraftProbs,
     Drafts,
+    Integers,
     SamplingParams,
-    described,
 )
 from jax_specdec._src.verify import checks
+from jax_specdec._src.verify.api import Implementation, check_call
+from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
+from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
+from jax_specdec._src.verify.sharding import VerifySharding
 
 _LARGEST_EXCESS = 1e-4
 """How far a sum of probabilities may be from 1: more than that of a float32 softmax is."""
 
 
 def validate(
-    target_logits: jax.Array,
+    target_logits: Array,
     drafts: Drafts,
     *,
     sampling: SamplingParams,
+    keys: jax.Array | None = None,
+    positions: Integers | None = None,
     config: SpecDecodeConfig,
-    bonus_token_ids: jax.Array | None = None,
-    active: jax.Array | None = None,
+    bonus_token_ids: Array | None = None,
+    active: Array | None = None,
     vocab_size: int | None = None,
-    token_bitmask: jax.Array | None = None,
-    positions: jax.Array | None = None,
+    token_bitmask: Array | None = None,
     padded_rows: bool = False,
+    implementation: Implementation | None = None,
+    kernel_config: KernelConfig | None = None,
+    sharding: VerifySharding | None = None,
 ) -> None:
     """Raise for any input that `rejection_sample` would answer with a status, or would ignore.
 
     Reads every array on the host: use it in tests and while you bring up a new serving loop, not on
     the hot path. Rows of inactive slots are not checked, nor are drafts past the offsets.
 
-    Arguments are those of `rejection_sample`. ``positions`` is None for a call with explicit noise.
+    Arguments are all those of `rejection_sample`. ``keys`` and ``positions`` may be left out, as
+    for a call with explicit noise.
 
     Raises:
       TypeError: an argument of the wrong type or dtype.
+      NotImplementedError: the named implementation has no device here.
       ValueError: a shape that does not fit, or a value out of its range; the message names the
         argument, the request or row, the rule and the value.
 
@@ -60,24 +72,24 @@ def validate(
         ...
       ValueError: drafts.token_ids[1] must be in [0, 4), or -1 for no proposal, but it is 9
     """
-    if not isinstance(config, SpecDecodeConfig):
-        raise TypeError(f"config must be a SpecDecodeConfig, but it is {described(config)}")
-    k = config.num_speculative_tokens
-    sampling, positions = checks.as_arrays(drafts, sampling, positions)
-    given = target_logits, drafts, sampling, bonus_token_ids, active, vocab_size, token_bitmask
-    checks.check_call(*given, padded_rows=padded_rows)
-    size = target_logits.shape[1] if vocab_size is None else vocab_size
+    sampling, known = checks.as_arrays(drafts, sampling, positions)
+    of_requests = sampling, bonus_token_ids, active
+    given: Any = target_logits, drafts, (keys, known), *of_requests, token_bitmask
+    static = vocab_size, padded_rows, implementation, kernel_config, sharding
+    size, k = check_call(CallArrays(*given), config, *static).size, config.num_speculative_tokens
     cu = np.asarray(drafts.cu_num_draft_tokens)
     batch, n = len(cu) - 1, drafts.token_ids.shape[0]
     slots = np.flatnonzero(np.ones(batch, bool) if active is None else np.asarray(active))
 
     _check_offsets(cu, k, n)
     _check_sampling(sampling, slots)
-    if positions is not None:
-        checks.check_positions(positions, batch)
+    if keys is not None:
+        checks.check_keys(keys, batch)
+    if known is not None:
+        checks.check_positions(known, batch)
         for b in slots:
-            if positions[b] < 0:
-                raise ValueError(f"positions[{b}] must be at least 0, but it is {positions[b]}")
+            if known[b] < 0:
+                raise ValueError(f"positions[{b}] must be at least 0, but it is {known[b]}")
 
     logits, ids = np.asarray(target_logits, np.float32)[:, :size], np.asarray(drafts.token_ids)
     if token_bitmask is not None:
@@ -188,10 +200,17 @@ def _check_scale(distribution: DraftDistribution, row: int) -> None:
         return
     if distribution.threshold is not None and np.isnan(distribution.threshold[row]):
         raise ValueError(f"drafts.distribution.threshold[{row}] must be a number, but it is nan")
-    if distribution.log_normalizer is None:
-        return
-    value = distribution.log_normalizer[row]
-    if not np.isfinite(value):
-        raise ValueError(
-            f"drafts.distribution.log_normalizer[{row}] must be finite, but it is {value}"
-        )
+    for field in ("log_normalizer", "row_max"):
+        if getattr(distribution, field) is None:
+            continue
+        value = getattr(distribution, field)[row]
+        if not np.isfinite(value):
+            raise ValueError(
+                f"drafts.distribution.{field}[{row}] must be finite, but it is {value}"
+            )
+        if field == "log_normalizer" and abs(value) >= MAX_LOG_NORMALIZER:
+            raise ValueError(
+                f"drafts.distribution.log_normalizer[{row}] must be less than "
+                f"{MAX_LOG_NORMALIZER:g} in size, but it is {value}: make it relative to the "
+                "maximum of the row, and give row_max"
+            )

@@ -542,7 +542,7 @@ class BlockWalk:
         walk, request, drafted = self.walk, self.request, self.walk.drafted
         position, weight = state.position, state.weight
         if self.draft is not None and self.plan.draft != "logits":
-            pl.when(request.stored)(lambda: drafted.prefetch(position))
+            pl.when(drafted.has_q(position))(lambda: drafted.prefetch(position))
         result, round = walk.visit(position, state.round)
         by_lane = drafted.probabilities(result.target, result.draft)
         p, q = (request.at(x, position) for x in by_lane)
@@ -555,7 +555,8 @@ class BlockWalk:
                 found, after = Draw(walk.work, position, result, weight).residual_masses(round)
                 return found, found.total, after
 
-            masses, mass, round = lax.cond(request.stored, residual, lambda: (masses, mass, round))
+            has_q = drafted.has_q(position)
+            masses, mass, round = lax.cond(has_q, residual, lambda: (masses, mass, round))
             bad = (status == OK) & ~((mass >= 0) & (mass < jnp.inf))
             status = jnp.where(bad, jnp.int32(Status.BAD_DRAFT_ROW), status)
 
@@ -595,7 +596,8 @@ class BlockWalk:
 
         result = PositionResult.nothing(self.walk.cluster)
         result = result._replace(target=kept.target, draft=kept.draft)
-        tries = request.stored.astype(jnp.int32)
+        has_q = self.walk.drafted.has_q(kept.length)
+        tries = has_q.astype(jnp.int32)
         Draw(self.walk.work, kept.length, result, kept.weight).finish(
-            TileWeights(tries, request.stored, kept.masses, state.round)
+            TileWeights(tries, has_q, kept.masses, state.round)
         )

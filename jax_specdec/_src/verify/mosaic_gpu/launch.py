@@ -115,6 +115,7 @@ def _operands(arrays: CallArrays, size: int) -> dict[str, jax.Array]:
             operands["ids"] = ids
         if isinstance(distribution, DraftLogits):
             operands["normalizer"] = distribution.log_normalizer
+            operands["row_max"] = distribution.row_max
             operands["thresholds"] = distribution.threshold
         operands |= {"rows": distribution.rows, "valid": distribution.valid}
     operands |= {"bonus": arrays.bonus_token_ids, "active": arrays.active}

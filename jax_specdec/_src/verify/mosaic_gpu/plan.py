@@ -13,7 +13,7 @@ from jax_specdec._src.config import check_int
 from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
-from jax_specdec._src.verify.rules import Rule
+from jax_specdec._src.verify.rules import Rule, Standard
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
 WARPS = 4
@@ -321,7 +321,7 @@ class Plan:
                 distribution,
                 num_requests=num_requests,
                 k=k,
-                walks=rule.method == "standard",
+                walks=type(rule) is Standard,
                 is_plain=is_plain,
                 size=size,
                 config=config,

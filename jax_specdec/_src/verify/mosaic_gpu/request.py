@@ -16,7 +16,12 @@ from jax import lax
 
 from jax_specdec._src import noise, ragged
 from jax_specdec._src import sampling as sampling_lib
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, SamplingParams, Status
+from jax_specdec._src.types import (
+    MAX_LOG_NORMALIZER,
+    PLACEHOLDER_TOKEN_ID,
+    SamplingParams,
+    Status,
+)
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster
 from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, Listed, MappedSlice
 from jax_specdec._src.verify.mosaic_gpu.plan import Plan
@@ -210,6 +215,7 @@ class DraftedTokens:
       draft_row: ``[128]`` int32, in range.
       entry: ``[128]`` float32, its entry in the draft row.
       log_normalizer: ``[128]`` float32, if they are stored.
+      row_max: ``[128]`` float32, what they are relative to; None for 0.
       q: ``[128]`` float32, its draft probability; 1 if a whole row must be read to compute it.
       bad: ``[128]`` bool, whether the draft row is found bad without reading all of it.
     """
@@ -226,6 +232,7 @@ class DraftedTokens:
         self.uses_q = used & request.stored & ~request.greedy
         self.q, self.bad = threads.filled(1.0), request.lane < 0
         self.draft_row, self.entry, self.log_normalizer = self.place, self.logit, self.logit
+        self.row_max: jax.Array | None = None
         if draft is None:
             return
         self.draft_row = jnp.clip(request.draft_rows, 0, plan.draft_rows - 1)
@@ -240,14 +247,21 @@ class DraftedTokens:
             self._threshold = threads.gather(draft.thresholds, self.draft_row)
         if "normalizer" in request.refs:
             self.log_normalizer = threads.gather(request.refs["normalizer"], self.draft_row)
+        if "row_max" in request.refs:
+            self.row_max = threads.gather(request.refs["row_max"], self.draft_row)
 
     def find_q(self) -> None:
         """Compute `q` and `bad`. This waits for the loads that `__init__` began."""
         request, plan = self.request, self.request.plan
         if self.draft is None:
             return
-        rows = request.draft_rows
-        self.bad = self.uses_q & ((rows < 0) | (rows >= plan.draft_rows))
+        rows, normalizer = request.draft_rows, self.log_normalizer
+        is_outside = (rows < 0) | (rows >= plan.draft_rows)
+        if "normalizer" in request.refs:
+            size = jnp.abs(normalizer)
+            is_large = (size >= MAX_LOG_NORMALIZER) & (size < jnp.inf)
+            self.uses_q = self.uses_q & (is_outside | ~is_large)
+        self.bad = self.uses_q & is_outside
         if self.draft.thresholds is not None:
             self.bad = self.bad | (self.uses_q & (self._threshold != self._threshold))
         if isinstance(self.draft, Candidates):
@@ -258,9 +272,11 @@ class DraftedTokens:
         if plan.draft == "probs":
             self.q = self.entry
         if plan.draft == "normalized":
-            self.q = jnp.exp2((self.entry * request.inv - self.log_normalizer) * LOG2E)
-        if "normalizer" in request.refs:
-            self.bad = self.bad | (self.uses_q & ~is_finite(self.log_normalizer))
+            entry = self.entry if self.row_max is None else self.entry - self.row_max
+            self.q = jnp.exp2((entry * request.inv - normalizer) * LOG2E)
+        for stored in (self.row_max, normalizer if "normalizer" in request.refs else None):
+            if stored is not None:
+                self.bad = self.bad | (self.uses_q & ~is_finite(stored))
 
     def _find_listed(self, draft: Candidates) -> None:
         """`find_q` for rows of candidates, a few positions at once."""
@@ -288,7 +304,8 @@ class DraftedTokens:
             )
         self.q, is_bad = found[0], found[1] != 0
         if not request.plan.holds_probs:
-            stored = threads.filled(0.0), self.log_normalizer * LOG2E
+            peak = threads.filled(0.0) if self.row_max is None else self.row_max
+            stored = peak, self.log_normalizer * LOG2E
             self._peak, self._log = found[2:] if draft.sums else stored
             self.q = jnp.exp2(Exponent(request.scale, self._log, self._peak)(found[0]))
             is_bad = is_bad | ~is_finite(self._peak)
@@ -322,6 +339,12 @@ class DraftedTokens:
     def counts_q(self, position: jax.Array) -> jax.Array:
         """Whether the draft row of a position is used, ``[]``."""
         return self.request.at(self.uses_q.astype(jnp.int32), position) == 1
+
+    def has_q(self, position: jax.Array) -> jax.Array:
+        """Whether a draft of a sampled request has a draft distribution, ``[]``: else one-hot."""
+        if "normalizer" in self.request.refs:
+            return self.counts_q(position)
+        return self.request.stored
 
     def prefetch(self, position: jax.Array) -> None:
         """Begin to fetch the draft row of a position into the L2 cache."""

@@ -96,14 +96,14 @@ class Draw:
         weight: jax.Array | None = None,
     ):
         self.request, self.target, self.draft, drafted, self.cluster = work
-        request, target, draft = self.request, self.target, self.draft
+        request, draft = self.request, self.draft
         self.position, self.result, self.threads = position, result, request.threads
         self.row = request.first_row + position
         self.rejected = request.is_proposed(position)
-        self.from_residual = self.rejected & request.stored
+        self.from_residual = self.rejected & drafted.has_q(position)
         self.token_id = request.at(request.token_ids, position)
         self.logit = request.at(drafted.logit, position)
-        self.p_exponent = Exponent.of(result.target, request.scale, target.entry_size)
+        self.p_exponent = Exponent.of(result.target, request.scale)
         self.weighted = self.p_exponent if weight is None else self.p_exponent.times(weight)
         self.q_exponent = None
         if draft is None:
@@ -112,10 +112,11 @@ class Draw:
         if isinstance(draft, Candidates):
             self.draft = dataclasses.replace(draft, exponent=drafted.exponent(position))
         elif request.plan.draft == "normalized":
-            log_normalizer = request.at(drafted.log_normalizer, position)
-            self.q_exponent = Exponent(request.scale, log_normalizer * LOG2E, None)
+            log_normalizer, row_max = request.at(drafted.log_normalizer, position), drafted.row_max
+            peak = None if row_max is None else request.at(row_max, position)
+            self.q_exponent = Exponent(request.scale, log_normalizer * LOG2E, peak)
         elif isinstance(draft, DraftSlice) and request.plan.draft == "logits":
-            self.q_exponent = Exponent.of(result.draft, request.scale, draft.entry_size)
+            self.q_exponent = Exponent.of(result.draft, request.scale)
 
     def run(self, round: jax.Array) -> None:
         """Sum the tiles' weights, draw and write."""

@@ -18,8 +18,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_specdec._src.types import DraftDistribution, DraftProbs
+from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
 from jax_specdec._src.verify import rules
+from jax_specdec._src.verify.draw import pieces_of_tiles
 from jax_specdec._src.verify.mosaic_gpu import statistics
 from jax_specdec._src.verify.mosaic_gpu.cluster import tree_sum
 from jax_specdec._src.verify.mosaic_gpu.interpret import InterpretedThreads
@@ -29,7 +30,7 @@ from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, T, Threads
 from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, TargetSlice
 from jax_specdec._src.verify.mosaic_gpu.sample import first_past, pick_of
 from jax_specdec._src.verify.mosaic_gpu.statistics import LARGEST, LOG2E
-from jax_specdec._src.verify.resample import Source, pieces_of_tiles
+from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.tiles import TILE, tiles_of_part
 
@@ -195,7 +196,9 @@ class Part:
             count=tiles_of_part(width, num_parts),
             each=each if width % each == 0 else 1,
             draft=kind if storage else "none",
-            one_hot=distribution is None or distribution.valid is not None,
+            one_hot=distribution is None
+            or distribution.valid is not None
+            or (isinstance(distribution, DraftLogits) and distribution.log_normalizer is not None),
         )
 
     @property
@@ -211,7 +214,7 @@ class Part:
 
 def _operands(
     part: Part,
-    source: Source,
+    source: Position,
     target: jax.Array,
     distribution: DraftDistribution | None,
     first_id: jax.Array,
@@ -226,12 +229,12 @@ def _operands(
         "inv": source.inv_temperature,
     }
     if part.one_hot:
-        operands["without"] = jnp.where(source.without_token, source.token_id, -1)
+        operands["without"] = jnp.where(source.is_one_hot, source.token_id, -1)
     if distribution is not None:
         operands |= {
             "draft": storage_of(distribution),
             "draft_row": source.draft_row,
-            "from_residual": source.from_residual,
+            "from_residual": source.uses_q,
             "weight": source.weight,
         }
     if part.draft == "logits":
@@ -334,7 +337,7 @@ class PartWeights:
 
 
 def part_masses(
-    source: Source,
+    source: Position,
     target: jax.Array,
     distribution: DraftDistribution | None,
     first_id: jax.Array,
@@ -355,7 +358,7 @@ def part_masses(
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
 
     Returns:
-      ``[G, 2, n]`` float32, as `resample.LocalRows.masses`; 0 if the row is negative.
+      ``[G, 2, n]`` float32, as `draw.LocalRows.masses`; 0 if the row is negative.
     """
     part = Part.of(target, distribution, size=size, num_parts=num_parts)
     operands, count = _operands(part, source, target, distribution, first_id), source.row.shape[0]
@@ -397,7 +400,7 @@ def part_masses(
 
 
 def part_draw(
-    source: Source,
+    source: Position,
     recover: jax.Array,
     masses: jax.Array,
     target: jax.Array,
@@ -506,7 +509,7 @@ class PartDraw:
         return self.threads.gather(self.weights.refs["recover"], self.item * 2 + which)
 
     def _piece(self, tile: jax.Array, place: jax.Array | int) -> jax.Array:
-        """An entry of `resample.pieces_of_tiles`."""
+        """An entry of `draw.pieces_of_tiles`."""
         return self.threads.gather(self.weights.refs["pieces"], tile * self.num_pieces + place)
 
     def _mass(self, piece: jax.Array, kind: jax.Array | int) -> jax.Array:

@@ -18,10 +18,9 @@ from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, DraftSlice, TargetSli
 LOG2E = 1.4426950408889634
 LARGEST = 3.4028235e38
 
-_LIMIT = 2.0**26
 _LEAST_MASS, _LARGEST_MASS = 2.0**-80, 2.0**100
-_LARGEST_SHIFT = 2.0**20
-"""Up to this, ``x * scale - shift`` is as exact as ``(x - base) * scale``."""
+_LARGEST_SHIFT = 2.0**10
+"""Up to this, rounding the shift of ``x * scale - shift`` costs 2**-14 of a mass at most."""
 
 
 class Normalizer(NamedTuple):
@@ -42,11 +41,10 @@ class Normalizer(NamedTuple):
 
 
 class Exponent(NamedTuple):
-    """``entry * factor - shift``, which is ``(entry - peak) * scale - log2(total)`` in one step.
+    """``(entry - peak) * factor - shift``: the logarithm of a probability; no peak is 0.
 
-    This form is for entries of two bytes. The factor is bounded so that its product with the peak
-    is finite; where the bound matters, all other entries have no weight anyway. Entries of four
-    bytes take two steps.
+    In one step, ``entry * factor - (peak * factor + shift)``, the last sum would be rounded, and it
+    is as large as the largest entry over the temperature.
     """
 
     factor: jax.Array
@@ -54,12 +52,8 @@ class Exponent(NamedTuple):
     peak: jax.Array | None
 
     @classmethod
-    def of(cls, row: Normalizer, scale: jax.Array, size: int) -> Exponent:
-        less = jnp.log2(row.total)
-        if size == 4:
-            return cls(scale, less, row.peak)
-        factor = jnp.minimum(scale, _LIMIT / jnp.maximum(jnp.abs(row.peak), 1e-30))
-        return cls(factor, row.peak * factor + less, None)
+    def of(cls, row: Normalizer, scale: jax.Array) -> Exponent:
+        return cls(scale, jnp.log2(row.total), row.peak)
 
     def times(self, weight: jax.Array) -> Exponent:
         """The exponent of the probabilities times a weight that is not 0."""

@@ -1,4 +1,4 @@
-"""Phase 3 on XLA: draw recovered and bonus tokens by a two-level inverse CDF.
+"""Drawing recovered and bonus tokens on XLA, by a two-level inverse CDF.
 
 `LocalRows.masses` sums the weights of each tile. `draw` picks a tile by one uniform (`choose_tile`)
 and a token inside it by another (`draw_in_tile`). Where the vocabulary is split, the masses of all
@@ -16,53 +16,15 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src.blocks import entry_of
-from jax_specdec._src.types import DraftProbs
+from jax_specdec._src.types import DraftDistribution, DraftProbs
 from jax_specdec._src.verify import rules, tiles
-from jax_specdec._src.verify.draft_rows import CandidateRows, DraftRows, DraftScale, MappedRows
+from jax_specdec._src.verify.draft_rows import CandidateRows, DraftRows, MappedRows
 from jax_specdec._src.verify.exchange import Exchange
+from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.rows import Rows, by_tile, compute_once
 
 _FEW = 256
 """Up to so many weights, one sum for each costs less than a cumulative sum."""
-
-
-class Source(NamedTuple):
-    """What a token is drawn from: rows, and the weights to make of them.
-
-    The weight of an id is one of
-
-    - ``(weight * p - q)+`` if `from_residual`: a rejected draft with a draft distribution;
-    - ``p``, and 0 for `token_id`, if `without_token`: a rejected one-hot draft;
-    - ``p`` otherwise: a bonus token, or no proposal.
-
-    The shapes are those of one source. Functions take them batched, with a leading ``[n]``.
-
-    Attributes:
-      row: ``[]`` int32, target row; -1 if no token is drawn.
-      draft_row: ``[]`` int32, draft row, used if `from_residual`.
-      token_id: ``[]`` int32, the rejected draft.
-      scale: normalizer of the target row.
-      threshold: ``[]`` float32, target logits below it were filtered out; None if none can be.
-      p_masses: ``[T]`` float32, the sums of ``p`` over this device's tiles, or None if they are
-        still to be computed.
-      draft_scale: normalizer of the draft row.
-      weight: ``[]`` float32, joint weight of the drafts before; 1 except under the block rule.
-      from_residual: ``[]`` bool.
-      without_token: ``[]`` bool.
-      inv_temperature: ``[]`` float32.
-    """
-
-    row: jax.Array
-    draft_row: jax.Array
-    token_id: jax.Array
-    scale: tiles.Scale
-    threshold: jax.Array | None
-    p_masses: jax.Array | None
-    draft_scale: DraftScale
-    weight: jax.Array
-    from_residual: jax.Array
-    without_token: jax.Array
-    inv_temperature: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +41,32 @@ class LocalRows:
     draft: DraftRows | None = None
     num_parts: int = 1
 
+    @classmethod
+    def of(
+        cls,
+        target_logits: jax.Array,
+        distribution: DraftDistribution | None,
+        token_bitmask: jax.Array | None,
+        size: int,
+        exchange: Exchange,
+        draft_is_split: bool = False,
+    ) -> LocalRows:
+        """The rows of a call.
+
+        Args:
+          target_logits: ``[M, V]``, or this device's columns of them.
+          distribution: draft distributions, or None.
+          token_bitmask: ``[M, ceil(V/32)]`` or None.
+          size: ids from it on are padding.
+          exchange: between the devices that split the vocabulary.
+          draft_is_split: whether draft rows are split in the same way.
+        """
+        target = Rows.of_logits(target_logits, size, token_bitmask, exchange)
+        target = target if target.first_id is None else target.masked()
+        first_id = target.first_id if draft_is_split else None
+        draft = None if distribution is None else DraftRows.of(distribution, size, first_id)
+        return cls(target, draft, exchange.num_parts)
+
     @property
     def num_tiles(self) -> int:
         """Tiles that a part overlaps at most; counted from `first_tile`."""
@@ -89,7 +77,7 @@ class LocalRows:
         """``[]`` int32, the tile that this part begins in."""
         return self.target.first // tiles.TILE
 
-    def masses(self, source: Source) -> jax.Array:
+    def masses(self, source: Position) -> jax.Array:
         """``[n, 2, num_tiles]`` of sources ``[n]``: sums of the weights, and of ``p``, by tile."""
         p_masses, draft = source.p_masses, self.draft
         candidates = draft.rows if draft and isinstance(draft.rows, CandidateRows) else None
@@ -103,10 +91,10 @@ class LocalRows:
             masses = self._without_token(source, p_masses)
         if candidates is not None:
             residual = self._without_candidates(source, p_masses, candidates)
-            masses = jnp.where(source.from_residual[:, None], residual, masses)
+            masses = jnp.where(source.uses_q[:, None], residual, masses)
         return jnp.stack([masses, p_masses], axis=1)
 
-    def _tile_sums(self, source: Source) -> list[jax.Array]:
+    def _tile_sums(self, source: Position) -> list[jax.Array]:
         """Sums of weights by tile, and of ``p`` if not known yet, in one read of the rows."""
         entries = [(self.target.whole(source.row), self.target.fill)]
         mapped = None
@@ -136,16 +124,16 @@ class LocalRows:
 
         return list(by_tile(sums, entries, self.num_tiles, self.target.cut_by))
 
-    def _without_token(self, source: Source, p_masses: jax.Array) -> jax.Array:
+    def _without_token(self, source: Position, p_masses: jax.Array) -> jax.Array:
         """`p_masses`, with the tile of a rejected one-hot draft summed again without the draft."""
         tile = source.token_id // tiles.TILE
         _, inside = dataclasses.replace(self, draft=None).in_tile(source, tile)
         index = self.first_tile + jnp.arange(self.num_tiles, dtype=jnp.int32)[None, :]
-        is_its = source.without_token[:, None] & (index == tile[:, None])
+        is_its = source.is_one_hot[:, None] & (index == tile[:, None])
         return jnp.where(is_its, jnp.sum(inside[:, 0], axis=1)[:, None], p_masses)
 
     def _without_candidates(
-        self, source: Source, p_masses: jax.Array, candidates: CandidateRows
+        self, source: Position, p_masses: jax.Array, candidates: CandidateRows
     ) -> jax.Array:
         """Masses of the residual if few ids have a q: ``weight * p - sum(min(weight * p, q))``.
 
@@ -161,7 +149,7 @@ class LocalRows:
         taken = jnp.sum(jnp.where(is_inside, taken[:, None, :], 0.0), axis=2)
         return jnp.maximum(source.weight[:, None] * p_masses - taken, 0.0)
 
-    def in_tile(self, source: Source, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def in_tile(self, source: Position, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Of tiles ``[n]``: the local ids ``[n, L]``, and ``[n, 2, L]`` their weights and ``p``."""
         target, length = self.target, min(tiles.TILE, self.target.width)
         first = jnp.clip(tile * tiles.TILE, target.first, target.first + target.width - length)
@@ -173,7 +161,7 @@ class LocalRows:
         is_inside = ids // tiles.TILE == tile[:, None]
         return ids, jnp.where(is_inside[:, None], jnp.stack(both, axis=1), 0.0)
 
-    def race(self, source: Source, exponential: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def race(self, source: Position, exponential: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Draw by an exponential race instead, from a vocabulary that is not split.
 
         Args:
@@ -192,7 +180,7 @@ class LocalRows:
         ids = jnp.arange(width, dtype=jnp.int32)[None, :]
         weights, p = self._weights(source, ids, self.target.whole(source.row), q_entries)
         total = jnp.sum(weights, axis=1)
-        bad_draft = source.from_residual & (jnp.isnan(total) | source.draft_scale.bad)
+        bad_draft = source.uses_q & (jnp.isnan(total) | source.draft_scale.bad)
         weights = jnp.where((total > 0)[:, None], weights, p)
         score = jnp.where(weights > 0, weights / exponential[:, :width], -1.0)
         return jnp.argmax(score, axis=1).astype(jnp.int32), bad_draft
@@ -208,25 +196,25 @@ class LocalRows:
 
     def _weights(
         self,
-        source: Source,
+        source: Position,
         ids: jax.Array,
         p_entries: jax.Array,
         q_entries: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Weights and ``p`` of `ids`, from entries ``[n, ...]`` of the target and draft rows."""
         dims = (1,) * (p_entries.ndim - 1)
-        source = jax.tree.map(lambda x: x.reshape(-1, *dims), source)
+        source = jax.tree.map(lambda x: x.reshape(-1, *dims), source._replace(p_masses=None))
         inv = source.inv_temperature
         p = source.scale.probs(tiles.apply_threshold(p_entries, source.threshold), inv)
-        is_removed = source.without_token & (ids == source.token_id)
+        is_removed = source.is_one_hot & (ids == source.token_id)
         if self.draft is None or q_entries is None:
             return jnp.where(is_removed, 0.0, p), p
         q = self.draft.probs(q_entries, source.draft_scale, inv)
         if isinstance(self.draft.distribution, DraftProbs):
             q = jnp.where(q >= 0, q, jnp.nan)
         # One formula for every source: q = 2 removes a token, as no p exceeds it.
-        q = jnp.where(source.from_residual, q, jnp.where(is_removed, 2.0, 0.0))
-        return rules.residual(jnp.where(source.from_residual, source.weight, 1.0), p, q), p
+        q = jnp.where(source.uses_q, q, jnp.where(is_removed, 2.0, 0.0))
+        return rules.residual(jnp.where(source.uses_q, source.weight, 1.0), p, q), p
 
 
 class ChosenTile(NamedTuple):
@@ -249,7 +237,7 @@ class ChosenTile(NamedTuple):
 
 
 def draw(
-    rows: LocalRows, source: Source, masses: jax.Array, recover: jax.Array, exchange: Exchange
+    rows: LocalRows, source: Position, masses: jax.Array, recover: jax.Array, exchange: Exchange
 ) -> tuple[jax.Array, jax.Array]:
     """Draw a token from each source.
 
@@ -281,11 +269,11 @@ def draw(
     source_twice, both = jax.tree.map(lambda *x: jnp.concatenate(x), *of_both)
     token_ids, is_empty = draw_in_tile(rows, source_twice, both, exchange)
     (token_ids, another), (is_empty, _) = jnp.split(token_ids, 2), jnp.split(is_empty, 2)
-    return jnp.where(is_empty & source.from_residual, another, token_ids), chosen.bad_draft
+    return jnp.where(is_empty & source.uses_q, another, token_ids), chosen.bad_draft
 
 
 def choose_tile(
-    source: Source, masses: jax.Array, recover: jax.Array, width: int, num_tiles: int
+    source: Position, masses: jax.Array, recover: jax.Array, width: int, num_tiles: int
 ) -> ChosenTile:
     """Choose a tile for each source, and the part of the vocabulary that holds the token.
 
@@ -304,7 +292,7 @@ def choose_tile(
     u = recover[:, 1]
     tile, total = inverse_cdf(by_tile, recover[:, 0])
     has_mass = total[:, 0] > 0
-    bad_draft = source.from_residual & (jnp.isnan(total[:, 0]) | source.draft_scale.bad)
+    bad_draft = source.uses_q & (jnp.isnan(total[:, 0]) | source.draft_scale.bad)
     chosen = jnp.where(has_mass, tile[:, 0], tile[:, 1])
     part = jnp.zeros_like(chosen)
     if num_parts > 1:
@@ -321,7 +309,7 @@ def choose_tile(
 
 
 def draw_in_tile(
-    rows: LocalRows, source: Source, chosen: ChosenTile, exchange: Exchange
+    rows: LocalRows, source: Position, chosen: ChosenTile, exchange: Exchange
 ) -> tuple[jax.Array, jax.Array]:
     """Draw a token inside each chosen tile.
 

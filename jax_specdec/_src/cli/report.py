@@ -1,0 +1,86 @@
+"""The table and the JSON of a comparison with plain decoding, for `bench` and `--compare`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from jax_specdec._src.cli import terminal
+from jax_specdec._src.cli.options import Options
+from jax_specdec._src.cli.run import Comparison, Session
+from jax_specdec._src.serving.generate import GreedyDifference
+
+
+def table(options: Options, comparisons: list[Comparison]) -> Table:
+    """One row for each way of decoding; plain decoding stands first at each temperature."""
+    runs = f"{options.repeats} runs" if options.repeats != 1 else "1 run"
+    title = f"{options.config.rejection_sample_method} verification at temperature T, {runs} each"
+    if any(comparison.run.standard_error is not None for comparison in comparisons):
+        title += "\n\u00b1: standard error over seeds"
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("T", justify="right", no_wrap=True)
+    table.add_column("drafter", overflow="fold")
+    headers = ("K", "tokens", "tokens per\ntarget pass", "mean\nacceptance\nlength", "tokens/s")
+    for name in (*headers, "speed-up"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("greedy\nas plain", no_wrap=True)
+    for i, comparison in enumerate(comparisons):
+        run, stats, config = comparison.run, comparison.run.stats, comparison.run.config
+        error = "" if run.standard_error is None else f" \u00b1{run.standard_error:.2f}"
+        table.add_row(
+            f"{run.temperature:g}",
+            Text(terminal.printable("plain" if run.drafter is None else Path(run.drafter).name)),
+            "" if config is None else f"{config.num_speculative_tokens}",
+            f"{run.num_tokens}",
+            f"{stats.tokens_per_target_pass:.2f}{error}",
+            f"{stats.mean_acceptance_length:.2f}" if stats.num_drafts else "-",
+            f"{run.tokens_per_second:.0f}",
+            "" if config is None else f"{comparison.speedup:.2f}x",
+            _identity(comparison.differences),
+            end_section=i + 1 == len(comparisons) or comparisons[i + 1].run.config is None,
+        )
+    return table
+
+
+def _identity(differences: list[GreedyDifference] | None) -> str:
+    if differences is None:
+        return ""
+    return f"no, gap {differences[0].gap:.0e}" if differences else "yes"
+
+
+def rows_as_json(session: Session, comparisons: list[Comparison]) -> list[dict[str, Any]]:
+    """One object for each row of the table."""
+    return [_row_as_json(session, comparison) for comparison in comparisons]
+
+
+def _row_as_json(session: Session, comparison: Comparison) -> dict[str, Any]:
+    run, differences = comparison.run, comparison.differences
+    return {
+        "temperature": run.temperature,
+        "draft": run.drafter,
+        "config": None if run.config is None else run.config.to_dict(),
+        "options": dataclasses.asdict(session.request(run.temperature, stops=run.temperature == 0)),
+        "num_tokens": run.num_tokens,
+        "num_target_passes": run.num_target_passes,
+        "seconds": run.total_seconds,
+        "seconds_per_run": run.seconds,
+        "tokens_per_second": run.tokens_per_second,
+        "standard_error": run.standard_error,
+        "speedup": comparison.speedup,
+        "identical_to_plain": comparison.is_identical,
+        "differences": None
+        if differences is None
+        else [dataclasses.asdict(difference) for difference in differences],
+        **run.stats.to_dict(),
+    }

@@ -1,0 +1,401 @@
+"""The head of EAGLE-3: one decoder layer that drafts from features of the target.
+
+With g_i the target's residual streams before some of its layers at position i, one after another,
+and t_{i+1} the token after that position:
+
+    x_i      = fc(g_i)                          features; in later draft steps the head's own h
+    u_i      = [input_layernorm(embed(t_{i+1})), hidden_norm(x_i)]
+    h_i      = x_i + attention(u_i)             rotary position i
+    h_i      = h_i + mlp(post_attention_layernorm(h_i))
+    logits_i = lm_head(norm(h_i))               about t_{i+2}
+
+References:
+    Li et al., 2025, "EAGLE-3", https://arxiv.org/abs/2503.01840
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_specdec._src.models.fields import check_fields
+from jax_specdec._src.models.layers import (
+    cached_attention,
+    check_integers,
+    check_params,
+    embed_tokens,
+    feed_forward,
+    init_params,
+    output_logits,
+    rms_norm,
+    self_attention,
+    write_cache,
+)
+from jax_specdec._src.models.llama import Llama, check_cache
+from jax_specdec._src.models.llama_config import LlamaConfig, param_shapes
+from jax_specdec._src.models.rotary import frequencies, rotation
+
+__all__ = ["Eagle3Config", "Eagle3Head", "head_shapes"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """Sizes and switches of an `Eagle3Head`.
+
+    Attributes:
+        layer: sizes of the one layer, with `num_hidden_layers` 1. Its `vocab_size` is the target's
+            V, `num_token_ids` the target's too; `tie_word_embeddings` says that the target's output
+            matrix is its embedding.
+        draft_vocab_size: Vd, ids that the head scores, at most V. Fewer than V are a list of the
+            target's ids, and the head has an output matrix of its own.
+        feature_layers: ids of the target's layers before which the residual stream is read,
+            0-based and ascending; L, the number of layers, is after the last one.
+        target_hidden_size: width of the target's residual stream.
+        norm_before_fc: an RMSNorm over all features before ``fc``.
+        fc_norm: an RMSNorm over the features of each layer before ``fc``.
+        norm_before_residual: the residual stream begins with the normed x_i.
+        norm_output: the next draft step gets norm(h), not h.
+        o_proj_bias: the output of attention has a bias.
+        own_embedding: the head has an embedding of its own; otherwise the target's.
+        own_lm_head: the head has an output matrix of its own; otherwise the target's.
+        logit_scale: multiplies the logits.
+
+    Raises:
+        ValueError: a field is out of range, or fields contradict one another.
+
+    Example:
+        >>> from jax_specdec.models import LlamaConfig
+        >>> layer = LlamaConfig(
+        ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+        >>> config = Eagle3Config(
+        ...     layer=layer, draft_vocab_size=256, feature_layers=(2, 4, 5), target_hidden_size=32)
+        >>> config.num_features
+        96
+    """
+
+    layer: LlamaConfig
+    draft_vocab_size: int
+    feature_layers: tuple[int, ...]
+    target_hidden_size: int
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    o_proj_bias: bool = False
+    own_embedding: bool = False
+    own_lm_head: bool = False
+    logit_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        ids = self.feature_layers
+        if not (
+            isinstance(ids, tuple)
+            and ids
+            and all(type(layer) is int and layer >= 0 for layer in ids)
+            and all(a < b for a, b in zip(ids, ids[1:], strict=False))
+        ):
+            raise ValueError(
+                f"feature_layers must be different layer ids from 0 on, ascending, not {ids!r}."
+            )
+        if self.layer.num_hidden_layers != 1:
+            raise ValueError(
+                f"an EAGLE-3 head must have one layer, not {self.layer.num_hidden_layers}: systems "
+                "differ in what more layers compute."
+            )
+        if self.draft_vocab_size > self.layer.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size must be at most vocab_size = {self.layer.vocab_size}, not "
+                f"{self.draft_vocab_size}."
+            )
+        if self.draft_vocab_size < self.layer.vocab_size and not self.own_lm_head:
+            raise ValueError(
+                f"own_lm_head must be true with draft_vocab_size = {self.draft_vocab_size}, less "
+                f"than vocab_size = {self.layer.vocab_size}."
+            )
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm must not both be true.")
+        shared = not (self.own_embedding and self.own_lm_head)
+        if shared and self.target_hidden_size != self.layer.hidden_size:
+            raise ValueError(
+                f"target_hidden_size must be hidden_size = {self.layer.hidden_size} where the "
+                f"embedding or the output matrix is the target's, not {self.target_hidden_size}."
+            )
+
+    @property
+    def num_features(self) -> int:
+        """Size A * H_target of the feature axis, of A layers."""
+        return len(self.feature_layers) * self.target_hidden_size
+
+
+def head_shapes(config: Eagle3Config) -> dict[str, Any]:
+    """The params pytree of a config, with a shape in place of each array.
+
+    A dict with `embed_tokens [V, H]`, `fc [A * H_target, H]`, `norm [H]`, `lm_head [H, Vd]` (the
+    target's embedding `[V, H]` if that is its output matrix and shared), and `layer`, a dict as in
+    `param_shapes` with `qkv_proj [2 H, (N + 2 N_kv) D]` and `hidden_norm [H]`; with `o_proj_bias`
+    also `o_bias [H]`. With `norm_before_fc` there is `input_norm`, with `fc_norm` there is
+    `fc_norm`, both `[A * H_target]`.
+    """
+    c, size = config.layer, config.layer.hidden_size
+    whole = param_shapes(dataclasses.replace(c, tie_word_embeddings=False))
+    (layer,) = whole["layers"]
+    layer |= {"qkv_proj": (2 * size, layer["qkv_proj"][1]), "hidden_norm": (size,)}
+    if config.o_proj_bias:
+        layer["o_bias"] = (size,)
+    is_embedding = c.tie_word_embeddings and not config.own_lm_head
+    shapes = {
+        "embed_tokens": whole["embed_tokens"],
+        "fc": (config.num_features, size),
+        "layer": layer,
+        "norm": (size,),
+        "lm_head": whole["embed_tokens"] if is_embedding else (size, config.draft_vocab_size),
+    }
+    if config.norm_before_fc:
+        shapes["input_norm"] = (config.num_features,)
+    if config.fc_norm:
+        shapes["fc_norm"] = (config.num_features,)
+    return shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Head:
+    """An EAGLE-3 head: predicts the target's next tokens from its features and last tokens.
+
+    The cache is that of a `Llama` of one layer, addressed by absolute position: entry i belongs to
+    the features at position i and the token at i + 1.
+
+    Attributes:
+        config: the sizes.
+        dtype: compute dtype of matrix products, states, cache and logits, the target's. Norms,
+            rotary angles and the attention softmax are float32 whatever it is.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jax_specdec.models import Eagle3Config, LlamaConfig
+        >>> layer = LlamaConfig(
+        ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+        >>> head = Eagle3Head(Eagle3Config(
+        ...     layer=layer, draft_vocab_size=256, feature_layers=(2, 4, 5), target_hidden_size=32))
+        >>> params = head.init_params(jax.random.key(0))
+        >>> cache = head.init_cache(batch_size=1, max_length=16)
+        >>> features = jnp.zeros((1, 3, head.num_features))  # of the tokens at positions 0, 1, 2
+        >>> states = head.project(params, features)
+        >>> next_ids = jnp.array([[105, 33, 10]])  # of the tokens at positions 1, 2, 3
+        >>> logits, feedback, cache = head.apply(params, states, next_ids, jnp.array([0]), cache)
+        >>> logits.shape  # the last row is about position 4
+        (1, 3, 256)
+
+        A draft step takes its own state, and the token drafted from the last row:
+
+        >>> logits, feedback, cache = head.apply(
+        ...     params, feedback[:, -1:], jnp.array([[104]]), jnp.array([3]), cache)
+        >>> logits.shape
+        (1, 1, 256)
+    """
+
+    config: Eagle3Config
+    dtype: Any = jnp.dtype("float32")
+
+    def __post_init__(self) -> None:
+        dtype = jnp.dtype(self.dtype)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"dtype must be a floating dtype, not {dtype}.")
+        object.__setattr__(self, "dtype", dtype)
+
+    @property
+    def vocab_size(self) -> int:
+        """Size Vd of the vocabulary axis of the logits."""
+        return self.config.draft_vocab_size
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Ids of the target's layers before which the residual stream is read, ascending."""
+        return self.config.feature_layers
+
+    @property
+    def num_features(self) -> int:
+        """Size A * H_target of the feature axis."""
+        return self.config.num_features
+
+    @property
+    def _llama(self) -> Llama:
+        """A decoder with the same cache."""
+        return Llama(self.config.layer, self.dtype)
+
+    def init_params(
+        self, key: jax.Array, target_params: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Random weights in the compute dtype, as those of `Llama.init_params`.
+
+        Args:
+            key: a typed PRNG key.
+            target_params: weights of the target, whose embedding and output matrix are shared where
+                the head has none of its own; without it those are random too.
+
+        Returns:
+            A dict; see `head_shapes`. With Vd < V it has `target_ids [Vd]` int32, the target's id
+            of each of the head's, here the first Vd.
+        """
+        c = self.config
+        params = init_params(head_shapes(c), key, self.dtype, 1)
+        if target_params is not None:
+            params |= shared_params(c, target_params)
+        if c.draft_vocab_size < c.layer.vocab_size:
+            params["target_ids"] = jnp.arange(c.draft_vocab_size, dtype=jnp.int32)
+        return params
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        """An empty cache for B = batch_size requests of at most T = max_length positions."""
+        return self._llama.init_cache(batch_size, max_length)
+
+    def project(self, params: dict[str, Any], features: jax.Array) -> jax.Array:
+        """The states fc(g) with which true features enter the layer.
+
+        Args:
+            params: weights of the structure and shapes of `head_shapes`, in the compute dtype.
+            features: `[B, S, A * H_target]` in the compute dtype, the target's residual streams
+                before the layers of `feature_layers`, one after another.
+
+        Returns:
+            `[B, S, H]` in the compute dtype.
+
+        Raises:
+            ValueError: features have another shape.
+            TypeError: features are not of the compute dtype.
+        """
+        c, eps = self.config, self.config.layer.rms_norm_eps
+        self._check_states("features", features, c.num_features)
+        if c.norm_before_fc:
+            features = rms_norm(features, params["input_norm"], eps)
+        if c.fc_norm:
+            chunks = (len(c.feature_layers), c.target_hidden_size)
+            split = features.reshape(*features.shape[:2], *chunks)
+            split = rms_norm(split, params["fc_norm"].reshape(chunks), eps)
+            features = split.reshape(features.shape)
+        return features @ params["fc"]
+
+    def apply(
+        self,
+        params: dict[str, Any],
+        states: jax.Array,
+        token_ids: jax.Array,
+        start: jax.Array,
+        cache: Any,
+        row: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """Runs S consecutive positions of each request; position s of request b is start[b] + s.
+
+        It attends to positions 0 to its own and replaces its own entry of the cache, as in
+        `CausalModel.apply`: rollback is free.
+
+        Args:
+            params: weights of the structure and shapes of `head_shapes`, in the compute dtype.
+            states: `[B, S, H]` in the compute dtype: `project` of the features at these positions,
+                or the feedback of the draft step before.
+            token_ids: `[B, S]` int32, the tokens **after** these positions, as ids of the target.
+            start: `[B]` int32, absolute position of the first.
+            cache: from `init_cache` or a previous call.
+            row: `[B]` int32 in [0, S), the only position of each request whose logits and feedback
+                are wanted; S is then 1 in their shapes. None for all.
+
+        Returns:
+            Logits `[B, S, Vd]` of the token at start + s + 2, the feedback `[B, S, H]` that the
+            next draft step takes for its states, and the cache.
+
+        Raises:
+            ValueError: a shape does not fit the config or the other arguments.
+            TypeError: ids or positions are not int32, or states, weights or cache not of the
+                compute dtype.
+        """
+        check_integers("token_ids", token_ids, 2)
+        check_integers("start", start, 1)
+        batch_size, length = token_ids.shape
+        if start.shape != (batch_size,):
+            raise ValueError(
+                f"start must have shape {(batch_size,)}, one position per row of token_ids, "
+                f"but has {start.shape}."
+            )
+        self._check_states("states", states, self.config.layer.hidden_size)
+        if states.shape[:2] != token_ids.shape:
+            raise ValueError(
+                f"states must have one row per token, {token_ids.shape}, but has shape "
+                f"{states.shape}."
+            )
+        check_cache(self._llama, cache, batch_size, length)
+        weights = {name: x for name, x in params.items() if name != "target_ids"}
+        check_params(head_shapes(self.config), weights, self.dtype)
+        positions = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
+        ((keys, values),) = cache
+
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+            nonlocal keys, values
+            keys, values = write_cache(keys, values, key, value, positions)
+            return cached_attention(query, keys, values, positions)
+
+        embedded = embed_tokens(params["embed_tokens"], token_ids)
+        logits, feedback = self.run(params, states, embedded, positions, attend, row)
+        return logits, feedback, [(keys, values)]
+
+    def run(
+        self,
+        params: dict[str, Any],
+        states: jax.Array,
+        embedded: jax.Array,
+        positions: jax.Array,
+        attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+        row: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The head around a given attention: what `apply` and training share.
+
+        Args:
+            params: as in `apply`.
+            states: as in `apply`.
+            embedded: `[B, S, H]`, rows of the embedding, in the compute dtype.
+            positions: `[B, S]` int32, for the rotary embedding.
+            attend: `attend(query, key, value)`, called once with rotated queries and keys.
+            row: as in `apply`.
+
+        Returns:
+            Logits `[B, S, Vd]`, and the feedback `[B, S, H]`.
+        """
+        config, c, layer = self.config, self.config.layer, params["layer"]
+        eps = c.rms_norm_eps
+        normed = rms_norm(states, layer["hidden_norm"], eps)
+        h = jnp.concatenate([rms_norm(embedded, layer["input_layernorm"], eps), normed], axis=-1)
+        cos_sin = rotation(positions, frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
+        branch = self_attention(c, layer, h, cos_sin, attend)
+        if config.o_proj_bias:
+            branch = branch + layer["o_bias"][None, None, :]
+        x = (normed if config.norm_before_residual else states) + branch
+        if row is not None:
+            x = jnp.take_along_axis(x, row[:, None, None], axis=1)
+        x = x + feed_forward(layer, rms_norm(x, layer["post_attention_layernorm"], eps))
+        output = rms_norm(x, params["norm"], eps)
+        is_embedding = c.tie_word_embeddings and not config.own_lm_head
+        num_token_ids = c.num_token_ids if config.draft_vocab_size == c.vocab_size else None
+        logits = output_logits(output, params["lm_head"], is_embedding, num_token_ids)
+        if config.logit_scale != 1:
+            logits = logits * config.logit_scale
+        return logits, output if config.norm_output else x
+
+    def _check_states(self, name: str, states: jax.Array, size: int) -> None:
+        if states.ndim != 3 or states.shape[2] != size:
+            raise ValueError(f"{name} must have shape [B, S, {size}], but has {states.shape}.")
+        if states.dtype != self.dtype:
+            raise TypeError(f"{name} must be {self.dtype}, not {states.dtype}.")
+
+
+def shared_params(config: Eagle3Config, target_params: dict[str, Any]) -> dict[str, Any]:
+    """The target's arrays that a head uses, under the head's names."""
+    shared = {}
+    if not config.own_embedding:
+        shared["embed_tokens"] = target_params["embed_tokens"]
+    if not config.own_lm_head:
+        tied = config.layer.tie_word_embeddings
+        shared["lm_head"] = target_params["embed_tokens" if tied else "lm_head"]
+    return shared

@@ -1,0 +1,346 @@
+"""What an EAGLE-3 head drafts in a loop, against one pass over the text that was accepted."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+
+pytestmark = pytest.mark.newest
+
+VOCAB, K, SLOTS, LONGEST, CHUNK = 11, 3, 5, 32, 8
+LAYERS = (0, 1, 2)  # the last one is the stream that leaves the target
+IDS = [7, 2, 9, 4, 0]
+SIZES = sd.models.LlamaConfig(
+    vocab_size=VOCAB,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+)
+TARGET = sd.models.Llama(SIZES)
+# Fourfold, or every token follows every other alike.
+PARAMS = jax.tree.map(lambda x: 4 * x, TARGET.init_params(jax.random.key(0)))
+HEAD = sd.models.Eagle3Head(
+    sd.models.Eagle3Config(
+        layer=dataclasses.replace(SIZES, num_hidden_layers=1),
+        draft_vocab_size=len(IDS),
+        feature_layers=LAYERS,
+        target_hidden_size=16,
+        own_lm_head=True,
+    )
+)
+HEAD_PARAMS = HEAD.init_params(jax.random.key(1), PARAMS) | {"target_ids": jnp.array(IDS)}
+DRAFTER = sd.Eagle3Drafter(HEAD)
+CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
+ENGINE = sd.Engine(
+    TARGET, DRAFTER, CONFIG, num_slots=SLOTS, max_length=LONGEST, prefill_sizes=(CHUNK,)
+)
+PROMPTS = [[4], [7, 2], [1, 2, 3, 4, 5, 6, 7], [9, 1] * 8, [3] * 8 + [5]]  # two are long
+BUDGET = 12
+
+admit = jax.jit(functools.partial(ENGINE.admit, PARAMS, HEAD_PARAMS))
+prefill_chunk = jax.jit(functools.partial(ENGINE.prefill_chunk, PARAMS, HEAD_PARAMS))
+insert = jax.jit(ENGINE.insert)
+draft = jax.jit(functools.partial(ENGINE.draft, HEAD_PARAMS))
+verify = jax.jit(functools.partial(ENGINE.verify, PARAMS))
+
+
+def read(state: sd.serving.DecodeState, slot: int, text: list[int]) -> sd.serving.DecodeState:
+    """A request comes into a slot; its text is read whole, or in chunks as a driver does.
+
+    It is one that had left, by one token at least: an engine drops a new one's first drafts.
+    """
+    prompt = ENGINE.pad_prompt(text)
+    options = sd.RequestOptions(max_new_tokens=len(PROMPTS[slot]) + BUDGET)
+    requests = sd.serving.NewRequests(
+        slots=np.array([slot]),
+        prompts=prompt[None],
+        lengths=np.array([len(text)]),
+        keys=np.array([slot], np.uint32),
+        options=ENGINE.options_of([options], [0]),
+    )
+    if len(text) <= CHUNK:
+        return admit(state, requests)
+    caches = ENGINE.init_caches(params=PARAMS)
+    for start in range(0, len(text), CHUNK):
+        start = min(start, len(prompt) - CHUNK)
+        end = start + CHUNK
+        following = prompt[end] if end < len(prompt) else 0
+        caches = prefill_chunk(caches, prompt[start:end], start, len(text), following)
+    return insert(state, caches, requests)
+
+
+@jax.jit
+def one_pass(text: jax.Array, length: jax.Array, drafts: jax.Array) -> jax.Array:
+    """Rows ``[K, Vd]`` that K drafts after a text are drawn from, by formula.
+
+    The head runs once over the whole text, in a new cache. Each further row is a pass of its own
+    over all rows so far, with the head's output of the row before as its input.
+    """
+    start, place = jnp.zeros(1, jnp.int32), jnp.arange(text.shape[0])
+    features = TARGET.apply(PARAMS, text[None], start, TARGET.init_cache(1, len(text)), LAYERS)[2]
+    states = HEAD.project(HEAD_PARAMS, features)
+    text, rows = jax.lax.dynamic_update_slice(text, drafts, (length,)), []
+    for offset in range(K):
+        last = length - 2 + offset
+        logits, feedback, _ = HEAD.apply(
+            HEAD_PARAMS, states, jnp.roll(text, -1)[None], start, HEAD.init_cache(1, len(text))
+        )
+        rows.append(logits[0, last])
+        states = jnp.where(place[None, :, None] == last + 1, feedback[:, [last]], states)
+    return jnp.stack(rows)
+
+
+def greedy(prompts: list[list[int]]) -> list[list[int]]:
+    """Whole texts of plain decoding, each token from a pass over all before it."""
+    texts, start = [[*prompt] for prompt in prompts], jnp.zeros(len(prompts), jnp.int32)
+    cache = TARGET.init_cache(len(prompts), LONGEST)
+    score = jax.jit(lambda ids: TARGET.apply(PARAMS, ids, start, cache).logits.argmax(axis=2))
+    for _ in range(BUDGET):
+        best = score(np.array([np.resize(text, LONGEST) for text in texts], np.int32))
+        for text, row in zip(texts, best.tolist(), strict=True):
+            text.append(row[len(text) - 1])
+    return texts
+
+
+def test_drafts_in_a_loop_are_those_of_one_pass_over_the_accepted_text() -> None:
+    texts, rng = greedy(PROMPTS), np.random.default_rng(0)
+    state = ENGINE.init_state(HEAD_PARAMS, PARAMS)
+    for slot, prompt in enumerate(PROMPTS):
+        state = read(state, slot, prompt)
+    compared = np.zeros(K + 1, int)  # how often, by drafts accepted before
+    accepted = np.full(SLOTS, -1)
+    for step in range(7):
+        drafted = draft(state)
+        rows = np.asarray(drafted.store.logits).reshape(K, SLOTS, -1)
+        lengths = np.asarray(state.batch.lengths)
+        told = np.full((SLOTS, K), -1, np.int32)
+        for slot, (text, length) in enumerate(zip(texts, lengths.tolist(), strict=True)):
+            assert state.batch.token_ids[slot, :length].tolist() == text[:length]
+            ids = np.asarray(drafted.draft_token_ids[slot])
+            if length == len(text) or length == 1:  # done, or no row that has a next token
+                assert (ids < 0).all()
+                continue
+            drawn = np.array([IDS[i] for i in rows[:, slot].argmax(axis=1)], np.int32)
+            assert ids.tolist() == drawn.tolist()
+            padded = np.resize(text, LONGEST).astype(np.int32)
+            np.testing.assert_allclose(
+                rows[:, slot], one_pass(padded, length, drawn), rtol=2e-4, atol=2e-4
+            )
+            if accepted[slot] >= 0:
+                compared[accepted[slot]] += 1
+            # In place of the head's drafts: some right ones and a wrong one, or none at all.
+            count = int(rng.integers(-1, K + 1))
+            right = text[length:][: max(count, 0)]
+            wrong = (text + [0])[length + len(right)] + 1
+            told[slot] = [*right, wrong % VOCAB, *[0] * K][:K] if count >= 0 else -1
+        drafted = dataclasses.replace(drafted, draft_token_ids=jnp.asarray(told))
+        state, record = verify(drafted)
+        accepted = np.where(record.num_kept > 0, record.num_accepted, -1)
+        if step == 2:  # this one leaves its slot, and comes back
+            text = state.batch.token_ids[2, : state.batch.lengths[2]].tolist()
+            state = read(state, 2, text)
+    assert (compared > 0).all() and compared.sum() > 12
+
+
+def test_nothing_reaches_the_next_request_of_a_slot() -> None:
+    state = read(ENGINE.init_state(HEAD_PARAMS, PARAMS), 0, [7, 2, 3])
+    spoiled = jax.tree.map(
+        lambda x: jnp.full_like(x, jnp.nan) if x.dtype == jnp.float32 else x,
+        (state.features, state.draft_cache, state.target_cache),
+    )
+    names = ("features", "draft_cache", "target_cache")
+    spoiled = dataclasses.replace(state, **dict(zip(names, spoiled, strict=True)))
+    for prompt in PROMPTS[1], PROMPTS[4]:
+        rows = [draft(read(one, 0, prompt)).store.logits[::SLOTS] for one in (state, spoiled)]
+        np.testing.assert_array_equal(*rows)
+        assert np.isfinite(rows[1]).all()
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A model that returns a plain pair, as one's own may."""
+
+    model: sd.models.Llama
+    vocab_size: int = VOCAB
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        return self.model.init_cache(batch_size, max_length)
+
+    def apply(self, params: Any, token_ids: Any, start: Any, cache: Any) -> tuple[Any, Any]:
+        logits, cache, features = self.model.apply(params, token_ids, start, cache)
+        assert features is None
+        return logits, cache
+
+
+@pytest.mark.parametrize("drafter", [sd.NGramDrafter(), sd.ModelDrafter(TARGET)])
+def test_a_drafter_without_features_has_the_step_of_a_model_that_knows_none(drafter) -> None:
+    def program(model: sd.models.CausalModel) -> str:
+        engine = dataclasses.replace(ENGINE, model=model, drafter=drafter)
+        state = jax.eval_shape(functools.partial(engine.init_state, PARAMS))
+        assert state.features is None and state.num_features is None
+        return str(jax.make_jaxpr(functools.partial(engine.step, PARAMS, PARAMS))(state))
+
+    assert program(TARGET) == program(Pair(TARGET))
+
+
+# Mistakes
+
+
+@dataclasses.dataclass(frozen=True)
+class NoFeatures(Pair):
+    """Takes the argument and gives none, or too few."""
+
+    size: int | None = None
+
+    def apply(self, *args: Any, feature_layers: tuple[int, ...] = ()) -> sd.models.TargetOutput:
+        logits, cache, _ = self.model.apply(*args)
+        features = None if self.size is None else logits[..., : self.size]
+        return sd.models.TargetOutput(logits, cache, features)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """A drafter with some layers, whose prefill takes no features."""
+
+    feature_layers: Any
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        return ()
+
+    def init_store(self, *args: Any) -> None:
+        return None
+
+    def prefill(self, params: Any, token_ids: Any, cache: Any, start: Any = None) -> Any:
+        return cache
+
+    def propose(self, params: Any, context: Any, cache: Any, store: Any) -> Any:
+        raise AssertionError
+
+
+def generate(model: Any = TARGET, **given: Any) -> Any:
+    settings = dict(drafter=DRAFTER, draft_params=HEAD_PARAMS, config=CONFIG) | given
+    return sd.generate(model, PARAMS, [[1]], **settings)
+
+
+def apply_layers(*layers: Any) -> Any:
+    zero = jnp.zeros(1, jnp.int32)
+    return TARGET.apply(PARAMS, zero[None], zero, TARGET.init_cache(1, 1), layers)
+
+
+def context() -> sd.DraftContext:
+    ones = jnp.ones(1, jnp.int32)
+    keys = jax.random.split(jax.random.key(0), 1)
+    return sd.DraftContext(ones[None], ones, sd.SamplingParams(jnp.zeros(1)), keys, CONFIG)
+
+
+MISTAKES = {
+    "a pair": (
+        lambda: generate(Pair(TARGET)),
+        TypeError,
+        "model must give features, because the drafter reads those of layers (0, 1, 2), but "
+        "Pair.apply takes (params: 'Any', token_ids: 'Any', start: 'Any', cache: 'Any') -> "
+        "'tuple[Any, Any]': see feature_layers in CausalModel",
+    ),
+    "no features": (
+        lambda: generate(NoFeatures(TARGET)),
+        TypeError,
+        "model must give features, because the drafter reads those of layers (0, 1, 2), but "
+        "NoFeatures.apply returns none: it must return a TargetOutput with features",
+    ),
+    "features of another width": (
+        lambda: generate(NoFeatures(TARGET, size=10)),
+        ValueError,
+        "features must be [B, S, A H] = [1, 1, 3 H], but NoFeatures.apply returns [1, 1, 10]",
+    ),
+    "layers that do not increase": (
+        lambda: apply_layers(2, 0),
+        ValueError,
+        "feature_layers must increase from at least 0 to at most 2, but they are (2, 0).",
+    ),
+    "a layer past the last": (
+        lambda: apply_layers(4),
+        ValueError,
+        "feature_layers must increase from at least 0 to at most 2, but they are (4,).",
+    ),
+    "a layer that is no int": (
+        lambda: apply_layers(1.0),
+        TypeError,
+        "feature_layers must be ints, but they are (1.0,).",
+    ),
+    "a drafter's layers are a list": (
+        lambda: generate(drafter=Reads([0, 1])),
+        TypeError,
+        "drafter must have feature_layers that are a tuple of ints, but Reads.feature_layers is "
+        "[0, 1]",
+    ),
+    "a prefill without features": (
+        lambda: generate(drafter=Reads((0, 1))),
+        TypeError,
+        "drafter must have a prefill that takes features and next_token_ids, because it has "
+        "feature_layers, but Reads.prefill takes (params: 'Any', token_ids: 'Any', cache: 'Any', "
+        "start: 'Any' = None) -> 'Any'",
+    ),
+    "verify without draft": (
+        lambda: ENGINE.verify(PARAMS, ENGINE.init_state(HEAD_PARAMS, PARAMS)),
+        ValueError,
+        "state must come from draft, because Eagle3Drafter reads the features of every target "
+        "pass, but it holds some that were not read",
+    ),
+    "no params": (
+        lambda: ENGINE.init_state(HEAD_PARAMS),
+        TypeError,
+        "params must be the target's weights, because the drafter reads features, but it is None",
+    ),
+    "no features in the context": (
+        lambda: DRAFTER.propose(HEAD_PARAMS, context(), None, None),
+        ValueError,
+        "context must have features and num_features, but it has none",
+    ),
+    "no features for a prompt": (
+        lambda: DRAFTER.prefill(HEAD_PARAMS, jnp.ones((1, 1), jnp.int32), None),
+        ValueError,
+        "prefill must get features and next_token_ids, but it got none",
+    ),
+    "no head": (
+        lambda: sd.Eagle3Drafter("head"),
+        TypeError,
+        "head must be an Eagle3Head, but it is 'head'",
+    ),
+    "a head is no drafter": (
+        lambda: generate(drafter=HEAD),
+        TypeError,
+        "drafter must be a Drafter, but it is a Eagle3Head: a model is wrapped, "
+        "drafter=Eagle3Drafter(model)",
+    ),
+    "a loaded head is no drafter": (
+        lambda: generate(drafter=sd.models.LoadedModel(HEAD, HEAD_PARAMS)),
+        TypeError,
+        "drafter must be a Drafter, but it is a LoadedModel: pass "
+        "drafter=Eagle3Drafter(draft.model) and draft_params=draft.params",
+    ),
+    "no draft_params": (
+        lambda: generate(draft_params=None),
+        TypeError,
+        "draft_params must be the weights of the drafter's model, but it is None: pass "
+        "draft_params=draft.params",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told(name: str) -> None:
+    call, kind, message = MISTAKES[name]
+    with pytest.raises(kind) as raised:
+        call()
+    assert str(raised.value) == message

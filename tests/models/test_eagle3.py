@@ -1,0 +1,221 @@
+"""The EAGLE-3 head against NumPy, with every option."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+
+from . import reference_eagle3 as reference
+
+LAYER = sd.models.LlamaConfig(
+    vocab_size=40,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+)
+CONFIG = sd.models.Eagle3Config(
+    layer=LAYER, draft_vocab_size=40, feature_layers=(1, 2, 4), target_hidden_size=16
+)
+NARROW = {"draft_vocab_size": 12, "own_lm_head": True}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "norm before fc": {"norm_before_fc": True},
+    "norms of chunks": {"fc_norm": True},
+    "norm before the residual": {"norm_before_residual": True},
+    "normed feedback": {"norm_output": True},
+    "tied output": {"layer": dataclasses.replace(LAYER, tie_word_embeddings=True)},
+    "Qwen3": {"layer": dataclasses.replace(LAYER, qk_norm=True, rope_theta=1e6)},
+    "biases": {"layer": dataclasses.replace(LAYER, qkv_bias=True), "o_proj_bias": True},
+    "scaled logits": {"logit_scale": 0.25},
+    "list of ids": NARROW,
+    "one wide feature layer": {
+        "feature_layers": (3,),
+        "target_hidden_size": 20,
+        "own_embedding": True,
+        "own_lm_head": True,
+    },
+    "all together": {
+        **NARROW,
+        "layer": dataclasses.replace(LAYER, qkv_bias=True, qk_norm=True, tie_word_embeddings=True),
+        "feature_layers": (0, 1, 2, 3, 8),
+        "target_hidden_size": 10,
+        "own_embedding": True,
+        "fc_norm": True,
+        "norm_before_residual": True,
+        "norm_output": True,
+        "o_proj_bias": True,
+        "logit_scale": 2.0,
+    },
+}
+
+
+def random_params(head: sd.models.Eagle3Head, seed: int = 0) -> dict[str, Any]:
+    """Weights of which none is one or zero."""
+    rng = np.random.default_rng(seed)
+
+    def moved(x: jax.Array) -> jax.Array:
+        return x + rng.normal(0, 0.2, x.shape).astype(np.float32)
+
+    params = head.init_params(jax.random.key(seed))
+    ids = {name: params.pop(name) for name in ("target_ids",) if name in params}
+    return jax.tree.map(moved, params) | ids
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_logits_and_feedback_are_those_of_numpy(option: str) -> None:
+    head = sd.models.Eagle3Head(dataclasses.replace(CONFIG, **OPTIONS[option]))
+    params, rng = random_params(head), np.random.default_rng(1)
+    batch_size, given, drafted = 2, 5, 3
+    features = rng.normal(size=(batch_size, given, head.num_features)).astype(np.float32)
+    next_ids = rng.integers(0, 40, (batch_size, given + drafted), np.int32)
+    apply = jax.jit(head.apply)
+
+    cache = head.init_cache(batch_size, 16)
+    states = head.project(params, features)
+    chunk = jnp.zeros(batch_size, jnp.int32)
+    logits, feedback, cache = apply(params, states, next_ids[:, :given], chunk, cache)
+    rows = [np.asarray(logits)]
+    for step in range(drafted):
+        position = chunk + given + step
+        ids = next_ids[:, given + step, None]
+        logits, feedback, cache = apply(params, feedback[:, -1:], ids, position, cache)
+        rows.append(np.asarray(logits))
+    found = np.concatenate(rows, 1)
+
+    for request in range(batch_size):
+        states = reference.project(head.config, params, features[request])
+        for end in range(given, given + drafted + 1):
+            ids = next_ids[request, :end]
+            logits, fed_back = reference.forward(head.config, params, states, ids)
+            states = np.concatenate([states, fed_back[-1:]])
+        np.testing.assert_allclose(found[request], logits, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(feedback[request, 0], fed_back[-1], rtol=1e-5, atol=1e-5)
+
+
+def test_it_starts_anywhere_and_overwrites_what_drafting_wrote() -> None:
+    head = sd.models.Eagle3Head(CONFIG)
+    params, rng = random_params(head), np.random.default_rng(2)
+    states = jnp.asarray(rng.normal(size=(2, 9, 16)), jnp.float32)
+    ids = jnp.asarray(rng.integers(0, 40, (2, 9)), jnp.int32)
+    start = jnp.zeros(2, jnp.int32)
+    whole, _, _ = head.apply(params, states, ids, start, head.init_cache(2, 12))
+    cache = head.init_cache(2, 12)
+    _, _, cache = head.apply(params, states[:, :4], ids[:, :4], start, cache)
+    _, _, cache = head.apply(params, -states[:, :3], ids[:, :3], start + 4, cache)  # drafts
+    # One request goes on from position 4, the other one earlier.
+    first = jnp.array([4, 3], jnp.int32)
+    part = jnp.stack([states[0, 4:8], states[1, 3:7]])
+    next_ids = jnp.stack([ids[0, 4:8], ids[1, 3:7]])
+    logits, _, _ = head.apply(params, part, next_ids, first, cache)
+    expected = np.stack([whole[0, 4:8], whole[1, 3:7]])
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_ids_that_are_no_tokens_are_never_drafted() -> None:
+    layer = dataclasses.replace(LAYER, num_token_ids=33)
+    head = sd.models.Eagle3Head(dataclasses.replace(CONFIG, layer=layer))
+    params = head.init_params(jax.random.key(0))
+    states, ids = jnp.ones((1, 1, 16)), jnp.zeros((1, 1), jnp.int32)
+    logits, _, _ = head.apply(params, states, ids, jnp.zeros(1, jnp.int32), head.init_cache(1, 4))
+    assert np.isneginf(logits[0, 0, 33:]).all() and np.isfinite(logits[0, 0, :33]).all()
+
+
+def test_params_share_what_is_the_targets() -> None:
+    target = sd.models.Llama(dataclasses.replace(LAYER, num_hidden_layers=4))
+    weights = target.init_params(jax.random.key(0))
+    shared = sd.models.Eagle3Head(CONFIG).init_params(jax.random.key(1), weights)
+    assert shared["embed_tokens"] is weights["embed_tokens"]
+    assert shared["lm_head"] is weights["lm_head"]
+    tied = dataclasses.replace(CONFIG, layer=dataclasses.replace(LAYER, tie_word_embeddings=True))
+    shared = sd.models.Eagle3Head(tied).init_params(jax.random.key(1), weights)
+    assert shared["lm_head"] is weights["embed_tokens"]
+    own = dataclasses.replace(CONFIG, own_embedding=True, **NARROW)
+    params = sd.models.Eagle3Head(own).init_params(jax.random.key(1), weights)
+    assert params["embed_tokens"] is not weights["embed_tokens"]
+    assert params["lm_head"].shape == (16, 12)
+    assert params["target_ids"].shape == (12,) and params["target_ids"].dtype == jnp.int32
+
+
+def test_a_head_is_compared_by_value() -> None:
+    assert sd.models.Eagle3Head(CONFIG) == sd.models.Eagle3Head(CONFIG, "float32")
+    assert hash(sd.models.Eagle3Head(CONFIG)) == hash(sd.models.Eagle3Head(CONFIG, jnp.float32))
+    assert sd.models.Eagle3Head(CONFIG) != sd.models.Eagle3Head(CONFIG, jnp.bfloat16)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"draft_vocab_size": 0}, "draft_vocab_size must be a positive integer"),
+        ({"draft_vocab_size": 41, "own_lm_head": True}, "draft_vocab_size must be at most"),
+        ({"draft_vocab_size": 8}, "own_lm_head must be true"),
+        ({"feature_layers": ()}, "feature_layers must be"),
+        ({"feature_layers": (2, 1)}, "feature_layers must be"),
+        ({"feature_layers": (1, 1)}, "feature_layers must be"),
+        ({"feature_layers": (-1, 1)}, "feature_layers must be"),
+        ({"feature_layers": [1, 2]}, "feature_layers must be"),
+        ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm"),
+        ({"target_hidden_size": 20}, "target_hidden_size must be"),
+        ({"layer": dataclasses.replace(LAYER, num_hidden_layers=2)}, "must have one layer"),
+        ({"norm_output": 1}, "norm_output must be true or false"),
+        ({"logit_scale": 0.0}, "logit_scale must be a positive number"),
+    ],
+)
+def test_what_a_config_cannot_have_is_named(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        dataclasses.replace(CONFIG, **changes)
+
+
+def test_a_head_computes_in_floating_point() -> None:
+    with pytest.raises(TypeError, match="dtype must be a floating dtype"):
+        sd.models.Eagle3Head(CONFIG, jnp.int32)
+
+
+def test_arguments_that_do_not_fit_are_named() -> None:
+    head = sd.models.Eagle3Head(CONFIG)
+    params = jax.eval_shape(head.init_params, jax.random.key(0))
+
+    def call(**changes: Any) -> None:
+        arguments = {
+            "params": params,
+            "states": jnp.zeros((2, 3, 16)),
+            "token_ids": jnp.zeros((2, 3), jnp.int32),
+            "start": jnp.zeros(2, jnp.int32),
+            "cache": head.init_cache(2, 8),
+            **changes,
+        }
+        jax.eval_shape(head.apply, *arguments.values())
+
+    call()
+    with pytest.raises(ValueError, match="states must have shape"):
+        call(states=jnp.zeros((2, 3, 48)))
+    with pytest.raises(ValueError, match="states must have one row per token"):
+        call(states=jnp.zeros((2, 4, 16)))
+    with pytest.raises(TypeError, match="states must be float32"):
+        call(states=jnp.zeros((2, 3, 16), jnp.bfloat16))
+    with pytest.raises(TypeError, match="token_ids must be int32"):
+        call(token_ids=jnp.zeros((2, 3)))
+    with pytest.raises(ValueError, match="start must have shape"):
+        call(start=jnp.zeros(3, jnp.int32))
+    with pytest.raises(ValueError, match="cache must be a list of 1"):
+        call(cache=())
+    with pytest.raises(ValueError, match="but the cache holds 2"):
+        call(cache=head.init_cache(2, 2))
+    with pytest.raises(ValueError, match=r"params\['fc'\] must have shape"):
+        call(params={**params, "fc": params["norm"]})
+    with pytest.raises(ValueError, match=r"params\['input_norm'\] is not a weight"):
+        call(params={**params, "input_norm": params["norm"]})
+    with pytest.raises(ValueError, match="features must have shape"):
+        jax.eval_shape(head.project, params, jnp.zeros((2, 3, 16)))
+    with pytest.raises(TypeError, match="features must be float32"):
+        jax.eval_shape(head.project, params, jnp.zeros((2, 3, 48), jnp.float16))

@@ -1,0 +1,475 @@
+"""Reading and writing EAGLE-3 heads: three layouts, every option, and what is refused."""
+
+import dataclasses
+import json
+import re
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import jax_specdec as sd
+
+from .checkpoints import edit_json, edit_tensors
+from .test_eagle3 import CONFIG, NARROW, OPTIONS, random_params
+from .test_hostile_files import FIELDS as LLAMA_FIELDS
+from .test_hostile_files import NOT_JSON, PLACES, in_json, sentence
+
+FILE, WEIGHTS = "config.json", "model.safetensors"
+
+
+def target_for(config: sd.models.Eagle3Config, num_layers: int = 8) -> sd.models.LoadedModel:
+    """A target that a head of this config fits; weights come with the head's."""
+    layer = dataclasses.replace(
+        config.layer,
+        num_hidden_layers=num_layers,
+        hidden_size=config.target_hidden_size,
+        qkv_bias=False,
+        qk_norm=False,
+    )
+    model = sd.models.Llama(layer)
+    return sd.models.LoadedModel(model, model.init_params(jax.random.key(3)))
+
+
+def head_for(
+    config: sd.models.Eagle3Config, target: sd.models.LoadedModel
+) -> sd.models.LoadedModel:
+    head = sd.models.Eagle3Head(config)
+    shared = head.init_params(jax.random.key(0), target.params)
+    mine = random_params(head)
+    for name in ("embed_tokens", "lm_head"):
+        own = config.own_embedding if name == "embed_tokens" else config.own_lm_head
+        if not own:
+            mine[name] = shared[name]
+    if "target_ids" in mine:
+        mine["target_ids"] = jnp.array([0, 3, 4, 9, 11, 12, 20, 21, 30, 33, 38, 39], jnp.int32)
+    return sd.models.LoadedModel(head, mine)
+
+
+@pytest.fixture(scope="module")
+def plain(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel]:
+    """A directory in the layout of speculators, its target and its head; with a list of ids."""
+    config = dataclasses.replace(CONFIG, **NARROW)
+    target = target_for(config)
+    head = head_for(config, target)
+    directory = tmp_path_factory.mktemp("head")
+    sd.models.save_eagle3(directory, *head)
+    return directory, target, head
+
+
+@pytest.fixture
+def written(
+    plain: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel], tmp_path: Path
+) -> tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel]:
+    directory, target, head = plain
+    return Path(shutil.copytree(directory, tmp_path / "head")), target, head
+
+
+def as_eagle(directory: Path, **changes: Any) -> None:
+    """Rewrites a directory in the layout of EAGLE."""
+    raw = json.loads((directory / FILE).read_text())
+    layer = raw["transformer_layer_config"]
+    kept = {name: raw[name] for name in ("draft_vocab_size", "norm_before_residual", "fc_norm")}
+    old = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
+    raw = {**layer, **kept, **old, **changes}
+    (directory / FILE).write_text(json.dumps({k: v for k, v in raw.items() if v is not ...}))
+    tensors = safetensors.numpy.load_file(directory / WEIGHTS)
+    renamed = {name.replace("layers.0.", "midlayer."): x for name, x in tensors.items()}
+    safetensors.numpy.save_file(renamed, directory / WEIGHTS)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert found.keys() == expected.keys()
+    for (path, x), y in zip(
+        jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True
+    ):
+        assert x.dtype == y.dtype, path
+        np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))
+
+
+# What is written is read
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_what_was_written_is_read(option: str, tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, **OPTIONS[option])
+    target = target_for(config)
+    head = head_for(config, target)
+    sd.models.save_eagle3(tmp_path, *head, target_name="tiny")
+    loaded = sd.load_eagle3(tmp_path, target)
+    assert loaded.model == head.model
+    assert_same(loaded.params, head.params)
+    if not config.own_embedding:
+        assert loaded.params["embed_tokens"] is target.params["embed_tokens"]
+    if not config.own_lm_head:
+        tied = config.layer.tie_word_embeddings
+        name = "embed_tokens" if tied else "lm_head"
+        assert loaded.params["lm_head"] is target.params[name]
+    stored = json.loads((tmp_path / FILE).read_text())
+    assert stored["speculators_config"]["verifier"]["name_or_path"] == "tiny"
+
+
+def test_what_was_read_computes_the_same_logits(
+    plain: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel],
+) -> None:
+    directory, target, (head, params) = plain
+    loaded, again = sd.load_eagle3(directory, target)
+    features = jax.random.normal(jax.random.key(5), (1, 4, head.num_features))
+    ids, start = jnp.array([[3, 1, 4, 1]], jnp.int32), jnp.zeros(1, jnp.int32)
+
+    def logits(model: sd.models.Eagle3Head, weights: Any) -> jax.Array:
+        states = model.project(weights, features)
+        return model.apply(weights, states, ids, start, model.init_cache(1, 8))[0]
+
+    np.testing.assert_array_equal(logits(loaded, again), logits(head, params))
+
+
+def test_weights_are_stored_in_the_dtype_asked_for_and_read_in_the_targets(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, **NARROW)
+    target = target_for(config)
+    head, params = head_for(config, target)
+    sd.models.save_eagle3(tmp_path, head, params, jnp.bfloat16)
+    tensors = safetensors.numpy.load_file(tmp_path / WEIGHTS)
+    assert tensors["fc.weight"].dtype == jnp.bfloat16
+    assert tensors["d2t"].dtype == np.int64 and tensors["t2d"].dtype == np.bool_
+    assert tensors["t2d"].nonzero()[0].tolist() == params["target_ids"].tolist()
+    found = sd.load_eagle3(tmp_path, target).params["fc"]
+    np.testing.assert_array_equal(found, params["fc"].astype(jnp.bfloat16).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("option", ["plain", "list of ids", "Qwen3", "biases", "norms of chunks"])
+def test_the_layout_of_eagle_is_read(option: str, tmp_path: Path) -> None:
+    config = dataclasses.replace(
+        CONFIG, **{"feature_layers": (2, 4, 5), **OPTIONS[option]}
+    )  # the default of 8 layers
+    target = target_for(config)
+    head = head_for(config, target)
+    sd.models.save_eagle3(tmp_path, *head)
+    as_eagle(tmp_path, norm_before_residual=..., fc_norm=..., attention_bias=...)
+    loaded = sd.load_eagle3(tmp_path, target)
+    assert loaded.model == head.model
+    assert_same(loaded.params, head.params)
+
+
+def test_norms_of_chunks_have_older_names(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, fc_norm=True)
+    target = target_for(config)
+    head = head_for(config, target)
+    sd.models.save_eagle3(tmp_path, *head)
+    tensors = safetensors.numpy.load_file(tmp_path / WEIGHTS)
+    for index, place in enumerate(("low", "mid", "high")):
+        tensors[f"aux_norm_{place}.weight"] = tensors.pop(f"fc_norm.{index}.weight")
+    safetensors.numpy.save_file(tensors, tmp_path / WEIGHTS)
+    assert_same(sd.load_eagle3(tmp_path, target).params, head.params)
+    edit_json(tmp_path / FILE, fc_norm=False)
+    with pytest.raises(ValueError, match="does not call for"):
+        sd.load_eagle3(tmp_path, target)
+
+
+def test_norm_output_of_specforge_is_not_fed_back(
+    written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel],
+) -> None:
+    directory, target, _ = written
+    edit_json(directory / FILE, norm_output=True)
+    assert sd.load_eagle3(directory, target).model.config.norm_output
+    as_eagle(directory, norm_output=True)
+    assert not sd.load_eagle3(directory, target).model.config.norm_output
+    edit_json(directory / FILE, norm_output=False)
+    with pytest.raises(ValueError, match="norm_output = False, but only True"):
+        sd.load_eagle3(directory, target)
+
+
+@pytest.mark.parametrize(
+    "changes, layers",
+    [
+        ({"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}, (1, 4, 8)),
+        ({"eagle_aux_hidden_state_layer_ids": [8, 1, 4]}, (1, 4, 8)),
+        ({"eagle_aux_hidden_state_layer_ids": ..., "target_layer_ids": [1, 3, 7]}, (2, 4, 8)),
+        ({"eagle_aux_hidden_state_layer_ids": ...}, (2, 4, 5)),
+        ({"eagle_aux_hidden_state_layer_ids": []}, (2, 4, 5)),
+        (
+            {
+                "eagle_aux_hidden_state_layer_ids": None,
+                "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+            },
+            (1, 2, 3),
+        ),
+        ({"target_layer_ids": [0, 1, 3]}, (1, 2, 4)),  # the same as the other ids
+    ],
+)
+def test_layer_ids_have_three_numberings(
+    changes: dict[str, Any],
+    layers: tuple[int, ...],
+    written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel],
+) -> None:
+    directory, target, _ = written
+    edit_json(directory / FILE, **changes)
+    assert sd.load_eagle3(directory, target).model.feature_layers == layers
+
+
+def test_the_layout_of_deepspec_is_read(
+    written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel],
+) -> None:
+    directory, target, head = written
+    raw = json.loads((directory / FILE).read_text())
+    (directory / FILE).write_text(
+        json.dumps(
+            {
+                **raw["transformer_layer_config"],
+                "architectures": ["Qwen3Eagle3Model"],
+                "target_layer_ids": [0, 1, 3],
+                "ttt_length": 7,
+            }
+        )
+    )
+    tensors = safetensors.numpy.load_file(directory / WEIGHTS)
+    for name in ("d2t", "t2d"):
+        del tensors[name]
+    rng = np.random.default_rng(0)
+    tensors["embed_tokens.weight"] = rng.normal(size=(40, 16)).astype(np.float32)
+    tensors["lm_head.weight"] = rng.normal(size=(40, 16)).astype(np.float32)
+    safetensors.numpy.save_file(tensors, directory / WEIGHTS)
+    model, params = sd.load_eagle3(directory, target)
+    assert model.feature_layers == (1, 2, 4) and model.vocab_size == 40
+    assert "target_ids" not in params
+    np.testing.assert_array_equal(params["lm_head"].T, tensors["lm_head.weight"])
+    np.testing.assert_array_equal(params["embed_tokens"], tensors["embed_tokens.weight"])
+    np.testing.assert_array_equal(params["layer"]["o_proj"], head.params["layer"]["o_proj"])
+
+
+def test_a_map_of_the_whole_vocabulary_that_changes_nothing_is_read(tmp_path: Path) -> None:
+    target = target_for(CONFIG)
+    sd.models.save_eagle3(tmp_path, *head_for(CONFIG, target))
+    edit_tensors(tmp_path / WEIGHTS, d2t=np.zeros(40, np.int64))
+    assert "target_ids" not in sd.load_eagle3(tmp_path, target).params
+    edit_tensors(tmp_path / WEIGHTS, d2t=np.array([1, -1] + [0] * 38, np.int64))
+    with pytest.raises(ValueError, match="has a d2t that is not zero"):
+        sd.load_eagle3(tmp_path, target)
+
+
+# What is refused
+
+
+def assert_refused(directory: Path, target: sd.models.LoadedModel, says: str) -> None:
+    with pytest.raises(Exception) as raised:
+        sd.load_eagle3(directory, target)
+    text = sentence(raised.value)
+    assert re.search(says, text), text
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"speculators_model_type": "peagle"}, "speculators_model_type = 'peagle', but only"),
+        ({"transformer_layer_config": None}, "lacks transformer_layer_config"),
+        ({"draft_vocab_size": 41}, "draft_vocab_size must be at most"),
+        ({"draft_vocab_size": "12"}, "draft_vocab_size must be a positive integer"),
+        ({"draft_vocab_size": 11}, r"has lm_head.weight of shape \(12, 16\)"),
+        ({"target_hidden_size": 32}, "target_hidden_size = 32, but the target's hidden_size is 16"),
+        ({"norm_before_residual": "yes"}, "norm_before_residual must be true or false"),
+        ({"norm_before_fc": True}, "lacks the tensor input_norm.weight"),
+        ({"fc_norm": True}, "lacks the tensor fc_norm.0.weight"),
+        ({"norm_before_fc": True, "fc_norm": True}, "must not both be true"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, "must be different ones"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"different ones in \[0, 8\]"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, -1]}, "must be a list of layer ids"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2.0, 3]}, "must be a list of layer ids"),
+        ({"eagle_aux_hidden_state_layer_ids": {"a": 1}}, "must be a list of layer ids"),
+        ({"target_layer_ids": [1, 2, 3]}, "which name different layers"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"has fc.weight of shape \(16, 48\), but"),
+        ({"eagle_aux_hidden_state_layer_ids": list(range(9))}, "features of 9 layers of width 16"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = False"),
+    ],
+)
+def test_a_config_that_is_not_served_is_named(
+    changes: dict[str, Any],
+    says: str,
+    written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel],
+) -> None:
+    directory, target, _ = written
+    edit_json(directory / FILE, **changes)
+    assert_refused(directory, target, says)
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"num_hidden_layers": 2}, "num_hidden_layers = 2, but an EAGLE-3 head must have one"),
+        ({"num_hidden_layers": True}, "num_hidden_layers = True, but"),
+        ({"vocab_size": 41}, "vocab_size = 41, but the target's is 40"),
+        ({"hidden_size": 32}, "target_hidden_size must be hidden_size = 32"),
+        ({"model_type": "gpt2"}, "model_type = 'gpt2', but only"),
+        ({"attention_bias": 1}, "attention_bias = 1, but it must be a boolean"),
+        ({"attention_bias": True}, "lacks the tensor layers.0.self_attn.q_proj.bias"),
+        ({"model_type": "qwen3"}, "lacks the tensor layers.0.self_attn.q_norm.weight"),
+        ({"intermediate_size": 48}, "gate_proj.weight of shape"),
+        ({"logit_scale": 0}, "logit_scale must be a positive number"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a positive number"),
+    ],
+)
+def test_a_layer_that_is_not_served_is_named(
+    changes: dict[str, Any],
+    says: str,
+    written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel],
+) -> None:
+    directory, target, _ = written
+    layer = json.loads((directory / FILE).read_text())["transformer_layer_config"]
+    edit_json(directory / FILE, transformer_layer_config={**layer, **changes})
+    assert_refused(directory, target, says)
+
+
+OFFSETS = np.array([0, 2, 2, 6, 7, 7, 14, 14, 22, 24, 28, 28], np.int64)  # of the ids above
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"mask_hidden": np.zeros((1, 1, 48), np.float32)}, "has mask_hidden: heads for parallel"),
+        ({"layers.1.mlp.up_proj.weight": np.zeros((2, 2), np.float32)}, "more than one layer"),
+        ({"midlayer.hidden_norm.weight": np.zeros(16, np.float32)}, "does not call for"),
+        ({"input_norm.weight": np.ones(48, np.float32)}, "input_norm.weight, which its config"),
+        ({"fc.weight": ...}, "lacks the tensor fc.weight"),
+        ({"fc.weight": np.zeros((16, 32), np.float32)}, r"fc.weight of shape \(16, 32\), but"),
+        ({"fc.weight": np.full((16, 48), np.nan, np.float32)}, "fc.weight with a weight of nan"),
+        ({"fc.weight": np.zeros((16, 48), np.int8)}, "fc.weight of dtype I8"),
+        ({"norm.weight": np.zeros(8, np.float32)}, r"norm.weight of shape \(8,\)"),
+        ({"lm_head.weight": ...}, "own_lm_head must be true with draft_vocab_size = 12"),
+        ({"d2t": ...}, "lacks the tensor d2t"),
+        ({"d2t": OFFSETS[:-1].copy()}, r"d2t of dtype I64 and shape \(11,\)"),
+        ({"d2t": OFFSETS.astype(np.float32)}, "d2t of dtype F32"),
+        ({"d2t": OFFSETS + (np.arange(12) == 11)}, r"ids in \[0, 40\), but names 40"),
+        ({"d2t": OFFSETS - (np.arange(12) == 0)}, r"ids in \[0, 40\), but names -1"),
+        ({"d2t": OFFSETS - (np.arange(12) == 2)}, "each id once, but names 3 twice"),
+        ({"d2t": np.full(12, 2**63 - 1, np.int64)}, "but holds 9223372036854775807"),
+        ({"d2t": np.full(12, -(2**63), np.int64)}, "but holds -9223372036854775808"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    changes: dict[str, Any],
+    says: str,
+    written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel],
+) -> None:
+    directory, target, _ = written
+    edit_tensors(directory / WEIGHTS, **changes)
+    assert_refused(directory, target, says)
+
+
+def test_default_layers_that_coincide_are_named(
+    written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel],
+) -> None:
+    directory, _, _ = written
+    edit_json(directory / FILE, eagle_aux_hidden_state_layer_ids=...)
+    target = target_for(dataclasses.replace(CONFIG, **NARROW), num_layers=4)
+    assert_refused(directory, target, r"no layer ids, which means the feature layers \(1, 2, 2\)")
+
+
+def test_a_file_of_torch_names_the_converter(
+    written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel],
+) -> None:
+    directory, target, _ = written
+    (directory / WEIGHTS).rename(directory / "pytorch_model.bin")
+    assert_refused(directory, target, r"tools/convert_eagle3\.py")
+    (directory / "pytorch_model.bin").unlink()
+    assert_refused(directory, target, "does not exist, nor does model.safetensors.index.json")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("file", [FILE, WEIGHTS])
+def test_what_stands_in_place_of_a_file_is_named(
+    file: str, place: str, written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel]
+) -> None:
+    directory, target, _ = written
+    make, says = PLACES[place]
+    (directory / file).unlink()
+    make(directory / file)
+    assert_refused(directory, target, says)
+
+
+@pytest.mark.parametrize("kind", NOT_JSON)
+def test_what_is_no_json_object_is_named(
+    kind: str, written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel]
+) -> None:
+    directory, target, _ = written
+    damage, says = NOT_JSON[kind]
+    damage(directory / FILE)
+    assert_refused(directory, target, says)
+
+
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+
+
+@pytest.mark.parametrize("key", SIZES)
+def test_a_size_that_no_layer_can_have_is_named(
+    key: str, written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel]
+) -> None:
+    directory, target, _ = written
+    for text in LLAMA_FIELDS[(key,)]:
+        in_json(directory / FILE, "transformer_layer_config", key, text=text)
+        assert_refused(directory, target, key)
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "cut": lambda data: data[:-1],
+    "zeros": lambda data: bytes(len(data)),
+    "header past the end": lambda data: struct.pack("<Q", 2**40) + data[8:],
+    "offsets past the end": lambda data: data.replace(b'"data_offsets":[0,', b'"data_offsets":[9,'),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damaged_weights_are_named(
+    kind: str, written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel]
+) -> None:
+    directory, target, _ = written
+    path = directory / WEIGHTS
+    path.write_bytes(DAMAGES[kind](path.read_bytes()))
+    assert_refused(directory, target, "is not a readable safetensors file")
+
+
+# Arguments
+
+
+def test_arguments_of_other_kinds_are_named(
+    written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel], tmp_path: Path
+) -> None:
+    directory, target, (head, params) = written
+    with pytest.raises(TypeError, match="target must be a LoadedModel of a Llama"):
+        sd.load_eagle3(directory, target.model)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="target must be a LoadedModel of a Llama"):
+        sd.load_eagle3(directory, sd.models.LoadedModel(head, params))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="directory must be a path"):
+        sd.load_eagle3(5, target)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model must be an Eagle3Head"):
+        sd.models.save_eagle3(tmp_path, target.model, params)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="dtype must be float32, bfloat16 or float16"):
+        sd.models.save_eagle3(tmp_path, head, params, jnp.int8)
+    with pytest.raises(TypeError, match="directory must be a path"):
+        sd.models.save_eagle3(None, head, params)  # type: ignore[arg-type]
+
+
+def test_weights_that_cannot_be_stored_are_named_and_nothing_is_written(
+    plain: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel], tmp_path: Path
+) -> None:
+    _, _, (head, params) = plain
+    directory = tmp_path / "new"
+    without = {name: x for name, x in params.items() if name != "fc"}
+    twice = jnp.zeros(12, jnp.int32)
+    for changed, says in (
+        (without, r"params\['fc'\] must have shape"),
+        ({**params, "norm": params["norm"] * jnp.inf}, "norm.weight with a weight of"),
+        ({**params, "target_ids": twice}, "each id once, but names 0 twice"),
+        ({**params, "target_ids": twice + 40}, r"ids in \[0, 40\), but names 40"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            sd.models.save_eagle3(directory, head, changed)
+    assert not directory.exists()

@@ -1,0 +1,72 @@
+"""Training of EAGLE-3 heads: it learns, and what it unrolls is what drafting computes."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import train_eagle3
+
+import jax_specdec as sd
+
+from .checkpoints import CHECKPOINTS
+from .test_eagle3 import CONFIG, LAYER, random_params
+
+pytestmark = pytest.mark.newest
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"norm_output": True, "norm_before_residual": True}], ids=["plain", "norms"]
+)
+def test_unrolling_computes_what_drafting_does(changes: dict[str, Any]) -> None:
+    head = sd.models.Eagle3Head(dataclasses.replace(CONFIG, **changes))
+    params, rng = random_params(head), np.random.default_rng(0)
+    tokens = jnp.asarray(rng.integers(0, LAYER.vocab_size, (2, 9)), jnp.int32)
+    features = jnp.asarray(rng.normal(size=(2, 9, head.num_features)), jnp.float32)
+    steps = train_eagle3.unroll(head, params, features, tokens)
+    apply = jax.jit(head.apply)
+    states = head.project(params, features)
+    for i in range(9 - train_eagle3.NUM_STEPS):
+        # Drafting from i: features up to i, then the head's own states.
+        cache, start = head.init_cache(2, 16), jnp.zeros(2, jnp.int32)
+        for position in range(i + 1):
+            logits, state, cache = apply(
+                params, states[:, position, None], tokens[:, position + 1, None], start, cache
+            )
+            start += 1
+        for step in range(train_eagle3.NUM_STEPS):
+            np.testing.assert_allclose(steps[step][:, i], logits[:, 0], rtol=1e-4, atol=1e-4)
+            logits, state, cache = apply(params, state, tokens[:, i + 2 + step, None], start, cache)
+            start += 1
+
+
+@pytest.mark.long
+def test_a_head_learns_and_is_read_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"def f{i}(x):\n    return x + {i % 7}\n" for i in range(200)))
+    arguments = f"--out {tmp_path} --target {CHECKPOINTS / 'llama'} --text {text} --layers 0 1 2"
+    arguments += " --vocab-size 24 --length 16 --batch-size 4 --sampled 8 --steps 100"
+    with jax.numpy_dtype_promotion("standard"):  # optax asks for it
+        train_eagle3.main([*arguments.split(), "--learning-rate", "3e-3"])
+    assert "acceptance by step" in capsys.readouterr().out
+    record = json.loads((tmp_path / "vocab_24" / "training.json").read_text())
+    losses = [entry["loss"] for entry in record["log"]]
+    assert losses[-1] < losses[0]
+    target = sd.load_huggingface(CHECKPOINTS / "llama", jnp.float32)
+    head, params = sd.load_eagle3(tmp_path / "vocab_24", target)
+    assert head.feature_layers == (0, 1, 2) and head.vocab_size == 24
+    assert (np.diff(params["target_ids"]) > 0).all()
+    rows = target.params["lm_head"][:, params["target_ids"]]
+    np.testing.assert_array_equal(params["lm_head"], rows.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def test_the_most_frequent_ids_are_listed() -> None:
+    texts = np.array([5, 5, 3, 3, 3, 9]), np.array([[9, 9], [1, 1]])
+    assert train_eagle3.frequent_ids(12, 3, *texts).tolist() == [1, 3, 9]
+    assert train_eagle3.frequent_ids(12, 2, np.array([4, 2, 8])).tolist() == [2, 4]

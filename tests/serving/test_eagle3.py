@@ -1,0 +1,197 @@
+"""An EAGLE-3 head in every loop: greedy text is the target's, and so is sampled text's law."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+
+from . import engines, tiny
+from .chi_square import CONTROL, assert_distributed, p_value, tally
+
+pytestmark = pytest.mark.newest
+
+VOCAB = engines.VOCAB
+
+
+def head_of(hidden_size: int, layers: tuple[int, ...], ids: list[int]) -> sd.models.Eagle3Head:
+    config = sd.models.Eagle3Config(
+        layer=dataclasses.replace(engines.llama(16).config, hidden_size=hidden_size),
+        draft_vocab_size=len(ids),
+        feature_layers=layers,
+        target_hidden_size=hidden_size,
+        own_embedding=True,
+        own_lm_head=True,
+    )
+    return sd.models.Eagle3Head(config)
+
+
+def head_params(head: sd.models.Eagle3Head, ids: list[int]) -> dict[str, Any]:
+    return head.init_params(jax.random.key(5)) | {"target_ids": jnp.array(ids, jnp.int32)}
+
+
+# Engines
+
+HEAD = head_of(16, (0, 1), [3, 0, 5, 1])
+ENGINE = dataclasses.replace(
+    engines.LLAMA, drafter=sd.Eagle3Drafter(HEAD), prefill_sizes=(8,), max_prefill_requests=2
+)
+WEIGHTS = engines.WEIGHTS[engines.LLAMA][0], head_params(HEAD, [3, 0, 5, 1])
+
+
+def test_neither_traffic_nor_chunks_nor_leaving_a_slot_change_a_request() -> None:
+    rng = np.random.default_rng(3)
+    requests = [engines.random_request(rng, [0.0, 1.0]) for _ in range(10)]
+    driver = engines.driver_of(ENGINE, *WEIGHTS)
+    alone = [engines.alone(driver, request) for request in requests]
+    busy = engines.driver_of(ENGINE, *WEIGHTS, max_steps_ahead=2, max_prefills=1)
+    ids = [busy.submit(**request) for request in requests]
+    cancelled = busy.submit([1] * 12, max_new_tokens=20)
+    updates = []
+    for _ in range(6):
+        updates += busy.step()
+    assert busy.cancel(cancelled)
+    assert any([busy.preempt(ids[i]) for i in range(4)])
+    found = engines.run(busy, [u for u in updates if u.request_id != cancelled])
+    accepted = 0
+    for request_id, request, one in zip(ids, requests, alone, strict=True):
+        other = found[request_id]
+        assert (other.token_ids, other.finish_reason) == (one.token_ids, one.finish_reason)
+        drafts = [(u.num_proposed, u.num_accepted) for u in other.updates]
+        assert drafts == [(u.num_proposed, u.num_accepted) for u in one.updates]
+        accepted += sum(u.num_accepted for u in one.updates)
+        if not request["temperature"]:
+            asked = {k: x for k, x in request.items() if k in ("max_new_tokens", "stop_token_ids")}
+            assert one.token_ids == greedy(request["prompt"], **asked)
+    assert accepted > 5
+
+
+@functools.cache
+def score() -> Any:
+    model, params = ENGINE.model, WEIGHTS[0]
+    cache, start = model.init_cache(1, engines.LONGEST), jnp.zeros(1, jnp.int32)
+    return jax.jit(lambda ids: model.apply(params, ids[None], start, cache).logits[0].argmax(1))
+
+
+def greedy(prompt: list[int], max_new_tokens: int, stop_token_ids: list[int]) -> list[int]:
+    """Each token from a pass over all before it."""
+    text = [*prompt]
+    while len(text) < len(prompt) + max_new_tokens:
+        text.append(int(score()(np.resize(text, engines.LONGEST).astype(np.int32))[len(text) - 1]))
+        if text[-1] in stop_token_ids:
+            break
+    return text[len(prompt) :]
+
+
+# Sampled text
+
+
+@dataclasses.dataclass(frozen=True)
+class Featured(tiny.Trigram):
+    """Features of layer 0: which token; of layer 1: which token before it. One-hot, of width 8."""
+
+    def apply(
+        self, *args: Any, feature_layers: tuple[int, ...] = ()
+    ) -> sd.models.TargetOutput | tuple[Any, Any]:
+        logits, cache = super().apply(*args)
+        _, token_ids, start, _ = args
+        if not feature_layers:
+            return logits, cache
+        place = start[:, None] + jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :] - 1
+        before = jnp.take_along_axis(cache, jnp.maximum(place, 0), axis=1)
+        both = [jax.nn.one_hot(x, 8) for x in (token_ids, before)]
+        return sd.models.TargetOutput(
+            logits, cache, jnp.concatenate([both[layer] for layer in feature_layers], axis=2)
+        )
+
+
+K, NUM_TOKENS, REQUESTS = 2, 4, 6144
+PROMPTS = [[1, 4, 0, 1, 4], [1, 4, 0, 5, 4]]
+IDS = [5, 2, 3, 0]
+LISTED = head_of(8, (0, 1), IDS)
+TEMPERATURES = np.resize([0.7, 1.5], REQUESTS)
+WHICH = np.arange(REQUESTS) // 2 % 2  # of the prompts
+
+
+def skipping() -> tuple[np.ndarray, dict[str, Any]]:
+    """A target that looks at the token before the last one most, and a head that knows how.
+
+    For row i that is t_i: all that the head's first draft, of t_{i+2}, needs is its features.
+    """
+    table = tiny.random_table(VOCAB, seed=7, scale=0.7)
+    table = table + 2.0 * np.random.default_rng(8).standard_normal((VOCAB, 1, VOCAB))
+    params = head_params(LISTED, IDS)
+    params["fc"] = jnp.concatenate([jnp.eye(8), jnp.zeros((8, 8))])
+    for name in ("o_proj", "down_proj"):
+        params["layer"][name] = 0.1 * params["layer"][name]
+    skipped = np.zeros((8, len(IDS)))
+    skipped[:VOCAB] = table.mean(axis=1)[:, IDS] / np.sqrt(8)
+    return table.astype(np.float32), params | {"lm_head": jnp.asarray(skipped, jnp.float32)}
+
+
+TARGET, PARAMS = skipping()
+
+
+def sampled(drafter: Any = None, **changes: Any) -> sd.GenerateOutput:
+    return sd.generate(
+        Featured(VOCAB),
+        jnp.asarray(TARGET),
+        [PROMPTS[which] for which in WHICH],
+        drafter=drafter or sd.Eagle3Drafter(LISTED),
+        draft_params=PARAMS | changes,
+        config=sd.SpecDecodeConfig(num_speculative_tokens=K),
+        options=tiny.options_of(REQUESTS, temperature=TEMPERATURES),
+        max_new_tokens=NUM_TOKENS,
+        key=jax.random.key(11),
+    )
+
+
+def windows(output: sd.GenerateOutput) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Counts and probabilities after each prompt, of the first three tokens and the last three."""
+    found = []
+    for which, temperature in itertools.product((0, 1), (0.7, 1.5)):
+        asked = (temperature == TEMPERATURES) & (which == WHICH)
+        tokens = np.array(output.completions)[asked]
+        joint = tiny.exact_distribution(TARGET, PROMPTS[which], NUM_TOKENS, temperature)
+        found.append((tally(tokens[:, :-1], VOCAB), joint.sum(axis=-1)))
+        found.append((tally(tokens[:, 1:], VOCAB), joint.sum(axis=0)))
+    return found
+
+
+def rates(output: sd.GenerateOutput) -> float:
+    return float(output.steps.num_accepted.sum() / output.steps.num_proposed.sum())
+
+
+class WrongRow(sd.Eagle3Drafter):
+    """Claims, for each draft, the row of a request with the other prompt."""
+
+    def propose(self, *args: Any) -> tuple[sd.Proposal, Any]:
+        (ids, store), cache = super().propose(*args)
+        rows = {
+            name: jnp.roll(getattr(store, name), 2, axis=0) for name in ("logits", "log_normalizer")
+        }
+        return sd.Proposal(ids, dataclasses.replace(store, **rows)), cache
+
+
+@pytest.mark.statistics
+def test_sampled_text_is_distributed_as_the_targets_whatever_the_map() -> None:
+    right = sampled()
+    shifted = sampled(target_ids=(PARAMS["target_ids"] + 1) % VOCAB)
+    for what, output in ("own map", right), ("map of other ids", shifted):
+        for window in windows(output):
+            assert_distributed(*window, what)
+    assert 0.1 < rates(shifted) < rates(right) - 0.1 < 0.85
+
+
+@pytest.mark.statistics
+def test_the_row_of_another_request_is_not_lossless() -> None:
+    first_tokens = windows(sampled(WrongRow(LISTED)))[::2]
+    assert all(p_value(*window) < CONTROL for window in first_tokens)

@@ -1,0 +1,76 @@
+"""`--draft eagle3:DIR`: a head in place of a draft model."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import pytest
+
+import jax_specdec as sd
+from jax_specdec._src.cli.models import load_models
+from jax_specdec._src.cli.options import parse
+from jax_specdec._src.cli.prompts import InputError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A head of random weights for the embedded target."""
+    model, params = sd.load_embedded_pair()[0]
+    head = sd.models.Eagle3Head(
+        sd.models.Eagle3Config(
+            layer=dataclasses.replace(model.config, num_hidden_layers=1),
+            draft_vocab_size=model.vocab_size,
+            feature_layers=(2, 4, 5),
+            target_hidden_size=model.config.hidden_size,
+        )
+    )
+    sd.models.save_eagle3(tmp_path / "head", head, head.init_params(jax.random.key(0), params))
+    return tmp_path / "head"
+
+
+def test_a_folder_is_read_as_a_head_of_the_target(folder: Path) -> None:
+    name = f"eagle3:{folder}"
+    options = parse(["bench", "x", "--draft", name, "--draft", "ngram"], "1")
+    models = load_models(options, ["x"])
+    assert isinstance(models.drafters[name].drafter, sd.Eagle3Drafter)
+    assert models.drafters[name].params["embed_tokens"] is models.target.params["embed_tokens"]
+    assert isinstance(models.drafters["ngram"].drafter, sd.NGramDrafter)
+
+
+def test_the_embedded_target_has_a_head_of_all_bytes_and_one_of_64() -> None:
+    models = load_models(parse(["generate", "x", "--draft", "eagle3"], "1"), ["x"])
+    drafter = models.drafters["eagle3"].drafter
+    assert isinstance(drafter, sd.Eagle3Drafter) and drafter.head.vocab_size == 256
+    assert sd.load_embedded_head(models.target, "eagle3-64").model.vocab_size == 64
+    with pytest.raises(ValueError, match=r"name must be one of .*, not 'eagle'"):
+        sd.load_embedded_head(models.target, "eagle")  # type: ignore[arg-type]
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    options = parse(["generate", "x", "--draft", f"eagle3:{tmp_path / 'none'}"], "1")
+    with pytest.raises(InputError, match="none does not exist"):
+        load_models(options, ["x"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--draft", "eagle3:"], "--draft eagle3: must be followed by the directory of a head"),
+        (
+            ["--target", ".", "--draft", "eagle3"],
+            "--draft must be DIR, eagle3:DIR or ngram with --target, but is 'eagle3'",
+        ),
+        (
+            ["--draft", "oracle"],
+            "--draft must be model, ngram, eagle3 or eagle3:DIR without --target, but is 'oracle'",
+        ),
+    ],
+)
+def test_a_draft_that_does_not_fit_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(["generate", "x", *arguments], "1")
+    assert message in capsys.readouterr().err

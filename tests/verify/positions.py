@@ -1,0 +1,18 @@
+"""Positions that tests draw from, without a verification before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_specdec._src.verify.position import Position
+from jax_specdec._src.verify.requests import Request
+
+
+def positions_of(num_rows: int, size: int, **known: Any) -> Position:
+    """``[num_rows]``: position i draws from row i; ``p`` unless `known` says otherwise."""
+    requests = Request.without_drafts(jnp.ones(num_rows), None, jnp.zeros((num_rows, 2)))
+    positions = Position.unread(requests, size, None)
+    return jax.tree.map(lambda x: x[:, 0], positions)._replace(**known)

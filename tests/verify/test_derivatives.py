@@ -1,0 +1,239 @@
+"""Derivatives: zero through whatever draws tokens, those of log softmax through log-probabilities.
+
+The losses here are what a policy gradient differentiates. They are compared with the same losses
+whose tokens are constants, and with the derivatives of plain `jax.nn.log_softmax`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jax_specdec as sd
+from jax_specdec._src import logprobs
+
+B, K, V = 4, 2, 40
+SIZE, TOP_K, NUM_TOP = 37, 6, 3
+ROWS = B * (K + 1)
+RULES = {
+    "standard": {},
+    "block": dict(rejection_sample_method="block"),
+    "synthetic": dict(rejection_sample_method="synthetic", synthetic_acceptance_length=2.0),
+}
+CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
+KEYS = jax.random.split(jax.random.key(0), B)
+POSITIONS = jnp.arange(B, dtype=jnp.int32)
+RNG = np.random.default_rng(0)
+LOGITS = jnp.asarray(RNG.normal(size=(ROWS, V)), jnp.float32)
+DRAFT_LOGITS = jnp.asarray(RNG.normal(size=(B * K, V)), jnp.float32)
+IDS = jnp.asarray(RNG.integers(0, SIZE, (B, K)), jnp.int32)
+TEMPERATURE = jnp.array([0.7, 0.0, 1.0, 1.3])
+REWARD = jnp.asarray(RNG.normal(size=(B, K + 1)), jnp.float32)
+TOP_REWARD = jnp.asarray(RNG.normal(size=(B, K + 1, NUM_TOP)), jnp.float32)
+
+
+def sample(
+    rule: str, implementation: Any, kind: str, logits: Any, storage: Any, temperature: Any
+) -> sd.RejectionSampleOutput:
+    distribution: Any = sd.DraftLogits(storage)
+    if kind == "probs":
+        distribution = sd.DraftProbs(jax.nn.softmax(storage))
+    if kind == "normalizers":
+        distribution = sd.DraftLogits(storage, log_normalizer=jax.nn.logsumexp(storage, axis=1))
+    return sd.rejection_sample(
+        logits,
+        sd.Drafts.from_dense(IDS, distribution=distribution),
+        sampling=sd.SamplingParams(temperature, top_p=jnp.full((B,), 0.9)),
+        keys=KEYS,
+        positions=POSITIONS,
+        config=sd.SpecDecodeConfig(num_speculative_tokens=K, **RULES[rule]),
+        implementation=implementation,
+    )
+
+
+def policy_loss(tokens: jax.Array, logits: jax.Array) -> jax.Array:
+    each = jax.nn.log_softmax(logits).reshape(B, K + 1, V)
+    each = jnp.take_along_axis(each, jnp.maximum(tokens, 0)[:, :, None], axis=2)[:, :, 0]
+    return jnp.sum(jnp.where(tokens >= 0, REWARD * each, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "rule", "kind"),
+    [
+        ("xla_lazy", "standard", "probs"),
+        ("xla_batched", "block", "normalizers"),
+        (None, "synthetic", "logits"),
+    ],
+)
+def test_a_policy_gradient_is_that_of_constant_tokens(
+    implementation: Any, rule: str, kind: str
+) -> None:
+    given = LOGITS, DRAFT_LOGITS, TEMPERATURE + 0.5
+    draw = functools.partial(sample, rule, implementation, kind)
+
+    def loss(logits: Any, storage: Any, temperature: Any) -> jax.Array:
+        output = draw(logits, storage, temperature)
+        return policy_loss(output.token_ids, logits) + output.num_accepted.sum().astype(float)
+
+    tokens = draw(*given).token_ids
+    wanted = jax.grad(policy_loss, 1)(tokens, LOGITS)
+    assert jnp.any(wanted != 0)
+    of_logits, *others = jax.jit(jax.grad(loss, (0, 1, 2)))(*given)
+    np.testing.assert_allclose(of_logits, wanted, rtol=1e-5, atol=1e-6)
+    assert all(bool(jnp.all(x == 0)) for x in others)
+
+
+def test_they_are_zero_forward_and_for_each_of_a_batch_of_losses() -> None:
+    draw = functools.partial(sample, "standard", "xla_batched", "normalizers")
+    temperature = TEMPERATURE + 0.5
+
+    def loss(logits: jax.Array, storage: jax.Array) -> jax.Array:
+        return policy_loss(draw(logits, storage, temperature).token_ids, logits)
+
+    tokens = draw(LOGITS, DRAFT_LOGITS, temperature).token_ids
+    wanted = jax.grad(policy_loss, 1)(tokens, LOGITS)
+    both = jnp.stack([LOGITS, LOGITS[::-1]]), jnp.stack([DRAFT_LOGITS, DRAFT_LOGITS])
+    given = LOGITS, DRAFT_LOGITS
+    forward = jax.jit(lambda *steps: jax.jvp(loss, given, steps)[1])(*given)
+    np.testing.assert_allclose(forward, jnp.sum(wanted * LOGITS), rtol=1e-4)
+    found = jax.jit(jax.vmap(jax.grad(loss)))(*both)
+    np.testing.assert_allclose(found[0], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_split_call_has_zero_derivatives() -> None:
+    mesh = jax.make_mesh((2, 2), ("model", "data"), devices=jax.devices()[:4])
+    sharding = sd.VerifySharding(mesh, vocab_axis="model", batch_axis="data")
+
+    def verified(logits: jax.Array) -> jax.Array:
+        output = sd.rejection_sample(
+            logits,
+            sd.Drafts.from_dense(IDS),
+            sampling=sd.SamplingParams(1.0),
+            keys=KEYS,
+            positions=POSITIONS,
+            config=CONFIG,
+            sharding=sharding,
+        )
+        return output.token_ids.astype(jnp.float32).sum() + logits.sum()
+
+    np.testing.assert_array_equal(jax.jit(jax.grad(verified))(LOGITS), jnp.ones_like(LOGITS))
+
+
+def test_drafting_has_zero_derivatives() -> None:
+    def drawn(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+        sample = sd.sample_draft_tokens(
+            logits,
+            sampling=sd.SamplingParams(temperature, min_p=jnp.full((B,), 0.1)),
+            keys=KEYS,
+            positions=POSITIONS,
+            offset=0,
+        )
+        floats = [x for x in jax.tree.leaves(sample) if x.dtype == jnp.float32]
+        return sum((jnp.sum(x) for x in floats), jnp.sum(logits * logits))
+
+    given = LOGITS[:B], TEMPERATURE + 0.5
+    of_logits, of_temperature = jax.jit(jax.grad(drawn, (0, 1)))(*given)
+    np.testing.assert_array_equal(of_logits, 2 * given[0])
+    assert jnp.all(of_temperature == 0)
+    forward = jax.jvp(drawn, given, jax.tree.map(jnp.ones_like, given))[1]
+    np.testing.assert_allclose(forward, 2 * jnp.sum(given[0]), rtol=1e-5)
+
+
+# Log-probabilities. Request 1 is greedy, 2 emitted one token, 3 could not be verified.
+
+TOKENS = jnp.array([[0, 1, 2], [3, 4, 5], [6, -1, -1], [-1, -1, -1]], jnp.int32)
+COUNTS = jnp.array([3, 3, 1, 0], jnp.int32)
+IS_TOKEN = np.asarray(TOKENS) >= 0
+OUTPUT = sd.RejectionSampleOutput(
+    TOKENS, jnp.maximum(COUNTS - 1, 0), COUNTS, jnp.where(COUNTS > 0, 0, 2)
+)
+# The six likeliest tokens, of which -inf is what a mask of the caller's own leaves.
+RAISED = LOGITS.at[:, :7].add(6.0).at[:, 20].set(-jnp.inf).at[ROWS - 1].set(jnp.nan)
+MASK = jnp.full((ROWS, 2), -2, jnp.int32).at[0, 0].set(-9)  # forbids 0; in row 0: 3, not 0
+
+
+def found_loss(distribution: Any, logits: jax.Array, temperature: jax.Array, **named: Any) -> Any:
+    found = sd.token_logprobs(
+        logits,
+        sd.Drafts.from_dense(IDS),
+        OUTPUT,
+        sampling=sd.SamplingParams(temperature, top_k=jnp.full((B,), TOP_K, jnp.int32)),
+        config=CONFIG,
+        num_top=NUM_TOP,
+        distribution=distribution,
+        vocab_size=SIZE,
+        token_bitmask=MASK,
+        **named,
+    )
+    own = jnp.where(IS_TOKEN, REWARD * found.logprobs, 0.0)
+    return jnp.sum(own) + jnp.sum(
+        jnp.where(IS_TOKEN[:, :, None], TOP_REWARD * found.top_logprobs, 0)
+    )
+
+
+def plain_loss(distribution: str, logits: jax.Array, temperature: jax.Array) -> jax.Array:
+    rows = np.array(RAISED).reshape(B, K + 1, V)
+    kept = np.isfinite(rows) & (np.arange(V) < SIZE)
+    is_greedy = np.asarray(TEMPERATURE)[:, None] == 0
+    if distribution == "processed":
+        kept &= (np.asarray(MASK)[:, np.arange(V) // 32] >> np.arange(V) % 32 & 1 == 1).reshape(
+            B, K + 1, V
+        )
+        least = np.sort(np.where(kept, rows, -np.inf))[:, :, -TOP_K, None]
+        kept &= (rows >= least) | is_greedy[:, :, None]
+        temperature = jnp.where(is_greedy, 1.0, temperature[:, None])[:, :, None]
+    else:
+        temperature = jnp.ones((B, 1, 1))
+    x = jnp.where(kept, logits.reshape(B, K + 1, V), 0.0) / temperature
+    each = jax.nn.log_softmax(jnp.where(kept, x, -1e9))
+    top = np.argsort(-np.where(kept, rows, -np.inf), kind="stable")[:, :, :NUM_TOP]
+    own = jnp.take_along_axis(each, jnp.maximum(TOKENS, 0)[:, :, None], axis=2)[:, :, 0]
+    likeliest = jnp.take_along_axis(each, top, axis=2)
+    loss = jnp.sum(jnp.where(IS_TOKEN, REWARD * own, 0.0))
+    return loss + jnp.sum(jnp.where(IS_TOKEN[:, :, None], TOP_REWARD * likeliest, 0.0))
+
+
+def by_offset(*args: Any) -> Any:
+    at_once = functools.partial(logprobs.read_emitted, lazy=False)
+    with mock.patch.object(logprobs, "read_emitted", at_once):
+        return found_loss(*args)
+
+
+def over_mesh(*args: Any) -> Any:
+    mesh = jax.make_mesh((4, 2), ("model", "data"), devices=jax.devices()[:8])
+    return found_loss(*args, sharding=sd.VerifySharding(mesh, "model", "data"))
+
+
+def in_shard_map(distribution: str, logits: jax.Array, temperature: jax.Array) -> Any:
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    sharding = sd.VerifySharding(vocab_axis="model")
+    call = functools.partial(found_loss, distribution, sharding=sharding)
+    specs = P(None, "model"), P()
+    return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P())(logits, temperature)
+
+
+@pytest.mark.parametrize("distribution", ["raw", "processed"])
+@pytest.mark.parametrize("form", [found_loss, by_offset, over_mesh, in_shard_map])
+def test_log_probabilities_have_the_derivatives_of_log_softmax(
+    form: Any, distribution: str
+) -> None:
+    loss, plain = (functools.partial(f, distribution) for f in (form, plain_loss))
+    given, steps = (RAISED, TEMPERATURE), (LOGITS[::-1], REWARD[:, 0])
+    # A token that the mask forbids is not among those kept; its log-probability is -inf.
+    wanted_of_logits, wanted_of_temperature = jax.grad(plain, (0, 1))(*given)
+    assert jnp.sum(wanted_of_logits != 0) > 30
+    of_logits, of_temperature = jax.jit(jax.grad(loss, (0, 1)))(*given)
+    near = dict(rtol=1e-4, atol=2e-5)
+    np.testing.assert_allclose(of_logits, wanted_of_logits, **near)
+    np.testing.assert_allclose(of_temperature, wanted_of_temperature, **near)
+    forward = jax.jit(lambda *x: jax.jvp(loss, *x)[1])(given, steps)
+    np.testing.assert_allclose(forward, jax.jvp(plain, given, steps)[1], rtol=1e-4)
+    assert np.all(np.asarray(of_logits)[-3:] == 0)  # a row of NaN that emitted nothing

@@ -1,0 +1,470 @@
+"""Trains EAGLE-3 heads for the embedded target, or for another; see README.md.
+
+    python training/train_eagle3.py --out build/eagle3
+    python training/train_eagle3.py --out build/head --target DIR --text FILES --vocab-size 32000
+
+A head learns from the target's own distribution, over text and over what the target continues text
+with. It is unrolled as it drafts ("training-time test"): step s reads the true token i + 1 + s and
+the head's own state of step s - 1 at i, and is judged by what the target says of token i + 2 + s.
+
+On a GPU the compute dtype is bfloat16, on a CPU float32; master weights are float32.
+"""
+
+import argparse
+import dataclasses
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import stdlib_text
+from train_embedded import (
+    Data,
+    attention_implementation,
+    learning_rate,
+    load_data,
+    make_optimizer,
+    sample_windows,
+)
+
+import jax_specdec as sd
+
+NUM_STEPS = 4  # T, of the unrolled drafting
+STEP_DECAY = 0.8  # weight of a step's loss, relative to the step before
+WARMUP_STEPS = 100
+FROZEN = ("embed_tokens", "lm_head", "target_ids")  # the target's own, or chosen before training
+HELD_OUT_EVERY = 20  # of the documents of a user's text, one is for evaluation
+SAMPLE_BATCH = {"gpu": 2048, "cpu": 64}
+CHUNK = 50  # steps per call of the compiled loop
+
+Params = dict[str, Any]
+
+
+class Corpus(NamedTuple):
+    """Token ids for one target."""
+
+    training: Data
+    held_out: np.ndarray  # [n]
+    name: str
+
+
+def stdlib_corpus() -> Corpus:
+    """The text that the embedded target was trained on, as bytes."""
+    text = stdlib_text.read_text()
+    return Corpus(load_data(text), stdlib_text.join(text.held_out), stdlib_text.digest(text))
+
+
+def text_corpus(directory: Path, files: list[Path]) -> Corpus:
+    """Files (by default Python's standard library) as ids of a target's tokenizer."""
+    tokenizer = sd.load_tokenizer(directory)
+    if files:
+        sources = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(files)]
+    else:
+        sources = [source.decode() for _, source in stdlib_text.read_text().library]
+    documents = [np.asarray(tokenizer.encode(source), np.int32) for source in sources]
+    held_out = documents[::HELD_OUT_EVERY]
+    training = [d for i, d in enumerate(documents) if i % HELD_OUT_EVERY] or documents
+    joined = np.concatenate(training)
+    starts = np.cumsum([0, *(len(document) for document in training[:-1])])
+    data = Data(
+        jnp.asarray(joined),
+        jnp.asarray(starts, jnp.int32),
+        jnp.asarray([len(joined)], jnp.int32),
+        jnp.ones(1, jnp.float32),
+    )
+    return Corpus(data, np.concatenate(held_out), f"{len(documents)} documents")
+
+
+class Target(NamedTuple):
+    """What a head learns from."""
+
+    model: sd.models.Llama
+    params: Params
+
+    def run(self, token_ids: jax.Array, layers: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+        """Logits `[B, S, V]` and features `[B, S, A * H]` of whole sequences from position 0."""
+        implementation = attention_implementation() if self.model.dtype == jnp.bfloat16 else "xla"
+
+        def attend(_: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+            return jax.nn.dot_product_attention(
+                query, key, value, is_causal=True, implementation=implementation
+            )
+
+        embedded = self.params["embed_tokens"][token_ids]
+        positions = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
+        whole = jnp.broadcast_to(positions, token_ids.shape)
+        return self.model.run(self.params, embedded, whole, attend, feature_layers=layers)
+
+
+@partial(jax.jit, static_argnums=(0, 3))
+def continue_windows(
+    model: sd.models.Llama, params: Params, windows: jax.Array, kept: int, key: jax.Array
+) -> jax.Array:
+    """Windows `[B, S]` whose tokens from `kept` on are sampled from the target at temperature 1."""
+    batch_size, length = windows.shape
+    cache = model.init_cache(batch_size, length)
+    start = jnp.zeros(batch_size, jnp.int32)
+    logits, cache, _ = model.apply(params, windows[:, :kept], start, cache)
+
+    def step(carry: Any, offset: jax.Array) -> tuple[Any, jax.Array]:
+        logits, cache = carry
+        token = jax.random.categorical(
+            jax.random.fold_in(key, offset), logits.astype(jnp.float32), axis=-1
+        ).astype(jnp.int32)
+        logits, cache, _ = model.apply(params, token[:, None], start + offset, cache)
+        return (logits[:, 0], cache), token
+
+    offsets = jnp.arange(kept, length, dtype=jnp.int32)
+    _, tokens = jax.lax.scan(step, (logits[:, -1], cache), offsets)
+    return jnp.concatenate([windows[:, :kept], tokens.T], axis=1)
+
+
+def sampled_pool(target: Target, prompts: Iterator[jax.Array], size: int, key: jax.Array) -> Any:
+    """`[size, S]` on the host: windows that the target continued, in as small a type as fits."""
+    dtype = np.uint8 if target.model.vocab_size <= 256 else np.int32
+    parts: list[np.ndarray] = []
+    while sum(map(len, parts)) < size:
+        windows = next(prompts)
+        key, now = jax.random.split(key)
+        sampled = continue_windows(*target, windows, windows.shape[1] // 4, now)
+        parts.append(np.asarray(sampled).astype(dtype))
+    return np.concatenate(parts)[:size]
+
+
+def unrolled_attention(
+    keys: list[jax.Array], values: list[jax.Array]
+) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """Attention of one more step; `keys` and `values` `[B, N, N_kv, D]` are those of steps before.
+
+    A query at i reads the keys j <= i of step 0, which come from true features, and the one key at
+    i of each later step, its own included: those that drafting from i wrote.
+    """
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        keys.append(key)
+        values.append(value)
+        batch_size, length, num_kv, head_dim = key.shape
+        query = query.reshape(batch_size, length, num_kv, -1, head_dim)
+        wide = {"preferred_element_type": jnp.float32}
+        scores = jnp.einsum("bikgd,bjkd->bkgij", query, keys[0], **wide)
+        past = jnp.tril(jnp.ones((length, length), bool))
+        scores = [jnp.where(past[None, None, None], scores, -jnp.inf)]
+        scores += [
+            jnp.einsum("bikgd,bikd->bkgi", query, drafted, **wide)[..., None]
+            for drafted in keys[1:]
+        ]
+        weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1) * head_dim**-0.5, axis=-1)
+        weights = weights.astype(value.dtype)
+        read = jnp.einsum("bkgij,bjkd->bikgd", weights[..., :length], values[0])
+        for step, drafted in enumerate(values[1:]):
+            weight = jnp.einsum("bkgi->bikg", weights[..., length + step])
+            read = read + weight[..., None] * drafted[:, :, :, None, :]
+        return read.reshape(batch_size, length, -1, head_dim)
+
+    return attend
+
+
+class Measures(NamedTuple):
+    """Of each of the T steps, over the positions where its target is known, `[T]`."""
+
+    cross_entropy: jax.Array  # of the target's distribution over the listed ids, nats
+    log_acceptance: jax.Array  # mean of log alpha
+    acceptance: jax.Array  # mean of alpha = sum min(p, q), at temperature 1
+    agreement: jax.Array  # share of positions where the argmaxes are the same
+
+
+def unroll(
+    head: sd.models.Eagle3Head, params: Params, features: jax.Array, tokens: jax.Array
+) -> list[jax.Array]:
+    """Logits `[B, S - 1, Vd]` of the T steps of drafting from each position of tokens `[B, S]`.
+
+    Row i of step s has read the features up to i and the tokens up to i + 1 + s.
+    """
+    states = head.project(params, features[:, :-1])
+    batch_size, count = states.shape[:2]
+    positions = jnp.arange(count, dtype=jnp.int32)[None, :]
+    attend = unrolled_attention([], [])
+    steps = []
+    for step in range(NUM_STEPS):
+        shifted = jnp.roll(tokens[:, 1:], -step, axis=1)  # the last rows read what is not theirs
+        embedded = params["embed_tokens"][shifted]
+        rotary = jnp.broadcast_to(positions + step, (batch_size, count))
+        logits, states = head.run(params, states, embedded, rotary, attend)
+        steps.append(logits)
+    return steps
+
+
+def measure(
+    head: sd.models.Eagle3Head, params: Params, target: Target, tokens: jax.Array
+) -> Measures:
+    """Unrolls the head over token ids `[B, S]`."""
+    params = jax.tree.map(lambda x: x if x.dtype == jnp.int32 else x.astype(head.dtype), params)
+    logits, features = jax.lax.stop_gradient(target.run(tokens, head.feature_layers))
+    ids = params.get("target_ids")
+    measures = []
+    for step, drafted in enumerate(unroll(head, params, features, tokens)):
+        p = jax.nn.softmax(jnp.roll(logits[:, 1:], -step, axis=1).astype(jnp.float32))
+        log_q = jax.nn.log_softmax(drafted.astype(jnp.float32))
+        # p on the head's ids; what it cannot draft is never accepted.
+        listed = p if ids is None else jnp.take(p, ids, axis=-1)
+        soft = listed / jnp.maximum(jnp.sum(listed, axis=-1, keepdims=True), 1e-9)
+        best = jnp.argmax(drafted, axis=-1)
+        alpha = jnp.sum(jnp.minimum(listed, jnp.exp(log_q)), axis=-1)
+        values = (
+            -jnp.sum(soft * log_q, axis=-1),
+            jnp.log(jnp.maximum(alpha, 1e-6)),
+            alpha,
+            (best if ids is None else ids[best]) == jnp.argmax(p, axis=-1),
+        )
+        known = jnp.arange(p.shape[1], dtype=jnp.int32)[None, :] < p.shape[1] - step
+        known = jnp.broadcast_to(known, p.shape[:2])
+        measures.append([jnp.mean(value, where=known) for value in values])
+    return Measures(*map(jnp.stack, zip(*measures, strict=True)))
+
+
+class State(NamedTuple):
+    """What a training step changes."""
+
+    params: Params  # float32, without what is frozen
+    optimizer: Any
+    step: jax.Array  # [] int32
+    key: jax.Array
+
+
+def make_chunk(
+    head: sd.models.Eagle3Head, model: sd.models.Llama, args: argparse.Namespace
+) -> Callable:
+    """CHUNK training steps in one compiled loop; returns the state and the mean loss."""
+    optimizer = make_optimizer(args.weight_decay)
+    weights = jnp.asarray(STEP_DECAY ** np.arange(NUM_STEPS), jnp.float32)
+    num_sampled = args.batch_size // 2
+
+    @partial(jax.jit, donate_argnums=0)
+    def chunk(
+        state: State, frozen: Params, target_params: Params, data: Data, pool: Any, total: Any
+    ) -> tuple[State, jax.Array]:
+        target = Target(model, target_params)
+
+        def step(state: State, _: None) -> tuple[State, jax.Array]:
+            key, window_key, pool_key = jax.random.split(state.key, 3)
+            corpus = sample_windows(
+                data, window_key, args.batch_size - num_sampled, args.length - 1
+            )
+            rows = jax.random.randint(pool_key, (num_sampled,), 0, pool.shape[0])
+            tokens = jnp.concatenate([corpus, pool[rows].astype(jnp.int32)])
+            now = state.step.astype(jnp.float32)
+            by_acceptance = now >= args.acceptance_from * total
+
+            def loss_fn(params: Params) -> jax.Array:
+                found = measure(head, params | frozen, target, tokens)
+                losses = jnp.where(by_acceptance, -found.log_acceptance, found.cross_entropy)
+                return jnp.sum(weights * losses) / jnp.sum(weights)
+
+            loss, grads = jax.value_and_grad(loss_fn)(state.params)
+            updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
+            scale = -learning_rate(args.learning_rate, now, total, WARMUP_STEPS)
+            params = optax.apply_updates(state.params, jax.tree.map(lambda u: scale * u, updates))
+            return State(params, opt_state, state.step + 1, key), loss
+
+        state, losses = jax.lax.scan(step, state, length=CHUNK)
+        return state, losses.mean()
+
+    return chunk
+
+
+def frequent_ids(vocab_size: int, size: int, *texts: np.ndarray) -> np.ndarray:
+    """The `size` most frequent ids, ascending; of equally frequent ones the lowest."""
+    counts = sum(np.bincount(text.ravel(), minlength=vocab_size) for text in texts)
+    return np.sort(np.argsort(-counts, kind="stable")[:size])
+
+
+def make_head(
+    target: Target, size: int, layers: tuple[int, ...] | None, *texts: np.ndarray
+) -> tuple[sd.models.Eagle3Head, Params]:
+    """A head of `size` ids, like a layer of the target; the frozen part of its weights."""
+    c = target.model.config
+    count = c.num_hidden_layers
+    head = sd.models.Eagle3Head(
+        sd.models.Eagle3Config(
+            layer=dataclasses.replace(c, num_hidden_layers=1, qkv_bias=False),
+            draft_vocab_size=size,
+            feature_layers=layers or (2, count // 2, count - 3),
+            target_hidden_size=c.hidden_size,
+            own_lm_head=size < c.vocab_size,
+        ),
+        target.model.dtype,
+    )
+    tied = c.tie_word_embeddings
+    lm_head = target.params["embed_tokens" if tied else "lm_head"]
+    frozen = {"embed_tokens": target.params["embed_tokens"], "lm_head": lm_head}
+    if size < c.vocab_size:
+        ids = frequent_ids(c.vocab_size, size, *texts)
+        rows = lm_head[ids].T if tied else lm_head[:, ids]
+        frozen |= {"lm_head": rows, "target_ids": jnp.asarray(ids, jnp.int32)}
+    return head, frozen
+
+
+def train(
+    target: Target,
+    head: sd.models.Eagle3Head,
+    frozen: Params,
+    data: Data,
+    pool: np.ndarray,
+    args: argparse.Namespace,
+    minutes: float,
+) -> tuple[Params, list[dict[str, float]]]:
+    """Trains for args.steps steps, or as many as fit into `minutes`; weights and losses."""
+    begin = time.monotonic()
+    init_key, key = jax.random.split(jax.random.key(args.seed))
+    master = dataclasses.replace(head, dtype=jnp.float32).init_params(init_key)
+    params = {name: x for name, x in master.items() if name not in FROZEN}
+    state = State(params, make_optimizer(args.weight_decay).init(params), jnp.int32(0), key)
+    chunk = make_chunk(head, target.model, args)
+    pool_on_device, total, log, done = jnp.asarray(pool), args.steps, [], 0
+    while done < total:
+        tick = time.monotonic()
+        state, loss = chunk(state, frozen, target.params, data, pool_on_device, jnp.float32(total))
+        loss, done = float(loss), int(state.step)
+        seconds = time.monotonic() - tick
+        if done == 2 * CHUNK:  # the first chunk was compilation, mostly
+            left = minutes * 60 - (time.monotonic() - begin)
+            total = min(total, done + max(0, int(0.95 * left / seconds)) * CHUNK)
+            print(f"{seconds / CHUNK * 1e3:.1f} ms a step: {total} steps in all", flush=True)
+        log.append({"step": done, "loss": round(loss, 4)})
+        if len(log) % args.print_every == 1 or args.print_every == 1 or done >= total:
+            elapsed = time.monotonic() - begin
+            print(f"{elapsed:6.0f} s  step {done}  loss {loss:.4f}", flush=True)
+    weights = jax.tree.map(lambda x: x.astype(head.dtype), state.params)
+    return weights | frozen, log
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def measure_batch(
+    head: sd.models.Eagle3Head,
+    model: sd.models.Llama,
+    params: Params,
+    target_params: Params,
+    tokens: jax.Array,
+) -> Measures:
+    """`measure`, compiled."""
+    return measure(head, params, Target(model, target_params), tokens)
+
+
+def evaluate(
+    head: sd.models.Eagle3Head, params: Params, target: Target, windows: np.ndarray, batch_size: int
+) -> dict[str, list[float]]:
+    """Acceptance and greedy agreement of each step, over windows `[M, S]`."""
+    count = max(1, len(windows) // batch_size)
+    found = [
+        measure_batch(head, target.model, params, target.params, jnp.asarray(batch, jnp.int32))
+        for batch in np.array_split(windows[: count * batch_size], count)
+    ]
+    mean = jax.tree.map(lambda *x: np.mean([np.asarray(v, np.float64) for v in x], 0), *found)
+    return {
+        name: [round(float(value), 4) for value in getattr(mean, name)]
+        for name in ("acceptance", "agreement")
+    }
+
+
+def show(name: str, found: dict[str, list[float]]) -> None:
+    """Prints what `evaluate` found."""
+    for kind, values in found.items():
+        length = 1 + np.cumprod(values).sum()
+        steps = " ".join(f"{value:.4f}" for value in values)
+        print(f"  {name:16} {kind:10} by step {steps}  1 + products {length:.3f}", flush=True)
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The arguments, with the defaults that depend on the device filled in."""
+    on_gpu = jax.default_backend() == "gpu"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder for one folder per head, vocab_SIZE")
+    add("--target", type=Path, help="checkpoint with a tokenizer; default: the embedded target")
+    add("--text", type=Path, nargs="*", default=[], help="files to learn from, with --target")
+    add("--vocab-size", type=int, nargs="+", help="Vd of each head; default: V, and 64 if embedded")
+    add("--layers", type=int, nargs="+", help="feature layers; default: 2, L // 2, L - 3")
+    add("--steps", type=int, default=20000 if on_gpu else 1000, help="at most, per head")
+    add("--minutes", type=float, default=7.0 if on_gpu else 60.0, help="for all heads together")
+    add("--batch-size", type=int, default=256 if on_gpu else 16, help="windows per step")
+    add("--length", type=int, default=256, help="tokens per window")
+    add("--sampled", type=int, default=2**17 if on_gpu else 2**11, help="windows from the target")
+    add("--learning-rate", type=float, default=1e-3, help="peak")
+    add("--weight-decay", type=float, default=0.01, help="of matrices")
+    add("--acceptance-from", type=float, default=0.75, help="share of steps before -log alpha")
+    add("--seed", type=int, default=0)
+    add("--print-every", type=int, default=10, help=f"in chunks of {CHUNK} steps")
+    args = parser.parse_args(arguments)
+    if args.batch_size < 2 or args.length < 2 * NUM_STEPS:
+        parser.error(f"--batch-size must be at least 2, --length at least {2 * NUM_STEPS}")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line."""
+    begin = time.monotonic()
+    args = parse_args(arguments)
+    device = jax.devices()[0]
+    dtype = jnp.bfloat16 if device.platform == "gpu" else jnp.float32
+    if args.target is None:
+        target, corpus = Target(*sd.load_embedded_pair(dtype)[0]), stdlib_corpus()
+        sizes = args.vocab_size or [target.model.vocab_size, 64]
+    else:
+        target = Target(*sd.load_huggingface(args.target, dtype))
+        corpus = text_corpus(args.target, args.text)
+        sizes = args.vocab_size or [target.model.vocab_size]
+    batch = min(SAMPLE_BATCH.get(device.platform, 64), args.sampled)
+    draw_key, pool_key, held_key = jax.random.split(jax.random.key(args.seed + 1), 3)
+
+    def prompts() -> Iterator[jax.Array]:
+        for index in range(args.sampled):
+            key = jax.random.fold_in(draw_key, index)
+            yield sample_windows(corpus.training, key, batch, args.length - 1)
+
+    pool = sampled_pool(target, prompts(), args.sampled, pool_key)
+    starts = np.linspace(0, len(corpus.held_out) - args.length, batch).astype(int)
+    held_out = np.stack([corpus.held_out[i : i + args.length] for i in starts]).astype(np.int32)
+    own = sampled_pool(target, iter([jnp.asarray(held_out)]), batch, held_key)
+    print(f"{time.monotonic() - begin:6.0f} s  {pool.shape[0]} windows sampled", flush=True)
+
+    for index, size in enumerate(sizes):
+        text = np.asarray(corpus.training.text)
+        layers = None if args.layers is None else tuple(args.layers)
+        head, frozen = make_head(target, size, layers, text, pool)
+        left = args.minutes - (time.monotonic() - begin) / 60
+        print(f"head of {size} ids, feature layers {head.feature_layers}", flush=True)
+        params, log = train(
+            target, head, frozen, corpus.training, pool, args, left / (len(sizes) - index)
+        )
+        results = {
+            name: evaluate(head, params, target, windows, min(batch, args.batch_size))
+            for name, windows in (("held-out text", held_out), ("target's own", own))
+        }
+        for name, found in results.items():
+            show(name, found)
+        directory = args.out / f"vocab_{size}"
+        name = "embedded target" if args.target is None else args.target.name
+        sd.models.save_eagle3(directory, head, params, jnp.bfloat16, target_name=name)
+        record = {
+            "device": device.device_kind,
+            "jax": jax.__version__,
+            "python": platform.python_version(),
+            "text": corpus.name,
+            "target": name,
+            **{k: v for k, v in vars(args).items() if k not in ("out", "target", "text")},
+            "results": results,
+            "log": log,
+        }
+        (directory / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+        print(f"{time.monotonic() - begin:6.0f} s  wrote {directory}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
