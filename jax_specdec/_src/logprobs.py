@@ -13,8 +13,9 @@ from jax import export, lax
 from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src import ragged
+from jax_specdec._src.blocks import gathering
 from jax_specdec._src.config import SpecDecodeConfig, check_int
-from jax_specdec._src.platform import platform_dependent
+from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.sampling import Filter, inverse_temperature
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
@@ -24,9 +25,9 @@ from jax_specdec._src.types import (
     SamplingParams,
     described,
 )
-from jax_specdec._src.verify import checks, tiles
+from jax_specdec._src.verify import checks
 from jax_specdec._src.verify import sharding as sharding_lib
-from jax_specdec._src.verify.exchange import WHOLE, Exchange, of_owner
+from jax_specdec._src.verify.form import Form, of_owner
 from jax_specdec._src.verify.rows import Partials, Rows
 from jax_specdec._src.verify.sharding import VerifySharding
 
@@ -206,12 +207,13 @@ def token_logprobs(
     no_rows = dataclasses.replace(drafts, distribution=None)
     array_layout = sharding_lib.resolve(sharding, target_logits, no_rows, None)
     vocab_axis = None if array_layout is None else array_layout.vocab_axis
-    read = functools.partial(
-        read_emitted, size=size, num_top=num_top, exchange=Exchange(vocab_axis)
-    )
+
+    def read(arrays: tuple[jax.Array, jax.Array | None, Emitted]) -> TokenLogprobs:
+        return read_emitted(*arrays, size, num_top, vocab_axis)
+
     if array_layout is None or array_layout.mesh is None:
         given = target_logits, token_bitmask, emitted
-        return sharding_lib.without_vma(lambda arrays: read(*arrays), given, vocab_axis)
+        return sharding_lib.without_vma(read, given, vocab_axis)
 
     def on_part(arrays: tuple[jax.Array, jax.Array | None, Emitted]) -> TokenLogprobs:
         logits, words, emitted = arrays
@@ -221,7 +223,7 @@ def token_logprobs(
                 all_rows // lax.axis_size(array_layout.batch_axis)
             )
             emitted = emitted._replace(row=emitted.row - first_row)
-        return read(logits, words, emitted)
+        return read((logits, words, emitted))
 
     own = P(array_layout.batch_axis)
     specs = P(array_layout.batch_axis, array_layout.vocab_axis), own, own
@@ -237,15 +239,14 @@ def _of_sampled(filter: Filter | None, greedy: jax.Array) -> Filter | None:
     return Filter(*(None if x is None else jnp.where(greedy, off, x) for x, off in values))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5, 6))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
 def read_emitted(
     target_logits: jax.Array,
     token_bitmask: jax.Array | None,
     emitted: Emitted,
     size: int,
     num_top: int,
-    lazy: bool | None = None,
-    exchange: Exchange = WHOLE,
+    axis: str | None,
 ) -> TokenLogprobs:
     """Read the rows of emitted tokens ``[B, K+1]``.
 
@@ -255,58 +256,55 @@ def read_emitted(
       emitted: the tokens.
       size: ids from it on are padding; at most V.
       num_top: n.
-      lazy: whether to read rows one by one, or B at a time; None chooses by platform.
-      exchange: between the devices that split the vocabulary. If they do, `lazy` is ignored.
+      axis: the mesh axis that the vocabulary is split over, or None.
     """
-    rows = Rows.of_logits(target_logits, size, token_bitmask, exchange)
+    arrays = target_logits, token_bitmask, emitted
+    return traced_for_platform(_read_emitted, arrays, size, num_top, axis)
 
-    def one_by_one(emitted: Emitted) -> TokenLogprobs:
-        def read(one: Emitted) -> TokenLogprobs:
-            those = jax.tree.map(lambda x: x[None], one)
-            shapes = jax.eval_shape(lambda: _read_batch(rows, those, num_top, exchange))
-            nothing = jax.tree.map(_nothing, shapes)
-            return jax.tree.map(
-                lambda x: x[0],
-                lax.cond(
-                    one.exists,
-                    lambda: _read_batch(rows, those, num_top, exchange),
-                    lambda: nothing,
-                ),
-            )
 
+def _read_emitted(
+    arrays: tuple[jax.Array, jax.Array | None, Emitted],
+    size: int,
+    num_top: int,
+    axis: str | None,
+    platform: Platform,
+) -> TokenLogprobs:
+    """`read_emitted`: on a CPU row by row, elsewhere, or if rows are split, B at a time."""
+    target_logits, token_bitmask, emitted = arrays
+    form = Form(platform, axis)
+    rows = Rows.of_logits(target_logits, size, token_bitmask, form)
+    if platform == "cpu" and axis is None:
         flat = jax.tree.map(lambda x: x.reshape(-1), emitted)
-        found = lax.map(read, flat)
-        return jax.tree.map(lambda x: x.reshape(*emitted.row.shape, *x.shape[1:]), found)
-
-    def by_offset(emitted: Emitted) -> TokenLogprobs:
-        turned = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), emitted)
-        found = lax.map(lambda those: _read_batch(rows, those, num_top, exchange), turned)
-        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)
-
-    if exchange.axis is not None:
-        return by_offset(emitted)
-    if lazy is None:
-        return platform_dependent(emitted, cpu=one_by_one, default=by_offset)
-    return one_by_one(emitted) if lazy else by_offset(emitted)
+        which = jnp.where(flat.exists, flat.row, -1)
+        found = gathering(
+            lambda _, those: _read_batch(rows, those, num_top, form), platform, which, flat
+        )
+        shape = emitted.row.shape
+        found = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), found)
+        return found.where(emitted.exists)
+    turned = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), emitted)
+    found = lax.map(lambda those: _read_batch(rows, those, num_top, form), turned)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)
 
 
 @read_emitted.defjvp
 def _derivative(
-    size: int, num_top: int, lazy: bool | None, exchange: Exchange, primals: Any, tangents: Any
+    size: int, num_top: int, axis: str | None, primals: Any, tangents: Any
 ) -> tuple[TokenLogprobs, TokenLogprobs]:
     """``d logprob(id) = dz(id) - sum(p * dz)``, where ``z = logit / temperature``.
 
     The rows are gathered once: the derivative of a loop would add a matrix ``[M, V]`` per token.
     """
-    static: Any = dict(size=size, num_top=num_top, lazy=lazy, exchange=exchange)
-    found = read_emitted(*primals, **static)
+    found = read_emitted(*primals, size, num_top, axis)
     target_logits, token_bitmask, emitted = primals
+    form = Form("default", axis)  # gathers
     one = jax.tree.map(lambda x: x.reshape(-1), emitted)
-    rows = Rows.of_logits(target_logits, size, token_bitmask, exchange)
-    of_part, kept = _partials(rows, one, exchange)
-    stats = Partials.of_whole(exchange.gather(of_part), one.inv_temperature)
+    rows = Rows.of_logits(target_logits, size, token_bitmask, form)
+    of_part, kept = _partials(rows, one, form)
+    stats = Partials.of_whole(form.gather(of_part), one.inv_temperature)
     x = rows.whole(one.row)
-    x = tiles.apply_threshold(x, None if kept is None else kept[:, None])
+    if kept is not None:
+        x = jnp.where(x < kept[:, None], -jnp.inf, x)
     is_known = (one.exists & jnp.isfinite(stats.max))[:, None]
     is_kept, inv = is_known & (x > -jnp.inf), one.inv_temperature[:, None]
     p = jnp.exp((x - stats.max[:, None]) * inv) / stats.sum[:, None]
@@ -316,37 +314,38 @@ def _derivative(
     row = jnp.clip(one.row, 0, target_logits.shape[0] - 1)
     dz = d_logits[row][:, : rows.width].astype(jnp.float32) * inv
     dz = jnp.where(is_kept, dz + x * d_emitted.inv_temperature.reshape(-1, 1), 0.0)
-    mean = exchange.sum(jnp.sum(p * dz, axis=1, keepdims=True))
+    mean = form.sum(jnp.sum(p * dz, axis=1, keepdims=True))
 
     def at(ids: jax.Array) -> jax.Array:
         """Of ids ``[B, K+1]`` or ``[B, K+1, n]``."""
         each = ids.reshape(*row.shape, -1)
-        place = each - rows.first
+        place = each if rows.first_id is None else each - rows.first_id
         is_here = (place >= 0) & (place < rows.width)
         own = jnp.take_along_axis(dz, jnp.clip(place, 0, rows.width - 1), axis=1)
-        own = exchange.sum(jnp.where(is_here, own, 0.0)) - mean
+        own = form.sum(jnp.where(is_here, own, 0.0)) - mean
         return jnp.where(is_known & (each >= 0), own, 0.0).reshape(ids.shape)
 
     no_derivative: Any = np.zeros(found.top_token_ids.shape, jax.dtypes.float0)
     return found, TokenLogprobs(at(emitted.token_id), no_derivative, at(found.top_token_ids))
 
 
-def _partials(rows: Rows, those: Emitted, exchange: Exchange) -> tuple[Partials, jax.Array | None]:
+def _partials(rows: Rows, those: Emitted, form: Form) -> tuple[Partials, jax.Array | None]:
     """Of the rows of tokens ``[n]``: partials of this part, and thresholds or None."""
     inv, kept = those.inv_temperature, None
     peak = rows.peak(those.row)
     if those.filter is not None:
-        given = those.filter, those.exists, peak, inv, exchange
-        kept = rows.find_thresholds(those.row, *given)
-    return rows.partials(those.row, peak, inv, kept).checked(), kept
+        kept = rows.find_thresholds(those.row, those.filter, those.exists, peak, inv, form)
+    return Partials(peak, rows.sums(those.row, peak, inv, kept)).checked(), kept
 
 
-def _read_batch(rows: Rows, those: Emitted, num_top: int, exchange: Exchange) -> TokenLogprobs:
+def _read_batch(rows: Rows, those: Emitted, num_top: int, form: Form) -> TokenLogprobs:
     """Log-probabilities of one token of each request: ``[B]``, ``[B, n]`` and ``[B, n]``."""
     inv = those.inv_temperature
-    of_part, kept = _partials(rows, those, exchange)
-    parts, own = exchange.gather((of_part, rows.at(those.row, those.token_id)))
-    stats = Partials.of_whole(parts, inv)
+    of_part, kept = _partials(rows, those, form)
+    own, stats = rows.at(those.row, those.token_id), of_part
+    if form.axis is not None:
+        parts, entries = form.gather((of_part, own))
+        stats, own = Partials.of_whole(parts, inv), of_owner(entries, those.token_id, rows.width)
     is_known = those.exists & jnp.isfinite(stats.max)
 
     def logprobs(entries: jax.Array) -> jax.Array:
@@ -354,32 +353,27 @@ def _read_batch(rows: Rows, those: Emitted, num_top: int, exchange: Exchange) ->
         found = (entries - stats.max[:, None]) * inv[:, None] - jnp.log(stats.sum)[:, None]
         return jnp.where(is_known[:, None], found, jnp.nan)
 
-    own = of_owner(own, those.token_id, rows.width)
-    own = logprobs(tiles.apply_threshold(own, kept)[:, None])[:, 0]
-    batch = those.row.shape[0]
+    own = own if kept is None else jnp.where(own < kept, -jnp.inf, own)
+    own, batch = logprobs(own[:, None])[:, 0], those.row.shape[0]
     top = jnp.full((batch, num_top), -jnp.inf)
     ids = jnp.full((batch, num_top), PLACEHOLDER_TOKEN_ID, jnp.int32)
     if num_top:
-        entries = tiles.apply_threshold(
-            rows.whole(those.row), None if kept is None else kept[:, None]
-        )
+        entries = rows.whole(those.row)
+        if kept is not None:
+            entries = jnp.where(entries < kept[:, None], -jnp.inf, entries)
         entries = jnp.where(entries == 0, 0.0, entries)  # top_k puts 0.0 before -0.0
         top, columns = lax.top_k(entries, min(num_top, rows.width))
-        found = rows.first + columns.astype(jnp.int32)
-        if exchange.axis is not None:  # the likeliest of each part, in the order of the parts
+        found = columns.astype(jnp.int32)
+        if rows.first_id is not None:  # the likeliest of each part, in the order of the parts
             top, found = (
-                jnp.moveaxis(x, 0, 1).reshape(batch, -1) for x in exchange.gather((top, found))
+                jnp.moveaxis(x, 0, 1).reshape(batch, -1)
+                for x in form.gather((top, rows.first_id + found))
             )
             top, columns = lax.top_k(top, num_top)
             found = jnp.take_along_axis(found, columns.astype(jnp.int32), axis=1)
         is_token = those.exists[:, None] & (top > -jnp.inf)
         ids = jnp.where(is_token, found, PLACEHOLDER_TOKEN_ID)
     return TokenLogprobs(own, ids, logprobs(top))
-
-
-def _nothing(like: jax.ShapeDtypeStruct) -> jax.Array:
-    fill = jnp.nan if jnp.issubdtype(like.dtype, jnp.floating) else PLACEHOLDER_TOKEN_ID
-    return jnp.full(like.shape, fill, like.dtype)
 
 
 def _check_call(

@@ -31,20 +31,20 @@ class Stream(enum.IntEnum):
 def uniforms(
     key: jax.Array, position: jax.Array, stream: Stream, offset: jax.Array | int
 ) -> jax.Array:
-    """Two uniforms on [0, 1) for one request.
+    """Two uniforms on [0, 1) for each request.
 
     Computes ``(bits >> 8) * 2**-24``: 2**24 equally likely values, so a comparison with a
     probability is exact to 2**-24. (`jax.random.uniform` has 2**23.) The bits are those of
     `threefry_bits` for the words of `key_words`.
 
     Args:
-      key: ``[]`` typed key of the request.
-      position: ``[]`` int32, absolute position of the step's first draft, not negative.
+      key: ``[...]`` typed key of the request.
+      position: ``[...]`` int32, absolute position of the step's first draft, not negative.
       stream: what the numbers are used for.
       offset: ``[]`` int32, place within the step.
 
     Returns:
-      ``[2]`` float32.
+      ``[..., 2]`` float32.
 
     Example:
       >>> import jax
@@ -54,8 +54,8 @@ def uniforms(
     """
     words = key_words(key)
     place = counter_of(stream, jnp.asarray(offset, jnp.uint32))
-    bits = jnp.stack(threefry_bits((words[0], words[1]), jnp.asarray(position), place))
-    return to_uniform(bits)
+    bits = threefry_bits((words[..., 0], words[..., 1]), jnp.asarray(position), place)
+    return to_uniform(jnp.stack(bits, axis=-1))
 
 
 def counter_of(stream: jax.Array | int, offset: jax.Array) -> jax.Array:

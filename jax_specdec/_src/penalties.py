@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -13,7 +12,7 @@ from jax import export, lax
 from jax_specdec._src import ragged
 from jax_specdec._src.blocks import BLOCK, by_blocks, take
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.platform import platform_dependent
+from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.types import Array, Drafts
 
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
@@ -165,6 +164,21 @@ def apply_penalties(
     rows, batch = logits.shape[0], penalties.frequency.shape[0]
     if rows == 0 or batch == 0:
         return logits.astype(jnp.float32)
+    drafts = None if drafts is None else dataclasses.replace(drafts, distribution=None)
+    return traced_for_platform(_penalized, (logits, drafts, penalties), config, padded_rows)
+
+
+def _penalized(
+    arrays: tuple[jax.Array, Drafts | None, Penalties],
+    config: SpecDecodeConfig | None,
+    padded_rows: bool,
+    platform: Platform,
+) -> jax.Array:
+    """`apply_penalties` after the checks; a few rows at a time on TPUs."""
+    logits, drafts, penalties = arrays
+
+    def of_owners(owner: jax.Array, logits: jax.Array, before: list[jax.Array]) -> jax.Array:
+        return _penalize(logits, take(penalties, owner, platform), before)
 
     def penalized() -> jax.Array:
         if drafts is None or config is None:
@@ -172,19 +186,11 @@ def apply_penalties(
         owner, offset, token_ids = ragged.owners(logits, drafts, config, padded_rows)
         k = token_ids.shape[1]
         before = [jnp.where(i < offset, token_ids[owner, i], -1) for i in range(k)]
-        given = owner, logits, before
-        at_once = functools.partial(_penalize_rows, penalties)
-        in_blocks = functools.partial(by_blocks, at_once, BLOCK)
-        return platform_dependent(*given, tpu=in_blocks, default=at_once)
+        if platform == "tpu":
+            return by_blocks(of_owners, BLOCK, owner, logits, before)
+        return of_owners(owner, logits, before)
 
     return lax.cond(penalties.is_neutral, lambda: logits.astype(jnp.float32), penalized)
-
-
-def _penalize_rows(
-    penalties: Penalties, owner: jax.Array, logits: jax.Array, before: list[jax.Array]
-) -> jax.Array:
-    """`_penalize` for rows ``[M]`` of the requests `owner`, whose penalties are ``[B]``."""
-    return _penalize(logits, jax.tree.map(lambda x: take(x, owner), penalties), before)
 
 
 def _penalize(logits: jax.Array, penalties: Penalties, before: Sequence[jax.Array]) -> jax.Array:

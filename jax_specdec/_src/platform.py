@@ -3,7 +3,7 @@
 `jax.lax.platform_dependent` traces all of its branches. Where many places choose by platform, that
 is most of the time before a program runs. Under `jax.jit` the platform is not known until the
 program is lowered, so `traced_for_platform` puts the whole function into one equation, and traces
-it when that equation is lowered. Inside, `platform_dependent` chooses in Python.
+it when that equation is lowered. The function gets the platform's name, and chooses in Python.
 
 The function is also traced at once, for the default device, to know its output types and to raise
 its errors. If the program is for that device, lowering finds this trace in JAX's cache.
@@ -16,19 +16,22 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
+
+Platform = str
+"""A platform's name: "cpu", "tpu", "cuda", or another, which is treated as a GPU."""
 
 _PLATFORMS = ("cpu", "tpu", "cuda")
-_current = jax.make_user_context(None)  # JAX's caches have its value in their keys
+_NAMES = {"gpu": "cuda"}
+_assumed = jax.make_user_context(None)  # JAX's caches have its value in their keys
 
 
 class _Call(NamedTuple):
     """What is traced: the static parameter of the equation.
 
     Attributes:
-      function: called with the arrays, then with `static`.
+      function: called with the arrays, `static`, and the platform.
       static: its static arguments.
       tree: the structure of the arrays.
       vmaps: for each `jax.vmap` around the call, the innermost first: its size, and the mapped
@@ -42,9 +45,9 @@ class _Call(NamedTuple):
 
 
 def traced_for_platform(function: Callable[..., Any], arrays: Any, *static: Hashable) -> Any:
-    """``function(arrays, *static)``, traced for one platform.
+    """``function(arrays, *static, platform)``, traced for one platform.
 
-    It has no derivative: stop gradients before it.
+    Derivatives are those of the form of "default", a GPU without kernels of ours.
 
     Args:
       function: a function of a module, since it is traced after the caller has returned: it must
@@ -54,58 +57,45 @@ def traced_for_platform(function: Callable[..., Any], arrays: Any, *static: Hash
 
     Example:
       >>> import jax.numpy as jnp
-      >>> def scaled(x, factor):
-      ...     return factor * platform_dependent(x, tpu=jnp.cos, default=jnp.sin)
+      >>> def scaled(x, factor, platform):
+      ...     return factor * (jnp.cos(x) if platform == "tpu" else jnp.sin(x))
       >>> float(traced_for_platform(scaled, jnp.float32(0), 2))
       0.0
     """
+    if _assumed.value is not None:
+        return function(arrays, *static, _assumed.value)
     flat, tree = jax.tree.flatten(arrays)
-    call = _Call(function, static, tree)
-    out_tree = jax.tree.structure(jax.eval_shape(_guess(call), *flat))
-    return jax.tree.unflatten(out_tree, _bind(flat, call))
+    found, shapes = _bind(flat, _Call(function, static, tree))
+    return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
 
-def platform_dependent(*arrays: Any, default: Callable[..., Any], **forms: Any) -> Any:
-    """`jax.lax.platform_dependent`; inside `traced_for_platform` only one form is traced."""
-    platform = _current.value
-    if platform is None:
-        return lax.platform_dependent(*arrays, default=default, **forms)
-    return forms.get(platform, default)(*arrays)
-
-
-def assume(platform: str) -> Any:
-    """A context in which `platform_dependent` chooses the form of "cpu", "tpu" or "cuda".
+def assume(platform: Platform) -> Any:
+    """A context in which functions are traced in place, for one platform.
 
     Example:
       >>> with assume("tpu"):
-      ...     platform_dependent(3, tpu=lambda x: x + 1, default=lambda x: x)
-      4
+      ...     traced_for_platform(lambda x, platform: platform, 3)
+      'tpu'
     """
-    return _current(platform)
+    return _assumed(platform)
 
 
 @functools.partial(jax.jit, static_argnames=("call", "platform"))
-def _traced(*flat: Any, call: _Call, platform: str) -> Any:
+def _traced(*flat: Any, call: _Call, platform: Platform) -> Any:
     def run(*flat: Any) -> Any:
-        return call.function(jax.tree.unflatten(call.tree, flat), *call.static)
+        return call.function(jax.tree.unflatten(call.tree, flat), *call.static, platform)
 
     for size, axes in call.vmaps:
         run = jax.vmap(run, in_axes=axes, axis_size=size)
-    with assume(platform):
-        return run(*flat)
+    return run(*flat)
 
 
-def _name(platform: str) -> str:
-    return {"gpu": "cuda"}.get(platform, platform)
-
-
-def _guess(call: _Call) -> Callable[..., Any]:
-    return functools.partial(_traced, call=call, platform=_name(jax.default_backend()))
-
-
-def _bind(flat: Sequence[Any], call: _Call) -> list[Any]:
-    types = jax.make_jaxpr(_guess(call))(*flat).out_avals
-    return _primitive.bind(*flat, call=call, types=tuple(types))
+def _bind(flat: Sequence[Any], call: _Call) -> tuple[list[Any], Any]:
+    """The outputs, and a pytree of their shapes."""
+    backend = jax.default_backend()
+    guess = functools.partial(_traced, call=call, platform=_NAMES.get(backend, backend))
+    jaxpr, shapes = jax.make_jaxpr(guess, return_shape=True)(*flat)
+    return _primitive.bind(*flat, call=call, types=tuple(jaxpr.out_avals)), shapes
 
 
 _primitive = Primitive("traced_for_platform")
@@ -120,7 +110,8 @@ def _types(*_: Any, call: _Call, types: tuple[Any, ...]) -> list[Any]:
 def _run(*flat: Any, call: _Call, types: tuple[Any, ...]) -> list[Any]:
     del types
     found = {d.platform for x in flat if isinstance(x, jax.Array) for d in x.devices()}
-    platform = _name(found.pop() if len(found) == 1 else jax.default_backend())
+    platform = found.pop() if len(found) == 1 else jax.default_backend()
+    platform = _NAMES.get(platform, platform)
     return jax.tree.leaves(_traced(*flat, call=call, platform=platform))
 
 
@@ -148,8 +139,20 @@ def _batched(
     del types
     mapped = tuple(axes)  # None for an array that is not mapped
     size = next(x.shape[a] for x, a in zip(flat, mapped, strict=True) if a is not None)
-    found = _bind(flat, call._replace(vmaps=(*call.vmaps, (size, mapped))))
+    found, _ = _bind(flat, call._replace(vmaps=(*call.vmaps, (size, mapped))))
     return found, [0] * len(found)
 
 
+def _derivative(
+    primals: Sequence[Any], tangents: Sequence[Any], *, call: _Call, types: tuple[Any, ...]
+) -> tuple[list[Any], list[Any]]:
+    """The derivative of the form of other platforms, which has plain operations."""
+    del types
+    form = functools.partial(_traced, call=call, platform="default")
+    tangents = [ad.instantiate_zeros(t) for t in tangents]
+    found = jax.jvp(lambda *flat: jax.tree.leaves(form(*flat)), primals, tangents)
+    return found
+
+
 batching.primitive_batchers[_primitive] = _batched
+ad.primitive_jvps[_primitive] = _derivative

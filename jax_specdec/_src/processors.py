@@ -21,7 +21,7 @@ from jax_specdec._src import ragged
 from jax_specdec._src.blocks import BLOCK
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.penalties import Penalties, apply_penalties
-from jax_specdec._src.platform import platform_dependent
+from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Array, Drafts, described
 
 
@@ -480,10 +480,15 @@ def _scatter(x: jax.Array, token_ids: jax.Array, added: jax.Array | None) -> jax
     """Rows with ``added [M, n]`` added at ``token_ids [M, n]``, or -inf put there if it is None."""
     is_token = (token_ids >= 0) & (token_ids < x.shape[1])
     ids = jnp.where(is_token, token_ids, x.shape[1])  # dropped
-    given = (x, ids) if added is None else (x, ids, added)
     if x.shape[0] <= BLOCK:
-        return _scatter_rows(*given)
-    return platform_dependent(*given, tpu=_scatter_blocks, default=_scatter_rows)
+        return _scatter_rows(x, ids, added)
+    return traced_for_platform(_scattered, (x, ids, added))
+
+
+def _scattered(
+    given: tuple[jax.Array, jax.Array, jax.Array | None], platform: Platform
+) -> jax.Array:
+    return _scatter_blocks(*given) if platform == "tpu" else _scatter_rows(*given)
 
 
 def _scatter_rows(x: jax.Array, ids: jax.Array, added: jax.Array | None = None) -> jax.Array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from jax import lax
 
 from jax_specdec._src.blocks import BLOCK, by_blocks, take
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.platform import platform_dependent
+from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.processors import LogitsProcessors, process_logits
 from jax_specdec._src.types import Drafts, SamplingParams
 from jax_specdec._src.verify.rows import Rows
@@ -117,12 +116,19 @@ class DraftContext:
 
 
 def _allow(rows: jax.Array, token_bitmask: jax.Array) -> jax.Array:
-    """Rows ``[B*n, V]`` with -inf for tokens that are not allowed; a few at a time on TPUs."""
+    """Rows ``[B*n, V]`` with -inf for tokens that are not allowed."""
+    return traced_for_platform(_allowed, (rows, token_bitmask))
+
+
+def _allowed(arrays: tuple[jax.Array, jax.Array], platform: Platform) -> jax.Array:
+    """`_allow`; a few rows at a time on TPUs."""
+    rows, token_bitmask = arrays
     owner = jnp.arange(rows.shape[0], dtype=jnp.int32) // (rows.shape[0] // token_bitmask.shape[0])
 
     def at_once(owner: jax.Array, rows: jax.Array) -> jax.Array:
-        words = take(token_bitmask, owner)
-        return Rows(rows, rows.shape[1], -jnp.inf, words).masked().matrix
+        words = take(token_bitmask, owner, platform)
+        return Rows(rows, rows.shape[1], -jnp.inf, platform, words).masked().matrix
 
-    in_blocks = functools.partial(by_blocks, at_once, BLOCK)
-    return platform_dependent(owner, rows, tpu=in_blocks, default=at_once)
+    if platform == "tpu":
+        return by_blocks(at_once, BLOCK, owner, rows)
+    return at_once(owner, rows)

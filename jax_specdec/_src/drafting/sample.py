@@ -13,10 +13,11 @@ from jax.typing import ArrayLike
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.noise import Stream, check_keys, uniforms
+from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.sampling import Filter, per_request
 from jax_specdec._src.types import Array, Integers, SamplingParams, as_positions
 from jax_specdec._src.verify import checks, xla
-from jax_specdec._src.verify.exchange import Exchange
+from jax_specdec._src.verify.form import Form
 from jax_specdec._src.verify.sharding import VerifySharding, over_mesh, without_vma
 
 
@@ -124,22 +125,28 @@ def _sample(
     sharding: VerifySharding | None,
 ) -> DraftSample:
     logits, sampling = jax.tree.map(lax.stop_gradient, (logits, sampling))
-
-    def uniforms_of(key: jax.Array, position: jax.Array) -> jax.Array:
-        return uniforms(key, position, Stream.DRAFT, offset)
-
-    arrays = logits, sampling, jax.vmap(uniforms_of)(keys, positions)
+    arrays = logits, sampling, uniforms(keys, positions, Stream.DRAFT, offset)
     axis = None if sharding is None else sharding.vocab_axis
 
     def on_part(arrays: tuple[jax.Array, SamplingParams, jax.Array]) -> DraftSample:
-        logits, sampling, drawn = arrays
-        exchange = Exchange(axis)
-        if takes_argmax:
-            return DraftSample(xla.argmax(logits, exchange))
-        return DraftSample(*xla.sample(logits, sampling, drawn, exchange=exchange))
+        return traced_for_platform(_sample_part, arrays, takes_argmax, axis)
 
     if sharding is None or sharding.mesh is None:
         return without_vma(on_part, arrays, axis)
     own = P(sharding.batch_axis)
     specs = P(sharding.batch_axis, axis), own, own
     return over_mesh(on_part, sharding.mesh, specs, own, arrays)
+
+
+def _sample_part(
+    arrays: tuple[jax.Array, SamplingParams, jax.Array],
+    takes_argmax: bool,
+    axis: str | None,
+    platform: Platform,
+) -> DraftSample:
+    """Samples from rows, or from this device's part of them."""
+    form = Form(platform, axis, keeps_sums=True)
+    logits, sampling, drawn = arrays
+    if takes_argmax:
+        return DraftSample(xla.argmax(logits, form))
+    return DraftSample(*xla.sample(logits, sampling, drawn, form=form))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.platform import assume, platform_dependent, traced_for_platform
+from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.types import (
     Array,
     Drafts,
@@ -23,17 +23,14 @@ from jax_specdec._src.types import (
 )
 from jax_specdec._src.verify import checks, xla
 from jax_specdec._src.verify import sharding as sharding_lib
-from jax_specdec._src.verify.exchange import Exchange
+from jax_specdec._src.verify.form import Form, Kernels
 from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
-from jax_specdec._src.verify.reader import Form, Kernels
 from jax_specdec._src.verify.requests import CallArrays, unless_empty
 from jax_specdec._src.verify.rules import rule_of
 from jax_specdec._src.verify.sharding import ArrayLayout, VerifySharding
 
 Implementation = Literal["xla", "xla_lazy", "xla_batched", "mosaic_gpu"]
-
-_LAZY: dict[Implementation | None, bool] = {"xla_lazy": True, "xla_batched": False}
 
 
 def rejection_sample(
@@ -339,69 +336,65 @@ def _rejection_sample(arrays: CallArrays, *, static: _Static) -> RejectionSample
 
     def verify(arrays: CallArrays) -> RejectionSampleOutput:
         if static.implementation == "mosaic_gpu":
-            with assume("cuda"):
-                return _verify_part(arrays, static)
+            return _verify_part(arrays, static, "cuda")
         return traced_for_platform(_verify_part, arrays, static)
 
-    if static.layout is None:
-        return sharding_lib.without_vma(verify, arrays, None)
     return sharding_lib.over_parts(verify, static.layout, arrays)
 
 
-def _verify_part(arrays: CallArrays, static: _Static) -> RejectionSampleOutput:
+def _verify_part(arrays: CallArrays, static: _Static, platform: Platform) -> RejectionSampleOutput:
     """Choose an implementation, and verify one device's part of the arrays, or all of them."""
     config, size, implementation, may_be_kernel, kernel_config, layout = static
-    k, num_requests = config.num_speculative_tokens, arrays.sampling.temperature.shape[0]
-    logits, drafts = arrays.target_logits, arrays.drafts
-    if logits.shape[0] == 0:  # no drafts anywhere, and the bonus given: no row to read
-        logits = jnp.zeros((1, logits.shape[1]), logits.dtype)
+    k, drafts = config.num_speculative_tokens, arrays.drafts
+    if arrays.target_logits.shape[0] == 0:  # no drafts anywhere, and the bonus given: no row
+        logits = jnp.zeros((1, *arrays.target_logits.shape[1:]), arrays.target_logits.dtype)
         arrays = arrays._replace(target_logits=logits, token_bitmask=None)
     drafts = dataclasses.replace(drafts, distribution=unless_empty(drafts.distribution))
-    arrays = arrays._replace(drafts=drafts)
-    rule = rule_of(config)
+    arrays, rule = arrays._replace(drafts=drafts), rule_of(config)
     vocab_axis = None if layout is None else layout.vocab_axis
-    split = Form(Exchange(vocab_axis), layout is not None and layout.draft_vocab)
-
-    def on_xla(arrays: CallArrays, kernels: Kernels | None = None) -> RejectionSampleOutput:
-        lazy, form = _LAZY.get(implementation), dataclasses.replace(split, kernels=kernels)
-        return xla.verify(arrays, rule, k=k, size=size, form=form, lazy=lazy)
-
-    def on_mosaic_gpu(arrays: CallArrays) -> RejectionSampleOutput:
-        # Imported only where a call uses them: see the package's docstring.
-        from jax_specdec._src.verify.mosaic_gpu import launch, shard_kernels
-
-        if vocab_axis is not None:
-            statistics = functools.partial(shard_kernels.row_statistics, config=kernel_config)
-            kernels = Kernels(statistics, shard_kernels.part_masses, shard_kernels.part_draw)
-            return on_xla(arrays, kernels)
-        return launch.verify(arrays, rule, k=k, size=size, config=kernel_config)
-
-    def unserved() -> str | None:
-        if vocab_axis is not None:
-            return support.part_unsupported(arrays, k, kernel_config)
-        return support.unsupported(
-            logits,
-            drafts.distribution,
-            is_race=isinstance(arrays.randomness, RaceNoise),
-            num_requests=num_requests,
-            k=k,
-            size=size,
-            config=kernel_config,
-        )
-
-    def on_cuda(arrays: CallArrays) -> RejectionSampleOutput:
-        return on_xla(arrays) if unserved() else on_mosaic_gpu(arrays)
-
-    if implementation == "mosaic_gpu":
-        why_not = unserved()
-        if why_not is not None:
-            raise NotImplementedError(why_not)
-        return on_mosaic_gpu(arrays)
     if vocab_axis is not None and implementation == "xla_lazy":
         raise NotImplementedError(
             "implementation='xla_lazy' reads whole rows, but the vocabulary is split"
         )
-    if not may_be_kernel:
-        return on_xla(arrays)
     # The call may be compiled for another device than the default one.
-    return platform_dependent(arrays, cuda=on_cuda, default=on_xla)
+    kernels, is_named = None, implementation == "mosaic_gpu"
+    if is_named or (may_be_kernel and platform == "cuda"):
+        why_not = _unserved(arrays, k, size, kernel_config, vocab_axis)
+        if why_not is not None and is_named:
+            raise NotImplementedError(why_not)
+        if why_not is None:
+            # Imported only where a call uses them: see the package's docstring.
+            from jax_specdec._src.verify.mosaic_gpu import launch, shard_kernels
+
+            if vocab_axis is None:
+                return launch.verify(arrays, rule, k=k, size=size, config=kernel_config)
+            statistics = functools.partial(shard_kernels.row_statistics, config=kernel_config)
+            kernels = Kernels(statistics, shard_kernels.part_masses, shard_kernels.part_draw)
+    is_whole, by_default = vocab_axis is None, implementation in (None, "xla")
+    form = Form(
+        platform,
+        vocab_axis,
+        draft_is_split=layout is not None and layout.draft_vocab,
+        kernels=kernels,
+        in_order=implementation == "xla_lazy" or (is_whole and by_default and platform == "cpu"),
+        # To sum rows by tile, a TPU would copy all of them.
+        keeps_sums=is_whole and (platform != "tpu" or implementation == "xla_lazy"),
+    )
+    return xla.verify(arrays, rule, k=k, size=size, form=form)
+
+
+def _unserved(
+    arrays: CallArrays, k: int, size: int, config: KernelConfig | None, vocab_axis: str | None
+) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    if vocab_axis is not None:
+        return support.part_unsupported(arrays, k, config)
+    return support.unsupported(
+        arrays.target_logits,
+        arrays.drafts.distribution,
+        is_race=isinstance(arrays.randomness, RaceNoise),
+        num_requests=arrays.sampling.temperature.shape[0],
+        k=k,
+        size=size,
+        config=config,
+    )

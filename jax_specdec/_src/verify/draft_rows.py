@@ -1,4 +1,4 @@
-"""Phase 1 on XLA: rows of draft distributions, whichever ids their columns stand for.
+"""Rows of draft distributions, whichever ids their columns stand for.
 
 Column ``j`` of `Rows` is id ``j``. `MappedRows` share one list of ids, `CandidateRows` have a list
 each. Both are read by id as `Rows` are, and neither writes anything of the vocabulary's size. For a
@@ -16,22 +16,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.blocks import take
-from jax_specdec._src.platform import platform_dependent
+from jax_specdec._src.platform import Platform
 from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
-from jax_specdec._src.verify import tiles
 from jax_specdec._src.verify.rows import Partials, Rows, storage_of
+from jax_specdec._src.verify.tiles import Scale
 
 
 class DraftScale(NamedTuple):
     """What normalizes a draft row, and whether the row is bad. Probabilities need no scale."""
 
-    scale: tiles.Scale
+    scale: Scale
     bad: jax.Array
 
     @classmethod
     def unit(cls) -> DraftScale:
         """Of a row of probabilities, or of no row."""
-        return cls(tiles.Scale(jnp.float32(0), jnp.float32(0)), jnp.bool_(False))
+        return cls(Scale(jnp.float32(0), jnp.float32(0)), jnp.bool_(False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,40 +42,42 @@ class DraftRows:
       distribution: probabilities or logits.
       storage: their rows, read by column.
       rows: the same rows, read by id.
+      is_normalized: whether no row must be read to normalize it.
     """
 
     distribution: DraftDistribution
     storage: Rows
     rows: Rows | MappedRows | CandidateRows
+    is_normalized: bool
 
     @classmethod
     def of(
-        cls, distribution: DraftDistribution, size: int, first_id: jax.Array | None = None
+        cls,
+        distribution: DraftDistribution,
+        size: int,
+        platform: Platform,
+        first_id: jax.Array | None = None,
     ) -> DraftRows:
         """The rows of a distribution.
 
         Args:
           distribution: with storage ``[R, Vd]``, or this device's columns of it.
           size: ids from it on are padding.
+          platform: that the program is for.
           first_id: ``[]`` int32, the id of the first column; None if the storage is whole.
         """
         fill, thresholds = 0.0, None
         if isinstance(distribution, DraftLogits):
             fill, thresholds = -float("inf"), distribution.threshold
         storage, ids = storage_of(distribution), distribution.ids
+        normal = isinstance(distribution, DraftProbs) or distribution.log_normalizer is not None
         if ids is None:
-            rows = Rows(storage, size, fill, None, thresholds, first_id)
-            return cls(distribution, rows, rows)
-        rows = Rows(storage, storage.shape[1], fill, None, thresholds)
+            rows = Rows(storage, size, fill, platform, None, thresholds, first_id)
+            return cls(distribution, rows, rows, normal)
+        rows = Rows(storage, storage.shape[1], fill, platform, None, thresholds)
         if ids.ndim == 1:
-            return cls(distribution, rows, MappedRows.of(rows, ids, size))
-        return cls(distribution, rows, CandidateRows(rows, size, ids))
-
-    @property
-    def needs_statistics(self) -> bool:
-        """Whether the rows must be read to normalize them."""
-        d = self.distribution
-        return isinstance(d, DraftLogits) and d.log_normalizer is None
+            return cls(distribution, rows, MappedRows.of(rows, ids, size), normal)
+        return cls(distribution, rows, CandidateRows(rows, size, ids), normal)
 
     def scales(self, rows: jax.Array, partials: Partials | None) -> DraftScale:
         """Scales of `rows`, of any shape: from `partials`, or from what is stored."""
@@ -85,16 +87,16 @@ class DraftRows:
             bad |= self.rows.are_bad(rows)
         zero = jnp.zeros(rows.shape, jnp.float32)
         if not isinstance(d, DraftLogits):
-            return DraftScale(tiles.Scale(zero, zero), bad)
+            return DraftScale(Scale(zero, zero), bad)
         rows = jnp.clip(rows, 0, count - 1)
         if d.threshold is not None:
             bad |= jnp.isnan(d.threshold[rows])
         if partials is not None:
-            scale = tiles.Scale(partials.max, jnp.log(partials.sum))
+            scale = Scale(partials.max, jnp.log(partials.sum))
             return DraftScale(scale, bad | ~jnp.isfinite(partials.max))
         assert d.log_normalizer is not None
         peak = zero if d.row_max is None else d.row_max[rows]
-        stored = tiles.Scale(peak, d.log_normalizer[rows])
+        stored = Scale(peak, d.log_normalizer[rows])
         return DraftScale(stored, bad | ~(jnp.isfinite(peak) & jnp.isfinite(stored.log_scale)))
 
     def probs(self, entries: jax.Array, scale: DraftScale, inv_temperature: jax.Array) -> jax.Array:
@@ -137,8 +139,10 @@ class MappedRows:
         """The column of ids that are not listed."""
         return self.storage.matrix.shape[1]
 
-    def columns_of(self, first: jax.Array, width: int) -> jax.Array:
-        """``[width]`` int32, the columns of ids from `first` on."""
+    def columns_of(self, first: jax.Array | None, width: int) -> jax.Array:
+        """``[width]`` int32, the columns of ids from `first` on, or from 0."""
+        if first is None:
+            return self.columns[:width]
         columns = jnp.pad(self.columns, (0, width), constant_values=self.unlisted)
         return lax.dynamic_slice_in_dim(columns, first, width)
 
@@ -186,27 +190,22 @@ class CandidateRows:
 
     def slices(self, rows: jax.Array, first: jax.Array, length: int) -> jax.Array:
         """As `Rows`."""
-
-        def scattered(rows: jax.Array, first: jax.Array) -> jax.Array:
-            """By ``n * C`` writes: faster on a CPU than ``n * length * C`` comparisons."""
-            listed, entries = self.listed(rows)
-            place = listed - first[:, None]
-            place = jnp.where(place < 0, length, place)  # dropped
-            found = jnp.full((rows.shape[0], length), self.storage.fill, jnp.float32)
-            index = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
-            return found.at[index, place].set(entries, mode="drop")
-
-        def compared(rows: jax.Array, first: jax.Array) -> jax.Array:
+        if self.storage.platform != "cpu":
             return self._find(rows, first[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :])
-
-        return platform_dependent(rows, first, cpu=scattered, default=compared)
+        # By n * C writes: faster on a CPU than n * length * C comparisons.
+        listed, entries = self.listed(rows)
+        place = listed - first[:, None]
+        place = jnp.where(place < 0, length, place)  # dropped
+        found = jnp.full((rows.shape[0], length), self.storage.fill, jnp.float32)
+        index = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
+        return found.at[index, place].set(entries, mode="drop")
 
     def whole(self, rows: jax.Array) -> jax.Array:
         """As `Rows`. Only a race needs it."""
         return self.slices(rows, jnp.zeros_like(rows), self.size)
 
     def _ids(self, rows: jax.Array) -> jax.Array:
-        return take(self.ids, jnp.clip(rows, 0, self.ids.shape[0] - 1))
+        return take(self.ids, jnp.clip(rows, 0, self.ids.shape[0] - 1), self.storage.platform)
 
     def _find(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
         """Entries of ids ``[n, L]`` in rows ``[n]``."""

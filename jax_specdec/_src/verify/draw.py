@@ -8,23 +8,28 @@ parts are known on every device, and the device that holds the token draws it.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.blocks import entry_of
+from jax_specdec._src.blocks import entry_of, gathering
 from jax_specdec._src.types import DraftDistribution, DraftProbs
 from jax_specdec._src.verify import rules, tiles
 from jax_specdec._src.verify.draft_rows import CandidateRows, DraftRows, MappedRows
-from jax_specdec._src.verify.exchange import Exchange
+from jax_specdec._src.verify.form import Form, Kernels
 from jax_specdec._src.verify.position import Position
-from jax_specdec._src.verify.rows import Rows, by_tile, compute_once
+from jax_specdec._src.verify.requests import Request
+from jax_specdec._src.verify.rows import Rows
+from jax_specdec._src.verify.tiles import TILE
 
 _FEW = 256
 """Up to so many weights, one sum for each costs less than a cumulative sum."""
+
+MAX_PIECES = 32
+"""Parts of the vocabulary that may share a tile if `Kernels.part_draw` draws: a lane for each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +39,16 @@ class LocalRows:
     Attributes:
       target: target rows, or this device's part of them.
       draft: draft rows, whole or in the same parts; None if every request is one-hot.
+      form: how they are read.
       num_parts: parts that the vocabulary is split into.
+      num_tiles: tiles that a part overlaps at most, counted from the one that it begins in.
     """
 
     target: Rows
-    draft: DraftRows | None = None
-    num_parts: int = 1
+    draft: DraftRows | None
+    form: Form
+    num_parts: int
+    num_tiles: int
 
     @classmethod
     def of(
@@ -48,8 +57,7 @@ class LocalRows:
         distribution: DraftDistribution | None,
         token_bitmask: jax.Array | None,
         size: int,
-        exchange: Exchange,
-        draft_is_split: bool = False,
+        form: Form,
     ) -> LocalRows:
         """The rows of a call.
 
@@ -58,24 +66,23 @@ class LocalRows:
           distribution: draft distributions, or None.
           token_bitmask: ``[M, ceil(V/32)]`` or None.
           size: ids from it on are padding.
-          exchange: between the devices that split the vocabulary.
-          draft_is_split: whether draft rows are split in the same way.
+          form: how rows are read.
         """
-        target = Rows.of_logits(target_logits, size, token_bitmask, exchange)
+        target = Rows.of_logits(target_logits, size, token_bitmask, form)
         target = target if target.first_id is None else target.masked()
-        first_id = target.first_id if draft_is_split else None
-        draft = None if distribution is None else DraftRows.of(distribution, size, first_id)
-        return cls(target, draft, exchange.num_parts)
+        first_id = target.first_id if form.draft_is_split else None
+        draft = None
+        if distribution is not None:
+            draft = DraftRows.of(distribution, size, form.platform, first_id)
+        num_parts = form.num_parts
+        num_tiles = tiles.tiles_of_part(target.width, num_parts)
+        return cls(target, draft, form, num_parts, num_tiles)
 
-    @property
-    def num_tiles(self) -> int:
-        """Tiles that a part overlaps at most; counted from `first_tile`."""
-        return tiles.tiles_of_part(self.target.width, self.num_parts)
-
-    @property
-    def first_tile(self) -> jax.Array:
-        """``[]`` int32, the tile that this part begins in."""
-        return self.target.first // tiles.TILE
+    def tile_ids(self) -> jax.Array:
+        """``[num_tiles]`` int32, the tiles of this part, counted from id 0."""
+        index = jnp.arange(self.num_tiles, dtype=jnp.int32)
+        first = self.target.first_id
+        return index if first is None else first // TILE + index
 
     def masses(self, source: Position) -> jax.Array:
         """``[n, 2, num_tiles]`` of sources ``[n]``: sums of the weights, and of ``p``, by tile."""
@@ -96,40 +103,38 @@ class LocalRows:
 
     def _tile_sums(self, source: Position) -> list[jax.Array]:
         """Sums of weights by tile, and of ``p`` if not known yet, in one read of the rows."""
-        entries = [(self.target.whole(source.row), self.target.fill)]
-        mapped = None
-        if self.draft is not None and isinstance(self.draft.rows, MappedRows):
-            mapped = self.draft.rows
-            columns = mapped.columns_of(self.target.first, self.target.width)
+        target, draft, mapped = self.target, self.draft, None
+        entries = [(target.whole(source.row), target.fill)]
+        if draft is not None and isinstance(draft.rows, MappedRows):
+            mapped = draft.rows
+            columns = mapped.columns_of(target.first_id, target.width)
             entries.append((columns[None], mapped.unlisted))
-        elif self.draft is not None:
-            entries.append((self._draft_part(source.draft_row), self.draft.storage.fill))
-        ids = self.first_tile * tiles.TILE + jnp.arange(tiles.TILE, dtype=jnp.int32)
-
-        def sums(first: int, *entries: jax.Array) -> jax.Array:
-            """Of tiles ``[n, t, L]``, the first of which is tile `first` of this part."""
-            count, length = entries[0].shape[1:]
-            tile = first + jnp.arange(count, dtype=jnp.int32)
-            of_tiles = (ids[None, :length] + tile[:, None] * tiles.TILE)[None]
+        elif draft is not None and target.first_id is not None and draft.storage.first_id is None:
+            first = jnp.broadcast_to(target.first_id, source.row.shape)
+            part = draft.rows.slices(source.draft_row, first, target.width)
+            entries.append((part, draft.storage.fill))
+        elif draft is not None:
+            entries.append((draft.rows.whole(source.draft_row), draft.storage.fill))
+        place, tile_ids, found = jnp.arange(TILE, dtype=jnp.int32), self.tile_ids(), []
+        for first_tile, xs in target.in_tiles(entries, self.num_tiles):
+            count, length = xs[0].shape[1:]
+            these = tile_ids[first_tile : first_tile + count]
+            ids = (place[None, :length] + these[:, None] * TILE)[None]
             if mapped is not None:  # looked up tile by tile: XLA fuses this, but not whole rows
-                p_entries, columns = entries
-                rows = source.draft_row[:, None, None]
-                entries = p_entries, mapped.storage.at(rows, columns)
-            found = [jnp.sum(self._weights(source, of_tiles, *entries)[0], axis=2)]
+                xs[1] = mapped.storage.at(source.draft_row[:, None, None], xs[1])
+            sums = [jnp.sum(self._weights(source, ids, *xs)[0], axis=2)]
             if source.p_masses is None:
                 # XLA writes to memory what two sums share. Behind a barrier, p is computed twice.
-                _, p = self._weights(lax.optimization_barrier(source), of_tiles, *entries)
-                found.append(jnp.sum(p, axis=2))
-            return jnp.stack(compute_once(found))
-
-        return list(by_tile(sums, entries, self.num_tiles, self.target.cut_by))
+                _, p = self._weights(lax.optimization_barrier(source), ids, *xs)
+                sums.append(jnp.sum(p, axis=2))
+            found.append(lax.optimization_barrier(sums))
+        return [jnp.concatenate(of_tiles, axis=1) for of_tiles in zip(*found, strict=True)]
 
     def _without_token(self, source: Position, p_masses: jax.Array) -> jax.Array:
         """`p_masses`, with the tile of a rejected one-hot draft summed again without the draft."""
-        tile = source.token_id // tiles.TILE
+        tile = source.token_id // TILE
         _, inside = dataclasses.replace(self, draft=None).in_tile(source, tile)
-        index = self.first_tile + jnp.arange(self.num_tiles, dtype=jnp.int32)[None, :]
-        is_its = source.is_one_hot[:, None] & (index == tile[:, None])
+        is_its = source.is_one_hot[:, None] & (self.tile_ids()[None, :] == tile[:, None])
         return jnp.where(is_its, jnp.sum(inside[:, 0], axis=1)[:, None], p_masses)
 
     def _without_candidates(
@@ -144,21 +149,21 @@ class LocalRows:
         p_entries = self.target.at(source.row[:, None], ids)
         left, p = self._weights(source, ids, p_entries, q_entries)
         taken = source.weight[:, None] * p - left
-        tile = self.first_tile + jnp.arange(self.num_tiles, dtype=jnp.int32)
-        is_inside = (ids // tiles.TILE)[:, None, :] == tile[None, :, None]
+        is_inside = (ids // TILE)[:, None, :] == self.tile_ids()[None, :, None]
         taken = jnp.sum(jnp.where(is_inside, taken[:, None, :], 0.0), axis=2)
         return jnp.maximum(source.weight[:, None] * p_masses - taken, 0.0)
 
     def in_tile(self, source: Position, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Of tiles ``[n]``: the local ids ``[n, L]``, and ``[n, 2, L]`` their weights and ``p``."""
-        target, length = self.target, min(tiles.TILE, self.target.width)
-        first = jnp.clip(tile * tiles.TILE, target.first, target.first + target.width - length)
+        target, width = self.target, self.target.width
+        length, start = min(TILE, width), 0 if target.first_id is None else target.first_id
+        first = jnp.clip(tile * TILE, start, start + width - length)
         ids = first[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
         q_entries = None
         if self.draft is not None:
             q_entries = self.draft.rows.slices(source.draft_row, first, length)
         both = self._weights(source, ids, target.slices(source.row, first, length), q_entries)
-        is_inside = ids // tiles.TILE == tile[:, None]
+        is_inside = ids // TILE == tile[:, None]
         return ids, jnp.where(is_inside[:, None], jnp.stack(both, axis=1), 0.0)
 
     def race(self, source: Position, exponential: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -185,15 +190,6 @@ class LocalRows:
         score = jnp.where(weights > 0, weights / exponential[:, :width], -1.0)
         return jnp.argmax(score, axis=1).astype(jnp.int32), bad_draft
 
-    def _draft_part(self, rows: jax.Array) -> jax.Array:
-        """Entries ``[n, ...]`` of draft rows, for the ids of this part."""
-        assert self.draft is not None
-        draft, target = self.draft, self.target
-        if target.first_id is None or draft.storage.first_id is not None:
-            return draft.rows.whole(rows)
-        first = jnp.broadcast_to(target.first_id, rows.shape)
-        return draft.rows.slices(rows, first, target.width)
-
     def _weights(
         self,
         source: Position,
@@ -202,15 +198,18 @@ class LocalRows:
         q_entries: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Weights and ``p`` of `ids`, from entries ``[n, ...]`` of the target and draft rows."""
-        dims = (1,) * (p_entries.ndim - 1)
-        source = jax.tree.map(lambda x: x.reshape(-1, *dims), source._replace(p_masses=None))
-        inv = source.inv_temperature
-        p = source.scale.probs(tiles.apply_threshold(p_entries, source.threshold), inv)
+        known = source._replace(p_masses=None, argmax=None)  # type: ignore[arg-type]
+        dims = range(1, p_entries.ndim)
+        source = jax.tree.map(lambda x: lax.expand_dims(x, dims), known)
+        inv, draft = source.inv_temperature, self.draft
+        if source.threshold is not None:
+            p_entries = jnp.where(p_entries < source.threshold, -jnp.inf, p_entries)
+        p = source.scale.probs(p_entries, inv)
         is_removed = source.is_one_hot & (ids == source.token_id)
-        if self.draft is None or q_entries is None:
+        if draft is None or q_entries is None:
             return jnp.where(is_removed, 0.0, p), p
-        q = self.draft.probs(q_entries, source.draft_scale, inv)
-        if isinstance(self.draft.distribution, DraftProbs):
+        q = draft.probs(q_entries, source.draft_scale, inv)
+        if isinstance(draft.distribution, DraftProbs):
             q = jnp.where(q >= 0, q, jnp.nan)
         # One formula for every source: q = 2 removes a token, as no p exceeds it.
         q = jnp.where(source.uses_q, q, jnp.where(is_removed, 2.0, 0.0))
@@ -236,29 +235,80 @@ class ChosenTile(NamedTuple):
     bad_draft: jax.Array
 
 
+def tile_masses(rows: LocalRows, positions: Position) -> jax.Array:
+    """``[num_parts, B, P, 2, n]``: masses of the tiles of every part, at ``[B, P]``."""
+    kernels, shape = _kernels(rows), positions.row.shape
+    flat = jax.tree.map(lambda x: lax.collapse(x, 0, 2), positions)
+    if kernels is not None:
+        found = kernels.part_masses(flat, **_part(rows), num_parts=rows.num_parts)
+    else:
+        found = gathering(lambda _, those: rows.masses(those), rows.form.platform, flat.row, flat)
+    return rows.form.gather(found.reshape(*shape, *found.shape[1:]))
+
+
 def draw(
-    rows: LocalRows, source: Position, masses: jax.Array, recover: jax.Array, exchange: Exchange
+    rows: LocalRows, requests: Request, last: Position, masses: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Draw a token from each source.
+    """Draw the last token of each request.
 
     Args:
       rows: the rows on this device.
-      source: what to draw from, ``[n]``.
-      masses: ``[num_parts, n, 2, num_tiles]``, those of `LocalRows.masses` from every part.
-      recover: ``[n, 2]`` uniforms for tile and token.
-      exchange: between the parts.
+      requests: ``[B]``.
+      last: ``[B]``, the positions to draw from.
+      masses: ``[num_parts, B, 2, num_tiles]``, those of `LocalRows.masses` from every part, if they
+        are known.
 
     Returns:
-      ``[n]`` int32 tokens, and ``[n]`` bool, whether the draft row is bad.
+      ``[B]`` int32 tokens, and ``[B]`` bool, whether the draft row is bad.
     """
+    if requests.exponential is not None:
+        drawn, bad_draft = rows.race(last, requests.exponential)
+    else:
+        assert requests.recover is not None
+        if masses is None:
+            masses = tile_masses(rows, jax.tree.map(lambda x: x[:, None], last))[:, :, 0]
+        kernels = _kernels(rows)
+        if kernels is not None:
+            part, bad_draft = kernels.part_draw(last, requests.recover, masses, **_part(rows))
+            drawn = rows.form.sum(part)
+            bad_draft = last.uses_q & (bad_draft | last.draft_scale.bad)
+        else:
+            drawn, bad_draft = inverse_cdf_draw(rows, last, masses, requests.recover)
+    return jnp.where(requests.greedy, last.argmax, drawn), bad_draft & ~requests.greedy
+
+
+def _kernels(rows: LocalRows) -> Kernels | None:
+    """The kernels, if they can read the rows to draw from: draft rows split as the target."""
+    form = rows.form
+    if form.kernels is None or not (rows.draft is None or form.draft_is_split):
+        return None
+    pieces = pieces_of_tiles(rows.target.width, rows.num_parts, rows.num_tiles)
+    return form.kernels if pieces.shape[1] <= MAX_PIECES else None
+
+
+def _part(rows: LocalRows) -> dict[str, Any]:
+    """The arguments of the kernels that draw: what they read."""
+    target, draft = rows.target, rows.draft
+    return dict(
+        target=target.matrix,
+        distribution=None if draft is None else draft.distribution,
+        first_id=target.first_id,
+        size=target.size,
+    )
+
+
+def inverse_cdf_draw(
+    rows: LocalRows, source: Position, masses: jax.Array, recover: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`draw` on XLA, of sources ``[n]`` whose masses are known, by uniforms ``[n, 2]``."""
     width, num_tiles = rows.target.width, rows.num_tiles
     chosen = choose_tile(source, masses, recover, width, num_tiles)
     if rows.draft is None or not isinstance(rows.draft.rows, CandidateRows):
-        return draw_in_tile(rows, source, chosen, exchange)[0], chosen.bad_draft
+        return draw_in_tile(rows, source, chosen)[0], chosen.bad_draft
 
     # The mass of a tile may be a rounding error, though rarely. Then the token is drawn from the
     # largest of the other tiles. Both draws are made at once: a loop on a GPU waits for the host.
-    first = jnp.arange(masses.shape[0], dtype=jnp.int32) * width // tiles.TILE
+    first = jnp.arange(masses.shape[0], dtype=jnp.int32) * width // TILE
     tile = (first[:, None] + jnp.arange(num_tiles, dtype=jnp.int32)[None, :])[:, None, :]
     others = jnp.where(tile == chosen.tile[None, :, None], 0.0, masses[:, :, 0])
     largest = jnp.max(others, axis=(0, 2), keepdims=True)
@@ -267,7 +317,7 @@ def draw(
     instead = choose_tile(source, others, recover, width, num_tiles)
     of_both = (source, chosen), (source, instead)
     source_twice, both = jax.tree.map(lambda *x: jnp.concatenate(x), *of_both)
-    token_ids, is_empty = draw_in_tile(rows, source_twice, both, exchange)
+    token_ids, is_empty = draw_in_tile(rows, source_twice, both)
     (token_ids, another), (is_empty, _) = jnp.split(token_ids, 2), jnp.split(is_empty, 2)
     return jnp.where(is_empty & source.uses_q, another, token_ids), chosen.bad_draft
 
@@ -285,11 +335,12 @@ def choose_tile(
       num_tiles: tiles that a part overlaps at most.
     """
     num_parts, n = masses.shape[:2]
-    pieces = pieces_of_tiles(width, num_parts, num_tiles)
-    flat = jnp.moveaxis(masses, 0, 2).reshape(n, 2, -1)
-    flat = jnp.pad(flat, ((0, 0), (0, 0), (0, 1))) if num_parts > 1 else flat
-    by_tile = jnp.sum(flat[:, :, pieces], axis=3) if num_parts > 1 else flat
-    u = recover[:, 1]
+    u, by_tile = recover[:, 1], masses[0]
+    if num_parts > 1:
+        pieces = pieces_of_tiles(width, num_parts, num_tiles)
+        flat = jnp.moveaxis(masses, 0, 2).reshape(n, 2, -1)
+        flat = jnp.pad(flat, ((0, 0), (0, 0), (0, 1)))
+        by_tile = jnp.sum(flat[:, :, pieces], axis=3)
     tile, total = inverse_cdf(by_tile, recover[:, 0])
     has_mass = total[:, 0] > 0
     bad_draft = source.uses_q & (jnp.isnan(total[:, 0]) | source.draft_scale.bad)
@@ -300,7 +351,7 @@ def choose_tile(
         flat = jnp.where(has_mass[:, None], flat[:, 0], flat[:, 1])
         held = jnp.take_along_axis(flat, of_tile, axis=1)
         piece = inverse_cdf(held[:, None], u)[0][:, 0]
-        own, sums = (entry_of(x, piece) for x in (held, jnp.cumsum(held, axis=1)))
+        own, sums = entry_of((held, jnp.cumsum(held, axis=1)), piece)
         part = entry_of(of_tile, piece) // num_tiles
         # How far into the piece, from 0 to 1.
         inside = u * jnp.sum(held, axis=1) - (sums - own)
@@ -309,7 +360,7 @@ def choose_tile(
 
 
 def draw_in_tile(
-    rows: LocalRows, source: Position, chosen: ChosenTile, exchange: Exchange
+    rows: LocalRows, source: Position, chosen: ChosenTile
 ) -> tuple[jax.Array, jax.Array]:
     """Draw a token inside each chosen tile.
 
@@ -317,15 +368,15 @@ def draw_in_tile(
       ``[n]`` int32 tokens, and ``[n]`` bool, whether the tile turned out to have no weight. Both
       are known to all parts.
     """
-    ids, inside = rows.in_tile(source, chosen.tile)
+    form, (ids, inside) = rows.form, rows.in_tile(source, chosen.tile)
     place, total = inverse_cdf(inside, chosen.uniform)
     # Rounding can leave a tile of tiny residual mass without a positive weight of its own.
     has_mass = chosen.has_mass & (total[:, 0] > 0)
     token_ids = ids[:, 0] + jnp.where(has_mass, place[:, 0], place[:, 1])
-    is_empty = chosen.has_mass & ~(exchange.sum(total[:, 0]) > 0)
-    if exchange.axis is None:
-        return token_ids, is_empty
-    return exchange.sum(jnp.where(chosen.part == exchange.part, token_ids, 0)), is_empty
+    if form.axis is None:
+        return token_ids, chosen.has_mass & ~has_mass
+    is_empty = chosen.has_mass & ~(form.sum(total[:, 0]) > 0)
+    return form.sum(jnp.where(chosen.part == form.part, token_ids, 0)), is_empty
 
 
 def pieces_of_tiles(width: int, num_parts: int, num_tiles: int) -> np.ndarray:
@@ -337,10 +388,10 @@ def pieces_of_tiles(width: int, num_parts: int, num_tiles: int) -> np.ndarray:
     """
     found: list[list[int]] = [[] for _ in range(tiles.num_tiles(width * num_parts))]
     for part, start in enumerate(range(0, num_parts * width, width)):
-        first = start // tiles.TILE
-        for tile in range(first, (start + width - 1) // tiles.TILE + 1):
+        first = start // TILE
+        for tile in range(first, (start + width - 1) // TILE + 1):
             found[tile].append(part * num_tiles + tile - first)
-    most = max(len(pieces) for pieces in found)
+    most = max([len(pieces) for pieces in found])
     filled = [pieces + [num_parts * num_tiles] * (most - len(pieces)) for pieces in found]
     return np.array(filled, np.int32)
 

@@ -6,7 +6,7 @@ it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +111,13 @@ class Position(NamedTuple):
         return self.proposed & (self.status == Status.OK)
 
     def drawn_by(self, requests: Request) -> Position:
-        """The same, with `row` -1 where no token of ``requests [B]`` can be drawn."""
+        """The same, with `row` -1 where no token of ``requests [B]`` can be drawn.
+
+        What a draw does not need is left out.
+        """
         can_be = (requests.is_ok & ~requests.greedy)[:, None] & (self.weight > 0)
         can_be &= self.offset < requests.num_rows[:, None]
-        return self._replace(row=jnp.where(can_be, self.row, -1))
+        return self._replace(row=jnp.where(can_be, self.row, -1), **_NOT_DRAWN)
+
+
+_NOT_DRAWN: dict[str, Any] = dict.fromkeys(("offset", "uniform", "p", "q", "status"))

@@ -53,6 +53,7 @@ class Request(NamedTuple):
 
     Attributes:
       first_row: ``[B]`` int32, target row of the first position.
+      num_rows: ``[B]`` int32, target rows that each request owns.
       num_drafts: ``[B]`` int32.
       token_ids: ``[B, K+1]`` int32, the drafts; -1 past ``num_drafts``.
       draft_rows: ``[B, K+1]`` int32, row of the draft distribution of each draft.
@@ -66,10 +67,12 @@ class Request(NamedTuple):
       recover: ``[B, 2]`` float32 uniforms, or None if `exponential` is given.
       exponential: ``[B, V]`` float32 noise of an exponential race, or None.
       bonus_token_id: ``[B]`` int32, or None if requests own bonus rows.
-      status: ``[B]`` int32. If it is not OK, none of the request's rows may be read.
+      status: ``[B]`` int32.
+      is_ok: ``[B]`` bool, whether the status is OK: if not, no row of the request may be read.
     """
 
     first_row: jax.Array
+    num_rows: jax.Array
     num_drafts: jax.Array
     token_ids: jax.Array
     draft_rows: jax.Array
@@ -82,16 +85,7 @@ class Request(NamedTuple):
     exponential: jax.Array | None
     bonus_token_id: jax.Array | None
     status: jax.Array
-
-    @property
-    def num_rows(self) -> jax.Array:
-        """``[B]`` int32, target rows that each request owns."""
-        return self.num_drafts + (1 if self.bonus_token_id is None else 0)
-
-    @property
-    def is_ok(self) -> jax.Array:
-        """``[B]`` bool, whether the rows of a request may be read."""
-        return self.status == Status.OK
+    is_ok: jax.Array
 
     @classmethod
     def without_drafts(
@@ -111,6 +105,7 @@ class Request(NamedTuple):
         none = jnp.zeros_like(row)[:, None]
         return cls(
             first_row=row,
+            num_rows=jnp.ones_like(row),
             num_drafts=jnp.zeros_like(row),
             token_ids=none - 1,
             draft_rows=none,
@@ -123,6 +118,7 @@ class Request(NamedTuple):
             exponential=None,
             bonus_token_id=None,
             status=jnp.zeros_like(row),
+            is_ok=row >= 0,
         )
 
 
@@ -132,7 +128,8 @@ def requests_of(arrays: CallArrays, k: int) -> Request:
     temperature, has_bonus_rows = sampling.temperature, arrays.bonus_token_ids is None
     layout = ragged.unpack(drafts, k, has_bonus_rows=has_bonus_rows)
     valid_input = layout.in_bounds & sampling_lib.is_valid(sampling)
-    end = layout.first_row + layout.num_drafts + int(has_bonus_rows)
+    num_rows = layout.num_drafts + int(has_bonus_rows)
+    end = layout.first_row + num_rows
     valid_input &= end <= arrays.target_logits.shape[0]  # else its rows were left out
     if isinstance(noise, tuple):
         keys, positions = noise
@@ -152,6 +149,7 @@ def requests_of(arrays: CallArrays, k: int) -> Request:
     last = ((0, 0), (0, 1))
     return Request(
         first_row=layout.first_row,
+        num_rows=num_rows,
         num_drafts=layout.num_drafts,
         token_ids=jnp.pad(layout.token_ids, last, constant_values=PLACEHOLDER_TOKEN_ID),
         draft_rows=jnp.pad(layout.draft_rows, last),
@@ -164,6 +162,7 @@ def requests_of(arrays: CallArrays, k: int) -> Request:
         exponential=noise.exponential if isinstance(noise, RaceNoise) else None,
         bonus_token_id=arrays.bonus_token_ids,
         status=status,
+        is_ok=status == Status.OK,
     )
 
 

@@ -1,10 +1,10 @@
-"""Phase 1 on XLA: rows of the whole vocabulary, or of one device's part of it, read in place."""
+"""Rows of the whole vocabulary, or of one device's part of it, read in place on XLA."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.blocks import take
-from jax_specdec._src.platform import platform_dependent
+from jax_specdec._src.platform import Platform
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import DraftDistribution, DraftProbs
 from jax_specdec._src.verify import tiles
-from jax_specdec._src.verify.exchange import Exchange
-from jax_specdec._src.verify.threshold import find_threshold, only_if
+from jax_specdec._src.verify.form import Form
+from jax_specdec._src.verify.threshold import find_thresholds
 
 
 def bits_at(words: jax.Array, row: jax.Array, ids: jax.Array) -> jax.Array:
@@ -60,11 +60,6 @@ class Partials(NamedTuple):
             total += of_part * jnp.exp((m - peak) * inv_temperature)
         return cls(peak, total)
 
-    def share_of(self, part: Partials, inv_temperature: jax.Array) -> jax.Array:
-        """The factor from sums of a part to sums of ``p``, given the partials of the whole row."""
-        moved = jnp.where(part.max == self.max, 0.0, part.max - self.max)
-        return jnp.exp(moved * inv_temperature) / self.sum
-
 
 def argmax_of_parts(maxima: jax.Array, argmaxes: jax.Array) -> jax.Array:
     """The argmax ``[n]`` of whole rows, from maxima and argmaxes ``[num_parts, n]`` of parts."""
@@ -84,6 +79,7 @@ class Rows:
       size: ids from it on are padding.
       fill: what is read for padding, for ids that the bitmask forbids or that other devices hold,
         and for entries below the threshold.
+      platform: that the program is for.
       token_bitmask: ``[R, ceil(V/32)]``, the ids that are allowed; None for all.
       thresholds: ``[R]`` float32, one per row; None for none.
       first_id: ``[]`` int32, the id of the first column; None if the matrix has all ids.
@@ -92,33 +88,24 @@ class Rows:
     matrix: jax.Array
     size: int
     fill: float
+    platform: Platform
     token_bitmask: jax.Array | None = None
     thresholds: jax.Array | None = None
     first_id: jax.Array | None = None
 
     @classmethod
     def of_logits(
-        cls, logits: jax.Array, size: int, token_bitmask: jax.Array | None, exchange: Exchange
+        cls, logits: jax.Array, size: int, token_bitmask: jax.Array | None, form: Form
     ) -> Rows:
         """Rows of logits ``[R, V]``, or of this device's columns of them."""
-        first_id = None if exchange.axis is None else exchange.part * logits.shape[1]
-        return cls(logits, size, -float("inf"), token_bitmask, None, first_id)
+        first_id = None if form.axis is None else form.part * logits.shape[1]
+        return cls(logits, size, -float("inf"), form.platform, token_bitmask, None, first_id)
 
-    @property
+    @functools.cached_property
     def width(self) -> int:
         """Ids that are here, padding left out if the matrix has all ids."""
         columns = self.matrix.shape[1]
         return columns if self.first_id is not None else min(self.size, columns)
-
-    @property
-    def first(self) -> jax.Array:
-        """``[]`` int32, the id of the first column."""
-        return jnp.int32(0) if self.first_id is None else self.first_id
-
-    @property
-    def cut_by(self) -> jax.Array | None:
-        """`first_id` if it may be inside a tile; None if it cannot be."""
-        return None if self.width % tiles.TILE == 0 else self.first_id
 
     def masked(self) -> Rows:
         """A copy with the bitmask applied: a part's bits are too expensive to read repeatedly."""
@@ -131,8 +118,9 @@ class Rows:
     def at(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
         """Entries of `ids`, of any shape that `rows` broadcasts to."""
         rows = jnp.clip(rows, 0, self.matrix.shape[0] - 1)
-        columns = jnp.clip(ids - self.first, 0, self.width - 1)
-        return self._entries(self.matrix[rows, columns], rows, ids)
+        place = ids if self.first_id is None else ids - self.first_id
+        found = _get(self.matrix, rows, jnp.clip(place, 0, self.width - 1))
+        return self._entries(found, rows, ids, place)
 
     def slices(self, rows: jax.Array, first: jax.Array, length: int) -> jax.Array:
         """Entries ``[n, length]``: of `length` ids from ``first[i]`` on, in row ``rows[i]``.
@@ -140,63 +128,67 @@ class Rows:
         Reads are contiguous. All ids must be in the vocabulary, or in this part of it.
         """
         rows = jnp.clip(rows, 0, self.matrix.shape[0] - 1)
-        columns, first_column = self.matrix.shape[1], first - self.first
+        columns = self.matrix.shape[1]
+        first_column = first if self.first_id is None else first - self.first_id
         available = min(length, columns)
         start = jnp.clip(first_column, 0, columns - available)
-        x = jax.vmap(lambda r, s: lax.dynamic_slice(self.matrix, (r, s), (1, available))[0])(
-            rows, start
+        x = lax.gather(
+            self.matrix,
+            jnp.stack([rows, start], axis=1),
+            _SLICES,
+            (1, available),
+            mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
         )
         place = jnp.arange(length, dtype=jnp.int32)[None, :]
         is_whole = available == length and columns == self.size
         if self.first_id is None and not is_whole:
             found = first_column[:, None] + place - start[:, None]
             x = jnp.take_along_axis(x, jnp.clip(found, 0, available - 1), axis=1)
-        all_here = self.first_id is None and is_whole
-        return self._entries(x, rows[:, None], first[:, None] + place, all_here)
+        here = None if self.first_id is None and is_whole else first_column[:, None] + place
+        return self._entries(x, rows[:, None], first[:, None] + place, here)
 
     def whole(self, rows: jax.Array | None = None) -> jax.Array:
         """``[n, width]`` entries of some rows; of all rows, in place, if `rows` is None."""
-        return self._read(*self._select(rows))
+        return self.read(self.select(rows))
 
-    def _select(self, rows: jax.Array | None) -> Any:
+    def select(self, rows: jax.Array | None) -> tuple[Any, ...]:
         """Some rows of the matrix, of the bitmask and of the thresholds."""
         found = self.matrix, self.token_bitmask, self.thresholds
         if rows is None:
             return found
-        rows = jnp.clip(rows, 0, self.matrix.shape[0] - 1)
-        return jax.tree.map(lambda x: take(x, rows), found)
+        return take(found, jnp.clip(rows, 0, self.matrix.shape[0] - 1), self.platform)
 
-    def _entries(
-        self, x: jax.Array, rows: jax.Array, ids: jax.Array, all_here: bool = False
-    ) -> jax.Array:
-        """Entries as they were found at `ids`, with `fill` where it belongs.
-
-        `all_here` says that the ids are known to be in the vocabulary and in this part of it.
-        """
-        x, place = x.astype(jnp.float32), ids - self.first
-        if not all_here:
-            is_here = (place >= 0) & (place < self.width) & (ids < self.size)
-            x = jnp.where(is_here, x, self.fill)
-        if self.token_bitmask is not None:
-            x = jnp.where(bits_at(self.token_bitmask, rows, ids), x, self.fill)
-        least = None if self.thresholds is None else self.thresholds[rows]
-        return tiles.apply_threshold(x, least, self.fill)
-
-    def _read(
-        self, matrix: jax.Array, words: jax.Array | None, least: jax.Array | None
-    ) -> jax.Array:
-        """``[..., width]`` entries of whole rows, with `fill` where it belongs."""
+    def read(self, selected: tuple[Any, ...]) -> jax.Array:
+        """``[n, width]`` entries of rows that `select` gave, with `fill` where it belongs."""
+        matrix, words, least = selected
         x = matrix[..., : self.width].astype(jnp.float32)
         if words is not None:
             x = jnp.where(self._bits(words), x, self.fill)
         if self.first_id is not None:
             ids = self.first_id + jnp.arange(self.width, dtype=jnp.int32)
-            x = jnp.where(ids.reshape((1,) * (x.ndim - 1) + (-1,)) < self.size, x, self.fill)
-        return x if least is None else tiles.apply_threshold(x, least[..., None], self.fill)
+            x = jnp.where(ids[None, :] < self.size, x, self.fill)
+        return x if least is None else jnp.where(x < least[:, None], self.fill, x)
+
+    def _entries(
+        self, x: jax.Array, rows: jax.Array, ids: jax.Array, place: jax.Array | None
+    ) -> jax.Array:
+        """Entries as they were found at `ids`, with `fill` where it belongs.
+
+        `place` is the columns of the ids; None if all are in the vocabulary and in this part of it.
+        """
+        x = x.astype(jnp.float32)
+        if place is not None:
+            is_here = (place >= 0) & (place < self.width)
+            if self.first_id is not None:
+                is_here &= ids < self.size
+            x = jnp.where(is_here, x, self.fill)
+        if self.token_bitmask is not None:
+            x = jnp.where(bits_at(self.token_bitmask, rows, ids), x, self.fill)
+        return x if self.thresholds is None else jnp.where(x < self.thresholds[rows], self.fill, x)
 
     def _bits(self, words: jax.Array) -> jax.Array:
         """``[..., width]`` bool, from words ``[..., ceil(V/32)]`` of the whole vocabulary."""
-        shift = self.first
+        shift: Any = 0
         if self.first_id is not None:  # take as many words as a part may lie in
             count = self.width // 32 + 2 * (self.width % 32 > 0)
             count = min(count, words.shape[-1])
@@ -215,42 +207,62 @@ class Rows:
 
         `rows` is ``[n]`` int32, or None for all rows, in place.
         """
-        cpu = self._argmax_by_tiles if self.first_id is None else self._argmax  # copies less
-        return platform_dependent(rows, tpu=self._argmax, cpu=cpu, default=self._argmax_by_tiles)
+        x = self.whole(rows)
+        x = jnp.where(jnp.isnan(x), jnp.inf, x)  # which a maximum may pass over
+        if self.platform == "tpu" or (self.platform == "cpu" and self.first_id is not None):
+            peak, place = jnp.max(x, axis=1), jnp.argmax(x, axis=1).astype(jnp.int32)
+        else:  # by the maximum of each tile, then a look into one: faster on GPUs
+            views = self.in_tiles([(x, -float("inf"))], -(-self.width // tiles.TILE), False)
+            found = jnp.concatenate([jnp.max(x, axis=2) for _, (x,) in views], axis=1)
+            peak, tile = self._max_and_place(lax.optimization_barrier(found))
+            length = min(tiles.TILE, self.matrix.shape[1])
+            place = jnp.minimum(tile * tiles.TILE, self.matrix.shape[1] - length)
+            first = place if self.first_id is None else place + self.first_id
+            index = jnp.arange(peak.shape[0], dtype=jnp.int32) if rows is None else rows
+            place = place + self._max_and_place(self.slices(index, first, length))[1]
+        return peak, place if self.first_id is None else self.first_id + place
+
+    def _max_and_place(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The maximum ``[n]`` of ``[n, L]`` without NaN, and the first index of it."""
+        index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+        if self.platform == "cpu":
+            peak = jnp.max(x, axis=1)
+            return peak, jnp.min(jnp.where(x == peak[:, None], index, x.shape[1]), axis=1)
+
+        def larger(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> Any:
+            is_b = (b[0] > a[0]) | ((b[0] == a[0]) & (b[1] < a[1]))
+            return jnp.where(is_b, b[0], a[0]), jnp.where(is_b, b[1], a[1])
+
+        least = jnp.asarray(-jnp.inf, x.dtype), jnp.int32(x.shape[1])
+        peak, place = lax.reduce((x, index), least, larger, (1,))  # one kernel on a GPU
+        return peak, place
 
     def peak(self, rows: jax.Array | None) -> jax.Array:
         """The maximum alone, ``[n]``. It may pass over a NaN: see `Partials.checked`."""
         return jnp.max(self.whole(rows), axis=1)
 
-    def partials(
+    def sums(
         self,
         rows: jax.Array | None,
         peak: jax.Array,
         inv_temperature: jax.Array,
         least: jax.Array | None = None,
-    ) -> Partials:
-        """Sums of exponentials relative to `peak`, of entries that are not below `least`."""
-        x = tiles.apply_threshold(self.whole(rows), None if least is None else least[:, None])
-        base = jnp.where(jnp.isfinite(peak), peak, 0.0)[:, None]
-        sums = jnp.sum(jnp.exp((x - base) * inv_temperature[:, None]), axis=1)
-        return Partials(peak, sums)
-
-    def sums_by_tile(
-        self,
-        rows: jax.Array | None,
-        peak: jax.Array,
-        inv_temperature: jax.Array,
-        least: jax.Array | None,
-        num_tiles: int,
+        num_tiles: int | None = None,
     ) -> jax.Array:
-        """``[n, num_tiles]``, the sums of `partials` by tile, from the tile this part begins in."""
-        x = tiles.apply_threshold(self.whole(rows), None if least is None else least[:, None])
-        base, inv = jnp.where(jnp.isfinite(peak), peak, 0.0), inv_temperature[:, None, None]
+        """Sums of exponentials relative to `peak`, of entries that are not below `least`.
 
-        def sums(_: int, x: jax.Array) -> jax.Array:
-            return jnp.sum(jnp.exp((x - base[:, None, None]) * inv), axis=2)
-
-        return compute_once(by_tile(sums, [(x, -float("inf"))], num_tiles, self.cut_by))
+        They are ``[n]``, or ``[n, num_tiles]`` by tile, from the tile that this part begins in.
+        """
+        x = self.whole(rows)
+        if least is not None:
+            x = jnp.where(x < least[:, None], -jnp.inf, x)
+        base, inv = jnp.where(jnp.isfinite(peak), peak, 0.0)[:, None], inv_temperature[:, None]
+        if num_tiles is None:
+            return jnp.sum(jnp.exp((x - base) * inv), axis=1)
+        base, inv = base[:, None], inv[:, None]
+        views = self.in_tiles([(x, -float("inf"))], num_tiles)
+        found = [jnp.sum(jnp.exp((x - base) * inv), axis=2) for _, (x,) in views]
+        return lax.optimization_barrier(jnp.concatenate(found, axis=1))
 
     def find_thresholds(
         self,
@@ -259,7 +271,7 @@ class Rows:
         wanted: jax.Array,
         peak: jax.Array,
         inv_temperature: jax.Array,
-        exchange: Exchange,
+        form: Form,
     ) -> jax.Array:
         """``[n]`` thresholds below which a filter keeps no entry; -inf if it keeps all.
 
@@ -269,139 +281,69 @@ class Rows:
           wanted: ``[n]`` bool, whether a request samples from the row.
           peak: ``[n]`` float32, the maximum of each row.
           inv_temperature: ``[n]`` float32.
-          exchange: between the parts of the vocabulary.
+          form: how the vocabulary is split.
         """
-        peak = exchange.max(peak)
+        peak = form.max(peak)
         limited = filter.limits(self.size) & wanted & jnp.isfinite(peak)
-
-        def one_row(
-            of: Any, filter: Filter, peak: jax.Array, inv_temperature: jax.Array
-        ) -> jax.Array:
-            return find_threshold(
-                filter,
-                # In a Python loop, XLA reads the row once for all candidates and writes nothing.
-                lambda fn, candidates: exchange.sum(
-                    jnp.stack([_sum(fn(self._read(*of), c)) for c in candidates])
-                ),
-                size=self.size,
-                dtype=self.matrix.dtype,
-                peak=peak,
-                inv_temperature=inv_temperature,
-                bits_per_round=1 if exchange.axis is None else 4,
-            )
-
-        least = only_if(
-            jnp.any(limited),
-            lambda: jax.vmap(one_row)(self._select(rows), filter, peak, inv_temperature),
-            jnp.full_like(peak, -jnp.inf),
+        given = filter, self.read, self.select(rows)
+        least = find_thresholds(
+            *given,
+            limited,
+            size=self.size,
+            dtype=self.matrix.dtype,
+            peak=peak,
+            inv_temperature=inv_temperature,
+            form=form,
         )
         return jnp.where(limited, least, -jnp.inf)
 
-    def _nan_as_inf(self, rows: jax.Array | None) -> jax.Array:
-        """`whole` with +inf for NaN, which a maximum may pass over."""
-        x = self.whole(rows)
-        return jnp.where(jnp.isnan(x), jnp.inf, x)
+    def in_tiles(
+        self, matrices: Sequence[tuple[jax.Array, float]], count: int, by_first_id: bool = True
+    ) -> list[tuple[int, list[jax.Array]]]:
+        """Matrices ``[n, W]`` of this part's ids as tiles ``[n, t, L]``.
 
-    def _argmax(self, rows: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """`max_and_argmax` in two reductions."""
-        x = self._nan_as_inf(rows)
-        return jnp.max(x, axis=1), self.first + jnp.argmax(x, axis=1).astype(jnp.int32)
+        Args:
+          matrices: each with what to pad it with.
+          count: number of tiles, from the one that this part begins in.
+          by_first_id: whether tiles are counted from id 0; if not, from the first column.
 
-    def _argmax_by_tiles(self, rows: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """`max_and_argmax` by the maximum of each tile, then a look into one: faster on GPUs."""
-        count = tiles.num_tiles(self.width)
-        found = by_tile(
-            lambda _, x: jnp.max(x, axis=2), [(self._nan_as_inf(rows), -float("inf"))], count
-        )
-        peak, tile = max_and_argmax(compute_once(found))
-        length = min(tiles.TILE, self.matrix.shape[1])
-        first = jnp.minimum(tile * tiles.TILE, self.matrix.shape[1] - length) + self.first
-        index = jnp.arange(peak.shape[0], dtype=jnp.int32) if rows is None else rows
-        _, place = max_and_argmax(self.slices(index, first, length))
-        return peak, first + place
-
-
-def _sum(x: jax.Array) -> jax.Array:
-    """The sum, in the dtype of `x` even in 64-bit mode."""
-    return jnp.sum(x, dtype=x.dtype)
-
-
-def by_tile(
-    function: Callable[..., jax.Array],
-    rows: Sequence[tuple[jax.Array, float]],
-    count: int,
-    first_id: jax.Array | None = None,
-) -> jax.Array:
-    """Sums or maxima over the tiles of rows.
-
-    Args:
-      function: ``function(first, *tiles)`` takes t tiles ``[n, t, L]`` of each matrix, from tile
-        `first` on, and returns ``[..., t]``.
-      rows: matrices ``[n, W]``, each with what to pad it with.
-      count: number of tiles.
-      first_id: the id of the first column; None if a tile begins there.
-    """
-
-    def filled_up(matrices: Sequence[jax.Array]) -> jax.Array:
-        given = zip(matrices, fills, strict=True)
-        return function(0, *(_in_tiles(x, count, fill, first_id) for x, fill in given))
-
-    def in_two(matrices: Sequence[jax.Array]) -> jax.Array:
-        """The whole tiles, then the last one by itself: this needs no copy."""
-        width = max(x.shape[1] for x in matrices)
-        whole = width // tiles.TILE
-        cut, found = whole * tiles.TILE, []
-        given = zip(matrices, fills, strict=True)
-        matrices = [_padded(x, (0, width - x.shape[1]), fill) for x, fill in given]
-        if whole:
-            shape = -1, whole, tiles.TILE
-            found.append(function(0, *(x[:, :cut].reshape(shape) for x in matrices)))
-        if cut < width:
-            found.append(function(whole, *(x[:, None, cut:] for x in matrices)))
-        return jnp.concatenate(found, axis=-1)
-
-    matrices, fills = zip(*rows, strict=True)
-    cpu = in_two if first_id is None else filled_up
-    return platform_dependent(matrices, cpu=cpu, default=filled_up)
+        Returns:
+          Some tiles of each matrix, after the number of the first: all tiles or, on a CPU, the
+          whole ones, then the last one by itself, which needs no copy.
+        """
+        width, found = max(x.shape[1] for x, _ in matrices), []
+        size = count * tiles.TILE
+        is_cut = by_first_id and self.first_id is not None and self.width % tiles.TILE > 0
+        if self.platform == "cpu" and not is_cut:
+            xs = [_padded(x, 0, width - x.shape[1], fill) for x, fill in matrices]
+            whole = width // tiles.TILE
+            cut = whole * tiles.TILE
+            if whole:
+                shape = -1, whole, tiles.TILE
+                found.append((0, [x[:, :cut].reshape(shape) for x in xs]))
+            if cut < width:
+                found.append((whole, [x[:, None, cut:] for x in xs]))
+            return found
+        if self.first_id is None or not is_cut:
+            xs = [_padded(x, 0, size - x.shape[1], fill) for x, fill in matrices]
+        else:  # an edge between parts may be inside a tile
+            start = tiles.TILE - self.first_id % tiles.TILE
+            xs = [_padded(x, tiles.TILE, size - x.shape[1], fill) for x, fill in matrices]
+            xs = [lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in xs]
+        return [(0, [x.reshape(x.shape[0], count, tiles.TILE) for x in xs])]
 
 
-def _padded(x: jax.Array, count: tuple[int, int], fill: float) -> jax.Array:
-    """``[n, W]`` with ``count[0]`` columns more before and ``count[1]`` after."""
-    return jnp.pad(x, ((0, 0), count), constant_values=fill) if any(count) else x
+def _get(matrix: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
+    """``matrix[rows, columns]``, all of which are in range."""
+    return matrix.at[rows, columns].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
-def _in_tiles(x: jax.Array, count: int, fill: float, first_id: jax.Array | None) -> jax.Array:
-    """``[n, W]`` as ``[n, count, TILE]``, padded at the end, and before `first_id` if given."""
-    before = 0 if first_id is None else tiles.TILE
-    x = _padded(x, (before, count * tiles.TILE - x.shape[1]), fill)
-    if first_id is not None:
-        start = tiles.TILE - first_id % tiles.TILE
-        x = lax.dynamic_slice_in_dim(x, start, count * tiles.TILE, axis=1)
-    return x.reshape(x.shape[0], count, tiles.TILE)
+_SLICES = lax.GatherDimensionNumbers(
+    offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0, 1)
+)
 
 
-def max_and_argmax(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The maximum ``[n]`` of rows ``[n, L]`` without NaN, and the first index of it."""
-    index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-
-    def separately(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        peak = jnp.max(x, axis=1)
-        return peak, jnp.min(jnp.where(x == peak[:, None], index, x.shape[1]), axis=1)
-
-    def together(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """In one reduction, which is one kernel on a GPU."""
-
-        def larger(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> Any:
-            is_b = (b[0] > a[0]) | ((b[0] == a[0]) & (b[1] < a[1]))
-            return jnp.where(is_b, b[0], a[0]), jnp.where(is_b, b[1], a[1])
-
-        least = jnp.asarray(-jnp.inf, x.dtype), jnp.int32(x.shape[1])
-        peak, place = lax.reduce((x, index), least, larger, (1,))
-        return peak, place
-
-    return platform_dependent(x, cpu=separately, default=together)
-
-
-def compute_once(x: Any) -> Any:
-    """The same arrays, which XLA then does not compute again for each of their uses."""
-    return lax.optimization_barrier(x)
+def _padded(x: jax.Array, before: int, after: int, fill: float) -> jax.Array:
+    """``[n, W]`` with columns more."""
+    count = (0, 0), (before, after)
+    return jnp.pad(x, count, constant_values=fill) if before or after else x

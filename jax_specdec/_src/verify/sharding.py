@@ -262,20 +262,22 @@ def _is_part(storage: jax.Array, target_logits: jax.Array, vocab_axis: str) -> b
 
 
 def over_parts(
-    function: Callable[[CallArrays], RejectionSampleOutput], layout: ArrayLayout, arrays: CallArrays
+    function: Callable[[CallArrays], RejectionSampleOutput],
+    layout: ArrayLayout | None,
+    arrays: CallArrays,
 ) -> RejectionSampleOutput:
     """Call a function on each device's part of the arrays.
 
     Args:
       function: takes one part, whose offsets begin at 0.
-      layout: how the arrays are split.
+      layout: how the arrays are split; None if they are whole.
       arrays: of the call.
 
     Returns:
       The outputs of all parts as one batch.
     """
-    if layout.mesh is None:
-        return without_vma(function, arrays, layout.vocab_axis)
+    if layout is None or layout.mesh is None:
+        return without_vma(function, arrays, None if layout is None else layout.vocab_axis)
     batch, distribution = layout.batch_axis, arrays.drafts.distribution
     stored = batch if layout.draft_batch else None
     own: Any = P(batch)

@@ -17,69 +17,79 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.sampling import Filter, limits_count
-
-Total = Callable[[Callable[[jax.Array, jax.Array], jax.Array], jax.Array], jax.Array]
-"""``total(fn, candidates)`` is ``[c]``: for each candidate, ``fn(entries, candidate)`` summed over
-the entries of the row."""
+from jax_specdec._src.verify.form import Form
 
 
-def find_threshold(
+def find_thresholds(
     filter: Filter,
-    total: Total,
+    read: Callable[[Any], jax.Array],
+    selected: Any,
+    limited: jax.Array,
     *,
     size: int,
     dtype: Any,
     peak: jax.Array,
     inv_temperature: jax.Array,
-    bits_per_round: int = 1,
+    form: Form,
 ) -> jax.Array:
-    """The threshold of a row: the largest of those of min-p, top-k and top-p.
+    """The thresholds of rows: of each the largest of those of min-p, top-k and top-p.
 
     Args:
-      filter: min-p, top-k and top-p of the row's request.
-      total: sums over the row.
+      filter: min-p, top-k and top-p of each row's request, ``[n]``.
+      read: ``read(selected)`` is the rows ``[n, W]``, or this device's part of them.
+      selected: what `read` takes.
+      limited: ``[n]`` bool, the rows that have a threshold; for others the result is undefined.
       size: ids from it on are padding.
       dtype: of the logits before they were converted to float32.
-      peak: ``[]`` float32, the row's largest entry, finite.
-      inv_temperature: ``[]`` float32.
-      bits_per_round: d, for ``2**d - 1`` candidates per round. Float32 logits then take at most
-        ``ceil(32 / d)`` rounds for each of top-k and top-p, bfloat16 logits ``ceil(16 / d)``.
+      peak: ``[n]`` float32, the largest entry of each row, finite.
+      inv_temperature: ``[n]`` float32.
+      form: how the vocabulary is split. If it is, each round tests 15 candidates: float32 logits
+        take at most 8 rounds for each of top-k and top-p, bfloat16 logits 4.
 
     Returns:
-      ``[]`` float32, at most `peak`; entries equal to it stay.
+      ``[n]`` float32, at most `peak`; entries equal to it stay.
     """
     search = functools.partial(
         _largest,
         bits=9 + jnp.finfo(dtype).nmant,  # sign, exponent of float32, mantissa
-        candidates=2**bits_per_round - 1,
+        candidates=1 if form.axis is None else 15,
     )
-    least = jnp.float32(-jnp.inf)
-    if filter.min_p is not None:
-        least = peak + jnp.log(filter.min_p) / inv_temperature
 
-    if filter.top_k is not None:
-        top_k = filter.top_k
+    def find() -> jax.Array:
+        least = jnp.full_like(peak, -jnp.inf)
+        if filter.min_p is not None:
+            least = peak + jnp.log(filter.min_p) / inv_temperature
 
-        def are_enough(candidates: jax.Array) -> jax.Array:
-            return total(lambda x, c: (x >= c).astype(jnp.int32), candidates) >= top_k
+        if filter.top_k is not None:
+            top_k = filter.top_k
 
-        highest = jnp.where(limits_count(top_k, size), peak, least)
-        least = search(are_enough, least, highest)
+            def are_enough(candidates: jax.Array) -> jax.Array:
+                x = read(selected)
+                # In a Python loop, XLA reads the rows once for all candidates and writes nothing.
+                counts = [jnp.sum(x >= c[:, None], axis=1, dtype=jnp.int32) for c in candidates]
+                return form.sum(jnp.stack(counts)) >= top_k
 
-    if filter.top_p is not None:
-        above = least
+            highest = jnp.where(limits_count(top_k, size), peak, least)
+            least = search(are_enough, least, highest)
 
-        def mass(candidates: jax.Array) -> jax.Array:
-            return total(
-                lambda x, bound: jnp.where(x >= bound, jnp.exp((x - peak) * inv_temperature), 0.0),
-                jnp.maximum(candidates, above),
-            )
+        if filter.top_p is not None:
+            above = least
 
-        limits = filter.top_p < 1
-        goal = filter.top_p * only_if(limits, lambda: mass(above[None])[0], jnp.float32(1))
-        highest = jnp.where(limits, peak, least)
-        least = search(lambda candidates: mass(candidates) >= goal, least, highest)
-    return least
+            def mass(candidates: jax.Array) -> jax.Array:
+                x = read(selected)
+                exponent = (x - peak[:, None]) * inv_temperature[:, None]
+                bounds = jnp.maximum(candidates, above)
+                kept = [jnp.where(x >= c[:, None], jnp.exp(exponent), 0.0) for c in bounds]
+                return form.sum(jnp.stack([jnp.sum(y, axis=1) for y in kept]))
+
+            limits = filter.top_p < 1
+            whole = only_if(jnp.any(limits), lambda: mass(above[None])[0], jnp.ones_like(peak))
+            goal = filter.top_p * jnp.where(limits, whole, 1.0)
+            highest = jnp.where(limits, peak, least)
+            least = search(lambda candidates: mass(candidates) >= goal, least, highest)
+        return least
+
+    return only_if(jnp.any(limited), find, jnp.full_like(peak, -jnp.inf))
 
 
 def only_if(condition: jax.Array, fn: Callable[[], Any], otherwise: Any) -> Any:
@@ -99,11 +109,13 @@ def _largest(
     bits: int,
     candidates: int,
 ) -> jax.Array:
-    """The largest float in ``[low, high]`` at which a condition holds. It must hold at `low`.
+    """The largest floats ``[n]`` in ``[low, high]`` at which a condition holds.
 
-    `holds` tests candidates ``[c]``. Only floats that are 0 past their leading `bits` are tried.
+    It must hold at `low`. `holds` tests candidates ``[c, n]``. Only floats that are 0 past their
+    leading `bits` are tried.
     """
     shift = 32 - bits
+    index = jnp.arange(1, candidates + 1, dtype=jnp.uint32)[:, None]
 
     def value(key: jax.Array) -> jax.Array:
         x = lax.bitcast_convert_type(_in_order(key << shift), jnp.float32)
@@ -113,18 +125,16 @@ def _largest(
         low, high = state
         distance = lax.bitcast_convert_type(high - low, jnp.uint32)  # may exceed an int32
         step = distance // (candidates + 1) + 1
-        ahead = jnp.minimum(step * jnp.arange(1, candidates + 1, dtype=jnp.uint32), distance)
+        ahead = jnp.minimum(step * index, distance)
         middles = low + lax.bitcast_convert_type(ahead, jnp.int32)
-        reached = holds(value(middles))
-        low = jnp.max(jnp.where(reached, middles, low))
-        high = jnp.min(jnp.where(reached, high, middles - 1))
-        return low, high
+        reached, is_left = holds(value(middles)), low < high
+        lower = jnp.max(jnp.where(reached, middles, low), axis=0)
+        higher = jnp.min(jnp.where(reached, high, middles - 1), axis=0)
+        return jnp.where(is_left, lower, low), jnp.where(is_left, higher, high)
 
-    def key(x: jax.Array) -> jax.Array:
-        return _in_order(lax.bitcast_convert_type(x, jnp.int32)) >> shift
-
-    found, _ = lax.while_loop(lambda state: state[0] < state[1], divide, (key(low), key(high)))
-    return jnp.where(found > key(low), value(found), low)
+    start, end = (_in_order(lax.bitcast_convert_type(x, jnp.int32)) >> shift for x in (low, high))
+    found, _ = lax.while_loop(lambda state: jnp.any(state[0] < state[1]), divide, (start, end))
+    return jnp.where(found > start, value(found), low)
 
 
 def _in_order(bits: jax.Array) -> jax.Array:

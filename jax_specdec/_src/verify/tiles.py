@@ -29,13 +29,6 @@ class Scale(NamedTuple):
         return jnp.exp((logits - self.shift) * inv_temperature - self.log_scale)
 
 
-def apply_threshold(
-    x: jax.Array, threshold: jax.Array | None, fill: float = -float("inf")
-) -> jax.Array:
-    """The entries, with `fill` in place of those below the threshold. NaN stays."""
-    return x if threshold is None else jnp.where(x < threshold, fill, x)
-
-
 def num_tiles(size: int) -> int:
     """How many tiles `size` ids take; the last may be partly filled."""
     return -(-size // TILE)
@@ -44,7 +37,7 @@ def num_tiles(size: int) -> int:
 def tiles_of_part(width: int, num_parts: int) -> int:
     """The most tiles that any part of `width` ids overlaps; its first and last may be shared."""
     starts = range(0, num_parts * width, width)
-    return max((start + width - 1) // TILE - start // TILE + 1 for start in starts)
+    return max([(start + width - 1) // TILE - start // TILE + 1 for start in starts])
 
 
 def first_true(x: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Verification on XLA, in five steps: requests, positions, what their rows hold, counts, draws.
 
 Two forms differ in how they read: `"xla_batched"`, for GPUs and TPUs, reads the rows of all
-requests at once, and `"xla_lazy"`, for CPUs, in order. See `Reader`. Only small arrays go under
+requests at once, and `"xla_lazy"`, for CPUs, in order. See `reader`. Only small arrays go under
 `vmap`: there a conditional computes both branches, and repeats what it closes over for every
 request.
 
@@ -15,15 +15,12 @@ If the vocabulary is split over devices, there are three exchanges:
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.blocks import entry_of, gathering
-from jax_specdec._src.platform import platform_dependent
+from jax_specdec._src.blocks import entry_of
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
@@ -31,30 +28,20 @@ from jax_specdec._src.types import (
     SamplingParams,
     Status,
 )
-from jax_specdec._src.verify import draw
-from jax_specdec._src.verify.draw import LocalRows
-from jax_specdec._src.verify.exchange import Exchange
+from jax_specdec._src.verify.draw import LocalRows, draw, tile_masses
+from jax_specdec._src.verify.form import Form
 from jax_specdec._src.verify.position import Position
-from jax_specdec._src.verify.reader import Form, Kernels, Reader
+from jax_specdec._src.verify.reader import read
 from jax_specdec._src.verify.requests import CallArrays, Request, requests_of
-from jax_specdec._src.verify.rows import argmax_of_parts, compute_once
+from jax_specdec._src.verify.rows import argmax_of_parts
 from jax_specdec._src.verify.rules import Rule, Standard
 
 _LARGE = 2**23
 """Bytes of logits from which on it pays to ask first whether any request samples."""
 
-MAX_PIECES = 32
-"""Parts of the vocabulary that may share a tile if `Kernels.part_draw` draws: a lane for each."""
-
 
 def verify(
-    arrays: CallArrays,
-    rule: Rule,
-    *,
-    k: int,
-    size: int,
-    form: Form,
-    lazy: bool | None = None,
+    arrays: CallArrays, rule: Rule, *, k: int, size: int, form: Form
 ) -> RejectionSampleOutput:
     """Verify a batch.
 
@@ -64,83 +51,57 @@ def verify(
       rule: the rule.
       k: K.
       size: ids from it on are padding; at most V.
-      form: how the vocabulary is split. If it is, rows are read all at once.
-      lazy: whether to read rows in order, or all at once; None chooses by platform.
+      form: how rows are read; in order only if the vocabulary is not split.
 
     Returns:
       Output ``[B, K+1]`` and ``[B]``, the same on all devices that split the vocabulary.
     """
-    run = functools.partial(_verify, rule=rule, k=k, size=size)
-    by_tile = dataclasses.replace(form, keeps_sums=True)
-
-    def in_order(arrays: CallArrays) -> RejectionSampleOutput:
-        return run(arrays, form=dataclasses.replace(by_tile, in_order=True))
-
-    def at_once(arrays: CallArrays, form: Form = by_tile) -> RejectionSampleOutput:
-        some, logits = functools.partial(run, form=form), arrays.target_logits
-        if logits.size * logits.dtype.itemsize < _LARGE or rule.conditional_rates is not None:
-            return some(arrays)
-        samples = arrays.sampling.temperature != 0
-        if arrays.active is not None:
-            samples &= arrays.active
-
-        def none(arrays: CallArrays) -> RejectionSampleOutput:
-            no_rows = dataclasses.replace(arrays.drafts, distribution=None)
-            return some(arrays._replace(drafts=no_rows), samples=False)
-
-        # Each branch makes its own requests, so that XLA fuses what they are made of with its use.
-        return lax.cond(jnp.any(samples), some, none, arrays)
-
-    def on_tpu(arrays: CallArrays) -> RejectionSampleOutput:
-        return at_once(arrays, form)  # to sum rows by tile, a TPU would copy all of them
-
-    if form.exchange.axis is not None:
-        return run(arrays, form=form)
-
-    if lazy:
-        return in_order(arrays)
-    on_cpu = in_order if lazy is None else at_once
-    return platform_dependent(arrays, cpu=on_cpu, tpu=on_tpu, default=at_once)
+    requests, drafts = requests_of(arrays, k), arrays.drafts.distribution
+    rows = LocalRows.of(arrays.target_logits, drafts, arrays.token_bitmask, size, form)
+    logits = arrays.target_logits
+    is_large = logits.size * logits.dtype.itemsize >= _LARGE
+    if form.in_order or form.axis or not is_large or rule.conditional_rates is not None:
+        return _verify(requests, rows, rule)
+    samples = jnp.any(requests.is_ok & ~requests.greedy)
+    no_drafts = dataclasses.replace(rows, draft=None)
+    return lax.cond(
+        samples,
+        lambda: _verify(requests, rows, rule),
+        lambda: _verify(requests, no_drafts, rule, samples=False),
+    )
 
 
 def _verify(
-    arrays: CallArrays, *, rule: Rule, k: int, size: int, form: Form, samples: bool = True
+    requests: Request, rows: LocalRows, rule: Rule, samples: bool = True
 ) -> RejectionSampleOutput:
-    """`verify` in one form. If `samples` is false, every request is greedy."""
-    requests = requests_of(arrays, k)
-    rows = LocalRows.of(
-        arrays.target_logits,
-        arrays.drafts.distribution,
-        arrays.token_bitmask,
-        size,
-        form.exchange,
-        form.draft_is_split,
-    )
-    reader, drawer = Reader(rows, form), _Drawer(rows, form)
-    positions = rule.choose(requests, reader.unread(requests))
-    positions = rule.with_weights(reader.read(requests, positions, rule, samples))
-    masses, residual_masses = None, positions.q
+    """Verify requests. If `samples` is false, every request is greedy."""
+    positions = rule.choose(requests, _unread(requests, rows))
+    positions = rule.with_weights(read(rows, requests, positions, rule, samples))
+    masses, residual_masses, sources = None, positions.q, positions.drawn_by(requests)
     if rule.is_block and rows.draft is not None:  # the rule takes the mass at every position
-        masses = drawer.masses(compute_once(positions.drawn_by(requests)))
+        masses = tile_masses(rows, lax.optimization_barrier(sources))
         residual_masses = jnp.sum(masses[..., 0, :], axis=(0, 3))
     num_accepted, status = rule.count(requests, positions, residual_masses)
     place = num_accepted - positions.offset[:, 0]
     if not samples:
-        token_id = entry_of(positions.argmax, place)
-        return _output(requests, num_accepted, status, token_id, jnp.zeros_like(requests.greedy))
+        nothing_bad = jnp.zeros_like(requests.greedy)
+        return _output(
+            requests, num_accepted, status, entry_of(positions.argmax, place), nothing_bad
+        )
     if masses is not None:
-        masses = jax.vmap(entry_of, (0, None))(masses, place)
-    last = jax.tree.map(lambda x: entry_of(x, place), positions.drawn_by(requests))
-    token_id, bad_draft = drawer.draw(requests, compute_once(last), masses)
-    return _output(requests, num_accepted, status, token_id, bad_draft)
+        masses = jnp.stack(entry_of([*masses], place))
+    last = lax.optimization_barrier(entry_of(sources, place))
+    return _output(requests, num_accepted, status, *draw(rows, requests, last, masses))
+
+
+def _unread(requests: Request, rows: LocalRows) -> Position:
+    """All positions of requests, before any row is read."""
+    num_tiles = rows.num_tiles if rows.form.keeps_sums else None
+    return Position.unread(requests, rows.target.size, num_tiles)
 
 
 def sample(
-    logits: jax.Array,
-    sampling: SamplingParams,
-    uniforms: jax.Array,
-    *,
-    exchange: Exchange,
+    logits: jax.Array, sampling: SamplingParams, uniforms: jax.Array, *, form: Form
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Sample one token from each row: a verification without drafts.
 
@@ -148,7 +109,7 @@ def sample(
       logits: ``[B, V]``, or this device's columns of them.
       sampling: parameters of each row.
       uniforms: ``[B, 2]`` float32, for tile and token.
-      exchange: between the devices that split the vocabulary.
+      form: how rows are read: all at once.
 
     Returns:
       Four arrays ``[B]``: token ids; ``logsumexp((logits - maximum) / temperature)`` of the logits
@@ -156,88 +117,22 @@ def sample(
       without a filter.
     """
     requests = Request.without_drafts(sampling.temperature, Filter.of(sampling), uniforms)
-    form = Form(exchange, keeps_sums=True)
-    rows = _rows_alone(logits, exchange)
-    reader = Reader(rows, form)
-    positions = reader.read(requests, reader.unread(requests), Standard())
+    rows = _rows_alone(logits, form)
+    positions = read(rows, requests, _unread(requests, rows), Standard())
     last = jax.tree.map(lambda x: x[:, 0], positions)
-    token_ids, _ = _Drawer(rows, form).draw(requests, last, None)
+    token_ids, _ = draw(rows, requests, last)
     return token_ids, last.scale.log_scale, last.scale.shift, last.threshold
 
 
-def argmax(logits: jax.Array, exchange: Exchange) -> jax.Array:
+def argmax(logits: jax.Array, form: Form) -> jax.Array:
     """``[B]`` int32, the argmax of each row of ``[B, V]``; ties go to the lowest id."""
-    target = _rows_alone(logits, exchange).target
-    return argmax_of_parts(*exchange.gather(target.max_and_argmax(None)))
+    target = _rows_alone(logits, form).target
+    return argmax_of_parts(*form.gather(target.max_and_argmax(None)))
 
 
-def _rows_alone(logits: jax.Array, exchange: Exchange) -> LocalRows:
+def _rows_alone(logits: jax.Array, form: Form) -> LocalRows:
     """Rows without drafts or padding."""
-    size = logits.shape[1] * exchange.num_parts
-    return LocalRows.of(logits, None, None, size, exchange)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Drawer:
-    """Draws the last tokens, on XLA or by kernels."""
-
-    rows: LocalRows
-    form: Form
-
-    def draw(
-        self, requests: Request, last: Position, masses: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """The last token of each request ``[B]``, and whether its draft row is bad.
-
-        Args:
-          requests: the requests.
-          last: ``[B]``, where their tokens come.
-          masses: ``[num_parts, B, 2, num_tiles]``, if they are known.
-        """
-        exchange, kernels = self.form.exchange, self._kernels
-        if requests.exponential is not None:
-            drawn, bad_draft = self.rows.race(last, requests.exponential)
-        else:
-            assert requests.recover is not None
-            if masses is None:
-                masses = self.masses(jax.tree.map(lambda x: x[:, None], last))[:, :, 0]
-            if kernels is not None:
-                given = last, requests.recover, masses
-                part, bad_draft = kernels.part_draw(*given, **self._part)
-                drawn = exchange.sum(part)
-                bad_draft = last.uses_q & (bad_draft | last.draft_scale.bad)
-            else:
-                drawn, bad_draft = draw.draw(self.rows, last, masses, requests.recover, exchange)
-        return jnp.where(requests.greedy, last.argmax, drawn), bad_draft & ~requests.greedy
-
-    def masses(self, positions: Position) -> jax.Array:
-        """``[num_parts, B, P, 2, n]``: masses of the tiles of every part, at ``[B, P]``."""
-        kernels, shape = self._kernels, positions.row.shape
-        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), positions)
-        if kernels is not None:
-            found = kernels.part_masses(flat, **self._part, num_parts=self.rows.num_parts)
-        else:
-            found = gathering(lambda _, those: self.rows.masses(those), flat.row, flat)
-        return self.form.exchange.gather(found.reshape(*shape, *found.shape[1:]))
-
-    @property
-    def _kernels(self) -> Kernels | None:
-        """The kernels, if they can read the rows to draw from: draft rows split as the target."""
-        rows, width = self.rows, self.rows.target.width
-        pieces = draw.pieces_of_tiles(width, rows.num_parts, rows.num_tiles)
-        can_read = rows.draft is None or self.form.draft_is_split
-        return self.form.kernels if can_read and pieces.shape[1] <= MAX_PIECES else None
-
-    @property
-    def _part(self) -> dict[str, Any]:
-        """The arguments of the kernels that draw: what they read."""
-        target, draft = self.rows.target, self.rows.draft
-        return dict(
-            target=target.matrix,
-            distribution=None if draft is None else draft.distribution,
-            first_id=target.first,
-            size=target.size,
-        )
+    return LocalRows.of(logits, None, None, logits.shape[1] * form.num_parts, form)
 
 
 def _output(

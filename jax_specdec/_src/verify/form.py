@@ -1,26 +1,48 @@
-"""Exchanges between the devices that split a vocabulary, over a mesh axis."""
+"""`Form`: how a device reads rows, as plain values that are settled once for a call."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_specdec._src.platform import Platform
+
+
+class Kernels(NamedTuple):
+    """The functions of `mosaic_gpu.shard_kernels`, which read rows of a part of the vocabulary."""
+
+    row_statistics: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+    part_masses: Callable[..., jax.Array]
+    part_draw: Callable[..., tuple[jax.Array, jax.Array]]
+
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
-    """The exchange between phases, inside `jax.shard_map`. Without an axis it does nothing.
+class Form:
+    """How a device reads rows, and what it exchanges with others inside `jax.shard_map`.
 
     Attributes:
+      platform: that the program is for.
       axis: the mesh axis that the vocabulary is split over, in parts of equal width; None if this
         device has all of it, which is then the only part.
+      draft_is_split: whether draft rows are split in the same way. If not, each device has all of
+        them.
+      kernels: what reads rows of a part on a GPU, or None for XLA.
+      in_order: whether rows are read in order, instead of all at once.
+      keeps_sums: whether the sums of target rows are kept by tile, to draw by them.
     """
 
+    platform: Platform
     axis: str | None = None
+    draft_is_split: bool = False
+    kernels: Kernels | None = None
+    in_order: bool = False
+    keeps_sums: bool = False
 
     @property
     def num_parts(self) -> int:
@@ -45,7 +67,7 @@ class Exchange:
         if self.axis is None:
             return jax.tree.map(lambda x: x[None], tree)
         arrays, treedef = jax.tree.flatten(tree)
-        words = [_as_int32(x).reshape(x.shape[0], -1) for x in arrays]
+        words = [lax.bitcast_convert_type(x, jnp.int32).reshape(x.shape[0], -1) for x in arrays]
         ends = np.cumsum([w.shape[1] for w in words])[:-1]
         gathered = lax.all_gather(jnp.concatenate(words, axis=1), self.axis, to="invarying")
         parts = [
@@ -55,17 +77,7 @@ class Exchange:
         return jax.tree.unflatten(treedef, parts)
 
 
-WHOLE = Exchange()
-"""For a vocabulary that is not split."""
-
-
 def of_owner(values: jax.Array, ids: jax.Array, width: int) -> jax.Array:
     """Select from values ``[num_parts, ...]`` those of the part that holds each of `ids`."""
-    if values.shape[0] == 1:
-        return values[0]
     owner = jnp.clip(ids // width, 0, values.shape[0] - 1)
     return jnp.take_along_axis(values, owner[None], axis=0)[0]
-
-
-def _as_int32(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.int32)
