@@ -95,7 +95,7 @@ FAULTS = {
     ),
     "rows read at once: ids of the tile before are drawn with the last tile": Fault(
         "verify/draw.py",
-        "is_inside = ids // tiles.TILE == tile[:, None]",
+        "is_inside = ids // TILE == tile[:, None]",
         "is_inside = ids >= 0",
         "verify/test_xla_all_at_once.py verify/test_numbers.py",
     ),
@@ -110,8 +110,8 @@ FAULTS = {
     ),
     "a part of the vocabulary begins too late": Fault(
         "verify/rows.py",
-        "None if exchange.axis is None else exchange.part * logits.shape[1]",
-        "None if exchange.axis is None else exchange.part * (logits.shape[1] + 1)",
+        "None if form.axis is None else form.part * logits.shape[1]",
+        "None if form.axis is None else form.part * (logits.shape[1] + 1)",
         "verify/test_sharded.py",
     ),
     "a tile that an edge between parts cuts is the first part's": Fault(
@@ -121,9 +121,9 @@ FAULTS = {
         "verify/test_sharded.py",
     ),
     "a threshold of a split row is found by one part": Fault(
-        "verify/rows.py",
-        "lambda fn, candidates: exchange.sum(",
-        "lambda fn, candidates: (lambda x: x)(",
+        "verify/threshold.py",
+        "return form.sum(jnp.stack(",
+        "return (lambda x: x)(jnp.stack(",
         "verify/test_sharded.py",
     ),
     "rows past the end are read": Fault(
@@ -134,8 +134,8 @@ FAULTS = {
     ),
     "a part counts tiles from its own first id": Fault(
         "verify/draw.py",
-        "return self.target.first // tiles.TILE",
-        "return (self.target.first + tiles.TILE - 1) // tiles.TILE",
+        "return index if first is None else first // TILE + index",
+        "return index if first is None else (first + TILE - 1) // TILE + index",
         "verify/test_sharded.py",
     ),
     "a map of ids is not followed": Fault(

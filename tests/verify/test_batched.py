@@ -136,12 +136,12 @@ def rows_with_ties() -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("find", [rows_lib.Rows._argmax, rows_lib.Rows._argmax_by_tiles])
+@pytest.mark.parametrize("platform", ["tpu", "cpu", "cuda"])
 @pytest.mark.parametrize("which", [None, np.array([2, 0, 7, 3, 1, 6, 4, 5], np.int32)])
-def test_the_largest_entry_is_that_of_numpy_and_ties_go_to_the_lowest_id(find, which):
+def test_the_largest_entry_is_that_of_numpy_and_ties_go_to_the_lowest_id(platform, which):
     x = rows_with_ties()
-    rows = rows_lib.Rows(jnp.asarray(x), 5000, -math.inf)
-    peak, best = jax.jit(lambda which: find(rows, which))(which)
+    rows = rows_lib.Rows(jnp.asarray(x), 5000, -math.inf, platform)
+    peak, best = jax.jit(rows.max_and_argmax)(which)
     x = x if which is None else x[which]
     expected = np.where(np.isnan(x).any(axis=1), np.inf, np.max(x, axis=1))
     np.testing.assert_array_equal(peak, expected)
@@ -153,10 +153,11 @@ def test_ids_that_do_not_count_are_not_the_largest():
     x = rows_with_ties()[:5]
     allowed = np.random.default_rng(1).random((5, 4990)) < 0.5
     words = np.packbits(np.pad(allowed, ((0, 0), (0, 34))), axis=1, bitorder="little")
-    rows = rows_lib.Rows(jnp.asarray(x), 4990, -math.inf, jnp.asarray(words.view("<i4")))
     expected = np.where(allowed, x[:, :4990], -np.inf)
-    for find in (rows._argmax, rows._argmax_by_tiles):
-        peak, best = find(None)
+    for platform in ("tpu", "cpu"):
+        bits = jnp.asarray(words.view("<i4"))
+        rows = rows_lib.Rows(jnp.asarray(x), 4990, -math.inf, platform, bits)
+        peak, best = rows.max_and_argmax(None)
         np.testing.assert_array_equal(peak, expected.max(axis=1))
         np.testing.assert_array_equal(best, expected.argmax(axis=1))
     np.testing.assert_array_equal(rows.whole(), expected)

@@ -13,6 +13,7 @@ import jax_specdec as sd
 from jax_specdec._src.verify import tiles
 from jax_specdec._src.verify.draft_rows import DraftRows
 from jax_specdec._src.verify.draw import LocalRows
+from jax_specdec._src.verify.form import Form
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.rows import Rows
 
@@ -170,16 +171,16 @@ def weights_of(
     logits: np.ndarray, distribution: sd.DraftProbs | sd.DraftLogits, weight: np.ndarray
 ) -> tuple[LocalRows, Position]:
     """What is left of each target row by the draft row of its own."""
-    target = Rows(jnp.asarray(logits), V, -np.inf)
-    draft, rows = DraftRows.of(distribution, V), jnp.arange(N, dtype=jnp.int32)
+    target = Rows(jnp.asarray(logits), V, -np.inf, "cpu")
+    draft, rows = DraftRows.of(distribution, V, "cpu"), jnp.arange(N, dtype=jnp.int32)
     peak, one = target.peak(rows), jnp.ones(N)
-    partials = target.partials(rows, peak, one)
-    return LocalRows(target, draft), positions_of(
+    total = target.sums(rows, peak, one)
+    return LocalRows(target, draft, Form("cpu"), 1, 4), positions_of(
         N,
         V,
         draft_row=rows,
         token_id=rows,
-        scale=tiles.Scale(peak, jnp.log(partials.sum)),
+        scale=tiles.Scale(peak, jnp.log(total)),
         draft_scale=draft.scales(rows, None),
         weight=jnp.asarray(weight),
         proposed=jnp.ones(N, bool),

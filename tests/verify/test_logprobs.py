@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import pytest
 from jax import export
 
 import jax_specdec as sd
-from jax_specdec._src import logprobs
+from jax_specdec._src import platform
 
 from .batch import XLA, Batch, Layout, Request, pack, verify
 from .cases import random_batch
@@ -29,8 +28,7 @@ token_logprobs = jax.jit(
 @functools.partial(jax.jit, static_argnames=("config", "num_top", "distribution", "vocab_size"))
 def by_offset(*args: Any, **kwargs: Any) -> sd.TokenLogprobs:
     """As other devices run it; the CPU can do that too."""
-    at_once = functools.partial(logprobs.read_emitted, lazy=False)
-    with mock.patch.object(logprobs, "read_emitted", at_once):
+    with platform.assume("default"):
         return sd.token_logprobs(*args, **kwargs)
 
 

@@ -14,7 +14,7 @@ from jax_specdec._src.verify import draw as draw_lib
 from jax_specdec._src.verify import tiles
 from jax_specdec._src.verify.draft_rows import DraftScale
 from jax_specdec._src.verify.draw import LocalRows
-from jax_specdec._src.verify.exchange import Exchange
+from jax_specdec._src.verify.form import Form
 from jax_specdec._src.verify.mosaic_gpu import shard_kernels
 from jax_specdec._src.verify.position import Position
 
@@ -118,7 +118,7 @@ def of_part(case: Case, distribution: Any, me: int) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class One(Exchange):
+class One(Form):
     """What one device would exchange, whose part is known."""
 
     me: Any = None
@@ -132,8 +132,12 @@ class One(Exchange):
         return x
 
 
+def one(me: jax.Array) -> One:
+    return One("cpu", "v", draft_is_split=True, me=me)
+
+
 def rows_of(case: Case, target: jax.Array, own: Any, me: jax.Array) -> LocalRows:
-    return LocalRows.of(target, own, None, case.size, One("v", me), draft_is_split=True)
+    return LocalRows.of(target, own, None, case.size, one(me))
 
 
 WANTED = jnp.arange(REQUESTS) != 5
@@ -161,8 +165,8 @@ def compare(case: Case, **options: Any) -> None:
             wanted, recover, masses, target, own, me * case.width, **given
         )
         bad = source.uses_q & (bad | source.draft_scale.bad)
-        return (found, bad), draw_lib.draw(
-            rows_of(case, target, own, me), source, masses, recover, One("v", me)
+        return (found, bad), draw_lib.inverse_cdf_draw(
+            rows_of(case, target, own, me), source, masses, recover
         )
 
     parts = [(jnp.int32(me), *of_part(case, distribution, me)) for me in range(NUM_PARTS)]

@@ -258,7 +258,7 @@ def test_arrays_that_are_split_are_verified_where_they_are(
     ],
 )
 def test_other_arrays_are_verified_as_if_they_were_not_split(spec, options, monkeypatch):
-    monkeypatch.delattr(sharding, "over_parts")
+    monkeypatch.delattr(sharding, "over_mesh")
     layout = Layout(vocab=96, num_requests=3, num_drafts=5)
     batch = random_batch(layout, 1)
     (target_logits, drafts, noise), named = batch.arguments()
@@ -274,7 +274,7 @@ def test_a_vocabulary_on_one_device_is_not_split(monkeypatch):
     inner, axes = xla.verify, []
 
     def watched(*args, form, **options):
-        axes.append(form.exchange.axis)
+        axes.append(form.axis)
         return inner(*args, form=form, **options)
 
     monkeypatch.setattr(xla, "verify", watched)

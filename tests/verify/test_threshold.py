@@ -17,8 +17,8 @@ import pytest
 import jax_specdec as sd
 from jax_specdec._src import platform
 from jax_specdec._src.sampling import Filter, inverse_temperature
-from jax_specdec._src.verify import api, rows, tiles
-from jax_specdec._src.verify.exchange import WHOLE
+from jax_specdec._src.verify import api, rows, threshold
+from jax_specdec._src.verify.form import Form
 from jax_specdec._src.verify.threshold import only_if
 
 pytestmark = pytest.mark.newest
@@ -29,9 +29,10 @@ SIZES = {"float32": 33, "bfloat16": 2051, "float16": 33}
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def thresholds(logits: jax.Array, temperature: jax.Array, filter: Filter, dtype: str) -> jax.Array:
-    target = rows.Rows.of_logits(logits, SIZES[dtype], None, WHOLE)
+    form = Form("cpu")
+    target = rows.Rows.of_logits(logits, SIZES[dtype], None, form)
     wanted, inv = jnp.ones((B,), bool), inverse_temperature(temperature)
-    return target.find_thresholds(None, filter, wanted, target.peak(None), inv, WHOLE)
+    return target.find_thresholds(None, filter, wanted, target.peak(None), inv, form)
 
 
 def kept_by_sorting(row, temperature, min_p, top_k, top_p) -> tuple[np.ndarray, bool]:
@@ -113,13 +114,9 @@ def traced(sampling: sd.SamplingParams, implementation: Any = "xla_batched", **g
             **given,
         )
 
-    def form(function: Any, *args: Any) -> Any:  # which would hide in its equation
-        with platform.assume("cpu"):
-            return function(*args)
-
     with (
         mock.patch.object(api, "_rejection_sample", api._rejection_sample.__wrapped__),
-        mock.patch.object(api, "traced_for_platform", form),
+        platform.assume("cpu"),  # else the form would hide in its equation
     ):
         return jax.make_jaxpr(verify)(jnp.zeros((3 * B, 5000), jnp.bfloat16), sampling, given)
 
@@ -138,7 +135,7 @@ def test_neutral_parameters_read_no_row_again(form):
     neutral = sd.SamplingParams(ones, jnp.zeros(B), jnp.zeros(B, jnp.int32), ones)
     filtered = traced(neutral, form)
     # All that the filters read is what `only_if` runs, and it does not for these values.
-    with mock.patch.object(rows, "only_if", lambda condition, fn, otherwise: otherwise):
+    with mock.patch.object(threshold, "only_if", lambda condition, fn, otherwise: otherwise):
         skipped = traced(neutral, form)
     assert count_reads(filtered) > count_reads(skipped) == count_reads(plain) > 0
     for size in (1, 5000):
@@ -152,16 +149,14 @@ def test_nothing_is_compiled_for_parameters_that_are_none():
         raise AssertionError("traced")
 
     with (
-        mock.patch.object(rows, "only_if", fail),
-        mock.patch.object(rows, "find_threshold", fail),
+        mock.patch.object(threshold, "only_if", fail),
+        mock.patch.object(rows, "find_thresholds", fail),
         mock.patch.object(rows.Rows, "_bits", fail),
         mock.patch.object(rows, "bits_at", fail),
     ):
-        plain = traced(sd.SamplingParams(jnp.ones(B)))
+        traced(sd.SamplingParams(jnp.ones(B)))
         with pytest.raises(AssertionError, match="traced"):
             traced(sd.SamplingParams(jnp.ones(B), top_p=jnp.ones(B)))
         with pytest.raises(AssertionError, match="traced"):
             bits = jnp.zeros((3 * B, 157), jnp.int32)
             traced(sd.SamplingParams(jnp.ones(B)), token_bitmask=bits)
-    with mock.patch.object(tiles, "apply_threshold", lambda x, *_: x):
-        assert str(traced(sd.SamplingParams(jnp.ones(B)))) == str(plain)
