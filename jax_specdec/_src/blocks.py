@@ -43,39 +43,36 @@ def gathering(
 
 def by_blocks(function: Callable[..., Any], length: int, rows: jax.Array, *arrays: Any) -> Any:
     """`gathering`, with `length` rows at a time."""
-    given, size = (rows, *arrays), rows.shape[0]
+    size = rows.shape[0]
     length, function = min(length, size), jax.jit(function)  # which traces it once for both uses
+    given, tree = jax.tree.flatten((rows, *arrays))
 
-    def block(i: Any) -> Any:  # the last block overlaps the one before it
-        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i, length), given)
+    def read(start: jax.Array) -> Any:
+        block = [lax.dynamic_slice_in_dim(x, start, length) for x in given]
+        return function(*jax.tree.unflatten(tree, block))
 
-    shapes = jax.eval_shape(lambda: function(*block(jnp.uint32(0))))
+    shapes, found_tree = jax.tree.flatten(jax.eval_shape(read, jnp.uint32(0)))
 
-    def step(i: jax.Array, found: Any) -> Any:
-        start = jnp.minimum(i.astype(jnp.uint32) * length, size - length)
-        these = block(start)
-        unread = [jnp.zeros(x.shape, x.dtype) for x in jax.tree.leaves(shapes)]
-        unread = jax.tree.unflatten(jax.tree.structure(shapes), unread)
-        read = lax.cond(jnp.any(these[0] >= 0), function, lambda *_: unread, *these)
-        return jax.tree.map(
-            lambda all, x: lax.dynamic_update_slice_in_dim(all, x, start, 0), found, read
-        )
+    def step(i: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
+        start = jnp.minimum(i.astype(jnp.uint32) * length, size - length)  # the last one overlaps
+        is_read = jnp.any(lax.dynamic_slice_in_dim(rows, start, length) >= 0)
+        unread = jax.tree.unflatten(found_tree, [jnp.zeros(x.shape, x.dtype) for x in shapes])
+        of_block = jax.tree.leaves(lax.cond(is_read, read, lambda _: unread, start))
+        both = zip(found, of_block, strict=True)
+        return [lax.dynamic_update_slice_in_dim(all, x, start, 0) for all, x in both]
 
-    empty = jax.tree.map(lambda x: lax.full_like(x, 0, shape=(size, *x.shape[1:])), shapes)
-    return lax.fori_loop(0, -(-size // length), step, empty)
+    empty = [jnp.zeros((size, *x.shape[1:]), x.dtype) for x in shapes]
+    return jax.tree.unflatten(found_tree, lax.fori_loop(0, -(-size // length), step, empty))
 
 
 def take(tree: Any, rows: jax.Array, platform: Platform) -> Any:
     """``x[rows]`` of matrices, for rows ``[n]`` in range. Few are sliced, except on GPUs."""
+    matrices, treedef = jax.tree.flatten(tree)
     if rows.shape[0] > BLOCK or platform not in ("cpu", "tpu"):
-        return jax.tree.map(lambda x: x[rows], tree)
+        return jax.tree.unflatten(treedef, [x[rows] for x in matrices])
     starts = [*rows.astype(jnp.uint32)]
-
-    def slices(x: jax.Array) -> jax.Array:
-        found = [lax.dynamic_slice_in_dim(x, start, 1) for start in starts]
-        return jnp.concatenate(found) if len(found) > 1 else found[0]
-
-    return jax.tree.map(slices, tree)
+    found = [[lax.dynamic_slice_in_dim(x, start, 1) for start in starts] for x in matrices]
+    return jax.tree.unflatten(treedef, [jnp.concatenate(x) for x in found])
 
 
 def entry_of(tree: Any, index: jax.Array) -> Any:
@@ -83,14 +80,15 @@ def entry_of(tree: Any, index: jax.Array) -> Any:
 
     One of few is selected: XLA fuses that with its use, and no gather.
     """
-
-    def select(x: jax.Array) -> jax.Array:
+    arrays, treedef = jax.tree.flatten(tree)
+    found = []
+    for x in arrays:
         which = lax.expand_dims(index, range(1, x.ndim - 1))
         if x.shape[1] > FEW:
-            return jnp.take_along_axis(x, which[:, None], axis=1)[:, 0]
+            found.append(jnp.take_along_axis(x, which[:, None], axis=1)[:, 0])
+            continue
         entries = [lax.index_in_dim(x, p, 1, keepdims=False) for p in range(x.shape[1])]
-        if len(entries) == 1:
-            return entries[0]
-        return lax.select_n(jnp.broadcast_to(which, entries[0].shape), *entries)
-
-    return jax.tree.map(select, tree)
+        many = len(entries) > 1
+        which = jnp.broadcast_to(which, entries[0].shape)
+        found.append(lax.select_n(which, *entries) if many else entries[0])
+    return jax.tree.unflatten(treedef, found)

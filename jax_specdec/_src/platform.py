@@ -82,12 +82,11 @@ def assume(platform: Platform) -> Any:
 
 @functools.partial(jax.jit, static_argnames=("call", "platform"))
 def _traced(*flat: Any, call: _Call, platform: Platform) -> Any:
-    def run(*flat: Any) -> Any:
+    if not call.vmaps:
         return call.function(jax.tree.unflatten(call.tree, flat), *call.static, platform)
-
-    for size, axes in call.vmaps:
-        run = jax.vmap(run, in_axes=axes, axis_size=size)
-    return run(*flat)
+    *inner, (size, axes) = call.vmaps
+    run = functools.partial(_traced, call=call._replace(vmaps=(*inner,)), platform=platform)
+    return jax.vmap(run, in_axes=axes, axis_size=size)(*flat)
 
 
 def _bind(flat: Sequence[Any], call: _Call) -> tuple[list[Any], Any]:

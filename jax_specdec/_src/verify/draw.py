@@ -42,6 +42,7 @@ class LocalRows:
       form: how they are read.
       num_parts: parts that the vocabulary is split into.
       num_tiles: tiles that a part overlaps at most, counted from the one that it begins in.
+      sums_kept: `num_tiles` if sums of target rows are kept by tile, else None.
     """
 
     target: Rows
@@ -49,6 +50,7 @@ class LocalRows:
     form: Form
     num_parts: int
     num_tiles: int
+    sums_kept: int | None = None
 
     @classmethod
     def of(
@@ -74,9 +76,10 @@ class LocalRows:
         draft = None
         if distribution is not None:
             draft = DraftRows.of(distribution, size, form.platform, first_id)
-        num_parts = form.num_parts
+        num_parts = 1 if form.axis is None else form.num_parts
         num_tiles = tiles.tiles_of_part(target.width, num_parts)
-        return cls(target, draft, form, num_parts, num_tiles)
+        kept = num_tiles if form.keeps_sums else None
+        return cls(target, draft, form, num_parts, num_tiles, kept)
 
     def tile_ids(self) -> jax.Array:
         """``[num_tiles]`` int32, the tiles of this part, counted from id 0."""
@@ -237,13 +240,15 @@ class ChosenTile(NamedTuple):
 
 def tile_masses(rows: LocalRows, positions: Position) -> jax.Array:
     """``[num_parts, B, P, 2, n]``: masses of the tiles of every part, at ``[B, P]``."""
-    kernels, shape = _kernels(rows), positions.row.shape
+    kernels = None if rows.form.kernels is None else _kernels(rows)
+    shape = positions.row.shape
     flat = jax.tree.map(lambda x: lax.collapse(x, 0, 2), positions)
     if kernels is not None:
         found = kernels.part_masses(flat, **_part(rows), num_parts=rows.num_parts)
     else:
         found = gathering(lambda _, those: rows.masses(those), rows.form.platform, flat.row, flat)
-    return rows.form.gather(found.reshape(*shape, *found.shape[1:]))
+    found = found.reshape(*shape, *found.shape[1:])
+    return found[None] if rows.form.axis is None else rows.form.gather(found)
 
 
 def draw(
@@ -267,7 +272,7 @@ def draw(
         assert requests.recover is not None
         if masses is None:
             masses = tile_masses(rows, jax.tree.map(lambda x: x[:, None], last))[:, :, 0]
-        kernels = _kernels(rows)
+        kernels = None if rows.form.kernels is None else _kernels(rows)
         if kernels is not None:
             part, bad_draft = kernels.part_draw(last, requests.recover, masses, **_part(rows))
             drawn = rows.form.sum(part)
@@ -402,22 +407,15 @@ def inverse_cdf(weights: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]
     The place picked is the least whose inclusive sum exceeds ``u * total``. It never has weight
     zero: if rounding leaves none, it is the last of positive weight.
     """
-    sums = _prefix_sums(weights)
-    total = sums[:, :, -1]
-    place = jnp.arange(weights.shape[2], dtype=jnp.int32)[None, None, :]
-    size, positive = weights.shape[2], weights > 0
+    index, size = jnp.arange(weights.shape[2], dtype=jnp.int32), weights.shape[2]
+    if size > _FEW:
+        sums = jnp.cumsum(weights, axis=-1)
+    else:  # one kernel on a GPU
+        is_before = index[None, :] <= index[:, None]
+        sums = jnp.sum(jnp.where(is_before, weights[..., None, :], 0.0), axis=-1)
+    total, place, positive = sums[:, :, -1], index[None, None, :], weights > 0
     hit = positive & (sums > (u[:, None] * total)[:, :, None])
     # One reduction finds the first hit, or else the last of positive weight, counted from the end.
     key = jnp.where(hit, place, jnp.where(positive, 2 * size - place, 2 * size))
     found = jnp.min(key, axis=2)
     return jnp.where(found < size, found, 2 * size - found), total
-
-
-def _prefix_sums(weights: jax.Array) -> jax.Array:
-    """Inclusive sums along the last axis. For few weights, a form that is one kernel on a GPU."""
-    size = weights.shape[-1]
-    if size > _FEW:
-        return jnp.cumsum(weights, axis=-1)
-    index = jnp.arange(size, dtype=jnp.int32)
-    is_before = index[None, :] <= index[:, None]
-    return jnp.sum(jnp.where(is_before, weights[..., None, :], 0.0), axis=-1)

@@ -176,8 +176,7 @@ def _summed(
     if filter is not None:
         given = filter, wanted, peak, inv_temperature, form
         least = target.find_thresholds(index, *given)
-    num_tiles = rows.num_tiles if form.keeps_sums else None
-    sums = target.sums(index, peak, inv_temperature, least, num_tiles)
+    sums = target.sums(index, peak, inv_temperature, least, rows.sums_kept)
     if not form.keeps_sums:
         return TargetStatistics(Partials(peak, sums), argmax, least, None)
     return TargetStatistics(Partials(peak, jnp.sum(sums, axis=1)), argmax, least, sums)

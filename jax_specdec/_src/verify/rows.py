@@ -119,7 +119,10 @@ class Rows:
         """Entries of `ids`, of any shape that `rows` broadcasts to."""
         rows = jnp.clip(rows, 0, self.matrix.shape[0] - 1)
         place = ids if self.first_id is None else ids - self.first_id
-        found = _get(self.matrix, rows, jnp.clip(place, 0, self.width - 1))
+        columns = jnp.clip(place, 0, self.width - 1)
+        found = self.matrix.at[rows, columns].get(
+            mode="promise_in_bounds", wrap_negative_indices=False
+        )
         return self._entries(found, rows, ids, place)
 
     def slices(self, rows: jax.Array, first: jax.Array, length: int) -> jax.Array:
@@ -311,7 +314,7 @@ class Rows:
           Some tiles of each matrix, after the number of the first: all tiles or, on a CPU, the
           whole ones, then the last one by itself, which needs no copy.
         """
-        width, found = max(x.shape[1] for x, _ in matrices), []
+        width, found = max([x.shape[1] for x, _ in matrices]), []
         size = count * tiles.TILE
         is_cut = by_first_id and self.first_id is not None and self.width % tiles.TILE > 0
         if self.platform == "cpu" and not is_cut:
@@ -331,11 +334,6 @@ class Rows:
             xs = [_padded(x, tiles.TILE, size - x.shape[1], fill) for x, fill in matrices]
             xs = [lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in xs]
         return [(0, [x.reshape(x.shape[0], count, tiles.TILE) for x in xs])]
-
-
-def _get(matrix: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
-    """``matrix[rows, columns]``, all of which are in range."""
-    return matrix.at[rows, columns].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 _SLICES = lax.GatherDimensionNumbers(

@@ -144,21 +144,15 @@ def resolve(
     """
     if sharding is not None:
         return _layout_of(sharding, target_logits, drafts, noise)
-    derived = _derived(target_logits)
-    if derived is None:
+    mesh, rows, columns = _place(target_logits)
+    named = {type(rows), type(columns)} <= {str, type(None)}
+    if mesh is None or (rows, columns) == (None, None) or not named:
         return None
     try:
+        derived = VerifySharding(mesh, vocab_axis=columns, batch_axis=rows)
         return _layout_of(derived, target_logits, drafts, noise)
     except (ValueError, NotImplementedError):
         return None
-
-
-def _derived(target_logits: jax.Array) -> VerifySharding | None:
-    mesh, rows, columns = _place(target_logits)
-    named = all(axis is None or isinstance(axis, str) for axis in (rows, columns))
-    if mesh is None or (rows, columns) == (None, None) or not named:
-        return None
-    return VerifySharding(mesh, vocab_axis=columns, batch_axis=rows)
 
 
 def _place(matrix: Any) -> tuple[Any, Any, Any]:

@@ -75,7 +75,8 @@ def _verify(
     requests: Request, rows: LocalRows, rule: Rule, samples: bool = True
 ) -> RejectionSampleOutput:
     """Verify requests. If `samples` is false, every request is greedy."""
-    positions = rule.choose(requests, _unread(requests, rows))
+    unread = Position.unread(requests, rows.target.size, rows.sums_kept)
+    positions = rule.choose(requests, unread)
     positions = rule.with_weights(read(rows, requests, positions, rule, samples))
     masses, residual_masses, sources = None, positions.q, positions.drawn_by(requests)
     if rule.is_block and rows.draft is not None:  # the rule takes the mass at every position
@@ -92,12 +93,6 @@ def _verify(
         masses = jnp.stack(entry_of([*masses], place))
     last = lax.optimization_barrier(entry_of(sources, place))
     return _output(requests, num_accepted, status, *draw(rows, requests, last, masses))
-
-
-def _unread(requests: Request, rows: LocalRows) -> Position:
-    """All positions of requests, before any row is read."""
-    num_tiles = rows.num_tiles if rows.form.keeps_sums else None
-    return Position.unread(requests, rows.target.size, num_tiles)
 
 
 def sample(
@@ -118,7 +113,8 @@ def sample(
     """
     requests = Request.without_drafts(sampling.temperature, Filter.of(sampling), uniforms)
     rows = _rows_alone(logits, form)
-    positions = read(rows, requests, _unread(requests, rows), Standard())
+    unread = Position.unread(requests, rows.target.size, rows.sums_kept)
+    positions = read(rows, requests, unread, Standard())
     last = jax.tree.map(lambda x: x[:, 0], positions)
     token_ids, _ = draw(rows, requests, last)
     return token_ids, last.scale.log_scale, last.scale.shift, last.threshold
