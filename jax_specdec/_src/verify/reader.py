@@ -57,8 +57,7 @@ def read(
     If `samples` is false, every request is greedy, and draft rows are not needed.
     """
     if rows.form.in_order:
-        given = requests, positions
-        return lax.map(lambda of_one: _in_order(rows, of_one[0], of_one[1], rule), given)
+        return _in_order(rows, requests, positions, rule)
     if rows.form.kernels is not None:
         stats = _by_kernel(rows, requests, positions)
     elif rule.conditional_rates is not None:
@@ -68,26 +67,61 @@ def read(
     return _judged(rows, requests, positions, stats)
 
 
-def _in_order(rows: LocalRows, request: Request, positions: Position, rule: Rule) -> Position:
-    """`read` of one request: position after position, until no other row can matter."""
-    one, positions = jax.tree.map(lambda x: x[None], (request, positions))
-    num_owned = jnp.sum(positions.offset < one.num_rows, dtype=jnp.int32).astype(jnp.uint32)
+_FOUND = "argmax", "scale", "threshold", "p_masses", "draft_scale", "p", "q", "weight", "status"
+"""What reading and the rule find of a position."""
 
-    def step(
-        state: tuple[jax.Array, jax.Array, jax.Array, Position],
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Position]:
-        _, i, weight, positions = state
-        this = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i, 1, axis=1), positions)
-        stats = _of_one_row(rows, one, this)
-        this = _judged(rows, one, this, stats)._replace(weight=weight)
-        positions = jax.tree.map(
-            lambda all, x: lax.dynamic_update_slice_in_dim(all, x, i, axis=1), positions, this
-        )
-        return rule.goes_on(this)[0, 0], i + 1, rule.next_weight(this), positions
 
-    start = one.is_ok[0], jnp.uint32(0), jnp.ones((1, 1), jnp.float32), positions
-    *_, positions = lax.while_loop(lambda state: state[0] & (state[1] < num_owned), step, start)
-    return jax.tree.map(lambda x: x[0], positions)
+def _in_order(rows: LocalRows, requests: Request, positions: Position, rule: Rule) -> Position:
+    """`read` of one request after another: each until no other row of it can matter.
+
+    What is found stands in two arrays, so that few are written at each position.
+    """
+    leaves, tree = jax.tree.flatten([getattr(positions, name) for name in _FOUND])
+    masses: Any = positions.p_masses
+    no_masses: dict[str, Any] = dict(p_masses=None)
+    given = positions._replace(**no_masses)
+    num_owned = jnp.sum(positions.offset < requests.num_rows[:, None], axis=1, dtype=jnp.int32)
+    num_owned = jnp.where(requests.is_ok, num_owned, 0)
+
+    def words_of(leaves: list[jax.Array]) -> jax.Array:
+        small = [x for x in leaves if x.ndim == 2]
+        is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in small]
+        words = [
+            lax.bitcast_convert_type(x, jnp.int32) if f else x.astype(jnp.int32)
+            for x, f in zip(small, is_float, strict=True)
+        ]
+        return jnp.stack(words, axis=2)
+
+    def of_request(b: jax.Array, found: tuple[jax.Array, jax.Array]) -> Any:
+        request = b.astype(jnp.uint32)
+        one = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, request, 1), requests)
+        last = lax.dynamic_index_in_dim(num_owned, request, keepdims=False).astype(jnp.uint32)
+
+        def step(state: Any) -> Any:
+            _, i, weight, (words, masses) = state
+            place = request, i
+            this = jax.tree.map(lambda x: lax.dynamic_slice(x, place, (1, 1)), given)
+            this = _judged(rows, one, this, _of_one_row(rows, one, this))._replace(weight=weight)
+            own = jax.tree.leaves([getattr(this, name) for name in _FOUND])
+            words = lax.dynamic_update_slice(words, words_of(own), (*place, jnp.uint32(0)))
+            own_masses: Any = this.p_masses
+            masses = lax.dynamic_update_slice(masses, own_masses, (*place, jnp.uint32(0)))
+            return rule.goes_on(this)[0, 0], i + 1, rule.next_weight(this), (words, masses)
+
+        start = jnp.bool_(True), jnp.uint32(0), jnp.ones((1, 1), jnp.float32), found
+        return lax.while_loop(lambda state: state[0] & (state[1] < last), step, start)[3]
+
+    words, masses = lax.fori_loop(0, num_owned.shape[0], of_request, (words_of(leaves), masses))
+    columns = iter([words[:, :, i] for i in range(words.shape[2])])
+    read = []
+    for x in leaves:
+        if x.ndim > 2:
+            read.append(masses)
+        elif jnp.issubdtype(x.dtype, jnp.floating):
+            read.append(lax.bitcast_convert_type(next(columns), x.dtype))
+        else:
+            read.append(next(columns).astype(x.dtype))
+    return positions._replace(**dict(zip(_FOUND, jax.tree.unflatten(tree, read), strict=True)))
 
 
 def _of_all_rows(
