@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import os
 import socket
@@ -34,31 +35,30 @@ def serve(options: Options) -> None:
     assert wanted is not None
     key = _read_key(wanted)
     listener, is_local = _bind(wanted, key)
-    with terminal.spinner("loading the models"):
-        models = load_models(options, [])
-    driver = make_driver(options, models)
-    begin = time.monotonic()
+    with listener:
+        with terminal.spinner("loading the models"):
+            models = load_models(options, [])
+        driver = make_driver(options, models)
+        begin = time.monotonic()
 
-    def on_progress(done: int, total: int) -> None:
-        if done:
-            say(f"compiled {done} of {total} programs, {time.monotonic() - begin:.1f} s")
+        def on_progress(done: int, total: int) -> None:
+            if done:
+                say(f"compiled {done} of {total} programs, {time.monotonic() - begin:.1f} s")
 
-    driver.warm_up(on_progress)
-    default = "jax-specdec" if options.target is None else options.target.resolve().name
-    name = wanted.model_name or default
-    server = Server(models, driver, model_name=name, key=key, is_local=is_local)
-    host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        driver.warm_up(on_progress)
+        default = "jax-specdec" if options.target is None else options.target.resolve().name
+        name = wanted.model_name or default
+        server = Server(models, driver, model_name=name, key=key, is_local=is_local)
+        host, port = listener.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
-    def on_ready() -> None:
-        terminal.write(f"Serving {name} at {url}/v1\n")
+        def on_interrupt() -> None:
+            say("finishing what runs; Ctrl-C again to end at once")
+            server.stop()
 
-    def on_interrupt() -> None:
-        say("finishing what runs; Ctrl-C again to end at once")
-        server.stop()
-
-    with process.handling_interrupt(on_interrupt):
-        asyncio.run(server.run(listener, on_ready))
+        with process.handling_interrupt(on_interrupt):
+            ready = functools.partial(terminal.write, f"Serving {name} at {url}\n")
+            asyncio.run(server.run(listener, ready))
 
 
 def make_driver(options: Options, models: Models) -> sd.serving.GrammarDriver:

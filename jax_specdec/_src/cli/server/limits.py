@@ -7,6 +7,8 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
+import jax_specdec as sd
+
 Json = dict[str, Any]
 
 
@@ -66,7 +68,10 @@ BUSY = {"Retry-After": "1"}
 CLOSE = {"Connection": "close"}
 
 
+_FIELDS = {field.name for field in dataclasses.fields(sd.RequestOptions)}
+
+
 def named(error: Exception) -> str | None:
     """The parameter that a message of the package begins with."""
     name = str(error).partition(" ")[0].partition("[")[0]
-    return name if name.isidentifier() else None
+    return name if name in {"prompt", *_FIELDS} else None

@@ -51,7 +51,7 @@ class Parameters:
             kinds = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
             refuse(name, f"must be {kinds.get(kind, 'an object' if kind is dict else 'a list')}")
         if isinstance(value, int) and not least <= value <= most:
-            refuse(name, f"must be in [{least}, {most}], but it is {value}")
+            refuse(name, f"must be in [{least}, {most}], but it is {str(value):.100}")
         return value
 
     def any(self, name: str) -> Any:
@@ -130,6 +130,8 @@ async def read_request(
     if (bias := given.take("logit_bias", dict)) is not None:
         if len(bias) > limits.logit_bias:
             refuse("logit_bias", f"must have at most {limits.logit_bias} tokens")
+        if not all(key.isascii() and key.isdecimal() and len(key) <= 10 for key in bias):
+            refuse("logit_bias", "must have token ids as keys")
         if not all(type(x) in (int, float) and -100 <= x <= 100 for x in bias.values()):
             refuse("logit_bias", "must have numbers in [-100, 100]")
         fields["logit_bias"] = bias
