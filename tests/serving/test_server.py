@@ -402,9 +402,7 @@ def test_requests_with_and_without_a_grammar_run_side_by_side(running: Running) 
         return str(greedy(running).choices[0].text)
 
     with concurrent_threads() as run:
-        found = [
-            run(constrained if i % 2 else free) for i in range(6)
-        ]
+        found = [run(constrained if i % 2 else free) for i in range(6)]
     texts = [one() for one in found]
     assert texts[::2] == [TEXT] * 3 and len({*texts[1::2]}) == 1
     assert json.loads(texts[1])["size"] >= 0

@@ -150,14 +150,15 @@ class Answer:
     async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         while not all(text.is_done for text in self._texts):
             choice, update = await self._channel.get()
+            if self._texts[choice].is_done:
+                continue
             if update.finish_reason == "failed":
                 message = update.error or f"the text cannot be verified: {update.status.name}"
                 raise ApiError(message, status=500)
-            if not self._texts[choice].is_done:
-                piece = self._texts[choice].add(update)
-                yield choice, piece
-                if piece.finish_reason is not None and update.finish_reason is None:
-                    self._worker.cancel(self._channel, choice)  # a stop string
+            piece = self._texts[choice].add(update)
+            yield choice, piece
+            if piece.finish_reason is not None and update.finish_reason is None:
+                self._worker.cancel(self._channel, choice)  # a stop string
 
     def _choice(self, index: int, piece: Piece, content: Json) -> Json:
         logprobs = None

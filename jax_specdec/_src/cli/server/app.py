@@ -198,6 +198,7 @@ class Server:
             await self._uvicorn.serve(sockets=[listener])
         finally:
             reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
             await self.worker.stop()
         if self.worker.failure is not None:
             raise RuntimeError(self.worker.failure)

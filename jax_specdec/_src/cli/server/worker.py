@@ -70,13 +70,16 @@ class Worker:
         def run() -> None:
             if future.set_running_or_notify_cancel():  # the client may have left
                 try:
+                    if self.failure is not None:
+                        raise ApiError(self.failure, status=500)
                     future.set_result(function(self._driver))
                 except Exception as error:
                     future.set_exception(error)
 
-        if self.failure is not None:
-            raise ApiError("the engine has failed", status=500)
-        self._calls.put(run)
+        if self.failure is None:
+            self._calls.put(run)
+        else:
+            run()
         return await asyncio.wrap_future(future)
 
     async def submit(self, channel: Channel, choices: Sequence[Json]) -> None:
