@@ -59,6 +59,22 @@ SCHEMA = {
 FORMAT = {"type": "json_schema", "json_schema": {"name": "size", "schema": SCHEMA}}
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "frequency": {"frequency_penalty": 1.5},
+    "presence": {"presence_penalty": 1.0},
+    "repetition": {"repetition_penalty": 1.7},
+    "bias": {"logit_bias": {"40": 5.0, "41": -100.0}},
+    "min_tokens": {"min_tokens": 4, "logit_bias": {"281": 100.0}},
+}
+PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
+    "other": ("Other", {"max_new_tokens": 12}),
+    "if": ("    if x" * 3, {"max_new_tokens": 9}),
+    "chat": (f"system: Be brief.\nuser: {PROMPT}\nassistant:", {"max_new_tokens": 8}),
+    "chat of one": (f"user: {PROMPT}\nassistant:", {"max_new_tokens": 8}),
+    **{name: (PROMPT, {"max_new_tokens": NUM_NEW, **own}) for name, own in OPTIONS.items()},
+}
+
+
 @dataclasses.dataclass
 class Running:
     """A server that listens, and what is behind it."""
@@ -67,10 +83,12 @@ class Running:
     driver: sd.serving.GrammarDriver
     port: int
     lines: list[str]
+    clients: contextlib.ExitStack
 
-    def client(self, key: str = "none", max_retries: int = 0) -> openai.OpenAI:
+    def client(self, key: str = "none") -> openai.OpenAI:
         url = f"http://127.0.0.1:{self.port}/v1"
-        return openai.OpenAI(base_url=url, api_key=key, max_retries=max_retries, timeout=60)
+        client = openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60)
+        return self.clients.enter_context(client)
 
     def ask(self, function: Callable[[sd.serving.GrammarDriver], Any]) -> Any:
         """What a function returns of the driver, which belongs to the worker's thread."""
@@ -128,12 +146,12 @@ class Site:
                 errors.append(error)
 
         thread = threading.Thread(target=run)
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as clients:
             patch.setattr(app_lib, "say", lines.append)
             thread.start()
             try:
                 assert ready.wait(60)
-                yield Running(server, driver, listener.getsockname()[1], lines)
+                yield Running(server, driver, listener.getsockname()[1], lines, clients)
             finally:
                 server.stop()
                 thread.join(60)
@@ -156,11 +174,17 @@ def running(site: Site) -> Iterator[Running]:
         yield running
 
 
-def plain(site: Site, prompt: str, **fields: Any) -> list[int]:
-    """The tokens of plain decoding."""
-    fields.setdefault("stop_token_ids", site.tokenizer.stop_token_ids)
-    prompts = [site.tokenizer.encode(prompt)]
-    return list(sd.generate_plain(*site.models.target, prompts, **fields).completions[0])
+@pytest.fixture(scope="module")
+def plain(site: Site) -> dict[str, list[int]]:
+    """The tokens of plain decoding, all in one batch."""
+    library, stops = site.tokenizer.library_tokenizer, site.tokenizer.stop_token_ids
+    prompts = [
+        library.encode(prompt, add_special_tokens=not name.startswith("chat")).ids
+        for name, (prompt, _) in PLAIN.items()
+    ]
+    options = [sd.RequestOptions(stop_token_ids=stops, **fields) for _, fields in PLAIN.values()]
+    found = sd.generate_plain(*site.models.target, prompts, options=options).completions
+    return {name: list(one) for name, one in zip(PLAIN, found, strict=True)}
 
 
 def text_of(site: Site, token_ids: list[int]) -> str:
@@ -202,10 +226,10 @@ def test_a_stream_is_the_same_text_with_its_usage_at_the_end(running: Running) -
 
 
 def test_prompts_are_texts_or_tokens_and_several_make_several_choices(
-    running: Running, site: Site
+    running: Running, site: Site, plain: dict[str, list[int]]
 ) -> None:
     token_ids = site.tokenizer.encode(PROMPT)
-    other = text_of(site, plain(site, "Other", max_new_tokens=8))
+    other = text_of(site, plain["other"][:8])
     texts = [choice.text for choice in greedy(running, [PROMPT, "Other"], max_tokens=8).choices]
     assert TEXT.startswith(texts[0]) and texts[1] == other
     assert greedy(running, token_ids).choices[0].text == TEXT
@@ -214,9 +238,10 @@ def test_prompts_are_texts_or_tokens_and_several_make_several_choices(
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
 
 
-def test_a_conversation_goes_through_the_chat_template(running: Running, site: Site) -> None:
-    prompt = f"system: Be brief.\nuser: {PROMPT}\nassistant:"
-    truth = text_of(site, plain(site, prompt, max_new_tokens=8))
+def test_a_conversation_goes_through_the_chat_template(
+    running: Running, site: Site, plain: dict[str, list[int]]
+) -> None:
+    truth = text_of(site, plain["chat"])
     parts = [{"type": "text", "text": PROMPT[:3]}, {"type": "text", "text": PROMPT[3:]}]
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
     answer = chat(running, messages=messages, max_tokens=None, max_completion_tokens=8)
@@ -247,25 +272,14 @@ def test_a_missing_budget_is_what_fits(running: Running) -> None:
     assert answer.choices[0].text.startswith(TEXT)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"frequency_penalty": 1.5},
-        {"presence_penalty": 1.0},
-        {"repetition_penalty": 1.7},
-        {"logit_bias": {"40": 5.0, "41": -100.0}},
-        {"min_tokens": 4, "logit_bias": {"281": 100.0}},
-    ],
-    ids=lambda fields: next(iter(fields)),
-)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_options_change_the_text_as_they_change_plain_decoding(
-    running: Running, site: Site, fields: dict[str, Any]
+    running: Running, site: Site, plain: dict[str, list[int]], name: str
 ) -> None:
-    truth = text_of(site, plain(site, PROMPT, max_new_tokens=NUM_NEW, **fields))
-    ours = ("repetition_penalty", "min_tokens")
-    extra = {name: fields[name] for name in fields if name in ours}
-    others = {name: fields[name] for name in fields if name not in ours}
-    assert greedy(running, extra_body=extra, **others).choices[0].text == truth
+    extra = {k: v for k, v in OPTIONS[name].items() if k in ("repetition_penalty", "min_tokens")}
+    others = {k: v for k, v in OPTIONS[name].items() if k not in extra}
+    text = greedy(running, extra_body=extra, **others).choices[0].text
+    assert text == text_of(site, plain[name]) != TEXT
 
 
 def test_sampling_parameters_narrow_the_choice_to_the_greedy_token(running: Running) -> None:
@@ -328,7 +342,9 @@ def test_stop_strings_do_not_depend_on_how_a_text_is_cut(pieces: list[str], stop
 # Log-probabilities
 
 
-def test_logprobs_are_those_of_the_model_in_both_forms(running: Running, site: Site) -> None:
+def test_logprobs_are_those_of_the_model_in_both_forms(
+    running: Running, site: Site, plain: dict[str, list[int]]
+) -> None:
     model, params = site.models.target
     prompt = site.tokenizer.encode(PROMPT)
     new = [int(x) for x in expected("qwen2")["greedy_token_ids"]]
@@ -354,7 +370,7 @@ def test_logprobs_are_those_of_the_model_in_both_forms(running: Running, site: S
 
     answer = chat(running, logprobs=True, top_logprobs=2)
     content = answer.choices[0].logprobs.content
-    tokens = plain(site, f"user: {PROMPT}\nassistant:", max_new_tokens=8)
+    tokens = plain["chat of one"]
     assert [x.token for x in content] == [site.tokenizer.decode([token]) for token in tokens]
     assert all(x.top_logprobs[0].logprob == x.logprob for x in content)  # greedy
     assert all(len(x.top_logprobs) == 2 for x in content)
@@ -379,7 +395,7 @@ def test_tokens_of_a_stop_string_have_no_logprobs(running: Running) -> None:
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_a_text_follows_its_json_schema(running: Running, is_chat: bool) -> None:
     for temperature in (0, 1.0):
-        asked = dict(n=2, max_tokens=30, temperature=temperature, seed=3)
+        asked = dict(n=2, max_tokens=16, temperature=temperature, seed=3)
         asked["response_format" if is_chat else "extra_body"] = (
             FORMAT if is_chat else {"response_format": FORMAT}
         )
@@ -468,7 +484,7 @@ WRONG: dict[str, tuple[dict[str, Any], str | None]] = {
     "no prompt": ({"prompt": None}, "prompt"),
     "prompt of objects": ({"prompt": [{}]}, "prompt"),
     "prompt of no tokens": ({"prompt": []}, "prompt"),
-    "empty prompt": ({"prompt": ""}, "prompt"),
+    "empty prompt": ({"prompt": [[]]}, "prompt"),
     "token outside": ({"prompt": [288]}, "prompt"),
     "negative token": ({"prompt": [-1]}, "prompt"),
     "huge token": ({"prompt": [2**70]}, "prompt"),
@@ -608,7 +624,7 @@ def test_a_key_is_needed_and_never_shown(site: Site) -> None:
                 running.client(wrong).models.list()
             assert KEY not in str(refusal.value) and refusal.value.code == "invalid_api_key"
         status, headers, error = post(running.port, b"{}")
-        assert status == 401 and headers["www-authenticate"] == "Bearer" and KEY not in str(error)
+        assert status == 401 and headers["www-authenticate"] == "bearer" and KEY not in str(error)
         head = "GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         assert raw(running.port, f"{head}\r\n".encode())[0] == 401
         assert raw(running.port, f"{head}Authorization: bearer {KEY}\r\n\r\n".encode())[0] == 200
@@ -640,11 +656,11 @@ def concurrent_threads() -> Iterator[Callable[[Callable[[], Any]], Callable[[], 
 
 
 def test_two_hundred_clients_get_their_texts_and_those_who_leave_leave_nothing(
-    running: Running, site: Site
+    running: Running, site: Site, plain: dict[str, list[int]]
 ) -> None:
     count, refusals = 200, []
-    tasks = [(PROMPT, 12), ("Other", 12), ("    if x" * 3, 9)]
-    truth = [text_of(site, plain(site, prompt, max_new_tokens=n)) for prompt, n in tasks]
+    tasks = [(PROMPT, NUM_NEW), (PLAIN["other"][0], 12), (PLAIN["if"][0], 9)]
+    truth = [TEXT, text_of(site, plain["other"]), text_of(site, plain["if"])]
 
     async def client(api: openai.AsyncOpenAI, index: int) -> tuple[str, str]:
         rng = random.Random(index)
@@ -928,12 +944,12 @@ def test_the_command_serves_until_an_interrupt_and_finishes_what_runs(site: Site
         assert served.stdout is not None and served.stderr is not None
         line = served.stdout.readline()
         url = line.split()[-1]
-        client = openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60)
         asked = dict(model="a\x1b[31m", prompt=PROMPT[:8], temperature=0)
-        stream = iter(client.completions.create(**asked, stream=True))
-        chunks = [next(stream)]
-        served.send_signal(signal.SIGINT)
-        chunks += list(stream)
+        with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60) as client:
+            stream = iter(client.completions.create(**asked, stream=True))
+            chunks = [next(stream)]
+            served.send_signal(signal.SIGINT)
+            chunks += list(stream)
         assert served.wait(60) == 0
         errors = served.stderr.read()
     assert chunks[-1].choices[0].finish_reason in ("length", "stop")

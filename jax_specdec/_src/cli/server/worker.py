@@ -152,8 +152,8 @@ class Worker:
             channel.put(
                 choice, sd.serving.RequestUpdate(request_id, [], "failed", error=self.failure)
             )
-        while not self._calls.empty():
+        self._on_failure()
+        while not self._calls.empty():  # what is asked for now is answered with the failure
             call = self._calls.get_nowait()
             if call is not None:
                 call()
-        self._on_failure()
