@@ -104,10 +104,12 @@ def _logprobs_as_json(tokens: list[Json], is_chat: bool) -> Json:
         keys = "token", "logprob", "bytes"
         content = [{**{k: x[k] for k in keys}, "top_logprobs": x["top"]} for x in tokens]
         return {"content": content, "refusal": None}
+    # Of tokens with one text, the likeliest, which comes last here, is shown.
+    tops = [{top["token"]: top["logprob"] for top in reversed(x["top"])} for x in tokens]
     return {
         "tokens": [one["token"] for one in tokens],
         "token_logprobs": [one["logprob"] for one in tokens],
-        "top_logprobs": [{top["token"]: top["logprob"] for top in x["top"]} for x in tokens],
+        "top_logprobs": tops,
         "text_offset": [one["offset"] for one in tokens],
     }
 
