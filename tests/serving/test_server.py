@@ -838,12 +838,26 @@ def test_an_engine_that_fails_answers_its_clients_and_ends_the_server(
     assert "of this test" in capsys.readouterr().err
 
 
+INTERRUPTED = """
+import time
+from jax_specdec._src.cli import process
+def work():
+    with process.handling_interrupt(lambda: print("first", flush=True)):
+        print("ready", flush=True)
+        time.sleep(60)
+process.run_to_end(work)
+"""
+
+
 def test_the_first_interrupt_is_handled_and_the_next_one_ends_the_process() -> None:
-    calls: list[str] = []
-    with process.handling_interrupt(lambda: calls.append("first")):
-        assert len(process._on_interrupt) == 1
-        process._on_interrupt.pop()()
-        assert process._on_interrupt == [] and calls == ["first"]
+    pipe: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED], **pipe) as working:
+        assert working.stdout is not None and working.stderr is not None
+        for line in ("ready\n", "first\n"):
+            assert working.stdout.readline() == line
+            working.send_signal(signal.SIGINT)
+        assert working.wait(60) == process.INTERRUPTED
+        assert working.stderr.read() == "jax-specdec: interrupted\n"
 
 
 def test_the_page_shows_how_to_write_a_server_of_ones_own(site: Site) -> None:
