@@ -129,10 +129,16 @@ class Site:
 
     @contextlib.contextmanager
     def serve(
-        self, *, key: str | None = None, send_buffer: int = 0, **limits: Any
+        self,
+        *,
+        key: str | None = None,
+        is_local: bool = True,
+        send_buffer: int = 0,
+        **limits: Any,
     ) -> Iterator[Any]:
         driver = make_driver(self.options, self.models)
-        server = Server(self.models, driver, model_name="tiny", key=key, limits=Limits(**limits))
+        who: dict[str, Any] = dict(model_name="tiny", key=key, is_local=is_local)
+        server = Server(self.models, driver, **who, limits=Limits(**limits))
         ready, errors, lines = threading.Event(), [], []
         listener = socket.socket()
         if send_buffer:  # connections inherit it
@@ -506,6 +512,7 @@ WRONG: dict[str, tuple[dict[str, Any], str | None]] = {
     "top_p": ({"top_p": 0}, "top_p"),
     "top_k": ({"top_k": -1}, "top_k"),
     "min_tokens": ({"min_tokens": 9, "max_tokens": 4}, "min_tokens"),
+    "min_tokens and JSON": ({"min_tokens": 1, "response_format": FORMAT}, "min_tokens"),
     "penalty": ({"frequency_penalty": []}, "frequency_penalty"),
     "seed": ({"seed": "x"}, "seed"),
     "stop": ({"stop": 3}, "stop"),
@@ -590,7 +597,7 @@ def test_a_body_that_is_no_json_object_is_refused(running: Running, body: bytes)
     assert status == 400 and error["type"] == "invalid_request_error"
 
 
-def test_who_may_not_ask_is_told_why_before_anything_is_read(running: Running) -> None:
+def test_who_may_not_ask_is_refused_before_anything_is_read(running: Running) -> None:
     good = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
     assert post(running.port, good, Content_Type="text/plain")[0] == 415
     assert post(running.port, good, Content_Type="")[0] == 415
@@ -636,6 +643,13 @@ def test_a_key_is_needed_and_never_shown(site: Site) -> None:
         assert client.models.retrieve("tiny").owned_by == "jax_specdec"
         assert client.completions.create(model="tiny", prompt="x", max_tokens=2).choices[0].text
         assert KEY not in repr(vars(running.server)) and KEY not in "".join(running.lines)
+
+
+def test_other_names_are_for_servers_with_a_key_on_other_addresses(site: Site) -> None:
+    with site.serve(key=KEY, is_local=False) as running:
+        head = "GET /v1/models HTTP/1.1\r\nHost: models.example\r\nConnection: close\r\n"
+        assert raw(running.port, f"{head}\r\n".encode())[0] == 401
+        assert raw(running.port, f"{head}Authorization: Bearer {KEY}\r\n\r\n".encode())[0] == 200
 
 
 # Clients that are many, slow, or leave

@@ -136,6 +136,8 @@ async def read_request(
             refuse("logit_bias", "must have numbers in [-100, 100]")
         fields["logit_bias"] = bias
     schema = _schema(given.take("response_format", dict))
+    if schema is not None and fields.get("min_tokens"):  # where only a stop token is allowed
+        refuse("min_tokens", "must not come with a response_format")
     name = "messages" if is_chat else "prompt"
     prompts: list[Any] = [_messages(given)] if is_chat else _prompts(given.any("prompt"))
     given.ignore(user=None, metadata=None, store=False, service_tier="auto", best_of=1, echo=False)

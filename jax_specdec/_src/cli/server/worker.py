@@ -6,12 +6,14 @@ import asyncio
 import collections
 import concurrent.futures
 import queue
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax_specdec as sd
+from jax_specdec._src.cli import terminal
 from jax_specdec._src.cli.server.limits import BUSY, ApiError, Json, named
 
 T = TypeVar("T")
@@ -128,7 +130,7 @@ class Worker:
                 if updates:
                     self._loop.call_soon_threadsafe(self._deliver, updates)
         except Exception:  # not of a request: those end in updates
-            traceback.print_exc()
+            terminal.write(traceback.format_exc(), stream=sys.stderr)
             self._loop.call_soon_threadsafe(self._fail)
 
     def _run_calls(self) -> bool:
