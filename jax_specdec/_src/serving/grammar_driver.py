@@ -18,7 +18,18 @@ from jax_specdec._src.serving.engine import Engine
 from jax_specdec._src.serving.options import RequestFields, RequestOptions
 from jax_specdec._src.types import Drafts
 
-_draft = jax.jit(Engine.draft, static_argnums=0, donate_argnames="state")
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
+def _draft(
+    engine: Engine,
+    draft_params: Any,
+    state: DecodeState,
+    features: jax.Array | None,
+    num_features: jax.Array | None,
+) -> DecodeState:
+    """Features apart from the state: they end here, so there is nothing to donate them to."""
+    state = dataclasses.replace(state, features=features, num_features=num_features)
+    return engine.draft(draft_params, state)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
@@ -154,7 +165,10 @@ class GrammarDriver(EngineDriver):
     def _masked_step(self) -> None:
         """Dispatch a step whose rows are masked by the grammars of the requests."""
         requests, (params, draft_params) = self._decoding, self._weights
-        state = self._call(requests, _draft, draft_params, self._ready_state(requests))
+        state = self._ready_state(requests)
+        features = state.features, state.num_features
+        state = dataclasses.replace(state, features=None, num_features=None)
+        state = self._call(requests, _draft, draft_params, state, *features)
         with _reading(requests):
             draft_token_ids = jax.device_get(state.draft_token_ids)
         mask = self._token_bitmask(draft_token_ids)
