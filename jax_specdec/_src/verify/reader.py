@@ -24,7 +24,7 @@ from jax_specdec._src import ragged
 from jax_specdec._src.blocks import gathering
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import Status
-from jax_specdec._src.verify import rules, tiles
+from jax_specdec._src.verify import draw, rules, tiles
 from jax_specdec._src.verify.draw import LocalRows
 from jax_specdec._src.verify.exchange import WHOLE, Exchange, of_owner
 from jax_specdec._src.verify.position import Position
@@ -118,7 +118,8 @@ class Reader:
             stats = self._of_chosen_rows(requests, positions)
         else:
             stats = self._of_all_rows(requests, positions, samples)
-        return self._judged(requests, positions, stats)
+        positions = self._judged(requests, positions, stats)
+        return self._drawn(requests, positions) if rule.draws_every_row and samples else positions
 
     def _in_order(self, request: Request, positions: Position, rule: Rule) -> Position:
         """`read` of one request: position after position, until no other row can matter."""
@@ -135,6 +136,7 @@ class Reader:
             _, i, weight, positions = state
             this = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i, 1, axis=1), positions)
             this = self._judged(one, this, self._of_one_row(one, this))._replace(weight=weight)
+            this = self._drawn(one, this) if rule.draws_every_row else this
             positions = jax.tree.map(
                 lambda all, x: lax.dynamic_update_slice_in_dim(all, x, i, axis=1), positions, this
             )
@@ -288,6 +290,26 @@ class Reader:
         is_bad &= positions.status == Status.OK
         status = jnp.where(is_bad, Status.BAD_DRAFT_ROW, positions.status)
         return positions._replace(q=q, draft_scale=draft_scale, status=status)
+
+    def _drawn(self, requests: Request, positions: Position) -> Position:
+        """Positions with the token drawn from each row in place of its argmax.
+
+        The sums by tile that the statistics found are used again. If none were kept, rows are read
+        once more.
+        """
+        assert requests.recover is not None
+        shape, nothing = positions.row.shape, jnp.zeros_like(positions.proposed)
+        recover = jnp.take_along_axis(requests.recover, positions.offset[:, :, None], axis=1)
+        source = positions.drawn_by(requests)._replace(proposed=nothing, uses_q=nothing)
+        source = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), source)
+        masses = source.p_masses
+        if masses is None:
+            read = self.rows.masses
+            masses = gathering(lambda _, those: read(those)[:, 1], source.row, source)
+        masses = self.form.exchange.gather(jnp.stack([masses, masses], axis=1))
+        given = masses, recover.reshape(-1, 2), self.form.exchange
+        own = draw.draw(self.rows, source, *given)[0].reshape(shape)
+        return positions._replace(argmax=jnp.where(requests.greedy[:, None], positions.argmax, own))
 
     def _of_drafts(self, requests: Request, positions: Position) -> Any:
         """The drafts' entries in their draft rows, and the rows' partials or None, of this part."""

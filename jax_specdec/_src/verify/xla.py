@@ -95,7 +95,10 @@ def verify(
         return at_once(arrays, form)  # to sum rows by tile, a TPU would copy all of them
 
     if form.exchange.axis is not None:
-        return run(arrays, form=form)
+        if not rule.draws_every_row:
+            return run(arrays, form=form)
+        summed = functools.partial(run, form=by_tile)
+        return platform_dependent(arrays, tpu=functools.partial(run, form=form), default=summed)
 
     if lazy:
         return in_order(arrays)
@@ -107,7 +110,7 @@ def _verify(
     arrays: CallArrays, *, rule: Rule, k: int, size: int, form: Form, samples: bool = True
 ) -> RejectionSampleOutput:
     """`verify` in one form. If `samples` is false, every request is greedy."""
-    requests = requests_of(arrays, k)
+    requests = requests_of(arrays, k, rule.draws_every_row)
     rows = LocalRows.of(
         arrays.target_logits,
         arrays.drafts.distribution,
@@ -125,7 +128,7 @@ def _verify(
         residual_masses = jnp.sum(masses[..., 0, :], axis=(0, 3))
     num_accepted, status = rule.count(requests, positions, residual_masses)
     place = num_accepted - positions.offset[:, 0]
-    if not samples:
+    if not samples or rule.draws_every_row:
         token_id = entry_of(positions.argmax, place)
         return _output(requests, num_accepted, status, token_id, jnp.zeros_like(requests.greedy))
     if masses is not None:
