@@ -92,7 +92,7 @@ class ModelDrafter:
     def init_store(
         self, params: Any, batch_size: int, config: SpecDecodeConfig
     ) -> DraftStore | None:
-        """An empty store for the logits of K drafts per request; None if drafts are argmaxes.
+        """An empty store for the logits of K drafts per request; None if none is read.
 
         Raises:
           ValueError: the model has fewer or more logits than `ids`, or fewer than `num_candidates`.
@@ -110,7 +110,7 @@ class ModelDrafter:
             )
         if self.num_candidates is not None:
             check_int("num_candidates", self.num_candidates, 1, width)
-        if config.draft_sample_method == "greedy":
+        if not config.keeps_draft_distribution:
             return None
         has_candidates = self.num_candidates is not None
         store = DraftStore.create(

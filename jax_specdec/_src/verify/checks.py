@@ -274,7 +274,8 @@ def check_noise(
     """
     _check_array("noise.accept", noise.accept, (batch, k), ("float32",), f"[B, K] = [{batch}, {k}]")
     if isinstance(noise, Noise):
-        shape, why = (batch, 2), f"[B, 2] = [{batch}, 2]"
+        shape: tuple[int, ...] = batch, 2
+        why = f"[B, 2] = [{batch}, 2]"
         if draws_every_row:
             shape, why = (batch, k + 1, 2), f"[B, K+1, 2] = [{batch}, {k + 1}, 2]"
         _check_array("noise.recover", noise.recover, shape, ("float32",), why)
