@@ -22,7 +22,7 @@ MAX_MARGIN = 1e-4
 """Passes of one token and of several differ in the last bits of their logits."""
 
 MODEL, (SHARP, DRAFT) = engines.LLAMA.model, engines.WEIGHTS[engines.LLAMA]
-PARAMS = jax.tree.map(lambda x: x / 2, SHARP)  # or most tokens are all but certain
+PARAMS = jax.tree.map(lambda x: x / 3, SHARP)  # or most tokens are all but certain
 B, VOCAB = 6, engines.VOCAB
 NEW_TOKENS = 14
 
@@ -98,8 +98,8 @@ def check_texts(texts: list[list[int]]) -> None:
     [
         ("n-gram", 3, {}),
         ("model", 2, {}),
-        ("model", 4, dict(draft_sample_method="greedy")),
-        ("few candidates", 1, {}),
+        pytest.param("model", 4, dict(draft_sample_method="greedy"), marks=pytest.mark.slow),
+        pytest.param("few candidates", 1, {}, marks=pytest.mark.slow),
         ("eagle3", 2, {}),
         ("own", 5, {}),
     ],
@@ -121,7 +121,7 @@ def test_generate_gives_the_text_of_plain_decoding(name, k, fields):
     assert output.steps.num_accepted.sum() > 0
 
 
-@pytest.mark.parametrize("name", ["model", "eagle3"])
+@pytest.mark.parametrize("name", [pytest.param("model", marks=pytest.mark.slow), "eagle3"])
 def test_engines_give_it_whatever_the_traffic_and_who_is_preempted(name):
     drafter, draft_params = DRAFTERS[name]
     engine = dataclasses.replace(
@@ -158,6 +158,6 @@ def test_another_seed_gives_another_text_and_another_rule_too():
     ).completions
     for other in (texts, standard):
         different = [a != b for a, b in zip(other, plain(), strict=True)]
-        assert sum(different) >= 4, different
+        assert sum(different) >= 3, different
         with pytest.raises(AssertionError, match="plainly"):
             check_texts(other)
