@@ -699,10 +699,11 @@ def test_nothing_is_compared_by_default_and_five_times_where_no_number_is_given(
     assert (options.repeats, options.prompts) == (5, ("-x",))
 
 
-def test_the_block_rule_is_chosen_on_the_command_line() -> None:
-    arguments = ["generate", PROMPT, "--method", "block"]
+@pytest.mark.parametrize("method", ["block", "agreement"])
+def test_a_rule_is_chosen_on_the_command_line(method: str) -> None:
+    arguments = ["generate", PROMPT, "--method", method]
     config = options_lib.parse(arguments, sd.__version__).config
-    assert config.rejection_sample_method == "block"
+    assert config.rejection_sample_method == method
 
 
 def test_synthetic_rates_are_read_from_the_command_line() -> None:

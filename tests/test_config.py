@@ -112,7 +112,8 @@ BAD_CONFIGS = [
     (
         dict(rejection_sample_method="strict"),
         ValueError,
-        "rejection_sample_method must be 'standard', 'block' or 'synthetic', but is 'strict'",
+        "rejection_sample_method must be 'standard', 'block', 'agreement' or 'synthetic', but is "
+        "'strict'",
     ),
     (
         dict(rejection_sample_method=None),

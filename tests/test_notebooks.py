@@ -20,6 +20,7 @@ CLAIMS = {
     "quickstart": """
         assert same_text
         assert stats.mean_acceptance_length > 2
+        assert one_text
         assert all(1 < mean <= K + 1 for mean in means for K in [config.num_speculative_tokens])
     """,
     "rejection_sampling": """

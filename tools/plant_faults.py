@@ -99,6 +99,15 @@ FAULTS = {
         "is_inside = ids >= 0",
         "verify/test_xla_all_at_once.py verify/test_numbers.py",
     ),
+    "a drafter shares the target's noise under every rule": Fault(
+        "drafting/sample.py", "if shares_noise:", "if True:", "drafting/test_sample.py"
+    ),
+    "agreement: noise belongs to the step, not to the token": Fault(
+        "noise.py",
+        "jnp.arange(count, dtype=jnp.int32)[None, :]",
+        "jnp.zeros((1, count), jnp.int32)",
+        "verify/test_noise.py serving/test_agreement.py",
+    ),
     "blocks of rows: what is left after the last whole one is not read": Fault(
         "blocks.py", "-(-size // length)", "size // length", "verify/test_forms.py"
     ),

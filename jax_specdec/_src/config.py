@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, get_args
 
 import numpy as np
 
-RejectionSampleMethod = Literal["standard", "block", "synthetic"]
+RejectionSampleMethod = Literal["standard", "block", "agreement", "synthetic"]
 DraftSampleMethod = Literal["greedy", "probabilistic"]
 
 _MOST_SPECULATIVE_TOKENS = 1024
@@ -45,11 +45,15 @@ class SpecDecodeConfig:
         time to compile grows with it.
       rejection_sample_method: ``"standard"`` keeps the output distribution exactly that of the
         target model, judging drafts one by one. ``"block"`` does too, but judges a request's drafts
-        jointly: in expectation it never accepts fewer. ``"synthetic"`` accepts drafts at given
-        rates, whatever the models say; its output is for benchmarks only.
+        jointly: in expectation it never accepts fewer. ``"agreement"`` samples the target's own
+        token at each position, with the noise of that position, and accepts a draft that equals it:
+        the text for a key is that of plain decoding, whatever is drafted. ``"synthetic"`` accepts
+        drafts at given rates, whatever the models say; its output is for benchmarks only.
       draft_sample_method: ``"greedy"`` drafts the argmax of the draft model, which is then verified
         as a one-hot distribution. ``"probabilistic"`` samples the draft from the draft model's
-        distribution at the request's temperature, and verification uses that distribution.
+        distribution at the request's temperature, and verification uses that distribution; under
+        the agreement rule drafts are sampled with the noise of the target's own tokens instead, and
+        no distribution is kept.
       synthetic_acceptance_rates: K unconditional acceptance rates in [0, 1], non-increasing;
         ``rates[i]`` is the probability that drafts ``0 .. i`` are all accepted. Synthetic only.
       synthetic_acceptance_length: the mean number of tokens emitted per step, in [1, K + 1],
@@ -133,6 +137,12 @@ class SpecDecodeConfig:
                 f"{given[0]} needs rejection_sample_method='synthetic', but it is"
                 f" {self.rejection_sample_method!r}: {given[0]}={getattr(self, given[0])!r}"
             )
+
+    @property
+    def keeps_draft_distribution(self) -> bool:
+        """Whether verification reads what drafts were drawn from, so that a drafter stores it."""
+        is_read = self.rejection_sample_method != "agreement"
+        return is_read and self.draft_sample_method == "probabilistic"
 
     @property
     def unconditional_rates(self) -> tuple[float, ...] | None:

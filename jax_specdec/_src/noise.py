@@ -39,7 +39,8 @@ def uniforms(
 
     Args:
       key: ``[...]`` typed key of the request.
-      position: ``[...]`` int32, absolute position of the step's first draft, not negative.
+      position: ``[...]`` int32, absolute position of the step's first draft, not negative; of the
+        token itself under the agreement rule, whose offset is always 0.
       stream: what the numbers are used for.
       offset: ``[]`` int32, place within the step.
 

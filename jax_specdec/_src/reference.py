@@ -71,7 +71,8 @@ def rejection_sample(
     The block rule judges prefixes: ``w_0 = 1`` and ``w_i = min(1, w_{i-1} p(x_i) / q(x_i))`` are
     their weights, ``S_i = sum(max(w_i p - q, 0))`` the mass left after i drafts (``S = w`` after
     the last), and the longest prefix with ``u_i < S_i / (S_i + 1 - w_i)`` is kept, followed by a
-    sample of ``max(w_i p - q, 0)``.
+    sample of ``max(w_i p - q, 0)``. The agreement rule samples from ``p`` at each position, with
+    noise of its own, and keeps a draft iff it is what was sampled.
 
     Args:
       target_logits: ``[N+B, V]``, or ``[N, V]`` where `bonus_token_ids` is given; any float dtype.
@@ -82,7 +83,7 @@ def rejection_sample(
       top_k: ``[B]``; then those less likely than the k-th likeliest, unless it is 0. None for 0.
       top_p: ``[B]``; then those less likely than it takes to have this share of the rest. None
         for 1.
-      method: "standard", "block" or "synthetic".
+      method: "standard", "block", "agreement" or "synthetic".
       num_speculative_tokens: K.
       conditional_rates: ``[K]``, needed by "synthetic": draft ``i`` is kept iff
         ``u < conditional_rates[i]``.
@@ -113,8 +114,9 @@ def rejection_sample(
       Leviathan et al. 2023, arXiv 2211.17192. Chen et al. 2023, arXiv 2302.01318.
       Sun et al. 2024, arXiv 2403.10444 (block).
     """
-    if method not in ("standard", "block", "synthetic"):
-        raise ValueError(f"method must be 'standard', 'block' or 'synthetic', but is {method!r}")
+    methods = ("standard", "block", "agreement", "synthetic")
+    if method not in methods:
+        raise ValueError(f"method must be one of {methods}, but is {method!r}")
     if method == "synthetic" and conditional_rates is None:
         raise ValueError("method 'synthetic' needs conditional_rates")
 
@@ -185,6 +187,8 @@ def rejection_sample(
                 accepted, token = _greedy(request)
             elif method == "block":
                 accepted, token = _block(request)
+            elif method == "agreement":
+                accepted, token = _agreement(request)
             else:
                 accepted, token = _standard(request)
         except BadRow as bad:
@@ -245,6 +249,19 @@ def _block(request: ReferenceRequest) -> tuple[int, int]:
         return kept, request.bonus()
     p = request.target_probs(kept)
     return kept, request.sample(p) if kept == n else request.recovered(p, kept, weight[kept])
+
+
+def _agreement(request: ReferenceRequest) -> tuple[int, int]:
+    """Keep x while it is what a sample of p, with the noise of its position, gives."""
+    assert request.recover is not None
+    recover, count = request.recover, len(request.draft_ids)
+    for i, x in enumerate(request.draft_ids):
+        request.recover = recover[i]
+        own = request.sample(request.target_probs(i))
+        if own != x:
+            return i, own
+    request.recover = recover[count]
+    return count, request.bonus()
 
 
 def _synthetic(request: ReferenceRequest, conditional_rates: Sequence[float]) -> tuple[int, int]:

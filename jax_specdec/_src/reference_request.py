@@ -43,7 +43,7 @@ class ReferenceRequest:
     first_draft: int  # index of draft 0 on the flattened axis
     one_hot: list[bool]  # of each draft
     accept: list[float]
-    recover: Array | None  # u_tile, u_token
+    recover: Array | None  # u_tile, u_token; [K+1, 2] before the agreement rule takes its own
     exponential: Array | None  # [V]
     bonus_token_id: int | None
     margin: float = math.inf

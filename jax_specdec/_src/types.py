@@ -440,7 +440,8 @@ class Noise:
       accept: ``[B, K]`` float32. Entry ``[b, j]`` belongs to draft ``j`` of request ``b``, which is
         accepted iff ``accept[b, j] * q(x) < p(x)``.
       recover: ``[B, 2]`` float32: the first picks a tile of the vocabulary, the second a
-        token inside it, each by inverse CDF.
+        token inside it, each by inverse CDF. Under the agreement rule ``[B, K+1, 2]``, two for
+        each position; `accept` is then not used.
 
     Example:
       >>> import jax.numpy as jnp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,6 +16,7 @@ from serving.chi_square import ALPHA, CONTROL, assert_distributed
 from verify.batch import QUICK
 
 import jax_specdec as sd
+from jax_specdec._src.drafting.draw import draw_drafts
 from jax_specdec._src.noise import Stream, uniforms
 
 # Most tests share this shape, and so one compilation.
@@ -221,6 +223,42 @@ def test_drafts_share_no_noise_with_the_check():
     # Were the noise shared, it would show.
     shared = (noise.accept[:, 0] * VOCAB).astype(np.int64)
     assert independence(shared, noise.accept[:, 0]) < CONTROL
+
+
+def test_under_the_agreement_rule_a_drafter_that_has_the_target_itself_is_always_right():
+    """Also over a map in another order; with noise of its own it hardly ever is."""
+    k, batch, vocab = 2, 12, 4099  # three tiles
+    rng = np.random.default_rng(3)
+    logits = jnp.asarray(rng.standard_normal((batch, k + 1, vocab)), jnp.float32)
+    agreement = sd.SpecDecodeConfig(num_speculative_tokens=k, rejection_sample_method="agreement")
+    context = sd.DraftContext(
+        token_ids=jnp.zeros((batch, 8), jnp.int32),
+        lengths=jnp.arange(1, batch + 1, dtype=jnp.int32),
+        sampling=sd.SamplingParams(jnp.resize(jnp.float32([0, 0.5, 1]), batch)),
+        keys=jax.random.split(jax.random.key(2), batch),
+        config=agreement,
+    )
+    sampled, permuted = np.resize([False, True, True], batch), jnp.asarray(rng.permutation(vocab))
+
+    def accepted(ids: jax.Array | None, drafting: sd.DraftContext) -> np.ndarray:
+        rows = logits if ids is None else logits[:, :, ids]
+        given: Any = dict(context=drafting, ids=ids, vocab_size=vocab)
+        drafts = [draw_drafts(rows[:, j], jnp.int32(j), None, None, **given)[0] for j in range(k)]
+        output = sd.rejection_sample(
+            logits.reshape(-1, vocab),
+            sd.Drafts.from_dense(jnp.stack(drafts, axis=1)),
+            sampling=context.sampling,
+            keys=context.keys,
+            positions=context.lengths,
+            config=agreement,
+        )
+        return np.asarray(output.num_accepted)
+
+    assert (accepted(None, context) == k).all()
+    assert (accepted(permuted, context) == k).all()
+    standard = sd.SpecDecodeConfig(num_speculative_tokens=k)
+    alone = accepted(None, dataclasses.replace(context, config=standard))
+    assert (alone[~sampled] == k).all() and alone[sampled].mean() < 0.5
 
 
 @pytest.mark.newest

@@ -43,6 +43,7 @@ class Layout:
     vocab_size: int | None = None
     rates: tuple[float, ...] | None = None  # unconditional; given: synthetic
     block: bool = False
+    agreement: bool = False
     dtype: str = "float32"
     draft_dtype: str = "float32"
     race: bool = False
@@ -54,6 +55,8 @@ class Layout:
     def method(self) -> str:
         if self.rates is not None:
             return "synthetic"
+        if self.agreement:
+            return "agreement"
         return "block" if self.block else "standard"
 
     @property
@@ -91,7 +94,7 @@ class Request:
     log_normalizer: np.ndarray | None = None  # [count]
     row_max: np.ndarray | None = None  # [count], what log_normalizer is relative to
     accept: Sequence[float] = ()  # [count]
-    recover: Sequence[float] = (0.5, 0.5)
+    recover: Any = (0.5, 0.5)  # [count + 1, 2] under the agreement rule
     exponential: np.ndarray | None = None  # [V]
     temperature: float = 1.0
     min_p: float = 0.0
@@ -229,7 +232,8 @@ def pack(requests: Sequence[Request], layout: Layout, seed: int = 0) -> Batch:
 
     target = _rubbish(rng, (n if layout.has_bonus else n + b, v))
     token_ids = rng.integers(-5, v + 5, n).astype(np.int32)
-    accept, recover = rng.random((b, k)), rng.random((b, 2))
+    accept = rng.random((b, k))
+    recover = rng.random((b, k + 1, 2) if layout.agreement else (b, 2))
     exponential = rng.exponential(size=(b, v))
     stored = n if layout.store_rows is None else layout.store_rows
     rows = rng.permutation(stored)[:n] if layout.store_rows else np.arange(n)
@@ -246,7 +250,10 @@ def pack(requests: Sequence[Request], layout: Layout, seed: int = 0) -> Batch:
         target[first : first + len(own_rows), :width] = own_rows
         token_ids[start:end] = r.draft_ids
         accept[i, : r.count] = r.accept if len(r.accept) else 0.5
-        recover[i] = r.recover
+        if layout.agreement:
+            recover[i, : r.count + 1] = r.recover
+        else:
+            recover[i] = r.recover
         if r.exponential is not None:
             exponential[i] = r.exponential
         if r.draft is not None:

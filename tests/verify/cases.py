@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.special
 
-from .batch import ALMOST_ONE, Batch, Layout, Request, pack
+from .batch import ALMOST_ONE, Batch, Layout, Request, oracle, pack
 
 Rng = np.random.Generator
 
@@ -99,11 +99,13 @@ def random_request(
         row_max = kept.max(axis=1) if layout.kind == "relative" else np.zeros(count)
         normalizer = scipy.special.logsumexp((kept - row_max[:, None]) / scale, axis=1)
         stored_rows |= dict(log_normalizer=normalizer.astype(np.float32), row_max=row_max)
-    return Request(
+    request = Request(
         target=target,
         draft_ids=draft_ids,
         accept=accept,
-        recover=uniforms(rng, 2),
+        recover=uniforms(rng, 2 * (count + 1)).reshape(-1, 2)
+        if layout.agreement
+        else uniforms(rng, 2),
         exponential=rng.exponential(size=v) if layout.race else None,
         temperature=temperature,
         bonus=int(rng.integers(v)),
@@ -112,6 +114,21 @@ def random_request(
         **stored_rows,
         **processed,
     )
+    return with_own_tokens(request, layout, rng) if layout.agreement else request
+
+
+def with_own_tokens(request: Request, layout: Layout, rng: Rng) -> Request:
+    """The request with most drafts those that the agreement rule keeps, by the oracle."""
+    alone = dataclasses.replace(
+        layout, num_requests=1, num_drafts=request.count, kind="none", has_active=False
+    )
+    for i in np.flatnonzero(rng.random(request.count) < 0.85):
+        found = oracle(pack([request], alone))
+        ids = list(request.draft_ids)
+        if found.num_accepted[0] == i and found.num_emitted[0] > i:
+            ids[i] = int(found.token_ids[0, i])
+        request = dataclasses.replace(request, draft_ids=ids)
+    return request
 
 
 def cold_batch(layout: Layout, seed: int) -> Batch:

@@ -113,6 +113,21 @@ BLOCK = [
         vocab=37, block=True, num_speculative_tokens=30, num_requests=3, num_drafts=90, kind="probs"
     ),
 ]
+AGREEMENT = [
+    Layout(vocab=97, **BIG, agreement=True, kind="logits", has_bonus=True, has_active=True),
+    Layout(
+        vocab=5000,
+        **BIG,
+        agreement=True,
+        kind="relative",
+        has_filters=True,
+        has_bitmask=True,
+        has_threshold=True,
+        dtype="bfloat16",
+        vocab_size=4500,
+        draft_vocab=4097,
+    ),
+]
 RACES = [
     Layout(vocab=2049, **BIG, race=True, has_bonus=True),
     Layout(vocab=97, **BIG, race=True, kind="logits", vocab_size=90, store_rows=50, has_valid=True),
@@ -156,7 +171,11 @@ class OracleSuite:
 
 
 class RaceSuite(OracleSuite):
-    """The same for backends that can run an exponential race."""
+    """The same for backends that can run an exponential race, and draw from every row."""
+
+    @pytest.mark.parametrize("layout", AGREEMENT, ids=str)
+    def test_gives_the_tokens_of_the_oracle_under_the_agreement_rule(self, layout):
+        self.agree(layout)
 
     @pytest.mark.newest
     @pytest.mark.parametrize("layout", RACES, ids=str)

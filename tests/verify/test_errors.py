@@ -324,6 +324,20 @@ def test_a_named_implementation_that_cannot_serve_says_why_and_does_not_fall_bac
         call(arguments(implementation="mosaic_gpu"))
 
 
+AGREEMENT = sd.SpecDecodeConfig(num_speculative_tokens=K, rejection_sample_method="agreement")
+
+
+def test_the_agreement_rule_takes_uniforms_of_each_position():
+    with pytest.raises(ValueError, match=r"noise\.recover must .*\[B, K\+1, 2\]"):
+        with_noise(arguments(config=AGREEMENT))
+
+
+def test_the_agreement_rule_has_no_race():
+    race = sd.testing.RaceNoise(jnp.zeros((B, K)), jnp.ones((B, V)))
+    with pytest.raises(NotImplementedError, match="'agreement' .* RaceNoise"):
+        with_noise(arguments(config=AGREEMENT, noise=race))
+
+
 def test_from_dense_needs_a_rectangle():
     with pytest.raises(ValueError, match=r"token_ids must be \[B, K\].* \[4\]"):
         sd.Drafts.from_dense(jnp.zeros(4, jnp.int32))

@@ -443,6 +443,8 @@ def refusal(layout: Layout, **options) -> str:
 
 def test_calls_it_cannot_serve_are_refused_in_a_sentence():
     assert "not RaceNoise" in refusal(Layout(vocab=128, race=True))
+    drawing = Layout(vocab=128, agreement=True)
+    assert "rejection_sample_method='agreement' draws one at each position" in refusal(drawing)
     many = Layout(vocab=128, num_speculative_tokens=31, num_requests=1, num_drafts=31)
     assert "up to 30 drafts per request, but num_speculative_tokens is 31" in refusal(many)
     large = Layout(vocab=2**20, num_requests=1, num_drafts=0)

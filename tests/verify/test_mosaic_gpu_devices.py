@@ -1,5 +1,6 @@
 """Which GPUs the Mosaic GPU backend serves, by default or where it is named."""
 
+import dataclasses
 import itertools
 from typing import Any
 from unittest import mock
@@ -57,6 +58,8 @@ def test_it_is_the_default_only_where_it_has_run(device, why_not):
     with mock.patch.object(jax, "devices", lambda: [device]):
         answer = support.not_by_default()
         implementation = sd.which_implementation(logits, drafts, config=config)
+        agreement = dataclasses.replace(config, rejection_sample_method="agreement")
+        assert sd.which_implementation(logits, drafts, config=agreement) == "xla"
     assert answer is None if why_not is None else why_not in answer
     assert implementation == ("xla" if why_not else "mosaic_gpu")
 

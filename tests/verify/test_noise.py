@@ -29,6 +29,14 @@ def test_uniforms_are_the_high_bits_of_threefry_at_a_counter_of_their_own():
         np.testing.assert_array_equal(drawn.recover[b], recover)
 
 
+def test_the_uniforms_of_a_token_are_those_of_a_step_without_drafts_at_its_position():
+    positions = jnp.minimum(POSITIONS, 2**31 - 1 - K)
+    drawn = noise.token_uniforms(KEYS, positions, K + 1)
+    for i in range(K + 1):
+        alone = sd.testing.draw_noise(KEYS, positions + i, 1).recover
+        np.testing.assert_array_equal(drawn[:, i], alone)
+
+
 def test_keys_that_jax_derives_share_no_counter_with_our_bits():
     """JAX counts from 0 on: no word of 100,000 keys is one of ours, but by chance."""
     key = KEYS[0]

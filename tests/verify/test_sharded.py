@@ -68,6 +68,7 @@ FILTERED = Layout(
     ("parts", "layout"),
     [
         (8, CUT),
+        (8, dataclasses.replace(CUT, agreement=True)),
         *[
             pytest.param(parts, layout, marks=newest)
             for parts, layout in [
@@ -79,6 +80,7 @@ FILTERED = Layout(
                 ),
                 (8, Layout(vocab=4096, **BIG, kind="logits", block=True, has_valid=True)),
                 (8, FILTERED),
+                (4, dataclasses.replace(FILTERED, agreement=True)),
             ]
         ],
         pytest.param(

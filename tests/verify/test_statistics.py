@@ -39,6 +39,7 @@ GROUP = np.arange(B, dtype=np.int32) % len(TEMPERATURES)
 TEMPERATURE = np.float32(TEMPERATURES)[GROUP]
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 BLOCK = sd.SpecDecodeConfig(num_speculative_tokens=K, rejection_sample_method="block")
+AGREEMENT = sd.SpecDecodeConfig(num_speculative_tokens=K, rejection_sample_method="agreement")
 
 _rng = np.random.default_rng(0)
 TARGET = (1.2 * _rng.standard_normal((V, V))).astype(np.float32)  # row: the token before
@@ -52,7 +53,7 @@ LISTS = {
 
 KINDS = ("probs", "logits", "normalized", "lookup", "chance", *LISTS)
 BLOCK_KINDS = ("logits", "normalized", "lookup", *LISTS)
-NUM_TESTS = (len(KINDS) + len(BLOCK_KINDS)) * len(TEMPERATURES) * LENGTH + 1
+NUM_TESTS = (len(KINDS) + len(BLOCK_KINDS) + 1) * len(TEMPERATURES) * LENGTH + 1
 ALPHA = 0.01 / NUM_TESTS  # one failure in a hundred suites, had the keys not been fixed
 
 verify = jax.jit(sd.rejection_sample, static_argnames="config")
@@ -79,13 +80,20 @@ def p_value(counts: np.ndarray, expected: np.ndarray) -> tuple[float, str]:
     return float(scipy.stats.chisquare(counts, expected).pvalue), report
 
 
+SHARED = "shared"
+"""In place of a stream: the uniforms of the target's own tokens under the agreement rule."""
+
+
 def drafted(kind, keys, positions, last, stream):
     """K tokens of the drafter after `last`, and the token before each."""
 
     def one(key, position, prev, temperature):
         ids, before = [], []
         for j in range(K):
-            u = uniforms(key, position, stream, j)[0]
+            if stream == SHARED:
+                u = uniforms(key, position + j, Stream.RECOVER, 0)[1]
+            else:
+                u = uniforms(key, position, stream, j)[0]
             if kind == "lookup":  # as an n-gram table proposes
                 x = jnp.argmax(jnp.asarray(DRAFTER)[prev])
             elif kind == "chance":
@@ -214,6 +222,14 @@ def test_block_verification_is_lossless_within_a_step_and_over_several(kind):
     print("least p-value", check_lossless(decode(kind, seed=1, config=BLOCK)))
 
 
+def test_under_the_agreement_rule_every_drafter_gives_one_lossless_text():
+    drafters = ("lookup", {}), ("chance", {}), ("logits", dict(stream=SHARED)), ("map", {})
+    first, *others = (decode(kind, seed=1, config=AGREEMENT, **how) for kind, how in drafters)
+    print("least p-value", check_lossless(first))
+    for tokens in others:
+        np.testing.assert_array_equal(tokens, first)
+
+
 @pytest.mark.parametrize(
     ("kind", "mistake"),
     [
@@ -221,6 +237,7 @@ def test_block_verification_is_lossless_within_a_step_and_over_several(kind):
         ("map", dict(turned=1)),
         ("candidates", dict(turned=1)),
         ("logits", dict(stream=Stream.ACCEPT)),
+        ("logits", dict(stream=SHARED)),
         ("logits", dict(positions_grow=False)),
         ("logits", dict(positions_grow=False, config=BLOCK)),
         ("lookup", dict(by_token=True, config=BLOCK)),
@@ -230,6 +247,7 @@ def test_block_verification_is_lossless_within_a_step_and_over_several(kind):
         "another map",
         "candidates in another order",
         "drafter shares accept bits",
+        "drafter shares the target's bits under the standard rule",
         "bits reused",
         "bits reused by blocks",
         "bits of dropped drafts reused by blocks",

@@ -29,6 +29,10 @@ class TestOracle:
     def test_gives_the_tokens_of_the_oracle_too(self, layout):
         suite.OracleSuite.agree(self, layout)
 
+    @pytest.mark.parametrize("layout", suite.AGREEMENT, ids=str)
+    def test_gives_the_tokens_of_the_oracle_under_the_agreement_rule(self, layout):
+        suite.OracleSuite.agree(self, layout)
+
     @pytest.mark.parametrize("layout", suite.BLOCK[:2], ids=str)
     def test_gives_the_tokens_of_the_oracle_under_the_block_rule(self, layout):
         suite.OracleSuite.agree(self, layout)

@@ -296,6 +296,7 @@ def _add_models(command: argparse.ArgumentParser) -> None:
         choices=get_args(RejectionSampleMethod),
         default="standard",
         help="block judges the drafts of a step jointly, which is as exact and accepts more; "
+        "agreement gives the text of plain decoding with the same seed, token for token; "
         "synthetic accepts at given rates, whatever the models say",
     )
     command.add_argument(

@@ -48,7 +48,8 @@ class ModelDrafter:
     """Drafts token by token with a model. Its vocabulary may be a part of the target's.
 
     With ``draft_sample_method="probabilistic"``, drafts are sampled under each request's sampling
-    parameters, and the logits they were sampled from are stored for verification. With "greedy"
+    parameters, and the logits they were sampled from are stored for verification (but under the
+    agreement rule, which reads none, they share the noise of the target's tokens). With "greedy"
     they are argmaxes, verified one-hot.
 
     Attributes:
@@ -59,7 +60,8 @@ class ModelDrafter:
       ids: ``[Vd]`` integers, the target ids that the columns of the model's logits stand for, as
         for an EAGLE-3 head; None if column ``j`` is id ``j``. The model's input is target ids.
       num_candidates: C, or None. If given, drafts are sampled from the C likeliest ids of each row
-        alone, and the store holds C logits per draft. This saves memory and costs acceptance.
+        alone, and the store holds C logits per draft. This saves memory and costs acceptance. Under
+        the agreement rule, which keeps no store, they are sampled from all ids.
 
     Raises:
       TypeError: `model` is not a `CausalModel`, `ids` are not integers, or `num_candidates` is not
@@ -92,7 +94,7 @@ class ModelDrafter:
     def init_store(
         self, params: Any, batch_size: int, config: SpecDecodeConfig
     ) -> DraftStore | None:
-        """An empty store for the logits of K drafts per request; None if drafts are argmaxes.
+        """An empty store for the logits of K drafts per request; None if none is read.
 
         Raises:
           ValueError: the model has fewer or more logits than `ids`, or fewer than `num_candidates`.
@@ -110,7 +112,7 @@ class ModelDrafter:
             )
         if self.num_candidates is not None:
             check_int("num_candidates", self.num_candidates, 1, width)
-        if config.draft_sample_method == "greedy":
+        if not config.keeps_draft_distribution:
             return None
         has_candidates = self.num_candidates is not None
         store = DraftStore.create(

@@ -29,7 +29,7 @@ def draw_drafts(
     Args:
       logits: ``[B, Vd]``.
       offset: ``[]`` int32, index of the draft in the step.
-      store: to write the rows to, in its dtype; None if drafts are argmaxes.
+      store: to write the rows to, in its dtype; None if no draft distribution is read.
       now: `context` with the drafts before this one, which changes the rows; None if nothing does.
       context: of the step.
       ids: ``[Vd]`` int32, the target ids of the columns; None if column ``j`` is id ``j``.
@@ -47,6 +47,10 @@ def draw_drafts(
     if store is not None and num_candidates is not None:
         logits, columns = lax.top_k(logits, num_candidates)
         ids, sharding = columns if ids is None else ids[columns], None
+    samples = context.config.draft_sample_method == "probabilistic"
+    if samples and ids is not None and context.config.rejection_sample_method == "agreement":
+        # In tiles of target ids, as the target draws, whose noise this shares.
+        logits, ids, sharding = _on_target_ids(logits, ids, vocab_size), None, None
     drawn = sample_draft_tokens(
         logits,
         sampling=context.sampling,
@@ -78,5 +82,10 @@ def _process(
     """`DraftContext.process_logits` of a drafter's rows, which requests know by target id."""
     if ids is None:
         return now.process_logits(logits)
+    return now.process_logits(_on_target_ids(logits, ids, vocab_size))[:, ids]
+
+
+def _on_target_ids(logits: jax.Array, ids: jax.Array, vocab_size: int) -> jax.Array:
+    """``[B, vocab_size]`` of ``[B, Vd]``: each logit at its target id, -inf at the others."""
     rows = jnp.full((logits.shape[0], vocab_size), -jnp.inf, logits.dtype)
-    return now.process_logits(rows.at[:, ids].set(logits))[:, ids]
+    return rows.at[:, ids].set(logits)

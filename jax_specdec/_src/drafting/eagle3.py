@@ -86,8 +86,8 @@ class Eagle3Drafter:
     def init_store(
         self, params: Any, batch_size: int, config: SpecDecodeConfig
     ) -> DraftStore | None:
-        """An empty store for the logits of K drafts per request; None if drafts are argmaxes."""
-        if config.draft_sample_method == "greedy":
+        """An empty store for the logits of K drafts per request; None if none is read."""
+        if not config.keeps_draft_distribution:
             return None
         ids = params.get("target_ids")
         return DraftStore.create(

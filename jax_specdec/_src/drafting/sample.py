@@ -61,7 +61,9 @@ def sample_draft_tokens(
     The filter is the min-p, top-k and top-p of `sampling`. Give the target's: more drafts are then
     accepted. Store `logits` as they are, with the threshold, so that verification computes the same
     q. The token is drawn by two-level inverse CDF. Its uniforms share no bits with those of
-    verification. A request with temperature 0 takes the argmax. With
+    verification, except under the agreement rule: then they are those that the target's own token
+    at this position is drawn with, which makes the two equal more often. Never verify such a draft
+    by another rule. A request with temperature 0 takes the argmax. With
     ``draft_sample_method="greedy"`` every request does, nothing needs to be stored, and the drafts
     are verified one-hot. All derivatives are zero.
 
@@ -98,6 +100,7 @@ def sample_draft_tokens(
     logits = jnp.asarray(logits)
     sampling, positions = per_request(sampling, logits.shape[0]), as_positions(positions)
     takes_argmax = config is not None and config.draft_sample_method == "greedy"
+    shares_noise = config is not None and config.rejection_sample_method == "agreement"
     offset = jnp.asarray(offset, jnp.int32)
     if ids is not None:
         checks.check_ids("ids", ids, logits.shape)
@@ -106,7 +109,8 @@ def sample_draft_tokens(
         filtered = Filter.of(sampling) is not None
         per_row = () if takes_argmax else (nothing, nothing, nothing if filtered else None)
         return DraftSample(jnp.zeros((0,), jnp.int32), *per_row)
-    drawn = _sample(logits, sampling, keys, positions, offset, takes_argmax, sharding)
+    given = logits, sampling, keys, positions, offset
+    drawn = _sample(*given, takes_argmax, shares_noise, sharding)
     if ids is None:
         return drawn
     columns = drawn.token_ids
@@ -114,7 +118,7 @@ def sample_draft_tokens(
     return drawn._replace(token_ids=own)
 
 
-@functools.partial(jax.jit, static_argnames=("takes_argmax", "sharding"))
+@functools.partial(jax.jit, static_argnames=("takes_argmax", "shares_noise", "sharding"))
 def _sample(
     logits: jax.Array,
     sampling: SamplingParams,
@@ -122,10 +126,15 @@ def _sample(
     positions: jax.Array,
     offset: jax.Array,
     takes_argmax: bool,
+    shares_noise: bool,
     sharding: VerifySharding | None,
 ) -> DraftSample:
     logits, sampling = jax.tree.map(lax.stop_gradient, (logits, sampling))
-    arrays = logits, sampling, uniforms(keys, positions, Stream.DRAFT, offset)
+    if shares_noise:
+        drawn = uniforms(keys, positions + offset, Stream.RECOVER, 0)
+    else:
+        drawn = uniforms(keys, positions, Stream.DRAFT, offset)
+    arrays = logits, sampling, drawn
     axis = None if sharding is None else sharding.vocab_axis
 
     def on_part(arrays: tuple[jax.Array, SamplingParams, jax.Array]) -> DraftSample:

@@ -349,8 +349,10 @@ def _verify_part(arrays: CallArrays, static: _Static, platform: Platform) -> Rej
     if arrays.target_logits.shape[0] == 0:  # no drafts anywhere, and the bonus given: no row
         logits = jnp.zeros((1, *arrays.target_logits.shape[1:]), arrays.target_logits.dtype)
         arrays = arrays._replace(target_logits=logits, token_bitmask=None)
-    drafts = dataclasses.replace(drafts, distribution=unless_empty(drafts.distribution))
-    arrays, rule = arrays._replace(drafts=drafts), rule_of(config)
+    rule = rule_of(config)
+    distribution = None if rule.draws_every_row else unless_empty(drafts.distribution)
+    drafts = dataclasses.replace(drafts, distribution=distribution)
+    arrays = arrays._replace(drafts=drafts)
     vocab_axis = None if layout is None else layout.vocab_axis
     if vocab_axis is not None and implementation == "xla_lazy":
         raise NotImplementedError(
@@ -359,7 +361,8 @@ def _verify_part(arrays: CallArrays, static: _Static, platform: Platform) -> Rej
     # The call may be compiled for another device than the default one.
     kernels, is_named = None, implementation == "mosaic_gpu"
     if is_named or (may_be_kernel and platform == "cuda"):
-        why_not = _unserved(arrays, k, size, kernel_config, vocab_axis)
+        why_not = support.rule_unsupported(config)
+        why_not = why_not or _unserved(arrays, k, size, kernel_config, vocab_axis)
         if why_not is not None and is_named:
             raise NotImplementedError(why_not)
         if why_not is None:
@@ -378,7 +381,8 @@ def _verify_part(arrays: CallArrays, static: _Static, platform: Platform) -> Rej
         kernels=kernels,
         in_order=implementation == "xla_lazy" or (is_whole and by_default and platform == "cpu"),
         # To sum rows by tile, a TPU would copy all of them.
-        keeps_sums=is_whole and (platform != "tpu" or implementation == "xla_lazy"),
+        keeps_sums=(is_whole or rule.draws_every_row)
+        and (platform != "tpu" or implementation == "xla_lazy"),
     )
     return xla.verify(arrays, rule, k=k, size=size, form=form)
 

@@ -262,17 +262,27 @@ def check_is_noise(noise: Any) -> None:
         raise TypeError(f"noise must be a Noise or a RaceNoise, but it is {described(noise)}")
 
 
-def check_noise(noise: Noise | RaceNoise, batch: int, k: int, v: int) -> None:
-    """Check explicit noise.
+def check_noise(
+    noise: Noise | RaceNoise, batch: int, k: int, v: int, draws_every_row: bool
+) -> None:
+    """Check explicit noise. `draws_every_row` is that of the rule.
 
     Raises:
       TypeError: not float32.
       ValueError: a shape does not fit.
+      NotImplementedError: a race, and the rule draws from every row.
     """
     _check_array("noise.accept", noise.accept, (batch, k), ("float32",), f"[B, K] = [{batch}, {k}]")
     if isinstance(noise, Noise):
-        _check_array(
-            "noise.recover", noise.recover, (batch, 2), ("float32",), f"[B, 2] = [{batch}, 2]"
+        shape: tuple[int, ...] = batch, 2
+        why = f"[B, 2] = [{batch}, 2]"
+        if draws_every_row:
+            shape, why = (batch, k + 1, 2), f"[B, K+1, 2] = [{batch}, {k + 1}, 2]"
+        _check_array("noise.recover", noise.recover, shape, ("float32",), why)
+    elif draws_every_row:
+        raise NotImplementedError(
+            "rejection_sample_method='agreement' draws from every row, and RaceNoise has noise for "
+            "one: pass Noise"
         )
     else:
         exponential = noise.exponential

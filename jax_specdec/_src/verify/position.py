@@ -35,7 +35,7 @@ class Position(NamedTuple):
       uses_q: bool, whether a draft was proposed and its draft distribution is used.
       uniform: float32, by which the draft is accepted; 0 for a greedy request.
       inv_temperature: float32.
-      argmax: int32, of the target row.
+      argmax: int32, of the target row; if the rule draws from every row, the token drawn from it.
       scale: normalizer of the target row.
       threshold: float32, target logits below it were filtered out; None if none can be.
       p_masses: ``[..., T]`` float32, the sums of ``p`` over this device's tiles; None if only their

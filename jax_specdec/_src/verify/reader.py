@@ -21,7 +21,7 @@ from jax_specdec._src import ragged
 from jax_specdec._src.blocks import gathering
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import Status
-from jax_specdec._src.verify.draw import LocalRows
+from jax_specdec._src.verify.draw import LocalRows, inverse_cdf_draw
 from jax_specdec._src.verify.form import of_owner
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.requests import Request
@@ -64,7 +64,8 @@ def read(
         stats = _of_chosen_rows(rows, requests, positions)
     else:
         stats = _of_all_rows(rows, requests, positions, samples)
-    return _judged(rows, requests, positions, stats)
+    positions = _judged(rows, requests, positions, stats)
+    return _drawn(rows, requests, positions) if rule.draws_every_row and samples else positions
 
 
 _FOUND = "argmax", "scale", "threshold", "p_masses", "draft_scale", "p", "q", "weight", "status"
@@ -102,6 +103,7 @@ def _in_order(rows: LocalRows, requests: Request, positions: Position, rule: Rul
             place = request, i
             this = jax.tree.map(lambda x: lax.dynamic_slice(x, place, (1, 1)), given)
             this = _judged(rows, one, this, _of_one_row(rows, one, this))._replace(weight=weight)
+            this = _drawn(rows, one, this) if rule.draws_every_row else this
             own = jax.tree.leaves([getattr(this, name) for name in _FOUND])
             words = lax.dynamic_update_slice(words, words_of(own), (*place, jnp.uint32(0)))
             own_masses: Any = this.p_masses
@@ -265,6 +267,26 @@ def _judged(
     is_bad &= positions.status == Status.OK
     status = jnp.where(is_bad, Status.BAD_DRAFT_ROW, positions.status)
     return positions._replace(q=q, draft_scale=draft_scale, status=status)
+
+
+def _drawn(rows: LocalRows, requests: Request, positions: Position) -> Position:
+    """Positions with the token drawn from each row in place of its argmax.
+
+    The sums by tile that the statistics found are used again. If none were kept, rows are read once
+    more.
+    """
+    assert requests.recover is not None
+    shape, nothing = positions.row.shape, jnp.zeros_like(positions.proposed)
+    recover = jnp.take_along_axis(requests.recover, positions.offset[:, :, None], axis=1)
+    source = positions.drawn_by(requests)._replace(proposed=nothing, uses_q=nothing)
+    source = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), source)
+    masses, platform = source.p_masses, rows.form.platform
+    if masses is None:
+        read = rows.masses
+        masses = gathering(lambda _, those: read(those)[:, 1], platform, source.row, source)
+    masses = rows.form.gather(jnp.stack([masses, masses], axis=1))
+    own = inverse_cdf_draw(rows, source, masses, recover.reshape(-1, 2))[0].reshape(shape)
+    return positions._replace(argmax=jnp.where(requests.greedy[:, None], positions.argmax, own))
 
 
 def _of_drafts(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_specdec._src import ragged
 from jax_specdec._src import sampling as sampling_lib
-from jax_specdec._src.noise import draw_noise
+from jax_specdec._src.noise import draw_noise, token_uniforms
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import (
     MAX_LOG_NORMALIZER,
@@ -64,7 +64,8 @@ class Request(NamedTuple):
       filter: min-p, top-k and top-p, ``[B]`` each; None if the call has none of them.
       greedy: ``[B]`` bool.
       accept: ``[B, K+1]`` float32 uniforms; the last is not used.
-      recover: ``[B, 2]`` float32 uniforms, or None if `exponential` is given.
+      recover: ``[B, 2]`` float32 uniforms, or None if `exponential` is given; ``[B, K+1, 2]``, for
+        each position, if the rule draws from every row.
       exponential: ``[B, V]`` float32 noise of an exponential race, or None.
       bonus_token_id: ``[B]`` int32, or None if requests own bonus rows.
       status: ``[B]`` int32.
@@ -122,7 +123,7 @@ class Request(NamedTuple):
         )
 
 
-def requests_of(arrays: CallArrays, k: int) -> Request:
+def requests_of(arrays: CallArrays, k: int, draws_every_row: bool = False) -> Request:
     """The requests of a call, each with the status that is known before rows are read."""
     drafts, sampling, noise = arrays.drafts, arrays.sampling, arrays.randomness
     temperature, has_bonus_rows = sampling.temperature, arrays.bonus_token_ids is None
@@ -134,6 +135,8 @@ def requests_of(arrays: CallArrays, k: int) -> Request:
     if isinstance(noise, tuple):
         keys, positions = noise
         noise = draw_noise(keys, positions, k)
+        if draws_every_row:
+            noise = Noise(noise.accept, token_uniforms(keys, positions, k + 1))
         valid_input &= positions >= 0
     status = jnp.where(valid_input, int(Status.OK), int(Status.BAD_INPUT)).astype(jnp.int32)
     if arrays.active is not None:

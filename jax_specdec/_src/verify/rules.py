@@ -15,6 +15,11 @@ next token is drawn from ``(w_i p - q)+``. After the last draft nothing is propo
 this kind accepts more drafts in expectation. If ``q`` is one-hot at x, ``S_i = w_i (1 - p(x))``. A
 greedy request is the case that ``p`` is one-hot at the argmax as well.
 
+**Agreement**: at each position the target's own token is drawn from ``p`` with the noise of that
+position, and a draft is accepted if it equals it. The emitted tokens are those that plain decoding
+draws with the same noise, whatever is drafted: ``q`` is not read. With the drawn token in place of
+the argmax, every request is judged as a greedy one.
+
 **Synthetic**: drafts are accepted at a configured rate, whatever the models say. This is for
 benchmarks of a serving system: it does the same work, but its tokens are not the target's.
 
@@ -138,10 +143,12 @@ class Standard:
     """Drafts are accepted one after another, up to the first rejection.
 
     A rule says which positions are read, whether those after one may matter, and how many drafts
-    are accepted. Positions are ``[B, P]``.
+    are accepted. Positions are ``[B, P]``. `draws_every_row` says that a token is drawn from each
+    row that is read, not from the last one alone.
     """
 
     is_block: ClassVar[bool] = False
+    draws_every_row: ClassVar[bool] = False
     conditional_rates: tuple[float, ...] | None = dataclasses.field(default=None, init=False)
 
     def choose(self, requests: Request, positions: Position) -> Position:
@@ -224,6 +231,17 @@ class Block(Standard):
 
 
 @dataclasses.dataclass(frozen=True)
+class Agreement(Standard):
+    """Drafts are accepted while they equal the token that was drawn from their row."""
+
+    draws_every_row: ClassVar[bool] = True
+
+    def goes_on(self, positions: Position) -> jax.Array:
+        """See `Standard`."""
+        return positions.is_good & accepts_greedy(positions.token_id, positions.argmax)
+
+
+@dataclasses.dataclass(frozen=True)
 class Synthetic(Standard):
     """Drafts are accepted at K conditional rates; only the position they end at is read."""
 
@@ -245,14 +263,16 @@ class Synthetic(Standard):
         return num_accepted, _status_at(requests, positions.status, first, is_visited)
 
 
-Rule = Standard | Block | Synthetic
+Rule = Standard | Block | Agreement | Synthetic
 
 
 def rule_of(config: SpecDecodeConfig) -> Rule:
     """The rule that a config asks for."""
     if config.conditional_rates is not None:
         return Synthetic(config.conditional_rates)
-    return Block() if config.rejection_sample_method == "block" else Standard()
+    return {"standard": Standard, "block": Block, "agreement": Agreement}[
+        config.rejection_sample_method
+    ]()
 
 
 def _status_at(

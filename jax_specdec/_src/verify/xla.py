@@ -56,7 +56,7 @@ def verify(
     Returns:
       Output ``[B, K+1]`` and ``[B]``, the same on all devices that split the vocabulary.
     """
-    requests, drafts = requests_of(arrays, k), arrays.drafts.distribution
+    requests, drafts = requests_of(arrays, k, rule.draws_every_row), arrays.drafts.distribution
     rows = LocalRows.of(arrays.target_logits, drafts, arrays.token_bitmask, size, form)
     logits = arrays.target_logits
     is_large = logits.size * logits.dtype.itemsize >= _LARGE
@@ -84,7 +84,7 @@ def _verify(
         residual_masses = jnp.sum(masses[..., 0, :], axis=(0, 3))
     num_accepted, status = rule.count(requests, positions, residual_masses)
     place = num_accepted - positions.offset[:, 0]
-    if not samples:
+    if not samples or rule.draws_every_row:
         nothing_bad = jnp.zeros_like(requests.greedy)
         return _output(
             requests, num_accepted, status, entry_of(positions.argmax, place), nothing_bad

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 
+from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import DraftDistribution, DraftLogits
 from jax_specdec._src.verify.mosaic_gpu.plan import (
@@ -84,6 +85,16 @@ def not_by_default() -> str | None:
             "it is named, implementation='mosaic_gpu'"
         )
     return why_not
+
+
+def rule_unsupported(config: SpecDecodeConfig) -> str | None:
+    """Why the kernel cannot serve a rule, as a sentence; None if it can."""
+    if config.rejection_sample_method != "agreement":
+        return None
+    return (
+        "implementation='mosaic_gpu' draws one token a request, but "
+        "rejection_sample_method='agreement' draws one at each position: give 'xla' or None"
+    )
 
 
 def unsupported(

@@ -1,0 +1,163 @@
+"""Under the agreement rule the text of a seed is that of plain decoding, whatever is drafted."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+from jax_specdec._src import reference
+from jax_specdec._src.noise import token_uniforms
+from jax_specdec._src.serving.generate import _processed
+
+from . import engines, test_eagle3, tiny
+
+MAX_MARGIN = 1e-4
+"""Passes of one token and of several differ in the last bits of their logits."""
+
+MODEL, (SHARP, DRAFT) = engines.LLAMA.model, engines.WEIGHTS[engines.LLAMA]
+PARAMS = jax.tree.map(lambda x: x / 3, SHARP)  # or most tokens are all but certain
+B, VOCAB = 6, engines.VOCAB
+NEW_TOKENS = 14
+
+_rng = np.random.default_rng(6)
+PROMPTS = [_rng.integers(0, VOCAB, n).tolist() for n in (3, 8, 1, 5, 2, 7)]
+OPTIONS = [
+    sd.RequestOptions(seed=100 + b, max_new_tokens=NEW_TOKENS, **fields)
+    for b, fields in enumerate(
+        [
+            dict(temperature=1.0),
+            dict(temperature=0.0),
+            dict(temperature=0.7, top_k=4, frequency_penalty=0.5),
+            dict(temperature=1.0, top_p=0.8, min_p=0.02, repetition_penalty=1.4),
+            dict(temperature=0.4, logit_bias={2: 1.5}, presence_penalty=0.3),
+            dict(temperature=1.3, allowed_token_ids=(0, 1, 3, 4), bad_words=((1, 1),)),
+        ]
+    )
+]
+SCRIPT = jnp.asarray(_rng.integers(-1, VOCAB + 1, (B, 64)).astype(np.int32))
+
+DRAFTERS: dict[str, tuple[Any, Any]] = {
+    "n-gram": (sd.NGramDrafter(min_ngram=1), None),
+    "model": (sd.ModelDrafter(engines.llama(8)), DRAFT),
+    "few candidates": (sd.ModelDrafter(engines.llama(8), num_candidates=2), DRAFT),
+    "eagle3": (test_eagle3.ENGINE.drafter, test_eagle3.WEIGHTS[1]),
+    "own": (tiny.Scripted(), SCRIPT),
+}
+
+
+def config_of(k: int, **fields: Any) -> sd.SpecDecodeConfig:
+    return sd.SpecDecodeConfig(
+        num_speculative_tokens=k, rejection_sample_method="agreement", **fields
+    )
+
+
+@functools.cache
+def plain() -> list[list[int]]:
+    return sd.generate_plain(MODEL, PARAMS, PROMPTS, options=OPTIONS).completions
+
+
+def margin(b: int, text: list[int]) -> float:
+    """How close the choice of the token after `text` is, by the oracle."""
+    asked, sequence = OPTIONS[b], jnp.array([[*PROMPTS[b], *text]], jnp.int32)
+    cache, zero = MODEL.init_cache(1, sequence.shape[1]), jnp.zeros(1, jnp.int32)
+    logits = MODEL.apply(PARAMS, sequence, zero, cache).logits[:, -1]
+    key = jax.random.key(np.uint32(asked.seed))[None]
+    output = reference.rejection_sample(
+        _processed(logits, asked, sequence, len(PROMPTS[b]))[None],
+        sd.Drafts(np.zeros(0, np.int32), np.zeros(2, np.int32)),
+        sd.testing.Noise(np.zeros((1, 1)), token_uniforms(key, jnp.array([sequence.shape[1]]), 2)),
+        temperature=[asked.temperature],
+        min_p=[asked.min_p],
+        top_k=[asked.top_k],
+        top_p=[asked.top_p],
+        method="agreement",
+        num_speculative_tokens=1,
+    )
+    return float(output.margin[0])
+
+
+def check_texts(texts: list[list[int]]) -> None:
+    """Asserts that texts are those of plain decoding, up to calls that are too close."""
+    for b, (text, expected) in enumerate(zip(texts, plain(), strict=True)):
+        if text != expected:
+            same = next(i for i in range(NEW_TOKENS) if text[:i] != expected[:i]) - 1
+            found = margin(b, expected[:same])
+            print(f"request {b} differs from token {same} on, margin {found:.3g}")
+            assert found < MAX_MARGIN, f"request {b}: {text} but plainly {expected}"
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "fields"),
+    [
+        ("n-gram", 3, {}),
+        ("model", 2, {}),
+        pytest.param("model", 4, dict(draft_sample_method="greedy"), marks=pytest.mark.slow),
+        pytest.param("few candidates", 1, {}, marks=pytest.mark.slow),
+        ("eagle3", 2, {}),
+        ("own", 5, {}),
+    ],
+)
+def test_generate_gives_the_text_of_plain_decoding(name, k, fields):
+    drafter, draft_params = DRAFTERS[name]
+    config = config_of(k, **fields)
+    assert drafter.init_store(draft_params, B, config) is None
+    output = sd.generate(
+        MODEL,
+        PARAMS,
+        PROMPTS,
+        drafter=drafter,
+        draft_params=draft_params,
+        config=config,
+        options=OPTIONS,
+    )
+    check_texts(output.completions)
+    assert output.steps.num_accepted.sum() > 0
+
+
+@pytest.mark.parametrize("name", [pytest.param("model", marks=pytest.mark.slow), "eagle3"])
+def test_engines_give_it_whatever_the_traffic_and_who_is_preempted(name):
+    drafter, draft_params = DRAFTERS[name]
+    engine = dataclasses.replace(
+        test_eagle3.ENGINE, drafter=drafter, config=config_of(3), request_options=True
+    )
+    driver = engines.driver_of(engine, PARAMS, draft_params, max_steps_ahead=1, max_prefills=1)
+    ids, updates = {}, []
+    for b in np.random.default_rng(0).permutation(B).tolist():
+        driver.submit([1, 2], max_new_tokens=3, temperature=1.0)
+        ids[driver.submit(PROMPTS[b], OPTIONS[b])] = b
+        updates += driver.step()
+    preempted = 0
+    for i in range(60):
+        updates += driver.step()
+        preempted += driver.preempt([*ids][i % B]) if not driver.is_idle and i < 20 else 0
+    found = engines.run(driver, updates)
+    assert preempted > 3
+    check_texts([text.token_ids for b in range(B) for i, text in found.items() if ids.get(i) == b])
+
+
+def test_another_seed_gives_another_text_and_another_rule_too():
+    """What the tests above could not notice if texts were always the same."""
+    others = [dataclasses.replace(one, seed=7 + one.seed) for one in OPTIONS]
+    texts = sd.generate_plain(MODEL, PARAMS, PROMPTS, options=others).completions
+    drafter, draft_params = DRAFTERS["model"]
+    standard = sd.generate(
+        MODEL,
+        PARAMS,
+        PROMPTS,
+        drafter=drafter,
+        draft_params=draft_params,
+        config=sd.SpecDecodeConfig(num_speculative_tokens=2),
+        options=OPTIONS,
+    ).completions
+    for other in (texts, standard):
+        different = [a != b for a, b in zip(other, plain(), strict=True)]
+        assert sum(different) >= 3, different
+        with pytest.raises(AssertionError, match="plainly"):
+            check_texts(other)
