@@ -21,7 +21,7 @@ from jax_specdec._src.types import Noise
 
 
 class Stream(enum.IntEnum):
-    """What a uniform is used for. Drafter and verifier must never share bits."""
+    """What a uniform is used for. Drafter and verifier share no bits, but under agreement."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -226,3 +226,32 @@ def draw_noise(keys: jax.Array, positions: jax.Array, num_speculative_tokens: in
     first, second = threefry_bits((words[:, 0], words[:, 1]), positions[:, None], place)
     recover = jnp.stack([first[:, k], second[:, k]], axis=1)
     return Noise(to_uniform(first[:, :k]), to_uniform(recover))
+
+
+def token_uniforms(keys: jax.Array, positions: jax.Array, count: int) -> jax.Array:
+    """The uniforms that the agreement rule draws the target's own tokens with.
+
+    They belong to the position of the token, whichever step comes to it. They are those of a step
+    without drafts at that position, so plain decoding draws the same tokens.
+
+    Args:
+      keys: ``[B]`` typed keys.
+      positions: ``[B]`` int32, of the first token.
+      count: of tokens, static.
+
+    Returns:
+      ``[B, count, 2]`` float32: ``uniforms(key, position + i, Stream.RECOVER, 0)``.
+
+    Raises:
+      TypeError: `keys` are not typed keys of two or four words.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> keys, at = jax.random.split(jax.random.key(0), 1), jnp.array([7])
+      >>> bool((token_uniforms(keys, at, 3)[:, 2] == draw_noise(keys, at + 2, 4).recover).all())
+      True
+    """
+    words = key_words(keys)[:, :, None]
+    each = positions[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
+    place = counter_of(Stream.RECOVER, jnp.zeros(each.shape, jnp.uint32))
+    return to_uniform(jnp.stack(threefry_bits((words[:, 0], words[:, 1]), each, place), axis=2))

@@ -60,8 +60,10 @@ def rejection_sample(
     accepted as long as they equal the target's argmax.
 
     ``config`` may ask for the block rule, which judges all drafts of a request jointly: it accepts
-    more of them and is just as exact. Or it may ask for synthetic acceptance. Requests are
-    independent: none changes another's tokens.
+    more of them and is just as exact. Or it may ask for the agreement rule, which accepts fewer: at
+    each position the target's own token is drawn with the noise of that position, and a draft is
+    accepted iff it equals it, so the tokens do not depend on what is drafted (XLA only). Or it may
+    ask for synthetic acceptance. Requests are independent: none changes another's tokens.
 
     Works under `jit`, `lax.while_loop`, `lax.scan`, `jax.shard_map` and `jax.export`; ``config``,
     ``vocab_size``, ``implementation`` and ``sharding`` are static. All derivatives are zero; those
@@ -167,7 +169,8 @@ def rejection_sample_with_noise(
     """`rejection_sample` with explicit noise in place of keys and positions.
 
     For tests, for comparing with other systems, and for callers with their own generators.
-    `rejection_sample` equals this with ``draw_noise(keys, positions, K)``.
+    `rejection_sample` equals this with ``draw_noise(keys, positions, K)``; under the agreement
+    rule, with ``token_uniforms(keys, positions, K + 1)`` for ``recover``.
 
     ``noise`` is a `Noise`, or a `RaceNoise` to draw the last token by an exponential race (XLA
     only, and not over a split vocabulary). The other arguments, the output and the errors are those
@@ -229,7 +232,7 @@ def which_implementation(
       >>> sd.which_implementation(logits, drafts, config=config) in ("xla", "mosaic_gpu")
       True
     """
-    if support.not_by_default() is not None:
+    if support.not_by_default() is not None or support.rule_unsupported(config) is not None:
         return "xla"
     why_not = support.unsupported(
         cast(jax.Array, target_logits),
@@ -262,7 +265,8 @@ def _call(
         checks.check_keys(keys, batch)
         checks.check_positions(positions, batch)
     else:
-        checks.check_noise(arrays.randomness, batch, k, arrays.target_logits.shape[1])
+        size, draws_every_row = arrays.target_logits.shape[1], rule_of(config).draws_every_row
+        checks.check_noise(arrays.randomness, batch, k, size, draws_every_row)
     if batch == 0:
         counts = jnp.zeros((0,), jnp.int32)
         return RejectionSampleOutput(jnp.zeros((0, k + 1), jnp.int32), counts, counts, counts)
