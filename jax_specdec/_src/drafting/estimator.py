@@ -95,7 +95,9 @@ class AcceptanceEstimator:
         position before (70% at the first): a position that was never visited has that rate.
         """
 
-        def rate(before: jax.Array, counts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        def rate(
+            before: jax.Array, counts: tuple[jax.Array, jax.Array]
+        ) -> tuple[jax.Array, jax.Array]:
             visited, accepted = counts
             here = (accepted + _PRIOR_VISITS * before) / (visited + _PRIOR_VISITS)
             return here, here
