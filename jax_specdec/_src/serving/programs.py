@@ -65,12 +65,10 @@ def step(
 def _occupied(engine: Engine, state: DecodeState) -> DecodeState:
     """All slots busy, with sequences of half the length."""
     batch = state.batch
-    most, half = (
-        jnp.full_like(batch.lengths, n) for n in (engine.max_length, engine.max_length // 2)
-    )
+    most = jnp.full_like(batch.lengths, engine.max_length)
     batch = dataclasses.replace(
         batch,
-        lengths=half,
+        lengths=most // 2,
         done=jnp.zeros_like(batch.done),
         options=dataclasses.replace(batch.options, max_lengths=most),
     )

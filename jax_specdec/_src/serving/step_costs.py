@@ -7,16 +7,12 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jax_specdec._src.config import check_int
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 from jax_specdec._src.types import described
-
-if TYPE_CHECKING:
-    from jax_specdec._src.serving.engine import Engine
 
 _TRIAL_SHARE = 0.01
 """The share of the time that trials of more drafts may take."""
@@ -121,9 +117,19 @@ class DraftChoice:
 
     @classmethod
     def of(
-        cls, engine: Engine, estimator: AcceptanceEstimator | None, costs: StepCosts | None
+        cls,
+        num_slots: int,
+        draft_budget: tuple[int, ...] | None,
+        costs: StepCosts | None,
+        estimator: AcceptanceEstimator | None,
     ) -> DraftChoice | None:
-        """The choice for an engine; None without an estimator.
+        """The choice for an engine; None without a `draft_budget`.
+
+        Args:
+          num_slots: of the engine.
+          draft_budget: of the engine.
+          costs: of its steps, or None.
+          estimator: that has seen nothing; None without a `draft_budget`.
 
         Raises:
           TypeError: `costs` are not `StepCosts`.
@@ -131,15 +137,15 @@ class DraftChoice:
         """
         if costs is not None and not isinstance(costs, StepCosts):
             raise TypeError(f"step_costs must be StepCosts, but they are {described(costs)}")
-        budget, size = engine.draft_budget, engine.num_slots
-        if costs is not None and (costs.num_slots, costs.num_drafts) != (size, budget):
+        wanted = num_slots, draft_budget
+        if costs is not None and (costs.num_slots, costs.num_drafts) != wanted:
             raise ValueError(
-                f"step_costs must be of num_slots={size} and draft_budget={budget}, but they are "
-                f"of num_slots={costs.num_slots} and {costs.num_drafts}"
+                f"step_costs must be of num_slots={num_slots} and draft_budget={draft_budget}, but "
+                f"they are of num_slots={costs.num_slots} and {costs.num_drafts}"
             )
-        if budget is None or estimator is None:
+        if draft_budget is None or estimator is None:
             return None
-        return cls(budget, np.asarray(estimator.rates), costs)
+        return cls(draft_budget, np.asarray(estimator.rates), costs)
 
     @property
     def best(self) -> int:
