@@ -165,11 +165,11 @@ def by_device(slots: int, rates: tuple[float, ...]) -> tuple[list[float], list[d
     return list(costs.seconds), rows
 
 
-def draw(document: dict[str, Any]) -> Figure:
+def draw(all_rows: list[dict[str, Any]]) -> Figure:
     """Tokens per second over slots, against no speculation, by the model of the cost."""
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     for ax, name in zip(figure.subplots(1, len(RATES), sharey=True), RATES, strict=True):
-        rows = [r for r in document["rows"] if r["by"] == "rows" and r["rates"] == name]
+        rows = [r for r in all_rows if r["by"] == "rows" and r["rates"] == name]
         plain = {r["slots"]: r["tokens_per_second"] for r in rows if r["k"] == 0}
         for k in (*FIXED, "adaptive"):
             mine = [r for r in rows if r["k"] == k]
@@ -213,9 +213,8 @@ def main() -> None:
         shown = ", ".join(f"{k}: {speed:.1f}" for k, speed in speeds.items())
         pays = f"{best} drafts pay best" if best else "speculation does not pay"
         print(f"{by}, {name}, {slots} slots: {shown}; {share:.3f} of the best; {pays}")
-    document = {"environment": measure.environment(), "free_rows": FREE_ROWS, "rows": rows}
-    path.write_text(json.dumps(document, indent=1) + "\n")
-    draw(document).savefig(measure.RESULTS / "draft_budget.png", dpi=120)
+    measure.save("draft_budget", rows)
+    draw(rows).savefig(measure.RESULTS / "draft_budget.png", dpi=120, metadata={"Software": None})
 
 
 if __name__ == "__main__":
