@@ -37,7 +37,7 @@ RATES = {
 FREE_ROWS = 64
 """Of the model: a pass costs the reading of the weights, up to as many rows, and then by rows."""
 
-MODEL_STEPS = 3000
+MODEL_STEPS = 2000
 STEPS, LEARNING_STEPS, REPEATS = 40, 20, 3
 
 
@@ -64,15 +64,11 @@ def model_costs(slots: int) -> sd.serving.StepCosts:
 
 
 @jax.jit
-def _verified(
-    estimator: sd.AcceptanceEstimator, key: jax.Array, k: jax.Array, rates: jax.Array, lanes: Any
+def _learned(
+    estimator: sd.AcceptanceEstimator, offered: jax.Array, accepted: jax.Array
 ) -> tuple[sd.AcceptanceEstimator, jax.Array]:
-    draws = jax.random.uniform(key, lanes.shape)[:, None]  # one for a request: rates are of runs
-    place = jnp.arange(rates.shape[0], dtype=jnp.int32)[None, :]
-    accepted = ((draws < rates[None, :]) & (place < k)).sum(axis=1, dtype=jnp.int32)
-    offered = jnp.full(lanes.shape, k, jnp.int32)
     estimator = estimator.update(num_drafts=offered, num_accepted=accepted)
-    return estimator, lanes.shape[0] + accepted.sum(dtype=jnp.int32)
+    return estimator, estimator.rates
 
 
 def by_model(slots: int, rates: tuple[float, ...], k: int | str) -> dict[str, Any]:
@@ -82,15 +78,16 @@ def by_model(slots: int, rates: tuple[float, ...], k: int | str) -> dict[str, An
         seconds = costs.seconds[BUDGET.index(k)]
         return {"tokens_per_second": slots * (1 + sum(rates[:k])) / seconds}
     choice, estimator = choice_of(k, costs), sd.AcceptanceEstimator.create(K)
-    tokens, seconds = 0, 0.0
-    keys = jax.random.split(jax.random.key(slots), MODEL_STEPS)
-    for key in keys:
+    tokens, seconds, rng = 0, 0.0, np.random.default_rng(slots)
+    for draws in rng.random((MODEL_STEPS, slots)):
         number = choice.next()
-        estimator, new = _verified(
-            estimator, key, jnp.int32(number), jnp.array(rates), jnp.zeros(slots)
-        )
-        choice.rates = np.asarray(estimator.rates)
-        tokens, seconds = tokens + int(new), seconds + costs.seconds[BUDGET.index(number)]
+        # One draw for a request: the rates are those of runs of accepted drafts.
+        accepted = (draws[:, None] < np.array(rates[:number])).sum(axis=1, dtype=np.int32)
+        offered = np.full(slots, number, np.int32)
+        estimator, found = _learned(estimator, offered, accepted)
+        choice.rates = np.asarray(found)
+        tokens += slots + int(accepted.sum())
+        seconds += costs.seconds[BUDGET.index(number)]
     return {"tokens_per_second": tokens / seconds, "best": choice.best}
 
 
