@@ -38,7 +38,7 @@ FREE_ROWS = 64
 """Of the model: a pass costs the reading of the weights, up to as many rows, and then by rows."""
 
 MODEL_STEPS = 2000
-STEPS, LEARNING_STEPS, REPEATS = 40, 20, 3
+STEPS, LEARNING_STEPS, REPEATS = 30, 15, 2
 
 
 class Fixed(sd.serving.DraftChoice):
