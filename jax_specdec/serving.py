@@ -4,6 +4,7 @@ from jax_specdec._src.serving.batch import StepRecord
 from jax_specdec._src.serving.bookkeeping import RequestUpdate
 from jax_specdec._src.serving.core import DecodeState
 from jax_specdec._src.serving.engine import NewRequests
+from jax_specdec._src.serving.grammar_driver import GrammarDriver
 from jax_specdec._src.serving.metrics import Histogram
 from jax_specdec._src.serving.options import OptionSizes
 from jax_specdec._src.serving.programs import measure_steps
@@ -12,6 +13,7 @@ from jax_specdec._src.serving.step_costs import DraftChoice, StepCosts
 __all__ = [
     "DecodeState",
     "DraftChoice",
+    "GrammarDriver",
     "Histogram",
     "NewRequests",
     "OptionSizes",
