@@ -15,7 +15,9 @@ from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.drafting.draft_model import ModelDrafter
 from jax_specdec._src.drafting.drafter import Drafter, Proposal
 from jax_specdec._src.drafting.eagle3 import Eagle3Drafter
+from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 from jax_specdec._src.drafting.ngram import NGramDrafter
+from jax_specdec._src.drafting.plan import plan_drafts
 from jax_specdec._src.drafting.sample import DraftSample, sample_draft_tokens
 from jax_specdec._src.drafting.store import DraftStore, count_fallbacks
 from jax_specdec._src.grammar import (
@@ -73,6 +75,7 @@ __all__ = [
     "DOCUMENT_SEPARATOR",
     "PLACEHOLDER_TOKEN_ID",
     "AcceptanceCounters",
+    "AcceptanceEstimator",
     "AcceptanceStats",
     "BadWords",
     "CopyingMatcher",
@@ -130,6 +133,7 @@ __all__ = [
     "models",
     "pack_drafts",
     "parse_output",
+    "plan_drafts",
     "process_logits",
     "reference",
     "rejection_sample",

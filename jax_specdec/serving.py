@@ -7,13 +7,18 @@ from jax_specdec._src.serving.engine import NewRequests
 from jax_specdec._src.serving.grammar_driver import GrammarDriver
 from jax_specdec._src.serving.metrics import Histogram
 from jax_specdec._src.serving.options import OptionSizes
+from jax_specdec._src.serving.programs import measure_steps
+from jax_specdec._src.serving.step_costs import DraftChoice, StepCosts
 
 __all__ = [
     "DecodeState",
+    "DraftChoice",
     "GrammarDriver",
     "Histogram",
     "NewRequests",
     "OptionSizes",
     "RequestUpdate",
+    "StepCosts",
     "StepRecord",
+    "measure_steps",
 ]

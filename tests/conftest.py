@@ -64,6 +64,7 @@ QUICK = (
     "test_cli.py",
     "test_docs.py",
     "test_derivatives.py",
+    "test_draft_budget.py",
     "test_draft_model.py",
     "test_empty_batch.py",
     "test_engine.py",

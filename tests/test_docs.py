@@ -19,7 +19,15 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 
-RUN_HERE = ("drafting", "getting_started", "index", "sampling_parameters", "streaming", "vllm")
+RUN_HERE = (
+    "draft_budget",
+    "drafting",
+    "getting_started",
+    "index",
+    "sampling_parameters",
+    "streaming",
+    "vllm",
+)
 
 
 def blocks(page: str, language: str = "python") -> list[str]:
@@ -101,6 +109,17 @@ def test_the_first_page_decodes(capsys: pytest.CaptureFixture[str]) -> None:
     run_all("index")
     text, tokens_per_target_pass = capsys.readouterr().out.rstrip("\n").rsplit("\n", 1)
     assert text.strip() and 1 < float(tokens_per_target_pass) <= 5
+
+
+@pytest.mark.long
+def test_the_page_on_draft_budgets_plans_and_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    scope = run_all("draft_budget")
+    assert scope["counts"].tolist() == [3, 1]
+    assert scope["costs"].num_drafts == (0, 1, 2)
+    assert scope["driver"].is_idle and scope["driver"].stats().num_tokens == 16
 
 
 @pytest.mark.newest

@@ -47,6 +47,8 @@ CLAIMS = {
         assert int(plain.step) == max(budgets) > int(state.step)
         assert sum(reading.num_fallbacks for reading in readings) == 0
         assert all(reading.num_accepted_tokens > 0 for reading in readings)
+        assert min(gain["planned"]) >= 1 > min(gain[f"K = {K}"])
+        assert all(map(np.greater_equal, gain["planned"], gain[f"K = {K}"]))
         assert all(same) and np.mean(per_step) > 2
     """,
 }

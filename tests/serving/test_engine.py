@@ -391,7 +391,7 @@ def test_nothing_is_compiled_after_warm_up(sizes, ahead, num_programs):
     driver = driver_of(
         engine, *WEIGHTS[LOOKUP], max_steps_ahead=ahead, max_prefills=1 if ahead else None
     )
-    programs, progress = {"jit(admit)", "jit(_step)", "jit(release)"}, []
+    programs, progress = {"jit(admit)", "jit(step)", "jit(release)"}, []
     if sizes:
         programs |= {"jit(prefill_chunk)", "jit(insert)"}
     with compilations() as names:

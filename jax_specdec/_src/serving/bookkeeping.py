@@ -9,8 +9,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 from jax_specdec._src.logprobs import TokenLogprobs
-from jax_specdec._src.serving.batch import Batch, StepRecord
+from jax_specdec._src.serving.batch import StepRecord
+from jax_specdec._src.serving.core import DecodeState
 from jax_specdec._src.serving.metrics import AcceptanceCounters, ServingStats
 from jax_specdec._src.serving.options import BatchOptions, RequestOptions
 from jax_specdec._src.types import Status
@@ -97,6 +99,7 @@ class Received(NamedTuple):
 
     updates: tuple[Update, ...]  # those that have not been delivered
     counters: AcceptanceCounters  # of the steps that were read; on the device
+    estimator: AcceptanceEstimator | None  # of these steps; None without a draft budget
     stats: ServingStats  # of these steps
 
 
@@ -110,15 +113,20 @@ class StepResult:
         sequence's length, whether it is done, and its status. One array, for one copy to the host.
       logprobs: of the tokens kept; None unless asked for.
       counters: acceptance of all steps so far.
+      estimator: of the state.
+      rates: ``[K]`` float32, those of the estimator; None without one.
     """
 
     numbers: jax.Array
     logprobs: TokenLogprobs | None
     counters: AcceptanceCounters
+    estimator: AcceptanceEstimator | None
+    rates: jax.Array | None
 
     @classmethod
-    def of(cls, record: StepRecord, batch: Batch, counters: AcceptanceCounters) -> StepResult:
-        """The result of the step that made `record` and left `batch`; for use inside jit."""
+    def of(cls, record: StepRecord, state: DecodeState) -> StepResult:
+        """The result of the step that made `record` and left `state`; for use inside jit."""
+        batch, estimator = state.batch, state.estimator
         columns = (
             record.num_kept,
             record.num_proposed,
@@ -128,11 +136,12 @@ class StepResult:
             batch.status,
         )
         numbers = jnp.concatenate([record.token_ids, jnp.stack(columns, axis=1)], axis=1)
-        return cls(numbers, record.logprobs, counters)
+        rates = None if estimator is None else estimator.rates
+        return cls(numbers, record.logprobs, state.counters, estimator, rates)
 
     def copy_to_host(self) -> None:
         """Begin to copy what `StepAhead.updates` reads; does not wait."""
-        for x in jax.tree.leaves((self.numbers, self.logprobs)):
+        for x in jax.tree.leaves((self.numbers, self.logprobs, self.rates)):
             x.copy_to_host_async()
 
 

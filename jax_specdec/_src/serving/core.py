@@ -13,9 +13,10 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.config import SpecDecodeConfig, check_int
 from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.drafting.drafter import Drafter, Proposal, feature_layers_of
+from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 from jax_specdec._src.drafting.store import DraftStore, count_fallbacks
 from jax_specdec._src.logprobs import token_logprobs
 from jax_specdec._src.models.protocol import CausalModel, TargetOutput, apply_model, sharding_of
@@ -38,12 +39,15 @@ class DecodeState:
       batch: the B sequences; those that are done take part in a step and are not changed by it.
       target_cache: the target's cache.
       draft_cache: the drafter's cache.
-      draft_token_ids: ``[B, K]`` int32, drafts to verify; -1 for none, as between steps.
+      draft_token_ids: ``[B, K]`` int32, drafts to verify; -1 for none, as between steps. Between
+        `draft` and `verify` of a step with fewer drafts, ``[B, num_drafts]``.
       store: what drafts were drawn from; None for drafts without a distribution.
       counters: acceptance of all verifications so far.
       features: ``[B, K+1, A*H]``, as in `DraftContext`; None if the drafter reads none. `draft`
         takes them, so that there are none between `draft` and `verify`.
       num_features: ``[B]`` int32, as in `DraftContext`; None without `features`.
+      estimator: what verifications have shown of acceptance; None unless the `Engine` has a
+        `draft_budget`.
 
     Example:
       >>> import jax_specdec as sd
@@ -64,6 +68,7 @@ class DecodeState:
     counters: AcceptanceCounters
     features: jax.Array | None = None
     num_features: jax.Array | None = None
+    estimator: AcceptanceEstimator | None = None
 
     def without_drafts(self, requests: jax.Array) -> DecodeState:
         """The state without the drafts, and rows of the store, of some requests, ``[B]`` bool."""
@@ -224,27 +229,44 @@ class Decoder:
         return features, jnp.minimum(lengths - 1, 1)
 
     def step(
-        self, params: Any, draft_params: Any, state: DecodeState
+        self, params: Any, draft_params: Any, state: DecodeState, *, num_drafts: int | None = None
     ) -> tuple[DecodeState, StepRecord]:
         """`draft`, then `verify`: at least one token for every request that is not done.
+
+        Args:
+          params: the target's weights.
+          draft_params: the drafter's weights.
+          state: donated.
+          num_drafts: static; as for `draft`.
 
         Returns:
           The state, whose ``batch.done`` and ``batch.status`` say which requests have ended and
           why, and the record of the step.
         """
         context = self._context(state)  # one for both halves, so that tokens are counted once
-        return self._verify(params, self._draft(draft_params, state, context), context)
+        return self._verify(params, self._draft(draft_params, state, context, num_drafts), context)
 
-    def draft(self, draft_params: Any, state: DecodeState) -> DecodeState:
+    def draft(
+        self, draft_params: Any, state: DecodeState, *, num_drafts: int | None = None
+    ) -> DecodeState:
         """The first half of `step`: K drafts for every request that is not done.
 
         New requests of an `Engine` get none. A drafter that reads features needs this before every
         `verify`, even if the drafts are then dropped with `DecodeState.without_drafts`.
 
+        Args:
+          draft_params: the drafter's weights.
+          state: donated.
+          num_drafts: static, from 0 to K, drafts of each request; None for K. The target's pass in
+            `verify` then has as many rows, and one more. It must be chosen before the drafts are
+            drawn. With 0, a drafter that has a cache drafts one token all the same, which is
+            dropped: it reads the tokens that were emitted since.
+
         Raises:
-          TypeError, ValueError: the drafter returned something that breaks its contract.
+          TypeError, ValueError: the drafter returned something that breaks its contract, or
+            `num_drafts` is not from 0 to K.
         """
-        return self._draft(draft_params, state, self._context(state))
+        return self._draft(draft_params, state, self._context(state), num_drafts)
 
     def verify(
         self, params: Any, state: DecodeState, token_bitmask: jax.Array | None = None
@@ -274,24 +296,39 @@ class Decoder:
             context, features=state.features, num_features=state.num_features
         )
 
-    def _draft(self, params: Any, state: DecodeState, context: DraftContext) -> DecodeState:
+    def _draft(
+        self, params: Any, state: DecodeState, context: DraftContext, num_drafts: int | None
+    ) -> DecodeState:
+        wanted = self.num_drafts
+        if num_drafts is not None:
+            wanted = check_int("num_drafts", num_drafts, 0, self.num_drafts)
         if self.drafter is None:
             return state
+        has_memory = state.features is not None or jax.tree.leaves(state.draft_cache)
+        if not wanted and not has_memory:
+            return dataclasses.replace(state, draft_token_ids=state.draft_token_ids[:, :0])
+        size = max(wanted, 1)
+        if size < self.num_drafts:
+            context = dataclasses.replace(context, config=_with_fewer_drafts(self.config, size))
         returned = self.drafter.propose(params, context, state.draft_cache, state.store)
-        _check_proposal(self.drafter, returned, state)
+        _check_proposal(self.drafter, returned, state, size)
         proposal, draft_cache = returned
         state = dataclasses.replace(
             state,
             draft_cache=draft_cache,
-            draft_token_ids=proposal.token_ids,
+            draft_token_ids=proposal.token_ids[:, :wanted],
             store=proposal.store,
             features=None,
             num_features=None,
         )
-        batch, none = state.batch, state.batch.done
+        return state.without_drafts(self._without_drafts(state.batch))
+
+    def _without_drafts(self, batch: Batch) -> jax.Array:
+        """``[B]`` bool, the requests that get no drafts in this step."""
+        none = batch.done
         if not self.drafts_in_first_step:
             none |= batch.lengths == batch.options.prompt_lengths
-        return state.without_drafts(none)
+        return none
 
     def _verify(
         self,
@@ -342,17 +379,31 @@ class Decoder:
         num_features = None
         if features is not None:
             num_features = record.num_kept
+            missing = self.num_drafts - ids.shape[1]
+            if missing:
+                features = jnp.pad(features, ((0, 0), (0, missing), (0, 0)))
             row = jnp.arange(features.shape[1], dtype=jnp.int32)[None, :, None]
             features = jnp.where(
                 row < num_features[:, None, None], features, 0
             )  # others may be NaN
+        estimator = state.estimator
+        if estimator is not None:
+            is_counted = ~self._without_drafts(batch) & (output.num_emitted > 0)
+            estimator = estimator.update(
+                num_drafts=jnp.where(is_counted, ids.shape[1], 0),
+                num_accepted=output.num_accepted,
+                log_normalizer=_log_normalizers(state.store, batch.lengths),
+            )
         state = dataclasses.replace(
             state,
+            estimator=estimator,
             batch=new,
             target_cache=target_cache,
             features=features,
             num_features=num_features,
-            draft_token_ids=jnp.full_like(ids, PLACEHOLDER_TOKEN_ID),
+            draft_token_ids=jnp.full(
+                (ids.shape[0], self.num_drafts), PLACEHOLDER_TOKEN_ID, jnp.int32
+            ),
             counters=state.counters.update(
                 num_proposed=record.num_proposed,
                 num_accepted=record.num_accepted,
@@ -393,7 +444,7 @@ class Decoder:
         # would depend on a request's neighbours. Rows that are not read hold zeros. Only on CPUs:
         # elsewhere a narrow pass takes as long, because it reads the same weights, and on a GPU
         # the host waits for the condition.
-        if getattr(self.drafter, "may_abstain", False) and tokens.shape[0] == 1:
+        if getattr(self.drafter, "may_abstain", False) and ids.size and tokens.shape[0] == 1:
             output: TargetOutput = lax.platform_dependent(
                 state.target_cache, cpu=as_needed, default=wide
             )
@@ -401,7 +452,28 @@ class Decoder:
         return wide(state.target_cache)
 
 
-def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState) -> None:
+def _with_fewer_drafts(config: SpecDecodeConfig, num_drafts: int) -> SpecDecodeConfig:
+    rates = config.unconditional_rates
+    return dataclasses.replace(
+        config,
+        num_speculative_tokens=num_drafts,
+        synthetic_acceptance_rates=None if rates is None else rates[:num_drafts],
+        synthetic_acceptance_length=None,
+    )
+
+
+def _log_normalizers(store: DraftStore | None, positions: jax.Array) -> jax.Array | None:
+    """``[B, K]``, ``-log(max q)`` of the drafts that were drawn at these positions; NaN for others.
+
+    None without a store.
+    """
+    if store is None:
+        return None
+    normalizers = store.log_normalizer.reshape(store.positions.shape)
+    return jnp.where(store.positions == positions[None, :], normalizers, jnp.nan).T
+
+
+def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState, num_drafts: int) -> None:
     """Check what `drafter.propose` returned for the cache and the store of `state`."""
     name = f"{type(drafter).__name__}.propose"
     if not (isinstance(returned, tuple) and len(returned) == 2):
@@ -411,7 +483,7 @@ def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState) -> None
     proposal, cache = returned
     if not isinstance(proposal, Proposal):
         raise TypeError(f"{name} must return a Proposal first, but it returned {proposal!r:.80}")
-    ids, shape = proposal.token_ids, state.draft_token_ids.shape
+    ids, shape = proposal.token_ids, (state.batch.lengths.shape[0], num_drafts)
     if not isinstance(ids, (jax.Array, np.ndarray)):
         raise TypeError(f"{name} must return token_ids as an array, but they are {ids!r:.80}")
     if ids.dtype != jnp.int32:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jax_specdec._src.config import check_int
+from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving.bookkeeping import (
     ChunkedPrefill,
@@ -24,40 +25,21 @@ from jax_specdec._src.serving.bookkeeping import (
     RequestUpdate,
     ServedRequest,
     StepAhead,
-    StepResult,
     Update,
 )
 from jax_specdec._src.serving.core import Caches, DecodeState, on_all_devices
 from jax_specdec._src.serving.engine import Engine, NewRequests
 from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats, ServingStats
 from jax_specdec._src.serving.options import RequestFields, RequestOptions, options_per_request
+from jax_specdec._src.serving.programs import admit as _admit
+from jax_specdec._src.serving.programs import init as _init
+from jax_specdec._src.serving.programs import insert as _insert
+from jax_specdec._src.serving.programs import measure_steps
+from jax_specdec._src.serving.programs import prefill_chunk as _prefill_chunk
+from jax_specdec._src.serving.programs import release as _release
+from jax_specdec._src.serving.programs import step as _step
+from jax_specdec._src.serving.step_costs import DraftChoice, StepCosts
 from jax_specdec._src.types import described
-
-# All drivers of equal engines share these programs.
-_admit = jax.jit(Engine.admit, static_argnums=0, donate_argnames="state")
-_prefill_chunk = jax.jit(Engine.prefill_chunk, static_argnums=0, donate_argnames="caches")
-_insert = jax.jit(Engine.insert, static_argnums=0, donate_argnames="state")
-_release = jax.jit(Engine.release, static_argnums=0, donate_argnames="state")
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _init(
-    engine: Engine, params: Any, draft_params: Any, counters: AcceptanceCounters
-) -> tuple[DecodeState, Caches | None]:
-    """Empty slots, and caches for a long prompt if there are such."""
-    state = dataclasses.replace(engine.init_state(draft_params, params), counters=counters)
-    has_chunks = engine.chunk_size < engine.max_length
-    return state, engine.init_caches(params=params) if has_chunks else None
-
-
-@functools.partial(
-    jax.jit, static_argnums=0, static_argnames="all_neutral", donate_argnames="state"
-)
-def _step(
-    engine: Engine, params: Any, draft_params: Any, state: DecodeState, *, all_neutral: bool = False
-) -> tuple[DecodeState, StepResult]:
-    state, record = engine.step(params, draft_params, state, all_neutral=all_neutral)
-    return state, StepResult.of(record, state.batch, state.counters)
 
 
 class EngineDriver:
@@ -93,6 +75,7 @@ class EngineDriver:
       max_prefills: the most calls that read prompts before a step while requests run; None for
         any number.
       max_retries: the most failed calls in a row after which a request goes on.
+      draft_choice: how many drafts the steps of an engine with a `draft_budget` have; else None.
 
     Example:
       >>> import jax_specdec as sd
@@ -120,6 +103,7 @@ class EngineDriver:
         max_steps_ahead: int = 1,
         max_prefills: int | None = 1,
         max_retries: int = 5,
+        step_costs: StepCosts | None = None,
     ) -> None:
         """An idle driver.
 
@@ -133,11 +117,13 @@ class EngineDriver:
           max_prefills: the most calls that read prompts before a step while requests run; each of
             them makes running requests wait. None for as many as free slots and prompts allow.
           max_retries: the most failed calls in a row after which a request goes on.
+          step_costs: of steps with each number of drafts of the engine's `draft_budget`; None to
+            measure them in `warm_up`. Until there are some, every step has the largest number.
 
         Raises:
           TypeError: an argument has another type, or a model's weights are missing.
           ValueError: `max_queue` or `max_prefills` is below 1, or `max_steps_ahead` or
-            `max_retries` below 0.
+            `max_retries` below 0; `step_costs` are not those of such an engine.
         """
         if not isinstance(engine, Engine):
             raise TypeError(f"engine must be an Engine, but it is {described(engine)}")
@@ -151,14 +137,20 @@ class EngineDriver:
         )
         self.max_retries = check_int("max_retries", max_retries, 0)
         self._weights = on_all_devices((params, draft_params), engine.model)
-        counters = AcceptanceCounters.create(engine.config.num_speculative_tokens)
-        counters = on_all_devices(counters, engine.model)
+        k, estimator = engine.config.num_speculative_tokens, None
+        if engine.draft_budget is not None:
+            estimator = AcceptanceEstimator.create(k)
+        self.draft_choice = DraftChoice.of(
+            engine.num_slots, engine.draft_budget, step_costs, estimator
+        )
+        counters = AcceptanceCounters.create(k)
+        counters, estimator = on_all_devices((counters, estimator), engine.model)
         # What is on the device: dropped, and None, after an exception.
         self._state: DecodeState | None = None
         self._caches: Caches | None = None  # of the long prompt that is being read
         self._ahead: list[StepAhead] = []
         # What the host knows. Between changes a request is in a queue or in a slot, not in both.
-        self._received = Received((), counters, ServingStats(engine.num_slots))
+        self._received = Received((), counters, estimator, ServingStats(engine.num_slots))
         self._delivered: tuple[Update, ...] | None = None  # what the last `step` returned
         self._preempted: collections.OrderedDict[int, ServedRequest] = collections.OrderedDict()
         self._waiting: collections.OrderedDict[int, ServedRequest] = collections.OrderedDict()
@@ -199,7 +191,9 @@ class EngineDriver:
           on_progress: called with the number of programs that are ready and the number of all,
             before the first and after each. The programs are `admit` for each of the engine's
             `admit_shapes`, `prefill_chunk` and `insert` where long prompts are read in chunks,
-            `release`, and `step` (two, with `request_options`). None for no calls.
+            `release`, and `step` (two, with `request_options`, and that for each number of the
+            `draft_budget`). None for no calls. Steps are measured afterwards, if there is a
+            `draft_budget` and no `step_costs` were given.
 
         Raises:
           TypeError: `on_progress` cannot be called.
@@ -236,8 +230,8 @@ class EngineDriver:
         def admit(num_rows: int, size: int) -> None:
             self._admit({nowhere + row: request(size) for row in range(num_rows)})
 
-        def step(all_neutral: bool) -> None:
-            self._step(all_neutral)
+        def step(all_neutral: bool, num_drafts: int | None) -> None:
+            self._step(all_neutral, num_drafts)
             self._read_step()
 
         programs: list[Callable[[], Any]] = [
@@ -249,7 +243,9 @@ class EngineDriver:
             programs += [functools.partial(self._read_chunk, x) for x in (longest, all_chunks)]
         programs += [lambda: self._release(nowhere)]
         programs += [
-            functools.partial(step, one) for one in sorted({False, engine.request_options})
+            functools.partial(step, one, num_drafts)
+            for one in sorted({False, engine.request_options})
+            for num_drafts in engine.draft_budget or (None,)
         ]
         self._is_whole = False  # what the programs leave behind is dropped
         try:
@@ -259,6 +255,8 @@ class EngineDriver:
                 if compile_ is not None:
                     compile_()
             self._settle()
+            if self.draft_choice is not None and self.draft_choice.costs is None:
+                self.draft_choice.costs = measure_steps(engine, *self._weights)
             self._ready_state([])
         except FailedCall as failed:
             raise failed.error from None
@@ -412,7 +410,8 @@ class EngineDriver:
             for slot, request in enumerate(self._decoding_slots)
         ):
             return False  # all budgets are spent after the steps ahead, if each spends one token
-        self._step(self.engine.request_options and all(one.is_neutral for one in self._decoding))
+        all_neutral = self.engine.request_options and all(one.is_neutral for one in self._decoding)
+        self._step(all_neutral, None if self.draft_choice is None else self.draft_choice.next())
         return True
 
     def _admit_queued(self) -> None:
@@ -520,12 +519,12 @@ class EngineDriver:
                 self._slots[slot] = request
             self._unqueue(request.request_id)
 
-    def _step(self, all_neutral: bool) -> None:
-        """Dispatch a step; an engine with `request_options` has two programs for it."""
+    def _step(self, all_neutral: bool, num_drafts: int | None) -> None:
+        """Dispatch a step; there is a program for each pair of these."""
         requests = self._decoding
         state = self._ready_state(requests)
         self._state, result = self._call(
-            requests, _step, *self._weights, state, all_neutral=all_neutral
+            requests, _step, *self._weights, state, all_neutral=all_neutral, num_drafts=num_drafts
         )
         self._ahead.append(StepAhead(result, self._decoding_slots))
         with _reading(requests):
@@ -535,7 +534,11 @@ class EngineDriver:
         """Read the result of the oldest step ahead."""
         step, begin = self._ahead[0], time.perf_counter()
         with _reading(self._decoding):
-            numbers, logprobs = jax.device_get((step.result.numbers, step.result.logprobs))
+            result = step.result
+            read = jax.device_get((result.numbers, result.logprobs, result.rates))
+        numbers, logprobs, rates = read
+        if self.draft_choice is not None:
+            self.draft_choice.rates = rates
         now = time.perf_counter()
         updates = step.updates(numbers, logprobs, self._slots, now)
         grown = [(one.request, len(one.update.token_ids)) for one in updates]
@@ -549,7 +552,7 @@ class EngineDriver:
             between=[((now - one.last_read) / n, n) for one, n in grown if one.last_read and n],
         )
         undelivered = (*self._undelivered, *updates)
-        self._received = Received(undelivered, step.result.counters, stats)
+        self._received = Received(undelivered, result.counters, result.estimator, stats)
         self._apply_updates()
         del self._ahead[0]
 
@@ -648,14 +651,15 @@ class EngineDriver:
             reason: FinishReason | None = "failed" if count > self.max_retries else None
             update = RequestUpdate(request.request_id, [], reason, error=str(failed))
             updates.append(Update(request, len(request.token_ids), update, None, count))
-        _, counters, stats = self._received
+        _, counters, estimator, stats = self._received
         stats = dataclasses.replace(stats, num_failed_calls=stats.num_failed_calls + 1)
-        self._received = Received(tuple(updates), counters, stats)
+        self._received = Received(tuple(updates), counters, estimator, stats)
 
     def _ready_state(self, requests: Sequence[ServedRequest]) -> DecodeState:
         """The state, of empty slots if it was dropped."""
         if self._state is None:
-            arrays = self._call(requests, _init, *self._weights, self._received.counters)
+            kept = dict(counters=self._received.counters, estimator=self._received.estimator)
+            arrays = self._call(requests, _init, *self._weights, **kept)
             self._state, self._caches = on_all_devices(arrays, self.engine.model)
         return self._state
 
@@ -664,14 +668,14 @@ class EngineDriver:
         requests: Sequence[ServedRequest],
         function: Callable[..., Any],
         *args: Any,
-        **static: Any,
+        **named: Any,
     ) -> Any:
         """Call a compiled function that concerns some requests.
 
         Raises:
           FailedCall: whatever it says, unless the function cannot be traced.
         """
-        program = functools.partial(function, self.engine, **static)
+        program = functools.partial(function, self.engine, **named)
         try:
             result = program(*args)
             if any(one.num_failures for one in requests):

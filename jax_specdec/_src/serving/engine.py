@@ -16,6 +16,7 @@ from jax import lax
 from jax_specdec._src import noise
 from jax_specdec._src.config import check_int
 from jax_specdec._src.drafting.drafter import Drafter, feature_layers_of
+from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 from jax_specdec._src.models.protocol import check_model
 from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving.batch import Batch, StepRecord, round_up
@@ -26,6 +27,7 @@ from jax_specdec._src.serving.options import (
     RequestOptions,
     check_logprobs,
 )
+from jax_specdec._src.serving.step_costs import check_numbers
 from jax_specdec._src.types import Status
 
 _SMALLEST_PREFILL = 32
@@ -101,6 +103,11 @@ class Engine(Decoder):
         and a seed. What no running request asks for is not computed.
       option_sizes: the most of each option that a request may ask for.
       logprobs: which log-probabilities the record of a step has; None for none.
+      draft_budget: numbers of drafts per request that a step may have, increasing, from 0 to K,
+        such as ``(0, 1, 2, 4)``. A step is compiled for each, and `EngineDriver` chooses the one
+        that pays best (see `StepCosts`). How a text is divided into steps then depends on the load,
+        so greedy text stays as it is, and sampled text is another sample of the same distribution.
+        None for K drafts in every step.
 
     Raises:
       TypeError: a field has another type, or the drafter cannot read prompts in chunks where it
@@ -141,6 +148,7 @@ class Engine(Decoder):
     max_stop_tokens: int = 8
     request_options: bool = False
     option_sizes: OptionSizes = OptionSizes()
+    draft_budget: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         check_model("model", self.model)
@@ -150,6 +158,9 @@ class Engine(Decoder):
         longest = check_int("max_length", self.max_length, 2)
         check_int("max_prefill_requests", self.max_prefill_requests, 1)
         check_int("max_stop_tokens", self.max_stop_tokens, 0)
+        if self.draft_budget is not None:
+            numbers = check_numbers("draft_budget", self.draft_budget, self.num_drafts)
+            object.__setattr__(self, "draft_budget", numbers)
         if self.prefill_sizes is None:
             sizes = [_SMALLEST_PREFILL]
             while sizes[-1] < longest:
@@ -272,7 +283,11 @@ class Engine(Decoder):
             keys=noise.threefry_keys(jnp.full((s,), jax.random.key(0))),
             options=jax.tree.map(jnp.asarray, options),
         )
-        return self.empty_state(params, draft_params, batch)
+        state = self.empty_state(params, draft_params, batch)
+        if self.draft_budget is None:
+            return state
+        estimator = AcceptanceEstimator.create(self.config.num_speculative_tokens)
+        return dataclasses.replace(state, estimator=estimator)
 
     def init_caches(self, num_requests: int = 1, params: Any = None) -> Caches:
         """Empty caches of R requests; `params` and errors are those of `init_state`."""
@@ -415,6 +430,7 @@ class Engine(Decoder):
         draft_params: Any,
         state: DecodeState,
         *,
+        num_drafts: int | None = None,
         all_neutral: bool = False,
     ) -> tuple[DecodeState, StepRecord]:
         """`draft`, then `verify`: at least one token for every occupied slot.
@@ -423,6 +439,7 @@ class Engine(Decoder):
           params: the target's weights.
           draft_params: the drafter's weights.
           state: donated.
+          num_drafts: static; as for `draft`.
           all_neutral: static; true says that no running request asks for anything that needs
             `request_options`, and leaves out all that serves it. The tokens are the same, near
             ties of float32 sums aside.
@@ -432,9 +449,11 @@ class Engine(Decoder):
           why, and the record of the step.
         """
         if not all_neutral:
-            return super().step(params, draft_params, state)
+            return super().step(params, draft_params, state, num_drafts=num_drafts)
         options = state.batch.options
-        state, record = super().step(params, draft_params, _with_options(state, options.neutral))
+        state, record = super().step(
+            params, draft_params, _with_options(state, options.neutral), num_drafts=num_drafts
+        )
         return _with_options(state, options), record
 
     def release(self, state: DecodeState, slots: jax.Array) -> DecodeState:

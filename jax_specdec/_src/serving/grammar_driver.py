@@ -37,7 +37,7 @@ def _verify(
     engine: Engine, params: Any, state: DecodeState, token_bitmask: Any
 ) -> tuple[DecodeState, StepResult]:
     state, record = engine.verify(params, state, token_bitmask)
-    return state, StepResult.of(record, state.batch, state.counters)
+    return state, StepResult.of(record, state)
 
 
 @dataclasses.dataclass
@@ -156,14 +156,14 @@ class GrammarDriver(EngineDriver):
     def _any_grammar(self) -> bool:
         return any(one.request_id in self._grammars for one in self._decoding)
 
-    def _step(self, all_neutral: bool) -> None:
+    def _step(self, all_neutral: bool, num_drafts: int | None) -> None:
         if self._any_grammar:
             self._masked_step()
         else:
-            super()._step(all_neutral)
+            super()._step(all_neutral, num_drafts)
 
     def _masked_step(self) -> None:
-        """Dispatch a step whose rows are masked by the grammars of the requests."""
+        """Dispatch a step of K drafts whose rows are masked by the grammars of the requests."""
         requests, (params, draft_params) = self._decoding, self._weights
         state = self._ready_state(requests)
         features = state.features, state.num_features

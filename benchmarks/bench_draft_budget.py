@@ -1,0 +1,218 @@
+"""Fixed numbers of drafts against the engine's choice, at several loads and acceptance rates.
+
+python benchmarks/bench_draft_budget.py             # by a model of the cost, and by this device
+python benchmarks/bench_draft_budget.py --model-only
+
+Acceptance is synthetic, so that nothing depends on how good a small drafter is, and drafting is
+free. Runs on whatever device JAX has; on a GPU give a larger model and more slots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import measure
+import numpy as np
+from matplotlib.figure import Figure
+
+import jax_specdec as sd
+
+K = 6
+FIXED = (0, 2, 4, 6)
+BUDGET = (0, 1, 2, 4, 6)
+SLOTS = (1, 8, 32, 128)
+RATES = {
+    "good": tuple(round(0.9 - 0.1 * i, 1) for i in range(K)),
+    "poor": tuple(0.5 ** (i + 1) for i in range(K)),
+}
+"""Unconditional: the chance that drafts 0 .. i are all accepted."""
+
+FREE_ROWS = 64
+"""Of the model: a pass costs the reading of the weights, up to as many rows, and then by rows."""
+
+MODEL_STEPS = 2000
+STEPS, LEARNING_STEPS, REPEATS = 30, 15, 2
+
+
+class Fixed(sd.serving.DraftChoice):
+    """The largest number, in every step."""
+
+    def next(self) -> int:
+        return self.num_drafts[-1]
+
+
+def choice_of(k: int | str, costs: sd.serving.StepCosts) -> sd.serving.DraftChoice:
+    rates = np.asarray(sd.AcceptanceEstimator.create(K).rates)
+    if isinstance(k, int):
+        return Fixed((k,), rates)
+    return sd.serving.DraftChoice(costs.num_drafts, rates, costs)
+
+
+# By rows
+
+
+def model_costs(slots: int) -> sd.serving.StepCosts:
+    seconds = tuple(max(1.0, slots * (k + 1) / FREE_ROWS) for k in BUDGET)
+    return sd.serving.StepCosts(slots, BUDGET, seconds)
+
+
+@jax.jit
+def _learned(
+    estimator: sd.AcceptanceEstimator, offered: jax.Array, accepted: jax.Array
+) -> tuple[sd.AcceptanceEstimator, jax.Array]:
+    estimator = estimator.update(num_drafts=offered, num_accepted=accepted)
+    return estimator, estimator.rates
+
+
+def by_model(slots: int, rates: tuple[float, ...], k: int | str) -> dict[str, Any]:
+    """Tokens per time of one plain pass for one request, expected or of a simulated run."""
+    costs = model_costs(slots)
+    if isinstance(k, int):
+        seconds = costs.seconds[BUDGET.index(k)]
+        return {"tokens_per_second": slots * (1 + sum(rates[:k])) / seconds}
+    choice, estimator = choice_of(k, costs), sd.AcceptanceEstimator.create(K)
+    tokens, seconds, rng = 0, 0.0, np.random.default_rng(slots)
+    for draws in rng.random((MODEL_STEPS, slots)):
+        number = choice.next()
+        # One draw for a request: the rates are those of runs of accepted drafts.
+        accepted = (draws[:, None] < np.array(rates[:number])).sum(axis=1, dtype=np.int32)
+        offered = np.full(slots, number, np.int32)
+        estimator, found = _learned(estimator, offered, accepted)
+        choice.rates = np.asarray(found)
+        tokens += slots + int(accepted.sum())
+        seconds += costs.seconds[BUDGET.index(number)]
+    return {"tokens_per_second": tokens / seconds, "best": choice.best}
+
+
+# By a device
+
+
+@dataclasses.dataclass(frozen=True)
+class FreeDrafter:
+    """Proposes one token again and again, at no cost: acceptance is synthetic."""
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        return ()
+
+    def init_store(self, params: Any, batch_size: int, config: sd.SpecDecodeConfig) -> None:
+        return None
+
+    def prefill(self, params: Any, token_ids: jax.Array, cache: Any) -> Any:
+        return cache
+
+    def propose(
+        self, params: Any, context: sd.DraftContext, cache: Any, store: None
+    ) -> tuple[sd.Proposal, Any]:
+        shape = context.lengths.shape[0], context.config.num_speculative_tokens
+        return sd.Proposal(jnp.full(shape, 32, jnp.int32)), cache
+
+
+def engine_of(slots: int, rates: tuple[float, ...]) -> tuple[sd.Engine, Any]:
+    (model, params), _ = sd.load_embedded_pair()
+    config = sd.SpecDecodeConfig(
+        num_speculative_tokens=K,
+        rejection_sample_method="synthetic",
+        synthetic_acceptance_rates=rates,
+    )
+    length = 16 + (K + 1) * (STEPS + LEARNING_STEPS)
+    engine = sd.Engine(
+        model, FreeDrafter(), config, num_slots=slots, max_length=length, draft_budget=BUDGET,
+        prefill_sizes=(8, length),
+    )  # fmt: skip
+    return engine, params
+
+
+def by_device(slots: int, rates: tuple[float, ...]) -> tuple[list[float], list[dict[str, Any]]]:
+    """The measured costs, and tokens per second of each number of drafts."""
+    engine, params = engine_of(slots, rates)
+    first = sd.EngineDriver(engine, params)
+    first.warm_up()
+    assert first.draft_choice is not None
+    costs = first.draft_choice.costs
+    assert costs is not None
+    samples: dict[int | str, list[float]] = {k: [] for k in (*FIXED, "adaptive")}
+    best = None
+    for _, k in itertools.product(range(REPEATS), samples):
+        driver = sd.EngineDriver(engine, params, step_costs=costs)
+        driver.draft_choice = choice_of(k, costs)
+        for _ in range(slots):
+            driver.submit([100] * 4, max_new_tokens=engine.max_length - 4)
+        while driver.num_queued:
+            driver.step()
+        for _ in range(LEARNING_STEPS):
+            driver.step()
+        begin, tokens = time.perf_counter(), 0
+        for _ in range(STEPS):
+            tokens += sum(len(update.token_ids) for update in driver.step())
+        samples[k].append(tokens / (time.perf_counter() - begin))
+        if k == "adaptive":
+            best = driver.draft_choice.best
+    rows = [
+        {"k": k, "tokens_per_second": measure.median(found), "samples": found}
+        | ({"best": best} if k == "adaptive" else {})
+        for k, found in samples.items()
+    ]
+    return list(costs.seconds), rows
+
+
+def draw(all_rows: list[dict[str, Any]]) -> Figure:
+    """Tokens per second over slots, against no speculation, by the model of the cost."""
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    for ax, name in zip(figure.subplots(1, len(RATES), sharey=True), RATES, strict=True):
+        rows = [r for r in all_rows if r["by"] == "rows" and r["rates"] == name]
+        plain = {r["slots"]: r["tokens_per_second"] for r in rows if r["k"] == 0}
+        for k in (*FIXED, "adaptive"):
+            mine = [r for r in rows if r["k"] == k]
+            y = [r["tokens_per_second"] / plain[r["slots"]] for r in mine]
+            label = "no speculation" if k == 0 else k if k == "adaptive" else f"K = {k}"
+            style = dict(color="k", linewidth=2.5) if k == "adaptive" else dict(linestyle="--")
+            ax.plot([r["slots"] for r in mine], y, label=label, marker="o", markersize=4, **style)
+        first, second, *_ = RATES[name]
+        ax.set(xscale="log", xlabel="slots", title=f"accepted: {first}, {second}, ...")
+        ax.set_xticks(SLOTS, [str(n) for n in SLOTS])
+        ax.minorticks_off()
+        ax.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("tokens per second / no speculation")
+    figure.axes[0].legend(fontsize="small")
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model-only", action="store_true", help="keep what the device showed")
+    parser.add_argument("--slots", type=int, nargs="*", default=(1, 8, 32), help="on the device")
+    given = parser.parse_args()
+    path = measure.RESULTS / "draft_budget.json"
+    old = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    rows: list[dict[str, Any]] = []
+    for (name, rates), slots in itertools.product(RATES.items(), SLOTS):
+        found = [{"k": k, **by_model(slots, rates, k)} for k in (*FIXED, "adaptive")]
+        rows += [{"by": "rows", "rates": name, "slots": slots, **row} for row in found]
+    if given.model_only:
+        rows += [row for row in old["rows"] if row["by"] == "device"]
+    else:
+        for (name, rates), slots in itertools.product(RATES.items(), given.slots):
+            costs, found = by_device(slots, rates)
+            for row in found:
+                rows.append({"by": "device", "rates": name, "slots": slots, "costs": costs, **row})
+    for by, name, slots in sorted({(r["by"], r["rates"], r["slots"]) for r in rows}):
+        mine = [r for r in rows if (r["by"], r["rates"], r["slots"]) == (by, name, slots)]
+        speeds = {r["k"]: r["tokens_per_second"] for r in mine}
+        share = speeds["adaptive"] / max(speed for k, speed in speeds.items() if k != "adaptive")
+        best = next(r["best"] for r in mine if r["k"] == "adaptive")
+        shown = ", ".join(f"{k}: {speed:.1f}" for k, speed in speeds.items())
+        pays = f"{best} drafts pay best" if best else "speculation does not pay"
+        print(f"{by}, {name}, {slots} slots: {shown}; {share:.3f} of the best; {pays}")
+    measure.save("draft_budget", rows)
+    draw(rows).savefig(measure.RESULTS / "draft_budget.png", dpi=120, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    main()

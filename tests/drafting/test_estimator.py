@@ -1,0 +1,162 @@
+"""Confidences that are learned from verifications: against an offline fit, and censored data."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.optimize
+import scipy.special
+
+import jax_specdec as sd
+
+K = 3
+SLOPE, INTERCEPTS = 0.8, np.array([1.0, 0.0, -0.7])
+UPDATE = jax.jit(sd.AcceptanceEstimator.update)
+
+
+def log_normalizer_of(log_odds: np.ndarray) -> np.ndarray:
+    return np.logaddexp(0, -log_odds).astype(np.float32)
+
+
+def verifications(steps: int, requests: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Log-odds of max q ``[steps, B, K]``, drafts offered and accepted ``[steps, B]``."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(1.0, 1.5, (steps, requests, K))
+    accepts = rng.random(x.shape) < scipy.special.expit(SLOPE * x + INTERCEPTS)
+    offered = rng.integers(0, K + 1, (steps, requests))
+    accepts &= np.arange(K) < offered[..., None]
+    return x, offered, np.cumprod(accepts, axis=2).sum(axis=2)
+
+
+@pytest.fixture(scope="module")
+def learned():
+    x, offered, accepted = verifications(400, 32)
+    estimator = sd.AcceptanceEstimator.create(K)
+    for step in zip(offered, accepted, log_normalizer_of(x), strict=True):
+        names = "num_drafts", "num_accepted", "log_normalizer"
+        estimator = UPDATE(estimator, **dict(zip(names, map(jnp.asarray, step), strict=True)))
+    return estimator, x, offered, accepted
+
+
+def test_the_online_fit_is_the_maximum_likelihood_of_its_memory(learned):
+    estimator, x, offered, accepted = learned
+    age = np.arange(len(x))[::-1]
+    weight = np.broadcast_to((0.99**age)[:, None, None], x.shape)
+    place = np.arange(K)
+    visited = (place < offered[..., None]) & (place <= accepted[..., None])
+    hit = place < accepted[..., None]
+
+    def loss(theta: np.ndarray) -> float:
+        z = theta[0] * x + theta[1:]
+        return float((weight * visited * (np.logaddexp(0, z) - hit * z)).sum())
+
+    fit = scipy.optimize.minimize(loss, np.zeros(K + 1)).x
+    grid = np.linspace(-2, 4, 25)
+    offline = scipy.special.expit(fit[0] * grid[:, None] + fit[1:])
+    normalizers = np.repeat(log_normalizer_of(grid)[:, None], K, axis=1)
+    online = np.asarray(estimator.confidences(normalizers))
+    truth = scipy.special.expit(SLOPE * grid[:, None] + INTERCEPTS)
+    print(fit, estimator.slope, estimator.intercepts)
+    assert np.abs(online - offline).max() < 0.03
+    assert np.abs(online - truth).max() < 0.06
+
+
+def test_rates_are_those_of_visited_positions(learned):
+    estimator, x, _, _ = learned
+    # P(accepted | visited): x at a position does not depend on those before.
+    truth = scipy.special.expit(SLOPE * x + INTERCEPTS).mean(axis=(0, 1))
+    assert np.abs(np.asarray(estimator.rates) - truth).max() < 0.04
+    unconditional = np.cumprod(truth)
+    assert truth[-1] - unconditional[-1] > 0.2  # what counting every offered draft would give
+
+
+def test_what_was_not_visited_teaches_nothing():
+    x, offered, accepted = verifications(1, 64)
+    place = np.arange(K)
+    is_later = (place > accepted[0][:, None]) | (place >= offered[0][:, None])
+    assert is_later.any()
+    assert not is_later.all()
+    estimators = []
+    for changes in (None, is_later, ~is_later):
+        normalizer = log_normalizer_of(x[0])
+        if changes is not None:
+            normalizer = np.where(changes, normalizer + 1, normalizer)
+        estimators.append(
+            sd.AcceptanceEstimator.create(K).update(
+                num_drafts=offered[0], num_accepted=accepted[0], log_normalizer=normalizer
+            )
+        )
+    one, same, other = (jax.device_get(jax.tree.leaves(x)) for x in estimators)
+    jax.tree.map(np.testing.assert_array_equal, one, same)
+    assert one[0] != other[0]
+
+
+def test_drafts_without_a_distribution_have_the_rates_of_their_history():
+    estimator = sd.AcceptanceEstimator.create(K)
+    for _ in range(100):
+        estimator = UPDATE(
+            estimator,
+            num_drafts=jnp.array([3, 3, 0]),
+            num_accepted=jnp.array([3, 1, 0]),
+            log_normalizer=jnp.full((3, K), jnp.nan),
+        )
+    np.testing.assert_allclose(estimator.rates, [1, 0.5, 1], atol=0.03)
+    np.testing.assert_array_equal(
+        estimator.confidences(jnp.full((1, K), jnp.nan))[0], estimator.rates
+    )
+    first = sd.AcceptanceEstimator.create(K)
+    assert estimator.slope == first.slope
+    np.testing.assert_array_equal(estimator.intercepts, first.intercepts)
+
+
+def test_a_position_that_was_never_visited_has_the_rate_before_it():
+    estimator = sd.AcceptanceEstimator.create(K).update(
+        num_drafts=jnp.array([1]), num_accepted=jnp.array([0])
+    )
+    first, second, third = estimator.rates.tolist()
+    assert first == second == third < 0.7
+
+
+def test_extreme_rows_stay_finite():
+    normalizer = jnp.array([[0.0, 1e-30, -1e-3], [jnp.inf, 200.0, 1e-3]])
+    estimator = sd.AcceptanceEstimator.create(K)
+    for accepted in (0, 3) * 20:
+        estimator = UPDATE(
+            estimator,
+            num_drafts=jnp.array([3, 3]),
+            num_accepted=jnp.array([accepted, 3 - accepted]),
+            log_normalizer=normalizer,
+        )
+        found = estimator.confidences(normalizer)
+        assert jnp.isfinite(found).all()
+        assert ((found >= 0) & (found <= 1)).all()
+
+
+ONE = jnp.ones((1,), jnp.int32)
+ROW = jnp.ones((1, K))
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "given"),
+    [
+        (TypeError, "num_drafts", dict(num_drafts=ROW[0], num_accepted=ONE)),
+        (ValueError, "num_accepted", dict(num_drafts=ONE, num_accepted=jnp.tile(ONE, 2))),
+        (ValueError, "num_drafts", dict(num_drafts=ONE[0], num_accepted=ONE[0])),
+        (TypeError, "log_normalizer", dict(num_drafts=ONE, num_accepted=ONE, log_normalizer=ONE)),
+        (
+            ValueError,
+            "log_normalizer",
+            dict(num_drafts=ONE, num_accepted=ONE, log_normalizer=ROW[0]),
+        ),
+        (
+            ValueError,
+            "log_normalizer",
+            dict(num_drafts=ONE, num_accepted=ONE, log_normalizer=jnp.tile(ROW, (2, 1))),
+        ),
+    ],
+)
+def test_mistakes_are_named(error, name, given):
+    with pytest.raises(error, match=name):
+        sd.AcceptanceEstimator.create(K).update(**given)

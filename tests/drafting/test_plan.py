@@ -1,0 +1,313 @@
+"""How many drafts are verified: against plain loops, and against the exact law of the output."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+
+# Against plain loops
+
+
+def planned(
+    confidences: np.ndarray,
+    capacities: np.ndarray,
+    budget: int | None = None,
+    speeds: np.ndarray | None = None,
+) -> list[int]:
+    """Takes the best next draft of any request, again and again."""
+    b, k = confidences.shape
+    c = np.clip(np.nan_to_num(confidences, nan=0.0, posinf=1.0), 0, 1)
+    counts, gained, requests = [0] * b, 0.0, int(np.sum(capacities >= 0))
+    survival = np.cumprod(c.astype(np.float64), axis=1)
+
+    def speed(rows: int) -> float:
+        at = 0.0 if speeds is None or rows >= len(speeds) else float(speeds[rows])
+        return at if at > 0 else 0.0
+
+    while True:
+        heads = [i for i in range(b) if counts[i] < min(k, capacities[i])]
+        if not heads or (budget is not None and sum(counts) >= budget):
+            return counts
+        best = min(heads, key=lambda i: (-survival[i, counts[i]], counts[i], i))
+        taken, more = sum(counts), survival[best, counts[best]]
+        if budget is None:
+            now, then = speed(requests + taken), speed(requests + taken + 1)
+            if then == 0 or (requests + gained + more) * then < (requests + gained) * now:
+                return counts
+        counts[best] += 1
+        gained += more
+
+
+def exact_in_float32(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Confidences with many ties, whose products and sums are not rounded."""
+    values = np.array([0, 0.25, 0.5, 0.75, 1, 1, 1.5, -1, np.nan, np.inf], np.float32)
+    return rng.choice(values, shape, p=[0.05, 0.1, 0.2, 0.2, 0.2, 0.05, 0.05, 0.05, 0.05, 0.05])
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 3)])
+def test_counts_are_those_of_a_loop_that_takes_the_best_next_draft(shape):
+    rng, (b, k) = np.random.default_rng(0), shape
+    some = set()
+    for trial in range(200):
+        confidences = exact_in_float32(rng, shape)
+        capacities = rng.integers(-1, k + 2, b)
+        budget = int(rng.integers(-1, b * k + 2))
+        found = sd.plan_drafts(confidences, capacities, budget=budget)
+        assert found.tolist() == planned(confidences, capacities, budget=max(budget, 0)), trial
+        speeds = rng.choice([2, 1.5, 1, 0.75, 0.5], b * k + b + 1).astype(np.float32)
+        if trial % 2:
+            speeds = np.sort(speeds)[::-1]
+        if trial % 5 == 0:
+            speeds[rng.integers(len(speeds))] = rng.choice([np.nan, 0, -1])
+        found = sd.plan_drafts(confidences, capacities, steps_per_second=speeds)
+        assert found.tolist() == planned(confidences, capacities, speeds=speeds), trial
+        some.add(sum(found.tolist()))
+    assert len(some) > 1
+
+
+def test_ties_go_to_the_earlier_position_then_to_the_first_request():
+    ones = np.ones((3, 2), np.float32)
+    found = [sd.plan_drafts(ones, np.full(3, 2), budget=n).tolist() for n in range(7)]
+    assert found == [
+        *([0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]),
+        *([2, 1, 1], [2, 2, 1], [2, 2, 2]),
+    ]
+
+
+def test_a_request_with_nan_keeps_the_drafts_before_it():
+    confidences = np.array([[0.9, np.nan, 0.9], [0.1, 0.1, 0.1]], np.float32)
+    assert sd.plan_drafts(confidences, np.array([3, 3]), budget=4).tolist() == [1, 3]
+
+
+def test_empty_slots_are_not_requests():
+    confidences = np.array([[0.5, 0.5], [1, 1]], np.float32)
+    # One request: 1 token at speed 1, or 1.5 at 0.6. With two it would be 2 and 2.5.
+    speeds = np.array([9, 1, 0.75, 0.5], np.float32)
+    assert sd.plan_drafts(confidences, [2, -1], steps_per_second=speeds).tolist() == [1, 0]
+    speeds = np.array([9, 9, 1, 0.75, 0.5], np.float32)
+    assert sd.plan_drafts(confidences, [2, 0], steps_per_second=speeds).tolist() == [0, 0]
+
+
+C, N = np.ones((2, 3), np.float32), np.full(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "call"),
+    [
+        (ValueError, "neither", lambda: sd.plan_drafts(C, N)),
+        (ValueError, "both", lambda: sd.plan_drafts(C, N, budget=1, steps_per_second=C[0])),
+        (TypeError, "confidences", lambda: sd.plan_drafts(N[:, None], N, budget=1)),
+        (ValueError, "confidences", lambda: sd.plan_drafts(C[0], N, budget=1)),
+        (TypeError, "capacities", lambda: sd.plan_drafts(C, C[:, 0], budget=1)),
+        (ValueError, "capacities", lambda: sd.plan_drafts(C, N[:1], budget=1)),
+        (TypeError, "budget", lambda: sd.plan_drafts(C, N, budget=1.0)),
+        (ValueError, "budget", lambda: sd.plan_drafts(C, N, budget=N)),
+        (TypeError, "steps_per_second", lambda: sd.plan_drafts(C, N, steps_per_second=N)),
+        (ValueError, "steps_per_second", lambda: sd.plan_drafts(C, N, steps_per_second=C)),
+    ],
+)
+def test_mistakes_are_named(error, name, call):
+    with pytest.raises(error, match=name):
+        call()
+
+
+# The exact law of the output: every draft of every request is enumerated.
+
+Tables = dict[tuple[int, ...], np.ndarray]
+Plan = Callable[[np.ndarray, np.ndarray], list[int]]
+"""Counts from the drafts ``[B, K]`` and the confidences ``[B, K]`` along them."""
+
+
+def plain(p: Tables, prefix: tuple[int, ...], length: int) -> np.ndarray:
+    """The law of sequences of `length` tokens that begin with `prefix`, sampled one by one."""
+    if len(prefix) == length:
+        law = np.zeros((2,) * length)
+        law[prefix] = 1
+        return law
+    return sum(p[prefix][x] * plain(p, (*prefix, x), length) for x in range(2))
+
+
+def speculative(p: Tables, q: Tables, drafts: tuple[int, ...], count: int) -> np.ndarray:
+    """The law of K + 1 tokens, the first ones by the standard rule from `count` drafts."""
+    length, law, weight = len(drafts) + 1, 0.0, 1.0
+    for i in range(count):
+        prefix, x = drafts[:i], drafts[i]
+        accept = min(1.0, p[prefix][x] / q[prefix][x])
+        residual = np.maximum(p[prefix] - q[prefix], 0)
+        if accept < 1:
+            residual /= residual.sum()
+            for y in range(2):
+                rejected = weight * (1 - accept) * residual[y]
+                law = law + rejected * plain(p, (*prefix, y), length)
+        weight *= accept
+    return law + weight * plain(p, drafts[:count], length)
+
+
+class Case:
+    """B requests with random p, q and confidences at each prefix, of tokens 0 and 1."""
+
+    def __init__(self, rng: np.random.Generator, b: int, k: int, by_max_q: bool) -> None:
+        self.shape = b, k
+        self.prefixes = [x for n in range(k + 1) for x in itertools.product((0, 1), repeat=n)]
+        self.p, self.q = (
+            [{x: np.array([w, 1 - w]) for x, w in self._random(rng)} for _ in range(b)]
+            for _ in range(2)
+        )
+        some = np.array([0.125, 0.25, 0.5, 0.75, 1.0])  # with ties
+        self.c = [
+            {x: float(self.q[i][x].max() if by_max_q else rng.choice(some)) for x in self.prefixes}
+            for i in range(b)
+        ]
+
+    def _random(self, rng: np.random.Generator) -> list[tuple[tuple[int, ...], float]]:
+        return [(x, rng.uniform(0.1, 0.9)) for x in self.prefixes]
+
+    @functools.cached_property
+    def outcomes(self) -> np.ndarray:
+        """``[n, B, K]``, all drafts there can be."""
+        b, k = self.shape
+        return np.array([*itertools.product((0, 1), repeat=b * k)]).reshape(-1, b, k)
+
+    @functools.cached_property
+    def confidences(self) -> np.ndarray:
+        """``[n, B, K]``, from the drafts before each position."""
+        return np.array(
+            [
+                [[self.c[i][tuple(row[:j])] for j in range(len(row))] for i, row in enumerate(one)]
+                for one in self.outcomes.tolist()
+            ]
+        )
+
+    def law(self, counts: np.ndarray) -> np.ndarray:
+        """The joint law of all requests' K + 1 tokens, for counts ``[n, B]``."""
+        total: Any = 0.0
+        for drafts, row in zip(self.outcomes.tolist(), counts.tolist(), strict=True):
+            laws, chance = [], 1.0
+            for p, q, x, count in zip(self.p, self.q, drafts, row, strict=True):
+                laws.append(speculative(p, q, tuple(x), count).ravel())
+                chance *= np.prod([q[tuple(x[:i])][x[i]] for i in range(len(x))])
+            total = total + chance * functools.reduce(np.multiply.outer, laws)
+        return total
+
+    @property
+    def wanted(self) -> np.ndarray:
+        laws = [plain(p, (), self.shape[1] + 1).ravel() for p in self.p]
+        return functools.reduce(np.multiply.outer, laws)
+
+    def distance(self, counts: np.ndarray) -> float:
+        """Total variation between what is emitted and plain sampling."""
+        return 0.5 * float(np.abs(self.law(counts) - self.wanted).sum())
+
+
+def ours(case: Case, **given: Any) -> np.ndarray:
+    capacities = jnp.full(case.shape[:1], case.shape[1])
+    plan = jax.vmap(lambda c: sd.plan_drafts(c, capacities, **given))
+    return np.asarray(plan(jnp.asarray(case.confidences, jnp.float32)))
+
+
+def planted(case: Case, plan: Plan) -> np.ndarray:
+    return np.array([plan(*one) for one in zip(case.outcomes, case.confidences, strict=True)])
+
+
+def best_of_all_counts(speeds: np.ndarray) -> Plan:
+    """For one request: the count with the most expected tokens per second."""
+
+    def plan(drafts: np.ndarray, confidences: np.ndarray) -> list[int]:
+        gained = np.concatenate([[0], np.cumsum(np.cumprod(confidences[0]))])
+        return [int(np.argmax((1 + gained) * speeds[1:]))]
+
+    return plan
+
+
+def the_counterexample() -> Case:
+    case = Case(np.random.default_rng(0), 1, 2, by_max_q=True)
+    for prefix in case.prefixes:
+        case.p[0][prefix], case.q[0][prefix] = np.array([0.7, 0.3]), np.array([0.5, 0.5])
+    case.c[0] = {(): 0.8, (0,): 0.9, (1,): 0.0}
+    return case
+
+
+SPEEDS = np.array([1, 1, 0.5, 0.45])  # by rows
+
+
+def test_a_search_over_counts_emits_other_tokens_and_ours_does_not():
+    case = the_counterexample()
+    lossy = case.law(planted(case, best_of_all_counts(SPEEDS))).reshape(2, 2, 2)
+    np.testing.assert_allclose(lossy.sum(axis=(1, 2)), [0.85, 0.15], rtol=1e-12)
+    found = ours(case, steps_per_second=jnp.asarray(SPEEDS, jnp.float32))
+    first = case.law(found).reshape(2, 2, 2).sum(axis=(1, 2))
+    np.testing.assert_allclose(first, [0.7, 0.3], rtol=1e-12)
+    assert case.distance(found) < 1e-12
+
+
+@pytest.mark.parametrize(("b", "k", "trials"), [(1, 2, 20), (1, 3, 20), (2, 2, 12)])
+def test_what_is_emitted_has_exactly_the_law_of_plain_sampling(b, k, trials):
+    rng, varied = np.random.default_rng(b + 10 * k), 0
+    for trial in range(trials):
+        case = Case(rng, b, k, by_max_q=bool(trial % 2))
+        plans = [ours(case, budget=n) for n in range(b * k + 1)]
+        for _ in range(4):
+            speeds = rng.uniform(0.3, 1, b * k + b + 1)
+            speeds = np.sort(speeds)[::-1] if trial % 3 else speeds
+            plans.append(ours(case, steps_per_second=jnp.asarray(speeds, jnp.float32)))
+        for counts in plans:
+            assert case.distance(counts) < 1e-12
+            varied += len(np.unique(counts, axis=0)) > 1
+    assert varied > trials / 4  # counts did depend on drafts
+
+
+def total_from_this_step(drafts: np.ndarray, confidences: np.ndarray) -> list[int]:
+    """A budget that is not fixed before the drafts: all of them if their survival sums to 1."""
+    return [len(confidences[0]) * int(np.cumprod(confidences[0]).sum() > 1)]
+
+
+def later_of_equals_first(drafts: np.ndarray, confidences: np.ndarray) -> list[int]:
+    """The best one draft of two, the second if both are equal: then the first is not verified."""
+    return [int(confidences[0][1] < 1)]
+
+
+@pytest.mark.parametrize(
+    "fault", ["search", "own draft", "total from this step", "later of equals first"]
+)
+def test_each_lossy_plan_is_found(fault):
+    rng, distances = np.random.default_rng(0), []
+    for _ in range(40):
+        case = Case(rng, 1, 2, by_max_q=False)
+
+        def own_draft(drafts: np.ndarray, confidences: np.ndarray, case: Case = case) -> list[int]:
+            return [int(case.q[0][()][drafts[0, 0]] > 0.5)]
+
+        speeds = np.array([1, *np.sort(rng.uniform(0.3, 1, 3))[::-1]])
+        plans = {
+            "search": best_of_all_counts(speeds),
+            "own draft": own_draft,
+            "total from this step": total_from_this_step,
+            "later of equals first": later_of_equals_first,
+        }
+        distances.append(case.distance(planted(case, plans[fault])))
+    print(fault, max(distances))
+    assert max(distances) > 0.05
+
+
+def test_two_requests_that_look_at_each_others_drafts_are_lossy_only_jointly():
+    rng, worst = np.random.default_rng(1), 0.0
+    for _ in range(20):
+        case = Case(rng, 2, 1, by_max_q=True)
+        counts = case.outcomes[:, ::-1, 0]  # a draft is verified if the other's is token 1
+        law = case.law(counts)
+        for axis in range(2):
+            np.testing.assert_allclose(
+                law.sum(axis=axis), case.wanted.sum(axis=axis), rtol=1e-9, atol=1e-12
+            )
+        worst = max(worst, case.distance(counts))
+    print(worst)
+    assert worst > 0.02

@@ -1,0 +1,316 @@
+"""Steps with few or no drafts: the text's law, caches without holes, compilations, the choice."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+
+from . import engines, test_eagle3, tiny
+from .chi_square import CONTROL, assert_distributed, p_value, tally
+from .test_engine import compilations
+
+BUDGET = (0, 1, 2)
+TABLE = dataclasses.replace(engines.TABLE, draft_budget=BUDGET)
+
+
+class Cycling(sd.serving.DraftChoice):
+    """Every number in turn, with several steps without drafts in a row."""
+
+    def next(self) -> int:
+        self.saved += 1
+        return (0, 2, 0, 0, 0, 1, 0, 1, 2, 2)[int(self.saved) % 10]
+
+
+class FromThePast(sd.serving.DraftChoice):
+    """An arbitrary function of what earlier steps accepted."""
+
+    def next(self) -> int:
+        self.saved += 1
+        return self.num_drafts[int(1e4 * np.sum(self.rates) + self.saved) % len(self.num_drafts)]
+
+
+def driver_of(engine: sd.Engine, weights: Any, choice: type, **settings: Any) -> sd.EngineDriver:
+    driver = engines.driver_of(engine, *weights, **settings)
+    driver.draft_choice = choice(BUDGET, driver.draft_choice.rates)
+    return driver
+
+
+# What is emitted
+
+
+def test_greedy_text_is_the_targets_whatever_the_numbers_of_drafts():
+    rng = np.random.default_rng(0)
+    requests = [engines.random_request(rng, [0.0]) for _ in range(16)]
+    driver = driver_of(TABLE, engines.WEIGHTS[engines.TABLE], Cycling, max_steps_ahead=1)
+    found = [driver.submit(**request) for request in requests]
+    texts = engines.run(driver)
+    for request, request_id in zip(requests, found, strict=True):
+        assert texts[request_id].token_ids == engines.greedy_truth(request)
+    offered = driver.stats().offered_per_position
+    assert 0 < offered[1] < offered[0] < driver.stats().num_verifications
+
+
+VOCAB, PROMPT, NUM_TOKENS, REQUESTS = 5, [1, 4, 0], 4, 6000
+TARGET = tiny.random_table(VOCAB, seed=5)
+DRAFT = (0.6 * TARGET + 0.6 * tiny.random_table(VOCAB, seed=6)).astype(np.float32)
+
+
+class Peeking(sd.ModelDrafter):
+    """Withdraws drafts of one token: whether a draft is verified depends on what it is."""
+
+    def propose(self, *args: Any) -> tuple[sd.Proposal, Any]:
+        proposal, cache = super().propose(*args)
+        ids = jnp.where(proposal.token_ids[:, :1] == 2, -1, proposal.token_ids)
+        return proposal._replace(token_ids=ids), cache
+
+
+@pytest.mark.statistics
+@pytest.mark.parametrize("drafter", [sd.ModelDrafter, Peeking], ids=["drafts", "control"])
+def test_text_under_load_is_distributed_as_the_targets(drafter):
+    engine = sd.Engine(
+        tiny.Trigram(VOCAB),
+        drafter(tiny.Trigram(VOCAB)),
+        engines.CONFIG,
+        num_slots=256,
+        max_length=8,
+        prefill_sizes=(4, 8),
+        max_prefill_requests=64,
+        draft_budget=BUDGET,
+    )
+    driver = driver_of(engine, (jnp.asarray(TARGET), jnp.asarray(DRAFT)), FromThePast)
+    for _ in range(REQUESTS):
+        driver.submit(PROMPT, max_new_tokens=NUM_TOKENS, temperature=1.0)
+    found = engines.run(driver)
+    tokens = np.array([one.token_ids for one in found.values()])
+    assert tokens.shape == (REQUESTS, NUM_TOKENS)
+    offered, stats = driver.stats().offered_per_position, driver.stats()
+    assert 0 < offered[1] < offered[0] < stats.num_verifications - REQUESTS
+    joint = tiny.exact_distribution(TARGET, PROMPT, NUM_TOKENS, 1.0)
+    windows = [
+        (tally(tokens[:, :-1], VOCAB), joint.sum(axis=-1), "first three tokens"),
+        (tally(tokens[:, 1:], VOCAB), joint.sum(axis=0), "last three tokens"),
+    ]
+    for counts, probabilities, what in windows:
+        if drafter is Peeking:
+            assert p_value(counts, probabilities) < CONTROL
+        else:
+            assert_distributed(counts, probabilities, what)
+
+
+def test_synthetic_rates_hold_for_fewer_drafts():
+    config = sd.SpecDecodeConfig(
+        num_speculative_tokens=2,
+        rejection_sample_method="synthetic",
+        synthetic_acceptance_rates=(0.8, 0.2),
+    )
+    engine = dataclasses.replace(TABLE, config=config, num_slots=64, max_prefill_requests=64)
+    driver = driver_of(engine, engines.WEIGHTS[engines.TABLE], Cycling)
+    for _ in range(64):
+        driver.submit([1, 2], max_new_tokens=38)
+    engines.run(driver)
+    stats = driver.stats()
+    pairs = zip(stats.accepted_per_position, stats.reached_per_position, (0.8, 0.25), strict=True)
+    for accepted, reached, rate in pairs:
+        assert abs(accepted - rate * reached) < 5 * np.sqrt(rate * (1 - rate) * reached)
+    estimated = driver.state.estimator.rates
+    np.testing.assert_allclose(estimated, [0.8, 0.25], atol=0.1)
+
+
+# Caches
+
+
+class Forgetful(sd.ModelDrafter):
+    """Forgets what it reads in steps of one draft or none."""
+
+    def propose(self, *args: Any) -> tuple[sd.Proposal, Any]:
+        proposal, cache = super().propose(*args)
+        _, context, before, _ = args
+        return proposal, before if context.config.num_speculative_tokens == 1 else cache
+
+
+LLAMA = dataclasses.replace(engines.LLAMA, draft_budget=BUDGET)
+
+
+@pytest.mark.parametrize(
+    ("engine", "weights", "has_holes"),
+    [
+        (LLAMA, engines.WEIGHTS[engines.LLAMA], False),
+        (
+            dataclasses.replace(LLAMA, drafter=Forgetful(engines.llama(8))),
+            engines.WEIGHTS[engines.LLAMA],
+            True,
+        ),
+        pytest.param(
+            dataclasses.replace(test_eagle3.ENGINE, draft_budget=BUDGET),
+            test_eagle3.WEIGHTS,
+            False,
+            marks=pytest.mark.newest,
+        ),
+    ],
+    ids=["model", "control", "eagle3"],
+)
+def test_steps_without_drafts_leave_no_holes_in_the_drafters_cache(engine, weights, has_holes):
+    """The drafter's logits are those of one that has read the same tokens at once."""
+    driver = driver_of(engine, weights, Cycling)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, engines.VOCAB, n).tolist() for n in (3, 5, 2, 6)]
+    asked = [sd.RequestOptions(max_new_tokens=30)] * len(prompts)
+    ids = [driver.submit(prompt, one) for prompt, one in zip(prompts, asked, strict=True)]
+    draft, texts = jax.jit(engine.draft), {i: list(p) for i, p in zip(ids, prompts, strict=True)}
+    for _ in range(12):
+        for update in driver.step():
+            texts[update.request_id] += update.token_ids
+    rows = [texts[i] for i in ids]
+    size = engine.prompt_size(max(map(len, rows)))
+    prompts_now = np.zeros((len(rows), size), np.int32)
+    for row, tokens in zip(prompts_now, rows, strict=True):
+        row[: len(tokens)] = tokens
+    requests = sd.serving.NewRequests(
+        slots=jnp.arange(len(rows)),
+        prompts=prompts_now,
+        lengths=jnp.array([*map(len, rows)]),
+        keys=np.array(ids, np.uint32),
+        options=engine.options_of(asked, [*map(len, prompts)]),
+    )
+    whole = dataclasses.replace(engine, prefill_sizes=(engine.max_length,))
+    again = whole.admit(*weights, whole.init_state(weights[1], weights[0]), requests)
+    found, wanted = (draft(weights[1], state) for state in (driver.state, again))
+    assert (wanted.draft_token_ids >= 0).all()
+    difference = float(jnp.abs(found.store.logits - wanted.store.logits).max())
+    print(difference)
+    assert (difference > 1e-3) == has_holes
+
+
+# Compilations
+
+
+def test_nothing_is_compiled_after_warm_up():
+    driver = engines.driver_of(TABLE, *engines.WEIGHTS[engines.TABLE], max_steps_ahead=1)
+    progress: list[tuple[int, int]] = []
+    driver.warm_up(lambda *counts: progress.append(counts))
+    assert progress[-1] == (7, 7)  # admit (3), release, and a step for each number
+    costs = driver.draft_choice.costs
+    assert costs.num_drafts == BUDGET
+    assert all(x > 0 for x in costs.seconds)
+    driver.draft_choice = Cycling(BUDGET, driver.draft_choice.rates, costs)
+    with compilations() as names:
+        for i in range(12):
+            driver.submit([1 + i % 3, 2], max_new_tokens=9, temperature=i % 2)
+        engines.run(driver)
+    assert names == []
+
+
+def test_an_engine_without_a_budget_has_no_estimator():
+    assert engines.TABLE.init_state(engines.TABLES[1]).estimator is None
+    assert engines.driver_of(engines.TABLE).draft_choice is None
+
+
+# The choice
+
+COSTS = sd.serving.StepCosts(4, BUDGET, (1.0, 1.5, 1.75))
+
+
+@pytest.mark.parametrize(
+    ("survival", "best"), [([0.4, 0.1], 0), ([0.6, 0.1], 1), ([0.6, 0.5], 2), ([0.5, 0.25], 0)]
+)
+def test_the_best_number_of_drafts_has_the_most_tokens_per_second(survival, best):
+    rate = {k: (1 + sum(survival[:k])) / COSTS.seconds[k] for k in BUDGET}
+    assert rate[best] == max(rate.values())
+    assert COSTS.best(survival) == best
+
+
+def test_a_choice_learns_whether_speculation_pays():
+    """From real verifications, of drafts that are always or never accepted."""
+    for is_good in (True, False):
+        draft = engines.TABLES[0] if is_good else -engines.TABLES[0]
+        driver = engines.driver_of(TABLE, engines.TABLES[0], draft, step_costs=COSTS)
+        for _ in range(24):
+            driver.submit([1, 2], max_new_tokens=30)
+        engines.run(driver)
+        assert driver.draft_choice.best == (2 if is_good else 0)
+        stats = driver.stats()
+        assert (stats.offered_per_position[0] > stats.num_verifications / 2) == is_good
+
+
+def test_trials_take_one_percent_of_the_time():
+    choice = sd.serving.DraftChoice(BUDGET, [0.1, 0.1], COSTS)
+    numbers = [choice.next() for _ in range(3000)]
+    assert choice.best == 0
+    assert set(numbers) == {0, 1}
+    seconds = [COSTS.seconds[k] for k in numbers]
+    trials = sum(x for x, k in zip(seconds, numbers, strict=True) if k)
+    assert 0.008 < trials / sum(seconds) < 0.0101
+
+
+def test_without_costs_every_step_has_the_most_drafts():
+    choice = sd.serving.DraftChoice(BUDGET, [0.0, 0.0])
+    assert [choice.best, choice.next()] == [2, 2]
+
+
+def test_costs_are_saved_and_loaded(tmp_path):
+    COSTS.save(tmp_path / "costs.json")
+    assert sd.serving.StepCosts.load(tmp_path / "costs.json") == COSTS
+    driver = engines.driver_of(TABLE, *engines.WEIGHTS[engines.TABLE], step_costs=COSTS)
+    assert driver.draft_choice.costs == COSTS
+    (tmp_path / "other.json").write_text(json.dumps({"seconds": [1]}))
+    with pytest.raises(ValueError, match="path"):
+        sd.serving.StepCosts.load(tmp_path / "other.json")
+
+
+def test_a_broken_step_keeps_what_was_learned(monkeypatch):
+    driver = engines.driver_of(TABLE, *engines.WEIGHTS[engines.TABLE], step_costs=COSTS)
+    for _ in range(4):
+        driver.submit([1, 2], max_new_tokens=20)
+    for _ in range(3):
+        driver.step()
+    before = np.asarray(driver.state.estimator.visited)
+    monkeypatch.setattr(driver, "_read_step", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        driver.step()
+    monkeypatch.undo()
+    assert before.sum() > 0
+    np.testing.assert_array_equal(driver.state.estimator.visited, before)
+
+
+StepCosts = sd.serving.StepCosts
+WEIGHTS = engines.WEIGHTS[engines.TABLE]
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "call"),
+    [
+        (ValueError, "draft_budget", lambda: dataclasses.replace(TABLE, draft_budget=())),
+        (ValueError, "draft_budget", lambda: dataclasses.replace(TABLE, draft_budget=(1, 1))),
+        (ValueError, "draft_budget", lambda: dataclasses.replace(TABLE, draft_budget=(0, 3))),
+        (TypeError, "draft_budget", lambda: dataclasses.replace(TABLE, draft_budget=(0, 0.5))),
+        (ValueError, "num_drafts", lambda: StepCosts(4, (2, 1), (1, 1))),
+        (ValueError, "seconds", lambda: StepCosts(4, (1, 2), (1,))),
+        (ValueError, "seconds", lambda: StepCosts(4, (1, 2), (1, float("nan")))),
+        (ValueError, "seconds", lambda: StepCosts(4, (1, 2), (1, 0))),
+        (TypeError, "num_slots", lambda: StepCosts(4.5, (1,), (1,))),
+        (TypeError, "step_costs", lambda: engines.driver_of(TABLE, *WEIGHTS, step_costs=1)),
+        (
+            ValueError,
+            "step_costs",
+            lambda: engines.driver_of(engines.TABLE, *WEIGHTS, step_costs=COSTS),
+        ),
+        (ValueError, "draft_budget", lambda: sd.serving.measure_steps(engines.TABLE, *WEIGHTS)),
+        (ValueError, "num_steps", lambda: sd.serving.measure_steps(TABLE, *WEIGHTS, num_steps=0)),
+        (
+            ValueError,
+            "num_drafts",
+            lambda: TABLE.draft(WEIGHTS[1], TABLE.init_state(WEIGHTS[1]), num_drafts=3),
+        ),
+    ],
+)
+def test_mistakes_are_named(error, name, call):
+    with pytest.raises(error, match=name):
+        call()
