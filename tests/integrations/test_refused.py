@@ -88,6 +88,8 @@ CHAINS: dict[str, Any] = dict(
         (dict(sharding=MESH), TypeError, "sharding must be a VerifySharding or None"),
         (dict(keys=None), ValueError, "keys must be given where temperature is, .* they are None"),
         (dict(keys=ids(2)), TypeError, "keys must be typed, as jax.random.key"),
+        (dict(keys=jnp.zeros((B, 3), jnp.uint32)), TypeError, "pass jax.random.wrap_key_data"),
+        (dict(top_p=jnp.ones((1, 1))), ValueError, r"top_p must be \[B\] = \[4\]"),
         (
             dict(keys=jax.random.split(KEY, 3)),
             ValueError,
@@ -128,8 +130,8 @@ def test_a_flat_call_that_makes_no_sense_is_refused_in_a_sentence(changed, error
         (
             dict(draft_tokens=ids(B, K)),
             ValueError,
-            r"draft_tokens must be \[bs, n\] = \[4, 4\] or \[bs\*n\], n = K \+ 1, but its shape is "
-            r"\[4, 3\]: column 0, the token verified before, is missing",
+            r"draft_tokens must be \[bs, n\] = \[4, 4\] or \[bs\*n\] with n = "
+            r"config.num_speculative_tokens \+ 1, but its shape is \[4, 3\]: column 0, the token verified before, is missing",
         ),
         (dict(draft_tokens=ids(B * K)), ValueError, "column 0, the token verified before, is miss"),
         (dict(draft_tokens=ids(B, 6)), ValueError, r"but its shape is \[4, 6\]$"),
