@@ -20,7 +20,7 @@ from jax_specdec._src.verify.api import rejection_sample
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec.integrations.keys import step_keys
 
-_IMPL_OF_WORDS = {(2,): "threefry2x32", (4,): "rbg"}
+_IMPL_OF_WORDS = {2: "threefry2x32", 4: "rbg"}
 """Of raw keys. Noise is the same for both kinds of four words, rbg and unsafe_rbg."""
 
 
@@ -66,8 +66,9 @@ def keys_of_requests(
     zeros = jnp.zeros((batch,), jnp.int32)
     if keys is None:
         return jnp.broadcast_to(jax.random.key(0), (batch,)), zeros
-    if getattr(keys, "dtype", None) == jnp.uint32 and keys.shape[-1:] in _IMPL_OF_WORDS:
-        keys = jax.random.wrap_key_data(keys, impl=_IMPL_OF_WORDS[keys.shape[-1:]])
+    words = keys.shape[-1] if getattr(keys, "dtype", None) == jnp.uint32 and keys.ndim else 0
+    if words in _IMPL_OF_WORDS:
+        keys = jax.random.wrap_key_data(jnp.asarray(keys), impl=_IMPL_OF_WORDS[words])
     check_keys("keys", keys)
     if keys.ndim == 0:
         slots = jnp.arange(batch, dtype=jnp.int32)

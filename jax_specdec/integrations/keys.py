@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from jax_specdec._src.noise import check_keys, threefry_keys
 from jax_specdec._src.types import Integers, as_int32

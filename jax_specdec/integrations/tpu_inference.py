@@ -137,10 +137,7 @@ def verify_flat(
         {"draft_token_ids": (ids, "[N]", (None,)), "draft_lengths": (lengths, "[B]", (None,))}
     )
     n, batch = ids.shape[0], lengths.shape[0]
-    temperature, top_k, top_p = (
-        jnp.broadcast_to(array, (batch,)) if getattr(array, "shape", None) == (1,) else array
-        for array in (temperature, top_k, top_p)
-    )
+    temperature, top_k, top_p = (_of_all(x, batch) for x in (temperature, top_k, top_p))
     requests = dict(
         temperature=temperature,
         top_k=top_k,
@@ -191,6 +188,13 @@ def verify_flat(
 
     found: FlatVerification = common.on_parts(on_part, sharding, arrays, specs)
     return found
+
+
+def _of_all(array: jax.Array | None, batch: int) -> jax.Array | None:
+    """``[1]`` as ``[B]``; anything else as it is."""
+    if array is None or getattr(array, "shape", None) != (1,):
+        return array
+    return jnp.broadcast_to(array, (batch,))
 
 
 def _verify(

@@ -131,7 +131,8 @@ def test_a_flat_call_that_makes_no_sense_is_refused_in_a_sentence(changed, error
             dict(draft_tokens=ids(B, K)),
             ValueError,
             r"draft_tokens must be \[bs, n\] = \[4, 4\] or \[bs\*n\] with n = "
-            r"config.num_speculative_tokens \+ 1, but its shape is \[4, 3\]: column 0, the token verified before, is missing",
+            r"config.num_speculative_tokens \+ 1, but its shape is \[4, 3\]: "
+            "column 0, the token verified before, is missing",
         ),
         (dict(draft_tokens=ids(B * K)), ValueError, "column 0, the token verified before, is miss"),
         (dict(draft_tokens=ids(B, 6)), ValueError, r"but its shape is \[4, 6\]$"),
