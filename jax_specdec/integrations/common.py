@@ -94,7 +94,7 @@ def check_keys_given(name: str, temperature: jax.Array | None, keys: jax.Array |
     """
     if temperature is not None and keys is None:
         raise ValueError(
-            f"keys must be given where {name} is, a fresh one for this step or one for each "
+            f"keys must be given with {name}, a fresh one for this step or one for each "
             "request, but they are None"
         )
 

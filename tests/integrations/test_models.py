@@ -96,8 +96,10 @@ def test_text_is_that_of_the_reference_with_a_sampled_draft_model(make):
         drafter=sd.DraftModel(draft),
         draft_params=jax.tree.map(jnp.asarray, draft_params),
         config=sd.SpecDecodeConfig(num_speculative_tokens=3),
-        temperature=[0.0, 0.0, 1.0],
-        max_new_tokens=NEW,
+        options=[
+            sd.RequestOptions(temperature=temperature, max_new_tokens=NEW)
+            for temperature in (0.0, 0.0, 1.0)
+        ],
         key=jax.random.key(0),
     )
     for b in (0, 1):
