@@ -93,7 +93,7 @@ def test_text_is_that_of_the_reference_with_a_sampled_draft_model(make):
         model,
         jax.tree.map(jnp.asarray, params),
         PROMPTS,
-        drafter=sd.DraftModel(draft),
+        drafter=sd.ModelDrafter(draft),
         draft_params=jax.tree.map(jnp.asarray, draft_params),
         config=sd.SpecDecodeConfig(num_speculative_tokens=3),
         options=[
@@ -129,4 +129,4 @@ def test_a_model_without_a_hash_is_refused_by_name():
     with pytest.raises(TypeError, match="target must be hashable.* eq=False"):
         check_model("target", Unhashable([1]))
     with pytest.raises(TypeError, match="model must be hashable"):
-        sd.DraftModel(Unhashable([1]))
+        sd.ModelDrafter(Unhashable([1]))

@@ -75,8 +75,8 @@ def test_tunix_greedy_text_is_that_of_its_own_sampler():
     config = sd.SpecDecodeConfig(num_speculative_tokens=3)
     given: Any = dict(config=config, max_new_tokens=NEW, key=jax.random.key(0))
     for drafter, weights in (
-        (sd.DraftModel(draft), draft_params),
-        (sd.DraftModel(model), params),  # itself: its drafts are accepted
+        (sd.ModelDrafter(draft), draft_params),
+        (sd.ModelDrafter(model), params),  # itself: its drafts are accepted
         (sd.NGramDrafter(min_ngram=1), None),
     ):
         output = sd.generate(
@@ -93,7 +93,7 @@ def test_tunix_greedy_text_is_that_of_its_own_sampler():
         model,
         params,
         PROMPTS,
-        drafter=sd.DraftModel(model),
+        drafter=sd.ModelDrafter(model),
         draft_params=params,
         temperature=1.0,
         **given,
