@@ -151,7 +151,7 @@ def from_nnx(
 
 
 def from_tunix(nnx: Any, module: Any) -> tuple[OneIndexModel, Params]:
-    """A language model of google/tunix (tested with its Qwen3) as a model and its params.
+    """A language model of google/tunix (written for its Qwen3) as a model and its params.
 
     Args:
       nnx: the module ``flax.nnx``.
