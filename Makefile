@@ -11,7 +11,7 @@ export PROMPT
 JAX_PLATFORMS ?= cpu
 export JAX_PLATFORMS
 
-.PHONY: help demo test test-long test-oldest test-aot test-aot-all check docs format notebooks bench clean
+.PHONY: help demo test test-long test-oldest test-aot test-aot-all test-models check docs format notebooks bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
@@ -29,7 +29,7 @@ test-long: .venv-test/installed  ## run the long tests that `make test` leaves o
 
 test-oldest: .venv-test-oldest/installed  ## the same on Python 3.11 and JAX 0.10.2, without doctests, statistics, notebooks and long runs
 	@echo "test-oldest: tests on the oldest JAX"
-	@.venv-test-oldest/bin/python $(PYTEST) tests -m "not (long or slow or statistics or newest or notebooks or gpu or aot)"
+	@.venv-test-oldest/bin/python $(PYTEST) tests -m "not (long or slow or statistics or newest or notebooks or gpu or aot or models)"
 
 test-aot: .venv-aot/gpus  ## compile for TPUs and GPUs that are not there, and look at what the programs take
 	@echo "test-aot: programs for a TPU v5e, the kernel for H200, B200, B300 and RTX PRO 6000"
@@ -37,6 +37,10 @@ test-aot: .venv-aot/gpus  ## compile for TPUs and GPUs that are not there, and l
 
 test-aot-all: .venv-aot/gpus  ## the same for every case, written to docs/tpu.md
 	@.venv-aot/bin/python benchmarks/ahead_of_time_grid.py
+
+test-models: .venv-models/installed  ## models of other projects, from their own packages, with tiny random weights
+	@echo "test-models: models of other projects"
+	@.venv-models/bin/python -m pytest -q $(PYTEST_ARGS) -m models tests/integrations/test_real_models.py
 
 check: .venv-test/installed  ## lint and type-check
 	@echo "check: ruff, mypy"
@@ -61,7 +65,7 @@ bench: .venv-bench/installed  ## run the benchmarks
 		echo "bench: $$file"; .venv-bench/bin/python "$$file"; done
 
 clean:  ## remove the environments made here, and caches
-	rm -rf .venv-demo .venv-test .venv-test-oldest .venv-aot .venv-bench .venv-docs
+	rm -rf .venv-demo .venv-test .venv-test-oldest .venv-aot .venv-models .venv-bench .venv-docs
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
 .venv-demo/installed: pyproject.toml tools/make_venv.sh
@@ -74,6 +78,10 @@ clean:  ## remove the environments made here, and caches
 
 .venv-test-oldest/installed: pyproject.toml tools/make_venv.sh
 	@tools/make_venv.sh .venv-test-oldest 3.11 -e ".[test]" jax==0.10.2 jaxlib==0.10.2
+	@touch $@
+
+.venv-models/installed: pyproject.toml tools/make_venv.sh
+	@tools/make_venv.sh .venv-models "$(PYTHONS)" -e ".[test,models]"
 	@touch $@
 
 .venv-aot/installed: pyproject.toml tools/make_venv.sh

@@ -164,8 +164,8 @@ FAULTS = {
     ),
     "a chain's places do not begin at its own": Fault(
         "../integrations/sglang_jax.py",
-        "arrays.slots[:, None] * n + offset",
-        "offset + 0 * arrays.slots[:, None]",
+        "arrays.slots[:, None] * n",
+        "arrays.slots[:, None] * 0",
         "integrations/test_sglang_jax.py",
     ),
     "a greedy request of a flat batch keeps temperature -1": Fault(

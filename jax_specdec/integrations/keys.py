@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from jax_specdec._src.noise import check_keys, threefry_keys
-from jax_specdec._src.types import Integers, as_int32, described
+from jax_specdec._src.types import Integers, as_int32
 
 
 def step_keys(key: jax.Array, slots: Integers) -> jax.Array:
@@ -50,38 +49,3 @@ def step_keys(key: jax.Array, slots: Integers) -> jax.Array:
         raise ValueError(f"slots must be [B], but its shape is {list(slots.shape)}")
     # Into a key of Threefry first, because under vmap JAX folds into "unsafe_rbg" keys differently.
     return jax.vmap(jax.random.fold_in, (None, 0))(threefry_keys(key), slots)
-
-
-def of_requests(
-    keys: jax.Array | None, positions: jax.Array | None, batch: int
-) -> tuple[jax.Array, jax.Array]:
-    """Keys and positions ``[B]`` for a verification.
-
-    Args:
-      keys: ``[]``, one for this step; or ``[B]``, one per request, the same on every step; or None,
-        where no request samples.
-      positions: ``[B]`` int32, or None, which ``[B]`` keys do not allow.
-      batch: B.
-
-    Raises:
-      TypeError: `keys` are not typed keys.
-      ValueError: keys of another shape, or keys per request without positions.
-    """
-    zeros = jnp.zeros((batch,), jnp.int32)
-    if keys is None:
-        return jnp.broadcast_to(jax.random.key(0), (batch,)), zeros
-    check_keys("keys", keys)
-    if keys.ndim == 0:
-        slots = jnp.arange(batch, dtype=jnp.int32)
-        return step_keys(keys, slots), zeros if positions is None else positions
-    if keys.shape != (batch,):
-        raise ValueError(
-            f"keys must be one key for the step, or [B] = [{batch}], but their shape is "
-            f"{list(keys.shape)}"
-        )
-    if positions is None:
-        raise ValueError(
-            "positions must be given where keys are one per request: with the same key on every "
-            f"step, noise repeats where a position repeats; keys are {described(keys)}"
-        )
-    return keys, positions

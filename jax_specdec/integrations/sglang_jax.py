@@ -26,8 +26,7 @@ from jax_specdec._src.types import (
     as_int32,
 )
 from jax_specdec._src.verify.sharding import VerifySharding
-from jax_specdec.integrations import keys as keys_lib
-from jax_specdec.integrations import parts
+from jax_specdec.integrations import common
 
 
 class ChainVerification(NamedTuple):
@@ -43,6 +42,8 @@ class ChainVerification(NamedTuple):
       verified_ids: ``[bs]`` int32, the last token emitted: column 0 of the next chain; 0 for none.
       output: the same, request by request.
       logprobs: of the emitted tokens, as they stand in `output`; None where not asked for.
+      gather_index: ``[bs*n]`` int32, `accept_index` with a place of the same request instead of -1:
+        that of its last emitted token, or its first place. Gather hidden states with it.
     """
 
     accept_lens: jax.Array
@@ -51,6 +52,7 @@ class ChainVerification(NamedTuple):
     verified_ids: jax.Array
     output: RejectionSampleOutput
     logprobs: TokenLogprobs | None
+    gather_index: jax.Array
 
 
 class _Arrays(NamedTuple):
@@ -97,8 +99,9 @@ def verify_chains(
         as 2**30), leave out nothing.
       top_ps: ``[bs]`` float32 or None; 1 leaves out nothing.
       min_ps: ``[bs]`` float32 or None; 0 leaves out nothing.
-      keys: ``[]``, a fresh typed key for this step (see `step_keys`: request b's slot is b); or
-        ``[bs]``, one for each request, the same on every step. None where `temperatures` is.
+      keys: ``[]``, a fresh key for this step (see `step_keys`: request b's slot is b); or
+        ``[bs]``, one for each request, the same on every step. Typed, or raw with a last axis of
+        two or four words. None where `temperatures` is.
       draft_probs: ``[bs*(n-1), V]`` or ``[bs, n-1, V]`` float32, what each draft was drawn from, or
         None for drafts that were not drawn (an argmax).
       token_bitmask: ``[bs*n, ceil(V/32)]``, or None; see `jax_specdec.rejection_sample`.
@@ -129,7 +132,7 @@ def verify_chains(
     check_logprobs(logprobs)
     tokens = as_int32("draft_tokens", draft_tokens)
     lengths = as_int32("seq_lens", seq_lens)
-    parts.check_arrays({"seq_lens": (lengths, "[bs]", (None,))})
+    common.check_arrays({"seq_lens": (lengths, "[bs]", (None,))})
     batch, k = lengths.shape[0], config.num_speculative_tokens
     n = k + 1
     _check_chains(tokens, batch, n)
@@ -138,21 +141,17 @@ def verify_chains(
     if draft_probs is not None and jnp.ndim(draft_probs) == 3:
         draft_probs = draft_probs.reshape(-1, draft_probs.shape[2])
     requests = dict(temperatures=temperatures, top_ks=top_ks, top_ps=top_ps, min_ps=min_ps)
-    parts.check_arrays(
+    common.check_arrays(
         {
             "target_logits": (target_logits, f"[bs*n, V] = [{batch * n}, V]", (batch * n, None)),
             "draft_probs": (draft_probs, f"[bs*(n-1), V] = [{batch * k}, V]", (batch * k, None)),
             **{name: (array, "[bs]", (batch,)) for name, array in requests.items()},
         }
     )
-    if temperatures is not None and keys is None:
-        raise ValueError(
-            "keys must be given where temperatures are, a fresh one for this step or one for each "
-            "request, but they are None"
-        )
-    parts.check_sharding("target_logits", target_logits, sharding, {"bs": batch})
-    parts.check_bitmask(token_bitmask, target_logits, "[bs*n, ceil(V/32)]", sharding)
-    keys, _ = keys_lib.of_requests(keys, lengths, batch)
+    common.check_keys_given("temperatures", temperatures, keys)
+    common.check_sharding("target_logits", target_logits, sharding, {"bs": batch})
+    common.check_bitmask(token_bitmask, target_logits, "[bs*n, ceil(V/32)]", sharding)
+    keys, _ = common.keys_of_requests(keys, lengths, batch)
     sampling = SamplingParams(
         jnp.zeros((batch,), jnp.float32) if temperatures is None else temperatures,
         min_p=min_ps,
@@ -170,7 +169,7 @@ def verify_chains(
     def specs(by_row: Any, by_vocabulary: Any) -> Any:
         return _Arrays(by_vocabulary, by_vocabulary, *[by_row] * 6)
 
-    found: ChainVerification = parts.on_parts(on_part, sharding, arrays, specs)
+    found: ChainVerification = common.on_parts(on_part, sharding, arrays, specs)
     return found
 
 
@@ -184,8 +183,8 @@ def _check_chains(tokens: jax.Array, batch: int, n: int) -> None:
         return
     without = tokens.shape in ((batch, n - 1), (batch * (n - 1),))
     raise ValueError(
-        f"draft_tokens must be [bs, n] = [{batch}, {n}] or [bs*n], n = K + 1, but its shape is "
-        f"{list(tokens.shape)}"
+        f"draft_tokens must be [bs, n] = [{batch}, {n}] or [bs*n] with n = "
+        f"config.num_speculative_tokens + 1, but its shape is {list(tokens.shape)}"
         + (": column 0, the token verified before, is missing" if without else "")
     )
 
@@ -206,7 +205,7 @@ def _verify(
         is_greedy = (sampling.top_k == 1) & (sampling.temperature >= 0)
         temperature = jnp.where(is_greedy, 0.0, sampling.temperature)
         sampling = SamplingParams(temperature, sampling.min_p, sampling.top_k, sampling.top_p)
-    output, found = parts.verify_with_logprobs(
+    output, found = common.verify_with_logprobs(
         arrays.target_logits,
         drafts,
         sampling=sampling,
@@ -222,13 +221,14 @@ def _verify(
     count = output.num_emitted
     offset = jnp.arange(n, dtype=jnp.int32)[None, :]
     is_emitted = offset < count[:, None]
-    index = jnp.where(is_emitted, arrays.slots[:, None] * n + offset, -1)
+    place = arrays.slots[:, None] * n + jnp.minimum(offset, jnp.maximum(count - 1, 0)[:, None])
     last = jnp.where(offset == count[:, None] - 1, output.token_ids, 0).sum(axis=1)
     return ChainVerification(
         count,
-        index.reshape(-1),
+        jnp.where(is_emitted, place, -1).reshape(-1),
         jnp.where(is_emitted, output.token_ids, 0).reshape(-1),
         last.astype(jnp.int32),
         output,
         found,
+        place.reshape(-1),
     )

@@ -27,8 +27,7 @@ from jax_specdec._src.types import (
     as_int32,
 )
 from jax_specdec._src.verify.sharding import VerifySharding
-from jax_specdec.integrations import keys as keys_lib
-from jax_specdec.integrations import parts
+from jax_specdec.integrations import common
 
 GREEDY_TEMPERATURE = -1.0
 """Says that a request is greedy, as does a temperature from 0 to below `GREEDY_BELOW`."""
@@ -90,13 +89,15 @@ def verify_flat(
       logits: ``[L, V]``: request b's ``draft_lengths[b] + 1`` rows after those of the requests
         before it, whatever L is. ``[N, V]`` where `bonus_token_ids` is given: draft n's row is n.
       draft_token_ids: ``[N]`` int32, one request after another, then padding.
-      draft_lengths: ``[B]`` int32, each at most K.
-      config: static settings; K is ``config.num_speculative_tokens``.
-      temperature: ``[B]`` float32; -1, and 0 to below 1e-5, are greedy. None: all requests are.
-      top_k: ``[B]`` int32 or None; -1 and 0 leave out nothing.
-      top_p: ``[B]`` float32 or None; 1 leaves out nothing.
-      keys: ``[]``, a fresh typed key for this step (see `step_keys`: request b's slot is b); or
-        ``[B]``, one for each request, the same on every step. None where `temperature` is.
+      draft_lengths: ``[B]`` int32, each at most ``config.num_speculative_tokens``, K.
+      config: static settings.
+      temperature: ``[B]`` or ``[1]`` float32; -1, and 0 to below 1e-5, are greedy. None: all
+        requests are.
+      top_k: ``[B]`` or ``[1]`` int32, or None; -1 and 0 leave out nothing.
+      top_p: ``[B]`` or ``[1]`` float32, or None; 1 leaves out nothing.
+      keys: ``[]``, a fresh key for this step (see `step_keys`: request b's slot is b); or
+        ``[B]``, one for each request, the same on every step. Typed, or raw with a last axis of
+        two or four words. None where `temperature` is.
       positions: ``[B]`` int32, or None with a key per step.
       draft_probs: ``[N, V]`` float32, what each draft was drawn from, or None for drafts that were
         not drawn (an n-gram, an argmax).
@@ -132,10 +133,11 @@ def verify_flat(
     check_logprobs(logprobs)
     ids = as_int32("draft_token_ids", draft_token_ids)
     lengths = as_int32("draft_lengths", draft_lengths)
-    parts.check_arrays(
+    common.check_arrays(
         {"draft_token_ids": (ids, "[N]", (None,)), "draft_lengths": (lengths, "[B]", (None,))}
     )
     n, batch = ids.shape[0], lengths.shape[0]
+    temperature, top_k, top_p = (_of_all(x, batch) for x in (temperature, top_k, top_p))
     requests = dict(
         temperature=temperature,
         top_k=top_k,
@@ -148,22 +150,18 @@ def verify_flat(
     layout = "[L, V], the rows of one request after those of another"
     if bonus_token_ids is not None:
         layout = f"[N, V] = [{n}, V], for bonus_token_ids are given"
-    parts.check_arrays(
+    common.check_arrays(
         {
             "logits": (logits, layout, row_sizes),
             "draft_probs": (draft_probs, f"[N, V] = [{n}, V], a row for each draft", (n, None)),
             **{name: (array, "[B]", (batch,)) for name, array in requests.items()},
         }
     )
-    if temperature is not None and keys is None:
-        raise ValueError(
-            "keys must be given where temperature is, a fresh one for this step or one for each "
-            "request, but they are None"
-        )
+    common.check_keys_given("temperature", temperature, keys)
     rows = logits.shape[0]
-    parts.check_sharding("logits", logits, sharding, {"L": rows, "N": n, "B": batch})
-    parts.check_bitmask(token_bitmask, logits, "[L, ceil(V/32)]", sharding)
-    keys, positions = keys_lib.of_requests(keys, positions, batch)
+    common.check_sharding("logits", logits, sharding, {"L": rows, "N": n, "B": batch})
+    common.check_bitmask(token_bitmask, logits, "[L, ceil(V/32)]", sharding)
+    keys, positions = common.keys_of_requests(keys, positions, batch)
     sampling = SamplingParams(
         jnp.zeros((batch,), jnp.float32) if temperature is None else temperature,
         top_k=top_k,
@@ -188,8 +186,15 @@ def verify_flat(
     def specs(by_row: Any, by_vocabulary: Any) -> Any:
         return _Arrays(by_vocabulary, by_vocabulary, *[by_row] * 8)
 
-    found: FlatVerification = parts.on_parts(on_part, sharding, arrays, specs)
+    found: FlatVerification = common.on_parts(on_part, sharding, arrays, specs)
     return found
+
+
+def _of_all(array: jax.Array | None, batch: int) -> jax.Array | None:
+    """``[1]`` as ``[B]``; anything else as it is."""
+    if array is None or getattr(array, "shape", None) != (1,):
+        return array
+    return jnp.broadcast_to(array, (batch,))
 
 
 def _verify(
@@ -207,7 +212,7 @@ def _verify(
         None if arrays.draft_probs is None else DraftProbs(arrays.draft_probs),
     )
     sampling = _sampling(arrays.sampling, arrays.draft_lengths >= 0)
-    output, found = parts.verify_with_logprobs(
+    output, found = common.verify_with_logprobs(
         arrays.logits,
         drafts,
         sampling=sampling,

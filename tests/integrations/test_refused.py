@@ -86,8 +86,10 @@ CHAINS: dict[str, Any] = dict(
         (dict(config=3), TypeError, "config must be a SpecDecodeConfig, but it is 3"),
         (dict(logprobs=5), TypeError, "logprobs must be a LogprobsConfig or None, but it is 5"),
         (dict(sharding=MESH), TypeError, "sharding must be a VerifySharding or None"),
-        (dict(keys=None), ValueError, "keys must be given where temperature is, .* they are None"),
+        (dict(keys=None), ValueError, "keys must be given with temperature, .* they are None"),
         (dict(keys=ids(2)), TypeError, "keys must be typed, as jax.random.key"),
+        (dict(keys=jnp.zeros((B, 3), jnp.uint32)), TypeError, "pass jax.random.wrap_key_data"),
+        (dict(top_p=jnp.ones((1, 1))), ValueError, r"top_p must be \[B\] = \[4\]"),
         (
             dict(keys=jax.random.split(KEY, 3)),
             ValueError,
@@ -128,8 +130,9 @@ def test_a_flat_call_that_makes_no_sense_is_refused_in_a_sentence(changed, error
         (
             dict(draft_tokens=ids(B, K)),
             ValueError,
-            r"draft_tokens must be \[bs, n\] = \[4, 4\] or \[bs\*n\], n = K \+ 1, but its shape is "
-            r"\[4, 3\]: column 0, the token verified before, is missing",
+            r"draft_tokens must be \[bs, n\] = \[4, 4\] or \[bs\*n\] with n = "
+            r"config.num_speculative_tokens \+ 1, but its shape is \[4, 3\]: "
+            "column 0, the token verified before, is missing",
         ),
         (dict(draft_tokens=ids(B * K)), ValueError, "column 0, the token verified before, is miss"),
         (dict(draft_tokens=ids(B, 6)), ValueError, r"but its shape is \[4, 6\]$"),
@@ -151,7 +154,7 @@ def test_a_flat_call_that_makes_no_sense_is_refused_in_a_sentence(changed, error
             r"draft_probs must be \[bs\*\(n-1\), V\] = \[12, V\], but its shape is \[16, 16\]",
         ),
         (dict(token_bitmask=ids(3, 1)), ValueError, r"token_bitmask must be .* = \[16, 1\]"),
-        (dict(keys=None), ValueError, "keys must be given where temperatures are"),
+        (dict(keys=None), ValueError, "keys must be given with temperatures"),
         (dict(keys=jax.random.split(KEY, 3)), ValueError, "keys must be one key for the step"),
         (dict(config=None), TypeError, "config must be a SpecDecodeConfig"),
         (dict(logprobs=True), TypeError, "logprobs must be a LogprobsConfig or None"),

@@ -158,3 +158,25 @@ def test_both_adapters_draw_the_same_tokens_from_the_same_key():
         one = FLAT(logits, ids.reshape(-1), counts, temperature=ones, keys=key, positions=lengths)
         other = CHAINS(logits, chains, lengths, temperatures=ones, keys=key)
         np.testing.assert_array_equal(one.output.token_ids, other.output.token_ids)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_raw_keys_and_parameters_for_all_requests_give_the_same_tokens(impl):
+    given = small(3) | dict(top_p=jnp.full((3,), 0.9))
+    both = given | dict(temperature=jnp.ones((1,)), top_p=jnp.full((1,), 0.9))
+    key = jax.random.key(5, impl=impl)
+    for keys, positions in ((key, None), (jax.random.split(key, 3), jnp.arange(3) + 5)):
+        want = FLAT(**given, keys=keys, positions=positions)
+        raw = jax.random.key_data(keys)
+        found = FLAT(**both, keys=raw, positions=positions)
+        np.testing.assert_array_equal(found.token_ids, want.token_ids)
+    chains, lengths = jnp.ones((3, K + 1), jnp.int32), jnp.array([4, 0, 6])
+    arrays = given["logits"][:9], chains, lengths
+    want = CHAINS(*arrays, temperatures=jnp.ones((3,)), keys=key)
+    found = CHAINS(*arrays, temperatures=jnp.ones((3,)), keys=jax.random.key_data(key))
+    np.testing.assert_array_equal(found.predict, want.predict)
+    index = np.asarray(found.gather_index).reshape(3, K + 1)
+    accepted = np.asarray(found.accept_index).reshape(3, K + 1)
+    for b, count in enumerate(found.accept_lens):
+        last = b * (K + 1) + max(int(count) - 1, 0)
+        assert index[b].tolist() == [*accepted[b, :count].tolist(), *[last] * (K + 1 - int(count))]

@@ -248,7 +248,7 @@ def check_model(name: str, model: Any) -> None:
         model: what was given for it.
 
     Raises:
-        TypeError: it is not a `CausalModel`.
+        TypeError: it is not a `CausalModel`, or it has no hash.
     """
     if is_loaded_model(model):
         raise TypeError(
@@ -258,3 +258,11 @@ def check_model(name: str, model: Any) -> None:
     methods = [getattr(model, method, None) for method in ("init_cache", "apply")]
     if isinstance(model, type) or not all(map(callable, methods)):
         raise TypeError(f"{name} must be a CausalModel, but it is {described(model)}")
+    try:
+        hash(model)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} must be hashable, because it is a static argument of jax.jit, but for "
+            f"{type(model).__name__}: {error}. Keep arrays in params; a dataclass with frozen=True "
+            "and eq=False is compared by identity"
+        ) from None

@@ -1,4 +1,4 @@
-"""Checks of shapes, and splitting over a mesh, for both adapters."""
+"""What both adapters share: checks, keys, splitting over a mesh, and the call itself."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.logprobs import TokenLogprobs, token_logprobs
+from jax_specdec._src.noise import check_keys
 from jax_specdec._src.serving.options import LogprobsConfig
 from jax_specdec._src.types import Drafts, RejectionSampleOutput, SamplingParams, described
 from jax_specdec._src.verify import sharding as sharding_lib
 from jax_specdec._src.verify.api import rejection_sample
 from jax_specdec._src.verify.sharding import VerifySharding
+from jax_specdec.integrations.keys import step_keys
+
+_IMPL_OF_WORDS = {2: "threefry2x32", 4: "rbg"}
+"""Of raw keys. Noise is the same for both kinds of four words, rbg and unsafe_rbg."""
 
 
 def check_arrays(arrays: dict[str, tuple[Any, str, tuple[int | None, ...]]]) -> None:
@@ -40,6 +46,57 @@ def check_arrays(arrays: dict[str, tuple[Any, str, tuple[int | None, ...]]]) -> 
         if not fits:
             numbers = "" if None in sizes else f" = {list(sizes)}"
             raise ValueError(f"{name} must be {letters}{numbers}, but its shape is {list(shape)}")
+
+
+def keys_of_requests(
+    keys: jax.Array | None, positions: jax.Array | None, batch: int
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and positions ``[B]`` for a verification.
+
+    Args:
+      keys: ``[]``, one for this step; or ``[B]``, one per request, the same on every step; or None,
+        where no request samples. Typed, or raw (``[2]``, ``[4]``, ``[B, 2]``, ``[B, 4]`` uint32).
+      positions: ``[B]`` int32, or None, which ``[B]`` keys do not allow.
+      batch: B.
+
+    Raises:
+      TypeError: `keys` are not keys.
+      ValueError: keys of another shape, or keys per request without positions.
+    """
+    zeros = jnp.zeros((batch,), jnp.int32)
+    if keys is None:
+        return jnp.broadcast_to(jax.random.key(0), (batch,)), zeros
+    words = keys.shape[-1] if getattr(keys, "dtype", None) == jnp.uint32 and keys.ndim else 0
+    if words in _IMPL_OF_WORDS:
+        keys = jax.random.wrap_key_data(jnp.asarray(keys), impl=_IMPL_OF_WORDS[words])
+    check_keys("keys", keys)
+    if keys.ndim == 0:
+        slots = jnp.arange(batch, dtype=jnp.int32)
+        return step_keys(keys, slots), zeros if positions is None else positions
+    if keys.shape != (batch,):
+        raise ValueError(
+            f"keys must be one key for the step, or [B] = [{batch}], but their shape is "
+            f"{list(keys.shape)}"
+        )
+    if positions is None:
+        raise ValueError(
+            "positions must be given where keys are one per request: with the same key on every "
+            f"step, noise repeats where a position repeats; keys are {described(keys)}"
+        )
+    return keys, positions
+
+
+def check_keys_given(name: str, temperature: jax.Array | None, keys: jax.Array | None) -> None:
+    """Check that there are keys where requests may sample.
+
+    Raises:
+      ValueError: there are none.
+    """
+    if temperature is not None and keys is None:
+        raise ValueError(
+            f"keys must be given with {name}, a fresh one for this step or one for each "
+            "request, but they are None"
+        )
 
 
 def check_bitmask(

@@ -1,0 +1,132 @@
+"""Models of others: one write index for the whole batch, one request at a time under vmap."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+from jax_specdec._src.models.protocol import check_model
+from jax_specdec.integrations import models
+
+V, H = 11, 8
+PROMPTS = [[3, 1, 4], [5], [2, 7, 1, 8, 2, 8]]
+NEW = 12
+
+
+def weights(seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shapes = dict(embedding=(V, H), key=(H, H), value=(H, H), head=(H, V), position=(64, H))
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def new_cache(max_length: int) -> dict[str, Any]:
+    rows = jnp.zeros((1, max_length, H))
+    return {"layer": {"k": rows, "v": rows, "end_index": jnp.zeros((1,), jnp.int32)}}
+
+
+def attend(params, token_ids, positions, cache, mask):
+    """Attention with one head; writes at `end_index[0]`, as Tunix does."""
+    layer, count = cache["layer"], token_ids.shape[1]
+    x = jnp.asarray(params["embedding"])[token_ids] + jnp.asarray(params["position"])[positions]
+    at = (0, layer["end_index"][0], 0)
+    k = jax.lax.dynamic_update_slice(layer["k"], x @ params["key"], at)
+    v = jax.lax.dynamic_update_slice(layer["v"], x @ params["value"], at)
+    scores = jnp.where(mask, x @ k.transpose(0, 2, 1) / H, -1e30)
+    x += jax.nn.softmax(scores, axis=-1) @ v
+    return x @ params["head"], {"layer": {"k": k, "v": v, "end_index": layer["end_index"] + count}}
+
+
+def reference(params: dict[str, np.ndarray], prompt: list[int]) -> list[int]:
+    """Greedy text in NumPy, the whole sequence anew for each token."""
+    tokens = list(prompt)
+    for _ in range(NEW):
+        x = (params["embedding"][tokens] + params["position"][: len(tokens)]).astype(np.float64)
+        scores = np.exp(x[-1] @ (x @ params["key"]).T / H)
+        x = x[-1] + scores @ (x @ params["value"]) / scores.sum()
+        tokens.append(int(np.argmax(x @ params["head"])))
+    return tokens[len(prompt) :]
+
+
+class Nnx:
+    """Splits and merges, as flax.nnx does, with a graph definition that has no hash."""
+
+    splits = 0
+
+    def split(self, module: Any) -> tuple[Any, Any]:
+        self.splits += 1
+        return [type(module)], dict(vars(module))
+
+    def merge(self, graph: Any, state: Any) -> Any:
+        return graph[0](**state)
+
+
+def of_function(seed: int) -> tuple[Any, Any]:
+    return models.OneIndexModel(V, attend, new_cache, index="end_index"), weights(seed)
+
+
+def of_module(seed: int) -> tuple[Any, Any]:
+    nnx = Nnx()
+    found = models.from_nnx(
+        nnx,
+        types.SimpleNamespace(**weights(seed)),
+        lambda module, *arguments: attend(vars(module), *arguments),
+        new_cache,
+        vocab_size=V,
+        index="end_index",
+    )
+    assert nnx.splits == 1
+    return found
+
+
+@pytest.mark.parametrize("make", [of_function, of_module], ids=["functional", "module"])
+def test_text_is_that_of_the_reference_with_a_sampled_draft_model(make):
+    model, params = make(0)
+    draft, draft_params = make(1)
+    output = sd.generate(
+        model,
+        jax.tree.map(jnp.asarray, params),
+        PROMPTS,
+        drafter=sd.ModelDrafter(draft),
+        draft_params=jax.tree.map(jnp.asarray, draft_params),
+        config=sd.SpecDecodeConfig(num_speculative_tokens=3),
+        options=[
+            sd.RequestOptions(temperature=temperature, max_new_tokens=NEW)
+            for temperature in (0.0, 0.0, 1.0)
+        ],
+        key=jax.random.key(0),
+    )
+    for b in (0, 1):
+        assert output.completions[b] == reference(weights(0), PROMPTS[b])
+    assert len(output.completions[2]) == NEW
+    assert output.steps.num_accepted.sum() > 0
+
+
+def test_an_index_that_is_not_in_the_cache_is_refused():
+    with pytest.raises(ValueError, match="index must be a name in the cache, but 'cur_ind'"):
+        models.OneIndexModel(V, attend, new_cache, index="cur_ind").init_cache(1, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unhashable:
+    graph: list[int]
+    vocab_size: int = V
+
+    def init_cache(self, batch_size, max_length):
+        return ()
+
+    def apply(self, params, token_ids, start, cache):
+        return params[token_ids], cache
+
+
+def test_a_model_without_a_hash_is_refused_by_name():
+    with pytest.raises(TypeError, match="target must be hashable.* eq=False"):
+        check_model("target", Unhashable([1]))
+    with pytest.raises(TypeError, match="model must be hashable"):
+        sd.ModelDrafter(Unhashable([1]))
