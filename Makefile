@@ -5,7 +5,7 @@ PYTHONS = 3.13 3.12 3.11
 # A worker that dies ends the run: one started in its place would wait for ever. So does a test that takes longer than
 # five minutes, whose threads are printed.
 BOUNDED = --max-worker-restart=0 -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
-PYTEST = -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(BOUNDED) $(PYTEST_ARGS)
+PYTEST = -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder $(BOUNDED) $(PYTEST_ARGS)
 PYTEST_ARGS =
 PROMPT = def quicksort(items):
 export PROMPT

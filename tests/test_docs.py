@@ -15,6 +15,8 @@ from models.checkpoints import CHECKPOINTS
 
 import jax_specdec as sd
 
+pytestmark = pytest.mark.unoptimized
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))

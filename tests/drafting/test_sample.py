@@ -17,6 +17,8 @@ from verify.batch import QUICK
 import jax_specdec as sd
 from jax_specdec._src.noise import Stream, uniforms
 
+pytestmark = pytest.mark.dearest
+
 # Most tests share this shape, and so one compilation.
 BATCH, VOCAB = 12_000, 11
 TEMPERATURES = np.resize(np.float32([0.0, 0.3, 1.0, 2.5]), BATCH)

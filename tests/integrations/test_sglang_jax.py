@@ -18,6 +18,8 @@ from jax_specdec.integrations import sglang_jax
 
 from .sglang_jax_cases import OURS, THEIRS, Row
 
+pytestmark = pytest.mark.unoptimized
+
 N, V = 4, 128
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=N - 1)
 CASES = [*THEIRS, *OURS]

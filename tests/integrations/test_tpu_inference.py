@@ -18,6 +18,8 @@ from jax_specdec.integrations import tpu_inference
 
 from .tpu_inference_cases import OURS, THEIRS, Case, Row
 
+pytestmark = pytest.mark.unoptimized
+
 K, V = 30, 128
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 CASES = [*THEIRS, *OURS]

@@ -43,7 +43,12 @@ from .engines import (
     run,
 )
 
-pytestmark = pytest.mark.newest
+pytestmark = [
+    pytest.mark.newest,
+    pytest.mark.dearest,
+    pytest.mark.unoptimized,
+    pytest.mark.xdist_group("engines"),
+]
 
 # What a request gets
 

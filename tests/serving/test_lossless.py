@@ -16,7 +16,7 @@ import jax_specdec as sd
 from . import tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
 
-pytestmark = pytest.mark.statistics
+pytestmark = [pytest.mark.statistics, pytest.mark.dearest]
 
 VOCAB = 5
 K = 2

@@ -23,6 +23,8 @@ from .batch import QUICK, Batch, Layout, Request, check, jitted, pack, verify
 from .cases import random_batch
 from .interpret_mode import interpret_gpu_params
 
+pytestmark = pytest.mark.dearest
+
 # Interpret mode imports this later, which changes what JAX caches programs by: between two calls,
 # everything would be compiled again.
 importlib.import_module("jax.experimental.pallas.fuser")

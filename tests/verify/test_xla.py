@@ -5,6 +5,8 @@ import pytest
 from . import bad_rows, block_edges, edges, processed, suite
 from .batch import OPTIMIZED, XLA
 
+pytestmark = pytest.mark.dearest
+
 
 class TestOracle(suite.RaceSuite):
     verifier = staticmethod(XLA)
