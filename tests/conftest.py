@@ -28,20 +28,12 @@ hypothesis.settings.load_profile("repeatable")
 
 
 def optimize(wanted: bool) -> None:
-    """As users do, or not at all: XLA's optimization level 0."""
+    """Compiles as users do, or at level 0: most programs compile longer than they run."""
     on_cpu = jax.default_backend() == "cpu"
     jax.config.update("jax_disable_most_optimizations", on_cpu and not wanted)
 
 
-optimize(False)  # what files compute when they are collected, and docstrings' examples
-
-
-@pytest.fixture(scope="module", autouse=True)
-def optimization(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Optimizes the programs of a module, unless it is marked."""
-    optimize(request.node.get_closest_marker("unoptimized") is None)
-    yield
-    optimize(False)
+optimize(False)  # what files compute when they are collected
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,6 +58,7 @@ def _programs_are_dropped_before_they_are_too_many() -> Iterator[None]:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test that was asked for fails where it cannot run: a skip would look like evidence."""
+    optimize(item.get_closest_marker("optimized") is not None)
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.fail(f"needs a GPU, but JAX runs on {jax.default_backend()!r}", pytrace=False)
     if item.get_closest_marker("aot") and importlib.util.find_spec("libtpu") is None:

@@ -20,7 +20,7 @@ from verify_cases import Case, Variant
 
 import jax_specdec as sd
 
-pytestmark = [pytest.mark.newest, pytest.mark.dearest, pytest.mark.unoptimized]
+pytestmark = [pytest.mark.newest, pytest.mark.dearest]
 
 XLA = Variant("xla")
 

@@ -15,8 +15,6 @@ from models.checkpoints import CHECKPOINTS
 
 import jax_specdec as sd
 
-pytestmark = pytest.mark.unoptimized
-
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))

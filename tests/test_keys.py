@@ -21,8 +21,6 @@ from serving.chi_square import CONTROL, assert_distributed, p_value
 import jax_specdec as sd
 from jax_specdec._src import noise
 
-pytestmark = pytest.mark.unoptimized
-
 K = 2
 V = engines.VOCAB
 

@@ -16,7 +16,7 @@ import pytest
 
 import jax_specdec as sd
 
-pytestmark = [pytest.mark.newest, pytest.mark.unoptimized]
+pytestmark = pytest.mark.newest
 
 B, K, V = 2, 3, 8
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)

@@ -9,7 +9,7 @@ import pytest
 
 import jax_specdec as sd
 
-pytestmark = [pytest.mark.newest, pytest.mark.unoptimized]
+pytestmark = pytest.mark.newest
 
 B, K, V = 4, 3, 16
 

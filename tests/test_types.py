@@ -12,8 +12,6 @@ import pytest
 
 import jax_specdec as sd
 
-pytestmark = pytest.mark.unoptimized
-
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=1)
 KEYS = jax.random.split(jax.random.key(0), 1)
 LOGITS = np.zeros((2, 8), np.float32)

@@ -19,7 +19,7 @@ from serving import engines, tiny
 import jax_specdec as sd
 from jax_specdec.__main__ import main
 
-pytestmark = [pytest.mark.newest, pytest.mark.unoptimized]
+pytestmark = pytest.mark.newest
 long = functools.partial(pytest.param, marks=pytest.mark.long)
 
 B, K, V = 3, 2, 300

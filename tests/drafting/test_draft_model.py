@@ -13,7 +13,7 @@ import scipy.special
 
 import jax_specdec as sd
 
-pytestmark = [pytest.mark.newest, pytest.mark.unoptimized]
+pytestmark = pytest.mark.newest
 
 VOCAB = 31
 K = 3

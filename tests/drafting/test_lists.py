@@ -14,7 +14,7 @@ from serving import test_options, tiny
 
 import jax_specdec as sd
 
-pytestmark = [pytest.mark.newest, pytest.mark.unoptimized]
+pytestmark = pytest.mark.newest
 
 BATCH, SLOTS, K, VOCAB, C = 4, 5, 3, 60, 6
 MAP = jnp.array([50, 3, 17, 41, 8, 29], jnp.int32)

@@ -12,7 +12,6 @@ import pytest
 import scipy.special
 import scipy.stats
 from serving.chi_square import ALPHA, CONTROL, assert_distributed
-from verify.batch import QUICK
 
 import jax_specdec as sd
 from jax_specdec._src.noise import Stream, uniforms
@@ -244,7 +243,7 @@ def test_split_logits_give_the_tokens_of_whole_ones():
             sharding=sharding,
         )
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def each_way(logits: jax.Array) -> Any:
         with_a_mesh = sd.VerifySharding(mesh, vocab_axis="vocab")
         inside = jax.shard_map(

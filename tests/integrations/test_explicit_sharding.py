@@ -17,8 +17,6 @@ from verify.cases import random_request
 
 import jax_specdec as sd
 
-pytestmark = pytest.mark.unoptimized
-
 LAYOUT = Layout(
     vocab=1024,
     vocab_size=1000,

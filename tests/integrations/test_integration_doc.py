@@ -15,8 +15,6 @@ import pytest
 
 import jax_specdec as sd
 
-pytestmark = pytest.mark.unoptimized
-
 DOCS = Path(__file__).parents[2] / "docs"
 PAIR = "sd.load_embedded_pair()  # your two models\n"
 DRAFTS_FOR_ITSELF = PAIR + "draft, draft_params = target, params\n"

@@ -16,8 +16,6 @@ from jax_specdec._src.noise import fold_in_each
 from jax_specdec.integrations import sglang_jax, tpu_inference
 from jax_specdec.integrations.keys import step_keys
 
-pytestmark = pytest.mark.unoptimized
-
 V, K, B, STEPS = 4, 2, 20000, 3
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K, rejection_sample_method="block")
 P = np.array([0.4, 0.3, 0.2, 0.1])

@@ -14,7 +14,7 @@ import pytest
 
 import jax_specdec as sd
 
-pytestmark = [pytest.mark.dearest, pytest.mark.unoptimized]
+pytestmark = pytest.mark.dearest
 
 CONFIG = sd.models.LlamaConfig(
     vocab_size=64,

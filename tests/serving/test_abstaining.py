@@ -14,7 +14,7 @@ import jax_specdec as sd
 
 from . import tiny
 
-pytestmark = [pytest.mark.newest, pytest.mark.unoptimized]
+pytestmark = pytest.mark.newest
 
 K = 3
 VOCAB = 7

@@ -46,7 +46,6 @@ from .engines import (
 pytestmark = [
     pytest.mark.newest,
     pytest.mark.dearest,
-    pytest.mark.unoptimized,
     pytest.mark.xdist_group("engines"),
 ]
 

@@ -16,7 +16,7 @@ from .engines import EVERYTHING as ENGINE
 from .engines import TABLE, TABLES, TARGET, VOCAB, alone, collect, random_request, run
 from .test_engine import FUNCTIONS
 
-pytestmark = [pytest.mark.unoptimized, pytest.mark.xdist_group("engines")]
+pytestmark = pytest.mark.xdist_group("engines")
 
 
 def driver_of() -> sd.EngineDriver:

@@ -19,7 +19,7 @@ from jax_specdec._src.serving.options import RequestFields, options_per_request
 from . import sampled, tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
 
-pytestmark = [pytest.mark.dearest, pytest.mark.unoptimized]
+pytestmark = pytest.mark.dearest
 
 VOCAB, K, NUM_TOKENS = 7, 3, 12
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)

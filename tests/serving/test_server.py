@@ -15,7 +15,7 @@ import uvicorn
 
 import jax_specdec as sd
 
-pytestmark = [pytest.mark.newest, pytest.mark.unoptimized]
+pytestmark = pytest.mark.newest
 
 PAGE = Path(__file__).parents[2] / "docs" / "server.md"
 PROMPTS = ("import ", "def f(", "class ", "for i in ", "return ", "    if x" * 9)

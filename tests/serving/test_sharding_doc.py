@@ -16,7 +16,7 @@ import jax_specdec as sd
 
 from .test_tensor_parallel import moved
 
-pytestmark = [pytest.mark.dearest, pytest.mark.unoptimized]
+pytestmark = pytest.mark.dearest
 
 PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"
 

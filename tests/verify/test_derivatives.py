@@ -20,8 +20,6 @@ from jax.sharding import PartitionSpec as P
 import jax_specdec as sd
 from jax_specdec._src import logprobs
 
-pytestmark = pytest.mark.unoptimized
-
 B, K, V = 4, 2, 40
 SIZE, TOP_K, NUM_TOP = 37, 6, 3
 ROWS = B * (K + 1)

@@ -12,8 +12,6 @@ import pytest
 import jax_specdec as sd
 from jax_specdec.integrations import sglang_jax, tpu_inference
 
-pytestmark = pytest.mark.unoptimized
-
 K, V = 2, 8
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 RULES = {

@@ -13,7 +13,7 @@ import pytest
 
 import jax_specdec as sd
 
-pytestmark = [pytest.mark.newest, pytest.mark.unoptimized]
+pytestmark = pytest.mark.newest
 
 B, K, V, N, R, C = 2, 3, 8, 5, 6, 3
 CANDIDATES = jnp.array([[(r + j) % V for j in (5, 0, 2)] for r in range(R)], jnp.int32)

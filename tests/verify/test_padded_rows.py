@@ -20,8 +20,6 @@ from .batch import Batch, Layout, jitted, oracle, verify
 from .cases import random_batch
 from .interpret_mode import interpret_gpu_params
 
-pytestmark = pytest.mark.unoptimized
-
 LAYOUT = Layout(
     vocab=97, num_speculative_tokens=3, num_requests=6, num_drafts=16, kind="logits", store_rows=20
 )

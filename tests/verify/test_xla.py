@@ -13,6 +13,7 @@ class TestOracle(suite.RaceSuite):
 
 
 @pytest.mark.newest
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     "layout",
     [
