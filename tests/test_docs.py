@@ -4,16 +4,18 @@
 """
 
 import ast
-import importlib.util
 import inspect
 import re
 from pathlib import Path
 
+import draw
 import numpy as np
 import pytest
 from models.checkpoints import CHECKPOINTS
 
 import jax_specdec as sd
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -196,19 +198,14 @@ def run_all(page: str) -> dict:
 # Pictures
 
 
-@pytest.mark.parametrize("script", ["draw_architecture", "draw_step"])
-def test_pictures_are_what_their_script_draws(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_pictures_are_what_the_script_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = importlib.util.spec_from_file_location(script, ROOT / "tools" / f"{script}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "DOCS", tmp_path)
-    module.main()
+    monkeypatch.setattr(draw, "DOCS", tmp_path)
+    draw.main()
     drawn = {path.name: path.read_text("utf-8") for path in tmp_path.iterdir()}
-    assert drawn
-    again = f"draw again: python tools/{script}.py"
+    assert len(drawn) == len(draw.PICTURES)
+    again = "draw again: python tools/draw.py"
     assert drawn == {name: (DOCS / name).read_text("utf-8") for name in drawn}, again
 
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from models.checkpoints import CHECKPOINTS
 
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
 README = Path(__file__).parent.parent / "README.md"
 
 

@@ -19,7 +19,7 @@ import jax_specdec as sd
 from .batch import packed
 from .test_statistics import p_value
 
-pytestmark = [pytest.mark.statistics, pytest.mark.optimized]
+pytestmark = pytest.mark.statistics
 
 V, LENGTH = 7, 2
 GROUPS: list[dict[str, Any]] = [
