@@ -2,13 +2,13 @@
 
 import gc
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,22 +35,8 @@ def optimize(wanted: bool) -> None:
 
 
 optimize(False)  # what files compute when they are collected
-
-
-@pytest.fixture(scope="module")
-def kept_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For files that compile the same programs again and again: the second time is from disk."""
-    changes = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
-        "jax_persistent_cache_min_compile_time_secs": 0.1,
-    }
-    before = {name: getattr(jax.config, name) for name in changes}
-    for values in (changes, before):
-        for name, value in values.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-        if values is changes:
-            yield
+if jax.default_backend() == "cpu":
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # processes that tests start
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,8 +15,6 @@ from models.checkpoints import CHECKPOINTS
 
 import jax_specdec as sd
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
-
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -105,14 +103,14 @@ def test_the_first_page_decodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.strip() and 1 < float(tokens_per_target_pass) <= 5
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_getting_started_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) -> None:
     scope = run_all("getting_started")  # asserts itself that greedy text is that of plain decoding
     assert scope["output"].num_emitted.shape == (2,)
     assert "def quicksort(items):" in capsys.readouterr().out
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_text_streams_with_a_tokenizer_and_is_that_of_generate(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

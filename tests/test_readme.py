@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from models.checkpoints import CHECKPOINTS
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
-
 README = Path(__file__).parent.parent / "README.md"
 
 

@@ -16,8 +16,6 @@ from jax_specdec._src.serving.core import Decoder
 
 from . import tiny
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
-
 # One compilation serves most tests here: a table that drafts for a table, K = 2, four requests.
 VOCAB = 6
 K = 2

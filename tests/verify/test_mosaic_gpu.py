@@ -155,7 +155,7 @@ TILES = dataclasses.replace(LAYOUTS[5], vocab=12416)  # six whole tiles and 128 
 
 @pytest.mark.parametrize(
     "layout",
-    [*newest(GIVEN_BONUS, SYNTHETIC, TILES), *slow(*LAYOUTS[:4], LAYOUTS[5])],
+    [*newest(GIVEN_BONUS, SYNTHETIC), *long(TILES), *slow(*LAYOUTS[:4], LAYOUTS[5])],
     ids=str,
 )
 def test_gives_the_tokens_of_the_oracle(layout):

@@ -184,7 +184,8 @@ def compare(case: Case, **options: Any) -> None:
 
 
 newest = pytest.mark.newest
-SOME = [pytest.param(case, marks=() if case.kind is None else newest) for case in CASES]
+MARKS = {None: (), "logits": newest, "probs": pytest.mark.long}
+SOME = [pytest.param(case, marks=MARKS[case.kind]) for case in CASES]
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
