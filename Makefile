@@ -2,7 +2,10 @@
 # Environments are made again whenever pyproject.toml changes.
 
 PYTHONS = 3.13 3.12 3.11
-PYTEST = -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+# A worker that dies ends the run: one started in its place would wait for ever. So does a test that takes longer than
+# five minutes, whose threads are printed.
+BOUNDED = --max-worker-restart=0 -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
+PYTEST = -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder $(BOUNDED) $(PYTEST_ARGS)
 PYTEST_ARGS =
 PROMPT = def quicksort(items):
 export PROMPT
@@ -33,7 +36,7 @@ test-oldest: .venv-test-oldest/installed  ## the same on Python 3.11 and JAX 0.1
 
 test-aot: .venv-aot/gpus  ## compile for TPUs and GPUs that are not there, and look at what the programs take
 	@echo "test-aot: programs for a TPU v5e, the kernel for H200, B200, B300 and RTX PRO 6000"
-	@.venv-aot/bin/python -m pytest -q -n 2 $(PYTEST_ARGS) -m aot tests/test_ahead_of_time.py
+	@.venv-aot/bin/python -m pytest -q -n 2 $(BOUNDED) $(PYTEST_ARGS) -m aot tests/test_ahead_of_time.py
 
 test-aot-all: .venv-aot/gpus  ## the same for every case, written to docs/tpu.md
 	@.venv-aot/bin/python benchmarks/ahead_of_time_grid.py

@@ -5,9 +5,7 @@ import types
 
 import bench_vllm_gpu as bench
 import inputs
-import measure
 import numpy as np
-import plots
 import pytest
 import vllm_sampler
 from verify_cases import Case
@@ -60,6 +58,7 @@ def drawn():
     return sets, *bench.draw_ours(CASE, sets, 1000, "xla")
 
 
+@pytest.mark.newest
 def test_a_right_sampler_agrees_with_exact_probabilities(drawn):
     row = bench.compare(CASE, *drawn)
     assert row["ok"] and row["drafts_kept"] and len(row["z"]) == CASE.k + 2
@@ -88,36 +87,6 @@ def test_inputs_without_a_normalizer_are_the_same_inputs():
     assert drafts.distribution.log_normalizer is None
     np.testing.assert_array_equal(drafts.distribution.logits, sets[0][1].distribution.logits)
     np.testing.assert_array_equal(drafts.token_ids, sets[0][1].token_ids)
-
-
-def test_results_are_tabulated_and_drawn(tmp_path, capsys):
-    rows = [
-        {
-            "kind": "vllm",
-            **bench.fields(Case("", batch, temperature=temperature)),
-            "way": way,
-            "emitted_per_request": 2.9,
-            "call_us": 10.0 * batch * (3 if way == "vllm" else 1),
-            "kernel_us": None if way == "xla" else 9.0,
-            "launches": None if way == "xla" else 1.0,
-            **({"kernels": {"f": [1.0, 9.0]}} if way == "vllm" else {}),
-        }
-        for temperature in (0.8, 1.0)
-        for batch in (1, 64)
-        for way in (*bench.OURS, bench.VLLM, bench.VLLM_KERNELS)
-    ]
-    run = {"device": "gpu: a GPU", "jax": "0"}
-    measure.write(tmp_path / "vllm_gpu.json", measure.merge(None, run, rows, bench.IDENTITY))
-    bench.report(tmp_path / "vllm_gpu.json")
-    printed = capsys.readouterr().out
-    assert (tmp_path / "vllm_gpu_call.png").stat().st_size > 1000
-    assert "9.0 us f" in printed
-    lines = [line for line in printed.splitlines() if "│" in line]
-    assert len(lines) == len(rows) and sum("3.00" in line for line in lines) == 4
-    axes = plots.beside_vllm(measure.load(tmp_path / "vllm_gpu.json")).axes
-    assert [ax.get_title() for ax in axes] == ["temperature 0.8", "temperature 1"]
-    curves = {line.get_label(): line.get_xydata().tolist() for line in axes[0].lines}
-    assert curves["vllm"] == [[1, 30], [64, 1920]] and curves["ours"] == [[1, 10], [64, 640]]
 
 
 @pytest.mark.parametrize(

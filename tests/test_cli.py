@@ -31,7 +31,7 @@ from jax_specdec._src.cli import run as run_lib
 from jax_specdec._src.cli.terminal import printable
 from jax_specdec._src.serving import generate as generate_lib
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.dearest]
 
 PROMPT = "def quicksort(items):"
 NO_CACHE = "--no-compilation-cache"

@@ -4,11 +4,11 @@
 """
 
 import ast
-import importlib.util
 import inspect
 import re
 from pathlib import Path
 
+import draw
 import numpy as np
 import pytest
 from models.checkpoints import CHECKPOINTS
@@ -125,14 +125,14 @@ def test_the_page_on_draft_budgets_plans_and_serves(
     assert scope["driver"].is_idle and scope["driver"].stats().num_tokens == 16
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_getting_started_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) -> None:
     scope = run_all("getting_started")  # asserts itself that greedy text is that of plain decoding
     assert scope["output"].num_emitted.shape == (2,)
     assert "def quicksort(items):" in capsys.readouterr().out
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_text_streams_with_a_tokenizer_and_is_that_of_generate(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -218,19 +218,14 @@ def run_all(page: str) -> dict:
 # Pictures
 
 
-@pytest.mark.parametrize("script", ["draw_architecture", "draw_step"])
-def test_pictures_are_what_their_script_draws(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_pictures_are_what_the_script_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = importlib.util.spec_from_file_location(script, ROOT / "tools" / f"{script}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "DOCS", tmp_path)
-    module.main()
+    monkeypatch.setattr(draw, "DOCS", tmp_path)
+    draw.main()
     drawn = {path.name: path.read_text("utf-8") for path in tmp_path.iterdir()}
-    assert drawn
-    again = f"draw again: python tools/{script}.py"
+    assert len(drawn) == len(draw.PICTURES)
+    again = "draw again: python tools/draw.py"
     assert drawn == {name: (DOCS / name).read_text("utf-8") for name in drawn}, again
 
 

@@ -12,6 +12,8 @@ import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
 
+pytestmark = pytest.mark.dearest
+
 ROOT = Path(__file__).parents[1]
 RUNNER = runpy.run_path(str(ROOT / "tools/run_notebooks.py"))
 

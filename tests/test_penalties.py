@@ -224,14 +224,18 @@ def test_what_follows_an_accepted_draft_is_sampled_as_if_it_had_been_written() -
     expected = np.exp(x) / np.exp(x).sum()
     config = sd.SpecDecodeConfig(num_speculative_tokens=1)
 
+    # Arguments, because XLA computes what depends on constants alone while it compiles.
+    given = jnp.tile(jnp.asarray(row, jnp.float32), (2 * requests, 1)), penalties, one
+    keys = jax.random.split(jax.random.key(5), requests)
+
     @jax.jit
-    def second_tokens(seen: jax.Array, proposed: jax.Array) -> jax.Array:
-        rows = jnp.tile(jnp.asarray(row, jnp.float32), (2 * requests, 1))
+    def second_tokens(given: Any, keys: jax.Array, seen: jax.Array, proposed: jax.Array) -> Any:
+        rows, penalties, one = given
         output = sd.rejection_sample(
             sd.apply_penalties(rows, sd.Drafts.from_dense(seen), penalties, config=config),
             sd.Drafts.from_dense(proposed),
             sampling=sd.SamplingParams(one),
-            keys=jax.random.split(jax.random.key(5), requests),
+            keys=keys,
             positions=jnp.zeros((requests,), jnp.int32),
             config=config,
         )
@@ -240,7 +244,7 @@ def test_what_follows_an_accepted_draft_is_sampled_as_if_it_had_been_written() -
     drafts = jnp.full((requests, 1), draft, jnp.int32)
     p_values = []
     for seen in (drafts, -jnp.ones_like(drafts)):  # the second: penalties that forget the draft
-        tokens = np.asarray(second_tokens(seen, drafts))
+        tokens = np.asarray(second_tokens(given, keys, seen, drafts))
         counts = np.bincount(tokens[tokens >= 0], minlength=6)
         assert counts.sum() > 5000
         p_values.append(scipy.stats.chisquare(counts, expected * counts.sum()).pvalue)

@@ -1,6 +1,6 @@
 """What imports what in a package, read from its source.
 
-`tests/test_repository.py` checks it, `draw_architecture.py` draws it.
+`tests/test_repository.py` checks it, `draw.py` draws it.
 """
 
 from __future__ import annotations

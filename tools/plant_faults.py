@@ -3,407 +3,391 @@
     python tools/plant_faults.py [NAME...]
 
 Of the checkout in the current directory, with the Python that runs this; all faults by default. A
-fault changes one line of the package and names the tests to run, where the line is put back
-afterwards. Fails where a fault is caught by none of them.
+fault replaces one function of the package, in the process of the tests that it names. Fails where a
+fault is caught by none of them.
 """
 
+from __future__ import annotations
+
 import dataclasses
+import functools
+import importlib
+import inspect
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-PACKAGE = Path("jax_specdec/_src")
+import jax
+import jax.numpy as jnp
+
+PLANTED = "PLANTED_FAULT"
+"""The environment variable that names the fault in the process of the tests."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    file: str
-    old: str
-    new: str
+    function: str  # "module:name" or "module:Class.name", under jax_specdec
     tests: str  # what to run, under tests/
+    wrong: Callable[..., Any]  # takes the function as it was, then its arguments
 
 
-FAULTS = {
-    "greedy ties go to the highest id": Fault(
-        "verify/rows.py",
-        "jnp.where(x == peak[:, None], index, x.shape[1])",
-        "jnp.where(x == peak[:, None], index, x.shape[1]) * 0",
-        "verify/test_xla.py",
-    ),
-    "a ratio equal to u is accepted": Fault(
-        "verify/rules.py", "(u * q < p)", "(u * q <= p)", "verify/test_xla.py"
-    ),
-    "the residual is not clamped at 0": Fault(
-        "verify/rules.py", "jnp.maximum(left, 0.0)", "left", "verify/test_xla.py"
-    ),
-    "the normalizer is not relative to row_max": Fault(
-        "verify/draft_rows.py",
-        "zero if d.row_max is None else d.row_max[rows]",
-        "zero",
-        "verify/test_xla.py",
-    ),
-    "one large normalizer makes all drafts of its request one-hot": Fault(
-        "verify/requests.py",
-        "has_q &= usable",
-        "has_q &= jnp.all(usable, axis=1, keepdims=True)",
-        "verify/test_normalizers.py",
-    ),
-    "log_normalizer is ignored": Fault(
-        "verify/draft_rows.py",
-        "isinstance(d, DraftLogits) and d.log_normalizer is None",
-        "isinstance(d, DraftLogits)",
-        "verify/test_xla.py",
-    ),
-    "the status of a bad draft row is dropped": Fault(
-        "verify/draw.py",
-        "source.uses_q & (jnp.isnan(total[:, 0]) | source.draft_scale.bad)",
-        "source.uses_q & source.draft_scale.bad",
-        "verify/test_xla.py",
-    ),
-    "a request's rows begin one too early": Fault(
-        "ragged.py",
-        "first_row = start + index if",
-        "first_row = start + jnp.maximum(index - 1, 0) if",
-        "verify/test_xla.py",
-    ),
-    "the block rule does not multiply ratios": Fault(
-        "verify/rules.py",
-        "jnp.minimum(weight * ratio, 1.0)",
-        "jnp.minimum(ratio, 1.0)",
-        "verify/test_xla.py",
-    ),
-    "top-p keeps one more": Fault(
-        "verify/threshold.py",
-        "mass(candidates) >= goal",
-        "mass(candidates) - jnp.exp((candidates - peak) * inv_temperature) >= goal",
-        "verify/test_threshold.py verify/test_xla.py",
-    ),
-    "rows read at once: the bonus row is never reached": Fault(
-        "verify/rules.py",
-        "stop = tiles.first_true(~self.goes_on(positions))\n",
-        "stop = tiles.first_true(~self.goes_on(positions)[:, :-2])\n",
-        "verify/test_xla_all_at_once.py",
-    ),
-    "rows read at once: a row is read at the temperature of the request before": Fault(
-        "verify/reader.py",
-        "jnp.where(owns, x[None, :],",
-        "jnp.where(owns, jnp.roll(x, 1)[None, :],",
-        "verify/test_xla_all_at_once.py",
-    ),
-    "rows read at once: ids of the tile before are drawn with the last tile": Fault(
-        "verify/draw.py",
-        "is_inside = ids // TILE == tile[:, None]",
-        "is_inside = ids >= 0",
-        "verify/test_xla_all_at_once.py verify/test_numbers.py",
-    ),
-    "a drafter shares the target's noise under every rule": Fault(
-        "drafting/sample.py", "if shares_noise:", "if True:", "drafting/test_sample.py"
-    ),
-    "agreement: noise belongs to the step, not to the token": Fault(
-        "noise.py",
-        "jnp.arange(count, dtype=jnp.int32)[None, :]",
-        "jnp.zeros((1, count), jnp.int32)",
-        "verify/test_noise.py serving/test_agreement.py",
-    ),
-    "blocks of rows: what is left after the last whole one is not read": Fault(
-        "blocks.py", "-(-size // length)", "size // length", "verify/test_forms.py"
-    ),
-    "keys of four words lose two": Fault(
-        "noise.py",
-        "jnp.stack(_threefry((w, x), (y, z)), axis=-1)",
-        "jnp.stack((w, x), axis=-1)",
-        "test_keys.py",
-    ),
-    "a part of the vocabulary begins too late": Fault(
-        "verify/rows.py",
-        "None if form.axis is None else form.part * logits.shape[1]",
-        "None if form.axis is None else form.part * (logits.shape[1] + 1)",
-        "verify/test_sharded.py",
-    ),
-    "a tile that an edge between parts cuts is the first part's": Fault(
-        "verify/draw.py",
-        "piece = inverse_cdf(held[:, None], u)[0][:, 0]",
-        "piece = jnp.zeros_like(chosen)",
-        "verify/test_sharded.py",
-    ),
-    "a threshold of a split row is found by one part": Fault(
-        "verify/threshold.py",
-        "return form.sum(jnp.stack(",
-        "return (lambda x: x)(jnp.stack(",
-        "verify/test_sharded.py",
-    ),
-    "rows past the end are read": Fault(
-        "verify/requests.py",
-        "valid_input &= end <= arrays.target_logits.shape[0]",
-        "valid_input &= end <= arrays.target_logits.shape[0] + 100",
-        "verify/test_padded_rows.py",
-    ),
-    "a part counts tiles from its own first id": Fault(
-        "verify/draw.py",
-        "return index if first is None else first // TILE + index",
-        "return index if first is None else (first + TILE - 1) // TILE + index",
-        "verify/test_sharded.py",
-    ),
-    "a map of ids is not followed": Fault(
-        "verify/draft_rows.py",
-        "self.columns[jnp.clip(ids, 0, self.size - 1)]",
-        "jnp.clip(ids, 0, self.unlisted)",
-        "verify/test_listed.py",
-    ),
-    "candidates take nothing from their tile": Fault(
-        "verify/draw.py",
-        "jnp.maximum(source.weight[:, None] * p_masses - taken, 0.0)",
-        "source.weight[:, None] * p_masses",
-        "verify/test_listed.py",
-    ),
-    "requests that vary over an axis of shard_map are traced with it": Fault(
-        "verify/sharding.py", "if not axes:", "if True:", "integrations/test_explicit_sharding.py"
-    ),
-    "a chain's places do not begin at its own": Fault(
-        "../integrations/sglang_jax.py",
-        "arrays.slots[:, None] * n",
-        "arrays.slots[:, None] * 0",
-        "integrations/test_sglang_jax.py",
-    ),
-    "a greedy request of a flat batch keeps temperature -1": Fault(
-        "../integrations/tpu_inference.py",
-        "is_greedy |= temperature == GREEDY_TEMPERATURE",
-        "is_greedy |= temperature == 1 - GREEDY_TEMPERATURE",
-        "integrations/test_tpu_inference.py",
-    ),
-    "all slots of a step have one key": Fault(
-        "../integrations/keys.py",
-        "(threefry_keys(key), slots)",
-        "(threefry_keys(key), slots * 0)",
-        "integrations/test_step_keys.py",
-    ),
-    "kernel: the last of many tiles is not weighed": Fault(
-        "verify/mosaic_gpu/rows.py",
-        "return lax.fori_loop(0, self.count(), run, state)",
-        "return lax.fori_loop(0, self.count() - (self.count() > 4), run, state)",
-        "verify/test_mosaic_gpu.py::"
-        "test_recovered_tokens_come_from_all_tiles_that_the_oracle_draws_from",
-    ),
-    "kernel: recovering and accepting share a stream": Fault(
-        "verify/mosaic_gpu/request.py",
-        "jnp.where(recovers, int(noise.Stream.RECOVER), int(noise.Stream.ACCEPT))",
-        "jnp.where(recovers, int(noise.Stream.ACCEPT), int(noise.Stream.ACCEPT))",
-        "verify/test_mosaic_gpu.py::test_noise_from_keys_is_what_draw_noise_gives",
-    ),
-    "kernel: the normalizer is not relative to row_max": Fault(
-        "verify/mosaic_gpu/launch.py",
-        'operands["row_max"] = distribution.row_max',
-        'operands["row_max"] = None',
-        "verify/test_mosaic_gpu.py",
-    ),
-    "kernel: a greedy tie goes to the highest id": Fault(
-        "verify/mosaic_gpu/statistics.py",
-        "lax.bitcast_convert_type(threads.warp_min(place), jnp.float32)",
-        "lax.bitcast_convert_type("
-        "-threads.warp_min(jnp.where(place < 2**30, -place, 0)), jnp.float32)",
-        "verify/test_mosaic_gpu.py::test_greedy_ties_go_to_the_lowest_id",
-    ),
-    "kernel: what is listed has no weight in its tile": Fault(
-        "verify/mosaic_gpu/sample.py",
-        "jnp.where(here & (tile == i), weight, 0.0)",
-        "jnp.where(here & (tile < i), weight, 0.0)",
-        "verify/test_mosaic_gpu_lists.py::"
-        "test_what_is_left_on_many_candidates_of_a_tile_is_drawn_from",
-    ),
-    "kernel: a candidate after another is passed over": Fault(
-        "verify/mosaic_gpu/lists.py",
-        "(place < TILE) & (mine > column)",
-        "(place < TILE) & (mine > column + 1)",
-        "verify/test_mosaic_gpu_lists.py::"
-        "test_what_is_left_on_many_candidates_of_a_tile_is_drawn_from",
-    ),
-    "kernel: an id may be listed twice": Fault(
-        "verify/mosaic_gpu/lists.py",
-        " | threads.has_twin(ids)",
-        "",
-        "verify/test_mosaic_gpu_lists.py::"
-        "test_a_row_that_lists_an_id_twice_or_one_that_is_none_is_bad",
-    ),
-    "kernel: two requests may share a row": Fault(
-        "verify/mosaic_gpu/request.py",
-        "in_bounds &= start >= -threads.scalar(threads.warp_min(-reached))",
-        "in_bounds &= start >= -threads.scalar(threads.warp_min(0 * reached))",
-        "verify/test_mosaic_gpu.py::test_a_request_sees_all_before_it_whose_rows_it_would_share",
-    ),
-    "a drafter draws with the verifier's bits": Fault(
-        "drafting/sample.py",
-        "return uniforms(key, position, Stream.DRAFT, offset)",
-        "return uniforms(key, position, Stream.ACCEPT, offset)",
-        "drafting/test_sample.py",
-    ),
-    "a stored row of another position is used": Fault(
-        "drafting/store.py",
-        "(drawn_at >= 0) & (drawn_at == positions[None, :])",
-        "drawn_at >= 0",
-        "drafting/test_store.py",
-    ),
-    "a lookup proposes what is not written yet": Fault(
-        "drafting/ngram.py",
-        "(length - source, 1)",
-        "(length - source + 1, 1)",
-        "drafting/test_ngram.py",
-    ),
-    "a request without drafts gets a pass of one token, whatever its neighbours have": Fault(
-        "serving/core.py",
-        '"may_abstain", False) and tokens.shape[0] == 1:',
-        '"may_abstain", False):',
-        "serving/test_abstaining.py",
-    ),
-    "the loop draws the same bits at every step": Fault(
-        "serving/core.py",
-        "            positions=batch.lengths,\n            active",
-        "            positions=batch.lengths * 0,\n            active",
-        "serving/test_lossless.py serving/test_loop.py",
-    ),
-    "a stop token ends the text before itself": Fault(
-        "serving/batch.py",
-        "jnp.where(is_stopped, stop_at + 1, num_kept)",
-        "jnp.where(is_stopped, stop_at, num_kept)",
-        "serving/test_greedy.py",
-    ),
-    "a new request of an engine has drafts": Fault(
-        "serving/core.py",
-        "if not self.drafts_in_first_step:",
-        "if False:",
-        "serving/test_engine.py",
-    ),
-    "a drafter forgets its drafts where bad words and penalties count them": Fault(
-        "drafting/context.py",
-        "processors=self.processors and self.processors.append(token_ids)",
-        "processors=self.processors",
-        "serving/test_options.py",
-    ),
-    "the mask of allowed ids is left out": Fault(
-        "drafting/context.py",
-        "if self.token_bitmask is not None:",
-        "if False:",
-        "serving/test_options.py",
-    ),
-    "a slot keeps the cache of the request before": Fault(
-        "serving/engine.py",
-        "all_ = lax.dynamic_update_slice(all_, one, start)",
-        "del one",
-        "serving/test_engine.py",
-    ),
-    "a long prompt keeps what the one before it left in its caches": Fault(
-        "serving/engine.py",
-        "is_first = start == 0",
-        "is_first = start < 0",
-        "serving/test_steps_ahead.py",
-    ),
-    "whoever comes into a slot gets what a step ahead did for the request before": Fault(
-        "serving/bookkeeping.py",
-        "if request is None or request is not slots[slot]:",
-        "if (request := slots[slot]) is None:",
-        "serving/test_steps_ahead.py",
-    ),
-    "a request ends at its second failed call, whatever max_retries says": Fault(
-        "serving/driver.py",
-        "if count > self.max_retries else None",
-        "if count > 1 else None",
-        "serving/test_engine_continuity.py",
-    ),
-    "a preempted request does not wait for the steps ahead": Fault(
-        "serving/driver.py",
-        "            while self._ahead:\n",
-        "            while False:\n",
-        "serving/test_steps_ahead.py",
-    ),
-    "a bad word is looked for without the drafts before a row": Fault(
-        "processors.py",
-        "[bad_words.recent, token_ids]",
-        "[bad_words.recent, 0 * token_ids - 1]",
-        "serving/test_processors.py",
-    ),
-    "all rows of a step forbid stop tokens like its first": Fault(
-        "processors.py",
-        "is_early = offset < ",
-        "is_early = 0 * offset < ",
-        "serving/test_processors.py",
-    ),
-    "matchers stay where a step's drafts led them": Fault(
-        "grammar.py", "if matcher is not None and count:", "if False:", "serving/test_grammar.py"
-    ),
-    "a grammar that begins in mid-draft begins a token late": Fault(
-        "grammar.py",
-        "return self._before[-len(self._begin) :] == self._begin",
-        "return self._before[-len(self._begin) - 1 : -1] == self._begin",
-        "serving/test_grammar.py",
-    ),
-    "features are those of the layer before": Fault(
-        "models/llama.py",
-        "chosen = [streams[i] for i in feature_layers]",
-        "chosen = [streams[max(i - 1, 0)] for i in feature_layers]",
-        "models/test_llama.py",
-    ),
-    "a head drafts one position too far": Fault(
-        "drafting/eagle3.py",
-        "jnp.minimum(lengths - 2 + offset, longest - 1)",
-        "jnp.minimum(lengths - 1 + offset, longest - 1)",
-        "drafting/test_eagle3.py",
-    ),
-    "a head reads what was accepted one position too late": Fault(
-        "drafting/eagle3.py",
-        "jnp.clip(lengths - 1 - num_features, 0, longest - size)",
-        "jnp.clip(lengths - num_features, 0, longest - size)",
-        "drafting/test_eagle3.py",
-    ),
-    "a head keeps its own states where true features have come": Fault(
-        "drafting/eagle3.py",
-        "logits, state, cache = self.head.apply(params, states, shifted, start, cache, row)",
-        "logits, state, _ = self.head.apply(params, states, shifted, start, cache, row)",
-        "drafting/test_eagle3.py",
-    ),
-    "a head's own state goes through fc": Fault(
-        "drafting/eagle3.py",
-        "self.head.apply(params, state, last[:, None], start, cache)",
-        "self.head.apply(params, self.head.project(params, jnp.tile(state, "
-        "len(self.feature_layers))), last[:, None], start, cache)",
-        "drafting/test_eagle3.py",
-    ),
-    "features of rejected drafts count as those of the text": Fault(
-        "serving/core.py",
-        "num_features = record.num_kept",
-        "num_features = jnp.where(record.num_kept > 0, features.shape[1], 0)",
-        "drafting/test_eagle3.py",
-    ),
-    "the last row of a chunk does not know the token after it": Fault(
-        "serving/core.py",
-        "following = zeros if next_token_ids is None else next_token_ids",
-        "following = zeros",
-        "drafting/test_eagle3.py",
-    ),
-    "a loop over layers copies the cache": Fault(
-        "models/llama.py",
-        "lax.optimization_barrier(written)",
-        "written",
-        "models/test_scan_layers.py",
-    ),
-}
+FAULTS: dict[str, Fault] = {}
 
 
-def caught_by(fault: Fault) -> str | None:
+def fault(name: str, function: str, tests: str) -> Callable[[Callable[..., Any]], Any]:
+    def add(wrong: Callable[..., Any]) -> None:
+        FAULTS[name] = Fault(function, tests, wrong)
+
+    return add
+
+
+# Rules
+
+
+@fault("a ratio equal to u is accepted", "_src.verify.rules:accepts", "verify/test_xla.py")
+def _(right, u, p, q):
+    return (q > 0) & (u * q <= p)
+
+
+@fault("a draft that q cannot draw is accepted", "_src.verify.rules:accepts", "verify/test_xla.py")
+def _(right, u, p, q):
+    return u * q < p
+
+
+@fault(
+    "greedy drafts are always accepted", "_src.verify.rules:accepts_greedy", "verify/test_xla.py"
+)
+def _(right, token_id, best_id):
+    return token_id == token_id
+
+
+@fault("the residual is not clamped at 0", "_src.verify.rules:residual", "verify/test_xla.py")
+def _(right, weight, p, q):
+    return weight * p - q
+
+
+@fault("the residual is the target", "_src.verify.rules:residual", "verify/test_xla.py")
+def _(right, weight, p, q):
+    return weight * p + 0 * q
+
+
+@fault(
+    "the block rule does not multiply ratios",
+    "_src.verify.rules:joint_weight",
+    "verify/test_xla.py",
+)
+def _(right, weight, p, q):
+    return right(jnp.ones_like(weight), p, q)
+
+
+@fault("a block passes by its weight alone", "_src.verify.rules:passes", "verify/test_xla.py")
+def _(right, u, weight, mass):
+    return u < weight
+
+
+@fault("synthetic rates are halved", "_src.verify.rules:accepts_synthetic", "verify/test_xla.py")
+def _(right, u, conditional_rate):
+    return u < conditional_rate / 2
+
+
+@fault(
+    "a drafter shares the target's noise under every rule",
+    "_src.drafting.sample:_sample",
+    "drafting/test_sample.py",
+)
+def _(right, *given):
+    *before, takes_argmax, _, sharding = given
+    return right(*before, takes_argmax, True, sharding)
+
+
+@fault(
+    "agreement: noise belongs to the step, not to the token",
+    "_src.noise:token_uniforms",
+    "verify/test_noise.py serving/test_agreement.py",
+)
+def _(right, keys, positions, count):
+    return jnp.repeat(right(keys, positions, 1), count, axis=1)
+
+
+# Rows and draws
+
+
+@fault("greedy ties go to the highest id", "_src.verify.rows:max_and_argmax", "verify/test_xla.py")
+def _(right, x):
+    peak, place = right(x[:, ::-1])
+    return peak, x.shape[1] - 1 - place
+
+
+@fault(
+    "the last part wins a greedy tie", "_src.verify.rows:argmax_of_parts", "verify/test_sharded.py"
+)
+def _(right, maxima, argmaxes):
+    return right(maxima[::-1], argmaxes[::-1])
+
+
+@fault("probabilities are not normalized", "_src.verify.tiles:Scale.probs", "verify/test_xla.py")
+def _(right, self, logits, inv_temperature):
+    return jnp.exp((logits - self.shift) * inv_temperature)
+
+
+@fault("the temperature is not applied", "_src.verify.tiles:Scale.probs", "verify/test_xla.py")
+def _(right, self, logits, inv_temperature):
+    return right(self, logits, jnp.ones_like(inv_temperature))
+
+
+@fault(
+    "the last tokens of a tile are never drawn",
+    "_src.verify.draw:inverse_cdf",
+    "verify/test_xla.py",
+)
+def _(right, weights, u):
+    return right(weights, 0.9 * u)
+
+
+@fault("a token of weight zero is drawn", "_src.verify.draw:inverse_cdf", "verify/test_xla.py")
+def _(right, weights, u):
+    place, total = right(weights, u)
+    return jnp.minimum(place + 1, weights.shape[2] - 1), total
+
+
+@fault("a request's rows begin one too early", "_src.ragged:unpack", "verify/test_xla.py")
+def _(right, *args):
+    layout = right(*args)
+    return layout._replace(first_row=jnp.maximum(layout.first_row - 1, 0))
+
+
+@fault("filters keep everything", "_src.verify.threshold:find_threshold", "verify/test_xla.py")
+def _(right, filter, *args, **named):
+    return jnp.minimum(right(filter, *args, **named), -jnp.inf)
+
+
+@fault(
+    "one large normalizer makes all drafts of its request one-hot",
+    "_src.verify.requests:usable_normalizers",
+    "verify/test_normalizers.py",
+)
+def _(right, distribution, rows):
+    usable = right(distribution, rows)
+    return usable if usable is None else usable & jnp.all(usable, axis=-1, keepdims=True)
+
+
+@fault(
+    "requests that vary over an axis of shard_map are traced with it",
+    "_src.verify.sharding:without_vma",
+    "integrations/test_explicit_sharding.py",
+)
+def _(right, function, arrays, vocab_axis):
+    return function(arrays)
+
+
+# The kernel
+
+
+@fault(
+    "kernel: the residual is the target", "_src.verify.rules:excess", "verify/test_mosaic_gpu.py"
+)
+def _(right, p, q):
+    return p + 0 * q
+
+
+@fault(
+    "kernel: the last ids of a tile are never drawn",
+    "_src.verify.mosaic_gpu.sample:pick_of",
+    "verify/test_mosaic_gpu.py",
+)
+def _(right, weights, aim):
+    return right(weights, 0.5 * aim)
+
+
+# Noise
+
+
+@fault("accepting and recovering share a stream", "_src.noise:counter_of", "test_keys.py")
+def _(right, stream, offset):
+    return right(stream * 0, offset)
+
+
+@fault("keys of four words lose two", "_src.noise:key_words", "test_keys.py")
+def _(right, keys):
+    words = jax.random.key_data(keys)
+    return words[..., :2] if words.shape[-1] == 4 else right(keys)
+
+
+@fault(
+    "all slots of a step have one key",
+    "integrations.keys:step_keys",
+    "integrations/test_step_keys.py",
+)
+def _(right, key, slots):
+    return right(key, slots * 0)
+
+
+@fault(
+    "the loop draws the same bits at every step",
+    "_src.noise:threefry_bits",
+    "serving/test_lossless.py serving/test_loop.py",
+)
+def _(right, key, position, place):
+    return right(key, position * 0, place)
+
+
+# Drafting
+
+
+@fault(
+    "a stored row of another position is used",
+    "_src.drafting.store:DraftStore.attach",
+    "drafting/test_store.py",
+)
+def _(right, self, drafts, *, positions, **named):
+    drawn_at = jnp.where(self.positions >= 0, positions[0], self.positions)
+    return right(
+        dataclasses.replace(self, positions=drawn_at), drafts, positions=positions, **named
+    )
+
+
+@fault(
+    "a lookup proposes what is not written yet",
+    "_src.drafting.ngram:NGramDrafter._lookup",
+    "drafting/test_ngram.py",
+)
+def _(right, self, tokens, length, k):
+    return right(self, tokens, length + 1, k)
+
+
+@fault(
+    "a drafter forgets its drafts where bad words and penalties count them",
+    "_src.drafting.context:DraftContext.append",
+    "serving/test_options.py",
+)
+def _(right, self, token_ids):
+    return dataclasses.replace(right(self, token_ids), processors=self.processors)
+
+
+@fault(
+    "the mask of allowed ids is left out",
+    "_src.drafting.context:_allow",
+    "serving/test_options.py",
+)
+def _(right, rows, token_bitmask):
+    return rows
+
+
+@fault(
+    "a head reads one token fewer of the text",
+    "_src.drafting.eagle3:Eagle3Drafter.propose",
+    "drafting/test_eagle3.py",
+)
+def _(right, self, params, context, cache, store):
+    context = dataclasses.replace(context, lengths=context.lengths - 1)
+    return right(self, params, context, cache, store)
+
+
+# Serving
+
+
+@fault(
+    "a stop token ends the text before itself",
+    "_src.serving.batch:truncate",
+    "serving/test_greedy.py",
+)
+def _(right, *args, **named):
+    num_kept, is_stopped = right(*args, **named)
+    return num_kept - is_stopped, is_stopped
+
+
+@fault(
+    "a slot keeps the cache of the request before",
+    "_src.serving.engine:put_cache",
+    "serving/test_engine.py",
+)
+def _(right, init_cache, cache, some, slots, max_length):
+    return cache
+
+
+@fault(
+    "a draft does not count as output for the minimum length",
+    "_src.processors:MinTokens.append",
+    "serving/test_options.py",
+)
+def _(right, self, token_ids):
+    return self
+
+
+@fault(
+    "a draft is not counted by penalties",
+    "_src.penalties:Penalties.append",
+    "serving/test_options.py",
+)
+def _(right, self, token_ids):
+    return self
+
+
+@fault(
+    "a grammar that begins in mid-draft begins a token late",
+    "_src.grammar:DelayedMatcher.has_begun",
+    "serving/test_grammar.py",
+)
+def _(right, self):
+    return self._before[-len(self._begin) - 1 : -1] == self._begin
+
+
+@fault(
+    "matchers stay where a step's drafts led them",
+    "_src.grammar:GrammarLookahead.close",
+    "serving/test_grammar.py",
+)
+def _(right, self):
+    return None
+
+
+def plant(name: str) -> None:
+    """Replaces the function of a fault wherever the package holds it."""
+    chosen = FAULTS[name]
+    module_name, path = chosen.function.split(":")
+    module = importlib.import_module(f"jax_specdec.{module_name}")
+    *classes, attribute = path.split(".")
+    owner = functools.reduce(getattr, classes, module)
+    found = inspect.getattr_static(owner, attribute)
+    right = found.fget if isinstance(found, property) else found
+    assert inspect.isfunction(right), f"{chosen.function} is no function"
+
+    @functools.wraps(right)
+    def wrong(*args: Any, **named: Any) -> Any:
+        return chosen.wrong(right, *args, **named)
+
+    if classes:
+        setattr(owner, attribute, property(wrong) if isinstance(found, property) else wrong)
+        return
+    holders = [held for key, held in sys.modules.items() if key.startswith("jax_specdec")]
+    for holder in holders:
+        for key, value in list(vars(holder).items()):
+            if value is right:
+                setattr(holder, key, wrong)
+
+
+def pytest_sessionstart() -> None:
+    """This file is a plugin of the process that runs the tests."""
+    importlib.import_module("jax_specdec")
+    plant(os.environ[PLANTED])
+
+
+def caught_by(name: str) -> str | None:
     """The first test that fails with the fault; None where none does."""
-    path = PACKAGE / fault.file
-    text = path.read_text("utf-8")
-    assert text.count(fault.old) == 1, f"{path} must hold {fault.old!r} once"
-    path.write_text(text.replace(fault.old, fault.new), "utf-8")
-    try:
-        files = [f"tests/{file}" for file in fault.tests.split()]
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files]
-        result = subprocess.run(
-            command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
-        )
-    finally:
-        path.write_text(text, "utf-8")
+    files = [f"tests/{file}" for file in FAULTS[name].tests.split()]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "plant_faults"]
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *files],
+        capture_output=True,
+        text=True,
+        env=os.environ
+        | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths), PLANTED: name},
+    )
     found = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
     assert found or result.returncode == 0, result.stdout + result.stderr
     return found and found[1]
@@ -412,7 +396,7 @@ def caught_by(fault: Fault) -> str | None:
 def main(names: Sequence[str]) -> int:
     missed = 0
     for name in names or FAULTS:
-        test = caught_by(FAULTS[name])
+        test = caught_by(name)
         missed += test is None
         print(f"| {name} | {f'`{test}`' if test else 'nothing'} |", flush=True)
     return min(missed, 1)

@@ -13,11 +13,12 @@ import pytest
 import scipy.special
 import scipy.stats
 from serving.chi_square import ALPHA, CONTROL, assert_distributed
-from verify.batch import QUICK
 
 import jax_specdec as sd
 from jax_specdec._src.drafting.draw import draw_drafts
 from jax_specdec._src.noise import Stream, uniforms
+
+pytestmark = pytest.mark.dearest
 
 # Most tests share this shape, and so one compilation.
 BATCH, VOCAB = 12_000, 11
@@ -280,7 +281,7 @@ def test_split_logits_give_the_tokens_of_whole_ones():
             sharding=sharding,
         )
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def each_way(logits: jax.Array) -> Any:
         with_a_mesh = sd.VerifySharding(mesh, vocab_axis="vocab")
         inside = jax.shard_map(

@@ -19,7 +19,7 @@ from serving.chi_square import CONTROL, assert_distributed, p_value
 
 import jax_specdec as sd
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.dearest]
 
 SLOTS, K, VOCAB, NARROW = 5, 3, 7, 6  # the drafter's vocabulary is narrower
 BATCH, FLAT = 4, 6  # requests in a verification, and the flattened draft axis

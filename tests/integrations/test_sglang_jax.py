@@ -21,7 +21,6 @@ from .sglang_jax_cases import OURS, THEIRS, Row
 N, V = 4, 128
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=N - 1)
 CASES = [*THEIRS, *OURS]
-QUICKLY = {"xla_backend_optimization_level": 0}
 LOGPROBS = sd.LogprobsConfig(num_top=2)
 
 
@@ -51,7 +50,7 @@ def arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def verifier(**static: Any) -> Any:
     call = functools.partial(sglang_jax.verify_chains, config=CONFIG, logprobs=LOGPROBS, **static)
-    return jax.jit(call, compiler_options=QUICKLY)
+    return jax.jit(call)
 
 
 def check_all(found: sglang_jax.ChainVerification) -> None:
@@ -151,7 +150,7 @@ def test_inside_shard_map_places_are_those_of_the_part():
         in_specs=(P(), P("data", "tensor"), own, own, *[own] * len(names)),
         out_specs=own,
     )
-    compiled = jax.jit(call, compiler_options=QUICKLY)
+    compiled = jax.jit(call)
     check_all(compiled(key, *positional, *[named[name] for name in names]))
 
 

@@ -93,7 +93,7 @@ def read(flat: Any, lengths: Any, n: int) -> list[list[int]]:
 @functools.cache
 def verifier(sharding: sd.VerifySharding | None = None) -> Any:
     call = functools.partial(tpu_inference.verify_flat, config=CONFIG, sharding=sharding)
-    return jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})
+    return jax.jit(call)
 
 
 def statuses(case: Case) -> list[bool]:
@@ -256,7 +256,6 @@ def test_inside_their_shard_map_each_part_is_a_batch_of_its_own():
             in_specs=(P(), P("data", "tensor"), own, own, *[own] * len(names)),
             out_specs=own,
         ),
-        compiler_options={"xla_backend_optimization_level": 0},
     )
     token_ids, output = call(key, *positional, *[named[name] for name in names])
     found = tpu_inference.FlatVerification(token_ids, output, None)

@@ -20,7 +20,7 @@ from .checkpoints import (
     expected,
 )
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.dearest]
 
 SHORT = ["--max-new-tokens", "24", "--num-speculative-tokens", "3", "--no-compilation-cache"]
 LENGTH = 24  # of the continuations that transformers wrote
@@ -79,6 +79,7 @@ def test_a_drafter_of_another_family_and_dtype_changes_no_text(
     assert result["text"] == str(expected("qwen3")["greedy_text"])
 
 
+@pytest.mark.long
 def test_layers_in_a_scan_change_no_text(capsys: pytest.CaptureFixture[str]) -> None:
     result = run_json(capsys, "qwen2", "qwen2_draft", "--scan-layers")
     assert result["text"] == str(expected("qwen2")["greedy_text"])

@@ -14,7 +14,7 @@ from jax_specdec._src.models.protocol import CausalModel
 
 from . import reference_llama
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.dearest]
 
 CONFIG = LlamaConfig(
     vocab_size=37,

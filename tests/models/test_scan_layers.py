@@ -17,7 +17,7 @@ import jax_specdec as sd
 
 from . import reference_llama
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.dearest]
 
 CONFIG = sd.models.LlamaConfig(
     vocab_size=37,

@@ -14,6 +14,8 @@ import pytest
 
 import jax_specdec as sd
 
+pytestmark = pytest.mark.dearest
+
 CONFIG = sd.models.LlamaConfig(
     vocab_size=64,
     hidden_size=24,

@@ -43,7 +43,11 @@ from .engines import (
     run,
 )
 
-pytestmark = pytest.mark.newest
+pytestmark = [
+    pytest.mark.newest,
+    pytest.mark.dearest,
+    pytest.mark.xdist_group("engines"),
+]
 
 # What a request gets
 

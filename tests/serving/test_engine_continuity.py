@@ -42,7 +42,7 @@ from .engines import (
     greedy_truth,
 )
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("engines")]
 
 MOST_ALIVE = 16  # counted by request: after a lost state, those that ran wait too
 FUNCTIONS = ("_init", "_admit", "_prefill_chunk", "_insert", "_step", "_release")

@@ -16,6 +16,8 @@ from .engines import EVERYTHING as ENGINE
 from .engines import TABLE, TABLES, TARGET, VOCAB, alone, collect, random_request, run
 from .test_engine import FUNCTIONS
 
+pytestmark = pytest.mark.xdist_group("engines")
+
 
 def driver_of() -> sd.EngineDriver:
     return sd.EngineDriver(ENGINE, *TABLES)

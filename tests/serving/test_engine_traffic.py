@@ -31,7 +31,7 @@ from .engines import (
     run,
 )
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("engines")]
 
 ENGINES = pytest.mark.parametrize("engine", [TABLE, LOOKUP, LLAMA], ids=NAMES.get)
 AHEAD = pytest.mark.parametrize("ahead", [0, 1, 3])

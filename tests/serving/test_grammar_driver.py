@@ -12,6 +12,8 @@ import jax_specdec as sd
 from . import tiny
 from .engines import TABLE, TARGET, VOCAB, WEIGHTS, greedy_truth, run
 
+pytestmark = pytest.mark.xdist_group("engines")
+
 ALLOWED = ((0, 1), (2, 3, 4), (1, 5))
 
 

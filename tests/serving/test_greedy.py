@@ -17,7 +17,7 @@ import jax_specdec as sd
 
 from . import tiny
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.dearest]
 
 MAX_GAP = 1e-4
 """Two best logits closer than this are within the rounding of float32 sums."""

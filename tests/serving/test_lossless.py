@@ -16,7 +16,7 @@ import jax_specdec as sd
 from . import tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
 
-pytestmark = pytest.mark.statistics
+pytestmark = [pytest.mark.statistics, pytest.mark.dearest]
 
 VOCAB = 5
 K = 2
@@ -100,7 +100,10 @@ def test_sampled_drafts_of_a_model_with_a_narrower_vocabulary_are_lossless(metho
     assert_lossless(output)
 
 
-@pytest.mark.parametrize("own_ids", [False, True], ids=["map", "candidates"])
+@pytest.mark.parametrize(
+    "own_ids",
+    [pytest.param(False, id="map", marks=pytest.mark.long), pytest.param(True, id="candidates")],
+)
 def test_sampled_drafts_of_a_few_ids_are_lossless(own_ids):
     ids = np.array([4, 0, 2])
     drafter = sd.ModelDrafter(tiny.Trigram(VOCAB), num_candidates=2)

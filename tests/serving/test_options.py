@@ -19,6 +19,8 @@ from jax_specdec._src.serving.options import RequestFields, options_per_request
 from . import sampled, tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
 
+pytestmark = pytest.mark.dearest
+
 VOCAB, K, NUM_TOKENS = 7, 3, 12
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 TARGET = tiny.random_table(VOCAB, seed=30)

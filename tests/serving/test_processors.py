@@ -23,6 +23,8 @@ from jax_specdec._src.serving.options import BatchOptions, OptionSizes
 from . import sampled, tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
 
+pytestmark = pytest.mark.dearest
+
 V, K = 7, 3
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 PROMPT = [1, 4, 0, 1, 4]

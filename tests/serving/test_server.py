@@ -42,7 +42,7 @@ from jax_specdec._src.cli.server.app import Server
 from jax_specdec._src.cli.server.limits import Limits
 from jax_specdec._src.cli.server.request import Asked
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.dearest]
 
 LENGTH, QUEUE, TOP = 64, 16, 3
 PROMPT, TEXT = (str(expected("qwen2")[key]) for key in ("prompt", "greedy_text"))

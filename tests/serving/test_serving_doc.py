@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.dearest]
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 

@@ -16,6 +16,8 @@ import jax_specdec as sd
 
 from .test_tensor_parallel import moved
 
+pytestmark = pytest.mark.dearest
+
 PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"
 
 

@@ -32,7 +32,7 @@ from .engines import (
     run,
 )
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("engines")]
 
 PIECES = dataclasses.replace(TABLE, prefill_sizes=(2, 8))
 """Four prompts of two tokens a call, or eight tokens of one."""

@@ -18,6 +18,8 @@ from .engines import Finished, run
 from .test_engine import compilations
 from .test_greedy import MAX_GAP, near, score
 
+pytestmark = pytest.mark.dearest
+
 VOCAB, K, SLOTS, NEW = 61, 3, 4, 24  # the last 3 of 8 * 8 ids are padding
 MODEL = sd.models.Llama(
     sd.models.LlamaConfig(

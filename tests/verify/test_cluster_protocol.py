@@ -261,6 +261,7 @@ WRONG: dict[str, tuple[dict[str, Any], set[str]]] = {
 }
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize(
     ("blocks", "warps", "rounds"), [(2, 1, ROUNDS), (2, 2, ROUNDS), (4, 1, ROUNDS - 2)]

@@ -218,8 +218,18 @@ def in_shard_map(distribution: str, logits: jax.Array, temperature: jax.Array) -
     return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P())(logits, temperature)
 
 
-@pytest.mark.parametrize("distribution", ["raw", "processed"])
-@pytest.mark.parametrize("form", [found_loss, by_offset, over_mesh, in_shard_map])
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("form", "distribution"),
+    [
+        *((form, "raw") for form in (found_loss, by_offset, over_mesh, in_shard_map)),
+        *((form, "processed") for form in (found_loss, by_offset)),
+        *(
+            pytest.param(form, "processed", marks=pytest.mark.long)
+            for form in (over_mesh, in_shard_map)
+        ),
+    ],
+)
 def test_log_probabilities_have_the_derivatives_of_log_softmax(
     form: Any, distribution: str
 ) -> None:

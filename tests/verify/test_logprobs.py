@@ -17,6 +17,8 @@ from jax_specdec._src import platform
 from .batch import XLA, Batch, Layout, Request, pack, verify
 from .cases import random_batch
 
+pytestmark = pytest.mark.dearest
+
 K, NUM_TOP = 4, 5
 BIG = dict(num_requests=8, num_drafts=26, num_speculative_tokens=K)
 

@@ -19,9 +19,11 @@ from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig, Slices, power_
 from jax_specdec._src.verify.tiles import TILE
 
 from . import block_edges, edges, processed, suite
-from .batch import QUICK, Batch, Layout, Request, check, jitted, pack, verify
+from .batch import Batch, Layout, Request, check, jitted, pack, verify
 from .cases import random_batch
 from .interpret_mode import interpret_gpu_params
+
+pytestmark = pytest.mark.dearest
 
 # Interpret mode imports this later, which changes what JAX caches programs by: between two calls,
 # everything would be compiled again.
@@ -153,7 +155,7 @@ TILES = dataclasses.replace(LAYOUTS[5], vocab=12416)  # six whole tiles and 128 
 
 @pytest.mark.parametrize(
     "layout",
-    [*newest(GIVEN_BONUS, SYNTHETIC, TILES), *slow(*LAYOUTS[:4], LAYOUTS[5])],
+    [*newest(GIVEN_BONUS, SYNTHETIC), *long(TILES), *slow(*LAYOUTS[:4], LAYOUTS[5])],
     ids=str,
 )
 def test_gives_the_tokens_of_the_oracle(layout):
@@ -246,7 +248,7 @@ def test_noise_from_keys_is_what_draw_noise_gives(impl):
     positions = jnp.arange(layout.num_requests, dtype=jnp.int32) * 1000
     noise = jax.device_get(sd.testing.draw_noise(keys, positions, layout.num_speculative_tokens))
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def keyed(logits, drafts, named, positions):
         with backend(interpret=interpret_gpu_params()):
             return sd.rejection_sample(

@@ -1,7 +1,6 @@
 """The kernels that weigh and draw from a part of the vocabulary, against XLA, part by part."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -18,9 +17,10 @@ from jax_specdec._src.verify.form import Form
 from jax_specdec._src.verify.mosaic_gpu import shard_kernels
 from jax_specdec._src.verify.position import Position
 
-from .batch import QUICK
 from .interpret_mode import interpret_gpu_params
 from .positions import positions_of
+
+pytestmark = pytest.mark.dearest
 
 NUM_PARTS, REQUESTS, ROWS = 3, 7, 9
 BAD = 4
@@ -141,7 +141,6 @@ def rows_of(case: Case, target: jax.Array, own: Any, me: jax.Array) -> LocalRows
 
 
 WANTED = jnp.arange(REQUESTS) != 5
-jitted = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 def compare(case: Case, **options: Any) -> None:
@@ -151,14 +150,14 @@ def compare(case: Case, **options: Any) -> None:
     recover = jnp.asarray(np.random.default_rng(3).random((REQUESTS, 2)), jnp.float32)
     wanted = source._replace(row=jnp.where(WANTED, source.row, -1))
 
-    @jitted
+    @jax.jit
     def sum_by_tile(me: jax.Array, target: jax.Array, own: Any) -> Any:
         rows = rows_of(case, target, own, me)
         given = dict(size=case.size, num_parts=NUM_PARTS, **options)
         found = shard_kernels.part_masses(wanted, target, own, me * case.width, **given)
         return found, rows.masses(source)
 
-    @jitted
+    @jax.jit
     def draw(me: jax.Array, target: jax.Array, own: Any, masses: jax.Array) -> Any:
         given = dict(size=case.size, **options)
         found, bad = shard_kernels.part_draw(
@@ -189,7 +188,8 @@ def compare(case: Case, **options: Any) -> None:
 
 
 newest = pytest.mark.newest
-SOME = [pytest.param(case, marks=() if case.kind is None else newest) for case in CASES]
+MARKS = {None: (), "logits": newest, "probs": pytest.mark.long}
+SOME = [pytest.param(case, marks=MARKS[case.kind]) for case in CASES]
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)

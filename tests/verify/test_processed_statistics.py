@@ -72,15 +72,16 @@ def processed(logits: np.ndarray, group: dict[str, Any], allowed: np.ndarray) ->
 
 
 @functools.partial(jax.jit, static_argnames=("k", "masked"))
-def step(store, last, positions, *, k, masked, q_unfiltered, bonus_row_unmasked):
-    """One program, right or with a mistake: the last two say which."""
-    keys = jax.random.split(jax.random.key(5), B)
-    drawn_under = sampling = SAMPLING
+def step(store, keys, sampling, last, positions, *, k, masked, q_unfiltered, bonus_row_unmasked):
+    """One program, right or with a mistake: the last two say which.
+
+    Keys and parameters are arguments: XLA computes what depends on constants alone as it compiles.
+    """
     ids, before = [], [last]
     for offset in range(k):
         logits = jnp.asarray(DRAFTER)[before[-1]]
         drawn = sd.sample_draft_tokens(
-            logits, sampling=drawn_under, keys=keys, positions=positions, offset=offset
+            logits, sampling=sampling, keys=keys, positions=positions, offset=offset
         )
         relative = (logits - drawn.row_max[:, None]) / sampling.temperature[:, None]
         unfiltered = jax.nn.logsumexp(relative, axis=1)
@@ -112,9 +113,12 @@ def decode(k: int, *, masked: bool, mistake: str | None = None) -> tuple[np.ndar
     tokens = np.full((B, LENGTH + k + 1), -1)
     done, last = np.zeros(B, np.int32), np.zeros(B, np.int32)
     store, accepted, steps = sd.DraftStore.create(B, k, V), 0, 0
+    keys = jax.random.split(jax.random.key(5), B)
     while done.min() < LENGTH:
         store, output = step(
             store,
+            keys,
+            SAMPLING,
             jnp.asarray(last),
             jnp.asarray(1 + done),
             k=k,

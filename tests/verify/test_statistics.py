@@ -23,7 +23,7 @@ from jax_specdec._src.noise import Stream, uniforms
 
 from .batch import OPTIMIZED
 
-pytestmark = pytest.mark.statistics
+pytestmark = [pytest.mark.statistics, pytest.mark.dearest, pytest.mark.optimized]
 
 
 def marked(mark, *kinds):
