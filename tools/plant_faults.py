@@ -116,9 +116,11 @@ def _(right, keys, positions, count):
 # Rows and draws
 
 
-@fault("greedy ties go to the highest id", "_src.verify.rows:max_and_argmax", "verify/test_xla.py")
-def _(right, x):
-    peak, place = right(x[:, ::-1])
+@fault(
+    "greedy ties go to the highest id", "_src.verify.rows:Rows._max_and_place", "verify/test_xla.py"
+)
+def _(right, self, x):
+    peak, place = right(self, x[:, ::-1])
     return peak, x.shape[1] - 1 - place
 
 
@@ -160,7 +162,7 @@ def _(right, *args):
     return layout._replace(first_row=jnp.maximum(layout.first_row - 1, 0))
 
 
-@fault("filters keep everything", "_src.verify.threshold:find_threshold", "verify/test_xla.py")
+@fault("filters keep everything", "_src.verify.threshold:find_thresholds", "verify/test_xla.py")
 def _(right, filter, *args, **named):
     return jnp.minimum(right(filter, *args, **named), -jnp.inf)
 

@@ -67,7 +67,7 @@ def find_thresholds(
                 x = read(selected)
                 # In a Python loop, XLA reads the rows once for all candidates and writes nothing.
                 counts = [jnp.sum(x >= c[:, None], axis=1, dtype=jnp.int32) for c in candidates]
-                return form.sum(jnp.stack(counts)) >= top_k
+                return form.sum(jnp.stack(counts)) >= top_k[None]
 
             highest = jnp.where(limits_count(top_k, size), peak, least)
             least = search(are_enough, least, highest)
@@ -78,7 +78,7 @@ def find_thresholds(
             def mass(candidates: jax.Array) -> jax.Array:
                 x = read(selected)
                 exponent = (x - peak[:, None]) * inv_temperature[:, None]
-                bounds = jnp.maximum(candidates, above)
+                bounds = jnp.maximum(candidates, above[None])
                 kept = [jnp.where(x >= c[:, None], jnp.exp(exponent), 0.0) for c in bounds]
                 return form.sum(jnp.stack([jnp.sum(y, axis=1) for y in kept]))
 
@@ -86,7 +86,7 @@ def find_thresholds(
             whole = only_if(jnp.any(limits), lambda: mass(above[None])[0], jnp.ones_like(peak))
             goal = filter.top_p * jnp.where(limits, whole, 1.0)
             highest = jnp.where(limits, peak, least)
-            least = search(lambda candidates: mass(candidates) >= goal, least, highest)
+            least = search(lambda candidates: mass(candidates) >= goal[None], least, highest)
         return least
 
     return only_if(jnp.any(limited), find, jnp.full_like(peak, -jnp.inf))
@@ -125,11 +125,11 @@ def _largest(
         low, high = state
         distance = lax.bitcast_convert_type(high - low, jnp.uint32)  # may exceed an int32
         step = distance // (candidates + 1) + 1
-        ahead = jnp.minimum(step * index, distance)
-        middles = low + lax.bitcast_convert_type(ahead, jnp.int32)
+        ahead = jnp.minimum(step[None] * index, distance[None])
+        middles = low[None] + lax.bitcast_convert_type(ahead, jnp.int32)
         reached, is_left = holds(value(middles)), low < high
-        lower = jnp.max(jnp.where(reached, middles, low), axis=0)
-        higher = jnp.min(jnp.where(reached, high, middles - 1), axis=0)
+        lower = jnp.max(jnp.where(reached, middles, low[None]), axis=0)
+        higher = jnp.min(jnp.where(reached, high[None], middles - 1), axis=0)
         return jnp.where(is_left, lower, low), jnp.where(is_left, higher, high)
 
     start, end = (_in_order(lax.bitcast_convert_type(x, jnp.int32)) >> shift for x in (low, high))
