@@ -368,11 +368,11 @@ def _verify_part(arrays: CallArrays, static: _Static) -> RejectionSampleOutput:
 
     def on_mosaic_gpu(arrays: CallArrays) -> RejectionSampleOutput:
         # Imported only where a call uses them: see the package's docstring.
-        from jax_specdec._src.verify.mosaic_gpu import launch, shard_kernels
+        from jax_specdec._src.verify.mosaic_gpu import launch, phases
 
         if vocab_axis is not None:
-            statistics = functools.partial(shard_kernels.row_statistics, config=kernel_config)
-            kernels = Kernels(statistics, shard_kernels.part_masses, shard_kernels.part_draw)
+            statistics = functools.partial(phases.row_statistics, config=kernel_config)
+            kernels = Kernels(statistics, phases.part_masses, phases.part_draw)
             return on_xla(arrays, kernels)
         return launch.verify(arrays, rule, k=k, size=size, config=kernel_config)
 

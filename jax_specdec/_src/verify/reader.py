@@ -37,7 +37,7 @@ _MANY_PAIRS = 2**22
 
 
 class Kernels(NamedTuple):
-    """The functions of `mosaic_gpu.shard_kernels`, which read rows of a part of the vocabulary."""
+    """The functions of `mosaic_gpu.phases`, which read rows of a part of the vocabulary."""
 
     row_statistics: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     part_masses: Callable[..., jax.Array]

@@ -23,13 +23,12 @@ from jax_specdec._src.verify import rules
 from jax_specdec._src.verify.draw import pieces_of_tiles
 from jax_specdec._src.verify.mosaic_gpu import statistics
 from jax_specdec._src.verify.mosaic_gpu.cluster import tree_sum
-from jax_specdec._src.verify.mosaic_gpu.interpret import InterpretedThreads
-from jax_specdec._src.verify.mosaic_gpu.launch import launch
+from jax_specdec._src.verify.mosaic_gpu.draw import first_past, pick_of
+from jax_specdec._src.verify.mosaic_gpu.launch import Place, launch
 from jax_specdec._src.verify.mosaic_gpu.plan import WARPS, KernelConfig, shared_memory_of_rows
-from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, T, Threads
 from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, TargetSlice
-from jax_specdec._src.verify.mosaic_gpu.sample import first_past, pick_of
 from jax_specdec._src.verify.mosaic_gpu.statistics import LARGEST, LOG2E
+from jax_specdec._src.verify.mosaic_gpu.threads import WARP, T, Threads
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.tiles import TILE, tiles_of_part
@@ -85,11 +84,10 @@ def row_statistics(
     else:
         scratch.append(plgpu.SMEM((2 * slices.tiles,), jnp.int32))
 
-    def read_rows(*refs: Any) -> None:
-        logits, rows, inv, by_argmax, wanted, first_id, peaks, others, buffer, barriers = refs
-        threads = InterpretedThreads() if interpreted else Threads()
-        block = lax.axis_index("block") if slices.cluster > 1 else jnp.int32(0)
-        index = lax.axis_index("row")
+    def read_rows(place: Place, operands: Any, found: Any, scratch: Any) -> None:
+        logits, rows, inv, by_argmax, wanted, first_id = operands
+        (peaks, others), (buffer, barriers) = found, scratch
+        index, block, _, threads = place
         request = lax.div(index, per_request)
         threads.init_barriers(barriers, slices.tiles)
         target = TargetSlice(
@@ -125,10 +123,10 @@ def row_statistics(
 
         nothing = threads.filled(-jnp.inf), threads.filled(0.0)
         peak, other = lax.cond(is_wanted, look, lambda: nothing)
-        lane = threads.index() & (WARP - 1)
-        place = (index * slices.cluster + block) * WARPS + lax.div(threads.index(), WARP)
-        threads.scatter(peaks, place, peak, lane == 0)
-        threads.scatter(others, place, other, lane == 0)
+        lane = threads.lane
+        warp = (index * slices.cluster + block) * WARPS + lax.div(threads.index, WARP)
+        threads.scatter(peaks, warp, peak, lane == 0)
+        threads.scatter(others, warp, other, lane == 0)
 
     warps = jax.ShapeDtypeStruct((num_rows * slices.warps,), jnp.float32)
     found = launch(
@@ -136,7 +134,7 @@ def row_statistics(
         operands,
         out=[warps, warps],
         scratch=scratch,
-        grid=("row", num_rows),
+        grid=num_rows,
         cluster=slices.cluster,
         interpret=interpret,
     )
@@ -259,7 +257,7 @@ class PartWeights:
         self.threads, self.refs, self.part = threads, refs, part
         self.first_id = first_id = refs["first_id"][0]
         self.end = jnp.clip(part.size - first_id, 0, part.width)
-        self.lane = threads.index() & (WARP - 1)
+        self.lane = threads.lane
 
         def of(name: str) -> jax.Array:
             return threads.gather(refs[name], item)
@@ -364,10 +362,9 @@ def part_masses(
     operands, count = _operands(part, source, target, distribution, first_id), source.row.shape[0]
     at_once = min(_AT_ONCE, part.groups)
 
-    def sum_tiles(*args: Any) -> None:
-        threads = InterpretedThreads() if interpret else Threads()
-        refs, masses = dict(zip(operands, args, strict=False)), args[-1]
-        warp = lax.axis_index("block") * WARPS + lax.div(threads.index(), WARP)
+    def sum_tiles(place: Place, refs: dict[str, Any], masses: Any, _: None) -> None:
+        threads = place.threads
+        warp = place.cluster * WARPS + lax.div(threads.index, WARP)
         item, tile = lax.div(warp, part.count), lax.rem(warp, part.count)
         inside, item = item < count, jnp.minimum(item, count - 1)
         weights = PartWeights(threads, refs, part, item)
@@ -385,15 +382,15 @@ def part_masses(
         is_wanted = inside & weights.is_wanted
         sums = threads.cond(is_wanted, lambda: weights.either(add), lambda: nothing)
         for kind, total in enumerate(sums):
-            place = (item * 2 + kind) * part.count + tile
-            threads.scatter(masses, place, total, inside & (weights.lane == 0))
+            where = (item * 2 + kind) * part.count + tile
+            threads.scatter(masses, where, total, inside & (weights.lane == 0))
 
-    (masses,) = launch(
+    masses = launch(
         sum_tiles,
-        list(operands.values()),
-        out=[jax.ShapeDtypeStruct((count * 2 * part.count,), jnp.float32)],
-        scratch=[],
-        grid=("block", -(-count * part.count // WARPS)),
+        operands,
+        out=jax.ShapeDtypeStruct((count * 2 * part.count,), jnp.float32),
+        scratch=None,
+        grid=-(-count * part.count // WARPS),
         interpret=interpret,
     )
     return masses.reshape(count, 2, part.count)
@@ -432,24 +429,23 @@ def part_draw(
     operands |= {"recover": recover.reshape(-1), "masses": masses.reshape(-1)}
     operands["pieces"] = jnp.asarray(pieces.reshape(-1))
 
-    def draw(*args: Any) -> None:
-        threads = InterpretedThreads() if interpret else Threads()
-        refs, (token_ids, bad) = dict(zip(operands, args, strict=False)), args[-2:]
-        item = lax.axis_index("block") * WARPS + lax.div(threads.index(), WARP)
+    def draw(place: Place, refs: dict[str, Any], found: Any, _: None) -> None:
+        threads = place.threads
+        item = place.cluster * WARPS + lax.div(threads.index, WARP)
         inside, item = item < count, jnp.minimum(item, count - 1)
         one = PartDraw(PartWeights(threads, refs, part, item), item, num_parts, *pieces.shape)
         zero, is_wanted = threads.filled(0, jnp.int32), inside & one.weights.is_wanted
-        found = threads.cond(is_wanted, one.run, lambda: (zero, zero))
-        for ref, x in zip((token_ids, bad), found, strict=True):
+        drawn = threads.cond(is_wanted, one.run, lambda: (zero, zero))
+        for ref, x in zip(found, drawn, strict=True):
             threads.scatter(ref, item, x, inside & (one.lane == 0))
 
     result = jax.ShapeDtypeStruct((count,), jnp.int32)
     token_ids, bad = launch(
         draw,
-        list(operands.values()),
+        operands,
         out=[result, result],
-        scratch=[],
-        grid=("block", -(-count // WARPS)),
+        scratch=None,
+        grid=-(-count // WARPS),
         interpret=interpret,
     )
     return token_ids, bad != 0
