@@ -186,8 +186,8 @@ FAULTS = {
     ),
     "kernel: the normalizer is not relative to row_max": Fault(
         "verify/mosaic_gpu/launch.py",
-        'operands["row_max"] = distribution.row_max',
-        'operands["row_max"] = None',
+        "row_max=None if logits is None else logits.row_max,",
+        "row_max=None,",
         "verify/test_mosaic_gpu.py",
     ),
     "kernel: a greedy tie goes to the highest id": Fault(
@@ -198,7 +198,7 @@ FAULTS = {
         "verify/test_mosaic_gpu.py::test_greedy_ties_go_to_the_lowest_id",
     ),
     "kernel: what is listed has no weight in its tile": Fault(
-        "verify/mosaic_gpu/sample.py",
+        "verify/mosaic_gpu/draw.py",
         "jnp.where(here & (tile == i), weight, 0.0)",
         "jnp.where(here & (tile < i), weight, 0.0)",
         "verify/test_mosaic_gpu_lists.py::"

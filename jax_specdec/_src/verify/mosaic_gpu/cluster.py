@@ -20,7 +20,6 @@ from jax import lax
 
 from jax_specdec._src.verify.mosaic_gpu.plan import SLOTS, WARPS, SharedMemory
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Threads
-from jax_specdec._src.verify.tiles import num_tiles
 
 Count = TypeVar("Count", int, jax.Array)
 
@@ -124,7 +123,7 @@ class Cluster:
         thread = threads.index_anew()
         padding = [threads.filled(0.0)] * (stride - len(masses))
         slot = self._exchange(round, [*masses, *padding], thread)
-        count, found = num_tiles(slices.size), []
+        count, found = slices.row_tiles, []
         for tile in _by_lane(thread, count):
             place = jnp.minimum(tile, count - 1)
             first = lax.div(place, slices.tiles) * (WARPS * stride) + lax.rem(place, slices.tiles)
@@ -134,8 +133,7 @@ class Cluster:
 
     def no_masses(self) -> Masses:
         """Zeros, for a row whose masses are not summed."""
-        arrays = _by_lane(self.threads.index, num_tiles(self.memory.slices.size))
-        nothing = [self.threads.filled(0.0) for _ in arrays]
+        nothing = [self.threads.filled(0.0)] * -(-self.memory.slices.row_tiles // WARP)
         return Masses(nothing, nothing, jnp.float32(0))
 
     def _exchange(self, round: jax.Array, values: list[jax.Array], thread: jax.Array) -> Any:

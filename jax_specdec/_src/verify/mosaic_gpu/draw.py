@@ -103,12 +103,12 @@ class Draw:
         self.rejected = request.is_proposed(position)
         self.from_residual = self.rejected & drafted.has_q(position)
         self.token_id = self.threads.at(request.token_ids, position)
-        self.logit = self.threads.at(drafted.logit, position)
+        self.logit = self.threads.at(drafted.loads.logit, position)
         p = Exponent.of(result.scale, request.scale)
         weighted = p if weight is None else p.times(weight)
         self.draft_row, q = self.token_id, None
         if draft is not None:
-            self.draft_row = self.threads.at(drafted.draft_row, position)
+            self.draft_row = self.threads.at(drafted.loads.draft_row, position)
             q = drafted.exponent(position, result.draft_scale)
         if isinstance(draft, Candidates):  # which gives probabilities
             self.draft, q = dataclasses.replace(draft, exponent=q), None
@@ -328,6 +328,27 @@ def first_past(
     for i, (mass, inclusive) in enumerate(zip(masses, sums, strict=True)):
         least = jnp.minimum(least, key_of(lane + i * WARP, inclusive > past, mass))
     return place_of(threads.warp_min(least))
+
+
+def pick(
+    threads: Threads, masses: list[jax.Array], aim: jax.Array, *, is_share: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """The least place whose inclusive sum exceeds `aim`, or this share of the total; by each warp.
+
+    Returns:
+      ``[128]`` int32 places, and the aim less the sum before the place.
+    """
+    total, sums = threads.filled(0.0), []
+    for mass in masses:
+        sums.append(threads.warp_scan(mass) + total)
+        total = threads.shuffle(sums[-1], WARP - 1)
+    past = aim * total if is_share else aim
+    place = first_past(threads, masses, sums, past)
+    before = threads.filled(0.0)
+    for i, (mass, inclusive) in enumerate(zip(masses, sums, strict=True)):
+        up_to = threads.shuffle(inclusive - mass, place & (WARP - 1))
+        before = jnp.where(lax.div(place, WARP) == i, up_to, before)
+    return place, past - before
 
 
 def pick_of(weights: list[jax.Array], aim: jax.Array) -> jax.Array:

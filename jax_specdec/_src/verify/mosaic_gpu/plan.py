@@ -165,21 +165,23 @@ class Slices:
       size: ids of the row, without padding.
       tiles: tiles of a slice; the last slices of a row may have fewer.
       cluster: blocks, a power of two; blocks past the end of the row have nothing to do.
+      row_tiles: tiles of the row.
     """
 
     size: int
     tiles: int
     cluster: int
+    row_tiles: int
 
     @classmethod
     def of(cls, size: int, max_cluster: int) -> Slices:
         """The slices of rows of `size` ids in a cluster of at most `max_cluster` blocks."""
         # Powers of two are scheduled well, even with idle blocks. An exchange takes two blocks.
-        cluster = power_of_two(max_cluster)
-        tiles = -(-num_tiles(size) // cluster)
-        while cluster > 2 and cluster // 2 * tiles >= num_tiles(size):
+        cluster, row_tiles = power_of_two(max_cluster), num_tiles(size)
+        tiles = -(-row_tiles // cluster)
+        while cluster > 2 and cluster // 2 * tiles >= row_tiles:
             cluster //= 2
-        return cls(size, tiles, cluster)
+        return cls(size, tiles, cluster, row_tiles)
 
     @property
     def ids(self) -> int:

@@ -7,7 +7,6 @@ and `DraftedTokens` are what comes of them. `walk.verify_request` says when each
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -117,8 +116,8 @@ class Outputs(NamedTuple, Generic[X]):
     slots: X | None
 
 
-class RequestLoads(NamedTuple):
-    """The loads of a request that depend on nothing else.
+class RequestLoads:
+    """The loads of a request that depend on nothing else; they begin here, all at once.
 
     Attributes:
       lane: ``[128]`` int32, the index of each thread in its warp.
@@ -134,26 +133,7 @@ class RequestLoads(NamedTuple):
       bonus: ``[]`` int32, the bonus token that the caller gave.
     """
 
-    lane: jax.Array
-    token_ids: jax.Array
-    rows: jax.Array | None
-    start: jax.Array
-    end: jax.Array
-    sampling: SamplingParams
-    key: tuple[jax.Array, jax.Array, jax.Array] | None
-    active: jax.Array | None
-    valid: jax.Array | None
-    before: list[tuple[jax.Array, jax.Array, jax.Array]]
-    bonus: jax.Array
-
-    @classmethod
-    def begin(
-        cls, plan: Plan, threads: Threads, operands: Operands[Ref], index: jax.Array
-    ) -> RequestLoads:
-        """Begin the loads of request `index`, all at once."""
-        lane = threads.lane
-        guess = jnp.minimum(index * plan.k + lane, operands.token_ids.shape[0] - 1)
-
+    def __init__(self, plan: Plan, threads: Threads, operands: Operands[Ref], index: jax.Array):
         def number(ref: Ref | None) -> jax.Array | None:
             return None if ref is None else ref[index]
 
@@ -162,36 +142,25 @@ class RequestLoads(NamedTuple):
                 return None
             return threads.scalar(threads.gather(ref, threads.filled(0, jnp.int32) + index))
 
-        rounds = -(-operands.temperature.shape[0] // WARP)
-        token_ids = threads.gather(operands.token_ids, guess)
-        rows = None if operands.rows is None else threads.gather(operands.rows, guess)
-        start, end = operands.offsets[index], operands.offsets[index + 1]
-        sampling = SamplingParams(
+        self.lane = threads.lane
+        guess = jnp.minimum(index * plan.k + self.lane, operands.token_ids.shape[0] - 1)
+        self.token_ids = threads.gather(operands.token_ids, guess)
+        self.rows = None if operands.rows is None else threads.gather(operands.rows, guess)
+        self.start, self.end = operands.offsets[index], operands.offsets[index + 1]
+        self.sampling = SamplingParams(
             operands.temperature[index],
             min_p=number(operands.min_p),
             top_k=number(operands.top_k),
             top_p=number(operands.top_p),
         )
-        key = None
+        self.key = None
         if operands.keys is not None and operands.positions is not None:
             words = operands.keys[index, 0], operands.keys[index, 1]
-            key = (*words, operands.positions[index])
-        return cls(
-            lane=lane,
-            token_ids=token_ids,
-            rows=rows,
-            start=start,
-            end=end,
-            sampling=sampling,
-            key=key,
-            active=flag(operands.active),
-            valid=flag(operands.valid),
-            before=[
-                _offsets_before(threads, operands, index, lane, i)
-                for i in range(min(rounds, _ROUNDS))
-            ],
-            bonus=jnp.int32(0) if operands.bonus is None else operands.bonus[index],
-        )
+            self.key = words, operands.positions[index]
+        self.active, self.valid = flag(operands.active), flag(operands.valid)
+        rounds = range(min(-(-operands.temperature.shape[0] // WARP), _ROUNDS))
+        self.before = [_offsets_before(threads, operands, index, self.lane, i) for i in rounds]
+        self.bonus = jnp.int32(0) if operands.bonus is None else operands.bonus[index]
 
 
 def _offsets_before(
@@ -207,7 +176,6 @@ def _offsets_before(
     return other, start, end
 
 
-@dataclasses.dataclass(frozen=True)
 class KernelRequest:
     """One request, while the kernel is traced.
 
@@ -235,41 +203,19 @@ class KernelRequest:
       draft_rows: ``[128]`` int32 by lane.
     """
 
-    plan: Plan
-    threads: Threads
-    operands: Operands[Ref]
-    outputs: Outputs[Ref]
-    index: jax.Array
-    lane: jax.Array
-    status: jax.Array
-    first_row: jax.Array
-    num_drafts: jax.Array
-    num_rows: jax.Array
-    greedy: jax.Array
-    stored: jax.Array
-    inv: jax.Array
-    scale: jax.Array
-    bonus: jax.Array
-    filter: sampling_lib.Filter | None
-    filters: jax.Array | None
-    key: tuple[jax.Array, jax.Array, jax.Array] | None
-    token_ids: jax.Array
-    proposed: jax.Array
-    draft_rows: jax.Array
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         plan: Plan,
         threads: Threads,
         operands: Operands[Ref],
         outputs: Outputs[Ref],
         index: jax.Array,
         loads: RequestLoads,
-    ) -> KernelRequest:
-        """The request; this waits for its loads."""
+    ):
+        self.plan, self.threads, self.operands, self.outputs = plan, threads, operands, outputs
+        self.index, self.lane, self.bonus, self.key = index, loads.lane, loads.bonus, loads.key
         lane, sampling = loads.lane, loads.sampling
-        start, num_drafts, in_bounds = ragged.locate(
+        start, self.num_drafts, in_bounds = ragged.locate(
             loads.start, loads.end, index, plan.k, plan.num_drafts
         )
 
@@ -278,36 +224,36 @@ class KernelRequest:
             _, _, in_bounds = ragged.locate(start, end, other, plan.k, plan.num_drafts)
             return jnp.where(in_bounds & (other < index), end, 0)
 
+        def end_of_round(i: jax.Array, reached: jax.Array) -> jax.Array:
+            return jnp.maximum(reached, end(*_offsets_before(threads, operands, index, lane, i)))
+
         reached = functools.reduce(jnp.maximum, [end(*offsets) for offsets in loads.before])
         if operands.temperature.shape[0] > _ROUNDS * WARP:
-            reached = lax.fori_loop(
-                _ROUNDS,
-                lax.div(index + WARP - 1, WARP),
-                lambda i, reached: jnp.maximum(
-                    reached, end(*_offsets_before(threads, operands, index, lane, i))
-                ),
-                reached,
-            )
+            last = lax.div(index + WARP - 1, WARP)
+            reached = lax.fori_loop(_ROUNDS, last, end_of_round, reached)
         in_bounds &= start >= -threads.scalar(threads.warp_min(-reached))
-        first_row = start + index if plan.has_bonus_rows else start
-        num_rows = num_drafts + (1 if plan.has_bonus_rows else 0)
+        self.first_row = start + index if plan.has_bonus_rows else start
+        self.num_rows = self.num_drafts + (1 if plan.has_bonus_rows else 0)
 
         is_valid = in_bounds & sampling_lib.is_valid(sampling)
-        if loads.key is not None:
-            is_valid &= loads.key[2] >= 0
+        if self.key is not None:
+            is_valid &= self.key[1] >= 0
         if operands.target.shape[0] < plan.num_rows:
-            is_valid &= first_row + num_rows <= operands.target.shape[0]
+            is_valid &= self.first_row + self.num_rows <= operands.target.shape[0]
         status = jnp.where(is_valid, jnp.int32(Status.OK), jnp.int32(Status.BAD_INPUT))
         if loads.active is not None:
             status = jnp.where(loads.active == 0, jnp.int32(Status.INACTIVE), status)
-        greedy = sampling.temperature == 0
+        self.status = status
+        self.greedy = sampling.temperature == 0
         has_q = jnp.bool_(plan.entries is not None)
-        stored = has_q if loads.valid is None else loads.valid != 0
-        inv = sampling_lib.inverse_temperature(sampling.temperature)
-        scale = jnp.minimum(inv * LOG2E, LARGEST)
-        filter = sampling_lib.Filter.of(sampling)
-        filters = None if filter is None else ~greedy & filter.limits(plan.size)
-        is_draft = lane < num_drafts
+        self.stored = has_q if loads.valid is None else loads.valid != 0
+        self.inv = sampling_lib.inverse_temperature(sampling.temperature)
+        self.scale = jnp.minimum(self.inv * LOG2E, LARGEST)
+        self.filter = sampling_lib.Filter.of(sampling)
+        self.filters = None
+        if self.filter is not None:
+            self.filters = ~self.greedy & self.filter.limits(plan.size)
+        is_draft = lane < self.num_drafts
         place = jnp.where(is_draft, start + lane, 0)
         # If all requests before it have K drafts, what was loaded with the offsets is right.
         token_ids, rows = lax.cond(
@@ -318,30 +264,9 @@ class KernelRequest:
                 None if operands.rows is None else threads.gather(operands.rows, place),
             ),
         )
-        token_ids = jnp.where(is_draft, token_ids, -1)
-        return cls(
-            plan=plan,
-            threads=threads,
-            operands=operands,
-            outputs=outputs,
-            index=index,
-            lane=lane,
-            status=status,
-            first_row=first_row,
-            num_drafts=num_drafts,
-            num_rows=num_rows,
-            greedy=greedy,
-            stored=stored,
-            inv=inv,
-            scale=scale,
-            bonus=loads.bonus,
-            filter=filter,
-            filters=filters,
-            key=loads.key,
-            token_ids=token_ids,
-            proposed=(token_ids >= 0) & (token_ids < plan.size),
-            draft_rows=place if rows is None else jnp.where(is_draft, rows, 0),
-        )
+        self.token_ids = jnp.where(is_draft, token_ids, -1)
+        self.proposed = (self.token_ids >= 0) & (self.token_ids < plan.size)
+        self.draft_rows = place if rows is None else jnp.where(is_draft, rows, 0)
 
     def uniforms(self) -> jax.Array:
         """``[128]`` float32 by lane: K to accept, then two to recover. Drawn, or looked up."""
@@ -353,10 +278,9 @@ class KernelRequest:
             recover = threads.gather(operands.recover, row, jnp.clip(lane - k, 0, 1))
             return jnp.where(recovers, recover, accept)
         assert self.key is not None
-        first_word, second_word, position = self.key
+        key, position = self.key
         stream = jnp.where(recovers, int(noise.Stream.RECOVER), int(noise.Stream.ACCEPT))
         place = noise.counter_of(stream, jnp.where(recovers, 0, lane).astype(jnp.uint32))
-        key = first_word, second_word
         first, second = noise.threefry_bits(key, position + jnp.zeros_like(lane), place)
         return noise.to_uniform(jnp.where(lane == k + 1, second, first))
 
@@ -397,9 +321,8 @@ class KernelRequest:
             self.threads.scatter(ref, everywhere + self.index, everywhere + value, once)
 
 
-@dataclasses.dataclass(frozen=True)
 class DraftLoads:
-    """The loads of a request's drafted tokens, by lane.
+    """The loads of a request's drafted tokens, by lane; they begin here.
 
     Attributes:
       request: the request.
@@ -415,56 +338,33 @@ class DraftLoads:
       row_max: ``[128]`` float32, what it is relative to; None for 0.
     """
 
-    request: KernelRequest
-    draft: DraftSlice | Candidates | None
-    place: jax.Array
-    logit: jax.Array
-    uses_q: jax.Array
-    draft_row: jax.Array
-    entry: jax.Array | None
-    lists: list[Listed]
-    threshold: jax.Array | None
-    log_normalizer: jax.Array | None
-    row_max: jax.Array | None
-
-    @classmethod
-    def begin(
-        cls, request: KernelRequest, target: TargetSlice, draft: DraftSlice | Candidates | None
-    ) -> DraftLoads:
-        """Begin the loads."""
+    def __init__(
+        self, request: KernelRequest, target: TargetSlice, draft: DraftSlice | Candidates | None
+    ):
         threads, plan, operands = request.threads, request.plan, request.operands
+        self.request, self.draft = request, draft
         used = request.proposed
-        place = jnp.where(used, request.token_ids, 0)
+        self.place = jnp.where(used, request.token_ids, 0)
         row = jnp.where(request.lane < request.num_rows, request.first_row + request.lane, 0)
-        logit = target.entry(row, place)
-        uses_q = used & request.stored & ~request.greedy
-        draft_row, entry, lists = place, None, []
+        self.logit = target.entry(row, self.place)
+        self.uses_q = used & request.stored & ~request.greedy
+        self.draft_row, self.lists = self.place, list[Listed]()
         if draft is not None:
-            draft_row = jnp.clip(request.draft_rows, 0, plan.draft_rows - 1)
+            self.draft_row = jnp.clip(request.draft_rows, 0, plan.draft_rows - 1)
+        self.entry: jax.Array | None = None
         if isinstance(draft, Candidates):
             at_once = max(1, _ENTRIES // -(-draft.rows.shape[1] // WARP))
-            lists = _load_lists(request, draft, draft_row, 0, min(plan.k, at_once))
+            self.lists = _load_lists(request, draft, self.draft_row, 0, min(plan.k, at_once))
         elif isinstance(draft, MappedSlice):
-            entry = draft.column(place)
+            self.entry = draft.column(self.place)
         elif draft is not None:
-            entry = draft.entry(draft_row, jnp.minimum(place, plan.draft_size - 1))
+            self.entry = draft.entry(self.draft_row, jnp.minimum(self.place, plan.draft_size - 1))
 
         def of_row(ref: Ref | None) -> jax.Array | None:
-            return None if ref is None else threads.gather(ref, draft_row)
+            return None if ref is None else threads.gather(ref, self.draft_row)
 
-        return cls(
-            request=request,
-            draft=draft,
-            place=place,
-            logit=logit,
-            uses_q=uses_q,
-            draft_row=draft_row,
-            entry=entry,
-            lists=lists,
-            threshold=of_row(operands.thresholds),
-            log_normalizer=of_row(operands.normalizer),
-            row_max=of_row(operands.row_max),
-        )
+        self.threshold = of_row(operands.thresholds)
+        self.log_normalizer, self.row_max = of_row(operands.normalizer), of_row(operands.row_max)
 
     def prefetch(self, position: jax.Array) -> None:
         """Begin to fetch the draft row of a position into the L2 cache."""
@@ -488,29 +388,26 @@ def _load_lists(
     return [draft.load(request.threads.at(draft_row, place)) for place in places]
 
 
-@dataclasses.dataclass(frozen=True)
-class DraftedTokens(DraftLoads):
+class DraftedTokens:
     """The drafted tokens of a request, by lane, while the kernel is traced.
 
     Attributes:
+      request: the request.
+      loads: what was loaded of them.
       uniforms: ``[128]`` float32: K to accept, then two to recover.
+      uses_q: ``[128]`` bool, whether the draft row is used.
+      entry: ``[128]`` float32, the token's entry in the draft row; None of candidates.
       q: ``[128]`` float32, the draft probability; 1 if a whole row must be read to compute it.
       bad: ``[128]`` bool, whether the draft row is found bad without reading all of it.
       listed: of rows of candidates, ``[128]`` each: a row's largest entry or what stands for it,
         and log2 of the mass relative to it; None of others, and of probabilities.
     """
 
-    uniforms: jax.Array
-    q: jax.Array
-    bad: jax.Array
-    listed: tuple[jax.Array, jax.Array] | None
-
-    @classmethod
-    def of(cls, loads: DraftLoads, uniforms: jax.Array) -> DraftedTokens:
-        """The drafted tokens; this waits for their loads."""
+    def __init__(self, loads: DraftLoads, uniforms: jax.Array):
         request, draft, normalizer = loads.request, loads.draft, loads.log_normalizer
-        plan, rows, uses_q = request.plan, request.draft_rows, loads.uses_q
-        q, bad, entry, listed = request.threads.filled(1.0), request.lane < 0, loads.entry, None
+        plan, rows, uses_q, entry = request.plan, request.draft_rows, loads.uses_q, loads.entry
+        self.request, self.loads, self.uniforms, self.listed = request, loads, uniforms, None
+        q, bad = request.threads.filled(1.0), request.lane < 0
         if draft is not None:
             is_outside = (rows < 0) | (rows >= plan.draft_rows)
             if normalizer is not None:
@@ -521,7 +418,7 @@ class DraftedTokens(DraftLoads):
             if loads.threshold is not None:
                 bad = bad | (uses_q & (loads.threshold != loads.threshold))
         if isinstance(draft, Candidates):
-            q, is_bad, listed = _find_listed(loads, draft)
+            q, is_bad, self.listed = _find_listed(loads, draft)
             bad = bad | (uses_q & is_bad)
         if isinstance(draft, MappedSlice):
             assert entry is not None and request.operands.bad_map is not None
@@ -535,9 +432,11 @@ class DraftedTokens(DraftLoads):
         for stored in (loads.row_max, normalizer):
             if stored is not None:
                 bad = bad | (uses_q & ~is_finite(stored))
-        fields = {x.name: getattr(loads, x.name) for x in dataclasses.fields(loads)}
-        fields |= {"uses_q": uses_q, "entry": entry}
-        return cls(**fields, uniforms=uniforms, q=q, bad=bad, listed=listed)
+        self.uses_q, self.entry, self.q, self.bad = uses_q, entry, q, bad
+
+    def counts_q(self, position: jax.Array) -> jax.Array:
+        """Whether the draft row of a position is used, ``[]``."""
+        return self.request.threads.at(self.uses_q.astype(jnp.int32), position) == 1
 
     def exponent(self, position: jax.Array, of_row: Normalizer) -> Exponent | None:
         """What turns entries of the draft row of a position into `q`; None of probabilities.
@@ -552,29 +451,29 @@ class DraftedTokens(DraftLoads):
         if self.listed is not None:
             peak, log = self.listed
             return Exponent(scale, at(log, position), at(peak, position))
-        if self.log_normalizer is not None:
-            log = at(self.log_normalizer, position)
-            row_max = None if self.row_max is None else at(self.row_max, position)
+        if self.loads.log_normalizer is not None:
+            log = at(self.loads.log_normalizer, position)
+            row_max = None if self.loads.row_max is None else at(self.loads.row_max, position)
             return Exponent(scale, log * LOG2E, row_max)
         return Exponent.of(of_row, scale)
 
     def probabilities(self, target: Normalizer, draft: Normalizer) -> tuple[jax.Array, jax.Array]:
         """By lane: p and q of the drafted token, by the normalizers of one position's rows."""
         request, plan = self.request, self.request.plan
-        p = jnp.exp2((self.logit - target.peak) * request.scale) / target.total
+        p = jnp.exp2((self.loads.logit - target.peak) * request.scale) / target.total
         if request.filters is not None:
-            p = jnp.where(self.logit >= target.threshold, p, 0.0)
+            p = jnp.where(self.loads.logit >= target.threshold, p, 0.0)
         q = self.q
         if plan.sums_draft_rows:
             assert self.entry is not None
             q = jnp.exp2((self.entry - draft.peak) * request.scale) / draft.total
         if plan.entries is not None:
-            q = jnp.where(self.uses_q, jnp.where(self.place < plan.draft_size, q, 0.0), 1.0)
+            q = jnp.where(self.uses_q, jnp.where(self.loads.place < plan.draft_size, q, 0.0), 1.0)
         return p, q
 
     def has_q(self, position: jax.Array) -> jax.Array:
         """Whether a draft of a sampled request has a draft distribution, ``[]``: else one-hot."""
-        return self.request.stored if self.log_normalizer is None else self.counts_q(position)
+        return self.request.stored if self.loads.log_normalizer is None else self.counts_q(position)
 
 
 def _find_listed(

@@ -83,14 +83,25 @@ class Weights(NamedTuple):
 
     def residual(self, targets: Chunk, drafts: Chunk) -> Chunk:
         """``(weight * p - q)+``; NaN where q is none."""
-        weights = []
-        for x, d in zip(targets, drafts, strict=True):
-            p = jnp.exp2(self.weighted(x))
-            q = d if self.q is None else jnp.exp2(self.q(d))
-            is_q = d >= 0 if self.q is None else None
-            excess = jnp.maximum(p, q) - q  # two instructions
-            weights.append(excess if is_q is None else jnp.where(is_q, excess, jnp.nan))
-        return weights
+        return excess(self.weighted.probabilities(targets), drafts, self.q)
+
+
+def excess(p: Chunk, drafts: Chunk, exponent: Exponent | None) -> Chunk:
+    """``(p - q)+``, as `rules.residual`; NaN where q is none.
+
+    Args:
+      p: probabilities times a joint weight.
+      drafts: entries of the draft row.
+      exponent: from these to q; None if they are probabilities.
+    """
+    left = []
+    for x, d in zip(p, drafts, strict=True):
+        if exponent is None:
+            left.append(jnp.where(d >= 0, jnp.maximum(x, d) - d, jnp.nan))
+        else:
+            q = jnp.exp2(exponent(d))
+            left.append(jnp.maximum(x, q) - q)  # two instructions
+    return left
 
 
 def is_finite(x: jax.Array) -> jax.Array:

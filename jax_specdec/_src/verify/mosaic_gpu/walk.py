@@ -57,15 +57,15 @@ def verify_request(
     What is loaded and copied, and when, is decided here. Each load begins as early as its address
     is known, and what does not need it comes between.
     """
-    loads = RequestLoads.begin(plan, threads, operands, index)
+    loads = RequestLoads(plan, threads, operands, index)
     # This PTX keeps the loads above in place: all of them are in flight.
     threads.init_barriers(cluster.barriers, plan.memory.barriers)
-    request = KernelRequest.of(plan, threads, operands, outputs, index, loads)
+    request = KernelRequest(plan, threads, operands, outputs, index, loads)
     ok = request.status == Status.OK
 
     @pl.when(ok)
     def _() -> None:
-        draft_loads = DraftLoads.begin(request, target, draft)  # small: loaded before rows
+        draft_loads = DraftLoads(request, target, draft)  # small: loaded before rows
         by_rate = isinstance(plan.rule, rules.Synthetic)
         position = warpgroups.index
         if by_rate:
@@ -77,7 +77,7 @@ def verify_request(
             _prefetch_draft_row(draft_loads, position)
         if not by_rate:
             uniforms = request.uniforms()
-        drafted = DraftedTokens.of(draft_loads, uniforms)
+        drafted = DraftedTokens(draft_loads, uniforms)
         threads.cluster_wait()
         Walk(Work(request, target, draft, drafted, cluster), warpgroups).run(position)
 
@@ -246,12 +246,12 @@ class Reader:
         self.sums_masses = jnp.bool_(False)
         if self.plan.is_plain:
             self.sums_masses = ~request.greedy & ~request.is_proposed(position)
-        self.target_base = self.base(self.drafted.logit)
+        self.target_base = self.base(self.drafted.loads.logit)
         self.draft: DraftSlice | None = None
         if isinstance(draft, DraftSlice) and self.plan.sums_draft_rows:
             self.draft = draft.storage if isinstance(draft, MappedSlice) else draft
             self.uses_q = self.drafted.counts_q(position)
-            self.draft_row = self.threads.at(self.drafted.draft_row, position)
+            self.draft_row = self.threads.at(self.drafted.loads.draft_row, position)
             assert self.drafted.entry is not None
             self.draft_base = self.base(self.drafted.entry)
 
@@ -598,7 +598,7 @@ class BlockWalk:
         walk, request, drafted = self.walk, self.request, self.walk.drafted
         position, weight = state.position, state.weight
         if self.draft is not None and not self.plan.sums_draft_rows:
-            pl.when(drafted.has_q(position))(lambda: drafted.prefetch(position))
+            pl.when(drafted.has_q(position))(lambda: drafted.loads.prefetch(position))
         result, round = walk.visit(position, state.round)
         by_lane = drafted.probabilities(result.scale, result.draft_scale)
         p, q = (self.threads.at(x, position) for x in by_lane)
