@@ -159,8 +159,8 @@ class Scratch(NamedTuple, Generic[X]):
     def of(cls, plan: Plan, target_dtype: Any, *, interpreted: bool) -> Scratch[Any]:
         """What a plan asks for."""
         memory, count, smem = plan.memory, plan.memory.warpgroups, plgpu.SMEM
-        tiles, several, is_cluster = memory.slices.tiles, count > 1, memory.slices.cluster > 1
-        if interpreted:
+        tiles, several, of_cluster = memory.slices.tiles, count > 1, None
+        if interpreted and memory.slices.cluster > 1:
             of_cluster = plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=count)
         return Scratch[Any](
             tiles=smem((count, tiles * memory.target_stride), target_dtype),
@@ -170,7 +170,7 @@ class Scratch(NamedTuple, Generic[X]):
             barriers=None if interpreted else smem((count, 2 * memory.barriers), jnp.int32),
             tile_barriers=plgpu.Barrier(num_barriers=count * tiles) if interpreted else None,
             completed=smem((count, SLOTS), jnp.int32) if interpreted else None,
-            cluster_barrier=of_cluster if interpreted and is_cluster else None,
+            cluster_barrier=of_cluster,
             block_barrier=plgpu.Barrier(num_arrivals=count) if interpreted and several else None,
         )
 

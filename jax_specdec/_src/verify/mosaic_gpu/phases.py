@@ -520,15 +520,14 @@ class PartDraw:
         by_weight, by_p = self._by_tile(0), self._by_tile(1)
         mass = threads.warp_sum(tree_sum(by_weight))
         has_mass = mass > 0
-        uniforms = [threads.gather(self.operands.recover, self.item * 2 + i) for i in range(2)]
         masses = [jnp.where(has_mass, *both) for both in zip(by_weight, by_p, strict=True)]
-        tile, _ = pick(threads, masses, uniforms[0], is_share=True)
+        tile, _ = pick(threads, masses, self._uniform(0), is_share=True)
 
         # An edge between parts may cut the tile: which part of it?
         piece = self._piece(tile, jnp.minimum(lane, self.num_pieces - 1))
         mass_of_piece = self._mass(piece, jnp.where(has_mass, 0, 1))
         mass_of_piece = jnp.where(lane < self.num_pieces, mass_of_piece, 0.0)
-        which, past = pick(threads, [mass_of_piece], uniforms[1], is_share=True)
+        which, past = pick(threads, [mass_of_piece], self._uniform(1), is_share=True)
         owner = lax.div(threads.shuffle(piece, which), weights.part.count)
         zero, one = (threads.filled(x, jnp.int32) for x in (0, 1))
         tile = tile - lax.div(weights.first_id, TILE)
@@ -538,6 +537,9 @@ class PartDraw:
             lambda: zero - weights.first_id,
         )
         return weights.first_id + column, jnp.where(mass != mass, one, zero)
+
+    def _uniform(self, which: int) -> jax.Array:
+        return self.weights.threads.gather(self.operands.recover, self.item * 2 + which)
 
     def _piece(self, tile: jax.Array, place: jax.Array | int) -> jax.Array:
         """An entry of `draw.pieces_of_tiles`."""
