@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from jax_specdec._src.config import (
     SpecDecodeConfig,
     acceptance_length_to_rates,
+    conditional_to_unconditional_rates,
     unconditional_to_conditional_rates,
 )
 
@@ -442,17 +443,19 @@ def test_products_of_conditional_rates_are_the_unconditional_ones(rates: tuple[f
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=32))
 def test_products_of_rates_have_those_as_conditional_ones(rates: list[float]) -> None:
-    unconditional = np.cumprod(rates)
+    unconditional = conditional_to_unconditional_rates(rates)
+    np.testing.assert_allclose(unconditional, np.cumprod(rates), rtol=1e-14)
     np.testing.assert_allclose(unconditional_to_conditional_rates(unconditional), rates, rtol=1e-14)
 
 
 @pytest.mark.parametrize(("rates", "error", "message"), BAD_RATES)
 def test_bad_rates_have_no_conditional_ones(
-    rates: object, error: type[Exception], message: str
+    rates: Any, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error) as caught:
-        unconditional_to_conditional_rates(rates)  # type: ignore[arg-type]
-    assert str(caught.value).startswith(message.format(name="rates"))
+    for convert in unconditional_to_conditional_rates, conditional_to_unconditional_rates:
+        with pytest.raises(error) as caught:
+            convert(rates)
+        assert str(caught.value).startswith(message.format(name="rates"))
 
 
 def test_unconditional_rates_must_not_increase() -> None:

@@ -268,6 +268,28 @@ def unconditional_to_conditional_rates(rates: Sequence[float]) -> tuple[float, .
     return tuple(rate / before if before > 0.0 else 0.0 for before, rate in pairs)
 
 
+def conditional_to_unconditional_rates(rates: Sequence[float]) -> tuple[float, ...]:
+    """The rate at which all drafts up to each position are accepted: ``r[i] = c[0] * ... * c[i]``.
+
+    Args:
+      rates: c, conditional: ``c[i]`` is P(draft i accepted given that drafts 0 .. i-1 were); in
+        [0, 1].
+
+    Returns:
+      r, unconditional, as `SpecDecodeConfig.synthetic_acceptance_rates` takes it.
+
+    Raises:
+      ValueError: ``rates`` is empty, or has an entry outside [0, 1].
+      TypeError: ``rates`` is not a sequence of numbers.
+
+    Example:
+      >>> conditional_to_unconditional_rates([0.9, 0.5, 0.0])
+      (0.9, 0.45, 0.0)
+    """
+    checked = _check_rates("rates", rates, may_increase=True)
+    return tuple(itertools.accumulate(checked, operator.mul))
+
+
 def check_num_speculative_tokens(value: Any) -> int:
     """K as a Python int.
 
@@ -317,7 +339,7 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be {listed} or {choices[-1]!r}, but is {value!r}")
 
 
-def _check_rates(name: str, rates: Any) -> tuple[float, ...]:
+def _check_rates(name: str, rates: Any, *, may_increase: bool = False) -> tuple[float, ...]:
     if isinstance(rates, np.ndarray):
         rates = rates.tolist()
     if isinstance(rates, str | bytes) or not isinstance(rates, Sequence):
@@ -326,7 +348,7 @@ def _check_rates(name: str, rates: Any) -> tuple[float, ...]:
         raise ValueError(f"{name} must have at least one entry, but is {rates!r}")
     checked = tuple(_check_real(f"{name}[{i}]", rate, 0, 1) for i, rate in enumerate(rates))
     for i, (before, rate) in enumerate(itertools.pairwise(checked), start=1):
-        if rate > before:
+        if rate > before and not may_increase:
             raise ValueError(
                 f"{name} must be non-increasing, but {name}[{i}]={rate} > {name}[{i - 1}]={before}"
             )
