@@ -83,7 +83,10 @@ class Weights(NamedTuple):
 
     def residual(self, targets: Chunk, drafts: Chunk) -> Chunk:
         """``(weight * p - q)+``; NaN where q is none."""
-        return excess(self.weighted.probabilities(targets), drafts, self.q)
+        left: Chunk = []
+        for x, d in zip(targets, drafts, strict=True):
+            left += excess([jnp.exp2(self.weighted(x))], [d], self.q)
+        return left
 
 
 def excess(p: Chunk, drafts: Chunk, exponent: Exponent | None) -> Chunk:
