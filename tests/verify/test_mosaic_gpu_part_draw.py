@@ -14,7 +14,7 @@ from jax_specdec._src.verify import tiles
 from jax_specdec._src.verify.draft_rows import DraftScale
 from jax_specdec._src.verify.draw import LocalRows
 from jax_specdec._src.verify.form import Form
-from jax_specdec._src.verify.mosaic_gpu import shard_kernels
+from jax_specdec._src.verify.mosaic_gpu import phases
 from jax_specdec._src.verify.position import Position
 
 from .interpret_mode import interpret_gpu_params
@@ -154,13 +154,13 @@ def compare(case: Case, **options: Any) -> None:
     def sum_by_tile(me: jax.Array, target: jax.Array, own: Any) -> Any:
         rows = rows_of(case, target, own, me)
         given = dict(size=case.size, num_parts=NUM_PARTS, **options)
-        found = shard_kernels.part_masses(wanted, target, own, me * case.width, **given)
+        found = phases.part_masses(wanted, target, own, me * case.width, **given)
         return found, rows.masses(source)
 
     @jax.jit
     def draw(me: jax.Array, target: jax.Array, own: Any, masses: jax.Array) -> Any:
         given = dict(size=case.size, **options)
-        found, bad = shard_kernels.part_draw(
+        found, bad = phases.part_draw(
             wanted, recover, masses, target, own, me * case.width, **given
         )
         bad = source.uses_q & (bad | source.draft_scale.bad)

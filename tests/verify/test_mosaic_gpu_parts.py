@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jax_specdec as sd
 from jax_specdec._src.verify import api
-from jax_specdec._src.verify.mosaic_gpu import shard_kernels
+from jax_specdec._src.verify.mosaic_gpu import phases
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
 
@@ -49,7 +49,7 @@ def judge(logits, count, found) -> None:
 
 
 def run(logits, count, **options):
-    read = jax.jit(functools.partial(shard_kernels.row_statistics, size=count, **options))
+    read = jax.jit(functools.partial(phases.row_statistics, size=count, **options))
     return jax.device_get(read(logits, ROWS, INVERSE, BY_ARGMAX, WANTED, jnp.int32(0)))
 
 
@@ -105,10 +105,7 @@ def over(num_parts: int, *, config: KernelConfig | None = None, **options):
             changes = [
                 (api.support, "no_device", lambda: None),
                 (api, "_rejection_sample", api._rejection_sample.__wrapped__),
-                *(
-                    (shard_kernels, x, functools.partial(getattr(shard_kernels, x), **options))
-                    for x in kernels
-                ),
+                *((phases, x, functools.partial(getattr(phases, x), **options)) for x in kernels),
             ]
             for change in changes:
                 stack.enter_context(mock.patch.object(*change))

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_specdec._src.verify.mosaic_gpu.sample import pick_of
+from jax_specdec._src.verify.mosaic_gpu.draw import pick_of
 
 
 def first_whose_sum_exceeds(weights, aim):

@@ -371,12 +371,12 @@ def _verify_part(arrays: CallArrays, static: _Static, platform: Platform) -> Rej
             raise NotImplementedError(why_not)
         if why_not is None:
             # Imported only where a call uses them: see the package's docstring.
-            from jax_specdec._src.verify.mosaic_gpu import launch, shard_kernels
+            from jax_specdec._src.verify.mosaic_gpu import launch, phases
 
             if vocab_axis is None:
                 return launch.verify(arrays, rule, k=k, size=size, config=kernel_config)
-            statistics = functools.partial(shard_kernels.row_statistics, config=kernel_config)
-            kernels = Kernels(statistics, shard_kernels.part_masses, shard_kernels.part_draw)
+            statistics = functools.partial(phases.row_statistics, config=kernel_config)
+            kernels = Kernels(statistics, phases.part_masses, phases.part_draw)
     is_whole, by_default = vocab_axis is None, implementation in (None, "xla")
     form = Form(
         platform,

@@ -15,7 +15,7 @@ from jax_specdec._src.platform import Platform
 
 
 class Kernels(NamedTuple):
-    """The functions of `mosaic_gpu.shard_kernels`, which read rows of a part of the vocabulary."""
+    """The functions of `mosaic_gpu.phases`, which read rows of a part of the vocabulary."""
 
     row_statistics: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     part_masses: Callable[..., jax.Array]

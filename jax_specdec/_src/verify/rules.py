@@ -91,11 +91,6 @@ def residual(weight: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
     return jnp.where(left > -jnp.inf, jnp.maximum(left, 0.0), jnp.nan)
 
 
-def excess(p: jax.Array, q: jax.Array) -> jax.Array:
-    """``(p - q)+``, as `residual`, in the two instructions that a kernel spends on it."""
-    return jnp.maximum(p, q) - q
-
-
 def joint_weight(weight: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
     """Joint weight of a prefix with one more draft: ``min(1, weight * p / q)``.
 

@@ -5,17 +5,19 @@
 - ``support``: which GPUs and calls it serves. A new GPU generation begins here.
 - ``plan``: what is static about a launch: slices of rows, shared memory, ``KernelConfig``.
 - ``launch``: operands, scratch memory, the launch.
-- ``kernel``: one request's walk: read a row, judge its draft, go on; the block rule; filters. A new
-  rule begins here, and in ``verify/rules.py``.
-- ``sample``: how the last token is drawn.
+- ``walk``: one request: which loads and copies begin when, then position by position: read a row,
+  judge its draft, go on; the block rule; filters. A new rule begins here, and in
+  ``verify/rules.py``.
+- ``draw``: how the last token is drawn.
 - ``request``: a request, its drafted tokens, and its output.
-- ``statistics``: maximum, argmax and masses of a row, for every dtype.
+- ``statistics``: maximum, argmax and masses of a row, for every dtype; p, q and the residual.
 - ``rows``: target rows in shared memory, draft rows in global memory.
 - ``lists``: draft rows on a list of ids: one map for all rows, or candidates of each row.
 - ``cluster``: exchanges between blocks. Only this file handles rounds, slots and parities.
-- ``ptx``: operations that Pallas lacks, such as loads of several entries at once.
-- ``interpret``: the same operations in jnp, for GPU interpret mode.
-- ``shard_kernels``: statistics, masses and draw for one device's part of a split vocabulary.
+- ``threads``: the operations of a warpgroup's threads.
+- ``ptx``: these on a GPU, also those that Pallas lacks, such as loads of several entries at once.
+- ``interpret``: these in jnp, for GPU interpret mode.
+- ``phases``: statistics, masses and draw for one device's part of a split vocabulary.
 
 ``launch`` and the modules that it needs are imported only if a call uses the kernel. They need
 modules that JAX calls experimental, which must not slow down, or break, programs for other devices.

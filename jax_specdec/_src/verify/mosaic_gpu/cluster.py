@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.verify.mosaic_gpu.plan import SLOTS, WARPS, SharedMemory
-from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, Threads
-from jax_specdec._src.verify.tiles import num_tiles
+from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Threads
 
 Count = TypeVar("Count", int, jax.Array)
 
@@ -81,7 +80,7 @@ class Cluster:
 
     def is_first_warp(self) -> jax.Array:
         """Whether a thread is in the first warp of the cluster, ``[128]`` bool."""
-        return (self.threads.index() < WARP) & (self.block == 0)
+        return (self.threads.index < WARP) & (self.block == 0)
 
     def all_gather(
         self, round: jax.Array, *values: jax.Array
@@ -97,10 +96,10 @@ class Cluster:
           undefined past the last warp (see `is_warp`). Then the next round.
         """
         width, warps = max(2, len(values)), self.memory.slices.warps
-        slot = self._exchange(round, [*values, *values][:width], self.threads.index())
+        slot = self._exchange(round, [*values, *values][:width], self.threads.index)
         found = []
-        for lane in _by_lane(self.threads.index(), warps):
-            place = width * (jnp.minimum(lane, warps - 1) - self.threads.index())
+        for lane in _by_lane(self.threads.index, warps):
+            place = width * (jnp.minimum(lane, warps - 1) - self.threads.index)
             found.append(self.threads.entries(slot, place, width, aligned=True))
         by_value = [list(of_value) for of_value in zip(*found, strict=True)]
         return by_value[: len(values)], round + 1
@@ -108,7 +107,7 @@ class Cluster:
     def is_warp(self) -> list[jax.Array]:
         """Which lanes of the arrays of `all_gather` are defined."""
         warps = self.memory.slices.warps
-        return [warp < warps for warp in _by_lane(self.threads.index(), warps)]
+        return [warp < warps for warp in _by_lane(self.threads.index, warps)]
 
     def gather_masses(self, round: jax.Array, masses: list[jax.Array]) -> tuple[Masses, jax.Array]:
         """The mass of each tile of the row, summed over the warps that have a part of it.
@@ -124,7 +123,7 @@ class Cluster:
         thread = threads.index_anew()
         padding = [threads.filled(0.0)] * (stride - len(masses))
         slot = self._exchange(round, [*masses, *padding], thread)
-        count, found = num_tiles(slices.size), []
+        count, found = slices.row_tiles, []
         for tile in _by_lane(thread, count):
             place = jnp.minimum(tile, count - 1)
             first = lax.div(place, slices.tiles) * (WARPS * stride) + lax.rem(place, slices.tiles)
@@ -134,8 +133,7 @@ class Cluster:
 
     def no_masses(self) -> Masses:
         """Zeros, for a row whose masses are not summed."""
-        arrays = _by_lane(self.threads.index(), num_tiles(self.memory.slices.size))
-        nothing = [self.threads.filled(0.0) for _ in arrays]
+        nothing = [self.threads.filled(0.0)] * -(-self.memory.slices.row_tiles // WARP)
         return Masses(nothing, nothing, jnp.float32(0))
 
     def _exchange(self, round: jax.Array, values: list[jax.Array], thread: jax.Array) -> Any:
@@ -164,7 +162,7 @@ class Cluster:
           By lane: those of the first array by warp, then of the second, and so on, then 0.
         """
         threads, count = self.threads, len(values) * WARPS
-        thread = threads.index()
+        thread = threads.index
         warp, lane = lax.div(thread, WARP), thread & (WARP - 1)
         for i, value in enumerate(values):
             threads.scatter(self.scratch, i * WARPS + warp, value, lane == 0)
@@ -207,7 +205,7 @@ class Warpgroups:
         if self.count == 1:
             return jnp.where(ends, 0, 1)
         # Two flags, used alternately: the last one may still be read by others.
-        thread, slot = self.threads.index(), slot_of(self.rows_before(position))
+        thread, slot = self.threads.index, slot_of(self.rows_before(position))
         flag = jnp.zeros_like(thread) + ends.astype(jnp.int32)
         place = jnp.zeros_like(thread) + slot
         self.threads.scatter(self.flags.at[self.index], place, flag, thread == 0)

@@ -1,4 +1,4 @@
-"""The operations of `ptx.Threads` in jnp, for GPU interpret mode.
+"""`threads.Threads` in jnp, for GPU interpret mode.
 
 Exchanges between blocks go through global memory and a barrier of the cluster. They take the same
 slots, phases and parities as on a GPU, and check them: if a GPU would wait for the wrong phase, NaN
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
-from jax_specdec._src.verify.mosaic_gpu.ptx import THREADS, WARP, T, Threads
+from jax_specdec._src.verify.mosaic_gpu.threads import THREADS, WARP, Ref, T
 from jax_specdec._src.verify.tiles import TILE
 
 
@@ -29,20 +29,23 @@ class ExchangeBarriers(NamedTuple):
       completed: int32 ref in shared memory, how many phases of each mbarrier are complete.
     """
 
-    cluster: Any
-    completed: Any
+    cluster: Ref | None
+    completed: Ref
 
 
-class InterpretedThreads(Threads):
-    """One warpgroup, whose threads are the entries of arrays ``[128]``."""
+class InterpretedThreads:
+    """A warpgroup's operations; see `threads.Threads`. Threads are the entries of arrays."""
 
-    interpreted = True
+    def __init__(self) -> None:
+        self.interpreted = True
+        self.index = jnp.arange(THREADS, dtype=jnp.int32)
 
-    def index(self) -> jax.Array:
-        return jnp.arange(THREADS, dtype=jnp.int32)
+    @property
+    def lane(self) -> jax.Array:
+        return self.index & (WARP - 1)
 
     def index_anew(self) -> jax.Array:
-        return self.index()
+        return self.index
 
     def filled(self, value: Any, dtype: Any = jnp.float32) -> jax.Array:
         return jnp.full((THREADS,), value, dtype)
@@ -69,13 +72,16 @@ class InterpretedThreads(Threads):
         return self._per_warp(lambda x: jnp.cumsum(x, axis=1), x)
 
     def shuffle_xor(self, x: jax.Array, mask: jax.Array | int) -> jax.Array:
-        return x[self.index() ^ mask]
+        return x[self.index ^ mask]
 
-    def shuffle(self, x: jax.Array, lane: Any) -> jax.Array:
-        return x[self.index() // WARP * WARP + lane % WARP]
+    def shuffle(self, x: jax.Array, lane: jax.Array | int) -> jax.Array:
+        return x[self.index // WARP * WARP + lane % WARP]
 
     def scalar(self, x: jax.Array) -> jax.Array:
         return x[0]
+
+    def at(self, x: jax.Array, lane: jax.Array | int) -> jax.Array:
+        return self.scalar(self.shuffle(x, lane))
 
     def cond(self, which: jax.Array, true: Callable[[], T], false: Callable[[], T]) -> T:
         return jax.tree.map(lambda a, b: jnp.where(which, a, b), true(), false())
@@ -98,12 +104,12 @@ class InterpretedThreads(Threads):
     def cluster_wait(self) -> None:
         pass
 
-    def wait(self, barriers: Any, barrier: jax.Array, parity: jax.Array) -> None:
+    def wait(self, barriers: Ref, barrier: jax.Array, parity: jax.Array) -> None:
         plgpu.barrier_wait(barriers.at[barrier])
 
     def exchange(
         self,
-        memory: Any,
+        memory: Ref,
         barriers: Any,
         place: jax.Array,
         barrier: jax.Array,
@@ -128,15 +134,15 @@ class InterpretedThreads(Threads):
 
     def copy_tiles(
         self,
-        rows: Any,
+        rows: Ref,
         row: jax.Array,
         first: jax.Array,
         size: int,
         count: int,
-        buffer: Any,
+        buffer: Ref,
         stride: int,
-        barriers: Any,
-        first_barrier: int,
+        barriers: Ref,
+        first_barrier: jax.Array | int,
     ) -> None:
         def copy(tile: int, length: int) -> None:
             plgpu.copy_gmem_to_smem(
@@ -152,52 +158,52 @@ class InterpretedThreads(Threads):
                 is_part = (rest > 0) & (rest < TILE)
                 pl.when(is_part)(functools.partial(copy, tile, size % TILE))
 
-    def copy_shift(self, rows: Any, row: jax.Array) -> jax.Array | int:
+    def copy_shift(self, rows: Ref, row: jax.Array) -> jax.Array | int:
         return 0
 
     def prefetch_tiles(
-        self, rows: Any, row: jax.Array, first: jax.Array, size: int, count: int
+        self, rows: Ref, row: jax.Array, first: jax.Array, size: int, count: int
     ) -> None:
         pass
 
     # Reading and writing.
 
-    def gather(self, ref: Any, *indices: jax.Array) -> jax.Array:
+    def gather(self, ref: Ref, *indices: jax.Array) -> jax.Array:
         values = ref[...][indices]
         if jnp.issubdtype(values.dtype, jnp.floating):
             return values.astype(jnp.float32)
         return values if values.dtype == jnp.uint32 else values.astype(jnp.int32)
 
-    def scatter(self, ref: Any, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
+    def scatter(self, ref: Ref, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
         @pl.when(where.any())  # the whole of it is written
         def _() -> None:
             place = jnp.where(where, index, ref.shape[0])
             ref[...] = ref[...].at[place].set(value.astype(ref.dtype), mode="drop")
 
-    def fill(self, ref: Any, start: jax.Array, begin: jax.Array, end: int, value: float) -> None:
+    def fill(self, ref: Ref, start: jax.Array, begin: jax.Array, end: int, value: float) -> None:
         place, some = jnp.arange(end, dtype=jnp.int32), pl.ds(start, end)
         ref[some] = jnp.where(place >= begin, jnp.asarray(value, ref.dtype), ref[some])
 
     def entries(
-        self, ref: Any, start: jax.Array, each: int, *, aligned: bool, offset: int = 0
+        self, ref: Ref, start: jax.Array, each: int, *, aligned: bool, offset: int = 0
     ) -> list[jax.Array]:
         start = start + offset
         if start.ndim:
-            place = start + self.index() * each
+            place = start + self.index * each
             return [ref[...][place + j].astype(jnp.float32) for j in range(each)]
         loaded = ref[pl.ds(start, THREADS * each)].astype(jnp.float32).reshape(THREADS, each)
         return [loaded[:, j] for j in range(each)]
 
-    def row_entries(self, ref: Any, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
+    def row_entries(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
         return self.row_run(ref, row, start, 0, each)
 
-    def row_words(self, ref: Any, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
+    def row_words(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
         return [ref[...][row, start + j] for j in range(each)]
 
     def numbers(self, words: list[jax.Array], dtype: Any) -> list[jax.Array]:
         return [x.astype(jnp.float32) for x in words]
 
     def row_run(
-        self, ref: Any, row: jax.Array, start: jax.Array, offset: int, each: int
+        self, ref: Ref, row: jax.Array, start: jax.Array, offset: int, each: int
     ) -> list[jax.Array]:
         return [ref[...][row, start + offset + j].astype(jnp.float32) for j in range(each)]

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_specdec._src.noise import key_words
-from jax_specdec._src.types import DraftLogits, Noise, RaceNoise, RejectionSampleOutput, Status
+from jax_specdec._src.types import DraftLogits, Noise, RaceNoise, RejectionSampleOutput
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Warpgroups
 from jax_specdec._src.verify.mosaic_gpu.interpret import ExchangeBarriers, InterpretedThreads
-from jax_specdec._src.verify.mosaic_gpu.kernel import Walk
 from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, MappedSlice, columns_of_map
 from jax_specdec._src.verify.mosaic_gpu.plan import SLOTS, KernelConfig, Plan, is_aligned
-from jax_specdec._src.verify.mosaic_gpu.ptx import Threads
-from jax_specdec._src.verify.mosaic_gpu.request import DraftedTokens, KernelRequest, Work
+from jax_specdec._src.verify.mosaic_gpu.ptx import GpuThreads
+from jax_specdec._src.verify.mosaic_gpu.request import Operands, Outputs
 from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice, TargetSlice
+from jax_specdec._src.verify.mosaic_gpu.threads import Ref, Threads
+from jax_specdec._src.verify.mosaic_gpu.walk import verify_request
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.rules import Rule
+
+X = TypeVar("X")
 
 
 def verify(
@@ -58,123 +59,150 @@ def verify(
     slices, warpgroups = plan.memory.slices, plan.memory.warpgroups
     if slices.cluster == 1 and not interpret:
         raise NotImplementedError("max_cluster=1 is for interpret mode: on a GPU it is at least 2")
-    operands = _operands(arrays, size)
-    outputs = {
-        "token_ids_out": (num_requests * (k + 1),),
-        "num_accepted": (num_requests,),
-        "num_emitted": (num_requests,),
-        "status": (num_requests,),
-    }
-    out = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in outputs.values()]
-    scratch = _scratch(plan, operands["target"].dtype, interpreted=bool(interpret))
-    names = [*operands, *outputs]
+    outputs = Outputs(
+        token_ids=jax.ShapeDtypeStruct((num_requests * (k + 1),), jnp.int32),
+        num_accepted=jax.ShapeDtypeStruct((num_requests,), jnp.int32),
+        num_emitted=jax.ShapeDtypeStruct((num_requests,), jnp.int32),
+        status=jax.ShapeDtypeStruct((num_requests,), jnp.int32),
+        slots=None,
+    )
     if interpret:  # global memory, of each cluster
-        names.append("slots")
         shape = (num_requests, warpgroups, SLOTS, plan.memory.slot)
-        out.append(jax.ShapeDtypeStruct(shape, jnp.float32))
-    names += scratch
+        outputs = outputs._replace(slots=jax.ShapeDtypeStruct(shape, jnp.float32))
 
-    def verify_drafts(*args: Any) -> None:
-        _verify_request(plan, dict(zip(names, args, strict=True)), interpreted=bool(interpret))
+    def verify_drafts(
+        place: Place, operands: Operands[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]
+    ) -> None:
+        work = _work(plan, place, operands, outputs, scratch)
+        verify_request(plan, place.threads, operands, outputs, place.cluster, *work)
 
-    token_ids, *counts_and_status = launch(
+    found = launch(
         verify_drafts,
-        list(operands.values()),
-        out=out,
-        scratch=list(scratch.values()),
-        grid=("request", num_requests),
+        _operands(arrays, size),
+        out=outputs,
+        scratch=Scratch.of(plan, arrays.target_logits.dtype, interpreted=bool(interpret)),
+        grid=num_requests,
         cluster=slices.cluster,
         warpgroups=warpgroups,
         interpret=interpret,
     )
-    token_ids = token_ids.reshape(num_requests, k + 1)
-    return RejectionSampleOutput(token_ids, *counts_and_status[:3])
+    token_ids = found.token_ids.reshape(num_requests, k + 1)
+    return RejectionSampleOutput(token_ids, found.num_accepted, found.num_emitted, found.status)
 
 
-def _operands(arrays: CallArrays, size: int) -> dict[str, jax.Array]:
-    """The arrays that the call has, by name."""
+def _operands(arrays: CallArrays, size: int) -> Operands[jax.Array]:
+    """The arrays that the call has."""
     drafts, sampling, distribution = arrays.drafts, arrays.sampling, arrays.drafts.distribution
-    token_ids, mask = drafts.token_ids, arrays.token_bitmask
-    operands: dict[str, Any] = {
-        "target": arrays.target_logits,
-        "token_ids": token_ids if token_ids.shape[0] else jnp.full((1,), -1, jnp.int32),
-        "offsets": drafts.cu_num_draft_tokens,
-        "temperature": sampling.temperature,
-    }
-    assert not isinstance(arrays.randomness, RaceNoise)
-    if isinstance(arrays.randomness, Noise):
-        operands |= {"accept": arrays.randomness.accept, "recover": arrays.randomness.recover}
-    else:
-        keys, positions = arrays.randomness
-        operands |= {"keys": key_words(keys), "positions": positions}
+    token_ids, mask, randomness = drafts.token_ids, arrays.token_bitmask, arrays.randomness
+    assert not isinstance(randomness, RaceNoise)
+    noise = randomness if isinstance(randomness, Noise) else None
+    keys, positions = (None, None) if isinstance(randomness, Noise) else randomness
+    draft, columns, bad_map, ids = None, None, None, None
     if distribution is not None:
-        operands["draft"], ids = storage_of(distribution), distribution.ids
+        draft, ids = storage_of(distribution), distribution.ids
         if ids is not None and ids.ndim == 1:
-            operands["columns"], operands["bad_map"] = columns_of_map(ids, size)
-        elif ids is not None:
-            operands["ids"] = ids
-        if isinstance(distribution, DraftLogits):
-            operands["normalizer"] = distribution.log_normalizer
-            operands["row_max"] = distribution.row_max
-            operands["thresholds"] = distribution.threshold
-        operands |= {"rows": distribution.rows, "valid": distribution.valid}
-    operands |= {"bonus": arrays.bonus_token_ids, "active": arrays.active}
-    if mask is not None:
-        operands["bitmask"] = lax.bitcast_convert_type(mask, jnp.int32)
-    for name in ("min_p", "top_k", "top_p"):
-        operands[name] = getattr(sampling, name)
-    return {name: x for name, x in operands.items() if x is not None}
+            (columns, bad_map), ids = columns_of_map(ids, size), None
+    logits = distribution if isinstance(distribution, DraftLogits) else None
+    return Operands(
+        target=arrays.target_logits,
+        token_ids=token_ids if token_ids.shape[0] else jnp.full((1,), -1, jnp.int32),
+        offsets=drafts.cu_num_draft_tokens,
+        temperature=sampling.temperature,
+        accept=None if noise is None else noise.accept,
+        recover=None if noise is None else noise.recover,
+        keys=None if keys is None else key_words(keys),
+        positions=positions,
+        draft=draft,
+        columns=columns,
+        bad_map=bad_map,
+        ids=ids,
+        normalizer=None if logits is None else logits.log_normalizer,
+        row_max=None if logits is None else logits.row_max,
+        thresholds=None if logits is None else logits.threshold,
+        rows=None if distribution is None else distribution.rows,
+        valid=None if distribution is None else distribution.valid,
+        bonus=arrays.bonus_token_ids,
+        active=arrays.active,
+        bitmask=None if mask is None else lax.bitcast_convert_type(mask, jnp.int32),
+        min_p=sampling.min_p,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+    )
 
 
-def _scratch(plan: Plan, target_dtype: Any, *, interpreted: bool) -> dict[str, Any]:
-    """Shared memory and barriers of a block, by name."""
-    memory, warpgroups = plan.memory, plan.memory.warpgroups
-    tiles = memory.slices.tiles
-    scratch: dict[str, Any] = {
-        "tiles": plgpu.SMEM((warpgroups, tiles * memory.target_stride), target_dtype),
-        "scratch": plgpu.SMEM((warpgroups, memory.scratch), jnp.float32),
-    }
-    if warpgroups > 1:
-        scratch["flags"] = plgpu.SMEM((warpgroups, SLOTS), jnp.int32)
-    if not interpreted:
-        scratch["slots"] = plgpu.SMEM((warpgroups, SLOTS, memory.slot), jnp.float32)
-        scratch["barriers"] = plgpu.SMEM((warpgroups, 2 * memory.barriers), jnp.int32)
-        return scratch
-    scratch["tile_barriers"] = plgpu.Barrier(num_barriers=warpgroups * tiles)
-    scratch["completed"] = plgpu.SMEM((warpgroups, SLOTS), jnp.int32)
-    if memory.slices.cluster > 1:
-        scratch["cluster_barrier"] = plgpu.ClusterBarrier(
-            collective_axes=("block",), num_barriers=warpgroups
+class Scratch(NamedTuple, Generic[X]):
+    """Shared memory and barriers of a block: their types, or refs. Each warpgroup has its own.
+
+    Attributes:
+      tiles: of the target's dtype ``[warpgroups, entries of a slice]``.
+      floats: float32 ``[warpgroups, scratch]``.
+      flags: int32 ``[warpgroups, 2]``, or None if there is one warpgroup.
+      slots: float32 ``[warpgroups, 2, floats of a slot]``; None in interpret mode.
+      barriers: mbarriers, int32 ``[warpgroups, two of each]``; None in interpret mode.
+      tile_barriers: in interpret mode, instead: barriers of tiles,
+      completed: int32 ``[warpgroups, 2]``, phases of the slots' barriers,
+      cluster_barrier: the barrier of all blocks, or None if there is one,
+      block_barrier: and that of all warpgroups, likewise.
+    """
+
+    tiles: X
+    floats: X
+    flags: X | None
+    slots: X | None
+    barriers: X | None
+    tile_barriers: X | None
+    completed: X | None
+    cluster_barrier: X | None
+    block_barrier: X | None
+
+    @classmethod
+    def of(cls, plan: Plan, target_dtype: Any, *, interpreted: bool) -> Scratch[Any]:
+        """What a plan asks for."""
+        memory, count, smem = plan.memory, plan.memory.warpgroups, plgpu.SMEM
+        tiles, several, of_cluster = memory.slices.tiles, count > 1, None
+        if interpreted and memory.slices.cluster > 1:
+            of_cluster = plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=count)
+        return Scratch[Any](
+            tiles=smem((count, tiles * memory.target_stride), target_dtype),
+            floats=smem((count, memory.scratch), jnp.float32),
+            flags=smem((count, SLOTS), jnp.int32) if several else None,
+            slots=None if interpreted else smem((count, SLOTS, memory.slot), jnp.float32),
+            barriers=None if interpreted else smem((count, 2 * memory.barriers), jnp.int32),
+            tile_barriers=plgpu.Barrier(num_barriers=count * tiles) if interpreted else None,
+            completed=smem((count, SLOTS), jnp.int32) if interpreted else None,
+            cluster_barrier=of_cluster,
+            block_barrier=plgpu.Barrier(num_arrivals=count) if interpreted and several else None,
         )
-    if warpgroups > 1:
-        scratch["block_barrier"] = plgpu.Barrier(num_arrivals=warpgroups)
-    return scratch
 
 
-def _verify_request(plan: Plan, refs: dict[str, Any], *, interpreted: bool) -> None:
-    """The kernel: what each warpgroup does."""
+def _work(
+    plan: Plan,
+    place: Place,
+    operands: Operands[Ref],
+    outputs: Outputs[Ref],
+    scratch: Scratch[Ref],
+) -> tuple[TargetSlice, DraftSlice | Candidates | None, Cluster, Warpgroups]:
+    """What a warpgroup works with: its slices of rows, its cluster, and its block."""
     memory, slices = plan.memory, plan.memory.slices
-    threads = InterpretedThreads() if interpreted else Threads()
-    block = lax.axis_index("block") if slices.cluster > 1 else jnp.int32(0)
-    warpgroup = lax.axis_index("warpgroup") if memory.warpgroups > 1 else jnp.int32(0)
-    index = lax.axis_index("request")
-    slots, tile_barriers = refs["slots"], refs.get("tile_barriers")
-    first_barrier: Any = SLOTS
-    if interpreted:
-        slots, first_barrier = slots.at[index], warpgroup * slices.tiles
-        completed = refs["completed"].at[warpgroup]
-        completed[...] = jnp.zeros((SLOTS,), jnp.int32)
-        cluster_barrier = refs.get("cluster_barrier")
-        if cluster_barrier is not None:
-            cluster_barrier = cluster_barrier.at[warpgroup]
-        barriers: Any = ExchangeBarriers(cluster_barrier, completed)
+    index, block, warpgroup, threads = place
+    first_barrier: jax.Array | int = SLOTS
+    if scratch.barriers is not None and scratch.slots is not None:
+        barriers: Any = scratch.barriers.at[warpgroup]
+        slots, tile_barriers = scratch.slots, barriers
     else:
-        barriers = tile_barriers = refs["barriers"].at[warpgroup]
+        assert outputs.slots is not None and scratch.tile_barriers is not None
+        assert scratch.completed is not None
+        slots, tile_barriers = outputs.slots.at[index], scratch.tile_barriers
+        first_barrier = warpgroup * slices.tiles
+        completed, of_cluster = scratch.completed.at[warpgroup], scratch.cluster_barrier
+        completed[...] = jnp.zeros((SLOTS,), jnp.int32)
+        of_cluster = None if of_cluster is None else of_cluster.at[warpgroup]
+        barriers = ExchangeBarriers(of_cluster, completed)
     first = block * slices.ids
     target = TargetSlice(
         threads=threads,
-        rows=refs["target"],
-        buffer=refs["tiles"].at[warpgroup],
+        rows=operands.target,
+        buffer=scratch.tiles.at[warpgroup],
         barriers=tile_barriers,
         per_slice=slices.tiles,
         stride=memory.target_stride,
@@ -182,102 +210,118 @@ def _verify_request(plan: Plan, refs: dict[str, Any], *, interpreted: bool) -> N
         first=first,
         size=plan.size,
         each=memory.each,
-        bitmask=refs.get("bitmask"),
+        bitmask=operands.bitmask,
     )
-    draft: DraftSlice | Candidates | None = None
-    thresholds = refs.get("thresholds")
-    fill = 0.0 if plan.holds_probs else -jnp.inf
-    if plan.draft == "candidates":
-        draft = Candidates(
+    draft = draft_rows_of(plan, threads, operands, first)
+    floats, flags = scratch.floats.at[warpgroup], scratch.flags
+    cluster = Cluster(threads, memory, slots.at[warpgroup], barriers, floats, block)
+    warpgroups = Warpgroups(threads, memory.warpgroups, warpgroup, flags, scratch.block_barrier)
+    return target, draft, cluster, warpgroups
+
+
+def draft_rows_of(
+    plan: Plan, threads: Threads, operands: Operands[Ref], first: jax.Array
+) -> DraftSlice | Candidates | None:
+    """A block's slice of draft rows, from id `first` on; None if the call has none."""
+    memory, rows, fill = plan.memory, operands.draft, 0.0 if plan.entries == "probs" else -jnp.inf
+    if rows is None:
+        return None
+    if operands.ids is not None:
+        return Candidates(
             threads=threads,
-            rows=refs["draft"],
-            ids=refs["ids"],
+            rows=rows,
+            ids=operands.ids,
             first=first,
             size=plan.size,
             fill=fill,
             each=memory.each,
-            sums=not plan.holds_probs and "normalizer" not in refs,
-            thresholds=thresholds,
+            sums=plan.entries == "logits",
+            thresholds=operands.thresholds,
         )
-    elif plan.draft != "none":
-        width = refs["draft"].shape[1]
-        draft = DraftSlice(
-            threads=threads,
-            rows=refs["draft"],
-            per_slice=slices.tiles,
-            first=first,
-            size=width if plan.is_mapped else plan.draft_size,
-            row_size=width if plan.is_mapped else plan.size,
-            fill=fill,
-            each=memory.each,
-            aligned=is_aligned(refs["draft"]) and width >= memory.each,
-            at_once=memory.tiles_at_once,
-            thresholds=thresholds,
-        )
-        if plan.is_mapped:
-            fields = {field.name: getattr(draft, field.name) for field in dataclasses.fields(draft)}
-            fields |= {"size": plan.size, "row_size": plan.size, "aligned": False}
-            draft = MappedSlice(**fields, columns=refs["columns"], storage=draft)
-    scratch = refs["scratch"].at[warpgroup]
-    cluster = Cluster(threads, memory, slots.at[warpgroup], barriers, scratch, block)
-    warpgroups = Warpgroups(
-        threads, memory.warpgroups, warpgroup, refs.get("flags"), refs.get("block_barrier")
+    width, is_mapped = rows.shape[1], operands.columns is not None
+    draft = DraftSlice(
+        threads=threads,
+        rows=rows,
+        per_slice=memory.slices.tiles,
+        first=first,
+        size=width if is_mapped else plan.draft_size,
+        row_size=width if is_mapped else plan.size,
+        fill=fill,
+        each=memory.each,
+        aligned=is_aligned(rows) and width >= memory.each,
+        at_once=memory.tiles_at_once,
+        thresholds=operands.thresholds,
     )
-    init = functools.partial(threads.init_barriers, barriers, memory.barriers)
-    request = KernelRequest(plan, threads, refs, index, meanwhile=init)
-    ok = request.status == Status.OK
+    if operands.columns is None:
+        return draft
+    fields = {field.name: getattr(draft, field.name) for field in dataclasses.fields(draft)}
+    fields |= {"size": plan.size, "row_size": plan.size, "aligned": False}
+    return MappedSlice(**fields, columns=operands.columns, storage=draft)
 
-    @pl.when(ok)
-    def _() -> None:
-        drafted = DraftedTokens(request, target, draft)  # small: loaded before rows
-        Walk(Work(request, target, draft, drafted, cluster), warpgroups).run()
 
-    @pl.when(~ok)
-    def _() -> None:
-        threads.cluster_wait()
-        zero = jnp.int32(0)
-        request.write(zero, zero, request.status, cluster.is_first_warp())
+class Place(NamedTuple):
+    """Where a kernel's program runs, while it is traced.
+
+    Attributes:
+      cluster: ``[]`` int32, index of the cluster.
+      block: ``[]`` int32, index of the block in its cluster.
+      warpgroup: ``[]`` int32, index of the warpgroup in its block.
+      threads: the operations of the warpgroup.
+    """
+
+    cluster: jax.Array
+    block: jax.Array
+    warpgroup: jax.Array
+    threads: Threads
 
 
 def launch(
     body: Callable[..., None],
-    operands: Sequence[jax.Array],
+    operands: Any,
     *,
-    out: Sequence[jax.ShapeDtypeStruct],
-    scratch: Sequence[Any],
-    grid: tuple[str, int],
+    out: Any,
+    scratch: Any,
+    grid: int,
     cluster: int = 1,
     warpgroups: int = 1,
     interpret: Any,
-) -> Sequence[jax.Array]:
+) -> Any:
     """Run a kernel.
 
     Args:
-      body: takes the refs of operands, outputs and scratch. Its axes are the name in `grid`,
-        "block" in a cluster of several blocks, and "warpgroup" in a block of several warpgroups.
-      operands: arrays.
-      out: shapes and dtypes of the outputs.
-      scratch: of each block.
-      grid: name and length of the axis of clusters.
+      body: takes a `Place`, then refs in the structures of `operands`, `out` and `scratch`.
+      operands: a pytree of arrays.
+      out: a pytree of the shapes and dtypes of the outputs.
+      scratch: a pytree of what each block has.
+      grid: number of clusters.
       cluster: blocks of a cluster; 1 for independent blocks.
       warpgroups: warpgroups of a block.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
 
     Returns:
-      The outputs.
+      The outputs, in the structure of `out`.
     """
     axes: dict[str, Any] = {}
     if cluster > 1:
         axes = dict(cluster=(cluster,), cluster_names=("block",))
     if warpgroups > 1:
         axes |= dict(num_threads=warpgroups, thread_name="warpgroup")
-    name, count = grid
+    structure = jax.tree.structure((operands, out, scratch))
+
+    def run(*refs: Ref) -> None:
+        block = lax.axis_index("block") if cluster > 1 else jnp.int32(0)
+        warpgroup = lax.axis_index("warpgroup") if warpgroups > 1 else jnp.int32(0)
+        index = lax.axis_index("cluster")
+        threads = InterpretedThreads() if interpret else GpuThreads()
+        body(Place(index, block, warpgroup, threads), *jax.tree.unflatten(structure, refs))
+
+    run.__name__ = body.__name__
     kernel = plgpu.kernel(
-        body,
-        out_type=tuple(out),
-        scratch_types=tuple(scratch),
-        grid=(count,),
-        grid_names=(name,),
+        run,
+        out_type=tuple(jax.tree.leaves(out)),
+        scratch_types=tuple(jax.tree.leaves(scratch)),
+        grid=(grid,),
+        grid_names=("cluster",),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,
@@ -287,4 +331,5 @@ def launch(
         **axes,
     )
     with jax.enable_x64(False):  # indices are int32, whatever the caller's default is
-        return kernel(*operands)
+        found = kernel(*jax.tree.leaves(operands))
+    return jax.tree.unflatten(jax.tree.structure(out), found)

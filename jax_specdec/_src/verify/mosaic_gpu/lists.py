@@ -15,9 +15,9 @@ from jax import lax
 
 from jax_specdec._src.verify.mosaic_gpu.cluster import tree_sum
 from jax_specdec._src.verify.mosaic_gpu.plan import MAX_MAPPED
-from jax_specdec._src.verify.mosaic_gpu.ptx import THREADS, WARP, Threads
 from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, DraftSlice
 from jax_specdec._src.verify.mosaic_gpu.statistics import Exponent, is_finite, largest
+from jax_specdec._src.verify.mosaic_gpu.threads import THREADS, WARP, Threads
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
 
@@ -204,7 +204,7 @@ class Candidates:
 
     def q_by_thread(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Each thread's candidate: its id, negative where there is none, and ``q``."""
-        ids, entries = self._at(row, self.threads.index())
+        ids, entries = self._at(row, self.threads.index)
         return ids, self._q(entries)
 
     def _q(self, entries: jax.Array) -> jax.Array:
@@ -215,7 +215,7 @@ class Candidates:
         threads, listed = self.threads, self.load(row)
         places = [ids - (self.first + tile * TILE) for ids in listed.ids]
         q = [self._q(entries) for entries in listed.entries]
-        own = threads.index() * self.each
+        own = threads.index * self.each
 
         def following(column: jax.Array) -> jax.Array:
             """The next column whose id is in the tile, or what no column is."""
@@ -241,7 +241,7 @@ class Candidates:
 
     def _columns(self) -> list[jax.Array]:
         """The columns that the lanes of a warp have."""
-        lane = self.threads.index() & (WARP - 1)
+        lane = self.threads.lane
         return [lane + first for first in range(0, self.rows.shape[1], WARP)]
 
     def _take(self, by_lane: list[jax.Array], column: jax.Array) -> jax.Array:

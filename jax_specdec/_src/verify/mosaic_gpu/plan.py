@@ -6,15 +6,22 @@ A caller may set it by a `KernelConfig`; if not, `KernelConfig.choose` does, by 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Literal
 
 import jax
 
 from jax_specdec._src.config import check_int
-from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
+from jax_specdec._src.types import DraftDistribution, DraftLogits
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.rules import Rule, Standard
 from jax_specdec._src.verify.tiles import TILE, num_tiles
+
+Entries = Literal["probs", "logits", "normalized"]
+"""What draft rows hold; logits may have their log-normalizers stored beside them."""
+
+Ids = Literal["map", "candidates"]
+"""How draft rows list their ids: one map for all rows, or candidates of each row."""
 
 WARPS = 4
 """Warps of a warpgroup."""
@@ -158,21 +165,23 @@ class Slices:
       size: ids of the row, without padding.
       tiles: tiles of a slice; the last slices of a row may have fewer.
       cluster: blocks, a power of two; blocks past the end of the row have nothing to do.
+      row_tiles: tiles of the row.
     """
 
     size: int
     tiles: int
     cluster: int
+    row_tiles: int
 
     @classmethod
     def of(cls, size: int, max_cluster: int) -> Slices:
         """The slices of rows of `size` ids in a cluster of at most `max_cluster` blocks."""
         # Powers of two are scheduled well, even with idle blocks. An exchange takes two blocks.
-        cluster = power_of_two(max_cluster)
-        tiles = -(-num_tiles(size) // cluster)
-        while cluster > 2 and cluster // 2 * tiles >= num_tiles(size):
+        cluster, row_tiles = power_of_two(max_cluster), num_tiles(size)
+        tiles = -(-row_tiles // cluster)
+        while cluster > 2 and cluster // 2 * tiles >= row_tiles:
             cluster //= 2
-        return cls(size, tiles, cluster)
+        return cls(size, tiles, cluster, row_tiles)
 
     @property
     def ids(self) -> int:
@@ -259,13 +268,11 @@ class Plan:
       has_bonus_rows: whether each request owns a bonus row.
       num_drafts: N.
       num_rows: target rows if none is left out.
-      rates: conditional rates of the synthetic rule, or None.
-      block: whether sampled requests follow the block rule.
-      is_plain: whether there is no mask, no filter and no `block`. Then there are enough registers
-        to sum masses of tiles while a row is read, and to load several tiles at once.
-      draft: "none", "probs", "logits" or "normalized"; "candidates" if rows list their own ids.
-      holds_probs: whether draft rows hold probabilities.
-      is_mapped: whether draft rows share a map of ids.
+      rule: the rule that sampled requests follow.
+      is_plain: whether there is no mask, no filter and no block rule. Then there are enough
+        registers to sum masses of tiles while a row is read, and to load several tiles at once.
+      entries: what draft rows hold, or None if the call has none.
+      ids: how draft rows list their ids, or None if they are in the order of ids.
       draft_rows: R.
       draft_size: ids that the drafter could draw.
       memory: how rows are cut into slices, and what shared memory holds.
@@ -276,12 +283,10 @@ class Plan:
     has_bonus_rows: bool
     num_drafts: int
     num_rows: int
-    rates: tuple[float, ...] | None
-    block: bool
+    rule: Rule
     is_plain: bool
-    draft: str
-    holds_probs: bool
-    is_mapped: bool
+    entries: Entries | None
+    ids: Ids | None
     draft_rows: int
     draft_size: int
     memory: SharedMemory
@@ -297,25 +302,20 @@ class Plan:
         hiding = arrays.token_bitmask, sampling.min_p, sampling.top_k, sampling.top_p
         is_plain = all(x is None for x in hiding) and not rule.is_block
         storage = None if distribution is None else storage_of(distribution)
-        ids = None if distribution is None else distribution.ids
+        entries, ids = _entries_and_ids(distribution)
+        draft_size = 0 if storage is None else min(storage.shape[1], size)
         return cls(
             k=k,
             size=size,
             has_bonus_rows=has_bonus_rows,
             num_drafts=num_drafts,
             num_rows=num_drafts + (num_requests if has_bonus_rows else 0),
-            rates=rule.conditional_rates,
-            block=rule.is_block,
+            rule=rule,
             is_plain=is_plain,
-            draft=_kind_of(distribution),
-            holds_probs=isinstance(distribution, DraftProbs),
-            is_mapped=ids is not None and ids.ndim == 1,
+            entries=entries,
+            ids=ids,
             draft_rows=0 if storage is None else storage.shape[0],
-            draft_size=size
-            if ids is not None
-            else 0
-            if storage is None
-            else min(storage.shape[1], size),
+            draft_size=draft_size if ids is None else size,
             memory=shared_memory(
                 arrays.target_logits,
                 distribution,
@@ -328,15 +328,22 @@ class Plan:
             ),
         )
 
+    @property
+    def sums_draft_rows(self) -> bool:
+        """Whether whole draft rows are read to normalize them."""
+        return self.entries == "logits" and self.ids != "candidates"
 
-def _kind_of(distribution: DraftDistribution | None) -> str:
+
+def _entries_and_ids(distribution: DraftDistribution | None) -> tuple[Entries | None, Ids | None]:
+    """What draft rows hold, and how they list their ids."""
     if distribution is None:
-        return "none"
-    if distribution.ids is not None and distribution.ids.ndim == 2:
-        return "candidates"
+        return None, None
+    ids: Ids | None = None
+    if distribution.ids is not None:
+        ids = "map" if distribution.ids.ndim == 1 else "candidates"
     if not isinstance(distribution, DraftLogits):
-        return "probs"
-    return "logits" if distribution.log_normalizer is None else "normalized"
+        return "probs", ids
+    return "logits" if distribution.log_normalizer is None else "normalized", ids
 
 
 def shared_memory(
@@ -362,8 +369,8 @@ def shared_memory(
       size: ids of a row, without padding.
       config: the caller's choice, or None.
     """
-    is_listed = distribution is not None and distribution.ids is not None
-    storage = None if distribution is None or is_listed else storage_of(distribution)
+    entries, ids = _entries_and_ids(distribution)
+    storage = None if distribution is None or ids else storage_of(distribution)
     target_size = target_logits.dtype.itemsize
     draft_size = 0 if storage is None else storage.dtype.itemsize
     if config is None:
@@ -371,7 +378,7 @@ def shared_memory(
         config = KernelConfig.choose(num_requests, size, target_size, cores, draft_size)
     slices = Slices.of(size, config.max_cluster)
     target_aligned, draft_aligned = is_aligned(target_logits), is_aligned(storage)
-    loads_several = is_plain and target_aligned and draft_aligned and not is_listed
+    loads_several = is_plain and target_aligned and draft_aligned and ids is None
     most_tiles = power_of_two(min(config.tiles_at_once, slices.tiles))
     return SharedMemory(
         slices=slices,
@@ -379,7 +386,7 @@ def shared_memory(
         draft_size=draft_size,
         target_aligned=target_aligned,
         draft_aligned=draft_aligned,
-        values=4 if _kind_of(distribution) == "logits" else 2,
+        values=4 if entries == "logits" and ids != "candidates" else 2,
         warpgroups=min(config.rows_at_once, k + 1) if walks else 1,
         tiles_at_once=most_tiles if loads_several else 1,
     )
@@ -402,7 +409,7 @@ def shared_memory_of_rows(
     )
 
 
-def is_aligned(rows: jax.Array | None) -> bool:
+def is_aligned(rows: Any) -> bool:
     """Whether every row of a matrix begins at a multiple of sixteen bytes."""
     return rows is None or rows.shape[1] * rows.dtype.itemsize % 16 == 0
 

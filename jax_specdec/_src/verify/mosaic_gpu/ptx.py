@@ -1,8 +1,4 @@
-"""Operations of the threads of a warpgroup that Pallas does not offer.
-
-The kernels compute with arrays ``[128]`` of one entry per thread: entry t is in a register of
-thread t. Every operation takes and returns such arrays, or scalars that all threads share.
-`interpret.InterpretedThreads` has the same operations in jnp.
+"""`threads.Threads` on a GPU: the operations that Pallas does not offer.
 
 They are built from MLIR's `nvvm` and `llvm` dialects where possible. PTX is used for:
 
@@ -17,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +26,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
+from jax_specdec._src.verify.mosaic_gpu.threads import COPIED, THREADS, WARP, Ref, T
 from jax_specdec._src.verify.tiles import TILE
-
-WARP = 32
-THREADS = WARP * WARPS
-
-COPIED = 16
-"""Copies begin and end at multiples of this many bytes."""
-
-T = TypeVar("T")
 
 _PER_THREAD = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 _UNIFORM = plgpu.Layout.WG_SPLAT(())
@@ -52,18 +41,18 @@ _WAIT = """
 """
 
 
-class Threads:
-    """A warpgroup's operations, on a GPU."""
+class GpuThreads:
+    """A warpgroup's operations; see `threads.Threads`."""
 
-    interpreted = False
+    def __init__(self) -> None:
+        self.interpreted = False
+        self.index = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_PER_THREAD)
 
-    def index(self) -> jax.Array:
-        """Each thread's index in the warpgroup, ``[128]`` int32."""
-        return plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_PER_THREAD)
+    @property
+    def lane(self) -> jax.Array:
+        return self.index & (WARP - 1)
 
     def index_anew(self) -> jax.Array:
-        """`index` computed again, so that values made from it are not kept in registers."""
-
         def run() -> Any:
             text = "{ .reg .b32 thread; mov.u32 thread, %tid.x; and.b32 $0, thread, 127; }"
             return (_ptx(text, "=r", result=_i32()),)
@@ -71,7 +60,6 @@ class Threads:
         return _inline(run, (), (), [((THREADS,), jnp.int32)])[0]
 
     def filled(self, value: Any, dtype: Any = jnp.float32) -> jax.Array:
-        """``[128]`` of one value, in a register of each thread, to start a loop with."""
         return _cast(jnp.full((THREADS,), value, dtype))
 
     # Within a warp.
@@ -94,17 +82,13 @@ class Threads:
         return _inline(run, (), (x,), [((THREADS,), jnp.int32)])[0]
 
     def warp_max(self, x: jax.Array) -> jax.Array:
-        """The maximum float32 of each warp, in all of its threads; NaN if any entry is."""
         bits = lax.bitcast_convert_type(jnp.where(x == x, x, jnp.nan), jnp.int32)
         return lax.bitcast_convert_type(_ordered(self._reduce("MAX", _ordered(bits))), x.dtype)
 
     def warp_min(self, x: jax.Array) -> jax.Array:
-        """The minimum int32 of each warp, in all of its threads."""
         return self._reduce("MIN", x)
 
     def has_twin(self, x: jax.Array) -> jax.Array:
-        """Whether another lane of the warp has the same int32, ``[128]`` bool."""
-
         def run(x: Any) -> Any:
             text = "match.any.sync.b32 $0, $1, 0xffffffff;"
             return (_ptx(text, "=r,r", x, result=_i32()),)
@@ -113,59 +97,47 @@ class Threads:
         return (lanes & (lanes - 1)) != 0
 
     def warp_sum(self, x: jax.Array, lanes: int = WARP) -> jax.Array:
-        """The sum of each warp, or of each group of `lanes` in it, in all threads of the group."""
         while lanes > 1:
             lanes //= 2
             x = x + self.shuffle_xor(x, lanes)
         return x
 
     def warp_scan(self, x: jax.Array) -> jax.Array:
-        """Inclusive sums over the threads of each warp."""
-        lane = self.index() & (WARP - 1)
+        lane = self.lane
         for distance in (1, 2, 4, 8, 16):
             x = jnp.where(lane >= distance, x + self._shuffle("up", x, distance), x)
         return x
 
     def shuffle_xor(self, x: jax.Array, mask: jax.Array | int) -> jax.Array:
-        """The entry of lane ``lane ^ mask`` of the same warp."""
         return self._shuffle("bfly", x, mask)
 
-    def shuffle(self, x: jax.Array, lane: Any) -> jax.Array:
-        """The entry of one lane of each warp; `lane` may differ between threads."""
+    def shuffle(self, x: jax.Array, lane: jax.Array | int) -> jax.Array:
         return self._shuffle("idx", x, lane)
 
     def scalar(self, x: jax.Array) -> jax.Array:
-        """The value of an array that is the same in all threads, ``[]``."""
         return _inline(lambda x: (x,), (), (x,), [((), x.dtype)])[0]
 
+    def at(self, x: jax.Array, lane: jax.Array | int) -> jax.Array:
+        return self.scalar(self.shuffle(x, lane))
+
     def cond(self, which: jax.Array, true: Callable[[], T], false: Callable[[], T]) -> T:
-        """``true()`` or ``false()``; `which` must be the same in all threads of a warp."""
         return lax.cond(self.scalar(which.astype(jnp.int32)) == 1, true, false)
 
     # Barriers.
 
     def sync(self) -> None:
-        """Wait for the whole warpgroup. Its writes to shared memory are then visible to all."""
         _inline(lambda: utils.warpgroup_barrier())
 
-    def sync_block(self, warpgroups: int, barrier: Any) -> None:
-        """Wait for all warpgroups of the block. `barrier` is for interpret mode."""
+    def sync_block(self, warpgroups: int, barrier: Ref | None) -> None:
         del barrier  # on a GPU, number 15 of the hardware's: warpgroups use the lower numbers
         text = f"bar.sync 15, {THREADS * warpgroups};"
         _inline(lambda: _ptx(text, "~{memory}"))
 
     def fence_copies(self) -> None:
-        """Order a thread's writes to shared memory before copies that begin after the next sync."""
         text = "fence.proxy.async.shared::cta;"
         _inline(lambda: _ptx(text, "~{memory}"))
 
     def init_barriers(self, barriers: Any, count: int) -> None:
-        """Initialize up to 32 mbarriers, by the first warp. All blocks see it after `cluster_wait`.
-
-        Args:
-          barriers: int32 ref in shared memory, two for each barrier.
-          count: barriers.
-        """
 
         def run(barriers: Any) -> None:
             _ptx(
@@ -188,11 +160,9 @@ class Threads:
         _inline(run, (barriers,))
 
     def cluster_wait(self) -> None:
-        """Wait until every block of the cluster has initialized its barriers."""
         _inline(lambda: nvvm.cluster_wait(aligned=True))
 
-    def wait(self, barriers: Any, barrier: jax.Array, parity: jax.Array) -> None:
-        """Wait for a phase of a barrier: `parity` is 0 for the first, then 1, 0, 1 and so on."""
+    def wait(self, barriers: Ref, barrier: jax.Array, parity: jax.Array) -> None:
 
         def run(barriers: Any, barrier: Any, parity: Any) -> None:
             text = "{\n.reg .pred done;" + _WAIT.format(barrier="$0", parity="$1") + "}"
@@ -203,7 +173,7 @@ class Threads:
 
     def exchange(
         self,
-        memory: Any,
+        memory: Ref,
         barriers: Any,
         place: jax.Array,
         barrier: jax.Array,
@@ -212,22 +182,8 @@ class Threads:
         *,
         cluster: int,
     ) -> None:
-        """Each warp stores its values in the shared memory of every block; all wait for all.
-
-        A store completes on the receiver's barrier. This takes no fence and one round trip; a store
-        to global memory and a barrier of the cluster would take two fences and three trips.
-
-        Args:
-          memory: float32 ref in shared memory, the same in each block.
-          barriers: initialized by `init_barriers`.
-          place: ``[128]`` int32, where this warp's values go: a multiple of four, or of two for two
-            values; the same in all threads of a warp.
-          barrier: ``[]`` int32, index of the barrier.
-          parity: ``[]`` int32, of its phase.
-          values: float32 ``[128]`` each, two or a multiple of four, the same in all threads of a
-            warp.
-          cluster: blocks.
-        """
+        # A store completes on the receiver's barrier: no fence, and one round trip. A store to
+        # global memory and a barrier of the cluster would take two fences and three trips.
         count = len(values)
         width, num_bytes = min(count, 4), 4 * count * cluster * WARPS
         stores = [
@@ -267,36 +223,20 @@ class Threads:
 
         _inline(run, (memory, barriers), (place, barrier, parity, *values))
 
-    # Copies. They use no tensor descriptor, so nothing is prepared before the launch, and rows may
-    # begin at any multiple of their entries' size. Whole units of sixteen bytes are copied.
+    # Copies.
 
     def copy_tiles(
         self,
-        rows: Any,
+        rows: Ref,
         row: jax.Array,
         first: jax.Array,
         size: int,
         count: int,
-        buffer: Any,
+        buffer: Ref,
         stride: int,
-        barriers: Any,
-        first_barrier: int,
+        barriers: Ref,
+        first_barrier: jax.Array | int,
     ) -> None:
-        """Begin to copy the tiles of a row to shared memory, each by one thread.
-
-        A copy begins up to fifteen bytes before its first entry: see `copy_shift`.
-
-        Args:
-          rows: ref ``[R, columns]`` in global memory.
-          row: ``[]`` int32.
-          first: ``[]`` int32, the first entry of the first tile.
-          size: entries of the row; nothing past them is copied.
-          count: tiles, at most 128.
-          buffer: flat ref in shared memory.
-          stride: distance from one tile to the next in `buffer`.
-          barriers: initialized by `init_barriers`.
-          first_barrier: the one that completes with the first tile; the next tiles have the next.
-        """
         columns, bytes_each = rows.shape[1], rows.dtype.itemsize
         index, begin, length = self._tiles(first, size, count)
 
@@ -322,8 +262,7 @@ class Threads:
         values = row, begin, index * stride, first_barrier + index, length
         _inline(run, (rows, buffer, barriers), values)
 
-    def copy_shift(self, rows: Any, row: jax.Array) -> jax.Array | int:
-        """How many entries a copy of a row's tiles has before the first one, ``[]`` int32."""
+    def copy_shift(self, rows: Ref, row: jax.Array) -> jax.Array | int:
         columns, size = rows.shape[1], rows.dtype.itemsize
 
         def run(rows: Any, row: Any) -> Any:
@@ -334,9 +273,8 @@ class Threads:
         return _inline(run, (rows,), (row,), [((), "int32")])[0]
 
     def prefetch_tiles(
-        self, rows: Any, row: jax.Array, first: jax.Array, size: int, count: int
+        self, rows: Ref, row: jax.Array, first: jax.Array, size: int, count: int
     ) -> None:
-        """Begin to fetch the tiles of a row into the L2 cache; arguments as `copy_tiles`."""
         columns, bytes_each = rows.shape[1], rows.dtype.itemsize
         _, begin, length = self._tiles(first, size, count)
 
@@ -366,8 +304,7 @@ class Threads:
 
     # Reading and writing.
 
-    def gather(self, ref: Any, *indices: jax.Array) -> jax.Array:
-        """``ref[indices]`` by each thread, for one or two indices; bools and floats are widened."""
+    def gather(self, ref: Ref, *indices: jax.Array) -> jax.Array:
         dtype = jnp.dtype(ref.dtype)
         widened = jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
         if dtype == jnp.uint32:
@@ -387,8 +324,7 @@ class Threads:
 
         return _inline(run, (ref,), indices, [((THREADS,), widened)])[0]
 
-    def scatter(self, ref: Any, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
-        """``ref[index] = value`` by each thread whose entry of `where` is true."""
+    def scatter(self, ref: Ref, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
         dtype, size = ref.dtype, jnp.dtype(ref.dtype).itemsize
 
         def run(ref: Any, index: Any, value: Any, where: Any) -> None:
@@ -401,23 +337,17 @@ class Threads:
 
         _inline(run, (ref,), (index, value, where.astype(jnp.int32)))
 
-    def fill(self, ref: Any, start: jax.Array, begin: jax.Array, end: int, value: float) -> None:
-        """``ref[start + begin : start + end] = value``; `end` is a multiple of 128."""
+    def fill(self, ref: Ref, start: jax.Array, begin: jax.Array, end: int, value: float) -> None:
 
         def run(i: jax.Array, _: None) -> None:
-            place = i * THREADS + self.index()
+            place = i * THREADS + self.index
             self.scatter(ref, start + place, self.filled(value), place >= begin)
 
         lax.fori_loop(lax.div(begin, THREADS), end // THREADS, run, None)
 
     def entries(
-        self, ref: Any, start: jax.Array, each: int, *, aligned: bool, offset: int = 0
+        self, ref: Ref, start: jax.Array, each: int, *, aligned: bool, offset: int = 0
     ) -> list[jax.Array]:
-        """``ref[start + offset + each * t + j]`` as float32, ``[128]`` for each j.
-
-        From shared memory; `start` may be ``[128]``. If `aligned`, the addresses are multiples of
-        sixteen bytes, which are read at once; if not, they may be any. `offset` is whole words.
-        """
         dtype = jnp.dtype(ref.dtype)
         size = dtype.itemsize
         if aligned:  # otherwise reading several tiles takes more registers
@@ -433,20 +363,14 @@ class Threads:
             return [x for word in words for x in _numbers(word, dtype)]
 
         out = [((THREADS,), jnp.float32)] * each
-        return _inline(run, (ref,), (start, self.index()), out)
+        return _inline(run, (ref,), (start, self.index), out)
 
-    def row_entries(self, ref: Any, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
-        """``ref[row, start + j]`` by each thread as float32, ``[128]`` for each j of `each`.
-
-        From global memory. The entries must be an aligned piece of up to sixteen bytes, which is
-        read at once, or several such pieces.
-        """
+    def row_entries(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
         if each == 1:
             return [self.gather(ref, row, start)]
         return self.numbers(self.row_words(ref, row, start, each), ref.dtype)
 
-    def row_words(self, ref: Any, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
-        """`row_entries` as the words that are loaded; `numbers` turns them into entries."""
+    def row_words(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
         dtype, columns = jnp.dtype(ref.dtype), ref.shape[1]
 
         def run(ref: Any, row: Any, start: Any) -> Any:
@@ -457,7 +381,6 @@ class Threads:
         return _inline(run, (ref,), (row, start), out)
 
     def numbers(self, words: list[jax.Array], dtype: Any) -> list[jax.Array]:
-        """Entries as float32, from words that hold one or two of them."""
         dtype = jnp.dtype(dtype)
 
         def run(*words: Any) -> Any:
@@ -467,9 +390,8 @@ class Threads:
         return _inline(run, (), words, out)
 
     def row_run(
-        self, ref: Any, row: jax.Array, start: jax.Array, offset: int, each: int
+        self, ref: Ref, row: jax.Array, start: jax.Array, offset: int, each: int
     ) -> list[jax.Array]:
-        """`row_entries` from ``start + offset`` on, at any address, one at a time."""
         dtype, columns = jnp.dtype(ref.dtype), ref.shape[1]
 
         def run(ref: Any, row: Any, start: Any) -> Any:

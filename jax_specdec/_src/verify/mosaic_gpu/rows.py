@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_specdec._src.verify.mosaic_gpu.ptx import COPIED, THREADS, Threads
+from jax_specdec._src.verify.mosaic_gpu.threads import COPIED, THREADS, Threads
 from jax_specdec._src.verify.tiles import TILE
 
 PIECES = 2
@@ -158,7 +158,7 @@ class TargetSlice(RowSlice):
         nothing = self.threads.filled(-jnp.inf)
         begin = self.begin(row, tile)
         for i, offset in enumerate(self.offsets):
-            first = begin + offset + self.threads.index() * self.each
+            first = begin + offset + self.threads.index * self.each
             for j, where in enumerate(hidden(i, self.entries(begin, offset))):
                 self.threads.scatter(self.buffer, first + j, nothing, where)
         self.threads.fence_copies()
@@ -224,7 +224,7 @@ class TargetSlice(RowSlice):
 
     def ids(self, tile: jax.Array) -> jax.Array:
         """The first id of each thread in the first chunk of a tile."""
-        return self.first + tile * TILE + self.threads.index() * self.each
+        return self.first + tile * TILE + self.threads.index * self.each
 
     def entry(self, row: jax.Array, token_id: jax.Array) -> jax.Array:
         """One entry per thread, from global memory; -inf if the bitmask forbids it."""
@@ -325,7 +325,7 @@ class DraftSlice(RowSlice):
     def _first(self, tile: jax.Array, piece: jax.Array | int) -> jax.Array:
         """The first id of each thread in the first chunk of a piece."""
         begin = tile * TILE + piece * (TILE // PIECES)
-        return self.first + begin + self.threads.index() * self.each
+        return self.first + begin + self.threads.index * self.each
 
     @property
     def _offsets(self) -> range:

@@ -12,8 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jax_specdec._src.verify.mosaic_gpu.cluster import tree_sum
-from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, Threads
 from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, DraftSlice, TargetSlice
+from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Threads
 
 LOG2E = 1.4426950408889634
 LARGEST = 3.4028235e38
@@ -63,6 +63,49 @@ class Exponent(NamedTuple):
         entry = entry if self.peak is None else entry - self.peak
         return entry * self.factor - self.shift
 
+    def probabilities(self, entries: Chunk) -> Chunk:
+        """The probabilities of entries."""
+        return [jnp.exp2(self(x)) for x in entries]
+
+
+class Weights(NamedTuple):
+    """The weights that a token is drawn by, from the entries of a target and a draft row.
+
+    Attributes:
+      p: of the target row.
+      weighted: `p` times the joint weight of the drafts before.
+      q: of the draft row; None if that holds probabilities.
+    """
+
+    p: Exponent
+    weighted: Exponent
+    q: Exponent | None
+
+    def residual(self, targets: Chunk, drafts: Chunk) -> Chunk:
+        """``(weight * p - q)+``; NaN where q is none."""
+        left: Chunk = []
+        for x, d in zip(targets, drafts, strict=True):
+            left += excess([jnp.exp2(self.weighted(x))], [d], self.q)
+        return left
+
+
+def excess(p: Chunk, drafts: Chunk, exponent: Exponent | None) -> Chunk:
+    """``(p - q)+``, as `rules.residual`; NaN where q is none.
+
+    Args:
+      p: probabilities times a joint weight.
+      drafts: entries of the draft row.
+      exponent: from these to q; None if they are probabilities.
+    """
+    left = []
+    for x, d in zip(p, drafts, strict=True):
+        if exponent is None:
+            left.append(jnp.where(d >= 0, jnp.maximum(x, d) - d, jnp.nan))
+        else:
+            q = jnp.exp2(exponent(d))
+            left.append(jnp.maximum(x, q) - q)  # two instructions
+    return left
+
 
 def is_finite(x: jax.Array) -> jax.Array:
     return (x > -jnp.inf) & (x < jnp.inf)
@@ -81,12 +124,14 @@ def _base(peak: jax.Array) -> jax.Array:
     return jnp.where(is_finite(peak), peak, 0.0)
 
 
-def weight_function(
-    base: jax.Array, scale: jax.Array, size: int
-) -> Callable[[jax.Array], jax.Array]:
+def weight_function(base: jax.Array, scale: jax.Array, size: int) -> Callable[[Chunk], Chunk]:
     """A function from entries of `size` bytes to ``exp2((entry - base) * scale)``."""
     shift = base * scale
-    return lambda x: jnp.exp2((x - base) * scale if size == 4 else x * scale - shift)
+
+    def weights(entries: Chunk) -> Chunk:
+        return [jnp.exp2((x - base) * scale if size == 4 else x * scale - shift) for x in entries]
+
+    return weights
 
 
 def mass(
@@ -98,11 +143,11 @@ def mass(
     any number of the order of the row's largest entry: `is_usable` tells, from the sum over all
     warps, whether it was.
     """
-    weight = weight_function(base, scale, size)
+    weights = weight_function(base, scale, size)
 
     def add(tile: Any, place: Any, piece: Any, chunks: list[Chunk], total: jax.Array) -> jax.Array:
         del tile, place, piece
-        return total + tree_sum([weight(x) for chunk in chunks for x in chunk])
+        return total + tree_sum([x for chunk in chunks for x in weights(chunk)])
 
     return threads.warp_sum(fold(add, threads.filled(0.0)))
 
@@ -111,14 +156,14 @@ def tile_masses(
     tiles: TargetSlice,
     row: jax.Array,
     rows_before: jax.Array | None,
-    weight: Callable[[jax.Array], jax.Array],
+    weights: Callable[[Chunk], Chunk],
 ) -> list[jax.Array]:
     """Each warp's part of the weight of each tile of the slice; arguments as `TargetSlice.fold`."""
     threads = tiles.threads
 
     def add(tile: Any, place: Any, piece: Any, chunks: list[Chunk], sums: TileSums) -> TileSums:
         del place, piece
-        mass = tree_sum([weight(x) for chunk in chunks for x in chunk])
+        mass = tree_sum([x for chunk in chunks for x in weights(chunk)])
         return sums.begin(threads, tile, 0, mass)
 
     sums = tiles.fold(row, rows_before, add, TileSums.start(threads))
@@ -146,11 +191,11 @@ def base_and_sum(
     pl.when(some)(lambda: tiles.ready(row, none, rows_before))
     first = threads.warp_max(jnp.where(some, tree_max(tiles.of_tile(row, none)), -jnp.inf))
     base = _base(first)
-    weight = weight_function(base, scale, size)
+    weights = weight_function(base, scale, size)
 
     def add(tile: jax.Array, total: jax.Array) -> jax.Array:
         pl.when(tile > 0)(lambda: tiles.ready(row, tile, rows_before))
-        return total + tree_sum([weight(x) for x in tiles.of_tile(row, tile)])
+        return total + tree_sum(weights(tiles.of_tile(row, tile)))
 
     total = threads.warp_sum(lax.fori_loop(0, tiles.count(), add, threads.filled(0.0)))
     usable = is_finite(first) & (total < _LARGEST_MASS) & (jnp.abs(base * scale) < _LARGEST_SHIFT)
@@ -251,7 +296,7 @@ class TileSums(NamedTuple):
 
     def _with_last(self, threads: Threads) -> jax.Array:
         sums = _sums(threads, list(self.last))
-        remainder = threads.index() & (WARP // len(self.last) - 1)
+        remainder = threads.index & (WARP // len(self.last) - 1)
         return jnp.where(remainder == self.group, sums, self.found)
 
 
@@ -264,7 +309,7 @@ def _sums(threads: Threads, xs: list[jax.Array]) -> jax.Array:
     lanes = WARP
     while len(xs) > 1:
         lanes //= 2
-        upper = (threads.index() & lanes) != 0
+        upper = (threads.index & lanes) != 0
         pairs = list(zip(xs[::2], xs[1::2], strict=True))
         kept = [jnp.where(upper, b, a) for a, b in pairs]
         given = [jnp.where(upper, a, b) for a, b in pairs]

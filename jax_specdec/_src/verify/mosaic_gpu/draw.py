@@ -16,20 +16,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jax_specdec._src.types import Status
-from jax_specdec._src.verify import rules
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Masses, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.lists import Candidates
 from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
-from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, Threads
 from jax_specdec._src.verify.mosaic_gpu.request import Work
-from jax_specdec._src.verify.mosaic_gpu.rows import PIECES, Chunk, DraftSlice
+from jax_specdec._src.verify.mosaic_gpu.rows import PIECES, Chunk
 from jax_specdec._src.verify.mosaic_gpu.statistics import (
-    LOG2E,
     Exponent,
     Normalizer,
     TileSums,
+    Weights,
     tile_masses,
 )
+from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Threads
 from jax_specdec._src.verify.tiles import TILE
 
 NONE = 2**24
@@ -37,23 +36,25 @@ NONE = 2**24
 
 
 class PositionResult(NamedTuple):
-    """What the rows of a position gave; every warp of the cluster has the same.
+    """What the rows of a position gave: the kernel's share of `position.Position`.
+
+    Every warp of the cluster has the same.
 
     Attributes:
       accepted: ``[]`` int32, 0 or 1.
       status: ``[]`` int32.
-      target: normalizer of the target row; of a sampled request.
-      draft: normalizer of the draft row; where normalizers are not stored.
-      best: ``[]`` int32, the target row's argmax; of a greedy request.
-      masses: of the target row's tiles, where they were summed; else their total is 0.
+      scale: normalizer of the target row; of a sampled request.
+      draft_scale: normalizer of the draft row; where normalizers are not stored.
+      argmax: ``[]`` int32, of the target row; of a greedy request.
+      p_masses: of the target row's tiles, where they were summed; else their total is 0.
     """
 
     accepted: jax.Array
     status: jax.Array
-    target: Normalizer
-    draft: Normalizer
-    best: jax.Array
-    masses: Masses
+    scale: Normalizer
+    draft_scale: Normalizer
+    argmax: jax.Array
+    p_masses: Masses
 
     @classmethod
     def nothing(cls, cluster: Cluster) -> PositionResult:
@@ -95,36 +96,31 @@ class Draw:
         result: PositionResult,
         weight: jax.Array | None = None,
     ):
-        self.request, self.target, self.draft, drafted, self.cluster = work
-        request, draft = self.request, self.draft
+        self.request, self.target, self.draft, self.drafted, self.cluster = work
+        request, draft, drafted = self.request, self.draft, self.drafted
         self.position, self.result, self.threads = position, result, request.threads
         self.row = request.first_row + position
         self.rejected = request.is_proposed(position)
         self.from_residual = self.rejected & drafted.has_q(position)
-        self.token_id = request.at(request.token_ids, position)
-        self.logit = request.at(drafted.logit, position)
-        self.p_exponent = Exponent.of(result.target, request.scale)
-        self.weighted = self.p_exponent if weight is None else self.p_exponent.times(weight)
-        self.q_exponent = None
-        if draft is None:
-            return
-        self.draft_row = request.at(drafted.draft_row, position)
-        if isinstance(draft, Candidates):
-            self.draft = dataclasses.replace(draft, exponent=drafted.exponent(position))
-        elif request.plan.draft == "normalized":
-            log_normalizer, row_max = request.at(drafted.log_normalizer, position), drafted.row_max
-            peak = None if row_max is None else request.at(row_max, position)
-            self.q_exponent = Exponent(request.scale, log_normalizer * LOG2E, peak)
-        elif isinstance(draft, DraftSlice) and request.plan.draft == "logits":
-            self.q_exponent = Exponent.of(result.draft, request.scale)
+        self.token_id = self.threads.at(request.token_ids, position)
+        self.logit = self.threads.at(drafted.loads.logit, position)
+        p = Exponent.of(result.scale, request.scale)
+        weighted = p if weight is None else p.times(weight)
+        self.draft_row, q = self.token_id, None
+        if draft is not None:
+            self.draft_row = self.threads.at(drafted.loads.draft_row, position)
+            q = drafted.exponent(position, result.draft_scale)
+        if isinstance(draft, Candidates):  # which gives probabilities
+            self.draft, q = dataclasses.replace(draft, exponent=q), None
+        self.weights = Weights(p, weighted, q)
 
     def run(self, round: jax.Array) -> None:
         """Sum the tiles' weights, draw and write."""
-        masses = self.result.masses
+        masses = self.result.p_masses
         has_masses = self.from_residual | (masses.total > 0)
         draft = self.draft
         if draft is not None:
-            if self.request.plan.draft != "logits":  # else it was read already
+            if not self.request.plan.sums_draft_rows:  # else it was read already
                 pl.when(self.from_residual)(lambda: draft.prefetch(self.draft_row))
             # Outside the loop of `finish`, whose state would take registers.
             masses, round = lax.cond(
@@ -157,32 +153,18 @@ class Draw:
         here = (place >= 0) & (place < self.target.per_slice * TILE)
         place = jnp.where(here, place, 0)
         begin = self.target.begin(self.row, lax.div(place, TILE))
-        where = jnp.zeros_like(self.threads.index()) + (begin + lax.rem(place, TILE))
-        self.threads.scatter(self.target.buffer, where, value, here & (self.threads.index() == 0))
+        where = jnp.zeros_like(self.threads.index) + (begin + lax.rem(place, TILE))
+        self.threads.scatter(self.target.buffer, where, value, here & (self.threads.index == 0))
         self.threads.sync()
 
     # Weights, and their sums by tile.
-
-    def _p(self, entry: jax.Array) -> jax.Array:
-        return jnp.exp2(self.p_exponent(entry))
-
-    def _residual(self, targets: Chunk, drafts: Chunk) -> Chunk:
-        """``(p - q)+``, p times the joint weight; NaN where q is none."""
-        weights = []
-        for x, d in zip(targets, drafts, strict=True):
-            p = jnp.exp2(self.weighted(x))
-            if self.q_exponent is None:
-                weights.append(jnp.where(d >= 0, rules.excess(p, d), jnp.nan))
-            else:
-                weights.append(rules.excess(p, jnp.exp2(self.q_exponent(d))))
-        return weights
 
     def _sum_by_p(self, weights: TileWeights) -> TileWeights:
         """By ``p``: of a row without the rejected token, or, where that is empty, of all of it."""
         pl.when((weights.tries == 1) & self._is_without_token)(
             lambda: self._set_logit(self.threads.filled(0.0) + self.logit)
         )
-        mine = tile_masses(self.target, self.row, None, self._p)
+        mine = tile_masses(self.target, self.row, None, self.weights.p.probabilities)
         masses, round = self.cluster.gather_masses(weights.round, mine)
         return TileWeights(weights.tries + 1, jnp.bool_(False), masses, round)
 
@@ -205,7 +187,7 @@ class Draw:
             offsets = range(first, first + TILE // PIECES, target.chunk)
             targets = [target.entries(begin, offset) for offset in offsets]
             both = zip(targets, drafts, strict=True)
-            mass = tree_sum([weight for chunks in both for weight in self._residual(*chunks)])
+            mass = tree_sum([x for chunks in both for x in self.weights.residual(*chunks)])
             if size > 1:
                 mass = jnp.where(tile < count, mass, 0.0)
             next_tile = functools.partial(sums.begin, threads, lax.div(tile, size), place, mass)
@@ -227,10 +209,10 @@ class Draw:
         tile = lax.div(place, TILE)
         where = target.begin(self.row, tile) + lax.rem(place, TILE)
         entries = threads.gather(target.buffer, where)
-        (weight,) = self._residual([entries], [q])
+        (weight,) = self.weights.residual([entries], [q])
         threads.scatter(target.buffer, where, threads.filled(-jnp.inf), here)
         threads.sync()
-        masses = tile_masses(target, self.row, None, lambda x: jnp.exp2(self.weighted(x)))
+        masses = tile_masses(target, self.row, None, self.weights.weighted.probabilities)
         threads.sync()  # all have read
         threads.scatter(target.buffer, where, entries, here)
         threads.fence_copies()
@@ -250,7 +232,7 @@ class Draw:
         def _() -> None:
             def plain() -> list[Chunk]:
                 targets = self.target.chunks(self.row, place)
-                return [[self._p(x) for x in chunk] for chunk in targets]
+                return [self.weights.p.probabilities(chunk) for chunk in targets]
 
             if self.draft is None:
                 self._pick_in_tile(place, plain())
@@ -261,7 +243,7 @@ class Draw:
                 read = draft.q_of_tile if isinstance(draft, Candidates) else draft.chunks
                 drafts = read(self.draft_row, place)
                 targets = self.target.chunks(self.row, place)
-                return [self._residual(*both) for both in zip(targets, drafts, strict=True)]
+                return [self.weights.residual(*both) for both in zip(targets, drafts, strict=True)]
 
             self._pick_in_tile(place, lax.cond(weights.from_residual, residual, plain))
 
@@ -271,7 +253,7 @@ class Draw:
         Returns:
           ``[]`` int32, the last one with mass where rounding finds none.
         """
-        aim = self.request.at(self.request.uniforms, self.request.plan.k) * masses.total
+        aim = self.threads.at(self.drafted.uniforms, self.request.plan.k) * masses.total
         return self.threads.scalar(first_past(self.threads, masses.of_tiles, masses.sums, aim))
 
     def _pick_in_tile(self, tile: jax.Array, chunks: list[Chunk]) -> None:
@@ -286,9 +268,9 @@ class Draw:
         inclusive = [threads.warp_scan(x) for x in sums]
         parts = self.cluster.gather_in_block([threads.shuffle(x, WARP - 1) for x in inclusive])
         whole = Masses.of(threads, [parts])
-        aim = request.at(request.uniforms, request.plan.k + 1) * whole.total
+        aim = threads.at(self.drafted.uniforms, request.plan.k + 1) * whole.total
         part = threads.scalar(first_past(threads, [parts], whole.sums, aim))
-        before = jnp.where(part > 0, request.at(whole.sums[0], jnp.maximum(part - 1, 0)), 0.0)
+        before = jnp.where(part > 0, threads.at(whole.sums[0], jnp.maximum(part - 1, 0)), 0.0)
         chunk, warp = lax.div(part, WARPS), lax.rem(part, WARPS)
 
         def of_chunk(values: list[jax.Array]) -> jax.Array:
@@ -301,10 +283,10 @@ class Draw:
         up_to = of_chunk(inclusive) + before
         weights = [of_chunk(list(of_chunks)) for of_chunks in zip(*chunks, strict=True)]
         place = pick_of(weights, aim - (up_to - mass))
-        place = place + threads.index() * target.each + chunk * target.chunk
+        place = place + threads.index * target.each + chunk * target.chunk
         place = place_of(threads.warp_min(key_of(place, up_to > aim, mass)))
         token_id = target.first + tile * TILE + place
-        is_writer = lax.div(threads.index(), WARP) == warp
+        is_writer = lax.div(threads.index, WARP) == warp
         request.write(self.position, token_id, jnp.int32(Status.OK), is_writer)
 
 
@@ -342,10 +324,31 @@ def first_past(
       ``[128]`` int32, the same in all threads of a warp: the last place of mass where rounding
       finds none, 0 where there is no mass.
     """
-    lane, least = threads.index() & (WARP - 1), threads.filled(4 * NONE, jnp.int32)
+    lane, least = threads.lane, threads.filled(4 * NONE, jnp.int32)
     for i, (mass, inclusive) in enumerate(zip(masses, sums, strict=True)):
         least = jnp.minimum(least, key_of(lane + i * WARP, inclusive > past, mass))
     return place_of(threads.warp_min(least))
+
+
+def pick(
+    threads: Threads, masses: list[jax.Array], aim: jax.Array, *, is_share: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """The least place whose inclusive sum exceeds `aim`, or this share of the total; by each warp.
+
+    Returns:
+      ``[128]`` int32 places, and the aim less the sum before the place.
+    """
+    total, sums = threads.filled(0.0), []
+    for mass in masses:
+        sums.append(threads.warp_scan(mass) + total)
+        total = threads.shuffle(sums[-1], WARP - 1)
+    past = aim * total if is_share else aim
+    place = first_past(threads, masses, sums, past)
+    before = threads.filled(0.0)
+    for i, (mass, inclusive) in enumerate(zip(masses, sums, strict=True)):
+        up_to = threads.shuffle(inclusive - mass, place & (WARP - 1))
+        before = jnp.where(lax.div(place, WARP) == i, up_to, before)
+    return place, past - before
 
 
 def pick_of(weights: list[jax.Array], aim: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Launches for a device's part of a split vocabulary.
+"""Launches for a device's part of a split vocabulary: a row of a part has a first id.
 
 `row_statistics` reads each row once, for its mass or its argmax. `part_masses` sums the weights of
 the tiles to draw from, and `part_draw` draws by the masses of all parts. The last two read global
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +18,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
-from jax_specdec._src.verify import rules
+from jax_specdec._src.types import DraftDistribution, DraftLogits
 from jax_specdec._src.verify.draw import pieces_of_tiles
 from jax_specdec._src.verify.mosaic_gpu import statistics
 from jax_specdec._src.verify.mosaic_gpu.cluster import tree_sum
-from jax_specdec._src.verify.mosaic_gpu.interpret import InterpretedThreads
-from jax_specdec._src.verify.mosaic_gpu.launch import launch
+from jax_specdec._src.verify.mosaic_gpu.draw import pick, pick_of
+from jax_specdec._src.verify.mosaic_gpu.launch import Place, launch
 from jax_specdec._src.verify.mosaic_gpu.plan import WARPS, KernelConfig, shared_memory_of_rows
-from jax_specdec._src.verify.mosaic_gpu.ptx import WARP, T, Threads
 from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, TargetSlice
-from jax_specdec._src.verify.mosaic_gpu.sample import first_past, pick_of
-from jax_specdec._src.verify.mosaic_gpu.statistics import LARGEST, LOG2E
+from jax_specdec._src.verify.mosaic_gpu.statistics import LARGEST, LOG2E, Exponent, excess
+from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Ref, T, Threads
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.tiles import TILE, tiles_of_part
@@ -39,6 +37,8 @@ _FAR = 2**30
 
 _AT_ONCE = 4
 """Reads of each row that a thread has in flight at once."""
+
+X = TypeVar("X")
 
 WeightsOf: TypeAlias = Callable[[list[jax.Array]], list[tuple[Chunk, Chunk]]]
 """Takes, for several reads, the column that each thread begins at; returns weights and ``p``."""
@@ -74,22 +74,18 @@ def row_statistics(
       argmax, or -inf for an empty row; ``sum(exp((x - that) / temperature))``; and the argmax, ties
       to the lowest id. If a row holds NaN or +inf, the first of them is NaN or +inf.
     """
-    num_rows, interpreted = rows.shape[0], bool(interpret)
+    num_rows = rows.shape[0]
     memory = shared_memory_of_rows(logits, num_rows, config)
     slices = memory.slices
     per_request = num_rows // inv_temperature.shape[0]
-    operands = [logits, rows, inv_temperature, by_argmax, wanted, first_id[None]]
-    scratch: list[Any] = [plgpu.SMEM((slices.tiles * memory.target_stride,), logits.dtype)]
-    if interpreted:
-        scratch.append(plgpu.Barrier(num_barriers=slices.tiles))
-    else:
-        scratch.append(plgpu.SMEM((2 * slices.tiles,), jnp.int32))
+    barriers: Any = plgpu.SMEM((2 * slices.tiles,), jnp.int32)
+    if interpret:
+        barriers = plgpu.Barrier(num_barriers=slices.tiles)
 
-    def read_rows(*refs: Any) -> None:
-        logits, rows, inv, by_argmax, wanted, first_id, peaks, others, buffer, barriers = refs
-        threads = InterpretedThreads() if interpreted else Threads()
-        block = lax.axis_index("block") if slices.cluster > 1 else jnp.int32(0)
-        index = lax.axis_index("row")
+    def read_rows(place: Place, operands: Any, found: Any, scratch: Any) -> None:
+        logits, rows, inv, by_argmax, wanted, first_id = operands
+        (peaks, others), (buffer, barriers) = found, scratch
+        index, block, _, threads = place
         request = lax.div(index, per_request)
         threads.init_barriers(barriers, slices.tiles)
         target = TargetSlice(
@@ -125,18 +121,18 @@ def row_statistics(
 
         nothing = threads.filled(-jnp.inf), threads.filled(0.0)
         peak, other = lax.cond(is_wanted, look, lambda: nothing)
-        lane = threads.index() & (WARP - 1)
-        place = (index * slices.cluster + block) * WARPS + lax.div(threads.index(), WARP)
-        threads.scatter(peaks, place, peak, lane == 0)
-        threads.scatter(others, place, other, lane == 0)
+        lane = threads.lane
+        warp = (index * slices.cluster + block) * WARPS + lax.div(threads.index, WARP)
+        threads.scatter(peaks, warp, peak, lane == 0)
+        threads.scatter(others, warp, other, lane == 0)
 
     warps = jax.ShapeDtypeStruct((num_rows * slices.warps,), jnp.float32)
     found = launch(
         read_rows,
-        operands,
-        out=[warps, warps],
-        scratch=scratch,
-        grid=("row", num_rows),
+        (logits, rows, inv_temperature, by_argmax, wanted, first_id[None]),
+        out=(warps, warps),
+        scratch=(plgpu.SMEM((slices.tiles * memory.target_stride,), logits.dtype), barriers),
+        grid=num_rows,
         cluster=slices.cluster,
         interpret=interpret,
     )
@@ -166,16 +162,12 @@ class Part:
       size: ids of the whole vocabulary, without padding.
       count: tiles that a part overlaps at most.
       each: consecutive ids that a thread reads at once.
-      draft: "none", "probs" or "logits".
-      one_hot: whether drafts may be one-hot.
     """
 
     width: int
     size: int
     count: int
     each: int
-    draft: str
-    one_hot: bool
 
     @classmethod
     def of(
@@ -186,95 +178,130 @@ class Part:
         size: int,
         num_parts: int,
     ) -> Part:
+        """The part that `target` is."""
         storage = [] if distribution is None else [storage_of(distribution)]
         width = target.shape[1]
         each = 16 // max(x.dtype.itemsize for x in (target, *storage))
-        kind = "probs" if isinstance(distribution, DraftProbs) else "logits"
-        return cls(
-            width=width,
-            size=size,
-            count=tiles_of_part(width, num_parts),
-            each=each if width % each == 0 else 1,
-            draft=kind if storage else "none",
-            one_hot=distribution is None
-            or distribution.valid is not None
-            or (isinstance(distribution, DraftLogits) and distribution.log_normalizer is not None),
-        )
-
-    @property
-    def groups(self) -> int:
-        """Reads that a warp needs for a tile."""
-        return TILE // self.chunk
+        each = each if width % each == 0 else 1
+        return cls(width, size, tiles_of_part(width, num_parts), each)
 
     @property
     def chunk(self) -> int:
         """Ids that a warp reads at once."""
         return WARP * self.each
 
+    @property
+    def groups(self) -> int:
+        """Reads that a warp needs for a tile."""
+        return TILE // self.chunk
 
-def _operands(
-    part: Part,
-    source: Position,
-    target: jax.Array,
-    distribution: DraftDistribution | None,
-    first_id: jax.Array,
-) -> dict[str, jax.Array]:
-    """The arrays that the kernels read for sources ``[G]``, by name."""
-    operands = {
-        "target": target,
-        "first_id": first_id[None],
-        "row": source.row,
-        "shift": source.scale.shift,
-        "log": source.scale.log_scale,
-        "inv": source.inv_temperature,
-    }
-    if part.one_hot:
-        operands["without"] = jnp.where(source.is_one_hot, source.token_id, -1)
-    if distribution is not None:
-        operands |= {
-            "draft": storage_of(distribution),
-            "draft_row": source.draft_row,
-            "from_residual": source.uses_q,
-            "weight": source.weight,
-        }
-    if part.draft == "logits":
-        operands |= {
-            "draft_shift": source.draft_scale.scale.shift,
-            "draft_log": source.draft_scale.scale.log_scale,
-        }
-    return operands
+
+class PartOperands(NamedTuple, Generic[X]):
+    """What the kernels read of sources ``[G]``: arrays, or refs of them.
+
+    Attributes:
+      target: ``[M, width]`` target logits of the part.
+      first_id: ``[1]`` int32, its first id.
+      row: ``[G]`` int32, target row; negative if nothing is wanted.
+      peak: ``[G]`` float32, of the target row's normalizer.
+      log: ``[G]`` float32, likewise.
+      inv_temperature: ``[G]`` float32.
+      without: ``[G]`` int32, the rejected one-hot draft or -1; None if no draft can be one-hot.
+      draft: ``[R, width]`` draft rows, or None, as all that follows.
+      draft_row: ``[G]`` int32.
+      from_residual: ``[G]`` bool.
+      weight: ``[G]`` float32.
+      draft_peak: ``[G]`` float32; None of probabilities.
+      draft_log: ``[G]`` float32, likewise.
+    """
+
+    target: X
+    first_id: X
+    row: X
+    peak: X
+    log: X
+    inv_temperature: X
+    without: X | None
+    draft: X | None
+    draft_row: X | None
+    from_residual: X | None
+    weight: X | None
+    draft_peak: X | None
+    draft_log: X | None
+
+    @classmethod
+    def of(
+        cls,
+        source: Position,
+        target: jax.Array,
+        distribution: DraftDistribution | None,
+        first_id: jax.Array,
+    ) -> PartOperands[jax.Array]:
+        """Those of a call."""
+        logits = distribution if isinstance(distribution, DraftLogits) else None
+        has_q, scale = distribution is not None, source.draft_scale.scale
+        may_be_one_hot = distribution is None or distribution.valid is not None
+        may_be_one_hot |= logits is not None and logits.log_normalizer is not None
+        return PartOperands(
+            target=target,
+            first_id=first_id[None],
+            row=source.row,
+            peak=source.scale.shift,
+            log=source.scale.log_scale,
+            inv_temperature=source.inv_temperature,
+            without=jnp.where(source.is_one_hot, source.token_id, -1) if may_be_one_hot else None,
+            draft=None if distribution is None else storage_of(distribution),
+            draft_row=source.draft_row if has_q else None,
+            from_residual=source.uses_q if has_q else None,
+            weight=source.weight if has_q else None,
+            draft_peak=None if logits is None else scale.shift,
+            draft_log=None if logits is None else scale.log_scale,
+        )
 
 
 class PartWeights:
     """Weights of the ids of a tile, while a kernel is traced. Each warp has its own source.
 
-    Args:
+    Attributes:
       threads: the operations of the warpgroup.
-      refs: from `_operands`.
+      operands: refs.
       part: the static side.
-      item: ``[128]`` int32, index of the source.
+      lane: ``[128]`` int32, the index of each thread in its warp.
+      first_id: ``[]`` int32, the part's first id.
+      end: ``[]`` int32, ids of the part that count.
+      is_wanted: ``[128]`` bool, whether the source is.
+      row: ``[128]`` int32, target row, in range.
+      p: of the target row.
+      without: ``[128]`` int32, the column that has no weight, or None if there is none.
+      draft_row: ``[128]`` int32, in range.
+      from_residual: ``[128]`` bool, whether the weights are the residual.
+      weight: ``[128]`` float32, the joint weight of the drafts before.
+      q: of the draft row; None of probabilities.
     """
 
-    def __init__(self, threads: Threads, refs: dict[str, Any], part: Part, item: jax.Array):
-        self.threads, self.refs, self.part = threads, refs, part
-        self.first_id = first_id = refs["first_id"][0]
-        self.end = jnp.clip(part.size - first_id, 0, part.width)
-        self.lane = threads.index() & (WARP - 1)
+    def __init__(self, threads: Threads, operands: PartOperands[Ref], part: Part, item: jax.Array):
+        def number(ref: Ref | None) -> jax.Array:
+            assert ref is not None
+            return threads.gather(ref, item)
 
-        def of(name: str) -> jax.Array:
-            return threads.gather(refs[name], item)
-
-        row = of("row")
-        self.is_wanted, self.row = row >= 0, jnp.clip(row, 0, refs["target"].shape[0] - 1)
-        self.shift, self.log = of("shift"), of("log") * LOG2E
-        self.scale = jnp.minimum(of("inv") * LOG2E, LARGEST)
-        self.from_residual = self.row < 0
-        self.without = of("without") - first_id if part.one_hot else None
-        if part.draft != "none":
-            self.draft_row = jnp.clip(of("draft_row"), 0, refs["draft"].shape[0] - 1)
-            self.from_residual, self.weight = of("from_residual") != 0, of("weight")
-        if part.draft == "logits":
-            self.draft_shift, self.draft_log = of("draft_shift"), of("draft_log") * LOG2E
+        self.threads, self.operands, self.part, self.lane = threads, operands, part, threads.lane
+        self.first_id = operands.first_id[0]
+        self.end = jnp.clip(part.size - self.first_id, 0, part.width)
+        row = number(operands.row)
+        self.is_wanted, self.row = row >= 0, jnp.clip(row, 0, operands.target.shape[0] - 1)
+        peak, log = number(operands.peak), number(operands.log) * LOG2E
+        scale = jnp.minimum(number(operands.inv_temperature) * LOG2E, LARGEST)
+        self.p, self.q, self.without, self.weight = Exponent(scale, log, peak), None, None, None
+        self.draft_row, self.from_residual = self.row, self.row < 0
+        if operands.without is not None:
+            self.without = number(operands.without) - self.first_id
+        if operands.draft is not None:
+            self.draft_row = jnp.clip(number(operands.draft_row), 0, operands.draft.shape[0] - 1)
+            self.from_residual = number(operands.from_residual) != 0
+            self.weight = number(operands.weight)
+        if operands.draft_peak is not None:
+            peak, log = number(operands.draft_peak), number(operands.draft_log) * LOG2E
+            self.q = Exponent(scale, log, peak)
 
     def start(self, tile: jax.Array, group: jax.Array | int) -> jax.Array:
         """The column that each thread begins to read at; negative for ids of other parts.
@@ -286,54 +313,55 @@ class PartWeights:
         begin = tile * TILE - jnp.bitwise_and(self.first_id, TILE - 1)
         return begin + group * self.part.chunk + self.lane * self.part.each
 
-    def entries(self, name: str, row: jax.Array, start: jax.Array, fill: float) -> list[jax.Array]:
+    def entries(self, ref: Ref, row: jax.Array, start: jax.Array, fill: float) -> Chunk:
         """Entries from `start` on; `fill` for padding and for ids of other parts."""
         each = self.part.each
         inside = jnp.clip(start, 0, self.part.width - each)
-        found = self.threads.row_entries(self.refs[name], row, inside, each)
+        found = self.threads.row_entries(ref, row, inside, each)
         place = jnp.where(start < 0, _FAR, start)
         return [jnp.where(place < self.end - j, x, fill) for j, x in enumerate(found)]
 
-    def targets(self, start: jax.Array) -> list[jax.Array]:
-        return self.entries("target", self.row, start, -jnp.inf)
+    def plain(
+        self, starts: list[jax.Array], without: jax.Array | None
+    ) -> list[tuple[Chunk, Chunk]]:
+        """Of several reads ``p`` without one column, and ``p``."""
+        read = [self.entries(self.operands.target, self.row, x, -jnp.inf) for x in starts]
+        found = []
+        for start, p in zip(starts, [self.p.probabilities(x) for x in read], strict=True):
+            weights = p
+            if without is not None:
+                weights = [jnp.where(start + j == without, 0.0, x) for j, x in enumerate(p)]
+            found.append((weights, p))
+        return found
 
-    def drafts(self, start: jax.Array) -> list[jax.Array]:
-        fill = 0.0 if self.part.draft == "probs" else -jnp.inf
-        return self.entries("draft", self.draft_row, start, fill)
+    def residual(self, starts: list[jax.Array]) -> list[tuple[Chunk, Chunk]]:
+        """Of several reads ``(weight * p - q)+``, and ``p``."""
+        target, draft = self.operands.target, self.operands.draft
+        assert draft is not None and self.weight is not None
+        fill, found, both = 0.0 if self.q is None else -jnp.inf, [], []
+        for x in starts:
+            targets = self.entries(target, self.row, x, -jnp.inf)
+            both.append((targets, self.entries(draft, self.draft_row, x, fill)))
+        for p, (_, drafts) in zip([self.p.probabilities(x) for x, _ in both], both, strict=True):
+            found.append((excess([self.weight * x for x in p], drafts, self.q), p))
+        return found
 
-    def probs(self, entries: list[jax.Array]) -> list[jax.Array]:
-        """``p``."""
-        return [jnp.exp2((x - self.shift) * self.scale - self.log) for x in entries]
+    def either(self, fn: Callable[[WeightsOf], T], has_mass: jax.Array | None = None) -> T:
+        """``fn(weights_of)``, with the `WeightsOf` of the warp's source.
 
-    def plain(self, start: jax.Array, p: list[jax.Array]) -> list[jax.Array]:
-        """``p``, with 0 for a rejected one-hot draft."""
-        if self.without is None:
-            return p
-        return [jnp.where(start + j == self.without, 0.0, x) for j, x in enumerate(p)]
+        They are ``p`` where there is no mass by the others, which is where `has_mass` is false.
+        """
+        from_residual, without = self.from_residual, self.without
+        if has_mass is not None:
+            from_residual = from_residual & has_mass
+            without = None if without is None else jnp.where(has_mass, without, -TILE)
 
-    def residual(self, p: list[jax.Array], entries: list[jax.Array]) -> list[jax.Array]:
-        """``(weight * p - q)+``."""
-        if self.part.draft == "probs":
-            q = [jnp.where(x >= 0, x, jnp.nan) for x in entries]
-        else:
-            q = [jnp.exp2((x - self.draft_shift) * self.scale - self.draft_log) for x in entries]
-        return [rules.excess(self.weight * a, b) for a, b in zip(p, q, strict=True)]
+        def plain() -> T:
+            return fn(functools.partial(self.plain, without=without))
 
-    def either(self, fn: Callable[[WeightsOf], T]) -> T:
-        """``fn(weights_of)``, with the `WeightsOf` of the warp's source."""
-
-        def plain(starts: list[jax.Array]) -> list[tuple[Chunk, Chunk]]:
-            p = [self.probs(x) for x in [self.targets(start) for start in starts]]
-            return [(self.plain(start, x), x) for start, x in zip(starts, p, strict=True)]
-
-        def residual(starts: list[jax.Array]) -> list[tuple[Chunk, Chunk]]:
-            both = [(self.targets(start), self.drafts(start)) for start in starts]
-            p = [self.probs(x) for x, _ in both]
-            return [(self.residual(x, q), x) for x, (_, q) in zip(p, both, strict=True)]
-
-        if self.part.draft == "none":
-            return fn(plain)
-        return self.threads.cond(self.from_residual, lambda: fn(residual), lambda: fn(plain))
+        if self.operands.draft is None:
+            return plain()
+        return self.threads.cond(from_residual, lambda: fn(self.residual), plain)
 
 
 def part_masses(
@@ -361,16 +389,14 @@ def part_masses(
       ``[G, 2, n]`` float32, as `draw.LocalRows.masses`; 0 if the row is negative.
     """
     part = Part.of(target, distribution, size=size, num_parts=num_parts)
-    operands, count = _operands(part, source, target, distribution, first_id), source.row.shape[0]
-    at_once = min(_AT_ONCE, part.groups)
+    count, at_once = source.row.shape[0], min(_AT_ONCE, part.groups)
 
-    def sum_tiles(*args: Any) -> None:
-        threads = InterpretedThreads() if interpret else Threads()
-        refs, masses = dict(zip(operands, args, strict=False)), args[-1]
-        warp = lax.axis_index("block") * WARPS + lax.div(threads.index(), WARP)
+    def sum_tiles(place: Place, operands: PartOperands[Ref], masses: Ref, _: None) -> None:
+        threads = place.threads
+        warp = place.cluster * WARPS + lax.div(threads.index, WARP)
         item, tile = lax.div(warp, part.count), lax.rem(warp, part.count)
         inside, item = item < count, jnp.minimum(item, count - 1)
-        weights = PartWeights(threads, refs, part, item)
+        weights = PartWeights(threads, operands, part, item)
         nothing = threads.filled(0.0), threads.filled(0.0)
 
         def add(weights_of: WeightsOf) -> tuple[jax.Array, jax.Array]:
@@ -385,18 +411,32 @@ def part_masses(
         is_wanted = inside & weights.is_wanted
         sums = threads.cond(is_wanted, lambda: weights.either(add), lambda: nothing)
         for kind, total in enumerate(sums):
-            place = (item * 2 + kind) * part.count + tile
-            threads.scatter(masses, place, total, inside & (weights.lane == 0))
+            where = (item * 2 + kind) * part.count + tile
+            threads.scatter(masses, where, total, inside & (weights.lane == 0))
 
-    (masses,) = launch(
+    masses = launch(
         sum_tiles,
-        list(operands.values()),
-        out=[jax.ShapeDtypeStruct((count * 2 * part.count,), jnp.float32)],
-        scratch=[],
-        grid=("block", -(-count * part.count // WARPS)),
+        PartOperands.of(source, target, distribution, first_id),
+        out=jax.ShapeDtypeStruct((count * 2 * part.count,), jnp.float32),
+        scratch=None,
+        grid=-(-count * part.count // WARPS),
         interpret=interpret,
     )
     return masses.reshape(count, 2, part.count)
+
+
+class DrawOperands(NamedTuple, Generic[X]):
+    """What `part_draw` reads besides `PartOperands`: arrays, or refs of them.
+
+    Attributes:
+      recover: ``[B * 2]`` float32.
+      masses: ``[num_parts * B * 2 * n]`` float32.
+      pieces: ``[T * m]`` int32, of `draw.pieces_of_tiles`.
+    """
+
+    recover: X
+    masses: X
+    pieces: X
 
 
 def part_draw(
@@ -428,146 +468,123 @@ def part_draw(
     num_parts, count = masses.shape[0], source.row.shape[0]
     part = Part.of(target, distribution, size=size, num_parts=num_parts)
     pieces = pieces_of_tiles(part.width, num_parts, part.count)
-    operands = _operands(part, source, target, distribution, first_id)
-    operands |= {"recover": recover.reshape(-1), "masses": masses.reshape(-1)}
-    operands["pieces"] = jnp.asarray(pieces.reshape(-1))
 
-    def draw(*args: Any) -> None:
-        threads = InterpretedThreads() if interpret else Threads()
-        refs, (token_ids, bad) = dict(zip(operands, args, strict=False)), args[-2:]
-        item = lax.axis_index("block") * WARPS + lax.div(threads.index(), WARP)
+    def draw(place: Place, operands: Any, found: tuple[Ref, Ref], _: None) -> None:
+        threads, (of_part, of_draw) = place.threads, operands
+        item = place.cluster * WARPS + lax.div(threads.index, WARP)
         inside, item = item < count, jnp.minimum(item, count - 1)
-        one = PartDraw(PartWeights(threads, refs, part, item), item, num_parts, *pieces.shape)
-        zero, is_wanted = threads.filled(0, jnp.int32), inside & one.weights.is_wanted
-        found = threads.cond(is_wanted, one.run, lambda: (zero, zero))
-        for ref, x in zip((token_ids, bad), found, strict=True):
-            threads.scatter(ref, item, x, inside & (one.lane == 0))
+        weights = PartWeights(threads, of_part, part, item)
+        one = PartDraw(weights, of_draw, item, num_parts, *pieces.shape)
+        zero = threads.filled(0, jnp.int32)
+        is_wanted = inside & weights.is_wanted
+        drawn = threads.cond(is_wanted, one.run, lambda: (zero, zero))
+        for ref, x in zip(found, drawn, strict=True):
+            threads.scatter(ref, item, x, inside & (weights.lane == 0))
 
-    result = jax.ShapeDtypeStruct((count,), jnp.int32)
+    of_part = PartOperands.of(source, target, distribution, first_id)
+    flat = recover.reshape(-1), masses.reshape(-1), jnp.asarray(pieces.reshape(-1))
     token_ids, bad = launch(
         draw,
-        list(operands.values()),
-        out=[result, result],
-        scratch=[],
-        grid=("block", -(-count // WARPS)),
+        (of_part, DrawOperands(*flat)),
+        out=(jax.ShapeDtypeStruct((count,), jnp.int32),) * 2,
+        scratch=None,
+        grid=-(-count // WARPS),
         interpret=interpret,
     )
     return token_ids, bad != 0
 
 
+@dataclasses.dataclass(frozen=True)
 class PartDraw:
     """One warp's draw for one request, while the kernel is traced.
 
-    Args:
+    Attributes:
       weights: of the ids of the part.
+      operands: refs.
       item: ``[128]`` int32, index of the request.
       num_parts: parts of the vocabulary.
       num_tiles: tiles of the whole vocabulary.
       num_pieces: masses of one tile, at most; a lane for each.
     """
 
-    def __init__(
-        self,
-        weights: PartWeights,
-        item: jax.Array,
-        num_parts: int,
-        num_tiles: int,
-        num_pieces: int,
-    ):
-        self.weights, self.item = weights, item
-        self.num_parts, self.num_tiles, self.num_pieces = num_parts, num_tiles, num_pieces
-        self.threads, self.part, self.lane = weights.threads, weights.part, weights.lane
+    weights: PartWeights
+    operands: DrawOperands[Ref]
+    item: jax.Array
+    num_parts: int
+    num_tiles: int
+    num_pieces: int
 
     def run(self) -> tuple[jax.Array, jax.Array]:
         """The token, or 0 if it is another part's; and 1 if a weight is NaN, else 0."""
-        threads, weights, lane = self.threads, self.weights, self.lane
+        weights, threads, lane = self.weights, self.weights.threads, self.weights.lane
         by_weight, by_p = self._by_tile(0), self._by_tile(1)
         mass = threads.warp_sum(tree_sum(by_weight))
         has_mass = mass > 0
-        weights.from_residual = weights.from_residual & has_mass
-        if weights.without is not None:
-            weights.without = jnp.where(has_mass, weights.without, -TILE)
         masses = [jnp.where(has_mass, *both) for both in zip(by_weight, by_p, strict=True)]
-        tile, _ = self._pick(masses, self._uniform(0), is_share=True)
+        tile, _ = pick(threads, masses, self._uniform(0), is_share=True)
 
         # An edge between parts may cut the tile: which part of it?
         piece = self._piece(tile, jnp.minimum(lane, self.num_pieces - 1))
         mass_of_piece = self._mass(piece, jnp.where(has_mass, 0, 1))
         mass_of_piece = jnp.where(lane < self.num_pieces, mass_of_piece, 0.0)
-        which, past = self._pick([mass_of_piece], self._uniform(1), is_share=True)
-        owner = lax.div(threads.shuffle(piece, which), self.part.count)
+        which, past = pick(threads, [mass_of_piece], self._uniform(1), is_share=True)
+        owner = lax.div(threads.shuffle(piece, which), weights.part.count)
         zero, one = (threads.filled(x, jnp.int32) for x in (0, 1))
         tile = tile - lax.div(weights.first_id, TILE)
         column = threads.cond(
-            weights.first_id == owner * self.part.width,
-            lambda: weights.either(lambda weights_of: self._column(tile, past, weights_of)),
+            weights.first_id == owner * weights.part.width,
+            lambda: weights.either(functools.partial(_column, weights, tile, past), has_mass),
             lambda: zero - weights.first_id,
         )
         return weights.first_id + column, jnp.where(mass != mass, one, zero)
 
     def _uniform(self, which: int) -> jax.Array:
-        return self.threads.gather(self.weights.refs["recover"], self.item * 2 + which)
+        return self.weights.threads.gather(self.operands.recover, self.item * 2 + which)
 
     def _piece(self, tile: jax.Array, place: jax.Array | int) -> jax.Array:
         """An entry of `draw.pieces_of_tiles`."""
-        return self.threads.gather(self.weights.refs["pieces"], tile * self.num_pieces + place)
+        place = tile * self.num_pieces + place
+        return self.weights.threads.gather(self.operands.pieces, place)
 
     def _mass(self, piece: jax.Array, kind: jax.Array | int) -> jax.Array:
         """The mass of a piece: of weights (kind 0) or of ``p`` (kind 1); 0 if there is no piece."""
-        count, batch = self.part.count, self.weights.refs["row"].shape[0]
+        count, batch = self.weights.part.count, self.weights.operands.row.shape[0]
         is_piece = piece < self.num_parts * count
         owner = jnp.minimum(lax.div(piece, count), self.num_parts - 1)
         place = ((owner * batch + self.item) * 2 + kind) * count + lax.rem(piece, count)
-        return jnp.where(is_piece, self.threads.gather(self.weights.refs["masses"], place), 0.0)
+        return jnp.where(is_piece, self.weights.threads.gather(self.operands.masses, place), 0.0)
 
     def _by_tile(self, kind: int) -> list[jax.Array]:
         """The mass of every tile by lane, one array for every 32 tiles."""
         found = []
         for i in range(0, self.num_tiles, WARP):
-            tile = self.lane + i
+            tile = self.weights.lane + i
             inside = jnp.minimum(tile, self.num_tiles - 1)
             pieces = [self._mass(self._piece(inside, j), kind) for j in range(self.num_pieces)]
             found.append(jnp.where(tile < self.num_tiles, tree_sum(pieces), 0.0))
         return found
 
-    def _pick(
-        self, masses: list[jax.Array], aim: jax.Array, *, is_share: bool = False
-    ) -> tuple[jax.Array, jax.Array]:
-        """The least place whose inclusive sum exceeds `aim`, or this share of the total.
 
-        Returns:
-          ``[128]`` int32 places, and the aim less the sum before the place.
-        """
-        threads, total, sums = self.threads, self.threads.filled(0.0), []
-        for mass in masses:
-            sums.append(threads.warp_scan(mass) + total)
-            total = threads.shuffle(sums[-1], WARP - 1)
-        past = aim * total if is_share else aim
-        place = first_past(threads, masses, sums, past)
-        before = threads.filled(0.0)
-        for i, (mass, inclusive) in enumerate(zip(masses, sums, strict=True)):
-            up_to = threads.shuffle(inclusive - mass, place & (WARP - 1))
-            before = jnp.where(lax.div(place, WARP) == i, up_to, before)
-        return place, past - before
+def _column(
+    weights: PartWeights, tile: jax.Array, past: jax.Array, weights_of: WeightsOf
+) -> jax.Array:
+    """Pick a column in a tile: first a read of the warp, then a thread, then an id."""
+    threads, groups = weights.threads, weights.part.groups
 
-    def _column(self, tile: jax.Array, past: jax.Array, weights_of: WeightsOf) -> jax.Array:
-        """Pick a column in a tile: first a read of the warp, then a thread, then an id."""
-        threads, weights, groups = self.threads, self.weights, self.part.groups
+    def add(i: jax.Array, masses: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        ((group, _),) = weights_of([weights.start(tile, i)])
+        mass = threads.warp_sum(tree_sum(list(group)))
+        firsts = range(0, groups, WARP)
+        return tuple(
+            jnp.where(weights.lane + first == i, mass, x)
+            for first, x in zip(firsts, masses, strict=True)
+        )
 
-        def add(i: jax.Array, masses: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            ((group, _),) = weights_of([weights.start(tile, i)])
-            mass = threads.warp_sum(tree_sum(list(group)))
-            firsts = range(0, groups, WARP)
-            return tuple(
-                jnp.where(self.lane + first == i, mass, x)
-                for first, x in zip(firsts, masses, strict=True)
-            )
-
-        nothing = (threads.filled(0.0),) * -(-groups // WARP)
-        masses = lax.fori_loop(0, groups, add, nothing)
-        group, past = self._pick(list(masses), past)
-        start = weights.start(tile, group)
-        ((of_thread, _),) = weights_of([start])
-        thread, past = self._pick([tree_sum(list(of_thread))], past)
-        column = threads.shuffle(start + pick_of(of_thread, past), thread)
-        return jnp.clip(column, 0, self.part.width - 1)
+    nothing = (threads.filled(0.0),) * -(-groups // WARP)
+    masses = lax.fori_loop(0, groups, add, nothing)
+    group, past = pick(threads, list(masses), past)
+    start = weights.start(tile, group)
+    ((of_thread, _),) = weights_of([start])
+    thread, past = pick(threads, [tree_sum(list(of_thread))], past)
+    column = threads.shuffle(start + pick_of(of_thread, past), thread)
+    return jnp.clip(column, 0, weights.part.width - 1)

@@ -21,15 +21,93 @@ from jax_specdec._src.sampling import limits_count
 from jax_specdec._src.types import Status
 from jax_specdec._src.verify import rules
 from jax_specdec._src.verify.mosaic_gpu import statistics
-from jax_specdec._src.verify.mosaic_gpu.cluster import Masses, Warpgroups, tree_sum
-from jax_specdec._src.verify.mosaic_gpu.lists import MappedSlice
-from jax_specdec._src.verify.mosaic_gpu.ptx import WARP
-from jax_specdec._src.verify.mosaic_gpu.request import Work
-from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice
-from jax_specdec._src.verify.mosaic_gpu.sample import Draw, PositionResult, TileWeights
+from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Masses, Warpgroups, tree_sum
+from jax_specdec._src.verify.mosaic_gpu.draw import Draw, PositionResult, TileWeights
+from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, MappedSlice
+from jax_specdec._src.verify.mosaic_gpu.plan import Plan
+from jax_specdec._src.verify.mosaic_gpu.request import (
+    DraftedTokens,
+    DraftLoads,
+    KernelRequest,
+    Operands,
+    Outputs,
+    RequestLoads,
+    Work,
+)
+from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice, TargetSlice
 from jax_specdec._src.verify.mosaic_gpu.statistics import Normalizer, is_finite
+from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Ref, Threads
 
 OK = int(Status.OK)
+
+
+def verify_request(
+    plan: Plan,
+    threads: Threads,
+    operands: Operands[Ref],
+    outputs: Outputs[Ref],
+    index: jax.Array,
+    target: TargetSlice,
+    draft: DraftSlice | Candidates | None,
+    cluster: Cluster,
+    warpgroups: Warpgroups,
+) -> None:
+    """The kernel: what each warpgroup does for one request.
+
+    What is loaded and copied, and when, is decided here. Each load begins as early as its address
+    is known, and what does not need it comes between.
+    """
+    loads = RequestLoads(plan, threads, operands, index)
+    # This PTX keeps the loads above in place: all of them are in flight.
+    threads.init_barriers(cluster.barriers, plan.memory.barriers)
+    request = KernelRequest(plan, threads, operands, outputs, index, loads)
+    ok = request.status == Status.OK
+
+    @pl.when(ok)
+    def _() -> None:
+        draft_loads = DraftLoads(request, target, draft)  # small: loaded before rows
+        by_rate = isinstance(plan.rule, rules.Synthetic)
+        position = warpgroups.index
+        if by_rate:
+            uniforms = request.uniforms()
+            position = _accepted_by_rate(request, uniforms)
+        _copy_row(request, target, position)
+        target.fill_end()
+        if warpgroups.count > 1:
+            _prefetch_draft_row(draft_loads, position)
+        if not by_rate:
+            uniforms = request.uniforms()
+        drafted = DraftedTokens(draft_loads, uniforms)
+        threads.cluster_wait()
+        Walk(Work(request, target, draft, drafted, cluster), warpgroups).run(position)
+
+    @pl.when(~ok)
+    def _() -> None:
+        threads.cluster_wait()
+        zero = jnp.int32(0)
+        request.write(zero, zero, request.status, cluster.is_first_warp())
+
+
+def _accepted_by_rate(request: KernelRequest, uniforms: jax.Array) -> jax.Array:
+    """How many drafts the synthetic rule accepts, ``[]`` int32."""
+    lane, threads = request.lane, request.threads
+    rate = threads.filled(0.0)
+    for i, value in enumerate(request.plan.rule.conditional_rates or ()):
+        rate = jnp.where(lane == i, jnp.float32(value), rate)
+    accepted = request.proposed & rules.accepts_synthetic(uniforms, rate)
+    rejected = jnp.where(accepted & (lane < request.plan.k), WARP, lane)
+    return threads.scalar(threads.warp_min(rejected))
+
+
+def _copy_row(request: KernelRequest, target: TargetSlice, position: jax.Array) -> None:
+    """Begin to copy the target row of a position, if there is one."""
+    pl.when(position < request.num_rows)(lambda: target.copy(request.first_row + position))
+
+
+def _prefetch_draft_row(drafts: DraftLoads, position: jax.Array) -> None:
+    """Begin to bring the draft row of a position into the second-level cache, if it counts."""
+    if drafts.draft is not None:
+        pl.when(drafts.counts_q(position))(lambda: drafts.prefetch(position))
 
 
 class Walk:
@@ -45,39 +123,19 @@ class Walk:
         self.request, self.target, self.draft, self.drafted, self.cluster = work
         self.plan, self.threads = work.request.plan, work.request.threads
 
-    def run(self) -> None:
-        """Walk the positions, draw the last token, write the output."""
-        request, rates = self.request, self.plan.rates
-        position, round = self.warpgroups.index, jnp.int32(0)
-        if rates is not None:
-            request.draw_noise()
-            position = self.accepted_by_rate(rates)
-        self.copy(position)
-        self.target.fill_end()
-        if self.warpgroups.count > 1:
-            self.prefetch_draft(self.warpgroups.index)
-        if rates is None:
-            request.draw_noise()
-        self.drafted.find_q()
-        self.threads.cluster_wait()
-        if rates is not None:  # the one row that the last token comes from
+    def run(self, position: jax.Array) -> None:
+        """Walk from `position` on, draw the last token, write the output.
+
+        The copy of its target row is under way, if it has one.
+        """
+        request, rule, round = self.request, self.plan.rule, jnp.int32(0)
+        if isinstance(rule, rules.Synthetic):  # the one row that the last token comes from
             self.emit(position, *self.visit(position, round))
-        elif not self.plan.block:
+        elif not isinstance(rule, rules.Block):
             self.walk_and_emit(round)
         else:
             pl.when(request.greedy)(lambda: self.walk_and_emit(round))
             pl.when(~request.greedy)(lambda: BlockWalk(self).run(round))
-
-    def copy(self, position: jax.Array) -> None:
-        """Begin to copy the target row of a position, if there is one."""
-        pl.when(position < self.request.num_rows)(
-            lambda: self.target.copy(self.request.first_row + position)
-        )
-
-    def prefetch_draft(self, position: jax.Array) -> None:
-        """Begin to bring the draft row of a position into the second-level cache, if it counts."""
-        if self.draft is not None:
-            pl.when(self.drafted.counts_q(position))(lambda: self.drafted.prefetch(position))
 
     def walk_and_emit(self, round: jax.Array) -> None:
         """Positions in order, one for each warpgroup, until one is not accepted: that one emits."""
@@ -91,7 +149,9 @@ class Walk:
             position, _, round, _ = state
             result, round = self.visit(position, round)
             first = warpgroups.first(result.accepted == 0, position)
-            pl.when(first == warpgroups.count)(lambda: self.copy(position + warpgroups.count))
+            pl.when(first == warpgroups.count)(
+                lambda: _copy_row(self.request, self.target, position + warpgroups.count)
+            )
             return position + warpgroups.count, result, round, first
 
         nothing = PositionResult.nothing(self.cluster)
@@ -100,16 +160,6 @@ class Walk:
         pl.when(first == warpgroups.index)(
             lambda: self.emit(following - warpgroups.count, result, round)
         )
-
-    def accepted_by_rate(self, rates: tuple[float, ...]) -> jax.Array:
-        """How many drafts the synthetic rule accepts, ``[]`` int32."""
-        request, lane = self.request, self.request.lane
-        rate = self.threads.filled(0.0)
-        for i, value in enumerate(rates):
-            rate = jnp.where(lane == i, jnp.float32(value), rate)
-        accepted = request.proposed & rules.accepts_synthetic(request.uniforms, rate)
-        rejected = jnp.where(accepted & (lane < self.plan.k), WARP, lane)
-        return self.threads.scalar(self.threads.warp_min(rejected))
 
     def visit(self, position: jax.Array, round: jax.Array) -> tuple[PositionResult, jax.Array]:
         """Read the rows of one position, and judge its draft by the greedy or the standard rule.
@@ -130,23 +180,27 @@ class Walk:
     def _read_and_judge(
         self, position: jax.Array, round: jax.Array
     ) -> tuple[PositionResult, jax.Array]:
-        request, drafted, by_rate = self.request, self.drafted, self.plan.rates is not None
+        request, drafted, by_rate = (
+            self.request,
+            self.drafted,
+            isinstance(self.plan.rule, rules.Synthetic),
+        )
         rows_before = jnp.int32(0) if by_rate else self.warpgroups.rows_before(position)
         result, round = Reader(self.work, position, rows_before).read(round)
-        bad_target = ~is_finite(result.target.peak)
-        bad_draft = drafted.bad | (drafted.uses_q & ~is_finite(result.draft.peak))
+        bad_target = ~is_finite(result.scale.peak)
+        bad_draft = drafted.bad | (drafted.uses_q & ~is_finite(result.draft_scale.peak))
 
         accepted = self.threads.filled(0, jnp.int32)
         if not by_rate:
-            p, q = drafted.probabilities(result.target, result.draft)
+            p, q = drafted.probabilities(result.scale, result.draft_scale)
             bad_draft = bad_draft | (drafted.uses_q & ~((q >= 0) & (q < jnp.inf)))
-            is_best = rules.accepts_greedy(request.token_ids, result.best)
+            is_best = rules.accepts_greedy(request.token_ids, result.argmax)
             by_rule = (request.greedy & is_best) | (
-                ~request.greedy & rules.accepts(request.uniforms, p, q)
+                ~request.greedy & rules.accepts(self.drafted.uniforms, p, q)
             )
             accepted = (request.proposed & by_rule).astype(jnp.int32)
         # One shuffle for both: whether it was accepted, and whether its draft row is bad.
-        flags = request.at(accepted + 2 * bad_draft.astype(jnp.int32), position)
+        flags = self.threads.at(accepted + 2 * bad_draft.astype(jnp.int32), position)
         status = jnp.where(bad_target, jnp.int32(Status.BAD_TARGET_ROW), jnp.int32(OK))
         status = jnp.where(~bad_target & (flags >= 2), jnp.int32(Status.BAD_DRAFT_ROW), status)
         kept = (status == OK) & (flags == 1)
@@ -160,7 +214,7 @@ class Walk:
 
         @pl.when(~draws)
         def _() -> None:
-            token_id = jnp.where(visited, result.best, request.bonus)
+            token_id = jnp.where(visited, result.argmax, request.bonus)
             request.write(num_accepted, token_id, result.status, self.cluster.is_first_warp())
 
         pl.when(draws)(lambda: Draw(self.work, num_accepted, result).run(round))
@@ -192,12 +246,13 @@ class Reader:
         self.sums_masses = jnp.bool_(False)
         if self.plan.is_plain:
             self.sums_masses = ~request.greedy & ~request.is_proposed(position)
-        self.target_base = self.base(self.drafted.logit)
+        self.target_base = self.base(self.drafted.loads.logit)
         self.draft: DraftSlice | None = None
-        if isinstance(draft, DraftSlice) and self.plan.draft == "logits":
+        if isinstance(draft, DraftSlice) and self.plan.sums_draft_rows:
             self.draft = draft.storage if isinstance(draft, MappedSlice) else draft
             self.uses_q = self.drafted.counts_q(position)
-            self.draft_row = request.at(self.drafted.draft_row, position)
+            self.draft_row = self.threads.at(self.drafted.loads.draft_row, position)
+            assert self.drafted.entry is not None
             self.draft_base = self.base(self.drafted.entry)
 
     def read(self, round: jax.Array) -> tuple[PositionResult, jax.Array]:
@@ -210,14 +265,14 @@ class Reader:
             lambda: (self.cluster.no_masses(), round),
         )
         target = Normalizer.of(self.target_base, masses.total)
-        result = PositionResult.nothing(self.cluster)._replace(target=target, masses=masses)
+        result = PositionResult.nothing(self.cluster)._replace(scale=target, p_masses=masses)
         usable = statistics.is_usable(masses.total, self.target_base, self.scale)
         return lax.cond(usable, lambda: (result, round), lambda: self.look(round))
 
     def tile_masses(self, round: jax.Array) -> tuple[Masses, jax.Array]:
         """The masses of the tiles of a row that is drawn from: all that anybody needs of it."""
-        weight = statistics.weight_function(self.target_base, self.scale, self.target.entry_size)
-        mine = statistics.tile_masses(self.target, self.row, self.rows_before, weight)
+        weights = statistics.weight_function(self.target_base, self.scale, self.target.entry_size)
+        mine = statistics.tile_masses(self.target, self.row, self.rows_before, weights)
         return self.cluster.gather_masses(round, mine)
 
     def look(self, round: jax.Array) -> tuple[PositionResult, jax.Array]:
@@ -258,7 +313,7 @@ class Reader:
                 lambda: (target_row, round),
             )
         result = PositionResult.nothing(self.cluster)
-        return result._replace(target=target_row, draft=draft_row, best=best), round
+        return result._replace(scale=target_row, draft_scale=draft_row, argmax=best), round
 
     def read_again(
         self, draft_row: Normalizer, round: jax.Array
@@ -315,7 +370,7 @@ class Reader:
           ``[]`` float32, finite.
         """
         last = jnp.maximum(self.request.num_drafts - 1, 0)
-        entry = self.request.at(by_lane, jnp.minimum(self.position, last))
+        entry = self.threads.at(by_lane, jnp.minimum(self.position, last))
         return jnp.where(is_finite(entry), entry, 0.0)
 
     def known(self, values: list[jax.Array], other: float) -> list[jax.Array]:
@@ -510,6 +565,7 @@ class BlockWalk:
 
     def __init__(self, walk: Walk):
         self.walk, self.request, self.plan = walk, walk.request, walk.plan
+        self.threads, self.drafted = walk.threads, walk.drafted
         self.target, self.draft = walk.target, walk.draft
 
     def run(self, round: jax.Array) -> None:
@@ -541,11 +597,11 @@ class BlockWalk:
         """Look at one position: does the prefix before it pass, and what is its draft's weight?"""
         walk, request, drafted = self.walk, self.request, self.walk.drafted
         position, weight = state.position, state.weight
-        if self.draft is not None and self.plan.draft != "logits":
-            pl.when(drafted.has_q(position))(lambda: drafted.prefetch(position))
+        if self.draft is not None and not self.plan.sums_draft_rows:
+            pl.when(drafted.has_q(position))(lambda: drafted.loads.prefetch(position))
         result, round = walk.visit(position, state.round)
-        by_lane = drafted.probabilities(result.target, result.draft)
-        p, q = (request.at(x, position) for x in by_lane)
+        by_lane = drafted.probabilities(result.scale, result.draft_scale)
+        p, q = (self.threads.at(x, position) for x in by_lane)
 
         masses, mass = state.kept.masses, rules.one_hot_residual_mass(weight, p)
         status = result.status
@@ -560,18 +616,20 @@ class BlockWalk:
             bad = (status == OK) & ~((mass >= 0) & (mass < jnp.inf))
             status = jnp.where(bad, jnp.int32(Status.BAD_DRAFT_ROW), status)
 
-        last = request.at(request.uniforms, jnp.maximum(position - 1, 0))
+        last = self.threads.at(self.drafted.uniforms, jnp.maximum(position - 1, 0))
         passes = (position == 0) | rules.passes(last, weight, mass)
-        now = Prefix(position, weight, result.target, result.draft, masses)
+        now = Prefix(position, weight, result.scale, result.draft_scale, masses)
         kept = jax.tree.map(lambda new, old: jnp.where(passes, new, old), now, state.kept)
 
         following_weight = rules.joint_weight(weight, p, q)
         ok = status == OK
         proposed = request.is_proposed(position + 1)
         going = ok & proposed & (following_weight > 0)
-        own = request.at(request.uniforms, position)
+        own = self.threads.at(self.drafted.uniforms, position)
         ends = ok & ~proposed & rules.passes(own, following_weight, following_weight)
-        pl.when((going | ends) & (position + 1 < request.num_rows))(lambda: walk.copy(position + 1))
+        pl.when((going | ends) & (position + 1 < request.num_rows))(
+            lambda: _copy_row(request, self.target, position + 1)
+        )
         return BlockState(
             position + 1,
             following_weight,
@@ -595,7 +653,7 @@ class BlockWalk:
                 target.for_all(lambda tile: target.hide_below(threshold, row, tile))
 
         result = PositionResult.nothing(self.walk.cluster)
-        result = result._replace(target=kept.target, draft=kept.draft)
+        result = result._replace(scale=kept.target, draft_scale=kept.draft)
         has_q = self.walk.drafted.has_q(kept.length)
         tries = has_q.astype(jnp.int32)
         Draw(self.walk.work, kept.length, result, kept.weight).finish(

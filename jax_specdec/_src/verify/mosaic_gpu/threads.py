@@ -1,0 +1,223 @@
+"""What the threads of a warpgroup can do, whether on a GPU or in interpret mode.
+
+The kernels compute with arrays ``[128]`` of one entry per thread: entry t is in a register of
+thread t. Every operation takes and returns such arrays, or scalars that all threads share.
+`ptx.GpuThreads` and `interpret.InterpretedThreads` have all of these members, and share none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
+
+WARP = 32
+THREADS = WARP * WARPS
+
+COPIED = 16
+"""Copies begin and end at multiples of this many bytes."""
+
+T = TypeVar("T")
+
+
+class Ref(Protocol):
+    """An array in global or shared memory, while a kernel is traced."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+    @property
+    def at(self) -> Any: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+    def __setitem__(self, index: Any, value: Any, /) -> None: ...
+
+
+class Threads(Protocol):
+    """A warpgroup's operations.
+
+    Attributes:
+      interpreted: whether this is interpret mode.
+      index: each thread's index in the warpgroup, ``[128]`` int32.
+    """
+
+    interpreted: bool
+    index: jax.Array
+
+    @property
+    def lane(self) -> jax.Array:
+        """Each thread's index in its warp, ``[128]`` int32."""
+
+    def index_anew(self) -> jax.Array:
+        """`index` computed again, so that values made from it are not kept in registers."""
+
+    def filled(self, value: Any, dtype: Any = jnp.float32) -> jax.Array:
+        """``[128]`` of one value, in a register of each thread, to start a loop with."""
+
+    # Within a warp.
+
+    def warp_max(self, x: jax.Array) -> jax.Array:
+        """The maximum float32 of each warp, in all of its threads; NaN if any entry is."""
+
+    def warp_min(self, x: jax.Array) -> jax.Array:
+        """The minimum int32 of each warp, in all of its threads."""
+
+    def has_twin(self, x: jax.Array) -> jax.Array:
+        """Whether another lane of the warp has the same int32, ``[128]`` bool."""
+
+    def warp_sum(self, x: jax.Array, lanes: int = WARP) -> jax.Array:
+        """The sum of each warp, or of each group of `lanes` in it, in all threads of the group."""
+
+    def warp_scan(self, x: jax.Array) -> jax.Array:
+        """Inclusive sums over the threads of each warp."""
+
+    def shuffle_xor(self, x: jax.Array, mask: jax.Array | int) -> jax.Array:
+        """The entry of lane ``lane ^ mask`` of the same warp."""
+
+    def shuffle(self, x: jax.Array, lane: jax.Array | int) -> jax.Array:
+        """The entry of one lane of each warp; `lane` may differ between threads."""
+
+    def scalar(self, x: jax.Array) -> jax.Array:
+        """The value of an array that is the same in all threads, ``[]``."""
+
+    def at(self, x: jax.Array, lane: jax.Array | int) -> jax.Array:
+        """The entry of one lane, ``[]``; it and `lane` are the same in all warps."""
+
+    def cond(self, which: jax.Array, true: Callable[[], T], false: Callable[[], T]) -> T:
+        """``true()`` or ``false()``; `which` must be the same in all threads of a warp."""
+
+    # Barriers.
+
+    def sync(self) -> None:
+        """Wait for the whole warpgroup. Its writes to shared memory are then visible to all."""
+
+    def sync_block(self, warpgroups: int, barrier: Ref | None) -> None:
+        """Wait for all warpgroups of the block. `barrier` is for interpret mode."""
+
+    def fence_copies(self) -> None:
+        """Order a thread's writes to shared memory before copies that begin after the next sync."""
+
+    def init_barriers(self, barriers: Any, count: int) -> None:
+        """Initialize up to 32 mbarriers, by the first warp. All blocks see it after `cluster_wait`.
+
+        Args:
+          barriers: int32 ref in shared memory, two for each barrier.
+          count: barriers.
+        """
+
+    def cluster_wait(self) -> None:
+        """Wait until every block of the cluster has initialized its barriers."""
+
+    def wait(self, barriers: Ref, barrier: jax.Array, parity: jax.Array) -> None:
+        """Wait for a phase of a barrier: `parity` is 0 for the first, then 1, 0, 1 and so on."""
+
+    def exchange(
+        self,
+        memory: Ref,
+        barriers: Any,
+        place: jax.Array,
+        barrier: jax.Array,
+        parity: jax.Array,
+        values: list[jax.Array],
+        *,
+        cluster: int,
+    ) -> None:
+        """Each warp stores its values in the shared memory of every block; all wait for all.
+
+        Args:
+          memory: float32 ref in shared memory, the same in each block; in interpret mode in global
+            memory.
+          barriers: initialized by `init_barriers`; in interpret mode `ExchangeBarriers`.
+          place: ``[128]`` int32, where this warp's values go: a multiple of four, or of two for two
+            values; the same in all threads of a warp.
+          barrier: ``[]`` int32, index of the barrier.
+          parity: ``[]`` int32, of its phase.
+          values: float32 ``[128]`` each, two or a multiple of four, the same in all threads of a
+            warp.
+          cluster: blocks.
+        """
+
+    # Copies. They use no tensor descriptor, so nothing is prepared before the launch, and rows may
+    # begin at any multiple of their entries' size. Whole units of sixteen bytes are copied.
+
+    def copy_tiles(
+        self,
+        rows: Ref,
+        row: jax.Array,
+        first: jax.Array,
+        size: int,
+        count: int,
+        buffer: Ref,
+        stride: int,
+        barriers: Ref,
+        first_barrier: jax.Array | int,
+    ) -> None:
+        """Begin to copy the tiles of a row to shared memory, each by one thread.
+
+        A copy begins up to fifteen bytes before its first entry: see `copy_shift`.
+
+        Args:
+          rows: ref ``[R, columns]`` in global memory.
+          row: ``[]`` int32.
+          first: ``[]`` int32, the first entry of the first tile.
+          size: entries of the row; nothing past them is copied.
+          count: tiles, at most 128.
+          buffer: flat ref in shared memory.
+          stride: distance from one tile to the next in `buffer`.
+          barriers: initialized by `init_barriers`.
+          first_barrier: the one that completes with the first tile; the next tiles have the next.
+        """
+
+    def copy_shift(self, rows: Ref, row: jax.Array) -> jax.Array | int:
+        """How many entries a copy of a row's tiles has before the first one, ``[]`` int32."""
+
+    def prefetch_tiles(
+        self, rows: Ref, row: jax.Array, first: jax.Array, size: int, count: int
+    ) -> None:
+        """Begin to fetch the tiles of a row into the L2 cache; arguments as `copy_tiles`."""
+
+    # Reading and writing.
+
+    def gather(self, ref: Ref, *indices: jax.Array) -> jax.Array:
+        """``ref[indices]`` by each thread, for one or two indices; bools and floats are widened."""
+
+    def scatter(self, ref: Ref, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
+        """``ref[index] = value`` by each thread whose entry of `where` is true."""
+
+    def fill(self, ref: Ref, start: jax.Array, begin: jax.Array, end: int, value: float) -> None:
+        """``ref[start + begin : start + end] = value``; `end` is a multiple of 128."""
+
+    def entries(
+        self, ref: Ref, start: jax.Array, each: int, *, aligned: bool, offset: int = 0
+    ) -> list[jax.Array]:
+        """``ref[start + offset + each * t + j]`` as float32, ``[128]`` for each j.
+
+        From shared memory; `start` may be ``[128]``. If `aligned`, the addresses are multiples of
+        sixteen bytes, which are read at once; if not, they may be any. `offset` is whole words.
+        """
+
+    def row_entries(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
+        """``ref[row, start + j]`` by each thread as float32, ``[128]`` for each j of `each`.
+
+        From global memory. The entries must be an aligned piece of up to sixteen bytes, which is
+        read at once, or several such pieces.
+        """
+
+    def row_words(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
+        """`row_entries` as the words that are loaded; `numbers` turns them into entries."""
+
+    def numbers(self, words: list[jax.Array], dtype: Any) -> list[jax.Array]:
+        """Entries as float32, from words that hold one or two of them."""
+
+    def row_run(
+        self, ref: Ref, row: jax.Array, start: jax.Array, offset: int, each: int
+    ) -> list[jax.Array]:
+        """`row_entries` from ``start + offset`` on, at any address, one at a time."""
