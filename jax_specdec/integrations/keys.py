@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jax_specdec._src.arrays import as_int32, described
 from jax_specdec._src.noise import check_keys, threefry_keys
-from jax_specdec._src.types import Integers, as_int32, described
+from jax_specdec._src.types import Integers
 
 
 def step_keys(key: jax.Array, slots: Integers) -> jax.Array:

@@ -9,10 +9,12 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_specdec._src.arrays import described
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.logprobs import TokenLogprobs, token_logprobs
+from jax_specdec._src.sampling import SamplingParams
 from jax_specdec._src.serving.options import LogprobsConfig
-from jax_specdec._src.types import Drafts, RejectionSampleOutput, SamplingParams, described
+from jax_specdec._src.types import Drafts, RejectionSampleOutput
 from jax_specdec._src.verify import sharding as sharding_lib
 from jax_specdec._src.verify.api import rejection_sample
 from jax_specdec._src.verify.sharding import VerifySharding

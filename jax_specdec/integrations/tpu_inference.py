@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_specdec._src.arrays import as_int32
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.logprobs import TokenLogprobs
+from jax_specdec._src.sampling import SamplingParams
 from jax_specdec._src.serving.inputs import check_config
 from jax_specdec._src.serving.options import LogprobsConfig, check_logprobs
 from jax_specdec._src.types import (
@@ -23,8 +25,6 @@ from jax_specdec._src.types import (
     Drafts,
     Integers,
     RejectionSampleOutput,
-    SamplingParams,
-    as_int32,
 )
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec.integrations import keys as keys_lib

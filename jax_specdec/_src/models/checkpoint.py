@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from jax_specdec._src.config import check_int
+from jax_specdec._src.arrays import check_int
 from jax_specdec._src.models.config_json import CONFIG_FILE, config_text, read_config
 from jax_specdec._src.models.fields import quoted
 from jax_specdec._src.models.files import is_there

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
-from jax_specdec._src.config import check_int
+from jax_specdec._src.arrays import check_int, described
 from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving.bookkeeping import (
     ChunkedPrefill,
@@ -31,7 +31,6 @@ from jax_specdec._src.serving.core import Caches, DecodeState, on_all_devices
 from jax_specdec._src.serving.engine import Engine, NewRequests
 from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats, ServingStats
 from jax_specdec._src.serving.options import RequestFields, RequestOptions, options_per_request
-from jax_specdec._src.types import described
 
 # All drivers of equal engines share these programs.
 _admit = jax.jit(Engine.admit, static_argnums=0, donate_argnames="state")

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src import noise
-from jax_specdec._src.config import check_int
+from jax_specdec._src.arrays import check_int
 from jax_specdec._src.drafting.drafter import Drafter, feature_layers_of
 from jax_specdec._src.models.protocol import check_model
 from jax_specdec._src.serving import inputs

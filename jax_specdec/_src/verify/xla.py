@@ -24,13 +24,8 @@ from jax import lax
 
 from jax_specdec._src.blocks import entry_of, gathering
 from jax_specdec._src.platform import platform_dependent
-from jax_specdec._src.sampling import Filter
-from jax_specdec._src.types import (
-    PLACEHOLDER_TOKEN_ID,
-    RejectionSampleOutput,
-    SamplingParams,
-    Status,
-)
+from jax_specdec._src.sampling import Filter, SamplingParams
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
 from jax_specdec._src.verify import draw
 from jax_specdec._src.verify.draw import LocalRows
 from jax_specdec._src.verify.exchange import Exchange

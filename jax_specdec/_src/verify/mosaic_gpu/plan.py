@@ -9,7 +9,7 @@ import dataclasses
 
 import jax
 
-from jax_specdec._src.config import check_int
+from jax_specdec._src.arrays import check_int
 from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
