@@ -127,7 +127,7 @@ class SpecDecodeConfig:
             name: value for name in (rates, length) if (value := getattr(self, name)) is not None
         }
         if self.rejection_sample_method == "synthetic":
-            require(len(given) == 1, f"one of {rates} and {length}", "be given", given)
+            require(len(given) == 1, f"{rates} or {length}", "be given, and not both", given)
             return
         for name, value in given.items():
             hint = f"rejection_sample_method is {self.rejection_sample_method!r}"

@@ -61,7 +61,7 @@ class LogitBias:
         """
         most = max(map(len, biases), default=0)
         size = most if size is None else size
-        require(most <= size, "the longest of biases", f"have at most size = {size} entries", most)
+        require(most <= size, "biases", f"have at most size = {size} entries each", most)
         token_ids = np.full((len(biases), size), PLACEHOLDER_TOKEN_ID, np.int32)
         values = np.zeros((len(biases), size), np.float32)
         for b, bias in enumerate(biases):

@@ -241,7 +241,7 @@ class Drafts:
         if (known := known_values(num_draft_tokens)) is not None and known.size:
             check_entries("num_draft_tokens[{}]", known, known >= 0, "be at least 0")
             most, hint = f"be at most N = {len(ids)}", "they are counts, not offsets"
-            require(known.sum() <= len(ids), "sum(num_draft_tokens)", most, known.sum(), hint)
+            require(known.sum() <= len(ids), "num_draft_tokens, summed,", most, known.sum(), hint)
         cu = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
         return cls(ids, cu, distribution)
 

@@ -217,7 +217,7 @@ class AcceptanceStats:
           ValueError: the two have different K, or a count is larger in `earlier`.
         """
         k, given = len(self.offered_per_position), len(earlier.offered_per_position)
-        require(given == k, "the K of earlier", f"be {k}", given)
+        require(given == k, "earlier's K", f"be {k}", given)
 
         def minus(mine: Any, theirs: Any) -> Any:
             if isinstance(mine, tuple):

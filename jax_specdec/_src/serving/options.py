@@ -479,7 +479,7 @@ def _stops(options: Sequence[RequestOptions], most: int | None) -> Any:
     count = max((len(one.stop_token_ids) for one in options), default=0)
     most = count if most is None else most
     must = f"be at most max_stop_tokens = {most}"
-    require(count <= most, "the number of stop_token_ids", must, count)
+    require(count <= most, "stop_token_ids, counted,", must, count)
     stops = np.full((len(options), most), PLACEHOLDER_TOKEN_ID)
     for row, one in zip(stops, options, strict=True):
         row[: len(one.stop_token_ids)] = one.stop_token_ids

@@ -198,7 +198,7 @@ def _layout_of(
     n = drafts.token_ids.shape[0]
     hint = "pad the vocabulary, and pass vocab_size"
     for name, size, axis, advice in (
-        ("V of target_logits", vocabulary, vocab_axis, hint),
+        ("target_logits.shape[1]", vocabulary, vocab_axis, hint),
         ("B", batch, batch_axis, None),
         ("N", n, batch_axis, None),
     ):
@@ -216,7 +216,7 @@ def _layout_of(
     must = (
         f"have V = {vocabulary} columns, as the target has, where it is split over {vocab_axis!r}"
     )
-    require(by_vocab or not is_split, "the storage of drafts.distribution", must, storage)
+    require(by_vocab or not is_split, "drafts.distribution", must, storage)
     by_batch = batch_axis is not None
     if indexed:
         by_batch &= rows == batch_axis
@@ -243,7 +243,7 @@ def _is_part(storage: jax.Array, target_logits: jax.Array, vocab_axis: str) -> b
     must = f"have {part} columns, as the part of the target has"
     hint = "fewer could be whole rows: let check_vma be true, or pad the drafter's vocabulary"
     fits = not (is_unclear or varies[1])
-    require(fits, "the storage of drafts.distribution", must, storage, hint)
+    require(fits, "drafts.distribution", must, storage, hint)
     return False
 
 

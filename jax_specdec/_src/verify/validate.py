@@ -86,7 +86,7 @@ def validate(
     require(cu[0] == 0, f"{name}[0]", "be 0", cu[0])
     holds = (counts >= 0) & (counts <= k)
     must = f"be in [0, num_speculative_tokens] = [0, {k}]"
-    check_entries(f"the number of drafts of request {{}} in {name}", counts, holds, must)
+    check_entries(f"{name}, the count of request {{}},", counts, holds, must)
     require(cu[-1] <= len(ids), f"{name}[-1]", f"be at most N = {len(ids)}", cu[-1])
     for one in SAMPLING_PARAMETERS:
         if (given := getattr(sampling, one.name)) is not None:
