@@ -35,47 +35,32 @@ class Parameter(NamedTuple):
 
 
 _FINITE = Range(-math.inf, math.inf, "()")
+_F32, _I32 = np.float32, np.int32
 
 TEMPERATURE = Parameter(
-    "temperature", np.float32, 1.0, Range(0, math.inf, "[)"), "divides the logits; 0 is greedy"
+    "temperature", _F32, 1.0, Range(0, math.inf, "[)"), "divides the logits; 0 is greedy"
 )
 FILTERS = (
     Parameter(
-        "min_p",
-        np.float32,
-        0.0,
-        Range(0, 1),
-        "leave out tokens less likely than this times the likeliest one",
+        "min_p", _F32, 0.0, Range(0, 1), "leave out tokens below this times the likeliest one"
     ),
-    Parameter("top_k", np.int32, 0, Range(0), "only the k likeliest tokens; 0 for all"),
+    Parameter("top_k", _I32, 0, Range(0), "only the k likeliest tokens; 0 for all"),
     Parameter(
-        "top_p",
-        np.float32,
-        1.0,
-        Range(0, 1, "(]"),
-        "only the likeliest tokens that together have this probability",
+        "top_p", _F32, 1.0, Range(0, 1, "(]"), "only the likeliest that have this mass together"
     ),
 )
 SAMPLING_PARAMETERS = (TEMPERATURE, *FILTERS)
 """The fields of `SamplingParams`."""
 PENALTIES = (
     Parameter(
-        "frequency_penalty",
-        np.float32,
-        0.0,
-        _FINITE,
-        "subtracted from a token's logit for each occurrence in the output",
+        "frequency_penalty", _F32, 0.0, _FINITE, "subtracted for each occurrence in the output"
     ),
     Parameter(
-        "presence_penalty",
-        np.float32,
-        0.0,
-        _FINITE,
-        "subtracted from the logit of a token that occurs in the output",
+        "presence_penalty", _F32, 0.0, _FINITE, "subtracted from tokens that are in the output"
     ),
     Parameter(
         "repetition_penalty",
-        np.float32,
+        _F32,
         1.0,
         Range(0, math.inf, "()"),
         "divides positive logits of tokens that have occurred, multiplies negative ones",

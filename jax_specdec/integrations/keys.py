@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import as_int32, described
+from jax_specdec._src.arrays import as_int32, check_array, refuse
 from jax_specdec._src.noise import check_keys, threefry_keys
 from jax_specdec._src.types import Integers
 
@@ -44,11 +44,8 @@ def step_keys(key: jax.Array, slots: Integers) -> jax.Array:
       (3,)
     """
     check_keys("key", key)
-    if key.ndim != 0:
-        raise ValueError(f"key must be one key, but its shape is {list(key.shape)}")
-    slots = as_int32("slots", slots)
-    if slots.ndim != 1:
-        raise ValueError(f"slots must be [B], but its shape is {list(slots.shape)}")
+    check_array("key", key, "[]", {})
+    slots = as_int32("slots", slots, "[B]")
     # Into a key of Threefry first, because under vmap JAX folds into "unsafe_rbg" keys differently.
     return jax.vmap(jax.random.fold_in, (None, 0))(threefry_keys(key), slots)
 
@@ -75,14 +72,8 @@ def of_requests(
     if keys.ndim == 0:
         slots = jnp.arange(batch, dtype=jnp.int32)
         return step_keys(keys, slots), zeros if positions is None else positions
-    if keys.shape != (batch,):
-        raise ValueError(
-            f"keys must be one key for the step, or [B] = [{batch}], but their shape is "
-            f"{list(keys.shape)}"
-        )
+    check_array("keys", keys, "[] or [B]", {"B": batch})
     if positions is None:
-        raise ValueError(
-            "positions must be given where keys are one per request: with the same key on every "
-            f"step, noise repeats where a position repeats; keys are {described(keys)}"
-        )
+        hint = "with the same key on every step, noise repeats where a position repeats"
+        refuse(ValueError, "positions", "be given where keys are one per request", None, hint)
     return keys, positions

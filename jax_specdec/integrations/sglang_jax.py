@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import as_int32
+from jax_specdec._src.arrays import Sizes, as_int32, check_array, require
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.logprobs import TokenLogprobs
 from jax_specdec._src.sampling import SamplingParams
@@ -123,29 +123,31 @@ def verify_chains(
     check_logprobs(logprobs)
     tokens = as_int32("draft_tokens", draft_tokens)
     lengths = as_int32("seq_lens", seq_lens)
-    parts.check_arrays({"seq_lens": (lengths, "[bs]", (None,))})
+    sizes: Sizes = {}
+    parts.check_arrays(sizes, {"seq_lens": (lengths, "[bs]")})
     batch, k = lengths.shape[0], config.num_speculative_tokens
     n = k + 1
-    _check_chains(tokens, batch, n)
+    sizes |= {"n": n, "bs*n": batch * n, "bs*(n-1)": batch * k}
+    without = tokens.shape in ((batch, k), (batch * k,))
+    hint = "column 0, the token verified before, is missing" if without else None
+    check_array("draft_tokens", tokens, "[bs, n] or [bs*n]", sizes, hint)
     if temperatures is not None and jnp.shape(temperatures) == (batch, 1):
         temperatures = temperatures.reshape(batch)
     if draft_probs is not None and jnp.ndim(draft_probs) == 3:
         draft_probs = draft_probs.reshape(-1, draft_probs.shape[2])
     requests = dict(temperatures=temperatures, top_ks=top_ks, top_ps=top_ps, min_ps=min_ps)
     parts.check_arrays(
+        sizes,
         {
-            "target_logits": (target_logits, f"[bs*n, V] = [{batch * n}, V]", (batch * n, None)),
-            "draft_probs": (draft_probs, f"[bs*(n-1), V] = [{batch * k}, V]", (batch * k, None)),
-            **{name: (array, "[bs]", (batch,)) for name, array in requests.items()},
-        }
+            "target_logits": (target_logits, "[bs*n, V]"),
+            "draft_probs": (draft_probs, "[bs*(n-1), Vd]"),
+            **{name: (array, "[bs]") for name, array in requests.items()},
+        },
     )
-    if temperatures is not None and keys is None:
-        raise ValueError(
-            "keys must be given where temperatures are, a fresh one for this step or one for each "
-            "request, but they are None"
-        )
+    must, hint = "be given where temperatures are", "one for this step, or one for each request"
+    require(temperatures is None or keys is not None, "keys", must, keys, hint)
     parts.check_sharding("target_logits", target_logits, sharding, {"bs": batch})
-    parts.check_bitmask(token_bitmask, target_logits, "[bs*n, ceil(V/32)]", sharding)
+    parts.check_bitmask(token_bitmask, target_logits, "bs*n", sharding)
     keys, _ = keys_lib.of_requests(keys, lengths, batch)
     sampling = SamplingParams(
         jnp.zeros((batch,), jnp.float32) if temperatures is None else temperatures,
@@ -166,22 +168,6 @@ def verify_chains(
 
     found: ChainVerification = parts.on_parts(on_part, sharding, arrays, specs)
     return found
-
-
-def _check_chains(tokens: jax.Array, batch: int, n: int) -> None:
-    """Check chains.
-
-    Raises:
-      ValueError: not ``[bs, n]`` or ``[bs*n]``.
-    """
-    if tokens.shape in ((batch, n), (batch * n,)):
-        return
-    without = tokens.shape in ((batch, n - 1), (batch * (n - 1),))
-    raise ValueError(
-        f"draft_tokens must be [bs, n] = [{batch}, {n}] or [bs*n], n = K + 1, but its shape is "
-        f"{list(tokens.shape)}"
-        + (": column 0, the token verified before, is missing" if without else "")
-    )
 
 
 def _verify(

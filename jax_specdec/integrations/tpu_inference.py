@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import as_int32
+from jax_specdec._src.arrays import Sizes, as_int32, require
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.logprobs import TokenLogprobs
 from jax_specdec._src.sampling import SamplingParams
@@ -132,9 +132,8 @@ def verify_flat(
     check_logprobs(logprobs)
     ids = as_int32("draft_token_ids", draft_token_ids)
     lengths = as_int32("draft_lengths", draft_lengths)
-    parts.check_arrays(
-        {"draft_token_ids": (ids, "[N]", (None,)), "draft_lengths": (lengths, "[B]", (None,))}
-    )
+    sizes: Sizes = {}
+    parts.check_arrays(sizes, {"draft_token_ids": (ids, "[N]"), "draft_lengths": (lengths, "[B]")})
     n, batch = ids.shape[0], lengths.shape[0]
     requests = dict(
         temperature=temperature,
@@ -144,25 +143,19 @@ def verify_flat(
         bonus_token_ids=bonus_token_ids,
         active=active,
     )
-    row_sizes = (None if bonus_token_ids is None else n, None)
-    layout = "[L, V], the rows of one request after those of another"
-    if bonus_token_ids is not None:
-        layout = f"[N, V] = [{n}, V], for bonus_token_ids are given"
     parts.check_arrays(
+        sizes,
         {
-            "logits": (logits, layout, row_sizes),
-            "draft_probs": (draft_probs, f"[N, V] = [{n}, V], a row for each draft", (n, None)),
-            **{name: (array, "[B]", (batch,)) for name, array in requests.items()},
-        }
+            "logits": (logits, "[L, V]" if bonus_token_ids is None else "[N, V]"),
+            "draft_probs": (draft_probs, "[N, Vd]"),
+            **{name: (array, "[B]") for name, array in requests.items()},
+        },
     )
-    if temperature is not None and keys is None:
-        raise ValueError(
-            "keys must be given where temperature is, a fresh one for this step or one for each "
-            "request, but they are None"
-        )
+    must, hint = "be given where temperature is", "one for this step, or one for each request"
+    require(temperature is None or keys is not None, "keys", must, keys, hint)
     rows = logits.shape[0]
     parts.check_sharding("logits", logits, sharding, {"L": rows, "N": n, "B": batch})
-    parts.check_bitmask(token_bitmask, logits, "[L, ceil(V/32)]", sharding)
+    parts.check_bitmask(token_bitmask, logits, "L", sharding)
     keys, positions = keys_lib.of_requests(keys, positions, batch)
     sampling = SamplingParams(
         jnp.zeros((batch,), jnp.float32) if temperature is None else temperature,
