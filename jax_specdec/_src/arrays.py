@@ -340,7 +340,9 @@ def described(value: object) -> str:
         return str(value)
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"an array {list(value.shape)} of {value.dtype}"
-    return " ".join(f"{value!r:.80}".split())
+    text = " ".join(f"{value!r}".split())
+    is_object = type(value).__module__ != "builtins"
+    return with_article(type(value).__name__) if is_object and len(text) > 80 else text[:80]
 
 
 def either(texts: Any) -> str:
