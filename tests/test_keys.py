@@ -122,7 +122,7 @@ def test_keys_of_other_sizes_are_refused_wherever_keys_are_taken():
         ),
     }
     for call in calls.values():
-        with pytest.raises(TypeError, match=r"keys? must be of two or four words, as .*\[3\]"):
+        with pytest.raises(TypeError, match="^keys? must"):
             call()
 
 

@@ -287,8 +287,7 @@ def test_penalties_travel_through_export() -> None:
         (
             dict(logits=jnp.zeros((4, V))),
             ValueError,
-            r"logits must have shape \[N\+B, V\] = \[9\+4, V\] or \[N, V\], at most penalties' "
-            rf"V = {V} columns, but its shape is \[4, {V}\]",
+            "logits",
         ),
         (
             dict(logits=jnp.zeros((3, V)), drafts=None),

@@ -320,7 +320,7 @@ MISTAKES = {
     "a head is no drafter": (
         lambda: generate(drafter=HEAD),
         TypeError,
-        "drafter must be a Drafter, but it is a Eagle3Head: a model is wrapped, "
+        "drafter must be a Drafter, but it is an Eagle3Head: a model is wrapped, "
         "drafter=Eagle3Drafter(model)",
     ),
     "a loaded head is no drafter": (

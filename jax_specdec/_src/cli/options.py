@@ -390,7 +390,7 @@ def _check(values: argparse.Namespace) -> Options:
         )
     for temperature in values.temperatures:
         TEMPERATURE.range.check("--temperature", temperature)
-    require(all(values.prompts), "PROMPT", "hold text", "")
+    require(all(values.prompts), "the prompt", "not be empty", "")
     if values.chat and values.target is None:
         raise ValueError("--chat needs --target, whose tokenizer has the chat template")
     drafters = _drafters(values)
