@@ -803,7 +803,7 @@ def test_a_bad_option_gives_no_traceback_and_exit_code_2() -> None:
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (
         "jax-specdec generate: argument -k/--num-speculative-tokens: must be an integer, but "
-        "is 'zero'\n"
+        "it is 'zero'\n"
     )
 
 

@@ -383,7 +383,7 @@ def call(layout: Layout, sharding, **options) -> None:
     [
         (
             ValueError,
-            "the",
+            r"target_logits\.shape",
             {"vocab": 97},
             {},
         ),
@@ -415,7 +415,7 @@ def test_what_cannot_be_split_is_refused(error, sentence, layout, options):
         (TypeError, "vocab_axis", (MESH, 0)),
         (ValueError, "batch_axis", (MESH, "v", "x")),
         (ValueError, "vocab_axis", (MESH, "v", "v")),
-        (ValueError, "a", (MESH,)),
+        (ValueError, "vocab_axis and batch_axis", (MESH,)),
     ],
     ids=["mesh", "name", "unknown axis", "same axis", "no axis"],
 )
@@ -437,9 +437,9 @@ def test_an_axis_without_mesh_or_shard_map_is_refused():
 @pytest.mark.parametrize(
     ("width", "spec", "check_vma", "sentence"),
     [
-        (64, P(None, "v"), True, "draft"),
-        (64, P(None, "v"), False, "draft"),
-        (9, P(), False, "draft"),
+        (64, P(None, "v"), True, r"drafts\.distribution"),
+        (64, P(None, "v"), False, r"drafts\.distribution"),
+        (9, P(), False, r"drafts\.distribution"),
     ],
 )
 def test_draft_storage_of_which_no_part_can_be_told_is_refused(width, spec, check_vma, sentence):
@@ -453,7 +453,7 @@ def test_draft_storage_of_which_no_part_can_be_told_is_refused(width, spec, chec
     [
         (
             ValueError,
-            "draft",
+            r"drafts\.distribution",
             sd.DraftLogits(jax.device_put(jnp.zeros((8, 64)), NamedSharding(MESH, P(None, "v")))),
         ),
     ],
