@@ -5,7 +5,12 @@ import typing as _typing
 
 from jax_specdec import models, serving, testing
 from jax_specdec._src import reference
-from jax_specdec._src.config import SpecDecodeConfig, acceptance_length_to_rates
+from jax_specdec._src.config import (
+    SpecDecodeConfig,
+    acceptance_length_to_rates,
+    conditional_to_unconditional_rates,
+    unconditional_to_conditional_rates,
+)
 from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.drafting.draft_model import ModelDrafter
 from jax_specdec._src.drafting.drafter import Drafter, Proposal
@@ -64,17 +69,6 @@ from jax_specdec._src.verify.validate import validate
 
 __version__ = "0.2.0"
 
-_RETIRED_NAMES = {
-    "ByteDecoder": "TextStream(decode)",
-    "EngineState": "serving.DecodeState",
-    "apply_logit_bias": "process_logits with LogitsProcessors(logit_bias=...)",
-    "conditional_to_unconditional_rates": "numpy.cumprod(rates)",
-    "forbid_bad_words": "process_logits with LogitsProcessors(bad_words=...)",
-    "forbid_stop_tokens": "process_logits with LogitsProcessors(min_tokens=...)",
-    "rates_to_acceptance_length": "1 + sum(rates)",
-    "unconditional_to_conditional_rates": "SpecDecodeConfig.conditional_rates",
-}
-
 __all__ = [
     "DOCUMENT_SEPARATOR",
     "PLACEHOLDER_TOKEN_ID",
@@ -120,6 +114,7 @@ __all__ = [
     "acceptance_length_to_rates",
     "advance_matchers",
     "apply_penalties",
+    "conditional_to_unconditional_rates",
     "count_fallbacks",
     "decode_bytes",
     "encode_bytes",
@@ -143,6 +138,7 @@ __all__ = [
     "testing",
     "token_logprobs",
     "truncate",
+    "unconditional_to_conditional_rates",
     "validate",
     "which_implementation",
 ]
@@ -155,6 +151,4 @@ if _typing.TYPE_CHECKING:
 def __getattr__(name: str) -> object:
     if name == "integrations":  # imported when it is first used
         return _importlib.import_module("jax_specdec.integrations")
-    if name in _RETIRED_NAMES:
-        raise AttributeError(f"{name} is retired; use {_RETIRED_NAMES[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

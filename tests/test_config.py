@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from jax_specdec._src.config import (
     SpecDecodeConfig,
     acceptance_length_to_rates,
+    conditional_to_unconditional_rates,
     unconditional_to_conditional_rates,
 )
 
@@ -128,7 +129,6 @@ BAD_RATES = [
     ((0.9, 0.5, -0.1), ValueError, "[2]"),
     ((1.5, 0.5, 0.1), ValueError, "[0]"),
     ((10**400, 0.5, 0.1), ValueError, "[0]"),
-    ((0.9, 0.5, 0.6), ValueError, "[2]"),
     ((True, 0.5, 0.1), TypeError, "[0]"),
     (np.array([True, False, False]), TypeError, "[0]"),
     ((0.9, "0.5", 0.1), TypeError, "[1]"),
@@ -160,7 +160,12 @@ def test_a_bad_field_is_named(fields: dict[str, object], error: type[Exception])
 
 @pytest.mark.parametrize(
     ("rates", "error", "entry"),
-    [*BAD_RATES, ((0.5, 0.5), ValueError, ""), ([0.5] * 4, ValueError, "")],
+    [
+        *BAD_RATES,
+        ((0.9, 0.5, 0.6), ValueError, "[2]"),
+        ((0.5, 0.5), ValueError, ""),
+        ([0.5] * 4, ValueError, ""),
+    ],
 )
 def test_bad_synthetic_rates_are_refused(rates: object, error: type[Exception], entry: str) -> None:
     with pytest.raises(error, match=re.escape(f"synthetic_acceptance_rates{entry} must")):
@@ -362,16 +367,21 @@ def test_products_of_conditional_rates_are_the_unconditional_ones(rates: tuple[f
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=32))
 def test_products_of_rates_have_those_as_conditional_ones(rates: list[float]) -> None:
-    unconditional = np.cumprod(rates)
+    unconditional = conditional_to_unconditional_rates(rates)
+    np.testing.assert_allclose(unconditional, np.cumprod(rates), rtol=1e-14)
     np.testing.assert_allclose(unconditional_to_conditional_rates(unconditional), rates, rtol=1e-14)
 
 
 @pytest.mark.parametrize(("rates", "error", "entry"), BAD_RATES)
-def test_bad_rates_have_no_conditional_ones(
-    rates: object, error: type[Exception], entry: str
-) -> None:
-    with pytest.raises(error, match=re.escape(f"rates{entry} must")):
-        unconditional_to_conditional_rates(rates)  # type: ignore[arg-type]
+def test_bad_rates_have_no_conditional_ones(rates: Any, error: type[Exception], entry: str) -> None:
+    for convert in unconditional_to_conditional_rates, conditional_to_unconditional_rates:
+        with pytest.raises(error, match=re.escape(f"rates{entry} must")):
+            convert(rates)
+
+
+def test_unconditional_rates_must_not_increase() -> None:
+    with pytest.raises(ValueError, match=r"^rates\[2\] must"):
+        unconditional_to_conditional_rates([0.5, 0.5, 0.6])
 
 
 @pytest.mark.parametrize(("length", "error"), BAD_LENGTHS)

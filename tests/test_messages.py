@@ -207,16 +207,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "unknown argument 'max_tokens'; did you mean 'max_new_tokens'?",
     ),
-    "EngineState": (
-        lambda: sd.EngineState,
-        AttributeError,
-        "EngineState is retired; use serving.DecodeState",
-    ),
-    "apply_logit_bias": (
-        lambda: sd.apply_logit_bias,
-        AttributeError,
-        "apply_logit_bias is retired; use process_logits with LogitsProcessors(logit_bias=...)",
-    ),
     "bytes": (
         lambda: sd.encode_bytes(b"abc"),  # type: ignore[arg-type]
         TypeError,

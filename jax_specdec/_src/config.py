@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import itertools
 import numbers
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, get_args
 
@@ -264,6 +265,28 @@ def unconditional_to_conditional_rates(rates: Sequence[float]) -> tuple[float, .
     return tuple(rate / before if before > 0.0 else 0.0 for before, rate in pairs)
 
 
+def conditional_to_unconditional_rates(rates: Sequence[float]) -> tuple[float, ...]:
+    """The rate at which all drafts up to each position are accepted: ``r[i] = c[0] * ... * c[i]``.
+
+    Args:
+      rates: c, conditional: ``c[i]`` is P(draft i accepted given that drafts 0 .. i-1 were); in
+        [0, 1].
+
+    Returns:
+      r, unconditional, as `SpecDecodeConfig.synthetic_acceptance_rates` takes it.
+
+    Raises:
+      ValueError: ``rates`` is empty, or has an entry outside [0, 1].
+      TypeError: ``rates`` is not a sequence of numbers.
+
+    Example:
+      >>> conditional_to_unconditional_rates([0.9, 0.5, 0.0])
+      (0.9, 0.45, 0.0)
+    """
+    checked = _check_rates("rates", rates, may_increase=True)
+    return tuple(itertools.accumulate(checked, operator.mul))
+
+
 def check_num_speculative_tokens(value: Any) -> int:
     """K as a Python int.
 
@@ -281,7 +304,7 @@ def _check_real(name: str, value: Any, low: int, high: int) -> float:
     return float(value)
 
 
-def _check_rates(name: str, rates: Any) -> tuple[float, ...]:
+def _check_rates(name: str, rates: Any, *, may_increase: bool = False) -> tuple[float, ...]:
     if isinstance(rates, np.ndarray):
         rates = rates.tolist()
     is_sequence = isinstance(rates, Sequence) and not isinstance(rates, str | bytes)
@@ -289,5 +312,6 @@ def _check_rates(name: str, rates: Any) -> tuple[float, ...]:
     require(rates, name, "have at least one entry", rates)
     checked = tuple(_check_real(f"{name}[{i}]", rate, 0, 1) for i, rate in enumerate(rates))
     for i, (before, rate) in enumerate(itertools.pairwise(checked), start=1):
-        require(rate <= before, f"{name}[{i}]", f"be at most {name}[{i - 1}] = {before}", rate)
+        holds = may_increase or rate <= before
+        require(holds, f"{name}[{i}]", f"be at most {name}[{i - 1}] = {before}", rate)
     return checked
