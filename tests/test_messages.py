@@ -140,7 +140,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "params of the drafter": (
         lambda: generate(TARGET.model, DRAFT.params, [[1]]),
         ValueError,
-        "params['embed_tokens'] must have shape (256, 256), but has (256, 128).",
+        "params['embed_tokens'] must be an array [256, 256] of float32, but it is an array [256, "
+        "128] of float32",
     ),
     "config=3": (
         lambda: generate(config=3),
@@ -553,7 +554,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "save_checkpoint of other weights": (
         lambda: save(TARGET.params),
         ValueError,
-        "params['embed_tokens'] must have shape (256, 128), but has (256, 256).",
+        "params['embed_tokens'] must be an array [256, 128] of float32, but it is an array [256, "
+        "256] of float32",
     ),
     "save_checkpoint(draft)": (
         lambda: save(DRAFT.params, model=DRAFT),
