@@ -554,8 +554,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "save_checkpoint of other weights": (
         lambda: save(TARGET.params),
         ValueError,
-        "params['embed_tokens'] must be an array [256, 128] of float32, but it is an array [256, "
-        "256] of float32",
+        "params['embed_tokens'] must have shape (256, 128), but it is (256, 256)",
     ),
     "save_checkpoint(draft)": (
         lambda: save(DRAFT.params, model=DRAFT),
