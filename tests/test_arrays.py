@@ -34,11 +34,11 @@ def test_what_a_class_declares_is_what_its_docstring_says(cls: type) -> None:
     for name, declared in arrays._DECLARED[cls].items():
         assert name in fields
         if isinstance(declared, str):
-            said = documented.split(f" {name}: ")[1].split(". ")[0]
-            shapes = re.findall(r"\[.*?\]", declared)
-            assert (
-                shapes[0] in said and declared.rpartition("]")[2].split(" or ")[0].strip() in said
-            )
+            said = documented.split(f" {name}: ")[1]
+            for other in fields - {name}:
+                said = said.split(f" {other}: ")[0]
+            assert any(shape in said for shape in re.findall(r"\[.*?\]", declared)), said
+            assert all(dtype in said for dtype in re.findall(r"[a-z]+\d+|bool", declared)), said
         else:
             assert all(one in CLASSES for one in declared)
 
