@@ -556,6 +556,11 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "biases",
     ),
+    "a word that is too long": (
+        lambda x, d: sd.BadWords.pack([[[1], [2, 3]]], length=1),
+        ValueError,
+        "words",
+    ),
     "too many words": (
         lambda x, d: sd.BadWords.pack([[[1], [2, 3]]], num_words=1),
         ValueError,
