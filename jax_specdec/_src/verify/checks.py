@@ -103,7 +103,7 @@ def _advice(target_logits: Any, rows: str, sizes: Sizes) -> str | None:
     if batch and n % batch == 0 and given % batch == 0 and given > extra:
         per_request = given // batch - extra // batch
         return f"drafts has {n // batch} ids per request, but the logits are for {per_request}"
-    return None if extra else "they have no bonus rows, because bonus_token_ids is given"
+    return None if extra else "there are no bonus rows where bonus_token_ids is given"
 
 
 def _check_distribution(distribution: DraftDistribution, sizes: Sizes, size: int) -> None:
