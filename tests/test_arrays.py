@@ -30,7 +30,7 @@ EXPORTED = [
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_what_a_class_declares_is_what_its_docstring_says(cls: type) -> None:
     fields = {field.name for field in dataclasses.fields(cls)}
-    documented = re.sub(r"\s+", " ", cls.__doc__ or "")
+    documented = re.sub(r"\s+", " ", (cls.__doc__ or "").partition("Attributes:")[2])
     for name, declared in arrays._DECLARED[cls].items():
         assert name in fields
         if isinstance(declared, str):
