@@ -9,7 +9,7 @@ from jax_specdec import __version__
 from jax_specdec._src.cli import terminal
 from jax_specdec._src.cli.bench import show_bench
 from jax_specdec._src.cli.cache import keep_compiled_programs
-from jax_specdec._src.cli.options import parse
+from jax_specdec._src.cli.options import Options, parse
 from jax_specdec._src.cli.process import run_to_end
 from jax_specdec._src.cli.prompts import InputError, read_prompts
 from jax_specdec._src.cli.show import show_json, show_text
@@ -28,16 +28,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(arguments: Sequence[str] | None) -> None:
     options = parse(arguments, __version__)
     try:
-        prompts = read_prompts(options)
+        prompts = [] if options.command == "serve" else read_prompts(options)
         if options.compilation_cache:
             keep_compiled_programs()
-        if options.command == "bench":
+        if options.command == "serve":
+            _serve(options)
+        elif options.command == "bench":
             show_bench(options, prompts)
         else:
             (show_json if options.json else show_text)(options, prompts)
     except InputError as error:
         terminal.write(f"jax-specdec {options.command}: {error}\n", stream=sys.stderr)
         sys.exit(2)
+
+
+def _serve(options: Options) -> None:
+    try:
+        from jax_specdec._src.cli.serve import serve  # which imports the extra's libraries
+    except ModuleNotFoundError as error:
+        message = f'{error.name} is not installed: pip install "jax-specdec[serve]"'
+        raise InputError(message) from error
+    serve(options)
 
 
 if __name__ == "__main__":

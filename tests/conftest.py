@@ -52,6 +52,7 @@ DEAREST = (
     "test_benchmarks.py",
     "test_huggingface_cli.py",
     "test_serving_doc.py",
+    "test_server.py",
 )
 
 
@@ -72,6 +73,7 @@ QUICK = (
     "test_errors.py",
     "test_explicit_sharding.py",
     "test_grammar.py",
+    "test_grammar_driver.py",
     "test_greedy.py",
     "test_huggingface_cli.py",
     "test_integration_doc.py",
@@ -126,6 +128,7 @@ ENGINES = (
     "test_engine_continuity.py",
     "test_engine_options.py",
     "test_engine_traffic.py",
+    "test_grammar_driver.py",
     "test_steps_ahead.py",
 )
 

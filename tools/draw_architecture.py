@@ -19,7 +19,7 @@ PACKAGE = ROOT / "jax_specdec"
 
 PURPOSES = {  # of each unit: what stands below its name
     "jax_specdec": "the public names",
-    "cli": "generate, bench",
+    "cli": "generate, bench, serve",
     "integrations": "other stacks' layouts",
     "serving": "the step and its loops",
     "drafting": "drafters and their q",

@@ -1,125 +1,989 @@
-"""The server of docs/server.md over real sockets: 200 clients, some of whom leave."""
+"""`jax-specdec serve`, over real sockets: OpenAI's own client, and clients that mean no good."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import json
+import logging
+import os
 import random
 import re
+import signal
 import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import openai
 import pytest
-import uvicorn
+from models.checkpoints import copy, expected
 
 import jax_specdec as sd
+from jax_specdec.__main__ import main
+from jax_specdec._src.cli import models as models_lib
+from jax_specdec._src.cli import options as options_lib
+from jax_specdec._src.cli import process
+from jax_specdec._src.cli.serve import make_driver
+from jax_specdec._src.cli.server import app as app_lib
+from jax_specdec._src.cli.server.answer import ChoiceText
+from jax_specdec._src.cli.server.app import Server
+from jax_specdec._src.cli.server.limits import Limits
+from jax_specdec._src.cli.server.request import Asked
 
 pytestmark = pytest.mark.newest
 
-PAGE = Path(__file__).parents[2] / "docs" / "server.md"
-PROMPTS = ("import ", "def f(", "class ", "for i in ", "return ", "    if x" * 9)
-LONGEST, CLIENTS = 20, 200
+LENGTH, QUEUE, TOP = 64, 16, 3
+PROMPT, TEXT = (str(expected("qwen2")[key]) for key in ("prompt", "greedy_text"))
+NUM_PROMPT_TOKENS = len(expected("qwen2")["prompt_token_ids"])
+NUM_NEW = len(expected("qwen2")["greedy_token_ids"])
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+KEY = "secret-of-this-test-0123456789"
+SCHEMA = {
+    "type": "object",
+    "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["size"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "size", "schema": SCHEMA}}
 
 
-def page() -> dict[str, Any]:
-    """The names that the page's server defines."""
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
-    (code,) = (block for block in blocks if "Starlette" in block)
-    scope: dict[str, Any] = {}
-    exec(compile(code, str(PAGE), "exec"), scope)
-    return scope
+OPTIONS: dict[str, dict[str, Any]] = {
+    "frequency": {"frequency_penalty": 1.5},
+    "presence": {"presence_penalty": 1.0},
+    "repetition": {"repetition_penalty": 1.7},
+    "bias": {"logit_bias": {"40": 5.0, "41": -100.0}},
+    "min_tokens": {"min_tokens": 4, "logit_bias": {"281": 100.0}},
+}
+PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
+    "other": ("Other", {"max_new_tokens": 12}),
+    "if": ("    if x" * 3, {"max_new_tokens": 9}),
+    "chat": ("system: No.\nuser: Hi\nassistant:", {"max_new_tokens": 8}),
+    "chat of one": (f"user: {PROMPT}\nassistant:", {"max_new_tokens": 8}),
+    **{name: (PROMPT, {"max_new_tokens": NUM_NEW, **own}) for name, own in OPTIONS.items()},
+}
 
 
-async def ask(port: int, body: Any, leave: str | None = None) -> tuple[int, bytes]:
-    """Status and text; a client that leaves gets what it has read by then."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-        writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-        await writer.drain()
-        if leave == "at once":
-            writer.transport.abort()
-            return 0, b""
-        header = (await reader.readuntil(b"\r\n\r\n")).decode()
-        status = int(header.split()[1])
-        if "chunked" not in header.lower():
-            return status, await reader.read()
-        text = b""
-        while size := int(await reader.readuntil(b"\r\n"), 16):
-            text += (await reader.readexactly(size + 2))[:-2]
-            if leave == "after the first text":
-                writer.transport.abort()
-                return status, text
-        return status, text
-    finally:
-        writer.close()
+@dataclasses.dataclass
+class Running:
+    """A server that listens, and what is behind it."""
+
+    server: Server
+    driver: sd.serving.GrammarDriver
+    port: int
+    lines: list[str]
+    clients: contextlib.ExitStack
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        url = f"http://127.0.0.1:{self.port}/v1"
+        client = openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60)
+        return self.clients.enter_context(client)
+
+    def ask(self, function: Callable[[sd.serving.GrammarDriver], Any]) -> Any:
+        """What a function returns of the driver, which belongs to the worker's thread."""
+        worker = self.server.worker
+        return asyncio.run_coroutine_threadsafe(worker.call(function), worker._loop).result(60)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.ask(lambda driver: driver.stats().num_tokens))
+
+    def wait_until_running(self) -> None:
+        while not self.ask(lambda driver: driver.num_running):
+            time.sleep(0.01)
+
+    def wait_until_idle(self) -> None:
+        """Until nothing runs, and nobody is left who would be answered."""
+        while self.num_connected or not self.ask(lambda driver: driver.is_idle):
+            time.sleep(0.01)
+        assert self.server.worker._channels == {}
+
+    @property
+    def num_connected(self) -> int:
+        assert self.server._uvicorn is not None
+        return len(self.server._uvicorn.server_state.tasks)
 
 
-async def client(port: int, index: int, refusals: list[int]) -> tuple[str | None, bytes]:
-    """A client that comes again while the queue is full; how it left, and its text."""
-    rng = random.Random(index)
-    leave = rng.choice([None, None, "at once", "after the first text"])
-    body = dict(
-        prompt=PROMPTS[index % len(PROMPTS)], max_new_tokens=LONGEST - index % 3, temperature=0.0
-    )
-    await asyncio.sleep(rng.random() / 2)
-    while True:
-        status, text = await ask(port, body, leave)
-        if status != 503:
-            assert status == (0 if leave == "at once" else 200)
-            return leave, text
-        refusals.append(index)
-        await asyncio.sleep(0.05 + rng.random() / 5)
+class Site:
+    """Models that are loaded once; servers of them share what is compiled."""
+
+    def __init__(self, directory: Path) -> None:
+        arguments = ["serve", "--target", str(directory), "--max-length", str(LENGTH), "-k", "2"]
+        arguments += ["--max-queue", str(QUEUE), "--max-logprobs", str(TOP)]
+        self.options = options_lib.parse(arguments, "0")
+        self.models = models_lib.load_models(self.options, [])
+        self.tokenizer = self.models.tokenizer
+        self.progress: list[tuple[int, int]] = []
+        make_driver(self.options, self.models).warm_up(lambda *x: self.progress.append(x))
+
+    @contextlib.contextmanager
+    def serve(
+        self,
+        *,
+        key: str | None = None,
+        is_local: bool = True,
+        send_buffer: int = 0,
+        **limits: Any,
+    ) -> Iterator[Any]:
+        driver = make_driver(self.options, self.models)
+        who: dict[str, Any] = dict(model_name="tiny", key=key, is_local=is_local)
+        server = Server(self.models, driver, **who, limits=Limits(**limits))
+        ready, errors, lines = threading.Event(), [], []
+        listener = socket.socket()
+        if send_buffer:  # connections inherit it
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        listener.bind(("127.0.0.1", 0))
+
+        def run() -> None:
+            try:
+                asyncio.run(server.run(listener, ready.set))
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as clients:
+            patch.setattr(app_lib, "say", lines.append)
+            thread.start()
+            try:
+                assert ready.wait(60)
+                yield Running(server, driver, listener.getsockname()[1], lines, clients)
+            finally:
+                server.stop()
+                thread.join(60)
+        assert not thread.is_alive()
+        if errors:
+            raise errors[0]
 
 
-async def serve(scope: dict[str, Any]) -> tuple[list[tuple[str | None, bytes]], list[int]]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    port, refusals = listener.getsockname()[1], []
-    config = uvicorn.Config(
-        scope["app"], log_level="warning", http="h11", ws="none", loop="asyncio"
-    )
-    server = uvicorn.Server(config)
-    running = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started:
-        await asyncio.sleep(0.01)
-    found = await asyncio.gather(*(client(port, i, refusals) for i in range(CLIENTS)))
-    for bad in (b"{", b"{}", dict(prompt=""), dict(prompt="x", max_new_tokens=1000)):
-        status, text = await ask(port, bad)
-        assert status == 400 and json.loads(text)["error"]
-    while not scope["driver"].is_idle or scope["queues"]:
-        await asyncio.sleep(0.01)
-    found.append((None, (await ask(port, dict(prompt=PROMPTS[0], max_new_tokens=LONGEST)))[1]))
-    server.should_exit = True
-    await running
-    return found, refusals
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
+    directory = copy("qwen2", tmp_path_factory.mktemp("site") / "tiny")
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return Site(directory)
 
 
-@pytest.mark.long
-def test_two_hundred_clients_get_their_texts_and_those_who_leave_leave_nothing() -> None:
-    scope = page()
-    driver, engine = scope["driver"], scope["engine"]
-    driver.max_queue = 8  # so that it is full now and then
-    found, refusals = asyncio.run(serve(scope))
-    plain = sd.generate_plain(
-        engine.model,
-        scope["params"],
-        [sd.encode_bytes(prompt) for prompt in PROMPTS],
-        max_new_tokens=LONGEST,
-    )
-    texts = [bytes(completion) for completion in plain.completions]
-    ways = [leave for leave, _ in found]
-    assert all(ways.count(way) > 25 for way in (None, "at once", "after the first text"))
-    for index, (leave, text) in enumerate(found[:CLIENTS]):
-        whole = texts[index % len(PROMPTS)][: LONGEST - index % 3]
-        if leave is None:
-            assert text == whole
-        else:
-            assert whole.startswith(text) and len(text) < len(whole)
-    assert found[CLIENTS][1] == texts[0]
+@pytest.fixture(scope="module")
+def running(site: Site) -> Iterator[Running]:
+    with site.serve() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def plain(site: Site) -> dict[str, list[int]]:
+    """The tokens of plain decoding, all in one batch."""
+    library, stops = site.tokenizer.library_tokenizer, site.tokenizer.stop_token_ids
+    prompts = [
+        library.encode(prompt, add_special_tokens=not name.startswith("chat")).ids
+        for name, (prompt, _) in PLAIN.items()
+    ]
+    options = [sd.RequestOptions(stop_token_ids=stops, **fields) for _, fields in PLAIN.values()]
+    found = sd.generate_plain(*site.models.target, prompts, options=options).completions
+    return {name: list(one) for name, one in zip(PLAIN, found, strict=True)}
+
+
+def text_of(site: Site, token_ids: list[int]) -> str:
+    return site.tokenizer.stream().decode(token_ids, final=True)
+
+
+def greedy(running: Running, prompt: Any = PROMPT, **asked: Any) -> Any:
+    asked = {"max_tokens": NUM_NEW, "temperature": 0} | asked
+    return running.client().completions.create(model="tiny", prompt=prompt, **asked)
+
+
+def chat(running: Running, **asked: Any) -> Any:
+    asked = {"max_tokens": 8, "temperature": 0} | asked
+    messages = asked.pop("messages", [{"role": "user", "content": PROMPT}])
+    return running.client().chat.completions.create(model="tiny", messages=messages, **asked)
+
+
+# Texts
+
+
+def test_a_completion_is_the_greedy_text_that_transformers_wrote(running: Running) -> None:
+    answer = greedy(running)
+    (choice,) = answer.choices
+    assert choice.text == TEXT and choice.finish_reason == "length" and choice.logprobs is None
+    assert answer.object == "text_completion" and answer.model == "tiny"
+    usage = answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens
+    assert usage == (NUM_PROMPT_TOKENS, NUM_NEW, NUM_PROMPT_TOKENS + NUM_NEW)
+
+
+def test_a_stream_is_the_same_text_with_its_usage_at_the_end(running: Running) -> None:
+    chunks = list(greedy(running, stream=True, stream_options={"include_usage": True}))
+    *texts, last = chunks
+    assert "".join(chunk.choices[0].text for chunk in texts) == TEXT and len(texts) > 2
+    assert [chunk.choices[0].finish_reason for chunk in texts][-2:] == [None, "length"]
+    assert all(chunk.usage is None for chunk in texts) and not last.choices
+    assert last.usage.completion_tokens == NUM_NEW
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert all(chunk.usage is None for chunk in greedy(running, stream=True))
+
+
+def test_prompts_are_texts_or_tokens_and_several_make_several_choices(
+    running: Running, site: Site, plain: dict[str, list[int]]
+) -> None:
+    token_ids = site.tokenizer.encode(PROMPT)
+    other = text_of(site, plain["other"][:8])
+    texts = [choice.text for choice in greedy(running, [PROMPT, "Other"], max_tokens=8).choices]
+    assert TEXT.startswith(texts[0]) and texts[1] == other
+    assert greedy(running, token_ids).choices[0].text == TEXT
+    answer = greedy(running, [token_ids, token_ids], n=2)
+    assert [choice.text for choice in answer.choices] == [TEXT] * 4
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+
+
+def test_a_conversation_goes_through_the_chat_template(
+    running: Running, site: Site, plain: dict[str, list[int]]
+) -> None:
+    truth = text_of(site, plain["chat"])
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    messages = [{"role": "system", "content": "No."}, {"role": "user", "content": parts}]
+    answer = chat(running, messages=messages, max_tokens=None, max_completion_tokens=8)
+    assert answer.object == "chat.completion"
+    assert answer.choices[0].message.content == truth
+    assert answer.choices[0].message.role == "assistant"
+    chunks = list(chat(running, messages=messages, stream=True))
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == truth
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_a_seed_repeats_its_choices_which_differ(running: Running, site: Site) -> None:
+    texts = [
+        [x.text for x in greedy(running, n=3, seed=seed, temperature=1.0).choices]
+        for seed in (7, 7, 8)
+    ]
+    assert texts[0] == texts[1] != texts[2] and len({*texts[0], *texts[2]}) == 6
+    free = {greedy(running, temperature=1.0).choices[0].text for _ in range(3)}
+    assert len(free) == 3, "without a seed, texts differ"
+
+
+def test_a_missing_budget_is_what_fits(running: Running) -> None:
+    answer = greedy(running, max_tokens=None)
+    found = answer.usage.completion_tokens
+    assert found == LENGTH - NUM_PROMPT_TOKENS or answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].text.startswith(TEXT)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_change_the_text_as_they_change_plain_decoding(
+    running: Running, site: Site, plain: dict[str, list[int]], name: str
+) -> None:
+    extra = {k: v for k, v in OPTIONS[name].items() if k in ("repetition_penalty", "min_tokens")}
+    others = {k: v for k, v in OPTIONS[name].items() if k not in extra}
+    text = greedy(running, extra_body=extra, **others).choices[0].text
+    assert text == text_of(site, plain[name]) != TEXT
+
+
+def test_sampling_parameters_narrow_the_choice_to_the_greedy_token(running: Running) -> None:
+    for extra in ({"top_k": 1}, {"min_p": 1.0}):
+        answer = greedy(running, temperature=1.0, extra_body=extra)
+        assert answer.choices[0].text == TEXT
+    assert greedy(running, temperature=1.0, top_p=1e-6).choices[0].text == TEXT
+
+
+# Stop strings
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_text_ends_before_a_stop_string_wherever_tokens_end(
+    running: Running, is_stream: bool
+) -> None:
+    for begin, end in ((3, 4), (5, 9), (0, 2), (len(TEXT) - 3, len(TEXT))):
+        stop = TEXT[begin:end]
+        answer = greedy(running, stop=[stop, "never \u2603"], stream=is_stream)
+        choices = [chunk.choices[0] for chunk in answer] if is_stream else answer.choices
+        assert "".join(choice.text for choice in choices) == TEXT[: TEXT.index(stop)]
+        assert choices[-1].finish_reason == "stop"
+        if not is_stream:
+            assert 0 < answer.usage.completion_tokens <= NUM_NEW
+    kept = greedy(running, stop=TEXT[-2:] + "never")  # the beginning of one, held back
+    assert kept.choices[0].text == TEXT and kept.choices[0].finish_reason == "length"
+    running.wait_until_idle()
+
+
+@hypothesis.given(
+    pieces=st.lists(st.text("ab\u00e9", max_size=4), max_size=8),
+    stops=st.lists(st.text("ab\u00e9", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_stop_strings_do_not_depend_on_how_a_text_is_cut(pieces: list[str], stops: Any) -> None:
+    whole = "".join(pieces)
+    ends = [n for n in range(len(whole) + 1) if any(whole[:n].endswith(stop) for stop in stops)]
+    truth, reason = whole, "length"
+    if ends:  # the first end; of several stop strings that end there, the longest
+        before = [whole[: ends[0]].removesuffix(s) for s in stops if whole[: ends[0]].endswith(s)]
+        truth, reason = min(before, key=len), "stop"
+
+    class Words:
+        def decode(self, token_ids: list[int], *, final: bool = False) -> str:
+            return "".join(pieces[i] for i in token_ids)
+
+    asked = Asked(False, [], [], 0, stops, None, False, False)
+    text = ChoiceText(asked, Words(), None)  # type: ignore[arg-type]
+    found, shown = [], ""
+    for i in range(len(pieces) + 1):
+        is_last = i == len(pieces)
+        update = sd.serving.RequestUpdate(0, [] if is_last else [i], "length" if is_last else None)
+        found.append(text.add(update))
+        shown += found[-1].text
+        assert truth.startswith(shown), "what was sent stays"
+        if found[-1].finish_reason:
+            break
+    assert (shown, found[-1].finish_reason) == (truth, reason)
+
+
+# Log-probabilities
+
+
+def test_logprobs_are_those_of_the_model_in_both_forms(
+    running: Running, site: Site, plain: dict[str, list[int]]
+) -> None:
+    model, params = site.models.target
+    prompt = site.tokenizer.encode(PROMPT)
+    new = [int(x) for x in expected("qwen2")["greedy_token_ids"]]
+    ids = jnp.array([prompt + new])
+    zero = jnp.zeros(1, jnp.int32)
+    logits = model.apply(params, ids, zero, model.init_cache(1, 96)).logits[0]
+    rows = np.asarray(jax.nn.log_softmax(logits.astype(jnp.float32)))[len(prompt) - 1 : -1]
+    truth = [row[token] for row, token in zip(rows, new, strict=True)]
+
+    found = greedy(running, logprobs=TOP).choices[0].logprobs
+    np.testing.assert_allclose(found.token_logprobs, truth, atol=1e-4)
+    assert found.tokens == [site.tokenizer.decode([token]) for token in new]
+    for i, offset in enumerate(found.text_offset):  # 3 bytes of a character may be held back
+        assert 0 <= len("".join(found.tokens[:i])) - offset <= 3
+    for row, top in zip(rows, found.top_logprobs, strict=True):
+        likeliest = np.argsort(-row)[:TOP]
+        texts = [site.models.tokenizer.decode([token]) for token in likeliest]
+        best = {text: row[likeliest[texts.index(text)]] for text in texts}  # some share a text
+        assert top == pytest.approx(best, abs=1e-4)
+
+    chunks = [x.choices[0].logprobs for x in greedy(running, logprobs=TOP, stream=True)]
+    chunks = [x for x in chunks if x is not None]
+    assert [token for x in chunks for token in x.tokens] == found.tokens
+    assert [offset for x in chunks for offset in x.text_offset] == found.text_offset
+
+    answer = chat(running, logprobs=True, top_logprobs=2)
+    content = answer.choices[0].logprobs.content
+    tokens = plain["chat of one"]
+    assert [x.token for x in content] == [site.tokenizer.decode([token]) for token in tokens]
+    assert all(x.top_logprobs[0].logprob == x.logprob for x in content)  # greedy
+    assert all(len(x.top_logprobs) == 2 for x in content)
+    for x in content:
+        assert x.bytes == (None if "\ufffd" in x.token else list(x.token.encode()))
+    stream = [x.choices[0].logprobs for x in chat(running, logprobs=True, stream=True)]
+    tokens = [x.token for one in stream if one is not None for x in one.content]
+    assert tokens == [x.token for x in content]
+
+
+def test_tokens_of_a_stop_string_have_no_logprobs(running: Running) -> None:
+    stop = TEXT[4:6]
+    found = greedy(running, logprobs=0, stop=stop).choices[0]
+    assert found.text == TEXT[: TEXT.index(stop)]
+    assert all(offset < len(found.text) for offset in found.logprobs.text_offset)
+    assert "".join(found.logprobs.tokens).startswith(found.text)
+
+
+# JSON
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_text_follows_its_json_schema(running: Running, is_chat: bool) -> None:
+    for temperature in (0, 1.0):
+        asked = dict(n=2, max_tokens=16, temperature=temperature, seed=3)
+        asked["response_format" if is_chat else "extra_body"] = (
+            FORMAT if is_chat else {"response_format": FORMAT}
+        )
+        answer = chat(running, **asked) if is_chat else greedy(running, **asked)
+        for choice in answer.choices:
+            text = choice.message.content if is_chat else choice.text
+            assert choice.finish_reason == "stop"
+            value = json.loads(text)
+            assert value.keys() == {"size"} and 0 <= value["size"] <= 99
+    other = greedy(running)  # neighbours of a grammar, and what comes after it
+    assert other.choices[0].text == TEXT
+
+
+def test_requests_with_and_without_a_grammar_run_side_by_side(running: Running) -> None:
+    def constrained() -> str:
+        asked = {"response_format": FORMAT}
+        return str(greedy(running, "Other", max_tokens=30, extra_body=asked).choices[0].text)
+
+    def free() -> str:
+        return str(greedy(running).choices[0].text)
+
+    with concurrent_threads() as run:
+        found = [run(constrained if i % 2 else free) for i in range(6)]
+    texts = [one() for one in found]
+    assert texts[::2] == [TEXT] * 3 and len({*texts[1::2]}) == 1
+    assert json.loads(texts[1])["size"] >= 0
+
+
+def test_a_schema_that_cannot_be_used_is_refused(
+    running: Running, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(schema: Any, match: str) -> None:
+        wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        with pytest.raises(openai.BadRequestError, match=match) as error:
+            chat(running, response_format=wanted)
+        assert error.value.param == "response_format"
+
+    refuse({"type": "nonsense"}, "cannot be used: Invalid type")
+    refuse({"enum": ["x" * 2**16]}, "at most 65536 bytes")
+    monkeypatch.setattr(running.server.words, "_limits", Limits(schema_seconds=0.05))
+    monkeypatch.setattr(running.server.words, "_compile", lambda schema: time.sleep(0.5))
+    refuse(SCHEMA, "takes longer than 0.05 s")
+    monkeypatch.setattr(running.server.words, "_grammar_tokenizer", None)
+    refuse(SCHEMA, "needs the llguidance library")
+    monkeypatch.setattr(running.server.words, "stop_token_ids", ())
+    refuse(SCHEMA, "needs a model with a stop token")
+
+
+# What is refused
+
+
+def raw(port: int, data: bytes) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of what comes back for some bytes; status 0 for nothing."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.sendall(data)
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := connection.recv(65536):
+                answer += piece
+    head, _, body = answer.partition(b"\r\n\r\n")
+    lines = head.decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines[1:])
+    return int(lines[0].split()[1]) if answer else 0, headers, body
+
+
+def post(
+    port: int, body: bytes, path: str = "/v1/completions", **headers: str
+) -> tuple[int, dict[str, str], dict[str, Any]]:
+    """Status, headers and error of a request with `Connection: close`."""
+    given = {"Host": "localhost", "Content-Type": "application/json", "Connection": "close"}
+    given |= {name.replace("_", "-"): value for name, value in headers.items()}
+    if "Transfer-Encoding" not in given:
+        given.setdefault("Content-Length", str(len(body)))
+    lines = "".join(f"{name}: {value}\r\n" for name, value in given.items() if value)
+    status, found, answer = raw(port, f"POST {path} HTTP/1.1\r\n{lines}\r\n".encode() + body)
+    error = json.loads(answer)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return status, found, error
+
+
+WRONG: dict[str, tuple[dict[str, Any], str | None]] = {
+    "unknown": ({"max_tokns": 4}, "max_tokns"),
+    "unknown inside": ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+    "no stream": ({"stream_options": {"include_usage": True}}, "stream_options"),
+    "no prompt": ({"prompt": None}, "prompt"),
+    "prompt of objects": ({"prompt": [{}]}, "prompt"),
+    "prompt of no tokens": ({"prompt": []}, "prompt"),
+    "empty prompt": ({"prompt": [[]]}, "prompt"),
+    "token outside": ({"prompt": [288]}, "prompt"),
+    "negative token": ({"prompt": [-1]}, "prompt"),
+    "huge token": ({"prompt": [2**70]}, "prompt"),
+    "long prompt": ({"prompt": "x" * 4000}, "prompt"),
+    "many prompts": ({"prompt": ["x"] * 17}, "prompt"),
+    "prompts and n": ({"prompt": ["x"] * 5, "n": 4}, "prompt"),
+    "n": ({"n": 17}, "n"),
+    "no n": ({"n": 0}, "n"),
+    "fractional n": ({"n": 1.5}, "n"),
+    "true n": ({"n": True}, "n"),
+    "budget": ({"max_tokens": 0}, "max_tokens"),
+    "long budget": ({"max_tokens": 64}, "prompt"),
+    "huge budget": ({"max_tokens": 10**400}, "max_tokens"),
+    "temperature": ({"temperature": -1}, "temperature"),
+    "text temperature": ({"temperature": "hot"}, "temperature"),
+    "huge temperature": ({"temperature": 10**400}, "temperature"),
+    "top_p": ({"top_p": 0}, "top_p"),
+    "top_k": ({"top_k": -1}, "top_k"),
+    "min_tokens": ({"min_tokens": 9, "max_tokens": 4}, "min_tokens"),
+    "min_tokens and JSON": ({"min_tokens": 1, "response_format": FORMAT}, "min_tokens"),
+    "penalty": ({"frequency_penalty": []}, "frequency_penalty"),
+    "seed": ({"seed": "x"}, "seed"),
+    "stop": ({"stop": 3}, "stop"),
+    "empty stop": ({"stop": ["x", ""]}, "stop"),
+    "many stops": ({"stop": [str(i) for i in range(17)]}, "stop"),
+    "long stop": ({"stop": "x" * 257}, "stop"),
+    "bias of text": ({"logit_bias": {"x": 1}}, "logit_bias"),
+    "bias outside": ({"logit_bias": {"288": 1}}, "logit_bias"),
+    "huge bias": ({"logit_bias": {"1": 101}}, "logit_bias"),
+    "bias list": ({"logit_bias": [1]}, "logit_bias"),
+    "many biases": ({"logit_bias": {str(i): 0 for i in range(301)}}, "logit_bias"),
+    "huge bias key": ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    "logprobs": ({"logprobs": TOP + 1}, "logprobs"),
+    "true logprobs": ({"logprobs": True}, "logprobs"),
+    "echo": ({"echo": True}, "echo"),
+    "best_of": ({"best_of": 2}, "best_of"),
+    "format": ({"response_format": {"type": "xml"}}, "response_format"),
+    "no schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        "response_format.json_schema.schema",
+    ),
+    "suffix": ({"suffix": "x"}, "suffix"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_parameter_is_named(running: Running, case: str) -> None:
+    changes, param = WRONG[case]
+    body = json.dumps({"prompt": "x", **changes}).encode()
+    status, _, error = post(running.port, body)
+    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert len(error["message"]) < 500
+    assert error["code"] == {
+        "unknown": "unknown_parameter",
+        "long prompt": "context_length_exceeded",
+    }.get(case, error["code"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "x"}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages[0]"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": []}]},
+            "messages[0].tool_calls",
+        ),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": TOP + 1}, "top_logprobs"),
+        ({"tools": [{}]}, "tools"),
+        ({"prompt": "x"}, "prompt"),
+    ],
+)
+def test_a_wrong_conversation_is_named(running: Running, changes: Any, param: str) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], **changes}
+    status, _, error = post(running.port, json.dumps(body).encode(), "/v1/chat/completions")
+    assert (status, error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"prompt": NaN}',
+        b"[" * 200_000,
+        b'{"n": ' + b"9" * 5000 + b"}",
+    ],
+    ids=["nothing", "half", "list", "null", "no text", "NaN", "deep", "digits"],
+)
+def test_a_body_that_is_no_json_object_is_refused(running: Running, body: bytes) -> None:
+    status, _, error = post(running.port, body)
+    assert status == 400 and error["type"] == "invalid_request_error"
+
+
+def test_who_may_not_ask_is_refused_before_anything_is_read(running: Running) -> None:
+    good = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    assert post(running.port, good, Content_Type="text/plain")[0] == 415
+    assert post(running.port, good, Content_Type="")[0] == 415
+    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.1", "[::2]"):
+        assert post(running.port, good, Host=host)[0] == 403
+    for host in ("localhost:1", "LOCALHOST", "127.0.0.1", "[::1]:8000"):
+        assert post(running.port, b"{", Host=host)[0] == 400
+    assert post(running.port, good, "/v1/nothing")[0] == 404
+    assert post(running.port, good, "/v1/models")[0] == 405
+    assert post(running.port, json.dumps({"prompt": "x", "model": "gpt"}).encode())[0] == 404
+    with pytest.raises(openai.NotFoundError) as error:
+        running.client().completions.create(model="gpt", prompt="x")
+    assert error.value.code == "model_not_found"
+    _, headers, _ = post(running.port, b"{", Origin="http://evil.example")
+    assert not [name for name in headers if name.startswith("access-control")]
+    assert raw(running.port, b"\x16\x03\x01 no HTTP\r\n\r\n")[0] == 400
+
+
+def test_a_body_that_is_too_large_is_refused_before_its_end(running: Running) -> None:
+    large = 2**20 + 1
+    assert post(running.port, b" " * large)[0] == 413
+    begin = b" " * 70_000  # chunks without an end
+    chunks = b"11170\r\n" + begin + b"\r\n"
+    assert post(running.port, chunks * 16, Transfer_Encoding="chunked")[0] == 413
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 200_000
+    assert raw(running.port, head)[0] in (0, 400)
+
+
+def test_a_key_is_needed_and_never_shown(site: Site) -> None:
+    with site.serve(key=KEY, status_seconds=0.05) as running:
+        for wrong in ("none", KEY[:-1], KEY + "x"):
+            with pytest.raises(openai.AuthenticationError) as refusal:
+                running.client(wrong).models.list()
+            assert KEY not in str(refusal.value) and refusal.value.code == "invalid_api_key"
+        status, headers, error = post(running.port, b"{}")
+        assert status == 401 and headers["www-authenticate"] == "bearer" and KEY not in str(error)
+        head = "GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        assert raw(running.port, f"{head}\r\n".encode())[0] == 401
+        assert raw(running.port, f"{head}Authorization: bearer {KEY}\r\n\r\n".encode())[0] == 200
+        assert raw(running.port, f"{head}\r\n".replace("metrics", "health").encode())[0] == 200
+        client = running.client(KEY)
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        assert client.models.retrieve("tiny").owned_by == "jax_specdec"
+        assert client.completions.create(model="tiny", prompt="x", max_tokens=2).choices[0].text
+        assert KEY not in repr(vars(running.server)) and KEY not in "".join(running.lines)
+
+
+def test_other_names_are_for_servers_with_a_key_on_other_addresses(site: Site) -> None:
+    with site.serve(key=KEY, is_local=False) as running:
+        head = "GET /v1/models HTTP/1.1\r\nHost: models.example\r\nConnection: close\r\n"
+        assert raw(running.port, f"{head}\r\n".encode())[0] == 401
+        assert raw(running.port, f"{head}Authorization: Bearer {KEY}\r\n\r\n".encode())[0] == 200
+
+
+# Clients that are many, slow, or leave
+
+
+@contextlib.contextmanager
+def concurrent_threads() -> Iterator[Callable[[Callable[[], Any]], Callable[[], Any]]]:
+    """Runs functions at once; each call returns one that gives the result."""
+    threads: list[threading.Thread] = []
+
+    def run(function: Callable[[], Any]) -> Callable[[], Any]:
+        results: list[Any] = []
+        threads.append(threading.Thread(target=lambda: results.append(function())))
+        threads[-1].start()
+        return lambda: results[0]
+
+    yield run
+    for thread in threads:
+        thread.join(60)
+
+
+def test_two_hundred_clients_get_their_texts_and_those_who_leave_leave_nothing(
+    running: Running, site: Site, plain: dict[str, list[int]]
+) -> None:
+    count, refusals = 200, []
+    tasks = [(PROMPT, NUM_NEW), (PLAIN["other"][0], 12), (PLAIN["if"][0], 9)]
+    truth = [TEXT, text_of(site, plain["other"]), text_of(site, plain["if"])]
+
+    async def client(api: openai.AsyncOpenAI, index: int) -> tuple[str, str]:
+        rng = random.Random(index)
+        prompt, budget = tasks[index % len(tasks)]
+        way = rng.choice(["whole", "stream", "leave"])
+        asked = dict(model="tiny", prompt=prompt, max_tokens=budget, temperature=0)
+        while True:
+            try:
+                if way == "whole":
+                    answer = await api.completions.create(**asked)
+                    return way, answer.choices[0].text
+                text = ""
+                async with await api.completions.create(**asked, stream=True) as stream:
+                    async for chunk in stream:
+                        text += chunk.choices[0].text
+                        if way == "leave":
+                            break
+                return way, text
+            except openai.RateLimitError as error:
+                assert error.code == "queue_full" and error.response.headers["Retry-After"] == "1"
+                refusals.append(index)
+                await asyncio.sleep(0.05 + rng.random() / 5)
+
+    async def all_at_once() -> list[tuple[str, str]]:
+        url = f"http://127.0.0.1:{running.port}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0, timeout=60) as api:
+            return await asyncio.gather(*(client(api, i) for i in range(count)))
+
+    found = asyncio.run(all_at_once())
+    for index, (way, text) in enumerate(found):
+        whole = truth[index % len(tasks)]
+        assert text == whole if way != "leave" else whole.startswith(text)
+    ways = [way for way, _ in found]
+    assert all(ways.count(way) > 40 for way in ("whole", "stream", "leave"))
     assert refusals, "the queue was full"
-    budgets = LONGEST + sum(LONGEST - index % 3 for index in range(CLIENTS))
-    assert driver.stats().num_tokens < budgets, "nobody decodes for those who left"
-    assert driver.is_idle and driver.num_running == driver.num_queued == 0
-    assert driver.serving_stats().num_failed_calls == 0
+    running.wait_until_idle()
+    stats = running.ask(lambda driver: driver.serving_stats())
+    assert stats.num_running == stats.num_queued == stats.num_failed_calls == 0
+
+
+def request_bytes(**asked: Any) -> bytes:
+    body = json.dumps({"prompt": PROMPT, "temperature": 0, **asked}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def stalled(driver: sd.EngineDriver, seconds: float = 0.02) -> None:
+    """Steps that take a while, so that a client can leave before the end of its text."""
+    step = driver.step
+    driver.step = lambda: (time.sleep(seconds), step())[1]  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("way", ["reset", "close", "half-close", "half-close, whole"])
+def test_a_client_that_leaves_cancels_its_request(site: Site, way: str) -> None:
+    with site.serve() as running:
+        stalled(running.driver)
+        connection = socket.create_connection(("127.0.0.1", running.port), timeout=30)
+        with connection:
+            is_stream = "whole" not in way
+            connection.sendall(request_bytes(n=4, stream=is_stream))
+            if is_stream:
+                assert connection.recv(17).startswith(b"HTTP/1.1 200")
+            else:
+                running.wait_until_running()
+            if "half" in way:
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(65536):  # the server closes its half too
+                    pass
+            elif way == "reset":
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        running.wait_until_idle()
+        assert running.num_tokens < 4 * (LENGTH - NUM_PROMPT_TOKENS) / 2
+
+
+def test_a_client_that_does_not_read_is_cancelled_and_others_go_on(site: Site) -> None:
+    sizes = dict(send_buffer=4096, unsent_updates=2, send_seconds=0.5)
+    with site.serve(**sizes) as running:
+        stalled(running.driver)
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            connection.connect(("127.0.0.1", running.port))
+            connection.sendall(request_bytes(n=8, stream=True, logprobs=TOP))
+            running.wait_until_running()
+            assert greedy(running).choices[0].text == TEXT
+            running.wait_until_idle()
+            count = running.num_tokens - NUM_NEW
+            assert count < 8 * (LENGTH - NUM_PROMPT_TOKENS), "its request was cancelled"
+            assert running.server._uvicorn is not None
+            while running.server._uvicorn.server_state.connections:  # its socket is closed, too
+                time.sleep(0.01)
+
+
+def test_a_request_that_does_not_arrive_and_a_connection_too_many_are_closed(site: Site) -> None:
+    with site.serve(request_seconds=2.0, connections=3) as running:
+        parts = [b"", b"POST /v1/comp", request_bytes()[:-3]]
+        slow = [socket.create_connection(("127.0.0.1", running.port), 30) for _ in parts]
+        for connection, part in zip(slow, parts, strict=True):
+            connection.sendall(part)
+        assert running.server._uvicorn is not None
+        connections = running.server._uvicorn.server_state.connections
+        while len(connections) < 3:
+            time.sleep(0.01)
+        status, headers, body = raw(running.port, b"")
+        assert status == 503 and headers["retry-after"] == "1"
+        assert json.loads(body)["error"]["type"] == "server_error"
+        for connection in slow:
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(100) == b""
+            connection.close()
+        while connections:
+            time.sleep(0.01)
+        assert greedy(running).choices[0].text == TEXT
+
+
+def test_a_full_queue_takes_none_of_a_requests_choices(site: Site) -> None:
+    with site.serve() as running:
+        running.driver.max_queue = 3
+        with pytest.raises(openai.RateLimitError) as error:
+            greedy(running, n=4)
+        assert error.value.response.headers["Retry-After"] == "1"
+        assert error.value.type == "rate_limit_error"
+        assert running.ask(lambda driver: driver.is_idle)
+        assert len(greedy(running, n=3).choices) == 3
+
+
+# The loop around
+
+
+def test_health_metrics_and_the_status_line(site: Site) -> None:
+    with site.serve(status_seconds=0.1) as running:
+        stalled(running.driver)
+        head = "GET /{} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        assert json.loads(raw(running.port, head.format("health").encode())[2]) == {"status": "ok"}
+        assert greedy(running).choices[0].text == TEXT
+        metrics = raw(running.port, head.format("metrics").encode())[2].decode()
+        assert f"jax_specdec:spec_decode_num_tokens_total {NUM_NEW}.0\n" in metrics
+        assert "jax_specdec:serving_num_slots 8.0\n" in metrics
+        line = next(line for line in running.lines if "1 requests so far" in line)
+        assert "tokens/s, acceptance length " in line
+
+
+def test_programs_are_compiled_with_their_progress_before_the_first_request(site: Site) -> None:
+    total = site.progress[0][1]
+    assert site.progress == [(done, total) for done in range(total + 1)]
+
+
+def test_stopping_finishes_what_runs_and_accepts_nobody(site: Site) -> None:
+    with site.serve() as running:
+        stalled(running.driver)
+        stream = iter(greedy(running, stream=True))
+        text = next(stream).choices[0].text
+        running.server.stop()
+        text += "".join(chunk.choices[0].text for chunk in stream)
+        assert text == TEXT
+        time.sleep(0.3)
+        with pytest.raises(OSError):
+            raw(running.port, b"")
+
+
+def test_an_engine_that_fails_answers_its_clients_and_ends_the_server(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("of this test")
+
+    with pytest.raises(RuntimeError, match="the engine has failed"), site.serve() as running:
+        stalled(running.driver)
+        stream = iter(greedy(running, stream=True))
+        next(stream)
+        running.driver.step = fail
+        with pytest.raises(openai.APIError, match="the engine has failed"):
+            list(stream)
+    assert "of this test" in capsys.readouterr().err
+
+
+INTERRUPTED = """
+import time
+from jax_specdec._src.cli import process
+def work():
+    with process.handling_interrupt(lambda: print("first", flush=True)):
+        print("ready", flush=True)
+        time.sleep(60)
+process.run_to_end(work)
+"""
+
+
+def test_the_first_interrupt_is_handled_and_the_next_one_ends_the_process() -> None:
+    pipe: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED], **pipe) as working:
+        assert working.stdout is not None and working.stderr is not None
+        for line in ("ready\n", "first\n"):
+            assert working.stdout.readline() == line
+            working.send_signal(signal.SIGINT)
+        assert working.wait(60) == process.INTERRUPTED
+        assert working.stderr.read() == "jax-specdec: interrupted\n"
+
+
+def test_the_page_shows_how_to_write_a_server_of_ones_own(site: Site) -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "server.md").read_text("utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    scope: dict[str, Any] = {"driver": make_driver(site.options, site.models)}
+    exec(compile(code, "server.md", "exec"), scope)
+    prompt = site.tokenizer.encode(PROMPT)
+
+    async def read(most: int) -> list[int]:
+        found: list[int] = []
+        async with contextlib.aclosing(scope["tokens"](prompt, max_new_tokens=NUM_NEW)) as tokens:
+            async for new in tokens:
+                found += new
+                if len(found) >= most:
+                    break
+        return found
+
+    async def all_at_once() -> list[list[int]]:
+        thread = threading.Thread(target=scope["work"], args=(asyncio.get_running_loop(),))
+        thread.start()
+        found = await asyncio.gather(*(read(most) for most in (NUM_NEW, 5, NUM_NEW)))
+        with pytest.raises(ValueError, match="prompt and max_new_tokens"):
+            await anext(scope["tokens"](prompt, max_new_tokens=LENGTH))
+        scope["calls"].put(None)
+        await asyncio.to_thread(thread.join)
+        return found
+
+    texts = asyncio.run(all_at_once())
+    truth = [int(x) for x in expected("qwen2")["greedy_token_ids"]]
+    assert texts[0] == texts[2] == truth and texts[1] == truth[: len(texts[1])]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 needs a key, in $JAX_SPECDEC_API_KEY"),
+        (["--host", "256.1.1.1"], "cannot be listened on"),
+        (["--port", "70000"], "--port must be in [0, 65535], but is 70000"),
+        (["--max-logprobs", "21"], "--max-logprobs must be in [0, 20]"),
+        (["--api-key-file", "/nowhere"], "/nowhere cannot be read"),
+        (["--max-queue", "0"], "--max-queue must be in"),
+        (["--draft", "nonsense"], "--draft must be model, ngram"),
+        (["--target", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.delenv("JAX_SPECDEC_API_KEY", raising=False)
+    with pytest.raises(SystemExit) as exit_:
+        main(["serve", "--port", "0", "--no-compilation-cache", *arguments])
+    captured = capsys.readouterr()
+    assert exit_.value.code == 2 and captured.out == "" and captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_a_key_comes_from_a_file_or_a_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from jax_specdec._src.cli.serve import _read_key
+
+    wanted = options_lib.parse(["serve"], "0").server
+    assert wanted is not None
+    monkeypatch.delenv("JAX_SPECDEC_API_KEY", raising=False)
+    assert _read_key(wanted) is None
+    monkeypatch.setenv("JAX_SPECDEC_API_KEY", "from-variable")
+    assert _read_key(wanted) == "from-variable"
+    file = tmp_path / "key"
+    file.write_text("from-file\n")
+    assert _read_key(dataclasses.replace(wanted, api_key_file=file)) == "from-file"
+    for wrong in (b"", b"two words", b"\xff", b"x" * 5000, "\u00e9".encode(), b"a\x1bb"):
+        file.write_bytes(wrong)
+        with pytest.raises(Exception, match="must (hold a key|be text)") as error:
+            _read_key(dataclasses.replace(wanted, api_key_file=file))
+        assert wrong == b"" or repr(wrong)[2:-1] not in str(error.value)
+
+
+def test_without_the_extra_one_line_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("jax_specdec._src.cli.serve")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(SystemExit):
+        main(["serve", "--no-compilation-cache"])
+    assert 'is not installed: pip install "jax-specdec[serve]"' in capsys.readouterr().err
+
+
+def test_the_command_serves_until_an_interrupt_and_finishes_what_runs(site: Site) -> None:
+    command = [sys.executable, "-m", "jax_specdec", "serve", "--port", "0", "--max-logprobs", "0"]
+    command += ["--target", str(site.options.target), "--num-slots", "1", "--max-length", "32"]
+    command += ["--no-compilation-cache", "--model-name", "a\x1b[31m"]
+    environment = os.environ | {"JAX_SPECDEC_API_KEY": KEY, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    pipe: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, env=environment, **pipe) as served:
+        assert served.stdout is not None and served.stderr is not None
+        line = served.stdout.readline()
+        url = line.split()[-1]
+        asked = dict(model="a\x1b[31m", prompt=PROMPT[:8], temperature=0)
+        with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60) as client:
+            stream = iter(client.completions.create(**asked, stream=True))
+            chunks = [next(stream)]
+            served.send_signal(signal.SIGINT)
+            chunks += list(stream)
+        assert served.wait(60) == 0
+        errors = served.stderr.read()
+    assert chunks[-1].choices[0].finish_reason in ("length", "stop")
+    total = errors.count("compiled ")
+    assert total > 3 and f"compiled {total} of {total} programs" in errors
+    assert "finishing what runs; Ctrl-C again to end at once" in errors
+    assert KEY not in errors and KEY not in line

@@ -44,7 +44,7 @@ class Draft(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """A target and its drafters, and the prompts in their ids.
+    """A target and its drafters, and the prompts, if there are any, in their ids.
 
     Attributes:
       target: the target.
@@ -53,6 +53,8 @@ class Models:
       max_new_tokens: budget of each request.
       stop_token_ids: ids that end a text.
       stream: from a prompt's ids, a decoder of what follows it.
+      tokenizer: of the target; None for the embedded one, whose tokens are bytes.
+      max_length: the most tokens that the target was made for, prompt included.
     """
 
     target: LoadedModel
@@ -61,6 +63,8 @@ class Models:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     stream: Callable[[list[int]], TextDecoder]
+    tokenizer: Tokenizer | None
+    max_length: int
 
 
 def load_models(options: Options, prompts: list[str]) -> Models:
@@ -91,6 +95,8 @@ def _embedded(options: Options, texts: list[str]) -> Models:
         budget,
         (DOCUMENT_SEPARATOR,),
         lambda prompt: ByteDecoder(),
+        None,
+        MAX_LENGTH,
     )
 
 
@@ -118,8 +124,16 @@ def _checkpoints(options: Options, texts: list[str]) -> Models:
             drafters[name] = Draft(ModelDrafter(draft.model), draft.params)
         else:
             drafters[name] = _without_model(name, target)
-    stop_token_ids = tokenizer.stop_token_ids
-    return Models(target, drafters, prompts, budget, stop_token_ids, tokenizer.stream)
+    return Models(
+        target,
+        drafters,
+        prompts,
+        budget,
+        tokenizer.stop_token_ids,
+        tokenizer.stream,
+        tokenizer,
+        config.max_position_embeddings,
+    )
 
 
 def _without_model(name: str, target: LoadedModel[Llama]) -> Draft:
@@ -161,7 +175,7 @@ def _encode(
 
 def _budget(options: Options, prompts: list[list[int]], most: int, unit: str) -> int:
     """How many new tokens each request may have: what was asked for, or the default if it fits."""
-    longest = max(map(len, prompts))
+    longest = max(map(len, prompts), default=0)
     room = most - longest
     if room < 1:
         raise ValueError(f"the prompt must be shorter than {most} {unit}, but has {longest}")

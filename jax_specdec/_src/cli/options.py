@@ -1,4 +1,4 @@
-"""The options of `jax-specdec generate` and `jax-specdec bench`, checked before anything runs."""
+"""The options of `jax-specdec generate`, `bench` and `serve`, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -27,18 +27,47 @@ HEAD_PREFIX = "eagle3:"
 """What stands before the directory of an EAGLE-3 head."""
 BENCH_K = (2, 4, 6)
 BENCH_TEMPERATURES = (0.0, 0.8)
+SERVED_LENGTH = 2048
+"""Of a request to `serve`: the caches of all slots are this long."""
+API_KEY_VARIABLE = "JAX_SPECDEC_API_KEY"
 DEFAULT_REPEATS = 5
 BENCH_REPEATS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerOptions:
+    """What `jax-specdec serve` asks for besides its models.
+
+    Attributes:
+      host: address or name to listen on.
+      port: 0 for one that is free.
+      num_slots: requests that are decoded at a time.
+      max_length: tokens of a request, prompt included; None for the default.
+      max_queue: requests that may wait.
+      max_logprobs: the most alternatives of a token; 0 for no log-probabilities.
+      model_name: what clients call the target; None for the name of its directory.
+      api_key_file: holds the key that clients need; None if a variable may hold it.
+    """
+
+    host: str
+    port: int
+    num_slots: int
+    max_length: int | None
+    max_queue: int
+    max_logprobs: int
+    model_name: str | None
+    api_key_file: Path | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """What a command line asks for: requests, and the ways to decode them.
 
-    `generate` has one drafter, one temperature and one config; `bench` tries every combination.
+    `generate` and `serve` have one drafter and one config, `generate` one temperature; `bench`
+    tries every combination.
 
     Attributes:
-      command: "generate" or "bench".
+      command: "generate", "bench" or "serve".
       prompts: from the command line; "-" is standard input.
       prompt_files: each holds one prompt; "-" is standard input.
       chat: prompts are messages, put into the tokenizer's chat template.
@@ -56,6 +85,7 @@ class Options:
       configs: how drafts are made and verified, one per K.
       request: filters and penalties of all requests.
       compilation_cache: whether to keep compiled programs on disk.
+      server: of `serve`; None for the other commands.
     """
 
     command: str
@@ -75,6 +105,7 @@ class Options:
     configs: tuple[SpecDecodeConfig, ...]
     request: RequestOptions
     compilation_cache: bool
+    server: ServerOptions | None = None
 
     @property
     def config(self) -> SpecDecodeConfig:
@@ -99,6 +130,11 @@ _NOT_GIVEN = {
     "json": False,
     "repeats": None,
     "compilation_cache": True,
+    "temperatures": (0.0,),
+    "seed": 0,
+    "max_length": None,
+    "model_name": None,
+    "api_key_file": None,
 }
 """The values of options that are not given, where help texts do not show a default."""
 
@@ -154,12 +190,25 @@ def parse(arguments: Sequence[str] | None, version: str) -> Options:
         "and number of drafts, and print a table of acceptance and speed.",
         **form,
     )
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, as OpenAI's API does",
+        description="Serve the embedded models, or Hugging Face checkpoints of the Llama, Qwen2 "
+        "and Qwen3 families, to clients of OpenAI's API. Ctrl-C finishes what runs and ends; a "
+        "second one ends at once.",
+        **form,
+    )
     for command in (generate, bench):
-        _add_options(command)
+        _add_texts(command)
+    for command in (generate, bench, serve):
+        _add_models(command)
+    for command in (generate, serve):
+        _add_one_drafter(command)
     _add_generate(generate)
     _add_bench(bench)
+    _add_serve(serve)
     given, unknown = parser.parse_known_args(arguments)
-    command = {"generate": generate, "bench": bench, None: parser}[given.command]
+    command = {"generate": generate, "bench": bench, "serve": serve, None: parser}[given.command]
     command.refuse_unknown(unknown)
     if given.command is None:
         parser.print_help()
@@ -170,8 +219,8 @@ def parse(arguments: Sequence[str] | None, version: str) -> Options:
         command.error(str(error))
 
 
-def _add_options(command: argparse.ArgumentParser) -> None:
-    """The options of both commands."""
+def _add_texts(command: argparse.ArgumentParser) -> None:
+    """What `generate` and `bench` decode."""
     command.add_argument(
         "prompts",
         nargs="*",
@@ -191,6 +240,33 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="put each prompt, as a user's message, into the chat template of --target",
     )
+    for one in _REQUEST_OPTIONS:
+        kind = int if one.dtype is np.int32 else float
+        command.add_argument(
+            "--" + one.name.replace("_", "-"),
+            type=kind,
+            default=one.neutral,
+            metavar=kind.__name__[0].upper(),
+            help=one.words,
+        )
+    command.add_argument(
+        "-n",
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="budget of each request; a token of the embedded models is a byte (default: "
+        f"{DEFAULT_MAX_NEW_TOKENS}, or as many as fit)",
+    )
+    command.add_argument("--seed", type=int, default=0, help="seed of the sampling noise")
+    command.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object instead of text and tables",
+    )
+
+
+def _add_models(command: argparse.ArgumentParser) -> None:
+    """The models, and how drafts are made and verified."""
     command.add_argument(
         "--target",
         type=Path,
@@ -207,15 +283,6 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="loop over the layers of checkpoints: compiles faster, runs slower",
     )
-    for one in _REQUEST_OPTIONS:
-        kind = int if one.dtype is np.int32 else float
-        command.add_argument(
-            "--" + one.name.replace("_", "-"),
-            type=kind,
-            default=one.neutral,
-            metavar=kind.__name__[0].upper(),
-            help=one.words,
-        )
     command.add_argument(
         "--method",
         choices=get_args(RejectionSampleMethod),
@@ -242,25 +309,32 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         help="how the draft model picks tokens at temperature > 0",
     )
     command.add_argument(
-        "-n",
-        "--max-new-tokens",
-        type=int,
-        metavar="N",
-        help="budget of each request; a token of the embedded models is a byte (default: "
-        f"{DEFAULT_MAX_NEW_TOKENS}, or as many as fit)",
-    )
-    command.add_argument("--seed", type=int, default=0, help="seed of the sampling noise")
-    command.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON object instead of text and tables",
-    )
-    command.add_argument(
         "--no-compilation-cache",
         dest="compilation_cache",
         action="store_false",
         help="do not keep compiled programs for the next run; by default they go to the user's "
         "cache directory, or to $JAX_COMPILATION_CACHE_DIR",
+    )
+
+
+def _add_one_drafter(command: argparse.ArgumentParser) -> None:
+    """The drafter of `generate` and `serve`, which have one."""
+    command.add_argument(
+        "--draft",
+        dest="drafters",
+        type=lambda name: (name,),
+        metavar="DIR|eagle3[:DIR]|ngram|model",
+        help="where drafts come from: a checkpoint, an EAGLE-3 head (the embedded target's if no "
+        "DIR is given), a lookup in the text so far (default with --target), or the embedded "
+        "draft model (default without)",
+    )
+    command.add_argument(
+        "-k",
+        "--num-speculative-tokens",
+        dest="ks",
+        type=lambda text: (_number(int, text),),
+        metavar="K",
+        help=f"drafts per step (default: {DEFAULT_K}, or {LOOKUP_K} with --draft ngram)",
     )
 
 
@@ -272,15 +346,6 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
         help="print the text without its prompt, as --chat does",
     )
     command.add_argument(
-        "--draft",
-        dest="drafters",
-        type=lambda name: (name,),
-        metavar="DIR|eagle3[:DIR]|ngram|model",
-        help="where drafts come from: a checkpoint, an EAGLE-3 head (the embedded target's if no "
-        "DIR is given), a lookup in the text so far (default with --target), or the embedded "
-        "draft model (default without)",
-    )
-    command.add_argument(
         "-t",
         "--temperature",
         dest="temperatures",
@@ -288,14 +353,6 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
         default="0",
         metavar="T",
         help="0 is greedy",
-    )
-    command.add_argument(
-        "-k",
-        "--num-speculative-tokens",
-        dest="ks",
-        type=lambda text: (_number(int, text),),
-        metavar="K",
-        help=f"drafts per step (default: {DEFAULT_K}, or {LOOKUP_K} with --draft ngram)",
     )
     command.add_argument(
         "--compare",
@@ -342,6 +399,53 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
         default=BENCH_REPEATS,
         metavar="N",
         help="timed runs of each kind; at a temperature, each has a seed of its own",
+    )
+
+
+def _add_serve(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; any but a loopback address needs a key",
+    )
+    command.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="0 for one that is free"
+    )
+    command.add_argument(
+        "--num-slots", type=int, default=8, metavar="N", help="requests decoded at a time"
+    )
+    command.add_argument(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="tokens of a request, prompt included (default: "
+        f"{SERVED_LENGTH}, or what the target was made for)",
+    )
+    command.add_argument(
+        "--max-queue",
+        type=int,
+        default=64,
+        metavar="N",
+        help="requests that may wait; more are answered with status 429",
+    )
+    command.add_argument(
+        "--max-logprobs",
+        type=int,
+        default=5,
+        metavar="N",
+        help="alternatives of a token that a client may ask for; 0 turns log-probabilities off, "
+        "which makes steps faster",
+    )
+    command.add_argument(
+        "--model-name",
+        metavar="NAME",
+        help="what clients call the model (default: the name of the target's directory)",
+    )
+    command.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"holds the key that clients have to send (default: ${API_KEY_VARIABLE} if it is set)",
     )
 
 
@@ -420,12 +524,29 @@ def _check(values: argparse.Namespace) -> Options:
         configs=tuple(_config(values, k) for k in dict.fromkeys(ks)),
         request=_request(values),
         compilation_cache=values.compilation_cache,
+        server=_server(values) if values.command == "serve" else None,
     )
+
+
+def _server(values: argparse.Namespace) -> ServerOptions:
+    for name, least, most in (
+        ("port", 0, 65535),
+        ("num_slots", 1, 4096),
+        ("max_length", 2, 2**20),
+        ("max_queue", 1, 2**20),
+        ("max_logprobs", 0, 20),
+    ):
+        value = getattr(values, name)
+        if value is not None and not least <= value <= most:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} must be in [{least}, {most}], but is {value}")
+    names = [field.name for field in dataclasses.fields(ServerOptions)]
+    return ServerOptions(**{name: getattr(values, name) for name in names})
 
 
 def _drafters(values: argparse.Namespace) -> tuple[str, ...]:
     """Where drafts come from; a checkpoint can draft only for another checkpoint."""
-    default = ("model",) if values.command == "generate" else ("model", "ngram")
+    default = ("model", "ngram") if values.command == "bench" else ("model",)
     if values.target is not None:
         default = ("ngram",)
     drafters = tuple(dict.fromkeys(values.drafters or default))
@@ -453,7 +574,8 @@ def _request(values: argparse.Namespace) -> RequestOptions:
     """The options of the requests; errors name the options of the command line."""
     names = [one.name for one in _REQUEST_OPTIONS]
     with _errors_of_options(*names):
-        return RequestOptions(**{name: getattr(values, name) for name in names})
+        given = vars(values)
+        return RequestOptions(**{name: given[name] for name in names if name in given})
 
 
 @contextlib.contextmanager

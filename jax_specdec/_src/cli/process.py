@@ -7,13 +7,26 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from jax_specdec._src.cli import terminal
 
 INTERRUPTED = 128 + signal.SIGINT
 PIPE_CLOSED = 128 + 13  # SIGPIPE, which not every system has
+
+_on_interrupt: list[Callable[[], None]] = []
+"""What the next interrupt does instead of ending the process."""
+
+
+@contextlib.contextmanager
+def handling_interrupt(handle: Callable[[], None]) -> Iterator[None]:
+    """While the body runs, the first interrupt calls a function in the main thread."""
+    _on_interrupt[:] = [handle]
+    try:
+        yield
+    finally:
+        _on_interrupt.clear()
 
 
 def run_to_end(work: Callable[[], None]) -> None:
@@ -38,7 +51,12 @@ def run_to_end(work: Callable[[], None]) -> None:
     try:
         thread.start()
         while thread.is_alive():
-            thread.join(0.1)  # some systems handle interrupts only between waits
+            try:
+                thread.join(0.1)  # some systems handle interrupts only between waits
+            except KeyboardInterrupt:
+                if not _on_interrupt:
+                    raise
+                _on_interrupt.pop()()
         if outcome:
             raise outcome[0]
     except KeyboardInterrupt:

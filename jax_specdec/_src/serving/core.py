@@ -254,11 +254,19 @@ class Decoder:
         """
         return self._draft(draft_params, state, self._context(state))
 
-    def verify(self, params: Any, state: DecodeState) -> tuple[DecodeState, StepRecord]:
+    def verify(
+        self, params: Any, state: DecodeState, token_bitmask: jax.Array | None = None
+    ) -> tuple[DecodeState, StepRecord]:
         """The second half of `step`: verify the drafts in the state, and append what is emitted.
 
         A request without drafts gets one token. Rows of the store that were drawn at another
         position or temperature are not used.
+
+        Args:
+          params: the target's weights.
+          state: with drafts, from `draft`.
+          token_bitmask: ``[B*(K+1), ceil(V/32)]`` uint32, the tokens that each row may emit, from
+            `grammar_bitmask`; None for all.
 
         Returns:
           The state, without drafts, and the record of the step.
@@ -266,7 +274,7 @@ class Decoder:
         Raises:
           ValueError: the state holds features that the drafter has not read.
         """
-        return self._verify(params, state, self._context(state))
+        return self._verify(params, state, self._context(state), token_bitmask)
 
     def _context(self, state: DecodeState) -> DraftContext:
         context = state.batch.context(self.config, self.model.vocab_size)
@@ -294,7 +302,11 @@ class Decoder:
         return state.without_drafts(none)
 
     def _verify(
-        self, params: Any, state: DecodeState, context: DraftContext
+        self,
+        params: Any,
+        state: DecodeState,
+        context: DraftContext,
+        token_bitmask: jax.Array | None = None,
     ) -> tuple[DecodeState, StepRecord]:
         if state.features is not None:
             raise ValueError(
@@ -316,6 +328,7 @@ class Decoder:
             positions=batch.lengths,
             active=~batch.done,
             config=self.config,
+            token_bitmask=token_bitmask,
             sharding=sharding_of(self.model),
         )
         found = None
@@ -328,6 +341,7 @@ class Decoder:
                 config=self.config,
                 num_top=self.logprobs.num_top,
                 distribution=self.logprobs.distribution,
+                token_bitmask=token_bitmask,
                 sharding=sharding_of(self.model),
             )
         in_range = ((ids >= 0) & (ids < vocab_size)).astype(jnp.int32)

@@ -1,0 +1,135 @@
+"""`jax-specdec serve`: loads and compiles, then serves until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import ipaddress
+import os
+import socket
+import time
+
+import jax_specdec as sd
+from jax_specdec._src.cli import process, terminal
+from jax_specdec._src.cli.models import Models, load_models
+from jax_specdec._src.cli.options import (
+    API_KEY_VARIABLE,
+    SERVED_LENGTH,
+    Options,
+    ServerOptions,
+)
+from jax_specdec._src.cli.prompts import InputError
+from jax_specdec._src.cli.server.app import Server, say
+from jax_specdec._src.cli.server.limits import Limits
+from jax_specdec._src.models.fields import shown
+
+
+def serve(options: Options) -> None:
+    """Load the models, compile every program, and serve until Ctrl-C.
+
+    Raises:
+      InputError: a file or an option is wrong, or the address cannot be had.
+    """
+    wanted = options.server
+    assert wanted is not None
+    key = _read_key(wanted)
+    listener, is_local = _bind(wanted, key)
+    with listener:
+        with terminal.spinner("loading the models"):
+            models = load_models(options, [])
+        driver = make_driver(options, models)
+        begin = time.monotonic()
+
+        def on_progress(done: int, total: int) -> None:
+            if done:
+                say(f"compiled {done} of {total} programs, {time.monotonic() - begin:.1f} s")
+
+        driver.warm_up(on_progress)
+        default = "jax-specdec" if options.target is None else options.target.resolve().name
+        name = wanted.model_name or default
+        server = Server(models, driver, model_name=name, key=key, is_local=is_local)
+        host, port = listener.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+        def on_interrupt() -> None:
+            say("finishing what runs; Ctrl-C again to end at once")
+            server.stop()
+
+        with process.handling_interrupt(on_interrupt):
+            ready = functools.partial(terminal.write, f"Serving {name} at {url}\n")
+            asyncio.run(server.run(listener, ready))
+
+
+def make_driver(options: Options, models: Models) -> sd.serving.GrammarDriver:
+    """The driver for models that were loaded.
+
+    Raises:
+      InputError: `--max-length` is more than the target was made for.
+    """
+    wanted = options.server
+    assert wanted is not None
+    length = wanted.max_length or min(SERVED_LENGTH, models.max_length)
+    if length > models.max_length:
+        raise InputError(f"--max-length must be at most {models.max_length}, but is {length}")
+    (draft,) = models.drafters.values()
+    logprobs = sd.LogprobsConfig(wanted.max_logprobs) if wanted.max_logprobs else None
+    engine = sd.Engine(
+        models.target.model,
+        draft.drafter,
+        options.config,
+        num_slots=wanted.num_slots,
+        max_length=length,
+        prefill_sizes=(64, 256) if length > 256 else None,
+        request_options=True,
+        option_sizes=sd.serving.OptionSizes(logit_bias=Limits.logit_bias),
+        max_stop_tokens=max(8, len(models.stop_token_ids)),
+        logprobs=logprobs,
+    )
+    return sd.serving.GrammarDriver(
+        engine, models.target.params, draft.params, max_queue=wanted.max_queue
+    )
+
+
+def _read_key(wanted: ServerOptions) -> str | None:
+    """What clients have to send; the message of an error never has it."""
+    if wanted.api_key_file is None:
+        key, where = os.environ.get(API_KEY_VARIABLE), API_KEY_VARIABLE
+    else:
+        where = shown(wanted.api_key_file)
+        try:
+            with wanted.api_key_file.open(encoding="utf-8") as file:
+                key = file.read(4097)
+        except UnicodeDecodeError:
+            raise InputError(f"{where} must be text in UTF-8") from None
+        except OSError as error:
+            raise InputError(f"{where} cannot be read: {error.strerror}") from None
+    if key is None:
+        return None
+    key = key.strip()
+    if not (key.isascii() and key.isprintable() and 0 < len(key) <= 4096 and " " not in key):
+        raise InputError(f"{where} must hold a key: printable ASCII characters without a space")
+    return key
+
+
+def _bind(wanted: ServerOptions, key: str | None) -> tuple[socket.socket, bool]:
+    """A socket that does not listen yet, and whether its address is a loopback address."""
+    where = f"--host {wanted.host} --port {wanted.port}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            wanted.host, wanted.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        is_local = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+        if not is_local and key is None:
+            raise InputError(
+                f"--host {wanted.host} needs a key, in ${API_KEY_VARIABLE} or --api-key-file"
+            )
+        with contextlib.ExitStack() as undo:
+            listener = undo.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            undo.pop_all()
+        return listener, is_local
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{where} cannot be listened on: {reason}") from error

@@ -1,0 +1,270 @@
+"""The server: who may ask, what for, and the loop around it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import json
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import prometheus_client
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+import jax_specdec as sd
+from jax_specdec._src.cli import terminal
+from jax_specdec._src.cli.models import Models
+from jax_specdec._src.cli.server.answer import Answer
+from jax_specdec._src.cli.server.connection import Connection
+from jax_specdec._src.cli.server.limits import CLOSE, ApiError, Json, Limits
+from jax_specdec._src.cli.server.request import read_request
+from jax_specdec._src.cli.server.vocabulary import Vocabulary
+from jax_specdec._src.cli.server.worker import Channel, Worker
+
+
+class Server:
+    """The ASGI application, and the loop around it."""
+
+    def __init__(
+        self,
+        models: Models,
+        driver: sd.serving.GrammarDriver,
+        *,
+        model_name: str,
+        key: str | None = None,
+        is_local: bool = True,
+        limits: Limits | None = None,
+    ) -> None:
+        """A server that does not listen yet.
+
+        Args:
+          models: whose tokenizer turns texts into tokens.
+          driver: warmed up, with a `max_queue`; the server's alone from now on.
+          model_name: what clients call the model.
+          key: what clients have to send; None for none.
+          is_local: whether it will listen on a loopback address only.
+          limits: of requests; None for the default.
+        """
+        self.limits = limits = limits or Limits()
+        self.model_name = model_name
+        self.words, self.worker = Vocabulary(models, limits), Worker(driver)
+        self._engine, self._is_local = driver.engine, is_local
+        self._key = None if key is None else _digest(key.encode())
+        self._created, self._num_requests = int(time.time()), 0
+        self._metrics = prometheus_client.CollectorRegistry()
+        self._exporter = sd.PrometheusExporter(self._metrics)
+        self._uvicorn: uvicorn.Server | None = None
+        self._app = Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._complete, methods=["POST"]),
+                Route("/v1/completions", self._complete, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._model),
+                Route("/health", self._health),
+                Route("/metrics", self._read_metrics),
+            ],
+            exception_handlers={
+                ApiError: lambda _, error: error.response,
+                HTTPException: _http_error,
+                Exception: _unexpected,
+            },
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check who asks, and through which name, before anything else."""
+        try:
+            self._check_caller(Headers(scope=scope), scope["path"])
+        except ApiError as error:
+            await error.response(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _check_caller(self, headers: Headers, path: str) -> None:
+        if self._is_local and not _is_loopback(headers.get("host", "")):
+            # Or a page of a browser could send requests here, through a name of its own.
+            raise ApiError(
+                "Host must be localhost or a loopback address", status=403, headers=CLOSE
+            )
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        is_key = scheme.lower() == "bearer" and self._key is not None
+        is_key = is_key and hmac.compare_digest(_digest(given.strip().encode()), self._key or b"")
+        if self._key is not None and not is_key and path != "/health":
+            message = "Authorization must be Bearer and the server's key"
+            headers_ = {"WWW-Authenticate": "Bearer", **CLOSE}
+            raise ApiError(message, status=401, code="invalid_api_key", headers=headers_)
+
+    async def _complete(self, request: Request) -> Any:
+        values = await self._json(request)
+        name = values.get("model")
+        if name is not None and name != self.model_name:
+            self._refuse_model(name)
+        asked = await read_request(
+            values, "chat" in request.url.path, self._engine, self.words, self.limits
+        )
+        channel = Channel(self.limits.unsent_updates * len(asked.choices))
+        try:
+            await self.worker.submit(channel, asked.choices)
+        except BaseException:
+            self.worker.cancel(channel)
+            raise
+        self._num_requests += 1
+        return Answer(asked, channel, self.worker, self.words, self.model_name)
+
+    async def _json(self, request: Request) -> Json:
+        """The body, if it is a JSON object that is not too large."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # which a page of a browser cannot send without asking
+            raise ApiError("Content-Type must be application/json", status=415, headers=CLOSE)
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > self.limits.body_bytes:
+                message = f"the body must have at most {self.limits.body_bytes} bytes"
+                raise ApiError(message, status=413, headers=CLOSE)
+        try:
+            values = json.loads(body, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(f"the body must be JSON: {str(error):.200}") from error
+        if not isinstance(values, dict):
+            raise ApiError("the body must be a JSON object")
+        return values
+
+    def _refuse_model(self, name: Any) -> NoReturn:
+        message = f"there is no model {str(name)!r:.100}: this server has {self.model_name!r}"
+        raise ApiError(message, "model", status=404, code="model_not_found")
+
+    @property
+    def _description(self) -> Json:
+        name, created = self.model_name, self._created
+        return {"id": name, "object": "model", "created": created, "owned_by": "jax_specdec"}
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._description]})
+
+    async def _model(self, request: Request) -> Response:
+        if (name := request.path_params["name"]) != self.model_name:
+            self._refuse_model(name)
+        return JSONResponse(self._description)
+
+    async def _health(self, request: Request) -> Response:
+        if self.worker.failure is not None:
+            raise ApiError(self.worker.failure, status=500)
+        return JSONResponse({"status": "ok"})
+
+    async def _read_metrics(self, request: Request) -> Response:
+        self._exporter.publish(*await self.worker.call(_both_stats))
+        text = prometheus_client.generate_latest(self._metrics)
+        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    async def run(self, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+        """Serve until `stop` is called, and then until all answers are given.
+
+        Args:
+          listener: bound.
+          on_ready: called once clients are accepted.
+
+        Raises:
+          RuntimeError: the engine has failed.
+        """
+        config = uvicorn.Config(
+            self,
+            http=Connection,
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            proxy_headers=False,
+            server_header=False,
+            access_log=False,
+            log_config=None,
+            log_level="critical",
+        )
+        self._uvicorn = uvicorn.Server(config)
+        self.worker.start(on_failure=self.stop)
+        reporting = asyncio.create_task(self._report(on_ready))
+        try:
+            await self._uvicorn.serve(sockets=[listener])
+        finally:
+            reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
+            await self.worker.stop()
+        if self.worker.failure is not None:
+            raise RuntimeError(self.worker.failure)
+
+    def stop(self) -> None:
+        """Accept nobody any more, and finish what runs; may be called in any thread."""
+        if self._uvicorn is not None:
+            self._uvicorn.should_exit = True
+
+    async def _report(self, on_ready: Callable[[], None]) -> None:
+        """The status line, while there is something to report."""
+        while not (self._uvicorn and self._uvicorn.started):
+            await asyncio.sleep(0.01)
+        on_ready()
+        before, begin = await self.worker.call(_both_stats), time.monotonic()
+        while True:
+            await asyncio.sleep(self.limits.status_seconds)
+            stats, serving = await self.worker.call(_both_stats)
+            now = time.monotonic()
+            new, seconds = stats - before[0], now - begin
+            if new.num_tokens or serving.num_running or serving.num_queued:
+                say(
+                    f"{serving.num_running} running, {serving.num_queued} queued, "
+                    f"{self._num_requests} requests so far; {new.num_tokens / seconds:.1f} "
+                    f"tokens/s, acceptance length {new.length_text}, "
+                    f"{new.tokens_per_target_pass:.2f} tokens per target pass"
+                )
+            before, begin = (stats, serving), now
+
+
+def _both_stats(driver: sd.EngineDriver) -> tuple[sd.AcceptanceStats, sd.ServingStats]:
+    return driver.stats(), driver.serving_stats()
+
+
+def say(line: str) -> None:
+    """Write a line to standard error."""
+    terminal.write(line + "\n", stream=sys.stderr)
+
+
+def _digest(text: bytes) -> bytes:
+    """So that a comparison takes as long whatever the lengths are."""
+    return hashlib.sha256(text).digest()
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a Host header, with or without a port, names this machine."""
+    name = host[: host.rfind("]") + 1] if host.startswith("[") else host.partition(":")[0]
+    if name.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{error.detail}: {request.method} {request.url.path[:100]}"
+    headers = None if error.headers is None else dict(error.headers)
+    return ApiError(message, status=error.status_code, headers=headers).response
+
+
+def _unexpected(request: Request, error: Exception) -> Response:
+    say("".join(traceback.format_exception(error)))
+    return ApiError("the server has an error", status=500).response

@@ -1,0 +1,77 @@
+"""What a client may ask for, and what it is answered if it asks for more."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+import jax_specdec as sd
+
+Json = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a client may ask for; sizes of the engine bound the rest."""
+
+    connections: int = 512
+    request_seconds: float = 30.0  # for all of a request to arrive
+    send_seconds: float = 60.0  # for what was sent to be read
+    body_bytes: int = 2**20
+    choices: int = 16  # prompts of a request times n
+    stops: int = 16
+    stop_characters: int = 256
+    logit_bias: int = 300
+    schema_bytes: int = 2**16
+    schema_seconds: float = 5.0
+    unsent_updates: int = 256  # of a request, while its client does not read
+    status_seconds: float = 5.0  # between two status lines
+
+
+class ApiError(Exception):
+    """What a client is answered instead of a text, in the shape of OpenAI's errors."""
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        *,
+        status: int = 400,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.param, self.status, self.code, self.headers = param, status, code, headers
+
+    @property
+    def content(self) -> Json:
+        """The JSON object."""
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {
+            "message": str(self),
+            "type": kinds.get(self.status, kind),
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+    @property
+    def response(self) -> JSONResponse:
+        """The whole answer."""
+        return JSONResponse(self.content, self.status, self.headers)
+
+
+BUSY = {"Retry-After": "1"}
+CLOSE = {"Connection": "close"}
+
+
+_FIELDS = {field.name for field in dataclasses.fields(sd.RequestOptions)}
+
+
+def named(error: Exception) -> str | None:
+    """The parameter that a message of the package begins with."""
+    name = str(error).partition(" ")[0].partition("[")[0]
+    return name if name in {"prompt", *_FIELDS} else None

@@ -1,0 +1,110 @@
+"""`GrammarDriver`: requests with grammars beside others, against plain Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+
+from . import tiny
+from .engines import TABLE, TARGET, VOCAB, WEIGHTS, greedy_truth, run
+
+ALLOWED = ((0, 1), (2, 3, 4), (1, 5))
+
+
+class Cycle:
+    """Allows one set of tokens after the other, over and over."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    @property
+    def allowed(self) -> tuple[int, ...]:
+        return ALLOWED[len(self.tokens) % len(ALLOWED)]
+
+    def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> None:
+        bitmask[index] = sum(1 << token for token in self.allowed)
+
+    def accept_token(self, token_id: int) -> bool:
+        assert token_id in self.allowed
+        self.tokens.append(token_id)
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        del self.tokens[len(self.tokens) - num_tokens :]
+
+    def is_terminated(self) -> bool:
+        return False
+
+
+def constrained_truth(prompt: list[int], count: int) -> list[int]:
+    """The likeliest allowed token at each position."""
+    sequence = list(prompt)
+    for i in range(count):
+        logits = tiny.next_logits(TARGET, sequence)
+        sequence.append(max(ALLOWED[i % len(ALLOWED)], key=lambda token: logits[token]))
+    return sequence[len(prompt) :]
+
+
+def driver(**settings: Any) -> sd.serving.GrammarDriver:
+    return sd.serving.GrammarDriver(TABLE, *WEIGHTS[TABLE], **settings)
+
+
+@pytest.mark.parametrize("max_steps_ahead", [0, 1, 3])
+def test_requests_with_and_without_grammars_get_what_plain_python_gives(
+    max_steps_ahead: int,
+) -> None:
+    served = driver(max_steps_ahead=max_steps_ahead)
+    rng, truths, updates = np.random.default_rng(0), {}, []
+    for i in range(12):
+        prompt = rng.integers(0, VOCAB, int(rng.integers(1, 9))).tolist()
+        asked: dict[str, Any] = dict(prompt=prompt, max_new_tokens=int(rng.integers(1, 12)))
+        if i % 3:
+            request_id = served.submit(**asked)
+            truths[request_id] = greedy_truth(asked)
+        else:
+            request_id = served.submit(**asked, matcher=Cycle())
+            truths[request_id] = constrained_truth(prompt, asked["max_new_tokens"])
+        for _ in range(i % 4):
+            updates += served.step()
+        if i % 5 == 4:
+            served.preempt(request_id)
+    found = run(served, updates)
+    assert {i: one.token_ids for i, one in found.items()} == truths
+    assert served._grammars == {} and served.stats().num_accepted_tokens > 0
+
+
+def test_sampled_tokens_are_allowed_and_those_of_a_request_alone() -> None:
+    asked: dict[str, Any] = dict(prompt=[1, 2], max_new_tokens=12, temperature=1.0, seed=5)
+    alone, crowded = driver(), driver()
+    alone.submit(**asked, matcher=Cycle())
+    for seed in range(3):
+        crowded.submit([3], max_new_tokens=9, temperature=1.0, seed=seed)
+    crowded.submit(**asked, matcher=Cycle())
+    (first,), second = run(alone).values(), run(crowded)[3]
+    assert first.token_ids == second.token_ids and len(first.token_ids) == 12
+    for i, token in enumerate(first.token_ids):
+        assert token in ALLOWED[i % len(ALLOWED)]
+
+
+def test_a_cancelled_request_leaves_no_grammar() -> None:
+    served = driver()
+    request_id = served.submit([1], max_new_tokens=20, matcher=Cycle())
+    served.step()
+    assert served.cancel(request_id) and served._grammars == {}
+    assert run(served) == {}
+
+
+def test_warming_up_compiles_one_more_program_and_leaves_nothing() -> None:
+    calls: list[tuple[int, int]] = []
+    served, plain = driver(), sd.EngineDriver(TABLE, *WEIGHTS[TABLE])
+    served.warm_up(lambda *x: calls.append(x))
+    plain_calls: list[tuple[int, int]] = []
+    plain.warm_up(lambda *x: plain_calls.append(x))
+    total = plain_calls[0][1] + 1
+    assert calls == [(done, total) for done in range(total + 1)]
+    assert served.is_idle and served.stats().num_tokens == 0
+    served.warm_up()
