@@ -42,6 +42,7 @@ from jax_specdec._src.processors import (
     process_logits,
 )
 from jax_specdec._src.ragged import PackedDrafts, pack_drafts
+from jax_specdec._src.sampling import SamplingParams
 from jax_specdec._src.serving.batch import truncate
 from jax_specdec._src.serving.driver import EngineDriver
 from jax_specdec._src.serving.engine import Engine
@@ -60,7 +61,6 @@ from jax_specdec._src.types import (
     DraftProbs,
     Drafts,
     RejectionSampleOutput,
-    SamplingParams,
     Status,
     parse_output,
 )

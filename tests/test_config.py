@@ -8,6 +8,7 @@ import json
 import math
 import pickle
 import random
+import re
 from typing import Any
 
 import jax
@@ -96,163 +97,85 @@ def test_rates_become_a_tuple_of_floats(rates: object) -> None:
 
 
 BAD_COUNTS = [
-    (0, ValueError, "must be in [1, 1024], but it is 0"),
-    (-3, ValueError, "must be in [1, 1024], but it is -3"),
-    (1025, ValueError, "must be in [1, 1024], but it is 1025"),
-    (10**30, ValueError, f"must be in [1, 1024], but it is {10**30}"),
-    (True, TypeError, "must be an int, but it is True"),
-    (np.True_, TypeError, "must be an int, but it is np.True_"),
-    (4.0, TypeError, "must be an int, but it is 4.0"),
-    (NAN, TypeError, "must be an int, but it is nan"),
-    ("4", TypeError, "must be an int, but it is '4'"),
-    (None, TypeError, "must be an int, but it is None"),
+    *((k, ValueError) for k in (0, -3, 1025, 10**30)),
+    *((k, TypeError) for k in (True, np.True_, 4.0, NAN, "4", None)),
 ]
 
-BAD_CONFIGS = [
-    (
-        dict(rejection_sample_method="strict"),
-        ValueError,
-        "rejection_sample_method must be 'standard', 'block', 'agreement' or 'synthetic', but is "
-        "'strict'",
-    ),
-    (
-        dict(rejection_sample_method=None),
-        TypeError,
-        "rejection_sample_method must be a string, but is None",
-    ),
-    (
-        dict(draft_sample_method="random"),
-        ValueError,
-        "draft_sample_method must be 'greedy' or 'probabilistic', but is 'random'",
-    ),
-    (
-        dict(draft_sample_method="gumbel"),
-        ValueError,
-        "draft_sample_method='gumbel' is retired; give 'probabilistic' instead",
-    ),
-    (dict(draft_sample_method=1), TypeError, "draft_sample_method must be a string, but is 1"),
-    (
-        dict(rejection_sample_method="synthetic"),
-        ValueError,
-        "rejection_sample_method='synthetic' needs exactly one of synthetic_acceptance_rates and"
-        " synthetic_acceptance_length, but neither is given:"
-        " synthetic_acceptance_rates=None, synthetic_acceptance_length=None",
-    ),
+# The name of the argument is that of the last field.
+BAD_CONFIGS: list[tuple[dict[str, object], type[Exception]]] = [
+    (dict(rejection_sample_method="strict"), ValueError),
+    (dict(rejection_sample_method=None), TypeError),
+    (dict(draft_sample_method="random"), ValueError),
+    (dict(draft_sample_method="gumbel"), ValueError),
+    (dict(draft_sample_method=1), TypeError),
+    (dict(rejection_sample_method="synthetic", synthetic_acceptance_rates=None), ValueError),
     (
         dict(
             rejection_sample_method="synthetic",
-            synthetic_acceptance_rates=(0.5, 0.5, 0.5),
             synthetic_acceptance_length=2.5,
+            synthetic_acceptance_rates=(0.5, 0.5, 0.5),
         ),
         ValueError,
-        "rejection_sample_method='synthetic' needs exactly one of synthetic_acceptance_rates and"
-        " synthetic_acceptance_length, but both are given:"
-        " synthetic_acceptance_rates=(0.5, 0.5, 0.5), synthetic_acceptance_length=2.5",
     ),
-    (
-        dict(synthetic_acceptance_rates=(0.5, 0.5, 0.5)),
-        ValueError,
-        "synthetic_acceptance_rates needs rejection_sample_method='synthetic', but it is"
-        " 'standard': synthetic_acceptance_rates=(0.5, 0.5, 0.5)",
-    ),
-    (
-        dict(synthetic_acceptance_length=2.5),
-        ValueError,
-        "synthetic_acceptance_length needs rejection_sample_method='synthetic', but it is"
-        " 'standard': synthetic_acceptance_length=2.5",
-    ),
+    (dict(synthetic_acceptance_rates=(0.5, 0.5, 0.5)), ValueError),
+    (dict(synthetic_acceptance_length=2.5), ValueError),
 ]
 
-# In a list of three, `{name}` standing for the argument.
+# In a list of three; and the entry that is named.
 BAD_RATES = [
-    ((), ValueError, "{name} must have at least one entry, but is ()"),
-    ((0.9, NAN, 0.1), ValueError, "{name}[1] must be in [0, 1], but is nan"),
-    ((INF, 0.5, 0.1), ValueError, "{name}[0] must be in [0, 1], but is inf"),
-    ((0.9, 0.5, -0.1), ValueError, "{name}[2] must be in [0, 1], but is -0.1"),
-    ((1.5, 0.5, 0.1), ValueError, "{name}[0] must be in [0, 1], but is 1.5"),
-    ((10**400, 0.5, 0.1), ValueError, "{name}[0] must be in [0, 1], but is 1000"),
-    ((True, 0.5, 0.1), TypeError, "{name}[0] must be a number, but is True"),
-    (np.array([True, False, False]), TypeError, "{name}[0] must be a number, but is True"),
-    ((0.9, "0.5", 0.1), TypeError, "{name}[1] must be a number, but is '0.5'"),
-    ((0.9, None, 0.1), TypeError, "{name}[1] must be a number, but is None"),
-    ((0.9, 0.5j, 0.1), TypeError, "{name}[1] must be a number, but is 0.5j"),
-    (np.ones((3, 1)), TypeError, "{name}[0] must be a number, but is [1.0]"),
-    ("0.5", TypeError, "{name} must be a sequence of numbers, but is '0.5'"),
-    (b"abc", TypeError, "{name} must be a sequence of numbers, but is b'abc'"),
-    (0.5, TypeError, "{name} must be a sequence of numbers, but is 0.5"),
-    (np.array(0.5), TypeError, "{name} must be a sequence of numbers, but is 0.5"),
-    ({0.5}, TypeError, "{name} must be a sequence of numbers, but is {{0.5}}"),
-    ({"0": 0.5}, TypeError, "{name} must be a sequence of numbers, but is {{'0': 0.5}}"),
-]
-
-BAD_RATES_OR_WRONG_COUNT = [
-    *BAD_RATES,
-    (
-        (0.5, 0.5),
-        ValueError,
-        "{name} must have num_speculative_tokens=3 entries, but has 2: (0.5, 0.5)",
-    ),
-    (
-        [0.5] * 4,
-        ValueError,
-        "{name} must have num_speculative_tokens=3 entries, but has 4: (0.5, 0.5, 0.5, 0.5)",
-    ),
-    (
-        (0.9, 0.5, 0.6),
-        ValueError,
-        "{name} must be non-increasing, but {name}[2]=0.6 > {name}[1]=0.5",
-    ),
+    ((), ValueError, ""),
+    ((0.9, NAN, 0.1), ValueError, "[1]"),
+    ((INF, 0.5, 0.1), ValueError, "[0]"),
+    ((0.9, 0.5, -0.1), ValueError, "[2]"),
+    ((1.5, 0.5, 0.1), ValueError, "[0]"),
+    ((10**400, 0.5, 0.1), ValueError, "[0]"),
+    ((True, 0.5, 0.1), TypeError, "[0]"),
+    (np.array([True, False, False]), TypeError, "[0]"),
+    ((0.9, "0.5", 0.1), TypeError, "[1]"),
+    ((0.9, None, 0.1), TypeError, "[1]"),
+    ((0.9, 0.5j, 0.1), TypeError, "[1]"),
+    (np.ones((3, 1)), TypeError, "[0]"),
+    *((rates, TypeError, "") for rates in ("0.5", b"abc", 0.5, np.array(0.5), {0.5}, {"0": 0.5})),
 ]
 
 BAD_LENGTHS = [
-    (0.99, ValueError, "must be in [1, 4], but is 0.99"),
-    (4.01, ValueError, "must be in [1, 4], but is 4.01"),
-    (NAN, ValueError, "must be in [1, 4], but is nan"),
-    (INF, ValueError, "must be in [1, 4], but is inf"),
-    (-INF, ValueError, "must be in [1, 4], but is -inf"),
-    (True, TypeError, "must be a number, but is True"),
-    ("2.5", TypeError, "must be a number, but is '2.5'"),
-    ([2.5], TypeError, "must be a number, but is [2.5]"),
+    *((length, ValueError) for length in (0.99, 4.01, NAN, INF, -INF)),
+    *((length, TypeError) for length in (True, "2.5", [2.5])),
 ]
 
 
-@pytest.mark.parametrize(("count", "error", "message"), BAD_COUNTS)
-def test_a_bad_number_of_tokens_is_refused(
-    count: object, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error) as caught:
+@pytest.mark.parametrize(("count", "error"), BAD_COUNTS)
+def test_a_bad_number_of_tokens_is_refused(count: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match="^num_speculative_tokens must"):
         SpecDecodeConfig(num_speculative_tokens=count)
-    assert str(caught.value) == f"num_speculative_tokens {message}"
-    with pytest.raises(error) as caught:
+    with pytest.raises(error, match="^num_speculative_tokens must"):
         acceptance_length_to_rates(1.0, count)
-    assert str(caught.value) == f"num_speculative_tokens {message}"
 
 
-@pytest.mark.parametrize(("fields", "error", "message"), BAD_CONFIGS)
-def test_a_bad_field_is_named_with_its_rule_and_value(
-    fields: dict[str, object], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error) as caught:
+@pytest.mark.parametrize(("fields", "error"), BAD_CONFIGS)
+def test_a_bad_field_is_named(fields: dict[str, object], error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"^{list(fields)[-1]}"):
         SpecDecodeConfig(**{"num_speculative_tokens": 3, **fields})
-    assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(("rates", "error", "message"), BAD_RATES_OR_WRONG_COUNT)
-def test_bad_synthetic_rates_are_refused(
-    rates: object, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error) as caught:
+@pytest.mark.parametrize(
+    ("rates", "error", "entry"),
+    [
+        *BAD_RATES,
+        ((0.9, 0.5, 0.6), ValueError, "[2]"),
+        ((0.5, 0.5), ValueError, ""),
+        ([0.5] * 4, ValueError, ""),
+    ],
+)
+def test_bad_synthetic_rates_are_refused(rates: object, error: type[Exception], entry: str) -> None:
+    with pytest.raises(error, match=re.escape(f"synthetic_acceptance_rates{entry} must")):
         synthetic(num_speculative_tokens=3, synthetic_acceptance_rates=rates)
-    assert str(caught.value).startswith(message.format(name="synthetic_acceptance_rates"))
 
 
-@pytest.mark.parametrize(("length", "error", "message"), BAD_LENGTHS)
-def test_a_bad_synthetic_length_is_refused(
-    length: object, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error) as caught:
+@pytest.mark.parametrize(("length", "error"), BAD_LENGTHS)
+def test_a_bad_synthetic_length_is_refused(length: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match="^synthetic_acceptance_length must"):
         synthetic(num_speculative_tokens=3, synthetic_acceptance_length=length)
-    assert str(caught.value) == f"synthetic_acceptance_length {message}"
 
 
 # A config is a value
@@ -265,7 +188,7 @@ def test_a_config_cannot_be_changed() -> None:
 
 def test_replace_checks_again() -> None:
     config = synthetic(num_speculative_tokens=2, synthetic_acceptance_rates=(0.5, 0.25))
-    with pytest.raises(ValueError, match="must have num_speculative_tokens=3 entries"):
+    with pytest.raises(ValueError, match="^synthetic_acceptance_rates must"):
         dataclasses.replace(config, num_speculative_tokens=3)
 
 
@@ -346,15 +269,15 @@ def test_a_config_survives_a_round_trip_through_json(config: SpecDecodeConfig) -
         (
             {"draft_sample_method": "greedy"},
             ValueError,
-            "num_speculative_tokens must be given, but the keys are ['draft_sample_method']",
+            "values must have the key num_speculative_tokens",
         ),
         (
             {"num_speculative_tokens": "4"},
             TypeError,
-            "num_speculative_tokens must be an int, but it is '4'",
+            "num_speculative_tokens must",
         ),
-        ([("num_speculative_tokens", 4)], TypeError, "values must be a mapping of field names"),
-        (None, TypeError, "values must be a mapping of field names, but is None"),
+        ([("num_speculative_tokens", 4)], TypeError, "values must"),
+        (None, TypeError, "values must"),
     ],
 )
 def test_from_dict_says_what_is_wrong(values: object, error: type[Exception], message: str) -> None:
@@ -449,26 +372,21 @@ def test_products_of_rates_have_those_as_conditional_ones(rates: list[float]) ->
     np.testing.assert_allclose(unconditional_to_conditional_rates(unconditional), rates, rtol=1e-14)
 
 
-@pytest.mark.parametrize(("rates", "error", "message"), BAD_RATES)
-def test_bad_rates_have_no_conditional_ones(
-    rates: Any, error: type[Exception], message: str
-) -> None:
+@pytest.mark.parametrize(("rates", "error", "entry"), BAD_RATES)
+def test_bad_rates_have_no_conditional_ones(rates: Any, error: type[Exception], entry: str) -> None:
     for convert in unconditional_to_conditional_rates, conditional_to_unconditional_rates:
-        with pytest.raises(error) as caught:
+        with pytest.raises(error, match=re.escape(f"rates{entry} must")):
             convert(rates)
-        assert str(caught.value).startswith(message.format(name="rates"))
 
 
 def test_unconditional_rates_must_not_increase() -> None:
-    with pytest.raises(ValueError, match="rates must be non-increasing") as caught:
+    with pytest.raises(ValueError, match=r"^rates\[2\] must"):
         unconditional_to_conditional_rates([0.5, 0.5, 0.6])
-    assert str(caught.value) == "rates must be non-increasing, but rates[2]=0.6 > rates[1]=0.5"
 
 
-@pytest.mark.parametrize(("length", "error", "message"), BAD_LENGTHS)
+@pytest.mark.parametrize(("length", "error"), BAD_LENGTHS)
 def test_acceptance_length_to_rates_refuses_a_bad_length(
-    length: float, error: type[Exception], message: str
+    length: object, error: type[Exception]
 ) -> None:
-    with pytest.raises(error) as caught:
-        acceptance_length_to_rates(length, 3)
-    assert str(caught.value) == f"length {message}"
+    with pytest.raises(error, match="^length must"):
+        acceptance_length_to_rates(length, 3)  # type: ignore[arg-type]

@@ -65,10 +65,6 @@ def save(params: Any, dtype: Any = jnp.float32, model: Any = DRAFT.model) -> Non
     sd.models.save_checkpoint("/nowhere/at/all", model, params, dtype)
 
 
-TEXT = (
-    "turn it into ids, with encode for the embedded models, or with the encode of load_tokenizer's "
-    "Tokenizer"
-)
 HUGE = jax.tree.map(lambda x: x * 1e6, DRAFT.params)
 
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -88,7 +84,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "drafter=NGramDrafter": (
         lambda: generate(drafter=sd.NGramDrafter),
         TypeError,
-        "drafter must be a Drafter, but it is the class NGramDrafter",
+        "drafter must be a Drafter, but it is <class "
+        "'jax_specdec._src.drafting.ngram.NGramDrafter'>",
     ),
     "drafter='ngram'": (
         lambda: generate(drafter="ngram"),
@@ -105,7 +102,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "drafter=3": (
         lambda: generate(drafter=3),
         TypeError,
-        "drafter must be a Drafter, but it is a int",
+        "drafter must be a Drafter, but it is 3",
     ),
     "no draft_params": (
         lambda: generate(drafter=sd.ModelDrafter(DRAFT.model)),
@@ -143,7 +140,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "params of the drafter": (
         lambda: generate(TARGET.model, DRAFT.params, [[1]]),
         ValueError,
-        "params['embed_tokens'] must have shape (256, 256), but has (256, 128).",
+        "params['embed_tokens'] must be an array [256, 256] of float32, but it is an array [256, "
+        "128] of float32",
     ),
     "config=3": (
         lambda: generate(config=3),
@@ -164,23 +162,25 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a string": (
         lambda: generate(*TARGET, "import "),
         TypeError,
-        f"prompts must be lists of token ids, but it is the text 'import ': {TEXT}",
+        "prompts must be lists of token ids, but it is 'import ': turn text into ids, with "
+        "encode for the embedded models, or with the encode of load_tokenizer's Tokenizer",
     ),
     "a list of strings": (
         lambda: generate(*TARGET, ["import "]),
         TypeError,
-        f"prompts[0] must be a list of ints, but it is the text 'import ': {TEXT}",
+        "prompts[0] must be a list of ints, but it is 'import ': turn text into ids, with "
+        "encode for the embedded models, or with the encode of load_tokenizer's Tokenizer",
     ),
     "one prompt for a list": (
         lambda: generate(*TARGET, [1, 2, 3]),
         TypeError,
-        "prompts must be lists of token ids, one per request, but it is one list of ids, "
-        "[1, 2, 3]: pass [ids]",
+        "prompts must be lists of token ids, one per request, but it is [1, 2, 3]: pass [ids]",
     ),
     "an array for a list": (
         lambda: generate(*TARGET, np.array([1, 2, 3])),
         TypeError,
-        "one per request, but it is one list of ids, an array of int64[3]: pass [ids]",
+        "prompts must be lists of token ids, one per request, but it is an array [3] of int64: "
+        "pass [ids]",
     ),
     "a number": (
         lambda: generate(*TARGET, 3),
@@ -190,7 +190,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "stop text": (
         lambda: generate(stop_token_ids="\n"),
         TypeError,
-        r"stop_token_ids must be a list of ints, but it is the text '\n': turn it into ids, ",
+        "stop_token_ids must be a list of ints, but it is '\\n': turn text into ids, ",
     ),
     "temperature text": (
         lambda: generate(temperature="0.8"),
@@ -223,6 +223,37 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "token_ids must be a list of ints, but it is 'abc'.",
     ),
+    "top-p out of range": (
+        lambda: generate(top_p=0.0),
+        ValueError,
+        "top_p must be in (0, 1], but it is 0.0",
+    ),
+    "top-k out of range": (
+        lambda: generate(top_k=-1),
+        ValueError,
+        "top_k must be in [0, 2147483647], but it is -1",
+    ),
+    "rates that increase": (
+        lambda: sd.SpecDecodeConfig(
+            num_speculative_tokens=2,
+            rejection_sample_method="synthetic",
+            synthetic_acceptance_rates=[0.5, 0.6],
+        ),
+        ValueError,
+        "synthetic_acceptance_rates[1] must be at most synthetic_acceptance_rates[0] = 0.5, but "
+        "it is 0.6",
+    ),
+    "rates of another method": (
+        lambda: sd.SpecDecodeConfig(num_speculative_tokens=1, synthetic_acceptance_rates=[0.5]),
+        ValueError,
+        "synthetic_acceptance_rates must be None, but it is [0.5]: rejection_sample_method is "
+        "'standard'",
+    ),
+    "an unknown method": (
+        lambda: sd.SpecDecodeConfig(num_speculative_tokens=1, rejection_sample_method="strict"),  # type: ignore[arg-type]
+        ValueError,
+        "rejection_sample_method must be 'standard', 'block' or 'synthetic', but it is 'strict'",
+    ),
     # Engines
     "Engine(drafter=draft)": (
         lambda: engine(drafter=DRAFT),
@@ -242,7 +273,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "EngineDriver(target)": (
         lambda: sd.EngineDriver(TARGET, TARGET.params),  # type: ignore[arg-type]
         TypeError,
-        "engine must be an Engine, but it is LoadedModel(",
+        "engine must be an Engine, but it is a LoadedModel",
     ),
     "EngineDriver(engine, target)": (
         lambda: sd.EngineDriver(engine(), TARGET),
@@ -257,36 +288,40 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "submit text": (
         lambda: sd.EngineDriver(engine(), TARGET.params).submit("import "),  # type: ignore[arg-type]
         TypeError,
-        "prompt must be a list of ints, but it is the text 'import ': turn it into ids, ",
+        "prompt must be a list of ints, but it is 'import ': turn text into ids, ",
     ),
     # Verification
     "logits [B, K+1, V]": (
         lambda: rejection_sample(jnp.zeros((B, K + 1, V))),
         ValueError,
-        "target_logits must have shape [N+B, V] = [6+2, V], but its shape is [2, 4, 8]: pass "
-        "target_logits.reshape(8, 8)",
+        "target_logits must be an array [N+B, V] = [8, V] of float32, bfloat16 or float16, "
+        "but it is an array [2, 4, 8] of float32: pass target_logits.reshape(8, 8)",
     ),
     "fewer drafts than logits": (
         lambda: rejection_sample(drafts=sd.Drafts.from_dense(jnp.zeros((B, 2), jnp.int32))),
         ValueError,
-        "target_logits must have shape [N+B, V] = [4+2, V], but its shape is [8, 8]: drafts has 2 "
-        "ids per request, but the logits are for 3",
+        "target_logits must be an array [N+B, V] = [6, V] of float32, bfloat16 or float16, "
+        "but it is an array [8, 8] of float32: drafts has 2 ids per request, but the logits "
+        "are for 3",
     ),
     "more drafts than logits": (
         lambda: rejection_sample(drafts=sd.Drafts.from_dense(jnp.zeros((B, 5), jnp.int32))),
         ValueError,
-        "but its shape is [8, 8]: drafts has 5 ids per request, but the logits are for 3",
+        "target_logits must be an array [N+B, V] = [12, V] of float32, bfloat16 or float16, "
+        "but it is an array [8, 8] of float32: drafts has 5 ids per request, but the logits "
+        "are for 3",
     ),
     "no bonus rows": (
         lambda: rejection_sample(jnp.zeros((B * K, V))),
         ValueError,
-        "but its shape is [6, 8]: the bonus rows are missing, one after the draft rows of each "
-        "request (or give bonus_token_ids)",
+        "target_logits must be an array [N+B, V] = [8, V] of float32, bfloat16 or float16, "
+        "but it is an array [6, 8] of float32: each request has a bonus row after its draft "
+        "rows, unless bonus_token_ids is given",
     ),
     "drafts=ids": (
         lambda: rejection_sample(drafts=jnp.zeros((B, K), jnp.int32)),
         TypeError,
-        "drafts must be a Drafts, but it is an array of int32[2, 3]",
+        "drafts must be a Drafts, but it is an array [2, 3] of int32",
     ),
     "sampling=0.8": (
         lambda: rejection_sample(sampling=0.8),
@@ -296,8 +331,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "one key": (
         lambda: rejection_sample(keys=jax.random.key(0)),
         ValueError,
-        "keys must have shape [B] = [2], one per request as jax.random.split gives, but its shape "
-        "is []",
+        "keys must be an array [B] = [2], but it is an array [] of key<fry>: "
+        "jax.random.split gives one per request",
     ),
     "keys=0": (
         lambda: rejection_sample(keys=0),
@@ -314,33 +349,34 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             jnp.zeros((B * 5, V)), sd.Drafts.from_dense(jnp.zeros((B, 4), int))
         ),
         ValueError,
-        "drafts must have at most num_speculative_tokens=3 drafts per request, as config says, but "
-        "each request has more, the first one 4",
+        "drafts must have at most num_speculative_tokens = 3 drafts per request, as config "
+        "says, but it is [4, 4]",
     ),
     "positions=5": (
         lambda: rejection_sample(positions=5),
         ValueError,
-        "positions must have shape [B] = [2], but its shape is []",
+        "positions must be an array [B] = [2] of int32, but it is an array [] of int32",
     ),
     "positions past int32": (
         lambda: rejection_sample(positions=np.array([5, 2**31])),
         ValueError,
-        "positions must be integers that int32 holds, but one is 2147483648",
+        "positions must be integers that int32 holds, but it is 2147483648",
     ),
     "temperature of another dtype": (
         lambda: rejection_sample(sampling=sd.SamplingParams(jnp.array([0, 1]))),
         TypeError,
-        "sampling.temperature must be float32, but it is int32",
+        "sampling.temperature must be an array [B] = [2] of float32, but it is an array [2] "
+        "of int32",
     ),
     "top_k=2.5": (
         lambda: rejection_sample(sampling=sd.SamplingParams(0.8, top_k=2.5)),  # type: ignore[arg-type]
         TypeError,
-        "sampling.top_k must be an array [B] = [2], but it is 2.5",
+        "sampling.top_k must be an array [B] = [2] of int32, but it is 2.5",
     ),
     "parse_output(token_ids)": (
         lambda: sd.parse_output(jnp.zeros((B, K))),  # type: ignore[arg-type]
         TypeError,
-        "output must be a RejectionSampleOutput, but it is an array of float32[2, 3]",
+        "output must be a RejectionSampleOutput, but it is an array [2, 3] of float32",
     ),
     "attach(ids)": (
         lambda: sd.DraftStore.create(B, K, V).attach(
@@ -349,61 +385,61 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             sampling=sd.SamplingParams(0.8),
         ),
         TypeError,
-        "drafts must be a Drafts, but it is an array of float32[2, 3]",
+        "drafts must be a Drafts, but it is an array [2, 3] of float32",
     ),
     # Drafts
     "count above K": (
         lambda: dense(jnp.array([2, 7])),
         ValueError,
-        "num_draft_tokens must be in [0, K] = [0, 3], but one is 7",
+        "num_draft_tokens[1] must be in [0, K] = [0, 3], but it is 7",
     ),
     "negative count": (
         lambda: dense([2, -1]),
         ValueError,
-        "num_draft_tokens must be in [0, K] = [0, 3], but one is -1",
+        "num_draft_tokens[1] must be in [0, K] = [0, 3], but it is -1",
     ),
     "count above K, inside jit": (
         lambda: jax.jit(lambda: dense([2, 7]).token_ids)(),
         ValueError,
-        "num_draft_tokens must be in [0, K] = [0, 3], but one is 7",
+        "num_draft_tokens[1] must be in [0, K] = [0, 3], but it is 7",
     ),
     "one count for all": (
         lambda: dense(2),
         ValueError,
-        "num_draft_tokens must be [B] = [2], but its shape is []",
+        "num_draft_tokens must be an array [B] = [2], but it is an array [] of int32",
     ),
     "counts of another batch": (
         lambda: dense([2, 1, 1]),
         ValueError,
-        "num_draft_tokens must be [B] = [2], but its shape is [3]",
+        "num_draft_tokens must be an array [B] = [2], but it is an array [3] of int32",
     ),
     "from_flat of a rectangle": (
         lambda: flat([[1, 2], [3, 4]], [2, 2]),
         ValueError,
-        "token_ids must be [N], one request after another, but its shape is [2, 2]; from_dense "
+        "token_ids must be an array [N], but it is an array [2, 2] of int32: from_dense "
         "takes [B, K]",
     ),
     "from_flat with one count": (
         lambda: flat([1, 2], 2),
         ValueError,
-        "num_draft_tokens must be [B], but its shape is []",
+        "num_draft_tokens must be an array [B], but it is an array [] of int32",
     ),
     "offsets for counts": (
         lambda: flat([1, 2, 3], [0, 2, 3]),
         ValueError,
-        "num_draft_tokens must be at most N = 3 together, but they are 5; they are counts, not "
+        "num_draft_tokens, summed, must be at most N = 3, but it is 5: they are counts, not "
         "offsets",
     ),
     "negative count in from_flat": (
         lambda: flat([1, 2, 3], [4, -1]),
         ValueError,
-        "num_draft_tokens must not be negative, but one is -1",
+        "num_draft_tokens[1] must be at least 0, but it is -1",
     ),
     "distribution=probs": (
         lambda: dense(None, PROBS.probs),
         TypeError,
-        "distribution must be None, a DraftProbs or a DraftLogits, but it is an array of "
-        "float32[2, 3, 8]",
+        "distribution must be a DraftProbs, a DraftLogits or None, but it is an array [2, 3, "
+        "8] of float32",
     ),
     "pack_drafts(size=1.5)": (
         lambda: sd.pack_drafts(jnp.zeros((B, K), jnp.int32), [1, 1], size=1.5),  # type: ignore[arg-type]
@@ -418,21 +454,20 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "pack_drafts of flat ids": (
         lambda: sd.pack_drafts(jnp.zeros((B,), jnp.int32), [1, 1]),
         ValueError,
-        "token_ids must be [B, K], but its shape is [2]",
+        "token_ids must be an array [B, K], but it is an array [2] of int32",
     ),
     # What `validate` finds
     "unnormalised probabilities": (
         lambda: validate(dense(None, sd.DraftProbs(PROBS.probs * 1.0009))),
         ValueError,
-        "drafts.distribution.probs[0] must be probabilities that sum to 1, but it has minimum ",
+        "drafts.distribution.probs[0].sum() must be 1, but it is 1.0009000301361084",
     ),
     "probabilities of other rows": (
         lambda: validate(
             dense(None, sd.DraftProbs(jnp.full((9, V), 0.5), jnp.arange(B * K, dtype=jnp.int32)))
         ),
         ValueError,
-        "drafts.distribution.probs[0] must be probabilities that sum to 1, but it has minimum 0.5 "
-        "and sum 4",
+        "drafts.distribution.probs[0].sum() must be 1, but it is 4.0",
     ),
     "an id past V": (
         lambda: validate(dense([1, 1], None, jnp.full((B, K), 99))),
@@ -447,8 +482,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "more drafts than K": (
         lambda: validate(flat([0] * 10, [5, 5]), jnp.zeros((12, V))),
         ValueError,
-        "drafts.cu_num_draft_tokens must give each request at most num_speculative_tokens=3 "
-        "drafts, but request 0 has 5",
+        "drafts.cu_num_draft_tokens, the count of request 0, must be in [0, "
+        "num_speculative_tokens] = [0, 3], but it is 5",
     ),
     "validate with raw keys": (
         lambda: validate(DENSE, keys=np.zeros((B, 2), np.uint32)),
@@ -458,7 +493,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "validate with one key": (
         lambda: validate(DENSE, keys=jax.random.key(0)),
         ValueError,
-        "keys must have shape [B] = [2]",
+        "keys must be an array [B] = [2], but it is an array [] of key<fry>: "
+        "jax.random.split gives one per request",
     ),
     "a negative position": (
         lambda: validate(DENSE, positions=np.array([4, -1])),
@@ -518,7 +554,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "save_checkpoint of other weights": (
         lambda: save(TARGET.params),
         ValueError,
-        "params['embed_tokens'] must have shape (256, 128), but has (256, 256).",
+        "params['embed_tokens'] must have shape (256, 128), but it is (256, 256)",
     ),
     "save_checkpoint(draft)": (
         lambda: save(DRAFT.params, model=DRAFT),

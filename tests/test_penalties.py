@@ -284,61 +284,60 @@ def test_penalties_travel_through_export() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (dict(penalties=None), TypeError, "penalties must be a Penalties, but it is None"),
-        (dict(drafts=3), TypeError, "drafts must be a Drafts or None, but it is 3"),
-        (dict(config=None), TypeError, "config must be a SpecDecodeConfig, but it is None"),
-        (dict(logits=3.0), TypeError, "logits must be an array, but it is 3.0"),
+        (dict(penalties=None), TypeError, "penalties"),
+        (dict(drafts=3), TypeError, "drafts"),
+        (dict(config=None), TypeError, "config"),
+        (dict(logits=3.0), TypeError, "logits"),
         (
             dict(logits=jnp.zeros((4, V))),
             ValueError,
-            r"logits must have shape \[N\+B, V\] = \[9\+4, V\] or \[N, V\], at most penalties' "
-            rf"V = {V} columns, but its shape is \[4, {V}\]",
+            "logits",
         ),
         (
             dict(logits=jnp.zeros((3, V)), drafts=None),
             ValueError,
-            r"logits must have shape \[B, V\] = \[4, V\] \(drafts is None\)",
+            "logits",
         ),
-        (dict(logits=jnp.zeros((13, V + 1))), ValueError, "at most penalties' V = 11 columns"),
+        (dict(logits=jnp.zeros((13, V + 1))), ValueError, "logits"),
         (
             dict(logits=jnp.zeros((13, V), jnp.int32)),
             TypeError,
-            "logits must be float32, bfloat16 or float16, but it is int32",
+            "logits",
         ),
         (
             dict(drafts=sd.Drafts.from_flat(jnp.zeros((9,), jnp.int32), jnp.array([9]))),
             ValueError,
-            r"drafts.cu_num_draft_tokens must have shape \[B\+1\] = \[5\], but its shape is \[2\]",
+            r"drafts\.cu_num_draft_tokens",
         ),
         (
             dict(frequency=jnp.zeros((2, 2))),
             ValueError,
-            r"penalties.frequency must have shape \[B\], the same for all three, but its shape",
+            r"penalties\.frequency",
         ),
         (
             dict(presence=jnp.zeros((3,))),
             ValueError,
-            r"penalties.presence must have shape \[B\], the same for all three, but its shape is",
+            r"penalties\.presence",
         ),
         (
             dict(repetition=jnp.ones((4,), jnp.int32)),
             TypeError,
-            "penalties.repetition must be float32, but it is int32",
+            r"penalties\.repetition",
         ),
         (
             dict(counts=jnp.zeros((3, V), jnp.int32)),
             ValueError,
-            r"penalties.counts must have shape \[B, V\] with B = 4, the same for counts and",
+            r"penalties\.counts",
         ),
         (
             dict(in_prompt=jnp.zeros((4, V + 1), bool)),
             ValueError,
-            r"penalties.in_prompt must have shape \[B, V\] with B = 4, the same for counts and",
+            r"penalties\.in_prompt",
         ),
         (
             dict(in_prompt=jnp.zeros((4, V))),
             TypeError,
-            "penalties.in_prompt must be bool, but it is float32",
+            r"penalties\.in_prompt",
         ),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
@@ -353,5 +352,5 @@ def test_what_does_not_fit_is_refused(
     call |= {name: value for name, value in change.items() if name not in fields}
     if inner:
         call["penalties"] = dataclasses.replace(penalties(), **inner)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"^{message}"):
         sd.apply_penalties(**call)

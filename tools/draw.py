@@ -46,10 +46,11 @@ PURPOSES = {  # of each unit: what stands below its name
     "grammar": "masks from matchers",
     "noise": "uniforms from keys",
     "ragged": "flat layouts",
-    "sampling": "min-p, top-k, top-p",
+    "sampling": "a table of parameters",
     "blocks": "rows a few at a time",
     "platform": "one form is traced",
-    "types": "arrays and records",
+    "types": "drafts, noise, output",
+    "arrays": "declared, and checked",
     "config": "static settings",
 }
 KINDS = {"verify": "green", "reference": "orange", "drafting": "blue", "serving": "purple"}

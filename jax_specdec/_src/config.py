@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, get_args
 
 import numpy as np
 
+from jax_specdec._src.arrays import Range, check_choice, check_int, check_type, refuse, require
+
 RejectionSampleMethod = Literal["standard", "block", "agreement", "synthetic"]
 DraftSampleMethod = Literal["greedy", "probabilistic"]
 
@@ -103,18 +105,20 @@ class SpecDecodeConfig:
     def __post_init__(self) -> None:
         k = check_num_speculative_tokens(self.num_speculative_tokens)
         object.__setattr__(self, "num_speculative_tokens", k)
-        _check_choice(
-            "rejection_sample_method", self.rejection_sample_method, get_args(RejectionSampleMethod)
-        )
-        _check_choice("draft_sample_method", self.draft_sample_method, get_args(DraftSampleMethod))
+        for name, choices in (
+            ("rejection_sample_method", get_args(RejectionSampleMethod)),
+            ("draft_sample_method", get_args(DraftSampleMethod)),
+        ):
+            value = getattr(self, name)
+            check_type(name, value, str)
+            if (name, value) in _RETIRED_CHOICES:
+                raise ValueError(_RETIRED_CHOICES[name, value])
+            check_choice(name, value, choices)
         self._check_synthetic_fields()
         if self.synthetic_acceptance_rates is not None:
             rates = _check_rates("synthetic_acceptance_rates", self.synthetic_acceptance_rates)
-            if len(rates) != k:
-                raise ValueError(
-                    f"synthetic_acceptance_rates must have num_speculative_tokens={k} entries, but"
-                    f" has {len(rates)}: {rates}"
-                )
+            must = f"have num_speculative_tokens = {k} entries"
+            require(len(rates) == k, "synthetic_acceptance_rates", must, rates)
             object.__setattr__(self, "synthetic_acceptance_rates", rates)
         if self.synthetic_acceptance_length is not None:
             length = _check_real(
@@ -123,20 +127,16 @@ class SpecDecodeConfig:
             object.__setattr__(self, "synthetic_acceptance_length", length)
 
     def _check_synthetic_fields(self) -> None:
-        names = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
-        given = [name for name in names if getattr(self, name) is not None]
+        rates, length = "synthetic_acceptance_rates", "synthetic_acceptance_length"
+        given = {
+            name: value for name in (rates, length) if (value := getattr(self, name)) is not None
+        }
         if self.rejection_sample_method == "synthetic":
-            if len(given) != 1:
-                raise ValueError(
-                    "rejection_sample_method='synthetic' needs exactly one of"
-                    f" {' and '.join(names)}, but {'both are' if given else 'neither is'} given:"
-                    f" {', '.join(f'{name}={getattr(self, name)!r}' for name in names)}"
-                )
-        elif given:
-            raise ValueError(
-                f"{given[0]} needs rejection_sample_method='synthetic', but it is"
-                f" {self.rejection_sample_method!r}: {given[0]}={getattr(self, given[0])!r}"
-            )
+            require(len(given) == 1, f"{rates} or {length}", "be given, and not both", given)
+            return
+        for name, value in given.items():
+            hint = f"rejection_sample_method is {self.rejection_sample_method!r}"
+            refuse(ValueError, name, "be None", value, hint)
 
     @property
     def keeps_draft_distribution(self) -> bool:
@@ -181,18 +181,15 @@ class SpecDecodeConfig:
           Traceback (most recent call last):
           ValueError: unknown key 'draft_method'; did you mean 'draft_sample_method'?
         """
-        if not isinstance(values, Mapping):
-            raise TypeError(f"values must be a mapping of field names, but is {values!r}")
+        check_type("values", values, Mapping)
         known = [field.name for field in dataclasses.fields(cls)]
         for key, value in values.items():
             if key in _RETIRED_KEYS:
                 raise ValueError(_RETIRED_KEYS[key].format(value=value))
             if key not in known:
                 raise ValueError(f"unknown key {key!r}{did_you_mean(key, known)}")
-        if "num_speculative_tokens" not in values:
-            raise ValueError(
-                f"num_speculative_tokens must be given, but the keys are {list(values)}"
-            )
+        given = "num_speculative_tokens" in values
+        require(given, "values", "have the key num_speculative_tokens", dict(values))
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -310,56 +307,21 @@ def check_num_speculative_tokens(value: Any) -> int:
     return check_int("num_speculative_tokens", value, 1, _MOST_SPECULATIVE_TOKENS)
 
 
-def check_int(name: str, value: Any, low: int = 1, high: int | None = None) -> int:
-    """`value` as a Python int, if it is an integer of any type in ``[low, high]``; not a boolean.
-
-    Raises:
-      TypeError: not an integer.
-      ValueError: out of range.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, (bool, np.bool_)):
-        shown = " ".join(f"{value!r:.80}".split())
-        raise TypeError(f"{name} must be an int, but it is {shown}")
-    if number < low or (high is not None and number > high):
-        rule = f"at least {low}" if high is None else f"in [{low}, {high}]"
-        raise ValueError(f"{name} must be {rule}, but it is {number}")
-    return number
-
-
 def _check_real(name: str, value: Any, low: int, high: int) -> float:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number:
-        raise TypeError(f"{name} must be a number, but is {value!r}")
-    if not low <= value <= high:  # true for NaN as well
-        raise ValueError(f"{name} must be in [{low}, {high}], but is {value!r}")
+    require(is_number, name, "be a number", value, error=TypeError)
+    Range(low, high).check(name, value)
     return float(value)
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, but is {value!r}")
-    if (name, value) in _RETIRED_CHOICES:
-        raise ValueError(_RETIRED_CHOICES[name, value])
-    if value not in choices:
-        listed = ", ".join(repr(choice) for choice in choices[:-1])
-        raise ValueError(f"{name} must be {listed} or {choices[-1]!r}, but is {value!r}")
 
 
 def _check_rates(name: str, rates: Any, *, may_increase: bool = False) -> tuple[float, ...]:
     if isinstance(rates, np.ndarray):
         rates = rates.tolist()
-    if isinstance(rates, str | bytes) or not isinstance(rates, Sequence):
-        raise TypeError(f"{name} must be a sequence of numbers, but is {rates!r}")
-    if not rates:
-        raise ValueError(f"{name} must have at least one entry, but is {rates!r}")
+    is_sequence = isinstance(rates, Sequence) and not isinstance(rates, str | bytes)
+    require(is_sequence, name, "be a sequence of numbers", rates, error=TypeError)
+    require(rates, name, "have at least one entry", rates)
     checked = tuple(_check_real(f"{name}[{i}]", rate, 0, 1) for i, rate in enumerate(rates))
     for i, (before, rate) in enumerate(itertools.pairwise(checked), start=1):
-        if rate > before and not may_increase:
-            raise ValueError(
-                f"{name} must be non-increasing, but {name}[{i}]={rate} > {name}[{i - 1}]={before}"
-            )
+        holds = may_increase or rate <= before
+        require(holds, f"{name}[{i}]", f"be at most {name}[{i - 1}] = {before}", rate)
     return checked

@@ -15,8 +15,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jax_specdec._src.config import check_int
-from jax_specdec._src.types import Drafts, described, known_values
+from jax_specdec._src.arrays import (
+    check_array,
+    check_int,
+    check_type,
+    known_values,
+    refuse,
+    require,
+)
+from jax_specdec._src.types import Drafts
 
 _ALL_ALLOWED = -1
 """A word of a bitmask with every bit set."""
@@ -145,11 +152,7 @@ class GrammarLookahead:
           ValueError: `token_ids` is not ``[B]``.
         """
         ids = np.asarray(token_ids)
-        if ids.shape != (len(self._matchers),):
-            raise ValueError(
-                f"token_ids must have shape [B] = [{len(self._matchers)}], but its shape is "
-                f"{list(ids.shape)}"
-            )
+        check_array("token_ids", ids, "[B]", {"B": len(self._matchers)})
         for b, (matcher, token) in enumerate(zip(self._matchers, ids.tolist(), strict=True)):
             if matcher is None or not self._is_reached[b]:
                 continue
@@ -234,21 +237,17 @@ def grammar_bitmask(
       >>> sd.grammar_bitmask([None, None], drafts, vocab_size=32).shape
       (4, 1)
     """
-    if not isinstance(drafts, Drafts):
-        raise TypeError(f"drafts must be a Drafts, but it is {described(drafts)}")
+    check_type("drafts", drafts, Drafts)
     ids, cu = known_values(drafts.token_ids), known_values(drafts.cu_num_draft_tokens)
     if ids is None or cu is None:
-        raise TypeError("drafts must hold values that the host can read: call this outside of jit")
+        must, hint = "hold values that the host can read", "call this outside of jit"
+        refuse(TypeError, "drafts", must, drafts.token_ids, hint)
     counts = np.diff(cu)
-    if cu[0] != 0 or (counts < 0).any() or cu[-1] > len(ids):
-        raise ValueError(
-            f"drafts.cu_num_draft_tokens must rise from 0 to at most N = {len(ids)}, but it is "
-            f"{cu.tolist()!r:.80}"
-        )
-    if len(_check_matchers(matchers)) != len(counts):
-        raise ValueError(
-            f"matchers must be one per request, {len(counts)}, but there are {len(matchers)}"
-        )
+    is_rising = cu[0] == 0 and (counts >= 0).all() and cu[-1] <= len(ids)
+    must = f"rise from 0 to at most N = {len(ids)}"
+    require(is_rising, "drafts.cu_num_draft_tokens", must, cu.tolist())
+    is_one_each = len(_check_matchers(matchers)) == len(counts)
+    require(is_one_each, "matchers", f"be one per request, {len(counts)}", matchers)
     lookahead = GrammarLookahead(matchers, vocab_size=vocab_size, end_token_ids=end_token_ids)
     request = np.arange(len(counts))
     shape = len(ids) + len(counts), lookahead.bitmask.shape[1]
@@ -285,17 +284,14 @@ def advance_matchers(
       >>> import jax_specdec as sd
       >>> sd.advance_matchers([None], [[4, 2]])
     """
-    if len(_check_matchers(matchers)) != len(token_ids):
-        raise ValueError(
-            f"token_ids must have one list per request, {len(matchers)}, but there are "
-            f"{len(token_ids)}"
-        )
+    is_one_each = len(_check_matchers(matchers)) == len(token_ids)
+    require(is_one_each, "token_ids", f"have {len(matchers)} lists, one per request", token_ids)
     for b, (matcher, tokens) in enumerate(zip(matchers, token_ids, strict=True)):
         for token in tokens:
             if matcher is None or matcher.is_terminated():
                 break
-            if not matcher.accept_token(int(token)):
-                raise ValueError(f"token_ids[{b}] has {token}, which its matcher refuses")
+            accepted = matcher.accept_token(int(token))
+            require(accepted, f"token_ids[{b}]", "hold tokens that its matcher takes", token)
 
 
 class DelayedMatcher:
@@ -334,8 +330,7 @@ class DelayedMatcher:
         """
         self._matcher = matcher
         self._begin = [int(token) for token in begin_token_ids]
-        if not self._begin:
-            raise ValueError("begin_token_ids must hold at least one token, but it is empty")
+        require(self._begin, "begin_token_ids", "hold at least one token", self._begin)
         self._before: list[int] = []
         self._num_accepted = 0
 
@@ -427,11 +422,8 @@ class CopyingMatcher:
         Raises:
           ValueError: `num_tokens` is more than the copies that are kept.
         """
-        if num_tokens > len(self._copies):
-            raise ValueError(
-                f"num_tokens must be at most {len(self._copies)}, which are kept, but it is "
-                f"{num_tokens}"
-            )
+        must = f"be at most {len(self._copies)}, which are kept"
+        require(num_tokens <= len(self._copies), "num_tokens", must, num_tokens)
         for _ in range(num_tokens):
             self._matcher = self._copies.pop()
 
@@ -446,19 +438,16 @@ def _check_matchers(matchers: Any) -> list[GrammarMatcher | None]:
     Raises:
       TypeError: `matchers` is not a list, or an entry is not a matcher.
     """
-    if isinstance(matchers, (str, bytes)) or not isinstance(matchers, Sequence):
-        raise TypeError(
-            f"matchers must be a list, one per request, but it is {described(matchers)}"
-        )
+    is_list = isinstance(matchers, Sequence) and not isinstance(matchers, (str, bytes))
+    require(is_list, "matchers", "be a list, one per request", matchers, error=TypeError)
     methods = [name for name in vars(GrammarMatcher) if not name.startswith("_")]
     for b, matcher in enumerate(matchers):
         missing = [name for name in methods if not callable(getattr(matcher, name, None))]
-        if matcher is not None and missing:
-            hint = ": wrap it in a CopyingMatcher" if missing == ["rollback"] else ""
-            raise TypeError(
-                f"matchers[{b}] must be a GrammarMatcher or None, but a {type(matcher).__name__} "
-                f"has no {', '.join(missing)}{hint}"
-            )
+        hint = f"it has no {', '.join(missing)}"
+        hint += "; wrap it in a CopyingMatcher" if missing == ["rollback"] else ""
+        is_matcher = matcher is None or not missing
+        must = "be a GrammarMatcher or None"
+        require(is_matcher, f"matchers[{b}]", must, type(matcher), hint, TypeError)
     return list(matchers)
 
 

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src import ragged
+from jax_specdec._src.arrays import check_array, check_choice, check_int, check_type, pytree
 from jax_specdec._src.blocks import gathering
-from jax_specdec._src.config import SpecDecodeConfig, check_int
+from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.platform import Platform, traced_for_platform
-from jax_specdec._src.sampling import Filter, inverse_temperature
-from jax_specdec._src.types import (
-    PLACEHOLDER_TOKEN_ID,
-    Array,
-    Drafts,
-    RejectionSampleOutput,
-    SamplingParams,
-    described,
-)
+from jax_specdec._src.sampling import Filter, SamplingParams, inverse_temperature
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Array, Drafts, RejectionSampleOutput
 from jax_specdec._src.verify import checks
 from jax_specdec._src.verify import sharding as sharding_lib
 from jax_specdec._src.verify.form import Form, of_owner
@@ -34,7 +28,11 @@ from jax_specdec._src.verify.sharding import VerifySharding
 Distribution = Literal["raw", "processed"]
 
 
-@jax.tree_util.register_dataclass
+@pytree(
+    logprobs="[B, K+1] float32",
+    top_token_ids="[B, K+1, n] int32",
+    top_logprobs="[B, K+1, n] float32",
+)
 @dataclasses.dataclass(frozen=True)
 class TokenLogprobs:
     """Log-probabilities of the tokens that one verification emitted.
@@ -189,7 +187,8 @@ def token_logprobs(
     if distribution == "processed":
         greedy = sampling.temperature == 0  # at temperature 1: 1 / 0 would have no derivative
         inv_temperature = inverse_temperature(jnp.where(greedy, 1.0, sampling.temperature))
-        filter = _of_sampled(Filter.of(sampling), greedy)
+        filter = Filter.of(sampling)
+        filter = None if filter is None else filter.where(~greedy)
     else:
         token_bitmask = None
 
@@ -231,15 +230,7 @@ def token_logprobs(
     return sharding_lib.over_mesh(on_part, array_layout.mesh, specs, own, arrays)
 
 
-def _of_sampled(filter: Filter | None, greedy: jax.Array) -> Filter | None:
-    """The filters, with neutral values for greedy requests."""
-    if filter is None:
-        return None
-    values = zip(filter, (0.0, 0, 1.0), strict=True)
-    return Filter(*(None if x is None else jnp.where(greedy, off, x) for x, off in values))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5, 6))
 def read_emitted(
     target_logits: jax.Array,
     token_bitmask: jax.Array | None,
@@ -390,37 +381,18 @@ def _check_call(
     padded_rows: bool,
 ) -> int:
     """Check a call; returns the number of ids that are not padding."""
-    if not isinstance(config, SpecDecodeConfig):
-        raise TypeError(f"config must be a SpecDecodeConfig, but it is {described(config)}")
-    if not isinstance(output, RejectionSampleOutput):
-        raise TypeError(f"output must be a RejectionSampleOutput, but it is {described(output)}")
-    batch = output.num_emitted.shape[0]
+    check_type("config", config, SpecDecodeConfig)
+    check_type("output", output, RejectionSampleOutput)
     bonus = None
-    if (
-        not padded_rows
-        and isinstance(drafts, Drafts)
-        and np.shape(target_logits)[:1] == drafts.token_ids.shape
-    ):
-        bonus = jnp.zeros((batch,), jnp.int32)  # one was given
+    if not padded_rows and isinstance(drafts, Drafts):
+        if np.shape(target_logits)[:1] == drafts.token_ids.shape:  # a bonus was given
+            bonus = jnp.zeros_like(output.num_emitted, jnp.int32)
     given = target_logits, drafts, sampling, bonus, None, vocab_size, token_bitmask
-    checks.check_call(*given, vocabulary_parts=vocabulary_parts, padded_rows=padded_rows)
-    shape = (drafts.cu_num_draft_tokens.shape[0] - 1, config.num_speculative_tokens + 1)
-    if output.token_ids.shape != shape or output.num_emitted.shape != shape[:1]:
-        raise ValueError(
-            f"output must be of [B, K+1] = {list(shape)} tokens, but its token_ids have shape "
-            f"{list(output.token_ids.shape)}"
-        )
-    if distribution not in ("raw", "processed"):
-        raise ValueError(f"distribution must be 'raw' or 'processed', but it is {distribution!r}")
-    size = target_logits.shape[1] * vocabulary_parts if vocab_size is None else int(vocab_size)
+    sizes = checks.check_call(*given, vocabulary_parts=vocabulary_parts, padded_rows=padded_rows)
+    sizes["K"] = config.num_speculative_tokens
+    check_array("output.token_ids", output.token_ids, "[B, K+1]", sizes)
+    check_array("output.num_emitted", output.num_emitted, "[B]", sizes)
+    check_choice("distribution", distribution, get_args(Distribution))
+    size = sizes["V"] if vocab_size is None else int(vocab_size)
     check_int("num_top", num_top, 0, size)
     return size
-
-
-# Lets `jax.export` serialize functions that return log-probabilities.
-export.register_pytree_node_serialization(
-    TokenLogprobs,
-    serialized_name="jax_specdec.TokenLogprobs",
-    serialize_auxdata=lambda _: b"",
-    deserialize_auxdata=lambda _: (),
-)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.arrays import require
 from jax_specdec._src.types import Noise
 
 
@@ -108,19 +109,14 @@ def check_keys(name: str, keys: Any) -> None:
     Raises:
       TypeError: not typed keys, or keys that have neither two nor four words.
     """
-    if not isinstance(keys, jax.Array) or not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
-        is_raw = getattr(keys, "dtype", None) == jnp.uint32
-        raise TypeError(
-            f"{name} must be typed, as jax.random.key and jax.random.split give, but it is "
-            f"{' '.join(repr(keys).split()):.80}"
-            + (f": pass jax.random.wrap_key_data({name})" if is_raw else "")
-        )
+    is_typed = isinstance(keys, jax.Array) and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)
+    is_raw = getattr(keys, "dtype", None) == jnp.uint32
+    hint = f"pass jax.random.wrap_key_data({name})" if is_raw else None
+    must = "be typed, as jax.random.key and jax.random.split give"
+    require(is_typed, name, must, keys, hint, TypeError)
     size = jax.eval_shape(jax.random.key_data, keys).shape[keys.ndim :]
-    if size not in ((2,), (4,)):
-        raise TypeError(
-            f"{name} must be of two or four words, as those of threefry2x32 and rbg are, but keys "
-            f"of {jax.random.key_impl(keys)} have shape {list(size)}"
-        )
+    must = "be of two or four words, as those of threefry2x32 and rbg are"
+    require(size in ((2,), (4,)), name, must, keys, f"words have shape {list(size)}", TypeError)
 
 
 def threefry_keys(keys: jax.Array) -> jax.Array:

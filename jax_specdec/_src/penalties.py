@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import export, lax
+from jax import lax
 
 from jax_specdec._src import ragged
+from jax_specdec._src.arrays import Sizes, check_tree, pytree
 from jax_specdec._src.blocks import BLOCK, by_blocks, take
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.platform import Platform, traced_for_platform
@@ -18,7 +19,13 @@ from jax_specdec._src.types import Array, Drafts
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 
 
-@jax.tree_util.register_dataclass
+@pytree(
+    frequency="[B] float32",
+    presence="[B] float32",
+    repetition="[B] float32",
+    counts="[B, V] int32",
+    in_prompt="[B, V] bool",
+)
 @dataclasses.dataclass(frozen=True)
 class Penalties:
     """The penalties of B requests, and the tokens that each has seen.
@@ -159,10 +166,11 @@ def apply_penalties(
       ...     config=sd.SpecDecodeConfig(num_speculative_tokens=1)).tolist()
       [[1.0, 4.0, -8.0], [1.0, 1.5, -8.0]]
     """
-    _check_penalties(logits, drafts, penalties, config, padded_rows)
+    sizes: Sizes = {}
+    check_tree("penalties", penalties, (Penalties,), sizes)
+    ragged.check_rows(logits, drafts, sizes["B"], config, padded_rows, most=sizes["V"])
     logits = jnp.asarray(logits)
-    rows, batch = logits.shape[0], penalties.frequency.shape[0]
-    if rows == 0 or batch == 0:
+    if logits.shape[0] == 0 or sizes["B"] == 0:
         return logits.astype(jnp.float32)
     drafts = None if drafts is None else dataclasses.replace(drafts, distribution=None)
     return traced_for_platform(_penalized, (logits, drafts, penalties), config, padded_rows)
@@ -211,44 +219,3 @@ def _penalize(logits: jax.Array, penalties: Penalties, before: Sequence[jax.Arra
     x = jnp.where(seen, jnp.where(x > 0, x / repetition, x * repetition), x)
     x -= frequency * count.astype(jnp.float32) + jnp.where(count > 0, presence, 0.0)
     return jnp.where(valid, x, jnp.nan)
-
-
-def _check_penalties(
-    logits: Array,
-    drafts: Drafts | None,
-    penalties: Penalties,
-    config: SpecDecodeConfig | None,
-    padded_rows: bool,
-) -> None:
-    if not isinstance(penalties, Penalties):
-        raise TypeError(f"penalties must be a Penalties, but it is {penalties!r:.80}")
-    batch = penalties.frequency.shape[0] if penalties.frequency.ndim == 1 else -1
-    for name in ("frequency", "presence", "repetition"):
-        values = getattr(penalties, name)
-        if values.shape != (batch,):
-            raise ValueError(
-                f"penalties.{name} must have shape [B], the same for all three, but its shape is "
-                f"{list(values.shape)}"
-            )
-        if values.dtype != jnp.float32:
-            raise TypeError(f"penalties.{name} must be float32, but it is {values.dtype}")
-    for name, dtype in (("counts", "int32"), ("in_prompt", "bool")):
-        array = getattr(penalties, name)
-        if array.ndim != 2 or array.shape[0] != batch or array.shape != penalties.counts.shape:
-            raise ValueError(
-                f"penalties.{name} must have shape [B, V] with B = {batch}, the same for counts "
-                f"and in_prompt, but its shape is {list(array.shape)}"
-            )
-        if str(array.dtype) != dtype:
-            raise TypeError(f"penalties.{name} must be {dtype}, but it is {array.dtype}")
-    most = "penalties", penalties.counts.shape[1]
-    ragged.check_rows(logits, drafts, batch, config, padded_rows, most)
-
-
-# Lets `jax.export` serialize functions that take or return penalties.
-export.register_pytree_node_serialization(
-    Penalties,
-    serialized_name="jax_specdec.Penalties",
-    serialize_auxdata=lambda _: b"",
-    deserialize_auxdata=lambda _: (),
-)

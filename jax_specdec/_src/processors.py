@@ -14,18 +14,19 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 
 from jax_specdec._src import ragged
+from jax_specdec._src.arrays import Sizes, check_tree, check_type, pytree, require
 from jax_specdec._src.blocks import BLOCK
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.penalties import Penalties, apply_penalties
 from jax_specdec._src.platform import Platform, traced_for_platform
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Array, Drafts, described
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Array, Drafts
 
 
-@jax.tree_util.register_dataclass
+@pytree(token_ids="[B, C] int32", values="[B, C] float32")
 @dataclasses.dataclass(frozen=True)
 class LogitBias:
     """Biases that are added to a few logits of each of B requests.
@@ -60,8 +61,7 @@ class LogitBias:
         """
         most = max(map(len, biases), default=0)
         size = most if size is None else size
-        if most > size:
-            raise ValueError(f"biases must have at most size = {size} entries, but one has {most}")
+        require(most <= size, "biases", f"have at most size = {size} entries each", most)
         token_ids = np.full((len(biases), size), PLACEHOLDER_TOKEN_ID, np.int32)
         values = np.zeros((len(biases), size), np.float32)
         for b, bias in enumerate(biases):
@@ -75,7 +75,7 @@ class LogitBias:
         return jnp.all(self.token_ids < 0)
 
 
-@jax.tree_util.register_dataclass
+@pytree(words="[B, W, L] int32", recent="[B, L-1] int32")
 @dataclasses.dataclass(frozen=True)
 class BadWords:
     """Words, as sequences of tokens, that B requests must not emit; and their latest tokens.
@@ -122,11 +122,8 @@ class BadWords:
         longest = max((len(word) for own in words for word in own), default=1)
         num_words = most if num_words is None else num_words
         length = longest if length is None else length
-        if most > num_words or longest > length:
-            raise ValueError(
-                f"words must be at most num_words = {num_words} of length = {length}, but there "
-                f"are {most} of one request, and one of {longest} tokens"
-            )
+        require(most <= num_words, "words", f"be at most num_words = {num_words}", most)
+        require(longest <= length, "words", f"have at most length = {length} tokens", longest)
         packed = np.full((len(words), num_words, length), PLACEHOLDER_TOKEN_ID, np.int32)
         for b, own in enumerate(words):
             for w, word in enumerate(own):
@@ -163,7 +160,7 @@ class BadWords:
         return jnp.all(self.words[:, :, -1] < 0)
 
 
-@jax.tree_util.register_dataclass
+@pytree(stop_token_ids="[B, M] int32", remaining="[B] int32")
 @dataclasses.dataclass(frozen=True)
 class MinTokens:
     """How many more tokens each of B requests must emit before it may stop.
@@ -194,7 +191,9 @@ class MinTokens:
         return jnp.all((self.remaining <= 0)[:, None] | (self.stop_token_ids < 0))
 
 
-@jax.tree_util.register_dataclass
+@pytree(
+    logit_bias=(LogitBias,), penalties=(Penalties,), bad_words=(BadWords,), min_tokens=(MinTokens,)
+)
 @dataclasses.dataclass(frozen=True)
 class LogitsProcessors:
     """The processors of B requests, which change logits before mask, temperature and filters.
@@ -299,8 +298,7 @@ def process_logits(
       vLLM, `vllm/v1/sample/sampler.py`; transformers, `_get_logits_processor` in
       `generation/utils.py`.
     """
-    if not isinstance(processors, LogitsProcessors):
-        raise TypeError(f"processors must be a LogitsProcessors, but it is {described(processors)}")
+    check_type("processors", processors, LogitsProcessors)
     p, x = processors, cast(jax.Array, logits)
     if p.logit_bias is not None:
         x = apply_logit_bias(x, drafts, p.logit_bias, config=config, padded_rows=padded_rows)
@@ -345,11 +343,7 @@ def apply_logit_bias(
       >>> apply_logit_bias(jnp.zeros((1, 3)), None, bias).tolist()
       [[0.0, 0.0, 1.5]]
     """
-    name = "logit_bias"
-    _check_type(name, logit_bias, LogitBias)
-    batch, c = _check_array(f"{name}.token_ids", logit_bias.token_ids, "int32", ("B", "C"))
-    _check_array(f"{name}.values", logit_bias.values, "float32", ("B", "C"), (batch, c))
-    ragged.check_rows(logits, drafts, batch, config, padded_rows)
+    batch = _check("logit_bias", logit_bias, LogitBias, logits, drafts, config, padded_rows)
     x = jnp.asarray(logits).astype(jnp.float32)
     if x.shape[0] == 0 or batch == 0:
         return x
@@ -399,14 +393,8 @@ def forbid_bad_words(
       ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2)).tolist()
       [[0.0, -inf], [0.0, 0.0], [0.0, -inf]]
     """
-    name = "bad_words"
-    _check_type(name, bad_words, BadWords)
-    batch, _, length = _check_array(f"{name}.words", bad_words.words, "int32", ("B", "W", "L"))
-    if length == 0:
-        raise ValueError(f"{name}.words must have words of at least one token, but L is 0")
-    wanted = batch, length - 1
-    _check_array(f"{name}.recent", bad_words.recent, "int32", ("B", "L-1"), wanted)
-    ragged.check_rows(logits, drafts, batch, config, padded_rows)
+    batch = _check("bad_words", bad_words, BadWords, logits, drafts, config, padded_rows)
+    length = bad_words.words.shape[2]
     if logits.shape[0] == 0 or batch == 0:
         return jnp.asarray(logits)
     bad_words = jax.tree.map(jnp.asarray, bad_words)
@@ -456,13 +444,7 @@ def forbid_stop_tokens(
       >>> forbid_stop_tokens(jnp.zeros((2, 2)), None, least).tolist()
       [[0.0, -inf], [0.0, 0.0]]
     """
-    name = "min_tokens"
-    _check_type(name, min_tokens, MinTokens)
-    batch, _ = _check_array(
-        f"{name}.stop_token_ids", min_tokens.stop_token_ids, "int32", ("B", "M")
-    )
-    _check_array(f"{name}.remaining", min_tokens.remaining, "int32", ("B",), (batch,))
-    ragged.check_rows(logits, drafts, batch, config, padded_rows)
+    batch = _check("min_tokens", min_tokens, MinTokens, logits, drafts, config, padded_rows)
     if logits.shape[0] == 0 or batch == 0:
         return jnp.asarray(logits)
     min_tokens = jax.tree.map(jnp.asarray, min_tokens)
@@ -522,33 +504,17 @@ def _place_of(x: jax.Array) -> NamedSharding | None:
     return place if AxisType.Explicit in place.mesh.axis_types else None
 
 
-def _check_type(name: str, value: object, wanted: type) -> None:
-    if not isinstance(value, wanted):
-        article = f"a {wanted.__name__}"
-        raise TypeError(f"{name} must be {article}, but it is {described(value)}")
-
-
-def _check_array(
+def _check(
     name: str,
-    array: jax.Array,
-    dtype: str,
-    axes: tuple[str, ...],
-    shape: tuple[int, ...] | None = None,
-) -> tuple[int, ...]:
-    """Check an array's number of axes, or its shape, and its dtype; returns the shape."""
-    if array.ndim != len(axes) or (shape is not None and array.shape != shape):
-        wanted = f"[{', '.join(axes)}]" + ("" if shape is None else f" = {list(shape)}")
-        raise ValueError(f"{name} must have shape {wanted}, but its shape is {list(array.shape)}")
-    if str(array.dtype) != dtype:
-        raise TypeError(f"{name} must be {dtype}, but it is {array.dtype}")
-    return array.shape
-
-
-for _type in (LogitBias, BadWords, MinTokens, LogitsProcessors):
-    # Lets `jax.export` serialize functions that take or return them.
-    export.register_pytree_node_serialization(
-        _type,
-        serialized_name=f"jax_specdec.{_type.__name__}",
-        serialize_auxdata=lambda _: b"",
-        deserialize_auxdata=lambda _: (),
-    )
+    processor: object,
+    cls: type,
+    logits: Array,
+    drafts: Drafts | None,
+    config: SpecDecodeConfig | None,
+    padded_rows: bool,
+) -> int:
+    """Check a processor and the rows that it is applied to; returns B."""
+    sizes: Sizes = {}
+    check_tree(name, processor, (cls,), sizes)
+    ragged.check_rows(logits, drafts, sizes["B"], config, padded_rows)
+    return sizes["B"]

@@ -7,17 +7,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jax_specdec._src.config import SpecDecodeConfig, check_int
+from jax_specdec._src.arrays import LOGITS, as_int32, check_array, check_int, check_type, require
+from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
     DraftDistribution,
     Drafts,
     IntegerRows,
     Integers,
-    as_int32,
     check_counts,
     flatten_storage,
 )
@@ -154,7 +153,7 @@ def check_rows(
     batch: int,
     config: Any,
     padded_rows: bool,
-    most: tuple[str, int] | None = None,
+    most: int | None = None,
 ) -> None:
     """Check rows of logits and the drafts that they belong to.
 
@@ -164,37 +163,23 @@ def check_rows(
       batch: B.
       config: a `SpecDecodeConfig`; not checked if `drafts` is None.
       padded_rows: whether `logits` may have any number of rows.
-      most: the most columns that `logits` may have, after the name of the argument that says so.
+      most: the most columns that `logits` may have; None for any number.
 
     Raises:
       TypeError: an argument of the wrong type or dtype.
       ValueError: shapes that do not fit.
     """
-    if not (drafts is None or isinstance(drafts, Drafts)):
-        raise TypeError(f"drafts must be a Drafts or None, but it is {drafts!r:.80}")
-    if drafts is not None and not isinstance(config, SpecDecodeConfig):
-        raise TypeError(f"config must be a SpecDecodeConfig, but it is {config!r:.80}")
-    if not isinstance(logits, (jax.Array, np.ndarray)):
-        raise TypeError(f"logits must be an array, but it is {logits!r:.80}")
-    if drafts is None:
-        fitting, why = [batch], f"[B, V] = [{batch}, V] (drafts is None)"
-    else:
-        n = drafts.token_ids.shape[0]
-        if drafts.cu_num_draft_tokens.shape != (batch + 1,):
-            raise ValueError(
-                f"drafts.cu_num_draft_tokens must have shape [B+1] = [{batch + 1}], but its shape "
-                f"is {list(drafts.cu_num_draft_tokens.shape)}"
-            )
-        fitting, why = [n + batch, n], f"[N+B, V] = [{n}+{batch}, V] or [N, V]"
+    check_type("drafts", drafts, Drafts, None)
+    sizes, shapes = {"B": batch}, "[B, V]"
+    if drafts is not None:
+        check_type("config", config, SpecDecodeConfig)
+        check_array("drafts.cu_num_draft_tokens", drafts.cu_num_draft_tokens, "[B+1]", sizes)
+        sizes["N"], shapes = drafts.token_ids.shape[0], "[N+B, V] or [N, V]"
         if padded_rows:
-            fitting, why = [*logits.shape[:1]], "[M, V] (padded_rows is true)"
-    if most is not None:
-        why = f"{why}, at most {most[0]}' V = {most[1]} columns"
-    too_wide = most is not None and logits.ndim == 2 and logits.shape[1] > most[1]
-    if logits.ndim != 2 or logits.shape[0] not in fitting or too_wide:
-        raise ValueError(f"logits must have shape {why}, but its shape is {list(logits.shape)}")
-    if str(logits.dtype) not in ("float32", "bfloat16", "float16"):
-        raise TypeError(f"logits must be float32, bfloat16 or float16, but it is {logits.dtype}")
+            shapes = "[M, V]"
+    check_array("logits", logits, f"{shapes} {LOGITS}", sizes)
+    has_columns = most is None or sizes["V"] <= most
+    require(has_columns, "logits", f"have at most V = {most} columns", logits)
 
 
 class PackedDrafts(NamedTuple):
@@ -263,9 +248,7 @@ def pack_drafts(
       >>> tokens[packed.requests, packed.offsets].tolist()
       [5, 1, 2, 6, 7, 8]
     """
-    ids = as_int32("token_ids", token_ids)
-    if ids.ndim != 2:
-        raise ValueError(f"token_ids must be [B, K], but its shape is {list(ids.shape)}")
+    ids = as_int32("token_ids", token_ids, "[B, K]")
     batch, k = ids.shape
     counts = check_counts(num_draft_tokens, batch, k)
     n = batch * k if size is None else check_int("size", size, 0)

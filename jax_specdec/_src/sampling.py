@@ -1,17 +1,115 @@
-"""Per-request sampling parameters as the numbers the verifier works with."""
+"""The table of sampling parameters, and the numbers that the verifier makes of each request's."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_specdec._src.types import SamplingParams, host_int32
+from jax_specdec._src.arrays import Range, host_int32, pytree
+from jax_specdec._src.types import Integers, Numbers
 
 _SMALLEST, _LARGEST = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
+
+
+class Parameter(NamedTuple):
+    """A sampling parameter of a request.
+
+    Attributes:
+      name: in `SamplingParams`, in `RequestOptions`, and of an option of the command line.
+      dtype: of its array.
+      neutral: the value that changes nothing.
+      range: the values that it may have.
+      words: what it does.
+    """
+
+    name: str
+    dtype: type[np.generic]
+    neutral: float
+    range: Range
+    words: str
+
+
+_FINITE = Range(-math.inf, math.inf, "()")
+_F32, _I32 = np.float32, np.int32
+
+TEMPERATURE = Parameter(
+    "temperature", _F32, 1.0, Range(0, math.inf, "[)"), "divides the logits; 0 is greedy"
+)
+FILTERS = (
+    Parameter(
+        "min_p", _F32, 0.0, Range(0, 1), "leave out tokens below this times the likeliest one"
+    ),
+    Parameter("top_k", _I32, 0, Range(0), "only the k likeliest tokens; 0 for all"),
+    Parameter(
+        "top_p", _F32, 1.0, Range(0, 1, "(]"), "only the likeliest that have this mass together"
+    ),
+)
+SAMPLING_PARAMETERS = (TEMPERATURE, *FILTERS)
+"""The fields of `SamplingParams`."""
+PENALTIES = (
+    Parameter(
+        "frequency_penalty", _F32, 0.0, _FINITE, "subtracted for each occurrence in the output"
+    ),
+    Parameter(
+        "presence_penalty", _F32, 0.0, _FINITE, "subtracted from tokens that are in the output"
+    ),
+    Parameter(
+        "repetition_penalty",
+        _F32,
+        1.0,
+        Range(0, math.inf, "()"),
+        "divides positive logits of tokens that have occurred, multiplies negative ones",
+    ),
+)
+
+
+@pytree(**{one.name: f"[B] {one.dtype.__name__}" for one in SAMPLING_PARAMETERS})
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How each request samples: by temperature, then min-p, then top-k, then top-p.
+
+    Min-p, top-k and top-p each leave out the tokens below a threshold; what is left is normalized
+    again. Tokens equal to the threshold all stay. If a field is None, nothing is compiled for it;
+    if no request uses it, nothing is computed. Greedy requests ignore all three.
+
+    Functions that take a `SamplingParams` accept a number for all requests in each field, a list,
+    or a NumPy array of any precision. A JAX array must have the dtype given here.
+
+    Attributes:
+      temperature: ``[B]`` float32. ``p = softmax(float32(logits) / temperature)``; 0 is greedy.
+      min_p: ``[B]`` float32 in [0, 1], or None. Tokens with ``p < min_p * max(p)`` are left out;
+        0 leaves out none.
+      top_k: ``[B]`` int32, not negative, or None. Tokens less likely than the k-th likeliest are
+        left out; 0 leaves out none.
+      top_p: ``[B]`` float32 in (0, 1], or None. Of the tokens left so far, the likeliest stay that
+        together have at least `top_p` of the mass; 1 leaves out none.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> sampling = SamplingParams(jnp.array([0.0, 0.8]), top_p=jnp.array([1.0, 0.95]))
+      >>> sampling.temperature.shape, sampling.top_k is None
+      ((2,), True)
+    """
+
+    temperature: jax.Array
+    min_p: jax.Array | None = None
+    top_k: jax.Array | None = None
+    top_p: jax.Array | None = None
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            temperature: Numbers,
+            min_p: Numbers | None = None,
+            top_k: Integers | int | np.integer | None = None,
+            top_p: Numbers | None = None,
+        ) -> None: ...
 
 
 def per_request(sampling: SamplingParams, batch: int) -> SamplingParams:
@@ -23,12 +121,11 @@ def per_request(sampling: SamplingParams, batch: int) -> SamplingParams:
     Raises:
       ValueError: a top-k that int32 does not hold.
     """
-    taken = {}
-    for field in dataclasses.fields(sampling):
-        value = getattr(sampling, field.name)
-        if value is not None:
-            dtype = np.int32 if field.name == "top_k" else np.float32
-            taken[field.name] = _as_array(f"sampling.{field.name}", value, dtype, batch)
+    taken = {
+        one.name: _as_array(f"sampling.{one.name}", value, one.dtype, batch)
+        for one in SAMPLING_PARAMETERS
+        if (value := getattr(sampling, one.name)) is not None
+    }
     return dataclasses.replace(sampling, **taken)
 
 
@@ -70,6 +167,11 @@ class Filter(NamedTuple):
         found = cls(sampling.min_p, sampling.top_k, sampling.top_p)
         return found if any(x is not None for x in found) else None
 
+    def where(self, used: jax.Array) -> Filter:
+        """The same, neutral for requests where `used` is false."""
+        values = zip(self, FILTERS, strict=True)
+        return Filter(*(x if x is None else jnp.where(used, x, of.neutral) for x, of in values))
+
     def limits(self, size: int) -> jax.Array:
         """Whether the filter may leave out any of `size` ids."""
         used = jnp.bool_(False)
@@ -89,22 +191,15 @@ def limits_count(top_k: jax.Array, size: int) -> jax.Array:
 
 def is_valid(sampling: SamplingParams) -> jax.Array:
     """``[B]`` bool: whether all parameters of a request are in range."""
-    valid = is_valid_temperature(sampling.temperature)
-    if sampling.min_p is not None:
-        valid &= (sampling.min_p >= 0) & (sampling.min_p <= 1)
-    if sampling.top_k is not None:
-        valid &= sampling.top_k >= 0
-    if sampling.top_p is not None:
-        valid &= (sampling.top_p > 0) & (sampling.top_p <= 1)
+    valid = TEMPERATURE.range.holds(sampling.temperature)
+    for one in FILTERS:
+        value = getattr(sampling, one.name)
+        if value is not None:
+            valid &= one.range.holds(value)
     return valid
-
-
-def is_valid_temperature(temperature: jax.Array) -> jax.Array:
-    """Whether the temperature is finite and not negative."""
-    return (temperature >= 0) & (temperature < jnp.inf)
 
 
 def inverse_temperature(temperature: jax.Array) -> jax.Array:
     """``1 / temperature``, finite and not 0; 1 if the temperature is 0 (greedy) or not valid."""
-    usable = is_valid_temperature(temperature) & (temperature > 0)
+    usable = TEMPERATURE.range.holds(temperature) & (temperature > 0)
     return jnp.where(usable, jnp.clip(1.0 / temperature, _SMALLEST, _LARGEST), 1.0)

@@ -23,13 +23,23 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export
 from jax.typing import ArrayLike
+
+from jax_specdec._src.arrays import (
+    LOGITS,
+    as_int32,
+    check_array,
+    check_entries,
+    check_type,
+    known_values,
+    pytree,
+    require,
+)
 
 # What public functions take where they do not need a JAX array.
 Array = jax.Array | np.ndarray
@@ -65,7 +75,12 @@ class Status(enum.IntEnum):
     count is above K."""
 
 
-@jax.tree_util.register_dataclass
+@pytree(
+    probs="[R, Vd] float32",
+    rows="[N] int32",
+    valid="[B] bool",
+    ids="[Vd] or [R, Vd] int32",
+)
 @dataclasses.dataclass(frozen=True)
 class DraftProbs:
     """Draft distributions stored as probabilities, used as they are.
@@ -104,7 +119,15 @@ class DraftProbs:
     ids: jax.Array | None = None
 
 
-@jax.tree_util.register_dataclass
+@pytree(
+    logits=f"[R, Vd] {LOGITS}",
+    rows="[N] int32",
+    valid="[B] bool",
+    log_normalizer="[R] float32",
+    row_max="[R] float32",
+    threshold="[R] float32",
+    ids="[Vd] or [R, Vd] int32",
+)
 @dataclasses.dataclass(frozen=True)
 class DraftLogits:
     """Draft distributions stored as raw logits: ``q = softmax(float32(row) / temperature)``.
@@ -152,7 +175,11 @@ ROW_NUMBERS = ("log_normalizer", "row_max", "threshold")
 DraftDistribution = DraftProbs | DraftLogits
 
 
-@jax.tree_util.register_dataclass
+@pytree(
+    token_ids="[N] int32",
+    cu_num_draft_tokens="[B+1] int32",
+    distribution=(DraftProbs, DraftLogits),
+)
 @dataclasses.dataclass(frozen=True)
 class Drafts:
     """The proposed tokens of a batch, flattened, and where each request's begin.
@@ -209,22 +236,12 @@ class Drafts:
           [0, 1, 3]
         """
         ids = as_int32("token_ids", token_ids)
-        counts = as_int32("num_draft_tokens", num_draft_tokens)
-        if ids.ndim != 1:
-            raise ValueError(
-                f"token_ids must be [N], one request after another, but its shape is "
-                f"{list(ids.shape)}; from_dense takes [B, K]"
-            )
-        if counts.ndim != 1:
-            raise ValueError(f"num_draft_tokens must be [B], but its shape is {list(counts.shape)}")
+        check_array("token_ids", ids, "[N]", {}, "from_dense takes [B, K]")
+        counts = as_int32("num_draft_tokens", num_draft_tokens, "[B]")
         if (known := known_values(num_draft_tokens)) is not None and known.size:
-            if known.min() < 0:
-                raise ValueError(f"num_draft_tokens must not be negative, but one is {known.min()}")
-            if known.sum() > len(ids):
-                raise ValueError(
-                    f"num_draft_tokens must be at most N = {len(ids)} together, but they are "
-                    f"{known.sum()}; they are counts, not offsets"
-                )
+            check_entries("num_draft_tokens[{}]", known, known >= 0, "be at least 0")
+            most, hint = f"be at most N = {len(ids)}", "they are counts, not offsets"
+            require(known.sum() <= len(ids), "num_draft_tokens, summed,", most, known.sum(), hint)
         cu = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
         return cls(ids, cu, distribution)
 
@@ -263,9 +280,7 @@ class Drafts:
           >>> drafts.token_ids.tolist(), drafts.cu_num_draft_tokens.tolist()
           ([7, 3, 4, -1], [0, 2, 4])
         """
-        ids = as_int32("token_ids", token_ids)
-        if ids.ndim != 2:
-            raise ValueError(f"token_ids must be [B, K], but its shape is {list(ids.shape)}")
+        ids = as_int32("token_ids", token_ids, "[B, K]")
         batch, k = ids.shape
         if num_draft_tokens is not None:
             counts = check_counts(num_draft_tokens, batch, k)
@@ -273,54 +288,6 @@ class Drafts:
             ids = jnp.where(past_count, PLACEHOLDER_TOKEN_ID, ids)
         cu = jnp.arange(batch + 1, dtype=jnp.int32) * k
         return cls(ids.reshape(-1), cu, flatten_storage(distribution))
-
-
-def as_int32(name: str, values: Any) -> jax.Array:
-    """`values` as int32, if that changes none of them.
-
-    Raises:
-      TypeError: not integers, or traced integers of a dtype that int32 does not include.
-      ValueError: an integer out of the range of int32.
-    """
-    if isinstance(values, jax.Array) and jnp.issubdtype(values.dtype, jnp.integer):
-        if np.can_cast(values.dtype, np.int32):
-            return jnp.asarray(values, jnp.int32)
-        if isinstance(values, jax.core.Tracer):
-            raise TypeError(
-                f"{name} must be int32 if their values are not known, under jit for example, "
-                f"but they are {values.dtype}"
-            )
-    return jnp.asarray(host_int32(name, values))
-
-
-def host_int32(name: str, values: Any) -> np.ndarray:
-    """Values on the host as int32, if that changes none of them.
-
-    Raises:
-      TypeError: not integers.
-      ValueError: an integer out of the range of int32.
-    """
-    if not isinstance(values, (jax.Array, np.ndarray)):
-        values = np.asarray(values)
-        if values.size == 0:  # NumPy makes an empty list float64
-            values = values.astype(np.int32)
-    if not jnp.issubdtype(values.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, but they are {values.dtype}: {values!r:.80}")
-    values, limits = np.asarray(values), np.iinfo(np.int32)
-    too_large = values[(values < limits.min) | (values > limits.max)]
-    if too_large.size:
-        raise ValueError(f"{name} must be integers that int32 holds, but one is {too_large[0]}")
-    return values.astype(np.int32)
-
-
-def as_positions(positions: Integers) -> Array:
-    """Positions as an array: JAX arrays as they are, anything else as int32 on the host.
-
-    Raises:
-      TypeError: not integers.
-      ValueError: an integer out of the range of int32.
-    """
-    return positions if isinstance(positions, jax.Array) else host_int32("positions", positions)
 
 
 def check_counts(num_draft_tokens: Any, batch: int, k: int) -> jax.Array:
@@ -331,43 +298,19 @@ def check_counts(num_draft_tokens: Any, batch: int, k: int) -> jax.Array:
       ValueError: not ``[B]``; an integer out of the range of int32; or, if their values are known,
         a count outside [0, K].
     """
-    counts = as_int32("num_draft_tokens", num_draft_tokens)
-    if counts.shape != (batch,):
-        raise ValueError(
-            f"num_draft_tokens must be [B] = [{batch}], but its shape is {list(counts.shape)}"
-        )
+    counts = as_int32("num_draft_tokens", num_draft_tokens, "[B]", {"B": batch})
     known = known_values(num_draft_tokens)
-    if known is not None and ((known < 0) | (known > k)).any():
-        wrong = known[(known < 0) | (known > k)][0]
-        raise ValueError(f"num_draft_tokens must be in [0, K] = [0, {k}], but one is {wrong}")
+    if known is not None:
+        holds = (known >= 0) & (known <= k)
+        check_entries("num_draft_tokens[{}]", known, holds, f"be in [0, K] = [0, {k}]")
     return counts
-
-
-def known_values(values: Any) -> np.ndarray | None:
-    """Values, read on the host; None if they are traced or on other hosts."""
-    if isinstance(values, jax.core.Tracer):
-        return None
-    if isinstance(values, jax.Array) and not values.is_fully_addressable:
-        return None
-    return np.asarray(values)
-
-
-def described(value: Any) -> str:
-    """A value for a message, in one line: of an array, its dtype and shape."""
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"an array of {value.dtype}{list(value.shape)}"
-    return " ".join(f"{value!r:.80}".split())
 
 
 def flatten_storage(distribution: DraftDistribution | None) -> DraftDistribution | None:
     """Storage ``[B, K, Vd]`` as ``[B*K, Vd]``; flat storage stays as it is."""
     if distribution is None:
         return None
-    if not isinstance(distribution, (DraftProbs, DraftLogits)):
-        raise TypeError(
-            "distribution must be None, a DraftProbs or a DraftLogits, but it is "
-            f"{described(distribution)}"
-        )
+    check_type("distribution", distribution, DraftProbs, DraftLogits, None)
     rows = None if distribution.rows is None else distribution.rows.reshape(-1)
     ids = None if distribution.ids is None else _flatten_rows(distribution.ids)
     if isinstance(distribution, DraftProbs):
@@ -387,51 +330,7 @@ def _flatten_rows(storage: jax.Array) -> jax.Array:
     return storage.reshape(-1, storage.shape[-1]) if storage.ndim > 2 else storage
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class SamplingParams:
-    """How each request samples: by temperature, then min-p, then top-k, then top-p.
-
-    Min-p, top-k and top-p each leave out the tokens below a threshold; what is left is normalized
-    again. Tokens equal to the threshold all stay. If a field is None, nothing is compiled for it;
-    if no request uses it, nothing is computed. Greedy requests ignore all three.
-
-    Functions that take a `SamplingParams` accept a number for all requests in each field, a list,
-    or a NumPy array of any precision. A JAX array must have the dtype given here.
-
-    Attributes:
-      temperature: ``[B]`` float32. ``p = softmax(float32(logits) / temperature)``; 0 is greedy.
-      min_p: ``[B]`` float32 in [0, 1], or None. Tokens with ``p < min_p * max(p)`` are left out;
-        0 leaves out none.
-      top_k: ``[B]`` int32, not negative, or None. Tokens less likely than the k-th likeliest are
-        left out; 0 leaves out none.
-      top_p: ``[B]`` float32 in (0, 1], or None. Of the tokens left so far, the likeliest stay that
-        together have at least `top_p` of the mass; 1 leaves out none.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> sampling = SamplingParams(jnp.array([0.0, 0.8]), top_p=jnp.array([1.0, 0.95]))
-      >>> sampling.temperature.shape, sampling.top_k is None
-      ((2,), True)
-    """
-
-    temperature: jax.Array
-    min_p: jax.Array | None = None
-    top_k: jax.Array | None = None
-    top_p: jax.Array | None = None
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            temperature: Numbers,
-            min_p: Numbers | None = None,
-            top_k: Integers | int | np.integer | None = None,
-            top_p: Numbers | None = None,
-        ) -> None: ...
-
-
-@jax.tree_util.register_dataclass
+@pytree(accept="[B, K] float32", recover="[B, 2] or [B, K+1, 2] float32")
 @dataclasses.dataclass(frozen=True)
 class Noise:
     """Explicit randomness of one verification: independent uniforms on [0, 1).
@@ -453,7 +352,7 @@ class Noise:
     recover: jax.Array
 
 
-@jax.tree_util.register_dataclass
+@pytree(accept="[B, K] float32", exponential="[B, V] float32")
 @dataclasses.dataclass(frozen=True)
 class RaceNoise:
     """Explicit randomness that draws the last token by an exponential race.
@@ -475,7 +374,12 @@ class RaceNoise:
     exponential: jax.Array
 
 
-@jax.tree_util.register_dataclass
+@pytree(
+    token_ids="[B, K+1] int32",
+    num_accepted="[B] int32",
+    num_emitted="[B] int32",
+    status="[B] int32",
+)
 @dataclasses.dataclass(frozen=True)
 class RejectionSampleOutput:
     """The output of one verification.
@@ -522,25 +426,6 @@ def parse_output(output: RejectionSampleOutput) -> list[list[int]]:
       >>> parse_output(output)
       [[4, 2], []]
     """
-    if not isinstance(output, RejectionSampleOutput):
-        raise TypeError(f"output must be a RejectionSampleOutput, but it is {described(output)}")
+    check_type("output", output, RejectionSampleOutput)
     token_ids, num_emitted = jax.device_get((output.token_ids, output.num_emitted))
     return [row[:n].tolist() for row, n in zip(token_ids, num_emitted, strict=True)]
-
-
-for _type in (
-    DraftProbs,
-    DraftLogits,
-    Drafts,
-    SamplingParams,
-    Noise,
-    RaceNoise,
-    RejectionSampleOutput,
-):
-    # Lets `jax.export` serialize functions that take or return them.
-    export.register_pytree_node_serialization(
-        _type,
-        serialized_name=f"jax_specdec.{_type.__name__}",
-        serialize_auxdata=lambda _: b"",
-        deserialize_auxdata=lambda _: (),
-    )

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_specdec._src.arrays import Sizes, check_array, check_type, refuse, require
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.logprobs import TokenLogprobs, token_logprobs
 from jax_specdec._src.noise import check_keys
+from jax_specdec._src.sampling import SamplingParams
 from jax_specdec._src.serving.options import LogprobsConfig
-from jax_specdec._src.types import Drafts, RejectionSampleOutput, SamplingParams, described
+from jax_specdec._src.types import Drafts, RejectionSampleOutput
 from jax_specdec._src.verify import sharding as sharding_lib
 from jax_specdec._src.verify.api import rejection_sample
 from jax_specdec._src.verify.sharding import VerifySharding
@@ -24,28 +26,20 @@ _IMPL_OF_WORDS = {2: "threefry2x32", 4: "rbg"}
 """Of raw keys. Noise is the same for both kinds of four words, rbg and unsafe_rbg."""
 
 
-def check_arrays(arrays: dict[str, tuple[Any, str, tuple[int | None, ...]]]) -> None:
+def check_arrays(sizes: Sizes, arrays: dict[str, tuple[Any, str]]) -> None:
     """Check shapes as the caller sees them, before a mesh splits them.
 
     Args:
-      arrays: by name, an array or None, its shape in letters, and in numbers where they are fixed.
+      sizes: what letters stand for; those of the arrays are added.
+      arrays: by name, an array or None, and its shape in letters.
 
     Raises:
       TypeError: something is not an array.
       ValueError: an array of another shape.
     """
-    for name, (array, letters, sizes) in arrays.items():
-        if array is None and name not in ("logits", "target_logits"):
-            continue
-        shape = getattr(array, "shape", None)
-        if shape is None:
-            raise TypeError(f"{name} must be an array {letters}, but it is {described(array)}")
-        fits = len(shape) == len(sizes) and all(
-            want in (None, got) for want, got in zip(sizes, shape, strict=True)
-        )
-        if not fits:
-            numbers = "" if None in sizes else f" = {list(sizes)}"
-            raise ValueError(f"{name} must be {letters}{numbers}, but its shape is {list(shape)}")
+    for name, (array, declared) in arrays.items():
+        if array is not None or name in ("logits", "target_logits"):
+            check_array(name, array, declared, sizes)
 
 
 def keys_of_requests(
@@ -73,16 +67,10 @@ def keys_of_requests(
     if keys.ndim == 0:
         slots = jnp.arange(batch, dtype=jnp.int32)
         return step_keys(keys, slots), zeros if positions is None else positions
-    if keys.shape != (batch,):
-        raise ValueError(
-            f"keys must be one key for the step, or [B] = [{batch}], but their shape is "
-            f"{list(keys.shape)}"
-        )
+    check_array("keys", keys, "[] or [B]", {"B": batch})
     if positions is None:
-        raise ValueError(
-            "positions must be given where keys are one per request: with the same key on every "
-            f"step, noise repeats where a position repeats; keys are {described(keys)}"
-        )
+        hint = "with the same key on every step, noise repeats where a position repeats"
+        refuse(ValueError, "positions", "be given where keys are one per request", None, hint)
     return keys, positions
 
 
@@ -92,25 +80,22 @@ def check_keys_given(name: str, temperature: jax.Array | None, keys: jax.Array |
     Raises:
       ValueError: there are none.
     """
-    if temperature is not None and keys is None:
-        raise ValueError(
-            f"keys must be given with {name}, a fresh one for this step or one for each "
-            "request, but they are None"
-        )
+    must, hint = f"be given with {name}", "one for this step, or one for each request"
+    require(temperature is None or keys is not None, "keys", must, keys, hint)
 
 
 def check_bitmask(
-    token_bitmask: Any, logits: jax.Array, letters: str, sharding: VerifySharding | None
+    token_bitmask: Any, logits: jax.Array, rows: str, sharding: VerifySharding | None
 ) -> None:
-    """Check a bitmask, whose words cover the whole vocabulary.
+    """Check a bitmask of ``[rows, ceil(V/32)]``, whose words cover the whole vocabulary.
 
     Raises:
       TypeError: it is not an array.
       ValueError: it has another shape.
     """
     parts = sharding_lib.vocabulary_parts(sharding)
-    sizes = (logits.shape[0], -(-logits.shape[1] * parts // 32))
-    check_arrays({"token_bitmask": (token_bitmask, letters, sizes)})
+    sizes = {rows: logits.shape[0], "ceil(V/32)": -(-logits.shape[1] * parts // 32)}
+    check_arrays(sizes, {"token_bitmask": (token_bitmask, f"[{rows}, ceil(V/32)]")})
 
 
 def check_sharding(
@@ -131,28 +116,20 @@ def check_sharding(
     if sharding is None:
         place = jax.typeof(logits).sharding
         explicit = isinstance(place, NamedSharding) and AxisType.Explicit in place.mesh.axis_types
-        if explicit and any(axis is not None for axis in place.spec):
-            raise ValueError(
-                f"sharding must be given where {logits_name} are split over explicit mesh axes, "
-                f"here {place.spec}: VerifySharding(mesh, vocab_axis=..., batch_axis=...)"
-            )
+        is_split = explicit and any(axis is not None for axis in place.spec)
+        must = f"be given where {logits_name} are split over explicit mesh axes"
+        hint = f"VerifySharding(mesh, vocab_axis=..., batch_axis=...) for {place.spec}"
+        require(not is_split, "sharding", must, None, hint)
         return
-    if not isinstance(sharding, VerifySharding):
-        raise TypeError(f"sharding must be a VerifySharding or None, but it is {sharding!r:.80}")
+    check_type("sharding", sharding, VerifySharding, None)
     if sharding.mesh is None:
         return
-    vocab_axis, batch_axis = sharding.vocab_axis, sharding.batch_axis
-    if batch_axis is not None:
-        for name, size in sizes.items():
-            _check_divides(name, size, sharding.mesh.shape[batch_axis], batch_axis)
-    if vocab_axis is not None:
-        name = f"V of {logits_name}"
-        _check_divides(name, logits.shape[1], sharding.mesh.shape[vocab_axis], vocab_axis)
-
-
-def _check_divides(name: str, size: int, parts: int, axis: str) -> None:
-    if size % parts:
-        raise ValueError(f"{name} must divide over the {parts} devices of {axis!r}, but is {size}")
+    by_axis = [(sharding.batch_axis, name, size) for name, size in sizes.items()]
+    by_axis.append((sharding.vocab_axis, f"{logits_name}.shape[1]", logits.shape[1]))
+    for axis, name, size in by_axis:
+        if axis is not None:
+            count = sharding.mesh.shape[axis]
+            require(size % count == 0, name, f"divide over the {count} devices of {axis!r}", size)
 
 
 def on_parts(

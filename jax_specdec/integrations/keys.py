@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import jax
 
+from jax_specdec._src.arrays import as_int32, check_array
 from jax_specdec._src.noise import check_keys, threefry_keys
-from jax_specdec._src.types import Integers, as_int32
+from jax_specdec._src.types import Integers
 
 
 def step_keys(key: jax.Array, slots: Integers) -> jax.Array:
@@ -42,10 +43,7 @@ def step_keys(key: jax.Array, slots: Integers) -> jax.Array:
       (3,)
     """
     check_keys("key", key)
-    if key.ndim != 0:
-        raise ValueError(f"key must be one key, but its shape is {list(key.shape)}")
-    slots = as_int32("slots", slots)
-    if slots.ndim != 1:
-        raise ValueError(f"slots must be [B], but its shape is {list(slots.shape)}")
+    check_array("key", key, "[]", {})
+    slots = as_int32("slots", slots, "[B]")
     # Into a key of Threefry first, because under vmap JAX folds into "unsafe_rbg" keys differently.
     return jax.vmap(jax.random.fold_in, (None, 0))(threefry_keys(key), slots)

@@ -12,19 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_specdec._src.arrays import Sizes, as_int32, check_array
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.logprobs import TokenLogprobs
+from jax_specdec._src.sampling import SamplingParams
 from jax_specdec._src.serving.inputs import check_config
 from jax_specdec._src.serving.options import LogprobsConfig, check_logprobs
-from jax_specdec._src.types import (
-    DraftProbs,
-    Drafts,
-    IntegerRows,
-    Integers,
-    RejectionSampleOutput,
-    SamplingParams,
-    as_int32,
-)
+from jax_specdec._src.types import DraftProbs, Drafts, IntegerRows, Integers, RejectionSampleOutput
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec.integrations import common
 
@@ -132,25 +126,30 @@ def verify_chains(
     check_logprobs(logprobs)
     tokens = as_int32("draft_tokens", draft_tokens)
     lengths = as_int32("seq_lens", seq_lens)
-    common.check_arrays({"seq_lens": (lengths, "[bs]", (None,))})
+    sizes: Sizes = {}
+    common.check_arrays(sizes, {"seq_lens": (lengths, "[bs]")})
     batch, k = lengths.shape[0], config.num_speculative_tokens
     n = k + 1
-    _check_chains(tokens, batch, n)
+    sizes |= {"n": n, "bs*n": batch * n, "bs*(n-1)": batch * k}
+    without = tokens.shape in ((batch, k), (batch * k,))
+    hint = "column 0, the token verified before, is missing" if without else None
+    check_array("draft_tokens", tokens, "[bs, n] or [bs*n]", sizes, hint)
     if temperatures is not None and jnp.shape(temperatures) == (batch, 1):
         temperatures = temperatures.reshape(batch)
     if draft_probs is not None and jnp.ndim(draft_probs) == 3:
         draft_probs = draft_probs.reshape(-1, draft_probs.shape[2])
     requests = dict(temperatures=temperatures, top_ks=top_ks, top_ps=top_ps, min_ps=min_ps)
     common.check_arrays(
+        sizes,
         {
-            "target_logits": (target_logits, f"[bs*n, V] = [{batch * n}, V]", (batch * n, None)),
-            "draft_probs": (draft_probs, f"[bs*(n-1), V] = [{batch * k}, V]", (batch * k, None)),
-            **{name: (array, "[bs]", (batch,)) for name, array in requests.items()},
-        }
+            "target_logits": (target_logits, "[bs*n, V]"),
+            "draft_probs": (draft_probs, "[bs*(n-1), Vd]"),
+            **{name: (array, "[bs]") for name, array in requests.items()},
+        },
     )
     common.check_keys_given("temperatures", temperatures, keys)
     common.check_sharding("target_logits", target_logits, sharding, {"bs": batch})
-    common.check_bitmask(token_bitmask, target_logits, "[bs*n, ceil(V/32)]", sharding)
+    common.check_bitmask(token_bitmask, target_logits, "bs*n", sharding)
     keys, _ = common.keys_of_requests(keys, lengths, batch)
     sampling = SamplingParams(
         jnp.zeros((batch,), jnp.float32) if temperatures is None else temperatures,
@@ -171,22 +170,6 @@ def verify_chains(
 
     found: ChainVerification = common.on_parts(on_part, sharding, arrays, specs)
     return found
-
-
-def _check_chains(tokens: jax.Array, batch: int, n: int) -> None:
-    """Check chains.
-
-    Raises:
-      ValueError: not ``[bs, n]`` or ``[bs*n]``.
-    """
-    if tokens.shape in ((batch, n), (batch * n,)):
-        return
-    without = tokens.shape in ((batch, n - 1), (batch * (n - 1),))
-    raise ValueError(
-        f"draft_tokens must be [bs, n] = [{batch}, {n}] or [bs*n] with n = "
-        f"config.num_speculative_tokens + 1, but its shape is {list(tokens.shape)}"
-        + (": column 0, the token verified before, is missing" if without else "")
-    )
 
 
 def _verify(

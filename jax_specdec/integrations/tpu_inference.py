@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_specdec._src.arrays import Sizes, as_int32
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.logprobs import TokenLogprobs
+from jax_specdec._src.sampling import SamplingParams
 from jax_specdec._src.serving.inputs import check_config
 from jax_specdec._src.serving.options import LogprobsConfig, check_logprobs
 from jax_specdec._src.types import (
@@ -23,8 +25,6 @@ from jax_specdec._src.types import (
     Drafts,
     Integers,
     RejectionSampleOutput,
-    SamplingParams,
-    as_int32,
 )
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec.integrations import common
@@ -133,9 +133,8 @@ def verify_flat(
     check_logprobs(logprobs)
     ids = as_int32("draft_token_ids", draft_token_ids)
     lengths = as_int32("draft_lengths", draft_lengths)
-    common.check_arrays(
-        {"draft_token_ids": (ids, "[N]", (None,)), "draft_lengths": (lengths, "[B]", (None,))}
-    )
+    sizes: Sizes = {}
+    common.check_arrays(sizes, {"draft_token_ids": (ids, "[N]"), "draft_lengths": (lengths, "[B]")})
     n, batch = ids.shape[0], lengths.shape[0]
     temperature, top_k, top_p = (_of_all(x, batch) for x in (temperature, top_k, top_p))
     requests = dict(
@@ -146,21 +145,18 @@ def verify_flat(
         bonus_token_ids=bonus_token_ids,
         active=active,
     )
-    row_sizes = (None if bonus_token_ids is None else n, None)
-    layout = "[L, V], the rows of one request after those of another"
-    if bonus_token_ids is not None:
-        layout = f"[N, V] = [{n}, V], for bonus_token_ids are given"
     common.check_arrays(
+        sizes,
         {
-            "logits": (logits, layout, row_sizes),
-            "draft_probs": (draft_probs, f"[N, V] = [{n}, V], a row for each draft", (n, None)),
-            **{name: (array, "[B]", (batch,)) for name, array in requests.items()},
-        }
+            "logits": (logits, "[L, V]" if bonus_token_ids is None else "[N, V]"),
+            "draft_probs": (draft_probs, "[N, Vd]"),
+            **{name: (array, "[B]") for name, array in requests.items()},
+        },
     )
     common.check_keys_given("temperature", temperature, keys)
     rows = logits.shape[0]
     common.check_sharding("logits", logits, sharding, {"L": rows, "N": n, "B": batch})
-    common.check_bitmask(token_bitmask, logits, "[L, ceil(V/32)]", sharding)
+    common.check_bitmask(token_bitmask, logits, "L", sharding)
     keys, positions = common.keys_of_requests(keys, positions, batch)
     sampling = SamplingParams(
         jnp.zeros((batch,), jnp.float32) if temperature is None else temperature,

@@ -266,23 +266,22 @@ MISTAKES = {
     "layers that do not increase": (
         lambda: apply_layers(2, 0),
         ValueError,
-        "feature_layers must increase from at least 0 to at most 2, but they are (2, 0).",
+        "feature_layers must increase from at least 0 to at most 2, but it is (2, 0)",
     ),
     "a layer past the last": (
         lambda: apply_layers(4),
         ValueError,
-        "feature_layers must increase from at least 0 to at most 2, but they are (4,).",
+        "feature_layers must increase from at least 0 to at most 2, but it is (4,)",
     ),
     "a layer that is no int": (
         lambda: apply_layers(1.0),
         TypeError,
-        "feature_layers must be ints, but they are (1.0,).",
+        "feature_layers must be ints, but it is (1.0,)",
     ),
     "a drafter's layers are a list": (
         lambda: generate(drafter=Reads([0, 1])),
         TypeError,
-        "drafter must have feature_layers that are a tuple of ints, but Reads.feature_layers is "
-        "[0, 1]",
+        "drafter.feature_layers must be a tuple of ints, but it is [0, 1]",
     ),
     "a prefill without features": (
         lambda: generate(drafter=Reads((0, 1))),
@@ -320,7 +319,7 @@ MISTAKES = {
     "a head is no drafter": (
         lambda: generate(drafter=HEAD),
         TypeError,
-        "drafter must be a Drafter, but it is a Eagle3Head: a model is wrapped, "
+        "drafter must be a Drafter, but it is an Eagle3Head: a model is wrapped, "
         "drafter=Eagle3Drafter(model)",
     ),
     "a loaded head is no drafter": (

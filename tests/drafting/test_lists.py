@@ -105,33 +105,33 @@ def test_a_store_of_every_slot_is_written_in_place_and_keeps_one_map():
 
 
 ERRORS: list[tuple[Any, type[Exception], str]] = [
-    (lambda: draw(LOGITS, offset=0, ids=MAP[:2]), ValueError, r"ids .*\[Vd\] = \[6\].* \[2\]"),
-    (lambda: draw(LOGITS, offset=0, ids=LOGITS), TypeError, "ids must be int32.* float32"),
+    (lambda: draw(LOGITS, offset=0, ids=MAP[:2]), ValueError, "ids"),
+    (lambda: draw(LOGITS, offset=0, ids=LOGITS), TypeError, "ids"),
     (
         lambda: sd.DraftStore.create(SLOTS, K, C, ids=MAP[:2]),
         ValueError,
-        r"ids .*\[Vd\] = \[6\].* \[2\]",
+        "ids",
     ),
     (
         lambda: sd.DraftStore.create(BATCH, 1, C, ids=CANDIDATES),
         ValueError,
-        r"ids must have shape \[6\], but its shape is \[4, 6\]",
+        "ids",
     ),
     (
         lambda: sd.DraftStore.create(SLOTS, K, C, ids=MAP, own_ids=True),
         ValueError,
-        "own_ids must be False if ids are given for all rows",
+        "own_ids",
     ),
-    (lambda: write(CANDIDATES, own_ids=False), ValueError, "own_ids is False and ids are an array"),
-    (lambda: write(None, own_ids=True), ValueError, "own_ids is True and ids are None"),
-    (lambda: write(MAP, own_ids=True), ValueError, r"ids must have shape \[4, 6\].* \[6\]"),
-    (lambda: sd.ModelDrafter(tiny.Trigram(3), ids=[[1, 2]]), ValueError, r"ids must be \[Vd\].*2"),
-    (lambda: sd.ModelDrafter(tiny.Trigram(3), ids=[1, 1, 2]), ValueError, "each id once.* 1 is"),
-    (lambda: sd.ModelDrafter(tiny.Trigram(3), ids=[1, -1, 2]), ValueError, r"ids\[1\] .* -1"),
-    (lambda: sd.ModelDrafter(tiny.Trigram(3), ids=[0.5]), TypeError, "ids must be integers"),
-    (lambda: sd.ModelDrafter(tiny.Trigram(3), num_candidates=0), ValueError, "num_candidates .* 0"),
-    (lambda: stored(ids=[5, 4]), ValueError, r"ids must be \[Vd\] = \[3\].* 2"),
-    (lambda: stored(num_candidates=4), ValueError, r"num_candidates must be in \[1, 3\].* 4"),
+    (lambda: write(CANDIDATES, own_ids=False), ValueError, "ids"),
+    (lambda: write(None, own_ids=True), ValueError, "ids"),
+    (lambda: write(MAP, own_ids=True), ValueError, "ids"),
+    (lambda: sd.ModelDrafter(tiny.Trigram(3), ids=[[1, 2]]), ValueError, "ids"),
+    (lambda: sd.ModelDrafter(tiny.Trigram(3), ids=[1, 1, 2]), ValueError, "ids"),
+    (lambda: sd.ModelDrafter(tiny.Trigram(3), ids=[1, -1, 2]), ValueError, r"ids\[1\]"),
+    (lambda: sd.ModelDrafter(tiny.Trigram(3), ids=[0.5]), TypeError, "ids"),
+    (lambda: sd.ModelDrafter(tiny.Trigram(3), num_candidates=0), ValueError, "num_candidates"),
+    (lambda: stored(ids=[5, 4]), ValueError, "ids"),
+    (lambda: stored(num_candidates=4), ValueError, "num_candidates"),
 ]
 
 
@@ -146,9 +146,11 @@ def stored(**fields: Any) -> None:
     drafter.init_store(jnp.zeros((3, 3, 3)), 1, sd.SpecDecodeConfig(num_speculative_tokens=1))
 
 
-@pytest.mark.parametrize(("call", "error", "message"), ERRORS, ids=[m[:30] for *_, m in ERRORS])
+@pytest.mark.parametrize(
+    ("call", "error", "message"), ERRORS, ids=[f"{i}-{m}" for i, (*_, m) in enumerate(ERRORS)]
+)
 def test_what_cannot_be_is_named(call, error, message):
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"^{message}"):
         call()
 
 

@@ -536,94 +536,94 @@ ERRORS = {
     "no slots": (
         lambda: sd.DraftStore.create(0, K, NARROW),
         ValueError,
-        "num_slots must be at least 1, but it is 0",
+        "num_slots",
     ),
     "half a slot": (
         lambda: sd.DraftStore.create(2.5, K, NARROW),
         TypeError,
-        "num_slots must be an int, but it is 2.5",
+        "num_slots",
     ),
     "no drafts": (
         lambda: sd.DraftStore.create(1, 0, NARROW),
         ValueError,
-        "num_speculative_tokens must be in",
+        "num_speculative_tokens",
     ),
     "no vocabulary": (
         lambda: sd.DraftStore.create(1, K, 0),
         ValueError,
-        "vocab_size must be at least 1",
+        "vocab_size",
     ),
     "integers": (
         lambda: sd.DraftStore.create(1, K, NARROW, jnp.int32),
         TypeError,
-        "dtype must be float32, bfloat16 or float16",
+        "dtype",
     ),
     "rows not rounded": (
         lambda: empty(dtype=jnp.bfloat16).write(0, *ROW, **ALL),
         TypeError,
-        "logits must be rounded to the store's bfloat16 before sampling, but they are float32",
+        "logits",
     ),
     "rows of another width": (
         lambda: empty().write(0, jnp.zeros((SLOTS, VOCAB)), *ROW[1:], **ALL),
         ValueError,
-        r"logits must have shape \[5, 6\], but its shape is \[5, 7\]",
+        "logits",
     ),
     "normalizers of another batch": (
         lambda: empty().write(0, ROW[0], jnp.zeros((2,)), ROW[2], **ALL),
         ValueError,
-        r"log_normalizer must have shape \[5\]",
+        "log_normalizer",
     ),
     "maxima of another batch": (
         lambda: empty().write(0, *ROW[:2], jnp.zeros((2,)), **ALL),
         ValueError,
-        r"row_max must have shape \[5\]",
+        "row_max",
     ),
     "thresholds of another batch": (
         lambda: empty().write(0, *ROW, **ALL, threshold=jnp.zeros((2,))),
         ValueError,
-        r"threshold must have shape \[5\]",
+        "threshold",
     ),
     "positions of another batch": (
         lambda: empty().write(0, *ROW, **ALL | dict(positions=i32([1]))),
         ValueError,
-        r"positions must have shape \[5\]",
+        "positions",
     ),
     "temperatures of another batch": (
         lambda: empty().write(0, *ROW, **ALL | dict(sampling=at(1.0))),
         ValueError,
-        r"sampling.temperature must have shape \[5\]",
+        r"sampling\.temperature",
     ),
     "slots of two axes": (
         lambda: empty().write(0, *ROW, **ALL, slots=i32([[1]])),
         ValueError,
-        r"slots must have shape \[B\], but its shape is \[1, 1\]",
+        "slots",
     ),
     "evicting some other number of slots": (
         lambda: empty().evict(jnp.zeros((2,), bool)),
         ValueError,
-        r"slots must have shape \[5\]",
+        "slots",
     ),
     "attaching to another batch": (
         lambda: empty().attach(DRAFTS, **ALL, slots=i32([1])),
         ValueError,
-        r"drafts.cu_num_draft_tokens must have shape \[2\]",
+        r"drafts\.cu_num_draft_tokens",
     ),
     "attaching at positions of another batch": (
         lambda: empty().attach(DRAFTS, **ALL | dict(positions=i32([1]))),
         ValueError,
-        r"positions must have shape \[5\]",
+        "positions",
     ),
     "attaching at temperatures of another batch": (
         lambda: empty().attach(DRAFTS, **ALL | dict(sampling=at(1.0))),
         ValueError,
-        r"sampling.temperature must have shape \[5\]",
+        r"sampling\.temperature",
     ),
 }
 
 
 @pytest.mark.parametrize(("call", "error", "message"), ERRORS.values(), ids=ERRORS)
 def test_it_is_refused_with_a_reason(call, error, message):
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"^{message}"):
         call()
 
 

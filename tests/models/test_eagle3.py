@@ -180,7 +180,7 @@ def test_what_a_config_cannot_have_is_named(changes: dict[str, Any], says: str) 
 
 
 def test_a_head_computes_in_floating_point() -> None:
-    with pytest.raises(TypeError, match="dtype must be a floating dtype"):
+    with pytest.raises(TypeError, match="^dtype must"):
         sd.models.Eagle3Head(CONFIG, jnp.int32)
 
 
@@ -200,25 +200,25 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         jax.eval_shape(head.apply, *arguments.values())
 
     call()
-    with pytest.raises(ValueError, match="states must have shape"):
+    with pytest.raises(ValueError, match="^states must"):
         call(states=jnp.zeros((2, 3, 48)))
-    with pytest.raises(ValueError, match="states must have one row per token"):
+    with pytest.raises(ValueError, match="^states must"):
         call(states=jnp.zeros((2, 4, 16)))
-    with pytest.raises(TypeError, match="states must be float32"):
+    with pytest.raises(TypeError, match="^states must"):
         call(states=jnp.zeros((2, 3, 16), jnp.bfloat16))
-    with pytest.raises(TypeError, match="token_ids must be int32"):
+    with pytest.raises(TypeError, match="^token_ids must"):
         call(token_ids=jnp.zeros((2, 3)))
-    with pytest.raises(ValueError, match="start must have shape"):
+    with pytest.raises(ValueError, match="^start must"):
         call(start=jnp.zeros(3, jnp.int32))
-    with pytest.raises(ValueError, match="cache must be a list of 1"):
+    with pytest.raises(ValueError, match="^cache must"):
         call(cache=())
-    with pytest.raises(ValueError, match="but the cache holds 2"):
+    with pytest.raises(ValueError, match="^token_ids must"):
         call(cache=head.init_cache(2, 2))
-    with pytest.raises(ValueError, match=r"params\['fc'\] must have shape"):
+    with pytest.raises(ValueError, match=r"^params\['fc'\] must"):
         call(params={**params, "fc": params["norm"]})
-    with pytest.raises(ValueError, match=r"params\['input_norm'\] is not a weight"):
+    with pytest.raises(ValueError, match=r"^params\['input_norm'\] must"):
         call(params={**params, "input_norm": params["norm"]})
-    with pytest.raises(ValueError, match="features must have shape"):
+    with pytest.raises(ValueError, match="^features must"):
         jax.eval_shape(head.project, params, jnp.zeros((2, 3, 16)))
-    with pytest.raises(TypeError, match="features must be float32"):
+    with pytest.raises(TypeError, match="^features must"):
         jax.eval_shape(head.project, params, jnp.zeros((2, 3, 48), jnp.float16))

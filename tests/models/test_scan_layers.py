@@ -207,9 +207,9 @@ def test_the_page_turns_weights_into_stacked_ones() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("weights", r"params\['layers'\]\['down_proj'\] must have shape \(3, 40, 24\), but is mis"),
-        ("cache", r"cache must be one pair \(keys, values\) of all layers, from init_cache"),
-        ("both", r"cache must be a list of 3 \(keys, values\) pairs, from init_cache"),
+        ("weights", r"params\['layers'\]\['down_proj'\]"),
+        ("cache", "cache must be one pair"),
+        ("both", "cache must be a list of 3"),
     ],
 )
 def test_what_is_of_the_other_form_is_refused(change: str, message: str) -> None:

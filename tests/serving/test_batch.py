@@ -39,64 +39,63 @@ ERRORS = {
     "an empty prompt": (
         dict(prompts=[[1], []]),
         ValueError,
-        r"prompts\[1\] must hold at least one token, but it is empty",
+        r"prompts\[1\]",
     ),
     "an id past the vocabulary": (
         dict(prompts=[[0, VOCAB], [1]]),
         ValueError,
-        r"prompts\[0\] must hold ids in \[0, 5\), but they span 0 to 5",
+        r"prompts\[0\]",
     ),
     "a negative id": (
         dict(prompts=[[1], [4, -1]]),
         ValueError,
-        r"prompts\[1\] must hold ids in \[0, 5\), but they span -1 to 4",
+        r"prompts\[1\]",
     ),
-    "an id that is no integer": (dict(prompts=[[1], [2.0]]), TypeError, r"prompts\[1\] must"),
-    "text for ids": (dict(prompts=["a", "b"]), TypeError, r"prompts\[0\] must"),
+    "an id that is no integer": (dict(prompts=[[1], [2.0]]), TypeError, r"prompts\[1\]"),
+    "text for ids": (dict(prompts=["a", "b"]), TypeError, r"prompts\[0\]"),
     "one prompt, not a list of them": (dict(prompts=[1, 2]), TypeError, "prompts.* must"),
     "temperatures, one per prompt": (
         dict(temperature=[0.0, 1.0]),
         TypeError,
-        r"temperature must be one value, but it is \[0.0, 1.0\]: for requests that differ, "
-        r"give a list, options=\[RequestOptions\(temperature=...\), ...\]",
+        "temperature",
     ),
     "an array of temperatures": (
         dict(temperature=np.zeros(2)),
         TypeError,
-        r"temperature must be one value, but it is an array of float64\[2\]: for requests",
+        "temperature",
     ),
     "a negative temperature": (
         dict(temperature=-0.5),
         ValueError,
-        "temperature must be finite and not negative, but it is -0.5",
+        "temperature",
     ),
     "a temperature that is NaN": (
         dict(temperature=float("nan")),
         ValueError,
-        "temperature must be finite and not negative, but it is nan",
+        "temperature",
     ),
     "an infinite temperature": (
         dict(temperature=float("inf")),
         ValueError,
-        "temperature must be finite and not negative, but it is inf",
+        "temperature",
     ),
     "a temperature past float32": (
         dict(temperature=1e39),
         ValueError,
-        "temperature must be finite and not negative, but it is 1e.39",
+        "temperature",
     ),
     "budgets, one per prompt": (
         dict(max_new_tokens=[1, 2]),
         TypeError,
-        r"max_new_tokens must be one value, but it is \[1, 2\]: for requests that differ,",
+        "max_new_tokens",
     ),
     "a negative budget": (
         dict(max_new_tokens=-1),
         ValueError,
-        "max_new_tokens must be at least 0, but it is -1",
+        "max_new_tokens",
     ),
-    "a budget that is no integer": (dict(max_new_tokens=2.5), TypeError, "max_new_tokens must"),
-    "a temperature that is no number": (dict(temperature=None), TypeError, "temperature must"),
+    "a budget that is no integer": (dict(max_new_tokens=2.5), TypeError, "max_new_tokens"),
+    "a temperature that is no number": (dict(temperature=None), TypeError, "temperature"),
     "an argument that there is not": (
         dict(temprature=0.5),
         TypeError,
@@ -111,37 +110,37 @@ ERRORS = {
     "a token with two biases": (
         dict(logit_bias={"5": 1.0, 5: 2.0}),
         ValueError,
-        "logit_bias must name a token once, but it is {'5': 1.0, 5: 2.0}",
+        "logit_bias",
     ),
     "a bias of no token": (dict(logit_bias={"+5": 1.0}), TypeError, "logit_bias"),
-    "one stop token, not a list": (dict(stop_token_ids=3), TypeError, "stop_token_ids must"),
+    "one stop token, not a list": (dict(stop_token_ids=3), TypeError, "stop_token_ids"),
     "a stop token that is no integer": (
         dict(stop_token_ids=[2.5]),
         TypeError,
-        "stop_token_ids must",
+        "stop_token_ids",
     ),
     "a stop token past the vocabulary": (
         dict(stop_token_ids=[4, VOCAB]),
         ValueError,
-        r"stop_token_ids must hold ids in \[0, 5\), but they span 4 to 5",
+        "stop_token_ids",
     ),
     "an untyped key": (
         dict(key=np.array([0, 1], np.uint32)),
         TypeError,
-        "key must be typed, as jax.random.key and jax.random.split give, but it is",
+        "key",
     ),
-    "a seed for a key": (dict(key=0), TypeError, "key must be typed"),
+    "a seed for a key": (dict(key=0), TypeError, "key"),
     "a key per request": (
         dict(key=jax.random.split(jax.random.key(0), 2)),
         TypeError,
-        r"key must be one key, but its shape is \[2\]",
+        "key",
     ),
 }
 
 
 @pytest.mark.parametrize(("changes", "error", "message"), ERRORS.values(), ids=ERRORS)
 def test_it_is_refused_with_a_reason(changes, error, message):
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"^{message}"):
         generate(**changes)
 
 

@@ -99,55 +99,55 @@ REFUSED = {
         ENGINE,
         dict(options=dict(top_k=3)),
         TypeError,
-        "options must be RequestOptions, one or a list, but it is",
+        "options",
     ),
     "options for two": (
         ENGINE,
         dict(options=[sd.RequestOptions()] * 2),
         ValueError,
-        r"options must be one value or one per prompt \(1\), but it has 2",
+        "options",
     ),
     "an id past the vocabulary": (
         ENGINE,
         dict(options=sd.RequestOptions(allowed_token_ids=[0, VOCAB])),
         ValueError,
-        r"allowed_token_ids must hold ids in \[0, 6\), but they span 0 to 6",
+        "allowed_token_ids",
     ),
     "a bias of NaN": (
         ENGINE,
         dict(logit_bias={1: float("nan")}),
         ValueError,
-        r"logit_bias\[1\] must be finite, but it is nan",
+        r"logit_bias\[1\]",
     ),
     "a bias past the vocabulary": (
         ENGINE,
         dict(logit_bias={VOCAB: 1.0}),
         ValueError,
-        r"logit_bias must hold ids in \[0, 6\), but they span 6 to 6",
+        "logit_bias",
     ),
     "more biases than there is room for": (
         dataclasses.replace(ENGINE, option_sizes=sd.serving.OptionSizes(logit_bias=1)),
         dict(logit_bias={1: 1.0, 2: 1.0}),
         ValueError,
-        "logit_bias must have at most 1 tokens, as option_sizes says, but it has 2",
+        "logit_bias",
     ),
     "a bad word of no tokens": (
         ENGINE,
         dict(bad_words=[[1], []]),
         ValueError,
-        r"bad_words\[1\] must hold at least one token, but it is empty",
+        r"bad_words\[1\]",
     ),
     "a bad word past the vocabulary": (
         ENGINE,
         dict(bad_words=[[1, VOCAB]]),
         ValueError,
-        r"bad_words\[0\] must hold ids in \[0, 6\), but they span 1 to 6",
+        r"bad_words\[0\]",
     ),
     "a least length above the budget": (
         ENGINE,
         dict(min_tokens=3),
         ValueError,
-        "min_tokens must be at most max_new_tokens = 2, but it is 3",
+        "min_tokens",
     ),
     "an argument that there is not": (
         ENGINE,
@@ -159,7 +159,7 @@ REFUSED = {
         TABLE,
         dict(options=sd.RequestOptions(top_k=2)),
         ValueError,
-        r"options need an Engine with request_options=True, but they are \{'top_k': 2\}",
+        "options",
     ),
 }
 
@@ -169,7 +169,7 @@ def test_options_that_cannot_be_served_are_refused(
     engine: sd.Engine, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     driver = sd.EngineDriver(engine, *TABLES)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"^{message}"):
         driver.submit([1], max_new_tokens=2, **changes)
     assert driver.is_idle
 

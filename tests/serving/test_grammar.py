@@ -437,72 +437,72 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "one matcher": (
         lambda: lookahead(Automaton()),
         TypeError,
-        "matchers must be a list, one per request, but it is <",
+        "matchers",
     ),
     "no matcher": (
         lambda: lookahead([None, "json"]),
         TypeError,
-        r"matchers\[1\] must be a GrammarMatcher or None, but a str has no fill_next_token",
+        r"matchers\[1\]",
     ),
     "no rollback": (
         lambda: lookahead([NoRollback()]),
         TypeError,
-        r"matchers\[0\] must be a GrammarMatcher or None, but a NoRollback has no rollback: wrap",
+        r"matchers\[0\]",
     ),
     "no vocabulary": (
         lambda: lookahead([None], vocab_size=0),
         ValueError,
-        "vocab_size must be at least 1, but it is 0",
+        "vocab_size",
     ),
     "an end outside the vocabulary": (
         lambda: lookahead([None], end_token_ids=[V]),
         ValueError,
-        r"end_token_ids must be in \[0, 36\], but it is 37",
+        "end_token_ids",
     ),
     "tokens of another batch": (
         lambda: lookahead([None]).append([1, 2]),
         ValueError,
-        r"token_ids must have shape \[B\] = \[1\], but its shape is \[2\]",
+        "token_ids",
     ),
     "ids for drafts": (
         lambda: bitmask(drafts=[[1]]),
         TypeError,
-        r"drafts must be a Drafts, but it is \[\[1\]\]",
+        "drafts",
     ),
     "drafts under jit": (
         lambda: jax.jit(lambda drafts: bitmask(drafts=drafts))(NONE),
         TypeError,
-        "drafts must hold values that the host can read: call this outside of jit",
+        "drafts",
     ),
     "offsets that fall": (
         lambda: bitmask(drafts=sd.Drafts(jnp.array([1, 2]), jnp.array([0, 2, 1]))),
         ValueError,
-        r"drafts.cu_num_draft_tokens must rise from 0 to at most N = 2, but it is \[0, 2, 1\]",
+        r"drafts\.cu_num_draft_tokens",
     ),
     "a matcher too few": (
         lambda: bitmask([None]),
         ValueError,
-        "matchers must be one per request, 2, but there are 1",
+        "matchers",
     ),
     "a text too few": (
         lambda: sd.advance_matchers([None, None], [[1]]),
         ValueError,
-        "token_ids must have one list per request, 2, but there are 1",
+        "token_ids",
     ),
     "a token that was never masked": (
         lambda: sd.advance_matchers([None, Refuses()], [[1], [7]]),
         ValueError,
-        r"token_ids\[1\] has 7, which its matcher refuses",
+        r"token_ids\[1\]",
     ),
     "nothing to wait for": (
         lambda: sd.DelayedMatcher(Automaton(), []),
         ValueError,
-        "begin_token_ids must hold at least one token, but it is empty",
+        "begin_token_ids",
     ),
     "too far back": (
         lambda: sd.CopyingMatcher(copy.deepcopy(NoRollback()), 2).rollback(1),
         ValueError,
-        "num_tokens must be at most 0, which are kept, but it is 1",
+        "num_tokens",
     ),
 }
 
@@ -511,5 +511,5 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 def test_mistakes_get_a_sentence(
     call: Callable[[], Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"^{message}"):
         call()

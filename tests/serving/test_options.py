@@ -306,37 +306,37 @@ def test_logprobs_are_those_of_the_tokens(generate: Any, distribution: str) -> N
 # Errors
 
 REFUSED = {
-    "a negative min-p": (dict(min_p=-0.1), ValueError, r"min_p must be in \[0, 1\], but it is -0"),
-    "a min-p above 1": (dict(min_p=1.1), ValueError, r"min_p must be in \[0, 1\]"),
-    "no min-p": (dict(min_p=float("nan")), ValueError, "min_p must be in"),
-    "min-p in words": (dict(min_p="low"), TypeError, "min_p must be a number, but it is 'low'"),
-    "no top-p": (dict(top_p=0.0), ValueError, r"top_p must be in \(0, 1\], but it is 0.0"),
-    "a top-p above 1": (dict(top_p=1.5), ValueError, "top_p must be in"),
-    "a negative top-k": (dict(top_k=-1), ValueError, r"top_k must be in \[0, 2147483647\]"),
-    "half a token": (dict(top_k=0.5), TypeError, "top_k must be an int, but it is 0.5"),
+    "a negative min-p": (dict(min_p=-0.1), ValueError, "min_p"),
+    "a min-p above 1": (dict(min_p=1.1), ValueError, "min_p"),
+    "no min-p": (dict(min_p=float("nan")), ValueError, "min_p"),
+    "min-p in words": (dict(min_p="low"), TypeError, "min_p"),
+    "no top-p": (dict(top_p=0.0), ValueError, "top_p"),
+    "a top-p above 1": (dict(top_p=1.5), ValueError, "top_p"),
+    "a negative top-k": (dict(top_k=-1), ValueError, "top_k"),
+    "half a token": (dict(top_k=0.5), TypeError, "top_k"),
     "an infinite frequency penalty": (
         dict(frequency_penalty=float("inf")),
         ValueError,
-        "frequency_penalty must be finite, but it is inf",
+        "frequency_penalty",
     ),
     "a presence penalty that float32 does not hold": (
         dict(presence_penalty=1e39),
         ValueError,
-        "presence_penalty must be finite",
+        "presence_penalty",
     ),
     "a repetition penalty of 0": (
         dict(repetition_penalty=0.0),
         ValueError,
-        "repetition_penalty must be positive and finite, but it is 0.0",
+        "repetition_penalty",
     ),
-    "no repetition penalty": (dict(repetition_penalty=None), TypeError, "repetition_penalty must"),
+    "no repetition penalty": (dict(repetition_penalty=None), TypeError, "repetition_penalty"),
     "nothing allowed": (
         dict(allowed_token_ids=()),
         ValueError,
-        "allowed_token_ids must hold at least one token, but it is empty",
+        "allowed_token_ids",
     ),
-    "text allowed": (dict(allowed_token_ids="ab"), TypeError, "allowed_token_ids must be a list"),
-    "a negative id": (dict(allowed_token_ids=[-1]), ValueError, "allowed_token_ids must hold ids"),
+    "text allowed": (dict(allowed_token_ids="ab"), TypeError, "allowed_token_ids"),
+    "a negative id": (dict(allowed_token_ids=[-1]), ValueError, "allowed_token_ids"),
 }
 
 
@@ -344,24 +344,24 @@ REFUSED = {
 def test_options_out_of_range_are_refused(
     fields: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"^{message}"):
         sd.RequestOptions(**fields)
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (3, TypeError, "options must be RequestOptions, one or a list, but it is 3"),
-        ([{}], TypeError, "options must be RequestOptions, one or a list, but it has {}"),
+        (3, TypeError, "options"),
+        ([{}], TypeError, "options"),
         (
             OPTIONS[:2],
             ValueError,
-            r"options must be one value or one per prompt \(10\), but it has",
+            "options",
         ),
         (
             sd.RequestOptions(allowed_token_ids=[VOCAB]),
             ValueError,
-            r"allowed_token_ids must hold ids in \[0, 7\), but they span 7 to 7",
+            "allowed_token_ids",
         ),
     ],
     ids=["a number", "a dict", "too few", "an id past the vocabulary"],
@@ -370,14 +370,14 @@ def test_options_out_of_range_are_refused(
 def test_the_loops_refuse_what_are_no_options(
     generate: Any, options: Any, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"^{message}"):
         generate(options)
 
 
 def test_logprobs_that_there_are_not_are_refused() -> None:
-    with pytest.raises(ValueError, match="distribution must be 'raw' or 'processed', but it is"):
+    with pytest.raises(ValueError, match="^distribution"):
         sd.LogprobsConfig(distribution="mine")
-    with pytest.raises(ValueError, match="num_top must be at least 0, but it is -1"):
+    with pytest.raises(ValueError, match="^num_top"):
         sd.LogprobsConfig(num_top=-1)
-    with pytest.raises(ValueError, match=r"num_top must be in \[0, 7\], but it is 8"):
+    with pytest.raises(ValueError, match="^num_top"):
         by_model(logprobs=sd.LogprobsConfig(num_top=8))

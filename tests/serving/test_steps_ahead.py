@@ -407,9 +407,7 @@ def test_the_driver_says_how_many_run_and_how_many_wait():
 
 
 def test_readings_of_other_drivers_are_not_subtracted():
-    with pytest.raises(
-        ValueError, match="both readings must have the same number of slots, but they"
-    ):
+    with pytest.raises(ValueError, match=r"^earlier\.num_slots"):
         sd.ServingStats(4) - sd.ServingStats(5)
-    with pytest.raises(ValueError, match="earlier must not hold larger sums, but it is"):
+    with pytest.raises(ValueError, match="^earlier must"):
         sd.ServingStats(4) - sd.ServingStats(4, num_steps=1)

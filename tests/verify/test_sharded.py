@@ -387,20 +387,20 @@ def call(layout: Layout, sharding, **options) -> None:
     [
         (
             ValueError,
-            "must divide over the 2 devices of 'v', but it has 97 ids: pad it",
+            r"target_logits\.shape",
             {"vocab": 97},
             {},
         ),
         (
             ValueError,
-            "B must divide over the 2 devices of 'b', but it is 3",
+            "B",
             {"num_requests": 3},
             {},
         ),
-        (ValueError, "N must divide over the 2 devices of 'b', but it is 9", {"num_drafts": 9}, {}),
+        (ValueError, "N", {"num_drafts": 9}, {}),
         (
             NotImplementedError,
-            "RaceNoise is not supported over a split vocabulary",
+            "RaceNoise",
             {"race": True},
             {},
         ),
@@ -408,47 +408,47 @@ def call(layout: Layout, sharding, **options) -> None:
     ids=["V", "B", "N", "race"],
 )
 def test_what_cannot_be_split_is_refused(error, sentence, layout, options):
-    with pytest.raises(error, match=sentence):
+    with pytest.raises(error, match=f"^{sentence}"):
         call(dataclasses.replace(SMALL, **layout), sd.VerifySharding(MESH, "v", "b"), **options)
 
 
 @pytest.mark.parametrize(
     ("error", "sentence", "arguments"),
     [
-        (TypeError, "mesh must be a jax.sharding.Mesh or None, but it is 'v'", ("v",)),
-        (TypeError, "vocab_axis must be a name or None, but it is 0", (MESH, 0)),
-        (ValueError, "batch_axis must be an axis of the mesh, .*, but it is 'x'", (MESH, "v", "x")),
-        (ValueError, "vocab_axis and batch_axis must differ, but are 'v'", (MESH, "v", "v")),
-        (ValueError, "a mesh needs a vocab_axis or a batch_axis, but both are None", (MESH,)),
+        (TypeError, "mesh", ("v",)),
+        (TypeError, "vocab_axis", (MESH, 0)),
+        (ValueError, "batch_axis", (MESH, "v", "x")),
+        (ValueError, "vocab_axis", (MESH, "v", "v")),
+        (ValueError, "vocab_axis and batch_axis", (MESH,)),
     ],
     ids=["mesh", "name", "unknown axis", "same axis", "no axis"],
 )
 def test_a_sharding_that_is_none_is_refused(error, sentence, arguments):
-    with pytest.raises(error, match=sentence):
+    with pytest.raises(error, match=f"^{sentence}"):
         sd.VerifySharding(*arguments)
 
 
 def test_something_else_is_no_sharding():
-    with pytest.raises(TypeError, match="sharding must be a VerifySharding or None"):
+    with pytest.raises(TypeError, match="sharding"):
         call(SMALL, MESH)
 
 
 def test_an_axis_without_mesh_or_shard_map_is_refused():
-    with pytest.raises(ValueError, match="must be inside a jax.shard_map over that axis"):
+    with pytest.raises(ValueError, match="sharding"):
         call(SMALL, sd.VerifySharding(vocab_axis="v"))
 
 
 @pytest.mark.parametrize(
     ("width", "spec", "check_vma", "sentence"),
     [
-        (64, P(None, "v"), True, "must be 12 ids wide, as the part of the target is, but it has 8"),
-        (64, P(None, "v"), False, "it has 8 columns, which could be either"),
-        (9, P(), False, "it has 9 columns, which could be either"),
+        (64, P(None, "v"), True, r"drafts\.distribution"),
+        (64, P(None, "v"), False, r"drafts\.distribution"),
+        (9, P(), False, r"drafts\.distribution"),
     ],
 )
 def test_draft_storage_of_which_no_part_can_be_told_is_refused(width, spec, check_vma, sentence):
     layout = dataclasses.replace(SMALL, draft_vocab=width)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=f"^{sentence}"):
         verify(random_batch(layout, 0), in_shard_map(layout, draft_spec=spec, check_vma=check_vma))
 
 
@@ -457,7 +457,7 @@ def test_draft_storage_of_which_no_part_can_be_told_is_refused(width, spec, chec
     [
         (
             ValueError,
-            "split over 'v' must have V = 96 columns",
+            r"drafts\.distribution",
             sd.DraftLogits(jax.device_put(jnp.zeros((8, 64)), NamedSharding(MESH, P(None, "v")))),
         ),
     ],
@@ -466,7 +466,7 @@ def test_draft_storage_of_which_no_part_can_be_told_is_refused(width, spec, chec
 def test_draft_storage_that_cannot_be_read_in_parts_is_refused(error, sentence, distribution):
     (target_logits, drafts, noise), named = random_batch(SMALL, 0).arguments()
     drafts = dataclasses.replace(drafts, distribution=distribution)
-    with pytest.raises(error, match=sentence):
+    with pytest.raises(error, match=f"^{sentence}"):
         sd.testing.rejection_sample_with_noise(
             target_logits, drafts, noise, **named, sharding=sd.VerifySharding(MESH, "v")
         )

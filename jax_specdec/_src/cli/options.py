@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+import numpy as np
+
+from jax_specdec._src.arrays import check_int, require
 from jax_specdec._src.cli import terminal
 from jax_specdec._src.config import RejectionSampleMethod, SpecDecodeConfig, did_you_mean
+from jax_specdec._src.sampling import FILTERS, PENALTIES, TEMPERATURE
 from jax_specdec._src.serving.options import RequestOptions
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -109,20 +113,7 @@ class Options:
         return self.configs[0]
 
 
-_REQUEST_OPTIONS = {
-    "min_p": (float, "leave out tokens less likely than this times the likeliest one"),
-    "top_k": (int, "only the k likeliest tokens; 0 for all"),
-    "top_p": (float, "only the likeliest tokens that together have this probability"),
-    "frequency_penalty": (
-        float,
-        "subtracted from a token's logit for each occurrence in the output",
-    ),
-    "presence_penalty": (float, "subtracted from the logit of a token that occurs in the output"),
-    "repetition_penalty": (
-        float,
-        "divides positive logits of tokens that have occurred, multiplies negative ones",
-    ),
-}
+_REQUEST_OPTIONS = (*FILTERS, *PENALTIES)
 
 _NOT_GIVEN = {
     "prompts": [],
@@ -249,13 +240,14 @@ def _add_texts(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="put each prompt, as a user's message, into the chat template of --target",
     )
-    for name, (kind, help_) in _REQUEST_OPTIONS.items():
+    for one in _REQUEST_OPTIONS:
+        kind = int if one.dtype is np.int32 else float
         command.add_argument(
-            "--" + name.replace("_", "-"),
+            "--" + one.name.replace("_", "-"),
             type=kind,
-            default=getattr(RequestOptions, name),
+            default=one.neutral,
             metavar=kind.__name__[0].upper(),
-            help=help_,
+            help=one.words,
         )
     command.add_argument(
         "-n",
@@ -463,7 +455,7 @@ def _number(kind: type[int] | type[float], text: str) -> Any:
         return kind(text)
     except ValueError:
         name = {int: "an integer", float: "a number"}[kind]
-        raise argparse.ArgumentTypeError(f"must be {name}, but is {text!r}") from None
+        raise argparse.ArgumentTypeError(f"must be {name}, but it is {text!r}") from None
 
 
 def _numbers(kind: type[int] | type[float], example: str) -> Callable[[str], tuple[Any, ...]]:
@@ -472,7 +464,7 @@ def _numbers(kind: type[int] | type[float], example: str) -> Callable[[str], tup
             return tuple(kind(part) for part in text.split(","))
         except ValueError:
             name = {int: "integers", float: "numbers"}[kind]
-            message = f"must be {name} separated by commas, such as {example}, but is {text!r}"
+            message = f"must be {name} separated by commas, such as {example}, but it is {text!r}"
             raise argparse.ArgumentTypeError(message) from None
 
     return read
@@ -483,7 +475,7 @@ def _repeats(text: str) -> int:
         return int(text)
     except ValueError:
         message = (
-            f"must be a number of runs, but is {text!r}; a prompt goes before it, or after "
+            f"must be a number of runs, but it is {text!r}; a prompt goes before it, or after "
             f"--compare={DEFAULT_REPEATS}"
         )
         raise argparse.ArgumentTypeError(message) from None
@@ -502,22 +494,19 @@ def _check(values: argparse.Namespace) -> Options:
             "--method synthetic needs one of --acceptance-length and --acceptance-rates"
         )
     for temperature in values.temperatures:
-        if not (math.isfinite(temperature) and temperature >= 0):
-            raise ValueError(f"--temperature must be finite and not negative, but is {temperature}")
-    if not all(values.prompts):
-        raise ValueError("the prompt must not be empty")
+        TEMPERATURE.range.check("--temperature", temperature)
+    require(all(values.prompts), "the prompt", "not be empty", "")
     if values.chat and values.target is None:
         raise ValueError("--chat needs --target, whose tokenizer has the chat template")
     drafters = _drafters(values)
     ks = getattr(values, "ks", (LOOKUP_K if drafters == ("ngram",) else DEFAULT_K,))
-    if not 0 <= values.seed < 2**32:
-        raise ValueError(f"--seed must be in [0, 2**32), but is {values.seed}")
+    check_int("--seed", values.seed, 0, 2**32 - 1)
     for name, value in (
         ("--max-new-tokens", values.max_new_tokens),
         ("--repeats" if values.command == "bench" else "--compare", values.repeats),
     ):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, but is {value}")
+        if value is not None:
+            check_int(name, value)
     return Options(
         command=values.command,
         prompts=tuple(values.prompts),
@@ -566,12 +555,12 @@ def _drafters(values: argparse.Namespace) -> tuple[str, ...]:
         is_head = draft.startswith(HEAD_PREFIX)
         if values.target is None and not (is_head or draft in ("model", "ngram", "eagle3")):
             raise ValueError(
-                "--draft must be model, ngram, eagle3 or eagle3:DIR without --target, but is "
+                "--draft must be model, ngram, eagle3 or eagle3:DIR without --target, but it is "
                 f"{draft!r}"
             )
         if values.target is not None and draft in ("model", "eagle3"):
             raise ValueError(
-                f"--draft must be DIR, eagle3:DIR or ngram with --target, but is {draft!r}"
+                f"--draft must be DIR, eagle3:DIR or ngram with --target, but it is {draft!r}"
             )
         if draft == HEAD_PREFIX:
             raise ValueError("--draft eagle3: must be followed by the directory of a head")
@@ -584,18 +573,29 @@ def _drafters(values: argparse.Namespace) -> tuple[str, ...]:
 
 def _request(values: argparse.Namespace) -> RequestOptions:
     """The options of the requests; errors name the options of the command line."""
-    try:
+    names = [one.name for one in _REQUEST_OPTIONS]
+    with _errors_of_options(*names):
         given = vars(values)
-        return RequestOptions(**{name: given[name] for name in _REQUEST_OPTIONS if name in given})
+        return RequestOptions(**{name: given[name] for name in names if name in given})
+
+
+@contextlib.contextmanager
+def _errors_of_options(*names: str) -> Iterator[None]:
+    """Errors name the options of the command line, not these fields."""
+    try:
+        yield
     except ValueError as error:
-        name, rule = str(error).split(" ", 1)
-        rule = rule.replace("but it is", "but is")
-        raise ValueError(f"--{name.replace('_', '-')} {rule}") from None
+        message = str(error)
+        for name in names:
+            option = "--" + name.removeprefix("synthetic_").replace("_", "-")
+            message = message.replace(name, option)
+        raise ValueError(message) from None
 
 
 def _config(values: argparse.Namespace, k: int) -> SpecDecodeConfig:
     """The config; its errors name the options of the command line."""
-    try:
+    names = "num_speculative_tokens", "synthetic_acceptance_rates", "synthetic_acceptance_length"
+    with _errors_of_options(*names):
         return SpecDecodeConfig(
             num_speculative_tokens=k,
             rejection_sample_method=values.method,
@@ -603,9 +603,3 @@ def _config(values: argparse.Namespace, k: int) -> SpecDecodeConfig:
             synthetic_acceptance_rates=values.acceptance_rates,
             synthetic_acceptance_length=values.acceptance_length,
         )
-    except ValueError as error:
-        message = str(error)
-        for field in ("num_speculative_tokens", "acceptance_rates", "acceptance_length"):
-            option = "--" + field.replace("_", "-")
-            message = message.replace(f"synthetic_{field}", option).replace(field, option)
-        raise ValueError(message) from None

@@ -8,15 +8,27 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.arrays import pytree
 from jax_specdec._src.blocks import BLOCK, by_blocks, take
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.processors import LogitsProcessors, process_logits
-from jax_specdec._src.types import Drafts, SamplingParams
+from jax_specdec._src.sampling import SamplingParams
+from jax_specdec._src.types import Drafts
 from jax_specdec._src.verify.rows import Rows
 
 
-@jax.tree_util.register_dataclass
+@pytree(
+    token_ids="[B, L] int32",
+    lengths="[B] int32",
+    sampling=(SamplingParams,),
+    keys="[B]",
+    changes_rows="[] bool",
+    processors=(LogitsProcessors,),
+    token_bitmask="[B, ceil(V/32)] uint32",
+    features="[B, S, A*H]",
+    num_features="[B] int32",
+)
 @dataclasses.dataclass(frozen=True)
 class DraftContext:
     """What a drafter knows of B requests. Its drafts are verified under the same parameters.

@@ -14,14 +14,13 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_specdec._src.config import SpecDecodeConfig, check_int
+from jax_specdec._src.arrays import check_array, check_int, check_listed, host_int32
+from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.drafting.drafter import Proposal
 from jax_specdec._src.drafting.draw import draw_drafts
 from jax_specdec._src.drafting.store import DraftStore
 from jax_specdec._src.models.protocol import CausalModel, apply_model, check_model, sharding_of
-from jax_specdec._src.types import host_int32
-from jax_specdec._src.verify.checks import check_listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +32,7 @@ class _HashableIds:
     @classmethod
     def of(cls, ids: Any) -> _HashableIds:
         values = host_int32("ids", ids)
-        if values.ndim != 1:
-            raise ValueError(f"ids must be [Vd], but their shape is {list(values.shape)}")
+        check_array("ids", values, "[Vd]", {})
         check_listed("ids", values, 2**31)
         return cls(values.tobytes())
 
@@ -106,10 +104,8 @@ class ModelDrafter:
 
         logits = jax.eval_shape(one_token, params)
         width, ids = logits.shape[-1], self._target_ids
-        if ids is not None and len(ids) != width:
-            raise ValueError(
-                f"ids must be [Vd] = [{width}], one for each logit, but there are {len(ids)}"
-            )
+        if ids is not None:
+            check_array("ids", ids, "[Vd]", {"Vd": width})
         if self.num_candidates is not None:
             check_int("num_candidates", self.num_candidates, 1, width)
         if not config.keeps_draft_distribution:

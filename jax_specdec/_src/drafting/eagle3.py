@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.arrays import described
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.drafting.drafter import Proposal
 from jax_specdec._src.drafting.draw import draw_drafts
 from jax_specdec._src.drafting.store import DraftStore
 from jax_specdec._src.models.eagle3 import Eagle3Head
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, described
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 
 
 @dataclasses.dataclass(frozen=True)

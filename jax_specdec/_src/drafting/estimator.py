@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import export, lax
 from jax.typing import ArrayLike
 
+from jax_specdec._src.arrays import as_int32
 from jax_specdec._src.config import check_num_speculative_tokens
-from jax_specdec._src.types import Integers, as_int32
+from jax_specdec._src.types import Integers
 
 _MOST_LOG_ODDS = 40.0
 _FIRST_SLOPE, _FIRST_INTERCEPT = 0.5, -0.2

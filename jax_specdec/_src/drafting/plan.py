@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_specdec._src.types import as_int32
+from jax_specdec._src.arrays import as_int32
 
 
 def plan_drafts(

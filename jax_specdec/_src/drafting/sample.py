@@ -11,12 +11,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
+from jax_specdec._src.arrays import as_positions, check_array
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.noise import Stream, check_keys, uniforms
 from jax_specdec._src.platform import Platform, traced_for_platform
-from jax_specdec._src.sampling import Filter, per_request
-from jax_specdec._src.types import Array, Integers, SamplingParams, as_positions
-from jax_specdec._src.verify import checks, xla
+from jax_specdec._src.sampling import Filter, SamplingParams, per_request
+from jax_specdec._src.types import Array, Integers
+from jax_specdec._src.verify import xla
 from jax_specdec._src.verify.form import Form
 from jax_specdec._src.verify.sharding import VerifySharding, over_mesh, without_vma
 
@@ -103,7 +104,8 @@ def sample_draft_tokens(
     shares_noise = config is not None and config.rejection_sample_method == "agreement"
     offset = jnp.asarray(offset, jnp.int32)
     if ids is not None:
-        checks.check_ids("ids", ids, logits.shape)
+        sizes = {"B": logits.shape[0], "Vd": logits.shape[1]}
+        check_array("ids", ids, "[Vd] or [B, Vd] int32", sizes)
     if logits.shape[0] == 0:
         nothing = jnp.zeros((0,), jnp.float32)
         filtered = Filter.of(sampling) is not None

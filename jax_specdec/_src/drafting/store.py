@@ -7,28 +7,36 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import export, lax
+from jax import lax
 
-from jax_specdec._src.config import check_int, check_num_speculative_tokens
-from jax_specdec._src.sampling import Filter, per_request
-from jax_specdec._src.types import (
-    Array,
-    DraftDistribution,
-    DraftLogits,
-    Drafts,
-    Integers,
-    SamplingParams,
+from jax_specdec._src.arrays import (
+    LOGITS,
+    Sizes,
     as_positions,
-    described,
+    check_array,
+    check_int,
+    check_type,
+    pytree,
+    require,
 )
-from jax_specdec._src.verify.checks import check_ids
+from jax_specdec._src.config import check_num_speculative_tokens
+from jax_specdec._src.sampling import Filter, SamplingParams, per_request
+from jax_specdec._src.types import Array, DraftDistribution, DraftLogits, Drafts, Integers
 from jax_specdec._src.verify.requests import usable_normalizers
 
 _EVICTED = -1
 """The position of a row that must not be used."""
 
 
-@jax.tree_util.register_dataclass
+@pytree(
+    logits=f"[K*S, Vd] {LOGITS}",
+    log_normalizer="[K*S] float32",
+    row_max="[K*S] float32",
+    threshold="[K*S] float32",
+    positions="[K, S] int32",
+    temperature="[K, S] float32",
+    ids="[Vd] or [K*S, Vd] int32",
+)
 @dataclasses.dataclass(frozen=True)
 class DraftStore:
     """The draft logits of S request slots, K rows each, read and written in place.
@@ -117,15 +125,13 @@ class DraftStore:
         check_int("num_slots", num_slots)
         check_num_speculative_tokens(num_speculative_tokens)
         check_int("vocab_size", vocab_size)
-        if str(jnp.dtype(dtype)) not in ("float32", "bfloat16", "float16"):
-            raise TypeError(f"dtype must be float32, bfloat16 or float16, but it is {dtype}")
+        is_for_logits = str(jnp.dtype(dtype)) in LOGITS.replace(",", "").split()
+        require(is_for_logits, "dtype", f"be {LOGITS}", dtype, error=TypeError)
         per_row = (num_speculative_tokens, num_slots)
         size = num_speculative_tokens * num_slots
         if ids is not None:
-            if own_ids:
-                raise ValueError("own_ids must be False if ids are given for all rows")
-            check_ids("ids", ids, (size, vocab_size))
-            _check_shape("ids", ids, (vocab_size,))
+            require(not own_ids, "own_ids", "be False if ids are given for all rows", own_ids)
+            check_array("ids", ids, "[Vd] int32", {"Vd": vocab_size})
         if own_ids:
             ids = jnp.zeros((size, vocab_size), jnp.int32)
         return cls(
@@ -187,35 +193,24 @@ class DraftStore:
           ValueError: shapes that do not fit; `ids` missing, or given for rows that have none.
         """
         batch = self._batch(slots)
-        _check_shape("logits", logits, (batch, self.logits.shape[1]))
-        _check_shape("log_normalizer", log_normalizer, (batch,))
-        _check_shape("row_max", row_max, (batch,))
         if threshold is None:
             threshold = jnp.full((batch,), -jnp.inf, jnp.float32)
-        _check_shape("threshold", threshold, (batch,))
-        sampling, positions = per_request(sampling, batch), as_positions(positions)
-        _check_shape("positions", positions, (batch,))
-        _check_shape("sampling.temperature", sampling.temperature, (batch,))
-        if logits.dtype != self.logits.dtype:
-            raise TypeError(
-                f"logits must be rounded to the store's {self.logits.dtype} before sampling, but "
-                f"they are {logits.dtype}"
-            )
-        if self.has_own_ids != (ids is not None):
-            raise ValueError(
-                "ids must be given if the rows of the store list their own ids, and only then, but "
-                f"own_ids is {self.has_own_ids} and ids are {described(ids)}"
-            )
-        if ids is not None:
-            check_ids("ids", ids, logits.shape)
-            _check_shape("ids", ids, logits.shape)
-        temperature = sampling.temperature
-        stamped = jnp.where(temperature > 0, positions, _EVICTED)
         rows = dict(
             logits=logits, log_normalizer=log_normalizer, row_max=row_max, threshold=threshold
         )
+        sizes = {"B": batch, "Vd": self.logits.shape[1]}
+        for name, x in rows.items():
+            check_array(name, x, "[B, Vd]" if name == "logits" else "[B]", sizes)
+        is_stored, must = logits.dtype == self.logits.dtype, f"be of {self.logits.dtype}"
+        require(is_stored, "logits", must, logits, "round them before sampling", TypeError)
+        sampling, positions = _of_requests(sampling, positions, sizes)
+        must = f"be given if and only if own_ids, which is {self.has_own_ids}"
+        require(self.has_own_ids == (ids is not None), "ids", must, ids)
         if ids is not None:
+            check_array("ids", ids, "[B, Vd] int32", sizes)
             rows["ids"] = ids
+        temperature = sampling.temperature
+        stamped = jnp.where(temperature > 0, positions, _EVICTED)
         if slots is None:
             first = jnp.asarray(offset, jnp.int32) * self.num_slots
             written = {
@@ -246,7 +241,7 @@ class DraftStore:
         Raises:
           ValueError: not ``[S]``.
         """
-        _check_shape("slots", slots, (self.num_slots,))
+        check_array("slots", slots, "[S]", {"S": self.num_slots})
         positions = jnp.where(slots[None, :], _EVICTED, self.positions)
         return dataclasses.replace(self, positions=positions)
 
@@ -277,14 +272,10 @@ class DraftStore:
           TypeError: `drafts` is not a `Drafts`, or `positions` are not integers.
           ValueError: shapes that do not fit.
         """
-        if not isinstance(drafts, Drafts):
-            raise TypeError(f"drafts must be a Drafts, but it is {described(drafts)}")
-        batch = self._batch(slots)
-        cu = drafts.cu_num_draft_tokens
-        _check_shape("drafts.cu_num_draft_tokens", cu, (batch + 1,))
-        sampling, positions = per_request(sampling, batch), as_positions(positions)
-        _check_shape("positions", positions, (batch,))
-        _check_shape("sampling.temperature", sampling.temperature, (batch,))
+        check_type("drafts", drafts, Drafts)
+        sizes, cu = {"B": self._batch(slots)}, drafts.cu_num_draft_tokens
+        check_array("drafts.cu_num_draft_tokens", cu, "[B+1]", sizes)
+        sampling, positions = _of_requests(sampling, positions, sizes)
         k, s = self.positions.shape
         index = jnp.arange(s, dtype=jnp.int32) if slots is None else slots
         column = jnp.clip(index, 0, s - 1)
@@ -320,21 +311,11 @@ class DraftStore:
     def _batch(self, slots: jax.Array | None) -> int:
         if slots is None:
             return self.num_slots
-        if slots.ndim != 1:
-            raise ValueError(f"slots must have shape [B], but its shape is {list(slots.shape)}")
+        check_array("slots", slots, "[B]", {})
         return slots.shape[0]
 
     def _has_slot(self, slots: jax.Array) -> jax.Array:
         return (slots >= 0) & (slots < self.num_slots)
-
-
-# Lets `jax.export` serialize functions that take or return a store.
-export.register_pytree_node_serialization(
-    DraftStore,
-    serialized_name="jax_specdec.DraftStore",
-    serialize_auxdata=lambda _: b"",
-    deserialize_auxdata=lambda _: (),
-)
 
 
 def count_fallbacks(
@@ -408,8 +389,11 @@ def _num_proposed(drafts: Drafts, k: int) -> jax.Array:
     return jnp.cumprod(is_proposed.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
 
 
-def _check_shape(name: str, array: Array, shape: tuple[int, ...]) -> None:
-    if array.shape != shape:
-        raise ValueError(
-            f"{name} must have shape {list(shape)}, but its shape is {list(array.shape)}"
-        )
+def _of_requests(
+    sampling: SamplingParams, positions: Integers, sizes: Sizes
+) -> tuple[SamplingParams, Array]:
+    """Parameters and positions of B requests as arrays, whose shapes are checked."""
+    sampling, positions = per_request(sampling, sizes["B"]), as_positions(positions)
+    check_array("positions", positions, "[B]", sizes)
+    check_array("sampling.temperature", sampling.temperature, "[B]", sizes)
+    return sampling, positions

@@ -4,7 +4,7 @@ import codecs
 import operator
 from collections.abc import Iterable
 
-from jax_specdec._src.types import described
+from jax_specdec._src.arrays import described
 
 __all__ = [
     "BYTE_VOCAB_SIZE",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from jax_specdec._src.config import check_int
+from jax_specdec._src.arrays import check_int, require
 from jax_specdec._src.models.config_json import CONFIG_FILE, config_text, read_config
 from jax_specdec._src.models.fields import quoted
 from jax_specdec._src.models.files import is_there
@@ -326,7 +326,5 @@ def check_structure(model: Any, params: Any) -> None:
         for tree in (jax.eval_shape(model.init_params, jax.random.key(0)), params)
     )
     for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
-            raise ValueError(
-                f"params{name} must have shape {wanted.get(name)}, but has {found.get(name)}."
-            )
+        shape, came = wanted.get(name), found.get(name)
+        require(shape == came, f"params{name}", f"have shape {shape}", came)

@@ -20,10 +20,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_specdec._src.arrays import check_array, require
 from jax_specdec._src.models.fields import check_fields
 from jax_specdec._src.models.layers import (
     cached_attention,
-    check_integers,
     check_params,
     embed_tokens,
     feed_forward,
@@ -203,8 +203,8 @@ class Eagle3Head:
 
     def __post_init__(self) -> None:
         dtype = jnp.dtype(self.dtype)
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"dtype must be a floating dtype, not {dtype}.")
+        is_floating = jnp.issubdtype(dtype, jnp.floating)
+        require(is_floating, "dtype", "be a floating dtype", dtype, error=TypeError)
         object.__setattr__(self, "dtype", dtype)
 
     @property
@@ -269,7 +269,8 @@ class Eagle3Head:
             TypeError: features are not of the compute dtype.
         """
         c, eps = self.config, self.config.layer.rms_norm_eps
-        self._check_states("features", features, c.num_features)
+        sizes = {"A*H": c.num_features}
+        check_array("features", features, f"[B, S, A*H] {self.dtype}", sizes)
         if c.norm_before_fc:
             features = rms_norm(features, params["input_norm"], eps)
         if c.fc_norm:
@@ -312,20 +313,11 @@ class Eagle3Head:
             TypeError: ids or positions are not int32, or states, weights or cache not of the
                 compute dtype.
         """
-        check_integers("token_ids", token_ids, 2)
-        check_integers("start", start, 1)
+        sizes = {"H": self.config.layer.hidden_size}
+        check_array("token_ids", token_ids, "[B, S] int32", sizes)
+        check_array("start", start, "[B] int32", sizes)
+        check_array("states", states, f"[B, S, H] {self.dtype}", sizes)
         batch_size, length = token_ids.shape
-        if start.shape != (batch_size,):
-            raise ValueError(
-                f"start must have shape {(batch_size,)}, one position per row of token_ids, "
-                f"but has {start.shape}."
-            )
-        self._check_states("states", states, self.config.layer.hidden_size)
-        if states.shape[:2] != token_ids.shape:
-            raise ValueError(
-                f"states must have one row per token, {token_ids.shape}, but has shape "
-                f"{states.shape}."
-            )
         check_cache(self._llama, cache, batch_size, length)
         weights = {name: x for name, x in params.items() if name != "target_ids"}
         check_params(head_shapes(self.config), weights, self.dtype)
@@ -382,12 +374,6 @@ class Eagle3Head:
         if config.logit_scale != 1:
             logits = logits * config.logit_scale
         return logits, output if config.norm_output else x
-
-    def _check_states(self, name: str, states: jax.Array, size: int) -> None:
-        if states.ndim != 3 or states.shape[2] != size:
-            raise ValueError(f"{name} must have shape [B, S, {size}], but has {states.shape}.")
-        if states.dtype != self.dtype:
-            raise TypeError(f"{name} must be {self.dtype}, not {states.dtype}.")
 
 
 def shared_params(config: Eagle3Config, target_params: dict[str, Any]) -> dict[str, Any]:

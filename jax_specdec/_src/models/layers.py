@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_specdec._src.arrays import refuse, require
 from jax_specdec._src.models.llama_config import LlamaConfig
 from jax_specdec._src.models.rotary import rotate
 
 __all__ = [
     "cached_attention",
-    "check_integers",
     "check_params",
     "embed_tokens",
     "feed_forward",
@@ -160,26 +160,14 @@ def init_params(shapes: Any, key: jax.Array, dtype: Any, num_layers: int) -> Any
     return jax.tree.unflatten(treedef, params)
 
 
-def check_integers(name: str, value: jax.Array, ndim: int) -> None:
-    """Checks that an argument is an int32 array of `ndim` axes."""
-    if value.ndim != ndim:
-        raise ValueError(f"{name} must have {ndim} axes, but has shape {value.shape}.")
-    if value.dtype != jnp.int32:
-        raise TypeError(f"{name} must be int32, not {value.dtype}.")
-
-
 def check_params(shapes: Any, params: Any, dtype: Any) -> None:
     """Checks that weights have the structure and shapes of `shapes`, and all the same dtype."""
     found = dict(jax.tree.leaves_with_path(params))
     for path, shape in jax.tree.leaves_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple)):
         name = "params" + jax.tree_util.keystr(path)
-        if path not in found:
-            raise ValueError(f"{name} must have shape {shape}, but is missing.")
-        leaf = found.pop(path)
-        if leaf.shape != shape:
-            raise ValueError(f"{name} must have shape {shape}, but has {leaf.shape}.")
-        if leaf.dtype != dtype:
-            raise TypeError(f"{name} must be {dtype}, not {leaf.dtype}.")
-    if found:
-        name = "params" + jax.tree_util.keystr(next(iter(found)))
-        raise ValueError(f"{name} is not a weight of this config.")
+        leaf, must = found.pop(path, None), f"be an array {list(shape)} of {dtype}"
+        require(leaf is not None and leaf.shape == shape, name, must, leaf)
+        require(leaf.dtype == dtype, name, must, leaf, error=TypeError)
+    for path, leaf in found.items():
+        name = "params" + jax.tree_util.keystr(path)
+        refuse(ValueError, name, "not be there, as no weight of this config", leaf)

@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.arrays import Sizes, check_array, require
 from jax_specdec._src.models.layers import (
     cached_attention,
-    check_integers,
     check_params,
     embed_tokens,
     feed_forward,
@@ -82,8 +82,8 @@ class Llama:
 
     def __post_init__(self) -> None:
         dtype = jnp.dtype(self.dtype)
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"dtype must be a floating dtype, not {dtype}.")
+        is_floating = jnp.issubdtype(dtype, jnp.floating)
+        require(is_floating, "dtype", "be a floating dtype", dtype, error=TypeError)
         object.__setattr__(self, "dtype", dtype)
 
     @property
@@ -168,14 +168,10 @@ class Llama:
         Returns:
             As `apply`.
         """
-        check_integers("token_ids", token_ids, 2)
-        check_integers("start", start, 1)
+        sizes: Sizes = {}
+        check_array("token_ids", token_ids, "[B, S] int32", sizes)
+        check_array("start", start, "[B] int32", sizes)
         batch_size, length = token_ids.shape
-        if start.shape != (batch_size,):
-            raise ValueError(
-                f"start must have shape {(batch_size,)}, one position per row of token_ids, "
-                f"but has {start.shape}."
-            )
         check_cache(self, cache, batch_size, length)
         shapes = stacked_shapes if self.scan_layers else param_shapes
         check_params(shapes(self.config), params, self.dtype)
@@ -338,13 +334,10 @@ def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_feature_layers(layers: tuple[int, ...], num_layers: int) -> None:
-    if not all(type(layer) is int for layer in layers):
-        raise TypeError(f"feature_layers must be ints, but they are {layers}.")
-    if list(layers) != sorted({*layers} & {*range(num_layers + 1)}):
-        raise ValueError(
-            f"feature_layers must increase from at least 0 to at most {num_layers}, but they are "
-            f"{layers}."
-        )
+    are_ints = all(type(layer) is int for layer in layers)
+    require(are_ints, "feature_layers", "be ints", layers, error=TypeError)
+    fits = list(layers) == sorted({*layers} & {*range(num_layers + 1)})
+    require(fits, "feature_layers", f"increase from at least 0 to at most {num_layers}", layers)
 
 
 def check_cache(model: Llama, cache: Any, batch_size: int, length: int) -> None:
@@ -354,19 +347,13 @@ def check_cache(model: Llama, cache: Any, batch_size: int, length: int) -> None:
     if model.scan_layers:
         wanted = "one pair (keys, values) of all layers"
     structure: Any = jax.tree.structure(jax.eval_shape(lambda: model.init_cache(1, 1)))
-    if jax.tree.structure(cache) != structure:
-        raise ValueError(f"cache must be {wanted}, from init_cache.")
+    found = jax.tree.structure(cache)
+    require(found == structure, "cache", f"be {wanted}, from init_cache,", found)
     max_length = jax.tree.leaves(cache)[0].shape[-1]
     expected = jax.eval_shape(lambda: model.init_cache(batch_size, max_length))
-    for found, wanted in zip(jax.tree.leaves(cache), jax.tree.leaves(expected), strict=True):
-        if found.shape != wanted.shape:
-            raise ValueError(
-                f"cache for {batch_size} requests must hold arrays of shape {wanted.shape}, "
-                f"but one has {found.shape}."
-            )
-        if found.dtype != wanted.dtype:
-            raise TypeError(f"cache must be {wanted.dtype}, not {found.dtype}.")
-    if length > max_length:
-        raise ValueError(
-            f"token_ids has {length} tokens per request, but the cache holds {max_length}."
-        )
+    for leaf, like in zip(jax.tree.leaves(cache), jax.tree.leaves(expected), strict=True):
+        must = f"hold arrays {list(like.shape)} of {like.dtype} for {batch_size} requests"
+        require(leaf.shape == like.shape, "cache", must, leaf)
+        require(leaf.dtype == like.dtype, "cache", must, leaf, error=TypeError)
+    must = f"have at most {max_length} tokens per request, as the cache"
+    require(length <= max_length, "token_ids", must, length)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
-from jax_specdec._src.types import described
+from jax_specdec._src.arrays import described
 from jax_specdec._src.verify.sharding import VerifySharding
 
 __all__ = [

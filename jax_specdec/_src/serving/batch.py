@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jax_specdec._src.arrays import Sizes, as_int32, pytree
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.logprobs import TokenLogprobs
+from jax_specdec._src.sampling import SamplingParams
 from jax_specdec._src.serving.options import BatchOptions
-from jax_specdec._src.types import (
-    PLACEHOLDER_TOKEN_ID,
-    RejectionSampleOutput,
-    SamplingParams,
-    Status,
-    as_int32,
-)
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
 
 _BUCKET = 32
 
@@ -32,7 +27,14 @@ def round_up(size: int) -> int:
     return max(1, -(-size // _BUCKET)) * _BUCKET
 
 
-@jax.tree_util.register_dataclass
+@pytree(
+    token_ids="[B, L] int32",
+    lengths="[B] int32",
+    done="[B] bool",
+    status="[B] int32",
+    keys="[B]",
+    options=(BatchOptions,),
+)
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """B sequences in buffers of a fixed length L, and what their requests ask for.
@@ -73,7 +75,14 @@ class Batch:
         )
 
 
-@jax.tree_util.register_dataclass
+@pytree(
+    token_ids="[B, K+1] int32",
+    num_kept="[B] int32",
+    num_proposed="[B] int32",
+    num_accepted="[B] int32",
+    num_emitted="[B] int32",
+    logprobs=(TokenLogprobs,),
+)
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
     """What one step did for each request; stacked ``[S, ...]`` over the steps of a generation.
@@ -147,36 +156,22 @@ def truncate(
       >>> num_kept.tolist(), is_stopped.tolist()
       ([2, 2, 1], [False, True, False])
     """
-    token_ids = as_int32("token_ids", token_ids)
-    if token_ids.ndim != 2:
-        raise ValueError(f"token_ids must have shape [B, K+1], but it has {list(token_ids.shape)}")
+    sizes: Sizes = {}
+    token_ids = as_int32("token_ids", token_ids, "[B, K+1]", sizes)
     b, width = token_ids.shape
-    num_kept = _integers("num_emitted", num_emitted, [(b,)])
+    num_kept = as_int32("num_emitted", num_emitted, "[B]", sizes)
     if max_tokens is not None:
-        left = _integers("max_tokens", max_tokens, [(), (b,)])
+        left = as_int32("max_tokens", max_tokens, "[] or [B]", sizes)
         num_kept = jnp.minimum(num_kept, jnp.maximum(left, 0))
     if stop_token_ids is None:
         return num_kept, jnp.zeros((b,), bool)
-    stops = as_int32("stop_token_ids", stop_token_ids)
-    if stops.ndim not in (1, 2) or stops.shape[:-1] not in ((), (b,)):
-        raise ValueError(
-            f"stop_token_ids must have shape [M] or [{b}, M], but it has {list(stops.shape)}"
-        )
+    stops = as_int32("stop_token_ids", stop_token_ids, "[M] or [B, M]", sizes)
     stops = jnp.broadcast_to(stops, (b, stops.shape[-1]))
     offset = jnp.arange(width, dtype=jnp.int32)[None, :]
     is_stop = jnp.any(token_ids[:, :, None] == stops[:, None, :], axis=2)
     stop_at = jnp.min(jnp.where(is_stop, offset, width), axis=1)
     is_stopped = stop_at < num_kept
     return jnp.where(is_stopped, stop_at + 1, num_kept), is_stopped
-
-
-def _integers(name: str, value: ArrayLike, shapes: Sequence[tuple[int, ...]]) -> jax.Array:
-    """`as_int32`, of one of some shapes."""
-    array = as_int32(name, value)
-    if array.shape not in shapes:
-        wanted = " or ".join(str(list(shape)) for shape in shapes)
-        raise ValueError(f"{name} must have shape {wanted}, but it has {list(array.shape)}")
-    return array
 
 
 def append(

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_specdec._src.arrays import pytree
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 from jax_specdec._src.logprobs import TokenLogprobs
 from jax_specdec._src.serving.batch import StepRecord
@@ -103,7 +104,7 @@ class Received(NamedTuple):
     stats: ServingStats  # of these steps
 
 
-@jax.tree_util.register_dataclass
+@pytree(numbers="[S, K+7] int32", logprobs=(TokenLogprobs,), counters=(AcceptanceCounters,))
 @dataclasses.dataclass(frozen=True)
 class StepResult:
     """What the host reads of a step. No later call donates its buffers, as those of the state are.

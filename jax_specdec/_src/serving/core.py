@@ -13,7 +13,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_specdec._src.config import SpecDecodeConfig, check_int
+from jax_specdec._src.arrays import check_int, pytree
+from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.drafting.drafter import Drafter, Proposal, feature_layers_of
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
@@ -30,7 +31,14 @@ PLAIN = SpecDecodeConfig(num_speculative_tokens=1)
 """The config of decoding without drafts."""
 
 
-@jax.tree_util.register_dataclass
+@pytree(
+    batch=(Batch,),
+    draft_token_ids="[B, K] int32",
+    store=(DraftStore,),
+    counters=(AcceptanceCounters,),
+    features="[B, K+1, A*H]",
+    num_features="[B] int32",
+)
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
     """Everything that a step reads and writes; donate it to every function that takes it.

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
-from jax_specdec._src.config import check_int
+from jax_specdec._src.arrays import check_int, described
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving.bookkeeping import (
@@ -39,7 +39,6 @@ from jax_specdec._src.serving.programs import prefill_chunk as _prefill_chunk
 from jax_specdec._src.serving.programs import release as _release
 from jax_specdec._src.serving.programs import step as _step
 from jax_specdec._src.serving.step_costs import DraftChoice, StepCosts
-from jax_specdec._src.types import described
 
 
 class EngineDriver:

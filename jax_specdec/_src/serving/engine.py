@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src import noise
-from jax_specdec._src.config import check_int
+from jax_specdec._src.arrays import check_int, pytree
 from jax_specdec._src.drafting.drafter import Drafter, feature_layers_of
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 from jax_specdec._src.models.protocol import check_model
@@ -36,7 +36,13 @@ _MAX_GROUP_TOKENS = 512
 not by reading the weights: reading prompts together then gains little."""
 
 
-@jax.tree_util.register_dataclass
+@pytree(
+    slots="[R] int32",
+    prompts="[R, P] int32",
+    lengths="[R] int32",
+    keys="[R]",
+    options=(BatchOptions,),
+)
 @dataclasses.dataclass(frozen=True)
 class NewRequests:
     """R requests that go into slots. Their shapes, R and P, are compiled for once.

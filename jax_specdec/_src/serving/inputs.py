@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import operator
 from collections.abc import Sequence
@@ -10,13 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_specdec._src.arrays import check_type, refuse, require
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Drafter, feature_layers_of
 from jax_specdec._src.models.eagle3 import Eagle3Head
 from jax_specdec._src.models.llama import Llama
 from jax_specdec._src.models.protocol import is_loaded_model
 from jax_specdec._src.models.tensor_parallel import TensorParallelLlama
-from jax_specdec._src.types import described
 
 _HAVE_WEIGHTS = (Llama, TensorParallelLlama, Eagle3Head)
 
@@ -27,8 +28,7 @@ def check_config(config: Any) -> None:
     Raises:
       TypeError: it is something else.
     """
-    if not isinstance(config, SpecDecodeConfig):
-        raise TypeError(f"config must be a SpecDecodeConfig, but it is {described(config)}")
+    check_type("config", config, SpecDecodeConfig)
 
 
 def check_drafter(drafter: Any, config: Any) -> None:
@@ -38,24 +38,16 @@ def check_drafter(drafter: Any, config: Any) -> None:
       TypeError: one of them is something else.
     """
     check_config(config)
-    must = f"drafter must be a Drafter, but it is a {type(drafter).__name__}"
+    hint = None
+    is_drafter = callable(getattr(drafter, "propose", None)) and not isinstance(drafter, type)
     if is_loaded_model(drafter):
         wrapper = _wrapper(drafter.model)
-        raise TypeError(
-            f"drafter must be a Drafter, but it is a LoadedModel: pass "
-            f"drafter={wrapper}(draft.model) and draft_params=draft.params"
-        )
-    if isinstance(drafter, type):
-        raise TypeError(f"drafter must be a Drafter, but it is the class {drafter.__name__}")
-    if drafter == "ngram" or drafter is None:
-        raise TypeError(
-            f"drafter must be a Drafter, but it is {drafter!r}: NGramDrafter() needs no model, and "
-            "generate_plain no drafter"
-        )
-    if not callable(getattr(drafter, "propose", None)):
-        if callable(getattr(drafter, "apply", None)):
-            raise TypeError(f"{must}: a model is wrapped, drafter={_wrapper(drafter)}(model)")
-        raise TypeError(must)
+        hint = f"pass drafter={wrapper}(draft.model) and draft_params=draft.params"
+    elif drafter == "ngram" or drafter is None:
+        hint = "NGramDrafter() needs no model, and generate_plain no drafter"
+    elif callable(getattr(drafter, "apply", None)) and not isinstance(drafter, type):
+        hint = f"a model is wrapped, drafter={_wrapper(drafter)}(model)"
+    require(is_drafter, "drafter", "be a Drafter", drafter, hint, TypeError)
     signature = inspect.signature(drafter.propose)
     try:
         signature.bind(None, None, None, None)
@@ -66,11 +58,8 @@ def check_drafter(drafter: Any, config: Any) -> None:
             "keys, config and the rest are fields of the context, a DraftContext"
         ) from None
     layers = feature_layers_of(drafter)
-    if not (isinstance(layers, tuple) and all(type(layer) is int for layer in layers)):
-        raise TypeError(
-            "drafter must have feature_layers that are a tuple of ints, but "
-            f"{type(drafter).__name__}.feature_layers is {described(layers)}"
-        )
+    are_layers = isinstance(layers, tuple) and all(type(layer) is int for layer in layers)
+    require(are_layers, "drafter.feature_layers", "be a tuple of ints", layers, error=TypeError)
     if layers:
         signature = inspect.signature(drafter.prefill)
         try:
@@ -94,11 +83,9 @@ def check_draft_params(drafter: Drafter | None, draft_params: Any) -> None:
     """
     check_params("draft_params", draft_params)
     models = getattr(drafter, "model", None), getattr(drafter, "head", None)
-    if draft_params is None and any(isinstance(model, _HAVE_WEIGHTS) for model in models):
-        raise TypeError(
-            "draft_params must be the weights of the drafter's model, but it is None: pass "
-            "draft_params=draft.params"
-        )
+    are_weights = draft_params is not None or not any(isinstance(x, _HAVE_WEIGHTS) for x in models)
+    hint, must = "pass draft_params=draft.params", "be the weights of the drafter's model"
+    require(are_weights, "draft_params", must, None, hint, TypeError)
 
 
 def check_params(name: str, params: Any) -> None:
@@ -107,10 +94,8 @@ def check_params(name: str, params: Any) -> None:
     Raises:
       TypeError: they are.
     """
-    if is_loaded_model(params):
-        raise TypeError(
-            f"{name} must be a model's weights, but it is a LoadedModel: pass its .params"
-        )
+    must, hint = "be a model's weights", "pass its .params"
+    require(not is_loaded_model(params), name, must, params, hint, TypeError)
 
 
 def token_lists(prompts: Any, vocab_size: int) -> list[list[int]]:
@@ -120,19 +105,16 @@ def token_lists(prompts: Any, vocab_size: int) -> list[list[int]]:
       TypeError: not lists of integers.
       ValueError: a prompt that `token_list` refuses.
     """
-    if isinstance(prompts, (str, bytes)):
-        raise TypeError(f"prompts must be lists of token ids, but it is {_text(prompts)}")
-    try:
-        each = list(prompts)
-    except TypeError:
-        raise TypeError(
-            f"prompts must be lists of token ids, but it is {described(prompts)}"
-        ) from None
-    if each and np.ndim(each[0]) == 0 and isinstance(each[0], (int, np.integer, jax.Array)):
-        raise TypeError(
-            f"prompts must be lists of token ids, one per request, but it is one list of ids, "
-            f"{described(prompts)}: pass [ids]"
-        )
+    must, each = "be lists of token ids", None
+    if not isinstance(prompts, (str, bytes)):
+        with contextlib.suppress(TypeError):
+            each = list(prompts)
+    if each is None:
+        refuse(TypeError, "prompts", must, prompts, _text_hint(prompts))
+    is_one = bool(each) and np.ndim(each[0]) == 0
+    is_one = is_one and isinstance(each[0], (int, np.integer, jax.Array))
+    must, hint = f"{must}, one per request", "pass [ids]"
+    require(not is_one, "prompts", must, prompts, hint, TypeError)
     return [token_list(f"prompts[{b}]", prompt, vocab_size) for b, prompt in enumerate(each)]
 
 
@@ -144,8 +126,7 @@ def token_list(name: str, values: Any, vocab_size: int) -> list[int]:
       ValueError: empty, or an id outside the vocabulary.
     """
     ids = integers(name, values)
-    if not ids:
-        raise ValueError(f"{name} must hold at least one token, but it is empty")
+    require(ids, name, "hold at least one token", ids)
     check_range(name, ids, vocab_size)
     return ids
 
@@ -156,16 +137,16 @@ def check_range(name: str, ids: Sequence[int], vocab_size: int) -> None:
     Raises:
       ValueError: one is not.
     """
-    if ids and not (0 <= min(ids) and max(ids) < vocab_size):
-        raise ValueError(
-            f"{name} must hold ids in [0, {vocab_size}), but they span {min(ids)} to {max(ids)}"
-        )
+    are_ids = not ids or (0 <= min(ids) and max(ids) < vocab_size)
+    require(are_ids, name, f"hold ids in [0, {vocab_size})", ids)
 
 
-def _text(value: str | bytes) -> str:
+def _text_hint(value: object) -> str | None:
+    if not isinstance(value, (str, bytes)):
+        return None
     return (
-        f"the text {described(value)}: turn it into ids, with encode for the embedded models, or "
-        "with the encode of load_tokenizer's Tokenizer"
+        "turn text into ids, with encode for the embedded models, or with the encode of "
+        "load_tokenizer's Tokenizer"
     )
 
 
@@ -175,9 +156,7 @@ def integers(name: str, values: Any) -> list[int]:
     Raises:
       TypeError: not a list of integers.
     """
-    if isinstance(values, (str, bytes)):
-        raise TypeError(f"{name} must be a list of ints, but it is {_text(values)}")
-    try:
-        return [operator.index(value) for value in values]
-    except TypeError:
-        raise TypeError(f"{name} must be a list of ints, but it is {described(values)}") from None
+    if not isinstance(values, (str, bytes)):
+        with contextlib.suppress(TypeError):
+            return [operator.index(value) for value in values]
+    refuse(TypeError, name, "be a list of ints", values, _text_hint(values))

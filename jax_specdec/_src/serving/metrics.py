@@ -10,15 +10,15 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export
 from jax.typing import ArrayLike
 
+from jax_specdec._src.arrays import Sizes, check_array, check_type, pytree, require
 from jax_specdec._src.config import check_num_speculative_tokens
 from jax_specdec._src.serving.batch import StepRecord
-from jax_specdec._src.types import Integers, described
+from jax_specdec._src.types import Integers
 
 
-@jax.tree_util.register_dataclass
+@pytree(words="[2, 3K+3] uint32")
 @dataclasses.dataclass(frozen=True)
 class AcceptanceCounters:
     """Counts of verifications on the device, in one small array, so that counting is one fusion.
@@ -93,12 +93,13 @@ class AcceptanceCounters:
           TypeError: an argument does not hold integers.
           ValueError: shapes that do not fit.
         """
-        num_emitted = _counts("num_emitted", num_emitted, None)
-        num_proposed = _counts("num_proposed", num_proposed, num_emitted.shape)
-        num_accepted = _counts("num_accepted", num_accepted, num_emitted.shape)
+        sizes: Sizes = {}
+        num_emitted = _counts("num_emitted", num_emitted, "[B]", sizes)
+        num_proposed = _counts("num_proposed", num_proposed, "[B]", sizes)
+        num_accepted = _counts("num_accepted", num_accepted, "[B]", sizes)
         num_kept = num_emitted if num_kept is None else num_kept
-        num_kept = _counts("num_kept", num_kept, num_emitted.shape)
-        num_fallbacks = _counts("num_fallbacks", num_fallbacks, ())
+        num_kept = _counts("num_kept", num_kept, "[B]", sizes)
+        num_fallbacks = _counts("num_fallbacks", num_fallbacks, "[]", sizes)
         num_proposed = jnp.where(num_emitted > 0, num_proposed, 0)[:, None]
         position = jnp.arange(self.words.shape[1] // 3 - 1, dtype=jnp.int32)[None, :]
         offered = num_proposed > position
@@ -114,23 +115,12 @@ class AcceptanceCounters:
         return AcceptanceCounters(jnp.stack([low, self.words[1] + carry]))
 
 
-# Lets `jax.export` serialize functions that take or return counters.
-export.register_pytree_node_serialization(
-    AcceptanceCounters,
-    serialized_name="jax_specdec.AcceptanceCounters",
-    serialize_auxdata=lambda _: b"",
-    deserialize_auxdata=lambda _: (),
-)
-
-
-def _counts(name: str, value: Any, shape: tuple[int, ...] | None) -> jax.Array:
-    """Integers as int32, checked; a shape of None stands for ``[B]`` with any B."""
+def _counts(name: str, value: Any, declared: str, sizes: Sizes) -> jax.Array:
+    """Integers as int32, checked."""
     value = jnp.asarray(value)
-    if not jnp.issubdtype(value.dtype, jnp.integer):
-        raise TypeError(f"{name} must hold integers, but it is {value.dtype}")
-    if value.ndim != 1 if shape is None else value.shape != shape:
-        wanted = "[B]" if shape is None else list(shape)
-        raise ValueError(f"{name} must have shape {wanted}, but it has {list(value.shape)}")
+    is_integers = jnp.issubdtype(value.dtype, jnp.integer)
+    require(is_integers, name, "hold integers", value, error=TypeError)
+    check_array(name, value, declared, sizes)
     return value.astype(jnp.int32)
 
 
@@ -206,11 +196,7 @@ class AcceptanceStats:
         Raises:
           TypeError: `steps` is not a `StepRecord`.
         """
-        if not isinstance(steps, StepRecord):
-            raise TypeError(
-                f"steps must be a StepRecord, as in GenerateOutput.steps, but it is "
-                f"{described(steps)}"
-            )
+        check_type("steps", steps, StepRecord, hint="GenerateOutput.steps is one")
         proposed, accepted = np.asarray(steps.num_proposed), np.asarray(steps.num_accepted)
         positions = range(np.asarray(steps.token_ids).shape[-1] - 1)
         return cls(
@@ -230,17 +216,13 @@ class AcceptanceStats:
         Raises:
           ValueError: the two have different K, or a count is larger in `earlier`.
         """
-        if len(self.offered_per_position) != len(earlier.offered_per_position):
-            raise ValueError(
-                f"both readings must have the same K, but they have"
-                f" {len(self.offered_per_position)} and {len(earlier.offered_per_position)}"
-            )
+        k, given = len(self.offered_per_position), len(earlier.offered_per_position)
+        require(given == k, "earlier's K", f"be {k}", given)
 
         def minus(mine: Any, theirs: Any) -> Any:
             if isinstance(mine, tuple):
                 return tuple(map(minus, mine, theirs))
-            if mine < theirs:
-                raise ValueError(f"earlier must not hold larger counts, but it is {earlier}")
+            require(mine >= theirs, "earlier", "hold no larger counts", earlier)
             return mine - theirs
 
         names = [field.name for field in dataclasses.fields(self)]
@@ -471,15 +453,16 @@ class ServingStats:
         Raises:
           ValueError: the two have different numbers of slots, or a sum is larger in `earlier`.
         """
-        if self.num_slots != earlier.num_slots:
-            raise ValueError(
-                f"both readings must have the same number of slots, but they have {self.num_slots} "
-                f"and {earlier.num_slots}"
-            )
+        require(
+            earlier.num_slots == self.num_slots,
+            "earlier.num_slots",
+            f"be {self.num_slots}",
+            earlier.num_slots,
+        )
         names = [field.name for field in dataclasses.fields(self)][3:]
         sums = {name: getattr(self, name) - getattr(earlier, name) for name in names}
-        if min(one.count if isinstance(one, Histogram) else one for one in sums.values()) < 0:
-            raise ValueError(f"earlier must not hold larger sums, but it is {earlier}")
+        least = min(one.count if isinstance(one, Histogram) else one for one in sums.values())
+        require(least >= 0, "earlier", "hold no larger sums", earlier)
         return dataclasses.replace(self, **sums)
 
     @property
@@ -528,8 +511,7 @@ class ServingStats:
 
 
 def _check_seconds(seconds: float) -> None:
-    if not seconds > 0:
-        raise ValueError(f"seconds must be positive, but it is {seconds}")
+    require(seconds > 0, "seconds", "be positive", seconds)
 
 
 _DERIVED = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,13 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.config import check_int, did_you_mean
+from jax_specdec._src.arrays import check_choice, check_int, check_type, pytree, refuse, require
+from jax_specdec._src.config import did_you_mean
 from jax_specdec._src.grammar import bitmask_of
 from jax_specdec._src.logprobs import Distribution
 from jax_specdec._src.penalties import Penalties
 from jax_specdec._src.processors import BadWords, LogitBias, LogitsProcessors, MinTokens
+from jax_specdec._src.sampling import FILTERS, PENALTIES, SAMPLING_PARAMETERS
 from jax_specdec._src.serving import inputs
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, described
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,19 +78,11 @@ class RequestOptions:
     min_tokens: int = 0
 
     def __post_init__(self) -> None:
-        rules = {
-            "temperature": ("finite and not negative", lambda x: 0 <= x < math.inf),
-            "min_p": ("in [0, 1]", lambda x: 0 <= x <= 1),
-            "top_p": ("in (0, 1]", lambda x: 0 < x <= 1),
-            "frequency_penalty": ("finite", math.isfinite),
-            "presence_penalty": ("finite", math.isfinite),
-            "repetition_penalty": ("positive and finite", lambda x: 0 < x < math.inf),
-        }
-        for name, (rule, holds) in rules.items():
-            value = getattr(self, name)
-            if not holds(_float32(name, value)):
-                raise ValueError(f"{name} must be {rule}, but it is {value}")
-            object.__setattr__(self, name, float(value))
+        for one in (*SAMPLING_PARAMETERS, *PENALTIES):
+            if one.dtype is np.float32:
+                value = getattr(self, one.name)
+                require(one.range.holds(_float32(one.name, value)), one.name, one.range.must, value)
+                object.__setattr__(self, one.name, float(value))
         integers = {"max_new_tokens": None, "top_k": 2**31 - 1, "min_tokens": 2**31 - 1}
         if self.seed is not None:
             integers["seed"] = 2**32 - 1
@@ -114,11 +109,9 @@ class RequestOptions:
             inputs.check_range(name, list(getattr(self, name) or ()), vocab_size)
         for i, word in enumerate(self.bad_words or ()):
             inputs.check_range(f"bad_words[{i}]", word, vocab_size)
-        if self.min_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"min_tokens must be at most max_new_tokens = {self.max_new_tokens}, but it is "
-                f"{self.min_tokens}"
-            )
+        fits = self.min_tokens <= self.max_new_tokens
+        must = f"be at most max_new_tokens = {self.max_new_tokens}"
+        require(fits, "min_tokens", must, self.min_tokens)
 
     @property
     def is_neutral(self) -> bool:
@@ -139,9 +132,7 @@ class RequestOptions:
 
 _SERVED_BY_EVERY_ENGINE = ("temperature", "max_new_tokens", "stop_token_ids", "seed")
 _CHANGE_ROWS = (
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
+    *(one.name for one in PENALTIES),
     "allowed_token_ids",
     "logit_bias",
     "bad_words",
@@ -184,16 +175,11 @@ def options_per_request(
             raise TypeError(f"unknown argument {name!r}{did_you_mean(name, known)}")
     if options is None or isinstance(options, RequestOptions):
         return [dataclasses.replace(options or RequestOptions(), **fields)] * count
-    must = "options must be RequestOptions, one or a list, but it"
-    if not isinstance(options, Sequence):
-        raise TypeError(f"{must} is {options!r:.80}")
-    for one in options:
-        if not isinstance(one, RequestOptions):
-            raise TypeError(f"{must} has {one!r:.80}")
-    if len(options) != count:
-        raise ValueError(
-            f"options must be one value or one per prompt ({count}), but it has {len(options)}"
-        )
+    check_type("options", options, RequestOptions, Sequence, None)
+    for i, one in enumerate(options):
+        check_type(f"options[{i}]", one, RequestOptions)
+    must = f"be one value, or one for each of {count} prompts"
+    require(len(options) == count, "options", must, options)
     return [dataclasses.replace(one, **fields) if fields else one for one in options]
 
 
@@ -221,10 +207,7 @@ class LogprobsConfig:
 
     def __post_init__(self) -> None:
         check_int("num_top", self.num_top, 0)
-        if self.distribution not in get_args(Distribution):
-            raise ValueError(
-                f"distribution must be 'raw' or 'processed', but it is {self.distribution!r}"
-            )
+        check_choice("distribution", self.distribution, get_args(Distribution))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,14 +258,23 @@ class OptionSizes:
             ("bad_words", self.bad_words, "words", len(words)),
             ("bad_words", self.bad_word_length, "tokens each", max(map(len, words), default=0)),
         ):
-            if found > most:
-                raise ValueError(
-                    f"{name} must have at most {most} {what}, as option_sizes says, but it has "
-                    f"{found}"
-                )
+            must = f"have at most {most} {what}, as option_sizes says"
+            require(found <= most, name, must, getattr(options, name))
 
 
-@jax.tree_util.register_dataclass
+@pytree(
+    prompt_lengths="[B] int32",
+    max_lengths="[B] int32",
+    temperature="[B] float32",
+    stop_token_ids="[B, M] int32",
+    **{one.name: f"[B] {one.dtype.__name__}" for one in FILTERS},
+    changes_rows="[B] bool",
+    penalties="[B, 3] float32",
+    logit_bias=(LogitBias,),
+    bad_words="[B, W, L] int32",
+    min_tokens="[B] int32",
+    token_bitmask="[B, ceil(V/32)] uint32",
+)
 @dataclasses.dataclass(frozen=True)
 class BatchOptions:
     """The options of B requests as arrays; None for what no request asks for.
@@ -367,7 +359,7 @@ class BatchOptions:
             bitmask = np.stack(
                 [_allowed_bits(one.allowed_token_ids, vocab_size) for one in options]
             )
-        penalties = "frequency_penalty", "presence_penalty", "repetition_penalty"
+        filters = {one.name: column(one.name, one.dtype) for one in FILTERS if is_asked(one.name)}
         bias: Any = None
         if is_asked("logit_bias"):
             biases = [one.logit_bias or {} for one in options]
@@ -384,15 +376,13 @@ class BatchOptions:
             max_lengths=lengths + column("max_new_tokens", np.int32),
             temperature=column("temperature", np.float32),
             stop_token_ids=_stops(options, max_stop_tokens),
-            min_p=column("min_p", np.float32) if is_asked("min_p") else None,
-            top_k=column("top_k", np.int32) if is_asked("top_k") else None,
-            top_p=column("top_p", np.float32) if is_asked("top_p") else None,
             changes_rows=changes_rows,
-            penalties=columns(np.float32, *penalties),
+            penalties=columns(np.float32, *(one.name for one in PENALTIES)),
             logit_bias=bias,
             bad_words=words,
             min_tokens=column("min_tokens", np.int32) if is_asked("min_tokens") else None,
             token_bitmask=bitmask,
+            **filters,
         )
 
     @property
@@ -432,7 +422,7 @@ class BatchOptions:
         """Penalties of the sequences so far; if no request has any, nothing is counted."""
         if self.penalties is None:
             return None
-        neutral = jnp.array([[0.0, 0.0, 1.0]], jnp.float32)
+        neutral = jnp.array([[one.neutral for one in PENALTIES]], jnp.float32)
         own = jnp.where(done[:, None], neutral, self.penalties)
 
         def count() -> tuple[jax.Array, jax.Array]:
@@ -461,8 +451,7 @@ def check_logprobs(value: Any) -> None:
     Raises:
       TypeError: it is something else.
     """
-    if value is not None and not isinstance(value, LogprobsConfig):
-        raise TypeError(f"logprobs must be a LogprobsConfig or None, but it is {described(value)}")
+    check_type("logprobs", value, LogprobsConfig, None)
 
 
 def _float32(name: str, value: Any) -> float:
@@ -472,31 +461,26 @@ def _float32(name: str, value: Any) -> float:
       TypeError: it is not one number.
     """
     _check_one(name, value)
-    try:
-        if isinstance(value, str):  # float("0.8") is a number
-            raise TypeError
-        with np.errstate(over="ignore"):
-            return float(np.float32(float(value)))
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number, but it is {value!r:.80}") from None
+    number = None
+    with contextlib.suppress(TypeError, ValueError), np.errstate(over="ignore"):
+        number = None if isinstance(value, str) else float(np.float32(float(value)))
+    if number is None:  # text too, which `float` would read
+        refuse(TypeError, name, "be a number", value)
+    return number
 
 
 def _check_one(name: str, value: Any) -> None:
-    if np.ndim(value) > 0:
-        raise TypeError(
-            f"{name} must be one value, but it is {described(value)}: for requests that differ, "
-            f"give a list, options=[RequestOptions({name}=...), ...]"
-        )
+    hint = f"for requests that differ, give a list, options=[RequestOptions({name}=...), ...]"
+    require(np.ndim(value) == 0, name, "be one value", value, hint, TypeError)
 
 
 def _stops(options: Sequence[RequestOptions], most: int | None) -> Any:
     """``[B, M]`` int32."""
     count = max((len(one.stop_token_ids) for one in options), default=0)
-    if most is not None and count > most:
-        raise ValueError(
-            f"stop_token_ids must be at most max_stop_tokens={most}, but they are {count}"
-        )
-    stops = np.full((len(options), count if most is None else most), PLACEHOLDER_TOKEN_ID)
+    most = count if most is None else most
+    must = f"be at most max_stop_tokens = {most}"
+    require(count <= most, "stop_token_ids, counted,", must, count)
+    stops = np.full((len(options), most), PLACEHOLDER_TOKEN_ID)
     for row, one in zip(stops, options, strict=True):
         row[: len(one.stop_token_ids)] = one.stop_token_ids
     return stops.astype(np.int32)
@@ -511,22 +495,17 @@ def _bias(logit_bias: Any) -> dict[int, float] | None:
     """
     if logit_bias is None:
         return None
-    if not isinstance(logit_bias, Mapping):
-        raise TypeError(
-            f"logit_bias must be a mapping of token ids to numbers, but it is "
-            f"{described(logit_bias)}"
-        )
+    is_mapping, must = isinstance(logit_bias, Mapping), "be a mapping of token ids to numbers"
+    require(is_mapping, "logit_bias", must, logit_bias, error=TypeError)
     if not logit_bias:
         return None
     keys = [int(key) if isinstance(key, str) and key.isdecimal() else key for key in logit_bias]
     ids = inputs.token_list("logit_bias", keys, 2**31)
-    if len(set(ids)) < len(ids):
-        raise ValueError(f"logit_bias must name a token once, but it is {described(logit_bias)}")
+    require(len(set(ids)) == len(ids), "logit_bias", "name a token once", logit_bias)
     found = {}
     for token, value in zip(ids, logit_bias.values(), strict=True):
         found[token] = _float32(f"logit_bias[{token}]", value)
-        if not math.isfinite(found[token]):
-            raise ValueError(f"logit_bias[{token}] must be finite, but it is {value}")
+        require(math.isfinite(found[token]), f"logit_bias[{token}]", "be finite", value)
     return found
 
 
@@ -539,8 +518,8 @@ def _words(bad_words: Any) -> tuple[tuple[int, ...], ...] | None:
     """
     if bad_words is None:
         return None
-    if isinstance(bad_words, (str, bytes)) or not isinstance(bad_words, Iterable):
-        raise TypeError(f"bad_words must be lists of token ids, but it is {described(bad_words)}")
+    are_lists = isinstance(bad_words, Iterable) and not isinstance(bad_words, (str, bytes))
+    require(are_lists, "bad_words", "be lists of token ids", bad_words, error=TypeError)
     words = [
         tuple(inputs.token_list(f"bad_words[{i}]", word, 2**31)) for i, word in enumerate(bad_words)
     ]

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.config import check_int
+from jax_specdec._src.arrays import check_int
 from jax_specdec._src.serving.bookkeeping import StepResult
 from jax_specdec._src.serving.core import Caches, DecodeState, on_all_devices
 from jax_specdec._src.serving.engine import Engine

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_specdec._src.config import check_int
+from jax_specdec._src.arrays import check_int, described
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
-from jax_specdec._src.types import described
 
 _TRIAL_SHARE = 0.01
 """The share of the time that trials of more drafts may take."""

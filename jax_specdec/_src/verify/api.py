@@ -10,17 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.arrays import check_choice, check_type
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.platform import Platform, traced_for_platform
-from jax_specdec._src.types import (
-    Array,
-    Drafts,
-    Integers,
-    Noise,
-    RaceNoise,
-    RejectionSampleOutput,
-    SamplingParams,
-)
+from jax_specdec._src.sampling import SamplingParams
+from jax_specdec._src.types import Array, Drafts, Integers, Noise, RaceNoise, RejectionSampleOutput
 from jax_specdec._src.verify import checks, xla
 from jax_specdec._src.verify import sharding as sharding_lib
 from jax_specdec._src.verify.form import Form, Kernels
@@ -188,7 +182,7 @@ def rejection_sample_with_noise(
       >>> sd.parse_output(output)  # 0.7 * 1 >= 0.5: token 0 is rejected, only 1 is left
       [[1]]
     """
-    checks.check_is_noise(noise)
+    check_type("noise", noise, Noise, RaceNoise)
     sampling, _ = checks.as_arrays(drafts, sampling)
     of_requests = sampling, bonus_token_ids, active
     arrays: Any = target_logits, drafts, noise, *of_requests, token_bitmask
@@ -265,8 +259,8 @@ def _call(
         checks.check_keys(keys, batch)
         checks.check_positions(positions, batch)
     else:
-        size, draws_every_row = arrays.target_logits.shape[1], rule_of(config).draws_every_row
-        checks.check_noise(arrays.randomness, batch, k, size, draws_every_row)
+        sizes = {"B": batch, "K": k, "V": arrays.target_logits.shape[1]}
+        checks.check_noise(arrays.randomness, sizes, rule_of(config).draws_every_row)
     if batch == 0:
         counts = jnp.zeros((0,), jnp.int32)
         return RejectionSampleOutput(jnp.zeros((0, k + 1), jnp.int32), counts, counts, counts)
@@ -290,8 +284,7 @@ def check_call(
     """
     _check_implementation(implementation)
     parts = sharding_lib.vocabulary_parts(sharding)
-    if not isinstance(config, SpecDecodeConfig):
-        raise TypeError(f"config must be a SpecDecodeConfig, but it is {config!r:.80}")
+    check_type("config", config, SpecDecodeConfig)
     logits, drafts, randomness, sampling, bonus_token_ids, active, token_bitmask = arrays
     given = logits, drafts, sampling, bonus_token_ids, active, vocab_size, token_bitmask
     checks.check_call(*given, vocabulary_parts=parts, padded_rows=padded_rows)
@@ -302,11 +295,7 @@ def check_call(
 
 
 def _check_implementation(implementation: Implementation | None) -> None:
-    names = get_args(Implementation)
-    if implementation not in (None, *names):
-        raise ValueError(
-            f"implementation must be one of {names} or None, but it is {implementation!r}"
-        )
+    check_choice("implementation", implementation, (*get_args(Implementation), None))
     why_not = support.no_device() if implementation == "mosaic_gpu" else None
     if why_not is not None:
         raise NotImplementedError(why_not)

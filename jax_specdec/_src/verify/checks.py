@@ -1,45 +1,28 @@
-"""Shape and dtype checks, at trace time: each error names the argument, the rule and what came."""
+"""The arguments of a call, checked at trace time against what their classes declare."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import jax
 import numpy as np
 
 from jax_specdec._src import noise as noise_lib
-from jax_specdec._src import sampling as sampling_lib
-from jax_specdec._src.config import check_int
-from jax_specdec._src.types import (
-    ROW_NUMBERS,
-    DraftLogits,
-    DraftProbs,
-    Drafts,
-    Noise,
-    RaceNoise,
-    SamplingParams,
+from jax_specdec._src.arrays import (
+    LOGITS,
+    Sizes,
     as_positions,
-    described,
+    check_array,
+    check_int,
+    check_listed,
+    check_tree,
+    check_type,
     known_values,
+    refuse,
+    require,
 )
-
-_LOGITS = ("float32", "bfloat16", "float16")
-_SAMPLING = {"temperature": "float32", "min_p": "float32", "top_k": "int32", "top_p": "float32"}
-
-
-def _check_array(
-    name: str, x: Any, shape: tuple[Any, ...], dtypes: tuple[str, ...], why: str
-) -> None:
-    """Check one array. Entries of `shape` are sizes, or letters for any size."""
-    if not isinstance(x, (jax.Array, np.ndarray)):
-        raise TypeError(f"{name} must be an array {why}, but it is {described(x)}")
-    sizes = [
-        want if isinstance(want, int) else got for want, got in zip(shape, x.shape, strict=False)
-    ]
-    if len(shape) != len(x.shape) or list(x.shape) != sizes:
-        raise ValueError(f"{name} must have shape {why}, but its shape is {list(x.shape)}")
-    if str(x.dtype) not in dtypes:
-        raise TypeError(f"{name} must be {' or '.join(dtypes)}, but it is {x.dtype}")
+from jax_specdec._src.sampling import SamplingParams, per_request
+from jax_specdec._src.types import DraftDistribution, DraftLogits, Drafts, Noise, RaceNoise
+from jax_specdec._src.verify.rows import storage_of
 
 
 def as_arrays(drafts: Any, sampling: Any, positions: Any = None) -> tuple[Any, Any]:
@@ -54,7 +37,7 @@ def as_arrays(drafts: Any, sampling: Any, positions: Any = None) -> tuple[Any, A
     if isinstance(sampling, SamplingParams) and isinstance(drafts, Drafts):
         shape: tuple[int, ...] = getattr(drafts.cu_num_draft_tokens, "shape", ())
         if len(shape) == 1 and shape[0] > 0:
-            sampling = sampling_lib.per_request(sampling, shape[0] - 1)
+            sampling = per_request(sampling, shape[0] - 1)
     return sampling, None if positions is None else as_positions(positions)
 
 
@@ -69,173 +52,76 @@ def check_call(
     *,
     vocabulary_parts: int = 1,
     padded_rows: bool = False,
-) -> None:
-    """Check all arguments of `rejection_sample` but the noise.
+) -> Sizes:
+    """Check all arguments of `rejection_sample` but the noise; returns B, N, M, V and others.
 
-    `target_logits` is one of `vocabulary_parts` parts of the vocabulary.
+    `target_logits` is one of `vocabulary_parts` parts of the vocabulary; V is all of it.
 
     Raises:
       TypeError: an argument is not an array, or has another dtype.
       ValueError: a shape does not fit the others; or a shared map of ids has known values, and one
         of them is out of range or listed twice.
     """
-    if not isinstance(drafts, Drafts):
-        raise TypeError(f"drafts must be a Drafts, but it is {described(drafts)}")
-    if not isinstance(sampling, SamplingParams):
-        raise TypeError(f"sampling must be a SamplingParams, but it is {described(sampling)}")
-    cu = drafts.cu_num_draft_tokens
-    _check_array("drafts.token_ids", drafts.token_ids, ("N",), ("int32",), "[N]")
-    _check_array("drafts.cu_num_draft_tokens", cu, ("B+1",), ("int32",), "[B+1]")
-    batch, n = cu.shape[0] - 1, drafts.token_ids.shape[0]
-    if batch < 0:
-        raise ValueError("drafts.cu_num_draft_tokens must have shape [B+1], but it is empty")
-
-    if bonus_token_ids is None:
-        rows, why = n + batch, f"[N+B, V] = [{n}+{batch}, V]"
-    else:
-        rows, why = n, f"[N, V] = [{n}, V] (bonus_token_ids is given)"
-        _check_array("bonus_token_ids", bonus_token_ids, (batch,), ("int32",), f"[B] = [{batch}]")
-    if not isinstance(padded_rows, bool):
-        raise TypeError(f"padded_rows must be True or False, but it is {described(padded_rows)}")
-    if padded_rows:
-        why = "[M, V], any M from 1 on (padded_rows is true)"
-        _check_array("target_logits", target_logits, ("M", "V"), _LOGITS, why)
-        rows = target_logits.shape[0]
-        if rows < 1 <= batch:
-            raise ValueError(f"target_logits must have shape {why}, but its M is 0")
-    else:
-        _check_rows(target_logits, rows, why, batch, n)
-        _check_array("target_logits", target_logits, (rows, "V"), _LOGITS, why)
-    v = target_logits.shape[1]
-    if v < 1:
-        raise ValueError("target_logits must have at least one column, but its V is 0")
-    v *= vocabulary_parts
-    if vocab_size is not None:
-        check_int("vocab_size", vocab_size, 1, v)
-
+    sizes: Sizes = {}
+    check_type("padded_rows", padded_rows, bool)
+    check_tree("drafts", drafts, (Drafts,), sizes)
+    check_tree("sampling", sampling, (SamplingParams,), sizes)
+    of_requests = ("bonus_token_ids", bonus_token_ids, "[B] int32"), ("active", active, "[B] bool")
+    for name, value, declared in of_requests:
+        if value is not None:
+            check_array(name, value, declared, sizes)
+    rows = "M" if padded_rows else "N+B" if bonus_token_ids is None else "N"
+    hint = _advice(target_logits, rows, sizes)
+    check_array("target_logits", target_logits, f"[{rows}, V] {LOGITS}", sizes, hint)
+    sizes["M"], v = target_logits.shape
+    has_row = sizes["M"] > 0 or sizes["B"] == 0 or not padded_rows
+    require(has_row and v > 0, "target_logits", "have a row and a column", target_logits)
+    sizes["V"] = v = v * vocabulary_parts
+    sizes["ceil(V/32)"] = -(-v // 32)
     if token_bitmask is not None:
-        words = -(-v // 32)
-        why = f"[M, ceil(V/32)] = [{rows}, {words}], M the rows of target_logits"
-        _check_array("token_bitmask", token_bitmask, (rows, words), ("int32", "uint32"), why)
-
-    for name, dtype in _SAMPLING.items():
-        value = getattr(sampling, name)
-        if value is not None or name == "temperature":
-            _check_array(f"sampling.{name}", value, (batch,), (dtype,), f"[B] = [{batch}]")
-    if active is not None:
-        _check_array("active", active, (batch,), ("bool",), f"[B] = [{batch}]")
+        declared = "[M, ceil(V/32)] int32 or uint32"
+        check_array("token_bitmask", token_bitmask, declared, sizes)
+    size = v if vocab_size is None else check_int("vocab_size", vocab_size, 1, v)
     if drafts.distribution is not None:
-        size = v if vocab_size is None else vocab_size
-        _check_distribution(drafts.distribution, batch, n, v, size)
+        _check_distribution(drafts.distribution, sizes, size)
+    return sizes
 
 
-def _check_rows(target_logits: Any, rows: int, why: str, batch: int, n: int) -> None:
-    """Raise with advice if the shape of the logits shows which mistake was made.
-
-    Raises:
-      ValueError: logits ``[B, K+1, V]``, or for another number of drafts per request.
-    """
+def _advice(target_logits: Any, rows: str, sizes: Sizes) -> str | None:
+    """What to do if the shape of the logits shows which mistake was made."""
     shape: tuple[int, ...] = getattr(target_logits, "shape", ())
-    must = f"target_logits must have shape {why}, but its shape is {list(shape)}"
-    if len(shape) == 3 and shape[0] * shape[1] == rows:
-        raise ValueError(f"{must}: pass target_logits.reshape({rows}, {shape[2]})")
-    if len(shape) not in (2, 3) or batch < 1 or n % batch:
-        return
-    given = shape[0] if len(shape) == 2 else shape[0] * shape[1]
-    extra, drafts = rows - n, n // batch
-    if given == n and extra:
-        raise ValueError(
-            f"{must}: the bonus rows are missing, one after the draft rows of each request (or "
-            "give bonus_token_ids)"
-        )
-    if given != rows and given % batch == 0 and given > extra:
+    batch, n = sizes["B"], sizes["N"]
+    extra = {"M": None, "N": 0, "N+B": batch}[rows]
+    if len(shape) not in (2, 3) or extra is None:
+        return None
+    given, wanted = shape[0] if len(shape) == 2 else shape[0] * shape[1], n + extra
+    if given == wanted and len(shape) == 2:
+        return None
+    if given == wanted:
+        return f"pass target_logits.reshape({wanted}, {shape[-1]})"
+    if given == n:
+        return "each request has a bonus row after its draft rows, unless bonus_token_ids is given"
+    if batch and n % batch == 0 and given % batch == 0 and given > extra:
         per_request = given // batch - extra // batch
-        raise ValueError(
-            f"{must}: drafts has {drafts} ids per request, but the logits are for {per_request}"
-        )
+        return f"drafts has {n // batch} ids per request, but the logits are for {per_request}"
+    return None if extra else "there are no bonus rows where bonus_token_ids is given"
 
 
-def _check_distribution(distribution: Any, batch: int, n: int, v: int, size: int) -> None:
-    dtypes: tuple[str, ...]
-    if isinstance(distribution, DraftProbs):
-        storage_name, storage, dtypes = "probs", distribution.probs, ("float32",)
-    elif isinstance(distribution, DraftLogits):
-        storage_name, storage, dtypes = "logits", distribution.logits, _LOGITS
-    else:
-        raise TypeError(
-            "drafts.distribution must be None, a DraftProbs or a DraftLogits, but it is "
-            f"{described(distribution)}"
-        )
-    name = f"drafts.distribution.{storage_name}"
-    _check_array(name, storage, ("R", "Vd"), dtypes, "[R, Vd]")
-    r, vd = storage.shape
-    if not 1 <= vd <= v:
-        raise ValueError(f"{name} must have 1 to V = {v} columns, but it has {vd}")
-    if distribution.rows is not None:
-        rows = distribution.rows
-        _check_array("drafts.distribution.rows", rows, (n,), ("int32",), f"[N] = [{n}]")
-        if r == 0 and n > 0:
-            raise ValueError(f"{name} must have at least one row, but it has none")
-    elif r != n:
-        raise ValueError(f"{name} must have N = {n} rows if rows is None, but it has {r}")
-    if distribution.valid is not None:
-        valid = distribution.valid
-        _check_array("drafts.distribution.valid", valid, (batch,), ("bool",), f"[B] = [{batch}]")
-    if isinstance(distribution, DraftLogits):
-        for field in ROW_NUMBERS:
-            value = getattr(distribution, field)
-            if value is not None:
-                _check_array(
-                    f"drafts.distribution.{field}", value, (r,), ("float32",), f"[R] = [{r}]"
-                )
-        if distribution.row_max is not None and distribution.log_normalizer is None:
-            raise ValueError(
-                "drafts.distribution.row_max must come with the log_normalizer that is relative to "
-                "it, but log_normalizer is None"
-            )
-    if distribution.ids is not None:
-        check_ids("drafts.distribution.ids", distribution.ids, (r, vd), size)
-
-
-def check_ids(name: str, ids: Any, storage: tuple[int, ...], size: int | None = None) -> None:
-    """Check which ids the columns of draft storage stand for; of a shared map, the values too.
-
-    Args:
-      name: of the argument.
-      ids: one map for all rows, or candidates of each row.
-      storage: ``(R, Vd)``, the shape of the storage.
-      size: ids from it on are padding. If None, no value is checked.
-
-    Raises:
-      TypeError: not an array of int32.
-      ValueError: neither ``[Vd]`` nor ``[R, Vd]``; or a shared map with known values, of which one
-        is out of range or listed twice.
-    """
-    r, vd = storage
-    shape = (vd,) if getattr(ids, "ndim", 2) == 1 else (r, vd)
-    why = f"[Vd] = [{vd}] (one map for all rows) or [R, C] = [{r}, {vd}] (candidates of each row)"
-    _check_array(name, ids, shape, ("int32",), why)
-    known = known_values(ids) if ids.ndim == 1 and size is not None else None
-    if known is not None and size is not None:
-        check_listed(name, known, size)
-
-
-def check_listed(name: str, ids: np.ndarray, size: int) -> None:
-    """Check the values of one list of ids.
-
-    Raises:
-      ValueError: an id is out of range or listed twice.
-    """
-    outside = np.flatnonzero((ids < 0) | (ids >= size))
-    if outside.size:
-        j = outside[0]
-        raise ValueError(f"{name}[{j}] must be an id in [0, {size}), but it is {ids[j]}")
-    listed, counts = np.unique(ids, return_counts=True)
-    if counts.size and counts.max() > 1:
-        twice = listed[counts.argmax()]
-        raise ValueError(
-            f"{name} must list each id once, but {twice} is listed {counts.max()} times"
-        )
+def _check_distribution(distribution: DraftDistribution, sizes: Sizes, size: int) -> None:
+    """Check what the declarations of a distribution do not say; ids from `size` on are padding."""
+    path, storage = "drafts.distribution", storage_of(distribution)
+    r, n, has_rows = sizes["R"], sizes["N"], distribution.rows is not None
+    rows = "at least one row" if has_rows else f"N = {n} rows if rows is None"
+    fits = 1 <= sizes["Vd"] <= sizes["V"] and (r > 0 or n == 0 if has_rows else r == n)
+    name = "logits" if isinstance(distribution, DraftLogits) else "probs"
+    require(fits, f"{path}.{name}", f"have {rows}, and 1 to V = {sizes['V']} columns", storage)
+    if isinstance(distribution, DraftLogits) and distribution.log_normalizer is None:
+        row_max = distribution.row_max
+        require(row_max is None, f"{path}.row_max", "be None if log_normalizer is", row_max)
+    ids = distribution.ids
+    known = None if ids is None or ids.ndim == 2 else known_values(ids)
+    if known is not None:
+        check_listed(f"{path}.ids", known, size)
 
 
 def check_counts(drafts: Drafts, k: int) -> None:
@@ -249,45 +135,27 @@ def check_counts(drafts: Drafts, k: int) -> None:
     """
     cu, n = drafts.cu_num_draft_tokens, drafts.token_ids.shape[0]
     known = known_values(cu) if n > (cu.shape[0] - 1) * k else None
-    if known is not None and (np.diff(known) > k).all():
-        raise ValueError(
-            f"drafts must have at most num_speculative_tokens={k} drafts per request, as config "
-            f"says, but each request has more, the first one {known[1] - known[0]}"
-        )
+    if known is not None:
+        must = f"have at most num_speculative_tokens = {k} drafts per request, as config says"
+        counts = np.diff(known)
+        require((counts <= k).any(), "drafts", must, counts.tolist())
 
 
-def check_is_noise(noise: Any) -> None:
-    """Raise TypeError for anything but a `Noise` or a `RaceNoise`."""
-    if not isinstance(noise, (Noise, RaceNoise)):
-        raise TypeError(f"noise must be a Noise or a RaceNoise, but it is {described(noise)}")
-
-
-def check_noise(
-    noise: Noise | RaceNoise, batch: int, k: int, v: int, draws_every_row: bool
-) -> None:
-    """Check explicit noise. `draws_every_row` is that of the rule.
+def check_noise(noise: Any, sizes: Sizes, draws_every_row: bool) -> None:
+    """Check explicit noise for B, K and V. `draws_every_row` is that of the rule.
 
     Raises:
-      TypeError: not float32.
+      TypeError: not a `Noise` or a `RaceNoise`, or not float32.
       ValueError: a shape does not fit.
       NotImplementedError: a race, and the rule draws from every row.
     """
-    _check_array("noise.accept", noise.accept, (batch, k), ("float32",), f"[B, K] = [{batch}, {k}]")
+    check_tree("noise", noise, (Noise, RaceNoise), sizes)
     if isinstance(noise, Noise):
-        shape: tuple[int, ...] = batch, 2
-        why = f"[B, 2] = [{batch}, 2]"
-        if draws_every_row:
-            shape, why = (batch, k + 1, 2), f"[B, K+1, 2] = [{batch}, {k + 1}, 2]"
-        _check_array("noise.recover", noise.recover, shape, ("float32",), why)
+        shape = "[B, K+1, 2]" if draws_every_row else "[B, 2]"
+        check_array("noise.recover", noise.recover, f"{shape} float32", sizes)
     elif draws_every_row:
-        raise NotImplementedError(
-            "rejection_sample_method='agreement' draws from every row, and RaceNoise has noise for "
-            "one: pass Noise"
-        )
-    else:
-        exponential = noise.exponential
-        why = f"[B, V] = [{batch}, {v}]"
-        _check_array("noise.exponential", exponential, (batch, v), ("float32",), why)
+        must = "be Noise if rejection_sample_method is 'agreement', which draws from every row"
+        refuse(NotImplementedError, "noise", must, noise)
 
 
 def check_keys(keys: Any, batch: int) -> None:
@@ -298,11 +166,7 @@ def check_keys(keys: Any, batch: int) -> None:
       ValueError: not ``[B]``.
     """
     noise_lib.check_keys("keys", keys)
-    if keys.shape != (batch,):
-        raise ValueError(
-            f"keys must have shape [B] = [{batch}], one per request as jax.random.split gives, but "
-            f"its shape is {list(keys.shape)}"
-        )
+    check_array("keys", keys, "[B]", {"B": batch}, "jax.random.split gives one per request")
 
 
 def check_positions(positions: Any, batch: int) -> None:
@@ -312,4 +176,4 @@ def check_positions(positions: Any, batch: int) -> None:
       TypeError: not int32.
       ValueError: not ``[B]``.
     """
-    _check_array("positions", positions, (batch,), ("int32",), f"[B] = [{batch}]")
+    check_array("positions", positions, "[B] int32", {"B": batch})

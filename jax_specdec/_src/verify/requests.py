@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax_specdec._src import ragged
 from jax_specdec._src import sampling as sampling_lib
 from jax_specdec._src.noise import draw_noise, token_uniforms
-from jax_specdec._src.sampling import Filter
+from jax_specdec._src.sampling import Filter, SamplingParams
 from jax_specdec._src.types import (
     MAX_LOG_NORMALIZER,
     PLACEHOLDER_TOKEN_ID,
@@ -19,7 +19,6 @@ from jax_specdec._src.types import (
     Drafts,
     Noise,
     RaceNoise,
-    SamplingParams,
     Status,
 )
 

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_specdec._src.arrays import check_choice, check_type, require
 from jax_specdec._src.types import DraftLogits, DraftProbs, Drafts, RaceNoise, RejectionSampleOutput
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
@@ -64,21 +65,16 @@ class VerifySharding:
 
     def __post_init__(self) -> None:
         """Check names against the mesh."""
-        if not (self.mesh is None or isinstance(self.mesh, (Mesh, AbstractMesh))):
-            raise TypeError(
-                f"mesh must be a jax.sharding.Mesh or None, but it is {self.mesh!r:.80}"
-            )
+        check_type("mesh", self.mesh, Mesh, AbstractMesh, None)
         for name in ("vocab_axis", "batch_axis"):
             axis = getattr(self, name)
-            if not (axis is None or isinstance(axis, str)):
-                raise TypeError(f"{name} must be a name or None, but it is {axis!r:.80}")
-            if self.mesh is not None and axis is not None and axis not in self.mesh.shape:
-                axes = tuple(self.mesh.axis_names)
-                raise ValueError(f"{name} must be an axis of the mesh, {axes}, but it is {axis!r}")
-        if self.vocab_axis is not None and self.vocab_axis == self.batch_axis:
-            raise ValueError(f"vocab_axis and batch_axis must differ, but are {self.vocab_axis!r}")
-        if self.mesh is not None and self.vocab_axis is None and self.batch_axis is None:
-            raise ValueError("a mesh needs a vocab_axis or a batch_axis, but both are None")
+            check_type(name, axis, str, None)
+            if self.mesh is not None:
+                check_choice(name, axis, (*self.mesh.axis_names, None))
+        axes = self.vocab_axis, self.batch_axis
+        names = "vocab_axis and batch_axis"
+        require(axes[0] is None or axes[0] != axes[1], names, "differ", axes)
+        require(self.mesh is None or axes != (None, None), names, "not both be None", axes)
 
 
 class ArrayLayout(NamedTuple):
@@ -110,8 +106,7 @@ def vocabulary_parts(sharding: VerifySharding | None) -> int:
     """
     if sharding is None:
         return 1
-    if not isinstance(sharding, VerifySharding):
-        raise TypeError(f"sharding must be a VerifySharding or None, but it is {sharding!r:.80}")
+    check_type("sharding", sharding, VerifySharding, None)
     if sharding.mesh is not None or sharding.vocab_axis is None:
         return 1
     try:
@@ -194,18 +189,16 @@ def _layout_of(
         return ArrayLayout(None, vocab_axis, None, split, False)
 
     vocabulary, batch = target_logits.shape[1], drafts.cu_num_draft_tokens.shape[0] - 1
-    if vocab_axis is not None and vocabulary % mesh.shape[vocab_axis]:
-        raise ValueError(
-            f"the vocabulary axis of target_logits must divide over the {mesh.shape[vocab_axis]} "
-            f"devices of {vocab_axis!r}, but it has {vocabulary} ids: pad it, and pass vocab_size"
-        )
-    if batch_axis is not None:
-        for name, size in (("B", batch), ("N", drafts.token_ids.shape[0])):
-            if size % mesh.shape[batch_axis]:
-                raise ValueError(
-                    f"{name} must divide over the {mesh.shape[batch_axis]} devices of "
-                    f"{batch_axis!r}, but it is {size}"
-                )
+    n = drafts.token_ids.shape[0]
+    hint = "pad the vocabulary, and pass vocab_size"
+    for name, size, axis, advice in (
+        ("target_logits.shape[1]", vocabulary, vocab_axis, hint),
+        ("B", batch, batch_axis, None),
+        ("N", n, batch_axis, None),
+    ):
+        if axis is not None:
+            must = f"divide over the {mesh.shape[axis]} devices of {axis!r}"
+            require(size % mesh.shape[axis] == 0, name, must, size, advice)
     if storage is None:
         return ArrayLayout(mesh, vocab_axis, batch_axis, False, False)
     place, rows, columns = _place(storage)
@@ -214,11 +207,10 @@ def _layout_of(
     is_split = vocab_axis is not None and columns == vocab_axis and not lists_ids
     by_vocab = vocab_axis is not None and storage.shape[1] == vocabulary and not lists_ids
     by_vocab &= is_split or not is_known
-    if is_split and not by_vocab:
-        raise ValueError(
-            f"draft storage that is split over {vocab_axis!r} must have V = {vocabulary} columns, "
-            f"as the target has, but it has {storage.shape[1]}"
-        )
+    must = (
+        f"have V = {vocabulary} columns, as the target has, where it is split over {vocab_axis!r}"
+    )
+    require(by_vocab or not is_split, "drafts.distribution", must, storage)
     by_batch = batch_axis is not None
     if indexed:
         by_batch &= rows == batch_axis
@@ -241,17 +233,11 @@ def _is_part(storage: jax.Array, target_logits: jax.Array, vocab_axis: str) -> b
     ]
     if width == part:
         return varies[1] or not varies[0]
-    if width < part and not varies[0]:
-        raise ValueError(
-            f"draft storage inside jax.shard_map must be {part} ids wide, as the part of the "
-            f"target is, or whole rows, but it has {width} columns, which could be either: let "
-            "check_vma be true, or pad the drafter's vocabulary"
-        )
-    if varies[1]:
-        raise ValueError(
-            f"draft storage that is split over {vocab_axis!r} must be {part} ids wide, as the part "
-            f"of the target is, but it has {width} columns"
-        )
+    is_unclear = width < part and not varies[0]
+    must = f"have {part} columns, as the part of the target has"
+    hint = "fewer could be whole rows: let check_vma be true, or pad the drafter's vocabulary"
+    fits = not (is_unclear or varies[1])
+    require(fits, "drafts.distribution", must, storage, hint)
     return False
 
 

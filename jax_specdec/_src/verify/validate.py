@@ -7,16 +7,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_specdec._src.arrays import check_entries, check_listed, require
 from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.sampling import SAMPLING_PARAMETERS, SamplingParams
 from jax_specdec._src.types import (
     MAX_LOG_NORMALIZER,
     Array,
     DraftDistribution,
-    DraftLogits,
     DraftProbs,
     Drafts,
     Integers,
-    SamplingParams,
 )
 from jax_specdec._src.verify import checks
 from jax_specdec._src.verify.api import Implementation, check_call
@@ -77,140 +77,88 @@ def validate(
     given: Any = target_logits, drafts, (keys, known), *of_requests, token_bitmask
     static = vocab_size, padded_rows, implementation, kernel_config, sharding
     size, k = check_call(CallArrays(*given), config, *static).size, config.num_speculative_tokens
-    cu = np.asarray(drafts.cu_num_draft_tokens)
-    batch, n = len(cu) - 1, drafts.token_ids.shape[0]
-    slots = np.flatnonzero(np.ones(batch, bool) if active is None else np.asarray(active))
+    cu, ids = np.asarray(drafts.cu_num_draft_tokens), np.asarray(drafts.token_ids)
+    batch = len(cu) - 1
+    is_active = np.ones(batch, bool) if active is None else np.asarray(active)
+    slots = np.flatnonzero(is_active)
 
-    _check_offsets(cu, k, n)
-    _check_sampling(sampling, slots)
+    counts, name = np.diff(cu), "drafts.cu_num_draft_tokens"
+    require(cu[0] == 0, f"{name}[0]", "be 0", cu[0])
+    holds = (counts >= 0) & (counts <= k)
+    must = f"be in [0, num_speculative_tokens] = [0, {k}]"
+    check_entries(f"{name}, the count of request {{}},", counts, holds, must)
+    require(cu[-1] <= len(ids), f"{name}[-1]", f"be at most N = {len(ids)}", cu[-1])
+    for one in SAMPLING_PARAMETERS:
+        if (given := getattr(sampling, one.name)) is not None:
+            values = np.asarray(given)
+            holds = one.range.holds(values)
+            check_entries(f"sampling.{one.name}[{{}}]", values, holds, one.range.must, slots)
     if keys is not None:
         checks.check_keys(keys, batch)
     if known is not None:
         checks.check_positions(known, batch)
-        for b in slots:
-            if known[b] < 0:
-                raise ValueError(f"positions[{b}] must be at least 0, but it is {known[b]}")
+        values = np.asarray(known)
+        check_entries("positions[{}]", values, values >= 0, "be at least 0", slots)
 
-    logits, ids = np.asarray(target_logits, np.float32)[:, :size], np.asarray(drafts.token_ids)
+    owner = np.repeat(np.arange(batch), counts)
+    drafted = np.flatnonzero(is_active[owner])
+    holds, must = (ids >= -1) & (ids < size), f"be in [0, {size}), or -1 for no proposal"
+    check_entries("drafts.token_ids[{}]", ids, holds, must, drafted)
+    rows = drafted
+    if bonus_token_ids is None:
+        rows = np.concatenate([drafted + owner[drafted], cu[1:][slots] + slots])
+    else:
+        values = np.asarray(bonus_token_ids)
+        holds, must = (values >= 0) & (values < size), f"be in [0, {size})"
+        check_entries("bonus_token_ids[{}]", values, holds, must, slots)
+    least = rows.max(initial=-1) + 1
+    must = f"have the {least} rows that active requests own"
+    require(least <= len(target_logits), "target_logits", must, target_logits)
+    logits = np.asarray(target_logits, np.float32)[:, :size]
     if token_bitmask is not None:
         words = np.asarray(token_bitmask)[:, np.arange(size) // 32]
         logits = np.where(words >> (np.arange(size) % 32).astype(words.dtype) & 1, logits, -np.inf)
-    for b in slots:
-        for i in range(cu[b], cu[b + 1]):
-            if not -1 <= ids[i] < size:
-                raise ValueError(
-                    f"drafts.token_ids[{i}] must be in [0, {size}), or -1 for no proposal, but "
-                    f"it is {ids[i]}"
-                )
-        first = cu[b] + (b if bonus_token_ids is None else 0)
-        last = cu[b + 1] + (b + 1 if bonus_token_ids is None else 0)
-        if last > len(logits):
-            raise ValueError(
-                f"target_logits must have the rows of every active request, but request {b} owns "
-                f"rows {first} to {last - 1}, and there are {len(logits)}"
-            )
-        for row in range(first, last):
-            _check_logits("target_logits", row, logits[row])
-        if bonus_token_ids is not None and not 0 <= bonus_token_ids[b] < size:
-            raise ValueError(
-                f"bonus_token_ids[{b}] must be in [0, {size}), but it is {bonus_token_ids[b]}"
-            )
+    _check_finite("target_logits[{}].max()", logits.max(axis=1), rows)
     if drafts.distribution is not None:
-        _check_distribution(drafts.distribution, cu, slots, size)
+        _check_distribution(drafts.distribution, owner, drafted, size)
 
 
-_RANGES = {
-    "temperature": ("finite and not negative", lambda x: np.isfinite(x) and x >= 0),
-    "min_p": ("in [0, 1]", lambda x: 0 <= x <= 1),
-    "top_k": ("at least 0", lambda x: x >= 0),
-    "top_p": ("in (0, 1]", lambda x: 0 < x <= 1),
-}
+def _check_finite(name: str, values: np.ndarray, at: np.ndarray) -> None:
+    check_entries(name, values, np.isfinite(values), "be finite", at)
 
 
-def _check_sampling(sampling: SamplingParams, slots: Any) -> None:
-    for name, (rule, holds) in _RANGES.items():
-        if getattr(sampling, name) is None:
-            continue
-        values = np.asarray(getattr(sampling, name))
-        for b in slots:
-            if not holds(values[b]):
-                raise ValueError(f"sampling.{name}[{b}] must be {rule}, but it is {values[b]}")
-
-
-def _check_offsets(cu: Any, k: int, n: int) -> None:
-    name = "drafts.cu_num_draft_tokens"
-    if cu[0] != 0:
-        raise ValueError(f"{name} must begin with 0, but it begins with {cu[0]}")
-    for b, count in enumerate(np.diff(cu)):
-        if count < 0:
-            raise ValueError(
-                f"{name} must not decrease, but entry {b + 1} is {cu[b + 1]} after {cu[b]}"
-            )
-        if count > k:
-            raise ValueError(
-                f"{name} must give each request at most num_speculative_tokens={k} drafts, but "
-                f"request {b} has {count}"
-            )
-    if cu[-1] > n:
-        raise ValueError(f"{name} must end at most at N = {n}, but it ends at {cu[-1]}")
-
-
-def _check_logits(name: str, row: int, values: Any) -> None:
-    peak = values.max()
-    if not np.isfinite(peak):
-        raise ValueError(
-            f"{name}[{row}] must have a finite entry and no NaN or +inf, but its maximum is {peak}"
-        )
-
-
-def _check_distribution(distribution: DraftDistribution, cu: Any, slots: Any, size: int) -> None:
-    is_probs = isinstance(distribution, DraftProbs)
-    name = f"drafts.distribution.{'probs' if is_probs else 'logits'}"
+def _check_distribution(
+    distribution: DraftDistribution, owner: np.ndarray, drafted: np.ndarray, size: int
+) -> None:
+    """Check the rows of active requests' drafts, of which draft i is ``owner[i]``'s."""
+    path = "drafts.distribution"
+    if distribution.valid is not None:
+        drafted = drafted[np.asarray(distribution.valid)[owner[drafted]]]
     ids = None if distribution.ids is None else np.asarray(distribution.ids)
     values = np.asarray(storage_of(distribution), np.float32)[:, : size if ids is None else None]
-    if isinstance(distribution, DraftLogits) and distribution.threshold is not None:
-        values = np.where(values < np.asarray(distribution.threshold)[:, None], -np.inf, values)
-    rows = np.arange(cu[-1]) if distribution.rows is None else np.asarray(distribution.rows)
-    for b in slots:
-        if distribution.valid is not None and not distribution.valid[b]:
-            continue
-        for i in range(cu[b], cu[b + 1]):
-            row = rows[i]
-            if not 0 <= row < len(values):
-                raise ValueError(
-                    f"drafts.distribution.rows[{i}] must be in [0, R) = [0, {len(values)}), but "
-                    f"it is {row}"
-                )
-            if ids is not None and ids.ndim == 2:
-                checks.check_listed(f"drafts.distribution.ids[{row}]", ids[row], size)
-            if not is_probs:
-                _check_logits(name, row, values[row])
-            else:
-                total = values[row].sum(dtype=np.float64)
-                if not (values[row] >= 0).all() or abs(total - 1) > _LARGEST_EXCESS:
-                    raise ValueError(
-                        f"{name}[{row}] must be probabilities that sum to 1, but it has minimum "
-                        f"{values[row].min()} and sum {total:.6g}"
-                    )
-            _check_scale(distribution, row)
-
-
-def _check_scale(distribution: DraftDistribution, row: int) -> None:
+    rows = np.arange(len(owner)) if distribution.rows is None else np.asarray(distribution.rows)
+    holds, must = (rows >= 0) & (rows < len(values)), f"be in [0, R) = [0, {len(values)})"
+    check_entries(f"{path}.rows[{{}}]", rows, holds, must, drafted)
+    visited = np.unique(rows[drafted])
+    if ids is not None and ids.ndim == 2:
+        for row in visited:
+            check_listed(f"{path}.ids[{row}]", ids[row], size)
     if isinstance(distribution, DraftProbs):
+        least, total = values.min(axis=1), values.sum(axis=1, dtype=np.float64)
+        is_one = abs(total - 1) <= _LARGEST_EXCESS
+        check_entries(f"{path}.probs[{{}}].min()", least, least >= 0, "be at least 0", visited)
+        check_entries(f"{path}.probs[{{}}].sum()", total, is_one, "be 1", visited)
         return
-    if distribution.threshold is not None and np.isnan(distribution.threshold[row]):
-        raise ValueError(f"drafts.distribution.threshold[{row}] must be a number, but it is nan")
-    for field in ("log_normalizer", "row_max"):
-        if getattr(distribution, field) is None:
-            continue
-        value = getattr(distribution, field)[row]
-        if not np.isfinite(value):
-            raise ValueError(
-                f"drafts.distribution.{field}[{row}] must be finite, but it is {value}"
-            )
-        if field == "log_normalizer" and abs(value) >= MAX_LOG_NORMALIZER:
-            raise ValueError(
-                f"drafts.distribution.log_normalizer[{row}] must be less than "
-                f"{MAX_LOG_NORMALIZER:g} in size, but it is {value}: make it relative to the "
-                "maximum of the row, and give row_max"
-            )
+    if distribution.threshold is not None:
+        threshold = np.asarray(distribution.threshold)
+        is_number = ~np.isnan(threshold)
+        check_entries(f"{path}.threshold[{{}}]", threshold, is_number, "be a number", visited)
+        values = np.where(values < threshold[:, None], -np.inf, values)
+    _check_finite(f"{path}.logits[{{}}].max()", values.max(axis=1), visited)
+    if distribution.row_max is not None:
+        _check_finite(f"{path}.row_max[{{}}]", np.asarray(distribution.row_max), visited)
+    if distribution.log_normalizer is not None:
+        normalizer, most = np.asarray(distribution.log_normalizer), MAX_LOG_NORMALIZER
+        holds, must = abs(normalizer) < most, f"be in (-{most:g}, {most:g})"
+        hint = "make it relative to the maximum of the row, and give row_max"
+        check_entries(f"{path}.log_normalizer[{{}}]", normalizer, holds, must, visited, hint)

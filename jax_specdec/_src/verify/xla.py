@@ -21,13 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.blocks import entry_of
-from jax_specdec._src.sampling import Filter
-from jax_specdec._src.types import (
-    PLACEHOLDER_TOKEN_ID,
-    RejectionSampleOutput,
-    SamplingParams,
-    Status,
-)
+from jax_specdec._src.sampling import Filter, SamplingParams
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
 from jax_specdec._src.verify.draw import LocalRows, draw, tile_masses
 from jax_specdec._src.verify.form import Form
 from jax_specdec._src.verify.position import Position

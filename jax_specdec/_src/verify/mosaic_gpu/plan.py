@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jax
 
-from jax_specdec._src.config import check_int
+from jax_specdec._src.arrays import check_int
 from jax_specdec._src.types import DraftDistribution, DraftLogits
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of

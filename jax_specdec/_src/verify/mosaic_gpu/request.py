@@ -16,12 +16,8 @@ from jax import lax
 
 from jax_specdec._src import noise, ragged
 from jax_specdec._src import sampling as sampling_lib
-from jax_specdec._src.types import (
-    MAX_LOG_NORMALIZER,
-    PLACEHOLDER_TOKEN_ID,
-    SamplingParams,
-    Status,
-)
+from jax_specdec._src.sampling import SamplingParams
+from jax_specdec._src.types import MAX_LOG_NORMALIZER, PLACEHOLDER_TOKEN_ID, Status
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster
 from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, Listed, MappedSlice
 from jax_specdec._src.verify.mosaic_gpu.plan import Plan

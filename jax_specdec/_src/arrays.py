@@ -1,0 +1,356 @@
+"""Pytrees that declare the shapes and dtypes of their arrays, and the one checker of arguments.
+
+Every refusal is one sentence: the argument's name, what it must be, what came, and perhaps a hint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+LOGITS = "float32, bfloat16 or float16"
+"""The dtypes of logits, in the words of a declaration."""
+
+Sizes = dict[str, int]
+"""What the letters of shapes stand for in one call. A letter is bound by the first array."""
+
+Declared = str | tuple[type, ...]
+_Class = TypeVar("_Class", bound=type)
+_DECLARED: dict[type, dict[str, Declared]] = {}
+_ARRAY = (jax.Array, np.ndarray)
+
+
+def pytree(**fields: Declared) -> Callable[[_Class], _Class]:
+    """Registers a dataclass as a pytree, also for `jax.export`, and declares its fields.
+
+    Args:
+      fields: the shape and dtype of an array, ``"[R, Vd] float32"``, as in the class's docstring.
+        There may be several of both: ``"[Vd] or [R, Vd] float32 or bfloat16"``. Or the classes that
+        a field may have, each of them declared. A field whose default is None may be None.
+
+    Example:
+      >>> @pytree(scores="[B, V] float32", rows="[B] int32")
+      ... @dataclasses.dataclass(frozen=True)
+      ... class Scores:
+      ...     scores: jax.Array
+      ...     rows: jax.Array | None = None
+      >>> sizes = {"B": 2}
+      >>> check_tree("scores", Scores(jnp.zeros((2, 5))), (Scores,), sizes)
+      >>> sizes
+      {'B': 2, 'V': 5}
+    """
+
+    def register(cls: _Class) -> _Class:
+        static = [field.name for field in dataclasses.fields(cls) if field.metadata.get("static")]
+        jax.tree_util.register_dataclass(cls)
+        if not static:
+            export.register_pytree_node_serialization(
+                cls,
+                serialized_name=f"jax_specdec.{cls.__name__}",
+                serialize_auxdata=lambda _: b"",
+                deserialize_auxdata=lambda _: (),
+            )
+        _DECLARED[cls] = fields
+        return cls
+
+    return register
+
+
+def refuse(
+    error: type[Exception], name: str, must: str, came: object, hint: str | None = None
+) -> NoReturn:
+    """Raise `error` with a sentence: what `name` must be or do, what came, and a hint."""
+    hint = "" if hint is None else f": {hint}"
+    raise error(f"{name} must {must}, but it is {described(came)}{hint}")
+
+
+def require(
+    holds: object,
+    name: str,
+    must: str,
+    came: object,
+    hint: str | None = None,
+    error: type[Exception] = ValueError,
+) -> None:
+    """`refuse`, unless something holds."""
+    if not holds:
+        refuse(error, name, must, came, hint)
+
+
+def check_type(name: str, value: object, *types: type | None, hint: str | None = None) -> None:
+    """Raise TypeError unless `value` is of one of the types; None among them allows None."""
+    if not any(value is None if one is None else isinstance(value, one) for one in types):
+        listed = ("None" if one is None else with_article(one.__name__) for one in types)
+        refuse(TypeError, name, f"be {either(listed)}", value, hint)
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Raise ValueError unless `value` is one of the choices."""
+    require(value in choices, name, f"be {either(map(repr, choices))}", value)
+
+
+def check_tree(name: str, value: object, types: tuple[type, ...], sizes: Sizes) -> None:
+    """Check the type of a declared pytree, and each of its arrays.
+
+    Raises:
+      TypeError: of another type, or an array of another dtype.
+      ValueError: an array of another shape.
+    """
+    check_type(name, value, *types)
+    cls = next(one for one in types if isinstance(value, one))
+    optional = {field.name for field in dataclasses.fields(cls) if field.default is None}
+    for field, declared in _DECLARED[cls].items():
+        own, path = getattr(value, field), f"{name}.{field}"
+        if own is None and field in optional:
+            continue
+        if isinstance(declared, str):
+            check_array(path, own, declared, sizes)
+        else:
+            check_tree(path, own, declared, sizes)
+
+
+def check_array(
+    name: str, value: object, declared: str, sizes: Sizes, hint: str | None = None
+) -> None:
+    """Check one array, and add what its shape says to `sizes`.
+
+    Args:
+      name: of the argument.
+      value: its value.
+      declared: as for `pytree`; without a dtype, any will do.
+      sizes: what letters stand for. A letter that is not in it may have any size.
+      hint: ends the message.
+
+    Raises:
+      TypeError: not an array, or of another dtype.
+      ValueError: of another shape.
+
+    Example:
+      >>> check_array("positions", jnp.zeros(3, jnp.int32), "[B] int32", {"B": 2})
+      Traceback (most recent call last):
+      ValueError: positions must be an array [B] = [2] of int32, but it is an array [3] of int32
+    """
+    shapes, dtypes = _parsed(declared)
+    fits = isinstance(value, _ARRAY) and any(_fits(shape, value.shape, sizes) for shape in shapes)
+    if fits and (not dtypes or str(value.dtype) in dtypes):  # type: ignore[attr-defined]
+        return
+    wanted = either(_shape_text(shape, sizes) for shape in shapes)
+    of = f" of {either(dtypes)}" if dtypes else ""
+    error = ValueError if isinstance(value, _ARRAY) and not fits else TypeError
+    refuse(error, name, f"be an array {wanted}{of}", value, hint)
+
+
+@functools.cache
+def _parsed(declared: str) -> tuple[list[list[str]], list[str]]:
+    """Shapes and dtypes of a declaration."""
+    shapes = [shape.split(", ") if shape else [] for shape in re.findall(r"\[(.*?)\]", declared)]
+    dtypes = re.findall(r"\w+", declared.rpartition("]")[2])
+    return shapes, [dtype for dtype in dtypes if dtype != "or"]
+
+
+def _fits(shape: list[str], came: tuple[int, ...], sizes: Sizes) -> bool:
+    """Whether a shape is as declared; if so, its letters are added to `sizes`."""
+    found = dict(sizes)
+    for dimension, size in zip(shape, came, strict=False):
+        if _size(dimension, found) is None:
+            letter, _, more = dimension.partition("+")
+            found[letter] = size - int(more or 0)
+            if found[letter] < 0:
+                return False
+    if [_size(dimension, found) for dimension in shape] != list(came):
+        return False
+    sizes |= found
+    return True
+
+
+def _size(dimension: str, sizes: Sizes) -> int | None:
+    """The size of a dimension such as ``2``, ``B`` or ``N+B``; None if it is not known."""
+    if dimension.isdecimal() or dimension in sizes:
+        return int(sizes.get(dimension, dimension))
+    for sign, compute in (("+", operator.add), ("-", operator.sub), ("*", operator.mul)):
+        left, _, right = dimension.partition(sign)
+        if right:
+            parts = _size(left, sizes), _size(right, sizes)
+            return None if None in parts else compute(*parts)
+    return None
+
+
+def _shape_text(shape: list[str], sizes: Sizes) -> str:
+    known = [_size(dimension, sizes) for dimension in shape]
+    sized = [dimension if n is None else str(n) for dimension, n in zip(shape, known, strict=True)]
+    text = f"[{', '.join(shape)}]"
+    return text if sized == shape else f"{text} = [{', '.join(sized)}]"
+
+
+# Values
+
+
+class Range(NamedTuple):
+    """The numbers from `low` to `high`; `ends` says whether they are among them.
+
+    Example:
+      >>> Range(0, 1, "(]").must, Range(0, 1, "(]").holds(0.0)
+      ('be in (0, 1]', False)
+    """
+
+    low: float
+    high: float | None = None
+    ends: str = "[]"
+
+    def holds(self, x: Any) -> Any:
+        """Whether numbers are in the range: of Python, NumPy, JAX, or a kernel."""
+        above = x >= self.low if self.ends[0] == "[" else x > self.low
+        if self.high is None:
+            return above
+        return above & (x <= self.high if self.ends[1] == "]" else x < self.high)
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise ValueError unless a number is in the range."""
+        require(self.holds(value), name, self.must, value)
+
+    @property
+    def must(self) -> str:
+        """What a number must be, in words."""
+        if self.high is None:
+            return f"be at least {self.low}"
+        return f"be in {self.ends[0]}{self.low}, {self.high}{self.ends[1]}"
+
+
+def check_int(name: str, value: Any, low: int = 1, high: int | None = None) -> int:
+    """`value` as a Python int, if it is an integer of any type in ``[low, high]``; not a boolean.
+
+    Raises:
+      TypeError: not an integer.
+      ValueError: out of range.
+    """
+    try:
+        number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        refuse(TypeError, name, "be an int", value)
+    Range(low, high).check(name, number)
+    return number
+
+
+def check_entries(
+    name: str, values: np.ndarray, holds: Any, must: str, at: Any = None, hint: str | None = None
+) -> None:
+    """Raise ValueError for the first of ``values [n]`` that does not hold.
+
+    Args:
+      name: of an entry, with ``{}`` for its index.
+      values: on the host.
+      holds: ``[n]`` bool.
+      must: what an entry must do.
+      at: indices of the entries to look at; None for all.
+      hint: ends the message.
+    """
+    at = np.arange(len(values)) if at is None else at
+    wrong = at[~np.asarray(holds, bool)[at]]
+    if wrong.size:
+        refuse(ValueError, name.format(wrong[0]), must, values[wrong[0]], hint)
+
+
+def check_listed(name: str, ids: np.ndarray, size: int) -> None:
+    """Check the values of one list of ids.
+
+    Raises:
+      ValueError: an id is out of range or listed twice.
+    """
+    check_entries(name + "[{}]", ids, (ids >= 0) & (ids < size), f"be an id in [0, {size})")
+    listed, counts = np.unique(ids, return_counts=True)
+    twice = listed[counts > 1]
+    require(not twice.size, name, "list each id once", ids.tolist(), f"{twice[:1]} comes twice")
+
+
+def as_int32(
+    name: str, values: Any, declared: str | None = None, sizes: Sizes | None = None
+) -> jax.Array:
+    """`values` as int32, if that changes none of them; and checked, if a shape is declared.
+
+    Raises:
+      TypeError: not integers, or traced integers of a dtype that int32 does not include.
+      ValueError: an integer out of the range of int32, or another shape.
+    """
+    is_array = isinstance(values, jax.Array) and jnp.issubdtype(values.dtype, jnp.integer)
+    if is_array and np.can_cast(values.dtype, np.int32):
+        array = jnp.asarray(values, jnp.int32)
+    elif is_array and isinstance(values, jax.core.Tracer):
+        refuse(TypeError, name, "be int32 where values are not known, as under jit", values)
+    else:
+        array = jnp.asarray(host_int32(name, values))
+    if declared is not None:
+        check_array(name, array, declared, {} if sizes is None else sizes)
+    return array
+
+
+def host_int32(name: str, values: Any) -> np.ndarray:
+    """Values on the host as int32, if that changes none of them.
+
+    Raises:
+      TypeError: not integers.
+      ValueError: an integer out of the range of int32.
+    """
+    array = values if isinstance(values, _ARRAY) else np.asarray(values)
+    if array.size == 0 and array is not values:  # NumPy makes an empty list float64
+        array = array.astype(np.int32)
+    require(jnp.issubdtype(array.dtype, jnp.integer), name, "be integers", values, error=TypeError)
+    array, limits = np.asarray(array), np.iinfo(np.int32)
+    too_large = array[(array < limits.min) | (array > limits.max)]
+    if too_large.size:
+        refuse(ValueError, name, "be integers that int32 holds", too_large[0])
+    return array.astype(np.int32)
+
+
+def as_positions(positions: Any) -> jax.Array | np.ndarray:
+    """Positions as an array: JAX arrays as they are, anything else as int32 on the host.
+
+    Raises:
+      TypeError: not integers.
+      ValueError: an integer out of the range of int32.
+    """
+    return positions if isinstance(positions, jax.Array) else host_int32("positions", positions)
+
+
+def known_values(values: Any) -> np.ndarray | None:
+    """Values, read on the host; None if they are traced or on other hosts."""
+    if isinstance(values, jax.core.Tracer):
+        return None
+    if isinstance(values, jax.Array) and not values.is_fully_addressable:
+        return None
+    return np.asarray(values)
+
+
+# Words
+
+
+def described(value: object) -> str:
+    """A value for a message, in one line: of an array, its shape and dtype."""
+    if isinstance(value, np.generic):
+        return str(value)
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"an array {list(value.shape)} of {value.dtype}"
+    text = " ".join(f"{value!r}".split())
+    is_object = type(value).__module__ != "builtins"
+    return with_article(type(value).__name__) if is_object and len(text) > 80 else text[:80]
+
+
+def either(texts: Any) -> str:
+    """Texts as a list in words: "a, b or c"."""
+    *first, last = texts
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def with_article(noun: str) -> str:
+    """A noun after "a" or "an"."""
+    return f"an {noun}" if noun[0] in "AEIOUaeiou" else f"a {noun}"
