@@ -252,7 +252,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "an unknown method": (
         lambda: sd.SpecDecodeConfig(num_speculative_tokens=1, rejection_sample_method="strict"),  # type: ignore[arg-type]
         ValueError,
-        "rejection_sample_method must be 'standard', 'block', 'agreement' or 'synthetic', but it is 'strict'",
+        "rejection_sample_method must be 'standard', 'block', 'agreement' or 'synthetic', but it "
+        "is 'strict'",
     ),
     # Engines
     "Engine(drafter=draft)": (

@@ -6,10 +6,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import export, lax
+from jax import lax
 from jax.typing import ArrayLike
 
-from jax_specdec._src.arrays import as_int32
+from jax_specdec._src.arrays import as_int32, check_array, pytree
 from jax_specdec._src.config import check_num_speculative_tokens
 from jax_specdec._src.types import Integers
 
@@ -25,7 +25,13 @@ _RIDGE = 1.0
 _MOST_SLOPE_STEP, _MOST_INTERCEPT_STEP = 0.25, 1.0
 
 
-@jax.tree_util.register_dataclass
+@pytree(
+    slope="[] float32",
+    intercepts="[K] float32",
+    curvature="[3, K] float32",
+    visited="[K] float32",
+    accepted="[K] float32",
+)
 @dataclasses.dataclass(frozen=True)
 class AcceptanceEstimator:
     """An online model of the chance that draft k is accepted, if those before it were.
@@ -201,22 +207,10 @@ class AcceptanceEstimator:
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"log_normalizer must be floating point, but it is {array.dtype}")
         k = self.intercepts.shape[0]
-        if array.ndim != 2 or array.shape[1] != k:
-            raise ValueError(
-                f"log_normalizer must be [B, K] with K={k}, but its shape is {list(array.shape)}"
-            )
+        check_array("log_normalizer", array, "[B, K]", {"K": k})
         array = array.astype(jnp.float32)
         known = ~jnp.isnan(array)
         # With q = exp(-n): log(q / (1 - q)) = -log(exp(n) - 1).
         x = -jnp.log(jnp.expm1(jnp.maximum(array, jnp.exp(-_MOST_LOG_ODDS))))
         x = jnp.clip(x, -_MOST_LOG_ODDS, _MOST_LOG_ODDS)
         return jnp.where(known, x, 0), known
-
-
-# Lets `jax.export` serialize functions that take or return an estimator.
-export.register_pytree_node_serialization(
-    AcceptanceEstimator,
-    serialized_name="jax_specdec.AcceptanceEstimator",
-    serialize_auxdata=lambda _: b"",
-    deserialize_auxdata=lambda _: (),
-)

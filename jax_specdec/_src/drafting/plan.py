@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_specdec._src.arrays import as_int32
+from jax_specdec._src.arrays import Sizes, as_int32, check_array, require
 
 
 def plan_drafts(
@@ -69,22 +69,17 @@ def plan_drafts(
             f"{'neither' if budget is None else 'both'} of them is"
         )
     confidences = _floats("confidences", confidences)
-    if confidences.ndim != 2:
-        raise ValueError(f"confidences must be [B, K], but they are {list(confidences.shape)}")
+    sizes: Sizes = {}
+    check_array("confidences", confidences, "[B, K]", sizes)
     capacities = as_int32("capacities", capacities)
-    if capacities.shape != confidences.shape[:1]:
-        raise ValueError(
-            f"capacities must be [B] = {list(confidences.shape[:1])}, but they are "
-            f"{list(capacities.shape)}"
-        )
+    check_array("capacities", capacities, "[B]", sizes)
     if budget is not None:
         budget = as_int32("budget", budget)
-        if budget.ndim:
-            raise ValueError(f"budget must be a number, but its shape is {list(budget.shape)}")
+        check_array("budget", budget, "[]", sizes)
         return _within_budget(confidences, capacities, budget)
     speeds = _floats("steps_per_second", steps_per_second)
-    if speeds.ndim != 1 or not speeds.shape[0]:
-        raise ValueError(f"steps_per_second must be [T], but its shape is {list(speeds.shape)}")
+    check_array("steps_per_second", speeds, "[T]", sizes)
+    require(sizes["T"] > 0, "steps_per_second", "have an entry", speeds)
     return _while_faster(confidences, capacities, speeds)
 
 
