@@ -230,7 +230,7 @@ def token_logprobs(
     return sharding_lib.over_mesh(on_part, array_layout.mesh, specs, own, arrays)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5, 6))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
 def read_emitted(
     target_logits: jax.Array,
     token_bitmask: jax.Array | None,
