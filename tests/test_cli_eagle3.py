@@ -60,11 +60,12 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
         (["--draft", "eagle3:"], "--draft eagle3: must be followed by the directory of a head"),
         (
             ["--target", ".", "--draft", "eagle3"],
-            "--draft must be DIR, eagle3:DIR or ngram with --target, but is 'eagle3'",
+            "--draft must be DIR, eagle3:DIR or ngram with --target, but it is 'eagle3'",
         ),
         (
             ["--draft", "oracle"],
-            "--draft must be model, ngram, eagle3 or eagle3:DIR without --target, but is 'oracle'",
+            "--draft must be model, ngram, eagle3 or eagle3:DIR without --target, "
+            "but it is 'oracle'",
         ),
     ],
 )

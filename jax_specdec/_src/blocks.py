@@ -53,16 +53,19 @@ def by_blocks(function: Callable[..., Any], length: int, rows: jax.Array, *array
 
     shapes, found_tree = jax.tree.flatten(jax.eval_shape(read, jnp.uint32(0)))
 
+    def unread(size: int) -> list[jax.Array]:
+        return [lax.full_like(x, 0, shape=(size, *x.shape[1:])) for x in shapes]
+
     def step(i: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
         start = jnp.minimum(i.astype(jnp.uint32) * length, size - length)  # the last one overlaps
         is_read = jnp.any(lax.dynamic_slice_in_dim(rows, start, length) >= 0)
-        unread = jax.tree.unflatten(found_tree, [jnp.zeros(x.shape, x.dtype) for x in shapes])
-        of_block = jax.tree.leaves(lax.cond(is_read, read, lambda _: unread, start))
+        nothing = jax.tree.unflatten(found_tree, unread(length))
+        of_block = jax.tree.leaves(lax.cond(is_read, read, lambda _: nothing, start))
         both = zip(found, of_block, strict=True)
         return [lax.dynamic_update_slice_in_dim(all, x, start, 0) for all, x in both]
 
-    empty = [jnp.zeros((size, *x.shape[1:]), x.dtype) for x in shapes]
-    return jax.tree.unflatten(found_tree, lax.fori_loop(0, -(-size // length), step, empty))
+    found = lax.fori_loop(0, -(-size // length), step, unread(size))
+    return jax.tree.unflatten(found_tree, found)
 
 
 def take(tree: Any, rows: jax.Array, platform: Platform) -> Any:

@@ -288,7 +288,7 @@ class Rows:
         """
         peak = form.max(peak)
         limited = filter.limits(self.size) & wanted & jnp.isfinite(peak)
-        given = filter, self.read, self.select(rows)
+        given = filter, self.read, lambda: self.select(rows)
         least = find_thresholds(
             *given,
             limited,

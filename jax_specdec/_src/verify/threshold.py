@@ -23,7 +23,7 @@ from jax_specdec._src.verify.form import Form
 def find_thresholds(
     filter: Filter,
     read: Callable[[Any], jax.Array],
-    selected: Any,
+    select: Callable[[], Any],
     limited: jax.Array,
     *,
     size: int,
@@ -36,8 +36,8 @@ def find_thresholds(
 
     Args:
       filter: min-p, top-k and top-p of each row's request, ``[n]``.
-      read: ``read(selected)`` is the rows ``[n, W]``, or this device's part of them.
-      selected: what `read` takes.
+      read: ``read(select())`` is the rows ``[n, W]``, or this device's part of them.
+      select: selects the rows, once for all reads; not called where no row has a threshold.
       limited: ``[n]`` bool, the rows that have a threshold; for others the result is undefined.
       size: ids from it on are padding.
       dtype: of the logits before they were converted to float32.
@@ -56,7 +56,7 @@ def find_thresholds(
     )
 
     def find() -> jax.Array:
-        least = jnp.full_like(peak, -jnp.inf)
+        least, selected = jnp.full_like(peak, -jnp.inf), select()
         if filter.min_p is not None:
             least = peak + jnp.log(filter.min_p) / inv_temperature
 
