@@ -17,6 +17,7 @@ from jax_specdec._src.noise import token_uniforms
 from jax_specdec._src.serving.generate import _processed
 
 from . import engines, test_eagle3, tiny
+from .test_draft_budget import Cycling
 
 MAX_MARGIN = 1e-4
 """Passes of one token and of several differ in the last bits of their logits."""
@@ -98,8 +99,8 @@ def check_texts(texts: list[list[int]]) -> None:
     [
         ("n-gram", 3, {}),
         ("model", 2, {}),
-        pytest.param("model", 4, dict(draft_sample_method="greedy"), marks=pytest.mark.slow),
-        pytest.param("few candidates", 1, {}, marks=pytest.mark.slow),
+        pytest.param("model", 4, dict(draft_sample_method="greedy"), marks=pytest.mark.long),
+        pytest.param("few candidates", 1, {}, marks=pytest.mark.long),
         ("eagle3", 2, {}),
         ("own", 5, {}),
     ],
@@ -121,13 +122,21 @@ def test_generate_gives_the_text_of_plain_decoding(name, k, fields):
     assert output.steps.num_accepted.sum() > 0
 
 
-@pytest.mark.parametrize("name", [pytest.param("model", marks=pytest.mark.slow), "eagle3"])
-def test_engines_give_it_whatever_the_traffic_and_who_is_preempted(name):
+@pytest.mark.parametrize(
+    ("name", "budget"), [pytest.param("model", None, marks=pytest.mark.long), ("eagle3", (0, 1, 2))]
+)
+def test_engines_give_it_whatever_the_traffic_and_who_is_preempted(name, budget):
     drafter, draft_params = DRAFTERS[name]
     engine = dataclasses.replace(
-        test_eagle3.ENGINE, drafter=drafter, config=config_of(3), request_options=True
+        test_eagle3.ENGINE,
+        drafter=drafter,
+        config=config_of(2),
+        request_options=True,
+        draft_budget=budget,
     )
     driver = engines.driver_of(engine, PARAMS, draft_params, max_steps_ahead=1, max_prefills=1)
+    if budget is not None:
+        driver.draft_choice = Cycling(budget, driver.draft_choice.rates)
     ids, updates = {}, []
     for b in np.random.default_rng(0).permutation(B).tolist():
         driver.submit([1, 2], max_new_tokens=3, temperature=1.0)
