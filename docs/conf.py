@@ -69,7 +69,7 @@ napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_use_rtype = False
 autosummary_generate = False
 maximum_signature_line_length = 80
-nitpick_ignore_regex = [("py:.*", r"(jax|numpy|pathlib|collections|typing)\..*")]  # other sites
+nitpick_ignore_regex = [("py:.*", r"(jax|numpy|os|pathlib|collections|typing)\..*")]  # other sites
 
 # The pages
 

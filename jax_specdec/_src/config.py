@@ -276,7 +276,9 @@ def unconditional_to_conditional_rates(rates: Sequence[float]) -> tuple[float, .
 
 
 def conditional_to_unconditional_rates(rates: Sequence[float]) -> tuple[float, ...]:
-    """The rate at which all drafts up to each position are accepted: ``r[i] = c[0] * ... * c[i]``.
+    """The rate at which all drafts up to each position are accepted.
+
+    ``r[i]`` is the product of ``c[0]`` to ``c[i]``.
 
     Args:
       rates: c, conditional: ``c[i]`` is P(draft i accepted given that drafts 0 .. i-1 were); in
