@@ -46,7 +46,7 @@ def _serve(options: Options) -> None:
     try:
         from jax_specdec._src.cli.serve import serve  # which imports the extra's libraries
     except ModuleNotFoundError as error:
-        message = f'{error.name} is not installed: pip install "jax-specdec[serve]"'
+        message = f"{error.name} is not installed: it comes with the extra serve"
         raise InputError(message) from error
     serve(options)
 
