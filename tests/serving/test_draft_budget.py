@@ -260,9 +260,11 @@ def test_costs_are_saved_and_loaded(tmp_path):
     assert sd.serving.StepCosts.load(tmp_path / "costs.json") == COSTS
     driver = engines.driver_of(TABLE, *engines.WEIGHTS[engines.TABLE], step_costs=COSTS)
     assert driver.draft_choice.costs == COSTS
-    (tmp_path / "other.json").write_text(json.dumps({"seconds": [1]}))
-    with pytest.raises(ValueError, match="path"):
-        sd.serving.StepCosts.load(tmp_path / "other.json")
+    wrong = {"num_slots": 4, "num_drafts": 2, "seconds": [1]}
+    for text in ("{", "[1]", json.dumps({"seconds": [1]}), json.dumps(wrong)):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(ValueError, match=r"path .*other\.json"):
+            sd.serving.StepCosts.load(tmp_path / "other.json")
 
 
 def test_a_broken_step_keeps_what_was_learned(monkeypatch):

@@ -20,13 +20,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import check_array, require
+from jax_specdec._src.arrays import check_array
 from jax_specdec._src.models.fields import check_fields
 from jax_specdec._src.models.layers import (
     cached_attention,
     check_params,
     embed_tokens,
     feed_forward,
+    floating_dtype,
     init_params,
     output_logits,
     rms_norm,
@@ -202,10 +203,7 @@ class Eagle3Head:
     dtype: Any = jnp.dtype("float32")
 
     def __post_init__(self) -> None:
-        dtype = jnp.dtype(self.dtype)
-        is_floating = jnp.issubdtype(dtype, jnp.floating)
-        require(is_floating, "dtype", "be a floating dtype", dtype, error=TypeError)
-        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "dtype", floating_dtype(self.dtype))
 
     @property
     def vocab_size(self) -> int:

@@ -15,12 +15,25 @@ __all__ = [
     "check_params",
     "embed_tokens",
     "feed_forward",
+    "floating_dtype",
     "init_params",
     "output_logits",
     "rms_norm",
     "self_attention",
     "write_cache",
 ]
+
+
+def floating_dtype(dtype: Any) -> jnp.dtype:
+    """The dtype that a model computes in.
+
+    Raises:
+        TypeError: it is not a floating dtype.
+    """
+    found = jnp.dtype(dtype)
+    is_floating = jnp.issubdtype(found, jnp.floating)
+    require(is_floating, "dtype", "be a floating dtype", found, error=TypeError)
+    return found
 
 
 def self_attention(

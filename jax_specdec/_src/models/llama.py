@@ -28,6 +28,7 @@ from jax_specdec._src.models.layers import (
     check_params,
     embed_tokens,
     feed_forward,
+    floating_dtype,
     init_params,
     output_logits,
     rms_norm,
@@ -81,10 +82,7 @@ class Llama:
     scan_layers: bool = False
 
     def __post_init__(self) -> None:
-        dtype = jnp.dtype(self.dtype)
-        is_floating = jnp.issubdtype(dtype, jnp.floating)
-        require(is_floating, "dtype", "be a floating dtype", dtype, error=TypeError)
-        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "dtype", floating_dtype(self.dtype))
 
     @property
     def vocab_size(self) -> int:

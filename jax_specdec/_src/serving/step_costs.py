@@ -82,11 +82,13 @@ class StepCosts:
         Raises:
           ValueError: the file holds something else.
         """
-        values = json.loads(Path(path).read_text())
-        names = [field.name for field in dataclasses.fields(cls)]
-        if not isinstance(values, dict) or sorted(values) != sorted(names):
-            raise ValueError(f"path must hold {names}, but {os.fspath(path)} holds other things")
-        return cls(**values)
+        text = Path(path).read_text()
+        try:
+            return cls(**json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"path must be a file that save wrote, but {os.fspath(path)} is not: {error}"
+            ) from error
 
 
 @dataclasses.dataclass(eq=False)

@@ -354,8 +354,9 @@ def _verify_part(arrays: CallArrays, static: _Static, platform: Platform) -> Rej
     # The call may be compiled for another device than the default one.
     kernels, is_named = None, implementation == "mosaic_gpu"
     if is_named or (may_be_kernel and platform == "cuda"):
-        why_not = support.rule_unsupported(config)
-        why_not = why_not or _unserved(arrays, k, size, kernel_config, vocab_axis)
+        why_not = support.rule_unsupported(config) or _unserved(
+            arrays, k, size, kernel_config, vocab_axis
+        )
         if why_not is not None and is_named:
             raise NotImplementedError(why_not)
         if why_not is None:
