@@ -59,6 +59,7 @@ class Vocabulary:
     def __init__(self, models: Models, limits: Limits) -> None:
         self.stop_token_ids, self.stream = models.stop_token_ids, models.stream
         self._tokenizer, self._limits = models.tokenizer, limits
+        self.token = functools.lru_cache(2**16)(self._token)
         self._size = models.target.model.vocab_size
         self._compilers = concurrent.futures.ThreadPoolExecutor(2)
         self._grammar_tokenizer: Any = None
@@ -89,8 +90,7 @@ class Vocabulary:
             raise ValueError("this model has no chat template: use /v1/completions")
         return self._tokenizer.encode_chat(messages)
 
-    @functools.lru_cache(2**16)  # noqa: B019  there is one vocabulary
-    def token(self, token_id: int) -> tuple[str, list[int] | None]:
+    def _token(self, token_id: int) -> tuple[str, list[int] | None]:
         """The text of one token, and its bytes if they are known."""
         if self._tokenizer is None:
             return sd.decode_bytes([token_id]), [token_id]
