@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,10 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("repeatable")
+
+# A shell's process in the background ignores interrupts, and so would those that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def optimize(wanted: bool) -> None:

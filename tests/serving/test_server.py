@@ -863,15 +863,6 @@ process.run_to_end(work)
 """
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Processes that are started by one that ignores interrupts would ignore them too."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
 def test_the_first_interrupt_is_handled_and_the_next_one_ends_the_process() -> None:
     pipe: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with subprocess.Popen([sys.executable, "-c", INTERRUPTED], **pipe) as working:
@@ -973,7 +964,6 @@ def test_without_the_extra_one_line_says_what_to_install(
     assert "is not installed: it comes with the extra serve" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("interruptible")
 def test_the_command_serves_until_an_interrupt_and_finishes_what_runs(site: Site) -> None:
     command = [sys.executable, "-m", "jax_specdec", "serve", "--port", "0", "--max-logprobs", "0"]
     command += ["--target", str(site.options.target), "--num-slots", "1", "--max-length", "32"]
