@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jax_specdec as sd
-from jax_specdec._src.serving import driver as driver_lib
+from jax_specdec._src.serving import programs
 from jax_specdec._src.serving.bookkeeping import ServedRequest
 
 IDENTITY = ("kind", "slots", "drafter", "way")
@@ -124,7 +124,7 @@ class Case:
         before = np.asarray(state.batch.lengths)
         begin = time.perf_counter()
         for _ in range(steps):
-            state, _ = driver_lib._step(self.engine, *weights, state)
+            state, _ = programs.step(self.engine, *weights, state)
         jax.block_until_ready(state)
         seconds = time.perf_counter() - begin
         tokens = int((np.asarray(state.batch.lengths) - before).sum())

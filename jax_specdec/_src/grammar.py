@@ -130,7 +130,7 @@ class GrammarLookahead:
           ValueError: an id outside the vocabulary.
         """
         words = -(-check_int("vocab_size", vocab_size) // 32)
-        self._matchers = _check_matchers(matchers)
+        self._matchers = check_matchers(matchers)
         self._vocab_size = vocab_size
         self._end = np.full((words,), _ALL_ALLOWED, np.int32)
         if end_token_ids is not None:
@@ -246,7 +246,7 @@ def grammar_bitmask(
     is_rising = cu[0] == 0 and (counts >= 0).all() and cu[-1] <= len(ids)
     must = f"rise from 0 to at most N = {len(ids)}"
     require(is_rising, "drafts.cu_num_draft_tokens", must, cu.tolist())
-    is_one_each = len(_check_matchers(matchers)) == len(counts)
+    is_one_each = len(check_matchers(matchers)) == len(counts)
     require(is_one_each, "matchers", f"be one per request, {len(counts)}", matchers)
     lookahead = GrammarLookahead(matchers, vocab_size=vocab_size, end_token_ids=end_token_ids)
     request = np.arange(len(counts))
@@ -284,7 +284,7 @@ def advance_matchers(
       >>> import jax_specdec as sd
       >>> sd.advance_matchers([None], [[4, 2]])
     """
-    is_one_each = len(_check_matchers(matchers)) == len(token_ids)
+    is_one_each = len(check_matchers(matchers)) == len(token_ids)
     require(is_one_each, "token_ids", f"have {len(matchers)} lists, one per request", token_ids)
     for b, (matcher, tokens) in enumerate(zip(matchers, token_ids, strict=True)):
         for token in tokens:
@@ -432,7 +432,7 @@ class CopyingMatcher:
         return bool(self._matcher.is_terminated())
 
 
-def _check_matchers(matchers: Any) -> list[GrammarMatcher | None]:
+def check_matchers(matchers: Any) -> list[GrammarMatcher | None]:
     """A list of matchers, each with the methods it must have.
 
     Raises:

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src.serving import driver as driver_lib
 from jax_specdec._src.serving import generate as generate_lib
+from jax_specdec._src.serving import programs
 from jax_specdec._src.serving.core import Decoder
 from jax_specdec._src.serving.engine import put_cache
 
@@ -375,12 +375,12 @@ def compilations() -> Iterator[list[str]]:
 
 
 FUNCTIONS = (
-    driver_lib._init,
-    driver_lib._admit,
-    driver_lib._prefill_chunk,
-    driver_lib._insert,
-    driver_lib._step,
-    driver_lib._release,
+    programs.init,
+    programs.admit,
+    programs.prefill_chunk,
+    programs.insert,
+    programs.step,
+    programs.release,
 )
 
 
@@ -443,7 +443,7 @@ def test_warming_up_disturbs_no_queue_and_waits_for_no_request():
     driver.submit(**request)
     driver.warm_up()
     driver.step()
-    with pytest.raises(RuntimeError, match="warm_up must come while no request runs, but 1 do"):
+    with pytest.raises(RuntimeError, match="num_running must be 0 before warm_up, but it is 1"):
         driver.warm_up()
     rest = run(driver)
     assert rest[0].finish_reason == "length"
@@ -481,7 +481,7 @@ def test_no_compiled_loop_copies_the_store_or_anything_of_its_size():
     drafter = sd.ModelDrafter(tiny.OneRow(narrow))
     engine = sd.Engine(tiny.OneRow(vocab_size), drafter, config, num_slots=SLOTS, max_length=32)
     state = engine.init_state(draft_params)
-    step = driver_lib._step.lower(engine, params, draft_params, state).compile()
+    step = programs.step.lower(engine, params, draft_params, state).compile()
     batch, prompt_size, max_steps = generate_lib.make_batch(
         [[1]] * SLOTS,
         [sd.RequestOptions(temperature=1.0, max_new_tokens=8)] * SLOTS,
@@ -546,7 +546,7 @@ REFUSED = {
     "more than a slot holds": (
         dict(prompt=[1] * 30, max_new_tokens=LONGEST - 29),
         ValueError,
-        "prompt and max_new_tokens must fit into max_length=40 tokens, but they are 30 and 11",
+        "prompt and max_new_tokens must fit into max_length=40 tokens",
     ),
     "a negative temperature": (
         dict(temperature=-1.0),

@@ -23,7 +23,7 @@ import pytest
 from jax.errors import JaxRuntimeError
 
 import jax_specdec as sd
-from jax_specdec._src.serving import driver as driver_lib
+from jax_specdec._src.serving import programs
 
 from . import sampled, tiny
 from .engines import EVERYTHING as ENGINE
@@ -45,7 +45,7 @@ from .engines import (
 pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("engines")]
 
 MOST_ALIVE = 16  # counted by request: after a lost state, those that ran wait too
-FUNCTIONS = ("_init", "_admit", "_prefill_chunk", "_insert", "_step", "_release")
+FUNCTIONS = ("init", "admit", "prefill_chunk", "insert", "step", "release")
 Call = Callable[..., Any]
 
 
@@ -67,9 +67,9 @@ def warmed_up() -> sd.EngineDriver:
 def nothing_is_compiled() -> Iterator[None]:
     """What a test serves, it serves with the programs that `warm_up` compiled."""
     warmed_up()
-    sizes = [getattr(driver_lib, name)._cache_size() for name in FUNCTIONS]
+    sizes = [getattr(programs, name)._cache_size() for name in FUNCTIONS]
     yield
-    assert [getattr(driver_lib, name)._cache_size() for name in FUNCTIONS] == sizes
+    assert [getattr(programs, name)._cache_size() for name in FUNCTIONS] == sizes
 
 
 # Traffic
@@ -314,7 +314,7 @@ def test_a_models_logits_differ_by_little_however_its_prompt_is_cut() -> None:
 
 # Interrupts and failures
 
-SERVING = str(Path(driver_lib.__file__).parent)
+SERVING = str(Path(programs.__file__).parent)
 
 
 class Interrupts:
@@ -381,7 +381,7 @@ class InsideJax:
         self.errors = errors or (KeyboardInterrupt,)
         self.raised: Counter[type[BaseException]] = Counter()
         for name in FUNCTIONS:
-            monkeypatch.setattr(driver_lib, name, self._failing(getattr(driver_lib, name)))
+            monkeypatch.setattr(programs, name, self._failing(getattr(programs, name)))
 
     def with_reads(self, monkeypatch: pytest.MonkeyPatch) -> InsideJax:
         """Reads of a step's results raise too."""
@@ -480,7 +480,7 @@ def test_whatever_a_call_says_it_failed(monkeypatch: pytest.MonkeyPatch) -> None
         raise MemoryError("out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(driver_lib, "_step", exhausted)
+        patched.setattr(programs, "step", exhausted)
         (told,) = driver.step()
     assert (told.error, told.token_ids, told.finish_reason) == ("out of memory", [], None)
     assert (driver.num_running, driver.num_queued, driver.is_idle) == (0, 1, False)
@@ -502,7 +502,7 @@ def test_a_program_that_cannot_be_traced_is_raised_and_no_token_is_lost(
         raise TypeError("propose must return a Proposal")
 
     with monkeypatch.context() as patched:
-        patched.setattr(driver_lib, "_step", wrong)
+        patched.setattr(programs, "step", wrong)
         for _ in range(2):
             with pytest.raises(TypeError, match="propose must return"):
                 driver.step()
@@ -528,7 +528,7 @@ def test_a_device_that_fails_while_a_request_leaves_is_not_the_callers_concern(
         raise JaxRuntimeError("INTERNAL: lost")
 
     with monkeypatch.context() as patched:
-        patched.setattr(driver_lib, "_release", failing)
+        patched.setattr(programs, "release", failing)
         assert getattr(driver, leave)(ids[0])
     assert (driver.num_running, driver.num_queued) == (0, 2 + (leave == "preempt"))
     assert driver.serving_stats().num_failed_calls == 1
@@ -640,7 +640,7 @@ def test_cancelling_compares_as_often_however_many_wait() -> None:
 def test_a_full_queue_refuses_a_request_and_stays_as_it_is() -> None:
     driver = driver_of(max_queue=2)
     ids = [driver.submit([1], max_new_tokens=30) for _ in range(2)]
-    message = "submit needs fewer than max_queue=2 waiting requests, but 2 wait"
+    message = "waiting requests must be below max_queue=2, but it is 2"
     with pytest.raises(RuntimeError, match=message):
         driver.submit([1], max_new_tokens=30)
     assert (driver.num_queued, driver.num_running) == (2, 0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src.serving import driver as driver_lib
+from jax_specdec._src.serving import programs
 
 from . import sampled
 from .engines import EVERYTHING as ENGINE
@@ -176,13 +176,13 @@ def test_options_that_cannot_be_served_are_refused(
 
 @pytest.mark.newest
 def test_steps_in_which_nobody_asks_for_anything_are_of_the_smaller_program(monkeypatch) -> None:
-    driver, step, found = driver_of(), driver_lib._step, []
+    driver, step, found = driver_of(), programs.step, []
 
     def noting(*args: Any, all_neutral: bool, **static: Any) -> Any:
         found.append(all_neutral)
         return step(*args, all_neutral=all_neutral, **static)
 
-    monkeypatch.setattr(driver_lib, "_step", noting)
+    monkeypatch.setattr(programs, "step", noting)
     driver.submit([1], max_new_tokens=12, temperature=0.5)
     driver.step()
     asks = driver.submit([2], max_new_tokens=12, top_k=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,7 @@ def test_requests_with_and_without_grammars_get_what_plain_python_gives(
             served.preempt(request_id)
     found = run(served, updates)
     assert {i: one.token_ids for i, one in found.items()} == truths
-    assert served._grammars == {} and served.stats().num_accepted_tokens > 0
+    assert served.stats().num_accepted_tokens > 0
 
 
 def test_sampled_tokens_are_allowed_and_those_of_a_request_alone() -> None:
@@ -92,11 +93,87 @@ def test_sampled_tokens_are_allowed_and_those_of_a_request_alone() -> None:
         assert token in ALLOWED[i % len(ALLOWED)]
 
 
+class Interrupting(Cycle):
+    """Interrupts the main thread now and then, before or after it has changed."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        super().__init__()
+        self.rng, self.num_interrupts = rng, 0
+
+    def accept_token(self, token_id: int) -> bool:
+        self.maybe_interrupt()
+        accepted = super().accept_token(token_id)
+        self.maybe_interrupt()
+        return accepted
+
+    def rollback(self, num_tokens: int) -> None:
+        self.maybe_interrupt()
+        super().rollback(num_tokens)
+        self.maybe_interrupt()
+
+    def maybe_interrupt(self) -> None:
+        if self.rng.random() < 0.05:
+            self.num_interrupts += 1
+            _thread.interrupt_main()
+
+
+def test_an_interrupt_while_matchers_advance_neither_repeats_nor_skips_a_token() -> None:
+    rng, served = np.random.default_rng(0), driver()
+    matchers = [Interrupting(rng) for _ in range(4)]
+    for i, matcher in enumerate(matchers):
+        served.submit([i], max_new_tokens=30, matcher=matcher)
+    updates: list[sd.serving.RequestUpdate] = []
+    num_interrupts = 0
+    while not served.is_idle:
+        try:
+            updates += served.step()
+        except KeyboardInterrupt:
+            num_interrupts += 1
+    assert num_interrupts > 5
+    found = run(served, updates)
+    assert {i: one.token_ids for i, one in found.items()} == {
+        i: constrained_truth([i], 30) for i in range(4)
+    }
+    for i, matcher in enumerate(matchers):  # the last tokens were not needed for a mask
+        assert matcher.tokens == found[i].token_ids[: len(matcher.tokens)]
+
+
+class Wrong(Cycle):
+    """Refuses its fourth token, which its mask allowed."""
+
+    def accept_token(self, token_id: int) -> bool:
+        return len(self.tokens) < 3 and super().accept_token(token_id)
+
+
+class Broken(Cycle):
+    def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> None:
+        raise RuntimeError("no mask")
+
+
+@pytest.mark.parametrize(("matcher", "error"), [(Wrong, "its matcher takes"), (Broken, "no mask")])
+def test_a_matcher_that_fails_ends_its_own_request_alone(matcher: type[Cycle], error: str) -> None:
+    served = driver(max_retries=1)
+    failing = served.submit([1], max_new_tokens=9, matcher=matcher())
+    asked: dict[str, Any] = dict(prompt=[2], max_new_tokens=9)
+    other = served.submit(**asked)
+    found = run(served)
+    assert found[failing].finish_reason == "failed"
+    assert error in (found[failing].updates[-1].error or "")
+    assert found[other].token_ids == greedy_truth(asked)
+
+
+def test_something_else_than_a_matcher_is_refused_and_queues_nothing() -> None:
+    served = driver()
+    with pytest.raises(TypeError, match="matcher"):
+        served.submit([1], max_new_tokens=2, matcher=3)  # type: ignore[arg-type]
+    assert served.num_queued == 0
+
+
 def test_a_cancelled_request_leaves_no_grammar() -> None:
     served = driver()
     request_id = served.submit([1], max_new_tokens=20, matcher=Cycle())
     served.step()
-    assert served.cancel(request_id) and served._grammars == {}
+    assert served.cancel(request_id)
     assert run(served) == {}
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src.serving import driver as driver_lib
+from jax_specdec._src.serving import programs
 
 from . import tiny
 from .engines import (
@@ -52,8 +52,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in ("_admit", "_prefill_chunk", "_insert", "_step", "_release"):
-        monkeypatch.setattr(driver_lib, name, noting(name, getattr(driver_lib, name)))
+    for name in ("admit", "prefill_chunk", "insert", "step", "release"):
+        monkeypatch.setattr(programs, name, noting(name, getattr(programs, name)))
     return names
 
 
@@ -66,10 +66,10 @@ def test_steps_are_dispatched_before_the_results_of_the_last_ones_are_read(ahead
     driver.submit([1, 2], max_new_tokens=30)
     names = calls(monkeypatch)
     tokens = [update.token_ids for update in driver.step()]
-    assert names == ["_admit"] + ["_step"] * (1 + ahead)
+    assert names == ["admit"] + ["step"] * (1 + ahead)
     assert len(tokens) == 1, "a step's results are delivered one by one, in their order"
     driver.step()
-    assert names.count("_step") == 2 + ahead
+    assert names.count("step") == 2 + ahead
     assert driver.serving_stats().mean_steps_ahead == ahead
 
 
@@ -79,9 +79,9 @@ def test_no_step_is_dispatched_that_all_budgets_are_spent_before(monkeypatch):
     driver.submit([1, 2], max_new_tokens=1)
     driver.submit([1, 3], max_new_tokens=3)
     assert [len(u.token_ids) for u in driver.step()] == [1, 1]
-    assert names.count("_step") == 3
+    assert names.count("step") == 3
     found = run(driver)
-    assert names.count("_step") == 3
+    assert names.count("step") == 3
     assert (driver.is_idle, found[1].finish_reason) == (True, "length")
 
 
@@ -159,7 +159,7 @@ def test_prompts_of_one_size_are_read_in_one_call(monkeypatch):
         driver.submit(**request)
     names = calls(monkeypatch)
     found = run(driver)
-    assert names[:2] == ["_admit", "_step"]
+    assert names[:2] == ["admit", "step"]
     assert [found[i].token_ids for i in range(SLOTS)] == [greedy_truth(r) for r in requests]
 
 
@@ -185,12 +185,12 @@ def test_requests_go_on_while_a_long_prompt_is_read(ahead, monkeypatch):
         assert running in {u.request_id for u in new}, "each step has a token for it"
         updates += new
     pieces = -(-33 // 8)
-    reads = names[: names.index("_insert") + 1]
-    assert Counter(reads)["_prefill_chunk"] == pieces and Counter(reads)["_step"] >= pieces - 1
+    reads = names[: names.index("insert") + 1]
+    assert Counter(reads)["prefill_chunk"] == pieces and Counter(reads)["step"] >= pieces - 1
     # Never two calls that read between two steps, but for the last piece's own.
-    between = "".join({"_step": "|", "_insert": ""}.get(name, "r") for name in names).split("|")
+    between = "".join({"step": "|", "insert": ""}.get(name, "r") for name in names).split("|")
     assert max(map(len, between)) == 1
-    assert reads.index("_admit") < len(reads) - 1, "short prompts do not wait for all of its pieces"
+    assert reads.index("admit") < len(reads) - 1, "short prompts do not wait for all of its pieces"
     found = run(driver, updates)
     assert found[ids[0]].token_ids == greedy_truth(long)
     for request_id, request in zip(ids[1:], short, strict=True):
@@ -203,7 +203,7 @@ def test_where_nobody_runs_prompts_are_read_until_somebody_does(monkeypatch):
     driver.submit(**long)
     names = calls(monkeypatch)
     (update,) = driver.step()
-    assert names == ["_prefill_chunk"] * 4 + ["_insert", "_step"]
+    assert names == ["prefill_chunk"] * 4 + ["insert", "step"]
     assert update.token_ids == greedy_truth(long)[:1]
 
 
@@ -353,7 +353,7 @@ def test_a_long_prompt_that_cannot_be_read_leaves_the_slots_of_others_as_they_ar
     assert found[bad].finish_reason == "failed"
     assert [found[i].token_ids for i in ids] == [greedy_truth(request) for request in good]
     # Its first failure shows in a step, and concerns all; the later ones concern itself alone.
-    assert names.count("_admit") <= 1 < MOST_RETRIES
+    assert names.count("admit") <= 1 < MOST_RETRIES
 
 
 # Metrics

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src.serving import driver as driver_lib
+from jax_specdec._src.serving import programs
 
 from .engines import Finished, run
 from .test_engine import compilations
@@ -159,7 +159,7 @@ def test_an_engine_serves_the_tokens_of_one_device_and_compiles_nothing_after_wa
 def test_a_step_moves_no_logits_between_devices_and_works_in_place() -> None:
     _, _, driver = served(on_one_device=False)
     given, state = on_eight(split_drafter=True), driver.state
-    step = driver_lib._step.lower(driver.engine, given["params"], given["draft_params"], state)
+    step = programs.step.lower(driver.engine, given["params"], given["draft_params"], state)
     kinds = set()
     for kind, shape in moved(step.compile().as_text()):
         kinds.add(kind)

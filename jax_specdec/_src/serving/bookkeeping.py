@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-import jax
-import jax.numpy as jnp
-
-from jax_specdec._src.arrays import pytree
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
+from jax_specdec._src.grammar import GrammarMatcher
 from jax_specdec._src.logprobs import TokenLogprobs
-from jax_specdec._src.serving.batch import StepRecord
-from jax_specdec._src.serving.core import DecodeState
 from jax_specdec._src.serving.metrics import AcceptanceCounters, ServingStats
 from jax_specdec._src.serving.options import BatchOptions, RequestOptions
+from jax_specdec._src.serving.programs import StepResult
 from jax_specdec._src.types import Status
 
 FinishReason = Literal["length", "stop", "failed"]
@@ -66,7 +62,9 @@ class ServedRequest:
     seed: int
     option_arrays: BatchOptions  # `options` for `NewRequests`, of one request
     is_neutral: bool  # that of `options`, which computes it each time
-    submitted: float = 0.0  # times are of `time.perf_counter`
+    matcher: GrammarMatcher | None
+    submitted: float  # times are of `time.perf_counter`
+    num_matched: int = 0  # new tokens that the matcher has accepted
     admitted: float = 0.0  # when it got its first slot
     last_read: float | None = None  # when its last update was read
     num_failures: int = 0  # failed calls in a row, without a new token or a further chunk
@@ -104,85 +102,29 @@ class Received(NamedTuple):
     stats: ServingStats  # of these steps
 
 
-@pytree(numbers="[S, K+7] int32", logprobs=(TokenLogprobs,), counters=(AcceptanceCounters,))
-@dataclasses.dataclass(frozen=True)
-class StepResult:
-    """What the host reads of a step. No later call donates its buffers, as those of the state are.
-
-    Attributes:
-      numbers: ``[S, K+7]`` int32: the tokens kept, their number, drafts proposed and accepted, the
-        sequence's length, whether it is done, and its status. One array, for one copy to the host.
-      logprobs: of the tokens kept; None unless asked for.
-      counters: acceptance of all steps so far.
-      estimator: of the state.
-      rates: ``[K]`` float32, those of the estimator; None without one.
-    """
-
-    numbers: jax.Array
-    logprobs: TokenLogprobs | None
-    counters: AcceptanceCounters
-    estimator: AcceptanceEstimator | None
-    rates: jax.Array | None
-
-    @classmethod
-    def of(cls, record: StepRecord, state: DecodeState) -> StepResult:
-        """The result of the step that made `record` and left `state`; for use inside jit."""
-        batch, estimator = state.batch, state.estimator
-        columns = (
-            record.num_kept,
-            record.num_proposed,
-            record.num_accepted,
-            batch.lengths,
-            batch.done.astype(jnp.int32),
-            batch.status,
-        )
-        numbers = jnp.concatenate([record.token_ids, jnp.stack(columns, axis=1)], axis=1)
-        rates = None if estimator is None else estimator.rates
-        return cls(numbers, record.logprobs, state.counters, estimator, rates)
-
-    def copy_to_host(self) -> None:
-        """Begin to copy what `StepAhead.updates` reads; does not wait."""
-        for x in jax.tree.leaves((self.numbers, self.logprobs, self.rates)):
-            x.copy_to_host_async()
-
-
 class StepAhead(NamedTuple):
     """A step that was dispatched and whose result the host has not read."""
 
     result: StepResult
-    slots: tuple[ServedRequest | None, ...]  # the requests that took part
+    slots: Mapping[int, ServedRequest]  # the requests that took part
 
     def updates(
-        self, numbers: Any, logprobs: Any, slots: Sequence[ServedRequest | None], read: float
+        self, numbers: Any, logprobs: Any, slots: Mapping[int, ServedRequest], read: float
     ) -> list[Update]:
-        """What the step did for the requests that are still in the slots they had.
-
-        Args:
-          numbers: of the result, on the host.
-          logprobs: of the result, on the host.
-          slots: the requests that are in slots now.
-          read: the time.
-        """
+        """For those still in their `slots`; the rest is of the result, on the host, and when."""
         found, k = [], numbers.shape[1] - 7
-        for slot, (request, row) in enumerate(zip(self.slots, numbers.tolist(), strict=True)):
-            if request is None or request is not slots[slot]:
+        for slot, request in sorted(self.slots.items()):
+            if request is not slots.get(slot):
                 continue
+            row = numbers[slot].tolist()
             count, proposed, accepted, length, done, status = row[k + 1 :]
-            new = row[:count]
+            new, own = row[:count], None if logprobs is None else logprobs.of(slot, count)
             reason: FinishReason | None = None
             if done:
                 stopped = bool(new) and new[-1] in request.options.stop_token_ids
-                failed = status != Status.OK
-                reason = "failed" if failed else "stop" if stopped else "length"
-            update = RequestUpdate(
-                request.request_id,
-                new,
-                reason,
-                Status(status),
-                proposed,
-                accepted,
-                None if logprobs is None else logprobs.of(slot, count),
-            )
+                reason = "failed" if status != Status.OK else "stop" if stopped else "length"
+            counts = Status(status), proposed, accepted
+            update = RequestUpdate(request.request_id, new, reason, *counts, own)
             found.append(Update(request, length - count, update, read))
         return found
 
@@ -199,6 +141,6 @@ class ChunkedPrefill(NamedTuple):
 class FailedCall(Exception):
     """A call failed on the device; `requests` were in it."""
 
-    def __init__(self, error: Exception, requests: Sequence[ServedRequest]) -> None:
+    def __init__(self, error: Exception, requests: list[ServedRequest]) -> None:
         super().__init__(str(error))
         self.error, self.requests = error, requests

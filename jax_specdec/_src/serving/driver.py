@@ -8,15 +8,16 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Unpack
 
 import jax
 import numpy as np
 
-from jax_specdec._src.arrays import check_int, described
+from jax_specdec._src.arrays import check_int, check_type, require
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
-from jax_specdec._src.serving import inputs
+from jax_specdec._src.grammar import GrammarMatcher
+from jax_specdec._src.serving import inputs, programs
 from jax_specdec._src.serving.bookkeeping import (
     ChunkedPrefill,
     FailedCall,
@@ -31,13 +32,6 @@ from jax_specdec._src.serving.core import Caches, DecodeState, on_all_devices
 from jax_specdec._src.serving.engine import Engine, NewRequests
 from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats, ServingStats
 from jax_specdec._src.serving.options import RequestFields, RequestOptions, options_per_request
-from jax_specdec._src.serving.programs import admit as _admit
-from jax_specdec._src.serving.programs import init as _init
-from jax_specdec._src.serving.programs import insert as _insert
-from jax_specdec._src.serving.programs import measure_steps
-from jax_specdec._src.serving.programs import prefill_chunk as _prefill_chunk
-from jax_specdec._src.serving.programs import release as _release
-from jax_specdec._src.serving.programs import step as _step
 from jax_specdec._src.serving.step_costs import DraftChoice, StepCosts
 
 
@@ -68,12 +62,7 @@ class EngineDriver:
     on, its prompt is read alone, so that a prompt which cannot be read ends no other request.
 
     Attributes:
-      engine: sizes and models.
-      max_queue: the most requests that may wait; None for any number.
-      max_steps_ahead: the most steps that are under way when `step` returns.
-      max_prefills: the most calls that read prompts before a step while requests run; None for
-        any number.
-      max_retries: the most failed calls in a row after which a request goes on.
+      engine, max_queue, max_steps_ahead, max_prefills, max_retries: as they were given.
       draft_choice: how many drafts the steps of an engine with a `draft_budget` have; else None.
 
     Example:
@@ -83,6 +72,11 @@ class EngineDriver:
       ...     model, sd.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
       ...     num_slots=2, max_length=32)
       >>> driver = sd.EngineDriver(engine, params)
+      >>> driver.warm_up(lambda done, total: print(f"{done} of {total}"))
+      0 of 3
+      1 of 3
+      2 of 3
+      3 of 3
       >>> texts = {driver.submit(sd.encode_bytes(p), max_new_tokens=8): []
       ...     for p in ("import ", "def ")}
       >>> while not driver.is_idle:
@@ -124,36 +118,29 @@ class EngineDriver:
           ValueError: `max_queue` or `max_prefills` is below 1, or `max_steps_ahead` or
             `max_retries` below 0; `step_costs` are not those of such an engine.
         """
-        if not isinstance(engine, Engine):
-            raise TypeError(f"engine must be an Engine, but it is {described(engine)}")
+        check_type("engine", engine, Engine)
         inputs.check_params("params", params)
         inputs.check_draft_params(engine.drafter, draft_params)
         self.engine = engine
         self.max_queue = None if max_queue is None else check_int("max_queue", max_queue, 1)
         self.max_steps_ahead = check_int("max_steps_ahead", max_steps_ahead, 0)
-        self.max_prefills = (
-            None if max_prefills is None else check_int("max_prefills", max_prefills, 1)
-        )
+        calls = None if max_prefills is None else check_int("max_prefills", max_prefills, 1)
+        self.max_prefills = calls
         self.max_retries = check_int("max_retries", max_retries, 0)
         self._weights = on_all_devices((params, draft_params), engine.model)
-        k, estimator = engine.config.num_speculative_tokens, None
-        if engine.draft_budget is not None:
-            estimator = AcceptanceEstimator.create(k)
-        self.draft_choice = DraftChoice.of(
-            engine.num_slots, engine.draft_budget, step_costs, estimator
-        )
-        counters = AcceptanceCounters.create(k)
-        counters, estimator = on_all_devices((counters, estimator), engine.model)
+        k, budget = engine.config.num_speculative_tokens, engine.draft_budget
+        estimator = None if budget is None else AcceptanceEstimator.create(k)
+        self.draft_choice = DraftChoice.of(engine.num_slots, budget, step_costs, estimator)
+        learned = on_all_devices((AcceptanceCounters.create(k), estimator), engine.model)
         # What is on the device: dropped, and None, after an exception.
         self._state: DecodeState | None = None
         self._caches: Caches | None = None  # of the long prompt that is being read
         self._ahead: list[StepAhead] = []
-        # What the host knows. Between changes a request is in a queue or in a slot, not in both.
-        self._received = Received((), counters, estimator, ServingStats(engine.num_slots))
+        # What the host knows. Between changes a request is in the queue or in a slot, not in both.
+        self._received = Received((), *learned, ServingStats(engine.num_slots))
         self._delivered: tuple[Update, ...] | None = None  # what the last `step` returned
-        self._preempted: collections.OrderedDict[int, ServedRequest] = collections.OrderedDict()
-        self._waiting: collections.OrderedDict[int, ServedRequest] = collections.OrderedDict()
-        self._slots: list[ServedRequest | None] = [None] * engine.num_slots
+        self._queue: collections.OrderedDict[int, ServedRequest] = collections.OrderedDict()
+        self._slots: dict[int, ServedRequest] = {}
         self._prefill: ChunkedPrefill | None = None
         self._num_submitted = 0
         self._is_whole = True  # False while something changes, and after an exception
@@ -168,13 +155,13 @@ class EngineDriver:
     def num_queued(self) -> int:
         """Requests that wait for a slot."""
         self._settle()
-        return len(self._preempted) + len(self._waiting)
+        return len(self._queue)
 
     @property
     def num_running(self) -> int:
         """Requests in a slot, including those that end in the steps ahead."""
         self._settle()
-        return sum(request is not None for request in self._slots)
+        return len(self._slots)
 
     @property
     def is_idle(self) -> bool:
@@ -198,67 +185,46 @@ class EngineDriver:
           TypeError: `on_progress` cannot be called.
           RuntimeError: a request is running.
           Exception: a call failed.
-
-        Example:
-          >>> import jax_specdec as sd
-          >>> _, (model, params) = sd.load_embedded_pair()  # the smaller one
-          >>> engine = sd.Engine(
-          ...     model, sd.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
-          ...     num_slots=2, max_length=32)
-          >>> driver = sd.EngineDriver(engine, params)
-          >>> driver.warm_up(lambda done, total: print(f"{done} of {total}"))
-          0 of 3
-          1 of 3
-          2 of 3
-          3 of 3
         """
-        if on_progress is not None and not callable(on_progress):
-            raise TypeError(f"on_progress must be a function, but it is {on_progress!r:.80}")
-        if self.num_running:
-            raise RuntimeError(
-                f"warm_up must come while no request runs, but {self.num_running} do"
-            )
-        engine = self.engine
-        nowhere = engine.num_slots  # a slot that does not exist, so nothing has to be undone
-
-        def request(size: int) -> ServedRequest:
-            options = RequestOptions(seed=0)
-            arrays = engine.options_of([options], [size])
-            return ServedRequest(-1, [0] * size, size, options, 0, arrays, True)
-
-        def admit(num_rows: int, size: int) -> None:
-            self._admit({nowhere + row: request(size) for row in range(num_rows)})
-
-        def step(all_neutral: bool, num_drafts: int | None) -> None:
-            self._step(all_neutral, num_drafts)
-            self._read_step()
-
-        programs: list[Callable[[], Any]] = [
-            functools.partial(admit, *shape) for shape in engine.admit_shapes
-        ]
-        if engine.chunk_size < engine.max_length:
-            longest = ChunkedPrefill(nowhere, request(engine.max_length))
-            all_chunks = longest._replace(num_chunks=engine.max_length)
-            programs += [functools.partial(self._read_chunk, x) for x in (longest, all_chunks)]
-        programs += [lambda: self._release(nowhere)]
-        programs += [
-            functools.partial(step, one, num_drafts)
-            for one in sorted({False, engine.request_options})
-            for num_drafts in engine.draft_budget or (None,)
-        ]
-        self._is_whole = False  # what the programs leave behind is dropped
+        is_function = on_progress is None or callable(on_progress)
+        require(is_function, "on_progress", "be a function", on_progress, error=TypeError)
+        running = self.num_running
+        require(not running, "num_running", "be 0 before warm_up", running, error=RuntimeError)
+        calls = self._calls_of_all_programs()
+        self._is_whole = False  # what the calls leave behind is dropped by the last one
         try:
-            for done, compile_ in enumerate([*programs, None]):
+            for done, call in enumerate([*calls, self._settle]):
                 if on_progress is not None:
-                    on_progress(done, len(programs))
-                if compile_ is not None:
-                    compile_()
-            self._settle()
+                    on_progress(done, len(calls))
+                call()
             if self.draft_choice is not None and self.draft_choice.costs is None:
-                self.draft_choice.costs = measure_steps(engine, *self._weights)
+                self.draft_choice.costs = programs.measure_steps(self.engine, *self._weights)
             self._ready_state([])
         except FailedCall as failed:
             raise failed.error from None
+
+    def _calls_of_all_programs(self) -> list[Callable[[], object]]:
+        """One call of each, for requests in slots that do not exist: nothing has to be undone."""
+        engine, nowhere = self.engine, self.engine.num_slots
+
+        def request(size: int) -> ServedRequest:
+            return self._request(-1, [0] * size, RequestOptions(seed=0))
+
+        def step(*chosen: Any) -> None:
+            self._dispatch(*chosen)
+            self._read_step()
+
+        calls: list[Callable[[], object]] = []
+        for num_rows, size in engine.admit_shapes:
+            group = {nowhere + row: request(size) for row in range(num_rows)}
+            calls.append(functools.partial(self._read_prompts, group))
+        if engine.chunk_size < engine.max_length:
+            longest = ChunkedPrefill(nowhere, request(engine.max_length))
+            all_chunks = longest._replace(num_chunks=engine.max_length)
+            calls += [functools.partial(self._read_chunk, one) for one in (longest, all_chunks)]
+        calls.append(functools.partial(self._empty, nowhere))
+        chosen = itertools.product({False, engine.request_options}, engine.draft_budget or (None,))
+        return calls + [functools.partial(step, *one) for one in chosen]
 
     def submit(
         self,
@@ -284,37 +250,43 @@ class EngineDriver:
             than the engine's `max_length`, or a value out of range.
           RuntimeError: `max_queue` requests wait already; preempted ones do not count.
         """
-        vocab_size, longest = self.engine.model.vocab_size, self.engine.max_length
-        token_ids = inputs.token_list("prompt", prompt, vocab_size)
+        return self._submit(prompt, options, fields)
+
+    def _submit(
+        self,
+        prompt: Sequence[int],
+        options: RequestOptions | None,
+        fields: RequestFields,
+        matcher: GrammarMatcher | None = None,
+    ) -> int:
+        token_ids = inputs.token_list("prompt", prompt, self.engine.model.vocab_size)
         (own,) = options_per_request(options, 1, fields)
-        budget = check_int("max_new_tokens", own.max_new_tokens, 1)
-        if len(token_ids) + budget > longest:
-            raise ValueError(
-                f"prompt and max_new_tokens must fit into max_length={longest} tokens, but they "
-                f"are {len(token_ids)} and {budget}"
-            )
-        arrays = self.engine.options_of([own], [len(token_ids)])
+        sizes = len(token_ids), check_int("max_new_tokens", own.max_new_tokens, 1)
+        must = f"fit into max_length={self.engine.max_length} tokens"
+        fit = sum(sizes) <= self.engine.max_length
+        require(fit, "prompt and max_new_tokens", must, sizes)
         request_id = self._num_submitted
+        request = self._request(request_id, token_ids, own, matcher)
         if self.max_queue is not None:
             self._settle()
-            if len(self._waiting) >= self.max_queue:
-                raise RuntimeError(
-                    f"submit needs fewer than max_queue={self.max_queue} waiting requests, but "
-                    f"{len(self._waiting)} wait"
-                )
-        request = ServedRequest(
-            request_id,
-            token_ids,
-            prompt_length=len(token_ids),
-            options=own,
-            seed=request_id if own.seed is None else own.seed,
-            option_arrays=arrays,
-            is_neutral=own.is_neutral,
-            submitted=time.perf_counter(),
-        )
+            waiting = sum(not one.admitted for one in self._queue.values())
+            must = f"be below max_queue={self.max_queue}"
+            require(waiting < self.max_queue, "waiting requests", must, waiting, error=RuntimeError)
         self._num_submitted = request_id + 1  # first: no two requests may have one id
-        self._waiting[request_id] = request
+        self._queue[request_id] = request
         return request_id
+
+    def _request(
+        self,
+        request_id: int,
+        token_ids: list[int],
+        options: RequestOptions,
+        matcher: GrammarMatcher | None = None,
+    ) -> ServedRequest:
+        seed, size = request_id if options.seed is None else options.seed, len(token_ids)
+        arrays = self.engine.options_of([options], [size])
+        kept = size, options, seed, arrays, options.is_neutral, matcher, time.perf_counter()
+        return ServedRequest(request_id, token_ids, *kept)
 
     def cancel(self, request_id: int) -> bool:
         """End a request, wherever it is; it gets no more updates.
@@ -325,17 +297,16 @@ class EngineDriver:
           Whether it was still waiting or running.
         """
         with self._changes():
-            queued = self._preempted.get(request_id) or self._waiting.get(request_id)
-            slot, request = self._find_running(request_id) or (None, queued)
-            for one in self._undelivered:
-                if one.update.request_id == request_id:
-                    request = one.request
+            slot = self._slot_of(request_id)
+            request = self._queue.get(request_id) if slot is None else self._slots[slot]
+            for one in self._undelivered:  # it may have ended
+                request = one.request if one.request.request_id == request_id else request
             if request is None:
                 return False
             request.is_cancelled = True  # first: the rest follows from it
-            self._unqueue(request_id)
+            self._queue.pop(request_id, None)
             if slot is not None:
-                self._release(slot)
+                self._empty(slot)
         return True
 
     def preempt(self, request_id: int) -> bool:
@@ -352,14 +323,15 @@ class EngineDriver:
           Whether it was running, and still was after the steps ahead.
         """
         with self._changes():
-            if self._find_running(request_id) is None:
+            if self._slot_of(request_id) is None:
                 return False
             while self._ahead:
                 self._read_step()
-            if (found := self._find_running(request_id)) is not None:
-                self._queue_first([found[1]])
-                self._release(found[0])
-        return request_id in self._preempted
+            slot = self._slot_of(request_id)
+            if slot is not None:
+                self._queue_first([self._slots[slot]])
+                self._empty(slot)
+        return request_id in self._queue
 
     def step(self) -> list[RequestUpdate]:
         """Admit what fits, dispatch steps, and return what the oldest step under way did.
@@ -398,19 +370,20 @@ class EngineDriver:
 
     def _dispatch_step(self) -> bool:
         """Read prompts and dispatch a step, if one more is wanted; whether it did."""
-        is_failing = any(one.num_failures for one in self._decoding)
+        running = self._decoding
+        is_failing = any(one.num_failures for one in running.values())
         num_ahead = 0 if is_failing else self.max_steps_ahead  # of what fails, less is lost
         if len(self._ahead) >= num_ahead + (not self._undelivered):
             return False
         self._admit_queued()
+        running = self._decoding
         if not any(
-            request is not None
-            and request.budget_left > sum(step.slots[slot] is request for step in self._ahead)
-            for slot, request in enumerate(self._decoding_slots)
+            request.budget_left > sum(step.slots.get(slot) is request for step in self._ahead)
+            for slot, request in running.items()
         ):
             return False  # all budgets are spent after the steps ahead, if each spends one token
-        all_neutral = self.engine.request_options and all(one.is_neutral for one in self._decoding)
-        self._step(all_neutral, None if self.draft_choice is None else self.draft_choice.next())
+        all_neutral = self.engine.request_options and all(x.is_neutral for x in running.values())
+        self._dispatch(all_neutral, None if self.draft_choice is None else self.draft_choice.next())
         return True
 
     def _admit_queued(self) -> None:
@@ -426,7 +399,7 @@ class EngineDriver:
                 ((slot, request),) = group.items()
                 prefill, group = ChunkedPrefill(slot, request), {}
             if group:
-                self._admit(group)
+                self._read_prompts(group)
             elif prefill is not None:
                 self._read_chunk(prefill)
             else:
@@ -439,22 +412,14 @@ class EngineDriver:
         Looks only at as many requests as there are free slots. Long prompts, and requests whose
         calls keep failing, are read alone; while a long prompt is read, no other long one is.
         """
-        free = [slot for slot, request in enumerate(self._slots) if request is None]
-        queue = itertools.chain(self._preempted.values(), self._waiting.values())
-        group: list[ServedRequest] = []
-        most = 1
-        for request in itertools.islice(queue, len(free)):
-            is_long = self._is_long(request)
-            is_alone = is_long or request.num_failures > 1
-            if is_long and self._prefill is not None:
-                continue
-            if not group:
-                most = 1 if is_alone else self.engine.group_size(self._size(request))
-                group = [request]
-            elif not is_alone and self._size(request) == self._size(group[0]):
-                group.append(request)
-            if len(group) == most:
-                break
+        free = [slot for slot in range(self.engine.num_slots) if slot not in self._slots]
+        first = itertools.islice(self._queue.values(), len(free))
+        queue = [one for one in first if self._prefill is None or not self._is_long(one)]
+        group = queue[:1]
+        if group and not self._is_alone(group[0]):
+            size = self._size(group[0])
+            group = [one for one in queue if self._size(one) == size and not self._is_alone(one)]
+            group = group[: self.engine.group_size(size)]
         return dict(zip(free, group, strict=False))
 
     def _size(self, request: ServedRequest) -> int:
@@ -463,12 +428,15 @@ class EngineDriver:
     def _is_long(self, request: ServedRequest) -> bool:
         return len(request.token_ids) > self.engine.chunk_size
 
-    def _admit(self, group: Mapping[int, ServedRequest]) -> None:
+    def _is_alone(self, request: ServedRequest) -> bool:
+        return self._is_long(request) or request.num_failures > 1
+
+    def _read_prompts(self, group: dict[int, ServedRequest]) -> None:
         """Read the prompts of requests, which are of one size, by slot; they run then."""
         requests = [*group.values()]
         num_rows = self.engine.group_size(self._size(requests[0])) if len(group) > 1 else 1
-        new = self._new_requests(group, num_rows)
-        self._state = self._call(requests, _admit, *self._weights, self._ready_state(requests), new)
+        new, state = self._new_requests(group, num_rows), self._ready_state(requests)
+        self._state = self._call(requests, programs.admit, *self._weights, state, new)
         if self._prefill is not None:
             self._prefill = self._prefill._replace(waits=False)
         self._occupy(group)
@@ -476,74 +444,76 @@ class EngineDriver:
     def _read_chunk(self, prefill: ChunkedPrefill) -> None:
         """Read the next chunk of a long prompt, if one is left; after the last, it runs."""
         slot, request, num_chunks, _ = prefill
-        size, prompt = self.engine.chunk_size, self.engine.pad_prompt(request.token_ids)
+        length, size = len(request.token_ids), self.engine.chunk_size
+        prompt = self.engine.pad_prompt(request.token_ids)
         state = self._ready_state([request])
-        if num_chunks * size < len(request.token_ids):
+        if num_chunks * size < length:
             start = min(num_chunks * size, len(prompt) - size)  # the last one ends where that ends
             following = prompt[start + size] if start + size < len(prompt) else 0
-            numbers = map(np.int32, (start, len(request.token_ids), following))
-            chunk = prompt[start : start + size], *numbers
-            self._caches = self._call(
-                [request], _prefill_chunk, *self._weights, self._caches, *chunk
-            )
+            chunk = prompt[start : start + size], *map(np.int32, (start, length, following))
+            given = *self._weights, self._caches, *chunk
+            self._caches = self._call([request], programs.prefill_chunk, *given)
             num_chunks += 1
             if request.num_failures and num_chunks > request.num_chunks:
                 request.num_chunks, request.num_failures = num_chunks, 0
         self._occupy({slot: request})
         self._prefill = ChunkedPrefill(slot, request, num_chunks, waits=True)
-        if num_chunks * size >= len(request.token_ids):
+        if num_chunks * size >= length:
             new = self._new_requests({slot: request}, 1)
-            self._state = self._call([request], _insert, state, self._caches, new)
+            self._state = self._call([request], programs.insert, state, self._caches, new)
             self._prefill = None
 
-    def _new_requests(self, group: Mapping[int, ServedRequest], num_rows: int) -> NewRequests:
+    def _new_requests(self, group: dict[int, ServedRequest], num_rows: int) -> NewRequests:
         """Requests by slot as arrays; the first one is repeated until there are `num_rows`."""
-        rows = [*group.items()]
-        rows += rows[:1] * (num_rows - len(rows))
+        slots, requests = [*group], [*group.values()]
+        num_more = num_rows - len(group)
+        slots, requests = slots + slots[:1] * num_more, requests + requests[:1] * num_more
         arrays: dict[str, Any] = dict(
-            slots=np.array([slot for slot, _ in rows], np.int32),
-            prompts=np.stack([self.engine.pad_prompt(one.token_ids) for _, one in rows]),
-            lengths=np.array([len(one.token_ids) for _, one in rows], np.int32),
-            keys=np.array([one.seed for _, one in rows], np.uint32),
+            slots=np.array(slots, np.int32),
+            prompts=np.stack([self.engine.pad_prompt(one.token_ids) for one in requests]),
+            lengths=np.array([len(one.token_ids) for one in requests], np.int32),
+            keys=np.array([one.seed for one in requests], np.uint32),
         )
-        options = [one.option_arrays for _, one in rows]
+        options = [one.option_arrays for one in requests]
         return NewRequests(**arrays, options=jax.tree.map(lambda *x: np.concatenate(x), *options))
 
-    def _occupy(self, group: Mapping[int, ServedRequest]) -> None:
+    def _occupy(self, group: dict[int, ServedRequest]) -> None:
         """Requests are in slots from now on."""
         now = time.perf_counter()
         for slot, request in group.items():
             request.admitted = request.admitted or now
             if slot < self.engine.num_slots:  # `warm_up` has others
                 self._slots[slot] = request
-            self._unqueue(request.request_id)
+            self._queue.pop(request.request_id, None)
 
-    def _step(self, all_neutral: bool, num_drafts: int | None) -> None:
+    def _dispatch(self, all_neutral: bool, num_drafts: int | None) -> None:
         """Dispatch a step; there is a program for each pair of these."""
-        requests = self._decoding
-        state = self._ready_state(requests)
-        self._state, result = self._call(
-            requests, _step, *self._weights, state, all_neutral=all_neutral, num_drafts=num_drafts
-        )
-        self._ahead.append(StepAhead(result, self._decoding_slots))
-        with _reading(requests):
-            result.copy_to_host()
+        static = dict(all_neutral=all_neutral, num_drafts=num_drafts)
+        requests = self._decoding.values()
+        given = *self._weights, self._ready_state(requests)
+        self._add_step(*self._call(requests, programs.step, *given, **static))
+
+    def _add_step(self, state: DecodeState, result: programs.StepResult) -> None:
+        """A step was dispatched: begin to copy what the host reads, and do not wait."""
+        self._state = state
+        self._ahead.append(StepAhead(result, self._decoding))
+        with awaiting(self._decoding.values()):
+            for array in jax.tree.leaves(result[:3]):
+                array.copy_to_host_async()
 
     def _read_step(self) -> None:
         """Read the result of the oldest step ahead."""
-        step, begin = self._ahead[0], time.perf_counter()
-        with _reading(self._decoding):
-            result = step.result
-            read = jax.device_get((result.numbers, result.logprobs, result.rates))
-        numbers, logprobs, rates = read
+        (result, slots), begin = self._ahead[0], time.perf_counter()
+        with awaiting(self._decoding.values()):
+            numbers, logprobs, rates = jax.device_get(tuple(result[:3]))
         if self.draft_choice is not None:
             self.draft_choice.rates = rates
         now = time.perf_counter()
-        updates = step.updates(numbers, logprobs, self._slots, now)
+        updates = self._ahead[0].updates(numbers, logprobs, self._slots, now)
         grown = [(one.request, len(one.update.token_ids)) for one in updates]
         new = [(request, n) for request, n in grown if request.last_read is None]
         stats = self._received.stats.after_step(
-            num_busy=sum(one is not None for one in step.slots),
+            num_busy=len(slots),
             num_ahead=len(self._ahead) - 1,
             waited=now - begin,
             queued=[one.admitted - one.submitted for one, _ in new],
@@ -560,44 +530,31 @@ class EngineDriver:
         for one in self._undelivered:
             one.apply()
             if one.update.finish_reason is not None:
-                self._unqueue(one.request.request_id)
-                self._slots = [None if it is one.request else it for it in self._slots]
+                self._queue.pop(one.request.request_id, None)
+                self._slots = {i: it for i, it in self._slots.items() if it is not one.request}
 
-    def _release(self, slot: int) -> None:
+    def _empty(self, slot: int) -> None:
         """Empty a slot whose request has not ended."""
-        if slot < self.engine.num_slots:  # `warm_up` has others
-            self._slots[slot] = None
+        self._slots.pop(slot, None)
         if self._prefill is not None and self._prefill.slot == slot:
             self._prefill = None
-        slots, requests = np.arange(self.engine.num_slots) == slot, self._decoding
-        self._state = self._call(requests, _release, self._ready_state(requests), slots)
+        here, requests = np.arange(self.engine.num_slots) == slot, self._decoding.values()
+        self._state = self._call(requests, programs.release, self._ready_state(requests), here)
 
     @property
-    def _decoding_slots(self) -> tuple[ServedRequest | None, ...]:
+    def _decoding(self) -> dict[int, ServedRequest]:
         """The requests, by slot, that the next step emits tokens for."""
-        reading = None if self._prefill is None else self._prefill.request
-        return tuple(None if one is reading else one for one in self._slots)
+        waits = None if self._prefill is None else self._prefill.slot
+        return {slot: one for slot, one in self._slots.items() if slot != waits}
 
-    @property
-    def _decoding(self) -> list[ServedRequest]:
-        return [request for request in self._decoding_slots if request is not None]
-
-    def _find_running(self, request_id: int) -> tuple[int, ServedRequest] | None:
-        for slot, request in enumerate(self._slots):
-            if request is not None and request.request_id == request_id:
-                return slot, request
-        return None
+    def _slot_of(self, request_id: int) -> int | None:
+        return next((i for i, one in self._slots.items() if one.request_id == request_id), None)
 
     def _queue_first(self, requests: Sequence[ServedRequest]) -> None:
         """Put requests before all others in the queue, in this order."""
         for request in reversed(requests):
-            self._preempted[request.request_id] = request
-            self._preempted.move_to_end(request.request_id, last=False)
-            self._waiting.pop(request.request_id, None)
-
-    def _unqueue(self, request_id: int) -> None:
-        self._preempted.pop(request_id, None)
-        self._waiting.pop(request_id, None)
+            self._queue[request.request_id] = request
+            self._queue.move_to_end(request.request_id, last=False)
 
     # Interrupts and failed calls
 
@@ -616,33 +573,29 @@ class EngineDriver:
         try:
             yield
         except FailedCall as failed:
-            self._tell(failed)
-            self._start_again()
-        if not any(self._slots):
+            self._note(failed)
+            self._settle()
+        if not self._slots:
             self._ahead.clear()  # there is nothing to read
         self._is_whole = True
 
     def _settle(self) -> None:
-        """Start again if an exception has left a change half done."""
-        if not self._is_whole:
-            self._start_again()
-
-    def _start_again(self) -> None:
-        """Drop what is on the device, and put running requests first in the queue.
+        """If an exception left a change half done, drop the device's state and queue who ran first.
 
         Cut short by an exception, it is done again.
         """
+        if self._is_whole:
+            return
         self._state = self._caches = self._prefill = None
         self._ahead.clear()
         self._apply_updates()
-        self._queue_first([one for one in self._slots if one is not None])
-        self._slots = [None] * self.engine.num_slots
-        for queue in (self._preempted, self._waiting):
-            for request in [one for one in queue.values() if one.is_cancelled]:
-                del queue[request.request_id]
+        self._queue_first([one for _, one in sorted(self._slots.items())])
+        self._slots = {}
+        for request in [one for one in self._queue.values() if one.is_cancelled]:
+            del self._queue[request.request_id]
         self._is_whole = True
 
-    def _tell(self, failed: FailedCall) -> None:
+    def _note(self, failed: FailedCall) -> None:
         """Updates for the requests in a call that failed; some end by it."""
         updates = [*self._undelivered]
         for request in failed.requests:
@@ -650,21 +603,21 @@ class EngineDriver:
             reason: FinishReason | None = "failed" if count > self.max_retries else None
             update = RequestUpdate(request.request_id, [], reason, error=str(failed))
             updates.append(Update(request, len(request.token_ids), update, None, count))
-        _, counters, estimator, stats = self._received
+        stats = self._received.stats
         stats = dataclasses.replace(stats, num_failed_calls=stats.num_failed_calls + 1)
-        self._received = Received(tuple(updates), counters, estimator, stats)
+        self._received = self._received._replace(updates=tuple(updates), stats=stats)
 
-    def _ready_state(self, requests: Sequence[ServedRequest]) -> DecodeState:
+    def _ready_state(self, requests: Iterable[ServedRequest]) -> DecodeState:
         """The state, of empty slots if it was dropped."""
         if self._state is None:
             kept = dict(counters=self._received.counters, estimator=self._received.estimator)
-            arrays = self._call(requests, _init, *self._weights, **kept)
+            arrays = self._call(requests, programs.init, *self._weights, **kept)
             self._state, self._caches = on_all_devices(arrays, self.engine.model)
         return self._state
 
     def _call(
         self,
-        requests: Sequence[ServedRequest],
+        requests: Iterable[ServedRequest],
         function: Callable[..., Any],
         *args: Any,
         **named: Any,
@@ -682,13 +635,13 @@ class EngineDriver:
             return result
         except Exception as error:
             jax.eval_shape(program, *args)  # raises what is wrong with the program
-            raise FailedCall(error, requests) from error
+            raise FailedCall(error, [*requests]) from error
 
 
 @contextlib.contextmanager
-def _reading(requests: Sequence[ServedRequest]) -> Iterator[None]:
+def awaiting(requests: Iterable[ServedRequest]) -> Iterator[None]:
     """Around what waits for the device: its errors are failed calls."""
     try:
         yield
     except Exception as error:
-        raise FailedCall(error, requests) from error
+        raise FailedCall(error, [*requests]) from error

@@ -2,50 +2,24 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
 import numpy as np
 
-from jax_specdec._src.grammar import GrammarMatcher, advance_matchers, grammar_bitmask
-from jax_specdec._src.serving.bookkeeping import RequestUpdate, StepAhead, StepResult
-from jax_specdec._src.serving.core import DecodeState
-from jax_specdec._src.serving.driver import EngineDriver, _reading
-from jax_specdec._src.serving.engine import Engine
+from jax_specdec._src.grammar import (
+    GrammarMatcher,
+    advance_matchers,
+    check_matchers,
+    grammar_bitmask,
+)
+from jax_specdec._src.serving import programs
+from jax_specdec._src.serving.driver import EngineDriver, ServedRequest, awaiting
 from jax_specdec._src.serving.options import RequestFields, RequestOptions
 from jax_specdec._src.types import Drafts
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
-def _draft(
-    engine: Engine,
-    draft_params: Any,
-    state: DecodeState,
-    features: jax.Array | None,
-    num_features: jax.Array | None,
-) -> DecodeState:
-    """Features apart from the state: they end here, so there is nothing to donate them to."""
-    state = dataclasses.replace(state, features=features, num_features=num_features)
-    return engine.draft(draft_params, state)
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
-def _verify(
-    engine: Engine, params: Any, state: DecodeState, token_bitmask: Any
-) -> tuple[DecodeState, StepResult]:
-    state, record = engine.verify(params, state, token_bitmask)
-    return state, StepResult.of(record, state)
-
-
-@dataclasses.dataclass
-class _Grammar:
-    """A request's matcher, which has accepted the first `num_tokens` of the request's tokens."""
-
-    matcher: GrammarMatcher
-    num_tokens: int = 0
 
 
 class GrammarDriver(EngineDriver):
@@ -87,29 +61,18 @@ class GrammarDriver(EngineDriver):
     def __init__(self, *args: Any, **settings: Any) -> None:
         """An idle driver; the arguments are those of `EngineDriver`."""
         super().__init__(*args, **settings)
-        self._grammars: dict[int, _Grammar] = {}
+        # Interrupts reach the main thread only. In a thread of its own, a matcher that has accepted
+        # a token is always counted as having done so.
+        self._matching = concurrent.futures.ThreadPoolExecutor(1)
 
-    def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """See `EngineDriver.warm_up`; one more program, for steps with grammars."""
+    def _calls_of_all_programs(self) -> list[Callable[[], object]]:
+        """One more, for steps with grammars."""
 
-        def report(done: int, total: int) -> None:
-            if on_progress is not None:
-                on_progress(done, total + 1)
+        def masked_step() -> None:
+            self._dispatch_masked()
+            self._read_step()
 
-        num_programs = 0
-
-        def count(done: int, total: int) -> None:
-            nonlocal num_programs
-            num_programs = total
-            report(done, total)
-
-        super().warm_up(count)
-        self._is_whole = False  # what the step leaves behind is dropped
-        self._masked_step()
-        self._read_step()
-        self._settle()
-        self._ready_state([])
-        report(num_programs + 1, num_programs)
+        return [*super()._calls_of_all_programs(), masked_step]
 
     def submit(
         self,
@@ -128,24 +91,12 @@ class GrammarDriver(EngineDriver):
             target's vocabulary. Where it has terminated, it allows every token: to end the text,
             let it allow a stop token only. None for no grammar.
           **fields: of `RequestOptions`.
+
+        Raises:
+          TypeError: `matcher` is something else.
         """
-        request_id = super().submit(prompt, options, **fields)
-        if matcher is not None:
-            self._grammars[request_id] = _Grammar(matcher)
-        return request_id
-
-    def cancel(self, request_id: int) -> bool:
-        """See `EngineDriver.cancel`."""
-        self._grammars.pop(request_id, None)
-        return super().cancel(request_id)
-
-    def step(self) -> list[RequestUpdate]:
-        """See `EngineDriver.step`."""
-        updates = super().step()
-        for update in updates:
-            if update.finish_reason is not None:
-                self._grammars.pop(update.request_id, None)
-        return updates
+        check_matchers([matcher])
+        return self._submit(prompt, options, fields, matcher)
 
     def _dispatch_step(self) -> bool:
         if self._ahead and self._any_grammar:
@@ -154,38 +105,37 @@ class GrammarDriver(EngineDriver):
 
     @property
     def _any_grammar(self) -> bool:
-        return any(one.request_id in self._grammars for one in self._decoding)
+        return any(one.matcher is not None for one in self._decoding.values())
 
-    def _step(self, all_neutral: bool, num_drafts: int | None) -> None:
+    def _dispatch(self, all_neutral: bool, num_drafts: int | None) -> None:
         if self._any_grammar:
-            self._masked_step()
+            self._dispatch_masked()
         else:
-            super()._step(all_neutral, num_drafts)
+            super()._dispatch(all_neutral, num_drafts)
 
-    def _masked_step(self) -> None:
+    def _dispatch_masked(self) -> None:
         """Dispatch a step of K drafts whose rows are masked by the grammars of the requests."""
-        requests, (params, draft_params) = self._decoding, self._weights
+        slots, (params, draft_params) = self._decoding, self._weights
+        requests = slots.values()
         state = self._ready_state(requests)
         features = state.features, state.num_features
         state = dataclasses.replace(state, features=None, num_features=None)
-        state = self._call(requests, _draft, draft_params, state, *features)
-        with _reading(requests):
-            draft_token_ids = jax.device_get(state.draft_token_ids)
-        mask = self._token_bitmask(draft_token_ids)
-        self._state, result = self._call(requests, _verify, params, state, mask)
-        self._ahead.append(StepAhead(result, self._decoding_slots))
-        with _reading(requests):
-            result.copy_to_host()
+        state = self._call(requests, programs.draft, draft_params, state, *features)
+        with awaiting(requests):
+            drafts = Drafts.from_dense(jax.device_get(state.draft_token_ids))
+        mask = self._matching.submit(self._token_bitmask, slots, drafts).result()
+        self._add_step(*self._call(requests, programs.verify, params, state, mask))
 
-    def _token_bitmask(self, draft_token_ids: np.ndarray) -> np.ndarray:
+    def _token_bitmask(self, slots: Mapping[int, ServedRequest], drafts: Drafts) -> np.ndarray:
         """``[S*(K+1), ceil(V/32)]`` uint32, after every matcher has accepted its new tokens."""
-        matchers: list[GrammarMatcher | None] = []
-        for request in self._decoding_slots:
-            grammar = None if request is None else self._grammars.get(request.request_id)
-            if request is not None and grammar is not None:
-                new = request.token_ids[request.prompt_length + grammar.num_tokens :]
-                advance_matchers([grammar.matcher], [new])
-                grammar.num_tokens += len(new)
-            matchers.append(None if grammar is None else grammar.matcher)
-        drafts = Drafts.from_dense(draft_token_ids)
-        return grammar_bitmask(matchers, drafts, vocab_size=self.engine.model.vocab_size)
+        matched = {slot: one for slot, one in slots.items() if one.matcher is not None}
+        for request in matched.values():
+            with awaiting([request]):
+                for token in request.token_ids[request.prompt_length + request.num_matched :]:
+                    advance_matchers([request.matcher], [[token]])
+                    request.num_matched += 1
+        matchers = [
+            matched[i].matcher if i in matched else None for i in range(self.engine.num_slots)
+        ]
+        with awaiting(matched.values()):
+            return grammar_bitmask(matchers, drafts, vocab_size=self.engine.model.vocab_size)

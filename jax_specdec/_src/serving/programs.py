@@ -5,21 +5,58 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_specdec._src.arrays import check_int
-from jax_specdec._src.serving.bookkeeping import StepResult
+from jax_specdec._src.drafting.estimator import AcceptanceEstimator
+from jax_specdec._src.logprobs import TokenLogprobs
+from jax_specdec._src.serving.batch import StepRecord
 from jax_specdec._src.serving.core import Caches, DecodeState, on_all_devices
 from jax_specdec._src.serving.engine import Engine
+from jax_specdec._src.serving.metrics import AcceptanceCounters
 from jax_specdec._src.serving.step_costs import StepCosts
 
 admit = jax.jit(Engine.admit, static_argnums=0, donate_argnames="state")
 prefill_chunk = jax.jit(Engine.prefill_chunk, static_argnums=0, donate_argnames="caches")
 insert = jax.jit(Engine.insert, static_argnums=0, donate_argnames="state")
 release = jax.jit(Engine.release, static_argnums=0, donate_argnames="state")
+
+
+class StepResult(NamedTuple):
+    """What the host reads of a step. No later call donates its buffers, as those of the state are.
+
+    Attributes:
+      numbers: ``[S, K+7]`` int32: the tokens kept, their number, drafts proposed and accepted, the
+        sequence's length, whether it is done, and its status. One array, for one copy to the host.
+      logprobs: of the tokens kept; None unless asked for.
+      rates: ``[K]`` float32, those of the estimator; None without one.
+      counters: acceptance of all steps so far.
+      estimator: of the state.
+    """
+
+    numbers: jax.Array
+    logprobs: TokenLogprobs | None
+    rates: jax.Array | None
+    counters: AcceptanceCounters
+    estimator: AcceptanceEstimator | None
+
+
+def _with_result(state: DecodeState, record: StepRecord) -> tuple[DecodeState, StepResult]:
+    batch, estimator = state.batch, state.estimator
+    columns = (
+        record.num_kept,
+        record.num_proposed,
+        record.num_accepted,
+        batch.lengths,
+        batch.done.astype(jnp.int32),
+        batch.status,
+    )
+    numbers = jnp.concatenate([record.token_ids, jnp.stack(columns, axis=1)], axis=1)
+    rates = None if estimator is None else estimator.rates
+    return state, StepResult(numbers, record.logprobs, rates, state.counters, estimator)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -55,10 +92,29 @@ def step(
     num_drafts: int | None = None,
 ) -> tuple[DecodeState, StepResult]:
     """A step, and what the host reads of it."""
-    state, record = engine.step(
-        params, draft_params, state, all_neutral=all_neutral, num_drafts=num_drafts
-    )
-    return state, StepResult.of(record, state)
+    chosen: Any = dict(all_neutral=all_neutral, num_drafts=num_drafts)
+    return _with_result(*engine.step(params, draft_params, state, **chosen))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
+def draft(
+    engine: Engine,
+    draft_params: Any,
+    state: DecodeState,
+    features: jax.Array | None,
+    num_features: jax.Array | None,
+) -> DecodeState:
+    """The first half of a step. Features end here, so they cannot be donated with the state."""
+    state = dataclasses.replace(state, features=features, num_features=num_features)
+    return engine.draft(draft_params, state)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
+def verify(
+    engine: Engine, params: Any, state: DecodeState, token_bitmask: Any
+) -> tuple[DecodeState, StepResult]:
+    """The second half of a step, and what the host reads of it."""
+    return _with_result(*engine.verify(params, state, token_bitmask))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
