@@ -25,6 +25,7 @@ from jax_specdec._src.grammar import (
     DelayedMatcher,
     GrammarLookahead,
     GrammarMatcher,
+    LlguidanceMatcher,
     advance_matchers,
     grammar_bitmask,
 )
@@ -94,6 +95,7 @@ __all__ = [
     "GrammarLookahead",
     "GrammarMatcher",
     "KernelConfig",
+    "LlguidanceMatcher",
     "LogitBias",
     "LogitsProcessors",
     "LogprobsConfig",

@@ -1,7 +1,7 @@
 """For those who test an implementation: explicit noise, and comparisons of texts."""
 
 from jax_specdec._src.noise import draw_noise, token_uniforms
-from jax_specdec._src.serving.generate import GreedyDifference, greedy_differences
+from jax_specdec._src.testing import GreedyDifference, greedy_differences
 from jax_specdec._src.types import Noise, RaceNoise
 from jax_specdec._src.verify.api import rejection_sample_with_noise
 

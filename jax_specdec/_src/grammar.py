@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
+import itertools
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Protocol
@@ -32,8 +34,8 @@ _ALL_ALLOWED = -1
 class GrammarMatcher(Protocol):
     """Follows one request's tokens and knows which may come next.
 
-    The methods are those of xgrammar's ``GrammarMatcher``. A matcher of another library needs a
-    small adapter; wrap one that cannot roll back in a `CopyingMatcher`.
+    The methods are those of xgrammar's ``GrammarMatcher``. One of llguidance is wrapped in a
+    `LlguidanceMatcher`, and one that cannot roll back in a `CopyingMatcher`.
 
     Example:
       A grammar in which 3 and 5 alternate:
@@ -210,8 +212,8 @@ def grammar_bitmask(
     A row with i drafts of its request before it allows what the grammar allows after these drafts.
     If one of them is refused, or is not a token, the row is never reached and allows everything. A
     matcher that terminates within the drafts is not asked again; a `DelayedMatcher` may begin
-    within them. Afterwards the matchers are where they were: give them the emitted tokens by
-    `advance_matchers`.
+    within them. Rows of a `LlguidanceMatcher` are filled by llguidance, in parallel. Afterwards the
+    matchers are where they were: give them the emitted tokens by `advance_matchers`.
 
     Args:
       matchers: B matchers that have accepted all tokens so far; None for a request without a
@@ -248,7 +250,9 @@ def grammar_bitmask(
     require(is_rising, "drafts.cu_num_draft_tokens", must, cu.tolist())
     is_one_each = len(check_matchers(matchers)) == len(counts)
     require(is_one_each, "matchers", f"be one per request, {len(counts)}", matchers)
-    lookahead = GrammarLookahead(matchers, vocab_size=vocab_size, end_token_ids=end_token_ids)
+    known = {b: x for b, x in enumerate(matchers) if isinstance(x, LlguidanceMatcher)}
+    others = [None if b in known else matcher for b, matcher in enumerate(matchers)]
+    lookahead = GrammarLookahead(others, vocab_size=vocab_size, end_token_ids=end_token_ids)
     request = np.arange(len(counts))
     shape = len(ids) + len(counts), lookahead.bitmask.shape[1]
     rows = np.full(shape, _ALL_ALLOWED, np.int32).view(np.uint32)
@@ -261,6 +265,12 @@ def grammar_bitmask(
                 break
             place = np.minimum(cu[:-1] + offset, len(ids) - 1)
             lookahead.append(np.where(has_draft, ids[place], -1))
+
+    def tokens(b: int) -> list[int]:
+        own = ids[cu[b] : cu[b + 1]].tolist()
+        return [*itertools.takewhile(lambda token: 0 <= token < vocab_size, own)]
+
+    _fill_rows(rows.view(np.int32), [(one, int(cu[b]) + b, tokens(b)) for b, one in known.items()])
     return rows
 
 
@@ -399,22 +409,20 @@ class CopyingMatcher:
           matcher: has the other methods of `GrammarMatcher`, and can be copied by `copy.deepcopy`.
           max_rollback_tokens: K, how many copies are kept.
         """
-        self._matcher = matcher
-        self._copies: collections.deque[Any] = collections.deque(
-            maxlen=check_int("max_rollback_tokens", max_rollback_tokens)
-        )
+        size = check_int("max_rollback_tokens", max_rollback_tokens) + 1
+        self._states: collections.deque[Any] = collections.deque([matcher], size)  # the last is now
 
     def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> None:
         """See `GrammarMatcher`."""
-        self._matcher.fill_next_token_bitmask(bitmask, index)
+        self._states[-1].fill_next_token_bitmask(bitmask, index)
 
     def accept_token(self, token_id: int) -> bool:
         """See `GrammarMatcher`."""
-        before = copy.deepcopy(self._matcher)
-        accepted = bool(self._matcher.accept_token(token_id))
-        if accepted:
-            self._copies.append(before)
-        return accepted
+        after = copy.deepcopy(self._states[-1])
+        if not after.accept_token(token_id):
+            return False
+        self._states.append(after)
+        return True
 
     def rollback(self, num_tokens: int) -> None:
         """See `GrammarMatcher`.
@@ -422,14 +430,101 @@ class CopyingMatcher:
         Raises:
           ValueError: `num_tokens` is more than the copies that are kept.
         """
-        must = f"be at most {len(self._copies)}, which are kept"
-        require(num_tokens <= len(self._copies), "num_tokens", must, num_tokens)
+        kept = len(self._states) - 1
+        require(num_tokens <= kept, "num_tokens", f"be at most {kept}, which are kept", num_tokens)
         for _ in range(num_tokens):
-            self._matcher = self._copies.pop()
+            self._states.pop()
 
     def is_terminated(self) -> bool:
         """See `GrammarMatcher`."""
-        return bool(self._matcher.is_terminated())
+        return bool(self._states[-1].is_terminated())
+
+
+class LlguidanceMatcher:
+    """llguidance's ``LLMatcher`` as a `GrammarMatcher`, after whose end only stop tokens may come.
+
+    `grammar_bitmask` has llguidance fill the rows of all such requests at once, in parallel.
+
+    Example:
+      >>> import llguidance
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> class Digits:  # the vocabulary, as llguidance asks for it
+      ...     eos_token_id, bos_token_id, special_token_ids = 0, None, [0]
+      ...     tokens = [b"<end>", *(b"%d" % i for i in range(10))]
+      ...     def __call__(self, text):
+      ...         return [1 + i - ord("0") for i in text]
+      >>> tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Digits()), eos_token=[0])
+      >>> grammar = llguidance.LLMatcher.grammar_from_regex("12[34]")
+      >>> matcher = sd.LlguidanceMatcher(llguidance.LLMatcher(tokenizer, grammar), [0])
+      >>> drafts = sd.Drafts.from_dense(jnp.array([[2, 3]]))
+      >>> sd.grammar_bitmask([matcher], drafts, vocab_size=11).tolist()  # 1 2, then 3 or 4
+      [[4], [8], [48]]
+    """
+
+    def __init__(self, matcher: Any, stop_token_ids: Sequence[int]) -> None:
+        """Wrap a matcher.
+
+        Args:
+          matcher: an ``LLMatcher``.
+          stop_token_ids: the ``eos_token`` of its tokenizer, all of them.
+        """
+        self._matcher, self._stops = matcher, frozenset(stop_token_ids)
+        self._num_stops = 0
+
+    def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> None:
+        """See `GrammarMatcher`."""
+        bitmask[index] = _ALL_ALLOWED
+        _fill_rows(bitmask, [(self, index, [])])
+
+    def accept_token(self, token_id: int) -> bool:
+        """See `GrammarMatcher`."""
+        if not self._num_stops and token_id not in self._stops:
+            return bool(self._matcher.consume_token(token_id))
+        self._num_stops += 1  # llguidance does not take back those after the end
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        """See `GrammarMatcher`."""
+        stops = min(num_tokens, self._num_stops)
+        self._num_stops -= stops
+        if num_tokens > stops:
+            self._matcher.rollback(num_tokens - stops)
+
+    def is_terminated(self) -> bool:
+        """See `GrammarMatcher`; it allows stop tokens after its end."""
+        return False
+
+
+@functools.cache
+def _executor() -> Any:
+    """llguidance's threads."""
+    import llguidance
+
+    return llguidance.LLExecutor()
+
+
+def _fill_rows(
+    bitmask: np.ndarray, matchers: Sequence[tuple[LlguidanceMatcher, int, list[int]]]
+) -> None:
+    """Write the rows of llguidance's matchers.
+
+    Args:
+      bitmask: ``[R, ceil(V/32)]`` int32, everything allowed.
+      matchers: each with its first row, and the drafts between that and the following rows. Rows
+        after a draft that is refused or stops, and of texts that have stopped, are not written.
+    """
+    open_ = [(one._matcher, *rest) for one, *rest in matchers if not one._num_stops]
+    if not open_:
+        return
+    import llguidance.numpy as library
+
+    with_drafts = [one for one in open_ if one[2]]
+    if with_drafts:
+        library.fill_next_token_bitmask_par_with_draft_tokens(_executor(), with_drafts, bitmask)
+    for matcher, row, drafts in open_:
+        if not drafts:
+            library.fill_next_token_bitmask(matcher, bitmask, row)
 
 
 def check_matchers(matchers: Any) -> list[GrammarMatcher | None]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import llguidance
 import numpy as np
 import pytest
 
@@ -426,6 +427,77 @@ def lookahead(matchers: Any, **changes: Any) -> sd.GrammarLookahead:
 
 def bitmask(matchers: Any = (None, None), drafts: Any = NONE) -> np.ndarray:
     return sd.grammar_bitmask(matchers, drafts, vocab_size=V)
+
+
+class Characters:
+    """A vocabulary for llguidance: two ids that end a text, and ten digits."""
+
+    eos_token_id, bos_token_id, special_token_ids = 0, None, (0, 1)
+    tokens = (b"<end>", b"<stop>", *(b"%d" % i for i in range(10)))
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [2 + byte - ord("0") for byte in text]
+
+
+TEXTS = [str(i) for i in (*range(10, 100), 1, 347, 3478, *range(8000, 8100))]
+
+
+@functools.cache
+def number() -> llguidance.LLMatcher:
+    """One of `TEXTS`."""
+    words = llguidance.TokenizerWrapper(Characters())
+    tokenizer = llguidance.LLTokenizer(words, eos_token=[0, 1])
+    grammar = llguidance.LLMatcher.grammar_from_regex("|".join(TEXTS))
+    return llguidance.LLMatcher(tokenizer, grammar)
+
+
+def may_follow(text: str) -> set[int]:
+    """The tokens that may follow the beginning of a text."""
+    longer = [one for one in TEXTS if len(one) > len(text) and one.startswith(text)]
+    return {2 + int(one[len(text)]) for one in longer} | ({0, 1} if text in TEXTS else set())
+
+
+@pytest.mark.parametrize("is_delayed", [False, True])
+def test_rows_that_llguidance_fills_allow_what_may_follow(is_delayed: bool) -> None:
+    """All in one call; within a `DelayedMatcher`, draft by draft."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        texts = [str(text)[: rng.integers(0, 4)] for text in rng.choice(TEXTS, 5)]
+        matchers: list[Any] = [sd.LlguidanceMatcher(number().deep_copy(), [0, 1]) for _ in texts]
+        begin = [9] if is_delayed else []
+        if is_delayed:
+            matchers = [sd.DelayedMatcher(matcher, begin) for matcher in matchers]
+        sd.advance_matchers(matchers, [begin + [2 + int(x) for x in text] for text in texts])
+        drafts = []
+        for text in texts:
+            ids = [2 + int(x) for x in str(rng.choice(TEXTS))[len(text) :]]
+            ids += rng.choice([-1, 0, 1, 3, 9, 99], 2).tolist()
+            drafts.append(ids[: rng.integers(0, 5)])
+        counts = jnp.array([len(one) for one in drafts])
+        flat = sd.Drafts.from_flat(jnp.array([*itertools.chain(*drafts), 5], jnp.int32), counts)
+        for _ in range(2):  # the matchers are where they were
+            rows = iter(sd.grammar_bitmask(matchers, flat, vocab_size=12)[:, 0].tolist())
+            for text, own in zip(texts, drafts, strict=True):
+                allowed: set[int] | None = may_follow(text)
+                for token in [*own, -1]:
+                    row = next(rows)
+                    if allowed is None:
+                        continue
+                    assert {i for i in range(12) if row >> i & 1} == allowed
+                    text += str(token - 2)
+                    allowed = may_follow(text) if token in allowed and token > 1 else None
+
+
+def test_llguidance_takes_back_stops_and_allows_anything_after_them() -> None:
+    matcher = sd.LlguidanceMatcher(number().deep_copy(), [0, 1])
+    assert [matcher.accept_token(token) for token in (3, 7, 1, 0)] == [True] * 4
+    bitmask = np.zeros((2, 1), np.int32)
+    matcher.fill_next_token_bitmask(bitmask, 1)
+    assert bitmask.tolist() == [[0], [-1]] and not matcher.is_terminated()
+    matcher.rollback(3)
+    matcher.fill_next_token_bitmask(bitmask, 0)
+    assert {i for i in range(12) if bitmask[0, 0] >> i & 1} == may_follow("1")
+    assert not sd.LlguidanceMatcher(number().deep_copy(), [0, 1]).accept_token(2)
 
 
 class Refuses(Automaton):

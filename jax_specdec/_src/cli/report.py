@@ -13,7 +13,7 @@ from rich.text import Text
 from jax_specdec._src.cli import terminal
 from jax_specdec._src.cli.options import Options
 from jax_specdec._src.cli.run import Comparison, Session
-from jax_specdec._src.serving.generate import GreedyDifference
+from jax_specdec._src.testing import GreedyDifference
 
 
 def table(options: Options, comparisons: list[Comparison]) -> Table:

@@ -20,14 +20,13 @@ from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.serving.batch import StepRecord
 from jax_specdec._src.serving.generate import (
     GenerateOutput,
-    GreedyDifference,
     generate,
     generate_plain,
     generate_stream,
-    greedy_differences,
 )
 from jax_specdec._src.serving.metrics import AcceptanceStats
 from jax_specdec._src.serving.options import RequestOptions
+from jax_specdec._src.testing import GreedyDifference, greedy_differences
 
 
 @dataclasses.dataclass(frozen=True)

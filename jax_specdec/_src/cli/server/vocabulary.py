@@ -7,50 +7,11 @@ import concurrent.futures
 import functools
 import importlib.util
 import json
-from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 import jax_specdec as sd
 from jax_specdec._src.cli.models import Models
 from jax_specdec._src.cli.server.limits import ApiError, Json, Limits
-from jax_specdec._src.grammar import bitmask_of
-
-
-class JsonMatcher:
-    """llguidance's matcher as a `GrammarMatcher`, after whose end only stop tokens are allowed."""
-
-    def __init__(self, matcher: Any, stop_token_ids: Sequence[int], vocab_size: int) -> None:
-        self._matcher, self._stops, self._num_stops = matcher, stop_token_ids, 0
-        self._end = bitmask_of(stop_token_ids, vocab_size).view(np.int32)
-
-    def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> None:
-        """See `GrammarMatcher`."""
-        import llguidance.numpy
-
-        if self._num_stops or self._matcher.is_stopped():
-            bitmask[index] = self._end
-        else:
-            llguidance.numpy.fill_next_token_bitmask(self._matcher, bitmask, index)
-
-    def accept_token(self, token_id: int) -> bool:
-        """See `GrammarMatcher`."""
-        if self._num_stops or token_id in self._stops:
-            self._num_stops += 1
-            return True
-        return bool(self._matcher.consume_token(token_id))
-
-    def rollback(self, num_tokens: int) -> None:
-        """See `GrammarMatcher`."""
-        stops = min(num_tokens, self._num_stops)
-        self._num_stops -= stops
-        if num_tokens > stops:
-            self._matcher.rollback(num_tokens - stops)
-
-    def is_terminated(self) -> bool:
-        """See `GrammarMatcher`."""
-        return False
 
 
 class Vocabulary:
@@ -100,7 +61,7 @@ class Vocabulary:
             text = self._tokenizer.library_tokenizer.id_to_token(token_id) or ""
         return text, None if "\ufffd" in text else list(text.encode())
 
-    async def matchers(self, schema: Json, count: int) -> list[JsonMatcher]:
+    async def matchers(self, schema: Json, count: int) -> list[sd.LlguidanceMatcher]:
         """Matchers of a JSON schema, all at its beginning.
 
         Raises:
@@ -125,7 +86,7 @@ class Vocabulary:
         except ValueError as error:
             raise ApiError(f"{name} has a schema that cannot be used: {error}", name) from error
         copies = [matcher.deep_copy() for _ in range(count)]
-        return [JsonMatcher(one, self.stop_token_ids, self._size) for one in copies]
+        return [sd.LlguidanceMatcher(one, self.stop_token_ids) for one in copies]
 
     def _compile(self, schema: str) -> Any:
         import llguidance
