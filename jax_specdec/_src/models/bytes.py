@@ -6,15 +6,6 @@ from collections.abc import Iterable
 
 from jax_specdec._src.arrays import described
 
-__all__ = [
-    "BYTE_VOCAB_SIZE",
-    "DOCUMENT_SEPARATOR",
-    "ByteDecoder",
-    "decode_bytes",
-    "encode_bytes",
-    "id_list",
-]
-
 BYTE_VOCAB_SIZE = 256
 """Size of the vocabulary: one token id per byte value."""
 
@@ -30,11 +21,11 @@ def encode_bytes(text: str) -> list[int]:
     A lone surrogate, which UTF-8 cannot hold, becomes a question mark.
 
     Raises:
-        TypeError: `text` is not a str.
+      TypeError: `text` is not a str.
 
     Example:
-        >>> encode_bytes("né")
-        [110, 195, 169]
+      >>> encode_bytes("né")
+      [110, 195, 169]
     """
     if not isinstance(text, str):
         raise TypeError(f"text must be a str, but it is {described(text)}.")
@@ -45,15 +36,15 @@ def decode_bytes(token_ids: Iterable[int]) -> str:
     """The text of token ids of the embedded pair; bytes that are not UTF-8 become U+FFFD.
 
     Args:
-        token_ids: ids in [0, 256).
+      token_ids: ids in [0, 256).
 
     Raises:
-        TypeError: an id is not an integer.
-        ValueError: an id is not a byte.
+      TypeError: an id is not an integer.
+      ValueError: an id is not a byte.
 
     Example:
-        >>> decode_bytes([110, 195, 169])
-        'né'
+      >>> decode_bytes([110, 195, 169])
+      'né'
     """
     return ByteDecoder().decode(token_ids, final=True)
 
@@ -64,9 +55,9 @@ class ByteDecoder:
     The pieces it returns, joined, are what `decode_bytes` returns for all ids at once.
 
     Example:
-        >>> decoder = ByteDecoder()
-        >>> [decoder.decode([token_id]) for token_id in (110, 195, 169)]
-        ['n', '', 'é']
+      >>> decoder = ByteDecoder()
+      >>> [decoder.decode([token_id]) for token_id in (110, 195, 169)]
+      ['n', '', 'é']
     """
 
     def __init__(self) -> None:
@@ -76,12 +67,12 @@ class ByteDecoder:
         """The text that the next ids complete.
 
         Args:
-            token_ids: the next ids, in [0, 256).
-            final: no more ids follow: an incomplete character becomes U+FFFD.
+          token_ids: the next ids, in [0, 256).
+          final: no more ids follow: an incomplete character becomes U+FFFD.
 
         Raises:
-            TypeError: an id is not an integer.
-            ValueError: an id is not a byte.
+          TypeError: an id is not an integer.
+          ValueError: an id is not a byte.
         """
         token_ids = id_list(token_ids)
         for token_id in token_ids:
@@ -94,7 +85,7 @@ def id_list(token_ids: Iterable[int]) -> list[int]:
     """Token ids of any integer type as a list of ints.
 
     Raises:
-        TypeError: they are not integers.
+      TypeError: they are not integers.
     """
     try:
         return [operator.index(token_id) for token_id in token_ids]

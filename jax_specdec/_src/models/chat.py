@@ -25,14 +25,6 @@ from typing import Any
 from jax_specdec._src.models.fields import quoted, reason, shown
 from jax_specdec._src.models.files import existing, is_there, read_json
 
-__all__ = [
-    "TEMPLATE_FILE",
-    "TOKENIZER_CONFIG_FILE",
-    "ChatTemplate",
-    "read_chat_template",
-    "special_tokens",
-]
-
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
@@ -53,9 +45,9 @@ class ChatTemplate:
     """A template and the special tokens that it may name.
 
     Attributes:
-        path: the file it was read from.
-        source: the program.
-        special_tokens: by name.
+      path: the file it was read from.
+      source: the program.
+      special_tokens: by name.
     """
 
     path: Path
@@ -66,12 +58,12 @@ class ChatTemplate:
         """The text of a conversation, up to where the model's answer begins.
 
         Args:
-            messages: each with a "role" and a "content".
+          messages: each with a "role" and a "content".
 
         Raises:
-            TypeError: `messages` is something else.
-            ValueError: the template refuses the messages, cannot be parsed or run, or takes too
-                much time or memory.
+          TypeError: `messages` is something else.
+          ValueError: the template refuses the messages, cannot be parsed or run, or takes too much
+            time or memory.
         """
         if isinstance(messages, (str, Mapping)):
             raise TypeError(
@@ -113,12 +105,12 @@ class ChatTemplate:
 
 
 def read_chat_template(directory: Path) -> ChatTemplate:
-    """Reads the chat template of a checkpoint.
+    """Read the chat template of a checkpoint.
 
     Raises:
-        ImportError: the `jinja2` library is not installed.
-        OSError: something other than a file is in its place, or a file cannot be opened.
-        ValueError: there is no template, or it is not text or too long.
+      ImportError: the `jinja2` library is not installed.
+      OSError: something other than a file is in its place, or a file cannot be opened.
+      ValueError: there is no template, or it is not text or too long.
     """
     path = directory / TEMPLATE_FILE
     if is_there(path):
@@ -165,8 +157,8 @@ def special_tokens(directory: Path) -> dict[str, str]:
     """Special tokens by name, such as `eos_token`, from `tokenizer_config.json`, if it is there.
 
     Raises:
-        OSError: something other than a file is in its place, or it cannot be opened.
-        ValueError: it cannot be parsed, or a special token is not text.
+      OSError: something other than a file is in its place, or it cannot be opened.
+      ValueError: it cannot be parsed, or a special token is not text.
     """
     path = directory / TOKENIZER_CONFIG_FILE
     raw = read_json(path) if is_there(path) else {}
@@ -201,8 +193,8 @@ class _Worker:
         """What `chat_worker` answers to a job.
 
         Raises:
-            OSError: the process cannot be started.
-            ValueError: it was killed because it took too long, or it ended by itself.
+          OSError: the process cannot be started.
+          ValueError: it was killed because it took too long, or it ended by itself.
         """
         line = json.dumps(job).encode() + b"\n"
         with self._lock:

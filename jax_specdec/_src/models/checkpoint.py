@@ -18,20 +18,6 @@ from jax_specdec._src.models.llama import Llama, LlamaConfig, unstack_layers
 from jax_specdec._src.models.tensors import WEIGHTS_FILE, open_tensors, read_params, unfuse
 from jax_specdec._src.models.tokenizer import TOKENIZER_FILE, count_token_ids
 
-__all__ = [
-    "LoadedModel",
-    "check_structure",
-    "load_checkpoint",
-    "load_embedded_pair",
-    "load_huggingface",
-    "path_of",
-    "save_checkpoint",
-    "stored_dtype",
-    "stored_tensors",
-    "write_files",
-]
-
-
 Model = TypeVar("Model")
 
 
@@ -39,14 +25,14 @@ class LoadedModel(NamedTuple, Generic[Model]):
     """A model with its weights.
 
     Attributes:
-        model: the static model object, a `CausalModel` or an `Eagle3Head`.
-        params: its weights.
+      model: the static model object, a `CausalModel` or an `Eagle3Head`.
+      params: its weights.
 
     Example:
-        >>> target, draft = load_embedded_pair()
-        >>> model, params = target
-        >>> model.vocab_size
-        256
+      >>> target, draft = load_embedded_pair()
+      >>> model, params = target
+      >>> model.vocab_size
+      256
     """
 
     model: Model
@@ -60,34 +46,33 @@ def load_checkpoint(
     allow_nonfinite: bool = False,
     scan_layers: bool = False,
 ) -> LoadedModel[Llama]:
-    """Reads a checkpoint of this package, as `save_checkpoint` writes it.
+    """Read a checkpoint of this package, as `save_checkpoint` writes it.
 
     Args:
-        directory: holds `config.json` and the weights.
-        dtype: compute dtype; weights are converted to it once, here.
-        allow_nonfinite: read weights that are NaN or infinite in the compute dtype, too.
-        scan_layers: compile one layer and loop over it; see `Llama`.
+      directory: holds `config.json` and the weights.
+      dtype: compute dtype; weights are converted to it once, here.
+      allow_nonfinite: read weights that are NaN or infinite in the compute dtype, too.
+      scan_layers: compile one layer and loop over it; see `Llama`.
 
     Returns:
-        The model and its weights.
+      The model and its weights.
 
     Raises:
-        FileNotFoundError: a file is missing.
-        OSError: something other than a file is in its place, or a file cannot be opened.
-        ValueError: a file cannot be parsed, has a value out of range, asks for something that
-            `Llama` does not compute, or names files outside the directory; a tensor is missing,
-            unknown, of another shape or kind than the config says, or not finite in the compute
-            dtype.
+      FileNotFoundError: a file is missing.
+      OSError: something other than a file is in its place, or a file cannot be opened.
+      ValueError: a file cannot be parsed, has a value out of range, asks for something that `Llama`
+        does not compute, or names files outside the directory; a tensor is missing, unknown, of
+        another shape or kind than the config says, or not finite in the compute dtype.
 
     Example:
-        >>> import jax, tempfile
-        >>> model = Llama(LlamaConfig(
-        ...     vocab_size=256, hidden_size=8, intermediate_size=16, num_hidden_layers=1,
-        ...     num_attention_heads=2, num_key_value_heads=1, head_dim=4))
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     save_checkpoint(directory, model, model.init_params(jax.random.key(0)))
-        ...     load_checkpoint(directory).model == model
-        True
+      >>> import jax, tempfile
+      >>> model = Llama(LlamaConfig(
+      ...     vocab_size=256, hidden_size=8, intermediate_size=16, num_hidden_layers=1,
+      ...     num_attention_heads=2, num_key_value_heads=1, head_dim=4))
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     save_checkpoint(directory, model, model.init_params(jax.random.key(0)))
+      ...     load_checkpoint(directory).model == model
+      True
     """
     directory = path_of(directory)
     config = read_config(directory / CONFIG_FILE)
@@ -102,44 +87,44 @@ def load_huggingface(
     allow_nonfinite: bool = False,
     scan_layers: bool = False,
 ) -> LoadedModel[Llama]:
-    """Reads a Hugging Face checkpoint of the Llama, Qwen2 or Qwen3 family from a local directory.
+    """Read a Hugging Face checkpoint of the Llama, Qwen2 or Qwen3 family from a local directory.
 
     Checkpoints pad the vocabulary axis, differently even within a family: the small Qwen2.5 models
     have 151936 entries, the large ones 152064, and their tokenizer 151665 ids. Ids past the last
     one in `tokenizer.json` get logits of -inf, so they are never drawn.
 
     Args:
-        directory: holds `config.json`, the weights (`model.safetensors`, or shards with
-            `model.safetensors.index.json`) and `tokenizer.json`. Without the last, all ids of the
-            vocabulary axis count as tokens.
-        dtype: compute dtype; weights are converted to it once, here. None for that of the stored
-            embedding.
-        max_vocab_size: ids from this one on are left out. For a drafter, give the target's
-            `vocab_size`: verification needs Vd <= V.
-        allow_nonfinite: read weights that are NaN or infinite in the compute dtype, too.
-        scan_layers: compile one layer and loop over it; see `Llama`.
+      directory: holds `config.json`, the weights (`model.safetensors`, or shards with
+        `model.safetensors.index.json`) and `tokenizer.json`. Without the last, all ids of the
+        vocabulary axis count as tokens.
+      dtype: compute dtype; weights are converted to it once, here. None for that of the stored
+        embedding.
+      max_vocab_size: ids from this one on are left out. For a drafter, give the target's
+        `vocab_size`: verification needs Vd <= V.
+      allow_nonfinite: read weights that are NaN or infinite in the compute dtype, too.
+      scan_layers: compile one layer and loop over it; see `Llama`.
 
     Returns:
-        The model and its weights.
+      The model and its weights.
 
     Raises:
-        FileNotFoundError: a file is missing.
-        OSError: something other than a file is in its place, or a file cannot be opened.
-        ValueError: a file cannot be parsed, has a value out of range, asks for something that
-            `Llama` does not compute, or names files outside the directory; a tensor is missing,
-            unknown, of another shape or kind than the config says, or not finite in the compute
-            dtype; or `max_vocab_size` is less than 1.
-        TypeError: `max_vocab_size` is not an integer, `dtype` not a floating dtype, or `directory`
-            not a path.
+      FileNotFoundError: a file is missing.
+      OSError: something other than a file is in its place, or a file cannot be opened.
+      ValueError: a file cannot be parsed, has a value out of range, asks for something that `Llama`
+        does not compute, or names files outside the directory; a tensor is missing, unknown, of
+        another shape or kind than the config says, or not finite in the compute dtype; or
+        `max_vocab_size` is less than 1.
+      TypeError: `max_vocab_size` is not an integer, `dtype` not a floating dtype, or `directory`
+        not a path.
 
     Example:
-        >>> import tempfile
-        >>> _, draft = load_embedded_pair()
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     save_checkpoint(directory, *draft, jnp.bfloat16)
-        ...     model, params = load_huggingface(directory)
-        >>> model.vocab_size, model.dtype.name
-        (256, 'bfloat16')
+      >>> import tempfile
+      >>> _, draft = load_embedded_pair()
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     save_checkpoint(directory, *draft, jnp.bfloat16)
+      ...     model, params = load_huggingface(directory)
+      >>> model.vocab_size, model.dtype.name
+      (256, 'bfloat16')
     """
     if max_vocab_size is not None:
         max_vocab_size = check_int("max_vocab_size", max_vocab_size)
@@ -193,15 +178,15 @@ def load_embedded_pair(dtype: Any = jnp.float32) -> tuple[LoadedModel[Llama], Lo
     repository on the standard library of Python.
 
     Args:
-        dtype: compute dtype.
+      dtype: compute dtype.
 
     Returns:
-        The target and the draft model, each with its weights.
+      The target and the draft model, each with its weights.
 
     Example:
-        >>> target, draft = load_embedded_pair()
-        >>> target.model.vocab_size, draft.model.vocab_size
-        (256, 256)
+      >>> target, draft = load_embedded_pair()
+      >>> target.model.vocab_size, draft.model.vocab_size
+      (256, 256)
     """
     weights = importlib.resources.files("jax_specdec") / "weights"
     with importlib.resources.as_file(weights) as directory:
@@ -218,28 +203,28 @@ def save_checkpoint(
     *,
     allow_nonfinite: bool = False,
 ) -> None:
-    """Writes a checkpoint that `load_checkpoint` and other readers of Llama checkpoints read.
+    """Write a checkpoint that `load_checkpoint` and other readers of Llama checkpoints read.
 
     Args:
-        directory: created if it does not exist; existing files are replaced.
-        model: the model.
-        params: its weights.
-        dtype: dtype of the stored tensors.
-        allow_nonfinite: write weights that are NaN or infinite in `dtype`, too.
+      directory: created if it does not exist; existing files are replaced.
+      model: the model.
+      params: its weights.
+      dtype: dtype of the stored tensors.
+      allow_nonfinite: write weights that are NaN or infinite in `dtype`, too.
 
     Raises:
-        TypeError: `model` is not a `Llama`, `dtype` is none of float32, bfloat16 and float16, or
-            `directory` is not a path.
-        ValueError: `params` are not the model's, or a weight is not finite in `dtype`; nothing is
-            written then.
+      TypeError: `model` is not a `Llama`, `dtype` is none of float32, bfloat16 and float16, or
+        `directory` is not a path.
+      ValueError: `params` are not the model's, or a weight is not finite in `dtype`; nothing is
+        written then.
 
     Example:
-        >>> import os, tempfile
-        >>> _, draft = load_embedded_pair()
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     save_checkpoint(directory, *draft, jnp.bfloat16)
-        ...     sorted(os.listdir(directory))
-        ['config.json', 'model.safetensors']
+      >>> import os, tempfile
+      >>> _, draft = load_embedded_pair()
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     save_checkpoint(directory, *draft, jnp.bfloat16)
+      ...     sorted(os.listdir(directory))
+      ['config.json', 'model.safetensors']
     """
     directory = path_of(directory)
     if not isinstance(model, Llama):
@@ -258,7 +243,7 @@ def stored_tensors(
     """Weights in the dtype of a file.
 
     Raises:
-        ValueError: one is not finite in it.
+      ValueError: one is not finite in it.
     """
     stored = {}
     for name, tensor in tensors.items():
@@ -276,7 +261,7 @@ def stored_tensors(
 
 
 def write_files(directory: Path, config: str, tensors: dict[str, np.ndarray]) -> None:
-    """Writes `config.json` and the weights."""
+    """Write `config.json` and the weights."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CONFIG_FILE).write_text(config, encoding="utf-8")
     # Readers of other frameworks ask for the metadata to know how the tensors are laid out.
@@ -288,7 +273,7 @@ def path_of(directory: Any) -> Path:
     """The path of a directory.
 
     Raises:
-        TypeError: it is not a path.
+      TypeError: it is not a path.
     """
     try:
         return Path(directory)
@@ -307,7 +292,7 @@ def stored_dtype(dtype: Any) -> np.dtype:
     """The dtype of stored tensors.
 
     Raises:
-        TypeError: none of float32, bfloat16 and float16.
+      TypeError: none of float32, bfloat16 and float16.
     """
     stored = _dtype(dtype)
     if stored.name not in ("float32", "bfloat16", "float16"):
@@ -316,10 +301,10 @@ def stored_dtype(dtype: Any) -> np.dtype:
 
 
 def check_structure(model: Any, params: Any) -> None:
-    """Checks that weights are the model's.
+    """Check that weights are the model's.
 
     Raises:
-        ValueError: one is missing, or of another shape.
+      ValueError: one is missing, or of another shape.
     """
     wanted, found = (
         {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(tree)}

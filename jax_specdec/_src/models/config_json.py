@@ -14,8 +14,6 @@ from jax_specdec._src.models.files import read_json
 from jax_specdec._src.models.llama_config import LlamaConfig
 from jax_specdec._src.models.rotary import RopeScaling
 
-__all__ = ["CONFIG_FILE", "config_json", "config_text", "parse_config", "read_config"]
-
 CONFIG_FILE = "config.json"
 
 _FAMILIES = {
@@ -45,13 +43,13 @@ _SIZES = (
 
 
 def read_config(path: Path) -> LlamaConfig:
-    """Reads a `config.json`.
+    """Read a `config.json`.
 
     Raises:
-        FileNotFoundError: it does not exist.
-        OSError: it is not a file, or cannot be opened.
-        ValueError: it is not JSON, lacks a size, has a value out of range, or asks for something
-            that `Llama` does not compute.
+      FileNotFoundError: it does not exist.
+      OSError: it is not a file, or cannot be opened.
+      ValueError: it is not JSON, lacks a size, has a value out of range, or asks for something that
+        `Llama` does not compute.
     """
     return parse_config(read_json(path), shown(path))
 
@@ -60,11 +58,11 @@ def parse_config(raw: dict[str, Any], where: str) -> LlamaConfig:
     """The sizes in the JSON object of a `config.json`.
 
     Args:
-        raw: the object.
-        where: what messages call it.
+      raw: the object.
+      where: what messages call it.
 
     Raises:
-        ValueError: as in `read_config`.
+      ValueError: as in `read_config`.
     """
     family = "llama" if raw.get("model_type") is None else raw["model_type"]
     if not isinstance(family, str) or family not in _FAMILIES:
@@ -116,7 +114,7 @@ def config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
     """The JSON object of a `config.json`, the inverse of `parse_config`.
 
     Raises:
-        ValueError: no family has both biases and norms of queries and keys.
+      ValueError: no family has both biases and norms of queries and keys.
     """
     values = dataclasses.asdict(config)
     switches = {key: values.pop(key) for key in ("qkv_bias", "qk_norm")}

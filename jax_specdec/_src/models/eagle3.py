@@ -10,7 +10,7 @@ and t_{i+1} the token after that position:
     logits_i = lm_head(norm(h_i))               about t_{i+2}
 
 References:
-    Li et al., 2025, "EAGLE-3", https://arxiv.org/abs/2503.01840
+  Li et al., 2025, "EAGLE-3", https://arxiv.org/abs/2503.01840
 """
 
 import dataclasses
@@ -38,43 +38,41 @@ from jax_specdec._src.models.llama import Llama, check_cache
 from jax_specdec._src.models.llama_config import LlamaConfig, param_shapes
 from jax_specdec._src.models.rotary import frequencies, rotation
 
-__all__ = ["Eagle3Config", "Eagle3Head", "head_shapes"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3Config:
     """Sizes and switches of an `Eagle3Head`.
 
     Attributes:
-        layer: sizes of the one layer, with `num_hidden_layers` 1. Its `vocab_size` is the target's
-            V, `num_token_ids` the target's too; `tie_word_embeddings` says that the target's output
-            matrix is its embedding.
-        draft_vocab_size: Vd, ids that the head scores, at most V. Fewer than V are a list of the
-            target's ids, and the head has an output matrix of its own.
-        feature_layers: ids of the target's layers before which the residual stream is read,
-            0-based and ascending; L, the number of layers, is after the last one.
-        target_hidden_size: width of the target's residual stream.
-        norm_before_fc: an RMSNorm over all features before ``fc``.
-        fc_norm: an RMSNorm over the features of each layer before ``fc``.
-        norm_before_residual: the residual stream begins with the normed x_i.
-        norm_output: the next draft step gets norm(h), not h.
-        o_proj_bias: the output of attention has a bias.
-        own_embedding: the head has an embedding of its own; otherwise the target's.
-        own_lm_head: the head has an output matrix of its own; otherwise the target's.
-        logit_scale: multiplies the logits.
+      layer: sizes of the one layer, with `num_hidden_layers` 1. Its `vocab_size` is the target's V,
+        `num_token_ids` the target's too; `tie_word_embeddings` says that the target's output matrix
+        is its embedding.
+      draft_vocab_size: Vd, ids that the head scores, at most V. Fewer than V are a list of the
+        target's ids, and the head has an output matrix of its own.
+      feature_layers: ids of the target's layers before which the residual stream is read, 0-based
+        and ascending; L, the number of layers, is after the last one.
+      target_hidden_size: width of the target's residual stream.
+      norm_before_fc: an RMSNorm over all features before ``fc``.
+      fc_norm: an RMSNorm over the features of each layer before ``fc``.
+      norm_before_residual: the residual stream begins with the normed x_i.
+      norm_output: the next draft step gets norm(h), not h.
+      o_proj_bias: the output of attention has a bias.
+      own_embedding: the head has an embedding of its own; otherwise the target's.
+      own_lm_head: the head has an output matrix of its own; otherwise the target's.
+      logit_scale: multiplies the logits.
 
     Raises:
-        ValueError: a field is out of range, or fields contradict one another.
+      ValueError: a field is out of range, or fields contradict one another.
 
     Example:
-        >>> from jax_specdec.models import LlamaConfig
-        >>> layer = LlamaConfig(
-        ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-        ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-        >>> config = Eagle3Config(
-        ...     layer=layer, draft_vocab_size=256, feature_layers=(2, 4, 5), target_hidden_size=32)
-        >>> config.num_features
-        96
+      >>> from jax_specdec.models import LlamaConfig
+      >>> layer = LlamaConfig(
+      ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+      ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+      >>> config = Eagle3Config(
+      ...     layer=layer, draft_vocab_size=256, feature_layers=(2, 4, 5), target_hidden_size=32)
+      >>> config.num_features
+      96
     """
 
     layer: LlamaConfig
@@ -136,10 +134,10 @@ def head_shapes(config: Eagle3Config) -> dict[str, Any]:
     """The params pytree of a config, with a shape in place of each array.
 
     A dict with `embed_tokens [V, H]`, `fc [A * H_target, H]`, `norm [H]`, `lm_head [H, Vd]` (the
-    target's embedding `[V, H]` if that is its output matrix and shared), and `layer`, a dict as in
+    target's embedding ``[V, H]`` if that is its output matrix and shared), and `layer`, as in
     `param_shapes` with `qkv_proj [2 H, (N + 2 N_kv) D]` and `hidden_norm [H]`; with `o_proj_bias`
     also `o_bias [H]`. With `norm_before_fc` there is `input_norm`, with `fc_norm` there is
-    `fc_norm`, both `[A * H_target]`.
+    `fc_norm`, both ``[A * H_target]``.
     """
     c, size = config.layer, config.layer.hidden_size
     whole = param_shapes(dataclasses.replace(c, tie_word_embeddings=False))
@@ -170,33 +168,33 @@ class Eagle3Head:
     the features at position i and the token at i + 1.
 
     Attributes:
-        config: the sizes.
-        dtype: compute dtype of matrix products, states, cache and logits, the target's. Norms,
-            rotary angles and the attention softmax are float32 whatever it is.
+      config: the sizes.
+      dtype: compute dtype of matrix products, states, cache and logits, the target's. Norms, rotary
+        angles and the attention softmax are float32 whatever it is.
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from jax_specdec.models import Eagle3Config, LlamaConfig
-        >>> layer = LlamaConfig(
-        ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-        ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-        >>> head = Eagle3Head(Eagle3Config(
-        ...     layer=layer, draft_vocab_size=256, feature_layers=(2, 4, 5), target_hidden_size=32))
-        >>> params = head.init_params(jax.random.key(0))
-        >>> cache = head.init_cache(batch_size=1, max_length=16)
-        >>> features = jnp.zeros((1, 3, head.num_features))  # of the tokens at positions 0, 1, 2
-        >>> states = head.project(params, features)
-        >>> next_ids = jnp.array([[105, 33, 10]])  # of the tokens at positions 1, 2, 3
-        >>> logits, feedback, cache = head.apply(params, states, next_ids, jnp.array([0]), cache)
-        >>> logits.shape  # the last row is about position 4
-        (1, 3, 256)
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_specdec.models import Eagle3Config, LlamaConfig
+      >>> layer = LlamaConfig(
+      ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+      ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+      >>> head = Eagle3Head(Eagle3Config(
+      ...     layer=layer, draft_vocab_size=256, feature_layers=(2, 4, 5), target_hidden_size=32))
+      >>> params = head.init_params(jax.random.key(0))
+      >>> cache = head.init_cache(batch_size=1, max_length=16)
+      >>> features = jnp.zeros((1, 3, head.num_features))  # of the tokens at positions 0, 1, 2
+      >>> states = head.project(params, features)
+      >>> next_ids = jnp.array([[105, 33, 10]])  # of the tokens at positions 1, 2, 3
+      >>> logits, feedback, cache = head.apply(params, states, next_ids, jnp.array([0]), cache)
+      >>> logits.shape  # the last row is about position 4
+      (1, 3, 256)
 
-        A draft step takes its own state, and the token drafted from the last row:
+      A draft step takes its own state, and the token drafted from the last row:
 
-        >>> logits, feedback, cache = head.apply(
-        ...     params, feedback[:, -1:], jnp.array([[104]]), jnp.array([3]), cache)
-        >>> logits.shape
-        (1, 1, 256)
+      >>> logits, feedback, cache = head.apply(
+      ...     params, feedback[:, -1:], jnp.array([[104]]), jnp.array([3]), cache)
+      >>> logits.shape
+      (1, 1, 256)
     """
 
     config: Eagle3Config
@@ -231,13 +229,13 @@ class Eagle3Head:
         """Random weights in the compute dtype, as those of `Llama.init_params`.
 
         Args:
-            key: a typed PRNG key.
-            target_params: weights of the target, whose embedding and output matrix are shared where
-                the head has none of its own; without it those are random too.
+          key: a typed PRNG key.
+          target_params: weights of the target, whose embedding and output matrix are shared where
+            the head has none of its own; without it those are random too.
 
         Returns:
-            A dict; see `head_shapes`. With Vd < V it has `target_ids [Vd]` int32, the target's id
-            of each of the head's, here the first Vd.
+          A dict; see `head_shapes`. With Vd < V it has `target_ids [Vd]` int32, the target's id
+          of each of the head's, here the first Vd.
         """
         c = self.config
         params = init_params(head_shapes(c), key, self.dtype, 1)
@@ -255,16 +253,16 @@ class Eagle3Head:
         """The states fc(g) with which true features enter the layer.
 
         Args:
-            params: weights of the structure and shapes of `head_shapes`, in the compute dtype.
-            features: `[B, S, A * H_target]` in the compute dtype, the target's residual streams
-                before the layers of `feature_layers`, one after another.
+          params: weights of the structure and shapes of `head_shapes`, in the compute dtype.
+          features: ``[B, S, A * H_target]`` in the compute dtype, the target's residual streams
+            before the layers of `feature_layers`, one after another.
 
         Returns:
-            `[B, S, H]` in the compute dtype.
+          ``[B, S, H]`` in the compute dtype.
 
         Raises:
-            ValueError: features have another shape.
-            TypeError: features are not of the compute dtype.
+          ValueError: features have another shape.
+          TypeError: features are not of the compute dtype.
         """
         c, eps = self.config, self.config.layer.rms_norm_eps
         sizes = {"A*H": c.num_features}
@@ -287,29 +285,29 @@ class Eagle3Head:
         cache: Any,
         row: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """Runs S consecutive positions of each request; position s of request b is start[b] + s.
+        """Run S consecutive positions of each request; position s of request b is start[b] + s.
 
         It attends to positions 0 to its own and replaces its own entry of the cache, as in
         `CausalModel.apply`: rollback is free.
 
         Args:
-            params: weights of the structure and shapes of `head_shapes`, in the compute dtype.
-            states: `[B, S, H]` in the compute dtype: `project` of the features at these positions,
-                or the feedback of the draft step before.
-            token_ids: `[B, S]` int32, the tokens **after** these positions, as ids of the target.
-            start: `[B]` int32, absolute position of the first.
-            cache: from `init_cache` or a previous call.
-            row: `[B]` int32 in [0, S), the only position of each request whose logits and feedback
-                are wanted; S is then 1 in their shapes. None for all.
+          params: weights of the structure and shapes of `head_shapes`, in the compute dtype.
+          states: ``[B, S, H]`` in the compute dtype: `project` of the features at these positions,
+            or the feedback of the draft step before.
+          token_ids: ``[B, S]`` int32, the tokens **after** these positions, as ids of the target.
+          start: ``[B]`` int32, absolute position of the first.
+          cache: from `init_cache` or a previous call.
+          row: ``[B]`` int32 in [0, S), the only position of each request whose logits and feedback
+            are wanted; S is then 1 in their shapes. None for all.
 
         Returns:
-            Logits `[B, S, Vd]` of the token at start + s + 2, the feedback `[B, S, H]` that the
-            next draft step takes for its states, and the cache.
+          Logits ``[B, S, Vd]`` of the token at start + s + 2, the feedback ``[B, S, H]`` that the
+          next draft step takes for its states, and the cache.
 
         Raises:
-            ValueError: a shape does not fit the config or the other arguments.
-            TypeError: ids or positions are not int32, or states, weights or cache not of the
-                compute dtype.
+          ValueError: a shape does not fit the config or the other arguments.
+          TypeError: ids or positions are not int32, or states, weights or cache not of the compute
+            dtype.
         """
         sizes = {"H": self.config.layer.hidden_size}
         check_array("token_ids", token_ids, "[B, S] int32", sizes)
@@ -343,15 +341,15 @@ class Eagle3Head:
         """The head around a given attention: what `apply` and training share.
 
         Args:
-            params: as in `apply`.
-            states: as in `apply`.
-            embedded: `[B, S, H]`, rows of the embedding, in the compute dtype.
-            positions: `[B, S]` int32, for the rotary embedding.
-            attend: `attend(query, key, value)`, called once with rotated queries and keys.
-            row: as in `apply`.
+          params: as in `apply`.
+          states: as in `apply`.
+          embedded: ``[B, S, H]``, rows of the embedding, in the compute dtype.
+          positions: ``[B, S]`` int32, for the rotary embedding.
+          attend: `attend(query, key, value)`, called once with rotated queries and keys.
+          row: as in `apply`.
 
         Returns:
-            Logits `[B, S, Vd]`, and the feedback `[B, S, H]`.
+          Logits ``[B, S, Vd]``, and the feedback ``[B, S, H]``.
         """
         config, c, layer = self.config, self.config.layer, params["layer"]
         eps = c.rms_norm_eps

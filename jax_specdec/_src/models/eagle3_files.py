@@ -40,8 +40,6 @@ from jax_specdec._src.models.tensors import (
     unfuse_layer,
 )
 
-__all__ = ["load_eagle3", "load_embedded_head", "save_eagle3"]
-
 _EmbeddedHead = Literal["eagle3", "eagle3-64"]
 _TORCH_FILE = "pytorch_model.bin"
 _LEGACY_NORMS = tuple(f"aux_norm_{place}.weight" for place in ("low", "mid", "high"))
@@ -49,43 +47,43 @@ _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def load_eagle3(directory: str | Path, target: LoadedModel[Llama]) -> LoadedModel[Eagle3Head]:
-    """Reads an EAGLE-3 head that was trained for a target, from a local directory.
+    """Read an EAGLE-3 head that was trained for a target, from a local directory.
 
     The layouts of EAGLE, AngelSlim and SpecForge, of DeepSpec, and of speculators are read. An
     embedding or output matrix that the files do not hold is the target's own array, not a copy.
 
     Args:
-        directory: holds `config.json` and `model.safetensors`.
-        target: the target, as `load_huggingface` or `load_checkpoint` gives it. Weights are
-            converted to its dtype.
+      directory: holds `config.json` and `model.safetensors`.
+      target: the target, as `load_huggingface` or `load_checkpoint` gives it. Weights are converted
+        to its dtype.
 
     Returns:
-        The head and its weights.
+      The head and its weights.
 
     Raises:
-        FileNotFoundError: a file is missing, or there is only a `pytorch_model.bin`.
-        OSError: something other than a file is in its place, or a file cannot be opened.
-        ValueError: a file cannot be parsed, has a value out of range, does not fit the target, or
-            asks for something that `Eagle3Head` does not compute: more than one layer, parallel
-            drafting (``mask_hidden``), feature layers that coincide; a tensor is missing, unknown,
-            of another shape or kind than the config says, or not finite in the target's dtype; an
-            id of the head's vocabulary is not one of the target's, or is there twice.
-        TypeError: `target` is not a loaded `Llama`, or `directory` not a path.
+      FileNotFoundError: a file is missing, or there is only a `pytorch_model.bin`.
+      OSError: something other than a file is in its place, or a file cannot be opened.
+      ValueError: a file cannot be parsed, has a value out of range, does not fit the target, or
+        asks for something that `Eagle3Head` does not compute: more than one layer, parallel
+        drafting (``mask_hidden``), feature layers that coincide; a tensor is missing, unknown, of
+        another shape or kind than the config says, or not finite in the target's dtype; an id of
+        the head's vocabulary is not one of the target's, or is there twice.
+      TypeError: `target` is not a loaded `Llama`, or `directory` not a path.
 
     Example:
-        >>> import jax, tempfile
-        >>> import jax_specdec as sd
-        >>> target, _ = sd.load_embedded_pair()
-        >>> layer = dataclasses.replace(target.model.config, num_hidden_layers=1)
-        >>> head = sd.models.Eagle3Head(sd.models.Eagle3Config(
-        ...     layer=layer, draft_vocab_size=256, feature_layers=(2, 4, 5),
-        ...     target_hidden_size=256))
-        >>> params = head.init_params(jax.random.key(0), target.params)
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     sd.models.save_eagle3(directory, head, params)
-        ...     loaded = sd.load_eagle3(directory, target)
-        >>> loaded.model == head, loaded.params["embed_tokens"] is target.params["embed_tokens"]
-        (True, True)
+      >>> import jax, tempfile
+      >>> import jax_specdec as sd
+      >>> target, _ = sd.load_embedded_pair()
+      >>> layer = dataclasses.replace(target.model.config, num_hidden_layers=1)
+      >>> head = sd.models.Eagle3Head(sd.models.Eagle3Config(
+      ...     layer=layer, draft_vocab_size=256, feature_layers=(2, 4, 5),
+      ...     target_hidden_size=256))
+      >>> params = head.init_params(jax.random.key(0), target.params)
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     sd.models.save_eagle3(directory, head, params)
+      ...     loaded = sd.load_eagle3(directory, target)
+      >>> loaded.model == head, loaded.params["embed_tokens"] is target.params["embed_tokens"]
+      (True, True)
     """
     if not (isinstance(target, LoadedModel) and isinstance(target.model, Llama)):
         raise TypeError(f"target must be a LoadedModel of a Llama, not {quoted(target)}.")
@@ -110,20 +108,20 @@ def load_embedded_head(
     """An EAGLE-3 head for the embedded target, which ships with the package.
 
     Args:
-        target: the first of `load_embedded_pair`.
-        name: "eagle3" scores all 256 bytes, "eagle3-64" the 64 most frequent ones.
+      target: the first of `load_embedded_pair`.
+      name: "eagle3" scores all 256 bytes, "eagle3-64" the 64 most frequent ones.
 
     Returns:
-        The head and its weights, in the target's dtype.
+      The head and its weights, in the target's dtype.
 
     Raises:
-        ValueError: no head has this name, or the target is another model.
+      ValueError: no head has this name, or the target is another model.
 
     Example:
-        >>> import jax_specdec as sd
-        >>> target, _ = sd.load_embedded_pair()
-        >>> sd.load_embedded_head(target, "eagle3-64").params["target_ids"].shape
-        (64,)
+      >>> import jax_specdec as sd
+      >>> target, _ = sd.load_embedded_pair()
+      >>> sd.load_embedded_head(target, "eagle3-64").params["target_ids"].shape
+      (64,)
     """
     if name not in get_args(_EmbeddedHead):
         raise ValueError(f"name must be one of {get_args(_EmbeddedHead)}, not {quoted(name)}.")
@@ -141,30 +139,30 @@ def save_eagle3(
     target_name: str | None = None,
     num_speculative_tokens: int = 4,
 ) -> None:
-    """Writes an EAGLE-3 head in the layout of speculators, which vLLM and SGLang read too.
+    """Write an EAGLE-3 head in the layout of speculators, which vLLM and SGLang read too.
 
     What the head shares with its target is not written.
 
     Args:
-        directory: created if it does not exist; existing files are replaced.
-        model: the head.
-        params: its weights.
-        dtype: dtype of the stored tensors.
-        target_name: the target's name or path, for readers that look it up.
-        num_speculative_tokens: K that readers take by default.
+      directory: created if it does not exist; existing files are replaced.
+      model: the head.
+      params: its weights.
+      dtype: dtype of the stored tensors.
+      target_name: the target's name or path, for readers that look it up.
+      num_speculative_tokens: K that readers take by default.
 
     Raises:
-        TypeError: `model` is not an `Eagle3Head`, `dtype` is none of float32, bfloat16 and float16,
-            or `directory` is not a path.
-        ValueError: `params` are not the model's, or a weight is not finite in `dtype`; nothing is
-            written then.
+      TypeError: `model` is not an `Eagle3Head`, `dtype` is none of float32, bfloat16 and float16,
+        or `directory` is not a path.
+      ValueError: `params` are not the model's, or a weight is not finite in `dtype`; nothing is
+        written then.
 
     Example:
-        See `load_eagle3`, which reads what this wrote.
+      See `load_eagle3`, which reads what this wrote.
 
-        >>> save_eagle3("head", None, {})
-        Traceback (most recent call last):
-        TypeError: model must be an Eagle3Head, but it is a NoneType.
+      >>> save_eagle3("head", None, {})
+      Traceback (most recent call last):
+      TypeError: model must be an Eagle3Head, but it is a NoneType.
     """
     directory = path_of(directory)
     if not isinstance(model, Eagle3Head):
@@ -233,7 +231,7 @@ def _read_config(
     """The head's config, of what `config.json` says and which tensors are there.
 
     Raises:
-        ValueError: they ask for something that is not computed, or do not fit the target.
+      ValueError: they ask for something that is not computed, or do not fit the target.
     """
     is_speculators = raw.get("speculators_model_type") is not None
     layer_raw: Any = raw
@@ -363,7 +361,7 @@ def _prefix(tensors: Tensors) -> str:
 
 
 def _check_width(tensors: Tensors, config: Eagle3Config) -> None:
-    """Checks fc.weight before the others, since it tells other kinds of heads from EAGLE-3's."""
+    """Check fc.weight before the others, since it tells other kinds of heads from EAGLE-3's."""
     if "fc.weight" not in tensors.files:
         raise ValueError(f"{shown(tensors.origin)} lacks the tensor fc.weight.")
     shape, wanted = tensors.shape("fc.weight"), (config.layer.hidden_size, config.num_features)
@@ -385,7 +383,7 @@ def _norm_names(tensors: Tensors, config: Eagle3Config) -> list[str]:
 def _shapes(
     config: Eagle3Config, prefix: str, tensors: Tensors
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Name and `[out, in]` shape of every tensor but the maps of ids."""
+    """Name and ``[out, in]`` shape of every tensor but the maps of ids."""
     shapes, c = head_shapes(config), config
     named: list[tuple[str, tuple[int, ...]]] = [
         ("fc.weight", shapes["fc"][::-1]),
@@ -445,7 +443,7 @@ def _read_params(
 
 
 def _read_target_ids(tensors: Tensors, config: Eagle3Config) -> np.ndarray | None:
-    """The target's ids of the head's, `[Vd]`; None without d2t."""
+    """The target's ids of the head's, ``[Vd]``; None without d2t."""
     if "d2t" not in tensors.files:
         return None
     path, file = tensors.files["d2t"]

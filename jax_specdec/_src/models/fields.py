@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MAX_INT", "check_fields", "is_token_id", "quoted", "reason", "shown"]
-
 MAX_INT = 2**31 - 1
 """Sizes, positions and token ids are int32 on the device."""
 
@@ -42,11 +40,11 @@ def is_token_id(value: Any) -> bool:
 
 
 def check_fields(config: Any) -> None:
-    """Checks the fields of a dataclass that are annotated `int`, `float` or `bool`.
+    """Check the fields of a dataclass that are annotated `int`, `float` or `bool`.
 
     Raises:
-        ValueError: an integer is not positive or more than int32 holds, a number is not positive or
-            not one that float32 holds, or a switch is not a boolean.
+      ValueError: an integer is not positive or more than int32 holds, a number is not positive or
+        not one that float32 holds, or a switch is not a boolean.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

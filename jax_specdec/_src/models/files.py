@@ -9,8 +9,6 @@ from typing import Any
 
 from jax_specdec._src.models.fields import quoted, reason, shown
 
-__all__ = ["existing", "is_there", "read_json"]
-
 MAX_JSON_BYTES = 2**26
 """More than the largest tokenizers (some 35 MB); in memory a file takes 20 times its size."""
 
@@ -32,9 +30,9 @@ def existing(path: Path) -> Path:
     """The path, if it is a file or a link to one.
 
     Raises:
-        FileNotFoundError: nothing is there, or a broken link.
-        OSError: something other than a file is there, something other than a directory is in place
-            of its directory, or the system refuses the path.
+      FileNotFoundError: nothing is there, or a broken link.
+      OSError: something other than a file is there, something other than a directory is in place of
+        its directory, or the system refuses the path.
     """
     try:
         mode = path.stat().st_mode
@@ -76,9 +74,9 @@ def read_json(path: Path) -> dict[str, Any]:
     Numbers are as Python reads them: 1e400 and Infinity are inf. The caller checks them.
 
     Raises:
-        FileNotFoundError: it does not exist.
-        OSError: it is not a file, or cannot be opened.
-        ValueError: it holds something other than a JSON object, one key twice, or more than 64 MiB.
+      FileNotFoundError: it does not exist.
+      OSError: it is not a file, or cannot be opened.
+      ValueError: it holds something other than a JSON object, one key twice, or more than 64 MiB.
     """
     if (size := existing(path).stat().st_size) > MAX_JSON_BYTES:
         raise ValueError(f"{shown(path)} must have at most {MAX_JSON_BYTES} bytes, but has {size}.")

@@ -10,25 +10,12 @@ from jax_specdec._src.arrays import refuse, require
 from jax_specdec._src.models.llama_config import LlamaConfig
 from jax_specdec._src.models.rotary import rotate
 
-__all__ = [
-    "cached_attention",
-    "check_params",
-    "embed_tokens",
-    "feed_forward",
-    "floating_dtype",
-    "init_params",
-    "output_logits",
-    "rms_norm",
-    "self_attention",
-    "write_cache",
-]
-
 
 def floating_dtype(dtype: Any) -> jnp.dtype:
     """The dtype that a model computes in.
 
     Raises:
-        TypeError: it is not a floating dtype.
+      TypeError: it is not a floating dtype.
     """
     found = jnp.dtype(dtype)
     is_floating = jnp.issubdtype(found, jnp.floating)
@@ -43,14 +30,14 @@ def self_attention(
     cos_sin: tuple[jax.Array, jax.Array],
     attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """What attention adds to the residual stream, `[B, S, H]`.
+    """What attention adds to the residual stream, ``[B, S, H]``.
 
     Args:
-        config: heads, and the switches of queries, keys and values.
-        layer: the layer's weights.
-        h: `[B, S, W]`, normed; W is the number of rows of ``qkv_proj``.
-        cos_sin: of `rotation`, at the positions of the tokens.
-        attend: `attend(query, key, value)`: what the heads read; see `Attend`.
+      config: heads, and the switches of queries, keys and values.
+      layer: the layer's weights.
+      h: ``[B, S, W]``, normed; W is the number of rows of ``qkv_proj``.
+      cos_sin: of `rotation`, at the positions of the tokens.
+      attend: `attend(query, key, value)`: what the heads read; see `Attend`.
     """
     c = config
     num_query, num_kv = c.num_attention_heads, c.num_key_value_heads
@@ -68,7 +55,7 @@ def self_attention(
 
 
 def feed_forward(layer: dict[str, jax.Array], h: jax.Array) -> jax.Array:
-    """What SwiGLU adds to the residual stream, `[B, S, H]`; h `[B, S, H]` is normed."""
+    """What SwiGLU adds to the residual stream, ``[B, S, H]``; h ``[B, S, H]`` is normed."""
     gate, up = jnp.split(h @ layer["gate_up_proj"], 2, axis=2)
     return (jax.nn.silu(gate) * up) @ layer["down_proj"]
 
@@ -76,13 +63,13 @@ def feed_forward(layer: dict[str, jax.Array], h: jax.Array) -> jax.Array:
 def output_logits(
     x: jax.Array, lm_head: jax.Array, tied: bool, num_token_ids: int | None
 ) -> jax.Array:
-    """Logits `[B, S, V]` of normed states `[B, S, H]`.
+    """Logits ``[B, S, V]`` of normed states ``[B, S, H]``.
 
     Args:
-        x: the states.
-        lm_head: `[H, V]`, or the embedding `[V, H]` if `tied`.
-        tied: whether the output matrix is an embedding.
-        num_token_ids: logits of ids from this on are -inf; None for none.
+      x: the states.
+      lm_head: ``[H, V]``, or the embedding ``[V, H]`` if `tied`.
+      tied: whether the output matrix is an embedding.
+      num_token_ids: logits of ids from this on are -inf; None for none.
     """
     # The product of einsum is faster than x @ E.T.
     logits = jnp.einsum("vh,bsh->bsv", lm_head, x) if tied else x @ lm_head
@@ -93,12 +80,12 @@ def output_logits(
 
 
 def embed_tokens(embedding: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """Rows `[B, S, H]` of the embedding `[V, H]`; an id outside it is read as some id in it."""
+    """Rows ``[B, S, H]`` of the embedding ``[V, H]``; an id outside it is read as some id in it."""
     return embedding.at[token_ids].get(mode="clip")
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Divides by sqrt(mean(x^2) + eps) over the last axis, in float32, and scales by weight."""
+    """Divide by sqrt(mean(x^2) + eps) over the last axis, in float32, and scale by weight."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     return jnp.expand_dims(weight, range(x.ndim - weight.ndim)) * y.astype(x.dtype)
@@ -112,7 +99,7 @@ def write_cache(
     positions: jax.Array,
     layer: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes key and value `[B, S, N_kv, D]` at positions `[B, S]` into the cache, in place.
+    """Write key and value ``[B, S, N_kv, D]`` at positions ``[B, S]`` into the cache, in place.
 
     It is one layer's, or has an axis of layers, of which `layer` is one.
     """
@@ -132,7 +119,7 @@ def cached_attention(
 ) -> jax.Array:
     """softmax(q k / sqrt(D)) v over the cache positions that are <= the query's own.
 
-    query `[B, S, N, D]`, keys and values as in the cache, positions `[B, S]`; `[B, S, N, D]`.
+    query ``[B, S, N, D]``, keys and values as in the cache, positions ``[B, S]``; ``[B, S, N, D]``.
     """
     batch_size, length, num_query, head_dim = query.shape
     max_length = keys.shape[2]
@@ -174,7 +161,7 @@ def init_params(shapes: Any, key: jax.Array, dtype: Any, num_layers: int) -> Any
 
 
 def check_params(shapes: Any, params: Any, dtype: Any) -> None:
-    """Checks that weights have the structure and shapes of `shapes`, and all the same dtype."""
+    """Check that weights have the structure and shapes of `shapes`, and all the same dtype."""
     found = dict(jax.tree.leaves_with_path(params))
     for path, shape in jax.tree.leaves_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple)):
         name = "params" + jax.tree_util.keystr(path)

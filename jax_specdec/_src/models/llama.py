@@ -2,15 +2,15 @@
 
 RMSNorm, rotary positions, grouped-query attention and SwiGLU, as the Llama checkpoints published
 on Hugging Face define them, so that those can be read (`checkpoint`); Qwen2's biases and Qwen3's
-norms of queries and keys are switches of the config. Weights are stored `[in, out]`,
+norms of queries and keys are switches of the config. Weights are stored ``[in, out]``,
 query/key/value and gate/up fused: XLA on the CPU then reads each matrix once, in order.
 
 References:
-    Touvron et al., 2023, "LLaMA: Open and Efficient Foundation Language Models",
-    https://arxiv.org/abs/2302.13971
-    Ainslie et al., 2023, "GQA", https://arxiv.org/abs/2305.13245
-    Qwen Team, 2024, "Qwen2 Technical Report", https://arxiv.org/abs/2407.10671
-    Qwen Team, 2025, "Qwen3 Technical Report", https://arxiv.org/abs/2505.09388
+  Touvron et al., 2023, "LLaMA: Open and Efficient Foundation Language Models",
+  https://arxiv.org/abs/2302.13971
+  Ainslie et al., 2023, "GQA", https://arxiv.org/abs/2305.13245
+  Qwen Team, 2024, "Qwen2 Technical Report", https://arxiv.org/abs/2407.10671
+  Qwen Team, 2025, "Qwen3 Technical Report", https://arxiv.org/abs/2505.09388
 """
 
 import dataclasses
@@ -39,8 +39,6 @@ from jax_specdec._src.models.llama_config import LlamaConfig, param_shapes, stac
 from jax_specdec._src.models.protocol import TargetOutput
 from jax_specdec._src.models.rotary import frequencies, rotation
 
-__all__ = ["Llama", "LlamaConfig", "param_shapes", "stack_layers", "unstack_layers"]
-
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 """`attend(layer, query, key, value)`: what a layer's heads read. query `[B, S, N, D]`, key and
 value `[B, S, N_kv, D]` of the S new tokens, rotated already; returns `[B, S, N, D]`."""
@@ -50,31 +48,31 @@ value `[B, S, N_kv, D]` of the S new tokens, rotated already; returns `[B, S, N,
 class Llama:
     """A Llama decoder; a `CausalModel`.
 
-    The cache is a list of one `(keys, values)` pair per layer, keys `[B N_kv, D, T]` and values
-    `[B N_kv, T, D]` in the compute dtype: the layouts in which attention reads them, so that XLA
+    The cache is a list of one `(keys, values)` pair per layer, keys ``[B N_kv, D, T]`` and values
+    ``[B N_kv, T, D]`` in the compute dtype: the layouts in which attention reads them, so that XLA
     neither transposes nor copies a cache in a loop (if B N_kv is one, it copies). With
     `scan_layers` it is one such pair, of arrays with a leading axis of L.
 
     Attributes:
-        config: the sizes.
-        dtype: compute dtype of matrix products, residual stream, cache and logits. Norms, rotary
-            angles and the attention softmax are float32 whatever it is.
-        scan_layers: compile one layer and loop over it, instead of all L one after another. A
-            program compiles several times as fast, and a pass over a few tokens takes longer,
-            because each layer's weights are copied out of arrays that hold those of all layers
-            (docs/compile_time.md has figures). Weights are then those of `stack_layers`.
+      config: the sizes.
+      dtype: compute dtype of matrix products, residual stream, cache and logits. Norms, rotary
+        angles and the attention softmax are float32 whatever it is.
+      scan_layers: compile one layer and loop over it, instead of all L one after another. A program
+        compiles several times as fast, and a pass over a few tokens takes longer, because each
+        layer's weights are copied out of arrays that hold those of all layers (docs/compile_time.md
+        has figures). Weights are then those of `stack_layers`.
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> model = Llama(LlamaConfig(
-        ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8))
-        >>> params = model.init_params(jax.random.key(0))
-        >>> cache = model.init_cache(batch_size=1, max_length=16)
-        >>> logits, cache, features = model.apply(
-        ...     params, jnp.array([[104, 105, 33]]), jnp.array([0]), cache, feature_layers=(0, 2))
-        >>> logits.shape, features.shape
-        ((1, 3, 256), (1, 3, 64))
+      >>> import jax, jax.numpy as jnp
+      >>> model = Llama(LlamaConfig(
+      ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+      ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8))
+      >>> params = model.init_params(jax.random.key(0))
+      >>> cache = model.init_cache(batch_size=1, max_length=16)
+      >>> logits, cache, features = model.apply(
+      ...     params, jnp.array([[104, 105, 33]]), jnp.array([0]), cache, feature_layers=(0, 2))
+      >>> logits.shape, features.shape
+      ((1, 3, 256), (1, 3, 64))
     """
 
     config: LlamaConfig
@@ -96,7 +94,7 @@ class Llama:
         divided by a further 2 L; norms are one, biases zero.
 
         Args:
-            key: a typed PRNG key.
+          key: a typed PRNG key.
         """
         c = self.config
         listed = init_params(param_shapes(c), key, self.dtype, c.num_hidden_layers)
@@ -120,25 +118,25 @@ class Llama:
         cache: Any,
         feature_layers: tuple[int, ...] = (),
     ) -> TargetOutput:
-        """Runs S consecutive tokens of each request; see `CausalModel.apply`.
+        """Run S consecutive tokens of each request; see `CausalModel.apply`.
 
         Args:
-            params: weights of the structure and shapes of `param_shapes`, in the compute dtype;
-                with `scan_layers` those of `stack_layers`.
-            token_ids: `[B, S]` int32; ids outside the vocabulary, such as -1, are read as some
-                id in it.
-            start: `[B]` int32, absolute position of each request's first token.
-            cache: from `init_cache` or a previous call.
-            feature_layers: A increasing layers, 0 to L, whose features to return.
+          params: weights of the structure and shapes of `param_shapes`, in the compute dtype; with
+            `scan_layers` those of `stack_layers`.
+          token_ids: ``[B, S]`` int32; ids outside the vocabulary, such as -1, are read as some id
+            in it.
+          start: ``[B]`` int32, absolute position of each request's first token.
+          cache: from `init_cache` or a previous call.
+          feature_layers: A increasing layers, 0 to L, whose features to return.
 
         Returns:
-            Logits `[B, S, V]` in the compute dtype, the cache, and features `[B, S, A H]` in the
-            compute dtype; None without `feature_layers`.
+          Logits ``[B, S, V]`` in the compute dtype, the cache, and features ``[B, S, A H]`` in the
+          compute dtype; None without `feature_layers`.
 
         Raises:
-            ValueError: a shape does not fit the config or the other arguments, or `feature_layers`
-                do not increase or are no layers.
-            TypeError: ids or positions are not int32, or weights or cache not of the compute dtype.
+          ValueError: a shape does not fit the config or the other arguments, or `feature_layers` do
+            not increase or are no layers.
+          TypeError: ids or positions are not int32, or weights or cache not of the compute dtype.
         """
         return self.apply_with(params, token_ids, start, cache, feature_layers, embed_tokens)
 
@@ -155,16 +153,16 @@ class Llama:
         """`apply` with another way to read embeddings, or to end a branch.
 
         Args:
-            params: as in `apply`.
-            token_ids: as in `apply`.
-            start: as in `apply`.
-            cache: as in `apply`.
-            feature_layers: as in `apply`.
-            embed: `embed(embed_tokens, token_ids)`: the rows `[B, S, H]`.
-            regularize: as in `run`.
+          params: as in `apply`.
+          token_ids: as in `apply`.
+          start: as in `apply`.
+          cache: as in `apply`.
+          feature_layers: as in `apply`.
+          embed: `embed(embed_tokens, token_ids)`: the rows ``[B, S, H]``.
+          regularize: as in `run`.
 
         Returns:
-            As `apply`.
+          As `apply`.
         """
         sizes: Sizes = {}
         check_array("token_ids", token_ids, "[B, S] int32", sizes)
@@ -247,17 +245,17 @@ class Llama:
         """The decoder around a given attention: what `apply` and training share.
 
         Args:
-            params: weights of the structure and shapes of `param_shapes`, in the compute dtype, not
-                stacked.
-            embedded: `[B, S, H]`, rows of the embedding, in the compute dtype.
-            positions: `[B, S]` int32, absolute positions, for the rotary embedding.
-            attend: called once per layer with rotated queries and keys; see `Attend`.
-            regularize: applied to the `[B, S, H]` that each half of a layer adds to the residual
-                stream; training drops parts of it, `TensorParallelLlama` sums it over devices.
-            feature_layers: as in `apply`.
+          params: weights of the structure and shapes of `param_shapes`, in the compute dtype, not
+            stacked.
+          embedded: ``[B, S, H]``, rows of the embedding, in the compute dtype.
+          positions: ``[B, S]`` int32, absolute positions, for the rotary embedding.
+          attend: called once per layer with rotated queries and keys; see `Attend`.
+          regularize: applied to the ``[B, S, H]`` that each half of a layer adds to the residual
+            stream; training drops parts of it, `TensorParallelLlama` sums it over devices.
+          feature_layers: as in `apply`.
 
         Returns:
-            Logits `[B, S, V]` and features `[B, S, A H]`, or None, in the compute dtype.
+          Logits ``[B, S, V]`` and features ``[B, S, A H]``, or None, in the compute dtype.
         """
         cos_sin = self._rotation(positions)
         streams = [embedded]  # that enter each layer, and that leaves the last one
@@ -280,7 +278,7 @@ class Llama:
         attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
         regularize: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:
-        """The residual stream `[B, S, H]` after one more layer."""
+        """The residual stream ``[B, S, H]`` after one more layer."""
         c = self.config
         h = rms_norm(x, layer["input_layernorm"], c.rms_norm_eps)
         x = x + regularize(self_attention(c, layer, h, cos_sin, attend))
@@ -288,7 +286,7 @@ class Llama:
         return x + regularize(feed_forward(layer, h))
 
     def _logits(self, params: dict[str, Any], x: jax.Array) -> jax.Array:
-        """Logits `[B, S, V]` of the residual stream after the last layer."""
+        """Logits ``[B, S, V]`` of the residual stream after the last layer."""
         c = self.config
         x = rms_norm(x, params["norm"], c.rms_norm_eps)
         tied = c.tie_word_embeddings
@@ -297,22 +295,22 @@ class Llama:
 
 
 def stack_layers(params: dict[str, Any]) -> dict[str, Any]:
-    """The weights of a `Llama` for `scan_layers`: ``layers`` as one dict of `[L, ...]` arrays.
+    """The weights of a `Llama` for `scan_layers`: ``layers`` as one dict of ``[L, ...]`` arrays.
 
     Args:
-        params: of the structure of `param_shapes`, where ``layers`` is a list of dicts.
+      params: of the structure of `param_shapes`, where ``layers`` is a list of dicts.
 
     Returns:
-        New arrays for the layers; the others are shared.
+      New arrays for the layers; the others are shared.
 
     Example:
-        >>> import dataclasses
-        >>> import jax_specdec as sd
-        >>> _, (model, params) = sd.load_embedded_pair()
-        >>> model = dataclasses.replace(model, scan_layers=True)
-        >>> params = sd.models.stack_layers(params)
-        >>> params["layers"]["input_layernorm"].shape[0] == model.config.num_hidden_layers
-        True
+      >>> import dataclasses
+      >>> import jax_specdec as sd
+      >>> _, (model, params) = sd.load_embedded_pair()
+      >>> model = dataclasses.replace(model, scan_layers=True)
+      >>> params = sd.models.stack_layers(params)
+      >>> params["layers"]["input_layernorm"].shape[0] == model.config.num_hidden_layers
+      True
     """
     return {**params, "layers": jax.tree.map(lambda *x: jnp.stack(x), *params["layers"])}
 
@@ -321,10 +319,10 @@ def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
     """The inverse of `stack_layers`.
 
     Example:
-        >>> import jax_specdec as sd
-        >>> _, (model, params) = sd.load_embedded_pair()
-        >>> len(sd.models.unstack_layers(sd.models.stack_layers(params))["layers"])
-        2
+      >>> import jax_specdec as sd
+      >>> _, (model, params) = sd.load_embedded_pair()
+      >>> len(sd.models.unstack_layers(sd.models.stack_layers(params))["layers"])
+      2
     """
     layers = params["layers"]
     size = len(next(iter(layers.values())))
@@ -339,7 +337,7 @@ def _check_feature_layers(layers: tuple[int, ...], num_layers: int) -> None:
 
 
 def check_cache(model: Llama, cache: Any, batch_size: int, length: int) -> None:
-    """Checks that a cache is one of the model, for these requests, and long enough."""
+    """Check that a cache is one of the model, for these requests, and long enough."""
     c = model.config
     wanted = f"a list of {c.num_hidden_layers} (keys, values) pairs"
     if model.scan_layers:

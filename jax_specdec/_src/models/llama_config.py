@@ -6,41 +6,39 @@ from typing import Any
 from jax_specdec._src.models.fields import check_fields, quoted
 from jax_specdec._src.models.rotary import RopeScaling
 
-__all__ = ["LlamaConfig", "param_shapes", "stacked_shapes"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
     """Sizes of a Llama decoder; fields are named as in a Hugging Face `config.json`.
 
     Attributes:
-        vocab_size: V, size of the vocabulary axis of embedding and logits.
-        hidden_size: H, width of the residual stream.
-        intermediate_size: I, width of the feed-forward layers.
-        num_hidden_layers: L.
-        num_attention_heads: N, query heads.
-        num_key_value_heads: N_kv, heads of keys and values; each serves N / N_kv query heads.
-        head_dim: D, width of one head; even.
-        rms_norm_eps: added to the mean square in RMSNorm.
-        rope_theta: base of the rotary wavelengths.
-        tie_word_embeddings: the output matrix is the embedding, transposed.
-        max_position_embeddings: longest context seen in training; information only.
-        rope_scaling: how rotary frequencies are scaled; None if they are not.
-        qkv_bias: queries, keys and values have biases, as in Qwen2.
-        qk_norm: queries and keys pass an RMSNorm over each head before rotation, as in Qwen3.
-        num_token_ids: ids from this on are padding of the vocabulary axis: their logits are -inf,
-            so they are never drawn. None if all V ids are tokens.
+      vocab_size: V, size of the vocabulary axis of embedding and logits.
+      hidden_size: H, width of the residual stream.
+      intermediate_size: I, width of the feed-forward layers.
+      num_hidden_layers: L.
+      num_attention_heads: N, query heads.
+      num_key_value_heads: N_kv, heads of keys and values; each serves N / N_kv query heads.
+      head_dim: D, width of one head; even.
+      rms_norm_eps: added to the mean square in RMSNorm.
+      rope_theta: base of the rotary wavelengths.
+      tie_word_embeddings: the output matrix is the embedding, transposed.
+      max_position_embeddings: longest context seen in training; information only.
+      rope_scaling: how rotary frequencies are scaled; None if they are not.
+      qkv_bias: queries, keys and values have biases, as in Qwen2.
+      qk_norm: queries and keys pass an RMSNorm over each head before rotation, as in Qwen3.
+      num_token_ids: ids from this on are padding of the vocabulary axis: their logits are -inf, so
+        they are never drawn. None if all V ids are tokens.
 
     Raises:
-        ValueError: a size is not a positive integer below 2**31, a number is not positive or not
-            one that float32 holds, `rope_theta` is less than 1, or sizes do not fit together.
+      ValueError: a size is not a positive integer below 2**31, a number is not positive or not one
+        that float32 holds, `rope_theta` is less than 1, or sizes do not fit together.
 
     Example:
-        >>> config = LlamaConfig(
-        ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-        >>> config.rope_theta
-        10000.0
+      >>> config = LlamaConfig(
+      ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+      ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+      >>> config.rope_theta
+      10000.0
     """
 
     vocab_size: int

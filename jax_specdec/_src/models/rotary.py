@@ -1,8 +1,8 @@
 """Rotary positions, and the frequencies of Llama 3.1 that reach further than training did.
 
 References:
-    Su et al., 2021, "RoFormer", https://arxiv.org/abs/2104.09864
-    Grattafiori et al., 2024, "The Llama 3 Herd of Models", https://arxiv.org/abs/2407.21783
+  Su et al., 2021, "RoFormer", https://arxiv.org/abs/2104.09864
+  Grattafiori et al., 2024, "The Llama 3 Herd of Models", https://arxiv.org/abs/2407.21783
 """
 
 import dataclasses
@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec._src.models.fields import check_fields
-
-__all__ = ["RopeScaling", "frequencies", "rotate", "rotation"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,21 +23,21 @@ class RopeScaling:
     interpolated linearly in C / w in between. Fields are named as in a Hugging Face `config.json`.
 
     Attributes:
-        factor: by which slow frequencies are divided.
-        low_freq_factor: rotations in the original context up to which a frequency is slow.
-        high_freq_factor: rotations in the original context from which a frequency is fast.
-        original_max_position_embeddings: longest context before the model was extended.
+      factor: by which slow frequencies are divided.
+      low_freq_factor: rotations in the original context up to which a frequency is slow.
+      high_freq_factor: rotations in the original context from which a frequency is fast.
+      original_max_position_embeddings: longest context before the model was extended.
 
     Raises:
-        ValueError: a field is not a positive number that float32 holds, the context is not an
-            integer, the factor is less than 1, or the two limits are not in order.
+      ValueError: a field is not a positive number that float32 holds, the context is not an
+        integer, the factor is less than 1, or the two limits are not in order.
 
     Example:
-        >>> scaling = RopeScaling(
-        ...     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-        ...     original_max_position_embeddings=8192)
-        >>> scaling.factor
-        8.0
+      >>> scaling = RopeScaling(
+      ...     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+      ...     original_max_position_embeddings=8192)
+      >>> scaling.factor
+      8.0
     """
 
     factor: float
@@ -70,7 +68,7 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None)
 
 
 def rotation(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """The cos and sin of position * frequency: two `[B, S, 1, D/2]` float32."""
+    """The cos and sin of position * frequency: two ``[B, S, 1, D/2]`` float32."""
     angles = positions[:, :, None, None].astype(jnp.float32) * jnp.asarray(
         frequencies[None, None, None, :], jnp.float32
     )
@@ -78,7 +76,7 @@ def rotation(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, 
 
 
 def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the pairs (x[i], x[i + D/2]) of each head by their angles, in float32."""
+    """Rotate the pairs (x[i], x[i + D/2]) of each head by their angles, in float32."""
     cos, sin = rotation
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = (first * cos - second * sin, second * cos + first * sin)

@@ -5,7 +5,7 @@ columns and a slice of the vocabulary. What the devices add to the residual stre
 per layer, and once for the embedding; the logits stay where they are computed.
 
 References:
-    Shoeybi et al., 2019, "Megatron-LM", https://arxiv.org/abs/1909.08053
+  Shoeybi et al., 2019, "Megatron-LM", https://arxiv.org/abs/1909.08053
 """
 
 import dataclasses
@@ -24,8 +24,6 @@ from jax_specdec._src.models.llama import Llama
 from jax_specdec._src.models.protocol import TargetOutput
 from jax_specdec._src.verify.sharding import VerifySharding
 
-__all__ = ["TensorParallelLlama"]
-
 
 @dataclasses.dataclass(frozen=True)
 class TensorParallelLlama:
@@ -41,24 +39,24 @@ class TensorParallelLlama:
     same on all devices.
 
     Attributes:
-        model: the whole model.
-        mesh: devices; those along its other axes all compute the same.
-        axis: the axis of the mesh with n devices.
+      model: the whole model.
+      mesh: devices; those along its other axes all compute the same.
+      axis: the axis of the mesh with n devices.
 
     Raises:
-        ValueError: the mesh has no such axis.
+      ValueError: the mesh has no such axis.
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> import jax_specdec as sd
-        >>> _, (whole, params) = sd.load_embedded_pair()
-        >>> mesh = jax.make_mesh((jax.device_count(),), ("tensor",))
-        >>> model = sd.models.TensorParallelLlama(whole, mesh, "tensor")
-        >>> params = model.shard_params(params)
-        >>> logits = jax.jit(model.apply)(
-        ...     params, jnp.array([[104, 105]]), jnp.array([0]), model.init_cache(1, 8)).logits
-        >>> logits.shape, logits.addressable_shards[0].data.shape[2] * jax.device_count()
-        ((1, 2, 256), 256)
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> _, (whole, params) = sd.load_embedded_pair()
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("tensor",))
+      >>> model = sd.models.TensorParallelLlama(whole, mesh, "tensor")
+      >>> params = model.shard_params(params)
+      >>> logits = jax.jit(model.apply)(
+      ...     params, jnp.array([[104, 105]]), jnp.array([0]), model.init_cache(1, 8)).logits
+      >>> logits.shape, logits.addressable_shards[0].data.shape[2] * jax.device_count()
+      ((1, 2, 256), 256)
     """
 
     model: Llama
@@ -121,10 +119,10 @@ class TensorParallelLlama:
         devices. Weights too large for one device are read under ``jax.default_device`` of a CPU.
 
         Args:
-            params: weights of the whole model.
+          params: weights of the whole model.
 
         Returns:
-            Arrays of the same names, with a leading axis of n.
+          Arrays of the same names, with a leading axis of n.
         """
         sharding = NamedSharding(self.mesh, P(self.axis))
 
@@ -164,21 +162,21 @@ class TensorParallelLlama:
         cache: Any,
         feature_layers: tuple[int, ...] = (),
     ) -> TargetOutput:
-        """Runs S consecutive tokens of each request; see `CausalModel.apply`.
+        """Run S consecutive tokens of each request; see `CausalModel.apply`.
 
         Args:
-            params: from `shard_params`.
-            token_ids: as in `Llama.apply`.
-            start: as in `Llama.apply`.
-            cache: from `init_cache` or a previous call.
-            feature_layers: as in `Llama.apply`.
+          params: from `shard_params`.
+          token_ids: as in `Llama.apply`.
+          start: as in `Llama.apply`.
+          cache: from `init_cache` or a previous call.
+          feature_layers: as in `Llama.apply`.
 
         Returns:
-            Logits `[B, S, V]`, sharded over V; the cache; and features, the same on all devices.
+          Logits ``[B, S, V]``, sharded over V; the cache; and features, the same on all devices.
 
         Raises:
-            ValueError: as in `Llama.apply`.
-            TypeError: as in `Llama.apply`.
+          ValueError: as in `Llama.apply`.
+          TypeError: as in `Llama.apply`.
         """
         output_specs: Any = (P(None, None, self.axis), P(self.axis), P())
         run = jax.shard_map(

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, `[out, in]` under Hugging Face names, and the params of `Llama`.
+"""The tensors of a checkpoint, ``[out, in]`` under Hugging Face names, and the params of `Llama`.
 
 Reading fuses and transposes to the layout of `param_shapes`, once, tensor by tensor: no more than
 one fused matrix is in memory beside the params. Writing undoes it.
@@ -19,20 +19,6 @@ from jax_specdec._src.models.fields import quoted, reason, shown
 from jax_specdec._src.models.files import existing, is_there, read_json
 from jax_specdec._src.models.llama_config import LlamaConfig, param_shapes
 
-__all__ = [
-    "INDEX_FILE",
-    "WEIGHTS_FILE",
-    "Tensors",
-    "check_tensors",
-    "layer_shapes",
-    "layer_tensors",
-    "open_files",
-    "open_tensors",
-    "read_params",
-    "unfuse",
-    "unfuse_layer",
-]
-
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -45,8 +31,8 @@ class Tensors:
     """The open files of a checkpoint.
 
     Attributes:
-        origin: the file that names all tensors.
-        files: which file holds a tensor, with its path.
+      origin: the file that names all tensors.
+      files: which file holds a tensor, with its path.
     """
 
     origin: Path
@@ -70,7 +56,7 @@ class Tensors:
         """One tensor on the device, or its first `size` rows.
 
         Raises:
-            ValueError: a weight is NaN or infinite in `dtype`, and `allow_nonfinite` is false.
+          ValueError: a weight is NaN or infinite in `dtype`, and `allow_nonfinite` is false.
         """
         tensor = self.read(name)[:size]
         if not allow_nonfinite:
@@ -81,13 +67,13 @@ class Tensors:
 
 @contextlib.contextmanager
 def open_tensors(directory: Path, config: LlamaConfig) -> Iterator[Tensors]:
-    """Opens the weights of a checkpoint, one file or shards, and checks them against the config.
+    """Open the weights of a checkpoint, one file or shards, and check them against the config.
 
     Raises:
-        FileNotFoundError: a file is missing.
-        OSError: something other than a file is in its place, or it cannot be opened.
-        ValueError: a file cannot be parsed, the index names a file outside the directory, or a
-            tensor is missing, unknown, or of another shape or kind than the config says.
+      FileNotFoundError: a file is missing.
+      OSError: something other than a file is in its place, or it cannot be opened.
+      ValueError: a file cannot be parsed, the index names a file outside the directory, or a tensor
+        is missing, unknown, or of another shape or kind than the config says.
     """
     with open_files(directory) as tensors:
         # Some writers also store what follows from the rest: a tied output matrix.
@@ -154,15 +140,15 @@ def _open_file(path: Path, stack: contextlib.ExitStack) -> Any:
 def check_tensors(
     tensors: Tensors, shapes: Iterable[tuple[str, tuple[int, ...]]], unread: Collection[str]
 ) -> None:
-    """Checks names, shapes and dtypes.
+    """Check names, shapes and dtypes.
 
     Args:
-        tensors: what the files hold.
-        shapes: name and shape of each tensor that must be there.
-        unread: names of further tensors that may be.
+      tensors: what the files hold.
+      shapes: name and shape of each tensor that must be there.
+      unread: names of further tensors that may be.
 
     Raises:
-        ValueError: a tensor is missing, unknown, or of another shape or kind.
+      ValueError: a tensor is missing, unknown, or of another shape or kind.
     """
     expected = set(unread)
     for name, shape in shapes:  # stops at the first that is missing
@@ -201,19 +187,19 @@ def read_params(
     """The params of `Llama`.
 
     Args:
-        tensors: from `open_tensors`.
-        config: of the whole checkpoint.
-        dtype: of the params.
-        vocab_size: ids from this on are left out.
-        allow_nonfinite: weights may be NaN or infinite.
-        scan_layers: as in `Llama`.
+      tensors: from `open_tensors`.
+      config: of the whole checkpoint.
+      dtype: of the params.
+      vocab_size: ids from this on are left out.
+      allow_nonfinite: weights may be NaN or infinite.
+      scan_layers: as in `Llama`.
 
     Returns:
-        The pytree of `param_shapes` or, with `scan_layers`, of `stacked_shapes`, with `vocab_size`
-        ids.
+      The pytree of `param_shapes` or, with `scan_layers`, of `stacked_shapes`, with `vocab_size`
+      ids.
 
     Raises:
-        ValueError: a weight is NaN or infinite in `dtype`.
+      ValueError: a weight is NaN or infinite in `dtype`.
     """
 
     def read(name: str, size: int | None = None) -> jax.Array:
@@ -256,7 +242,7 @@ def _check_finite(tensors: Tensors, name: str, tensor: np.ndarray, dtype: Any) -
 
 
 def unfuse(config: LlamaConfig, params: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The tensors of a checkpoint, `[out, in]`, by name."""
+    """The tensors of a checkpoint, ``[out, in]``, by name."""
     tensors = {
         "model.embed_tokens.weight": params["embed_tokens"],
         "model.norm.weight": params["norm"],
@@ -271,7 +257,7 @@ def unfuse(config: LlamaConfig, params: dict[str, Any]) -> dict[str, np.ndarray]
 def unfuse_layer(
     config: LlamaConfig, layer: dict[str, jax.Array], prefix: str
 ) -> dict[str, np.ndarray]:
-    """The tensors of one layer, `[out, in]`, by name."""
+    """The tensors of one layer, ``[out, in]``, by name."""
     tensors, sizes = {}, _part_sizes(config)
     for name, parts in layer_tensors(config, prefix).items():
         ends = np.cumsum(sizes.get(name, []))[:-1]
@@ -310,7 +296,7 @@ def _part_sizes(config: LlamaConfig) -> dict[str, list[int]]:
 
 
 def _tensor_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and `[out, in]` shape of every tensor of a checkpoint.
+    """Name and ``[out, in]`` shape of every tensor of a checkpoint.
 
     One at a time, because a file may ask for more layers than memory can hold the names of.
     """
@@ -327,7 +313,7 @@ def _tensor_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]
 def layer_shapes(
     config: LlamaConfig, layer: dict[str, tuple[int, ...]], prefix: str
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and `[out, in]` shape of the tensors of one layer, whose arrays have shapes `layer`."""
+    """Name and shape ``[out, in]`` of a layer's tensors, whose arrays have shapes `layer`."""
     sizes = _part_sizes(config)
     for name, parts in layer_tensors(config, prefix).items():
         *inner, last = layer[name]

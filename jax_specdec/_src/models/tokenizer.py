@@ -12,8 +12,6 @@ from jax_specdec._src.models.config_json import CONFIG_FILE
 from jax_specdec._src.models.fields import MAX_INT, is_token_id, quoted, reason, shown
 from jax_specdec._src.models.files import existing, is_there, read_json
 
-__all__ = ["TOKENIZER_FILE", "TextStream", "Tokenizer", "count_token_ids", "load_tokenizer"]
-
 TOKENIZER_FILE = "tokenizer.json"
 GENERATION_FILE = "generation_config.json"
 
@@ -27,17 +25,17 @@ class Tokenizer:
     """Text to token ids and back; from `load_tokenizer`.
 
     Attributes:
-        path: the file it was read from.
-        library_tokenizer: the `tokenizers.Tokenizer` behind it.
-        stop_token_ids: ids that end a text, from the checkpoint's `generation_config.json` or else
-            its `config.json`, and the `eos_token` of its `tokenizer_config.json`.
+      path: the file it was read from.
+      library_tokenizer: the `tokenizers.Tokenizer` behind it.
+      stop_token_ids: ids that end a text, from the checkpoint's `generation_config.json` or else
+        its `config.json`, and the `eos_token` of its `tokenizer_config.json`.
 
     Example:
-        >>> import tokenizers
-        >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"no": 0, "yes": 1}))
-        >>> tokenizer = Tokenizer(Path("tokenizer.json"), words, stop_token_ids=())
-        >>> tokenizer.encode("yes"), tokenizer.decode([1, 0])
-        ([1], 'yes no')
+      >>> import tokenizers
+      >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"no": 0, "yes": 1}))
+      >>> tokenizer = Tokenizer(Path("tokenizer.json"), words, stop_token_ids=())
+      >>> tokenizer.encode("yes"), tokenizer.decode([1, 0])
+      ([1], 'yes no')
     """
 
     path: Path
@@ -50,8 +48,8 @@ class Tokenizer:
         A lone surrogate, which UTF-8 cannot hold, becomes a question mark.
 
         Raises:
-            TypeError: `text` is not a str.
-            ValueError: the tokenizer has no ids for the text.
+          TypeError: `text` is not a str.
+          ValueError: the tokenizer has no ids for the text.
         """
         return self._encode(text, add_special_tokens=True)
 
@@ -64,25 +62,25 @@ class Tokenizer:
         limit the memory of a process, such as Windows and macOS, bound the time alone.
 
         Args:
-            messages: each with a "role", such as "user", and a "content".
+          messages: each with a "role", such as "user", and a "content".
 
         Raises:
-            ImportError: the `jinja2` library is not installed.
-            OSError: a file cannot be opened.
-            TypeError: `messages` is something else.
-            ValueError: there is no template, it cannot be applied to the messages or takes too much
-                time or memory, or the tokenizer has no ids for the text.
+          ImportError: the `jinja2` library is not installed.
+          OSError: a file cannot be opened.
+          TypeError: `messages` is something else.
+          ValueError: there is no template, it cannot be applied to the messages or takes too much
+            time or memory, or the tokenizer has no ids for the text.
 
         Example:
-            >>> import tempfile, tokenizers
-            >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<user>": 0, "yes": 1}))
-            >>> words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-            >>> with tempfile.TemporaryDirectory() as directory:
-            ...     words.save(f"{directory}/tokenizer.json")
-            ...     template = Path(directory) / "chat_template.jinja"
-            ...     _ = template.write_text("<{{ messages[0].role }}> {{ messages[0].content }}")
-            ...     load_tokenizer(directory).encode_chat([{"role": "user", "content": "yes"}])
-            [0, 1]
+          >>> import tempfile, tokenizers
+          >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<user>": 0, "yes": 1}))
+          >>> words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+          >>> with tempfile.TemporaryDirectory() as directory:
+          ...     words.save(f"{directory}/tokenizer.json")
+          ...     template = Path(directory) / "chat_template.jinja"
+          ...     _ = template.write_text("<{{ messages[0].role }}> {{ messages[0].content }}")
+          ...     load_tokenizer(directory).encode_chat([{"role": "user", "content": "yes"}])
+          [0, 1]
         """
         text = read_chat_template(self.path.parent).apply(messages)
         return self._encode(text, add_special_tokens=False)
@@ -99,7 +97,7 @@ class Tokenizer:
         """The text of ids. Special tokens have no text; bytes that are not UTF-8 become U+FFFD.
 
         Raises:
-            TypeError: an id is not an integer.
+          TypeError: an id is not an integer.
         """
         return str(self.library_tokenizer.decode(id_list(token_ids)))
 
@@ -108,10 +106,10 @@ class Tokenizer:
         return TextStream(self, prompt_token_ids)
 
     def check_same_vocabulary(self, other: "Tokenizer") -> None:
-        """Checks that an id means the same to both tokenizers.
+        """Check that an id means the same to both tokenizers.
 
         Raises:
-            ValueError: one id does not; the message names the files and the first difference.
+          ValueError: one id does not; the message names the files and the first difference.
         """
         ours, theirs = (
             {i: token for token, i in tokenizer.library_tokenizer.get_vocab().items()}
@@ -136,26 +134,26 @@ class TextStream:
     those of the piece before, because a token's text may depend on whether it begins a text.
 
     Args:
-        tokenizer: a `Tokenizer`, or a function that gives the text of a list of ids and U+FFFD for
-            an incomplete character, such as `decode_bytes`.
-        prompt_token_ids: what the stream follows.
+      tokenizer: a `Tokenizer`, or a function that gives the text of a list of ids and U+FFFD for an
+        incomplete character, such as `decode_bytes`.
+      prompt_token_ids: what the stream follows.
 
     Raises:
-        TypeError: `tokenizer` is neither.
+      TypeError: `tokenizer` is neither.
 
     Example:
-        >>> import jax_specdec as sd
-        >>> _, (model, params) = sd.load_embedded_pair()  # for another model, `load_tokenizer`
-        >>> prompt = sd.encode_bytes("class Stack(")
-        >>> stream = sd.TextStream(sd.decode_bytes, prompt)
-        >>> for step in sd.generate_stream(
-        ...     model, params, [prompt], drafter=sd.NGramDrafter(), max_new_tokens=6,
-        ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2)):
-        ...     kept = step.token_ids[0, : step.num_kept[0]]  # the rest is -1
-        ...     print(stream.decode(kept), end="|", flush=True)
-        o|b|j|e|c|t|
-        >>> stream.decode([], final=True)
-        ''
+      >>> import jax_specdec as sd
+      >>> _, (model, params) = sd.load_embedded_pair()  # for another model, `load_tokenizer`
+      >>> prompt = sd.encode_bytes("class Stack(")
+      >>> stream = sd.TextStream(sd.decode_bytes, prompt)
+      >>> for step in sd.generate_stream(
+      ...     model, params, [prompt], drafter=sd.NGramDrafter(), max_new_tokens=6,
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2)):
+      ...     kept = step.token_ids[0, : step.num_kept[0]]  # the rest is -1
+      ...     print(stream.decode(kept), end="|", flush=True)
+      o|b|j|e|c|t|
+      >>> stream.decode([], final=True)
+      ''
     """
 
     def __init__(
@@ -177,11 +175,11 @@ class TextStream:
         """The text that the next ids complete.
 
         Args:
-            token_ids: the next ids, of any integer type.
-            final: no more ids follow: an incomplete character becomes U+FFFD.
+          token_ids: the next ids, of any integer type.
+          final: no more ids follow: an incomplete character becomes U+FFFD.
 
         Raises:
-            TypeError: an id is not an integer.
+          TypeError: an id is not an integer.
         """
         pieces = []
         for token_id in id_list(token_ids):
@@ -203,29 +201,29 @@ class TextStream:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """Reads the tokenizer of a Hugging Face checkpoint from a local directory.
+    """Read the tokenizer of a Hugging Face checkpoint from a local directory.
 
     Args:
-        directory: holds `tokenizer.json`; and `config.json` or `generation_config.json`, from which
-            the stop tokens are read.
+      directory: holds `tokenizer.json`; and `config.json` or `generation_config.json`, from which
+        the stop tokens are read.
 
     Returns:
-        The tokenizer.
+      The tokenizer.
 
     Raises:
-        ImportError: the `tokenizers` library is not installed.
-        FileNotFoundError: there is no `tokenizer.json`.
-        OSError: something other than a file is in its place, or a file cannot be opened.
-        ValueError: a file cannot be parsed, or has an id that is not an integer in [0, 2**31) or
-            that stands for two tokens.
+      ImportError: the `tokenizers` library is not installed.
+      FileNotFoundError: there is no `tokenizer.json`.
+      OSError: something other than a file is in its place, or a file cannot be opened.
+      ValueError: a file cannot be parsed, or has an id that is not an integer in [0, 2**31) or that
+        stands for two tokens.
 
     Example:
-        >>> import tempfile, tokenizers
-        >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"no": 0, "yes": 1}))
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     words.save(f"{directory}/tokenizer.json")
-        ...     load_tokenizer(directory).encode("yes")
-        [1]
+      >>> import tempfile, tokenizers
+      >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"no": 0, "yes": 1}))
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     words.save(f"{directory}/tokenizer.json")
+      ...     load_tokenizer(directory).encode("yes")
+      [1]
     """
     path = existing(Path(directory) / TOKENIZER_FILE)
     try:
@@ -253,10 +251,9 @@ def count_token_ids(path: Path) -> int:
     """One more than the last id in a `tokenizer.json`; needs no library.
 
     Raises:
-        FileNotFoundError: it does not exist.
-        OSError: it is not a file, or cannot be opened.
-        ValueError: it holds no ids, one that is not an integer in [0, 2**31), or one for two
-            tokens.
+      FileNotFoundError: it does not exist.
+      OSError: it is not a file, or cannot be opened.
+      ValueError: it holds no ids, one that is not an integer in [0, 2**31), or one for two tokens.
     """
     raw, where = read_json(path), shown(path)
     vocab = _vocabulary(raw.get("model"))
@@ -314,7 +311,7 @@ def _errors_name(path: Path, what: str) -> Iterator[None]:
     """What the library raises, in one sentence; its panics are not of type `Exception`.
 
     Raises:
-        ValueError: the library raised something.
+      ValueError: the library raised something.
     """
     try:
         yield
