@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 from jax_specdec import __version__
 from jax_specdec._src.cli import terminal
-from jax_specdec._src.cli.bench import show_bench
 from jax_specdec._src.cli.cache import keep_compiled_programs
 from jax_specdec._src.cli.options import Options, parse
 from jax_specdec._src.cli.process import run_to_end
 from jax_specdec._src.cli.prompts import InputError, read_prompts
-from jax_specdec._src.cli.show import show_json, show_text
+from jax_specdec._src.cli.show import show_bench, show_json, show_text
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -121,6 +121,7 @@ _NOT_GIVEN = {
     "chat": False,
     "target": None,
     "drafters": None,
+    "ks": None,
     "dtype": None,
     "scan_layers": False,
     "acceptance_length": None,
@@ -499,7 +500,7 @@ def _check(values: argparse.Namespace) -> Options:
     if values.chat and values.target is None:
         raise ValueError("--chat needs --target, whose tokenizer has the chat template")
     drafters = _drafters(values)
-    ks = getattr(values, "ks", (LOOKUP_K if drafters == ("ngram",) else DEFAULT_K,))
+    ks = values.ks or (LOOKUP_K if drafters == ("ngram",) else DEFAULT_K,)
     check_int("--seed", values.seed, 0, 2**32 - 1)
     for name, value in (
         ("--max-new-tokens", values.max_new_tokens),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from rich.text import Text
 from jax_specdec._src.cli import terminal
 from jax_specdec._src.cli.options import Options
 from jax_specdec._src.cli.run import Comparison, Session
-from jax_specdec._src.testing import GreedyDifference
 
 
 def table(options: Options, comparisons: list[Comparison]) -> Table:
@@ -44,28 +44,30 @@ def table(options: Options, comparisons: list[Comparison]) -> Table:
             "" if config is None else f"{config.num_speculative_tokens}",
             f"{run.num_tokens}",
             f"{stats.tokens_per_target_pass:.2f}{error}",
-            f"{stats.mean_acceptance_length:.2f}" if stats.num_drafts else "-",
+            stats.length_text,
             f"{run.tokens_per_second:.0f}",
             "" if config is None else f"{comparison.speedup:.2f}x",
-            _identity(comparison.differences),
+            comparison.identity,
             end_section=i + 1 == len(comparisons) or comparisons[i + 1].run.config is None,
         )
     return table
 
 
-def _identity(differences: list[GreedyDifference] | None) -> str:
-    if differences is None:
-        return ""
-    return f"no, gap {differences[0].gap:.0e}" if differences else "yes"
+def write_json(
+    session: Session, found: dict[str, Any], comparisons: list[Comparison] | None
+) -> None:
+    """Write one object, with an entry for each row of the table, if there is one."""
+    options = session.options
+    found |= {"target": None if options.target is None else str(options.target)}
+    found |= {"seed": options.seed}
+    if comparisons is not None:
+        found["rows"] = [_row(session, comparison) for comparison in comparisons]
+    terminal.write(json.dumps(found) + "\n")
 
 
-def rows_as_json(session: Session, comparisons: list[Comparison]) -> list[dict[str, Any]]:
-    """One object for each row of the table."""
-    return [_row_as_json(session, comparison) for comparison in comparisons]
-
-
-def _row_as_json(session: Session, comparison: Comparison) -> dict[str, Any]:
-    run, differences = comparison.run, comparison.differences
+def _row(session: Session, comparison: Comparison) -> dict[str, Any]:
+    run, found = comparison.run, comparison.differences
+    differences = None if found is None else [dataclasses.asdict(one) for one in found]
     return {
         "temperature": run.temperature,
         "draft": run.drafter,
@@ -79,8 +81,6 @@ def _row_as_json(session: Session, comparison: Comparison) -> dict[str, Any]:
         "standard_error": run.standard_error,
         "speedup": comparison.speedup,
         "identical_to_plain": comparison.is_identical,
-        "differences": None
-        if differences is None
-        else [dataclasses.asdict(difference) for difference in differences],
+        "differences": differences,
         **run.stats.to_dict(),
     }

@@ -143,6 +143,13 @@ class Comparison:
         return None if self.differences is None else not self.differences
 
     @property
+    def identity(self) -> str:
+        """`is_identical` for a person, with how close the first decision was that differs."""
+        if not self.differences:
+            return "" if self.differences is None else "yes"
+        return f"no, gap {self.differences[0].gap:.0e}"
+
+    @property
     def speedup(self) -> float:
         """Time per token of plain decoding, divided by the time per token of the run."""
         return self.run.tokens_per_second / max(self.plain.tokens_per_second, 1e-9)

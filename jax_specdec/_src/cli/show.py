@@ -1,17 +1,19 @@
-"""How `jax-specdec generate` looks: text in colours and a line of statistics, a table, or JSON."""
+"""What `generate` and `bench` print: text in colours, a line of statistics, a table, or JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import itertools
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from rich.text import Text
 
 from jax_specdec._src.cli import report, terminal
+from jax_specdec._src.cli.costs import measure_costs
 from jax_specdec._src.cli.models import load_models
 from jax_specdec._src.cli.options import Options
 from jax_specdec._src.cli.run import Comparison, Session, Start, TextStep, stacked
@@ -98,8 +100,7 @@ def show_json(options: Options, prompts: list[str]) -> None:
     seen = list(steps)
     pieces = [[p for step in seen for p in step.pieces[b]] for b in range(len(prompts))]
     records = stacked([step.record for step in seen])
-    stats = AcceptanceStats.from_steps(records)
-    result: dict[str, Any] = {
+    found: dict[str, Any] = {
         "requests": [
             {
                 "prompt": prompt,
@@ -111,21 +112,37 @@ def show_json(options: Options, prompts: list[str]) -> None:
             for b, prompt in enumerate(prompts)
         ],
         "config": options.config.to_dict(),
-        "target": None if options.target is None else str(options.target),
         "draft": options.drafters[0],
         "temperature": options.temperatures[0],
         "options": dataclasses.asdict(session.request(options.temperatures[0])),
-        "seed": options.seed,
         "num_tokens": int(records.num_kept.sum()),
         "num_target_passes": len(seen),
         "load_and_compile_seconds": loading + start.compiling,
         "first_token_seconds": start.first_token,
-        **stats.to_dict(),
+        **AcceptanceStats.from_steps(records).to_dict(),
     }
-    if options.repeats is not None:
-        result["rows"] = report.rows_as_json(session, _compare(session))
-    terminal.write(json.dumps(result) + "\n")
+    report.write_json(session, found, None if options.repeats is None else _compare(session))
     check_verified(seen[-1])
+
+
+def show_bench(options: Options, prompts: list[str]) -> None:
+    """Run every combination; print a table and what follows from it, or one JSON object."""
+    with terminal.spinner(LOADING):
+        session = Session(options, load_models(options, prompts))
+    comparisons = _compare(session)
+    with terminal.spinner("timing the models alone"):
+        costs = measure_costs(session)
+    if options.json:
+        found = dict(prompts=prompts, repeats=options.repeats, costs=dataclasses.asdict(costs))
+        report.write_json(session, found, comparisons)
+        return
+    terminal.show(report.table(options, comparisons))
+    fastest = []
+    for temperature, group in itertools.groupby(comparisons, lambda x: x.run.temperature):
+        best = max(group, key=lambda comparison: comparison.speedup)
+        speed = "" if best.run is best.plain else f" ({best.speedup:.2f} times plain decoding)"
+        fastest.append(f"{best.run.name}{speed} at temperature {temperature:g}")
+    terminal.show(Text(f"{costs} Fastest on these prompts: {', '.join(fastest)}."))
 
 
 def check_verified(last: TextStep) -> None:
@@ -195,5 +212,8 @@ def _origins(steps: StepRecord) -> dict[str, int]:
 
 
 def _compare(session: Session) -> list[Comparison]:
-    with terminal.progress_bar("timing against plain decoding", session.num_runs) as on_run:
-        return session.compare(session.options.temperatures[0], on_run)
+    """Every way of decoding, at every temperature."""
+    temperatures = session.options.temperatures
+    total = len(temperatures) * session.num_runs
+    with terminal.progress_bar("timing", total) as on_run:
+        return [x for one in temperatures for x in session.compare(one, on_run)]

@@ -88,7 +88,8 @@ class GrammarDriver(EngineDriver):
           prompt: token ids, at least one.
           options: what the request asks for.
           matcher: at the beginning of its grammar, and of this request alone; made for the
-            target's vocabulary. Where it has terminated, it allows every token: to end the text,
+            target's vocabulary. It is called in a thread of the driver's; if it raises, its request
+            is in a failed call. Where it has terminated, it allows every token: to end the text,
             let it allow a stop token only. None for no grammar.
           **fields: of `RequestOptions`.
 
