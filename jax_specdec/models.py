@@ -3,7 +3,8 @@
 from jax_specdec._src.models.checkpoint import LoadedModel, load_checkpoint, save_checkpoint
 from jax_specdec._src.models.eagle3 import Eagle3Config, Eagle3Head
 from jax_specdec._src.models.eagle3_files import save_eagle3
-from jax_specdec._src.models.llama import Llama, LlamaConfig, stack_layers, unstack_layers
+from jax_specdec._src.models.llama import Llama, stack_layers, unstack_layers
+from jax_specdec._src.models.llama_config import LlamaConfig
 from jax_specdec._src.models.protocol import CausalModel, TargetOutput
 from jax_specdec._src.models.rotary import RopeScaling
 from jax_specdec._src.models.tensor_parallel import TensorParallelLlama

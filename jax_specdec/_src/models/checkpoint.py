@@ -14,7 +14,8 @@ from jax_specdec._src.arrays import check_int, require
 from jax_specdec._src.models.config_json import CONFIG_FILE, config_text, read_config
 from jax_specdec._src.models.fields import quoted
 from jax_specdec._src.models.files import is_there
-from jax_specdec._src.models.llama import Llama, LlamaConfig, unstack_layers
+from jax_specdec._src.models.llama import Llama, unstack_layers
+from jax_specdec._src.models.llama_config import LlamaConfig
 from jax_specdec._src.models.tensors import WEIGHTS_FILE, open_tensors, read_params, unfuse
 from jax_specdec._src.models.tokenizer import TOKENIZER_FILE, count_token_ids
 

@@ -131,13 +131,14 @@ class EngineDriver:
         k, budget = engine.config.num_speculative_tokens, engine.draft_budget
         estimator = None if budget is None else AcceptanceEstimator.create(k)
         self.draft_choice = DraftChoice.of(engine.num_slots, budget, step_costs, estimator)
-        learned = on_all_devices((AcceptanceCounters.create(k), estimator), engine.model)
+        counters = AcceptanceCounters.create(k)
+        counters, estimator = on_all_devices((counters, estimator), engine.model)
         # What is on the device: dropped, and None, after an exception.
         self._state: DecodeState | None = None
         self._caches: Caches | None = None  # of the long prompt that is being read
         self._ahead: list[StepAhead] = []
         # What the host knows. Between changes a request is in the queue or in a slot, not in both.
-        self._received = Received((), *learned, ServingStats(engine.num_slots))
+        self._received = Received((), counters, estimator, ServingStats(engine.num_slots))
         self._delivered: tuple[Update, ...] | None = None  # what the last `step` returned
         self._queue: collections.OrderedDict[int, ServedRequest] = collections.OrderedDict()
         self._slots: dict[int, ServedRequest] = {}

@@ -17,7 +17,8 @@ from jax_specdec._src.grammar import (
     grammar_bitmask,
 )
 from jax_specdec._src.serving import programs
-from jax_specdec._src.serving.driver import EngineDriver, ServedRequest, awaiting
+from jax_specdec._src.serving.bookkeeping import ServedRequest
+from jax_specdec._src.serving.driver import EngineDriver, awaiting
 from jax_specdec._src.serving.options import RequestFields, RequestOptions
 from jax_specdec._src.types import Drafts
 

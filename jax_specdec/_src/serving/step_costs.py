@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_specdec._src.arrays import check_int, described
+from jax_specdec._src.arrays import check_int, check_type, require
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 
 _TRIAL_SHARE = 0.01
@@ -136,14 +136,10 @@ class DraftChoice:
           TypeError: `costs` are not `StepCosts`.
           ValueError: `costs` are of another number of slots, or of other numbers of drafts.
         """
-        if costs is not None and not isinstance(costs, StepCosts):
-            raise TypeError(f"step_costs must be StepCosts, but they are {described(costs)}")
-        wanted = num_slots, draft_budget
-        if costs is not None and (costs.num_slots, costs.num_drafts) != wanted:
-            raise ValueError(
-                f"step_costs must be of num_slots={num_slots} and draft_budget={draft_budget}, but "
-                f"they are of num_slots={costs.num_slots} and {costs.num_drafts}"
-            )
+        check_type("step_costs", costs, StepCosts, None)
+        wanted, came = (num_slots, draft_budget), costs and (costs.num_slots, costs.num_drafts)
+        must = f"be of num_slots={num_slots} and draft_budget={draft_budget}"
+        require(costs is None or came == wanted, "step_costs", must, came)
         if draft_budget is None or estimator is None:
             return None
         return cls(draft_budget, np.asarray(estimator.rates), costs)
