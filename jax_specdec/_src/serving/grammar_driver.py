@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
@@ -61,10 +60,12 @@ class GrammarDriver(EngineDriver):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         """An idle driver; the arguments are those of `EngineDriver`."""
+        from concurrent.futures import ThreadPoolExecutor  # most who import the package have none
+
         super().__init__(*args, **settings)
         # Interrupts reach the main thread only. In a thread of its own, a matcher that has accepted
         # a token is always counted as having done so.
-        self._matching = concurrent.futures.ThreadPoolExecutor(1)
+        self._matching = ThreadPoolExecutor(1)
 
     def _calls_of_all_programs(self) -> list[Callable[[], object]]:
         """One more, for steps with grammars."""
