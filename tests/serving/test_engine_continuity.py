@@ -433,7 +433,7 @@ def test_a_state_that_is_lost_inside_jax_loses_no_token(monkeypatch: pytest.Monk
     ("share", "max_retries", "ahead", "most_ended"),
     [(0.04, 1, 0, 12), (0.04, 1, 2, 12), (0.04, 5, 1, 0), (0.15, 5, 0, 2), (0.15, 5, 2, 5)],
 )
-def test_failures_of_the_device_lose_no_token_and_are_told_to_whom_they_concern(
+def test_failed_calls_lose_no_token_and_reach_whom_they_concern(
     share: float,
     max_retries: int,
     ahead: int,
@@ -454,14 +454,14 @@ def test_failures_of_the_device_lose_no_token_and_are_told_to_whom_they_concern(
     found, num_ended = collect(updates), 0
     for index in range(count):
         got, expected = found[index].updates, served_alone(index, seed)[1].updates
-        told = [update for update in got if update.error is not None]
-        assert {update.error for update in told} <= {"before", "after"}
-        assert not any(update.token_ids for update in told)
+        with_error = [update for update in got if update.error is not None]
+        assert {update.error for update in with_error} <= {"before", "after"}
+        assert not any(update.token_ids for update in with_error)
         with_tokens = [update for update in got if update.error is None]
-        assert len(with_tokens) == len(expected) or told[-1].finish_reason == "failed"
+        assert len(with_tokens) == len(expected) or with_error[-1].finish_reason == "failed"
         for one, other in zip(with_tokens, expected, strict=False):
             assert_same(one, other)
-        ended = told and told[-1].finish_reason == "failed"
+        ended = with_error and with_error[-1].finish_reason == "failed"
         num_ended += bool(ended)
         assert ended or got[-1].finish_reason in ("stop", "length")
     assert num_ended <= most_ended, "of 24 requests"
@@ -481,8 +481,12 @@ def test_whatever_a_call_says_it_failed(monkeypatch: pytest.MonkeyPatch) -> None
 
     with monkeypatch.context() as patched:
         patched.setattr(programs, "step", exhausted)
-        (told,) = driver.step()
-    assert (told.error, told.token_ids, told.finish_reason) == ("out of memory", [], None)
+        (with_error,) = driver.step()
+    assert (with_error.error, with_error.token_ids, with_error.finish_reason) == (
+        "out of memory",
+        [],
+        None,
+    )
     assert (driver.num_running, driver.num_queued, driver.is_idle) == (0, 1, False)
     while not driver.is_idle:
         updates += driver.step()
@@ -538,8 +542,8 @@ def test_a_device_that_fails_while_a_request_leaves_is_not_the_callers_concern(
     for request_id, request in zip(
         ids[leave == "cancel" :], requests[leave == "cancel" :], strict=True
     ):
-        told = [update.error for update in found[request_id].updates if update.error]
-        assert told == ([] if request_id == ids[0] else ["INTERNAL: lost"])
+        with_error = [update.error for update in found[request_id].updates if update.error]
+        assert with_error == ([] if request_id == ids[0] else ["INTERNAL: lost"])
         assert found[request_id].token_ids == greedy_truth(request)
     if leave == "cancel":
         assert found[ids[0]].updates == [one for one in updates[:3] if one.request_id == ids[0]]
@@ -589,9 +593,9 @@ def test_interrupts_and_failures_at_random_lose_nothing_and_give_nothing_twice(
     with monkeypatch.context() as patched:
         inside = InsideJax(patched, seed, 0.08, KeyboardInterrupt, JaxRuntimeError)
         steps, cancelled, stats = serve(count, seed, interrupts, driver)
-    told = [update for update in itertools.chain(*steps) if update.error is not None]
-    assert told and {update.error for update in told} <= {"before", "after"}
-    assert not any(update.token_ids or update.finish_reason for update in told)
+    with_error = [update for update in itertools.chain(*steps) if update.error is not None]
+    assert with_error and {update.error for update in with_error} <= {"before", "after"}
+    assert not any(update.token_ids or update.finish_reason for update in with_error)
     steps = [[update for update in step if update.error is None] for step in steps]
     assert_each_is_as_if_alone(steps, cancelled, count, seed)
     assert interrupts.count > 20 and inside.raised[KeyboardInterrupt] > 1

@@ -28,8 +28,8 @@ from jax_specdec._src.models.layers import (
     embed_tokens,
     feed_forward,
     floating_dtype,
-    init_params,
     output_logits,
+    random_weights,
     rms_norm,
     self_attention,
     write_cache,
@@ -238,7 +238,7 @@ class Eagle3Head:
           of each of the head's, here the first Vd.
         """
         c = self.config
-        params = init_params(head_shapes(c), key, self.dtype, 1)
+        params = random_weights(head_shapes(c), key, self.dtype, 1)
         if target_params is not None:
             params |= shared_params(c, target_params)
         if c.draft_vocab_size < c.layer.vocab_size:

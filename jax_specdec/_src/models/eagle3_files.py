@@ -361,7 +361,7 @@ def _prefix(tensors: Tensors) -> str:
 
 
 def _check_width(tensors: Tensors, config: Eagle3Config) -> None:
-    """Check fc.weight before the others, since it tells other kinds of heads from EAGLE-3's."""
+    """Check fc.weight before the others, since other kinds of heads differ there from EAGLE-3's."""
     if "fc.weight" not in tensors.files:
         raise ValueError(f"{shown(tensors.origin)} lacks the tensor fc.weight.")
     shape, wanted = tensors.shape("fc.weight"), (config.layer.hidden_size, config.num_features)

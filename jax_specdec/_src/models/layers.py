@@ -140,7 +140,7 @@ def cached_attention(
     return read.swapaxes(1, 2).reshape(batch_size, length, num_query, head_dim)
 
 
-def init_params(shapes: Any, key: jax.Array, dtype: Any, num_layers: int) -> Any:
+def random_weights(shapes: Any, key: jax.Array, dtype: Any, num_layers: int) -> Any:
     """Random weights of the structure of `shapes`, which has a shape in place of each array.
 
     Matrices are normal with variance 1 / fan-in, those that write to the residual stream divided

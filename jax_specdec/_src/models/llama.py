@@ -29,8 +29,8 @@ from jax_specdec._src.models.layers import (
     embed_tokens,
     feed_forward,
     floating_dtype,
-    init_params,
     output_logits,
+    random_weights,
     rms_norm,
     self_attention,
     write_cache,
@@ -97,7 +97,7 @@ class Llama:
           key: a typed PRNG key.
         """
         c = self.config
-        listed = init_params(param_shapes(c), key, self.dtype, c.num_hidden_layers)
+        listed = random_weights(param_shapes(c), key, self.dtype, c.num_hidden_layers)
         return stack_layers(listed) if self.scan_layers else listed
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
