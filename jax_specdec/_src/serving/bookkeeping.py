@@ -86,12 +86,6 @@ class Update(NamedTuple):
     read: float | None = None  # when it was read; None for the update of a failed call
     num_failures: int = 0  # of the request from then on
 
-    def apply(self) -> None:
-        """Let the request grow."""
-        self.request.token_ids[self.start :] = self.update.token_ids
-        self.request.num_failures = self.num_failures
-        self.request.last_read = self.read or self.request.last_read
-
 
 class Received(NamedTuple):
     """All that was read from the device; one assignment replaces it."""

@@ -34,6 +34,9 @@ from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats
 from jax_specdec._src.serving.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec._src.serving.step_costs import DraftChoice, StepCosts
 
+Requests = Iterable[ServedRequest]
+Program = Callable[..., Any]
+
 
 class EngineDriver:
     """Serves requests with an `Engine`: call `step` again and again, and `submit` at any time.
@@ -45,15 +48,12 @@ class EngineDriver:
     the results of the last one, so that neither waits for the other. Tokens are the same for every
     number. A request that has ended keeps its slot for the steps that were dispatched by then.
 
-    **The host's tokens are the truth.** Each request keeps its prompt and its tokens in a list. An
-    exception, at whatever place, drops what is on the device and the steps ahead. Running requests
-    then go first in the queue, and are read again from their tokens as preempted ones are (see
-    `preempt`). Every token is delivered once, with the updates, finish reasons and `stats` of an
-    uninterrupted run.
-
-    **Interrupts.** After a KeyboardInterrupt or any other exception, go on with `step`. A `submit`
-    or `cancel` that was cut short has happened completely or not at all; a `preempt` that was has
-    happened to all running requests.
+    **The host's tokens are the truth.** Each request keeps its prompt and its tokens in a list. A
+    KeyboardInterrupt or any other exception drops what is on the device and the steps ahead. Go on
+    with `step`: requests that ran go first in the queue, and are read again from their tokens as
+    preempted ones are (see `preempt`). Every token is delivered once, with the updates, finish
+    reasons and `stats` of an uninterrupted run. A `submit` or `cancel` that was cut short has
+    happened completely or not at all; a `preempt` that was has happened to all running requests.
 
     **Failed calls**, as on a device with too little memory, are not raised; an error while a
     program is traced is. Each request that was in the call gets an update with the `error`. A
@@ -528,11 +528,12 @@ class EngineDriver:
 
     def _apply_updates(self) -> None:
         """Let requests grow by the undelivered updates, and end."""
-        for one in self._undelivered:
-            one.apply()
-            if one.update.finish_reason is not None:
-                self._queue.pop(one.request.request_id, None)
-                self._slots = {i: it for i, it in self._slots.items() if it is not one.request}
+        for request, start, update, read, num_failures in self._undelivered:
+            request.token_ids[start:] = update.token_ids
+            request.num_failures, request.last_read = num_failures, read or request.last_read
+            if update.finish_reason is not None:
+                self._queue.pop(request.request_id, None)
+                self._slots = {i: one for i, one in self._slots.items() if one is not request}
 
     def _empty(self, slot: int) -> None:
         """Empty a slot whose request has not ended."""
@@ -608,7 +609,7 @@ class EngineDriver:
         stats = dataclasses.replace(stats, num_failed_calls=stats.num_failed_calls + 1)
         self._received = self._received._replace(updates=tuple(updates), stats=stats)
 
-    def _ready_state(self, requests: Iterable[ServedRequest]) -> DecodeState:
+    def _ready_state(self, requests: Requests) -> DecodeState:
         """The state, of empty slots if it was dropped."""
         if self._state is None:
             kept = dict(counters=self._received.counters, estimator=self._received.estimator)
@@ -616,13 +617,7 @@ class EngineDriver:
             self._state, self._caches = on_all_devices(arrays, self.engine.model)
         return self._state
 
-    def _call(
-        self,
-        requests: Iterable[ServedRequest],
-        function: Callable[..., Any],
-        *args: Any,
-        **named: Any,
-    ) -> Any:
+    def _call(self, requests: Requests, function: Program, *args: Any, **named: Any) -> Any:
         """Call a compiled function that concerns some requests.
 
         Raises:
@@ -640,7 +635,7 @@ class EngineDriver:
 
 
 @contextlib.contextmanager
-def awaiting(requests: Iterable[ServedRequest]) -> Iterator[None]:
+def awaiting(requests: Requests) -> Iterator[None]:
     """Around what waits for the device: its errors are failed calls."""
     try:
         yield
