@@ -14,7 +14,7 @@ import pytest
 import jax_specdec as sd
 from jax_specdec._src import reference
 from jax_specdec._src.noise import token_uniforms
-from jax_specdec._src.serving.generate import _processed
+from jax_specdec._src.testing import _processed
 
 from . import engines, test_eagle3, tiny
 from .test_draft_budget import Cycling
