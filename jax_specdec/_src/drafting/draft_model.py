@@ -161,7 +161,7 @@ class ModelDrafter:
         logits, cache, _ = apply_model(self.model, params, recent, start, cache)
         newest = (lengths - 1 - start)[:, None, None]
         logits = jnp.take_along_axis(logits, newest, axis=1)[:, 0]
-        now = None if context.changes_rows is None else context
+        now = None if context.processors is None else context
         first, store, now = draw(logits, jnp.int32(0), store, now)
 
         offsets = jnp.arange(1, context.config.num_speculative_tokens, dtype=jnp.int32)

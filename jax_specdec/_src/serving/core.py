@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src.arrays import check_int, pytree
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.drafting.drafter import Drafter, Proposal, feature_layers_of
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 from jax_specdec._src.drafting.store import DraftStore, count_fallbacks
@@ -151,6 +150,7 @@ class Decoder:
 
     def empty_state(self, params: Any, draft_params: Any, batch: Batch) -> DecodeState:
         """`empty_caches` for the sequences of `batch`, no drafts, and all counts zero."""
+        batch = batch.with_processors(self.model.vocab_size)
         size, length = batch.token_ids.shape
         store = None
         if self.drafter is not None:
@@ -251,8 +251,7 @@ class Decoder:
           The state, whose ``batch.done`` and ``batch.status`` say which requests have ended and
           why, and the record of the step.
         """
-        context = self._context(state)  # one for both halves, so that tokens are counted once
-        return self._verify(params, self._draft(draft_params, state, context, num_drafts), context)
+        return self.verify(params, self.draft(draft_params, state, num_drafts=num_drafts))
 
     def draft(
         self, draft_params: Any, state: DecodeState, *, num_drafts: int | None = None
@@ -274,7 +273,32 @@ class Decoder:
           TypeError, ValueError: the drafter returned something that breaks its contract, or
             `num_drafts` is not from 0 to K.
         """
-        return self._draft(draft_params, state, self._context(state), num_drafts)
+        wanted = self.num_drafts
+        if num_drafts is not None:
+            wanted = check_int("num_drafts", num_drafts, 0, self.num_drafts)
+        if self.drafter is None:
+            return state
+        has_memory = state.features is not None or jax.tree.leaves(state.draft_cache)
+        if not wanted and not has_memory:
+            return dataclasses.replace(state, draft_token_ids=state.draft_token_ids[:, :0])
+        size, config = max(wanted, 1), self.config
+        if size < self.num_drafts:
+            config = _with_fewer_drafts(self.config, size)
+        context = dataclasses.replace(
+            state.batch.context(config), features=state.features, num_features=state.num_features
+        )
+        returned = self.drafter.propose(draft_params, context, state.draft_cache, state.store)
+        _check_proposal(self.drafter, returned, state, size)
+        proposal, draft_cache = returned
+        state = dataclasses.replace(
+            state,
+            draft_cache=draft_cache,
+            draft_token_ids=proposal.token_ids[:, :wanted],
+            store=proposal.store,
+            features=None,
+            num_features=None,
+        )
+        return state.without_drafts(self._without_drafts(state.batch))
 
     def verify(
         self, params: Any, state: DecodeState, token_bitmask: jax.Array | None = None
@@ -296,62 +320,13 @@ class Decoder:
         Raises:
           ValueError: the state holds features that the drafter has not read.
         """
-        return self._verify(params, state, self._context(state), token_bitmask)
-
-    def _context(self, state: DecodeState) -> DraftContext:
-        context = state.batch.context(self.config, self.model.vocab_size)
-        return dataclasses.replace(
-            context, features=state.features, num_features=state.num_features
-        )
-
-    def _draft(
-        self, params: Any, state: DecodeState, context: DraftContext, num_drafts: int | None
-    ) -> DecodeState:
-        wanted = self.num_drafts
-        if num_drafts is not None:
-            wanted = check_int("num_drafts", num_drafts, 0, self.num_drafts)
-        if self.drafter is None:
-            return state
-        has_memory = state.features is not None or jax.tree.leaves(state.draft_cache)
-        if not wanted and not has_memory:
-            return dataclasses.replace(state, draft_token_ids=state.draft_token_ids[:, :0])
-        size = max(wanted, 1)
-        if size < self.num_drafts:
-            context = dataclasses.replace(context, config=_with_fewer_drafts(self.config, size))
-        returned = self.drafter.propose(params, context, state.draft_cache, state.store)
-        _check_proposal(self.drafter, returned, state, size)
-        proposal, draft_cache = returned
-        state = dataclasses.replace(
-            state,
-            draft_cache=draft_cache,
-            draft_token_ids=proposal.token_ids[:, :wanted],
-            store=proposal.store,
-            features=None,
-            num_features=None,
-        )
-        return state.without_drafts(self._without_drafts(state.batch))
-
-    def _without_drafts(self, batch: Batch) -> jax.Array:
-        """``[B]`` bool, the requests that get no drafts in this step."""
-        none = batch.done
-        if not self.drafts_in_first_step:
-            none |= batch.lengths == batch.options.prompt_lengths
-        return none
-
-    def _verify(
-        self,
-        params: Any,
-        state: DecodeState,
-        context: DraftContext,
-        token_bitmask: jax.Array | None = None,
-    ) -> tuple[DecodeState, StepRecord]:
         if state.features is not None:
             raise ValueError(
                 f"state must come from draft, because {type(self.drafter).__name__} reads the "
                 "features of every target pass, but it holds some that were not read"
             )
         batch, ids, vocab_size = state.batch, state.draft_token_ids, self.model.vocab_size
-        drafts = Drafts.from_dense(ids)
+        drafts, context = Drafts.from_dense(ids), batch.context(self.config)
         if state.store is not None:
             drafts = state.store.attach(drafts, positions=batch.lengths, sampling=context.sampling)
         logits, target_cache, features = self._apply(params, state)
@@ -423,6 +398,13 @@ class Decoder:
             ),
         )
         return state, record
+
+    def _without_drafts(self, batch: Batch) -> jax.Array:
+        """``[B]`` bool, the requests that get no drafts in this step."""
+        none = batch.done
+        if not self.drafts_in_first_step:
+            none |= batch.lengths == batch.options.prompt_lengths
+        return none
 
     def _run(self, params: Any, token_ids: jax.Array, start: jax.Array, cache: Any) -> TargetOutput:
         """The target, with the features that the drafter reads."""

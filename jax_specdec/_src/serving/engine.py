@@ -402,7 +402,7 @@ class Engine(Decoder):
             status=jnp.full((r,), int(Status.OK), jnp.int32),
             keys=noise.threefry_keys(keys),
             options=options,
-        )
+        ).with_processors(self.model.vocab_size)
         slots = jnp.asarray(requests.slots, jnp.int32)
         here = jnp.arange(self.num_slots, dtype=jnp.int32)[:, None] == slots[None, :]
         put = functools.partial(put_cache, slots=slots, max_length=size)
