@@ -34,6 +34,7 @@ from jax_specdec._src.models.checkpoint import load_embedded_pair, load_huggingf
 from jax_specdec._src.models.eagle3_files import load_eagle3, load_embedded_head
 from jax_specdec._src.models.tokenizer import TextStream, Tokenizer, load_tokenizer
 from jax_specdec._src.processors import (
+    AllowedTokens,
     BadWords,
     LogitBias,
     LogitsProcessors,
@@ -78,6 +79,7 @@ __all__ = [
     "AcceptanceCounters",
     "AcceptanceEstimator",
     "AcceptanceStats",
+    "AllowedTokens",
     "BadWords",
     "CopyingMatcher",
     "DelayedMatcher",

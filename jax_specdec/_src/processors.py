@@ -446,7 +446,8 @@ class AllowedTokens(Processor):
         token i is allowed.
 
     Example:
-      >>> AllowedTokens.pack([[0, 2], None], vocab_size=4).token_bitmask.tolist()
+      >>> import jax_specdec as sd
+      >>> sd.AllowedTokens.pack([[0, 2], None], vocab_size=4).token_bitmask.tolist()
       [[5], [4294967295]]
     """
 
