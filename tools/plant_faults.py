@@ -309,7 +309,7 @@ def _(right, *args, **named):
     "_src.serving.engine:put_cache",
     "serving/test_engine.py",
 )
-def _(right, init_cache, cache, some, slots, max_length):
+def _(right, cache, some, slots, axis):
     return cache
 
 

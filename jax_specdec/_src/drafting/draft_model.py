@@ -20,7 +20,13 @@ from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.drafting.drafter import Proposal
 from jax_specdec._src.drafting.draw import draw_drafts
 from jax_specdec._src.drafting.store import DraftStore
-from jax_specdec._src.models.protocol import CausalModel, apply_model, check_model, sharding_of
+from jax_specdec._src.models.protocol import (
+    CausalModel,
+    apply_model,
+    cache_batch_axis_of,
+    check_model,
+    sharding_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +90,11 @@ class ModelDrafter:
             object.__setattr__(self, "ids", _HashableIds.of(self.ids))
         if self.num_candidates is not None:
             check_int("num_candidates", self.num_candidates)
+
+    @property
+    def cache_batch_axis(self) -> int:
+        """That of the model."""
+        return cache_batch_axis_of(self.model)
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         """The model's cache."""

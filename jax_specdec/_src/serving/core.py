@@ -20,6 +20,7 @@ from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 from jax_specdec._src.drafting.store import DraftStore, count_fallbacks
 from jax_specdec._src.logprobs import token_logprobs
 from jax_specdec._src.models.protocol import CausalModel, TargetOutput, apply_model, sharding_of
+from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.serving.batch import Batch, StepRecord, append
 from jax_specdec._src.serving.metrics import AcceptanceCounters
 from jax_specdec._src.serving.options import LogprobsConfig
@@ -417,29 +418,37 @@ class Decoder:
         start = batch.lengths - 1
         last = jnp.take_along_axis(batch.token_ids, start[:, None], axis=1)
         tokens = jnp.concatenate([last, jnp.maximum(ids, 0)], axis=1)
-        wide = functools.partial(self._run, params, tokens, start)
-
-        def narrow(cache: Any) -> TargetOutput:
-            logits, cache, features = self._run(params, last, start, cache)
-            logits, features = jax.tree.map(
-                lambda x: jnp.pad(x, ((0, 0), (0, ids.shape[1]), (0, 0))), (logits, features)
-            )
-            return TargetOutput(logits, cache, features)
-
-        def as_needed(cache: Any) -> TargetOutput:
-            output: TargetOutput = lax.cond(ids[0, 0] >= 0, wide, narrow, cache)
-            return output
-
+        arrays = params, tokens, start, state.target_cache
         # Only for a batch of one: otherwise the width, and with it the last bits of float32 sums,
-        # would depend on a request's neighbours. Rows that are not read hold zeros. Only on CPUs:
-        # elsewhere a narrow pass takes as long, because it reads the same weights, and on a GPU
-        # the host waits for the condition.
+        # would depend on a request's neighbours.
         if getattr(self.drafter, "may_abstain", False) and ids.size and tokens.shape[0] == 1:
-            output: TargetOutput = lax.platform_dependent(
-                state.target_cache, cpu=as_needed, default=wide
-            )
+            output: TargetOutput = traced_for_platform(_run_as_wide_as_needed, (ids, *arrays), self)
             return output
-        return wide(state.target_cache)
+        return self._run(*arrays)
+
+
+def _run_as_wide_as_needed(
+    arrays: tuple[jax.Array, ...], decoder: Decoder, platform: Platform
+) -> TargetOutput:
+    """The target over one request's last token, and its drafts if there are any.
+
+    Only on CPUs: elsewhere a narrow pass takes as long, because it reads the same weights, and on a
+    GPU the host waits for the condition.
+    """
+    ids, params, tokens, start, cache = arrays
+    wide = functools.partial(decoder._run, params, tokens, start)
+    if platform != "cpu":
+        return wide(cache)
+
+    def narrow(cache: Any) -> TargetOutput:
+        logits, cache, features = decoder._run(params, tokens[:, :1], start, cache)
+        logits, features = jax.tree.map(  # rows that are not read hold zeros
+            lambda x: jnp.pad(x, ((0, 0), (0, ids.shape[1]), (0, 0))), (logits, features)
+        )
+        return TargetOutput(logits, cache, features)
+
+    output: TargetOutput = lax.cond(ids[0, 0] >= 0, wide, narrow, cache)
+    return output
 
 
 def _with_fewer_drafts(config: SpecDecodeConfig, num_drafts: int) -> SpecDecodeConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -17,7 +17,7 @@ from jax_specdec._src import noise
 from jax_specdec._src.arrays import check_int, pytree
 from jax_specdec._src.drafting.drafter import Drafter, feature_layers_of
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
-from jax_specdec._src.models.protocol import check_model
+from jax_specdec._src.models.protocol import cache_batch_axis_of, check_cache, check_model
 from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving.batch import Batch, StepRecord, round_up
 from jax_specdec._src.serving.core import Caches, Decoder, DecodeState
@@ -159,6 +159,7 @@ class Engine(Decoder):
     def __post_init__(self) -> None:
         check_model("model", self.model)
         inputs.check_drafter(self.drafter, self.config)
+        check_cache("drafter", self.drafter)
         check_logprobs(self.logprobs)
         check_int("num_slots", self.num_slots, 1)
         longest = check_int("max_length", self.max_length, 2)
@@ -325,7 +326,7 @@ class Engine(Decoder):
           The state.
 
         Raises:
-          ValueError: shapes that do not fit, or a cache without an axis that holds the requests.
+          ValueError: shapes that do not fit.
         """
         prompts = self._checked_prompts(requests, self.chunk_size)
         empty = self.init_caches(prompts.shape[0], params)
@@ -381,7 +382,7 @@ class Engine(Decoder):
           The state.
 
         Raises:
-          ValueError: shapes that do not fit, or a cache without an axis that holds the requests.
+          ValueError: shapes that do not fit.
         """
         size, m = self.buffer_length, self.max_stop_tokens
         prompts, options = self._checked_prompts(requests, size), requests.options
@@ -405,7 +406,7 @@ class Engine(Decoder):
         ).with_processors(self.model.vocab_size)
         slots = jnp.asarray(requests.slots, jnp.int32)
         here = jnp.arange(self.num_slots, dtype=jnp.int32)[:, None] == slots[None, :]
-        put = functools.partial(put_cache, slots=slots, max_length=size)
+        put = functools.partial(put_cache, slots=slots)
         # Both are None, or both are arrays.
         features = state.features, state.num_features
         features = jax.tree.map(
@@ -416,8 +417,12 @@ class Engine(Decoder):
         return dataclasses.replace(
             state.without_drafts(here.any(axis=1)),
             batch=jax.tree.map(lambda all_, some: all_.at[slots].set(some), state.batch, new),
-            target_cache=put(self.model.init_cache, state.target_cache, caches.target),
-            draft_cache=put(self.drafter.init_cache, state.draft_cache, caches.draft),
+            target_cache=put(
+                state.target_cache, caches.target, axis=cache_batch_axis_of(self.model)
+            ),
+            draft_cache=put(
+                state.draft_cache, caches.draft, axis=cache_batch_axis_of(self.drafter)
+            ),
             features=features[0],
             num_features=features[1],
         )
@@ -480,44 +485,24 @@ def _with_options(state: DecodeState, options: BatchOptions) -> DecodeState:
     return dataclasses.replace(state, batch=dataclasses.replace(state.batch, options=options))
 
 
-def put_cache(
-    init_cache: Callable[[int, int], Any], cache: Any, some: Any, slots: jax.Array, max_length: int
-) -> Any:
+def put_cache(cache: Any, some: Any, slots: jax.Array, axis: int) -> Any:
     """`cache` with the caches of R requests in place of what `slots` held; in place if donated.
 
-    The axis that holds the requests is the one that differs between the caches of one request and
-    of two.
-
     Args:
-      init_cache: of a model or a drafter.
       cache: of S requests.
       some: of R requests.
       slots: ``[R]`` int32.
-      max_length: of both caches.
-
-    Raises:
-      ValueError: an array has no such axis, or more than one.
+      axis: that holds the requests.
     """
-    shapes = [jax.eval_shape(lambda n=n: init_cache(n, max_length)) for n in (1, 2)]
 
-    def put(path: Any, single: Any, double: Any, all_: jax.Array, new: jax.Array) -> jax.Array:
-        pairs = enumerate(zip(single.shape, double.shape, strict=True))
-        axes = [(axis, size) for axis, (size, larger) in pairs if larger != size]
-        if len(axes) != 1 or double.shape[axes[0][0]] != 2 * axes[0][1]:
-            raise ValueError(
-                f"cache{jax.tree_util.keystr(path)} must have one axis that holds the requests, "
-                f"equally much of each, but its shape is {single.shape} for one request and "
-                f"{double.shape} for two"
-            )
-        ((axis, size),) = axes
-        start = [jnp.int32(0)] * all_.ndim
+    def put(all_: jax.Array, new: jax.Array) -> jax.Array:
+        size = new.shape[axis] // slots.shape[0]
         for row in range(slots.shape[0]):  # a scatter would copy where `axis` is not the first
-            start[axis] = slots[row] * size
             one = lax.slice_in_dim(new, row * size, (row + 1) * size, axis=axis)
-            all_ = lax.dynamic_update_slice(all_, one, start)
+            all_ = lax.dynamic_update_slice_in_dim(all_, one, slots[row] * size, axis)
         return all_
 
-    return jax.tree.map_with_path(put, *shapes, cache, some)
+    return jax.tree.map(put, cache, some)
 
 
 def _check_reads_chunks(drafter: Drafter, size: int) -> None:
