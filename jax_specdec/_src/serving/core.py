@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +102,7 @@ class Caches(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """The static half of decoding: models and settings, and pure functions of a `DecodeState`.
+    """The step of `generate` and of an `Engine`: pure functions of a `DecodeState`, and settings.
 
     They take `params`, the target's weights; `draft_params`, the drafter's weights; and a state,
     which is to be donated. Hashable and compared by value, so that it can be a static argument of
@@ -113,14 +113,14 @@ class Decoder:
       drafter: what proposes tokens; None for plain decoding, one token per pass of the target.
       config: how drafts are made and verified.
       logprobs: which log-probabilities a step's record has; None for none.
+      drafts_in_first_step: whether a request without output gets drafts.
     """
-
-    drafts_in_first_step: ClassVar[bool] = True
 
     model: CausalModel
     drafter: Drafter | None
     config: SpecDecodeConfig
     logprobs: LogprobsConfig | None = None
+    drafts_in_first_step: bool = True
 
     @property
     def num_drafts(self) -> int:
@@ -240,40 +240,13 @@ class Decoder:
     def step(
         self, params: Any, draft_params: Any, state: DecodeState, *, num_drafts: int | None = None
     ) -> tuple[DecodeState, StepRecord]:
-        """`draft`, then `verify`: at least one token for every request that is not done.
-
-        Args:
-          params: the target's weights.
-          draft_params: the drafter's weights.
-          state: donated.
-          num_drafts: static; as for `draft`.
-
-        Returns:
-          The state, whose ``batch.done`` and ``batch.status`` say which requests have ended and
-          why, and the record of the step.
-        """
+        """`draft`, then `verify`: at least one token for every request that is not done."""
         return self.verify(params, self.draft(draft_params, state, num_drafts=num_drafts))
 
     def draft(
         self, draft_params: Any, state: DecodeState, *, num_drafts: int | None = None
     ) -> DecodeState:
-        """The first half of `step`: K drafts for every request that is not done.
-
-        New requests of an `Engine` get none. A drafter that reads features needs this before every
-        `verify`, even if the drafts are then dropped with `DecodeState.without_drafts`.
-
-        Args:
-          draft_params: the drafter's weights.
-          state: donated.
-          num_drafts: static, from 0 to K, drafts of each request; None for K. The target's pass in
-            `verify` then has as many rows, and one more. It must be chosen before the drafts are
-            drawn. With 0, a drafter that has a cache drafts one token all the same, which is
-            dropped: it reads the tokens that were emitted since.
-
-        Raises:
-          TypeError, ValueError: the drafter returned something that breaks its contract, or
-            `num_drafts` is not from 0 to K.
-        """
+        """The first half of `step`; see `Engine.draft`."""
         wanted = self.num_drafts
         if num_drafts is not None:
             wanted = check_int("num_drafts", num_drafts, 0, self.num_drafts)
@@ -304,23 +277,7 @@ class Decoder:
     def verify(
         self, params: Any, state: DecodeState, token_bitmask: jax.Array | None = None
     ) -> tuple[DecodeState, StepRecord]:
-        """The second half of `step`: verify the drafts in the state, and append what is emitted.
-
-        A request without drafts gets one token. Rows of the store that were drawn at another
-        position or temperature are not used.
-
-        Args:
-          params: the target's weights.
-          state: with drafts, from `draft`.
-          token_bitmask: ``[B*(K+1), ceil(V/32)]`` uint32, the tokens that each row may emit, from
-            `grammar_bitmask`; None for all.
-
-        Returns:
-          The state, without drafts, and the record of the step.
-
-        Raises:
-          ValueError: the state holds features that the drafter has not read.
-        """
+        """The second half of `step`; see `Engine.verify`."""
         if state.features is not None:
             raise ValueError(
                 f"state must come from draft, because {type(self.drafter).__name__} reads the "

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,21 @@ from jax import lax
 
 from jax_specdec._src import noise
 from jax_specdec._src.arrays import check_int, pytree
+from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Drafter, feature_layers_of
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
-from jax_specdec._src.models.protocol import cache_batch_axis_of, check_cache, check_model
+from jax_specdec._src.models.protocol import (
+    CausalModel,
+    cache_batch_axis_of,
+    check_cache,
+    check_model,
+)
 from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving.batch import Batch, StepRecord, round_up
 from jax_specdec._src.serving.core import Caches, Decoder, DecodeState
 from jax_specdec._src.serving.options import (
     BatchOptions,
+    LogprobsConfig,
     OptionSizes,
     RequestOptions,
     check_logprobs,
@@ -82,7 +89,7 @@ class NewRequests:
 
 
 @dataclasses.dataclass(frozen=True)
-class Engine(Decoder):
+class Engine:
     """The static half of a serving engine: models, settings, sizes, and pure functions of a state.
 
     A step drafts for every occupied slot and verifies all drafts in one pass of the target.
@@ -143,9 +150,10 @@ class Engine(Decoder):
       11
     """
 
-    drafts_in_first_step: ClassVar[bool] = False
-
+    model: CausalModel
     drafter: Drafter
+    config: SpecDecodeConfig
+    logprobs: LogprobsConfig | None = None
     _: dataclasses.KW_ONLY
     num_slots: int
     max_length: int
@@ -166,7 +174,8 @@ class Engine(Decoder):
         check_int("max_prefill_requests", self.max_prefill_requests, 1)
         check_int("max_stop_tokens", self.max_stop_tokens, 0)
         if self.draft_budget is not None:
-            numbers = check_numbers("draft_budget", self.draft_budget, self.num_drafts)
+            most = self.config.num_speculative_tokens
+            numbers = check_numbers("draft_budget", self.draft_budget, most)
             object.__setattr__(self, "draft_budget", numbers)
         if self.prefill_sizes is None:
             sizes = [_SMALLEST_PREFILL]
@@ -186,6 +195,11 @@ class Engine(Decoder):
         if given[-1] < longest:
             _check_reads_chunks(self.drafter, given[-1])
         object.__setattr__(self, "prefill_sizes", given)
+
+    @property
+    def decoder(self) -> Decoder:
+        """The step, which it shares with `generate`. A new request begins without drafts."""
+        return Decoder(self.model, self.drafter, self.config, self.logprobs, False)
 
     @property
     def buffer_length(self) -> int:
@@ -290,7 +304,7 @@ class Engine(Decoder):
             keys=noise.threefry_keys(jnp.full((s,), jax.random.key(0))),
             options=jax.tree.map(jnp.asarray, options),
         )
-        state = self.empty_state(params, draft_params, batch)
+        state = self.decoder.empty_state(params, draft_params, batch)
         if self.draft_budget is None:
             return state
         estimator = AcceptanceEstimator.create(self.config.num_speculative_tokens)
@@ -298,7 +312,7 @@ class Engine(Decoder):
 
     def init_caches(self, num_requests: int = 1, params: Any = None) -> Caches:
         """Empty caches of R requests; `params` and errors are those of `init_state`."""
-        return self.empty_caches(params, num_requests, self.buffer_length)
+        return self.decoder.empty_caches(params, num_requests, self.buffer_length)
 
     def admit(
         self, params: Any, draft_params: Any, state: DecodeState, requests: NewRequests
@@ -331,7 +345,7 @@ class Engine(Decoder):
         prompts = self._checked_prompts(requests, self.chunk_size)
         empty = self.init_caches(prompts.shape[0], params)
         lengths = jnp.asarray(requests.lengths, jnp.int32)
-        caches = self.read(params, draft_params, empty, prompts, lengths)
+        caches = self.decoder.read(params, draft_params, empty, prompts, lengths)
         return self.insert(state, caches, requests)
 
     def prefill_chunk(
@@ -366,7 +380,7 @@ class Engine(Decoder):
         empty = self.init_caches(params=params)
         caches = jax.tree.map(lambda new, old: jnp.where(is_first, new, old), empty, caches)
         tokens = jnp.asarray(chunk, jnp.int32)[None, :]
-        return self.read(
+        return self.decoder.read(
             params, draft_params, caches, tokens, length[None], start[None], following[None]
         )
 
@@ -412,7 +426,7 @@ class Engine(Decoder):
         features = jax.tree.map(
             lambda all_, some: all_.at[slots].set(some),
             features,
-            self.first_features(caches, new.lengths),
+            self.decoder.first_features(caches, new.lengths),
         )
         return dataclasses.replace(
             state.without_drafts(here.any(axis=1)),
@@ -460,12 +474,55 @@ class Engine(Decoder):
           why, and the record of the step.
         """
         if not all_neutral:
-            return super().step(params, draft_params, state, num_drafts=num_drafts)
+            return self.decoder.step(params, draft_params, state, num_drafts=num_drafts)
         options = state.batch.options
-        state, record = super().step(
-            params, draft_params, _with_options(state, options.neutral), num_drafts=num_drafts
-        )
+        state = _with_options(state, options.neutral)
+        state, record = self.decoder.step(params, draft_params, state, num_drafts=num_drafts)
         return _with_options(state, options), record
+
+    def draft(
+        self, draft_params: Any, state: DecodeState, *, num_drafts: int | None = None
+    ) -> DecodeState:
+        """The first half of `step`: K drafts for every occupied slot.
+
+        New requests get none. A drafter that reads features needs this before every
+        `verify`, even if the drafts are then dropped with `DecodeState.without_drafts`.
+
+        Args:
+          draft_params: the drafter's weights.
+          state: donated.
+          num_drafts: static, from 0 to K, drafts of each request; None for K. The target's pass in
+            `verify` then has as many rows, and one more. It must be chosen before the drafts are
+            drawn. With 0, a drafter that has a cache drafts one token all the same, which is
+            dropped: it reads the tokens that were emitted since.
+
+        Raises:
+          TypeError, ValueError: the drafter returned something that breaks its contract, or
+            `num_drafts` is not from 0 to K.
+        """
+        return self.decoder.draft(draft_params, state, num_drafts=num_drafts)
+
+    def verify(
+        self, params: Any, state: DecodeState, token_bitmask: jax.Array | None = None
+    ) -> tuple[DecodeState, StepRecord]:
+        """The second half of `step`: verify the drafts in the state, and append what is emitted.
+
+        A request without drafts gets one token. Rows of the store that were drawn at another
+        position or temperature are not used.
+
+        Args:
+          params: the target's weights.
+          state: with drafts, from `draft`.
+          token_bitmask: ``[B*(K+1), ceil(V/32)]`` uint32, the tokens that each row may emit, from
+            `grammar_bitmask`; None for all.
+
+        Returns:
+          The state, without drafts, and the record of the step.
+
+        Raises:
+          ValueError: the state holds features that the drafter has not read.
+        """
+        return self.decoder.verify(params, state, token_bitmask)
 
     def release(self, state: DecodeState, slots: jax.Array) -> DecodeState:
         """Empty slots whose requests have not ended: they emit nothing more.
