@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
 
 from jax_specdec._src import ragged
 from jax_specdec._src.arrays import Sizes, check_tree, pytree, require
-from jax_specdec._src.blocks import BLOCK, by_blocks, take
+from jax_specdec._src.blocks import BLOCK, by_blocks, scatter, take
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.grammar import bitmask_of
 from jax_specdec._src.platform import Platform, traced_for_platform
@@ -134,7 +133,7 @@ class LogitBias(Processor):
     def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
         """The rows, in float32, after the biases are added."""
         ids, values = self.token_ids[rows.owner], self.values[rows.owner]
-        return _scatter(logits.astype(jnp.float32), ids, values, platform)
+        return scatter(logits.astype(jnp.float32), ids, values, platform)
 
 
 @pytree(
@@ -219,9 +218,9 @@ class Penalties(Processor):
         cls, frequency: Sequence[float], presence: Sequence[float], repetition: Sequence[float]
     ) -> Penalties:
         """The penalties of B requests, as NumPy arrays; `with_sequences` counts tokens."""
-        given: list[Any] = [np.array(x, np.float32) for x in (frequency, presence, repetition)]
+        given: Any = np.array([frequency, presence, repetition], np.float32)
         none: Any = np.zeros((len(frequency), 0), np.int32)
-        return cls(*given, none, none.astype(bool))
+        return cls(given[0], given[1], given[2], none, none.astype(bool))
 
     def with_sequences(self, sequences: Sequences) -> Penalties:
         """See `Processor`."""
@@ -382,7 +381,7 @@ class BadWords(Processor):
         words = self.words[rows.owner]
         begins = (words[:, :, :-1] < 0) | (words[:, :, :-1] == before[:, None, :])
         completed = jnp.where(begins.all(axis=2), words[:, :, -1], PLACEHOLDER_TOKEN_ID)
-        return _scatter(logits, completed, None, platform)
+        return scatter(logits, completed, None, platform)
 
     @property
     def is_neutral(self) -> jax.Array:
@@ -428,7 +427,7 @@ class MinTokens(Processor):
         """The rows with -inf for stop tokens that come too early."""
         is_early = (rows.offset < self.remaining[rows.owner])[:, None]
         stops = jnp.where(is_early, self.stop_token_ids[rows.owner], PLACEHOLDER_TOKEN_ID)
-        return _scatter(logits, stops, None, platform)
+        return scatter(logits, stops, None, platform)
 
     @property
     def is_neutral(self) -> jax.Array:
@@ -692,48 +691,3 @@ def _columns(token_ids: jax.Array) -> jax.Array:
 
 def _range(size: int) -> jax.Array:
     return jnp.arange(size, dtype=jnp.int32)[None, :]
-
-
-def _scatter(
-    x: jax.Array, token_ids: jax.Array, added: jax.Array | None, platform: Platform
-) -> jax.Array:
-    """Rows with ``added [M, n]`` added at ``token_ids [M, n]``, or -inf put there if it is None.
-
-    Ids outside the vocabulary are ignored.
-    """
-    is_token = (token_ids >= 0) & (token_ids < x.shape[1])
-    ids = jnp.where(is_token, token_ids, x.shape[1])  # dropped
-    if platform == "tpu" and x.shape[0] > BLOCK:
-        return _scatter_blocks(x, ids, added)
-    return _scatter_rows(x, ids, added)
-
-
-def _scatter_rows(x: jax.Array, ids: jax.Array, added: jax.Array | None = None) -> jax.Array:
-    place = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], ids
-    if added is None:
-        return x.at[place].set(-jnp.inf, mode="drop", out_sharding=_place_of(x))
-    return x.at[place].add(added, mode="drop", out_sharding=_place_of(x))
-
-
-def _scatter_blocks(x: jax.Array, ids: jax.Array, added: jax.Array | None = None) -> jax.Array:
-    """`_scatter_rows` of a few rows at a time: a TPU copies all rows that it is given to scatter.
-
-    The last block overlaps the one before; rows that are in both are skipped in the last.
-    """
-    size = x.shape[0]
-    starts = jnp.minimum(jnp.arange(0, size, BLOCK, dtype=jnp.int32), size - BLOCK)
-
-    def step(i: jax.Array, x: jax.Array) -> jax.Array:
-        given = (x, ids) if added is None else (x, ids, added)
-        rows, own, *more = (lax.dynamic_slice_in_dim(y, starts[i], BLOCK) for y in given)
-        is_new = starts[i] + jnp.arange(BLOCK, dtype=jnp.int32) >= i * BLOCK
-        own = jnp.where(is_new[:, None], own, x.shape[1])
-        return lax.dynamic_update_slice_in_dim(x, _scatter_rows(rows, own, *more), starts[i], 0)
-
-    return lax.fori_loop(0, starts.shape[0], step, x)
-
-
-def _place_of(x: jax.Array) -> NamedSharding | None:
-    """The sharding of `x` on a mesh with explicit axes, which an update there has to name."""
-    place = jax.typeof(x).sharding
-    return place if AxisType.Explicit in place.mesh.axis_types else None

@@ -214,7 +214,7 @@ def test_where_nobody_asks_no_mask_is_read_and_nothing_counted() -> None:
         assert name in passes or all(x.aval.shape != words for x in equation.invars), name
         # The tokens of this step are added to what was counted; no sequence is.
         assert name != "scatter-add" or equation.invars[2].aval.size <= slots * (K + 1)
-    assert {"while", "cond", "scan"} <= seen
+    assert {"while", "scan"} <= seen
     token_bitmask = state.batch.options.processors.allowed_tokens.token_bitmask
     assert token_bitmask.shape == words
     # A program that does read and count is found out.
