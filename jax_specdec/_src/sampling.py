@@ -68,7 +68,6 @@ PENALTIES = (
 )
 
 MIN_TOKENS = Parameter("min_tokens", _I32, 0, Range(0), "tokens before a stop token may come")
-MAX_NEW_TOKENS = Parameter("max_new_tokens", _I32, 128, Range(0), "the budget")
 NUMBERS = (*SAMPLING_PARAMETERS, *PENALTIES, MIN_TOKENS)
 """What a request may ask for that is one number."""
 

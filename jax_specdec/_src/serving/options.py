@@ -24,7 +24,6 @@ from jax_specdec._src.processors import (
 )
 from jax_specdec._src.sampling import (
     FILTERS,
-    MAX_NEW_TOKENS,
     MIN_TOKENS,
     NUMBERS,
     PENALTIES,
@@ -91,8 +90,9 @@ class RequestOptions:
     min_tokens: int = 0
 
     def __post_init__(self) -> None:
-        checked: dict[str, Any] = {}
-        for one in (*NUMBERS, MAX_NEW_TOKENS):
+        budget = _integer("max_new_tokens", self.max_new_tokens, 2**31 - 1)
+        checked: dict[str, Any] = {"max_new_tokens": budget}
+        for one in NUMBERS:
             value = getattr(self, one.name)
             if one.dtype is np.float32:
                 checked[one.name] = _float32(one.name, value)
@@ -357,7 +357,7 @@ class BatchOptions:
         changes_rows: Any = np.array([bool(one - _FILTERS) for one in asked])
         return cls(
             prompt_lengths=lengths,
-            max_lengths=lengths + column(MAX_NEW_TOKENS),
+            max_lengths=lengths + np.array(values("max_new_tokens"), np.int32),
             stop_token_ids=stops,
             sampling=SamplingParams(
                 **{
