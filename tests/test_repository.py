@@ -27,9 +27,9 @@ MAX_LINES = 700
 # jax_specdec/__init__.py.
 LAYERS = (
     {"_src", "arrays", "types", "config", "platform"},
-    {"blocks", "ragged", "noise", "sampling", "penalties", "processors", "grammar"},
+    {"blocks", "ragged", "noise", "sampling", "grammar"},
     {"verify"},
-    {"logprobs"},
+    {"logprobs", "processors"},
     {"models", "drafting", "serving", "integrations"},
     {"reference"},
     {"", "testing"},

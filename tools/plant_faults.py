@@ -274,11 +274,11 @@ def _(right, self, token_ids):
 
 @fault(
     "the mask of allowed ids is left out",
-    "_src.drafting.context:_allow",
+    "_src.processors:AllowedTokens.apply",
     "serving/test_options.py",
 )
-def _(right, rows, token_bitmask):
-    return rows
+def _(right, self, logits, rows, platform):
+    return logits
 
 
 @fault(
@@ -309,7 +309,7 @@ def _(right, *args, **named):
     "_src.serving.engine:put_cache",
     "serving/test_engine.py",
 )
-def _(right, init_cache, cache, some, slots, max_length):
+def _(right, cache, some, slots, axis):
     return cache
 
 
@@ -324,7 +324,7 @@ def _(right, self, token_ids):
 
 @fault(
     "a draft is not counted by penalties",
-    "_src.penalties:Penalties.append",
+    "_src.processors:Penalties.append",
     "serving/test_options.py",
 )
 def _(right, self, token_ids):

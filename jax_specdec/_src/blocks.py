@@ -1,4 +1,4 @@
-"""Reading some rows of a matrix, on devices that do not gather them in place.
+"""Reading and changing some rows of a matrix, on devices that do not gather them in place.
 
 A GPU does. A CPU and a TPU write gathered rows to memory, and a TPU reads the whole matrix to
 gather them. Here both read slices instead: a CPU one row after another, which stays in its cache,
@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
 
 from jax_specdec._src.platform import Platform
 
@@ -95,3 +96,48 @@ def entry_of(tree: Any, index: jax.Array) -> Any:
         which = jnp.broadcast_to(which, entries[0].shape)
         found.append(lax.select_n(which, *entries) if many else entries[0])
     return jax.tree.unflatten(treedef, found)
+
+
+def scatter(
+    x: jax.Array, token_ids: jax.Array, added: jax.Array | None, platform: Platform
+) -> jax.Array:
+    """Rows with ``added [M, n]`` added at ``token_ids [M, n]``, or -inf put there if it is None.
+
+    Ids outside the vocabulary are ignored.
+    """
+    is_token = (token_ids >= 0) & (token_ids < x.shape[1])
+    ids = jnp.where(is_token, token_ids, x.shape[1])  # dropped
+    if platform == "tpu" and x.shape[0] > BLOCK:
+        return _scatter_blocks(x, ids, added)
+    return _scatter_rows(x, ids, added)
+
+
+def _scatter_rows(x: jax.Array, ids: jax.Array, added: jax.Array | None = None) -> jax.Array:
+    place = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], ids
+    if added is None:
+        return x.at[place].set(-jnp.inf, mode="drop", out_sharding=_place_of(x))
+    return x.at[place].add(added, mode="drop", out_sharding=_place_of(x))
+
+
+def _scatter_blocks(x: jax.Array, ids: jax.Array, added: jax.Array | None = None) -> jax.Array:
+    """`_scatter_rows` of a few rows at a time: a TPU copies all rows that it is given to scatter.
+
+    The last block overlaps the one before; rows that are in both are skipped in the last.
+    """
+    size = x.shape[0]
+    starts = jnp.minimum(jnp.arange(0, size, BLOCK, dtype=jnp.int32), size - BLOCK)
+
+    def step(i: jax.Array, x: jax.Array) -> jax.Array:
+        given = (x, ids) if added is None else (x, ids, added)
+        rows, own, *more = (lax.dynamic_slice_in_dim(y, starts[i], BLOCK) for y in given)
+        is_new = starts[i] + jnp.arange(BLOCK, dtype=jnp.int32) >= i * BLOCK
+        own = jnp.where(is_new[:, None], own, x.shape[1])
+        return lax.dynamic_update_slice_in_dim(x, _scatter_rows(rows, own, *more), starts[i], 0)
+
+    return lax.fori_loop(0, starts.shape[0], step, x)
+
+
+def _place_of(x: jax.Array) -> NamedSharding | None:
+    """The sharding of `x` on a mesh with explicit axes, which an update there has to name."""
+    place = jax.typeof(x).sharding
+    return place if AxisType.Explicit in place.mesh.axis_types else None

@@ -1,35 +1,91 @@
-"""Logits processors that change a few entries of a row: biases, bad words, minimum lengths.
+"""Logits processors: what a request asks for that changes its rows of logits.
 
-Each is a pytree with the parameters of B requests, and a function on rows of logits in the layout
-of `rejection_sample`. Entries are scattered into the rows; no other array of the vocabulary's size
-is made. `process_logits` applies all of them, and penalties, in the order of vLLM and transformers.
+A parameter that changes logits is one `Processor`: a pytree with the parameters of B requests and
+what it has to know of their sequences. `process_logits` applies all of them in the order of vLLM
+and transformers.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, Self, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
 
 from jax_specdec._src import ragged
-from jax_specdec._src.arrays import Sizes, check_tree, check_type, pytree, require
-from jax_specdec._src.blocks import BLOCK
+from jax_specdec._src.arrays import Sizes, check_tree, pytree, require
+from jax_specdec._src.blocks import BLOCK, by_blocks, scatter, take
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.penalties import Penalties, apply_penalties
+from jax_specdec._src.grammar import bitmask_of
 from jax_specdec._src.platform import Platform, traced_for_platform
+from jax_specdec._src.ragged import Owners
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Array, Drafts
+from jax_specdec._src.verify.rows import Rows
+
+_SMALLEST = float(jnp.finfo(jnp.float32).tiny)
+
+
+class Sequences(NamedTuple):
+    """B sequences.
+
+    Attributes:
+      token_ids: ``[B, L]`` int32, prompt and then output; not read past a length.
+      lengths: ``[B]`` int32, prompt and output together.
+      prompt_lengths: ``[B]`` int32.
+      vocab_size: V, static.
+    """
+
+    token_ids: jax.Array
+    lengths: jax.Array
+    prompt_lengths: jax.Array
+    vocab_size: int
+
+
+class Processor(Protocol):
+    """The parameters of B requests, a pytree, and how they change the requests' rows of logits.
+
+    A new one is a subclass, a field of `LogitsProcessors`, and an entry of its `apply`.
+    """
+
+    def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
+        """The rows ``[M, V]`` after the change.
+
+        Args:
+          logits: ``[M, V]``.
+          rows: the request of each row, and the drafts before it.
+          platform: that the program is for.
+        """
+        ...
+
+    def append(self, token_ids: jax.Array) -> Self:
+        """The same after more tokens of each request, such as a draft.
+
+        Args:
+          token_ids: ``[B]`` or ``[B, n]`` int32; -1 after the last of a request.
+        """
+        return self
+
+    def with_sequences(self, sequences: Sequences) -> Self:
+        """The same, as it was packed, for the next token of these sequences."""
+        return self
+
+    @property
+    def is_neutral(self) -> jax.Array:
+        """``[]`` bool, whether it changes no row."""
+        ...
 
 
 @pytree(token_ids="[B, C] int32", values="[B, C] float32")
 @dataclasses.dataclass(frozen=True)
-class LogitBias:
+class LogitBias(Processor):
     """Biases that are added to a few logits of each of B requests.
+
+    A bias of NaN or +inf makes `rejection_sample` end its request, and no other, with
+    ``BAD_TARGET_ROW``; a bias of -inf forbids its token.
 
     Attributes:
       token_ids: ``[B, C]`` int32, each at most once per request. An id outside the vocabulary, such
@@ -74,11 +130,166 @@ class LogitBias:
         """``[]`` bool, whether no request has a bias."""
         return jnp.all(self.token_ids < 0)
 
+    def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
+        """The rows, in float32, after the biases are added."""
+        ids, values = self.token_ids[rows.owner], self.values[rows.owner]
+        return scatter(logits.astype(jnp.float32), ids, values, platform)
+
+
+@pytree(
+    frequency="[B] float32",
+    presence="[B] float32",
+    repetition="[B] float32",
+    counts="[B, V] int32",
+    in_prompt="[B, V] bool",
+)
+@dataclasses.dataclass(frozen=True)
+class Penalties(Processor):
+    """The penalties of B requests, and the tokens that each has seen.
+
+    Attributes:
+      frequency: ``[B]`` float32, finite, subtracted from a token's logit for every occurrence in
+        the output.
+      presence: ``[B]`` float32, finite, subtracted once if the token occurs in the output.
+      repetition: ``[B]`` float32, positive and finite. If a token occurs in the prompt or the
+        output, its logit is divided by it if positive, and multiplied by it if not.
+      counts: ``[B, V]`` int32, occurrences of each token in the output so far.
+      in_prompt: ``[B, V]`` bool, whether a token occurs in the prompt.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> penalties = sd.Penalties.from_sequences(
+      ...     jnp.array([[3, 1, 1, 2]]), lengths=jnp.array([3]), prompt_lengths=jnp.array([1]),
+      ...     vocab_size=4, frequency=jnp.array([0.5]), presence=jnp.zeros(1),
+      ...     repetition=jnp.ones(1))
+      >>> penalties.counts.tolist(), penalties.in_prompt.tolist()
+      ([[0, 2, 0, 0]], [[False, False, False, True]])
+    """
+
+    frequency: jax.Array
+    presence: jax.Array
+    repetition: jax.Array
+    counts: jax.Array
+    in_prompt: jax.Array
+
+    @classmethod
+    def from_sequences(
+        cls,
+        token_ids: jax.Array,
+        *,
+        lengths: jax.Array,
+        prompt_lengths: jax.Array,
+        vocab_size: int,
+        frequency: jax.Array,
+        presence: jax.Array,
+        repetition: jax.Array,
+    ) -> Penalties:
+        """Count the tokens of B sequences.
+
+        Args:
+          token_ids: ``[B, L]`` int32, prompt and then output. Ids past a length, and ids outside
+            the vocabulary, are not counted.
+          lengths: ``[B]`` int32, prompt and output together.
+          prompt_lengths: ``[B]`` int32.
+          vocab_size: V, static.
+          frequency: ``[B]`` float32.
+          presence: ``[B]`` float32.
+          repetition: ``[B]`` float32.
+        """
+        batch, length = token_ids.shape
+        place = jnp.arange(length, dtype=jnp.int32)[None, :]
+        exists = (token_ids >= 0) & (place < lengths[:, None])
+        is_prompt = place < prompt_lengths[:, None]
+        request = jnp.arange(batch, dtype=jnp.int32)[:, None]
+        in_output = jnp.where(exists & ~is_prompt, token_ids, vocab_size)  # dropped
+        in_prompt = jnp.where(exists & is_prompt, token_ids, vocab_size)
+        shape = (batch, vocab_size)
+        return cls(
+            frequency,
+            presence,
+            repetition,
+            jnp.zeros(shape, jnp.int32).at[request, in_output].add(1, mode="drop"),
+            jnp.zeros(shape, bool).at[request, in_prompt].set(True, mode="drop"),
+        )
+
+    @classmethod
+    def pack(
+        cls, frequency: Sequence[float], presence: Sequence[float], repetition: Sequence[float]
+    ) -> Penalties:
+        """The penalties of B requests, as NumPy arrays; `with_sequences` counts tokens."""
+        given: Any = np.array([frequency, presence, repetition], np.float32)
+        none: Any = np.zeros((len(frequency), 0), np.int32)
+        return cls(given[0], given[1], given[2], none, none.astype(bool))
+
+    def with_sequences(self, sequences: Sequences) -> Penalties:
+        """See `Processor`."""
+        return self.from_sequences(
+            **sequences._asdict(),
+            frequency=self.frequency,
+            presence=self.presence,
+            repetition=self.repetition,
+        )
+
+    def append(self, token_ids: jax.Array) -> Penalties:
+        """See `Processor`; an id outside the vocabulary is not counted."""
+        ids = _columns(token_ids)
+        ids = jnp.where(ids < 0, self.counts.shape[1], ids)
+        request = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
+        return dataclasses.replace(self, counts=self.counts.at[request, ids].add(1, mode="drop"))
+
+    def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
+        """The rows in float32, penalized; see `apply_penalties`."""
+        num_drafts = rows.token_ids.shape[1]
+        before = [
+            jnp.where(i < rows.offset, rows.token_ids[rows.owner, i], PLACEHOLDER_TOKEN_ID)
+            for i in range(num_drafts)
+        ]
+
+        def of_owners(owner: jax.Array, logits: jax.Array, before: list[jax.Array]) -> jax.Array:
+            own = take(self, owner, platform) if num_drafts else self
+            return own._penalize(logits, before)
+
+        return lax.cond(
+            self.is_neutral,
+            lambda: logits.astype(jnp.float32),
+            lambda: _by_owner(of_owners, rows, platform, logits, before),
+        )
+
+    @property
+    def is_neutral(self) -> jax.Array:
+        """``[]`` bool, whether no request is penalized."""
+        neutral = (self.frequency == 0) & (self.presence == 0) & (self.repetition == 1)
+        return jnp.all(neutral)
+
+    def _penalize(self, logits: jax.Array, before: Sequence[jax.Array]) -> jax.Array:
+        """Rows ``[M, V]`` of M requests; drafts ``before[i] [M]`` come before them."""
+        size = logits.shape[1]
+        ids = jnp.arange(size, dtype=jnp.int32)[None, :]
+        count = self.counts[:, :size]
+        for drafted in before:
+            count += (drafted[:, None] == ids).astype(jnp.int32)
+        frequency, presence, repetition = (
+            x[:, None] for x in (self.frequency, self.presence, self.repetition)
+        )
+        valid = jnp.isfinite(frequency) & jnp.isfinite(presence)
+        valid &= jnp.isfinite(repetition) & (repetition >= _SMALLEST)
+
+        x = logits.astype(jnp.float32)
+        seen = (count > 0) | self.in_prompt[:, :size]
+        x = jnp.where(seen, jnp.where(x > 0, x / repetition, x * repetition), x)
+        x -= frequency * count.astype(jnp.float32) + jnp.where(count > 0, presence, 0.0)
+        return jnp.where(valid, x, jnp.nan)
+
 
 @pytree(words="[B, W, L] int32", recent="[B, L-1] int32")
 @dataclasses.dataclass(frozen=True)
-class BadWords:
+class BadWords(Processor):
     """Words, as sequences of tokens, that B requests must not emit; and their latest tokens.
+
+    The last token of a word is forbidden in rows that come right after its other tokens, which may
+    be of the prompt. A word of one token is forbidden in every row. (transformers reads the prompt
+    too; vLLM looks for the other tokens in the output alone.)
 
     Attributes:
       words: ``[B, W, L]`` int32. A word is at the end of its row, with -1 before it; a row without
@@ -147,12 +358,30 @@ class BadWords:
         recent = jnp.take_along_axis(token_ids, jnp.maximum(place, 0), axis=1, mode="clip")
         return cls(jnp.asarray(words), jnp.where(place >= 0, recent, PLACEHOLDER_TOKEN_ID))
 
+    def with_sequences(self, sequences: Sequences) -> BadWords:
+        """See `Processor`."""
+        return self.from_sequences(self.words, sequences.token_ids, lengths=sequences.lengths)
+
     def append(self, token_ids: jax.Array) -> BadWords:
-        """The bad words after one more token of each request, such as a draft; ``[B]`` int32."""
-        if self.recent.shape[1] == 0:
+        """See `Processor`."""
+        ids, size = _columns(token_ids), self.recent.shape[1]
+        if not size:
             return self
-        recent = jnp.concatenate([self.recent[:, 1:], token_ids[:, None]], axis=1)
+        place = jnp.sum(ids >= 0, axis=1, dtype=jnp.int32)[:, None] + _range(size)
+        tokens = jnp.concatenate([self.recent, ids], axis=1)
+        recent = jnp.take_along_axis(tokens, place, axis=1, mode="clip")
         return dataclasses.replace(self, recent=recent)
+
+    def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
+        """The rows with -inf where a word would be completed."""
+        *_, size = self.words[:, :, 1:].shape
+        tokens = jnp.concatenate([self.recent, rows.token_ids], axis=1)[rows.owner]
+        place = rows.offset[:, None] + _range(size)
+        before = jnp.take_along_axis(tokens, place, axis=1, mode="clip") if size else tokens[:, :0]
+        words = self.words[rows.owner]
+        begins = (words[:, :, :-1] < 0) | (words[:, :, :-1] == before[:, None, :])
+        completed = jnp.where(begins.all(axis=2), words[:, :, -1], PLACEHOLDER_TOKEN_ID)
+        return scatter(logits, completed, None, platform)
 
     @property
     def is_neutral(self) -> jax.Array:
@@ -162,8 +391,11 @@ class BadWords:
 
 @pytree(stop_token_ids="[B, M] int32", remaining="[B] int32")
 @dataclasses.dataclass(frozen=True)
-class MinTokens:
+class MinTokens(Processor):
     """How many more tokens each of B requests must emit before it may stop.
+
+    Its stop tokens are forbidden in rows with fewer than `remaining` drafts before them. With
+    ``min_tokens = n``, a stop token is token n + 1 of the output at the earliest.
 
     Attributes:
       stop_token_ids: ``[B, M]`` int32. An id outside the vocabulary, such as -1, is ignored.
@@ -181,9 +413,21 @@ class MinTokens:
     stop_token_ids: jax.Array
     remaining: jax.Array
 
+    def with_sequences(self, sequences: Sequences) -> MinTokens:
+        """See `Processor`; packed with ``remaining = min_tokens``."""
+        emitted = sequences.lengths - sequences.prompt_lengths
+        return dataclasses.replace(self, remaining=self.remaining - emitted)
+
     def append(self, token_ids: jax.Array) -> MinTokens:
-        """The same after one more token of each request, such as a draft; ``[B]`` int32."""
-        return dataclasses.replace(self, remaining=self.remaining - 1)
+        """See `Processor`."""
+        emitted = jnp.sum(_columns(token_ids) >= 0, axis=1, dtype=jnp.int32)
+        return dataclasses.replace(self, remaining=self.remaining - emitted)
+
+    def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
+        """The rows with -inf for stop tokens that come too early."""
+        is_early = (rows.offset < self.remaining[rows.owner])[:, None]
+        stops = jnp.where(is_early, self.stop_token_ids[rows.owner], PLACEHOLDER_TOKEN_ID)
+        return scatter(logits, stops, None, platform)
 
     @property
     def is_neutral(self) -> jax.Array:
@@ -191,12 +435,57 @@ class MinTokens:
         return jnp.all((self.remaining <= 0)[:, None] | (self.stop_token_ids < 0))
 
 
+@pytree(token_bitmask="[B, ceil(V/32)] uint32")
+@dataclasses.dataclass(frozen=True)
+class AllowedTokens(Processor):
+    """The only tokens that each of B requests may emit.
+
+    Attributes:
+      token_bitmask: ``[B, ceil(V/32)]`` uint32, bit ``i % 32`` of word ``i // 32`` is set where
+        token i is allowed.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> sd.AllowedTokens.pack([[0, 2], None], vocab_size=4).token_bitmask.tolist()
+      [[5], [4294967295]]
+    """
+
+    token_bitmask: jax.Array
+
+    @classmethod
+    def pack(cls, token_ids: Sequence[Sequence[int] | None], *, vocab_size: int) -> AllowedTokens:
+        """The allowed ids of B requests, as a NumPy array; None allows every token."""
+        words = [
+            ~bitmask_of((), vocab_size) if own is None else bitmask_of(own, vocab_size)
+            for own in token_ids
+        ]
+        return cls(np.stack(words))  # type: ignore[arg-type]  # NumPy: packing needs no device
+
+    def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
+        """The rows with -inf for tokens that are not allowed."""
+
+        def masked(owner: jax.Array, logits: jax.Array) -> jax.Array:
+            words = take(self.token_bitmask, owner, platform)
+            return Rows(logits, logits.shape[1], -jnp.inf, platform, words).masked().matrix
+
+        return _by_owner(masked, rows, platform, logits)
+
+    @property
+    def is_neutral(self) -> jax.Array:
+        """``[]`` bool, whether every token is allowed."""
+        return jnp.all(self.token_bitmask == jnp.uint32(2**32 - 1))
+
+
 @pytree(
-    logit_bias=(LogitBias,), penalties=(Penalties,), bad_words=(BadWords,), min_tokens=(MinTokens,)
+    logit_bias=(LogitBias,),
+    penalties=(Penalties,),
+    bad_words=(BadWords,),
+    min_tokens=(MinTokens,),
+    allowed_tokens=(AllowedTokens,),
 )
 @dataclasses.dataclass(frozen=True)
-class LogitsProcessors:
-    """The processors of B requests, which change logits before mask, temperature and filters.
+class LogitsProcessors(Processor):
+    """The processors of B requests, applied before mask, temperature and filters; itself one.
 
     If a field is None, nothing is compiled for it.
 
@@ -205,6 +494,7 @@ class LogitsProcessors:
       penalties: applied to the biased logits, by `apply_penalties`.
       bad_words: whose last tokens get -inf where the sequence ends with their other tokens.
       min_tokens: stop tokens get -inf as long as a request has fewer tokens.
+      allowed_tokens: all others get -inf.
 
     Example:
       >>> import jax_specdec as sd
@@ -217,33 +507,39 @@ class LogitsProcessors:
     penalties: Penalties | None = None
     bad_words: BadWords | None = None
     min_tokens: MinTokens | None = None
+    allowed_tokens: AllowedTokens | None = None
+
+    def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
+        """The rows after all changes, of which the order matters."""
+        changes = self.logit_bias, self.penalties, self.bad_words, self.min_tokens
+        for one in (*changes, self.allowed_tokens):
+            logits = logits if one is None else one.apply(logits, rows, platform)
+        return logits
 
     def append(self, token_ids: jax.Array) -> LogitsProcessors:
-        """The processors after one more token of each request, such as a draft.
+        """See `Processor`."""
+        return self._map(lambda one: one.append(token_ids))
 
-        Args:
-          token_ids: ``[B]`` int32.
-        """
-        return dataclasses.replace(
-            self,
-            penalties=self.penalties and self.penalties.append(token_ids),
-            bad_words=self.bad_words and self.bad_words.append(token_ids),
-            min_tokens=self.min_tokens and self.min_tokens.append(token_ids),
-        )
+    def with_sequences(self, sequences: Sequences) -> LogitsProcessors:
+        """See `Processor`."""
+        return self._map(lambda one: one.with_sequences(sequences))
 
     @property
     def is_neutral(self) -> jax.Array:
         """``[]`` bool, whether no request uses any of the processors."""
         neutral = jnp.bool_(True)
-        if self.logit_bias is not None:
-            neutral &= self.logit_bias.is_neutral
-        if self.penalties is not None:
-            neutral &= self.penalties.is_neutral
-        if self.bad_words is not None:
-            neutral &= self.bad_words.is_neutral
-        if self.min_tokens is not None:
-            neutral &= self.min_tokens.is_neutral
+        for one in self._given().values():
+            neutral &= one.is_neutral
         return neutral
+
+    def _given(self) -> dict[str, Processor]:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _map(self, function: Callable[[Processor], Any]) -> LogitsProcessors:
+        return dataclasses.replace(
+            self, **{name: function(one) for name, one in self._given().items()}
+        )
 
 
 def process_logits(
@@ -298,223 +594,100 @@ def process_logits(
       vLLM, `vllm/v1/sample/sampler.py`; transformers, `_get_logits_processor` in
       `generation/utils.py`.
     """
-    check_type("processors", processors, LogitsProcessors)
-    p, x = processors, cast(jax.Array, logits)
-    if p.logit_bias is not None:
-        x = apply_logit_bias(x, drafts, p.logit_bias, config=config, padded_rows=padded_rows)
-    if p.penalties is not None:
-        x = apply_penalties(x, drafts, p.penalties, config=config, padded_rows=padded_rows)
-    if p.bad_words is not None:
-        x = forbid_bad_words(x, drafts, p.bad_words, config=config, padded_rows=padded_rows)
-    if p.min_tokens is not None:
-        x = forbid_stop_tokens(x, drafts, p.min_tokens, config=config, padded_rows=padded_rows)
-    return x
+    return _process("processors", processors, LogitsProcessors, logits, drafts, config, padded_rows)
 
 
-def apply_logit_bias(
-    logits: jax.Array,
+def apply_penalties(
+    logits: Array,
     drafts: Drafts | None,
-    logit_bias: LogitBias,
+    penalties: Penalties,
     *,
     config: SpecDecodeConfig | None = None,
     padded_rows: bool = False,
 ) -> jax.Array:
-    """Add a bias to a few logits of each request, in all of its rows.
+    """Penalize rows of logits; each row counts the drafts of its request that come before it.
 
-    Args:
-      logits: as for `process_logits`.
-      drafts: the drafts to verify; None for one row per request.
-      logit_bias: what to add.
-      config: static settings; required with drafts.
-      padded_rows: as in `rejection_sample`.
+    Let ``n`` be how often a token occurs in the output and in the drafts before the row. If
+    ``n > 0``, or if the token is in the prompt, its logit is divided by `repetition` if positive
+    and multiplied by it if not. Then ``frequency * n`` is subtracted, and `presence` if ``n > 0``.
+    Neutral values (0, 0, 1) leave a request's rows as they are.
+
+    `process_logits` of penalties alone, with its arguments and errors. There may be fewer columns
+    than in ``penalties.counts``, for a drafter that has fewer.
 
     Returns:
-      float32 of the shape of `logits`. A bias of NaN or +inf makes `rejection_sample` end its
-      request, and no other, with ``BAD_TARGET_ROW``; a bias of -inf forbids its token.
+      float32 of the shape of `logits`. If one of a request's penalties is out of range, all of its
+      rows are NaN: `rejection_sample` ends that request, and no other, with ``BAD_TARGET_ROW``.
 
-    Raises:
-      TypeError: an argument of the wrong type or dtype, at trace time.
-      ValueError: shapes that do not fit, at trace time.
+    Numerics:
+      One elementwise pass over the logits writes float32 rows. If no request in the batch is
+      penalized, the pass only casts.
 
     Example:
       >>> import jax.numpy as jnp
       >>> import jax_specdec as sd
-      >>> bias = sd.LogitBias(jnp.array([[2, -1]]), jnp.array([[1.5, 0.0]]))
-      >>> apply_logit_bias(jnp.zeros((1, 3)), None, bias).tolist()
-      [[0.0, 0.0, 1.5]]
+      >>> one = jnp.ones(1)
+      >>> penalties = sd.Penalties(  # token 2 is in the prompt, 0 was generated twice
+      ...     frequency=0.5 * one, presence=0 * one, repetition=2 * one,
+      ...     counts=jnp.array([[2, 0, 0]]), in_prompt=jnp.array([[False, False, True]]))
+      >>> drafts = sd.Drafts.from_flat(jnp.array([1]), jnp.array([1]))
+      >>> sd.apply_penalties(
+      ...     jnp.array([[4.0, 4.0, -4.0], [4.0, 4.0, -4.0]]), drafts, penalties,
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=1)).tolist()
+      [[1.0, 4.0, -8.0], [1.0, 1.5, -8.0]]
     """
-    batch = _check("logit_bias", logit_bias, LogitBias, logits, drafts, config, padded_rows)
-    x = jnp.asarray(logits).astype(jnp.float32)
-    if x.shape[0] == 0 or batch == 0:
-        return x
-    logit_bias = jax.tree.map(jnp.asarray, logit_bias)
-    owner, _, _ = ragged.owners(logits, drafts, config, padded_rows)
-    ids, values = logit_bias.token_ids[owner], logit_bias.values[owner]
-    return _scatter(x, ids, values)
+    return _process("penalties", penalties, Penalties, logits, drafts, config, padded_rows)
 
 
-def forbid_bad_words(
-    logits: jax.Array,
-    drafts: Drafts | None,
-    bad_words: BadWords,
-    *,
-    config: SpecDecodeConfig | None = None,
-    padded_rows: bool = False,
-) -> jax.Array:
-    """Forbid the last token of a bad word in rows that come right after its other tokens.
-
-    The tokens before a row are the request's sequence, prompt included, and the drafts before the
-    row's position. A word of one token is forbidden in every row. (transformers reads the prompt
-    too; vLLM looks for the other tokens in the output alone.)
-
-    Args:
-      logits: as for `process_logits`.
-      drafts: the drafts to verify; None for rows without drafts before them.
-      bad_words: of the sequences before this step.
-      config: static settings; required with drafts.
-      padded_rows: as in `rejection_sample`.
-
-    Returns:
-      `logits` with -inf for forbidden tokens.
-
-    Raises:
-      TypeError: an argument of the wrong type or dtype, at trace time.
-      ValueError: shapes that do not fit, at trace time.
-
-    Example:
-      The word [0, 1] must not be completed: neither after the sequence, which ends with 0, nor
-      after the draft 0:
-
-      >>> import jax.numpy as jnp
-      >>> import jax_specdec as sd
-      >>> bad_words = sd.BadWords(jnp.array([[[0, 1]]]), recent=jnp.array([[0]]))
-      >>> forbid_bad_words(
-      ...     jnp.zeros((3, 2)), sd.Drafts.from_dense(jnp.array([[1, 0]])), bad_words,
-      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2)).tolist()
-      [[0.0, -inf], [0.0, 0.0], [0.0, -inf]]
-    """
-    batch = _check("bad_words", bad_words, BadWords, logits, drafts, config, padded_rows)
-    length = bad_words.words.shape[2]
-    if logits.shape[0] == 0 or batch == 0:
-        return jnp.asarray(logits)
-    bad_words = jax.tree.map(jnp.asarray, bad_words)
-    owner, offset, token_ids = ragged.owners(logits, drafts, config, padded_rows)
-    k = token_ids.shape[1]
-    before = jnp.concatenate([bad_words.recent, token_ids], axis=1)
-    beginning = bad_words.words[:, :, :-1]
-    is_before = [  # for each offset: whether the tokens before it are all of a word but its last
-        jnp.all((beginning < 0) | (beginning == before[:, None, i : i + length - 1]), axis=2)
-        for i in range(k + 1)
-    ]
-    completes = jnp.stack(is_before, axis=1)[owner, jnp.clip(offset, 0, k)]  # [M, W]
-    return _forbid(logits, jnp.where(completes, bad_words.words[:, :, -1][owner], -1))
-
-
-def forbid_stop_tokens(
-    logits: jax.Array,
-    drafts: Drafts | None,
-    min_tokens: MinTokens,
-    *,
-    config: SpecDecodeConfig | None = None,
-    padded_rows: bool = False,
-) -> jax.Array:
-    """Forbid a request's stop tokens until it has its minimum number of tokens.
-
-    They are forbidden in rows with fewer than ``remaining`` drafts before them. With
-    ``min_tokens = n``, a stop token is token n + 1 of the output at the earliest.
-
-    Args:
-      logits: as for `process_logits`.
-      drafts: the drafts to verify; None for rows without drafts before them.
-      min_tokens: of the sequences before this step.
-      config: static settings; required with drafts.
-      padded_rows: as in `rejection_sample`.
-
-    Returns:
-      `logits` with -inf for forbidden tokens.
-
-    Raises:
-      TypeError: an argument of the wrong type or dtype, at trace time.
-      ValueError: shapes that do not fit, at trace time.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_specdec as sd
-      >>> least = sd.MinTokens(jnp.array([[1], [1]]), remaining=jnp.array([2, 0]))
-      >>> forbid_stop_tokens(jnp.zeros((2, 2)), None, least).tolist()
-      [[0.0, -inf], [0.0, 0.0]]
-    """
-    batch = _check("min_tokens", min_tokens, MinTokens, logits, drafts, config, padded_rows)
-    if logits.shape[0] == 0 or batch == 0:
-        return jnp.asarray(logits)
-    min_tokens = jax.tree.map(jnp.asarray, min_tokens)
-    owner, offset, _ = ragged.owners(logits, drafts, config, padded_rows)
-    is_early = offset < min_tokens.remaining[owner]
-    return _forbid(logits, jnp.where(is_early[:, None], min_tokens.stop_token_ids[owner], -1))
-
-
-def _forbid(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """Rows with -inf at ``token_ids [M, n]``; ids outside the vocabulary are ignored."""
-    return _scatter(jnp.asarray(logits), token_ids, None)
-
-
-def _scatter(x: jax.Array, token_ids: jax.Array, added: jax.Array | None) -> jax.Array:
-    """Rows with ``added [M, n]`` added at ``token_ids [M, n]``, or -inf put there if it is None."""
-    is_token = (token_ids >= 0) & (token_ids < x.shape[1])
-    ids = jnp.where(is_token, token_ids, x.shape[1])  # dropped
-    if x.shape[0] <= BLOCK:
-        return _scatter_rows(x, ids, added)
-    return traced_for_platform(_scattered, (x, ids, added))
-
-
-def _scattered(
-    given: tuple[jax.Array, jax.Array, jax.Array | None], platform: Platform
-) -> jax.Array:
-    return _scatter_blocks(*given) if platform == "tpu" else _scatter_rows(*given)
-
-
-def _scatter_rows(x: jax.Array, ids: jax.Array, added: jax.Array | None = None) -> jax.Array:
-    place = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], ids
-    if added is None:
-        return x.at[place].set(-jnp.inf, mode="drop", out_sharding=_place_of(x))
-    return x.at[place].add(added, mode="drop", out_sharding=_place_of(x))
-
-
-def _scatter_blocks(x: jax.Array, ids: jax.Array, added: jax.Array | None = None) -> jax.Array:
-    """`_scatter_rows` of a few rows at a time: a TPU copies all rows that it is given to scatter.
-
-    The last block overlaps the one before; rows that are in both are skipped in the last.
-    """
-    size = x.shape[0]
-    starts = jnp.minimum(jnp.arange(0, size, BLOCK, dtype=jnp.int32), size - BLOCK)
-
-    def step(i: jax.Array, x: jax.Array) -> jax.Array:
-        given = (x, ids) if added is None else (x, ids, added)
-        rows, own, *more = (lax.dynamic_slice_in_dim(y, starts[i], BLOCK) for y in given)
-        is_new = starts[i] + jnp.arange(BLOCK, dtype=jnp.int32) >= i * BLOCK
-        own = jnp.where(is_new[:, None], own, x.shape[1])
-        return lax.dynamic_update_slice_in_dim(x, _scatter_rows(rows, own, *more), starts[i], 0)
-
-    return lax.fori_loop(0, starts.shape[0], step, x)
-
-
-def _place_of(x: jax.Array) -> NamedSharding | None:
-    """The sharding of `x` on a mesh with explicit axes, which an update there has to name."""
-    place = jax.typeof(x).sharding
-    return place if AxisType.Explicit in place.mesh.axis_types else None
-
-
-def _check(
+def _process(
     name: str,
     processor: object,
-    cls: type,
+    cls: type[Processor],
     logits: Array,
     drafts: Drafts | None,
     config: SpecDecodeConfig | None,
     padded_rows: bool,
-) -> int:
-    """Check a processor and the rows that it is applied to; returns B."""
+) -> jax.Array:
+    """Apply a processor after the checks. Which request owns a row is found once for all."""
     sizes: Sizes = {}
     check_tree(name, processor, (cls,), sizes)
-    ragged.check_rows(logits, drafts, sizes["B"], config, padded_rows)
-    return sizes["B"]
+    if not sizes:  # of no processor at all
+        return jnp.asarray(logits)
+    ragged.check_rows(logits, drafts, sizes["B"], config, padded_rows, most=sizes.get("V"))
+    if 0 in (logits.shape[0], sizes["B"]):
+        return jnp.asarray(logits, jnp.float32)
+    drafts = None if drafts is None else dataclasses.replace(drafts, distribution=None)
+    return cast(
+        jax.Array,
+        traced_for_platform(
+            _applied, (jnp.asarray(logits), drafts, processor), config, padded_rows
+        ),
+    )
+
+
+def _applied(
+    arrays: tuple[jax.Array, Drafts | None, Processor],
+    config: SpecDecodeConfig | None,
+    padded_rows: bool,
+    platform: Platform,
+) -> jax.Array:
+    logits, drafts, processor = arrays
+    return processor.apply(logits, ragged.owners(logits, drafts, config, padded_rows), platform)
+
+
+def _by_owner(
+    function: Callable[..., jax.Array], rows: Owners, platform: Platform, *arrays: Any
+) -> jax.Array:
+    """``function(rows.owner, *arrays)``; a few rows at a time on TPUs."""
+    if platform == "tpu":
+        return cast(jax.Array, by_blocks(function, BLOCK, rows.owner, *arrays))
+    return function(rows.owner, *arrays)
+
+
+def _columns(token_ids: jax.Array) -> jax.Array:
+    """``[B]`` or ``[B, n]`` as ``[B, n]``."""
+    return token_ids[:, None] if token_ids.ndim == 1 else token_ids
+
+
+def _range(size: int) -> jax.Array:
+    return jnp.arange(size, dtype=jnp.int32)[None, :]

@@ -95,12 +95,26 @@ def unpack(drafts: Drafts, num_speculative_tokens: int, has_bonus_rows: bool) ->
     return Layout(first_row, count, token_ids, draft_rows, in_bounds)
 
 
+class Owners(NamedTuple):
+    """The requests that M rows of logits belong to, and the drafts before each row.
+
+    Attributes:
+      owner: ``[M]`` int32, the request; undefined, but in range, for a row without an owner.
+      offset: ``[M]`` int32, how many of the request's drafts come before the row; undefined too.
+      token_ids: ``[B, K]`` int32, the drafts; ``[B, 0]`` for rows without any.
+    """
+
+    owner: jax.Array
+    offset: jax.Array
+    token_ids: jax.Array
+
+
 def owners(
     logits: jax.Array,
     drafts: Drafts | None,
     config: SpecDecodeConfig | None,
     padded_rows: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> Owners:
     """The request that owns each row of logits.
 
     Args:
@@ -108,22 +122,17 @@ def owners(
       drafts: the flattened drafts. None for one row per request, without drafts before it.
       config: static settings.
       padded_rows: as in `rejection_sample`.
-
-    Returns:
-      ``owner [M]``, the request; ``offset [M]``, how many of its drafts come before the row; and
-      ``token_ids [B, K]``, the drafts, with K = 0 if `drafts` is None. Owner and offset of a row
-      without an owner are undefined.
     """
     m = logits.shape[0]
     index = jnp.arange(m, dtype=jnp.int32)
     if drafts is None or config is None:
-        return index, jnp.zeros_like(index), jnp.zeros((m, 0), jnp.int32)
+        return Owners(index, jnp.zeros_like(index), jnp.zeros((m, 0), jnp.int32))
     k = config.num_speculative_tokens
     has_bonus_rows = padded_rows or m != drafts.token_ids.shape[0]
     layout = unpack(drafts, k, has_bonus_rows)
     count = jnp.where(layout.in_bounds, layout.num_drafts + int(has_bonus_rows), 0)
     owner, _ = owner_of_rows(layout.first_row, count, m)
-    return owner, index - layout.first_row[owner], layout.token_ids
+    return Owners(owner, index - layout.first_row[owner], layout.token_ids)
 
 
 def owner_of_rows(

@@ -67,6 +67,10 @@ PENALTIES = (
     ),
 )
 
+MIN_TOKENS = Parameter("min_tokens", _I32, 0, Range(0), "tokens before a stop token may come")
+NUMBERS = (*SAMPLING_PARAMETERS, *PENALTIES, MIN_TOKENS)
+"""What a request may ask for that is one number."""
+
 
 @pytree(**{one.name: f"[B] {one.dtype.__name__}" for one in SAMPLING_PARAMETERS})
 @dataclasses.dataclass(frozen=True)

@@ -109,5 +109,5 @@ def _processed(
         keys=jax.random.split(jax.random.key(0), 1),
         options=BatchOptions.create([options], [prompt_length], vocab_size),
     )
-    rows = batch.context(PLAIN, vocab_size).process_logits(logits)
+    rows = batch.with_processors(vocab_size).context(PLAIN).process_logits(logits)
     return np.array(rows[0], np.float32)

@@ -180,8 +180,9 @@ def test_a_row_is_masked_unless_the_drafter_knows_no_allowed_token() -> None:
         sampling=sd.SamplingParams(jnp.zeros(2)),
         keys=jax.random.split(jax.random.key(0), 2),
         config=sd.SpecDecodeConfig(num_speculative_tokens=2),
-        changes_rows=jnp.bool_(True),
-        token_bitmask=jnp.array([[0b10_0101], [0b11_0000]], jnp.uint32),  # ids 0, 2, 5; ids 4, 5
+        processors=sd.LogitsProcessors(
+            allowed_tokens=sd.AllowedTokens.pack([[0, 2, 5], [4, 5]], vocab_size=6)
+        ),
     )
     inf = jnp.inf
     found = context.process_logits(logits)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
+from jax_specdec._src.models.protocol import check_model
 from jax_specdec._src.serving import generate as generate_lib
 from jax_specdec._src.serving import programs
 from jax_specdec._src.serving.core import Decoder
@@ -660,49 +661,62 @@ def test_admitting_refuses_shapes_that_do_not_fit():
 # Caches of any layout
 
 
-def layouts(batch_size: int, max_length: int) -> dict[str, Any]:
-    """Requests along the first axis, a middle one, and the last, and fused with heads."""
-    return dict(
-        first=jnp.zeros((batch_size, max_length)),
-        middle=[jnp.zeros((3, batch_size, max_length), jnp.int8)],
-        last=jnp.zeros((max_length, batch_size), bool),
-        fused=jnp.zeros((2 * batch_size, max_length)),
-        flat=jnp.zeros((batch_size * max_length,)),
-    )
+def fused(batch_size: int) -> tuple[int, ...]:
+    return (2 * batch_size, 5)
 
 
-def test_a_cache_of_any_layout_has_some_requests_replaced():
-    rng, length = np.random.default_rng(0), 5
-    fill = functools.partial(
-        jax.tree.map, lambda x: jnp.asarray(rng.integers(1, 9, x.shape)).astype(x.dtype)
-    )
-    cache, some = fill(layouts(4, length)), fill(layouts(2, length))
-    new = put_cache(layouts, cache, some, jnp.array([2, 0]), length)
-    axes = dict(first=0, middle=1, last=1, fused=0, flat=0)
-    for name, axis in axes.items():
-        before, after, both = (
-            np.moveaxis(np.asarray(jax.tree.leaves(tree[name])[0]), axis, 0)
-            for tree in (cache, new, some)
-        )
-        size = len(both) // 2
-        np.testing.assert_array_equal(after[2 * size : 3 * size], both[:size])
-        np.testing.assert_array_equal(after[:size], both[size:])
-        np.testing.assert_array_equal(after[size : 2 * size], before[size : 2 * size])
-        np.testing.assert_array_equal(after[3 * size :], before[3 * size :])
+@dataclasses.dataclass(frozen=True)
+class HasCache:
+    """As much of a model as is asked about its cache."""
+
+    shape: Callable[[int], tuple[int, ...]]
+    cache_batch_axis: int
+    vocab_size: int = 2
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        return {"of": [jnp.zeros(self.shape(batch_size))]}
+
+    def apply(self, params: Any, token_ids: Any, start: Any, cache: Any) -> Any:
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize(
-    "init_cache",
-    [
-        lambda batch_size, max_length: dict(shared=jnp.zeros((max_length,))),
-        lambda batch_size, max_length: dict(shared=jnp.zeros((batch_size, batch_size))),
-        lambda batch_size, max_length: dict(shared=jnp.zeros((batch_size + 1,))),
-    ],
-    ids=["none", "two", "another"],
+    ("axis", "shape"),
+    [(0, lambda b: (b, 5)), (1, lambda b: (3, b, 5)), (1, lambda b: (5, b)), (0, fused)],
 )
-def test_a_cache_without_an_axis_of_requests_is_refused(init_cache):
-    with pytest.raises(ValueError, match=r"cache\['shared'\] must have one axis that holds the"):
-        put_cache(init_cache, init_cache(4, 5), init_cache(1, 5), jnp.array([0]), 5)
+def test_some_requests_are_replaced_along_the_axis_of_the_cache(axis, shape):
+    check_model("model", HasCache(shape, axis))
+    rng = np.random.default_rng(0)
+    before, both = (jnp.asarray(rng.integers(1, 9, shape(b))) for b in (4, 2))
+    after = put_cache({"of": [before]}, {"of": [both]}, jnp.array([2, 0]), axis)["of"][0]
+    before, after, both = (np.moveaxis(np.asarray(x), axis, 0) for x in (before, after, both))
+    old, found, new = np.split(before, 4), np.split(after, 4), np.split(both, 2)
+    for one, wanted in zip(found, (new[1], old[1], new[0], old[3]), strict=True):
+        np.testing.assert_array_equal(one, wanted)
+
+
+@pytest.mark.parametrize(
+    ("axis", "shape"),
+    [
+        (0, lambda b: (5,)),
+        (0, lambda b: (b, b)),
+        (0, lambda b: (b + 1,)),
+        (0, lambda b: (3, b)),
+        (2, lambda b: (3, b)),
+    ],
+    ids=["none", "two", "another", "not this one", "too few axes"],
+)
+def test_a_cache_without_an_axis_of_requests_is_refused(axis, shape):
+    model = HasCache(shape, axis)
+    with pytest.raises(ValueError, match=r"^model\.init_cache .* cache\['of'\]\[0\]"):
+        check_model("model", model)
+    with pytest.raises(ValueError, match=r"^drafter\.init_cache"):
+        dataclasses.replace(TABLE, drafter=Drafting(shape, axis))
+
+
+class Drafting(HasCache):
+    def propose(self, params: Any, context: Any, cache: Any, store: Any) -> Any:
+        raise NotImplementedError
 
 
 @pytest.mark.long

@@ -191,7 +191,7 @@ def test_steps_in_which_nobody_asks_for_anything_are_of_the_smaller_program(monk
     run(driver)
     # One step is ahead when a request comes or goes.
     assert found[:4] == [True, True, False, False] and set(found[4:]) == {True}
-    assert driver.state.batch.options.top_k is not None
+    assert driver.state.batch.options.sampling.top_k is not None
 
 
 def test_an_engine_without_options_takes_neutral_ones() -> None:

@@ -212,11 +212,11 @@ def test_where_nobody_asks_no_mask_is_read_and_nothing_counted() -> None:
         name = equation.primitive.name
         seen.add(name)
         assert name in passes or all(x.aval.shape != words for x in equation.invars), name
-        # One draft of each request is added to what was counted; no sequence is.
-        assert name != "scatter-add" or equation.invars[2].aval.size <= slots
-    assert {"while", "cond", "scan"} <= seen
-    options = state.batch.options
-    assert options.token_bitmask is not None and options.token_bitmask.shape == words
+        # The tokens of this step are added to what was counted; no sequence is.
+        assert name != "scatter-add" or equation.invars[2].aval.size <= slots * (K + 1)
+    assert {"while", "scan"} <= seen
+    token_bitmask = state.batch.options.processors.allowed_tokens.token_bitmask
+    assert token_bitmask.shape == words
     # A program that does read and count is found out.
     count = functools.partial(
         sd.Penalties.from_sequences,
@@ -226,9 +226,9 @@ def test_where_nobody_asks_no_mask_is_read_and_nothing_counted() -> None:
     lengths = state.batch.lengths
     traced = jax.make_jaxpr(
         lambda ids, mask: (count(ids, lengths=lengths, prompt_lengths=lengths), mask >> 1)
-    )(state.batch.token_ids, options.token_bitmask)
+    )(state.batch.token_ids, token_bitmask)
     found = {equation.primitive.name: equation.invars for equation in eager(traced.jaxpr)}
-    assert found["scatter-add"][2].aval.size > slots and "shift_right_logical" in found
+    assert found["scatter-add"][2].aval.size > slots * (K + 1) and "shift_right_logical" in found
 
 
 # Distributions

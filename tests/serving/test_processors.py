@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_specdec as sd
 from jax_specdec._src import platform
-from jax_specdec._src import processors as processors_lib
 from jax_specdec._src.platform import assume
+from jax_specdec._src.processors import Sequences
 from jax_specdec._src.serving.options import BatchOptions, OptionSizes
 
 from . import sampled, tiny
@@ -49,20 +49,25 @@ OPTIONS = [
 ]
 
 
+def with_sequences(options: BatchOptions, sequences: Sequence[Sequence[int]]) -> Any:
+    """Processors that are up to date; what is past a sequence is not read."""
+    assert options.processors is not None
+    given = Sequences(
+        jnp.array([[*s, *[8] * (12 - len(s))] for s in sequences]),
+        jnp.array([len(s) for s in sequences]),
+        options.prompt_lengths,
+        WIDE,
+    )
+    return jax.tree.map(jnp.asarray, options.processors).with_sequences(given)
+
+
 def processors(options: Sequence[sd.RequestOptions] = OPTIONS) -> sd.LogitsProcessors:
     """What `options` ask of the sequences above."""
     sequences = [p + o for p, o in zip(PROMPTS, OUTPUTS, strict=True)]
-    lengths = [len(p) for p in PROMPTS]
     stopping = [dataclasses.replace(one, stop_token_ids=ROW_STOPS) for one in options]
+    lengths = [len(p) for p in PROMPTS]
     asked = BatchOptions.create(stopping, lengths, WIDE, max_stop_tokens=3)
-    found = jax.tree.map(jnp.asarray, asked).processors(
-        jnp.array([s + [8] * (9 - len(s)) for s in sequences]),  # what is past is not read
-        jnp.array([len(s) for s in sequences]),
-        jnp.zeros((4,), bool),
-        WIDE,
-    )
-    assert found is not None
-    return found
+    return with_sequences(asked, sequences)
 
 
 def packed() -> sd.Drafts:
@@ -144,13 +149,8 @@ def test_what_nobody_asks_for_changes_nothing() -> None:
     x = logits(13, dtype=jnp.bfloat16).at[3, 4].set(jnp.nan)
     options = [sd.RequestOptions(stop_token_ids=ROW_STOPS)] * 4
     none = BatchOptions.create(options, [2, 3, 3, 2], WIDE, keep_neutral=True)
-    found = jax.tree.map(jnp.asarray, none).processors(
-        jnp.zeros((4, 9), jnp.int32),
-        jnp.array([5, 3, 6, 3]),
-        jnp.zeros((4,), bool),
-        WIDE,
-    )
-    assert found is not None and bool(found.is_neutral)
+    found = with_sequences(none, [[0] * n for n in (5, 3, 6, 3)])
+    assert bool(found.is_neutral)
     np.testing.assert_array_equal(apply(x, packed(), found, config=CONFIG), x.astype(jnp.float32))
     only_masks = dataclasses.replace(found, logit_bias=None, penalties=None)
     assert apply(x, packed(), only_masks, config=CONFIG).dtype == jnp.bfloat16
@@ -165,7 +165,7 @@ def test_a_bias_out_of_range_ends_its_own_request_alone(bad: float) -> None:
     x = logits(13)
     bias = sd.LogitBias.from_mappings([{3: bad}, {}, {4: 1.0}, {}], size=2)
     output = sd.rejection_sample(
-        processors_lib.apply_logit_bias(x, packed(), bias, config=CONFIG),
+        apply(x, packed(), sd.LogitsProcessors(logit_bias=bias), config=CONFIG),
         packed(),
         sampling=sd.SamplingParams(jnp.array([0.0, 1.0, 0.5, 0.0])),
         keys=jax.random.split(jax.random.key(1), 4),
@@ -173,6 +173,24 @@ def test_a_bias_out_of_range_ends_its_own_request_alone(bad: float) -> None:
         config=CONFIG,
     )
     assert output.status.tolist() == [int(sd.Status.BAD_TARGET_ROW), 0, 0, 0]
+
+
+@pytest.mark.newest
+def test_what_is_carried_along_is_what_the_longer_sequence_gives() -> None:
+    steps = [[[3, 8, 3], [9], [1, 2], [6]], [[10], [1, 4], [], [7, 7, 7]]]
+    stopping = [dataclasses.replace(one, stop_token_ids=ROW_STOPS) for one in OPTIONS]
+    asked = BatchOptions.create(stopping, [len(p) for p in PROMPTS], WIDE)
+    sequences = [p + o for p, o in zip(PROMPTS, OUTPUTS, strict=True)]
+    carried = with_sequences(asked, sequences)
+    for step in steps:
+        sequences = [s + new for s, new in zip(sequences, step, strict=True)]
+        carried = carried.append(jnp.array([new + [-1] * (3 - len(new)) for new in step]))
+    outputs = [s[len(p) :] for s, p in zip(sequences, PROMPTS, strict=True)]
+    counts = [np.bincount(output, minlength=WIDE) for output in outputs]
+    np.testing.assert_array_equal(carried.penalties.counts, counts)
+    assert carried.bad_words.recent.tolist() == [([-1] * 5 + s)[-7:] for s in sequences]
+    left = [one.min_tokens - len(o) for one, o in zip(OPTIONS, outputs, strict=True)]
+    assert carried.min_tokens.remaining.tolist() == left
 
 
 @pytest.mark.newest
@@ -266,8 +284,9 @@ def step(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Draft K tokens by a table, verify them by another; the loop that a user would write."""
     batch = tokens.shape[0]
-    found = asked.processors(tokens, lengths, jnp.zeros((batch,), bool), V)
-    assert found is not None
+    assert asked.processors is not None
+    sequences = Sequences(tokens, lengths, asked.prompt_lengths, V)
+    found = asked.processors.with_sequences(sequences)
     request = jnp.arange(batch)
     now, text, rows, q = found, tokens, [], []
     for i in range(K + 1):
@@ -290,7 +309,7 @@ def step(
             jnp.stack(rows, axis=1).reshape(batch * (K + 1), V), drafts, found, config=CONFIG
         ),
         drafts,
-        sampling=dataclasses.replace(sd.SamplingParams(temperature), top_k=asked.top_k),
+        sampling=dataclasses.replace(sd.SamplingParams(temperature), top_k=asked.sampling.top_k),
         keys=keys,
         positions=lengths,
         config=CONFIG,
@@ -372,14 +391,15 @@ def test_sampled_tokens_have_the_distribution_of_one_token_at_a_time(drafter_see
 
 def test_arrays_have_room_for_what_is_asked_and_powers_of_2() -> None:
     asked = BatchOptions.create(OPTIONS, [2, 3, 3, 2], WIDE)
-    assert asked.logit_bias is not None and asked.bad_words is not None
-    assert asked.logit_bias.token_ids.shape == (4, 2)
-    assert asked.bad_words.shape == (4, 4, 8)
-    assert asked.min_tokens is not None and asked.min_tokens.tolist() == [5, 2, 1, 0]
+    given: Any = asked.processors
+    assert given.logit_bias.token_ids.shape == (4, 2)
+    assert given.bad_words.words.shape == (4, 4, 8)
+    assert given.min_tokens.remaining.tolist() == [5, 2, 1, 0]
+    assert given.penalties.counts.shape == (4, 0)  # counted on the device
     fixed = OptionSizes(3, 5, 6)
     asked = BatchOptions.create(OPTIONS, [2, 3, 3, 2], WIDE, keep_neutral=True, sizes=fixed)
-    assert asked.logit_bias is not None and asked.bad_words is not None
-    assert asked.logit_bias.values.shape == (4, 3) and asked.bad_words.shape == (4, 5, 6)
+    given = asked.processors
+    assert given.logit_bias.values.shape == (4, 3) and given.bad_words.words.shape == (4, 5, 6)
 
 
 @pytest.mark.parametrize(
@@ -489,6 +509,12 @@ def test_options_that_the_model_or_the_budget_does_not_hold_are_refused(
 
 
 INTS = jnp.zeros((4, 2), jnp.int32)
+
+
+def process(x: Any, drafts: Any, config: Any = None, **processor: Any) -> Any:
+    return sd.process_logits(x, drafts, sd.LogitsProcessors(**processor), config=config)
+
+
 CALLS: dict[str, tuple[Any, type[Exception], str]] = {
     "no processors": (
         lambda x, d: sd.process_logits(x, d, None, config=CONFIG),
@@ -496,65 +522,64 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
         "processors",
     ),
     "no bias": (
-        lambda x, d: processors_lib.apply_logit_bias(x, d, {1: 2.0}, config=CONFIG),
+        lambda x, d: process(x, d, CONFIG, logit_bias={1: 2.0}),
         TypeError,
-        "logit_bias",
+        r"processors\.logit_bias",
     ),
     "biases of another shape": (
-        lambda x, d: processors_lib.apply_logit_bias(x, d, sd.LogitBias(INTS, jnp.zeros((4, 3)))),
+        lambda x, d: process(x, d, logit_bias=sd.LogitBias(INTS, jnp.zeros((4, 3)))),
         ValueError,
-        r"logit_bias\.values",
+        r"processors\.logit_bias\.values",
     ),
     "biases of ints": (
-        lambda x, d: processors_lib.apply_logit_bias(x, d, sd.LogitBias(INTS, INTS)),
+        lambda x, d: process(x, d, logit_bias=sd.LogitBias(INTS, INTS)),
         TypeError,
-        r"logit_bias\.values",
+        r"processors\.logit_bias\.values",
     ),
     "flat ids": (
-        lambda x, d: processors_lib.apply_logit_bias(x, d, sd.LogitBias(INTS[0], jnp.zeros((2,)))),
+        lambda x, d: process(x, d, logit_bias=sd.LogitBias(INTS[0], jnp.zeros((2,)))),
         ValueError,
-        r"logit_bias\.token_ids",
+        r"processors\.logit_bias\.token_ids",
     ),
     "no bad words": (
-        lambda x, d: processors_lib.forbid_bad_words(x, d, [[1]]),
+        lambda x, d: process(x, d, bad_words=[[1]]),
         TypeError,
-        "bad_words",
+        r"processors\.bad_words",
     ),
     "words without length": (
-        lambda x, d: processors_lib.forbid_bad_words(
-            x, d, sd.BadWords(INTS[:, :, None][:, :, :0], INTS)
-        ),
+        lambda x, d: process(x, d, bad_words=sd.BadWords(INTS[:, :, None][:, :, :0], INTS)),
         ValueError,
-        r"bad_words\.recent",
+        r"processors\.bad_words\.recent",
     ),
     "recent tokens of another length": (
-        lambda x, d: processors_lib.forbid_bad_words(x, d, sd.BadWords(INTS[:, :, None], INTS)),
+        lambda x, d: process(x, d, bad_words=sd.BadWords(INTS[:, :, None], INTS)),
         ValueError,
-        r"bad_words\.recent",
+        r"processors\.bad_words\.recent",
     ),
     "no least length": (
-        lambda x, d: processors_lib.forbid_stop_tokens(x, d, 3),
+        lambda x, d: process(x, d, min_tokens=3),
         TypeError,
-        "min_tokens",
+        r"processors\.min_tokens",
     ),
     "one remaining": (
-        lambda x, d: processors_lib.forbid_stop_tokens(
-            x, d, sd.MinTokens(INTS, jnp.zeros((1,), jnp.int32))
-        ),
+        lambda x, d: process(x, d, min_tokens=sd.MinTokens(INTS, jnp.zeros((1,), jnp.int32))),
         ValueError,
-        r"min_tokens\.remaining",
+        r"processors\.min_tokens\.remaining",
     ),
     "another number of rows": (
-        lambda x, d: processors_lib.forbid_stop_tokens(
-            x[:5], d, sd.MinTokens(INTS, INTS[:, 0]), config=CONFIG
-        ),
+        lambda x, d: process(x[:5], d, CONFIG, min_tokens=sd.MinTokens(INTS, INTS[:, 0])),
         ValueError,
         "logits",
     ),
     "no config": (
-        lambda x, d: processors_lib.forbid_stop_tokens(x, d, sd.MinTokens(INTS, INTS[:, 0])),
+        lambda x, d: process(x, d, min_tokens=sd.MinTokens(INTS, INTS[:, 0])),
         TypeError,
         "config",
+    ),
+    "allowed ids that are not words": (
+        lambda x, d: process(x, d, allowed_tokens=sd.AllowedTokens(INTS)),
+        TypeError,
+        r"processors\.allowed_tokens\.token_bitmask",
     ),
     "too many biases": (
         lambda x, d: sd.LogitBias.from_mappings([{1: 1.0, 2: 1.0}], size=1),

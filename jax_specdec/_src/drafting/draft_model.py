@@ -20,7 +20,13 @@ from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.drafting.drafter import Proposal
 from jax_specdec._src.drafting.draw import draw_drafts
 from jax_specdec._src.drafting.store import DraftStore
-from jax_specdec._src.models.protocol import CausalModel, apply_model, check_model, sharding_of
+from jax_specdec._src.models.protocol import (
+    CausalModel,
+    apply_model,
+    cache_batch_axis_of,
+    check_model,
+    sharding_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +90,11 @@ class ModelDrafter:
             object.__setattr__(self, "ids", _HashableIds.of(self.ids))
         if self.num_candidates is not None:
             check_int("num_candidates", self.num_candidates)
+
+    @property
+    def cache_batch_axis(self) -> int:
+        """That of the model."""
+        return cache_batch_axis_of(self.model)
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         """The model's cache."""
@@ -161,7 +172,7 @@ class ModelDrafter:
         logits, cache, _ = apply_model(self.model, params, recent, start, cache)
         newest = (lengths - 1 - start)[:, None, None]
         logits = jnp.take_along_axis(logits, newest, axis=1)[:, 0]
-        now = None if context.changes_rows is None else context
+        now = None if context.processors is None else context
         first, store, now = draw(logits, jnp.int32(0), store, now)
 
         offsets = jnp.arange(1, context.config.num_speculative_tokens, dtype=jnp.int32)

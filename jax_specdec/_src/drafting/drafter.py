@@ -82,7 +82,10 @@ class Drafter(Protocol):
     """
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
-        """An empty cache: any pytree of arrays, with the layout of `CausalModel.init_cache`."""
+        """An empty cache: any pytree of arrays, with the layout of `CausalModel.init_cache`.
+
+        `cache_batch_axis` is as there: the axis that holds the requests, if it is not the first.
+        """
         ...
 
     def init_store(

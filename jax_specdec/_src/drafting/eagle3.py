@@ -154,7 +154,7 @@ class Eagle3Drafter:
         shifted = jnp.take_along_axis(context.token_ids, place, axis=1, mode="clip")
         states, row = self.head.project(params, features), jnp.maximum(num_features - 1, 0)
         logits, state, cache = self.head.apply(params, states, shifted, start, cache, row)
-        now = None if context.changes_rows is None else context
+        now = None if context.processors is None else context
         first, store, now = draw(logits[:, 0], jnp.int32(0), store, now)
 
         offsets = jnp.arange(1, context.config.num_speculative_tokens, dtype=jnp.int32)

@@ -100,6 +100,11 @@ class Llama:
         listed = random_weights(param_shapes(c), key, self.dtype, c.num_hidden_layers)
         return stack_layers(listed) if self.scan_layers else listed
 
+    @property
+    def cache_batch_axis(self) -> int:
+        """See `CausalModel`."""
+        return 1 if self.scan_layers else 0
+
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         """An empty cache for B = batch_size requests of at most T = max_length positions."""
         c = self.config

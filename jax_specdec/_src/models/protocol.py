@@ -19,6 +19,8 @@ __all__ = [
     "Params",
     "TargetOutput",
     "apply_model",
+    "cache_batch_axis_of",
+    "check_cache",
     "check_model",
     "is_loaded_model",
     "sharding_of",
@@ -72,6 +74,9 @@ class CausalModel(Protocol):
 
     A model whose state cannot be addressed by position (a recurrent one) has to keep enough past
     states for this.
+
+    **Slots.** `cache_batch_axis`, if a model has it, is the axis of every array of its cache that
+    holds the requests; it is 0 otherwise.
 
     **Many devices.** A model whose logits are split over the vocabulary says so in an attribute
     `sharding`, a `VerifySharding` with a mesh: its logits are then read where they are. Without it,
@@ -142,9 +147,10 @@ class CausalModel(Protocol):
             max_length: number of positions that can be filled per request, T.
 
         Returns:
-            A pytree of arrays whose shapes depend on B and T alone. Each has one axis that holds
-            the requests one after another, the same number of entries for each, so that a serving
-            engine can replace what belongs to one of them.
+            A pytree of arrays whose shapes depend on B and T alone. One axis of each, the same for
+            all, holds the requests one after another, with the same number of entries for each, so
+            that a serving engine can replace what belongs to one of them: the first axis, or that
+            of the attribute `cache_batch_axis`.
         """
         ...
 
@@ -235,6 +241,38 @@ def sharding_of(model: CausalModel) -> VerifySharding | None:
     return getattr(model, "sharding", None)
 
 
+def cache_batch_axis_of(owner: Any) -> int:
+    """The axis of every array of a model's or drafter's cache that holds the requests."""
+    return getattr(owner, "cache_batch_axis", 0)
+
+
+def check_cache(name: str, owner: Any) -> None:
+    """Checks that the cache of a model or drafter has an axis that holds the requests.
+
+    Args:
+        name: of the argument.
+        owner: what was given for it.
+
+    Raises:
+        ValueError: an array has no such axis.
+    """
+    axis = cache_batch_axis_of(owner)
+    one, two = (jax.eval_shape(lambda n=n: owner.init_cache(n, 8)) for n in (1, 2))
+
+    def check(path: Any, one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> None:
+        shape = list(one.shape)
+        if axis < len(shape):
+            shape[axis] *= 2
+        if axis >= len(shape) or shape != list(two.shape):
+            raise ValueError(
+                f"{name}.init_cache must hold the requests along axis {axis}, as cache_batch_axis "
+                f"says, but the shape of cache{jax.tree_util.keystr(path)} is {one.shape} for one "
+                f"request and {two.shape} for two"
+            )
+
+    jax.tree.map_with_path(check, one, two)
+
+
 def is_loaded_model(value: Any) -> bool:
     """Whether a value is a pair of model and params, such as `LoadedModel`."""
     return isinstance(value, tuple) and hasattr(value, "model") and hasattr(value, "params")
@@ -249,6 +287,7 @@ def check_model(name: str, model: Any) -> None:
 
     Raises:
         TypeError: it is not a `CausalModel`, or it has no hash.
+        ValueError: no axis of its cache holds the requests.
     """
     if is_loaded_model(model):
         raise TypeError(
@@ -266,3 +305,4 @@ def check_model(name: str, model: Any) -> None:
             f"{type(model).__name__}: {error}. Keep arrays in params; a dataclass with frozen=True "
             "and eq=False is compared by identity"
         ) from None
+    check_cache(name, model)

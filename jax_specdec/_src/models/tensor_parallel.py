@@ -143,6 +143,11 @@ class TensorParallelLlama:
 
         return jax.tree.map_with_path(place, params)
 
+    @property
+    def cache_batch_axis(self) -> int:
+        """See `CausalModel`; the devices come first."""
+        return 1 + self._local.cache_batch_axis
+
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         """An empty cache; see `CausalModel.init_cache`."""
         one = jax.eval_shape(lambda: self._local.init_cache(batch_size, max_length))

@@ -12,7 +12,7 @@ from jax_specdec._src.arrays import Sizes, as_int32, pytree
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.logprobs import TokenLogprobs
-from jax_specdec._src.sampling import SamplingParams
+from jax_specdec._src.processors import Sequences
 from jax_specdec._src.serving.options import BatchOptions
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
 
@@ -55,23 +55,31 @@ class Batch:
     keys: jax.Array
     options: BatchOptions
 
-    def context(self, config: SpecDecodeConfig, vocab_size: int) -> DraftContext:
+    def with_processors(self, vocab_size: int) -> Batch:
+        """The batch with processors that are up to date with its sequences, as `append` keeps them.
+
+        Until then they are as they were packed. A request that is read again gets its own back.
+        """
+        processors = self.options.processors
+        if processors is None:
+            return self
+        given = self.token_ids, self.lengths, self.options.prompt_lengths, vocab_size
+        options = dataclasses.replace(
+            self.options, processors=processors.with_sequences(Sequences(*given))
+        )
+        return dataclasses.replace(self, options=options)
+
+    def context(self, config: SpecDecodeConfig) -> DraftContext:
         """What the drafter and the target are given for a step."""
-        options = self.options
-        changes_rows = options.changes_rows
-        if changes_rows is not None:
-            changes_rows = jnp.any(changes_rows & ~self.done)
+        options, changes_rows = self.options, self.options.changes_rows
         return DraftContext(
             token_ids=self.token_ids,
             lengths=self.lengths,
-            sampling=SamplingParams(
-                options.temperature, options.min_p, options.top_k, options.top_p
-            ),
+            sampling=options.sampling,
             keys=self.keys,
             config=config,
-            changes_rows=changes_rows,
-            processors=options.processors(self.token_ids, self.lengths, self.done, vocab_size),
-            token_bitmask=options.token_bitmask,
+            changes_rows=None if changes_rows is None else jnp.any(changes_rows & ~self.done),
+            processors=options.processors,
         )
 
 
@@ -214,11 +222,13 @@ def append(
         num_emitted=output.num_emitted,
         logprobs=None if logprobs is None else logprobs.where(is_kept),
     )
+    processors = options.processors and options.processors.append(record.token_ids)
     batch = dataclasses.replace(
         batch,
         token_ids=token_ids,
         lengths=lengths,
         done=batch.done | stopped | failed | (lengths >= options.max_lengths),
         status=jnp.where(failed, output.status, batch.status),
+        options=dataclasses.replace(options, processors=processors),
     )
     return batch, record

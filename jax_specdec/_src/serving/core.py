@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,12 @@ from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src.arrays import check_int, pytree
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.drafting.drafter import Drafter, Proposal, feature_layers_of
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 from jax_specdec._src.drafting.store import DraftStore, count_fallbacks
 from jax_specdec._src.logprobs import token_logprobs
 from jax_specdec._src.models.protocol import CausalModel, TargetOutput, apply_model, sharding_of
+from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.serving.batch import Batch, StepRecord, append
 from jax_specdec._src.serving.metrics import AcceptanceCounters
 from jax_specdec._src.serving.options import LogprobsConfig
@@ -102,7 +102,7 @@ class Caches(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """The static half of decoding: models and settings, and pure functions of a `DecodeState`.
+    """The step of `generate` and of an `Engine`: pure functions of a `DecodeState`, and settings.
 
     They take `params`, the target's weights; `draft_params`, the drafter's weights; and a state,
     which is to be donated. Hashable and compared by value, so that it can be a static argument of
@@ -113,14 +113,14 @@ class Decoder:
       drafter: what proposes tokens; None for plain decoding, one token per pass of the target.
       config: how drafts are made and verified.
       logprobs: which log-probabilities a step's record has; None for none.
+      drafts_in_first_step: whether a request without output gets drafts.
     """
-
-    drafts_in_first_step: ClassVar[bool] = True
 
     model: CausalModel
     drafter: Drafter | None
     config: SpecDecodeConfig
     logprobs: LogprobsConfig | None = None
+    drafts_in_first_step: bool = True
 
     @property
     def num_drafts(self) -> int:
@@ -151,6 +151,7 @@ class Decoder:
 
     def empty_state(self, params: Any, draft_params: Any, batch: Batch) -> DecodeState:
         """`empty_caches` for the sequences of `batch`, no drafts, and all counts zero."""
+        batch = batch.with_processors(self.model.vocab_size)
         size, length = batch.token_ids.shape
         store = None
         if self.drafter is not None:
@@ -239,74 +240,13 @@ class Decoder:
     def step(
         self, params: Any, draft_params: Any, state: DecodeState, *, num_drafts: int | None = None
     ) -> tuple[DecodeState, StepRecord]:
-        """`draft`, then `verify`: at least one token for every request that is not done.
-
-        Args:
-          params: the target's weights.
-          draft_params: the drafter's weights.
-          state: donated.
-          num_drafts: static; as for `draft`.
-
-        Returns:
-          The state, whose ``batch.done`` and ``batch.status`` say which requests have ended and
-          why, and the record of the step.
-        """
-        context = self._context(state)  # one for both halves, so that tokens are counted once
-        return self._verify(params, self._draft(draft_params, state, context, num_drafts), context)
+        """`draft`, then `verify`: at least one token for every request that is not done."""
+        return self.verify(params, self.draft(draft_params, state, num_drafts=num_drafts))
 
     def draft(
         self, draft_params: Any, state: DecodeState, *, num_drafts: int | None = None
     ) -> DecodeState:
-        """The first half of `step`: K drafts for every request that is not done.
-
-        New requests of an `Engine` get none. A drafter that reads features needs this before every
-        `verify`, even if the drafts are then dropped with `DecodeState.without_drafts`.
-
-        Args:
-          draft_params: the drafter's weights.
-          state: donated.
-          num_drafts: static, from 0 to K, drafts of each request; None for K. The target's pass in
-            `verify` then has as many rows, and one more. It must be chosen before the drafts are
-            drawn. With 0, a drafter that has a cache drafts one token all the same, which is
-            dropped: it reads the tokens that were emitted since.
-
-        Raises:
-          TypeError, ValueError: the drafter returned something that breaks its contract, or
-            `num_drafts` is not from 0 to K.
-        """
-        return self._draft(draft_params, state, self._context(state), num_drafts)
-
-    def verify(
-        self, params: Any, state: DecodeState, token_bitmask: jax.Array | None = None
-    ) -> tuple[DecodeState, StepRecord]:
-        """The second half of `step`: verify the drafts in the state, and append what is emitted.
-
-        A request without drafts gets one token. Rows of the store that were drawn at another
-        position or temperature are not used.
-
-        Args:
-          params: the target's weights.
-          state: with drafts, from `draft`.
-          token_bitmask: ``[B*(K+1), ceil(V/32)]`` uint32, the tokens that each row may emit, from
-            `grammar_bitmask`; None for all.
-
-        Returns:
-          The state, without drafts, and the record of the step.
-
-        Raises:
-          ValueError: the state holds features that the drafter has not read.
-        """
-        return self._verify(params, state, self._context(state), token_bitmask)
-
-    def _context(self, state: DecodeState) -> DraftContext:
-        context = state.batch.context(self.config, self.model.vocab_size)
-        return dataclasses.replace(
-            context, features=state.features, num_features=state.num_features
-        )
-
-    def _draft(
-        self, params: Any, state: DecodeState, context: DraftContext, num_drafts: int | None
-    ) -> DecodeState:
+        """The first half of `step`; see `Engine.draft`."""
         wanted = self.num_drafts
         if num_drafts is not None:
             wanted = check_int("num_drafts", num_drafts, 0, self.num_drafts)
@@ -315,10 +255,13 @@ class Decoder:
         has_memory = state.features is not None or jax.tree.leaves(state.draft_cache)
         if not wanted and not has_memory:
             return dataclasses.replace(state, draft_token_ids=state.draft_token_ids[:, :0])
-        size = max(wanted, 1)
+        size, config = max(wanted, 1), self.config
         if size < self.num_drafts:
-            context = dataclasses.replace(context, config=_with_fewer_drafts(self.config, size))
-        returned = self.drafter.propose(params, context, state.draft_cache, state.store)
+            config = _with_fewer_drafts(self.config, size)
+        context = dataclasses.replace(
+            state.batch.context(config), features=state.features, num_features=state.num_features
+        )
+        returned = self.drafter.propose(draft_params, context, state.draft_cache, state.store)
         _check_proposal(self.drafter, returned, state, size)
         proposal, draft_cache = returned
         state = dataclasses.replace(
@@ -331,27 +274,17 @@ class Decoder:
         )
         return state.without_drafts(self._without_drafts(state.batch))
 
-    def _without_drafts(self, batch: Batch) -> jax.Array:
-        """``[B]`` bool, the requests that get no drafts in this step."""
-        none = batch.done
-        if not self.drafts_in_first_step:
-            none |= batch.lengths == batch.options.prompt_lengths
-        return none
-
-    def _verify(
-        self,
-        params: Any,
-        state: DecodeState,
-        context: DraftContext,
-        token_bitmask: jax.Array | None = None,
+    def verify(
+        self, params: Any, state: DecodeState, token_bitmask: jax.Array | None = None
     ) -> tuple[DecodeState, StepRecord]:
+        """The second half of `step`; see `Engine.verify`."""
         if state.features is not None:
             raise ValueError(
                 f"state must come from draft, because {type(self.drafter).__name__} reads the "
                 "features of every target pass, but it holds some that were not read"
             )
         batch, ids, vocab_size = state.batch, state.draft_token_ids, self.model.vocab_size
-        drafts = Drafts.from_dense(ids)
+        drafts, context = Drafts.from_dense(ids), batch.context(self.config)
         if state.store is not None:
             drafts = state.store.attach(drafts, positions=batch.lengths, sampling=context.sampling)
         logits, target_cache, features = self._apply(params, state)
@@ -424,6 +357,13 @@ class Decoder:
         )
         return state, record
 
+    def _without_drafts(self, batch: Batch) -> jax.Array:
+        """``[B]`` bool, the requests that get no drafts in this step."""
+        none = batch.done
+        if not self.drafts_in_first_step:
+            none |= batch.lengths == batch.options.prompt_lengths
+        return none
+
     def _run(self, params: Any, token_ids: jax.Array, start: jax.Array, cache: Any) -> TargetOutput:
         """The target, with the features that the drafter reads."""
         layers = feature_layers_of(self.drafter)
@@ -435,29 +375,37 @@ class Decoder:
         start = batch.lengths - 1
         last = jnp.take_along_axis(batch.token_ids, start[:, None], axis=1)
         tokens = jnp.concatenate([last, jnp.maximum(ids, 0)], axis=1)
-        wide = functools.partial(self._run, params, tokens, start)
-
-        def narrow(cache: Any) -> TargetOutput:
-            logits, cache, features = self._run(params, last, start, cache)
-            logits, features = jax.tree.map(
-                lambda x: jnp.pad(x, ((0, 0), (0, ids.shape[1]), (0, 0))), (logits, features)
-            )
-            return TargetOutput(logits, cache, features)
-
-        def as_needed(cache: Any) -> TargetOutput:
-            output: TargetOutput = lax.cond(ids[0, 0] >= 0, wide, narrow, cache)
-            return output
-
+        arrays = params, tokens, start, state.target_cache
         # Only for a batch of one: otherwise the width, and with it the last bits of float32 sums,
-        # would depend on a request's neighbours. Rows that are not read hold zeros. Only on CPUs:
-        # elsewhere a narrow pass takes as long, because it reads the same weights, and on a GPU
-        # the host waits for the condition.
+        # would depend on a request's neighbours.
         if getattr(self.drafter, "may_abstain", False) and ids.size and tokens.shape[0] == 1:
-            output: TargetOutput = lax.platform_dependent(
-                state.target_cache, cpu=as_needed, default=wide
-            )
+            output: TargetOutput = traced_for_platform(_run_as_wide_as_needed, (ids, *arrays), self)
             return output
-        return wide(state.target_cache)
+        return self._run(*arrays)
+
+
+def _run_as_wide_as_needed(
+    arrays: tuple[jax.Array, ...], decoder: Decoder, platform: Platform
+) -> TargetOutput:
+    """The target over one request's last token, and its drafts if there are any.
+
+    Only on CPUs: elsewhere a narrow pass takes as long, because it reads the same weights, and on a
+    GPU the host waits for the condition.
+    """
+    ids, params, tokens, start, cache = arrays
+    wide = functools.partial(decoder._run, params, tokens, start)
+    if platform != "cpu":
+        return wide(cache)
+
+    def narrow(cache: Any) -> TargetOutput:
+        logits, cache, features = decoder._run(params, tokens[:, :1], start, cache)
+        logits, features = jax.tree.map(  # rows that are not read hold zeros
+            lambda x: jnp.pad(x, ((0, 0), (0, ids.shape[1]), (0, 0))), (logits, features)
+        )
+        return TargetOutput(logits, cache, features)
+
+    output: TargetOutput = lax.cond(ids[0, 0] >= 0, wide, narrow, cache)
+    return output
 
 
 def _with_fewer_drafts(config: SpecDecodeConfig, num_drafts: int) -> SpecDecodeConfig:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,21 @@ from jax import lax
 
 from jax_specdec._src import noise
 from jax_specdec._src.arrays import check_int, pytree
+from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Drafter, feature_layers_of
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
-from jax_specdec._src.models.protocol import check_model
+from jax_specdec._src.models.protocol import (
+    CausalModel,
+    cache_batch_axis_of,
+    check_cache,
+    check_model,
+)
 from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving.batch import Batch, StepRecord, round_up
 from jax_specdec._src.serving.core import Caches, Decoder, DecodeState
 from jax_specdec._src.serving.options import (
     BatchOptions,
+    LogprobsConfig,
     OptionSizes,
     RequestOptions,
     check_logprobs,
@@ -82,7 +89,7 @@ class NewRequests:
 
 
 @dataclasses.dataclass(frozen=True)
-class Engine(Decoder):
+class Engine:
     """The static half of a serving engine: models, settings, sizes, and pure functions of a state.
 
     A step drafts for every occupied slot and verifies all drafts in one pass of the target.
@@ -143,9 +150,10 @@ class Engine(Decoder):
       11
     """
 
-    drafts_in_first_step: ClassVar[bool] = False
-
+    model: CausalModel
     drafter: Drafter
+    config: SpecDecodeConfig
+    logprobs: LogprobsConfig | None = None
     _: dataclasses.KW_ONLY
     num_slots: int
     max_length: int
@@ -159,13 +167,15 @@ class Engine(Decoder):
     def __post_init__(self) -> None:
         check_model("model", self.model)
         inputs.check_drafter(self.drafter, self.config)
+        check_cache("drafter", self.drafter)
         check_logprobs(self.logprobs)
         check_int("num_slots", self.num_slots, 1)
         longest = check_int("max_length", self.max_length, 2)
         check_int("max_prefill_requests", self.max_prefill_requests, 1)
         check_int("max_stop_tokens", self.max_stop_tokens, 0)
         if self.draft_budget is not None:
-            numbers = check_numbers("draft_budget", self.draft_budget, self.num_drafts)
+            most = self.config.num_speculative_tokens
+            numbers = check_numbers("draft_budget", self.draft_budget, most)
             object.__setattr__(self, "draft_budget", numbers)
         if self.prefill_sizes is None:
             sizes = [_SMALLEST_PREFILL]
@@ -185,6 +195,11 @@ class Engine(Decoder):
         if given[-1] < longest:
             _check_reads_chunks(self.drafter, given[-1])
         object.__setattr__(self, "prefill_sizes", given)
+
+    @property
+    def decoder(self) -> Decoder:
+        """The step, which it shares with `generate`. A new request begins without drafts."""
+        return Decoder(self.model, self.drafter, self.config, self.logprobs, False)
 
     @property
     def buffer_length(self) -> int:
@@ -289,7 +304,7 @@ class Engine(Decoder):
             keys=noise.threefry_keys(jnp.full((s,), jax.random.key(0))),
             options=jax.tree.map(jnp.asarray, options),
         )
-        state = self.empty_state(params, draft_params, batch)
+        state = self.decoder.empty_state(params, draft_params, batch)
         if self.draft_budget is None:
             return state
         estimator = AcceptanceEstimator.create(self.config.num_speculative_tokens)
@@ -297,7 +312,7 @@ class Engine(Decoder):
 
     def init_caches(self, num_requests: int = 1, params: Any = None) -> Caches:
         """Empty caches of R requests; `params` and errors are those of `init_state`."""
-        return self.empty_caches(params, num_requests, self.buffer_length)
+        return self.decoder.empty_caches(params, num_requests, self.buffer_length)
 
     def admit(
         self, params: Any, draft_params: Any, state: DecodeState, requests: NewRequests
@@ -325,12 +340,12 @@ class Engine(Decoder):
           The state.
 
         Raises:
-          ValueError: shapes that do not fit, or a cache without an axis that holds the requests.
+          ValueError: shapes that do not fit.
         """
         prompts = self._checked_prompts(requests, self.chunk_size)
         empty = self.init_caches(prompts.shape[0], params)
         lengths = jnp.asarray(requests.lengths, jnp.int32)
-        caches = self.read(params, draft_params, empty, prompts, lengths)
+        caches = self.decoder.read(params, draft_params, empty, prompts, lengths)
         return self.insert(state, caches, requests)
 
     def prefill_chunk(
@@ -365,7 +380,7 @@ class Engine(Decoder):
         empty = self.init_caches(params=params)
         caches = jax.tree.map(lambda new, old: jnp.where(is_first, new, old), empty, caches)
         tokens = jnp.asarray(chunk, jnp.int32)[None, :]
-        return self.read(
+        return self.decoder.read(
             params, draft_params, caches, tokens, length[None], start[None], following[None]
         )
 
@@ -381,7 +396,7 @@ class Engine(Decoder):
           The state.
 
         Raises:
-          ValueError: shapes that do not fit, or a cache without an axis that holds the requests.
+          ValueError: shapes that do not fit.
         """
         size, m = self.buffer_length, self.max_stop_tokens
         prompts, options = self._checked_prompts(requests, size), requests.options
@@ -402,22 +417,26 @@ class Engine(Decoder):
             status=jnp.full((r,), int(Status.OK), jnp.int32),
             keys=noise.threefry_keys(keys),
             options=options,
-        )
+        ).with_processors(self.model.vocab_size)
         slots = jnp.asarray(requests.slots, jnp.int32)
         here = jnp.arange(self.num_slots, dtype=jnp.int32)[:, None] == slots[None, :]
-        put = functools.partial(put_cache, slots=slots, max_length=size)
+        put = functools.partial(put_cache, slots=slots)
         # Both are None, or both are arrays.
         features = state.features, state.num_features
         features = jax.tree.map(
             lambda all_, some: all_.at[slots].set(some),
             features,
-            self.first_features(caches, new.lengths),
+            self.decoder.first_features(caches, new.lengths),
         )
         return dataclasses.replace(
             state.without_drafts(here.any(axis=1)),
             batch=jax.tree.map(lambda all_, some: all_.at[slots].set(some), state.batch, new),
-            target_cache=put(self.model.init_cache, state.target_cache, caches.target),
-            draft_cache=put(self.drafter.init_cache, state.draft_cache, caches.draft),
+            target_cache=put(
+                state.target_cache, caches.target, axis=cache_batch_axis_of(self.model)
+            ),
+            draft_cache=put(
+                state.draft_cache, caches.draft, axis=cache_batch_axis_of(self.drafter)
+            ),
             features=features[0],
             num_features=features[1],
         )
@@ -455,12 +474,55 @@ class Engine(Decoder):
           why, and the record of the step.
         """
         if not all_neutral:
-            return super().step(params, draft_params, state, num_drafts=num_drafts)
+            return self.decoder.step(params, draft_params, state, num_drafts=num_drafts)
         options = state.batch.options
-        state, record = super().step(
-            params, draft_params, _with_options(state, options.neutral), num_drafts=num_drafts
-        )
+        state = _with_options(state, options.neutral)
+        state, record = self.decoder.step(params, draft_params, state, num_drafts=num_drafts)
         return _with_options(state, options), record
+
+    def draft(
+        self, draft_params: Any, state: DecodeState, *, num_drafts: int | None = None
+    ) -> DecodeState:
+        """The first half of `step`: K drafts for every occupied slot.
+
+        New requests get none. A drafter that reads features needs this before every
+        `verify`, even if the drafts are then dropped with `DecodeState.without_drafts`.
+
+        Args:
+          draft_params: the drafter's weights.
+          state: donated.
+          num_drafts: static, from 0 to K, drafts of each request; None for K. The target's pass in
+            `verify` then has as many rows, and one more. It must be chosen before the drafts are
+            drawn. With 0, a drafter that has a cache drafts one token all the same, which is
+            dropped: it reads the tokens that were emitted since.
+
+        Raises:
+          TypeError, ValueError: the drafter returned something that breaks its contract, or
+            `num_drafts` is not from 0 to K.
+        """
+        return self.decoder.draft(draft_params, state, num_drafts=num_drafts)
+
+    def verify(
+        self, params: Any, state: DecodeState, token_bitmask: jax.Array | None = None
+    ) -> tuple[DecodeState, StepRecord]:
+        """The second half of `step`: verify the drafts in the state, and append what is emitted.
+
+        A request without drafts gets one token. Rows of the store that were drawn at another
+        position or temperature are not used.
+
+        Args:
+          params: the target's weights.
+          state: with drafts, from `draft`.
+          token_bitmask: ``[B*(K+1), ceil(V/32)]`` uint32, the tokens that each row may emit, from
+            `grammar_bitmask`; None for all.
+
+        Returns:
+          The state, without drafts, and the record of the step.
+
+        Raises:
+          ValueError: the state holds features that the drafter has not read.
+        """
+        return self.decoder.verify(params, state, token_bitmask)
 
     def release(self, state: DecodeState, slots: jax.Array) -> DecodeState:
         """Empty slots whose requests have not ended: they emit nothing more.
@@ -480,44 +542,24 @@ def _with_options(state: DecodeState, options: BatchOptions) -> DecodeState:
     return dataclasses.replace(state, batch=dataclasses.replace(state.batch, options=options))
 
 
-def put_cache(
-    init_cache: Callable[[int, int], Any], cache: Any, some: Any, slots: jax.Array, max_length: int
-) -> Any:
+def put_cache(cache: Any, some: Any, slots: jax.Array, axis: int) -> Any:
     """`cache` with the caches of R requests in place of what `slots` held; in place if donated.
 
-    The axis that holds the requests is the one that differs between the caches of one request and
-    of two.
-
     Args:
-      init_cache: of a model or a drafter.
       cache: of S requests.
       some: of R requests.
       slots: ``[R]`` int32.
-      max_length: of both caches.
-
-    Raises:
-      ValueError: an array has no such axis, or more than one.
+      axis: that holds the requests.
     """
-    shapes = [jax.eval_shape(lambda n=n: init_cache(n, max_length)) for n in (1, 2)]
 
-    def put(path: Any, single: Any, double: Any, all_: jax.Array, new: jax.Array) -> jax.Array:
-        pairs = enumerate(zip(single.shape, double.shape, strict=True))
-        axes = [(axis, size) for axis, (size, larger) in pairs if larger != size]
-        if len(axes) != 1 or double.shape[axes[0][0]] != 2 * axes[0][1]:
-            raise ValueError(
-                f"cache{jax.tree_util.keystr(path)} must have one axis that holds the requests, "
-                f"equally much of each, but its shape is {single.shape} for one request and "
-                f"{double.shape} for two"
-            )
-        ((axis, size),) = axes
-        start = [jnp.int32(0)] * all_.ndim
+    def put(all_: jax.Array, new: jax.Array) -> jax.Array:
+        size = new.shape[axis] // slots.shape[0]
         for row in range(slots.shape[0]):  # a scatter would copy where `axis` is not the first
-            start[axis] = slots[row] * size
             one = lax.slice_in_dim(new, row * size, (row + 1) * size, axis=axis)
-            all_ = lax.dynamic_update_slice(all_, one, start)
+            all_ = lax.dynamic_update_slice_in_dim(all_, one, slots[row] * size, axis)
         return all_
 
-    return jax.tree.map_with_path(put, *shapes, cache, some)
+    return jax.tree.map(put, cache, some)
 
 
 def _check_reads_chunks(drafter: Drafter, size: int) -> None:

@@ -9,17 +9,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jax_specdec._src.arrays import check_choice, check_int, check_type, pytree, refuse, require
 from jax_specdec._src.config import did_you_mean
-from jax_specdec._src.grammar import bitmask_of
 from jax_specdec._src.logprobs import Distribution
-from jax_specdec._src.penalties import Penalties
-from jax_specdec._src.processors import BadWords, LogitBias, LogitsProcessors, MinTokens
-from jax_specdec._src.sampling import FILTERS, PENALTIES, SAMPLING_PARAMETERS
+from jax_specdec._src.processors import (
+    AllowedTokens,
+    BadWords,
+    LogitBias,
+    LogitsProcessors,
+    MinTokens,
+    Penalties,
+)
+from jax_specdec._src.sampling import (
+    FILTERS,
+    MIN_TOKENS,
+    NUMBERS,
+    PENALTIES,
+    SAMPLING_PARAMETERS,
+    TEMPERATURE,
+    Parameter,
+    SamplingParams,
+)
 from jax_specdec._src.serving import inputs
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 
@@ -78,26 +90,26 @@ class RequestOptions:
     min_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for one in (*SAMPLING_PARAMETERS, *PENALTIES):
+        budget = _integer("max_new_tokens", self.max_new_tokens, 2**31 - 1)
+        checked: dict[str, Any] = {"max_new_tokens": budget}
+        for one in NUMBERS:
+            value = getattr(self, one.name)
             if one.dtype is np.float32:
-                value = getattr(self, one.name)
-                require(one.range.holds(_float32(one.name, value)), one.name, one.range.must, value)
-                object.__setattr__(self, one.name, float(value))
-        integers = {"max_new_tokens": None, "top_k": 2**31 - 1, "min_tokens": 2**31 - 1}
+                checked[one.name] = _float32(one.name, value)
+                require(one.range.holds(checked[one.name]), one.name, one.range.must, value)
+            else:
+                checked[one.name] = _integer(one.name, value, 2**31 - 1)
         if self.seed is not None:
-            integers["seed"] = 2**32 - 1
-        for name, most in integers.items():
-            value = getattr(self, name)
-            _check_one(name, value)
-            object.__setattr__(self, name, check_int(name, value, 0, most))
+            checked["seed"] = _integer("seed", self.seed, 2**32 - 1)
         stops = inputs.integers("stop_token_ids", self.stop_token_ids)
         inputs.check_range("stop_token_ids", stops, 2**31)
-        object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(stops)))
+        checked["stop_token_ids"] = tuple(dict.fromkeys(stops))
         if self.allowed_token_ids is not None:
             ids = inputs.token_list("allowed_token_ids", self.allowed_token_ids, 2**31)
-            object.__setattr__(self, "allowed_token_ids", tuple(ids))
-        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
-        object.__setattr__(self, "bad_words", _words(self.bad_words))
+            checked["allowed_token_ids"] = tuple(ids)
+        checked |= {"logit_bias": _bias(self.logit_bias), "bad_words": _words(self.bad_words)}
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     def check(self, vocab_size: int) -> None:
         """Check what depends on the model's vocabulary or on another field.
@@ -131,14 +143,8 @@ class RequestOptions:
 
 
 _SERVED_BY_EVERY_ENGINE = ("temperature", "max_new_tokens", "stop_token_ids", "seed")
-_CHANGE_ROWS = (
-    *(one.name for one in PENALTIES),
-    "allowed_token_ids",
-    "logit_bias",
-    "bad_words",
-    "min_tokens",
-)
-"""Fields that change logits; the other fields leave tokens out when sampling."""
+_FILTERS = {one.name for one in FILTERS}
+"""They leave tokens out when sampling; all other options that are not neutral change logits."""
 
 
 class RequestFields(TypedDict, total=False):
@@ -239,12 +245,8 @@ class OptionSizes:
     @classmethod
     def of(cls, options: Sequence[RequestOptions]) -> OptionSizes:
         """Sizes for these options, rounded up to powers of 2 so that calls share compilations."""
-        words = [one.bad_words or () for one in options]
-        return cls(
-            _power_of_2(max((len(one.logit_bias or ()) for one in options), default=0)),
-            _power_of_2(max(map(len, words), default=0)),
-            _power_of_2(max((len(word) for own in words for word in own), default=1)),
-        )
+        found = [_sizes(one) for one in options]
+        return cls(*(_power_of_2(max(sizes)) for sizes in zip((0, 0, 1), *found, strict=True)))
 
     def check(self, options: RequestOptions) -> None:
         """Check that a request's options fit.
@@ -252,28 +254,24 @@ class OptionSizes:
         Raises:
           ValueError: it asks for more than there is room for.
         """
-        words = options.bad_words or ()
-        for name, most, what, found in (
-            ("logit_bias", self.logit_bias, "tokens", len(options.logit_bias or ())),
-            ("bad_words", self.bad_words, "words", len(words)),
-            ("bad_words", self.bad_word_length, "tokens each", max(map(len, words), default=0)),
-        ):
-            must = f"have at most {most} {what}, as option_sizes says"
-            require(found <= most, name, must, getattr(options, name))
+        for field, found in zip(dataclasses.fields(self), _sizes(options), strict=True):
+            most, option = getattr(self, field.name), field.name.replace("word_length", "words")
+            require(found <= most, option, f"fit option_sizes.{field.name} = {most}", found)
+
+
+def _sizes(options: RequestOptions) -> tuple[int, int, int]:
+    """The `OptionSizes` that a request needs, in their order."""
+    words = options.bad_words or ()
+    return len(options.logit_bias or ()), len(words), max(map(len, words), default=0)
 
 
 @pytree(
     prompt_lengths="[B] int32",
     max_lengths="[B] int32",
-    temperature="[B] float32",
     stop_token_ids="[B, M] int32",
-    **{one.name: f"[B] {one.dtype.__name__}" for one in FILTERS},
+    sampling=(SamplingParams,),
     changes_rows="[B] bool",
-    penalties="[B, 3] float32",
-    logit_bias=(LogitBias,),
-    bad_words="[B, W, L] int32",
-    min_tokens="[B] int32",
-    token_bitmask="[B, ceil(V/32)] uint32",
+    processors=(LogitsProcessors,),
 )
 @dataclasses.dataclass(frozen=True)
 class BatchOptions:
@@ -282,33 +280,18 @@ class BatchOptions:
     Attributes:
       prompt_lengths: ``[B]`` int32, the position where the output begins.
       max_lengths: ``[B]`` int32, the length at which the budget is spent.
-      temperature: ``[B]`` float32.
       stop_token_ids: ``[B, M]`` int32; -1 is none.
-      min_p: ``[B]`` float32.
-      top_k: ``[B]`` int32.
-      top_p: ``[B]`` float32.
-      changes_rows: ``[B]`` bool, whether a request asks for any of the following.
-      penalties: ``[B, 3]`` float32: frequency, presence, repetition.
-      logit_bias: a `LogitBias` of B requests.
-      bad_words: ``[B, W, L]`` int32, as in `BadWords`.
-      min_tokens: ``[B]`` int32.
-      token_bitmask: ``[B, ceil(V/32)]`` uint32, bit ``i % 32`` of word ``i // 32`` is set where
-        token i is allowed.
+      sampling: temperatures and filters.
+      changes_rows: ``[B]`` bool, whether a request asks for any of `processors`.
+      processors: what changes logits, as it was packed, or up to date with the sequences.
     """
 
     prompt_lengths: jax.Array
     max_lengths: jax.Array
-    temperature: jax.Array
     stop_token_ids: jax.Array
-    min_p: jax.Array | None = None
-    top_k: jax.Array | None = None
-    top_p: jax.Array | None = None
+    sampling: SamplingParams
     changes_rows: jax.Array | None = None
-    penalties: jax.Array | None = None
-    logit_bias: LogitBias | None = None
-    bad_words: jax.Array | None = None
-    min_tokens: jax.Array | None = None
-    token_bitmask: jax.Array | None = None
+    processors: LogitsProcessors | None = None
 
     @classmethod
     def create(
@@ -334,115 +317,64 @@ class BatchOptions:
         Raises:
           ValueError: an id outside the vocabulary, or more is asked for than there is room for.
         """
-        asked = [one.non_neutral for one in options]
-
-        def is_asked(*names: str) -> bool:
-            return keep_neutral or any(name in one for one in asked for name in names)
-
-        def column(name: str, dtype: Any) -> Any:
-            return np.array([getattr(one, name) for one in options], dtype)
-
-        def columns(dtype: Any, *names: str) -> Any:
-            stacked = [column(name, dtype) for name in names]
-            return np.stack(stacked, axis=1) if is_asked(*names) else None
-
         sizes = OptionSizes.of(options) if sizes is None else sizes
         for one in options:
             one.check(vocab_size)
             sizes.check(one)
+        asked = [one.non_neutral.keys() for one in options]
+
+        def is_asked(*names: str) -> bool:
+            return keep_neutral or any(name in one for one in asked for name in names)
+
+        def values(name: str) -> list[Any]:
+            return [getattr(one, name) for one in options]
+
+        def column(of: Parameter) -> Any:
+            return np.array(values(of.name), of.dtype)
+
         lengths: Any = np.array(prompt_lengths, np.int32)
-        changes_rows: Any = None
-        if is_asked(*_CHANGE_ROWS):
-            changes_rows = np.array([not one.keys().isdisjoint(_CHANGE_ROWS) for one in asked])
-        bitmask: Any = None
-        if is_asked("allowed_token_ids"):
-            bitmask = np.stack(
-                [_allowed_bits(one.allowed_token_ids, vocab_size) for one in options]
-            )
-        filters = {one.name: column(one.name, one.dtype) for one in FILTERS if is_asked(one.name)}
-        bias: Any = None
+        stops = _stops(options, max_stop_tokens)
+        bias, penalties, bad_words, min_tokens, allowed_tokens = (None,) * 5
         if is_asked("logit_bias"):
-            biases = [one.logit_bias or {} for one in options]
+            biases = [bias or {} for bias in values("logit_bias")]
             bias = LogitBias.from_mappings(biases, size=sizes.logit_bias)
-        words: Any = None
+        if is_asked(*(one.name for one in PENALTIES)):
+            penalties = Penalties.pack(*(column(one) for one in PENALTIES))
         if is_asked("bad_words"):
-            words = BadWords.pack(
-                [one.bad_words or () for one in options],
+            words: Any = BadWords.pack(
+                [own or () for own in values("bad_words")],
                 num_words=sizes.bad_words,
                 length=sizes.bad_word_length,
             )
+            bad_words = BadWords(words, np.full_like(words[:, 0, 1:], PLACEHOLDER_TOKEN_ID))
+        if is_asked("min_tokens"):
+            min_tokens = MinTokens(stops, column(MIN_TOKENS))
+        if is_asked("allowed_token_ids"):
+            ids = values("allowed_token_ids")
+            allowed_tokens = AllowedTokens.pack(ids, vocab_size=vocab_size)
+        processors = LogitsProcessors(bias, penalties, bad_words, min_tokens, allowed_tokens)
+        has_any = bool(jax.tree.leaves(processors))
+        changes_rows: Any = np.array([bool(one - _FILTERS) for one in asked])
         return cls(
             prompt_lengths=lengths,
-            max_lengths=lengths + column("max_new_tokens", np.int32),
-            temperature=column("temperature", np.float32),
-            stop_token_ids=_stops(options, max_stop_tokens),
-            changes_rows=changes_rows,
-            penalties=columns(np.float32, *(one.name for one in PENALTIES)),
-            logit_bias=bias,
-            bad_words=words,
-            min_tokens=column("min_tokens", np.int32) if is_asked("min_tokens") else None,
-            token_bitmask=bitmask,
-            **filters,
+            max_lengths=lengths + np.array(values("max_new_tokens"), np.int32),
+            stop_token_ids=stops,
+            sampling=SamplingParams(
+                **{
+                    one.name: column(one)
+                    for one in SAMPLING_PARAMETERS
+                    if one is TEMPERATURE or is_asked(one.name)
+                }
+            ),
+            changes_rows=changes_rows if has_any else None,
+            processors=processors if has_any else None,
         )
 
     @property
     def neutral(self) -> BatchOptions:
         """Without all that only an `Engine` with `request_options` serves."""
-        every = (field.name for field in dataclasses.fields(self)[:4])
-        return BatchOptions(**{name: getattr(self, name) for name in every})
-
-    def processors(
-        self, token_ids: jax.Array, lengths: jax.Array, done: jax.Array, vocab_size: int
-    ) -> LogitsProcessors | None:
-        """What changes the logits of B sequences; None if nothing does.
-
-        Args:
-          token_ids: ``[B, L]`` int32, prompt and then output.
-          lengths: ``[B]`` int32.
-          done: ``[B]`` bool; sequences that are done are not penalized.
-          vocab_size: V.
-        """
-        bad_words, min_tokens = None, None
-        if self.bad_words is not None:
-            bad_words = BadWords.from_sequences(self.bad_words, token_ids, lengths=lengths)
-        if self.min_tokens is not None:
-            remaining = self.min_tokens - (lengths - self.prompt_lengths)
-            min_tokens = MinTokens(self.stop_token_ids, remaining)
-        found = LogitsProcessors(
-            logit_bias=self.logit_bias,
-            penalties=self._count(token_ids, lengths, done, vocab_size),
-            bad_words=bad_words,
-            min_tokens=min_tokens,
-        )
-        return found if jax.tree.leaves(found) else None
-
-    def _count(
-        self, token_ids: jax.Array, lengths: jax.Array, done: jax.Array, vocab_size: int
-    ) -> Penalties | None:
-        """Penalties of the sequences so far; if no request has any, nothing is counted."""
-        if self.penalties is None:
-            return None
-        neutral = jnp.array([[one.neutral for one in PENALTIES]], jnp.float32)
-        own = jnp.where(done[:, None], neutral, self.penalties)
-
-        def count() -> tuple[jax.Array, jax.Array]:
-            counted = Penalties.from_sequences(
-                token_ids,
-                lengths=lengths,
-                prompt_lengths=self.prompt_lengths,
-                vocab_size=vocab_size,
-                frequency=own[:, 0],
-                presence=own[:, 1],
-                repetition=own[:, 2],
-            )
-            return counted.counts, counted.in_prompt
-
-        def skip() -> tuple[jax.Array, jax.Array]:
-            shape = own.shape[0], vocab_size
-            return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)
-
-        counts, in_prompt = lax.cond(jnp.all(own == neutral), skip, count)
-        return Penalties(own[:, 0], own[:, 1], own[:, 2], counts, in_prompt)
+        sampling = SamplingParams(self.sampling.temperature)
+        return dataclasses.replace(self, sampling=sampling, changes_rows=None, processors=None)
 
 
 def check_logprobs(value: Any) -> None:
@@ -467,6 +399,11 @@ def _float32(name: str, value: Any) -> float:
     if number is None:  # text too, which `float` would read
         refuse(TypeError, name, "be a number", value)
     return number
+
+
+def _integer(name: str, value: Any, most: int) -> int:
+    _check_one(name, value)
+    return check_int(name, value, 0, most)
 
 
 def _check_one(name: str, value: Any) -> None:
@@ -529,10 +466,3 @@ def _words(bad_words: Any) -> tuple[tuple[int, ...], ...] | None:
 def _power_of_2(size: int) -> int:
     """The least power of 2 that is at least `size`, and at least 1."""
     return 1 << max(0, size - 1).bit_length()
-
-
-def _allowed_bits(allowed_token_ids: Sequence[int] | None, vocab_size: int) -> np.ndarray:
-    """``[ceil(V/32)]`` uint32; None allows every token."""
-    if allowed_token_ids is None:
-        return ~bitmask_of((), vocab_size)
-    return bitmask_of(allowed_token_ids, vocab_size)

@@ -8,10 +8,13 @@ import json
 import secrets
 from typing import Any, NoReturn, TypeVar
 
+import numpy as np
+
 import jax_specdec as sd
 from jax_specdec._src.cli.models import TextDecoder
 from jax_specdec._src.cli.server.limits import ApiError, Json, Limits, named
 from jax_specdec._src.cli.server.vocabulary import Vocabulary
+from jax_specdec._src.sampling import MIN_TOKENS, NUMBERS
 
 T = TypeVar("T")
 
@@ -118,15 +121,10 @@ async def read_request(
     budgets = [given.take(name, int, 1) for name in ("max_completion_tokens", "max_tokens")]
     budget = next((one for one in budgets if one is not None), None)
     fields: Json = {"temperature": 1.0}  # that of the API
-    for name in (
-        *("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty"),
-        "repetition_penalty",
-    ):
-        if (number := given.take(name, float)) is not None:
-            fields[name] = number
-    for name in ("top_k", "min_tokens"):
-        if (count := given.take(name, int)) is not None:
-            fields[name] = count
+    for one in NUMBERS:
+        kind: type[Any] = int if one.dtype is np.int32 else float
+        if (number := given.take(one.name, kind)) is not None:
+            fields[one.name] = number
     if (bias := given.take("logit_bias", dict)) is not None:
         if len(bias) > limits.logit_bias:
             refuse("logit_bias", f"must have at most {limits.logit_bias} tokens")
@@ -136,8 +134,8 @@ async def read_request(
             refuse("logit_bias", "must have numbers in [-100, 100]")
         fields["logit_bias"] = bias
     schema = _schema(given.take("response_format", dict))
-    if schema is not None and fields.get("min_tokens"):  # where only a stop token is allowed
-        refuse("min_tokens", "must not come with a response_format")
+    if schema is not None and fields.get(MIN_TOKENS.name):  # where only a stop token is allowed
+        refuse(MIN_TOKENS.name, "must not come with a response_format")
     name = "messages" if is_chat else "prompt"
     prompts: list[Any] = [_messages(given)] if is_chat else _prompts(given.any("prompt"))
     given.ignore(user=None, metadata=None, store=False, service_tier="auto", best_of=1, echo=False)
