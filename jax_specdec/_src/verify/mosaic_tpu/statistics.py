@@ -33,6 +33,9 @@ _CHAINS = 2
 
 X = TypeVar("X")
 
+_VMEM = 8 * 2**20
+"""Bytes of vector memory that it may take; every TPU gives a kernel twice as many."""
+
 _LOG2E = 1.4426950408889634
 _NONE = -1024  # the bits of a float16 -inf
 
@@ -45,7 +48,6 @@ def row_statistics(
     least: jax.Array | None = None,
     *,
     with_sums: bool = True,
-    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Statistics of rows.
 
@@ -57,7 +59,6 @@ def row_statistics(
       least: ``[M]`` float32, at most the row's maximum: entries below it are left out of the sums.
         None to leave out none.
       with_sums: whether sums are wanted; if not, the argmax of every row is.
-      interpret: parameters of TPU interpret mode, or False to run on a TPU.
 
     Returns:
       The maxima ``[M]`` float32; the argmaxes ``[M]`` int32, ties to the lowest column; and
@@ -98,8 +99,9 @@ def row_statistics(
             jax.ShapeDtypeStruct((num_rows, 1), jnp.int32),
             jax.ShapeDtypeStruct((num_rows, lanes), jnp.float32),
         ],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        interpret=interpret,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_VMEM
+        ),
         name="row_statistics",
     )(
         jnp.full((1,), end, jnp.int32),
@@ -143,7 +145,7 @@ def _kernel(
             x = jnp.where(chunk * _LANES + _lane(_LANES) < end, x, -jnp.inf if is_float else _NONE)
             x_ref[:, here] = x.astype(x_ref.dtype)
 
-        lax.fori_loop(jnp.maximum(end, 0) // _LANES, chunks, clear, None)
+        lax.fori_loop(lax.div(jnp.maximum(end, 0), _LANES), chunks, clear, None)
 
     def load(chunk: int) -> jax.Array:
         return _float32(x_ref[:, pl.ds(chunk * _LANES, _LANES)])
@@ -198,7 +200,9 @@ def _kernel(
     tile = _lane(sums_ref.shape[1])
     sums = sums_ref[...] * jnp.exp2(jnp.where(before == peak, 0.0, before - peak) * scale)
     for t in range(tiles):
-        total = sum(map(exponential, range(t * _CHUNKS + 1, (t + 1) * _CHUNKS)), exponential(t * _CHUNKS))
+        total = sum(
+            map(exponential, range(t * _CHUNKS + 1, (t + 1) * _CHUNKS)), exponential(t * _CHUNKS)
+        )
         total = jnp.sum(total, axis=1, keepdims=True)
         sums = jnp.where(tile == block * tiles + t, total, sums)
     sums_ref[...] = sums
