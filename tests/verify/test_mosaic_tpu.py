@@ -160,12 +160,16 @@ def test_over_a_split_vocabulary_tokens_are_those_of_the_oracle():
         check(batch, verify(batch, split))
 
 
+@pytest.mark.parametrize("is_x64", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_is_lowered_for_a_tpu_by_every_jax(dtype):
+def test_is_lowered_for_a_tpu_by_every_jax(dtype, is_x64):
     shapes = [(21, 300), (), (21,), (21,), (21,)]
     dtypes = [dtype, "int32", "float32", "bool", "float32"]
     arrays = map(jax.ShapeDtypeStruct, shapes, map(jnp.dtype, dtypes))
-    lowered = jax.jit(statistics.row_statistics).trace(*arrays).lower(lowering_platforms=("tpu",))
+    with jax.enable_x64(is_x64):
+        traced = jax.jit(statistics.row_statistics).trace(*arrays)
+        lowered = traced.lower(lowering_platforms=("tpu",))
+    assert [str(x.dtype) for x in traced.out_info] == ["float32", "int32", "float32"]
     assert "tpu_custom_call" in lowered.as_text()
 
 

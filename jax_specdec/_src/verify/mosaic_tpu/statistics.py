@@ -145,7 +145,8 @@ def _kernel(
             x = jnp.where(chunk * _LANES + _lane(_LANES) < end, x, -jnp.inf if is_float else _NONE)
             x_ref[:, here] = x.astype(x_ref.dtype)
 
-        lax.fori_loop(lax.div(jnp.maximum(end, 0), _LANES), chunks, clear, None)
+        start = lax.div(jnp.maximum(end, 0), jnp.int32(_LANES))
+        lax.fori_loop(start, jnp.int32(chunks), clear, None)
 
     def load(chunk: int) -> jax.Array:
         return _float32(x_ref[:, pl.ds(chunk * _LANES, _LANES)])
