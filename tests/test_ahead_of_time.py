@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +256,54 @@ def test_the_pages_program_verifies_every_request():
     best = jnp.argmax(scope["logits"].reshape(4, 3, -1)[:, 0], axis=1)
     kept = np.asarray(output.num_accepted) > 0
     np.testing.assert_array_equal(output.token_ids[kept, 0], best[kept])
+
+
+# The kernel for TPUs.
+
+KERNEL_ALONE = """
+import jax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+from jax_specdec._src.verify.mosaic_tpu.statistics import row_statistics
+
+for name in {topologies}:
+    device = topologies.get_topology_desc(platform="tpu", topology_name=name).devices[0]
+    for dtype in "bfloat16", "float16", "float32":
+        for rows, vocab in (320, 128256), (21, 131071), (5, 100):
+            shapes = (rows, vocab), (), (rows,), (rows,), (rows,)
+            dtypes = dtype, "int32", "float32", "bool", "float32"
+            where = SingleDeviceSharding(device)
+            given = [jax.ShapeDtypeStruct(s, d, sharding=where) for s, d in zip(shapes, dtypes)]
+            lowered = jax.jit(row_statistics).trace(*given).lower(lowering_platforms=("tpu",))
+            temporaries = lowered.compile().memory_analysis().temp_size_in_bytes
+            print(name, dtype, rows, vocab, temporaries)
+"""
+TOPOLOGIES = "v2:2x2", "v3:2x2", "v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"
+
+
+@pytest.mark.aot
+def test_the_kernel_compiles_for_every_tpu_within_the_memory_that_it_asks_for():
+    """Of vector memory: more than it asks for would not compile. Only float16 rows are copied."""
+    given = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    given |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    command = [sys.executable, "-c", KERNEL_ALONE.format(topologies=TOPOLOGIES)]
+    environment = os.environ | given | {"TPU_LOG_DIR": "disabled"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 9 * len(TOPOLOGIES)
+    for _, dtype, rows, vocab, temporaries in lines:
+        copied = 2 * int(rows) * (int(vocab) + 128) if dtype == "float16" else 0
+        assert int(temporaries) <= copied + 2**20, (dtype, rows, vocab)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("device", ["v5e", "v6e"])
+def test_verification_by_the_kernel_takes_little_memory(device):
+    cases = [
+        Case(device, kind=kind, implementation="mosaic_tpu") for kind in ("none", "normalized")
+    ]
+    for report in compile_all_apart(cases):
+        print(report)
+        assert "error" not in report, report
+        assert report["temporaries"] <= 0.1

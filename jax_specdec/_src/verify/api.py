@@ -20,11 +20,12 @@ from jax_specdec._src.verify import sharding as sharding_lib
 from jax_specdec._src.verify.form import Form, Kernels
 from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
+from jax_specdec._src.verify.mosaic_tpu import support as mosaic_tpu
 from jax_specdec._src.verify.requests import CallArrays, unless_empty
 from jax_specdec._src.verify.rules import rule_of
 from jax_specdec._src.verify.sharding import ArrayLayout, VerifySharding
 
-Implementation = Literal["xla", "xla_lazy", "xla_batched", "mosaic_gpu"]
+Implementation = Literal["xla", "xla_lazy", "xla_batched", "mosaic_gpu", "mosaic_tpu"]
 
 
 def rejection_sample(
@@ -91,7 +92,9 @@ def rejection_sample(
       implementation: "mosaic_gpu" (the default on Hopper GPUs), "xla", or None for the first that
         supports the call; see `which_implementation`. A named one never falls back to another.
         "xla" has two forms and chooses by platform: "xla_lazy" takes requests one after another and
-        reads rows when they are reached, "xla_batched" reads all rows at once.
+        reads rows when they are reached, "xla_batched" reads all rows at once. "mosaic_tpu" is
+        "xla_batched" with a kernel for TPUs that reads the target rows in one pass; it has never
+        run on a TPU, and is used only if it is named.
       kernel_config: settings of "mosaic_gpu" that change its speed only; None for the default.
       sharding: the mesh axes that the vocabulary and the requests are split over. None to go by
         where `target_logits` is, which is known outside of `jax.jit`, and for explicit axes.
@@ -297,6 +300,7 @@ def check_call(
 def _check_implementation(implementation: Implementation | None) -> None:
     check_choice("implementation", implementation, (*get_args(Implementation), None))
     why_not = support.no_device() if implementation == "mosaic_gpu" else None
+    why_not = mosaic_tpu.no_device() if implementation == "mosaic_tpu" else why_not
     if why_not is not None:
         raise NotImplementedError(why_not)
 
@@ -330,6 +334,8 @@ def _rejection_sample(arrays: CallArrays, *, static: _Static) -> RejectionSample
     def verify(arrays: CallArrays) -> RejectionSampleOutput:
         if static.implementation == "mosaic_gpu":
             return _verify_part(arrays, static, "cuda")
+        if static.implementation == "mosaic_tpu":
+            return _verify_part(arrays, static, "tpu")
         return traced_for_platform(_verify_part, arrays, static)
 
     return sharding_lib.over_parts(verify, static.layout, arrays)
@@ -367,16 +373,23 @@ def _verify_part(arrays: CallArrays, static: _Static, platform: Platform) -> Rej
                 return launch.verify(arrays, rule, k=k, size=size, config=kernel_config)
             statistics = functools.partial(phases.row_statistics, config=kernel_config)
             kernels = Kernels(statistics, phases.part_masses, phases.part_draw)
+    row_statistics = None
+    if implementation == "mosaic_tpu":
+        why_not = mosaic_tpu.unsupported(arrays)
+        if why_not is not None:
+            raise NotImplementedError(why_not)
+        from jax_specdec._src.verify.mosaic_tpu.statistics import row_statistics
     is_whole, by_default = vocab_axis is None, implementation in (None, "xla")
     form = Form(
         platform,
         vocab_axis,
         draft_is_split=layout is not None and layout.draft_vocab,
         kernels=kernels,
+        row_statistics=row_statistics,
         in_order=implementation == "xla_lazy" or (is_whole and by_default and platform == "cpu"),
-        # To sum rows by tile, a TPU would copy all of them.
-        keeps_sums=(is_whole or rule.draws_every_row)
-        and (platform != "tpu" or implementation == "xla_lazy"),
+        # To sum rows by tile, XLA would copy all of them on a TPU.
+        keeps_sums=(is_whole or (rule.draws_every_row and row_statistics is None))
+        and (platform != "tpu" or implementation in ("xla_lazy", "mosaic_tpu")),
     )
     return xla.verify(arrays, rule, k=k, size=size, form=form)
 

@@ -33,6 +33,8 @@ class Form:
       draft_is_split: whether draft rows are split in the same way. If not, each device has all of
         them.
       kernels: what reads rows of a part on a GPU, or None for XLA.
+      row_statistics: `mosaic_tpu.statistics.row_statistics`, which reads all target rows at once in
+        one pass, or None for XLA.
       in_order: whether rows are read in order, instead of all at once.
       keeps_sums: whether the sums of target rows are kept by tile, to draw by them.
     """
@@ -41,6 +43,7 @@ class Form:
     axis: str | None = None
     draft_is_split: bool = False
     kernels: Kernels | None = None
+    row_statistics: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
     in_order: bool = False
     keeps_sums: bool = False
 

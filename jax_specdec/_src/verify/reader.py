@@ -11,6 +11,7 @@ statistics lets all devices decide alike; filters exchange sums as well. No row 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -60,6 +61,8 @@ def read(
         return _in_order(rows, requests, positions, rule)
     if rows.form.kernels is not None:
         stats = _by_kernel(rows, requests, positions)
+    elif rows.form.row_statistics is not None:
+        stats = _in_one_pass(rows, requests, positions, samples)
     elif rule.conditional_rates is not None:
         stats = _of_chosen_rows(rows, requests, positions)
     else:
@@ -138,6 +141,29 @@ def _of_all_rows(
         stats = _summed(rows, None, peak, argmax, *_of_owners(requests, num_rows, given))
     index = jnp.minimum(positions.row, num_rows - 1)
     return jax.tree.map(lambda x: x[index], stats)
+
+
+def _in_one_pass(
+    rows: LocalRows, requests: Request, positions: Position, samples: bool
+) -> TargetStatistics:
+    """`_of_all_rows` by a kernel: with a filter in two passes, around the search for thresholds."""
+    target, form, least = rows.target, rows.form, None
+    num_rows, end = target.matrix.shape[0], target.width
+    if target.first_id is not None:
+        end = jnp.clip(target.size - target.first_id, 0, end)
+    given = requests.inv_temperature, requests.greedy, requests.is_ok & ~requests.greedy
+    inv, greedy, wanted, filter = _of_owners(requests, num_rows, (*given, requests.filter))
+    assert form.row_statistics is not None
+    statistics = functools.partial(form.row_statistics, target.matrix, end, inv)
+    peak, argmax, sums = statistics(greedy, with_sums=samples)
+    if samples and filter is not None:
+        least = target.find_thresholds(None, filter, wanted, peak, inv, form)
+        _, _, sums = statistics(jnp.zeros_like(greedy), least)
+    partials = Partials(peak, jnp.sum(sums, axis=1)).checked()
+    argmax = argmax if target.first_id is None else target.first_id + argmax
+    kept = sums[:, : rows.num_tiles] if samples and form.keeps_sums else None
+    index = jnp.minimum(positions.row, num_rows - 1)
+    return jax.tree.map(lambda x: x[index], TargetStatistics(partials, argmax, least, kept))
 
 
 def _of_chosen_rows(rows: LocalRows, requests: Request, positions: Position) -> TargetStatistics:

@@ -1,0 +1,206 @@
+"""The Pallas TPU kernel: interpreted on the CPU with races detected, and lowered for TPUs."""
+
+import contextlib
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType, PartitionSpec
+
+import jax_specdec as sd
+from jax_specdec._src.verify.mosaic_tpu import statistics, support
+from jax_specdec._src.verify.tiles import TILE, num_tiles
+
+from .batch import Layout, Request, check, jitted, pack, verify
+from .cases import random_batch
+
+
+@contextlib.contextmanager
+def backend():
+    """Has `implementation="mosaic_tpu"` run on the CPU; what was not written reads as NaN."""
+    params = pltpu.InterpretParams(
+        detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
+    )
+    with (
+        mock.patch.object(support, "no_device", lambda: None),
+        pltpu.force_tpu_interpret_mode(params),
+    ):
+        yield
+
+
+def rejection_sample(*args, **kwargs):
+    with backend():
+        return sd.testing.rejection_sample_with_noise(*args, **kwargs, implementation="mosaic_tpu")
+
+
+interpreted = jitted(rejection_sample)
+
+SHAPES = [
+    # rows, columns, columns read, dtype
+    (21, 131, 131, "bfloat16"),
+    (5, 10 * TILE + 77, 10 * TILE - 5, "float32"),
+    (18, 2 * TILE + 1, 3000, "float16"),
+]
+
+
+def rows_of(num_rows: int, width: int, dtype: str) -> jax.Array:
+    """Rows with many ties; the first four are a NaN's, an infinity's, empty and half empty."""
+    x = np.random.default_rng(width).standard_normal((num_rows, width))
+    x = np.round(8 * x) / 4
+    x[0, 7], x[1, 3], x[2], x[3, ::2] = np.nan, np.inf, -np.inf, -np.inf
+    x[4, :9] = 3e-6  # below the normal float16
+    x[4, 9:] -= 20
+    return jnp.asarray(x, dtype)
+
+
+@pytest.mark.parametrize(("num_rows", "width", "end", "dtype"), SHAPES)
+def test_maxima_argmaxes_and_sums_by_tile_are_those_of_numpy(num_rows, width, end, dtype):
+    logits = rows_of(num_rows, width, dtype)
+    rng = np.random.default_rng(0)
+    inverse = rng.uniform(0.5, 2, num_rows).astype(np.float32)
+    wanted = np.arange(num_rows) == num_rows - 1  # of the last block alone
+    least = np.where(rng.random(num_rows) < 0.5, 1.0, -np.inf).astype(np.float32)
+    with backend():
+        argmaxes = functools.partial(statistics.row_statistics, with_sums=False)
+        alone = jax.device_get(jax.jit(argmaxes)(logits, end, inverse, wanted))
+        both = jax.device_get(
+            jax.jit(statistics.row_statistics)(logits, end, inverse, wanted, least)
+        )
+    x = np.asarray(logits.astype(jnp.float32), np.float64)[:, :end]
+    assert np.isposinf(alone[0][:2]).all()
+    assert not np.isfinite(both[0][:2] + both[2][:2].sum(axis=1)).any()
+    for peak, _, sums in (alone, both):
+        np.testing.assert_array_equal(peak[2:], x[2:].max(axis=1))
+        assert not sums[2].any()
+    x, least, inverse, sums = x[3:], least[3:, None], np.float64(inverse[3:, None]), both[2][3:]
+    np.testing.assert_array_equal(alone[1][3:], x.argmax(axis=1))
+    assert both[1][-1] == x[-1].argmax()
+    weights = np.where(x < least, 0.0, np.exp((x - x.max(axis=1, keepdims=True)) * inverse))
+    count = num_tiles(width)
+    weights = np.pad(weights, ((0, 0), (0, count * TILE - end))).reshape(-1, count, TILE)
+    np.testing.assert_allclose(sums[:, :count], weights.sum(axis=2), rtol=3e-6)
+    assert not sums[:, count:].any()
+
+
+def test_an_end_before_the_first_column_leaves_nothing():
+    """As of a part of the vocabulary that is all padding."""
+    with backend():
+        peak, _, sums = jax.jit(statistics.row_statistics)(
+            rows_of(21, 131, "bfloat16"), -5, jnp.ones(21), jnp.ones(21, bool)
+        )
+    assert np.isneginf(peak).all() and not np.asarray(sums).any()
+
+
+BIG = dict(num_speculative_tokens=4, num_requests=8, num_drafts=34)
+RATES = (0.9, 0.75, 0.3, 0.1)
+FIRST = Layout(vocab=97, **BIG, dtype="bfloat16", has_active=True)
+LAYOUTS = [
+    Layout(
+        vocab=TILE + 1,
+        **BIG,
+        dtype="bfloat16",
+        kind="probs",
+        vocab_size=TILE - 48,
+        store_rows=50,
+        has_valid=True,
+        block=True,
+        has_bonus=True,
+    ),
+    Layout(
+        vocab=2 * TILE + 79,
+        **BIG,
+        dtype="bfloat16",
+        kind="normalized",
+        draft_dtype="bfloat16",
+        vocab_size=2 * TILE - 1,
+    ),
+    Layout(vocab=4224, **BIG, kind="logits", agreement=True, has_filters=True),
+    Layout(vocab=2203, **BIG, kind="relative", dtype="float16", rates=RATES),
+]
+
+
+@pytest.mark.parametrize(
+    "layout", [FIRST, *(pytest.param(x, marks=pytest.mark.newest) for x in LAYOUTS)], ids=str
+)
+def test_gives_the_tokens_of_the_oracle(layout):
+    for seed in range(2 if layout.has_filters else 6):
+        batch = random_batch(layout, seed, broken=0.2)
+        check(batch, verify(batch, interpreted))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_bad_row_hurts_only_its_own_request(bad):
+    """Wherever it lies in the row; -inf fills it."""
+    layout, rng = FIRST, np.random.default_rng(3)
+    for column in (0, 50, layout.vocab - 1):
+        requests = [
+            Request(rng.standard_normal((2, layout.vocab)), [5], accept=[0.0], temperature=t)
+            for t in (0.0, 0.7, 0.0, 0.7, 1.0)
+        ]
+        for request in requests[:2]:
+            request.target[0, slice(None) if bad == -np.inf else column] = bad
+        batch = pack(requests, layout)
+        got = verify(batch, interpreted)
+        check(batch, got)
+        assert got.status[:5].tolist() == [sd.Status.BAD_TARGET_ROW] * 2 + [sd.Status.OK] * 3
+
+
+def test_over_a_split_vocabulary_tokens_are_those_of_the_oracle():
+    layout = Layout(vocab=2 * 1100, **BIG, dtype="bfloat16", kind="logits", vocab_size=2100)
+    mesh = jax.make_mesh((2,), ("v",), (AxisType.Auto,), devices=jax.devices()[:2])
+    split = jitted(
+        functools.partial(rejection_sample, sharding=sd.VerifySharding(mesh, vocab_axis="v"))
+    )
+    for seed in range(3):
+        batch = random_batch(layout, seed, broken=0.2)
+        check(batch, verify(batch, split))
+
+
+@pytest.mark.parametrize("is_x64", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_is_lowered_for_a_tpu_by_every_jax(dtype, is_x64):
+    shapes = [(21, 300), (), (21,), (21,), (21,)]
+    dtypes = [dtype, "int32", "float32", "bool", "float32"]
+    arrays = map(jax.ShapeDtypeStruct, shapes, map(jnp.dtype, dtypes))
+    with jax.enable_x64(is_x64):
+        traced = jax.jit(statistics.row_statistics).trace(*arrays)
+        lowered = traced.lower(lowering_platforms=("tpu",))
+    assert [str(x.dtype) for x in traced.out_info] == ["float32", "int32", "float32"]
+    assert "tpu_custom_call" in lowered.as_text()
+
+
+def call(**options):
+    batch = random_batch(FIRST, 0)
+    args, kwargs = batch.arguments()
+    return rejection_sample(*args, **kwargs, **options)
+
+
+def test_refuses_a_bitmask():
+    mask = np.full((42, 4), -1, np.int32)
+    with pytest.raises(NotImplementedError, match="mosaic_tpu.*without a token_bitmask"):
+        call(token_bitmask=mask)
+
+
+def test_refuses_values_that_vary_over_a_mesh():
+    mesh = jax.make_mesh((1,), ("v",), (AxisType.Auto,), devices=jax.devices()[:1])
+    args, kwargs = random_batch(FIRST, 0).arguments()
+    sharding = sd.VerifySharding(vocab_axis="v")
+
+    def verify_part(logits):
+        return rejection_sample(logits, *args[1:], **kwargs, sharding=sharding)
+
+    over = jax.shard_map(
+        verify_part, mesh=mesh, in_specs=PartitionSpec(None, "v"), out_specs=PartitionSpec()
+    )
+    with pytest.raises(NotImplementedError, match="mosaic_tpu.*check_vma=False"):
+        over(args[0])
+
+
+def test_needs_a_tpu():
+    args, kwargs = random_batch(FIRST, 0).arguments()
+    with pytest.raises(NotImplementedError, match="mosaic_tpu.*needs a TPU.*runs on cpu"):
+        sd.testing.rejection_sample_with_noise(*args, **kwargs, implementation="mosaic_tpu")
