@@ -144,10 +144,11 @@ def on_parts(
     is_split = vocab_axis is not None and mesh.shape[vocab_axis] > 1
     within = VerifySharding(vocab_axis=vocab_axis if is_split else None)
     by_row, by_vocabulary = P(batch_axis), P(batch_axis, vocab_axis)
+    specs: Any = [by_vocabulary, by_vocabulary, *[by_row] * (len(arrays) - 2)]
     return sharding_lib.over_mesh(
         lambda arrays: function(arrays, static, within),
         mesh,
-        Arrays(by_vocabulary, by_vocabulary, *[by_row] * (len(arrays) - 2)),
+        Arrays(*specs),
         by_row,
         arrays,
     )
