@@ -83,8 +83,11 @@ clean:  ## remove the environments made here, and caches
 	@tools/make_venv.sh .venv-test-oldest 3.11 -e ".[test]" jax==0.10.2 jaxlib==0.10.2
 	@touch $@
 
+# keras-hub without its dependencies: tensorflow-text is one, and nothing here imports it.
 .venv-models/installed: pyproject.toml tools/make_venv.sh
 	@tools/make_venv.sh .venv-models "$(PYTHONS)" -e ".[test,models]"
+	@.venv-models/bin/python -m pip install --no-compile --quiet --quiet --disable-pip-version-check \
+		--no-deps keras-hub==0.32.0
 	@touch $@
 
 .venv-aot/installed: pyproject.toml tools/make_venv.sh

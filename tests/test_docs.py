@@ -59,7 +59,7 @@ def test_every_public_name_has_one_entry_in_the_reference() -> None:
     assert sorted(entries("py:data")) == sorted(set(THINGS) - classes - functions)
 
 
-INTEGRATIONS = r"(tpu_inference|sglang_jax|keys)\.|models\.(OneIndexModel|from_nnx|from_tunix)$"
+INTEGRATIONS = r"(tpu_inference|sglang_jax|keys)\.|models\.(OneIndexModel|from_\w+)$"
 
 
 def test_every_class_and_function_is_in_the_table_of_the_reference() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.logprobs import TokenLogprobs, token_logprobs
 from jax_specdec._src.noise import check_keys
 from jax_specdec._src.sampling import SamplingParams
-from jax_specdec._src.serving.options import LogprobsConfig
+from jax_specdec._src.serving.inputs import check_config
+from jax_specdec._src.serving.options import LogprobsConfig, check_logprobs
 from jax_specdec._src.types import Drafts, RejectionSampleOutput
 from jax_specdec._src.verify import sharding as sharding_lib
 from jax_specdec._src.verify.api import rejection_sample
@@ -26,24 +27,45 @@ _IMPL_OF_WORDS = {2: "threefry2x32", 4: "rbg"}
 """Of raw keys. Noise is the same for both kinds of four words, rbg and unsafe_rbg."""
 
 
+class Static(NamedTuple):
+    """Arguments of both adapters that are no arrays."""
+
+    config: SpecDecodeConfig
+    vocab_size: int | None
+    logprobs: LogprobsConfig | None
+
+    def check(self) -> None:
+        """Raises `TypeError` for an argument of another type."""
+        check_config(self.config)
+        check_logprobs(self.logprobs)
+
+
+class Arrays(NamedTuple):
+    """Arguments of both adapters that a mesh splits; the first two over the vocabulary as well."""
+
+    target_logits: jax.Array
+    draft_probs: jax.Array | None
+    draft_token_ids: jax.Array
+    lengths: jax.Array
+    sampling: SamplingParams
+    keys: jax.Array
+    positions: jax.Array
+    slots: jax.Array
+    """``[B]``, the place of each request in the whole batch."""
+    token_bitmask: jax.Array | None
+    active: jax.Array | None
+    bonus_token_ids: jax.Array | None = None
+
+
 def check_arrays(sizes: Sizes, arrays: dict[str, tuple[Any, str]]) -> None:
-    """Check shapes as the caller sees them, before a mesh splits them.
-
-    Args:
-      sizes: what letters stand for; those of the arrays are added.
-      arrays: by name, an array or None, and its shape in letters.
-
-    Raises:
-      TypeError: something is not an array.
-      ValueError: an array of another shape.
-    """
+    """Check shapes (name: array or None, letters) as the caller sees them, before a mesh splits."""
     for name, (array, declared) in arrays.items():
         if array is not None or name in ("logits", "target_logits"):
             check_array(name, array, declared, sizes)
 
 
 def keys_of_requests(
-    keys: jax.Array | None, positions: jax.Array | None, batch: int
+    keys: jax.Array | None, positions: jax.Array | None, batch: int, *, sampled_by: str | None
 ) -> tuple[jax.Array, jax.Array]:
     """Keys and positions ``[B]`` for a verification.
 
@@ -52,13 +74,17 @@ def keys_of_requests(
         where no request samples. Typed, or raw (``[2]``, ``[4]``, ``[B, 2]``, ``[B, 4]`` uint32).
       positions: ``[B]`` int32, or None, which ``[B]`` keys do not allow.
       batch: B.
+      sampled_by: the name of the temperatures, if they are given.
 
     Raises:
       TypeError: `keys` are not keys.
-      ValueError: keys of another shape, or keys per request without positions.
+      ValueError: no keys where requests may sample, keys of another shape, or keys per request
+        without positions.
     """
     zeros = jnp.zeros((batch,), jnp.int32)
     if keys is None:
+        hint = "one for this step, or one for each request"
+        require(sampled_by is None, "keys", f"be given with {sampled_by}", keys, hint)
         return jnp.broadcast_to(jax.random.key(0), (batch,)), zeros
     words = keys.shape[-1] if getattr(keys, "dtype", None) == jnp.uint32 and keys.ndim else 0
     if words in _IMPL_OF_WORDS:
@@ -74,43 +100,13 @@ def keys_of_requests(
     return keys, positions
 
 
-def check_keys_given(name: str, temperature: jax.Array | None, keys: jax.Array | None) -> None:
-    """Check that there are keys where requests may sample.
-
-    Raises:
-      ValueError: there are none.
-    """
-    must, hint = f"be given with {name}", "one for this step, or one for each request"
-    require(temperature is None or keys is not None, "keys", must, keys, hint)
-
-
-def check_bitmask(
-    token_bitmask: Any, logits: jax.Array, rows: str, sharding: VerifySharding | None
-) -> None:
-    """Check a bitmask of ``[rows, ceil(V/32)]``, whose words cover the whole vocabulary.
-
-    Raises:
-      TypeError: it is not an array.
-      ValueError: it has another shape.
-    """
-    parts = sharding_lib.vocabulary_parts(sharding)
-    sizes = {rows: logits.shape[0], "ceil(V/32)": -(-logits.shape[1] * parts // 32)}
-    check_arrays(sizes, {"token_bitmask": (token_bitmask, f"[{rows}, ceil(V/32)]")})
-
-
 def check_sharding(
     logits_name: str, logits: jax.Array, sharding: Any, sizes: dict[str, int]
 ) -> None:
-    """Check that every size that is split over a mesh divides by its devices.
-
-    Args:
-      logits_name: name of the argument.
-      logits: the target logits, whole.
-      sharding: a `VerifySharding` or None.
-      sizes: of what is split over the batch axis.
+    """Check that each size split over the batch axis, and the vocabulary, divides by its devices.
 
     Raises:
-      TypeError: `sharding` is something else.
+      TypeError: `sharding` is no `VerifySharding`.
       ValueError: a size that does not divide, or logits that are split while `sharding` is None.
     """
     if sharding is None:
@@ -133,72 +129,61 @@ def check_sharding(
 
 
 def on_parts(
-    function: Callable[[Any, VerifySharding | None], Any],
+    function: Callable[[Arrays, Static, VerifySharding | None], Any],
+    arrays: Arrays,
+    static: Static,
     sharding: VerifySharding | None,
-    arrays: Any,
-    specs: Callable[[P, P], Any],
 ) -> Any:
-    """Call `function` on each device's part of the arrays; each part is a batch of its own.
+    """``function(arrays, static, sharding)``, by `jax.shard_map` if there is a mesh.
 
-    Args:
-      function: of the arrays and how the vocabulary of its part is split.
-      sharding: with a mesh, `function` runs under `jax.shard_map`; without, it is just called.
-      arrays: a pytree.
-      specs: of what is split by rows, and of what is split by rows and vocabulary, the specs of
-        `arrays`.
-
-    Returns:
-      What `function` returns, all of it split over the batch axis.
+    Each device's part is then a batch of its own, and all results are split over the batch axis.
     """
     if sharding is None or sharding.mesh is None:
-        return function(arrays, sharding)
+        return function(arrays, static, sharding)
     mesh, vocab_axis, batch_axis = sharding.mesh, sharding.vocab_axis, sharding.batch_axis
     is_split = vocab_axis is not None and mesh.shape[vocab_axis] > 1
     within = VerifySharding(vocab_axis=vocab_axis if is_split else None)
+    by_row, by_vocabulary = P(batch_axis), P(batch_axis, vocab_axis)
+    specs: Any = [by_vocabulary, by_vocabulary, *[by_row] * (len(arrays) - 2)]
     return sharding_lib.over_mesh(
-        lambda arrays: function(arrays, within),
+        lambda arrays: function(arrays, static, within),
         mesh,
-        specs(P(batch_axis), P(batch_axis, vocab_axis)),
-        P(batch_axis),
+        Arrays(*specs),
+        by_row,
         arrays,
     )
 
 
-def verify_with_logprobs(
-    target_logits: jax.Array,
-    drafts: Drafts,
-    *,
-    sampling: SamplingParams,
-    keys: jax.Array,
-    positions: jax.Array,
-    config: SpecDecodeConfig,
-    bonus_token_ids: jax.Array | None = None,
-    active: jax.Array | None,
-    vocab_size: int | None,
-    token_bitmask: jax.Array | None,
-    padded_rows: bool = False,
+def verify(
+    arrays: Arrays,
+    static: Static,
     sharding: VerifySharding | None,
-    logprobs: LogprobsConfig | None,
+    drafts: Drafts,
+    sampling: SamplingParams,
+    *,
+    padded_rows: bool = False,
 ) -> tuple[RejectionSampleOutput, TokenLogprobs | None]:
     """`rejection_sample`, and `token_logprobs` of what it emitted if they are wanted."""
     given: dict[str, Any] = dict(
         sampling=sampling,
-        config=config,
-        vocab_size=vocab_size,
-        token_bitmask=token_bitmask,
+        config=static.config,
+        vocab_size=static.vocab_size,
+        token_bitmask=arrays.token_bitmask,
         padded_rows=padded_rows,
         sharding=sharding,
     )
     output = rejection_sample(
-        target_logits,
+        arrays.target_logits,
         drafts,
-        keys=keys,
-        positions=positions,
-        bonus_token_ids=bonus_token_ids,
-        active=active,
+        keys=arrays.keys,
+        positions=arrays.positions,
+        bonus_token_ids=arrays.bonus_token_ids,
+        active=arrays.active,
         **given,
     )
-    if logprobs is None:
+    if static.logprobs is None:
         return output, None
-    wanted: dict[str, Any] = dict(num_top=logprobs.num_top, distribution=logprobs.distribution)
-    return output, token_logprobs(target_logits, drafts, output, **wanted, **given)
+    wanted: dict[str, Any] = dict(
+        num_top=static.logprobs.num_top, distribution=static.logprobs.distribution
+    )
+    return output, token_logprobs(arrays.target_logits, drafts, output, **wanted, **given)

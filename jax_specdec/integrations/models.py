@@ -36,8 +36,9 @@ class OneIndexModel:
         and sees the entries t of the cache with ``mask[0, s, t]``, which is ``t <= positions[0,
         s]``. Returns logits ``[1, S, V]`` and the cache.
       new_cache: the empty cache of one request with room for ``max_length`` tokens.
-      index: the last name in the path of each write index in the cache ("end_index"). They are set
-        to ``positions[0, 0]``, whatever their shape. None: `call` takes it from `positions`.
+      index: a name in the path of each write index in the cache ("end_index"), and of nothing else.
+        They are set to ``positions[0, 0]``, whatever their shape. None: `call` takes it from
+        `positions`.
 
     Example:
       A functional model that adds up the embeddings it has seen.
@@ -67,7 +68,8 @@ class OneIndexModel:
     def init_cache(self, batch_size: int, max_length: int) -> Cache:
         """The cache of each request, one after another along a new first axis."""
         one = jax.tree.map(jnp.asarray, self.new_cache(max_length))
-        if self.index is not None and self.index not in map(_last_name, _paths(one)):
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(one)]
+        if self.index is not None and not any(map(self._is_index, paths)):
             raise ValueError(f"index must be a name in the cache, but {self.index!r} is not in it")
         # The room is written down as a shape: which axis of theirs holds it is theirs to know.
         room = jnp.zeros((batch_size, max_length), bool)
@@ -95,9 +97,12 @@ class OneIndexModel:
         """The cache of one request, with its index set."""
 
         def at(path: Any, leaf: jax.Array) -> jax.Array:
-            return jnp.full_like(leaf, start) if _last_name(path) == self.index else leaf
+            return jnp.full_like(leaf, start) if self._is_index(path) else leaf
 
-        return cache if self.index is None else jax.tree_util.tree_map_with_path(at, cache)
+        return jax.tree_util.tree_map_with_path(at, cache)
+
+    def _is_index(self, path: Any) -> bool:
+        return any(jax.tree_util.keystr((key,), simple=True) == self.index for key in path)
 
 
 def from_nnx(
@@ -178,9 +183,32 @@ def from_tunix(nnx: Any, module: Any) -> tuple[OneIndexModel, Params]:
     )
 
 
-def _paths(tree: Any) -> list[Any]:
-    return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+def from_keras_hub(keras: Any, module: Any) -> tuple[OneIndexModel, Params]:
+    """A ``CausalLM`` of keras-hub, with the JAX backend of Keras, as a model and its params.
 
+    For those whose ``call_with_cache(token_ids, cache, cache_update_index)`` has no more arguments,
+    such as its Llama, Qwen3, Mistral, Gemma and GPT-2.
 
-def _last_name(path: Any) -> str | None:
-    return jax.tree_util.keystr(path[-1:], simple=True) if path else None
+    Args:
+      keras: the module ``keras``.
+      module: a ``keras_hub.models.CausalLM``.
+
+    Returns:
+      The model, and its params: a list of the values of the variables of ``module.backbone``.
+    """
+    variables = module.backbone.variables
+
+    def call(
+        params: Params, token_ids: jax.Array, positions: jax.Array, cache: Cache, mask: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        with keras.StatelessScope(state_mapping=list(zip(variables, params, strict=True))):
+            logits, _, cache = module.call_with_cache(token_ids, cache, positions[0, 0])
+        return logits, cache
+
+    def new_cache(max_length: int) -> Cache:
+        ids = jax.ShapeDtypeStruct((1, max_length), jnp.int32)
+        found = jax.eval_shape(lambda ids: module._build_cache(ids)[1], ids)
+        return jnp.zeros(found.shape, found.dtype)
+
+    model = OneIndexModel(module.backbone.vocabulary_size, call, new_cache)
+    return model, [variable.value for variable in variables]

@@ -7,7 +7,8 @@ length 0 is padding; a greedy one has top-k 1.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,7 @@ from jax_specdec._src.arrays import Sizes, as_int32, check_array
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.logprobs import TokenLogprobs
 from jax_specdec._src.sampling import SamplingParams
-from jax_specdec._src.serving.inputs import check_config
-from jax_specdec._src.serving.options import LogprobsConfig, check_logprobs
+from jax_specdec._src.serving.options import LogprobsConfig
 from jax_specdec._src.types import DraftProbs, Drafts, IntegerRows, Integers, RejectionSampleOutput
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec.integrations import common
@@ -47,17 +47,6 @@ class ChainVerification(NamedTuple):
     output: RejectionSampleOutput
     logprobs: TokenLogprobs | None
     gather_index: jax.Array
-
-
-class _Arrays(NamedTuple):
-    target_logits: jax.Array
-    draft_probs: jax.Array | None
-    draft_tokens: jax.Array
-    seq_lens: jax.Array
-    sampling: SamplingParams
-    keys: jax.Array
-    slots: jax.Array
-    token_bitmask: jax.Array | None
 
 
 def verify_chains(
@@ -122,15 +111,13 @@ def verify_chains(
       >>> found.accept_lens.tolist(), found.accept_index.tolist(), found.predict.tolist()
       ([2], [0, 1, -1], [5, 6, 0])
     """
-    check_config(config)
-    check_logprobs(logprobs)
+    static = common.Static(config, vocab_size, logprobs)
+    static.check()
     tokens = as_int32("draft_tokens", draft_tokens)
-    lengths = as_int32("seq_lens", seq_lens)
-    sizes: Sizes = {}
-    common.check_arrays(sizes, {"seq_lens": (lengths, "[bs]")})
+    lengths = as_int32("seq_lens", seq_lens, "[bs]")
     batch, k = lengths.shape[0], config.num_speculative_tokens
     n = k + 1
-    sizes |= {"n": n, "bs*n": batch * n, "bs*(n-1)": batch * k}
+    sizes: Sizes = {"bs": batch, "n": n, "bs*n": batch * n, "bs*(n-1)": batch * k}
     without = tokens.shape in ((batch, k), (batch * k,))
     hint = "column 0, the token verified before, is missing" if without else None
     check_array("draft_tokens", tokens, "[bs, n] or [bs*n]", sizes, hint)
@@ -144,63 +131,44 @@ def verify_chains(
         {
             "target_logits": (target_logits, "[bs*n, V]"),
             "draft_probs": (draft_probs, "[bs*(n-1), Vd]"),
+            "token_bitmask": (token_bitmask, "[bs*n, ceil(V/32)]"),
             **{name: (array, "[bs]") for name, array in requests.items()},
         },
     )
-    common.check_keys_given("temperatures", temperatures, keys)
+    sampled_by = None if temperatures is None else "temperatures"
+    keys, _ = common.keys_of_requests(keys, lengths, batch, sampled_by=sampled_by)
     common.check_sharding("target_logits", target_logits, sharding, {"bs": batch})
-    common.check_bitmask(token_bitmask, target_logits, "bs*n", sharding)
-    keys, _ = common.keys_of_requests(keys, lengths, batch)
-    sampling = SamplingParams(
-        jnp.zeros((batch,), jnp.float32) if temperatures is None else temperatures,
-        min_p=min_ps,
-        top_k=top_ks,
-        top_p=top_ps,
+    if temperatures is None:
+        temperatures = jnp.zeros((batch,), jnp.float32)
+    arrays = common.Arrays(
+        target_logits,
+        draft_probs,
+        tokens,
+        lengths,
+        SamplingParams(temperatures, min_p=min_ps, top_k=top_ks, top_p=top_ps),
+        keys,
+        lengths,
+        jnp.arange(batch, dtype=jnp.int32),
+        token_bitmask,
+        lengths != 0,
     )
-    slots = jnp.arange(batch, dtype=jnp.int32)
-    arrays = _Arrays(
-        target_logits, draft_probs, tokens, lengths, sampling, keys, slots, token_bitmask
-    )
-
-    def on_part(arrays: _Arrays, sharding: VerifySharding | None) -> ChainVerification:
-        return _verify(arrays, config, vocab_size, logprobs, sharding)
-
-    def specs(by_row: Any, by_vocabulary: Any) -> Any:
-        return _Arrays(by_vocabulary, by_vocabulary, *[by_row] * 6)
-
-    found: ChainVerification = common.on_parts(on_part, sharding, arrays, specs)
+    found: ChainVerification = common.on_parts(_verify, arrays, static, sharding)
     return found
 
 
 def _verify(
-    arrays: _Arrays,
-    config: SpecDecodeConfig,
-    vocab_size: int | None,
-    logprobs: LogprobsConfig | None,
-    sharding: VerifySharding | None,
+    arrays: common.Arrays, static: common.Static, sharding: VerifySharding | None
 ) -> ChainVerification:
-    n = config.num_speculative_tokens + 1
-    chains = arrays.draft_tokens.reshape(-1, n)
+    n = static.config.num_speculative_tokens + 1
+    chains = arrays.draft_token_ids.reshape(-1, n)
     distribution = None if arrays.draft_probs is None else DraftProbs(arrays.draft_probs)
     drafts = Drafts.from_dense(chains[:, 1:], distribution=distribution)
     sampling = arrays.sampling
     if sampling.top_k is not None:
         is_greedy = (sampling.top_k == 1) & (sampling.temperature >= 0)
         temperature = jnp.where(is_greedy, 0.0, sampling.temperature)
-        sampling = SamplingParams(temperature, sampling.min_p, sampling.top_k, sampling.top_p)
-    output, found = common.verify_with_logprobs(
-        arrays.target_logits,
-        drafts,
-        sampling=sampling,
-        keys=arrays.keys,
-        positions=arrays.seq_lens,
-        config=config,
-        active=arrays.seq_lens != 0,
-        vocab_size=vocab_size,
-        token_bitmask=arrays.token_bitmask,
-        sharding=sharding,
-        logprobs=logprobs,
-    )
+        sampling = dataclasses.replace(sampling, temperature=temperature)
+    output, found = common.verify(arrays, static, sharding, drafts, sampling)
     count = output.num_emitted
     offset = jnp.arange(n, dtype=jnp.int32)[None, :]
     is_emitted = offset < count[:, None]

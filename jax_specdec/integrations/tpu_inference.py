@@ -8,17 +8,16 @@ bonus token.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import Sizes, as_int32
+from jax_specdec._src.arrays import as_int32
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.logprobs import TokenLogprobs
 from jax_specdec._src.sampling import SamplingParams
-from jax_specdec._src.serving.inputs import check_config
-from jax_specdec._src.serving.options import LogprobsConfig, check_logprobs
+from jax_specdec._src.serving.options import LogprobsConfig
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
     DraftProbs,
@@ -49,19 +48,6 @@ class FlatVerification(NamedTuple):
     token_ids: jax.Array
     output: RejectionSampleOutput
     logprobs: TokenLogprobs | None
-
-
-class _Arrays(NamedTuple):
-    logits: jax.Array
-    draft_probs: jax.Array | None
-    draft_token_ids: jax.Array
-    draft_lengths: jax.Array
-    sampling: SamplingParams
-    keys: jax.Array
-    positions: jax.Array
-    bonus_token_ids: jax.Array | None
-    active: jax.Array | None
-    token_bitmask: jax.Array | None
 
 
 def verify_flat(
@@ -129,12 +115,10 @@ def verify_flat(
       ... ).token_ids.tolist()  # two at drafts' places, padding, no bonus, a bonus
       [5, 6, -1, -1, 3]
     """
-    check_config(config)
-    check_logprobs(logprobs)
-    ids = as_int32("draft_token_ids", draft_token_ids)
-    lengths = as_int32("draft_lengths", draft_lengths)
-    sizes: Sizes = {}
-    common.check_arrays(sizes, {"draft_token_ids": (ids, "[N]"), "draft_lengths": (lengths, "[B]")})
+    static = common.Static(config, vocab_size, logprobs)
+    static.check()
+    ids = as_int32("draft_token_ids", draft_token_ids, "[N]")
+    lengths = as_int32("draft_lengths", draft_lengths, "[B]")
     n, batch = ids.shape[0], lengths.shape[0]
     temperature, top_k, top_p = (_of_all(x, batch) for x in (temperature, top_k, top_p))
     requests = dict(
@@ -145,44 +129,35 @@ def verify_flat(
         bonus_token_ids=bonus_token_ids,
         active=active,
     )
+    rows = "L" if bonus_token_ids is None else "N"
     common.check_arrays(
-        sizes,
+        {"N": n, "B": batch},
         {
-            "logits": (logits, "[L, V]" if bonus_token_ids is None else "[N, V]"),
+            "logits": (logits, f"[{rows}, V]"),
             "draft_probs": (draft_probs, "[N, Vd]"),
+            "token_bitmask": (token_bitmask, f"[{rows}, ceil(V/32)]"),
             **{name: (array, "[B]") for name, array in requests.items()},
         },
     )
-    common.check_keys_given("temperature", temperature, keys)
-    rows = logits.shape[0]
-    common.check_sharding("logits", logits, sharding, {"L": rows, "N": n, "B": batch})
-    common.check_bitmask(token_bitmask, logits, "L", sharding)
-    keys, positions = common.keys_of_requests(keys, positions, batch)
-    sampling = SamplingParams(
-        jnp.zeros((batch,), jnp.float32) if temperature is None else temperature,
-        top_k=top_k,
-        top_p=top_p,
-    )
-    arrays = _Arrays(
+    sampled_by = None if temperature is None else "temperature"
+    keys, positions = common.keys_of_requests(keys, positions, batch, sampled_by=sampled_by)
+    common.check_sharding("logits", logits, sharding, {"L": logits.shape[0], "N": n, "B": batch})
+    if temperature is None:
+        temperature = jnp.zeros((batch,), jnp.float32)
+    arrays = common.Arrays(
         logits,
         draft_probs,
         ids,
         lengths,
-        sampling,
+        SamplingParams(temperature, top_k=top_k, top_p=top_p),
         keys,
         positions,
-        bonus_token_ids,
-        active,
+        jnp.arange(batch, dtype=jnp.int32),
         token_bitmask,
+        active,
+        bonus_token_ids,
     )
-
-    def on_part(arrays: _Arrays, sharding: VerifySharding | None) -> FlatVerification:
-        return _verify(arrays, config, vocab_size, logprobs, sharding)
-
-    def specs(by_row: Any, by_vocabulary: Any) -> Any:
-        return _Arrays(by_vocabulary, by_vocabulary, *[by_row] * 8)
-
-    found: FlatVerification = common.on_parts(on_part, sharding, arrays, specs)
+    found: FlatVerification = common.on_parts(_verify, arrays, static, sharding)
     return found
 
 
@@ -194,34 +169,19 @@ def _of_all(array: jax.Array | None, batch: int) -> jax.Array | None:
 
 
 def _verify(
-    arrays: _Arrays,
-    config: SpecDecodeConfig,
-    vocab_size: int | None,
-    logprobs: LogprobsConfig | None,
-    sharding: VerifySharding | None,
+    arrays: common.Arrays, static: common.Static, sharding: VerifySharding | None
 ) -> FlatVerification:
-    counts = jnp.maximum(arrays.draft_lengths, 0)
+    counts = jnp.maximum(arrays.lengths, 0)
     first = jnp.zeros((1,), jnp.int32)
     drafts = Drafts(
         arrays.draft_token_ids,
         jnp.concatenate([first, jnp.cumsum(counts, dtype=jnp.int32)]),
         None if arrays.draft_probs is None else DraftProbs(arrays.draft_probs),
     )
-    sampling = _sampling(arrays.sampling, arrays.draft_lengths >= 0)
-    output, found = common.verify_with_logprobs(
-        arrays.logits,
-        drafts,
-        sampling=sampling,
-        keys=arrays.keys,
-        positions=arrays.positions,
-        config=config,
-        bonus_token_ids=arrays.bonus_token_ids,
-        active=arrays.active,
-        vocab_size=vocab_size,
-        token_bitmask=arrays.token_bitmask,
-        padded_rows=arrays.bonus_token_ids is None,
-        sharding=sharding,
-        logprobs=logprobs,
+    sampling = _sampling(arrays.sampling, arrays.lengths >= 0)
+    has_bonus_rows = arrays.bonus_token_ids is None
+    output, found = common.verify(
+        arrays, static, sharding, drafts, sampling, padded_rows=has_bonus_rows
     )
     return FlatVerification(flat_token_ids(output, drafts), output, found)
 

@@ -130,3 +130,16 @@ def test_a_model_without_a_hash_is_refused_by_name():
         check_model("target", Unhashable([1]))
     with pytest.raises(TypeError, match="model must be hashable"):
         sd.ModelDrafter(Unhashable([1]))
+
+
+def test_what_lies_below_the_name_of_an_index_is_set():
+    model = models.OneIndexModel(
+        3,
+        lambda params, token_ids, positions, cache, mask: (params[token_ids], cache),
+        lambda max_length: {"cur_ind": {"value": jnp.int32(0)}, "value": jnp.int32(7)},
+        index="cur_ind",
+    )
+    ids, start = jnp.array([[0], [1]]), jnp.array([4, 2])
+    _, (cache, _) = model.apply(jnp.eye(3), ids, start, model.init_cache(2, 8))
+    assert cache["cur_ind"]["value"].tolist() == [4, 2]
+    assert cache["value"].tolist() == [7, 7]

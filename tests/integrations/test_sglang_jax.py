@@ -56,7 +56,7 @@ def verifier(**static: Any) -> Any:
 def check_all(found: sglang_jax.ChainVerification) -> None:
     """Every array that a scheduler reads says what the table says."""
     found = jax.device_get(found)
-    index = found.accept_index.reshape(-1, N)
+    index, gather = found.accept_index.reshape(-1, N), found.gather_index.reshape(-1, N)
     verified = np.where(found.accept_index >= 0, found.predict[found.accept_index], -1)
     for b, case in enumerate(CASES):
         count = len(case.expected)
@@ -64,6 +64,8 @@ def check_all(found: sglang_jax.ChainVerification) -> None:
         assert found.accept_lens[b] == found.output.num_emitted[b] == count, case.name
         want = [*range(b * N, b * N + count), *[-1] * (N - count)]
         assert index[b].tolist() == want, case.name
+        last = max(count - 1, 0)
+        assert gather[b].tolist() == [b * N + min(j, last) for j in range(N)], case.name
         assert verified[b * N :][:count].tolist() == case.expected, case.name
         assert (found.predict[b * N :][:N] >= 0).all()
         assert found.verified_ids[b] == (case.expected[-1] if count else 0), case.name
@@ -123,6 +125,33 @@ def test_logits_over_data_and_tensor_give_the_same_and_stay_where_they_are(axis_
     assert moved and max(moved.values()) < part, moved
 
 
+def test_hidden_states_are_gathered_on_an_explicit_mesh():
+    own = NamedSharding(MESH, P("data", None))
+
+    @jax.jit
+    def gathered(states, logits, chains, lengths):
+        found = sglang_jax.verify_chains(
+            logits,
+            chains,
+            lengths,
+            config=CONFIG,
+            temperatures=None,
+            sharding=sd.VerifySharding(MESH, "tensor", "data"),
+        )
+        return states.at[found.gather_index].get(out_sharding=own), found.accept_lens
+
+    (logits, chains, lengths), _ = placed(MESH)
+    states = np.random.default_rng(0).normal(size=(logits.shape[0], 3)).astype(np.float32)
+    found, lens = gathered(jax.device_put(states, own), logits, chains, lengths)
+    assert found.sharding.spec[0] == "data"
+    lens, states = np.asarray(lens), states.reshape(-1, N, 3)
+    assert lens.min() == 0 and lens.max() == N
+    for b, rows in enumerate(np.asarray(found).reshape(-1, N, 3)):
+        last = max(lens[b] - 1, 0)
+        np.testing.assert_array_equal(rows[: last + 1], states[b, : last + 1])
+        assert (rows[last:] == states[b, last]).all()
+
+
 @pytest.mark.newest
 def test_inside_shard_map_places_are_those_of_the_part():
     positional, named = placed(MESH)
@@ -141,7 +170,7 @@ def test_inside_shard_map_places_are_those_of_the_part():
         )
         first = jax.lax.axis_index("data") * lengths.shape[0] * N
         index = jnp.where(found.accept_index >= 0, found.accept_index + first, -1)
-        return found._replace(accept_index=index)
+        return found._replace(accept_index=index, gather_index=found.gather_index + first)
 
     own = P("data")
     call = jax.shard_map(
