@@ -66,9 +66,9 @@ def test_maxima_argmaxes_and_sums_by_tile_are_those_of_numpy(num_rows, width, en
     least = np.where(rng.random(num_rows) < 0.5, 1.0, -np.inf).astype(np.float32)
     with backend():
         argmaxes = functools.partial(statistics.row_statistics, with_sums=False)
-        alone = jax.device_get(jax.jit(argmaxes)(logits, end, inverse, wanted))
+        alone = jax.device_get(jax.jit(argmaxes)(logits, jnp.int32(end), inverse, wanted))
         both = jax.device_get(
-            jax.jit(statistics.row_statistics)(logits, end, inverse, wanted, least)
+            jax.jit(statistics.row_statistics)(logits, jnp.int32(end), inverse, wanted, least)
         )
     x = np.asarray(logits.astype(jnp.float32), np.float64)[:, :end]
     assert np.isposinf(alone[0][:2]).all()
@@ -90,7 +90,7 @@ def test_an_end_before_the_first_column_leaves_nothing():
     """As of a part of the vocabulary that is all padding."""
     with backend():
         peak, _, sums = jax.jit(statistics.row_statistics)(
-            rows_of(21, 131, "bfloat16"), -5, jnp.ones(21), jnp.ones(21, bool)
+            rows_of(21, 131, "bfloat16"), jnp.int32(-5), jnp.ones(21), jnp.ones(21, bool)
         )
     assert np.isneginf(peak).all() and not np.asarray(sums).any()
 

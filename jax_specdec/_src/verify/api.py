@@ -378,7 +378,9 @@ def _verify_part(arrays: CallArrays, static: _Static, platform: Platform) -> Rej
         why_not = mosaic_tpu.unsupported(arrays)
         if why_not is not None:
             raise NotImplementedError(why_not)
-        from jax_specdec._src.verify.mosaic_tpu.statistics import row_statistics
+        from jax_specdec._src.verify.mosaic_tpu import statistics as of_rows
+
+        row_statistics = of_rows.row_statistics
     is_whole, by_default = vocab_axis is None, implementation in (None, "xla")
     form = Form(
         platform,

@@ -148,7 +148,7 @@ def _in_one_pass(
 ) -> TargetStatistics:
     """`_of_all_rows` by a kernel: with a filter in two passes, around the search for thresholds."""
     target, form, least = rows.target, rows.form, None
-    num_rows, end = target.matrix.shape[0], target.width
+    num_rows, end = target.matrix.shape[0], jnp.int32(target.width)
     if target.first_id is not None:
         end = jnp.clip(target.size - target.first_id, 0, end)
     given = requests.inv_temperature, requests.greedy, requests.is_ok & ~requests.greedy

@@ -42,7 +42,7 @@ _NONE = -1024  # the bits of a float16 -inf
 
 def row_statistics(
     logits: jax.Array,
-    end: jax.Array | int,
+    end: jax.Array,
     inv_temperature: jax.Array,
     wants_argmax: jax.Array,
     least: jax.Array | None = None,
@@ -53,7 +53,7 @@ def row_statistics(
 
     Args:
       logits: ``[M, W]`` bfloat16, float16 or float32.
-      end: columns from it on are read as -inf.
+      end: ``[]`` int32, columns from it on are read as -inf.
       inv_temperature: ``[M]`` float32.
       wants_argmax: ``[M]`` bool, the rows of which the argmax is wanted.
       least: ``[M]`` float32, at most the row's maximum: entries below it are left out of the sums.
@@ -104,7 +104,7 @@ def row_statistics(
         ),
         name="row_statistics",
     )(
-        jnp.full((1,), end, jnp.int32),
+        end[None],
         jnp.any(padded, axis=1).astype(jnp.int32),
         jnp.stack([scale, bounds], axis=1),
         logits,
