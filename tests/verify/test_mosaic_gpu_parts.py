@@ -16,6 +16,7 @@ from jax_specdec._src.verify import api
 from jax_specdec._src.verify.mosaic_gpu import phases
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
+from jax_specdec._src.verify.rows import Rows
 
 from .batch import Layout, check, jitted, verify
 from .cases import random_batch
@@ -35,7 +36,8 @@ def rows_of(vocab: int, dtype: str) -> jax.Array:
 
 
 def judge(logits, count, found) -> None:
-    for i, (peak, total, best) in enumerate(zip(*found, strict=True)):
+    (peaks, totals), ids = found
+    for i, (peak, total, best) in enumerate(zip(peaks, totals, ids, strict=True)):
         row = np.asarray(logits[ROWS[i]], np.float64)[:count]
         if not WANTED[i] or count == 0:
             assert peak == -np.inf
@@ -49,8 +51,9 @@ def judge(logits, count, found) -> None:
 
 
 def run(logits, count, **options):
-    read = jax.jit(functools.partial(phases.row_statistics, size=count, **options))
-    return jax.device_get(read(logits, ROWS, INVERSE, BY_ARGMAX, WANTED, jnp.int32(0)))
+    rows = Rows(logits, count, -np.inf, "cuda", first_id=jnp.int32(0))
+    read = jax.jit(functools.partial(phases.row_statistics, rows, **options))
+    return jax.device_get(read(np.where(WANTED, ROWS, -1), INVERSE, BY_ARGMAX))
 
 
 CASES = [(4224, 4224, "bfloat16"), (2203, 2100, "float32"), (4224, 0, "float16")]
