@@ -27,7 +27,6 @@ from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.requests import Request
 from jax_specdec._src.verify.rows import Partials, Rows, argmax_of_parts
 from jax_specdec._src.verify.rules import Rule, accepts_greedy
-from jax_specdec._src.verify.threshold import only_if
 from jax_specdec._src.verify.tiles import Scale
 
 _MANY_PAIRS = 2**22
@@ -187,20 +186,14 @@ def _by_kernel(rows: LocalRows, requests: Request, positions: Position) -> Targe
     limited = filter.limits(target.size) & ~greedy
     partials, argmax = _rows_by_kernel(rows, target, requests, index, greedy | limited)
     index, num_rows = jnp.where(limited[:, None], index, -1), target.matrix.shape[0]
-
-    def filtered() -> tuple[Partials, jax.Array]:
-        place = jnp.where(index < 0, num_rows, index)
-        peak = jnp.full((num_rows,), -jnp.inf).at[place].set(partials.max, mode="drop")
-        given = filter, limited, requests.inv_temperature
-        filter_of_row, is_limited, inv = _of_owners(requests, num_rows, given)
-        given = filter_of_row, is_limited, peak, inv, rows.form
-        least = target.find_thresholds(None, *given)
-        least = least.at[place].get(mode="fill", fill_value=-jnp.inf)
-        kept, _ = _rows_by_kernel(rows, target, requests, index, greedy, least)
-        return jax.tree.map(lambda x, y: jnp.where(index < 0, x, y), partials, kept), least
-
-    unfiltered = partials, jnp.full_like(partials.max, -jnp.inf)
-    partials, least = only_if(jnp.any(index >= 0), filtered, unfiltered)
+    place = jnp.where(index < 0, num_rows, index)
+    peak = jnp.full((num_rows,), -jnp.inf).at[place].set(partials.max, mode="drop")
+    of_owners = _of_owners(requests, num_rows, (filter, limited, requests.inv_temperature))
+    filter, wanted, inv = of_owners
+    least = target.find_thresholds(None, filter, wanted, peak, inv, rows.form)
+    least = least.at[place].get(mode="fill", fill_value=-jnp.inf)
+    kept, _ = _rows_by_kernel(rows, target, requests, index, greedy, least)
+    partials = jax.tree.map(lambda x, y: jnp.where(index < 0, x, y), partials, kept)
     return TargetStatistics(partials, argmax, least, None)
 
 
