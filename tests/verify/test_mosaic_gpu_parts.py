@@ -165,6 +165,11 @@ def on_one_device(num_parts: int):
     return verifier
 
 
+def listed(ids: str | None, layout: Layout, seed: int, broken: float = 0.1) -> Batch:
+    batch = random_batch(layout, seed, broken=broken)
+    return batch if ids is None else with_ids(batch, ids, 40 if ids == "candidates" else 901)[0]
+
+
 BIG = dict(num_speculative_tokens=3, num_requests=4, num_drafts=10)
 LAYOUTS = [
     Layout(vocab=2176, **BIG, has_active=True),
@@ -187,16 +192,24 @@ def test_verification_by_them_gives_the_tokens_of_the_oracle(layout):
     check(batch, verify(batch, one))
 
 
+SOME = dict(num_speculative_tokens=2, num_requests=3, num_drafts=6)
+LEFT_OUT = dict(has_filters=True, has_bitmask=True, has_threshold=True)
+UNALIGNED = Layout(vocab=4402, **SOME, **LEFT_OUT, kind="logits", block=True)
+
+
 @pytest.mark.parametrize(
-    ("layout", "kernels"),
+    ("ids", "layout", "kernels"),
     [
-        (LAYOUTS[1], 4),
-        *(pytest.param(LAYOUTS[i], 3, marks=pytest.mark.long) for i in (0, 2, 3)),
+        (None, LAYOUTS[1], 4),
+        *(pytest.param(None, LAYOUTS[i], 3, marks=pytest.mark.long) for i in (0, 2, 3)),
+        pytest.param(None, UNALIGNED, 5, marks=pytest.mark.newest),
+        pytest.param("map", UNALIGNED, 4, marks=pytest.mark.long),
+        pytest.param("candidates", UNALIGNED, 3, marks=pytest.mark.long),
     ],
     ids=str,
 )
-def test_lowers_for_cuda(layout, kernels):
-    args, named = random_batch(layout, seed=0, broken=0).arguments()
+def test_lowers_for_cuda(ids, layout, kernels):
+    args, named = listed(ids, layout, seed=0, broken=0).arguments()
     named = {name: x for name, x in named.items() if x is not None}
     config, size = named.pop("config"), named.pop("vocab_size", None)
 
@@ -209,8 +222,6 @@ def test_lowers_for_cuda(layout, kernels):
         assert lowered.as_text().count("@mosaic_gpu") == kernels
 
 
-SOME = dict(num_speculative_tokens=2, num_requests=3, num_drafts=6)
-LEFT_OUT = dict(has_filters=True, has_bitmask=True, has_threshold=True)
 READ = [
     (2, None, Layout(vocab=4400, vocab_size=4300, **SOME, **LEFT_OUT, kind="relative")),
     (4, "map", Layout(vocab=4356, **SOME, has_bitmask=True, kind="relative", dtype="bfloat16")),
@@ -218,15 +229,10 @@ READ = [
     (4, None, Layout(vocab=2600, **SOME, **LEFT_OUT, kind="logits", draft_dtype="bfloat16")),
     (2, None, Layout(vocab=2600, **SOME, **LEFT_OUT, kind="relative", draft_vocab=2100)),
     (4, "candidates", Layout(vocab=2600, **SOME, kind="probs", block=True)),
-    (2, "map", Layout(vocab=4402, **SOME, **LEFT_OUT, kind="logits", block=True)),
+    (2, "map", UNALIGNED),
     (2, None, Layout(vocab=2600, **SOME, **LEFT_OUT, kind="logits", rates=(0.9, 0.5))),
 ]
 """Parts, lists, and what else a part is read by: masks, filters, thresholds, whole draft rows."""
-
-
-def listed(ids: str | None, layout: Layout, seed: int) -> Batch:
-    batch = random_batch(layout, seed, broken=0.1)
-    return batch if ids is None else with_ids(batch, ids, 40 if ids == "candidates" else 901)[0]
 
 
 @pytest.mark.newest

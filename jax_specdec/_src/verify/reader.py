@@ -187,7 +187,7 @@ def _by_kernel(rows: LocalRows, requests: Request, positions: Position) -> Targe
     partials, argmax = _rows_by_kernel(rows, target, requests, index, greedy | limited)
     index, num_rows = jnp.where(limited[:, None], index, -1), target.matrix.shape[0]
     place = jnp.where(index < 0, num_rows, index)
-    peak = jnp.full((num_rows,), -jnp.inf).at[place].set(partials.max, mode="drop")
+    peak = jnp.full((num_rows,), -jnp.inf, jnp.float32).at[place].set(partials.max, mode="drop")
     of_owners = _of_owners(requests, num_rows, (filter, limited, requests.inv_temperature))
     filter, wanted, inv = of_owners
     least = target.find_thresholds(None, filter, wanted, peak, inv, rows.form)

@@ -1,4 +1,7 @@
-"""A block's slice of target rows, in shared memory, and of draft rows, in global memory."""
+"""A block's slice of target rows, in shared memory, and of draft rows, in global memory.
+
+Or, in global memory, a row for each warp.
+"""
 
 from __future__ import annotations
 
