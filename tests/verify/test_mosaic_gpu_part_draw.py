@@ -153,20 +153,14 @@ def compare(case: Case, **options: Any) -> None:
     @jax.jit
     def sum_by_tile(me: jax.Array, target: jax.Array, own: Any) -> Any:
         rows = rows_of(case, target, own, me)
-        given = dict(size=case.size, num_parts=NUM_PARTS, **options)
-        found = phases.part_masses(wanted, target, own, me * case.width, **given)
-        return found, rows.masses(source)
+        return phases.part_masses(rows, wanted, **options), rows.masses(source)
 
     @jax.jit
     def draw(me: jax.Array, target: jax.Array, own: Any, masses: jax.Array) -> Any:
-        given = dict(size=case.size, **options)
-        found, bad = phases.part_draw(
-            wanted, recover, masses, target, own, me * case.width, **given
-        )
+        rows = rows_of(case, target, own, me)
+        found, bad = phases.part_draw(rows, wanted, recover, masses, **options)
         bad = source.uses_q & (bad | source.draft_scale.bad)
-        return (found, bad), draw_lib.inverse_cdf_draw(
-            rows_of(case, target, own, me), source, masses, recover
-        )
+        return (found, bad), draw_lib.inverse_cdf_draw(rows, source, masses, recover)
 
     parts = [(jnp.int32(me), *of_part(case, distribution, me)) for me in range(NUM_PARTS)]
     all_masses = []

@@ -1,6 +1,7 @@
 """The kernels that read a part of the vocabulary: row statistics, and verification by them."""
 
 import contextlib
+import dataclasses
 import functools
 from unittest import mock
 
@@ -13,13 +14,15 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jax_specdec as sd
 from jax_specdec._src.verify import api
-from jax_specdec._src.verify.mosaic_gpu import phases
+from jax_specdec._src.verify.mosaic_gpu import launch, phases
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
+from jax_specdec._src.verify.rows import Rows
 
-from .batch import Layout, check, jitted, verify
+from .batch import Batch, Layout, check, jitted, verify
 from .cases import random_batch
 from .interpret_mode import interpret_gpu_params
+from .lists import with_ids
 
 ROWS = np.array([3, 1, 0, 5, 2, 4], np.int32)
 INVERSE = np.array([1.0, 2.0, 1.0, 1.0, 0.7, 1.0], np.float32)
@@ -35,7 +38,8 @@ def rows_of(vocab: int, dtype: str) -> jax.Array:
 
 
 def judge(logits, count, found) -> None:
-    for i, (peak, total, best) in enumerate(zip(*found, strict=True)):
+    (peaks, totals), ids = found
+    for i, (peak, total, best) in enumerate(zip(peaks, totals, ids, strict=True)):
         row = np.asarray(logits[ROWS[i]], np.float64)[:count]
         if not WANTED[i] or count == 0:
             assert peak == -np.inf
@@ -49,8 +53,9 @@ def judge(logits, count, found) -> None:
 
 
 def run(logits, count, **options):
-    read = jax.jit(functools.partial(phases.row_statistics, size=count, **options))
-    return jax.device_get(read(logits, ROWS, INVERSE, BY_ARGMAX, WANTED, jnp.int32(0)))
+    rows = Rows(logits, count, -np.inf, "cuda", first_id=jnp.int32(0))
+    read = jax.jit(functools.partial(phases.row_statistics, rows, **options))
+    return jax.device_get(read(np.where(WANTED, ROWS, -1), INVERSE, BY_ARGMAX))
 
 
 CASES = [(4224, 4224, "bfloat16"), (2203, 2100, "float32"), (4224, 0, "float16")]
@@ -101,17 +106,68 @@ def over(num_parts: int, *, config: KernelConfig | None = None, **options):
             run = jax.shard_map(
                 run, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
             )
-        with contextlib.ExitStack() as stack:
-            changes = [
-                (api.support, "no_device", lambda: None),
-                (api, "_rejection_sample", api._rejection_sample.__wrapped__),
-                *((phases, x, functools.partial(getattr(phases, x), **options)) for x in kernels),
-            ]
-            for change in changes:
-                stack.enter_context(mock.patch.object(*change))
+        with changed(
+            *((phases, x, functools.partial(getattr(phases, x), **options)) for x in kernels)
+        ):
             return run(args, kwargs)
 
     return verifier
+
+
+@contextlib.contextmanager
+def changed(*changes):
+    """While a call is traced as if a GPU were there, and with these changes."""
+    traced_here = api, "_rejection_sample", api._rejection_sample.__wrapped__
+    with contextlib.ExitStack() as stack:
+        for change in ((api.support, "no_device", lambda: None), traced_here, *changes):
+            stack.enter_context(mock.patch.object(*change))
+        yield
+
+
+def one_by_one(body, operands, **static):
+    """`launch`, interpreted: for all parts of a `vmap`, one after another."""
+    static["interpret"] = interpret_gpu_params()
+    return jax.custom_batching.sequential_vmap(lambda x: launch.launch(body, x, **static))(operands)
+
+
+@functools.cache
+def on_one_device(num_parts: int):
+    """The same of so many parts, which are all on one device, by interpreted kernels."""
+
+    @jitted
+    def verifier(logits, drafts, noise, **named):
+        given, width = drafts.distribution, logits.shape[1]
+        name = "probs" if isinstance(given, sd.DraftProbs) else "logits"
+        stored = getattr(given, name)
+        is_split = given.ids is None and stored.shape[1] == width
+
+        def on_part(logits, stored):
+            distribution = dataclasses.replace(given, **{name: stored})
+            return sd.testing.rejection_sample_with_noise(
+                logits,
+                dataclasses.replace(drafts, distribution=distribution),
+                noise,
+                **named,
+                sharding=sd.VerifySharding(None, "v"),
+                implementation="mosaic_gpu",
+                kernel_config=KernelConfig(max_cluster=1),
+            )
+
+        def cut(x):
+            return jnp.moveaxis(x.reshape(x.shape[0], num_parts, -1), 1, 0)
+
+        over_parts = jax.vmap(on_part, (0, 0 if is_split else None), axis_name="v")
+        interpreted = functools.partial(phases.row_statistics, interpret=True)
+        with changed((phases, "launch", one_by_one), (phases, "row_statistics", interpreted)):
+            found = over_parts(cut(logits), cut(stored) if is_split else stored)
+        return jax.tree.map(lambda x: x[0], found)
+
+    return verifier
+
+
+def listed(ids: str | None, layout: Layout, seed: int, broken: float = 0.1) -> Batch:
+    batch = random_batch(layout, seed, broken=broken)
+    return batch if ids is None else with_ids(batch, ids, 40 if ids == "candidates" else 901)[0]
 
 
 BIG = dict(num_speculative_tokens=3, num_requests=4, num_drafts=10)
@@ -136,16 +192,24 @@ def test_verification_by_them_gives_the_tokens_of_the_oracle(layout):
     check(batch, verify(batch, one))
 
 
+SOME = dict(num_speculative_tokens=2, num_requests=3, num_drafts=6)
+LEFT_OUT = dict(has_filters=True, has_bitmask=True, has_threshold=True)
+UNALIGNED = Layout(vocab=4402, **SOME, **LEFT_OUT, kind="logits", block=True)
+
+
 @pytest.mark.parametrize(
-    ("layout", "kernels"),
+    ("ids", "layout", "kernels"),
     [
-        (LAYOUTS[1], 4),
-        *(pytest.param(LAYOUTS[i], 3, marks=pytest.mark.long) for i in (0, 2, 3)),
+        (None, LAYOUTS[1], 4),
+        *(pytest.param(None, LAYOUTS[i], 3, marks=pytest.mark.long) for i in (0, 2, 3)),
+        pytest.param(None, UNALIGNED, 5, marks=pytest.mark.newest),
+        pytest.param("map", UNALIGNED, 4, marks=pytest.mark.long),
+        pytest.param("candidates", UNALIGNED, 3, marks=pytest.mark.long),
     ],
     ids=str,
 )
-def test_lowers_for_cuda(layout, kernels):
-    args, named = random_batch(layout, seed=0, broken=0).arguments()
+def test_lowers_for_cuda(ids, layout, kernels):
+    args, named = listed(ids, layout, seed=0, broken=0).arguments()
     named = {name: x for name, x in named.items() if x is not None}
     config, size = named.pop("config"), named.pop("vocab_size", None)
 
@@ -156,6 +220,44 @@ def test_lowers_for_cuda(layout, kernels):
         with jax.enable_x64(bits64):
             lowered = jax.jit(call).trace(args, named).lower(lowering_platforms=("cuda",))
         assert lowered.as_text().count("@mosaic_gpu") == kernels
+
+
+READ = [
+    (2, None, Layout(vocab=4400, vocab_size=4300, **SOME, **LEFT_OUT, kind="relative")),
+    (4, "map", Layout(vocab=4356, **SOME, has_bitmask=True, kind="relative", dtype="bfloat16")),
+    (2, "candidates", Layout(vocab=4400, **SOME, **LEFT_OUT, kind="logits", dtype="bfloat16")),
+    (4, None, Layout(vocab=2600, **SOME, **LEFT_OUT, kind="logits", draft_dtype="bfloat16")),
+    (2, None, Layout(vocab=2600, **SOME, **LEFT_OUT, kind="relative", draft_vocab=2100)),
+    (4, "candidates", Layout(vocab=2600, **SOME, kind="probs", block=True)),
+    (2, "map", UNALIGNED),
+    (2, None, Layout(vocab=2600, **SOME, **LEFT_OUT, kind="logits", rates=(0.9, 0.5))),
+]
+"""Parts, lists, and what else a part is read by: masks, filters, thresholds, whole draft rows."""
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("parts", "ids", "layout"),
+    [
+        READ[0],
+        *(pytest.param(*case, marks=pytest.mark.long) for case in READ[1:4]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in READ[4:]),
+    ],
+    ids=str,
+)
+def test_masks_thresholds_and_lists_of_parts_give_the_tokens_of_the_oracle(parts, ids, layout):
+    for seed in range(3):
+        batch = listed(ids, layout, seed)
+        check(batch, verify(batch, on_one_device(parts)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("parts", "ids", "layout"), READ, ids=str)
+def test_masks_thresholds_and_lists_of_parts_on_one_gpu_or_more(parts, ids, layout):
+    verifier = over(min(parts, len(jax.devices())))
+    for seed in range(4):
+        batch = listed(ids, layout, seed)
+        check(batch, verify(batch, verifier))
 
 
 @pytest.mark.gpu
@@ -174,25 +276,6 @@ def arrays_of(logits: jax.Array, batch: int, **given) -> CallArrays:
     noise = sd.testing.Noise(jnp.zeros((batch, 3)), jnp.zeros((batch, 2)))
     sampling = sd.SamplingParams(jnp.ones(batch))
     return CallArrays(logits, drafts, noise, sampling, None, None, None)._replace(**given)
-
-
-FILTERED = sd.SamplingParams(jnp.ones(4), top_k=jnp.ones(4, jnp.int32))
-LEFT_OUT = sd.DraftLogits(jnp.zeros((0, 64)), threshold=jnp.zeros((0,)))
-EMPTY = sd.Drafts(jnp.zeros((0,), jnp.int32), jnp.zeros((5,), jnp.int32), LEFT_OUT)
-
-
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ({"token_bitmask": jnp.zeros((4, 2), jnp.int32)}, "without a token_bitmask"),
-        ({"sampling": FILTERED}, "without min_p, top_k and top_p"),
-        ({"drafts": EMPTY}, "without DraftLogits.threshold"),
-    ],
-)
-def test_what_the_kernels_do_not_read_is_refused_in_a_sentence(given, sentence):
-    logits = jnp.zeros((4, 64))
-    assert sentence in api.support.part_unsupported(arrays_of(logits, 4, **given), 3)
-    assert api.support.part_unsupported(arrays_of(logits, 4), 3) is None
 
 
 def test_a_call_without_requests_or_with_vma_is_refused_in_a_sentence():

@@ -8,7 +8,7 @@ parts are known on every device, and the device that holds the token draws it.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax_specdec._src.blocks import entry_of, gathering
 from jax_specdec._src.types import DraftDistribution, DraftProbs
 from jax_specdec._src.verify import rules, tiles
 from jax_specdec._src.verify.draft_rows import CandidateRows, DraftRows, MappedRows
-from jax_specdec._src.verify.form import Form, Kernels
+from jax_specdec._src.verify.form import Form
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.requests import Request
 from jax_specdec._src.verify.rows import Rows
@@ -71,7 +71,8 @@ class LocalRows:
           form: how rows are read.
         """
         target = Rows.of_logits(target_logits, size, token_bitmask, form)
-        target = target if target.first_id is None else target.masked()
+        # Bits of a part are expensive for XLA to read repeatedly.
+        target = target if target.first_id is None or form.kernels else target.masked()
         first_id = target.first_id if form.draft_is_split else None
         draft = None
         if distribution is not None:
@@ -81,6 +82,12 @@ class LocalRows:
         kept = num_tiles if form.keeps_sums else None
         return cls(target, draft, form, num_parts, num_tiles, kept)
 
+    @property
+    def candidates(self) -> CandidateRows | None:
+        """Draft rows, if each lists ids of its own."""
+        rows = None if self.draft is None else self.draft.rows
+        return rows if isinstance(rows, CandidateRows) else None
+
     def tile_ids(self) -> jax.Array:
         """``[num_tiles]`` int32, the tiles of this part, counted from id 0."""
         index = jnp.arange(self.num_tiles, dtype=jnp.int32)
@@ -89,12 +96,13 @@ class LocalRows:
 
     def masses(self, source: Position) -> jax.Array:
         """``[n, 2, num_tiles]`` of sources ``[n]``: sums of the weights, and of ``p``, by tile."""
-        p_masses, draft = source.p_masses, self.draft
-        candidates = draft.rows if draft and isinstance(draft.rows, CandidateRows) else None
+        p_masses, draft, candidates = source.p_masses, self.draft, self.candidates
         if p_masses is None and candidates is None:
+            if self.form.kernels is not None:
+                return self.form.kernels.part_masses(self, source)
             return jnp.stack(self._tile_sums(source), axis=1)
         if p_masses is None:
-            _, p_masses = dataclasses.replace(self, draft=None)._tile_sums(source)
+            p_masses = dataclasses.replace(self, draft=None).masses(source)[:, 1]
         if draft is not None and candidates is None:
             (masses,) = self._tile_sums(source)
         else:
@@ -240,14 +248,9 @@ class ChosenTile(NamedTuple):
 
 def tile_masses(rows: LocalRows, positions: Position) -> jax.Array:
     """``[num_parts, B, P, 2, n]``: masses of the tiles of every part, at ``[B, P]``."""
-    kernels = None if rows.form.kernels is None else _kernels(rows)
-    shape = positions.row.shape
     flat = jax.tree.map(lambda x: lax.collapse(x, 0, 2), positions)
-    if kernels is not None:
-        found = kernels.part_masses(flat, **_part(rows), num_parts=rows.num_parts)
-    else:
-        found = gathering(lambda _, those: rows.masses(those), rows.form.platform, flat.row, flat)
-    found = found.reshape(*shape, *found.shape[1:])
+    found = gathering(lambda _, those: rows.masses(those), rows.form.platform, flat.row, flat)
+    found = found.reshape(*positions.row.shape, *found.shape[1:])
     return found[None] if rows.form.axis is None else rows.form.gather(found)
 
 
@@ -272,9 +275,9 @@ def draw(
         assert requests.recover is not None
         if masses is None:
             masses = tile_masses(rows, jax.tree.map(lambda x: x[:, None], last))[:, :, 0]
-        kernels = None if rows.form.kernels is None else _kernels(rows)
-        if kernels is not None:
-            part, bad_draft = kernels.part_draw(last, requests.recover, masses, **_part(rows))
+        kernels = rows.form.kernels
+        if kernels is not None and _draws_by_kernel(rows):
+            part, bad_draft = kernels.part_draw(rows, last, requests.recover, masses)
             drawn = rows.form.sum(part)
             bad_draft = last.uses_q & (bad_draft | last.draft_scale.bad)
         else:
@@ -282,24 +285,10 @@ def draw(
     return jnp.where(requests.greedy, last.argmax, drawn), bad_draft & ~requests.greedy
 
 
-def _kernels(rows: LocalRows) -> Kernels | None:
-    """The kernels, if they can read the rows to draw from: draft rows split as the target."""
-    form = rows.form
-    if form.kernels is None or not (rows.draft is None or form.draft_is_split):
-        return None
+def _draws_by_kernel(rows: LocalRows) -> bool:
+    """Whether a kernel can draw: of candidates, XLA reads the one tile that is chosen."""
     pieces = pieces_of_tiles(rows.target.width, rows.num_parts, rows.num_tiles)
-    return form.kernels if pieces.shape[1] <= MAX_PIECES else None
-
-
-def _part(rows: LocalRows) -> dict[str, Any]:
-    """The arguments of the kernels that draw: what they read."""
-    target, draft = rows.target, rows.draft
-    return dict(
-        target=target.matrix,
-        distribution=None if draft is None else draft.distribution,
-        first_id=target.first_id,
-        size=target.size,
-    )
+    return rows.candidates is None and pieces.shape[1] <= MAX_PIECES
 
 
 def inverse_cdf_draw(
@@ -308,7 +297,7 @@ def inverse_cdf_draw(
     """`draw` on XLA, of sources ``[n]`` whose masses are known, by uniforms ``[n, 2]``."""
     width, num_tiles = rows.target.width, rows.num_tiles
     chosen = choose_tile(source, masses, recover, width, num_tiles)
-    if rows.draft is None or not isinstance(rows.draft.rows, CandidateRows):
+    if rows.candidates is None:
         return draw_in_tile(rows, source, chosen)[0], chosen.bad_draft
 
     # The mass of a tile may be a rounding error, though rarely. Then the token is drawn from the

@@ -199,29 +199,46 @@ def _of_one_row(rows: LocalRows, one: Request, position: Position) -> TargetStat
 
 
 def _by_kernel(rows: LocalRows, requests: Request, positions: Position) -> TargetStatistics:
-    """Of all positions, by a kernel that skips rows without a use."""
+    """Of all positions, by a kernel that skips rows without a use.
+
+    Of rows that a filter limits, it finds the largest entries first. XLA searches for the
+    thresholds, and the kernel sums what is not below them.
+    """
+    target, greedy, filter = rows.target, requests.greedy, requests.filter
     wanted = requests.is_ok[:, None] & (positions.offset < requests.num_rows[:, None])
-    found = _rows_by_kernel(rows, rows.target, requests, positions.row, wanted)
-    return TargetStatistics(*found, None, None)
+    index = jnp.where(wanted, positions.row, -1)
+    if filter is None:
+        return TargetStatistics(*_rows_by_kernel(rows, target, requests, index, greedy), None, None)
+    limited = filter.limits(target.size) & ~greedy
+    partials, argmax = _rows_by_kernel(rows, target, requests, index, greedy | limited)
+    index, num_rows = jnp.where(limited[:, None], index, -1), target.matrix.shape[0]
+    place = jnp.where(index < 0, num_rows, index)
+    peak = jnp.full((num_rows,), -jnp.inf, jnp.float32).at[place].set(partials.max, mode="drop")
+    of_owners = _of_owners(requests, num_rows, (filter, limited, requests.inv_temperature))
+    filter, wanted, inv = of_owners
+    least = target.find_thresholds(None, filter, wanted, peak, inv, rows.form)
+    least = least.at[place].get(mode="fill", fill_value=-jnp.inf)
+    kept, _ = _rows_by_kernel(rows, target, requests, index, greedy, least)
+    partials = jax.tree.map(lambda x, y: jnp.where(index < 0, x, y), partials, kept)
+    return TargetStatistics(partials, argmax, least, None)
 
 
 def _rows_by_kernel(
-    rows: LocalRows, of: Rows, requests: Request, index: jax.Array, wanted: jax.Array
+    rows: LocalRows,
+    of: Rows,
+    requests: Request,
+    index: jax.Array,
+    by_argmax: jax.Array,
+    least: jax.Array | None = None,
 ) -> tuple[Partials, jax.Array]:
-    """Partials and argmax of the rows ``[B, n]`` that are `wanted`, unfiltered."""
-    assert rows.form.kernels is not None and of.first_id is not None
-    peak, total, column = rows.form.kernels.row_statistics(
-        of.matrix,
-        jnp.clip(index, 0, of.matrix.shape[0] - 1).reshape(-1),
-        requests.inv_temperature,
-        requests.greedy,
-        wanted.reshape(-1),
-        of.first_id,
-        size=of.size,
+    """Partials and argmax of the rows ``[B, n]`` that are not negative, from `least` on."""
+    assert rows.form.kernels is not None
+    index = jnp.minimum(index, of.matrix.shape[0] - 1)
+    given = index.reshape(-1), requests.inv_temperature, by_argmax
+    found = rows.form.kernels.row_statistics(
+        of, *given, None if least is None else least.reshape(-1)
     )
-    peak = jnp.where(jnp.isnan(peak), jnp.inf, peak)
-    peak, total, column = (x.reshape(index.shape) for x in (peak, total, column))
-    return Partials(peak, total), of.first_id + column
+    return jax.tree.map(lambda x: x.reshape(index.shape), found)
 
 
 def _summed(
@@ -330,7 +347,10 @@ def _of_drafts(
     wanted = positions.uses_q[:, :most] & requests.is_ok[:, None]
     by_kernel = rows.form.kernels is not None and rows.form.draft_is_split
     if by_kernel and isinstance(draft.rows, Rows):
-        return entries, _rows_by_kernel(rows, draft.storage, requests, index, wanted)[0]
+        index, least = jnp.where(wanted, index, -1), draft.storage.thresholds
+        least = None if least is None else least[jnp.clip(index, 0, least.shape[0] - 1)]
+        given = rows, draft.storage, requests, index, requests.greedy, least
+        return entries, _rows_by_kernel(*given)[0]
     storage = draft.storage
 
     def read(index: jax.Array, inv: jax.Array) -> Partials:

@@ -57,17 +57,16 @@ class Partials(NamedTuple):
         peak: jax.Array = functools.reduce(jnp.maximum, maxima)
         total = jnp.zeros_like(peak)
         for m, of_part in zip(maxima, sums, strict=True):
-            total += of_part * jnp.exp((m - peak) * inv_temperature)
+            lower = jnp.where(m == peak, 0.0, m - peak)
+            total += of_part * jnp.exp(lower * inv_temperature)
         return cls(peak, total)
 
 
 def argmax_of_parts(maxima: jax.Array, argmaxes: jax.Array) -> jax.Array:
-    """The argmax ``[n]`` of whole rows, from maxima and argmaxes ``[num_parts, n]`` of parts."""
-    peak, argmax = maxima[-1], argmaxes[-1]
-    for m, found in zip(reversed(list(maxima[:-1])), reversed(list(argmaxes[:-1])), strict=True):
-        argmax = jnp.where(m >= peak, found, argmax)
-        peak = jnp.maximum(m, peak)
-    return argmax
+    """The lowest argmax ``[n]`` of whole rows, from those of parts ``[num_parts, n]``."""
+    peak: jax.Array = functools.reduce(jnp.maximum, list(maxima))
+    ids = [jnp.where(m == peak, x, 2**30) for m, x in zip(maxima, argmaxes, strict=True)]
+    return functools.reduce(jnp.minimum, ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,7 +287,8 @@ class Rows:
         """
         peak = form.max(peak)
         limited = filter.limits(self.size) & wanted & jnp.isfinite(peak)
-        given = filter, self.read, lambda: self.select(rows)
+        masked = self.first_id is not None and self.token_bitmask is not None
+        given = filter, self.read, lambda: (self.masked() if masked else self).select(rows)
         least = find_thresholds(
             *given,
             limited,

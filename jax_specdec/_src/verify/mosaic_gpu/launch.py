@@ -19,7 +19,7 @@ from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, MappedSlice, co
 from jax_specdec._src.verify.mosaic_gpu.plan import SLOTS, KernelConfig, Plan, is_aligned
 from jax_specdec._src.verify.mosaic_gpu.ptx import GpuThreads
 from jax_specdec._src.verify.mosaic_gpu.request import Operands, Outputs
-from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice, TargetSlice
+from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice, TargetSlice, words_of
 from jax_specdec._src.verify.mosaic_gpu.threads import Ref, Threads
 from jax_specdec._src.verify.mosaic_gpu.walk import verify_request
 from jax_specdec._src.verify.requests import CallArrays
@@ -93,7 +93,7 @@ def verify(
 def _operands(arrays: CallArrays, size: int) -> Operands[jax.Array]:
     """The arrays that the call has."""
     drafts, sampling, distribution = arrays.drafts, arrays.sampling, arrays.drafts.distribution
-    token_ids, mask, randomness = drafts.token_ids, arrays.token_bitmask, arrays.randomness
+    token_ids, randomness = drafts.token_ids, arrays.randomness
     assert not isinstance(randomness, RaceNoise)
     noise = randomness if isinstance(randomness, Noise) else None
     keys, positions = (None, None) if isinstance(randomness, Noise) else randomness
@@ -123,7 +123,7 @@ def _operands(arrays: CallArrays, size: int) -> Operands[jax.Array]:
         valid=None if distribution is None else distribution.valid,
         bonus=arrays.bonus_token_ids,
         active=arrays.active,
-        bitmask=None if mask is None else lax.bitcast_convert_type(mask, jnp.int32),
+        bitmask=words_of(arrays.token_bitmask),
         min_p=sampling.min_p,
         top_k=sampling.top_k,
         top_p=sampling.top_p,

@@ -1,4 +1,7 @@
-"""A block's slice of target rows, in shared memory, and of draft rows, in global memory."""
+"""A block's slice of target rows, in shared memory, and of draft rows, in global memory.
+
+Or, in global memory, a row for each warp.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ class RowSlice:
 class TargetSlice(RowSlice):
     """A block's slice of target rows, which are copied to shared memory one after another.
 
-    Ids that are padding, or that a mask forbids, read as -inf.
+    Ids that are padding, or that a mask forbids, and entries below the threshold read as -inf.
 
     Attributes:
       threads: the operations of the warpgroup.
@@ -69,7 +72,9 @@ class TargetSlice(RowSlice):
       size: ids of a row, without padding.
       each: consecutive ids per thread.
       bitmask: ref ``[R, words]`` int32, bits of the ids that are allowed, or None.
-      end: ``[]`` int32, ids from it on are hidden, or None.
+      first_id: ``[]`` int32, the id of the first column of a part of the vocabulary, or None.
+      end: ``[]`` int32, columns from it on are hidden, or None.
+      threshold: ``[]`` float32, entries below it are hidden, or None.
     """
 
     threads: Threads
@@ -83,7 +88,9 @@ class TargetSlice(RowSlice):
     size: int
     each: int
     bitmask: Any = None
+    first_id: jax.Array | None = None
     end: jax.Array | None = None
+    threshold: jax.Array | None = None
 
     def count(self) -> jax.Array:
         """Tiles of this slice."""
@@ -134,6 +141,8 @@ class TargetSlice(RowSlice):
             pl.when(last > self.end)(
                 lambda: self._hide(row, tile, lambda i, _: self._past_end(tile, i))
             )
+        if self.threshold is not None:
+            self.hide_below(self.threshold, row, tile)
         if not self._fills_once:
             count = jnp.clip(self.size - self.first - tile * TILE, 0, TILE)
             pl.when(count < TILE)(lambda: self._fill(count, row, tile))
@@ -165,20 +174,18 @@ class TargetSlice(RowSlice):
 
     def _forbidden(self, row: jax.Array, tile: jax.Array, chunk: int) -> list[jax.Array]:
         """Whether the bitmask forbids each of the ids that a thread has of a chunk."""
-        bits = self._bits(row, self.ids(tile) + chunk * self.chunk)
-        return [(bits & (1 << j)) == 0 for j in range(self.each)]
+        ids = self.ids(tile) + chunk * self.chunk
+        if self.first_id is None:
+            bits = _bits(self.threads, self.bitmask, row, ids)
+            return [(bits & (1 << j)) == 0 for j in range(self.each)]
+        ids = self.first_id + ids
+        return [x == 0 for x in _allowed(self.threads, self.bitmask, row, ids, self.each)]
 
     def _past_end(self, tile: jax.Array, chunk: int) -> list[jax.Array]:
         """Whether each of these ids is past `end`."""
         assert self.end is not None
         ids = self.ids(tile) + chunk * self.chunk
         return [ids + j >= self.end for j in range(self.each)]
-
-    def _bits(self, row: jax.Array, ids: jax.Array) -> jax.Array:
-        """The bits of the bitmask from `ids` on, as far as their word goes."""
-        word = jnp.minimum(lax.shift_right_logical(ids, 5), self.bitmask.shape[1] - 1)
-        words = self.threads.gather(self.bitmask, row + jnp.zeros_like(ids), word)
-        return lax.shift_right_logical(words, ids & 31)
 
     def _fill(self, count: jax.Array, row: jax.Array, tile: jax.Array) -> None:
         """Write -inf over the entries of a tile past `count`."""
@@ -230,7 +237,8 @@ class TargetSlice(RowSlice):
         """One entry per thread, from global memory; -inf if the bitmask forbids it."""
         entry = self.threads.gather(self.rows, row, token_id)
         if self.bitmask is not None:
-            entry = jnp.where((self._bits(row, token_id) & 1) == 1, entry, -jnp.inf)
+            bits = _bits(self.threads, self.bitmask, row, token_id)
+            entry = jnp.where((bits & 1) == 1, entry, -jnp.inf)
         return entry
 
 
@@ -382,6 +390,85 @@ class DraftSlice(RowSlice):
             threshold = self.threads.gather(self.thresholds, row)
             entry = jnp.where(entry < threshold, -jnp.inf, entry)
         return entry
+
+
+@dataclasses.dataclass(frozen=True)
+class WarpRow:
+    """A row for each warp, in global memory, read by id: all of a row, or a part with a first id.
+
+    Attributes:
+      threads: the operations of the warpgroup.
+      rows: ref ``[R, columns]``.
+      row: ``[128]`` int32, in range.
+      each: consecutive ids per thread; if not 1, aligned pieces of every row.
+      first: ``[]`` int32, the id of the first column.
+      size: ids from it on are padding.
+      fill: the entry of padding, and of ids that are not here.
+      threshold: ``[128]`` float32, entries below it read as -inf; None for none.
+      bitmask: ref ``[R, words]`` int32, forbidden ids read as -inf; None for none.
+      columns: ref ``[size]`` int32, the column of each id; None if columns are in order.
+    """
+
+    threads: Threads
+    rows: Any
+    row: jax.Array
+    each: int
+    first: jax.Array
+    size: int
+    fill: float
+    threshold: jax.Array | None = None
+    bitmask: Any = None
+    columns: Any = None
+
+    def entries(self, ids: jax.Array) -> Chunk:
+        """Entries of the ids from `ids` on, multiples of `each`."""
+        threads, width, found = self.threads, self.rows.shape[1], list[jax.Array]()
+        if self.columns is None:
+            start, end = ids - self.first, jnp.clip(self.size - self.first, 0, width)
+            inside = jnp.clip(start, 0, width - self.each)
+            place = jnp.where(start < 0, width, start)
+            found = threads.row_entries(self.rows, self.row, inside, self.each)
+            found = [jnp.where(place < end - j, x, self.fill) for j, x in enumerate(found)]
+        else:
+            for j in range(self.each):
+                column = threads.gather(self.columns, jnp.minimum(ids + j, self.size - 1))
+                entry = threads.gather(self.rows, self.row, jnp.minimum(column, width - 1))
+                found.append(jnp.where(column < width, entry, self.fill))
+        if self.threshold is not None:
+            found = [jnp.where(x < self.threshold, -jnp.inf, x) for x in found]
+        if self.bitmask is None:
+            return found
+        allowed = _allowed(threads, self.bitmask, self.row, ids, self.each)
+        return [
+            jnp.where(is_set != 0, x, -jnp.inf) for is_set, x in zip(allowed, found, strict=True)
+        ]
+
+
+def words_of(token_bitmask: jax.Array | None) -> jax.Array | None:
+    """A bitmask as the kernels read it: ``[R, words]`` int32."""
+    if token_bitmask is None:
+        return None
+    return lax.bitcast_convert_type(token_bitmask, jnp.int32)
+
+
+def _bits(threads: Threads, bitmask: Any, row: jax.Array, ids: jax.Array) -> jax.Array:
+    """The bits of a bitmask from `ids` on, as far as their word goes."""
+    word = jnp.minimum(lax.shift_right_logical(ids, 5), bitmask.shape[1] - 1)
+    words = threads.gather(bitmask, row + jnp.zeros_like(ids), word)
+    return lax.shift_right_logical(words, ids & 31)
+
+
+def _allowed(
+    threads: Threads, bitmask: Any, row: jax.Array, ids: jax.Array, each: int
+) -> list[jax.Array]:
+    """Not 0 for those of `each` ids from `ids` on that are allowed.
+
+    Two ids may be in different words: a part may begin anywhere if its rows are not aligned.
+    """
+    if each > 2:
+        bits = _bits(threads, bitmask, row, ids)
+        return [bits & (1 << j) for j in range(each)]
+    return [_bits(threads, bitmask, row, ids + j) & 1 for j in range(each)]
 
 
 def _tiles(ids: jax.Array, most: int) -> jax.Array:

@@ -7,8 +7,7 @@ import dataclasses
 import jax
 
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.sampling import Filter
-from jax_specdec._src.types import DraftDistribution, DraftLogits
+from jax_specdec._src.types import DraftDistribution
 from jax_specdec._src.verify.mosaic_gpu.plan import (
     MAX_BARRIERS,
     MAX_CANDIDATES,
@@ -159,16 +158,7 @@ def _too_large(shared: SharedMemory, arrays: list[jax.Array]) -> str | None:
 
 def part_unsupported(arrays: CallArrays, k: int, config: KernelConfig | None = None) -> str | None:
     """Why the kernels cannot serve a split vocabulary, as a sentence; None if they can."""
-    without = "implementation='mosaic_gpu' reads parts of a vocabulary without "
-    distribution, num_requests = arrays.drafts.distribution, arrays.sampling.temperature.shape[0]
-    if arrays.token_bitmask is not None:
-        return without + "a token_bitmask"
-    if Filter.of(arrays.sampling) is not None:
-        return without + "min_p, top_k and top_p"
-    if isinstance(distribution, DraftLogits) and distribution.threshold is not None:
-        return without + "DraftLogits.threshold"
-    if distribution is not None and distribution.ids is not None:
-        return without + "ids of draft distributions"
+    num_requests = arrays.sampling.temperature.shape[0]
     if num_requests == 0:
         return _NO_REQUESTS
     if jax.typeof(arrays.target_logits).manual_axis_type.varying:
