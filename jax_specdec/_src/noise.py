@@ -233,7 +233,7 @@ def token_exponentials(keys: jax.Array, positions: jax.Array, vocab_size: int) -
 
     Args:
       keys: ``[...]`` typed keys.
-      positions: ``[...]`` int32, of the tokens, of a shape that broadcasts with that of `keys`.
+      positions: ``[...]`` int32, of the tokens; as many axes as `keys`, of sizes that broadcast.
       vocab_size: V, static. What a tile, or an id of a tile, gets does not depend on it.
 
     Returns:

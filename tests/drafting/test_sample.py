@@ -263,7 +263,8 @@ def test_under_the_agreement_rule_a_drafter_that_has_the_target_itself_is_always
 
 
 @pytest.mark.newest
-def test_split_logits_give_the_tokens_of_whole_ones():
+@pytest.mark.parametrize("rule", ["standard", "agreement"])
+def test_split_logits_give_the_tokens_of_whole_ones(rule):
     batch, vocab = 8, 24
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("vocab",))
     temperature = jnp.resize(jnp.float32([0, 0.5, 1, 2]), batch)
@@ -277,7 +278,11 @@ def test_split_logits_give_the_tokens_of_whole_ones():
             keys=jax.random.split(jax.random.key(1), batch),
             positions=jnp.full((batch,), POSITION),
             offset=2,
-            config=sd.SpecDecodeConfig(num_speculative_tokens=1, draft_sample_method=method),
+            config=sd.SpecDecodeConfig(
+                num_speculative_tokens=1,
+                rejection_sample_method=rule,
+                draft_sample_method=method,
+            ),
             sharding=sharding,
         )
 
