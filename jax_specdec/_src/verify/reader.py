@@ -104,7 +104,8 @@ def _in_order(rows: LocalRows, requests: Request, positions: Position, rule: Rul
             place = request, i
             this = jax.tree.map(lambda x: lax.dynamic_slice(x, place, (1, 1)), given)
             this = _judged(rows, one, this, _of_one_row(rows, one, this))._replace(weight=weight)
-            this = _drawn(rows, one, this) if rule.draws_every_row else this
+            if rule.draws_every_row:
+                this = lax.cond(one.greedy[0], lambda: this, lambda: _drawn(rows, one, this))
             own = jax.tree.leaves([getattr(this, name) for name in _FOUND])
             words = lax.dynamic_update_slice(words, words_of(own), (*place, jnp.uint32(0)))
             own_masses: Any = this.p_masses
