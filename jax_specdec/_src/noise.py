@@ -256,7 +256,8 @@ def token_exponentials(keys: jax.Array, positions: jax.Array, vocab_size: int) -
     place = counter_of(Stream.RECOVER, jnp.broadcast_to(places, (*at.shape[:-1], len(places))))
     first, second = threefry_bits((words[..., 0], words[..., 1]), at, place)
     ids, tiles = first[..., :-num_tiles], first[..., -num_tiles:]
-    return to_exponential(jnp.concatenate([tiles, ids, second[..., : num_ids - half]], axis=-1))
+    more = second[..., : max(num_ids - half, 0)]
+    return to_exponential(jnp.concatenate([tiles, ids, more], axis=-1))
 
 
 def to_exponential(bits: jax.Array) -> jax.Array:

@@ -32,7 +32,7 @@ def test_uniforms_are_the_high_bits_of_threefry_at_a_counter_of_their_own():
         np.testing.assert_array_equal(drawn.recover[b], recover)
 
 
-@pytest.mark.parametrize("vocab", [3, 1500, 5000])
+@pytest.mark.parametrize("vocab", [3, 700, 1500, 5000])
 def test_the_noise_of_races_is_that_of_threefry_whatever_the_vocabulary(vocab):
     num_tiles, num_ids = -(-vocab // 2048), min(vocab, 2048)
     drawn = sd.testing.token_exponentials(KEYS, POSITIONS, vocab)

@@ -166,7 +166,7 @@ def rejection_sample_with_noise(
     `rejection_sample` equals this with ``draw_noise(keys, positions, K)``; under the agreement
     rule, with a `RaceNoise` of `token_exponentials` at the K + 1 positions of each request.
 
-    ``noise`` is a `Noise`, or under another rule too a `RaceNoise`, to draw the last token by an
+    Under the other rules, ``noise`` is a `Noise`, or a `RaceNoise` to draw the last token by an
     exponential race (XLA only, and not over a split vocabulary). The other arguments, the output
     and the errors are those of `rejection_sample`.
 

@@ -448,7 +448,7 @@ def winner(weights: jax.Array, exponential: jax.Array) -> tuple[jax.Array, jax.A
     score = jnp.where(weights > 0, weights / exponential, -1.0)
     best, place = jnp.max(score, axis=1), lax.broadcasted_iota(jnp.int32, score.shape, 1)
     # Two plain reductions: on a CPU, an argmax takes four times as long.
-    is_best = score == best[:, None]
+    is_best = ~(score < best[:, None])
     return jnp.min(jnp.where(is_best, place, score.shape[1]), axis=1), best
 
 
