@@ -48,7 +48,7 @@ class Case:
     Attributes:
       device: "v5e", "v6e", "t4", "l4", "a100", "h200", "b200", "b300" or "rtx6000".
       function: which of the library's.
-      rule: "greedy", "standard", "block" or "synthetic".
+      rule: "greedy", "standard", "block", "agreement" or "synthetic".
       kind: of draft distribution: "none", "probs", "logits", "normalized" (with log_normalizer
         and row_max).
       batch: requests.
@@ -163,7 +163,7 @@ def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]
     if case.implementation == "mosaic_tpu":  # it is compiled, not run
         support.no_device = lambda: None
     settings: dict[str, Any] = {"num_speculative_tokens": K}
-    if case.rule in ("block", "synthetic"):
+    if case.rule not in ("standard", "greedy"):
         settings["rejection_sample_method"] = case.rule
     if case.rule == "synthetic":
         settings["synthetic_acceptance_length"] = 3.0

@@ -1,7 +1,8 @@
 """How many drafts the agreement rule keeps, by how they are drawn, beside the other rules.
 
 First the chance that one draft is kept, over rows of a large vocabulary and of the embedded pair;
-then whole generations of the embedded target with its draft model and with its EAGLE-3 head.
+then whole generations of the embedded target with its draft model and with its EAGLE-3 head; last
+the time of a draw.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import bench_acceptance_cpu as pair
 import jax
+import jax.numpy as jnp
 import measure
 import numpy as np
 import scipy.special
@@ -33,13 +35,6 @@ RULES = {
     "agreement, shared": ("agreement", "probabilistic"),
     "agreement, argmax": ("agreement", "greedy"),
 }
-
-
-def overlap(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Chance ``[...]`` of each id to be picked from both of ``[..., n]`` by one uniform."""
-    ends = [np.cumsum(x, axis=-1) for x in (p, q)]
-    begins = [end - x for end, x in zip(ends, (p, q), strict=True)]
-    return np.maximum(np.minimum(*ends) - np.maximum(*begins), 0)
 
 
 def in_tiles(x: np.ndarray) -> np.ndarray:
@@ -69,9 +64,8 @@ def agreements(p: np.ndarray, q: np.ndarray, rng: np.random.Generator, draws: in
             two_level += a == b
     return {
         "standard": np.minimum(p, q).sum(),
+        "shared race": two_level / draws,
         "race over all ids": full / draws,
-        "race in two levels": two_level / draws,
-        "shared uniforms": (overlap(*masses) * overlap(*inside).sum(axis=1)).sum(),
         "argmax": p[q.argmax()],
         "independent": p @ q,
     }
@@ -121,10 +115,13 @@ def of_generations(k: int, new_tokens: int, copies: int) -> list[dict[str, Any]]
     }
     prompts = [sd.encode_bytes(prompt) for prompt in pair.PROMPTS] * copies
     named: dict[str, Any] = dict(max_new_tokens=new_tokens, key=jax.random.key(1))
-    plain = {
-        t: sd.generate_plain(target, params, prompts, temperature=t, **named).completions
-        for t in TEMPERATURES
-    }
+    agreeing = sd.SpecDecodeConfig(num_speculative_tokens=k, rejection_sample_method="agreement")
+
+    def plainly(temperature: float) -> list[list[int]]:
+        given = dict(config=agreeing, temperature=temperature, **named)
+        return sd.generate_plain(target, params, prompts, **given).completions
+
+    plain = {t: plainly(t) for t in TEMPERATURES}
     rows = []
     for drafter, (proposes, weights) in drafters.items():
         for rule, (method, drawn) in RULES.items():
@@ -155,6 +152,37 @@ def of_generations(k: int, new_tokens: int, copies: int) -> list[dict[str, Any]]
     return rows
 
 
+def of_time(batch: int, repeats: int) -> list[dict[str, Any]]:
+    """Microseconds of one row of a large vocabulary, of which a token is sampled."""
+    rng = np.random.default_rng(2)
+    logits = jnp.asarray(-1.6 * np.log1p([rng.permutation(VOCAB) for _ in range(batch)]))
+    logits = jnp.repeat(logits.astype(jnp.bfloat16), 2, axis=0)
+    keys, nothing = jax.random.split(jax.random.key(0), batch), jnp.full((batch, 1), -1, jnp.int32)
+    draw = jax.jit(sd.rejection_sample, static_argnames="config")
+
+    def call(method: Any, temperature: float) -> Any:
+        return draw(
+            logits,
+            sd.Drafts.from_dense(nothing),
+            sampling=sd.SamplingParams(jnp.full((batch,), temperature)),
+            keys=keys,
+            positions=jnp.arange(batch),
+            config=sd.SpecDecodeConfig(num_speculative_tokens=1, rejection_sample_method=method),
+        )
+
+    runs = {
+        "standard": lambda: call("standard", 1.0),
+        "agreement": lambda: call("agreement", 1.0),
+        "greedy, standard": lambda: call("standard", 0.0),
+        "greedy, agreement": lambda: call("agreement", 0.0),
+    }
+    found = measure.alternate(runs, repeats)
+    return [
+        {"draw": name, "vocabulary": VOCAB, "microseconds": min(samples) / batch * 1e6}
+        for name, samples in found.items()
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=12, help="of the large vocabulary")
@@ -179,8 +207,9 @@ def main() -> None:
         same = f"{row['texts_as_plain']} of {row['texts']}"
         numbers = f"{row['temperature']:g}", f"{row['tokens_per_step']:.3f}", same
         steps.add_row(row["drafter"], row["rule"], *numbers)
-    Console(width=120).print(chances, steps)
-    print(f"saved: {measure.save('agreement_cpu', rows + generated).name}")
+    timed = of_time(batch=32, repeats=15)
+    Console(width=120).print(chances, steps, *timed)
+    print(f"saved: {measure.save('agreement_cpu', rows + generated + timed).name}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """For those who test an implementation: explicit noise, and comparisons of texts."""
 
-from jax_specdec._src.noise import draw_noise, token_uniforms
+from jax_specdec._src.noise import draw_noise, token_exponentials
 from jax_specdec._src.testing import GreedyDifference, greedy_differences
 from jax_specdec._src.types import Noise, RaceNoise
 from jax_specdec._src.verify.api import rejection_sample_with_noise
@@ -12,5 +12,5 @@ __all__ = [
     "draw_noise",
     "greedy_differences",
     "rejection_sample_with_noise",
-    "token_uniforms",
+    "token_exponentials",
 ]

@@ -33,6 +33,7 @@ CASES = {
     Case("v5e", rule="block", kind="normalized", ids="candidates"): 0.1,
     Case("v5e", kind="normalized", ids="map"): 0.15,
     Case("h200", kind="normalized", implementation="xla_batched", ids="map"): 0.1,
+    Case("v5e", rule="agreement"): 0.1,
 }
 
 

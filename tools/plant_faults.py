@@ -106,11 +106,12 @@ def _(right, *given):
 
 @fault(
     "agreement: noise belongs to the step, not to the token",
-    "_src.noise:token_uniforms",
-    "verify/test_noise.py serving/test_agreement.py",
+    "_src.verify.reader:_drawn",
+    "verify/test_xla.py serving/test_agreement.py",
 )
-def _(right, keys, positions, count):
-    return jnp.repeat(right(keys, positions, 1), count, axis=1)
+def _(right, rows, requests, positions):
+    of_step = positions._replace(offset=0 * positions.offset)
+    return right(rows, requests, of_step)._replace(offset=positions.offset)
 
 
 # Rows and draws

@@ -15,10 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_specdec._src.arrays import require
-from jax_specdec._src.types import Noise
+from jax_specdec._src.types import TILE, Noise
 
 
 class Stream(enum.IntEnum):
@@ -40,8 +41,7 @@ def uniforms(
 
     Args:
       key: ``[...]`` typed key of the request.
-      position: ``[...]`` int32, absolute position of the step's first draft, not negative; of the
-        token itself under the agreement rule, whose offset is always 0.
+      position: ``[...]`` int32, absolute position of the step's first draft, not negative.
       stream: what the numbers are used for.
       offset: ``[]`` int32, place within the step.
 
@@ -224,30 +224,43 @@ def draw_noise(keys: jax.Array, positions: jax.Array, num_speculative_tokens: in
     return Noise(to_uniform(first[:, :k]), to_uniform(recover))
 
 
-def token_uniforms(keys: jax.Array, positions: jax.Array, count: int) -> jax.Array:
-    """The uniforms that the agreement rule draws the target's own tokens with.
+def token_exponentials(keys: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
+    """The noise of the two races that the agreement rule draws the target's own token with.
 
-    They belong to the position of the token, whichever step comes to it. They are those of a step
-    without drafts at that position, so plain decoding draws the same tokens.
+    It belongs to the position of the token, whichever step comes to it. Each number is
+    ``-log1p(-u)`` of a uniform ``u = (bits + 1/2) * 2**-32``: never 0, and where races are decided,
+    near 0, as fine as that. (With 24 bits, the tail of a row would not get its mass.)
 
     Args:
-      keys: ``[B]`` typed keys.
-      positions: ``[B]`` int32, of the first token.
-      count: of tokens, static.
+      keys: ``[...]`` typed keys.
+      positions: ``[...]`` int32, of the tokens; as many axes as `keys`, of sizes that broadcast.
+      vocab_size: V, static. What a tile, or an id of a tile, gets does not depend on it.
 
     Returns:
-      ``[B, count, 2]`` float32: ``uniforms(key, position + i, Stream.RECOVER, 0)``.
+      ``[..., T + L]`` float32 samples of Exp(1): of the T = ceil(V / 2048) tiles, then of L =
+      min(V, 2048) ids, for whichever tile wins.
 
     Raises:
       TypeError: `keys` are not typed keys of two or four words.
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> keys, at = jax.random.split(jax.random.key(0), 1), jnp.array([7])
-      >>> bool((token_uniforms(keys, at, 3)[:, 2] == draw_noise(keys, at + 2, 4).recover).all())
-      True
+      >>> keys = jax.random.split(jax.random.key(0), 3)
+      >>> token_exponentials(keys, jnp.array([10, 20, 30]), 5000).shape
+      (3, 2051)
     """
-    words = key_words(keys)[:, :, None]
-    each = positions[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
-    place = counter_of(Stream.RECOVER, jnp.zeros(each.shape, jnp.uint32))
-    return to_uniform(jnp.stack(threefry_bits((words[:, 0], words[:, 1]), each, place), axis=2))
+    num_tiles, num_ids, half = -(-vocab_size // TILE), min(vocab_size, TILE), TILE // 2
+    # Both words of a place serve ids of a tile, so that there are half as many places.
+    places = np.array([*range(min(num_ids, half)), *range(half, half + num_tiles)], np.uint32)
+    words, at = key_words(keys)[..., None, :], positions[..., None]
+    place = counter_of(Stream.RECOVER, jnp.broadcast_to(places, (*at.shape[:-1], len(places))))
+    first, second = threefry_bits((words[..., 0], words[..., 1]), at, place)
+    ids, tiles = first[..., :-num_tiles], first[..., -num_tiles:]
+    more = second[..., : max(num_ids - half, 0)]
+    return to_exponential(jnp.concatenate([tiles, ids, more], axis=-1))
+
+
+def to_exponential(bits: jax.Array) -> jax.Array:
+    """32 random bits as a float32 sample of Exp(1), positive and finite."""
+    u = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
+    return -jnp.log1p(-jnp.minimum(u, 1 - 2.0**-24))

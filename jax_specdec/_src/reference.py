@@ -263,15 +263,17 @@ def _block(request: _Request) -> tuple[int, int]:
 
 
 def _agreement(request: _Request) -> tuple[int, int]:
-    """Keep x while it is what a sample of p, with the noise of its position, gives."""
-    assert request.recover is not None
-    recover, count = request.recover, len(request.draft_ids)
-    for i, x in enumerate(request.draft_ids):
-        request.recover = recover[i]
-        own = request.sample(request.target_probs(i))
-        if own != x:
+    """Keep x while it is what p draws in two races, with the noise of its position."""
+    assert request.exponential is not None
+    count, num_rows = len(request.draft_ids), len(request.target_rows)
+    for i in range(num_rows):
+        p, noise = request.target_probs(i), request.exponential[i]
+        of_ids = noise[-min(TILE, len(noise) - 1) :]
+        tiles = [p[first : first + TILE] for first in range(0, len(p), TILE)]
+        t = request.race(np.array([tile.sum() for tile in tiles]), noise[: len(tiles)])
+        own = t * TILE + request.race(tiles[t], of_ids[: len(tiles[t])])
+        if i == count or own != request.draft_ids[i]:
             return i, own
-    request.recover = recover[count]
     return count, request.bonus()
 
 
@@ -312,8 +314,8 @@ class _Request:
     first_draft: int  # index of draft 0 on the flattened axis
     one_hot: list[bool]  # of each draft
     accept: list[float]
-    recover: Array | None  # u_tile, u_token; [K+1, 2] before the agreement rule takes its own
-    exponential: Array | None  # [V]
+    recover: Array | None  # u_tile, u_token
+    exponential: Array | None  # [V]; [K+1, T+L] under the agreement rule
     bonus_token_id: int | None
     margin: float = math.inf
 

@@ -50,6 +50,9 @@ Numbers = ArrayLike | Sequence[float]
 PLACEHOLDER_TOKEN_ID = -1
 """Fills ``token_ids`` after the last emitted token, and marks a position without a proposal."""
 
+TILE = 2048
+"""Ids of a tile of the vocabulary, counted from id 0; the last tile may have fewer."""
+
 MAX_LOG_NORMALIZER = 2.0**10
 """From this size on a stored log-normalizer is not used: q would not be exact in float32."""
 
@@ -330,7 +333,7 @@ def _flatten_rows(storage: jax.Array) -> jax.Array:
     return storage.reshape(-1, storage.shape[-1]) if storage.ndim > 2 else storage
 
 
-@pytree(accept="[B, K] float32", recover="[B, 2] or [B, K+1, 2] float32")
+@pytree(accept="[B, K] float32", recover="[B, 2] float32")
 @dataclasses.dataclass(frozen=True)
 class Noise:
     """Explicit randomness of one verification: independent uniforms on [0, 1).
@@ -339,8 +342,7 @@ class Noise:
       accept: ``[B, K]`` float32. Entry ``[b, j]`` belongs to draft ``j`` of request ``b``, which is
         accepted iff ``accept[b, j] * q(x) < p(x)``.
       recover: ``[B, 2]`` float32: the first picks a tile of the vocabulary, the second a
-        token inside it, each by inverse CDF. Under the agreement rule ``[B, K+1, 2]``, two for
-        each position; `accept` is then not used.
+        token inside it, each by inverse CDF.
 
     Example:
       >>> import jax.numpy as jnp
@@ -352,17 +354,20 @@ class Noise:
     recover: jax.Array
 
 
-@pytree(accept="[B, K] float32", exponential="[B, V] float32")
+@pytree(accept="[B, K] float32", exponential="[B, V] or [B, K+1, T+L] float32")
 @dataclasses.dataclass(frozen=True)
 class RaceNoise:
-    """Explicit randomness that draws the last token by an exponential race.
+    """Explicit randomness that draws tokens by exponential races (XLA only).
 
-    For comparing with other systems token by token (XLA only). The recovered or bonus token is
-    ``argmax(weight / exponential)``; ties go to the lowest id.
+    A race of weights is won by ``argmax(weight / exponential)``; ties go to the lowest id.
 
     Attributes:
-      accept: ``[B, K]`` float32 uniforms on [0, 1), one per draft position of each request.
-      exponential: ``[B, V]`` float32, Exp(1) samples.
+      accept: ``[B, K]`` float32 uniforms on [0, 1), one per draft position of each request; not
+        used by the agreement rule.
+      exponential: float32, Exp(1) samples. ``[B, V]`` for one race over the vocabulary, which gives
+        the recovered or bonus token: for comparing with other systems token by token. Under the
+        agreement rule ``[B, K+1, T+L]``, two races for each position: of the T = ceil(V / 2048)
+        tiles by mass, then of the ids of the winner, which has L = min(V, 2048) of them at most.
 
     Example:
       >>> import jax.numpy as jnp

@@ -262,8 +262,51 @@ def test_under_the_agreement_rule_a_drafter_that_has_the_target_itself_is_always
     assert (alone[~sampled] == k).all() and alone[sampled].mean() < 0.5
 
 
+def test_a_drafter_that_shares_the_noise_agrees_as_often_as_one_race_of_both_rows():
+    """One race of p and of q has the winner i in both with 1 / sum_j max(p_j / p_i, q_j / q_i)."""
+    batch, vocab = 2000, 2100  # two tiles
+    rng = np.random.default_rng(4)
+    target = 1.5 * rng.standard_normal(vocab)
+    draft = target + 0.8 * rng.standard_normal(vocab)
+    p, q = scipy.special.softmax([target, draft], axis=1)
+
+    def same(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+        return 1 / np.array([np.maximum(p / p[i], q / q[i]).sum() for i in range(len(p))])
+
+    parts = slice(2048), slice(2048, None)
+    of_tile = same(*(np.array([x[part].sum() for part in parts]) for x in (p, q)))
+    expected = sum(
+        chance * same(p[part], q[part]).sum() for chance, part in zip(of_tile, parts, strict=True)
+    )
+    common: Any = dict(
+        sampling=sd.SamplingParams(jnp.ones(batch)),
+        keys=jax.random.split(jax.random.key(8), batch),
+        positions=jnp.full((batch,), POSITION),
+    )
+
+    def agrees(drafting: str) -> np.ndarray:
+        ids = [
+            sd.sample_draft_tokens(
+                jnp.asarray(np.repeat(row[None], batch, axis=0), jnp.float32),
+                offset=0,
+                config=sd.SpecDecodeConfig(
+                    num_speculative_tokens=1, rejection_sample_method=method
+                ),
+                **common,
+            ).token_ids
+            for row, method in ((target, "agreement"), (draft, drafting))
+        ]
+        return np.asarray(ids[0] == ids[1])
+
+    shared = scipy.stats.binomtest(int(agrees("agreement").sum()), batch, expected)
+    assert shared.pvalue > ALPHA, f"{shared.statistic:.3f} agree, {expected:.3f} expected"
+    alone = scipy.stats.binomtest(int(agrees("standard").sum()), batch, expected)
+    assert alone.pvalue < CONTROL
+
+
 @pytest.mark.newest
-def test_split_logits_give_the_tokens_of_whole_ones():
+@pytest.mark.parametrize("rule", ["standard", "agreement"])
+def test_split_logits_give_the_tokens_of_whole_ones(rule):
     batch, vocab = 8, 24
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("vocab",))
     temperature = jnp.resize(jnp.float32([0, 0.5, 1, 2]), batch)
@@ -277,7 +320,11 @@ def test_split_logits_give_the_tokens_of_whole_ones():
             keys=jax.random.split(jax.random.key(1), batch),
             positions=jnp.full((batch,), POSITION),
             offset=2,
-            config=sd.SpecDecodeConfig(num_speculative_tokens=1, draft_sample_method=method),
+            config=sd.SpecDecodeConfig(
+                num_speculative_tokens=1,
+                rejection_sample_method=rule,
+                draft_sample_method=method,
+            ),
             sharding=sharding,
         )
 

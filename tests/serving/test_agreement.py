@@ -13,7 +13,6 @@ import pytest
 
 import jax_specdec as sd
 from jax_specdec._src import reference
-from jax_specdec._src.noise import token_uniforms
 from jax_specdec._src.testing import _processed
 
 from . import engines, test_eagle3, tiny
@@ -61,7 +60,9 @@ def config_of(k: int, **fields: Any) -> sd.SpecDecodeConfig:
 
 @functools.cache
 def plain() -> list[list[int]]:
-    return sd.generate_plain(MODEL, PARAMS, PROMPTS, options=OPTIONS).completions
+    return sd.generate_plain(
+        MODEL, PARAMS, PROMPTS, config=config_of(1), options=OPTIONS
+    ).completions
 
 
 def margin(b: int, text: list[int]) -> float:
@@ -70,10 +71,11 @@ def margin(b: int, text: list[int]) -> float:
     cache, zero = MODEL.init_cache(1, sequence.shape[1]), jnp.zeros(1, jnp.int32)
     logits = MODEL.apply(PARAMS, sequence, zero, cache).logits[:, -1]
     key = jax.random.key(np.uint32(asked.seed))[None]
+    exponential = sd.testing.token_exponentials(key, jnp.array([sequence.shape[1]]), VOCAB)
     output = reference.rejection_sample(
         _processed(logits, asked, sequence, len(PROMPTS[b]))[None],
         sd.Drafts(np.zeros(0, np.int32), np.zeros(2, np.int32)),
-        sd.testing.Noise(np.zeros((1, 1)), token_uniforms(key, jnp.array([sequence.shape[1]]), 2)),
+        sd.testing.RaceNoise(np.zeros((1, 1)), np.asarray(exponential)[:, None]),
         temperature=[asked.temperature],
         min_p=[asked.min_p],
         top_k=[asked.top_k],
@@ -154,7 +156,8 @@ def test_engines_give_it_whatever_the_traffic_and_who_is_preempted(name, budget)
 def test_another_seed_gives_another_text_and_another_rule_too():
     """What the tests above could not notice if texts were always the same."""
     others = [dataclasses.replace(one, seed=7 + one.seed) for one in OPTIONS]
-    texts = sd.generate_plain(MODEL, PARAMS, PROMPTS, options=others).completions
+    given: dict[str, Any] = dict(config=config_of(1), options=others)
+    texts = sd.generate_plain(MODEL, PARAMS, PROMPTS, **given).completions
     drafter, draft_params = DRAFTERS["model"]
     standard = sd.generate(
         MODEL,

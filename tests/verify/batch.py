@@ -68,6 +68,14 @@ class Layout:
         return self.vocab if self.draft_vocab is None else self.draft_vocab
 
     @property
+    def race_shape(self) -> tuple[int, ...]:
+        """Of the exponential noise of a request."""
+        if not self.agreement:
+            return (self.vocab,)
+        num_tiles = -(-self.vocab // reference.TILE)
+        return self.num_speculative_tokens + 1, num_tiles + min(self.vocab, reference.TILE)
+
+    @property
     def config(self) -> sd.SpecDecodeConfig:
         return sd.SpecDecodeConfig(
             num_speculative_tokens=self.num_speculative_tokens,
@@ -94,8 +102,8 @@ class Request:
     log_normalizer: np.ndarray | None = None  # [count]
     row_max: np.ndarray | None = None  # [count], what log_normalizer is relative to
     accept: Sequence[float] = ()  # [count]
-    recover: Any = (0.5, 0.5)  # [count + 1, 2] under the agreement rule
-    exponential: np.ndarray | None = None  # [V]
+    recover: Any = (0.5, 0.5)
+    exponential: np.ndarray | None = None  # [V]; [count + 1, T + L] under the agreement rule
     temperature: float = 1.0
     min_p: float = 0.0
     top_k: int = 0
@@ -226,8 +234,8 @@ def pack(requests: Sequence[Request], layout: Layout, seed: int = 0) -> Batch:
     target = _rubbish(rng, (n if layout.has_bonus else n + b, v))
     token_ids = rng.integers(-5, v + 5, n).astype(np.int32)
     accept = rng.random((b, k))
-    recover = rng.random((b, k + 1, 2) if layout.agreement else (b, 2))
-    exponential = rng.exponential(size=(b, v))
+    recover = rng.random((b, 2))
+    exponential = rng.exponential(size=(b, *layout.race_shape))
     stored = n if layout.store_rows is None else layout.store_rows
     rows = rng.permutation(stored)[:n] if layout.store_rows else np.arange(n)
     store = _rubbish(rng, (stored, layout.stored_vocab))
@@ -243,12 +251,9 @@ def pack(requests: Sequence[Request], layout: Layout, seed: int = 0) -> Batch:
         target[first : first + len(own_rows), :width] = own_rows
         token_ids[start:end] = r.draft_ids
         accept[i, : r.count] = r.accept if len(r.accept) else 0.5
-        if layout.agreement:
-            recover[i, : r.count + 1] = r.recover
-        else:
-            recover[i] = r.recover
+        recover[i] = r.recover
         if r.exponential is not None:
-            exponential[i] = r.exponential
+            exponential[i, : len(r.exponential)] = r.exponential
         if r.draft is not None:
             store[rows[start:end], : r.draft.shape[1]] = r.draft
         if r.log_normalizer is not None:
@@ -291,7 +296,7 @@ def pack(requests: Sequence[Request], layout: Layout, seed: int = 0) -> Batch:
         target_logits=_cast(target, layout.dtype),
         drafts=sd.Drafts(token_ids, offsets, distribution),
         noise=sd.testing.RaceNoise(uniforms, exponential.astype(np.float32))
-        if layout.race
+        if layout.race or layout.agreement
         else sd.testing.Noise(uniforms, recover.astype(np.float32)),
         temperature=np.array([r.temperature for r in requests], np.float32),
         bonus_token_ids=np.array([r.bonus for r in requests], np.int32)

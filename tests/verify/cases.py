@@ -103,10 +103,12 @@ def random_request(
         target=target,
         draft_ids=draft_ids,
         accept=accept,
-        recover=uniforms(rng, 2 * (count + 1)).reshape(-1, 2)
+        recover=uniforms(rng, 2),
+        exponential=rng.exponential(size=layout.race_shape)[: count + 1]
         if layout.agreement
-        else uniforms(rng, 2),
-        exponential=rng.exponential(size=v) if layout.race else None,
+        else rng.exponential(size=v)
+        if layout.race
+        else None,
         temperature=temperature,
         bonus=int(rng.integers(v)),
         valid=bool(rng.random() < 0.75),

@@ -327,15 +327,15 @@ def test_a_named_implementation_that_cannot_serve_says_why_and_does_not_fall_bac
 AGREEMENT = sd.SpecDecodeConfig(num_speculative_tokens=K, rejection_sample_method="agreement")
 
 
-def test_the_agreement_rule_takes_uniforms_of_each_position():
-    with pytest.raises(ValueError, match=r"noise\.recover must .*\[B, K\+1, 2\]"):
+def test_the_agreement_rule_takes_the_noise_of_races_at_each_position():
+    with pytest.raises(TypeError, match="^noise must be a RaceNoise"):
         with_noise(arguments(config=AGREEMENT))
-
-
-def test_the_agreement_rule_has_no_race():
     race = sd.testing.RaceNoise(jnp.zeros((B, K)), jnp.ones((B, V)))
-    with pytest.raises(NotImplementedError, match="^noise "):
+    with pytest.raises(ValueError, match=r"noise\.exponential must .*\[B, K\+1, T\+L\]"):
         with_noise(arguments(config=AGREEMENT, noise=race))
+    each = sd.testing.RaceNoise(jnp.zeros((B, K)), jnp.ones((B, K + 1, 1 + V)))
+    with pytest.raises(ValueError, match=r"noise\.exponential must .*\[B, V\]"):
+        with_noise(arguments(noise=each))
 
 
 def test_from_dense_needs_a_rectangle():

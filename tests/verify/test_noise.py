@@ -1,8 +1,11 @@
 """Noise from keys: bits of its own for every place, by arithmetic that kernels can do too."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.extend.random import threefry_2x32
 
 import jax_specdec as sd
@@ -29,12 +32,40 @@ def test_uniforms_are_the_high_bits_of_threefry_at_a_counter_of_their_own():
         np.testing.assert_array_equal(drawn.recover[b], recover)
 
 
-def test_the_uniforms_of_a_token_are_those_of_a_step_without_drafts_at_its_position():
-    positions = jnp.minimum(POSITIONS, 2**31 - 1 - K)
-    drawn = noise.token_uniforms(KEYS, positions, K + 1)
-    for i in range(K + 1):
-        alone = sd.testing.draw_noise(KEYS, positions + i, 1).recover
-        np.testing.assert_array_equal(drawn[:, i], alone)
+@pytest.mark.parametrize("vocab", [3, 700, 1500, 5000])
+def test_the_noise_of_races_is_that_of_threefry_whatever_the_vocabulary(vocab):
+    num_tiles, num_ids = -(-vocab // 2048), min(vocab, 2048)
+    drawn = sd.testing.token_exponentials(KEYS, POSITIONS, vocab)
+    assert drawn.shape == (len(KEYS), num_tiles + num_ids)
+    places = [(1024 + tile, 0) for tile in range(num_tiles)]
+    ids = {i for i in (0, 1, 1023, 1024, num_ids - 1) if i < num_ids}
+    places += [(i % 1024, i // 1024) for i in sorted(ids)]
+    found = drawn[:, [*range(num_tiles), *(num_tiles + i for i in sorted(ids))]]
+    for b, (key, position) in enumerate(zip(KEYS, POSITIONS, strict=True)):
+        bits = [bits_of_jax(key, position, noise.Stream.RECOVER, at)[word] for at, word in places]
+        expected = -np.log1p(-(np.float64(bits) + 0.5) * 2.0**-32)
+        np.testing.assert_allclose(found[b], expected, rtol=1e-6)
+
+
+def distance(exponential_of: Callable[[jax.Array], jax.Array]) -> float:
+    """From Exp(1), over its whole range: near 0, where races are decided, in units of 2**-32."""
+    x = np.geomspace(2.0**-31, 16, 2000).astype(np.float32)
+    below, above = np.zeros(x.shape, np.int64), np.full(x.shape, 2**32, np.int64)
+    of = jax.jit(exponential_of)
+    for _ in range(32):  # how many of all bits give less than x
+        middle = (below + above) // 2
+        less = np.asarray(of(jnp.asarray(middle.astype(np.uint32)))) < x
+        below, above = np.where(less, middle, below), np.where(less, above, middle)
+    expected = -np.expm1(-np.float64(x)) * 2**32
+    return float(np.max(np.abs(above - expected) / (1 + expected * 2.0**-22)))
+
+
+def test_exponentials_are_exact_near_0_and_none_is_0_or_infinite():
+    ends = np.asarray(noise.to_exponential(jnp.array([0, 2**32 - 1], jnp.uint32)))
+    assert 0 < ends[0] < ends[1] < np.inf
+    assert distance(noise.to_exponential) < 2
+    coarse = distance(lambda bits: -jnp.log1p(-noise.to_uniform(bits)))
+    assert coarse > 50, "24 bits would pass"
 
 
 def test_keys_that_jax_derives_share_no_counter_with_our_bits():

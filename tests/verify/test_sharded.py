@@ -199,16 +199,26 @@ def in_shard_map(layout: Layout, *, draft_spec: P, check_vma: bool):
 
 
 @pytest.mark.parametrize(
-    ("draft_vocab", "draft_spec", "check_vma"),
+    ("draft_vocab", "draft_spec", "check_vma", "agreement"),
     [
-        (None, P(None, "v"), True),
-        pytest.param(None, P(None, "v"), False, marks=slow),
-        pytest.param(9, P(), True, marks=newest),  # narrower than a part, and whole
-        pytest.param(60, P(), False, marks=slow),
+        (None, P(None, "v"), True, False),
+        pytest.param(None, P(None, "v"), True, True, marks=newest),
+        pytest.param(None, P(None, "v"), False, False, marks=slow),
+        pytest.param(9, P(), True, False, marks=newest),  # narrower than a part, and whole
+        pytest.param(60, P(), False, False, marks=slow),
     ],
 )
-def test_a_call_inside_shard_map_gives_the_tokens_of_the_oracle(draft_vocab, draft_spec, check_vma):
-    layout = Layout(vocab=96, **BIG, kind="logits", draft_vocab=draft_vocab, vocab_size=90)
+def test_a_call_inside_shard_map_gives_the_tokens_of_the_oracle(
+    draft_vocab, draft_spec, check_vma, agreement
+):
+    layout = Layout(
+        vocab=96,
+        **BIG,
+        kind="logits",
+        draft_vocab=draft_vocab,
+        vocab_size=90,
+        agreement=agreement,
+    )
     agree(layout, in_shard_map(layout, draft_spec=draft_spec, check_vma=check_vma), range(6))
 
 

@@ -8,6 +8,7 @@ first three jointly. Controls that must fail show that these tests can tell.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 
@@ -81,7 +82,7 @@ def p_value(counts: np.ndarray, expected: np.ndarray) -> tuple[float, str]:
 
 
 SHARED = "shared"
-"""In place of a stream: the uniforms of the target's own tokens under the agreement rule."""
+"""In place of a stream: the noise of the target's own tokens under the agreement rule."""
 
 
 def drafted(kind, keys, positions, last, stream):
@@ -90,10 +91,8 @@ def drafted(kind, keys, positions, last, stream):
     def one(key, position, prev, temperature):
         ids, before = [], []
         for j in range(K):
-            if stream == SHARED:
-                u = uniforms(key, position + j, Stream.RECOVER, 0)[1]
-            else:
-                u = uniforms(key, position, stream, j)[0]
+            u = uniforms(key, position, Stream.DRAFT if stream == SHARED else stream, j)
+            u = u[1 if stream == Stream.RECOVER else 0]  # to recover, that of an id
             if kind == "lookup":  # as an n-gram table proposes
                 x = jnp.argmax(jnp.asarray(DRAFTER)[prev])
             elif kind == "chance":
@@ -102,7 +101,11 @@ def drafted(kind, keys, positions, last, stream):
                 listed = jnp.asarray(LISTS.get(kind, np.int32([range(V)] * V)))[prev]
                 row = jnp.asarray(DRAFTER)[prev, listed] / temperature
                 cdf = jnp.cumsum(jax.nn.softmax(row))
-                x = listed[jnp.minimum(jnp.sum(cdf <= u * cdf[-1]), len(listed) - 1)]
+                place = jnp.minimum(jnp.sum(cdf <= u * cdf[-1]), len(listed) - 1)
+                if stream == SHARED:
+                    race = sd.testing.token_exponentials(key, position + j, V)[1:]
+                    place = jnp.argmax(jnp.exp(row) / race[listed])
+                x = listed[place]
             before.append(prev)
             prev = x.astype(jnp.int32)
             ids.append(prev)
@@ -237,7 +240,7 @@ def test_under_the_agreement_rule_every_drafter_gives_one_lossless_text():
         ("map", dict(turned=1)),
         ("candidates", dict(turned=1)),
         ("logits", dict(stream=Stream.ACCEPT)),
-        ("logits", dict(stream=SHARED)),
+        ("logits", dict(stream=Stream.RECOVER)),
         ("logits", dict(positions_grow=False)),
         ("logits", dict(positions_grow=False, config=BLOCK)),
         ("lookup", dict(by_token=True, config=BLOCK)),
@@ -247,7 +250,7 @@ def test_under_the_agreement_rule_every_drafter_gives_one_lossless_text():
         "another map",
         "candidates in another order",
         "drafter shares accept bits",
-        "drafter shares the target's bits under the standard rule",
+        "drafter shares recover bits",
         "bits reused",
         "bits reused by blocks",
         "bits of dropped drafts reused by blocks",
@@ -278,6 +281,40 @@ def test_accept_noise_that_also_recovers_is_noticed():
         counts = np.bincount(out.token_ids[:, 0], minlength=V)
         seen.append(p_value(counts, p)[0])
     assert seen[0] > ALPHA > seen[1], seen
+
+
+def test_races_in_two_levels_draw_from_the_row():
+    """Three tiles; in each an id with a quarter of it, and one of the very least in each tail."""
+    vocab, per_call, num_calls = 4099, 64, 300
+    config = dataclasses.replace(AGREEMENT, num_speculative_tokens=1)
+    weights = np.full(vocab, 1e-4)
+    weights[[0, 2048, 4096]] = 0.3, 0.1, 0.05
+    weights[1], weights[2049] = 0.2, 1e-2
+    cells = np.arange(vocab) // 2048 * 3 + np.minimum(np.arange(vocab) % 2048, 2)
+    logits = jnp.asarray(np.log(np.repeat(weights[None], 2 * per_call, axis=0)), jnp.float32)
+    keys = jax.random.split(jax.random.key(5), per_call)
+
+    @jax.jit
+    def draw(shares: bool):
+        def of_position(position):
+            at = position + jnp.arange(2)[None, :]
+            noise = sd.testing.token_exponentials(keys[:, None], at, vocab)
+            own = noise.at[:, :, 3:6].set(noise[:, :, :3])  # ids with the noise of tiles
+            return sd.testing.rejection_sample_with_noise(
+                logits,
+                sd.Drafts.from_dense(jnp.full((per_call, 1), -1)),
+                sd.testing.RaceNoise(jnp.zeros((per_call, 1)), jnp.where(shares, own, noise)),
+                sampling=sd.SamplingParams(jnp.ones(per_call)),
+                config=config,
+            ).token_ids[:, 0]
+
+        return jax.lax.map(of_position, jnp.arange(num_calls, dtype=jnp.int32))
+
+    expected = np.bincount(cells, weights)
+    for shares in (False, True):
+        counts = np.bincount(cells[np.ravel(draw(shares))], minlength=len(expected))
+        p, report = p_value(counts, expected)
+        assert (p < 1e-12) if shares else (p > ALPHA), report
 
 
 def test_a_long_flat_tail_gets_its_mass():

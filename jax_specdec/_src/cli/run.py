@@ -338,7 +338,8 @@ class Session:
         options = self.request(run.temperature, stops=run.temperature == 0)
         key = jax.random.key(np.uint32(seed))
         if run.drafter is None or run.config is None:
-            return generate_plain(*target, prompts, options=options, key=key)
+            config = self.options.config
+            return generate_plain(*target, prompts, config=config, options=options, key=key)
         drafting = self.drafting(run.drafter, run.config)
         return generate(*target, prompts, **drafting, options=options, key=key)
 

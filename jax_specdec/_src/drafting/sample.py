@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -132,14 +132,13 @@ def _sample(
     sharding: VerifySharding | None,
 ) -> DraftSample:
     logits, sampling = jax.tree.map(lax.stop_gradient, (logits, sampling))
-    if shares_noise:
-        drawn = uniforms(keys, positions + offset, Stream.RECOVER, 0)
-    else:
-        drawn = uniforms(keys, positions, Stream.DRAFT, offset)
-    arrays = logits, sampling, drawn
+    noise: Any = keys, positions + offset
+    if not shares_noise:
+        noise = uniforms(keys, positions, Stream.DRAFT, offset)
+    arrays = logits, sampling, noise
     axis = None if sharding is None else sharding.vocab_axis
 
-    def on_part(arrays: tuple[jax.Array, SamplingParams, jax.Array]) -> DraftSample:
+    def on_part(arrays: tuple[jax.Array, SamplingParams, Any]) -> DraftSample:
         return traced_for_platform(_sample_part, arrays, takes_argmax, axis)
 
     if sharding is None or sharding.mesh is None:
@@ -150,14 +149,14 @@ def _sample(
 
 
 def _sample_part(
-    arrays: tuple[jax.Array, SamplingParams, jax.Array],
+    arrays: tuple[jax.Array, SamplingParams, Any],
     takes_argmax: bool,
     axis: str | None,
     platform: Platform,
 ) -> DraftSample:
     """Samples from rows, or from this device's part of them."""
     form = Form(platform, axis, keeps_sums=True)
-    logits, sampling, drawn = arrays
+    logits, sampling, noise = arrays
     if takes_argmax:
         return DraftSample(xla.argmax(logits, form))
-    return DraftSample(*xla.sample(logits, sampling, drawn, form=form))
+    return DraftSample(*xla.sample(logits, sampling, noise, form=form))

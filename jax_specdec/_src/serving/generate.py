@@ -159,6 +159,7 @@ def generate_plain(
     params: Any,
     prompts: Sequence[Sequence[int] | Array],
     *,
+    config: SpecDecodeConfig | None = None,
     options: RequestOptions | Sequence[RequestOptions] | None = None,
     key: jax.Array | None = None,
     logprobs: LogprobsConfig | None = None,
@@ -166,7 +167,9 @@ def generate_plain(
 ) -> GenerateOutput:
     """`generate` without drafts, one token per pass of the target: the baseline of `generate`.
 
-    Arguments and errors are those of `generate`.
+    Arguments and errors are those of `generate`. Only one thing of `config` matters, whether it
+    asks for the agreement rule: that rule draws tokens in its own way, so its texts are those of
+    plain decoding with such a config.
 
     Returns:
       `GenerateOutput`; its steps propose nothing and emit one token each.
@@ -178,7 +181,11 @@ def generate_plain(
       >>> len(output.completions[0])
       4
     """
-    return _prepare(model, params, prompts, None, None, PLAIN, options, key, logprobs, fields).run()
+    config = PLAIN if config is None else config
+    inputs.check_config(config)
+    return _prepare(
+        model, params, prompts, None, None, config, options, key, logprobs, fields
+    ).run()
 
 
 class _Prepared(NamedTuple):

@@ -167,11 +167,11 @@ def rejection_sample_with_noise(
 
     For tests, for comparing with other systems, and for callers with their own generators.
     `rejection_sample` equals this with ``draw_noise(keys, positions, K)``; under the agreement
-    rule, with ``token_uniforms(keys, positions, K + 1)`` for ``recover``.
+    rule, with a `RaceNoise` of `token_exponentials` at the K + 1 positions of each request.
 
-    ``noise`` is a `Noise`, or a `RaceNoise` to draw the last token by an exponential race (XLA
-    only, and not over a split vocabulary). The other arguments, the output and the errors are those
-    of `rejection_sample`.
+    Under the other rules, ``noise`` is a `Noise`, or a `RaceNoise` to draw the last token by an
+    exponential race (XLA only, and not over a split vocabulary). The other arguments, the output
+    and the errors are those of `rejection_sample`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -262,7 +262,8 @@ def _call(
         checks.check_keys(keys, batch)
         checks.check_positions(positions, batch)
     else:
-        sizes = {"B": batch, "K": k, "V": arrays.target_logits.shape[1]}
+        parts = sharding_lib.vocabulary_parts(sharding)
+        sizes = {"B": batch, "K": k, "V": arrays.target_logits.shape[1] * parts}
         checks.check_noise(arrays.randomness, sizes, rule_of(config).draws_every_row)
     if batch == 0:
         counts = jnp.zeros((0,), jnp.int32)

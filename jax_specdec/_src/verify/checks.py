@@ -17,12 +17,12 @@ from jax_specdec._src.arrays import (
     check_tree,
     check_type,
     known_values,
-    refuse,
     require,
 )
 from jax_specdec._src.sampling import SamplingParams, per_request
 from jax_specdec._src.types import DraftDistribution, DraftLogits, Drafts, Noise, RaceNoise
 from jax_specdec._src.verify.rows import storage_of
+from jax_specdec._src.verify.tiles import TILE, num_tiles
 
 
 def as_arrays(drafts: Any, sampling: Any, positions: Any = None) -> tuple[Any, Any]:
@@ -147,15 +147,13 @@ def check_noise(noise: Any, sizes: Sizes, draws_every_row: bool) -> None:
     Raises:
       TypeError: not a `Noise` or a `RaceNoise`, or not float32.
       ValueError: a shape does not fit.
-      NotImplementedError: a race, and the rule draws from every row.
     """
-    check_tree("noise", noise, (Noise, RaceNoise), sizes)
-    if isinstance(noise, Noise):
-        shape = "[B, K+1, 2]" if draws_every_row else "[B, 2]"
-        check_array("noise.recover", noise.recover, f"{shape} float32", sizes)
-    elif draws_every_row:
-        must = "be Noise if rejection_sample_method is 'agreement', which draws from every row"
-        refuse(NotImplementedError, "noise", must, noise)
+    v = sizes["V"]
+    sizes["T+L"] = num_tiles(v) + min(v, TILE)
+    check_tree("noise", noise, (RaceNoise,) if draws_every_row else (Noise, RaceNoise), sizes)
+    if isinstance(noise, RaceNoise):
+        shape = "[B, K+1, T+L]" if draws_every_row else "[B, V]"
+        check_array("noise.exponential", noise.exponential, f"{shape} float32", sizes)
 
 
 def check_keys(keys: Any, batch: int) -> None:

@@ -1,8 +1,10 @@
-"""Drawing recovered and bonus tokens on XLA, by a two-level inverse CDF.
+"""Drawing tokens on XLA in two levels: a tile of the vocabulary by its mass, then an id inside it.
 
-`LocalRows.masses` sums the weights of each tile. `draw` picks a tile by one uniform (`choose_tile`)
-and a token inside it by another (`draw_in_tile`). Where the vocabulary is split, the masses of all
-parts are known on every device, and the device that holds the token draws it.
+`LocalRows.masses` sums the weights of each tile. `draw`, of recovered and bonus tokens, picks the
+tile by one uniform (`choose_tile`) and the id by another (`draw_in_tile`), each by inverse CDF.
+`race_draw`, under the agreement rule, picks both by exponential races: two rows of nearly the same
+weights nearly always have the same winner. Where the vocabulary is split, the masses of all parts
+are known on every device, and the device that holds the token draws it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from jax_specdec._src.verify.draft_rows import CandidateRows, DraftRows, MappedR
 from jax_specdec._src.verify.form import Form
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.requests import Request
-from jax_specdec._src.verify.rows import Rows
+from jax_specdec._src.verify.rows import Rows, argmax_of_parts
 from jax_specdec._src.verify.tiles import TILE
 
 _FEW = 256
@@ -87,6 +89,11 @@ class LocalRows:
         """Draft rows, if each lists ids of its own."""
         rows = None if self.draft is None else self.draft.rows
         return rows if isinstance(rows, CandidateRows) else None
+
+    @property
+    def vocab_size(self) -> int:
+        """V, padding included."""
+        return self.target.matrix.shape[1] * self.num_parts
 
     def tile_ids(self) -> jax.Array:
         """``[num_tiles]`` int32, the tiles of this part, counted from id 0."""
@@ -198,8 +205,7 @@ class LocalRows:
         total = jnp.sum(weights, axis=1)
         bad_draft = source.uses_q & (jnp.isnan(total) | source.draft_scale.bad)
         weights = jnp.where((total > 0)[:, None], weights, p)
-        score = jnp.where(weights > 0, weights / exponential[:, :width], -1.0)
-        return jnp.argmax(score, axis=1).astype(jnp.int32), bad_draft
+        return winner(weights, exponential[:, :width])[0], bad_draft
 
     def _weights(
         self,
@@ -331,9 +337,7 @@ def choose_tile(
     num_parts, n = masses.shape[:2]
     u, by_tile = recover[:, 1], masses[0]
     if num_parts > 1:
-        pieces = pieces_of_tiles(width, num_parts, num_tiles)
-        flat = jnp.moveaxis(masses, 0, 2).reshape(n, 2, -1)
-        flat = jnp.pad(flat, ((0, 0), (0, 0), (0, 1)))
+        pieces, flat = pieces_of_tiles(width, num_parts, num_tiles), of_all_parts(masses)
         by_tile = jnp.sum(flat[:, :, pieces], axis=3)
     tile, total = inverse_cdf(by_tile, recover[:, 0])
     has_mass = total[:, 0] > 0
@@ -373,6 +377,12 @@ def draw_in_tile(
     return form.sum(jnp.where(chosen.part == form.part, token_ids, 0)), is_empty
 
 
+def of_all_parts(masses: jax.Array) -> jax.Array:
+    """``[num_parts, ..., num_tiles]`` as ``[..., num_parts * num_tiles + 1]``; the last is 0."""
+    flat = jnp.moveaxis(masses, 0, -2).reshape(*masses.shape[1:-1], -1)
+    return jnp.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(0, 1)])
+
+
 def pieces_of_tiles(width: int, num_parts: int, num_tiles: int) -> np.ndarray:
     """Which masses belong to which tile: ``[T, m]`` indices into ``[num_parts * num_tiles]``.
 
@@ -388,6 +398,47 @@ def pieces_of_tiles(width: int, num_parts: int, num_tiles: int) -> np.ndarray:
     most = max([len(pieces) for pieces in found])
     filled = [pieces + [num_parts * num_tiles] * (most - len(pieces)) for pieces in found]
     return np.array(filled, np.int32)
+
+
+def race_draw(
+    rows: LocalRows, source: Position, masses: jax.Array, exponential: jax.Array
+) -> jax.Array:
+    """Draw from ``p`` by two exponential races: of tiles, then of the ids of the winner.
+
+    Args:
+      rows: the rows on this device.
+      source: what to draw from, ``[n]``.
+      masses: ``[num_parts, n, num_tiles]``, sums of ``p`` of every part.
+      exponential: ``[n, T+L]`` float32 Exp(1) noise, as in `RaceNoise`.
+
+    Returns:
+      ``[n]`` int32 tokens, known to all parts.
+    """
+    by_tile, width, form = masses[0], rows.target.width, rows.form
+    if rows.num_parts > 1:
+        pieces = pieces_of_tiles(width, rows.num_parts, rows.num_tiles)
+        by_tile = jnp.sum(of_all_parts(masses)[:, pieces], axis=2)
+    tile, _ = winner(by_tile, exponential[:, : by_tile.shape[1]])
+    ids, inside = rows.in_tile(source, tile)
+    # The noise of an id is that of its place in the tile; `ids` need not begin with the first.
+    of_ids = exponential[:, tiles.num_tiles(rows.vocab_size) :]
+    twice = Rows(jnp.tile(of_ids, 2), 2 * of_ids.shape[1], 0.0, form.platform)
+    index = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    of_ids = twice.slices(index, ids[:, 0] % TILE, ids.shape[1])
+    place, score = winner(inside[:, 1], of_ids)
+    return argmax_of_parts(*form.gather((score, ids[:, 0] + place)))
+
+
+def winner(weights: jax.Array, exponential: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The place and the score ``[n]`` of the largest ``weight / exponential`` of ``[n, L]``.
+
+    Ties go to the lowest place. A weight of zero never wins, unless all are.
+    """
+    score = jnp.where(weights > 0, weights / exponential, -1.0)
+    best, place = jnp.max(score, axis=1), lax.broadcasted_iota(jnp.int32, score.shape, 1)
+    # Two plain reductions: on a CPU, an argmax takes four times as long.
+    is_best = ~(score < best[:, None])
+    return jnp.min(jnp.where(is_best, place, score.shape[1]), axis=1), best
 
 
 def inverse_cdf(weights: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -20,9 +20,10 @@ from jax import lax
 
 from jax_specdec._src import ragged
 from jax_specdec._src.blocks import gathering
+from jax_specdec._src.noise import token_exponentials
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import Status
-from jax_specdec._src.verify.draw import LocalRows, inverse_cdf_draw
+from jax_specdec._src.verify.draw import LocalRows, race_draw
 from jax_specdec._src.verify.form import of_owner
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.requests import Request
@@ -106,7 +107,8 @@ def _in_order(rows: LocalRows, requests: Request, positions: Position, rule: Rul
             place = request, i
             this = jax.tree.map(lambda x: lax.dynamic_slice(x, place, (1, 1)), given)
             this = _judged(rows, one, this, _of_one_row(rows, one, this))._replace(weight=weight)
-            this = _drawn(rows, one, this) if rule.draws_every_row else this
+            if rule.draws_every_row:
+                this = lax.cond(one.greedy[0], lambda: this, lambda: _drawn(rows, one, this))
             own = jax.tree.leaves([getattr(this, name) for name in _FOUND])
             words = lax.dynamic_update_slice(words, words_of(own), (*place, jnp.uint32(0)))
             own_masses: Any = this.p_masses
@@ -318,17 +320,23 @@ def _drawn(rows: LocalRows, requests: Request, positions: Position) -> Position:
     The sums by tile that the statistics found are used again. If none were kept, rows are read once
     more.
     """
-    assert requests.recover is not None
     shape, nothing = positions.row.shape, jnp.zeros_like(positions.proposed)
-    recover = jnp.take_along_axis(requests.recover, positions.offset[:, :, None], axis=1)
+    if requests.exponential is not None:
+        places = positions.offset[:, :, None]
+        exponential = jnp.take_along_axis(requests.exponential, places, axis=1)
+    else:
+        assert requests.token_keys is not None
+        keys, first = requests.token_keys
+        at = first[:, None] + positions.offset
+        exponential = token_exponentials(keys[:, None], at, rows.vocab_size)
+    exponential = exponential.reshape(-1, exponential.shape[2])
     source = positions.drawn_by(requests)._replace(proposed=nothing, uses_q=nothing)
     source = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), source)
     masses, platform = source.p_masses, rows.form.platform
     if masses is None:
         read = rows.masses
         masses = gathering(lambda _, those: read(those)[:, 1], platform, source.row, source)
-    masses = rows.form.gather(jnp.stack([masses, masses], axis=1))
-    own = inverse_cdf_draw(rows, source, masses, recover.reshape(-1, 2))[0].reshape(shape)
+    own = race_draw(rows, source, rows.form.gather(masses), exponential).reshape(shape)
     return positions._replace(argmax=jnp.where(requests.greedy[:, None], positions.argmax, own))
 
 

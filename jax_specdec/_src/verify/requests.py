@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_specdec._src import ragged
 from jax_specdec._src import sampling as sampling_lib
-from jax_specdec._src.noise import draw_noise, token_uniforms
+from jax_specdec._src.noise import draw_noise
 from jax_specdec._src.sampling import Filter, SamplingParams
 from jax_specdec._src.types import (
     MAX_LOG_NORMALIZER,
@@ -63,9 +63,11 @@ class Request(NamedTuple):
       filter: min-p, top-k and top-p, ``[B]`` each; None if the call has none of them.
       greedy: ``[B]`` bool.
       accept: ``[B, K+1]`` float32 uniforms; the last is not used.
-      recover: ``[B, 2]`` float32 uniforms, or None if `exponential` is given; ``[B, K+1, 2]``, for
-        each position, if the rule draws from every row.
-      exponential: ``[B, V]`` float32 noise of an exponential race, or None.
+      recover: ``[B, 2]`` float32 uniforms; None if tokens are drawn by races.
+      exponential: float32 noise of races that was given, or None: ``[B, V]``, or if the rule draws
+        from every row ``[B, K+1, T+L]``, as in `RaceNoise`.
+      token_keys: keys ``[B]`` and positions ``[B]`` of the first token that races draw, if their
+        noise was not given; else None.
       bonus_token_id: ``[B]`` int32, or None if requests own bonus rows.
       status: ``[B]`` int32.
       is_ok: ``[B]`` bool, whether the status is OK: if not, no row of the request may be read.
@@ -83,6 +85,7 @@ class Request(NamedTuple):
     accept: jax.Array
     recover: jax.Array | None
     exponential: jax.Array | None
+    token_keys: tuple[jax.Array, jax.Array] | None
     bonus_token_id: jax.Array | None
     status: jax.Array
     is_ok: jax.Array
@@ -92,14 +95,14 @@ class Request(NamedTuple):
         cls,
         temperature: jax.Array,
         filter: Filter | None,
-        recover: jax.Array,
+        noise: jax.Array | tuple[jax.Array, jax.Array],
     ) -> Request:
         """Requests that own a bonus row each, and nothing else.
 
         Args:
           temperature: ``[B]`` float32.
           filter: ``[B]``, or None.
-          recover: ``[B, 2]`` float32 uniforms.
+          noise: ``[B, 2]`` float32 uniforms, or `token_keys`.
         """
         row = jnp.arange(temperature.shape[0], dtype=jnp.int32)
         none = jnp.zeros_like(row)[:, None]
@@ -114,8 +117,9 @@ class Request(NamedTuple):
             filter=filter,
             greedy=temperature == 0,
             accept=none.astype(jnp.float32),
-            recover=recover,
+            recover=None if isinstance(noise, tuple) else noise,
             exponential=None,
+            token_keys=noise if isinstance(noise, tuple) else None,
             bonus_token_id=None,
             status=jnp.zeros_like(row),
             is_ok=row >= 0,
@@ -131,11 +135,10 @@ def requests_of(arrays: CallArrays, k: int, draws_every_row: bool = False) -> Re
     num_rows = layout.num_drafts + int(has_bonus_rows)
     end = layout.first_row + num_rows
     valid_input &= end <= arrays.target_logits.shape[0]  # else its rows were left out
+    token_keys = noise if isinstance(noise, tuple) and draws_every_row else None
     if isinstance(noise, tuple):
         keys, positions = noise
         noise = draw_noise(keys, positions, k)
-        if draws_every_row:
-            noise = Noise(noise.accept, token_uniforms(keys, positions, k + 1))
         valid_input &= positions >= 0
     status = jnp.where(valid_input, int(Status.OK), int(Status.BAD_INPUT)).astype(jnp.int32)
     if arrays.active is not None:
@@ -160,8 +163,9 @@ def requests_of(arrays: CallArrays, k: int, draws_every_row: bool = False) -> Re
         filter=Filter.of(sampling),
         greedy=temperature == 0,
         accept=jnp.pad(noise.accept, last),
-        recover=noise.recover if isinstance(noise, Noise) else None,
+        recover=noise.recover if isinstance(noise, Noise) and not draws_every_row else None,
         exponential=noise.exponential if isinstance(noise, RaceNoise) else None,
+        token_keys=token_keys,
         bonus_token_id=arrays.bonus_token_ids,
         status=status,
         is_ok=status == Status.OK,

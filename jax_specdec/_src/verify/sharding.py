@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -174,11 +175,11 @@ def _layout_of(
     mesh, vocab_axis, batch_axis = sharding.mesh, sharding.vocab_axis, sharding.batch_axis
     if mesh is not None and vocab_axis is not None and mesh.shape[vocab_axis] == 1:
         vocab_axis = None  # rows are whole, which every backend reads
-    if vocab_axis is not None:
-        if isinstance(noise, RaceNoise):
-            raise NotImplementedError(
-                "RaceNoise is not supported over a split vocabulary: pass Noise"
-            )
+    is_race = isinstance(noise, RaceNoise) and jnp.ndim(noise.exponential) == 2
+    if vocab_axis is not None and is_race:
+        raise NotImplementedError(
+            "RaceNoise of one race is not supported over a split vocabulary: pass Noise"
+        )
     storage, indexed = _storage(drafts)
     lists_ids = drafts.distribution is not None and drafts.distribution.ids is not None
     if mesh is None:

@@ -11,7 +11,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-TILE = 2048
+from jax_specdec._src import types
+
+TILE = types.TILE
 
 
 class Scale(NamedTuple):

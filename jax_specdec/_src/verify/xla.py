@@ -29,7 +29,7 @@ from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.reader import read
 from jax_specdec._src.verify.requests import CallArrays, Request, requests_of
 from jax_specdec._src.verify.rows import argmax_of_parts
-from jax_specdec._src.verify.rules import Rule, Standard
+from jax_specdec._src.verify.rules import Agreement, Rule, Standard
 
 _LARGE = 2**23
 """Bytes of logits from which on it pays to ask first whether any request samples."""
@@ -91,14 +91,19 @@ def _verify(
 
 
 def sample(
-    logits: jax.Array, sampling: SamplingParams, uniforms: jax.Array, *, form: Form
+    logits: jax.Array,
+    sampling: SamplingParams,
+    noise: jax.Array | tuple[jax.Array, jax.Array],
+    *,
+    form: Form,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Sample one token from each row: a verification without drafts.
 
     Args:
       logits: ``[B, V]``, or this device's columns of them.
       sampling: parameters of each row.
-      uniforms: ``[B, 2]`` float32, for tile and token.
+      noise: ``[B, 2]`` float32 uniforms for tile and token; or keys ``[B]`` and positions ``[B]``
+        to draw as the agreement rule does.
       form: how rows are read: all at once.
 
     Returns:
@@ -106,12 +111,12 @@ def sample(
       that the filter keeps; the maxima; and the thresholds below which it keeps none, or None
       without a filter.
     """
-    requests = Request.without_drafts(sampling.temperature, Filter.of(sampling), uniforms)
+    requests = Request.without_drafts(sampling.temperature, Filter.of(sampling), noise)
     rows = _rows_alone(logits, form)
     unread = Position.unread(requests, rows.target.size, rows.sums_kept)
-    positions = read(rows, requests, unread, Standard())
-    last = jax.tree.map(lambda x: x[:, 0], positions)
-    token_ids, _ = draw(rows, requests, last)
+    rule = Standard() if requests.token_keys is None else Agreement()
+    last = jax.tree.map(lambda x: x[:, 0], read(rows, requests, unread, rule))
+    token_ids = last.argmax if rule.draws_every_row else draw(rows, requests, last)[0]
     return token_ids, last.scale.log_scale, last.scale.shift, last.threshold
 
 
