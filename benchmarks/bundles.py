@@ -1,25 +1,27 @@
 """Cycles of a TPU program, counted in the instructions that its compiler scheduled.
 
 A TPU issues one bundle of instructions a cycle, in order. libtpu writes the final bundles of each
-operation to a folder (`dumped`). A loop counts by its trips: those of an operation's blocks or of a
-kernel's grid, and those inside. An operation takes the longer of its bundles and of the time in
-which its bytes pass between the chip and its memory.
+operation to a folder (`dumped`). Here they are followed as the chip issues them: integers and
+predicates are computed, so that every loop turns as often as it does, over the blocks of an
+operation, over the grid of a kernel and inside, and branches are taken or not. Vectors are not
+computed. An operation takes the longer of its bundles and of the time in which its bytes pass
+between the chip and its memory.
 
 What this leaves out: waiting for copies inside an operation, bundles that stall, what starts and
-joins operations; a branch counts as taken, and a loop as turning once if its trips are not
-constants (`Code.open_loops`). So it is no measurement.
+joins operations. What depends on data counts as if no branch were taken. So it is no measurement.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
+import operator
 import os
 import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import hlo_text
@@ -27,8 +29,44 @@ import hlo_text
 BYTES_PER_CYCLE = {"v5e": 819e9 / 1.5e9, "v6e": 1640e9 / 1.75e9}
 """Of a chip's memory (HBM). The clocks follow from the peak of the matrix units."""
 
-BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0) ([A-Z]{2}|  )?\s*: (>*)")
+SLOTS = 4
+"""Bundles after a branch that are issued before it is taken."""
+
+MOST = 8_000_000
+"""Bundles from which on an operation is not followed."""
+
 FILE = re.compile(r"\d+-(.*)-\d+-final_bundles\.txt$")  # not the analyses beside
+BEGIN = re.compile(r"\s*(?:0x[0-9a-f]+|0) ([A-Z]{2}|  )?\s*: [> ]*\{")
+COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
+BRANCH = re.compile(r"sbr\.rel (?:\((!?)%\w+?_(p\d+)\) )?target = \$region(\d+)")
+SPILL = re.compile(r"sst (\[smem:\[#\w+_spill\]\]) (?:\((!?)%\w+?_(p\d+)\), )?(\S+)")
+ASSIGNMENT = re.compile(
+    r"%\w+?_([sp]\d+) = ([\w.]+) (?:\((!?)%\w+?_(p\d+)(?:, ([^)]*))?\),? ?)?([^;}]*)"
+)
+COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+OPERATIONS = {
+    "sadd": operator.add,
+    "ssub": operator.sub,
+    "smul": operator.mul,
+    "sand": operator.and_,
+    "sor": operator.or_,
+    "sxor": operator.xor,
+    "sshll": lambda a, b: a << (b & 31),
+    "sshrl": lambda a, b: a >> (b & 31),
+    "smin": min,
+    "smax": max,
+    "por": lambda a, b: a | b,
+    "pand": lambda a, b: a & b,
+    "pnand": lambda a, b: 1 - (a & b),
+    "pnor": lambda a, b: 1 - (a | b),
+    "pxor": operator.xor,
+    "pneg": lambda a: 1 - a,
+    "pmov": lambda a: a,
+    "smov": lambda a: a,
+    "sld": lambda a: a,
+}
+"""Of unsigned numbers and of predicates, 0 or 1."""
 
 
 @contextlib.contextmanager
@@ -41,104 +79,162 @@ def dumped() -> Iterator[Path]:
         yield Path(folder)
 
 
-@dataclasses.dataclass
-class Loop:
-    """Bundles of a loop, or of an operation.
+class Write(NamedTuple):
+    """An assignment to a register or to spilled memory.
 
     Attributes:
-      bundles: outside of the loops in it.
-      loops: in it.
-      trips: constant trips; None if they are not constants.
-      is_of_blocks: whether it walks the blocks of an operation or of a kernel's grid.
+      place: that is written.
+      op: by which function of the operands.
+      operands: registers, spilled memory, or numbers.
+      on: the predicate that the write depends on, and its value; None if it always happens.
+      otherwise: what is written if not; None for nothing.
     """
 
-    bundles: int = 0
-    loops: list[Loop] = dataclasses.field(default_factory=list)
-    trips: int | None = 1
-    is_of_blocks: bool = False
-
-    def cycles(self, blocks: int | None, others: int) -> int:
-        """With the trips of the loop over blocks if they are known, and of innermost open loops."""
-        trips = self.trips or (1 if self.loops else others)
-        if self.is_of_blocks and blocks is not None:
-            trips = blocks
-        return trips * (self.bundles + sum(loop.cycles(blocks, others) for loop in self.loops))
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the trips of a loop in it are not constants."""
-        return self.trips is None or any(loop.is_open for loop in self.loops)
+    place: str
+    op: str
+    operands: tuple[str, ...]
+    on: tuple[str, bool] | None
+    otherwise: str | None
 
 
-def parse(text: str) -> Loop:
-    """The loops of an operation, from its bundles."""
-    stack, begun = [Loop()], dict[str, Loop]()
+class Bundle(NamedTuple):
+    """What of a bundle decides where the program goes.
+
+    Attributes:
+      writes: that happen at once.
+      branch: the predicate and the region, or None.
+      following: the next bundle that has any of these.
+    """
+
+    writes: list[Write]
+    branch: tuple[tuple[str, bool] | None, str] | None
+
+
+def parse(text: str) -> tuple[list[Bundle], dict[str, int]]:
+    """The bundles of an operation, and the first one of each region."""
+    texts: list[tuple[str, str]] = []
     for line in text.splitlines():
-        bundle = BUNDLE.match(line)
-        if bundle is None:
+        if begins := BEGIN.match(line):
+            texts.append((begins[1] or "", line))
+        elif texts:
+            texts[-1] = (texts[-1][0], texts[-1][1] + line)
+    regions: dict[str, int] = {}
+    found: list[Bundle] = []
+    for marker, lines in texts:
+        if marker.strip():
+            regions |= dict.fromkeys(REGION.findall(lines), len(found))
+        found.append(_bundle(COMMENT.sub("", lines)))
+    return found, regions
+
+
+def _bundle(text: str) -> Bundle:
+    writes: list[Write] = []
+    for place, op, negated, predicate, otherwise, rest in ASSIGNMENT.findall(text):
+        operands = tuple(_operand(x) for x in rest.split(","))
+        if op == "sphi":  # the registers are the same
             continue
-        marker, depth = bundle[1], len(bundle[2])
-        if ":  {}" not in line:  # a bundle without instructions does not say how deep it is
-            del stack[depth + (marker != "LB") :]
-        while len(stack) <= depth:
-            stack[-1].loops.append(Loop(trips=None))
-            stack.append(stack[-1].loops[-1])
-        if marker == "LB":
-            begun |= dict.fromkeys(re.findall(r"Start region (\d+)", line), stack[-1])
-        stack[-1].bundles += 1
-        for predicate, region in re.findall(r"sbr\.rel \(!?%(\w+)\) target = \$region(\d+)", line):
-            if region in begun:  # back to where a loop begins
-                begun[region].trips, begun[region].is_of_blocks = _trips(predicate, text)
-    return stack[0]
+        on = (predicate, not negated) if predicate else None
+        writes.append(Write(place, op, operands, on, _operand(otherwise) if otherwise else None))
+    for place, negated, predicate, value in SPILL.findall(text):
+        on = (predicate, not negated) if predicate else None
+        writes.append(Write(place, "smov", (_operand(value),), on, None))
+    branch = BRANCH.search(text)
+    if branch is None:
+        return Bundle(writes, None)
+    return Bundle(writes, ((branch[2], not branch[1]) if branch[2] else None, branch[3]))
 
 
-def _trips(predicate: str, text: str) -> tuple[int | None, bool]:
-    """Turns of the loop that a predicate ends, and whether the loop is over blocks."""
+def _operand(text: str) -> str:
+    """A register without its value's name."""
+    return re.sub(r"%\w+?_([sp]\d+)$", r"\1", text.strip())
 
-    def defined(name: str, pattern: str) -> re.Match[str] | None:
-        return re.search(rf"%{name} = {pattern}", text)
 
-    test = defined(predicate, r"scmp\.(\w\w)\.[\w.]+ %(\w+), (\d+)( /\* loop exit test)?")
-    if test is None:
-        return None, False
-    comparison, counter, limit, is_exit = test[1], test[2], int(test[3]), bool(test[4])
-    step = defined(counter, r"sadd\.s32 (\d+), %(\w+)")
-    phi = step and defined(step[2], r"sphi %(\w+), ")
-    start = phi and defined(phi[1], r"smov (?:\(!?%\w+\), )?(\d+)")
-    if step is None or start is None:
-        return None, is_exit
-    distance, by = limit - int(start[1]) + (comparison in ("gt", "le")), int(step[1])
-    return max(1, -(-distance // by)), is_exit
+def follow(text: str) -> int:
+    """Bundles that an operation issues."""
+    program, regions = parse(text)
+    idle = [0] * (len(program) + 1)  # bundles from each on that decide nothing
+    for i in reversed(range(len(program))):
+        decides = program[i].writes or program[i].branch
+        idle[i] = 0 if decides else idle[i + 1] + 1
+    state: dict[str, int | None] = {}
+    at = issued = slots = 0
+    target: int | None = None
+    while at < len(program):
+        step = max(1, idle[at] if target is None else 1)
+        bundle = program[at]
+        at, issued = at + step, issued + step
+        changed = [(w.place, _value(w, state)) for w in bundle.writes if _happens(w, state)]
+        if bundle.branch is not None:
+            on, region = bundle.branch
+            if (on is None or state.get(on[0]) == on[1]) and region in regions:
+                target, slots = regions[region], SLOTS + 1
+        state.update(changed)
+        if target is not None:
+            slots -= 1
+            if slots == 0:
+                at, target = target, None
+        if issued > MOST:
+            raise RuntimeError("bundles without an end")
+    return issued
+
+
+def _happens(write: Write, state: dict[str, int | None]) -> bool:
+    return (
+        write.on is None or write.otherwise is not None or state.get(write.on[0]) in _maybe(write)
+    )
+
+
+def _maybe(write: Write) -> tuple[int | None, ...]:
+    assert write.on is not None
+    return None, int(write.on[1])
+
+
+def _value(write: Write, state: dict[str, int | None]) -> int | None:
+    """What is written; None if it is not known."""
+
+    def known(operand: str) -> int | None:
+        return int(operand) if operand.isdigit() else state.get(operand)
+
+    if write.on is not None:
+        predicate = state.get(write.on[0])
+        if predicate is None:
+            return None
+        if predicate != write.on[1]:
+            assert write.otherwise is not None
+            return known(write.otherwise)
+    values = [known(operand) for operand in write.operands]
+    name, *kind = write.op.split(".")
+    if write.op == "scalar_select":
+        return None if values[0] is None else values[2 - values[0]]
+    if None in values:
+        return None
+    numbers = [value for value in values if value is not None]
+    if name == "scmp":
+        if kind[1].startswith("s"):
+            numbers = [value - 2**32 * (value >> 31) for value in numbers]
+        return int(COMPARISONS[kind[0]](*numbers))
+    if name not in OPERATIONS:
+        return None
+    return int(OPERATIONS[name](*numbers)) & 0xFFFFFFFF
 
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """Operations of one program, by name, each with its bundles; and the bandwidth of its chip."""
+    """Of one program the bundles that each operation issues; and the bandwidth of its chip."""
 
-    operations: dict[str, Loop]
+    issued: dict[str, int]
     bytes_per_cycle: float
 
     @classmethod
     def taken(cls, folder: Path, device: str) -> Code:
         """What is in a folder, which is empty afterwards, for the next program."""
-        found: dict[str, Loop] = {}
+        issued: dict[str, int] = {}
         for path in sorted(folder.iterdir()):
-            if name := FILE.match(path.name):
-                found[name[1]] = parse(path.read_text(errors="replace"))
+            if (name := FILE.match(path.name)) and name[1] != "TLP":
+                issued[name[1]] = follow(path.read_text(errors="replace"))
             path.unlink()
-        return cls(found, BYTES_PER_CYCLE[device])
+        return cls(issued, BYTES_PER_CYCLE[device])
 
     def cycles(self, it: hlo_text.Instruction, hbm_bytes: int) -> int:
         """Of an operation that moves so many bytes."""
-        code, blocks, at_once = self.operations.get(it.name), None, 0
-        if found := re.search(r'"iteration_bounds":\[([^\]]*)\]', it.line):
-            blocks = math.prod(int(bound) for bound in re.findall(r"\d+", found[1]))
-        if found := re.search(r'"integer_config":\{"integer":"(\d+)"', it.line):
-            at_once = int(found[1])  # a gather says how many entries it reads at once
-        others = -(-hlo_text.count_of(it.shape) // at_once) if at_once else 1
-        issued = 0 if code is None else code.cycles(blocks, others)
-        return max(issued, round(hbm_bytes / self.bytes_per_cycle))
-
-    def open_loops(self) -> list[str]:
-        """Operations that have a loop whose trips are not constants."""
-        return [name for name, loop in self.operations.items() if loop.is_open]
+        return max(self.issued.get(it.name, 0), round(hbm_bytes / self.bytes_per_cycle))
