@@ -302,7 +302,7 @@ def report(case: Case, folder: Path) -> dict[str, Any]:
         trips = 16 if case.parts == 1 else 4
     unit_cycles = 1.0
     if case.device in TPUS:
-        code = bundles.Code.taken(folder, case.device)
+        code = bundles.Code.taken(folder, case.device, text)
         found = hlo_text.Program.of(text, trips, code.cycles)
         unit_cycles = unit / code.bytes_per_cycle
     else:

@@ -220,21 +220,51 @@ def _value(write: Write, state: dict[str, int | None]) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """Of one program the bundles that each operation issues; and the bandwidth of its chip."""
+    """Of one program the bundles that each operation issues; and the bandwidth of its chip.
+
+    Attributes:
+      issued: by operation. Of equal operations libtpu writes one.
+      equal: by what operations are, those that were written.
+      computations: by name, their lines.
+      bytes_per_cycle: of HBM.
+    """
 
     issued: dict[str, int]
+    equal: dict[str, str]
+    computations: dict[str, list[str]]
     bytes_per_cycle: float
 
     @classmethod
-    def taken(cls, folder: Path, device: str) -> Code:
-        """What is in a folder, which is empty afterwards, for the next program."""
+    def taken(cls, folder: Path, device: str, text: str) -> Code:
+        """Of the program `text`, whose bundles are in a folder, which is empty afterwards."""
         issued: dict[str, int] = {}
         for path in sorted(folder.iterdir()):
             if (name := FILE.match(path.name)) and name[1] != "TLP":
                 issued[name[1]] = follow(path.read_text(errors="replace"))
             path.unlink()
-        return cls(issued, BYTES_PER_CYCLE[device])
+        if not issued:
+            raise RuntimeError("libtpu wrote no bundles: was it loaded before `dumped`?")
+        parsed = hlo_text.parse(text)[0]
+        lines = {name: [it.line for it in inside.values()] for name, inside in parsed.items()}
+        code = cls(issued, {}, lines, BYTES_PER_CYCLE[device])
+        for inside in parsed.values():
+            of_these = {code._what(it): it.name for it in inside.values() if it.name in issued}
+            code.equal.update(of_these)
+        return code
 
     def cycles(self, it: hlo_text.Instruction, hbm_bytes: int) -> int:
         """Of an operation that moves so many bytes."""
-        return max(self.issued.get(it.name, 0), round(hbm_bytes / self.bytes_per_cycle))
+        name = it.name if it.name in self.issued else self.equal.get(self._what(it), "")
+        return max(self.issued.get(name, 0), round(hbm_bytes / self.bytes_per_cycle))
+
+    def _what(self, it: hlo_text.Instruction) -> str:
+        """An operation without names and places: its types and those of what it calls."""
+        called = re.search(r"calls=%([\w.\-]+)", it.line)
+        lines = [it.line, *(self.computations[called[1]] if called else [])]
+        names: dict[str, str] = {}
+
+        def number(name: re.Match[str]) -> str:
+            return names.setdefault(name[0], f"%{len(names)}")
+
+        text = re.sub(r", (metadata|backend_config|calls)=.*", "", "\n".join(lines))
+        return re.sub(r"%[\w.\-]+", number, text)

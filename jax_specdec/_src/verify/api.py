@@ -13,7 +13,7 @@ from jax import lax
 from jax_specdec._src.arrays import check_choice, check_type
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.platform import Platform, traced_for_platform
-from jax_specdec._src.sampling import SamplingParams
+from jax_specdec._src.sampling import Filter, SamplingParams
 from jax_specdec._src.types import Array, Drafts, Integers, Noise, RaceNoise, RejectionSampleOutput
 from jax_specdec._src.verify import checks, xla
 from jax_specdec._src.verify import sharding as sharding_lib
@@ -368,15 +368,17 @@ def _verify_part(arrays: CallArrays, static: _Static, platform: Platform) -> Rej
             statistics = functools.partial(phases.row_statistics, config=kernel_config)
             kernels = Kernels(statistics, phases.part_masses, phases.part_draw)
     is_whole, by_default = vocab_axis is None, implementation in (None, "xla")
+    is_plain = is_whole and Filter.of(arrays.sampling) is None and arrays.token_bitmask is None
+    is_plain &= rule.conditional_rates is None
     form = Form(
         platform,
         vocab_axis,
         draft_is_split=layout is not None and layout.draft_vocab,
         kernels=kernels,
         in_order=implementation == "xla_lazy" or (is_whole and by_default and platform == "cpu"),
-        # To sum rows by tile, a TPU would copy all of them.
+        # To sum filtered rows by tile, a TPU would copy all of them.
         keeps_sums=(is_whole or rule.draws_every_row)
-        and (platform != "tpu" or implementation == "xla_lazy"),
+        and (platform != "tpu" or implementation == "xla_lazy" or is_plain),
     )
     return xla.verify(arrays, rule, k=k, size=size, form=form)
 
