@@ -2,9 +2,10 @@
 
 python benchmarks/bench_draft_budget.py             # by a model of the cost, and by this device
 python benchmarks/bench_draft_budget.py --model-only
+python benchmarks/bench_draft_budget.py --target llama-8b --slots 1 8 32 128    # on a large GPU
 
 Acceptance is synthetic, so that nothing depends on how good a small drafter is, and drafting is
-free. Runs on whatever device JAX has; on a GPU give a larger model and more slots.
+free. Runs on whatever device JAX has; what it showed of other devices stays in the results.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import json
 import time
 from typing import Any
 
+import bench_scan_layers
 import jax
 import jax.numpy as jnp
 import measure
 import numpy as np
+import serving_programs
 from matplotlib.figure import Figure
 
 import jax_specdec as sd
@@ -114,8 +117,23 @@ class FreeDrafter:
         return sd.Proposal(jnp.full(shape, 32, jnp.int32)), cache
 
 
-def engine_of(slots: int, rates: tuple[float, ...]) -> tuple[sd.Engine, Any]:
-    (model, params), _ = sd.load_embedded_pair()
+def target_of(name: str) -> tuple[Any, Any]:
+    """The embedded target, or one of the sizes of Llama 3 with random weights, in bfloat16."""
+    if name == "embedded":
+        return sd.load_embedded_pair()[0]
+    config = {
+        "llama-1b": serving_programs.LLAMA_3_1B,
+        "llama-8b": serving_programs.LLAMA_3_8B,
+        "tiny": serving_programs.TINY,
+    }[name]
+    model = sd.models.Llama(config, dtype=jnp.bfloat16, scan_layers=True)
+    return model, bench_scan_layers.random_weights(model)
+
+
+def engine_of(
+    target: tuple[Any, Any], slots: int, rates: tuple[float, ...]
+) -> tuple[sd.Engine, Any]:
+    model, params = target
     config = sd.SpecDecodeConfig(
         num_speculative_tokens=K,
         rejection_sample_method="synthetic",
@@ -129,9 +147,11 @@ def engine_of(slots: int, rates: tuple[float, ...]) -> tuple[sd.Engine, Any]:
     return engine, params
 
 
-def by_device(slots: int, rates: tuple[float, ...]) -> tuple[list[float], list[dict[str, Any]]]:
+def by_device(
+    target: tuple[Any, Any], slots: int, rates: tuple[float, ...]
+) -> tuple[list[float], list[dict[str, Any]]]:
     """The measured costs, and tokens per second of each number of drafts."""
-    engine, params = engine_of(slots, rates)
+    engine, params = engine_of(target, slots, rates)
     first = sd.EngineDriver(engine, params)
     first.warm_up()
     assert first.draft_choice is not None
@@ -163,10 +183,15 @@ def by_device(slots: int, rates: tuple[float, ...]) -> tuple[list[float], list[d
 
 
 def draw(all_rows: list[dict[str, Any]]) -> Figure:
-    """Tokens per second over slots, against no speculation, by the model of the cost."""
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
-    for ax, name in zip(figure.subplots(1, len(RATES), sharey=True), RATES, strict=True):
-        rows = [r for r in all_rows if r["by"] == "rows" and r["rates"] == name]
+    """Tokens per second over slots, against no speculation, wherever all of `SLOTS` were run."""
+    slots: dict[str, set[int]] = {r["by"]: set() for r in all_rows}
+    for row in all_rows:
+        slots[row["by"]].add(row["slots"])
+    shown = [by for by, found in slots.items() if found == {*SLOTS}]
+    figure = Figure(figsize=(9, 3.8 * len(shown)), layout="constrained")
+    all_axes = figure.subplots(len(shown), len(RATES), sharex=True, sharey=True, squeeze=False)
+    for ax, (by, name) in zip(all_axes.flat, itertools.product(shown, RATES), strict=True):
+        rows = [r for r in all_rows if r["by"] == by and r["rates"] == name]
         plain = {r["slots"]: r["tokens_per_second"] for r in rows if r["k"] == 0}
         for k in (*FIXED, "adaptive"):
             mine = [r for r in rows if r["k"] == k]
@@ -175,12 +200,16 @@ def draw(all_rows: list[dict[str, Any]]) -> Figure:
             style = dict(color="k", linewidth=2.5) if k == "adaptive" else dict(linestyle="--")
             ax.plot([r["slots"] for r in mine], y, label=label, marker="o", markersize=4, **style)
         first, second, *_ = RATES[name]
-        ax.set(xscale="log", xlabel="slots", title=f"accepted: {first}, {second}, ...")
+        title = "cost by rows" if by == "rows" else by
+        ax.set(xscale="log", title=f"{title}; accepted: {first}, {second}, ...")
         ax.set_xticks(SLOTS, [str(n) for n in SLOTS])
         ax.minorticks_off()
         ax.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("tokens per second / no speculation")
-    figure.axes[0].legend(fontsize="small")
+    for ax in all_axes[-1]:
+        ax.set_xlabel("slots")
+    for ax in all_axes[:, 0]:
+        ax.set_ylabel("tokens per second / no speculation")
+    all_axes[0, 0].legend(fontsize="small")
     return figure
 
 
@@ -188,20 +217,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model-only", action="store_true", help="keep what the device showed")
     parser.add_argument("--slots", type=int, nargs="*", default=(1, 8, 32), help="on the device")
+    parser.add_argument("--target", default="embedded", help="embedded, llama-1b or llama-8b")
     given = parser.parse_args()
     path = measure.RESULTS / "draft_budget.json"
     old = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    here = f"{given.target} on {jax.devices()[0].device_kind}"
     rows: list[dict[str, Any]] = []
     for (name, rates), slots in itertools.product(RATES.items(), SLOTS):
         found = [{"k": k, **by_model(slots, rates, k)} for k in (*FIXED, "adaptive")]
         rows += [{"by": "rows", "rates": name, "slots": slots, **row} for row in found]
-    if given.model_only:
-        rows += [row for row in old["rows"] if row["by"] == "device"]
-    else:
+    kept = ("rows",) if given.model_only else ("rows", here)
+    rows += [row for row in old["rows"] if row["by"] not in kept]
+    if not given.model_only:
+        target = target_of(given.target)
         for (name, rates), slots in itertools.product(RATES.items(), given.slots):
-            costs, found = by_device(slots, rates)
+            costs, found = by_device(target, slots, rates)
             for row in found:
-                rows.append({"by": "device", "rates": name, "slots": slots, "costs": costs, **row})
+                rows.append({"by": here, "rates": name, "slots": slots, "costs": costs, **row})
+                print(here, name, slots, row, flush=True)
     for by, name, slots in sorted({(r["by"], r["rates"], r["slots"]) for r in rows}):
         mine = [r for r in rows if (r["by"], r["rates"], r["slots"]) == (by, name, slots)]
         speeds = {r["k"]: r["tokens_per_second"] for r in mine}
