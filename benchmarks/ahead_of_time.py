@@ -96,7 +96,7 @@ def compile_apart(case: Case) -> dict[str, Any]:
     Attributes of the report: ``temporaries``, ``hbm_bytes``, ``bytes`` (in any memory) and
     ``cost_model_bytes`` (XLA's own, loops once) and ``largest_exchange`` (what the largest of the
     collectives leaves on a device) in units of the logits; ``reads``, the cycles of a TPU (see
-    `bundles`) in units of those in which the logits are read once; ``parts``, the operations that
+    `bundles`) in units of those in which the logits are read once; ``largest``, the operations that
     take most of them; ``loops``, ``ops`` and ``compile_s``. Searches for thresholds count with as
     many rounds as they may take. Where it cannot be compiled, ``error`` alone. Of a kernel: see
     `kernel_report`.
@@ -308,7 +308,7 @@ def report(case: Case, folder: Path) -> dict[str, Any]:
     else:
         found = hlo_text.Program.of(text, trips)
     ops, counted = found.ops(), found.count()
-    parts = [
+    largest = [
         [it.name, round(times * each.cycles / unit_cycles, 3), times, _source(it)]
         for it, each, times in found.operations()
         if times * each.cycles >= 0.05 * counted.cycles
@@ -321,7 +321,7 @@ def report(case: Case, folder: Path) -> dict[str, Any]:
         "bytes": round(counted.bytes / unit, 2),
         "cost_model_bytes": round(cost.get("bytes accessed", 0) / unit, 2),
         "reads": round(counted.cycles / unit_cycles, 2),
-        "parts": parts,
+        "largest": largest,
         "largest_exchange": round(max(measure.collectives(text).values(), default=0) / unit, 4),
         "loops": [trips for _, trips in found.loops()],
         "ops": {name: ops[name] for name in ("fusion", "while", "conditional") if ops[name]},
