@@ -25,6 +25,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import bundles
+import hlo_text
+
 VOCAB, K = 128256, 4
 
 LISTED = {"map": 32000, "candidates": 32}
@@ -92,9 +95,11 @@ def compile_apart(case: Case) -> dict[str, Any]:
 
     Attributes of the report: ``temporaries``, ``hbm_bytes``, ``bytes`` (in any memory) and
     ``cost_model_bytes`` (XLA's own, loops once) and ``largest_exchange`` (what the largest of the
-    collectives leaves on a device) in units of the logits; ``cycles``, ``loops``, ``ops`` and
-    ``compile_s``. Nothing is counted where a search for thresholds decides how much is
-    read. Where it cannot be compiled, ``error`` alone. Of a kernel: see `kernel_report`.
+    collectives leaves on a device) in units of the logits; ``reads``, the cycles of a TPU (see
+    `bundles`) in units of those in which the logits are read once; ``largest``, the operations that
+    take most of them; ``loops``, ``ops`` and ``compile_s``. Searches for thresholds count with as
+    many rounds as they may take. Where it cannot be compiled, ``error`` alone. Of a kernel: see
+    `kernel_report`.
     """
     (found,) = compile_all_apart([case])
     return found
@@ -275,9 +280,8 @@ def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]
     return run, arrays
 
 
-def report(case: Case) -> dict[str, Any]:
-    """What `compile_apart` gives, compiled in this process."""
-    import hlo_text
+def report(case: Case, folder: Path) -> dict[str, Any]:
+    """What `compile_apart` gives, compiled in this process; libtpu writes bundles to `folder`."""
     import jax
     import measure
 
@@ -296,17 +300,31 @@ def report(case: Case) -> dict[str, Any]:
     text = compiled.as_text() or ""
     if path := os.environ.get("HLO"):
         Path(path).write_text(text)
-    found = hlo_text.Program.of(text, trips=K + 1)  # of a loop over positions, at most
-    ops = found.ops()
-    counted = None if case.processed else found.count()  # how far filters search, data decide
+    trips = K + 1  # of a loop over positions, at most
+    if case.processed:  # of a search for thresholds; a split vocabulary tests 15 candidates at once
+        trips = 16 if case.parts == 1 else 4
+    unit_cycles = 1.0
+    if case.device in TPUS:
+        code = bundles.Code.taken(folder, case.device, text)
+        found = hlo_text.Program.of(text, trips, code.cycles)
+        unit_cycles = unit / code.bytes_per_cycle
+    else:
+        found = hlo_text.Program.of(text, trips)
+    ops, counted = found.ops(), found.count()
+    largest = [
+        [it.name, round(times * each.cycles / unit_cycles, 3), times, _source(it)]
+        for it, each, times in found.operations()
+        if times * each.cycles >= 0.05 * counted.cycles
+    ]
     cost = compiled.cost_analysis() or {}
     cost = cost[0] if isinstance(cost, list) else cost
     return {
         "temporaries": round(compiled.memory_analysis().temp_size_in_bytes / unit, 3),
-        "hbm_bytes": None if counted is None else round(counted.hbm_bytes / unit, 2),
-        "bytes": None if counted is None else round(counted.bytes / unit, 2),
+        "hbm_bytes": round(counted.hbm_bytes / unit, 2),
+        "bytes": round(counted.bytes / unit, 2),
         "cost_model_bytes": round(cost.get("bytes accessed", 0) / unit, 2),
-        "cycles": None if counted is None else counted.cycles,
+        "reads": round(counted.cycles / unit_cycles, 2),
+        "largest": largest,
         "largest_exchange": round(max(measure.collectives(text).values(), default=0) / unit, 4),
         "loops": [trips for _, trips in found.loops()],
         "ops": {name: ops[name] for name in ("fusion", "while", "conditional") if ops[name]},
@@ -346,6 +364,13 @@ def kernel_report(case: Case, run: Callable[..., Any], arrays: dict[str, Any]) -
     }
 
 
+def _source(it: hlo_text.Instruction) -> str:
+    """The operation of JAX that an instruction comes from."""
+    found = re.search(r'op_name="[^"]*?([^"/]*/?[^"/]*)"', it.line)
+    return found[1] if found else it.op
+
+
 if __name__ == "__main__":
-    for given in sys.argv[1:]:
-        print(json.dumps(report(Case(**json.loads(given)))), flush=True)
+    with bundles.dumped() as folder:
+        for given in sys.argv[1:]:
+            print(json.dumps(report(Case(**json.loads(given)), folder)), flush=True)

@@ -1,16 +1,17 @@
-"""What a compiled program does, counted in its text (HLO): bytes, cycles, loops, fusions.
+"""What a compiled program does, counted in its text (HLO): bytes, loops, fusions.
 
 XLA's own `cost_analysis` counts the body of a loop once, and a fusion that reads ten rows of a
 matrix as if it read the matrix. Here a body counts as often as the loop turns, and a slice counts
-what it takes. TPU programs also carry the compiler's estimate of each operation's cycles.
+what it takes. Cycles are counted by whoever is given (`bundles`).
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "s64": 8}
@@ -52,7 +53,7 @@ class Counted(NamedTuple):
       bytes: read and written, in any memory.
       hbm_bytes: of these, in the device's main memory. A TPU keeps some arrays in its
         vector memory (VMEM), which are marked ``S(1)``.
-      cycles: the compiler's estimate; 0 where it gives none.
+      cycles: of a TPU; 0 where nobody counts them.
     """
 
     bytes: int = 0
@@ -69,11 +70,15 @@ def bytes_of(shape: str, only_hbm: bool = False) -> int:
     for dtype, dims, layout in SHAPE.findall(shape):
         if only_hbm and "S(" in layout:
             continue
-        count = BYTES[dtype]
-        for dim in filter(None, dims.split(",")):
-            count *= int(dim)
-        total += count
+        total += BYTES[dtype] * math.prod(int(dim) for dim in dims.split(",") if dim)
     return total
+
+
+def count_of(shape: str) -> int:
+    """Entries of the first array in the text of a shape."""
+    found = SHAPE.search(shape)
+    assert found is not None, shape
+    return bytes_of(found[0]) // BYTES[found[1]]
 
 
 def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
@@ -103,41 +108,56 @@ class Program:
       computations: by name, each its instructions by name.
       entry: the program's.
       trips: how often a loop turns that does not say: how far it goes depends on the data.
+      cycles: of an operation that moves so many bytes of HBM.
     """
 
     computations: dict[str, dict[str, Instruction]]
     entry: str
     trips: int
+    cycles: Callable[[Instruction, int], int]
 
     @classmethod
-    def of(cls, text: str, trips: int) -> Program:
-        return cls(*parse(text), trips)
+    def of(
+        cls, text: str, trips: int, cycles: Callable[[Instruction, int], int] = lambda *_: 0
+    ) -> Program:
+        return cls(*parse(text), trips, cycles)
 
     def count(self, name: str | None = None) -> Counted:
         """What a computation takes, loops by their trips; of two branches the dearer."""
         total = Counted()
+        for _, counted, times in self.operations(name):
+            total = total.plus(counted, times)
+        return total
+
+    def operations(self, name: str | None = None) -> Iterator[tuple[Instruction, Counted, int]]:
+        """Every operation that runs, what it takes, and how often; of two branches the dearer."""
         computation = self.computations[name or self.entry]
         for it in computation.values():
             if it.op == "while":
-                body = self.count(_called(it, "body"))
-                total = total.plus(body, self.trips_of(it))
+                trips = self.trips_of(it)
+                for inner, counted, times in self.operations(_called(it, "body")):
+                    yield inner, counted, trips * times
             elif it.op == "conditional":
-                branches = [self.count(branch) for branch in _branches(it)]
-                total = total.plus(max(branches, key=lambda c: (c.hbm_bytes, c.bytes, c.cycles)))
+                yield from self.operations(max(_branches(it), key=self._price))
             elif it.op in CALLS:
-                total = total.plus(self.count(_called(it, "to_apply")))
+                yield from self.operations(_called(it, "to_apply"))
             else:
-                moved = (self._moved(it, computation, only_hbm) for only_hbm in (False, True))
-                total = total.plus(Counted(*moved, _cycles(it)))
-        return total
+                moved, hbm = (self._moved(it, computation, only_hbm) for only_hbm in (False, True))
+                yield it, Counted(moved, hbm, self.cycles(it, hbm)), 1
+
+    def _price(self, name: str) -> tuple[int, ...]:
+        counted = self.count(name)
+        return counted.cycles, counted.hbm_bytes, counted.bytes
 
     def trips_of(self, loop: Instruction) -> int:
-        """As often as the loop turns; `trips` where that depends on the data."""
+        """As often as the loop turns: `trips` where the data decide, once if it only asks."""
         known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.line)
         if known:
             return int(known[1])
         condition = self.computations[_called(loop, "condition")]
         (root,) = (it for it in condition.values() if it.is_root)
+        if root.op == "get-tuple-element":  # what a turn before has decided: it turns if at all
+            return 1
         if root.op == "compare" and "direction=LT" in root.line:
             limit = re.search(r" constant\((\d+)\)", condition[root.operands[1]].line)
             if limit:
@@ -247,12 +267,6 @@ def _like(shape: str, size: str, hbm: bool) -> int:
     layout = SHAPE.search(shape)
     assert layout is not None
     return 0 if hbm and "S(" in (layout[3] or "") else bytes_of(first[0])
-
-
-def _cycles(it: Instruction) -> int:
-    found = re.search(r'estimated_cycles":"(\d+)"', it.line)
-    cycles = int(found[1]) if found else 0
-    return cycles if cycles < 2**62 else 0  # the largest integer stands for no estimate
 
 
 def _called(it: Instruction, role: str) -> str:

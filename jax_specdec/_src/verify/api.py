@@ -13,7 +13,7 @@ from jax import lax
 from jax_specdec._src.arrays import check_choice, check_type
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.platform import Platform, traced_for_platform
-from jax_specdec._src.sampling import SamplingParams
+from jax_specdec._src.sampling import Filter, SamplingParams
 from jax_specdec._src.types import Array, Drafts, Integers, Noise, RaceNoise, RejectionSampleOutput
 from jax_specdec._src.verify import checks, xla
 from jax_specdec._src.verify import sharding as sharding_lib
@@ -383,6 +383,8 @@ def _verify_part(arrays: CallArrays, static: _Static, platform: Platform) -> Rej
 
         row_statistics = of_rows.row_statistics
     is_whole, by_default = vocab_axis is None, implementation in (None, "xla")
+    is_plain = is_whole and Filter.of(arrays.sampling) is None and arrays.token_bitmask is None
+    is_plain &= rule.conditional_rates is None
     form = Form(
         platform,
         vocab_axis,
@@ -390,9 +392,9 @@ def _verify_part(arrays: CallArrays, static: _Static, platform: Platform) -> Rej
         kernels=kernels,
         row_statistics=row_statistics,
         in_order=implementation == "xla_lazy" or (is_whole and by_default and platform == "cpu"),
-        # To sum rows by tile, XLA would copy all of them on a TPU.
+        # To sum filtered rows by tile, XLA would copy all of them on a TPU.
         keeps_sums=(is_whole or (rule.draws_every_row and row_statistics is None))
-        and (platform != "tpu" or implementation in ("xla_lazy", "mosaic_tpu")),
+        and (platform != "tpu" or implementation in ("xla_lazy", "mosaic_tpu") or is_plain),
     )
     return xla.verify(arrays, rule, k=k, size=size, form=form)
 

@@ -135,12 +135,19 @@ def _of_all_rows(
     rows: LocalRows, requests: Request, positions: Position, samples: bool
 ) -> TargetStatistics:
     """Of all positions: every row is read, in place."""
-    num_rows = rows.target.matrix.shape[0]
-    peak, argmax = rows.target.max_and_argmax(None)
-    stats = TargetStatistics(Partials(peak, jnp.zeros_like(peak)), argmax, None, None)
-    if samples:
-        given = requests.inv_temperature, requests.is_ok & ~requests.greedy, requests.filter
-        stats = _summed(rows, None, peak, argmax, *_of_owners(requests, num_rows, given))
+    num_rows, target = rows.target.matrix.shape[0], rows.target
+    given = requests.inv_temperature, requests.is_ok & ~requests.greedy, requests.filter
+    in_tiles = requests.filter is None and target.token_bitmask is None
+    in_tiles &= target.first_id is None or not rows.form.keeps_sums  # an edge may cut a tile
+    if samples and rows.form.platform == "tpu" and in_tiles:
+        inv_temperature, _, _ = _of_owners(requests, num_rows, given)
+        partials, argmax, sums = target.by_tile(inv_temperature)
+        stats = TargetStatistics(partials, argmax, None, sums if rows.form.keeps_sums else None)
+    else:
+        peak, argmax = target.max_and_argmax(None)
+        stats = TargetStatistics(Partials(peak, jnp.zeros_like(peak)), argmax, None, None)
+        if samples:
+            stats = _summed(rows, None, peak, argmax, *_of_owners(requests, num_rows, given))
     index = jnp.minimum(positions.row, num_rows - 1)
     return jax.tree.map(lambda x: x[index], stats)
 
