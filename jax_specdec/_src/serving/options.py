@@ -95,8 +95,8 @@ class RequestOptions:
         for one in NUMBERS:
             value = getattr(self, one.name)
             if one.dtype is np.float32:
-                checked[one.name] = _float32(one.name, value)
-                require(one.range.holds(checked[one.name]), one.name, one.range.must, value)
+                require(one.range.holds(_float32(one.name, value)), one.name, one.range.must, value)
+                checked[one.name] = float(value)
             else:
                 checked[one.name] = _integer(one.name, value, 2**31 - 1)
         if self.seed is not None:
