@@ -103,7 +103,6 @@ class Bundle(NamedTuple):
     Attributes:
       writes: that happen at once.
       branch: the predicate and the region, or None.
-      following: the next bundle that has any of these.
     """
 
     writes: list[Write]
