@@ -52,7 +52,7 @@ def cases(batch: int, vocabulary: int) -> list[Case]:
         make("one-hot", **ONE_HOT),
         make("stored normalizers"),
         make("probabilities", distribution="probs"),
-        make("block, stored normalizers", block=True),
+        make("block, stored normalizers", method="block"),
         make("synthetic", rates=RATES, **ONE_HOT),
         make("one-hot, float32", dtype="float32", **ONE_HOT),
     ]

@@ -53,7 +53,7 @@ class Case(NamedTuple):
     noise: float = 0.6
     dtype: str = "bfloat16"
     rates: tuple[float, ...] | None = None
-    block: bool = False
+    method: str = "standard"
     ids: str | None = None
     scattered: bool = False
     goal: float | None = None
@@ -68,7 +68,7 @@ class Case(NamedTuple):
         if self.rates is None:
             return sd.SpecDecodeConfig(
                 num_speculative_tokens=self.k,
-                rejection_sample_method="block" if self.block else "standard",
+                rejection_sample_method=self.method,
             )
         return sd.SpecDecodeConfig(
             num_speculative_tokens=self.k,
@@ -114,9 +114,10 @@ CASES = (
     Case("greedy", 256, **GREEDY, goal=60),
     Case("synthetic", 256, rates=(0.8, 0.6, 0.4, 0.2), goal=45, variants=WITHOUT_PLAIN),
     *(
-        Case("block", batch, block=True, goal=goal, variants=WITHOUT_PLAIN)
+        Case("block", batch, method="block", goal=goal, variants=WITHOUT_PLAIN)
         for batch, goal in ((64, None), (256, 250))
     ),
+    *(Case("agreement", batch, method="agreement", variants=(XLA,)) for batch in (8, 64, 256)),
     Case(FLOAT32, 1, dtype="float32", goal=9, variants=(MOSAIC, COLD, XLA, PLAIN)),
     Case(FLOAT32, 64, dtype="float32", goal=45),
     Case(FLOAT32, 256, dtype="float32", goal=150),
@@ -136,7 +137,7 @@ SWEPT = (
     Case("draft logits, no normalizer", 64, distribution="logits"),
     Case("greedy", 64, **GREEDY),
     Case("synthetic", 64, rates=(0.8, 0.6, 0.4, 0.2)),
-    Case("block", 64, block=True),
+    Case("block", 64, method="block"),
     Case("V = 131071", 64, vocabulary=131071),
     *(case for case in LISTS if case.batch == 64 and not case.scattered),
 )
@@ -171,9 +172,9 @@ def bytes_read(case: Case, calls: int, emitted: int, rejected: int) -> float:
         draft_row += 4 * width  # its ids; a map is there once
     requests = calls * case.batch
     target_rows = emitted if case.rates is None else requests
-    draft_rows = 0 if case.distribution == "none" else rejected
+    draft_rows = 0 if case.distribution == "none" or case.method == "agreement" else rejected
     if case.distribution == "logits" and case.rates is None:
         draft_rows = emitted - requests + rejected
-    if case.block:
+    if case.method == "block":
         target_rows, draft_rows = case.k * requests + requests - rejected, case.k * requests
     return (target_rows * row + draft_rows * draft_row) / calls
