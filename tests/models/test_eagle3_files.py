@@ -22,6 +22,8 @@ from .test_eagle3 import CONFIG, NARROW, OPTIONS, random_params
 from .test_hostile_files import FIELDS as LLAMA_FIELDS
 from .test_hostile_files import NOT_JSON, PLACES, in_json, sentence
 
+pytestmark = pytest.mark.newest
+
 FILE, WEIGHTS = "config.json", "model.safetensors"
 
 

@@ -124,6 +124,7 @@ def test_generate_gives_the_text_of_plain_decoding(name, k, fields):
     assert output.steps.num_accepted.sum() > 0
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("name", "budget"), [pytest.param("model", None, marks=pytest.mark.long), ("eagle3", (0, 1, 2))]
 )
@@ -153,6 +154,7 @@ def test_engines_give_it_whatever_the_traffic_and_who_is_preempted(name, budget)
     check_texts([text.token_ids for b in range(B) for i, text in found.items() if ids.get(i) == b])
 
 
+@pytest.mark.newest
 def test_another_seed_gives_another_text_and_another_rule_too():
     """What the tests above could not notice if texts were always the same."""
     others = [dataclasses.replace(one, seed=7 + one.seed) for one in OPTIONS]

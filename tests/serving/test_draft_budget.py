@@ -73,7 +73,11 @@ class Peeking(sd.ModelDrafter):
 
 
 @pytest.mark.statistics
-@pytest.mark.parametrize("drafter", [sd.ModelDrafter, Peeking], ids=["drafts", "control"])
+@pytest.mark.parametrize(
+    "drafter",
+    [sd.ModelDrafter, pytest.param(Peeking, marks=pytest.mark.long)],
+    ids=["drafts", "control"],
+)
 def test_text_under_load_is_distributed_as_the_targets(drafter):
     engine = sd.Engine(
         tiny.Trigram(VOCAB),
@@ -143,10 +147,11 @@ LLAMA = dataclasses.replace(engines.LLAMA, draft_budget=BUDGET)
     ("engine", "weights", "has_holes"),
     [
         (LLAMA, engines.WEIGHTS[engines.LLAMA], False),
-        (
+        pytest.param(
             dataclasses.replace(LLAMA, drafter=Forgetful(engines.llama(8))),
             engines.WEIGHTS[engines.LLAMA],
             True,
+            marks=pytest.mark.long,
         ),
         pytest.param(
             dataclasses.replace(test_eagle3.ENGINE, draft_budget=BUDGET),
@@ -227,6 +232,7 @@ def test_the_best_number_of_drafts_has_the_most_tokens_per_second(survival, best
     assert COSTS.best(survival) == best
 
 
+@pytest.mark.newest
 def test_a_choice_learns_whether_speculation_pays():
     """From real verifications, of drafts that are always or never accepted."""
     for is_good in (True, False):

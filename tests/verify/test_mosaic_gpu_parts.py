@@ -254,7 +254,10 @@ def test_masks_thresholds_and_lists_of_parts_give_the_tokens_of_the_oracle(parts
 @pytest.mark.gpu
 @pytest.mark.parametrize(("parts", "ids", "layout"), READ, ids=str)
 def test_masks_thresholds_and_lists_of_parts_on_one_gpu_or_more(parts, ids, layout):
-    verifier = over(min(parts, len(jax.devices())))
+    parts = min(parts, len(jax.devices()))
+    if parts == 1:  # whole draft rows of another width than the part's are refused then
+        layout = dataclasses.replace(layout, draft_vocab=None)
+    verifier = over(parts)
     for seed in range(4):
         batch = listed(ids, layout, seed)
         check(batch, verify(batch, verifier))
