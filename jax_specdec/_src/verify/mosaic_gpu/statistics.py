@@ -140,7 +140,7 @@ def mass(
     """The mass of each warp's part of a row, relative to `base`.
 
     `fold` goes over the row's tiles, and `size` is that of its entries in bytes. The base may be
-    any number of the order of the row's largest entry: `is_usable` tells, from the sum over all
+    any number of the order of the row's largest entry: `is_usable` says, from the sum over all
     warps, whether it was.
     """
     weights = weight_function(base, scale, size)
@@ -303,7 +303,7 @@ class TileSums(NamedTuple):
 def _sums(threads: Threads, xs: list[jax.Array]) -> jax.Array:
     """Sums over each warp of several arrays, as many as a power of two.
 
-    `_part_of` tells which lanes have which sum. At each step half of the lanes go on with every
+    `_part_of` says which lanes have which sum. At each step half of the lanes go on with every
     other array, so that few steps serve all.
     """
     lanes = WARP

@@ -484,7 +484,7 @@ class RowFilter:
             reached, round = self.everywhere(lambda tile, x: x + amount(tile, value), round)
             return jnp.where(reached >= goal, candidate, found), round
 
-        # Sign, exponent of float32, mantissa: what tells entries apart.
+        # Sign, exponent of float32, mantissa: by which entries differ.
         trips = 9 + jnp.finfo(self.target.buffer.dtype).nmant
         found, round = lax.fori_loop(0, trips, trip, (jnp.int32(0), round))
         return jnp.maximum(jnp.where(found == 0, -jnp.inf, _value(found)), least), round
