@@ -13,19 +13,6 @@ import jax
 from jax_specdec._src.arrays import described
 from jax_specdec._src.verify.sharding import VerifySharding
 
-__all__ = [
-    "Cache",
-    "CausalModel",
-    "Params",
-    "TargetOutput",
-    "apply_model",
-    "cache_batch_axis_of",
-    "check_cache",
-    "check_model",
-    "is_loaded_model",
-    "sharding_of",
-]
-
 Cache = Any
 """Any pytree of arrays. The loop carries it and hands it back; it never looks inside."""
 
@@ -37,16 +24,16 @@ class TargetOutput(NamedTuple):
     """What a model computes for S tokens of each request.
 
     Attributes:
-        logits: `[B, S, V]`, in any float dtype: row `[b, s]` scores the token at position
-            `start[b] + s + 1`.
-        cache: of the same structure, shapes and dtypes as the one passed in.
-        features: `[B, S, A H]`, for the A layers of `feature_layers`; None if there are none.
+      logits: ``[B, S, V]``, in any float dtype: row ``[b, s]`` scores the token at position
+        `start[b] + s + 1`.
+      cache: of the same structure, shapes and dtypes as the one passed in.
+      features: ``[B, S, A H]``, for the A layers of `feature_layers`; None if there are none.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> logits, cache, features = TargetOutput(jnp.zeros((1, 2, 8)), ())
-        >>> features is None
-        True
+      >>> import jax.numpy as jnp
+      >>> logits, cache, features = TargetOutput(jnp.zeros((1, 2, 8)), ())
+      >>> features is None
+      True
     """
 
     logits: jax.Array
@@ -90,48 +77,48 @@ class CausalModel(Protocol):
     another along the last axis. `Llama` and `TensorParallelLlama` do this.
 
     Example:
-        The smallest model: a bigram table, whose next token depends on the last one alone.
+      The smallest model: a bigram table, whose next token depends on the last one alone.
 
-        >>> import dataclasses
-        >>> import jax, jax.numpy as jnp
-        >>> @dataclasses.dataclass(frozen=True)
-        ... class Bigram:
-        ...     vocab_size: int
-        ...     def init_cache(self, batch_size, max_length):
-        ...         return ()
-        ...     def apply(self, params, token_ids, start, cache):
-        ...         return params[token_ids], cache
-        >>> model = Bigram(vocab_size=3)
-        >>> isinstance(model, CausalModel)
-        True
-        >>> table = jnp.arange(9.0).reshape(3, 3)
-        >>> logits, _ = model.apply(
-        ...     table, jnp.array([[2, 0]]), jnp.array([0]), model.init_cache(1, 8))
-        >>> logits.tolist()
-        [[[6.0, 7.0, 8.0], [0.0, 1.0, 2.0]]]
+      >>> import dataclasses
+      >>> import jax, jax.numpy as jnp
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Bigram:
+      ...     vocab_size: int
+      ...     def init_cache(self, batch_size, max_length):
+      ...         return ()
+      ...     def apply(self, params, token_ids, start, cache):
+      ...         return params[token_ids], cache
+      >>> model = Bigram(vocab_size=3)
+      >>> isinstance(model, CausalModel)
+      True
+      >>> table = jnp.arange(9.0).reshape(3, 3)
+      >>> logits, _ = model.apply(
+      ...     table, jnp.array([[2, 0]]), jnp.array([0]), model.init_cache(1, 8))
+      >>> logits.tolist()
+      [[[6.0, 7.0, 8.0], [0.0, 1.0, 2.0]]]
 
-        A model that can only score whole sequences, `score(params, tokens [B, T]) -> logits
-        [B, T, V]`, fits as well. Its cache is the token buffer, and every call scores it anew:
-        slow, but exact, because a causal model ignores what follows a position.
+      A model that can only score whole sequences, `score(params, tokens [B, T]) -> logits
+      [B, T, V]`, fits as well. Its cache is the token buffer, and every call scores it anew:
+      slow, but exact, because a causal model ignores what follows a position.
 
-        >>> def score(params, tokens):  # here: sums the rows of a table so far
-        ...     return jnp.cumsum(params[tokens], axis=1)
-        >>> @dataclasses.dataclass(frozen=True)
-        ... class WholeSequence:
-        ...     vocab_size: int
-        ...     def init_cache(self, batch_size, max_length):
-        ...         return jnp.zeros((batch_size, max_length), jnp.int32)
-        ...     def apply(self, params, token_ids, start, cache):
-        ...         positions = start[:, None] + jnp.arange(token_ids.shape[1])[None, :]
-        ...         requests = jnp.arange(token_ids.shape[0])[:, None]
-        ...         cache = cache.at[requests, positions].set(token_ids)
-        ...         return score(params, cache)[requests, positions], cache
-        >>> model = WholeSequence(vocab_size=3)
-        >>> cache = model.init_cache(1, 8)
-        >>> _, cache = model.apply(table, jnp.array([[2, 0]]), jnp.array([0]), cache)
-        >>> logits, cache = model.apply(table, jnp.array([[1]]), jnp.array([1]), cache)  # rollback
-        >>> logits.tolist()
-        [[[9.0, 11.0, 13.0]]]
+      >>> def score(params, tokens):  # here: sums the rows of a table so far
+      ...     return jnp.cumsum(params[tokens], axis=1)
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class WholeSequence:
+      ...     vocab_size: int
+      ...     def init_cache(self, batch_size, max_length):
+      ...         return jnp.zeros((batch_size, max_length), jnp.int32)
+      ...     def apply(self, params, token_ids, start, cache):
+      ...         positions = start[:, None] + jnp.arange(token_ids.shape[1])[None, :]
+      ...         requests = jnp.arange(token_ids.shape[0])[:, None]
+      ...         cache = cache.at[requests, positions].set(token_ids)
+      ...         return score(params, cache)[requests, positions], cache
+      >>> model = WholeSequence(vocab_size=3)
+      >>> cache = model.init_cache(1, 8)
+      >>> _, cache = model.apply(table, jnp.array([[2, 0]]), jnp.array([0]), cache)
+      >>> logits, cache = model.apply(table, jnp.array([[1]]), jnp.array([1]), cache)  # rollback
+      >>> logits.tolist()
+      [[[9.0, 11.0, 13.0]]]
     """
 
     @property
@@ -143,14 +130,14 @@ class CausalModel(Protocol):
         """An empty cache.
 
         Args:
-            batch_size: number of requests, B.
-            max_length: number of positions that can be filled per request, T.
+          batch_size: number of requests, B.
+          max_length: number of positions that can be filled per request, T.
 
         Returns:
-            A pytree of arrays whose shapes depend on B and T alone. One axis of each, the same for
-            all, holds the requests one after another, with the same number of entries for each, so
-            that a serving engine can replace what belongs to one of them: the first axis, or that
-            of the attribute `cache_batch_axis`.
+          A pytree of arrays whose shapes depend on B and T alone. One axis of each, the same for
+          all, holds the requests one after another, with the same number of entries for each, so
+          that a serving engine can replace what belongs to one of them: the first axis, or that
+          of the attribute `cache_batch_axis`.
         """
         ...
 
@@ -173,15 +160,15 @@ class CausalModel(Protocol):
         (padding): such an id may give meaningless logits, but must not fail or give NaN elsewhere.
 
         Args:
-            params: the weights.
-            token_ids: `[B, S]` int32. S is static; the loop uses S = 1, S = K + 1 and the length
-                of the padded prompts.
-            start: `[B]` int32, absolute position of the first token of each request.
-            cache: the cache, from `init_cache` or a previous call.
+          params: the weights.
+          token_ids: ``[B, S]`` int32. S is static; the loop uses S = 1, S = K + 1 and the length
+            of the padded prompts.
+          start: ``[B]`` int32, absolute position of the first token of each request.
+          cache: the cache, from `init_cache` or a previous call.
 
         Returns:
-            A `TargetOutput`, or a plain pair of logits and cache. The cache must have the structure
-            of the one passed in, so that it can be carried by `jax.lax.while_loop`.
+          A `TargetOutput`, or a plain pair of logits and cache. The cache must have the structure
+          of the one passed in, so that it can be carried by `jax.lax.while_loop`.
         """
         ...
 
@@ -197,17 +184,17 @@ def apply_model(
     """`CausalModel.apply`, with the features of some layers.
 
     Args:
-        model: any `CausalModel`.
-        params: as in `CausalModel.apply`.
-        token_ids: as in `CausalModel.apply`.
-        start: as in `CausalModel.apply`.
-        cache: as in `CausalModel.apply`.
-        feature_layers: A layers whose features are needed; with none, the model is not asked.
+      model: any `CausalModel`.
+      params: as in `CausalModel.apply`.
+      token_ids: as in `CausalModel.apply`.
+      start: as in `CausalModel.apply`.
+      cache: as in `CausalModel.apply`.
+      feature_layers: A layers whose features are needed; with none, the model is not asked.
 
     Raises:
-        TypeError: features are needed, and the model's `apply` does not take `feature_layers` or
-            returns none.
-        ValueError: the features are not `[B, S, A H]`.
+      TypeError: features are needed, and the model's `apply` does not take `feature_layers` or
+        returns none.
+      ValueError: the features are not ``[B, S, A H]``.
     """
     if not feature_layers:
         logits, cache = model.apply(params, token_ids, start, cache)[:2]
@@ -250,11 +237,11 @@ def check_cache(name: str, owner: Any) -> None:
     """Checks that the cache of a model or drafter has an axis that holds the requests.
 
     Args:
-        name: of the argument.
-        owner: what was given for it.
+      name: of the argument.
+      owner: what was given for it.
 
     Raises:
-        ValueError: an array has no such axis.
+      ValueError: an array has no such axis.
     """
     axis = cache_batch_axis_of(owner)
     one, two = (jax.eval_shape(lambda n=n: owner.init_cache(n, 8)) for n in (1, 2))
@@ -282,12 +269,12 @@ def check_model(name: str, model: Any) -> None:
     """Checks that a value can be used as a model.
 
     Args:
-        name: of the argument.
-        model: what was given for it.
+      name: of the argument.
+      model: what was given for it.
 
     Raises:
-        TypeError: it is not a `CausalModel`, or it has no hash.
-        ValueError: no axis of its cache holds the requests.
+      TypeError: it is not a `CausalModel`, or it has no hash.
+      ValueError: no axis of its cache holds the requests.
     """
     if is_loaded_model(model):
         raise TypeError(
