@@ -5,7 +5,7 @@ import json
 import bench_verify_tpu as bench
 import pytest
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.long
 
 
 def test_it_compares_times_and_says_what_to_report(tmp_path, monkeypatch, capsys):

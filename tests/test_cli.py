@@ -295,6 +295,7 @@ def test_chat_without_a_template_is_refused(capsys: pytest.CaptureFixture[str]) 
 # Benchmarks
 
 
+@pytest.mark.long
 def test_bench_compares_drafters_numbers_of_drafts_and_temperatures(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -594,7 +594,10 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("form", PLAIN)
+@pytest.mark.parametrize(
+    "form",
+    [x if x == "a list" else pytest.param(x, marks=pytest.mark.long) for x in PLAIN],
+)
 def test_parameters_in_any_plain_form_give_the_tokens_of_arrays(form: str) -> None:
     plain = PLAIN[form]
     keys, config = jax.random.split(jax.random.key(3), B), CONFIG

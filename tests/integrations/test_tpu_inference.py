@@ -102,7 +102,7 @@ def statuses(case: Case) -> list[bool]:
 
 @pytest.mark.parametrize(
     "with_bonus_rows",
-    [True, pytest.param(False, marks=pytest.mark.newest)],
+    [True, pytest.param(False, marks=pytest.mark.long)],
     ids=["bonus rows", "bonus given"],
 )
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

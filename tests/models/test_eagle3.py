@@ -71,7 +71,7 @@ def random_params(head: sd.models.Eagle3Head, seed: int = 0) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "option",
-    [pytest.param(name, marks=() if name == "plain" else pytest.mark.newest) for name in OPTIONS],
+    ["plain", *(pytest.param(name, marks=pytest.mark.long) for name in OPTIONS if name != "plain")],
 )
 def test_logits_and_feedback_are_those_of_numpy(option: str) -> None:
     head = sd.models.Eagle3Head(dataclasses.replace(CONFIG, **OPTIONS[option]))

@@ -157,7 +157,7 @@ LLAMA = dataclasses.replace(engines.LLAMA, draft_budget=BUDGET)
             dataclasses.replace(test_eagle3.ENGINE, draft_budget=BUDGET),
             test_eagle3.WEIGHTS,
             False,
-            marks=pytest.mark.newest,
+            marks=pytest.mark.long,
         ),
     ],
     ids=["model", "control", "eagle3"],

@@ -218,7 +218,11 @@ def test_gives_the_tokens_of_the_oracle_over_many_tiles(layout, draft_vocab, til
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("verifier", [alone, four_tiles], ids=["one tile", "four tiles"])
+@pytest.mark.parametrize(
+    "verifier",
+    [alone, pytest.param(four_tiles, marks=pytest.mark.long)],
+    ids=["one tile", "four tiles"],
+)
 def test_recovered_tokens_come_from_all_tiles_that_the_oracle_draws_from(verifier):
     layout, rng, found = TILES, np.random.default_rng(8), set()
     for _ in range(8):

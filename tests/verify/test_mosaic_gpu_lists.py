@@ -195,7 +195,9 @@ def test_no_thread_reads_an_entry_that_another_hides():
     check(batch, verify(batch, verifier))
 
 
-@pytest.mark.parametrize(("ids", "length"), [("map", 3000), ("candidates", 128)])
+@pytest.mark.parametrize(
+    ("ids", "length"), [("map", 3000), pytest.param("candidates", 128, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("layout", [BLOCK[3], *long(FILTERED[2], UNALIGNED)], ids=str)
 def test_lowers_for_cuda_to_one_kernel(ids, length, layout):
     listed, _ = with_ids(random_batch(layout, 0, broken=0), ids, length)

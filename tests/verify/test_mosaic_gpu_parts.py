@@ -202,9 +202,10 @@ UNALIGNED = Layout(vocab=4402, **SOME, **LEFT_OUT, kind="logits", block=True)
     [
         (None, LAYOUTS[1], 4),
         *(pytest.param(None, LAYOUTS[i], 3, marks=pytest.mark.long) for i in (0, 2, 3)),
-        pytest.param(None, UNALIGNED, 5, marks=pytest.mark.newest),
-        pytest.param("map", UNALIGNED, 4, marks=pytest.mark.long),
-        pytest.param("candidates", UNALIGNED, 3, marks=pytest.mark.long),
+        *(
+            pytest.param(ids, UNALIGNED, count, marks=pytest.mark.long)
+            for ids, count in ((None, 5), ("map", 4), ("candidates", 3))
+        ),
     ],
     ids=str,
 )

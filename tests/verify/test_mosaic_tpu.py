@@ -124,7 +124,13 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(
-    "layout", [FIRST, *(pytest.param(x, marks=pytest.mark.newest) for x in LAYOUTS)], ids=str
+    "layout",
+    [
+        FIRST,
+        *(pytest.param(x, marks=pytest.mark.newest) for x in LAYOUTS[:2]),
+        *(pytest.param(x, marks=pytest.mark.long) for x in LAYOUTS[2:]),
+    ],
+    ids=str,
 )
 def test_gives_the_tokens_of_the_oracle(layout):
     for seed in range(2 if layout.has_filters else 6):

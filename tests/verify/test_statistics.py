@@ -237,12 +237,12 @@ def test_under_the_agreement_rule_every_drafter_gives_one_lossless_text():
     ("kind", "mistake"),
     [
         ("probs", dict(misstated=1.3)),
-        ("map", dict(turned=1)),
-        ("candidates", dict(turned=1)),
-        ("logits", dict(stream=Stream.ACCEPT)),
+        pytest.param("map", dict(turned=1), marks=pytest.mark.long),
+        pytest.param("candidates", dict(turned=1), marks=pytest.mark.long),
+        pytest.param("logits", dict(stream=Stream.ACCEPT), marks=pytest.mark.long),
         ("logits", dict(stream=Stream.RECOVER)),
         ("logits", dict(positions_grow=False)),
-        ("logits", dict(positions_grow=False, config=BLOCK)),
+        pytest.param("logits", dict(positions_grow=False, config=BLOCK), marks=pytest.mark.long),
         ("lookup", dict(by_token=True, config=BLOCK)),
     ],
     ids=[
