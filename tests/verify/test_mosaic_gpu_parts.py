@@ -241,8 +241,8 @@ READ = [
     ("parts", "ids", "layout"),
     [
         READ[0],
-        *(pytest.param(*case, marks=pytest.mark.long) for case in READ[1:4]),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in READ[4:]),
+        pytest.param(*READ[1], marks=pytest.mark.long),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in READ[2:]),
     ],
     ids=str,
 )
