@@ -303,11 +303,11 @@ def report(case: Case, folder: Path) -> dict[str, Any]:
     trips = K + 1  # of a loop over positions, at most
     if case.processed:  # of a search for thresholds; a split vocabulary tests 15 candidates at once
         trips = 16 if case.parts == 1 else 4
-    unit_cycles = 1.0
+    unit_cycles, is_known = 1.0, True
     if case.device in TPUS:
         code = bundles.Code.taken(folder, case.device, text)
         found = hlo_text.Program.of(text, trips, code.cycles)
-        unit_cycles = unit / code.bytes_per_cycle
+        unit_cycles, is_known = unit / code.bytes_per_cycle, code.is_known
     else:
         found = hlo_text.Program.of(text, trips)
     ops, counted = found.ops(), found.count()
@@ -323,7 +323,7 @@ def report(case: Case, folder: Path) -> dict[str, Any]:
         "hbm_bytes": round(counted.hbm_bytes / unit, 2),
         "bytes": round(counted.bytes / unit, 2),
         "cost_model_bytes": round(cost.get("bytes accessed", 0) / unit, 2),
-        "reads": round(counted.cycles / unit_cycles, 2),
+        "reads": round(counted.cycles / unit_cycles, 2) if is_known else None,
         "largest": largest,
         "largest_exchange": round(max(measure.collectives(text).values(), default=0) / unit, 4),
         "loops": [trips for _, trips in found.loops()],

@@ -140,7 +140,7 @@ def _cell(row: dict[str, Any] | None, what: str) -> str:
         return ""
     if "error" in row:
         return "does not fit" if "RESOURCE_EXHAUSTED" in row["error"] else "fails"
-    if row.get(what) is None:  # rows of before 2026-11-24 have no `reads`
+    if row.get(what) is None:  # `reads` of rows from before 2026-11-24, or if they are not known
         return ""
     return f"{row[what]:.2f}"
 

@@ -32,7 +32,7 @@ BYTES_PER_CYCLE = {"v5e": 819e9 / 1.5e9, "v6e": 1640e9 / 1.75e9}
 SLOTS = 4
 """Bundles after a branch that are issued before it is taken."""
 
-MOST = 8_000_000
+MOST = 2_000_000
 """Bundles from which on an operation is not followed."""
 
 FILE = re.compile(r"\d+-(.*)-\d+-final_bundles\.txt$")  # not the analyses beside
@@ -148,8 +148,8 @@ def _operand(text: str) -> str:
     return re.sub(r"%\w+?_([sp]\d+)$", r"\1", text.strip())
 
 
-def follow(text: str) -> int:
-    """Bundles that an operation issues."""
+def follow(text: str) -> int | None:
+    """Bundles that an operation issues; None if they do not end, as where data decide a branch."""
     program, regions = parse(text)
     idle = [0] * (len(program) + 1)  # bundles from each on that decide nothing
     for i in reversed(range(len(program))):
@@ -173,7 +173,7 @@ def follow(text: str) -> int:
             if slots == 0:
                 at, target = target, None
         if issued > MOST:
-            raise RuntimeError("bundles without an end")
+            return None
     return issued
 
 
@@ -222,13 +222,13 @@ class Code:
     """Of one program the bundles that each operation issues; and the bandwidth of its chip.
 
     Attributes:
-      issued: by operation. Of equal operations libtpu writes one.
+      issued: by operation; None where it is not known. Of equal operations libtpu writes one.
       equal: by what operations are, those that were written.
       computations: by name, their lines.
       bytes_per_cycle: of HBM.
     """
 
-    issued: dict[str, int]
+    issued: dict[str, int | None]
     equal: dict[str, str]
     computations: dict[str, list[str]]
     bytes_per_cycle: float
@@ -236,7 +236,7 @@ class Code:
     @classmethod
     def taken(cls, folder: Path, device: str, text: str) -> Code:
         """Of the program `text`, whose bundles are in a folder, which is empty afterwards."""
-        issued: dict[str, int] = {}
+        issued: dict[str, int | None] = {}
         for path in sorted(folder.iterdir()):
             if (name := FILE.match(path.name)) and name[1] != "TLP":
                 issued[name[1]] = follow(path.read_text(errors="replace"))
@@ -251,10 +251,15 @@ class Code:
             code.equal.update(of_these)
         return code
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the bundles of every operation are."""
+        return None not in self.issued.values()
+
     def cycles(self, it: hlo_text.Instruction, hbm_bytes: int) -> int:
         """Of an operation that moves so many bytes."""
         name = it.name if it.name in self.issued else self.equal.get(self._what(it), "")
-        return max(self.issued.get(name, 0), round(hbm_bytes / self.bytes_per_cycle))
+        return max(self.issued.get(name) or 0, round(hbm_bytes / self.bytes_per_cycle))
 
     def _what(self, it: hlo_text.Instruction) -> str:
         """An operation without names and places: its types and those of what it calls."""
