@@ -454,7 +454,14 @@ class AllowedTokens(Processor):
 
     @classmethod
     def pack(cls, token_ids: Sequence[Sequence[int] | None], *, vocab_size: int) -> AllowedTokens:
-        """The allowed ids of B requests, as a NumPy array; None allows every token."""
+        """The allowed ids of B requests, as a NumPy array; None allows every token.
+
+        Raises:
+          ValueError: an id is outside the vocabulary.
+        """
+        for own in token_ids:
+            fits = all(0 <= token < vocab_size for token in own or ())
+            require(fits, "token_ids", f"hold ids in [0, {vocab_size})", own)
         words = [
             ~bitmask_of((), vocab_size) if own is None else bitmask_of(own, vocab_size)
             for own in token_ids

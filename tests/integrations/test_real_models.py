@@ -157,7 +157,7 @@ def test_text_is_that_of_their_own_code(make, temperature):
     # The agreement rule: plain decoding's own text, token for token.
     agreement = sd.SpecDecodeConfig(num_speculative_tokens=3, rejection_sample_method="agreement")
     sampled: Any = dict(temperature=temperature, max_new_tokens=NEW, key=jax.random.key(5))
-    plain = sd.generate_plain(target.model, target.params, PROMPTS, **sampled)
+    plain = sd.generate_plain(target.model, target.params, PROMPTS, config=agreement, **sampled)
     output = texts(target, PROMPTS, agreement, **sampled, **by_draft)
     assert output.completions == plain.completions
     assert output.steps.num_accepted.sum() > 0

@@ -581,6 +581,11 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         r"processors\.allowed_tokens\.token_bitmask",
     ),
+    "an allowed id outside the vocabulary": (
+        lambda x, d: sd.AllowedTokens.pack([None, [12, 13]], vocab_size=13),
+        ValueError,
+        "token_ids",
+    ),
     "too many biases": (
         lambda x, d: sd.LogitBias.from_mappings([{1: 1.0, 2: 1.0}], size=1),
         ValueError,
