@@ -546,7 +546,7 @@ def check_matchers(matchers: Any) -> list[GrammarMatcher | None]:
     return list(matchers)
 
 
-def bitmask_of(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+def bitmask_of(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
     """``[ceil(V/32)]`` uint32, with the bits of `token_ids` set."""
     words = np.zeros((-(-vocab_size // 32),), np.uint32)
     ids = np.array(token_ids, np.int64)

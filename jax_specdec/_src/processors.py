@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src import ragged
-from jax_specdec._src.arrays import Sizes, check_tree, pytree, require
+from jax_specdec._src.arrays import Sizes, check_entries, check_tree, pytree, require
 from jax_specdec._src.blocks import BLOCK, by_blocks, scatter, take
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.grammar import bitmask_of
@@ -459,13 +459,13 @@ class AllowedTokens(Processor):
         Raises:
           ValueError: an id is outside the vocabulary.
         """
-        for own in token_ids:
-            fits = all(0 <= token < vocab_size for token in own or ())
-            require(fits, "token_ids", f"hold ids in [0, {vocab_size})", own)
-        words = [
-            ~bitmask_of((), vocab_size) if own is None else bitmask_of(own, vocab_size)
-            for own in token_ids
-        ]
+        words = []
+        for b, own in enumerate(token_ids):
+            ids = np.array(() if own is None else own, np.int64)
+            fits = (ids >= 0) & (ids < vocab_size)
+            check_entries(f"token_ids[{b}][{{}}]", ids, fits, f"be an id in [0, {vocab_size})")
+            bits = bitmask_of(ids, vocab_size)
+            words.append(~bits if own is None else bits)
         return cls(np.stack(words))  # type: ignore[arg-type]  # NumPy: packing needs no device
 
     def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
