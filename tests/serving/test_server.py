@@ -874,6 +874,23 @@ def test_the_first_interrupt_is_handled_and_the_next_one_ends_the_process() -> N
         assert working.stderr.read() == "jax-specdec: interrupted\n"
 
 
+def test_an_interrupt_between_two_waits_is_handled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    handled: list[str] = []
+    is_alive = threading.Thread.is_alive
+
+    def interrupted(thread: threading.Thread) -> bool:
+        monkeypatch.setattr(threading.Thread, "is_alive", is_alive)
+        signal.raise_signal(signal.SIGINT)
+        return is_alive(thread)
+
+    monkeypatch.setattr(process, "interrupted", lambda: pytest.fail("the process has ended"))
+    monkeypatch.setattr(threading.Thread, "is_alive", interrupted)
+    with process.handling_interrupt(lambda: handled.append("once")):
+        process.run_to_end(lambda: None)
+    assert handled == ["once"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_the_page_shows_how_to_write_a_server_of_ones_own(site: Site) -> None:
     page = Path(__file__).parents[2].joinpath("docs", "server.md").read_text("utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import NoReturn
 
 from jax_specdec._src.cli import terminal
@@ -48,15 +49,14 @@ def run_to_end(work: Callable[[], None]) -> None:
             outcome.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
+    # The caller may have interrupts ignored.
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     try:
+        if is_default:
+            signal.signal(signal.SIGINT, _handle)
         thread.start()
         while thread.is_alive():
-            try:
-                thread.join(0.1)  # some systems handle interrupts only between waits
-            except KeyboardInterrupt:
-                if not _on_interrupt:
-                    raise
-                _on_interrupt.pop()()
+            thread.join(0.1)  # some systems handle interrupts only between waits
         if outcome:
             raise outcome[0]
     except KeyboardInterrupt:
@@ -66,6 +66,16 @@ def run_to_end(work: Callable[[], None]) -> None:
     except OSError as error:  # such as a full disk; errors of reading are reported where they occur
         sys.stderr.write(f"jax-specdec: output cannot be written: {error.strerror}\n")
         _end_quietly(1)
+    finally:
+        if is_default:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    """Call what `handling_interrupt` was given, wherever the main thread is; else interrupt it."""
+    if not _on_interrupt:
+        signal.default_int_handler(number, frame)
+    _on_interrupt.pop()()
 
 
 def interrupted() -> NoReturn:
