@@ -93,13 +93,18 @@ def check_type(name: str, value: object, *types: type | None, hint: str | None =
         refuse(TypeError, name, f"be {either(listed)}", value, hint)
 
 
-def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    """Raise ValueError unless `value` is one of the choices."""
-    require(value in choices, name, f"be {either(map(repr, choices))}", value)
+def check_choice(name: str, value: object, choices: Sequence[object], of: type = object) -> None:
+    """Raise ValueError unless `value` is one of the choices, and TypeError if it is not an `of`."""
+    if not isinstance(value, of):
+        refuse(TypeError, name, f"be {with_article(of.__name__)}", value)
+    if value not in choices:
+        refuse(ValueError, name, f"be {either(map(repr, choices))}", value)
 
 
 def check_tree(name: str, value: object, types: tuple[type, ...], sizes: Sizes) -> None:
     """Check the type of a declared pytree, and each of its arrays.
+
+    If `name` is empty, its fields are named as arguments of their own.
 
     Raises:
       TypeError: of another type, or an array of another dtype.
@@ -109,7 +114,7 @@ def check_tree(name: str, value: object, types: tuple[type, ...], sizes: Sizes) 
     cls = next(one for one in types if isinstance(value, one))
     optional = {field.name for field in dataclasses.fields(cls) if field.default is None}
     for field, declared in _DECLARED[cls].items():
-        own, path = getattr(value, field), f"{name}.{field}"
+        own, path = getattr(value, field), f"{name}.{field}" if name else field
         if own is None and field in optional:
             continue
         if isinstance(declared, str):
@@ -119,7 +124,11 @@ def check_tree(name: str, value: object, types: tuple[type, ...], sizes: Sizes) 
 
 
 def check_array(
-    name: str, value: object, declared: str, sizes: Sizes, hint: str | None = None
+    name: str,
+    value: object,
+    declared: str,
+    sizes: Sizes,
+    hint: str | Callable[[], str | None] | None = None,
 ) -> None:
     """Check one array, and add what its shape says to `sizes`.
 
@@ -128,7 +137,7 @@ def check_array(
       value: its value.
       declared: as for `pytree`; without a dtype, any will do.
       sizes: what letters stand for. A letter that is not in it may have any size.
-      hint: ends the message.
+      hint: ends the message; a function if it takes work to find.
 
     Raises:
       TypeError: not an array, or of another dtype.
@@ -146,7 +155,7 @@ def check_array(
     wanted = either(_shape_text(shape, sizes) for shape in shapes)
     of = f" of {either(dtypes)}" if dtypes else ""
     error = ValueError if isinstance(value, _ARRAY) and not fits else TypeError
-    refuse(error, name, f"be an array {wanted}{of}", value, hint)
+    refuse(error, name, f"be an array {wanted}{of}", value, hint() if callable(hint) else hint)
 
 
 @functools.cache
@@ -215,7 +224,8 @@ class Range(NamedTuple):
 
     def check(self, name: str, value: Any) -> None:
         """Raise ValueError unless a number is in the range."""
-        require(self.holds(value), name, self.must, value)
+        if not self.holds(value):
+            refuse(ValueError, name, self.must, value)
 
     @property
     def must(self) -> str:

@@ -273,10 +273,12 @@ def over_parts(
     elif isinstance(distribution, DraftLogits):
         of_distribution = DraftLogits(matrix, own, own, number, number, number, ids)
     logits: Any = P(batch, layout.vocab_axis)
-    specs = CallArrays(logits, Drafts(own, whole, of_distribution), own, own, own, own, own)
+    drafts: Any = Drafts(own, whole, of_distribution)
+    specs = CallArrays(logits, drafts, own, own, own, own, own)
 
     def on_part(arrays: CallArrays) -> RejectionSampleOutput:
-        return function(arrays._replace(drafts=_local_drafts(arrays.drafts, layout)))
+        drafts = _local_drafts(arrays.drafts, layout)
+        return function(dataclasses.replace(arrays, drafts=drafts))
 
     return over_mesh(on_part, layout.mesh, specs, P(batch), arrays)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 
-from jax_specdec._src.arrays import check_entries, check_listed, require
+from jax_specdec._src.arrays import check_array, check_entries, check_listed, require
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.sampling import SAMPLING_PARAMETERS, SamplingParams
 from jax_specdec._src.types import (
@@ -18,8 +18,7 @@ from jax_specdec._src.types import (
     Drafts,
     Integers,
 )
-from jax_specdec._src.verify import checks
-from jax_specdec._src.verify.api import Implementation, check_call
+from jax_specdec._src.verify.call import Implementation, Settings, check_keys_of, checked
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
@@ -72,11 +71,13 @@ def validate(
         ...
       ValueError: drafts.token_ids[1] must be in [0, 4), or -1 for no proposal, but it is 9
     """
-    sampling, known = checks.as_arrays(drafts, sampling, positions)
-    of_requests = sampling, bonus_token_ids, active
-    given: Any = target_logits, drafts, (keys, known), *of_requests, token_bitmask
-    static = vocab_size, padded_rows, implementation, kernel_config, sharding
-    size, k = check_call(CallArrays(*given), config, *static).size, config.num_speculative_tokens
+    randomness: Any = keys, positions
+    of_requests = randomness, sampling, bonus_token_ids, active
+    arrays, static, sizes = checked(
+        CallArrays(target_logits, drafts, *of_requests, token_bitmask),
+        Settings(config, vocab_size, padded_rows, implementation, kernel_config, sharding),
+    )
+    size, k, sampling = static.size, config.num_speculative_tokens, arrays.sampling
     cu, ids = np.asarray(drafts.cu_num_draft_tokens), np.asarray(drafts.token_ids)
     batch = len(cu) - 1
     is_active = np.ones(batch, bool) if active is None else np.asarray(active)
@@ -93,11 +94,12 @@ def validate(
             values = np.asarray(given)
             holds = one.range.holds(values)
             check_entries(f"sampling.{one.name}[{{}}]", values, holds, one.range.must, slots)
+    keys, positions = cast(tuple[Any, Any], arrays.randomness)
     if keys is not None:
-        checks.check_keys(keys, batch)
-    if known is not None:
-        checks.check_positions(known, batch)
-        values = np.asarray(known)
+        check_keys_of(keys, sizes)
+    if positions is not None:
+        check_array("positions", positions, "[B] int32", sizes)
+        values = np.asarray(positions)
         check_entries("positions[{}]", values, values >= 0, "be at least 0", slots)
 
     owner = np.repeat(np.arange(batch), counts)
