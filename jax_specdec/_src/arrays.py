@@ -86,11 +86,19 @@ def require(
         refuse(error, name, must, came, hint)
 
 
-def check_type(name: str, value: object, *types: type | None, hint: str | None = None) -> None:
-    """Raise TypeError unless `value` is of one of the types; None among them allows None."""
-    if not any(value is None if one is None else isinstance(value, one) for one in types):
-        listed = ("None" if one is None else with_article(one.__name__) for one in types)
-        refuse(TypeError, name, f"be {either(listed)}", value, hint)
+def check_type(
+    name: str, value: object, *types: type | None, hint: str | None = None
+) -> type | None:
+    """The first of the types that `value` is of; None among them allows None.
+
+    Raises:
+      TypeError: it is of none of them.
+    """
+    for one in types:
+        if value is None if one is None else isinstance(value, one):
+            return one
+    listed = ("None" if one is None else with_article(one.__name__) for one in types)
+    refuse(TypeError, name, f"be {either(listed)}", value, hint)
 
 
 def check_choice(name: str, value: object, choices: Sequence[object], of: type = object) -> None:
@@ -110,8 +118,7 @@ def check_tree(name: str, value: object, types: tuple[type, ...], sizes: Sizes) 
       TypeError: of another type, or an array of another dtype.
       ValueError: an array of another shape.
     """
-    check_type(name, value, *types)
-    cls = next(one for one in types if isinstance(value, one))
+    cls: Any = check_type(name, value, *types)
     optional = {field.name for field in dataclasses.fields(cls) if field.default is None}
     for field, declared in _DECLARED[cls].items():
         own, path = getattr(value, field), f"{name}.{field}" if name else field
@@ -149,7 +156,7 @@ def check_array(
       ValueError: positions must be an array [B] = [2] of int32, but it is an array [3] of int32
     """
     shapes, dtypes = _parsed(declared)
-    fits = isinstance(value, _ARRAY) and any(_fits(shape, value.shape, sizes) for shape in shapes)
+    fits = isinstance(value, _ARRAY) and _fits(shapes, value.shape, sizes)
     if fits and (not dtypes or str(value.dtype) in dtypes):  # type: ignore[attr-defined]
         return
     wanted = either(_shape_text(shape, sizes) for shape in shapes)
@@ -166,19 +173,19 @@ def _parsed(declared: str) -> tuple[list[list[str]], list[str]]:
     return shapes, [dtype for dtype in dtypes if dtype != "or"]
 
 
-def _fits(shape: list[str], came: tuple[int, ...], sizes: Sizes) -> bool:
-    """Whether a shape is as declared; if so, its letters are added to `sizes`."""
-    found = dict(sizes)
-    for dimension, size in zip(shape, came, strict=False):
-        if _size(dimension, found) is None:
-            letter, _, more = dimension.partition("+")
-            found[letter] = size - int(more or 0)
-            if found[letter] < 0:
-                return False
-    if [_size(dimension, found) for dimension in shape] != list(came):
-        return False
-    sizes |= found
-    return True
+def _fits(shapes: list[list[str]], came: tuple[int, ...], sizes: Sizes) -> bool:
+    """Whether a shape is one of those declared; if so, its letters are added to `sizes`."""
+    for shape in shapes:
+        found = dict(sizes)
+        for dimension, size in zip(shape, came, strict=False):
+            if _size(dimension, found) is None:
+                letter, _, more = dimension.partition("+")
+                found[letter] = size - int(more or 0)
+        fits = [_size(dimension, found) for dimension in shape] == list(came)
+        if fits and min(found.values(), default=0) >= 0:
+            sizes |= found
+            return True
+    return False
 
 
 def _size(dimension: str, sizes: Sizes) -> int | None:

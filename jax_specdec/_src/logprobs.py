@@ -270,7 +270,7 @@ def _read_emitted(
         flat = jax.tree.map(lambda x: x.reshape(-1), emitted)
         which = jnp.where(flat.exists, flat.row, -1)
         found = gathering(
-            lambda _, those: _read_batch(rows, those, num_top, form), platform, which, flat
+            lambda those: _read_batch(rows, those, num_top, form), platform, which, flat
         )
         shape = emitted.row.shape
         found = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), found)

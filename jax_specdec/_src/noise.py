@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.arrays import refuse
+from jax_specdec._src.arrays import Sizes, check_array, refuse
 from jax_specdec._src.types import TILE, Noise
 
 
@@ -99,15 +99,17 @@ def key_words(keys: jax.Array) -> jax.Array:
     return jnp.stack(_threefry((w, x), (y, z)), axis=-1)
 
 
-def check_keys(name: str, keys: Any) -> None:
+def check_keys(name: str, keys: Any, sizes: Sizes | None = None) -> None:
     """Check that noise can be drawn from keys.
 
     Args:
       name: of the argument.
       keys: its value.
+      sizes: with B, if there must be a key for each request.
 
     Raises:
       TypeError: not typed keys, or keys that have neither two nor four words.
+      ValueError: not a key for each request.
     """
     is_typed = isinstance(keys, jax.Array) and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)
     if not is_typed:
@@ -119,6 +121,8 @@ def check_keys(name: str, keys: Any) -> None:
     if size not in ((2,), (4,)):
         must = "be of two or four words, as those of threefry2x32 and rbg are"
         refuse(TypeError, name, must, keys, f"words have shape {list(size)}")
+    if sizes is not None:
+        check_array(name, keys, "[B]", sizes, "jax.random.split gives one per request")
 
 
 def threefry_keys(keys: jax.Array) -> jax.Array:

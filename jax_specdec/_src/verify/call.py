@@ -81,7 +81,7 @@ def check_call(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Stat
     drafts, noise, k = arrays.drafts, arrays.randomness, static.config.num_speculative_tokens
     sizes["K"] = k
     if isinstance(noise, tuple):
-        check_keys_of(noise[0], sizes)
+        check_keys("keys", noise[0], sizes)
         check_array("positions", noise[1], "[B] int32", sizes)
     else:
         _check_noise(noise, sizes, rule_of(static.config).draws_every_row)
@@ -221,14 +221,3 @@ def _check_noise(noise: Any, sizes: Sizes, draws_every_row: bool) -> None:
     if isinstance(noise, RaceNoise):
         shape = "[B, K+1, T+L]" if draws_every_row else "[B, V]"
         check_array("noise.exponential", noise.exponential, f"{shape} float32", sizes)
-
-
-def check_keys_of(keys: Any, sizes: Sizes) -> None:
-    """Check the keys of requests.
-
-    Raises:
-      TypeError: not typed keys of two or four words.
-      ValueError: not ``[B]``.
-    """
-    check_keys("keys", keys)
-    check_array("keys", keys, "[B]", sizes, "jax.random.split gives one per request")

@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_specdec._src.arrays import check_array, check_entries, check_listed, require
 from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.noise import check_keys
 from jax_specdec._src.sampling import SAMPLING_PARAMETERS, SamplingParams
 from jax_specdec._src.types import (
     MAX_LOG_NORMALIZER,
@@ -18,7 +19,7 @@ from jax_specdec._src.types import (
     Drafts,
     Integers,
 )
-from jax_specdec._src.verify.call import Implementation, Settings, check_keys_of, checked
+from jax_specdec._src.verify.call import Implementation, Settings, checked
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
@@ -96,7 +97,7 @@ def validate(
             check_entries(f"sampling.{one.name}[{{}}]", values, holds, one.range.must, slots)
     keys, positions = cast(tuple[Any, Any], arrays.randomness)
     if keys is not None:
-        check_keys_of(keys, sizes)
+        check_keys("keys", keys, sizes)
     if positions is not None:
         check_array("positions", positions, "[B] int32", sizes)
         values = np.asarray(positions)

@@ -75,7 +75,9 @@ def _verify(
     positions = rule.with_weights(read(rows, requests, positions, rule, samples))
     masses, residual_masses, sources = None, positions.q, positions.drawn_by(requests)
     if rule.is_block and rows.draft is not None:  # the rule takes the mass at every position
-        masses = tile_masses(rows, lax.optimization_barrier(sources))
+        flat = jax.tree.map(lambda x: lax.collapse(x, 0, 2), lax.optimization_barrier(sources))
+        masses = tile_masses(rows, flat)
+        masses = masses.reshape(masses.shape[0], *sources.row.shape, *masses.shape[2:])
         residual_masses = jnp.sum(masses[..., 0, :], axis=(0, 3))
     num_accepted, status = rule.count(requests, positions, residual_masses)
     place = num_accepted - positions.offset[:, 0]
