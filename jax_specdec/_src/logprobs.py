@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -156,12 +156,12 @@ def token_logprobs(
       ([[0.5, 0.5]], [[[2, 0], [0, 1]]])
     """
     check_type("output", output, RejectionSampleOutput)
-    bonus, randomness = None, cast(Any, None)
+    bonus = None
     if not padded_rows and isinstance(drafts, Drafts):
         if np.shape(target_logits)[:1] == drafts.token_ids.shape:  # a bonus was given
             bonus = jnp.zeros_like(output.num_emitted, jnp.int32)
     call, sizes = check_arrays(
-        CallArrays(target_logits, drafts, randomness, sampling, bonus, None, token_bitmask),
+        CallArrays(target_logits, drafts, None, sampling, bonus, None, token_bitmask),
         Settings(config, vocab_size, padded_rows, None, None, sharding),
     )
     sizes["K"] = config.num_speculative_tokens

@@ -23,7 +23,7 @@ from jax_specdec._src.types import (
     RejectionSampleOutput,
 )
 from jax_specdec._src.verify import xla
-from jax_specdec._src.verify.call import Implementation, Settings, Static, check_call
+from jax_specdec._src.verify.call import Implementation, Settings, Static, checked
 from jax_specdec._src.verify.form import Form, Kernels
 from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
@@ -235,11 +235,11 @@ def which_implementation(
 
 def _call(arrays: CallArrays, settings: Settings) -> RejectionSampleOutput:
     """Check a call, and make it."""
-    arrays, static = check_call(arrays, settings)
-    if (batch := arrays.sampling.temperature.shape[0]) == 0:
+    arrays, static = checked(arrays, settings)
+    if arrays.sampling.temperature.shape[0] == 0:
+        k = static.config.num_speculative_tokens
         counts = jnp.zeros((0,), jnp.int32)
-        tokens = jnp.zeros((batch, static.config.num_speculative_tokens + 1), jnp.int32)
-        return RejectionSampleOutput(tokens, counts, counts, counts)
+        return RejectionSampleOutput(jnp.zeros((0, k + 1), jnp.int32), counts, counts, counts)
     return _rejection_sample(arrays, static=static)
 
 

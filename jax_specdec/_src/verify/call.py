@@ -75,28 +75,8 @@ class Static(NamedTuple):
     layout: ArrayLayout | None
 
 
-def check_call(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Static]:
-    """`checked`, with the noise too, and whether the drafts can be of this K."""
-    arrays, static, sizes = checked(arrays, settings)
-    drafts, noise, k = arrays.drafts, arrays.randomness, static.config.num_speculative_tokens
-    sizes["K"] = k
-    if isinstance(noise, tuple):
-        check_keys("keys", noise[0], sizes)
-        check_array("positions", noise[1], "[B] int32", sizes)
-    else:
-        _check_noise(noise, sizes, rule_of(static.config).draws_every_row)
-    # If every request is known to have more than K drafts, the drafts are of another K. Fewer are a
-    # matter of status. Counts are read only if N shows that some are above K, or N is padded.
-    may_exceed = drafts.token_ids.shape[0] > sizes["B"] * k > 0
-    known = known_values(drafts.cu_num_draft_tokens) if may_exceed else None
-    if known is not None and (np.diff(known) > k).all():
-        must = f"have at most num_speculative_tokens = {k} drafts per request, as config says"
-        refuse(ValueError, "drafts", must, np.diff(known).tolist())
-    return arrays, static
-
-
-def checked(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Static, Sizes]:
-    """The arrays of a call, its static side, and its sizes. All is checked but the noise.
+def checked(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Static]:
+    """The arrays of a call and its static side. Without noise it is not to be made: see `validate`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `rejection_sample`.
@@ -109,10 +89,13 @@ def checked(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Static,
         raise NotImplementedError(why_not)
     arrays, sizes = check_arrays(arrays, settings)
     layout = resolve(sharding, arrays.target_logits, arrays.drafts, arrays.randomness)
+    if arrays.randomness is not None:
+        sizes["K"] = config.num_speculative_tokens
+        _check_noise(arrays.randomness, sizes, config)
+        _check_counts(arrays.drafts, sizes)
     may_be_kernel = implementation is None and support.not_by_default() is None
     size = sizes["size"]
-    static = Static(config, size, implementation, may_be_kernel, kernel_config, layout)
-    return arrays, static, sizes
+    return arrays, Static(config, size, implementation, may_be_kernel, kernel_config, layout)
 
 
 def check_arrays(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Sizes]:
@@ -208,16 +191,37 @@ def _check_distribution(distribution: DraftDistribution, sizes: Sizes) -> None:
         check_listed(f"{path}.ids", known, sizes["size"])
 
 
-def _check_noise(noise: Any, sizes: Sizes, draws_every_row: bool) -> None:
-    """Check explicit noise. `draws_every_row` is that of the rule.
+def _check_noise(noise: Any, sizes: Sizes, config: SpecDecodeConfig) -> None:
+    """Check keys and positions, or explicit noise.
 
     Raises:
-      TypeError: not a `Noise` or a `RaceNoise`, or not float32.
+      TypeError: not typed keys, a `Noise` or a `RaceNoise`, or of another dtype.
       ValueError: a shape does not fit.
     """
-    v = sizes["V"]
+    if isinstance(noise, tuple):
+        check_keys("keys", noise[0], sizes)
+        check_array("positions", noise[1], "[B] int32", sizes)
+        return
+    v, draws_every_row = sizes["V"], rule_of(config).draws_every_row
     sizes["T+L"] = num_tiles(v) + min(v, TILE)
     check_tree("noise", noise, (RaceNoise,) if draws_every_row else (Noise, RaceNoise), sizes)
     if isinstance(noise, RaceNoise):
         shape = "[B, K+1, T+L]" if draws_every_row else "[B, V]"
         check_array("noise.exponential", noise.exponential, f"{shape} float32", sizes)
+
+
+def _check_counts(drafts: Drafts, sizes: Sizes) -> None:
+    """Raise if every request is known to have more than K drafts: the drafts are of another K.
+
+    Fewer are a matter of the requests' status. Counts are read only if N shows that some are above
+    K, unless N is padded.
+
+    Raises:
+      ValueError: they have.
+    """
+    k = sizes["K"]
+    may_exceed = sizes["N"] > sizes["B"] * k > 0
+    known = known_values(drafts.cu_num_draft_tokens) if may_exceed else None
+    if known is not None and (np.diff(known) > k).all():
+        must = f"have at most num_speculative_tokens = {k} drafts per request, as config says"
+        refuse(ValueError, "drafts", must, np.diff(known).tolist())

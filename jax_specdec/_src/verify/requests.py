@@ -64,7 +64,7 @@ class CallArrays:
             self,
             target_logits: Array,
             drafts: Drafts,
-            randomness: Noise | RaceNoise | tuple[jax.Array, Integers],
+            randomness: Noise | RaceNoise | tuple[jax.Array, Integers] | None,
             sampling: SamplingParams,
             bonus_token_ids: Array | None = None,
             active: Array | None = None,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import jax
 import numpy as np
 
-from jax_specdec._src.arrays import check_array, check_entries, check_listed, require
+from jax_specdec._src.arrays import as_positions, check_array, check_entries, check_listed, require
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.noise import check_keys
 from jax_specdec._src.sampling import SAMPLING_PARAMETERS, SamplingParams
@@ -72,10 +70,9 @@ def validate(
         ...
       ValueError: drafts.token_ids[1] must be in [0, 4), or -1 for no proposal, but it is 9
     """
-    randomness: Any = keys, positions
-    of_requests = randomness, sampling, bonus_token_ids, active
-    arrays, static, sizes = checked(
-        CallArrays(target_logits, drafts, *of_requests, token_bitmask),
+    of_requests = sampling, bonus_token_ids, active
+    arrays, static = checked(
+        CallArrays(target_logits, drafts, None, *of_requests, token_bitmask),
         Settings(config, vocab_size, padded_rows, implementation, kernel_config, sharding),
     )
     size, k, sampling = static.size, config.num_speculative_tokens, arrays.sampling
@@ -95,12 +92,11 @@ def validate(
             values = np.asarray(given)
             holds = one.range.holds(values)
             check_entries(f"sampling.{one.name}[{{}}]", values, holds, one.range.must, slots)
-    keys, positions = cast(tuple[Any, Any], arrays.randomness)
     if keys is not None:
-        check_keys("keys", keys, sizes)
+        check_keys("keys", keys, {"B": batch})
     if positions is not None:
-        check_array("positions", positions, "[B] int32", sizes)
-        values = np.asarray(positions)
+        values = np.asarray(as_positions(positions))
+        check_array("positions", values, "[B] int32", {"B": batch})
         check_entries("positions[{}]", values, values >= 0, "be at least 0", slots)
 
     owner = np.repeat(np.arange(batch), counts)
