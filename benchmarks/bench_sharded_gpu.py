@@ -36,7 +36,7 @@ from jax.sharding import PartitionSpec as P
 from verify_cases import STANDARD, Case
 
 import jax_specdec as sd
-from jax_specdec._src.verify import tiles
+from jax_specdec._src.verify.draw import tiles_of_part
 
 AXIS = "vocabulary"
 WAYS = ("split", "gathered", "one", "empty", "split in graphs", "empty in graphs")
@@ -89,7 +89,7 @@ def empty_call(case: Case, last: jax.Array) -> jax.Array:
         return lax.all_gather(words(x, count), AXIS).sum((0, 2), dtype=jnp.int32)
 
     parts = lax.axis_size(AXIS)
-    masses = 2 * tiles.tiles_of_part(case.vocabulary // parts, parts)
+    masses = 2 * tiles_of_part(case.vocabulary // parts, parts)
     statistics = gathered(last, 4 * (case.k + 1) + case.k)
     return lax.rem(lax.psum(gathered(statistics, masses), AXIS), jnp.int32(5))
 

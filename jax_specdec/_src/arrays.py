@@ -86,30 +86,42 @@ def require(
         refuse(error, name, must, came, hint)
 
 
-def check_type(name: str, value: object, *types: type | None, hint: str | None = None) -> None:
-    """Raise TypeError unless `value` is of one of the types; None among them allows None."""
-    if not any(value is None if one is None else isinstance(value, one) for one in types):
-        listed = ("None" if one is None else with_article(one.__name__) for one in types)
-        refuse(TypeError, name, f"be {either(listed)}", value, hint)
+def check_type(
+    name: str, value: object, *types: type | None, hint: str | None = None
+) -> type | None:
+    """The first of the types that `value` is of; None among them allows None.
+
+    Raises:
+      TypeError: it is of none of them.
+    """
+    for one in types:
+        if value is None if one is None else isinstance(value, one):
+            return one
+    listed = ("None" if one is None else with_article(one.__name__) for one in types)
+    refuse(TypeError, name, f"be {either(listed)}", value, hint)
 
 
-def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    """Raise ValueError unless `value` is one of the choices."""
-    require(value in choices, name, f"be {either(map(repr, choices))}", value)
+def check_choice(name: str, value: object, choices: Sequence[object], of: type = object) -> None:
+    """Raise ValueError unless `value` is one of the choices, and TypeError if it is not an `of`."""
+    if not isinstance(value, of):
+        refuse(TypeError, name, f"be {with_article(of.__name__)}", value)
+    if value not in choices:
+        refuse(ValueError, name, f"be {either(map(repr, choices))}", value)
 
 
 def check_tree(name: str, value: object, types: tuple[type, ...], sizes: Sizes) -> None:
     """Check the type of a declared pytree, and each of its arrays.
 
+    If `name` is empty, its fields are named as arguments of their own.
+
     Raises:
       TypeError: of another type, or an array of another dtype.
       ValueError: an array of another shape.
     """
-    check_type(name, value, *types)
-    cls = next(one for one in types if isinstance(value, one))
+    cls: Any = check_type(name, value, *types)
     optional = {field.name for field in dataclasses.fields(cls) if field.default is None}
     for field, declared in _DECLARED[cls].items():
-        own, path = getattr(value, field), f"{name}.{field}"
+        own, path = getattr(value, field), f"{name}.{field}" if name else field
         if own is None and field in optional:
             continue
         if isinstance(declared, str):
@@ -119,7 +131,11 @@ def check_tree(name: str, value: object, types: tuple[type, ...], sizes: Sizes) 
 
 
 def check_array(
-    name: str, value: object, declared: str, sizes: Sizes, hint: str | None = None
+    name: str,
+    value: object,
+    declared: str,
+    sizes: Sizes,
+    hint: str | Callable[[], str | None] | None = None,
 ) -> None:
     """Check one array, and add what its shape says to `sizes`.
 
@@ -128,7 +144,7 @@ def check_array(
       value: its value.
       declared: as for `pytree`; without a dtype, any will do.
       sizes: what letters stand for. A letter that is not in it may have any size.
-      hint: ends the message.
+      hint: ends the message; a function if it takes work to find.
 
     Raises:
       TypeError: not an array, or of another dtype.
@@ -140,13 +156,13 @@ def check_array(
       ValueError: positions must be an array [B] = [2] of int32, but it is an array [3] of int32
     """
     shapes, dtypes = _parsed(declared)
-    fits = isinstance(value, _ARRAY) and any(_fits(shape, value.shape, sizes) for shape in shapes)
+    fits = isinstance(value, _ARRAY) and _fits(shapes, value.shape, sizes)
     if fits and (not dtypes or str(value.dtype) in dtypes):  # type: ignore[attr-defined]
         return
     wanted = either(_shape_text(shape, sizes) for shape in shapes)
     of = f" of {either(dtypes)}" if dtypes else ""
     error = ValueError if isinstance(value, _ARRAY) and not fits else TypeError
-    refuse(error, name, f"be an array {wanted}{of}", value, hint)
+    refuse(error, name, f"be an array {wanted}{of}", value, hint() if callable(hint) else hint)
 
 
 @functools.cache
@@ -157,19 +173,19 @@ def _parsed(declared: str) -> tuple[list[list[str]], list[str]]:
     return shapes, [dtype for dtype in dtypes if dtype != "or"]
 
 
-def _fits(shape: list[str], came: tuple[int, ...], sizes: Sizes) -> bool:
-    """Whether a shape is as declared; if so, its letters are added to `sizes`."""
-    found = dict(sizes)
-    for dimension, size in zip(shape, came, strict=False):
-        if _size(dimension, found) is None:
-            letter, _, more = dimension.partition("+")
-            found[letter] = size - int(more or 0)
-            if found[letter] < 0:
-                return False
-    if [_size(dimension, found) for dimension in shape] != list(came):
-        return False
-    sizes |= found
-    return True
+def _fits(shapes: list[list[str]], came: tuple[int, ...], sizes: Sizes) -> bool:
+    """Whether a shape is one of those declared; if so, its letters are added to `sizes`."""
+    for shape in shapes:
+        found = dict(sizes)
+        for dimension, size in zip(shape, came, strict=False):
+            if _size(dimension, found) is None:
+                letter, _, more = dimension.partition("+")
+                found[letter] = size - int(more or 0)
+        fits = [_size(dimension, found) for dimension in shape] == list(came)
+        if fits and min(found.values(), default=0) >= 0:
+            sizes |= found
+            return True
+    return False
 
 
 def _size(dimension: str, sizes: Sizes) -> int | None:
@@ -215,7 +231,8 @@ class Range(NamedTuple):
 
     def check(self, name: str, value: Any) -> None:
         """Raise ValueError unless a number is in the range."""
-        require(self.holds(value), name, self.must, value)
+        if not self.holds(value):
+            refuse(ValueError, name, self.must, value)
 
     @property
     def must(self) -> str:

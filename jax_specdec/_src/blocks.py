@@ -28,17 +28,17 @@ FEW = 32
 def gathering(
     function: Callable[..., Any], platform: Platform, rows: jax.Array, *arrays: Any
 ) -> Any:
-    """``function(rows, *arrays)``, in the blocks of rows that suit the platform.
+    """``function(*arrays)``, in the blocks of rows that suit the platform.
 
     Args:
       function: reads rows of matrices, and returns arrays ``[n, ...]``.
       platform: that the program is for.
-      rows: ``[n]`` int32. For row -1 nothing need be read, and the result is undefined.
+      rows: ``[n]`` int32, those read. For row -1 nothing need be read: the result is undefined.
       *arrays: pytrees of arrays ``[n, ...]``.
     """
     length = {"cpu": 1, "tpu": BLOCK}.get(platform)
     if length is None:
-        return function(rows, *arrays)
+        return function(*arrays)
     return by_blocks(function, length, rows, *arrays)
 
 
@@ -46,26 +46,24 @@ def by_blocks(function: Callable[..., Any], length: int, rows: jax.Array, *array
     """`gathering`, with `length` rows at a time."""
     size = rows.shape[0]
     length, function = min(length, size), jax.jit(function)  # which traces it once for both uses
-    given, tree = jax.tree.flatten((rows, *arrays))
+    given, tree = jax.tree.flatten(arrays)
 
     def read(start: jax.Array) -> Any:
         block = [lax.dynamic_slice_in_dim(x, start, length) for x in given]
         return function(*jax.tree.unflatten(tree, block))
 
     shapes, found_tree = jax.tree.flatten(jax.eval_shape(read, jnp.uint32(0)))
-
-    def unread(size: int) -> list[jax.Array]:
-        return [lax.full_like(x, 0, shape=(size, *x.shape[1:])) for x in shapes]
+    unread = [lax.full_like(x, 0, shape=(size, *x.shape[1:])) for x in shapes]
 
     def step(i: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
         start = jnp.minimum(i.astype(jnp.uint32) * length, size - length)  # the last one overlaps
         is_read = jnp.any(lax.dynamic_slice_in_dim(rows, start, length) >= 0)
-        nothing = jax.tree.unflatten(found_tree, unread(length))
+        nothing = jax.tree.unflatten(found_tree, [x[:length] for x in unread])
         of_block = jax.tree.leaves(lax.cond(is_read, read, lambda _: nothing, start))
         both = zip(found, of_block, strict=True)
         return [lax.dynamic_update_slice_in_dim(all, x, start, 0) for all, x in both]
 
-    found = lax.fori_loop(0, -(-size // length), step, unread(size))
+    found = lax.fori_loop(0, -(-size // length), step, unread)
     return jax.tree.unflatten(found_tree, found)
 
 

@@ -110,33 +110,23 @@ class SpecDecodeConfig:
             ("draft_sample_method", get_args(DraftSampleMethod)),
         ):
             value = getattr(self, name)
-            check_type(name, value, str)
-            if (name, value) in _RETIRED_CHOICES:
+            if isinstance(value, str) and (name, value) in _RETIRED_CHOICES:
                 raise ValueError(_RETIRED_CHOICES[name, value])
-            check_choice(name, value, choices)
-        self._check_synthetic_fields()
-        if self.synthetic_acceptance_rates is not None:
-            rates = _check_rates("synthetic_acceptance_rates", self.synthetic_acceptance_rates)
-            must = f"have num_speculative_tokens = {k} entries"
-            require(len(rates) == k, "synthetic_acceptance_rates", must, rates)
-            object.__setattr__(self, "synthetic_acceptance_rates", rates)
-        if self.synthetic_acceptance_length is not None:
-            length = _check_real(
-                "synthetic_acceptance_length", self.synthetic_acceptance_length, 1, k + 1
-            )
-            object.__setattr__(self, "synthetic_acceptance_length", length)
-
-    def _check_synthetic_fields(self) -> None:
-        rates, length = "synthetic_acceptance_rates", "synthetic_acceptance_length"
-        given = {
-            name: value for name in (rates, length) if (value := getattr(self, name)) is not None
-        }
-        if self.rejection_sample_method == "synthetic":
-            require(len(given) == 1, f"{rates} or {length}", "be given, and not both", given)
-            return
+            check_choice(name, value, choices, str)
+        method = self.rejection_sample_method
+        names = "synthetic_acceptance_rates", "synthetic_acceptance_length"
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if method == "synthetic":
+            require(len(given) == 1, " or ".join(names), "be given, and not both", given)
         for name, value in given.items():
-            hint = f"rejection_sample_method is {self.rejection_sample_method!r}"
-            refuse(ValueError, name, "be None", value, hint)
+            if method != "synthetic":
+                refuse(ValueError, name, "be None", value, f"rejection_sample_method is {method!r}")
+            if name == "synthetic_acceptance_length":
+                object.__setattr__(self, name, _check_real(name, value, 1, k + 1))
+                continue
+            rates = _check_rates(name, value)
+            require(len(rates) == k, name, f"have num_speculative_tokens = {k} entries", rates)
+            object.__setattr__(self, name, rates)
 
     @property
     def keeps_draft_distribution(self) -> bool:

@@ -19,9 +19,10 @@ from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.sampling import Filter, SamplingParams, inverse_temperature
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Array, Drafts, RejectionSampleOutput
-from jax_specdec._src.verify import checks
 from jax_specdec._src.verify import sharding as sharding_lib
+from jax_specdec._src.verify.call import Settings, check_arrays
 from jax_specdec._src.verify.form import Form, of_owner
+from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import Partials, Rows
 from jax_specdec._src.verify.sharding import VerifySharding
 
@@ -154,20 +155,21 @@ def token_logprobs(
       >>> jnp.exp(found.logprobs).tolist(), found.top_token_ids.tolist()
       ([[0.5, 0.5]], [[[2, 0], [0, 1]]])
     """
-    sampling, _ = checks.as_arrays(drafts, sampling)
-    size = _check_call(
-        target_logits,
-        drafts,
-        output,
-        sampling,
-        config,
-        num_top,
-        distribution,
-        vocab_size,
-        token_bitmask,
-        sharding_lib.vocabulary_parts(sharding),
-        padded_rows,
+    check_type("output", output, RejectionSampleOutput)
+    bonus = None
+    if not padded_rows and isinstance(drafts, Drafts):
+        if np.shape(target_logits)[:1] == drafts.token_ids.shape:  # a bonus was given
+            bonus = jnp.zeros_like(output.num_emitted, jnp.int32)
+    call, sizes = check_arrays(
+        CallArrays(target_logits, drafts, None, sampling, bonus, None, token_bitmask),
+        Settings(config, vocab_size, padded_rows, None, None, sharding),
     )
+    sizes["K"] = config.num_speculative_tokens
+    check_array("output.token_ids", output.token_ids, "[B, K+1]", sizes)
+    check_array("output.num_emitted", output.num_emitted, "[B]", sizes)
+    check_choice("distribution", distribution, get_args(Distribution))
+    sampling, size = call.sampling, sizes["size"]
+    check_int("num_top", num_top, 0, size)
     target_logits = jnp.asarray(target_logits)
     token_bitmask = None if token_bitmask is None else jnp.asarray(token_bitmask)
     k, n = config.num_speculative_tokens, drafts.token_ids.shape[0]
@@ -268,7 +270,7 @@ def _read_emitted(
         flat = jax.tree.map(lambda x: x.reshape(-1), emitted)
         which = jnp.where(flat.exists, flat.row, -1)
         found = gathering(
-            lambda _, those: _read_batch(rows, those, num_top, form), platform, which, flat
+            lambda those: _read_batch(rows, those, num_top, form), platform, which, flat
         )
         shape = emitted.row.shape
         found = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), found)
@@ -365,34 +367,3 @@ def _read_batch(rows: Rows, those: Emitted, num_top: int, form: Form) -> TokenLo
         is_token = those.exists[:, None] & (top > -jnp.inf)
         ids = jnp.where(is_token, found, PLACEHOLDER_TOKEN_ID)
     return TokenLogprobs(own, ids, logprobs(top))
-
-
-def _check_call(
-    target_logits: Any,
-    drafts: Any,
-    output: Any,
-    sampling: Any,
-    config: Any,
-    num_top: Any,
-    distribution: Any,
-    vocab_size: Any,
-    token_bitmask: Any,
-    vocabulary_parts: int,
-    padded_rows: bool,
-) -> int:
-    """Check a call; returns the number of ids that are not padding."""
-    check_type("config", config, SpecDecodeConfig)
-    check_type("output", output, RejectionSampleOutput)
-    bonus = None
-    if not padded_rows and isinstance(drafts, Drafts):
-        if np.shape(target_logits)[:1] == drafts.token_ids.shape:  # a bonus was given
-            bonus = jnp.zeros_like(output.num_emitted, jnp.int32)
-    given = target_logits, drafts, sampling, bonus, None, vocab_size, token_bitmask
-    sizes = checks.check_call(*given, vocabulary_parts=vocabulary_parts, padded_rows=padded_rows)
-    sizes["K"] = config.num_speculative_tokens
-    check_array("output.token_ids", output.token_ids, "[B, K+1]", sizes)
-    check_array("output.num_emitted", output.num_emitted, "[B]", sizes)
-    check_choice("distribution", distribution, get_args(Distribution))
-    size = sizes["V"] if vocab_size is None else int(vocab_size)
-    check_int("num_top", num_top, 0, size)
-    return size

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.arrays import require
+from jax_specdec._src.arrays import Sizes, check_array, refuse
 from jax_specdec._src.types import TILE, Noise
 
 
@@ -99,24 +99,30 @@ def key_words(keys: jax.Array) -> jax.Array:
     return jnp.stack(_threefry((w, x), (y, z)), axis=-1)
 
 
-def check_keys(name: str, keys: Any) -> None:
+def check_keys(name: str, keys: Any, sizes: Sizes | None = None) -> None:
     """Check that noise can be drawn from keys.
 
     Args:
       name: of the argument.
       keys: its value.
+      sizes: with B, if there must be a key for each request.
 
     Raises:
       TypeError: not typed keys, or keys that have neither two nor four words.
+      ValueError: not a key for each request.
     """
     is_typed = isinstance(keys, jax.Array) and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)
-    is_raw = getattr(keys, "dtype", None) == jnp.uint32
-    hint = f"pass jax.random.wrap_key_data({name})" if is_raw else None
-    must = "be typed, as jax.random.key and jax.random.split give"
-    require(is_typed, name, must, keys, hint, TypeError)
+    if not is_typed:
+        is_raw = getattr(keys, "dtype", None) == jnp.uint32
+        hint = f"pass jax.random.wrap_key_data({name})" if is_raw else None
+        must = "be typed, as jax.random.key and jax.random.split give"
+        refuse(TypeError, name, must, keys, hint)
     size = jax.eval_shape(jax.random.key_data, keys).shape[keys.ndim :]
-    must = "be of two or four words, as those of threefry2x32 and rbg are"
-    require(size in ((2,), (4,)), name, must, keys, f"words have shape {list(size)}", TypeError)
+    if size not in ((2,), (4,)):
+        must = "be of two or four words, as those of threefry2x32 and rbg are"
+        refuse(TypeError, name, must, keys, f"words have shape {list(size)}")
+    if sizes is not None:
+        check_array(name, keys, "[B]", sizes, "jax.random.split gives one per request")
 
 
 def threefry_keys(keys: jax.Array) -> jax.Array:
@@ -212,7 +218,6 @@ def draw_noise(keys: jax.Array, positions: jax.Array, num_speculative_tokens: in
       >>> draw_noise(keys, jnp.array([10, 20, 30]), 4).accept.shape
       (3, 4)
     """
-    check_keys("keys", keys)
     k = num_speculative_tokens
     # All bits in one evaluation, without vmap: this takes a quarter of the time to trace.
     offsets = jnp.array([*range(k), 0], jnp.uint32)

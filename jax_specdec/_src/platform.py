@@ -44,7 +44,9 @@ class _Call(NamedTuple):
     vmaps: tuple[tuple[int, tuple[int | None, ...]], ...] = ()
 
 
-def traced_for_platform(function: Callable[..., Any], arrays: Any, *static: Hashable) -> Any:
+def traced_for_platform(
+    function: Callable[..., Any], arrays: Any, *static: Hashable, only: Platform | None = None
+) -> Any:
     """``function(arrays, *static, platform)``, traced for one platform.
 
     Derivatives are those of the form of "default", a GPU without kernels of ours.
@@ -54,6 +56,7 @@ def traced_for_platform(function: Callable[..., Any], arrays: Any, *static: Hash
         not close over arrays. Its output has the same structure and types on every platform.
       arrays: a pytree.
       *static: hashable.
+      only: the one platform that there is a form for; the function is then traced in place.
 
     Example:
       >>> import jax.numpy as jnp
@@ -62,8 +65,9 @@ def traced_for_platform(function: Callable[..., Any], arrays: Any, *static: Hash
       >>> float(traced_for_platform(scaled, jnp.float32(0), 2))
       0.0
     """
-    if _assumed.value is not None:
-        return function(arrays, *static, _assumed.value)
+    platform = only or _assumed.value
+    if platform is not None:
+        return function(arrays, *static, platform)
     flat, tree = jax.tree.flatten(arrays)
     found, shapes = _bind(flat, _Call(function, static, tree))
     return jax.tree.unflatten(jax.tree.structure(shapes), found)

@@ -687,7 +687,7 @@ def _by_owner(
 ) -> jax.Array:
     """``function(rows.owner, *arrays)``; a few rows at a time on TPUs."""
     if platform == "tpu":
-        return cast(jax.Array, by_blocks(function, BLOCK, rows.owner, *arrays))
+        return cast(jax.Array, by_blocks(function, BLOCK, rows.owner, rows.owner, *arrays))
     return function(rows.owner, *arrays)
 
 

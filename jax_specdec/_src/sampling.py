@@ -169,7 +169,7 @@ class Filter(NamedTuple):
     def of(cls, sampling: SamplingParams) -> Filter | None:
         """The filter of each request; None if the call has none of the three."""
         found = cls(sampling.min_p, sampling.top_k, sampling.top_p)
-        return found if any(x is not None for x in found) else None
+        return found if jax.tree.leaves(found) else None
 
     def where(self, used: jax.Array) -> Filter:
         """The same, neutral for requests where `used` is false."""

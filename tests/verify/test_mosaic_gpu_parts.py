@@ -279,7 +279,8 @@ def arrays_of(logits: jax.Array, batch: int, **given) -> CallArrays:
     drafts = sd.Drafts(jnp.zeros((0,), jnp.int32), jnp.zeros((batch + 1,), jnp.int32))
     noise = sd.testing.Noise(jnp.zeros((batch, 3)), jnp.zeros((batch, 2)))
     sampling = sd.SamplingParams(jnp.ones(batch))
-    return CallArrays(logits, drafts, noise, sampling, None, None, None)._replace(**given)
+    arrays = CallArrays(logits, drafts, noise, sampling)
+    return dataclasses.replace(arrays, **given)
 
 
 def test_a_call_without_requests_or_with_vma_is_refused_in_a_sentence():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax_specdec._src.sampling import Filter, SamplingParams, per_request
 from jax_specdec._src.types import Array, Integers
 from jax_specdec._src.verify import xla
 from jax_specdec._src.verify.form import Form
+from jax_specdec._src.verify.requests import KeysAndPositions
 from jax_specdec._src.verify.sharding import VerifySharding, over_mesh, without_vma
 
 
@@ -120,6 +121,10 @@ def sample_draft_tokens(
     return drawn._replace(token_ids=own)
 
 
+_Arrays = tuple[jax.Array, SamplingParams, jax.Array | KeysAndPositions]
+"""Logits, sampling parameters, and the noise as `xla.sample` takes it."""
+
+
 @functools.partial(jax.jit, static_argnames=("takes_argmax", "shares_noise", "sharding"))
 def _sample(
     logits: jax.Array,
@@ -132,13 +137,13 @@ def _sample(
     sharding: VerifySharding | None,
 ) -> DraftSample:
     logits, sampling = jax.tree.map(lax.stop_gradient, (logits, sampling))
-    noise: Any = keys, positions + offset
+    noise: jax.Array | KeysAndPositions = keys, positions + offset
     if not shares_noise:
         noise = uniforms(keys, positions, Stream.DRAFT, offset)
     arrays = logits, sampling, noise
     axis = None if sharding is None else sharding.vocab_axis
 
-    def on_part(arrays: tuple[jax.Array, SamplingParams, Any]) -> DraftSample:
+    def on_part(arrays: _Arrays) -> DraftSample:
         return traced_for_platform(_sample_part, arrays, takes_argmax, axis)
 
     if sharding is None or sharding.mesh is None:
@@ -149,7 +154,7 @@ def _sample(
 
 
 def _sample_part(
-    arrays: tuple[jax.Array, SamplingParams, Any],
+    arrays: _Arrays,
     takes_argmax: bool,
     axis: str | None,
     platform: Platform,

@@ -1,31 +1,36 @@
-"""`rejection_sample`: check a call, and dispatch it to a backend."""
+"""`rejection_sample`: a call is checked, and then runs where its implementation is."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.arrays import check_choice, check_type
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.sampling import Filter, SamplingParams
-from jax_specdec._src.types import Array, Drafts, Integers, Noise, RaceNoise, RejectionSampleOutput
-from jax_specdec._src.verify import checks, xla
-from jax_specdec._src.verify import sharding as sharding_lib
+from jax_specdec._src.types import (
+    Array,
+    DraftDistribution,
+    Drafts,
+    Integers,
+    Noise,
+    RaceNoise,
+    RejectionSampleOutput,
+)
+from jax_specdec._src.verify import xla
+from jax_specdec._src.verify.call import Implementation, Settings, Static, checked
 from jax_specdec._src.verify.form import Form, Kernels
 from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.mosaic_tpu import support as mosaic_tpu
-from jax_specdec._src.verify.requests import CallArrays, unless_empty
+from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rules import rule_of
-from jax_specdec._src.verify.sharding import ArrayLayout, VerifySharding
-
-Implementation = Literal["xla", "xla_lazy", "xla_batched", "mosaic_gpu", "mosaic_tpu"]
+from jax_specdec._src.verify.sharding import VerifySharding, over_parts
 
 
 def rejection_sample(
@@ -133,17 +138,10 @@ def rejection_sample(
       Leviathan et al., arXiv 2211.17192. Chen et al., arXiv 2302.01318. Block: Sun et al.,
       arXiv 2403.10444.
     """
-    sampling, positions = checks.as_arrays(drafts, sampling, positions)
-    noise, of_requests = (keys, positions), (sampling, bonus_token_ids, active)
-    arrays: Any = target_logits, drafts, noise, *of_requests, token_bitmask
+    of_requests = (keys, positions), sampling, bonus_token_ids, active
     return _call(
-        CallArrays(*arrays),
-        config,
-        vocab_size,
-        padded_rows,
-        implementation,
-        kernel_config,
-        sharding,
+        CallArrays(target_logits, drafts, *of_requests, token_bitmask),
+        Settings(config, vocab_size, padded_rows, implementation, kernel_config, sharding),
     )
 
 
@@ -185,18 +183,10 @@ def rejection_sample_with_noise(
       >>> sd.parse_output(output)  # 0.7 * 1 >= 0.5: token 0 is rejected, only 1 is left
       [[1]]
     """
-    check_type("noise", noise, Noise, RaceNoise)
-    sampling, _ = checks.as_arrays(drafts, sampling)
-    of_requests = sampling, bonus_token_ids, active
-    arrays: Any = target_logits, drafts, noise, *of_requests, token_bitmask
+    of_requests = noise, sampling, bonus_token_ids, active
     return _call(
-        CallArrays(*arrays),
-        config,
-        vocab_size,
-        padded_rows,
-        implementation,
-        kernel_config,
-        sharding,
+        CallArrays(target_logits, drafts, *of_requests, token_bitmask),
+        Settings(config, vocab_size, padded_rows, implementation, kernel_config, sharding),
     )
 
 
@@ -233,7 +223,7 @@ def which_implementation(
         return "xla"
     why_not = support.unsupported(
         cast(jax.Array, target_logits),
-        unless_empty(drafts.distribution),
+        _unless_empty(drafts.distribution),
         is_race=False,
         num_requests=drafts.cu_num_draft_tokens.shape[0] - 1,
         k=config.num_speculative_tokens,
@@ -243,116 +233,38 @@ def which_implementation(
     return "mosaic_gpu" if why_not is None else "xla"
 
 
-def _call(
-    arrays: CallArrays,
-    config: SpecDecodeConfig,
-    vocab_size: int | None,
-    padded_rows: bool,
-    implementation: Implementation | None,
-    kernel_config: KernelConfig | None,
-    sharding: VerifySharding | None,
-) -> RejectionSampleOutput:
+def _call(arrays: CallArrays, settings: Settings) -> RejectionSampleOutput:
     """Check a call, and make it."""
-    static = check_call(
-        arrays, config, vocab_size, padded_rows, implementation, kernel_config, sharding
-    )
-    batch, k = arrays.sampling.temperature.shape[0], config.num_speculative_tokens
-    if isinstance(arrays.randomness, tuple):
-        keys, positions = arrays.randomness
-        checks.check_keys(keys, batch)
-        checks.check_positions(positions, batch)
-    else:
-        parts = sharding_lib.vocabulary_parts(sharding)
-        sizes = {"B": batch, "K": k, "V": arrays.target_logits.shape[1] * parts}
-        checks.check_noise(arrays.randomness, sizes, rule_of(config).draws_every_row)
-    if batch == 0:
+    arrays, static = checked(arrays, settings)
+    if arrays.sampling.temperature.shape[0] == 0:
+        k = static.config.num_speculative_tokens
         counts = jnp.zeros((0,), jnp.int32)
         return RejectionSampleOutput(jnp.zeros((0, k + 1), jnp.int32), counts, counts, counts)
-    checks.check_counts(arrays.drafts, k)
     return _rejection_sample(arrays, static=static)
 
 
-def check_call(
-    arrays: CallArrays,
-    config: SpecDecodeConfig,
-    vocab_size: int | None,
-    padded_rows: bool,
-    implementation: Implementation | None,
-    kernel_config: KernelConfig | None,
-    sharding: VerifySharding | None,
-) -> _Static:
-    """The static side of a call, all of whose arguments but its randomness are checked.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: as `rejection_sample`.
-    """
-    _check_implementation(implementation)
-    parts = sharding_lib.vocabulary_parts(sharding)
-    check_type("config", config, SpecDecodeConfig)
-    logits, drafts, randomness, sampling, bonus_token_ids, active, token_bitmask = arrays
-    given = logits, drafts, sampling, bonus_token_ids, active, vocab_size, token_bitmask
-    checks.check_call(*given, vocabulary_parts=parts, padded_rows=padded_rows)
-    size = logits.shape[1] * parts if vocab_size is None else int(vocab_size)
-    layout = sharding_lib.resolve(sharding, logits, drafts, randomness)
-    may_be_kernel = implementation is None and support.not_by_default() is None
-    return _Static(config, size, implementation, may_be_kernel, kernel_config, layout)
-
-
-def _check_implementation(implementation: Implementation | None) -> None:
-    check_choice("implementation", implementation, (*get_args(Implementation), None))
-    why_not = support.no_device() if implementation == "mosaic_gpu" else None
-    why_not = mosaic_tpu.no_device() if implementation == "mosaic_tpu" else why_not
-    if why_not is not None:
-        raise NotImplementedError(why_not)
-
-
-class _Static(NamedTuple):
-    """The static side of a call.
-
-    Attributes:
-      config: of the call.
-      size: ids from it on are padding.
-      implementation: the one that was named.
-      may_be_kernel: whether the kernel is the default, since JAX's default device has run it.
-      kernel_config: of the call.
-      layout: how the arrays are split.
-    """
-
-    config: SpecDecodeConfig
-    size: int
-    implementation: Implementation | None
-    may_be_kernel: bool
-    kernel_config: KernelConfig | None
-    layout: ArrayLayout | None
-
-
 @functools.partial(jax.jit, static_argnames="static")
-def _rejection_sample(arrays: CallArrays, *, static: _Static) -> RejectionSampleOutput:
+def _rejection_sample(arrays: CallArrays, *, static: Static) -> RejectionSampleOutput:
     """Run `_verify_part` on the arrays of a call, or on each device's part of them."""
     # The output is integers. Loops and kernels would refuse a derivative that is zero anyway.
     arrays = jax.tree.map(lax.stop_gradient, arrays)
-
-    def verify(arrays: CallArrays) -> RejectionSampleOutput:
-        if static.implementation == "mosaic_gpu":
-            return _verify_part(arrays, static, "cuda")
-        if static.implementation == "mosaic_tpu":
-            return _verify_part(arrays, static, "tpu")
-        return traced_for_platform(_verify_part, arrays, static)
-
-    return sharding_lib.over_parts(verify, static.layout, arrays)
+    only = {"mosaic_gpu": "cuda", "mosaic_tpu": "tpu"}.get(static.implementation or "")
+    return over_parts(
+        lambda own: traced_for_platform(_verify_part, own, static, only=only), static.layout, arrays
+    )
 
 
-def _verify_part(arrays: CallArrays, static: _Static, platform: Platform) -> RejectionSampleOutput:
+def _verify_part(arrays: CallArrays, static: Static, platform: Platform) -> RejectionSampleOutput:
     """Choose an implementation, and verify one device's part of the arrays, or all of them."""
     config, size, implementation, may_be_kernel, kernel_config, layout = static
     k, drafts = config.num_speculative_tokens, arrays.drafts
     if arrays.target_logits.shape[0] == 0:  # no drafts anywhere, and the bonus given: no row
         logits = jnp.zeros((1, *arrays.target_logits.shape[1:]), arrays.target_logits.dtype)
-        arrays = arrays._replace(target_logits=logits, token_bitmask=None)
+        arrays = dataclasses.replace(arrays, target_logits=logits, token_bitmask=None)
     rule = rule_of(config)
-    distribution = None if rule.draws_every_row else unless_empty(drafts.distribution)
+    distribution = None if rule.draws_every_row else _unless_empty(drafts.distribution)
     drafts = dataclasses.replace(drafts, distribution=distribution)
-    arrays = arrays._replace(drafts=drafts)
+    arrays = dataclasses.replace(arrays, drafts=drafts)
     vocab_axis = None if layout is None else layout.vocab_axis
     if vocab_axis is not None and implementation == "xla_lazy":
         raise NotImplementedError(
@@ -383,8 +295,11 @@ def _verify_part(arrays: CallArrays, static: _Static, platform: Platform) -> Rej
 
         row_statistics = of_rows.row_statistics
     is_whole, by_default = vocab_axis is None, implementation in (None, "xla")
-    is_plain = is_whole and Filter.of(arrays.sampling) is None and arrays.token_bitmask is None
-    is_plain &= rule.conditional_rates is None
+
+    def is_plain() -> bool:
+        is_filtered = arrays.token_bitmask is not None or Filter.of(arrays.sampling) is not None
+        return is_whole and rule.conditional_rates is None and not is_filtered
+
     form = Form(
         platform,
         vocab_axis,
@@ -394,9 +309,16 @@ def _verify_part(arrays: CallArrays, static: _Static, platform: Platform) -> Rej
         in_order=implementation == "xla_lazy" or (is_whole and by_default and platform == "cpu"),
         # To sum filtered rows by tile, XLA would copy all of them on a TPU.
         keeps_sums=(is_whole or (rule.draws_every_row and row_statistics is None))
-        and (platform != "tpu" or implementation in ("xla_lazy", "mosaic_tpu") or is_plain),
+        and (platform != "tpu" or implementation in ("xla_lazy", "mosaic_tpu") or is_plain()),
     )
     return xla.verify(arrays, rule, k=k, size=size, form=form)
+
+
+def _unless_empty(distribution: DraftDistribution | None) -> DraftDistribution | None:
+    """The distribution; None if its storage has no rows, for then there are no drafts either."""
+    if distribution is None or jax.tree.leaves(distribution)[0].shape[0] == 0:
+        return None
+    return distribution
 
 
 def _unserved(

@@ -80,7 +80,7 @@ class LocalRows:
         if distribution is not None:
             draft = DraftRows.of(distribution, size, form.platform, first_id)
         num_parts = 1 if form.axis is None else form.num_parts
-        num_tiles = tiles.tiles_of_part(target.width, num_parts)
+        num_tiles = tiles_of_part(target.width, num_parts)
         kept = num_tiles if form.keeps_sums else None
         return cls(target, draft, form, num_parts, num_tiles, kept)
 
@@ -252,11 +252,9 @@ class ChosenTile(NamedTuple):
     bad_draft: jax.Array
 
 
-def tile_masses(rows: LocalRows, positions: Position) -> jax.Array:
-    """``[num_parts, B, P, 2, n]``: masses of the tiles of every part, at ``[B, P]``."""
-    flat = jax.tree.map(lambda x: lax.collapse(x, 0, 2), positions)
-    found = gathering(lambda _, those: rows.masses(those), rows.form.platform, flat.row, flat)
-    found = found.reshape(*positions.row.shape, *found.shape[1:])
+def tile_masses(rows: LocalRows, source: Position) -> jax.Array:
+    """``[num_parts, n, 2, num_tiles]``: `LocalRows.masses` of sources ``[n]``, of every part."""
+    found: jax.Array = gathering(rows.masses, rows.form.platform, source.row, source)
     return found[None] if rows.form.axis is None else rows.form.gather(found)
 
 
@@ -269,8 +267,7 @@ def draw(
       rows: the rows on this device.
       requests: ``[B]``.
       last: ``[B]``, the positions to draw from.
-      masses: ``[num_parts, B, 2, num_tiles]``, those of `LocalRows.masses` from every part, if they
-        are known.
+      masses: their `tile_masses`, if they are known.
 
     Returns:
       ``[B]`` int32 tokens, and ``[B]`` bool, whether the draft row is bad.
@@ -280,7 +277,7 @@ def draw(
     else:
         assert requests.recover is not None
         if masses is None:
-            masses = tile_masses(rows, jax.tree.map(lambda x: x[:, None], last))[:, :, 0]
+            masses = tile_masses(rows, last)
         kernels = rows.form.kernels
         if kernels is not None and _draws_by_kernel(rows):
             part, bad_draft = kernels.part_draw(rows, last, requests.recover, masses)
@@ -381,6 +378,12 @@ def of_all_parts(masses: jax.Array) -> jax.Array:
     """``[num_parts, ..., num_tiles]`` as ``[..., num_parts * num_tiles + 1]``; the last is 0."""
     flat = jnp.moveaxis(masses, 0, -2).reshape(*masses.shape[1:-1], -1)
     return jnp.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(0, 1)])
+
+
+def tiles_of_part(width: int, num_parts: int) -> int:
+    """The most tiles that any part of `width` ids overlaps; its first and last may be shared."""
+    starts = range(0, num_parts * width, width)
+    return max([(start + width - 1) // TILE - start // TILE + 1 for start in starts])
 
 
 def pieces_of_tiles(width: int, num_parts: int, num_tiles: int) -> np.ndarray:

@@ -184,7 +184,7 @@ def _of_chosen_rows(rows: LocalRows, requests: Request, positions: Position) -> 
 
     given = requests.inv_temperature, wanted & ~requests.greedy, requests.filter
     index = jnp.where(wanted, positions.row[:, 0], -1)
-    found = gathering(read, rows.form.platform, index, *given)
+    found = gathering(read, rows.form.platform, index, index, *given)
     return jax.tree.map(lambda x: x[:, None], found)
 
 
@@ -342,7 +342,7 @@ def _drawn(rows: LocalRows, requests: Request, positions: Position) -> Position:
     masses, platform = source.p_masses, rows.form.platform
     if masses is None:
         read = rows.masses
-        masses = gathering(lambda _, those: read(those)[:, 1], platform, source.row, source)
+        masses = gathering(lambda those: read(those)[:, 1], platform, source.row, source)
     own = race_draw(rows, source, rows.form.gather(masses), exponential).reshape(shape)
     return positions._replace(argmax=jnp.where(requests.greedy[:, None], positions.argmax, own))
 
@@ -374,7 +374,7 @@ def _of_drafts(
 
     index = jnp.where(wanted, index, -1).reshape(-1)
     inv = positions.inv_temperature[:, :most].reshape(-1)
-    found = gathering(read, rows.form.platform, index, inv)
+    found = gathering(read, rows.form.platform, index, index, inv)
     return entries, jax.tree.map(lambda x: x.reshape(wanted.shape), found)
 
 

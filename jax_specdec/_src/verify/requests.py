@@ -2,34 +2,48 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_specdec._src import ragged
 from jax_specdec._src import sampling as sampling_lib
+from jax_specdec._src.arrays import pytree
 from jax_specdec._src.noise import draw_noise
 from jax_specdec._src.sampling import Filter, SamplingParams
 from jax_specdec._src.types import (
     MAX_LOG_NORMALIZER,
     PLACEHOLDER_TOKEN_ID,
+    Array,
     DraftDistribution,
     DraftLogits,
     Drafts,
+    Integers,
     Noise,
     RaceNoise,
     Status,
 )
 
+KeysAndPositions = tuple[jax.Array, jax.Array]
+"""Keys ``[B]`` and positions ``[B]``, to draw noise from."""
 
-class CallArrays(NamedTuple):
-    """The arrays of a call of `rejection_sample`, after the checks.
+
+@pytree(
+    drafts=(Drafts,),
+    sampling=(SamplingParams,),
+    bonus_token_ids="[B] int32",
+    active="[B] bool",
+)
+@dataclasses.dataclass(frozen=True)
+class CallArrays:
+    """The arrays of a call of `rejection_sample`.
 
     Attributes:
       target_logits: ``[M, V]``, or this device's part of them.
       drafts: the drafts.
-      randomness: explicit noise, or keys ``[B]`` and positions ``[B]`` to draw it from.
+      randomness: explicit noise, or what to draw it from.
       sampling: parameters of each request.
       bonus_token_ids: ``[B]`` int32 or None.
       active: ``[B]`` bool or None.
@@ -38,11 +52,24 @@ class CallArrays(NamedTuple):
 
     target_logits: jax.Array
     drafts: Drafts
-    randomness: Noise | RaceNoise | tuple[jax.Array, jax.Array]
+    randomness: Noise | RaceNoise | KeysAndPositions
     sampling: SamplingParams
-    bonus_token_ids: jax.Array | None
-    active: jax.Array | None
-    token_bitmask: jax.Array | None
+    bonus_token_ids: jax.Array | None = None
+    active: jax.Array | None = None
+    token_bitmask: jax.Array | None = None
+
+    if TYPE_CHECKING:  # what a caller may give, before `call.checked`
+
+        def __init__(
+            self,
+            target_logits: Array,
+            drafts: Drafts,
+            randomness: Noise | RaceNoise | tuple[jax.Array, Integers] | None,
+            sampling: SamplingParams,
+            bonus_token_ids: Array | None = None,
+            active: Array | None = None,
+            token_bitmask: Array | None = None,
+        ) -> None: ...
 
 
 class Request(NamedTuple):
@@ -85,7 +112,7 @@ class Request(NamedTuple):
     accept: jax.Array
     recover: jax.Array | None
     exponential: jax.Array | None
-    token_keys: tuple[jax.Array, jax.Array] | None
+    token_keys: KeysAndPositions | None
     bonus_token_id: jax.Array | None
     status: jax.Array
     is_ok: jax.Array
@@ -95,7 +122,7 @@ class Request(NamedTuple):
         cls,
         temperature: jax.Array,
         filter: Filter | None,
-        noise: jax.Array | tuple[jax.Array, jax.Array],
+        noise: jax.Array | KeysAndPositions,
     ) -> Request:
         """Requests that own a bonus row each, and nothing else.
 
@@ -183,10 +210,3 @@ def usable_normalizers(distribution: DraftDistribution | None, rows: jax.Array) 
     size = jnp.abs(distribution.log_normalizer[jnp.clip(rows, 0, count - 1)])
     is_large = (size >= MAX_LOG_NORMALIZER) & (size < jnp.inf)
     return (rows < 0) | (rows >= count) | ~is_large
-
-
-def unless_empty(distribution: DraftDistribution | None) -> DraftDistribution | None:
-    """The distribution; None if its storage has no rows, for then there are no drafts either."""
-    if distribution is None or jax.tree.leaves(distribution)[0].shape[0] == 0:
-        return None
-    return distribution

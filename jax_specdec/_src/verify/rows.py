@@ -151,25 +151,24 @@ class Rows:
 
     def whole(self, rows: jax.Array | None = None) -> jax.Array:
         """``[n, width]`` entries of some rows; of all rows, in place, if `rows` is None."""
-        return self.read(self.select(rows))
-
-    def select(self, rows: jax.Array | None) -> tuple[Any, ...]:
-        """Some rows of the matrix, of the bitmask and of the thresholds."""
-        found = self.matrix, self.token_bitmask, self.thresholds
-        if rows is None:
-            return found
-        return take(found, jnp.clip(rows, 0, self.matrix.shape[0] - 1), self.platform)
-
-    def read(self, selected: tuple[Any, ...]) -> jax.Array:
-        """``[n, width]`` entries of rows that `select` gave, with `fill` where it belongs."""
-        matrix, words, least = selected
-        x = matrix[..., : self.width].astype(jnp.float32)
-        if words is not None:
-            x = jnp.where(self._bits(words), x, self.fill)
+        these = self.select(rows)
+        x = these.matrix[..., : self.width].astype(jnp.float32)
+        if these.token_bitmask is not None:
+            x = jnp.where(self._bits(these.token_bitmask), x, self.fill)
         if self.first_id is not None:
             ids = self.first_id + jnp.arange(self.width, dtype=jnp.int32)
             x = jnp.where(ids[None, :] < self.size, x, self.fill)
+        least = these.thresholds
         return x if least is None else jnp.where(x < least[:, None], self.fill, x)
+
+    def select(self, rows: jax.Array | None) -> Rows:
+        """Some rows, with their bits and thresholds; all of them, in place, if `rows` is None."""
+        if rows is None:
+            return self
+        given = self.matrix, self.token_bitmask, self.thresholds
+        found = take(given, jnp.clip(rows, 0, self.matrix.shape[0] - 1), self.platform)
+        matrix, words, least = found
+        return Rows(matrix, self.size, self.fill, self.platform, words, least, self.first_id)
 
     def _entries(
         self, x: jax.Array, rows: jax.Array, ids: jax.Array, place: jax.Array | None
@@ -323,9 +322,9 @@ class Rows:
         peak = form.max(peak)
         limited = filter.limits(self.size) & wanted & jnp.isfinite(peak)
         masked = self.first_id is not None and self.token_bitmask is not None
-        given = filter, self.read, lambda: (self.masked() if masked else self).select(rows)
         least = find_thresholds(
-            *given,
+            filter,
+            lambda: (self.masked() if masked else self).select(rows),
             limited,
             size=self.size,
             dtype=self.matrix.dtype,

@@ -42,7 +42,6 @@ from jax import lax
 from jax_specdec._src.blocks import FEW, entry_of
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.types import Status
-from jax_specdec._src.verify import tiles
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.requests import Request
 
@@ -176,7 +175,7 @@ class Standard:
         Returns:
           ``num_accepted [B]``, and the status ``[B]`` of the rows that the decision rests on.
         """
-        stop = tiles.first_true(~self.goes_on(positions))
+        stop = _first_true(~self.goes_on(positions))
         return stop, _status_at(requests, positions.status, stop, stop < requests.num_rows)
 
 
@@ -215,7 +214,7 @@ class Block(Standard):
         is_bad = positions.uses_q & jnp.isnan(mass) & (status == Status.OK)
         status = jnp.where(is_bad, Status.BAD_DRAFT_ROW, status)
         # Nothing is read past the first bad row.
-        stop = tiles.first_true(~self.goes_on(positions) | (status != Status.OK))
+        stop = _first_true(~self.goes_on(positions) | (status != Status.OK))
         u = jnp.roll(positions.uniform, 1, axis=1)  # of the draft before
         can_end = (index == 0) | passes(u, weight, mass)
         can_end &= index <= stop[:, None]
@@ -246,7 +245,7 @@ class Synthetic(Standard):
         """See `Standard`."""
         rates = jnp.array([*self.conditional_rates, 0.0], jnp.float32)
         accepted = positions.proposed & accepts_synthetic(requests.accept, rates[None, :])
-        end = tiles.first_true(~accepted)
+        end = _first_true(~accepted)
         return jax.tree.map(lambda x: entry_of(x, end)[:, None], positions)
 
     def count(
@@ -263,11 +262,17 @@ Rule = Standard | Block | Agreement | Synthetic
 
 def rule_of(config: SpecDecodeConfig) -> Rule:
     """The rule that a config asks for."""
-    if config.conditional_rates is not None:
+    method = config.rejection_sample_method
+    if method == "synthetic":
+        assert config.conditional_rates is not None
         return Synthetic(config.conditional_rates)
-    return {"standard": Standard, "block": Block, "agreement": Agreement}[
-        config.rejection_sample_method
-    ]()
+    return {"standard": Standard, "block": Block, "agreement": Agreement}[method]()
+
+
+def _first_true(x: jax.Array) -> jax.Array:
+    """Index ``[B]`` of the first true entry of ``[B, P]`` bool; P if there is none."""
+    index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    return jnp.min(jnp.where(x, index, x.shape[1]), axis=1)
 
 
 def _status_at(

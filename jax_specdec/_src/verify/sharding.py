@@ -273,10 +273,12 @@ def over_parts(
     elif isinstance(distribution, DraftLogits):
         of_distribution = DraftLogits(matrix, own, own, number, number, number, ids)
     logits: Any = P(batch, layout.vocab_axis)
-    specs = CallArrays(logits, Drafts(own, whole, of_distribution), own, own, own, own, own)
+    drafts: Any = Drafts(own, whole, of_distribution)
+    specs = CallArrays(logits, drafts, own, own, own, own, own)
 
     def on_part(arrays: CallArrays) -> RejectionSampleOutput:
-        return function(arrays._replace(drafts=_local_drafts(arrays.drafts, layout)))
+        drafts = _local_drafts(arrays.drafts, layout)
+        return function(dataclasses.replace(arrays, drafts=drafts))
 
     return over_mesh(on_part, layout.mesh, specs, P(batch), arrays)
 
@@ -326,17 +328,16 @@ def without_vma(function: Callable[[Any], Any], arrays: Any, vocab_axis: str | N
 
 def _placed(arrays: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Arrays laid out by `specs` over explicit axes; `jax.shard_map` sees to all other axes."""
-    explicit = [
-        n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit
-    ]
+    named = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = [name for name, kind in named if kind == AxisType.Explicit]
     if not explicit:
         return arrays
-
-    def place(spec: P, tree: Any) -> Any:
-        sharding = NamedSharding(mesh, P(*[axis if axis in explicit else None for axis in spec]))
-        return jax.tree.map(lambda x: jax.reshard(x, sharding), tree)
-
-    return jax.tree.map(place, specs, arrays, is_leaf=lambda x: isinstance(x, P))
+    flat, tree = jax.tree.flatten(specs)
+    places = [
+        NamedSharding(mesh, P(*[axis if axis in explicit else None for axis in spec]))
+        for spec in flat
+    ]
+    return jax.reshard(arrays, jax.tree.unflatten(tree, places))
 
 
 def _local_drafts(drafts: Drafts, layout: ArrayLayout) -> Drafts:

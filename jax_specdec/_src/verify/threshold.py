@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,16 @@ from jax_specdec._src.sampling import Filter, limits_count
 from jax_specdec._src.verify.form import Form
 
 
+class SomeRows(Protocol):
+    """Rows that were selected."""
+
+    def whole(self) -> jax.Array:
+        """``[n, W]`` float32 entries."""
+
+
 def find_thresholds(
     filter: Filter,
-    read: Callable[[Any], jax.Array],
-    select: Callable[[], Any],
+    select: Callable[[], SomeRows],
     limited: jax.Array,
     *,
     size: int,
@@ -36,8 +42,8 @@ def find_thresholds(
 
     Args:
       filter: min-p, top-k and top-p of each row's request, ``[n]``.
-      read: ``read(select())`` is the rows ``[n, W]``, or this device's part of them.
-      select: selects the rows, once for all reads; not called where no row has a threshold.
+      select: selects the rows, or this device's part of them, once for all reads; not called where
+        no row has a threshold.
       limited: ``[n]`` bool, the rows that have a threshold; for others the result is undefined.
       size: ids from it on are padding.
       dtype: of the logits before they were converted to float32.
@@ -64,7 +70,7 @@ def find_thresholds(
             top_k = filter.top_k
 
             def are_enough(candidates: jax.Array) -> jax.Array:
-                x = read(selected)
+                x = selected.whole()
                 # In a Python loop, XLA reads the rows once for all candidates and writes nothing.
                 counts = [jnp.sum(x >= c[:, None], axis=1, dtype=jnp.int32) for c in candidates]
                 return form.sum(jnp.stack(counts)) >= top_k[None]
@@ -76,7 +82,7 @@ def find_thresholds(
             above = least
 
             def mass(candidates: jax.Array) -> jax.Array:
-                x = read(selected)
+                x = selected.whole()
                 exponent = (x - peak[:, None]) * inv_temperature[:, None]
                 bounds = jnp.maximum(candidates, above[None])
                 kept = [jnp.where(x >= c[:, None], jnp.exp(exponent), 0.0) for c in bounds]

@@ -34,15 +34,3 @@ class Scale(NamedTuple):
 def num_tiles(size: int) -> int:
     """How many tiles `size` ids take; the last may be partly filled."""
     return -(-size // TILE)
-
-
-def tiles_of_part(width: int, num_parts: int) -> int:
-    """The most tiles that any part of `width` ids overlaps; its first and last may be shared."""
-    starts = range(0, num_parts * width, width)
-    return max([(start + width - 1) // TILE - start // TILE + 1 for start in starts])
-
-
-def first_true(x: jax.Array) -> jax.Array:
-    """Index ``[...]`` of the first true entry of ``[..., n]`` bool; n if there is none."""
-    n = x.shape[-1]
-    return jnp.min(jnp.where(x, jnp.arange(n, dtype=jnp.int32), n), axis=-1)

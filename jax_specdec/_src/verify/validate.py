@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
 
-from jax_specdec._src.arrays import check_entries, check_listed, require
+from jax_specdec._src.arrays import as_positions, check_array, check_entries, check_listed, require
 from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.noise import check_keys
 from jax_specdec._src.sampling import SAMPLING_PARAMETERS, SamplingParams
 from jax_specdec._src.types import (
     MAX_LOG_NORMALIZER,
@@ -18,8 +17,7 @@ from jax_specdec._src.types import (
     Drafts,
     Integers,
 )
-from jax_specdec._src.verify import checks
-from jax_specdec._src.verify.api import Implementation, check_call
+from jax_specdec._src.verify.call import Implementation, Settings, checked
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
@@ -72,11 +70,12 @@ def validate(
         ...
       ValueError: drafts.token_ids[1] must be in [0, 4), or -1 for no proposal, but it is 9
     """
-    sampling, known = checks.as_arrays(drafts, sampling, positions)
     of_requests = sampling, bonus_token_ids, active
-    given: Any = target_logits, drafts, (keys, known), *of_requests, token_bitmask
-    static = vocab_size, padded_rows, implementation, kernel_config, sharding
-    size, k = check_call(CallArrays(*given), config, *static).size, config.num_speculative_tokens
+    arrays, static = checked(
+        CallArrays(target_logits, drafts, None, *of_requests, token_bitmask),
+        Settings(config, vocab_size, padded_rows, implementation, kernel_config, sharding),
+    )
+    size, k, sampling = static.size, config.num_speculative_tokens, arrays.sampling
     cu, ids = np.asarray(drafts.cu_num_draft_tokens), np.asarray(drafts.token_ids)
     batch = len(cu) - 1
     is_active = np.ones(batch, bool) if active is None else np.asarray(active)
@@ -94,10 +93,10 @@ def validate(
             holds = one.range.holds(values)
             check_entries(f"sampling.{one.name}[{{}}]", values, holds, one.range.must, slots)
     if keys is not None:
-        checks.check_keys(keys, batch)
-    if known is not None:
-        checks.check_positions(known, batch)
-        values = np.asarray(known)
+        check_keys("keys", keys, {"B": batch})
+    if positions is not None:
+        values = np.asarray(as_positions(positions))
+        check_array("positions", values, "[B] int32", {"B": batch})
         check_entries("positions[{}]", values, values >= 0, "be at least 0", slots)
 
     owner = np.repeat(np.arange(batch), counts)

@@ -1,9 +1,12 @@
 """Verification on XLA, in five steps: requests, positions, what their rows hold, counts, draws.
 
-Two forms differ in how they read: `"xla_batched"`, for GPUs and TPUs, reads the rows of all
-requests at once, and `"xla_lazy"`, for CPUs, in order. See `reader`. Only small arrays go under
-`vmap`: there a conditional computes both branches, and repeats what it closes over for every
-request.
+- `requests.requests_of` makes a request of the arrays of a call.
+- `reader.read` finds what rows hold, p and q among it. Two forms differ in how they read:
+  `"xla_batched"`, for GPUs and TPUs, reads the rows of all requests at once, and `"xla_lazy"`, for
+  CPUs, in order.
+- A class of `rules` accepts drafts: by `goes_on`, one position; by `count`, a request. A new rule
+  is one more class there.
+- `draw.draw` draws the last token, on every device: on TPUs too, whose kernel only reads.
 
 If the vocabulary is split over devices, there are three exchanges:
 
@@ -27,7 +30,7 @@ from jax_specdec._src.verify.draw import LocalRows, draw, tile_masses
 from jax_specdec._src.verify.form import Form
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.reader import read
-from jax_specdec._src.verify.requests import CallArrays, Request, requests_of
+from jax_specdec._src.verify.requests import CallArrays, KeysAndPositions, Request, requests_of
 from jax_specdec._src.verify.rows import argmax_of_parts
 from jax_specdec._src.verify.rules import Agreement, Rule, Standard
 
@@ -75,7 +78,9 @@ def _verify(
     positions = rule.with_weights(read(rows, requests, positions, rule, samples))
     masses, residual_masses, sources = None, positions.q, positions.drawn_by(requests)
     if rule.is_block and rows.draft is not None:  # the rule takes the mass at every position
-        masses = tile_masses(rows, lax.optimization_barrier(sources))
+        flat = jax.tree.map(lambda x: lax.collapse(x, 0, 2), lax.optimization_barrier(sources))
+        masses = tile_masses(rows, flat)
+        masses = masses.reshape(masses.shape[0], *sources.row.shape, *masses.shape[2:])
         residual_masses = jnp.sum(masses[..., 0, :], axis=(0, 3))
     num_accepted, status = rule.count(requests, positions, residual_masses)
     place = num_accepted - positions.offset[:, 0]
@@ -93,7 +98,7 @@ def _verify(
 def sample(
     logits: jax.Array,
     sampling: SamplingParams,
-    noise: jax.Array | tuple[jax.Array, jax.Array],
+    noise: jax.Array | KeysAndPositions,
     *,
     form: Form,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:

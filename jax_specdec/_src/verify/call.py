@@ -1,0 +1,227 @@
+"""The arguments of a call, checked at trace time against what their classes declare."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import numpy as np
+
+from jax_specdec._src.arrays import (
+    LOGITS,
+    Sizes,
+    as_positions,
+    check_array,
+    check_choice,
+    check_int,
+    check_listed,
+    check_tree,
+    check_type,
+    known_values,
+    refuse,
+    require,
+)
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.noise import check_keys
+from jax_specdec._src.sampling import SamplingParams, per_request
+from jax_specdec._src.types import DraftDistribution, DraftLogits, Drafts, Noise, RaceNoise
+from jax_specdec._src.verify.mosaic_gpu import support
+from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
+from jax_specdec._src.verify.mosaic_tpu import support as mosaic_tpu
+from jax_specdec._src.verify.requests import CallArrays
+from jax_specdec._src.verify.rows import storage_of
+from jax_specdec._src.verify.rules import rule_of
+from jax_specdec._src.verify.sharding import (
+    ArrayLayout,
+    VerifySharding,
+    resolve,
+    vocabulary_parts,
+)
+from jax_specdec._src.verify.tiles import TILE, num_tiles
+
+Implementation = Literal["xla", "xla_lazy", "xla_batched", "mosaic_gpu", "mosaic_tpu"]
+
+
+class Settings(NamedTuple):
+    """The static arguments of a call, as `rejection_sample` describes them."""
+
+    config: SpecDecodeConfig
+    vocab_size: int | None
+    padded_rows: bool
+    implementation: Implementation | None
+    kernel_config: KernelConfig | None
+    sharding: VerifySharding | None
+
+
+class Static(NamedTuple):
+    """The static side of a call, after the checks.
+
+    Attributes:
+      config: of the call.
+      size: ids from it on are padding.
+      implementation: the one that was named.
+      may_be_kernel: whether the kernel is the default, since JAX's default device has run it.
+      kernel_config: of the call.
+      layout: how the arrays are split.
+    """
+
+    config: SpecDecodeConfig
+    size: int
+    implementation: Implementation | None
+    may_be_kernel: bool
+    kernel_config: KernelConfig | None
+    layout: ArrayLayout | None
+
+
+def checked(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Static]:
+    """The arrays of a call and its static side. Without noise it is not to be made: see `validate`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `rejection_sample`.
+    """
+    config, _, _, implementation, kernel_config, sharding = settings
+    check_choice("implementation", implementation, (*get_args(Implementation), None))
+    why_not = support.no_device() if implementation == "mosaic_gpu" else None
+    why_not = mosaic_tpu.no_device() if implementation == "mosaic_tpu" else why_not
+    if why_not is not None:
+        raise NotImplementedError(why_not)
+    arrays, sizes = check_arrays(arrays, settings)
+    layout = resolve(sharding, arrays.target_logits, arrays.drafts, arrays.randomness)
+    if arrays.randomness is not None:
+        sizes["K"] = config.num_speculative_tokens
+        _check_noise(arrays.randomness, sizes, config)
+        _check_counts(arrays.drafts, sizes)
+    may_be_kernel = implementation is None and support.not_by_default() is None
+    size = sizes["size"]
+    return arrays, Static(config, size, implementation, may_be_kernel, kernel_config, layout)
+
+
+def check_arrays(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Sizes]:
+    """The arrays of a call, with numbers and lists converted, and what letters stand for.
+
+    V is all of the vocabulary, ``size`` the first id that is padding.
+
+    Raises:
+      TypeError: an argument is not an array, or has another dtype.
+      ValueError: a shape does not fit the others; or a shared map of ids has known values, and one
+        of them is out of range or listed twice.
+    """
+    config, vocab_size, padded_rows, _, _, sharding = settings
+    arrays = _converted(arrays)
+    parts = 1 if sharding is None else vocabulary_parts(sharding)
+    check_type("config", config, SpecDecodeConfig)
+    check_type("padded_rows", padded_rows, bool)
+    sizes: Sizes = {}
+    check_tree("", arrays, (CallArrays,), sizes)
+    logits = arrays.target_logits
+    rows = "M" if padded_rows else "N+B" if arrays.bonus_token_ids is None else "N"
+    hint = functools.partial(_advice, logits, rows, sizes)
+    check_array("target_logits", logits, f"[{rows}, V] {LOGITS}", sizes, hint)
+    sizes["M"], v = logits.shape
+    if v == 0 or (padded_rows and sizes["M"] == 0 and sizes["B"] > 0):
+        refuse(ValueError, "target_logits", "have a row and a column", logits)
+    sizes["V"] = v = v * parts
+    sizes["ceil(V/32)"] = -(-v // 32)
+    if arrays.token_bitmask is not None:
+        declared = "[M, ceil(V/32)] int32 or uint32"
+        check_array("token_bitmask", arrays.token_bitmask, declared, sizes)
+    sizes["size"] = v if vocab_size is None else check_int("vocab_size", vocab_size, 1, v)
+    if arrays.drafts.distribution is not None:
+        _check_distribution(arrays.drafts.distribution, sizes)
+    return arrays, sizes
+
+
+def _converted(arrays: CallArrays) -> CallArrays:
+    """Sampling parameters and positions as arrays, if they are numbers, lists or NumPy arrays.
+
+    Anything else is left as it is, for the checks that follow.
+
+    Raises:
+      TypeError: positions that are not integers.
+      ValueError: an integer that int32 does not hold.
+    """
+    sampling, drafts, noise = arrays.sampling, arrays.drafts, arrays.randomness
+    if isinstance(sampling, SamplingParams) and isinstance(drafts, Drafts):
+        shape: tuple[int, ...] = getattr(drafts.cu_num_draft_tokens, "shape", ())
+        if len(shape) == 1 and shape[0] > 0:
+            sampling = per_request(sampling, shape[0] - 1)
+    if isinstance(noise, tuple) and not isinstance(noise[1], jax.Array | None):
+        noise = noise[0], as_positions(noise[1])
+    return dataclasses.replace(arrays, sampling=sampling, randomness=noise)
+
+
+def _advice(target_logits: Any, rows: str, sizes: Sizes) -> str | None:
+    """What to do, if the shape of the logits shows which mistake was made."""
+    shape: tuple[int, ...] = getattr(target_logits, "shape", ())
+    batch, n = sizes["B"], sizes["N"]
+    extra = {"M": None, "N": 0, "N+B": batch}[rows]
+    if len(shape) not in (2, 3) or extra is None:
+        return None
+    given, wanted = shape[0] if len(shape) == 2 else shape[0] * shape[1], n + extra
+    if given == wanted and len(shape) == 2:
+        return None
+    if given == wanted:
+        return f"pass target_logits.reshape({wanted}, {shape[-1]})"
+    if given == n:
+        return "each request has a bonus row after its draft rows, unless bonus_token_ids is given"
+    if batch and n % batch == 0 and given % batch == 0 and given > extra:
+        per_request = given // batch - extra // batch
+        return f"drafts has {n // batch} ids per request, but the logits are for {per_request}"
+    return None if extra else "there are no bonus rows where bonus_token_ids is given"
+
+
+def _check_distribution(distribution: DraftDistribution, sizes: Sizes) -> None:
+    """Check what the declarations of a distribution do not say."""
+    path, storage = "drafts.distribution", storage_of(distribution)
+    r, n, has_rows = sizes["R"], sizes["N"], distribution.rows is not None
+    rows = "at least one row" if has_rows else f"N = {n} rows if rows is None"
+    fits = 1 <= sizes["Vd"] <= sizes["V"] and (r > 0 or n == 0 if has_rows else r == n)
+    name = "logits" if isinstance(distribution, DraftLogits) else "probs"
+    if not fits:
+        must = f"have {rows}, and 1 to V = {sizes['V']} columns"
+        refuse(ValueError, f"{path}.{name}", must, storage)
+    if isinstance(distribution, DraftLogits) and distribution.log_normalizer is None:
+        row_max = distribution.row_max
+        require(row_max is None, f"{path}.row_max", "be None if log_normalizer is", row_max)
+    ids = distribution.ids
+    known = None if ids is None or ids.ndim == 2 else known_values(ids)
+    if known is not None:
+        check_listed(f"{path}.ids", known, sizes["size"])
+
+
+def _check_noise(noise: Any, sizes: Sizes, config: SpecDecodeConfig) -> None:
+    """Check keys and positions, or explicit noise.
+
+    Raises:
+      TypeError: not typed keys, a `Noise` or a `RaceNoise`, or of another dtype.
+      ValueError: a shape does not fit.
+    """
+    if isinstance(noise, tuple):
+        check_keys("keys", noise[0], sizes)
+        check_array("positions", noise[1], "[B] int32", sizes)
+        return
+    v, draws_every_row = sizes["V"], rule_of(config).draws_every_row
+    sizes["T+L"] = num_tiles(v) + min(v, TILE)
+    check_tree("noise", noise, (RaceNoise,) if draws_every_row else (Noise, RaceNoise), sizes)
+    if isinstance(noise, RaceNoise):
+        shape = "[B, K+1, T+L]" if draws_every_row else "[B, V]"
+        check_array("noise.exponential", noise.exponential, f"{shape} float32", sizes)
+
+
+def _check_counts(drafts: Drafts, sizes: Sizes) -> None:
+    """Raise if every request is known to have more than K drafts: the drafts are of another K.
+
+    Fewer are a matter of the requests' status. Counts are read only if N shows that some are above
+    K, unless N is padded.
+
+    Raises:
+      ValueError: they have.
+    """
+    k = sizes["K"]
+    may_exceed = sizes["N"] > sizes["B"] * k > 0
+    known = known_values(drafts.cu_num_draft_tokens) if may_exceed else None
+    if known is not None and (np.diff(known) > k).all():
+        must = f"have at most num_speculative_tokens = {k} drafts per request, as config says"
+        refuse(ValueError, "drafts", must, np.diff(known).tolist())
