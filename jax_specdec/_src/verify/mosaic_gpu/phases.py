@@ -25,7 +25,7 @@ from jax_specdec._src.verify.mosaic_gpu import statistics
 from jax_specdec._src.verify.mosaic_gpu.cluster import tree_sum
 from jax_specdec._src.verify.mosaic_gpu.draw import pick, pick_of
 from jax_specdec._src.verify.mosaic_gpu.launch import Place, launch
-from jax_specdec._src.verify.mosaic_gpu.plan import WARPS, KernelConfig, shared_memory_of_rows
+from jax_specdec._src.verify.mosaic_gpu.plan import WARPS, KernelConfig, SharedMemory
 from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, TargetSlice, WarpRow, words_of
 from jax_specdec._src.verify.mosaic_gpu.statistics import LARGEST, LOG2E, Exponent, excess
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Ref, T, Threads
@@ -71,7 +71,7 @@ def row_statistics(
     logits, num_rows, first_id = rows.matrix, index.shape[0], rows.first_id
     assert first_id is not None
     bitmask = words_of(rows.token_bitmask)
-    memory = shared_memory_of_rows(logits, num_rows, config)
+    memory = SharedMemory.of(logits, num_requests=num_rows, size=rows.width, config=config)
     slices = memory.slices
     per_request = num_rows // inv_temperature.shape[0]
     barriers: Any = plgpu.SMEM((2 * slices.tiles,), jnp.int32)
@@ -90,7 +90,7 @@ def row_statistics(
             buffer=buffer,
             barriers=barriers,
             per_slice=slices.tiles,
-            stride=memory.target_stride,
+            stride=memory.stride,
             first_barrier=0,
             first=block * slices.ids,
             size=slices.size,
@@ -125,7 +125,7 @@ def row_statistics(
         read_rows,
         (logits, bitmask, index, inv_temperature, by_argmax, least, first_id[None]),
         out=(warps, warps),
-        scratch=(plgpu.SMEM((slices.tiles * memory.target_stride,), logits.dtype), barriers),
+        scratch=(plgpu.SMEM((slices.tiles * memory.stride,), logits.dtype), barriers),
         grid=num_rows,
         cluster=slices.cluster,
         interpret=interpret,
