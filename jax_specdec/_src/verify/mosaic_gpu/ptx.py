@@ -26,7 +26,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
-from jax_specdec._src.verify.mosaic_gpu.threads import COPIED, THREADS, WARP, Ref, T
+from jax_specdec._src.verify.mosaic_gpu.threads import COPIED, THREADS, WARP, Ref, Shuffle, T
 from jax_specdec._src.verify.tiles import TILE
 
 _PER_THREAD = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
@@ -47,10 +47,7 @@ class GpuThreads:
     def __init__(self) -> None:
         self.interpreted = False
         self.index = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_PER_THREAD)
-
-    @property
-    def lane(self) -> jax.Array:
-        return self.index & (WARP - 1)
+        self.lane = self.index & (WARP - 1)
 
     def index_anew(self) -> jax.Array:
         def run() -> Any:
@@ -60,16 +57,16 @@ class GpuThreads:
         return _inline(run, (), (), [((THREADS,), jnp.int32)])[0]
 
     def filled(self, value: Any, dtype: Any = jnp.float32) -> jax.Array:
-        return _cast(jnp.full((THREADS,), value, dtype))
+        return plgpu.layout_cast(jnp.full((THREADS,), value, dtype), _PER_THREAD)
 
     # Within a warp.
 
-    def _shuffle(self, kind: str, x: jax.Array, lane: Any) -> jax.Array:
+    def shuffle(self, x: jax.Array, lane: jax.Array | int, how: Shuffle = "idx") -> jax.Array:
         letter = "f" if x.dtype == jnp.float32 else "r"
-        bound = 0 if kind == "up" else 31
+        bound = 0 if how == "up" else 31
 
         def run(x: Any, lane: Any) -> Any:
-            text = f"shfl.sync.{kind}.b32 $0, $1, $2, {bound}, 0xffffffff;"
+            text = f"shfl.sync.{how}.b32 $0, $1, $2, {bound}, 0xffffffff;"
             return (_ptx(text, f"={letter},{letter},r", x, lane, result=x.type),)
 
         return _inline(run, (), (x, jnp.asarray(lane, jnp.int32)), [((THREADS,), x.dtype)])[0]
@@ -99,20 +96,13 @@ class GpuThreads:
     def warp_sum(self, x: jax.Array, lanes: int = WARP) -> jax.Array:
         while lanes > 1:
             lanes //= 2
-            x = x + self.shuffle_xor(x, lanes)
+            x = x + self.shuffle(x, lanes, "bfly")
         return x
 
     def warp_scan(self, x: jax.Array) -> jax.Array:
-        lane = self.lane
         for distance in (1, 2, 4, 8, 16):
-            x = jnp.where(lane >= distance, x + self._shuffle("up", x, distance), x)
+            x = jnp.where(self.lane >= distance, x + self.shuffle(x, distance, "up"), x)
         return x
-
-    def shuffle_xor(self, x: jax.Array, mask: jax.Array | int) -> jax.Array:
-        return self._shuffle("bfly", x, mask)
-
-    def shuffle(self, x: jax.Array, lane: jax.Array | int) -> jax.Array:
-        return self._shuffle("idx", x, lane)
 
     def scalar(self, x: jax.Array) -> jax.Array:
         return _inline(lambda x: (x,), (), (x,), [((), x.dtype)])[0]
@@ -186,9 +176,10 @@ class GpuThreads:
         # global memory and a barrier of the cluster would take two fences and three trips.
         count = len(values)
         width, num_bytes = min(count, 4), 4 * count * cluster * WARPS
+        registers = [f"${3 + j}" for j in range(count)]
         stores = [
             f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v{width}.b32 "
-            f"[theirs+{4 * j}], {{{', '.join(f'${3 + j + i}' for i in range(width))}}}, [barrier];"
+            f"[theirs+{4 * j}], {{{', '.join(registers[j : j + width])}}}, [barrier];"
             for j in range(0, count, width)
         ]
         # Only stores are predicated. A register that is written under a predicate keeps its value
@@ -305,22 +296,13 @@ class GpuThreads:
     # Reading and writing.
 
     def gather(self, ref: Ref, *indices: jax.Array) -> jax.Array:
-        dtype = jnp.dtype(ref.dtype)
+        dtype, columns = jnp.dtype(ref.dtype), ref.shape[-1]
         widened = jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
         if dtype == jnp.uint32:
             widened = jnp.uint32
-        size = dtype.itemsize
-        columns = ref.shape[-1]
 
         def run(ref: Any, *at: Any) -> Any:
-            is_bool = dtype == jnp.bool_
-            kind = ir.IntegerType.get_signless(8) if is_bool else _element_type(dtype)
-            value = llvm.load(kind, _pointer(ref, _address_of(ref, at, columns, size)))
-            if is_bool:
-                return (arith.extui(_i32(), value),)
-            if widened == jnp.float32 and size < 4:
-                return (arith.extf(ir.F32Type.get(), value),)
-            return (value,)
+            return (_load(ref, _address_of(ref, at, columns, dtype.itemsize), dtype),)
 
         return _inline(run, (ref,), indices, [((THREADS,), widened)])[0]
 
@@ -336,14 +318,6 @@ class GpuThreads:
                 llvm.store(value, _pointer(ref, address))
 
         _inline(run, (ref,), (index, value, where.astype(jnp.int32)))
-
-    def fill(self, ref: Ref, start: jax.Array, begin: jax.Array, end: int, value: float) -> None:
-
-        def run(i: jax.Array, _: None) -> None:
-            place = i * THREADS + self.index
-            self.scatter(ref, start + place, self.filled(value), place >= begin)
-
-        lax.fori_loop(lax.div(begin, THREADS), end // THREADS, run, None)
 
     def entries(
         self, ref: Ref, start: jax.Array, each: int, *, aligned: bool, offset: int = 0
@@ -397,7 +371,7 @@ class GpuThreads:
         def run(ref: Any, row: Any, start: Any) -> Any:
             begin = _address_of(ref, (row, start), columns, dtype.itemsize)
             offsets = [utils.c((offset + j) * dtype.itemsize, begin.type) for j in range(each)]
-            return [_entry(ref, arith.addi(begin, offset), dtype) for offset in offsets]
+            return [_load(ref, arith.addi(begin, offset), dtype) for offset in offsets]
 
         return _inline(run, (ref,), (row, start), [((THREADS,), jnp.float32)] * each)
 
@@ -420,14 +394,15 @@ def _inline(
             _fragmented_array(r, *o) for r, o in zip(results if out else (), out, strict=True)
         )
 
-    values = [_cast(jnp.asarray(x)) for x in values]
-    layouts = [_UNIFORM if x.ndim == 0 else _PER_THREAD for x in values]
-    types = tuple(
+    values = [jnp.asarray(x) for x in values]
+    values = [plgpu.layout_cast(x, _PER_THREAD) if x.ndim else x for x in values]
+    layouts = [_PER_THREAD if x.ndim else _UNIFORM for x in values]
+    types = [
         plgpu.ShapeDtypeStruct(shape, dtype, layout=_PER_THREAD if shape else _UNIFORM)
         for shape, dtype in out
-    )
+    ]
     call = plgpu.inline_mgpu(
-        arg_types=(*[plgpu.RefType()] * len(refs), *layouts), return_type=types
+        arg_types=(*[plgpu.RefType()] * len(refs), *layouts), return_type=tuple(types)
     )
     return list(call(run)(*refs, *values))
 
@@ -444,10 +419,6 @@ def _i32() -> Any:
 
 def _i64() -> Any:
     return ir.IntegerType.get_signless(64)
-
-
-def _cast(x: jax.Array) -> jax.Array:
-    return plgpu.layout_cast(x, _PER_THREAD) if x.ndim else x
 
 
 def _register(x: Any) -> Any:
@@ -518,10 +489,13 @@ def _first_byte(rows: Any, row: Any, first: Any, columns: int, size: int) -> Any
     return _ptx(text, "=&l,l,r,r", start, row, first, result=_i64(), pure=True)
 
 
-def _entry(ref: Any, address: Any, dtype: Any) -> Any:
-    """One entry, as float32."""
+def _load(ref: Any, address: Any, dtype: Any) -> Any:
+    """One entry; of booleans as an integer, of floats as float32."""
+    if dtype == jnp.bool_:
+        byte = llvm.load(ir.IntegerType.get_signless(8), _pointer(ref, address))
+        return arith.extui(_i32(), byte)
     value = llvm.load(_element_type(dtype), _pointer(ref, address))
-    return value if dtype == jnp.float32 else arith.extf(ir.F32Type.get(), value)
+    return value if dtype.itemsize == 4 else arith.extf(ir.F32Type.get(), value)
 
 
 def _aligned_words(ref: Any, begin: Any, size: int) -> list[Any]:

@@ -314,7 +314,7 @@ def _sums(threads: Threads, xs: list[jax.Array]) -> jax.Array:
         kept = [jnp.where(upper, b, a) for a, b in pairs]
         given = [jnp.where(upper, a, b) for a, b in pairs]
         both = zip(kept, given, strict=True)
-        xs = [x + threads.shuffle_xor(y, lanes) for x, y in both]
+        xs = [x + threads.shuffle(y, lanes, "bfly") for x, y in both]
     return threads.warp_sum(xs[0], lanes)
 
 
