@@ -69,8 +69,11 @@ class InterpretedThreads:
         return self._per_warp(lambda x: jnp.cumsum(x, axis=1), x)
 
     def shuffle(self, x: jax.Array, lane: jax.Array | int, how: Shuffle = "idx") -> jax.Array:
-        of = {"idx": lane, "bfly": self.lane ^ lane, "up": jnp.maximum(self.lane - lane, 0)}
-        return x[self.index - self.lane + of[how] % WARP]
+        if how == "bfly":
+            lane = self.lane ^ lane
+        elif how == "up":
+            lane = jnp.where(self.lane < lane, self.lane, self.lane - lane)
+        return x[self.index - self.lane + lane % WARP]
 
     def scalar(self, x: jax.Array) -> jax.Array:
         return x[0]
