@@ -54,7 +54,7 @@ class GpuThreads:
             text = "{ .reg .b32 thread; mov.u32 thread, %tid.x; and.b32 $0, thread, 127; }"
             return (_ptx(text, "=r", result=_i32()),)
 
-        return _inline(run, (), (), [((THREADS,), jnp.int32)])[0]
+        return _inline(run, (), (), [jnp.int32])[0]
 
     def filled(self, value: Any, dtype: Any = jnp.float32) -> jax.Array:
         return plgpu.layout_cast(jnp.full((THREADS,), value, dtype), _PER_THREAD)
@@ -69,14 +69,14 @@ class GpuThreads:
             text = f"shfl.sync.{how}.b32 $0, $1, $2, {bound}, 0xffffffff;"
             return (_ptx(text, f"={letter},{letter},r", x, lane, result=x.type),)
 
-        return _inline(run, (), (x, jnp.asarray(lane, jnp.int32)), [((THREADS,), x.dtype)])[0]
+        return _inline(run, (), (x, jnp.asarray(lane, jnp.int32)), [x.dtype])[0]
 
     def _reduce(self, kind: str, x: jax.Array) -> jax.Array:
         def run(x: Any) -> Any:
             how = getattr(nvvm.ReductionKind, kind)
             return (nvvm.redux_sync(x, how, utils.c(_ALL_LANES, _i32())),)
 
-        return _inline(run, (), (x,), [((THREADS,), jnp.int32)])[0]
+        return _inline(run, (), (x,), [jnp.int32])[0]
 
     def warp_max(self, x: jax.Array) -> jax.Array:
         bits = lax.bitcast_convert_type(jnp.where(x == x, x, jnp.nan), jnp.int32)
@@ -90,7 +90,7 @@ class GpuThreads:
             text = "match.any.sync.b32 $0, $1, 0xffffffff;"
             return (_ptx(text, "=r,r", x, result=_i32()),)
 
-        lanes = _inline(run, (), (x,), [((THREADS,), jnp.int32)])[0]
+        lanes = _inline(run, (), (x,), [jnp.int32])[0]
         return (lanes & (lanes - 1)) != 0
 
     def warp_sum(self, x: jax.Array, lanes: int = WARP) -> jax.Array:
@@ -105,7 +105,7 @@ class GpuThreads:
         return x
 
     def scalar(self, x: jax.Array) -> jax.Array:
-        return _inline(lambda x: (x,), (), (x,), [((), x.dtype)])[0]
+        return _inline(lambda x: (x,), (), (x,), [x.dtype], shape=())[0]
 
     def at(self, x: jax.Array, lane: jax.Array | int) -> jax.Array:
         return self.scalar(self.shuffle(x, lane))
@@ -177,14 +177,14 @@ class GpuThreads:
         count = len(values)
         width, num_bytes = min(count, 4), 4 * count * cluster * WARPS
         registers = [f"${3 + j}" for j in range(count)]
+        # Only stores are predicated. A register that is written under a predicate keeps its value
+        # if that is false, so it would be occupied from the kernel's beginning on.
         stores = [
-            f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v{width}.b32 "
+            f"@sends st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v{width}.b32 "
             f"[theirs+{4 * j}], {{{', '.join(registers[j : j + width])}}}, [barrier];"
             for j in range(0, count, width)
         ]
-        # Only stores are predicated. A register that is written under a predicate keeps its value
-        # if that is false, so it would be occupied from the kernel's beginning on.
-        sends = "\n".join(f"@sends {store}" for store in stores)
+        sends = "\n".join(stores)
 
         def run(
             memory: Any, barriers: Any, place: Any, barrier: Any, parity: Any, *xs: Any
@@ -261,7 +261,7 @@ class GpuThreads:
             before = arith.trunci(_i32(), arith.andi(begin, utils.c(COPIED - 1, _i64())))
             return (arith.shrui(before, utils.c(size.bit_length() - 1, _i32())),)
 
-        return _inline(run, (rows,), (row,), [((), "int32")])[0]
+        return _inline(run, (rows,), (row,), [jnp.int32], shape=())[0]
 
     def prefetch_tiles(
         self, rows: Ref, row: jax.Array, first: jax.Array, size: int, count: int
@@ -304,7 +304,7 @@ class GpuThreads:
         def run(ref: Any, *at: Any) -> Any:
             return (_load(ref, _address_of(ref, at, columns, dtype.itemsize), dtype),)
 
-        return _inline(run, (ref,), indices, [((THREADS,), widened)])[0]
+        return _inline(run, (ref,), indices, [widened])[0]
 
     def scatter(self, ref: Ref, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
         dtype, size = ref.dtype, jnp.dtype(ref.dtype).itemsize
@@ -336,8 +336,7 @@ class GpuThreads:
                 words = _any_words(ref, begin, offset * size, each * size)
             return [x for word in words for x in _numbers(word, dtype)]
 
-        out = [((THREADS,), jnp.float32)] * each
-        return _inline(run, (ref,), (start, self.index), out)
+        return _inline(run, (ref,), (start, self.index), [jnp.float32] * each)
 
     def row_entries(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
         if each == 1:
@@ -351,8 +350,7 @@ class GpuThreads:
             begin = _address_of(ref, (row, start), columns, dtype.itemsize)
             return _aligned_words(ref, begin, each * dtype.itemsize)
 
-        out = [((THREADS,), jnp.int32)] * (each * dtype.itemsize // 4)
-        return _inline(run, (ref,), (row, start), out)
+        return _inline(run, (ref,), (row, start), [jnp.int32] * (each * dtype.itemsize // 4))
 
     def numbers(self, words: list[jax.Array], dtype: Any) -> list[jax.Array]:
         dtype = jnp.dtype(dtype)
@@ -360,8 +358,7 @@ class GpuThreads:
         def run(*words: Any) -> Any:
             return [x for word in words for x in _numbers(word, dtype)]
 
-        out = [((THREADS,), jnp.float32)] * (4 // dtype.itemsize * len(words))
-        return _inline(run, (), words, out)
+        return _inline(run, (), words, [jnp.float32] * (4 // dtype.itemsize * len(words)))
 
     def row_run(
         self, ref: Ref, row: jax.Array, start: jax.Array, offset: int, each: int
@@ -373,7 +370,7 @@ class GpuThreads:
             offsets = [utils.c((offset + j) * dtype.itemsize, begin.type) for j in range(each)]
             return [_load(ref, arith.addi(begin, offset), dtype) for offset in offsets]
 
-        return _inline(run, (ref,), (row, start), [((THREADS,), jnp.float32)] * each)
+        return _inline(run, (ref,), (row, start), [jnp.float32] * each)
 
 
 # MLIR.
@@ -383,24 +380,26 @@ def _inline(
     fn: Callable[..., Any],
     refs: Sequence[Any] = (),
     values: Sequence[Any] = (),
-    out: Sequence[tuple[tuple[int, ...], Any]] = (),
+    out: Sequence[Any] = (),
+    shape: tuple[int, ...] = (THREADS,),
 ) -> list[jax.Array]:
-    """``fn(*refs, *values)`` in MLIR, on memrefs and each thread's values; one result per `out`."""
+    """``fn(*refs, *values)`` in MLIR, on memrefs and each thread's values.
+
+    Its results are of the dtypes `out`, and of one shape: ``[128]``, or ``[]`` if they are the same
+    in all threads.
+    """
 
     def run(_: Any, *args: Any) -> Any:
         given = [a if i < len(refs) else _register(a) for i, a in enumerate(args)]
         results = fn(*given)
-        return tuple(
-            _fragmented_array(r, *o) for r, o in zip(results if out else (), out, strict=True)
-        )
+        both = zip(results, out, strict=True) if out else ()
+        return tuple([_array(x, shape, dtype) for x, dtype in both])
 
     values = [jnp.asarray(x) for x in values]
     values = [plgpu.layout_cast(x, _PER_THREAD) if x.ndim else x for x in values]
     layouts = [_PER_THREAD if x.ndim else _UNIFORM for x in values]
-    types = [
-        plgpu.ShapeDtypeStruct(shape, dtype, layout=_PER_THREAD if shape else _UNIFORM)
-        for shape, dtype in out
-    ]
+    layout = _PER_THREAD if shape else _UNIFORM
+    types = [plgpu.ShapeDtypeStruct(shape, dtype, layout=layout) for dtype in out]
     call = plgpu.inline_mgpu(
         arg_types=(*[plgpu.RefType()] * len(refs), *layouts), return_type=tuple(types)
     )
@@ -428,7 +427,7 @@ def _register(x: Any) -> Any:
     return register
 
 
-def _fragmented_array(value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+def _array(value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     signed = jnp.issubdtype(dtype, jnp.signedinteger) if dtype != jnp.float32 else None
     if not shape:
         return mgpu.FragmentedArray.splat(value, (), is_signed=signed)
