@@ -53,7 +53,7 @@ class Masses(NamedTuple):
         sums, total = [threads.warp_scan(mass) for mass in of_tiles], jnp.float32(0)
         for i, inclusive in enumerate(sums):
             sums[i] = inclusive + total if i else inclusive
-            total = threads.scalar(threads.shuffle(sums[i], WARP - 1))
+            total = threads.at(sums[i], WARP - 1)
         return cls(of_tiles, sums, total)
 
 

@@ -279,6 +279,7 @@ class Plan:
         registers to sum masses of tiles while a row is read, and to load several tiles at once.
       entries: what draft rows hold, or None if the call has none.
       ids: how draft rows list their ids, or None if they are in the order of ids.
+      sums_draft_rows: whether whole draft rows are read to normalize them.
       draft_rows: R.
       draft_size: ids that the drafter could draw.
       memory: how rows are cut into slices, and what shared memory holds.
@@ -293,6 +294,7 @@ class Plan:
     is_plain: bool
     entries: Entries | None
     ids: Ids | None
+    sums_draft_rows: bool
     draft_rows: int
     draft_size: int
     memory: SharedMemory
@@ -325,6 +327,7 @@ class Plan:
             is_plain=is_plain,
             entries=entries,
             ids=ids,
+            sums_draft_rows=entries == "logits" and ids != "candidates",
             draft_rows=draft_rows,
             draft_size=min(draft_size, size),
             memory=SharedMemory.of(
@@ -337,11 +340,6 @@ class Plan:
                 is_plain=is_plain,
             ),
         )
-
-    @property
-    def sums_draft_rows(self) -> bool:
-        """Whether whole draft rows are read to normalize them."""
-        return self.entries == "logits" and self.ids != "candidates"
 
 
 def is_aligned(rows: Any) -> bool:

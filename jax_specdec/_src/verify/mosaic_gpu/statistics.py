@@ -274,7 +274,8 @@ class TileSums(NamedTuple):
     @classmethod
     def start(cls, threads: Threads, size: int = 1) -> TileSums:
         """Before the first group. Groups have `size` tiles, a power of two."""
-        return cls(threads.filled(0.0), (threads.filled(0.0),) * size, jnp.int32(-1))
+        zero = threads.filled(0.0)
+        return cls(zero, (zero,) * size, jnp.int32(-1))
 
     def begin(self, threads: Threads, group: jax.Array, place: int, value: jax.Array) -> TileSums:
         """Begin the next tile, `place` of its group, with `value`, each thread's part of it."""
