@@ -22,8 +22,7 @@ def test_each_kind_has_every_operation_itself(kind):
         wanted, found = (inspect.signature(x).parameters for x in (operation, vars(kind)[name]))
         assert list(found) == list(wanted), name
         assert [x.default for x in found.values()] == [x.default for x in wanted.values()], name
-    assert isinstance(vars(kind)["lane"], property)
-    assert {name for name in vars(kind) if not name.startswith("_")} == {*OPERATIONS, "lane"}
+    assert {name for name in vars(kind) if not name.startswith("_")} == {*OPERATIONS}
 
 
 @pytest.mark.parametrize("kind", [GpuThreads, InterpretedThreads])

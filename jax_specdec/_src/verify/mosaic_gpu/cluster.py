@@ -53,7 +53,7 @@ class Masses(NamedTuple):
         sums, total = [threads.warp_scan(mass) for mass in of_tiles], jnp.float32(0)
         for i, inclusive in enumerate(sums):
             sums[i] = inclusive + total if i else inclusive
-            total = threads.scalar(threads.shuffle(sums[i], WARP - 1))
+            total = threads.at(sums[i], WARP - 1)
         return cls(of_tiles, sums, total)
 
 
@@ -93,7 +93,7 @@ class Cluster:
 
         Returns:
           For each value arrays by lane: lane i of array r has that of warp ``32 r + i``, which is
-          undefined past the last warp (see `is_warp`). Then the next round.
+          undefined past the last warp (see `known`). Then the next round.
         """
         width, warps = max(2, len(values)), self.memory.slices.warps
         slot = self._exchange(round, [*values, *values][:width], self.threads.index)
@@ -104,10 +104,11 @@ class Cluster:
         by_value = [list(of_value) for of_value in zip(*found, strict=True)]
         return by_value[: len(values)], round + 1
 
-    def is_warp(self) -> list[jax.Array]:
-        """Which lanes of the arrays of `all_gather` are defined."""
+    def known(self, values: list[jax.Array], other: float) -> list[jax.Array]:
+        """Arrays of `all_gather`, with `other` past the last warp."""
         warps = self.memory.slices.warps
-        return [warp < warps for warp in _by_lane(self.threads.index, warps)]
+        lanes = _by_lane(self.threads.index, warps)
+        return [jnp.where(warp < warps, x, other) for warp, x in zip(lanes, values, strict=True)]
 
     def gather_masses(self, round: jax.Array, masses: list[jax.Array]) -> tuple[Masses, jax.Array]:
         """The mass of each tile of the row, summed over the warps that have a part of it.

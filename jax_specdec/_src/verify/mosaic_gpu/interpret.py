@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
-from jax_specdec._src.verify.mosaic_gpu.threads import THREADS, WARP, Ref, T
+from jax_specdec._src.verify.mosaic_gpu.threads import THREADS, WARP, Ref, Shuffle, T
 from jax_specdec._src.verify.tiles import TILE
 
 
@@ -39,10 +39,7 @@ class InterpretedThreads:
     def __init__(self) -> None:
         self.interpreted = True
         self.index = jnp.arange(THREADS, dtype=jnp.int32)
-
-    @property
-    def lane(self) -> jax.Array:
-        return self.index & (WARP - 1)
+        self.lane = self.index & (WARP - 1)
 
     def index_anew(self) -> jax.Array:
         return self.index
@@ -71,11 +68,12 @@ class InterpretedThreads:
     def warp_scan(self, x: jax.Array) -> jax.Array:
         return self._per_warp(lambda x: jnp.cumsum(x, axis=1), x)
 
-    def shuffle_xor(self, x: jax.Array, mask: jax.Array | int) -> jax.Array:
-        return x[self.index ^ mask]
-
-    def shuffle(self, x: jax.Array, lane: jax.Array | int) -> jax.Array:
-        return x[self.index // WARP * WARP + lane % WARP]
+    def shuffle(self, x: jax.Array, lane: jax.Array | int, how: Shuffle = "idx") -> jax.Array:
+        if how == "bfly":
+            lane = self.lane ^ lane
+        elif how == "up":
+            lane = jnp.where(self.lane < lane, self.lane, self.lane - lane)
+        return x[self.index - self.lane + lane % WARP]
 
     def scalar(self, x: jax.Array) -> jax.Array:
         return x[0]
@@ -179,10 +177,6 @@ class InterpretedThreads:
         def _() -> None:
             place = jnp.where(where, index, ref.shape[0])
             ref[...] = ref[...].at[place].set(value.astype(ref.dtype), mode="drop")
-
-    def fill(self, ref: Ref, start: jax.Array, begin: jax.Array, end: int, value: float) -> None:
-        place, some = jnp.arange(end, dtype=jnp.int32), pl.ds(start, end)
-        ref[some] = jnp.where(place >= begin, jnp.asarray(value, ref.dtype), ref[some])
 
     def entries(
         self, ref: Ref, start: jax.Array, each: int, *, aligned: bool, offset: int = 0

@@ -163,7 +163,7 @@ class Scratch(NamedTuple, Generic[X]):
         if interpreted and memory.slices.cluster > 1:
             of_cluster = plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=count)
         return Scratch[Any](
-            tiles=smem((count, tiles * memory.target_stride), target_dtype),
+            tiles=smem((count, tiles * memory.stride), target_dtype),
             floats=smem((count, memory.scratch), jnp.float32),
             flags=smem((count, SLOTS), jnp.int32) if several else None,
             slots=None if interpreted else smem((count, SLOTS, memory.slot), jnp.float32),
@@ -205,7 +205,7 @@ def _work(
         buffer=scratch.tiles.at[warpgroup],
         barriers=tile_barriers,
         per_slice=slices.tiles,
-        stride=memory.target_stride,
+        stride=memory.stride,
         first_barrier=first_barrier,
         first=first,
         size=plan.size,

@@ -176,7 +176,7 @@ class Candidates:
         def turn(by: jax.Array, twins: jax.Array) -> jax.Array:
             for i, ids in enumerate(listed.ids):
                 for others in listed.ids[:i]:
-                    same = threads.shuffle_xor(others, by) == ids
+                    same = threads.shuffle(others, by, "bfly") == ids
                     twins = twins | same.astype(jnp.int32)
             return twins
 

@@ -7,10 +7,11 @@ memory: each warp has one tile or one request, and needs neither other warps nor
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from jax_specdec._src.verify.mosaic_gpu import statistics
 from jax_specdec._src.verify.mosaic_gpu.cluster import tree_sum
 from jax_specdec._src.verify.mosaic_gpu.draw import pick, pick_of
 from jax_specdec._src.verify.mosaic_gpu.launch import Place, launch
-from jax_specdec._src.verify.mosaic_gpu.plan import WARPS, KernelConfig, shared_memory_of_rows
+from jax_specdec._src.verify.mosaic_gpu.plan import WARPS, KernelConfig, SharedMemory
 from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, TargetSlice, WarpRow, words_of
 from jax_specdec._src.verify.mosaic_gpu.statistics import LARGEST, LOG2E, Exponent, excess
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Ref, T, Threads
@@ -37,9 +38,6 @@ _AT_ONCE = 4
 """Reads of each row that a thread has in flight at once."""
 
 X = TypeVar("X")
-
-WeightsOf: TypeAlias = Callable[[list[jax.Array]], list[tuple[Chunk, Chunk]]]
-"""Takes, for several reads, the id that each thread begins at; returns weights and ``p``."""
 
 
 def row_statistics(
@@ -71,7 +69,7 @@ def row_statistics(
     logits, num_rows, first_id = rows.matrix, index.shape[0], rows.first_id
     assert first_id is not None
     bitmask = words_of(rows.token_bitmask)
-    memory = shared_memory_of_rows(logits, num_rows, config)
+    memory = SharedMemory.of(logits, num_requests=num_rows, size=rows.width, config=config)
     slices = memory.slices
     per_request = num_rows // inv_temperature.shape[0]
     barriers: Any = plgpu.SMEM((2 * slices.tiles,), jnp.int32)
@@ -90,7 +88,7 @@ def row_statistics(
             buffer=buffer,
             barriers=barriers,
             per_slice=slices.tiles,
-            stride=memory.target_stride,
+            stride=memory.stride,
             first_barrier=0,
             first=block * slices.ids,
             size=slices.size,
@@ -125,12 +123,12 @@ def row_statistics(
         read_rows,
         (logits, bitmask, index, inv_temperature, by_argmax, least, first_id[None]),
         out=(warps, warps),
-        scratch=(plgpu.SMEM((slices.tiles * memory.target_stride,), logits.dtype), barriers),
+        scratch=(plgpu.SMEM((slices.tiles * memory.stride,), logits.dtype), barriers),
         grid=num_rows,
         cluster=slices.cluster,
         interpret=interpret,
     )
-    peaks, others = (x.reshape(num_rows, slices.warps).T for x in found)
+    peaks, others = [x.reshape(num_rows, slices.warps).T for x in found]
     parts = Partials(jnp.where(jnp.isnan(peaks), jnp.inf, peaks), others)
     whole = Partials.of_whole(parts, jnp.repeat(inv_temperature, per_request))
     columns = lax.bitcast_convert_type(others, jnp.int32)
@@ -163,18 +161,16 @@ class PartOperands(NamedTuple, Generic[X]):
         """Those of a call."""
         target, draft, first_id = rows.target, rows.draft, rows.target.first_id
         assert first_id is not None
-        read = {"row", "inv_temperature", "scale", "threshold"}
-        if draft is not None:
-            read |= {"draft_row", "uses_q", "weight"}
-        arrays: dict[str, Any] = {
-            name: x if name in read else None for name, x in source._asdict().items()
-        }
+        unread = ["offset", "proposed", "uniform", "argmax", "p_masses", "p", "q", "status"]
+        if draft is None:
+            unread += ["draft_row", "uses_q", "weight"]
+        arrays: dict[str, Any] = dict.fromkeys(unread)
+        has_scale = draft is not None and isinstance(draft.distribution, DraftLogits)
+        arrays["draft_scale"] = source.draft_scale.scale if has_scale else None
         arrays["token_id"] = jnp.where(source.is_one_hot, source.token_id, -1)
-        if draft is not None and isinstance(draft.distribution, DraftLogits):
-            arrays["draft_scale"] = source.draft_scale.scale
         mapped = draft.rows if draft and isinstance(draft.rows, MappedRows) else None
         return PartOperands(
-            source=Position(**arrays),
+            source=source._replace(**arrays),
             first_id=first_id[None],
             target=target.matrix,
             bitmask=words_of(target.token_bitmask),
@@ -190,14 +186,15 @@ class PartWeights:
     Attributes:
       threads: the operations of the warpgroup.
       each: consecutive ids that a thread reads at once.
+      groups: reads that a warp needs for a tile.
       first_id: ``[]`` int32, the part's first id.
       is_wanted: ``[128]`` bool, whether the source is.
       without: ``[128]`` int32, the id that has no weight, or -1.
       target: the target row.
       p: from its entries to ``p``.
       draft: the draft row; None if the call has none.
-      uses_q: ``[128]`` int32, whether the weights are the residual.
-      weight: ``[128]`` float32, the joint weight of the drafts before.
+      uses_q: ``[128]`` bool, whether the weights are the residual; None if the call has no drafts.
+      weight: ``[128]`` float32, the joint weight of the drafts before; likewise.
       q: from entries of the draft row to ``q``; None of probabilities.
     """
 
@@ -205,93 +202,80 @@ class PartWeights:
         self, threads: Threads, rows: LocalRows, operands: PartOperands[Ref], item: jax.Array
     ):
         source = jax.tree.map(lambda ref: threads.gather(ref, item), operands.source)
-        self.threads, self.first_id = threads, operands.first_id[0]
+        self.threads, self.first_id, draft = threads, operands.first_id[0], operands.draft
         self.is_wanted, self.without = source.row >= 0, source.token_id
         scale = jnp.minimum(source.inv_temperature * LOG2E, LARGEST)
 
         def exponent(of_row: Scale) -> Exponent:
             return Exponent(scale, of_row.log_scale * LOG2E, of_row.shift)
 
-        def clipped(row: jax.Array, ref: Ref) -> jax.Array:
-            return jnp.clip(row, 0, ref.shape[0] - 1)
-
         matrices = [operands.target]
-        if operands.draft is not None and operands.columns is None:
-            matrices.append(operands.draft)
-        each = 16 // max(jnp.dtype(x.dtype).itemsize for x in matrices)
-        self.each = each if all(x.shape[1] % each == 0 for x in matrices) else 1
-        self.target = WarpRow(
-            threads=threads,
-            rows=operands.target,
-            row=clipped(source.row, operands.target),
-            each=self.each,
+        if draft is not None and operands.columns is None:
+            matrices.append(draft)
+        self.each = 16 // max([jnp.dtype(x.dtype).itemsize for x in matrices])
+        if any([x.shape[1] % self.each for x in matrices]):
+            self.each = 1
+        self.groups = TILE // (WARP * self.each)
+        row_of = functools.partial(WarpRow, threads, each=self.each, size=rows.target.size)
+        self.target = row_of(
+            operands.target,
+            jnp.clip(source.row, 0, operands.target.shape[0] - 1),
             first=self.first_id,
-            size=rows.target.size,
             fill=-jnp.inf,
             threshold=source.threshold,
             bitmask=operands.bitmask,
         )
-        self.p, self.uses_q, self.weight = exponent(source.scale), source.uses_q, source.weight
+        self.p, self.weight = exponent(source.scale), source.weight
         self.q = None if source.draft_scale is None else exponent(source.draft_scale)
         self.draft: WarpRow | None = None
-        if rows.draft is None or operands.draft is None:
+        self.uses_q: jax.Array | None = None
+        if rows.draft is None or draft is None:
             return
-        draft_row, thresholds = clipped(source.draft_row, operands.draft), operands.thresholds
-        self.draft = WarpRow(
-            threads=threads,
-            rows=operands.draft,
-            row=draft_row,
-            each=self.each,
-            first=jnp.int32(0) if rows.draft.storage.first_id is None else self.first_id,
-            size=rows.target.size,
-            fill=rows.draft.storage.fill,
-            threshold=None if thresholds is None else threads.gather(thresholds, draft_row),
+        row, storage = jnp.clip(source.draft_row, 0, draft.shape[0] - 1), rows.draft.storage
+        thresholds, self.uses_q = operands.thresholds, source.uses_q != 0
+        self.draft = row_of(
+            draft,
+            row,
+            first=jnp.int32(0) if storage.first_id is None else self.first_id,
+            fill=storage.fill,
+            threshold=None if thresholds is None else threads.gather(thresholds, row),
             columns=operands.columns,
         )
-
-    @property
-    def groups(self) -> int:
-        """Reads that a warp needs for a tile."""
-        return TILE // (WARP * self.each)
 
     def ids(self, tile: jax.Array, group: jax.Array | int) -> jax.Array:
         """The id that each thread begins at, in one of the reads of a tile."""
         return tile * TILE + (group * WARP + self.threads.lane) * self.each
 
-    def plain(self, firsts: list[jax.Array], without: jax.Array) -> list[tuple[Chunk, Chunk]]:
-        """Of several reads ``p`` without one id, and ``p``."""
-        read = [self.target.entries(x) for x in firsts]
+    def read(self, firsts: list[jax.Array], *, by_q: bool) -> list[tuple[Chunk, Chunk]]:
+        """Weights and ``p`` of several reads, by the ids that each thread begins at.
+
+        The weights are ``(weight * p - q)+``, or else ``p`` without one id.
+        """
+        draft = self.draft if by_q else None
+        both = [(self.target.entries(x), draft.entries(x) if draft else []) for x in firsts]
+        of_reads = [self.p.probabilities(x) for x, _ in both]
         found = []
-        for first, p in zip(firsts, [self.p.probabilities(x) for x in read], strict=True):
-            weights = [jnp.where(first + j == without, 0.0, x) for j, x in enumerate(p)]
+        for first, (_, drafts), p in zip(firsts, both, of_reads, strict=True):
+            if draft is None:
+                weights = [jnp.where(first + j == self.without, 0.0, x) for j, x in enumerate(p)]
+            else:
+                weights = excess([self.weight * x for x in p], drafts, self.q)
             found.append((weights, p))
         return found
 
-    def residual(self, firsts: list[jax.Array]) -> list[tuple[Chunk, Chunk]]:
-        """Of several reads ``(weight * p - q)+``, and ``p``."""
-        assert self.draft is not None
-        both = [(self.target.entries(x), self.draft.entries(x)) for x in firsts]
-        read = [self.p.probabilities(x) for x, _ in both]
-        return [
-            (excess([self.weight * x for x in p], drafts, self.q), p)
-            for p, (_, drafts) in zip(read, both, strict=True)
-        ]
+    def either(self, fn: Callable[[bool], T]) -> T:
+        """``fn(by_q)``, by what the warp's weights are."""
+        if self.uses_q is None:
+            return fn(False)
+        return self.threads.cond(self.uses_q, lambda: fn(True), lambda: fn(False))
 
-    def either(self, fn: Callable[[WeightsOf], T], has_mass: jax.Array | None = None) -> T:
-        """``fn(weights_of)``, with the `WeightsOf` of the warp's source.
-
-        They are ``p`` where there is no mass by the others, which is where `has_mass` is false.
-        """
-        without = self.without if has_mass is None else jnp.where(has_mass, self.without, -1)
-
-        def plain() -> T:
-            return fn(functools.partial(self.plain, without=without))
-
-        if self.draft is None:
-            return plain()
-        uses_q = self.uses_q != 0
-        uses_q = uses_q if has_mass is None else uses_q & has_mass
-        return self.threads.cond(uses_q, lambda: fn(self.residual), plain)
+    def or_p(self, has_mass: jax.Array) -> PartWeights:
+        """The same where there is mass by them, else ``p``."""
+        chosen = copy.copy(self)
+        chosen.without = jnp.where(has_mass, self.without, -1)
+        if self.uses_q is not None:
+            chosen.uses_q = self.uses_q & has_mass
+        return chosen
 
 
 def part_masses(rows: LocalRows, source: Position, *, interpret: Any = False) -> jax.Array:
@@ -316,13 +300,13 @@ def part_masses(rows: LocalRows, source: Position, *, interpret: Any = False) ->
         at_once = min(_AT_ONCE, weights.groups)
         nothing = threads.filled(0.0), threads.filled(0.0)
 
-        def add(weights_of: WeightsOf) -> tuple[jax.Array, jax.Array]:
+        def add(by_q: bool) -> tuple[jax.Array, jax.Array]:
             whole_tile = lax.div(weights.first_id, TILE) + tile
 
             def step(i: jax.Array, sums: tuple[jax.Array, jax.Array]) -> Any:
                 firsts = [weights.ids(whole_tile, i * at_once + j) for j in range(at_once)]
-                found = zip(*weights_of(firsts), strict=True)
-                return tuple(s + tree_sum(sum(xs, [])) for s, xs in zip(sums, found, strict=True))
+                found = zip(*weights.read(firsts, by_q=by_q), strict=True)
+                return tuple([s + tree_sum(sum(xs, [])) for s, xs in zip(sums, found, strict=True)])
 
             mass, p = lax.fori_loop(0, weights.groups // at_once, step, nothing)
             return threads.warp_sum(mass), threads.warp_sum(p)
@@ -414,22 +398,22 @@ class PartDraw:
         by_weight, by_p = self._by_tile(0), self._by_tile(1)
         mass = threads.warp_sum(tree_sum(by_weight))
         has_mass = mass > 0
-        masses = [jnp.where(has_mass, *both) for both in zip(by_weight, by_p, strict=True)]
-        tile, _ = pick(threads, masses, self._uniform(0), is_share=True)
+        both = zip(by_weight, by_p, strict=True)
+        masses = [jnp.where(has_mass, of_weight, of_p) for of_weight, of_p in both]
+        uniform = threads.gather(self.recover, self.item * 2)
+        tile, _ = pick(threads, masses, uniform, is_share=True)
 
         # An edge between parts may cut the tile: which part of it?
         held = self._mass(tile, lane, jnp.where(has_mass, 0, 1))
-        which, past = pick(threads, [held], self._uniform(1), is_share=True)
-        zero, one = (threads.filled(x, jnp.int32) for x in (0, 1))
+        uniform = threads.gather(self.recover, self.item * 2 + 1)
+        which, past = pick(threads, [held], uniform, is_share=True)
+        zero, one = [threads.filled(x, jnp.int32) for x in (0, 1)]
         token_id = threads.cond(
             weights.first_id == self._owner(tile, which) * self.rows.target.width,
-            lambda: weights.either(functools.partial(self._token, tile, past), has_mass),
+            lambda: self._token(tile, past, weights.or_p(has_mass)),
             lambda: zero,
         )
         return token_id, jnp.where(mass != mass, one, zero)
-
-    def _uniform(self, which: int) -> jax.Array:
-        return self.weights.threads.gather(self.recover, self.item * 2 + which)
 
     def _owner(self, tile: jax.Array, piece: jax.Array | int) -> jax.Array:
         """The part that holds a piece of a tile, counted from the first part that has any of it."""
@@ -456,25 +440,24 @@ class PartDraw:
             found.append(jnp.where(tile < count, mass, 0.0))
         return found
 
-    def _token(self, tile: jax.Array, past: jax.Array, weights_of: WeightsOf) -> jax.Array:
+    def _token(self, tile: jax.Array, past: jax.Array, weights: PartWeights) -> jax.Array:
         """Pick an id in a tile: first a read of the warp, then a thread, then an id."""
-        weights, threads, groups = self.weights, self.weights.threads, self.weights.groups
+        threads, lane, groups = weights.threads, weights.threads.lane, weights.groups
+        arrays = -(-groups // WARP)
 
-        def add(i: jax.Array, masses: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            ((group, _),) = weights_of([weights.ids(tile, i)])
-            mass = threads.warp_sum(tree_sum(list(group)))
-            firsts = range(0, groups, WARP)
-            return tuple(
-                jnp.where(threads.lane + first == i, mass, x)
-                for first, x in zip(firsts, masses, strict=True)
-            )
+        def pick_id(by_q: bool) -> jax.Array:
+            def add(i: jax.Array, masses: list[jax.Array]) -> list[jax.Array]:
+                ((group, _),) = weights.read([weights.ids(tile, i)], by_q=by_q)
+                mass = threads.warp_sum(tree_sum(group))
+                return [jnp.where(lane + j * WARP == i, mass, x) for j, x in enumerate(masses)]
 
-        nothing = (threads.filled(0.0),) * -(-groups // WARP)
-        masses = lax.fori_loop(0, groups, add, nothing)
-        group, past = pick(threads, list(masses), past)
-        first = weights.ids(tile, group)
-        ((of_thread, _),) = weights_of([first])
-        thread, past = pick(threads, [tree_sum(list(of_thread))], past)
-        token_id = threads.shuffle(first + pick_of(of_thread, past), thread)
+            masses = lax.fori_loop(0, groups, add, [threads.filled(0.0)] * arrays)
+            group, rest = pick(threads, masses, past)
+            first = weights.ids(tile, group)
+            ((of_thread, _),) = weights.read([first], by_q=by_q)
+            thread, rest = pick(threads, [tree_sum(of_thread)], rest)
+            return threads.shuffle(first + pick_of(of_thread, rest), thread)
+
+        token_id = weights.either(pick_id)
         last = weights.first_id + self.rows.target.width - 1
         return jnp.clip(token_id, weights.first_id, last)

@@ -6,11 +6,13 @@ A caller may set it by a `KernelConfig`; if not, `KernelConfig.choose` does, by 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+import math
+from typing import Any, Literal, NamedTuple
 
 import jax
 
 from jax_specdec._src.arrays import check_int
+from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import DraftDistribution, DraftLogits
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
@@ -119,37 +121,29 @@ class KernelConfig:
         if large and (few or Slices.of(size, 8).ids * held > _MOST_BYTES):
             # Clusters of 16 reach seven eighths of the multiprocessors. For three or four rows
             # there are registers enough if each block has its own multiprocessor; else for two.
-            reached = 7 * num_cores // 8
+            cluster, reached = MAX_CLUSTER, 7 * num_cores // 8
             rows = 2 if blocks <= 2 * reached else 1
             if 2 * blocks <= num_cores:
                 rows = 3
             if blocks <= reached < 2 * blocks and max(held, draft_size) == 2:
                 rows = 4  # of entries of four bytes registers are too few
-            room = SHARED_BYTES if rows > 2 else SHARED_BYTES // 2
-            slices = Slices.of(size, MAX_CLUSTER)
-            return cls(
-                max_cluster=MAX_CLUSTER,
-                rows_at_once=max(1, min(rows, room // (slices.ids * held + _SLOT_BYTES))),
-                tiles_at_once=_tiles_at_once(slices.tiles, rows),
-            )
-        at_once = _FREE_BLOCKS_PER_CORE * num_cores // num_requests
-        row_tiles = num_tiles(size)
-        is_pair = row_tiles * TILE * held <= _PAIR_BYTES
-        with_work = 1 if is_pair else -(-row_tiles // _TILES_PER_BLOCK)
-        cluster = min(8, 1 << (max(2, at_once, with_work) - 1).bit_length())
-        tiles_each = Slices.of(size, cluster).tiles
-        return cls(max_cluster=cluster, tiles_at_once=_tiles_at_once(tiles_each, 1))
-
-
-def _tiles_at_once(tiles_each: int, rows: int) -> int:
-    """Tiles to load at once: a divisor of a block's `tiles_each`, or some would be read in vain.
-
-    Four if blocks are few and read several rows at once, for then there are registers enough. Two
-    otherwise, so that six blocks fit on a multiprocessor. One if a block has few tiles: with more,
-    no tile would be summed while others arrive.
-    """
-    most = MAX_TILES if rows > 1 else 2 if tiles_each > MAX_TILES else 1
-    return max(count for count in (1, 2, 4) if count <= most and tiles_each % count == 0)
+        else:
+            at_once = _FREE_BLOCKS_PER_CORE * num_cores // num_requests
+            row_tiles = num_tiles(size)
+            is_pair = row_tiles * TILE * held <= _PAIR_BYTES
+            with_work = 1 if is_pair else -(-row_tiles // _TILES_PER_BLOCK)
+            cluster = min(8, 1 << (max(2, at_once, with_work) - 1).bit_length())
+            rows = 1
+        slices, room = Slices.of(size, cluster), SHARED_BYTES if rows > 2 else SHARED_BYTES // 2
+        # Of a block's tiles a divisor, or some would be read in vain. Four if there are registers
+        # enough, since blocks are few and read several rows. Else two, so that six blocks fit on a
+        # multiprocessor; one if there are few tiles: none would be summed while others arrive.
+        most = MAX_TILES if rows > 1 else 2 if slices.tiles > MAX_TILES else 1
+        return cls(
+            max_cluster=cluster,
+            rows_at_once=max(1, min(rows, room // (slices.ids * held + _SLOT_BYTES))),
+            tiles_at_once=math.gcd(slices.tiles, most),
+        )
 
 
 def power_of_two(count: int) -> int:
@@ -157,20 +151,23 @@ def power_of_two(count: int) -> int:
     return 1 << (count.bit_length() - 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Slices:
+class Slices(NamedTuple):
     """A row of `size` ids cut among the blocks of a cluster, in whole tiles.
 
     Attributes:
       size: ids of the row, without padding.
       tiles: tiles of a slice; the last slices of a row may have fewer.
+      ids: ids of a slice.
       cluster: blocks, a power of two; blocks past the end of the row have nothing to do.
+      warps: warps of the whole cluster.
       row_tiles: tiles of the row.
     """
 
     size: int
     tiles: int
+    ids: int
     cluster: int
+    warps: int
     row_tiles: int
 
     @classmethod
@@ -181,81 +178,90 @@ class Slices:
         tiles = -(-row_tiles // cluster)
         while cluster > 2 and cluster // 2 * tiles >= row_tiles:
             cluster //= 2
-        return cls(size, tiles, cluster, row_tiles)
-
-    @property
-    def ids(self) -> int:
-        """Ids per slice."""
-        return self.tiles * TILE
-
-    @property
-    def warps(self) -> int:
-        """Warps of the whole cluster."""
-        return self.cluster * WARPS
+        return cls(size, tiles, tiles * TILE, cluster, cluster * WARPS, row_tiles)
 
 
-@dataclasses.dataclass(frozen=True)
-class SharedMemory:
+class SharedMemory(NamedTuple):
     """What a block holds in shared memory, in entries of its refs.
 
     Attributes:
       slices: how rows are cut into slices.
-      target_size: bytes of a target entry.
-      draft_size: bytes of a draft entry.
-      target_aligned: whether every row begins at a multiple of sixteen bytes.
-      draft_aligned: the same of draft rows.
-      values: the most numbers about a row that a warp sends to the others.
+      stride: distance from one tile to the next. Copies of unaligned rows begin a little earlier.
+      each: consecutive ids per thread, the same for target and draft rows of any dtype.
+      masses_per_warp: masses of a warp's tiles, padded to a multiple of what is sent at once.
+      slot: floats of a slot: the masses that all warps send, or up to four other values of each.
+      scratch: floats for exchanges between the warps of a block.
+      barriers: number of barriers: one for each slot, then one for each tile.
       warpgroups: warpgroups of a block, each of which has its own copy of all of this.
       tiles_at_once: tiles of a slice whose draft entries are loaded at once.
+      bytes: shared memory of a block, with a margin for the compiler's rounding.
     """
 
     slices: Slices
-    target_size: int
-    draft_size: int
-    target_aligned: bool
-    draft_aligned: bool
-    values: int
-    warpgroups: int = 1
-    tiles_at_once: int = 1
+    stride: int
+    each: int
+    masses_per_warp: int
+    slot: int
+    scratch: int
+    barriers: int
+    warpgroups: int
+    tiles_at_once: int
+    bytes: int
 
-    @property
-    def target_stride(self) -> int:
-        """Distance from one tile to the next. Copies of unaligned rows begin a little earlier."""
-        return TILE + (0 if self.target_aligned else 32 // self.target_size)
+    @classmethod
+    def of(
+        cls,
+        target_logits: jax.Array,
+        distribution: DraftDistribution | None = None,
+        *,
+        num_requests: int,
+        size: int,
+        config: KernelConfig | None,
+        most_rows: int = 1,
+        is_plain: bool = False,
+    ) -> SharedMemory:
+        """That of a call, or of a launch that reads rows of one matrix.
 
-    @property
-    def each(self) -> int:
-        """Consecutive ids per thread, the same for target and draft rows of any dtype."""
-        if not (self.target_aligned and self.draft_aligned):
-            return 2
-        return 4 if 4 in (self.target_size, self.draft_size) else 8
-
-    @property
-    def masses_per_warp(self) -> int:
-        """Masses of a warp's tiles, padded to a multiple of what is sent at once."""
-        return -(-self.slices.tiles // 4) * 4
-
-    @property
-    def slot(self) -> int:
-        """Floats of a slot: the values that all warps send, or the masses of their tiles."""
-        return self.slices.warps * max(self.values, self.masses_per_warp)
-
-    @property
-    def scratch(self) -> int:
-        """Floats for exchanges between the warps of a block."""
-        return -(-TILE // (128 * self.each)) * WARPS
-
-    @property
-    def barriers(self) -> int:
-        """Number of barriers: one for each slot, then one for each tile."""
-        return SLOTS + self.slices.tiles
-
-    @property
-    def bytes(self) -> int:
-        """Shared memory of a block, with a margin for the compiler's rounding."""
-        tiles = self.slices.tiles * self.target_stride * self.target_size
-        floats = SLOTS * self.slot + self.scratch
-        return self.warpgroups * (tiles + 4 * floats + 8 * self.barriers) + 4 * 1024
+        Args:
+          target_logits: of the call.
+          distribution: the draft distribution, or None.
+          num_requests: B, or how many rows are read.
+          size: ids of a row, without padding.
+          config: the caller's choice, or None.
+          most_rows: rows of a request that can be read at once.
+          is_plain: see `Plan`.
+        """
+        is_listed = distribution is not None and distribution.ids is not None
+        storage = None if distribution is None or is_listed else storage_of(distribution)
+        target_size = target_logits.dtype.itemsize
+        draft_size = 0 if storage is None else storage.dtype.itemsize
+        if config is None:
+            cores = getattr(jax.devices()[0], "core_count", None) or _CORES_OF_LARGE
+            config = KernelConfig.choose(num_requests, size, target_size, cores, draft_size)
+        slices, stride, each, tiles_at_once = Slices.of(size, config.max_cluster), TILE, 2, 1
+        if not is_aligned(target_logits):
+            stride += 32 // target_size
+        elif storage is None or is_aligned(storage):
+            each = 4 if 4 in (target_size, draft_size) else 8
+            if is_plain and not is_listed:
+                tiles_at_once = power_of_two(min(config.tiles_at_once, slices.tiles))
+        warpgroups = min(config.rows_at_once, most_rows)
+        masses_per_warp = -(-slices.tiles // 4) * 4
+        slot, scratch = slices.warps * masses_per_warp, TILE // (128 * each) * WARPS
+        barriers = SLOTS + slices.tiles
+        tiles, floats = slices.tiles * stride * target_size, SLOTS * slot + scratch
+        return cls(
+            slices=slices,
+            stride=stride,
+            each=each,
+            masses_per_warp=masses_per_warp,
+            slot=slot,
+            scratch=scratch,
+            barriers=barriers,
+            warpgroups=warpgroups,
+            tiles_at_once=tiles_at_once,
+            bytes=warpgroups * (tiles + 4 * floats + 8 * barriers) + 4 * 1024,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,6 +279,7 @@ class Plan:
         registers to sum masses of tiles while a row is read, and to load several tiles at once.
       entries: what draft rows hold, or None if the call has none.
       ids: how draft rows list their ids, or None if they are in the order of ids.
+      sums_draft_rows: whether whole draft rows are read to normalize them.
       draft_rows: R.
       draft_size: ids that the drafter could draw.
       memory: how rows are cut into slices, and what shared memory holds.
@@ -287,6 +294,7 @@ class Plan:
     is_plain: bool
     entries: Entries | None
     ids: Ids | None
+    sums_draft_rows: bool
     draft_rows: int
     draft_size: int
     memory: SharedMemory
@@ -298,12 +306,17 @@ class Plan:
         """The plan of a call; `config` is the caller's choice, or None."""
         sampling, distribution = arrays.sampling, arrays.drafts.distribution
         num_requests, num_drafts = sampling.temperature.shape[0], arrays.drafts.token_ids.shape[0]
-        has_bonus_rows = arrays.bonus_token_ids is None
-        hiding = arrays.token_bitmask, sampling.min_p, sampling.top_k, sampling.top_p
-        is_plain = all(x is None for x in hiding) and not rule.is_block
-        storage = None if distribution is None else storage_of(distribution)
-        entries, ids = _entries_and_ids(distribution)
-        draft_size = 0 if storage is None else min(storage.shape[1], size)
+        has_bonus_rows, draft_rows, draft_size = arrays.bonus_token_ids is None, 0, 0
+        entries: Entries | None = None
+        ids: Ids | None = None
+        if distribution is not None:
+            entries, (draft_rows, draft_size) = "probs", storage_of(distribution).shape
+            if isinstance(distribution, DraftLogits):
+                entries = "logits" if distribution.log_normalizer is None else "normalized"
+            if distribution.ids is not None:
+                ids, draft_size = "map" if distribution.ids.ndim == 1 else "candidates", size
+        is_plain = arrays.token_bitmask is None and Filter.of(sampling) is None
+        is_plain &= not rule.is_block
         return cls(
             k=k,
             size=size,
@@ -314,105 +327,21 @@ class Plan:
             is_plain=is_plain,
             entries=entries,
             ids=ids,
-            draft_rows=0 if storage is None else storage.shape[0],
-            draft_size=draft_size if ids is None else size,
-            memory=shared_memory(
+            sums_draft_rows=entries == "logits" and ids != "candidates",
+            draft_rows=draft_rows,
+            draft_size=min(draft_size, size),
+            memory=SharedMemory.of(
                 arrays.target_logits,
                 distribution,
                 num_requests=num_requests,
-                k=k,
-                walks=type(rule) is Standard,
-                is_plain=is_plain,
                 size=size,
                 config=config,
+                most_rows=k + 1 if type(rule) is Standard else 1,
+                is_plain=is_plain,
             ),
         )
-
-    @property
-    def sums_draft_rows(self) -> bool:
-        """Whether whole draft rows are read to normalize them."""
-        return self.entries == "logits" and self.ids != "candidates"
-
-
-def _entries_and_ids(distribution: DraftDistribution | None) -> tuple[Entries | None, Ids | None]:
-    """What draft rows hold, and how they list their ids."""
-    if distribution is None:
-        return None, None
-    ids: Ids | None = None
-    if distribution.ids is not None:
-        ids = "map" if distribution.ids.ndim == 1 else "candidates"
-    if not isinstance(distribution, DraftLogits):
-        return "probs", ids
-    return "logits" if distribution.log_normalizer is None else "normalized", ids
-
-
-def shared_memory(
-    target_logits: jax.Array,
-    distribution: DraftDistribution | None,
-    *,
-    num_requests: int,
-    k: int,
-    walks: bool,
-    is_plain: bool,
-    size: int,
-    config: KernelConfig | None,
-) -> SharedMemory:
-    """What a block holds in shared memory for a call.
-
-    Args:
-      target_logits: of the call.
-      distribution: the draft distribution, or None.
-      num_requests: B.
-      k: K.
-      walks: whether the rule goes from position to position, so that several can be read at once.
-      is_plain: see `Plan`.
-      size: ids of a row, without padding.
-      config: the caller's choice, or None.
-    """
-    entries, ids = _entries_and_ids(distribution)
-    storage = None if distribution is None or ids else storage_of(distribution)
-    target_size = target_logits.dtype.itemsize
-    draft_size = 0 if storage is None else storage.dtype.itemsize
-    if config is None:
-        cores = _num_cores()
-        config = KernelConfig.choose(num_requests, size, target_size, cores, draft_size)
-    slices = Slices.of(size, config.max_cluster)
-    target_aligned, draft_aligned = is_aligned(target_logits), is_aligned(storage)
-    loads_several = is_plain and target_aligned and draft_aligned and ids is None
-    most_tiles = power_of_two(min(config.tiles_at_once, slices.tiles))
-    return SharedMemory(
-        slices=slices,
-        target_size=target_size,
-        draft_size=draft_size,
-        target_aligned=target_aligned,
-        draft_aligned=draft_aligned,
-        values=4 if entries == "logits" and ids != "candidates" else 2,
-        warpgroups=min(config.rows_at_once, k + 1) if walks else 1,
-        tiles_at_once=most_tiles if loads_several else 1,
-    )
-
-
-def shared_memory_of_rows(
-    logits: jax.Array, num_rows: int, config: KernelConfig | None
-) -> SharedMemory:
-    """What a block holds in shared memory to read rows of one matrix."""
-    size, entry_size = logits.shape[1], logits.dtype.itemsize
-    if config is None:
-        config = KernelConfig.choose(num_rows, size, entry_size, _num_cores())
-    return SharedMemory(
-        slices=Slices.of(size, config.max_cluster),
-        target_size=entry_size,
-        draft_size=0,
-        target_aligned=is_aligned(logits),
-        draft_aligned=True,
-        values=2,
-    )
 
 
 def is_aligned(rows: Any) -> bool:
     """Whether every row of a matrix begins at a multiple of sixteen bytes."""
-    return rows is None or rows.shape[1] * rows.dtype.itemsize % 16 == 0
-
-
-def _num_cores() -> int:
-    return getattr(jax.devices()[0], "core_count", None) or 132
+    return rows.shape[1] * rows.dtype.itemsize % 16 == 0

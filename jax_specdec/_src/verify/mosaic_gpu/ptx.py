@@ -26,7 +26,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
-from jax_specdec._src.verify.mosaic_gpu.threads import COPIED, THREADS, WARP, Ref, T
+from jax_specdec._src.verify.mosaic_gpu.threads import COPIED, THREADS, WARP, Ref, Shuffle, T
 from jax_specdec._src.verify.tiles import TILE
 
 _PER_THREAD = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
@@ -47,39 +47,36 @@ class GpuThreads:
     def __init__(self) -> None:
         self.interpreted = False
         self.index = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_PER_THREAD)
-
-    @property
-    def lane(self) -> jax.Array:
-        return self.index & (WARP - 1)
+        self.lane = self.index & (WARP - 1)
 
     def index_anew(self) -> jax.Array:
         def run() -> Any:
             text = "{ .reg .b32 thread; mov.u32 thread, %tid.x; and.b32 $0, thread, 127; }"
             return (_ptx(text, "=r", result=_i32()),)
 
-        return _inline(run, (), (), [((THREADS,), jnp.int32)])[0]
+        return _inline(run, (), (), [jnp.int32])[0]
 
     def filled(self, value: Any, dtype: Any = jnp.float32) -> jax.Array:
-        return _cast(jnp.full((THREADS,), value, dtype))
+        return plgpu.layout_cast(jnp.full((THREADS,), value, dtype), _PER_THREAD)
 
     # Within a warp.
 
-    def _shuffle(self, kind: str, x: jax.Array, lane: Any) -> jax.Array:
+    def shuffle(self, x: jax.Array, lane: jax.Array | int, how: Shuffle = "idx") -> jax.Array:
         letter = "f" if x.dtype == jnp.float32 else "r"
-        bound = 0 if kind == "up" else 31
+        bound = 0 if how == "up" else 31
 
         def run(x: Any, lane: Any) -> Any:
-            text = f"shfl.sync.{kind}.b32 $0, $1, $2, {bound}, 0xffffffff;"
+            text = f"shfl.sync.{how}.b32 $0, $1, $2, {bound}, 0xffffffff;"
             return (_ptx(text, f"={letter},{letter},r", x, lane, result=x.type),)
 
-        return _inline(run, (), (x, jnp.asarray(lane, jnp.int32)), [((THREADS,), x.dtype)])[0]
+        return _inline(run, (), (x, jnp.asarray(lane, jnp.int32)), [x.dtype])[0]
 
     def _reduce(self, kind: str, x: jax.Array) -> jax.Array:
         def run(x: Any) -> Any:
             how = getattr(nvvm.ReductionKind, kind)
             return (nvvm.redux_sync(x, how, utils.c(_ALL_LANES, _i32())),)
 
-        return _inline(run, (), (x,), [((THREADS,), jnp.int32)])[0]
+        return _inline(run, (), (x,), [jnp.int32])[0]
 
     def warp_max(self, x: jax.Array) -> jax.Array:
         bits = lax.bitcast_convert_type(jnp.where(x == x, x, jnp.nan), jnp.int32)
@@ -93,29 +90,22 @@ class GpuThreads:
             text = "match.any.sync.b32 $0, $1, 0xffffffff;"
             return (_ptx(text, "=r,r", x, result=_i32()),)
 
-        lanes = _inline(run, (), (x,), [((THREADS,), jnp.int32)])[0]
+        lanes = _inline(run, (), (x,), [jnp.int32])[0]
         return (lanes & (lanes - 1)) != 0
 
     def warp_sum(self, x: jax.Array, lanes: int = WARP) -> jax.Array:
         while lanes > 1:
             lanes //= 2
-            x = x + self.shuffle_xor(x, lanes)
+            x = x + self.shuffle(x, lanes, "bfly")
         return x
 
     def warp_scan(self, x: jax.Array) -> jax.Array:
-        lane = self.lane
         for distance in (1, 2, 4, 8, 16):
-            x = jnp.where(lane >= distance, x + self._shuffle("up", x, distance), x)
+            x = jnp.where(self.lane >= distance, x + self.shuffle(x, distance, "up"), x)
         return x
 
-    def shuffle_xor(self, x: jax.Array, mask: jax.Array | int) -> jax.Array:
-        return self._shuffle("bfly", x, mask)
-
-    def shuffle(self, x: jax.Array, lane: jax.Array | int) -> jax.Array:
-        return self._shuffle("idx", x, lane)
-
     def scalar(self, x: jax.Array) -> jax.Array:
-        return _inline(lambda x: (x,), (), (x,), [((), x.dtype)])[0]
+        return _inline(lambda x: (x,), (), (x,), [x.dtype], shape=())[0]
 
     def at(self, x: jax.Array, lane: jax.Array | int) -> jax.Array:
         return self.scalar(self.shuffle(x, lane))
@@ -186,14 +176,15 @@ class GpuThreads:
         # global memory and a barrier of the cluster would take two fences and three trips.
         count = len(values)
         width, num_bytes = min(count, 4), 4 * count * cluster * WARPS
-        stores = [
-            f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v{width}.b32 "
-            f"[theirs+{4 * j}], {{{', '.join(f'${3 + j + i}' for i in range(width))}}}, [barrier];"
-            for j in range(0, count, width)
-        ]
+        registers = [f"${3 + j}" for j in range(count)]
         # Only stores are predicated. A register that is written under a predicate keeps its value
         # if that is false, so it would be occupied from the kernel's beginning on.
-        sends = "\n".join(f"@sends {store}" for store in stores)
+        stores = [
+            f"@sends st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v{width}.b32 "
+            f"[theirs+{4 * j}], {{{', '.join(registers[j : j + width])}}}, [barrier];"
+            for j in range(0, count, width)
+        ]
+        sends = "\n".join(stores)
 
         def run(
             memory: Any, barriers: Any, place: Any, barrier: Any, parity: Any, *xs: Any
@@ -270,7 +261,7 @@ class GpuThreads:
             before = arith.trunci(_i32(), arith.andi(begin, utils.c(COPIED - 1, _i64())))
             return (arith.shrui(before, utils.c(size.bit_length() - 1, _i32())),)
 
-        return _inline(run, (rows,), (row,), [((), "int32")])[0]
+        return _inline(run, (rows,), (row,), [jnp.int32], shape=())[0]
 
     def prefetch_tiles(
         self, rows: Ref, row: jax.Array, first: jax.Array, size: int, count: int
@@ -305,24 +296,15 @@ class GpuThreads:
     # Reading and writing.
 
     def gather(self, ref: Ref, *indices: jax.Array) -> jax.Array:
-        dtype = jnp.dtype(ref.dtype)
+        dtype, columns = jnp.dtype(ref.dtype), ref.shape[-1]
         widened = jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
         if dtype == jnp.uint32:
             widened = jnp.uint32
-        size = dtype.itemsize
-        columns = ref.shape[-1]
 
         def run(ref: Any, *at: Any) -> Any:
-            is_bool = dtype == jnp.bool_
-            kind = ir.IntegerType.get_signless(8) if is_bool else _element_type(dtype)
-            value = llvm.load(kind, _pointer(ref, _address_of(ref, at, columns, size)))
-            if is_bool:
-                return (arith.extui(_i32(), value),)
-            if widened == jnp.float32 and size < 4:
-                return (arith.extf(ir.F32Type.get(), value),)
-            return (value,)
+            return (_load(ref, _address_of(ref, at, columns, dtype.itemsize), dtype),)
 
-        return _inline(run, (ref,), indices, [((THREADS,), widened)])[0]
+        return _inline(run, (ref,), indices, [widened])[0]
 
     def scatter(self, ref: Ref, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
         dtype, size = ref.dtype, jnp.dtype(ref.dtype).itemsize
@@ -336,14 +318,6 @@ class GpuThreads:
                 llvm.store(value, _pointer(ref, address))
 
         _inline(run, (ref,), (index, value, where.astype(jnp.int32)))
-
-    def fill(self, ref: Ref, start: jax.Array, begin: jax.Array, end: int, value: float) -> None:
-
-        def run(i: jax.Array, _: None) -> None:
-            place = i * THREADS + self.index
-            self.scatter(ref, start + place, self.filled(value), place >= begin)
-
-        lax.fori_loop(lax.div(begin, THREADS), end // THREADS, run, None)
 
     def entries(
         self, ref: Ref, start: jax.Array, each: int, *, aligned: bool, offset: int = 0
@@ -362,8 +336,7 @@ class GpuThreads:
                 words = _any_words(ref, begin, offset * size, each * size)
             return [x for word in words for x in _numbers(word, dtype)]
 
-        out = [((THREADS,), jnp.float32)] * each
-        return _inline(run, (ref,), (start, self.index), out)
+        return _inline(run, (ref,), (start, self.index), [jnp.float32] * each)
 
     def row_entries(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
         if each == 1:
@@ -377,8 +350,7 @@ class GpuThreads:
             begin = _address_of(ref, (row, start), columns, dtype.itemsize)
             return _aligned_words(ref, begin, each * dtype.itemsize)
 
-        out = [((THREADS,), jnp.int32)] * (each * dtype.itemsize // 4)
-        return _inline(run, (ref,), (row, start), out)
+        return _inline(run, (ref,), (row, start), [jnp.int32] * (each * dtype.itemsize // 4))
 
     def numbers(self, words: list[jax.Array], dtype: Any) -> list[jax.Array]:
         dtype = jnp.dtype(dtype)
@@ -386,8 +358,7 @@ class GpuThreads:
         def run(*words: Any) -> Any:
             return [x for word in words for x in _numbers(word, dtype)]
 
-        out = [((THREADS,), jnp.float32)] * (4 // dtype.itemsize * len(words))
-        return _inline(run, (), words, out)
+        return _inline(run, (), words, [jnp.float32] * (4 // dtype.itemsize * len(words)))
 
     def row_run(
         self, ref: Ref, row: jax.Array, start: jax.Array, offset: int, each: int
@@ -397,9 +368,9 @@ class GpuThreads:
         def run(ref: Any, row: Any, start: Any) -> Any:
             begin = _address_of(ref, (row, start), columns, dtype.itemsize)
             offsets = [utils.c((offset + j) * dtype.itemsize, begin.type) for j in range(each)]
-            return [_entry(ref, arith.addi(begin, offset), dtype) for offset in offsets]
+            return [_load(ref, arith.addi(begin, offset), dtype) for offset in offsets]
 
-        return _inline(run, (ref,), (row, start), [((THREADS,), jnp.float32)] * each)
+        return _inline(run, (ref,), (row, start), [jnp.float32] * each)
 
 
 # MLIR.
@@ -409,25 +380,28 @@ def _inline(
     fn: Callable[..., Any],
     refs: Sequence[Any] = (),
     values: Sequence[Any] = (),
-    out: Sequence[tuple[tuple[int, ...], Any]] = (),
+    out: Sequence[Any] = (),
+    shape: tuple[int, ...] = (THREADS,),
 ) -> list[jax.Array]:
-    """``fn(*refs, *values)`` in MLIR, on memrefs and each thread's values; one result per `out`."""
+    """``fn(*refs, *values)`` in MLIR, on memrefs and each thread's values.
+
+    Its results are of the dtypes `out`, and of one shape: ``[128]``, or ``[]`` if they are the same
+    in all threads.
+    """
 
     def run(_: Any, *args: Any) -> Any:
         given = [a if i < len(refs) else _register(a) for i, a in enumerate(args)]
         results = fn(*given)
-        return tuple(
-            _fragmented_array(r, *o) for r, o in zip(results if out else (), out, strict=True)
-        )
+        both = zip(results, out, strict=True) if out else ()
+        return tuple([_array(x, shape, dtype) for x, dtype in both])
 
-    values = [_cast(jnp.asarray(x)) for x in values]
-    layouts = [_UNIFORM if x.ndim == 0 else _PER_THREAD for x in values]
-    types = tuple(
-        plgpu.ShapeDtypeStruct(shape, dtype, layout=_PER_THREAD if shape else _UNIFORM)
-        for shape, dtype in out
-    )
+    values = [jnp.asarray(x) for x in values]
+    values = [plgpu.layout_cast(x, _PER_THREAD) if x.ndim else x for x in values]
+    layouts = [_PER_THREAD if x.ndim else _UNIFORM for x in values]
+    layout = _PER_THREAD if shape else _UNIFORM
+    types = [plgpu.ShapeDtypeStruct(shape, dtype, layout=layout) for dtype in out]
     call = plgpu.inline_mgpu(
-        arg_types=(*[plgpu.RefType()] * len(refs), *layouts), return_type=types
+        arg_types=(*[plgpu.RefType()] * len(refs), *layouts), return_type=tuple(types)
     )
     return list(call(run)(*refs, *values))
 
@@ -446,10 +420,6 @@ def _i64() -> Any:
     return ir.IntegerType.get_signless(64)
 
 
-def _cast(x: jax.Array) -> jax.Array:
-    return plgpu.layout_cast(x, _PER_THREAD) if x.ndim else x
-
-
 def _register(x: Any) -> Any:
     register = x.registers.flat[0]
     if isinstance(register.type, ir.VectorType):
@@ -457,7 +427,7 @@ def _register(x: Any) -> Any:
     return register
 
 
-def _fragmented_array(value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+def _array(value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     signed = jnp.issubdtype(dtype, jnp.signedinteger) if dtype != jnp.float32 else None
     if not shape:
         return mgpu.FragmentedArray.splat(value, (), is_signed=signed)
@@ -518,10 +488,13 @@ def _first_byte(rows: Any, row: Any, first: Any, columns: int, size: int) -> Any
     return _ptx(text, "=&l,l,r,r", start, row, first, result=_i64(), pure=True)
 
 
-def _entry(ref: Any, address: Any, dtype: Any) -> Any:
-    """One entry, as float32."""
+def _load(ref: Any, address: Any, dtype: Any) -> Any:
+    """One entry; of booleans as an integer, of floats as float32."""
+    if dtype == jnp.bool_:
+        byte = llvm.load(ir.IntegerType.get_signless(8), _pointer(ref, address))
+        return arith.extui(_i32(), byte)
     value = llvm.load(_element_type(dtype), _pointer(ref, address))
-    return value if dtype == jnp.float32 else arith.extf(ir.F32Type.get(), value)
+    return value if dtype.itemsize == 4 else arith.extf(ir.F32Type.get(), value)
 
 
 def _aligned_words(ref: Any, begin: Any, size: int) -> list[Any]:

@@ -189,7 +189,13 @@ class TargetSlice(RowSlice):
 
     def _fill(self, count: jax.Array, row: jax.Array, tile: jax.Array) -> None:
         """Write -inf over the entries of a tile past `count`."""
-        self.threads.fill(self.buffer, self.begin(row, tile), count, TILE, -jnp.inf)
+        threads, begin = self.threads, self.begin(row, tile)
+
+        def run(i: jax.Array, _: None) -> None:
+            place = i * THREADS + threads.index
+            threads.scatter(self.buffer, begin + place, threads.filled(-jnp.inf), place >= count)
+
+        lax.fori_loop(lax.div(count, THREADS), TILE // THREADS, run, None)
         self.threads.fence_copies()
         self.threads.sync()
 

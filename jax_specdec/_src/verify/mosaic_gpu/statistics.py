@@ -274,7 +274,8 @@ class TileSums(NamedTuple):
     @classmethod
     def start(cls, threads: Threads, size: int = 1) -> TileSums:
         """Before the first group. Groups have `size` tiles, a power of two."""
-        return cls(threads.filled(0.0), (threads.filled(0.0),) * size, jnp.int32(-1))
+        zero = threads.filled(0.0)
+        return cls(zero, (zero,) * size, jnp.int32(-1))
 
     def begin(self, threads: Threads, group: jax.Array, place: int, value: jax.Array) -> TileSums:
         """Begin the next tile, `place` of its group, with `value`, each thread's part of it."""
@@ -314,7 +315,7 @@ def _sums(threads: Threads, xs: list[jax.Array]) -> jax.Array:
         kept = [jnp.where(upper, b, a) for a, b in pairs]
         given = [jnp.where(upper, a, b) for a, b in pairs]
         both = zip(kept, given, strict=True)
-        xs = [x + threads.shuffle_xor(y, lanes) for x, y in both]
+        xs = [x + threads.shuffle(y, lanes, "bfly") for x, y in both]
     return threads.warp_sum(xs[0], lanes)
 
 

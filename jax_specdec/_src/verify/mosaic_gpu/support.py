@@ -16,8 +16,6 @@ from jax_specdec._src.verify.mosaic_gpu.plan import (
     SHARED_BYTES,
     KernelConfig,
     SharedMemory,
-    shared_memory,
-    shared_memory_of_rows,
 )
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
@@ -107,11 +105,11 @@ def unsupported(
     config: KernelConfig | None = None,
 ) -> str | None:
     """Why the kernel cannot serve a call, as a sentence; None if it can."""
-    if distribution is not None and distribution.ids is not None:
-        width, is_map = distribution.ids.shape[-1], distribution.ids.ndim == 1
-        most, what = (
-            (MAX_MAPPED, "ids in a map") if is_map else (MAX_CANDIDATES, "candidates a row")
-        )
+    ids = None if distribution is None else distribution.ids
+    if ids is not None:
+        width, most, what = ids.shape[-1], MAX_CANDIDATES, "candidates a row"
+        if ids.ndim == 1:
+            most, what = MAX_MAPPED, "ids in a map"
         if not 1 <= width <= most:
             return f"implementation='mosaic_gpu' takes 1 to {most} {what}, but there are {width}"
     if is_race:
@@ -123,15 +121,13 @@ def unsupported(
             f"implementation='mosaic_gpu' takes up to {_MAX_DRAFTS} drafts per request, but "
             f"num_speculative_tokens is {k}"
         )
-    shared = shared_memory(
+    shared = SharedMemory.of(
         target_logits,
         distribution,
         num_requests=num_requests,
-        k=k,
-        walks=True,
-        is_plain=True,
         size=size,
         config=config,
+        most_rows=k + 1,
     )
     arrays = [target_logits] if distribution is None else [target_logits, storage_of(distribution)]
     return _too_large(shared, arrays)
@@ -166,5 +162,6 @@ def part_unsupported(arrays: CallArrays, k: int, config: KernelConfig | None = N
             "implementation='mosaic_gpu' knows nothing of how values vary over a mesh: give "
             "jax.shard_map check_vma=False"
         )
-    shared = shared_memory_of_rows(arrays.target_logits, num_requests * (k + 1), config)
-    return _too_large(shared, [arrays.target_logits])
+    rows, logits = num_requests * (k + 1), arrays.target_logits
+    shared = SharedMemory.of(logits, num_requests=rows, size=logits.shape[1], config=config)
+    return _too_large(shared, [logits])

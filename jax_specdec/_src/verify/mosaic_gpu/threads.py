@@ -8,7 +8,7 @@ thread t. Every operation takes and returns such arrays, or scalars that all thr
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ THREADS = WARP * WARPS
 
 COPIED = 16
 """Copies begin and end at multiples of this many bytes."""
+
+Shuffle = Literal["idx", "bfly", "up"]
+"""How a shuffle counts lanes, by PTX's names."""
 
 T = TypeVar("T")
 
@@ -47,14 +50,12 @@ class Threads(Protocol):
     Attributes:
       interpreted: whether this is interpret mode.
       index: each thread's index in the warpgroup, ``[128]`` int32.
+      lane: its index in its warp, ``[128]`` int32.
     """
 
     interpreted: bool
     index: jax.Array
-
-    @property
-    def lane(self) -> jax.Array:
-        """Each thread's index in its warp, ``[128]`` int32."""
+    lane: jax.Array
 
     def index_anew(self) -> jax.Array:
         """`index` computed again, so that values made from it are not kept in registers."""
@@ -79,11 +80,12 @@ class Threads(Protocol):
     def warp_scan(self, x: jax.Array) -> jax.Array:
         """Inclusive sums over the threads of each warp."""
 
-    def shuffle_xor(self, x: jax.Array, mask: jax.Array | int) -> jax.Array:
-        """The entry of lane ``lane ^ mask`` of the same warp."""
+    def shuffle(self, x: jax.Array, lane: jax.Array | int, how: Shuffle = "idx") -> jax.Array:
+        """The entry of one lane of each warp; `lane` may differ between threads.
 
-    def shuffle(self, x: jax.Array, lane: jax.Array | int) -> jax.Array:
-        """The entry of one lane of each warp; `lane` may differ between threads."""
+        The lane is `lane`; if `how` is "bfly", the thread's own xor `lane`; if it is "up", the
+        thread's own less `lane`, or itself if there is none.
+        """
 
     def scalar(self, x: jax.Array) -> jax.Array:
         """The value of an array that is the same in all threads, ``[]``."""
@@ -191,9 +193,6 @@ class Threads(Protocol):
 
     def scatter(self, ref: Ref, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
         """``ref[index] = value`` by each thread whose entry of `where` is true."""
-
-    def fill(self, ref: Ref, start: jax.Array, begin: jax.Array, end: int, value: float) -> None:
-        """``ref[start + begin : start + end] = value``; `end` is a multiple of 128."""
 
     def entries(
         self, ref: Ref, start: jax.Array, each: int, *, aligned: bool, offset: int = 0

@@ -373,18 +373,13 @@ class Reader:
         entry = self.threads.at(by_lane, jnp.minimum(self.position, last))
         return jnp.where(is_finite(entry), entry, 0.0)
 
-    def known(self, values: list[jax.Array], other: float) -> list[jax.Array]:
-        """Values by warp, `other` where there is none."""
-        there = self.cluster.is_warp()
-        return [jnp.where(is_warp, x, other) for is_warp, x in zip(there, values, strict=True)]
-
     def sum(self, values: list[jax.Array]) -> jax.Array:
         """The sum of all warps' numbers."""
-        return self.threads.scalar(self.threads.warp_sum(tree_sum(self.known(values, 0.0))))
+        return self.threads.scalar(self.threads.warp_sum(tree_sum(self.cluster.known(values, 0.0))))
 
     def peak(self, peaks: list[jax.Array]) -> jax.Array:
         """The largest of all warps' entries, NaN if one is."""
-        largest = statistics.largest(self.known(peaks, -jnp.inf))
+        largest = statistics.largest(self.cluster.known(peaks, -jnp.inf))
         return self.threads.scalar(self.threads.warp_max(largest))
 
     def argmax(
@@ -394,7 +389,7 @@ class Reader:
         peak = self.peak(peaks)
         found = [
             jnp.where(m == peak, lax.bitcast_convert_type(p, jnp.int32), jnp.int32(2**30))
-            for m, p in zip(self.known(peaks, -jnp.inf), places, strict=True)
+            for m, p in zip(self.cluster.known(peaks, -jnp.inf), places, strict=True)
         ]
         best = self.threads.warp_min(functools.reduce(jnp.minimum, found))
         return self.threads.scalar(best), Normalizer.of(peak, jnp.float32(1))
@@ -404,7 +399,7 @@ class Reader:
         peak, scale = self.peak(peaks), self.request.scale
         masses = [
             jnp.where(m > -jnp.inf, s * statistics.decay(m, peak, scale), 0.0)
-            for m, s in zip(self.known(peaks, -jnp.inf), sums, strict=True)
+            for m, s in zip(self.cluster.known(peaks, -jnp.inf), sums, strict=True)
         ]
         return Normalizer.of(peak, self.sum(masses))
 
