@@ -359,7 +359,8 @@ class KernelRequest:
             if ref is not None:
                 everywhere = jnp.zeros_like(self.lane)
                 once = is_writer & (self.lane == 0)
-                self.threads.scatter(ref, everywhere + self.index, everywhere + value, once)
+                value = everywhere.astype(value.dtype) + value
+                self.threads.scatter(ref, everywhere + self.index, value, once)
 
 
 class DraftLoads:
