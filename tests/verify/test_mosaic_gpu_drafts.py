@@ -52,7 +52,7 @@ def draw(
         logits,
         sampling=sampling,
         keys=jax.random.split(jax.random.key(3), batch),
-        positions=jnp.arange(batch),
+        positions=jnp.arange(batch, dtype=jnp.int32),
         offset=OFFSET,
         implementation=implementation,
     )

@@ -132,7 +132,7 @@ class RequestLoads:
       key: two words ``[]``, and the position ``[]``; None with explicit noise.
       active: ``[]`` int32 or None.
       valid: ``[]`` int32 or None.
-      before: of up to 256 requests before it, by lane: index and two offsets. Empty without offsets.
+      before: of up to 256 requests before it, by lane: index and two offsets; [] without.
       bonus: ``[]`` int32, the bonus token that the caller gave.
     """
 
@@ -351,9 +351,7 @@ class KernelRequest:
             (self.outputs.threshold, row.threshold),
         )
 
-    def _write_numbers(
-        self, is_writer: jax.Array, *numbers: tuple[Ref | None, jax.Array]
-    ) -> None:
+    def _write_numbers(self, is_writer: jax.Array, *numbers: tuple[Ref | None, jax.Array]) -> None:
         """Write numbers ``[]`` of this request, each to its output if there is one."""
         for ref, value in numbers:
             if ref is not None:
