@@ -66,7 +66,8 @@ def verify(
     )
     found = _run(plan, arrays.target_logits, _operands(arrays, size), outputs, interpret)
     token_ids = found.token_ids.reshape(num_requests, k + 1)
-    return RejectionSampleOutput(token_ids, found.num_accepted, found.num_emitted, found.status)
+    numbers: Any = found.num_accepted, found.num_emitted, found.status
+    return RejectionSampleOutput(token_ids, *numbers)
 
 
 def sample(
@@ -108,7 +109,8 @@ def sample(
     # XLA would launch a kernel to write offsets that are all 0.
     operands = _operands(arrays, size)._replace(offsets=None, accept=None)
     found = _run(plan, logits, operands, outputs, interpret)
-    return found.token_ids, found.log_normalizer, found.row_max, found.threshold
+    numbers: Any = found.log_normalizer, found.row_max, found.threshold
+    return found.token_ids, *numbers
 
 
 def _run(
