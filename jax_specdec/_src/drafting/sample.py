@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from jax_specdec._src.arrays import as_positions, check_array
+from jax_specdec._src.arrays import as_positions, check_array, check_choice
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.noise import Stream, check_keys, uniforms
 from jax_specdec._src.platform import Platform, traced_for_platform
@@ -19,8 +19,11 @@ from jax_specdec._src.sampling import Filter, SamplingParams, per_request
 from jax_specdec._src.types import Array, Integers
 from jax_specdec._src.verify import xla
 from jax_specdec._src.verify.form import Form
+from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.requests import KeysAndPositions
 from jax_specdec._src.verify.sharding import VerifySharding, over_mesh, without_vma
+
+DraftImplementation = Literal["xla", "mosaic_gpu"]
 
 
 class DraftSample(NamedTuple):
@@ -57,6 +60,7 @@ def sample_draft_tokens(
     config: SpecDecodeConfig | None = None,
     sharding: VerifySharding | None = None,
     ids: jax.Array | None = None,
+    implementation: DraftImplementation | None = None,
 ) -> DraftSample:
     """Sample one draft per request from ``q = softmax(float32(logits) / temperature)``, filtered.
 
@@ -80,6 +84,10 @@ def sample_draft_tokens(
       ids: the target ids that the columns of `logits` stand for: ``[Vd]`` int32 for all requests,
         ``[B, C]`` int32 for logits ``[B, C]`` of each request's candidates, or None if column ``j``
         is id ``j``. See `DraftProbs`.
+      implementation: "mosaic_gpu", the kernel that verifies, in one launch (the default on Hopper
+        GPUs), "xla", or None for the first that supports the call. A named one never falls back to
+        another. Greedy drafting, the agreement rule and logits that are split over a vocabulary
+        axis are served by "xla" only.
 
     Returns:
       `DraftSample`: target ids, and what `DraftStore.write` or `DraftLogits` need besides `logits`.
@@ -88,6 +96,7 @@ def sample_draft_tokens(
       TypeError: `keys` are not typed keys of two or four words, `positions` not integers, or `ids`
         not int32.
       ValueError: `ids` of another shape.
+      NotImplementedError: the named implementation cannot serve this call.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -99,6 +108,10 @@ def sample_draft_tokens(
       [0, 1]
     """
     check_keys("keys", keys)
+    check_choice("implementation", implementation, (*get_args(DraftImplementation), None))
+    why_not = support.no_device() if implementation == "mosaic_gpu" else None
+    if why_not is not None:
+        raise NotImplementedError(why_not)
     logits = jnp.asarray(logits)
     sampling, positions = per_request(sampling, logits.shape[0]), as_positions(positions)
     takes_argmax = config is not None and config.draft_sample_method == "greedy"
@@ -113,7 +126,8 @@ def sample_draft_tokens(
         per_row = () if takes_argmax else (nothing, nothing, nothing if filtered else None)
         return DraftSample(jnp.zeros((0,), jnp.int32), *per_row)
     given = logits, sampling, keys, positions, offset
-    drawn = _sample(*given, takes_argmax, shares_noise, sharding)
+    by_default = implementation is None and support.not_by_default() is None
+    drawn = _sample(*given, takes_argmax, shares_noise, sharding, implementation, by_default)
     if ids is None:
         return drawn
     columns = drawn.token_ids
@@ -125,7 +139,10 @@ _Arrays = tuple[jax.Array, SamplingParams, jax.Array | KeysAndPositions]
 """Logits, sampling parameters, and the noise as `xla.sample` takes it."""
 
 
-@functools.partial(jax.jit, static_argnames=("takes_argmax", "shares_noise", "sharding"))
+@functools.partial(
+    jax.jit,
+    static_argnames=("takes_argmax", "shares_noise", "sharding", "implementation", "by_default"),
+)
 def _sample(
     logits: jax.Array,
     sampling: SamplingParams,
@@ -135,6 +152,8 @@ def _sample(
     takes_argmax: bool,
     shares_noise: bool,
     sharding: VerifySharding | None,
+    implementation: DraftImplementation | None,
+    by_default: bool,
 ) -> DraftSample:
     logits, sampling = jax.tree.map(lax.stop_gradient, (logits, sampling))
     noise: jax.Array | KeysAndPositions = keys, positions + offset
@@ -144,7 +163,9 @@ def _sample(
     axis = None if sharding is None else sharding.vocab_axis
 
     def on_part(arrays: _Arrays) -> DraftSample:
-        return traced_for_platform(_sample_part, arrays, takes_argmax, axis)
+        only = "cuda" if implementation == "mosaic_gpu" else None
+        static = takes_argmax, axis, None if only else by_default
+        return traced_for_platform(_sample_part, arrays, *static, only=only)
 
     if sharding is None or sharding.mesh is None:
         return without_vma(on_part, arrays, axis)
@@ -157,11 +178,48 @@ def _sample_part(
     arrays: _Arrays,
     takes_argmax: bool,
     axis: str | None,
+    by_kernel: bool | None,
     platform: Platform,
 ) -> DraftSample:
-    """Samples from rows, or from this device's part of them."""
-    form = Form(platform, axis, keeps_sums=True)
+    """Samples from rows, or from this device's part of them.
+
+    `by_kernel` is None for the kernel alone, true for the kernel if it serves the call.
+    """
     logits, sampling, noise = arrays
+    if by_kernel is None or (by_kernel and platform == "cuda"):
+        why_not = _unserved(logits, takes_argmax, isinstance(noise, tuple), axis)
+        if why_not is None:
+            # Imported only where a call uses it: see the package's docstring.
+            from jax_specdec._src.verify.mosaic_gpu import launch
+
+            assert not isinstance(noise, tuple)
+            return DraftSample(*launch.sample(logits, sampling, noise))
+        if by_kernel is None:
+            raise NotImplementedError(why_not)
+    form = Form(platform, axis, keeps_sums=True)
     if takes_argmax:
         return DraftSample(xla.argmax(logits, form))
     return DraftSample(*xla.sample(logits, sampling, noise, form=form))
+
+
+def _unserved(
+    logits: jax.Array, takes_argmax: bool, shares_noise: bool, axis: str | None
+) -> str | None:
+    """Why the kernel cannot serve a call, as a sentence; None if it can."""
+    if takes_argmax:
+        return (
+            "implementation='mosaic_gpu' samples, but draft_sample_method='greedy' takes the "
+            "argmax: give 'xla' or None"
+        )
+    if shares_noise:
+        return (
+            "implementation='mosaic_gpu' draws by inverse CDF, but "
+            "rejection_sample_method='agreement' draws by races: give 'xla' or None"
+        )
+    if axis is not None:
+        return (
+            "implementation='mosaic_gpu' samples from whole rows, but the vocabulary is split: "
+            "give 'xla' or None"
+        )
+    batch, size = logits.shape
+    return support.unsupported(logits, None, is_race=False, num_requests=batch, k=0, size=size)

@@ -139,6 +139,9 @@ class Draw:
         weights = lax.while_loop(again, self._sum_by_p, weights)
         bad = ~(weights.masses.total > 0)  # then the draft row holds no probabilities
         is_first, bad_row = self.cluster.is_first_warp(), jnp.int32(Status.BAD_DRAFT_ROW)
+        if self.request.samples_draft:  # then the masses add up to what normalizes the row
+            total = self.result.scale.total * weights.masses.total
+            self.request.write_row(self.result.scale._replace(total=total), is_first)
         pl.when(bad)(lambda: self.request.write(self.position, jnp.int32(0), bad_row, is_first))
         pl.when(~bad)(lambda: self._pick(weights))
 

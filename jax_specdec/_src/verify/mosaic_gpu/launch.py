@@ -12,7 +12,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_specdec._src.noise import key_words
-from jax_specdec._src.types import DraftLogits, Noise, RaceNoise, RejectionSampleOutput
+from jax_specdec._src.sampling import Filter, SamplingParams
+from jax_specdec._src.types import DraftLogits, Drafts, Noise, RaceNoise, RejectionSampleOutput
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Warpgroups
 from jax_specdec._src.verify.mosaic_gpu.interpret import ExchangeBarriers, InterpretedThreads
 from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, MappedSlice, columns_of_map
@@ -24,7 +25,7 @@ from jax_specdec._src.verify.mosaic_gpu.threads import Ref, Threads
 from jax_specdec._src.verify.mosaic_gpu.walk import verify_request
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
-from jax_specdec._src.verify.rules import Rule
+from jax_specdec._src.verify.rules import Rule, Standard
 
 X = TypeVar("X")
 
@@ -56,16 +57,74 @@ def verify(
     """
     plan = Plan.of(arrays, rule, k=k, size=size, config=config)
     num_requests = arrays.sampling.temperature.shape[0]
+    number = jax.ShapeDtypeStruct((num_requests,), jnp.int32)
+    outputs = Outputs[Any](
+        token_ids=jax.ShapeDtypeStruct((num_requests * (k + 1),), jnp.int32),
+        num_accepted=number,
+        num_emitted=number,
+        status=number,
+    )
+    found = _run(plan, arrays.target_logits, _operands(arrays, size), outputs, interpret)
+    token_ids = found.token_ids.reshape(num_requests, k + 1)
+    numbers: Any = found.num_accepted, found.num_emitted, found.status
+    return RejectionSampleOutput(token_ids, *numbers)
+
+
+def sample(
+    logits: jax.Array,
+    sampling: SamplingParams,
+    uniforms: jax.Array,
+    *,
+    config: KernelConfig | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Sample one token from each row, as `xla.sample`: a verification without drafts, K = 0.
+
+    Its outputs are a token and what the kernel knows of its row, instead of a status. From a row
+    that holds NaN or infinity it "samples" id 0; its maximum tells.
+
+    Args:
+      logits: ``[B, V]``, B at least 1.
+      sampling: parameters of each row. As in XLA, those out of range are not refused.
+      uniforms: ``[B, 2]`` float32, for tile and token.
+      config: as for `verify`.
+      interpret: as for `verify`.
+
+    Returns:
+      What `xla.sample` returns.
+    """
+    batch, size = logits.shape
+    none = jnp.zeros((0,), jnp.int32)
+    noise = Noise(jnp.zeros((batch, 0), jnp.float32), uniforms)
+    drafts = Drafts(none, jnp.zeros((batch + 1,), jnp.int32))
+    arrays = CallArrays(logits, drafts, noise, sampling, None, None, None)
+    plan = Plan.of(arrays, Standard(), k=0, size=size, config=config)
+    number = jax.ShapeDtypeStruct((batch,), jnp.float32)
+    outputs = Outputs[Any](
+        token_ids=jax.ShapeDtypeStruct((batch,), jnp.int32),
+        log_normalizer=number,
+        row_max=number,
+        threshold=None if Filter.of(sampling) is None else number,
+    )
+    # XLA would launch a kernel to write offsets that are all 0.
+    operands = _operands(arrays, size)._replace(offsets=None, accept=None)
+    found = _run(plan, logits, operands, outputs, interpret)
+    numbers: Any = found.log_normalizer, found.row_max, found.threshold
+    return found.token_ids, *numbers
+
+
+def _run(
+    plan: Plan,
+    target_logits: jax.Array,
+    operands: Operands[jax.Array],
+    outputs: Outputs[Any],
+    interpret: Any,
+) -> Outputs[Any]:
+    """Launch `verify_request` for every request."""
+    num_requests = operands.temperature.shape[0]
     slices, warpgroups = plan.memory.slices, plan.memory.warpgroups
     if slices.cluster == 1 and not interpret:
         raise NotImplementedError("max_cluster=1 is for interpret mode: on a GPU it is at least 2")
-    outputs = Outputs(
-        token_ids=jax.ShapeDtypeStruct((num_requests * (k + 1),), jnp.int32),
-        num_accepted=jax.ShapeDtypeStruct((num_requests,), jnp.int32),
-        num_emitted=jax.ShapeDtypeStruct((num_requests,), jnp.int32),
-        status=jax.ShapeDtypeStruct((num_requests,), jnp.int32),
-        slots=None,
-    )
     if interpret:  # global memory, of each cluster
         shape = (num_requests, warpgroups, SLOTS, plan.memory.slot)
         outputs = outputs._replace(slots=jax.ShapeDtypeStruct(shape, jnp.float32))
@@ -76,18 +135,17 @@ def verify(
         work = _work(plan, place, operands, outputs, scratch)
         verify_request(plan, place.threads, operands, outputs, place.cluster, *work)
 
-    found = launch(
+    found: Outputs[Any] = launch(
         verify_drafts,
-        _operands(arrays, size),
+        operands,
         out=outputs,
-        scratch=Scratch.of(plan, arrays.target_logits.dtype, interpreted=bool(interpret)),
+        scratch=Scratch.of(plan, target_logits.dtype, interpreted=bool(interpret)),
         grid=num_requests,
         cluster=slices.cluster,
         warpgroups=warpgroups,
         interpret=interpret,
     )
-    token_ids = found.token_ids.reshape(num_requests, k + 1)
-    return RejectionSampleOutput(token_ids, found.num_accepted, found.num_emitted, found.status)
+    return found
 
 
 def _operands(arrays: CallArrays, size: int) -> Operands[jax.Array]:

@@ -46,10 +46,10 @@ class Operands(NamedTuple, Generic[X]):
     Attributes:
       target: ``[M, V]`` target logits.
       token_ids: ``[N]`` int32, at least one.
-      offsets: ``[B+1]`` int32.
+      offsets: ``[B+1]`` int32; None if there are no drafts and K is 0.
       temperature: ``[B]`` float32.
-      accept: ``[B, K]`` float32 uniforms; None if they are drawn from keys.
-      recover: ``[B, 2]`` float32 uniforms, likewise.
+      accept: ``[B, K]`` float32 uniforms; None if K is 0, or if they are drawn from keys.
+      recover: ``[B, 2]`` float32 uniforms; None if they are drawn from keys.
       keys: ``[B, 2]`` uint32, or None.
       positions: ``[B]`` int32, or None.
       draft: ``[R, Vd]`` draft rows, or None, as all that follows.
@@ -71,7 +71,7 @@ class Operands(NamedTuple, Generic[X]):
 
     target: X
     token_ids: X
-    offsets: X
+    offsets: X | None
     temperature: X
     accept: X | None
     recover: X | None
@@ -99,17 +99,24 @@ class Outputs(NamedTuple, Generic[X]):
 
     Attributes:
       token_ids: ``[B * (K+1)]`` int32.
-      num_accepted: ``[B]`` int32.
+      num_accepted: ``[B]`` int32; None where draft tokens are sampled, as the next two.
       num_emitted: ``[B]`` int32.
       status: ``[B]`` int32.
+      log_normalizer: ``[B]`` float32, of the row that a draft token is sampled from, relative to
+        `row_max`; None in a verification, as the next two.
+      row_max: ``[B]`` float32, its maximum.
+      threshold: ``[B]`` float32, below which its filter keeps no entry; None without filters.
       slots: ``[B, warpgroups, 2, floats]`` float32, of exchanges in interpret mode; else None.
     """
 
     token_ids: X
-    num_accepted: X
-    num_emitted: X
-    status: X
-    slots: X | None
+    num_accepted: X | None = None
+    num_emitted: X | None = None
+    status: X | None = None
+    log_normalizer: X | None = None
+    row_max: X | None = None
+    threshold: X | None = None
+    slots: X | None = None
 
 
 class RequestLoads:
@@ -125,7 +132,7 @@ class RequestLoads:
       key: two words ``[]``, and the position ``[]``; None with explicit noise.
       active: ``[]`` int32 or None.
       valid: ``[]`` int32 or None.
-      before: of up to 256 requests before it, by lane: index and two offsets.
+      before: of up to 256 requests before it, by lane: index and two offsets; [] without.
       bonus: ``[]`` int32, the bonus token that the caller gave.
     """
 
@@ -142,7 +149,9 @@ class RequestLoads:
         guess = jnp.minimum(index * plan.k + self.lane, operands.token_ids.shape[0] - 1)
         self.token_ids = threads.gather(operands.token_ids, guess)
         self.rows = None if operands.rows is None else threads.gather(operands.rows, guess)
-        self.start, self.end = operands.offsets[index], operands.offsets[index + 1]
+        self.start = self.end = jnp.int32(0)
+        if operands.offsets is not None:
+            self.start, self.end = operands.offsets[index], operands.offsets[index + 1]
         self.sampling = SamplingParams(
             operands.temperature[index],
             min_p=number(operands.min_p),
@@ -154,8 +163,11 @@ class RequestLoads:
             words = operands.keys[index, 0], operands.keys[index, 1]
             self.key = words, operands.positions[index]
         self.active, self.valid = flag(operands.active), flag(operands.valid)
-        rounds = range(min(-(-operands.temperature.shape[0] // WARP), _ROUNDS))
-        self.before = [_offsets_before(threads, operands, index, self.lane, i) for i in rounds]
+        rounds = min(-(-operands.temperature.shape[0] // WARP), _ROUNDS)
+        rounds = 0 if operands.offsets is None else rounds
+        self.before = [
+            _offsets_before(threads, operands, index, self.lane, i) for i in range(rounds)
+        ]
         self.bonus = jnp.int32(0) if operands.bonus is None else operands.bonus[index]
 
 
@@ -167,6 +179,7 @@ def _offsets_before(
     round: jax.Array | int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """By lane, 32 a round: a request before `index`, perhaps repeated, and its two offsets."""
+    assert operands.offsets is not None
     other = jnp.minimum(round * WARP + lane, jnp.maximum(index - 1, 0))
     start, end = (threads.gather(operands.offsets, other + i) for i in range(2))
     return other, start, end
@@ -180,6 +193,8 @@ class KernelRequest:
       threads: the operations of the warpgroup.
       operands: refs of what the call gives.
       outputs: refs of what is written.
+      samples_draft: whether a draft token is sampled: what its row amounts to is written, and no
+        status.
       index: ``[]`` int32, of the request.
       lane: ``[128]`` int32, the index of each thread in its warp.
       status: ``[]`` int32. If it is not OK, none of the request's rows may be read.
@@ -223,15 +238,18 @@ class KernelRequest:
         def end_of_round(i: jax.Array, reached: jax.Array) -> jax.Array:
             return jnp.maximum(reached, end(*_offsets_before(threads, operands, index, lane, i)))
 
-        reached = functools.reduce(jnp.maximum, [end(*offsets) for offsets in loads.before])
-        if operands.temperature.shape[0] > _ROUNDS * WARP:
-            last = lax.div(index + WARP - 1, WARP)
-            reached = lax.fori_loop(_ROUNDS, last, end_of_round, reached)
-        in_bounds &= start >= -threads.scalar(threads.warp_min(-reached))
+        if loads.before:
+            reached = functools.reduce(jnp.maximum, [end(*offsets) for offsets in loads.before])
+            if operands.temperature.shape[0] > _ROUNDS * WARP:
+                last = lax.div(index + WARP - 1, WARP)
+                reached = lax.fori_loop(_ROUNDS, last, end_of_round, reached)
+            in_bounds &= start >= -threads.scalar(threads.warp_min(-reached))
         self.first_row = start + index if plan.has_bonus_rows else start
         self.num_rows = self.num_drafts + (1 if plan.has_bonus_rows else 0)
 
-        is_valid = in_bounds & sampling_lib.is_valid(sampling)
+        self.samples_draft, is_valid = outputs.status is None, in_bounds
+        if not self.samples_draft:
+            is_valid &= sampling_lib.is_valid(sampling)
         if self.key is not None:
             is_valid &= self.key[1] >= 0
         if operands.target.shape[0] < plan.num_rows:
@@ -268,11 +286,12 @@ class KernelRequest:
         """``[128]`` float32 by lane: K to accept, then two to recover. Drawn, or looked up."""
         k, lane, threads, operands = self.plan.k, self.lane, self.threads, self.operands
         recovers = lane >= k
-        if operands.accept is not None and operands.recover is not None:
-            row = self.index + jnp.zeros_like(lane)
-            accept = threads.gather(operands.accept, row, jnp.minimum(lane, k - 1))
+        if operands.recover is not None:
+            row, accept = self.index + jnp.zeros_like(lane), None
+            if operands.accept is not None:
+                accept = threads.gather(operands.accept, row, jnp.minimum(lane, k - 1))
             recover = threads.gather(operands.recover, row, jnp.clip(lane - k, 0, 1))
-            return jnp.where(recovers, recover, accept)
+            return recover if accept is None else jnp.where(recovers, recover, accept)
         assert self.key is not None
         key, position = self.key
         stream = jnp.where(recovers, int(noise.Stream.RECOVER), int(noise.Stream.ACCEPT))
@@ -295,6 +314,8 @@ class KernelRequest:
     ) -> None:
         """Write the accepted drafts and one more token, or no tokens if the status is not OK.
 
+        A draft token that is sampled must be an id: it is 0 if the status is not OK.
+
         Args:
           num_accepted: ``[]`` int32.
           token_id: ``[]`` or ``[128]`` int32, the last token.
@@ -303,18 +324,41 @@ class KernelRequest:
         """
         lane, outputs, ok = self.lane, self.outputs, status == Status.OK
         emitted = jnp.where(lane == num_accepted, token_id, self.token_ids)
-        token_ids = jnp.where(ok & (lane <= num_accepted), emitted, PLACEHOLDER_TOKEN_ID)
+        nothing = 0 if self.samples_draft else PLACEHOLDER_TOKEN_ID
+        token_ids = jnp.where(ok & (lane <= num_accepted), emitted, nothing)
         place = self.index * (self.plan.k + 1) + lane
         is_place = is_writer & (lane < self.plan.k + 1)
         self.threads.scatter(outputs.token_ids, place, token_ids, is_place)
-        for ref, value in (
+        self._write_numbers(
+            is_writer,
             (outputs.num_accepted, jnp.where(ok, num_accepted, 0)),
             (outputs.num_emitted, jnp.where(ok, num_accepted + 1, 0)),
             (outputs.status, status),
-        ):
-            everywhere = jnp.zeros_like(lane)
-            once = is_writer & (lane == 0)
-            self.threads.scatter(ref, everywhere + self.index, everywhere + value, once)
+        )
+
+    def write_row(self, row: Normalizer, is_writer: jax.Array) -> None:
+        """Write what the row of a draft token amounts to.
+
+        Args:
+          row: relative to its maximum.
+          is_writer: ``[128]`` bool, true in one warp of the cluster.
+        """
+        peak = jnp.where(row.peak != row.peak, jnp.inf, row.peak)  # as in XLA
+        self._write_numbers(
+            is_writer,
+            (self.outputs.log_normalizer, jnp.where(is_finite(row.peak), jnp.log(row.total), peak)),
+            (self.outputs.row_max, peak),
+            (self.outputs.threshold, row.threshold),
+        )
+
+    def _write_numbers(self, is_writer: jax.Array, *numbers: tuple[Ref | None, jax.Array]) -> None:
+        """Write numbers ``[]`` of this request, each to its output if there is one."""
+        for ref, value in numbers:
+            if ref is not None:
+                everywhere = jnp.zeros_like(self.lane)
+                once = is_writer & (self.lane == 0)
+                value = everywhere.astype(value.dtype) + value
+                self.threads.scatter(ref, everywhere + self.index, value, once)
 
 
 class DraftLoads:

@@ -215,7 +215,10 @@ class Walk:
         @pl.when(~draws)
         def _() -> None:
             token_id = jnp.where(visited, result.argmax, request.bonus)
-            request.write(num_accepted, token_id, result.status, self.cluster.is_first_warp())
+            is_writer = self.cluster.is_first_warp()
+            request.write(num_accepted, token_id, result.status, is_writer)
+            if request.samples_draft:
+                request.write_row(result.scale, is_writer)
 
         pl.when(draws)(lambda: Draw(self.work, num_accepted, result).run(round))
 
@@ -243,8 +246,11 @@ class Reader:
         self.row, self.scale = request.first_row + position, request.scale
         filters = request.filters
         self.needs_peak = request.greedy if filters is None else request.greedy | filters
+        if request.samples_draft:  # the maximum of its row is asked for
+            self.needs_peak = jnp.bool_(True)
         self.sums_masses = jnp.bool_(False)
-        if self.plan.is_plain:
+        self.sums_first = self.plan.is_plain and not request.samples_draft
+        if self.sums_first:
             self.sums_masses = ~request.greedy & ~request.is_proposed(position)
         self.target_base = self.base(self.drafted.loads.logit)
         self.draft: DraftSlice | None = None
@@ -257,7 +263,7 @@ class Reader:
 
     def read(self, round: jax.Array) -> tuple[PositionResult, jax.Array]:
         """Read; the result is not judged. And the next round."""
-        if not self.plan.is_plain:
+        if not self.sums_first:
             return self.look(round)
         masses, round = lax.cond(
             self.sums_masses,
