@@ -34,16 +34,8 @@ from jax_specdec._src.models.bytes import DOCUMENT_SEPARATOR, decode_bytes, enco
 from jax_specdec._src.models.checkpoint import load_embedded_pair, load_huggingface
 from jax_specdec._src.models.eagle3_files import load_eagle3, load_embedded_head
 from jax_specdec._src.models.tokenizer import TextStream, Tokenizer, load_tokenizer
-from jax_specdec._src.processors import (
-    AllowedTokens,
-    BadWords,
-    LogitBias,
-    LogitsProcessors,
-    MinTokens,
-    Penalties,
-    apply_penalties,
-    process_logits,
-)
+from jax_specdec._src.process_logits import LogitsProcessors, apply_penalties, process_logits
+from jax_specdec._src.processors import AllowedTokens, BadWords, LogitBias, MinTokens, Penalties
 from jax_specdec._src.ragged import PackedDrafts, pack_drafts
 from jax_specdec._src.sampling import SamplingParams
 from jax_specdec._src.serving.batch import truncate

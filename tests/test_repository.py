@@ -29,7 +29,7 @@ LAYERS = (
     {"_src", "arrays", "types", "config", "platform"},
     {"blocks", "ragged", "noise", "sampling", "grammar"},
     {"verify"},
-    {"logprobs", "processors"},
+    {"logprobs", "processors", "process_logits"},
     {"models", "drafting", "serving", "integrations"},
     {"reference"},
     {"", "testing"},

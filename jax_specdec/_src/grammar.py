@@ -12,7 +12,6 @@ import copy
 import functools
 import itertools
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
@@ -178,12 +177,7 @@ class GrammarLookahead:
         """Itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """`close`."""
         self.close()
 

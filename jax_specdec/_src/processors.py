@@ -1,29 +1,27 @@
 """Logits processors: what a request asks for that changes its rows of logits.
 
 A parameter that changes logits is one `Processor`: a pytree with the parameters of B requests and
-what it has to know of their sequences. `process_logits` applies all of them in the order of vLLM
-and transformers.
+what it has to know of their sequences. `process_logits.py` has the table of all of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, Self, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src import ragged
-from jax_specdec._src.arrays import Sizes, check_entries, check_tree, pytree, require
+from jax_specdec._src.arrays import check_entries, pytree, require
 from jax_specdec._src.blocks import BLOCK, by_blocks, scatter, take
-from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.grammar import bitmask_of
-from jax_specdec._src.platform import Platform, traced_for_platform
+from jax_specdec._src.platform import Platform
 from jax_specdec._src.ragged import Owners
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Array, Drafts
+from jax_specdec._src.sampling import PENALTIES
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.verify.rows import Rows
 
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
@@ -45,11 +43,37 @@ class Sequences(NamedTuple):
     vocab_size: int
 
 
+class Asked(NamedTuple):
+    """What B requests ask for, on the host.
+
+    Attributes:
+      values: of each field of `RequestOptions`, B values.
+      stop_token_ids: ``[B, M]`` int32, -1 after the last of a request.
+      sizes: of each field of `OptionSizes`.
+      vocab_size: V.
+    """
+
+    values: Mapping[str, Sequence[Any]]
+    stop_token_ids: Any
+    sizes: Mapping[str, int]
+    vocab_size: int
+
+
 class Processor(Protocol):
     """The parameters of B requests, a pytree, and how they change the requests' rows of logits.
 
-    A new one is a subclass, a field of `LogitsProcessors`, and an entry of its `apply`.
+    A new one is a subclass, a row of the table `PROCESSORS`, and a field of `LogitsProcessors`.
+
+    Attributes:
+      options: the fields of `RequestOptions` that it serves.
     """
+
+    options: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def of(cls, asked: Asked) -> Self:
+        """What B requests ask for, as NumPy arrays, before `with_sequences`."""
+        ...
 
     def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
         """The rows ``[M, V]`` after the change.
@@ -99,8 +123,16 @@ class LogitBias(Processor):
       ([[7], [-1]], [[2.5], [0.0]])
     """
 
+    options: ClassVar = ("logit_bias",)
+
     token_ids: jax.Array
     values: jax.Array
+
+    @classmethod
+    def of(cls, asked: Asked) -> LogitBias:
+        """See `Processor`."""
+        biases = [bias or {} for bias in asked.values["logit_bias"]]
+        return cls.from_mappings(biases, size=asked.sizes["logit_bias"])
 
     @classmethod
     def from_mappings(
@@ -167,11 +199,18 @@ class Penalties(Processor):
       ([[0, 2, 0, 0]], [[False, False, False, True]])
     """
 
+    options: ClassVar = tuple(one.name for one in PENALTIES)
+
     frequency: jax.Array
     presence: jax.Array
     repetition: jax.Array
     counts: jax.Array
     in_prompt: jax.Array
+
+    @classmethod
+    def of(cls, asked: Asked) -> Penalties:
+        """See `Processor`."""
+        return cls.pack(*(asked.values[name] for name in cls.options))
 
     @classmethod
     def from_sequences(
@@ -308,8 +347,18 @@ class BadWords(Processor):
       [[8, 9], [-1, 4]]
     """
 
+    options: ClassVar = ("bad_words",)
+
     words: jax.Array
     recent: jax.Array
+
+    @classmethod
+    def of(cls, asked: Asked) -> BadWords:
+        """See `Processor`."""
+        given = [own or () for own in asked.values["bad_words"]]
+        num_words, length = asked.sizes["bad_words"], asked.sizes["bad_word_length"]
+        words: Any = cls.pack(given, num_words=num_words, length=length)
+        return cls(words, np.full_like(words[:, 0, 1:], PLACEHOLDER_TOKEN_ID))
 
     @staticmethod
     def pack(
@@ -410,8 +459,16 @@ class MinTokens(Processor):
       [2]
     """
 
+    options: ClassVar = ("min_tokens",)
+
     stop_token_ids: jax.Array
     remaining: jax.Array
+
+    @classmethod
+    def of(cls, asked: Asked) -> MinTokens:
+        """See `Processor`."""
+        least: Any = np.array(asked.values["min_tokens"], np.int32)
+        return cls(asked.stop_token_ids, least)
 
     def with_sequences(self, sequences: Sequences) -> MinTokens:
         """See `Processor`; packed with ``remaining = min_tokens``."""
@@ -450,7 +507,14 @@ class AllowedTokens(Processor):
       [[5], [4294967295]]
     """
 
+    options: ClassVar = ("allowed_token_ids",)
+
     token_bitmask: jax.Array
+
+    @classmethod
+    def of(cls, asked: Asked) -> AllowedTokens:
+        """See `Processor`."""
+        return cls.pack(asked.values["allowed_token_ids"], vocab_size=asked.vocab_size)
 
     @classmethod
     def pack(cls, token_ids: Sequence[Sequence[int] | None], *, vocab_size: int) -> AllowedTokens:
@@ -481,205 +545,6 @@ class AllowedTokens(Processor):
     def is_neutral(self) -> jax.Array:
         """``[]`` bool, whether every token is allowed."""
         return jnp.all(self.token_bitmask == jnp.uint32(2**32 - 1))
-
-
-@pytree(
-    logit_bias=(LogitBias,),
-    penalties=(Penalties,),
-    bad_words=(BadWords,),
-    min_tokens=(MinTokens,),
-    allowed_tokens=(AllowedTokens,),
-)
-@dataclasses.dataclass(frozen=True)
-class LogitsProcessors(Processor):
-    """The processors of B requests, applied before mask, temperature and filters; itself one.
-
-    If a field is None, nothing is compiled for it.
-
-    Attributes:
-      logit_bias: added to the logits.
-      penalties: applied to the biased logits, by `apply_penalties`.
-      bad_words: whose last tokens get -inf where the sequence ends with their other tokens.
-      min_tokens: stop tokens get -inf as long as a request has fewer tokens.
-      allowed_tokens: all others get -inf.
-
-    Example:
-      >>> import jax_specdec as sd
-      >>> processors = sd.LogitsProcessors(logit_bias=sd.LogitBias.from_mappings([{3: -1.0}]))
-      >>> bool(processors.is_neutral)
-      False
-    """
-
-    logit_bias: LogitBias | None = None
-    penalties: Penalties | None = None
-    bad_words: BadWords | None = None
-    min_tokens: MinTokens | None = None
-    allowed_tokens: AllowedTokens | None = None
-
-    def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
-        """The rows after all changes, of which the order matters."""
-        changes = self.logit_bias, self.penalties, self.bad_words, self.min_tokens
-        for one in (*changes, self.allowed_tokens):
-            logits = logits if one is None else one.apply(logits, rows, platform)
-        return logits
-
-    def append(self, token_ids: jax.Array) -> LogitsProcessors:
-        """See `Processor`."""
-        return self._map(lambda one: one.append(token_ids))
-
-    def with_sequences(self, sequences: Sequences) -> LogitsProcessors:
-        """See `Processor`."""
-        return self._map(lambda one: one.with_sequences(sequences))
-
-    @property
-    def is_neutral(self) -> jax.Array:
-        """``[]`` bool, whether no request uses any of the processors."""
-        neutral = jnp.bool_(True)
-        for one in self._given().values():
-            neutral &= one.is_neutral
-        return neutral
-
-    def _given(self) -> dict[str, Processor]:
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
-
-    def _map(self, function: Callable[[Processor], Any]) -> LogitsProcessors:
-        return dataclasses.replace(
-            self, **{name: function(one) for name, one in self._given().items()}
-        )
-
-
-def process_logits(
-    logits: Array,
-    drafts: Drafts | None,
-    processors: LogitsProcessors,
-    *,
-    config: SpecDecodeConfig | None = None,
-    padded_rows: bool = False,
-) -> jax.Array:
-    """Apply the processors to rows of logits; each row takes account of the drafts before it.
-
-    The order is that of vLLM and transformers: biases first, then penalties, so that a repetition
-    penalty scales a biased logit, then bad words and stop tokens, whose logits become -inf. Give
-    the result to `rejection_sample`, which applies bitmask, temperature, min-p, top-k and top-p, in
-    this order. Accepted, recovered and bonus tokens are then all drawn from processed rows.
-
-    A drafter may process its own rows, so that its q is closer to p: one position at a time, with
-    `drafts` None, and ``processors.append`` after each token. If no token is left in a row, because
-    the drafter knows fewer tokens, it must use the row as it was. The emitted tokens are still
-    distributed as the target's.
-
-    Args:
-      logits: ``[N+B, V]`` as `rejection_sample` takes them, or ``[N, V]`` if there are no bonus
-        rows; float32, bfloat16 or float16. If `drafts` is None, ``[B, V]``, one row per request.
-      drafts: the drafts to verify; None for rows without drafts before them.
-      processors: of the sequences before this step.
-      config: static settings; required with drafts.
-      padded_rows: as in `rejection_sample`, for logits with bonus rows.
-
-    Returns:
-      Rows of the shape of `logits`: float32 if there are biases or penalties, else of the same
-      dtype. A request with a row in which no token is left ends with ``BAD_TARGET_ROW``, and no
-      other.
-
-    Raises:
-      TypeError: an argument of the wrong type or dtype, at trace time.
-      ValueError: shapes that do not fit, at trace time.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_specdec as sd
-      >>> processors = sd.LogitsProcessors(
-      ...     logit_bias=sd.LogitBias.from_mappings([{0: 2.0}]),
-      ...     min_tokens=sd.MinTokens(jnp.array([[1]]), remaining=jnp.array([1])))
-      >>> sd.process_logits(
-      ...     jnp.zeros((2, 3)), sd.Drafts.from_dense(jnp.array([[2]])), processors,
-      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=1)).tolist()
-      [[2.0, -inf, 0.0], [2.0, 0.0, 0.0]]
-
-    References:
-      vLLM, `vllm/v1/sample/sampler.py`; transformers, `_get_logits_processor` in
-      `generation/utils.py`.
-    """
-    return _process("processors", processors, LogitsProcessors, logits, drafts, config, padded_rows)
-
-
-def apply_penalties(
-    logits: Array,
-    drafts: Drafts | None,
-    penalties: Penalties,
-    *,
-    config: SpecDecodeConfig | None = None,
-    padded_rows: bool = False,
-) -> jax.Array:
-    """Penalize rows of logits; each row counts the drafts of its request that come before it.
-
-    Let ``n`` be how often a token occurs in the output and in the drafts before the row. If
-    ``n > 0``, or if the token is in the prompt, its logit is divided by `repetition` if positive
-    and multiplied by it if not. Then ``frequency * n`` is subtracted, and `presence` if ``n > 0``.
-    Neutral values (0, 0, 1) leave a request's rows as they are.
-
-    `process_logits` of penalties alone, with its arguments and errors. There may be fewer columns
-    than in ``penalties.counts``, for a drafter that has fewer.
-
-    Returns:
-      float32 of the shape of `logits`. If one of a request's penalties is out of range, all of its
-      rows are NaN: `rejection_sample` ends that request, and no other, with ``BAD_TARGET_ROW``.
-
-    Numerics:
-      One elementwise pass over the logits writes float32 rows. If no request in the batch is
-      penalized, the pass only casts.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_specdec as sd
-      >>> one = jnp.ones(1)
-      >>> penalties = sd.Penalties(  # token 2 is in the prompt, 0 was generated twice
-      ...     frequency=0.5 * one, presence=0 * one, repetition=2 * one,
-      ...     counts=jnp.array([[2, 0, 0]]), in_prompt=jnp.array([[False, False, True]]))
-      >>> drafts = sd.Drafts.from_flat(jnp.array([1]), jnp.array([1]))
-      >>> sd.apply_penalties(
-      ...     jnp.array([[4.0, 4.0, -4.0], [4.0, 4.0, -4.0]]), drafts, penalties,
-      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=1)).tolist()
-      [[1.0, 4.0, -8.0], [1.0, 1.5, -8.0]]
-    """
-    return _process("penalties", penalties, Penalties, logits, drafts, config, padded_rows)
-
-
-def _process(
-    name: str,
-    processor: object,
-    cls: type[Processor],
-    logits: Array,
-    drafts: Drafts | None,
-    config: SpecDecodeConfig | None,
-    padded_rows: bool,
-) -> jax.Array:
-    """Apply a processor after the checks. Which request owns a row is found once for all."""
-    sizes: Sizes = {}
-    check_tree(name, processor, (cls,), sizes)
-    if not sizes:  # of no processor at all
-        return jnp.asarray(logits)
-    ragged.check_rows(logits, drafts, sizes["B"], config, padded_rows, most=sizes.get("V"))
-    if 0 in (logits.shape[0], sizes["B"]):
-        return jnp.asarray(logits, jnp.float32)
-    drafts = None if drafts is None else dataclasses.replace(drafts, distribution=None)
-    return cast(
-        jax.Array,
-        traced_for_platform(
-            _applied, (jnp.asarray(logits), drafts, processor), config, padded_rows
-        ),
-    )
-
-
-def _applied(
-    arrays: tuple[jax.Array, Drafts | None, Processor],
-    config: SpecDecodeConfig | None,
-    padded_rows: bool,
-    platform: Platform,
-) -> jax.Array:
-    logits, drafts, processor = arrays
-    return processor.apply(logits, ragged.owners(logits, drafts, config, padded_rows), platform)
 
 
 def _by_owner(

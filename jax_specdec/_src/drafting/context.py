@@ -10,7 +10,7 @@ from jax import lax
 
 from jax_specdec._src.arrays import pytree
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.processors import LogitsProcessors, process_logits
+from jax_specdec._src.process_logits import LogitsProcessors, process_logits
 from jax_specdec._src.sampling import SamplingParams
 from jax_specdec._src.types import Drafts
 

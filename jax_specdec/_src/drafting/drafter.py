@@ -28,9 +28,17 @@ class Proposal(NamedTuple):
     store: DraftStore | None = None
 
 
+# Any class with the four methods is a `Drafter`, so it may lack these. Nothing else reads them.
+
+
 def feature_layers_of(drafter: Drafter | None) -> tuple[int, ...]:
     """The layers whose features a drafter reads; none for most."""
     return getattr(drafter, "feature_layers", ())
+
+
+def may_abstain(drafter: Drafter | None) -> bool:
+    """Whether a drafter often proposes nothing."""
+    return getattr(drafter, "may_abstain", False)
 
 
 class Drafter(Protocol):

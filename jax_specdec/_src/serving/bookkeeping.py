@@ -10,7 +10,7 @@ from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 from jax_specdec._src.grammar import GrammarMatcher
 from jax_specdec._src.logprobs import TokenLogprobs
 from jax_specdec._src.serving.metrics import AcceptanceCounters, ServingStats
-from jax_specdec._src.serving.options import BatchOptions, RequestOptions
+from jax_specdec._src.serving.options import RequestOptions
 from jax_specdec._src.serving.programs import StepResult
 from jax_specdec._src.types import Status
 
@@ -59,17 +59,19 @@ class ServedRequest:
     token_ids: list[int]  # the prompt, and every token that an `Update` of its own has
     prompt_length: int
     options: RequestOptions
-    seed: int
-    option_arrays: BatchOptions  # `options` for `NewRequests`, of one request
-    is_neutral: bool  # that of `options`, which computes it each time
-    matcher: GrammarMatcher | None
-    submitted: float  # times are of `time.perf_counter`
+    matcher: GrammarMatcher | None = None
+    submitted: float = 0.0  # times are of `time.perf_counter`
     num_matched: int = 0  # new tokens that the matcher has accepted
     admitted: float = 0.0  # when it got its first slot
     last_read: float | None = None  # when its last update was read
     num_failures: int = 0  # failed calls in a row, without a new token or a further chunk
     num_chunks: int = 0  # the most chunks of its prompt that were read
     is_cancelled: bool = False
+
+    @property
+    def seed(self) -> int:
+        """Of its key."""
+        return self.request_id if self.options.seed is None else self.options.seed
 
     @property
     def budget_left(self) -> int:

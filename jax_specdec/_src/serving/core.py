@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src.arrays import check_int, pytree
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.drafting.drafter import Drafter, Proposal, feature_layers_of
+from jax_specdec._src.drafting.drafter import Drafter, Proposal, feature_layers_of, may_abstain
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 from jax_specdec._src.drafting.store import DraftStore, count_fallbacks
 from jax_specdec._src.logprobs import token_logprobs
@@ -378,7 +378,7 @@ class Decoder:
         arrays = params, tokens, start, state.target_cache
         # Only for a batch of one: otherwise the width, and with it the last bits of float32 sums,
         # would depend on a request's neighbours.
-        if getattr(self.drafter, "may_abstain", False) and ids.size and tokens.shape[0] == 1:
+        if may_abstain(self.drafter) and ids.size and tokens.shape[0] == 1:
             output: TargetOutput = traced_for_platform(_run_as_wide_as_needed, (ids, *arrays), self)
             return output
         return self._run(*arrays)
@@ -478,7 +478,7 @@ def on_all_devices(arrays: Any, model: CausalModel) -> Any:
     everywhere = NamedSharding(sharding.mesh, P())
 
     def copied(x: Any) -> Any:
-        if getattr(x, "committed", False):
+        if isinstance(x, jax.Array) and x.committed:
             return x
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # device_put keeps keys to one process
             data = jax.device_put(jax.random.key_data(x), everywhere)

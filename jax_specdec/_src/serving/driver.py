@@ -209,7 +209,7 @@ class EngineDriver:
         engine, nowhere = self.engine, self.engine.num_slots
 
         def request(size: int) -> ServedRequest:
-            return self._request(-1, [0] * size, RequestOptions(seed=0))
+            return ServedRequest(-1, [0] * size, size, RequestOptions(seed=0))
 
         def step(*chosen: Any) -> None:
             self._dispatch(*chosen)
@@ -266,28 +266,17 @@ class EngineDriver:
         must = f"fit into max_length={self.engine.max_length} tokens"
         fit = sum(sizes) <= self.engine.max_length
         require(fit, "prompt and max_new_tokens", must, sizes)
-        request_id = self._num_submitted
-        request = self._request(request_id, token_ids, own, matcher)
+        self.engine.options_of([own], sizes[:1])  # checks them
         if self.max_queue is not None:
             self._settle()
             waiting = sum(not one.admitted for one in self._queue.values())
             must = f"be below max_queue={self.max_queue}"
             require(waiting < self.max_queue, "waiting requests", must, waiting, error=RuntimeError)
+        request_id, now = self._num_submitted, time.perf_counter()
+        request = ServedRequest(request_id, token_ids, len(token_ids), own, matcher, now)
         self._num_submitted = request_id + 1  # first: no two requests may have one id
         self._queue[request_id] = request
         return request_id
-
-    def _request(
-        self,
-        request_id: int,
-        token_ids: list[int],
-        options: RequestOptions,
-        matcher: GrammarMatcher | None = None,
-    ) -> ServedRequest:
-        seed, size = request_id if options.seed is None else options.seed, len(token_ids)
-        arrays = self.engine.options_of([options], [size])
-        kept = size, options, seed, arrays, options.is_neutral, matcher, time.perf_counter()
-        return ServedRequest(request_id, token_ids, *kept)
 
     def cancel(self, request_id: int) -> bool:
         """End a request, wherever it is; it gets no more updates.
@@ -383,7 +372,9 @@ class EngineDriver:
             for slot, request in running.items()
         ):
             return False  # all budgets are spent after the steps ahead, if each spends one token
-        all_neutral = self.engine.request_options and all(x.is_neutral for x in running.values())
+        all_neutral = self.engine.request_options and all(
+            x.options.is_neutral for x in running.values()
+        )
         self._dispatch(all_neutral, None if self.draft_choice is None else self.draft_choice.next())
         return True
 
@@ -396,9 +387,6 @@ class EngineDriver:
         while self.max_prefills is None or num_calls < self.max_prefills or not self._decoding:
             prefill = self._prefill
             group = {} if prefill is not None and not prefill.waits else self._next_group()
-            if prefill is None and any(map(self._is_long, group.values())):
-                ((slot, request),) = group.items()
-                prefill, group = ChunkedPrefill(slot, request), {}
             if group:
                 self._read_prompts(group)
             elif prefill is not None:
@@ -433,10 +421,12 @@ class EngineDriver:
         return self._is_long(request) or request.num_failures > 1
 
     def _read_prompts(self, group: dict[int, ServedRequest]) -> None:
-        """Read the prompts of requests, which are of one size, by slot; they run then."""
-        requests = [*group.values()]
-        num_rows = self.engine.group_size(self._size(requests[0])) if len(group) > 1 else 1
-        new, state = self._new_requests(group, num_rows), self._ready_state(requests)
+        """Read the prompts of requests by slot, which are of one size; of a long one, a chunk."""
+        slot, first = next(iter(group.items()))
+        if self._is_long(first):
+            return self._read_chunk(ChunkedPrefill(slot, first))
+        requests = group.values()
+        new, state = self._new_requests(group), self._ready_state(requests)
         self._state = self._call(requests, programs.admit, *self._weights, state, new)
         if self._prefill is not None:
             self._prefill = self._prefill._replace(waits=False)
@@ -460,23 +450,25 @@ class EngineDriver:
         self._occupy({slot: request})
         self._prefill = ChunkedPrefill(slot, request, num_chunks, waits=True)
         if num_chunks * size >= length:
-            new = self._new_requests({slot: request}, 1)
+            new = self._new_requests({slot: request})
             self._state = self._call([request], programs.insert, state, self._caches, new)
             self._prefill = None
 
-    def _new_requests(self, group: dict[int, ServedRequest], num_rows: int) -> NewRequests:
-        """Requests by slot as arrays; the first one is repeated until there are `num_rows`."""
-        slots, requests = [*group], [*group.values()]
-        num_more = num_rows - len(group)
-        slots, requests = slots + slots[:1] * num_more, requests + requests[:1] * num_more
+    def _new_requests(self, group: dict[int, ServedRequest]) -> NewRequests:
+        """Requests by slot as arrays; the first one is repeated to fill what `admit` takes."""
+        rows = [*group.items()]
+        if len(rows) > 1:
+            rows += rows[:1] * (self.engine.group_size(self._size(rows[0][1])) - len(rows))
+        requests = [request for _, request in rows]
         arrays: dict[str, Any] = dict(
-            slots=np.array(slots, np.int32),
+            slots=np.array([slot for slot, _ in rows], np.int32),
             prompts=np.stack([self.engine.pad_prompt(one.token_ids) for one in requests]),
             lengths=np.array([len(one.token_ids) for one in requests], np.int32),
             keys=np.array([one.seed for one in requests], np.uint32),
         )
-        options = [one.option_arrays for one in requests]
-        return NewRequests(**arrays, options=jax.tree.map(lambda *x: np.concatenate(x), *options))
+        lengths = [one.prompt_length for one in requests]
+        options = self.engine.options_of([one.options for one in requests], lengths)
+        return NewRequests(**arrays, options=options)
 
     def _occupy(self, group: dict[int, ServedRequest]) -> None:
         """Requests are in slots from now on."""
@@ -499,14 +491,14 @@ class EngineDriver:
         self._state = state
         self._ahead.append(StepAhead(result, self._decoding))
         with awaiting(self._decoding.values()):
-            for array in jax.tree.leaves(result[:3]):
+            for array in jax.tree.leaves(result.for_host):
                 array.copy_to_host_async()
 
     def _read_step(self) -> None:
         """Read the result of the oldest step ahead."""
         (result, slots), begin = self._ahead[0], time.perf_counter()
         with awaiting(self._decoding.values()):
-            numbers, logprobs, rates = jax.device_get(tuple(result[:3]))
+            numbers, logprobs, rates = jax.device_get(result.for_host)
         if self.draft_choice is not None:
             self.draft_choice.rates = rates
         now = time.perf_counter()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from jax import lax
 from jax_specdec._src import noise
 from jax_specdec._src.arrays import check_int, pytree
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.drafting.drafter import Drafter, feature_layers_of
+from jax_specdec._src.drafting.drafter import Drafter
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 from jax_specdec._src.models.protocol import (
     CausalModel,
@@ -193,7 +192,7 @@ class Engine:
                 f"{given}"
             )
         if given[-1] < longest:
-            _check_reads_chunks(self.drafter, given[-1])
+            inputs.check_reads_chunks(self.drafter, given[-1])
         object.__setattr__(self, "prefill_sizes", given)
 
     @property
@@ -560,21 +559,3 @@ def put_cache(cache: Any, some: Any, slots: jax.Array, axis: int) -> Any:
         return all_
 
     return jax.tree.map(put, cache, some)
-
-
-def _check_reads_chunks(drafter: Drafter, size: int) -> None:
-    """Check that a drafter's `prefill` can begin at any position.
-
-    Raises:
-      TypeError: it takes no `start`.
-    """
-    signature = inspect.signature(drafter.prefill)
-    features = dict(features=None, next_token_ids=None) if feature_layers_of(drafter) else {}
-    try:
-        signature.bind(None, None, None, start=None, **features)
-    except TypeError:
-        raise TypeError(
-            f"drafter must have a prefill that takes start, because prompts longer than "
-            f"prefill_sizes[-1]={size} are read in chunks, but {type(drafter).__name__}.prefill "
-            f"takes {signature}"
-        ) from None

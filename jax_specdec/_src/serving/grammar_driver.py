@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import jax
 import numpy as np
@@ -29,6 +29,9 @@ class GrammarDriver(EngineDriver):
     verified. The masks need the tokens of the step before, so no step runs ahead. Steps in which
     no request has a grammar are those of `EngineDriver`.
 
+    Matchers are called in a thread, which the first of them starts and `close` ends. A driver is
+    its own context manager.
+
     Example:
       >>> import numpy as np
       >>> import jax_specdec as sd
@@ -48,12 +51,12 @@ class GrammarDriver(EngineDriver):
       >>> engine = sd.Engine(
       ...     model, sd.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
       ...     num_slots=2, max_length=32)
-      >>> driver = sd.serving.GrammarDriver(engine, params)
-      >>> request_id = driver.submit(sd.encode_bytes("x = "), max_new_tokens=4, matcher=Only(49))
       >>> new = []
-      >>> while not driver.is_idle:
-      ...     for update in driver.step():
-      ...         new += update.token_ids
+      >>> with sd.serving.GrammarDriver(engine, params) as driver:
+      ...     _ = driver.submit(sd.encode_bytes("x = "), max_new_tokens=4, matcher=Only(49))
+      ...     while not driver.is_idle:
+      ...         for update in driver.step():
+      ...             new += update.token_ids
       >>> sd.decode_bytes(new)
       '1111'
     """
@@ -66,6 +69,18 @@ class GrammarDriver(EngineDriver):
         # Interrupts reach the main thread only. In a thread of its own, a matcher that has accepted
         # a token is always counted as having done so.
         self._matching = ThreadPoolExecutor(1)
+
+    def close(self) -> None:
+        """End the thread of the matchers, once. Afterwards no request with a grammar is served."""
+        self._matching.shutdown()
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """`close`."""
+        self.close()
 
     def _calls_of_all_programs(self) -> list[Callable[[], object]]:
         """One more, for steps with grammars."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jax_specdec._src.models.llama import Llama
 from jax_specdec._src.models.protocol import is_loaded_model
 from jax_specdec._src.models.tensor_parallel import TensorParallelLlama
 
+_FEATURES = dict(features=None, next_token_ids=None)
 _HAVE_WEIGHTS = (Llama, TensorParallelLlama, Eagle3Head)
 
 
@@ -48,27 +49,45 @@ def check_drafter(drafter: Any, config: Any) -> None:
     elif callable(getattr(drafter, "apply", None)) and not isinstance(drafter, type):
         hint = f"a model is wrapped, drafter={_wrapper(drafter)}(model)"
     require(is_drafter, "drafter", "be a Drafter", drafter, hint, TypeError)
-    signature = inspect.signature(drafter.propose)
-    try:
-        signature.bind(None, None, None, None)
-    except TypeError:
+    kind = type(drafter).__name__
+    if not _takes(drafter.propose, None, None, None, None):
         raise TypeError(
             f"drafter must have a propose that takes (params, context, cache, store), but "
-            f"{type(drafter).__name__}.propose takes {signature}: token_ids, lengths, sampling, "
-            "keys, config and the rest are fields of the context, a DraftContext"
-        ) from None
+            f"{kind}.propose takes {inspect.signature(drafter.propose)}: token_ids, lengths, "
+            "sampling, keys, config and the rest are fields of the context, a DraftContext"
+        )
     layers = feature_layers_of(drafter)
     are_layers = isinstance(layers, tuple) and all(type(layer) is int for layer in layers)
     require(are_layers, "drafter.feature_layers", "be a tuple of ints", layers, error=TypeError)
-    if layers:
-        signature = inspect.signature(drafter.prefill)
-        try:
-            signature.bind(None, None, None, features=None, next_token_ids=None)
-        except TypeError:
-            raise TypeError(
-                "drafter must have a prefill that takes features and next_token_ids, because it "
-                f"has feature_layers, but {type(drafter).__name__}.prefill takes {signature}"
-            ) from None
+    if layers and not _takes(drafter.prefill, None, None, None, **_FEATURES):
+        raise TypeError(
+            "drafter must have a prefill that takes features and next_token_ids, because it has "
+            f"feature_layers, but {kind}.prefill takes {inspect.signature(drafter.prefill)}"
+        )
+
+
+def check_reads_chunks(drafter: Drafter, size: int) -> None:
+    """Check that a drafter's `prefill` can begin at any position.
+
+    Raises:
+      TypeError: it takes no `start`.
+    """
+    features = _FEATURES if feature_layers_of(drafter) else {}
+    if not _takes(drafter.prefill, None, None, None, start=None, **features):
+        raise TypeError(
+            f"drafter must have a prefill that takes start, because prompts longer than "
+            f"prefill_sizes[-1]={size} are read in chunks, but {type(drafter).__name__}.prefill "
+            f"takes {inspect.signature(drafter.prefill)}"
+        )
+
+
+def _takes(function: Callable[..., Any], *args: None, **named: None) -> bool:
+    """Whether a function can be called with so many arguments, and with these names."""
+    try:
+        inspect.signature(function).bind(*args, **named)
+    except TypeError:
+        return False
+    return True
 
 
 def _wrapper(model: Any) -> str:

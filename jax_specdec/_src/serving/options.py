@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict, get_args
@@ -14,22 +15,13 @@ import numpy as np
 from jax_specdec._src.arrays import check_choice, check_int, check_type, pytree, refuse, require
 from jax_specdec._src.config import did_you_mean
 from jax_specdec._src.logprobs import Distribution
-from jax_specdec._src.processors import (
-    AllowedTokens,
-    BadWords,
-    LogitBias,
-    LogitsProcessors,
-    MinTokens,
-    Penalties,
-)
+from jax_specdec._src.process_logits import LogitsProcessors
+from jax_specdec._src.processors import Asked
 from jax_specdec._src.sampling import (
     FILTERS,
-    MIN_TOKENS,
     NUMBERS,
-    PENALTIES,
     SAMPLING_PARAMETERS,
     TEMPERATURE,
-    Parameter,
     SamplingParams,
 )
 from jax_specdec._src.serving import inputs
@@ -125,7 +117,7 @@ class RequestOptions:
         must = f"be at most max_new_tokens = {self.max_new_tokens}"
         require(fits, "min_tokens", must, self.min_tokens)
 
-    @property
+    @functools.cached_property  # a driver asks for every running request before every step
     def is_neutral(self) -> bool:
         """Whether every engine serves this: at most a temperature, budget, stop tokens and seed."""
         return not self.non_neutral
@@ -133,12 +125,11 @@ class RequestOptions:
     @property
     def non_neutral(self) -> dict[str, Any]:
         """The fields that need an `Engine` with `request_options` and are not at their default."""
-        default = RequestOptions()
         return {
             field.name: value
             for field in dataclasses.fields(self)
             if field.name not in _SERVED_BY_EVERY_ENGINE
-            and (value := getattr(self, field.name)) != getattr(default, field.name)
+            and (value := getattr(self, field.name)) != field.default
         }
 
 
@@ -322,48 +313,26 @@ class BatchOptions:
             one.check(vocab_size)
             sizes.check(one)
         asked = [one.non_neutral.keys() for one in options]
-
-        def is_asked(*names: str) -> bool:
-            return keep_neutral or any(name in one for one in asked for name in names)
-
-        def values(name: str) -> list[Any]:
-            return [getattr(one, name) for one in options]
-
-        def column(of: Parameter) -> Any:
-            return np.array(values(of.name), of.dtype)
-
+        served = None if keep_neutral else frozenset[str]().union(*asked)
+        values = {
+            field.name: [getattr(one, field.name) for one in options]
+            for field in dataclasses.fields(RequestOptions)
+        }
         lengths: Any = np.array(prompt_lengths, np.int32)
         stops = _stops(options, max_stop_tokens)
-        bias, penalties, bad_words, min_tokens, allowed_tokens = (None,) * 5
-        if is_asked("logit_bias"):
-            biases = [bias or {} for bias in values("logit_bias")]
-            bias = LogitBias.from_mappings(biases, size=sizes.logit_bias)
-        if is_asked(*(one.name for one in PENALTIES)):
-            penalties = Penalties.pack(*(column(one) for one in PENALTIES))
-        if is_asked("bad_words"):
-            words: Any = BadWords.pack(
-                [own or () for own in values("bad_words")],
-                num_words=sizes.bad_words,
-                length=sizes.bad_word_length,
-            )
-            bad_words = BadWords(words, np.full_like(words[:, 0, 1:], PLACEHOLDER_TOKEN_ID))
-        if is_asked("min_tokens"):
-            min_tokens = MinTokens(stops, column(MIN_TOKENS))
-        if is_asked("allowed_token_ids"):
-            ids = values("allowed_token_ids")
-            allowed_tokens = AllowedTokens.pack(ids, vocab_size=vocab_size)
-        processors = LogitsProcessors(bias, penalties, bad_words, min_tokens, allowed_tokens)
+        room = dataclasses.asdict(sizes)
+        processors = LogitsProcessors.of(Asked(values, stops, room, vocab_size), served)
         has_any = bool(jax.tree.leaves(processors))
         changes_rows: Any = np.array([bool(one - _FILTERS) for one in asked])
         return cls(
             prompt_lengths=lengths,
-            max_lengths=lengths + np.array(values("max_new_tokens"), np.int32),
+            max_lengths=lengths + np.array(values["max_new_tokens"], np.int32),
             stop_token_ids=stops,
             sampling=SamplingParams(
                 **{
-                    one.name: column(one)
+                    one.name: np.array(values[one.name], one.dtype)
                     for one in SAMPLING_PARAMETERS
-                    if one is TEMPERATURE or is_asked(one.name)
+                    if one is TEMPERATURE or served is None or one.name in served
                 }
             ),
             changes_rows=changes_rows if has_any else None,

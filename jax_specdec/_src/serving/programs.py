@@ -43,6 +43,11 @@ class StepResult(NamedTuple):
     counters: AcceptanceCounters
     estimator: AcceptanceEstimator | None
 
+    @property
+    def for_host(self) -> tuple[jax.Array, TokenLogprobs | None, jax.Array | None]:
+        """What is copied to the host after every step."""
+        return self.numbers, self.logprobs, self.rates
+
 
 def _with_result(state: DecodeState, record: StepRecord) -> tuple[DecodeState, StepResult]:
     batch, estimator = state.batch, state.estimator

@@ -64,6 +64,7 @@ class Worker:
         """End after what was asked for so far."""
         self._calls.put(None)
         await asyncio.to_thread(self._thread.join)
+        self._driver.close()
 
     async def call(self, function: Callable[[sd.serving.GrammarDriver], T]) -> T:
         """What `function` returns, called with the driver between two steps."""

@@ -1,0 +1,244 @@
+"""The table of logits processors, and what applies all of them.
+
+The order is that of vLLM and transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Container
+from typing import Any, ClassVar, cast
+
+import jax
+import jax.numpy as jnp
+
+from jax_specdec._src import ragged
+from jax_specdec._src.arrays import Sizes, check_tree, pytree
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.platform import Platform, traced_for_platform
+from jax_specdec._src.processors import (
+    AllowedTokens,
+    Asked,
+    BadWords,
+    LogitBias,
+    MinTokens,
+    Penalties,
+    Processor,
+    Sequences,
+)
+from jax_specdec._src.ragged import Owners
+from jax_specdec._src.types import Array, Drafts
+
+PROCESSORS: dict[str, type[Processor]] = {
+    "logit_bias": LogitBias,
+    "penalties": Penalties,
+    "bad_words": BadWords,
+    "min_tokens": MinTokens,
+    "allowed_tokens": AllowedTokens,
+}
+"""The fields of `LogitsProcessors`, in the order in which they are applied."""
+
+
+@pytree(**{name: (cls,) for name, cls in PROCESSORS.items()})
+@dataclasses.dataclass(frozen=True)
+class LogitsProcessors(Processor):
+    """The processors of B requests, applied before mask, temperature and filters; itself one.
+
+    If a field is None, nothing is compiled for it.
+
+    Attributes:
+      logit_bias: added to the logits.
+      penalties: applied to the biased logits, by `apply_penalties`.
+      bad_words: whose last tokens get -inf where the sequence ends with their other tokens.
+      min_tokens: stop tokens get -inf as long as a request has fewer tokens.
+      allowed_tokens: all others get -inf.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> processors = sd.LogitsProcessors(logit_bias=sd.LogitBias.from_mappings([{3: -1.0}]))
+      >>> bool(processors.is_neutral)
+      False
+    """
+
+    options: ClassVar = tuple(name for one in PROCESSORS.values() for name in one.options)
+
+    logit_bias: LogitBias | None = None
+    penalties: Penalties | None = None
+    bad_words: BadWords | None = None
+    min_tokens: MinTokens | None = None
+    allowed_tokens: AllowedTokens | None = None
+
+    @classmethod
+    def of(cls, asked: Asked, served: Container[str] | None = None) -> LogitsProcessors:
+        """The processors that serve one of the options `served`; None for all processors."""
+        packed: dict[str, Any] = {
+            name: processor.of(asked)
+            for name, processor in PROCESSORS.items()
+            if served is None or any(option in served for option in processor.options)
+        }
+        return cls(**packed)
+
+    def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
+        """The rows after all changes, of which the order matters."""
+        for one in self._given().values():
+            logits = one.apply(logits, rows, platform)
+        return logits
+
+    def append(self, token_ids: jax.Array) -> LogitsProcessors:
+        """See `Processor`."""
+        return self._map(lambda one: one.append(token_ids))
+
+    def with_sequences(self, sequences: Sequences) -> LogitsProcessors:
+        """See `Processor`."""
+        return self._map(lambda one: one.with_sequences(sequences))
+
+    @property
+    def is_neutral(self) -> jax.Array:
+        """``[]`` bool, whether no request uses any of the processors."""
+        neutral = jnp.bool_(True)
+        for one in self._given().values():
+            neutral &= one.is_neutral
+        return neutral
+
+    def _given(self) -> dict[str, Processor]:
+        """By name, in the order of the table."""
+        values = {name: getattr(self, name) for name in PROCESSORS}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _map(self, function: Callable[[Processor], Any]) -> LogitsProcessors:
+        return dataclasses.replace(
+            self, **{name: function(one) for name, one in self._given().items()}
+        )
+
+
+def process_logits(
+    logits: Array,
+    drafts: Drafts | None,
+    processors: LogitsProcessors,
+    *,
+    config: SpecDecodeConfig | None = None,
+    padded_rows: bool = False,
+) -> jax.Array:
+    """Apply the processors to rows of logits; each row takes account of the drafts before it.
+
+    The order is that of vLLM and transformers: biases first, then penalties, so that a repetition
+    penalty scales a biased logit, then bad words and stop tokens, whose logits become -inf. Give
+    the result to `rejection_sample`, which applies bitmask, temperature, min-p, top-k and top-p, in
+    this order. Accepted, recovered and bonus tokens are then all drawn from processed rows.
+
+    A drafter may process its own rows, so that its q is closer to p: one position at a time, with
+    `drafts` None, and ``processors.append`` after each token. If no token is left in a row, because
+    the drafter knows fewer tokens, it must use the row as it was. The emitted tokens are still
+    distributed as the target's.
+
+    Args:
+      logits: ``[N+B, V]`` as `rejection_sample` takes them, or ``[N, V]`` if there are no bonus
+        rows; float32, bfloat16 or float16. If `drafts` is None, ``[B, V]``, one row per request.
+      drafts: the drafts to verify; None for rows without drafts before them.
+      processors: of the sequences before this step.
+      config: static settings; required with drafts.
+      padded_rows: as in `rejection_sample`, for logits with bonus rows.
+
+    Returns:
+      Rows of the shape of `logits`: float32 if there are biases or penalties, else of the same
+      dtype. A request with a row in which no token is left ends with ``BAD_TARGET_ROW``, and no
+      other.
+
+    Raises:
+      TypeError: an argument of the wrong type or dtype, at trace time.
+      ValueError: shapes that do not fit, at trace time.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> processors = sd.LogitsProcessors(
+      ...     logit_bias=sd.LogitBias.from_mappings([{0: 2.0}]),
+      ...     min_tokens=sd.MinTokens(jnp.array([[1]]), remaining=jnp.array([1])))
+      >>> sd.process_logits(
+      ...     jnp.zeros((2, 3)), sd.Drafts.from_dense(jnp.array([[2]])), processors,
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=1)).tolist()
+      [[2.0, -inf, 0.0], [2.0, 0.0, 0.0]]
+
+    References:
+      vLLM, `vllm/v1/sample/sampler.py`; transformers, `_get_logits_processor` in
+      `generation/utils.py`.
+    """
+    return _process("processors", processors, LogitsProcessors, logits, drafts, config, padded_rows)
+
+
+def apply_penalties(
+    logits: Array,
+    drafts: Drafts | None,
+    penalties: Penalties,
+    *,
+    config: SpecDecodeConfig | None = None,
+    padded_rows: bool = False,
+) -> jax.Array:
+    """Penalize rows of logits; each row counts the drafts of its request that come before it.
+
+    Let ``n`` be how often a token occurs in the output and in the drafts before the row. If
+    ``n > 0``, or if the token is in the prompt, its logit is divided by `repetition` if positive
+    and multiplied by it if not. Then ``frequency * n`` is subtracted, and `presence` if ``n > 0``.
+    Neutral values (0, 0, 1) leave a request's rows as they are.
+
+    `process_logits` of penalties alone, with its arguments and errors. There may be fewer columns
+    than in ``penalties.counts``, for a drafter that has fewer.
+
+    Returns:
+      float32 of the shape of `logits`. If one of a request's penalties is out of range, all of its
+      rows are NaN: `rejection_sample` ends that request, and no other, with ``BAD_TARGET_ROW``.
+
+    Numerics:
+      One elementwise pass over the logits writes float32 rows. If no request in the batch is
+      penalized, the pass only casts.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> one = jnp.ones(1)
+      >>> penalties = sd.Penalties(  # token 2 is in the prompt, 0 was generated twice
+      ...     frequency=0.5 * one, presence=0 * one, repetition=2 * one,
+      ...     counts=jnp.array([[2, 0, 0]]), in_prompt=jnp.array([[False, False, True]]))
+      >>> drafts = sd.Drafts.from_flat(jnp.array([1]), jnp.array([1]))
+      >>> sd.apply_penalties(
+      ...     jnp.array([[4.0, 4.0, -4.0], [4.0, 4.0, -4.0]]), drafts, penalties,
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=1)).tolist()
+      [[1.0, 4.0, -8.0], [1.0, 1.5, -8.0]]
+    """
+    return _process("penalties", penalties, Penalties, logits, drafts, config, padded_rows)
+
+
+def _process(
+    name: str,
+    processor: object,
+    cls: type[Processor],
+    logits: Array,
+    drafts: Drafts | None,
+    config: SpecDecodeConfig | None,
+    padded_rows: bool,
+) -> jax.Array:
+    """Apply a processor after the checks. Which request owns a row is found once for all."""
+    sizes: Sizes = {}
+    check_tree(name, processor, (cls,), sizes)
+    if not sizes:  # of no processor at all
+        return jnp.asarray(logits)
+    ragged.check_rows(logits, drafts, sizes["B"], config, padded_rows, most=sizes.get("V"))
+    if 0 in (logits.shape[0], sizes["B"]):
+        return jnp.asarray(logits, jnp.float32)
+    drafts = None if drafts is None else dataclasses.replace(drafts, distribution=None)
+    return cast(
+        jax.Array,
+        traced_for_platform(
+            _applied, (jnp.asarray(logits), drafts, processor), config, padded_rows
+        ),
+    )
+
+
+def _applied(
+    arrays: tuple[jax.Array, Drafts | None, Processor],
+    config: SpecDecodeConfig | None,
+    padded_rows: bool,
+    platform: Platform,
+) -> jax.Array:
+    logits, drafts, processor = arrays
+    return processor.apply(logits, ragged.owners(logits, drafts, config, padded_rows), platform)
