@@ -9,7 +9,6 @@ Both take the same arguments, with draft probabilities, and take turns in one pr
 
 from __future__ import annotations
 
-import argparse
 import functools
 import tempfile
 import time
@@ -22,8 +21,6 @@ import jax.numpy as jnp
 import measure
 import plain
 from jax.experimental.compilation_cache import compilation_cache
-from rich.console import Console
-from rich.table import Table
 
 import jax_specdec as sd
 
@@ -141,40 +138,37 @@ def total(row: dict[str, Any], clock: str = "s") -> float:
     return measure.median([sum(times) for times in zip(*steps, strict=True)])
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    found = Table(title="milliseconds, medians; ratios to the plain formulation")
-    for i, column in enumerate(
-        ("B", "V", "when", "way", *STEPS, "all", "ratio", "CPU", "ratio", "lines")
-    ):
-        found.add_column(column, justify="left" if i in (2, 3) else "right")
+def cells(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     base = {(r["batch"], r["vocabulary"], r["when"]): r for r in rows if r["way"] == "plain"}
+    found = []
     for row in rows:
         other = base[row["batch"], row["vocabulary"], row["when"]]
-        steps = [measure.median(row["samples"][f"{step}_s"]) for step in STEPS]
-        cells = [f"{1e3 * x:.0f}" for x in (*steps, total(row))]
-        cells.append(f"{total(row) / total(other):.2f}")
-        cells.append(f"{1e3 * total(row, 'cpu_s'):.0f}")
-        cells.append(f"{total(row, 'cpu_s') / total(other, 'cpu_s'):.2f}")
-        names = str(row["batch"]), str(row["vocabulary"]), row["when"], row["way"]
-        found.add_row(*names, *cells, str(row["lines"]))
+        steps = {step: measure.median(row["samples"][f"{step}_s"]) for step in STEPS}
+        steps["all"] = total(row)
+        found.append(
+            {"B": row["batch"], "V": row["vocabulary"], "when": row["when"], "way": row["way"]}
+            | {step: f"{1e3 * seconds:.0f}" for step, seconds in steps.items()}
+            | {
+                "ratio": f"{total(row) / total(other):.2f}",
+                "CPU": f"{1e3 * total(row, 'cpu_s'):.0f}",
+                "CPU ratio": f"{total(row, 'cpu_s') / total(other, 'cpu_s'):.2f}",
+                "lines": row["lines"],
+            }
+        )
     return found
 
 
 def main(command_line: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = measure.parser(__doc__, repeats=7)
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[128256])
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args(command_line)
-    rows = [
-        row
-        for vocabulary in options.vocabularies
-        for batch in options.batches
-        for row in run(batch, vocabulary, options.dtype, options.repeats)
-    ]
-    Console(width=110).print(table(rows))
-    print("wrote", measure.save(f"compile_{jax.default_backend()}", rows).name)
+    results = measure.Results(f"compile_{jax.default_backend()}")
+    for vocabulary in options.vocabularies:
+        for batch in options.batches:
+            results.add(run(batch, vocabulary, options.dtype, options.repeats))
+    measure.show("milliseconds, medians; ratios to the plain formulation", cells(results.rows))
 
 
 if __name__ == "__main__":

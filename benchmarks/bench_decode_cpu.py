@@ -7,18 +7,14 @@ python benchmarks/bench_decode_cpu.py --target DIR --draft DIR
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import pathlib
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import measure
-from rich.console import Console
-from rich.table import Table
 
 import jax_specdec as sd
 
@@ -48,41 +44,23 @@ TEXT_PROMPTS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class WideLookup(sd.NGramDrafter):
-    """What the lookup was before it knew what a wide pass costs: short matches, no narrow pass."""
-
-    min_ngram: int = 2
-    max_ngram: int = 4
-
-    @property
-    def may_abstain(self) -> bool:
-        return False
-
-
 class Case(NamedTuple):
     """One row of the table for each prompt."""
 
     k: int = 6
     temperature: float = 0.0
     draft: str = "model"
-    goal: float | None = None
 
 
 CASES = (
-    Case(goal=1.4),
-    *(Case(k=k) for k in (1, 2, 3, 4, 5, 8)),
+    *(Case(k=k) for k in (1, 2, 3, 4, 5, 6, 8)),
     Case(draft="ngram"),
-    Case(draft="ngram 2-4, wide"),
     Case(temperature=0.8),
 )
 LOOKUP_CASES = (
     *(Case(k=k, draft="ngram") for k in (2, 4, 6)),
-    Case(draft="ngram 2-4, wide"),
     Case(temperature=0.8, draft="ngram"),
-    Case(temperature=0.8, draft="ngram 2-4, wide"),
 )
-LOOKUPS: dict[str, sd.Drafter] = {"ngram": sd.NGramDrafter(), "ngram 2-4, wide": WideLookup()}
 
 
 class Models(NamedTuple):
@@ -125,7 +103,7 @@ def run(
         return sd.generate(
             *models.target,
             prompts,
-            drafter=sd.ModelDrafter(model.model) if model else LOOKUPS[case.draft],
+            drafter=sd.ModelDrafter(model.model) if model else sd.NGramDrafter(),
             draft_params=model.params if model else None,
             config=sd.SpecDecodeConfig(num_speculative_tokens=case.k),
             **common,
@@ -136,15 +114,15 @@ def run(
 
     cases = {str(i): case for i, case in enumerate(models.cases) if case.temperature == temperature}
     runs = {name: functools.partial(speculative, case) for name, case in cases.items()}
-    cpu_samples: dict[str, list[float]] = {name: [] for name in ("plain", *runs)}
+    runs["plain"] = plain
+    cpu_samples: dict[str, list[float]] = {name: [] for name in runs}
 
-    def counted(name: str, run: Callable[[], sd.GenerateOutput]) -> None:
+    def counted(name: str) -> None:
         begin = time.process_time()
-        run()
+        runs[name]()
         cpu_samples[name].append(time.process_time() - begin)
 
-    timed = {name: functools.partial(counted, name, run) for name, run in runs.items()}
-    timed["plain"] = functools.partial(counted, "plain", plain)
+    timed = {name: functools.partial(counted, name) for name in runs}
     samples = measure.alternate(timed, repeats, warm_up=1)
     plain_output, rows = plain(), []
     for name, case in cases.items():
@@ -180,53 +158,40 @@ def speeds(row: dict[str, Any], samples: str = "samples") -> tuple[float, float]
     return row["new_tokens"] / measure.median(ours), row["new_tokens"] / measure.median(plain)
 
 
-def table_of(rows: list[dict[str, Any]], title: str) -> Table:
-    table = Table(title=title)
-    headings = ("prompt", "draft", "K", "T", "length", "tokens/pass", "tokens/s", "plain")
-    for heading in (*headings, "ratio", "CPU ratio", "goal"):
-        table.add_column(heading, justify="left" if heading in ("draft", "prompt") else "right")
-    for row in rows:
-        ours, plain = speeds(row)
-        cpu_ours, cpu_plain = speeds(row, "cpu_samples")
-        table.add_row(
-            row["prompt"],
-            row["draft"],
-            str(row["k"]),
-            f"{row['temperature']:g}",
-            f"{row['mean_acceptance_length']:.2f}",
-            f"{row['tokens_per_target_pass']:.2f}",
-            f"{ours:.0f}",
-            f"{plain:.0f}",
-            f"{ours / plain:.2f}",
-            f"{cpu_ours / cpu_plain:.2f}",
-            f"{row['goal']:g}" if row["goal"] else "",
-        )
-    return table
+def cells(row: dict[str, Any]) -> dict[str, Any]:
+    ours, plain = speeds(row)
+    cpu_ours, cpu_plain = speeds(row, "cpu_samples")
+    return {
+        "prompt": row["prompt"],
+        "draft": row["draft"],
+        "K": row["k"],
+        "T": f"{row['temperature']:g}",
+        "length": f"{row['mean_acceptance_length']:.2f}",
+        "tokens/pass": f"{row['tokens_per_target_pass']:.2f}",
+        "tokens/s": f"{ours:.0f}",
+        "plain": f"{plain:.0f}",
+        "ratio": f"{ours / plain:.2f}",
+        "CPU ratio": f"{cpu_ours / cpu_plain:.2f}",
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = measure.parser(__doc__, repeats=5)
     parser.add_argument("--target", type=pathlib.Path, help="a Hugging Face directory")
     parser.add_argument("--draft", type=pathlib.Path, help="one of a smaller model of its family")
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=256)
     options = parser.parse_args(arguments)
     if options.draft and not options.target:
         parser.error("--draft needs --target")
     models = published(options.target, options.draft) if options.target else embedded()
-    rows: list[dict[str, Any]] = []
-    console = Console(width=110)
     name = "decode_cpu" + (f"_{options.target.resolve().name}" if options.target else "")
-    with console.status("running") as status:
-        for temperature in dict.fromkeys(case.temperature for case in models.cases):
-            for prompt in models.prompts:
-                status.update(f"{prompt}, temperature {temperature:g}")
-                rows += run(models, temperature, prompt, options.new_tokens, options.repeats)
-                path = measure.save(name, rows)
-    console.print(table_of(rows, f"{options.new_tokens} new tokens, batch of 1"))
-    console.print(f"raw samples: {path.name}")
+    results = measure.Results(name)
+    for temperature in dict.fromkeys(case.temperature for case in models.cases):
+        for prompt in models.prompts:
+            results.add(run(models, temperature, prompt, options.new_tokens, options.repeats))
+    measure.show(
+        f"{options.new_tokens} new tokens, batch of 1", [cells(row) for row in results.rows]
+    )
 
 
 if __name__ == "__main__":

@@ -10,19 +10,16 @@ free. Runs on whatever device JAX has; what it showed of other devices stays in 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
-import json
 import time
 from typing import Any
 
-import bench_scan_layers
 import jax
 import jax.numpy as jnp
+import llamas
 import measure
 import numpy as np
-import serving_programs
 from matplotlib.figure import Figure
 
 import jax_specdec as sd
@@ -41,7 +38,7 @@ FREE_ROWS = 64
 """Of the model: a pass costs the reading of the weights, up to as many rows, and then by rows."""
 
 MODEL_STEPS = 2000
-STEPS, LEARNING_STEPS, REPEATS = 30, 15, 2
+STEPS, LEARNING_STEPS = 30, 15
 
 
 class Fixed(sd.serving.DraftChoice):
@@ -122,12 +119,12 @@ def target_of(name: str) -> tuple[Any, Any]:
     if name == "embedded":
         return sd.load_embedded_pair()[0]
     config = {
-        "llama-1b": serving_programs.LLAMA_3_1B,
-        "llama-8b": serving_programs.LLAMA_3_8B,
-        "tiny": serving_programs.TINY,
+        "llama-1b": llamas.LLAMA_3_1B,
+        "llama-8b": llamas.LLAMA_3_8B,
+        "tiny": llamas.TINY,
     }[name]
     model = sd.models.Llama(config, dtype=jnp.bfloat16, scan_layers=True)
-    return model, bench_scan_layers.random_weights(model)
+    return model, llamas.random_params(model, 0)
 
 
 def engine_of(
@@ -148,7 +145,7 @@ def engine_of(
 
 
 def by_device(
-    target: tuple[Any, Any], slots: int, rates: tuple[float, ...]
+    target: tuple[Any, Any], slots: int, rates: tuple[float, ...], repeats: int
 ) -> tuple[list[float], list[dict[str, Any]]]:
     """The measured costs, and tokens per second of each number of drafts."""
     engine, params = engine_of(target, slots, rates)
@@ -159,7 +156,7 @@ def by_device(
     assert costs is not None
     samples: dict[int | str, list[float]] = {k: [] for k in (*FIXED, "adaptive")}
     best = None
-    for _, k in itertools.product(range(REPEATS), samples):
+    for _, k in itertools.product(range(repeats), samples):
         driver = sd.EngineDriver(engine, params, step_costs=costs)
         driver.draft_choice = choice_of(k, costs)
         for _ in range(slots):
@@ -214,37 +211,36 @@ def draw(all_rows: list[dict[str, Any]]) -> Figure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = measure.parser(__doc__, repeats=2)
     parser.add_argument("--model-only", action="store_true", help="keep what the device showed")
     parser.add_argument("--slots", type=int, nargs="*", default=(1, 8, 32), help="on the device")
     parser.add_argument("--target", default="embedded", help="embedded, llama-1b or llama-8b")
     given = parser.parse_args()
-    path = measure.RESULTS / "draft_budget.json"
-    old = json.loads(path.read_text()) if path.exists() else {"rows": []}
-    here = f"{given.target} on {jax.devices()[0].device_kind}"
-    rows: list[dict[str, Any]] = []
+    results = measure.Results("draft_budget", ("by", "rates", "slots", "k"))
     for (name, rates), slots in itertools.product(RATES.items(), SLOTS):
-        found = [{"k": k, **by_model(slots, rates, k)} for k in (*FIXED, "adaptive")]
-        rows += [{"by": "rows", "rates": name, "slots": slots, **row} for row in found]
-    kept = ("rows",) if given.model_only else ("rows", here)
-    rows += [row for row in old["rows"] if row["by"] not in kept]
+        case = {"by": "rows", "rates": name, "slots": slots}
+        for k in (*FIXED, "adaptive"):
+            results.add([{**case, "k": k, **by_model(slots, rates, k)}])
     if not given.model_only:
         target = target_of(given.target)
+        here = f"{given.target} on {jax.devices()[0].device_kind}"
         for (name, rates), slots in itertools.product(RATES.items(), given.slots):
-            costs, found = by_device(target, slots, rates)
-            for row in found:
-                rows.append({"by": here, "rates": name, "slots": slots, "costs": costs, **row})
-                print(here, name, slots, row, flush=True)
+            costs, found = by_device(target, slots, rates, given.repeats)
+            case = {"by": here, "rates": name, "slots": slots, "costs": costs}
+            results.add([{**case, **row} for row in found])
+    rows = results.document["rows"]
+    cells = []
     for by, name, slots in sorted({(r["by"], r["rates"], r["slots"]) for r in rows}):
         mine = [r for r in rows if (r["by"], r["rates"], r["slots"]) == (by, name, slots)]
         speeds = {r["k"]: r["tokens_per_second"] for r in mine}
         share = speeds["adaptive"] / max(speed for k, speed in speeds.items() if k != "adaptive")
         best = next(r["best"] for r in mine if r["k"] == "adaptive")
-        shown = ", ".join(f"{k}: {speed:.1f}" for k, speed in speeds.items())
-        pays = f"{best} drafts pay best" if best else "speculation does not pay"
-        print(f"{by}, {name}, {slots} slots: {shown}; {share:.3f} of the best; {pays}")
-    measure.save("draft_budget", rows)
-    draw(rows).savefig(measure.RESULTS / "draft_budget.png", dpi=120, metadata={"Software": None})
+        shown = {str(k): f"{speed:.1f}" for k, speed in speeds.items()}
+        case = {"by": by, "accepted": name, "slots": slots}
+        cells.append(case | shown | {"of the best": f"{share:.3f}", "best now": best})
+    measure.show("tokens per second by the number of drafts", cells)
+    path = results.path.with_suffix(".png")
+    draw(rows).savefig(path, dpi=120, metadata={"Software": None})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ The models are lookups of one row, so that a step is little else than drafting a
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 from typing import Any
@@ -14,8 +13,6 @@ import jax
 import jax.numpy as jnp
 import measure
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 import jax_specdec as sd
 
@@ -60,10 +57,9 @@ def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = measure.parser(__doc__, repeats=15)
     parser.add_argument("--vocab-size", type=int, default=128256)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
     model, steps = Rows(options.vocab_size), options.steps
@@ -107,16 +103,24 @@ def main() -> None:
     samples = measure.alternate(runs, options.repeats)
     base = measure.median(samples["request_options=False"])
     kind = jax.devices()[0].device_kind
-    table = Table(title=f"V = {model.vocab_size}, S = {SLOTS}, K = {K}, {options.dtype}, {kind}")
-    for heading in ("engine", "ms per step", "ratio"):
-        table.add_column(heading)
-    rows = []
-    for name, one in samples.items():
-        median = measure.median(one)
-        table.add_row(name, f"{median / steps * 1e3:.2f}", f"{median / base:.3f}")
-        rows.append({"engine": name, "ms_per_step": median / steps * 1e3, "samples": one})
-    Console().print(table)
-    print(f"saved: {measure.save('options', rows).name}")
+    results = measure.Results(f"options_{jax.default_backend()}")
+    results.add(
+        [
+            {"engine": name, "ms_per_step": measure.median(one) / steps * 1e3, "samples": one}
+            for name, one in samples.items()
+        ]
+    )
+    measure.show(
+        f"V = {model.vocab_size}, S = {SLOTS}, K = {K}, {options.dtype}, {kind}",
+        [
+            {
+                "engine": row["engine"],
+                "ms per step": f"{row['ms_per_step']:.2f}",
+                "ratio": f"{measure.median(row['samples']) / base:.3f}",
+            }
+            for row in results.rows
+        ],
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What serving costs beside the engine's step: the driver of steps ahead, and the one without.
+"""What serving costs beside the engine's step.
 
 A target of the shape of Llama 3.2 1B and a drafter of 4 narrower layers, random weights in
 bfloat16; drafts by a lookup or by that drafter. Per number of slots, with the same programs:
@@ -8,9 +8,6 @@ bfloat16; drafts by a lookup or by that drafter. Per number of slots, with the s
 - *arrivals*: requests come at random, a tenth of them with a long prompt, and slots are three
   quarters busy; the median and the 99th percentile of how long requests that run wait for a step's
   results.
-
-The ways, in turn: "new" is `EngineDriver` with its defaults; "old" dispatches a step when the last
-one's results are read, and reads the prompts of whoever fits one after another before a step.
 """
 
 from __future__ import annotations
@@ -18,28 +15,22 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import itertools
-import pathlib
 import time
 import traceback
 from typing import Any
 
 import jax
+import llamas
 import measure
 import numpy as np
-import plots
-import serving_programs
-from rich.console import Console
-from rich.table import Table
 
 import jax_specdec as sd
 from jax_specdec._src.serving import programs
-from jax_specdec._src.serving.bookkeeping import ServedRequest
 
-IDENTITY = ("kind", "slots", "drafter", "way")
+IDENTITY = ("kind", "slots", "drafter")
 K = 4
 DRAFTER = dataclasses.replace(
-    serving_programs.LLAMA_3_1B,
+    llamas.LLAMA_3_1B,
     hidden_size=1024,
     intermediate_size=4096,
     num_hidden_layers=4,
@@ -60,15 +51,8 @@ class Sizes:
     max_length: int
 
 
-LARGE = Sizes(serving_programs.LLAMA_3_1B, DRAFTER, 64, 600, 64, (64, 128), 1024)
-SMALL = Sizes(serving_programs.TINY, serving_programs.TINY, 8, 40, 16, (8, 32), 512)
-
-
-class OneByOne(sd.EngineDriver):
-    """Reads the prompt of one request per call."""
-
-    def _next_group(self) -> dict[int, ServedRequest]:
-        return dict(itertools.islice(super()._next_group().items(), 1))
+LARGE = Sizes(llamas.LLAMA_3_1B, DRAFTER, 64, 600, 64, (64, 128), 1024)
+SMALL = Sizes(llamas.TINY, llamas.TINY, 8, 40, 16, (8, 32), 512)
 
 
 class Case:
@@ -88,15 +72,12 @@ class Case:
         self.params = weights["target"]
         self.draft_params = None if drafter == "lookup" else weights["drafter"]
 
-    def driver(self, way: str) -> sd.EngineDriver:
-        if way == "old":
-            settings: dict[str, Any] = dict(max_steps_ahead=0, max_prefills=None)
-            return OneByOne(self.engine, self.params, self.draft_params, **settings)
+    def driver(self) -> sd.EngineDriver:
         return sd.EngineDriver(self.engine, self.params, self.draft_params)
 
     def compile(self) -> float:
         begin = time.perf_counter()
-        self.driver("new").warm_up()
+        self.driver().warm_up()
         return time.perf_counter() - begin
 
     def prompt(self, rng: np.random.Generator, length: int) -> list[int]:
@@ -106,9 +87,9 @@ class Case:
         """Tokens that nobody has spent after so many steps, and those in which slots are filled."""
         return (steps + 10 + self.slots // 2) * (K + 1)
 
-    def full(self, way: str, budget: int) -> sd.EngineDriver:
+    def full(self, budget: int) -> sd.EngineDriver:
         """A driver all of whose slots are busy, for `budget` tokens."""
-        driver, rng = self.driver(way), np.random.default_rng(0)
+        driver, rng = self.driver(), np.random.default_rng(0)
         for seed in range(self.slots):
             prompt = self.prompt(rng, self.sizes.prompt)
             driver.submit(prompt, max_new_tokens=budget, temperature=0.8 * (seed % 2))
@@ -119,7 +100,7 @@ class Case:
         return driver
 
     def bare(self, steps: int) -> dict[str, float]:
-        driver = self.full("new", self.budget(steps))
+        driver = self.full(self.budget(steps))
         weights, state = (self.params, self.draft_params), driver.state
         before = np.asarray(state.batch.lengths)
         begin = time.perf_counter()
@@ -130,8 +111,8 @@ class Case:
         tokens = int((np.asarray(state.batch.lengths) - before).sum())
         return {"ms": seconds / steps * 1e3, "tokens_per_step": tokens / steps}
 
-    def busy(self, way: str, steps: int) -> dict[str, float]:
-        driver = self.full(way, self.budget(steps))
+    def busy(self, steps: int) -> dict[str, float]:
+        driver = self.full(self.budget(steps))
         before = driver.serving_stats()
         tokens, begin = 0, time.perf_counter()
         for _ in range(steps):
@@ -146,9 +127,9 @@ class Case:
             "steps_ahead": spent.mean_steps_ahead,
         }
 
-    def arrivals(self, way: str, steps: int, tokens_per_step: float) -> dict[str, Any]:
+    def arrivals(self, steps: int, tokens_per_step: float) -> dict[str, Any]:
         """Times of steps; percentiles of those at whose beginning somebody ran."""
-        driver, rng, sizes = self.driver(way), np.random.default_rng(1), self.sizes
+        driver, rng, sizes = self.driver(), np.random.default_rng(1), self.sizes
         rate = 0.75 * tokens_per_step / sizes.budget
         milliseconds: list[float] = []
         admitted: list[int] = []
@@ -178,114 +159,87 @@ class Case:
         }
 
 
-def measure_case(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row per way."""
-    rows: dict[str, dict[str, Any]] = {
-        way: {"kind": "serving", "slots": case.slots, "drafter": case.drafter, "way": way}
-        for way in ("old", "new")
-    }
-    bare = [case.bare(options.steps)]
-    full: dict[str, list[dict[str, float]]] = {way: [] for way in rows}
+def measure_case(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    bare, busy = [case.bare(options.steps)], []
     for _ in range(options.repeats):
-        for way in rows:
-            full[way].append(case.busy(way, options.steps))
+        busy.append(case.busy(options.steps))
         bare.append(case.bare(options.steps))
     bare_ms = measure.median([one["ms"] for one in bare[1:]])
-    for way, row in rows.items():
-        found = {key: measure.median([one[key] for one in full[way]]) for key in full[way][0]}
-        row |= {"bare_ms": bare_ms, "full": found, "host_share": 1 - bare_ms / found["ms"]}
-        row["arrivals"] = case.arrivals(way, options.arrivals, bare[0]["tokens_per_step"])
-        row["samples"] = {"bare": bare, "full": full[way]}
-    return [*rows.values()]
+    full = {key: measure.median([one[key] for one in busy]) for key in busy[0]}
+    return {
+        "kind": "serving",
+        "slots": case.slots,
+        "drafter": case.drafter,
+        "bare_ms": bare_ms,
+        "full": full,
+        "host_share": 1 - bare_ms / full["ms"],
+        "arrivals": case.arrivals(options.arrivals, bare[0]["tokens_per_step"]),
+        "samples": {"bare": bare, "full": busy},
+    }
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    result = Table(title="Milliseconds of a step; host share with all slots busy")
-    for column in ("slots", "drafter", "way", "bare", "full", "host share", "tokens/s", "waits",
-                   "p50", "p99", "p99/p50", "queue"):  # fmt: skip
-        result.add_column(column, justify="left" if column in ("drafter", "way") else "right")
-    for row in rows:
-        full, arrivals = row["full"], row["arrivals"]
-        result.add_row(
-            str(row["slots"]),
-            row["drafter"],
-            row["way"],
-            f"{row['bare_ms']:.2f}",
-            f"{full['ms']:.2f}",
-            f"{row['host_share']:.1%}",
-            f"{full['tokens_per_second']:.0f}",
-            f"{full['wait_ms']:.2f}",
-            f"{arrivals['p50']:.2f}",
-            f"{arrivals['p99']:.2f}",
-            f"{arrivals['p99'] / arrivals['p50']:.2f}",
-            f"{arrivals['queue_ms']:.1f}",
-        )
-    return result
-
-
-def parse(command_line: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add = parser.add_argument
-    add("--slots", default="8,32,1")
-    add("--drafters", default="lookup,model")
-    add("--steps", type=int, default=60, help="of a run with all slots busy; some 80 at most")
-    add("--arrivals", type=int, default=400, help="steps while requests arrive")
-    add("--repeats", type=int, default=3)
-    add("--threads", type=int, default=6, help="that compile")
-    add("--seconds", type=float, default=210, help="measure nothing more after these")
-    add("--output", type=pathlib.Path, default=measure.RESULTS, help="folder of results and plots")
-    add("--piece", type=int, help="tokens of a prompt that one call reads; 128, and 32 if small")
-    add("--small", action="store_true", help="tiny models on any device: does it work?")
-    return parser.parse_args(command_line)
+def cells(row: dict[str, Any]) -> dict[str, Any]:
+    full, arrivals = row["full"], row["arrivals"]
+    return {
+        "slots": row["slots"],
+        "drafter": row["drafter"],
+        "bare": f"{row['bare_ms']:.2f}",
+        "full": f"{full['ms']:.2f}",
+        "host share": f"{row['host_share']:.1%}",
+        "tokens/s": f"{full['tokens_per_second']:.0f}",
+        "waits": f"{full['wait_ms']:.2f}",
+        "p50": f"{arrivals['p50']:.2f}",
+        "p99": f"{arrivals['p99']:.2f}",
+        "p99/p50": f"{arrivals['p99'] / arrivals['p50']:.2f}",
+        "queue": f"{arrivals['queue_ms']:.1f}",
+    }
 
 
 def main(command_line: list[str] | None = None) -> int:
-    options = parse(command_line)
-    if jax.default_backend() != "gpu" and not options.small:
-        print(f"bench_serving_gpu: nothing to measure, JAX runs on {jax.default_backend()}")
+    parser = measure.gpu_parser(__doc__, repeats=3, seconds=210, threads=6)
+    add = parser.add_argument
+    add("--slots", type=int, nargs="+", default=[8, 32, 1])
+    add("--drafters", nargs="+", default=["lookup", "model"])
+    add("--steps", type=int, default=60, help="of a run with all slots busy; some 80 at most")
+    add("--arrivals", type=int, default=400, help="steps while requests arrive")
+    add("--piece", type=int, help="tokens of a prompt that one call reads; 128, and 32 if tiny")
+    options = parser.parse_args(command_line)
+    if measure.lacks_gpu(options):
         return 0
-    begin = time.perf_counter()
-
-    def say(text: str) -> None:
-        print(f"{time.perf_counter() - begin:4.0f} s  {text}", flush=True)
-
-    sizes = SMALL if options.small else LARGE
+    clock = measure.Clock(options.seconds)
+    sizes = SMALL if options.tiny else LARGE
     if options.piece is not None:
         sizes = dataclasses.replace(sizes, prefill_sizes=(sizes.prompt, options.piece))
     weights = {
-        name: serving_programs.random_params(
-            sd.models.Llama(getattr(sizes, name), "bfloat16"), seed
-        )
+        name: llamas.random_params(sd.models.Llama(getattr(sizes, name), "bfloat16"), seed)
         for seed, name in enumerate(("target", "drafter"))
     }
     jax.block_until_ready(weights)
-    run = {**measure.environment(), "sizes": dataclasses.asdict(sizes), "k": K}
-    say("weights")
+    clock.say("weights")
     cases = [
-        Case(sizes, int(slots), drafter, weights)
-        for slots in options.slots.split(",")
-        for drafter in options.drafters.split(",")
+        Case(sizes, slots, drafter, weights)
+        for slots in options.slots
+        for drafter in options.drafters
     ]
-    path = options.output / ("serving_small.json" if options.small else "serving_gpu.json")
-    before, rows = measure.load(path), []
+    results = measure.Results(
+        "serving_gpu", IDENTITY, options.output, sizes=dataclasses.asdict(sizes), k=K
+    )
     with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
         compiled = [pool.submit(case.compile) for case in cases]
         concurrent.futures.wait(compiled)
     for case, seconds in zip(cases, compiled, strict=True):
         name = f"{case.slots} slots, {case.drafter}"
-        if time.perf_counter() - begin > options.seconds:
-            say(f"left out: {name}")
+        if clock.is_late(name):
             continue
         try:
-            say(f"{name}: compiled in {seconds.result():.0f} s")
-            rows += measure_case(case, options)
+            clock.say(f"{name}: compiled in {seconds.result():.0f} s")
+            results.add([measure_case(case, options)])
         except Exception:  # one must not cost the others
-            say(f"{name}: {traceback.format_exc(limit=-3)}")
+            clock.say(f"{name}: {traceback.format_exc(limit=-3)}")
             continue
-        measure.write(path, measure.merge(before, run, rows, IDENTITY))
-        say(f"{name}: measured")
-    Console(width=130).print(table(sorted(rows, key=lambda row: row["slots"])))
-    print("wrote", path.name, *(p.name for p in plots.draw(path)))
+        clock.say(f"{name}: measured")
+    rows = sorted(results.rows, key=lambda row: row["slots"])
+    measure.show("Milliseconds of a step; host share with all slots busy", list(map(cells, rows)))
     return 0
 
 

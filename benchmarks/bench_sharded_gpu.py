@@ -7,20 +7,17 @@ before (see `chain.py` for the traps). All ways take turns in one process:
 - "gathered": an all-gather of target and draft logits, then verification on every device;
 - "one": all logits on one device;
 - "empty": the collectives of "split" and nothing else;
-- "split in graphs", "split in order" and so on: the same with XLA's options of that name.
+- "split in graphs", "empty in graphs": the same in CUDA graphs.
 
 What is compared also gives the same tokens: "split" against "one", with the same keys.
 """
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import dataclasses
 import functools
 import math
-import pathlib
-import time
 import traceback
 from typing import Any
 
@@ -41,13 +38,10 @@ from jax_specdec._src.verify.draw import tiles_of_part
 AXIS = "vocabulary"
 WAYS = ("split", "gathered", "one", "empty", "split in graphs", "empty in graphs")
 GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES"
-ORDER = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
 COMPILER_OPTIONS = {
     "": {},
-    "order": ORDER,
     "graphs": {"xla_gpu_enable_command_buffer": GRAPHS, "xla_gpu_graph_min_graph_size": 1},
 }
-COMPILER_OPTIONS["ordered graphs"] = COMPILER_OPTIONS["graphs"] | ORDER
 IDENTITY = ("kind", "name", "batch", "k", "vocabulary", "dtype", "devices", "way")
 FIRST_SEED = 9
 LEAST_CALLS = {1: 600, 64: 400, 256: 200}
@@ -245,62 +239,49 @@ def specs(inputs: Any) -> Any:
     return jax.tree.map(lambda x: P(None, AXIS) if x.ndim == 2 else P(), inputs)
 
 
-def parse(command_line: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def main(command_line: list[str] | None = None) -> int:
+    parser = measure.gpu_parser(__doc__, repeats=7, seconds=200, threads=6)
     add = parser.add_argument
     add("--devices", type=int, help="of this machine; all of them if not given")
-    add("--batches", default="1,64,256")
-    add("--ways", default=",".join(WAYS), help="some of these")
-    add("--repeats", type=int, default=7)
+    add("--batches", type=int, nargs="+", default=[1, 64, 256])
+    add("--ways", nargs="+", choices=WAYS, default=WAYS)
     add("--draws", type=int, default=20, help="batches compared; 0 for none")
     add("--inputs", type=int, default=2, help="different inputs; each is a call to compile")
-    add("--seconds", type=float, default=200, help="begin no case after these")
-    add("--threads", type=int, default=6, help="that compile")
-    add("--output", type=pathlib.Path, default=measure.RESULTS, help="folder of results")
-    add("--tiny", action="store_true", help="check the harness, on any devices")
     options = parser.parse_args(command_line)
-    options.ways = options.ways.split(",")
-    options.batches = [int(n) for n in options.batches.split(",")]
-    return options
-
-
-def main(command_line: list[str] | None = None) -> int:
-    options = parse(command_line)
     devices = jax.devices()[: options.devices]
-    if not options.tiny and (jax.default_backend() != "gpu" or len(devices) < 2):
-        where = f"{len(devices)} x {jax.default_backend()}"
-        print(f"bench_sharded_gpu: nothing to measure on {where}, it takes two GPUs")
+    if measure.lacks_gpu(options):
         return 0
-    begin = time.perf_counter()
-    run = measure.environment() | {"devices": len(devices)}
-    path = options.output / "sharded_gpu.json"
-    before, rows = measure.load(path), []
+    if not options.tiny and len(devices) < 2:
+        print("nothing to measure, it takes two GPUs")
+        return 0
+    clock = measure.Clock(options.seconds)
+    results = measure.Results("sharded_gpu", IDENTITY, options.output, devices=len(devices))
     mesh = Mesh(np.array(devices), (AXIS,))
-    print(f"{len(devices)} x {run['device']}, JAX {run['jax']}", flush=True)
+    shown = []
     with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
         for case in cases(options.tiny, options.batches):
-            if time.perf_counter() - begin > options.seconds:
-                print("left out:", case.label, flush=True)
+            if clock.is_late(case.label):
                 continue
             study = Study(case, mesh, options, pool)
-            new = study.rows()
+            rows = study.rows()
+            shown += [
+                {
+                    "B": case.batch,
+                    "way": row["way"],
+                    "us a call": f"{row['call_us']:.1f}",
+                    "emitted": f"{row['emitted_per_request']:.2f}",
+                }
+                for row in rows
+            ]
             if len(study.once) == 2:
-                new.append(study.disagreements())
-            rows += new
-            measure.write(path, measure.merge(before, run, rows, IDENTITY))
-            for row in new:
-                figures = (
-                    f"{row['call_us']:.1f} us a call, {row['emitted_per_request']:.2f} emitted"
-                    if row["kind"] == "time"
-                    else f"{len(row['margins'])} of {row['decisions']} decisions differ, "
-                    f"margins {row['margins']}"
-                )
-                seconds = time.perf_counter() - begin
-                print(f"{seconds:4.0f} s  B={case.batch}, {row['way']}: {figures}", flush=True)
-    if not rows:
-        print("nothing was measured")
-        return 1
-    return 0 if all(row.get("ok", True) for row in rows) else 1
+                rows.append(study.disagreements())
+            results.add(rows)
+            clock.say(f"{case.label}: measured")
+    measure.show(f"{len(devices)} x {results.run['device']}", shown)
+    bad = [row for row in results.rows if not row.get("ok", True)]
+    for row in bad:
+        print(f"FAILED: B = {row['batch']}: margins {row['margins']}")
+    return 1 if bad or not shown else 0
 
 
 if __name__ == "__main__":

@@ -15,11 +15,9 @@ hide behind a sweep, so a cold figure is what memory costs, the other what launc
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import functools
 import math
-import pathlib
 import time
 import traceback
 from typing import Any
@@ -31,8 +29,6 @@ import jax
 import measure
 import plots
 import verify_cases
-from rich.console import Console
-from rich.table import Table
 from verify_cases import Case, Variant
 
 IDENTITY = (
@@ -151,7 +147,7 @@ class Job:
         }
 
 
-def compile_jobs(cases: list[Case], options: Any, pool: Any) -> list[tuple[Case, list[Job]]]:
+def compile_jobs(cases: list[Case], options: Any, pool: Any) -> list[list[Job]]:
     """All programs of a few cases; a program that fails is reported and left out."""
     wanted = {
         case: [v for v in case.variants if v.implementation in options.implementations]
@@ -181,9 +177,8 @@ def compile_jobs(cases: list[Case], options: Any, pool: Any) -> list[tuple[Case,
 
     cases = [case for case in cases if wanted[case]]
     sets = {case: pool.submit(make, case) for case in cases}
-    jobs = {c: [pool.submit(compiled, c, v, sets[c]) for v in wanted[c]] for c in cases}
-    results = {case: [job.result() for job in of_case] for case, of_case in jobs.items()}
-    return [(case, [job for job in of if job is not None]) for case, of in results.items()]
+    jobs = [[pool.submit(compiled, c, v, sets[c]) for v in wanted[c]] for c in cases]
+    return [[job for one in of_case if (job := one.result()) is not None] for of_case in jobs]
 
 
 def measure_case(jobs: list[Job], repeats: int, profile: bool) -> list[dict[str, Any]]:
@@ -199,48 +194,28 @@ def measure_case(jobs: list[Job], repeats: int, profile: bool) -> list[dict[str,
     ]
 
 
-def line(row: dict[str, Any], bandwidth: float | None) -> list[str]:
-    """Cells of the table."""
-
+def cells(row: dict[str, Any], bandwidth: float | None) -> dict[str, str]:
     def number(x: float | None, digits: int = 1) -> str:
         return "-" if x is None else f"{x:.{digits}f}"
 
     rate = row["bytes_read"] / ((row["kernel_us"] or row["call_us"]) * 1e-6)
     how = "cold" if row["cold"] else "noise given" if row["noise_given"] else "keys"
-    return [
-        row["name"],
-        str(row["batch"]),
-        row["implementation"],
-        how + (", in cache" if row["fits_cache"] else ""),
-        number(row["emitted_per_request"], 2),
-        number(row["call_us"]),
-        number(row["goal"] if row["implementation"] == "mosaic_gpu" else None, 0),
-        number(row["kernel_us"]),
-        number(row["launches"], 2),
-        number(row["bytes_read"] / 1e6, 2),
-        number(row["draft_bytes"] / 1e6, 2) if "draft_bytes" in row else "-",
-        number(row["call_us"] / row["bytes_read"] * 1e6, 3),
-        number(rate / 1e12, 2),
-        "-" if bandwidth is None else f"{rate / bandwidth:.0%}",
-    ]
-
-
-COLUMNS = (
-    *("case", "B", "backend", "how", "emitted", "call us", "goal", "kernels us", "launches"),
-    *("MB", "drafts MB", "us/MB", "TB/s", "of copy"),
-)
-
-
-def table(document: dict[str, Any]) -> Table:
-    """All that is in a result file."""
-    result = Table(title="Rates are bytes over kernel time, or over call time where there is none")
-    for i, column in enumerate(COLUMNS):
-        result.add_column(column, justify="left" if i in (0, 2, 3) else "right")
-    for row in document["rows"]:
-        if row["kind"] == "time":
-            run = document["runs"][row["run"]]
-            result.add_row(*line(row, run.get("copy_bytes_per_second")))
-    return result
+    return {
+        "case": row["name"],
+        "B": str(row["batch"]),
+        "backend": row["implementation"],
+        "how": how + (", in cache" if row["fits_cache"] else ""),
+        "emitted": number(row["emitted_per_request"], 2),
+        "call us": number(row["call_us"]),
+        "goal": number(row["goal"] if row["implementation"] == "mosaic_gpu" else None, 0),
+        "kernels us": number(row["kernel_us"]),
+        "launches": number(row["launches"], 2),
+        "MB": number(row["bytes_read"] / 1e6, 2),
+        "drafts MB": number(row["draft_bytes"] / 1e6, 2) if "draft_bytes" in row else "-",
+        "us/MB": number(row["call_us"] / row["bytes_read"] * 1e6, 3),
+        "TB/s": number(rate / 1e12, 2),
+        "of copy": "-" if bandwidth is None else f"{rate / bandwidth:.0%}",
+    }
 
 
 def kernel_config(text: str) -> Any:
@@ -251,48 +226,26 @@ def kernel_config(text: str) -> Any:
     return KernelConfig(**{name: int(value) for name, value in pairs})
 
 
-def parse(command_line: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def main(command_line: list[str] | None = None) -> int:
+    parser = measure.gpu_parser(__doc__, repeats=7, seconds=3600, threads=8)
     add = parser.add_argument
     add("--only", action="append", help="cases whose 'NAME, B=N' contains this; may be repeated")
-    add("--implementations", default="mosaic_gpu,xla,plain", help="some of these")
-    add("--seconds", type=float, default=3600, help="begin nothing after these")
-    add("--repeats", type=int, default=7)
+    add("--implementations", nargs="+", choices=INPUTS, default=list(INPUTS))
     add("--draws", type=int, default=500, help="batches per case compared; 0 for none")
     add("--inputs", type=int, help="different inputs at most; each is a call to compile")
-    add("--threads", type=int, default=8, help="that compile")
     add("--kernel-config", type=kernel_config, help="such as max_cluster=4,rows_at_once=2")
-    add("--output", type=pathlib.Path, default=measure.RESULTS, help="folder of results and plots")
     add("--name", default="verify_gpu", help="of the result file")
-    add("--tiny", action="store_true", help="check the harness, on any device")
     options = parser.parse_args(command_line)
-    options.implementations = options.implementations.split(",")
-    return options
-
-
-def main(command_line: list[str] | None = None) -> int:
-    options = parse(command_line)
-    on_gpu = jax.default_backend() == "gpu"
-    if not on_gpu and not options.tiny:
-        print(f"bench_verify_gpu: nothing to measure, JAX runs on {jax.default_backend()}")
+    if measure.lacks_gpu(options):
         return 0
-    begin = time.perf_counter()
-    run = measure.environment()
-    if on_gpu:
-        run["copy_bytes_per_second"] = measure.copy_bandwidth()
-        print(f"{run['device']}: copies {run['copy_bytes_per_second'] / 1e12:.2f} TB/s", flush=True)
-    path = options.output / f"{options.name}.json"
-    before, rows = measure.load(path), []
+    on_gpu = jax.default_backend() == "gpu"
+    clock = measure.Clock(options.seconds)
+    about = {"copy_bytes_per_second": measure.copy_bandwidth()} if on_gpu else {}
+    results = measure.Results(options.name, IDENTITY, options.output, **about)
+    clock.say(results.run["device"], about)
 
     def chosen(case: Case, kind: str = "") -> bool:
         return not options.only or any(part in kind + case.label for part in options.only)
-
-    def add(new: list[dict[str, Any]]) -> None:
-        rows.extend(new)
-        measure.write(path, measure.merge(before, run, rows, IDENTITY))
-
-    def late() -> bool:
-        return time.perf_counter() - begin > options.seconds
 
     cases = [c for c in (verify_cases.TINY if options.tiny else verify_cases.CASES) if chosen(c)]
     swept = [c for c in verify_cases.TINY if options.tiny] or verify_cases.SWEPT
@@ -302,39 +255,41 @@ def main(command_line: list[str] | None = None) -> int:
     with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
         for first in range(0, len(cases), GROUP):
             group = cases[first : first + GROUP]
-            if late():
-                print("left out:", *(case.label for case in group), flush=True)
+            if clock.is_late(*(case.label for case in group)):
                 continue
-            for case, jobs in compile_jobs(group, options, pool):
-                try:
-                    new = measure_case(jobs, options.repeats, profile=on_gpu)
-                except Exception:
-                    print(f"{case.label}:", traceback.format_exc(limit=-2), flush=True)
-                    continue
-                add(new)
+            for jobs in compile_jobs(group, options, pool):
+                new = _quietly(measure_case, jobs, options.repeats, on_gpu) or []
+                results.add(new)
                 for row in new:
-                    seconds = time.perf_counter() - begin
-                    cells = zip(COLUMNS, line(row, run.get("copy_bytes_per_second")), strict=True)
-                    print(f"{seconds:4.0f} s ", *(f"{n} {v}," for n, v in cells), flush=True)
+                    shown = cells(row, about.get("copy_bytes_per_second"))
+                    clock.say(*(f"{name} {cell}," for name, cell in shown.items()))
         backends = ("xla", "mosaic_gpu" if on_gpu else "xla")
         sweep = functools.partial(
             disagreements.sweep, backends=backends, kernel_config=options.kernel_config
         )
-        if swept and not late():  # compile all, then compare
+        if swept and not clock.is_late("disagreements"):  # compile all, then compare
             list(pool.map(lambda case: _quietly(sweep, case, 1), swept))
             for case in swept:
-                if late():
-                    print("left out: disagreements:", case.label, flush=True)
-                elif (found := _quietly(sweep, case, options.draws)) is not None:
-                    add([found])
-                    print({k: v for k, v in found.items() if k != "kind"}, flush=True)
+                if clock.is_late("disagreements:", case.label):
+                    continue
+                if (found := _quietly(sweep, case, options.draws)) is not None:
+                    results.add([found])
+                    clock.say({k: v for k, v in found.items() if k != "kind"})
 
-    document = measure.load(path)
-    if document is None:
+    document = results.document
+    if not document["rows"]:
         print("nothing was measured")
         return 1
-    Console(width=160).print(table(document))
-    print("wrote", path.name, *(p.name for p in plots.draw(path)))
+    measure.show(
+        "Rates are bytes over kernel time, or over call time where there is none",
+        [
+            cells(row, document["runs"][row["run"]].get("copy_bytes_per_second"))
+            for row in document["rows"]
+            if row["kind"] == "time"
+        ],
+        width=160,
+    )
+    print("wrote", results.path.name, *(p.name for p in plots.draw(results.path)))
     bad = [r for r in document["rows"] if r["kind"] == "disagreements" and not r["ok"]]
     for row in bad:
         print(f"FAILED: backends differ by more than rounding: {row['name']}: {row['margins']}")

@@ -24,14 +24,12 @@ log-probability of the last token.
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import dataclasses
 import functools
 import itertools
 import os
 import pathlib
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -46,8 +44,6 @@ import plots
 import verify_cases
 import vllm_sampler
 from bench_verify_gpu import CACHE_BYTES, FIRST_SEED, num_inputs, num_laps, num_trips
-from rich.console import Console
-from rich.table import Table
 from verify_cases import Case, Variant
 
 import jax_specdec as sd
@@ -401,105 +397,98 @@ def agreement(case: Case, module: Any, options: Any) -> list[dict[str, Any]]:
     ]
 
 
-def table(document: dict[str, Any]) -> Table:
-    """Times of a result file, each with its ratio to ours, and the comparisons."""
-    result = Table(title="us per call; ratios to ours")
-    for i, column in enumerate(
-        ("T", "B", "way", "emitted", "call", "ratio", "kernels", "launches")
-    ):
-        result.add_column(column, justify="left" if i == 2 else "right")
+def cells(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Times of a result file, each with its ratio to ours."""
     rows = [row for row in document["rows"] if row["kind"] == "vllm"]
     base = {(r["temperature"], r["batch"]): r["call_us"] for r in rows if r["way"] == "ours"}
-    for row in rows:
-        kernel_us, launches = row["kernel_us"], row["launches"]
-        ours = base.get((row["temperature"], row["batch"]))
-        result.add_row(
-            f"{row['temperature']:g}",
-            str(row["batch"]),
-            row["way"],
-            f"{row['emitted_per_request']:.2f}",
-            f"{row['call_us']:.1f}",
-            "-" if ours is None else f"{row['call_us'] / ours:.2f}",
-            "-" if kernel_us is None else f"{kernel_us:.1f}",
-            "-" if launches is None else f"{launches:.1f}",
-        )
-    return result
+
+    def number(x: float | None, digits: int = 1) -> str:
+        return "-" if x is None else f"{x:.{digits}f}"
+
+    return [
+        {
+            "T": f"{row['temperature']:g}",
+            "B": row["batch"],
+            "way": row["way"],
+            "emitted": number(row["emitted_per_request"], 2),
+            "call us": number(row["call_us"]),
+            "to ours": number(row["call_us"] / base[row["temperature"], row["batch"]], 2),
+            "kernels us": number(row["kernel_us"]),
+            "launches": number(row["launches"]),
+        }
+        for row in rows
+    ]
 
 
-def parse(command_line: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def main(command_line: list[str] | None = None) -> int:
+    parser = measure.gpu_parser(__doc__, repeats=7, seconds=3600, threads=12)
     add = parser.add_argument
     add("--vllm-files", type=pathlib.Path, metavar="DIR", help="has files of its wheel")
     add("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
     add("--temperatures", type=float, nargs="+", default=[0.8, 1.0])
-    add("--repeats", type=int, default=7)
     add("--draws", type=int, default=4096, help="verifications compared per case; 0 for none")
-    add("--threads", type=int, default=12, help="that compile")
-    add("--output", type=pathlib.Path, default=measure.RESULTS, help="folder of results and plots")
-    add("--tiny", action="store_true", help="check the harness, without a GPU")
-    return parser.parse_args(command_line)
-
-
-def main(command_line: list[str] | None = None) -> int:
-    options = parse(command_line)
+    options = parser.parse_args(command_line)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory too
-    options.on_gpu = jax.default_backend() == "gpu"
-    if not options.on_gpu and not options.tiny:
-        print(f"bench_vllm_gpu: nothing to measure, JAX runs on {jax.default_backend()}")
+    if measure.lacks_gpu(options):
         return 0
     if options.vllm_files is None:  # as in `make bench`
-        print("bench_vllm_gpu: nothing to measure, --vllm-files names no folder")
+        print("nothing to measure, --vllm-files names no folder")
         return 0
+    options.on_gpu = jax.default_backend() == "gpu"
     if not options.on_gpu:
         os.environ["TRITON_INTERPRET"] = "1"
-    run = measure.environment() | vllm_sampler.provenance(options.vllm_files)
     import torch
     import triton
 
-    run |= {"torch": torch.__version__, "triton": triton.__version__}
-    for folder in (options.vllm_files, options.output):
-        run["command"] = run["command"].replace(str(folder), "DIR")
+    results = measure.Results(
+        "vllm_gpu",
+        IDENTITY,
+        options.output,
+        torch=torch.__version__,
+        triton=triton.__version__,
+        **vllm_sampler.provenance(options.vllm_files),
+    )
+    command = results.run["command"].replace(str(options.vllm_files), "DIR")
+    results.run["command"] = command
     options.device = torch.device("cuda" if options.on_gpu else "cpu")
     module = vllm_sampler.load(options.vllm_files)
-    path, begin = options.output / "vllm_gpu.json", time.perf_counter()
-    before, rows = measure.load(path), []
-
-    def say(*words: Any) -> None:
-        print(f"{time.perf_counter() - begin:4.0f} s ", *words, flush=True)
-
-    def save(new: list[dict[str, Any]]) -> None:
-        rows.extend(new)
-        measure.write(path, measure.merge(before, run, rows, IDENTITY))
-
+    clock = measure.Clock(options.seconds)
     vocabulary = 300 if options.tiny else verify_cases.V
     cases = [
         Case(verify_cases.STANDARD, batch, vocabulary=vocabulary, temperature=temperature)
         for temperature, batch in itertools.product(options.temperatures, options.batches)
     ]
     ours = compile_ours(cases[: len(options.batches)], options)
-    say("compiled")
+    clock.say("compiled")
     for case in cases if options.draws else ():
-        save(agreement(case, module, options))
-        for row in rows[-2:]:
-            say(label(row), f"emitted {row['emitted_per_request']:.3f},",
-                f"expected {row['expected']:.3f}, z", *row["z"])  # fmt: skip
+        results.add(agreement(case, module, options))
+        for row in results.rows[-2:]:
+            clock.say(label(row), f"emitted {row['emitted_per_request']:.3f},",
+                      f"expected {row['expected']:.3f}, z", *row["z"])  # fmt: skip
     timed = []
     for case in cases:
+        if clock.is_late(case.label):
+            continue
         timed.append(time_case(case, ours[case.batch], module, options))
-        save(timed[-1])
-        say(*(f"{label(row)} {row['call_us']:.1f} us," for row in timed[-1]))
+        results.add(timed[-1])
+        clock.say(*(f"{label(row)} {row['call_us']:.1f} us," for row in timed[-1]))
     if options.on_gpu:  # last: all else is saved should a profiler fail
         try:
             for of_case in timed:
                 add_kernels(of_case, ours[of_case[0]["batch"]], module, options)
-                save([])
-            run["copy_bytes_per_second"] = measure.copy_bandwidth()
-            save([])
+                results.add()
+            results.run["copy_bytes_per_second"] = measure.copy_bandwidth()
+            results.add()
         except Exception:
             print("no kernel times:", traceback.format_exc(limit=-3), flush=True)
-        say("profiled")
-    report(path)
-    bad = [row for row in rows if row["kind"] == "agreement" and not row["ok"]]
+        clock.say("profiled")
+    print("wrote", results.path.name, *(drawn.name for drawn in plots.draw(results.path)))
+    for row in results.rows:
+        if row["way"] == VLLM and row.get("kernels"):
+            kernels = sorted(row["kernels"].items(), key=lambda item: -item[1][1])
+            print(label(row), *(f"{us:.1f} us {name[:40]};" for name, (_, us) in kernels))
+    measure.show("us per call; ratios to ours", cells(results.document))
+    bad = [row for row in results.rows if row["kind"] == "agreement" and not row["ok"]]
     for row in bad:
         print(f"FAILED: {label(row)} differs from the rule: z = {row['z']}")
     return 1 if bad else 0
@@ -519,18 +508,6 @@ def compile_ours(cases: list[Case], options: Any) -> dict[int, dict[str, Ours]]:
 
 def label(row: dict[str, Any]) -> str:
     return f"{row['way']}, T = {row['temperature']:g}, B = {row['batch']}:"
-
-
-def report(path: pathlib.Path) -> None:
-    """Draw a result file, and print what is in it."""
-    document = measure.load(path)
-    assert document is not None
-    print("wrote", path.name, *(drawn.name for drawn in plots.draw(path)))
-    for row in document["rows"]:
-        if row["way"] == VLLM and row.get("kernels"):
-            kernels = sorted(row["kernels"].items(), key=lambda item: -item[1][1])
-            print(label(row), *(f"{us:.1f} us {name[:40]};" for name, (_, us) in kernels))
-    Console(width=100).print(table(document))
 
 
 if __name__ == "__main__":

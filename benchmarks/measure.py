@@ -1,7 +1,8 @@
-"""Run things in turn, take medians, add up kernel times, keep every sample."""
+"""What the benchmarks share: options, runs in turn, medians, kernel times, tables, result files."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import math
@@ -11,18 +12,64 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jaxlib
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 _PAUSE = 0.03
 """Seconds before each run: XLA frees the last run's buffers after its results are ready, and the
 next run would pay for it."""
 
 RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def parser(doc: str | None, repeats: int) -> argparse.ArgumentParser:
+    """Options of every benchmark."""
+    result = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    result.add_argument("--repeats", type=int, default=repeats)
+    return result
+
+
+def gpu_parser(
+    doc: str | None, repeats: int, seconds: float, threads: int
+) -> argparse.ArgumentParser:
+    """Options of every benchmark of a GPU, besides its own."""
+    result = parser(doc, repeats)
+    add = result.add_argument
+    add("--seconds", type=float, default=seconds, help="begin nothing after these")
+    add("--threads", type=int, default=threads, help="that compile")
+    add("--output", type=pathlib.Path, help="folder of results and plots (default: results)")
+    add("--tiny", action="store_true", help="small shapes on any device: does it work?")
+    return result
+
+
+def lacks_gpu(options: argparse.Namespace) -> bool:
+    """Whether there is nothing to measure; then it says so."""
+    lacks = jax.default_backend() != "gpu" and not options.tiny
+    if lacks:
+        print(f"nothing to measure, JAX runs on {jax.default_backend()}")
+    return lacks
+
+
+class Clock:
+    """Says what has happened, and leaves out what would begin too late."""
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        self._begin, self._seconds = time.perf_counter(), seconds
+
+    def say(self, *words: Any) -> None:
+        print(f"{time.perf_counter() - self._begin:4.0f} s ", *words, flush=True)
+
+    def is_late(self, *what: Any) -> bool:
+        late = time.perf_counter() - self._begin > self._seconds
+        if late:
+            self.say("left out:", *what)
+        return late
 
 
 def alternate(
@@ -132,6 +179,18 @@ def _processor() -> str:
     return f"{len(names)} x {names[0]}" if names else platform.processor()
 
 
+def show(title: str, rows: Sequence[Mapping[str, Any]], width: int = 120) -> None:
+    """Print a table; each row has a cell for every heading."""
+    table = Table(title=title)
+    for heading in rows[0] if rows else ():
+        cells = [str(row[heading]) for row in rows]
+        is_number = all(cell[:1] in "-0123456789" for cell in cells)
+        table.add_column(heading, justify="right" if is_number else "left")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console(width=width).print(table)
+
+
 def merge(
     document: dict[str, Any] | None,
     run: dict[str, Any],
@@ -180,9 +239,35 @@ def write(path: pathlib.Path, document: dict[str, Any]) -> None:
     unfinished.replace(path)
 
 
-def save(name: str, rows: list[dict[str, Any]]) -> pathlib.Path:
-    """Write `results/NAME.json`: environment and rows, raw samples included."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
-    return path
+class Results:
+    """A result file that several runs share: what each of them depends on, and their rows.
+
+    Args:
+      name: of the file.
+      identity: keys of a row. New rows replace those in the file that agree with them in all of
+        these, so all of them if there are none.
+      folder: None for `RESULTS`.
+      about: what this run depends on, besides `environment`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        identity: tuple[str, ...] = (),
+        folder: pathlib.Path | None = None,
+        **about: Any,
+    ) -> None:
+        self.path = (folder or RESULTS) / f"{name}.json"
+        self.run = environment() | about
+        self.rows: list[dict[str, Any]] = []
+        self._identity, self._before = identity, load(self.path)
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """What is in the file."""
+        return merge(self._before, self.run, self.rows, self._identity)
+
+    def add(self, rows: Sequence[dict[str, Any]] = ()) -> None:
+        """Save some more rows of this run."""
+        self.rows += rows
+        write(self.path, self.document)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import measure
@@ -37,8 +37,8 @@ def time_against_batch(document: dict[str, Any]) -> Figure | None:
     ]
     if not names:
         return None
-    figure = Figure(figsize=(4.6 * len(names), 4.4), layout="constrained")
-    for ax, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+    figure, panels = _panels(names)
+    for name, ax in panels.items():
         rows = sorted((r for r in times(document) if r["name"] == name), key=lambda r: r["batch"])
         for implementation, style in STYLE.items():
             mine = [r for r in rows if r["implementation"] == implementation and not r["cold"]]
@@ -58,12 +58,7 @@ def time_against_batch(document: dict[str, Any]) -> Figure | None:
         if floors:
             ax.plot(*zip(*floors, strict=True), "k--", linewidth=1,
                     label="bytes at copy bandwidth")  # fmt: skip
-        ax.set(xscale="log", yscale="log", title=name, xlabel="requests B")
-        ax.set_ylabel("microseconds per call")
-        batches = sorted({r["batch"] for r in rows})
-        ax.set_xticks(batches, [str(b) for b in batches])
-        ax.minorticks_off()
-        _finish(ax)
+        _finish_over_batch(ax, name, rows)
     return figure
 
 
@@ -142,36 +137,6 @@ def vocabularies(document: dict[str, Any]) -> Figure | None:
     return figure
 
 
-def throughput(document: dict[str, Any]) -> Figure | None:
-    """Tokens per second over the acceptance length, against plain decoding and the model."""
-    rows = [r for r in document["rows"] if r["kind"] == "speculative"]
-    if not rows:
-        return None
-    batches = sorted({r["batch"] for r in rows})
-    figure = Figure(figsize=(4.6 * len(batches), 4.4), layout="constrained")
-    for ax, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
-        mine = sorted((r for r in rows if r["batch"] == batch), key=lambda r: r["length"])
-        lengths = [r["length"] for r in mine]
-        plain = mine[0]["plain_tokens_per_second"]
-        ax.plot(lengths, [r["tokens_per_second"] / plain for r in mine], label="measured",
-                **STYLE["mosaic_gpu"])  # fmt: skip
-        ax.plot(lengths, [r["model_speedup"] for r in mine], "k--", linewidth=1,
-                label="length / (1 + K draft cost)")  # fmt: skip
-        ax.plot(lengths, [r["model_speedup_with_pass"] for r in mine], "k-.", linewidth=1,
-                label="the same, with the measured cost of a pass")  # fmt: skip
-        ax.axhline(1, color="k", linestyle=":", label="plain decoding")
-        share = max(r["verification_share"] for r in mine)
-        ax.set(
-            title=f"B = {batch}: plain {plain:.0f} tokens/s, verification up to {share:.1%}",
-            xlabel="tokens emitted per step",
-            ylabel="tokens per second, over plain decoding",
-        )
-        ax.set_ylim(bottom=0)
-        ax.title.set_size("medium")
-        _finish(ax)
-    return figure
-
-
 WAYS = {
     "split": ("logits stay split", STYLE["mosaic_gpu"]),
     "gathered": ("gathered first", STYLE["xla"]),
@@ -185,9 +150,8 @@ def against_devices(document: dict[str, Any]) -> Figure | None:
     rows = [r for r in document["rows"] if r["kind"] == "time" and "way" in r]
     if not rows:
         return None
-    batches = sorted({r["batch"] for r in rows})
-    figure = Figure(figsize=(4.6 * len(batches), 4.4), layout="constrained")
-    for ax, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
+    figure, panels = _panels(sorted({r["batch"] for r in rows}))
+    for batch, ax in panels.items():
         for way, (label, style) in WAYS.items():
             mine = [r for r in rows if (r["batch"], r["way"]) == (batch, way)]
             mine.sort(key=lambda r: r["devices"])
@@ -215,76 +179,12 @@ def beside_vllm(document: dict[str, Any]) -> Figure | None:
     rows = [r for r in document["rows"] if r["kind"] == "vllm"]
     if not rows:
         return None
-    temperatures = sorted({r["temperature"] for r in rows})
-    figure = Figure(figsize=(4.6 * len(temperatures), 4.4), layout="constrained")
-    axes = figure.subplots(1, len(temperatures), squeeze=False)[0]
-    for ax, temperature in zip(axes, temperatures, strict=True):
+    figure, panels = _panels(sorted({r["temperature"] for r in rows}))
+    for temperature, ax in panels.items():
         for way, style in BESIDE_VLLM.items():
             mine = [r for r in rows if (r["temperature"], r["way"]) == (temperature, way)]
             ax.plot(*_xy(sorted(mine, key=lambda r: r["batch"]), "call_us"), label=way, **style)
-        ax.set(xscale="log", yscale="log", title=f"temperature {temperature:g}")
-        ax.set(xlabel="requests B", ylabel="microseconds per call")
-        batches = sorted({r["batch"] for r in rows})
-        ax.set_xticks(batches, [str(b) for b in batches])
-        ax.minorticks_off()
-        _finish(ax)
-    return figure
-
-
-SERVING = {"old": STYLE["xla"], "new": STYLE["mosaic_gpu"]}
-
-
-def _serving(document: dict[str, Any]) -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
-    """Rows by way, by drafter and slots."""
-    found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
-    for row in document["rows"]:
-        if row["kind"] == "serving":
-            found.setdefault((row["drafter"], row["slots"]), {})[row["way"]] = row
-    return dict(sorted(found.items()))
-
-
-def parts_of_a_step(document: dict[str, Any]) -> Figure | None:
-    """Milliseconds of a step with all slots busy: the host works, and waits for the device."""
-    cases = _serving(document)
-    if not cases:
-        return None
-    figure = Figure(figsize=(1.3 * len(cases) + 2.5, 4.4), layout="constrained")
-    ax = figure.subplots()
-    for x, rows in enumerate(cases.values()):
-        for offset, (way, style) in zip((-0.2, 0.2), SERVING.items(), strict=True):
-            full = rows[way]["full"]
-            works = full["ms"] - full["wait_ms"]
-            label = f"{way}: the host " if x == 0 else None
-            ax.bar(x + offset, works, 0.36, color=style["color"], label=label and label + "works")
-            ax.bar(x + offset, full["wait_ms"], 0.36, bottom=works, color=style["color"],
-                   alpha=0.4, label=label and label + "waits")  # fmt: skip
-        bare = rows["new"]["bare_ms"]
-        ax.plot([x - 0.4, x + 0.4], [bare, bare], "k--", label=None if x else "the bare step")
-    ax.set_xticks(range(len(cases)), [f"{slots} slots\n{name}" for name, slots in cases])
-    ax.set(ylabel="milliseconds of a step")
-    _finish(ax)
-    return figure
-
-
-def steps_in_time(document: dict[str, Any]) -> Figure | None:
-    """Milliseconds of each step while requests arrive; crosses where some were admitted."""
-    cases = _serving(document)
-    if not cases:
-        return None
-    columns = len({slots for _, slots in cases})
-    figure = Figure(figsize=(4.6 * columns, 3.2 * -(-len(cases) // columns)), layout="constrained")
-    axes = figure.subplots(-(-len(cases) // columns), columns, squeeze=False).flat
-    for ax, ((name, slots), rows) in zip(axes, cases.items(), strict=False):
-        for way, style in SERVING.items():
-            arrivals = rows[way]["arrivals"]
-            ms, color = arrivals["step_ms"], style["color"]
-            came = [i for i, count in enumerate(arrivals["admitted"]) if count]
-            ratio = arrivals["p99"] / arrivals["p50"]
-            ax.plot(ms, color=color, linewidth=0.7, label=f"{way}: p99 is {ratio:.1f} medians")
-            ax.plot(came, [ms[i] for i in came], "x", color=color, markersize=4)
-        ax.set(title=f"{slots} slots, {name}", xlabel="step", ylabel="milliseconds")
-        ax.set_ylim(bottom=0)
-        _finish(ax)
+        _finish_over_batch(ax, f"temperature {temperature:g}", rows)
     return figure
 
 
@@ -292,11 +192,8 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Figure | None]] = {
     "time": time_against_batch,
     "rate": rate_against_bytes,
     "vocabulary": vocabularies,
-    "speedup": throughput,
     "devices": against_devices,
     "call": beside_vllm,
-    "step": parts_of_a_step,
-    "arrivals": steps_in_time,
 }
 
 
@@ -317,6 +214,23 @@ def draw(path: pathlib.Path) -> list[pathlib.Path]:
 def _where(document: Any) -> str:
     devices = sorted({f"{r['device'].split(': ')[-1]}, JAX {r['jax']}" for r in document["runs"]})
     return "; ".join(devices)
+
+
+def _panels(titles: Sequence[Any]) -> tuple[Figure, dict[Any, Axes]]:
+    """Panels beside each other, by what each of them is about."""
+    figure = Figure(figsize=(4.6 * len(titles), 4.4), layout="constrained")
+    axes = figure.subplots(1, len(titles), squeeze=False)[0]
+    return figure, dict(zip(titles, axes, strict=True))
+
+
+def _finish_over_batch(ax: Axes, title: str, rows: list[dict[str, Any]]) -> None:
+    """Logarithmic axes, microseconds over the numbers of requests."""
+    ax.set(xscale="log", yscale="log", title=title)
+    ax.set(xlabel="requests B", ylabel="microseconds per call")
+    batches = sorted({r["batch"] for r in rows})
+    ax.set_xticks(batches, [str(b) for b in batches])
+    ax.minorticks_off()
+    _finish(ax)
 
 
 def _xy(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:

@@ -23,15 +23,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import stdlib_text
 from train_embedded import (
     Data,
-    attention_implementation,
+    State,
+    causal_attention,
     learning_rate,
     load_data,
     make_optimizer,
     sample_windows,
+    updated,
 )
 
 import jax_specdec as sd
@@ -90,16 +91,10 @@ class Target(NamedTuple):
 
     def run(self, token_ids: jax.Array, layers: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
         """Logits `[B, S, V]` and features `[B, S, A * H]` of whole sequences from position 0."""
-        implementation = attention_implementation() if self.model.dtype == jnp.bfloat16 else "xla"
-
-        def attend(_: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            return jax.nn.dot_product_attention(
-                query, key, value, is_causal=True, implementation=implementation
-            )
-
         embedded = self.params["embed_tokens"][token_ids]
         positions = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
         whole = jnp.broadcast_to(positions, token_ids.shape)
+        attend = causal_attention(self.model)
         return self.model.run(self.params, embedded, whole, attend, feature_layers=layers)
 
 
@@ -229,15 +224,6 @@ def measure(
     return Measures(*map(jnp.stack, zip(*measures, strict=True)))
 
 
-class State(NamedTuple):
-    """What a training step changes."""
-
-    params: Params  # float32, without what is frozen
-    optimizer: Any
-    step: jax.Array  # [] int32
-    key: jax.Array
-
-
 def make_chunk(
     head: sd.models.Eagle3Head, model: sd.models.Llama, args: argparse.Namespace
 ) -> Callable:
@@ -268,10 +254,8 @@ def make_chunk(
                 return jnp.sum(weights * losses) / jnp.sum(weights)
 
             loss, grads = jax.value_and_grad(loss_fn)(state.params)
-            updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
-            scale = -learning_rate(args.learning_rate, now, total, WARMUP_STEPS)
-            params = optax.apply_updates(state.params, jax.tree.map(lambda u: scale * u, updates))
-            return State(params, opt_state, state.step + 1, key), loss
+            rate = learning_rate(args.learning_rate, now, total, WARMUP_STEPS)
+            return updated(optimizer, state, grads, rate, key), loss
 
         state, losses = jax.lax.scan(step, state, length=CHUNK)
         return state, losses.mean()

@@ -86,7 +86,7 @@ def load_data(text: stdlib_text.Text) -> Data:
 class State(NamedTuple):
     """What a training step changes."""
 
-    params: Any  # float32
+    params: Any  # float32, without what is frozen
     optimizer: Any
     step: jax.Array  # [] int32
     key: jax.Array
@@ -113,6 +113,18 @@ def attention_implementation() -> str:
     return "cudnn"
 
 
+def causal_attention(model: Llama) -> Callable[..., jax.Array]:
+    """What a layer's heads read of whole sequences, without a cache; see `Attend`."""
+    implementation = attention_implementation() if model.dtype == jnp.bfloat16 else "xla"
+
+    def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(
+            query, key, value, is_causal=True, implementation=implementation
+        )
+
+    return attend
+
+
 def full_logits(
     model: Llama,
     params: Any,
@@ -124,13 +136,6 @@ def full_logits(
 
     `dropout` is the share of the residual stream's inputs that is dropped, at random by `key`.
     """
-    implementation = attention_implementation() if model.dtype == jnp.bfloat16 else "xla"
-
-    def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return jax.nn.dot_product_attention(
-            query, key, value, is_causal=True, implementation=implementation
-        )
-
     keys = iter(jax.random.split(key, 2 * model.config.num_hidden_layers + 1) if dropout else ())
 
     def drop(branch: jax.Array) -> jax.Array:
@@ -145,7 +150,7 @@ def full_logits(
     embedded = drop(embedded @ params["embed_tokens"])
     positions = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
     whole = jnp.broadcast_to(positions, token_ids.shape)
-    return model.run(params, embedded, whole, attend, drop)[0]
+    return model.run(params, embedded, whole, causal_attention(model), drop)[0]
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -224,6 +229,15 @@ def learning_rate(
     return peak * rise * (FINAL_LEARNING_RATE + (1.0 - FINAL_LEARNING_RATE) * cosine)
 
 
+def updated(
+    optimizer: optax.GradientTransformation, state: State, grads: Any, rate: Any, key: jax.Array
+) -> State:
+    """The state after one step."""
+    updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
+    params = optax.apply_updates(state.params, jax.tree.map(lambda u: -rate * u, updates))
+    return State(params, opt_state, state.step + 1, key)
+
+
 def make_chunk(
     model: Llama, teacher: tuple[Llama, Any] | None, args: argparse.Namespace
 ) -> Callable[..., tuple[State, jax.Array]]:
@@ -251,11 +265,8 @@ def make_chunk(
             loss, grads = jax.value_and_grad(loss_fn)(
                 state.params, windows, teacher_params, drop_key
             )
-            updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
-            scale = -learning_rate(args.learning_rate, state.step, total_steps)
-            updates = jax.tree.map(lambda u: scale * u, updates)
-            params = optax.apply_updates(state.params, updates)
-            return State(params, opt_state, state.step + 1, key), loss
+            rate = learning_rate(args.learning_rate, state.step, total_steps)
+            return updated(optimizer, state, grads, rate, key), loss
 
         state, losses = jax.lax.scan(step, state, length=CHUNK)
         return state, losses.mean()

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_specdec._src.models.bytes import BYTE_VOCAB_SIZE, ByteDecoder, decode_bytes, encode_bytes
+from jax_specdec import TextStream
+from jax_specdec._src.models.bytes import BYTE_VOCAB_SIZE, decode_bytes, encode_bytes
 
 pytestmark = pytest.mark.newest
 
@@ -27,7 +28,7 @@ def test_any_bytes_decode_as_python_decodes_them(token_ids: list[int]) -> None:
 
 @given(st.one_of(BYTES, st.text().map(encode_bytes)), st.lists(st.integers(1, 5), min_size=1))
 def test_pieces_of_a_stream_join_to_the_whole(token_ids: list[int], sizes: list[int]) -> None:
-    decoder, rest, pieces = ByteDecoder(), list(token_ids), []
+    decoder, rest, pieces = TextStream(decode_bytes), list(token_ids), []
     for size in sizes * len(token_ids):
         pieces.append(decoder.decode(rest[:size]))
         rest = rest[size:]

@@ -927,7 +927,7 @@ def test_the_page_shows_how_to_write_a_server_of_ones_own(site: Site) -> None:
     [
         (["--host", "0.0.0.0"], "--host 0.0.0.0 needs a key, in $JAX_SPECDEC_API_KEY"),
         (["--host", "256.1.1.1"], "cannot be listened on"),
-        (["--port", "70000"], "--port must be in [0, 65535], but is 70000"),
+        (["--port", "70000"], "--port must be in [0, 65535], but it is 70000"),
         (["--max-logprobs", "21"], "--max-logprobs must be in [0, 20]"),
         (["--api-key-file", "/nowhere"], "/nowhere cannot be read"),
         (["--max-queue", "0"], "--max-queue must be in"),

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from jax_specdec._src.cli.options import DEFAULT_MAX_NEW_TOKENS, HEAD_PREFIX, Options
 from jax_specdec._src.cli.prompts import InputError
@@ -14,25 +14,17 @@ from jax_specdec._src.drafting.draft_model import ModelDrafter
 from jax_specdec._src.drafting.drafter import Drafter
 from jax_specdec._src.drafting.eagle3 import Eagle3Drafter
 from jax_specdec._src.drafting.ngram import NGramDrafter
-from jax_specdec._src.models.bytes import DOCUMENT_SEPARATOR, ByteDecoder, encode_bytes
+from jax_specdec._src.models.bytes import DOCUMENT_SEPARATOR, decode_bytes, encode_bytes
 from jax_specdec._src.models.checkpoint import LoadedModel, load_embedded_pair, load_huggingface
 from jax_specdec._src.models.config_json import CONFIG_FILE, read_config
 from jax_specdec._src.models.eagle3_files import load_eagle3, load_embedded_head
 from jax_specdec._src.models.fields import shown
 from jax_specdec._src.models.llama import Llama
 from jax_specdec._src.models.llama_config import LlamaConfig
-from jax_specdec._src.models.tokenizer import Tokenizer, load_tokenizer
+from jax_specdec._src.models.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 MAX_LENGTH = 1024
 """Longest sequence of the embedded models, prompt included."""
-
-
-class TextDecoder(Protocol):
-    """Turns token ids into text as they come."""
-
-    def decode(self, token_ids: list[int], *, final: bool = False) -> str:
-        """The text that the next ids complete."""
-        ...
 
 
 class Draft(NamedTuple):
@@ -62,7 +54,7 @@ class Models:
     prompts: list[list[int]]
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
-    stream: Callable[[list[int]], TextDecoder]
+    stream: Callable[[list[int]], TextStream]
     tokenizer: Tokenizer | None
     max_length: int
 
@@ -94,7 +86,7 @@ def _embedded(options: Options, texts: list[str]) -> Models:
         prompts,
         budget,
         (DOCUMENT_SEPARATOR,),
-        lambda prompt: ByteDecoder(),
+        functools.partial(TextStream, decode_bytes),
         None,
         MAX_LENGTH,
     )

@@ -42,9 +42,9 @@ class ServerOptions:
       host: address or name to listen on.
       port: 0 for one that is free.
       num_slots: requests that are decoded at a time.
-      max_length: tokens of a request, prompt included; None for the default.
       max_queue: requests that may wait.
       max_logprobs: the most alternatives of a token; 0 for no log-probabilities.
+      max_length: tokens of a request, prompt included; None for the default.
       model_name: what clients call the target; None for the name of its directory.
       api_key_file: holds the key that clients need; None if a variable may hold it.
     """
@@ -52,19 +52,19 @@ class ServerOptions:
     host: str
     port: int
     num_slots: int
-    max_length: int | None
     max_queue: int
     max_logprobs: int
-    model_name: str | None
-    api_key_file: Path | None
+    max_length: int | None = None
+    model_name: str | None = None
+    api_key_file: Path | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """What a command line asks for: requests, and the ways to decode them.
 
     `generate` and `serve` have one drafter and one config, `generate` one temperature; `bench`
-    tries every combination.
+    tries every combination. The defaults are those of options whose help does not show one.
 
     Attributes:
       command: "generate", "bench" or "serve".
@@ -89,22 +89,22 @@ class Options:
     """
 
     command: str
-    prompts: tuple[str, ...]
-    prompt_files: tuple[str, ...]
-    chat: bool
-    target: Path | None
+    prompts: tuple[str, ...] = ()
+    prompt_files: tuple[str, ...] = ()
+    chat: bool = False
+    target: Path | None = None
     drafters: tuple[str, ...]
-    dtype: str | None
-    scan_layers: bool
-    temperatures: tuple[float, ...]
-    max_new_tokens: int | None
-    seed: int
-    shows_prompts: bool
-    json: bool
-    repeats: int | None
+    dtype: str | None = None
+    scan_layers: bool = False
+    temperatures: tuple[float, ...] = (0.0,)
+    max_new_tokens: int | None = None
+    seed: int = 0
+    shows_prompts: bool = True
+    json: bool = False
+    repeats: int | None = None
     configs: tuple[SpecDecodeConfig, ...]
     request: RequestOptions
-    compilation_cache: bool
+    compilation_cache: bool = True
     server: ServerOptions | None = None
 
     @property
@@ -114,30 +114,6 @@ class Options:
 
 
 _REQUEST_OPTIONS = (*FILTERS, *PENALTIES)
-
-_NOT_GIVEN = {
-    "prompts": [],
-    "prompt_files": [],
-    "chat": False,
-    "target": None,
-    "drafters": None,
-    "ks": None,
-    "dtype": None,
-    "scan_layers": False,
-    "acceptance_length": None,
-    "acceptance_rates": None,
-    "max_new_tokens": None,
-    "shows_prompts": True,
-    "json": False,
-    "repeats": None,
-    "compilation_cache": True,
-    "temperatures": (0.0,),
-    "seed": 0,
-    "max_length": None,
-    "model_name": None,
-    "api_key_file": None,
-}
-"""The values of options that are not given, where help texts do not show a default."""
 
 _PROMPTS = """\
 Each PROMPT and each --prompt-file is one request; several are decoded as one batch, and their
@@ -215,7 +191,7 @@ def parse(arguments: Sequence[str] | None, version: str) -> Options:
         parser.print_help()
         parser.exit()
     try:
-        return _check(argparse.Namespace(**(_NOT_GIVEN | vars(given))))
+        return _check(vars(given))
     except (TypeError, ValueError) as error:
         command.error(str(error))
 
@@ -244,7 +220,7 @@ def _add_texts(command: argparse.ArgumentParser) -> None:
     for one in _REQUEST_OPTIONS:
         kind = int if one.dtype is np.int32 else float
         command.add_argument(
-            "--" + one.name.replace("_", "-"),
+            _option(one.name),
             type=kind,
             default=one.neutral,
             metavar=kind.__name__[0].upper(),
@@ -300,7 +276,7 @@ def _add_models(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--acceptance-rates",
-        type=_numbers(float, "0.9,0.5,0.1"),
+        type=_numbers(float, "numbers", "0.9,0.5,0.1"),
         metavar="R,R,...",
         help="synthetic: K rates, not increasing; rate i is P(drafts 0..i all accepted)",
     )
@@ -334,7 +310,7 @@ def _add_one_drafter(command: argparse.ArgumentParser) -> None:
         "-k",
         "--num-speculative-tokens",
         dest="ks",
-        type=lambda text: (_number(int, text),),
+        type=_checked(lambda text: (int(text),), "an integer"),
         metavar="K",
         help=f"drafts per step (default: {DEFAULT_K}, or {LOOKUP_K} with --draft ngram)",
     )
@@ -351,7 +327,7 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
         "-t",
         "--temperature",
         dest="temperatures",
-        type=lambda text: (_number(float, text),),
+        type=_checked(lambda text: (float(text),), "a number"),
         default="0",
         metavar="T",
         help="0 is greedy",
@@ -360,7 +336,11 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
         "--compare",
         dest="repeats",
         nargs="?",
-        type=_repeats,
+        type=_checked(
+            int,
+            "a number of runs",
+            f"; a prompt goes before it, or after --compare={DEFAULT_REPEATS}",
+        ),
         const=DEFAULT_REPEATS,
         metavar="REPEATS",
         help="afterwards, time speculative against plain decoding, REPEATS runs of each (default: "
@@ -381,7 +361,7 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
         "-t",
         "--temperature",
         dest="temperatures",
-        type=_numbers(float, "0,0.8"),
+        type=_numbers(float, "numbers", "0,0.8"),
         default=",".join(f"{t:g}" for t in BENCH_TEMPERATURES),
         metavar="T,T,...",
         help="0 is greedy",
@@ -390,7 +370,7 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
         "-k",
         "--num-speculative-tokens",
         dest="ks",
-        type=_numbers(int, "2,4,6"),
+        type=_numbers(int, "integers", "2,4,6"),
         default=",".join(map(str, BENCH_K)),
         metavar="K,K,...",
         help="drafts per step",
@@ -451,86 +431,69 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _number(kind: type[int] | type[float], text: str) -> Any:
-    try:
-        return kind(text)
-    except ValueError:
-        name = {int: "an integer", float: "a number"}[kind]
-        raise argparse.ArgumentTypeError(f"must be {name}, but it is {text!r}") from None
+def _checked(read: Callable[[str], Any], must: str, hint: str = "") -> Callable[[str], Any]:
+    """The type of an option, whose error says what its text must be."""
 
-
-def _numbers(kind: type[int] | type[float], example: str) -> Callable[[str], tuple[Any, ...]]:
-    def read(text: str) -> tuple[Any, ...]:
+    def checked(text: str) -> Any:
         try:
-            return tuple(kind(part) for part in text.split(","))
+            return read(text)
         except ValueError:
-            name = {int: "integers", float: "numbers"}[kind]
-            message = f"must be {name} separated by commas, such as {example}, but it is {text!r}"
+            message = f"must be {must}, but it is {text!r}{hint}"
             raise argparse.ArgumentTypeError(message) from None
 
-    return read
+    return checked
 
 
-def _repeats(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        message = (
-            f"must be a number of runs, but it is {text!r}; a prompt goes before it, or after "
-            f"--compare={DEFAULT_REPEATS}"
-        )
-        raise argparse.ArgumentTypeError(message) from None
+def _numbers(kind: type[int] | type[float], name: str, example: str) -> Callable[[str], Any]:
+    must = f"{name} separated by commas, such as {example}"
+    return _checked(lambda text: tuple(kind(part) for part in text.split(",")), must)
 
 
-def _check(values: argparse.Namespace) -> Options:
-    length, rates = values.acceptance_length, values.acceptance_rates
-    for name, used in (
-        ("--acceptance-length", length is not None),
-        ("--acceptance-rates", rates is not None),
-    ):
-        if used and values.method != "synthetic":
-            raise ValueError(f"{name} needs --method synthetic")
-    if values.method == "synthetic" and (length is None) == (rates is None):
+def _check(given: dict[str, Any]) -> Options:
+    method, chat = given["method"], given.get("chat", False)
+    synthetic = [name for name in ("acceptance_length", "acceptance_rates") if name in given]
+    if synthetic and method != "synthetic":
+        raise ValueError(f"{_option(synthetic[0])} needs --method synthetic")
+    if method == "synthetic" and len(synthetic) != 1:
         raise ValueError(
             "--method synthetic needs one of --acceptance-length and --acceptance-rates"
         )
-    for temperature in values.temperatures:
+    for temperature in given.get("temperatures", ()):
         TEMPERATURE.range.check("--temperature", temperature)
-    require(all(values.prompts), "the prompt", "not be empty", "")
-    if values.chat and values.target is None:
+    prompts = tuple(given.get("prompts", ()))
+    require(all(prompts), "the prompt", "not be empty", "")
+    if chat and "target" not in given:
         raise ValueError("--chat needs --target, whose tokenizer has the chat template")
-    drafters = _drafters(values)
-    ks = values.ks or (LOOKUP_K if drafters == ("ngram",) else DEFAULT_K,)
-    check_int("--seed", values.seed, 0, 2**32 - 1)
-    for name, value in (
-        ("--max-new-tokens", values.max_new_tokens),
-        ("--repeats" if values.command == "bench" else "--compare", values.repeats),
+    drafters = _drafters(given)
+    ks = given.get("ks") or (LOOKUP_K if drafters == ("ngram",) else DEFAULT_K,)
+    repeats = "--repeats" if given["command"] == "bench" else "--compare"
+    for name, option, least, most in (
+        ("seed", "--seed", 0, 2**32 - 1),
+        ("max_new_tokens", "--max-new-tokens", 1, None),
+        ("repeats", repeats, 1, None),
     ):
-        if value is not None:
-            check_int(name, value)
-    return Options(
-        command=values.command,
-        prompts=tuple(values.prompts),
-        prompt_files=tuple(values.prompt_files),
-        chat=values.chat,
-        target=values.target,
+        if given.get(name) is not None:
+            check_int(option, given[name], least, most)
+    made = dict(
+        prompts=prompts,
+        prompt_files=tuple(given.get("prompt_files", ())),
         drafters=drafters,
-        dtype=values.dtype,
-        scan_layers=values.scan_layers,
-        temperatures=tuple(dict.fromkeys(values.temperatures)),
-        max_new_tokens=values.max_new_tokens,
-        seed=values.seed,
-        shows_prompts=values.shows_prompts and not values.chat,
-        json=values.json,
-        repeats=values.repeats,
-        configs=tuple(_config(values, k) for k in dict.fromkeys(ks)),
-        request=_request(values),
-        compilation_cache=values.compilation_cache,
-        server=_server(values) if values.command == "serve" else None,
+        shows_prompts=given.get("shows_prompts", True) and not chat,
+        configs=tuple(_config(given, k) for k in dict.fromkeys(ks)),
+        request=_request(given),
+        server=_server(given) if given["command"] == "serve" else None,
     )
+    if "temperatures" in given:
+        made["temperatures"] = tuple(dict.fromkeys(given["temperatures"]))
+    return Options(**_fields_of(Options, given | made))
 
 
-def _server(values: argparse.Namespace) -> ServerOptions:
+def _fields_of(cls: type[Any], values: dict[str, Any]) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(cls)]
+    return {name: values[name] for name in names if name in values}
+
+
+def _server(given: dict[str, Any]) -> ServerOptions:
     for name, least, most in (
         ("port", 0, 65535),
         ("num_slots", 1, 4096),
@@ -538,46 +501,38 @@ def _server(values: argparse.Namespace) -> ServerOptions:
         ("max_queue", 1, 2**20),
         ("max_logprobs", 0, 20),
     ):
-        value = getattr(values, name)
-        if value is not None and not least <= value <= most:
-            option = "--" + name.replace("_", "-")
-            raise ValueError(f"{option} must be in [{least}, {most}], but is {value}")
-    names = [field.name for field in dataclasses.fields(ServerOptions)]
-    return ServerOptions(**{name: getattr(values, name) for name in names})
+        if name in given:
+            check_int(_option(name), given[name], least, most)
+    return ServerOptions(**_fields_of(ServerOptions, given))
 
 
-def _drafters(values: argparse.Namespace) -> tuple[str, ...]:
+def _drafters(given: dict[str, Any]) -> tuple[str, ...]:
     """Where drafts come from; a checkpoint can draft only for another checkpoint."""
-    default = ("model", "ngram") if values.command == "bench" else ("model",)
-    if values.target is not None:
-        default = ("ngram",)
-    drafters = tuple(dict.fromkeys(values.drafters or default))
+    has_target = "target" in given
+    default = ("model", "ngram") if given["command"] == "bench" else ("model",)
+    drafters = tuple(dict.fromkeys(given.get("drafters", ("ngram",) if has_target else default)))
     for draft in drafters:
         is_head = draft.startswith(HEAD_PREFIX)
-        if values.target is None and not (is_head or draft in ("model", "ngram", "eagle3")):
+        if not has_target and not (is_head or draft in ("model", "ngram", "eagle3")):
             raise ValueError(
                 "--draft must be model, ngram, eagle3 or eagle3:DIR without --target, but it is "
                 f"{draft!r}"
             )
-        if values.target is not None and draft in ("model", "eagle3"):
+        if has_target and draft in ("model", "eagle3"):
             raise ValueError(
                 f"--draft must be DIR, eagle3:DIR or ngram with --target, but it is {draft!r}"
             )
         if draft == HEAD_PREFIX:
             raise ValueError("--draft eagle3: must be followed by the directory of a head")
-    if values.target is None and values.dtype is not None:
-        raise ValueError("--dtype needs --target")
-    if values.target is None and values.scan_layers:
-        raise ValueError("--scan-layers needs --target")
+    for name in ("dtype", "scan_layers"):
+        if name in given and not has_target:
+            raise ValueError(f"{_option(name)} needs --target")
     return drafters
 
 
-def _request(values: argparse.Namespace) -> RequestOptions:
-    """The options of the requests; errors name the options of the command line."""
-    names = [one.name for one in _REQUEST_OPTIONS]
-    with _errors_of_options(*names):
-        given = vars(values)
-        return RequestOptions(**{name: given[name] for name in names if name in given})
+def _option(field: str) -> str:
+    """The option of the command line that sets a field."""
+    return "--" + field.removeprefix("synthetic_").replace("_", "-")
 
 
 @contextlib.contextmanager
@@ -588,19 +543,25 @@ def _errors_of_options(*names: str) -> Iterator[None]:
     except ValueError as error:
         message = str(error)
         for name in names:
-            option = "--" + name.removeprefix("synthetic_").replace("_", "-")
-            message = message.replace(name, option)
+            message = message.replace(name, _option(name))
         raise ValueError(message) from None
 
 
-def _config(values: argparse.Namespace, k: int) -> SpecDecodeConfig:
+def _request(given: dict[str, Any]) -> RequestOptions:
+    """The options of the requests; errors name the options of the command line."""
+    names = [one.name for one in _REQUEST_OPTIONS]
+    with _errors_of_options(*names):
+        return RequestOptions(**{name: given[name] for name in names if name in given})
+
+
+def _config(given: dict[str, Any], k: int) -> SpecDecodeConfig:
     """The config; its errors name the options of the command line."""
     names = "num_speculative_tokens", "synthetic_acceptance_rates", "synthetic_acceptance_length"
     with _errors_of_options(*names):
         return SpecDecodeConfig(
             num_speculative_tokens=k,
-            rejection_sample_method=values.method,
-            draft_sample_method=values.draft_sample_method,
-            synthetic_acceptance_rates=values.acceptance_rates,
-            synthetic_acceptance_length=values.acceptance_length,
+            rejection_sample_method=given["method"],
+            draft_sample_method=given["draft_sample_method"],
+            synthetic_acceptance_rates=given.get("acceptance_rates"),
+            synthetic_acceptance_length=given.get("acceptance_length"),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -48,12 +49,14 @@ class TextStep:
 
     Attributes:
       pieces: the new text of each request.
+      origins: how many tokens came from each origin; see `Piece`.
       done: whether each request has ended.
       failed: whether each request ended because it could not be verified.
       record: what `generate_stream` yielded.
     """
 
     pieces: list[list[Piece]]
+    origins: collections.Counter[str]
     done: list[bool]
     failed: list[bool]
     record: StepRecord
@@ -265,6 +268,7 @@ class Session:
         )
         for record in steps:
             pieces: list[list[Piece]] = [[] for _ in range(size)]
+            counts: collections.Counter[str] = collections.Counter()
             for b in range(size):
                 if done[b]:
                     continue
@@ -272,18 +276,20 @@ class Session:
                 own = "bonus" if accepted == proposed else "recovered"
                 origins[b] = own if proposed else "plain"
                 tokens = record.token_ids[b, : int(record.num_kept[b])].tolist()
+                came_from = [*["accepted"] * accepted, origins[b]][: len(tokens)]
                 pieces[b] = [
-                    Piece(decoders[b].decode([token]), "accepted" if i < accepted else origins[b])
-                    for i, token in enumerate(tokens)
+                    Piece(decoders[b].decode([token]), origin)
+                    for token, origin in zip(tokens, came_from, strict=True)
                     if token not in stops
                 ]
+                counts.update(came_from)
                 num_tokens[b] += len(tokens)
                 failed[b] = not tokens
                 ends = num_tokens[b] >= models.max_new_tokens
                 done[b] = failed[b] or ends or tokens[-1] in stops
                 if done[b] and (rest := decoders[b].decode([], final=True)):
                     pieces[b].append(Piece(rest, origins[b]))
-            yield TextStep(pieces, list(done), list(failed), record)
+            yield TextStep(pieces, counts, list(done), list(failed), record)
 
     def compare(self, temperature: float, on_run: Callable[[str], None]) -> list[Comparison]:
         """Time plain decoding, then every drafter with every config, at one temperature.

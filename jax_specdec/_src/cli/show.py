@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import sys
@@ -17,7 +18,6 @@ from jax_specdec._src.cli.costs import measure_costs
 from jax_specdec._src.cli.models import load_models
 from jax_specdec._src.cli.options import Options
 from jax_specdec._src.cli.run import Comparison, Session, Start, TextStep, stacked
-from jax_specdec._src.serving.batch import StepRecord
 from jax_specdec._src.serving.metrics import AcceptanceStats
 
 STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": None}
@@ -88,7 +88,7 @@ def show_text(options: Options, prompts: list[str]) -> None:
         terminal.show(report.table(options, _compare(session)))
     else:
         _print_start(start, loading)
-        _print_statistics([step.record for step in seen], seconds)
+        _print_statistics(seen, seconds)
     if options.config.rejection_sample_method == "synthetic":
         terminal.write("Synthetic acceptance: the text is not the target's.\n", stream=sys.stderr)
     check_verified(seen[-1])
@@ -178,37 +178,25 @@ def _print_start(start: Start, loading: float) -> None:
     )
 
 
-def _print_statistics(records: list[StepRecord], seconds: float) -> None:
+def _print_statistics(seen: list[TextStep], seconds: float) -> None:
     """One line on standard error."""
-    steps = stacked(records)
+    steps = stacked([step.record for step in seen])
     stats = AcceptanceStats.from_steps(steps)
     kept = np.asarray(steps.num_kept)
+    origins = sum((step.origins for step in seen), collections.Counter())
     speed = ""
     if len(kept) > 1:  # the first step includes compiling
         speed = f" at {kept[1:].sum() / seconds:.0f} per second"
     terminal.write(f"{kept.sum()} tokens{speed}: ", "dim", stream=sys.stderr)
-    for i, (name, count) in enumerate(_origins(steps).items()):
+    for i, name in enumerate(name for name in STYLES if origins[name]):
         terminal.write(", " if i else "", "dim", stream=sys.stderr)
-        terminal.write(f"{count} {name}", STYLES[name], stream=sys.stderr)
+        terminal.write(f"{origins[name]} {name}", STYLES[name], stream=sys.stderr)
     terminal.write(
         f"; {stats.tokens_per_target_pass:.2f} per target pass, mean acceptance length "
         f"{stats.length_text}\n",
         "dim",
         stream=sys.stderr,
     )
-
-
-def _origins(steps: StepRecord) -> dict[str, int]:
-    """The number of kept tokens from each origin that has any."""
-    kept, accepted = np.asarray(steps.num_kept), np.asarray(steps.num_accepted)
-    proposed, last = np.asarray(steps.num_proposed), kept > accepted
-    counts = {
-        "accepted": np.minimum(kept, accepted).sum(),
-        "recovered": (last & (accepted < proposed)).sum(),
-        "bonus": (last & (accepted == proposed) & (proposed > 0)).sum(),
-        "plain": (last & (proposed == 0)).sum(),
-    }
-    return {name: int(count) for name, count in counts.items() if count}
 
 
 def _compare(session: Session) -> list[Comparison]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_specdec._src.arrays import as_int32, check_array, pytree
+from jax_specdec._src.arrays import Sizes, as_float32, as_int32, pytree
 from jax_specdec._src.config import check_num_speculative_tokens
 from jax_specdec._src.types import Integers
 
@@ -128,7 +128,7 @@ class AcceptanceEstimator:
           TypeError: `log_normalizer` is not floating point.
           ValueError: it is not ``[B, K]``.
         """
-        x, known = self._log_odds(log_normalizer)
+        x, known = self._log_odds(log_normalizer, {})
         logits = self.slope * x + self.intercepts[None, :]
         return jnp.where(known, jax.nn.sigmoid(logits), self.rates[None, :])
 
@@ -154,16 +154,13 @@ class AcceptanceEstimator:
             not floating point.
           ValueError: shapes that do not fit.
         """
-        counts = dict(num_drafts=num_drafts, num_accepted=num_accepted)
-        arrays = {name: as_int32(name, value) for name, value in counts.items()}
-        size = arrays["num_drafts"].shape[:1]
-        for name, array in arrays.items():
-            if array.shape != size or array.ndim != 1:
-                raise ValueError(f"{name} must be [B], but its shape is {list(array.shape)}")
+        sizes: Sizes = {}
+        num_drafts = as_int32("num_drafts", num_drafts, "[B]", sizes)
+        num_accepted = as_int32("num_accepted", num_accepted, "[B]", sizes)
         position = jnp.arange(self.intercepts.shape[0], dtype=jnp.int32)[None, :]
-        offered = position < arrays["num_drafts"][:, None]
-        visited = offered & (position <= arrays["num_accepted"][:, None])
-        accepted = offered & (position < arrays["num_accepted"][:, None])
+        offered = position < num_drafts[:, None]
+        visited = offered & (position <= num_accepted[:, None])
+        accepted = offered & (position < num_accepted[:, None])
         decay = jnp.where(visited.any(axis=0), _DECAY, 1.0)
         new = dataclasses.replace(
             self,
@@ -172,9 +169,7 @@ class AcceptanceEstimator:
         )
         if log_normalizer is None:
             return new
-        x, known = self._log_odds(log_normalizer)
-        if x.shape[0] != size[0]:
-            raise ValueError(f"log_normalizer must be [B, K] with B={size[0]}, not {list(x.shape)}")
+        x, known = self._log_odds(log_normalizer, sizes)
         return new._newton_step(x, visited & known, accepted, decay)
 
     def _newton_step(
@@ -201,14 +196,10 @@ class AcceptanceEstimator:
             curvature=curvature,
         )
 
-    def _log_odds(self, log_normalizer: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    def _log_odds(self, log_normalizer: ArrayLike, sizes: Sizes) -> tuple[jax.Array, jax.Array]:
         """Log-odds of max q, ``[B, K]``, 0 where it is not known; and whether it is."""
-        array = jnp.asarray(log_normalizer)
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"log_normalizer must be floating point, but it is {array.dtype}")
-        k = self.intercepts.shape[0]
-        check_array("log_normalizer", array, "[B, K]", {"K": k})
-        array = array.astype(jnp.float32)
+        sizes = sizes | {"K": self.intercepts.shape[0]}
+        array = as_float32("log_normalizer", log_normalizer, "[B, K]", sizes)
         known = ~jnp.isnan(array)
         # With q = exp(-n): log(q / (1 - q)) = -log(exp(n) - 1).
         x = -jnp.log(jnp.expm1(jnp.maximum(array, jnp.exp(-_MOST_LOG_ODDS))))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_specdec._src.arrays import Sizes, as_int32, check_array, require
+from jax_specdec._src.arrays import Sizes, as_float32, as_int32, require
 
 
 def plan_drafts(
@@ -68,17 +68,12 @@ def plan_drafts(
             "exactly one of budget and steps_per_second must be given, but "
             f"{'neither' if budget is None else 'both'} of them is"
         )
-    confidences = _floats("confidences", confidences)
     sizes: Sizes = {}
-    check_array("confidences", confidences, "[B, K]", sizes)
-    capacities = as_int32("capacities", capacities)
-    check_array("capacities", capacities, "[B]", sizes)
+    confidences = as_float32("confidences", confidences, "[B, K]", sizes)
+    capacities = as_int32("capacities", capacities, "[B]", sizes)
     if budget is not None:
-        budget = as_int32("budget", budget)
-        check_array("budget", budget, "[]", sizes)
-        return _within_budget(confidences, capacities, budget)
-    speeds = _floats("steps_per_second", steps_per_second)
-    check_array("steps_per_second", speeds, "[T]", sizes)
+        return _within_budget(confidences, capacities, as_int32("budget", budget, "[]", sizes))
+    speeds = as_float32("steps_per_second", steps_per_second, "[T]", sizes)
     require(sizes["T"] > 0, "steps_per_second", "have an entry", speeds)
     return _while_faster(confidences, capacities, speeds)
 
@@ -122,10 +117,3 @@ def _first(count: jax.Array, ranks: jax.Array, survival: jax.Array) -> jax.Array
     """How many of the first `count` drafts each request has, ``[B]`` int32."""
     usable = jnp.sum(survival >= 0, dtype=jnp.int32)
     return jnp.sum(ranks < jnp.minimum(count, usable), axis=0, dtype=jnp.int32)
-
-
-def _floats(name: str, value: ArrayLike | None) -> jax.Array:
-    array = jnp.asarray(value)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"{name} must be floating point, but it is {array.dtype}")
-    return array.astype(jnp.float32)

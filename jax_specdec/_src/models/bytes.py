@@ -1,6 +1,5 @@
 """Byte-level tokenization: token id = byte of the UTF-8 text, vocabulary 256."""
 
-import codecs
 import operator
 from collections.abc import Iterable
 
@@ -35,6 +34,8 @@ def encode_bytes(text: str) -> list[int]:
 def decode_bytes(token_ids: Iterable[int]) -> str:
     """The text of token ids of the embedded pair; bytes that are not UTF-8 become U+FFFD.
 
+    `TextStream` decodes ids as they come, with this function.
+
     Args:
       token_ids: ids in [0, 256).
 
@@ -46,39 +47,11 @@ def decode_bytes(token_ids: Iterable[int]) -> str:
       >>> decode_bytes([110, 195, 169])
       'né'
     """
-    return ByteDecoder().decode(token_ids, final=True)
-
-
-class ByteDecoder:
-    """Decodes a stream of token ids, holding back characters that are not complete yet.
-
-    The pieces it returns, joined, are what `decode_bytes` returns for all ids at once.
-
-    Example:
-      >>> decoder = ByteDecoder()
-      >>> [decoder.decode([token_id]) for token_id in (110, 195, 169)]
-      ['n', '', 'é']
-    """
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def decode(self, token_ids: Iterable[int], *, final: bool = False) -> str:
-        """The text that the next ids complete.
-
-        Args:
-          token_ids: the next ids, in [0, 256).
-          final: no more ids follow: an incomplete character becomes U+FFFD.
-
-        Raises:
-          TypeError: an id is not an integer.
-          ValueError: an id is not a byte.
-        """
-        token_ids = id_list(token_ids)
-        for token_id in token_ids:
-            if not 0 <= token_id < BYTE_VOCAB_SIZE:
-                raise ValueError(f"token_ids must be bytes, in [0, 256), but one is {token_id}.")
-        return self._decoder.decode(bytes(token_ids), final=final)
+    token_ids = id_list(token_ids)
+    for token_id in token_ids:
+        if not 0 <= token_id < BYTE_VOCAB_SIZE:
+            raise ValueError(f"token_ids must be bytes, in [0, 256), but one is {token_id}.")
+    return bytes(token_ids).decode("utf-8", errors="replace")
 
 
 def id_list(token_ids: Iterable[int]) -> list[int]:

@@ -15,7 +15,6 @@ from jax_specdec._src.models.config_json import CONFIG_FILE, config_text, read_c
 from jax_specdec._src.models.fields import quoted
 from jax_specdec._src.models.files import is_there
 from jax_specdec._src.models.llama import Llama, unstack_layers
-from jax_specdec._src.models.llama_config import LlamaConfig
 from jax_specdec._src.models.tensors import WEIGHTS_FILE, open_tensors, read_params, unfuse
 from jax_specdec._src.models.tokenizer import TOKENIZER_FILE, count_token_ids
 
@@ -67,6 +66,7 @@ def load_checkpoint(
 
     Example:
       >>> import jax, tempfile
+      >>> from jax_specdec.models import LlamaConfig
       >>> model = Llama(LlamaConfig(
       ...     vocab_size=256, hidden_size=8, intermediate_size=16, num_hidden_layers=1,
       ...     num_attention_heads=2, num_key_value_heads=1, head_dim=4))
@@ -75,9 +75,7 @@ def load_checkpoint(
       ...     load_checkpoint(directory).model == model
       True
     """
-    directory = path_of(directory)
-    config = read_config(directory / CONFIG_FILE)
-    return _load(directory, config, dtype, allow_nonfinite=allow_nonfinite, scan_layers=scan_layers)
+    return _load(path_of(directory), dtype, None, allow_nonfinite, scan_layers)
 
 
 def load_huggingface(
@@ -130,29 +128,22 @@ def load_huggingface(
     if max_vocab_size is not None:
         max_vocab_size = check_int("max_vocab_size", max_vocab_size)
     directory = path_of(directory)
-    config = read_config(directory / CONFIG_FILE)
-    if is_there(directory / TOKENIZER_FILE):
-        known = count_token_ids(directory / TOKENIZER_FILE)
-        config = dataclasses.replace(config, num_token_ids=min(known, config.vocab_size))
-    return _load(
-        directory,
-        config,
-        dtype,
-        max_vocab_size,
-        allow_nonfinite=allow_nonfinite,
-        scan_layers=scan_layers,
-    )
+    tokenizer = directory / TOKENIZER_FILE
+    return _load(directory, dtype, max_vocab_size, allow_nonfinite, scan_layers, tokenizer)
 
 
 def _load(
     directory: Path,
-    config: LlamaConfig,
     dtype: Any,
-    max_vocab_size: int | None = None,
-    *,
+    max_vocab_size: int | None,
     allow_nonfinite: bool,
     scan_layers: bool,
+    tokenizer: Path | None = None,
 ) -> LoadedModel[Llama]:
+    config = read_config(directory / CONFIG_FILE)
+    if tokenizer is not None and is_there(tokenizer):
+        known = min(count_token_ids(tokenizer), config.vocab_size)
+        config = dataclasses.replace(config, num_token_ids=known)
     size = min(config.vocab_size, max_vocab_size or config.vocab_size)
     known = min(config.num_token_ids or size, size)
     kept = dataclasses.replace(
@@ -161,15 +152,8 @@ def _load(
     with open_tensors(directory, config) as tensors:
         stored = tensors.dtype("model.embed_tokens.weight")
         model = Llama(kept, stored if dtype is None else _dtype(dtype), scan_layers)
-        params = read_params(
-            tensors,
-            config,
-            model.dtype,
-            size,
-            allow_nonfinite=allow_nonfinite,
-            scan_layers=scan_layers,
-        )
-        return LoadedModel(model, params)
+        how = dict(allow_nonfinite=allow_nonfinite, scan_layers=scan_layers)
+        return LoadedModel(model, read_params(tensors, config, model.dtype, size, **how))
 
 
 def load_embedded_pair(dtype: Any = jnp.float32) -> tuple[LoadedModel[Llama], LoadedModel[Llama]]:

@@ -8,8 +8,9 @@ that of speculators has the sizes in ``transformer_layer_config``, and is the on
 import dataclasses
 import importlib.resources
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +35,11 @@ from jax_specdec._src.models.tensors import (
     WEIGHTS_FILE,
     Tensors,
     check_tensors,
-    layer_shapes,
     layer_tensors,
     open_files,
-    unfuse_layer,
+    part_sizes,
+    stored_shapes,
+    unfuse_arrays,
 )
 
 _EmbeddedHead = Literal["eagle3", "eagle3-64"]
@@ -170,23 +172,9 @@ def save_eagle3(
     stored = stored_dtype(dtype)
     check_structure(model, params)
     c = model.config
-    tensors = {
-        "fc.weight": np.asarray(params["fc"]).T,
-        "norm.weight": params["norm"],
-        **unfuse_layer(c.layer, params["layer"], "layers.0"),
-        "layers.0.hidden_norm.weight": params["layer"]["hidden_norm"],
-    }
-    if c.o_proj_bias:
-        tensors["layers.0.self_attn.o_proj.bias"] = params["layer"]["o_bias"]
-    if c.norm_before_fc:
-        tensors["input_norm.weight"] = params["input_norm"]
-    if c.fc_norm:
-        norms = np.split(np.asarray(params["fc_norm"]), len(c.feature_layers))
-        tensors |= {f"fc_norm.{index}.weight": norm for index, norm in enumerate(norms)}
-    if c.own_embedding:
-        tensors["embed_tokens.weight"] = params["embed_tokens"]
-    if c.own_lm_head:
-        tensors["lm_head.weight"] = np.asarray(params["lm_head"]).T
+    layout = _Layout.of(c, "layers.0")
+    tensors = unfuse_arrays(layout.head, params, layout.head_sizes)
+    tensors |= unfuse_arrays(layout.layer, params["layer"], part_sizes(c.layer))
     tensors = stored_tensors(tensors, stored)
     if "target_ids" in params:
         ids = np.asarray(params["target_ids"], np.int64)
@@ -306,7 +294,7 @@ def _read_config(
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
     _check_width(tensors, config)
-    check_tensors(tensors, _shapes(config, prefix, tensors), ("d2t", "t2d"))
+    check_tensors(tensors, _Layout.of(config, prefix, tensors).shapes(config), ("d2t", "t2d"))
     if config.draft_vocab_size < layer.vocab_size and "d2t" not in names:
         raise ValueError(f"{shown(tensors.origin)} lacks the tensor d2t.")
     return config
@@ -373,64 +361,51 @@ def _check_width(tensors: Tensors, config: Eagle3Config) -> None:
         )
 
 
-def _norm_names(tensors: Tensors, config: Eagle3Config) -> list[str]:
-    """The norms of the features of each layer."""
-    if len(config.feature_layers) == 3 and _LEGACY_NORMS[0] in tensors.files:
-        return list(_LEGACY_NORMS)
-    return [f"fc_norm.{index}.weight" for index in range(len(config.feature_layers))]
+class _Layout(NamedTuple):
+    """The tensors that make up each array of a head, and of its layer; see `unfuse_arrays`."""
 
+    head: dict[str, list[str]]
+    head_sizes: dict[str, list[int]]
+    layer: dict[str, list[str]]
 
-def _shapes(
-    config: Eagle3Config, prefix: str, tensors: Tensors
-) -> list[tuple[str, tuple[int, ...]]]:
-    """Name and ``[out, in]`` shape of every tensor but the maps of ids."""
-    shapes, c = head_shapes(config), config
-    named: list[tuple[str, tuple[int, ...]]] = [
-        ("fc.weight", shapes["fc"][::-1]),
-        ("norm.weight", shapes["norm"]),
-        (f"{prefix}.hidden_norm.weight", shapes["norm"]),
-        *layer_shapes(c.layer, shapes["layer"], prefix),
-    ]
-    if c.o_proj_bias:
-        named.append((f"{prefix}.self_attn.o_proj.bias", shapes["norm"]))
-    if c.norm_before_fc:
-        named.append(("input_norm.weight", shapes["input_norm"]))
-    if c.fc_norm:
-        named += [(name, (c.target_hidden_size,)) for name in _norm_names(tensors, c)]
-    if c.own_embedding:
-        named.append(("embed_tokens.weight", shapes["embed_tokens"]))
-    if c.own_lm_head:
-        named.append(("lm_head.weight", shapes["lm_head"][::-1]))
-    return named
+    @classmethod
+    def of(cls, config: Eagle3Config, prefix: str, tensors: Tensors | None = None) -> "_Layout":
+        """That of `tensors`, or the one that is written; the maps of ids are not in it."""
+        c, num_layers = config, len(config.feature_layers)
+        norms = [f"fc_norm.{index}.weight" for index in range(num_layers)]
+        if num_layers == 3 and tensors is not None and _LEGACY_NORMS[0] in tensors.files:
+            norms = list(_LEGACY_NORMS)
+        layer = layer_tensors(c.layer, prefix)
+        layer["hidden_norm"] = [f"{prefix}.hidden_norm.weight"]
+        if c.o_proj_bias:
+            layer["o_bias"] = [f"{prefix}.self_attn.o_proj.bias"]
+        head = {"fc": ["fc.weight"], "norm": ["norm.weight"]}
+        if c.norm_before_fc:
+            head["input_norm"] = ["input_norm.weight"]
+        if c.fc_norm:
+            head["fc_norm"] = norms
+        if c.own_embedding:
+            head["embed_tokens"] = ["embed_tokens.weight"]
+        if c.own_lm_head:
+            head["lm_head"] = ["lm_head.weight"]
+        return cls(head, {"fc_norm": [c.target_hidden_size] * num_layers}, layer)
+
+    def shapes(self, config: Eagle3Config) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and ``[out, in]`` shape of every tensor."""
+        shapes = head_shapes(config)
+        yield from stored_shapes(self.head, shapes, self.head_sizes)
+        yield from stored_shapes(self.layer, shapes["layer"], part_sizes(config.layer))
 
 
 def _read_params(
     tensors: Tensors, head: Eagle3Head, target_params: dict[str, Any]
 ) -> dict[str, Any]:
-    c, prefix = head.config, _prefix(tensors)
+    c, layout = head.config, _Layout.of(head.config, _prefix(tensors), tensors)
 
-    def read(*names: str) -> jax.Array:
-        parts = [tensors.load(name, head.dtype) for name in names]
-        return jnp.concatenate(parts).T if len(parts) > 1 else parts[0].T
+    def read(names: dict[str, list[str]]) -> dict[str, jax.Array]:
+        return {name: tensors.fused(name, parts, head.dtype) for name, parts in names.items()}
 
-    parts = layer_tensors(c.layer, prefix)
-    parts["hidden_norm"] = [f"{prefix}.hidden_norm.weight"]
-    if c.o_proj_bias:
-        parts["o_bias"] = [f"{prefix}.self_attn.o_proj.bias"]
-    params = {
-        **shared_params(c, target_params),
-        "fc": read("fc.weight"),
-        "layer": {name: read(*names) for name, names in parts.items()},
-        "norm": read("norm.weight"),
-    }
-    if c.norm_before_fc:
-        params["input_norm"] = read("input_norm.weight")
-    if c.fc_norm:
-        params["fc_norm"] = read(*_norm_names(tensors, c))
-    if c.own_embedding:
-        params["embed_tokens"] = read("embed_tokens.weight").T
-    if c.own_lm_head:
-        params["lm_head"] = read("lm_head.weight")
+    params = shared_params(c, target_params) | read(layout.head) | {"layer": read(layout.layer)}
     ids = _read_target_ids(tensors, c)
     if c.draft_vocab_size < c.layer.vocab_size:
         params["target_ids"] = jnp.asarray(ids, jnp.int32)

@@ -64,6 +64,12 @@ class Tensors:
         with np.errstate(over="ignore"):  # float64 may be held as float32
             return jax.device_put(tensor).astype(dtype)
 
+    def fused(self, array: str, names: list[str], dtype: Any, **how: Any) -> jax.Array:
+        """An array of params, of the tensors that make it up; the rest is as for `load`."""
+        parts = [self.load(name, dtype, **how) for name in names]
+        whole = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+        return whole if array == "embed_tokens" else whole.T  # XLA transposes faster than NumPy
+
 
 @contextlib.contextmanager
 def open_tensors(directory: Path, config: LlamaConfig) -> Iterator[Tensors]:
@@ -202,27 +208,20 @@ def read_params(
       ValueError: a weight is NaN or infinite in `dtype`.
     """
 
-    def read(name: str, size: int | None = None) -> jax.Array:
-        return tensors.load(name, dtype, size, allow_nonfinite=allow_nonfinite)
-
-    def fused(*names: str) -> jax.Array:
-        # XLA converts and transposes much faster than NumPy.
-        return jnp.concatenate([read(name) for name in names]).T
+    def read(array: str, names: list[str]) -> jax.Array:
+        size = vocab_size if array in ("embed_tokens", "lm_head") else None
+        return tensors.fused(array, names, dtype, size=size, allow_nonfinite=allow_nonfinite)
 
     parts = [layer_tensors(config, _prefix(index)) for index in range(config.num_hidden_layers)]
     layers: Any
     if scan_layers:  # one name at a time, so that no more than its weights are held twice
-        layers = {name: jnp.stack([fused(*layer[name]) for layer in parts]) for name in parts[0]}
+        layers = {
+            name: jnp.stack([read(name, layer[name]) for layer in parts]) for name in parts[0]
+        }
     else:
-        layers = [{name: fused(*names) for name, names in layer.items()} for layer in parts]
-    params = {
-        "embed_tokens": read("model.embed_tokens.weight", vocab_size),
-        "layers": layers,
-        "norm": fused("model.norm.weight"),
-    }
-    if not config.tie_word_embeddings:
-        params["lm_head"] = read("lm_head.weight", vocab_size).T
-    return params
+        layers = [{name: read(name, names) for name, names in layer.items()} for layer in parts]
+    whole = {name: read(name, names) for name, names in _model_tensors(config).items()}
+    return {**whole, "layers": layers}
 
 
 def _check_finite(tensors: Tensors, name: str, tensor: np.ndarray, dtype: Any) -> None:
@@ -243,32 +242,50 @@ def _check_finite(tensors: Tensors, name: str, tensor: np.ndarray, dtype: Any) -
 
 def unfuse(config: LlamaConfig, params: dict[str, Any]) -> dict[str, np.ndarray]:
     """The tensors of a checkpoint, ``[out, in]``, by name."""
-    tensors = {
-        "model.embed_tokens.weight": params["embed_tokens"],
-        "model.norm.weight": params["norm"],
-    }
-    if not config.tie_word_embeddings:
-        tensors["lm_head.weight"] = params["lm_head"].T
+    tensors = unfuse_arrays(_model_tensors(config), params, {})
+    sizes = part_sizes(config)
     for index, layer in enumerate(params["layers"]):
-        tensors |= unfuse_layer(config, layer, _prefix(index))
+        tensors |= unfuse_arrays(layer_tensors(config, _prefix(index)), layer, sizes)
     return tensors
 
 
-def unfuse_layer(
-    config: LlamaConfig, layer: dict[str, jax.Array], prefix: str
+def unfuse_arrays(
+    names: dict[str, list[str]], arrays: dict[str, Any], sizes: dict[str, list[int]]
 ) -> dict[str, np.ndarray]:
-    """The tensors of one layer, ``[out, in]``, by name."""
-    tensors, sizes = {}, _part_sizes(config)
-    for name, parts in layer_tensors(config, prefix).items():
-        ends = np.cumsum(sizes.get(name, []))[:-1]
-        pieces = np.split(np.asarray(layer[name]), ends, axis=-1)
+    """The tensors that make up some arrays, the inverse of `Tensors.fused`.
+
+    Args:
+      names: of the tensors of each array, in order of fusion.
+      arrays: these, and perhaps others.
+      sizes: how the last axis of each fused array is cut.
+    """
+    tensors = {}
+    for array, parts in names.items():
+        ends = np.cumsum(sizes.get(array, []))[:-1]
+        pieces = np.split(np.asarray(arrays[array]), ends, axis=-1)
         for part, piece in zip(parts, pieces, strict=True):
-            tensors[part] = piece.T if piece.ndim == 2 else piece
+            tensors[part] = piece if array == "embed_tokens" else piece.T
     return tensors
+
+
+def stored_shapes(
+    names: dict[str, list[str]], shapes: dict[str, Any], sizes: dict[str, list[int]]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape ``[out, in]`` of each tensor that `unfuse_arrays` makes of such shapes."""
+    for array, parts in names.items():
+        *inner, last = shapes[array]
+        for part, size in zip(parts, sizes.get(array, [last]), strict=True):
+            yield part, shapes[array] if array == "embed_tokens" else (size, *inner)
 
 
 def _prefix(index: int) -> str:
     return f"model.layers.{index}"
+
+
+def _model_tensors(config: LlamaConfig) -> dict[str, list[str]]:
+    """The tensor of each array that is not of a layer."""
+    names = {"embed_tokens": ["model.embed_tokens.weight"], "norm": ["model.norm.weight"]}
+    return names if config.tie_word_embeddings else names | {"lm_head": ["lm_head.weight"]}
 
 
 def layer_tensors(config: LlamaConfig, prefix: str) -> dict[str, list[str]]:
@@ -288,7 +305,7 @@ def layer_tensors(config: LlamaConfig, prefix: str) -> dict[str, list[str]]:
     return names
 
 
-def _part_sizes(config: LlamaConfig) -> dict[str, list[int]]:
+def part_sizes(config: LlamaConfig) -> dict[str, list[int]]:
     """How the last axis of each fused array is cut into tensors."""
     keys = config.num_key_value_heads * config.head_dim
     heads = [config.num_attention_heads * config.head_dim, keys, keys]
@@ -302,20 +319,7 @@ def _tensor_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]
     """
     shapes = param_shapes(dataclasses.replace(config, num_hidden_layers=1))
     (layer,) = shapes["layers"]
-    yield "model.embed_tokens.weight", shapes["embed_tokens"]
-    yield "model.norm.weight", shapes["norm"]
-    if not config.tie_word_embeddings:
-        yield "lm_head.weight", shapes["lm_head"][::-1]
+    yield from stored_shapes(_model_tensors(config), shapes, {})
     for index in range(config.num_hidden_layers):
-        yield from layer_shapes(config, layer, _prefix(index))
-
-
-def layer_shapes(
-    config: LlamaConfig, layer: dict[str, tuple[int, ...]], prefix: str
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape ``[out, in]`` of a layer's tensors, whose arrays have shapes `layer`."""
-    sizes = _part_sizes(config)
-    for name, parts in layer_tensors(config, prefix).items():
-        *inner, last = layer[name]
-        for part, size in zip(parts, sizes.get(name, [last]), strict=True):
-            yield part, (size, *inner)
+        names = layer_tensors(config, _prefix(index))
+        yield from stored_shapes(names, layer, part_sizes(config))

@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 import jax_specdec as sd
-from jax_specdec._src.cli.models import TextDecoder
 from jax_specdec._src.cli.server.limits import ApiError, Json
 from jax_specdec._src.cli.server.request import Asked
 from jax_specdec._src.cli.server.vocabulary import Vocabulary
@@ -32,7 +31,7 @@ class ChoiceText:
     The text ends before the stop string that is complete first, however it is cut into tokens.
     """
 
-    def __init__(self, asked: Asked, stream: TextDecoder, words: Vocabulary) -> None:
+    def __init__(self, asked: Asked, stream: sd.TextStream, words: Vocabulary) -> None:
         self.num_tokens = 0
         self.is_done = False
         self._asked, self._stream, self._words = asked, stream, words

@@ -11,7 +11,6 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 import jax_specdec as sd
-from jax_specdec._src.cli.models import TextDecoder
 from jax_specdec._src.cli.server.limits import ApiError, Json, Limits, named
 from jax_specdec._src.cli.server.vocabulary import Vocabulary
 from jax_specdec._src.sampling import MIN_TOKENS, NUMBERS
@@ -25,7 +24,7 @@ class Asked:
 
     is_chat: bool
     choices: list[Json]  # arguments of `submit`
-    streams: list[TextDecoder]  # by choice
+    streams: list[sd.TextStream]  # by choice
     num_prompt_tokens: int
     stops: list[str]
     num_top: int | None  # alternatives of each token; None for no log-probabilities
@@ -144,7 +143,7 @@ async def read_request(
         refuse(name, f"and n must make at most {limits.choices} choices")
     budget_or_1 = 1 if budget is None else budget
     choices: list[Json] = []
-    streams: list[TextDecoder] = []
+    streams: list[sd.TextStream] = []
     num_prompt_tokens = 0
     seed = secrets.randbits(32) if seed is None else seed
     for prompt in prompts:

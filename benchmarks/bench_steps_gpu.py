@@ -1,0 +1,173 @@
+"""What a step of decoding costs on one GPU, by drafter, beside a plain one.
+
+    python benchmarks/bench_steps_gpu.py
+
+A target of the shape of Llama 3 8B, a draft model of that of Llama 3.2 1B and a head with 32000
+ids, random weights in bfloat16, temperature 0.8, K = 4. Per batch size, wall times of loops of
+steps, plain or with drafts, and of drafting alone, beside the time in which a large copy moves as
+many bytes as the drafter reads.
+
+Random models agree by chance alone, so a speed-up is given as what it takes: a step that emits more
+tokens than `step / plain` is faster than plain decoding.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import llamas
+import measure
+import numpy as np
+from jax import lax
+
+import jax_specdec as sd
+from jax_specdec._src.serving.core import PLAIN, Decoder, DecodeState
+from jax_specdec._src.serving.generate import make_batch
+
+K = 4
+
+
+def make_head(target: sd.models.LlamaConfig, num_ids: int) -> sd.models.Eagle3Head:
+    layers = target.num_hidden_layers
+    config = sd.models.Eagle3Config(
+        layer=dataclasses.replace(target, num_hidden_layers=1),
+        draft_vocab_size=num_ids,
+        feature_layers=tuple(sorted({min(2, layers - 1), layers // 2, max(layers - 3, 0)})),
+        target_hidden_size=target.hidden_size,
+        own_lm_head=True,
+    )
+    return sd.models.Eagle3Head(config, "bfloat16")
+
+
+def loop(decoder: Decoder, kind: str, params: Any, draft_params: Any, state: Any, n: Any) -> Any:
+    """`n` whole steps, or `n` times drafting at one place; something that depends on all of it."""
+
+    def step(_: Any, carry: Any) -> Any:
+        state, total = carry
+        if kind == "draft":
+            new = decoder.draft(draft_params, state)
+            given = dict(features=state.features, num_features=state.num_features)
+            return dataclasses.replace(new, **given), total + new.draft_token_ids[:, -1]
+        state, record = decoder.step(params, draft_params, state)
+        return state, total + record.num_emitted
+
+    return lax.fori_loop(0, n, step, (state, jnp.zeros_like(state.batch.lengths)))[1]
+
+
+def make_state(
+    decoder: Decoder, params: Any, draft_params: Any, size: int, prompt: int, budget: int
+) -> DecodeState:
+    """As after prompts were read, except that caches and features hold zeros."""
+    rng = np.random.default_rng(0)
+    vocab_size = decoder.model.vocab_size
+    prompts = rng.integers(0, vocab_size, (size, prompt)).tolist()
+    options = [sd.RequestOptions(temperature=0.8, max_new_tokens=budget)] * size
+    batch = make_batch(prompts, options, vocab_size=vocab_size, key=None, slack=K + 1)[0]
+    state = decoder.empty_state(params, draft_params, batch)
+    if state.num_features is None:
+        return state
+    return dataclasses.replace(state, num_features=jnp.ones_like(state.num_features))
+
+
+def bytes_of(params: Any) -> int:
+    """What K drafts read of a drafter's weights: of a head, fc once and no embedding."""
+    size = {name: sum(x.nbytes for x in jax.tree.leaves(p)) for name, p in params.items()}
+    if "fc" in size:
+        return size["fc"] + K * (size["layer"] + size["norm"] + size["lm_head"])
+    return K * sum(size.values())
+
+
+def measure_batch(
+    target: Any, drafters: dict[str, tuple[Any, Any]], size: int, options: Any
+) -> dict[str, Any]:
+    """Milliseconds of a step and of drafting, by drafter."""
+    model, params = target
+    config = sd.SpecDecodeConfig(num_speculative_tokens=K)
+    ways: dict[str, tuple[Decoder, str, Any]] = {
+        "plain": (Decoder(model, None, PLAIN), "step", None)
+    }
+    for name, (drafter, weights) in drafters.items():
+        decoder = Decoder(model, drafter, config)
+        ways |= {f"{name}, {kind}": (decoder, kind, weights) for kind in ("step", "draft")}
+    arguments, lowered = {}, {}
+    for name, (decoder, kind, weights) in ways.items():  # traced one after another
+        state = make_state(decoder, params, weights, size, options.prompt, options.steps * (K + 1))
+        arguments[name] = params, weights, state
+        run = jax.jit(functools.partial(loop, decoder, kind))
+        lowered[name] = run.lower(*arguments[name], jnp.int32(1))
+    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
+        compiled = dict(zip(ways, pool.map(lambda x: x.compile(), lowered.values()), strict=True))
+    steps = jnp.int32(options.steps)
+    runs = {name: functools.partial(compiled[name], *arguments[name], steps) for name in ways}
+    samples = measure.alternate(runs, options.repeats, warm_up=1)
+    return {
+        "batch": size,
+        "k": K,
+        "steps": options.steps,
+        "ms": {name: measure.median(s) / options.steps * 1e3 for name, s in samples.items()},
+        "draft_bytes": {name: bytes_of(w) for name, (_, w) in drafters.items() if w is not None},
+        "samples": samples,
+    }
+
+
+def show(rows: list[dict[str, Any]], bandwidth: float | None) -> None:
+    cells = []
+    for row in rows:
+        plain = row["ms"]["plain"]
+        for name in [way.removesuffix(", step") for way in row["ms"] if way.endswith("step")]:
+            step, draft = (row["ms"][f"{name}, {kind}"] for kind in ("step", "draft"))
+            least = row["draft_bytes"].get(name, 0) / bandwidth * 1e3 if bandwidth else 0
+            cells.append(
+                {
+                    "B": row["batch"],
+                    "drafts by": name,
+                    "plain step": f"{plain:.3f}",
+                    "step": f"{step:.3f}",
+                    "pays above": f"{step / plain:.2f}",
+                    "drafting": f"{draft:.3f}",
+                    "its bytes at copy bandwidth": f"{least:.3f}" if least else "-",
+                }
+            )
+    measure.show(f"ms, K = {K}; tokens per step above which drafts pay", cells)
+
+
+def main(command_line: list[str] | None = None) -> int:
+    parser = measure.gpu_parser(__doc__, repeats=5, seconds=150, threads=5)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--steps", type=int, default=32, help="per run")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens before the first step")
+    options = parser.parse_args(command_line)
+    if measure.lacks_gpu(options):
+        return 0
+    clock = measure.Clock(options.seconds)
+    shapes = (llamas.TINY,) * 2 if options.tiny else (llamas.LLAMA_3_8B, llamas.LLAMA_3_1B)
+    target, draft = (sd.models.Llama(shape, "bfloat16") for shape in shapes)
+    params, draft_params = (llamas.random_params(m, seed) for seed, m in enumerate((target, draft)))
+    head = make_head(target.config, 32 if options.tiny else 32000)
+    head_params = jax.jit(head.init_params)(jax.random.key(2), params)
+    head_params["embed_tokens"] = params["embed_tokens"]  # one array for both, as loaded
+    drafters: dict[str, tuple[Any, Any]] = {
+        "model": (sd.ModelDrafter(draft), draft_params),
+        "EAGLE-3 head": (sd.Eagle3Drafter(head), head_params),
+        "n-gram": (sd.NGramDrafter(), None),
+    }
+    bandwidth = None if options.tiny else measure.copy_bandwidth()
+    results = measure.Results(
+        "steps_gpu", ("batch",), options.output, copy_bytes_per_second=bandwidth
+    )
+    for size in options.batches:
+        if clock.is_late(f"B = {size}"):
+            continue
+        results.add([measure_batch((target, params), drafters, size, options)])
+        clock.say(f"B = {size}: measured")
+    show(results.rows, bandwidth)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

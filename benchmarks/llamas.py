@@ -1,0 +1,52 @@
+"""Models of the shapes of Llama 3, with random weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+import jax_specdec as sd
+
+LLAMA_3_8B = sd.models.LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    rope_theta=500000.0,
+)
+LLAMA_3_1B = dataclasses.replace(
+    LLAMA_3_8B,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    head_dim=64,
+    tie_word_embeddings=True,
+)
+TINY = sd.models.LlamaConfig(
+    vocab_size=300,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
+
+
+def random_params(model: sd.models.Llama, seed: int) -> dict[str, Any]:
+    """Random weights, made on the device a layer at a time: one layer's program serves for all."""
+    one = dataclasses.replace(
+        model,
+        config=dataclasses.replace(model.config, num_hidden_layers=1),
+        scan_layers=False,
+    ).init_params
+    first, *keys = jax.random.split(jax.random.key(seed), model.config.num_hidden_layers + 1)
+    rest = jax.jit(lambda key: {k: v for k, v in one(key).items() if k != "layers"})(first)
+    layer = jax.jit(lambda key: one(key)["layers"][0])
+    params = {**rest, "layers": [layer(key) for key in keys]}
+    return sd.models.stack_layers(params) if model.scan_layers else params
