@@ -20,6 +20,8 @@ from jax_specdec._src.models.checkpoint import (
 )
 from jax_specdec._src.models.llama import Llama, LlamaConfig
 
+from .weights import random_weights
+
 pytestmark = pytest.mark.newest
 
 
@@ -36,7 +38,7 @@ def make(tied: bool = False) -> tuple[Llama, Any]:
         tie_word_embeddings=tied,
     )
     model = Llama(config)
-    return model, model.init_params(jax.random.key(0))
+    return model, random_weights(model, 0)
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def test_bfloat16_is_rounded_once(tmp_path: Path) -> None:
     stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {jnp.dtype("bfloat16")}
     loaded = load_checkpoint(tmp_path)
-    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
+    rounded = jax.tree.map(lambda x: np.asarray(x).astype(jnp.bfloat16).astype("float32"), params)
     jax.tree.map(np.testing.assert_array_equal, loaded.params, rounded)
     half = load_checkpoint(tmp_path, jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(half.params)} == {jnp.dtype("bfloat16")}

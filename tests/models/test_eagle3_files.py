@@ -21,6 +21,7 @@ from .checkpoints import edit_json, edit_tensors
 from .test_eagle3 import CONFIG, NARROW, OPTIONS, random_params
 from .test_hostile_files import FIELDS as LLAMA_FIELDS
 from .test_hostile_files import NOT_JSON, PLACES, in_json, sentence
+from .weights import random_weights
 
 pytestmark = pytest.mark.newest
 
@@ -37,19 +38,19 @@ def target_for(config: sd.models.Eagle3Config, num_layers: int = 8) -> sd.models
         qk_norm=False,
     )
     model = sd.models.Llama(layer)
-    return sd.models.LoadedModel(model, model.init_params(jax.random.key(3)))
+    return sd.models.LoadedModel(model, random_weights(model, 3))
 
 
 def head_for(
     config: sd.models.Eagle3Config, target: sd.models.LoadedModel
 ) -> sd.models.LoadedModel:
     head = sd.models.Eagle3Head(config)
-    shared = head.init_params(jax.random.key(0), target.params)
-    mine = random_params(head)
-    for name in ("embed_tokens", "lm_head"):
-        own = config.own_embedding if name == "embed_tokens" else config.own_lm_head
-        if not own:
-            mine[name] = shared[name]
+    mine, theirs = random_params(head), target.params
+    if not config.own_embedding:
+        mine["embed_tokens"] = theirs["embed_tokens"]
+    if not config.own_lm_head:
+        is_tied = config.layer.tie_word_embeddings
+        mine["lm_head"] = theirs["embed_tokens" if is_tied else "lm_head"]
     if "target_ids" in mine:
         mine["target_ids"] = jnp.array([0, 3, 4, 9, 11, 12, 20, 21, 30, 33, 38, 39], jnp.int32)
     return sd.models.LoadedModel(head, mine)

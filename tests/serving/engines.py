@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from models.weights import random_weights
 
 import jax_specdec as sd
 
@@ -50,10 +50,8 @@ WEIGHTS = {
     TABLE: TABLES,
     JOINTLY: TABLES,
     LOOKUP: (TABLES[0], None),
-    LLAMA: tuple(
-        jax.tree.map(lambda x: 4 * x, llama(size).init_params(jax.random.key(size)))
-        for size in (16, 8)  # fourfold, or every token follows every other alike
-    ),
+    # Fourfold, or every token follows every other alike.
+    LLAMA: tuple(random_weights(llama(size), size, 4.0) for size in (16, 8)),
 }
 NAMES = {TABLE: "table", JOINTLY: "block", LOOKUP: "lookup", LLAMA: "llama"}
 

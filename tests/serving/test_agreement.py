@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models.weights import random_weights
 
 import jax_specdec as sd
 from jax_specdec._src import reference
@@ -21,8 +22,8 @@ from .test_draft_budget import Cycling
 MAX_MARGIN = 1e-4
 """Passes of one token and of several differ in the last bits of their logits."""
 
-MODEL, (SHARP, DRAFT) = engines.LLAMA.model, engines.WEIGHTS[engines.LLAMA]
-PARAMS = jax.tree.map(lambda x: x / 3, SHARP)  # or most tokens are all but certain
+MODEL, (_, DRAFT) = engines.LLAMA.model, engines.WEIGHTS[engines.LLAMA]
+PARAMS = random_weights(MODEL, 16, 4 / 3)  # sharper, most tokens are all but certain
 B, VOCAB = 6, engines.VOCAB
 NEW_TOKENS = 14
 

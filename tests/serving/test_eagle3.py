@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models.weights import random_weights
 
 import jax_specdec as sd
 
@@ -35,7 +36,7 @@ def head_of(hidden_size: int, layers: tuple[int, ...], ids: list[int]) -> sd.mod
 
 
 def head_params(head: sd.models.Eagle3Head, ids: list[int]) -> dict[str, Any]:
-    return head.init_params(jax.random.key(5)) | {"target_ids": jnp.array(ids, jnp.int32)}
+    return random_weights(head, 5) | {"target_ids": jnp.asarray(np.array(ids, np.int32))}
 
 
 # Engines
@@ -129,9 +130,9 @@ def skipping() -> tuple[np.ndarray, dict[str, Any]]:
     table = tiny.random_table(VOCAB, seed=7, scale=0.7)
     table = table + 2.0 * np.random.default_rng(8).standard_normal((VOCAB, 1, VOCAB))
     params = head_params(LISTED, IDS)
-    params["fc"] = jnp.concatenate([jnp.eye(8), jnp.zeros((8, 8))])
+    params["fc"] = jnp.asarray(np.eye(16, 8, dtype=np.float32))
     for name in ("o_proj", "down_proj"):
-        params["layer"][name] = 0.1 * params["layer"][name]
+        params["layer"][name] = jnp.asarray(0.1 * np.asarray(params["layer"][name]))
     skipped = np.zeros((8, len(IDS)))
     skipped[:VOCAB] = table.mean(axis=1)[:, IDS] / np.sqrt(8)
     return table.astype(np.float32), params | {"lm_head": jnp.asarray(skipped, jnp.float32)}

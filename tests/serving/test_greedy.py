@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models.weights import random_weights
 
 import jax_specdec as sd
 
@@ -52,7 +53,7 @@ NARROW = 40  # of the 61 ids of "one layer"
 
 @functools.cache
 def params_of(target: str, seed: int) -> Any:
-    return TARGETS[target].init_params(jax.random.key(seed))
+    return random_weights(TARGETS[target], seed)
 
 
 def prompts_of(target: str, seed: int) -> list[list[int]]:
@@ -72,11 +73,9 @@ def plain_of(target: str, seed: int) -> sd.GenerateOutput:
 
 def near(params: Any, seed: int, noise: float = 0.05) -> Any:
     """Weights close to a model's own: a draft model that is often right."""
-    leaves, treedef = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(100 + seed), len(leaves))
-    return jax.tree.unflatten(
-        treedef,
-        [x + noise * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)],
+    rng = np.random.default_rng(100 + seed)
+    return jax.tree.map(
+        lambda x: jnp.asarray(x + noise * rng.standard_normal(x.shape), x.dtype), params
     )
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models.weights import random_weights
 
 import jax_specdec as sd
 from jax_specdec._src.serving import generate as generate_lib
@@ -238,7 +239,7 @@ def test_rejected_drafts_leave_no_trace():
             head_dim=8,
         )
     )
-    params, k = model.init_params(jax.random.key(0)), 3
+    params, k = random_weights(model, 0), 3
     batch, prompt_size, _ = generate_lib.make_batch(
         [[3, 1, 4], [1, 5, 9, 2, 6], [5]],
         [sd.RequestOptions(temperature=t, max_new_tokens=16) for t in (0.0, 1.0, 1.0)],

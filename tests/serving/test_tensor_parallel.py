@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models.weights import random_weights
 
 import jax_specdec as sd
 from jax_specdec._src.serving import programs
@@ -32,7 +33,7 @@ MODEL = sd.models.Llama(
         head_dim=8,
     )
 )
-PARAMS = jax.tree.map(lambda x: 2 * x, MODEL.init_params(jax.random.key(0)))
+PARAMS = random_weights(MODEL, 0, 2.0)
 DRAFT_PARAMS = near(PARAMS, 0)
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (3, 9, 1, 20)]
