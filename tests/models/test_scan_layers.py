@@ -16,28 +16,12 @@ import pytest
 import jax_specdec as sd
 
 from . import reference_llama
+from .test_llama import CONFIG, apply
 from .weights import random_ids, random_weights
 
 pytestmark = [pytest.mark.newest, pytest.mark.dearest]
 
-CONFIG = sd.models.LlamaConfig(
-    vocab_size=37,
-    hidden_size=24,
-    intermediate_size=40,
-    num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=8,
-    rope_theta=500.0,
-)
 B, T, S = 3, 24, 11
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def apply(model: Any, params: Any, token_ids: Any, start: Any, cache: Any) -> Any:
-    return model.apply(params, token_ids, start, cache)[:2]
-
-
 stack, unstack = jax.jit(sd.models.stack_layers), jax.jit(sd.models.unstack_layers)
 
 
@@ -146,7 +130,7 @@ def test_a_decoding_loop_updates_the_cache_in_place(batch: int, length: int) -> 
     ],
     ids=["half as many heads", "biases and norms"],
 )
-def test_the_devices_of_a_mesh_give_the_logits_of_the_whole(changes: dict[str, Any]) -> None:
+def test_the_devices_of_a_mesh_give_the_same_logits(changes: dict[str, Any]) -> None:
     model, params = scanned(**changes)
     mesh = jax.make_mesh((4,), ("tensor",), devices=jax.devices()[:4])
     parallel = sd.models.TensorParallelLlama(model, mesh, "tensor")

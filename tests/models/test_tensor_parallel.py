@@ -84,7 +84,7 @@ def test_the_logits_are_those_of_the_whole_model(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", list(CASES)[:2])
-def test_the_logits_are_those_of_the_whole_model_on_every_jax(case: str) -> None:
+def test_the_logits_are_those_of_the_whole_on_every_jax(case: str) -> None:
     check(case)
 
 
@@ -103,7 +103,7 @@ def check(case: str) -> None:
         assert (ours[..., model.config.num_token_ids or model.vocab_size :] == -np.inf).all()
 
 
-def test_a_device_holds_an_nth_of_the_matrices_and_sums_are_all_that_crosses_the_links() -> None:
+def test_a_device_holds_an_nth_and_only_sums_are_moved() -> None:
     n, model = 8, sd.models.Llama(CONFIG)
     parallel = sd.models.TensorParallelLlama(model, mesh_of(n), "tensor")
     whole = random_weights(model, 1)

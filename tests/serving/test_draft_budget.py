@@ -26,7 +26,8 @@ class Cycling(sd.serving.DraftChoice):
 
     def next(self) -> int:
         self.saved += 1
-        return (0, 2, 0, 0, 0, 1, 0, 1, 2, 2)[int(self.saved) % 10]
+        wanted = (0, 2, 0, 0, 0, 1, 0, 1, 2, 2)[int(self.saved) % 10]
+        return wanted if wanted in self.num_drafts else max(self.num_drafts)
 
 
 class FromThePast(sd.serving.DraftChoice):
@@ -179,14 +180,15 @@ def test_steps_without_drafts_leave_no_holes_in_the_drafters_cache(engine, weigh
     for row, tokens in zip(prompts_now, rows, strict=True):
         row[: len(tokens)] = tokens
     requests = sd.serving.NewRequests(
-        slots=jnp.arange(len(rows)),
+        slots=np.arange(len(rows), dtype=np.int32),
         prompts=prompts_now,
-        lengths=jnp.array([*map(len, rows)]),
+        lengths=np.array([*map(len, rows)], np.int32),
         keys=np.array(ids, np.uint32),
         options=engine.options_of(asked, [*map(len, prompts)]),
     )
     whole = dataclasses.replace(engine, prefill_sizes=(engine.max_length,))
-    again = whole.admit(*weights, whole.init_state(weights[1], weights[0]), requests)
+    empty = jax.jit(whole.init_state)(weights[1], weights[0])
+    again = jax.jit(whole.admit)(*weights, empty, requests)
     found, wanted = (draft(weights[1], state) for state in (driver.state, again))
     assert (wanted.draft_token_ids >= 0).all()
     difference = float(jnp.abs(found.store.logits - wanted.store.logits).max())
@@ -226,7 +228,7 @@ COSTS = sd.serving.StepCosts(4, BUDGET, (1.0, 1.5, 1.75))
 @pytest.mark.parametrize(
     ("survival", "best"), [([0.4, 0.1], 0), ([0.6, 0.1], 1), ([0.6, 0.5], 2), ([0.5, 0.25], 0)]
 )
-def test_the_best_number_of_drafts_has_the_most_tokens_per_second(survival, best):
+def test_the_best_number_of_drafts_gives_most_tokens_per_second(survival, best):
     rate = {k: (1 + sum(survival[:k])) / COSTS.seconds[k] for k in BUDGET}
     assert rate[best] == max(rate.values())
     assert COSTS.best(survival) == best

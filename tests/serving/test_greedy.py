@@ -120,7 +120,7 @@ def score(model: sd.models.CausalModel, params: Any, tokens: jax.Array) -> jax.A
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_plain_decoding_emits_the_argmax_of_a_full_pass_over_the_sequence(target):
+def test_plain_decoding_emits_the_argmax_of_a_full_pass(target):
     # By induction over the completion this is the loop that scores the whole sequence anew for
     # every token.
     for seed in SEEDS:
@@ -252,7 +252,7 @@ def test_every_step_is_that_of_the_loop_in_python(k, stop_token_ids, generation)
         assert tiny.steps_of(output, b) == wanted
 
 
-def test_nothing_is_kept_after_a_stop_token_inside_an_accepted_run():
+def test_nothing_is_kept_after_an_accepted_stop_token():
     counting = np.zeros((VOCAB,) * 3, np.float32)  # 0 1 2 3 4 0 1 ...
     for last in range(VOCAB):
         counting[:, last, (last + 1) % VOCAB] = 1
@@ -305,7 +305,7 @@ def output_with(completions: list[list[int]]) -> sd.GenerateOutput:
     return sd.GenerateOutput(completions, steps, [sd.Status.OK] * len(completions))
 
 
-def test_greedy_differences_are_the_first_of_each_request_with_the_gap_of_the_two_best_logits():
+def test_greedy_differences_are_the_first_with_their_gap():
     table = tiny.random_table(VOCAB, seed=3)
     prompts = [[1, 2], [4], [3], [0, 0]]
     plain = [[1, 2, 3], [4, 4, 1], [2, 0], [1]]

@@ -141,7 +141,7 @@ def served(
 
 @pytest.mark.long
 @pytest.mark.parametrize("has_options", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_an_engine_serves_the_tokens_of_one_device_and_compiles_nothing_after_warm_up(
+def test_an_engine_over_devices_serves_the_tokens_of_one(
     has_options: bool,
 ) -> None:
     found, names, driver = served(on_one_device=False, has_options=has_options)
@@ -157,18 +157,18 @@ def test_an_engine_serves_the_tokens_of_one_device_and_compiles_nothing_after_wa
 
 
 @pytest.mark.newest
-def test_a_step_moves_no_logits_between_devices_and_works_in_place() -> None:
-    _, _, driver = served(on_one_device=False)
-    given, state = on_eight(split_drafter=True), driver.state
-    step = programs.step.lower(driver.engine, given["params"], given["draft_params"], state)
+def test_a_step_moves_no_logits_and_works_in_place() -> None:
+    given = on_eight(split_drafter=True)
+    driver = driver_of(given, has_options=False)
+    weights, state = (given["params"], given["draft_params"]), driver.state
+    step = programs.step.lower(driver.engine, *weights, state).compile()
     kinds = set()
-    for kind, shape in moved(step.compile().as_text()):
+    for kind, shape in moved(step.as_text()):
         kinds.add(kind)
         if kind == "all-reduce":  # the residual stream, or one number per request
             assert shape[-1] in (MODEL.config.hidden_size, SLOTS), shape
         else:  # what each device says of its part of the rows
             assert np.prod(shape) <= 8 * SLOTS * (5 * K + 4) < SLOTS * (K + 1) * VOCAB
     assert kinds == {"all-reduce", "all-gather"}
-    driver.submit([1, 2], max_new_tokens=1)
-    driver.step()
+    step(*weights, state)
     assert all(x.is_deleted() for x in jax.tree.leaves((state.target_cache, state.store)))
