@@ -45,7 +45,6 @@ OPTIONS = [
 SCRIPT = jnp.asarray(_rng.integers(-1, VOCAB + 1, (B, 64)).astype(np.int32))
 
 DRAFTERS: dict[str, tuple[Any, Any]] = {
-    "n-gram": (sd.NGramDrafter(min_ngram=1), None),
     "model": (sd.ModelDrafter(engines.llama(8)), DRAFT),
     "few candidates": (sd.ModelDrafter(engines.llama(8), num_candidates=2), DRAFT),
     "eagle3": (test_eagle3.ENGINE.drafter, test_eagle3.WEIGHTS[1]),
@@ -107,7 +106,6 @@ def check_texts(texts: list[list[int]]) -> None:
 @pytest.mark.parametrize(
     ("name", "k", "fields"),
     [
-        pytest.param("n-gram", 3, {}, marks=pytest.mark.long),
         ("model", 2, {}),
         pytest.param("model", 4, dict(draft_sample_method="greedy"), marks=pytest.mark.long),
         pytest.param("few candidates", 1, {}, marks=pytest.mark.long),

@@ -202,7 +202,7 @@ def test_where_nobody_asks_no_mask_is_read_and_nothing_counted() -> None:
         model, sd.ModelDrafter(model), CONFIG, num_slots=slots, max_length=32, request_options=True
     )
     row = jnp.zeros((vocab_size,))
-    state = jax.eval_shape(engine.init_state, row)
+    state = jax.jit(engine.init_state)(row)
     words, seen, passes = (slots, -(-vocab_size // 32)), set(), ("while", "cond", "jit", "scan")
     for equation in eager(jax.make_jaxpr(engine.step)(row, row, state).jaxpr):
         name = equation.primitive.name
