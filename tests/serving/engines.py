@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from models.weights import random_weights
@@ -131,3 +134,23 @@ def greedy_truth(request: dict[str, Any], table: np.ndarray = TARGET) -> list[in
         if new[-1] in request.get("stop_token_ids", ()):
             break
     return new
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """What JAX compiles, anywhere, as its log tells."""
+    names: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            message = record.getMessage()
+            if message.startswith("Compiling "):
+                names.append(message.split()[1])
+
+    logger, handler = logging.getLogger("jax"), Handler()
+    logger.addHandler(handler)
+    try:
+        with jax.log_compiles():
+            yield names
+    finally:
+        logger.removeHandler(handler)

@@ -15,7 +15,6 @@ import jax_specdec as sd
 
 from . import engines, test_eagle3, tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
-from .test_engine import compilations
 
 BUDGET = (0, 1, 2)
 TABLE = dataclasses.replace(engines.TABLE, draft_budget=BUDGET)
@@ -208,7 +207,7 @@ def test_nothing_is_compiled_after_warm_up():
     assert costs.num_drafts == BUDGET
     assert all(x > 0 for x in costs.seconds)
     driver.draft_choice = Cycling(BUDGET, driver.draft_choice.rates, costs)
-    with compilations() as names:
+    with engines.compilations() as names:
         for i in range(12):
             driver.submit([1 + i % 3, 2], max_new_tokens=9, temperature=i % 2)
         engines.run(driver)

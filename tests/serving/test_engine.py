@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,6 +37,7 @@ from .engines import (
     Finished,
     K,
     alone,
+    compilations,
     driver_of,
     greedy_truth,
     run,
@@ -355,26 +354,6 @@ def test_a_released_slot_emits_nothing_and_forgets_its_drafts():
 
 
 # Compilations and buffers
-
-
-@contextlib.contextmanager
-def compilations() -> Iterator[list[str]]:
-    """What JAX compiles, anywhere, as its log tells."""
-    names: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            message = record.getMessage()
-            if message.startswith("Compiling "):
-                names.append(message.split()[1])
-
-    logger, handler = logging.getLogger("jax"), Handler()
-    logger.addHandler(handler)
-    try:
-        with jax.log_compiles():
-            yield names
-    finally:
-        logger.removeHandler(handler)
 
 
 FUNCTIONS = (

@@ -15,8 +15,7 @@ from models.weights import random_weights
 import jax_specdec as sd
 from jax_specdec._src.serving import programs
 
-from .engines import Finished, run
-from .test_engine import compilations
+from .engines import Finished, compilations, run
 from .test_greedy import MAX_GAP, near, score
 
 pytestmark = pytest.mark.dearest
