@@ -147,7 +147,7 @@ ENTRY %main (x.1: f32[100,50]) -> (s32[], f32[100,50]) {
 """
 
 
-def test_a_loop_counts_by_its_trips_and_a_slice_by_what_it_takes():
+def test_a_loop_counts_by_its_trips():
     program = hlo_text.Program.of(LOOP, trips=1000)
     row, index = 2 * 50 * 4, 4  # bytes
     moved = (index + row + row) + 3 * row + 3 * index  # the slice, the sum, the counter
@@ -184,12 +184,12 @@ def test_bundles_are_followed_through_loops_and_branches():
     assert bundles.follow(BUNDLES) == 1 + 4 * 13 + 2
 
 
-def test_a_program_that_was_loaded_too_early_is_not_counted_as_nothing(tmp_path):
+def test_a_program_loaded_too_early_is_not_nothing(tmp_path):
     with pytest.raises(RuntimeError, match="before `dumped`"):
         bundles.Code.taken(tmp_path, "v5e", LOOP)
 
 
-def test_a_loop_that_depends_on_the_data_turns_as_often_as_is_said():
+def test_a_loop_on_data_turns_as_often_as_said():
     text = LOOP.replace("%limit = s32[] constant(7)", "%limit = s32[] add(%i.1, %i.1)")
     assert [n for _, n in hlo_text.Program.of(text, trips=5).loops()] == [5]
     text = text.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"3"}}')
@@ -216,7 +216,7 @@ ENTRY %main (x: f32[100,50], which: s32[]) -> f32[100,50] {
     assert hlo_text.Program.of(text, trips=1).count().bytes == 2 * 100 * 50 * 4
 
 
-def test_what_runs_beside_the_program_counts_once_and_no_estimate_is_none():
+def test_what_runs_beside_the_program_counts_once():
     text = """%beside (a: f32[100,50], b: s32[8]) -> f32[8,50] {
   %a = f32[100,50]{1,0} parameter(0)
   %b = s32[8]{0} parameter(1)
@@ -256,7 +256,7 @@ def run_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-def test_cases_are_compiled_again_alone_and_the_tables_keep_the_others(run_grid, tmp_path):
+def test_cases_compiled_again_leave_the_others_in_the_tables(run_grid, tmp_path):
     code, _ = run_grid("--only", "v5e,rule=greedy")
     assert code == 0
     code, text = run_grid("--only", "v5e,rule=greedy,batch=8,implementation=xla_lazy", reads=7.0)
@@ -329,7 +329,7 @@ TOPOLOGIES = "v2:2x2", "v3:2x2", "v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", 
 
 
 @pytest.mark.aot
-def test_the_kernel_compiles_for_every_tpu_within_the_memory_that_it_asks_for():
+def test_the_kernel_compiles_for_every_tpu_within_its_memory():
     """Of vector memory: more than it asks for would not compile. Only float16 rows are copied."""
     given = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     given |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}

@@ -1,4 +1,4 @@
-"""The benchmarks count what they say, lose no result, and draw what they measured."""
+"""The benchmarks count what they say and lose no result."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,6 @@ import inputs
 import jax
 import measure
 import numpy as np
-import plots
 import pytest
 import verify_cases
 from verify_cases import Case, Variant
@@ -43,7 +42,7 @@ def test_bytes_are_the_rows_that_have_to_be_read(fields, rows, draft_rows):
 
 
 @pytest.mark.parametrize("ids", ["map", "candidates"])
-def test_inputs_on_a_list_of_ids_are_those_of_all_ids(ids):
+def test_inputs_on_listed_ids_are_those_of_all_ids(ids):
     listed, scattered = (
         inputs.make(Case("", 3, k=2, vocabulary=90, ids=ids, scattered=is_scattered), 1)
         for is_scattered in (False, True)
@@ -153,52 +152,6 @@ def test_merging_replaces_rows_and_forgets_runs_without_rows():
     document = measure.merge(document, {"date": 3}, [a], identity)
     assert document["runs"] == [{"date": 2}, {"date": 3}]
     assert [(r["name"], r["run"]) for r in document["rows"]] == [("b", 0), ("a", 1)]
-
-
-def results(**changed):
-    """A file as a run on a GPU leaves it."""
-    run = {"device": "gpu: a GPU", "jax": "0", "copy_bytes_per_second": 4e12}
-    common = {"kind": "time", "k": 4, "dtype": "bfloat16", "noise_given": False, "cold": False}
-    common |= {"fits_cache": False, "launches": 1.0, "emitted_per_request": 2.9, **changed}
-    rows = [
-        {
-            **common,
-            "name": name,
-            "batch": batch,
-            "vocabulary": vocabulary,
-            "implementation": implementation,
-            "goal": 10,
-            "bytes_read": 1e6 * batch,
-            "call_us": 2.0 * batch,
-            "kernel_us": 1.0 * batch if implementation != "plain" else None,
-        }
-        for name, vocabulary, batches in (
-            (verify_cases.STANDARD, 128256, (1, 64)),
-            ("V = 131071", 131071, (64, 250)),
-        )
-        for batch in batches
-        for implementation in ("mosaic_gpu", "xla", "plain")
-    ]
-    return measure.merge(None, run, rows, bench_verify_gpu.IDENTITY)
-
-
-def test_plots_are_drawn_from_results_alone(tmp_path, capsys):
-    measure.write(tmp_path / "elsewhere" / "verify_gpu.json", results())
-    (tmp_path / "other.json").write_text(json.dumps({"rows": []}))
-    plots.main([str(tmp_path), "--merge", str(tmp_path / "elsewhere" / "verify_gpu.json")])
-    names = ["verify_gpu_rate.png", "verify_gpu_time.png", "verify_gpu_vocabulary.png"]
-    assert sorted(capsys.readouterr().out.split()) == names
-    assert measure.load(tmp_path / "verify_gpu.json")["rows"] == results()["rows"]
-
-    figure = plots.time_against_batch(results())
-    (ax,) = figure.axes
-    lines = {line.get_label(): line.get_xydata().tolist() for line in ax.lines}
-    assert lines["mosaic_gpu"] == [[1, 2], [64, 128]]
-    assert lines["goal"] == [[1, 10], [64, 10]]
-    assert lines["bytes at copy bandwidth"] == [[1, 0.25], [64, 16]]
-    (bars,) = plots.vocabularies(results()).axes
-    places = [(round(bar.get_x() + 0.2, 6), bar.get_height()) for bar in bars.patches]
-    assert places == [(-0.2, 2), (0.8, 2), (1.2, 2)]
 
 
 @pytest.mark.long

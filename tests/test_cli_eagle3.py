@@ -39,7 +39,7 @@ def test_a_folder_is_read_as_a_head_of_the_target(folder: Path) -> None:
     assert isinstance(models.drafters["ngram"].drafter, sd.NGramDrafter)
 
 
-def test_the_embedded_target_has_a_head_of_all_bytes_and_one_of_64() -> None:
+def test_the_embedded_target_has_two_heads() -> None:
     models = load_models(parse(["generate", "x", "--draft", "eagle3"], "1"), ["x"])
     drafter = models.drafters["eagle3"].drafter
     assert isinstance(drafter, sd.Eagle3Drafter) and drafter.head.vocab_size == 256

@@ -55,7 +55,7 @@ def count(
 # The host's statistics
 
 
-def test_rates_of_a_position_count_only_verifications_that_were_offered_it() -> None:
+def test_a_positions_rates_count_verifications_offered_it() -> None:
     stats = sd.AcceptanceStats.from_steps(records([3, 3, 1, 0, -1], [3, 1, 1, 0, 0]))
     assert stats == sd.AcceptanceStats(
         offered_per_position=(3, 2, 2),
@@ -101,7 +101,7 @@ def test_steps_without_drafts_count_for_tokens_per_target_pass_alone() -> None:
     assert both.tokens_per_target_pass == 14 / 10
 
 
-def test_tokens_per_target_pass_counts_no_token_that_was_cut_off() -> None:
+def test_tokens_per_target_pass_counts_no_cut_token() -> None:
     """Tokens delivered by passes; the rates of drafts are as if nothing had been cut."""
     whole = records([3, 3, 0], [3, 3, 0])
     cut = dataclasses.replace(whole, num_kept=np.array([[4], [1], [1]]))
@@ -130,7 +130,7 @@ def test_where_nothing_was_drafted_the_length_is_a_dash() -> None:
 
 
 @given(st.lists(st.integers(0, K), min_size=1))
-def test_with_full_offers_rates_sum_to_the_length_and_divide_to_the_conditional_ones(
+def test_with_full_offers_rates_sum_to_the_length(
     accepted: list[int],
 ) -> None:
     stats = sd.AcceptanceStats.from_steps(records([K] * len(accepted), accepted))
@@ -139,7 +139,7 @@ def test_with_full_offers_rates_sum_to_the_length_and_divide_to_the_conditional_
     np.testing.assert_allclose(np.cumprod(stats.conditional_rates), rates)
 
 
-def test_the_log_line_of_an_interval_is_that_of_a_hand_computed_example() -> None:
+def test_the_log_line_is_that_of_a_computed_example() -> None:
     early = sd.AcceptanceStats.from_steps(records([3, 2], [1, 2]))
     late = sd.AcceptanceStats.from_steps(records([3, 2, 3, 3, 1, 0], [1, 2, 3, 1, 1, 0]))
     interval = dataclasses.replace(late, num_fallbacks=2) - early
@@ -197,7 +197,7 @@ def random_steps(seed: int) -> np.ndarray:
     return np.stack([proposed, accepted, np.where(empty, 0, accepted + 1)], axis=1).astype(np.int32)
 
 
-def test_counting_in_a_while_loop_agrees_with_plain_loops_over_the_records() -> None:
+def test_counting_in_a_loop_agrees_with_the_records() -> None:
     steps = random_steps(0)
     offered, reached, accepted_at = [0] * K, [0] * K, [0] * K
     total = drafts = 0

@@ -70,7 +70,7 @@ def test_a_scrape_shows_what_was_published_last(
     assert scrape(url) == expected
 
 
-def test_a_scrape_shows_how_busy_the_engine_was_where_that_is_published(
+def test_a_scrape_shows_how_busy_the_engine_was(
     registry: prometheus_client.CollectorRegistry, url: str
 ) -> None:
     exporter = sd.PrometheusExporter(registry)

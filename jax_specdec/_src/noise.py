@@ -11,6 +11,7 @@ would not be lossless here: under `vmap` they use the first key of the batch for
 from __future__ import annotations
 
 import enum
+import functools
 from typing import Any
 
 import jax
@@ -139,6 +140,7 @@ def threefry_keys(keys: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(key_words(keys), impl="threefry2x32")
 
 
+@functools.partial(jax.jit, static_argnames="count")
 def fold_in_each(key: jax.Array, count: int) -> jax.Array:
     """``fold_in(key, b)`` for b from 0 to `count` - 1, as Threefry keys ``[count]``.
 

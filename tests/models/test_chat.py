@@ -168,7 +168,7 @@ GROWS = "{% set ns = namespace(x='abcdefgh') %}{% for i in range(50) %}{% set ns
         "loops", "power", "late power", "format", "repeat", "double", "output", "parens", "minus"
     ],
 )  # fmt: skip
-def test_a_template_that_takes_too_much_is_refused_and_the_next_one_is_applied(
+def test_a_template_that_takes_too_much_is_refused_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, message: str
 ) -> None:
     assert text(tmp_path, CHATML).endswith("assistant\n")

@@ -1,6 +1,5 @@
 """Checkpoints: what is written is read back, and what is wrong is named."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,9 @@ from jax_specdec._src.models.checkpoint import (
 )
 from jax_specdec._src.models.llama import Llama, LlamaConfig
 
+from .checkpoints import edit_json, edit_tensors
+from .weights import random_weights
+
 pytestmark = pytest.mark.newest
 
 
@@ -36,33 +38,13 @@ def make(tied: bool = False) -> tuple[Llama, Any]:
         tie_word_embeddings=tied,
     )
     model = Llama(config)
-    return model, model.init_params(jax.random.key(0))
+    return model, random_weights(model, 0)
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     save_checkpoint(tmp_path, *make())
     return tmp_path
-
-
-def edit_config(directory: Path, **changes: Any) -> None:
-    path = directory / "config.json"
-    config = json.loads(path.read_text())
-    for key, value in changes.items():
-        config.pop(key, None)
-        if value is not ...:
-            config[key] = value
-    path.write_text(json.dumps(config))
-
-
-def edit_tensors(directory: Path, **changes: Any) -> None:
-    path = directory / "model.safetensors"
-    tensors = safetensors.numpy.load_file(path)
-    for key, value in changes.items():
-        tensors.pop(key)
-        if value is not ...:
-            tensors[key] = value
-    safetensors.numpy.save_file(tensors, path)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -80,7 +62,7 @@ def test_bfloat16_is_rounded_once(tmp_path: Path) -> None:
     stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {jnp.dtype("bfloat16")}
     loaded = load_checkpoint(tmp_path)
-    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
+    rounded = jax.tree.map(lambda x: np.asarray(x).astype(jnp.bfloat16).astype("float32"), params)
     jax.tree.map(np.testing.assert_array_equal, loaded.params, rounded)
     half = load_checkpoint(tmp_path, jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(half.params)} == {jnp.dtype("bfloat16")}
@@ -115,11 +97,15 @@ def test_tensors_have_the_names_and_the_layout_of_hugging_face(saved: Path) -> N
 def test_configurations_of_other_writers_are_read(saved: Path) -> None:
     # Newer files keep theta in rope_parameters; head_dim and the key/value heads may be implied.
     model, params = make()
-    edit_config(saved, rope_theta=..., rope_parameters={"rope_type": "default", "rope_theta": 77.0})
+    edit_json(
+        saved / "config.json",
+        rope_theta=...,
+        rope_parameters={"rope_type": "default", "rope_theta": 77.0},
+    )
     assert load_checkpoint(saved).model.config.rope_theta == 77.0
-    edit_config(saved, head_dim=..., some_key_of_the_future=1, rope_scaling=None)
+    edit_json(saved / "config.json", head_dim=..., some_key_of_the_future=1, rope_scaling=None)
     assert load_checkpoint(saved).model.config.head_dim == 4
-    edit_config(saved, num_key_value_heads=...)
+    edit_json(saved / "config.json", num_key_value_heads=...)
     with pytest.raises(ValueError, match="k_proj.weight of shape .4, 12., .* says .12, 12."):
         load_checkpoint(saved)
 
@@ -134,9 +120,6 @@ def test_a_missing_file_is_named(saved: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"hidden_size": ...}, "config.json lacks hidden_size"),
-        ({"hidden_size": -1}, "config.json: hidden_size must be a positive integer, not -1"),
-        ({"model_type": "gpt2"}, "config.json has model_type = 'gpt2', but only 'llama'"),
         ({"hidden_act": "gelu"}, "config.json has hidden_act = 'gelu', but only 'silu'"),
         ({"attention_bias": True}, "config.json has attention_bias = True, but only False"),
         ({"vocab_size": 12}, "embed_tokens.weight of shape .11, 12., but .* says .12, 12."),
@@ -146,7 +129,7 @@ def test_a_missing_file_is_named(saved: Path, name: str) -> None:
 def test_a_configuration_that_does_not_fit_is_refused(
     saved: Path, changes: Any, message: str
 ) -> None:
-    edit_config(saved, **changes)
+    edit_json(saved / "config.json", **changes)
     with pytest.raises(ValueError, match=message):
         load_checkpoint(saved)
 
@@ -175,7 +158,7 @@ def test_a_configuration_that_is_not_json_is_refused(
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(saved: Path, changes: Any, message: str) -> None:
-    edit_tensors(saved, **changes)
+    edit_tensors(saved / "model.safetensors", **changes)
     with pytest.raises(ValueError, match=message):
         load_checkpoint(saved)
 
@@ -226,14 +209,14 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(
 @pytest.mark.parametrize("value", [1e9, -1e9])
 @pytest.mark.parametrize("others", [0.0, -0.0, 1.0, -1.0])
 def test_one_weight_too_large_is_found_among_any(saved: Path, others: float, value: float) -> None:
-    edit_tensors(saved, **{FIRST: np.full((11, 12), others, np.float32)})
+    edit_tensors(saved / "model.safetensors", **{FIRST: np.full((11, 12), others, np.float32)})
     store(saved, FIRST, value, "float32")
     with pytest.raises(ValueError, match=f"has {FIRST} with a weight of {value},"):
         load_checkpoint(saved, "float16")
 
 
 @pytest.mark.parametrize("load", [load_checkpoint, load_huggingface])
-def test_a_weight_that_is_not_finite_is_read_where_that_was_asked_for(
+def test_a_weight_that_is_not_finite_is_read_where_allowed(
     saved: Path, load: Callable[..., LoadedModel]
 ) -> None:
     for value in (np.nan, -np.inf, -1e300):

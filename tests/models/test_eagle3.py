@@ -11,6 +11,7 @@ import pytest
 import jax_specdec as sd
 
 from . import reference_eagle3 as reference
+from .weights import random_ids, random_weights
 
 LAYER = sd.models.LlamaConfig(
     vocab_size=40,
@@ -59,14 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def random_params(head: sd.models.Eagle3Head, seed: int = 0) -> dict[str, Any]:
     """Weights of which none is one or zero."""
-    rng = np.random.default_rng(seed)
-
-    def moved(x: jax.Array) -> jax.Array:
-        return x + rng.normal(0, 0.2, x.shape).astype(np.float32)
-
-    params = head.init_params(jax.random.key(seed))
-    ids = {name: params.pop(name) for name in ("target_ids",) if name in params}
-    return jax.tree.map(moved, params) | ids
+    return random_weights(head, seed, moved=0.2)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +77,7 @@ def test_logits_and_feedback_are_those_of_numpy(option: str) -> None:
 
     cache = head.init_cache(batch_size, 16)
     states = head.project(params, features)
-    chunk = jnp.zeros(batch_size, jnp.int32)
+    chunk = np.zeros(batch_size, np.int32)
     logits, feedback, cache = apply(params, states, next_ids[:, :given], chunk, cache)
     rows = [np.asarray(logits)]
     for step in range(drafted):
@@ -106,18 +100,16 @@ def test_logits_and_feedback_are_those_of_numpy(option: str) -> None:
 def test_it_starts_anywhere_and_overwrites_what_drafting_wrote() -> None:
     head = sd.models.Eagle3Head(CONFIG)
     params, rng = random_params(head), np.random.default_rng(2)
-    states = jnp.asarray(rng.normal(size=(2, 9, 16)), jnp.float32)
-    ids = jnp.asarray(rng.integers(0, 40, (2, 9)), jnp.int32)
-    start = jnp.zeros(2, jnp.int32)
-    whole, _, _ = head.apply(params, states, ids, start, head.init_cache(2, 12))
+    states, ids = rng.normal(size=(2, 9, 16)).astype(np.float32), random_ids((2, 9), 40)
+    apply, start = jax.jit(head.apply), np.zeros(2, np.int32)
+    whole, _, _ = apply(params, states, ids, start, head.init_cache(2, 12))
     cache = head.init_cache(2, 12)
-    _, _, cache = head.apply(params, states[:, :4], ids[:, :4], start, cache)
-    _, _, cache = head.apply(params, -states[:, :3], ids[:, :3], start + 4, cache)  # drafts
+    _, _, cache = apply(params, states[:, :4], ids[:, :4], start, cache)
+    _, _, cache = apply(params, -states[:, :4], ids[:, :4], start + 4, cache)  # drafts
     # One request goes on from position 4, the other one earlier.
-    first = jnp.array([4, 3], jnp.int32)
-    part = jnp.stack([states[0, 4:8], states[1, 3:7]])
-    next_ids = jnp.stack([ids[0, 4:8], ids[1, 3:7]])
-    logits, _, _ = head.apply(params, part, next_ids, first, cache)
+    first = np.array([4, 3], np.int32)
+    part, next_ids = (np.stack([x[0, 4:8], x[1, 3:7]]) for x in (states, ids))
+    logits, _, _ = apply(params, part, next_ids, first, cache)
     expected = np.stack([whole[0, 4:8], whole[1, 3:7]])
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
@@ -125,15 +117,17 @@ def test_it_starts_anywhere_and_overwrites_what_drafting_wrote() -> None:
 def test_ids_that_are_no_tokens_are_never_drafted() -> None:
     layer = dataclasses.replace(LAYER, num_token_ids=33)
     head = sd.models.Eagle3Head(dataclasses.replace(CONFIG, layer=layer))
-    params = head.init_params(jax.random.key(0))
-    states, ids = jnp.ones((1, 1, 16)), jnp.zeros((1, 1), jnp.int32)
-    logits, _, _ = head.apply(params, states, ids, jnp.zeros(1, jnp.int32), head.init_cache(1, 4))
+    params = random_weights(head, 0)
+    states, ids = np.ones((1, 1, 16), np.float32), np.zeros((1, 1), np.int32)
+    start = np.zeros(1, np.int32)
+    logits, _, _ = jax.jit(head.apply)(params, states, ids, start, head.init_cache(1, 4))
+    logits = np.asarray(logits)
     assert np.isneginf(logits[0, 0, 33:]).all() and np.isfinite(logits[0, 0, :33]).all()
 
 
 def test_params_share_what_is_the_targets() -> None:
     target = sd.models.Llama(dataclasses.replace(LAYER, num_hidden_layers=4))
-    weights = target.init_params(jax.random.key(0))
+    weights = random_weights(target, 0)
     shared = sd.models.Eagle3Head(CONFIG).init_params(jax.random.key(1), weights)
     assert shared["embed_tokens"] is weights["embed_tokens"]
     assert shared["lm_head"] is weights["lm_head"]

@@ -1,6 +1,7 @@
 """Reading and writing EAGLE-3 heads: three layouts, every option, and what is refused."""
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -21,10 +22,13 @@ from .checkpoints import edit_json, edit_tensors
 from .test_eagle3 import CONFIG, NARROW, OPTIONS, random_params
 from .test_hostile_files import FIELDS as LLAMA_FIELDS
 from .test_hostile_files import NOT_JSON, PLACES, in_json, sentence
+from .weights import random_weights
 
 pytestmark = pytest.mark.newest
 
 FILE, WEIGHTS = "config.json", "model.safetensors"
+Written = tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel]
+"""A directory of a head, its target, and the head."""
 
 
 def target_for(config: sd.models.Eagle3Config, num_layers: int = 8) -> sd.models.LoadedModel:
@@ -37,28 +41,26 @@ def target_for(config: sd.models.Eagle3Config, num_layers: int = 8) -> sd.models
         qk_norm=False,
     )
     model = sd.models.Llama(layer)
-    return sd.models.LoadedModel(model, model.init_params(jax.random.key(3)))
+    return sd.models.LoadedModel(model, random_weights(model, 3))
 
 
 def head_for(
     config: sd.models.Eagle3Config, target: sd.models.LoadedModel
 ) -> sd.models.LoadedModel:
     head = sd.models.Eagle3Head(config)
-    shared = head.init_params(jax.random.key(0), target.params)
-    mine = random_params(head)
-    for name in ("embed_tokens", "lm_head"):
-        own = config.own_embedding if name == "embed_tokens" else config.own_lm_head
-        if not own:
-            mine[name] = shared[name]
+    mine, theirs = random_params(head), target.params
+    if not config.own_embedding:
+        mine["embed_tokens"] = theirs["embed_tokens"]
+    if not config.own_lm_head:
+        is_tied = config.layer.tie_word_embeddings
+        mine["lm_head"] = theirs["embed_tokens" if is_tied else "lm_head"]
     if "target_ids" in mine:
         mine["target_ids"] = jnp.array([0, 3, 4, 9, 11, 12, 20, 21, 30, 33, 38, 39], jnp.int32)
     return sd.models.LoadedModel(head, mine)
 
 
 @pytest.fixture(scope="module")
-def plain(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel]:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Written:
     """A directory in the layout of speculators, its target and its head; with a list of ids."""
     config = dataclasses.replace(CONFIG, **NARROW)
     target = target_for(config)
@@ -69,9 +71,7 @@ def plain(
 
 
 @pytest.fixture
-def written(
-    plain: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel], tmp_path: Path
-) -> tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel]:
+def written(plain: Written, tmp_path: Path) -> Written:
     directory, target, head = plain
     return Path(shutil.copytree(directory, tmp_path / "head")), target, head
 
@@ -120,14 +120,13 @@ def test_what_was_written_is_read(option: str, tmp_path: Path) -> None:
     assert stored["speculators_config"]["verifier"]["name_or_path"] == "tiny"
 
 
-def test_what_was_read_computes_the_same_logits(
-    plain: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel],
-) -> None:
+def test_what_was_read_computes_the_same_logits(plain: Written) -> None:
     directory, target, (head, params) = plain
     loaded, again = sd.load_eagle3(directory, target)
-    features = jax.random.normal(jax.random.key(5), (1, 4, head.num_features))
-    ids, start = jnp.array([[3, 1, 4, 1]], jnp.int32), jnp.zeros(1, jnp.int32)
+    features = np.random.default_rng(5).normal(size=(1, 4, head.num_features)).astype(np.float32)
+    ids, start = np.array([[3, 1, 4, 1]], np.int32), np.zeros(1, np.int32)
 
+    @functools.partial(jax.jit, static_argnums=0)
     def logits(model: sd.models.Eagle3Head, weights: Any) -> jax.Array:
         states = model.project(weights, features)
         return model.apply(weights, states, ids, start, model.init_cache(1, 8))[0]
@@ -135,7 +134,7 @@ def test_what_was_read_computes_the_same_logits(
     np.testing.assert_array_equal(logits(loaded, again), logits(head, params))
 
 
-def test_weights_are_stored_in_the_dtype_asked_for_and_read_in_the_targets(tmp_path: Path) -> None:
+def test_weights_are_stored_as_asked_and_read_as_the_targets(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, **NARROW)
     target = target_for(config)
     head, params = head_for(config, target)
@@ -177,9 +176,7 @@ def test_norms_of_chunks_have_older_names(tmp_path: Path) -> None:
         sd.load_eagle3(tmp_path, target)
 
 
-def test_norm_output_of_specforge_is_not_fed_back(
-    written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel],
-) -> None:
+def test_norm_output_of_specforge_is_not_fed_back(written: Written) -> None:
     directory, target, _ = written
     edit_json(directory / FILE, norm_output=True)
     assert sd.load_eagle3(directory, target).model.config.norm_output
@@ -211,16 +208,14 @@ def test_norm_output_of_specforge_is_not_fed_back(
 def test_layer_ids_have_three_numberings(
     changes: dict[str, Any],
     layers: tuple[int, ...],
-    written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel],
+    written: Written,
 ) -> None:
     directory, target, _ = written
     edit_json(directory / FILE, **changes)
     assert sd.load_eagle3(directory, target).model.feature_layers == layers
 
 
-def test_the_layout_of_deepspec_is_read(
-    written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel],
-) -> None:
+def test_the_layout_of_deepspec_is_read(written: Written) -> None:
     directory, target, head = written
     raw = json.loads((directory / FILE).read_text())
     (directory / FILE).write_text(
@@ -248,7 +243,7 @@ def test_the_layout_of_deepspec_is_read(
     np.testing.assert_array_equal(params["layer"]["o_proj"], head.params["layer"]["o_proj"])
 
 
-def test_a_map_of_the_whole_vocabulary_that_changes_nothing_is_read(tmp_path: Path) -> None:
+def test_a_map_that_changes_nothing_is_read(tmp_path: Path) -> None:
     target = target_for(CONFIG)
     sd.models.save_eagle3(tmp_path, *head_for(CONFIG, target))
     edit_tensors(tmp_path / WEIGHTS, d2t=np.zeros(40, np.int64))
@@ -295,7 +290,7 @@ def assert_refused(directory: Path, target: sd.models.LoadedModel, says: str) ->
 def test_a_config_that_is_not_served_is_named(
     changes: dict[str, Any],
     says: str,
-    written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel],
+    written: Written,
 ) -> None:
     directory, target, _ = written
     edit_json(directory / FILE, **changes)
@@ -321,7 +316,7 @@ def test_a_config_that_is_not_served_is_named(
 def test_a_layer_that_is_not_served_is_named(
     changes: dict[str, Any],
     says: str,
-    written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel],
+    written: Written,
 ) -> None:
     directory, target, _ = written
     layer = json.loads((directory / FILE).read_text())["transformer_layer_config"]
@@ -358,25 +353,21 @@ OFFSETS = np.array([0, 2, 2, 6, 7, 7, 14, 14, 22, 24, 28, 28], np.int64)  # of t
 def test_tensors_that_do_not_fit_are_named(
     changes: dict[str, Any],
     says: str,
-    written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel],
+    written: Written,
 ) -> None:
     directory, target, _ = written
     edit_tensors(directory / WEIGHTS, **changes)
     assert_refused(directory, target, says)
 
 
-def test_default_layers_that_coincide_are_named(
-    written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel],
-) -> None:
+def test_default_layers_that_coincide_are_named(written: Written) -> None:
     directory, _, _ = written
     edit_json(directory / FILE, eagle_aux_hidden_state_layer_ids=...)
     target = target_for(dataclasses.replace(CONFIG, **NARROW), num_layers=4)
     assert_refused(directory, target, r"no layer ids, which means the feature layers \(1, 2, 2\)")
 
 
-def test_a_file_of_torch_names_the_converter(
-    written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel],
-) -> None:
+def test_a_file_of_torch_names_the_converter(written: Written) -> None:
     directory, target, _ = written
     (directory / WEIGHTS).rename(directory / "pytorch_model.bin")
     assert_refused(directory, target, r"tools/convert_eagle3\.py")
@@ -386,9 +377,7 @@ def test_a_file_of_torch_names_the_converter(
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("file", [FILE, WEIGHTS])
-def test_what_stands_in_place_of_a_file_is_named(
-    file: str, place: str, written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel]
-) -> None:
+def test_what_stands_in_place_of_a_file_is_named(file: str, place: str, written: Written) -> None:
     directory, target, _ = written
     make, says = PLACES[place]
     (directory / file).unlink()
@@ -397,9 +386,7 @@ def test_what_stands_in_place_of_a_file_is_named(
 
 
 @pytest.mark.parametrize("kind", NOT_JSON)
-def test_what_is_no_json_object_is_named(
-    kind: str, written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel]
-) -> None:
+def test_what_is_no_json_object_is_named(kind: str, written: Written) -> None:
     directory, target, _ = written
     damage, says = NOT_JSON[kind]
     damage(directory / FILE)
@@ -410,9 +397,7 @@ SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 
 
 @pytest.mark.parametrize("key", SIZES)
-def test_a_size_that_no_layer_can_have_is_named(
-    key: str, written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel]
-) -> None:
+def test_a_size_that_no_layer_can_have_is_named(key: str, written: Written) -> None:
     directory, target, _ = written
     for text in LLAMA_FIELDS[(key,)]:
         in_json(directory / FILE, "transformer_layer_config", key, text=text)
@@ -429,9 +414,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_damaged_weights_are_named(
-    kind: str, written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel]
-) -> None:
+def test_damaged_weights_are_named(kind: str, written: Written) -> None:
     directory, target, _ = written
     path = directory / WEIGHTS
     path.write_bytes(DAMAGES[kind](path.read_bytes()))
@@ -441,9 +424,7 @@ def test_damaged_weights_are_named(
 # Arguments
 
 
-def test_arguments_of_other_kinds_are_named(
-    written: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel], tmp_path: Path
-) -> None:
+def test_arguments_of_other_kinds_are_named(written: Written, tmp_path: Path) -> None:
     directory, target, (head, params) = written
     with pytest.raises(TypeError, match="target must be a LoadedModel of a Llama"):
         sd.load_eagle3(directory, target.model)  # type: ignore[arg-type]
@@ -459,8 +440,8 @@ def test_arguments_of_other_kinds_are_named(
         sd.models.save_eagle3(None, head, params)  # type: ignore[arg-type]
 
 
-def test_weights_that_cannot_be_stored_are_named_and_nothing_is_written(
-    plain: tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel], tmp_path: Path
+def test_weights_that_cannot_be_stored_are_named_nothing_is_written(
+    plain: Written, tmp_path: Path
 ) -> None:
     _, _, (head, params) = plain
     directory = tmp_path / "new"

@@ -253,7 +253,7 @@ FIELDS: dict[tuple[str | int, ...], tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("keys", FIELDS, ids="-".join)
-def test_a_value_that_config_json_cannot_have_is_named_with_its_field(
+def test_a_value_that_config_json_cannot_have_is_named(
     tmp_path: Path, keys: tuple[str, ...]
 ) -> None:
     directory = checkpoint(tmp_path, CONFIG)
@@ -463,7 +463,7 @@ def test_damaged_tensors_are_named(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["x", "a\nb", "\u202e", "a" * 10**5])
-def test_a_tensor_that_nobody_asked_for_is_named_on_one_line(tmp_path: Path, name: str) -> None:
+def test_a_tensor_that_nobody_asked_for_is_named(tmp_path: Path, name: str) -> None:
     directory = checkpoint(tmp_path, WEIGHTS)
     header(lambda x: x.update({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}))(
         directory / WEIGHTS
@@ -523,7 +523,7 @@ def test_an_index_of_whole_files_elsewhere_is_refused(tmp_path: Path, prefix: st
     assert_refused(directory, INDEX, f"has the file '.*' {LEAVES}")
 
 
-def test_a_file_outside_is_read_through_a_link_of_the_directory(tmp_path: Path) -> None:
+def test_a_file_outside_is_read_through_a_link(tmp_path: Path) -> None:
     # As `huggingface_hub` stores them.
     directory = copy("llama", tmp_path / "llama")
     (directory / SHARDS[0]).rename(tmp_path / "blob")

@@ -220,7 +220,7 @@ def test_sampling_never_draws_padding() -> None:
     assert output.steps.num_accepted.sum() > 0
 
 
-def test_ids_that_a_target_lacks_are_left_out_of_a_drafter() -> None:
+def test_ids_that_a_target_lacks_leave_the_drafter() -> None:
     whole = load("qwen2_draft")
     for size, known in ((288, NUM_TOKEN_IDS), (270, None), (1000, NUM_TOKEN_IDS)):
         cut = sd.load_huggingface(CHECKPOINTS / "qwen2_draft", max_vocab_size=size)

@@ -13,6 +13,7 @@ from jax_specdec._src.models.llama import Llama, LlamaConfig
 from jax_specdec._src.models.protocol import CausalModel
 
 from . import reference_llama
+from .weights import random_ids, random_weights
 
 pytestmark = [pytest.mark.newest, pytest.mark.dearest]
 
@@ -32,9 +33,7 @@ B, T, S = 3, 24, 16
 
 @functools.cache
 def params_of(model: Llama) -> Any:
-    params = model.init_params(jax.random.key(1))
-    # Norms other than one, so that a missing one shows.
-    return jax.tree.map(lambda x: x * 1.5 if x.ndim == 1 else x, params)
+    return random_weights(model, 1, moved=0.3)  # a norm of ones could be missing unseen
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -42,15 +41,19 @@ def apply(model: Llama, params: Any, token_ids: Any, start: Any, cache: Any) -> 
     return model.apply(params, token_ids, start, cache)[:2]
 
 
-def tokens(seed: int = 0) -> jax.Array:
-    return jax.random.randint(jax.random.key(seed), (B, S), 0, CONFIG.vocab_size, jnp.int32)
+def tokens(seed: int = 0) -> np.ndarray:
+    return random_ids((B, S), CONFIG.vocab_size, seed)
+
+
+def at(position: int) -> np.ndarray:
+    """Where each request stands."""
+    return np.full(B, position, np.int32)
 
 
 @functools.cache
 def one_pass(model: Llama = MODEL, seed: int = 0) -> np.ndarray:
-    start = jnp.zeros(B, jnp.int32)
     cache = model.init_cache(B, T)
-    return np.asarray(apply(model, params_of(model), tokens(seed), start, cache)[0])
+    return np.asarray(apply(model, params_of(model), tokens(seed), at(0), cache)[0])
 
 
 def in_calls(pieces: list[int]) -> np.ndarray:
@@ -58,8 +61,7 @@ def in_calls(pieces: list[int]) -> np.ndarray:
     cache, logits, first = MODEL.init_cache(B, T), [], 0
     for piece in pieces:
         part = tokens()[:, first : first + piece]
-        start = jnp.full(B, first, jnp.int32)
-        new, cache = apply(MODEL, params_of(MODEL), part, start, cache)
+        new, cache = apply(MODEL, params_of(MODEL), part, at(first), cache)
         logits.append(new)
         first += piece
     return np.concatenate(logits, axis=1)
@@ -78,8 +80,8 @@ def test_agrees_with_a_numpy_decoder(tied: bool, num_kv: int) -> None:
 @pytest.mark.parametrize("layers", [(1,), (0, 2, 3)])
 def test_features_are_the_streams_that_enter_the_layers(layers: tuple[int, ...]) -> None:
     run = jax.jit(functools.partial(MODEL.apply, feature_layers=layers))
-    params, start = params_of(MODEL), jnp.zeros(B, jnp.int32)
-    features = run(params, tokens(), start, MODEL.init_cache(B, T)).features
+    params = params_of(MODEL)
+    features = run(params, tokens(), at(0), MODEL.init_cache(B, T)).features
     for found, token_ids in zip(features, tokens(), strict=True):
         streams = reference_llama.streams(CONFIG, params, token_ids.tolist())
         expected = np.concatenate([streams[layer] for layer in layers], axis=1)
@@ -95,60 +97,54 @@ def test_requests_may_stand_at_different_positions() -> None:
     # Prefill the padded rectangle, then go on from each prompt's own end, in steps of 2.
     lengths = np.array([3, 9, 6])
     inside = np.arange(S)[None, :] < lengths[:, None]
-    padded = jnp.where(jnp.asarray(inside), tokens(), tokens(seed=7))
-    start = jnp.zeros(B, jnp.int32)
-    _, cache = apply(MODEL, params_of(MODEL), padded[:, :9], start, MODEL.init_cache(B, T))
+    padded = np.where(inside, tokens(), tokens(seed=7))
+    _, cache = apply(MODEL, params_of(MODEL), padded[:, :9], at(0), MODEL.init_cache(B, T))
     for step in range(0, 6, 2):
-        start = jnp.asarray(lengths + step, jnp.int32)
-        place = np.asarray(start)[:, None] + np.arange(2)[None, :]
-        part = jnp.take_along_axis(tokens(), jnp.asarray(place), axis=1)
+        start = (lengths + step).astype(np.int32)
+        place = start[:, None] + np.arange(2)[None, :]
+        part = np.take_along_axis(tokens(), place, axis=1)
         logits, cache = apply(MODEL, params_of(MODEL), part, start, cache)
         expected = np.take_along_axis(one_pass(), place[:, :, None], axis=1)
         np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_continuing_from_an_earlier_start_forgets_what_stood_there() -> None:
-    start = jnp.zeros(B, jnp.int32)
-    _, cache = apply(MODEL, params_of(MODEL), tokens()[:, :6], start, MODEL.init_cache(B, T))
-    wrong, at_six = tokens(seed=8)[:, :5], jnp.full(B, 6, jnp.int32)
-    _, cache = apply(MODEL, params_of(MODEL), wrong, at_six, cache)
+    _, cache = apply(MODEL, params_of(MODEL), tokens()[:, :6], at(0), MODEL.init_cache(B, T))
+    wrong = tokens(seed=8)[:, :5]
+    _, cache = apply(MODEL, params_of(MODEL), wrong, at(6), cache)
     accepted = np.array([0, 2, 1])  # how many of the wrong tokens each request keeps
-    right = np.asarray(tokens()).copy()
+    right = tokens()
     for request, count in enumerate(accepted):
         right[request, 6 : 6 + count] = wrong[request, :count]
-    start = jnp.asarray(6 + accepted, jnp.int32)
-    place = np.asarray(start)[:, None] + np.arange(5)[None, :]
-    part = jnp.asarray(np.take_along_axis(right, place, axis=1))
+    start = (6 + accepted).astype(np.int32)
+    place = start[:, None] + np.arange(5)[None, :]
+    part = np.take_along_axis(right, place, axis=1)
     logits, _ = apply(MODEL, params_of(MODEL), part, start, cache)
-    expected, _ = apply(
-        MODEL, params_of(MODEL), jnp.asarray(right), jnp.zeros(B, jnp.int32), MODEL.init_cache(B, T)
-    )
+    expected, _ = apply(MODEL, params_of(MODEL), right, at(0), MODEL.init_cache(B, T))
     expected = np.take_along_axis(np.asarray(expected), place[:, :, None], axis=1)
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_requests_do_not_influence_one_another() -> None:
-    others = tokens().at[1:].set(tokens(seed=9)[1:])
-    start = jnp.zeros(B, jnp.int32)
-    logits, _ = apply(MODEL, params_of(MODEL), others, start, MODEL.init_cache(B, T))
+    others = np.concatenate([tokens()[:1], tokens(seed=9)[1:]])
+    logits, _ = apply(MODEL, params_of(MODEL), others, at(0), MODEL.init_cache(B, T))
     np.testing.assert_array_equal(logits[0], one_pass()[0])
     assert not np.allclose(logits[1], one_pass()[1])
 
 
 def test_bfloat16_stays_near_float32() -> None:
     model = Llama(CONFIG, jnp.bfloat16)
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params_of(MODEL))
-    start = jnp.zeros(B, jnp.int32)
-    logits, _ = apply(model, params, tokens(), start, model.init_cache(B, T))
+    params = params_of(model)
+    logits, _ = apply(model, params, tokens(), at(0), model.init_cache(B, T))
     assert logits.dtype == jnp.bfloat16
     error = np.float32(logits) - one_pass()
     assert np.sqrt(np.mean(error**2)) < 0.03 * one_pass().std()
 
 
 def test_ids_outside_the_vocabulary_do_no_harm() -> None:
-    padded = tokens().at[:, 4:].set(-1).at[0, 5].set(CONFIG.vocab_size)
-    start = jnp.zeros(B, jnp.int32)
-    logits, _ = apply(MODEL, params_of(MODEL), padded, start, MODEL.init_cache(B, T))
+    padded = tokens()
+    padded[:, 4:], padded[0, 5] = -1, CONFIG.vocab_size
+    logits, _ = apply(MODEL, params_of(MODEL), padded, at(0), MODEL.init_cache(B, T))
     np.testing.assert_array_equal(logits[:, :4], one_pass()[:, :4])
     assert np.isfinite(logits).all()
 

@@ -16,58 +16,38 @@ import pytest
 import jax_specdec as sd
 
 from . import reference_llama
+from .test_llama import CONFIG, apply
+from .weights import random_ids, random_weights
 
 pytestmark = [pytest.mark.newest, pytest.mark.dearest]
 
-CONFIG = sd.models.LlamaConfig(
-    vocab_size=37,
-    hidden_size=24,
-    intermediate_size=40,
-    num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=8,
-    rope_theta=500.0,
-)
 B, T, S = 3, 24, 11
+stack, unstack = jax.jit(sd.models.stack_layers), jax.jit(sd.models.unstack_layers)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def apply(model: Any, params: Any, token_ids: Any, start: Any, cache: Any) -> Any:
-    return model.apply(params, token_ids, start, cache)[:2]
-
-
+@functools.cache
 def listed(model: sd.models.Llama) -> Any:
     """Weights whose layers differ, norms and biases too."""
-    params = dataclasses.replace(model, scan_layers=False).init_params(jax.random.key(1))
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(2), len(leaves))
-    return jax.tree.unflatten(
-        tree,
-        [
-            x + 0.3 * jax.random.normal(key, x.shape) if x.ndim == 1 else x
-            for key, x in zip(keys, leaves, strict=True)
-        ],
-    )
+    return random_weights(dataclasses.replace(model, scan_layers=False), 1, moved=0.3)
 
 
 def scanned(**changes: Any) -> tuple[sd.models.Llama, Any]:
     model = sd.models.Llama(dataclasses.replace(CONFIG, **changes), scan_layers=True)
-    return model, sd.models.stack_layers(listed(model))
+    return model, stack(listed(model))
 
 
-def tokens() -> jax.Array:
-    return jax.random.randint(jax.random.key(0), (B, S), 0, CONFIG.vocab_size, jnp.int32)
+def tokens() -> np.ndarray:
+    return random_ids((B, S), CONFIG.vocab_size)
 
 
 def in_calls(model: Any, params: Any, pieces: tuple[int, ...]) -> np.ndarray:
     """Logits of the same tokens, fed in pieces; what a later piece overwrites comes first."""
     cache, logits, first = model.init_cache(B, T), [], 0
     wrong = tokens()[:, ::-1]
-    _, cache = apply(model, params, wrong, jnp.zeros((B,), jnp.int32), cache)
+    _, cache = apply(model, params, wrong, np.zeros((B,), np.int32), cache)
     for piece in pieces:
         part = tokens()[:, first : first + piece]
-        new, cache = apply(model, params, part, jnp.full((B,), first, jnp.int32), cache)
+        new, cache = apply(model, params, part, np.full((B,), first, np.int32), cache)
         logits.append(new)
         first += piece
     return np.concatenate(logits, axis=1)
@@ -93,14 +73,14 @@ def test_agrees_with_a_numpy_decoder(pieces: tuple[int, ...]) -> None:
 def test_agrees_with_layers_one_after_another(changes: dict[str, Any]) -> None:
     model, params = scanned(**changes)
     plain = dataclasses.replace(model, scan_layers=False)
-    want = in_calls(plain, sd.models.unstack_layers(params), (S,))
+    want = in_calls(plain, unstack(params), (S,))
     np.testing.assert_allclose(in_calls(model, params, (6, 5)), want, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("layers", [(1,), (0, 2, 3)])
 def test_features_are_those_of_layers_one_after_another(layers: tuple[int, ...]) -> None:
     model, params = scanned()
-    start, cache = jnp.zeros(B, jnp.int32), model.init_cache(B, T)
+    start, cache = np.zeros(B, np.int32), model.init_cache(B, T)
     run = jax.jit(functools.partial(model.apply, feature_layers=layers))
     features = run(params, tokens(), start, cache).features
     for found, token_ids in zip(features, tokens(), strict=True):
@@ -111,10 +91,10 @@ def test_features_are_those_of_layers_one_after_another(layers: tuple[int, ...])
 
 def test_weights_begin_the_same_and_go_both_ways() -> None:
     model = sd.models.Llama(CONFIG, scan_layers=True)
-    params = model.init_params(jax.random.key(4))
-    plain = dataclasses.replace(model, scan_layers=False).init_params(jax.random.key(4))
-    jax.tree.map(np.testing.assert_array_equal, sd.models.unstack_layers(params), plain)
-    jax.tree.map(np.testing.assert_array_equal, sd.models.stack_layers(plain), params)
+    plain = dataclasses.replace(model, scan_layers=False)
+    params, wanted = (jax.jit(one.init_params)(jax.random.key(4)) for one in (model, plain))
+    jax.tree.map(np.testing.assert_array_equal, unstack(params), wanted)
+    jax.tree.map(np.testing.assert_array_equal, stack(wanted), params)
 
 
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 5), (4, 1)])
@@ -150,7 +130,7 @@ def test_a_decoding_loop_updates_the_cache_in_place(batch: int, length: int) -> 
     ],
     ids=["half as many heads", "biases and norms"],
 )
-def test_the_devices_of_a_mesh_give_the_logits_of_the_whole(changes: dict[str, Any]) -> None:
+def test_the_devices_of_a_mesh_give_the_same_logits(changes: dict[str, Any]) -> None:
     model, params = scanned(**changes)
     mesh = jax.make_mesh((4,), ("tensor",), devices=jax.devices()[:4])
     parallel = sd.models.TensorParallelLlama(model, mesh, "tensor")
@@ -165,7 +145,7 @@ def test_a_checkpoint_is_the_same_file_either_way(tmp_path: Path) -> None:
     model, params = scanned(qkv_bias=True)
     plain = dataclasses.replace(model, scan_layers=False)
     sd.models.save_checkpoint(tmp_path / "scanned", model, params)
-    sd.models.save_checkpoint(tmp_path / "plain", plain, sd.models.unstack_layers(params))
+    sd.models.save_checkpoint(tmp_path / "plain", plain, unstack(params))
     for name in ("config.json", "model.safetensors"):
         written = [(tmp_path / kind / name).read_bytes() for kind in ("scanned", "plain")]
         assert written[0] == written[1]
@@ -216,7 +196,7 @@ def test_what_is_of_the_other_form_is_refused(change: str, message: str) -> None
     model, params = scanned()
     plain = dataclasses.replace(model, scan_layers=False)
     cache = (plain if change == "cache" else model).init_cache(B, T)
-    weights = sd.models.unstack_layers(params) if change == "weights" else params
+    weights = listed(model) if change == "weights" else params
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(
             (plain if change == "both" else model).apply,

@@ -14,6 +14,8 @@ import pytest
 
 import jax_specdec as sd
 
+from .weights import random_ids, random_weights
+
 pytestmark = pytest.mark.dearest
 
 CONFIG = sd.models.LlamaConfig(
@@ -61,11 +63,11 @@ def apply(model: sd.models.CausalModel, *args: Any) -> Any:
 
 def two_calls(model: sd.models.CausalModel, params: Any) -> list[np.ndarray]:
     """Logits and features of a prefill; logits of a call that goes back and overwrites."""
-    tokens = jax.random.randint(jax.random.key(0), (B, S), 0, CONFIG.vocab_size - 14, jnp.int32)
-    start, cache = jnp.zeros((B,), jnp.int32), model.init_cache(B, T)
+    tokens = random_ids((B, S), CONFIG.vocab_size - 14)
+    start, cache = np.zeros((B,), np.int32), model.init_cache(B, T)
     first, cache, features = apply(model, params, tokens, start, cache)
-    again = tokens[:, ::-1].at[:, -1].set(jnp.array([-1, 2**30]))  # padding may be any id
-    second = apply(model, params, again, jnp.array([3, 5], jnp.int32), cache).logits
+    again = np.concatenate([tokens[:, :0:-1], [[-1], [2**30]]], axis=1, dtype=np.int32)  # padding
+    second = apply(model, params, again, np.array([3, 5], np.int32), cache).logits
     for logits in (first, second):
         if isinstance(model, sd.models.TensorParallelLlama):
             assert logits.sharding.spec == jax.sharding.PartitionSpec(None, None, "tensor")
@@ -82,15 +84,14 @@ def test_the_logits_are_those_of_the_whole_model(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", list(CASES)[:2])
-def test_the_logits_are_those_of_the_whole_model_on_every_jax(case: str) -> None:
+def test_the_logits_are_those_of_the_whole_on_every_jax(case: str) -> None:
     check(case)
 
 
 def check(case: str) -> None:
     changes, n, groups = CASES[case]
     model = sd.models.Llama(dataclasses.replace(CONFIG, **changes))
-    params = model.init_params(jax.random.key(1))
-    params = jax.tree.map(lambda x: x + 0.5 if x.ndim == 1 else x, params)  # norms and biases
+    params = random_weights(model, 1, moved=0.5)
     parallel = sd.models.TensorParallelLlama(model, mesh_of(n), "tensor")
     assert parallel.num_head_groups == groups
     assert parallel.vocab_size == -(-model.vocab_size // n) * n
@@ -102,10 +103,10 @@ def check(case: str) -> None:
         assert (ours[..., model.config.num_token_ids or model.vocab_size :] == -np.inf).all()
 
 
-def test_a_device_holds_an_nth_of_the_matrices_and_sums_are_all_that_crosses_the_links() -> None:
+def test_a_device_holds_an_nth_and_only_sums_are_moved() -> None:
     n, model = 8, sd.models.Llama(CONFIG)
     parallel = sd.models.TensorParallelLlama(model, mesh_of(n), "tensor")
-    whole = model.init_params(jax.random.key(1))
+    whole = random_weights(model, 1)
     params = parallel.shard_params(whole)
     for one, many in zip(jax.tree.leaves(whole), jax.tree.leaves(params), strict=True):
         (here,) = {shard.data.shape for shard in many.addressable_shards}
@@ -141,7 +142,7 @@ def test_heads_are_split_over_the_most_groups_that_divide(num_heads, num_kv, n, 
 def test_bfloat16_stays_bfloat16() -> None:
     model = sd.models.Llama(CONFIG, jnp.bfloat16)
     parallel = sd.models.TensorParallelLlama(model, mesh_of(2), "tensor")
-    params = parallel.shard_params(model.init_params(jax.random.key(1)))
+    params = parallel.shard_params(random_weights(model, 1))
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
     args = jnp.zeros((B, S), jnp.int32), jnp.zeros((B,), jnp.int32), parallel.init_cache(B, T)
     logits = jax.eval_shape(parallel.apply, params, *args).logits
@@ -161,7 +162,7 @@ def test_it_is_a_static_causal_model() -> None:
     )
     assert isinstance(one, sd.models.CausalModel)
     assert one == other and hash(one) == hash(other)
-    params = sd.models.Llama(CONFIG).init_params(jax.random.key(0))
+    params = random_weights(sd.models.Llama(CONFIG), 0)
     start, tokens = jnp.zeros((B,), jnp.int32), jnp.zeros((B, S), jnp.int32)
     with pytest.raises(ValueError, match="params"):  # of the whole model
         jax.eval_shape(one.apply, params, tokens, start, one.init_cache(B, T))

@@ -70,7 +70,7 @@ def test_ids_are_counted_up_to_the_last_that_is_known(tmp_path: Path) -> None:
 # Streams
 
 
-def test_a_letter_comes_whole_and_as_soon_as_it_is_complete() -> None:
+def test_a_letter_comes_as_soon_as_it_is_complete() -> None:
     token_ids = TOKENIZER.encode(TEXT)[1:]
     stream = TOKENIZER.stream()
     pieces = in_pieces(stream, token_ids)

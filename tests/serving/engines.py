@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from models.weights import random_weights
 
 import jax_specdec as sd
 
@@ -50,10 +53,8 @@ WEIGHTS = {
     TABLE: TABLES,
     JOINTLY: TABLES,
     LOOKUP: (TABLES[0], None),
-    LLAMA: tuple(
-        jax.tree.map(lambda x: 4 * x, llama(size).init_params(jax.random.key(size)))
-        for size in (16, 8)  # fourfold, or every token follows every other alike
-    ),
+    # Fourfold, or every token follows every other alike.
+    LLAMA: tuple(random_weights(llama(size), size, 4.0) for size in (16, 8)),
 }
 NAMES = {TABLE: "table", JOINTLY: "block", LOOKUP: "lookup", LLAMA: "llama"}
 
@@ -133,3 +134,23 @@ def greedy_truth(request: dict[str, Any], table: np.ndarray = TARGET) -> list[in
         if new[-1] in request.get("stop_token_ids", ()):
             break
     return new
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """What JAX compiles, anywhere, as its log tells."""
+    names: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            message = record.getMessage()
+            if message.startswith("Compiling "):
+                names.append(message.split()[1])
+
+    logger, handler = logging.getLogger("jax"), Handler()
+    logger.addHandler(handler)
+    try:
+        with jax.log_compiles():
+            yield names
+    finally:
+        logger.removeHandler(handler)

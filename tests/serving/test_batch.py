@@ -36,66 +36,16 @@ def generate(**changes: Any) -> sd.GenerateOutput:
 
 
 ERRORS = {
-    "an empty prompt": (
-        dict(prompts=[[1], []]),
-        ValueError,
-        r"prompts\[1\]",
-    ),
-    "an id past the vocabulary": (
-        dict(prompts=[[0, VOCAB], [1]]),
-        ValueError,
-        r"prompts\[0\]",
-    ),
-    "a negative id": (
-        dict(prompts=[[1], [4, -1]]),
-        ValueError,
-        r"prompts\[1\]",
-    ),
+    "an empty prompt": (dict(prompts=[[1], []]), ValueError, r"prompts\[1\]"),
+    "an id past the vocabulary": (dict(prompts=[[0, VOCAB], [1]]), ValueError, r"prompts\[0\]"),
+    "a negative id": (dict(prompts=[[1], [4, -1]]), ValueError, r"prompts\[1\]"),
     "an id that is no integer": (dict(prompts=[[1], [2.0]]), TypeError, r"prompts\[1\]"),
     "text for ids": (dict(prompts=["a", "b"]), TypeError, r"prompts\[0\]"),
     "one prompt, not a list of them": (dict(prompts=[1, 2]), TypeError, "prompts.* must"),
-    "temperatures, one per prompt": (
-        dict(temperature=[0.0, 1.0]),
-        TypeError,
-        "temperature",
-    ),
-    "an array of temperatures": (
-        dict(temperature=np.zeros(2)),
-        TypeError,
-        "temperature",
-    ),
-    "a negative temperature": (
-        dict(temperature=-0.5),
-        ValueError,
-        "temperature",
-    ),
-    "a temperature that is NaN": (
-        dict(temperature=float("nan")),
-        ValueError,
-        "temperature",
-    ),
-    "an infinite temperature": (
-        dict(temperature=float("inf")),
-        ValueError,
-        "temperature",
-    ),
-    "a temperature past float32": (
-        dict(temperature=1e39),
-        ValueError,
-        "temperature",
-    ),
-    "budgets, one per prompt": (
-        dict(max_new_tokens=[1, 2]),
-        TypeError,
-        "max_new_tokens",
-    ),
-    "a negative budget": (
-        dict(max_new_tokens=-1),
-        ValueError,
-        "max_new_tokens",
-    ),
-    "a budget that is no integer": (dict(max_new_tokens=2.5), TypeError, "max_new_tokens"),
-    "a temperature that is no number": (dict(temperature=None), TypeError, "temperature"),
+    "temperatures, one per prompt": (dict(temperature=[0.0, 1.0]), TypeError, "temperature"),
+    "an array of temperatures": (dict(temperature=np.zeros(2)), TypeError, "temperature"),
+    "a negative temperature": (dict(temperature=-0.5), ValueError, "temperature"),
+    "budgets, one per prompt": (dict(max_new_tokens=[1, 2]), TypeError, "max_new_tokens"),
     "an argument that there is not": (
         dict(temprature=0.5),
         TypeError,
@@ -107,34 +57,14 @@ ERRORS = {
         "unknown argument 'stop'; did you mean 'stop_token_ids'",
     ),
     "an argument that is near none": (dict(penalty=0.5), TypeError, "unknown argument 'penalty'$"),
-    "a token with two biases": (
-        dict(logit_bias={"5": 1.0, 5: 2.0}),
-        ValueError,
-        "logit_bias",
-    ),
-    "a bias of no token": (dict(logit_bias={"+5": 1.0}), TypeError, "logit_bias"),
-    "one stop token, not a list": (dict(stop_token_ids=3), TypeError, "stop_token_ids"),
-    "a stop token that is no integer": (
-        dict(stop_token_ids=[2.5]),
-        TypeError,
-        "stop_token_ids",
-    ),
     "a stop token past the vocabulary": (
         dict(stop_token_ids=[4, VOCAB]),
         ValueError,
         "stop_token_ids",
     ),
-    "an untyped key": (
-        dict(key=np.array([0, 1], np.uint32)),
-        TypeError,
-        "key",
-    ),
+    "an untyped key": (dict(key=np.array([0, 1], np.uint32)), TypeError, "key"),
     "a seed for a key": (dict(key=0), TypeError, "key"),
-    "a key per request": (
-        dict(key=jax.random.split(jax.random.key(0), 2)),
-        TypeError,
-        "key",
-    ),
+    "a key per request": (dict(key=jax.random.split(jax.random.key(0), 2)), TypeError, "key"),
 }
 
 
@@ -182,7 +112,7 @@ def test_without_prompts_there_is_no_step_and_no_difference():
 
 
 @pytest.mark.parametrize(("length", "budget", "slack"), [(1, 0, 1), (32, 32, 6), (33, 500, 33)])
-def test_sequences_have_room_for_the_budget_and_for_a_step_past_it(length, budget, slack):
+def test_sequences_have_room_for_the_budget_and_a_step(length, budget, slack):
     batch, prompt_size, max_steps = make_batch(
         [[1] * length, [2]],
         tiny.options_of(2, max_new_tokens=[budget, 0]),
@@ -199,22 +129,21 @@ def test_sequences_have_room_for_the_budget_and_for_a_step_past_it(length, budge
     assert batch.token_ids[0, :length].tolist() == [1] * length
 
 
+append_jit = jax.jit(append)
+
+
 def append_one(emitted: list[int], budget: int, stop_token_ids: tuple[int, ...] = ()) -> Any:
     """Appends what a verification emitted to the sequence 3 1."""
     options = [sd.RequestOptions(max_new_tokens=budget)]
     batch, _, _ = make_batch([[3, 1]], options, vocab_size=9, key=None, slack=4)
-    stops = jnp.asarray(np.array([stop_token_ids], np.int32))
+    stops = np.array([[*stop_token_ids, -1, -1, -1][:3]], np.int32)
     batch = dataclasses.replace(
         batch, options=dataclasses.replace(batch.options, stop_token_ids=stops)
     )
     row = [*emitted, *[-1] * (4 - len(emitted))]
-    output = sd.RejectionSampleOutput(
-        jnp.array([row], jnp.int32),
-        jnp.array([len(emitted) - 1]),
-        jnp.array([len(emitted)]),
-        jnp.array([int(sd.Status.OK)]),
-    )
-    batch, record = append(batch, output, jnp.array([3]))
+    one = (row, len(emitted) - 1, len(emitted), int(sd.Status.OK))
+    output = sd.RejectionSampleOutput(*(np.array([x], np.int32) for x in one))
+    batch, record = jax.device_get(append_jit(batch, output, np.array([3], np.int32)))
     sequence = batch.token_ids[0, : batch.lengths[0]].tolist()
     assert record.token_ids[0, : record.num_kept[0]].tolist() == sequence[2:]
     assert (record.token_ids[0, record.num_kept[0] :] == -1).all()
@@ -237,9 +166,7 @@ def append_one(emitted: list[int], budget: int, stop_token_ids: tuple[int, ...] 
         ([5], 9, (-1,), [5], False),  # padding is no token
     ],
 )
-def test_tokens_are_kept_up_to_a_stop_token_or_the_budget(
-    emitted, budget, stop_token_ids, kept, done
-):
+def test_tokens_are_kept_up_to_a_stop_or_the_budget(emitted, budget, stop_token_ids, kept, done):
     assert append_one(emitted, budget, stop_token_ids) == (kept, done)
 
 

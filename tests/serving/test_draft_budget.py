@@ -15,7 +15,6 @@ import jax_specdec as sd
 
 from . import engines, test_eagle3, tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
-from .test_engine import compilations
 
 BUDGET = (0, 1, 2)
 TABLE = dataclasses.replace(engines.TABLE, draft_budget=BUDGET)
@@ -26,7 +25,8 @@ class Cycling(sd.serving.DraftChoice):
 
     def next(self) -> int:
         self.saved += 1
-        return (0, 2, 0, 0, 0, 1, 0, 1, 2, 2)[int(self.saved) % 10]
+        wanted = (0, 2, 0, 0, 0, 1, 0, 1, 2, 2)[int(self.saved) % 10]
+        return wanted if wanted in self.num_drafts else max(self.num_drafts)
 
 
 class FromThePast(sd.serving.DraftChoice):
@@ -179,14 +179,15 @@ def test_steps_without_drafts_leave_no_holes_in_the_drafters_cache(engine, weigh
     for row, tokens in zip(prompts_now, rows, strict=True):
         row[: len(tokens)] = tokens
     requests = sd.serving.NewRequests(
-        slots=jnp.arange(len(rows)),
+        slots=np.arange(len(rows), dtype=np.int32),
         prompts=prompts_now,
-        lengths=jnp.array([*map(len, rows)]),
+        lengths=np.array([*map(len, rows)], np.int32),
         keys=np.array(ids, np.uint32),
         options=engine.options_of(asked, [*map(len, prompts)]),
     )
     whole = dataclasses.replace(engine, prefill_sizes=(engine.max_length,))
-    again = whole.admit(*weights, whole.init_state(weights[1], weights[0]), requests)
+    empty = jax.jit(whole.init_state)(weights[1], weights[0])
+    again = jax.jit(whole.admit)(*weights, empty, requests)
     found, wanted = (draft(weights[1], state) for state in (driver.state, again))
     assert (wanted.draft_token_ids >= 0).all()
     difference = float(jnp.abs(found.store.logits - wanted.store.logits).max())
@@ -206,7 +207,7 @@ def test_nothing_is_compiled_after_warm_up():
     assert costs.num_drafts == BUDGET
     assert all(x > 0 for x in costs.seconds)
     driver.draft_choice = Cycling(BUDGET, driver.draft_choice.rates, costs)
-    with compilations() as names:
+    with engines.compilations() as names:
         for i in range(12):
             driver.submit([1 + i % 3, 2], max_new_tokens=9, temperature=i % 2)
         engines.run(driver)
@@ -226,7 +227,7 @@ COSTS = sd.serving.StepCosts(4, BUDGET, (1.0, 1.5, 1.75))
 @pytest.mark.parametrize(
     ("survival", "best"), [([0.4, 0.1], 0), ([0.6, 0.1], 1), ([0.6, 0.5], 2), ([0.5, 0.25], 0)]
 )
-def test_the_best_number_of_drafts_has_the_most_tokens_per_second(survival, best):
+def test_the_best_number_of_drafts_gives_most_tokens_per_second(survival, best):
     rate = {k: (1 + sum(survival[:k])) / COSTS.seconds[k] for k in BUDGET}
     assert rate[best] == max(rate.values())
     assert COSTS.best(survival) == best

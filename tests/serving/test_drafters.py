@@ -129,7 +129,7 @@ class Old(tiny.Scripted):
     def propose(self, params, token_ids, lengths, cache, store, *, sampling, keys, config): ...
 
 
-def test_a_drafter_of_the_old_form_is_told_the_new_one():
+def test_a_drafter_of_the_old_form_hears_the_new_one():
     message = re.escape(
         "drafter must have a propose that takes (params, context, cache, store), but Old.propose "
         "takes (params, token_ids, lengths, cache, store, *, sampling, keys, config): token_ids, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any
@@ -60,15 +61,17 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 DEFAULT = ("falling rates", "rates that end", "length 2.5")  # each schedule compiles an engine
 
 
-def serve(drafter: Any, draft_params: Any, schedule: dict[str, Any]) -> dict[float, np.ndarray]:
+@functools.cache
+def serve(name: str, schedule: str) -> dict[float, np.ndarray]:
     """``[n, 3]`` by temperature: drafts offered, drafts accepted, tokens kept per verification.
 
     Short requests of many lengths, half of them with stop tokens, so that budgets and stops cut
     many of the steps.
     """
     config = sd.SpecDecodeConfig(
-        num_speculative_tokens=K, rejection_sample_method="synthetic", **schedule
+        num_speculative_tokens=K, rejection_sample_method="synthetic", **SCHEDULES[schedule]
     )
+    drafter, draft_params = DRAFTERS[name]
     engine = sd.Engine(
         tiny.Trigram(VOCAB),
         drafter,
@@ -166,7 +169,7 @@ def test_measured_rates_and_length_are_those_of_the_schedule(name):
         num_speculative_tokens=K, rejection_sample_method="synthetic", **SCHEDULES[name]
     )
     rates = config.unconditional_rates
-    for temperature, rows in serve(*DRAFTERS["counting"], SCHEDULES[name]).items():
+    for temperature, rows in serve("counting", name).items():
         proposed, accepted, kept = rows.T
         assert set(proposed) == {0, 1, 2, 3, K}, "gaps and first steps are there"
         assert_follows(accepted[proposed == K], rates)
@@ -181,16 +184,16 @@ def test_measured_rates_and_length_are_those_of_the_schedule(name):
         assert (accepted[proposed == 0] == 0).all()
 
 
-def test_a_models_sampled_drafts_are_accepted_at_the_rates_of_the_schedule_too():
+def test_sampled_drafts_are_accepted_at_the_schedules_rates_too():
     rates = SCHEDULES["falling rates"]["synthetic_acceptance_rates"]
-    for rows in serve(*DRAFTERS["model"], SCHEDULES["falling rates"]).values():
+    for rows in serve("model", "falling rates").values():
         proposed, accepted, _ = rows.T
         assert set(proposed) == {0, K}
         assert_follows(accepted[proposed == K], rates)
 
 
 def test_the_bounds_tell_other_schedules_and_cut_counts_apart():
-    rows = serve(*DRAFTERS["counting"], SCHEDULES["falling rates"])
+    rows = serve("counting", "falling rates")
     for temperature in (0.0, 0.8):
         proposed, accepted, kept = rows[temperature].T
         full = proposed == K

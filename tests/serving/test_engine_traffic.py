@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from .engines import (
     TABLE,
     TARGET,
     VOCAB,
-    WEIGHTS,
     Finished,
     K,
     alone,
@@ -28,13 +28,27 @@ from .engines import (
     driver_of,
     greedy_truth,
     random_request,
-    run,
 )
 
 pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("engines")]
 
 ENGINES = pytest.mark.parametrize("engine", [TABLE, LOOKUP, LLAMA], ids=NAMES.get)
 AHEAD = pytest.mark.parametrize("ahead", [0, 1, 3])
+
+
+MIXED = (0.0, 0.6, 1.4)
+idle = functools.cache(driver_of)
+
+
+@functools.cache
+def request_of(seed: int, index: int, temperatures: tuple[float, ...]) -> dict[str, Any]:
+    return random_request(np.random.default_rng([seed, index]), temperatures)
+
+
+@functools.cache
+def by_itself(engine: sd.Engine, seed: int, index: int) -> Finished:
+    """What a request gets alone, whatever the number of steps ahead."""
+    return alone(idle(engine), request_of(seed, index, MIXED))
 
 
 def serve(
@@ -44,7 +58,7 @@ def serve(
     seed: int,
     cancel: float = 0.1,
     preempt: float = 0.0,
-    temperatures: tuple[float, ...] = (0.0, 0.6, 1.4),
+    temperatures: tuple[float, ...] = MIXED,
     ahead: int = 0,
 ) -> tuple[dict[int, dict[str, Any]], dict[int, Finished], set[int], sd.EngineDriver]:
     """`count` requests at random times; after each step some are cancelled or preempted.
@@ -61,7 +75,7 @@ def serve(
     while len(requests) < count or not driver.is_idle:
         # Bursts and lulls: the queue grows, and the engine runs partly empty.
         for _ in range(min(count - len(requests), rng.poisson(2.5 if rng.random() < 0.5 else 0))):
-            request = random_request(rng, temperatures)
+            request = request_of(seed, len(requests), temperatures)
             request_id = driver.submit(**request)
             assert request_id == len(requests)
             requests[request_id] = request
@@ -100,10 +114,9 @@ def assert_complete(request: dict[str, Any], got: Finished) -> None:
 def test_a_request_among_others_gets_the_tokens_it_gets_alone(engine, ahead):
     requests, found, cancelled, _ = serve(engine, 60, seed=1, preempt=0.3, ahead=ahead)
     assert 0 < len(cancelled) < 20
-    by_itself = driver_of(engine)
     slots_differ = 0
     for request_id, request in requests.items():
-        expected = alone(by_itself, request)
+        expected = by_itself(engine, 1, request_id)
         got = found.get(request_id, Finished([], None, sd.Status.OK, []))
         if request_id in cancelled:
             assert got.token_ids == expected.token_ids[: len(got.token_ids)]
@@ -125,7 +138,6 @@ def long_run(count: int, seed: int, ahead: int = 0) -> None:
     requests, found, cancelled, driver = serve(TABLE, count, seed=seed, ahead=ahead)
     assert len(requests) == count and len(cancelled) > count / 100
     assert driver.is_idle and driver.num_running == driver.num_queued == 0
-    by_itself = driver_of(TABLE)
     for request_id, request in requests.items():
         if request_id in cancelled:
             continue
@@ -134,7 +146,7 @@ def long_run(count: int, seed: int, ahead: int = 0) -> None:
         if request["temperature"] == 0:
             assert got.token_ids == greedy_truth(request)
         elif request_id % 10 == 0:
-            assert got.token_ids == alone(by_itself, request).token_ids
+            assert got.token_ids == by_itself(TABLE, seed, request_id).token_ids
     # The counters saw every verification.
     updates = [u for f in found.values() for u in f.updates]
     stats = driver.stats()
@@ -197,19 +209,3 @@ def test_sampled_requests_have_the_targets_distribution_whatever_comes_and_goes(
     assert_distributed(counts, expected, "three tokens")
     wrong = tiny.exact_distribution(DRAFT, prompt, length, temperature)
     assert p_value(counts, wrong) < CONTROL
-
-
-def test_greedy_requests_get_the_tokens_of_plain_decoding():
-    rng = np.random.default_rng(6)
-    requests = [random_request(rng, (0.0,)) | dict(stop_token_ids=[]) for _ in range(8)]
-    plain = sd.generate_plain(
-        LLAMA.model,
-        WEIGHTS[LLAMA][0],
-        [r["prompt"] for r in requests],
-        options=tiny.options_of(8, max_new_tokens=[r["max_new_tokens"] for r in requests]),
-    )
-    driver = driver_of(LLAMA)
-    for request in requests:
-        driver.submit(**request)
-    found = run(driver)
-    assert [found[i].token_ids for i in range(8)] == plain.completions

@@ -383,7 +383,7 @@ def test_texts_have_the_distribution_of_plain_decoding_under_the_grammar(
 
 @pytest.mark.statistics
 def test_forbidden_drafts_changed_to_no_proposal_bias_the_text() -> None:
-    texts, _ = decode(["grammar"] * 12000, 3, TEMPERATURE, forbidden_to_placeholder=True)
+    texts, _ = decode(["grammar"] * 16000, 3, TEMPERATURE, forbidden_to_placeholder=True)
     wanted = exact("grammar", 3)
     p = np.array(list(wanted.values()))
     assert p_value(counted(texts, wanted), p / p.sum()) < CONTROL

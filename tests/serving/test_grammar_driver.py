@@ -117,7 +117,7 @@ class Interrupting(Cycle):
             _thread.interrupt_main()
 
 
-def test_an_interrupt_while_matchers_advance_neither_repeats_nor_skips_a_token() -> None:
+def test_an_interrupt_while_matchers_advance_loses_no_token() -> None:
     rng, served = np.random.default_rng(0), driver()
     matchers = [Interrupting(rng) for _ in range(4)]
     for i, matcher in enumerate(matchers):

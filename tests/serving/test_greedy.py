@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models.weights import random_weights
 
 import jax_specdec as sd
 
@@ -52,7 +53,7 @@ NARROW = 40  # of the 61 ids of "one layer"
 
 @functools.cache
 def params_of(target: str, seed: int) -> Any:
-    return TARGETS[target].init_params(jax.random.key(seed))
+    return random_weights(TARGETS[target], seed)
 
 
 def prompts_of(target: str, seed: int) -> list[list[int]]:
@@ -72,11 +73,9 @@ def plain_of(target: str, seed: int) -> sd.GenerateOutput:
 
 def near(params: Any, seed: int, noise: float = 0.05) -> Any:
     """Weights close to a model's own: a draft model that is often right."""
-    leaves, treedef = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(100 + seed), len(leaves))
-    return jax.tree.unflatten(
-        treedef,
-        [x + noise * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)],
+    rng = np.random.default_rng(100 + seed)
+    return jax.tree.map(
+        lambda x: jnp.asarray(x + noise * rng.standard_normal(x.shape), x.dtype), params
     )
 
 
@@ -121,7 +120,7 @@ def score(model: sd.models.CausalModel, params: Any, tokens: jax.Array) -> jax.A
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_plain_decoding_emits_the_argmax_of_a_full_pass_over_the_sequence(target):
+def test_plain_decoding_emits_the_argmax_of_a_full_pass(target):
     # By induction over the completion this is the loop that scores the whole sequence anew for
     # every token.
     for seed in SEEDS:
@@ -253,7 +252,7 @@ def test_every_step_is_that_of_the_loop_in_python(k, stop_token_ids, generation)
         assert tiny.steps_of(output, b) == wanted
 
 
-def test_nothing_is_kept_after_a_stop_token_inside_an_accepted_run():
+def test_nothing_is_kept_after_an_accepted_stop_token():
     counting = np.zeros((VOCAB,) * 3, np.float32)  # 0 1 2 3 4 0 1 ...
     for last in range(VOCAB):
         counting[:, last, (last + 1) % VOCAB] = 1
@@ -306,7 +305,7 @@ def output_with(completions: list[list[int]]) -> sd.GenerateOutput:
     return sd.GenerateOutput(completions, steps, [sd.Status.OK] * len(completions))
 
 
-def test_greedy_differences_are_the_first_of_each_request_with_the_gap_of_the_two_best_logits():
+def test_greedy_differences_are_the_first_with_their_gap():
     table = tiny.random_table(VOCAB, seed=3)
     prompts = [[1, 2], [4], [3], [0, 0]]
     plain = [[1, 2, 3], [4, 4, 1], [2, 0], [1]]

@@ -126,7 +126,7 @@ def test_neutral_options_are_the_program_without_options() -> None:
 
 
 @pytest.mark.newest
-def test_the_gap_of_a_greedy_difference_is_that_of_the_processed_row() -> None:
+def test_a_greedy_differences_gap_is_that_of_the_processed_row() -> None:
     other = [[*completion] for completion in TRUTH]
     for completion in other:
         completion[3] = VOCAB - 1 - completion[3]  # not the middle token, which would stay
@@ -151,11 +151,11 @@ def test_the_gap_of_a_greedy_difference_is_that_of_the_processed_row() -> None:
 # Fields in the call itself
 
 
-def test_the_fields_of_options_are_the_arguments_of_a_call_by_the_same_types() -> None:
+def test_options_have_the_fields_and_types_of_a_calls_arguments() -> None:
     assert get_type_hints(RequestFields) == get_type_hints(sd.RequestOptions)
 
 
-def test_a_field_in_the_call_holds_for_every_request_whatever_its_options_say() -> None:
+def test_a_field_in_the_call_goes_before_the_options() -> None:
     options = [sd.RequestOptions(temperature=0.5, top_p=0.9), sd.RequestOptions(max_new_tokens=3)]
     fields: RequestFields = {"max_new_tokens": 7, "temperature": 0.0}
     assert options_per_request(options, 2, fields) == [
@@ -166,22 +166,18 @@ def test_a_field_in_the_call_holds_for_every_request_whatever_its_options_say() 
     assert options_per_request(options, 2, {}) == options
 
 
-def test_a_request_with_a_seed_samples_with_its_key_wherever_it_stands() -> None:
-    prompts, seeded = [[1, 2], [3, 4], [1, 2]], sd.RequestOptions(seed=5)
-    decode = functools.partial(
-        sd.generate_plain,
-        tiny.Trigram(VOCAB),
-        jnp.asarray(TARGET),
-        temperature=2.0,
-        max_new_tokens=16,
+def test_a_seed_gives_the_same_tokens_wherever_its_request_stands() -> None:
+    def decode(options: list[sd.RequestOptions]) -> list[list[int]]:
+        return plainly(options, temperature=2.0).completions
+
+    seeded, others = (
+        tiny.options_of(len(OPTIONS), OPTIONS, seed=range(first, first + len(OPTIONS)))
+        for first in (0, 100)
     )
-    options = [sd.RequestOptions(), seeded, seeded]
-    three = decode(prompts, options=options, key=jax.random.key(1)).completions
-    others = decode(prompts, options=[seeded, seeded, sd.RequestOptions()]).completions
-    assert three[2] == others[0] and three[1] == others[1]
-    assert three[0] != three[2]
-    unlike = decode(prompts, options=[sd.RequestOptions(seed=6)] * 3).completions
-    assert unlike[0] == unlike[2] != three[2]
+    found = decode(seeded)
+    assert decode(seeded[::-1]) == found[::-1]
+    for unlike in (decode(others), decode(OPTIONS)):
+        assert all(one != other for one, other in zip(found, unlike, strict=True))
 
 
 # Whoever asks for nothing
@@ -206,7 +202,7 @@ def test_where_nobody_asks_no_mask_is_read_and_nothing_counted() -> None:
         model, sd.ModelDrafter(model), CONFIG, num_slots=slots, max_length=32, request_options=True
     )
     row = jnp.zeros((vocab_size,))
-    state = engine.init_state(row)
+    state = jax.jit(engine.init_state)(row)
     words, seen, passes = (slots, -(-vocab_size // 32)), set(), ("while", "cond", "jit", "scan")
     for equation in eager(jax.make_jaxpr(engine.step)(row, row, state).jaxpr):
         name = equation.primitive.name
@@ -236,12 +232,16 @@ def test_where_nobody_asks_no_mask_is_read_and_nothing_counted() -> None:
 MIXED = sd.RequestOptions(
     min_p=0.02, top_k=6, top_p=0.97, frequency_penalty=0.8, presence_penalty=-0.5,
     repetition_penalty=1.4, allowed_token_ids=(0, 1, 2, 3, 5, 6), logit_bias={2: 1.0, 6: -0.5},
-    bad_words=[[4, 1], [3, 3], [1, 2, 0]],
+    bad_words=[[4, 1], [3, 3], [1, 2, 0]], min_tokens=3, stop_token_ids=(6,),
+)  # fmt: skip
+CONTROLS = (
+    "frequency_penalty", "presence_penalty", "repetition_penalty", "allowed_token_ids",
+    "logit_bias", "bad_words", "min_tokens",
 )  # fmt: skip
 
 
 @pytest.mark.statistics
-def test_sampled_tokens_have_the_distribution_of_one_token_at_a_time() -> None:
+def test_sampled_tokens_have_the_distribution_of_plain_python() -> None:
     temperatures = np.resize([0.7, 1.5], 6000)
     output = speculative(MIXED, temperature=temperatures, requests=6000, num_tokens=3)
     share = output.steps.num_accepted.sum() / output.steps.num_proposed.sum()
@@ -249,10 +249,13 @@ def test_sampled_tokens_have_the_distribution_of_one_token_at_a_time() -> None:
     tokens = np.array(output.completions)
     for temperature in (0.7, 1.5):
         counts = tally(tokens[temperatures == temperature], VOCAB)
-        right = sampled.exact_distribution(TARGET, PROMPT, 3, temperature, MIXED)
+        exact = functools.partial(sampled.exact_distribution, TARGET, PROMPT, 3, temperature)
+        right = exact(MIXED, MIXED.stop_token_ids)
         assert_distributed(counts, right, f"three tokens at temperature {temperature}")
-        wrong = sampled.exact_distribution(TARGET, PROMPT, 3, temperature, sd.RequestOptions())
-        assert p_value(counts, wrong) < CONTROL
+        for name in CONTROLS if temperature == 0.7 else ():
+            neutral = getattr(sd.RequestOptions(), name)
+            without = dataclasses.replace(MIXED, **{name: neutral})
+            assert p_value(counts, exact(without, MIXED.stop_token_ids)) < CONTROL, name
 
 
 # Log-probabilities
@@ -305,47 +308,42 @@ def test_logprobs_are_those_of_the_tokens(generate: Any, distribution: str) -> N
 
 # Errors
 
-REFUSED = {
-    "a negative min-p": (dict(min_p=-0.1), ValueError, "min_p"),
-    "a min-p above 1": (dict(min_p=1.1), ValueError, "min_p"),
-    "no min-p": (dict(min_p=float("nan")), ValueError, "min_p"),
-    "min-p in words": (dict(min_p="low"), TypeError, "min_p"),
-    "no top-p": (dict(top_p=0.0), ValueError, "top_p"),
-    "a top-p above 1": (dict(top_p=1.5), ValueError, "top_p"),
-    "a negative top-k": (dict(top_k=-1), ValueError, "top_k"),
-    "half a token": (dict(top_k=0.5), TypeError, "top_k"),
-    "an infinite frequency penalty": (
-        dict(frequency_penalty=float("inf")),
-        ValueError,
-        "frequency_penalty",
-    ),
-    "a presence penalty that float32 does not hold": (
-        dict(presence_penalty=1e39),
-        ValueError,
-        "presence_penalty",
-    ),
-    "a repetition penalty of 0": (
-        dict(repetition_penalty=0.0),
-        ValueError,
-        "repetition_penalty",
-    ),
-    "no repetition penalty": (dict(repetition_penalty=None), TypeError, "repetition_penalty"),
-    "nothing allowed": (
-        dict(allowed_token_ids=()),
-        ValueError,
-        "allowed_token_ids",
-    ),
-    "text allowed": (dict(allowed_token_ids="ab"), TypeError, "allowed_token_ids"),
-    "a negative id": (dict(allowed_token_ids=[-1]), ValueError, "allowed_token_ids"),
-}
+NAN, INF = float("nan"), float("inf")
+REFUSED: list[tuple[type[Exception], str, Any]] = [
+    *((ValueError, "temperature", value) for value in (-0.5, NAN, INF, 1e39)),
+    *((TypeError, "temperature", value) for value in (None, "hot")),
+    *((ValueError, "min_p", value) for value in (-0.1, 1.1, NAN)),
+    (TypeError, "min_p", "low"),
+    *((ValueError, "top_p", value) for value in (0.0, 1.5)),
+    (ValueError, "top_k", -1),
+    (TypeError, "top_k", 0.5),
+    (ValueError, "frequency_penalty", INF),
+    (ValueError, "presence_penalty", 1e39),
+    (ValueError, "repetition_penalty", 0.0),
+    (TypeError, "repetition_penalty", None),
+    (ValueError, "max_new_tokens", -1),
+    (TypeError, "max_new_tokens", 2.5),
+    (ValueError, "min_tokens", -1),
+    (TypeError, "min_tokens", 0.5),
+    *((ValueError, "seed", value) for value in (-1, 2**32)),
+    (TypeError, "seed", np.zeros(2, np.uint32)),  # a key
+    (TypeError, "stop_token_ids", 3),
+    (TypeError, "stop_token_ids", [2.5]),
+    *((ValueError, "allowed_token_ids", value) for value in ((), [-1])),
+    (TypeError, "allowed_token_ids", "ab"),
+    *((ValueError, "logit_bias", {3: value}) for value in (NAN, 1e39)),
+    (TypeError, "logit_bias", {3: "much"}),
+    *((TypeError, "logit_bias", value) for value in ({"the": 1.0}, {"+5": 1.0}, [1.0])),
+    *((ValueError, "logit_bias", value) for value in ({-1: 1.0}, {"5": 1.0, 5: 2.0})),
+    (ValueError, "bad_words", [[1], []]),
+    *((TypeError, "bad_words", value) for value in (["the"], "the", [3, 4], 3)),
+]
 
 
-@pytest.mark.parametrize(("fields", "error", "message"), REFUSED.values(), ids=REFUSED)
-def test_options_out_of_range_are_refused(
-    fields: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=f"^{message}"):
-        sd.RequestOptions(**fields)
+@pytest.mark.parametrize(("error", "name", "value"), REFUSED)
+def test_a_field_out_of_range_is_refused(error: type[Exception], name: str, value: Any) -> None:
+    with pytest.raises(error, match=f"^{name}"):
+        sd.RequestOptions(**{name: value})
 
 
 @pytest.mark.parametrize(
@@ -353,16 +351,8 @@ def test_options_out_of_range_are_refused(
     [
         (3, TypeError, "options"),
         ([{}], TypeError, "options"),
-        (
-            OPTIONS[:2],
-            ValueError,
-            "options",
-        ),
-        (
-            sd.RequestOptions(allowed_token_ids=[VOCAB]),
-            ValueError,
-            "allowed_token_ids",
-        ),
+        (OPTIONS[:2], ValueError, "options"),
+        (sd.RequestOptions(allowed_token_ids=[VOCAB]), ValueError, "allowed_token_ids"),
     ],
     ids=["a number", "a dict", "too few", "an id past the vocabulary"],
 )
@@ -380,4 +370,4 @@ def test_logprobs_that_there_are_not_are_refused() -> None:
     with pytest.raises(ValueError, match="^num_top"):
         sd.LogprobsConfig(num_top=-1)
     with pytest.raises(ValueError, match="^num_top"):
-        by_model(logprobs=sd.LogprobsConfig(num_top=8))
+        plainly(logprobs=sd.LogprobsConfig(num_top=8))

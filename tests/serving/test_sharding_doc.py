@@ -43,7 +43,7 @@ def test_the_program_on_the_page_decodes_over_all_devices(monkeypatch, capsys):
 
 
 @pytest.mark.long
-def test_the_check_on_the_page_leaves_the_logits_where_they_are():
+def test_the_check_on_the_page_moves_no_logits():
     scope = run(1)
     output, logits, arguments = scope["output"], scope["logits"], scope["arguments"]
     assert output.status.tolist() == [sd.Status.OK] * 4

@@ -61,7 +61,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 4])
-def test_steps_are_dispatched_before_the_results_of_the_last_ones_are_read(ahead, monkeypatch):
+def test_steps_are_dispatched_before_the_last_results_are_read(ahead, monkeypatch):
     driver = driver_of(TABLE, max_steps_ahead=ahead)
     driver.submit([1, 2], max_new_tokens=30)
     names = calls(monkeypatch)
@@ -111,7 +111,7 @@ def test_a_cancelled_request_gets_nothing_of_the_steps_ahead():
     assert found[follower].token_ids == greedy_truth(dict(prompt=[1, 4], max_new_tokens=9))
 
 
-def test_a_preempted_request_gets_the_tokens_of_the_steps_ahead_once():
+def test_a_preempted_request_gets_the_steps_ahead_once():
     driver = driver_of(TABLE, max_steps_ahead=3)
     request = dict(prompt=[1, 2], max_new_tokens=20)
     request_id = driver.submit(**request)
@@ -123,7 +123,7 @@ def test_a_preempted_request_gets_the_tokens_of_the_steps_ahead_once():
     assert found[request_id].token_ids == greedy_truth(request)
 
 
-def test_a_request_that_ended_in_a_step_ahead_cannot_be_preempted():
+def test_a_request_that_ended_ahead_cannot_be_preempted():
     driver = driver_of(TABLE, max_steps_ahead=9)
     truth = greedy_truth(dict(prompt=[1, 2], max_new_tokens=9))
     stop = next(token for i, token in enumerate(truth) if i and token not in truth[:i])
@@ -228,7 +228,7 @@ def test_a_request_may_leave_while_its_prompt_is_read(leave):
         assert request_id not in found
 
 
-def test_not_a_number_in_a_long_prompt_does_not_reach_the_next_one():
+def test_nan_in_a_long_prompt_does_not_reach_the_next():
     params, draft_params = WEIGHTS[LLAMA]
     broken = params | dict(embed_tokens=params["embed_tokens"].at[5].set(jnp.nan))
     request = dict(prompt=[1, 2] * 10, max_new_tokens=8, stop_token_ids=[5])
@@ -241,7 +241,7 @@ def test_not_a_number_in_a_long_prompt_does_not_reach_the_next_one():
 
 
 @pytest.mark.long
-def test_tokens_of_a_model_are_those_of_plain_decoding_however_prompts_are_read():
+def test_tokens_are_those_of_plain_decoding_however_prompts_are_read():
     rng = np.random.default_rng(8)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (3, 4, 2, 30, 9, 1, 21, 4, 4, 12)]
     plain = sd.generate_plain(
@@ -287,7 +287,7 @@ def failing(shall_fail: Callable[[np.ndarray], bool], ahead: int) -> sd.EngineDr
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_a_step_that_fails_once_is_reported_and_loses_no_token(ahead):
+def test_a_step_that_fails_is_reported_and_loses_nothing(ahead):
     left = [5]
 
     def fifth_step(tokens: np.ndarray) -> bool:
@@ -342,7 +342,7 @@ def test_a_device_that_fails_at_every_step_ends_every_request():
     assert MOST_RETRIES < num_calls <= len(ids) * (MOST_RETRIES + 1)
 
 
-def test_a_long_prompt_that_cannot_be_read_leaves_the_slots_of_others_as_they_are(monkeypatch):
+def test_a_long_prompt_that_cannot_be_read_harms_nobody(monkeypatch):
     driver = failing(lambda tokens: tokens.shape[0] < SLOTS and (tokens == 5).any(), ahead=1)
     good = [dict(prompt=[1, i], max_new_tokens=25, stop_token_ids=[5]) for i in range(2)]
     ids = [driver.submit(**request) for request in good]

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models.weights import random_weights
 
 import jax_specdec as sd
 from jax_specdec._src.serving import programs
 
-from .engines import Finished, run
-from .test_engine import compilations
+from .engines import Finished, compilations, run
 from .test_greedy import MAX_GAP, near, score
 
 pytestmark = pytest.mark.dearest
@@ -32,7 +32,7 @@ MODEL = sd.models.Llama(
         head_dim=8,
     )
 )
-PARAMS = jax.tree.map(lambda x: 2 * x, MODEL.init_params(jax.random.key(0)))
+PARAMS = random_weights(MODEL, 0, 2.0)
 DRAFT_PARAMS = near(PARAMS, 0)
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (3, 9, 1, 20)]
@@ -140,7 +140,7 @@ def served(
 
 @pytest.mark.long
 @pytest.mark.parametrize("has_options", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_an_engine_serves_the_tokens_of_one_device_and_compiles_nothing_after_warm_up(
+def test_an_engine_over_devices_serves_the_tokens_of_one(
     has_options: bool,
 ) -> None:
     found, names, driver = served(on_one_device=False, has_options=has_options)
@@ -156,18 +156,18 @@ def test_an_engine_serves_the_tokens_of_one_device_and_compiles_nothing_after_wa
 
 
 @pytest.mark.newest
-def test_a_step_moves_no_logits_between_devices_and_works_in_place() -> None:
-    _, _, driver = served(on_one_device=False)
-    given, state = on_eight(split_drafter=True), driver.state
-    step = programs.step.lower(driver.engine, given["params"], given["draft_params"], state)
+def test_a_step_moves_no_logits_and_works_in_place() -> None:
+    given = on_eight(split_drafter=True)
+    driver = driver_of(given, has_options=False)
+    weights, state = (given["params"], given["draft_params"]), driver.state
+    step = programs.step.lower(driver.engine, *weights, state).compile()
     kinds = set()
-    for kind, shape in moved(step.compile().as_text()):
+    for kind, shape in moved(step.as_text()):
         kinds.add(kind)
         if kind == "all-reduce":  # the residual stream, or one number per request
             assert shape[-1] in (MODEL.config.hidden_size, SLOTS), shape
         else:  # what each device says of its part of the rows
             assert np.prod(shape) <= 8 * SLOTS * (5 * K + 4) < SLOTS * (K + 1) * VOCAB
     assert kinds == {"all-reduce", "all-gather"}
-    driver.submit([1, 2], max_new_tokens=1)
-    driver.step()
+    step(*weights, state)
     assert all(x.is_deleted() for x in jax.tree.leaves((state.target_cache, state.store)))

@@ -1,0 +1,35 @@
+"""Random weights and token ids drawn by NumPy, which compiles nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def random_weights(model: Any, seed: int, scale: float = 1.0, *, moved: float = 0.0) -> Any:
+    """Weights of a model or a head: matrices normal with variance ``scale^2 / fan-in``.
+
+    Norms are `scale` and biases zero, moved by normal numbers of deviation `moved`.
+    """
+    rng = np.random.default_rng(seed)
+
+    def draw(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
+        name = path[-1].key
+        if name == "target_ids":
+            return jnp.asarray(np.arange(x.shape[0], dtype=np.int32))
+        if len(x.shape) == 1:
+            mean, deviation = scale * (not name.endswith("bias")), moved
+        else:
+            mean, deviation = 0.0, scale * x.shape[name == "embed_tokens"] ** -0.5
+        return jnp.asarray((mean + deviation * rng.standard_normal(x.shape)).astype(x.dtype))
+
+    shapes = jax.eval_shape(lambda: model.init_params(jax.random.key(0)))
+    return jax.tree.map_with_path(draw, shapes)
+
+
+def random_ids(shape: tuple[int, ...], most: int, seed: int = 0) -> np.ndarray:
+    """Token ids below `most`, int32."""
+    return np.random.default_rng(seed).integers(0, most, shape, np.int32)
