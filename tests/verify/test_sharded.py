@@ -17,8 +17,8 @@ import jax_specdec as sd
 from jax_specdec._src.verify import sharding, xla
 
 from . import bad_rows, edges, suite
-from .batch import Batch, Layout, check, jitted, pack, verify
-from .cases import random_batch, random_request
+from .batch import Batch, Layout, agree, check, jitted, pack, verify
+from .cases import random_batch, random_batches, random_request
 
 pytestmark = pytest.mark.dearest
 
@@ -39,26 +39,18 @@ def over(vocab: int, batch: int | None = None):
     return jitted(functools.partial(sd.testing.rejection_sample_with_noise, sharding=sharding))
 
 
-def agree(layout: Layout, verifier, seeds=range(12)) -> None:
-    close = 0
-    for seed in seeds:
-        batch = random_batch(layout, seed)
-        close += check(batch, verify(batch, verifier))
-    print(f"{close} close calls differ in {len(seeds)} batches of {layout}")
-
-
 newest, slow = pytest.mark.newest, pytest.mark.slow
 
 CUT = Layout(vocab=10248, vocab_size=10243, **BIG, kind="probs", has_bonus=True)
 FILTERED = Layout(
-    vocab=5000,
-    vocab_size=4500,
+    vocab=20008,
+    vocab_size=18501,
     **BIG,
     has_filters=True,
     has_bitmask=True,
     has_threshold=True,
     kind="relative",
-    draft_vocab=4097,
+    draft_vocab=18000,
     dtype="bfloat16",
     draft_dtype="bfloat16",
 )
@@ -74,12 +66,6 @@ FILTERED = Layout(
         *[
             pytest.param(parts, layout, marks=newest)
             for parts, layout in [
-                (
-                    8,
-                    Layout(
-                        vocab=20008, vocab_size=18501, **BIG, kind="normalized", draft_vocab=18000
-                    ),
-                ),
                 (8, Layout(vocab=4096, **BIG, kind="logits", block=True, has_valid=True)),
                 (8, FILTERED),
                 (4, dataclasses.replace(FILTERED, agreement=True)),
@@ -106,7 +92,7 @@ FILTERED = Layout(
     ids=str,
 )
 def test_a_split_vocabulary_gives_the_tokens_of_the_oracle(parts, layout):
-    agree(layout, over(parts))
+    agree(random_batches(layout, range(12)), over(parts))
 
 
 @newest
@@ -148,9 +134,7 @@ def test_requests_split_over_an_axis_give_the_tokens_of_the_oracle(layout, vocab
     axes = None if vocab_parts is None else "v", "b"
     sharding = sd.VerifySharding(mesh_of(vocab_parts or 1, 4), *axes)
     verifier = jitted(functools.partial(sd.testing.rejection_sample_with_noise, sharding=sharding))
-    for seed in range(12):
-        batch = even_batch(layout, seed)
-        check(batch, verify(batch, verifier))
+    agree((even_batch(layout, seed) for seed in range(12)), verifier)
 
 
 @newest
@@ -219,7 +203,8 @@ def test_a_call_inside_shard_map_gives_the_tokens_of_the_oracle(
         vocab_size=90,
         agreement=agreement,
     )
-    agree(layout, in_shard_map(layout, draft_spec=draft_spec, check_vma=check_vma), range(6))
+    verifier = in_shard_map(layout, draft_spec=draft_spec, check_vma=check_vma)
+    agree(random_batches(layout, range(6)), verifier)
 
 
 @pytest.mark.parametrize(
