@@ -253,16 +253,8 @@ def test_they_travel_through_export() -> None:
         (dict(config=4), TypeError, "config"),
         (dict(output=None), TypeError, "output"),
         (dict(sampling=0.5), TypeError, "sampling"),
-        (
-            dict(config=sd.SpecDecodeConfig(num_speculative_tokens=2)),
-            ValueError,
-            "output",
-        ),
-        (
-            dict(distribution="top"),
-            ValueError,
-            "distribution",
-        ),
+        (dict(config=sd.SpecDecodeConfig(num_speculative_tokens=2)), ValueError, "output"),
+        (dict(distribution="top"), ValueError, "distribution"),
         (dict(num_top=1.0), TypeError, "num_top"),
         (dict(num_top=True), TypeError, "num_top"),
         (dict(num_top=-1), ValueError, "num_top"),

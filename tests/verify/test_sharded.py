@@ -196,12 +196,7 @@ def test_a_call_inside_shard_map_gives_the_tokens_of_the_oracle(
     draft_vocab, draft_spec, check_vma, agreement
 ):
     layout = Layout(
-        vocab=96,
-        **BIG,
-        kind="logits",
-        draft_vocab=draft_vocab,
-        vocab_size=90,
-        agreement=agreement,
+        vocab=96, **BIG, kind="logits", draft_vocab=draft_vocab, vocab_size=90, agreement=agreement
     )
     verifier = in_shard_map(layout, draft_spec=draft_spec, check_vma=check_vma)
     agree(random_batches(layout, range(6)), verifier)
@@ -380,25 +375,10 @@ def call(layout: Layout, sharding, **options) -> None:
 @pytest.mark.parametrize(
     ("error", "sentence", "layout", "options"),
     [
-        (
-            ValueError,
-            r"target_logits\.shape",
-            {"vocab": 97},
-            {},
-        ),
-        (
-            ValueError,
-            "B",
-            {"num_requests": 3},
-            {},
-        ),
+        (ValueError, r"target_logits\.shape", {"vocab": 97}, {}),
+        (ValueError, "B", {"num_requests": 3}, {}),
         (ValueError, "N", {"num_drafts": 9}, {}),
-        (
-            NotImplementedError,
-            "RaceNoise",
-            {"race": True},
-            {},
-        ),
+        (NotImplementedError, "RaceNoise", {"race": True}, {}),
     ],
     ids=["V", "B", "N", "race"],
 )
@@ -454,7 +434,7 @@ def test_draft_storage_of_which_no_part_can_be_told_is_refused(width, spec, chec
             ValueError,
             r"drafts\.distribution",
             sd.DraftLogits(jax.device_put(jnp.zeros((8, 64)), NamedSharding(MESH, P(None, "v")))),
-        ),
+        )
     ],
     ids=["width"],
 )
