@@ -43,14 +43,14 @@ newest, slow = pytest.mark.newest, pytest.mark.slow
 
 CUT = Layout(vocab=10248, vocab_size=10243, **BIG, kind="probs", has_bonus=True)
 FILTERED = Layout(
-    vocab=20008,
-    vocab_size=18501,
+    vocab=5000,
+    vocab_size=4500,
     **BIG,
     has_filters=True,
     has_bitmask=True,
     has_threshold=True,
     kind="relative",
-    draft_vocab=18000,
+    draft_vocab=4097,
     dtype="bfloat16",
     draft_dtype="bfloat16",
 )
@@ -66,6 +66,12 @@ FILTERED = Layout(
         *[
             pytest.param(parts, layout, marks=newest)
             for parts, layout in [
+                (
+                    8,
+                    Layout(
+                        vocab=20008, vocab_size=18501, **BIG, kind="normalized", draft_vocab=18000
+                    ),
+                ),
                 (8, Layout(vocab=4096, **BIG, kind="logits", block=True, has_valid=True)),
                 (8, FILTERED),
                 (4, dataclasses.replace(FILTERED, agreement=True)),
