@@ -43,6 +43,12 @@ of_other_kinds = pytest.mark.parametrize(
 )
 
 
+# Behind what turns a key into words, which is tested for each kind.
+of_one_other_kind = pytest.mark.parametrize(
+    "impl", [pytest.param(i, marks=() if i == OTHERS[0] else pytest.mark.slow) for i in IMPLS]
+)
+
+
 def of_seeds(impl: str, *seeds: int) -> jax.Array:
     return jnp.stack([jax.random.key(seed, impl=impl) for seed in seeds])
 
@@ -254,7 +260,7 @@ def test_the_loop_gives_request_b_the_tokens_of_its_own_key_alone(impl):
         assert output.completions[b] == sequence[len(prompt) :]
 
 
-@of_every_kind
+@of_one_other_kind
 def test_tokens_of_the_loop_do_not_depend_on_the_neighbours(impl):
     def middle(neighbour: list[int], count: int) -> list[int]:
         output = sd.generate(
@@ -312,7 +318,7 @@ def alone(impl: str, seed: int) -> list[int]:
     return served({2: (jax.random.key(seed, impl=impl), PROMPT, BUDGET)})[2]
 
 
-@of_other_kinds
+@of_one_other_kind
 def test_a_request_of_the_engine_gets_what_it_gets_alone(impl):
     together = served(
         {

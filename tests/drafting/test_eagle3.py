@@ -29,7 +29,7 @@ SIZES = sd.models.LlamaConfig(
 )
 TARGET = sd.models.Llama(SIZES)
 # Fourfold, or every token follows every other alike.
-PARAMS = jax.tree.map(lambda x: 4 * x, TARGET.init_params(jax.random.key(0)))
+PARAMS = jax.tree.map(lambda x: 4 * x, jax.jit(TARGET.init_params)(jax.random.key(0)))
 HEAD = sd.models.Eagle3Head(
     sd.models.Eagle3Config(
         layer=dataclasses.replace(SIZES, num_hidden_layers=1),
@@ -39,7 +39,7 @@ HEAD = sd.models.Eagle3Head(
         own_lm_head=True,
     )
 )
-HEAD_PARAMS = HEAD.init_params(jax.random.key(1), PARAMS) | {"target_ids": jnp.array(IDS)}
+HEAD_PARAMS = jax.jit(HEAD.init_params)(jax.random.key(1), PARAMS) | {"target_ids": jnp.array(IDS)}
 DRAFTER = sd.Eagle3Drafter(HEAD)
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 ENGINE = sd.Engine(

@@ -107,21 +107,9 @@ def test_a_store_of_every_slot_is_written_in_place_and_keeps_one_map():
 ERRORS: list[tuple[Any, type[Exception], str]] = [
     (lambda: draw(LOGITS, offset=0, ids=MAP[:2]), ValueError, "ids"),
     (lambda: draw(LOGITS, offset=0, ids=LOGITS), TypeError, "ids"),
-    (
-        lambda: sd.DraftStore.create(SLOTS, K, C, ids=MAP[:2]),
-        ValueError,
-        "ids",
-    ),
-    (
-        lambda: sd.DraftStore.create(BATCH, 1, C, ids=CANDIDATES),
-        ValueError,
-        "ids",
-    ),
-    (
-        lambda: sd.DraftStore.create(SLOTS, K, C, ids=MAP, own_ids=True),
-        ValueError,
-        "own_ids",
-    ),
+    (lambda: sd.DraftStore.create(SLOTS, K, C, ids=MAP[:2]), ValueError, "ids"),
+    (lambda: sd.DraftStore.create(BATCH, 1, C, ids=CANDIDATES), ValueError, "ids"),
+    (lambda: sd.DraftStore.create(SLOTS, K, C, ids=MAP, own_ids=True), ValueError, "own_ids"),
     (lambda: write(CANDIDATES, own_ids=False), ValueError, "ids"),
     (lambda: write(None, own_ids=True), ValueError, "ids"),
     (lambda: write(MAP, own_ids=True), ValueError, "ids"),

@@ -51,6 +51,9 @@ def attach(store, token_ids, counts, positions, sampling, slots):
     )
 
 
+count_fallbacks = jax.jit(sd.count_fallbacks)
+
+
 # A batch in any order
 
 
@@ -309,11 +312,9 @@ def test_a_store_behaves_like_a_dictionary_of_the_rows_written_last(data):
 @pytest.mark.parametrize("size", [0, 2])
 def test_gaps_and_empty_batches_have_no_fallback(size):
     ids = i32([-1, 3][:size])  # -1: nothing was proposed, so nothing falls back
-    drafts = empty(1).attach(
-        sd.Drafts.from_flat(ids, i32([size])), positions=i32([4]), sampling=at(1.0)
-    )
+    drafts = attach(empty(1), ids, i32([size]), i32([4]), at(1.0), None)
     assert drafts.distribution.valid.tolist() == [False]
-    assert int(sd.count_fallbacks(drafts, sampling=at(1.0))) == 0
+    assert int(count_fallbacks(drafts, sampling=at(1.0))) == 0
 
 
 def test_a_request_with_a_proposal_whose_normalizer_is_too_large_falls_back():
@@ -339,7 +340,7 @@ def test_a_request_with_a_proposal_whose_normalizer_is_too_large_falls_back():
             want += bool(len(proposed)) and (
                 is_lost or any(sizes[rows[n]] in (1024, -5e3) for n in proposed)
             )
-        assert int(sd.count_fallbacks(drafts, sampling=sampling)) == want
+        assert int(count_fallbacks(drafts, sampling=sampling)) == want
         seen.add(want)
     assert seen == {0, 1, 2}
     without = dataclasses.replace(drafts, token_ids=i32([]), cu_num_draft_tokens=i32([0, 0]))
@@ -386,11 +387,8 @@ def draw_many(logits, positions):
 
 
 def tally(store: sd.DraftStore, ids: jax.Array) -> np.ndarray:
-    drafts = store.attach(
-        sd.Drafts.from_dense(ids[:, None]),
-        positions=jnp.full((MANY,), 3, jnp.int32),
-        sampling=sd.SamplingParams(jnp.ones((MANY,))),
-    )
+    counts, positions = i32(np.ones(MANY)), i32(np.full(MANY, 3))
+    drafts = attach(store, ids, counts, positions, at(*np.ones(MANY)), None)
     tokens = emit_many(drafts, sd.SpecDecodeConfig(num_speculative_tokens=1))
     return np.bincount(tokens, minlength=VOCAB)
 
@@ -404,7 +402,7 @@ def filled(logits: np.ndarray, dtype: Any, position: int, rounded: bool = True) 
     of_row = draw_many(stored, places)
     store = sd.DraftStore.create(MANY, 1, NARROW, dtype)
     numbers = of_row.log_normalizer, of_row.row_max
-    return store.write(0, stored, *numbers, positions=places, sampling=ones), ids
+    return write(store, i32(0), stored, *numbers, places, ones), ids
 
 
 @pytest.mark.statistics
@@ -533,31 +531,11 @@ ROW = (jnp.zeros((SLOTS, NARROW)), jnp.zeros((SLOTS,)), jnp.zeros((SLOTS,)))
 ALL = dict(positions=jnp.zeros((SLOTS,), jnp.int32), sampling=at(*[1.0] * SLOTS))
 DRAFTS = sd.Drafts.from_flat(jnp.zeros((FLAT,), jnp.int32), i32([0] * SLOTS))
 ERRORS = {
-    "no slots": (
-        lambda: sd.DraftStore.create(0, K, NARROW),
-        ValueError,
-        "num_slots",
-    ),
-    "half a slot": (
-        lambda: sd.DraftStore.create(2.5, K, NARROW),
-        TypeError,
-        "num_slots",
-    ),
-    "no drafts": (
-        lambda: sd.DraftStore.create(1, 0, NARROW),
-        ValueError,
-        "num_speculative_tokens",
-    ),
-    "no vocabulary": (
-        lambda: sd.DraftStore.create(1, K, 0),
-        ValueError,
-        "vocab_size",
-    ),
-    "integers": (
-        lambda: sd.DraftStore.create(1, K, NARROW, jnp.int32),
-        TypeError,
-        "dtype",
-    ),
+    "no slots": (lambda: sd.DraftStore.create(0, K, NARROW), ValueError, "num_slots"),
+    "half a slot": (lambda: sd.DraftStore.create(2.5, K, NARROW), TypeError, "num_slots"),
+    "no drafts": (lambda: sd.DraftStore.create(1, 0, NARROW), ValueError, "num_speculative_tokens"),
+    "no vocabulary": (lambda: sd.DraftStore.create(1, K, 0), ValueError, "vocab_size"),
+    "integers": (lambda: sd.DraftStore.create(1, K, NARROW, jnp.int32), TypeError, "dtype"),
     "rows not rounded": (
         lambda: empty(dtype=jnp.bfloat16).write(0, *ROW, **ALL),
         TypeError,
@@ -642,20 +620,18 @@ def test_a_row_of_which_something_was_left_out_serves_only_with_its_threshold():
     in_place = empty().write(
         0, *ROW, threshold=threshold, positions=positions, sampling=temperature
     )
-    drafts = sd.Drafts.from_flat(i32([1] * SLOTS), i32([1] * SLOTS))
+    each = i32([1] * SLOTS)  # a draft of each slot
     top_p = dataclasses.replace(temperature, top_p=jnp.full((SLOTS,), 0.9))
     for store, kept in ((in_place, threshold), (by_slots, [1.0, -np.inf, 0.5, -np.inf, -np.inf])):
-        without = store.attach(drafts, positions=positions, sampling=temperature).distribution
+        without = attach(store, each, each, positions, temperature, None).distribution
         assert without.threshold is None
         written = np.isin(np.arange(SLOTS), slots) | (store is in_place)
         np.testing.assert_array_equal(without.valid, np.isneginf(kept) & written)
-        filtered = store.attach(drafts, positions=positions, sampling=top_p).distribution
+        filtered = attach(store, each, each, positions, top_p, None).distribution
         np.testing.assert_array_equal(filtered.threshold[filtered.rows], kept)
         np.testing.assert_array_equal(filtered.valid, written)
-        again = store.write(0, *ROW, positions=positions, sampling=temperature)
-        assert again.attach(
-            drafts, positions=positions, sampling=temperature
-        ).distribution.valid.all()
+        again = write(store, i32(0), *ROW, positions, temperature)
+        assert attach(again, each, each, positions, temperature, None).distribution.valid.all()
 
 
 def test_a_function_of_a_store_survives_export():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -219,6 +219,16 @@ def check(batch: Batch, got: sd.RejectionSampleOutput) -> int:
         assert want.margin[b] <= MAX_MARGIN, report
         close += 1
     return close
+
+
+def agree(batches: Iterable[Batch], verifier: Verifier) -> list[sd.RejectionSampleOutput]:
+    """Asserts that a backend agrees with the oracle on each batch; returns what it gave."""
+    outputs, close = [], 0
+    for batch in batches:
+        outputs.append(verify(batch, verifier))
+        close += check(batch, outputs[-1])
+    print(f"{close} close calls differ in {len(outputs)} batches")
+    return outputs
 
 
 def pack(requests: Sequence[Request], layout: Layout, seed: int = 0) -> Batch:

@@ -12,7 +12,7 @@ import pytest
 
 import jax_specdec as sd
 
-from .batch import Batch, Layout, Request, Verifier, check, pack, verify
+from .batch import ALMOST_ONE, Batch, Layout, Request, Verifier, check, pack, verify
 from .cases import random_request
 
 LARGE = 10243  # ids: five whole tiles and three ids of a sixth
@@ -103,3 +103,14 @@ class Between:
         assert output.num_accepted[1] == emitted - 1
         assert (output.token_ids[1, emitted:] == sd.PLACEHOLDER_TOKEN_ID).all()
         return output.token_ids[1, :emitted].tolist()
+
+    def keeps_drafts_of_equal_distributions(self, **layout: Any) -> None:
+        """Even at the largest uniform."""
+        rng = np.random.default_rng(1)
+        for temperature in (0.3, 1.0, 1.7):
+            logits = 3 * rng.standard_normal((4, 8)).astype(np.float32)
+            ids = rng.integers(8, size=3).tolist()
+            middle = Request(
+                logits, ids, logits[:3], accept=[ALMOST_ONE] * 3, temperature=temperature
+            )
+            assert self.answer(middle, kind="logits", **layout)[:3] == ids

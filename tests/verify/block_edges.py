@@ -53,17 +53,7 @@ class BlockSuite(Between):
             assert self.answer(middle, kind=kind) == answer
 
     def test_equal_distributions_keep_every_draft_even_at_the_largest_u(self):
-        rng = np.random.default_rng(1)
-        for temperature in (0.3, 1.0, 1.7):
-            logits = 3 * rng.standard_normal((4, 8)).astype(np.float32)
-            middle = Request(
-                target=logits,
-                draft=logits[:3],
-                draft_ids=[int(i) for i in rng.integers(8, size=3)],
-                accept=[ALMOST_ONE] * 3,
-                temperature=temperature,
-            )
-            assert self.answer(middle, kind="logits")[:3] == middle.draft_ids
+        self.keeps_drafts_of_equal_distributions()
 
     @pytest.mark.parametrize("kind", ["none", *STORED])
     def test_nothing_is_kept_from_a_draft_of_zero_target_probability_on_even_at_u_0(self, kind):

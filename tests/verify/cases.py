@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,6 +28,10 @@ def random_batch(layout: Layout, seed: int, *, broken: float = 0.08) -> Batch:
         request = random_request(layout, rng, count)
         requests.append(spoil(request, layout, rng) if rng.random() < broken else request)
     return pack(requests, layout, seed)
+
+
+def random_batches(layout: Layout, seeds: Iterable[int], **options: Any) -> list[Batch]:
+    return [random_batch(layout, seed, **options) for seed in seeds]
 
 
 def random_request(

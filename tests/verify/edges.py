@@ -105,18 +105,7 @@ class EdgeSuite(Between):
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_equal_distributions_always_accept_even_at_the_largest_u(self, dtype):
-        rng = np.random.default_rng(1)
-        for temperature in (0.3, 1.0, 1.7):
-            logits = 3 * rng.standard_normal((4, 8)).astype(np.float32)
-            middle = Request(
-                target=logits,
-                draft=logits[:3],
-                draft_ids=[int(i) for i in rng.integers(8, size=3)],
-                accept=[ALMOST_ONE] * 3,
-                temperature=temperature,
-            )
-            answer = self.answer(middle, kind="logits", dtype=dtype, draft_dtype=dtype)
-            assert answer[:3] == middle.draft_ids
+        self.keeps_drafts_of_equal_distributions(dtype=dtype, draft_dtype=dtype)
 
     @kinds
     def test_zero_target_probability_is_never_accepted_even_at_u_0(self, kind):

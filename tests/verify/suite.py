@@ -15,8 +15,8 @@ import pytest
 
 import jax_specdec as sd
 
-from .batch import Batch, Layout, Request, Verifier, check, pack, verify
-from .cases import random_batch, random_request
+from .batch import Batch, Layout, Request, Verifier, agree, pack, verify
+from .cases import random_batches, random_request
 
 RATES = (0.9, 0.75, 0.3, 0.1)
 BIG = dict(num_speculative_tokens=4, num_requests=8, num_drafts=34)
@@ -78,10 +78,10 @@ GRID = [
         has_bonus=True,
     ),
 ]
-OTHERS = [*GRID[1::2], GRID[4]]  # slow
+OTHERS = [*GRID[1::2], GRID[4], GRID[16]]  # slow
 DEFAULT = [
     *(GRID[0], GRID[2], GRID[6], GRID[8]),  # one of each kind, on every JAX
-    *(pytest.param(layout, marks=pytest.mark.newest) for layout in GRID[10::2]),
+    *(pytest.param(GRID[i], marks=pytest.mark.newest) for i in (10, 12, 14, 18)),
 ]
 BLOCK = [
     Layout(vocab=97, **BIG, block=True, has_bonus=True, has_active=True),
@@ -142,11 +142,7 @@ class OracleSuite:
     seeds = range(12)
 
     def agree(self, layout: Layout) -> None:
-        close = 0
-        for seed in self.seeds:
-            batch = random_batch(layout, seed)
-            close += check(batch, verify(batch, self.verifier))
-        print(f"{close} close calls differ in {len(self.seeds)} batches of {layout}")
+        agree(random_batches(layout, self.seeds), self.verifier)
 
     @pytest.mark.parametrize("layout", DEFAULT, ids=str)
     def test_gives_the_tokens_of_the_oracle(self, layout):

@@ -269,9 +269,10 @@ WRONG: dict[str, tuple[dict[str, Any], set[str]]] = {
 def test_a_wrong_protocol_fails(name, blocks, warps, rounds):
     changes, failures = WRONG[name]
     found = Exchanges(blocks, warps, rounds, **changes).check()
-    everything = Exchanges(blocks, warps, rounds, **changes, reduced=False).check()
     assert failures <= found.failures
-    assert found.failures == everything.failures
+    if blocks == 2:  # of four blocks there are too many orders
+        everything = Exchanges(blocks, warps, rounds, **changes, reduced=False).check()
+        assert found.failures == everything.failures
 
 
 # Within a block: rows that are copied to shared memory, and flags of warpgroups.

@@ -29,14 +29,14 @@ RULES = {
 }
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 KEYS = jax.random.split(jax.random.key(0), B)
-POSITIONS = jnp.arange(B, dtype=jnp.int32)
+POSITIONS = np.arange(B, dtype=np.int32)
 RNG = np.random.default_rng(0)
-LOGITS = jnp.asarray(RNG.normal(size=(ROWS, V)), jnp.float32)
-DRAFT_LOGITS = jnp.asarray(RNG.normal(size=(B * K, V)), jnp.float32)
-IDS = jnp.asarray(RNG.integers(0, SIZE, (B, K)), jnp.int32)
-TEMPERATURE = jnp.array([0.7, 0.0, 1.0, 1.3])
-REWARD = jnp.asarray(RNG.normal(size=(B, K + 1)), jnp.float32)
-TOP_REWARD = jnp.asarray(RNG.normal(size=(B, K + 1, NUM_TOP)), jnp.float32)
+LOGITS = RNG.normal(size=(ROWS, V)).astype(np.float32)
+DRAFT_LOGITS = RNG.normal(size=(B * K, V)).astype(np.float32)
+IDS = RNG.integers(0, SIZE, (B, K)).astype(np.int32)
+TEMPERATURE = np.float32([0.7, 0.0, 1.0, 1.3])
+REWARD = RNG.normal(size=(B, K + 1)).astype(np.float32)
+TOP_REWARD = RNG.normal(size=(B, K + 1, NUM_TOP)).astype(np.float32)
 
 
 def sample(
@@ -64,6 +64,9 @@ def policy_loss(tokens: jax.Array, logits: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(tokens >= 0, REWARD * each, 0.0))
 
 
+policy_gradient = jax.jit(jax.grad(policy_loss, 1))
+
+
 @pytest.mark.parametrize(
     ("implementation", "rule", "kind"),
     [
@@ -78,16 +81,15 @@ def test_a_policy_gradient_is_that_of_constant_tokens(
     given = LOGITS, DRAFT_LOGITS, TEMPERATURE + 0.5
     draw = functools.partial(sample, rule, implementation, kind)
 
-    def loss(logits: Any, storage: Any, temperature: Any) -> jax.Array:
-        output = draw(logits, storage, temperature)
-        return policy_loss(output.token_ids, logits) + output.num_accepted.sum().astype(float)
+    def loss(logits: Any, storage: Any, temperature: Any) -> tuple[jax.Array, jax.Array]:
+        tokens, accepted = (x := draw(logits, storage, temperature)).token_ids, x.num_accepted
+        return policy_loss(tokens, logits) + accepted.sum().astype(float), tokens
 
-    tokens = draw(*given).token_ids
-    wanted = jax.grad(policy_loss, 1)(tokens, LOGITS)
-    assert jnp.any(wanted != 0)
-    of_logits, *others = jax.jit(jax.grad(loss, (0, 1, 2)))(*given)
+    (of_logits, *others), tokens = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*given)
+    wanted = policy_gradient(tokens, LOGITS)
+    assert np.any(wanted != 0)
     np.testing.assert_allclose(of_logits, wanted, rtol=1e-5, atol=1e-6)
-    assert all(bool(jnp.all(x == 0)) for x in others)
+    assert not any(np.any(x) for x in others)
 
 
 def test_they_are_zero_forward_and_for_each_of_a_batch_of_losses() -> None:
@@ -98,11 +100,11 @@ def test_they_are_zero_forward_and_for_each_of_a_batch_of_losses() -> None:
         return policy_loss(draw(logits, storage, temperature).token_ids, logits)
 
     tokens = draw(LOGITS, DRAFT_LOGITS, temperature).token_ids
-    wanted = jax.grad(policy_loss, 1)(tokens, LOGITS)
-    both = jnp.stack([LOGITS, LOGITS[::-1]]), jnp.stack([DRAFT_LOGITS, DRAFT_LOGITS])
+    wanted = policy_gradient(tokens, LOGITS)
+    both = np.stack([LOGITS, LOGITS[::-1]]), np.stack([DRAFT_LOGITS, DRAFT_LOGITS])
     given = LOGITS, DRAFT_LOGITS
     forward = jax.jit(lambda *steps: jax.jvp(loss, given, steps)[1])(*given)
-    np.testing.assert_allclose(forward, jnp.sum(wanted * LOGITS), rtol=1e-4)
+    np.testing.assert_allclose(forward, np.sum(wanted * LOGITS), rtol=1e-4)
     found = jax.jit(jax.vmap(jax.grad(loss)))(*both)
     np.testing.assert_allclose(found[0], wanted, rtol=1e-5, atol=1e-6)
 
@@ -126,6 +128,13 @@ def test_a_split_call_has_zero_derivatives() -> None:
     np.testing.assert_array_equal(jax.jit(jax.grad(verified))(LOGITS), jnp.ones_like(LOGITS))
 
 
+def derivatives(loss: Any, given: Any, steps: Any) -> Any:
+    """Of both arguments, and forward along `steps`: one program."""
+    steps = jax.tree.map(np.float32, steps)
+    both = jax.jit(lambda *x: (jax.grad(loss, (0, 1))(*x[0]), jax.jvp(loss, *x)[1]))
+    return jax.device_get(both(given, steps))
+
+
 def test_drafting_has_zero_derivatives() -> None:
     def drawn(logits: jax.Array, temperature: jax.Array) -> jax.Array:
         sample = sd.sample_draft_tokens(
@@ -139,24 +148,25 @@ def test_drafting_has_zero_derivatives() -> None:
         return sum((jnp.sum(x) for x in floats), jnp.sum(logits * logits))
 
     given = LOGITS[:B], TEMPERATURE + 0.5
-    of_logits, of_temperature = jax.jit(jax.grad(drawn, (0, 1)))(*given)
+    (of_logits, of_temperature), forward = derivatives(drawn, given, (np.ones((B, V)), np.ones(B)))
     np.testing.assert_array_equal(of_logits, 2 * given[0])
-    assert jnp.all(of_temperature == 0)
-    forward = jax.jvp(drawn, given, jax.tree.map(jnp.ones_like, given))[1]
-    np.testing.assert_allclose(forward, 2 * jnp.sum(given[0]), rtol=1e-5)
+    assert not np.any(of_temperature)
+    np.testing.assert_allclose(forward, 2 * np.sum(given[0]), rtol=1e-5)
 
 
 # Log-probabilities. Request 1 is greedy, 2 emitted one token, 3 could not be verified.
 
-TOKENS = jnp.array([[0, 1, 2], [3, 4, 5], [6, -1, -1], [-1, -1, -1]], jnp.int32)
-COUNTS = jnp.array([3, 3, 1, 0], jnp.int32)
-IS_TOKEN = np.asarray(TOKENS) >= 0
+TOKENS = np.int32([[0, 1, 2], [3, 4, 5], [6, -1, -1], [-1, -1, -1]])
+COUNTS = np.int32([3, 3, 1, 0])
+IS_TOKEN = TOKENS >= 0
 OUTPUT = sd.RejectionSampleOutput(
-    TOKENS, jnp.maximum(COUNTS - 1, 0), COUNTS, jnp.where(COUNTS > 0, 0, 2)
+    *map(jnp.asarray, (TOKENS, np.int32([2, 2, 0, 0]), COUNTS)), jnp.array([0, 0, 0, 2])
 )
 # The six likeliest tokens, of which -inf is what a mask of the caller's own leaves.
-RAISED = LOGITS.at[:, :7].add(6.0).at[:, 20].set(-jnp.inf).at[ROWS - 1].set(jnp.nan)
-MASK = jnp.full((ROWS, 2), -2, jnp.int32).at[0, 0].set(-9)  # forbids 0; in row 0: 3, not 0
+RAISED = LOGITS + np.where(np.arange(V) < 7, np.float32(6), 0)
+RAISED[:, 20], RAISED[-1] = -np.inf, np.nan
+MASK = np.full((ROWS, 2), -2, np.int32)  # forbids 0
+MASK[0, 0] = -9  # in row 0: 3, not 0
 
 
 def found_loss(distribution: Any, logits: jax.Array, temperature: jax.Array, **named: Any) -> Any:
@@ -233,15 +243,17 @@ def in_shard_map(distribution: str, logits: jax.Array, temperature: jax.Array) -
 def test_log_probabilities_have_the_derivatives_of_log_softmax(
     form: Any, distribution: str
 ) -> None:
-    loss, plain = (functools.partial(f, distribution) for f in (form, plain_loss))
-    given, steps = (RAISED, TEMPERATURE), (LOGITS[::-1], REWARD[:, 0])
+    (found, forward), (wanted, wanted_forward) = (
+        derivatives(
+            functools.partial(loss, distribution),
+            (RAISED, TEMPERATURE),
+            (LOGITS[::-1], REWARD[:, 0]),
+        )
+        for loss in (form, plain_loss)
+    )
     # A token that the mask forbids is not among those kept; its log-probability is -inf.
-    wanted_of_logits, wanted_of_temperature = jax.grad(plain, (0, 1))(*given)
-    assert jnp.sum(wanted_of_logits != 0) > 30
-    of_logits, of_temperature = jax.jit(jax.grad(loss, (0, 1)))(*given)
-    near = dict(rtol=1e-4, atol=2e-5)
-    np.testing.assert_allclose(of_logits, wanted_of_logits, **near)
-    np.testing.assert_allclose(of_temperature, wanted_of_temperature, **near)
-    forward = jax.jit(lambda *x: jax.jvp(loss, *x)[1])(given, steps)
-    np.testing.assert_allclose(forward, jax.jvp(plain, given, steps)[1], rtol=1e-4)
-    assert np.all(np.asarray(of_logits)[-3:] == 0)  # a row of NaN that emitted nothing
+    assert np.sum(wanted[0] != 0) > 30
+    for got, expected in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=2e-5)
+    np.testing.assert_allclose(forward, wanted_forward, rtol=1e-4)
+    assert not found[0][-3:].any()  # a row of NaN that emitted nothing

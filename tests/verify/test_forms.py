@@ -16,8 +16,8 @@ import jax_specdec as sd
 from jax_specdec._src import platform
 from jax_specdec._src.blocks import BLOCK
 
-from .batch import Layout, check, jitted, pack, verify
-from .cases import random_batch, random_request
+from .batch import Layout, agree, jitted, pack
+from .cases import random_batches, random_request
 
 pytestmark = pytest.mark.newest
 
@@ -88,10 +88,7 @@ ONE_LAYOUT = Layout(
     ids=str,
 )
 def test_rows_read_as_on_a_tpu_give_the_tokens_of_the_oracle(layout):
-    for seed in range(8):
-        batch = random_batch(layout, seed)
-        output = verify(batch, on_tpu)
-        check(batch, output)
+    for output in agree(random_batches(layout, range(8)), on_tpu):
         assert (output.num_emitted > 0).any()
 
 
@@ -105,6 +102,5 @@ def test_bad_offsets_hurt_no_other_request():
     batch = batch.replace(
         drafts=sd.Drafts(batch.drafts.token_ids, offsets, batch.drafts.distribution)
     )
-    output = verify(batch, on_tpu)
-    check(batch, output)
+    (output,) = agree([batch], on_tpu)
     assert output.status[1] == sd.Status.BAD_INPUT

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.dearest
 
 K, NUM_TOP = 4, 5
 BIG = dict(num_requests=8, num_drafts=26, num_speculative_tokens=K)
+TIED = Layout(vocab=97, **BIG, dtype="bfloat16", kind="logits")  # many entries are equal
 
 token_logprobs = jax.jit(
     sd.token_logprobs, static_argnames=("config", "num_top", "distribution", "vocab_size")
@@ -108,11 +109,7 @@ def compare(batch: Batch, function: Any, distribution: str, num_top: int = NUM_T
     ("layout", "distribution"),
     [
         (Layout(vocab=5000, **BIG, vocab_size=4500, has_active=True), "processed"),
-        pytest.param(  # many ties
-            Layout(vocab=97, **BIG, dtype="bfloat16", kind="logits"),
-            "raw",
-            marks=pytest.mark.newest,
-        ),
+        pytest.param(TIED, "raw", marks=pytest.mark.newest),
         pytest.param(
             Layout(vocab=97, **BIG, has_bonus=True), "processed", marks=pytest.mark.newest
         ),
@@ -147,38 +144,28 @@ def test_processed_ones_are_masked_and_filtered_and_raw_ones_are_not() -> None:
         want = [[0.6, 0.4, 0, 0], [9 / 13, 4 / 13, 0, 0], [0.6, 0.4, 0, 0], [0.5, 1 / 3, 1 / 6, 0]]
         np.testing.assert_allclose(np.exp(found.top_logprobs[:, 0]), want, rtol=1e-5)
         assert found.top_token_ids[:, 0].tolist() == [[0, 1, -1, -1]] * 3 + [[0, 1, 2, -1]]
-        raw = function(*args[:2], output, distribution="raw", **call)
-        np.testing.assert_allclose(
-            np.exp(raw.top_logprobs[:, 0]), [[0.4, 0.3, 0.2, 0.1]] * 4, rtol=1e-5
-        )
-        np.testing.assert_allclose(np.exp(raw.logprobs[:, 0]), [0.3] * 4, rtol=1e-5)
-
-
-@pytest.mark.newest
-def test_a_greedy_request_has_temperature_1_and_another_its_own() -> None:
-    row = np.log([[0.1, 0.2, 0.7]])
-    layout = Layout(vocab=3, num_speculative_tokens=1, num_requests=2, num_drafts=2)
-    requests = [Request(target=row, draft_ids=(), temperature=t) for t in (0.0, 0.5)]
-    batch = pack(requests, layout)
-    output = verify(batch, XLA)
-    args, kwargs = batch.arguments()
-    given = dict(sampling=kwargs["sampling"], config=layout.config, num_top=1)
-    found = token_logprobs(*args[:2], output, distribution="processed", **given)
-    top = np.exp(found.top_logprobs[:, 0, 0])
-    np.testing.assert_allclose(top, [0.7, 0.49 / (0.01 + 0.04 + 0.49)], rtol=1e-6)
-    raw = token_logprobs(*args[:2], output, **given)
-    np.testing.assert_allclose(np.exp(raw.top_logprobs[:, 0, 0]), [0.7, 0.7], rtol=1e-6)
+    raw = token_logprobs(*args[:2], output, distribution="raw", **call)
+    np.testing.assert_allclose(
+        np.exp(raw.top_logprobs[:, 0]), [[0.4, 0.3, 0.2, 0.1]] * 4, rtol=1e-5
+    )
+    np.testing.assert_allclose(np.exp(raw.logprobs[:, 0]), [0.3] * 4, rtol=1e-5)
 
 
 @pytest.mark.newest
 def test_ties_go_to_the_lowest_id_and_what_is_impossible_has_none() -> None:
-    rows = np.array([[-np.inf, -0.0, 0.0, -0.0, -np.inf]])
-    layout = Layout(vocab=5, num_speculative_tokens=1, num_requests=1, num_drafts=1)
-    batch = pack([Request(target=rows, draft_ids=(), temperature=0.0)], layout)
+    row = np.full((1, TIED.vocab), -np.inf)
+    row[0, 1:4] = -0.0, 0.0, -0.0
+    batch = pack([Request(target=row, draft_ids=(), temperature=0.0)], TIED)
     output = verify(batch, XLA)
     args, kwargs = batch.arguments()
     found = token_logprobs(
-        *args[:2], output, sampling=kwargs["sampling"], config=layout.config, num_top=5
+        *args[:2],
+        output,
+        sampling=kwargs["sampling"],
+        config=TIED.config,
+        num_top=NUM_TOP,
+        distribution="raw",
+        vocab_size=None,
     )
     assert found.top_token_ids[0, 0].tolist() == [1, 2, 3, -1, -1]
     np.testing.assert_allclose(
@@ -190,8 +177,7 @@ def test_ties_go_to_the_lowest_id_and_what_is_impossible_has_none() -> None:
 
 @pytest.mark.newest
 def test_rows_without_tokens_are_not_read() -> None:
-    layout = Layout(vocab=97, **BIG)
-    batch = random_batch(layout, 3, broken=0)
+    batch = random_batch(TIED, 3, broken=0)
     output = verify(batch, XLA)
     emitted = [
         batch.drafts.cu_num_draft_tokens[b] + b + n for b, n in enumerate(output.num_emitted)
@@ -207,8 +193,7 @@ def test_rows_without_tokens_are_not_read() -> None:
 
 @pytest.mark.newest
 def test_without_alternatives_there_are_none() -> None:
-    found = random_batch(Layout(vocab=97, **BIG), 3)
-    compare(found, token_logprobs, "processed", num_top=0)
+    compare(random_batch(TIED, 3), token_logprobs, "processed", num_top=0)
 
 
 @pytest.mark.newest
@@ -248,7 +233,7 @@ def test_temporaries_are_those_of_one_row(num_top: int) -> None:
 
 @pytest.mark.newest
 def test_they_travel_through_export() -> None:
-    batch = random_batch(Layout(vocab=97, **BIG), 3)
+    batch = random_batch(TIED, 3)
     output = jax.tree.map(jnp.asarray, verify(batch, XLA))
     args, kwargs = batch.arguments()
     static = dict(config=batch.layout.config, num_top=2)
@@ -268,16 +253,8 @@ def test_they_travel_through_export() -> None:
         (dict(config=4), TypeError, "config"),
         (dict(output=None), TypeError, "output"),
         (dict(sampling=0.5), TypeError, "sampling"),
-        (
-            dict(config=sd.SpecDecodeConfig(num_speculative_tokens=2)),
-            ValueError,
-            "output",
-        ),
-        (
-            dict(distribution="top"),
-            ValueError,
-            "distribution",
-        ),
+        (dict(config=sd.SpecDecodeConfig(num_speculative_tokens=2)), ValueError, "output"),
+        (dict(distribution="top"), ValueError, "distribution"),
         (dict(num_top=1.0), TypeError, "num_top"),
         (dict(num_top=True), TypeError, "num_top"),
         (dict(num_top=-1), ValueError, "num_top"),

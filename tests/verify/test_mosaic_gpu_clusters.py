@@ -12,7 +12,7 @@ import pytest
 from jax_specdec._src.verify.mosaic_gpu import cluster
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 
-from .batch import check, verify
+from .batch import agree
 from .cases import random_batch
 from .test_mosaic_gpu import BLOCK, FILTERED, GIVEN_BONUS, TILES, agrees, few, interpreted
 
@@ -34,14 +34,13 @@ TWO, FOUR = KernelConfig(max_cluster=2), KernelConfig(max_cluster=4)
     ids=lambda x: str(x) if isinstance(x, type(TILES)) else str(x.max_cluster),
 )
 def test_clusters_give_the_tokens_of_the_oracle(config, layout):
-    agrees(layout, interpreted(config))
+    agrees(layout, interpreted(config), range(2))
 
 
 def test_blocks_read_no_slot_that_is_being_filled():
     layout = dataclasses.replace(GIVEN_BONUS, num_requests=1, num_drafts=4)
     verifier = interpreted(TWO, detect_races=True)  # a race is an error
-    batch = random_batch(layout, seed=3)
-    check(batch, verify(batch, verifier))
+    agree([random_batch(layout, seed=3)], verifier)
 
 
 @pytest.mark.parametrize("fault", ["parity", pytest.param("slot", marks=pytest.mark.long)])

@@ -13,11 +13,11 @@ import scipy.special
 import jax_specdec as sd
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 
-from .batch import Batch, Layout, Request, check, pack, verify
+from .batch import Batch, Layout, Request, agree, check, pack, verify
 from .cases import random_batch, random_request
 from .lists import with_ids
 from .suite import RATES
-from .test_listed import GRID, agree
+from .test_listed import GRID, agree_on
 from .test_mosaic_gpu import (
     BIG,
     BLOCK,
@@ -127,9 +127,7 @@ def bad_lists(verifier: Any) -> None:
     found = 0
     for how, seed in ((how, seed) for how in ("twice", "negative", "past") for seed in range(4)):
         batch, _ = with_ids(ordinary(seed), "candidates", 70, seed)
-        batch = spoilt(batch, how, seed)
-        output = verify(batch, verifier)
-        check(batch, output)
+        (output,) = agree([spoilt(batch, how, seed)], verifier)
         found += (output.status == sd.Status.BAD_DRAFT_ROW).sum()
     assert found > 5
 
@@ -143,8 +141,7 @@ def bad_maps(verifier: Any) -> None:
             ids[5] = ids[other] if other == 7 else other
         changed = dataclasses.replace(given, ids=ids)
         batch = batch.replace(drafts=dataclasses.replace(batch.drafts, distribution=changed))
-        output = verify(batch, verifier)
-        check(batch, output)
+        (output,) = agree([batch], verifier)
         status = sd.Status.OK if other is None else sd.Status.BAD_DRAFT_ROW
         assert (output.status == status).all()
 
@@ -169,8 +166,7 @@ def test_what_is_left_on_many_candidates_of_a_tile_is_drawn_from():
             x = int(q[0].argmax())
             requests.append(Request(target, [x], q, accept=[0.999], recover=rng.random(2)))
         batch, _ = with_ids(pack(requests, SMALL, seed), "candidates", 70, seed)
-        output = verify(batch, alone)
-        check(batch, output)
+        (output,) = agree([batch], alone)
         found += output.token_ids[output.num_accepted == 0, 0].tolist()
     assert len(set(found)) > 20
 
@@ -192,7 +188,7 @@ def test_no_thread_reads_an_entry_that_another_hides():
     layout = dataclasses.replace(SMALL, num_requests=2, num_drafts=8, block=True)
     verifier = interpreted(KernelConfig(max_cluster=1), detect_races=True)  # a race is an error
     batch, _ = with_ids(random_batch(layout, seed=3), "candidates", 40)
-    check(batch, verify(batch, verifier))
+    agree([batch], verifier)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +218,7 @@ def test_lists_that_are_too_long_are_refused_in_a_sentence():
 @pytest.mark.parametrize("verifier", [on_gpu, row_by_row], ids=["default", "row by row"])
 @pytest.mark.parametrize(("ids", "layout"), GRID, ids=str)
 def test_gives_the_tokens_of_the_oracle_on_a_gpu(ids, layout, verifier):
-    agree(ids, layout, verifier, range(6))
+    agree_on(ids, layout, verifier, range(6))
 
 
 @pytest.mark.gpu

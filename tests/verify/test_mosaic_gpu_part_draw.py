@@ -1,6 +1,7 @@
 """The kernels that weigh and draw from a part of the vocabulary, against XLA, part by part."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -68,7 +69,7 @@ def distribution_of(case: Case) -> Any:
     return sd.DraftLogits(logits.at[BAD, 3].set(jnp.nan), valid=valid)
 
 
-def source_of(case: Case, distribution: Any) -> Position:
+def source_of(case: Case) -> Position:
     """Residuals, bonuses, rejected one-hot drafts; one draft row equals its target row."""
     rng = np.random.default_rng(2)
     rows = jnp.arange(REQUESTS, dtype=jnp.int32)
@@ -146,7 +147,7 @@ WANTED = jnp.arange(REQUESTS) != 5
 def compare(case: Case, **options: Any) -> None:
     """Masses of every part, then tokens of every part, by the kernels and by XLA."""
     distribution = distribution_of(case)
-    source = source_of(case, distribution)
+    source = jax.jit(functools.partial(source_of, case))()
     recover = jnp.asarray(np.random.default_rng(3).random((REQUESTS, 2)), jnp.float32)
     wanted = source._replace(row=jnp.where(WANTED, source.row, -1))
 

@@ -19,8 +19,8 @@ from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import Rows
 
-from .batch import Batch, Layout, check, jitted, verify
-from .cases import random_batch
+from .batch import Batch, Layout, agree, jitted
+from .cases import random_batch, random_batches
 from .interpret_mode import interpret_gpu_params
 from .lists import with_ids
 
@@ -183,13 +183,15 @@ LAYOUTS = [
 @pytest.mark.newest
 @pytest.mark.parametrize(
     "layout",
-    [LAYOUTS[1], *(pytest.param(LAYOUTS[i], marks=pytest.mark.slow) for i in (0, 2, 3))],
+    [
+        pytest.param(LAYOUTS[1], marks=pytest.mark.long),
+        *(pytest.param(LAYOUTS[i], marks=pytest.mark.slow) for i in (0, 2, 3)),
+    ],
     ids=str,
 )
 def test_verification_by_them_gives_the_tokens_of_the_oracle(layout):
     one = over(1, config=KernelConfig(max_cluster=1), interpret=interpret_gpu_params())
-    batch = random_batch(layout, seed=layout.vocab, broken=0.2)
-    check(batch, verify(batch, one))
+    agree([random_batch(layout, seed=layout.vocab, broken=0.2)], one)
 
 
 SOME = dict(num_speculative_tokens=2, num_requests=3, num_drafts=6)
@@ -247,9 +249,7 @@ READ = [
     ids=str,
 )
 def test_masks_thresholds_and_lists_of_parts_give_the_tokens_of_the_oracle(parts, ids, layout):
-    for seed in range(3):
-        batch = listed(ids, layout, seed)
-        check(batch, verify(batch, on_one_device(parts)))
+    agree((listed(ids, layout, seed) for seed in range(2)), on_one_device(parts))
 
 
 @pytest.mark.gpu
@@ -259,9 +259,7 @@ def test_masks_thresholds_and_lists_of_parts_on_one_gpu_or_more(parts, ids, layo
     if parts == 1:  # whole draft rows of another width than the part's are refused then
         layout = dataclasses.replace(layout, draft_vocab=None)
     verifier = over(parts)
-    for seed in range(4):
-        batch = listed(ids, layout, seed)
-        check(batch, verify(batch, verifier))
+    agree((listed(ids, layout, seed) for seed in range(4)), verifier)
 
 
 @pytest.mark.gpu
@@ -270,9 +268,7 @@ def test_masks_thresholds_and_lists_of_parts_on_one_gpu_or_more(parts, ids, layo
 )
 def test_the_parts_of_one_gpu_or_more_give_the_tokens_of_the_oracle(layout):
     verifier = over(len(jax.devices()))
-    for seed in range(4):
-        batch = random_batch(layout, seed, broken=0.2)
-        check(batch, verify(batch, verifier))
+    agree(random_batches(layout, range(4), broken=0.2), verifier)
 
 
 def arrays_of(logits: jax.Array, batch: int, **given) -> CallArrays:

@@ -15,8 +15,8 @@ import jax_specdec as sd
 from jax_specdec._src.verify.mosaic_tpu import statistics, support
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
-from .batch import Layout, Request, check, jitted, pack, verify
-from .cases import random_batch
+from .batch import Layout, Request, agree, jitted, pack
+from .cases import random_batch, random_batches
 
 
 @contextlib.contextmanager
@@ -133,9 +133,7 @@ LAYOUTS = [
     ids=str,
 )
 def test_gives_the_tokens_of_the_oracle(layout):
-    for seed in range(2 if layout.has_filters else 6):
-        batch = random_batch(layout, seed, broken=0.2)
-        check(batch, verify(batch, interpreted))
+    agree(random_batches(layout, range(2 if layout.has_filters else 6), broken=0.2), interpreted)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -149,9 +147,7 @@ def test_a_bad_row_hurts_only_its_own_request(bad):
         ]
         for request in requests[:2]:
             request.target[0, slice(None) if bad == -np.inf else column] = bad
-        batch = pack(requests, layout)
-        got = verify(batch, interpreted)
-        check(batch, got)
+        (got,) = agree([pack(requests, layout)], interpreted)
         assert got.status[:5].tolist() == [sd.Status.BAD_TARGET_ROW] * 2 + [sd.Status.OK] * 3
 
 
@@ -161,9 +157,7 @@ def test_over_a_split_vocabulary_tokens_are_those_of_the_oracle():
     split = jitted(
         functools.partial(rejection_sample, sharding=sd.VerifySharding(mesh, vocab_axis="v"))
     )
-    for seed in range(3):
-        batch = random_batch(layout, seed, broken=0.2)
-        check(batch, verify(batch, split))
+    agree(random_batches(layout, range(3), broken=0.2), split)
 
 
 @pytest.mark.parametrize("is_x64", [False, True])

@@ -1,6 +1,7 @@
 """Noise from keys: bits of its own for every place, by arithmetic that kernels can do too."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,24 +13,28 @@ import jax_specdec as sd
 from jax_specdec._src import noise
 
 K = 5
-POSITIONS = jnp.array([0, 1, 77, 2**31 - 1, 123456], jnp.int32)
+POSITIONS = np.int32([0, 1, 77, 2**31 - 1, 123456])
 KEYS = jax.random.split(jax.random.key(3), len(POSITIONS))
+WORDS = np.asarray(jax.random.key_data(KEYS))
 
 
-def bits_of_jax(key: jax.Array, position: int, stream: noise.Stream, offset: int) -> np.ndarray:
-    """Two words of Threefry by JAX's own primitive, at the counter that stands for a place."""
-    counter = jnp.array([2**31 + int(position), 3 * offset + stream], jnp.uint32)
-    return np.asarray(threefry_2x32(jax.random.key_data(key), counter))
+threefry = jax.jit(threefry_2x32)
+
+
+def bits_of_jax(words: np.ndarray, positions: Any, stream: Any, offset: Any) -> np.ndarray:
+    """``[..., 2]`` of Threefry by JAX's own primitive, at the counters that stand for places."""
+    counters = np.broadcast_arrays(2**31 + np.int64(positions), 3 * np.asarray(offset) + stream)
+    flat = np.stack(counters).reshape(-1).astype(np.uint32)
+    return np.asarray(threefry(words, flat)).reshape(2, *counters[0].shape).transpose()
 
 
 def test_uniforms_are_the_high_bits_of_threefry_at_a_counter_of_their_own():
     drawn = sd.testing.draw_noise(KEYS, POSITIONS, K)
-    for b, (key, position) in enumerate(zip(KEYS, POSITIONS, strict=True)):
-        places = [(noise.Stream.ACCEPT, j) for j in range(K)]
-        expected = [(bits_of_jax(key, position, *at) >> 8) * 2.0**-24 for at in places]
-        np.testing.assert_array_equal(drawn.accept[b], [e[0] for e in expected])
-        recover = (bits_of_jax(key, position, noise.Stream.RECOVER, 0) >> 8) * 2.0**-24
-        np.testing.assert_array_equal(drawn.recover[b], recover)
+    for b, (words, position) in enumerate(zip(WORDS, POSITIONS, strict=True)):
+        accept = bits_of_jax(words, position, noise.Stream.ACCEPT, np.arange(K))
+        np.testing.assert_array_equal(drawn.accept[b], (accept[:, 0] >> 8) * 2.0**-24)
+        recover = bits_of_jax(words, position, noise.Stream.RECOVER, [0])[0]
+        np.testing.assert_array_equal(drawn.recover[b], (recover >> 8) * 2.0**-24)
 
 
 @pytest.mark.parametrize("vocab", [3, 700, 1500, 5000])
@@ -41,8 +46,10 @@ def test_the_noise_of_races_is_that_of_threefry_whatever_the_vocabulary(vocab):
     ids = {i for i in (0, 1, 1023, 1024, num_ids - 1) if i < num_ids}
     places += [(i % 1024, i // 1024) for i in sorted(ids)]
     found = drawn[:, [*range(num_tiles), *(num_tiles + i for i in sorted(ids))]]
-    for b, (key, position) in enumerate(zip(KEYS, POSITIONS, strict=True)):
-        bits = [bits_of_jax(key, position, noise.Stream.RECOVER, at)[word] for at, word in places]
+    at, word = np.transpose(places)
+    for b, (words, position) in enumerate(zip(WORDS, POSITIONS, strict=True)):
+        both = bits_of_jax(words, position, noise.Stream.RECOVER, at)
+        bits = both[np.arange(len(word)), word]
         expected = -np.log1p(-(np.float64(bits) + 0.5) * 2.0**-32)
         np.testing.assert_allclose(found[b], expected, rtol=1e-6)
 
@@ -70,11 +77,11 @@ def test_exponentials_are_exact_near_0_and_none_is_0_or_infinite():
 
 def test_keys_that_jax_derives_share_no_counter_with_our_bits():
     """JAX counts from 0 on: no word of 100,000 keys is one of ours, but by chance."""
-    key = KEYS[0]
-    words = [bits_of_jax(key, p, s, j) for p in range(50) for s in noise.Stream for j in range(K)]
-    theirs = np.asarray(jax.random.key_data(jax.random.split(key, 100_000)))
-    assert np.isin(np.concatenate(words), theirs).sum() < 5  # 0.07 by chance
-    from_zero = threefry_2x32(jax.random.key_data(key), jnp.array([0, 77], jnp.uint32))
+    positions, streams, offsets = np.ix_(np.arange(50), list(noise.Stream), np.arange(K))
+    words = bits_of_jax(WORDS[0], positions, streams, offsets)
+    theirs = np.asarray(jax.random.key_data(jax.random.split(KEYS[0], 100_000)))
+    assert np.isin(words, theirs).sum() < 5  # 0.07 by chance
+    from_zero = threefry(WORDS[0], np.uint32([0, 77]))
     assert np.isin(from_zero, theirs).all()  # what would be shared
 
 

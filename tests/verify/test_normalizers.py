@@ -19,7 +19,7 @@ from serving.chi_square import ALPHA, p_value, tally
 
 import jax_specdec as sd
 
-from .batch import ALMOST_ONE, XLA, Layout, Request, check, pack, verify
+from .batch import ALMOST_ONE, XLA, Layout, Request, agree, pack, verify
 from .cases import cold_batch
 from .test_mosaic_gpu import alone, long
 from .test_xla_all_at_once import all_at_once
@@ -63,9 +63,7 @@ COLD = [
 @pytest.mark.parametrize("verifier", [XLA, all_at_once], ids=["lazy", "all at once"])
 @pytest.mark.parametrize("layout", COLD, ids=str)
 def test_cold_requests_get_the_tokens_of_the_oracle(layout, verifier):
-    for seed in range(12):
-        batch = cold_batch(layout, seed)
-        check(batch, verify(batch, verifier))
+    agree((cold_batch(layout, seed) for seed in range(12)), verifier)
 
 
 SMALL = dataclasses.replace(COLD[0], num_requests=6, num_drafts=12)
@@ -78,9 +76,7 @@ HALF = dataclasses.replace(SMALL, dtype="bfloat16", draft_dtype="bfloat16")
     ids=str,
 )
 def test_cold_requests_get_them_from_the_kernel_too(layout):
-    for seed in range(16):
-        batch = cold_batch(layout, seed)
-        check(batch, verify(batch, alone))
+    agree((cold_batch(layout, seed) for seed in range(6)), alone)
 
 
 # Chi-square tests.

@@ -17,8 +17,8 @@ import jax_specdec as sd
 from jax_specdec._src.verify import sharding, xla
 
 from . import bad_rows, edges, suite
-from .batch import Batch, Layout, check, jitted, pack, verify
-from .cases import random_batch, random_request
+from .batch import Batch, Layout, agree, check, jitted, pack, verify
+from .cases import random_batch, random_batches, random_request
 
 pytestmark = pytest.mark.dearest
 
@@ -37,14 +37,6 @@ def over(vocab: int, batch: int | None = None):
     axes = "v", None if batch is None else "b"
     sharding = sd.VerifySharding(mesh_of(vocab, batch or 1), *axes)
     return jitted(functools.partial(sd.testing.rejection_sample_with_noise, sharding=sharding))
-
-
-def agree(layout: Layout, verifier, seeds=range(12)) -> None:
-    close = 0
-    for seed in seeds:
-        batch = random_batch(layout, seed)
-        close += check(batch, verify(batch, verifier))
-    print(f"{close} close calls differ in {len(seeds)} batches of {layout}")
 
 
 newest, slow = pytest.mark.newest, pytest.mark.slow
@@ -106,7 +98,7 @@ FILTERED = Layout(
     ids=str,
 )
 def test_a_split_vocabulary_gives_the_tokens_of_the_oracle(parts, layout):
-    agree(layout, over(parts))
+    agree(random_batches(layout, range(12)), over(parts))
 
 
 @newest
@@ -148,9 +140,7 @@ def test_requests_split_over_an_axis_give_the_tokens_of_the_oracle(layout, vocab
     axes = None if vocab_parts is None else "v", "b"
     sharding = sd.VerifySharding(mesh_of(vocab_parts or 1, 4), *axes)
     verifier = jitted(functools.partial(sd.testing.rejection_sample_with_noise, sharding=sharding))
-    for seed in range(12):
-        batch = even_batch(layout, seed)
-        check(batch, verify(batch, verifier))
+    agree((even_batch(layout, seed) for seed in range(12)), verifier)
 
 
 @newest
@@ -212,14 +202,10 @@ def test_a_call_inside_shard_map_gives_the_tokens_of_the_oracle(
     draft_vocab, draft_spec, check_vma, agreement
 ):
     layout = Layout(
-        vocab=96,
-        **BIG,
-        kind="logits",
-        draft_vocab=draft_vocab,
-        vocab_size=90,
-        agreement=agreement,
+        vocab=96, **BIG, kind="logits", draft_vocab=draft_vocab, vocab_size=90, agreement=agreement
     )
-    agree(layout, in_shard_map(layout, draft_spec=draft_spec, check_vma=check_vma), range(6))
+    verifier = in_shard_map(layout, draft_spec=draft_spec, check_vma=check_vma)
+    agree(random_batches(layout, range(6)), verifier)
 
 
 @pytest.mark.parametrize(
@@ -395,25 +381,10 @@ def call(layout: Layout, sharding, **options) -> None:
 @pytest.mark.parametrize(
     ("error", "sentence", "layout", "options"),
     [
-        (
-            ValueError,
-            r"target_logits\.shape",
-            {"vocab": 97},
-            {},
-        ),
-        (
-            ValueError,
-            "B",
-            {"num_requests": 3},
-            {},
-        ),
+        (ValueError, r"target_logits\.shape", {"vocab": 97}, {}),
+        (ValueError, "B", {"num_requests": 3}, {}),
         (ValueError, "N", {"num_drafts": 9}, {}),
-        (
-            NotImplementedError,
-            "RaceNoise",
-            {"race": True},
-            {},
-        ),
+        (NotImplementedError, "RaceNoise", {"race": True}, {}),
     ],
     ids=["V", "B", "N", "race"],
 )
@@ -469,7 +440,7 @@ def test_draft_storage_of_which_no_part_can_be_told_is_refused(width, spec, chec
             ValueError,
             r"drafts\.distribution",
             sd.DraftLogits(jax.device_put(jnp.zeros((8, 64)), NamedSharding(MESH, P(None, "v")))),
-        ),
+        )
     ],
     ids=["width"],
 )

@@ -20,20 +20,20 @@ class TestOracle:
     verifier = staticmethod(all_at_once)
     seeds = range(8)
 
-    @pytest.mark.parametrize("layout", [*suite.GRID[1::8], *suite.RACES[1:2]], ids=str)
+    @pytest.mark.parametrize("layout", [*suite.GRID[1::16], suite.RACES[1]], ids=str)
     def test_gives_the_tokens_of_the_oracle(self, layout):
         suite.OracleSuite.agree(self, layout)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("layout", suite.GRID[5::8], ids=str)
+    @pytest.mark.parametrize("layout", [*suite.GRID[5::4], suite.BLOCK[0]], ids=str)
     def test_gives_the_tokens_of_the_oracle_too(self, layout):
         suite.OracleSuite.agree(self, layout)
 
-    @pytest.mark.parametrize("layout", suite.AGREEMENT, ids=str)
+    @pytest.mark.parametrize("layout", suite.AGREEMENT[1:], ids=str)
     def test_gives_the_tokens_of_the_oracle_under_the_agreement_rule(self, layout):
         suite.OracleSuite.agree(self, layout)
 
-    @pytest.mark.parametrize("layout", suite.BLOCK[:2], ids=str)
+    @pytest.mark.parametrize("layout", suite.BLOCK[1:2], ids=str)
     def test_gives_the_tokens_of_the_oracle_under_the_block_rule(self, layout):
         suite.OracleSuite.agree(self, layout)
 
