@@ -312,10 +312,9 @@ def report(case: Case, folder: Path) -> dict[str, Any]:
     if path := os.environ.get("HLO"):
         Path(path).write_text(text)
     trips = K + 1  # of a loop over positions, at most
-    if (
-        case.processed or case.filtered
-    ):  # of a search for thresholds; a split vocabulary tests 15 candidates at once
-        trips = 16 if case.parts == 1 else 4
+    if case.processed or case.filtered:
+        # Of a search for thresholds: a split vocabulary tests 15 candidates at once, a TPU 3.
+        trips = 4 if case.parts > 1 else 8 if case.device in TPUS else 16
     unit_cycles, is_known = 1.0, True
     if case.device in TPUS:
         code = bundles.Code.taken(folder, case.device, text)

@@ -163,7 +163,7 @@ class LocalRows:
             count, *of_tile = xs[0].shape[1:]
             these = tile_ids[first_tile : first_tile + count]
             these = lax.expand_dims(these * TILE, range(1, 1 + len(of_tile)))
-            ids = (place[: math.prod(of_tile)].reshape(of_tile) + these)[None]
+            ids = (place[: math.prod(of_tile)].reshape(1, *of_tile) + these)[None]
             if mapped is not None:  # looked up tile by tile: XLA fuses this, but not whole rows
                 xs[1] = mapped.storage.at(source.draft_row[:, None, None], xs[1])
             sums = [sum_of_tiles(self._weights(source, ids, *xs)[0])]
