@@ -58,6 +58,8 @@ class Case:
       implementation: as `rejection_sample` takes it.
       parts: devices that the vocabulary is split over.
       processed: whether there are min-p, top-k, top-p and a bitmask.
+      filtered: whether there are top-k and top-p alone.
+      has_bonus: whether bonus tokens are given, instead of drawn.
       ids: "map" or "candidates" where the draft distribution is on a list of ids, else None.
     """
 
@@ -69,6 +71,8 @@ class Case:
     implementation: str | None = None
     parts: int = 1
     processed: bool = False
+    filtered: bool = False
+    has_bonus: bool = False
     ids: str | None = None
 
     def __str__(self) -> str:
@@ -87,7 +91,8 @@ class Case:
     @property
     def logits_bytes(self) -> int:
         """Of the bfloat16 target logits that one device holds: the unit of a report."""
-        return self.batch * (K + 1) * VOCAB * 2 // (self.parts * self.groups)
+        rows = self.batch * (K if self.has_bonus else K + 1)
+        return rows * VOCAB * 2 // (self.parts * self.groups)
 
 
 def compile_apart(case: Case) -> dict[str, Any]:
@@ -97,9 +102,9 @@ def compile_apart(case: Case) -> dict[str, Any]:
     ``cost_model_bytes`` (XLA's own, loops once) and ``largest_exchange`` (what the largest of the
     collectives leaves on a device) in units of the logits; ``reads``, the cycles of a TPU (see
     `bundles`) in units of those in which the logits are read once; ``largest``, the operations that
-    take most of them; ``loops``, ``ops`` and ``compile_s``. Searches for thresholds count with as
-    many rounds as they may take. Where it cannot be compiled, ``error`` alone. Of a kernel: see
-    `kernel_report`.
+    take more than ``LEAST`` (0.05) of them; ``loops``, ``ops`` and ``compile_s``. Searches for
+    thresholds count with as many rounds as they may take. Where it cannot be compiled, ``error``
+    alone. Of a kernel: see `kernel_report`.
     """
     (found,) = compile_all_apart([case])
     return found
@@ -175,7 +180,8 @@ def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]
     config = sd.SpecDecodeConfig(**settings)
 
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
-    rows, floats, ids = n + batch, array((batch,), jnp.float32), array((batch,), jnp.int32)
+    rows = n if case.has_bonus else n + batch
+    floats, ids = array((batch,), jnp.float32), array((batch,), jnp.int32)
     arrays = {
         "logits": array((rows, VOCAB), jnp.bfloat16, split),
         "draft_ids": array((n,), jnp.int32),
@@ -193,8 +199,12 @@ def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]
         arrays["ids"] = array((width,) if case.ids == "map" else (n, width), jnp.int32)
     if case.kind == "normalized":
         arrays |= {name: array((n,), jnp.float32) for name in ("log_normalizer", "row_max")}
+    if case.processed or case.filtered:
+        arrays |= {"top_k": ids, "top_p": floats}
+    if case.has_bonus:
+        arrays["bonus"] = ids
     if case.processed:
-        arrays |= {"min_p": floats, "top_k": ids, "top_p": floats}
+        arrays["min_p"] = floats
         arrays["token_bitmask"] = array((rows, -(-VOCAB // 32)), jnp.int32)
     if case.function in ADAPTERS:
         arrays |= {"lengths": ids, "draft_tokens": array((batch, K + 1), jnp.int32)}
@@ -272,6 +282,7 @@ def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]
             drafts,
             **drawn,
             config=config,
+            bonus_token_ids=a.get("bonus"),
             token_bitmask=mask,
             implementation=case.implementation,
             sharding=sharding,
@@ -301,8 +312,9 @@ def report(case: Case, folder: Path) -> dict[str, Any]:
     if path := os.environ.get("HLO"):
         Path(path).write_text(text)
     trips = K + 1  # of a loop over positions, at most
-    if case.processed:  # of a search for thresholds; a split vocabulary tests 15 candidates at once
-        trips = 16 if case.parts == 1 else 4
+    if case.processed or case.filtered:
+        # Of a search for thresholds: a split vocabulary tests 15 candidates at once, a TPU 3.
+        trips = 4 if case.parts > 1 else 8 if case.device in TPUS else 16
     unit_cycles, is_known = 1.0, True
     if case.device in TPUS:
         code = bundles.Code.taken(folder, case.device, text)
@@ -310,11 +322,11 @@ def report(case: Case, folder: Path) -> dict[str, Any]:
         unit_cycles, is_known = unit / code.bytes_per_cycle, code.is_known
     else:
         found = hlo_text.Program.of(text, trips)
-    ops, counted = found.ops(), found.count()
+    ops, counted, least = found.ops(), found.count(), float(os.environ.get("LEAST", "0.05"))
     largest = [
         [it.name, round(times * each.cycles / unit_cycles, 3), times, _source(it)]
         for it, each, times in found.operations()
-        if times * each.cycles >= 0.05 * counted.cycles
+        if times * each.cycles >= least * counted.cycles
     ]
     cost = compiled.cost_analysis() or {}
     cost = cost[0] if isinstance(cost, list) else cost

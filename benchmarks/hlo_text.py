@@ -22,6 +22,9 @@ HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 NAME = re.compile(r"%([\w.\-]+)")
 
+KERNEL_BYTES = re.compile(r'"bytes_accessed":"([1-9]\d*)"')
+"""What a Pallas kernel says that it copies, if it copies parts of its operands by itself."""
+
 FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast iota after-all partition-id".split()
     + ["call-update"]
@@ -198,6 +201,8 @@ class Program:
             arrays = [found[0] for found in SHAPE.finditer(it.shape)]
             source, result = arrays[:2] if it.op == "slice-start" else arrays[1::-1]
             return bytes_of(result, hbm) + _like(source, result, hbm)
+        if stated := KERNEL_BYTES.search(it.line):
+            return int(stated[1])
         if it.op == "fusion":
             return self._moved_by_fusion(it, within, hbm)
         if it.op in SLICES:

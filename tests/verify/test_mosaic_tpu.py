@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, PartitionSpec
 
 import jax_specdec as sd
-from jax_specdec._src.verify.mosaic_tpu import statistics, support
+from jax_specdec._src.verify.mosaic_tpu import residual, statistics, support
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
 from .batch import Layout, Request, agree, jitted, pack
@@ -93,6 +93,58 @@ def test_an_end_before_the_first_column_leaves_nothing():
             rows_of(21, 131, "bfloat16"), jnp.int32(-5), jnp.ones(21), jnp.ones(21, bool)
         )
     assert np.isneginf(peak).all() and not np.asarray(sums).any()
+
+
+RESIDUALS = [
+    # target rows, draft rows, columns, columns read, sources, dtypes, whether q is in logits
+    (22, 14, 10 * TILE + 256, 10 * TILE + 50, 19, "bfloat16", "bfloat16", True),
+    (9, 6, 384, 300, 5, "float32", "bfloat16", True),
+    (8, 5, 9 * TILE + 128, 9 * TILE + 128, 9, "bfloat16", "float32", False),
+]
+
+
+@pytest.mark.parametrize("shape", RESIDUALS, ids=str)
+def test_residual_masses_are_those_of_numpy(shape):
+    num_rows, num_drafts, width, end, n, dtype, draft_dtype, has_logits = shape
+    rng = np.random.default_rng(width)
+    target = jnp.asarray(3 * rng.standard_normal((num_rows, width)), dtype)
+    draft = jnp.asarray(3 * rng.standard_normal((num_drafts, width)), draft_dtype)
+    if not has_logits:
+        draft = jax.nn.softmax(draft).at[0, 5].set(jnp.nan).at[1, 6].set(-1.0)
+        draft = draft.at[2, TILE + 1].set(jnp.inf)
+    rows = [np.arange(n, dtype=np.int32) * 3 % count for count in (num_rows, num_drafts)]
+    inverse, weight = rng.uniform(0.2, 2, (2, n)).astype(np.float32)
+    least = np.where(rng.random(n) < 0.5, 1.0, -np.inf).astype(np.float32)
+
+    def scale_and_probs(matrix: jax.Array, index: np.ndarray) -> tuple:
+        x = np.asarray(matrix.astype(jnp.float32), np.float64)[index, :end]
+        shift = x.max(axis=1).astype(np.float32)
+        x = (x - shift[:, None]) * inverse[:, None]
+        log_scale = np.log(np.exp(x).sum(axis=1)).astype(np.float32)
+        kept = np.asarray(matrix.astype(jnp.float32))[index, :end] >= least[:, None]
+        return (shift, log_scale, least), np.where(kept, np.exp(x - log_scale[:, None]), 0.0)
+
+    of_target, p = scale_and_probs(target, rows[0])
+    of_draft, q = scale_and_probs(draft, rows[1]) if has_logits else (None, None)
+    if q is None:
+        q = np.asarray(draft, np.float64)[rows[1], :end]
+    left = np.where((q >= 0) & (q < np.inf), np.maximum(weight[:, None] * p - q, 0.0), np.nan)
+    count = num_tiles(width)
+    left = np.pad(left, ((0, 0), (0, count * TILE - end))).reshape(n, count, TILE)
+    with backend():
+        compute = jax.jit(residual.residual_masses, static_argnums=2)
+        got = compute(target, draft, end, rows, of_target, of_draft, inverse, weight)
+    assert has_logits == (not np.isnan(got).any())
+    np.testing.assert_allclose(got, left.sum(axis=2), atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "width", "dtype"), [(4, 131, "float32"), (3, 256, "bfloat16")]
+)
+def test_rows_that_cannot_be_copied_alone_are_left_to_xla(num_rows, width, dtype):
+    matrix, one = jnp.zeros((num_rows, width), dtype), jnp.ones(1)
+    given = [jnp.zeros(1, jnp.int32)] * 2, (one, one, one), None, one, one
+    assert residual.residual_masses(matrix, matrix, width, *given) is None
 
 
 BIG = dict(num_speculative_tokens=4, num_requests=8, num_drafts=34)

@@ -284,16 +284,17 @@ def _verify_part(arrays: CallArrays, static: Static, platform: Platform) -> Reje
 
             if vocab_axis is None:
                 return launch.verify(arrays, rule, k=k, size=size, config=kernel_config)
-            statistics = functools.partial(phases.row_statistics, config=kernel_config)
-            kernels = Kernels(statistics, phases.part_masses, phases.part_draw)
-    row_statistics = None
+            of_part = functools.partial(phases.row_statistics, config=kernel_config)
+            kernels = Kernels(of_part, phases.part_masses, phases.part_draw)
+    row_statistics = residual_masses = None
     if implementation == "mosaic_tpu":
         why_not = mosaic_tpu.unsupported(arrays)
         if why_not is not None:
             raise NotImplementedError(why_not)
-        from jax_specdec._src.verify.mosaic_tpu import statistics as of_rows
+        from jax_specdec._src.verify.mosaic_tpu import residual, statistics
 
-        row_statistics = of_rows.row_statistics
+        row_statistics = statistics.row_statistics
+        residual_masses = residual.residual_masses if vocab_axis is None else None
     is_whole, by_default = vocab_axis is None, implementation in (None, "xla")
 
     def is_plain() -> bool:
@@ -306,6 +307,7 @@ def _verify_part(arrays: CallArrays, static: Static, platform: Platform) -> Reje
         draft_is_split=layout is not None and layout.draft_vocab,
         kernels=kernels,
         row_statistics=row_statistics,
+        residual_masses=residual_masses,
         in_order=implementation == "xla_lazy" or (is_whole and by_default and platform == "cpu"),
         # To sum filtered rows by tile, XLA would copy all of them on a TPU.
         keeps_sums=(is_whole or (rule.draws_every_row and row_statistics is None))

@@ -10,6 +10,7 @@ are known on every device, and the device that holds the token draws it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
@@ -17,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.blocks import entry_of, gathering
-from jax_specdec._src.types import DraftDistribution, DraftProbs
+from jax_specdec._src.blocks import by_blocks, entry_of, gathering
+from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
 from jax_specdec._src.verify import rules, tiles
 from jax_specdec._src.verify.draft_rows import CandidateRows, DraftRows, MappedRows
 from jax_specdec._src.verify.form import Form
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.requests import Request
-from jax_specdec._src.verify.rows import Rows, argmax_of_parts
+from jax_specdec._src.verify.rows import Rows, argmax_of_parts, sum_of_tiles
 from jax_specdec._src.verify.tiles import TILE
 
 _FEW = 256
@@ -101,8 +102,11 @@ class LocalRows:
         first = self.target.first_id
         return index if first is None else first // TILE + index
 
-    def masses(self, source: Position) -> jax.Array:
-        """``[n, 2, num_tiles]`` of sources ``[n]``: sums of the weights, and of ``p``, by tile."""
+    def masses(self, source: Position, residual: jax.Array | None = None) -> jax.Array:
+        """``[n, 2, num_tiles]`` of sources ``[n]``: sums of the weights, and of ``p``, by tile.
+
+        `residual` is what `residual_by_kernel` gives.
+        """
         p_masses, draft, candidates = source.p_masses, self.draft, self.candidates
         if p_masses is None and candidates is None:
             if self.form.kernels is not None:
@@ -110,14 +114,35 @@ class LocalRows:
             return jnp.stack(self._tile_sums(source), axis=1)
         if p_masses is None:
             p_masses = dataclasses.replace(self, draft=None).masses(source)[:, 1]
-        if draft is not None and candidates is None:
+        if draft is not None and candidates is None and residual is None:
             (masses,) = self._tile_sums(source)
         else:
             masses = self._without_token(source, p_masses)
         if candidates is not None:
             residual = self._without_candidates(source, p_masses, candidates)
+        if residual is not None:
             masses = jnp.where(source.uses_q[:, None], residual, masses)
         return jnp.stack([masses, p_masses], axis=1)
+
+    def residual_by_kernel(self, source: Position) -> jax.Array | None:
+        """``[n, num_tiles]``, the masses of sources ``[n]`` that use q; None if XLA sums them."""
+        target, draft, residual_masses = self.target, self.draft, self.form.residual_masses
+        if residual_masses is None or draft is None or source.p_masses is None:
+            return None
+        storage, logits = draft.storage, target.matrix
+        if draft.rows is not storage or storage.matrix.shape[1] != logits.shape[1]:
+            return None
+        size = min(target.width, storage.width)
+        index, both = (source.row, source.draft_row), (logits, storage.matrix)
+        rows = [jnp.clip(x, 0, y.shape[0] - 1) for x, y in zip(index, both, strict=True)]
+        none = jnp.full_like(source.weight, -jnp.inf)
+        of_target = *source.scale, none if source.threshold is None else source.threshold
+        of_draft = None
+        if isinstance(draft.distribution, DraftLogits):
+            least = none if storage.thresholds is None else storage.thresholds[rows[1]]
+            of_draft = *source.draft_scale.scale, least
+        given = of_target, of_draft, source.inv_temperature, source.weight
+        return residual_masses(*both, size, rows, *given)
 
     def _tile_sums(self, source: Position) -> list[jax.Array]:
         """Sums of weights by tile, and of ``p`` if not known yet, in one read of the rows."""
@@ -135,16 +160,17 @@ class LocalRows:
             entries.append((draft.rows.whole(source.draft_row), draft.storage.fill))
         place, tile_ids, found = jnp.arange(TILE, dtype=jnp.int32), self.tile_ids(), []
         for first_tile, xs in target.in_tiles(entries, self.num_tiles):
-            count, length = xs[0].shape[1:]
+            count, *of_tile = xs[0].shape[1:]
             these = tile_ids[first_tile : first_tile + count]
-            ids = (place[None, :length] + these[:, None] * TILE)[None]
+            these = lax.expand_dims(these * TILE, range(1, 1 + len(of_tile)))
+            ids = (place[: math.prod(of_tile)].reshape(1, *of_tile) + these)[None]
             if mapped is not None:  # looked up tile by tile: XLA fuses this, but not whole rows
                 xs[1] = mapped.storage.at(source.draft_row[:, None, None], xs[1])
-            sums = [jnp.sum(self._weights(source, ids, *xs)[0], axis=2)]
+            sums = [sum_of_tiles(self._weights(source, ids, *xs)[0])]
             if source.p_masses is None:
                 # XLA writes to memory what two sums share. Behind a barrier, p is computed twice.
                 _, p = self._weights(lax.optimization_barrier(source), ids, *xs)
-                sums.append(jnp.sum(p, axis=2))
+                sums.append(sum_of_tiles(p))
             found.append(lax.optimization_barrier(sums))
         return [jnp.concatenate(of_tiles, axis=1) for of_tiles in zip(*found, strict=True)]
 
@@ -254,8 +280,31 @@ class ChosenTile(NamedTuple):
 
 def tile_masses(rows: LocalRows, source: Position) -> jax.Array:
     """``[num_parts, n, 2, num_tiles]``: `LocalRows.masses` of sources ``[n]``, of every part."""
-    found: jax.Array = gathering(rows.masses, rows.form.platform, source.row, source)
+    platform, draft, residual = rows.form.platform, rows.draft, rows.residual_by_kernel(source)
+    given = (source,) if residual is None else (source, residual)
+    reads_rows = residual is None and (source.p_masses is None or draft is not None)
+    if platform == "tpu" and reads_rows and (draft is None or isinstance(draft.rows, Rows)):
+        found = by_blocks(rows.masses, 1, source.row, *given)  # putting rows together takes longest
+    else:
+        found = gathering(rows.masses, platform, source.row, *given)
     return found[None] if rows.form.axis is None else rows.form.gather(found)
+
+
+def masses_of_positions(rows: LocalRows, positions: Position) -> jax.Array:
+    """``[num_parts, B, P, 2, num_tiles]``: `tile_masses` at positions ``[B, P]``.
+
+    If there are several, nothing is proposed at the last one, whose weights are ``p``.
+    """
+    p_masses, read = positions.p_masses, positions
+    skips_last = p_masses is not None and p_masses.shape[1] > 1
+    if skips_last:
+        read = jax.tree.map(lambda x: x[:, :-1], positions)
+    masses = tile_masses(rows, jax.tree.map(lambda x: lax.collapse(x, 0, 2), read))
+    masses = masses.reshape(masses.shape[0], *read.row.shape, *masses.shape[2:])
+    if p_masses is None or not skips_last:
+        return masses
+    last = jnp.stack([p_masses[None, :, -1:]] * 2, axis=3)
+    return jnp.concatenate([masses, last], axis=2)
 
 
 def draw(

@@ -35,6 +35,8 @@ class Form:
       kernels: what reads rows of a part on a GPU, or None for XLA.
       row_statistics: `mosaic_tpu.statistics.row_statistics`, which reads all target rows at once in
         one pass, or None for XLA.
+      residual_masses: `mosaic_tpu.residual.residual_masses`, which sums the residuals of rows that
+        tokens are drawn from, or None for XLA.
       in_order: whether rows are read in order, instead of all at once.
       keeps_sums: whether the sums of target rows are kept by tile, to draw by them.
     """
@@ -44,6 +46,7 @@ class Form:
     draft_is_split: bool = False
     kernels: Kernels | None = None
     row_statistics: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
+    residual_masses: Callable[..., jax.Array | None] | None = None
     in_order: bool = False
     keeps_sums: bool = False
 

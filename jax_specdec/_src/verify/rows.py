@@ -295,9 +295,10 @@ class Rows:
         base, inv = jnp.where(jnp.isfinite(peak), peak, 0.0)[:, None], inv_temperature[:, None]
         if num_tiles is None:
             return jnp.sum(jnp.exp((x - base) * inv), axis=1)
-        base, inv = base[:, None], inv[:, None]
-        views = self.in_tiles([(x, -float("inf"))], num_tiles)
-        found = [jnp.sum(jnp.exp((x - base) * inv), axis=2) for _, (x,) in views]
+        found = []
+        for _, (view,) in self.in_tiles([(x, -float("inf"))], num_tiles):
+            shift, scale = (lax.expand_dims(y, range(2, view.ndim)) for y in (base, inv))
+            found.append(sum_of_tiles(jnp.exp((view - shift) * scale)))
         return lax.optimization_barrier(jnp.concatenate(found, axis=1))
 
     def find_thresholds(
@@ -345,19 +346,23 @@ class Rows:
           by_first_id: whether tiles are counted from id 0; if not, from the first column.
 
         Returns:
-          Some tiles of each matrix, after the number of the first: all tiles or, on a CPU, the
-          whole ones, then the last one by itself, which needs no copy.
+          Some tiles of each matrix, after the number of the first: all tiles or, on a CPU and of
+          one row on a TPU, the whole ones, then the last one by itself, which needs no copy. On a
+          TPU, ids of a whole tile of one row are ``[16, 128]``: they fill two registers as they
+          lie, where ``[t, L]`` would be moved and ``[1, W]`` fills an eighth of each register.
         """
         width, found = max([x.shape[1] for x, _ in matrices]), []
         size = count * tiles.TILE
         is_cut = by_first_id and self.first_id is not None and self.width % tiles.TILE > 0
-        if self.platform == "cpu" and not is_cut:
+        of_one_row = self.platform == "tpu" and all(x.shape[0] == 1 for x, _ in matrices)
+        if (self.platform == "cpu" or of_one_row) and not is_cut:
             xs = [_padded(x, 0, width - x.shape[1], fill) for x, fill in matrices]
             whole = width // tiles.TILE
             cut = whole * tiles.TILE
             if whole:
-                shape = -1, whole, tiles.TILE
-                found.append((0, [x[:, :cut].reshape(shape) for x in xs]))
+                of_tile = (tiles.TILE // _LANES, _LANES) if of_one_row else (tiles.TILE,)
+                views = [x[:, :cut].reshape(-1, whole, *of_tile) for x in xs]
+                found.append((0, lax.optimization_barrier(views) if of_one_row else views))
             if cut < width:
                 found.append((whole, [x[:, None, cut:] for x in xs]))
             return found
@@ -368,6 +373,14 @@ class Rows:
             xs = [_padded(x, tiles.TILE, size - x.shape[1], fill) for x, fill in matrices]
             xs = [lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in xs]
         return [(0, [x.reshape(x.shape[0], count, tiles.TILE) for x in xs])]
+
+
+_LANES = 128
+
+
+def sum_of_tiles(x: jax.Array) -> jax.Array:
+    """``[n, t]`` of tiles ``[n, t, ...]``, as `Rows.in_tiles` gives them."""
+    return jnp.sum(x, axis=tuple(range(2, x.ndim)))
 
 
 _SLICES = lax.GatherDimensionNumbers(

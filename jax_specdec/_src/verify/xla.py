@@ -26,7 +26,7 @@ from jax import lax
 from jax_specdec._src.blocks import entry_of
 from jax_specdec._src.sampling import Filter, SamplingParams
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
-from jax_specdec._src.verify.draw import LocalRows, draw, tile_masses
+from jax_specdec._src.verify.draw import LocalRows, draw, masses_of_positions
 from jax_specdec._src.verify.form import Form
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.reader import read
@@ -78,9 +78,7 @@ def _verify(
     positions = rule.with_weights(read(rows, requests, positions, rule, samples))
     masses, residual_masses, sources = None, positions.q, positions.drawn_by(requests)
     if rule.is_block and rows.draft is not None:  # the rule takes the mass at every position
-        flat = jax.tree.map(lambda x: lax.collapse(x, 0, 2), lax.optimization_barrier(sources))
-        masses = tile_masses(rows, flat)
-        masses = masses.reshape(masses.shape[0], *sources.row.shape, *masses.shape[2:])
+        masses = masses_of_positions(rows, lax.optimization_barrier(sources))
         residual_masses = jnp.sum(masses[..., 0, :], axis=(0, 3))
     num_accepted, status = rule.count(requests, positions, residual_masses)
     place = num_accepted - positions.offset[:, 0]
