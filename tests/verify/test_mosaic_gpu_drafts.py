@@ -200,6 +200,31 @@ def test_it_is_the_default_on_hopper_for_the_calls_it_serves():
     assert kernels(sharding=sd.VerifySharding(split_mesh(), batch_axis="v")) == 1
 
 
+def test_logits_that_are_split_are_not_gathered_for_it():
+    by_default: list[bool] = []
+
+    def sampled(*given: Any) -> sd.DraftSample:
+        by_default.append(given[-1])
+        return sd.DraftSample(jnp.zeros((2,), jnp.int32))
+
+    sampling, keys = sd.SamplingParams(jnp.ones((2,))), jax.random.split(jax.random.key(0), 2)
+    logits, mesh = jnp.zeros((2, 128)), split_mesh()
+    for axes in [(), (None, "v"), ("v",)]:
+        place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+        with (
+            mock.patch.object(jax, "devices", lambda: [Hopper()]),
+            mock.patch.object(sample, "_sample", sampled),
+        ):
+            sd.sample_draft_tokens(
+                jax.device_put(logits, place),
+                sampling=sampling,
+                keys=keys,
+                positions=jnp.arange(2),
+                offset=0,
+            )
+    assert by_default == [True, False, False]
+
+
 def split_mesh() -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(jax.local_devices(backend="cpu")[:2]), ("v",))
 

@@ -21,7 +21,7 @@ from jax_specdec._src.verify import xla
 from jax_specdec._src.verify.form import Form
 from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.requests import KeysAndPositions
-from jax_specdec._src.verify.sharding import VerifySharding, over_mesh, without_vma
+from jax_specdec._src.verify.sharding import VerifySharding, over_mesh, place_of, without_vma
 
 DraftImplementation = Literal["xla", "mosaic_gpu"]
 
@@ -87,7 +87,8 @@ def sample_draft_tokens(
       implementation: "mosaic_gpu", the kernel that verifies, in one launch (the default on Hopper
         GPUs), "xla", or None for the first that supports the call. A named one never falls back to
         another. Greedy drafting, the agreement rule and logits that are split over a vocabulary
-        axis are served by "xla" only.
+        axis are served by "xla" only, and so by default are logits that are known to be split when
+        no `sharding` is given.
 
     Returns:
       `DraftSample`: target ids, and what `DraftStore.write` or `DraftLogits` need besides `logits`.
@@ -126,7 +127,9 @@ def sample_draft_tokens(
         per_row = () if takes_argmax else (nothing, nothing, nothing if filtered else None)
         return DraftSample(jnp.zeros((0,), jnp.int32), *per_row)
     given = logits, sampling, keys, positions, offset
-    by_default = implementation is None and support.not_by_default() is None
+    # A kernel would gather logits that are split where XLA computes on the parts.
+    is_whole = sharding is not None or place_of(logits)[1:] == (None, None)
+    by_default = implementation is None and is_whole and support.not_by_default() is None
     drawn = _sample(*given, takes_argmax, shares_noise, sharding, implementation, by_default)
     if ids is None:
         return drawn

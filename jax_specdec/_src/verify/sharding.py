@@ -140,7 +140,7 @@ def resolve(
     """
     if sharding is not None:
         return _layout_of(sharding, target_logits, drafts, noise)
-    mesh, rows, columns = _place(target_logits)
+    mesh, rows, columns = place_of(target_logits)
     named = {type(rows), type(columns)} <= {str, type(None)}
     if mesh is None or (rows, columns) == (None, None) or not named:
         return None
@@ -151,7 +151,7 @@ def resolve(
         return None
 
 
-def _place(matrix: Any) -> tuple[Any, Any, Any]:
+def place_of(matrix: Any) -> tuple[Any, Any, Any]:
     """The mesh, and the axes of rows and columns, if known. Under `jit` only explicit axes are."""
     is_traced = isinstance(matrix, jax.core.Tracer)
     sharding = jax.typeof(matrix).sharding if is_traced else getattr(matrix, "sharding", None)
@@ -202,7 +202,7 @@ def _layout_of(
             require(size % mesh.shape[axis] == 0, name, must, size, advice)
     if storage is None:
         return ArrayLayout(mesh, vocab_axis, batch_axis, False, False)
-    place, rows, columns = _place(storage)
+    place, rows, columns = place_of(storage)
     is_traced = isinstance(storage, jax.core.Tracer)
     is_known = place is not None and (not is_traced or AxisType.Explicit in place.axis_types)
     is_split = vocab_axis is not None and columns == vocab_axis and not lists_ids
