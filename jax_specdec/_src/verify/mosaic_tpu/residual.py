@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jax_specdec._src.verify import rules
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
 ROWS = 8
@@ -196,9 +197,7 @@ def _kernel(
         p = probs(entries(target_rows, is_odd[0], chunk), *numbers[:3])
         q = entries(draft_rows, is_odd[1], chunk)
         q = probs(q, *numbers[3:6]) if is_logits else jnp.where(q >= 0, q, jnp.nan)
-        left = weight * p - q
-        left = jnp.where(left > -jnp.inf, jnp.maximum(left, 0.0), jnp.nan)
-        return left
+        return rules.residual(weight, p, q)
 
     def masses(is_last: bool) -> None:
         tile, found = lax.broadcasted_iota(jnp.int32, masses_ref.shape, 1), masses_ref[...]
