@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_specdec._src.verify import rules
+from jax_specdec._src.verify.mosaic_tpu.statistics import tiles_of_block
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
 ROWS = 8
@@ -25,7 +26,6 @@ ROWS = 8
 
 _LANES = 128
 _CHUNKS = TILE // _LANES
-_TILES = 7, 8, 9
 _LOG2E = 1.4426950408889634
 
 
@@ -61,7 +61,7 @@ def residual_masses(
             return None
     n, width = rows[0].shape[0], target.shape[1]
     count = num_tiles(width)
-    tiles = min(count, min(_TILES, key=lambda t: (-(-count // t) * t, -t)))
+    tiles = tiles_of_block(count)
     blocks, groups = pl.cdiv(count, tiles), pl.cdiv(n, ROWS)
     lanes = pl.cdiv(blocks * tiles, _LANES) * _LANES
     numbers = [jnp.minimum(inv_temperature * _LOG2E, jnp.finfo(jnp.float32).max), weight]

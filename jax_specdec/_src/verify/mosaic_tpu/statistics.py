@@ -40,6 +40,11 @@ _LOG2E = 1.4426950408889634
 _NONE = -1024  # the bits of a float16 -inf
 
 
+def tiles_of_block(count: int) -> int:
+    """How many of a row's tiles a block has: of `_TILES`, those that leave the least empty."""
+    return min(count, min(_TILES, key=lambda n: (-(-count // n) * n, -n)))
+
+
 def row_statistics(
     logits: jax.Array,
     end: jax.Array,
@@ -67,7 +72,7 @@ def row_statistics(
     """
     num_rows, width = logits.shape
     count = num_tiles(width)
-    tiles = min(count, min(_TILES, key=lambda n: (-(-count // n) * n, -n)))
+    tiles = tiles_of_block(count)
     blocks = pl.cdiv(width, tiles * TILE)
     lanes = pl.cdiv(blocks * tiles, _LANES) * _LANES
     scale = jnp.minimum(inv_temperature * _LOG2E, jnp.finfo(jnp.float32).max)
