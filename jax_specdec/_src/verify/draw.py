@@ -385,16 +385,15 @@ def choose_tile(
     if num_parts > 1:
         pieces, flat = pieces_of_tiles(width, num_parts, num_tiles), of_all_parts(masses)
         by_tile = jnp.sum(flat[:, :, pieces], axis=3)
-    tile, total = inverse_cdf(by_tile, recover[:, 0])
-    has_mass = total[:, 0] > 0
-    bad_draft = source.uses_q & (jnp.isnan(total[:, 0]) | source.draft_scale.bad)
-    chosen = jnp.where(has_mass, tile[:, 0], tile[:, 1])
+    total = jnp.sum(by_tile[:, 0], axis=1)
+    has_mass = total > 0
+    bad_draft = source.uses_q & (jnp.isnan(total) | source.draft_scale.bad)
+    chosen = inverse_cdf(_first_with_mass(by_tile, has_mass), recover[:, 0])
     part = jnp.zeros_like(chosen)
     if num_parts > 1:
         of_tile = jnp.asarray(pieces)[chosen]
-        flat = jnp.where(has_mass[:, None], flat[:, 0], flat[:, 1])
-        held = jnp.take_along_axis(flat, of_tile, axis=1)
-        piece = inverse_cdf(held[:, None], u)[0][:, 0]
+        held = jnp.take_along_axis(_first_with_mass(flat, has_mass), of_tile, axis=1)
+        piece = inverse_cdf(held, u)
         own, sums = entry_of((held, jnp.cumsum(held, axis=1)), piece)
         part = entry_of(of_tile, piece) // num_tiles
         # How far into the piece, from 0 to 1.
@@ -413,13 +412,13 @@ def draw_in_tile(
       are known to all parts.
     """
     form, (ids, inside) = rows.form, rows.in_tile(source, chosen.tile)
-    place, total = inverse_cdf(inside, chosen.uniform)
     # Rounding can leave a tile of tiny residual mass without a positive weight of its own.
-    has_mass = chosen.has_mass & (total[:, 0] > 0)
-    token_ids = ids[:, 0] + jnp.where(has_mass, place[:, 0], place[:, 1])
+    total = jnp.sum(inside[:, 0], axis=1)
+    has_mass = chosen.has_mass & (total > 0)
+    token_ids = ids[:, 0] + inverse_cdf(_first_with_mass(inside, has_mass), chosen.uniform)
     if form.axis is None:
         return token_ids, chosen.has_mass & ~has_mass
-    is_empty = chosen.has_mass & ~(form.sum(total[:, 0]) > 0)
+    is_empty = chosen.has_mass & ~(form.sum(total) > 0)
     return form.sum(jnp.where(chosen.part == form.part, token_ids, 0)), is_empty
 
 
@@ -493,21 +492,26 @@ def winner(weights: jax.Array, exponential: jax.Array) -> tuple[jax.Array, jax.A
     return jnp.min(jnp.where(is_best, place, score.shape[1]), axis=1), best
 
 
-def inverse_cdf(weights: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Pick from weights ``[n, m, L]`` by uniforms ``[n]``: places and totals, ``[n, m]`` each.
+def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
+    """Pick from weights ``[n, L]`` by uniforms ``[n]``: places ``[n]``.
 
     The place picked is the least whose inclusive sum exceeds ``u * total``. It never has weight
     zero: if rounding leaves none, it is the last of positive weight.
     """
-    index, size = jnp.arange(weights.shape[2], dtype=jnp.int32), weights.shape[2]
+    index, size = jnp.arange(weights.shape[1], dtype=jnp.int32), weights.shape[1]
     if size > _FEW:
-        sums = jnp.cumsum(weights, axis=-1)
+        sums = jnp.cumsum(weights, axis=1)
     else:  # one kernel on a GPU
         is_before = index[None, :] <= index[:, None]
-        sums = jnp.sum(jnp.where(is_before, weights[..., None, :], 0.0), axis=-1)
-    total, place, positive = sums[:, :, -1], index[None, None, :], weights > 0
-    hit = positive & (sums > (u[:, None] * total)[:, :, None])
+        sums = jnp.sum(jnp.where(is_before, weights[:, None, :], 0.0), axis=2)
+    place, positive = index[None, :], weights > 0
+    hit = positive & (sums > u[:, None] * sums[:, -1:])
     # One reduction finds the first hit, or else the last of positive weight, counted from the end.
     key = jnp.where(hit, place, jnp.where(positive, 2 * size - place, 2 * size))
-    found = jnp.min(key, axis=2)
-    return jnp.where(found < size, found, 2 * size - found), total
+    found = jnp.min(key, axis=1)
+    return jnp.where(found < size, found, 2 * size - found)
+
+
+def _first_with_mass(both: jax.Array, has_mass: jax.Array) -> jax.Array:
+    """The weights of ``[n, 2, L]`` where they have mass, else ``p``."""
+    return jnp.where(has_mass[:, None], both[:, 0], both[:, 1])

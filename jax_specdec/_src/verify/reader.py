@@ -21,6 +21,7 @@ from jax import lax
 from jax_specdec._src import ragged
 from jax_specdec._src.blocks import gathering
 from jax_specdec._src.noise import token_exponentials
+from jax_specdec._src.platform import Platform
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import Status
 from jax_specdec._src.verify.draw import LocalRows, race_draw
@@ -141,15 +142,15 @@ def _of_all_rows(
     in_tiles &= target.first_id is None or not rows.form.keeps_sums  # an edge may cut a tile
     if samples and rows.form.platform == "tpu" and in_tiles:
         inv_temperature, _, _ = _of_owners(requests, num_rows, given)
-        partials, argmax, sums = target.by_tile(inv_temperature)
+        wants_argmax = jnp.any(requests.is_ok & requests.greedy)
+        partials, argmax, sums = target.by_tile(inv_temperature, wants_argmax)
         stats = TargetStatistics(partials, argmax, None, sums if rows.form.keeps_sums else None)
     else:
         peak, argmax = target.max_and_argmax(None)
         stats = TargetStatistics(Partials(peak, jnp.zeros_like(peak)), argmax, None, None)
         if samples:
             stats = _summed(rows, None, peak, argmax, *_of_owners(requests, num_rows, given))
-    index = jnp.minimum(positions.row, num_rows - 1)
-    return jax.tree.map(lambda x: x[index], stats)
+    return _at_positions(stats, positions, rows.form.platform)
 
 
 def _in_one_pass(
@@ -171,8 +172,30 @@ def _in_one_pass(
     partials = Partials(peak, jnp.sum(sums, axis=1)).checked()
     argmax = argmax if target.first_id is None else target.first_id + argmax
     kept = sums[:, : rows.num_tiles] if samples and form.keeps_sums else None
+    stats = TargetStatistics(partials, argmax, least, kept)
+    return _at_positions(stats, positions, form.platform)
+
+
+def _at_positions(
+    stats: TargetStatistics, positions: Position, platform: Platform
+) -> TargetStatistics:
+    """Statistics ``[M]`` of all rows as ``[B, P]``.
+
+    To gather 320 numbers, a TPU takes longer than for a sum over all pairs of a row and a position.
+    """
+    num_rows, shape = stats.argmax.shape[0], positions.row.shape
     index = jnp.minimum(positions.row, num_rows - 1)
-    return jax.tree.map(lambda x: x[index], TargetStatistics(partials, argmax, least, kept))
+    if platform != "tpu" or num_rows * positions.row.size > _MANY_PAIRS:
+        return jax.tree.map(lambda x: x[index], stats)
+    is_row = jnp.arange(num_rows, dtype=jnp.int32)[:, None] == index.reshape(1, -1)
+
+    def of_positions(x: jax.Array) -> jax.Array:
+        if x.ndim > 1:
+            return x[index]
+        own = jnp.where(is_row, x[:, None], jnp.zeros_like(x[:, None]))
+        return jnp.sum(own, axis=0, dtype=x.dtype).reshape(shape)
+
+    return jax.tree.map(of_positions, stats)
 
 
 def _of_chosen_rows(rows: LocalRows, requests: Request, positions: Position) -> TargetStatistics:

@@ -241,14 +241,21 @@ class Rows:
         peak, place = lax.reduce((x, index), least, larger, (1,))
         return peak, place
 
-    def by_tile(self, inv_temperature: jax.Array) -> tuple[Partials, jax.Array, jax.Array]:
+    def by_tile(
+        self, inv_temperature: jax.Array, wants_argmax: jax.Array
+    ) -> tuple[Partials, jax.Array, jax.Array]:
         """Partials, argmax and sums by tile of all rows, in one pass over the tiles.
 
         For TPUs: a tile of every row fits in vector memory, where its sum is taken relative to its
         own maximum. Without a bitmask. Tiles are counted from the first column.
 
+        Args:
+          inv_temperature: ``[n]`` float32.
+          wants_argmax: ``[]`` bool, whether the argmax of any row is wanted.
+
         Returns:
-          Partials ``[n]``; the argmax ``[n]``; and ``[n, T]``, the sums relative to the partials.
+          Partials ``[n]``; the argmax ``[n]``, undefined if it is not wanted; and ``[n, T]``, the
+          sums relative to the partials.
         """
 
         def read(start: Any, length: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -256,9 +263,17 @@ class Rows:
             first_id = None if self.first_id is None else self.first_id + start
             matrix = lax.optimization_barrier(matrix)
             tile = dataclasses.replace(self, matrix=matrix, first_id=first_id)
-            peak, argmax = tile.max_and_argmax(None)
-            argmax = argmax + start if first_id is None else argmax
-            return peak, argmax, tile.sums(None, peak, inv_temperature)
+            peak = tile.peak(None)
+            # As float32, whose minimum is one operation.
+            place = jnp.arange(length, dtype=jnp.float32)[None, :]
+
+            def argmax() -> jax.Array:
+                is_peak = tile.whole() == peak[:, None]
+                return jnp.min(jnp.where(is_peak, place, length), axis=1).astype(jnp.int32)
+
+            found = lax.cond(wants_argmax, argmax, lambda: jnp.zeros_like(peak, jnp.int32))
+            first = start if first_id is None else first_id
+            return peak, first + found, tile.sums(None, peak, inv_temperature)
 
         whole, cut = divmod(self.width, tiles.TILE)
         starts = jnp.arange(whole, dtype=jnp.int32) * tiles.TILE
@@ -271,7 +286,7 @@ class Rows:
         argmax = jnp.min(jnp.where(peaks == peak[None], argmaxes, none), axis=0)
         base = jnp.where(jnp.isfinite(peak), peak, 0.0)[None]
         sums = (sums * jnp.exp((peaks - base) * inv_temperature[None])).T
-        return Partials(peak, jnp.sum(sums, axis=1)), argmax, sums
+        return Partials(peak, jnp.sum(sums, axis=1)).checked(), argmax, sums
 
     def peak(self, rows: jax.Array | None) -> jax.Array:
         """The maximum alone, ``[n]``. It may pass over a NaN: see `Partials.checked`."""
