@@ -105,7 +105,7 @@ class LocalRows:
     def masses(self, source: Position, residual: jax.Array | None = None) -> jax.Array:
         """``[n, 2, num_tiles]`` of sources ``[n]``: sums of the weights, and of ``p``, by tile.
 
-        `residual` is what `residual_by_kernel` gives.
+        `residual` is what `residual_masses` gives.
         """
         p_masses, draft, candidates = source.p_masses, self.draft, self.candidates
         if p_masses is None and candidates is None:
@@ -124,8 +124,23 @@ class LocalRows:
             masses = jnp.where(source.uses_q[:, None], residual, masses)
         return jnp.stack([masses, p_masses], axis=1)
 
-    def residual_by_kernel(self, source: Position) -> jax.Array | None:
-        """``[n, num_tiles]``, the masses of sources ``[n]`` that use q; None if XLA sums them."""
+    def residual_masses(self, source: Position) -> jax.Array | None:
+        """``[n, num_tiles]``, the masses of sources ``[n]`` that use q; None to sum them with p.
+
+        On a TPU they are summed apart, so that the rows of no other source are read.
+        """
+        found, draft = self._residual_by_kernel(source), self.draft
+        if found is not None or source.p_masses is None or draft is None:
+            return found
+        if self.form.platform != "tpu" or not isinstance(draft.rows, Rows):
+            return None
+        index = jnp.where(source.uses_q, source.row, -1)
+        source = source._replace(uses_q=jnp.ones_like(source.uses_q))
+        # One row at a time: putting rows together takes longest.
+        return by_blocks(lambda those: self._tile_sums(those)[0], 1, index, source)
+
+    def _residual_by_kernel(self, source: Position) -> jax.Array | None:
+        """`residual_masses` by a kernel; None if there is none, or it cannot copy the rows."""
         target, draft, residual_masses = self.target, self.draft, self.form.residual_masses
         if residual_masses is None or draft is None or source.p_masses is None:
             return None
@@ -278,37 +293,57 @@ class ChosenTile(NamedTuple):
     bad_draft: jax.Array
 
 
-def tile_masses(rows: LocalRows, source: Position) -> jax.Array:
-    """``[num_parts, n, 2, num_tiles]``: `LocalRows.masses` of sources ``[n]``, of every part."""
-    platform, draft, residual = rows.form.platform, rows.draft, rows.residual_by_kernel(source)
+def tile_masses(rows: LocalRows, source: Position, residual: jax.Array | None = None) -> jax.Array:
+    """``[num_parts, n, 2, num_tiles]``: `LocalRows.masses` of sources ``[n]``, of every part.
+
+    `residual` is what `LocalRows.residual_masses` gives, if it is known.
+    """
+    platform, draft = rows.form.platform, rows.draft
+    residual = rows.residual_masses(source) if residual is None else residual
     given = (source,) if residual is None else (source, residual)
-    reads_rows = residual is None and (source.p_masses is None or draft is not None)
-    if platform == "tpu" and reads_rows and (draft is None or isinstance(draft.rows, Rows)):
-        found = by_blocks(rows.masses, 1, source.row, *given)  # putting rows together takes longest
+    reads_rows = source.p_masses is None and (draft is None or isinstance(draft.rows, Rows))
+    if platform == "tpu" and reads_rows:
+        found = by_blocks(rows.masses, 1, source.row, *given)  # as `residual_masses` does
     else:
         found = gathering(rows.masses, platform, source.row, *given)
     return found[None] if rows.form.axis is None else rows.form.gather(found)
 
 
 def masses_of_positions(rows: LocalRows, positions: Position) -> jax.Array:
-    """``[num_parts, B, P, 2, num_tiles]``: `tile_masses` at positions ``[B, P]``.
-
-    If there are several, nothing is proposed at the last one, whose weights are ``p``.
-    """
-    p_masses, read = positions.p_masses, positions
-    skips_last = p_masses is not None and p_masses.shape[1] > 1
-    if skips_last:
-        read = jax.tree.map(lambda x: x[:, :-1], positions)
+    """``[num_parts, B, P, 2, num_tiles]``: `tile_masses` at positions ``[B, P]``."""
+    p_masses, (read, is_cut) = positions.p_masses, _proposed(positions)
     masses = tile_masses(rows, jax.tree.map(lambda x: lax.collapse(x, 0, 2), read))
     masses = masses.reshape(masses.shape[0], *read.row.shape, *masses.shape[2:])
-    if p_masses is None or not skips_last:
+    if p_masses is None or not is_cut:
         return masses
     last = jnp.stack([p_masses[None, :, -1:]] * 2, axis=3)
     return jnp.concatenate([masses, last], axis=2)
 
 
+def residual_of_positions(rows: LocalRows, positions: Position) -> jax.Array | None:
+    """``[B, P, num_tiles]``: `LocalRows.residual_masses` at positions ``[B, P]``."""
+    read, is_cut = _proposed(positions)
+    found = rows.residual_masses(jax.tree.map(lambda x: lax.collapse(x, 0, 2), read))
+    if found is None:
+        return None
+    return jnp.pad(found.reshape(*read.row.shape, -1), ((0, 0), (0, int(is_cut)), (0, 0)))
+
+
+def _proposed(positions: Position) -> tuple[Position, bool]:
+    """Positions ``[B, P]`` without the last of several, if there ``p`` is known; whether it is cut.
+
+    Nothing is proposed at it, so its weights are ``p``.
+    """
+    is_cut = positions.p_masses is not None and positions.row.shape[1] > 1
+    return jax.tree.map(lambda x: x[:, :-1], positions) if is_cut else positions, is_cut
+
+
 def draw(
-    rows: LocalRows, requests: Request, last: Position, masses: jax.Array | None = None
+    rows: LocalRows,
+    requests: Request,
+    last: Position,
+    masses: jax.Array | None = None,
+    residual: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Draw the last token of each request.
 
@@ -317,6 +352,7 @@ def draw(
       requests: ``[B]``.
       last: ``[B]``, the positions to draw from.
       masses: their `tile_masses`, if they are known.
+      residual: their `LocalRows.residual_masses`, if these alone are known.
 
     Returns:
       ``[B]`` int32 tokens, and ``[B]`` bool, whether the draft row is bad.
@@ -326,7 +362,7 @@ def draw(
     else:
         assert requests.recover is not None
         if masses is None:
-            masses = tile_masses(rows, last)
+            masses = tile_masses(rows, last, residual)
         kernels = rows.form.kernels
         if kernels is not None and _draws_by_kernel(rows):
             part, bad_draft = kernels.part_draw(rows, last, requests.recover, masses)

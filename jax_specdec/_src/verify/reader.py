@@ -19,18 +19,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src import ragged
-from jax_specdec._src.blocks import gathering
+from jax_specdec._src.blocks import by_blocks, gathering
 from jax_specdec._src.noise import token_exponentials
 from jax_specdec._src.platform import Platform
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import Status
+from jax_specdec._src.verify import tiles
 from jax_specdec._src.verify.draw import LocalRows, race_draw
 from jax_specdec._src.verify.form import of_owner
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.requests import Request
 from jax_specdec._src.verify.rows import Partials, Rows, argmax_of_parts
 from jax_specdec._src.verify.rules import Rule, accepts_greedy
-from jax_specdec._src.verify.tiles import Scale
 
 _MANY_PAIRS = 2**22
 """Pairs of a row and a request from which on owners are searched for."""
@@ -314,7 +314,7 @@ def _judged(
             q_entries, q_parts = of_parts
             q_parts = None if q_parts is None else Partials.of_whole(q_parts, inv[:, :most])
             of_draft = of_owner(q_entries, ids[:, :most], width), q_parts
-    scale, p_masses = Scale(whole.max, jnp.log(whole.sum)), None
+    scale, p_masses = tiles.Scale(whole.max, jnp.log(whole.sum)), None
     if stats.sums is not None:  # from sums of this part to sums of p
         moved = jnp.where(partials.max == whole.max, 0.0, partials.max - whole.max)
         p_masses = stats.sums * (jnp.exp(moved * inv) / whole.sum)[..., None]
@@ -389,15 +389,22 @@ def _of_drafts(
         least = None if least is None else least[jnp.clip(index, 0, least.shape[0] - 1)]
         given = rows, draft.storage, requests, index, requests.greedy, least
         return entries, _rows_by_kernel(*given)[0]
-    storage = draft.storage
-
-    def read(index: jax.Array, inv: jax.Array) -> Partials:
-        peak = storage.peak(index)
-        return Partials(peak, storage.sums(index, peak, inv)).checked()
-
+    storage, platform = draft.storage, rows.form.platform
     index = jnp.where(wanted, index, -1).reshape(-1)
     inv = positions.inv_temperature[:, :most].reshape(-1)
-    found = gathering(read, rows.form.platform, index, index, inv)
+
+    def read(index: jax.Array, inv: jax.Array, num_tiles: int | None = None) -> Partials:
+        peak = storage.peak(index)
+        sums = storage.sums(index, peak, inv, None, num_tiles)
+        return Partials(peak, sums if num_tiles is None else jnp.sum(sums, axis=1)).checked()
+
+    if platform == "tpu" and storage.first_id is None:
+        # One row at a time: putting rows together takes longest, and then writing single numbers.
+        count = tiles.num_tiles(storage.width)
+        both = by_blocks(lambda *one: jnp.stack(read(*one, count), axis=1), 1, index, index, inv)
+        found = Partials(both[:, 0], both[:, 1])
+    else:
+        found = gathering(read, platform, index, index, inv)
     return entries, jax.tree.map(lambda x: x.reshape(wanted.shape), found)
 
 

@@ -290,7 +290,11 @@ class Rows:
 
     def peak(self, rows: jax.Array | None) -> jax.Array:
         """The maximum alone, ``[n]``. It may pass over a NaN: see `Partials.checked`."""
-        return jnp.max(self.whole(rows), axis=1)
+        x = self.whole(rows)
+        if self.platform != "tpu" or x.shape[0] > 1:
+            return jnp.max(x, axis=1)
+        views = self.in_tiles([(x, -float("inf"))], tiles.num_tiles(x.shape[1]), False)
+        return jnp.max(jnp.stack([jnp.max(x) for _, (x,) in views]), keepdims=True)
 
     def sums(
         self,
@@ -395,7 +399,9 @@ _LANES = 128
 
 def sum_of_tiles(x: jax.Array) -> jax.Array:
     """``[n, t]`` of tiles ``[n, t, ...]``, as `Rows.in_tiles` gives them."""
-    return jnp.sum(x, axis=tuple(range(2, x.ndim)))
+    if x.ndim == 4:  # lanes are added last, and at once
+        x = lax.optimization_barrier(jnp.sum(x, axis=2))
+    return jnp.sum(x, axis=2)
 
 
 _SLICES = lax.GatherDimensionNumbers(

@@ -26,7 +26,12 @@ from jax import lax
 from jax_specdec._src.blocks import entry_of
 from jax_specdec._src.sampling import Filter, SamplingParams
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
-from jax_specdec._src.verify.draw import LocalRows, draw, masses_of_positions
+from jax_specdec._src.verify.draw import (
+    LocalRows,
+    draw,
+    masses_of_positions,
+    residual_of_positions,
+)
 from jax_specdec._src.verify.form import Form
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.reader import read
@@ -76,10 +81,14 @@ def _verify(
     unread = Position.unread(requests, rows.target.size, rows.sums_kept)
     positions = rule.choose(requests, unread)
     positions = rule.with_weights(read(rows, requests, positions, rule, samples))
-    masses, residual_masses, sources = None, positions.q, positions.drawn_by(requests)
+    sources, residual_masses = positions.drawn_by(requests), positions.q
+    masses = residual = None
     if rule.is_block and rows.draft is not None:  # the rule takes the mass at every position
-        masses = masses_of_positions(rows, lax.optimization_barrier(sources))
-        residual_masses = jnp.sum(masses[..., 0, :], axis=(0, 3))
+        sources = lax.optimization_barrier(sources)
+        residual = residual_of_positions(rows, sources)
+        masses = masses_of_positions(rows, sources) if residual is None else None
+        by_tile = masses[..., 0, :] if masses is not None else residual[None]
+        residual_masses = jnp.sum(by_tile, axis=(0, 3))
     num_accepted, status = rule.count(requests, positions, residual_masses)
     place = num_accepted - positions.offset[:, 0]
     if not samples or rule.draws_every_row:
@@ -89,8 +98,9 @@ def _verify(
         )
     if masses is not None:
         masses = jnp.stack(entry_of([*masses], place))
-    last = lax.optimization_barrier(entry_of(sources, place))
-    return _output(requests, num_accepted, status, *draw(rows, requests, last, masses))
+    last, residual = lax.optimization_barrier(entry_of((sources, residual), place))
+    drawn = draw(rows, requests, last, masses, residual)
+    return _output(requests, num_accepted, status, *drawn)
 
 
 def sample(
