@@ -400,8 +400,8 @@ def _of_drafts(
 
     if platform == "tpu" and storage.first_id is None:
         # One row at a time: putting rows together takes longest, and then writing single numbers.
-        count = tiles.num_tiles(storage.width)
-        both = by_blocks(lambda *one: jnp.stack(read(*one, count), axis=1), 1, index, index, inv)
+        of_row = functools.partial(read, num_tiles=tiles.num_tiles(storage.width))
+        both = by_blocks(lambda *one: jnp.stack(of_row(*one), axis=1), 1, index, index, inv)
         found = Partials(both[:, 0], both[:, 1])
     else:
         found = gathering(read, platform, index, index, inv)

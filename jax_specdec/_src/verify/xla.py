@@ -86,9 +86,11 @@ def _verify(
     if rule.is_block and rows.draft is not None:  # the rule takes the mass at every position
         sources = lax.optimization_barrier(sources)
         residual = residual_of_positions(rows, sources)
-        masses = masses_of_positions(rows, sources) if residual is None else None
-        by_tile = masses[..., 0, :] if masses is not None else residual[None]
-        residual_masses = jnp.sum(by_tile, axis=(0, 3))
+        if residual is None:
+            masses = masses_of_positions(rows, sources)
+            residual_masses = jnp.sum(masses[..., 0, :], axis=(0, 3))
+        else:
+            residual_masses = jnp.sum(residual, axis=2)
     num_accepted, status = rule.count(requests, positions, residual_masses)
     place = num_accepted - positions.offset[:, 0]
     if not samples or rule.draws_every_row:
