@@ -147,13 +147,14 @@ def _(right, self, logits, inv_temperature):
     "_src.verify.draw:inverse_cdf",
     "verify/test_xla.py",
 )
-def _(right, weights, u):
-    return right(weights, 0.9 * u)
+def _(right, weights, u, platform):
+    return right(weights, 0.9 * u, platform)
 
 
 @fault("a token of weight zero is drawn", "_src.verify.draw:inverse_cdf", "verify/test_xla.py")
-def _(right, weights, u):
-    return jnp.minimum(right(weights, u) + 1, weights.shape[1] - 1)
+def _(right, weights, u, platform):
+    place, total = right(weights, u, platform)
+    return jnp.minimum(place + 1, weights.shape[2] - 1), total
 
 
 @fault("a request's rows begin one too early", "_src.ragged:unpack", "verify/test_xla.py")

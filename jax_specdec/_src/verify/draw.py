@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src.blocks import by_blocks, entry_of, gathering
+from jax_specdec._src.platform import Platform
 from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
 from jax_specdec._src.verify import rules, tiles
 from jax_specdec._src.verify.draft_rows import CandidateRows, DraftRows, MappedRows
@@ -384,7 +385,7 @@ def inverse_cdf_draw(
 ) -> tuple[jax.Array, jax.Array]:
     """`draw` on XLA, of sources ``[n]`` whose masses are known, by uniforms ``[n, 2]``."""
     width, num_tiles = rows.target.width, rows.num_tiles
-    chosen = choose_tile(source, masses, recover, width, num_tiles)
+    chosen = choose_tile(rows, source, masses, recover)
     if rows.candidates is None:
         return draw_in_tile(rows, source, chosen)[0], chosen.bad_draft
 
@@ -396,7 +397,7 @@ def inverse_cdf_draw(
     largest = jnp.max(others, axis=(0, 2), keepdims=True)
     of_largest = jnp.max(jnp.where(others == largest, tile, -1), axis=(0, 2), keepdims=True)
     others = masses.at[:, :, 0].set(jnp.where(tile == of_largest, others, 0.0))
-    instead = choose_tile(source, others, recover, width, num_tiles)
+    instead = choose_tile(rows, source, others, recover)
     of_both = (source, chosen), (source, instead)
     source_twice, both = jax.tree.map(lambda *x: jnp.concatenate(x), *of_both)
     token_ids, is_empty = draw_in_tile(rows, source_twice, both)
@@ -405,31 +406,31 @@ def inverse_cdf_draw(
 
 
 def choose_tile(
-    source: Position, masses: jax.Array, recover: jax.Array, width: int, num_tiles: int
+    rows: LocalRows, source: Position, masses: jax.Array, recover: jax.Array
 ) -> ChosenTile:
     """Choose a tile for each source, and the part of the vocabulary that holds the token.
 
     Args:
+      rows: the rows on this device.
       source: what to draw from, ``[n]``.
       masses: ``[num_parts, n, 2, num_tiles]``, of every part.
       recover: ``[n, 2]`` uniforms for tile and token.
-      width: ids of a part.
-      num_tiles: tiles that a part overlaps at most.
     """
+    width, num_tiles, platform = rows.target.width, rows.num_tiles, rows.form.platform
     num_parts, n = masses.shape[:2]
     u, by_tile = recover[:, 1], masses[0]
     if num_parts > 1:
         pieces, flat = pieces_of_tiles(width, num_parts, num_tiles), of_all_parts(masses)
         by_tile = jnp.sum(flat[:, :, pieces], axis=3)
-    total = jnp.sum(by_tile[:, 0], axis=1)
+    chosen, total = first_of_both(by_tile, recover[:, 0], platform)
     has_mass = total > 0
     bad_draft = source.uses_q & (jnp.isnan(total) | source.draft_scale.bad)
-    chosen = inverse_cdf(_first_with_mass(by_tile, has_mass), recover[:, 0])
     part = jnp.zeros_like(chosen)
     if num_parts > 1:
         of_tile = jnp.asarray(pieces)[chosen]
-        held = jnp.take_along_axis(_first_with_mass(flat, has_mass), of_tile, axis=1)
-        piece = inverse_cdf(held, u)
+        flat = jnp.where(has_mass[:, None], flat[:, 0], flat[:, 1])
+        held = jnp.take_along_axis(flat, of_tile, axis=1)
+        piece = inverse_cdf(held[:, None], u, platform)[0][:, 0]
         own, sums = entry_of((held, jnp.cumsum(held, axis=1)), piece)
         part = entry_of(of_tile, piece) // num_tiles
         # How far into the piece, from 0 to 1.
@@ -449,11 +450,10 @@ def draw_in_tile(
     """
     form, (ids, inside) = rows.form, rows.in_tile(source, chosen.tile)
     # Rounding can leave a tile of tiny residual mass without a positive weight of its own.
-    total = jnp.sum(inside[:, 0], axis=1)
-    has_mass = chosen.has_mass & (total > 0)
-    token_ids = ids[:, 0] + inverse_cdf(_first_with_mass(inside, has_mass), chosen.uniform)
+    place, total = first_of_both(inside, chosen.uniform, form.platform, chosen.has_mass)
+    token_ids = ids[:, 0] + place
     if form.axis is None:
-        return token_ids, chosen.has_mass & ~has_mass
+        return token_ids, chosen.has_mass & ~(total > 0)
     is_empty = chosen.has_mass & ~(form.sum(total) > 0)
     return form.sum(jnp.where(chosen.part == form.part, token_ids, 0)), is_empty
 
@@ -528,26 +528,64 @@ def winner(weights: jax.Array, exponential: jax.Array) -> tuple[jax.Array, jax.A
     return jnp.min(jnp.where(is_best, place, score.shape[1]), axis=1), best
 
 
-def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
-    """Pick from weights ``[n, L]`` by uniforms ``[n]``: places ``[n]``.
+def first_of_both(
+    both: jax.Array, u: jax.Array, platform: Platform, may_have_mass: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """`inverse_cdf` of the first of two rows of weights, or of the second if it has no mass.
+
+    Args:
+      both: ``[n, 2, L]``.
+      u: ``[n]`` uniforms.
+      platform: that the program is for.
+      may_have_mass: ``[n]`` bool, if False the second is drawn from; None for all True.
+
+    Returns:
+      The places ``[n]``, and the totals ``[n]`` of the first.
+    """
+    allowed = True if may_have_mass is None else may_have_mass
+    if platform not in ("cpu", "tpu"):  # fewer kernels
+        place, totals = inverse_cdf(both, u, platform)
+        total = totals[:, 0]
+        return jnp.where(allowed & (total > 0), place[:, 0], place[:, 1]), total
+    total = jnp.sum(both[:, 0], axis=1)
+    has_mass = allowed & (total > 0)
+    weights = jnp.where(has_mass[:, None], both[:, 0], both[:, 1])
+    return inverse_cdf(weights[:, None], u, platform)[0][:, 0], total
+
+
+def inverse_cdf(
+    weights: jax.Array, u: jax.Array, platform: Platform
+) -> tuple[jax.Array, jax.Array]:
+    """Pick from weights ``[n, m, L]`` by uniforms ``[n]``: places and totals, ``[n, m]`` each.
 
     The place picked is the least whose inclusive sum exceeds ``u * total``. It never has weight
     zero: if rounding leaves none, it is the last of positive weight.
     """
-    index, size = jnp.arange(weights.shape[1], dtype=jnp.int32), weights.shape[1]
-    if size > _FEW:
-        sums = jnp.cumsum(weights, axis=1)
+    index, size = jnp.arange(weights.shape[2], dtype=jnp.int32), weights.shape[2]
+    if platform == "tpu":
+        sums = _sums_by_matrix(weights)
+    elif size > _FEW:
+        sums = jnp.cumsum(weights, axis=-1)
     else:  # one kernel on a GPU
         is_before = index[None, :] <= index[:, None]
-        sums = jnp.sum(jnp.where(is_before, weights[:, None, :], 0.0), axis=2)
-    place, positive = index[None, :], weights > 0
-    hit = positive & (sums > u[:, None] * sums[:, -1:])
+        sums = jnp.sum(jnp.where(is_before, weights[..., None, :], 0.0), axis=-1)
+    total, place, positive = sums[:, :, -1], index[None, None, :], weights > 0
+    hit = positive & (sums > (u[:, None] * total)[:, :, None])
     # One reduction finds the first hit, or else the last of positive weight, counted from the end.
     key = jnp.where(hit, place, jnp.where(positive, 2 * size - place, 2 * size))
-    found = jnp.min(key, axis=1)
-    return jnp.where(found < size, found, 2 * size - found)
+    found = jnp.min(key, axis=2)
+    return jnp.where(found < size, found, 2 * size - found), total
 
 
-def _first_with_mass(both: jax.Array, has_mass: jax.Array) -> jax.Array:
-    """The weights of ``[n, 2, L]`` where they have mass, else ``p``."""
-    return jnp.where(has_mass[:, None], both[:, 0], both[:, 1])
+def _sums_by_matrix(x: jax.Array) -> jax.Array:
+    """The cumulative sums of the last axis: of 128 entries by a triangular matrix, then of sums."""
+    size, lanes = x.shape[-1], 128
+    index = jnp.arange(lanes, dtype=jnp.int32)
+    ones = (index[:, None] <= index[None, :]).astype(jnp.float32)
+    missing = [(0, 0)] * (x.ndim - 1) + [(0, -size % lanes)]
+    chunks = jnp.pad(x, missing).reshape(*x.shape[:-1], -1, lanes)
+    inside = jnp.matmul(chunks, ones, precision=lax.Precision.HIGHEST)
+    chunk = jnp.arange(chunks.shape[-2], dtype=jnp.int32)
+    is_before = chunk[None, :] < chunk[:, None]
+    before = jnp.sum(jnp.where(is_before, inside[..., None, :, -1], 0.0), axis=-1)
+    return (inside + before[..., None]).reshape(*x.shape[:-1], -1)[..., :size]
