@@ -104,3 +104,33 @@ def test_bad_offsets_hurt_no_other_request():
     )
     (output,) = agree([batch], on_tpu)
     assert output.status[1] == sd.Status.BAD_INPUT
+
+
+def test_a_batch_with_a_greedy_request_and_one_without_agree_under_vmap():
+    """On a TPU the argmax of a tile is found only if a request of the batch is greedy."""
+    vocab, rng = 2100, np.random.default_rng(2)  # the second tile is cut
+    logits = rng.standard_normal((2 * 4, vocab)).astype(np.float32)
+    logits[1, 2060] = logits[1, 7] = logits[3, 2050] = 9.0
+    logits[4, 2070], logits[6, 2099] = np.nan, np.inf
+    rows = jnp.asarray(logits)
+    drafts = sd.Drafts.from_dense(jnp.argmax(rows[::2], axis=1).astype(jnp.int32)[:, None])
+    noise = sd.testing.Noise(jnp.zeros((4, 1)), jnp.full((4, 2), 0.5))
+    config = sd.SpecDecodeConfig(num_speculative_tokens=1)
+
+    def verify(temperature: jax.Array) -> sd.RejectionSampleOutput:
+        return on_tpu(rows, drafts, noise, sampling=sd.SamplingParams(temperature), config=config)
+
+    temperatures = jnp.array([[1.0, 0.5, 1.0, 2.0], [0.0, 0.5, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    sampled, mixed, greedy = (verify(temperature) for temperature in temperatures)
+    bad = sd.Status.BAD_TARGET_ROW
+    assert sampled.status.tolist() == mixed.status.tolist() == greedy.status.tolist()
+    assert greedy.status.tolist() == [0, 0, bad, bad]
+    np.testing.assert_array_equal(mixed.token_ids[0], greedy.token_ids[0])
+    np.testing.assert_array_equal(mixed.token_ids[1], sampled.token_ids[1])
+    assert greedy.token_ids[:2, 1].tolist() == [7, 2050]
+    together = jax.vmap(verify)(temperatures)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        together,
+        jax.tree.map(lambda *x: np.stack(x), sampled, mixed, greedy),
+    )
