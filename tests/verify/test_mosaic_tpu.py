@@ -73,7 +73,7 @@ def test_maxima_argmaxes_and_sums_by_tile_are_those_of_numpy(num_rows, width, en
     x = np.asarray(logits.astype(jnp.float32), np.float64)[:, :end]
     assert np.isposinf(alone[0][:2]).all()
     assert not np.isfinite(both[0][:2] + both[2][:2].sum(axis=1)).any()
-    for peak, _, sums in (alone, both):
+    for peak, _, sums, _ in (alone, both):
         np.testing.assert_array_equal(peak[2:], x[2:].max(axis=1))
         assert not sums[2].any()
     x, least, inverse, sums = x[3:], least[3:, None], np.float64(inverse[3:, None]), both[2][3:]
@@ -89,7 +89,7 @@ def test_maxima_argmaxes_and_sums_by_tile_are_those_of_numpy(num_rows, width, en
 def test_an_end_before_the_first_column_leaves_nothing():
     """As of a part of the vocabulary that is all padding."""
     with backend():
-        peak, _, sums = jax.jit(statistics.row_statistics)(
+        peak, _, sums, _ = jax.jit(statistics.row_statistics)(
             rows_of(21, 131, "bfloat16"), jnp.int32(-5), jnp.ones(21), jnp.ones(21, bool)
         )
     assert np.isneginf(peak).all() and not np.asarray(sums).any()

@@ -17,7 +17,7 @@ from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import DraftDistribution, DraftProbs
 from jax_specdec._src.verify import tiles
 from jax_specdec._src.verify.form import Form
-from jax_specdec._src.verify.threshold import find_thresholds
+from jax_specdec._src.verify.threshold import Largest, find_thresholds
 
 
 def bits_at(words: jax.Array, row: jax.Array, ids: jax.Array) -> jax.Array:
@@ -30,6 +30,28 @@ def bits_at(words: jax.Array, row: jax.Array, ids: jax.Array) -> jax.Array:
 def storage_of(distribution: DraftDistribution) -> jax.Array:
     """The rows ``[R, Vd]`` of a draft distribution, of either kind."""
     return distribution.probs if isinstance(distribution, DraftProbs) else distribution.logits
+
+
+def _bits_of(words: jax.Array) -> jax.Array:
+    """The bits of words ``[..., n]``, ``[..., 32 n]`` bool."""
+    octets = lax.bitcast_convert_type(words, jnp.uint8)[..., None]  # lowest bits first
+    places = jnp.arange(8, dtype=jnp.uint8).reshape((1,) * words.ndim + (1, 8))
+    return ((octets >> places) & 1 == 1).reshape(*words.shape[:-1], -1)
+
+
+def _bits_by_product(words: jax.Array) -> jax.Array:
+    """`_bits_of` on a TPU, perhaps with more bits at the end.
+
+    It is slow to move numbers between lanes, but a product with zeros and ones does it: one octet
+    goes to eight lanes, exactly.
+    """
+    words = jnp.pad(words, (*[(0, 0)] * (words.ndim - 1), (0, -words.shape[-1] % (_LANES // 32))))
+    octets = jnp.stack([(words >> i) & 255 for i in range(0, 32, 8)], axis=-1)
+    octets = octets.reshape(*words.shape[:-1], -1, _LANES // 8).astype(jnp.bfloat16)
+    lanes = jnp.arange(_LANES, dtype=jnp.int32)
+    to_lanes = (jnp.arange(_LANES // 8)[:, None] == lanes // 8).astype(jnp.bfloat16)
+    given = jnp.dot(octets, to_lanes, preferred_element_type=jnp.float32).astype(jnp.int32)
+    return ((given >> (lanes % 8)) & 1 == 1).reshape(*words.shape[:-1], -1)
 
 
 class Partials(NamedTuple):
@@ -107,11 +129,11 @@ class Rows:
         return columns if self.first_id is not None else min(self.size, columns)
 
     def masked(self) -> Rows:
-        """A copy with the bitmask applied: a part's bits are too expensive to read repeatedly."""
+        """A copy with the bitmask applied, where bits are too expensive to read repeatedly."""
         if self.token_bitmask is None:
             return self
-        fill = jnp.asarray(self.fill, self.matrix.dtype)
-        matrix = jnp.where(self._bits(self.token_bitmask), self.matrix[:, : self.width], fill)
+        allowed = self._bits(self.token_bitmask, self.matrix.shape[1])
+        matrix = jnp.where(allowed, self.matrix, jnp.asarray(self.fill, self.matrix.dtype))
         return dataclasses.replace(self, matrix=matrix, token_bitmask=None)
 
     def at(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
@@ -154,7 +176,7 @@ class Rows:
         these = self.select(rows)
         x = these.matrix[..., : self.width].astype(jnp.float32)
         if these.token_bitmask is not None:
-            x = jnp.where(self._bits(these.token_bitmask), x, self.fill)
+            x = jnp.where(self._bits(these.token_bitmask, self.width), x, self.fill)
         if self.first_id is not None:
             ids = self.first_id + jnp.arange(self.width, dtype=jnp.int32)
             x = jnp.where(ids[None, :] < self.size, x, self.fill)
@@ -187,21 +209,19 @@ class Rows:
             x = jnp.where(bits_at(self.token_bitmask, rows, ids), x, self.fill)
         return x if self.thresholds is None else jnp.where(x < self.thresholds[rows], self.fill, x)
 
-    def _bits(self, words: jax.Array) -> jax.Array:
-        """``[..., width]`` bool, from words ``[..., ceil(V/32)]`` of the whole vocabulary."""
+    def _bits(self, words: jax.Array, columns: int) -> jax.Array:
+        """``[..., columns]`` bool, from words ``[..., ceil(V/32)]`` of the whole vocabulary."""
         shift: Any = 0
         if self.first_id is not None:  # take as many words as a part may lie in
-            count = self.width // 32 + 2 * (self.width % 32 > 0)
+            count = columns // 32 + 2 * (columns % 32 > 0)
             count = min(count, words.shape[-1])
             word = jnp.minimum(self.first_id // 32, words.shape[-1] - count)
             words = lax.dynamic_slice_in_dim(words, word, count, axis=-1)
             shift = self.first_id - 32 * word
-        octets = lax.bitcast_convert_type(words, jnp.uint8)[..., None]  # lowest bits first
-        places = jnp.arange(8, dtype=jnp.uint8).reshape((1,) * words.ndim + (1, 8))
-        bits = ((octets >> places) & 1 == 1).reshape(*words.shape[:-1], -1)
-        if self.first_id is None or self.width % 32 == 0:  # then a part begins with a word
-            return bits[..., : self.width]
-        return lax.dynamic_slice_in_dim(bits, shift, self.width, axis=-1)
+        bits = (_bits_by_product if self.platform == "tpu" else _bits_of)(words)
+        if self.first_id is None or columns % 32 == 0:  # then a part begins with a word
+            return bits[..., :columns]
+        return lax.dynamic_slice_in_dim(bits, shift, columns, axis=-1)
 
     def max_and_argmax(self, rows: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """The maximum ``[n]`` of each row, +inf if the row holds a NaN, and the lowest id of it.
@@ -309,6 +329,7 @@ class Rows:
         peak: jax.Array,
         inv_temperature: jax.Array,
         form: Form,
+        largest: Largest | None = None,
     ) -> jax.Array:
         """``[n]`` thresholds below which a filter keeps no entry; -inf if it keeps all.
 
@@ -319,21 +340,27 @@ class Rows:
           peak: ``[n]`` float32, the maximum of each row.
           inv_temperature: ``[n]`` float32.
           form: how the vocabulary is split.
+          largest: entries of each row. The rows are read if these do not decide all thresholds.
         """
         peak = form.max(peak)
         limited = filter.limits(self.size) & wanted & jnp.isfinite(peak)
         masked = self.first_id is not None and self.token_bitmask is not None
-        least = find_thresholds(
+        search = functools.partial(
+            find_thresholds,
             filter,
-            lambda: (self.masked() if masked else self).select(rows),
-            limited,
             size=self.size,
             dtype=self.matrix.dtype,
             peak=peak,
             inv_temperature=inv_temperature,
             form=form,
         )
-        return jnp.where(limited, least, -jnp.inf)
+        least, unknown = jnp.full_like(peak, -jnp.inf), limited
+        if largest is not None:
+            found = search(lambda: largest, limited, mass_of_rows=largest.mass)
+            unknown = limited & ~largest.holds(found)
+            least = jnp.where(limited, found.least, least)
+        found = search(lambda: (self.masked() if masked else self).select(rows), unknown)
+        return jnp.where(unknown, found.least, least)
 
     def in_tiles(
         self, matrices: Sequence[tuple[jax.Array, float]], count: int, by_first_id: bool = True

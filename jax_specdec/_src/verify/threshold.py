@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,40 @@ class SomeRows(Protocol):
         """``[n, W]`` float32 entries."""
 
 
+class Largest(NamedTuple):
+    """The largest entries of rows, among which most thresholds are.
+
+    Attributes:
+      entries: ``[n, L]`` float32.
+      bound: ``[n]`` float32, all entries larger than it are listed.
+      mass: ``[n]`` float32, of all entries of the row, listed or not.
+    """
+
+    entries: jax.Array
+    bound: jax.Array
+    mass: jax.Array
+
+    def whole(self) -> jax.Array:
+        return self.entries
+
+    def holds(self, found: Thresholds) -> jax.Array:
+        """``[n]`` bool, whether what was found among them is what would be found in the rows."""
+        is_listed = (found.above > self.bound) | (found.above == -jnp.inf)
+        return is_listed & (found.least > self.bound)
+
+
+class Thresholds(NamedTuple):
+    """Thresholds of rows ``[n]``.
+
+    Attributes:
+      least: the largest of those of min-p, top-k and top-p.
+      above: the largest of those of min-p and top-k: top-p is of the mass that they leave.
+    """
+
+    least: jax.Array
+    above: jax.Array
+
+
 def find_thresholds(
     filter: Filter,
     select: Callable[[], SomeRows],
@@ -37,7 +71,8 @@ def find_thresholds(
     peak: jax.Array,
     inv_temperature: jax.Array,
     form: Form,
-) -> jax.Array:
+    mass_of_rows: jax.Array | None = None,
+) -> Thresholds:
     """The thresholds of rows: of each the largest of those of min-p, top-k and top-p.
 
     Args:
@@ -52,6 +87,8 @@ def find_thresholds(
       form: how the vocabulary is split. If it is, each round tests 15 candidates: float32 logits
         take at most 8 rounds for each of top-k and top-p, bfloat16 logits 4. A TPU that has all of
         it tests 3, for which it computes about as long as it reads: 16 and 8 rounds.
+      mass_of_rows: ``[n]`` float32, where the selected rows do not have all entries of a row: the
+        mass of all.
 
     Returns:
       ``[n]`` float32, at most `peak`; entries equal to it stay.
@@ -62,7 +99,7 @@ def find_thresholds(
         candidates=15 if form.axis is not None else 3 if form.platform == "tpu" else 1,
     )
 
-    def find() -> jax.Array:
+    def find() -> Thresholds:
         least, selected = jnp.full_like(peak, -jnp.inf), select()
         if filter.min_p is not None:
             least = peak + jnp.log(filter.min_p) / inv_temperature
@@ -79,8 +116,8 @@ def find_thresholds(
             highest = jnp.where(limits_count(top_k, size), peak, least)
             least = search(are_enough, least, highest)
 
+        above = least
         if filter.top_p is not None:
-            above = least
 
             def mass(candidates: jax.Array) -> jax.Array:
                 x = selected.whole()
@@ -91,12 +128,15 @@ def find_thresholds(
 
             limits = filter.top_p < 1
             whole = only_if(jnp.any(limits), lambda: mass(above[None])[0], jnp.ones_like(peak))
+            if mass_of_rows is not None:
+                whole = jnp.where(above == -jnp.inf, mass_of_rows, whole)
             goal = filter.top_p * jnp.where(limits, whole, 1.0)
             highest = jnp.where(limits, peak, least)
             least = search(lambda candidates: mass(candidates) >= goal[None], least, highest)
-        return least
+        return Thresholds(least, above)
 
-    return only_if(jnp.any(limited), find, jnp.full_like(peak, -jnp.inf))
+    none = jnp.full_like(peak, -jnp.inf)
+    return only_if(jnp.any(limited), find, Thresholds(none, none))
 
 
 def only_if(condition: jax.Array, fn: Callable[[], Any], otherwise: Any) -> Any:

@@ -1,9 +1,12 @@
-"""Maximum, argmax and sums by tile of every row of a matrix, in one pass over it.
+"""Maximum, argmax, sums by tile and largest entries of every row of a matrix, in one pass over it.
 
 A step of the grid has a block of 16 rows, which fill packed registers of 16-bit entries, and up to
 nine tiles of ids. It reads the block twice in vector memory: for its maximum, and for the sums
 relative to the largest entry so far. Sums of earlier blocks follow it. Lanes are combined once for
 each tile.
+
+The largest entries of a row are those of lists: each lane of every second register has one, so that
+an entry is sorted in without looking at another lane.
 """
 
 from __future__ import annotations
@@ -31,6 +34,9 @@ _TILES = 7, 8, 9
 _CHAINS = 2
 """Maxima of a block that do not wait for each other."""
 
+_LISTS, _DEPTH = 2, 6
+"""Lists of largest entries in each lane, and how many entries each of them has."""
+
 X = TypeVar("X")
 
 _VMEM = 8 * 2**20
@@ -53,7 +59,8 @@ def row_statistics(
     least: jax.Array | None = None,
     *,
     with_sums: bool = True,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    ranked: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
     """Statistics of rows.
 
     Args:
@@ -64,11 +71,14 @@ def row_statistics(
       least: ``[M]`` float32, at most the row's maximum: entries below it are left out of the sums.
         None to leave out none.
       with_sums: whether sums are wanted; if not, the argmax of every row is.
+      ranked: ``[M]`` bool, the rows of which the largest entries are wanted; None if of no row.
 
     Returns:
       The maxima ``[M]`` float32; the argmaxes ``[M]`` int32, ties to the lowest column; and
       ``[M, T]`` float32, ``sum(exp((x - maximum) / temperature))`` by tiles of columns, T of them
-      or more. If a row holds a NaN, its maximum or one of its sums is NaN or +inf.
+      or more. If a row holds a NaN, its maximum or one of its sums is NaN or +inf. And None; if
+      there are `ranked` rows, of each ``[M, L]`` float32 largest entries, and ``[M]`` float32: all
+      entries larger than it are among them.
     """
     num_rows, width = logits.shape
     count = num_tiles(width)
@@ -78,59 +88,75 @@ def row_statistics(
     scale = jnp.minimum(inv_temperature * _LOG2E, jnp.finfo(jnp.float32).max)
     bounds = jnp.full_like(scale, -jnp.inf) if least is None else least
     groups = pl.cdiv(num_rows, ROWS)
-    padded = jnp.pad(wants_argmax, (0, groups * ROWS - num_rows)).reshape(groups, ROWS)
+
+    def wanted_by_group(rows: jax.Array) -> jax.Array:
+        padded = jnp.pad(rows, (0, groups * ROWS - num_rows)).reshape(groups, ROWS)
+        return jnp.any(padded, axis=1).astype(jnp.int32)
+
     if logits.dtype == jnp.float16:  # which no kernel takes: XLA copies the rows
         logits = lax.bitcast_convert_type(logits, jnp.int16)
     one: Any = pl.BlockSpec((ROWS, 1), lambda i, j, *_: (i, 0))
     by_tile: Any = pl.BlockSpec((ROWS, lanes), lambda i, j, *_: (i, 0))
-    peak, argmax, sums = pl.pallas_call(
+    listed, kept = _LISTS * _DEPTH * _LANES, [] if ranked is None else [wanted_by_group(ranked)]
+    of_row: Any = pl.BlockSpec((ROWS, listed), lambda i, j, *_: (i, 0))
+    out_specs, shapes = (
+        [one, one, by_tile],
+        [(1, jnp.float32), (1, jnp.int32), (lanes, jnp.float32)],
+    )
+    if ranked is not None:
+        is_float32 = logits.dtype != jnp.bfloat16
+        out_specs.append(of_row)
+        shapes.append((listed, jnp.float32 if is_float32 else jnp.bfloat16))
+    peak, argmax, sums, *largest = pl.pallas_call(
         functools.partial(
             _kernel,
             tiles=tiles,
             has_least=least is not None,
             with_sums=with_sums,
+            with_largest=ranked is not None,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=2 + len(kept),
             grid=(groups, blocks),
             in_specs=[
                 pl.BlockSpec((ROWS, 2), lambda i, j, *_: (i, 0)),
                 pl.BlockSpec((ROWS, tiles * TILE), lambda i, j, *_: (i, j)),
             ],
-            out_specs=[one, one, by_tile],
+            out_specs=out_specs,
         ),
-        out_shape=[
-            jax.ShapeDtypeStruct((num_rows, 1), jnp.float32),
-            jax.ShapeDtypeStruct((num_rows, 1), jnp.int32),
-            jax.ShapeDtypeStruct((num_rows, lanes), jnp.float32),
-        ],
+        out_shape=[jax.ShapeDtypeStruct((num_rows, n), dtype) for n, dtype in shapes],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_VMEM
         ),
         name="row_statistics",
     )(
         end[None],
-        jnp.any(padded, axis=1).astype(jnp.int32),
+        wanted_by_group(wants_argmax),
+        *kept,
         jnp.stack([scale, bounds], axis=1),
         logits,
     )
-    return peak[:, 0], argmax[:, 0], sums
+    found = peak[:, 0], argmax[:, 0], sums
+    if ranked is None:
+        return *found, None
+    entries = largest[0].astype(jnp.float32)
+    ends = range(_DEPTH * _LANES, listed + 1, _DEPTH * _LANES)
+    last = functools.reduce(jnp.maximum, [entries[:, end - _LANES : end] for end in ends])
+    return *found, (entries, jnp.max(last, axis=1))
 
 
 def _kernel(
     end_ref: Any,
     wants_argmax_ref: Any,
-    row_ref: Any,
-    x_ref: Any,
-    peak_ref: Any,
-    argmax_ref: Any,
-    sums_ref: Any,
-    *,
+    *refs: Any,
     tiles: int,
     has_least: bool,
     with_sums: bool,
+    with_largest: bool,
 ) -> None:
     """One block of rows and tiles. What is found is kept from block to block of the same rows."""
+    ranked_ref, refs = (refs[0], refs[1:]) if with_largest else (wants_argmax_ref, refs)
+    row_ref, x_ref, peak_ref, argmax_ref, sums_ref, *largest_ref = refs
     group, block = pl.program_id(0), pl.program_id(1)
     first, chunks = block * tiles * TILE, tiles * _CHUNKS
     end = end_ref[0] - first
@@ -140,6 +166,8 @@ def _kernel(
         peak_ref[...] = jnp.full_like(peak_ref, -jnp.inf)
         argmax_ref[...] = jnp.zeros_like(argmax_ref)
         sums_ref[...] = jnp.zeros_like(sums_ref)
+        for ref in largest_ref:
+            ref[...] = jnp.full_like(ref, -jnp.inf)
 
     @pl.when(end < tiles * TILE)  # what is past the end may hold anything
     def _() -> None:
@@ -185,6 +213,19 @@ def _kernel(
         argmax_ref[...] = jnp.where(peak > peak_ref[...], first + column, argmax_ref[...])
         return peak
 
+    def sort_in() -> None:
+        (ref,) = largest_ref
+        places = [pl.ds(i * _LANES, _LANES) for i in range(_LISTS * _DEPTH)]
+        lists = [ref[:, place].astype(jnp.float32) for place in places]
+        for chunk in range(chunks):
+            x, its = load(chunk), chunk % _LISTS * _DEPTH
+            for i in range(its, its + _DEPTH):
+                lists[i], x = jnp.maximum(lists[i], x), jnp.minimum(lists[i], x)
+        for place, entries in zip(places, lists, strict=True):
+            ref[:, place] = entries.astype(ref.dtype)
+
+    if with_largest:
+        pl.when(ranked_ref[group] > 0)(sort_in)
     if with_sums:
         peak = lax.cond(wants_argmax_ref[group] > 0, maximum_and_argmax, maximum)
     else:
