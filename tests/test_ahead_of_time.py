@@ -324,11 +324,12 @@ for name in {topologies}:
     device = topologies.get_topology_desc(platform="tpu", topology_name=name).devices[0]
     for dtype in "bfloat16", "float16", "float32":
         for rows, vocab in (320, 128256), (21, 131071), (5, 100):
-            shapes = (rows, vocab), (), (rows,), (rows,), (rows,)
-            dtypes = dtype, "int32", "float32", "bool", "float32"
+            shapes = (rows, vocab), (), (rows,), (rows,)
+            dtypes = dtype, "int32", "float32", "bool"
             where = SingleDeviceSharding(device)
             given = [jax.ShapeDtypeStruct(s, d, sharding=where) for s, d in zip(shapes, dtypes)]
-            lowered = jax.jit(row_statistics).trace(*given).lower(lowering_platforms=("tpu",))
+            traced = jax.jit(row_statistics).trace(*given, ranked=given[3])
+            lowered = traced.lower(lowering_platforms=("tpu",))
             temporaries = lowered.compile().memory_analysis().temp_size_in_bytes
             print(name, dtype, rows, vocab, temporaries)
 """

@@ -25,11 +25,11 @@ from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import Status
 from jax_specdec._src.verify.draw import LocalRows, race_draw
 from jax_specdec._src.verify.form import of_owner
+from jax_specdec._src.verify.largest import Largest
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.requests import Request
 from jax_specdec._src.verify.rows import Partials, Rows, argmax_of_parts
 from jax_specdec._src.verify.rules import Rule, accepts_greedy
-from jax_specdec._src.verify.threshold import Largest
 from jax_specdec._src.verify.tiles import Scale
 
 _MANY_PAIRS = 2**22
@@ -160,7 +160,7 @@ def _in_one_pass(
 
     Thresholds are searched for among the largest entries, if this device has whole rows.
     """
-    target, form, least, largest = rows.target, rows.form, None, None
+    target, form, least, ranked = rows.target, rows.form, None, None
     num_rows, end = target.matrix.shape[0], jnp.int32(target.width)
     if target.first_id is not None:
         end = jnp.clip(target.size - target.first_id, 0, end)
@@ -168,16 +168,16 @@ def _in_one_pass(
     inv, greedy, wanted, filter = _of_owners(requests, num_rows, (*given, requests.filter))
     assert form.row_statistics is not None
     statistics = functools.partial(form.row_statistics, target.matrix, end, inv)
-    ranked = None
     if samples and filter is not None and form.axis is None:
         ranked = wanted & filter.limits(target.size)
-    peak, argmax, sums, listed = statistics(greedy, with_sums=samples, ranked=ranked)
+    peak, argmax, sums, lists = statistics(greedy, with_sums=samples, ranked=ranked)
     if samples and filter is not None:
-        if listed is not None:
-            entries, bound = listed
-            largest = Largest(entries, bound, jnp.sum(sums, axis=1))
+        largest = None
+        if lists is not None:
+            mass = functools.partial(jnp.sum, sums, axis=1)
+            largest = functools.partial(Largest.of, lists, mass)
         least = target.find_thresholds(None, filter, wanted, peak, inv, form, largest)
-        _, _, sums, _ = statistics(jnp.zeros_like(greedy), least)
+        _, _, sums, _ = statistics(greedy, (peak, least))
     partials = Partials(peak, jnp.sum(sums, axis=1)).checked()
     argmax = argmax if target.first_id is None else target.first_id + argmax
     kept = sums[:, : rows.num_tiles] if samples and form.keeps_sums else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,8 @@ from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import DraftDistribution, DraftProbs
 from jax_specdec._src.verify import tiles
 from jax_specdec._src.verify.form import Form
-from jax_specdec._src.verify.threshold import Largest, find_thresholds
+from jax_specdec._src.verify.largest import LANES, Largest, lists_of
+from jax_specdec._src.verify.threshold import find_thresholds
 
 
 def bits_at(words: jax.Array, row: jax.Array, ids: jax.Array) -> jax.Array:
@@ -45,11 +46,11 @@ def _bits_by_product(words: jax.Array) -> jax.Array:
     It is slow to move numbers between lanes, but a product with zeros and ones does it: one octet
     goes to eight lanes, exactly.
     """
-    words = jnp.pad(words, (*[(0, 0)] * (words.ndim - 1), (0, -words.shape[-1] % (_LANES // 32))))
+    words = jnp.pad(words, (*[(0, 0)] * (words.ndim - 1), (0, -words.shape[-1] % (LANES // 32))))
     octets = jnp.stack([(words >> i) & 255 for i in range(0, 32, 8)], axis=-1)
-    octets = octets.reshape(*words.shape[:-1], -1, _LANES // 8).astype(jnp.bfloat16)
-    lanes = jnp.arange(_LANES, dtype=jnp.int32)
-    to_lanes = (jnp.arange(_LANES // 8)[:, None] == lanes // 8).astype(jnp.bfloat16)
+    octets = octets.reshape(*words.shape[:-1], -1, LANES // 8).astype(jnp.bfloat16)
+    lanes = jnp.arange(LANES, dtype=jnp.int32)
+    to_lanes = (jnp.arange(LANES // 8)[:, None] == lanes // 8).astype(jnp.bfloat16)
     given = jnp.dot(octets, to_lanes, preferred_element_type=jnp.float32).astype(jnp.int32)
     return ((given >> (lanes % 8)) & 1 == 1).reshape(*words.shape[:-1], -1)
 
@@ -329,7 +330,7 @@ class Rows:
         peak: jax.Array,
         inv_temperature: jax.Array,
         form: Form,
-        largest: Largest | None = None,
+        largest: Callable[[], Largest] | None = None,
     ) -> jax.Array:
         """``[n]`` thresholds below which a filter keeps no entry; -inf if it keeps all.
 
@@ -340,27 +341,30 @@ class Rows:
           peak: ``[n]`` float32, the maximum of each row.
           inv_temperature: ``[n]`` float32.
           form: how the vocabulary is split.
-          largest: entries of each row. The rows are read if these do not decide all thresholds.
+          largest: finds the largest entries of each row. Without it, XLA finds those of all whole
+            rows on a TPU.
         """
         peak = form.max(peak)
         limited = filter.limits(self.size) & wanted & jnp.isfinite(peak)
         masked = self.first_id is not None and self.token_bitmask is not None
-        search = functools.partial(
-            find_thresholds,
+        if largest is None and rows is None and self.platform == "tpu" and self.first_id is None:
+            mass = functools.partial(self.sums, None, peak, inv_temperature)
+
+            def largest() -> Largest:
+                return Largest.of(lists_of(self.matrix, self.width), mass)
+
+        least = find_thresholds(
             filter,
+            lambda: (self.masked() if masked else self).select(rows),
+            limited,
             size=self.size,
             dtype=self.matrix.dtype,
             peak=peak,
             inv_temperature=inv_temperature,
             form=form,
+            largest=largest,
         )
-        least, unknown = jnp.full_like(peak, -jnp.inf), limited
-        if largest is not None:
-            found = search(lambda: largest, limited, mass_of_rows=largest.mass)
-            unknown = limited & ~largest.holds(found)
-            least = jnp.where(limited, found.least, least)
-        found = search(lambda: (self.masked() if masked else self).select(rows), unknown)
-        return jnp.where(unknown, found.least, least)
+        return jnp.where(limited, least, -jnp.inf)
 
     def in_tiles(
         self, matrices: Sequence[tuple[jax.Array, float]], count: int, by_first_id: bool = True
@@ -387,7 +391,7 @@ class Rows:
             whole = width // tiles.TILE
             cut = whole * tiles.TILE
             if whole:
-                of_tile = (tiles.TILE // _LANES, _LANES) if of_one_row else (tiles.TILE,)
+                of_tile = (tiles.TILE // LANES, LANES) if of_one_row else (tiles.TILE,)
                 views = [x[:, :cut].reshape(-1, whole, *of_tile) for x in xs]
                 found.append((0, lax.optimization_barrier(views) if of_one_row else views))
             if cut < width:
@@ -400,9 +404,6 @@ class Rows:
             xs = [_padded(x, tiles.TILE, size - x.shape[1], fill) for x, fill in matrices]
             xs = [lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in xs]
         return [(0, [x.reshape(x.shape[0], count, tiles.TILE) for x in xs])]
-
-
-_LANES = 128
 
 
 def sum_of_tiles(x: jax.Array) -> jax.Array:

@@ -18,6 +18,10 @@ from jax import lax
 
 from jax_specdec._src.sampling import Filter, limits_count
 from jax_specdec._src.verify.form import Form
+from jax_specdec._src.verify.largest import Largest
+
+ALL_ENTRIES = "all_entries"
+"""The scope of the operations that search all entries of rows."""
 
 
 class SomeRows(Protocol):
@@ -25,28 +29,6 @@ class SomeRows(Protocol):
 
     def whole(self) -> jax.Array:
         """``[n, W]`` float32 entries."""
-
-
-class Largest(NamedTuple):
-    """The largest entries of rows, among which most thresholds are.
-
-    Attributes:
-      entries: ``[n, L]`` float32.
-      bound: ``[n]`` float32, all entries larger than it are listed.
-      mass: ``[n]`` float32, of all entries of the row, listed or not.
-    """
-
-    entries: jax.Array
-    bound: jax.Array
-    mass: jax.Array
-
-    def whole(self) -> jax.Array:
-        return self.entries
-
-    def holds(self, found: Thresholds) -> jax.Array:
-        """``[n]`` bool, whether what was found among them is what would be found in the rows."""
-        is_listed = (found.above > self.bound) | (found.above == -jnp.inf)
-        return is_listed & (found.least > self.bound)
 
 
 class Thresholds(NamedTuple):
@@ -71,8 +53,8 @@ def find_thresholds(
     peak: jax.Array,
     inv_temperature: jax.Array,
     form: Form,
-    mass_of_rows: jax.Array | None = None,
-) -> Thresholds:
+    largest: Callable[[], Largest] | None = None,
+) -> jax.Array:
     """The thresholds of rows: of each the largest of those of min-p, top-k and top-p.
 
     Args:
@@ -87,8 +69,8 @@ def find_thresholds(
       form: how the vocabulary is split. If it is, each round tests 15 candidates: float32 logits
         take at most 8 rounds for each of top-k and top-p, bfloat16 logits 4. A TPU that has all of
         it tests 3, for which it computes about as long as it reads: 16 and 8 rounds.
-      mass_of_rows: ``[n]`` float32, where the selected rows do not have all entries of a row: the
-        mass of all.
+      largest: finds the largest entries of the rows; not called where no row has a threshold. The
+        rows are read if these do not decide all thresholds.
 
     Returns:
       ``[n]`` float32, at most `peak`; entries equal to it stay.
@@ -99,8 +81,8 @@ def find_thresholds(
         candidates=15 if form.axis is not None else 3 if form.platform == "tpu" else 1,
     )
 
-    def find() -> Thresholds:
-        least, selected = jnp.full_like(peak, -jnp.inf), select()
+    def find(selected: SomeRows, mass_of_rows: Callable[[], jax.Array] | None) -> Thresholds:
+        least = jnp.full_like(peak, -jnp.inf)
         if filter.min_p is not None:
             least = peak + jnp.log(filter.min_p) / inv_temperature
 
@@ -129,14 +111,30 @@ def find_thresholds(
             limits = filter.top_p < 1
             whole = only_if(jnp.any(limits), lambda: mass(above[None])[0], jnp.ones_like(peak))
             if mass_of_rows is not None:
-                whole = jnp.where(above == -jnp.inf, mass_of_rows, whole)
+                is_whole = above == -jnp.inf
+                of_rows = only_if(jnp.any(limits & limited & is_whole), mass_of_rows, whole)
+                whole = jnp.where(is_whole, of_rows, whole)
             goal = filter.top_p * jnp.where(limits, whole, 1.0)
             highest = jnp.where(limits, peak, least)
             least = search(lambda candidates: mass(candidates) >= goal[None], least, highest)
         return Thresholds(least, above)
 
-    none = jnp.full_like(peak, -jnp.inf)
-    return only_if(jnp.any(limited), find, Thresholds(none, none))
+    least, unknown = jnp.full_like(peak, -jnp.inf), limited
+    if largest is not None:
+        find_largest = largest
+
+        def among_largest() -> tuple[jax.Array, jax.Array]:
+            them = find_largest()
+            found = find(them, them.mass)
+            is_listed = (found.above > them.bound) | (found.above == -jnp.inf)
+            return found.least, is_listed & (found.least > them.bound)
+
+        nothing = least, jnp.zeros_like(limited)
+        least, known = only_if(jnp.any(limited), among_largest, nothing)
+        unknown = limited & ~known
+    with jax.named_scope(ALL_ENTRIES):
+        rest = only_if(jnp.any(unknown), lambda: find(select(), None).least, least)
+    return jnp.where(unknown, rest, least)
 
 
 def only_if(condition: jax.Array, fn: Callable[[], Any], otherwise: Any) -> Any:
