@@ -181,6 +181,8 @@ LAYOUTS = [
         kind="normalized",
         draft_dtype="bfloat16",
         vocab_size=2 * TILE - 1,
+        has_filters=True,
+        has_bitmask=True,
     ),
     Layout(vocab=4224, **BIG, kind="logits", agreement=True, has_filters=True),
     Layout(vocab=2203, **BIG, kind="relative", dtype="float16", rates=RATES),
@@ -249,12 +251,6 @@ def call(**options):
     batch = random_batch(FIRST, 0)
     args, kwargs = batch.arguments()
     return rejection_sample(*args, **kwargs, **options)
-
-
-def test_refuses_a_bitmask():
-    mask = np.full((42, 4), -1, np.int32)
-    with pytest.raises(NotImplementedError, match="mosaic_tpu.*without a token_bitmask"):
-        call(token_bitmask=mask)
 
 
 def test_refuses_values_that_vary_over_a_mesh():

@@ -75,8 +75,9 @@ class LocalRows:
         """
         target = Rows.of_logits(target_logits, size, token_bitmask, form)
         # Bits of a part, and on a TPU, are expensive for XLA to read repeatedly.
-        if target.first_id is not None or (form.platform == "tpu" and not form.in_order):
-            target = target if form.kernels else target.masked()
+        on_tpu = form.platform == "tpu" and not form.in_order
+        if form.kernels is None and (target.first_id is not None or on_tpu):
+            target = target.masked()
         first_id = target.first_id if form.draft_is_split else None
         draft = None
         if distribution is not None:

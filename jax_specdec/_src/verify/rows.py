@@ -49,10 +49,10 @@ def _bits_by_product(words: jax.Array) -> jax.Array:
     words = jnp.pad(words, (*[(0, 0)] * (words.ndim - 1), (0, -words.shape[-1] % (LANES // 32))))
     octets = jnp.stack([(words >> i) & 255 for i in range(0, 32, 8)], axis=-1)
     octets = octets.reshape(*words.shape[:-1], -1, LANES // 8).astype(jnp.bfloat16)
-    lanes = jnp.arange(LANES, dtype=jnp.int32)
-    to_lanes = (jnp.arange(LANES // 8)[:, None] == lanes // 8).astype(jnp.bfloat16)
+    to_lanes = jnp.repeat(jnp.eye(LANES // 8, dtype=jnp.bfloat16), 8, axis=1)
     given = jnp.dot(octets, to_lanes, preferred_element_type=jnp.float32).astype(jnp.int32)
-    return ((given >> (lanes % 8)) & 1 == 1).reshape(*words.shape[:-1], -1)
+    places = lax.broadcasted_iota(jnp.int32, given.shape, given.ndim - 1) % 8
+    return ((given >> places) & 1 == 1).reshape(*words.shape[:-1], -1)
 
 
 class Partials(NamedTuple):

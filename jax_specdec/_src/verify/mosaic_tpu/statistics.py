@@ -218,7 +218,7 @@ def _kernel(
 
         @pl.when(is_ranked)
         def _() -> None:
-            lists = sort_in(listed(), map(load, range(chunks)))
+            lists = sort_in(listed(), load, chunks)
             for place, entries in zip(places, lists, strict=True):
                 largest_ref[0][:, place] = entries.astype(largest_ref[0].dtype)
 
