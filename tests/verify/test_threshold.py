@@ -80,7 +80,7 @@ def test_the_threshold_keeps_what_a_sort_keeps(dtype, seed, shift):
         assert row[row.argmax()] >= found[b]
 
 
-WITHOUT_ROWS = jax.jit(lambda *given: thresholds.__wrapped__(*given, platform="tpu"))
+OF_OTHER_ROWS = jax.jit(lambda *given: thresholds.__wrapped__(*given, platform="tpu"))
 """Traced apart."""
 
 # Deviation, min-p, top-k, top-p, and whether the entries that a TPU lists decide.
@@ -108,12 +108,12 @@ def test_thresholds_among_the_largest_entries_are_those_of_all(case):
     wanted = thresholds(*given)
     np.testing.assert_array_equal(thresholds(*given, platform="tpu"), wanted)
 
-    def without_rows(filter: Filter, select: Any, *args: Any, **kwargs: Any) -> jax.Array:
-        nothing = dataclasses.replace(select(), matrix=jnp.full(x.shape, jnp.nan, jnp.bfloat16))
-        return threshold.find_thresholds(filter, lambda: nothing, *args, **kwargs)
+    def of_other_rows(filter: Filter, select: Any, *args: Any, **kwargs: Any) -> jax.Array:
+        others = dataclasses.replace(select(), matrix=select().matrix - 0.125)
+        return threshold.find_thresholds(filter, lambda: others, *args, **kwargs)
 
-    with mock.patch.object(rows, "find_thresholds", without_rows):
-        found = WITHOUT_ROWS(*given)
+    with mock.patch.object(rows, "find_thresholds", of_other_rows):
+        found = OF_OTHER_ROWS(*given)
     assert (found == wanted).all() == is_listed
 
 
