@@ -82,7 +82,8 @@ def test_what_is_found_of_rows_is_what_numpy_finds(num_rows, width, end, dtype):
     for peak, _, sums, _ in (alone, both, kept):
         np.testing.assert_array_equal(peak[2:], x[2:].max(axis=1))
         assert not sums[2].any()
-    entries, bound = map(np.asarray, Largest.of(map(jnp.asarray, both[3]), jnp.zeros_like)[:2])
+    lists = Largest.of(jnp.asarray(both[3]), lambda: jnp.zeros(()))
+    entries, bound = np.asarray(lists.whole()), np.asarray(lists.bound)
     for b in np.flatnonzero(ranked)[3:]:
         listed, wanted = (np.sort(y[b][y[b] > bound[b]]) for y in (entries, x))
         np.testing.assert_array_equal(listed, wanted)
@@ -237,7 +238,7 @@ def test_is_lowered_for_a_tpu_by_every_jax(dtype, is_x64):
     def both(*given):
         *given, wanted, least = given
         peak, argmax, _, lists = statistics.row_statistics(*given, wanted, ranked=wanted)
-        return argmax, lists[0], statistics.row_statistics(*given, wanted, (peak, least))[2]
+        return argmax, lists, statistics.row_statistics(*given, wanted, (peak, least))[2]
 
     with jax.enable_x64(is_x64):
         traced = both.trace(*arrays)

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_specdec._src.verify.largest import LANES, NUM_LISTED, sort_in
+from jax_specdec._src.verify.largest import LANES, NUM_LISTED, PLACES, sort_in
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
 ROWS = 16
@@ -56,7 +56,7 @@ def row_statistics(
     *,
     with_sums: bool = True,
     ranked: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array] | None]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Statistics of rows.
 
     Args:
@@ -73,8 +73,7 @@ def row_statistics(
       The maxima ``[M]`` float32; the argmaxes ``[M]`` int32, ties to the lowest column; and
       ``[M, T]`` float32, ``sum(exp((x - maximum) / temperature))`` by tiles of columns, T of them
       or more. If a row holds a NaN, its maximum or one of its sums is NaN or +inf. And None, or
-      the lists of `verify.largest`, ``[M, 128]`` each, of the `ranked` rows; those of others may be
-      empty.
+      the lists ``[M, L]`` of `verify.largest`; of a row that is not `ranked` they may be empty.
     """
     num_rows, width = logits.shape
     count = num_tiles(width)
@@ -130,7 +129,7 @@ def row_statistics(
     found = peak[:, 0], argmax[:, 0], sums
     if ranked is None:
         return *found, None
-    return *found, jnp.split(largest[0], NUM_LISTED // LANES, axis=1)
+    return *found, largest[0]
 
 
 def _kernel(
@@ -202,10 +201,8 @@ def _kernel(
         argmax_ref[...] = jnp.where(peak > peak_ref[...], first + column, argmax_ref[...])
         return peak
 
-    places = [pl.ds(i, LANES) for i in range(0, NUM_LISTED if with_largest else 0, LANES)]
-
     def listed() -> list[jax.Array]:
-        return [largest_ref[0][:, place].astype(jnp.float32) for place in places]
+        return [largest_ref[0][:, place].astype(jnp.float32) for place in PLACES]
 
     def listed_maximum() -> jax.Array:
         return jnp.max(functools.reduce(jnp.maximum, listed()), axis=1, keepdims=True)
@@ -219,7 +216,7 @@ def _kernel(
         @pl.when(is_ranked)
         def _() -> None:
             lists = sort_in(listed(), load, chunks)
-            for place, entries in zip(places, lists, strict=True):
+            for place, entries in zip(PLACES, lists, strict=True):
                 largest_ref[0][:, place] = entries.astype(largest_ref[0].dtype)
 
     before = peak_ref[...]
