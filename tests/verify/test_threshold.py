@@ -90,7 +90,8 @@ LISTED = {
     "a whole row's mass": (FEW, 0.0, 0, 0.5, True),
     "min-p": (FEW, 0.3, 0, 0.9, True),
     "more than are listed": (FEW, 0.0, 4000, 1.0, False),
-    "a flat row": (MANY, 0.0, 0, 0.9, False),
+    "flat rows": (MANY, 0.0, 0, 0.9, False),
+    "one flat row": ([FEW] * (B - 1) + [MANY], 0.0, 0, 0.5, False),
     "min-p of a flat row": (MANY, 0.5, 0, 1e-6, False),
     "ties": (SAME, 0.0, 3, 0.9, False),
 }
@@ -100,7 +101,8 @@ LISTED = {
 def test_thresholds_among_the_largest_entries_are_those_of_all(case):
     """And they do not depend on the rows where the largest entries decide."""
     deviation, min_p, top_k, top_p, is_listed = case
-    x = deviation * np.random.default_rng(0).standard_normal((B, 2 * 4096 + 100))
+    x = np.random.default_rng(0).standard_normal((B, 2 * 4096 + 100))
+    x *= np.broadcast_to(deviation, B)[:, None]
     x[0, ::3] = -np.inf
     numbers = zip((min_p, top_k, top_p), ("float32", "int32", "float32"), strict=True)
     filter = Filter(*(np.full(B, number, dtype) for number, dtype in numbers))
@@ -109,8 +111,10 @@ def test_thresholds_among_the_largest_entries_are_those_of_all(case):
     np.testing.assert_array_equal(thresholds(*given, platform="tpu"), wanted)
 
     def of_other_rows(filter: Filter, select: Any, *args: Any, **kwargs: Any) -> jax.Array:
-        others = dataclasses.replace(select(), matrix=select().matrix - 0.125)
-        return threshold.find_thresholds(filter, lambda: others, *args, **kwargs)
+        def others(index: jax.Array | None) -> Any:
+            return dataclasses.replace(select(index), matrix=select(index).matrix - 0.125)
+
+        return threshold.find_thresholds(filter, others, *args, **kwargs)
 
     with mock.patch.object(rows, "find_thresholds", of_other_rows):
         found = OF_OTHER_ROWS(*given)

@@ -355,7 +355,9 @@ class Rows:
 
         least = find_thresholds(
             filter,
-            lambda: (self.masked() if masked else self).select(rows),
+            lambda index: (self.masked() if masked else self).select(
+                rows if index is None else index
+            ),
             limited,
             size=self.size,
             dtype=self.matrix.dtype,
