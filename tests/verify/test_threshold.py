@@ -92,7 +92,8 @@ LISTED = {
     "more than are listed": (FEW, 0.0, 4000, 1.0, False),
     "flat rows": (MANY, 0.0, 0, 0.9, False),
     "one flat row": ([FEW] * (B - 1) + [MANY], 0.0, 0, 0.5, False),
-    "min-p of a flat row": (MANY, 0.5, 0, 1e-6, False),
+    "min-p alone": (MANY, 0.5, 0, 1.0, True),
+    "min-p of flat rows": (MANY, 0.5, 0, 1e-6, False),
     "ties": (SAME, 0.0, 3, 0.9, False),
 }
 

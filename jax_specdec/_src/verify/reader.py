@@ -169,7 +169,7 @@ def _in_one_pass(
     assert form.row_statistics is not None
     statistics = functools.partial(form.row_statistics, target.matrix, end, inv)
     if samples and filter is not None and form.axis is None:
-        ranked = wanted & filter.limits(target.size)
+        ranked = wanted & filter.is_searched(target.size)
     peak, argmax, sums, lists = statistics(greedy, with_sums=samples, ranked=ranked)
     if samples and filter is not None:
         largest = None

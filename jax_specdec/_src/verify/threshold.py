@@ -70,7 +70,7 @@ def find_thresholds(
       form: how the vocabulary is split. If it is, each round tests 15 candidates: float32 logits
         take at most 8 rounds for each of top-k and top-p, bfloat16 logits 4. A TPU that has all of
         it tests 3, for which it computes about as long as it reads: 16 and 8 rounds.
-      largest: finds the largest entries of the rows; not called where no row has a threshold. Rows
+      largest: finds the largest entries of the rows; not called where nothing is searched for. Rows
         whose thresholds these do not decide are read: a few at a time, or all if they are many.
 
     Returns:
@@ -98,8 +98,10 @@ def find_thresholds(
         is_listed = (found.above > them.bound) | (found.above == -jnp.inf)
         return found.least, is_listed & (found.least > them.bound)
 
-    least, known = only_if(jnp.any(limited), among_largest, (none, jnp.zeros_like(limited)))
-    unknown = limited & ~known
+    searched = limited & filter.is_searched(size)
+    nothing = _of_min_p(filter, peak, inv_temperature), jnp.zeros_like(limited)
+    least, known = only_if(jnp.any(searched), among_largest, nothing)
+    unknown = searched & ~known
 
     def in_few_rows() -> jax.Array:
         order = _first(unknown)
@@ -128,10 +130,7 @@ def _found_in(
     form: Form,
 ) -> Thresholds:
     """The thresholds of rows that are selected; `mass_of_rows` if these lack entries of theirs."""
-    least = jnp.full_like(peak, -jnp.inf)
-    if filter.min_p is not None:
-        least = peak + jnp.log(filter.min_p) / inv_temperature
-
+    least = _of_min_p(filter, peak, inv_temperature)
     if filter.top_k is not None:
         top_k = filter.top_k
 
@@ -164,6 +163,12 @@ def _found_in(
         highest = jnp.where(limits, peak, least)
         least = search(lambda candidates: mass(candidates) >= goal[None], least, highest)
     return Thresholds(least, above)
+
+
+def _of_min_p(filter: Filter, peak: jax.Array, inv_temperature: jax.Array) -> jax.Array:
+    if filter.min_p is None:
+        return jnp.full_like(peak, -jnp.inf)
+    return peak + jnp.log(filter.min_p) / inv_temperature
 
 
 def _first(these: jax.Array) -> jax.Array:
