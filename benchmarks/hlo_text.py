@@ -112,12 +112,14 @@ class Program:
       entry: the program's.
       trips: how often a loop turns that does not say: how far it goes depends on the data.
       cycles: of an operation that moves so many bytes of HBM.
+      skipped: the scope (`jax.named_scope`) whose loops do not turn; None if there is none.
     """
 
     computations: dict[str, dict[str, Instruction]]
     entry: str
     trips: int
     cycles: Callable[[Instruction, int], int]
+    skipped: str | None = None
 
     @classmethod
     def of(
@@ -154,6 +156,8 @@ class Program:
 
     def trips_of(self, loop: Instruction) -> int:
         """As often as the loop turns: `trips` where the data decide, once if it only asks."""
+        if self.skipped and f"/{self.skipped}/" in loop.line:
+            return 0
         known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.line)
         if known:
             return int(known[1])

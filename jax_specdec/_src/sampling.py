@@ -178,9 +178,12 @@ class Filter(NamedTuple):
 
     def limits(self, size: int) -> jax.Array:
         """Whether the filter may leave out any of `size` ids."""
+        used = self.is_searched(size)
+        return used if self.min_p is None else used | (self.min_p > 0)
+
+    def is_searched(self, size: int) -> jax.Array:
+        """Whether its threshold must be searched for, as that of min-p alone need not."""
         used = jnp.bool_(False)
-        if self.min_p is not None:
-            used |= self.min_p > 0
         if self.top_k is not None:
             used |= limits_count(self.top_k, size)
         if self.top_p is not None:

@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, PartitionSpec
 
 import jax_specdec as sd
+from jax_specdec._src.verify.largest import Largest
 from jax_specdec._src.verify.mosaic_tpu import residual, statistics, support
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
@@ -58,38 +59,50 @@ def rows_of(num_rows: int, width: int, dtype: str) -> jax.Array:
 
 
 @pytest.mark.parametrize(("num_rows", "width", "end", "dtype"), SHAPES)
-def test_maxima_argmaxes_and_sums_by_tile_are_those_of_numpy(num_rows, width, end, dtype):
+def test_what_is_found_of_rows_is_what_numpy_finds(num_rows, width, end, dtype):
+    """Maxima, argmaxes, sums by tile of all entries and of those from `least` on, largest entries.
+
+    The last block's argmaxes are wanted, and the largest entries of all blocks but the last.
+    """
     logits = rows_of(num_rows, width, dtype)
     rng = np.random.default_rng(0)
     inverse = rng.uniform(0.5, 2, num_rows).astype(np.float32)
-    wanted = np.arange(num_rows) == num_rows - 1  # of the last block alone
+    last = np.arange(num_rows) == num_rows - 1
+    ranked = np.arange(num_rows) < max(5, num_rows - num_rows % statistics.ROWS)
     least = np.where(rng.random(num_rows) < 0.5, 1.0, -np.inf).astype(np.float32)
     with backend():
-        argmaxes = functools.partial(statistics.row_statistics, with_sums=False)
-        alone = jax.device_get(jax.jit(argmaxes)(logits, jnp.int32(end), inverse, wanted))
-        both = jax.device_get(
-            jax.jit(statistics.row_statistics)(logits, jnp.int32(end), inverse, wanted, least)
-        )
+        run = functools.partial(jax.jit, static_argnames="with_sums")(statistics.row_statistics)
+        given = logits, jnp.int32(end), inverse
+        alone = jax.device_get(run(*given, last, with_sums=False))
+        both = jax.device_get(run(*given, last, ranked=ranked))
+        kept = jax.device_get(run(*given, last, (both[0], least)))
     x = np.asarray(logits.astype(jnp.float32), np.float64)[:, :end]
     assert np.isposinf(alone[0][:2]).all()
     assert not np.isfinite(both[0][:2] + both[2][:2].sum(axis=1)).any()
-    for peak, _, sums in (alone, both):
+    for peak, _, sums, _ in (alone, both, kept):
         np.testing.assert_array_equal(peak[2:], x[2:].max(axis=1))
         assert not sums[2].any()
-    x, least, inverse, sums = x[3:], least[3:, None], np.float64(inverse[3:, None]), both[2][3:]
+    lists = Largest.of(jnp.asarray(both[3]), lambda: jnp.zeros(()))
+    entries, bound = np.asarray(lists.whole()), np.asarray(lists.bound)
+    for b in np.flatnonzero(ranked)[3:]:
+        listed, wanted = (np.sort(y[b][y[b] > bound[b]]) for y in (entries, x))
+        np.testing.assert_array_equal(listed, wanted)
+        assert len(wanted) > 20
+    x, least, inverse = x[3:], least[3:, None], np.float64(inverse[3:, None])
     np.testing.assert_array_equal(alone[1][3:], x.argmax(axis=1))
     assert both[1][-1] == x[-1].argmax()
-    weights = np.where(x < least, 0.0, np.exp((x - x.max(axis=1, keepdims=True)) * inverse))
-    count = num_tiles(width)
-    weights = np.pad(weights, ((0, 0), (0, count * TILE - end))).reshape(-1, count, TILE)
-    np.testing.assert_allclose(sums[:, :count], weights.sum(axis=2), rtol=3e-6)
-    assert not sums[:, count:].any()
+    weights, count = np.exp((x - x.max(axis=1, keepdims=True)) * inverse), num_tiles(width)
+    for (_, _, sums, _), limit in ((both, -np.inf), (kept, least)):
+        left = np.where(x < limit, 0.0, weights)
+        left = np.pad(left, ((0, 0), (0, count * TILE - end))).reshape(-1, count, TILE)
+        np.testing.assert_allclose(sums[3:, :count], left.sum(axis=2), rtol=3e-6)
+        assert not sums[3:, count:].any()
 
 
 def test_an_end_before_the_first_column_leaves_nothing():
     """As of a part of the vocabulary that is all padding."""
     with backend():
-        peak, _, sums = jax.jit(statistics.row_statistics)(
+        peak, _, sums, _ = jax.jit(statistics.row_statistics)(
             rows_of(21, 131, "bfloat16"), jnp.int32(-5), jnp.ones(21), jnp.ones(21, bool)
         )
     assert np.isneginf(peak).all() and not np.asarray(sums).any()
@@ -169,6 +182,8 @@ LAYOUTS = [
         kind="normalized",
         draft_dtype="bfloat16",
         vocab_size=2 * TILE - 1,
+        has_filters=True,
+        has_bitmask=True,
     ),
     Layout(vocab=4224, **BIG, kind="logits", agreement=True, has_filters=True),
     Layout(vocab=2203, **BIG, kind="relative", dtype="float16", rates=RATES),
@@ -218,10 +233,18 @@ def test_is_lowered_for_a_tpu_by_every_jax(dtype, is_x64):
     shapes = [(21, 300), (), (21,), (21,), (21,)]
     dtypes = [dtype, "int32", "float32", "bool", "float32"]
     arrays = map(jax.ShapeDtypeStruct, shapes, map(jnp.dtype, dtypes))
+
+    @jax.jit
+    def both(*given):
+        *given, wanted, least = given
+        peak, argmax, _, lists = statistics.row_statistics(*given, wanted, ranked=wanted)
+        return argmax, lists, statistics.row_statistics(*given, wanted, (peak, least))[2]
+
     with jax.enable_x64(is_x64):
-        traced = jax.jit(statistics.row_statistics).trace(*arrays)
+        traced = both.trace(*arrays)
         lowered = traced.lower(lowering_platforms=("tpu",))
-    assert [str(x.dtype) for x in traced.out_info] == ["float32", "int32", "float32"]
+    listed = "bfloat16" if dtype == "bfloat16" else "float32"
+    assert [str(x.dtype) for x in traced.out_info] == ["int32", listed, "float32"]
     assert "tpu_custom_call" in lowered.as_text()
 
 
@@ -229,12 +252,6 @@ def call(**options):
     batch = random_batch(FIRST, 0)
     args, kwargs = batch.arguments()
     return rejection_sample(*args, **kwargs, **options)
-
-
-def test_refuses_a_bitmask():
-    mask = np.full((42, 4), -1, np.int32)
-    with pytest.raises(NotImplementedError, match="mosaic_tpu.*without a token_bitmask"):
-        call(token_bitmask=mask)
 
 
 def test_refuses_values_that_vary_over_a_mesh():

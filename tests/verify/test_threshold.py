@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -27,10 +28,12 @@ B = 6
 SIZES = {"float32": 33, "bfloat16": 2051, "float16": 33}
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
-def thresholds(logits: jax.Array, temperature: jax.Array, filter: Filter, dtype: str) -> jax.Array:
-    form = Form("cpu")
-    target = rows.Rows.of_logits(logits, SIZES[dtype], None, form)
+@functools.partial(jax.jit, static_argnames="platform")
+def thresholds(
+    logits: jax.Array, temperature: jax.Array, filter: Filter, platform: str = "cpu"
+) -> jax.Array:
+    form = Form(platform)
+    target = rows.Rows.of_logits(logits, logits.shape[1], None, form)
     wanted, inv = jnp.ones((B,), bool), inverse_temperature(temperature)
     return target.find_thresholds(None, filter, wanted, target.peak(None), inv, form)
 
@@ -67,7 +70,7 @@ def test_the_threshold_keeps_what_a_sort_keeps(dtype, seed, shift):
         np.int32(rng.choice([0, 1, 2, 10, x.shape[1], 2**31 - 1], B)),
         np.float32(rng.choice([1.0, 1e-9, 0.3, 0.9, 0.999], B)),
     )
-    found = np.asarray(thresholds(logits, temperature, filter, dtype))
+    found = np.asarray(thresholds(jnp.asarray(logits), temperature, filter))
     for b, row in enumerate(logits.astype(np.float32)):
         values = [values[b].item() for values in filter]
         kept, close = kept_by_sorting(row, temperature[b], *values)
@@ -75,6 +78,48 @@ def test_the_threshold_keeps_what_a_sort_keeps(dtype, seed, shift):
             got = (row >= found[b]) & (row > -np.inf)
             np.testing.assert_array_equal(got, kept, err_msg=f"{values} at {temperature[b]}")
         assert row[row.argmax()] >= found[b]
+
+
+OF_OTHER_ROWS = jax.jit(lambda *given: thresholds.__wrapped__(*given, platform="tpu"))
+"""Traced apart."""
+
+# Deviation, min-p, top-k, top-p, and whether the entries that a TPU lists decide.
+FEW, MANY, SAME = 4.0, 0.01, 0.0  # standard deviations, of which few, many or all entries matter
+LISTED = {
+    "few": (FEW, 0.0, 50, 0.9, True),
+    "a whole row's mass": (FEW, 0.0, 0, 0.5, True),
+    "min-p": (FEW, 0.3, 0, 0.9, True),
+    "more than are listed": (FEW, 0.0, 4000, 1.0, False),
+    "flat rows": (MANY, 0.0, 0, 0.9, False),
+    "one flat row": ([FEW] * (B - 1) + [MANY], 0.0, 0, 0.5, False),
+    "min-p alone": (MANY, 0.5, 0, 1.0, True),
+    "min-p of flat rows": (MANY, 0.5, 0, 1e-6, False),
+    "ties": (SAME, 0.0, 3, 0.9, False),
+}
+
+
+@pytest.mark.parametrize("case", LISTED.values(), ids=LISTED)
+def test_thresholds_among_the_largest_entries_are_those_of_all(case):
+    """And they do not depend on the rows where the largest entries decide."""
+    deviation, min_p, top_k, top_p, is_listed = case
+    x = np.random.default_rng(0).standard_normal((B, 2 * 4096 + 100))
+    x *= np.broadcast_to(deviation, B)[:, None]
+    x[0, ::3] = -np.inf
+    numbers = zip((min_p, top_k, top_p), ("float32", "int32", "float32"), strict=True)
+    filter = Filter(*(np.full(B, number, dtype) for number, dtype in numbers))
+    given = jnp.asarray(x, jnp.bfloat16), np.ones(B, np.float32), filter
+    wanted = thresholds(*given)
+    np.testing.assert_array_equal(thresholds(*given, platform="tpu"), wanted)
+
+    def of_other_rows(filter: Filter, select: Any, *args: Any, **kwargs: Any) -> jax.Array:
+        def others(index: jax.Array | None) -> Any:
+            return dataclasses.replace(select(index), matrix=select(index).matrix - 0.125)
+
+        return threshold.find_thresholds(filter, others, *args, **kwargs)
+
+    with mock.patch.object(rows, "find_thresholds", of_other_rows):
+        found = OF_OTHER_ROWS(*given)
+    assert (found == wanted).all() == is_listed
 
 
 def test_only_if_computes_nothing_where_the_condition_holds_nowhere():

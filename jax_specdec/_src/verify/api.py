@@ -298,7 +298,7 @@ def _verify_part(arrays: CallArrays, static: Static, platform: Platform) -> Reje
     is_whole, by_default = vocab_axis is None, implementation in (None, "xla")
 
     def is_plain() -> bool:
-        is_filtered = arrays.token_bitmask is not None or Filter.of(arrays.sampling) is not None
+        is_filtered = Filter.of(arrays.sampling) is not None
         return is_whole and rule.conditional_rates is None and not is_filtered
 
     form = Form(

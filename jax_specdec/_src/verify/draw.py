@@ -75,8 +75,10 @@ class LocalRows:
           form: how rows are read.
         """
         target = Rows.of_logits(target_logits, size, token_bitmask, form)
-        # Bits of a part are expensive for XLA to read repeatedly.
-        target = target if target.first_id is None or form.kernels else target.masked()
+        # Bits of a part, and on a TPU, are expensive for XLA to read repeatedly.
+        on_tpu = form.platform == "tpu" and not form.in_order
+        if form.kernels is None and (target.first_id is not None or on_tpu):
+            target = target.masked()
         first_id = target.first_id if form.draft_is_split else None
         draft = None
         if distribution is not None:

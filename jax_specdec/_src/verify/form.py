@@ -45,7 +45,7 @@ class Form:
     axis: str | None = None
     draft_is_split: bool = False
     kernels: Kernels | None = None
-    row_statistics: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
+    row_statistics: Callable[..., tuple[Any, ...]] | None = None
     residual_masses: Callable[..., jax.Array | None] | None = None
     in_order: bool = False
     keeps_sums: bool = False

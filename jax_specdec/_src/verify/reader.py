@@ -27,6 +27,7 @@ from jax_specdec._src.types import Status
 from jax_specdec._src.verify import tiles
 from jax_specdec._src.verify.draw import LocalRows, race_draw
 from jax_specdec._src.verify.form import of_owner
+from jax_specdec._src.verify.largest import Largest
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.requests import Request
 from jax_specdec._src.verify.rows import Partials, Rows, argmax_of_parts
@@ -156,8 +157,11 @@ def _of_all_rows(
 def _in_one_pass(
     rows: LocalRows, requests: Request, positions: Position, samples: bool
 ) -> TargetStatistics:
-    """`_of_all_rows` by a kernel: with a filter in two passes, around the search for thresholds."""
-    target, form, least = rows.target, rows.form, None
+    """`_of_all_rows` by a kernel: with a filter in two passes, around the search for thresholds.
+
+    Thresholds are searched for among the largest entries, if this device has whole rows.
+    """
+    target, form, least, ranked = rows.target, rows.form, None, None
     num_rows, end = target.matrix.shape[0], jnp.int32(target.width)
     if target.first_id is not None:
         end = jnp.clip(target.size - target.first_id, 0, end)
@@ -165,10 +169,16 @@ def _in_one_pass(
     inv, greedy, wanted, filter = _of_owners(requests, num_rows, (*given, requests.filter))
     assert form.row_statistics is not None
     statistics = functools.partial(form.row_statistics, target.matrix, end, inv)
-    peak, argmax, sums = statistics(greedy, with_sums=samples)
+    if samples and filter is not None and form.axis is None:
+        ranked = wanted & filter.is_searched(target.size)
+    peak, argmax, sums, lists = statistics(greedy, with_sums=samples, ranked=ranked)
     if samples and filter is not None:
-        least = target.find_thresholds(None, filter, wanted, peak, inv, form)
-        _, _, sums = statistics(jnp.zeros_like(greedy), least)
+        largest = None
+        if lists is not None:
+            mass = functools.partial(jnp.sum, sums, axis=1)
+            largest = functools.partial(Largest.of, lists, mass)
+        least = target.find_thresholds(None, filter, wanted, peak, inv, form, largest)
+        _, _, sums, _ = statistics(greedy, (peak, least))
     partials = Partials(peak, jnp.sum(sums, axis=1)).checked()
     argmax = argmax if target.first_id is None else target.first_id + argmax
     kept = sums[:, : rows.num_tiles] if samples and form.keeps_sums else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import DraftDistribution, DraftProbs
 from jax_specdec._src.verify import tiles
 from jax_specdec._src.verify.form import Form
+from jax_specdec._src.verify.largest import LANES, Largest, lists_of
 from jax_specdec._src.verify.threshold import find_thresholds
 
 
@@ -30,6 +31,28 @@ def bits_at(words: jax.Array, row: jax.Array, ids: jax.Array) -> jax.Array:
 def storage_of(distribution: DraftDistribution) -> jax.Array:
     """The rows ``[R, Vd]`` of a draft distribution, of either kind."""
     return distribution.probs if isinstance(distribution, DraftProbs) else distribution.logits
+
+
+def _bits_of(words: jax.Array) -> jax.Array:
+    """The bits of words ``[..., n]``, ``[..., 32 n]`` bool."""
+    octets = lax.bitcast_convert_type(words, jnp.uint8)[..., None]  # lowest bits first
+    places = jnp.arange(8, dtype=jnp.uint8).reshape((1,) * words.ndim + (1, 8))
+    return ((octets >> places) & 1 == 1).reshape(*words.shape[:-1], -1)
+
+
+def _bits_by_product(words: jax.Array) -> jax.Array:
+    """`_bits_of` on a TPU, perhaps with more bits at the end.
+
+    It is slow to move numbers between lanes, but a product with zeros and ones does it: one octet
+    goes to eight lanes, exactly.
+    """
+    words = jnp.pad(words, (*[(0, 0)] * (words.ndim - 1), (0, -words.shape[-1] % (LANES // 32))))
+    octets = jnp.stack([(words >> i) & 255 for i in range(0, 32, 8)], axis=-1)
+    octets = octets.reshape(*words.shape[:-1], -1, LANES // 8).astype(jnp.bfloat16)
+    to_lanes = jnp.repeat(jnp.eye(LANES // 8, dtype=jnp.bfloat16), 8, axis=1)
+    given = jnp.dot(octets, to_lanes, preferred_element_type=jnp.float32).astype(jnp.int32)
+    places = lax.broadcasted_iota(jnp.int32, given.shape, given.ndim - 1) % 8
+    return ((given >> places) & 1 == 1).reshape(*words.shape[:-1], -1)
 
 
 class Partials(NamedTuple):
@@ -107,11 +130,11 @@ class Rows:
         return columns if self.first_id is not None else min(self.size, columns)
 
     def masked(self) -> Rows:
-        """A copy with the bitmask applied: a part's bits are too expensive to read repeatedly."""
+        """A copy with the bitmask applied, where bits are too expensive to read repeatedly."""
         if self.token_bitmask is None:
             return self
-        fill = jnp.asarray(self.fill, self.matrix.dtype)
-        matrix = jnp.where(self._bits(self.token_bitmask), self.matrix[:, : self.width], fill)
+        allowed = self._bits(self.token_bitmask, self.matrix.shape[1])
+        matrix = jnp.where(allowed, self.matrix, jnp.asarray(self.fill, self.matrix.dtype))
         return dataclasses.replace(self, matrix=matrix, token_bitmask=None)
 
     def at(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
@@ -154,7 +177,7 @@ class Rows:
         these = self.select(rows)
         x = these.matrix[..., : self.width].astype(jnp.float32)
         if these.token_bitmask is not None:
-            x = jnp.where(self._bits(these.token_bitmask), x, self.fill)
+            x = jnp.where(self._bits(these.token_bitmask, self.width), x, self.fill)
         if self.first_id is not None:
             ids = self.first_id + jnp.arange(self.width, dtype=jnp.int32)
             x = jnp.where(ids[None, :] < self.size, x, self.fill)
@@ -187,21 +210,19 @@ class Rows:
             x = jnp.where(bits_at(self.token_bitmask, rows, ids), x, self.fill)
         return x if self.thresholds is None else jnp.where(x < self.thresholds[rows], self.fill, x)
 
-    def _bits(self, words: jax.Array) -> jax.Array:
-        """``[..., width]`` bool, from words ``[..., ceil(V/32)]`` of the whole vocabulary."""
+    def _bits(self, words: jax.Array, columns: int) -> jax.Array:
+        """``[..., columns]`` bool, from words ``[..., ceil(V/32)]`` of the whole vocabulary."""
         shift: Any = 0
         if self.first_id is not None:  # take as many words as a part may lie in
-            count = self.width // 32 + 2 * (self.width % 32 > 0)
+            count = columns // 32 + 2 * (columns % 32 > 0)
             count = min(count, words.shape[-1])
             word = jnp.minimum(self.first_id // 32, words.shape[-1] - count)
             words = lax.dynamic_slice_in_dim(words, word, count, axis=-1)
             shift = self.first_id - 32 * word
-        octets = lax.bitcast_convert_type(words, jnp.uint8)[..., None]  # lowest bits first
-        places = jnp.arange(8, dtype=jnp.uint8).reshape((1,) * words.ndim + (1, 8))
-        bits = ((octets >> places) & 1 == 1).reshape(*words.shape[:-1], -1)
-        if self.first_id is None or self.width % 32 == 0:  # then a part begins with a word
-            return bits[..., : self.width]
-        return lax.dynamic_slice_in_dim(bits, shift, self.width, axis=-1)
+        bits = (_bits_by_product if self.platform == "tpu" else _bits_of)(words)
+        if self.first_id is None or columns % 32 == 0:  # then a part begins with a word
+            return bits[..., :columns]
+        return lax.dynamic_slice_in_dim(bits, shift, columns, axis=-1)
 
     def max_and_argmax(self, rows: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """The maximum ``[n]`` of each row, +inf if the row holds a NaN, and the lowest id of it.
@@ -328,6 +349,7 @@ class Rows:
         peak: jax.Array,
         inv_temperature: jax.Array,
         form: Form,
+        largest: Callable[[], Largest] | None = None,
     ) -> jax.Array:
         """``[n]`` thresholds below which a filter keeps no entry; -inf if it keeps all.
 
@@ -338,19 +360,30 @@ class Rows:
           peak: ``[n]`` float32, the maximum of each row.
           inv_temperature: ``[n]`` float32.
           form: how the vocabulary is split.
+          largest: finds the largest entries of each row. Without it, XLA finds those of all whole
+            rows on a TPU.
         """
         peak = form.max(peak)
         limited = filter.limits(self.size) & wanted & jnp.isfinite(peak)
         masked = self.first_id is not None and self.token_bitmask is not None
+        if largest is None and rows is None and self.platform == "tpu" and self.first_id is None:
+            mass = functools.partial(self.sums, None, peak, inv_temperature)
+
+            def largest() -> Largest:
+                return Largest.of(lists_of(self.matrix, self.width), mass)
+
         least = find_thresholds(
             filter,
-            lambda: (self.masked() if masked else self).select(rows),
+            lambda index: (self.masked() if masked else self).select(
+                rows if index is None else index
+            ),
             limited,
             size=self.size,
             dtype=self.matrix.dtype,
             peak=peak,
             inv_temperature=inv_temperature,
             form=form,
+            largest=largest,
         )
         return jnp.where(limited, least, -jnp.inf)
 
@@ -379,7 +412,7 @@ class Rows:
             whole = width // tiles.TILE
             cut = whole * tiles.TILE
             if whole:
-                of_tile = (tiles.TILE // _LANES, _LANES) if of_one_row else (tiles.TILE,)
+                of_tile = (tiles.TILE // LANES, LANES) if of_one_row else (tiles.TILE,)
                 views = [x[:, :cut].reshape(-1, whole, *of_tile) for x in xs]
                 found.append((0, lax.optimization_barrier(views) if of_one_row else views))
             if cut < width:
@@ -392,9 +425,6 @@ class Rows:
             xs = [_padded(x, tiles.TILE, size - x.shape[1], fill) for x, fill in matrices]
             xs = [lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in xs]
         return [(0, [x.reshape(x.shape[0], count, tiles.TILE) for x in xs])]
-
-
-_LANES = 128
 
 
 def sum_of_tiles(x: jax.Array) -> jax.Array:

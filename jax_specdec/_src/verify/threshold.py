@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.blocks import gathering
 from jax_specdec._src.sampling import Filter, limits_count
 from jax_specdec._src.verify.form import Form
+from jax_specdec._src.verify.largest import Largest
+
+ALL_ENTRIES = "all_entries"
+"""The scope of the operations that search all entries of rows."""
 
 
 class SomeRows(Protocol):
@@ -27,9 +32,21 @@ class SomeRows(Protocol):
         """``[n, W]`` float32 entries."""
 
 
+class Thresholds(NamedTuple):
+    """Thresholds of rows ``[n]``.
+
+    Attributes:
+      least: the largest of those of min-p, top-k and top-p.
+      above: the largest of those of min-p and top-k: top-p is of the mass that they leave.
+    """
+
+    least: jax.Array
+    above: jax.Array
+
+
 def find_thresholds(
     filter: Filter,
-    select: Callable[[], SomeRows],
+    select: Callable[[jax.Array | None], SomeRows],
     limited: jax.Array,
     *,
     size: int,
@@ -37,13 +54,14 @@ def find_thresholds(
     peak: jax.Array,
     inv_temperature: jax.Array,
     form: Form,
+    largest: Callable[[], Largest] | None = None,
 ) -> jax.Array:
     """The thresholds of rows: of each the largest of those of min-p, top-k and top-p.
 
     Args:
       filter: min-p, top-k and top-p of each row's request, ``[n]``.
-      select: selects the rows, or this device's part of them, once for all reads; not called where
-        no row has a threshold.
+      select: selects rows, or this device's part of them, once for all reads: some of the ``[n]``
+        by their indices, or all of them. Not called where no row has a threshold.
       limited: ``[n]`` bool, the rows that have a threshold; for others the result is undefined.
       size: ids from it on are padding.
       dtype: of the logits before they were converted to float32.
@@ -52,6 +70,8 @@ def find_thresholds(
       form: how the vocabulary is split. If it is, each round tests 15 candidates: float32 logits
         take at most 8 rounds for each of top-k and top-p, bfloat16 logits 4. A TPU that has all of
         it tests 3, for which it computes about as long as it reads: 16 and 8 rounds.
+      largest: finds the largest entries of the rows; not called where nothing is searched for. Rows
+        whose thresholds these do not decide are read: a few at a time, or all if they are many.
 
     Returns:
       ``[n]`` float32, at most `peak`; entries equal to it stay.
@@ -62,41 +82,101 @@ def find_thresholds(
         candidates=15 if form.axis is not None else 3 if form.platform == "tpu" else 1,
     )
 
-    def find() -> jax.Array:
-        least, selected = jnp.full_like(peak, -jnp.inf), select()
-        if filter.min_p is not None:
-            least = peak + jnp.log(filter.min_p) / inv_temperature
+    find = functools.partial(_found_in, size=size, search=search, form=form)
+    given, none = (limited, filter, peak, inv_temperature), jnp.full_like(peak, -jnp.inf)
 
-        if filter.top_k is not None:
-            top_k = filter.top_k
+    def in_rows(index: jax.Array | None, *given: Any) -> jax.Array:
+        return find(select(index), *given).least
 
-            def are_enough(candidates: jax.Array) -> jax.Array:
-                x = selected.whole()
-                # In a Python loop, XLA reads the rows once for all candidates and writes nothing.
-                counts = [jnp.sum(x >= c[:, None], axis=1, dtype=jnp.int32) for c in candidates]
-                return form.sum(jnp.stack(counts)) >= top_k[None]
+    if largest is None:
+        return only_if(jnp.any(limited), lambda: in_rows(None, *given), none)
+    find_largest = largest
 
-            highest = jnp.where(limits_count(top_k, size), peak, least)
-            least = search(are_enough, least, highest)
+    def among_largest() -> tuple[jax.Array, jax.Array]:
+        them = find_largest()
+        found = find(them, *given, mass_of_rows=them.mass)
+        is_listed = (found.above > them.bound) | (found.above == -jnp.inf)
+        return found.least, is_listed & (found.least > them.bound)
 
-        if filter.top_p is not None:
-            above = least
+    searched = limited & filter.is_searched(size)
+    nothing = _of_min_p(filter, peak, inv_temperature), jnp.zeros_like(limited)
+    least, known = only_if(jnp.any(searched), among_largest, nothing)
+    unknown = searched & ~known
 
-            def mass(candidates: jax.Array) -> jax.Array:
-                x = selected.whole()
-                exponent = (x - peak[:, None]) * inv_temperature[:, None]
-                bounds = jnp.maximum(candidates, above[None])
-                kept = [jnp.where(x >= c[:, None], jnp.exp(exponent), 0.0) for c in bounds]
-                return form.sum(jnp.stack([jnp.sum(y, axis=1) for y in kept]))
+    def in_few_rows() -> jax.Array:
+        order = _first(unknown)
+        some = jax.tree.map(lambda x: x[order], (unknown, *given))
+        index = jnp.where(some[0], order, -1)
+        found = gathering(in_rows, form.platform, index, order, *some[1:])
+        return none.at[order].set(found)
 
-            limits = filter.top_p < 1
-            whole = only_if(jnp.any(limits), lambda: mass(above[None])[0], jnp.ones_like(peak))
-            goal = filter.top_p * jnp.where(limits, whole, 1.0)
-            highest = jnp.where(limits, peak, least)
-            least = search(lambda candidates: mass(candidates) >= goal[None], least, highest)
-        return least
+    with jax.named_scope(ALL_ENTRIES):
+        count, most = jnp.sum(unknown, dtype=jnp.int32), unknown.shape[0] // 2
+        rest = only_if((count > 0) & (count <= most), in_few_rows, none)
+        rest = only_if(count > most, lambda: in_rows(None, *given), rest)
+    return jnp.where(unknown, rest, least)
 
-    return only_if(jnp.any(limited), find, jnp.full_like(peak, -jnp.inf))
+
+def _found_in(
+    selected: SomeRows,
+    limited: jax.Array,
+    filter: Filter,
+    peak: jax.Array,
+    inv_temperature: jax.Array,
+    mass_of_rows: Callable[[], jax.Array] | None = None,
+    *,
+    size: int,
+    search: Callable[..., jax.Array],
+    form: Form,
+) -> Thresholds:
+    """The thresholds of rows that are selected; `mass_of_rows` if these lack entries of theirs."""
+    least = _of_min_p(filter, peak, inv_temperature)
+    if filter.top_k is not None:
+        top_k = filter.top_k
+
+        def are_enough(candidates: jax.Array) -> jax.Array:
+            x = selected.whole()
+            # In a Python loop, XLA reads the rows once for all candidates and writes nothing.
+            counts = [jnp.sum(x >= c[:, None], axis=1, dtype=jnp.int32) for c in candidates]
+            return form.sum(jnp.stack(counts)) >= top_k[None]
+
+        highest = jnp.where(limits_count(top_k, size), peak, least)
+        least = search(are_enough, least, highest)
+
+    above = least
+    if filter.top_p is not None:
+
+        def mass(candidates: jax.Array) -> jax.Array:
+            x = selected.whole()
+            exponent = (x - peak[:, None]) * inv_temperature[:, None]
+            bounds = jnp.maximum(candidates, above[None])
+            kept = [jnp.where(x >= c[:, None], jnp.exp(exponent), 0.0) for c in bounds]
+            return form.sum(jnp.stack([jnp.sum(y, axis=1) for y in kept]))
+
+        limits = filter.top_p < 1
+        whole = only_if(jnp.any(limits), lambda: mass(above[None])[0], jnp.ones_like(peak))
+        if mass_of_rows is not None:
+            is_whole = above == -jnp.inf
+            of_rows = only_if(jnp.any(limits & limited & is_whole), mass_of_rows, whole)
+            whole = jnp.where(is_whole, of_rows, whole)
+        goal = filter.top_p * jnp.where(limits, whole, 1.0)
+        highest = jnp.where(limits, peak, least)
+        least = search(lambda candidates: mass(candidates) >= goal[None], least, highest)
+    return Thresholds(least, above)
+
+
+def _of_min_p(filter: Filter, peak: jax.Array, inv_temperature: jax.Array) -> jax.Array:
+    if filter.min_p is None:
+        return jnp.full_like(peak, -jnp.inf)
+    return peak + jnp.log(filter.min_p) / inv_temperature
+
+
+def _first(these: jax.Array) -> jax.Array:
+    """The indices of ``these [n]``, then those of the others: a sort takes long to compile."""
+    before = jnp.cumsum(these, dtype=jnp.int32)
+    index = jnp.arange(these.shape[0], dtype=jnp.int32)
+    place = jnp.where(these, before - 1, before[-1] + index - before)
+    return jnp.zeros_like(index).at[place].set(index)
 
 
 def only_if(condition: jax.Array, fn: Callable[[], Any], otherwise: Any) -> Any:

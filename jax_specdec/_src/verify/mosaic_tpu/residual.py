@@ -18,14 +18,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_specdec._src.verify import rules
+from jax_specdec._src.verify.largest import LANES
 from jax_specdec._src.verify.mosaic_tpu.statistics import tiles_of_block
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
 ROWS = 8
 """Sources of a step."""
 
-_LANES = 128
-_CHUNKS = TILE // _LANES
+_CHUNKS = TILE // LANES
 _LOG2E = 1.4426950408889634
 
 
@@ -57,13 +57,13 @@ def residual_masses(
       a multiple of 128 wide, or bfloat16 and not an even number.
     """
     for x in (target, draft):
-        if x.dtype == jnp.float16 or x.shape[1] % _LANES or x.shape[0] % _copied(x):
+        if x.dtype == jnp.float16 or x.shape[1] % LANES or x.shape[0] % _copied(x):
             return None
     n, width = rows[0].shape[0], target.shape[1]
     count = num_tiles(width)
     tiles = tiles_of_block(count)
     blocks, groups = pl.cdiv(count, tiles), pl.cdiv(n, ROWS)
-    lanes = pl.cdiv(blocks * tiles, _LANES) * _LANES
+    lanes = pl.cdiv(blocks * tiles, LANES) * LANES
     numbers = [jnp.minimum(inv_temperature * _LOG2E, jnp.finfo(jnp.float32).max), weight]
     for shift, log_scale, least in filter(None, (of_target, of_draft)):
         numbers += [shift, log_scale * _LOG2E, least]
@@ -174,13 +174,13 @@ def _kernel(
         masses_ref[...] = jnp.zeros_like(masses_ref)
 
     inv, weight, *numbers = (
-        jnp.broadcast_to(source_ref[:, i : i + 1], (ROWS, _LANES))
+        jnp.broadcast_to(source_ref[:, i : i + 1], (ROWS, LANES))
         for i in range(source_ref.shape[1])
     )
     is_odd = [x > 0 for x in numbers[-2:]]
 
     def entries(kept: Any, is_odd: jax.Array, chunk: int) -> jax.Array:
-        x = kept[slot, :, pl.ds(chunk * _LANES, _LANES)]
+        x = kept[slot, :, pl.ds(chunk * LANES, LANES)]
         if x.dtype == jnp.float32:
             return x
         bits = pltpu.bitcast(x, jnp.int32)  # an even row is in the low half
@@ -191,7 +191,7 @@ def _kernel(
         return jnp.where(x < least, 0.0, jnp.exp2((x - shift) * inv - log_scale))
 
     left_here = end - block * size
-    lane = lax.broadcasted_iota(jnp.int32, (ROWS, _LANES), 1)
+    lane = lax.broadcasted_iota(jnp.int32, (ROWS, LANES), 1)
 
     def residual(chunk: int) -> jax.Array:
         p = probs(entries(target_rows, is_odd[0], chunk), *numbers[:3])
@@ -202,11 +202,11 @@ def _kernel(
     def masses(is_last: bool) -> None:
         tile, found = lax.broadcasted_iota(jnp.int32, masses_ref.shape, 1), masses_ref[...]
         for t in range(tiles):
-            total = jnp.zeros((ROWS, _LANES), jnp.float32)
+            total = jnp.zeros((ROWS, LANES), jnp.float32)
             for chunk in range(t * _CHUNKS, (t + 1) * _CHUNKS):
                 here = residual(chunk)
                 if is_last:
-                    here = jnp.where(lane + chunk * _LANES < left_here, here, 0.0)
+                    here = jnp.where(lane + chunk * LANES < left_here, here, 0.0)
                 total += here
             of_tile = jnp.sum(total, axis=1, keepdims=True)
             found = jnp.where(tile == block * tiles + t, of_tile, found)

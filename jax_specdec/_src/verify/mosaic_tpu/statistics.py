@@ -1,9 +1,11 @@
-"""Maximum, argmax and sums by tile of every row of a matrix, in one pass over it.
+"""Maximum, argmax, sums by tile and largest entries of every row of a matrix, in one pass over it.
 
 A step of the grid has a block of 16 rows, which fill packed registers of 16-bit entries, and up to
 nine tiles of ids. It reads the block twice in vector memory: for its maximum, and for the sums
 relative to the largest entry so far. Sums of earlier blocks follow it. Lanes are combined once for
 each tile.
+
+The largest entries are sorted into lists while the block is in vector memory (`verify.largest`).
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jax_specdec._src.verify.largest import LANES, NUM_LISTED, PLACES, sort_in
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
 ROWS = 16
 """Rows of a block."""
 
-_LANES = 128
-_CHUNKS = TILE // _LANES
+_CHUNKS = TILE // LANES
 _TILES = 7, 8, 9
 """Tiles that a block may have."""
 
@@ -50,10 +52,11 @@ def row_statistics(
     end: jax.Array,
     inv_temperature: jax.Array,
     wants_argmax: jax.Array,
-    least: jax.Array | None = None,
+    limits: tuple[jax.Array, jax.Array] | None = None,
     *,
     with_sums: bool = True,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    ranked: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Statistics of rows.
 
     Args:
@@ -61,100 +64,113 @@ def row_statistics(
       end: ``[]`` int32, columns from it on are read as -inf.
       inv_temperature: ``[M]`` float32.
       wants_argmax: ``[M]`` bool, the rows of which the argmax is wanted.
-      least: ``[M]`` float32, at most the row's maximum: entries below it are left out of the sums.
-        None to leave out none.
+      limits: ``[M]`` float32 each: the maximum, if it is known, and the least entry that is summed,
+        at most the maximum. None for all entries. The argmax is not found again.
       with_sums: whether sums are wanted; if not, the argmax of every row is.
+      ranked: ``[M]`` bool, the rows of which the largest entries are wanted; None if of no row.
 
     Returns:
       The maxima ``[M]`` float32; the argmaxes ``[M]`` int32, ties to the lowest column; and
       ``[M, T]`` float32, ``sum(exp((x - maximum) / temperature))`` by tiles of columns, T of them
-      or more. If a row holds a NaN, its maximum or one of its sums is NaN or +inf.
+      or more. If a row holds a NaN, its maximum or one of its sums is NaN or +inf. And None, or
+      the lists ``[M, L]`` of `verify.largest`; of a row that is not `ranked` they may be empty.
     """
     num_rows, width = logits.shape
     count = num_tiles(width)
     tiles = tiles_of_block(count)
     blocks = pl.cdiv(width, tiles * TILE)
-    lanes = pl.cdiv(blocks * tiles, _LANES) * _LANES
+    lanes = pl.cdiv(blocks * tiles, LANES) * LANES
     scale = jnp.minimum(inv_temperature * _LOG2E, jnp.finfo(jnp.float32).max)
-    bounds = jnp.full_like(scale, -jnp.inf) if least is None else least
-    groups = pl.cdiv(num_rows, ROWS)
-    padded = jnp.pad(wants_argmax, (0, groups * ROWS - num_rows)).reshape(groups, ROWS)
+    numbers, groups = [scale, *(limits or ())], pl.cdiv(num_rows, ROWS)
+
+    def wanted_by_group(rows: jax.Array) -> jax.Array:
+        padded = jnp.pad(rows, (0, groups * ROWS - num_rows)).reshape(groups, ROWS)
+        return jnp.any(padded, axis=1).astype(jnp.int32)
+
     if logits.dtype == jnp.float16:  # which no kernel takes: XLA copies the rows
         logits = lax.bitcast_convert_type(logits, jnp.int16)
     one: Any = pl.BlockSpec((ROWS, 1), lambda i, j, *_: (i, 0))
     by_tile: Any = pl.BlockSpec((ROWS, lanes), lambda i, j, *_: (i, 0))
-    peak, argmax, sums = pl.pallas_call(
+    out = [(one, jnp.float32, 1), (one, jnp.int32, 1), (by_tile, jnp.float32, lanes)]
+    flags = [wanted_by_group(wants_argmax)]
+    if ranked is not None:
+        lists = pl.BlockSpec((ROWS, NUM_LISTED), lambda i, j, *_: (i, 0))
+        stored = jnp.bfloat16 if logits.dtype == jnp.bfloat16 else jnp.float32
+        out.append((lists, stored, NUM_LISTED))
+        flags.append(wanted_by_group(ranked))
+    peak, argmax, sums, *largest = pl.pallas_call(
         functools.partial(
             _kernel,
             tiles=tiles,
-            has_least=least is not None,
+            has_least=limits is not None,
             with_sums=with_sums,
+            with_largest=ranked is not None,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=1 + len(flags),
             grid=(groups, blocks),
             in_specs=[
-                pl.BlockSpec((ROWS, 2), lambda i, j, *_: (i, 0)),
+                pl.BlockSpec((ROWS, len(numbers)), lambda i, j, *_: (i, 0)),
                 pl.BlockSpec((ROWS, tiles * TILE), lambda i, j, *_: (i, j)),
             ],
-            out_specs=[one, one, by_tile],
+            out_specs=[spec for spec, _, _ in out],
         ),
-        out_shape=[
-            jax.ShapeDtypeStruct((num_rows, 1), jnp.float32),
-            jax.ShapeDtypeStruct((num_rows, 1), jnp.int32),
-            jax.ShapeDtypeStruct((num_rows, lanes), jnp.float32),
-        ],
+        out_shape=[jax.ShapeDtypeStruct((num_rows, n), dtype) for _, dtype, n in out],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_VMEM
         ),
         name="row_statistics",
     )(
         end[None],
-        jnp.any(padded, axis=1).astype(jnp.int32),
-        jnp.stack([scale, bounds], axis=1),
+        *flags,
+        jnp.stack(numbers, axis=1),
         logits,
     )
-    return peak[:, 0], argmax[:, 0], sums
+    found = peak[:, 0], argmax[:, 0], sums
+    if ranked is None:
+        return *found, None
+    return *found, largest[0]
 
 
 def _kernel(
     end_ref: Any,
     wants_argmax_ref: Any,
-    row_ref: Any,
-    x_ref: Any,
-    peak_ref: Any,
-    argmax_ref: Any,
-    sums_ref: Any,
-    *,
+    *refs: Any,
     tiles: int,
     has_least: bool,
     with_sums: bool,
+    with_largest: bool,
 ) -> None:
     """One block of rows and tiles. What is found is kept from block to block of the same rows."""
+    ranked_ref, refs = (refs[0], refs[1:]) if with_largest else (wants_argmax_ref, refs)
+    row_ref, x_ref, peak_ref, argmax_ref, sums_ref, *largest_ref = refs
     group, block = pl.program_id(0), pl.program_id(1)
     first, chunks = block * tiles * TILE, tiles * _CHUNKS
     end = end_ref[0] - first
 
     @pl.when(block == 0)
     def _() -> None:
-        peak_ref[...] = jnp.full_like(peak_ref, -jnp.inf)
+        none = jnp.full_like(peak_ref, -jnp.inf)
+        peak_ref[...] = row_ref[:, 1:2] if has_least else none
         argmax_ref[...] = jnp.zeros_like(argmax_ref)
         sums_ref[...] = jnp.zeros_like(sums_ref)
+        for ref in largest_ref:
+            ref[...] = jnp.full_like(ref, -jnp.inf)
 
     @pl.when(end < tiles * TILE)  # what is past the end may hold anything
     def _() -> None:
         def clear(chunk: jax.Array, nothing: None) -> None:
-            here = pl.ds(pl.multiple_of(chunk * _LANES, _LANES), _LANES)
+            here = pl.ds(pl.multiple_of(chunk * LANES, LANES), LANES)
             x, is_float = x_ref[:, here], x_ref.dtype != jnp.int16
             x = x.astype(jnp.float32 if is_float else jnp.int32)
-            x = jnp.where(chunk * _LANES + _lane(_LANES) < end, x, -jnp.inf if is_float else _NONE)
+            x = jnp.where(chunk * LANES + _lane(LANES) < end, x, -jnp.inf if is_float else _NONE)
             x_ref[:, here] = x.astype(x_ref.dtype)
 
-        start = lax.div(jnp.maximum(end, 0), jnp.int32(_LANES))
+        start = lax.div(jnp.maximum(end, 0), jnp.int32(LANES))
         lax.fori_loop(start, jnp.int32(chunks), clear, None)
 
     def load(chunk: int) -> jax.Array:
-        return _float32(x_ref[:, pl.ds(chunk * _LANES, _LANES)])
+        return _float32(x_ref[:, pl.ds(chunk * LANES, LANES)])
 
     def chains(entry: Callable[[int], X], larger: Callable[[X, X], X]) -> list[X]:
         found = [entry(i) for i in range(_CHAINS)]
@@ -180,23 +196,43 @@ def _kernel(
 
         largest, chunk = functools.reduce(first_of, chains(entry, larger))
         peak = jnp.max(largest, axis=1, keepdims=True)
-        column = jnp.where(largest == peak, chunk * _LANES + _lane(_LANES), chunks * _LANES)
+        column = jnp.where(largest == peak, chunk * LANES + _lane(LANES), chunks * LANES)
         column = jnp.min(column, axis=1, keepdims=True)
         argmax_ref[...] = jnp.where(peak > peak_ref[...], first + column, argmax_ref[...])
         return peak
 
-    if with_sums:
-        peak = lax.cond(wants_argmax_ref[group] > 0, maximum_and_argmax, maximum)
+    def listed() -> list[jax.Array]:
+        return [largest_ref[0][:, place].astype(jnp.float32) for place in PLACES]
+
+    def listed_maximum() -> jax.Array:
+        return jnp.max(functools.reduce(jnp.maximum, listed()), axis=1, keepdims=True)
+
+    def without_argmax() -> jax.Array:
+        return lax.cond(is_ranked, listed_maximum, maximum) if with_largest else maximum()
+
+    is_ranked = ranked_ref[group] > 0
+    if with_largest:
+
+        @pl.when(is_ranked)
+        def _() -> None:
+            lists = sort_in(listed(), load, chunks)
+            for place, entries in zip(PLACES, lists, strict=True):
+                largest_ref[0][:, place] = entries.astype(largest_ref[0].dtype)
+
+    before = peak_ref[...]
+    if has_least:
+        peak = before
+    elif with_sums:
+        peak = lax.cond(wants_argmax_ref[group] > 0, maximum_and_argmax, without_argmax)
     else:
         peak = maximum_and_argmax()
-    before = peak_ref[...]
     peak = jnp.maximum(before, peak)
     peak_ref[...] = peak
     if not with_sums:
         return
-    scale, shape = row_ref[:, 0:1], (ROWS, _LANES)
+    scale, shape = row_ref[:, 0:1], (ROWS, LANES)
     base = jnp.broadcast_to(jnp.where(jnp.abs(peak) < jnp.inf, peak, 0.0), shape)
-    by, least = jnp.broadcast_to(scale, shape), jnp.broadcast_to(row_ref[:, 1:2], shape)
+    by, least = jnp.broadcast_to(scale, shape), jnp.broadcast_to(row_ref[:, -1:], shape)
 
     def exponential(chunk: int) -> jax.Array:
         x = load(chunk)

@@ -17,8 +17,6 @@ def no_device() -> str | None:
 
 def unsupported(arrays: CallArrays) -> str | None:
     """Why the kernel cannot serve a call, as a sentence; None if it can."""
-    if arrays.token_bitmask is not None:
-        return "implementation='mosaic_tpu' reads rows without a token_bitmask"
     if jax.typeof(arrays.target_logits).manual_axis_type.varying:
         return (
             "implementation='mosaic_tpu' knows nothing of how values vary over a mesh: give "

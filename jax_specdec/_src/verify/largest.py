@@ -1,0 +1,91 @@
+"""The largest entries of rows, among which nearly all thresholds of filters are, for TPUs.
+
+A TPU compares lane by lane. So each lane of every third register has a list of the largest entries
+that it has met, in order: an entry is sorted in without a look at another lane. All entries that
+are larger than the last one of every list are listed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_specdec._src.verify.tiles import TILE
+
+LANES = 128
+
+_LISTS, _DEPTH = 3, 5
+"""Lists of each lane, and how long they are. Of entries that lie at random, the 50 largest do not
+fit in 1 of 10,000 rows, the 100 largest in 1 of 300."""
+
+PLACES = [slice(i * LANES, (i + 1) * LANES) for i in range(_LISTS * _DEPTH)]
+"""The columns of each rank of each list, a list after another."""
+
+NUM_LISTED = len(PLACES) * LANES
+"""Entries listed of each row."""
+
+
+class Largest(NamedTuple):
+    """The largest entries of rows.
+
+    Attributes:
+      entries: ``[n, L]``, of the dtype of the rows.
+      bound: ``[n]`` float32, all entries larger than it are listed.
+      mass: gives ``[n]`` float32, the masses of whole rows.
+    """
+
+    entries: jax.Array
+    bound: jax.Array
+    mass: Callable[[], jax.Array]
+
+    @classmethod
+    def of(cls, entries: jax.Array, mass: Callable[[], jax.Array]) -> Largest:
+        """With the bound, from the lists ``[n, L]``."""
+        last = [entries[:, place] for place in PLACES[_DEPTH - 1 :: _DEPTH]]
+        bound = jnp.max(functools.reduce(jnp.maximum, last), axis=1)
+        return cls(entries, bound.astype(jnp.float32), mass)
+
+    def whole(self) -> jax.Array:
+        """``[n, L]`` float32, as rows that have no other entries."""
+        return self.entries.astype(jnp.float32)
+
+
+def sort_in(
+    lists: list[jax.Array], load: Callable[[int], jax.Array], count: int
+) -> list[jax.Array]:
+    """Float32 ``[n, 128]`` at each of `PLACES`, with `count` chunks of 128 columns sorted in."""
+    lists = list(lists)
+    for first in range(_LISTS):  # one list after another: few registers are in use
+        of_list = slice(first * _DEPTH, (first + 1) * _DEPTH)
+        ranks = lists[of_list]
+        for chunk in range(first, count, _LISTS):
+            x = load(chunk)
+            for i, rank in enumerate(ranks):
+                ranks[i], x = jnp.maximum(rank, x), jnp.minimum(rank, x)
+        lists[of_list] = ranks
+    return lists
+
+
+def lists_of(matrix: jax.Array, width: int) -> jax.Array:
+    """The lists ``[n, L]`` of the first `width` columns, a tile of every row after another."""
+
+    def read(start: int | jax.Array, count: int, lists: list[jax.Array]) -> list[jax.Array]:
+        tile = lax.dynamic_slice_in_dim(matrix, start, count, axis=1)
+        missing = -count % LANES
+        if missing:
+            tile = jnp.pad(tile, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+        chunks = jnp.split(tile, tile.shape[1] // LANES, axis=1)
+        found = [x.astype(jnp.float32) for x in lists]
+        found = sort_in(found, lambda i: chunks[i].astype(jnp.float32), len(chunks))
+        return [x.astype(matrix.dtype) for x in found]
+
+    whole, cut = divmod(width, TILE)
+    lists = [jnp.full((matrix.shape[0], LANES), -jnp.inf, matrix.dtype)] * len(PLACES)
+    if whole:
+        lists = lax.fori_loop(0, whole, lambda i, found: read(i * TILE, TILE, found), lists)
+    return jnp.concatenate(read(whole * TILE, cut, lists) if cut else lists, axis=1)
