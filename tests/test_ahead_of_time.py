@@ -86,6 +86,7 @@ def test_a_program_that_does_not_fit_is_reported():
 
 
 KERNEL = Case("b200", kind="normalized", batch=256, implementation="mosaic_gpu")
+DRAFTING = dataclasses.replace(KERNEL, function="sample_draft_tokens", kind="none")
 MAIN_CASES = {
     KERNEL: 80,
     dataclasses.replace(KERNEL, rule="greedy", kind="none"): 56,
@@ -94,6 +95,8 @@ MAIN_CASES = {
     dataclasses.replace(KERNEL, kind="probs"): 72,
     dataclasses.replace(KERNEL, ids="map"): 71,
     dataclasses.replace(KERNEL, ids="candidates"): 71,
+    DRAFTING: 40,
+    dataclasses.replace(DRAFTING, filtered=True): 64,
 }
 KERNELS = {
     "h200": ("sm_90a", MAIN_CASES),

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_specdec._src.sampling import limits_count
 from jax_specdec._src.types import Status
-from jax_specdec._src.verify import rules
+from jax_specdec._src.verify import rules, threshold
 from jax_specdec._src.verify.mosaic_gpu import statistics
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Masses, Warpgroups, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.draw import Draw, PositionResult, TileWeights
@@ -411,10 +410,9 @@ class Reader:
 
 
 class RowFilter:
-    """Min-p, top-k and top-p: finding a row's threshold, while the kernel is traced.
+    """Min-p, top-k and top-p of a row: what `threshold.search` reads, while the kernel is traced.
 
-    Entries are never sorted: the bits of the threshold are found one by one, from the sign down,
-    each by what the entries amount to that are not less than a candidate.
+    The state of the search is the round of the next exchange.
 
     Args:
       reader: of the target row, which has arrived.
@@ -433,62 +431,62 @@ class RowFilter:
           What normalizes the rest, and the next round.
         """
         assert self.request.filter is not None
-        min_p, top_k, top_p = self.request.filter
-        threshold = jnp.float32(-jnp.inf)
-        if min_p is not None:
-            lowest = self.peak + jnp.log2(min_p) / self.request.scale
-            threshold = jnp.where(min_p > 0, lowest, threshold)
-        if top_k is not None:
-            threshold, round = lax.cond(
-                limits_count(top_k, self.target.size),
-                lambda: self.search(self.count, top_k.astype(jnp.float32), threshold, round),
-                lambda: (threshold, round),
-            )
-        if top_p is not None:
-            threshold, round = lax.cond(
-                top_p < 1,
-                lambda: self.largest_of_mass(top_p, threshold, round),
-                lambda: (threshold, round),
-            )
+        least, round = threshold.search(
+            self.request.filter,
+            self,
+            round,
+            size=self.target.size,
+            bits=threshold.bits_of(self.target.rows.dtype),
+            candidates=1,
+            peak=self.peak,
+            inv_temperature=self.request.inv,
+        )
 
         def hide(tile: jax.Array, total: jax.Array) -> jax.Array:
-            self.target.hide_below(threshold, self.row, tile)
-            return total + self.mass(tile, threshold)
+            self.target.hide_below(least, self.row, tile)
+            return total + self.mass_of(tile, least)
 
         total, round = self.everywhere(hide, round)
-        return Normalizer(self.peak, total, threshold), round
+        return Normalizer(self.peak, total, least), round
 
-    def largest_of_mass(
-        self, share: jax.Array, least: jax.Array, round: jax.Array
+    # What is searched by.
+
+    def count(
+        self, candidate: threshold.Candidate, goal: jax.Array, round: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The largest threshold that a share of the mass above `least` reaches."""
+        """How many entries there are; exact up to 2**24 ids per thread."""
+        least = candidate(1)
 
-        def mass(tile: jax.Array, candidate: jax.Array) -> jax.Array:
-            return self.mass(tile, jnp.maximum(candidate, least))
+        def add(tile: jax.Array, total: jax.Array) -> jax.Array:
+            entries = self.target.of_tile(self.row, tile)
+            return total + tree_sum([jnp.where(x >= least, 1.0, 0.0) for x in entries])
 
-        total, round = self.everywhere(lambda tile, x: x + self.mass(tile, least), round)
-        return self.search(mass, share * total, least, round)
+        found, round = self.everywhere(add, round)
+        return (found >= goal.astype(jnp.float32)).astype(jnp.int32), round
 
-    def search(
-        self,
-        amount: Callable[[jax.Array, jax.Array], jax.Array],
-        goal: jax.Array,
-        least: jax.Array,
-        round: jax.Array,
+    def mass(
+        self, candidate: threshold.Candidate, goal: jax.Array, round: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The largest threshold, from `least` on, with an amount of at least `goal` above it."""
+        found, round = self.mass_from(candidate(1), round)
+        return (found >= goal).astype(jnp.int32), round
 
-        def trip(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            found, round = state
-            candidate = found | lax.shift_left(jnp.int32(1), 31 - i)
-            value = _value(candidate)
-            reached, round = self.everywhere(lambda tile, x: x + amount(tile, value), round)
-            return jnp.where(reached >= goal, candidate, found), round
+    def total(
+        self, least: jax.Array, wanted: jax.Array, round: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return lax.cond(
+            wanted, lambda: self.mass_from(least, round), lambda: (jnp.float32(1), round)
+        )
 
-        # Sign, exponent of float32, mantissa: by which entries differ.
-        trips = 9 + jnp.finfo(self.target.buffer.dtype).nmant
-        found, round = lax.fori_loop(0, trips, trip, (jnp.int32(0), round))
-        return jnp.maximum(jnp.where(found == 0, -jnp.inf, _value(found)), least), round
+    def mass_from(self, least: jax.Array, round: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The mass of the row's entries from a threshold on, and the next round."""
+        return self.everywhere(lambda tile, x: x + self.mass_of(tile, least), round)
+
+    def mass_of(self, tile: jax.Array, least: jax.Array) -> jax.Array:
+        """The same of a tile, relative to the largest entry."""
+        scale, entries = self.request.scale, self.target.of_tile(self.row, tile)
+        return tree_sum(
+            [jnp.where(x >= least, jnp.exp2((x - self.peak) * scale), 0.0) for x in entries]
+        )
 
     def everywhere(
         self, add: Callable[[jax.Array, jax.Array], jax.Array], round: jax.Array
@@ -497,24 +495,6 @@ class RowFilter:
         mine = lax.fori_loop(0, self.target.count(), add, self.threads.filled(0.0))
         (sums,), round = self.cluster.all_gather(round, self.threads.warp_sum(mine))
         return self.reader.sum(sums), round
-
-    def count(self, tile: jax.Array, candidate: jax.Array) -> jax.Array:
-        """How many entries of a tile reach a threshold; exact up to 2**24 ids per thread."""
-        entries = self.target.of_tile(self.row, tile)
-        return tree_sum([jnp.where(x >= candidate, 1.0, 0.0) for x in entries])
-
-    def mass(self, tile: jax.Array, candidate: jax.Array) -> jax.Array:
-        """The mass of those, relative to the largest entry."""
-        scale, entries = self.request.scale, self.target.of_tile(self.row, tile)
-        return tree_sum(
-            [jnp.where(x >= candidate, jnp.exp2((x - self.peak) * scale), 0.0) for x in entries]
-        )
-
-
-def _value(key: jax.Array) -> jax.Array:
-    """The float32 of a key; keys have the order of their floats when read as unsigned."""
-    bits = jnp.where(key < 0, key ^ jnp.iinfo(jnp.int32).min, ~key)
-    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 class Prefix(NamedTuple):
@@ -650,8 +630,8 @@ class BlockWalk:
         def _() -> None:
             target.copy_again(row, rows_before=state.position)
             if request.filters is not None:
-                threshold = kept.target.threshold
-                target.for_all(lambda tile: target.hide_below(threshold, row, tile))
+                least = kept.target.threshold
+                target.for_all(lambda tile: target.hide_below(least, row, tile))
 
         result = PositionResult.nothing(self.walk.cluster)
         result = result._replace(scale=kept.target, draft_scale=kept.draft)
