@@ -12,6 +12,7 @@ Only this file counts rounds; callers pass on the `round` that an exchange retur
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -92,8 +93,8 @@ class Cluster:
           *values: float32 ``[128]``, the same in all threads of a warp: one, two or four.
 
         Returns:
-          For each value arrays by lane: lane i of array r has that of warp ``32 r + i``, which is
-          undefined past the last warp (see `known`). Then the next round.
+          For each value arrays by lane: lane i of array r has that of warp ``32 r + i``, or of the
+          last warp if there are fewer. Then the next round.
         """
         width, warps = max(2, len(values)), self.memory.slices.warps
         slot = self._exchange(round, [*values, *values][:width], self.threads.index)
@@ -104,11 +105,16 @@ class Cluster:
         by_value = [list(of_value) for of_value in zip(*found, strict=True)]
         return by_value[: len(values)], round + 1
 
-    def known(self, values: list[jax.Array], other: float) -> list[jax.Array]:
-        """Arrays of `all_gather`, with `other` past the last warp."""
+    def sum(self, values: list[jax.Array]) -> jax.Array:
+        """The sum of all warps' values, ``[]``, from arrays of `all_gather`."""
         warps = self.memory.slices.warps
-        lanes = _by_lane(self.threads.index, warps)
-        return [jnp.where(warp < warps, x, other) for warp, x in zip(lanes, values, strict=True)]
+        both = zip(_by_lane(self.threads.index, warps), values, strict=True)
+        known = [jnp.where(warp < warps, x, 0.0) for warp, x in both]
+        return self.threads.scalar(self.threads.warp_sum(tree_sum(known)))
+
+    def max(self, values: list[jax.Array]) -> jax.Array:
+        """The largest of all warps' values, NaN if one is."""
+        return self.threads.scalar(self.threads.warp_max(functools.reduce(jnp.maximum, values)))
 
     def gather_masses(self, round: jax.Array, masses: list[jax.Array]) -> tuple[Masses, jax.Array]:
         """The mass of each tile of the row, summed over the warps that have a part of it.

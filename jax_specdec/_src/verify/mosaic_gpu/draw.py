@@ -193,13 +193,13 @@ class Draw:
             mass = tree_sum([x for chunks in both for x in self.weights.residual(*chunks)])
             if size > 1:
                 mass = jnp.where(tile < count, mass, 0.0)
-            next_tile = functools.partial(sums.begin, threads, lax.div(tile, size), place, mass)
+            put = functools.partial(sums.put, threads, lax.div(tile, size), place, mass)
             if isinstance(piece, int):
-                return sums.add(place, mass) if piece else next_tile()
-            return lax.cond(piece == 0, next_tile, lambda: sums.add(place, mass))
+                return put(begins=piece == 0)
+            return lax.cond(piece == 0, put, lambda: put(begins=False))
 
         start = TileSums.start(threads, size)
-        sums = draft.fold(self.draft_row, add, start, masked=True)
+        sums = draft.fold_pieces(self.draft_row, add, start, masked=True)
         return self.cluster.gather_masses(round, sums.first(threads, target.per_slice))
 
     def _masses_with(self, draft: Candidates, round: jax.Array) -> tuple[Masses, jax.Array]:

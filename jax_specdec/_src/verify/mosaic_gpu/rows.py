@@ -23,7 +23,10 @@ PIECES = 2
 Chunk: TypeAlias = list[jax.Array]
 """A list of float32 ``[128]``, one for each of the consecutive ids that a thread has."""
 
-FoldStep: TypeAlias = Callable[[jax.Array, int, jax.Array | int, list[Chunk], Any], Any]
+TileStep: TypeAlias = Callable[[jax.Array, list[jax.Array], Any], Any]
+"""Takes a tile, entries of it that each thread has, and a state; returns the next state."""
+
+PieceStep: TypeAlias = Callable[[jax.Array, int, jax.Array | int, list[Chunk], Any], Any]
 """Takes a tile, its index among those loaded at once, a piece of it, the chunks of the piece, and a
 state; returns the next state."""
 
@@ -202,9 +205,9 @@ class TargetSlice(RowSlice):
     # Reading.
 
     def fold(
-        self, row: jax.Array, rows_before: jax.Array | None, step: FoldStep, state: Any
+        self, row: jax.Array, rows_before: jax.Array | None, step: TileStep, state: Any
     ) -> Any:
-        """``state = step(tile, 0, 0, chunks, state)`` for each tile of the slice.
+        """``state = step(tile, entries, state)`` for each tile of the slice.
 
         Waits for each tile, unless `rows_before` is None, for a row that has arrived.
         """
@@ -212,7 +215,7 @@ class TargetSlice(RowSlice):
         def run(tile: jax.Array, state: Any) -> Any:
             if rows_before is not None:
                 self.ready(row, tile, rows_before)
-            return step(tile, 0, 0, self.chunks(row, tile), state)
+            return step(tile, self.of_tile(row, tile), state)
 
         return lax.fori_loop(0, self.count(), run, state)
 
@@ -302,7 +305,18 @@ class DraftSlice(RowSlice):
         """Begin to fetch the slice of a row into the L2 cache."""
         self.threads.prefetch_tiles(self.rows, row, self.first, self.size, self.per_slice)
 
-    def fold(self, row: jax.Array, step: FoldStep, state: Any, *, masked: bool = False) -> Any:
+    def fold(
+        self, row: jax.Array, rows_before: jax.Array | None, step: TileStep, state: Any
+    ) -> Any:
+        """As of target rows, but nothing is waited for, and tiles come in pieces."""
+        del rows_before
+        return self.fold_pieces(
+            row, lambda tile, _, __, chunks, state: step(tile, sum(chunks, []), state), state
+        )
+
+    def fold_pieces(
+        self, row: jax.Array, step: PieceStep, state: Any, *, masked: bool = False
+    ) -> Any:
         """``state = step(tile, place, piece, chunks, state)`` for each piece of the slice's tiles.
 
         A `masked` step must ignore everything past the end of the target row: it may be given tiles

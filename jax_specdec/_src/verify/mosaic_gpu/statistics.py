@@ -135,21 +135,23 @@ def weight_function(base: jax.Array, scale: jax.Array, size: int) -> Callable[[C
 
 
 def mass(
-    threads: Threads, fold: Callable[[Any, Any], Any], size: int, base: jax.Array, scale: jax.Array
+    tiles: TargetSlice | DraftSlice,
+    row: jax.Array,
+    rows_before: jax.Array | None,
+    base: jax.Array,
+    scale: jax.Array,
 ) -> jax.Array:
-    """The mass of each warp's part of a row, relative to `base`.
+    """The mass of each warp's part of a row, relative to `base`; arguments as `TargetSlice.fold`.
 
-    `fold` goes over the row's tiles, and `size` is that of its entries in bytes. The base may be
-    any number of the order of the row's largest entry: `is_usable` says, from the sum over all
-    warps, whether it was.
+    The base may be any number of the order of the row's largest entry: `is_usable` says, from the
+    sum over all warps, whether it was.
     """
-    weights = weight_function(base, scale, size)
+    threads, weights = tiles.threads, weight_function(base, scale, tiles.entry_size)
 
-    def add(tile: Any, place: Any, piece: Any, chunks: list[Chunk], total: jax.Array) -> jax.Array:
-        del tile, place, piece
-        return total + tree_sum([x for chunk in chunks for x in weights(chunk)])
+    def add(_: jax.Array, entries: list[jax.Array], total: jax.Array) -> jax.Array:
+        return total + tree_sum(weights(entries))
 
-    return threads.warp_sum(fold(add, threads.filled(0.0)))
+    return threads.warp_sum(tiles.fold(row, rows_before, add, threads.filled(0.0)))
 
 
 def tile_masses(
@@ -161,10 +163,8 @@ def tile_masses(
     """Each warp's part of the weight of each tile of the slice; arguments as `TargetSlice.fold`."""
     threads = tiles.threads
 
-    def add(tile: Any, place: Any, piece: Any, chunks: list[Chunk], sums: TileSums) -> TileSums:
-        del place, piece
-        mass = tree_sum([x for chunk in chunks for x in weights(chunk)])
-        return sums.begin(threads, tile, 0, mass)
+    def add(tile: jax.Array, entries: list[jax.Array], sums: TileSums) -> TileSums:
+        return sums.put(threads, tile, 0, tree_sum(weights(entries)))
 
     sums = tiles.fold(row, rows_before, add, TileSums.start(threads))
     return sums.first(threads, tiles.per_slice)
@@ -228,14 +228,13 @@ def max_and_place(
     """The maximum of each warp's part of a row, and the lowest id of it, as the bits of a float."""
     threads = tiles.threads
 
-    def larger(tile: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def larger(tile: jax.Array, entries: list[jax.Array], state: Any) -> Any:
         peak, where = state
-        tiles.ready(row, tile, rows_before)
-        mine = tree_max(tiles.of_tile(row, tile))
+        mine = tree_max(entries)
         return jnp.maximum(peak, mine), jnp.where(peak >= mine, where, tile)
 
     start = (threads.filled(-jnp.inf), threads.filled(0, jnp.int32))
-    peak, where = lax.fori_loop(0, tiles.count(), larger, start)
+    peak, where = tiles.fold(row, rows_before, larger, start)
     best = threads.warp_max(peak)
     # Each thread reads the tile of its largest entry again.
     place = threads.filled(2**30, jnp.int32)
@@ -277,17 +276,19 @@ class TileSums(NamedTuple):
         zero = threads.filled(0.0)
         return cls(zero, (zero,) * size, jnp.int32(-1))
 
-    def begin(self, threads: Threads, group: jax.Array, place: int, value: jax.Array) -> TileSums:
-        """Begin the next tile, `place` of its group, with `value`, each thread's part of it."""
-        found = self.found if place else self._with_last(threads)
-        return TileSums(found, self._but(place, value), group)
-
-    def add(self, place: int, value: jax.Array) -> TileSums:
-        """Add to each thread's part of a tile of the latest group."""
-        return self._replace(last=self._but(place, self.last[place] + value))
-
-    def _but(self, place: int, value: jax.Array) -> tuple[jax.Array, ...]:
-        return (*self.last[:place], value, *self.last[place + 1 :])
+    def put(
+        self,
+        threads: Threads,
+        group: jax.Array,
+        place: int,
+        value: jax.Array,
+        *,
+        begins: bool = True,
+    ) -> TileSums:
+        """Put each thread's part of the tile at `place` of its group, or add more of it."""
+        found = self._with_last(threads) if begins and not place else self.found
+        value = value if begins else self.last[place] + value
+        return TileSums(found, (*self.last[:place], value, *self.last[place + 1 :]), group)
 
     def first(self, threads: Threads, count: int) -> list[jax.Array]:
         """The sums over the warp of the first `count` tiles; 0 for tiles that never came."""

@@ -33,7 +33,7 @@ from jax_specdec._src.verify.mosaic_gpu.request import (
     RequestLoads,
     Work,
 )
-from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice, TargetSlice
+from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice, TargetSlice, TileStep
 from jax_specdec._src.verify.mosaic_gpu.statistics import Normalizer, is_finite
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Ref, Threads
 
@@ -115,12 +115,16 @@ class Walk:
     Args:
       work: what it has in hand.
       warpgroups: those of this block.
+
+    Attributes:
+      nothing: stands for a position not visited.
     """
 
     def __init__(self, work: Work, warpgroups: Warpgroups):
         self.work, self.warpgroups = work, warpgroups
         self.request, self.target, self.draft, self.drafted, self.cluster = work
         self.plan, self.threads = work.request.plan, work.request.threads
+        self.nothing = PositionResult.nothing(self.cluster)
 
     def run(self, position: jax.Array) -> None:
         """Walk from `position` on, draw the last token, write the output.
@@ -153,8 +157,7 @@ class Walk:
             )
             return position + warpgroups.count, result, round, first
 
-        nothing = PositionResult.nothing(self.cluster)
-        start = warpgroups.index, nothing, round, jnp.int32(warpgroups.count)
+        start = warpgroups.index, self.nothing, round, jnp.int32(warpgroups.count)
         following, result, round, first = lax.while_loop(goes_on, step, start)
         pl.when(first == warpgroups.index)(
             lambda: self.emit(following - warpgroups.count, result, round)
@@ -173,7 +176,7 @@ class Walk:
         return lax.cond(
             position < self.request.num_rows,
             lambda: self._read_and_judge(position, round),
-            lambda: (PositionResult.nothing(self.cluster), round),
+            lambda: (self.nothing, round),
         )
 
     def _read_and_judge(
@@ -185,7 +188,7 @@ class Walk:
             isinstance(self.plan.rule, rules.Synthetic),
         )
         rows_before = jnp.int32(0) if by_rate else self.warpgroups.rows_before(position)
-        result, round = Reader(self.work, position, rows_before).read(round)
+        result, round = Reader(self, position, rows_before).read(round)
         bad_target = ~is_finite(result.scale.peak)
         bad_draft = drafted.bad | (drafted.uses_q & ~is_finite(result.draft_scale.peak))
 
@@ -233,15 +236,15 @@ class Reader:
     are summed while it is read.
 
     Args:
-      work: what the warpgroup has in hand.
+      walk: the warpgroup at work.
       position: ``[]`` int32; the copy of its target row is under way.
       rows_before: ``[]`` int32, rows that were copied before it.
     """
 
-    def __init__(self, work: Work, position: jax.Array, rows_before: jax.Array):
-        self.request, self.target, draft, self.drafted, self.cluster = work
-        self.position, self.rows_before, request = position, rows_before, work.request
-        self.threads, self.plan = request.threads, request.plan
+    def __init__(self, walk: Walk, position: jax.Array, rows_before: jax.Array):
+        request, self.target, draft, self.drafted, self.cluster = walk.work
+        self.request, self.position, self.rows_before = request, position, rows_before
+        self.threads, self.plan, self.nothing = walk.threads, walk.plan, walk.nothing
         self.row, self.scale = request.first_row + position, request.scale
         filters = request.filters
         self.needs_peak = request.greedy if filters is None else request.greedy | filters
@@ -267,10 +270,10 @@ class Reader:
         masses, round = lax.cond(
             self.sums_masses,
             lambda: self.tile_masses(round),
-            lambda: (self.cluster.no_masses(), round),
+            lambda: (self.nothing.p_masses, round),
         )
         target = Normalizer.of(self.target_base, masses.total)
-        result = PositionResult.nothing(self.cluster)._replace(scale=target, p_masses=masses)
+        result = self.nothing._replace(scale=target, p_masses=masses)
         usable = statistics.is_usable(masses.total, self.target_base, self.scale)
         return lax.cond(usable, lambda: (result, round), lambda: self.look(round))
 
@@ -295,14 +298,14 @@ class Reader:
         best, target_row = lax.cond(
             self.needs_peak,
             lambda: self.argmax(first, second),
-            lambda: (jnp.int32(0), Normalizer.of(self.target_base, self.sum(second))),
+            lambda: (jnp.int32(0), Normalizer.of(self.target_base, self.cluster.sum(second))),
         )
         usable = self.needs_peak | statistics.is_usable(
             target_row.total, self.target_base, self.scale
         )
-        draft_row = Normalizer.of(jnp.float32(0), jnp.float32(1))
+        draft_row = self.nothing.draft_scale
         if draft is not None:
-            draft_row = Normalizer.of(self.draft_base, self.sum(of_draft[1]))
+            draft_row = Normalizer.of(self.draft_base, self.cluster.sum(of_draft[1]))
             usable &= ~self.uses_q | statistics.is_usable(
                 draft_row.total, draft_row.peak, self.scale
             )
@@ -317,8 +320,8 @@ class Reader:
                 lambda: RowFilter(self, target_row.peak).run(round),
                 lambda: (target_row, round),
             )
-        result = PositionResult.nothing(self.cluster)
-        return result._replace(scale=target_row, draft_scale=draft_row, argmax=best), round
+        result = self.nothing._replace(scale=target_row, draft_scale=draft_row, argmax=best)
+        return result, round
 
     def read_again(
         self, draft_row: Normalizer, round: jax.Array
@@ -335,13 +338,11 @@ class Reader:
     def target_mass(self) -> tuple[jax.Array, jax.Array]:
         """Nothing that anybody needs, and the mass; 0 if the masses of tiles were of no use."""
         nothing = self.threads.filled(0.0)
-        fold = functools.partial(self.target.fold, self.row, self.rows_before)
+        row, base = (self.row, self.rows_before), self.target_base
         return nothing, lax.cond(
             self.sums_masses,
             lambda: nothing,
-            lambda: statistics.mass(
-                self.threads, fold, self.target.entry_size, self.target_base, self.scale
-            ),
+            lambda: statistics.mass(self.target, *row, base, self.scale),
         )
 
     def if_q(
@@ -355,9 +356,8 @@ class Reader:
 
     def draft_mass(self, draft: DraftSlice) -> tuple[jax.Array, jax.Array]:
         """As `target_mass`."""
-        fold = functools.partial(draft.fold, self.draft_row)
         return self.threads.filled(0.0), statistics.mass(
-            self.threads, fold, draft.entry_size, self.draft_base, self.scale
+            draft, self.draft_row, None, self.draft_base, self.scale
         )
 
     def draft_max_and_sum(self, draft: DraftSlice) -> tuple[jax.Array, jax.Array]:
@@ -378,35 +378,26 @@ class Reader:
         entry = self.threads.at(by_lane, jnp.minimum(self.position, last))
         return jnp.where(is_finite(entry), entry, 0.0)
 
-    def sum(self, values: list[jax.Array]) -> jax.Array:
-        """The sum of all warps' numbers."""
-        return self.threads.scalar(self.threads.warp_sum(tree_sum(self.cluster.known(values, 0.0))))
-
-    def peak(self, peaks: list[jax.Array]) -> jax.Array:
-        """The largest of all warps' entries, NaN if one is."""
-        largest = statistics.largest(self.cluster.known(peaks, -jnp.inf))
-        return self.threads.scalar(self.threads.warp_max(largest))
-
     def argmax(
         self, peaks: list[jax.Array], places: list[jax.Array]
     ) -> tuple[jax.Array, Normalizer]:
         """The least of the places of the row's largest entry, and that entry."""
-        peak = self.peak(peaks)
+        peak = self.cluster.max(peaks)
         found = [
             jnp.where(m == peak, lax.bitcast_convert_type(p, jnp.int32), jnp.int32(2**30))
-            for m, p in zip(self.cluster.known(peaks, -jnp.inf), places, strict=True)
+            for m, p in zip(peaks, places, strict=True)
         ]
         best = self.threads.warp_min(functools.reduce(jnp.minimum, found))
         return self.threads.scalar(best), Normalizer.of(peak, jnp.float32(1))
 
     def by_largest(self, peaks: list[jax.Array], sums: list[jax.Array]) -> Normalizer:
         """From each warp's largest entry, and its mass relative to that."""
-        peak, scale = self.peak(peaks), self.request.scale
+        peak, scale = self.cluster.max(peaks), self.request.scale
         masses = [
             jnp.where(m > -jnp.inf, s * statistics.decay(m, peak, scale), 0.0)
-            for m, s in zip(self.cluster.known(peaks, -jnp.inf), sums, strict=True)
+            for m, s in zip(peaks, sums, strict=True)
         ]
-        return Normalizer.of(peak, self.sum(masses))
+        return Normalizer.of(peak, self.cluster.sum(masses))
 
 
 class RowFilter:
@@ -442,9 +433,9 @@ class RowFilter:
             inv_temperature=self.request.inv,
         )
 
-        def hide(tile: jax.Array, total: jax.Array) -> jax.Array:
+        def hide(tile: jax.Array, entries: list[jax.Array], total: jax.Array) -> jax.Array:
             self.target.hide_below(least, self.row, tile)
-            return total + self.mass_of(tile, least)
+            return total + self.mass_of(entries, least)
 
         total, round = self.everywhere(hide, round)
         return Normalizer(self.peak, total, least), round
@@ -457,8 +448,7 @@ class RowFilter:
         """How many entries there are; exact up to 2**24 ids per thread."""
         least = candidate(1)
 
-        def add(tile: jax.Array, total: jax.Array) -> jax.Array:
-            entries = self.target.of_tile(self.row, tile)
+        def add(_: jax.Array, entries: list[jax.Array], total: jax.Array) -> jax.Array:
             return total + tree_sum([jnp.where(x >= least, 1.0, 0.0) for x in entries])
 
         found, round = self.everywhere(add, round)
@@ -479,22 +469,20 @@ class RowFilter:
 
     def mass_from(self, least: jax.Array, round: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The mass of the row's entries from a threshold on, and the next round."""
-        return self.everywhere(lambda tile, x: x + self.mass_of(tile, least), round)
+        return self.everywhere(lambda _, entries, x: x + self.mass_of(entries, least), round)
 
-    def mass_of(self, tile: jax.Array, least: jax.Array) -> jax.Array:
+    def mass_of(self, entries: list[jax.Array], least: jax.Array) -> jax.Array:
         """The same of a tile, relative to the largest entry."""
-        scale, entries = self.request.scale, self.target.of_tile(self.row, tile)
+        scale = self.request.scale
         return tree_sum(
             [jnp.where(x >= least, jnp.exp2((x - self.peak) * scale), 0.0) for x in entries]
         )
 
-    def everywhere(
-        self, add: Callable[[jax.Array, jax.Array], jax.Array], round: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def everywhere(self, add: TileStep, round: jax.Array) -> tuple[jax.Array, jax.Array]:
         """A sum over the tiles of the whole row, ``[]``, and the next round."""
-        mine = lax.fori_loop(0, self.target.count(), add, self.threads.filled(0.0))
+        mine = self.target.fold(self.row, None, add, self.threads.filled(0.0))
         (sums,), round = self.cluster.all_gather(round, self.threads.warp_sum(mine))
-        return self.reader.sum(sums), round
+        return self.cluster.sum(sums), round
 
 
 class Prefix(NamedTuple):
@@ -568,9 +556,8 @@ class BlockWalk:
 
     def start(self, round: jax.Array) -> BlockState:
         """Before the first position."""
-        zero, one = jnp.int32(0), jnp.float32(1)
-        unit, masses = Normalizer.of(jnp.float32(0), one), self.walk.cluster.no_masses()
-        kept = Prefix(zero, one, unit, unit, masses)
+        zero, one, nothing = jnp.int32(0), jnp.float32(1), self.walk.nothing
+        kept = Prefix(zero, one, nothing.scale, nothing.draft_scale, nothing.p_masses)
         going = self.request.is_proposed(zero).astype(jnp.int32)
         return BlockState(zero, one, going, 1 - going, zero, round, kept)
 
@@ -633,8 +620,7 @@ class BlockWalk:
                 least = kept.target.threshold
                 target.for_all(lambda tile: target.hide_below(least, row, tile))
 
-        result = PositionResult.nothing(self.walk.cluster)
-        result = result._replace(scale=kept.target, draft_scale=kept.draft)
+        result = self.walk.nothing._replace(scale=kept.target, draft_scale=kept.draft)
         has_q = self.walk.drafted.has_q(kept.length)
         tries = has_q.astype(jnp.int32)
         Draw(self.walk.work, kept.length, result, kept.weight).finish(
