@@ -332,8 +332,8 @@ def draft_rows_of(
         rows=rows,
         per_slice=memory.slices.tiles,
         first=first,
-        size=width if is_mapped else plan.draft_size,
-        row_size=width if is_mapped else plan.size,
+        size=width if is_mapped else plan.size,
+        draft_size=width if is_mapped else plan.draft_size,
         fill=fill,
         each=memory.each,
         aligned=is_aligned(rows) and width >= memory.each,
@@ -343,7 +343,7 @@ def draft_rows_of(
     if operands.columns is None:
         return draft
     fields = {field.name: getattr(draft, field.name) for field in dataclasses.fields(draft)}
-    fields |= {"size": plan.size, "row_size": plan.size, "aligned": False}
+    fields |= {"size": plan.size, "draft_size": plan.size, "aligned": False}
     return MappedSlice(**fields, columns=operands.columns, storage=draft)
 
 

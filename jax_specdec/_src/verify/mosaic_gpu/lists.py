@@ -59,11 +59,11 @@ def columns_of_map(ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     return words[None], is_bad
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MappedSlice(DraftSlice):
     """A block's slice of draft rows that share a map of ids: in the order of ids.
 
-    Attributes:
+    Attributes, besides those of `DraftSlice`:
       columns: ref ``[1, W]`` int32, the column of each id; see `columns_of_map`.
       storage: a block's slice of the rows as they are stored, in the order of columns.
     """
