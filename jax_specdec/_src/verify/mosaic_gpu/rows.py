@@ -214,6 +214,14 @@ class TargetSlice(RowSlice):
         begin = self.begin(row, tile)
         return [self.entries(begin, offset) for offset in self.offsets]
 
+    def piece(self, row: jax.Array, tile: jax.Array, piece: jax.Array | int) -> list[Chunk]:
+        """The chunks of a piece of a tile, as `DraftSlice` has pieces."""
+        begin, first = self.begin(row, tile), piece * (TILE // PIECES)
+        if not isinstance(first, int):
+            begin, first = begin + first, 0
+        offsets = range(first, first + TILE // PIECES, self.chunk)
+        return [self.entries(begin, offset) for offset in offsets]
+
     def begin(self, row: jax.Array, tile: jax.Array) -> jax.Array:
         """Where a tile begins in `buffer`."""
         shift = 0 if self.stride == TILE else self.threads.copy_shift(self.rows, row)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_specdec._src.verify.mosaic_gpu.cluster import tree_sum
+from jax_specdec._src.verify.mosaic_gpu.cluster import tree_max, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, DraftSlice, TargetSlice
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Threads
 
@@ -83,36 +83,26 @@ class Weights(NamedTuple):
 
     def residual(self, targets: Chunk, drafts: Chunk) -> Chunk:
         """``(weight * p - q)+``; NaN where q is none."""
-        left: Chunk = []
-        for x, d in zip(targets, drafts, strict=True):
-            left += excess([jnp.exp2(self.weighted(x))], [d], self.q)
-        return left
+        both = zip(targets, drafts, strict=True)
+        return [excess(jnp.exp2(self.weighted(x)), d, self.q) for x, d in both]
 
 
-def excess(p: Chunk, drafts: Chunk, exponent: Exponent | None) -> Chunk:
+def excess(p: jax.Array, entry: jax.Array, exponent: Exponent | None) -> jax.Array:
     """``(p - q)+``, as `rules.residual`; NaN where q is none.
 
     Args:
-      p: probabilities times a joint weight.
-      drafts: entries of the draft row.
-      exponent: from these to q; None if they are probabilities.
+      p: probability times a joint weight.
+      entry: of the draft row.
+      exponent: from it to q; None if it is a probability.
     """
-    left = []
-    for x, d in zip(p, drafts, strict=True):
-        if exponent is None:
-            left.append(jnp.where(d >= 0, jnp.maximum(x, d) - d, jnp.nan))
-        else:
-            q = jnp.exp2(exponent(d))
-            left.append(jnp.maximum(x, q) - q)  # two instructions
-    return left
+    if exponent is None:
+        return jnp.where(entry >= 0, jnp.maximum(p, entry) - entry, jnp.nan)
+    q = jnp.exp2(exponent(entry))
+    return jnp.maximum(p, q) - q  # two instructions
 
 
 def is_finite(x: jax.Array) -> jax.Array:
     return (x > -jnp.inf) & (x < jnp.inf)
-
-
-def largest(xs: list[jax.Array]) -> jax.Array:
-    return functools.reduce(jnp.maximum, xs)
 
 
 def decay(peak: jax.Array, larger: jax.Array, scale: jax.Array) -> jax.Array:
@@ -211,7 +201,7 @@ def max_and_sum(
     def add(tile: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         peak, total = state
         entries = tiles.of_tile(row, tile)
-        larger = largest([peak, *entries])
+        larger = functools.reduce(jnp.maximum, entries, peak)
         base = _base(larger)
         mass = tree_sum([jnp.exp2((x - base) * scale) for x in entries])
         return larger, total * decay(_base(peak), base, scale) + mass
@@ -244,14 +234,6 @@ def max_and_place(
         for j, x in reversed(list(enumerate(chunk))):
             place = jnp.where(x == best, first + j, place)
     return best, lax.bitcast_convert_type(threads.warp_min(place), jnp.float32)
-
-
-def tree_max(xs: list[Any]) -> Any:
-    """The maximum of arrays, in pairs; NaN if any entry is."""
-    while len(xs) > 1:
-        pairs = zip(xs[::2], xs[1::2], strict=False)
-        xs = [jnp.maximum(a, b) for a, b in pairs] + xs[len(xs) // 2 * 2 :]
-    return xs[0]
 
 
 class TileSums(NamedTuple):
