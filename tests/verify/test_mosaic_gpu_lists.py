@@ -195,11 +195,11 @@ def test_no_thread_reads_an_entry_that_another_hides():
     ("ids", "length"), [("map", 3000), pytest.param("candidates", 128, marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("layout", [BLOCK[3], *long(FILTERED[2], UNALIGNED)], ids=str)
-def test_lowers_for_cuda_to_one_kernel(ids, length, layout):
+@pytest.mark.parametrize("bits64", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_lowers_for_cuda_to_one_kernel(ids, length, layout, bits64):
     listed, _ = with_ids(random_batch(layout, 0, broken=0), ids, length)
-    for bits64 in (False, True):
-        with jax.enable_x64(bits64):
-            assert lowered(layout, batch=listed).count("@mosaic_gpu") == 1
+    with jax.enable_x64(bits64):
+        assert lowered(layout, batch=listed).count("@mosaic_gpu") == 1
 
 
 def test_lists_that_are_too_long_are_refused_in_a_sentence():
