@@ -259,8 +259,7 @@ class PartWeights:
             if draft is None:
                 weights = [jnp.where(first + j == self.without, 0.0, x) for j, x in enumerate(p)]
             else:
-                pairs = zip(p, drafts, strict=True)
-                weights = [excess(self.weight * x, d, self.q) for x, d in pairs]
+                weights = excess([self.weight * x for x in p], drafts, self.q)
             found.append((weights, p))
         return found
 

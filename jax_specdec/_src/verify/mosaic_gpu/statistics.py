@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -83,22 +83,25 @@ class Weights(NamedTuple):
 
     def residual(self, targets: Chunk, drafts: Chunk) -> Chunk:
         """``(weight * p - q)+``; NaN where q is none."""
-        both = zip(targets, drafts, strict=True)
-        return [excess(jnp.exp2(self.weighted(x)), d, self.q) for x, d in both]
+        return excess((jnp.exp2(self.weighted(x)) for x in targets), drafts, self.q)
 
 
-def excess(p: jax.Array, entry: jax.Array, exponent: Exponent | None) -> jax.Array:
+def excess(p: Iterable[jax.Array], drafts: Chunk, exponent: Exponent | None) -> Chunk:
     """``(p - q)+``, as `rules.residual`; NaN where q is none.
 
     Args:
-      p: probability times a joint weight.
-      entry: of the draft row.
-      exponent: from it to q; None if it is a probability.
+      p: probabilities times a joint weight, each computed when it is needed: fewer registers.
+      drafts: entries of the draft row.
+      exponent: from these to q; None if they are probabilities.
     """
-    if exponent is None:
-        return jnp.where(entry >= 0, jnp.maximum(p, entry) - entry, jnp.nan)
-    q = jnp.exp2(exponent(entry))
-    return jnp.maximum(p, q) - q  # two instructions
+    left = []
+    for x, d in zip(p, drafts, strict=True):
+        if exponent is None:
+            left.append(jnp.where(d >= 0, jnp.maximum(x, d) - d, jnp.nan))
+        else:
+            q = jnp.exp2(exponent(d))
+            left.append(jnp.maximum(x, q) - q)  # two instructions
+    return left
 
 
 def is_finite(x: jax.Array) -> jax.Array:

@@ -72,8 +72,8 @@ def verify_request(
             position = _accepted_by_rate(request, uniforms)
         _copy_row(request, target, position)
         target.fill_end()
-        if warpgroups.count > 1:
-            _prefetch_draft_row(draft_loads, position)
+        if warpgroups.count > 1 and draft is not None:
+            pl.when(draft_loads.counts_q(position))(lambda: draft_loads.prefetch(position))
         if not by_rate:
             uniforms = request.uniforms()
         drafted = DraftedTokens(draft_loads, uniforms)
@@ -101,12 +101,6 @@ def _accepted_by_rate(request: KernelRequest, uniforms: jax.Array) -> jax.Array:
 def _copy_row(request: KernelRequest, target: TargetSlice, position: jax.Array) -> None:
     """Begin to copy the target row of a position, if there is one."""
     pl.when(position < request.num_rows)(lambda: target.copy(request.first_row + position))
-
-
-def _prefetch_draft_row(drafts: DraftLoads, position: jax.Array) -> None:
-    """Begin to bring the draft row of a position into the second-level cache, if it counts."""
-    if drafts.draft is not None:
-        pl.when(drafts.counts_q(position))(lambda: drafts.prefetch(position))
 
 
 class Walk:
