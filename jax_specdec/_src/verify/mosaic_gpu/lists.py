@@ -16,7 +16,7 @@ from jax import lax
 from jax_specdec._src.verify.mosaic_gpu.cluster import tree_max, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.plan import MAX_MAPPED
 from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, DraftSlice
-from jax_specdec._src.verify.mosaic_gpu.statistics import Exponent, is_finite
+from jax_specdec._src.verify.mosaic_gpu.statistics import Exponent, base_of
 from jax_specdec._src.verify.mosaic_gpu.threads import THREADS, WARP, Threads
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
@@ -198,7 +198,7 @@ class Candidates:
     def peak_and_log(self, listed: Listed, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The largest entry, and log2 of the mass relative to it."""
         peak = self.threads.warp_max(tree_max(listed.entries))
-        base = jnp.where(is_finite(peak), peak, 0.0)
+        base = base_of(peak)
         weights = [jnp.exp2((x - base) * scale) for x in listed.entries]
         return peak, jnp.log2(self.threads.warp_sum(tree_sum(weights)))
 

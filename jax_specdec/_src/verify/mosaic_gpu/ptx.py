@@ -109,6 +109,8 @@ class GpuThreads:
         return _inline(lambda x: (x,), (), (x,), [x.dtype], shape=())[0]
 
     def at(self, x: jax.Array, lane: jax.Array | int) -> jax.Array:
+        if x.dtype == jnp.bool_:
+            return self.at(x.astype(jnp.int32), lane) == 1
         return self.scalar(self.shuffle(x, lane))
 
     def cond(self, which: jax.Array, true: Callable[[], T], false: Callable[[], T]) -> T:
@@ -338,11 +340,6 @@ class GpuThreads:
             return [x for word in words for x in _numbers(word, dtype)]
 
         return _inline(run, (ref,), (start, self.index), [jnp.float32] * each)
-
-    def row_entries(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
-        if each == 1:
-            return [self.gather(ref, row, start)]
-        return self.numbers(self.row_words(ref, row, start, each), ref.dtype)
 
     def row_words(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
         dtype, columns = jnp.dtype(ref.dtype), ref.shape[1]

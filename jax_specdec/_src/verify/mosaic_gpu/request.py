@@ -301,9 +301,7 @@ class KernelRequest:
 
     def is_proposed(self, position: jax.Array) -> jax.Array:
         """Whether a token was proposed at `position`, ``[]``; false past the last draft."""
-        return (
-            self.threads.at(self.proposed.astype(jnp.int32), jnp.minimum(position, WARP - 1)) == 1
-        )
+        return self.threads.at(self.proposed, jnp.minimum(position, WARP - 1))
 
     def write(
         self,
@@ -414,10 +412,6 @@ class DraftLoads:
         if self.draft is not None:
             self.draft.prefetch(self.request.threads.at(self.draft_row, position))
 
-    def counts_q(self, position: jax.Array) -> jax.Array:
-        """Whether the draft row of a position may be used, ``[]``."""
-        return self.request.threads.at(self.uses_q.astype(jnp.int32), position) == 1
-
 
 def _load_lists(
     request: KernelRequest,
@@ -477,10 +471,6 @@ class DraftedTokens:
                 bad = bad | (uses_q & ~is_finite(stored))
         self.uses_q, self.entry, self.q, self.bad = uses_q, entry, q, bad
 
-    def counts_q(self, position: jax.Array) -> jax.Array:
-        """Whether the draft row of a position is used, ``[]``."""
-        return self.request.threads.at(self.uses_q.astype(jnp.int32), position) == 1
-
     def exponent(self, position: jax.Array, of_row: Normalizer) -> Exponent | None:
         """What turns entries of the draft row of a position into `q`; None of probabilities.
 
@@ -516,7 +506,9 @@ class DraftedTokens:
 
     def has_q(self, position: jax.Array) -> jax.Array:
         """Whether a draft of a sampled request has a draft distribution, ``[]``: else one-hot."""
-        return self.request.stored if self.loads.log_normalizer is None else self.counts_q(position)
+        if self.loads.log_normalizer is None:
+            return self.request.stored
+        return self.request.threads.at(self.uses_q, position)
 
 
 def _find_listed(

@@ -113,7 +113,8 @@ def decay(peak: jax.Array, larger: jax.Array, scale: jax.Array) -> jax.Array:
     return jnp.exp2(jnp.minimum((peak - larger) * scale, 0.0))
 
 
-def _base(peak: jax.Array) -> jax.Array:
+def base_of(peak: jax.Array) -> jax.Array:
+    """What masses can be relative to: 0 in place of a peak that is not finite."""
     return jnp.where(is_finite(peak), peak, 0.0)
 
 
@@ -183,7 +184,7 @@ def base_and_sum(
     none, some = jnp.int32(0), tiles.count() > 0
     pl.when(some)(lambda: tiles.ready(row, none, rows_before))
     first = threads.warp_max(jnp.where(some, tree_max(tiles.of_tile(row, none)), -jnp.inf))
-    base = _base(first)
+    base = base_of(first)
     weights = weight_function(base, scale, size)
 
     def add(tile: jax.Array, total: jax.Array) -> jax.Array:
@@ -205,14 +206,14 @@ def max_and_sum(
         peak, total = state
         entries = tiles.of_tile(row, tile)
         larger = functools.reduce(jnp.maximum, entries, peak)
-        base = _base(larger)
+        base = base_of(larger)
         mass = tree_sum([jnp.exp2((x - base) * scale) for x in entries])
-        return larger, total * decay(_base(peak), base, scale) + mass
+        return larger, total * decay(base_of(peak), base, scale) + mass
 
     start = (threads.filled(-jnp.inf), threads.filled(0.0))
     peak, total = lax.fori_loop(0, tiles.count(), add, start)
     larger = threads.warp_max(peak)
-    return larger, threads.warp_sum(total * decay(_base(peak), _base(larger), scale))
+    return larger, threads.warp_sum(total * decay(base_of(peak), base_of(larger), scale))
 
 
 def max_and_place(

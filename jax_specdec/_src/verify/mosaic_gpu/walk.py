@@ -73,7 +73,8 @@ def verify_request(
         _copy_row(request, target, position)
         target.fill_end()
         if warpgroups.count > 1 and draft is not None:
-            pl.when(draft_loads.counts_q(position))(lambda: draft_loads.prefetch(position))
+            uses_q = threads.at(draft_loads.uses_q, position)
+            pl.when(uses_q)(lambda: draft_loads.prefetch(position))
         if not by_rate:
             uniforms = request.uniforms()
         drafted = DraftedTokens(draft_loads, uniforms)
@@ -252,7 +253,7 @@ class Reader:
         self.draft: DraftSlice | None = None
         if isinstance(draft, DraftSlice) and self.plan.sums_draft_rows:
             self.draft = draft.storage if isinstance(draft, MappedSlice) else draft
-            self.uses_q = self.drafted.counts_q(position)
+            self.uses_q = self.threads.at(self.drafted.uses_q, position)
             self.draft_row = self.threads.at(self.drafted.loads.draft_row, position)
             assert self.drafted.entry is not None
             self.draft_base = self.base(self.drafted.entry)
@@ -322,7 +323,9 @@ class Reader:
     ) -> tuple[Normalizer, Normalizer, jax.Array]:
         """Normalizers by the largest entries; the rows have arrived."""
         mine = statistics.max_and_sum(self.target, self.row, self.scale)
-        parts = self.if_q(self.draft_max_and_sum) if self.draft is not None else ()
+        parts: tuple[jax.Array, ...] = ()
+        if self.draft is not None:
+            parts = self.if_q(lambda x: statistics.max_and_sum(x, self.draft_row, self.scale))
         (peaks, sums, *of_draft), round = self.cluster.all_gather(round, *mine, *parts)
         target_row = self.by_largest(peaks, sums)
         return target_row, self.by_largest(*of_draft) if of_draft else draft_row, round
@@ -354,9 +357,6 @@ class Reader:
             draft, self.draft_row, None, self.draft_base, self.scale
         )
 
-    def draft_max_and_sum(self, draft: DraftSlice) -> tuple[jax.Array, jax.Array]:
-        return statistics.max_and_sum(draft, self.draft_row, self.scale)
-
     # What all warps have, from what each has.
 
     def base(self, by_lane: jax.Array) -> jax.Array:
@@ -369,8 +369,7 @@ class Reader:
           ``[]`` float32, finite.
         """
         last = jnp.maximum(self.request.num_drafts - 1, 0)
-        entry = self.threads.at(by_lane, jnp.minimum(self.position, last))
-        return jnp.where(is_finite(entry), entry, 0.0)
+        return statistics.base_of(self.threads.at(by_lane, jnp.minimum(self.position, last)))
 
     def argmax(
         self, peaks: list[jax.Array], places: list[jax.Array]
