@@ -100,10 +100,8 @@ class Draw:
         request, draft, drafted = self.request, self.draft, self.drafted
         self.position, self.result, self.threads = position, result, request.threads
         self.row = request.first_row + position
-        rejected = request.is_proposed(position)
-        self.from_residual = rejected & drafted.has_q(position)
-        # The rejected token has no weight if its draft was one-hot.
-        self.is_without_token = rejected & ~self.from_residual
+        self.rejected = request.is_proposed(position)
+        self.from_residual = self.rejected & drafted.has_q(position)
         self.token_id = self.threads.at(request.token_ids, position)
         self.logit = self.threads.at(drafted.loads.logit, position)
         p = Exponent.of(result.scale, request.scale)
@@ -133,7 +131,7 @@ class Draw:
 
     def finish(self, weights: TileWeights) -> None:
         """Sum by ``p`` if nothing was summed, or nothing had weight; draw and write."""
-        pl.when(self.is_without_token)(lambda: self._set_logit(self.threads.filled(-jnp.inf)))
+        pl.when(self._is_without_token)(lambda: self._set_logit(self.threads.filled(-jnp.inf)))
 
         def again(weights: TileWeights) -> jax.Array:
             return (weights.tries == 0) | ((weights.masses.total == 0) & (weights.tries == 1))
@@ -146,6 +144,11 @@ class Draw:
             self.request.write_row(self.result.scale._replace(total=total), is_first)
         pl.when(bad)(lambda: self.request.write(self.position, jnp.int32(0), bad_row, is_first))
         pl.when(~bad)(lambda: self._pick(weights))
+
+    @property
+    def _is_without_token(self) -> jax.Array:
+        """Whether the rejected token has no weight: its draft was one-hot."""
+        return self.rejected & ~self.from_residual
 
     def _set_logit(self, value: jax.Array) -> None:
         """Write the rejected token's logit in the row in shared memory."""
@@ -161,7 +164,7 @@ class Draw:
 
     def _sum_by_p(self, weights: TileWeights) -> TileWeights:
         """By ``p``: of a row without the rejected token, or, where that is empty, of all of it."""
-        pl.when((weights.tries == 1) & self.is_without_token)(
+        pl.when((weights.tries == 1) & self._is_without_token)(
             lambda: self._set_logit(self.threads.filled(0.0) + self.logit)
         )
         mine = tile_masses(self.target, self.row, None, self.weights.p.probabilities)

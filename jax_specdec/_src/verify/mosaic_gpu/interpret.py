@@ -188,6 +188,9 @@ class InterpretedThreads:
         loaded = ref[pl.ds(start, THREADS * each)].astype(jnp.float32).reshape(THREADS, each)
         return [loaded[:, j] for j in range(each)]
 
+    def row_entries(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
+        return self.row_run(ref, row, start, 0, each)
+
     def row_words(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
         return [ref[...][row, start + j] for j in range(each)]
 

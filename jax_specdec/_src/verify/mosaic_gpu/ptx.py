@@ -341,6 +341,11 @@ class GpuThreads:
 
         return _inline(run, (ref,), (start, self.index), [jnp.float32] * each)
 
+    def row_entries(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
+        if each == 1:
+            return [self.gather(ref, row, start)]
+        return self.numbers(self.row_words(ref, row, start, each), ref.dtype)
+
     def row_words(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
         dtype, columns = jnp.dtype(ref.dtype), ref.shape[1]
 

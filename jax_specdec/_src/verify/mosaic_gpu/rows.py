@@ -433,11 +433,7 @@ class WarpRow:
             start, end = ids - self.first, jnp.clip(self.size - self.first, 0, width)
             inside = jnp.clip(start, 0, width - self.each)
             place = jnp.where(start < 0, width, start)
-            if self.each == 1:
-                found = [threads.gather(self.rows, self.row, inside)]
-            else:
-                words = threads.row_words(self.rows, self.row, inside, self.each)
-                found = threads.numbers(words, self.rows.dtype)
+            found = threads.row_entries(self.rows, self.row, inside, self.each)
             found = [jnp.where(place < end - j, x, self.fill) for j, x in enumerate(found)]
         else:
             for j in range(self.each):

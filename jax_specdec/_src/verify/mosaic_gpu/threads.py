@@ -203,12 +203,15 @@ class Threads(Protocol):
         sixteen bytes, which are read at once; if not, they may be any. `offset` is whole words.
         """
 
-    def row_words(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
-        """``ref[row, start + j]`` by each thread for each j of `each`, as the words that hold them.
+    def row_entries(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
+        """``ref[row, start + j]`` by each thread as float32, ``[128]`` for each j of `each`.
 
         From global memory. The entries must be an aligned piece of up to sixteen bytes, which is
-        read at once, or several such pieces. `numbers` turns the words into entries.
+        read at once, or several such pieces.
         """
+
+    def row_words(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
+        """`row_entries` as the words that are loaded; `numbers` turns them into entries."""
 
     def numbers(self, words: list[jax.Array], dtype: Any) -> list[jax.Array]:
         """Entries as float32, from words that hold one or two of them."""
@@ -216,7 +219,4 @@ class Threads(Protocol):
     def row_run(
         self, ref: Ref, row: jax.Array, start: jax.Array, offset: int, each: int
     ) -> list[jax.Array]:
-        """``ref[row, start + offset + j]`` as float32, ``[128]`` for each j, at any address.
-
-        From global memory, one at a time.
-        """
+        """`row_entries` from ``start + offset`` on, at any address, one at a time."""
