@@ -210,7 +210,7 @@ def _largest(
     def divide(given: tuple[jax.Array, jax.Array, S]) -> tuple[jax.Array, jax.Array, S]:
         low, high, state = given
         # The distance may exceed an int32; so may products, but not their sums.
-        step = lax.shift_right_logical(high - low, jnp.int32(halvings)) + 1
+        step = lax.shift_right_logical(high - low, halvings) + 1
 
         def key(index: Any) -> jax.Array:
             return jnp.minimum(low + step * index, high)

@@ -177,11 +177,8 @@ class Walk:
     def _read_and_judge(
         self, position: jax.Array, round: jax.Array
     ) -> tuple[PositionResult, jax.Array]:
-        request, drafted, by_rate = (
-            self.request,
-            self.drafted,
-            isinstance(self.plan.rule, rules.Synthetic),
-        )
+        request, drafted = self.request, self.drafted
+        by_rate = isinstance(self.plan.rule, rules.Synthetic)
         rows_before = jnp.int32(0) if by_rate else self.warpgroups.rows_before(position)
         result, round = Reader(self, position, rows_before).read(round)
         bad_target = ~is_finite(result.scale.peak)
@@ -193,7 +190,7 @@ class Walk:
             bad_draft = bad_draft | (drafted.uses_q & ~((q >= 0) & (q < jnp.inf)))
             is_best = rules.accepts_greedy(request.token_ids, result.argmax)
             by_rule = (request.greedy & is_best) | (
-                ~request.greedy & rules.accepts(self.drafted.uniforms, p, q)
+                ~request.greedy & rules.accepts(drafted.uniforms, p, q)
             )
             accepted = (request.proposed & by_rule).astype(jnp.int32)
         # One shuffle for both: whether it was accepted, and whether its draft row is bad.
