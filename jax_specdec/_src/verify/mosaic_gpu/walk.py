@@ -332,11 +332,12 @@ class Reader:
     def target_mass(self) -> tuple[jax.Array, jax.Array]:
         """Nothing that anybody needs, and the mass; 0 if the masses of tiles were of no use."""
         nothing = self.threads.filled(0.0)
-        row, base = (self.row, self.rows_before), self.target_base
         return nothing, lax.cond(
             self.sums_masses,
             lambda: nothing,
-            lambda: statistics.mass(self.target, *row, base, self.scale),
+            lambda: statistics.mass(
+                self.target, self.row, self.rows_before, self.target_base, self.scale
+            ),
         )
 
     def if_q(
