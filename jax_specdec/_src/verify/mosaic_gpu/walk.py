@@ -424,9 +424,10 @@ class RowFilter:
             inv_temperature=self.request.inv,
         )
 
-        def hide(tile: jax.Array, entries: list[jax.Array], total: jax.Array) -> jax.Array:
+        def hide(tile: jax.Array, _: list[jax.Array], total: jax.Array) -> jax.Array:
             self.target.hide_below(least, self.row, tile)
-            return total + self.mass_of(entries, least)
+            # Read again: entries from before would be kept in registers over the writes.
+            return total + self.mass_of(self.target.of_tile(self.row, tile), least)
 
         total, round = self.everywhere(hide, round)
         return Normalizer(self.peak, total, least), round
