@@ -371,7 +371,10 @@ def described(value: object) -> str:
         return str(value)
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"an array {list(value.shape)} of {value.dtype}"
-    text = " ".join(f"{value!r}".split())
+    try:
+        text = " ".join(f"{value!r}".split())
+    except (ValueError, RecursionError):  # Python refuses to write longer integers, or deeper lists
+        return f"{with_article(type(value).__name__)} that is too long to write"
     is_object = type(value).__module__ != "builtins"
     return with_article(type(value).__name__) if is_object and len(text) > 80 else text[:80]
 

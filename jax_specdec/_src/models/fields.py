@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from jax_specdec._src.arrays import refuse
+
 MAX_INT = 2**31 - 1
 """Sizes, positions and token ids are int32 on the device."""
 
@@ -49,7 +51,7 @@ def check_fields(config: Any) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if (rule := _broken_rule(field.type, value)) is not None:
-            raise ValueError(f"{field.name} must be {rule}, not {quoted(value)}.")
+            refuse(ValueError, field.name, f"be {rule}", value)
 
 
 def _broken_rule(kind: Any, value: Any) -> str | None:
