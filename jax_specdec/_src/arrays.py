@@ -325,6 +325,23 @@ def as_float32(name: str, values: Any, declared: str, sizes: Sizes) -> jax.Array
     return array.astype(jnp.float32)
 
 
+def checked_dtype(dtype: Any, named: str | None = None) -> np.dtype:
+    """What was given for `dtype`: one of those `named` in words, or any floating one.
+
+    Raises:
+      TypeError: another one, or none.
+    """
+    must = f"be {named or 'a floating dtype'}"
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        refuse(TypeError, "dtype", must, dtype)
+    is_named = named is not None and found.name in re.findall(r"\w+", named)
+    fits = is_named if named else jnp.issubdtype(found, jnp.floating)
+    require(fits, "dtype", must, found, error=TypeError)
+    return found
+
+
 def host_int32(name: str, values: Any) -> np.ndarray:
     """Values on the host as int32, if that changes none of them.
 

@@ -15,7 +15,7 @@ import scipy.stats
 from serving.chi_square import ALPHA, CONTROL, assert_distributed
 
 import jax_specdec as sd
-from jax_specdec._src.drafting.draw import draw_drafts
+from jax_specdec._src.drafting.draw import draft_chain
 from jax_specdec._src.noise import Stream, uniforms
 
 pytestmark = pytest.mark.dearest
@@ -243,11 +243,13 @@ def test_under_the_agreement_rule_a_drafter_that_has_the_target_itself_is_always
 
     def accepted(ids: jax.Array | None, drafting: sd.DraftContext) -> np.ndarray:
         rows = logits if ids is None else logits[:, :, ids]
-        given: Any = dict(context=drafting, ids=ids, vocab_size=vocab)
-        drafts = [draw_drafts(rows[:, j], jnp.int32(j), None, None, **given)[0] for j in range(k)]
+        given: Any = dict(ids=ids, vocab_size=vocab)
+        proposal, _ = draft_chain(
+            rows[:, 0], None, lambda *at: (rows[:, at[2]], None), drafting, None, **given
+        )
         output = sd.rejection_sample(
             logits.reshape(-1, vocab),
-            sd.Drafts.from_dense(jnp.stack(drafts, axis=1)),
+            sd.Drafts.from_dense(proposal.token_ids),
             sampling=context.sampling,
             keys=context.keys,
             positions=context.lengths,

@@ -16,6 +16,7 @@ from jax_specdec._src.arrays import (
     check_array,
     check_int,
     check_type,
+    checked_dtype,
     pytree,
     require,
 )
@@ -125,8 +126,7 @@ class DraftStore:
         check_int("num_slots", num_slots)
         check_num_speculative_tokens(num_speculative_tokens)
         check_int("vocab_size", vocab_size)
-        is_for_logits = str(jnp.dtype(dtype)) in LOGITS.replace(",", "").split()
-        require(is_for_logits, "dtype", f"be {LOGITS}", dtype, error=TypeError)
+        dtype = checked_dtype(dtype, LOGITS)
         per_row = (num_speculative_tokens, num_slots)
         size = num_speculative_tokens * num_slots
         if ids is not None:

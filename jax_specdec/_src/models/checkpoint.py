@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from jax_specdec._src.arrays import LOGITS, check_int, check_type, refuse, require
+from jax_specdec._src.arrays import LOGITS, check_int, check_type, checked_dtype, refuse
 from jax_specdec._src.models.config_json import CONFIG_FILE, config_text, read_config
 from jax_specdec._src.models.files import is_there
-from jax_specdec._src.models.layers import check_params, floating_dtype
+from jax_specdec._src.models.layers import check_params
 from jax_specdec._src.models.llama import Llama, unstack_layers
 from jax_specdec._src.models.tensors import (
     WEIGHTS_FILE,
@@ -218,7 +218,7 @@ def save_checkpoint(
     """
     directory = path_of(directory)
     check_type("model", model, Llama)
-    stored = stored_dtype(dtype)
+    stored = checked_dtype(dtype, LOGITS)
     config = config_text(model.config, stored.name)
     check_params(model.weight_shapes, params)
     listed = unstack_layers(params) if model.scan_layers else params
@@ -260,15 +260,3 @@ def path_of(directory: Any) -> Path:
         return Path(directory)
     except TypeError:
         refuse(TypeError, "directory", "be a path", directory)
-
-
-def stored_dtype(dtype: Any) -> np.dtype:
-    """The dtype of stored tensors.
-
-    Raises:
-      TypeError: none of float32, bfloat16 and float16.
-    """
-    stored = floating_dtype(dtype)
-    is_stored = stored.name in ("float32", "bfloat16", "float16")
-    require(is_stored, "dtype", f"be {LOGITS}", stored, error=TypeError)
-    return stored

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import check_array, require
+from jax_specdec._src.arrays import check_array, checked_dtype, require
 from jax_specdec._src.models.fields import check_fields
 from jax_specdec._src.models.layers import (
     Attend,
@@ -27,7 +27,6 @@ from jax_specdec._src.models.layers import (
     check_params,
     embed_tokens,
     feed_forward,
-    floating_dtype,
     output_logits,
     random_weights,
     rms_norm,
@@ -191,7 +190,7 @@ class Eagle3Head:
     dtype: Any = jnp.dtype("float32")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", floating_dtype(self.dtype))
+        object.__setattr__(self, "dtype", checked_dtype(self.dtype))
 
     @property
     def vocab_size(self) -> int:

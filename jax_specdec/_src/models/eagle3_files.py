@@ -14,11 +14,17 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 import numpy as np
 
-from jax_specdec._src.arrays import check_choice, check_listed, check_type, require
+from jax_specdec._src.arrays import (
+    LOGITS,
+    check_choice,
+    check_listed,
+    check_type,
+    checked_dtype,
+    require,
+)
 from jax_specdec._src.models.checkpoint import (
     LoadedModel,
     path_of,
-    stored_dtype,
     stored_tensors,
     write_files,
 )
@@ -167,7 +173,7 @@ def save_eagle3(
     """
     directory = path_of(directory)
     check_type("model", model, Eagle3Head)
-    stored = stored_dtype(dtype)
+    stored = checked_dtype(dtype, LOGITS)
     check_params(model.weight_shapes, params)
     c = model.config
     tensors = unfuse_arrays(_tensor_names(c, "layers.0"), _flat(params), _part_sizes(c))

@@ -15,21 +15,6 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 value ``[B, S, N_kv, D]`` of the S new tokens, rotated already; returns ``[B, S, N, D]``."""
 
 
-def floating_dtype(dtype: Any) -> jnp.dtype:
-    """The dtype that a model computes in.
-
-    Raises:
-      TypeError: it is not a floating dtype.
-    """
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        refuse(TypeError, "dtype", "be a floating dtype", dtype)
-    is_floating = jnp.issubdtype(found, jnp.floating)
-    require(is_floating, "dtype", "be a floating dtype", found, error=TypeError)
-    return found
-
-
 def self_attention(
     config: LlamaConfig,
     layer: dict[str, jax.Array],

@@ -22,14 +22,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.arrays import Sizes, check_array, require
+from jax_specdec._src.arrays import Sizes, check_array, checked_dtype, require
 from jax_specdec._src.models.layers import (
     Attend,
     cached_attention,
     check_params,
     embed_tokens,
     feed_forward,
-    floating_dtype,
     output_logits,
     random_weights,
     rms_norm,
@@ -76,7 +75,7 @@ class Llama:
     scan_layers: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", floating_dtype(self.dtype))
+        object.__setattr__(self, "dtype", checked_dtype(self.dtype))
 
     @property
     def vocab_size(self) -> int:
