@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models.weights import random_weights
 
 import jax_specdec as sd
 
@@ -28,8 +29,7 @@ SIZES = sd.models.LlamaConfig(
     head_dim=8,
 )
 TARGET = sd.models.Llama(SIZES)
-# Fourfold, or every token follows every other alike.
-PARAMS = jax.tree.map(lambda x: 4 * x, jax.jit(TARGET.init_params)(jax.random.key(0)))
+PARAMS = random_weights(TARGET, 0, 4.0)  # fourfold, or every token follows every other alike
 HEAD = sd.models.Eagle3Head(
     sd.models.Eagle3Config(
         layer=dataclasses.replace(SIZES, num_hidden_layers=1),
@@ -39,7 +39,10 @@ HEAD = sd.models.Eagle3Head(
         own_lm_head=True,
     )
 )
-HEAD_PARAMS = jax.jit(HEAD.init_params)(jax.random.key(1), PARAMS) | {"target_ids": jnp.array(IDS)}
+HEAD_PARAMS = random_weights(HEAD, 1) | {
+    "embed_tokens": PARAMS["embed_tokens"],
+    "target_ids": jnp.asarray(np.array(IDS, np.int32)),
+}
 DRAFTER = sd.Eagle3Drafter(HEAD)
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 ENGINE = sd.Engine(
@@ -123,20 +126,20 @@ def test_drafts_in_a_loop_are_those_of_one_pass_over_the_accepted_text() -> None
     for step in range(7):
         drafted = draft(state)
         rows = np.asarray(drafted.store.logits).reshape(K, SLOTS, -1)
-        lengths = np.asarray(state.batch.lengths)
+        lengths, token_ids = np.asarray(state.batch.lengths), np.asarray(state.batch.token_ids)
+        proposed = np.asarray(drafted.draft_token_ids)
         told = np.full((SLOTS, K), -1, np.int32)
         for slot, (text, length) in enumerate(zip(texts, lengths.tolist(), strict=True)):
-            assert state.batch.token_ids[slot, :length].tolist() == text[:length]
-            ids = np.asarray(drafted.draft_token_ids[slot])
+            assert token_ids[slot, :length].tolist() == text[:length]
+            ids = proposed[slot]
             if length == len(text) or length == 1:  # done, or no row that has a next token
                 assert (ids < 0).all()
                 continue
             drawn = np.array([IDS[i] for i in rows[:, slot].argmax(axis=1)], np.int32)
             assert ids.tolist() == drawn.tolist()
             padded = np.resize(text, LONGEST).astype(np.int32)
-            np.testing.assert_allclose(
-                rows[:, slot], one_pass(padded, length, drawn), rtol=2e-4, atol=2e-4
-            )
+            expected = one_pass(padded, np.int32(length), drawn)
+            np.testing.assert_allclose(rows[:, slot], expected, rtol=2e-4, atol=2e-4)
             if accepted[slot] >= 0:
                 compared[accepted[slot]] += 1
             # In place of the head's drafts: some right ones and a wrong one, or none at all.
@@ -146,23 +149,25 @@ def test_drafts_in_a_loop_are_those_of_one_pass_over_the_accepted_text() -> None
             told[slot] = [*right, wrong % VOCAB, *[0] * K][:K] if count >= 0 else -1
         drafted = dataclasses.replace(drafted, draft_token_ids=jnp.asarray(told))
         state, record = verify(drafted)
+        record = jax.device_get(record)
         accepted = np.where(record.num_kept > 0, record.num_accepted, -1)
         if step == 2:  # this one leaves its slot, and comes back
-            text = state.batch.token_ids[2, : state.batch.lengths[2]].tolist()
-            state = read(state, 2, text)
+            length = int(state.batch.lengths[2])
+            state = read(state, 2, np.asarray(state.batch.token_ids)[2, :length].tolist())
     assert (compared > 0).all() and compared.sum() > 12
 
 
 def test_nothing_reaches_the_next_request_of_a_slot() -> None:
     state = read(ENGINE.init_state(HEAD_PARAMS, PARAMS), 0, [7, 2, 3])
     spoiled = jax.tree.map(
-        lambda x: jnp.full_like(x, jnp.nan) if x.dtype == jnp.float32 else x,
+        lambda x: jnp.asarray(np.full(x.shape, np.nan, x.dtype)) if x.dtype == jnp.float32 else x,
         (state.features, state.draft_cache, state.target_cache),
     )
     names = ("features", "draft_cache", "target_cache")
     spoiled = dataclasses.replace(state, **dict(zip(names, spoiled, strict=True)))
     for prompt in PROMPTS[1], PROMPTS[4]:
-        rows = [draft(read(one, 0, prompt)).store.logits[::SLOTS] for one in (state, spoiled)]
+        stores = [draft(read(one, 0, prompt)).store for one in (state, spoiled)]
+        rows = [np.asarray(store.logits)[::SLOTS] for store in stores]
         np.testing.assert_array_equal(*rows)
         assert np.isfinite(rows[1]).all()
 

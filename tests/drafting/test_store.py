@@ -38,10 +38,11 @@ def empty(slots: int = SLOTS, dtype: Any = jnp.float32) -> sd.DraftStore:
 
 
 @jax.jit
-def write(store, offset, logits, normalizer, row_max, positions, sampling, slots=None):
-    return store.write(
-        offset, logits, normalizer, row_max, positions=positions, sampling=sampling, slots=slots
-    )
+def write(
+    store, offset, logits, normalizer, row_max, positions, sampling, slots=None, threshold=None
+):
+    given = dict(positions=positions, sampling=sampling, slots=slots, threshold=threshold)
+    return store.write(offset, logits, normalizer, row_max, **given)
 
 
 @jax.jit
@@ -607,19 +608,11 @@ def test_it_is_refused_with_a_reason(call, error, message):
 
 def test_a_row_of_which_something_was_left_out_serves_only_with_its_threshold():
     temperature, positions = at(*[0.8] * SLOTS), i32([4] * SLOTS)
-    threshold = jnp.asarray([-jnp.inf, 0.5, -jnp.inf, 1.0, -jnp.inf])
-    slots = i32([1, 2, 3, 0])  # where they are written to: threshold 0.5 at slot 2, 1.0 at slot 0
-    by_slots = empty().write(
-        0,
-        *(x[: len(slots)] for x in ROW),
-        threshold=threshold[: len(slots)],
-        slots=slots,
-        positions=positions[: len(slots)],
-        sampling=at(*[0.8] * len(slots)),
-    )
-    in_place = empty().write(
-        0, *ROW, threshold=threshold, positions=positions, sampling=temperature
-    )
+    threshold = np.array([-np.inf, 0.5, -np.inf, 1.0, -np.inf], np.float32)
+    slots = np.array([1, 2, 3, 0, -1], np.int32)  # of threshold 0.5 at slot 2, of 1.0 at slot 0
+    stored = positions, temperature
+    by_slots = write(empty(), i32(0), *ROW, *stored, slots, threshold)
+    in_place = write(empty(), i32(0), *ROW, *stored, None, threshold)
     each = i32([1] * SLOTS)  # a draft of each slot
     top_p = dataclasses.replace(temperature, top_p=jnp.full((SLOTS,), 0.9))
     for store, kept in ((in_place, threshold), (by_slots, [1.0, -np.inf, 0.5, -np.inf, -np.inf])):
@@ -627,7 +620,7 @@ def test_a_row_of_which_something_was_left_out_serves_only_with_its_threshold():
         assert without.threshold is None
         written = np.isin(np.arange(SLOTS), slots) | (store is in_place)
         np.testing.assert_array_equal(without.valid, np.isneginf(kept) & written)
-        filtered = attach(store, each, each, positions, top_p, None).distribution
+        filtered = jax.device_get(attach(store, each, each, positions, top_p, None)).distribution
         np.testing.assert_array_equal(filtered.threshold[filtered.rows], kept)
         np.testing.assert_array_equal(filtered.valid, written)
         again = write(store, i32(0), *ROW, positions, temperature)

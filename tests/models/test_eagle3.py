@@ -163,7 +163,7 @@ def test_a_head_is_compared_by_value() -> None:
         ({"feature_layers": [1, 2]}, "feature_layers must be"),
         ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm"),
         ({"target_hidden_size": 20}, "target_hidden_size must be"),
-        ({"layer": dataclasses.replace(LAYER, num_hidden_layers=2)}, "must have one layer"),
+        ({"layer": dataclasses.replace(LAYER, num_hidden_layers=2)}, "num_hidden_layers must be 1"),
         ({"norm_output": 1}, "norm_output must be true or false"),
         ({"logit_scale": 0.0}, "logit_scale must be a positive number"),
     ],

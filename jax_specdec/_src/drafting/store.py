@@ -338,12 +338,9 @@ def count_fallbacks(
     Example:
       >>> import jax.numpy as jnp
       >>> import jax_specdec as sd
-      >>> sampling, positions = sd.SamplingParams(jnp.array([0.0, 1.0])), jnp.array([4, 4])
-      >>> store = sd.DraftStore.create(num_slots=2, num_speculative_tokens=3, vocab_size=8)
-      >>> drafts = store.attach(
-      ...     sd.Drafts.from_flat(jnp.array([5, 6, 7]), jnp.array([2, 1])),
-      ...     positions=positions, sampling=sampling)
-      >>> int(sd.count_fallbacks(drafts, sampling=sampling))
+      >>> no_rows = sd.DraftLogits(jnp.zeros((3, 8)), valid=jnp.array([False, False]))
+      >>> drafts = sd.Drafts.from_flat(jnp.array([5, 6, 7]), jnp.array([2, 1]), no_rows)
+      >>> int(sd.count_fallbacks(drafts, sampling=sd.SamplingParams(jnp.array([0.0, 1.0]))))
       1
     """
     distribution: DraftDistribution | None = drafts.distribution

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.resources
+import json
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -10,7 +11,7 @@ import numpy as np
 import safetensors.numpy
 
 from jax_specdec._src.arrays import LOGITS, check_int, check_type, checked_dtype, refuse
-from jax_specdec._src.models.config_json import CONFIG_FILE, config_text, read_config
+from jax_specdec._src.models.config_json import CONFIG_FILE, config_json, read_config
 from jax_specdec._src.models.files import is_there
 from jax_specdec._src.models.layers import check_params
 from jax_specdec._src.models.llama import Llama, unstack_layers
@@ -219,7 +220,7 @@ def save_checkpoint(
     directory = path_of(directory)
     check_type("model", model, Llama)
     stored = checked_dtype(dtype, LOGITS)
-    config = config_text(model.config, stored.name)
+    config = config_json(model.config, stored.name)
     check_params(model.weight_shapes, params)
     listed = unstack_layers(params) if model.scan_layers else params
     tensors = stored_tensors(unfuse(model.config, listed), stored, allow_nonfinite=allow_nonfinite)
@@ -241,10 +242,11 @@ def stored_tensors(
         return {name: np.ascontiguousarray(x.astype(dtype)) for name, x in tensors.items()}
 
 
-def write_files(directory: Path, config: str, tensors: dict[str, np.ndarray]) -> None:
+def write_files(directory: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
     """Write `config.json` and the weights."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / CONFIG_FILE).write_text(config, encoding="utf-8")
+    text = json.dumps(config, indent=2) + "\n"
+    (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
     # Readers of other frameworks ask for the metadata to know how the tensors are laid out.
     data = safetensors.numpy.save(tensors, metadata={"format": "pt"})
     (directory / WEIGHTS_FILE).write_bytes(data)

@@ -5,7 +5,6 @@ Files differ by age: `transformers` 4 keeps `rope_theta` and `rope_scaling`, 5 k
 """
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +86,8 @@ def parse_config(raw: JsonObject) -> LlamaConfig:
         )
 
 
-def config_text(config: LlamaConfig, dtype: str) -> str:
-    """A `config.json` that `read_config` and `transformers` read; see `config_json`."""
-    return json.dumps(config_json(config, dtype), indent=2) + "\n"
-
-
 def config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
-    """The JSON object of a `config.json`, the inverse of `parse_config`.
+    """The JSON object of a `config.json` that `parse_config` and `transformers` read.
 
     Raises:
       ValueError: no family has both biases and norms of queries and keys.

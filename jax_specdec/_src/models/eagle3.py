@@ -169,18 +169,19 @@ class Eagle3Head:
       ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8)
       >>> head = Eagle3Head(Eagle3Config(
       ...     layer=layer, draft_vocab_size=256, feature_layers=(2, 4, 5), target_hidden_size=32))
-      >>> params = head.init_params(jax.random.key(0))
+      >>> params = jax.jit(head.init_params)(jax.random.key(0))
       >>> cache = head.init_cache(batch_size=1, max_length=16)
       >>> features = jnp.zeros((1, 3, head.num_features))  # of the tokens at positions 0, 1, 2
       >>> states = head.project(params, features)
       >>> next_ids = jnp.array([[105, 33, 10]])  # of the tokens at positions 1, 2, 3
-      >>> logits, feedback, cache = head.apply(params, states, next_ids, jnp.array([0]), cache)
+      >>> apply = jax.jit(head.apply)
+      >>> logits, feedback, cache = apply(params, states, next_ids, jnp.array([0]), cache)
       >>> logits.shape  # the last row is about position 4
       (1, 3, 256)
 
       A draft step takes its own state, and the token drafted from the last row:
 
-      >>> logits, feedback, cache = head.apply(
+      >>> logits, feedback, cache = apply(
       ...     params, feedback[:, -1:], jnp.array([[104]]), jnp.array([3]), cache)
       >>> logits.shape
       (1, 1, 256)

@@ -7,7 +7,6 @@ that of speculators has the sizes in ``transformer_layer_config``, and is the on
 
 import dataclasses
 import importlib.resources
-import json
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -183,16 +182,18 @@ def save_eagle3(
         check_listed("params['target_ids']", ids, c.layer.vocab_size)
         tensors["d2t"] = ids - np.arange(len(ids))
         tensors["t2d"] = np.isin(np.arange(c.layer.vocab_size), ids)
-    text = _config_text(c, stored.name, target_name, num_speculative_tokens)
-    write_files(directory, text, tensors)
+    raw = _config_json(c, stored.name, target_name, num_speculative_tokens)
+    write_files(directory, raw, tensors)
 
 
-def _config_text(config: Eagle3Config, dtype: str, target_name: str | None, drafts: int) -> str:
+def _config_json(
+    config: Eagle3Config, dtype: str, target_name: str | None, drafts: int
+) -> dict[str, Any]:
     c = config
     switches = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     # Biases and norms of queries and keys are both there in a qwen3 layer with attention_bias.
     plain = dataclasses.replace(c.layer, qkv_bias=False, tie_word_embeddings=False)
-    raw = {
+    return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "torch_dtype": dtype,
@@ -212,7 +213,6 @@ def _config_text(config: Eagle3Config, dtype: str, target_name: str | None, draf
             "verifier": {"name_or_path": target_name, "architectures": []},
         },
     }
-    return json.dumps(raw, indent=2) + "\n"
 
 
 def _read_config(raw: JsonObject, tensors: Tensors, target: LlamaConfig) -> Eagle3Config:

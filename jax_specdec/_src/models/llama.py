@@ -62,7 +62,7 @@ class Llama:
       >>> model = Llama(LlamaConfig(
       ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
       ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8))
-      >>> params = model.init_params(jax.random.key(0))
+      >>> params = jax.jit(model.init_params)(jax.random.key(0))
       >>> cache = model.init_cache(batch_size=1, max_length=16)
       >>> logits, cache, features = model.apply(
       ...     params, jnp.array([[104, 105, 33]]), jnp.array([0]), cache, feature_layers=(0, 2))
