@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-from models.weights import random_weights
+from models.weights import random_weights, sizes
 
 import jax_specdec as sd
 
@@ -19,17 +19,7 @@ pytestmark = pytest.mark.newest
 VOCAB = 31
 K = 3
 SIZE = 48
-MODEL = sd.models.Llama(
-    sd.models.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
-)
+MODEL = sd.models.Llama(sizes(VOCAB, 16, 24, 1, (2, 1, 8)))
 DRAFTER = sd.ModelDrafter(MODEL)
 HALF = sd.ModelDrafter(MODEL, store_dtype=jnp.bfloat16)
 PROMPTS = [[4], [7, 2], [1, 2, 3, 4, 5, 6, 7], [9] * 20]
@@ -127,7 +117,7 @@ def test_the_stored_normalizers_are_those_of_the_stored_rows(sampled):
 
 
 @pytest.mark.parametrize("drafter", [DRAFTER, HALF], ids=["float32", "bfloat16"])
-def test_each_draft_is_sampled_from_its_stored_row_by_its_own_noise(drafter, sampled):
+def test_each_draft_is_sampled_from_its_row_by_own_noise(drafter, sampled):
     ids, fresh, proposal, _ = drafts(PROMPTS, drafter=drafter) if drafter is HALF else sampled
     rows = in_order(proposal.store.logits)
     if drafter is HALF:
@@ -175,7 +165,7 @@ def test_the_cache_serves_after_any_number_of_accepted_drafts(sampled):
         np.testing.assert_allclose(in_order(proposal.store.logits), fresh, rtol=1e-4, atol=1e-5)
 
 
-def test_a_row_is_masked_unless_the_drafter_knows_no_allowed_token() -> None:
+def test_a_row_is_masked_unless_no_allowed_token_is_known() -> None:
     logits = jnp.arange(8.0).reshape(2, 4)
     context = sd.DraftContext(
         token_ids=jnp.zeros((2, 8), jnp.int32),

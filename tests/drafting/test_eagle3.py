@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.weights import random_weights
+from models.weights import random_weights, sizes
 
 import jax_specdec as sd
 
@@ -19,15 +19,7 @@ pytestmark = pytest.mark.newest
 VOCAB, K, SLOTS, LONGEST, CHUNK = 11, 3, 5, 32, 8
 LAYERS = (0, 1, 2)  # the last one is the stream that leaves the target
 IDS = [7, 2, 9, 4, 0]
-SIZES = sd.models.LlamaConfig(
-    vocab_size=VOCAB,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-)
+SIZES = sizes(VOCAB, 16, 24, 2, (2, 1, 8))
 TARGET = sd.models.Llama(SIZES)
 PARAMS = random_weights(TARGET, 0, 4.0)  # fourfold, or every token follows every other alike
 HEAD = sd.models.Eagle3Head(
@@ -116,7 +108,7 @@ def greedy(prompts: list[list[int]]) -> list[list[int]]:
     return texts
 
 
-def test_drafts_in_a_loop_are_those_of_one_pass_over_the_accepted_text() -> None:
+def test_drafts_are_those_of_one_pass_over_the_text() -> None:
     texts, rng = greedy(PROMPTS), np.random.default_rng(0)
     state = ENGINE.init_state(HEAD_PARAMS, PARAMS)
     for slot, prompt in enumerate(PROMPTS):
@@ -189,7 +181,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("drafter", [sd.NGramDrafter(), sd.ModelDrafter(TARGET)])
-def test_a_drafter_without_features_has_the_step_of_a_model_that_knows_none(drafter) -> None:
+def test_without_features_a_step_is_that_of_a_plain_model(drafter) -> None:
     def program(model: sd.models.CausalModel) -> str:
         engine = dataclasses.replace(ENGINE, model=model, drafter=drafter)
         state = jax.eval_shape(functools.partial(engine.init_state, PARAMS))

@@ -115,7 +115,7 @@ def test_drafts_without_a_distribution_have_the_rates_of_their_history():
     np.testing.assert_array_equal(estimator.intercepts, first.intercepts)
 
 
-def test_a_position_that_was_never_visited_has_the_rate_before_it():
+def test_an_unvisited_position_has_the_rate_before_it():
     estimator = sd.AcceptanceEstimator.create(K).update(
         num_drafts=jnp.array([1]), num_accepted=jnp.array([0])
     )

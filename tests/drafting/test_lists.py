@@ -36,7 +36,7 @@ draw = jax.jit(
 
 
 @pytest.mark.parametrize("ids", [MAP, CANDIDATES], ids=["map", "candidates"])
-def test_a_draft_is_the_id_of_the_column_that_is_drawn(ids):
+def test_a_draft_is_the_id_of_the_drawn_column(ids):
     for offset in range(20):
         plain, listed = draw(LOGITS, offset=offset), draw(LOGITS, offset=offset, ids=ids)
         expected = np.broadcast_to(ids, (BATCH, C))[np.arange(BATCH), plain.token_ids]
@@ -79,7 +79,7 @@ def written(slots: np.ndarray) -> tuple[sd.DraftStore, dict[tuple[int, int], np.
     return store, expected
 
 
-def test_a_request_finds_its_candidates_in_any_order_of_the_batch():
+def test_a_request_finds_its_candidates_in_any_order():
     slots = np.array([4, 0, 3, 1], np.int32)
     store, expected = written(slots)
     assert store.logits.shape == store.ids.shape == (K * SLOTS, C)
@@ -96,7 +96,7 @@ def test_a_request_finds_its_candidates_in_any_order_of_the_batch():
         np.testing.assert_array_equal(distribution.ids[row], expected[place])
 
 
-def test_a_store_of_every_slot_is_written_in_place_and_keeps_one_map():
+def test_a_store_of_all_slots_keeps_one_map():
     store = sd.DraftStore.create(BATCH, K, C, ids=MAP)
     drawn = draw(LOGITS, offset=0, ids=MAP)
     store = write_row(store, 0, drawn, None, None)
@@ -171,7 +171,7 @@ MODEL = tiny.Trigram(V)
     ],
     ids=["map", "candidates", "candidates of a map"],
 )
-def test_a_drafter_that_is_the_target_in_another_order_has_everything_accepted(drafter, columns):
+def test_the_target_in_another_order_has_everything_accepted(drafter, columns):
     params = jnp.asarray(test_options.TARGET[:, :, columns])
     output = test_options.by_model(drafter=(drafter, params), temperature=test_options.TEMPERATURES)
     kept = output.steps.num_emitted > 0
@@ -181,7 +181,7 @@ def test_a_drafter_that_is_the_target_in_another_order_has_everything_accepted(d
 @pytest.mark.parametrize(
     "method", [pytest.param("greedy", marks=pytest.mark.long), "probabilistic"]
 )
-def test_greedy_requests_get_the_targets_tokens_from_a_drafter_of_four_ids(method):
+def test_a_drafter_of_four_ids_changes_no_greedy_text(method):
     ids = np.array([4, 1, 6, 2])
     drafter = sd.ModelDrafter(tiny.Trigram(4), ids=ids)
     output = sd.generate(

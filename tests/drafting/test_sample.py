@@ -77,7 +77,7 @@ FLAT = np.zeros((BATCH, VOCAB), np.float32)
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.newest)])
-def test_greedy_requests_draft_the_argmax_and_ties_go_to_the_lowest_id(dtype):
+def test_greedy_requests_draft_the_argmax_of_lowest_id(dtype):
     logits = random_logits(dtype)
     logits[::8, 4] = logits[::8, 9] = 50
     ids, _ = draw(logits, TEMPERATURES)
@@ -85,7 +85,7 @@ def test_greedy_requests_draft_the_argmax_and_ties_go_to_the_lowest_id(dtype):
     np.testing.assert_array_equal(ids[greedy], np.argmax(logits[greedy], axis=1))
 
 
-def test_where_the_config_drafts_greedily_every_draft_is_an_argmax_and_nothing_is_to_be_kept():
+def test_a_greedy_config_drafts_argmaxes_and_keeps_nothing():
     logits = random_logits()
     ids, *others = sd.sample_draft_tokens(
         jnp.asarray(logits),
@@ -138,7 +138,7 @@ def test_a_draft_does_not_depend_on_its_neighbours():
     np.testing.assert_array_equal(at(np.full(BATCH, 7))[0], np.full(BATCH, ids[7]))
 
 
-def test_what_the_parameters_leave_out_is_never_drawn_and_is_told_by_the_threshold():
+def test_what_filters_leave_out_lies_below_the_threshold():
     logits = random_logits("bfloat16")
     top_k = np.resize(np.int32([0, 1, 3]), BATCH)
     drawn = jax.jit(functools.partial(sd.sample_draft_tokens, offset=0))(
@@ -226,7 +226,7 @@ def test_drafts_share_no_noise_with_the_check():
     assert independence(shared, noise.accept[:, 0]) < CONTROL
 
 
-def test_under_the_agreement_rule_a_drafter_that_has_the_target_itself_is_always_right():
+def test_by_agreement_the_target_as_drafter_is_always_right():
     """Also over a map in another order; with noise of its own it hardly ever is."""
     k, batch, vocab = 2, 12, 4099  # three tiles
     rng = np.random.default_rng(3)
@@ -264,7 +264,7 @@ def test_under_the_agreement_rule_a_drafter_that_has_the_target_itself_is_always
     assert (alone[~sampled] == k).all() and alone[sampled].mean() < 0.5
 
 
-def test_a_drafter_that_shares_the_noise_agrees_as_often_as_one_race_of_both_rows():
+def test_shared_noise_agrees_as_often_as_one_race():
     """One race of p and of q has the winner i in both with 1 / sum_j max(p_j / p_i, q_j / q_i)."""
     batch, vocab = 2000, 2100  # two tiles
     rng = np.random.default_rng(4)

@@ -171,7 +171,7 @@ def expected(request: Request) -> list[int]:
 
 
 @pytest.mark.parametrize("fourth", [NEW, NOBODY, GREEDY], ids=["arrival", "empty", "greedy"])
-def test_drafts_of_2_0_and_1_keep_their_rows_in_any_order_of_the_batch(fourth):
+def test_requests_keep_their_rows_in_any_order(fourth):
     store, _ = drawn()
     for requests in itertools.permutations((A, B, C, fourth)):
         tokens, fallbacks, valid = verify(requests, store)
@@ -210,7 +210,7 @@ STALE = {
 
 
 @pytest.mark.parametrize("changes", STALE.values(), ids=STALE)
-def test_a_row_is_used_only_where_and_at_the_temperature_it_was_drawn(changes):
+def test_a_row_serves_only_its_own_position_and_temperature(changes):
     named = dict(positions=[11, 4, 7, 9], temperature=[0.8, 1.3, 0.5, 0.8], slots=[3, 0, 4, -1])
 
     def valid(positions, temperature, slots):
@@ -236,7 +236,7 @@ def test_evicted_rows_are_not_used_and_touch_no_others():
     assert tokens == [oracle(A, None)[0], expected(B), expected(C), expected(NEW)]
 
 
-def test_a_request_with_one_old_row_among_its_drafts_falls_back():
+def test_one_old_row_makes_a_request_fall_back():
     # A slot drafts one token at a new position; rows 1 and 2 are still those of the old one.
     logits, zero, one = jnp.zeros((1, NARROW)), jnp.zeros((1,)), i32([12])
     store = write(drawn()[0], i32(0), logits, zero, zero, one, at(0.8), i32([3]))
@@ -256,7 +256,7 @@ def test_a_request_with_one_old_row_among_its_drafts_falls_back():
 
 
 @hypothesis.given(st.data())
-def test_a_store_behaves_like_a_dictionary_of_the_rows_written_last(data):
+def test_a_store_is_a_dictionary_of_rows_written_last(data):
     slots = st.lists(st.integers(-2, SLOTS + 1), min_size=2, max_size=2, unique=True)
     positions, temperatures = st.integers(0, 2), st.sampled_from([0.0, 0.5, 1.0])
     store, known, tag = empty(), {}, 0
@@ -318,7 +318,7 @@ def test_gaps_and_empty_batches_have_no_fallback(size):
     assert int(count_fallbacks(drafts, sampling=at(1.0))) == 0
 
 
-def test_a_request_with_a_proposal_whose_normalizer_is_too_large_falls_back():
+def test_a_normalizer_too_large_makes_a_request_fall_back():
     rng, counts = np.random.default_rng(0), i32([2, 0, 3, 1])
     cu, sampling = np.concatenate([[0], np.cumsum(counts)]), at(1.0, 1.0, 0.0, 0.7)
     seen = set()
@@ -407,7 +407,7 @@ def filled(logits: np.ndarray, dtype: Any, position: int, rounded: bool = True) 
 
 
 @pytest.mark.statistics
-def test_a_draft_beside_an_old_row_is_lossless_because_the_position_is_checked():
+def test_a_draft_beside_an_old_row_is_lossless():
     old, _ = filled(np.array([3.0, 0.0, 0.0, -1.0, 0.0, 2.0]), jnp.float32, position=2)
     _, ids = filled(np.array([0.0, 2.0, 0.0, 1.0, 0.0, 0.0]), jnp.float32, position=3)
     assert_distributed(tally(old, ids), TARGET, "one-hot beside an old row")
@@ -606,7 +606,7 @@ def test_it_is_refused_with_a_reason(call, error, message):
         call()
 
 
-def test_a_row_of_which_something_was_left_out_serves_only_with_its_threshold():
+def test_a_filtered_row_serves_only_with_its_threshold():
     temperature, positions = at(*[0.8] * SLOTS), i32([4] * SLOTS)
     threshold = np.array([-np.inf, 0.5, -np.inf, 1.0, -np.inf], np.float32)
     slots = np.array([1, 2, 3, 0, -1], np.int32)  # of threshold 0.5 at slot 2, of 1.0 at slot 0

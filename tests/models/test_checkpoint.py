@@ -17,26 +17,16 @@ from jax_specdec._src.models.checkpoint import (
     load_huggingface,
     save_checkpoint,
 )
-from jax_specdec._src.models.llama import Llama, LlamaConfig
+from jax_specdec._src.models.llama import Llama
 
 from .checkpoints import edit_json, edit_tensors
-from .weights import random_weights
+from .weights import random_weights, sizes
 
 pytestmark = pytest.mark.newest
 
 
 def make(tied: bool = False) -> tuple[Llama, Any]:
-    config = LlamaConfig(
-        vocab_size=11,
-        hidden_size=12,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        head_dim=4,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=tied,
-    )
+    config = sizes(11, 12, 20, 2, (3, 1, 4), rms_norm_eps=1e-6, tie_word_embeddings=tied)
     model = Llama(config)
     return model, random_weights(model, 0)
 

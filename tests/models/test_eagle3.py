@@ -11,17 +11,9 @@ import pytest
 import jax_specdec as sd
 
 from . import reference_eagle3 as reference
-from .weights import random_ids, random_weights
+from .weights import random_ids, random_weights, sizes
 
-LAYER = sd.models.LlamaConfig(
-    vocab_size=40,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=6,
-)
+LAYER = sizes(40, 16, 24, 1, (4, 2, 6))
 CONFIG = sd.models.Eagle3Config(
     layer=LAYER, draft_vocab_size=40, feature_layers=(1, 2, 4), target_hidden_size=16
 )

@@ -9,24 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_specdec._src.models.llama import Llama, LlamaConfig
+from jax_specdec._src.models.llama import Llama
 from jax_specdec._src.models.protocol import CausalModel
 
 from . import reference_llama
-from .weights import random_ids, random_weights
+from .weights import random_ids, random_weights, sizes
 
 pytestmark = [pytest.mark.newest, pytest.mark.dearest]
 
-CONFIG = LlamaConfig(
-    vocab_size=37,
-    hidden_size=24,
-    intermediate_size=40,
-    num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=8,
-    rope_theta=500.0,
-)
+CONFIG = sizes(37, 24, 40, 3, (6, 2, 8), rope_theta=500.0)
 MODEL = Llama(CONFIG)
 B, T, S = 3, 24, 16
 
