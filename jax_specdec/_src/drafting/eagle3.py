@@ -43,24 +43,12 @@ class Eagle3Drafter:
       TypeError: `head` is not an `Eagle3Head`.
 
     Example:
-      With a head of random weights, whose drafts are seldom accepted:
-
-      >>> import jax
       >>> import jax_specdec as sd
-      >>> _, (target, params) = sd.load_embedded_pair()  # the smaller one
-      >>> head = sd.models.Eagle3Head(sd.models.Eagle3Config(
-      ...     layer=sd.models.LlamaConfig(
-      ...         vocab_size=256, hidden_size=target.config.hidden_size, intermediate_size=32,
-      ...         num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-      ...         tie_word_embeddings=target.config.tie_word_embeddings),
-      ...     draft_vocab_size=256, feature_layers=(0, 1, 2),
-      ...     target_hidden_size=target.config.hidden_size))
-      >>> output = sd.generate(
-      ...     target, params, [sd.encode_bytes("def add(a, b):")], drafter=sd.Eagle3Drafter(head),
-      ...     draft_params=head.init_params(jax.random.key(0), params),
-      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2), max_new_tokens=4)
-      >>> len(output.completions[0])
-      4
+      >>> target, _ = sd.load_embedded_pair()
+      >>> head, head_params = sd.load_embedded_head(target)
+      >>> drafter = sd.Eagle3Drafter(head)  # for `generate`, with draft_params=head_params
+      >>> drafter.feature_layers
+      (2, 4, 5)
 
     References:
       Li et al., 2025, "EAGLE-3", https://arxiv.org/abs/2503.01840

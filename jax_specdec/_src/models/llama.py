@@ -64,7 +64,8 @@ class Llama:
       ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8))
       >>> params = jax.jit(model.init_params)(jax.random.key(0))
       >>> cache = model.init_cache(batch_size=1, max_length=16)
-      >>> logits, cache, features = model.apply(
+      >>> apply = jax.jit(model.apply, static_argnames="feature_layers")
+      >>> logits, cache, features = apply(
       ...     params, jnp.array([[104, 105, 33]]), jnp.array([0]), cache, feature_layers=(0, 2))
       >>> logits.shape, features.shape
       ((1, 3, 256), (1, 3, 64))
