@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_specdec._src.arrays import refuse, require
-from jax_specdec._src.models.fields import quoted, reason, shown
+from jax_specdec._src.models.fields import reason, shown
 from jax_specdec._src.models.files import is_there, read_json, read_text
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -117,13 +117,13 @@ def read_chat_template(directory: Path) -> ChatTemplate:
         if isinstance(source, list):  # several, by name
             named = [x for x in source if isinstance(x, dict) and x.get("name") == "default"]
             source = named[0].get("template") if named else None
+        is_text = source is None or isinstance(source, str)
+        raw.require(is_text, "chat_template", "which is not text")
     if source is None:
         raise ValueError(
             f"{shown(directory)} has no chat template, neither {TEMPLATE_FILE} nor one in "
             f"{TOKENIZER_CONFIG_FILE}; a model that was not trained to chat has none."
         )
-    if not isinstance(source, str):
-        raise ValueError(f"{shown(path)} has chat_template = {quoted(source)}, which is not text.")
     if len(source) > MAX_CHARACTERS:
         raise ValueError(
             f"{shown(path)} must have a chat template of at most {MAX_CHARACTERS} characters, but "

@@ -25,10 +25,7 @@ def shown(name: str | Path) -> str:
 
 def quoted(value: Any) -> str:
     """A value for a message: as Python writes it, shortened if it is long or deep."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # Python refuses to write longer integers
-        return "a number of more than 4300 digits"
+    return reprlib.repr(value)
 
 
 def reason(error: BaseException | str) -> str:
