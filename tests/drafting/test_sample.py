@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -241,26 +240,29 @@ def test_by_agreement_the_target_as_drafter_is_always_right():
     )
     sampled, permuted = np.resize([False, True, True], batch), jnp.asarray(rng.permutation(vocab))
 
-    def accepted(ids: jax.Array | None, drafting: sd.DraftContext) -> np.ndarray:
-        rows = logits if ids is None else logits[:, :, ids]
-        given: Any = dict(ids=ids, vocab_size=vocab)
-        proposal, _ = draft_chain(
-            rows[:, 0], None, lambda *at: (rows[:, at[2]], None), drafting, None, **given
-        )
-        output = sd.rejection_sample(
-            logits.reshape(-1, vocab),
-            sd.Drafts.from_dense(proposal.token_ids),
-            sampling=context.sampling,
-            keys=context.keys,
-            positions=context.lengths,
-            config=agreement,
-        )
+    common: Any = dict(sampling=context.sampling, keys=context.keys, positions=context.lengths)
+
+    def accepted(drafts: Any) -> np.ndarray:
+        rows, drafts = logits.reshape(-1, vocab), sd.Drafts.from_dense(drafts)
+        output = sd.rejection_sample(rows, drafts, config=agreement, **common)
         return np.asarray(output.num_accepted)
 
-    assert (accepted(None, context) == k).all()
-    assert (accepted(permuted, context) == k).all()
-    standard = sd.SpecDecodeConfig(num_speculative_tokens=k)
-    alone = accepted(None, dataclasses.replace(context, config=standard))
+    def drawn(config: sd.SpecDecodeConfig) -> np.ndarray:
+        ids = [
+            sd.sample_draft_tokens(rows, offset=j, config=config, **common).token_ids
+            for j, rows in enumerate((logits[:, 0], logits[:, 1]))
+        ]
+        return np.stack(ids, axis=1)
+
+    def drawn_by_map() -> jax.Array:
+        rows = logits[:, :, permuted]
+        given: Any = dict(ids=permuted, vocab_size=vocab)
+        chain = rows[:, 0], None, lambda *at: (rows[:, at[2]], None), context, None
+        return draft_chain(*chain, **given)[0].token_ids
+
+    assert (accepted(drawn(agreement)) == k).all()
+    assert (accepted(jax.jit(drawn_by_map)()) == k).all()
+    alone = accepted(drawn(sd.SpecDecodeConfig(num_speculative_tokens=k)))
     assert (alone[~sampled] == k).all() and alone[sampled].mean() < 0.5
 
 
@@ -340,17 +342,21 @@ def test_split_logits_give_the_tokens_of_whole_ones(rule):
             out_specs=jax.sharding.PartitionSpec(),
         )
         whole, split = (drawn(logits, s, "probabilistic") for s in (None, with_a_mesh))
+        if rule == "agreement":
+            return whole, split
         return whole, split, inside(logits), drawn(logits, with_a_mesh, "greedy")
 
-    logits = 3 * jax.random.normal(jax.random.key(0), (batch, vocab))
-    whole, *others, best = each_way(logits)
+    logits = np.float32(3 * np.random.default_rng(0).standard_normal((batch, vocab)))
+    whole, *others = jax.device_get(each_way(logits))
+    sampled = np.asarray(temperature) > 0
+    if rule == "standard":
+        best = others.pop()
+        np.testing.assert_array_equal(best.token_ids, np.argmax(logits, axis=1))
+        assert best.log_normalizer is None
     for other in others:
         np.testing.assert_array_equal(other.token_ids, whole.token_ids)
-        sampled = temperature > 0
         normalizers = other.log_normalizer[sampled], whole.log_normalizer[sampled]
         np.testing.assert_allclose(*normalizers, rtol=1e-6)
         np.testing.assert_array_equal(other.row_max, whole.row_max)
         np.testing.assert_array_equal(other.threshold, whole.threshold)
         assert np.count_nonzero(np.isfinite(other.threshold)) == 4
-    np.testing.assert_array_equal(best.token_ids, jnp.argmax(logits, axis=1))
-    assert best.log_normalizer is None
