@@ -245,98 +245,64 @@ MISTAKES = {
     "a pair": (
         lambda: generate(Pair(TARGET)),
         TypeError,
-        "model must give features, because the drafter reads those of layers (0, 1, 2), but "
-        "Pair.apply takes (params: 'Any', token_ids: 'Any', start: 'Any', cache: 'Any') -> "
-        "'tuple[Any, Any]': see feature_layers in CausalModel",
+        r"model must give features, .* Pair.apply takes .*: see feature_layers in CausalModel",
     ),
     "no features": (
         lambda: generate(NoFeatures(TARGET)),
         TypeError,
-        "model must give features, because the drafter reads those of layers (0, 1, 2), but "
-        "NoFeatures.apply returns none: it must return a TargetOutput with features",
+        "model must give features, .* NoFeatures.apply returns none",
     ),
     "features of another width": (
         lambda: generate(NoFeatures(TARGET, size=10)),
         ValueError,
-        "features must be [B, S, A H] = [1, 1, 3 H], but NoFeatures.apply returns [1, 1, 10]",
+        r"features must be \[B, S, A H\] = \[1, 1, 3 H\], but NoFeatures.apply returns",
     ),
-    "layers that do not increase": (
-        lambda: apply_layers(2, 0),
-        ValueError,
-        "feature_layers must increase from at least 0 to at most 2, but it is (2, 0)",
-    ),
-    "a layer past the last": (
-        lambda: apply_layers(4),
-        ValueError,
-        "feature_layers must increase from at least 0 to at most 2, but it is (4,)",
-    ),
-    "a layer that is no int": (
-        lambda: apply_layers(1.0),
-        TypeError,
-        "feature_layers must be ints, but it is (1.0,)",
-    ),
+    "layers that do not increase": (lambda: apply_layers(2, 0), ValueError, "feature_layers must"),
+    "a layer past the last": (lambda: apply_layers(4), ValueError, "feature_layers must"),
+    "a layer that is no int": (lambda: apply_layers(1.0), TypeError, "feature_layers must"),
     "a drafter's layers are a list": (
         lambda: generate(drafter=Reads([0, 1])),
         TypeError,
-        "drafter.feature_layers must be a tuple of ints, but it is [0, 1]",
+        "drafter.feature_layers must be a tuple of ints",
     ),
     "a prefill without features": (
         lambda: generate(drafter=Reads((0, 1))),
         TypeError,
-        "drafter must have a prefill that takes features and next_token_ids, because it has "
-        "feature_layers, but Reads.prefill takes (params: 'Any', token_ids: 'Any', cache: 'Any', "
-        "start: 'Any' = None) -> 'Any'",
+        "drafter must have a prefill that takes features and next_token_ids, .* Reads.prefill",
     ),
     "verify without draft": (
         lambda: ENGINE.verify(PARAMS, ENGINE.init_state(HEAD_PARAMS, PARAMS)),
         ValueError,
-        "state must come from draft, because Eagle3Drafter reads the features of every target "
-        "pass, but it holds some that were not read",
+        "state must come from draft, because Eagle3Drafter reads the features",
     ),
-    "no params": (
-        lambda: ENGINE.init_state(HEAD_PARAMS),
-        TypeError,
-        "params must be the target's weights, because the drafter reads features, but it is None",
-    ),
+    "no params": (lambda: ENGINE.init_state(HEAD_PARAMS), TypeError, "params must be the target's"),
     "no features in the context": (
         lambda: DRAFTER.propose(HEAD_PARAMS, context(), None, None),
         ValueError,
-        "context must have features and num_features, but it has none",
+        "context must have features",
     ),
     "no features for a prompt": (
         lambda: DRAFTER.prefill(HEAD_PARAMS, jnp.ones((1, 1), jnp.int32), None),
         ValueError,
-        "prefill must get features and next_token_ids, but it got none",
+        "prefill must get features",
     ),
-    "no head": (
-        lambda: sd.Eagle3Drafter("head"),
-        TypeError,
-        "head must be an Eagle3Head, but it is 'head'",
-    ),
+    "no head": (lambda: sd.Eagle3Drafter("head"), TypeError, "head must be an Eagle3Head"),
     "a head is no drafter": (
         lambda: generate(drafter=HEAD),
         TypeError,
-        "drafter must be a Drafter, but it is an Eagle3Head: a model is wrapped, "
-        "drafter=Eagle3Drafter(model)",
+        r"drafter must be a Drafter, .*: a model is wrapped, drafter=Eagle3Drafter\(model\)",
     ),
     "a loaded head is no drafter": (
         lambda: generate(drafter=sd.models.LoadedModel(HEAD, HEAD_PARAMS)),
         TypeError,
-        "drafter must be a Drafter, but it is a LoadedModel: pass "
-        "drafter=Eagle3Drafter(draft.model) and draft_params=draft.params",
+        r"drafter must be a Drafter, .*: pass drafter=Eagle3Drafter\(draft.model\) and draft_par",
     ),
-    "no draft_params": (
-        lambda: generate(draft_params=None),
-        TypeError,
-        "draft_params must be the weights of the drafter's model, but it is None: pass "
-        "draft_params=draft.params",
-    ),
+    "no draft_params": (lambda: generate(draft_params=None), TypeError, "draft_params must be the"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_told(name: str) -> None:
-    call, kind, message = MISTAKES[name]
-    with pytest.raises(kind) as raised:
+    call, error, message = MISTAKES[name]
+    with pytest.raises(error, match=f"^{message}"):
         call()
-    assert str(raised.value) == message

@@ -229,7 +229,7 @@ def test_by_agreement_the_target_as_drafter_is_always_right():
     """Also over a map in another order; with noise of its own it hardly ever is."""
     k, batch, vocab = 2, 12, 4099  # three tiles
     rng = np.random.default_rng(3)
-    logits = jnp.asarray(rng.standard_normal((batch, k + 1, vocab)), jnp.float32)
+    logits = np.float32(rng.standard_normal((batch, k + 1, vocab)))
     agreement = sd.SpecDecodeConfig(num_speculative_tokens=k, rejection_sample_method="agreement")
     context = sd.DraftContext(
         token_ids=jnp.zeros((batch, 8), jnp.int32),

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import described
+from jax_specdec._src.arrays import check_type
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.drafting.drafter import Proposal
@@ -58,8 +58,7 @@ class Eagle3Drafter:
     store_dtype: Any = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.head, Eagle3Head):
-            raise TypeError(f"head must be an Eagle3Head, but it is {described(self.head)}")
+        check_type("head", self.head, Eagle3Head)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
