@@ -16,7 +16,7 @@ import pytest
 import jax_specdec as sd
 
 from . import reference_llama
-from .test_llama import CONFIG, apply
+from .test_llama import CONFIG, MAX_LENGTH, apply, bytes_of_a_decoding_loop
 from .weights import random_ids, random_weights
 
 pytestmark = [pytest.mark.newest, pytest.mark.dearest]
@@ -98,27 +98,11 @@ def test_weights_begin_the_same_and_go_both_ways() -> None:
 
 @pytest.mark.parametrize(("batch", "length"), [(1, 5), (4, 1)])
 def test_a_decoding_loop_updates_the_cache_in_place(batch: int, length: int) -> None:
-    max_length, layers = 8192, 6
-    model, params = scanned(num_hidden_layers=layers)
-
-    def loop(params: Any, token_ids: Any, cache: Any) -> Any:
-        def body(state: Any) -> Any:
-            position, token_ids, cache = state
-            start = jnp.full((batch,), position, jnp.int32)
-            logits, cache, _ = model.apply(params, token_ids, start, cache)
-            return position + length, jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
-
-        return jax.lax.while_loop(
-            lambda state: state[0] < 100, body, (jnp.int32(0), token_ids, cache)
-        )
-
-    token_ids = jnp.zeros((batch, length), jnp.int32)
-    cache = model.init_cache(batch, max_length)
-    compiled = jax.jit(loop, donate_argnums=2).lower(params, token_ids, cache).compile()
-    scores = batch * length * CONFIG.num_attention_heads * max_length * 4
-    one_layer = sum(x.nbytes for x in cache) // layers
-    memory = compiled.memory_analysis()
-    assert memory.temp_size_in_bytes < 2 * scores + 1.5 * one_layer
+    model, params = scanned(num_hidden_layers=6)
+    scores = batch * length * CONFIG.num_attention_heads * MAX_LENGTH * 4
+    one_layer = 2 * batch * CONFIG.num_key_value_heads * CONFIG.head_dim * MAX_LENGTH * 4
+    found = bytes_of_a_decoding_loop(model, params, batch, length)
+    assert found < 2 * scores + 1.5 * one_layer
 
 
 def test_the_devices_of_a_mesh_give_the_same_logits() -> None:
