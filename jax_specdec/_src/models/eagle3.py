@@ -119,12 +119,12 @@ class Eagle3Config:
 def head_shapes(config: Eagle3Config) -> dict[str, Any]:
     """The params pytree of a config, with a shape in place of each array.
 
-    A dict with `embed_tokens [V, H]`, `fc [A * H_target, H]`, `norm [H]`, `lm_head [H, Vd]` (the
-    target's embedding ``[V, H]`` if that is its output matrix and shared), and `layer`, as in
-    `param_shapes` with `qkv_proj [2 H, (N + 2 N_kv) D]` and `hidden_norm [H]`; with `o_proj_bias`
-    also `o_bias [H]`. With `norm_before_fc` there is `input_norm`, with `fc_norm` there is
-    `fc_norm`, both ``[A * H_target]``. With Vd < V there is `target_ids [Vd]` int32, the target's
-    id of each of the head's.
+    A dict with ``embed_tokens [V, H]``, ``fc [A * H_target, H]``, ``norm [H]``, ``lm_head [H, Vd]``
+    (the target's embedding ``[V, H]`` if that is its output matrix and shared), and `layer`, as in
+    `param_shapes` with ``qkv_proj [2 H, (N + 2 N_kv) D]`` and ``hidden_norm [H]``; with
+    `o_proj_bias` also ``o_bias [H]``. With `norm_before_fc` there is `input_norm`, with `fc_norm`
+    there is `fc_norm`, both ``[A * H_target]``. With Vd < V there is ``target_ids [Vd]`` int32, the
+    target's id of each of the head's.
     """
     c, size = config.layer, config.layer.hidden_size
     whole = param_shapes(dataclasses.replace(c, tie_word_embeddings=False))

@@ -75,12 +75,12 @@ class LlamaConfig:
 def param_shapes(config: LlamaConfig) -> dict[str, Any]:
     """The params pytree of a config, with a shape in place of each array.
 
-    A dict with `embed_tokens [V, H]`, `norm [H]`, `lm_head [H, V]` (absent if tied), and
-    `layers`, a list of one dict per layer: `input_layernorm [H]`, `qkv_proj [H, (N + 2 N_kv) D]`
-    (query heads, then key heads, then value heads), `o_proj [N D, H]`,
-    `post_attention_layernorm [H]`, `gate_up_proj [H, 2 I]` (gate, then up), `down_proj [I, H]`;
-    with `qkv_bias` also `qkv_bias [(N + 2 N_kv) D]`, with `qk_norm` also `q_norm [D]` and
-    `k_norm [D]`.
+    A dict with ``embed_tokens [V, H]``, ``norm [H]``, ``lm_head [H, V]`` (absent if tied), and
+    `layers`, a list of one dict per layer: ``input_layernorm [H]``,
+    ``qkv_proj [H, (N + 2 N_kv) D]`` (query heads, then key heads, then value heads),
+    ``o_proj [N D, H]``, ``post_attention_layernorm [H]``, ``gate_up_proj [H, 2 I]`` (gate, then
+    up), ``down_proj [I, H]``; with `qkv_bias` also ``qkv_bias [(N + 2 N_kv) D]``, with `qk_norm`
+    also ``q_norm [D]`` and ``k_norm [D]``.
     """
     c = config
     heads = (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
