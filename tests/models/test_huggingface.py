@@ -25,6 +25,7 @@ from .checkpoints import (
     edit_json,
     edit_tensors,
     expected,
+    logits_of,
 )
 
 pytestmark = pytest.mark.newest
@@ -38,23 +39,16 @@ def load(name: str) -> sd.models.LoadedModel:
     return sd.load_huggingface(CHECKPOINTS / name, jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def apply(model: sd.models.Llama, params: Any, token_ids: jax.Array) -> jax.Array:
-    cache = model.init_cache(1, token_ids.shape[1])
-    return model.apply(params, token_ids, jnp.zeros(1, jnp.int32), cache)[0][0]
-
-
-def logits_of(loaded: sd.models.LoadedModel, name: str) -> np.ndarray:
+def logits(loaded: sd.models.LoadedModel, name: str) -> np.ndarray:
     wanted = expected(name)
-    token_ids = jnp.asarray(wanted["token_ids"][: len(wanted["logits"])])
-    return np.asarray(apply(*loaded, token_ids[None]))
+    return np.asarray(logits_of(*loaded, wanted["token_ids"][: len(wanted["logits"])]))
 
 
-def error(logits: np.ndarray, name: str) -> float:
+def error(found: np.ndarray, name: str) -> float:
     """Largest difference from transformers, relative to the largest logit of its row."""
     wanted = expected(name)["logits"][:, :NUM_TOKEN_IDS]
     scale = np.abs(wanted).max(axis=1, keepdims=True)
-    return float((np.abs(logits[:, :NUM_TOKEN_IDS] - wanted) / scale).max())
+    return float((np.abs(found[:, :NUM_TOKEN_IDS] - wanted) / scale).max())
 
 
 # Values
@@ -62,7 +56,7 @@ def error(logits: np.ndarray, name: str) -> float:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_transformers(name: str) -> None:
-    assert error(logits_of(load(name), name), name) < TOLERANCE
+    assert error(logits(load(name), name), name) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -82,7 +76,7 @@ def test_the_comparison_sees_each_part_of_a_family(name: str, change: dict[str, 
         ((part, value),) = change.items()
         layers = [{**x, part: jnp.full_like(x[part], value)} for x in params["layers"]]
         params = {**params, "layers": layers}
-    assert error(logits_of(sd.models.LoadedModel(model, params), name), name) > 100 * TOLERANCE
+    assert error(logits(sd.models.LoadedModel(model, params), name), name) > 100 * TOLERANCE
 
 
 def test_weights_are_read_as_stored_and_computed_in_their_dtype() -> None:
@@ -182,10 +176,10 @@ def test_a_model_of_no_family_is_not_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_padding_has_no_probability(name: str) -> None:
-    logits = logits_of(load(name), name)
-    assert logits.shape[1] == expected(name)["logits"].shape[1] > NUM_TOKEN_IDS
-    assert np.isneginf(logits[:, NUM_TOKEN_IDS:]).all()
-    assert np.isfinite(logits[:, :NUM_TOKEN_IDS]).all()
+    found = logits(load(name), name)
+    assert found.shape[1] == expected(name)["logits"].shape[1] > NUM_TOKEN_IDS
+    assert np.isneginf(found[:, NUM_TOKEN_IDS:]).all()
+    assert np.isfinite(found[:, :NUM_TOKEN_IDS]).all()
     # It would have been the first choice.
     assert (expected(name)["logits"].argmax(axis=1) >= NUM_TOKEN_IDS).any()
 
@@ -193,9 +187,9 @@ def test_padding_has_no_probability(name: str) -> None:
 def test_without_a_tokenizer_every_id_is_a_token(tmp_path: Path) -> None:
     directory = copy("qwen2", tmp_path / "qwen2")
     (directory / "tokenizer.json").unlink()
-    logits = logits_of(sd.load_huggingface(directory), "qwen2")
+    found = logits(sd.load_huggingface(directory), "qwen2")
     wanted = expected("qwen2")["logits"]
-    np.testing.assert_allclose(logits, wanted, rtol=0, atol=TOLERANCE * np.abs(wanted).max())
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE * np.abs(wanted).max())
 
 
 @pytest.mark.slow
