@@ -255,7 +255,7 @@ def test_by_agreement_the_target_as_drafter_is_always_right():
         return np.stack(ids, axis=1)
 
     def drawn_by_map() -> jax.Array:
-        rows = logits[:, :, permuted]
+        rows = jnp.asarray(logits)[:, :, permuted]
         given: Any = dict(ids=permuted, vocab_size=vocab)
         chain = rows[:, 0], None, lambda *at: (rows[:, at[2]], None), context, None
         return draft_chain(*chain, **given)[0].token_ids
