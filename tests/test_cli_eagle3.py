@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import jax
 import pytest
+from models.weights import random_weights
 
 import jax_specdec as sd
 from jax_specdec._src.cli.models import load_models
@@ -26,7 +26,8 @@ def folder(tmp_path: Path) -> Path:
             target_hidden_size=model.config.hidden_size,
         )
     )
-    sd.models.save_eagle3(tmp_path / "head", head, head.init_params(jax.random.key(0), params))
+    weights = random_weights(head, 0) | {"embed_tokens": params["embed_tokens"]}
+    sd.models.save_eagle3(tmp_path / "head", head, weights)
     return tmp_path / "head"
 
 
@@ -44,7 +45,7 @@ def test_the_embedded_target_has_two_heads() -> None:
     drafter = models.drafters["eagle3"].drafter
     assert isinstance(drafter, sd.Eagle3Drafter) and drafter.head.vocab_size == 256
     assert sd.load_embedded_head(models.target, "eagle3-64").model.vocab_size == 64
-    with pytest.raises(ValueError, match=r"name must be one of .*, not 'eagle'"):
+    with pytest.raises(ValueError, match="^name must"):
         sd.load_embedded_head(models.target, "eagle")  # type: ignore[arg-type]
 
 

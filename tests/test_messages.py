@@ -211,17 +211,17 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "bytes": (
         lambda: sd.encode_bytes(b"abc"),  # type: ignore[arg-type]
         TypeError,
-        "text must be a str, but it is b'abc'.",
+        "text must be a str, but it is b'abc'",
     ),
     "nested ids": (
         lambda: sd.decode_bytes([[1, 2]]),  # type: ignore[list-item]
         TypeError,
-        "token_ids must be a list of ints, but it is [[1, 2]].",
+        "token_ids must be a list of ints, but it is [[1, 2]]",
     ),
     "text for ids": (
         lambda: sd.decode_bytes("abc"),  # type: ignore[arg-type]
         TypeError,
-        "token_ids must be a list of ints, but it is 'abc'.",
+        "token_ids must be a list of ints, but it is 'abc'",
     ),
     "top-p out of range": (
         lambda: generate(top_p=0.0),
@@ -518,7 +518,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "load_huggingface(None)": (
         lambda: sd.load_huggingface(None),  # type: ignore[arg-type]
         TypeError,
-        "directory must be a path, not None.",
+        "directory must be a path, but it is None",
     ),
     "max_vocab_size='5'": (
         lambda: sd.load_huggingface("x", max_vocab_size="5"),  # type: ignore[arg-type]
@@ -540,7 +540,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             Path(sd.__file__).parent / "weights" / "draft", "float23"
         ),
         TypeError,
-        "dtype must be a floating dtype, not 'float23'.",
+        "dtype must be a floating dtype, but it is 'float23'",
     ),
     "save_checkpoint in a dtype that is too narrow": (
         lambda: save(HUGE, jnp.float16),
@@ -550,17 +550,18 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "save_checkpoint(dtype=int8)": (
         lambda: save(DRAFT.params, jnp.int8),
         TypeError,
-        "dtype must be float32, bfloat16 or float16, not int8.",
+        "dtype must be float32, bfloat16 or float16, but it is dtype('int8')",
     ),
     "save_checkpoint of other weights": (
         lambda: save(TARGET.params),
         ValueError,
-        "params['embed_tokens'] must have shape (256, 128), but it is (256, 256)",
+        "params['embed_tokens'] must be an array [256, 128], but it is an array [256, 256] of "
+        "float32",
     ),
     "save_checkpoint(draft)": (
         lambda: save(DRAFT.params, model=DRAFT),
         TypeError,
-        "model must be a Llama, but it is a LoadedModel.",
+        "model must be a Llama, but it is a LoadedModel",
     ),
 }
 

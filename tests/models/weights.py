@@ -1,4 +1,4 @@
-"""Random weights and token ids drawn by NumPy, which compiles nothing."""
+"""Sizes of tiny models; random weights and token ids drawn by NumPy, which compiles nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jax_specdec.models import LlamaConfig
+
+
+def sizes(
+    vocab: int, hidden: int, inner: int, layers: int, heads: tuple[int, int, int], **fields: Any
+) -> LlamaConfig:
+    """Sizes of a Llama; `heads` are its query heads, its heads of keys, and their width."""
+    return LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        head_dim=heads[2],
+        **fields,
+    )
 
 
 def random_weights(model: Any, seed: int, scale: float = 1.0, *, moved: float = 0.0) -> Any:

@@ -20,7 +20,7 @@ from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 from jax_specdec._src.models.protocol import (
     CausalModel,
     cache_batch_axis_of,
-    check_cache,
+    check_batch_axis,
     check_model,
 )
 from jax_specdec._src.serving import inputs
@@ -166,7 +166,7 @@ class Engine:
     def __post_init__(self) -> None:
         check_model("model", self.model)
         inputs.check_drafter(self.drafter, self.config)
-        check_cache("drafter", self.drafter)
+        check_batch_axis("drafter", self.drafter)
         check_logprobs(self.logprobs)
         check_int("num_slots", self.num_slots, 1)
         longest = check_int("max_length", self.max_length, 2)
