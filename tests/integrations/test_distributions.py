@@ -52,7 +52,7 @@ def top_p_rows(top_p: float, top_k: int = V) -> tuple[np.ndarray, np.ndarray]:
     ("top_k", "top_p"),
     [(1, 1.0), (5, 1.0), (99, 1.0), (-1, 0.5), (-1, 0.9), (-1, 0.99), (10, 0.8)],
 )
-def test_no_token_that_top_k_or_top_p_leaves_out_is_emitted(top_k, top_p):
+def test_no_token_that_a_filter_leaves_out_is_emitted(top_k, top_p):
     logits, allowed = top_k_rows(top_k) if top_p == 1 else top_p_rows(top_p, top_k % V)
     rng = np.random.default_rng(7)
     probs = rng.dirichlet(np.ones(V), B * K).astype(np.float32)

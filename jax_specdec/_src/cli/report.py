@@ -57,9 +57,8 @@ def write_json(
     session: Session, found: dict[str, Any], comparisons: list[Comparison] | None
 ) -> None:
     """Write one object, with an entry for each row of the table, if there is one."""
-    options = session.options
-    found |= {"target": None if options.target is None else str(options.target)}
-    found |= {"seed": options.seed}
+    target = session.options.target
+    found |= {"target": None if target is None else str(target), "seed": session.options.seed}
     if comparisons is not None:
         found["rows"] = [_row(session, comparison) for comparison in comparisons]
     terminal.write(json.dumps(found) + "\n")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from rich.rule import Rule
 from rich.text import Text
 
 from jax_specdec._src.cli import report, terminal
@@ -71,20 +72,19 @@ def show_text(options: Options, prompts: list[str]) -> None:
     session, loading, start, steps = _begin(options, prompts)
     started = time.perf_counter()
     if compares:
-        terminal.write("Tokens:")
+        legend = Text("Tokens:")
         for name, style in STYLES.items():
             if style is not None:
-                terminal.write("  ")
-                terminal.write(name, style)
-        terminal.write("\n")
-        terminal.show_rule()
+                legend.append("  ").append(name, style)
+        terminal.show(legend)
+        terminal.show(Rule(style="dim"))
     texts, seen = Texts(prompts, with_prompts=options.shows_prompts), []
     for step in steps:
         texts.add(step)
         seen.append(step)
     seconds = time.perf_counter() - started
     if compares:
-        terminal.show_rule()
+        terminal.show(Rule(style="dim"))
         terminal.show(report.table(options, _compare(session)))
     else:
         _print_start(start, loading)
