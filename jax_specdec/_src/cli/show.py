@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from rich.rule import Rule
 from rich.text import Text
 
 from jax_specdec._src.cli import report, terminal
@@ -77,14 +76,14 @@ def show_text(options: Options, prompts: list[str]) -> None:
             if style is not None:
                 legend.append("  ").append(name, style)
         terminal.show(legend)
-        terminal.show(Rule(style="dim"))
+        terminal.show_rule()
     texts, seen = Texts(prompts, with_prompts=options.shows_prompts), []
     for step in steps:
         texts.add(step)
         seen.append(step)
     seconds = time.perf_counter() - started
     if compares:
-        terminal.show(Rule(style="dim"))
+        terminal.show_rule()
         terminal.show(report.table(options, _compare(session)))
     else:
         _print_start(start, loading)

@@ -68,13 +68,20 @@ def write(text: str, style: str | None = None, *, stream: TextIO | None = None) 
 
 
 def show(what: RenderableType) -> None:
-    """Write a table, a text or a rule of `rich` to standard output."""
+    """Write a table or a text of `rich` to standard output."""
     console = _console(sys.stdout)
     with console.capture() as captured:
         console.print(what)
     lines = [line.rstrip(" ") for line in captured.get().splitlines()]
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
+
+
+def show_rule() -> None:
+    """Write a line across the terminal to standard output; `rich`'s own is not always ASCII."""
+    console = _console(sys.stdout)
+    write(("-" if console.options.ascii_only else "\u2500") * console.width, "dim")
+    write("\n")
 
 
 @contextlib.contextmanager
