@@ -127,8 +127,7 @@ class Site:
         self.options = options_lib.parse(["serve", *self.arguments], "0")
         self.models = models_lib.load_models(self.options, [])
         self.tokenizer = self.models.tokenizer
-        self.progress: list[tuple[int, int]] = []
-        make_driver(self.options, self.models).warm_up(lambda *x: self.progress.append(x))
+        make_driver(self.options, self.models).warm_up()
 
     @contextlib.contextmanager
     def serve(
@@ -813,11 +812,6 @@ def test_health_metrics_and_the_status_line(site: Site) -> None:
         assert "jax_specdec:serving_num_slots 8.0\n" in metrics
         line = next(line for line in running.lines if "1 requests so far" in line)
         assert "tokens/s, acceptance length " in line
-
-
-def test_programs_are_compiled_with_their_progress_before_the_first_request(site: Site) -> None:
-    total = site.progress[0][1]
-    assert site.progress == [(done, total) for done in range(total + 1)]
 
 
 def test_stopping_finishes_what_runs_and_accepts_nobody(site: Site) -> None:
