@@ -131,10 +131,12 @@ def _numbers(kind: type[int] | type[float], name: str, example: str) -> Callable
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a command line asks for; of each field, the help of its arguments says what it is.
+    """What a command line asks for; the help of its arguments says what a field is.
 
-    `generate` and `serve` have one drafter and one config, `generate` one temperature; `bench`
-    tries every combination. Defaults are those of commands without the argument, too.
+    Drafters are named as `--draft` names them; `request` holds the filters and penalties of all
+    requests, `configs` one config per K. `generate` and `serve` have one drafter and one config,
+    `generate` one temperature; `bench` tries every combination. None is what a help calls default.
+    A command without the argument has the field's default.
     """
 
     command: str
