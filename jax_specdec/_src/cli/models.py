@@ -75,7 +75,7 @@ def _embedded(options: Options, texts: list[str]) -> Models:
     prompts = [encode_bytes(text) for text in texts]
     budget = _budget(options, prompts, MAX_LENGTH, "bytes")
     target, draft = load_embedded_pair()
-    drafters = _drafters(options, target, {"model": draft})
+    drafters = _load_drafters(options, target, {"model": draft})
     stream = functools.partial(TextStream, decode_bytes)
     stops = (DOCUMENT_SEPARATOR,)
     return Models(target, drafters, prompts, budget, stops, stream, None, MAX_LENGTH)
@@ -95,12 +95,14 @@ def _checkpoints(options: Options, texts: list[str]) -> Models:
     load = functools.partial(load_huggingface, dtype=options.dtype, scan_layers=options.scan_layers)
     target = load(options.target)
     size = target.model.vocab_size
-    drafters = _drafters(options, target, {name: load(name, max_vocab_size=size) for name in names})
+    drafters = _load_drafters(
+        options, target, {name: load(name, max_vocab_size=size) for name in names}
+    )
     stops = tokenizer.stop_token_ids
     return Models(target, drafters, prompts, budget, stops, tokenizer.stream, tokenizer, most)
 
 
-def _drafters(
+def _load_drafters(
     options: Options, target: LoadedModel[Llama], models: dict[str, LoadedModel[Llama]]
 ) -> dict[str, Draft]:
     """The drafters by their names: models, lookup, and EAGLE-3 heads."""

@@ -389,7 +389,7 @@ class _Parser(argparse.ArgumentParser):
     """Reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
-        terminal.write(f"{self.prog}: {' '.join(message.split())}\n", stream=sys.stderr)
+        terminal.log(f"{self.prog}: {' '.join(message.split())}")
         sys.exit(2)
 
     def refuse_unknown(self, arguments: Sequence[str]) -> None:

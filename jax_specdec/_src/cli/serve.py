@@ -15,7 +15,7 @@ from jax_specdec._src.cli import process, terminal
 from jax_specdec._src.cli.models import Models, load_models
 from jax_specdec._src.cli.options import API_KEY_VARIABLE, SERVED_LENGTH, Options
 from jax_specdec._src.cli.prompts import InputError
-from jax_specdec._src.cli.server.app import Server, say
+from jax_specdec._src.cli.server.app import Server
 from jax_specdec._src.cli.server.limits import Limits
 from jax_specdec._src.models.fields import shown
 
@@ -36,7 +36,9 @@ def serve(options: Options) -> None:
 
         def on_progress(done: int, total: int) -> None:
             if done:
-                say(f"compiled {done} of {total} programs, {time.monotonic() - begin:.1f} s")
+                terminal.log(
+                    f"compiled {done} of {total} programs, {time.monotonic() - begin:.1f} s"
+                )
 
         driver.warm_up(on_progress)
         default = "jax-specdec" if options.target is None else options.target.resolve().name
@@ -46,7 +48,7 @@ def serve(options: Options) -> None:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
         def on_interrupt() -> None:
-            say("finishing what runs; Ctrl-C again to end at once")
+            terminal.log("finishing what runs; Ctrl-C again to end at once")
             server.stop()
 
         with process.handling_interrupt(on_interrupt):

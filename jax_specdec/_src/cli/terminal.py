@@ -67,6 +67,11 @@ def write(text: str, style: str | None = None, *, stream: TextIO | None = None) 
     stream.flush()
 
 
+def log(line: str, style: str | None = None) -> None:
+    """Write a line to standard error; see `write`."""
+    write(line + "\n", style, stream=sys.stderr)
+
+
 def show(what: RenderableType) -> None:
     """Write a table or a text of `rich` to standard output."""
     console = _console(sys.stdout)

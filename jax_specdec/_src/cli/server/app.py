@@ -8,7 +8,6 @@ import hmac
 import ipaddress
 import json
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -221,7 +220,7 @@ class Server:
             now = time.monotonic()
             new, seconds = stats - before[0], now - begin
             if new.num_tokens or serving.num_running or serving.num_queued:
-                say(
+                terminal.log(
                     f"{serving.num_running} running, {serving.num_queued} queued, "
                     f"{self._num_requests} requests so far; {new.num_tokens / seconds:.1f} "
                     f"tokens/s, acceptance length {new.length_text}, "
@@ -232,11 +231,6 @@ class Server:
 
 def _both_stats(driver: sd.EngineDriver) -> tuple[sd.AcceptanceStats, sd.ServingStats]:
     return driver.stats(), driver.serving_stats()
-
-
-def say(line: str) -> None:
-    """Write a line to standard error."""
-    terminal.write(line + "\n", stream=sys.stderr)
 
 
 def _digest(text: bytes) -> bytes:
@@ -267,5 +261,5 @@ def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _unexpected(request: Request, error: Exception) -> Response:
-    say("".join(traceback.format_exception(error)))
+    terminal.log("".join(traceback.format_exception(error)))
     return ApiError("the server has an error", status=500).response
