@@ -37,8 +37,9 @@ import jax_specdec as sd
 from jax_specdec.__main__ import main
 from jax_specdec._src.cli import models as models_lib
 from jax_specdec._src.cli import options as options_lib
-from jax_specdec._src.cli import process, terminal
+from jax_specdec._src.cli import process
 from jax_specdec._src.cli.serve import make_driver
+from jax_specdec._src.cli.server import app as app_lib
 from jax_specdec._src.cli.server.answer import ChoiceText
 from jax_specdec._src.cli.server.app import Server
 from jax_specdec._src.cli.server.limits import Limits
@@ -154,7 +155,7 @@ class Site:
 
         thread = threading.Thread(target=run)
         with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as clients:
-            patch.setattr(terminal, "log", lines.append)
+            patch.setattr(app_lib, "log", lines.append)
             thread.start()
             try:
                 assert ready.wait(60)
@@ -844,7 +845,7 @@ def test_an_engine_that_fails_answers_and_ends_the_server(
 
 INTERRUPTED = """
 import time
-from jax_specdec._src.cli import process, terminal
+from jax_specdec._src.cli import process
 def work():
     with process.handling_interrupt(lambda: print("first", flush=True)):
         print("ready", flush=True)

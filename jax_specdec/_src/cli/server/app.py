@@ -24,7 +24,6 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import jax_specdec as sd
-from jax_specdec._src.cli import terminal
 from jax_specdec._src.cli.models import Models
 from jax_specdec._src.cli.server.answer import Answer
 from jax_specdec._src.cli.server.connection import Connection
@@ -32,6 +31,7 @@ from jax_specdec._src.cli.server.limits import CLOSE, ApiError, Json, Limits
 from jax_specdec._src.cli.server.request import read_request
 from jax_specdec._src.cli.server.vocabulary import Vocabulary
 from jax_specdec._src.cli.server.worker import Channel, Worker
+from jax_specdec._src.cli.terminal import log
 
 
 class Server:
@@ -220,7 +220,7 @@ class Server:
             now = time.monotonic()
             new, seconds = stats - before[0], now - begin
             if new.num_tokens or serving.num_running or serving.num_queued:
-                terminal.log(
+                log(
                     f"{serving.num_running} running, {serving.num_queued} queued, "
                     f"{self._num_requests} requests so far; {new.num_tokens / seconds:.1f} "
                     f"tokens/s, acceptance length {new.length_text}, "
@@ -261,5 +261,5 @@ def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _unexpected(request: Request, error: Exception) -> Response:
-    terminal.log("".join(traceback.format_exception(error)))
+    log("".join(traceback.format_exception(error)))
     return ApiError("the server has an error", status=500).response
