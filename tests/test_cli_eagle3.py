@@ -53,26 +53,3 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     options = parse(["generate", "x", "--draft", f"eagle3:{tmp_path / 'none'}"], "1")
     with pytest.raises(InputError, match="none does not exist"):
         load_models(options, ["x"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--draft", "eagle3:"], "--draft eagle3: must be followed by the directory of a head"),
-        (
-            ["--target", ".", "--draft", "eagle3"],
-            "--draft must be DIR, eagle3:DIR or ngram with --target, but it is 'eagle3'",
-        ),
-        (
-            ["--draft", "oracle"],
-            "--draft must be model, ngram, eagle3 or eagle3:DIR without --target, "
-            "but it is 'oracle'",
-        ),
-    ],
-)
-def test_a_draft_that_does_not_fit_is_refused(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    with pytest.raises(SystemExit):
-        parse(["generate", "x", *arguments], "1")
-    assert message in capsys.readouterr().err

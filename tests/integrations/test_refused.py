@@ -24,6 +24,11 @@ def ids(*shape: int) -> jax.Array:
     return jnp.zeros(shape, jnp.int32)
 
 
+def names(value: Any) -> str:
+    """The id of a case: what it changes."""
+    return ", ".join(value) if isinstance(value, dict) else ""
+
+
 FLAT: dict[str, Any] = dict(
     logits=jnp.zeros((12, V)),
     draft_token_ids=ids(10),
@@ -72,9 +77,9 @@ CHAINS: dict[str, Any] = dict(
         (dict(logits=jnp.zeros((13, V)), sharding=SPLIT), ValueError, "L"),
         (dict(logits=jnp.zeros((12, 15)), sharding=SPLIT), ValueError, r"logits\.shape"),
     ],
-    ids=str,
+    ids=names,
 )
-def test_a_flat_call_that_makes_no_sense_is_refused_in_a_sentence(changed, error, sentence):
+def test_a_flat_call_that_makes_no_sense_is_refused(changed, error, sentence):
     with pytest.raises(error, match=f"^{sentence}"):
         tpu_inference.verify_flat(**FLAT | changed)
 
@@ -111,9 +116,9 @@ def test_a_flat_call_that_makes_no_sense_is_refused_in_a_sentence(changed, error
             "bs",
         ),
     ],
-    ids=str,
+    ids=names,
 )
-def test_chains_that_make_no_sense_are_refused_in_a_sentence(changed, error, sentence):
+def test_chains_that_make_no_sense_are_refused(changed, error, sentence):
     with pytest.raises(error, match=f"^{sentence}"):
         sglang_jax.verify_chains(**CHAINS | changed)
 
