@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 from jax_specdec._src.grammar import GrammarMatcher
 from jax_specdec._src.logprobs import TokenLogprobs
@@ -16,6 +14,7 @@ from jax_specdec._src.serving.options import RequestOptions
 from jax_specdec._src.serving.programs import StepResult
 from jax_specdec._src.types import Status
 
+_STATUSES = tuple(Status)
 FinishReason = Literal["length", "stop", "failed"]
 
 
@@ -64,17 +63,32 @@ class Matching:
 class ServedRequest(NamedTuple):
     """A request that has not ended, as it is between two steps."""
 
+    # What each step changes; see `after`.
+    length: int  # of the prompt and the new tokens: what is in `tokens` after them does not count
+    last_read: float | None  # when a step of it was last read; times are of `time.perf_counter`
+    num_failures: int  # failed calls in a row, without a new token or a further chunk
+    # The rest.
     request_id: int
-    tokens: list[int]  # all that follow from this one share it; see `after`
-    length: int  # the prompt and the new tokens: what comes after them in `tokens` does not count
+    tokens: list[int]  # shared by all that follow from this one
     prompt_length: int
     options: RequestOptions
-    matching: Matching | None = None
-    submitted: float = 0.0  # times are of `time.perf_counter`
+    matching: Matching | None
+    submitted: float
     admitted: float = 0.0  # when it got its first slot
-    last_read: float | None = None  # when a step of it was last read
-    num_failures: int = 0  # failed calls in a row, without a new token or a further chunk
     num_chunks: int = 0  # the most chunks of its prompt that were read
+
+    @classmethod
+    def create(
+        cls,
+        request_id: int,
+        prompt: list[int],
+        options: RequestOptions,
+        matching: Matching | None = None,
+        submitted: float = 0.0,
+    ) -> ServedRequest:
+        """A new one."""
+        length = len(prompt)
+        return cls(length, None, 0, request_id, prompt, length, options, matching, submitted)
 
     @property
     def token_ids(self) -> list[int]:
@@ -94,20 +108,21 @@ class ServedRequest(NamedTuple):
     def after(self, new: list[int], read: float) -> ServedRequest:
         """The request after a step. This one stays as it is."""
         self.tokens[self.length :] = new
-        return self._replace(length=self.length + len(new), last_read=read, num_failures=0)
+        return ServedRequest(self.length + len(new), read, 0, *self[3:])
 
     def update(
-        self, slot: int, numbers: np.ndarray, logprobs: TokenLogprobs | None
+        self, slot: int, numbers: list[list[int]], logprobs: TokenLogprobs | None
     ) -> RequestUpdate:
         """What a step did for it; the arguments are of `StepResult`, on the host."""
-        *tokens, count, proposed, accepted, done, status = numbers[slot].tolist()
+        *tokens, count, proposed, accepted, done, status = numbers[slot]
+        own = None if logprobs is None else logprobs.of(slot, count)
         new = tokens[:count]
         reason: FinishReason | None = None
         if done:
             stopped = bool(new) and new[-1] in self.options.stop_token_ids
             reason = "failed" if status != Status.OK else "stop" if stopped else "length"
-        own = None if logprobs is None else logprobs.of(slot, count)
-        return RequestUpdate(self.request_id, new, reason, Status(status), proposed, accepted, own)
+        counts = _STATUSES[status], proposed, accepted
+        return RequestUpdate(self.request_id, new, reason, *counts, own)
 
 
 class HostState(NamedTuple):
@@ -128,6 +143,20 @@ class HostState(NamedTuple):
     counters: AcceptanceCounters
     estimator: AcceptanceEstimator | None
     stats: ServingStats
+
+    def has(self, request_id: int) -> bool:
+        """Whether it knows of a request that has not ended, or updates of one that has."""
+        requests = *self.slots.values(), *self.returning
+        known = *(one.request_id for one in requests), *(one.request_id for one in self.updates)
+        return request_id in known
+
+    def without(self, request_id: int) -> HostState:
+        """The same, knowing nothing of a request."""
+        return self._replace(
+            slots={i: one for i, one in self.slots.items() if one.request_id != request_id},
+            returning=tuple(one for one in self.returning if one.request_id != request_id),
+            updates=tuple(one for one in self.updates if one.request_id != request_id),
+        )
 
 
 class StepAhead(NamedTuple):

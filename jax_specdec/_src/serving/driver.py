@@ -206,7 +206,7 @@ class EngineDriver:
         engine, nowhere = self.engine, self.engine.num_slots
 
         def request(size: int) -> ServedRequest:
-            return ServedRequest(-1, [0] * size, size, size, RequestOptions(seed=0))
+            return ServedRequest.create(-1, [0] * size, RequestOptions(seed=0))
 
         def step(*chosen: Any) -> None:
             self._dispatch(*chosen)
@@ -263,15 +263,15 @@ class EngineDriver:
         must = f"fit into max_length={self.engine.max_length} tokens"
         fit = sum(sizes) <= self.engine.max_length
         require(fit, "prompt and max_new_tokens", must, sizes)
-        self.engine.options_of([own], sizes[:1])  # checks them
+        self.engine.check_options(own)
         if self.max_queue is not None:
             self._settle()
             waiting, must = len(self._waiting), f"be below max_queue={self.max_queue}"
             require(waiting < self.max_queue, "waiting requests", must, waiting, error=RuntimeError)
-        request_id, length = self._num_submitted, len(token_ids)
-        given = request_id, token_ids, length, length, own, matching, time.perf_counter()
+        request_id, now = self._num_submitted, time.perf_counter()
+        request = ServedRequest.create(request_id, token_ids, own, matching, now)
         self._num_submitted = request_id + 1  # first: no two requests may have one id
-        self._waiting[request_id] = ServedRequest(*given)
+        self._waiting[request_id] = request
         return request_id
 
     def cancel(self, request_id: int) -> bool:
@@ -285,14 +285,12 @@ class EngineDriver:
         with self._changes():
             if self._waiting.pop(request_id, None) is not None:
                 return True
-            host, slot = self._host, self._slot_of(request_id)
-            slots = {i: one for i, one in host.slots.items() if i != slot}
-            returning = tuple(one for one in host.returning if one.request_id != request_id)
-            updates = tuple(one for one in host.updates if one.request_id != request_id)
-            self._host = host._replace(slots=slots, returning=returning, updates=updates)
+            slot = self._slot_of(request_id)
+            is_known = self._host.has(request_id)
+            self._host = self._host.without(request_id)
             if slot is not None:
                 self._empty(slot)
-        return len(slots) + len(returning) + len(updates) < sum(map(len, host[:3]))
+        return is_known
 
     def preempt(self, request_id: int) -> bool:
         """Take a running request out of its slot and put it first in the queue.
@@ -503,11 +501,12 @@ class EngineDriver:
         if self.draft_choice is not None:
             self.draft_choice.rates = rates
         slots, updates, grown = dict(host.slots), [*host.updates], []
+        rows = numbers.tolist()
         for slot, request_id in sorted(request_ids.items()):
             request = slots.get(slot)
             if request is None or request.request_id != request_id:
                 continue  # it was cancelled
-            update = request.update(slot, numbers, logprobs)
+            update = request.update(slot, rows, logprobs)
             updates.append(update)
             grown.append((request, len(update.token_ids)))
             if update.finish_reason is None:

@@ -310,6 +310,8 @@ def make_batch(
     for b, prompt in enumerate(prompts):
         token_ids[b, : len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    for one in options:
+        one.check(vocab_size)
     arrays = BatchOptions.create(options, lengths.tolist(), vocab_size)
     batch = Batch(
         token_ids=jnp.asarray(token_ids),

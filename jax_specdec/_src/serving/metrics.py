@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from jax_specdec._src.arrays import Sizes, check_array, check_type, pytree, requ
 from jax_specdec._src.config import check_num_speculative_tokens
 from jax_specdec._src.serving.batch import StepRecord
 from jax_specdec._src.types import Integers
+
+_Sums = TypeVar("_Sums")
 
 
 @pytree(words="[2, 3K+3] uint32")
@@ -218,15 +220,7 @@ class AcceptanceStats:
         """
         k, given = len(self.offered_per_position), len(earlier.offered_per_position)
         require(given == k, "earlier's K", f"be {k}", given)
-
-        def minus(mine: Any, theirs: Any) -> Any:
-            if isinstance(mine, tuple):
-                return tuple(map(minus, mine, theirs))
-            require(mine >= theirs, "earlier", "hold no larger counts", earlier)
-            return mine - theirs
-
-        names = [field.name for field in dataclasses.fields(self)]
-        return AcceptanceStats(*(minus(getattr(self, n), getattr(earlier, n)) for n in names))
+        return _since(earlier, self)
 
     @property
     def num_drafts(self) -> int:
@@ -354,8 +348,7 @@ class Histogram:
 
     def __sub__(self, earlier: Histogram) -> Histogram:
         """The times between two readings."""
-        counts = [n - before for n, before in zip(self.counts, earlier.counts, strict=True)]
-        return Histogram(tuple(counts), self.total_seconds - earlier.total_seconds)
+        return _since(earlier, self)
 
     @property
     def count(self) -> int:
@@ -453,17 +446,10 @@ class ServingStats:
         Raises:
           ValueError: the two have different numbers of slots, or a sum is larger in `earlier`.
         """
-        require(
-            earlier.num_slots == self.num_slots,
-            "earlier.num_slots",
-            f"be {self.num_slots}",
-            earlier.num_slots,
-        )
-        names = [field.name for field in dataclasses.fields(self)][3:]
-        sums = {name: getattr(self, name) - getattr(earlier, name) for name in names}
-        least = min(one.count if isinstance(one, Histogram) else one for one in sums.values())
-        require(least >= 0, "earlier", "hold no larger sums", earlier)
-        return dataclasses.replace(self, **sums)
+        slots, given = self.num_slots, earlier.num_slots
+        require(given == slots, "earlier.num_slots", f"be {slots}", given)
+        nothing: Any = dict(num_slots=0, num_running=0, num_queued=0)  # these are no sums
+        return _since(dataclasses.replace(earlier, **nothing), self)
 
     @property
     def mean_busy_slots(self) -> float:
@@ -508,6 +494,24 @@ class ServingStats:
             f" Time between tokens: {others.mean * 1e3:.2f} ms,"
             f" Failed calls: {self.num_failed_calls}"
         )
+
+
+def _since(earlier: _Sums, later: _Sums) -> _Sums:
+    """What was added between two readings: of numbers, of tuples, and of dataclasses of these.
+
+    Raises:
+      ValueError: a number is larger in `earlier`.
+    """
+    both: Any = earlier, later
+    if isinstance(later, tuple):
+        added: Any = tuple(map(_since, *both))
+    elif isinstance(later, (AcceptanceStats, ServingStats, Histogram)):
+        names = [field.name for field in dataclasses.fields(later)]
+        added = type(later)(*(_since(*(getattr(x, name) for x in both)) for name in names))
+    else:
+        require(both[1] >= both[0], "earlier", "hold no larger sums", both[0])
+        added = both[1] - both[0]
+    return cast(_Sums, added)
 
 
 def _check_seconds(seconds: float) -> None:
