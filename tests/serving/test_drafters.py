@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jax_specdec as sd
@@ -16,7 +17,7 @@ import jax_specdec as sd
 from . import engines, tiny
 
 B, K, V = 2, engines.K, engines.VOCAB
-GOOD = jnp.zeros((B, K), jnp.int32)
+GOOD = np.zeros((B, K), np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,20 +44,20 @@ def ids(array: Any) -> Callable[[Any, Any], Any]:
 IDS = "the token_ids of Returning.propose must "
 CASES: dict[str, tuple[Callable[[Any, Any], Any], bool, type[Exception], str]] = {
     "a token too many": (
-        ids(jnp.zeros((B, K + 1), jnp.int32)),
+        ids(np.zeros((B, K + 1), np.int32)),
         False,
         ValueError,
         IDS,
     ),
     "a request too few": (
-        ids(jnp.zeros((B - 1, K), jnp.int32)),
+        ids(np.zeros((B - 1, K), np.int32)),
         False,
         ValueError,
         IDS,
     ),
-    "flat": (ids(jnp.zeros((B * K,), jnp.int32)), False, ValueError, IDS),
-    "floats": (ids(jnp.zeros((B, K))), False, TypeError, IDS),
-    "unsigned": (ids(GOOD.astype(jnp.uint32)), False, TypeError, IDS),
+    "flat": (ids(np.zeros((B * K,), np.int32)), False, ValueError, IDS),
+    "floats": (ids(np.zeros((B, K), np.float32)), False, TypeError, IDS),
+    "unsigned": (ids(GOOD.astype(np.uint32)), False, TypeError, IDS),
     "no ids": (
         ids(None),
         False,
@@ -144,7 +145,7 @@ def test_a_drafter_of_the_old_form_hears_the_new_one():
 def test_an_engine_names_it_too():
     engine = sd.Engine(
         tiny.Trigram(V),
-        Returning(ids(jnp.zeros((B, 1), jnp.int32))),
+        Returning(ids(np.zeros((B, 1), np.int32))),
         engines.CONFIG,
         num_slots=B,
         max_length=8,

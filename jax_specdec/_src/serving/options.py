@@ -175,7 +175,8 @@ def options_per_request(
         if name not in known:
             raise TypeError(f"unknown argument {name!r}{did_you_mean(name, known)}")
     if options is None or isinstance(options, RequestOptions):
-        return [dataclasses.replace(options or RequestOptions(), **fields)] * count
+        one = options or RequestOptions()
+        return [dataclasses.replace(one, **fields) if fields else one] * count
     check_type("options", options, RequestOptions, Sequence, None)
     for i, one in enumerate(options):
         check_type(f"options[{i}]", one, RequestOptions)
