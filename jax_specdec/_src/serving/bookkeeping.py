@@ -72,23 +72,10 @@ class ServedRequest(NamedTuple):
     tokens: list[int]  # shared by all that follow from this one
     prompt_length: int
     options: RequestOptions
-    matching: Matching | None
-    submitted: float
+    matching: Matching | None = None
+    submitted: float = 0.0
     admitted: float = 0.0  # when it got its first slot
     num_chunks: int = 0  # the most chunks of its prompt that were read
-
-    @classmethod
-    def create(
-        cls,
-        request_id: int,
-        prompt: list[int],
-        options: RequestOptions,
-        matching: Matching | None = None,
-        submitted: float = 0.0,
-    ) -> ServedRequest:
-        """A new one."""
-        length = len(prompt)
-        return cls(length, None, 0, request_id, prompt, length, options, matching, submitted)
 
     @property
     def token_ids(self) -> list[int]:
@@ -126,29 +113,14 @@ class ServedRequest(NamedTuple):
 
 
 class HostState(NamedTuple):
-    """What the host knows of all requests that have had a slot. One assignment replaces it.
+    """What the host knows of all requests that have had a slot. One assignment replaces it."""
 
-    Attributes:
-      slots: the requests that run.
-      returning: those that ran and wait for a slot, before all others.
-      updates: those that have not been delivered.
-      counters: of the steps that were read; on the device.
-      estimator: of these steps; None without a draft budget.
-      stats: of these steps.
-    """
-
-    slots: Mapping[int, ServedRequest]
-    returning: tuple[ServedRequest, ...]
-    updates: tuple[RequestUpdate, ...]
-    counters: AcceptanceCounters
-    estimator: AcceptanceEstimator | None
-    stats: ServingStats
-
-    def has(self, request_id: int) -> bool:
-        """Whether it knows of a request that has not ended, or updates of one that has."""
-        requests = *self.slots.values(), *self.returning
-        known = *(one.request_id for one in requests), *(one.request_id for one in self.updates)
-        return request_id in known
+    slots: Mapping[int, ServedRequest]  # those that run
+    returning: tuple[ServedRequest, ...]  # those that ran and wait for a slot, before all others
+    updates: tuple[RequestUpdate, ...]  # that have not been delivered
+    counters: AcceptanceCounters  # of the steps that were read; on the device
+    estimator: AcceptanceEstimator | None  # of these steps; None without a draft budget
+    stats: ServingStats  # of these steps
 
     def without(self, request_id: int) -> HostState:
         """The same, knowing nothing of a request."""

@@ -206,7 +206,7 @@ class EngineDriver:
         engine, nowhere = self.engine, self.engine.num_slots
 
         def request(size: int) -> ServedRequest:
-            return ServedRequest.create(-1, [0] * size, RequestOptions(seed=0))
+            return ServedRequest(size, None, 0, -1, [0] * size, size, RequestOptions(seed=0))
 
         def step(*chosen: Any) -> None:
             self._dispatch(*chosen)
@@ -268,10 +268,10 @@ class EngineDriver:
             self._settle()
             waiting, must = len(self._waiting), f"be below max_queue={self.max_queue}"
             require(waiting < self.max_queue, "waiting requests", must, waiting, error=RuntimeError)
-        request_id, now = self._num_submitted, time.perf_counter()
-        request = ServedRequest.create(request_id, token_ids, own, matching, now)
+        length, request_id = len(token_ids), self._num_submitted
+        begun = length, None, 0, request_id, token_ids, length, own, matching, time.perf_counter()
         self._num_submitted = request_id + 1  # first: no two requests may have one id
-        self._waiting[request_id] = request
+        self._waiting[request_id] = ServedRequest(*begun)
         return request_id
 
     def cancel(self, request_id: int) -> bool:
@@ -285,12 +285,12 @@ class EngineDriver:
         with self._changes():
             if self._waiting.pop(request_id, None) is not None:
                 return True
-            slot = self._slot_of(request_id)
-            is_known = self._host.has(request_id)
-            self._host = self._host.without(request_id)
+            host, slot = self._host, self._slot_of(request_id)
+            self._host = others = host.without(request_id)
             if slot is not None:
                 self._empty(slot)
-        return is_known
+        before, after = ((len(x.slots), len(x.returning), len(x.updates)) for x in (host, others))
+        return before != after
 
     def preempt(self, request_id: int) -> bool:
         """Take a running request out of its slot and put it first in the queue.
