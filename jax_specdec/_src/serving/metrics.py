@@ -102,19 +102,24 @@ class AcceptanceCounters:
         num_kept = num_emitted if num_kept is None else num_kept
         num_kept = _counts("num_kept", num_kept, "[B]", sizes)
         num_fallbacks = _counts("num_fallbacks", num_fallbacks, "[]", sizes)
-        num_proposed = jnp.where(num_emitted > 0, num_proposed, 0)[:, None]
-        position = jnp.arange(self.words.shape[1] // 3 - 1, dtype=jnp.int32)[None, :]
-        offered = num_proposed > position
-        reached = offered & (num_accepted[:, None] >= position)
-        accepted = offered & (num_accepted[:, None] > position)
-        is_verified = num_emitted[:, None] > 0
-        columns = (offered, reached, accepted, num_kept[:, None], is_verified)
+        given = num_proposed, num_accepted, num_emitted, num_kept
+        columns = _columns(self.words.shape[1] // 3 - 1, *given)
         counts = jnp.concatenate([one.astype(jnp.int32) for one in columns], axis=1)
         sums = counts.sum(axis=0, dtype=jnp.int32)
         added = jnp.append(sums, num_fallbacks).astype(jnp.uint32)
         low = self.words[0] + added
         carry = (low < added).astype(jnp.uint32)
         return AcceptanceCounters(jnp.stack([low, self.words[1] + carry]))
+
+
+def _columns(k: int, proposed: Any, accepted: Any, emitted: Any, kept: Any) -> list[Any]:
+    """What verifications add to each count but that of fallbacks, as columns ``[..., n]``."""
+    position = np.arange(k, dtype=np.int32)[None, :]
+    proposed, accepted, kept = (x[..., None] for x in (proposed, accepted, kept))
+    is_verified = emitted[..., None] > 0
+    offered = (proposed > position) & is_verified
+    reached = offered & (accepted >= position)
+    return [offered, reached, offered & (accepted > position), kept, is_verified]
 
 
 def _counts(name: str, value: Any, declared: str, sizes: Sizes) -> jax.Array:
@@ -179,11 +184,7 @@ class AcceptanceStats:
           The statistics since the counters were created.
         """
         low, high = jax.device_get(counters.words).astype(object)  # Python's ints have any size
-        counts = (low + (high << 32)).tolist()
-        k = len(counts) // 3 - 1
-        return cls(
-            tuple(counts[:k]), tuple(counts[k : 2 * k]), tuple(counts[2 * k : 3 * k]), *counts[-3:]
-        )
+        return cls._of((low + (high << 32)).tolist())
 
     @classmethod
     def from_steps(cls, steps: StepRecord) -> AcceptanceStats:
@@ -199,15 +200,17 @@ class AcceptanceStats:
           TypeError: `steps` is not a `StepRecord`.
         """
         check_type("steps", steps, StepRecord, hint="GenerateOutput.steps is one")
-        proposed, accepted = np.asarray(steps.num_proposed), np.asarray(steps.num_accepted)
-        positions = range(np.asarray(steps.token_ids).shape[-1] - 1)
-        return cls(
-            tuple(int((proposed > i).sum()) for i in positions),
-            tuple(int(((proposed > i) & (accepted >= i)).sum()) for i in positions),
-            tuple(int((accepted > i).sum()) for i in positions),
-            int(np.asarray(steps.num_kept).sum()),
-            int((np.asarray(steps.num_emitted) > 0).sum()),
-        )
+        given = steps.num_proposed, steps.num_accepted, steps.num_emitted, steps.num_kept
+        columns = _columns(np.shape(steps.token_ids)[-1] - 1, *map(np.asarray, given))
+        sums = [one.reshape(-1, one.shape[-1]).sum(axis=0) for one in columns]
+        return cls._of([*np.concatenate(sums).tolist(), 0])
+
+    @classmethod
+    def _of(cls, counts: list[int]) -> AcceptanceStats:
+        """From 3K + 3 counts, in the order of `AcceptanceCounters.words`."""
+        k = len(counts) // 3 - 1
+        per_position = (tuple(counts[i * k : (i + 1) * k]) for i in range(3))
+        return cls(*per_position, *counts[3 * k :])
 
     def __sub__(self, earlier: AcceptanceStats) -> AcceptanceStats:
         """The interval between two readings of the same counters.
