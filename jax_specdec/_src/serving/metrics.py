@@ -209,8 +209,8 @@ class AcceptanceStats:
     def _of(cls, counts: list[int]) -> AcceptanceStats:
         """From 3K + 3 counts, in the order of `AcceptanceCounters.words`."""
         k = len(counts) // 3 - 1
-        per_position = (tuple(counts[i * k : (i + 1) * k]) for i in range(3))
-        return cls(*per_position, *counts[3 * k :])
+        offered, reached, accepted = (tuple(counts[i * k : (i + 1) * k]) for i in range(3))
+        return cls(offered, reached, accepted, *counts[3 * k :])
 
     def __sub__(self, earlier: AcceptanceStats) -> AcceptanceStats:
         """The interval between two readings of the same counters.
