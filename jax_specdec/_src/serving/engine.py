@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src import noise
-from jax_specdec._src.arrays import check_increasing, check_int, pytree, require
+from jax_specdec._src.arrays import check_increasing, check_int, check_type, pytree, require
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Drafter
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
@@ -31,7 +31,6 @@ from jax_specdec._src.serving.options import (
     LogprobsConfig,
     OptionSizes,
     RequestOptions,
-    check_logprobs,
 )
 from jax_specdec._src.types import Status
 
@@ -166,7 +165,7 @@ class Engine:
         check_model("model", self.model)
         inputs.check_drafter(self.drafter, self.config)
         check_cache("drafter", self.drafter)
-        check_logprobs(self.logprobs)
+        check_type("logprobs", self.logprobs, LogprobsConfig, None)
         check_int("num_slots", self.num_slots, 1)
         longest = check_int("max_length", self.max_length, 2)
         check_int("max_prefill_requests", self.max_prefill_requests, 1)

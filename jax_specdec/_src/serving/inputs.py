@@ -25,22 +25,13 @@ _FEATURES = dict(features=None, next_token_ids=None)
 _HAVE_WEIGHTS = (Llama, TensorParallelLlama, Eagle3Head)
 
 
-def check_config(config: Any) -> None:
-    """Check that a config is a `SpecDecodeConfig`.
-
-    Raises:
-      TypeError: it is something else.
-    """
-    check_type("config", config, SpecDecodeConfig)
-
-
 def check_drafter(drafter: Any, config: Any) -> None:
     """Check that a drafter can be called as a `Drafter`, and its config.
 
     Raises:
       TypeError: one of them is something else.
     """
-    check_config(config)
+    check_type("config", config, SpecDecodeConfig)
     hint = None
     is_drafter = callable(getattr(drafter, "propose", None)) and not isinstance(drafter, type)
     if is_loaded_model(drafter):

@@ -345,15 +345,6 @@ class BatchOptions:
         return dataclasses.replace(self, sampling=sampling, changes_rows=None, processors=None)
 
 
-def check_logprobs(value: Any) -> None:
-    """Check that `value` is a `LogprobsConfig` or None.
-
-    Raises:
-      TypeError: it is something else.
-    """
-    check_type("logprobs", value, LogprobsConfig, None)
-
-
 def _float32(name: str, value: Any) -> float:
     """A number, rounded to float32.
 
