@@ -100,7 +100,7 @@ _TYPES = get_type_hints(LogitsProcessors)
 PROCESSORS: dict[str, type[Processor]] = {
     field.name: get_args(_TYPES[field.name])[0] for field in dataclasses.fields(LogitsProcessors)
 }
-"""The classes of the fields of `LogitsProcessors`."""
+"""The classes of the fields of `LogitsProcessors`; a new processor needs a new field, no more."""
 
 pytree(**{name: (cls,) for name, cls in PROCESSORS.items()})(LogitsProcessors)
 
