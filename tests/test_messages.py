@@ -4,6 +4,7 @@ Refusals of single functions in all their forms are tested with the functions. H
 mistakes that people make in their first hour, each with the words that they need.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "drafter must be a Drafter, but it is 'ngram': NGramDrafter() needs no model, and "
         "generate_plain no drafter",
+    ),
+    "prefill_sizes=(8, 8)": (
+        lambda: dataclasses.replace(engine(), prefill_sizes=(8, 8)),
+        ValueError,
+        "prefill_sizes must be increasing ints, at least one, but it is (8, 8)",
     ),
     "drafter=None": (
         lambda: generate(drafter=None),

@@ -259,6 +259,21 @@ def check_int(name: str, value: Any, low: int = 1, high: int | None = None) -> i
     return number
 
 
+def check_increasing(
+    name: str, values: Sequence[Any], low: int, high: int | None = None
+) -> tuple[int, ...]:
+    """`values` as a tuple, if they are increasing integers in ``[low, high]``, at least one.
+
+    Raises:
+      TypeError: one is not an integer.
+      ValueError: one is out of range, or they do not increase.
+    """
+    numbers = tuple(check_int(f"{name}[{i}]", x, low, high) for i, x in enumerate(values))
+    is_rising = bool(numbers) and list(numbers) == sorted(set(numbers))
+    require(is_rising, name, "be increasing ints, at least one", numbers)
+    return numbers
+
+
 def check_entries(
     name: str, values: np.ndarray, holds: Any, must: str, at: Any = None, hint: str | None = None
 ) -> None:

@@ -16,8 +16,7 @@ from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.logprobs import TokenLogprobs, token_logprobs
 from jax_specdec._src.noise import check_keys
 from jax_specdec._src.sampling import SamplingParams
-from jax_specdec._src.serving.inputs import check_config
-from jax_specdec._src.serving.options import LogprobsConfig, check_logprobs
+from jax_specdec._src.serving.options import LogprobsConfig
 from jax_specdec._src.types import Drafts, RejectionSampleOutput
 from jax_specdec._src.verify import sharding as sharding_lib
 from jax_specdec._src.verify.api import rejection_sample
@@ -37,8 +36,8 @@ class Static(NamedTuple):
 
     def check(self) -> None:
         """Raises `TypeError` for an argument of another type."""
-        check_config(self.config)
-        check_logprobs(self.logprobs)
+        check_type("config", self.config, SpecDecodeConfig)
+        check_type("logprobs", self.logprobs, LogprobsConfig, None)
 
 
 class Arrays(NamedTuple):
