@@ -14,6 +14,9 @@ export PROMPT
 JAX_PLATFORMS ?= cpu
 export JAX_PLATFORMS
 
+# Python compiles JAX once for each environment, not in every process that a test starts.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-long test-oldest test-aot test-aot-all test-models check docs format notebooks bench clean
 
 help:  ## list the targets

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
+from models.weights import random_weights
 
 import jax_specdec as sd
 
@@ -33,7 +34,7 @@ DRAFTER = sd.ModelDrafter(MODEL)
 HALF = sd.ModelDrafter(MODEL, store_dtype=jnp.bfloat16)
 PROMPTS = [[4], [7, 2], [1, 2, 3, 4, 5, 6, 7], [9] * 20]
 TEMPERATURES = np.array([1.0, 0.5, 0.0, 2.0], np.float32)
-PARAMS = jax.jit(MODEL.init_params)(jax.random.key(0))
+PARAMS = random_weights(MODEL, 0)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "drafter"))

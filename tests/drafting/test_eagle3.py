@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models.weights import random_weights
 
 import jax_specdec as sd
 
@@ -29,7 +30,7 @@ SIZES = sd.models.LlamaConfig(
 )
 TARGET = sd.models.Llama(SIZES)
 # Fourfold, or every token follows every other alike.
-PARAMS = jax.tree.map(lambda x: 4 * x, jax.jit(TARGET.init_params)(jax.random.key(0)))
+PARAMS = random_weights(TARGET, 0, 4.0)
 HEAD = sd.models.Eagle3Head(
     sd.models.Eagle3Config(
         layer=dataclasses.replace(SIZES, num_hidden_layers=1),
@@ -39,7 +40,10 @@ HEAD = sd.models.Eagle3Head(
         own_lm_head=True,
     )
 )
-HEAD_PARAMS = jax.jit(HEAD.init_params)(jax.random.key(1), PARAMS) | {"target_ids": jnp.array(IDS)}
+HEAD_PARAMS = random_weights(HEAD, 1) | {
+    "embed_tokens": PARAMS["embed_tokens"],
+    "target_ids": jax.device_put(np.array(IDS, np.int32)),
+}
 DRAFTER = sd.Eagle3Drafter(HEAD)
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 ENGINE = sd.Engine(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from filled import zeros
 
 from jax_specdec._src.models.llama import Llama, LlamaConfig
 from jax_specdec._src.models.protocol import CausalModel
@@ -238,29 +239,34 @@ def changed(path: list[Any], value: Any) -> Any:
     return params
 
 
+def empty_cache(model: Llama, batch_size: int, max_length: int) -> Any:
+    shapes = jax.eval_shape(lambda: model.init_cache(batch_size, max_length))
+    return jax.tree.map(lambda x: zeros(x.shape, x.dtype), shapes)
+
+
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        ({"token_ids": jnp.zeros(3, jnp.int32)}, ValueError, "token_ids"),
-        ({"token_ids": jnp.zeros((1, 2))}, TypeError, "token_ids"),
-        ({"start": jnp.zeros((), jnp.int32)}, ValueError, "start"),
-        ({"start": jnp.zeros(1)}, TypeError, "start"),
-        ({"start": jnp.zeros(2, jnp.int32)}, ValueError, "start"),
-        ({"cache": MODEL.init_cache(2, T)}, ValueError, "cache"),
-        ({"cache": MODEL.init_cache(1, T)[:2]}, ValueError, "cache must be a list of 3"),
-        ({"cache": MODEL.init_cache(1, 1)}, ValueError, "token_ids"),
+        ({"token_ids": zeros(3, jnp.int32)}, ValueError, "token_ids"),
+        ({"token_ids": zeros((1, 2))}, TypeError, "token_ids"),
+        ({"start": zeros((), jnp.int32)}, ValueError, "start"),
+        ({"start": zeros(1)}, TypeError, "start"),
+        ({"start": zeros(2, jnp.int32)}, ValueError, "start"),
+        ({"cache": empty_cache(MODEL, 2, T)}, ValueError, "cache"),
+        ({"cache": empty_cache(MODEL, 1, T)[:2]}, ValueError, "cache must be a list of 3"),
+        ({"cache": empty_cache(MODEL, 1, 1)}, ValueError, "token_ids"),
         (
-            {"cache": Llama(CONFIG, jnp.bfloat16).init_cache(1, T)},
+            {"cache": empty_cache(Llama(CONFIG, jnp.bfloat16), 1, T)},
             TypeError,
             "cache",
         ),
         (
-            {"params": changed(["layers", 1, "o_proj"], jnp.zeros((24, 48)))},
+            {"params": changed(["layers", 1, "o_proj"], zeros((24, 48)))},
             ValueError,
             r"params\['layers'\]\[1\]\['o_proj'\]",
         ),
         (
-            {"params": changed(["norm"], jnp.zeros(24, jnp.bfloat16))},
+            {"params": changed(["norm"], zeros(24, jnp.bfloat16))},
             TypeError,
             r"params\['norm'\]",
         ),
@@ -270,7 +276,7 @@ def changed(path: list[Any], value: Any) -> Any:
             r"params\['lm_head'\]",
         ),
         (
-            {"params": changed(["bias"], jnp.zeros(3))},
+            {"params": changed(["bias"], zeros(3))},
             ValueError,
             r"params\['bias'\]",
         ),

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from models.weights import random_weights
 
@@ -48,7 +47,7 @@ EVERYTHING = dataclasses.replace(  # longer prompts are read in pieces
     request_options=True,
     logprobs=sd.LogprobsConfig(num_top=1, distribution="processed"),
 )
-TABLES = (jnp.asarray(TARGET), jnp.asarray(DRAFT))
+TABLES = jax.device_put((TARGET, DRAFT))
 WEIGHTS = {
     TABLE: TABLES,
     JOINTLY: TABLES,

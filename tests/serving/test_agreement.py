@@ -42,7 +42,7 @@ OPTIONS = [
         ]
     )
 ]
-SCRIPT = jnp.asarray(_rng.integers(-1, VOCAB + 1, (B, 64)).astype(np.int32))
+SCRIPT = jax.device_put(_rng.integers(-1, VOCAB + 1, (B, 64)).astype(np.int32))
 
 DRAFTERS: dict[str, tuple[Any, Any]] = {
     "model": (sd.ModelDrafter(engines.llama(8)), DRAFT),

@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from filled import zeros
 
 import jax_specdec as sd
 
 from . import engines, tiny
 
 B, K, V = 2, engines.K, engines.VOCAB
-GOOD = jnp.zeros((B, K), jnp.int32)
+GOOD = zeros((B, K), jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,19 +45,19 @@ SHAPE = f"Returning.propose must return token_ids of shape [B, K] = [{B}, {K}], 
 DTYPE = "Returning.propose must return token_ids as int32, but they are "
 CASES: dict[str, tuple[Callable[[Any, Any], Any], bool, type[Exception], str]] = {
     "a token too many": (
-        ids(jnp.zeros((B, K + 1), jnp.int32)),
+        ids(zeros((B, K + 1), jnp.int32)),
         False,
         ValueError,
         SHAPE + "[2, 3]",
     ),
     "a request too few": (
-        ids(jnp.zeros((B - 1, K), jnp.int32)),
+        ids(zeros((B - 1, K), jnp.int32)),
         False,
         ValueError,
         SHAPE + "[1, 2]",
     ),
-    "flat": (ids(jnp.zeros((B * K,), jnp.int32)), False, ValueError, SHAPE + "[4]"),
-    "floats": (ids(jnp.zeros((B, K))), False, TypeError, DTYPE + "float32"),
+    "flat": (ids(zeros((B * K,), jnp.int32)), False, ValueError, SHAPE + "[4]"),
+    "floats": (ids(zeros((B, K))), False, TypeError, DTYPE + "float32"),
     "unsigned": (ids(GOOD.astype(jnp.uint32)), False, TypeError, DTYPE + "uint32"),
     "no ids": (
         ids(None),
@@ -84,7 +85,7 @@ CASES: dict[str, tuple[Callable[[Any, Any], Any], bool, type[Exception], str]] =
         "return the cache with the layout it was given, {'seen': 'int32[2]'}, but it returned None",
     ),
     "a cache of another dtype": (
-        lambda store, cache: (sd.Proposal(GOOD), {"seen": jnp.zeros((B,))}),
+        lambda store, cache: (sd.Proposal(GOOD), {"seen": zeros((B,))}),
         False,
         ValueError,
         "it returned {'seen': 'float32[2]'}",
@@ -110,7 +111,7 @@ def generate(drafter: sd.Drafter) -> sd.GenerateOutput:
         jnp.asarray(engines.TARGET),
         [[1], [2, 3]],
         drafter=drafter,
-        draft_params=jnp.zeros((B, 4), jnp.int32),
+        draft_params=zeros((B, 4), jnp.int32),
         config=engines.CONFIG,
         max_new_tokens=2,
     )
