@@ -39,7 +39,7 @@ test-oldest: .venv-test-oldest/installed  ## the same on Python 3.11 and JAX 0.1
 
 test-aot: .venv-aot/gpus  ## compile for TPUs and GPUs that are not there, and look at what the programs take
 	@echo "test-aot: programs for a TPU v5e, the kernel for H200, B200, B300 and RTX PRO 6000"
-	@.venv-aot/bin/python -m pytest -q -n 2 $(BOUNDED) $(PYTEST_ARGS) -m aot tests/test_ahead_of_time.py
+	@.venv-aot/bin/python $(PYTEST) -m aot tests/test_ahead_of_time.py
 
 test-aot-all: .venv-aot/gpus  ## the same for every case, written to docs/tpu.md
 	@.venv-aot/bin/python benchmarks/ahead_of_time_grid.py
