@@ -262,6 +262,7 @@ def test_under_the_agreement_rule_a_drafter_that_has_the_target_itself_is_always
     assert (alone[~sampled] == k).all() and alone[sampled].mean() < 0.5
 
 
+@pytest.mark.newest
 def test_a_drafter_that_shares_the_noise_agrees_as_often_as_one_race_of_both_rows():
     """One race of p and of q has the winner i in both with 1 / sum_j max(p_j / p_i, q_j / q_i)."""
     batch, vocab = 2000, 2100  # two tiles
