@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from filled import zeros
 from jax import export
 from serving import tiny
 from serving.chi_square import CONTROL, assert_distributed, p_value
@@ -527,9 +528,9 @@ def test_verification_reads_the_store_in_place():
 # Errors, and travelling
 
 
-ROW = (jnp.zeros((SLOTS, NARROW)), jnp.zeros((SLOTS,)), jnp.zeros((SLOTS,)))
-ALL = dict(positions=jnp.zeros((SLOTS,), jnp.int32), sampling=at(*[1.0] * SLOTS))
-DRAFTS = sd.Drafts.from_flat(jnp.zeros((FLAT,), jnp.int32), i32([0] * SLOTS))
+ROW = (zeros((SLOTS, NARROW)), zeros((SLOTS,)), zeros((SLOTS,)))
+ALL = dict(positions=zeros((SLOTS,), jnp.int32), sampling=at(*[1.0] * SLOTS))
+DRAFTS = sd.Drafts.from_flat(zeros((FLAT,), jnp.int32), i32([0] * SLOTS))
 ERRORS = {
     "no slots": (lambda: sd.DraftStore.create(0, K, NARROW), ValueError, "num_slots"),
     "half a slot": (lambda: sd.DraftStore.create(2.5, K, NARROW), TypeError, "num_slots"),
