@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 import scipy.special
+from filled import ones
 
 import jax_specdec as sd
 
@@ -138,15 +139,15 @@ def test_extreme_rows_stay_finite():
         assert ((found >= 0) & (found <= 1)).all()
 
 
-ONE = jnp.ones((1,), jnp.int32)
-ROW = jnp.ones((1, K))
+ONE, TWO = ones((1,), jnp.int32), ones((2,), jnp.int32)
+ROW = ones((1, K))
 
 
 @pytest.mark.parametrize(
     ("error", "name", "given"),
     [
         (TypeError, "num_drafts", dict(num_drafts=ROW[0], num_accepted=ONE)),
-        (ValueError, "num_accepted", dict(num_drafts=ONE, num_accepted=jnp.tile(ONE, 2))),
+        (ValueError, "num_accepted", dict(num_drafts=ONE, num_accepted=TWO)),
         (ValueError, "num_drafts", dict(num_drafts=ONE[0], num_accepted=ONE[0])),
         (TypeError, "log_normalizer", dict(num_drafts=ONE, num_accepted=ONE, log_normalizer=ONE)),
         (
@@ -157,7 +158,7 @@ ROW = jnp.ones((1, K))
         (
             ValueError,
             "log_normalizer",
-            dict(num_drafts=ONE, num_accepted=ONE, log_normalizer=jnp.tile(ROW, (2, 1))),
+            dict(num_drafts=ONE, num_accepted=ONE, log_normalizer=ones((2, K))),
         ),
     ],
 )

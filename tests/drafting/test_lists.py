@@ -17,17 +17,17 @@ import jax_specdec as sd
 pytestmark = pytest.mark.newest
 
 BATCH, SLOTS, K, VOCAB, C = 4, 5, 3, 60, 6
-MAP = jnp.array([50, 3, 17, 41, 8, 29], jnp.int32)
+MAP = jax.device_put(np.array([50, 3, 17, 41, 8, 29], np.int32))
 SAMPLING = sd.SamplingParams(
-    jnp.array([0.0, 0.7, 1.0, 1.5]),
-    top_k=jnp.array([0, 0, 2, 3], jnp.int32),
-    top_p=jnp.array([1.0, 0.8, 1.0, 0.9]),
+    jax.device_put(np.float32([0.0, 0.7, 1.0, 1.5])),
+    top_k=jax.device_put(np.int32([0, 0, 2, 3])),
+    top_p=jax.device_put(np.float32([1.0, 0.8, 1.0, 0.9])),
 )
 KEYS = jax.random.split(jax.random.key(2), BATCH)
-POSITIONS = jnp.array([7, 3, 12, 9])
-LOGITS = jnp.asarray(2 * np.random.default_rng(0).standard_normal((BATCH, C)), jnp.float32)
-CANDIDATES = jnp.asarray(
-    [np.random.default_rng(b).permutation(VOCAB)[:C] for b in range(BATCH)], jnp.int32
+POSITIONS = jax.device_put(np.int32([7, 3, 12, 9]))
+LOGITS = jax.device_put(np.float32(2 * np.random.default_rng(0).standard_normal((BATCH, C))))
+CANDIDATES = jax.device_put(
+    np.int32([np.random.default_rng(b).permutation(VOCAB)[:C] for b in range(BATCH)])
 )
 
 draw = jax.jit(

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from filled import zeros
 from jax import export
 from serving import tiny
 from serving.chi_square import CONTROL, assert_distributed, p_value
@@ -529,10 +530,10 @@ def test_verification_reads_the_store_in_place():
 # Errors, and travelling
 
 
-ROW = (jnp.zeros((SLOTS, NARROW)), jnp.zeros((SLOTS,)), jnp.zeros((SLOTS,)))
-ALL = dict(positions=jnp.zeros((SLOTS,), jnp.int32), sampling=at(*[1.0] * SLOTS))
-DRAFTS = sd.Drafts.from_flat(jnp.zeros((FLAT,), jnp.int32), i32([0] * SLOTS))
-TWO = jnp.zeros((2,))
+ROW = (zeros((SLOTS, NARROW)), zeros((SLOTS,)), zeros((SLOTS,)))
+ALL = dict(positions=zeros((SLOTS,), jnp.int32), sampling=at(*[1.0] * SLOTS))
+DRAFTS = sd.Drafts.from_flat(zeros((FLAT,), jnp.int32), i32([0] * SLOTS))
+TWO = zeros((2,))
 
 
 def create(*sizes: Any) -> Any:
@@ -555,14 +556,14 @@ ERRORS = [
     (create(1, K, 0), ValueError, "vocab_size"),
     (create(1, K, NARROW, jnp.int32), TypeError, "dtype"),
     (writing(jnp.bfloat16), TypeError, "logits"),  # not rounded
-    (writing(logits=jnp.zeros((SLOTS, VOCAB))), ValueError, "logits"),
+    (writing(logits=zeros((SLOTS, VOCAB))), ValueError, "logits"),
     (writing(log_normalizer=TWO), ValueError, "log_normalizer"),
     (writing(row_max=TWO), ValueError, "row_max"),
     (writing(threshold=TWO), ValueError, "threshold"),
     (writing(positions=i32([1])), ValueError, "positions"),
     (writing(sampling=at(1.0)), ValueError, r"sampling\.temperature"),
     (writing(slots=i32([[1]])), ValueError, "slots"),
-    (lambda: empty().evict(jnp.zeros((2,), bool)), ValueError, "slots"),
+    (lambda: empty().evict(zeros((2,), bool)), ValueError, "slots"),
     (attaching(slots=i32([1])), ValueError, r"drafts\.cu_num_draft_tokens"),
     (attaching(positions=i32([1])), ValueError, "positions"),
     (attaching(sampling=at(1.0)), ValueError, r"sampling\.temperature"),

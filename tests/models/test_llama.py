@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from filled import zeros
 
 from jax_specdec._src.models.llama import Llama
 from jax_specdec._src.models.protocol import CausalModel
@@ -228,6 +229,11 @@ def changed(path: list[Any], value: Any) -> Any:
     else:
         parent[path[-1]] = value
     return {"params": params}
+
+
+def empty_cache(model: Llama, batch_size: int, max_length: int) -> Any:
+    shapes = jax.eval_shape(lambda: model.init_cache(batch_size, max_length))
+    return jax.tree.map(lambda x: zeros(x.shape, x.dtype), shapes)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec.models import LlamaConfig
@@ -37,12 +36,13 @@ def random_weights(model: Any, seed: int, scale: float = 1.0, *, moved: float = 
     def draw(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
         name = path[-1].key
         if name == "target_ids":
-            return jnp.asarray(np.arange(x.shape[0], dtype=np.int32))
+            return jax.device_put(np.arange(x.shape[0], dtype=np.int32))
         if len(x.shape) == 1:
             mean, deviation = scale * (not name.endswith("bias")), moved
         else:
             mean, deviation = 0.0, scale * x.shape[name == "embed_tokens"] ** -0.5
-        return jnp.asarray((mean + deviation * rng.standard_normal(x.shape)).astype(x.dtype))
+        drawn = mean + deviation * rng.standard_normal(x.shape)
+        return jax.device_put(drawn.astype(x.dtype))
 
     shapes = jax.eval_shape(lambda: model.init_params(jax.random.key(0)))
     return jax.tree.map_with_path(draw, shapes)

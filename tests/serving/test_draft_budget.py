@@ -109,6 +109,7 @@ def test_text_under_load_is_distributed_as_the_targets(drafter):
             assert_distributed(counts, probabilities, what)
 
 
+@pytest.mark.newest
 def test_synthetic_rates_hold_for_fewer_drafts():
     config = sd.SpecDecodeConfig(
         num_speculative_tokens=2,
@@ -199,6 +200,7 @@ def test_steps_without_drafts_leave_no_holes_in_the_drafters_cache(engine, weigh
 # Compilations
 
 
+@pytest.mark.newest
 def test_nothing_is_compiled_after_warm_up():
     driver = engines.driver_of(TABLE, max_steps_ahead=1)
     progress: list[tuple[int, int]] = []

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from filled import zeros
 
 import jax_specdec as sd
 
@@ -84,7 +85,7 @@ CASES: dict[str, tuple[Callable[[Any, Any], Any], bool, type[Exception], str]] =
         "return the cache with the layout it was given, {'seen': 'int32[2]'}, but it returned None",
     ),
     "a cache of another dtype": (
-        lambda store, cache: (sd.Proposal(GOOD), {"seen": jnp.zeros((B,))}),
+        lambda store, cache: (sd.Proposal(GOOD), {"seen": zeros((B,))}),
         False,
         ValueError,
         "it returned {'seen': 'float32[2]'}",
@@ -110,7 +111,7 @@ def generate(drafter: sd.Drafter) -> sd.GenerateOutput:
         jnp.asarray(engines.TARGET),
         [[1], [2, 3]],
         drafter=drafter,
-        draft_params=jnp.zeros((B, 4), jnp.int32),
+        draft_params=zeros((B, 4), jnp.int32),
         config=engines.CONFIG,
         max_new_tokens=2,
     )

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from filled import full, ones, zeros
 
 import jax_specdec as sd
 from jax_specdec._src import ragged
@@ -168,19 +169,15 @@ def test_ids_that_do_not_count_are_not_the_largest():
 
 B, K, V = 64, 3, 512
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
-SAMPLING = sd.SamplingParams(
-    jnp.ones(B), min_p=jnp.zeros(B), top_k=jnp.full(B, 4), top_p=jnp.ones(B)
-)
+SAMPLING = sd.SamplingParams(ones(B), min_p=zeros(B), top_k=full(B, 4), top_p=ones(B))
 KEYS = jax.random.split(jax.random.key(0), B)
-POSITIONS = jnp.arange(B, dtype=jnp.int32)
-LOGITS, ROWS = jnp.zeros((B, V)), jnp.zeros((B * (K + 1), V))
-STORE = sd.DraftStore.create(B, K, V)
-DRAFTS = sd.Drafts.from_dense(jnp.zeros((B, K), jnp.int32))
-PENALTIES = sd.Penalties(
-    jnp.ones(B), jnp.ones(B), jnp.ones(B), jnp.zeros((B, V), jnp.int32), jnp.zeros((B, V), bool)
-)
+POSITIONS = zeros(B, jnp.int32)
+LOGITS, ROWS = zeros((B, V)), zeros((B * (K + 1), V))
+STORE = jax.eval_shape(lambda: sd.DraftStore.create(B, K, V))
+DRAFTS = sd.Drafts(zeros(B * K, jnp.int32), jax.device_put(np.arange(0, B * K + 1, K, np.int32)))
+PENALTIES = sd.Penalties(ones(B), ones(B), ones(B), zeros((B, V), jnp.int32), zeros((B, V), bool))
 OUTPUT = sd.RejectionSampleOutput(
-    jnp.zeros((B, K + 1), jnp.int32), *(jnp.zeros((B,), jnp.int32) for _ in range(3))
+    zeros((B, K + 1), jnp.int32), *(zeros((B,), jnp.int32) for _ in range(3))
 )
 
 EAGER: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
@@ -208,7 +205,7 @@ EAGER: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     ),
     "DraftStore.write": (
         lambda store, logits: store.write(
-            1, logits, jnp.zeros(B), jnp.zeros(B), positions=POSITIONS, sampling=SAMPLING
+            1, logits, zeros(B), zeros(B), positions=POSITIONS, sampling=SAMPLING
         ),
         (STORE, LOGITS),
     ),

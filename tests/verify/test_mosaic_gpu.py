@@ -178,8 +178,8 @@ few = functools.partial(dataclasses.replace, num_requests=2, num_drafts=7)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", [few(BLOCK[3])], ids=str)
-def test_gives_the_tokens_of_the_oracle_under_the_block_rule(layout):
+@pytest.mark.parametrize("layout", [few(BLOCK[3]), few(FILTERED[3])], ids=str)
+def test_gives_the_tokens_of_the_oracle_for_blocks_and_filters(layout):
     agrees(layout, alone)
 
 

@@ -62,10 +62,10 @@ FILTERED = Layout(
     ("parts", "layout"),
     [
         (8, CUT),
-        (8, dataclasses.replace(CUT, agreement=True)),
         *[
             pytest.param(parts, layout, marks=newest)
             for parts, layout in [
+                (8, dataclasses.replace(CUT, agreement=True)),
                 (
                     8,
                     Layout(
