@@ -1,10 +1,9 @@
-"""`Form`: how a device reads rows, as plain values that are settled once for a call."""
+"""`Form`: how XLA reads rows on a device, as plain values that are settled once for a call."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +11,6 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src.platform import Platform
-
-
-class Kernels(NamedTuple):
-    """The functions of `mosaic_gpu.phases`, which read rows of a part of the vocabulary."""
-
-    row_statistics: Callable[..., Any]
-    part_masses: Callable[..., jax.Array]
-    part_draw: Callable[..., tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +23,6 @@ class Form:
         device has all of it, which is then the only part.
       draft_is_split: whether draft rows are split in the same way. If not, each device has all of
         them.
-      kernels: what reads rows of a part on a GPU, or None for XLA.
-      row_statistics: `mosaic_tpu.statistics.row_statistics`, which reads all target rows at once in
-        one pass, or None for XLA.
-      residual_masses: `mosaic_tpu.residual.residual_masses`, which sums the residuals of rows that
-        tokens are drawn from, or None for XLA.
       in_order: whether rows are read in order, instead of all at once.
       keeps_sums: whether the sums of target rows are kept by tile, to draw by them.
     """
@@ -44,9 +30,6 @@ class Form:
     platform: Platform
     axis: str | None = None
     draft_is_split: bool = False
-    kernels: Kernels | None = None
-    row_statistics: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
-    residual_masses: Callable[..., jax.Array | None] | None = None
     in_order: bool = False
     keeps_sums: bool = False
 

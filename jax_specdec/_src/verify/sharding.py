@@ -89,11 +89,11 @@ class ArrayLayout(NamedTuple):
       draft_batch: whether draft storage is split over `batch_axis` too.
     """
 
-    mesh: Mesh | AbstractMesh | None
-    vocab_axis: str | None
-    batch_axis: str | None
-    draft_vocab: bool
-    draft_batch: bool
+    mesh: Mesh | AbstractMesh | None = None
+    vocab_axis: str | None = None
+    batch_axis: str | None = None
+    draft_vocab: bool = False
+    draft_batch: bool = False
 
 
 def vocabulary_parts(sharding: VerifySharding | None) -> int:
@@ -124,8 +124,8 @@ def resolve(
     target_logits: jax.Array,
     drafts: Drafts,
     noise: Any,
-) -> ArrayLayout | None:
-    """How the arrays of a call are split; None if no mesh is known.
+) -> ArrayLayout:
+    """How the arrays of a call are split.
 
     Args:
       sharding: what the caller gave. None to go by where `target_logits` is; XLA then serves what
@@ -143,12 +143,12 @@ def resolve(
     mesh, rows, columns = place_of(target_logits)
     named = {type(rows), type(columns)} <= {str, type(None)}
     if mesh is None or (rows, columns) == (None, None) or not named:
-        return None
+        return ArrayLayout()
     try:
         derived = VerifySharding(mesh, vocab_axis=columns, batch_axis=rows)
         return _layout_of(derived, target_logits, drafts, noise)
     except (ValueError, NotImplementedError):
-        return None
+        return ArrayLayout()
 
 
 def place_of(matrix: Any) -> tuple[Any, Any, Any]:
@@ -171,7 +171,7 @@ def _layout_of(
     target_logits: jax.Array,
     drafts: Drafts,
     noise: Any,
-) -> ArrayLayout | None:
+) -> ArrayLayout:
     mesh, vocab_axis, batch_axis = sharding.mesh, sharding.vocab_axis, sharding.batch_axis
     if mesh is not None and vocab_axis is not None and mesh.shape[vocab_axis] == 1:
         vocab_axis = None  # rows are whole, which every backend reads
@@ -184,10 +184,10 @@ def _layout_of(
     lists_ids = drafts.distribution is not None and drafts.distribution.ids is not None
     if mesh is None:
         if vocab_axis is None:
-            return None
+            return ArrayLayout()
         split = storage is not None and not lists_ids
         split = split and _is_part(storage, target_logits, vocab_axis)
-        return ArrayLayout(None, vocab_axis, None, split, False)
+        return ArrayLayout(vocab_axis=vocab_axis, draft_vocab=split)
 
     vocabulary, batch = target_logits.shape[1], drafts.cu_num_draft_tokens.shape[0] - 1
     n = drafts.token_ids.shape[0]
@@ -201,7 +201,7 @@ def _layout_of(
             must = f"divide over the {mesh.shape[axis]} devices of {axis!r}"
             require(size % mesh.shape[axis] == 0, name, must, size, advice)
     if storage is None:
-        return ArrayLayout(mesh, vocab_axis, batch_axis, False, False)
+        return ArrayLayout(mesh, vocab_axis, batch_axis)
     place, rows, columns = place_of(storage)
     is_traced = isinstance(storage, jax.core.Tracer)
     is_known = place is not None and (not is_traced or AxisType.Explicit in place.axis_types)
@@ -244,21 +244,21 @@ def _is_part(storage: jax.Array, target_logits: jax.Array, vocab_axis: str) -> b
 
 def over_parts(
     function: Callable[[CallArrays], RejectionSampleOutput],
-    layout: ArrayLayout | None,
+    layout: ArrayLayout,
     arrays: CallArrays,
 ) -> RejectionSampleOutput:
     """Call a function on each device's part of the arrays.
 
     Args:
       function: takes one part, whose offsets begin at 0.
-      layout: how the arrays are split; None if they are whole.
+      layout: how the arrays are split.
       arrays: of the call.
 
     Returns:
       The outputs of all parts as one batch.
     """
-    if layout is None or layout.mesh is None:
-        return without_vma(function, arrays, None if layout is None else layout.vocab_axis)
+    if layout.mesh is None:
+        return without_vma(function, arrays, layout.vocab_axis)
     batch, distribution = layout.batch_axis, arrays.drafts.distribution
     stored = batch if layout.draft_batch else None
     own: Any = P(batch)
