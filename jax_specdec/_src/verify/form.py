@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -55,15 +56,31 @@ class Form:
         """32-bit arrays ``[B, ...]`` of every part, as ``[num_parts, B, ...]``, in one gather."""
         if self.axis is None:
             return jax.tree.map(lambda x: x[None], tree)
-        arrays, treedef = jax.tree.flatten(tree)
-        words = [lax.bitcast_convert_type(x, jnp.int32).reshape(x.shape[0], -1) for x in arrays]
-        ends = np.cumsum([w.shape[1] for w in words])[:-1]
-        gathered = lax.all_gather(jnp.concatenate(words, axis=1), self.axis, to="invarying")
-        parts = [
-            lax.bitcast_convert_type(part, x.dtype).reshape(-1, *x.shape)
-            for part, x in zip(jnp.split(gathered, ends, axis=2), arrays, strict=True)
-        ]
-        return jax.tree.unflatten(treedef, parts)
+        return unpack(lax.all_gather(pack(tree, 1), self.axis, to="invarying"), tree, 1)
+
+
+def pack(tree: Any, axes: int) -> jax.Array:
+    """Arrays with `axes` equal axes in front, as one array of int32 words ``[..., n]``.
+
+    They are of 32 bits or boolean. `unpack` gives them back.
+    """
+    words = [
+        x.astype(jnp.int32) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(x, jnp.int32)
+        for x in jax.tree.leaves(tree)
+    ]
+    return jnp.concatenate([x.reshape(*x.shape[:axes], -1) for x in words], axis=-1)
+
+
+def unpack(words: jax.Array, like: Any, axes: int) -> Any:
+    """What was packed, with the axes that `words` has in front; `like` is of the same types."""
+    arrays, tree = jax.tree.flatten(like)
+    ends = np.cumsum([math.prod(x.shape[axes:]) for x in arrays])[:-1]
+    found = []
+    for part, x in zip(jnp.split(words, ends, axis=-1), arrays, strict=True):
+        own = part.reshape(*words.shape[:-1], *x.shape[axes:])
+        is_bool = x.dtype == jnp.bool_
+        found.append(own != 0 if is_bool else lax.bitcast_convert_type(own, x.dtype))
+    return jax.tree.unflatten(tree, found)
 
 
 def of_owner(values: jax.Array, ids: jax.Array, width: int) -> jax.Array:

@@ -11,6 +11,8 @@ statistics lets all devices decide alike; filters exchange sums as well. No row 
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,7 +25,7 @@ from jax_specdec._src.noise import token_exponentials
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import Status
 from jax_specdec._src.verify.draw import LocalRows, race_draw
-from jax_specdec._src.verify.form import of_owner
+from jax_specdec._src.verify.form import of_owner, pack, unpack
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.requests import Request
 from jax_specdec._src.verify.rows import Partials, TargetStatistics, argmax_of_parts
@@ -56,60 +58,41 @@ def read(
 _FOUND = "argmax", "scale", "threshold", "p_masses", "draft_scale", "p", "q", "weight", "status"
 """What reading and the rule find of a position."""
 
+_found_of: Callable[[Position], tuple[Any, ...]] = operator.attrgetter(*_FOUND)
+
 
 def _in_order(rows: LocalRows, requests: Request, positions: Position, rule: Rule) -> Position:
     """`read` of one request after another: each until no other row of it can matter.
 
-    What is found stands in two arrays, so that few are written at each position.
+    What is found of a position stands side by side, so that one array is written for each.
     """
-    leaves, tree = jax.tree.flatten([getattr(positions, name) for name in _FOUND])
-    masses: Any = positions.p_masses
     no_masses: dict[str, Any] = dict(p_masses=None)
     given = positions._replace(**no_masses)
     num_owned = jnp.sum(positions.offset < requests.num_rows[:, None], axis=1, dtype=jnp.int32)
     num_owned = jnp.where(requests.is_ok, num_owned, 0)
 
-    def words_of(leaves: list[jax.Array]) -> jax.Array:
-        small = [x for x in leaves if x.ndim == 2]
-        is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in small]
-        words = [
-            lax.bitcast_convert_type(x, jnp.int32) if f else x.astype(jnp.int32)
-            for x, f in zip(small, is_float, strict=True)
-        ]
-        return jnp.stack(words, axis=2)
-
-    def of_request(b: jax.Array, found: tuple[jax.Array, jax.Array]) -> Any:
+    def of_request(b: jax.Array, words: jax.Array) -> jax.Array:
         request = b.astype(jnp.uint32)
         one = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, request, 1), requests)
         last = lax.dynamic_index_in_dim(num_owned, request, keepdims=False).astype(jnp.uint32)
 
         def step(state: Any) -> Any:
-            _, i, weight, (words, masses) = state
+            _, i, weight, words = state
             place = request, i
             this = jax.tree.map(lambda x: lax.dynamic_slice(x, place, (1, 1)), given)
             this = _judged(rows, one, this, _of_one_row(rows, one, this))._replace(weight=weight)
             if rule.draws_every_row:
                 this = lax.cond(one.greedy[0], lambda: this, lambda: _drawn(rows, one, this))
-            own = jax.tree.leaves([getattr(this, name) for name in _FOUND])
-            words = lax.dynamic_update_slice(words, words_of(own), (*place, jnp.uint32(0)))
-            own_masses: Any = this.p_masses
-            masses = lax.dynamic_update_slice(masses, own_masses, (*place, jnp.uint32(0)))
-            return rule.goes_on(this)[0, 0], i + 1, rule.next_weight(this), (words, masses)
+            own = pack(_found_of(this), 2)
+            words = lax.dynamic_update_slice(words, own, (*place, jnp.uint32(0)))
+            return rule.goes_on(this)[0, 0], i + 1, rule.next_weight(this), words
 
-        start = jnp.bool_(True), jnp.uint32(0), jnp.ones((1, 1), jnp.float32), found
+        start = jnp.bool_(True), jnp.uint32(0), jnp.ones((1, 1), jnp.float32), words
         return lax.while_loop(lambda state: state[0] & (state[1] < last), step, start)[3]
 
-    words, masses = lax.fori_loop(0, num_owned.shape[0], of_request, (words_of(leaves), masses))
-    columns = iter([words[:, :, i] for i in range(words.shape[2])])
-    read = []
-    for x in leaves:
-        if x.ndim > 2:
-            read.append(masses)
-        elif jnp.issubdtype(x.dtype, jnp.floating):
-            read.append(lax.bitcast_convert_type(next(columns), x.dtype))
-        else:
-            read.append(next(columns).astype(x.dtype))
-    return positions._replace(**dict(zip(_FOUND, jax.tree.unflatten(tree, read), strict=True)))
+    unread = _found_of(positions)
+    words = lax.fori_loop(0, num_owned.shape[0], of_request, pack(unread, 2))
+    return positions._replace(**dict(zip(_FOUND, unpack(words, unread, 2), strict=True)))
 
 
 def _of_all_rows(

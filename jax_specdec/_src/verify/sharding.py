@@ -180,13 +180,14 @@ def _layout_of(
         raise NotImplementedError(
             "RaceNoise of one race is not supported over a split vocabulary: pass Noise"
         )
-    storage, indexed = _storage(drafts)
-    lists_ids = drafts.distribution is not None and drafts.distribution.ids is not None
+    distribution = drafts.distribution
+    storage: Any = None if distribution is None else storage_of(distribution)
+    lists_ids = distribution is not None and distribution.ids is not None
     if mesh is None:
         if vocab_axis is None:
             return ArrayLayout()
-        split = storage is not None and not lists_ids
-        split = split and _is_part(storage, target_logits, vocab_axis)
+        may_be_part = storage is not None and not lists_ids
+        split = may_be_part and _is_part(storage, target_logits, vocab_axis)
         return ArrayLayout(vocab_axis=vocab_axis, draft_vocab=split)
 
     vocabulary, batch = target_logits.shape[1], drafts.cu_num_draft_tokens.shape[0] - 1
@@ -200,7 +201,7 @@ def _layout_of(
         if axis is not None:
             must = f"divide over the {mesh.shape[axis]} devices of {axis!r}"
             require(size % mesh.shape[axis] == 0, name, must, size, advice)
-    if storage is None:
+    if distribution is None:
         return ArrayLayout(mesh, vocab_axis, batch_axis)
     place, rows, columns = place_of(storage)
     is_traced = isinstance(storage, jax.core.Tracer)
@@ -213,17 +214,9 @@ def _layout_of(
     )
     require(by_vocab or not is_split, "drafts.distribution", must, storage)
     by_batch = batch_axis is not None
-    if indexed:
+    if distribution.rows is not None:
         by_batch &= rows == batch_axis
     return ArrayLayout(mesh, vocab_axis, batch_axis, by_vocab, by_batch)
-
-
-def _storage(drafts: Drafts) -> tuple[Any, bool]:
-    """The storage of the draft distributions, and whether drafts have row indices into it."""
-    distribution = drafts.distribution
-    if distribution is None:
-        return None, False
-    return storage_of(distribution), distribution.rows is not None
 
 
 def _is_part(storage: jax.Array, target_logits: jax.Array, vocab_axis: str) -> bool:
@@ -275,10 +268,22 @@ def over_parts(
     logits: Any = P(batch, layout.vocab_axis)
     drafts: Any = Drafts(own, whole, of_distribution)
     specs = CallArrays(logits, drafts, own, own, own, own, own)
+    parts = 1 if batch is None else layout.mesh.shape[batch]
 
     def on_part(arrays: CallArrays) -> RejectionSampleOutput:
-        drafts = _local_drafts(arrays.drafts, layout)
-        return function(dataclasses.replace(arrays, drafts=drafts))
+        """With offsets and draft rows counted from the first of this device."""
+        if batch is None:
+            return function(arrays)
+        me, drafts = lax.axis_index(batch), arrays.drafts
+        cu, n, distribution = drafts.cu_num_draft_tokens, len(drafts.token_ids), drafts.distribution
+        count = (cu.shape[0] - 1) // parts
+        cu = lax.dynamic_slice(cu, (me * count,), (count + 1,)) - me * n
+        if distribution is not None and distribution.rows is not None and layout.draft_batch:
+            rows = distribution.rows - me * storage_of(distribution).shape[0]
+            distribution = dataclasses.replace(distribution, rows=rows)
+        return function(
+            dataclasses.replace(arrays, drafts=Drafts(drafts.token_ids, cu, distribution))
+        )
 
     return over_mesh(on_part, layout.mesh, specs, P(batch), arrays)
 
@@ -338,18 +343,3 @@ def _placed(arrays: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
         for spec in flat
     ]
     return jax.reshard(arrays, jax.tree.unflatten(tree, places))
-
-
-def _local_drafts(drafts: Drafts, layout: ArrayLayout) -> Drafts:
-    """The drafts of one device's requests, with offsets and rows counted from its first."""
-    if layout.mesh is None or layout.batch_axis is None:
-        return drafts
-    me, parts = lax.axis_index(layout.batch_axis), layout.mesh.shape[layout.batch_axis]
-    cu, n = drafts.cu_num_draft_tokens, drafts.token_ids.shape[0]
-    batch = (cu.shape[0] - 1) // parts
-    own = lax.dynamic_slice(cu, (me * batch,), (batch + 1,)) - me * n
-    distribution = drafts.distribution
-    if distribution is not None and distribution.rows is not None and layout.draft_batch:
-        first_row = me * _storage(drafts)[0].shape[0]
-        distribution = dataclasses.replace(distribution, rows=distribution.rows - first_row)
-    return dataclasses.replace(drafts, cu_num_draft_tokens=own, distribution=distribution)
