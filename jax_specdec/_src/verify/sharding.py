@@ -96,7 +96,7 @@ class ArrayLayout(NamedTuple):
     draft_batch: bool = False
 
 
-def vocabulary_parts(sharding: VerifySharding | None) -> int:
+def vocabulary_parts(sharding: VerifySharding) -> int:
     """How many parts the vocabulary is in, if `target_logits` is one of them; else 1.
 
     `target_logits` is a part only inside the caller's `jax.shard_map`.
@@ -105,8 +105,6 @@ def vocabulary_parts(sharding: VerifySharding | None) -> int:
       TypeError: `sharding` is not a `VerifySharding`.
       ValueError: it names an axis and no mesh, and the call is not inside a `jax.shard_map`.
     """
-    if sharding is None:
-        return 1
     check_type("sharding", sharding, VerifySharding, None)
     if sharding.mesh is not None or sharding.vocab_axis is None:
         return 1
