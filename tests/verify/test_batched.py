@@ -136,7 +136,7 @@ def rows_with_ties() -> np.ndarray:
 
 @pytest.mark.parametrize("platform", ["tpu", "cpu", "cuda"])
 @pytest.mark.parametrize("which", [None, np.array([2, 0, 7, 3, 1, 6, 4, 5], np.int32)])
-def test_the_largest_entry_is_that_of_numpy_and_ties_go_to_the_lowest_id(platform, which):
+def test_the_largest_entry_is_that_of_numpy_with_ties(platform, which):
     x = rows_with_ties()
     rows = rows_lib.Rows(jnp.asarray(x), 5000, -math.inf, platform)
     peak, best = jax.jit(rows.max_and_argmax)(which)
@@ -224,7 +224,7 @@ def largest_result(fn: Callable[..., Any], *args: Any) -> int:
 
 
 @pytest.mark.parametrize(("fn", "args"), EAGER.values(), ids=EAGER)
-def test_no_operation_outside_of_jit_makes_more_than_the_arguments_hold(fn, args):
+def test_no_operation_without_jit_makes_more_than_arguments_hold(fn, args):
     given = sum(x.size for x in jax.tree.leaves(args))
     assert largest_result(fn, *args) <= given
 

@@ -255,7 +255,7 @@ def test_rows_of_a_split_vocabulary_are_not_read_lazily(call):
 
 
 @pytest.mark.parametrize("call", [with_noise, with_keys, validate])
-def test_a_named_implementation_that_cannot_serve_says_why_and_does_not_fall_back(call):
+def test_a_named_implementation_that_cannot_serve_says_why(call):
     with pytest.raises(NotImplementedError, match="mosaic_gpu.*Hopper.*runs on cpu"):
         call(arguments(implementation="mosaic_gpu"))
 
@@ -263,7 +263,7 @@ def test_a_named_implementation_that_cannot_serve_says_why_and_does_not_fall_bac
 AGREEMENT = sd.SpecDecodeConfig(num_speculative_tokens=K, rejection_sample_method="agreement")
 
 
-def test_the_agreement_rule_takes_the_noise_of_races_at_each_position():
+def test_the_agreement_rule_takes_race_noise_at_each_position():
     with pytest.raises(TypeError, match="^noise must be a RaceNoise"):
         with_noise(arguments(config=AGREEMENT))
     race = sd.testing.RaceNoise(zeros((B, K)), ones((B, V)))
@@ -317,7 +317,7 @@ def test_ids_and_counts_that_a_cast_would_change_are_refused(make, name, values,
 
 @pytest.mark.parametrize("name", ["token_ids", "num_draft_tokens"])
 @pytest.mark.parametrize("dtype", ["uint32", "float32", "bool"])
-def test_traced_ids_and_counts_that_a_cast_could_change_are_refused(name, dtype):
+def test_traced_ids_that_a_cast_could_change_are_refused(name, dtype):
     traced, other = jax.ShapeDtypeStruct((1,), dtype), jax.ShapeDtypeStruct((1,), "int32")
     pair = (traced, other) if name == "token_ids" else (other, traced)
     with pytest.raises(TypeError, match=f"^{name} .* of {dtype}"):
@@ -325,7 +325,7 @@ def test_traced_ids_and_counts_that_a_cast_could_change_are_refused(name, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32"])
-def test_ids_that_no_cast_can_change_are_taken_traced_and_not(dtype):
+def test_ids_that_no_cast_can_change_are_taken(dtype):
     ids, counts = np.array([[3, 5]], dtype), np.array([1], dtype)
     for make in (sd.Drafts.from_dense, jax.jit(sd.Drafts.from_dense)):
         drafts = make(ids, counts)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +19,45 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src.blocks import by_blocks, entry_of, gathering
-from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
+from jax_specdec._src.types import DraftDistribution, DraftProbs
 from jax_specdec._src.verify import rules, tiles
 from jax_specdec._src.verify.draft_rows import CandidateRows, DraftRows, MappedRows
 from jax_specdec._src.verify.form import Form
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.requests import Request
-from jax_specdec._src.verify.rows import Rows, argmax_of_parts, sum_of_tiles
+from jax_specdec._src.verify.rows import (
+    Partials,
+    Rows,
+    TargetStatistics,
+    argmax_of_parts,
+    sum_of_tiles,
+)
 from jax_specdec._src.verify.tiles import TILE
 
 _FEW = 256
 """Up to so many weights, one sum for each costs less than a cumulative sum."""
 
-MAX_PIECES = 32
-"""Parts of the vocabulary that may share a tile if `Kernels.part_draw` draws: a lane for each."""
+
+class Kernels(Protocol):
+    """Kernels that read rows in place of XLA. Where one gives None, XLA reads them."""
+
+    def statistics(
+        self, rows: LocalRows, requests: Request, positions: Position, samples: bool
+    ) -> TargetStatistics:
+        """Of the target rows of positions ``[B, P]``. If not `samples`, no sum is needed."""
+
+    def draft_partials(
+        self, rows: LocalRows, draft: DraftRows, requests: Request, index: jax.Array
+    ) -> Partials | None:
+        """Of the draft rows ``index [B, P]`` that are not negative."""
+
+    def masses(self, rows: LocalRows, source: Position) -> jax.Array | None:
+        """As `LocalRows.masses`."""
+
+    def draw(
+        self, rows: LocalRows, source: Position, masses: jax.Array, recover: jax.Array
+    ) -> tuple[jax.Array, jax.Array] | None:
+        """As `inverse_cdf_draw`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +71,7 @@ class LocalRows:
       num_parts: parts that the vocabulary is split into.
       num_tiles: tiles that a part overlaps at most, counted from the one that it begins in.
       sums_kept: `num_tiles` if sums of target rows are kept by tile, else None.
+      kernels: what reads them in place of XLA, or None.
     """
 
     target: Rows
@@ -54,6 +80,7 @@ class LocalRows:
     num_parts: int
     num_tiles: int
     sums_kept: int | None = None
+    kernels: Kernels | None = None
 
     @classmethod
     def of(
@@ -63,6 +90,7 @@ class LocalRows:
         token_bitmask: jax.Array | None,
         size: int,
         form: Form,
+        kernels: Kernels | None = None,
     ) -> LocalRows:
         """The rows of a call.
 
@@ -72,10 +100,11 @@ class LocalRows:
           token_bitmask: ``[M, ceil(V/32)]`` or None.
           size: ids from it on are padding.
           form: how rows are read.
+          kernels: what reads them in place of XLA, or None.
         """
         target = Rows.of_logits(target_logits, size, token_bitmask, form)
         # Bits of a part are expensive for XLA to read repeatedly.
-        target = target if target.first_id is None or form.kernels else target.masked()
+        target = target if target.first_id is None or kernels else target.masked()
         first_id = target.first_id if form.draft_is_split else None
         draft = None
         if distribution is not None:
@@ -83,7 +112,7 @@ class LocalRows:
         num_parts = 1 if form.axis is None else form.num_parts
         num_tiles = tiles_of_part(target.width, num_parts)
         kept = num_tiles if form.keeps_sums else None
-        return cls(target, draft, form, num_parts, num_tiles, kept)
+        return cls(target, draft, form, num_parts, num_tiles, kept, kernels)
 
     @property
     def candidates(self) -> CandidateRows | None:
@@ -102,47 +131,19 @@ class LocalRows:
         first = self.target.first_id
         return index if first is None else first // TILE + index
 
-    def masses(self, source: Position, residual: jax.Array | None = None) -> jax.Array:
-        """``[n, 2, num_tiles]`` of sources ``[n]``: sums of the weights, and of ``p``, by tile.
-
-        `residual` is what `residual_by_kernel` gives.
-        """
-        p_masses, draft, candidates = source.p_masses, self.draft, self.candidates
-        if p_masses is None and candidates is None:
-            if self.form.kernels is not None:
-                return self.form.kernels.part_masses(self, source)
-            return jnp.stack(self._tile_sums(source), axis=1)
+    def masses(self, source: Position) -> jax.Array:
+        """``[n, 2, num_tiles]`` of sources ``[n]``: sums of the weights, and of ``p``, by tile."""
+        p_masses, candidates = source.p_masses, self.candidates
+        if candidates is None and (p_masses is None or self.draft is not None):
+            sums = self._tile_sums(source)
+            return jnp.stack(sums if p_masses is None else [*sums, p_masses], axis=1)
         if p_masses is None:
             p_masses = dataclasses.replace(self, draft=None).masses(source)[:, 1]
-        if draft is not None and candidates is None and residual is None:
-            (masses,) = self._tile_sums(source)
-        else:
-            masses = self._without_token(source, p_masses)
+        masses = self._without_token(source, p_masses)
         if candidates is not None:
             residual = self._without_candidates(source, p_masses, candidates)
-        if residual is not None:
             masses = jnp.where(source.uses_q[:, None], residual, masses)
         return jnp.stack([masses, p_masses], axis=1)
-
-    def residual_by_kernel(self, source: Position) -> jax.Array | None:
-        """``[n, num_tiles]``, the masses of sources ``[n]`` that use q; None if XLA sums them."""
-        target, draft, residual_masses = self.target, self.draft, self.form.residual_masses
-        if residual_masses is None or draft is None or source.p_masses is None:
-            return None
-        storage, logits = draft.storage, target.matrix
-        if draft.rows is not storage or storage.matrix.shape[1] != logits.shape[1]:
-            return None
-        size = min(target.width, storage.width)
-        index, both = (source.row, source.draft_row), (logits, storage.matrix)
-        rows = [jnp.clip(x, 0, y.shape[0] - 1) for x, y in zip(index, both, strict=True)]
-        none = jnp.full_like(source.weight, -jnp.inf)
-        of_target = *source.scale, none if source.threshold is None else source.threshold
-        of_draft = None
-        if isinstance(draft.distribution, DraftLogits):
-            least = none if storage.thresholds is None else storage.thresholds[rows[1]]
-            of_draft = *source.draft_scale.scale, least
-        given = of_target, of_draft, source.inv_temperature, source.weight
-        return residual_masses(*both, size, rows, *given)
 
     def _tile_sums(self, source: Position) -> list[jax.Array]:
         """Sums of weights by tile, and of ``p`` if not known yet, in one read of the rows."""
@@ -280,13 +281,15 @@ class ChosenTile(NamedTuple):
 
 def tile_masses(rows: LocalRows, source: Position) -> jax.Array:
     """``[num_parts, n, 2, num_tiles]``: `LocalRows.masses` of sources ``[n]``, of every part."""
-    platform, draft, residual = rows.form.platform, rows.draft, rows.residual_by_kernel(source)
-    given = (source,) if residual is None else (source, residual)
-    reads_rows = residual is None and (source.p_masses is None or draft is not None)
-    if platform == "tpu" and reads_rows and (draft is None or isinstance(draft.rows, Rows)):
-        found = by_blocks(rows.masses, 1, source.row, *given)  # putting rows together takes longest
-    else:
-        found = gathering(rows.masses, platform, source.row, *given)
+    found = None if rows.kernels is None else rows.kernels.masses(rows, source)
+    if found is None:
+        platform, draft = rows.form.platform, rows.draft
+        reads_rows = source.p_masses is None or draft is not None
+        if platform == "tpu" and reads_rows and (draft is None or isinstance(draft.rows, Rows)):
+            # Putting rows together takes longest.
+            found = by_blocks(rows.masses, 1, source.row, source)
+        else:
+            found = gathering(rows.masses, platform, source.row, source)
     return found[None] if rows.form.axis is None else rows.form.gather(found)
 
 
@@ -327,20 +330,11 @@ def draw(
         assert requests.recover is not None
         if masses is None:
             masses = tile_masses(rows, last)
-        kernels = rows.form.kernels
-        if kernels is not None and _draws_by_kernel(rows):
-            part, bad_draft = kernels.part_draw(rows, last, requests.recover, masses)
-            drawn = rows.form.sum(part)
-            bad_draft = last.uses_q & (bad_draft | last.draft_scale.bad)
-        else:
-            drawn, bad_draft = inverse_cdf_draw(rows, last, masses, requests.recover)
+        given, found = (rows, last, masses, requests.recover), None
+        if rows.kernels is not None:
+            found = rows.kernels.draw(*given)
+        drawn, bad_draft = inverse_cdf_draw(*given) if found is None else found
     return jnp.where(requests.greedy, last.argmax, drawn), bad_draft & ~requests.greedy
-
-
-def _draws_by_kernel(rows: LocalRows) -> bool:
-    """Whether a kernel can draw: of candidates, XLA reads the one tile that is chosen."""
-    pieces = pieces_of_tiles(rows.target.width, rows.num_parts, rows.num_tiles)
-    return rows.candidates is None and pieces.shape[1] <= MAX_PIECES
 
 
 def inverse_cdf_draw(
