@@ -14,6 +14,9 @@ export PROMPT
 JAX_PLATFORMS ?= cpu
 export JAX_PLATFORMS
 
+# Python compiles JAX once for each environment, not in every process that a test starts.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-long test-oldest test-aot test-aot-all test-models check docs format notebooks bench clean
 
 help:  ## list the targets
@@ -36,7 +39,7 @@ test-oldest: .venv-test-oldest/installed  ## the same on Python 3.11 and JAX 0.1
 
 test-aot: .venv-aot/gpus  ## compile for TPUs and GPUs that are not there, and look at what the programs take
 	@echo "test-aot: programs for a TPU v5e, the kernel for H200, B200, B300 and RTX PRO 6000"
-	@.venv-aot/bin/python -m pytest -q -n 2 $(BOUNDED) $(PYTEST_ARGS) -m aot tests/test_ahead_of_time.py
+	@.venv-aot/bin/python $(PYTEST) -m aot tests/test_ahead_of_time.py
 
 test-aot-all: .venv-aot/gpus  ## the same for every case, written to docs/tpu.md
 	@.venv-aot/bin/python benchmarks/ahead_of_time_grid.py
@@ -51,9 +54,9 @@ check: .venv-test/installed  ## lint and type-check
 	@.venv-test/bin/ruff format --check --quiet
 	@.venv-test/bin/mypy --no-error-summary
 
-docs: .venv-docs/installed  ## build the site into build/docs; a warning is an error
+docs: .venv-test/docs  ## build the site into build/docs; a warning is an error
 	@echo "docs: the site"
-	@.venv-docs/bin/sphinx-build -q -n -W --keep-going -E -j 2 -c docs -d build/doctrees . build/docs
+	@.venv-test/bin/sphinx-build -q -n -W --keep-going -E -j 2 -c docs -d build/doctrees . build/docs
 	@echo "docs: open build/docs/index.html"
 
 format: .venv-test/installed  ## format and sort imports
@@ -68,7 +71,7 @@ bench: .venv-bench/installed  ## run the benchmarks
 		echo "bench: $$file"; .venv-bench/bin/python "$$file"; done
 
 clean:  ## remove the environments made here, and caches
-	rm -rf .venv-demo .venv-test .venv-test-oldest .venv-aot .venv-models .venv-bench .venv-docs
+	rm -rf .venv-demo .venv-test .venv-test-oldest .venv-aot .venv-models .venv-bench
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
 .venv-demo/installed: pyproject.toml tools/make_venv.sh
@@ -77,6 +80,10 @@ clean:  ## remove the environments made here, and caches
 
 .venv-test/installed: pyproject.toml tools/make_venv.sh
 	@tools/make_venv.sh .venv-test "$(PYTHONS)" -e ".[test]"
+	@touch $@
+
+.venv-test/docs: .venv-test/installed
+	@.venv-test/bin/python -m pip install --no-compile --quiet --quiet --disable-pip-version-check -e ".[docs]"
 	@touch $@
 
 .venv-test-oldest/installed: pyproject.toml tools/make_venv.sh
@@ -103,8 +110,4 @@ clean:  ## remove the environments made here, and caches
 
 .venv-bench/installed: pyproject.toml tools/make_venv.sh
 	@tools/make_venv.sh .venv-bench "$(PYTHONS)" -e ".[bench]"
-	@touch $@
-
-.venv-docs/installed: pyproject.toml tools/make_venv.sh
-	@tools/make_venv.sh .venv-docs "$(PYTHONS)" -e ".[docs]"
 	@touch $@

@@ -264,7 +264,8 @@ def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]
         drawn = {"sampling": sampling, "keys": a["keys"], "positions": a["positions"]}
         match case.function:
             case "sample_draft_tokens":
-                return sd.sample_draft_tokens(a["logits"], **drawn, offset=0, sharding=sharding)
+                by: Any = {"sharding": sharding, "implementation": case.implementation}
+                return sd.sample_draft_tokens(a["logits"], **drawn, offset=0, **by)
             case "apply_penalties":
                 return sd.apply_penalties(a["logits"], drafts, a["penalties"], config=config)
             case "token_logprobs":

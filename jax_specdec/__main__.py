@@ -37,7 +37,7 @@ def _run(arguments: Sequence[str] | None) -> None:
         else:
             (show_json if options.json else show_text)(options, prompts)
     except InputError as error:
-        terminal.write(f"jax-specdec {options.command}: {error}\n", stream=sys.stderr)
+        terminal.log(f"jax-specdec {options.command}: {error}")
         sys.exit(2)
 
 

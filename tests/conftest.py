@@ -40,6 +40,7 @@ def optimize(wanted: bool) -> None:
 
 
 optimize(False)  # what files compute when they are collected
+gc.set_threshold(50_000, 20, 50)  # Python looks for cycles after every 700 objects, JAX makes many
 if jax.default_backend() == "cpu":
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # processes that tests start
 
@@ -52,6 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             path = item.path.relative_to(ROOT)
             group = "examples" if path.parts[0] == "jax_specdec" else str(path)
             item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: a search for cycles passes it over."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import re
@@ -17,84 +19,105 @@ import hlo_text
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ahead_of_time import ADAPTERS, Case, compile_all_apart, compile_apart
+from ahead_of_time import ADAPTERS, Case, compile_all_apart
 
 MOST = 1.5
 """Temporaries, in units of the target logits."""
 
-CASES = {
-    Case("v5e", kind="normalized"): 0.1,
-    Case("v5e", rule="block", kind="probs"): 0.1,
-    Case("v5e", rule="synthetic", kind="logits", processed=True): MOST,
-    Case("v5e", kind="probs", implementation="xla_lazy"): 0.1,
-    Case("v5e", function="sample_draft_tokens", processed=True): 0.1,
-    Case("v5e", function="token_logprobs"): 0.1,
-    Case("v5e", function="apply_penalties"): 0.1,
-    Case("v5e", kind="normalized", parts=4): MOST,
-    Case("v5e", rule="block", kind="normalized", ids="candidates"): 0.1,
-    Case("v5e", kind="normalized", ids="map"): 0.15,
-    Case("h200", kind="normalized", implementation="xla_batched", ids="map"): 0.1,
-    Case("v5e", rule="agreement"): 0.1,
+BOUNDS = {
+    Case("v5e", kind="normalized"): dict(temporaries=0.1),
+    Case("v5e", rule="block", kind="probs"): dict(temporaries=0.1, reads=9.5),
+    Case("v5e", rule="synthetic", kind="logits", processed=True): dict(temporaries=MOST),
+    Case("v5e", kind="probs", implementation="xla_lazy"): dict(temporaries=0.1),
+    Case("v5e", function="sample_draft_tokens", processed=True): dict(temporaries=0.1),
+    Case("v5e", function="token_logprobs"): dict(temporaries=0.1),
+    Case("v5e", function="apply_penalties"): dict(temporaries=0.1),
+    Case("v5e", kind="normalized", parts=4): dict(temporaries=MOST),
+    Case("v5e", rule="block", kind="normalized", ids="candidates"): dict(temporaries=0.1),
+    Case("v5e", kind="normalized", ids="map"): dict(temporaries=0.15),
+    Case("v5e", rule="agreement"): dict(temporaries=0.1),
+    Case("v5e", rule="greedy"): dict(reads=1.2),
+    Case("v5e"): dict(reads=3.1),
+    Case("v5e", kind="probs"): dict(reads=4.7),
+    Case("v5e", kind="probs", filtered=True): dict(reads=25.0, reads_listed=7.5),
+    Case("v5e", kind="probs", processed=True): dict(reads=26.0, reads_listed=9.0),
+    Case("v5e", rule="greedy", implementation="mosaic_tpu"): dict(reads=1.1),
+    Case("v5e", implementation="mosaic_tpu"): dict(temporaries=0.1, reads=1.9),
+    Case("v5e", kind="normalized", implementation="mosaic_tpu"): dict(temporaries=0.1),
+    Case("v5e", kind="probs", implementation="mosaic_tpu"): dict(reads=2.9),
+    Case("v5e", rule="block", kind="probs", implementation="mosaic_tpu"): dict(reads=5.8),
+    Case("v5e", kind="probs", filtered=True, implementation="mosaic_tpu"): dict(
+        reads=23.5, reads_listed=5.0
+    ),
+    Case("v6e", implementation="mosaic_tpu"): dict(temporaries=0.1),
+    Case("v6e", kind="normalized", implementation="mosaic_tpu"): dict(temporaries=0.1),
+    Case("h200", kind="normalized", implementation="xla_batched", ids="map"): dict(temporaries=0.1),
 }
+"""Of a program the most temporaries, and the most cycles, in units of one read of its logits.
+
+`reads_listed` are those where the largest entries of rows decide all thresholds.
+"""
+
+SPLIT = [Case("v5e", function, parts=2, processed=True) for function in ADAPTERS]
+TOO_LARGE = Case("v5e", function="apply_penalties", batch=40_000)
 
 
-@pytest.mark.aot
-@pytest.mark.parametrize(("case", "most"), CASES.items(), ids=map(str, CASES))
-def test_temporaries_are_small_beside_the_logits(case, most):
-    report = compile_apart(case)
+def groups() -> list[list[Case]]:
+    """Cases of one device that a process compiles: few, so that two workers end together."""
+    by_device = itertools.groupby([*SPLIT, TOO_LARGE, *BOUNDS], lambda case: case.device)
+    each = [list(cases) for _, cases in by_device]
+    return [cases[i : i + 6] for cases in each for i in range(0, len(cases), 6)]
+
+
+GROUP = {case: i for i, cases in enumerate(groups()) for case in cases}
+
+
+@functools.cache
+def reports(group: int) -> dict[Case, dict[str, Any]]:
+    cases = groups()[group]
+    return dict(zip(cases, compile_all_apart(cases), strict=True))
+
+
+def in_its_group(case: Case) -> Any:
+    return pytest.param(
+        case, marks=pytest.mark.xdist_group(f"programs {GROUP[case]}"), id=str(case)
+    )
+
+
+def report_of(case: Case) -> dict[str, Any]:
+    report = reports(GROUP[case])[case]
     print(report)
-    assert "error" not in report, report
-    assert report["temporaries"] <= most
-
-
-READS = {
-    Case("v5e", rule="greedy"): 1.2,
-    Case("v5e"): 3.1,
-    Case("v5e", kind="probs"): 4.7,
-    Case("v5e", rule="block", kind="probs"): 9.5,
-    Case("v5e", kind="probs", filtered=True): 25.0,
-    Case("v5e", kind="probs", processed=True): 26.0,
-    Case("v5e", rule="greedy", implementation="mosaic_tpu"): 1.1,
-    Case("v5e", implementation="mosaic_tpu"): 1.9,
-    Case("v5e", kind="probs", implementation="mosaic_tpu"): 2.9,
-    Case("v5e", rule="block", kind="probs", implementation="mosaic_tpu"): 5.8,
-    Case("v5e", kind="probs", filtered=True, implementation="mosaic_tpu"): 23.5,
-}
-"""The most cycles, in units of those in which the target rows are read once."""
-
-LISTED_READS = {
-    Case("v5e", kind="probs", filtered=True): 7.5,
-    Case("v5e", kind="probs", processed=True): 9.0,
-    Case("v5e", kind="probs", filtered=True, implementation="mosaic_tpu"): 5.0,
-}
-"""The same where the largest entries of rows decide all thresholds."""
+    return report
 
 
 @pytest.mark.aot
-def test_cycles_are_few_beside_one_read_of_the_rows():
-    for (case, most), report in zip(READS.items(), compile_all_apart([*READS]), strict=True):
-        print(case, report)
-        assert 1.0 <= report["reads"] <= most, case
-        assert report["reads_listed"] <= LISTED_READS.get(case, most), case
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize("function", ADAPTERS)
-def test_requests_and_vocabulary_over_explicit_axes_gather_no_logits(function):
-    report = compile_apart(Case("v5e", function, parts=2, processed=True))
-    print(report)
+@pytest.mark.parametrize("case", [*map(in_its_group, SPLIT)])
+def test_requests_and_vocabulary_over_explicit_axes_gather_no_logits(case):
+    report = report_of(case)
     assert "error" not in report, report
     assert report["temporaries"] <= MOST and 0 < report["largest_exchange"] < 0.02
 
 
 @pytest.mark.aot
-def test_a_program_that_does_not_fit_is_reported():
+@pytest.mark.parametrize("case", [in_its_group(TOO_LARGE)])
+def test_a_program_that_does_not_fit_is_reported(case):
     """Float32 rows of 40,000 requests take 100 GB, a chip has 16."""
-    report = compile_apart(Case("v5e", function="apply_penalties", batch=40_000))
+    report = report_of(case)
     assert "RESOURCE_EXHAUSTED" in report["error"], report
 
 
+@pytest.mark.aot
+@pytest.mark.parametrize("case", [*map(in_its_group, BOUNDS)])
+def test_temporaries_and_cycles_are_few_beside_one_read_of_the_logits(case):
+    report, most = report_of(case), BOUNDS[case]
+    assert "error" not in report, report
+    for name, bound in most.items():
+        assert report[name] <= bound, name
+    assert "reads" not in most or report["reads"] >= 1.0
+
+
 KERNEL = Case("b200", kind="normalized", batch=256, implementation="mosaic_gpu")
+DRAFTING = dataclasses.replace(KERNEL, function="sample_draft_tokens", kind="none")
 MAIN_CASES = {
     KERNEL: 80,
     dataclasses.replace(KERNEL, rule="greedy", kind="none"): 56,
@@ -103,6 +126,8 @@ MAIN_CASES = {
     dataclasses.replace(KERNEL, kind="probs"): 72,
     dataclasses.replace(KERNEL, ids="map"): 71,
     dataclasses.replace(KERNEL, ids="candidates"): 71,
+    DRAFTING: 40,
+    dataclasses.replace(DRAFTING, filtered=True): 64,
 }
 KERNELS = {
     "h200": ("sm_90a", MAIN_CASES),
@@ -114,7 +139,10 @@ KERNELS = {
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("device", KERNELS)
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param(name, marks=pytest.mark.xdist_group(f"kernel for {name}")) for name in KERNELS],
+)
 def test_the_kernel_fits_its_registers(device):
     """Fewer blocks run at once if it needs more; and what spills goes to memory and back."""
     architecture, most = KERNELS[device]
@@ -366,15 +394,3 @@ def test_the_kernel_compiles_for_every_tpu_within_its_memory():
     for _, dtype, rows, vocab, temporaries in lines:
         copied = 2 * int(rows) * (int(vocab) + 128) if dtype == "float16" else 0
         assert int(temporaries) <= copied + 2**20, (dtype, rows, vocab)
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize("device", ["v5e", "v6e"])
-def test_verification_by_the_kernel_takes_little_memory(device):
-    cases = [
-        Case(device, kind=kind, implementation="mosaic_tpu") for kind in ("none", "normalized")
-    ]
-    for report in compile_all_apart(cases):
-        print(report)
-        assert "error" not in report, report
-        assert report["temporaries"] <= 0.1

@@ -94,7 +94,7 @@ def test_a_shape_that_fits_binds_its_letters(
 
 
 @pytest.mark.parametrize(("declared", "sizes", "shape"), DO_NOT, ids=str)
-def test_a_shape_that_does_not_fit_is_refused_and_binds_nothing(
+def test_a_shape_that_does_not_fit_binds_nothing(
     declared: str, sizes: dict[str, int], shape: tuple[int, ...]
 ) -> None:
     found = dict(sizes)

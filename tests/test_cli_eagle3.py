@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import jax
 import pytest
+from models.weights import random_weights
 
 import jax_specdec as sd
 from jax_specdec._src.cli.models import load_models
@@ -26,7 +26,8 @@ def folder(tmp_path: Path) -> Path:
             target_hidden_size=model.config.hidden_size,
         )
     )
-    sd.models.save_eagle3(tmp_path / "head", head, head.init_params(jax.random.key(0), params))
+    weights = random_weights(head, 0) | {"embed_tokens": params["embed_tokens"]}
+    sd.models.save_eagle3(tmp_path / "head", head, weights)
     return tmp_path / "head"
 
 
@@ -44,7 +45,7 @@ def test_the_embedded_target_has_two_heads() -> None:
     drafter = models.drafters["eagle3"].drafter
     assert isinstance(drafter, sd.Eagle3Drafter) and drafter.head.vocab_size == 256
     assert sd.load_embedded_head(models.target, "eagle3-64").model.vocab_size == 64
-    with pytest.raises(ValueError, match=r"name must be one of .*, not 'eagle'"):
+    with pytest.raises(ValueError, match="^name must"):
         sd.load_embedded_head(models.target, "eagle")  # type: ignore[arg-type]
 
 
@@ -52,26 +53,3 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     options = parse(["generate", "x", "--draft", f"eagle3:{tmp_path / 'none'}"], "1")
     with pytest.raises(InputError, match="none does not exist"):
         load_models(options, ["x"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--draft", "eagle3:"], "--draft eagle3: must be followed by the directory of a head"),
-        (
-            ["--target", ".", "--draft", "eagle3"],
-            "--draft must be DIR, eagle3:DIR or ngram with --target, but it is 'eagle3'",
-        ),
-        (
-            ["--draft", "oracle"],
-            "--draft must be model, ngram, eagle3 or eagle3:DIR without --target, "
-            "but it is 'oracle'",
-        ),
-    ],
-)
-def test_a_draft_that_does_not_fit_is_refused(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    with pytest.raises(SystemExit):
-        parse(["generate", "x", *arguments], "1")
-    assert message in capsys.readouterr().err

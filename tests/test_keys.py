@@ -57,7 +57,7 @@ def of_seeds(impl: str, *seeds: int) -> jax.Array:
 
 
 @of_every_kind
-def test_the_words_of_a_key_are_one_threefry_block_of_jax(impl):
+def test_the_words_of_a_key_are_one_threefry_block(impl):
     for key in of_seeds(impl, 0, 7, 2**32 - 1):
         words = jax.random.key_data(key)
         if len(words) == 4:
@@ -84,7 +84,7 @@ def test_a_thousand_seeds_draw_different_noise(impl):
 
 
 @of_every_kind
-def test_keys_of_a_batch_are_those_that_folding_in_each_index_gives(impl):
+def test_keys_of_a_batch_are_those_of_folding_in_indices(impl):
     key = jax.random.key(3, impl=impl)
     alone = [noise.key_words(jax.random.fold_in(key, b)) for b in range(5)]
     np.testing.assert_array_equal(jax.random.key_data(noise.fold_in_each(key, 5)), alone)
@@ -233,7 +233,7 @@ def test_what_jax_draws_for_a_batch_is_not_lossless(impl):
 
 
 @of_other_kinds
-def test_the_loop_gives_request_b_the_tokens_of_its_own_key_alone(impl):
+def test_the_loop_gives_each_request_the_tokens_of_its_key(impl):
     """Against one request at a time by `rejection_sample`, with ``fold_in(key, b)``."""
     key, prompts, count = jax.random.key(7, impl=impl), [[1, 2], [3], [1, 2]], 6
     output = sd.generate_plain(
@@ -354,7 +354,7 @@ print(json.dumps(dict(alone=alone, together=[finished[i].token_ids for i in ids[
 
 @pytest.mark.long
 @pytest.mark.parametrize("impl", [OTHERS[0], pytest.param(OTHERS[1], marks=pytest.mark.slow)])
-def test_a_default_kind_set_in_the_environment_gives_what_naming_it_gives(impl):
+def test_a_default_kind_gives_what_naming_it_gives(impl):
     """In a fresh process, since JAX reads the variable when it is imported."""
     paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
     environment = os.environ | {"JAX_DEFAULT_PRNG_IMPL": impl, "PYTHONPATH": paths}

@@ -4,6 +4,8 @@ Refusals of single functions in all their forms are tested with the functions. H
 mistakes that people make in their first hour, each with the words that they need.
 """
 
+import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from filled import full, zeros
 
 import jax_specdec as sd
 
@@ -20,14 +23,32 @@ pytestmark = pytest.mark.newest
 
 B, K, V = 2, 3, 8
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
-(TARGET, DRAFT) = sd.load_embedded_pair()
-DENSE = sd.Drafts.from_dense(jnp.zeros((B, K), jnp.int32))
-PROBS = sd.DraftProbs(jnp.full((B, K, V), 1 / V))
+DENSE = sd.Drafts(zeros(B * K, jnp.int32), jax.device_put(np.arange(0, B * K + 1, K, np.int32)))
+PROBS = sd.DraftProbs(full((B, K, V), 1 / V))
+
+
+@functools.cache
+def pair() -> tuple[sd.models.LoadedModel, sd.models.LoadedModel]:
+    return sd.load_embedded_pair()
+
+
+def target() -> sd.models.LoadedModel:
+    return pair()[0]
+
+
+def draft() -> sd.models.LoadedModel:
+    return pair()[1]
+
+
+@functools.cache
+def huge() -> Any:
+    """The draft model's weights, some of which float16 does not hold."""
+    return jax.tree.map(lambda x: x * 1e6, draft().params)
 
 
 def generate(*arguments: Any, **changes: Any) -> Any:
     given: dict[str, Any] = {"drafter": sd.NGramDrafter(), "config": CONFIG, "max_new_tokens": 2}
-    return sd.generate(*(arguments or (*TARGET, [[1, 2]])), **(given | changes))
+    return sd.generate(*(arguments or (*target(), [[1, 2]])), **(given | changes))
 
 
 def rejection_sample(logits: Any = None, drafts: Any = DENSE, **changes: Any) -> Any:
@@ -47,7 +68,8 @@ def validate(drafts: Any, logits: Any = None, **changes: Any) -> None:
     sd.validate(logits, drafts, **(given | changes))
 
 
-def engine(model: Any = TARGET.model, drafter: Any = None, config: Any = CONFIG) -> sd.Engine:
+def engine(model: Any = None, drafter: Any = None, config: Any = CONFIG) -> sd.Engine:
+    model = target().model if model is None else model
     drafter = sd.NGramDrafter() if drafter is None else drafter
     return sd.Engine(model, drafter, config, num_slots=2, max_length=32)
 
@@ -61,22 +83,21 @@ def flat(ids: Any, counts: Any) -> sd.Drafts:
     return sd.Drafts.from_flat(jnp.array(ids), jnp.array(counts))
 
 
-def save(params: Any, dtype: Any = jnp.float32, model: Any = DRAFT.model) -> None:
+def save(params: Any, dtype: Any = jnp.float32, model: Any = None) -> None:
+    model = draft().model if model is None else model
     sd.models.save_checkpoint("/nowhere/at/all", model, params, dtype)
 
-
-HUGE = jax.tree.map(lambda x: x * 1e6, DRAFT.params)
 
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     # Models and drafters
     "drafter=draft": (
-        lambda: generate(drafter=DRAFT),
+        lambda: generate(drafter=draft()),
         TypeError,
         "drafter must be a Drafter, but it is a LoadedModel: pass "
         "drafter=ModelDrafter(draft.model) and draft_params=draft.params",
     ),
     "drafter=draft.model": (
-        lambda: generate(drafter=DRAFT.model),
+        lambda: generate(drafter=draft().model),
         TypeError,
         "drafter must be a Drafter, but it is a Llama: a model is wrapped, "
         "drafter=ModelDrafter(model)",
@@ -93,6 +114,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "drafter must be a Drafter, but it is 'ngram': NGramDrafter() needs no model, and "
         "generate_plain no drafter",
     ),
+    "prefill_sizes=(8, 8)": (
+        lambda: dataclasses.replace(engine(), prefill_sizes=(8, 8)),
+        ValueError,
+        "prefill_sizes must be increasing ints, at least one, but it is (8, 8)",
+    ),
     "drafter=None": (
         lambda: generate(drafter=None),
         TypeError,
@@ -105,40 +131,40 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "drafter must be a Drafter, but it is 3",
     ),
     "no draft_params": (
-        lambda: generate(drafter=sd.ModelDrafter(DRAFT.model)),
+        lambda: generate(drafter=sd.ModelDrafter(draft().model)),
         TypeError,
         "draft_params must be the weights of the drafter's model, but it is None: pass "
         "draft_params=draft.params",
     ),
     "draft_params=draft": (
-        lambda: generate(drafter=sd.ModelDrafter(DRAFT.model), draft_params=DRAFT),
+        lambda: generate(drafter=sd.ModelDrafter(draft().model), draft_params=draft()),
         TypeError,
         "draft_params must be a model's weights, but it is a LoadedModel: pass its .params",
     ),
     "ModelDrafter(draft)": (
-        lambda: sd.ModelDrafter(DRAFT),  # type: ignore[arg-type]
+        lambda: sd.ModelDrafter(draft()),  # type: ignore[arg-type]
         TypeError,
         "model must be a CausalModel, but it is a LoadedModel, which holds one and its params: "
         "pass its .model here, and its .params where they belong",
     ),
     "model=target": (
-        lambda: generate(TARGET, TARGET.params, [[1]]),
+        lambda: generate(target(), target().params, [[1]]),
         TypeError,
         "model must be a CausalModel, but it is a LoadedModel, which holds one and its params: "
         "pass its .model here, and its .params where they belong",
     ),
     "model=params": (
-        lambda: sd.generate_plain(TARGET.params, TARGET.model, [[1]]),  # type: ignore[arg-type]
+        lambda: sd.generate_plain(target().params, target().model, [[1]]),  # type: ignore[arg-type]
         TypeError,
         "model must be a CausalModel, but it is {",
     ),
     "params=target": (
-        lambda: generate(TARGET.model, TARGET, [[1]]),
+        lambda: generate(target().model, target(), [[1]]),
         TypeError,
         "params must be a model's weights, but it is a LoadedModel: pass its .params",
     ),
     "params of the drafter": (
-        lambda: generate(TARGET.model, DRAFT.params, [[1]]),
+        lambda: generate(target().model, draft().params, [[1]]),
         ValueError,
         "params['embed_tokens'] must be an array [256, 256] of float32, but it is an array [256, "
         "128] of float32",
@@ -154,36 +180,36 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "logprobs must be a LogprobsConfig or None, but it is 5",
     ),
     "stream: drafter=draft": (
-        lambda: sd.generate_stream(*TARGET, [[1]], drafter=DRAFT, config=CONFIG),  # type: ignore[arg-type]
+        lambda: sd.generate_stream(*target(), [[1]], drafter=draft(), config=CONFIG),  # type: ignore[arg-type]
         TypeError,
         "drafter must be a Drafter, but it is a LoadedModel: pass ",
     ),
     # Prompts
     "a string": (
-        lambda: generate(*TARGET, "import "),
+        lambda: generate(*target(), "import "),
         TypeError,
         "prompts must be lists of token ids, but it is 'import ': turn text into ids, with "
         "encode for the embedded models, or with the encode of load_tokenizer's Tokenizer",
     ),
     "a list of strings": (
-        lambda: generate(*TARGET, ["import "]),
+        lambda: generate(*target(), ["import "]),
         TypeError,
         "prompts[0] must be a list of ints, but it is 'import ': turn text into ids, with "
         "encode for the embedded models, or with the encode of load_tokenizer's Tokenizer",
     ),
     "one prompt for a list": (
-        lambda: generate(*TARGET, [1, 2, 3]),
+        lambda: generate(*target(), [1, 2, 3]),
         TypeError,
         "prompts must be lists of token ids, one per request, but it is [1, 2, 3]: pass [ids]",
     ),
     "an array for a list": (
-        lambda: generate(*TARGET, np.array([1, 2, 3])),
+        lambda: generate(*target(), np.array([1, 2, 3])),
         TypeError,
         "prompts must be lists of token ids, one per request, but it is an array [3] of int64: "
         "pass [ids]",
     ),
     "a number": (
-        lambda: generate(*TARGET, 3),
+        lambda: generate(*target(), 3),
         TypeError,
         "prompts must be lists of token ids, but it is 3",
     ),
@@ -211,17 +237,17 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "bytes": (
         lambda: sd.encode_bytes(b"abc"),  # type: ignore[arg-type]
         TypeError,
-        "text must be a str, but it is b'abc'.",
+        "text must be a str, but it is b'abc'",
     ),
     "nested ids": (
         lambda: sd.decode_bytes([[1, 2]]),  # type: ignore[list-item]
         TypeError,
-        "token_ids must be a list of ints, but it is [[1, 2]].",
+        "token_ids must be a list of ints, but it is [[1, 2]]",
     ),
     "text for ids": (
         lambda: sd.decode_bytes("abc"),  # type: ignore[arg-type]
         TypeError,
-        "token_ids must be a list of ints, but it is 'abc'.",
+        "token_ids must be a list of ints, but it is 'abc'",
     ),
     "top-p out of range": (
         lambda: generate(top_p=0.0),
@@ -257,12 +283,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     # Engines
     "Engine(drafter=draft)": (
-        lambda: engine(drafter=DRAFT),
+        lambda: engine(drafter=draft()),
         TypeError,
         "drafter must be a Drafter, but it is a LoadedModel: pass ",
     ),
     "Engine(target)": (
-        lambda: engine(TARGET),
+        lambda: engine(target()),
         TypeError,
         "model must be a CausalModel, but it is a LoadedModel",
     ),
@@ -272,22 +298,22 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "config must be a SpecDecodeConfig, but it is 3",
     ),
     "EngineDriver(target)": (
-        lambda: sd.EngineDriver(TARGET, TARGET.params),  # type: ignore[arg-type]
+        lambda: sd.EngineDriver(target(), target().params),  # type: ignore[arg-type]
         TypeError,
         "engine must be an Engine, but it is a LoadedModel",
     ),
     "EngineDriver(engine, target)": (
-        lambda: sd.EngineDriver(engine(), TARGET),
+        lambda: sd.EngineDriver(engine(), target()),
         TypeError,
         "params must be a model's weights, but it is a LoadedModel: pass its .params",
     ),
     "EngineDriver without draft_params": (
-        lambda: sd.EngineDriver(engine(drafter=sd.ModelDrafter(DRAFT.model)), TARGET.params),
+        lambda: sd.EngineDriver(engine(drafter=sd.ModelDrafter(draft().model)), target().params),
         TypeError,
         "draft_params must be the weights of the drafter's model, but it is None: pass ",
     ),
     "submit text": (
-        lambda: sd.EngineDriver(engine(), TARGET.params).submit("import "),  # type: ignore[arg-type]
+        lambda: sd.EngineDriver(engine(), target().params).submit("import "),  # type: ignore[arg-type]
         TypeError,
         "prompt must be a list of ints, but it is 'import ': turn text into ids, ",
     ),
@@ -518,7 +544,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "load_huggingface(None)": (
         lambda: sd.load_huggingface(None),  # type: ignore[arg-type]
         TypeError,
-        "directory must be a path, not None.",
+        "directory must be a path, but it is None",
     ),
     "max_vocab_size='5'": (
         lambda: sd.load_huggingface("x", max_vocab_size="5"),  # type: ignore[arg-type]
@@ -540,27 +566,28 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             Path(sd.__file__).parent / "weights" / "draft", "float23"
         ),
         TypeError,
-        "dtype must be a floating dtype, not 'float23'.",
+        "dtype must be a floating dtype, but it is 'float23'",
     ),
     "save_checkpoint in a dtype that is too narrow": (
-        lambda: save(HUGE, jnp.float16),
+        lambda: save(huge(), jnp.float16),
         ValueError,
         "inf in float16; weights must be finite unless allow_nonfinite is true.",
     ),
     "save_checkpoint(dtype=int8)": (
-        lambda: save(DRAFT.params, jnp.int8),
+        lambda: save(draft().params, jnp.int8),
         TypeError,
-        "dtype must be float32, bfloat16 or float16, not int8.",
+        "dtype must be float32, bfloat16 or float16, but it is dtype('int8')",
     ),
     "save_checkpoint of other weights": (
-        lambda: save(TARGET.params),
+        lambda: save(target().params),
         ValueError,
-        "params['embed_tokens'] must have shape (256, 128), but it is (256, 256)",
+        "params['embed_tokens'] must be an array [256, 128], but it is an array [256, 256] of "
+        "float32",
     ),
     "save_checkpoint(draft)": (
-        lambda: save(DRAFT.params, model=DRAFT),
+        lambda: save(draft().params, model=draft()),
         TypeError,
-        "model must be a Llama, but it is a LoadedModel.",
+        "model must be a Llama, but it is a LoadedModel",
     ),
 }
 
@@ -575,10 +602,10 @@ def test_a_mistake_is_answered_by_one_sentence_that_helps(mistake: str) -> None:
 
 def test_nothing_is_written_where_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="inf in float16"):
-        sd.models.save_checkpoint(tmp_path / "own", DRAFT.model, HUGE, jnp.float16)
+        sd.models.save_checkpoint(tmp_path / "own", draft().model, huge(), jnp.float16)
     assert not (tmp_path / "own").exists()
     sd.models.save_checkpoint(
-        tmp_path / "own", DRAFT.model, HUGE, jnp.float16, allow_nonfinite=True
+        tmp_path / "own", draft().model, huge(), jnp.float16, allow_nonfinite=True
     )
     _, params = sd.models.load_checkpoint(tmp_path / "own", jnp.float16, allow_nonfinite=True)
     assert not all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params))

@@ -92,7 +92,7 @@ def test_packed_and_dense_drafts_give_each_request_the_same_tokens(kind: str) ->
     assert int(sparse.num_accepted.sum()) > 0
 
 
-def test_counts_that_cannot_be_seen_are_cut_to_what_there_is() -> None:
+def test_counts_that_cannot_be_seen_are_cut_to_fit() -> None:
     ids = jnp.arange(B * K, dtype=jnp.int32).reshape(B, K)
     packed = jax.jit(sd.pack_drafts)(ids, jnp.array([9, -4, 1, 0]))
     assert packed.drafts.cu_num_draft_tokens.tolist() == [0, 3, 3, 4, 4]

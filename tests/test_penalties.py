@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+from filled import ones, zeros
 from jax import export
 
 import jax_specdec as sd
@@ -132,7 +133,7 @@ def test_forgetting_the_drafts_before_a_row_is_seen() -> None:
 
 
 @pytest.mark.newest
-def test_without_drafts_a_request_has_one_row_and_a_drafter_may_know_fewer_tokens() -> None:
+def test_without_drafts_there_is_one_row_which_may_be_narrower() -> None:
     x = logits(len(PROMPTS), V - 2)
     drafted = [3, 1, 2, 10]
     found = apply(x, None, penalties().append(jnp.array(drafted)))
@@ -197,7 +198,7 @@ def verify(x: jax.Array, drafts: sd.Drafts) -> sd.RejectionSampleOutput:
     )
 
 
-def test_a_request_with_bad_offsets_leaves_the_rows_of_its_neighbours() -> None:
+def test_bad_offsets_leave_the_rows_of_other_requests() -> None:
     drafts = packed()
     x = logits(drafts.token_ids.shape[0] + len(PROMPTS))
     good = apply(x, drafts, penalties(), config=CONFIG)
@@ -209,7 +210,7 @@ def test_a_request_with_bad_offsets_leaves_the_rows_of_its_neighbours() -> None:
 
 
 @pytest.mark.statistics
-def test_what_follows_an_accepted_draft_is_sampled_as_if_it_had_been_written() -> None:
+def test_text_after_an_accepted_draft_is_sampled_as_written() -> None:
     requests, draft = 20000, 3
     row = np.log([0.1, 0.1, 0.1, 0.4, 0.2, 0.1])
     one = jnp.ones((requests,))
@@ -252,7 +253,7 @@ def test_what_follows_an_accepted_draft_is_sampled_as_if_it_had_been_written() -
 
 
 @pytest.mark.newest
-def test_the_pass_has_no_temporaries_of_the_size_of_the_logits() -> None:
+def test_the_pass_has_no_temporaries_as_large_as_logits() -> None:
     of, b, vocab = jax.ShapeDtypeStruct, 4, 50257
     shapes = sd.Penalties(
         *[of((b,), jnp.float32)] * 3, of((b, vocab), jnp.int32), of((b, vocab), jnp.bool_)
@@ -288,21 +289,21 @@ def test_penalties_travel_through_export() -> None:
         (dict(drafts=3), TypeError, "drafts"),
         (dict(config=None), TypeError, "config"),
         (dict(logits=3.0), TypeError, "logits"),
-        (dict(logits=jnp.zeros((4, V))), ValueError, "logits"),
-        (dict(logits=jnp.zeros((3, V)), drafts=None), ValueError, "logits"),
-        (dict(logits=jnp.zeros((13, V + 1))), ValueError, "logits"),
-        (dict(logits=jnp.zeros((13, V), jnp.int32)), TypeError, "logits"),
+        (dict(logits=zeros((4, V))), ValueError, "logits"),
+        (dict(logits=zeros((3, V)), drafts=None), ValueError, "logits"),
+        (dict(logits=zeros((13, V + 1))), ValueError, "logits"),
+        (dict(logits=zeros((13, V), jnp.int32)), TypeError, "logits"),
         (
-            dict(drafts=sd.Drafts.from_flat(jnp.zeros((9,), jnp.int32), jnp.array([9]))),
+            dict(drafts=sd.Drafts.from_flat(zeros((9,), jnp.int32), jnp.array([9]))),
             ValueError,
             r"drafts\.cu_num_draft_tokens",
         ),
-        (dict(frequency=jnp.zeros((2, 2))), ValueError, r"penalties\.frequency"),
-        (dict(presence=jnp.zeros((3,))), ValueError, r"penalties\.presence"),
-        (dict(repetition=jnp.ones((4,), jnp.int32)), TypeError, r"penalties\.repetition"),
-        (dict(counts=jnp.zeros((3, V), jnp.int32)), ValueError, r"penalties\.counts"),
-        (dict(in_prompt=jnp.zeros((4, V + 1), bool)), ValueError, r"penalties\.in_prompt"),
-        (dict(in_prompt=jnp.zeros((4, V))), TypeError, r"penalties\.in_prompt"),
+        (dict(frequency=zeros((2, 2))), ValueError, r"penalties\.frequency"),
+        (dict(presence=zeros((3,))), ValueError, r"penalties\.presence"),
+        (dict(repetition=ones((4,), jnp.int32)), TypeError, r"penalties\.repetition"),
+        (dict(counts=zeros((3, V), jnp.int32)), ValueError, r"penalties\.counts"),
+        (dict(in_prompt=zeros((4, V + 1), bool)), ValueError, r"penalties\.in_prompt"),
+        (dict(in_prompt=zeros((4, V))), TypeError, r"penalties\.in_prompt"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )

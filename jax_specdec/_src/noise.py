@@ -32,7 +32,7 @@ class Stream(enum.IntEnum):
 
 
 def uniforms(
-    key: jax.Array, position: jax.Array, stream: Stream, offset: jax.Array | int
+    key: jax.Array, position: jax.Array, stream: jax.Array | Stream, offset: jax.Array | int
 ) -> jax.Array:
     """Two uniforms on [0, 1) for each request.
 
@@ -44,7 +44,8 @@ def uniforms(
       key: ``[...]`` typed key of the request.
       position: ``[...]`` int32, absolute position of the step's first draft, not negative.
       stream: what the numbers are used for.
-      offset: ``[]`` int32, place within the step.
+      offset: int32, place within the step; a scalar, as `stream`, or both of a shape that
+        broadcasts with that of `position`.
 
     Returns:
       ``[..., 2]`` float32.
@@ -222,13 +223,10 @@ def draw_noise(keys: jax.Array, positions: jax.Array, num_speculative_tokens: in
     """
     k = num_speculative_tokens
     # All bits in one evaluation, without vmap: this takes a quarter of the time to trace.
-    offsets = jnp.array([*range(k), 0], jnp.uint32)
-    streams = jnp.array([Stream.ACCEPT] * k + [Stream.RECOVER], jnp.uint32)
-    words = key_words(keys)[:, :, None]
-    place = counter_of(streams, offsets)[None, :]
-    first, second = threefry_bits((words[:, 0], words[:, 1]), positions[:, None], place)
-    recover = jnp.stack([first[:, k], second[:, k]], axis=1)
-    return Noise(to_uniform(first[:, :k]), to_uniform(recover))
+    offsets = jnp.array([[*range(k), 0]], jnp.uint32)
+    streams = jnp.array([[Stream.ACCEPT] * k + [Stream.RECOVER]], jnp.uint32)
+    both = uniforms(keys.reshape(-1, 1), positions[:, None], streams, offsets)
+    return Noise(accept=both[:, :k, 0], recover=both[:, k])
 
 
 def token_exponentials(keys: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:

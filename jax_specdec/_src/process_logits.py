@@ -1,13 +1,10 @@
-"""The table of logits processors, and what applies all of them.
-
-The order is that of vLLM and transformers.
-"""
+"""All logits processors of a batch, and what applies them."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Container
-from typing import Any, ClassVar, cast
+from typing import Any, cast, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -29,22 +26,12 @@ from jax_specdec._src.processors import (
 from jax_specdec._src.ragged import Owners
 from jax_specdec._src.types import Array, Drafts
 
-PROCESSORS: dict[str, type[Processor]] = {
-    "logit_bias": LogitBias,
-    "penalties": Penalties,
-    "bad_words": BadWords,
-    "min_tokens": MinTokens,
-    "allowed_tokens": AllowedTokens,
-}
-"""The fields of `LogitsProcessors`, in the order in which they are applied."""
 
-
-@pytree(**{name: (cls,) for name, cls in PROCESSORS.items()})
 @dataclasses.dataclass(frozen=True)
 class LogitsProcessors(Processor):
     """The processors of B requests, applied before mask, temperature and filters; itself one.
 
-    If a field is None, nothing is compiled for it.
+    They are applied in the order of the fields. If one is None, nothing is compiled for it.
 
     Attributes:
       logit_bias: added to the logits.
@@ -59,8 +46,6 @@ class LogitsProcessors(Processor):
       >>> bool(processors.is_neutral)
       False
     """
-
-    options: ClassVar = tuple(name for one in PROCESSORS.values() for name in one.options)
 
     logit_bias: LogitBias | None = None
     penalties: Penalties | None = None
@@ -101,7 +86,7 @@ class LogitsProcessors(Processor):
         return neutral
 
     def _given(self) -> dict[str, Processor]:
-        """By name, in the order of the table."""
+        """By name, in their order."""
         values = {name: getattr(self, name) for name in PROCESSORS}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -109,6 +94,15 @@ class LogitsProcessors(Processor):
         return dataclasses.replace(
             self, **{name: function(one) for name, one in self._given().items()}
         )
+
+
+_TYPES = get_type_hints(LogitsProcessors)
+PROCESSORS: dict[str, type[Processor]] = {
+    field.name: get_args(_TYPES[field.name])[0] for field in dataclasses.fields(LogitsProcessors)
+}
+"""The classes of the fields of `LogitsProcessors`; a new processor needs a new field, no more."""
+
+pytree(**{name: (cls,) for name, cls in PROCESSORS.items()})(LogitsProcessors)
 
 
 def process_logits(

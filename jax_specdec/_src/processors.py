@@ -1,7 +1,7 @@
 """Logits processors: what a request asks for that changes its rows of logits.
 
 A parameter that changes logits is one `Processor`: a pytree with the parameters of B requests and
-what it has to know of their sequences. `process_logits.py` has the table of all of them.
+what it has to know of their sequences. `LogitsProcessors` has all of them.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class Asked(NamedTuple):
 class Processor(Protocol):
     """The parameters of B requests, a pytree, and how they change the requests' rows of logits.
 
-    A new one is a subclass, a row of the table `PROCESSORS`, and a field of `LogitsProcessors`.
+    A new one is a subclass, and a field of `LogitsProcessors`.
 
     Attributes:
       options: the fields of `RequestOptions` that it serves.
     """
 
-    options: ClassVar[tuple[str, ...]]
+    options: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def of(cls, asked: Asked) -> Self:

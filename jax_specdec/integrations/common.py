@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -15,8 +16,7 @@ from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.logprobs import TokenLogprobs, token_logprobs
 from jax_specdec._src.noise import check_keys
 from jax_specdec._src.sampling import SamplingParams
-from jax_specdec._src.serving.inputs import check_config
-from jax_specdec._src.serving.options import LogprobsConfig, check_logprobs
+from jax_specdec._src.serving.options import LogprobsConfig
 from jax_specdec._src.types import Drafts, RejectionSampleOutput
 from jax_specdec._src.verify import sharding as sharding_lib
 from jax_specdec._src.verify.api import rejection_sample
@@ -36,8 +36,8 @@ class Static(NamedTuple):
 
     def check(self) -> None:
         """Raises `TypeError` for an argument of another type."""
-        check_config(self.config)
-        check_logprobs(self.logprobs)
+        check_type("config", self.config, SpecDecodeConfig)
+        check_type("logprobs", self.logprobs, LogprobsConfig, None)
 
 
 class Arrays(NamedTuple):
@@ -86,9 +86,9 @@ def keys_of_requests(
         hint = "one for this step, or one for each request"
         require(sampled_by is None, "keys", f"be given with {sampled_by}", keys, hint)
         return jnp.broadcast_to(jax.random.key(0), (batch,)), zeros
-    words = keys.shape[-1] if getattr(keys, "dtype", None) == jnp.uint32 and keys.ndim else 0
-    if words in _IMPL_OF_WORDS:
-        keys = jax.random.wrap_key_data(jnp.asarray(keys), impl=_IMPL_OF_WORDS[words])
+    is_raw = isinstance(keys, (jax.Array, np.ndarray)) and keys.dtype == jnp.uint32 and keys.ndim
+    if is_raw and keys.shape[-1] in _IMPL_OF_WORDS:
+        keys = jax.random.wrap_key_data(jnp.asarray(keys), impl=_IMPL_OF_WORDS[keys.shape[-1]])
     check_keys("keys", keys)
     if keys.ndim == 0:
         slots = jnp.arange(batch, dtype=jnp.int32)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_specdec._src.arrays import as_int32
 from jax_specdec._src.config import SpecDecodeConfig
@@ -163,9 +164,9 @@ def verify_flat(
 
 def _of_all(array: jax.Array | None, batch: int) -> jax.Array | None:
     """``[1]`` as ``[B]``; anything else as it is."""
-    if array is None or getattr(array, "shape", None) != (1,):
-        return array
-    return jnp.broadcast_to(array, (batch,))
+    if isinstance(array, (jax.Array, np.ndarray)) and array.shape == (1,):
+        return jnp.broadcast_to(array, (batch,))
+    return array
 
 
 def _verify(

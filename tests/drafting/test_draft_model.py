@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
+from models.weights import random_weights, sizes
 
 import jax_specdec as sd
 
@@ -18,22 +19,12 @@ pytestmark = pytest.mark.newest
 VOCAB = 31
 K = 3
 SIZE = 48
-MODEL = sd.models.Llama(
-    sd.models.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
-)
+MODEL = sd.models.Llama(sizes(VOCAB, 16, 24, 1, (2, 1, 8)))
 DRAFTER = sd.ModelDrafter(MODEL)
 HALF = sd.ModelDrafter(MODEL, store_dtype=jnp.bfloat16)
 PROMPTS = [[4], [7, 2], [1, 2, 3, 4, 5, 6, 7], [9] * 20]
 TEMPERATURES = np.array([1.0, 0.5, 0.0, 2.0], np.float32)
-PARAMS = jax.jit(MODEL.init_params)(jax.random.key(0))
+PARAMS = random_weights(MODEL, 0)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "drafter"))
@@ -94,35 +85,40 @@ def drafts(sequences, cache=None, method="probabilistic", drafter=DRAFTER):
     return ids, np.array(fresh), proposal, cache
 
 
-def test_the_stored_rows_are_the_models_logits_at_the_drafts_positions():
-    _, fresh, proposal, _ = drafts(PROMPTS)
+@pytest.fixture(scope="module")
+def sampled():
+    return drafts(PROMPTS)
+
+
+def test_the_stored_rows_are_the_models_logits_at_the_drafts(sampled):
+    _, fresh, proposal, _ = sampled
     assert proposal.store.logits.shape == (len(PROMPTS) * K, VOCAB)
     np.testing.assert_allclose(in_order(proposal.store.logits), fresh, rtol=1e-4, atol=1e-5)
 
 
-def test_the_stored_rows_say_where_and_at_which_temperature_they_were_drawn():
-    store = drafts(PROMPTS)[2].store
+def test_stored_rows_say_at_which_position_and_temperature(sampled):
+    store = sampled[2].store
     lengths = np.array([len(prompt) for prompt in PROMPTS])
     expected = np.where(TEMPERATURES > 0, lengths, -1)  # a greedy request's rows are not for use
     np.testing.assert_array_equal(store.positions, np.tile(expected, (K, 1)))
     np.testing.assert_array_equal(store.temperature, np.tile(TEMPERATURES, (K, 1)))
 
 
-def test_the_stored_normalizers_are_those_of_the_stored_rows_at_each_temperature():
-    store = drafts(PROMPTS)[2].store
+def test_the_stored_normalizers_are_those_of_the_stored_rows(sampled):
+    store = sampled[2].store
     temperature = np.tile(TEMPERATURES, K)
-    sampled = temperature > 0
-    rows = np.asarray(store.logits, np.float64)[sampled]
+    is_sampled = temperature > 0
+    rows = np.asarray(store.logits, np.float64)[is_sampled]
     peak = rows.max(axis=1)
-    np.testing.assert_array_equal(np.asarray(store.row_max)[sampled], peak)
-    relative = (rows - peak[:, None]) / temperature[sampled, None]
+    np.testing.assert_array_equal(np.asarray(store.row_max)[is_sampled], peak)
+    relative = (rows - peak[:, None]) / temperature[is_sampled, None]
     expected = scipy.special.logsumexp(relative, axis=1)
-    np.testing.assert_allclose(np.asarray(store.log_normalizer)[sampled], expected, rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(store.log_normalizer)[is_sampled], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("drafter", [DRAFTER, HALF], ids=["float32", "bfloat16"])
-def test_each_draft_is_sampled_from_its_stored_row_with_the_noise_of_its_offset(drafter):
-    ids, fresh, proposal, _ = drafts(PROMPTS, drafter=drafter)
+def test_each_draft_is_sampled_from_its_row_by_own_noise(drafter, sampled):
+    ids, fresh, proposal, _ = drafts(PROMPTS, drafter=drafter) if drafter is HALF else sampled
     rows = in_order(proposal.store.logits)
     if drafter is HALF:
         assert rows.dtype == jnp.bfloat16
@@ -146,23 +142,20 @@ def test_each_draft_is_sampled_from_its_stored_row_with_the_noise_of_its_offset(
         )
 
 
-@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
-def test_greedy_drafts_are_argmaxes(method):
-    ids, fresh, proposal, _ = drafts(PROMPTS, method=method)
-    best = np.argmax(fresh, axis=-1)
-    if method == "greedy":
-        np.testing.assert_array_equal(ids, best)
-        assert proposal.store is None
-    else:
-        (greedy,) = np.flatnonzero(TEMPERATURES == 0)
-        np.testing.assert_array_equal(ids[greedy], best[greedy])
+def test_greedy_drafts_are_argmaxes(sampled):
+    ids, fresh, proposal, _ = drafts(PROMPTS, method="greedy")
+    np.testing.assert_array_equal(ids, np.argmax(fresh, axis=-1))
+    assert proposal.store is None
+    ids, fresh, *_ = sampled
+    greedy = TEMPERATURES == 0
+    np.testing.assert_array_equal(ids[greedy], np.argmax(fresh[greedy], axis=-1))
 
 
-def test_the_cache_serves_after_any_number_of_accepted_drafts():
+def test_the_cache_serves_after_any_number_of_accepted_drafts(sampled):
     # 0 to K drafts are kept, then one other token follows; the rest of the cache is stale. After
     # K the model has not even seen the last draft.
     sequences = PROMPTS
-    ids, _, _, cache = drafts(sequences)
+    ids, _, _, cache = sampled
     for _ in range(2):
         sequences = [
             [*sequence, *row[:kept], (row[min(kept, K - 1)] + 1) % VOCAB]
@@ -172,7 +165,7 @@ def test_the_cache_serves_after_any_number_of_accepted_drafts():
         np.testing.assert_allclose(in_order(proposal.store.logits), fresh, rtol=1e-4, atol=1e-5)
 
 
-def test_a_row_is_masked_unless_the_drafter_knows_no_allowed_token() -> None:
+def test_a_row_is_masked_unless_no_allowed_token_is_known() -> None:
     logits = jnp.arange(8.0).reshape(2, 4)
     context = sd.DraftContext(
         token_ids=jnp.zeros((2, 8), jnp.int32),

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models.weights import random_weights, sizes
 
 import jax_specdec as sd
 
@@ -18,18 +19,9 @@ pytestmark = pytest.mark.newest
 VOCAB, K, SLOTS, LONGEST, CHUNK = 11, 3, 5, 32, 8
 LAYERS = (0, 1, 2)  # the last one is the stream that leaves the target
 IDS = [7, 2, 9, 4, 0]
-SIZES = sd.models.LlamaConfig(
-    vocab_size=VOCAB,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-)
+SIZES = sizes(VOCAB, 16, 24, 2, (2, 1, 8))
 TARGET = sd.models.Llama(SIZES)
-# Fourfold, or every token follows every other alike.
-PARAMS = jax.tree.map(lambda x: 4 * x, jax.jit(TARGET.init_params)(jax.random.key(0)))
+PARAMS = random_weights(TARGET, 0, 4.0)  # fourfold, or every token follows every other alike
 HEAD = sd.models.Eagle3Head(
     sd.models.Eagle3Config(
         layer=dataclasses.replace(SIZES, num_hidden_layers=1),
@@ -39,7 +31,10 @@ HEAD = sd.models.Eagle3Head(
         own_lm_head=True,
     )
 )
-HEAD_PARAMS = jax.jit(HEAD.init_params)(jax.random.key(1), PARAMS) | {"target_ids": jnp.array(IDS)}
+HEAD_PARAMS = random_weights(HEAD, 1) | {
+    "embed_tokens": PARAMS["embed_tokens"],
+    "target_ids": jnp.asarray(np.array(IDS, np.int32)),
+}
 DRAFTER = sd.Eagle3Drafter(HEAD)
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 ENGINE = sd.Engine(
@@ -113,7 +108,7 @@ def greedy(prompts: list[list[int]]) -> list[list[int]]:
     return texts
 
 
-def test_drafts_in_a_loop_are_those_of_one_pass_over_the_accepted_text() -> None:
+def test_drafts_are_those_of_one_pass_over_the_text() -> None:
     texts, rng = greedy(PROMPTS), np.random.default_rng(0)
     state = ENGINE.init_state(HEAD_PARAMS, PARAMS)
     for slot, prompt in enumerate(PROMPTS):
@@ -123,20 +118,20 @@ def test_drafts_in_a_loop_are_those_of_one_pass_over_the_accepted_text() -> None
     for step in range(7):
         drafted = draft(state)
         rows = np.asarray(drafted.store.logits).reshape(K, SLOTS, -1)
-        lengths = np.asarray(state.batch.lengths)
+        lengths, token_ids = np.asarray(state.batch.lengths), np.asarray(state.batch.token_ids)
+        proposed = np.asarray(drafted.draft_token_ids)
         told = np.full((SLOTS, K), -1, np.int32)
         for slot, (text, length) in enumerate(zip(texts, lengths.tolist(), strict=True)):
-            assert state.batch.token_ids[slot, :length].tolist() == text[:length]
-            ids = np.asarray(drafted.draft_token_ids[slot])
+            assert token_ids[slot, :length].tolist() == text[:length]
+            ids = proposed[slot]
             if length == len(text) or length == 1:  # done, or no row that has a next token
                 assert (ids < 0).all()
                 continue
             drawn = np.array([IDS[i] for i in rows[:, slot].argmax(axis=1)], np.int32)
             assert ids.tolist() == drawn.tolist()
             padded = np.resize(text, LONGEST).astype(np.int32)
-            np.testing.assert_allclose(
-                rows[:, slot], one_pass(padded, length, drawn), rtol=2e-4, atol=2e-4
-            )
+            expected = one_pass(padded, np.int32(length), drawn)
+            np.testing.assert_allclose(rows[:, slot], expected, rtol=2e-4, atol=2e-4)
             if accepted[slot] >= 0:
                 compared[accepted[slot]] += 1
             # In place of the head's drafts: some right ones and a wrong one, or none at all.
@@ -146,23 +141,25 @@ def test_drafts_in_a_loop_are_those_of_one_pass_over_the_accepted_text() -> None
             told[slot] = [*right, wrong % VOCAB, *[0] * K][:K] if count >= 0 else -1
         drafted = dataclasses.replace(drafted, draft_token_ids=jnp.asarray(told))
         state, record = verify(drafted)
+        record = jax.device_get(record)
         accepted = np.where(record.num_kept > 0, record.num_accepted, -1)
         if step == 2:  # this one leaves its slot, and comes back
-            text = state.batch.token_ids[2, : state.batch.lengths[2]].tolist()
-            state = read(state, 2, text)
+            length = int(state.batch.lengths[2])
+            state = read(state, 2, np.asarray(state.batch.token_ids)[2, :length].tolist())
     assert (compared > 0).all() and compared.sum() > 12
 
 
 def test_nothing_reaches_the_next_request_of_a_slot() -> None:
     state = read(ENGINE.init_state(HEAD_PARAMS, PARAMS), 0, [7, 2, 3])
     spoiled = jax.tree.map(
-        lambda x: jnp.full_like(x, jnp.nan) if x.dtype == jnp.float32 else x,
+        lambda x: jnp.asarray(np.full(x.shape, np.nan, x.dtype)) if x.dtype == jnp.float32 else x,
         (state.features, state.draft_cache, state.target_cache),
     )
     names = ("features", "draft_cache", "target_cache")
     spoiled = dataclasses.replace(state, **dict(zip(names, spoiled, strict=True)))
     for prompt in PROMPTS[1], PROMPTS[4]:
-        rows = [draft(read(one, 0, prompt)).store.logits[::SLOTS] for one in (state, spoiled)]
+        stores = [draft(read(one, 0, prompt)).store for one in (state, spoiled)]
+        rows = [np.asarray(store.logits)[::SLOTS] for store in stores]
         np.testing.assert_array_equal(*rows)
         assert np.isfinite(rows[1]).all()
 
@@ -184,7 +181,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("drafter", [sd.NGramDrafter(), sd.ModelDrafter(TARGET)])
-def test_a_drafter_without_features_has_the_step_of_a_model_that_knows_none(drafter) -> None:
+def test_without_features_a_step_is_that_of_a_plain_model(drafter) -> None:
     def program(model: sd.models.CausalModel) -> str:
         engine = dataclasses.replace(ENGINE, model=model, drafter=drafter)
         state = jax.eval_shape(functools.partial(engine.init_state, PARAMS))
@@ -248,98 +245,64 @@ MISTAKES = {
     "a pair": (
         lambda: generate(Pair(TARGET)),
         TypeError,
-        "model must give features, because the drafter reads those of layers (0, 1, 2), but "
-        "Pair.apply takes (params: 'Any', token_ids: 'Any', start: 'Any', cache: 'Any') -> "
-        "'tuple[Any, Any]': see feature_layers in CausalModel",
+        r"model must give features, .* Pair.apply takes .*: see feature_layers in CausalModel",
     ),
     "no features": (
         lambda: generate(NoFeatures(TARGET)),
         TypeError,
-        "model must give features, because the drafter reads those of layers (0, 1, 2), but "
-        "NoFeatures.apply returns none: it must return a TargetOutput with features",
+        "model must give features, .* NoFeatures.apply returns none",
     ),
     "features of another width": (
         lambda: generate(NoFeatures(TARGET, size=10)),
         ValueError,
-        "features must be [B, S, A H] = [1, 1, 3 H], but NoFeatures.apply returns [1, 1, 10]",
+        r"features must be \[B, S, A H\] = \[1, 1, 3 H\], but NoFeatures.apply returns",
     ),
-    "layers that do not increase": (
-        lambda: apply_layers(2, 0),
-        ValueError,
-        "feature_layers must increase from at least 0 to at most 2, but it is (2, 0)",
-    ),
-    "a layer past the last": (
-        lambda: apply_layers(4),
-        ValueError,
-        "feature_layers must increase from at least 0 to at most 2, but it is (4,)",
-    ),
-    "a layer that is no int": (
-        lambda: apply_layers(1.0),
-        TypeError,
-        "feature_layers must be ints, but it is (1.0,)",
-    ),
+    "layers that do not increase": (lambda: apply_layers(2, 0), ValueError, "feature_layers must"),
+    "a layer past the last": (lambda: apply_layers(4), ValueError, "feature_layers must"),
+    "a layer that is no int": (lambda: apply_layers(1.0), TypeError, "feature_layers must"),
     "a drafter's layers are a list": (
         lambda: generate(drafter=Reads([0, 1])),
         TypeError,
-        "drafter.feature_layers must be a tuple of ints, but it is [0, 1]",
+        "drafter.feature_layers must be a tuple of ints",
     ),
     "a prefill without features": (
         lambda: generate(drafter=Reads((0, 1))),
         TypeError,
-        "drafter must have a prefill that takes features and next_token_ids, because it has "
-        "feature_layers, but Reads.prefill takes (params: 'Any', token_ids: 'Any', cache: 'Any', "
-        "start: 'Any' = None) -> 'Any'",
+        "drafter must have a prefill that takes features and next_token_ids, .* Reads.prefill",
     ),
     "verify without draft": (
         lambda: ENGINE.verify(PARAMS, ENGINE.init_state(HEAD_PARAMS, PARAMS)),
         ValueError,
-        "state must come from draft, because Eagle3Drafter reads the features of every target "
-        "pass, but it holds some that were not read",
+        "state must come from draft, because Eagle3Drafter reads the features",
     ),
-    "no params": (
-        lambda: ENGINE.init_state(HEAD_PARAMS),
-        TypeError,
-        "params must be the target's weights, because the drafter reads features, but it is None",
-    ),
+    "no params": (lambda: ENGINE.init_state(HEAD_PARAMS), TypeError, "params must be the target's"),
     "no features in the context": (
         lambda: DRAFTER.propose(HEAD_PARAMS, context(), None, None),
         ValueError,
-        "context must have features and num_features, but it has none",
+        "context must have features",
     ),
     "no features for a prompt": (
         lambda: DRAFTER.prefill(HEAD_PARAMS, jnp.ones((1, 1), jnp.int32), None),
         ValueError,
-        "prefill must get features and next_token_ids, but it got none",
+        "prefill must get features",
     ),
-    "no head": (
-        lambda: sd.Eagle3Drafter("head"),
-        TypeError,
-        "head must be an Eagle3Head, but it is 'head'",
-    ),
+    "no head": (lambda: sd.Eagle3Drafter("head"), TypeError, "head must be an Eagle3Head"),
     "a head is no drafter": (
         lambda: generate(drafter=HEAD),
         TypeError,
-        "drafter must be a Drafter, but it is an Eagle3Head: a model is wrapped, "
-        "drafter=Eagle3Drafter(model)",
+        r"drafter must be a Drafter, .*: a model is wrapped, drafter=Eagle3Drafter\(model\)",
     ),
     "a loaded head is no drafter": (
         lambda: generate(drafter=sd.models.LoadedModel(HEAD, HEAD_PARAMS)),
         TypeError,
-        "drafter must be a Drafter, but it is a LoadedModel: pass "
-        "drafter=Eagle3Drafter(draft.model) and draft_params=draft.params",
+        r"drafter must be a Drafter, .*: pass drafter=Eagle3Drafter\(draft.model\) and draft_par",
     ),
-    "no draft_params": (
-        lambda: generate(draft_params=None),
-        TypeError,
-        "draft_params must be the weights of the drafter's model, but it is None: pass "
-        "draft_params=draft.params",
-    ),
+    "no draft_params": (lambda: generate(draft_params=None), TypeError, "draft_params must be the"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_told(name: str) -> None:
-    call, kind, message = MISTAKES[name]
-    with pytest.raises(kind) as raised:
+    call, error, message = MISTAKES[name]
+    with pytest.raises(error, match=f"^{message}"):
         call()
-    assert str(raised.value) == message

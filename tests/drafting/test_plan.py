@@ -54,7 +54,7 @@ def exact_in_float32(rng: np.random.Generator, shape: tuple[int, ...]) -> np.nda
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (4, 3)])
-def test_counts_are_those_of_a_loop_that_takes_the_best_next_draft(shape):
+def test_counts_are_those_of_a_loop_over_the_best_drafts(shape):
     rng, (b, k) = np.random.default_rng(0), shape
     some = set()
     for trial in range(200):
@@ -74,7 +74,7 @@ def test_counts_are_those_of_a_loop_that_takes_the_best_next_draft(shape):
     assert len(some) > 1
 
 
-def test_ties_go_to_the_earlier_position_then_to_the_first_request():
+def test_ties_go_to_earlier_positions_then_to_earlier_requests():
     ones = np.ones((3, 2), np.float32)
     found = [sd.plan_drafts(ones, np.full(3, 2), budget=n).tolist() for n in range(7)]
     assert found == [
@@ -239,7 +239,7 @@ def the_counterexample() -> Case:
 SPEEDS = np.array([1, 1, 0.5, 0.45])  # by rows
 
 
-def test_a_search_over_counts_emits_other_tokens_and_ours_does_not():
+def test_a_search_over_counts_is_lossy_and_ours_is_not():
     case = the_counterexample()
     lossy = case.law(planted(case, best_of_all_counts(SPEEDS))).reshape(2, 2, 2)
     np.testing.assert_allclose(lossy.sum(axis=(1, 2)), [0.85, 0.15], rtol=1e-12)
@@ -298,7 +298,7 @@ def test_each_lossy_plan_is_found(fault):
     assert max(distances) > 0.05
 
 
-def test_two_requests_that_look_at_each_others_drafts_are_lossy_only_jointly():
+def test_requests_that_see_each_others_drafts_are_lossy_jointly():
     rng, worst = np.random.default_rng(1), 0.0
     for _ in range(20):
         case = Case(rng, 2, 1, by_max_q=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -15,7 +14,7 @@ import scipy.stats
 from serving.chi_square import ALPHA, CONTROL, assert_distributed
 
 import jax_specdec as sd
-from jax_specdec._src.drafting.draw import draw_drafts
+from jax_specdec._src.drafting.draw import draft_chain
 from jax_specdec._src.noise import Stream, uniforms
 
 pytestmark = pytest.mark.dearest
@@ -77,7 +76,7 @@ FLAT = np.zeros((BATCH, VOCAB), np.float32)
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.newest)])
-def test_greedy_requests_draft_the_argmax_and_ties_go_to_the_lowest_id(dtype):
+def test_greedy_requests_draft_the_argmax_of_lowest_id(dtype):
     logits = random_logits(dtype)
     logits[::8, 4] = logits[::8, 9] = 50
     ids, _ = draw(logits, TEMPERATURES)
@@ -85,7 +84,7 @@ def test_greedy_requests_draft_the_argmax_and_ties_go_to_the_lowest_id(dtype):
     np.testing.assert_array_equal(ids[greedy], np.argmax(logits[greedy], axis=1))
 
 
-def test_where_the_config_drafts_greedily_every_draft_is_an_argmax_and_nothing_is_to_be_kept():
+def test_a_greedy_config_drafts_argmaxes_and_keeps_nothing():
     logits = random_logits()
     ids, *others = sd.sample_draft_tokens(
         jnp.asarray(logits),
@@ -138,7 +137,7 @@ def test_a_draft_does_not_depend_on_its_neighbours():
     np.testing.assert_array_equal(at(np.full(BATCH, 7))[0], np.full(BATCH, ids[7]))
 
 
-def test_what_the_parameters_leave_out_is_never_drawn_and_is_told_by_the_threshold():
+def test_what_filters_leave_out_lies_below_the_threshold():
     logits = random_logits("bfloat16")
     top_k = np.resize(np.int32([0, 1, 3]), BATCH)
     drawn = jax.jit(functools.partial(sd.sample_draft_tokens, offset=0))(
@@ -226,11 +225,11 @@ def test_drafts_share_no_noise_with_the_check():
     assert independence(shared, noise.accept[:, 0]) < CONTROL
 
 
-def test_under_the_agreement_rule_a_drafter_that_has_the_target_itself_is_always_right():
+def test_by_agreement_the_target_as_drafter_is_always_right():
     """Also over a map in another order; with noise of its own it hardly ever is."""
     k, batch, vocab = 2, 12, 4099  # three tiles
     rng = np.random.default_rng(3)
-    logits = jnp.asarray(rng.standard_normal((batch, k + 1, vocab)), jnp.float32)
+    logits = np.float32(rng.standard_normal((batch, k + 1, vocab)))
     agreement = sd.SpecDecodeConfig(num_speculative_tokens=k, rejection_sample_method="agreement")
     context = sd.DraftContext(
         token_ids=jnp.zeros((batch, 8), jnp.int32),
@@ -241,28 +240,34 @@ def test_under_the_agreement_rule_a_drafter_that_has_the_target_itself_is_always
     )
     sampled, permuted = np.resize([False, True, True], batch), jnp.asarray(rng.permutation(vocab))
 
-    def accepted(ids: jax.Array | None, drafting: sd.DraftContext) -> np.ndarray:
-        rows = logits if ids is None else logits[:, :, ids]
-        given: Any = dict(context=drafting, ids=ids, vocab_size=vocab)
-        drafts = [draw_drafts(rows[:, j], jnp.int32(j), None, None, **given)[0] for j in range(k)]
-        output = sd.rejection_sample(
-            logits.reshape(-1, vocab),
-            sd.Drafts.from_dense(jnp.stack(drafts, axis=1)),
-            sampling=context.sampling,
-            keys=context.keys,
-            positions=context.lengths,
-            config=agreement,
-        )
+    common: Any = dict(sampling=context.sampling, keys=context.keys, positions=context.lengths)
+
+    def accepted(drafts: Any) -> np.ndarray:
+        rows, drafts = logits.reshape(-1, vocab), sd.Drafts.from_dense(drafts)
+        output = sd.rejection_sample(rows, drafts, config=agreement, **common)
         return np.asarray(output.num_accepted)
 
-    assert (accepted(None, context) == k).all()
-    assert (accepted(permuted, context) == k).all()
-    standard = sd.SpecDecodeConfig(num_speculative_tokens=k)
-    alone = accepted(None, dataclasses.replace(context, config=standard))
+    def drawn(config: sd.SpecDecodeConfig) -> np.ndarray:
+        ids = [
+            sd.sample_draft_tokens(rows, offset=j, config=config, **common).token_ids
+            for j, rows in enumerate((logits[:, 0], logits[:, 1]))
+        ]
+        return np.stack(ids, axis=1)
+
+    def drawn_by_map() -> jax.Array:
+        rows = jnp.asarray(logits)[:, :, permuted]
+        given: Any = dict(ids=permuted, vocab_size=vocab)
+        chain = rows[:, 0], None, lambda *at: (rows[:, at[2]], None), context, None
+        return draft_chain(*chain, **given)[0].token_ids
+
+    assert (accepted(drawn(agreement)) == k).all()
+    assert (accepted(jax.jit(drawn_by_map)()) == k).all()
+    alone = accepted(drawn(sd.SpecDecodeConfig(num_speculative_tokens=k)))
     assert (alone[~sampled] == k).all() and alone[sampled].mean() < 0.5
 
 
-def test_a_drafter_that_shares_the_noise_agrees_as_often_as_one_race_of_both_rows():
+@pytest.mark.newest
+def test_shared_noise_agrees_as_often_as_one_race():
     """One race of p and of q has the winner i in both with 1 / sum_j max(p_j / p_i, q_j / q_i)."""
     batch, vocab = 2000, 2100  # two tiles
     rng = np.random.default_rng(4)
@@ -338,17 +343,21 @@ def test_split_logits_give_the_tokens_of_whole_ones(rule):
             out_specs=jax.sharding.PartitionSpec(),
         )
         whole, split = (drawn(logits, s, "probabilistic") for s in (None, with_a_mesh))
+        if rule == "agreement":
+            return whole, split
         return whole, split, inside(logits), drawn(logits, with_a_mesh, "greedy")
 
-    logits = 3 * jax.random.normal(jax.random.key(0), (batch, vocab))
-    whole, *others, best = each_way(logits)
+    logits = np.float32(3 * np.random.default_rng(0).standard_normal((batch, vocab)))
+    whole, *others = jax.device_get(each_way(logits))
+    sampled = np.asarray(temperature) > 0
+    if rule == "standard":
+        best = others.pop()
+        np.testing.assert_array_equal(best.token_ids, np.argmax(logits, axis=1))
+        assert best.log_normalizer is None
     for other in others:
         np.testing.assert_array_equal(other.token_ids, whole.token_ids)
-        sampled = temperature > 0
         normalizers = other.log_normalizer[sampled], whole.log_normalizer[sampled]
         np.testing.assert_allclose(*normalizers, rtol=1e-6)
         np.testing.assert_array_equal(other.row_max, whole.row_max)
         np.testing.assert_array_equal(other.threshold, whole.threshold)
         assert np.count_nonzero(np.isfinite(other.threshold)) == 4
-    np.testing.assert_array_equal(best.token_ids, jnp.argmax(logits, axis=1))
-    assert best.log_normalizer is None

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from filled import zeros
 from jax import export
 from serving import tiny
 from serving.chi_square import CONTROL, assert_distributed, p_value
@@ -38,10 +39,11 @@ def empty(slots: int = SLOTS, dtype: Any = jnp.float32) -> sd.DraftStore:
 
 
 @jax.jit
-def write(store, offset, logits, normalizer, row_max, positions, sampling, slots=None):
-    return store.write(
-        offset, logits, normalizer, row_max, positions=positions, sampling=sampling, slots=slots
-    )
+def write(
+    store, offset, logits, normalizer, row_max, positions, sampling, slots=None, threshold=None
+):
+    given = dict(positions=positions, sampling=sampling, slots=slots, threshold=threshold)
+    return store.write(offset, logits, normalizer, row_max, **given)
 
 
 @jax.jit
@@ -52,6 +54,7 @@ def attach(store, token_ids, counts, positions, sampling, slots):
 
 
 count_fallbacks = jax.jit(sd.count_fallbacks)
+keys_of = jax.jit(jax.vmap(jax.random.key))
 
 
 # A batch in any order
@@ -84,12 +87,12 @@ def drawn() -> tuple[sd.DraftStore, np.ndarray]:
     by_slot = {r.slot: r for r in (A, B, C, GREEDY)}
     positions = [by_slot[s].position if s in by_slot else 9 for s in range(SLOTS)]
     temperature = [by_slot[s].temperature if s in by_slot else 0.8 for s in range(SLOTS)]
-    divisor = jnp.asarray([t or 1.0 for t in temperature])[:, None]  # a greedy row is not read
+    divisor = np.float32([t or 1.0 for t in temperature])[:, None]  # a greedy row is not read
     store = empty()
     for offset in range(K):
-        logits = jnp.asarray(rows[:, offset])
+        logits = rows[:, offset]
         peak = logits.max(axis=1)
-        normalizer = jax.nn.logsumexp((logits - peak[:, None]) / divisor, axis=1)
+        normalizer = np.log(np.exp((logits - peak[:, None]) / divisor).sum(axis=1))
         given = normalizer, peak, i32(positions), at(*temperature)
         store = write(store, i32(offset), logits, *given)
     return store, rows.astype(np.float64)
@@ -130,7 +133,7 @@ def verify(requests: tuple[Request, ...], store: sd.DraftStore) -> tuple[list, i
         i32([r.position for r in requests]),
         at(*(r.temperature for r in requests)),
         i32([r.slot for r in requests]),
-        jax.vmap(jax.random.key)(i32([r.seed for r in requests])),
+        keys_of(i32([r.seed for r in requests])),
         jnp.asarray(logits),
         jnp.asarray([r is not NOBODY for r in requests]),
     )
@@ -170,7 +173,7 @@ def expected(request: Request) -> list[int]:
 
 
 @pytest.mark.parametrize("fourth", [NEW, NOBODY, GREEDY], ids=["arrival", "empty", "greedy"])
-def test_drafts_of_2_0_and_1_keep_their_rows_in_any_order_of_the_batch(fourth):
+def test_requests_keep_their_rows_in_any_order(fourth):
     store, _ = drawn()
     for requests in itertools.permutations((A, B, C, fourth)):
         tokens, fallbacks, valid = verify(requests, store)
@@ -209,7 +212,7 @@ STALE = {
 
 
 @pytest.mark.parametrize("changes", STALE.values(), ids=STALE)
-def test_a_row_is_used_only_where_and_at_the_temperature_it_was_drawn(changes):
+def test_a_row_serves_only_its_own_position_and_temperature(changes):
     named = dict(positions=[11, 4, 7, 9], temperature=[0.8, 1.3, 0.5, 0.8], slots=[3, 0, 4, -1])
 
     def valid(positions, temperature, slots):
@@ -235,7 +238,7 @@ def test_evicted_rows_are_not_used_and_touch_no_others():
     assert tokens == [oracle(A, None)[0], expected(B), expected(C), expected(NEW)]
 
 
-def test_a_request_with_one_old_row_among_its_drafts_falls_back():
+def test_one_old_row_makes_a_request_fall_back():
     # A slot drafts one token at a new position; rows 1 and 2 are still those of the old one.
     logits, zero, one = jnp.zeros((1, NARROW)), jnp.zeros((1,)), i32([12])
     store = write(drawn()[0], i32(0), logits, zero, zero, one, at(0.8), i32([3]))
@@ -255,7 +258,7 @@ def test_a_request_with_one_old_row_among_its_drafts_falls_back():
 
 
 @hypothesis.given(st.data())
-def test_a_store_behaves_like_a_dictionary_of_the_rows_written_last(data):
+def test_a_store_is_a_dictionary_of_rows_written_last(data):
     slots = st.lists(st.integers(-2, SLOTS + 1), min_size=2, max_size=2, unique=True)
     positions, temperatures = st.integers(0, 2), st.sampled_from([0.0, 0.5, 1.0])
     store, known, tag = empty(), {}, 0
@@ -317,7 +320,7 @@ def test_gaps_and_empty_batches_have_no_fallback(size):
     assert int(count_fallbacks(drafts, sampling=at(1.0))) == 0
 
 
-def test_a_request_with_a_proposal_whose_normalizer_is_too_large_falls_back():
+def test_a_normalizer_too_large_makes_a_request_fall_back():
     rng, counts = np.random.default_rng(0), i32([2, 0, 3, 1])
     cu, sampling = np.concatenate([[0], np.cumsum(counts)]), at(1.0, 1.0, 0.0, 0.7)
     seen = set()
@@ -345,7 +348,7 @@ def test_a_request_with_a_proposal_whose_normalizer_is_too_large_falls_back():
     assert seen == {0, 1, 2}
     without = dataclasses.replace(drafts, token_ids=i32([]), cu_num_draft_tokens=i32([0, 0]))
     without = dataclasses.replace(without, distribution=dataclasses.replace(given, rows=i32([])))
-    assert int(sd.count_fallbacks(without, sampling=at(1.0))) == 0
+    assert int(count_fallbacks(without, sampling=at(1.0))) == 0
 
 
 def test_drafts_without_a_distribution_have_no_fallback():
@@ -406,7 +409,7 @@ def filled(logits: np.ndarray, dtype: Any, position: int, rounded: bool = True) 
 
 
 @pytest.mark.statistics
-def test_a_draft_beside_an_old_row_is_lossless_because_the_position_is_checked():
+def test_a_draft_beside_an_old_row_is_lossless():
     old, _ = filled(np.array([3.0, 0.0, 0.0, -1.0, 0.0, 2.0]), jnp.float32, position=2)
     _, ids = filled(np.array([0.0, 2.0, 0.0, 1.0, 0.0, 0.0]), jnp.float32, position=3)
     assert_distributed(tally(old, ids), TARGET, "one-hot beside an old row")
@@ -527,99 +530,61 @@ def test_verification_reads_the_store_in_place():
 # Errors, and travelling
 
 
-ROW = (jnp.zeros((SLOTS, NARROW)), jnp.zeros((SLOTS,)), jnp.zeros((SLOTS,)))
-ALL = dict(positions=jnp.zeros((SLOTS,), jnp.int32), sampling=at(*[1.0] * SLOTS))
-DRAFTS = sd.Drafts.from_flat(jnp.zeros((FLAT,), jnp.int32), i32([0] * SLOTS))
-ERRORS = {
-    "no slots": (lambda: sd.DraftStore.create(0, K, NARROW), ValueError, "num_slots"),
-    "half a slot": (lambda: sd.DraftStore.create(2.5, K, NARROW), TypeError, "num_slots"),
-    "no drafts": (lambda: sd.DraftStore.create(1, 0, NARROW), ValueError, "num_speculative_tokens"),
-    "no vocabulary": (lambda: sd.DraftStore.create(1, K, 0), ValueError, "vocab_size"),
-    "integers": (lambda: sd.DraftStore.create(1, K, NARROW, jnp.int32), TypeError, "dtype"),
-    "rows not rounded": (
-        lambda: empty(dtype=jnp.bfloat16).write(0, *ROW, **ALL),
-        TypeError,
-        "logits",
-    ),
-    "rows of another width": (
-        lambda: empty().write(0, jnp.zeros((SLOTS, VOCAB)), *ROW[1:], **ALL),
-        ValueError,
-        "logits",
-    ),
-    "normalizers of another batch": (
-        lambda: empty().write(0, ROW[0], jnp.zeros((2,)), ROW[2], **ALL),
-        ValueError,
-        "log_normalizer",
-    ),
-    "maxima of another batch": (
-        lambda: empty().write(0, *ROW[:2], jnp.zeros((2,)), **ALL),
-        ValueError,
-        "row_max",
-    ),
-    "thresholds of another batch": (
-        lambda: empty().write(0, *ROW, **ALL, threshold=jnp.zeros((2,))),
-        ValueError,
-        "threshold",
-    ),
-    "positions of another batch": (
-        lambda: empty().write(0, *ROW, **ALL | dict(positions=i32([1]))),
-        ValueError,
-        "positions",
-    ),
-    "temperatures of another batch": (
-        lambda: empty().write(0, *ROW, **ALL | dict(sampling=at(1.0))),
-        ValueError,
-        r"sampling\.temperature",
-    ),
-    "slots of two axes": (
-        lambda: empty().write(0, *ROW, **ALL, slots=i32([[1]])),
-        ValueError,
-        "slots",
-    ),
-    "evicting some other number of slots": (
-        lambda: empty().evict(jnp.zeros((2,), bool)),
-        ValueError,
-        "slots",
-    ),
-    "attaching to another batch": (
-        lambda: empty().attach(DRAFTS, **ALL, slots=i32([1])),
-        ValueError,
-        r"drafts\.cu_num_draft_tokens",
-    ),
-    "attaching at positions of another batch": (
-        lambda: empty().attach(DRAFTS, **ALL | dict(positions=i32([1]))),
-        ValueError,
-        "positions",
-    ),
-    "attaching at temperatures of another batch": (
-        lambda: empty().attach(DRAFTS, **ALL | dict(sampling=at(1.0))),
-        ValueError,
-        r"sampling\.temperature",
-    ),
-}
+ROW = (zeros((SLOTS, NARROW)), zeros((SLOTS,)), zeros((SLOTS,)))
+ALL = dict(positions=zeros((SLOTS,), jnp.int32), sampling=at(*[1.0] * SLOTS))
+DRAFTS = sd.Drafts.from_flat(zeros((FLAT,), jnp.int32), i32([0] * SLOTS))
+TWO = zeros((2,))
 
 
-@pytest.mark.parametrize(("call", "error", "message"), ERRORS.values(), ids=ERRORS)
-def test_it_is_refused_with_a_reason(call, error, message):
-    with pytest.raises(error, match=f"^{message}"):
+def create(*sizes: Any) -> Any:
+    return lambda: sd.DraftStore.create(*sizes)
+
+
+def writing(dtype: Any = jnp.float32, **changes: Any) -> Any:
+    row = dict(zip(("logits", "log_normalizer", "row_max"), ROW, strict=True))
+    return lambda: empty(dtype=dtype).write(0, **row | ALL | changes)
+
+
+def attaching(**changes: Any) -> Any:
+    return lambda: empty().attach(DRAFTS, **ALL | changes)
+
+
+ERRORS = [
+    (create(0, K, NARROW), ValueError, "num_slots"),
+    (create(2.5, K, NARROW), TypeError, "num_slots"),
+    (create(1, 0, NARROW), ValueError, "num_speculative_tokens"),
+    (create(1, K, 0), ValueError, "vocab_size"),
+    (create(1, K, NARROW, jnp.int32), TypeError, "dtype"),
+    (writing(jnp.bfloat16), TypeError, "logits"),  # not rounded
+    (writing(logits=zeros((SLOTS, VOCAB))), ValueError, "logits"),
+    (writing(log_normalizer=TWO), ValueError, "log_normalizer"),
+    (writing(row_max=TWO), ValueError, "row_max"),
+    (writing(threshold=TWO), ValueError, "threshold"),
+    (writing(positions=i32([1])), ValueError, "positions"),
+    (writing(sampling=at(1.0)), ValueError, r"sampling\.temperature"),
+    (writing(slots=i32([[1]])), ValueError, "slots"),
+    (lambda: empty().evict(zeros((2,), bool)), ValueError, "slots"),
+    (attaching(slots=i32([1])), ValueError, r"drafts\.cu_num_draft_tokens"),
+    (attaching(positions=i32([1])), ValueError, "positions"),
+    (attaching(sampling=at(1.0)), ValueError, r"sampling\.temperature"),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "name"), ERRORS, ids=[f"{i}-{name}" for i, (*_, name) in enumerate(ERRORS)]
+)
+def test_an_argument_that_does_not_fit_is_named(call, error, name):
+    with pytest.raises(error, match=f"^{name} must"):
         call()
 
 
-def test_a_row_of_which_something_was_left_out_serves_only_with_its_threshold():
+def test_a_filtered_row_serves_only_with_its_threshold():
     temperature, positions = at(*[0.8] * SLOTS), i32([4] * SLOTS)
-    threshold = jnp.asarray([-jnp.inf, 0.5, -jnp.inf, 1.0, -jnp.inf])
-    slots = i32([1, 2, 3, 0])  # where they are written to: threshold 0.5 at slot 2, 1.0 at slot 0
-    by_slots = empty().write(
-        0,
-        *(x[: len(slots)] for x in ROW),
-        threshold=threshold[: len(slots)],
-        slots=slots,
-        positions=positions[: len(slots)],
-        sampling=at(*[0.8] * len(slots)),
-    )
-    in_place = empty().write(
-        0, *ROW, threshold=threshold, positions=positions, sampling=temperature
-    )
+    threshold = np.array([-np.inf, 0.5, -np.inf, 1.0, -np.inf], np.float32)
+    slots = np.array([1, 2, 3, 0, -1], np.int32)  # of threshold 0.5 at slot 2, of 1.0 at slot 0
+    stored = positions, temperature
+    by_slots = write(empty(), i32(0), *ROW, *stored, slots, threshold)
+    in_place = write(empty(), i32(0), *ROW, *stored, None, threshold)
     each = i32([1] * SLOTS)  # a draft of each slot
     top_p = dataclasses.replace(temperature, top_p=jnp.full((SLOTS,), 0.9))
     for store, kept in ((in_place, threshold), (by_slots, [1.0, -np.inf, 0.5, -np.inf, -np.inf])):
@@ -627,7 +592,7 @@ def test_a_row_of_which_something_was_left_out_serves_only_with_its_threshold():
         assert without.threshold is None
         written = np.isin(np.arange(SLOTS), slots) | (store is in_place)
         np.testing.assert_array_equal(without.valid, np.isneginf(kept) & written)
-        filtered = attach(store, each, each, positions, top_p, None).distribution
+        filtered = jax.device_get(attach(store, each, each, positions, top_p, None)).distribution
         np.testing.assert_array_equal(filtered.threshold[filtered.rows], kept)
         np.testing.assert_array_equal(filtered.valid, written)
         again = write(store, i32(0), *ROW, positions, temperature)

@@ -54,7 +54,7 @@ def placed(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 @pytest.mark.newest
-def test_filtered_requests_at_top_level_give_the_tokens_of_the_oracle_and_gather_no_row():
+def test_filtered_requests_at_top_level_gather_no_row():
     call = jitted(sd.testing.rejection_sample_with_noise)
     for seed in range(6):
         positional, named = placed(dense(seed))
@@ -112,9 +112,7 @@ def in_shard_map(implementation: sd.Implementation | None, over_tensor: bool) ->
         pytest.param("xla_batched", False, marks=pytest.mark.slow),
     ],
 )
-def test_requests_that_vary_over_data_in_shard_map_give_the_tokens_of_the_oracle(
-    implementation, over_tensor
-):
+def test_requests_over_data_in_shard_map_give_the_oracles_tokens(implementation, over_tensor):
     call = in_shard_map(implementation, over_tensor)
     for seed in range(4):
         positional, named = placed(dense(seed))
@@ -158,7 +156,7 @@ def simple(implementation: sd.Implementation | None, rule: str) -> Any:
         pytest.param("xla_batched", "block", marks=pytest.mark.slow),
     ],
 )
-def test_a_call_in_shard_map_over_requests_gives_what_the_whole_batch_does(implementation, rule):
+def test_a_part_of_the_requests_gives_what_all_do(implementation, rule):
     alone, mapped = simple(implementation, rule)
     logits = jax.random.normal(jax.random.key(0), (18, 40))
     ids = jnp.argmax(logits.reshape(6, 3, 40)[:, :2], axis=2).astype(jnp.int32)
@@ -169,7 +167,7 @@ def test_a_call_in_shard_map_over_requests_gives_what_the_whole_batch_does(imple
 
 
 @pytest.mark.newest
-def test_drafts_in_shard_map_over_requests_are_those_of_the_whole_batch():
+def test_drafts_of_a_part_are_those_of_all():
     def part(logits, keys, positions):
         k = jnp.full_like(positions, 7)
         sampling = sd.SamplingParams(0.8, top_k=k, top_p=jnp.full(k.shape, 0.9))

@@ -67,34 +67,17 @@ class Nnx:
         return graph[0](**state)
 
 
-def of_function(seed: int) -> tuple[Any, Any]:
-    return models.OneIndexModel(V, attend, new_cache, index="end_index"), weights(seed)
+MODEL = models.OneIndexModel(V, attend, new_cache, index="end_index")
 
 
-def of_module(seed: int) -> tuple[Any, Any]:
-    nnx = Nnx()
-    found = models.from_nnx(
-        nnx,
-        types.SimpleNamespace(**weights(seed)),
-        lambda module, *arguments: attend(vars(module), *arguments),
-        new_cache,
-        vocab_size=V,
-        index="end_index",
-    )
-    assert nnx.splits == 1
-    return found
-
-
-@pytest.mark.parametrize("make", [of_function, of_module], ids=["functional", "module"])
-def test_text_is_that_of_the_reference_with_a_sampled_draft_model(make):
-    model, params = make(0)
-    draft, draft_params = make(1)
+def test_text_is_the_references_with_a_sampled_draft_model():
+    params, draft_params = jax.tree.map(jnp.asarray, (weights(0), weights(1)))
     output = sd.generate(
-        model,
-        jax.tree.map(jnp.asarray, params),
+        MODEL,
+        params,
         PROMPTS,
-        drafter=sd.ModelDrafter(draft),
-        draft_params=jax.tree.map(jnp.asarray, draft_params),
+        drafter=sd.ModelDrafter(MODEL),
+        draft_params=draft_params,
         config=sd.SpecDecodeConfig(num_speculative_tokens=3),
         options=[
             sd.RequestOptions(temperature=temperature, max_new_tokens=NEW)
@@ -106,6 +89,23 @@ def test_text_is_that_of_the_reference_with_a_sampled_draft_model(make):
         assert output.completions[b] == reference(weights(0), PROMPTS[b])
     assert len(output.completions[2]) == NEW
     assert output.steps.num_accepted.sum() > 0
+
+
+def test_a_module_is_split_once_and_calls_the_same():
+    nnx = Nnx()
+    model, params = models.from_nnx(
+        nnx,
+        types.SimpleNamespace(**weights(0)),
+        lambda module, *arguments: attend(vars(module), *arguments),
+        new_cache,
+        vocab_size=V,
+        index="end_index",
+    )
+    ids, start = jnp.array([PROMPTS[0], PROMPTS[2][:3]]), jnp.array([0, 4])
+    want = jax.jit(MODEL.apply)(params, ids, start, MODEL.init_cache(2, 16))
+    found = jax.jit(model.apply)(params, ids, start, model.init_cache(2, 16))
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+    assert nnx.splits == 1 and model.vocab_size == V
 
 
 def test_an_index_that_is_not_in_the_cache_is_refused():

@@ -86,18 +86,16 @@ def test_the_table_has_all_of_theirs_and_enough_of_ours():
     assert sum(case.defect is not None for case in OURS) == 5
 
 
-@pytest.mark.parametrize("is_flat", [False, True])
-def test_every_request_emits_what_is_expected(is_flat):
-    (logits, chains, lengths), named = arguments()
-    chains = chains.reshape(-1) if is_flat else chains
-    check_all(verifier()(logits, chains, lengths, **named))
+def test_every_request_emits_what_is_expected():
+    positional, named = arguments()
+    check_all(verifier()(*positional, **named))
 
 
 MESH = jax.make_mesh((2, 4), ("data", "tensor"), (AxisType.Explicit,) * 2)
 
 
 def placed(mesh: jax.sharding.Mesh) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As their model leaves it: logits over both axes, what belongs to requests over data."""
+    """As their model leaves it: logits over both axes, flat chains and requests over data."""
     (logits, chains, lengths), named = arguments()
 
     def put(x: jax.Array, *axes: str | None) -> jax.Array:
@@ -111,7 +109,7 @@ def placed(mesh: jax.sharding.Mesh) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @pytest.mark.newest
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
-def test_logits_over_data_and_tensor_give_the_same_and_stay_where_they_are(axis_type):
+def test_logits_over_data_and_tensor_stay_where_they_are(axis_type):
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), (axis_type,) * 2)
     positional, named = placed(mesh)
     compiled = verifier(sharding=sd.VerifySharding(mesh, "tensor", "data"))
@@ -190,7 +188,7 @@ def test_explicitly_split_logits_without_a_sharding_are_refused():
 
 
 @pytest.mark.newest
-def test_a_large_vocabulary_is_not_gathered_and_takes_no_copy_beside_its_part():
+def test_a_large_vocabulary_is_neither_gathered_nor_copied():
     bs, vocab = 64, 128256
 
     def array(*shape: int, axes: tuple[str, ...] = ("data",), dtype: str = "float32") -> Any:

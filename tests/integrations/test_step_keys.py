@@ -13,7 +13,7 @@ from serving.chi_square import ALPHA, CONTROL, assert_distributed, p_value, tall
 
 import jax_specdec as sd
 from jax_specdec._src.noise import fold_in_each
-from jax_specdec.integrations import sglang_jax, tpu_inference
+from jax_specdec.integrations import common, sglang_jax, tpu_inference
 from jax_specdec.integrations.keys import step_keys
 
 V, K, B, STEPS = 4, 2, 20000, 3
@@ -24,7 +24,7 @@ IMPLS = ["threefry2x32", "rbg", "unsafe_rbg"]
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_a_slot_has_the_key_that_folding_it_in_gives_whoever_else_is_there(impl):
+def test_a_slot_has_its_key_whoever_else_is_there(impl):
     key = jax.random.key(3, impl=impl)
     slots = jnp.array([4, 0, 2])
     found = step_keys(key, slots)
@@ -85,7 +85,7 @@ JOINT = np.einsum("i,j,k->ijk", P, P, P)
         pytest.param("unsafe_rbg", False, marks=pytest.mark.slow),
     ],
 )
-def test_with_a_fresh_key_per_step_tokens_of_consecutive_steps_are_independent(impl, has_positions):
+def test_fresh_keys_make_tokens_of_consecutive_steps_independent(impl, has_positions):
     tokens = np.asarray(loop(has_positions, True)(jax.random.key(11, impl=impl)))
     counts = tally(tokens, V)
     print(np.round(counts / B, 4).tolist())
@@ -100,18 +100,19 @@ def test_control_with_the_same_key_on_every_step_noise_repeats():
 
 
 FLAT = jax.jit(functools.partial(tpu_inference.verify_flat, config=CONFIG))
-
-
 CHAINS = jax.jit(functools.partial(sglang_jax.verify_chains, config=CONFIG))
+ROWS = jnp.asarray(np.random.default_rng(4).normal(size=(3, K + 1, V)), jnp.float32)
+IDS = jnp.array([[0, 1], [2, 3], [1, 0]], jnp.int32)
 
 
-def small(batch: int) -> dict[str, Any]:
-    rng = np.random.default_rng(4)
-    logits = jnp.asarray(rng.normal(size=(3 * 3, V)), jnp.float32)
+def small(batch: int, order: list[int] | None = None) -> dict[str, Any]:
+    """Three requests, in some order, then padding."""
+    order_ = jnp.array([0, 1, 2] if order is None else order)
+    rows = ROWS[order_].reshape(-1, V)
     return dict(
-        logits=jnp.concatenate([logits, jnp.full((2 * batch, V), jnp.nan)]),
-        draft_token_ids=jnp.asarray([0, 1, 2, 3, 1, 0, *[-9] * batch], jnp.int32),
-        draft_lengths=jnp.asarray([2, 2, 2, *[0] * (batch - 3)], jnp.int32),
+        logits=jnp.concatenate([rows, jnp.full((2 * batch, V), jnp.nan)]),
+        draft_token_ids=jnp.append(IDS[order_].reshape(-1), jnp.full((batch,), -9)),
+        draft_lengths=jnp.asarray([K] * 3 + [0] * (batch - 3), jnp.int32),
         temperature=jnp.ones((batch,)),
         active=jnp.arange(batch) < 3,
     )
@@ -122,61 +123,45 @@ def test_padding_changes_no_token_and_the_slot_does(impl):
     differ = 0
     for seed in range(8):
         key = jax.random.key(seed, impl=impl)
-        outputs = []
-        for batch in (3, 7):
-            given = small(batch)
-            outputs.append(FLAT(**given, keys=key).output.token_ids[:3])
-        np.testing.assert_array_equal(*outputs)
-        given = small(7)
-        rows = given["logits"].at[:9].set(given["logits"][:9].reshape(3, 3, V)[::-1].reshape(9, V))
-        ids = given["draft_token_ids"].at[:6].set(jnp.array([1, 0, 2, 3, 0, 1]))
-        turned = FLAT(**given | dict(logits=rows, draft_token_ids=ids), keys=key)
-        differ += not np.array_equal(turned.output.token_ids[:3][::-1], outputs[0])
+        alone, padded = (FLAT(**small(n), keys=key).output.token_ids[:3] for n in (3, 7))
+        np.testing.assert_array_equal(alone, padded)
+        turned = FLAT(**small(7, [2, 1, 0]), keys=key).output.token_ids[:3]
+        differ += not np.array_equal(turned[::-1], alone)
     assert differ  # this is what one key per step gives up
 
 
 def test_with_a_key_per_request_neither_slot_nor_neighbours_matter():
     keys, positions = jax.random.split(jax.random.key(2), 7), jnp.arange(7) + 5
-    given = small(7)
-    want = FLAT(**given, keys=keys, positions=positions).output.token_ids[:3]
-    rows = given["logits"].at[:9].set(given["logits"][:9].reshape(3, 3, V)[::-1].reshape(9, V))
-    ids = given["draft_token_ids"].at[:6].set(jnp.array([1, 0, 2, 3, 0, 1]))
+    want = FLAT(**small(7), keys=keys, positions=positions).output.token_ids[:3]
     order = jnp.array([2, 1, 0, 3, 4, 5, 6])
-    given |= dict(logits=rows, draft_token_ids=ids)
-    turned = FLAT(**given, keys=keys[order], positions=positions[order])
+    turned = FLAT(**small(7, [2, 1, 0]), keys=keys[order], positions=positions[order])
     np.testing.assert_array_equal(turned.output.token_ids[:3][::-1], want)
 
 
 def test_both_adapters_draw_the_same_tokens_from_the_same_key():
-    rng = np.random.default_rng(0)
-    logits = jnp.asarray(rng.normal(size=(6 * 3, V)), jnp.float32)
-    ids = jnp.asarray(rng.integers(0, V, (6, K)), jnp.int32)
-    lengths, ones = jnp.arange(6) + 3, jnp.ones((6,))
-    counts, chains = jnp.full((6,), K), jnp.concatenate([jnp.full((6, 1), 99), ids], axis=1)
+    lengths = jnp.array([3, 4, 5, 0, 0, 0, 0])
+    chains = jnp.zeros((7, K + 1), jnp.int32).at[:3, 1:].set(IDS)
+    given = small(7)
     for seed in range(3):
         key = jax.random.key(seed)
-        one = FLAT(logits, ids.reshape(-1), counts, temperature=ones, keys=key, positions=lengths)
-        other = CHAINS(logits, chains, lengths, temperatures=ones, keys=key)
+        one = FLAT(**given, keys=step_keys(key, jnp.arange(7)), positions=lengths)
+        other = CHAINS(given["logits"][:21], chains, lengths, temperatures=jnp.ones(7), keys=key)
         np.testing.assert_array_equal(one.output.token_ids, other.output.token_ids)
 
 
-@pytest.mark.parametrize("impl", [pytest.param("threefry2x32", marks=pytest.mark.long), "rbg"])
-def test_raw_keys_and_parameters_for_all_requests_give_the_same_tokens(impl):
-    given = small(3) | dict(top_p=jnp.full((3,), 0.9))
-    both = given | dict(temperature=jnp.ones((1,)), top_p=jnp.full((1,), 0.9))
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_raw_keys_are_the_same_keys(impl):
     key = jax.random.key(5, impl=impl)
     for keys, positions in ((key, None), (jax.random.split(key, 3), jnp.arange(3) + 5)):
-        want = FLAT(**given, keys=keys, positions=positions)
+        want = common.keys_of_requests(keys, positions, 3, sampled_by=None)
         raw = jax.random.key_data(keys)
-        found = FLAT(**both, keys=raw, positions=positions)
-        np.testing.assert_array_equal(found.token_ids, want.token_ids)
-    chains, lengths = jnp.ones((3, K + 1), jnp.int32), jnp.array([4, 0, 6])
-    arrays = given["logits"][:9], chains, lengths
-    want = CHAINS(*arrays, temperatures=jnp.ones((3,)), keys=key)
-    found = CHAINS(*arrays, temperatures=jnp.ones((3,)), keys=jax.random.key_data(key))
-    np.testing.assert_array_equal(found.predict, want.predict)
-    index = np.asarray(found.gather_index).reshape(3, K + 1)
-    accepted = np.asarray(found.accept_index).reshape(3, K + 1)
-    for b, count in enumerate(found.accept_lens):
-        last = b * (K + 1) + max(int(count) - 1, 0)
-        assert index[b].tolist() == [*accepted[b, :count].tolist(), *[last] * (K + 1 - int(count))]
+        found = common.keys_of_requests(raw, positions, 3, sampled_by=None)
+        np.testing.assert_array_equal(*map(jax.random.key_data, (found[0], want[0])))
+        np.testing.assert_array_equal(found[1], want[1])
+
+
+def test_one_parameter_for_all_requests_is_that_of_each():
+    given, keys = small(3), jax.random.key_data(jax.random.key(5, impl="rbg"))
+    want = FLAT(**given | dict(top_p=jnp.full((3,), 0.9)), keys=keys)
+    one = dict(temperature=jnp.ones((1,)), top_p=jnp.full((1,), 0.9))
+    np.testing.assert_array_equal(FLAT(**given | one, keys=keys).token_ids, want.token_ids)

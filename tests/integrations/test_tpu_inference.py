@@ -119,7 +119,7 @@ def test_a_case_gives_what_is_expected(case, with_bonus_rows):
     assert (found.token_ids[sizes[1] :][number:] == -1).all()
 
 
-def test_the_table_has_all_of_theirs_and_ours_where_they_fail():
+def test_the_table_has_all_of_theirs():
     assert len(THEIRS) == 28 and len(CASES) >= 40
     assert len({case.name for case in CASES}) == len(CASES)
     assert all(case.defect is None for case in THEIRS)
@@ -223,9 +223,7 @@ def mesh_of(axis_type: AxisType) -> jax.sharding.Mesh:
     [(AxisType.Auto, False), (AxisType.Explicit, True)],
     ids=["automatic axes, bonus given", "explicit axes, bonus rows"],
 )
-def test_requests_over_data_and_vocabulary_over_tensor_give_what_is_expected(
-    axis_type, with_bonus_rows
-):
+def test_requests_over_data_and_vocabulary_over_tensor_fit(axis_type, with_bonus_rows):
     mesh = mesh_of(axis_type)
     parts, positional, named = spread(WITHOUT_PROBS, with_bonus_rows)
     logits, *rest = positional
@@ -236,7 +234,7 @@ def test_requests_over_data_and_vocabulary_over_tensor_give_what_is_expected(
 
 
 @pytest.mark.newest
-def test_inside_their_shard_map_each_part_is_a_batch_of_its_own():
+def test_in_shard_map_each_part_is_a_batch():
     mesh = mesh_of(AxisType.Auto)
     parts, positional, named = spread(WITHOUT_PROBS, with_bonus_rows=True)
     key, names = named.pop("keys"), sorted(set(named) - {"draft_probs", "bonus_token_ids"})

@@ -1,10 +1,13 @@
 """The tiny checkpoints of `huggingface/make.py`, and copies of them with something changed."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
@@ -18,6 +21,13 @@ def expected(name: str) -> dict[str, Any]:
     """What `transformers` computed."""
     with np.load(CHECKPOINTS / name / "expected.npz") as arrays:
         return {key: arrays[key] for key in arrays}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits_of(model: Any, params: Any, token_ids: jax.Array) -> jax.Array:
+    """Logits ``[S, V]`` of one sequence of ids ``[S]`` from position 0."""
+    cache, start = model.init_cache(1, len(token_ids)), jnp.zeros(1, jnp.int32)
+    return model.apply(params, token_ids[None], start, cache).logits[0]
 
 
 def copy(name: str, directory: Path) -> Path:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from .reference_llama import float64, norm, rotate
+from .reference_llama import attention, feed_forward, float64, norm
 
 
 def project(config: Any, params: Any, features: np.ndarray) -> np.ndarray:
@@ -30,34 +30,9 @@ def forward(
     h = normed if config.norm_before_residual else states
     h = h + attention(c, layer, np.concatenate([embedded, normed], 1)) + layer.get("o_bias", 0)
     u = norm(h, layer["post_attention_layernorm"], eps)
-    gate, up = np.split(u @ layer["gate_up_proj"], 2, 1)
-    h = h + (gate / (1 + np.exp(-gate)) * up) @ layer["down_proj"]
+    h = h + feed_forward(layer, u)
     output = norm(h, float64(params["norm"]), eps)
     lm_head = float64(params["lm_head"])
     is_embedding = c.tie_word_embeddings and not config.own_lm_head
     logits = output @ (lm_head.T if is_embedding else lm_head) * config.logit_scale
     return logits, output if config.norm_output else h
-
-
-def attention(config: Any, layer: Any, u: np.ndarray) -> np.ndarray:
-    """What attention reads at positions 0 to S - 1, before the bias of its output."""
-    num_query, num_kv, width = (
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-    )
-    heads = (u @ layer["qkv_proj"] + layer.get("qkv_bias", 0)).reshape(len(u), -1, width)
-    query, key, value = np.split(heads, [num_query, num_query + num_kv], 1)
-    if config.qk_norm:
-        query = np.stack([norm(row, layer["q_norm"], config.rms_norm_eps) for row in query])
-        key = np.stack([norm(row, layer["k_norm"], config.rms_norm_eps) for row in key])
-    out = np.zeros((len(u), num_query, width))
-    for position in range(len(u)):
-        for head in range(num_query):
-            shared = head // (num_query // num_kv)
-            q = rotate(query[position, head], position, config.rope_theta)
-            keys = [rotate(key[t, shared], t, config.rope_theta) for t in range(position + 1)]
-            scores = np.array([q @ k for k in keys]) / np.sqrt(width)
-            weights = np.exp(scores - scores.max())
-            out[position, head] = weights / weights.sum() @ value[: position + 1, shared]
-    return out.reshape(len(u), -1) @ layer["o_proj"]

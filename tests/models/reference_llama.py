@@ -20,9 +20,7 @@ def streams(config: Any, params: Any, token_ids: list[int]) -> list[np.ndarray]:
         layer = {name: float64(weight) for name, weight in layer.items()}
         x = x + attention(config, layer, norm(x, layer["input_layernorm"], config.rms_norm_eps))
         h = norm(x, layer["post_attention_layernorm"], config.rms_norm_eps)
-        gate = h @ layer["gate_up_proj"][:, : config.intermediate_size]
-        up = h @ layer["gate_up_proj"][:, config.intermediate_size :]
-        x = x + (gate / (1.0 + np.exp(-gate)) * up) @ layer["down_proj"]
+        x = x + feed_forward(layer, h)
         found.append(x)
     return found
 
@@ -45,22 +43,26 @@ def rotate(vector: np.ndarray, position: int, theta: float) -> np.ndarray:
 
 
 def attention(config: Any, layer: Any, h: np.ndarray) -> np.ndarray:
+    """What attention adds at positions 0 to S - 1, without the bias of its output."""
     num_query, num_kv = config.num_attention_heads, config.num_key_value_heads
-    width, theta = config.head_dim, config.rope_theta
-    heads = (h @ layer["qkv_proj"]).reshape(len(h), num_query + 2 * num_kv, width)
+    width, eps = config.head_dim, config.rms_norm_eps
+    heads = (h @ layer["qkv_proj"] + layer.get("qkv_bias", 0)).reshape(len(h), -1, width)
+    query, key, value = np.split(heads, [num_query, num_query + num_kv], 1)
+    if config.qk_norm:
+        query = np.stack([norm(row, layer["q_norm"], eps) for row in query])
+        key = np.stack([norm(row, layer["k_norm"], eps) for row in key])
     out = np.zeros((len(h), num_query, width))
     for position in range(len(h)):
         for head in range(num_query):
-            shared = num_query + head // (num_query // num_kv)
-            query = rotate(heads[position, head], position, theta)
-            scores = np.array(
-                [
-                    query @ rotate(heads[past, shared], past, theta) / np.sqrt(width)
-                    for past in range(position + 1)
-                ]
-            )
-            probs = np.exp(scores - scores.max())
-            probs /= probs.sum()
-            for past in range(position + 1):
-                out[position, head] += probs[past] * heads[past, shared + num_kv]
+            shared = head // (num_query // num_kv)
+            q = rotate(query[position, head], position, config.rope_theta)
+            keys = [rotate(key[t, shared], t, config.rope_theta) for t in range(position + 1)]
+            scores = np.array([q @ k for k in keys]) / np.sqrt(width)
+            weights = np.exp(scores - scores.max())
+            out[position, head] = weights / weights.sum() @ value[: position + 1, shared]
     return out.reshape(len(h), -1) @ layer["o_proj"]
+
+
+def feed_forward(layer: Any, h: np.ndarray) -> np.ndarray:
+    gate, up = np.split(h @ layer["gate_up_proj"], 2, axis=1)
+    return (gate / (1 + np.exp(-gate)) * up) @ layer["down_proj"]

@@ -41,5 +41,5 @@ def test_a_lone_surrogate_becomes_a_question_mark() -> None:
 
 @pytest.mark.parametrize("token_id", [-1, 256])
 def test_an_id_that_is_not_a_byte_is_refused(token_id: int) -> None:
-    with pytest.raises(ValueError, match=f"bytes, in .*, but one is {token_id}"):
+    with pytest.raises(ValueError, match="^token_ids must be bytes"):
         decode_bytes([65, token_id])

@@ -156,18 +156,14 @@ GROWS = "{% set ns = namespace(x='abcdefgh') %}{% for i in range(50) %}{% set ns
     [
         ("{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3, "applied: it takes longer than"),
         ("{{ 9**(9**9) }}", "applied: it takes longer than 0.5 s"),  # when it is parsed
-        ("{{ messages[0].content * 0 ~ 9**(9**(9 * messages | length)) }}", "takes longer than"),
-        ("{{ '%4000000000d' % 1 }}", "applied: it needs more than 512 MiB of memory"),
         ("{{ messages[0].content * 10**10 }}", "applied: it needs more than 512 MiB of memory"),
         (GROWS + "{% endfor %}", "applied: it needs more than 512 MiB of memory"),
         ("{{ 'x' * 2**25 }}", "its text has 33554432 characters, more than 16777216"),
         ("{{ " + "(" * 100_000 + ")" * 100_000 + " }}", "has a chat template that cannot be "),
         ("{{ " + "-" * 100_000 + "1 }}", "has a chat template that cannot be "),
     ],
-    ids=[
-        "loops", "power", "late power", "format", "repeat", "double", "output", "parens", "minus"
-    ],
-)  # fmt: skip
+    ids=["loops", "power", "repeat", "double", "output", "parens", "minus"],
+)
 def test_a_template_that_takes_too_much_is_refused_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, message: str
 ) -> None:
@@ -290,8 +286,8 @@ def test_a_checkpoint_without_a_template_is_named() -> None:
         ("Hi", r"messages must be a list such as \[{'role': 'user', 'content': 'Hi'}\], but it"),
         (HI[0], "messages must be a list such as"),
         (["Hi"], r"messages\[0\] must have a 'role' and a 'content', but it is 'Hi'"),
-        ([{"role": "user", "content": b"Hi"}], r"messages\[0\] must hold what JSON can hold: Obj"),
-        ([{"role": "user", "content": HI, "extra": {1, 2}}], "what JSON can hold: Object of type"),
+        ([{"role": "user", "content": b"Hi"}], r"messages\[0\] must hold what JSON can hold, but"),
+        ([{"role": "user", "content": HI, "extra": {1, 2}}], "JSON can hold, .*: Object of type"),
         ([{"role": "user"}], r"messages\[0\] must have a 'role' and a 'content', but it is {'ro"),
     ],
     ids=str,

@@ -17,26 +17,16 @@ from jax_specdec._src.models.checkpoint import (
     load_huggingface,
     save_checkpoint,
 )
-from jax_specdec._src.models.llama import Llama, LlamaConfig
+from jax_specdec._src.models.llama import Llama
 
 from .checkpoints import edit_json, edit_tensors
-from .weights import random_weights
+from .weights import random_weights, sizes
 
 pytestmark = pytest.mark.newest
 
 
 def make(tied: bool = False) -> tuple[Llama, Any]:
-    config = LlamaConfig(
-        vocab_size=11,
-        hidden_size=12,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        head_dim=4,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=tied,
-    )
+    config = sizes(11, 12, 20, 2, (3, 1, 4), rms_norm_eps=1e-6, tie_word_embeddings=tied)
     model = Llama(config)
     return model, random_weights(model, 0)
 
@@ -107,65 +97,6 @@ def test_configurations_of_other_writers_are_read(saved: Path) -> None:
     assert load_checkpoint(saved).model.config.head_dim == 4
     edit_json(saved / "config.json", num_key_value_heads=...)
     with pytest.raises(ValueError, match="k_proj.weight of shape .4, 12., .* says .12, 12."):
-        load_checkpoint(saved)
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_missing_file_is_named(saved: Path, name: str) -> None:
-    (saved / name).unlink()
-    with pytest.raises(FileNotFoundError, match=f"{name} does not exist"):
-        load_checkpoint(saved)
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"hidden_act": "gelu"}, "config.json has hidden_act = 'gelu', but only 'silu'"),
-        ({"attention_bias": True}, "config.json has attention_bias = True, but only False"),
-        ({"vocab_size": 12}, "embed_tokens.weight of shape .11, 12., but .* says .12, 12."),
-        ({"num_hidden_layers": 3}, "safetensors lacks the tensor model.layers.2.input_layernorm"),
-    ],
-)
-def test_a_configuration_that_does_not_fit_is_refused(
-    saved: Path, changes: Any, message: str
-) -> None:
-    edit_json(saved / "config.json", **changes)
-    with pytest.raises(ValueError, match=message):
-        load_checkpoint(saved)
-
-
-@pytest.mark.parametrize("content, message", [("{", "is not valid JSON"), ("[]", "a JSON object")])
-def test_a_configuration_that_is_not_json_is_refused(
-    saved: Path, content: str, message: str
-) -> None:
-    (saved / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=message):
-        load_checkpoint(saved)
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"lm_head.weight": ...}, "model.safetensors lacks the tensor lm_head.weight"),
-        (
-            {"model.norm.weight": np.ones(13, np.float32)},
-            "model.norm.weight of shape .13,., but its config.json says .12,.",
-        ),
-        (
-            {"model.norm.weight": np.ones(12, np.int8)},
-            "model.norm.weight of dtype I8, but only F64, F32, F16, BF16 are supported",
-        ),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(saved: Path, changes: Any, message: str) -> None:
-    edit_tensors(saved / "model.safetensors", **changes)
-    with pytest.raises(ValueError, match=message):
-        load_checkpoint(saved)
-
-
-def test_a_file_that_is_not_safetensors_is_refused(saved: Path) -> None:
-    (saved / "model.safetensors").write_bytes(b"not a checkpoint")
-    with pytest.raises(ValueError, match="model.safetensors is not a readable safetensors file"):
         load_checkpoint(saved)
 
 

@@ -11,17 +11,9 @@ import pytest
 import jax_specdec as sd
 
 from . import reference_eagle3 as reference
-from .weights import random_ids, random_weights
+from .weights import random_ids, random_weights, sizes
 
-LAYER = sd.models.LlamaConfig(
-    vocab_size=40,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=6,
-)
+LAYER = sizes(40, 16, 24, 1, (4, 2, 6))
 CONFIG = sd.models.Eagle3Config(
     layer=LAYER, draft_vocab_size=40, feature_layers=(1, 2, 4), target_hidden_size=16
 )
@@ -163,7 +155,7 @@ def test_a_head_is_compared_by_value() -> None:
         ({"feature_layers": [1, 2]}, "feature_layers must be"),
         ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm"),
         ({"target_hidden_size": 20}, "target_hidden_size must be"),
-        ({"layer": dataclasses.replace(LAYER, num_hidden_layers=2)}, "must have one layer"),
+        ({"layer": dataclasses.replace(LAYER, num_hidden_layers=2)}, "num_hidden_layers must be 1"),
         ({"norm_output": 1}, "norm_output must be true or false"),
         ({"logit_scale": 0.0}, "logit_scale must be a positive number"),
     ],

@@ -3,10 +3,9 @@
 import dataclasses
 import functools
 import json
+import os
 import re
 import shutil
-import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ import jax_specdec as sd
 
 from .checkpoints import edit_json, edit_tensors
 from .test_eagle3 import CONFIG, NARROW, OPTIONS, random_params
-from .test_hostile_files import FIELDS as LLAMA_FIELDS
-from .test_hostile_files import NOT_JSON, PLACES, in_json, sentence
+from .test_hostile_files import sentence
 from .weights import random_weights
 
 pytestmark = pytest.mark.newest
@@ -283,7 +281,6 @@ def assert_refused(directory: Path, target: sd.models.LoadedModel, says: str) ->
         ({"eagle_aux_hidden_state_layer_ids": {"a": 1}}, "must be a list of layer ids"),
         ({"target_layer_ids": [1, 2, 3]}, "which name different layers"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"has fc.weight of shape \(16, 48\), but"),
-        ({"eagle_aux_hidden_state_layer_ids": list(range(9))}, "features of 9 layers of width 16"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = False"),
     ],
 )
@@ -300,8 +297,8 @@ def test_a_config_that_is_not_served_is_named(
 @pytest.mark.parametrize(
     "changes, says",
     [
-        ({"num_hidden_layers": 2}, "num_hidden_layers = 2, but an EAGLE-3 head must have one"),
-        ({"num_hidden_layers": True}, "num_hidden_layers = True, but"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers must be 1, but it is 2: systems differ"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must"),
         ({"vocab_size": 41}, "vocab_size = 41, but the target's is 40"),
         ({"hidden_size": 32}, "target_hidden_size must be hidden_size = 32"),
         ({"model_type": "gpt2"}, "model_type = 'gpt2', but only"),
@@ -331,7 +328,7 @@ OFFSETS = np.array([0, 2, 2, 6, 7, 7, 14, 14, 22, 24, 28, 28], np.int64)  # of t
     "changes, says",
     [
         ({"mask_hidden": np.zeros((1, 1, 48), np.float32)}, "has mask_hidden: heads for parallel"),
-        ({"layers.1.mlp.up_proj.weight": np.zeros((2, 2), np.float32)}, "more than one layer"),
+        ({"layers.1.mlp.up_proj.weight": np.zeros((2, 2), np.float32)}, "does not call for"),
         ({"midlayer.hidden_norm.weight": np.zeros(16, np.float32)}, "does not call for"),
         ({"input_norm.weight": np.ones(48, np.float32)}, "input_norm.weight, which its config"),
         ({"fc.weight": ...}, "lacks the tensor fc.weight"),
@@ -343,11 +340,11 @@ OFFSETS = np.array([0, 2, 2, 6, 7, 7, 14, 14, 22, 24, 28, 28], np.int64)  # of t
         ({"d2t": ...}, "lacks the tensor d2t"),
         ({"d2t": OFFSETS[:-1].copy()}, r"d2t of dtype I64 and shape \(11,\)"),
         ({"d2t": OFFSETS.astype(np.float32)}, "d2t of dtype F32"),
-        ({"d2t": OFFSETS + (np.arange(12) == 11)}, r"ids in \[0, 40\), but names 40"),
-        ({"d2t": OFFSETS - (np.arange(12) == 0)}, r"ids in \[0, 40\), but names -1"),
-        ({"d2t": OFFSETS - (np.arange(12) == 2)}, "each id once, but names 3 twice"),
-        ({"d2t": np.full(12, 2**63 - 1, np.int64)}, "but holds 9223372036854775807"),
-        ({"d2t": np.full(12, -(2**63), np.int64)}, "but holds -9223372036854775808"),
+        ({"d2t": OFFSETS + (np.arange(12) == 11)}, r"ids of d2t\[11\] must be an id in \[0, 40\)"),
+        ({"d2t": OFFSETS - (np.arange(12) == 0)}, r"ids of d2t\[0\] must be an id in \[0, 40\)"),
+        ({"d2t": OFFSETS - (np.arange(12) == 2)}, "ids of d2t must list each id once"),
+        ({"d2t": np.full(12, 2**63 - 1, np.int64)}, r"ids of d2t\[0\] must"),
+        ({"d2t": np.full(12, -(2**63), np.int64)}, r"ids of d2t\[0\] must"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(
@@ -375,50 +372,14 @@ def test_a_file_of_torch_names_the_converter(written: Written) -> None:
     assert_refused(directory, target, "does not exist, nor does model.safetensors.index.json")
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("file", [FILE, WEIGHTS])
-def test_what_stands_in_place_of_a_file_is_named(file: str, place: str, written: Written) -> None:
-    directory, target, _ = written
-    make, says = PLACES[place]
-    (directory / file).unlink()
-    make(directory / file)
-    assert_refused(directory, target, says)
-
-
-@pytest.mark.parametrize("kind", NOT_JSON)
-def test_what_is_no_json_object_is_named(kind: str, written: Written) -> None:
-    directory, target, _ = written
-    damage, says = NOT_JSON[kind]
-    damage(directory / FILE)
-    assert_refused(directory, target, says)
-
-
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-
-
-@pytest.mark.parametrize("key", SIZES)
-def test_a_size_that_no_layer_can_have_is_named(key: str, written: Written) -> None:
-    directory, target, _ = written
-    for text in LLAMA_FIELDS[(key,)]:
-        in_json(directory / FILE, "transformer_layer_config", key, text=text)
-        assert_refused(directory, target, key)
-
-
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "empty": lambda data: b"",
-    "cut": lambda data: data[:-1],
-    "zeros": lambda data: bytes(len(data)),
-    "header past the end": lambda data: struct.pack("<Q", 2**40) + data[8:],
-    "offsets past the end": lambda data: data.replace(b'"data_offsets":[0,', b'"data_offsets":[9,'),
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGES)
-def test_damaged_weights_are_named(kind: str, written: Written) -> None:
-    directory, target, _ = written
-    path = directory / WEIGHTS
-    path.write_bytes(DAMAGES[kind](path.read_bytes()))
-    assert_refused(directory, target, "is not a readable safetensors file")
+def test_what_stands_in_place_of_a_file_is_named(written: Written) -> None:
+    directory, target, _ = written  # more kinds: `test_hostile_files`
+    for file in (WEIGHTS, FILE):
+        (directory / file).write_bytes(b"no file")
+        assert_refused(directory, target, f"{file} is not ")
+        (directory / file).unlink()
+        os.mkfifo(directory / file)
+        assert_refused(directory, target, f"{file} is a named pipe, but must be a file")
 
 
 # Arguments
@@ -426,18 +387,18 @@ def test_damaged_weights_are_named(kind: str, written: Written) -> None:
 
 def test_arguments_of_other_kinds_are_named(written: Written, tmp_path: Path) -> None:
     directory, target, (head, params) = written
-    with pytest.raises(TypeError, match="target must be a LoadedModel of a Llama"):
-        sd.load_eagle3(directory, target.model)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="target must be a LoadedModel of a Llama"):
-        sd.load_eagle3(directory, sd.models.LoadedModel(head, params))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="directory must be a path"):
-        sd.load_eagle3(5, target)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="model must be an Eagle3Head"):
-        sd.models.save_eagle3(tmp_path, target.model, params)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="dtype must be float32, bfloat16 or float16"):
-        sd.models.save_eagle3(tmp_path, head, params, jnp.int8)
-    with pytest.raises(TypeError, match="directory must be a path"):
-        sd.models.save_eagle3(None, head, params)  # type: ignore[arg-type]
+    load: Any = sd.load_eagle3
+    save: Any = sd.models.save_eagle3
+    for name, call in (
+        ("target", lambda: load(directory, target.model)),
+        ("target", lambda: load(directory, sd.models.LoadedModel(head, params))),
+        ("directory", lambda: load(5, target)),
+        ("directory", lambda: save(None, head, params)),
+        ("model", lambda: save(tmp_path, target.model, params)),
+        ("dtype", lambda: save(tmp_path, head, params, jnp.int8)),
+    ):
+        with pytest.raises(TypeError, match=f"^{name} must"):
+            call()
 
 
 def test_weights_that_cannot_be_stored_are_named_nothing_is_written(
@@ -450,8 +411,8 @@ def test_weights_that_cannot_be_stored_are_named_nothing_is_written(
     for changed, says in (
         (without, r"params\['fc'\] must"),
         ({**params, "norm": params["norm"] * jnp.inf}, "norm.weight with a weight of"),
-        ({**params, "target_ids": twice}, "each id once, but names 0 twice"),
-        ({**params, "target_ids": twice + 40}, r"ids in \[0, 40\), but names 40"),
+        ({**params, "target_ids": twice}, r"params\['target_ids'\] must list each id once"),
+        ({**params, "target_ids": twice + 40}, r"params\['target_ids'\]\[0\] must"),
     ):
         with pytest.raises(ValueError, match=says):
             sd.models.save_eagle3(directory, head, changed)

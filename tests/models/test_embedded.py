@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 
 from jax_specdec._src.models.bytes import BYTE_VOCAB_SIZE, DOCUMENT_SEPARATOR, encode_bytes
 from jax_specdec._src.models.checkpoint import LoadedModel, load_embedded_pair
+
+from .checkpoints import logits_of
 
 SNIPPET = '''\
 def merge_intervals(intervals):
@@ -51,12 +53,10 @@ def num_parameters(params: Any) -> int:
 
 
 def bits_per_byte(loaded: LoadedModel, text: str) -> float:
-    token_ids = jnp.array([[DOCUMENT_SEPARATOR, *encode_bytes(text)]], jnp.int32)
-    cache = loaded.model.init_cache(1, token_ids.shape[1])
-    start = jnp.zeros(1, jnp.int32)
-    logits, *_ = jax.jit(loaded.model.apply)(loaded.params, token_ids, start, cache)
-    log_probs = np.asarray(jax.nn.log_softmax(logits[0, :-1]), np.float64)
-    return float(-np.mean(log_probs[np.arange(len(log_probs)), token_ids[0, 1:]]) / np.log(2))
+    token_ids = np.array([DOCUMENT_SEPARATOR, *encode_bytes(text)], np.int32)
+    logits = np.asarray(logits_of(*loaded, token_ids), np.float64)[:-1]
+    log_probs = scipy.special.log_softmax(logits, axis=1)
+    return float(-np.mean(log_probs[np.arange(len(log_probs)), token_ids[1:]]) / np.log(2))
 
 
 def test_all_weights_together_are_under_16_megabytes() -> None:

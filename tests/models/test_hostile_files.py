@@ -271,7 +271,7 @@ def test_more_layers_than_tensors_are_refused_without_memory(tmp_path: Path) -> 
             in_json(directory / CONFIG, "num_hidden_layers", text=str(count))
             assert_refused(directory, file, "lacks the tensor model.layers.2.input_layernorm")
         in_json(directory / CONFIG, "num_hidden_layers", text=str(10**12))
-        assert_refused(directory, CONFIG, "num_hidden_layers must be at most 2147483647, not 1000")
+        assert_refused(directory, CONFIG, "num_hidden_layers must be at most 2147483647")
 
 
 def test_sizes_beyond_any_array_are_refused_by_shape(tmp_path: Path) -> None:

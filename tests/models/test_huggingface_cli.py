@@ -167,6 +167,15 @@ def test_a_name_that_no_directory_has_is_named_briefly(
         assert message in error and len(error) < 500
 
 
+def test_a_value_that_config_json_cannot_have_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    target = copy("llama", tmp_path / "target")
+    edit_json(target / "config.json", hidden_act="gelu")
+    error = refuse(capsys, "a", "--target", str(target))
+    assert f"{target / 'config.json'} has hidden_act = 'gelu', but only 'silu' is sup" in error
+
+
 def test_a_named_pipe_for_a_file_keeps_nobody_waiting(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 
 import jax_specdec as sd
+
+from .checkpoints import logits_of
 
 pytestmark = pytest.mark.newest
 
@@ -218,19 +218,13 @@ def test_ids_of_the_published_model_are_those_of_transformers(directory: Path, t
     assert tokenizer.decode(token_ids[count:]) == str(expected()[f"{text}_continuation"])
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def apply(model: sd.models.Llama, params: Any, token_ids: jax.Array) -> jax.Array:
-    cache = model.init_cache(1, token_ids.shape[1])
-    return model.apply(params, token_ids, jnp.zeros(1, jnp.int32), cache)[0][0]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS)
 def test_logits_of_the_published_model_are_those_of_transformers(
     loaded: sd.models.LoadedModel, text: str
 ) -> None:
     token_ids = expected()[f"{text}_token_ids"]
-    logits = np.asarray(apply(*loaded, jnp.asarray(token_ids)[None]), np.float64)
+    logits = np.asarray(logits_of(*loaded, token_ids), np.float64)
     largest = logits.max(axis=1)
     found = {
         "logits": logits[:, ::STRIDE],

@@ -14,19 +14,11 @@ import pytest
 
 import jax_specdec as sd
 
-from .weights import random_ids, random_weights
+from .weights import random_ids, random_weights, sizes
 
 pytestmark = pytest.mark.dearest
 
-CONFIG = sd.models.LlamaConfig(
-    vocab_size=64,
-    hidden_size=24,
-    intermediate_size=40,
-    num_hidden_layers=1,
-    num_attention_heads=8,
-    num_key_value_heads=8,
-    head_dim=8,
-)
+CONFIG = sizes(64, 24, 40, 1, (8, 8, 8))
 B, T, S = 2, 16, 7
 
 # Sizes, devices, and how many groups the heads are split into.

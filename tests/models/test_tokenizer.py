@@ -175,44 +175,9 @@ def test_generation_config_says_what_ends_a_text_or_else_config(tmp_path: Path) 
 # Mistakes
 
 
-@pytest.mark.parametrize(
-    "name, content, message",
-    [
-        ("tokenizer.json", None, "tokenizer.json does not exist; a checkpoint directory must hold"),
-        ("tokenizer.json", "{", "tokenizer.json is not valid JSON: "),
-        ("tokenizer.json", "{}", "tokenizer.json has no vocabulary of token ids in it"),
-        (
-            "tokenizer.json",
-            '{"model": {"type": "WordLevel", "vocab": {"a": 0}}}',
-            "tokenizer.json is not a tokenizer that can be read: ",
-        ),
-        ("generation_config.json", "{", "generation_config.json is not valid JSON"),
-        (
-            "generation_config.json",
-            '{"eos_token_id": "<|end|>"}',
-            "generation_config.json has eos_token_id = '<|end|>', which is no id or list of ids",
-        ),
-        ("generation_config.json", '{"eos_token_id": [1, -1]}', r"has eos_token_id = \[1, -1\]"),
-    ],
-)
-def test_a_file_that_is_wrong_is_named(
-    tmp_path: Path, name: str, content: str | None, message: str
-) -> None:
-    path = copy("qwen2", tmp_path / "qwen2") / name
-    if content is None:
-        path.unlink()
-    else:
-        path.write_text(content)
-    with pytest.raises((FileNotFoundError, ValueError), match=message.replace("|", r"\|")) as error:
-        sd.load_tokenizer(path.parent)
-    assert str(error.value).count("\n") == 0
-
-
-@pytest.mark.parametrize("content", ["{}", '{"model": 3}', '{"model": {"vocab": {}}}'])
-def test_a_file_without_ids_is_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ValueError, match="tokenizer.json has no vocabulary of token ids in it"):
-        count_token_ids(tmp_path / "tokenizer.json")
+def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="tokenizer.json does not exist; a checkpoint"):
+        sd.load_tokenizer(tmp_path)
 
 
 def test_without_the_library_the_error_says_what_to_install(

@@ -1,12 +1,29 @@
-"""Random weights and token ids drawn by NumPy, which compiles nothing."""
+"""Sizes of tiny models; random weights and token ids drawn by NumPy, which compiles nothing."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+
+from jax_specdec.models import LlamaConfig
+
+
+def sizes(
+    vocab: int, hidden: int, inner: int, layers: int, heads: tuple[int, int, int], **fields: Any
+) -> LlamaConfig:
+    """Sizes of a Llama; `heads` are its query heads, its heads of keys, and their width."""
+    return LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        head_dim=heads[2],
+        **fields,
+    )
 
 
 def random_weights(model: Any, seed: int, scale: float = 1.0, *, moved: float = 0.0) -> Any:
@@ -19,12 +36,13 @@ def random_weights(model: Any, seed: int, scale: float = 1.0, *, moved: float = 
     def draw(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
         name = path[-1].key
         if name == "target_ids":
-            return jnp.asarray(np.arange(x.shape[0], dtype=np.int32))
+            return jax.device_put(np.arange(x.shape[0], dtype=np.int32))
         if len(x.shape) == 1:
             mean, deviation = scale * (not name.endswith("bias")), moved
         else:
             mean, deviation = 0.0, scale * x.shape[name == "embed_tokens"] ** -0.5
-        return jnp.asarray((mean + deviation * rng.standard_normal(x.shape)).astype(x.dtype))
+        drawn = mean + deviation * rng.standard_normal(x.shape)
+        return jax.device_put(drawn.astype(x.dtype))
 
     shapes = jax.eval_shape(lambda: model.init_params(jax.random.key(0)))
     return jax.tree.map_with_path(draw, shapes)

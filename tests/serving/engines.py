@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from models.weights import random_weights
 
@@ -48,15 +48,18 @@ EVERYTHING = dataclasses.replace(  # longer prompts are read in pieces
     request_options=True,
     logprobs=sd.LogprobsConfig(num_top=1, distribution="processed"),
 )
-TABLES = (jnp.asarray(TARGET), jnp.asarray(DRAFT))
-WEIGHTS = {
-    TABLE: TABLES,
-    JOINTLY: TABLES,
-    LOOKUP: (TABLES[0], None),
-    # Fourfold, or every token follows every other alike.
-    LLAMA: tuple(random_weights(llama(size), size, 4.0) for size in (16, 8)),
-}
+TABLES = jax.device_put((TARGET, DRAFT))
 NAMES = {TABLE: "table", JOINTLY: "block", LOOKUP: "lookup", LLAMA: "llama"}
+
+
+@functools.cache
+def weights_of(engine: sd.Engine) -> tuple[Any, Any]:
+    """Of the target and of the drafter, made when a test first asks for them."""
+    drafter = engine.drafter
+    if isinstance(engine.model, tiny.Trigram):
+        return TABLES[0], None if isinstance(drafter, sd.NGramDrafter) else TABLES[1]
+    # Fourfold, or every token follows every other alike.
+    return random_weights(engine.model, 16, 4.0), random_weights(drafter.model, 8, 4.0)
 
 
 def driver_of(
@@ -69,7 +72,7 @@ def driver_of(
     """A driver; all that happens in a step happens at once, unless asked for otherwise."""
     return sd.EngineDriver(
         engine,
-        *(weights or WEIGHTS[engine]),
+        *(weights or weights_of(engine)),
         max_steps_ahead=max_steps_ahead,
         max_prefills=max_prefills,
         **settings,

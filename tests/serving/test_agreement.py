@@ -22,8 +22,7 @@ from .test_draft_budget import Cycling
 MAX_MARGIN = 1e-4
 """Passes of one token and of several differ in the last bits of their logits."""
 
-MODEL, (_, DRAFT) = engines.LLAMA.model, engines.WEIGHTS[engines.LLAMA]
-PARAMS = random_weights(MODEL, 16, 4 / 3)  # sharper, most tokens are all but certain
+MODEL = engines.LLAMA.model
 B, VOCAB = 6, engines.VOCAB
 NEW_TOKENS = 14
 
@@ -42,14 +41,29 @@ OPTIONS = [
         ]
     )
 ]
-SCRIPT = jnp.asarray(_rng.integers(-1, VOCAB + 1, (B, 64)).astype(np.int32))
+SCRIPT = _rng.integers(-1, VOCAB + 1, (B, 64)).astype(np.int32)
 
-DRAFTERS: dict[str, tuple[Any, Any]] = {
-    "model": (sd.ModelDrafter(engines.llama(8)), DRAFT),
-    "few candidates": (sd.ModelDrafter(engines.llama(8), num_candidates=2), DRAFT),
-    "eagle3": (test_eagle3.ENGINE.drafter, test_eagle3.WEIGHTS[1]),
-    "own": (tiny.Scripted(), SCRIPT),
+DRAFTERS: dict[str, Any] = {
+    "model": sd.ModelDrafter(engines.llama(8)),
+    "few candidates": sd.ModelDrafter(engines.llama(8), num_candidates=2),
+    "eagle3": test_eagle3.ENGINE.drafter,
+    "own": tiny.Scripted(),
 }
+
+
+@functools.cache
+def params() -> Any:
+    """Sharper, most tokens are all but certain."""
+    return random_weights(MODEL, 16, 4 / 3)
+
+
+def draft_params(name: str) -> Any:
+    if name == "own":
+        return jnp.asarray(SCRIPT)
+    engine, of = engines.LLAMA, engines
+    if name == "eagle3":
+        engine, of = test_eagle3.ENGINE, test_eagle3
+    return of.weights_of(engine)[1]
 
 
 def config_of(k: int, **fields: Any) -> sd.SpecDecodeConfig:
@@ -61,7 +75,7 @@ def config_of(k: int, **fields: Any) -> sd.SpecDecodeConfig:
 @functools.cache
 def plain() -> list[list[int]]:
     return sd.generate_plain(
-        MODEL, PARAMS, PROMPTS, config=config_of(1), options=OPTIONS
+        MODEL, params(), PROMPTS, config=config_of(1), options=OPTIONS
     ).completions
 
 
@@ -69,7 +83,7 @@ def plain() -> list[list[int]]:
 def score(token_ids: jax.Array) -> jax.Array:
     """Logits of a text, whatever stands after it."""
     cache, zero = MODEL.init_cache(*token_ids.shape), jnp.zeros(1, jnp.int32)
-    return MODEL.apply(PARAMS, token_ids, zero, cache).logits
+    return MODEL.apply(params(), token_ids, zero, cache).logits
 
 
 def margin(b: int, text: list[int]) -> float:
@@ -113,15 +127,15 @@ def check_texts(texts: list[list[int]]) -> None:
     ],
 )
 def test_generate_gives_the_text_of_plain_decoding(name, k, fields):
-    drafter, draft_params = DRAFTERS[name]
+    drafter, weights = DRAFTERS[name], draft_params(name)
     config = config_of(k, **fields)
-    assert drafter.init_store(draft_params, B, config) is None
+    assert drafter.init_store(weights, B, config) is None
     output = sd.generate(
         MODEL,
-        PARAMS,
+        params(),
         PROMPTS,
         drafter=drafter,
-        draft_params=draft_params,
+        draft_params=weights,
         config=config,
         options=OPTIONS,
     )
@@ -134,7 +148,7 @@ def test_generate_gives_the_text_of_plain_decoding(name, k, fields):
     ("name", "budget"), [pytest.param("model", None, marks=pytest.mark.long), ("eagle3", (0, 2))]
 )
 def test_engines_give_it_whatever_the_traffic_and_who_is_preempted(name, budget):
-    drafter, draft_params = DRAFTERS[name]
+    drafter, weights = DRAFTERS[name], draft_params(name)
     engine = dataclasses.replace(
         test_eagle3.ENGINE,
         drafter=drafter,
@@ -142,7 +156,7 @@ def test_engines_give_it_whatever_the_traffic_and_who_is_preempted(name, budget)
         request_options=True,
         draft_budget=budget,
     )
-    driver = engines.driver_of(engine, PARAMS, draft_params, max_steps_ahead=1, max_prefills=1)
+    driver = engines.driver_of(engine, params(), weights, max_steps_ahead=1, max_prefills=1)
     if budget is not None:
         driver.draft_choice = Cycling(budget, driver.draft_choice.rates)
     ids, updates = {}, []
@@ -163,7 +177,7 @@ def test_engines_give_it_whatever_the_traffic_and_who_is_preempted(name, budget)
 def test_another_seed_gives_another_text_and_another_rule_too():
     """What the tests above could not notice if texts were always the same."""
     others = [dataclasses.replace(one, seed=7 + one.seed) for one in OPTIONS]
-    decode = functools.partial(sd.generate_plain, MODEL, PARAMS, PROMPTS)
+    decode = functools.partial(sd.generate_plain, MODEL, params(), PROMPTS)
     texts = decode(config=config_of(1), options=others).completions
     standard = decode(options=OPTIONS).completions
     for other in (texts, standard):

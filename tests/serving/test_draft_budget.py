@@ -37,7 +37,7 @@ class FromThePast(sd.serving.DraftChoice):
         return self.num_drafts[int(1e4 * np.sum(self.rates) + self.saved) % len(self.num_drafts)]
 
 
-def driver_of(engine: sd.Engine, weights: Any, choice: type, **settings: Any) -> sd.EngineDriver:
+def driver_of(engine: sd.Engine, choice: type, *weights: Any, **settings: Any) -> sd.EngineDriver:
     driver = engines.driver_of(engine, *weights, **settings)
     driver.draft_choice = choice(BUDGET, driver.draft_choice.rates)
     return driver
@@ -49,7 +49,7 @@ def driver_of(engine: sd.Engine, weights: Any, choice: type, **settings: Any) ->
 def test_greedy_text_is_the_targets_whatever_the_numbers_of_drafts():
     rng = np.random.default_rng(0)
     requests = [engines.random_request(rng, [0.0]) for _ in range(16)]
-    driver = driver_of(TABLE, engines.WEIGHTS[engines.TABLE], Cycling, max_steps_ahead=1)
+    driver = driver_of(TABLE, Cycling, max_steps_ahead=1)
     found = [driver.submit(**request) for request in requests]
     texts = engines.run(driver)
     for request, request_id in zip(requests, found, strict=True):
@@ -89,7 +89,7 @@ def test_text_under_load_is_distributed_as_the_targets(drafter):
         max_prefill_requests=64,
         draft_budget=BUDGET,
     )
-    driver = driver_of(engine, (jnp.asarray(TARGET), jnp.asarray(DRAFT)), FromThePast)
+    driver = driver_of(engine, FromThePast, jnp.asarray(TARGET), jnp.asarray(DRAFT))
     for _ in range(REQUESTS):
         driver.submit(PROMPT, max_new_tokens=NUM_TOKENS, temperature=1.0)
     found = engines.run(driver)
@@ -109,6 +109,7 @@ def test_text_under_load_is_distributed_as_the_targets(drafter):
             assert_distributed(counts, probabilities, what)
 
 
+@pytest.mark.newest
 def test_synthetic_rates_hold_for_fewer_drafts():
     config = sd.SpecDecodeConfig(
         num_speculative_tokens=2,
@@ -116,7 +117,7 @@ def test_synthetic_rates_hold_for_fewer_drafts():
         synthetic_acceptance_rates=(0.8, 0.2),
     )
     engine = dataclasses.replace(TABLE, config=config, num_slots=64, max_prefill_requests=64)
-    driver = driver_of(engine, engines.WEIGHTS[engines.TABLE], Cycling)
+    driver = driver_of(engine, Cycling)
     for _ in range(64):
         driver.submit([1, 2], max_new_tokens=38)
     engines.run(driver)
@@ -144,27 +145,28 @@ LLAMA = dataclasses.replace(engines.LLAMA, draft_budget=BUDGET)
 
 
 @pytest.mark.parametrize(
-    ("engine", "weights", "has_holes"),
+    ("engine", "weights_of", "has_holes"),
     [
-        (LLAMA, engines.WEIGHTS[engines.LLAMA], False),
+        (LLAMA, engines.weights_of, False),
         pytest.param(
             dataclasses.replace(LLAMA, drafter=Forgetful(engines.llama(8))),
-            engines.WEIGHTS[engines.LLAMA],
+            engines.weights_of,
             True,
             marks=pytest.mark.long,
         ),
         pytest.param(
             dataclasses.replace(test_eagle3.ENGINE, draft_budget=BUDGET),
-            test_eagle3.WEIGHTS,
+            test_eagle3.weights_of,
             False,
             marks=pytest.mark.long,
         ),
     ],
     ids=["model", "control", "eagle3"],
 )
-def test_steps_without_drafts_leave_no_holes_in_the_drafters_cache(engine, weights, has_holes):
+def test_steps_without_drafts_leave_no_holes_in_the_drafters_cache(engine, weights_of, has_holes):
     """The drafter's logits are those of one that has read the same tokens at once."""
-    driver = driver_of(engine, weights, Cycling)
+    weights = weights_of(engine)
+    driver = driver_of(engine, Cycling, *weights)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, engines.VOCAB, n).tolist() for n in (3, 5, 2, 6)]
     asked = [sd.RequestOptions(max_new_tokens=30)] * len(prompts)
@@ -198,8 +200,9 @@ def test_steps_without_drafts_leave_no_holes_in_the_drafters_cache(engine, weigh
 # Compilations
 
 
+@pytest.mark.newest
 def test_nothing_is_compiled_after_warm_up():
-    driver = engines.driver_of(TABLE, *engines.WEIGHTS[engines.TABLE], max_steps_ahead=1)
+    driver = engines.driver_of(TABLE, max_steps_ahead=1)
     progress: list[tuple[int, int]] = []
     driver.warm_up(lambda *counts: progress.append(counts))
     assert progress[-1] == (7, 7)  # admit (3), release, and a step for each number
@@ -265,7 +268,7 @@ def test_without_costs_every_step_has_the_most_drafts():
 def test_costs_are_saved_and_loaded(tmp_path):
     COSTS.save(tmp_path / "costs.json")
     assert sd.serving.StepCosts.load(tmp_path / "costs.json") == COSTS
-    driver = engines.driver_of(TABLE, *engines.WEIGHTS[engines.TABLE], step_costs=COSTS)
+    driver = engines.driver_of(TABLE, step_costs=COSTS)
     assert driver.draft_choice.costs == COSTS
     wrong = {"num_slots": 4, "num_drafts": 2, "seconds": [1]}
     for text in ("{", "[1]", json.dumps({"seconds": [1]}), json.dumps(wrong)):
@@ -275,7 +278,7 @@ def test_costs_are_saved_and_loaded(tmp_path):
 
 
 def test_a_broken_step_keeps_what_was_learned(monkeypatch):
-    driver = engines.driver_of(TABLE, *engines.WEIGHTS[engines.TABLE], step_costs=COSTS)
+    driver = engines.driver_of(TABLE, step_costs=COSTS)
     for _ in range(4):
         driver.submit([1, 2], max_new_tokens=20)
     for _ in range(3):
@@ -289,8 +292,7 @@ def test_a_broken_step_keeps_what_was_learned(monkeypatch):
     np.testing.assert_array_equal(driver.state.estimator.visited, before)
 
 
-StepCosts = sd.serving.StepCosts
-WEIGHTS = engines.WEIGHTS[engines.TABLE]
+StepCosts, measure_steps = sd.serving.StepCosts, sd.serving.measure_steps
 
 
 @pytest.mark.parametrize(
@@ -305,18 +307,26 @@ WEIGHTS = engines.WEIGHTS[engines.TABLE]
         (ValueError, "seconds", lambda: StepCosts(4, (1, 2), (1, float("nan")))),
         (ValueError, "seconds", lambda: StepCosts(4, (1, 2), (1, 0))),
         (TypeError, "num_slots", lambda: StepCosts(4.5, (1,), (1,))),
-        (TypeError, "step_costs", lambda: engines.driver_of(TABLE, *WEIGHTS, step_costs=1)),
+        (TypeError, "step_costs", lambda: engines.driver_of(TABLE, step_costs=1)),
         (
             ValueError,
             "step_costs",
-            lambda: engines.driver_of(engines.TABLE, *WEIGHTS, step_costs=COSTS),
+            lambda: engines.driver_of(engines.TABLE, step_costs=COSTS),
         ),
-        (ValueError, "draft_budget", lambda: sd.serving.measure_steps(engines.TABLE, *WEIGHTS)),
-        (ValueError, "num_steps", lambda: sd.serving.measure_steps(TABLE, *WEIGHTS, num_steps=0)),
+        (
+            ValueError,
+            "draft_budget",
+            lambda: sd.serving.measure_steps(engines.TABLE, *engines.TABLES),
+        ),
+        (
+            ValueError,
+            "num_steps",
+            lambda: sd.serving.measure_steps(TABLE, *engines.TABLES, num_steps=0),
+        ),
         (
             ValueError,
             "num_drafts",
-            lambda: TABLE.draft(WEIGHTS[1], TABLE.init_state(WEIGHTS[1]), num_drafts=3),
+            lambda: TABLE.draft(None, None, num_drafts=3),
         ),
     ],
 )

@@ -33,7 +33,6 @@ from .engines import (
     TABLES,
     TARGET,
     VOCAB,
-    WEIGHTS,
     Finished,
     K,
     alone,
@@ -41,6 +40,7 @@ from .engines import (
     driver_of,
     greedy_truth,
     run,
+    weights_of,
 )
 from .test_loop import Bigram
 
@@ -224,7 +224,7 @@ def test_tokens_before_a_failure_are_kept():
 
 
 def test_nan_in_a_slots_cache_does_not_reach_the_next():
-    params, draft_params = WEIGHTS[LLAMA]
+    params, draft_params = weights_of(LLAMA)
     broken = params | dict(embed_tokens=params["embed_tokens"].at[5].set(jnp.nan))
     requests = [dict(prompt=[i, 1], max_new_tokens=8, stop_token_ids=[5]) for i in range(4)]
     by_itself = driver_of(LLAMA, broken, draft_params)
@@ -375,7 +375,7 @@ def test_nothing_is_compiled_after_warm_up(sizes, ahead, num_programs):
     engine = dataclasses.replace(LOOKUP, max_length=LONGEST + 1, prefill_sizes=sizes)
     assert engine.prefill_sizes == (sizes or (32, LONGEST + 1))
     driver = driver_of(
-        engine, *WEIGHTS[LOOKUP], max_steps_ahead=ahead, max_prefills=1 if ahead else None
+        engine, *weights_of(LOOKUP), max_steps_ahead=ahead, max_prefills=1 if ahead else None
     )
     programs, progress = {"jit(admit)", "jit(step)", "jit(release)"}, []
     if sizes:
@@ -415,7 +415,7 @@ def test_nothing_is_compiled_after_warm_up(sizes, ahead, num_programs):
 
 
 def test_progress_is_told_to_functions_only():
-    with pytest.raises(TypeError, match="on_progress must be a function, but it is True"):
+    with pytest.raises(TypeError, match="^on_progress"):
         driver_of(TABLE).warm_up(True)
 
 
@@ -425,7 +425,7 @@ def test_warming_up_disturbs_no_queue_and_waits_for_no_request():
     driver.submit(**request)
     driver.warm_up()
     driver.step()
-    with pytest.raises(RuntimeError, match="num_running must be 0 before warm_up, but it is 1"):
+    with pytest.raises(RuntimeError, match="^num_running"):
         driver.warm_up()
     rest = run(driver)
     assert rest[0].finish_reason == "length"
@@ -588,6 +588,7 @@ def test_admitting_refuses_shapes_that_do_not_fit():
     request = dict(slots=[0], lengths=[1], keys=jax.random.split(jax.random.key(0), 1))
     options = TABLE.options_of([sd.RequestOptions()], [1])
     others = dataclasses.replace(TABLE, max_stop_tokens=1).options_of([sd.RequestOptions()], [1])
+    state = jax.eval_shape(TABLE.init_state, TABLES[1])
     for prompt, given, message in [
         (jnp.zeros((8,), jnp.int32), options, r"prompts must be \[R, P\] with P in \[1, 40\]"),
         (jnp.zeros((1, 41), jnp.int32), options, r"prompts must be \[R, P\] with P in \[1, 40\]"),
@@ -596,7 +597,7 @@ def test_admitting_refuses_shapes_that_do_not_fit():
     ]:
         with pytest.raises(ValueError, match=message):
             new = sd.serving.NewRequests(**request, prompts=prompt, options=given)
-            TABLE.admit(*TABLES, drafted(), new)
+            jax.eval_shape(TABLE.admit, *TABLES, state, new)
     with pytest.raises(ValueError, match="prompt must hold at most max_length=40 tokens"):
         TABLE.pad_prompt([1] * 41)
 

@@ -1,95 +1,23 @@
-"""Requests with options in the engine: the tokens they get alone, in a plain loop, and refusals."""
+"""Options in the engine: what is refused, and which program runs."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 
 import jax_specdec as sd
 from jax_specdec._src.serving import programs
 
-from . import sampled
 from .engines import EVERYTHING as ENGINE
-from .engines import TABLE, TABLES, TARGET, VOCAB, alone, collect, random_request, run
-from .test_engine import FUNCTIONS
+from .engines import TABLE, TABLES, VOCAB, run
 
 pytestmark = pytest.mark.xdist_group("engines")
 
 
 def driver_of() -> sd.EngineDriver:
     return sd.EngineDriver(ENGINE, *TABLES)
-
-
-def request_with_options(rng: np.random.Generator) -> dict[str, Any]:
-    fields = dict(
-        min_p=float(rng.choice([0, 0.1])),
-        top_k=int(rng.integers(0, VOCAB)),
-        top_p=float(rng.choice([0.8, 1])),
-        frequency_penalty=float(rng.choice([0, 0.7])),
-        presence_penalty=float(rng.choice([0, -0.4])),
-        repetition_penalty=float(rng.choice([1, 1.6])),
-        allowed_token_ids=rng.permutation(VOCAB)[:4].tolist(),
-        logit_bias={
-            int(token): 1.5 * rng.standard_normal() for token in rng.permutation(VOCAB)[:2]
-        },
-        bad_words=rng.integers(0, VOCAB, (2, 2)).tolist(),
-        min_tokens=1,
-    )
-    asked = {name: value for name, value in fields.items() if rng.random() < 0.4}
-    return random_request(rng, (0.0, 0.7)) | dict(options=sd.RequestOptions(**asked))
-
-
-@pytest.mark.newest
-def test_a_request_with_options_gets_the_tokens_it_gets_alone() -> None:
-    rng, driver, by_itself = np.random.default_rng(4), driver_of(), driver_of()
-    driver.warm_up(), by_itself.warm_up()
-    functions = FUNCTIONS
-    sizes = [function._cache_size() for function in functions]
-    requests = [request_with_options(rng) for _ in range(24)]
-    updates: list[sd.serving.RequestUpdate] = []
-    for request in requests:
-        driver.submit(**request)
-        updates += driver.step()
-    while not driver.is_idle:
-        updates += driver.step()
-    found = collect(updates)
-    for i, request in enumerate(requests):
-        expected = alone(by_itself, request)
-        assert found[i].token_ids == expected.token_ids
-        assert found[i].status == sd.Status.OK
-        for one, other in zip(found[i].updates, expected.updates, strict=True):
-            np.testing.assert_array_equal(one.logprobs.logprobs, other.logprobs.logprobs)
-            np.testing.assert_array_equal(one.logprobs.top_token_ids, other.logprobs.top_token_ids)
-    assert [function._cache_size() for function in functions] == sizes
-
-
-@pytest.mark.newest
-def test_greedy_requests_are_those_of_plain_python_whoever_is_preempted() -> None:
-    rng, driver = np.random.default_rng(2), driver_of()
-    requests = [
-        request_with_options(rng) | dict(temperature=0.0, stop_token_ids=stops, max_new_tokens=10)
-        for stops in 4 * ([], [1, 2])
-    ]
-    requests[-1]["options"] = sd.RequestOptions(min_tokens=6)
-    ids = [driver.submit(**request) for request in requests]
-    updates = []
-    for step in range(6):
-        updates += driver.step()
-        driver.preempt(ids[step % 4])
-    updates += [update for found in run(driver).values() for update in found.updates]
-    for i, request in zip(ids, requests, strict=True):
-        own = [update for update in updates if update.request_id == i]
-        stops = request["stop_token_ids"]
-        truth = sampled.greedy(TARGET, request["prompt"], request["options"], 10, stops)
-        assert sum((update.token_ids for update in own), []) == truth
-        for update in own:  # the emitted token is the likeliest
-            assert update.logprobs.top_token_ids[:, 0].tolist() == update.token_ids
-            np.testing.assert_array_equal(
-                update.logprobs.top_logprobs[:, 0], update.logprobs.logprobs
-            )
 
 
 FEWER = dataclasses.replace(ENGINE, option_sizes=sd.serving.OptionSizes(logit_bias=1))

@@ -391,7 +391,7 @@ def test_forbidden_drafts_changed_to_no_proposal_bias_the_text() -> None:
 
 def test_a_masked_drafter_has_more_drafts_accepted() -> None:
     shares = [
-        decode(["grammar"] * 200, 4, TEMPERATURE, masked_drafter=masked)[1]
+        decode(["grammar"] * 16, 4, TEMPERATURE, masked_drafter=masked)[1]
         for masked in (False, True)
     ]
     assert shares[1] > 1.5 * shares[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import threading
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import jax_specdec as sd
 
 from . import tiny
-from .engines import TABLE, TARGET, VOCAB, WEIGHTS, greedy_truth, run
+from .engines import TABLE, TARGET, VOCAB, greedy_truth, run, weights_of
 
 pytestmark = pytest.mark.xdist_group("engines")
 
@@ -53,7 +54,7 @@ def constrained_truth(prompt: list[int], count: int) -> list[int]:
 
 
 def driver(**settings: Any) -> sd.serving.GrammarDriver:
-    return sd.serving.GrammarDriver(TABLE, *WEIGHTS[TABLE], **settings)
+    return sd.serving.GrammarDriver(TABLE, *weights_of(TABLE), **settings)
 
 
 @pytest.mark.parametrize("max_steps_ahead", [0, 1, 3])
@@ -177,9 +178,22 @@ def test_a_cancelled_request_leaves_no_grammar() -> None:
     assert run(served) == {}
 
 
+def test_closing_a_driver_ends_the_thread_of_its_matchers() -> None:
+    before = set(threading.enumerate())
+    with driver() as served:
+        served.submit([1], max_new_tokens=2)
+        run(served)
+        assert set(threading.enumerate()) <= before  # nobody had a grammar
+        served.submit([1], max_new_tokens=2, matcher=Cycle())
+        run(served)
+        (own,) = set(threading.enumerate()) - before
+    assert not own.is_alive()
+    served.close()
+
+
 def test_warming_up_compiles_one_more_program_and_leaves_nothing() -> None:
     calls: list[tuple[int, int]] = []
-    served, plain = driver(), sd.EngineDriver(TABLE, *WEIGHTS[TABLE])
+    served, plain = driver(), sd.EngineDriver(TABLE, *weights_of(TABLE))
     served.warm_up(lambda *x: calls.append(x))
     plain_calls: list[tuple[int, int]] = []
     plain.warm_up(lambda *x: plain_calls.append(x))

@@ -75,7 +75,10 @@ def near(params: Any, seed: int, noise: float = 0.05) -> Any:
     """Weights close to a model's own: a draft model that is often right."""
     rng = np.random.default_rng(100 + seed)
     return jax.tree.map(
-        lambda x: jnp.asarray(x + noise * rng.standard_normal(x.shape), x.dtype), params
+        lambda x: jax.device_put(
+            np.asarray(x) + (noise * rng.standard_normal(x.shape)).astype(x.dtype)
+        ),
+        params,
     )
 
 

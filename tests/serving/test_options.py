@@ -109,6 +109,7 @@ def test_the_stream_takes_the_same_options_whatever_drafts() -> None:
     assert found == TRUTH
 
 
+@pytest.mark.newest
 def test_a_drafter_under_the_same_options_has_everything_accepted() -> None:
     output = by_model(drafter=(MODEL[0], jnp.asarray(TARGET)), temperature=TEMPERATURES)
     kept = output.steps.num_emitted > 0

@@ -127,8 +127,7 @@ class Site:
         self.options = options_lib.parse(["serve", *self.arguments], "0")
         self.models = models_lib.load_models(self.options, [])
         self.tokenizer = self.models.tokenizer
-        self.progress: list[tuple[int, int]] = []
-        make_driver(self.options, self.models).warm_up(lambda *x: self.progress.append(x))
+        make_driver(self.options, self.models).warm_up()
 
     @contextlib.contextmanager
     def serve(
@@ -156,7 +155,7 @@ class Site:
 
         thread = threading.Thread(target=run)
         with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as clients:
-            patch.setattr(app_lib, "say", lines.append)
+            patch.setattr(app_lib, "log", lines.append)
             thread.start()
             try:
                 assert ready.wait(60)
@@ -540,6 +539,21 @@ WRONG: dict[str, tuple[dict[str, Any], str | None]] = {
 }
 
 
+USER = {"role": "user", "content": "x"}
+WRONG_CHAT: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": "x"}, "messages"),
+    ({"messages": [{"content": "x"}]}, "messages[0]"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{**USER, "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+    ({"messages": [{**USER, "tool_calls": []}]}, "messages[0].tool_calls"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": TOP + 1}, "top_logprobs"),
+    ({"tools": [{}]}, "tools"),
+    ({"prompt": "x"}, "prompt"),
+]
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_parameter_is_named(running: Running, case: str) -> None:
     changes, param = WRONG[case]
@@ -553,30 +567,10 @@ def test_a_wrong_parameter_is_named(running: Running, case: str) -> None:
     }.get(case, error["code"])
 
 
-@pytest.mark.parametrize(
-    ("changes", "param"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": "x"}, "messages"),
-        ({"messages": [{"content": "x"}]}, "messages[0]"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content",
-        ),
-        (
-            {"messages": [{"role": "user", "content": "x", "tool_calls": []}]},
-            "messages[0].tool_calls",
-        ),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": TOP + 1}, "top_logprobs"),
-        ({"tools": [{}]}, "tools"),
-        ({"prompt": "x"}, "prompt"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "param"), WRONG_CHAT)
 def test_a_wrong_conversation_is_named(running: Running, changes: Any, param: str) -> None:
-    body = {"messages": [{"role": "user", "content": "x"}], **changes}
-    status, _, error = post(running.port, json.dumps(body).encode(), "/v1/chat/completions")
+    body = json.dumps({"messages": [USER], **changes}).encode()
+    status, _, error = post(running.port, body, "/v1/chat/completions")
     assert (status, error["param"]) == (400, param)
 
 
@@ -820,11 +814,6 @@ def test_health_metrics_and_the_status_line(site: Site) -> None:
         assert "tokens/s, acceptance length " in line
 
 
-def test_programs_are_compiled_with_their_progress_before_the_first_request(site: Site) -> None:
-    total = site.progress[0][1]
-    assert site.progress == [(done, total) for done in range(total + 1)]
-
-
 def test_stopping_finishes_what_runs_and_accepts_nobody(site: Site) -> None:
     with site.serve() as running:
         stalled(running.driver)
@@ -924,40 +913,12 @@ def test_the_page_shows_how_to_write_a_server(site: Site) -> None:
     assert texts[0] == texts[2] == truth and texts[1] == truth[: len(texts[1])]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--host", "0.0.0.0"], "--host 0.0.0.0 needs a key, in $JAX_SPECDEC_API_KEY"),
-        (["--host", "256.1.1.1"], "cannot be listened on"),
-        (["--port", "70000"], "--port must be in [0, 65535], but it is 70000"),
-        (["--max-logprobs", "21"], "--max-logprobs must be in [0, 20]"),
-        (["--api-key-file", "/nowhere"], "/nowhere cannot be read"),
-        (["--max-queue", "0"], "--max-queue must be in"),
-        (["--draft", "nonsense"], "--draft must be model, ngram"),
-        (["--target", "/nowhere"], "/nowhere"),
-    ],
-)
-def test_a_wrong_command_line_is_refused_in_one_line(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    message: str,
-) -> None:
-    monkeypatch.delenv("JAX_SPECDEC_API_KEY", raising=False)
-    with pytest.raises(SystemExit) as exit_:
-        main(["serve", "--port", "0", "--no-compilation-cache", *arguments])
-    captured = capsys.readouterr()
-    assert exit_.value.code == 2 and captured.out == "" and captured.err.count("\n") == 1
-    assert message in captured.err
-
-
 def test_a_key_comes_from_a_file_or_a_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from jax_specdec._src.cli.serve import _read_key
 
-    wanted = options_lib.parse(["serve"], "0").server
-    assert wanted is not None
+    wanted = options_lib.parse(["serve"], "0")
     monkeypatch.delenv("JAX_SPECDEC_API_KEY", raising=False)
     assert _read_key(wanted) is None
     monkeypatch.setenv("JAX_SPECDEC_API_KEY", "from-variable")

@@ -17,19 +17,18 @@ from jax_specdec._src.serving import programs
 
 from . import tiny
 from .engines import (
-    DRAFT,
     LLAMA,
     SLOTS,
     TABLE,
-    TARGET,
+    TABLES,
     VOCAB,
-    WEIGHTS,
     K,
     alone,
     collect,
     driver_of,
     greedy_truth,
     run,
+    weights_of,
 )
 
 pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("engines")]
@@ -38,7 +37,6 @@ PIECES = dataclasses.replace(TABLE, prefill_sizes=(2, 8))
 """Four prompts of two tokens a call, or eight tokens of one."""
 MOST_RETRIES = 3
 LLAMA_PIECES = dataclasses.replace(LLAMA, prefill_sizes=(4, 16))
-TABLES = (jnp.asarray(TARGET), jnp.asarray(DRAFT))
 
 
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -137,16 +135,18 @@ def test_a_request_that_ended_ahead_cannot_be_preempted():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("error", "name", "value"),
     [
-        (dict(max_steps_ahead=-1), "max_steps_ahead must be at least 0, but it is -1"),
-        (dict(max_retries=-1), "max_retries must be at least 0, but it is -1"),
-        (dict(max_prefills=0), "max_prefills must be at least 1, but it is 0"),
+        (ValueError, "max_steps_ahead", -1),
+        (ValueError, "max_retries", -1),
+        (ValueError, "max_prefills", 0),
+        (ValueError, "max_queue", 0),
+        (TypeError, "max_queue", 1.5),
     ],
 )
-def test_a_driver_is_not_made_with(changes, message):
-    with pytest.raises(ValueError, match=message):
-        sd.EngineDriver(TABLE, *TABLES, **changes)
+def test_a_driver_is_not_made_with(error, name, value):
+    with pytest.raises(error, match=f"^{name}"):
+        sd.EngineDriver(TABLE, *TABLES, **{name: value})
 
 
 # Prompts
@@ -167,7 +167,7 @@ def test_calls_read_as_many_prompts_as_their_size_allows():
     engine = dataclasses.replace(PIECES, prefill_sizes=(2, 4, 8), max_prefill_requests=3)
     assert [engine.group_size(size) for size in (2, 4, 8)] == [3, 2, 1]
     assert engine.admit_shapes == ((1, 2), (3, 2), (1, 4), (2, 4), (1, 8))
-    with pytest.raises(ValueError, match="max_prefill_requests must be at least 1, but it is 0"):
+    with pytest.raises(ValueError, match="^max_prefill_requests"):
         dataclasses.replace(PIECES, max_prefill_requests=0)
 
 
@@ -229,7 +229,7 @@ def test_a_request_may_leave_while_its_prompt_is_read(leave):
 
 
 def test_nan_in_a_long_prompt_does_not_reach_the_next():
-    params, draft_params = WEIGHTS[LLAMA]
+    params, draft_params = weights_of(LLAMA)
     broken = params | dict(embed_tokens=params["embed_tokens"].at[5].set(jnp.nan))
     request = dict(prompt=[1, 2] * 10, max_new_tokens=8, stop_token_ids=[5])
     expected = alone(driver_of(LLAMA_PIECES, params, draft_params), request)
@@ -246,11 +246,11 @@ def test_tokens_are_those_of_plain_decoding_however_prompts_are_read():
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (3, 4, 2, 30, 9, 1, 21, 4, 4, 12)]
     plain = sd.generate_plain(
         LLAMA.model,
-        WEIGHTS[LLAMA][0],
+        weights_of(LLAMA)[0],
         prompts,
         max_new_tokens=9,
     )
-    driver = driver_of(LLAMA_PIECES, *WEIGHTS[LLAMA], max_steps_ahead=2, max_prefills=1)
+    driver = driver_of(LLAMA_PIECES, *weights_of(LLAMA), max_steps_ahead=2, max_prefills=1)
     for prompt in prompts:
         driver.submit(prompt, max_new_tokens=9)
     found = run(driver)

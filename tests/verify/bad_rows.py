@@ -51,7 +51,7 @@ class BadRowSuite(Between):
 
     @stored
     @pytest.mark.parametrize("outside", [0, 1], ids=["before", "after"])
-    def test_a_row_index_outside_the_store_is_a_bad_draft_row(self, kind, outside):
+    def test_a_row_index_outside_the_store_is_bad(self, kind, outside):
         drafts: Any = dict(kind=kind, q=[on(1), on(1)], accept=[0.0, 0.0])
         for position in (0, 1):
             if position % 2 == outside:
@@ -65,14 +65,14 @@ class BadRowSuite(Between):
         assert self.answer(no_proposal, kind=kind) == [3]
 
     @pytest.mark.parametrize("entry", [*BAD, -0.5])
-    def test_a_drafted_probability_that_is_none_is_a_bad_draft_row(self, entry):
+    def test_a_drafts_entry_of_no_probability_is_bad(self, entry):
         q = np.array([on(0, 1)])
         q[0, 1] = entry
         middle = request([ALL, ALL], [1], q, "probs", accept=[0.0])
         assert self.answer(middle, kind="probs") == sd.Status.BAD_DRAFT_ROW
 
     @pytest.mark.parametrize("entry", [*BAD, -0.5])
-    def test_another_entry_that_is_no_probability_matters_once_the_residual_is_read(self, entry):
+    def test_another_bad_entry_matters_once_the_residual_is_read(self, entry):
         q = np.array([on(0, 1)])
         q[0, 6] = entry
         accepted = request([ALL, on(4)], [1], q, "probs", accept=[0.0])
@@ -82,7 +82,7 @@ class BadRowSuite(Between):
 
     @pytest.mark.parametrize("entry", [*BAD, "all -inf"])
     @pytest.mark.parametrize("vocab", [8, LARGE])
-    def test_draft_logits_without_a_normalizer_are_bad_where_they_have_none(self, entry, vocab):
+    def test_logits_without_a_normalizer_are_bad_without_a_finite_one(self, entry, vocab):
         layout: Any = dict(kind="logits", vocab=vocab)
         if vocab == LARGE:  # a program that there is already
             layout["dtype"] = layout["draft_dtype"] = "bfloat16"
@@ -95,7 +95,7 @@ class BadRowSuite(Between):
         assert self.answer(middle, **layout) == sd.Status.BAD_DRAFT_ROW
 
     @pytest.mark.parametrize("entry", BAD)
-    def test_draft_logits_with_a_normalizer_are_judged_by_what_is_read(self, entry):
+    def test_logits_with_a_normalizer_are_judged_by_what_is_read(self, entry):
         q = [on(0, 1)]
         at_the_draft = request([ALL, on(4)], [1], q, "normalized", accept=[0.0])
         at_the_draft.draft[0, 1] = entry
@@ -112,7 +112,7 @@ class BadRowSuite(Between):
         )
         assert self.answer(middle, kind="normalized") == sd.Status.BAD_DRAFT_ROW
 
-    def test_a_draft_with_a_large_normalizer_is_one_hot_and_the_others_of_its_request_are_not(self):
+    def test_a_draft_with_a_large_normalizer_alone_is_one_hot(self):
         """At 1024 in size; which of them it is depends on no other draft."""
         p, q = [0.5, 0.25, 0.25, 0, 0, 0, 0, 0], [0.125, 0.875, 0, 0, 0, 0, 0, 0]
         nothing = np.full(8, np.nan)  # of a one-hot draft's row nothing is read
@@ -153,7 +153,7 @@ class BadRowSuite(Between):
         assert self.answer(middle, kind=kind) == [1, 2, 3]
 
     @stored
-    def test_a_request_without_a_stored_distribution_is_one_hot_and_disturbs_nobody(self, kind):
+    def test_a_request_without_a_stored_distribution_alone_is_one_hot(self, kind):
         drafts: Any = dict(draft=np.full((1, 8), np.nan), bad_rows=frozenset([0]), valid=False)
         p = [0.5, 0.25, 0.25, 0, 0, 0, 0, 0]
         kept = request([p, on(7)], [0], accept=[0.49], **drafts)

@@ -151,7 +151,7 @@ class Batch:
         )
         if self.token_bitmask is not None:
             named["token_bitmask"] = self.token_bitmask
-        positional, named = jax.tree.map(jnp.asarray, (positional, named))
+        positional, named = jax.device_put((positional, named))
         static = dict(config=self.layout.config, vocab_size=self.layout.vocab_size)
         return positional, named | static
 

@@ -23,7 +23,7 @@ class BlockSuite(Between):
     # What is emitted.
 
     @stored
-    def test_a_draft_that_alone_would_fail_is_saved_by_the_next(self, kind):
+    def test_a_draft_that_would_fail_is_saved_by_the_next(self, kind):
         # Weights 1/2, then min(1, 1/2 * 3).
         p, q = [on(0, 1, 2, 3), [0.25, 0.75, *[0] * 6]], [on(0, 1), [0.75, 0.25, *[0] * 6]]
         middle = request([*p, on(6)], [0, 1], q, kind, accept=[ALMOST_ONE] * 2)
@@ -56,7 +56,7 @@ class BlockSuite(Between):
         self.keeps_drafts_of_equal_distributions()
 
     @pytest.mark.parametrize("kind", ["none", *STORED])
-    def test_nothing_is_kept_from_a_draft_of_zero_target_probability_on_even_at_u_0(self, kind):
+    def test_zero_target_probability_ends_the_block_even_at_u_0(self, kind):
         p, accept = [on(1), on(2, 3), on(4), on(5)], [0.0] * 3
         q = [on(1), ALL, on(4)]
         second = request(p, [1, 0, 4], q, kind, accept=accept, recover=(0.5, 0.9))
@@ -65,7 +65,7 @@ class BlockSuite(Between):
         assert self.answer(first, kind=kind) == [2]
 
     @stored
-    def test_nothing_is_kept_from_a_draft_of_zero_draft_probability_on_even_at_u_0(self, kind):
+    def test_zero_draft_probability_ends_the_block_even_at_u_0(self, kind):
         p, q = [ALL, ALL, ALL], [on(1, 2, 3), ALL]
         middle = request(p, [0, 1], q, kind, accept=[0.0, 0.0], recover=(0.5, 0.0))
         assert self.answer(middle, kind=kind) == [0]  # the residual holds id 0 and 4 to 7
@@ -78,7 +78,7 @@ class BlockSuite(Between):
 
     @pytest.mark.parametrize("id_", [-1, 8, 2**31 - 1])
     @pytest.mark.parametrize("layout", [{}, dict(has_bonus=True)], ids=["", "bonus"])
-    def test_an_id_out_of_range_ends_the_drafts_with_a_token_of_its_own_row(self, id_, layout):
+    def test_ids_out_of_range_end_the_drafts_at_their_row(self, id_, layout):
         p = [on(1, 2), on(4), on(6), ALL]
         for u, answer in ((0.49, [1, 4]), (0.51, [2])):
             middle = request(p, [1, id_, 6], accept=[u, 0.0, 0.0], bonus=7)
@@ -90,7 +90,7 @@ class BlockSuite(Between):
         assert self.answer(request([ALL], bonus=5), has_bonus=True) == [5]
 
     @stored
-    def test_a_greedy_request_follows_the_greedy_rule_and_reads_no_draft_row(self, kind):
+    def test_a_greedy_request_reads_no_draft_row(self, kind):
         p, nothing = [on(1), on(2), on(3)], np.full((2, 8), np.nan)
         for ids, answer in (([1, 2], [1, 2, 3]), ([1, 5], [1, 2]), ([5, 2], [1])):
             middle = request(
@@ -108,7 +108,7 @@ class BlockSuite(Between):
     # Rows that cannot be used.
 
     @pytest.mark.parametrize("entry", BAD)
-    def test_a_bad_target_row_counts_until_no_more_can_be_kept(self, entry):
+    def test_a_bad_target_row_counts_while_it_matters(self, entry):
         bad = np.zeros((3, 8))
         bad[1, 3] = entry
         late = Request(bad, [1, 2], accept=[0.9, 0.9])  # the standard rule would stop before it
@@ -124,7 +124,7 @@ class BlockSuite(Between):
         assert self.answer(Request(target, [0], accept=[0.2], recover=(0.5, 0.0))) == [1]
 
     @pytest.mark.parametrize("entry", [*BAD, -0.5])
-    def test_every_entry_of_a_draft_row_counts_until_no_more_can_be_kept(self, entry):
+    def test_every_entry_of_a_draft_row_counts_while_it_matters(self, entry):
         q = np.array([on(1, 2), on(1, 2)])
         q[1, 6] = entry
         for u in (0.0, 0.9):
@@ -134,14 +134,14 @@ class BlockSuite(Between):
         assert self.answer(impossible, kind="probs") == [3]
 
     @stored
-    def test_a_row_index_outside_the_store_counts_until_no_more_can_be_kept(self, kind):
+    def test_a_row_index_outside_the_store_counts_while_it_matters(self, kind):
         drafts: Any = dict(q=[on(1, 2)] * 2, kind=kind, bad_rows=frozenset([1]))
         middle = request([ALL, ALL, ALL], [1, 2], accept=[0.9, 0.9], **drafts)
         assert self.answer(middle, kind=kind) == sd.Status.BAD_DRAFT_ROW
         impossible = request([on(3), ALL, ALL], [1, 2], accept=[0.0, 0.0], **drafts)
         assert self.answer(impossible, kind=kind) == [3]
 
-    def test_the_first_bad_row_gives_the_status_the_target_row_before_the_draft_row(self):
+    def test_the_first_bad_row_gives_the_status_target_before_draft(self):
         q = np.array([on(1, 2)] * 2)
         q[0, 6] = np.nan
         middle = request([ALL, ALL, ALL], [1, 2], q, "probs", accept=[0.9, 0.9])

@@ -44,10 +44,10 @@ OVERLAPS = [
 
 
 def with_offsets(offsets: Sequence[int], layout: Layout) -> Batch:
-    """A batch of requests with three drafts each, and other offsets."""
-    rng = np.random.default_rng(4)
+    """A batch of requests with K drafts each, and other offsets."""
+    rng, k = np.random.default_rng(4), layout.num_speculative_tokens
     requests = [
-        random_request(layout, rng, 3, 0.3 + 0.7 * (i % 3 < 2)) for i in range(len(offsets) - 1)
+        random_request(layout, rng, k, 0.3 + 0.7 * (i % 3 < 2)) for i in range(len(offsets) - 1)
     ]
     batch = pack(requests, layout)
     drafts = sd.Drafts(batch.drafts.token_ids, np.array(offsets, np.int32))
@@ -93,7 +93,7 @@ class EdgeSuite(Between):
             assert self.answer(middle, kind=kind) == [token]
 
     @pytest.mark.parametrize("kind", ["none", "logits"])
-    def test_entries_far_from_the_drafted_tokens_are_summed_all_the_same(self, kind):
+    def test_entries_far_from_the_drafts_are_summed_all_the_same(self, kind):
         target = np.full((2, 8), -np.inf, np.float32)
         target[0, [3, 6]] = 2.0, -500.0  # exp(502) is out of range
         target[1, 5] = -300.0  # and exp(-302), relative to the row before
@@ -113,7 +113,7 @@ class EdgeSuite(Between):
         assert self.answer(middle, kind=kind) == [2]
 
     @stored
-    def test_zero_draft_probability_of_a_proposal_is_rejected_even_at_u_0(self, kind):
+    def test_zero_draft_probability_is_rejected_even_at_u_0(self, kind):
         middle = request([ALL, ALL], [0], [on(1, 2, 3)], kind, accept=[0.0], recover=(0.5, 0.0))
         assert self.answer(middle, kind=kind) == [0]  # the residual holds id 0 and 4 to 7
 
@@ -122,7 +122,7 @@ class EdgeSuite(Between):
         middle = request([ALL, ALL], [6], [ALL[:5]], kind, accept=[0.0], recover=(0.5, 0.99))
         assert self.answer(middle, kind=kind, draft_vocab=5) == [7]
 
-    def test_a_masked_target_row_rejects_a_forbidden_draft_and_keeps_the_residual_right(self):
+    def test_a_masked_row_rejects_forbidden_drafts_with_the_right_residual(self):
         p, q = [0, 0, 0.25, 0.75, 0, 0, 0, 0], [0.5, 0, 0.5, 0, 0, 0, 0, 0]
         for kind in STORED:  # a grammar forbids all but 2 and 3; the residual is all on 3
             middle = request([p, ALL], [0], [q], kind, accept=[0.0], recover=(0.5, 0.0))
@@ -137,7 +137,7 @@ class EdgeSuite(Between):
     # Empty residuals: synthetic rejection can meet p = q.
 
     @pytest.mark.parametrize("kind", ["none", "logits"])
-    def test_an_empty_residual_goes_to_the_target_and_never_to_token_0(self, kind):
+    def test_an_empty_residual_goes_to_the_target_not_to_0(self, kind):
         p = on(5)
         middle = request([p, p, ALL], [3, 5], [p, p], kind, accept=[0.0, 0.9])
         assert self.answer(middle, kind=kind, rates=RATES) == [3, 5]
@@ -164,9 +164,7 @@ class EdgeSuite(Between):
     @temperatures
     @kinds
     @pytest.mark.parametrize("id_", [-1, 8, -(2**31), 2**31 - 1])
-    def test_an_id_out_of_range_ends_the_request_with_a_token_of_its_own_row(
-        self, temperature, kind, id_
-    ):
+    def test_ids_out_of_range_end_the_request_at_their_row(self, temperature, kind, id_):
         p, q = [on(1), on(2), on(3)], [on(1), on(1)]
         middle = request(p, [1, id_], q, kind, temperature, accept=[0.0, 0.0], bonus=6)
         assert self.answer(middle, kind=kind) == [1, 2]
@@ -207,7 +205,7 @@ class EdgeSuite(Between):
             ([0, 2**31 - 1, -(2**31), 2], [0, 1, 2]),
         ],
     )
-    def test_offsets_that_make_no_sense_are_bad_input_of_their_request(self, offsets, bad):
+    def test_offsets_without_sense_are_bad_input_of_their_request(self, offsets, bad):
         rng = np.random.default_rng(3)
         layout = Layout()
         requests = [random_request(layout, rng, 3, temperature=1.0) for _ in range(3)]
@@ -221,7 +219,7 @@ class EdgeSuite(Between):
         assert not np.delete(status, bad).any()
 
     @pytest.mark.parametrize(("offsets", "ok"), OVERLAPS)
-    def test_of_two_requests_with_one_row_the_later_is_bad_input_alone(self, offsets, ok):
+    def test_the_later_of_two_owners_of_one_row_is_bad(self, offsets, ok):
         status = self.verify(with_offsets(offsets, Layout())).status
         assert [x != sd.Status.BAD_INPUT for x in status] == ok
 
@@ -249,7 +247,7 @@ class EdgeSuite(Between):
         middle = Request(signs, (), temperature=0.0)
         assert self.answer(middle, **layout) == [1]
 
-    def test_the_ends_of_the_uniforms_never_pick_a_token_of_zero_weight(self):
+    def test_the_ends_of_uniforms_pick_no_token_of_zero_weight(self):
         rng = np.random.default_rng(4)
         ends = [0.0, 2.0**-24, ALMOST_ONE]
         for possible in (
@@ -269,7 +267,7 @@ class EdgeSuite(Between):
                     (token,) = self.answer(middle, vocab=LARGE, kind="probs")
                     assert token in possible
 
-    def test_the_ends_of_the_uniforms_never_pick_a_token_outside_the_residual(self):
+    def test_the_ends_of_uniforms_pick_no_token_outside_the_residual(self):
         ends = [0.0, 2.0**-24, ALMOST_ONE]
         p, q = np.zeros((2, LARGE)), np.zeros((1, LARGE))
         p[:, [5, 2050, LARGE - 2]], q[0, [5, 2050, LARGE - 2]] = (
@@ -325,14 +323,14 @@ class EdgeSuite(Between):
         for kind in ("logits", "none"):
             assert self.answer(middle, kind=kind, rates=RATES) == [3, 2]
 
-    def test_synthetic_with_a_given_bonus_reads_nothing_when_all_are_accepted(self):
+    def test_synthetic_with_a_given_bonus_reads_nothing_when_all_pass(self):
         middle = Request(np.full((3, 8), np.nan), [3, 4], accept=[0.0, 0.0], bonus=6)
         assert self.answer(middle, rates=RATES, has_bonus=True) == [3, 4, 6]
 
     # The theorem, exactly.
 
     @pytest.mark.parametrize("kind", STORED)
-    def test_the_first_token_has_the_targets_distribution_summed_over_all_noise(self, kind):
+    def test_the_first_tokens_distribution_is_the_targets_over_all_noise(self, kind):
         p, q = np.array([[4, 2, 1, 1, 0, 0, 0, 0], [1, 1, 2, 4, 0, 0, 0, 0]]) / 8
         quarters = np.arange(4) / 4 + 1 / 8  # the noise decides on quarters only
         first = np.zeros(8)

@@ -122,14 +122,14 @@ class ProcessedEdges(Between):
             )
             assert self.answer(middle) == [0, 0]
 
-    def test_a_draft_that_is_filtered_out_is_rejected_and_replaced_from_what_is_left(self):
+    def test_a_filtered_draft_is_replaced_from_what_is_left(self):
         for u, token in ((0.0, 0), (ALMOST_ONE, 2)):
             middle = request(
                 [P, ALL], [3], [on(3)], "logits", top_k=2, accept=[0.0], recover=(0.5, u)
             )
             assert self.answer(middle) == [token]
 
-    def test_a_drafted_token_that_a_grammar_forbids_is_rejected_and_the_residual_is_right(self):
+    def test_a_forbidden_draft_is_rejected_and_the_residual_is_right(self):
         allowed = np.isin(np.arange(8), [2, 3])[None].repeat(2, axis=0)
         p, q = [0.3, 0, 0.175, 0.525, 0, 0, 0, 0], [0.5, 0, 0.5, 0, 0, 0, 0, 0]
         # Of 2 and 3, p is 0.25 and 0.75; the residual is all on 3.
@@ -139,7 +139,7 @@ class ProcessedEdges(Between):
         assert self.answer(middle) == [3]
 
     @pytest.mark.parametrize("temperature", [0.0, 0.7])
-    def test_a_row_of_which_everything_is_masked_is_a_bad_target_row(self, temperature):
+    def test_a_row_with_everything_masked_is_a_bad_target_row(self, temperature):
         allowed = np.ones((3, 8), bool)
         allowed[1] = False
         middle = request(
@@ -162,7 +162,7 @@ class ProcessedEdges(Between):
             shown = Request(target, (), temperature=temperature, top_k=top_k)
             assert self.answer(shown) == sd.Status.BAD_TARGET_ROW
 
-    def test_a_greedy_request_takes_the_largest_that_is_allowed_and_is_not_filtered(self):
+    def test_greedy_requests_take_the_largest_allowed_and_are_not_filtered(self):
         allowed = np.arange(8)[None].repeat(3, axis=0) != 0
         middle = request([P] * 3, [1, 2], temperature=0.0, top_k=1, top_p=0.1, allowed=allowed)
         assert self.answer(middle) == [1, 1]
@@ -180,7 +180,7 @@ class ProcessedEdges(Between):
         middle = request([P], temperature=temperature, **{name: value})
         assert self.answer(middle) == sd.Status.BAD_INPUT
 
-    def test_a_draft_below_its_threshold_had_no_chance_and_is_rejected(self):
+    def test_a_draft_below_its_threshold_is_rejected(self):
         q, threshold = [0.5, 0.3, 0.2, 0, 0, 0, 0, 0], np.log([0.25])
         for x, accept, answer in ((2, 0.0, 2), (1, ALMOST_ONE, 2), (1, 0.0, [1, 6])):
             # q is 5/8, 3/8 after all, and what it leaves of p is all on 2.

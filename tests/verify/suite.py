@@ -162,7 +162,7 @@ class OracleSuite:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("layout", BLOCK[1::2], ids=str)
-    def test_gives_the_tokens_of_the_oracle_under_the_block_rule_too(self, layout):
+    def test_gives_the_oracles_tokens_by_the_block_rule_too(self, layout):
         self.agree(layout)
 
 

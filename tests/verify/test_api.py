@@ -43,7 +43,7 @@ def keys_and_positions(seed: int):
 # Transformations.
 
 
-def test_without_jit_the_tokens_are_the_same_but_for_close_calls():
+def test_without_jit_tokens_are_the_same_but_for_close_calls():
     eager = functools.partial(sd.testing.rejection_sample_with_noise, implementation="xla")
     for seed in range(10):
         batch = random_batch(LAYOUT, seed)
@@ -166,7 +166,7 @@ def test_the_keyed_form_is_the_explicit_one_with_drawn_noise():
         chex.assert_trees_all_equal(keyed(*args, **named, **noise), explicit)
 
 
-def test_with_keys_a_token_is_the_same_whoever_else_is_there_and_in_whatever_slot():
+def test_with_keys_no_other_request_or_slot_changes_a_token():
     rng = np.random.default_rng(5)
     layout = dataclasses.replace(LAYOUT, store_rows=B * K)
     requests = [random_request(layout, rng, int(rng.integers(K + 1))) for _ in range(2 * B)]
@@ -291,7 +291,7 @@ def test_dense_storage_may_keep_its_shape():
         assert flattened.ids.shape == shape
 
 
-def test_parse_output_gives_lists_and_nothing_for_a_request_without_tokens():
+def test_parse_output_gives_an_empty_list_without_tokens():
     output = sd.RejectionSampleOutput(
         token_ids=jnp.array([[4, 2, 9], [7, -1, -1], [-1, -1, -1]]),
         num_accepted=jnp.array([2, 0, 0]),

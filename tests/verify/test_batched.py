@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from filled import full, ones, zeros
 
 import jax_specdec as sd
 from jax_specdec._src import ragged
@@ -135,7 +136,7 @@ def rows_with_ties() -> np.ndarray:
 
 @pytest.mark.parametrize("platform", ["tpu", "cpu", "cuda"])
 @pytest.mark.parametrize("which", [None, np.array([2, 0, 7, 3, 1, 6, 4, 5], np.int32)])
-def test_the_largest_entry_is_that_of_numpy_and_ties_go_to_the_lowest_id(platform, which):
+def test_the_largest_entry_is_that_of_numpy_with_ties(platform, which):
     x = rows_with_ties()
     rows = rows_lib.Rows(jnp.asarray(x), 5000, -math.inf, platform)
     peak, best = jax.jit(rows.max_and_argmax)(which)
@@ -168,19 +169,15 @@ def test_ids_that_do_not_count_are_not_the_largest():
 
 B, K, V = 64, 3, 512
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
-SAMPLING = sd.SamplingParams(
-    jnp.ones(B), min_p=jnp.zeros(B), top_k=jnp.full(B, 4), top_p=jnp.ones(B)
-)
+SAMPLING = sd.SamplingParams(ones(B), min_p=zeros(B), top_k=full(B, 4), top_p=ones(B))
 KEYS = jax.random.split(jax.random.key(0), B)
-POSITIONS = jnp.arange(B, dtype=jnp.int32)
-LOGITS, ROWS = jnp.zeros((B, V)), jnp.zeros((B * (K + 1), V))
-STORE = sd.DraftStore.create(B, K, V)
-DRAFTS = sd.Drafts.from_dense(jnp.zeros((B, K), jnp.int32))
-PENALTIES = sd.Penalties(
-    jnp.ones(B), jnp.ones(B), jnp.ones(B), jnp.zeros((B, V), jnp.int32), jnp.zeros((B, V), bool)
-)
+POSITIONS = zeros(B, jnp.int32)
+LOGITS, ROWS = zeros((B, V)), zeros((B * (K + 1), V))
+STORE = jax.eval_shape(lambda: sd.DraftStore.create(B, K, V))
+DRAFTS = sd.Drafts(zeros(B * K, jnp.int32), jax.device_put(np.arange(0, B * K + 1, K, np.int32)))
+PENALTIES = sd.Penalties(ones(B), ones(B), ones(B), zeros((B, V), jnp.int32), zeros((B, V), bool))
 OUTPUT = sd.RejectionSampleOutput(
-    jnp.zeros((B, K + 1), jnp.int32), *(jnp.zeros((B,), jnp.int32) for _ in range(3))
+    zeros((B, K + 1), jnp.int32), *(zeros((B,), jnp.int32) for _ in range(3))
 )
 
 EAGER: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
@@ -208,7 +205,7 @@ EAGER: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     ),
     "DraftStore.write": (
         lambda store, logits: store.write(
-            1, logits, jnp.zeros(B), jnp.zeros(B), positions=POSITIONS, sampling=SAMPLING
+            1, logits, zeros(B), zeros(B), positions=POSITIONS, sampling=SAMPLING
         ),
         (STORE, LOGITS),
     ),
@@ -227,7 +224,7 @@ def largest_result(fn: Callable[..., Any], *args: Any) -> int:
 
 
 @pytest.mark.parametrize(("fn", "args"), EAGER.values(), ids=EAGER)
-def test_no_operation_outside_of_jit_makes_more_than_the_arguments_hold(fn, args):
+def test_no_operation_without_jit_makes_more_than_arguments_hold(fn, args):
     given = sum(x.size for x in jax.tree.leaves(args))
     assert largest_result(fn, *args) <= given
 

@@ -117,12 +117,12 @@ def expected(models: Models, block: bool) -> float:
     return total
 
 
-def test_the_papers_example_keeps_as_many_drafts_as_the_paper_says():
+def test_the_papers_example_keeps_as_many_drafts_as_it_says():
     assert expected(MODELS[0], block=False) == pytest.approx(10 / 9, abs=1e-6)
     assert expected(MODELS[0], block=True) == pytest.approx(11 / 9, abs=1e-6)
 
 
-def test_never_fewer_drafts_are_kept_in_expectation_than_one_by_one():
+def test_never_fewer_drafts_are_kept_than_one_by_one():
     gains = [expected(m, block=True) - expected(m, block=False) for m in MODELS[1:]]
     print("expected drafts gained", np.round(gains, 4))
     assert min(gains) > -1e-6
@@ -150,7 +150,7 @@ def emitted(models: Models, weighted: bool) -> np.ndarray:
     return joint
 
 
-def test_the_tokens_have_the_targets_distribution_and_need_the_weighted_residual():
+def test_tokens_have_the_targets_distribution_by_the_weighted_residual():
     off = []
     for models in MODELS[1:]:
         target = np.ones(())

@@ -87,7 +87,7 @@ ONE_LAYOUT = Layout(
     ],
     ids=str,
 )
-def test_rows_read_as_on_a_tpu_give_the_tokens_of_the_oracle(layout):
+def test_rows_read_as_on_tpus_give_the_oracles_tokens(layout):
     for output in agree(random_batches(layout, range(8)), on_tpu):
         assert (output.num_emitted > 0).any()
 

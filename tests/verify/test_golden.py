@@ -187,7 +187,7 @@ def race(weights: np.ndarray, exponential: np.ndarray) -> int:
 
 
 @both
-def test_a_token_of_zero_target_probability_is_rejected_at_u_0_where_vllm_accepts(answer):
+def test_zero_target_probability_is_rejected_at_u_0_unlike_vllm(answer):
     case = load("v1_target_prob_zero")
     batch, _ = golden_batch("v1_target_prob_zero")
     noise = dataclasses.replace(batch.noise, accept=np.zeros_like(batch.noise.accept))
@@ -212,7 +212,7 @@ def test_a_ratio_equal_to_u_is_rejected_where_vllm_accepts(answer):
 
 
 @both
-def test_an_empty_residual_goes_to_the_target_where_vllm_emits_token_0(answer):
+def test_an_empty_residual_is_the_target_where_vllm_emits_0(answer):
     case = load("v1_synth_random_0")
     batch, _ = golden_batch("v1_synth_random_0")
     certain = np.full_like(case["target_probs"], -np.inf)
@@ -230,7 +230,7 @@ def test_an_empty_residual_goes_to_the_target_where_vllm_emits_token_0(answer):
 
 
 @both
-def test_id_minus_1_samples_from_the_target_where_vllm_v1_samples_from_the_residual(answer):
+def test_id_minus_1_samples_from_the_target_unlike_vllm_v1(answer):
     case = load("v1_random_dp_0")
     batch, _ = golden_batch("v1_random_dp_0")
     firsts = {0: 0, 2: 3, 3: 5}  # request: its first draft

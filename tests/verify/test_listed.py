@@ -57,6 +57,7 @@ def batches(ids: str, layout: Layout, seeds: Any) -> Any:
         yield with_ids(random_batch(layout, seed), ids, length, seed)
 
 
+@pytest.mark.newest
 @on_grid
 def test_the_oracle_gives_the_tokens_of_the_scattered_rows(ids, layout):
     accepted = 0
@@ -75,12 +76,13 @@ def agree_on(ids: str, layout: Layout, verifier: Any, seeds: Any = range(12)) ->
 @pytest.mark.parametrize(
     ("ids", "layout"),
     [
-        *(*GRID[:2], *GRID[5:7]),
+        *(GRID[1], GRID[5]),
+        *(pytest.param(*GRID[i], marks=pytest.mark.newest) for i in (0, 6)),
         *(pytest.param(*case, marks=long) for case in (*GRID[2:5], GRID[7])),
     ],
     ids=str,
 )
-def test_rows_read_one_by_one_give_the_tokens_of_the_oracle(ids, layout):
+def test_rows_read_one_by_one_give_the_oracles_tokens(ids, layout):
     agree_on(ids, layout, XLA)
 
 
@@ -102,21 +104,21 @@ def test_rows_read_at_once_give_the_tokens_of_the_oracle(ids, layout):
 
 @pytest.mark.newest
 @pytest.mark.parametrize(("ids", "layout"), [pytest.param(*GRID[1], marks=long), GRID[5]], ids=str)
-def test_rows_read_as_on_a_tpu_give_the_tokens_of_the_oracle(ids, layout):
+def test_rows_read_as_on_tpus_give_the_oracles_tokens(ids, layout):
     agree_on(ids, layout, on_tpu)
 
 
 @pytest.mark.parametrize(
     ("ids", "layout", "verifier"),
     [
-        (*GRID[0], XLA),
-        (*GRID[4], XLA),
+        (*GRID[1], XLA),
+        (*GRID[5], XLA),
         pytest.param(*GRID[0], all_at_once, marks=pytest.mark.newest),
         pytest.param(*GRID[6], all_at_once, marks=pytest.mark.newest),
     ],
     ids=["map", "candidates", "map, all at once", "candidates, all at once"],
 )
-def test_ids_out_of_range_or_there_twice_hurt_only_who_visits_their_row(ids, layout, verifier):
+def test_bad_lists_of_ids_hurt_only_who_visits_their_row(ids, layout, verifier):
     bad = [with_bad_ids(b, seed) for seed, (b, _) in enumerate(batches(ids, layout, range(8)))]
     statuses = np.array([output.status for output in agree(bad, verifier)])
     assert np.mean(statuses == sd.Status.BAD_DRAFT_ROW) > 0.1
@@ -151,7 +153,7 @@ def test_a_split_vocabulary_gives_the_tokens_of_the_oracle(ids, layout):
 
 @pytest.mark.newest
 @pytest.mark.parametrize("ids", ["candidates", pytest.param("map", marks=long)])
-def test_requests_split_over_an_axis_give_the_tokens_of_the_oracle(ids):
+def test_requests_split_over_an_axis_give_the_oracles_tokens(ids):
     layout = Layout(vocab=5000, **EVEN, kind="logits", has_valid=True)
     agree((with_ids(even_batch(layout, seed), ids, 50, seed)[0] for seed in range(8)), over(2, 4))
 
@@ -213,7 +215,7 @@ def masses(logits: Any, distribution: Any, weight: Any) -> tuple[jax.Array, jax.
         *(pytest.param(*case, marks=long) for case in ((500, 0.0), (V - 50, 0.01))),
     ],
 )
-def test_what_candidates_leave_of_a_tile_is_right_to_22_bits_of_the_row(length, noise):
+def test_what_candidates_leave_of_tiles_is_right_to_22_bits(length, noise):
     rng, weight = np.random.default_rng(length), np.float32([1, 1, 1, 0.5, 0.1, 1e-3] * 2)
     logits, distribution, left = listed_and_left(rng, length, noise, weight)
     found, inside = (np.float64(x) for x in masses(logits, distribution, weight))
@@ -231,7 +233,7 @@ def test_what_candidates_leave_of_a_tile_is_right_to_22_bits_of_the_row(length, 
     [pytest.param(XLA, marks=long), all_at_once],
     ids=["one by one", "all at once"],
 )
-def test_a_tile_that_has_mass_by_rounding_alone_is_passed_over(verifier):
+def test_a_tile_with_mass_by_rounding_alone_is_passed_over(verifier):
     """The drafter has p itself, but for one id; acceptance at rate 0 reads what that leaves."""
     rng, only = np.random.default_rng(5), 5000
     logits = (2 * rng.standard_normal((N, V))).astype(np.float32)

@@ -122,7 +122,7 @@ def test_they_are_those_of_the_rows(layout: Layout, distribution: str, function:
 
 
 @pytest.mark.newest
-def test_processed_ones_are_masked_and_filtered_and_raw_ones_are_not() -> None:
+def test_processed_ones_are_masked_and_filtered_raw_ones_not() -> None:
     row = np.log([[0.3, 0.2, 0.1, 0.4]])
     layout = Layout(vocab=4, num_speculative_tokens=1, num_requests=4, num_drafts=4)
     batch = pack([Request(target=row, draft_ids=(), temperature=t) for t in (1, 1, 1, 0)], layout)
@@ -152,7 +152,7 @@ def test_processed_ones_are_masked_and_filtered_and_raw_ones_are_not() -> None:
 
 
 @pytest.mark.newest
-def test_ties_go_to_the_lowest_id_and_what_is_impossible_has_none() -> None:
+def test_ties_go_to_the_lowest_id_the_impossible_has_none() -> None:
     row = np.full((1, TIED.vocab), -np.inf)
     row[0, 1:4] = -0.0, 0.0, -0.0
     batch = pack([Request(target=row, draft_ids=(), temperature=0.0)], TIED)

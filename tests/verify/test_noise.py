@@ -28,7 +28,7 @@ def bits_of_jax(words: np.ndarray, positions: Any, stream: Any, offset: Any) -> 
     return np.asarray(threefry(words, flat)).reshape(2, *counters[0].shape).transpose()
 
 
-def test_uniforms_are_the_high_bits_of_threefry_at_a_counter_of_their_own():
+def test_uniforms_are_high_bits_of_threefry_at_their_own_counter():
     drawn = sd.testing.draw_noise(KEYS, POSITIONS, K)
     for b, (words, position) in enumerate(zip(WORDS, POSITIONS, strict=True)):
         accept = bits_of_jax(words, position, noise.Stream.ACCEPT, np.arange(K))
@@ -38,7 +38,7 @@ def test_uniforms_are_the_high_bits_of_threefry_at_a_counter_of_their_own():
 
 
 @pytest.mark.parametrize("vocab", [3, 700, 1500, 5000])
-def test_the_noise_of_races_is_that_of_threefry_whatever_the_vocabulary(vocab):
+def test_the_noise_of_races_is_threefrys_whatever_the_vocabulary(vocab):
     num_tiles, num_ids = -(-vocab // 2048), min(vocab, 2048)
     drawn = sd.testing.token_exponentials(KEYS, POSITIONS, vocab)
     assert drawn.shape == (len(KEYS), num_tiles + num_ids)
@@ -67,7 +67,7 @@ def distance(exponential_of: Callable[[jax.Array], jax.Array]) -> float:
     return float(np.max(np.abs(above - expected) / (1 + expected * 2.0**-22)))
 
 
-def test_exponentials_are_exact_near_0_and_none_is_0_or_infinite():
+def test_exponentials_are_exact_near_0_positive_and_finite():
     ends = np.asarray(noise.to_exponential(jnp.array([0, 2**32 - 1], jnp.uint32)))
     assert 0 < ends[0] < ends[1] < np.inf
     assert distance(noise.to_exponential) < 2
@@ -85,7 +85,7 @@ def test_keys_that_jax_derives_share_no_counter_with_our_bits():
     assert np.isin(from_zero, theirs).all()  # what would be shared
 
 
-def test_bits_are_the_same_whether_jax_partitions_its_own_or_not():
+def test_bits_do_not_depend_on_how_jax_partitions_its_own():
     expected = sd.testing.draw_noise(KEYS, POSITIONS, K)
     with jax.threefry_partitionable(False):
         drawn = sd.testing.draw_noise(KEYS, POSITIONS, K)

@@ -301,7 +301,7 @@ def emitted(block: bool, by_request: bool) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("block", [False, True], ids=["standard", "block"])
-def test_each_draft_is_one_hot_by_its_own_normalizer_which_keeps_the_law(block):
+def test_each_draft_is_one_hot_by_its_own_normalizer_losslessly(block):
     off = []
     for tree, right, wrong in zip(TREES, *[emitted(block, x) for x in (False, True)], strict=True):
         target = np.ones(())

@@ -74,7 +74,7 @@ FORMS = {"lazy": padded("xla_lazy"), "batched": padded("xla_batched"), "kernel":
     ],
     ids=str,
 )
-def test_requests_whose_rows_are_there_are_verified_and_others_are_bad_input(form, layout):
+def test_requests_whose_rows_are_left_out_are_bad_input(form, layout):
     verifier, missing = FORMS[form], 0
     for seed in range(2 if form == "kernel" else 4):
         batch = random_batch(layout, seed, broken=0)
@@ -138,9 +138,7 @@ def test_rows_of_inactive_requests_may_be_left_out():
         (0, {"padded_rows": True}, ValueError, "target_logits"),
     ],
 )
-def test_other_numbers_of_rows_are_refused_unless_they_are_asked_for(
-    num_rows, given, error, sentence
-):
+def test_other_numbers_of_rows_are_refused_unless_asked_for(num_rows, given, error, sentence):
     logits, drafts, named, keys, active = arguments(num_rows, [True] * 4)
     with pytest.raises(error, match=sentence):
         sd.rejection_sample(logits, drafts, **named, **keys, active=active, **given)

@@ -58,9 +58,9 @@ def measure_costs(session: Session) -> Costs:
     drafts = {}
     most = max(options.configs, key=lambda config: config.num_speculative_tokens)
     for name in options.drafters:
-        drafting = session.drafting(name, most)
-        decoder = Decoder(target, drafting["drafter"], most)
-        seconds = _seconds(session, decoder, drafting.get("draft_params"), drafts=True)
+        draft = session.models.drafters[name]
+        decoder = Decoder(target, draft.drafter, most)
+        seconds = _seconds(session, decoder, draft.params, drafts=True)
         drafts[name] = seconds / most.num_speculative_tokens / one
     return Costs(drafts, {k: seconds / one for k, seconds in rows.items()})
 

@@ -59,14 +59,14 @@ class Models:
     max_length: int
 
 
-def load_models(options: Options, prompts: list[str]) -> Models:
+def load_models(options: Options, texts: list[str]) -> Models:
     """Read what the options name, and check that the requests fit.
 
     Raises:
       InputError: a file is missing or wrong, the tokenizers differ, or a text would be too long.
     """
     try:
-        return (_embedded if options.target is None else _checkpoints)(options, prompts)
+        return (_embedded if options.target is None else _checkpoints)(options, texts)
     except (ImportError, OSError, ValueError) as error:
         raise InputError(" ".join(str(error).split())) from error
 
@@ -75,68 +75,48 @@ def _embedded(options: Options, texts: list[str]) -> Models:
     prompts = [encode_bytes(text) for text in texts]
     budget = _budget(options, prompts, MAX_LENGTH, "bytes")
     target, draft = load_embedded_pair()
-    return Models(
-        target,
-        {
-            name: Draft(ModelDrafter(draft.model), draft.params)
-            if name == "model"
-            else _without_model(name, target)
-            for name in options.drafters
-        },
-        prompts,
-        budget,
-        (DOCUMENT_SEPARATOR,),
-        functools.partial(TextStream, decode_bytes),
-        None,
-        MAX_LENGTH,
-    )
+    drafters = _load_drafters(options, target, {"model": draft})
+    stream = functools.partial(TextStream, decode_bytes)
+    stops = (DOCUMENT_SEPARATOR,)
+    return Models(target, drafters, prompts, budget, stops, stream, None, MAX_LENGTH)
 
 
 def _checkpoints(options: Options, texts: list[str]) -> Models:
     assert options.target is not None
     config = read_config(options.target / CONFIG_FILE)
     tokenizer = load_tokenizer(options.target)
-    directories = {
-        name: Path(name)
-        for name in options.drafters
-        if name != "ngram" and not name.startswith(HEAD_PREFIX)
-    }
-    for directory in directories.values():
-        read_config(directory / CONFIG_FILE)
-        tokenizer.check_same_vocabulary(load_tokenizer(directory))
+    names = [x for x in options.drafters if x != "ngram" and not x.startswith(HEAD_PREFIX)]
+    for name in names:
+        read_config(Path(name) / CONFIG_FILE)
+        tokenizer.check_same_vocabulary(load_tokenizer(name))
     prompts = _encode(options, texts, tokenizer, config)
-    budget = _budget(options, prompts, config.max_position_embeddings, "tokens")
+    most = config.max_position_embeddings
+    budget = _budget(options, prompts, most, "tokens")
     load = functools.partial(load_huggingface, dtype=options.dtype, scan_layers=options.scan_layers)
     target = load(options.target)
     size = target.model.vocab_size
-    drafters = {}
-    for name in options.drafters:
-        if name in directories:
-            draft = load(directories[name], max_vocab_size=size)
-            drafters[name] = Draft(ModelDrafter(draft.model), draft.params)
-        else:
-            drafters[name] = _without_model(name, target)
-    return Models(
-        target,
-        drafters,
-        prompts,
-        budget,
-        tokenizer.stop_token_ids,
-        tokenizer.stream,
-        tokenizer,
-        config.max_position_embeddings,
+    drafters = _load_drafters(
+        options, target, {name: load(name, max_vocab_size=size) for name in names}
     )
+    stops = tokenizer.stop_token_ids
+    return Models(target, drafters, prompts, budget, stops, tokenizer.stream, tokenizer, most)
 
 
-def _without_model(name: str, target: LoadedModel[Llama]) -> Draft:
-    """Lookup, or an EAGLE-3 head: a drafter that needs no model besides the target."""
-    if name == "ngram":
-        return Draft(NGramDrafter())
-    if name.startswith(HEAD_PREFIX):
-        head = load_eagle3(Path(name.removeprefix(HEAD_PREFIX)), target)
-    else:
-        head = load_embedded_head(target)
-    return Draft(Eagle3Drafter(head.model), head.params)
+def _load_drafters(
+    options: Options, target: LoadedModel[Llama], models: dict[str, LoadedModel[Llama]]
+) -> dict[str, Draft]:
+    """The drafters by their names: models, lookup, and EAGLE-3 heads."""
+    found = {}
+    for name in options.drafters:
+        if name in models:
+            found[name] = Draft(ModelDrafter(models[name].model), models[name].params)
+        elif name == "ngram":
+            found[name] = Draft(NGramDrafter())
+        else:
+            is_embedded, directory = name == "eagle3", name.removeprefix(HEAD_PREFIX)
+            head = load_embedded_head(target) if is_embedded else load_eagle3(directory, target)
+            found[name] = Draft(Eagle3Drafter(head.model), head.params)
+    return found
 
 
 def _encode(

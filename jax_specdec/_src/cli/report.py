@@ -22,23 +22,23 @@ def table(options: Options, comparisons: list[Comparison]) -> Table:
     title = f"{options.config.rejection_sample_method} verification at temperature T, {runs} each"
     if any(comparison.run.standard_error is not None for comparison in comparisons):
         title += "\n\u00b1: standard error over seeds"
-    table = Table(
+    rows = Table(
         title=title,
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
     )
-    table.add_column("T", justify="right", no_wrap=True)
-    table.add_column("drafter", overflow="fold")
+    rows.add_column("T", justify="right", no_wrap=True)
+    rows.add_column("drafter", overflow="fold")
     headers = ("K", "tokens", "tokens per\ntarget pass", "mean\nacceptance\nlength", "tokens/s")
     for name in (*headers, "speed-up"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("greedy\nas plain", no_wrap=True)
+        rows.add_column(name, justify="right", no_wrap=True)
+    rows.add_column("greedy\nas plain", no_wrap=True)
     for i, comparison in enumerate(comparisons):
         run, stats, config = comparison.run, comparison.run.stats, comparison.run.config
         error = "" if run.standard_error is None else f" \u00b1{run.standard_error:.2f}"
-        table.add_row(
+        rows.add_row(
             f"{run.temperature:g}",
             Text(terminal.printable("plain" if run.drafter is None else Path(run.drafter).name)),
             "" if config is None else f"{config.num_speculative_tokens}",
@@ -50,16 +50,15 @@ def table(options: Options, comparisons: list[Comparison]) -> Table:
             comparison.identity,
             end_section=i + 1 == len(comparisons) or comparisons[i + 1].run.config is None,
         )
-    return table
+    return rows
 
 
 def write_json(
     session: Session, found: dict[str, Any], comparisons: list[Comparison] | None
 ) -> None:
     """Write one object, with an entry for each row of the table, if there is one."""
-    options = session.options
-    found |= {"target": None if options.target is None else str(options.target)}
-    found |= {"seed": options.seed}
+    target = session.options.target
+    found |= {"target": None if target is None else str(target), "seed": session.options.seed}
     if comparisons is not None:
         found["rows"] = [_row(session, comparison) for comparison in comparisons]
     terminal.write(json.dumps(found) + "\n")

@@ -13,14 +13,9 @@ import time
 import jax_specdec as sd
 from jax_specdec._src.cli import process, terminal
 from jax_specdec._src.cli.models import Models, load_models
-from jax_specdec._src.cli.options import (
-    API_KEY_VARIABLE,
-    SERVED_LENGTH,
-    Options,
-    ServerOptions,
-)
+from jax_specdec._src.cli.options import API_KEY_VARIABLE, SERVED_LENGTH, Options
 from jax_specdec._src.cli.prompts import InputError
-from jax_specdec._src.cli.server.app import Server, say
+from jax_specdec._src.cli.server.app import Server
 from jax_specdec._src.cli.server.limits import Limits
 from jax_specdec._src.models.fields import shown
 
@@ -31,10 +26,8 @@ def serve(options: Options) -> None:
     Raises:
       InputError: a file or an option is wrong, or the address cannot be had.
     """
-    wanted = options.server
-    assert wanted is not None
-    key = _read_key(wanted)
-    listener, is_local = _bind(wanted, key)
+    key = _read_key(options)
+    listener, is_local = _bind(options, key)
     with listener:
         with terminal.spinner("loading the models"):
             models = load_models(options, [])
@@ -43,17 +36,19 @@ def serve(options: Options) -> None:
 
         def on_progress(done: int, total: int) -> None:
             if done:
-                say(f"compiled {done} of {total} programs, {time.monotonic() - begin:.1f} s")
+                terminal.log(
+                    f"compiled {done} of {total} programs, {time.monotonic() - begin:.1f} s"
+                )
 
         driver.warm_up(on_progress)
         default = "jax-specdec" if options.target is None else options.target.resolve().name
-        name = wanted.model_name or default
+        name = options.model_name or default
         server = Server(models, driver, model_name=name, key=key, is_local=is_local)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
         def on_interrupt() -> None:
-            say("finishing what runs; Ctrl-C again to end at once")
+            terminal.log("finishing what runs; Ctrl-C again to end at once")
             server.stop()
 
         with process.handling_interrupt(on_interrupt):
@@ -67,18 +62,16 @@ def make_driver(options: Options, models: Models) -> sd.serving.GrammarDriver:
     Raises:
       InputError: `--max-length` is more than the target was made for.
     """
-    wanted = options.server
-    assert wanted is not None
-    length = wanted.max_length or min(SERVED_LENGTH, models.max_length)
+    length = options.max_length or min(SERVED_LENGTH, models.max_length)
     if length > models.max_length:
         raise InputError(f"--max-length must be at most {models.max_length}, but is {length}")
     (draft,) = models.drafters.values()
-    logprobs = sd.LogprobsConfig(wanted.max_logprobs) if wanted.max_logprobs else None
+    logprobs = sd.LogprobsConfig(options.max_logprobs) if options.max_logprobs else None
     engine = sd.Engine(
         models.target.model,
         draft.drafter,
         options.config,
-        num_slots=wanted.num_slots,
+        num_slots=options.num_slots,
         max_length=length,
         prefill_sizes=(64, 256) if length > 256 else None,
         request_options=True,
@@ -87,18 +80,18 @@ def make_driver(options: Options, models: Models) -> sd.serving.GrammarDriver:
         logprobs=logprobs,
     )
     return sd.serving.GrammarDriver(
-        engine, models.target.params, draft.params, max_queue=wanted.max_queue
+        engine, models.target.params, draft.params, max_queue=options.max_queue
     )
 
 
-def _read_key(wanted: ServerOptions) -> str | None:
+def _read_key(options: Options) -> str | None:
     """What clients have to send; the message of an error never has it."""
-    if wanted.api_key_file is None:
+    if options.api_key_file is None:
         key, where = os.environ.get(API_KEY_VARIABLE), API_KEY_VARIABLE
     else:
-        where = shown(wanted.api_key_file)
+        where = shown(options.api_key_file)
         try:
-            with wanted.api_key_file.open(encoding="utf-8") as file:
+            with options.api_key_file.open(encoding="utf-8") as file:
                 key = file.read(4097)
         except UnicodeDecodeError:
             raise InputError(f"{where} must be text in UTF-8") from None
@@ -112,17 +105,17 @@ def _read_key(wanted: ServerOptions) -> str | None:
     return key
 
 
-def _bind(wanted: ServerOptions, key: str | None) -> tuple[socket.socket, bool]:
+def _bind(options: Options, key: str | None) -> tuple[socket.socket, bool]:
     """A socket that does not listen yet, and whether its address is a loopback address."""
-    where = f"--host {wanted.host} --port {wanted.port}"
+    where = f"--host {options.host} --port {options.port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            wanted.host, wanted.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         is_local = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
         if not is_local and key is None:
             raise InputError(
-                f"--host {wanted.host} needs a key, in ${API_KEY_VARIABLE} or --api-key-file"
+                f"--host {options.host} needs a key, in ${API_KEY_VARIABLE} or --api-key-file"
             )
         with contextlib.ExitStack() as undo:
             listener = undo.enter_context(socket.socket(family, kind, protocol))

@@ -71,12 +71,11 @@ def show_text(options: Options, prompts: list[str]) -> None:
     session, loading, start, steps = _begin(options, prompts)
     started = time.perf_counter()
     if compares:
-        terminal.write("Tokens:")
+        legend = Text("Tokens:")
         for name, style in STYLES.items():
             if style is not None:
-                terminal.write("  ")
-                terminal.write(name, style)
-        terminal.write("\n")
+                legend.append("  ").append(name, style)
+        terminal.show(legend)
         terminal.show_rule()
     texts, seen = Texts(prompts, with_prompts=options.shows_prompts), []
     for step in steps:
@@ -90,7 +89,7 @@ def show_text(options: Options, prompts: list[str]) -> None:
         _print_start(start, loading)
         _print_statistics(seen, seconds)
     if options.config.rejection_sample_method == "synthetic":
-        terminal.write("Synthetic acceptance: the text is not the target's.\n", stream=sys.stderr)
+        terminal.log("Synthetic acceptance: the text is not the target's.")
     check_verified(seen[-1])
 
 
@@ -150,10 +149,7 @@ def check_verified(last: TextStep) -> None:
     broken = [str(b + 1) for b, failed in enumerate(last.failed) if failed]
     if broken:
         of = f" {', '.join(broken)} of {len(last.failed)}" if len(last.failed) > 1 else ""
-        terminal.write(
-            f"jax-specdec: text{of} broke off: the target's logits there are not finite\n",
-            stream=sys.stderr,
-        )
+        terminal.log(f"jax-specdec: text{of} broke off: the target's logits there are not finite")
         sys.exit(1)
 
 
@@ -170,11 +166,10 @@ def _begin(
 
 def _print_start(start: Start, loading: float) -> None:
     """One line on standard error: the time to the first token, apart from what comes once."""
-    terminal.write(
+    terminal.log(
         f"{start.num_prompt_tokens} prompt tokens read, first token after {start.first_token:.2f} "
-        f"s; before that, {loading + start.compiling:.1f} s to load and compile\n",
+        f"s; before that, {loading + start.compiling:.1f} s to load and compile",
         "dim",
-        stream=sys.stderr,
     )
 
 
@@ -191,11 +186,10 @@ def _print_statistics(seen: list[TextStep], seconds: float) -> None:
     for i, name in enumerate(name for name in STYLES if origins[name]):
         terminal.write(", " if i else "", "dim", stream=sys.stderr)
         terminal.write(f"{origins[name]} {name}", STYLES[name], stream=sys.stderr)
-    terminal.write(
+    terminal.log(
         f"; {stats.tokens_per_target_pass:.2f} per target pass, mean acceptance length "
-        f"{stats.length_text}\n",
+        f"{stats.length_text}",
         "dim",
-        stream=sys.stderr,
     )
 
 

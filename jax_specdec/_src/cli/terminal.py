@@ -28,7 +28,7 @@ _ESCAPES = {code: f"\\x{code:02x}" for code in _CONTROLS}
 _ESCAPES |= {code: f"\\u{code:04x}" for code in _BIDIRECTIONAL}
 
 _animations: list[Live] = []
-"""Animations on the terminal; an interrupt, in another thread, has to stop them."""
+"""Those that are under way; an interrupt, in another thread, has to stop them."""
 
 
 def printable(text: str) -> str:
@@ -67,8 +67,13 @@ def write(text: str, style: str | None = None, *, stream: TextIO | None = None) 
     stream.flush()
 
 
+def log(line: str, style: str | None = None) -> None:
+    """Write a line to standard error; see `write`."""
+    write(line + "\n", style, stream=sys.stderr)
+
+
 def show(what: RenderableType) -> None:
-    """Write a table or a rule of `rich` to standard output."""
+    """Write a table or a text of `rich` to standard output."""
     console = _console(sys.stdout)
     with console.capture() as captured:
         console.print(what)
@@ -78,7 +83,7 @@ def show(what: RenderableType) -> None:
 
 
 def show_rule() -> None:
-    """Write a line across the terminal to standard output."""
+    """Write a line across the terminal to standard output; `rich`'s own is not always ASCII."""
     console = _console(sys.stdout)
     write(("-" if console.options.ascii_only else "\u2500") * console.width, "dim")
     write("\n")
@@ -136,27 +141,20 @@ def _animation(*columns: ProgressColumn) -> Iterator[Progress]:
         redirect_stdout=False,
         redirect_stderr=False,
     )
-    with progress, _registered(progress.live):
-        yield progress
+    with progress:
+        _animations.append(progress.live)
+        try:
+            yield progress
+        finally:
+            _animations.remove(progress.live)
 
 
 def stop_animations() -> bool:
     """Remove animations from the terminal; whether there were any."""
-    for live in _animations:
+    shown = [live for live in _animations if live.is_started]
+    for live in shown:
         live.stop()
-    return bool(_animations)
-
-
-@contextlib.contextmanager
-def _registered(live: Live) -> Iterator[None]:
-    if not live.is_started:
-        yield
-        return
-    _animations.append(live)
-    try:
-        yield
-    finally:
-        _animations.remove(live)
+    return bool(shown)
 
 
 def _console(stream: TextIO) -> Console:

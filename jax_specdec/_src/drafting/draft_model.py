@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from jax_specdec._src.arrays import check_array, check_int, check_listed, host_i
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.drafting.drafter import Proposal
-from jax_specdec._src.drafting.draw import draw_drafts
+from jax_specdec._src.drafting.draw import draft_chain
 from jax_specdec._src.drafting.store import DraftStore
 from jax_specdec._src.models.protocol import (
     CausalModel,
@@ -149,21 +148,11 @@ class ModelDrafter:
     ) -> tuple[Proposal, Any]:
         """Draft K tokens; see `Drafter.propose`."""
         lengths, ids = context.lengths, self._target_ids
-        draw = functools.partial(
-            draw_drafts,
-            context=context,
-            ids=None if ids is None else jnp.asarray(ids),
-            vocab_size=0 if ids is None else int(ids.max()) + 1,
-            num_candidates=self.num_candidates,
-            sharding=sharding_of(self.model),
-        )
 
-        def draft(carry: Any, offset: jax.Array) -> tuple[Any, jax.Array]:
-            last, cache, store, now = carry
+        def forward(cache: Any, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, Any]:
             start = lengths + offset - 1
             logits, cache, _ = apply_model(self.model, params, last[:, None], start, cache)
-            drawn, store, now = draw(logits[:, 0], offset, store, now)
-            return (drawn, cache, store, now), drawn
+            return logits[:, 0], cache
 
         # After a fully accepted step, the model has not read the last draft: it reads two tokens.
         start = jnp.maximum(lengths - 2, 0)
@@ -171,14 +160,17 @@ class ModelDrafter:
         recent = jnp.take_along_axis(context.token_ids, place, axis=1)
         logits, cache, _ = apply_model(self.model, params, recent, start, cache)
         newest = (lengths - 1 - start)[:, None, None]
-        logits = jnp.take_along_axis(logits, newest, axis=1)[:, 0]
-        now = None if context.processors is None else context
-        first, store, now = draw(logits, jnp.int32(0), store, now)
-
-        offsets = jnp.arange(1, context.config.num_speculative_tokens, dtype=jnp.int32)
-        (_, cache, store, _), rest = lax.scan(draft, (first, cache, store, now), offsets)
-        drafts = jnp.moveaxis(jnp.concatenate([first[None], rest]), 0, 1)
-        return Proposal(drafts, store), cache
+        return draft_chain(
+            jnp.take_along_axis(logits, newest, axis=1)[:, 0],
+            cache,
+            forward,
+            context,
+            store,
+            ids=None if ids is None else jnp.asarray(ids),
+            vocab_size=0 if ids is None else int(ids.max()) + 1,
+            num_candidates=self.num_candidates,
+            sharding=sharding_of(self.model),
+        )
 
     @property
     def _target_ids(self) -> npt.NDArray[np.int32] | None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jax_specdec._src.arrays import described
+from jax_specdec._src.arrays import check_type
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.drafting.drafter import Proposal
-from jax_specdec._src.drafting.draw import draw_drafts
+from jax_specdec._src.drafting.draw import draft_chain
 from jax_specdec._src.drafting.store import DraftStore
 from jax_specdec._src.models.eagle3 import Eagle3Head
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
@@ -45,24 +43,12 @@ class Eagle3Drafter:
       TypeError: `head` is not an `Eagle3Head`.
 
     Example:
-      With a head of random weights, whose drafts are seldom accepted:
-
-      >>> import jax
       >>> import jax_specdec as sd
-      >>> _, (target, params) = sd.load_embedded_pair()  # the smaller one
-      >>> head = sd.models.Eagle3Head(sd.models.Eagle3Config(
-      ...     layer=sd.models.LlamaConfig(
-      ...         vocab_size=256, hidden_size=target.config.hidden_size, intermediate_size=32,
-      ...         num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-      ...         tie_word_embeddings=target.config.tie_word_embeddings),
-      ...     draft_vocab_size=256, feature_layers=(0, 1, 2),
-      ...     target_hidden_size=target.config.hidden_size))
-      >>> output = sd.generate(
-      ...     target, params, [sd.encode_bytes("def add(a, b):")], drafter=sd.Eagle3Drafter(head),
-      ...     draft_params=head.init_params(jax.random.key(0), params),
-      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2), max_new_tokens=4)
-      >>> len(output.completions[0])
-      4
+      >>> target, _ = sd.load_embedded_pair()
+      >>> head, head_params = sd.load_embedded_head(target)
+      >>> drafter = sd.Eagle3Drafter(head)  # for `generate`, with draft_params=head_params
+      >>> drafter.feature_layers
+      (2, 4, 5)
 
     References:
       Li et al., 2025, "EAGLE-3", https://arxiv.org/abs/2503.01840
@@ -72,8 +58,7 @@ class Eagle3Drafter:
     store_dtype: Any = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.head, Eagle3Head):
-            raise TypeError(f"head must be an Eagle3Head, but it is {described(self.head)}")
+        check_type("head", self.head, Eagle3Head)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -134,19 +119,12 @@ class Eagle3Drafter:
         if features is None or num_features is None:
             raise ValueError("context must have features and num_features, but it has none")
         lengths, longest = context.lengths, context.token_ids.shape[1]
-        draw = functools.partial(
-            draw_drafts,
-            context=context,
-            ids=params.get("target_ids"),
-            vocab_size=self.head.config.layer.vocab_size,
-        )
 
-        def draft(carry: Any, offset: jax.Array) -> tuple[Any, jax.Array]:
-            last, state, cache, store, now = carry
+        def forward(carry: Any, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, Any]:
+            state, cache = carry
             start = jnp.minimum(lengths - 2 + offset, longest - 1)
             logits, state, cache = self.head.apply(params, state, last[:, None], start, cache)
-            drawn, store, now = draw(logits[:, 0], offset, store, now)
-            return (drawn, state, cache, store, now), drawn
+            return logits[:, 0], (state, cache)
 
         size = features.shape[1]
         start = jnp.clip(lengths - 1 - num_features, 0, longest - size)
@@ -154,11 +132,15 @@ class Eagle3Drafter:
         shifted = jnp.take_along_axis(context.token_ids, place, axis=1, mode="clip")
         states, row = self.head.project(params, features), jnp.maximum(num_features - 1, 0)
         logits, state, cache = self.head.apply(params, states, shifted, start, cache, row)
-        now = None if context.processors is None else context
-        first, store, now = draw(logits[:, 0], jnp.int32(0), store, now)
-
-        offsets = jnp.arange(1, context.config.num_speculative_tokens, dtype=jnp.int32)
-        (_, _, cache, store, _), rest = lax.scan(draft, (first, state, cache, store, now), offsets)
-        drafts = jnp.moveaxis(jnp.concatenate([first[None], rest]), 0, 1)
-        drafts = jnp.where((num_features > 0)[:, None], drafts, PLACEHOLDER_TOKEN_ID)
-        return Proposal(drafts, store), cache
+        proposal, (_, cache) = draft_chain(
+            logits[:, 0],
+            (state, cache),
+            forward,
+            context,
+            store,
+            ids=params.get("target_ids"),
+            vocab_size=self.head.config.layer.vocab_size,
+        )
+        is_read = (num_features > 0)[:, None]
+        drafts = jnp.where(is_read, proposal.token_ids, PLACEHOLDER_TOKEN_ID)
+        return proposal._replace(token_ids=drafts), cache

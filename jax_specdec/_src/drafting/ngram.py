@@ -46,7 +46,7 @@ class NGramDrafter:
       ...     token_ids=jnp.array([[1, 2, 3, 4, 1, 2, 3, 0]]), lengths=jnp.array([7]),
       ...     sampling=sd.SamplingParams(jnp.zeros(1)), keys=jax.random.split(jax.random.key(0), 1),
       ...     config=sd.SpecDecodeConfig(num_speculative_tokens=6))
-      >>> proposal, _ = sd.NGramDrafter().propose(None, context, (), None)
+      >>> proposal, _ = jax.jit(sd.NGramDrafter().propose)(None, context, (), None)
       >>> proposal.token_ids.tolist()
       [[4, 1, 2, 3, 4, 1]]
 

@@ -33,8 +33,9 @@ class DraftSample(NamedTuple):
       token_ids: ``[B]`` int32.
       log_normalizer: ``[B]`` float32, for `DraftLogits`, relative to `row_max`; meaningless for
         greedy requests, whose q is never read. None if the config drafts greedily: then nothing is
-        stored.
-      row_max: ``[B]`` float32, for `DraftLogits`; None if `log_normalizer` is.
+        stored. NaN for a row that holds NaN; `row_max` for one whose maximum is infinite.
+      row_max: ``[B]`` float32, for `DraftLogits`: the maximum of the row, inf if it holds NaN. None
+        if `log_normalizer` is.
       threshold: ``[B]`` float32, for `DraftLogits`; None if `sampling` has no min-p, top-k or
         top-p.
 

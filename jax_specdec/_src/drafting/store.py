@@ -16,6 +16,7 @@ from jax_specdec._src.arrays import (
     check_array,
     check_int,
     check_type,
+    checked_dtype,
     pytree,
     require,
 )
@@ -125,8 +126,7 @@ class DraftStore:
         check_int("num_slots", num_slots)
         check_num_speculative_tokens(num_speculative_tokens)
         check_int("vocab_size", vocab_size)
-        is_for_logits = str(jnp.dtype(dtype)) in LOGITS.replace(",", "").split()
-        require(is_for_logits, "dtype", f"be {LOGITS}", dtype, error=TypeError)
+        dtype = checked_dtype(dtype, LOGITS)
         per_row = (num_speculative_tokens, num_slots)
         size = num_speculative_tokens * num_slots
         if ids is not None:
@@ -338,12 +338,9 @@ def count_fallbacks(
     Example:
       >>> import jax.numpy as jnp
       >>> import jax_specdec as sd
-      >>> sampling, positions = sd.SamplingParams(jnp.array([0.0, 1.0])), jnp.array([4, 4])
-      >>> store = sd.DraftStore.create(num_slots=2, num_speculative_tokens=3, vocab_size=8)
-      >>> drafts = store.attach(
-      ...     sd.Drafts.from_flat(jnp.array([5, 6, 7]), jnp.array([2, 1])),
-      ...     positions=positions, sampling=sampling)
-      >>> int(sd.count_fallbacks(drafts, sampling=sampling))
+      >>> no_rows = sd.DraftLogits(jnp.zeros((3, 8)), valid=jnp.array([False, False]))
+      >>> drafts = sd.Drafts.from_flat(jnp.array([5, 6, 7]), jnp.array([2, 1]), no_rows)
+      >>> int(sd.count_fallbacks(drafts, sampling=sd.SamplingParams(jnp.array([0.0, 1.0]))))
       1
     """
     distribution: DraftDistribution | None = drafts.distribution

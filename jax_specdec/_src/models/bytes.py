@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Iterable
 
-from jax_specdec._src.arrays import described
+from jax_specdec._src.arrays import check_type, refuse, require
 
 BYTE_VOCAB_SIZE = 256
 """Size of the vocabulary: one token id per byte value."""
@@ -26,8 +26,7 @@ def encode_bytes(text: str) -> list[int]:
       >>> encode_bytes("né")
       [110, 195, 169]
     """
-    if not isinstance(text, str):
-        raise TypeError(f"text must be a str, but it is {described(text)}.")
+    check_type("text", text, str)
     return list(text.encode("utf-8", errors="replace"))
 
 
@@ -49,8 +48,7 @@ def decode_bytes(token_ids: Iterable[int]) -> str:
     """
     token_ids = id_list(token_ids)
     for token_id in token_ids:
-        if not 0 <= token_id < BYTE_VOCAB_SIZE:
-            raise ValueError(f"token_ids must be bytes, in [0, 256), but one is {token_id}.")
+        require(0 <= token_id < BYTE_VOCAB_SIZE, "token_ids", "be bytes, in [0, 256)", token_id)
     return bytes(token_ids).decode("utf-8", errors="replace")
 
 
@@ -63,6 +61,4 @@ def id_list(token_ids: Iterable[int]) -> list[int]:
     try:
         return [operator.index(token_id) for token_id in token_ids]
     except TypeError:
-        raise TypeError(
-            f"token_ids must be a list of ints, but it is {described(token_ids)}."
-        ) from None
+        refuse(TypeError, "token_ids", "be a list of ints", token_ids)

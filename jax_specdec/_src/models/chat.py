@@ -22,8 +22,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_specdec._src.models.fields import quoted, reason, shown
-from jax_specdec._src.models.files import existing, is_there, read_json
+from jax_specdec._src.arrays import refuse, require
+from jax_specdec._src.models.fields import reason, shown
+from jax_specdec._src.models.files import is_there, read_json, read_text
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -65,23 +66,17 @@ class ChatTemplate:
           ValueError: the template refuses the messages, cannot be parsed or run, or takes too much
             time or memory.
         """
-        if isinstance(messages, (str, Mapping)):
-            raise TypeError(
-                "messages must be a list such as [{'role': 'user', 'content': 'Hi'}], but it is "
-                f"{quoted(messages)}"
-            )
+        is_list, must = not isinstance(messages, (str, Mapping)), "be a list such as "
+        must += "[{'role': 'user', 'content': 'Hi'}]"
+        require(is_list, "messages", must, messages, error=TypeError)
         for index, message in enumerate(messages):
-            if not (isinstance(message, Mapping) and {"role", "content"} <= message.keys()):
-                raise TypeError(
-                    f"messages[{index}] must have a 'role' and a 'content', but it is "
-                    f"{quoted(message)}"
-                )
+            name, must = f"messages[{index}]", "have a 'role' and a 'content'"
+            is_one = isinstance(message, Mapping) and {"role", "content"} <= message.keys()
+            require(is_one, name, must, message, error=TypeError)
             try:
                 json.dumps(dict(message))
             except (TypeError, ValueError, RecursionError) as error:
-                raise TypeError(
-                    f"messages[{index}] must hold what JSON can hold: {reason(error)}."
-                ) from error
+                refuse(TypeError, name, "hold what JSON can hold", message, reason(error))
         variables = {
             "messages": [dict(message) for message in messages],
             "tools": None,
@@ -114,20 +109,21 @@ def read_chat_template(directory: Path) -> ChatTemplate:
     """
     path = directory / TEMPLATE_FILE
     if is_there(path):
-        source: Any = _read_text(path)
+        source: Any = read_text(path)
     else:
         path = directory / TOKENIZER_CONFIG_FILE
-        source = read_json(path).get("chat_template") if is_there(path) else None
+        raw = read_json(path, optional=True)
+        source = raw.get("chat_template")
         if isinstance(source, list):  # several, by name
             named = [x for x in source if isinstance(x, dict) and x.get("name") == "default"]
             source = named[0].get("template") if named else None
+        is_text = source is None or isinstance(source, str)
+        raw.require(is_text, "chat_template", "which is not text")
     if source is None:
         raise ValueError(
             f"{shown(directory)} has no chat template, neither {TEMPLATE_FILE} nor one in "
             f"{TOKENIZER_CONFIG_FILE}; a model that was not trained to chat has none."
         )
-    if not isinstance(source, str):
-        raise ValueError(f"{shown(path)} has chat_template = {quoted(source)}, which is not text.")
     if len(source) > MAX_CHARACTERS:
         raise ValueError(
             f"{shown(path)} must have a chat template of at most {MAX_CHARACTERS} characters, but "
@@ -141,18 +137,6 @@ def read_chat_template(directory: Path) -> ChatTemplate:
     return ChatTemplate(path, source, special_tokens(directory))
 
 
-def _read_text(path: Path) -> str:
-    """The text of a file, or as much of it as shows that it is too long."""
-    existing(path)
-    try:
-        with path.open(encoding="utf-8") as file:
-            return file.read(MAX_CHARACTERS + 1)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{shown(path)} is not text in UTF-8: {reason(error)}.") from error
-    except OSError as error:
-        raise OSError(f"{shown(path)} cannot be opened: {error.strerror}.") from error
-
-
 def special_tokens(directory: Path) -> dict[str, str]:
     """Special tokens by name, such as `eos_token`, from `tokenizer_config.json`, if it is there.
 
@@ -160,18 +144,15 @@ def special_tokens(directory: Path) -> dict[str, str]:
       OSError: something other than a file is in its place, or it cannot be opened.
       ValueError: it cannot be parsed, or a special token is not text.
     """
-    path = directory / TOKENIZER_CONFIG_FILE
-    raw = read_json(path) if is_there(path) else {}
+    raw = read_json(directory / TOKENIZER_CONFIG_FILE, optional=True)
     found = {}
     for name in _SPECIAL:
         token = raw.get(name)
         if isinstance(token, dict):
             token = token.get("content")
-        if token is None:
-            continue
-        if not isinstance(token, str):
-            raise ValueError(f"{shown(path)} has {name} = {quoted(raw[name])}, which is not text.")
-        found[name] = token
+        if token is not None:
+            raw.require(isinstance(token, str), name, "which is not text")
+            found[name] = token
     return found
 
 

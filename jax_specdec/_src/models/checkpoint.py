@@ -2,20 +2,26 @@
 
 import dataclasses
 import importlib.resources
+import json
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from jax_specdec._src.arrays import check_int, require
-from jax_specdec._src.models.config_json import CONFIG_FILE, config_text, read_config
-from jax_specdec._src.models.fields import quoted
+from jax_specdec._src.arrays import LOGITS, check_int, check_type, checked_dtype, refuse
+from jax_specdec._src.models.config_json import CONFIG_FILE, config_json, read_config
 from jax_specdec._src.models.files import is_there
+from jax_specdec._src.models.layers import check_params
 from jax_specdec._src.models.llama import Llama, unstack_layers
-from jax_specdec._src.models.tensors import WEIGHTS_FILE, open_tensors, read_params, unfuse
+from jax_specdec._src.models.tensors import (
+    WEIGHTS_FILE,
+    check_finite,
+    open_tensors,
+    read_params,
+    unfuse,
+)
 from jax_specdec._src.models.tokenizer import TOKENIZER_FILE, count_token_ids
 
 Model = TypeVar("Model")
@@ -151,7 +157,7 @@ def _load(
     )
     with open_tensors(directory, config) as tensors:
         stored = tensors.dtype("model.embed_tokens.weight")
-        model = Llama(kept, stored if dtype is None else _dtype(dtype), scan_layers)
+        model = Llama(kept, stored if dtype is None else dtype, scan_layers)
         how = dict(allow_nonfinite=allow_nonfinite, scan_layers=scan_layers)
         return LoadedModel(model, read_params(tensors, config, model.dtype, size, **how))
 
@@ -212,11 +218,10 @@ def save_checkpoint(
       ['config.json', 'model.safetensors']
     """
     directory = path_of(directory)
-    if not isinstance(model, Llama):
-        raise TypeError(f"model must be a Llama, but it is a {type(model).__name__}.")
-    stored = stored_dtype(dtype)
-    config = config_text(model.config, stored.name)
-    check_structure(model, params)
+    check_type("model", model, Llama)
+    stored = checked_dtype(dtype, LOGITS)
+    config = config_json(model.config, stored.name)
+    check_params(model.weight_shapes, params)
     listed = unstack_layers(params) if model.scan_layers else params
     tensors = stored_tensors(unfuse(model.config, listed), stored, allow_nonfinite=allow_nonfinite)
     write_files(directory, config, tensors)
@@ -230,25 +235,18 @@ def stored_tensors(
     Raises:
       ValueError: one is not finite in it.
     """
-    stored = {}
-    for name, tensor in tensors.items():
-        with np.errstate(over="ignore"):
-            stored[name] = np.ascontiguousarray(np.asarray(tensor).astype(dtype))
-        is_lost = ~np.isfinite(stored[name])
-        if not allow_nonfinite and is_lost.any():
-            index = np.unravel_index(is_lost.argmax(), is_lost.shape)
-            raise ValueError(
-                f"params has {name} with a weight of {np.asarray(tensor)[index]}, which is "
-                f"{stored[name][index]} in {dtype}; weights must be finite unless "
-                "allow_nonfinite is true."
-            )
-    return stored
+    if not allow_nonfinite:
+        for name, tensor in tensors.items():
+            check_finite("params", name, tensor, dtype)
+    with np.errstate(over="ignore"):
+        return {name: np.ascontiguousarray(x.astype(dtype)) for name, x in tensors.items()}
 
 
-def write_files(directory: Path, config: str, tensors: dict[str, np.ndarray]) -> None:
+def write_files(directory: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
     """Write `config.json` and the weights."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / CONFIG_FILE).write_text(config, encoding="utf-8")
+    text = json.dumps(config, indent=2) + "\n"
+    (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
     # Readers of other frameworks ask for the metadata to know how the tensors are laid out.
     data = safetensors.numpy.save(tensors, metadata={"format": "pt"})
     (directory / WEIGHTS_FILE).write_bytes(data)
@@ -263,38 +261,4 @@ def path_of(directory: Any) -> Path:
     try:
         return Path(directory)
     except TypeError:
-        raise TypeError(f"directory must be a path, not {quoted(directory)}.") from None
-
-
-def _dtype(dtype: Any) -> np.dtype:
-    try:
-        return jnp.dtype(dtype)
-    except TypeError:
-        raise TypeError(f"dtype must be a floating dtype, not {quoted(dtype)}.") from None
-
-
-def stored_dtype(dtype: Any) -> np.dtype:
-    """The dtype of stored tensors.
-
-    Raises:
-      TypeError: none of float32, bfloat16 and float16.
-    """
-    stored = _dtype(dtype)
-    if stored.name not in ("float32", "bfloat16", "float16"):
-        raise TypeError(f"dtype must be float32, bfloat16 or float16, not {stored}.")
-    return stored
-
-
-def check_structure(model: Any, params: Any) -> None:
-    """Check that weights are the model's.
-
-    Raises:
-      ValueError: one is missing, or of another shape.
-    """
-    wanted, found = (
-        {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(tree)}
-        for tree in (jax.eval_shape(model.init_params, jax.random.key(0)), params)
-    )
-    for name in sorted(wanted.keys() | found.keys()):
-        shape, came = wanted.get(name), found.get(name)
-        require(shape == came, f"params{name}", f"have shape {shape}", came)
+        refuse(TypeError, "directory", "be a path", directory)

@@ -5,12 +5,10 @@ Files differ by age: `transformers` 4 keeps `rope_theta` and `rope_scaling`, 5 k
 """
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
-from jax_specdec._src.models.fields import quoted, shown
-from jax_specdec._src.models.files import read_json
+from jax_specdec._src.models.files import JsonObject, errors_name, read_json
 from jax_specdec._src.models.llama_config import LlamaConfig
 from jax_specdec._src.models.rotary import RopeScaling
 
@@ -51,48 +49,33 @@ def read_config(path: Path) -> LlamaConfig:
       ValueError: it is not JSON, lacks a size, has a value out of range, or asks for something that
         `Llama` does not compute.
     """
-    return parse_config(read_json(path), shown(path))
+    return parse_config(read_json(path))
 
 
-def parse_config(raw: dict[str, Any], where: str) -> LlamaConfig:
+def parse_config(raw: JsonObject) -> LlamaConfig:
     """The sizes in the JSON object of a `config.json`.
-
-    Args:
-      raw: the object.
-      where: what messages call it.
 
     Raises:
       ValueError: as in `read_config`.
     """
-    family = "llama" if raw.get("model_type") is None else raw["model_type"]
-    if not isinstance(family, str) or family not in _FAMILIES:
-        only = _one_of(_FAMILIES)
-        raise ValueError(f"{where} has model_type = {quoted(family)}, but only {only}.")
+    family = raw.given("model_type", "llama")
+    is_known = isinstance(family, str) and family in _FAMILIES
+    raw.require(is_known, "model_type", _only(*_FAMILIES))
     for key, allowed in _UNSUPPORTED.items():
-        if raw.get(key) not in allowed:
-            only = _one_of(allowed[:1])
-            raise ValueError(f"{where} has {key} = {quoted(raw[key])}, but only {only}.")
-    layers = raw.get("layer_types")
-    if layers is not None and not (
-        isinstance(layers, list) and all(layer == "full_attention" for layer in layers)
-    ):
-        raise ValueError(
-            f"{where} has layer_types other than 'full_attention', the only supported."
-        )
-    for key in _SIZES:
-        if raw.get(key) is None:
-            raise ValueError(f"{where} lacks {key}.")
-    values = {key: raw[key] for key in _SIZES}
-    heads = raw["num_attention_heads"]
-    if (head_dim := raw.get("head_dim")) is None:
-        head_dim = 128 if family == "qwen3" else _quotient(raw["hidden_size"], heads)
-    key_value_heads = raw.get("num_key_value_heads")
-    theta, scaling = _read_rope(where, raw)
-    try:
+        raw.require(raw.get(key) in allowed, key, _only(allowed[0]))
+    layers = raw.given("layer_types", [])
+    are_full = isinstance(layers, list) and all(layer == "full_attention" for layer in layers)
+    raw.require(are_full, "layer_types", _only("full_attention"))
+    values = {key: raw.needed(key) for key in _SIZES}
+    size, heads = values["hidden_size"], values["num_attention_heads"]
+    are_whole = isinstance(size, int) and isinstance(heads, int) and heads > 0
+    quotient = size // heads if are_whole else size  # LlamaConfig refuses what is not whole
+    theta, scaling = _read_rope(raw)
+    with errors_name(raw.where):
         return LlamaConfig(
             **values,
-            num_key_value_heads=heads if key_value_heads is None else key_value_heads,
-            head_dim=head_dim,
+            num_key_value_heads=raw.given("num_key_value_heads", heads),
+            head_dim=raw.given("head_dim", 128 if family == "qwen3" else quotient),
             rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
             rope_theta=theta,
             rope_scaling=None if scaling is None else RopeScaling(**scaling),
@@ -101,17 +84,10 @@ def parse_config(raw: dict[str, Any], where: str) -> LlamaConfig:
             num_token_ids=raw.get("num_token_ids"),
             **_FAMILIES[family],
         )
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {error}") from error
-
-
-def config_text(config: LlamaConfig, dtype: str) -> str:
-    """A `config.json` that `read_config` and `transformers` read; see `config_json`."""
-    return json.dumps(config_json(config, dtype), indent=2) + "\n"
 
 
 def config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
-    """The JSON object of a `config.json`, the inverse of `parse_config`.
+    """The JSON object of a `config.json` that `parse_config` and `transformers` read.
 
     Raises:
       ValueError: no family has both biases and norms of queries and keys.
@@ -136,45 +112,27 @@ def config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def _read_rope(where: str, raw: dict[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+def _read_rope(raw: JsonObject) -> tuple[Any, dict[str, Any] | None]:
     """The base of the wavelengths, and the fields of a `RopeScaling`, not checked."""
-    name = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
-    rope = {} if raw.get(name) is None else raw[name]
-    if not isinstance(rope, dict):
-        raise ValueError(f"{where} has {name} = {quoted(rope)}, which is not a JSON object.")
-    flat = {"rope_type", "type", "rope_theta"} & rope.keys()
-    if not flat and any(isinstance(value, dict) for value in rope.values()):  # by type of layer
-        if not isinstance(rope.get("full_attention"), dict):
-            raise ValueError(
-                f"{where} has {name} = {quoted(rope)}, but lacks full_attention in it, the only "
-                "supported type of layer."
-            )
-        rope = rope["full_attention"]
+    name = "rope_scaling" if raw.get("rope_parameters") is None else "rope_parameters"
+    rope = raw.nested(name)
+    is_flat = {"rope_type", "type", "rope_theta"} & rope.keys()
+    if not is_flat and any(isinstance(value, dict) for value in rope.values()):  # by type of layer
+        has_full = rope.get("full_attention") is not None
+        raw.require(has_full, name, "but lacks full_attention in it, the only supported layers")
+        rope = rope.nested("full_attention")
     theta = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        only = _one_of(("default", "llama3"))
-        raise ValueError(f"{where} has {name} of rope_type {quoted(kind)}, but only {only}.")
-    rotated = rope.get("partial_rotary_factor")
-    if rotated not in _UNSUPPORTED["partial_rotary_factor"]:
-        raise ValueError(
-            f"{where} has partial_rotary_factor = {quoted(rotated)} in {name}, "
-            f"but only {_one_of((1.0,))}."
-        )
+    key = "type" if "rope_type" not in rope else "rope_type"
+    kind = rope.get(key, "default")
+    rope.require(kind in ("default", "llama3"), key, _only("default", "llama3"))
+    rotated = "partial_rotary_factor"
+    rope.require(rope.get(rotated) in _UNSUPPORTED[rotated], rotated, _only(1.0))
     if kind == "default":
         return theta, None
-    names = [field.name for field in dataclasses.fields(RopeScaling)]
-    for key in names:
-        if key not in rope:
-            raise ValueError(f"{where} lacks {key} in {name}.")
-    return theta, {key: rope[key] for key in names}
+    return theta, {x.name: rope.needed(x.name) for x in dataclasses.fields(RopeScaling)}
 
 
-def _quotient(size: Any, heads: Any) -> Any:
-    whole = isinstance(size, int) and isinstance(heads, int) and heads > 0
-    return size // heads if whole else size  # what is not whole is refused by LlamaConfig
-
-
-def _one_of(values: Any) -> str:
-    *others, last = [repr(value) for value in values]
-    return f"{', '.join(others)} and {last} are supported" if others else f"{last} is supported"
+def _only(*supported: object) -> str:
+    *others, last = map(repr, supported)
+    listed = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+    return f"but only {listed} supported"

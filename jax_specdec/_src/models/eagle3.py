@@ -14,29 +14,27 @@ References:
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import check_array
+from jax_specdec._src.arrays import check_array, checked_dtype, require
 from jax_specdec._src.models.fields import check_fields
 from jax_specdec._src.models.layers import (
+    Attend,
     cached_attention,
     check_params,
     embed_tokens,
     feed_forward,
-    floating_dtype,
     output_logits,
     random_weights,
     rms_norm,
     self_attention,
-    write_cache,
 )
 from jax_specdec._src.models.llama import Llama, check_cache
 from jax_specdec._src.models.llama_config import LlamaConfig, param_shapes
-from jax_specdec._src.models.rotary import frequencies, rotation
+from jax_specdec._src.models.rotary import rotation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,54 +88,43 @@ class Eagle3Config:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        ids = self.feature_layers
-        if not (
-            isinstance(ids, tuple)
-            and ids
-            and all(type(layer) is int and layer >= 0 for layer in ids)
-            and all(a < b for a, b in zip(ids, ids[1:], strict=False))
-        ):
-            raise ValueError(
-                f"feature_layers must be different layer ids from 0 on, ascending, not {ids!r}."
-            )
-        if self.layer.num_hidden_layers != 1:
-            raise ValueError(
-                f"an EAGLE-3 head must have one layer, not {self.layer.num_hidden_layers}: systems "
-                "differ in what more layers compute."
-            )
-        if self.draft_vocab_size > self.layer.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size must be at most vocab_size = {self.layer.vocab_size}, not "
-                f"{self.draft_vocab_size}."
-            )
-        if self.draft_vocab_size < self.layer.vocab_size and not self.own_lm_head:
-            raise ValueError(
-                f"own_lm_head must be true with draft_vocab_size = {self.draft_vocab_size}, less "
-                f"than vocab_size = {self.layer.vocab_size}."
-            )
-        if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc and fc_norm must not both be true.")
-        shared = not (self.own_embedding and self.own_lm_head)
-        if shared and self.target_hidden_size != self.layer.hidden_size:
-            raise ValueError(
-                f"target_hidden_size must be hidden_size = {self.layer.hidden_size} where the "
-                f"embedding or the output matrix is the target's, not {self.target_hidden_size}."
-            )
+        ids, c = self.feature_layers, self.layer
+        are_ids = isinstance(ids, tuple) and all(type(x) is int and x >= 0 for x in ids)
+        ascend = are_ids and ids and list(ids) == sorted({*ids})
+        require(ascend, "feature_layers", "be different layer ids from 0 on, ascending", ids)
+        name, hint = "num_hidden_layers", "systems differ in what more layers of a head compute"
+        require(c.num_hidden_layers == 1, name, "be 1", c.num_hidden_layers, hint)
+        size, most = self.draft_vocab_size, c.vocab_size
+        require(size <= most, "draft_vocab_size", f"be at most vocab_size = {most}", size)
+        must = f"be true with draft_vocab_size = {size}, less than vocab_size = {most}"
+        require(size == most or self.own_lm_head, "own_lm_head", must, self.own_lm_head)
+        norms = self.norm_before_fc, self.fc_norm
+        require(not all(norms), "norm_before_fc and fc_norm", "not both be true", norms)
+        fits = self.target_hidden_size == c.hidden_size
+        must = f"be hidden_size = {c.hidden_size} where the embedding or output is the target's"
+        is_own = self.own_embedding and self.own_lm_head
+        require(fits or is_own, "target_hidden_size", must, self.target_hidden_size)
 
     @property
     def num_features(self) -> int:
         """Size A * H_target of the feature axis, of A layers."""
         return len(self.feature_layers) * self.target_hidden_size
 
+    @property
+    def output_is_embedding(self) -> bool:
+        """Whether the output matrix is the target's embedding."""
+        return self.layer.tie_word_embeddings and not self.own_lm_head
+
 
 def head_shapes(config: Eagle3Config) -> dict[str, Any]:
     """The params pytree of a config, with a shape in place of each array.
 
-    A dict with `embed_tokens [V, H]`, `fc [A * H_target, H]`, `norm [H]`, `lm_head [H, Vd]` (the
-    target's embedding ``[V, H]`` if that is its output matrix and shared), and `layer`, as in
-    `param_shapes` with `qkv_proj [2 H, (N + 2 N_kv) D]` and `hidden_norm [H]`; with `o_proj_bias`
-    also `o_bias [H]`. With `norm_before_fc` there is `input_norm`, with `fc_norm` there is
-    `fc_norm`, both ``[A * H_target]``.
+    A dict with ``embed_tokens [V, H]``, ``fc [A * H_target, H]``, ``norm [H]``, ``lm_head [H, Vd]``
+    (the target's embedding ``[V, H]`` if that is its output matrix and shared), and `layer`, as in
+    `param_shapes` with ``qkv_proj [2 H, (N + 2 N_kv) D]`` and ``hidden_norm [H]``; with
+    `o_proj_bias` also ``o_bias [H]``. With `norm_before_fc` there is `input_norm`, with `fc_norm`
+    there is `fc_norm`, both ``[A * H_target]``. With Vd < V there is ``target_ids [Vd]`` int32, the
+    target's id of each of the head's.
     """
     c, size = config.layer, config.layer.hidden_size
     whole = param_shapes(dataclasses.replace(c, tie_word_embeddings=False))
@@ -145,18 +132,20 @@ def head_shapes(config: Eagle3Config) -> dict[str, Any]:
     layer |= {"qkv_proj": (2 * size, layer["qkv_proj"][1]), "hidden_norm": (size,)}
     if config.o_proj_bias:
         layer["o_bias"] = (size,)
-    is_embedding = c.tie_word_embeddings and not config.own_lm_head
+    lm_head = (size, config.draft_vocab_size)
     shapes = {
         "embed_tokens": whole["embed_tokens"],
         "fc": (config.num_features, size),
         "layer": layer,
         "norm": (size,),
-        "lm_head": whole["embed_tokens"] if is_embedding else (size, config.draft_vocab_size),
+        "lm_head": whole["embed_tokens"] if config.output_is_embedding else lm_head,
     }
     if config.norm_before_fc:
         shapes["input_norm"] = (config.num_features,)
     if config.fc_norm:
         shapes["fc_norm"] = (config.num_features,)
+    if config.draft_vocab_size < c.vocab_size:
+        shapes["target_ids"] = (config.draft_vocab_size,)
     return shapes
 
 
@@ -180,18 +169,19 @@ class Eagle3Head:
       ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8)
       >>> head = Eagle3Head(Eagle3Config(
       ...     layer=layer, draft_vocab_size=256, feature_layers=(2, 4, 5), target_hidden_size=32))
-      >>> params = head.init_params(jax.random.key(0))
+      >>> params = jax.jit(head.init_params)(jax.random.key(0))
       >>> cache = head.init_cache(batch_size=1, max_length=16)
       >>> features = jnp.zeros((1, 3, head.num_features))  # of the tokens at positions 0, 1, 2
       >>> states = head.project(params, features)
       >>> next_ids = jnp.array([[105, 33, 10]])  # of the tokens at positions 1, 2, 3
-      >>> logits, feedback, cache = head.apply(params, states, next_ids, jnp.array([0]), cache)
+      >>> apply = jax.jit(head.apply)
+      >>> logits, feedback, cache = apply(params, states, next_ids, jnp.array([0]), cache)
       >>> logits.shape  # the last row is about position 4
       (1, 3, 256)
 
       A draft step takes its own state, and the token drafted from the last row:
 
-      >>> logits, feedback, cache = head.apply(
+      >>> logits, feedback, cache = apply(
       ...     params, feedback[:, -1:], jnp.array([[104]]), jnp.array([3]), cache)
       >>> logits.shape
       (1, 1, 256)
@@ -201,7 +191,7 @@ class Eagle3Head:
     dtype: Any = jnp.dtype("float32")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", floating_dtype(self.dtype))
+        object.__setattr__(self, "dtype", checked_dtype(self.dtype))
 
     @property
     def vocab_size(self) -> int:
@@ -223,6 +213,11 @@ class Eagle3Head:
         """A decoder with the same cache."""
         return Llama(self.config.layer, self.dtype)
 
+    @property
+    def weight_shapes(self) -> dict[str, Any]:
+        """The structure of the params, with a shape in place of each array."""
+        return head_shapes(self.config)
+
     def init_params(
         self, key: jax.Array, target_params: dict[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -234,14 +229,13 @@ class Eagle3Head:
             the head has none of its own; without it those are random too.
 
         Returns:
-          A dict; see `head_shapes`. With Vd < V it has `target_ids [Vd]` int32, the target's id
-          of each of the head's, here the first Vd.
+          A dict; see `head_shapes`. `target_ids` are the first Vd.
         """
         c = self.config
-        params = random_weights(head_shapes(c), key, self.dtype, 1)
+        params = random_weights(self.weight_shapes, key, self.dtype, 1)
         if target_params is not None:
             params |= shared_params(c, target_params)
-        if c.draft_vocab_size < c.layer.vocab_size:
+        if "target_ids" in params:
             params["target_ids"] = jnp.arange(c.draft_vocab_size, dtype=jnp.int32)
         return params
 
@@ -315,19 +309,18 @@ class Eagle3Head:
         check_array("states", states, f"[B, S, H] {self.dtype}", sizes)
         batch_size, length = token_ids.shape
         check_cache(self._llama, cache, batch_size, length)
-        weights = {name: x for name, x in params.items() if name != "target_ids"}
-        check_params(head_shapes(self.config), weights, self.dtype)
+        check_params(self.weight_shapes, params, self.dtype)
         positions = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
-        ((keys, values),) = cache
+        (layer_cache,) = cache
 
         def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            nonlocal keys, values
-            keys, values = write_cache(keys, values, key, value, positions)
-            return cached_attention(query, keys, values, positions)
+            nonlocal layer_cache
+            read, layer_cache = cached_attention(query, key, value, layer_cache, positions)
+            return read
 
         embedded = embed_tokens(params["embed_tokens"], token_ids)
         logits, feedback = self.run(params, states, embedded, positions, attend, row)
-        return logits, feedback, [(keys, values)]
+        return logits, feedback, [layer_cache]
 
     def run(
         self,
@@ -335,7 +328,7 @@ class Eagle3Head:
         states: jax.Array,
         embedded: jax.Array,
         positions: jax.Array,
-        attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+        attend: Attend,
         row: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """The head around a given attention: what `apply` and training share.
@@ -345,7 +338,7 @@ class Eagle3Head:
           states: as in `apply`.
           embedded: ``[B, S, H]``, rows of the embedding, in the compute dtype.
           positions: ``[B, S]`` int32, for the rotary embedding.
-          attend: `attend(query, key, value)`, called once with rotated queries and keys.
+          attend: called once.
           row: as in `apply`.
 
         Returns:
@@ -355,7 +348,7 @@ class Eagle3Head:
         eps = c.rms_norm_eps
         normed = rms_norm(states, layer["hidden_norm"], eps)
         h = jnp.concatenate([rms_norm(embedded, layer["input_layernorm"], eps), normed], axis=-1)
-        cos_sin = rotation(positions, frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
+        cos_sin = rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         branch = self_attention(c, layer, h, cos_sin, attend)
         if config.o_proj_bias:
             branch = branch + layer["o_bias"][None, None, :]
@@ -364,9 +357,9 @@ class Eagle3Head:
             x = jnp.take_along_axis(x, row[:, None, None], axis=1)
         x = x + feed_forward(layer, rms_norm(x, layer["post_attention_layernorm"], eps))
         output = rms_norm(x, params["norm"], eps)
-        is_embedding = c.tie_word_embeddings and not config.own_lm_head
         num_token_ids = c.num_token_ids if config.draft_vocab_size == c.vocab_size else None
-        logits = output_logits(output, params["lm_head"], is_embedding, num_token_ids)
+        tied, lm_head = config.output_is_embedding, params["lm_head"]
+        logits = output_logits(output, lm_head, tied, num_token_ids)
         if config.logit_scale != 1:
             logits = logits * config.logit_scale
         return logits, output if config.norm_output else x
@@ -378,6 +371,6 @@ def shared_params(config: Eagle3Config, target_params: dict[str, Any]) -> dict[s
     if not config.own_embedding:
         shared["embed_tokens"] = target_params["embed_tokens"]
     if not config.own_lm_head:
-        tied = config.layer.tie_word_embeddings
-        shared["lm_head"] = target_params["embed_tokens" if tied else "lm_head"]
+        name = "embed_tokens" if config.output_is_embedding else "lm_head"
+        shared["lm_head"] = target_params[name]
     return shared

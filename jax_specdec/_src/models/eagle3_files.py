@@ -7,27 +7,31 @@ that of speculators has the sizes in ``transformer_layer_config``, and is the on
 
 import dataclasses
 import importlib.resources
-import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_specdec._src.arrays import (
+    LOGITS,
+    check_choice,
+    check_listed,
+    check_type,
+    checked_dtype,
+    require,
+)
 from jax_specdec._src.models.checkpoint import (
     LoadedModel,
-    check_structure,
     path_of,
-    stored_dtype,
     stored_tensors,
     write_files,
 )
 from jax_specdec._src.models.config_json import CONFIG_FILE, config_json, parse_config
 from jax_specdec._src.models.eagle3 import Eagle3Config, Eagle3Head, head_shapes, shared_params
 from jax_specdec._src.models.fields import is_token_id, quoted, shown
-from jax_specdec._src.models.files import is_there, read_json
+from jax_specdec._src.models.files import JsonObject, errors_name, is_there, read_json
+from jax_specdec._src.models.layers import check_params
 from jax_specdec._src.models.llama import Llama
 from jax_specdec._src.models.llama_config import LlamaConfig
 from jax_specdec._src.models.tensors import (
@@ -46,6 +50,7 @@ _EmbeddedHead = Literal["eagle3", "eagle3-64"]
 _TORCH_FILE = "pytorch_model.bin"
 _LEGACY_NORMS = tuple(f"aux_norm_{place}.weight" for place in ("low", "mid", "high"))
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_DEEPSPEC_LAYER_IDS = "target_layer_ids"
 
 
 def load_eagle3(directory: str | Path, target: LoadedModel[Llama]) -> LoadedModel[Eagle3Head]:
@@ -87,8 +92,8 @@ def load_eagle3(directory: str | Path, target: LoadedModel[Llama]) -> LoadedMode
       >>> loaded.model == head, loaded.params["embed_tokens"] is target.params["embed_tokens"]
       (True, True)
     """
-    if not (isinstance(target, LoadedModel) and isinstance(target.model, Llama)):
-        raise TypeError(f"target must be a LoadedModel of a Llama, not {quoted(target)}.")
+    is_target = isinstance(target, LoadedModel) and isinstance(target.model, Llama)
+    require(is_target, "target", "be a LoadedModel of a Llama", target, error=TypeError)
     directory = path_of(directory)
     raw = read_json(directory / CONFIG_FILE)
     weights = directory / WEIGHTS_FILE
@@ -99,7 +104,7 @@ def load_eagle3(directory: str | Path, target: LoadedModel[Llama]) -> LoadedMode
             f"from {_TORCH_FILE}."
         )
     with open_files(directory) as tensors:
-        config = _read_config(shown(directory / CONFIG_FILE), raw, tensors, target.model.config)
+        config = _read_config(raw, tensors, target.model.config)
         head = Eagle3Head(config, target.model.dtype)
         return LoadedModel(head, _read_params(tensors, head, target.params))
 
@@ -125,8 +130,7 @@ def load_embedded_head(
       >>> sd.load_embedded_head(target, "eagle3-64").params["target_ids"].shape
       (64,)
     """
-    if name not in get_args(_EmbeddedHead):
-        raise ValueError(f"name must be one of {get_args(_EmbeddedHead)}, not {quoted(name)}.")
+    check_choice("name", name, get_args(_EmbeddedHead))
     weights = importlib.resources.files("jax_specdec") / "weights" / name
     with importlib.resources.as_file(weights) as directory:
         return load_eagle3(directory, target)
@@ -164,33 +168,32 @@ def save_eagle3(
 
       >>> save_eagle3("head", None, {})
       Traceback (most recent call last):
-      TypeError: model must be an Eagle3Head, but it is a NoneType.
+      TypeError: model must be an Eagle3Head, but it is None
     """
     directory = path_of(directory)
-    if not isinstance(model, Eagle3Head):
-        raise TypeError(f"model must be an Eagle3Head, but it is a {type(model).__name__}.")
-    stored = stored_dtype(dtype)
-    check_structure(model, params)
+    check_type("model", model, Eagle3Head)
+    stored = checked_dtype(dtype, LOGITS)
+    check_params(model.weight_shapes, params)
     c = model.config
-    layout = _Layout.of(c, "layers.0")
-    tensors = unfuse_arrays(layout.head, params, layout.head_sizes)
-    tensors |= unfuse_arrays(layout.layer, params["layer"], part_sizes(c.layer))
+    tensors = unfuse_arrays(_tensor_names(c, "layers.0"), _flat(params), _part_sizes(c))
     tensors = stored_tensors(tensors, stored)
     if "target_ids" in params:
         ids = np.asarray(params["target_ids"], np.int64)
-        _check_target_ids("params['target_ids']", ids, c.layer.vocab_size)
+        check_listed("params['target_ids']", ids, c.layer.vocab_size)
         tensors["d2t"] = ids - np.arange(len(ids))
         tensors["t2d"] = np.isin(np.arange(c.layer.vocab_size), ids)
-    text = _config_text(c, stored.name, target_name, num_speculative_tokens)
-    write_files(directory, text, tensors)
+    raw = _config_json(c, stored.name, target_name, num_speculative_tokens)
+    write_files(directory, raw, tensors)
 
 
-def _config_text(config: Eagle3Config, dtype: str, target_name: str | None, drafts: int) -> str:
+def _config_json(
+    config: Eagle3Config, dtype: str, target_name: str | None, drafts: int
+) -> dict[str, Any]:
     c = config
     switches = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     # Biases and norms of queries and keys are both there in a qwen3 layer with attention_bias.
     plain = dataclasses.replace(c.layer, qkv_bias=False, tie_word_embeddings=False)
-    raw = {
+    return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "torch_dtype": dtype,
@@ -210,204 +213,151 @@ def _config_text(config: Eagle3Config, dtype: str, target_name: str | None, draf
             "verifier": {"name_or_path": target_name, "architectures": []},
         },
     }
-    return json.dumps(raw, indent=2) + "\n"
 
 
-def _read_config(
-    where: str, raw: dict[str, Any], tensors: Tensors, target: LlamaConfig
-) -> Eagle3Config:
+def _read_config(raw: JsonObject, tensors: Tensors, target: LlamaConfig) -> Eagle3Config:
     """The head's config, of what `config.json` says and which tensors are there.
 
     Raises:
       ValueError: they ask for something that is not computed, or do not fit the target.
     """
-    is_speculators = raw.get("speculators_model_type") is not None
-    layer_raw: Any = raw
+    names, kind, layer_raw = tensors.files, "speculators_model_type", raw
+    is_speculators = raw.get(kind) is not None
     if is_speculators:
-        if raw["speculators_model_type"] != "eagle3":
-            raise ValueError(
-                f"{where} has speculators_model_type = {quoted(raw['speculators_model_type'])}, "
-                "but only 'eagle3' is supported."
-            )
-        layer_raw = raw.get("transformer_layer_config")
-        if not isinstance(layer_raw, dict):
-            raise ValueError(f"{where} lacks transformer_layer_config.")
-    names = tensors.files
+        raw.require(raw[kind] == "eagle3", kind, "but only 'eagle3' is supported")
+        raw.needed("transformer_layer_config")
+        layer_raw = raw.nested("transformer_layer_config")
     if "mask_hidden" in names:
         raise ValueError(
             f"{shown(tensors.origin)} has mask_hidden: heads for parallel drafting are not "
             "supported."
         )
-    if (layers := layer_raw.get("num_hidden_layers")) != 1 or type(layers) is not int:
-        raise ValueError(
-            f"{where} has num_hidden_layers = {quoted(layers)}, but an EAGLE-3 head must have one "
-            "layer: systems differ in what more layers compute."
-        )
-    bias = layer_raw.get("attention_bias")
-    if bias not in (None, True, False) or type(bias) is int:
-        raise ValueError(f"{where} has attention_bias = {quoted(bias)}, but it must be a boolean.")
-    layer = parse_config({**layer_raw, "attention_bias": None}, where)
-    if layer.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"{where} has vocab_size = {layer.vocab_size}, but the target's is {target.vocab_size}."
-        )
+    bias = layer_raw.given("attention_bias", False)
+    layer_raw.require(isinstance(bias, bool), "attention_bias", "but it must be a boolean")
+    layer = parse_config(JsonObject({**layer_raw, "attention_bias": None}, layer_raw.where))
+    wanted = f"but the target's is {target.vocab_size}"
+    layer_raw.require(layer.vocab_size == target.vocab_size, "vocab_size", wanted)
     prefix = _prefix(tensors)
+    attention = f"{prefix}.self_attn"
     layer = dataclasses.replace(
         layer,
         tie_word_embeddings=target.tie_word_embeddings,
         num_token_ids=target.num_token_ids,
-        qkv_bias=bool(bias) or f"{prefix}.self_attn.q_proj.bias" in names,
-        qk_norm=layer.qk_norm or f"{prefix}.self_attn.q_norm.weight" in names,
+        qkv_bias=bias or f"{attention}.q_proj.bias" in names,
+        qk_norm=layer.qk_norm or f"{attention}.q_norm.weight" in names,
     )
-
-    def number(name: str, default: Any) -> Any:
-        value = raw.get(name)
-        return default if value is None else value
-
-    if (width := number("target_hidden_size", target.hidden_size)) != target.hidden_size:
-        raise ValueError(
-            f"{where} has target_hidden_size = {quoted(width)}, but the target's hidden_size is "
-            f"{target.hidden_size}."
-        )
-    norm_output = number("norm_output", False)
+    key, width = "target_hidden_size", target.hidden_size
+    fits = raw.given(key, width) == width
+    raw.require(fits, key, f"but the target's hidden_size is {width}")
+    norm_output = raw.given("norm_output", False)
     if not is_speculators:  # here it says whether a norm comes before lm_head
-        if number("norm_output", True) is not True:
-            raise ValueError(f"{where} has norm_output = {quoted(norm_output)}, but only True.")
+        raw.require(raw.given("norm_output", True) is True, "norm_output", "but only True")
         norm_output = False
     scale = layer_raw.get("logit_scale", raw.get("logit_scale"))
-    feature_layers = _feature_layers(where, raw, target.num_hidden_layers)
-    try:
+    has_norms = bool({"fc_norm.0.weight", _LEGACY_NORMS[0]} & names.keys())
+    feature_layers = _feature_layers(raw, target.num_hidden_layers)
+    with errors_name(raw.where):
         config = Eagle3Config(
             layer=layer,
-            draft_vocab_size=number("draft_vocab_size", target.vocab_size),
+            draft_vocab_size=raw.given("draft_vocab_size", target.vocab_size),
             feature_layers=feature_layers,
-            target_hidden_size=target.hidden_size,
-            norm_before_fc=number("norm_before_fc", "input_norm.weight" in names),
-            fc_norm=number("fc_norm", bool({"fc_norm.0.weight", _LEGACY_NORMS[0]} & names.keys())),
-            norm_before_residual=number("norm_before_residual", False),
+            target_hidden_size=width,
+            norm_before_fc=raw.given("norm_before_fc", "input_norm.weight" in names),
+            fc_norm=raw.given("fc_norm", has_norms),
+            norm_before_residual=raw.given("norm_before_residual", False),
             norm_output=norm_output,
-            o_proj_bias=f"{prefix}.self_attn.o_proj.bias" in names,
+            o_proj_bias=f"{attention}.o_proj.bias" in names,
             own_embedding="embed_tokens.weight" in names,
             own_lm_head="lm_head.weight" in names,
             logit_scale=1.0 if scale is None else scale,
         )
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {error}") from error
-    _check_width(tensors, config)
-    check_tensors(tensors, _Layout.of(config, prefix, tensors).shapes(config), ("d2t", "t2d"))
+    tensor_names = _tensor_names(config, prefix, tensors)
+    # fc.weight first: there, other kinds of heads differ from EAGLE-3's.
+    shapes = stored_shapes(tensor_names, _flat(head_shapes(config)), _part_sizes(config))
+    check_tensors(tensors, shapes, ("d2t", "t2d"))
     if config.draft_vocab_size < layer.vocab_size and "d2t" not in names:
         raise ValueError(f"{shown(tensors.origin)} lacks the tensor d2t.")
     return config
 
 
-def _feature_layers(where: str, raw: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+def _feature_layers(raw: JsonObject, num_layers: int) -> tuple[int, ...]:
     """Ids of the layers before which features are read, ascending."""
-    nested = raw.get("eagle_config")
-    if not isinstance(nested, dict):
-        nested = {}
-    if nested.get("use_aux_hidden_state") not in (None, True):
-        raise ValueError(
-            f"{where} has use_aux_hidden_state = {quoted(nested['use_aux_hidden_state'])} in "
-            "eagle_config, but an EAGLE-3 head must use them."
-        )
-    # Ids of the last two count what is read after a layer.
-    given = {
-        _LAYER_IDS: (raw.get(_LAYER_IDS), 0),
-        f"{_LAYER_IDS} in eagle_config": (nested.get(_LAYER_IDS), 1),
-        "target_layer_ids": (raw.get("target_layer_ids"), 1),
-    }
+    nested, uses = raw.nested("eagle_config"), "use_aux_hidden_state"
+    nested.require(nested.given(uses, True) is True, uses, "but an EAGLE-3 head must use them")
     found = {}
-    for name, (ids, shift) in given.items():
-        if ids is None or ids == []:
-            continue
-        if not isinstance(ids, list) or not all(is_token_id(layer) for layer in ids):
-            raise ValueError(
-                f"{where} has {name} = {quoted(ids)}, but it must be a list of layer ids."
-            )
-        found[name] = tuple(sorted(layer + shift for layer in ids))
+    # Ids of the last two count what is read after a layer.
+    places = (raw, _LAYER_IDS, 0), (nested, _LAYER_IDS, 1), (raw, _DEEPSPEC_LAYER_IDS, 1)
+    for place, key, shift in places:
+        ids = place.given(key, [])
+        are_ids = isinstance(ids, list) and all(is_token_id(layer) for layer in ids)
+        place.require(are_ids, key, "but it must be a list of layer ids")
+        if ids:
+            found[f"{place.where} has {key}"] = tuple(sorted(layer + shift for layer in ids))
     if len(set(found.values())) > 1:
-        raise ValueError(f"{where} has {' and '.join(found)}, which name different layers.")
-    name, ids = next(iter(found.items()), ("no layer ids", (2, num_layers // 2, num_layers - 3)))
+        raise ValueError(f"{' and '.join(found)}, which name different layers.")
+    default = f"{raw.where} has no layer ids", (2, num_layers // 2, num_layers - 3)
+    has, ids = next(iter(found.items()), default)
     ids = tuple(sorted(ids))
     if len(set(ids)) < len(ids) or not 0 <= ids[0] <= ids[-1] <= num_layers:
         raise ValueError(
-            f"{where} has {name}, which means the feature layers {quoted(ids)}, but they must be "
-            f"different ones in [0, {num_layers}] of the target's {num_layers} layers."
+            f"{has}, which means the feature layers {quoted(ids)}, but they must be different ones "
+            f"in [0, {num_layers}] of the target's {num_layers} layers."
         )
     return ids
 
 
 def _prefix(tensors: Tensors) -> str:
     """What the names of the layer's tensors begin with."""
-    layers = {name.split(".")[1] for name in tensors.files if name.startswith("layers.")}
-    if layers - {"0"}:
-        raise ValueError(
-            f"{shown(tensors.origin)} has tensors of more than one layer, but an EAGLE-3 head must "
-            "have one: systems differ in what more layers compute."
-        )
-    return "layers.0" if layers else "midlayer"
+    return "layers.0" if any(name.startswith("layers.") for name in tensors.files) else "midlayer"
 
 
-def _check_width(tensors: Tensors, config: Eagle3Config) -> None:
-    """Check fc.weight before the others, since other kinds of heads differ there from EAGLE-3's."""
-    if "fc.weight" not in tensors.files:
-        raise ValueError(f"{shown(tensors.origin)} lacks the tensor fc.weight.")
-    shape, wanted = tensors.shape("fc.weight"), (config.layer.hidden_size, config.num_features)
-    if shape != wanted:
-        raise ValueError(
-            f"{shown(tensors.origin)} has fc.weight of shape {quoted(shape)}, but features of "
-            f"{len(config.feature_layers)} layers of width {config.target_hidden_size} need "
-            f"{wanted}."
-        )
+def _flat(arrays: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of a head and of its layer in one dict."""
+    return {**arrays, **arrays["layer"]}
 
 
-class _Layout(NamedTuple):
-    """The tensors that make up each array of a head, and of its layer; see `unfuse_arrays`."""
+def _tensor_names(
+    config: Eagle3Config, prefix: str, tensors: Tensors | None = None
+) -> dict[str, list[str]]:
+    """The tensors of each array but the maps of ids, as in `tensors` or as they are written."""
+    c, num_layers = config, len(config.feature_layers)
+    norms = [f"fc_norm.{index}.weight" for index in range(num_layers)]
+    if num_layers == 3 and tensors is not None and _LEGACY_NORMS[0] in tensors.files:
+        norms = list(_LEGACY_NORMS)
+    names = {
+        "fc": ["fc.weight"],
+        "norm": ["norm.weight"],
+        "hidden_norm": [f"{prefix}.hidden_norm.weight"],
+        **layer_tensors(c.layer, prefix),
+    }
+    if c.norm_before_fc:
+        names["input_norm"] = ["input_norm.weight"]
+    if c.fc_norm:
+        names["fc_norm"] = norms
+    if c.own_embedding:
+        names["embed_tokens"] = ["embed_tokens.weight"]
+    if c.own_lm_head:
+        names["lm_head"] = ["lm_head.weight"]
+    if c.o_proj_bias:
+        names["o_bias"] = [f"{prefix}.self_attn.o_proj.bias"]
+    return names
 
-    head: dict[str, list[str]]
-    head_sizes: dict[str, list[int]]
-    layer: dict[str, list[str]]
 
-    @classmethod
-    def of(cls, config: Eagle3Config, prefix: str, tensors: Tensors | None = None) -> "_Layout":
-        """That of `tensors`, or the one that is written; the maps of ids are not in it."""
-        c, num_layers = config, len(config.feature_layers)
-        norms = [f"fc_norm.{index}.weight" for index in range(num_layers)]
-        if num_layers == 3 and tensors is not None and _LEGACY_NORMS[0] in tensors.files:
-            norms = list(_LEGACY_NORMS)
-        layer = layer_tensors(c.layer, prefix)
-        layer["hidden_norm"] = [f"{prefix}.hidden_norm.weight"]
-        if c.o_proj_bias:
-            layer["o_bias"] = [f"{prefix}.self_attn.o_proj.bias"]
-        head = {"fc": ["fc.weight"], "norm": ["norm.weight"]}
-        if c.norm_before_fc:
-            head["input_norm"] = ["input_norm.weight"]
-        if c.fc_norm:
-            head["fc_norm"] = norms
-        if c.own_embedding:
-            head["embed_tokens"] = ["embed_tokens.weight"]
-        if c.own_lm_head:
-            head["lm_head"] = ["lm_head.weight"]
-        return cls(head, {"fc_norm": [c.target_hidden_size] * num_layers}, layer)
-
-    def shapes(self, config: Eagle3Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name and ``[out, in]`` shape of every tensor."""
-        shapes = head_shapes(config)
-        yield from stored_shapes(self.head, shapes, self.head_sizes)
-        yield from stored_shapes(self.layer, shapes["layer"], part_sizes(config.layer))
+def _part_sizes(config: Eagle3Config) -> dict[str, list[int]]:
+    """How the last axis of each fused array is cut into tensors."""
+    norms = [config.target_hidden_size] * len(config.feature_layers)
+    return part_sizes(config.layer) | {"fc_norm": norms}
 
 
 def _read_params(
     tensors: Tensors, head: Eagle3Head, target_params: dict[str, Any]
 ) -> dict[str, Any]:
-    c, layout = head.config, _Layout.of(head.config, _prefix(tensors), tensors)
-
-    def read(names: dict[str, list[str]]) -> dict[str, jax.Array]:
-        return {name: tensors.fused(name, parts, head.dtype) for name, parts in names.items()}
-
-    params = shared_params(c, target_params) | read(layout.head) | {"layer": read(layout.layer)}
+    c, names = head.config, _tensor_names(head.config, _prefix(tensors), tensors)
+    read = {name: tensors.fused(name, parts, head.dtype) for name, parts in names.items()}
+    layer = {name: read.pop(name) for name in head.weight_shapes["layer"]}
+    params = {**shared_params(c, target_params), **read, "layer": layer}
     ids = _read_target_ids(tensors, c)
-    if c.draft_vocab_size < c.layer.vocab_size:
+    if "target_ids" in head.weight_shapes:
         params["target_ids"] = jnp.asarray(ids, jnp.int32)
     elif ids is not None and (ids != np.arange(len(ids))).any():
         raise ValueError(
@@ -421,33 +371,15 @@ def _read_target_ids(tensors: Tensors, config: Eagle3Config) -> np.ndarray | Non
     """The target's ids of the head's, ``[Vd]``; None without d2t."""
     if "d2t" not in tensors.files:
         return None
-    path, file = tensors.files["d2t"]
-    kind, shape = file.get_slice("d2t").get_dtype(), tensors.shape("d2t")
+    where, (shape, kind) = shown(tensors.files["d2t"][0]), tensors.form("d2t")
     if kind not in ("I64", "I32") or shape != (config.draft_vocab_size,):
         raise ValueError(
-            f"{shown(path)} has d2t of dtype {kind} and shape {quoted(shape)}, but it must be I64 "
-            f"or I32 of shape {(config.draft_vocab_size,)}."
+            f"{where} has d2t of dtype {kind} and shape {quoted(shape)}, but it must be I64 or I32 "
+            f"of shape {(config.draft_vocab_size,)}."
         )
-    offsets, size = tensors.read("d2t").astype(np.int64), config.layer.vocab_size
-    is_far = (offsets < -size) | (offsets > size)
-    if is_far.any():  # before a sum that may not fit into 64 bits
-        raise ValueError(
-            f"{shown(path)} has d2t, which must lead to ids in [0, {size}), but holds "
-            f"{offsets[is_far.argmax()]}."
-        )
+    # Clipped, because a sum may not fit into 64 bits.
+    offsets = np.clip(tensors.read("d2t").astype(np.int64), -(2**62), 2**62)
     ids = np.arange(len(offsets)) + offsets
-    _check_target_ids(f"{shown(path)} has d2t, which", ids, size)
+    with errors_name(where):
+        check_listed("ids of d2t", ids, config.layer.vocab_size)
     return ids
-
-
-def _check_target_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
-    outside = (ids < 0) | (ids >= vocab_size)
-    if outside.any():
-        raise ValueError(
-            f"{name} must name ids in [0, {vocab_size}), but names {ids[outside.argmax()]}."
-        )
-    known, counts = np.unique(ids, return_counts=True)
-    if len(known) < len(ids):
-        raise ValueError(
-            f"{name} must name each id once, but names {known[counts.argmax()]} twice."
-        )

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from jax_specdec._src.arrays import refuse
+
 MAX_INT = 2**31 - 1
 """Sizes, positions and token ids are int32 on the device."""
 
@@ -23,10 +25,7 @@ def shown(name: str | Path) -> str:
 
 def quoted(value: Any) -> str:
     """A value for a message: as Python writes it, shortened if it is long or deep."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # Python refuses to write longer integers
-        return "a number of more than 4300 digits"
+    return reprlib.repr(value)
 
 
 def reason(error: BaseException | str) -> str:
@@ -49,7 +48,7 @@ def check_fields(config: Any) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if (rule := _broken_rule(field.type, value)) is not None:
-            raise ValueError(f"{field.name} must be {rule}, not {quoted(value)}.")
+            refuse(ValueError, field.name, f"be {rule}", value)
 
 
 def _broken_rule(kind: Any, value: Any) -> str | None:

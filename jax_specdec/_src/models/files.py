@@ -1,16 +1,18 @@
 """Reading files of any origin: a file that is missing or of another kind is named in the error."""
 
 import collections
+import contextlib
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jax_specdec._src.models.fields import quoted, reason, shown
 
-MAX_JSON_BYTES = 2**26
-"""More than the largest tokenizers (some 35 MB); in memory a file takes 20 times its size."""
+MAX_BYTES = 2**26
+"""More than the largest tokenizers (some 35 MB); in memory JSON takes 20 times its size."""
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -68,27 +70,88 @@ def existing(path: Path) -> Path:
     return path
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Numbers are as Python reads them: 1e400 and Infinity are inf. The caller checks them.
+def read_text(path: Path) -> str:
+    """The text of a file.
 
     Raises:
       FileNotFoundError: it does not exist.
       OSError: it is not a file, or cannot be opened.
-      ValueError: it holds something other than a JSON object, one key twice, or more than 64 MiB.
+      ValueError: it is not text in UTF-8, or has more than 64 MiB.
     """
-    if (size := existing(path).stat().st_size) > MAX_JSON_BYTES:
-        raise ValueError(f"{shown(path)} must have at most {MAX_JSON_BYTES} bytes, but has {size}.")
+    if (size := existing(path).stat().st_size) > MAX_BYTES:
+        raise ValueError(f"{shown(path)} must have at most {MAX_BYTES} bytes, but has {size}.")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object)
+        with path.open(encoding="utf-8") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{shown(path)} is not text in UTF-8: {reason(error)}.") from error
     except OSError as error:
         raise OSError(f"{shown(path)} cannot be opened: {error.strerror}.") from error
+
+
+class JsonObject(dict[str, Any]):
+    """The object in a JSON file, or an object in it; `where` is what messages call it."""
+
+    def __init__(self, members: dict[str, Any], where: str) -> None:
+        super().__init__(members)
+        self.where = where
+
+    def given(self, key: str, default: Any = None) -> Any:
+        """The value of a key, or the default where it is absent or null."""
+        value = self.get(key)
+        return default if value is None else value
+
+    def needed(self, key: str) -> Any:
+        """The value of a key that must be there."""
+        if (value := self.get(key)) is None:
+            raise ValueError(f"{self.where} lacks {key}.")
+        return value
+
+    def nested(self, key: str) -> "JsonObject":
+        """The object of a key; an empty one where it is absent or null."""
+        value = self.given(key, {})
+        self.require(isinstance(value, dict), key, "which is not a JSON object")
+        return JsonObject(value, f"{self.where}: {key}")
+
+    def require(self, holds: object, key: str, reason: str) -> None:
+        """Raise ValueError with the value of a key and a reason, unless something holds."""
+        if not holds:
+            raise ValueError(f"{self.where} has {key} = {quoted(self.get(key))}, {reason}.")
+
+
+@contextlib.contextmanager
+def errors_name(where: str) -> Iterator[None]:
+    """Errors of what is made of a file begin with its name.
+
+    Raises:
+      ValueError: a value has a type or a size that it must not have.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}.") from error
+
+
+def read_json(path: Path, *, optional: bool = False) -> JsonObject:
+    """The JSON object in a file; an empty one if nothing is there and the file is `optional`.
+
+    Numbers are as Python reads them: 1e400 and Infinity are inf. The caller checks them.
+
+    Raises:
+      FileNotFoundError: as for `read_text`.
+      OSError: as for `read_text`.
+      ValueError: it holds something other than a JSON object, one key twice, or more than 64 MiB.
+    """
+    if optional and not is_there(path):
+        return JsonObject({}, shown(path))
+    text = read_text(path)
+    try:
+        raw = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{shown(path)} is not valid JSON: {reason(error)}.") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{shown(path)} must hold a JSON object.")
-    return raw
+    return JsonObject(raw, shown(path))
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,17 +10,9 @@ from jax_specdec._src.arrays import refuse, require
 from jax_specdec._src.models.llama_config import LlamaConfig
 from jax_specdec._src.models.rotary import rotate
 
-
-def floating_dtype(dtype: Any) -> jnp.dtype:
-    """The dtype that a model computes in.
-
-    Raises:
-      TypeError: it is not a floating dtype.
-    """
-    found = jnp.dtype(dtype)
-    is_floating = jnp.issubdtype(found, jnp.floating)
-    require(is_floating, "dtype", "be a floating dtype", found, error=TypeError)
-    return found
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""`attend(query, key, value)`: what the heads of a layer read. query ``[B, S, N, D]``, key and
+value ``[B, S, N_kv, D]`` of the S new tokens, rotated already; returns ``[B, S, N, D]``."""
 
 
 def self_attention(
@@ -28,7 +20,7 @@ def self_attention(
     layer: dict[str, jax.Array],
     h: jax.Array,
     cos_sin: tuple[jax.Array, jax.Array],
-    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    attend: Attend,
 ) -> jax.Array:
     """What attention adds to the residual stream, ``[B, S, H]``.
 
@@ -37,7 +29,7 @@ def self_attention(
       layer: the layer's weights.
       h: ``[B, S, W]``, normed; W is the number of rows of ``qkv_proj``.
       cos_sin: of `rotation`, at the positions of the tokens.
-      attend: `attend(query, key, value)`: what the heads read; see `Attend`.
+      attend: what the heads read.
     """
     c = config
     num_query, num_kv = c.num_attention_heads, c.num_key_value_heads
@@ -115,12 +107,29 @@ def write_cache(
 
 
 def cached_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: tuple[jax.Array, jax.Array],
+    positions: jax.Array,
+    layer: jax.Array | None = None,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """What an `Attend` reads of a cache, into which it writes key and value first; the cache.
+
+    It is softmax(q k / sqrt(D)) v over the positions that are <= the query's own, ``[B, S]``. The
+    cache is one layer's, or has an axis of layers, of which `layer` is one.
+    """
+    cache = write_cache(*cache, key, value, positions, layer)
+    if layer is None:
+        return _attention(query, *cache, positions), cache
+    # Otherwise XLA writes a second time, into a copy of the whole cache, as it reads.
+    keys, values = cache = jax.lax.optimization_barrier(cache)
+    return _attention(query, keys[layer], values[layer], positions), cache
+
+
+def _attention(
     query: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array
 ) -> jax.Array:
-    """softmax(q k / sqrt(D)) v over the cache positions that are <= the query's own.
-
-    query ``[B, S, N, D]``, keys and values as in the cache, positions ``[B, S]``; ``[B, S, N, D]``.
-    """
     batch_size, length, num_query, head_dim = query.shape
     max_length = keys.shape[2]
     num_kv = keys.shape[0] // batch_size
@@ -160,14 +169,15 @@ def random_weights(shapes: Any, key: jax.Array, dtype: Any, num_layers: int) -> 
     return jax.tree.unflatten(treedef, params)
 
 
-def check_params(shapes: Any, params: Any, dtype: Any) -> None:
-    """Check that weights have the structure and shapes of `shapes`, and all the same dtype."""
+def check_params(shapes: Any, params: Any, dtype: Any = None) -> None:
+    """Check that weights have the structure and shapes of `shapes`, and a dtype, if it is given."""
     found = dict(jax.tree.leaves_with_path(params))
     for path, shape in jax.tree.leaves_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple)):
-        name = "params" + jax.tree_util.keystr(path)
-        leaf, must = found.pop(path, None), f"be an array {list(shape)} of {dtype}"
+        name, leaf = "params" + jax.tree_util.keystr(path), found.pop(path, None)
+        wanted = "int32" if path[-1].key == "target_ids" else dtype
+        must = f"be an array {list(shape)}" + (f" of {wanted}" if wanted else "")
         require(leaf is not None and leaf.shape == shape, name, must, leaf)
-        require(leaf.dtype == dtype, name, must, leaf, error=TypeError)
+        require(wanted is None or leaf.dtype == wanted, name, must, leaf, error=TypeError)
     for path, leaf in found.items():
         name = "params" + jax.tree_util.keystr(path)
         refuse(ValueError, name, "not be there, as no weight of this config", leaf)

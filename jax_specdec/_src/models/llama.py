@@ -22,26 +22,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.arrays import Sizes, check_array, require
+from jax_specdec._src.arrays import Sizes, check_array, checked_dtype, require
 from jax_specdec._src.models.layers import (
+    Attend,
     cached_attention,
     check_params,
     embed_tokens,
     feed_forward,
-    floating_dtype,
     output_logits,
     random_weights,
     rms_norm,
     self_attention,
-    write_cache,
 )
 from jax_specdec._src.models.llama_config import LlamaConfig, param_shapes, stacked_shapes
 from jax_specdec._src.models.protocol import TargetOutput
-from jax_specdec._src.models.rotary import frequencies, rotation
-
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
-"""`attend(layer, query, key, value)`: what a layer's heads read. query `[B, S, N, D]`, key and
-value `[B, S, N_kv, D]` of the S new tokens, rotated already; returns `[B, S, N, D]`."""
+from jax_specdec._src.models.rotary import rotation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +62,10 @@ class Llama:
       >>> model = Llama(LlamaConfig(
       ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
       ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8))
-      >>> params = model.init_params(jax.random.key(0))
+      >>> params = jax.jit(model.init_params)(jax.random.key(0))
       >>> cache = model.init_cache(batch_size=1, max_length=16)
-      >>> logits, cache, features = model.apply(
+      >>> apply = jax.jit(model.apply, static_argnames="feature_layers")
+      >>> logits, cache, features = apply(
       ...     params, jnp.array([[104, 105, 33]]), jnp.array([0]), cache, feature_layers=(0, 2))
       >>> logits.shape, features.shape
       ((1, 3, 256), (1, 3, 64))
@@ -80,12 +76,17 @@ class Llama:
     scan_layers: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", floating_dtype(self.dtype))
+        object.__setattr__(self, "dtype", checked_dtype(self.dtype))
 
     @property
     def vocab_size(self) -> int:
         """Size V of the vocabulary axis of the logits."""
         return self.config.vocab_size
+
+    @property
+    def weight_shapes(self) -> dict[str, Any]:
+        """The structure of the params, with a shape in place of each array."""
+        return (stacked_shapes if self.scan_layers else param_shapes)(self.config)
 
     def init_params(self, key: jax.Array) -> dict[str, Any]:
         """Random weights in the compute dtype, of the structure that `apply` takes.
@@ -155,27 +156,16 @@ class Llama:
         embed: Callable[[jax.Array, jax.Array], jax.Array],
         regularize: Callable[[jax.Array], jax.Array] = lambda branch: branch,
     ) -> TargetOutput:
-        """`apply` with another way to read embeddings, or to end a branch.
+        """`apply` with another way to read embeddings, or to end a branch; see `run`.
 
-        Args:
-          params: as in `apply`.
-          token_ids: as in `apply`.
-          start: as in `apply`.
-          cache: as in `apply`.
-          feature_layers: as in `apply`.
-          embed: `embed(embed_tokens, token_ids)`: the rows ``[B, S, H]``.
-          regularize: as in `run`.
-
-        Returns:
-          As `apply`.
+        `embed(embed_tokens, token_ids)` gives the rows ``[B, S, H]``.
         """
         sizes: Sizes = {}
         check_array("token_ids", token_ids, "[B, S] int32", sizes)
         check_array("start", start, "[B] int32", sizes)
         batch_size, length = token_ids.shape
         check_cache(self, cache, batch_size, length)
-        shapes = stacked_shapes if self.scan_layers else param_shapes
-        check_params(shapes(self.config), params, self.dtype)
+        check_params(self.weight_shapes, params, self.dtype)
         _check_feature_layers(feature_layers, self.config.num_hidden_layers)
         positions = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
         embedded = embed(params["embed_tokens"], token_ids)
@@ -184,10 +174,8 @@ class Llama:
         new_cache = list(cache)
 
         def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            keys, values = cache[layer]
-            keys, values = write_cache(keys, values, key, value, positions)
-            new_cache[layer] = (keys, values)
-            return cached_attention(query, keys, values, positions)
+            read, new_cache[layer] = cached_attention(query, key, value, cache[layer], positions)
+            return read
 
         logits, features = self.run(params, embedded, positions, attend, regularize, feature_layers)
         return TargetOutput(logits, new_cache, features)
@@ -214,36 +202,34 @@ class Llama:
             streams = jnp.zeros((num_features + 1, *embedded.shape), self.dtype)
 
         def step(carry: Any, given: Any) -> tuple[Any, None]:
-            x, keys, values, streams = carry
+            x, cache, streams = carry
             layer, index = given
             if streams is not None:
                 streams = streams.at[jnp.array(places, jnp.int32)[index]].set(x)
 
             def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-                nonlocal keys, values
-                written = write_cache(keys, values, key, value, positions, index)
-                # Otherwise XLA writes a second time, into a copy of the whole cache, as it reads.
-                keys, values = lax.optimization_barrier(written)
-                return cached_attention(query, keys[index], values[index], positions)
+                nonlocal cache
+                read, cache = cached_attention(query, key, value, cache, positions, index)
+                return read
 
             x = self._layer(layer, x, cos_sin, attend, regularize)
-            return (x, keys, values, streams), None
+            return (x, cache, streams), None
 
         indices = jnp.arange(num_layers, dtype=jnp.int32)
-        carry, _ = lax.scan(step, (embedded, *cache, streams), (params["layers"], indices))
-        x, keys, values, streams = carry
+        carry, _ = lax.scan(step, (embedded, cache, streams), (params["layers"], indices))
+        x, cache, streams = carry
         features = None
         if streams is not None:
             chosen = [x if i == num_layers else streams[n] for n, i in enumerate(feature_layers)]
             features = jnp.concatenate(chosen, axis=2)
-        return TargetOutput(self._logits(params, x), (keys, values), features)
+        return TargetOutput(self._logits(params, x), cache, features)
 
     def run(
         self,
         params: dict[str, Any],
         embedded: jax.Array,
         positions: jax.Array,
-        attend: Attend,
+        attend: Callable[..., jax.Array],
         regularize: Callable[[jax.Array], jax.Array] = lambda branch: branch,
         feature_layers: tuple[int, ...] = (),
     ) -> tuple[jax.Array, jax.Array | None]:
@@ -254,7 +240,7 @@ class Llama:
             stacked.
           embedded: ``[B, S, H]``, rows of the embedding, in the compute dtype.
           positions: ``[B, S]`` int32, absolute positions, for the rotary embedding.
-          attend: called once per layer with rotated queries and keys; see `Attend`.
+          attend: an `Attend` whose first argument is the index of the layer, called once for each.
           regularize: applied to the ``[B, S, H]`` that each half of a layer adds to the residual
             stream; training drops parts of it, `TensorParallelLlama` sums it over devices.
           feature_layers: as in `apply`.
@@ -273,14 +259,14 @@ class Llama:
 
     def _rotation(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         c = self.config
-        return rotation(positions, frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
+        return rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling)
 
     def _layer(
         self,
         layer: dict[str, jax.Array],
         x: jax.Array,
         cos_sin: tuple[jax.Array, jax.Array],
-        attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+        attend: Attend,
         regularize: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:
         """The residual stream ``[B, S, H]`` after one more layer."""

@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from jax_specdec._src.models.fields import check_fields, quoted
+from jax_specdec._src.arrays import require
+from jax_specdec._src.models.fields import check_fields
 from jax_specdec._src.models.rotary import RopeScaling
 
 
@@ -59,32 +60,27 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.rope_theta < 1:  # the slowest wavelength would be the shortest
-            raise ValueError(f"rope_theta must be at least 1, not {self.rope_theta}.")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads must be a multiple of num_key_value_heads, but they are "
-                f"{self.num_attention_heads} and {self.num_key_value_heads}."
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even, not {self.head_dim}.")
-        count = self.num_token_ids
-        if count is not None and not (type(count) is int and 1 <= count <= self.vocab_size):
-            raise ValueError(
-                f"num_token_ids must be an integer in [1, vocab_size] = [1, {self.vocab_size}], "
-                f"not {quoted(count)}."
-            )
+        theta, heads, shared = self.rope_theta, self.num_attention_heads, self.num_key_value_heads
+        # Otherwise the slowest wavelength would be the shortest.
+        require(theta >= 1, "rope_theta", "be at least 1", theta)
+        must = f"be a multiple of num_key_value_heads = {shared}"
+        require(heads % shared == 0, "num_attention_heads", must, heads)
+        require(self.head_dim % 2 == 0, "head_dim", "be even", self.head_dim)
+        count, size = self.num_token_ids, self.vocab_size
+        fits = count is None or (type(count) is int and 1 <= count <= size)
+        must = f"be an integer in [1, vocab_size] = [1, {size}]"
+        require(fits, "num_token_ids", must, count)
 
 
 def param_shapes(config: LlamaConfig) -> dict[str, Any]:
     """The params pytree of a config, with a shape in place of each array.
 
-    A dict with `embed_tokens [V, H]`, `norm [H]`, `lm_head [H, V]` (absent if tied), and
-    `layers`, a list of one dict per layer: `input_layernorm [H]`, `qkv_proj [H, (N + 2 N_kv) D]`
-    (query heads, then key heads, then value heads), `o_proj [N D, H]`,
-    `post_attention_layernorm [H]`, `gate_up_proj [H, 2 I]` (gate, then up), `down_proj [I, H]`;
-    with `qkv_bias` also `qkv_bias [(N + 2 N_kv) D]`, with `qk_norm` also `q_norm [D]` and
-    `k_norm [D]`.
+    A dict with ``embed_tokens [V, H]``, ``norm [H]``, ``lm_head [H, V]`` (absent if tied), and
+    `layers`, a list of one dict per layer: ``input_layernorm [H]``,
+    ``qkv_proj [H, (N + 2 N_kv) D]`` (query heads, then key heads, then value heads),
+    ``o_proj [N D, H]``, ``post_attention_layernorm [H]``, ``gate_up_proj [H, 2 I]`` (gate, then
+    up), ``down_proj [I, H]``; with `qkv_bias` also ``qkv_bias [(N + 2 N_kv) D]``, with `qk_norm`
+    also ``q_norm [D]`` and ``k_norm [D]``.
     """
     c = config
     heads = (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim

@@ -233,7 +233,7 @@ def cache_batch_axis_of(owner: Any) -> int:
     return getattr(owner, "cache_batch_axis", 0)
 
 
-def check_cache(name: str, owner: Any) -> None:
+def check_batch_axis(name: str, owner: Any) -> None:
     """Checks that the cache of a model or drafter has an axis that holds the requests.
 
     Args:
@@ -292,4 +292,4 @@ def check_model(name: str, model: Any) -> None:
             f"{type(model).__name__}: {error}. Keep arrays in params; a dataclass with frozen=True "
             "and eq=False is compared by identity"
         ) from None
-    check_cache(name, model)
+    check_batch_axis(name, model)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_specdec._src.arrays import require
 from jax_specdec._src.models.fields import check_fields
 
 
@@ -47,16 +48,23 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.factor < 1:
-            raise ValueError(f"factor must be at least 1, not {self.factor}.")
-        if not self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(
-                f"low_freq_factor must be less than high_freq_factor, but they are "
-                f"{self.low_freq_factor} and {self.high_freq_factor}."
-            )
+        require(self.factor >= 1, "factor", "be at least 1", self.factor)
+        low, high = self.low_freq_factor, self.high_freq_factor
+        require(low < high, "low_freq_factor", f"be less than high_freq_factor = {high}", low)
 
 
-def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
+def rotation(
+    positions: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None
+) -> tuple[jax.Array, jax.Array]:
+    """The cos and sin of position * frequency: two ``[B, S, 1, D/2]`` float32."""
+    frequencies = _frequencies(head_dim, theta, scaling)
+    angles = positions[:, :, None, None].astype(jnp.float32) * jnp.asarray(
+        frequencies[None, None, None, :], jnp.float32
+    )
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
     """Radians per position of the D/2 pairs: theta^(-2i/D), scaled; float64."""
     plain = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     if scaling is None:
@@ -65,14 +73,6 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = np.clip((turns - low) / (high - low), 0, 1)  # 1: fast, 0: slow
     return plain * (kept + (1 - kept) / scaling.factor)
-
-
-def rotation(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """The cos and sin of position * frequency: two ``[B, S, 1, D/2]`` float32."""
-    angles = positions[:, :, None, None].astype(jnp.float32) * jnp.asarray(
-        frequencies[None, None, None, :], jnp.float32
-    )
-    return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -42,13 +42,14 @@ class Tensors:
         """One tensor, from disk."""
         return self.files[name][1].get_tensor(name)
 
+    def form(self, name: str) -> tuple[tuple[int, ...], str]:
+        """The shape of a tensor, and its dtype as the file calls it."""
+        stored = self.files[name][1].get_slice(name)
+        return tuple(stored.get_shape()), stored.get_dtype()
+
     def dtype(self, name: str) -> str:
         """The dtype that holds a tensor here."""
-        return _DTYPES[self.files[name][1].get_slice(name).get_dtype()]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
-        return tuple(self.files[name][1].get_slice(name).get_shape())
+        return _DTYPES[self.form(name)[1]]
 
     def load(
         self, name: str, dtype: Any, size: int | None = None, *, allow_nonfinite: bool = False
@@ -60,7 +61,7 @@ class Tensors:
         """
         tensor = self.read(name)[:size]
         if not allow_nonfinite:
-            _check_finite(self, name, tensor, dtype)
+            check_finite(shown(self.files[name][0]), name, tensor, dtype)
         with np.errstate(over="ignore"):  # float64 may be held as float32
             return jax.device_put(tensor).astype(dtype)
 
@@ -161,18 +162,12 @@ def check_tensors(
         if name not in tensors.files:
             raise ValueError(f"{shown(tensors.origin)} lacks the tensor {name}.")
         expected.add(name)
-        path, file = tensors.files[name]
-        stored = file.get_slice(name)
-        if tuple(stored.get_shape()) != shape:
-            raise ValueError(
-                f"{shown(path)} has {name} of shape {quoted(tuple(stored.get_shape()))}, "
-                f"but its config.json says {shape}."
-            )
-        if stored.get_dtype() not in _DTYPES:
-            raise ValueError(
-                f"{shown(path)} has {name} of dtype {stored.get_dtype()}, but only "
-                f"{', '.join(_DTYPES)} are supported."
-            )
+        has, (found, kind) = f"{shown(tensors.files[name][0])} has {name}", tensors.form(name)
+        if found != shape:
+            raise ValueError(f"{has} of shape {quoted(found)}, but its config.json says {shape}.")
+        if kind not in _DTYPES:
+            listed = ", ".join(_DTYPES)
+            raise ValueError(f"{has} of dtype {kind}, but only {listed} are supported.")
     for name, (path, _) in tensors.files.items():
         if name not in expected and not name.endswith(".rotary_emb.inv_freq"):
             raise ValueError(
@@ -224,7 +219,8 @@ def read_params(
     return {**whole, "layers": layers}
 
 
-def _check_finite(tensors: Tensors, name: str, tensor: np.ndarray, dtype: Any) -> None:
+def check_finite(owner: str, name: str, tensor: np.ndarray, dtype: Any) -> None:
+    """Check that no weight is NaN or infinite in `dtype`."""
     # The bits of floating-point numbers of one sign are integers in the order of magnitude, NaN
     # last: the largest signed integer is the largest positive number (if there is one), the largest
     # unsigned integer the largest negative one. NumPy is fast with integers of every width.
@@ -235,8 +231,8 @@ def _check_finite(tensors: Tensors, name: str, tensor: np.ndarray, dtype: Any) -
             held = stored.astype(dtype)
         if not np.isfinite(held):
             raise ValueError(
-                f"{shown(tensors.files[name][0])} has {name} with a weight of {stored}, which is "
-                f"{held} in {dtype}; weights must be finite unless allow_nonfinite is true."
+                f"{owner} has {name} with a weight of {stored}, which is {held} in {dtype}; "
+                "weights must be finite unless allow_nonfinite is true."
             )
 
 

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jax_specdec._src.arrays import check_type, require
 from jax_specdec._src.models.bytes import id_list
 from jax_specdec._src.models.chat import read_chat_template, special_tokens
 from jax_specdec._src.models.config_json import CONFIG_FILE
 from jax_specdec._src.models.fields import MAX_INT, is_token_id, quoted, reason, shown
-from jax_specdec._src.models.files import existing, is_there, read_json
+from jax_specdec._src.models.files import existing, read_json
 
 TOKENIZER_FILE = "tokenizer.json"
 GENERATION_FILE = "generation_config.json"
@@ -86,8 +87,7 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        if not isinstance(text, str):
-            raise TypeError(f"text must be a str, but it is {quoted(text)}.")
+        check_type("text", text, str)
         text = text.encode("utf-8", errors="replace").decode("utf-8")
         with _errors_name(self.path, "cannot encode the text"):
             encoding = self.library_tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -162,10 +162,8 @@ class TextStream:
         prompt_token_ids: Sequence[int] = (),
     ) -> None:
         decode = tokenizer.decode if isinstance(tokenizer, Tokenizer) else tokenizer
-        if not callable(decode):
-            raise TypeError(
-                f"tokenizer must be a Tokenizer or a function, but it is {quoted(tokenizer)}."
-            )
+        must = "be a Tokenizer or a function"
+        require(callable(decode), "tokenizer", must, tokenizer, error=TypeError)
         self._decode = decode
         self._token_ids = list(prompt_token_ids)
         self._shown = len(decode(self._token_ids))  # characters of their text that were returned
@@ -255,15 +253,14 @@ def count_token_ids(path: Path) -> int:
       OSError: it is not a file, or cannot be opened.
       ValueError: it holds no ids, one that is not an integer in [0, 2**31), or one for two tokens.
     """
-    raw, where = read_json(path), shown(path)
+    raw = read_json(path)
+    where = raw.where
     vocab = _vocabulary(raw.get("model"))
     if not vocab:
         raise ValueError(f"{where} has no vocabulary of token ids in it.")
-    added = [] if raw.get("added_tokens") is None else raw["added_tokens"]
-    if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
-        raise ValueError(
-            f"{where} has added_tokens = {quoted(added)}, which is not a list of objects."
-        )
+    added = raw.given("added_tokens", [])
+    are_objects = isinstance(added, list) and all(isinstance(token, dict) for token in added)
+    raw.require(are_objects, "added_tokens", "which is not a list of objects")
     added_ids = [(index, token.get("id")) for index, token in enumerate(added)]
     for field, ids in (("model.vocab", vocab), ("added_tokens", added_ids)):
         for key, token_id in ids:
@@ -294,15 +291,12 @@ def _vocabulary(model: Any) -> list[tuple[Any, Any]]:
 
 def _stop_token_ids(directory: Path) -> tuple[int, ...]:
     for path in (directory / GENERATION_FILE, directory / CONFIG_FILE):
-        found = read_json(path).get("eos_token_id") if is_there(path) else None
-        if found is None:
-            continue
-        ids = found if isinstance(found, list) else [found]
-        if not all(map(is_token_id, ids)):
-            raise ValueError(
-                f"{shown(path)} has eos_token_id = {quoted(found)}, which is no id or list of ids."
-            )
-        return tuple(ids)
+        raw = read_json(path, optional=True)
+        if (found := raw.get("eos_token_id")) is not None:
+            ids = found if isinstance(found, list) else [found]
+            are_ids = all(map(is_token_id, ids))
+            raw.require(are_ids, "eos_token_id", "which is no id or list of ids")
+            return tuple(ids)
     return ()
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
 
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 from jax_specdec._src.grammar import GrammarMatcher
@@ -14,6 +14,7 @@ from jax_specdec._src.serving.options import RequestOptions
 from jax_specdec._src.serving.programs import StepResult
 from jax_specdec._src.types import Status
 
+_STATUSES = tuple(Status)
 FinishReason = Literal["length", "stop", "failed"]
 
 
@@ -52,21 +53,34 @@ class RequestUpdate:
 
 
 @dataclasses.dataclass(eq=False)
-class ServedRequest:
-    """A request that has not ended, or whose last updates have not been delivered."""
+class Matching:
+    """A matcher, and how many of its request's new tokens it has accepted."""
 
+    matcher: GrammarMatcher
+    num_accepted: int = 0
+
+
+class ServedRequest(NamedTuple):
+    """A request that has not ended, as it is between two steps."""
+
+    # What each step changes; see `after`.
+    length: int  # of the prompt and the new tokens: what is in `tokens` after them does not count
+    last_read: float | None  # when a step of it was last read; times are of `time.perf_counter`
+    num_failures: int  # failed calls in a row, without a new token or a further chunk
+    # The rest.
     request_id: int
-    token_ids: list[int]  # the prompt, and every token that an `Update` of its own has
+    tokens: list[int]  # shared by all that follow from this one
     prompt_length: int
     options: RequestOptions
-    matcher: GrammarMatcher | None = None
-    submitted: float = 0.0  # times are of `time.perf_counter`
-    num_matched: int = 0  # new tokens that the matcher has accepted
+    matching: Matching | None = None
+    submitted: float = 0.0
     admitted: float = 0.0  # when it got its first slot
-    last_read: float | None = None  # when its last update was read
-    num_failures: int = 0  # failed calls in a row, without a new token or a further chunk
     num_chunks: int = 0  # the most chunks of its prompt that were read
-    is_cancelled: bool = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt and the new tokens."""
+        return self.tokens[: self.length]
 
     @property
     def seed(self) -> int:
@@ -76,53 +90,52 @@ class ServedRequest:
     @property
     def budget_left(self) -> int:
         """The most tokens it may still get, as far as the host knows."""
-        return self.prompt_length + self.options.max_new_tokens - len(self.token_ids)
+        return self.prompt_length + self.options.max_new_tokens - self.length
+
+    def after(self, new: list[int], read: float) -> ServedRequest:
+        """The request after a step. This one stays as it is."""
+        self.tokens[self.length :] = new
+        return ServedRequest(self.length + len(new), read, 0, *self[3:])
+
+    def update(
+        self, slot: int, numbers: list[list[int]], logprobs: TokenLogprobs | None
+    ) -> RequestUpdate:
+        """What a step did for it; the arguments are of `StepResult`, on the host."""
+        *tokens, count, proposed, accepted, done, status = numbers[slot]
+        own = None if logprobs is None else logprobs.of(slot, count)
+        new = tokens[:count]
+        reason: FinishReason | None = None
+        if done:
+            stopped = bool(new) and new[-1] in self.options.stop_token_ids
+            reason = "failed" if status != Status.OK else "stop" if stopped else "length"
+        counts = _STATUSES[status], proposed, accepted
+        return RequestUpdate(self.request_id, new, reason, *counts, own)
 
 
-class Update(NamedTuple):
-    """An update, and what it does to its request. Doing it twice changes nothing."""
+class HostState(NamedTuple):
+    """What the host knows of all requests that have had a slot. One assignment replaces it."""
 
-    request: ServedRequest
-    start: int  # the position of its first token
-    update: RequestUpdate
-    read: float | None = None  # when it was read; None for the update of a failed call
-    num_failures: int = 0  # of the request from then on
-
-
-class Received(NamedTuple):
-    """All that was read from the device; one assignment replaces it."""
-
-    updates: tuple[Update, ...]  # those that have not been delivered
+    slots: Mapping[int, ServedRequest]  # those that run
+    returning: tuple[ServedRequest, ...]  # those that ran and wait for a slot, before all others
+    updates: tuple[RequestUpdate, ...]  # that have not been delivered
     counters: AcceptanceCounters  # of the steps that were read; on the device
     estimator: AcceptanceEstimator | None  # of these steps; None without a draft budget
     stats: ServingStats  # of these steps
+
+    def without(self, request_id: int) -> HostState:
+        """The same, knowing nothing of a request."""
+        return self._replace(
+            slots={i: one for i, one in self.slots.items() if one.request_id != request_id},
+            returning=tuple(one for one in self.returning if one.request_id != request_id),
+            updates=tuple(one for one in self.updates if one.request_id != request_id),
+        )
 
 
 class StepAhead(NamedTuple):
     """A step that was dispatched and whose result the host has not read."""
 
     result: StepResult
-    slots: Mapping[int, ServedRequest]  # the requests that took part
-
-    def updates(
-        self, numbers: Any, logprobs: Any, slots: Mapping[int, ServedRequest], read: float
-    ) -> list[Update]:
-        """For those still in their `slots`; the rest is of the result, on the host, and when."""
-        found, k = [], numbers.shape[1] - 7
-        for slot, request in sorted(self.slots.items()):
-            if request is not slots.get(slot):
-                continue
-            row = numbers[slot].tolist()
-            count, proposed, accepted, length, done, status = row[k + 1 :]
-            new, own = row[:count], None if logprobs is None else logprobs.of(slot, count)
-            reason: FinishReason | None = None
-            if done:
-                stopped = bool(new) and new[-1] in request.options.stop_token_ids
-                reason = "failed" if status != Status.OK else "stop" if stopped else "length"
-            counts = Status(status), proposed, accepted
-            update = RequestUpdate(request.request_id, new, reason, *counts, own)
-            found.append(Update(request, length - count, update, read))
-        return found
+    request_ids: Mapping[int, int]  # of the requests that take part, by slot
 
 
 class ChunkedPrefill(NamedTuple):
@@ -135,8 +148,9 @@ class ChunkedPrefill(NamedTuple):
 
 
 class FailedCall(Exception):
-    """A call failed on the device; `requests` were in it."""
+    """A call failed on the device, in which there were some requests."""
 
-    def __init__(self, error: Exception, requests: list[ServedRequest]) -> None:
+    def __init__(self, error: Exception, requests: Iterable[ServedRequest]) -> None:
         super().__init__(str(error))
-        self.error, self.requests = error, requests
+        self.error = error
+        self.request_ids = {one.request_id for one in requests}

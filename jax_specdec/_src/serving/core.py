@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_specdec._src.arrays import check_int, pytree
+from jax_specdec._src.arrays import check_array, check_int, check_type, pytree, require
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Drafter, Proposal, feature_layers_of, may_abstain
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
@@ -432,23 +431,13 @@ def _log_normalizers(store: DraftStore | None, positions: jax.Array) -> jax.Arra
 def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState, num_drafts: int) -> None:
     """Check what `drafter.propose` returned for the cache and the store of `state`."""
     name = f"{type(drafter).__name__}.propose"
-    if not (isinstance(returned, tuple) and len(returned) == 2):
-        raise TypeError(
-            f"{name} must return a Proposal and a cache, but it returned {returned!r:.80}"
-        )
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    must = "be a Proposal and a cache"
+    require(is_pair, f"what {name} returns", must, returned, error=TypeError)
     proposal, cache = returned
-    if not isinstance(proposal, Proposal):
-        raise TypeError(f"{name} must return a Proposal first, but it returned {proposal!r:.80}")
-    ids, shape = proposal.token_ids, (state.batch.lengths.shape[0], num_drafts)
-    if not isinstance(ids, (jax.Array, np.ndarray)):
-        raise TypeError(f"{name} must return token_ids as an array, but they are {ids!r:.80}")
-    if ids.dtype != jnp.int32:
-        raise TypeError(f"{name} must return token_ids as int32, but they are {ids.dtype}")
-    if ids.shape != shape:
-        raise ValueError(
-            f"{name} must return token_ids of shape [B, K] = {list(shape)}, but their shape is "
-            f"{list(ids.shape)}"
-        )
+    check_type(f"the proposal of {name}", proposal, Proposal)
+    sizes = {"B": state.batch.lengths.shape[0], "K": num_drafts}
+    check_array(f"the token_ids of {name}", proposal.token_ids, "[B, K] int32", sizes)
     pairs = ("store", state.store, proposal.store), ("cache", state.draft_cache, cache)
     for what, given, new in pairs:
         given, new = (

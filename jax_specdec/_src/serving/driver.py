@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -16,17 +15,16 @@ import numpy as np
 
 from jax_specdec._src.arrays import check_int, check_type, require
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
-from jax_specdec._src.grammar import GrammarMatcher
 from jax_specdec._src.serving import inputs, programs
 from jax_specdec._src.serving.bookkeeping import (
     ChunkedPrefill,
     FailedCall,
     FinishReason,
-    Received,
+    HostState,
+    Matching,
     RequestUpdate,
     ServedRequest,
     StepAhead,
-    Update,
 )
 from jax_specdec._src.serving.core import Caches, DecodeState, on_all_devices
 from jax_specdec._src.serving.engine import Engine, NewRequests
@@ -133,17 +131,16 @@ class EngineDriver:
         self.draft_choice = DraftChoice.of(engine.num_slots, budget, step_costs, estimator)
         counters = AcceptanceCounters.create(k)
         counters, estimator = on_all_devices((counters, estimator), engine.model)
-        # What is on the device: dropped, and None, after an exception.
+        # The truth; `_settle` says what an exception does to it.
+        stats = ServingStats(engine.num_slots)
+        self._host = HostState({}, (), (), counters, estimator, stats)
+        self._waiting: dict[int, ServedRequest] = {}  # for their first slot
+        self._num_submitted = 0
+        # What is on the device: dropped after an exception.
         self._state: DecodeState | None = None
         self._caches: Caches | None = None  # of the long prompt that is being read
-        self._ahead: list[StepAhead] = []
-        # What the host knows. Between changes a request is in the queue or in a slot, not in both.
-        self._received = Received((), counters, estimator, ServingStats(engine.num_slots))
-        self._delivered: tuple[Update, ...] | None = None  # what the last `step` returned
-        self._queue: collections.OrderedDict[int, ServedRequest] = collections.OrderedDict()
-        self._slots: dict[int, ServedRequest] = {}
         self._prefill: ChunkedPrefill | None = None
-        self._num_submitted = 0
+        self._ahead: list[StepAhead] = []
         self._is_whole = True  # False while something changes, and after an exception
 
     @property
@@ -156,18 +153,18 @@ class EngineDriver:
     def num_queued(self) -> int:
         """Requests that wait for a slot."""
         self._settle()
-        return len(self._queue)
+        return len(self._host.returning) + len(self._waiting)
 
     @property
     def num_running(self) -> int:
         """Requests in a slot, including those that end in the steps ahead."""
         self._settle()
-        return len(self._slots)
+        return len(self._host.slots)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing waits, nothing runs, and every update was delivered."""
-        return not (self.num_queued or self.num_running or self._undelivered)
+        return not (self.num_queued or self.num_running or self._host.updates)
 
     def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Compile everything now: from here on, serving compiles nothing.
@@ -209,7 +206,7 @@ class EngineDriver:
         engine, nowhere = self.engine, self.engine.num_slots
 
         def request(size: int) -> ServedRequest:
-            return ServedRequest(-1, [0] * size, size, RequestOptions(seed=0))
+            return ServedRequest(size, None, 0, -1, [0] * size, size, RequestOptions(seed=0))
 
         def step(*chosen: Any) -> None:
             self._dispatch(*chosen)
@@ -258,7 +255,7 @@ class EngineDriver:
         prompt: Sequence[int],
         options: RequestOptions | None,
         fields: RequestFields,
-        matcher: GrammarMatcher | None = None,
+        matching: Matching | None = None,
     ) -> int:
         token_ids = inputs.token_list("prompt", prompt, self.engine.model.vocab_size)
         (own,) = options_per_request(options, 1, fields)
@@ -266,16 +263,15 @@ class EngineDriver:
         must = f"fit into max_length={self.engine.max_length} tokens"
         fit = sum(sizes) <= self.engine.max_length
         require(fit, "prompt and max_new_tokens", must, sizes)
-        self.engine.options_of([own], sizes[:1])  # checks them
+        self.engine.check_options(own)
         if self.max_queue is not None:
             self._settle()
-            waiting = sum(not one.admitted for one in self._queue.values())
-            must = f"be below max_queue={self.max_queue}"
+            waiting, must = len(self._waiting), f"be below max_queue={self.max_queue}"
             require(waiting < self.max_queue, "waiting requests", must, waiting, error=RuntimeError)
-        request_id, now = self._num_submitted, time.perf_counter()
-        request = ServedRequest(request_id, token_ids, len(token_ids), own, matcher, now)
+        length, request_id = len(token_ids), self._num_submitted
+        begun = length, None, 0, request_id, token_ids, length, own, matching, time.perf_counter()
         self._num_submitted = request_id + 1  # first: no two requests may have one id
-        self._queue[request_id] = request
+        self._waiting[request_id] = ServedRequest(*begun)
         return request_id
 
     def cancel(self, request_id: int) -> bool:
@@ -287,17 +283,14 @@ class EngineDriver:
           Whether it was still waiting or running.
         """
         with self._changes():
-            slot = self._slot_of(request_id)
-            request = self._queue.get(request_id) if slot is None else self._slots[slot]
-            for one in self._undelivered:  # it may have ended
-                request = one.request if one.request.request_id == request_id else request
-            if request is None:
-                return False
-            request.is_cancelled = True  # first: the rest follows from it
-            self._queue.pop(request_id, None)
+            if self._waiting.pop(request_id, None) is not None:
+                return True
+            host, slot = self._host, self._slot_of(request_id)
+            self._host = others = host.without(request_id)
             if slot is not None:
                 self._empty(slot)
-        return True
+        before, after = ((len(x.slots), len(x.returning), len(x.updates)) for x in (host, others))
+        return before != after
 
     def preempt(self, request_id: int) -> bool:
         """Take a running request out of its slot and put it first in the queue.
@@ -319,9 +312,9 @@ class EngineDriver:
                 self._read_step()
             slot = self._slot_of(request_id)
             if slot is not None:
-                self._queue_first([self._slots[slot]])
+                self._queue_first([slot])
                 self._empty(slot)
-        return request_id in self._queue
+        return any(one.request_id == request_id for one in self._host.returning)
 
     def step(self) -> list[RequestUpdate]:
         """Admit what fits, dispatch steps, and return what the oldest step under way did.
@@ -336,25 +329,25 @@ class EngineDriver:
         with self._changes():
             while self._dispatch_step():
                 pass
-            if self._ahead and not self._undelivered:
+            if self._ahead and not self._host.updates:
                 self._read_step()
+        updates = self._host.updates
         try:
-            updates = [one.update for one in self._undelivered]
-            self._delivered = self._received.updates
-            return updates
+            self._host = self._host._replace(updates=())
+            return [*updates]
         except BaseException:
-            self._delivered = None
+            self._host = self._host._replace(updates=updates)
             raise
 
     def stats(self) -> AcceptanceStats:
         """Acceptance in the steps whose results were read."""
         self._settle()
-        return AcceptanceStats.from_counters(self._received.counters)
+        return AcceptanceStats.from_counters(self._host.counters)
 
     def serving_stats(self) -> ServingStats:
         """How busy the engine was in the steps whose results were read."""
         running, queued = self.num_running, self.num_queued
-        return dataclasses.replace(self._received.stats, num_running=running, num_queued=queued)
+        return dataclasses.replace(self._host.stats, num_running=running, num_queued=queued)
 
     # From the queue to the last token, in the order in which a request meets these.
 
@@ -363,13 +356,13 @@ class EngineDriver:
         running = self._decoding
         is_failing = any(one.num_failures for one in running.values())
         num_ahead = 0 if is_failing else self.max_steps_ahead  # of what fails, less is lost
-        if len(self._ahead) >= num_ahead + (not self._undelivered):
+        if len(self._ahead) >= num_ahead + (not self._host.updates):
             return False
         self._admit_queued()
         running = self._decoding
         if not any(
-            request.budget_left > sum(step.slots.get(slot) is request for step in self._ahead)
-            for slot, request in running.items()
+            one.budget_left > sum(x.request_ids.get(slot) == one.request_id for x in self._ahead)
+            for slot, one in running.items()
         ):
             return False  # all budgets are spent after the steps ahead, if each spends one token
         all_neutral = self.engine.request_options and all(
@@ -388,7 +381,7 @@ class EngineDriver:
             prefill = self._prefill
             group = {} if prefill is not None and not prefill.waits else self._next_group()
             if group:
-                self._read_prompts(group)
+                self._read_prompts(self._occupy(group))
             elif prefill is not None:
                 self._read_chunk(prefill)
             else:
@@ -401,8 +394,10 @@ class EngineDriver:
         Looks only at as many requests as there are free slots. Long prompts, and requests whose
         calls keep failing, are read alone; while a long prompt is read, no other long one is.
         """
-        free = [slot for slot in range(self.engine.num_slots) if slot not in self._slots]
-        first = itertools.islice(self._queue.values(), len(free))
+        host = self._host
+        free = [slot for slot in range(self.engine.num_slots) if slot not in host.slots]
+        everyone = itertools.chain(host.returning, self._waiting.values())
+        first = itertools.islice(everyone, len(free))
         queue = [one for one in first if self._prefill is None or not self._is_long(one)]
         group = queue[:1]
         if group and not self._is_alone(group[0]):
@@ -412,10 +407,10 @@ class EngineDriver:
         return dict(zip(free, group, strict=False))
 
     def _size(self, request: ServedRequest) -> int:
-        return self.engine.prompt_size(len(request.token_ids))
+        return self.engine.prompt_size(request.length)
 
     def _is_long(self, request: ServedRequest) -> bool:
-        return len(request.token_ids) > self.engine.chunk_size
+        return request.length > self.engine.chunk_size
 
     def _is_alone(self, request: ServedRequest) -> bool:
         return self._is_long(request) or request.num_failures > 1
@@ -430,12 +425,11 @@ class EngineDriver:
         self._state = self._call(requests, programs.admit, *self._weights, state, new)
         if self._prefill is not None:
             self._prefill = self._prefill._replace(waits=False)
-        self._occupy(group)
 
     def _read_chunk(self, prefill: ChunkedPrefill) -> None:
         """Read the next chunk of a long prompt, if one is left; after the last, it runs."""
         slot, request, num_chunks, _ = prefill
-        length, size = len(request.token_ids), self.engine.chunk_size
+        length, size = request.length, self.engine.chunk_size
         prompt = self.engine.pad_prompt(request.token_ids)
         state = self._ready_state([request])
         if num_chunks * size < length:
@@ -446,8 +440,8 @@ class EngineDriver:
             self._caches = self._call([request], programs.prefill_chunk, *given)
             num_chunks += 1
             if request.num_failures and num_chunks > request.num_chunks:
-                request.num_chunks, request.num_failures = num_chunks, 0
-        self._occupy({slot: request})
+                request = request._replace(num_chunks=num_chunks, num_failures=0)
+                self._occupy({slot: request})
         self._prefill = ChunkedPrefill(slot, request, num_chunks, waits=True)
         if num_chunks * size >= length:
             new = self._new_requests({slot: request})
@@ -463,73 +457,77 @@ class EngineDriver:
         arrays: dict[str, Any] = dict(
             slots=np.array([slot for slot, _ in rows], np.int32),
             prompts=np.stack([self.engine.pad_prompt(one.token_ids) for one in requests]),
-            lengths=np.array([len(one.token_ids) for one in requests], np.int32),
+            lengths=np.array([one.length for one in requests], np.int32),
             keys=np.array([one.seed for one in requests], np.uint32),
         )
         lengths = [one.prompt_length for one in requests]
         options = self.engine.options_of([one.options for one in requests], lengths)
         return NewRequests(**arrays, options=options)
 
-    def _occupy(self, group: dict[int, ServedRequest]) -> None:
+    def _occupy(self, group: dict[int, ServedRequest]) -> dict[int, ServedRequest]:
         """Requests are in slots from now on."""
-        now = time.perf_counter()
-        for slot, request in group.items():
-            request.admitted = request.admitted or now
-            if slot < self.engine.num_slots:  # `warm_up` has others
-                self._slots[slot] = request
-            self._queue.pop(request.request_id, None)
+        host, now = self._host, time.perf_counter()
+        group = {i: x._replace(admitted=x.admitted or now) for i, x in group.items()}
+        ids = {one.request_id for one in group.values()}
+        returning = tuple(one for one in host.returning if one.request_id not in ids)
+        self._host = host._replace(slots={**host.slots, **group}, returning=returning)
+        for request_id in ids:
+            self._waiting.pop(request_id, None)
+        return group
 
     def _dispatch(self, all_neutral: bool, num_drafts: int | None) -> None:
         """Dispatch a step; there is a program for each pair of these."""
         static = dict(all_neutral=all_neutral, num_drafts=num_drafts)
-        requests = self._decoding.values()
-        given = *self._weights, self._ready_state(requests)
-        self._add_step(*self._call(requests, programs.step, *given, **static))
+        slots = self._decoding
+        given = *self._weights, self._ready_state(slots.values())
+        self._add_step(slots, *self._call(slots.values(), programs.step, *given, **static))
 
-    def _add_step(self, state: DecodeState, result: programs.StepResult) -> None:
+    def _add_step(
+        self, slots: dict[int, ServedRequest], state: DecodeState, result: programs.StepResult
+    ) -> None:
         """A step was dispatched: begin to copy what the host reads, and do not wait."""
         self._state = state
-        self._ahead.append(StepAhead(result, self._decoding))
-        with awaiting(self._decoding.values()):
+        self._ahead.append(StepAhead(result, {i: one.request_id for i, one in slots.items()}))
+        with awaiting(slots.values()):
             for array in jax.tree.leaves(result.for_host):
                 array.copy_to_host_async()
 
     def _read_step(self) -> None:
         """Read the result of the oldest step ahead."""
-        (result, slots), begin = self._ahead[0], time.perf_counter()
+        (result, request_ids), host, begin = self._ahead[0], self._host, time.perf_counter()
         with awaiting(self._decoding.values()):
             numbers, logprobs, rates = jax.device_get(result.for_host)
+        now = time.perf_counter()
         if self.draft_choice is not None:
             self.draft_choice.rates = rates
-        now = time.perf_counter()
-        updates = self._ahead[0].updates(numbers, logprobs, self._slots, now)
-        grown = [(one.request, len(one.update.token_ids)) for one in updates]
+        slots, updates, grown = dict(host.slots), [*host.updates], []
+        rows = numbers.tolist()
+        for slot, request_id in sorted(request_ids.items()):
+            request = slots.get(slot)
+            if request is None or request.request_id != request_id:
+                continue  # it was cancelled
+            update = request.update(slot, rows, logprobs)
+            updates.append(update)
+            grown.append((request, len(update.token_ids)))
+            if update.finish_reason is None:
+                slots[slot] = request.after(update.token_ids, now)
+            else:
+                del slots[slot]
         new = [(request, n) for request, n in grown if request.last_read is None]
-        stats = self._received.stats.after_step(
-            num_busy=len(slots),
+        stats = host.stats.after_step(
+            num_busy=len(request_ids),
             num_ahead=len(self._ahead) - 1,
             waited=now - begin,
             queued=[one.admitted - one.submitted for one, _ in new],
             first=[(now - one.submitted, 1) for one, n in new if n],
             between=[((now - one.last_read) / n, n) for one, n in grown if one.last_read and n],
         )
-        undelivered = (*self._undelivered, *updates)
-        self._received = Received(undelivered, result.counters, result.estimator, stats)
-        self._apply_updates()
+        learned = result.counters, result.estimator, stats
+        self._host = HostState(slots, host.returning, tuple(updates), *learned)
         del self._ahead[0]
 
-    def _apply_updates(self) -> None:
-        """Let requests grow by the undelivered updates, and end."""
-        for request, start, update, read, num_failures in self._undelivered:
-            request.token_ids[start:] = update.token_ids
-            request.num_failures, request.last_read = num_failures, read or request.last_read
-            if update.finish_reason is not None:
-                self._queue.pop(request.request_id, None)
-                self._slots = {i: one for i, one in self._slots.items() if one is not request}
-
     def _empty(self, slot: int) -> None:
-        """Empty a slot whose request has not ended."""
-        self._slots.pop(slot, None)
+        """Empty a slot on the device; its request has not ended, and has left it on the host."""
         if self._prefill is not None and self._prefill.slot == slot:
             self._prefill = None
         here, requests = np.arange(self.engine.num_slots) == slot, self._decoding.values()
@@ -539,72 +537,70 @@ class EngineDriver:
     def _decoding(self) -> dict[int, ServedRequest]:
         """The requests, by slot, that the next step emits tokens for."""
         waits = None if self._prefill is None else self._prefill.slot
-        return {slot: one for slot, one in self._slots.items() if slot != waits}
+        return {slot: one for slot, one in self._host.slots.items() if slot != waits}
 
     def _slot_of(self, request_id: int) -> int | None:
-        return next((i for i, one in self._slots.items() if one.request_id == request_id), None)
+        slots = self._host.slots.items()
+        return next((i for i, one in slots if one.request_id == request_id), None)
 
-    def _queue_first(self, requests: Sequence[ServedRequest]) -> None:
-        """Put requests before all others in the queue, in this order."""
-        for request in reversed(requests):
-            self._queue[request.request_id] = request
-            self._queue.move_to_end(request.request_id, last=False)
+    def _queue_first(self, leaving: Iterable[int]) -> None:
+        """Requests leave their slots and go before all others in the queue, in this order."""
+        slots = dict(self._host.slots)
+        first = *(slots.pop(slot) for slot in leaving), *self._host.returning
+        self._host = self._host._replace(slots=slots, returning=first)
 
     # Interrupts and failed calls
-
-    @property
-    def _undelivered(self) -> tuple[Update, ...]:
-        if self._received.updates is self._delivered:
-            return ()
-        return tuple(one for one in self._received.updates if not one.request.is_cancelled)
 
     @contextlib.contextmanager
     def _changes(self) -> Iterator[None]:
         """Around what changes requests, slots or the device; contains failed calls."""
         self._settle()
-        self._received = self._received._replace(updates=self._undelivered)
         self._is_whole = False
         try:
             yield
         except FailedCall as failed:
             self._note(failed)
             self._settle()
-        if not self._slots:
+        if not self._host.slots:
             self._ahead.clear()  # there is nothing to read
         self._is_whole = True
 
     def _settle(self) -> None:
-        """If an exception left a change half done, drop the device's state and queue who ran first.
+        """What an exception does, an interrupt included: done before anything else that follows it.
 
-        Cut short by an exception, it is done again.
+        What is on the device may be half of one step and half of the next, so it is dropped. All
+        that was read is in `_host`, which is as it was before a step or after it, because one
+        assignment replaces it. So the requests in its slots go first in the queue, and are read
+        again from their tokens. An exception while this is done does no harm: it is done again.
         """
         if self._is_whole:
             return
         self._state = self._caches = self._prefill = None
         self._ahead.clear()
-        self._apply_updates()
-        self._queue_first([one for _, one in sorted(self._slots.items())])
-        self._slots = {}
-        for request in [one for one in self._queue.values() if one.is_cancelled]:
-            del self._queue[request.request_id]
+        self._queue_first(sorted(self._host.slots))
+        for request in self._host.returning:  # some had got a slot, and were still waiting for one
+            self._waiting.pop(request.request_id, None)
         self._is_whole = True
 
     def _note(self, failed: FailedCall) -> None:
         """Updates for the requests in a call that failed; some end by it."""
-        updates = [*self._undelivered]
-        for request in failed.requests:
-            count = request.num_failures + 1
-            reason: FinishReason | None = "failed" if count > self.max_retries else None
-            update = RequestUpdate(request.request_id, [], reason, error=str(failed))
-            updates.append(Update(request, len(request.token_ids), update, None, count))
-        stats = self._received.stats
-        stats = dataclasses.replace(stats, num_failed_calls=stats.num_failed_calls + 1)
-        self._received = self._received._replace(updates=tuple(updates), stats=stats)
+        host, slots, updates = self._host, dict(self._host.slots), [*self._host.updates]
+        for slot, request in sorted(slots.items()):
+            if request.request_id not in failed.request_ids:
+                continue
+            slots[slot] = request = request._replace(num_failures=request.num_failures + 1)
+            reason: FinishReason | None = None
+            if request.num_failures > self.max_retries:
+                reason = "failed"
+                del slots[slot]
+            updates.append(RequestUpdate(request.request_id, [], reason, error=str(failed)))
+        stats = dataclasses.replace(host.stats, num_failed_calls=host.stats.num_failed_calls + 1)
+        self._host = host._replace(slots=slots, updates=tuple(updates), stats=stats)
 
     def _ready_state(self, requests: Requests) -> DecodeState:
         """The state, of empty slots if it was dropped."""
         if self._state is None:
-            kept = dict(counters=self._received.counters, estimator=self._received.estimator)
+            kept = dict(counters=self._host.counters, estimator=self._host.estimator)
             arrays = self._call(requests, programs.init, *self._weights, **kept)
             self._state, self._caches = on_all_devices(arrays, self.engine.model)
         return self._state
@@ -623,7 +619,7 @@ class EngineDriver:
             return result
         except Exception as error:
             jax.eval_shape(program, *args)  # raises what is wrong with the program
-            raise FailedCall(error, [*requests]) from error
+            raise FailedCall(error, requests) from error
 
 
 @contextlib.contextmanager
@@ -632,4 +628,4 @@ def awaiting(requests: Requests) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise FailedCall(error, [*requests]) from error
+        raise FailedCall(error, requests) from error

@@ -13,14 +13,14 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src import noise
-from jax_specdec._src.arrays import check_int, pytree
+from jax_specdec._src.arrays import check_increasing, check_int, check_type, pytree, require
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Drafter
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 from jax_specdec._src.models.protocol import (
     CausalModel,
     cache_batch_axis_of,
-    check_cache,
+    check_batch_axis,
     check_model,
 )
 from jax_specdec._src.serving import inputs
@@ -31,9 +31,7 @@ from jax_specdec._src.serving.options import (
     LogprobsConfig,
     OptionSizes,
     RequestOptions,
-    check_logprobs,
 )
-from jax_specdec._src.serving.step_costs import check_numbers
 from jax_specdec._src.types import Status
 
 _SMALLEST_PREFILL = 32
@@ -166,15 +164,15 @@ class Engine:
     def __post_init__(self) -> None:
         check_model("model", self.model)
         inputs.check_drafter(self.drafter, self.config)
-        check_cache("drafter", self.drafter)
-        check_logprobs(self.logprobs)
+        check_batch_axis("drafter", self.drafter)
+        check_type("logprobs", self.logprobs, LogprobsConfig, None)
         check_int("num_slots", self.num_slots, 1)
         longest = check_int("max_length", self.max_length, 2)
         check_int("max_prefill_requests", self.max_prefill_requests, 1)
         check_int("max_stop_tokens", self.max_stop_tokens, 0)
         if self.draft_budget is not None:
             most = self.config.num_speculative_tokens
-            numbers = check_numbers("draft_budget", self.draft_budget, most)
+            numbers = check_increasing("draft_budget", self.draft_budget, 0, most)
             object.__setattr__(self, "draft_budget", numbers)
         if self.prefill_sizes is None:
             sizes = [_SMALLEST_PREFILL]
@@ -183,14 +181,7 @@ class Engine:
             sizes[-1] = longest
             object.__setattr__(self, "prefill_sizes", tuple(sizes))
             return
-        given = tuple(
-            check_int(f"prefill_sizes[{i}]", size, 1) for i, size in enumerate(self.prefill_sizes)
-        )
-        if not given or list(given) != sorted(set(given)) or given[-1] > longest:
-            raise ValueError(
-                f"prefill_sizes must increase up to at most max_length={longest}, but they are "
-                f"{given}"
-            )
+        given = check_increasing("prefill_sizes", self.prefill_sizes, 1, longest)
         if given[-1] < longest:
             inputs.check_reads_chunks(self.drafter, given[-1])
         object.__setattr__(self, "prefill_sizes", given)
@@ -254,6 +245,24 @@ class Engine:
         """
         return np.array(prompt + [0] * (self.prompt_size(len(prompt)) - len(prompt)), np.int32)
 
+    def check_options(self, options: RequestOptions) -> None:
+        """Check that a request may ask for this.
+
+        Raises:
+          ValueError: an id outside the vocabulary, more of something than there is room for, or
+            options that need `request_options` in an engine without them.
+        """
+        if not (self.request_options or options.is_neutral):
+            raise ValueError(
+                "options need an Engine with request_options=True, but they are "
+                f"{options.non_neutral}"
+            )
+        options.check(self.model.vocab_size)
+        self.option_sizes.check(options)
+        count, most = len(options.stop_token_ids), self.max_stop_tokens
+        must = f"be at most max_stop_tokens = {most}"
+        require(count <= most, "stop_token_ids, counted,", must, count)
+
     def options_of(
         self, options: Sequence[RequestOptions], prompt_lengths: Sequence[int]
     ) -> BatchOptions:
@@ -265,15 +274,10 @@ class Engine:
             were preempted.
 
         Raises:
-          ValueError: an id outside the vocabulary, too many stop tokens, or options that need
-            `request_options` in an engine without them.
+          ValueError: `check_options` refuses one of them.
         """
         for one in options:
-            if not (self.request_options or one.is_neutral):
-                raise ValueError(
-                    "options need an Engine with request_options=True, but they are "
-                    f"{one.non_neutral}"
-                )
+            self.check_options(one)
         return BatchOptions.create(
             options,
             prompt_lengths,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_specdec._src.arrays import check_type
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Drafter
 from jax_specdec._src.logprobs import TokenLogprobs
@@ -25,7 +26,6 @@ from jax_specdec._src.serving.options import (
     LogprobsConfig,
     RequestFields,
     RequestOptions,
-    check_logprobs,
     options_per_request,
 )
 from jax_specdec._src.types import Array, Status
@@ -182,7 +182,7 @@ def generate_plain(
       4
     """
     config = PLAIN if config is None else config
-    inputs.check_config(config)
+    check_type("config", config, SpecDecodeConfig)
     return _prepare(
         model, params, prompts, None, None, config, options, key, logprobs, fields
     ).run()
@@ -260,7 +260,7 @@ def _prepare(
     check_model("model", model)
     inputs.check_params("params", params)
     inputs.check_draft_params(drafter, draft_params)
-    check_logprobs(logprobs)
+    check_type("logprobs", logprobs, LogprobsConfig, None)
     rows = inputs.token_lists(prompts, model.vocab_size)
     decoder = Decoder(model, drafter, config, logprobs)
     batch, prompt_size, max_steps = make_batch(
@@ -310,6 +310,8 @@ def make_batch(
     for b, prompt in enumerate(prompts):
         token_ids[b, : len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    for one in options:
+        one.check(vocab_size)
     arrays = BatchOptions.create(options, lengths.tolist(), vocab_size)
     batch = Batch(
         token_ids=jnp.asarray(token_ids),

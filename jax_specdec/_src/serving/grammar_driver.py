@@ -16,7 +16,7 @@ from jax_specdec._src.grammar import (
     grammar_bitmask,
 )
 from jax_specdec._src.serving import programs
-from jax_specdec._src.serving.bookkeeping import ServedRequest
+from jax_specdec._src.serving.bookkeeping import Matching, ServedRequest
 from jax_specdec._src.serving.driver import EngineDriver, awaiting
 from jax_specdec._src.serving.options import RequestFields, RequestOptions
 from jax_specdec._src.types import Drafts
@@ -68,11 +68,11 @@ class GrammarDriver(EngineDriver):
         super().__init__(*args, **settings)
         # Interrupts reach the main thread only. In a thread of its own, a matcher that has accepted
         # a token is always counted as having done so.
-        self._matching = ThreadPoolExecutor(1)
+        self._thread = ThreadPoolExecutor(1)
 
     def close(self) -> None:
         """End the thread of the matchers, once. Afterwards no request with a grammar is served."""
-        self._matching.shutdown()
+        self._thread.shutdown()
 
     def __enter__(self) -> Self:
         """Itself."""
@@ -114,7 +114,7 @@ class GrammarDriver(EngineDriver):
           TypeError: `matcher` is something else.
         """
         check_matchers([matcher])
-        return self._submit(prompt, options, fields, matcher)
+        return self._submit(prompt, options, fields, None if matcher is None else Matching(matcher))
 
     def _dispatch_step(self) -> bool:
         if self._ahead and self._any_grammar:
@@ -123,7 +123,7 @@ class GrammarDriver(EngineDriver):
 
     @property
     def _any_grammar(self) -> bool:
-        return any(one.matcher is not None for one in self._decoding.values())
+        return any(one.matching is not None for one in self._decoding.values())
 
     def _dispatch(self, all_neutral: bool, num_drafts: int | None) -> None:
         if self._any_grammar:
@@ -141,19 +141,19 @@ class GrammarDriver(EngineDriver):
         state = self._call(requests, programs.draft, draft_params, state, *features)
         with awaiting(requests):
             drafts = Drafts.from_dense(jax.device_get(state.draft_token_ids))
-        mask = self._matching.submit(self._token_bitmask, slots, drafts).result()
-        self._add_step(*self._call(requests, programs.verify, params, state, mask))
+        mask = self._thread.submit(self._token_bitmask, slots, drafts).result()
+        self._add_step(slots, *self._call(requests, programs.verify, params, state, mask))
 
     def _token_bitmask(self, slots: Mapping[int, ServedRequest], drafts: Drafts) -> np.ndarray:
         """``[S*(K+1), ceil(V/32)]`` uint32, after every matcher has accepted its new tokens."""
-        matched = {slot: one for slot, one in slots.items() if one.matcher is not None}
-        for request in matched.values():
+        matchers: list[GrammarMatcher | None] = [None] * self.engine.num_slots
+        for slot, request in slots.items():
+            if (matching := request.matching) is None:
+                continue
+            matchers[slot] = matching.matcher
             with awaiting([request]):
-                for token in request.token_ids[request.prompt_length + request.num_matched :]:
-                    advance_matchers([request.matcher], [[token]])
-                    request.num_matched += 1
-        matchers = [
-            matched[i].matcher if i in matched else None for i in range(self.engine.num_slots)
-        ]
-        with awaiting(matched.values()):
+                for token in request.token_ids[request.prompt_length + matching.num_accepted :]:
+                    advance_matchers([matching.matcher], [[token]])
+                    matching.num_accepted += 1
+        with awaiting(one for one in slots.values() if one.matching is not None):
             return grammar_bitmask(matchers, drafts, vocab_size=self.engine.model.vocab_size)

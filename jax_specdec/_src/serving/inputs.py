@@ -13,7 +13,9 @@ import numpy as np
 
 from jax_specdec._src.arrays import check_type, refuse, require
 from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.drafting.draft_model import ModelDrafter
 from jax_specdec._src.drafting.drafter import Drafter, feature_layers_of
+from jax_specdec._src.drafting.eagle3 import Eagle3Drafter
 from jax_specdec._src.models.eagle3 import Eagle3Head
 from jax_specdec._src.models.llama import Llama
 from jax_specdec._src.models.protocol import is_loaded_model
@@ -23,22 +25,13 @@ _FEATURES = dict(features=None, next_token_ids=None)
 _HAVE_WEIGHTS = (Llama, TensorParallelLlama, Eagle3Head)
 
 
-def check_config(config: Any) -> None:
-    """Check that a config is a `SpecDecodeConfig`.
-
-    Raises:
-      TypeError: it is something else.
-    """
-    check_type("config", config, SpecDecodeConfig)
-
-
 def check_drafter(drafter: Any, config: Any) -> None:
     """Check that a drafter can be called as a `Drafter`, and its config.
 
     Raises:
       TypeError: one of them is something else.
     """
-    check_config(config)
+    check_type("config", config, SpecDecodeConfig)
     hint = None
     is_drafter = callable(getattr(drafter, "propose", None)) and not isinstance(drafter, type)
     if is_loaded_model(drafter):
@@ -101,8 +94,12 @@ def check_draft_params(drafter: Drafter | None, draft_params: Any) -> None:
       TypeError: they are a model, or missing although the drafter's model has weights.
     """
     check_params("draft_params", draft_params)
-    models = getattr(drafter, "model", None), getattr(drafter, "head", None)
-    are_weights = draft_params is not None or not any(isinstance(x, _HAVE_WEIGHTS) for x in models)
+    model: object = None
+    if isinstance(drafter, ModelDrafter):
+        model = drafter.model
+    elif isinstance(drafter, Eagle3Drafter):
+        model = drafter.head
+    are_weights = draft_params is not None or not isinstance(model, _HAVE_WEIGHTS)
     hint, must = "pass draft_params=draft.params", "be the weights of the drafter's model"
     require(are_weights, "draft_params", must, None, hint, TypeError)
 

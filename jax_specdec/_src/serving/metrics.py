@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from jax_specdec._src.arrays import Sizes, check_array, check_type, pytree, requ
 from jax_specdec._src.config import check_num_speculative_tokens
 from jax_specdec._src.serving.batch import StepRecord
 from jax_specdec._src.types import Integers
+
+_Sums = TypeVar("_Sums")
 
 
 @pytree(words="[2, 3K+3] uint32")
@@ -100,19 +102,24 @@ class AcceptanceCounters:
         num_kept = num_emitted if num_kept is None else num_kept
         num_kept = _counts("num_kept", num_kept, "[B]", sizes)
         num_fallbacks = _counts("num_fallbacks", num_fallbacks, "[]", sizes)
-        num_proposed = jnp.where(num_emitted > 0, num_proposed, 0)[:, None]
-        position = jnp.arange(self.words.shape[1] // 3 - 1, dtype=jnp.int32)[None, :]
-        offered = num_proposed > position
-        reached = offered & (num_accepted[:, None] >= position)
-        accepted = offered & (num_accepted[:, None] > position)
-        is_verified = num_emitted[:, None] > 0
-        columns = (offered, reached, accepted, num_kept[:, None], is_verified)
+        given = num_proposed, num_accepted, num_emitted, num_kept
+        columns = _columns(self.words.shape[1] // 3 - 1, *given)
         counts = jnp.concatenate([one.astype(jnp.int32) for one in columns], axis=1)
         sums = counts.sum(axis=0, dtype=jnp.int32)
         added = jnp.append(sums, num_fallbacks).astype(jnp.uint32)
         low = self.words[0] + added
         carry = (low < added).astype(jnp.uint32)
         return AcceptanceCounters(jnp.stack([low, self.words[1] + carry]))
+
+
+def _columns(k: int, proposed: Any, accepted: Any, emitted: Any, kept: Any) -> list[Any]:
+    """What verifications add to each count but that of fallbacks, as columns ``[..., n]``."""
+    position = np.arange(k, dtype=np.int32)[None, :]
+    proposed, accepted, kept = (x[..., None] for x in (proposed, accepted, kept))
+    is_verified = emitted[..., None] > 0
+    offered = (proposed > position) & is_verified
+    reached = offered & (accepted >= position)
+    return [offered, reached, offered & (accepted > position), kept, is_verified]
 
 
 def _counts(name: str, value: Any, declared: str, sizes: Sizes) -> jax.Array:
@@ -177,11 +184,7 @@ class AcceptanceStats:
           The statistics since the counters were created.
         """
         low, high = jax.device_get(counters.words).astype(object)  # Python's ints have any size
-        counts = (low + (high << 32)).tolist()
-        k = len(counts) // 3 - 1
-        return cls(
-            tuple(counts[:k]), tuple(counts[k : 2 * k]), tuple(counts[2 * k : 3 * k]), *counts[-3:]
-        )
+        return cls._of((low + (high << 32)).tolist())
 
     @classmethod
     def from_steps(cls, steps: StepRecord) -> AcceptanceStats:
@@ -197,15 +200,17 @@ class AcceptanceStats:
           TypeError: `steps` is not a `StepRecord`.
         """
         check_type("steps", steps, StepRecord, hint="GenerateOutput.steps is one")
-        proposed, accepted = np.asarray(steps.num_proposed), np.asarray(steps.num_accepted)
-        positions = range(np.asarray(steps.token_ids).shape[-1] - 1)
-        return cls(
-            tuple(int((proposed > i).sum()) for i in positions),
-            tuple(int(((proposed > i) & (accepted >= i)).sum()) for i in positions),
-            tuple(int((accepted > i).sum()) for i in positions),
-            int(np.asarray(steps.num_kept).sum()),
-            int((np.asarray(steps.num_emitted) > 0).sum()),
-        )
+        given = steps.num_proposed, steps.num_accepted, steps.num_emitted, steps.num_kept
+        columns = _columns(np.shape(steps.token_ids)[-1] - 1, *map(np.asarray, given))
+        sums = [one.reshape(-1, one.shape[-1]).sum(axis=0) for one in columns]
+        return cls._of([*np.concatenate(sums).tolist(), 0])
+
+    @classmethod
+    def _of(cls, counts: list[int]) -> AcceptanceStats:
+        """From 3K + 3 counts, in the order of `AcceptanceCounters.words`."""
+        k = len(counts) // 3 - 1
+        offered, reached, accepted = (tuple(counts[i * k : (i + 1) * k]) for i in range(3))
+        return cls(offered, reached, accepted, *counts[3 * k :])
 
     def __sub__(self, earlier: AcceptanceStats) -> AcceptanceStats:
         """The interval between two readings of the same counters.
@@ -218,15 +223,7 @@ class AcceptanceStats:
         """
         k, given = len(self.offered_per_position), len(earlier.offered_per_position)
         require(given == k, "earlier's K", f"be {k}", given)
-
-        def minus(mine: Any, theirs: Any) -> Any:
-            if isinstance(mine, tuple):
-                return tuple(map(minus, mine, theirs))
-            require(mine >= theirs, "earlier", "hold no larger counts", earlier)
-            return mine - theirs
-
-        names = [field.name for field in dataclasses.fields(self)]
-        return AcceptanceStats(*(minus(getattr(self, n), getattr(earlier, n)) for n in names))
+        return _since(earlier, self)
 
     @property
     def num_drafts(self) -> int:
@@ -354,8 +351,7 @@ class Histogram:
 
     def __sub__(self, earlier: Histogram) -> Histogram:
         """The times between two readings."""
-        counts = [n - before for n, before in zip(self.counts, earlier.counts, strict=True)]
-        return Histogram(tuple(counts), self.total_seconds - earlier.total_seconds)
+        return _since(earlier, self)
 
     @property
     def count(self) -> int:
@@ -453,17 +449,10 @@ class ServingStats:
         Raises:
           ValueError: the two have different numbers of slots, or a sum is larger in `earlier`.
         """
-        require(
-            earlier.num_slots == self.num_slots,
-            "earlier.num_slots",
-            f"be {self.num_slots}",
-            earlier.num_slots,
-        )
-        names = [field.name for field in dataclasses.fields(self)][3:]
-        sums = {name: getattr(self, name) - getattr(earlier, name) for name in names}
-        least = min(one.count if isinstance(one, Histogram) else one for one in sums.values())
-        require(least >= 0, "earlier", "hold no larger sums", earlier)
-        return dataclasses.replace(self, **sums)
+        slots, given = self.num_slots, earlier.num_slots
+        require(given == slots, "earlier.num_slots", f"be {slots}", given)
+        nothing: Any = dict(num_slots=0, num_running=0, num_queued=0)  # these are no sums
+        return _since(dataclasses.replace(earlier, **nothing), self)
 
     @property
     def mean_busy_slots(self) -> float:
@@ -508,6 +497,24 @@ class ServingStats:
             f" Time between tokens: {others.mean * 1e3:.2f} ms,"
             f" Failed calls: {self.num_failed_calls}"
         )
+
+
+def _since(earlier: _Sums, later: _Sums) -> _Sums:
+    """What was added between two readings: of numbers, of tuples, and of dataclasses of these.
+
+    Raises:
+      ValueError: a number is larger in `earlier`.
+    """
+    both: Any = earlier, later
+    if isinstance(later, tuple):
+        added: Any = tuple(map(_since, *both))
+    elif isinstance(later, (AcceptanceStats, ServingStats, Histogram)):
+        names = [field.name for field in dataclasses.fields(later)]
+        added = type(later)(*(_since(*(getattr(x, name) for x in both)) for name in names))
+    else:
+        require(both[1] >= both[0], "earlier", "hold no larger sums", both[0])
+        added = both[1] - both[0]
+    return cast(_Sums, added)
 
 
 def _check_seconds(seconds: float) -> None:

@@ -29,8 +29,8 @@ class StepResult(NamedTuple):
     """What the host reads of a step. No later call donates its buffers, as those of the state are.
 
     Attributes:
-      numbers: ``[S, K+7]`` int32: the tokens kept, their number, drafts proposed and accepted, the
-        sequence's length, whether it is done, and its status. One array, for one copy to the host.
+      numbers: ``[S, K+6]`` int32: the tokens kept, their number, drafts proposed and accepted,
+        whether the request is done, and its status. One array, for one copy to the host.
       logprobs: of the tokens kept; None unless asked for.
       rates: ``[K]`` float32, those of the estimator; None without one.
       counters: acceptance of all steps so far.
@@ -55,7 +55,6 @@ def _with_result(state: DecodeState, record: StepRecord) -> tuple[DecodeState, S
         record.num_kept,
         record.num_proposed,
         record.num_accepted,
-        batch.lengths,
         batch.done.astype(jnp.int32),
         batch.status,
     )

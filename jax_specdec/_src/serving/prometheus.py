@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -136,30 +137,28 @@ class PrometheusExporter:
             GaugeMetricFamily,
             HistogramMetricFamily,
         )
+        from prometheus_client.utils import floatToGoString
 
         names, values = list(self._labels), list(self._labels.values())
-        for field, text in _COUNTERS.items():
-            family = CounterMetricFamily(_PREFIX + field, text, labels=names)
-            family.add_metric(values, getattr(stats, field))
-            yield family
+        for prefix, cls, of, texts in (
+            (_PREFIX, CounterMetricFamily, stats, _COUNTERS),
+            (_SERVING_PREFIX, CounterMetricFamily, serving, _SERVING),
+            (_SERVING_PREFIX, GaugeMetricFamily, serving, _SERVING_GAUGES),
+        ):
+            for field, text in texts.items() if of is not None else ():
+                family = cls(prefix + field, text, labels=names)
+                family.add_metric(values, getattr(of, field))
+                yield family
         for field, (name, text) in _COUNTERS_PER_POSITION.items():
             family = CounterMetricFamily(_PREFIX + name, text, labels=[*names, "position"])
             for position, count in enumerate(getattr(stats, field)):
                 family.add_metric([*values, str(position)], count)
             yield family
         if serving is not None:
-            for field, text in _SERVING.items():
-                family = CounterMetricFamily(_SERVING_PREFIX + field, text, labels=names)
-                family.add_metric(values, getattr(serving, field))
-                yield family
-            for field, text in _SERVING_GAUGES.items():
-                gauge = GaugeMetricFamily(_SERVING_PREFIX + field, text, labels=names)
-                gauge.add_metric(values, getattr(serving, field))
-                yield gauge
             for field, text in _SERVING_HISTOGRAMS.items():
                 histogram = HistogramMetricFamily(_SERVING_PREFIX + field, text, labels=names)
                 times: Histogram = getattr(serving, field)
-                bounds = [*map(str, times.bounds), "+Inf"]
+                bounds = map(floatToGoString, (*times.bounds, math.inf))
                 buckets = zip(bounds, itertools.accumulate(times.counts), strict=True)
                 histogram.add_metric(values, [*buckets], times.total_seconds)
                 yield histogram

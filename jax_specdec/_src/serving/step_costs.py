@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_specdec._src.arrays import check_int, check_type, require
+from jax_specdec._src.arrays import check_increasing, check_int, check_type, require
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 
 _TRIAL_SHARE = 0.01
@@ -49,7 +49,7 @@ class StepCosts:
 
     def __post_init__(self) -> None:
         check_int("num_slots", self.num_slots)
-        object.__setattr__(self, "num_drafts", check_numbers("num_drafts", self.num_drafts))
+        object.__setattr__(self, "num_drafts", check_increasing("num_drafts", self.num_drafts, 0))
         seconds = tuple(float(x) for x in self.seconds)
         if len(seconds) != len(self.num_drafts) or not all(0 < x < np.inf for x in seconds):
             raise ValueError(
@@ -161,16 +161,3 @@ class DraftChoice:
             return self.num_drafts[at]
         self.saved = 0.0
         return self.num_drafts[at + 1]
-
-
-def check_numbers(name: str, values: Sequence[int], most: int | None = None) -> tuple[int, ...]:
-    """Numbers of drafts, increasing, at least one.
-
-    Raises:
-      TypeError: one is not an integer.
-      ValueError: they are out of range, or do not increase.
-    """
-    numbers = tuple(check_int(f"{name}[{i}]", x, 0, most) for i, x in enumerate(values))
-    if not numbers or list(numbers) != sorted(set(numbers)):
-        raise ValueError(f"{name} must be increasing numbers of drafts, but it is {numbers}")
-    return numbers

@@ -24,12 +24,13 @@ from jax_specdec._src.types import (
 )
 from jax_specdec._src.verify import xla
 from jax_specdec._src.verify.call import Implementation, Settings, Static, checked
-from jax_specdec._src.verify.form import Form, Kernels
+from jax_specdec._src.verify.draw import Kernels
+from jax_specdec._src.verify.form import Form
 from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.mosaic_tpu import support as mosaic_tpu
 from jax_specdec._src.verify.requests import CallArrays
-from jax_specdec._src.verify.rules import rule_of
+from jax_specdec._src.verify.rules import Rule, rule_of
 from jax_specdec._src.verify.sharding import VerifySharding, over_parts
 
 
@@ -257,63 +258,55 @@ def _rejection_sample(arrays: CallArrays, *, static: Static) -> RejectionSampleO
 def _verify_part(arrays: CallArrays, static: Static, platform: Platform) -> RejectionSampleOutput:
     """Choose an implementation, and verify one device's part of the arrays, or all of them."""
     config, size, implementation, may_be_kernel, kernel_config, layout = static
-    k, drafts = config.num_speculative_tokens, arrays.drafts
+    k, rule, axis = config.num_speculative_tokens, rule_of(config), layout.vocab_axis
     if arrays.target_logits.shape[0] == 0:  # no drafts anywhere, and the bonus given: no row
         logits = jnp.zeros((1, *arrays.target_logits.shape[1:]), arrays.target_logits.dtype)
         arrays = dataclasses.replace(arrays, target_logits=logits, token_bitmask=None)
-    rule = rule_of(config)
-    distribution = None if rule.draws_every_row else _unless_empty(drafts.distribution)
-    drafts = dataclasses.replace(drafts, distribution=distribution)
+    distribution = None if rule.draws_every_row else _unless_empty(arrays.drafts.distribution)
+    drafts = dataclasses.replace(arrays.drafts, distribution=distribution)
     arrays = dataclasses.replace(arrays, drafts=drafts)
-    vocab_axis = None if layout is None else layout.vocab_axis
-    if vocab_axis is not None and implementation == "xla_lazy":
-        raise NotImplementedError(
-            "implementation='xla_lazy' reads whole rows, but the vocabulary is split"
-        )
-    # The call may be compiled for another device than the default one.
-    kernels, is_named = None, implementation == "mosaic_gpu"
-    if is_named or (may_be_kernel and platform == "cuda"):
-        why_not = support.rule_unsupported(config) or _unserved(
-            arrays, k, size, kernel_config, vocab_axis
-        )
-        if why_not is not None and is_named:
-            raise NotImplementedError(why_not)
+
+    # Kernels are imported only where a call uses them: see the docstrings of their packages.
+    kernels: Kernels | None = None
+    why_not = None
+    if implementation == "mosaic_gpu" or (may_be_kernel and platform == "cuda"):
+        why_not = _unserved(arrays, static)
         if why_not is None:
-            # Imported only where a call uses them: see the package's docstring.
-            from jax_specdec._src.verify.mosaic_gpu import launch, phases
+            from jax_specdec._src.verify.mosaic_gpu import launch, parts
 
-            if vocab_axis is None:
+            if axis is None:
                 return launch.verify(arrays, rule, k=k, size=size, config=kernel_config)
-            of_part = functools.partial(phases.row_statistics, config=kernel_config)
-            kernels = Kernels(of_part, phases.part_masses, phases.part_draw)
-    row_statistics = residual_masses = None
-    if implementation == "mosaic_tpu":
+            kernels = parts.PartKernels(kernel_config)
+    elif implementation == "mosaic_tpu":
         why_not = mosaic_tpu.unsupported(arrays)
-        if why_not is not None:
-            raise NotImplementedError(why_not)
-        from jax_specdec._src.verify.mosaic_tpu import residual, statistics
+        if why_not is None:
+            from jax_specdec._src.verify.mosaic_tpu.kernels import TpuKernels
 
-        row_statistics = statistics.row_statistics
-        residual_masses = residual.residual_masses if vocab_axis is None else None
-    is_whole, by_default = vocab_axis is None, implementation in (None, "xla")
-
-    def is_plain() -> bool:
-        is_filtered = Filter.of(arrays.sampling) is not None
-        return is_whole and rule.conditional_rates is None and not is_filtered
-
+            kernels = TpuKernels()
+    elif implementation == "xla_lazy" and axis is not None:
+        why_not = "implementation='xla_lazy' reads whole rows, but the vocabulary is split"
+    if why_not is not None and implementation is not None:
+        raise NotImplementedError(why_not)
+    by_default = implementation in (None, "xla")
     form = Form(
         platform,
-        vocab_axis,
-        draft_is_split=layout is not None and layout.draft_vocab,
-        kernels=kernels,
-        row_statistics=row_statistics,
-        residual_masses=residual_masses,
-        in_order=implementation == "xla_lazy" or (is_whole and by_default and platform == "cpu"),
-        # To sum filtered rows by tile, XLA would copy all of them on a TPU.
-        keeps_sums=(is_whole or (rule.draws_every_row and row_statistics is None))
-        and (platform != "tpu" or implementation in ("xla_lazy", "mosaic_tpu") or is_plain()),
+        axis,
+        draft_is_split=layout.draft_vocab,
+        in_order=axis is None
+        and (implementation == "xla_lazy" or (by_default and platform == "cpu")),
+        keeps_sums=_keeps_sums(arrays, rule, static, platform),
     )
-    return xla.verify(arrays, rule, k=k, size=size, form=form)
+    return xla.verify(arrays, rule, k=k, size=size, form=form, kernels=kernels)
+
+
+def _keeps_sums(arrays: CallArrays, rule: Rule, static: Static, platform: Platform) -> bool:
+    """Whether the sums of target rows are kept by tile, to draw by them."""
+    if static.layout.vocab_axis is not None:
+        return rule.draws_every_row and platform != "tpu"
+    if platform != "tpu" or static.implementation in ("xla_lazy", "mosaic_tpu"):
+        return True
+    # To sum filtered rows by tile, XLA would copy all of them on a TPU.
+    return rule.conditional_rates is None and Filter.of(arrays.sampling) is None
 
 
 def _unless_empty(distribution: DraftDistribution | None) -> DraftDistribution | None:
@@ -323,18 +316,18 @@ def _unless_empty(distribution: DraftDistribution | None) -> DraftDistribution |
     return distribution
 
 
-def _unserved(
-    arrays: CallArrays, k: int, size: int, config: KernelConfig | None, vocab_axis: str | None
-) -> str | None:
-    """Why the kernel cannot serve a call; None if it can."""
-    if vocab_axis is not None:
-        return support.part_unsupported(arrays, k, config)
-    return support.unsupported(
+def _unserved(arrays: CallArrays, static: Static) -> str | None:
+    """Why the GPU kernel cannot serve a call; None if it can."""
+    config, k = static.config, static.config.num_speculative_tokens
+    why_not = support.rule_unsupported(config)
+    if why_not is None and static.layout.vocab_axis is not None:
+        return support.part_unsupported(arrays, k, static.kernel_config)
+    return why_not or support.unsupported(
         arrays.target_logits,
         arrays.drafts.distribution,
         is_race=isinstance(arrays.randomness, RaceNoise),
         num_requests=arrays.sampling.temperature.shape[0],
         k=k,
-        size=size,
-        config=config,
+        size=static.size,
+        config=static.kernel_config,
     )

@@ -72,7 +72,7 @@ class Static(NamedTuple):
     implementation: Implementation | None
     may_be_kernel: bool
     kernel_config: KernelConfig | None
-    layout: ArrayLayout | None
+    layout: ArrayLayout
 
 
 def checked(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Static]:

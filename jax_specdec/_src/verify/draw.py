@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,20 +20,48 @@ from jax import lax
 
 from jax_specdec._src.blocks import by_blocks, entry_of, gathering
 from jax_specdec._src.platform import Platform
-from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
+from jax_specdec._src.types import DraftDistribution, DraftProbs
 from jax_specdec._src.verify import rules, tiles
 from jax_specdec._src.verify.draft_rows import CandidateRows, DraftRows, MappedRows
 from jax_specdec._src.verify.form import Form
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.requests import Request
-from jax_specdec._src.verify.rows import Rows, argmax_of_parts, sum_of_tiles
+from jax_specdec._src.verify.rows import (
+    Partials,
+    Rows,
+    TargetStatistics,
+    argmax_of_parts,
+    sum_of_tiles,
+)
 from jax_specdec._src.verify.tiles import TILE
 
 _FEW = 256
 """Up to so many weights, one sum for each costs less than a cumulative sum."""
 
-MAX_PIECES = 32
-"""Parts of the vocabulary that may share a tile if `Kernels.part_draw` draws: a lane for each."""
+
+class Kernels(Protocol):
+    """Kernels that read rows in place of XLA. Where one gives None, XLA reads them."""
+
+    def statistics(
+        self, rows: LocalRows, requests: Request, positions: Position, samples: bool
+    ) -> TargetStatistics:
+        """Of the target rows of positions ``[B, P]``. If not `samples`, no sum is needed."""
+
+    def draft_partials(
+        self, rows: LocalRows, draft: DraftRows, requests: Request, index: jax.Array
+    ) -> Partials | None:
+        """Of the draft rows ``index [B, P]`` that are not negative."""
+
+    def masses(self, rows: LocalRows, source: Position) -> jax.Array | None:
+        """As `LocalRows.masses`."""
+
+    def residual_masses(self, rows: LocalRows, source: Position) -> jax.Array | None:
+        """As `LocalRows.residual_masses`."""
+
+    def draw(
+        self, rows: LocalRows, source: Position, masses: jax.Array, recover: jax.Array
+    ) -> tuple[jax.Array, jax.Array] | None:
+        """As `inverse_cdf_draw`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +75,7 @@ class LocalRows:
       num_parts: parts that the vocabulary is split into.
       num_tiles: tiles that a part overlaps at most, counted from the one that it begins in.
       sums_kept: `num_tiles` if sums of target rows are kept by tile, else None.
+      kernels: what reads them in place of XLA, or None.
     """
 
     target: Rows
@@ -55,6 +84,7 @@ class LocalRows:
     num_parts: int
     num_tiles: int
     sums_kept: int | None = None
+    kernels: Kernels | None = None
 
     @classmethod
     def of(
@@ -64,6 +94,7 @@ class LocalRows:
         token_bitmask: jax.Array | None,
         size: int,
         form: Form,
+        kernels: Kernels | None = None,
     ) -> LocalRows:
         """The rows of a call.
 
@@ -73,11 +104,12 @@ class LocalRows:
           token_bitmask: ``[M, ceil(V/32)]`` or None.
           size: ids from it on are padding.
           form: how rows are read.
+          kernels: what reads them in place of XLA, or None.
         """
         target = Rows.of_logits(target_logits, size, token_bitmask, form)
-        # Bits of a part, and on a TPU, are expensive for XLA to read repeatedly.
+        # Bits of a part, and on a TPU, are expensive to read repeatedly.
         on_tpu = form.platform == "tpu" and not form.in_order
-        if form.kernels is None and (target.first_id is not None or on_tpu):
+        if on_tpu or (target.first_id is not None and kernels is None):
             target = target.masked()
         first_id = target.first_id if form.draft_is_split else None
         draft = None
@@ -86,7 +118,7 @@ class LocalRows:
         num_parts = 1 if form.axis is None else form.num_parts
         num_tiles = tiles_of_part(target.width, num_parts)
         kept = num_tiles if form.keeps_sums else None
-        return cls(target, draft, form, num_parts, num_tiles, kept)
+        return cls(target, draft, form, num_parts, num_tiles, kept, kernels)
 
     @property
     def candidates(self) -> CandidateRows | None:
@@ -110,17 +142,14 @@ class LocalRows:
 
         `residual` is what `residual_masses` gives.
         """
-        p_masses, draft, candidates = source.p_masses, self.draft, self.candidates
-        if p_masses is None and candidates is None:
-            if self.form.kernels is not None:
-                return self.form.kernels.part_masses(self, source)
-            return jnp.stack(self._tile_sums(source), axis=1)
+        p_masses, candidates = source.p_masses, self.candidates
+        reads_rows = residual is None and (p_masses is None or self.draft is not None)
+        if candidates is None and reads_rows:
+            sums = self._tile_sums(source)
+            return jnp.stack(sums if p_masses is None else [*sums, p_masses], axis=1)
         if p_masses is None:
             p_masses = dataclasses.replace(self, draft=None).masses(source)[:, 1]
-        if draft is not None and candidates is None and residual is None:
-            (masses,) = self._tile_sums(source)
-        else:
-            masses = self._without_token(source, p_masses)
+        masses = self._without_token(source, p_masses)
         if candidates is not None:
             residual = self._without_candidates(source, p_masses, candidates)
         if residual is not None:
@@ -132,35 +161,19 @@ class LocalRows:
 
         On a TPU they are summed apart, so that the rows of no other source are read.
         """
-        found, draft = self._residual_by_kernel(source), self.draft
-        if found is not None or source.p_masses is None or draft is None:
-            return found
-        if self.form.platform != "tpu" or not isinstance(draft.rows, Rows):
+        if self.draft is None or source.p_masses is None:
             return None
+        found = None if self.kernels is None else self.kernels.residual_masses(self, source)
+        if (
+            found is not None
+            or self.form.platform != "tpu"
+            or not isinstance(self.draft.rows, Rows)
+        ):
+            return found
         index = jnp.where(source.uses_q, source.row, -1)
         source = source._replace(uses_q=jnp.ones_like(source.uses_q))
         # One row at a time: putting rows together takes longest.
         return by_blocks(lambda those: self._tile_sums(those)[0], 1, index, source)
-
-    def _residual_by_kernel(self, source: Position) -> jax.Array | None:
-        """`residual_masses` by a kernel; None if there is none, or it cannot copy the rows."""
-        target, draft, residual_masses = self.target, self.draft, self.form.residual_masses
-        if residual_masses is None or draft is None or source.p_masses is None:
-            return None
-        storage, logits = draft.storage, target.matrix
-        if draft.rows is not storage or storage.matrix.shape[1] != logits.shape[1]:
-            return None
-        size = min(target.width, storage.width)
-        index, both = (source.row, source.draft_row), (logits, storage.matrix)
-        rows = [jnp.clip(x, 0, y.shape[0] - 1) for x, y in zip(index, both, strict=True)]
-        none = jnp.full_like(source.weight, -jnp.inf)
-        of_target = *source.scale, none if source.threshold is None else source.threshold
-        of_draft = None
-        if isinstance(draft.distribution, DraftLogits):
-            least = none if storage.thresholds is None else storage.thresholds[rows[1]]
-            of_draft = *source.draft_scale.scale, least
-        given = of_target, of_draft, source.inv_temperature, source.weight
-        return residual_masses(*both, size, rows, *given)
 
     def _tile_sums(self, source: Position) -> list[jax.Array]:
         """Sums of weights by tile, and of ``p`` if not known yet, in one read of the rows."""
@@ -301,14 +314,16 @@ def tile_masses(rows: LocalRows, source: Position, residual: jax.Array | None = 
 
     `residual` is what `LocalRows.residual_masses` gives, if it is known.
     """
-    platform, draft = rows.form.platform, rows.draft
-    residual = rows.residual_masses(source) if residual is None else residual
-    given = (source,) if residual is None else (source, residual)
-    reads_rows = source.p_masses is None and (draft is None or isinstance(draft.rows, Rows))
-    if platform == "tpu" and reads_rows:
-        found = by_blocks(rows.masses, 1, source.row, *given)  # as `residual_masses` does
-    else:
-        found = gathering(rows.masses, platform, source.row, *given)
+    found = None if rows.kernels is None else rows.kernels.masses(rows, source)
+    if found is None:
+        platform, draft = rows.form.platform, rows.draft
+        residual = rows.residual_masses(source) if residual is None else residual
+        given = (source,) if residual is None else (source, residual)
+        reads_rows = source.p_masses is None and (draft is None or isinstance(draft.rows, Rows))
+        if platform == "tpu" and reads_rows:
+            found = by_blocks(rows.masses, 1, source.row, *given)  # as `residual_masses` does
+        else:
+            found = gathering(rows.masses, platform, source.row, *given)
     return found[None] if rows.form.axis is None else rows.form.gather(found)
 
 
@@ -366,20 +381,11 @@ def draw(
         assert requests.recover is not None
         if masses is None:
             masses = tile_masses(rows, last, residual)
-        kernels = rows.form.kernels
-        if kernels is not None and _draws_by_kernel(rows):
-            part, bad_draft = kernels.part_draw(rows, last, requests.recover, masses)
-            drawn = rows.form.sum(part)
-            bad_draft = last.uses_q & (bad_draft | last.draft_scale.bad)
-        else:
-            drawn, bad_draft = inverse_cdf_draw(rows, last, masses, requests.recover)
+        given, found = (rows, last, masses, requests.recover), None
+        if rows.kernels is not None:
+            found = rows.kernels.draw(*given)
+        drawn, bad_draft = inverse_cdf_draw(*given) if found is None else found
     return jnp.where(requests.greedy, last.argmax, drawn), bad_draft & ~requests.greedy
-
-
-def _draws_by_kernel(rows: LocalRows) -> bool:
-    """Whether a kernel can draw: of candidates, XLA reads the one tile that is chosen."""
-    pieces = pieces_of_tiles(rows.target.width, rows.num_parts, rows.num_tiles)
-    return rows.candidates is None and pieces.shape[1] <= MAX_PIECES
 
 
 def inverse_cdf_draw(

@@ -1,10 +1,10 @@
-"""`Form`: how a device reads rows, as plain values that are settled once for a call."""
+"""`Form`: how XLA reads rows on a device, as plain values that are settled once for a call."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,6 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src.platform import Platform
-
-
-class Kernels(NamedTuple):
-    """The functions of `mosaic_gpu.phases`, which read rows of a part of the vocabulary."""
-
-    row_statistics: Callable[..., Any]
-    part_masses: Callable[..., jax.Array]
-    part_draw: Callable[..., tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +24,6 @@ class Form:
         device has all of it, which is then the only part.
       draft_is_split: whether draft rows are split in the same way. If not, each device has all of
         them.
-      kernels: what reads rows of a part on a GPU, or None for XLA.
-      row_statistics: `mosaic_tpu.statistics.row_statistics`, which reads all target rows at once in
-        one pass, or None for XLA.
-      residual_masses: `mosaic_tpu.residual.residual_masses`, which sums the residuals of rows that
-        tokens are drawn from, or None for XLA.
       in_order: whether rows are read in order, instead of all at once.
       keeps_sums: whether the sums of target rows are kept by tile, to draw by them.
     """
@@ -44,9 +31,6 @@ class Form:
     platform: Platform
     axis: str | None = None
     draft_is_split: bool = False
-    kernels: Kernels | None = None
-    row_statistics: Callable[..., tuple[Any, ...]] | None = None
-    residual_masses: Callable[..., jax.Array | None] | None = None
     in_order: bool = False
     keeps_sums: bool = False
 
@@ -72,15 +56,31 @@ class Form:
         """32-bit arrays ``[B, ...]`` of every part, as ``[num_parts, B, ...]``, in one gather."""
         if self.axis is None:
             return jax.tree.map(lambda x: x[None], tree)
-        arrays, treedef = jax.tree.flatten(tree)
-        words = [lax.bitcast_convert_type(x, jnp.int32).reshape(x.shape[0], -1) for x in arrays]
-        ends = np.cumsum([w.shape[1] for w in words])[:-1]
-        gathered = lax.all_gather(jnp.concatenate(words, axis=1), self.axis, to="invarying")
-        parts = [
-            lax.bitcast_convert_type(part, x.dtype).reshape(-1, *x.shape)
-            for part, x in zip(jnp.split(gathered, ends, axis=2), arrays, strict=True)
-        ]
-        return jax.tree.unflatten(treedef, parts)
+        return unpack(lax.all_gather(pack(tree, 1), self.axis, to="invarying"), tree, 1)
+
+
+def pack(tree: Any, axes: int) -> jax.Array:
+    """Arrays with `axes` equal axes in front, as one array of int32 words ``[..., n]``.
+
+    They are of 32 bits or boolean. `unpack` gives them back.
+    """
+    words = [
+        x.astype(jnp.int32) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(x, jnp.int32)
+        for x in jax.tree.leaves(tree)
+    ]
+    return jnp.concatenate([x.reshape(*x.shape[:axes], -1) for x in words], axis=-1)
+
+
+def unpack(words: jax.Array, like: Any, axes: int) -> Any:
+    """What was packed, with the axes that `words` has in front; `like` is of the same types."""
+    arrays, tree = jax.tree.flatten(like)
+    ends = np.cumsum([math.prod(x.shape[axes:]) for x in arrays])[:-1]
+    found = []
+    for part, x in zip(jnp.split(words, ends, axis=-1), arrays, strict=True):
+        own = part.reshape(*words.shape[:-1], *x.shape[axes:])
+        is_bool = x.dtype == jnp.bool_
+        found.append(own != 0 if is_bool else lax.bitcast_convert_type(own, x.dtype))
+    return jax.tree.unflatten(tree, found)
 
 
 def of_owner(values: jax.Array, ids: jax.Array, width: int) -> jax.Array:

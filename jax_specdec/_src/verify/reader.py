@@ -12,7 +12,9 @@ statistics lets all devices decide alike; filters exchange sums as well. No row 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,31 +28,14 @@ from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import Status
 from jax_specdec._src.verify import tiles
 from jax_specdec._src.verify.draw import LocalRows, race_draw
-from jax_specdec._src.verify.form import of_owner
-from jax_specdec._src.verify.largest import Largest
+from jax_specdec._src.verify.form import of_owner, pack, unpack
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.requests import Request
-from jax_specdec._src.verify.rows import Partials, Rows, argmax_of_parts
+from jax_specdec._src.verify.rows import Partials, TargetStatistics, argmax_of_parts
 from jax_specdec._src.verify.rules import Rule, accepts_greedy
 
 _MANY_PAIRS = 2**22
 """Pairs of a row and a request from which on owners are searched for."""
-
-
-class TargetStatistics(NamedTuple):
-    """Statistics of target rows, or of this device's part of them.
-
-    Attributes:
-      partials: maximum and sum of the part.
-      argmax: of the part.
-      threshold: of the whole row, or None.
-      sums: ``[..., num_tiles]``, the sum of `partials` by tile; None if only the total is kept.
-    """
-
-    partials: Partials
-    argmax: jax.Array
-    threshold: jax.Array | None
-    sums: jax.Array | None
 
 
 def read(
@@ -62,10 +47,8 @@ def read(
     """
     if rows.form.in_order:
         return _in_order(rows, requests, positions, rule)
-    if rows.form.kernels is not None:
-        stats = _by_kernel(rows, requests, positions)
-    elif rows.form.row_statistics is not None:
-        stats = _in_one_pass(rows, requests, positions, samples)
+    if rows.kernels is not None:
+        stats = rows.kernels.statistics(rows, requests, positions, samples)
     elif rule.conditional_rates is not None:
         stats = _of_chosen_rows(rows, requests, positions)
     else:
@@ -77,60 +60,41 @@ def read(
 _FOUND = "argmax", "scale", "threshold", "p_masses", "draft_scale", "p", "q", "weight", "status"
 """What reading and the rule find of a position."""
 
+_found_of: Callable[[Position], tuple[Any, ...]] = operator.attrgetter(*_FOUND)
+
 
 def _in_order(rows: LocalRows, requests: Request, positions: Position, rule: Rule) -> Position:
     """`read` of one request after another: each until no other row of it can matter.
 
-    What is found stands in two arrays, so that few are written at each position.
+    What is found of a position stands side by side, so that one array is written for each.
     """
-    leaves, tree = jax.tree.flatten([getattr(positions, name) for name in _FOUND])
-    masses: Any = positions.p_masses
     no_masses: dict[str, Any] = dict(p_masses=None)
     given = positions._replace(**no_masses)
     num_owned = jnp.sum(positions.offset < requests.num_rows[:, None], axis=1, dtype=jnp.int32)
     num_owned = jnp.where(requests.is_ok, num_owned, 0)
 
-    def words_of(leaves: list[jax.Array]) -> jax.Array:
-        small = [x for x in leaves if x.ndim == 2]
-        is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in small]
-        words = [
-            lax.bitcast_convert_type(x, jnp.int32) if f else x.astype(jnp.int32)
-            for x, f in zip(small, is_float, strict=True)
-        ]
-        return jnp.stack(words, axis=2)
-
-    def of_request(b: jax.Array, found: tuple[jax.Array, jax.Array]) -> Any:
+    def of_request(b: jax.Array, words: jax.Array) -> jax.Array:
         request = b.astype(jnp.uint32)
         one = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, request, 1), requests)
         last = lax.dynamic_index_in_dim(num_owned, request, keepdims=False).astype(jnp.uint32)
 
         def step(state: Any) -> Any:
-            _, i, weight, (words, masses) = state
+            _, i, weight, words = state
             place = request, i
             this = jax.tree.map(lambda x: lax.dynamic_slice(x, place, (1, 1)), given)
             this = _judged(rows, one, this, _of_one_row(rows, one, this))._replace(weight=weight)
             if rule.draws_every_row:
                 this = lax.cond(one.greedy[0], lambda: this, lambda: _drawn(rows, one, this))
-            own = jax.tree.leaves([getattr(this, name) for name in _FOUND])
-            words = lax.dynamic_update_slice(words, words_of(own), (*place, jnp.uint32(0)))
-            own_masses: Any = this.p_masses
-            masses = lax.dynamic_update_slice(masses, own_masses, (*place, jnp.uint32(0)))
-            return rule.goes_on(this)[0, 0], i + 1, rule.next_weight(this), (words, masses)
+            own = pack(_found_of(this), 2)
+            words = lax.dynamic_update_slice(words, own, (*place, jnp.uint32(0)))
+            return rule.goes_on(this)[0, 0], i + 1, rule.next_weight(this), words
 
-        start = jnp.bool_(True), jnp.uint32(0), jnp.ones((1, 1), jnp.float32), found
+        start = jnp.bool_(True), jnp.uint32(0), jnp.ones((1, 1), jnp.float32), words
         return lax.while_loop(lambda state: state[0] & (state[1] < last), step, start)[3]
 
-    words, masses = lax.fori_loop(0, num_owned.shape[0], of_request, (words_of(leaves), masses))
-    columns = iter([words[:, :, i] for i in range(words.shape[2])])
-    read = []
-    for x in leaves:
-        if x.ndim > 2:
-            read.append(masses)
-        elif jnp.issubdtype(x.dtype, jnp.floating):
-            read.append(lax.bitcast_convert_type(next(columns), x.dtype))
-        else:
-            read.append(next(columns).astype(x.dtype))
-    return positions._replace(**dict(zip(_FOUND, jax.tree.unflatten(tree, read), strict=True)))
+    unread = _found_of(positions)
+    words = lax.fori_loop(0, num_owned.shape[0], of_request, pack(unread, 2))
+    return positions._replace(**dict(zip(_FOUND, unpack(words, unread, 2), strict=True)))
 
 
 def _of_all_rows(
@@ -142,7 +106,7 @@ def _of_all_rows(
     in_tiles = requests.filter is None and target.token_bitmask is None
     in_tiles &= target.first_id is None or not rows.form.keeps_sums  # an edge may cut a tile
     if samples and rows.form.platform == "tpu" and in_tiles:
-        inv_temperature, _, _ = _of_owners(requests, num_rows, given)
+        inv_temperature, _, _ = of_owners(requests, num_rows, given)
         wants_argmax = jnp.any(requests.is_ok & requests.greedy)
         partials, argmax, sums = target.by_tile(inv_temperature, wants_argmax)
         stats = TargetStatistics(partials, argmax, None, sums if rows.form.keeps_sums else None)
@@ -150,62 +114,8 @@ def _of_all_rows(
         peak, argmax = target.max_and_argmax(None)
         stats = TargetStatistics(Partials(peak, jnp.zeros_like(peak)), argmax, None, None)
         if samples:
-            stats = _summed(rows, None, peak, argmax, *_of_owners(requests, num_rows, given))
-    return _at_positions(stats, positions, rows.form.platform)
-
-
-def _in_one_pass(
-    rows: LocalRows, requests: Request, positions: Position, samples: bool
-) -> TargetStatistics:
-    """`_of_all_rows` by a kernel: with a filter in two passes, around the search for thresholds.
-
-    Thresholds are searched for among the largest entries, if this device has whole rows.
-    """
-    target, form, least, ranked = rows.target, rows.form, None, None
-    num_rows, end = target.matrix.shape[0], jnp.int32(target.width)
-    if target.first_id is not None:
-        end = jnp.clip(target.size - target.first_id, 0, end)
-    given = requests.inv_temperature, requests.greedy, requests.is_ok & ~requests.greedy
-    inv, greedy, wanted, filter = _of_owners(requests, num_rows, (*given, requests.filter))
-    assert form.row_statistics is not None
-    statistics = functools.partial(form.row_statistics, target.matrix, end, inv)
-    if samples and filter is not None and form.axis is None:
-        ranked = wanted & filter.is_searched(target.size)
-    peak, argmax, sums, lists = statistics(greedy, with_sums=samples, ranked=ranked)
-    if samples and filter is not None:
-        largest = None
-        if lists is not None:
-            mass = functools.partial(jnp.sum, sums, axis=1)
-            largest = functools.partial(Largest.of, lists, mass)
-        least = target.find_thresholds(None, filter, wanted, peak, inv, form, largest)
-        _, _, sums, _ = statistics(greedy, (peak, least))
-    partials = Partials(peak, jnp.sum(sums, axis=1)).checked()
-    argmax = argmax if target.first_id is None else target.first_id + argmax
-    kept = sums[:, : rows.num_tiles] if samples and form.keeps_sums else None
-    stats = TargetStatistics(partials, argmax, least, kept)
-    return _at_positions(stats, positions, form.platform)
-
-
-def _at_positions(
-    stats: TargetStatistics, positions: Position, platform: Platform
-) -> TargetStatistics:
-    """Statistics ``[M]`` of all rows as ``[B, P]``.
-
-    To gather 320 numbers, a TPU takes longer than for a sum over all pairs of a row and a position.
-    """
-    num_rows, shape = stats.argmax.shape[0], positions.row.shape
-    index = jnp.minimum(positions.row, num_rows - 1)
-    if platform != "tpu" or num_rows * positions.row.size > _MANY_PAIRS:
-        return jax.tree.map(lambda x: x[index], stats)
-    is_row = jnp.arange(num_rows, dtype=jnp.int32)[:, None] == index.reshape(1, -1)
-
-    def of_positions(x: jax.Array) -> jax.Array:
-        if x.ndim > 1:
-            return x[index]
-        own = jnp.where(is_row, x[:, None], jnp.zeros_like(x[:, None]))
-        return jnp.sum(own, axis=0, dtype=x.dtype).reshape(shape)
-
-    return jax.tree.map(of_positions, stats)
+            stats = _summed(rows, None, peak, argmax, *of_owners(requests, num_rows, given))
+    return at_positions(stats, positions, rows.form.platform)
 
 
 def _of_chosen_rows(rows: LocalRows, requests: Request, positions: Position) -> TargetStatistics:
@@ -238,49 +148,6 @@ def _of_one_row(rows: LocalRows, one: Request, position: Position) -> TargetStat
         return stats._replace(partials=stats.partials.checked())
 
     return jax.tree.map(lambda x: x[:, None], lax.cond(one.greedy[0], greedy, sampled))
-
-
-def _by_kernel(rows: LocalRows, requests: Request, positions: Position) -> TargetStatistics:
-    """Of all positions, by a kernel that skips rows without a use.
-
-    Of rows that a filter limits, it finds the largest entries first. XLA searches for the
-    thresholds, and the kernel sums what is not below them.
-    """
-    target, greedy, filter = rows.target, requests.greedy, requests.filter
-    wanted = requests.is_ok[:, None] & (positions.offset < requests.num_rows[:, None])
-    index = jnp.where(wanted, positions.row, -1)
-    if filter is None:
-        return TargetStatistics(*_rows_by_kernel(rows, target, requests, index, greedy), None, None)
-    limited = filter.limits(target.size) & ~greedy
-    partials, argmax = _rows_by_kernel(rows, target, requests, index, greedy | limited)
-    index, num_rows = jnp.where(limited[:, None], index, -1), target.matrix.shape[0]
-    place = jnp.where(index < 0, num_rows, index)
-    peak = jnp.full((num_rows,), -jnp.inf, jnp.float32).at[place].set(partials.max, mode="drop")
-    of_owners = _of_owners(requests, num_rows, (filter, limited, requests.inv_temperature))
-    filter, wanted, inv = of_owners
-    least = target.find_thresholds(None, filter, wanted, peak, inv, rows.form)
-    least = least.at[place].get(mode="fill", fill_value=-jnp.inf)
-    kept, _ = _rows_by_kernel(rows, target, requests, index, greedy, least)
-    partials = jax.tree.map(lambda x, y: jnp.where(index < 0, x, y), partials, kept)
-    return TargetStatistics(partials, argmax, least, None)
-
-
-def _rows_by_kernel(
-    rows: LocalRows,
-    of: Rows,
-    requests: Request,
-    index: jax.Array,
-    by_argmax: jax.Array,
-    least: jax.Array | None = None,
-) -> tuple[Partials, jax.Array]:
-    """Partials and argmax of the rows ``[B, n]`` that are not negative, from `least` on."""
-    assert rows.form.kernels is not None
-    index = jnp.minimum(index, of.matrix.shape[0] - 1)
-    given = index.reshape(-1), requests.inv_temperature, by_argmax
-    found = rows.form.kernels.row_statistics(
-        of, *given, None if least is None else least.reshape(-1)
-    )
-    return jax.tree.map(lambda x: x.reshape(index.shape), found)
 
 
 def _summed(
@@ -393,21 +260,20 @@ def _of_drafts(
     if draft.is_normalized:
         return entries, None
     wanted = positions.uses_q[:, :most] & requests.is_ok[:, None]
-    by_kernel = rows.form.kernels is not None and rows.form.draft_is_split
-    if by_kernel and isinstance(draft.rows, Rows):
-        index, least = jnp.where(wanted, index, -1), draft.storage.thresholds
-        least = None if least is None else least[jnp.clip(index, 0, least.shape[0] - 1)]
-        given = rows, draft.storage, requests, index, requests.greedy, least
-        return entries, _rows_by_kernel(*given)[0]
-    storage, platform = draft.storage, rows.form.platform
-    index = jnp.where(wanted, index, -1).reshape(-1)
-    inv = positions.inv_temperature[:, :most].reshape(-1)
+    index, storage, platform = jnp.where(wanted, index, -1), draft.storage, rows.form.platform
+    partials = None
+    if rows.kernels is not None:
+        partials = rows.kernels.draft_partials(rows, draft, requests, index)
+    if partials is not None:
+        return entries, partials
 
     def read(index: jax.Array, inv: jax.Array, num_tiles: int | None = None) -> Partials:
         peak = storage.peak(index)
         sums = storage.sums(index, peak, inv, None, num_tiles)
         return Partials(peak, sums if num_tiles is None else jnp.sum(sums, axis=1)).checked()
 
+    index = index.reshape(-1)
+    inv = positions.inv_temperature[:, :most].reshape(-1)
     if platform == "tpu" and storage.first_id is None:
         # One row at a time: putting rows together takes longest, and then writing single numbers.
         of_row = functools.partial(read, num_tiles=tiles.num_tiles(storage.width))
@@ -418,7 +284,29 @@ def _of_drafts(
     return entries, jax.tree.map(lambda x: x.reshape(wanted.shape), found)
 
 
-def _of_owners(requests: Request, size: int, values: Any) -> Any:
+def at_positions(
+    stats: TargetStatistics, positions: Position, platform: Platform
+) -> TargetStatistics:
+    """Statistics ``[M]`` of all rows as ``[B, P]``.
+
+    To gather 320 numbers, a TPU takes longer than for a sum over all pairs of a row and a position.
+    """
+    num_rows, shape = stats.argmax.shape[0], positions.row.shape
+    index = jnp.minimum(positions.row, num_rows - 1)
+    if platform != "tpu" or num_rows * positions.row.size > _MANY_PAIRS:
+        return jax.tree.map(lambda x: x[index], stats)
+    is_row = jnp.arange(num_rows, dtype=jnp.int32)[:, None] == index.reshape(1, -1)
+
+    def of_positions(x: jax.Array) -> jax.Array:
+        if x.ndim > 1:
+            return x[index]
+        own = jnp.where(is_row, x[:, None], jnp.zeros_like(x[:, None]))
+        return jnp.sum(own, axis=0, dtype=x.dtype).reshape(shape)
+
+    return jax.tree.map(of_positions, stats)
+
+
+def of_owners(requests: Request, size: int, values: Any) -> Any:
     """Arrays ``[B]`` as ``[size]``: for each target row, the value of its owner; 0 without one.
 
     A sum over all pairs of a row and a request takes one kernel on a GPU; finding the owners and

@@ -85,6 +85,22 @@ class Partials(NamedTuple):
         return cls(peak, total)
 
 
+class TargetStatistics(NamedTuple):
+    """Statistics of target rows, or of this device's part of them.
+
+    Attributes:
+      partials: maximum and sum of the part.
+      argmax: of the part.
+      threshold: of the whole row, or None.
+      sums: ``[..., num_tiles]``, the sum of `partials` by tile; None if only the total is kept.
+    """
+
+    partials: Partials
+    argmax: jax.Array
+    threshold: jax.Array | None
+    sums: jax.Array | None
+
+
 def argmax_of_parts(maxima: jax.Array, argmaxes: jax.Array) -> jax.Array:
     """The lowest argmax ``[n]`` of whole rows, from those of parts ``[num_parts, n]``."""
     peak: jax.Array = functools.reduce(jnp.maximum, list(maxima))

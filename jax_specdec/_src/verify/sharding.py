@@ -89,14 +89,14 @@ class ArrayLayout(NamedTuple):
       draft_batch: whether draft storage is split over `batch_axis` too.
     """
 
-    mesh: Mesh | AbstractMesh | None
-    vocab_axis: str | None
-    batch_axis: str | None
-    draft_vocab: bool
-    draft_batch: bool
+    mesh: Mesh | AbstractMesh | None = None
+    vocab_axis: str | None = None
+    batch_axis: str | None = None
+    draft_vocab: bool = False
+    draft_batch: bool = False
 
 
-def vocabulary_parts(sharding: VerifySharding | None) -> int:
+def vocabulary_parts(sharding: VerifySharding) -> int:
     """How many parts the vocabulary is in, if `target_logits` is one of them; else 1.
 
     `target_logits` is a part only inside the caller's `jax.shard_map`.
@@ -105,8 +105,6 @@ def vocabulary_parts(sharding: VerifySharding | None) -> int:
       TypeError: `sharding` is not a `VerifySharding`.
       ValueError: it names an axis and no mesh, and the call is not inside a `jax.shard_map`.
     """
-    if sharding is None:
-        return 1
     check_type("sharding", sharding, VerifySharding, None)
     if sharding.mesh is not None or sharding.vocab_axis is None:
         return 1
@@ -124,8 +122,8 @@ def resolve(
     target_logits: jax.Array,
     drafts: Drafts,
     noise: Any,
-) -> ArrayLayout | None:
-    """How the arrays of a call are split; None if no mesh is known.
+) -> ArrayLayout:
+    """How the arrays of a call are split.
 
     Args:
       sharding: what the caller gave. None to go by where `target_logits` is; XLA then serves what
@@ -143,12 +141,12 @@ def resolve(
     mesh, rows, columns = place_of(target_logits)
     named = {type(rows), type(columns)} <= {str, type(None)}
     if mesh is None or (rows, columns) == (None, None) or not named:
-        return None
+        return ArrayLayout()
     try:
         derived = VerifySharding(mesh, vocab_axis=columns, batch_axis=rows)
         return _layout_of(derived, target_logits, drafts, noise)
     except (ValueError, NotImplementedError):
-        return None
+        return ArrayLayout()
 
 
 def place_of(matrix: Any) -> tuple[Any, Any, Any]:
@@ -171,7 +169,7 @@ def _layout_of(
     target_logits: jax.Array,
     drafts: Drafts,
     noise: Any,
-) -> ArrayLayout | None:
+) -> ArrayLayout:
     mesh, vocab_axis, batch_axis = sharding.mesh, sharding.vocab_axis, sharding.batch_axis
     if mesh is not None and vocab_axis is not None and mesh.shape[vocab_axis] == 1:
         vocab_axis = None  # rows are whole, which every backend reads
@@ -180,14 +178,15 @@ def _layout_of(
         raise NotImplementedError(
             "RaceNoise of one race is not supported over a split vocabulary: pass Noise"
         )
-    storage, indexed = _storage(drafts)
-    lists_ids = drafts.distribution is not None and drafts.distribution.ids is not None
+    distribution = drafts.distribution
+    storage: Any = None if distribution is None else storage_of(distribution)
+    lists_ids = distribution is not None and distribution.ids is not None
     if mesh is None:
         if vocab_axis is None:
-            return None
-        split = storage is not None and not lists_ids
-        split = split and _is_part(storage, target_logits, vocab_axis)
-        return ArrayLayout(None, vocab_axis, None, split, False)
+            return ArrayLayout()
+        may_be_part = storage is not None and not lists_ids
+        split = may_be_part and _is_part(storage, target_logits, vocab_axis)
+        return ArrayLayout(vocab_axis=vocab_axis, draft_vocab=split)
 
     vocabulary, batch = target_logits.shape[1], drafts.cu_num_draft_tokens.shape[0] - 1
     n = drafts.token_ids.shape[0]
@@ -200,8 +199,8 @@ def _layout_of(
         if axis is not None:
             must = f"divide over the {mesh.shape[axis]} devices of {axis!r}"
             require(size % mesh.shape[axis] == 0, name, must, size, advice)
-    if storage is None:
-        return ArrayLayout(mesh, vocab_axis, batch_axis, False, False)
+    if distribution is None:
+        return ArrayLayout(mesh, vocab_axis, batch_axis)
     place, rows, columns = place_of(storage)
     is_traced = isinstance(storage, jax.core.Tracer)
     is_known = place is not None and (not is_traced or AxisType.Explicit in place.axis_types)
@@ -213,17 +212,9 @@ def _layout_of(
     )
     require(by_vocab or not is_split, "drafts.distribution", must, storage)
     by_batch = batch_axis is not None
-    if indexed:
+    if distribution.rows is not None:
         by_batch &= rows == batch_axis
     return ArrayLayout(mesh, vocab_axis, batch_axis, by_vocab, by_batch)
-
-
-def _storage(drafts: Drafts) -> tuple[Any, bool]:
-    """The storage of the draft distributions, and whether drafts have row indices into it."""
-    distribution = drafts.distribution
-    if distribution is None:
-        return None, False
-    return storage_of(distribution), distribution.rows is not None
 
 
 def _is_part(storage: jax.Array, target_logits: jax.Array, vocab_axis: str) -> bool:
@@ -244,21 +235,21 @@ def _is_part(storage: jax.Array, target_logits: jax.Array, vocab_axis: str) -> b
 
 def over_parts(
     function: Callable[[CallArrays], RejectionSampleOutput],
-    layout: ArrayLayout | None,
+    layout: ArrayLayout,
     arrays: CallArrays,
 ) -> RejectionSampleOutput:
     """Call a function on each device's part of the arrays.
 
     Args:
       function: takes one part, whose offsets begin at 0.
-      layout: how the arrays are split; None if they are whole.
+      layout: how the arrays are split.
       arrays: of the call.
 
     Returns:
       The outputs of all parts as one batch.
     """
-    if layout is None or layout.mesh is None:
-        return without_vma(function, arrays, None if layout is None else layout.vocab_axis)
+    if layout.mesh is None:
+        return without_vma(function, arrays, layout.vocab_axis)
     batch, distribution = layout.batch_axis, arrays.drafts.distribution
     stored = batch if layout.draft_batch else None
     own: Any = P(batch)
@@ -275,10 +266,22 @@ def over_parts(
     logits: Any = P(batch, layout.vocab_axis)
     drafts: Any = Drafts(own, whole, of_distribution)
     specs = CallArrays(logits, drafts, own, own, own, own, own)
+    parts = 1 if batch is None else layout.mesh.shape[batch]
 
     def on_part(arrays: CallArrays) -> RejectionSampleOutput:
-        drafts = _local_drafts(arrays.drafts, layout)
-        return function(dataclasses.replace(arrays, drafts=drafts))
+        """With offsets and draft rows counted from the first of this device."""
+        if batch is None:
+            return function(arrays)
+        me, drafts = lax.axis_index(batch), arrays.drafts
+        cu, n, distribution = drafts.cu_num_draft_tokens, len(drafts.token_ids), drafts.distribution
+        count = (cu.shape[0] - 1) // parts
+        cu = lax.dynamic_slice(cu, (me * count,), (count + 1,)) - me * n
+        if distribution is not None and distribution.rows is not None and layout.draft_batch:
+            rows = distribution.rows - me * storage_of(distribution).shape[0]
+            distribution = dataclasses.replace(distribution, rows=rows)
+        return function(
+            dataclasses.replace(arrays, drafts=Drafts(drafts.token_ids, cu, distribution))
+        )
 
     return over_mesh(on_part, layout.mesh, specs, P(batch), arrays)
 
@@ -338,18 +341,3 @@ def _placed(arrays: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
         for spec in flat
     ]
     return jax.reshard(arrays, jax.tree.unflatten(tree, places))
-
-
-def _local_drafts(drafts: Drafts, layout: ArrayLayout) -> Drafts:
-    """The drafts of one device's requests, with offsets and rows counted from its first."""
-    if layout.mesh is None or layout.batch_axis is None:
-        return drafts
-    me, parts = lax.axis_index(layout.batch_axis), layout.mesh.shape[layout.batch_axis]
-    cu, n = drafts.cu_num_draft_tokens, drafts.token_ids.shape[0]
-    batch = (cu.shape[0] - 1) // parts
-    own = lax.dynamic_slice(cu, (me * batch,), (batch + 1,)) - me * n
-    distribution = drafts.distribution
-    if distribution is not None and distribution.rows is not None and layout.draft_batch:
-        first_row = me * _storage(drafts)[0].shape[0]
-        distribution = dataclasses.replace(distribution, rows=distribution.rows - first_row)
-    return dataclasses.replace(drafts, cu_num_draft_tokens=own, distribution=distribution)

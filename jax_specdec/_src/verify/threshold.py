@@ -4,13 +4,17 @@ Min-p, top-k and top-p each leave out the entries below a threshold. For min-p i
 largest entry. For the others it is found by bisection over the floats: each round reads the row and
 tests whether the entries from a candidate on are as many, or have as much mass, as asked for. A
 round may test several candidates, because each costs an exchange if the row is on many devices.
+
+`search` is this, by whatever reads the rows: `find_thresholds` does in XLA, for many rows at once,
+and `mosaic_gpu.walk.RowFilter` for one row that a cluster has in shared memory.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,24 +28,73 @@ from jax_specdec._src.verify.largest import Largest
 ALL_ENTRIES = "all_entries"
 """The scope of the operations that search all entries of rows."""
 
+S = TypeVar("S")
+
+Candidate = Callable[[Any], jax.Array]
+"""From the index of a candidate, 1 for the least, to a float32 threshold of each row."""
+
+
+class Amounts(Protocol[S]):
+    """Reads rows for `search`. `state` goes from one read to the next."""
+
+    def count(self, candidate: Candidate, goal: jax.Array, state: S) -> tuple[jax.Array, S]:
+        """How many candidates at least `goal` entries of a row are not below, int32."""
+
+    def mass(self, candidate: Candidate, goal: jax.Array, state: S) -> tuple[jax.Array, S]:
+        """The same of entries with a mass, relative to the peak, of at least `goal`."""
+
+    def total(self, least: jax.Array, wanted: jax.Array, state: S) -> tuple[jax.Array, S]:
+        """The mass that is not below a threshold, of rows where it is wanted; of others not 0."""
+
+
+def search(
+    filter: Filter,
+    amounts: Amounts[S],
+    state: S,
+    *,
+    size: int,
+    bits: int,
+    candidates: int,
+    peak: jax.Array,
+    inv_temperature: jax.Array,
+) -> tuple[jax.Array, S]:
+    """The thresholds of rows ``[...]``: of each the largest of those of min-p, top-k and top-p.
+
+    Args:
+      filter: min-p, top-k and top-p of each row's request.
+      amounts: reads the rows.
+      state: for its first read.
+      size: ids of a row, without padding.
+      bits: by which the entries differ; see `bits_of`.
+      candidates: that are tested at once; one less than a power of two.
+      peak: float32, the largest entry of each row, finite.
+      inv_temperature: float32.
+
+    Returns:
+      Float32, at most `peak`; entries equal to it stay. And the state after the last read.
+    """
+    largest = functools.partial(_largest, bits=bits, candidates=candidates)
+    least = _of_min_p(filter, peak, inv_temperature)
+    if filter.top_k is not None:
+        highest = jnp.where(limits_count(filter.top_k, size), peak, least)
+        least, state = largest(amounts.count, filter.top_k, least, highest, state)
+    if filter.top_p is not None:
+        limits, above = filter.top_p < 1, least
+        whole, state = amounts.total(above, limits, state)
+
+        def mass(candidate: Candidate, goal: jax.Array, state: S) -> tuple[jax.Array, S]:
+            return amounts.mass(lambda i: jnp.maximum(candidate(i), above), goal, state)
+
+        highest = jnp.where(limits, peak, least)
+        least, state = largest(mass, filter.top_p * whole, least, highest, state)
+    return least, state
+
 
 class SomeRows(Protocol):
     """Rows that were selected."""
 
     def whole(self) -> jax.Array:
         """``[n, W]`` float32 entries."""
-
-
-class Thresholds(NamedTuple):
-    """Thresholds of rows ``[n]``.
-
-    Attributes:
-      least: the largest of those of min-p, top-k and top-p.
-      above: the largest of those of min-p and top-k: top-p is of the mass that they leave.
-    """
-
-    least: jax.Array
-    above: jax.Array
 
 
 def find_thresholds(
@@ -56,7 +109,7 @@ def find_thresholds(
     form: Form,
     largest: Callable[[], Largest] | None = None,
 ) -> jax.Array:
-    """The thresholds of rows: of each the largest of those of min-p, top-k and top-p.
+    """The thresholds of rows, by XLA.
 
     Args:
       filter: min-p, top-k and top-p of each row's request, ``[n]``.
@@ -76,17 +129,16 @@ def find_thresholds(
     Returns:
       ``[n]`` float32, at most `peak`; entries equal to it stay.
     """
-    search = functools.partial(
-        _largest,
-        bits=9 + jnp.finfo(dtype).nmant,  # sign, exponent of float32, mantissa
-        candidates=15 if form.axis is not None else 3 if form.platform == "tpu" else 1,
-    )
+    candidates = 15 if form.axis is not None else 3 if form.platform == "tpu" else 1
+    settings: Any = dict(size=size, bits=bits_of(dtype), candidates=candidates)
+    given, none = (filter, peak, inv_temperature), jnp.full_like(peak, -jnp.inf)
 
-    find = functools.partial(_found_in, size=size, search=search, form=form)
-    given, none = (limited, filter, peak, inv_temperature), jnp.full_like(peak, -jnp.inf)
-
-    def in_rows(index: jax.Array | None, *given: Any) -> jax.Array:
-        return find(select(index), *given).least
+    def in_rows(
+        index: jax.Array | None, filter: Filter, peak: jax.Array, inv_temperature: jax.Array
+    ) -> jax.Array:
+        amounts: _InXla[None] = _InXla(select(index), peak, inv_temperature, form, candidates)
+        own: Any = dict(peak=peak, inv_temperature=inv_temperature)
+        return search(filter, amounts, None, **own, **settings)[0]
 
     if largest is None:
         return only_if(jnp.any(limited), lambda: in_rows(None, *given), none)
@@ -94,20 +146,22 @@ def find_thresholds(
 
     def among_largest() -> tuple[jax.Array, jax.Array]:
         them = find_largest()
-        found = find(them, *given, mass_of_rows=them.mass)
-        is_listed = (found.above > them.bound) | (found.above == -jnp.inf)
-        return found.least, is_listed & (found.least > them.bound)
+        amounts = _AmongLargest(them, peak, inv_temperature, form, candidates, limited)
+        own: Any = dict(peak=peak, inv_temperature=inv_temperature)
+        least, above = search(filter, amounts, none, **own, **settings)
+        is_listed = (above > them.bound) | (above == -jnp.inf)
+        return least, is_listed & (least > them.bound)
 
     searched = limited & filter.is_searched(size)
-    nothing = _of_min_p(filter, peak, inv_temperature), jnp.zeros_like(limited)
+    nothing = _of_min_p(*given), jnp.zeros_like(limited)
     least, known = only_if(jnp.any(searched), among_largest, nothing)
     unknown = searched & ~known
 
     def in_few_rows() -> jax.Array:
         order = _first(unknown)
-        some = jax.tree.map(lambda x: x[order], (unknown, *given))
-        index = jnp.where(some[0], order, -1)
-        found = gathering(in_rows, form.platform, index, order, *some[1:])
+        is_unknown, *some = jax.tree.map(lambda x: x[order], (unknown, *given))
+        index = jnp.where(is_unknown, order, -1)
+        found = gathering(in_rows, form.platform, index, order, *some)
         return none.at[order].set(found)
 
     with jax.named_scope(ALL_ENTRIES):
@@ -117,52 +171,60 @@ def find_thresholds(
     return jnp.where(unknown, rest, least)
 
 
-def _found_in(
-    selected: SomeRows,
-    limited: jax.Array,
-    filter: Filter,
-    peak: jax.Array,
-    inv_temperature: jax.Array,
-    mass_of_rows: Callable[[], jax.Array] | None = None,
-    *,
-    size: int,
-    search: Callable[..., jax.Array],
-    form: Form,
-) -> Thresholds:
-    """The thresholds of rows that are selected; `mass_of_rows` if these lack entries of theirs."""
-    least = _of_min_p(filter, peak, inv_temperature)
-    if filter.top_k is not None:
-        top_k = filter.top_k
+@dataclasses.dataclass(frozen=True)
+class _InXla(Generic[S]):
+    """`Amounts` of rows ``[n]``."""
 
-        def are_enough(candidates: jax.Array) -> jax.Array:
-            x = selected.whole()
-            # In a Python loop, XLA reads the rows once for all candidates and writes nothing.
-            counts = [jnp.sum(x >= c[:, None], axis=1, dtype=jnp.int32) for c in candidates]
-            return form.sum(jnp.stack(counts)) >= top_k[None]
+    rows: SomeRows
+    peak: jax.Array
+    inv_temperature: jax.Array
+    form: Form
+    candidates: int
 
-        highest = jnp.where(limits_count(top_k, size), peak, least)
-        least = search(are_enough, least, highest)
+    def count(self, candidate: Candidate, goal: jax.Array, state: S) -> tuple[jax.Array, S]:
+        x = self.rows.whole()
+        # In a Python loop, XLA reads the rows once for all candidates and writes nothing.
+        sums = [jnp.sum(x >= c[:, None], axis=1, dtype=jnp.int32) for c in self._each(candidate)]
+        return self._reached(sums, goal), state
 
-    above = least
-    if filter.top_p is not None:
+    def mass(self, candidate: Candidate, goal: jax.Array, state: S) -> tuple[jax.Array, S]:
+        return self._reached(self._masses(self._each(candidate)), goal), state
 
-        def mass(candidates: jax.Array) -> jax.Array:
-            x = selected.whole()
-            exponent = (x - peak[:, None]) * inv_temperature[:, None]
-            bounds = jnp.maximum(candidates, above[None])
-            kept = [jnp.where(x >= c[:, None], jnp.exp(exponent), 0.0) for c in bounds]
-            return form.sum(jnp.stack([jnp.sum(y, axis=1) for y in kept]))
+    def total(self, least: jax.Array, wanted: jax.Array, state: S) -> tuple[jax.Array, S]:
+        def whole() -> jax.Array:
+            return self.form.sum(self._masses([least])[0])
 
-        limits = filter.top_p < 1
-        whole = only_if(jnp.any(limits), lambda: mass(above[None])[0], jnp.ones_like(peak))
-        if mass_of_rows is not None:
-            is_whole = above == -jnp.inf
-            of_rows = only_if(jnp.any(limits & limited & is_whole), mass_of_rows, whole)
-            whole = jnp.where(is_whole, of_rows, whole)
-        goal = filter.top_p * jnp.where(limits, whole, 1.0)
-        highest = jnp.where(limits, peak, least)
-        least = search(lambda candidates: mass(candidates) >= goal[None], least, highest)
-    return Thresholds(least, above)
+        found = only_if(jnp.any(wanted), whole, jnp.ones_like(self.peak))
+        return jnp.where(wanted, found, 1.0), state
+
+    def _each(self, candidate: Candidate) -> list[jax.Array]:
+        return [*jax.vmap(candidate)(jnp.arange(1, self.candidates + 1, dtype=jnp.int32))]
+
+    def _masses(self, bounds: list[jax.Array]) -> list[jax.Array]:
+        x = self.rows.whole()
+        weights = jnp.exp((x - self.peak[:, None]) * self.inv_temperature[:, None])
+        return [jnp.sum(jnp.where(x >= c[:, None], weights, 0.0), axis=1) for c in bounds]
+
+    def _reached(self, sums: list[jax.Array], goal: jax.Array) -> jax.Array:
+        return jnp.sum(self.form.sum(jnp.stack(sums)) >= goal[None], axis=0, dtype=jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _AmongLargest(_InXla[jax.Array]):
+    """`Amounts` of the largest entries of rows.
+
+    The state is the threshold of min-p and top-k, once top-p asks for the mass that they leave.
+    """
+
+    rows: Largest
+    limited: jax.Array
+
+    def total(
+        self, least: jax.Array, wanted: jax.Array, state: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        found, _ = super().total(least, wanted, state)
+        of_rows = wanted & self.limited & (least == -jnp.inf)
+        return jnp.where(of_rows, only_if(jnp.any(of_rows), self.rows.mass, found), found), least
 
 
 def _of_min_p(filter: Filter, peak: jax.Array, inv_temperature: jax.Array) -> jax.Array:
@@ -188,42 +250,54 @@ def only_if(condition: jax.Array, fn: Callable[[], Any], otherwise: Any) -> Any:
     return lax.while_loop(lambda state: state[0], once, (condition, otherwise))[1]
 
 
+def bits_of(dtype: Any) -> int:
+    """Leading bits of a float32 by which entries of a dtype differ: sign, exponent, mantissa."""
+    return 9 + int(jnp.finfo(dtype).nmant)
+
+
 def _largest(
-    holds: Callable[[jax.Array], jax.Array],
+    reached: Callable[[Candidate, jax.Array, S], tuple[jax.Array, S]],
+    goal: jax.Array,
     low: jax.Array,
     high: jax.Array,
+    state: S,
     *,
     bits: int,
     candidates: int,
-) -> jax.Array:
-    """The largest floats ``[n]`` in ``[low, high]`` at which a condition holds.
+) -> tuple[jax.Array, S]:
+    """The largest floats in ``[low, high]`` that reach a goal, and the state of the last read.
 
-    It must hold at `low`. `holds` tests candidates ``[c, n]``. Only floats that are 0 past their
-    leading `bits` are tried.
+    Floats up to one that does must reach it, and `low` must. `reached` says how many of the
+    candidates do. Only floats that are 0 past their leading `bits` are tried.
     """
-    shift = 32 - bits
-    index = jnp.arange(1, candidates + 1, dtype=jnp.uint32)[:, None]
+    shift, halvings = 32 - bits, (candidates + 1).bit_length() - 1
 
     def value(key: jax.Array) -> jax.Array:
-        x = lax.bitcast_convert_type(_in_order(key << shift), jnp.float32)
+        x = lax.bitcast_convert_type(in_order(key << shift), jnp.float32)
         return jnp.where(jnp.abs(x) < jnp.finfo(x).tiny, 0.0, x)  # some devices flush it to 0
 
-    def divide(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = state
-        distance = lax.bitcast_convert_type(high - low, jnp.uint32)  # may exceed an int32
-        step = distance // (candidates + 1) + 1
-        ahead = jnp.minimum(step[None] * index, distance[None])
-        middles = low[None] + lax.bitcast_convert_type(ahead, jnp.int32)
-        reached, is_left = holds(value(middles)), low < high
-        lower = jnp.max(jnp.where(reached, middles, low[None]), axis=0)
-        higher = jnp.min(jnp.where(reached, high[None], middles - 1), axis=0)
-        return jnp.where(is_left, lower, low), jnp.where(is_left, higher, high)
+    def divide(given: tuple[jax.Array, jax.Array, S]) -> tuple[jax.Array, jax.Array, S]:
+        low, high, state = given
+        # The distance may exceed an int32; so may products, but not their sums.
+        step = lax.shift_right_logical(high - low, halvings) + 1
 
-    start, end = (_in_order(lax.bitcast_convert_type(x, jnp.int32)) >> shift for x in (low, high))
-    found, _ = lax.while_loop(lambda state: jnp.any(state[0] < state[1]), divide, (start, end))
-    return jnp.where(found > start, value(found), low)
+        def key(index: Any) -> jax.Array:
+            return jnp.minimum(low + step * index, high)
+
+        count, state = reached(lambda index: value(key(index)), goal, state)
+        is_left = low < high
+        lower = jnp.where(is_left, key(count), low)
+        return lower, jnp.where(is_left & (count < candidates), key(count + 1) - 1, high), state
+
+    def goes_on(given: tuple[jax.Array, jax.Array, S]) -> jax.Array:
+        is_left = given[0] < given[1]
+        return jnp.any(is_left) if is_left.ndim else is_left  # a kernel has no reductions of none
+
+    start, end = (in_order(lax.bitcast_convert_type(x, jnp.int32)) >> shift for x in (low, high))
+    found, _, state = lax.while_loop(goes_on, divide, (start, end, state))
+    return jnp.where(found > start, value(found), low), state
 
 
-def _in_order(bits: jax.Array) -> jax.Array:
-    """From the bits of a float32 to an int32 that orders as the floats do, and back."""
+def in_order(bits: jax.Array) -> jax.Array:
+    """From the bits of a float32 to an int32 that orders as the floats do, NaN last; and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -27,6 +27,7 @@ from jax_specdec._src.blocks import entry_of
 from jax_specdec._src.sampling import Filter, SamplingParams
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
 from jax_specdec._src.verify.draw import (
+    Kernels,
     LocalRows,
     draw,
     masses_of_positions,
@@ -44,7 +45,13 @@ _LARGE = 2**23
 
 
 def verify(
-    arrays: CallArrays, rule: Rule, *, k: int, size: int, form: Form
+    arrays: CallArrays,
+    rule: Rule,
+    *,
+    k: int,
+    size: int,
+    form: Form,
+    kernels: Kernels | None = None,
 ) -> RejectionSampleOutput:
     """Verify a batch.
 
@@ -55,12 +62,13 @@ def verify(
       k: K.
       size: ids from it on are padding; at most V.
       form: how rows are read; in order only if the vocabulary is not split.
+      kernels: what reads rows in place of XLA, or None.
 
     Returns:
       Output ``[B, K+1]`` and ``[B]``, the same on all devices that split the vocabulary.
     """
     requests, drafts = requests_of(arrays, k, rule.draws_every_row), arrays.drafts.distribution
-    rows = LocalRows.of(arrays.target_logits, drafts, arrays.token_bitmask, size, form)
+    rows = LocalRows.of(arrays.target_logits, drafts, arrays.token_bitmask, size, form, kernels)
     logits = arrays.target_logits
     is_large = logits.size * logits.dtype.itemsize >= _LARGE
     if form.in_order or form.axis or not is_large or rule.conditional_rates is not None:

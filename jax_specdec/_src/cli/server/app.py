@@ -8,7 +8,6 @@ import hmac
 import ipaddress
 import json
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import jax_specdec as sd
-from jax_specdec._src.cli import terminal
 from jax_specdec._src.cli.models import Models
 from jax_specdec._src.cli.server.answer import Answer
 from jax_specdec._src.cli.server.connection import Connection
@@ -33,6 +31,7 @@ from jax_specdec._src.cli.server.limits import CLOSE, ApiError, Json, Limits
 from jax_specdec._src.cli.server.request import read_request
 from jax_specdec._src.cli.server.vocabulary import Vocabulary
 from jax_specdec._src.cli.server.worker import Channel, Worker
+from jax_specdec._src.cli.terminal import log
 
 
 class Server:
@@ -98,10 +97,11 @@ class Server:
             raise ApiError(
                 "Host must be localhost or a loopback address", status=403, headers=CLOSE
             )
+        if self._key is None or path == "/health":
+            return
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        is_key = scheme.lower() == "bearer" and self._key is not None
-        is_key = is_key and hmac.compare_digest(_digest(given.strip().encode()), self._key or b"")
-        if self._key is not None and not is_key and path != "/health":
+        is_key = hmac.compare_digest(_digest(given.strip().encode()), self._key)
+        if scheme.lower() != "bearer" or not is_key:
             message = "Authorization must be Bearer and the server's key"
             headers_ = {"WWW-Authenticate": "Bearer", **CLOSE}
             raise ApiError(message, status=401, code="invalid_api_key", headers=headers_)
@@ -220,7 +220,7 @@ class Server:
             now = time.monotonic()
             new, seconds = stats - before[0], now - begin
             if new.num_tokens or serving.num_running or serving.num_queued:
-                say(
+                log(
                     f"{serving.num_running} running, {serving.num_queued} queued, "
                     f"{self._num_requests} requests so far; {new.num_tokens / seconds:.1f} "
                     f"tokens/s, acceptance length {new.length_text}, "
@@ -231,11 +231,6 @@ class Server:
 
 def _both_stats(driver: sd.EngineDriver) -> tuple[sd.AcceptanceStats, sd.ServingStats]:
     return driver.stats(), driver.serving_stats()
-
-
-def say(line: str) -> None:
-    """Write a line to standard error."""
-    terminal.write(line + "\n", stream=sys.stderr)
 
 
 def _digest(text: bytes) -> bytes:
@@ -266,5 +261,5 @@ def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _unexpected(request: Request, error: Exception) -> Response:
-    say("".join(traceback.format_exception(error)))
+    log("".join(traceback.format_exception(error)))
     return ApiError("the server has an error", status=500).response

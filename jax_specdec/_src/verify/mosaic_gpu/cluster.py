@@ -50,11 +50,8 @@ class Masses(NamedTuple):
     @classmethod
     def of(cls, threads: Threads, of_tiles: list[jax.Array]) -> Masses:
         """Masses with their sums."""
-        sums, total = [threads.warp_scan(mass) for mass in of_tiles], jnp.float32(0)
-        for i, inclusive in enumerate(sums):
-            sums[i] = inclusive + total if i else inclusive
-            total = threads.at(sums[i], WARP - 1)
-        return cls(of_tiles, sums, total)
+        sums, total = sums_by_lane(threads, of_tiles)
+        return cls(of_tiles, sums, threads.scalar(total))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +89,8 @@ class Cluster:
           *values: float32 ``[128]``, the same in all threads of a warp: one, two or four.
 
         Returns:
-          For each value arrays by lane: lane i of array r has that of warp ``32 r + i``, which is
-          undefined past the last warp (see `known`). Then the next round.
+          For each value arrays by lane: lane i of array r has that of warp ``32 r + i``, or of the
+          last warp if there are fewer. Then the next round.
         """
         width, warps = max(2, len(values)), self.memory.slices.warps
         slot = self._exchange(round, [*values, *values][:width], self.threads.index)
@@ -104,11 +101,16 @@ class Cluster:
         by_value = [list(of_value) for of_value in zip(*found, strict=True)]
         return by_value[: len(values)], round + 1
 
-    def known(self, values: list[jax.Array], other: float) -> list[jax.Array]:
-        """Arrays of `all_gather`, with `other` past the last warp."""
+    def sum(self, values: list[jax.Array]) -> jax.Array:
+        """The sum of all warps' values, ``[]``, from arrays of `all_gather`."""
         warps = self.memory.slices.warps
-        lanes = _by_lane(self.threads.index, warps)
-        return [jnp.where(warp < warps, x, other) for warp, x in zip(lanes, values, strict=True)]
+        both = zip(_by_lane(self.threads.index, warps), values, strict=True)
+        known = [jnp.where(warp < warps, x, 0.0) for warp, x in both]
+        return self.threads.scalar(self.threads.warp_sum(tree_sum(known)))
+
+    def max(self, values: list[jax.Array]) -> jax.Array:
+        """The largest of all warps' values, NaN if one is."""
+        return self.threads.scalar(self.threads.warp_max(tree_max(values)))
 
     def gather_masses(self, round: jax.Array, masses: list[jax.Array]) -> tuple[Masses, jax.Array]:
         """The mass of each tile of the row, summed over the warps that have a part of it.
@@ -220,6 +222,24 @@ class Warpgroups:
 def _by_lane(thread: jax.Array, count: int) -> list[jax.Array]:
     """Indices from 0 to `count` - 1 over the lanes of a warp: an array for every 32."""
     return [start + (thread & (WARP - 1)) for start in range(0, count, WARP)]
+
+
+def sums_by_lane(threads: Threads, masses: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+    """Inclusive sums over the lanes of a warp, one array after another, and their total."""
+    sums = [threads.warp_scan(mass) for mass in masses]
+    total = threads.shuffle(sums[0], WARP - 1)
+    for i, inclusive in enumerate(sums[1:], start=1):
+        sums[i] = inclusive + total
+        total = threads.shuffle(sums[i], WARP - 1)
+    return sums, total
+
+
+def tree_max(xs: list[Any]) -> Any:
+    """The maximum of arrays, in pairs; NaN if any entry is."""
+    while len(xs) > 1:
+        pairs = zip(xs[::2], xs[1::2], strict=False)
+        xs = [jnp.maximum(a, b) for a, b in pairs] + xs[len(xs) // 2 * 2 :]
+    return xs[0]
 
 
 def tree_sum(xs: list[jax.Array]) -> jax.Array:

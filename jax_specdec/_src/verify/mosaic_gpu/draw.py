@@ -16,11 +16,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jax_specdec._src.types import Status
-from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Masses, tree_sum
+from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Masses, sums_by_lane, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.lists import Candidates
 from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
 from jax_specdec._src.verify.mosaic_gpu.request import Work
-from jax_specdec._src.verify.mosaic_gpu.rows import PIECES, Chunk
+from jax_specdec._src.verify.mosaic_gpu.rows import Chunk
 from jax_specdec._src.verify.mosaic_gpu.statistics import (
     Exponent,
     Normalizer,
@@ -184,22 +184,17 @@ class Draw:
             tile: jax.Array, place: int, piece: jax.Array | int, drafts: Any, sums: TileSums
         ) -> TileSums:
             inside = jnp.minimum(tile, target.per_slice - 1) if passes_end else tile
-            begin, first = target.begin(self.row, inside), piece * (TILE // PIECES)
-            if not isinstance(piece, int):
-                begin, first = begin + first, 0
-            offsets = range(first, first + TILE // PIECES, target.chunk)
-            targets = [target.entries(begin, offset) for offset in offsets]
-            both = zip(targets, drafts, strict=True)
+            both = zip(target.piece(self.row, inside, piece), drafts, strict=True)
             mass = tree_sum([x for chunks in both for x in self.weights.residual(*chunks)])
             if size > 1:
                 mass = jnp.where(tile < count, mass, 0.0)
-            next_tile = functools.partial(sums.begin, threads, lax.div(tile, size), place, mass)
+            put = functools.partial(sums.put, threads, lax.div(tile, size), place, mass)
             if isinstance(piece, int):
-                return sums.add(place, mass) if piece else next_tile()
-            return lax.cond(piece == 0, next_tile, lambda: sums.add(place, mass))
+                return put(begins=piece == 0)
+            return lax.cond(piece == 0, put, lambda: put(begins=False))
 
         start = TileSums.start(threads, size)
-        sums = draft.fold(self.draft_row, add, start, masked=True)
+        sums = draft.fold_pieces(self.draft_row, add, start, masked=True)
         return self.cluster.gather_masses(round, sums.first(threads, target.per_slice))
 
     def _masses_with(self, draft: Candidates, round: jax.Array) -> tuple[Masses, jax.Array]:
@@ -228,7 +223,7 @@ class Draw:
 
     def _pick(self, weights: TileWeights) -> None:
         """The tile, then the token in it, by the block that has the tile."""
-        tile = self._pick_tile(weights.masses)
+        tile = self._place_in(weights.masses, 0)[0]
         place = tile - self.cluster.block * self.target.per_slice
 
         @pl.when((place >= 0) & (place < self.target.per_slice))
@@ -250,14 +245,19 @@ class Draw:
 
             self._pick_in_tile(place, lax.cond(weights.from_residual, residual, plain))
 
-    def _pick_tile(self, masses: Masses) -> jax.Array:
-        """The least tile whose inclusive sum exceeds ``u * total``, never one of no mass.
+    def _place_in(self, masses: Masses, which: int) -> tuple[jax.Array, jax.Array]:
+        """The place that a uniform picks, as `first_past`.
+
+        Args:
+          masses: by lane.
+          which: of the two uniforms to recover with.
 
         Returns:
-          ``[]`` int32, the last one with mass where rounding finds none.
+          ``[]`` int32, and the uniform's share of the total.
         """
-        aim = self.threads.at(self.drafted.uniforms, self.request.plan.k) * masses.total
-        return self.threads.scalar(first_past(self.threads, masses.of_tiles, masses.sums, aim))
+        threads = self.threads
+        past = threads.at(self.drafted.uniforms, self.request.plan.k + which) * masses.total
+        return threads.scalar(first_past(threads, masses.of_tiles, masses.sums, past)), past
 
     def _pick_in_tile(self, tile: jax.Array, chunks: list[Chunk]) -> None:
         """Pick a warp's part of a chunk, then one of its threads, then one of the thread's ids.
@@ -271,8 +271,7 @@ class Draw:
         inclusive = [threads.warp_scan(x) for x in sums]
         parts = self.cluster.gather_in_block([threads.shuffle(x, WARP - 1) for x in inclusive])
         whole = Masses.of(threads, [parts])
-        aim = threads.at(self.drafted.uniforms, request.plan.k + 1) * whole.total
-        part = threads.scalar(first_past(threads, [parts], whole.sums, aim))
+        part, aim = self._place_in(whole, 1)
         before = jnp.where(part > 0, threads.at(whole.sums[0], jnp.maximum(part - 1, 0)), 0.0)
         chunk, warp = lax.div(part, WARPS), lax.rem(part, WARPS)
 
@@ -341,10 +340,7 @@ def pick(
     Returns:
       ``[128]`` int32 places, and the aim less the sum before the place.
     """
-    total, sums = threads.filled(0.0), []
-    for mass in masses:
-        sums.append(threads.warp_scan(mass) + total)
-        total = threads.shuffle(sums[-1], WARP - 1)
+    sums, total = sums_by_lane(threads, masses)
     past = aim * total if is_share else aim
     place = first_past(threads, masses, sums, past)
     before = threads.filled(0.0)

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_specdec._src.noise import key_words
 from jax_specdec._src.sampling import Filter, SamplingParams
-from jax_specdec._src.types import DraftLogits, Drafts, Noise, RaceNoise, RejectionSampleOutput
+from jax_specdec._src.types import DraftLogits, Noise, RaceNoise, RejectionSampleOutput
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Warpgroups
 from jax_specdec._src.verify.mosaic_gpu.interpret import ExchangeBarriers, InterpretedThreads
 from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, MappedSlice, columns_of_map
@@ -55,8 +55,19 @@ def verify(
     Raises:
       NotImplementedError: a cluster of one block on a GPU.
     """
-    plan = Plan.of(arrays, rule, k=k, size=size, config=config)
     num_requests = arrays.sampling.temperature.shape[0]
+    plan = Plan.of(
+        arrays.target_logits,
+        arrays.drafts.distribution,
+        rule,
+        num_requests=num_requests,
+        num_drafts=arrays.drafts.token_ids.shape[0],
+        k=k,
+        size=size,
+        has_bonus_rows=arrays.bonus_token_ids is None,
+        has_limits=arrays.token_bitmask is not None or Filter.of(arrays.sampling) is not None,
+        config=config,
+    )
     number = jax.ShapeDtypeStruct((num_requests,), jnp.int32)
     outputs = Outputs[Any](
         token_ids=jax.ShapeDtypeStruct((num_requests * (k + 1),), jnp.int32),
@@ -93,21 +104,35 @@ def sample(
     Returns:
       What `xla.sample` returns.
     """
-    batch, size = logits.shape
-    none = jnp.zeros((0,), jnp.int32)
-    noise = Noise(jnp.zeros((batch, 0), jnp.float32), uniforms)
-    drafts = Drafts(none, jnp.zeros((batch + 1,), jnp.int32))
-    arrays = CallArrays(logits, drafts, noise, sampling, None, None, None)
-    plan = Plan.of(arrays, Standard(), k=0, size=size, config=config)
+    (batch, size), filter = logits.shape, Filter.of(sampling)
+    plan = Plan.of(
+        logits,
+        None,
+        Standard(),
+        num_requests=batch,
+        num_drafts=0,
+        k=0,
+        size=size,
+        has_bonus_rows=True,
+        has_limits=filter is not None,
+        config=config,
+    )
+    operands = Operands[jax.Array](
+        target=logits,
+        token_ids=_no_tokens(),
+        temperature=sampling.temperature,
+        recover=uniforms,
+        min_p=sampling.min_p,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+    )
     number = jax.ShapeDtypeStruct((batch,), jnp.float32)
     outputs = Outputs[Any](
         token_ids=jax.ShapeDtypeStruct((batch,), jnp.int32),
         log_normalizer=number,
         row_max=number,
-        threshold=None if Filter.of(sampling) is None else number,
+        threshold=None if filter is None else number,
     )
-    # XLA would launch a kernel to write offsets that are all 0.
-    operands = _operands(arrays, size)._replace(offsets=None, accept=None)
     found = _run(plan, logits, operands, outputs, interpret)
     numbers: Any = found.log_normalizer, found.row_max, found.threshold
     return found.token_ids, *numbers
@@ -163,9 +188,9 @@ def _operands(arrays: CallArrays, size: int) -> Operands[jax.Array]:
     logits = distribution if isinstance(distribution, DraftLogits) else None
     return Operands(
         target=arrays.target_logits,
-        token_ids=token_ids if token_ids.shape[0] else jnp.full((1,), -1, jnp.int32),
-        offsets=drafts.cu_num_draft_tokens,
+        token_ids=token_ids if token_ids.shape[0] else _no_tokens(),
         temperature=sampling.temperature,
+        offsets=drafts.cu_num_draft_tokens,
         accept=None if noise is None else noise.accept,
         recover=None if noise is None else noise.recover,
         keys=None if keys is None else key_words(keys),
@@ -186,6 +211,11 @@ def _operands(arrays: CallArrays, size: int) -> Operands[jax.Array]:
         top_k=sampling.top_k,
         top_p=sampling.top_p,
     )
+
+
+def _no_tokens() -> jax.Array:
+    """What stands for an empty array, which a kernel cannot take."""
+    return jnp.full((1,), -1, jnp.int32)
 
 
 class Scratch(NamedTuple, Generic[X]):
@@ -302,8 +332,8 @@ def draft_rows_of(
         rows=rows,
         per_slice=memory.slices.tiles,
         first=first,
-        size=width if is_mapped else plan.draft_size,
-        row_size=width if is_mapped else plan.size,
+        size=width if is_mapped else plan.size,
+        draft_size=width if is_mapped else plan.draft_size,
         fill=fill,
         each=memory.each,
         aligned=is_aligned(rows) and width >= memory.each,
@@ -313,7 +343,7 @@ def draft_rows_of(
     if operands.columns is None:
         return draft
     fields = {field.name: getattr(draft, field.name) for field in dataclasses.fields(draft)}
-    fields |= {"size": plan.size, "row_size": plan.size, "aligned": False}
+    fields |= {"size": plan.size, "draft_size": plan.size, "aligned": False}
     return MappedSlice(**fields, columns=operands.columns, storage=draft)
 
 

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.verify.mosaic_gpu.cluster import tree_sum
+from jax_specdec._src.verify.mosaic_gpu.cluster import tree_max, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.plan import MAX_MAPPED
 from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, DraftSlice
-from jax_specdec._src.verify.mosaic_gpu.statistics import Exponent, is_finite, largest
+from jax_specdec._src.verify.mosaic_gpu.statistics import Exponent, base_of
 from jax_specdec._src.verify.mosaic_gpu.threads import THREADS, WARP, Threads
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
@@ -59,11 +59,11 @@ def columns_of_map(ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     return words[None], is_bad
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MappedSlice(DraftSlice):
     """A block's slice of draft rows that share a map of ids: in the order of ids.
 
-    Attributes:
+    Attributes, besides those of `DraftSlice`:
       columns: ref ``[1, W]`` int32, the column of each id; see `columns_of_map`.
       storage: a block's slice of the rows as they are stored, in the order of columns.
     """
@@ -197,8 +197,8 @@ class Candidates:
 
     def peak_and_log(self, listed: Listed, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The largest entry, and log2 of the mass relative to it."""
-        peak = self.threads.warp_max(largest(listed.entries))
-        base = jnp.where(is_finite(peak), peak, 0.0)
+        peak = self.threads.warp_max(tree_max(listed.entries))
+        base = base_of(peak)
         weights = [jnp.exp2((x - base) * scale) for x in listed.entries]
         return peak, jnp.log2(self.threads.warp_sum(tree_sum(weights)))
 

@@ -12,9 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from jax_specdec._src.arrays import check_int
-from jax_specdec._src.sampling import Filter
 from jax_specdec._src.types import DraftDistribution, DraftLogits
-from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.rules import Rule, Standard
 from jax_specdec._src.verify.tiles import TILE, num_tiles
@@ -301,12 +299,34 @@ class Plan:
 
     @classmethod
     def of(
-        cls, arrays: CallArrays, rule: Rule, *, k: int, size: int, config: KernelConfig | None
+        cls,
+        target_logits: jax.Array,
+        distribution: DraftDistribution | None,
+        rule: Rule,
+        *,
+        num_requests: int,
+        num_drafts: int,
+        k: int,
+        size: int,
+        has_bonus_rows: bool,
+        has_limits: bool,
+        config: KernelConfig | None,
     ) -> Plan:
-        """The plan of a call; `config` is the caller's choice, or None."""
-        sampling, distribution = arrays.sampling, arrays.drafts.distribution
-        num_requests, num_drafts = sampling.temperature.shape[0], arrays.drafts.token_ids.shape[0]
-        has_bonus_rows, draft_rows, draft_size = arrays.bonus_token_ids is None, 0, 0
+        """The plan of a call.
+
+        Args:
+          target_logits: of the call.
+          distribution: the draft distribution, or None.
+          rule: the rule that sampled requests follow.
+          num_requests: B.
+          num_drafts: N.
+          k: K.
+          size: ids of a row, without padding.
+          has_bonus_rows: whether each request owns a bonus row.
+          has_limits: whether the call has a mask or a filter.
+          config: the caller's choice, or None.
+        """
+        draft_rows, draft_size = 0, 0
         entries: Entries | None = None
         ids: Ids | None = None
         if distribution is not None:
@@ -315,8 +335,7 @@ class Plan:
                 entries = "logits" if distribution.log_normalizer is None else "normalized"
             if distribution.ids is not None:
                 ids, draft_size = "map" if distribution.ids.ndim == 1 else "candidates", size
-        is_plain = arrays.token_bitmask is None and Filter.of(sampling) is None
-        is_plain &= not rule.is_block
+        is_plain = not has_limits and not rule.is_block
         return cls(
             k=k,
             size=size,
@@ -331,7 +350,7 @@ class Plan:
             draft_rows=draft_rows,
             draft_size=min(draft_size, size),
             memory=SharedMemory.of(
-                arrays.target_logits,
+                target_logits,
                 distribution,
                 num_requests=num_requests,
                 size=size,

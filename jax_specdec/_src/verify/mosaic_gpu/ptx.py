@@ -27,6 +27,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
 from jax_specdec._src.verify.mosaic_gpu.threads import COPIED, THREADS, WARP, Ref, Shuffle, T
+from jax_specdec._src.verify.threshold import in_order
 from jax_specdec._src.verify.tiles import TILE
 
 _PER_THREAD = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
@@ -80,7 +81,7 @@ class GpuThreads:
 
     def warp_max(self, x: jax.Array) -> jax.Array:
         bits = lax.bitcast_convert_type(jnp.where(x == x, x, jnp.nan), jnp.int32)
-        return lax.bitcast_convert_type(_ordered(self._reduce("MAX", _ordered(bits))), x.dtype)
+        return lax.bitcast_convert_type(in_order(self._reduce("MAX", in_order(bits))), x.dtype)
 
     def warp_min(self, x: jax.Array) -> jax.Array:
         return self._reduce("MIN", x)
@@ -108,6 +109,8 @@ class GpuThreads:
         return _inline(lambda x: (x,), (), (x,), [x.dtype], shape=())[0]
 
     def at(self, x: jax.Array, lane: jax.Array | int) -> jax.Array:
+        if x.dtype == jnp.bool_:
+            return self.at(x.astype(jnp.int32), lane) == 1
         return self.scalar(self.shuffle(x, lane))
 
     def cond(self, which: jax.Array, true: Callable[[], T], false: Callable[[], T]) -> T:
@@ -441,11 +444,6 @@ def _array(value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
 
 def _element_type(dtype: Any) -> Any:
     return utils.dtype_to_ir_type(jnp.dtype(dtype))
-
-
-def _ordered(bits: jax.Array) -> jax.Array:
-    """From the bits of floats to integers that order as they do, NaN last; and back."""
-    return bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF)
 
 
 def _address(ref: Any) -> Any:

@@ -46,8 +46,8 @@ class Operands(NamedTuple, Generic[X]):
     Attributes:
       target: ``[M, V]`` target logits.
       token_ids: ``[N]`` int32, at least one.
-      offsets: ``[B+1]`` int32; None if there are no drafts and K is 0.
       temperature: ``[B]`` float32.
+      offsets: ``[B+1]`` int32; None if there are no drafts and K is 0.
       accept: ``[B, K]`` float32 uniforms; None if K is 0, or if they are drawn from keys.
       recover: ``[B, 2]`` float32 uniforms; None if they are drawn from keys.
       keys: ``[B, 2]`` uint32, or None.
@@ -71,27 +71,27 @@ class Operands(NamedTuple, Generic[X]):
 
     target: X
     token_ids: X
-    offsets: X | None
     temperature: X
-    accept: X | None
-    recover: X | None
-    keys: X | None
-    positions: X | None
-    draft: X | None
-    columns: X | None
-    bad_map: X | None
-    ids: X | None
-    normalizer: X | None
-    row_max: X | None
-    thresholds: X | None
-    rows: X | None
-    valid: X | None
-    bonus: X | None
-    active: X | None
-    bitmask: X | None
-    min_p: X | None
-    top_k: X | None
-    top_p: X | None
+    offsets: X | None = None
+    accept: X | None = None
+    recover: X | None = None
+    keys: X | None = None
+    positions: X | None = None
+    draft: X | None = None
+    columns: X | None = None
+    bad_map: X | None = None
+    ids: X | None = None
+    normalizer: X | None = None
+    row_max: X | None = None
+    thresholds: X | None = None
+    rows: X | None = None
+    valid: X | None = None
+    bonus: X | None = None
+    active: X | None = None
+    bitmask: X | None = None
+    min_p: X | None = None
+    top_k: X | None = None
+    top_p: X | None = None
 
 
 class Outputs(NamedTuple, Generic[X]):
@@ -301,9 +301,7 @@ class KernelRequest:
 
     def is_proposed(self, position: jax.Array) -> jax.Array:
         """Whether a token was proposed at `position`, ``[]``; false past the last draft."""
-        return (
-            self.threads.at(self.proposed.astype(jnp.int32), jnp.minimum(position, WARP - 1)) == 1
-        )
+        return self.threads.at(self.proposed, jnp.minimum(position, WARP - 1))
 
     def write(
         self,
@@ -343,11 +341,14 @@ class KernelRequest:
           row: relative to its maximum.
           is_writer: ``[128]`` bool, true in one warp of the cluster.
         """
-        peak = jnp.where(row.peak != row.peak, jnp.inf, row.peak)  # as in XLA
+        # As in XLA: a row that holds NaN has the maximum inf, and its normalizer tells that.
         self._write_numbers(
             is_writer,
-            (self.outputs.log_normalizer, jnp.where(is_finite(row.peak), jnp.log(row.total), peak)),
-            (self.outputs.row_max, peak),
+            (
+                self.outputs.log_normalizer,
+                jnp.where(is_finite(row.peak), jnp.log(row.total), row.peak),
+            ),
+            (self.outputs.row_max, jnp.where(row.peak != row.peak, jnp.inf, row.peak)),
             (self.outputs.threshold, row.threshold),
         )
 
@@ -411,10 +412,6 @@ class DraftLoads:
         if self.draft is not None:
             self.draft.prefetch(self.request.threads.at(self.draft_row, position))
 
-    def counts_q(self, position: jax.Array) -> jax.Array:
-        """Whether the draft row of a position may be used, ``[]``."""
-        return self.request.threads.at(self.uses_q.astype(jnp.int32), position) == 1
-
 
 def _load_lists(
     request: KernelRequest,
@@ -474,10 +471,6 @@ class DraftedTokens:
                 bad = bad | (uses_q & ~is_finite(stored))
         self.uses_q, self.entry, self.q, self.bad = uses_q, entry, q, bad
 
-    def counts_q(self, position: jax.Array) -> jax.Array:
-        """Whether the draft row of a position is used, ``[]``."""
-        return self.request.threads.at(self.uses_q.astype(jnp.int32), position) == 1
-
     def exponent(self, position: jax.Array, of_row: Normalizer) -> Exponent | None:
         """What turns entries of the draft row of a position into `q`; None of probabilities.
 
@@ -513,7 +506,9 @@ class DraftedTokens:
 
     def has_q(self, position: jax.Array) -> jax.Array:
         """Whether a draft of a sampled request has a draft distribution, ``[]``: else one-hot."""
-        return self.request.stored if self.loads.log_normalizer is None else self.counts_q(position)
+        if self.loads.log_normalizer is None:
+            return self.request.stored
+        return self.request.threads.at(self.uses_q, position)
 
 
 def _find_listed(

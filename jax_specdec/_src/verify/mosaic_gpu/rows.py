@@ -23,17 +23,37 @@ PIECES = 2
 Chunk: TypeAlias = list[jax.Array]
 """A list of float32 ``[128]``, one for each of the consecutive ids that a thread has."""
 
-FoldStep: TypeAlias = Callable[[jax.Array, int, jax.Array | int, list[Chunk], Any], Any]
+TileStep: TypeAlias = Callable[[jax.Array, list[jax.Array], Any], Any]
+"""Takes a tile, entries of it that each thread has, and a state; returns the next state."""
+
+PieceStep: TypeAlias = Callable[[jax.Array, int, jax.Array | int, list[Chunk], Any], Any]
 """Takes a tile, its index among those loaded at once, a piece of it, the chunks of the piece, and a
 state; returns the next state."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RowSlice:
-    """A block's slice of target or draft rows: what both kinds have in common."""
+    """A block's slice of target or draft rows: what both kinds have in common.
+
+    Attributes:
+      threads: the operations of the warpgroup.
+      rows: ref ``[R, columns]`` in global memory.
+      per_slice: tiles of a slice; the last slices of a row may have fewer.
+      first: ``[]`` int32, the first id of this block's slice.
+      size: ids of a target row, without padding.
+      each: consecutive ids per thread.
+    """
 
     threads: Threads
     rows: Any
+    per_slice: int
+    first: jax.Array
+    size: int
     each: int
+
+    def count(self) -> jax.Array:
+        """Tiles of this slice."""
+        return _tiles(self.size - self.first + TILE - 1, self.per_slice)
 
     @property
     def entry_size(self) -> int:
@@ -54,47 +74,31 @@ class RowSlice:
         return [x for chunk in self.chunks(row, tile) for x in chunk]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetSlice(RowSlice):
     """A block's slice of target rows, which are copied to shared memory one after another.
 
     Ids that are padding, or that a mask forbids, and entries below the threshold read as -inf.
 
-    Attributes:
-      threads: the operations of the warpgroup.
-      rows: ref ``[R, columns]`` in global memory.
+    Attributes, besides those of `RowSlice`:
       buffer: ref of shared memory, flat.
       barriers: mbarriers, which complete with the copies; in interpret mode `plgpu.Barrier`.
-      per_slice: tiles of a slice; the last slices of a row may have fewer.
       stride: distance from one tile to the next in `buffer`.
       first_barrier: the barrier of the first tile.
-      first: ``[]`` int32, the first id of this block's slice.
-      size: ids of a row, without padding.
-      each: consecutive ids per thread.
       bitmask: ref ``[R, words]`` int32, bits of the ids that are allowed, or None.
       first_id: ``[]`` int32, the id of the first column of a part of the vocabulary, or None.
-      end: ``[]`` int32, columns from it on are hidden, or None.
+      end: ``[]`` int32, columns from it on are padding too, or None.
       threshold: ``[]`` float32, entries below it are hidden, or None.
     """
 
-    threads: Threads
-    rows: Any
     buffer: Any
     barriers: Any
-    per_slice: int
     stride: int
     first_barrier: Any
-    first: jax.Array
-    size: int
-    each: int
     bitmask: Any = None
     first_id: jax.Array | None = None
     end: jax.Array | None = None
     threshold: jax.Array | None = None
-
-    def count(self) -> jax.Array:
-        """Tiles of this slice."""
-        return _tiles(self.size - self.first + TILE - 1, self.per_slice)
 
     # Copying.
 
@@ -122,7 +126,7 @@ class TargetSlice(RowSlice):
     @property
     def _fills_once(self) -> bool:
         """Whether copies and fill never overlap, so that one fill lasts for all rows."""
-        units = self.size * self.entry_size % COPIED == 0
+        units = self.size * self.entry_size % COPIED == 0 and self.end is None
         return units and self.stride == TILE and not self.threads.interpreted
 
     def ready(self, row: jax.Array, tile: jax.Array, rows_before: jax.Array) -> None:
@@ -136,15 +140,11 @@ class TargetSlice(RowSlice):
         self.threads.wait(self.barriers, self.first_barrier + tile, rows_before & 1)
         if self.bitmask is not None:
             self._hide(row, tile, lambda i, _: self._forbidden(row, tile, i))
-        if self.end is not None:
-            last = self.first + (tile + 1) * TILE
-            pl.when(last > self.end)(
-                lambda: self._hide(row, tile, lambda i, _: self._past_end(tile, i))
-            )
         if self.threshold is not None:
             self.hide_below(self.threshold, row, tile)
         if not self._fills_once:
-            count = jnp.clip(self.size - self.first - tile * TILE, 0, TILE)
+            end = self.size if self.end is None else self.end
+            count = jnp.clip(end - self.first - tile * TILE, 0, TILE)
             pl.when(count < TILE)(lambda: self._fill(count, row, tile))
 
     def copy_again(self, row: jax.Array, rows_before: jax.Array) -> None:
@@ -181,12 +181,6 @@ class TargetSlice(RowSlice):
         ids = self.first_id + ids
         return [x == 0 for x in _allowed(self.threads, self.bitmask, row, ids, self.each)]
 
-    def _past_end(self, tile: jax.Array, chunk: int) -> list[jax.Array]:
-        """Whether each of these ids is past `end`."""
-        assert self.end is not None
-        ids = self.ids(tile) + chunk * self.chunk
-        return [ids + j >= self.end for j in range(self.each)]
-
     def _fill(self, count: jax.Array, row: jax.Array, tile: jax.Array) -> None:
         """Write -inf over the entries of a tile past `count`."""
         threads, begin = self.threads, self.begin(row, tile)
@@ -202,9 +196,9 @@ class TargetSlice(RowSlice):
     # Reading.
 
     def fold(
-        self, row: jax.Array, rows_before: jax.Array | None, step: FoldStep, state: Any
+        self, row: jax.Array, rows_before: jax.Array | None, step: TileStep, state: Any
     ) -> Any:
-        """``state = step(tile, 0, 0, chunks, state)`` for each tile of the slice.
+        """``state = step(tile, entries, state)`` for each tile of the slice.
 
         Waits for each tile, unless `rows_before` is None, for a row that has arrived.
         """
@@ -212,13 +206,21 @@ class TargetSlice(RowSlice):
         def run(tile: jax.Array, state: Any) -> Any:
             if rows_before is not None:
                 self.ready(row, tile, rows_before)
-            return step(tile, 0, 0, self.chunks(row, tile), state)
+            return step(tile, self.of_tile(row, tile), state)
 
         return lax.fori_loop(0, self.count(), run, state)
 
     def chunks(self, row: jax.Array, tile: jax.Array) -> list[Chunk]:
         begin = self.begin(row, tile)
         return [self.entries(begin, offset) for offset in self.offsets]
+
+    def piece(self, row: jax.Array, tile: jax.Array, piece: jax.Array | int) -> list[Chunk]:
+        """The chunks of a piece of a tile, as `DraftSlice` has pieces."""
+        begin, first = self.begin(row, tile), piece * (TILE // PIECES)
+        if not isinstance(first, int):
+            begin, first = begin + first, 0
+        offsets = range(first, first + TILE // PIECES, self.chunk)
+        return [self.entries(begin, offset) for offset in offsets]
 
     def begin(self, row: jax.Array, tile: jax.Array) -> jax.Array:
         """Where a tile begins in `buffer`."""
@@ -248,50 +250,34 @@ class TargetSlice(RowSlice):
         return entry
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftSlice(RowSlice):
     """A block's slice of draft rows, read from global memory each time.
 
     Ids that are padding read as `fill`, entries below the threshold as -inf.
 
-    Attributes:
-      threads: the operations of the warpgroup.
-      rows: ref ``[R, columns]`` in global memory.
-      per_slice: tiles of a slice; the last slices of a row may have fewer.
-      first: ``[]`` int32, the first id of this block's slice.
-      size: ids that the drafter could draw.
-      row_size: ids of the target row, without padding.
+    Attributes, besides those of `RowSlice`:
+      draft_size: ids that the drafter could draw.
       fill: the entry of an id that the drafter could not draw.
-      each: consecutive ids per thread.
       aligned: whether every row begins at a multiple of sixteen bytes.
       at_once: `together` for aligned rows.
       thresholds: ref ``[R]`` float32, the least entry of each row that was kept, or None.
     """
 
-    threads: Threads
-    rows: Any
-    per_slice: int
-    first: jax.Array
-    size: int
-    row_size: int
+    draft_size: int
     fill: float
-    each: int
     aligned: bool
     at_once: int = 1
     thresholds: Any = None
 
-    def count(self) -> jax.Array:
-        """Tiles of this slice of the target row."""
-        return _tiles(self.row_size - self.first + TILE - 1, self.per_slice)
-
     def full(self) -> jax.Array:
-        """How many of them, from the first on, have no padding."""
-        return _tiles(self.size - self.first, self.per_slice)
+        """How many tiles, from the first on, have no padding."""
+        return _tiles(self.draft_size - self.first, self.per_slice)
 
     @property
     def _is_whole(self) -> bool:
         """Whether rows are aligned, without padding, and as wide as target rows."""
-        return self.aligned and self.rows.shape[1] == self.size == self.row_size
+        return self.aligned and self.rows.shape[1] == self.draft_size == self.size
 
     @property
     def together(self) -> int:
@@ -300,9 +286,20 @@ class DraftSlice(RowSlice):
 
     def prefetch(self, row: jax.Array) -> None:
         """Begin to fetch the slice of a row into the L2 cache."""
-        self.threads.prefetch_tiles(self.rows, row, self.first, self.size, self.per_slice)
+        self.threads.prefetch_tiles(self.rows, row, self.first, self.draft_size, self.per_slice)
 
-    def fold(self, row: jax.Array, step: FoldStep, state: Any, *, masked: bool = False) -> Any:
+    def fold(
+        self, row: jax.Array, rows_before: jax.Array | None, step: TileStep, state: Any
+    ) -> Any:
+        """As of target rows, but nothing is waited for, and tiles come in pieces."""
+        del rows_before
+        return self.fold_pieces(
+            row, lambda tile, _, __, chunks, state: step(tile, sum(chunks, []), state), state
+        )
+
+    def fold_pieces(
+        self, row: jax.Array, step: PieceStep, state: Any, *, masked: bool = False
+    ) -> Any:
         """``state = step(tile, place, piece, chunks, state)`` for each piece of the slice's tiles.
 
         A `masked` step must ignore everything past the end of the target row: it may be given tiles
@@ -381,7 +378,10 @@ class DraftSlice(RowSlice):
             chunks = [self.threads.numbers(of_chunk, self.rows.dtype) for of_chunk in words]
         if not is_full:
             chunks = [
-                [jnp.where(first < self.size - i - j, x, self.fill) for j, x in enumerate(chunk)]
+                [
+                    jnp.where(first < self.draft_size - i - j, x, self.fill)
+                    for j, x in enumerate(chunk)
+                ]
                 for i, chunk in zip(self._offsets, chunks, strict=True)
             ]
         if self.thresholds is not None:

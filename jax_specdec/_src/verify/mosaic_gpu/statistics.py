@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_specdec._src.verify.mosaic_gpu.cluster import tree_sum
+from jax_specdec._src.verify.mosaic_gpu.cluster import tree_max, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, DraftSlice, TargetSlice
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Threads
 
@@ -83,17 +83,14 @@ class Weights(NamedTuple):
 
     def residual(self, targets: Chunk, drafts: Chunk) -> Chunk:
         """``(weight * p - q)+``; NaN where q is none."""
-        left: Chunk = []
-        for x, d in zip(targets, drafts, strict=True):
-            left += excess([jnp.exp2(self.weighted(x))], [d], self.q)
-        return left
+        return excess((jnp.exp2(self.weighted(x)) for x in targets), drafts, self.q)
 
 
-def excess(p: Chunk, drafts: Chunk, exponent: Exponent | None) -> Chunk:
+def excess(p: Iterable[jax.Array], drafts: Chunk, exponent: Exponent | None) -> Chunk:
     """``(p - q)+``, as `rules.residual`; NaN where q is none.
 
     Args:
-      p: probabilities times a joint weight.
+      p: probabilities times a joint weight, each computed when it is needed: fewer registers.
       drafts: entries of the draft row.
       exponent: from these to q; None if they are probabilities.
     """
@@ -111,16 +108,13 @@ def is_finite(x: jax.Array) -> jax.Array:
     return (x > -jnp.inf) & (x < jnp.inf)
 
 
-def largest(xs: list[jax.Array]) -> jax.Array:
-    return functools.reduce(jnp.maximum, xs)
-
-
 def decay(peak: jax.Array, larger: jax.Array, scale: jax.Array) -> jax.Array:
     """The factor from a mass relative to `peak` to one relative to a `larger` peak."""
     return jnp.exp2(jnp.minimum((peak - larger) * scale, 0.0))
 
 
-def _base(peak: jax.Array) -> jax.Array:
+def base_of(peak: jax.Array) -> jax.Array:
+    """What masses can be relative to: 0 in place of a peak that is not finite."""
     return jnp.where(is_finite(peak), peak, 0.0)
 
 
@@ -135,21 +129,23 @@ def weight_function(base: jax.Array, scale: jax.Array, size: int) -> Callable[[C
 
 
 def mass(
-    threads: Threads, fold: Callable[[Any, Any], Any], size: int, base: jax.Array, scale: jax.Array
+    tiles: TargetSlice | DraftSlice,
+    row: jax.Array,
+    rows_before: jax.Array | None,
+    base: jax.Array,
+    scale: jax.Array,
 ) -> jax.Array:
-    """The mass of each warp's part of a row, relative to `base`.
+    """The mass of each warp's part of a row, relative to `base`; arguments as `TargetSlice.fold`.
 
-    `fold` goes over the row's tiles, and `size` is that of its entries in bytes. The base may be
-    any number of the order of the row's largest entry: `is_usable` says, from the sum over all
-    warps, whether it was.
+    The base may be any number of the order of the row's largest entry: `is_usable` says, from the
+    sum over all warps, whether it was.
     """
-    weights = weight_function(base, scale, size)
+    threads, weights = tiles.threads, weight_function(base, scale, tiles.entry_size)
 
-    def add(tile: Any, place: Any, piece: Any, chunks: list[Chunk], total: jax.Array) -> jax.Array:
-        del tile, place, piece
-        return total + tree_sum([x for chunk in chunks for x in weights(chunk)])
+    def add(_: jax.Array, entries: list[jax.Array], total: jax.Array) -> jax.Array:
+        return total + tree_sum(weights(entries))
 
-    return threads.warp_sum(fold(add, threads.filled(0.0)))
+    return threads.warp_sum(tiles.fold(row, rows_before, add, threads.filled(0.0)))
 
 
 def tile_masses(
@@ -161,10 +157,8 @@ def tile_masses(
     """Each warp's part of the weight of each tile of the slice; arguments as `TargetSlice.fold`."""
     threads = tiles.threads
 
-    def add(tile: Any, place: Any, piece: Any, chunks: list[Chunk], sums: TileSums) -> TileSums:
-        del place, piece
-        mass = tree_sum([x for chunk in chunks for x in weights(chunk)])
-        return sums.begin(threads, tile, 0, mass)
+    def add(tile: jax.Array, entries: list[jax.Array], sums: TileSums) -> TileSums:
+        return sums.put(threads, tile, 0, tree_sum(weights(entries)))
 
     sums = tiles.fold(row, rows_before, add, TileSums.start(threads))
     return sums.first(threads, tiles.per_slice)
@@ -190,7 +184,7 @@ def base_and_sum(
     none, some = jnp.int32(0), tiles.count() > 0
     pl.when(some)(lambda: tiles.ready(row, none, rows_before))
     first = threads.warp_max(jnp.where(some, tree_max(tiles.of_tile(row, none)), -jnp.inf))
-    base = _base(first)
+    base = base_of(first)
     weights = weight_function(base, scale, size)
 
     def add(tile: jax.Array, total: jax.Array) -> jax.Array:
@@ -211,15 +205,15 @@ def max_and_sum(
     def add(tile: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         peak, total = state
         entries = tiles.of_tile(row, tile)
-        larger = largest([peak, *entries])
-        base = _base(larger)
+        larger = functools.reduce(jnp.maximum, entries, peak)
+        base = base_of(larger)
         mass = tree_sum([jnp.exp2((x - base) * scale) for x in entries])
-        return larger, total * decay(_base(peak), base, scale) + mass
+        return larger, total * decay(base_of(peak), base, scale) + mass
 
     start = (threads.filled(-jnp.inf), threads.filled(0.0))
     peak, total = lax.fori_loop(0, tiles.count(), add, start)
     larger = threads.warp_max(peak)
-    return larger, threads.warp_sum(total * decay(_base(peak), _base(larger), scale))
+    return larger, threads.warp_sum(total * decay(base_of(peak), base_of(larger), scale))
 
 
 def max_and_place(
@@ -228,14 +222,13 @@ def max_and_place(
     """The maximum of each warp's part of a row, and the lowest id of it, as the bits of a float."""
     threads = tiles.threads
 
-    def larger(tile: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def larger(tile: jax.Array, entries: list[jax.Array], state: Any) -> Any:
         peak, where = state
-        tiles.ready(row, tile, rows_before)
-        mine = tree_max(tiles.of_tile(row, tile))
+        mine = tree_max(entries)
         return jnp.maximum(peak, mine), jnp.where(peak >= mine, where, tile)
 
     start = (threads.filled(-jnp.inf), threads.filled(0, jnp.int32))
-    peak, where = lax.fori_loop(0, tiles.count(), larger, start)
+    peak, where = tiles.fold(row, rows_before, larger, start)
     best = threads.warp_max(peak)
     # Each thread reads the tile of its largest entry again.
     place = threads.filled(2**30, jnp.int32)
@@ -245,14 +238,6 @@ def max_and_place(
         for j, x in reversed(list(enumerate(chunk))):
             place = jnp.where(x == best, first + j, place)
     return best, lax.bitcast_convert_type(threads.warp_min(place), jnp.float32)
-
-
-def tree_max(xs: list[Any]) -> Any:
-    """The maximum of arrays, in pairs; NaN if any entry is."""
-    while len(xs) > 1:
-        pairs = zip(xs[::2], xs[1::2], strict=False)
-        xs = [jnp.maximum(a, b) for a, b in pairs] + xs[len(xs) // 2 * 2 :]
-    return xs[0]
 
 
 class TileSums(NamedTuple):
@@ -277,17 +262,19 @@ class TileSums(NamedTuple):
         zero = threads.filled(0.0)
         return cls(zero, (zero,) * size, jnp.int32(-1))
 
-    def begin(self, threads: Threads, group: jax.Array, place: int, value: jax.Array) -> TileSums:
-        """Begin the next tile, `place` of its group, with `value`, each thread's part of it."""
-        found = self.found if place else self._with_last(threads)
-        return TileSums(found, self._but(place, value), group)
-
-    def add(self, place: int, value: jax.Array) -> TileSums:
-        """Add to each thread's part of a tile of the latest group."""
-        return self._replace(last=self._but(place, self.last[place] + value))
-
-    def _but(self, place: int, value: jax.Array) -> tuple[jax.Array, ...]:
-        return (*self.last[:place], value, *self.last[place + 1 :])
+    def put(
+        self,
+        threads: Threads,
+        group: jax.Array,
+        place: int,
+        value: jax.Array,
+        *,
+        begins: bool = True,
+    ) -> TileSums:
+        """Put each thread's part of the tile at `place` of its group, or add more of it."""
+        found = self._with_last(threads) if begins and not place else self.found
+        value = value if begins else self.last[place] + value
+        return TileSums(found, (*self.last[:place], value, *self.last[place + 1 :]), group)
 
     def first(self, threads: Threads, count: int) -> list[jax.Array]:
         """The sums over the warp of the first `count` tiles; 0 for tiles that never came."""

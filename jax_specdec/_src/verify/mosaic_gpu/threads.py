@@ -91,7 +91,7 @@ class Threads(Protocol):
         """The value of an array that is the same in all threads, ``[]``."""
 
     def at(self, x: jax.Array, lane: jax.Array | int) -> jax.Array:
-        """The entry of one lane, ``[]``; it and `lane` are the same in all warps."""
+        """The entry of one lane, of any dtype, ``[]``; it and `lane` are the same in all warps."""
 
     def cond(self, which: jax.Array, true: Callable[[], T], false: Callable[[], T]) -> T:
         """``true()`` or ``false()``; `which` must be the same in all threads of a warp."""

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_specdec._src.sampling import limits_count
 from jax_specdec._src.types import Status
-from jax_specdec._src.verify import rules
+from jax_specdec._src.verify import rules, threshold
 from jax_specdec._src.verify.mosaic_gpu import statistics
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Masses, Warpgroups, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.draw import Draw, PositionResult, TileWeights
@@ -34,7 +33,7 @@ from jax_specdec._src.verify.mosaic_gpu.request import (
     RequestLoads,
     Work,
 )
-from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice, TargetSlice
+from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice, TargetSlice, TileStep
 from jax_specdec._src.verify.mosaic_gpu.statistics import Normalizer, is_finite
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Ref, Threads
 
@@ -73,8 +72,9 @@ def verify_request(
             position = _accepted_by_rate(request, uniforms)
         _copy_row(request, target, position)
         target.fill_end()
-        if warpgroups.count > 1:
-            _prefetch_draft_row(draft_loads, position)
+        if warpgroups.count > 1 and draft is not None:
+            uses_q = threads.at(draft_loads.uses_q, position)
+            pl.when(uses_q)(lambda: draft_loads.prefetch(position))
         if not by_rate:
             uniforms = request.uniforms()
         drafted = DraftedTokens(draft_loads, uniforms)
@@ -104,24 +104,22 @@ def _copy_row(request: KernelRequest, target: TargetSlice, position: jax.Array) 
     pl.when(position < request.num_rows)(lambda: target.copy(request.first_row + position))
 
 
-def _prefetch_draft_row(drafts: DraftLoads, position: jax.Array) -> None:
-    """Begin to bring the draft row of a position into the second-level cache, if it counts."""
-    if drafts.draft is not None:
-        pl.when(drafts.counts_q(position))(lambda: drafts.prefetch(position))
-
-
 class Walk:
     """One warpgroup at work on one request, while the kernel is traced.
 
     Args:
       work: what it has in hand.
       warpgroups: those of this block.
+
+    Attributes:
+      nothing: stands for a position not visited.
     """
 
     def __init__(self, work: Work, warpgroups: Warpgroups):
         self.work, self.warpgroups = work, warpgroups
         self.request, self.target, self.draft, self.drafted, self.cluster = work
         self.plan, self.threads = work.request.plan, work.request.threads
+        self.nothing = PositionResult.nothing(self.cluster)
 
     def run(self, position: jax.Array) -> None:
         """Walk from `position` on, draw the last token, write the output.
@@ -154,8 +152,7 @@ class Walk:
             )
             return position + warpgroups.count, result, round, first
 
-        nothing = PositionResult.nothing(self.cluster)
-        start = warpgroups.index, nothing, round, jnp.int32(warpgroups.count)
+        start = warpgroups.index, self.nothing, round, jnp.int32(warpgroups.count)
         following, result, round, first = lax.while_loop(goes_on, step, start)
         pl.when(first == warpgroups.index)(
             lambda: self.emit(following - warpgroups.count, result, round)
@@ -174,19 +171,16 @@ class Walk:
         return lax.cond(
             position < self.request.num_rows,
             lambda: self._read_and_judge(position, round),
-            lambda: (PositionResult.nothing(self.cluster), round),
+            lambda: (self.nothing, round),
         )
 
     def _read_and_judge(
         self, position: jax.Array, round: jax.Array
     ) -> tuple[PositionResult, jax.Array]:
-        request, drafted, by_rate = (
-            self.request,
-            self.drafted,
-            isinstance(self.plan.rule, rules.Synthetic),
-        )
+        request, drafted = self.request, self.drafted
+        by_rate = isinstance(self.plan.rule, rules.Synthetic)
         rows_before = jnp.int32(0) if by_rate else self.warpgroups.rows_before(position)
-        result, round = Reader(self.work, position, rows_before).read(round)
+        result, round = Reader(self, position, rows_before).read(round)
         bad_target = ~is_finite(result.scale.peak)
         bad_draft = drafted.bad | (drafted.uses_q & ~is_finite(result.draft_scale.peak))
 
@@ -196,7 +190,7 @@ class Walk:
             bad_draft = bad_draft | (drafted.uses_q & ~((q >= 0) & (q < jnp.inf)))
             is_best = rules.accepts_greedy(request.token_ids, result.argmax)
             by_rule = (request.greedy & is_best) | (
-                ~request.greedy & rules.accepts(self.drafted.uniforms, p, q)
+                ~request.greedy & rules.accepts(drafted.uniforms, p, q)
             )
             accepted = (request.proposed & by_rule).astype(jnp.int32)
         # One shuffle for both: whether it was accepted, and whether its draft row is bad.
@@ -234,15 +228,15 @@ class Reader:
     are summed while it is read.
 
     Args:
-      work: what the warpgroup has in hand.
+      walk: the warpgroup at work.
       position: ``[]`` int32; the copy of its target row is under way.
       rows_before: ``[]`` int32, rows that were copied before it.
     """
 
-    def __init__(self, work: Work, position: jax.Array, rows_before: jax.Array):
-        self.request, self.target, draft, self.drafted, self.cluster = work
-        self.position, self.rows_before, request = position, rows_before, work.request
-        self.threads, self.plan = request.threads, request.plan
+    def __init__(self, walk: Walk, position: jax.Array, rows_before: jax.Array):
+        request, self.target, draft, self.drafted, self.cluster = walk.work
+        self.request, self.position, self.rows_before = request, position, rows_before
+        self.threads, self.plan, self.nothing = walk.threads, walk.plan, walk.nothing
         self.row, self.scale = request.first_row + position, request.scale
         filters = request.filters
         self.needs_peak = request.greedy if filters is None else request.greedy | filters
@@ -256,7 +250,7 @@ class Reader:
         self.draft: DraftSlice | None = None
         if isinstance(draft, DraftSlice) and self.plan.sums_draft_rows:
             self.draft = draft.storage if isinstance(draft, MappedSlice) else draft
-            self.uses_q = self.drafted.counts_q(position)
+            self.uses_q = self.threads.at(self.drafted.uses_q, position)
             self.draft_row = self.threads.at(self.drafted.loads.draft_row, position)
             assert self.drafted.entry is not None
             self.draft_base = self.base(self.drafted.entry)
@@ -268,10 +262,10 @@ class Reader:
         masses, round = lax.cond(
             self.sums_masses,
             lambda: self.tile_masses(round),
-            lambda: (self.cluster.no_masses(), round),
+            lambda: (self.nothing.p_masses, round),
         )
         target = Normalizer.of(self.target_base, masses.total)
-        result = PositionResult.nothing(self.cluster)._replace(scale=target, p_masses=masses)
+        result = self.nothing._replace(scale=target, p_masses=masses)
         usable = statistics.is_usable(masses.total, self.target_base, self.scale)
         return lax.cond(usable, lambda: (result, round), lambda: self.look(round))
 
@@ -296,14 +290,14 @@ class Reader:
         best, target_row = lax.cond(
             self.needs_peak,
             lambda: self.argmax(first, second),
-            lambda: (jnp.int32(0), Normalizer.of(self.target_base, self.sum(second))),
+            lambda: (jnp.int32(0), Normalizer.of(self.target_base, self.cluster.sum(second))),
         )
         usable = self.needs_peak | statistics.is_usable(
             target_row.total, self.target_base, self.scale
         )
-        draft_row = Normalizer.of(jnp.float32(0), jnp.float32(1))
+        draft_row = self.nothing.draft_scale
         if draft is not None:
-            draft_row = Normalizer.of(self.draft_base, self.sum(of_draft[1]))
+            draft_row = Normalizer.of(self.draft_base, self.cluster.sum(of_draft[1]))
             usable &= ~self.uses_q | statistics.is_usable(
                 draft_row.total, draft_row.peak, self.scale
             )
@@ -318,15 +312,17 @@ class Reader:
                 lambda: RowFilter(self, target_row.peak).run(round),
                 lambda: (target_row, round),
             )
-        result = PositionResult.nothing(self.cluster)
-        return result._replace(scale=target_row, draft_scale=draft_row, argmax=best), round
+        result = self.nothing._replace(scale=target_row, draft_scale=draft_row, argmax=best)
+        return result, round
 
     def read_again(
         self, draft_row: Normalizer, round: jax.Array
     ) -> tuple[Normalizer, Normalizer, jax.Array]:
         """Normalizers by the largest entries; the rows have arrived."""
         mine = statistics.max_and_sum(self.target, self.row, self.scale)
-        parts = self.if_q(self.draft_max_and_sum) if self.draft is not None else ()
+        parts: tuple[jax.Array, ...] = ()
+        if self.draft is not None:
+            parts = self.if_q(lambda x: statistics.max_and_sum(x, self.draft_row, self.scale))
         (peaks, sums, *of_draft), round = self.cluster.all_gather(round, *mine, *parts)
         target_row = self.by_largest(peaks, sums)
         return target_row, self.by_largest(*of_draft) if of_draft else draft_row, round
@@ -336,12 +332,11 @@ class Reader:
     def target_mass(self) -> tuple[jax.Array, jax.Array]:
         """Nothing that anybody needs, and the mass; 0 if the masses of tiles were of no use."""
         nothing = self.threads.filled(0.0)
-        fold = functools.partial(self.target.fold, self.row, self.rows_before)
         return nothing, lax.cond(
             self.sums_masses,
             lambda: nothing,
             lambda: statistics.mass(
-                self.threads, fold, self.target.entry_size, self.target_base, self.scale
+                self.target, self.row, self.rows_before, self.target_base, self.scale
             ),
         )
 
@@ -356,13 +351,9 @@ class Reader:
 
     def draft_mass(self, draft: DraftSlice) -> tuple[jax.Array, jax.Array]:
         """As `target_mass`."""
-        fold = functools.partial(draft.fold, self.draft_row)
         return self.threads.filled(0.0), statistics.mass(
-            self.threads, fold, draft.entry_size, self.draft_base, self.scale
+            draft, self.draft_row, None, self.draft_base, self.scale
         )
-
-    def draft_max_and_sum(self, draft: DraftSlice) -> tuple[jax.Array, jax.Array]:
-        return statistics.max_and_sum(draft, self.draft_row, self.scale)
 
     # What all warps have, from what each has.
 
@@ -376,45 +367,34 @@ class Reader:
           ``[]`` float32, finite.
         """
         last = jnp.maximum(self.request.num_drafts - 1, 0)
-        entry = self.threads.at(by_lane, jnp.minimum(self.position, last))
-        return jnp.where(is_finite(entry), entry, 0.0)
-
-    def sum(self, values: list[jax.Array]) -> jax.Array:
-        """The sum of all warps' numbers."""
-        return self.threads.scalar(self.threads.warp_sum(tree_sum(self.cluster.known(values, 0.0))))
-
-    def peak(self, peaks: list[jax.Array]) -> jax.Array:
-        """The largest of all warps' entries, NaN if one is."""
-        largest = statistics.largest(self.cluster.known(peaks, -jnp.inf))
-        return self.threads.scalar(self.threads.warp_max(largest))
+        return statistics.base_of(self.threads.at(by_lane, jnp.minimum(self.position, last)))
 
     def argmax(
         self, peaks: list[jax.Array], places: list[jax.Array]
     ) -> tuple[jax.Array, Normalizer]:
         """The least of the places of the row's largest entry, and that entry."""
-        peak = self.peak(peaks)
+        peak = self.cluster.max(peaks)
         found = [
             jnp.where(m == peak, lax.bitcast_convert_type(p, jnp.int32), jnp.int32(2**30))
-            for m, p in zip(self.cluster.known(peaks, -jnp.inf), places, strict=True)
+            for m, p in zip(peaks, places, strict=True)
         ]
         best = self.threads.warp_min(functools.reduce(jnp.minimum, found))
         return self.threads.scalar(best), Normalizer.of(peak, jnp.float32(1))
 
     def by_largest(self, peaks: list[jax.Array], sums: list[jax.Array]) -> Normalizer:
         """From each warp's largest entry, and its mass relative to that."""
-        peak, scale = self.peak(peaks), self.request.scale
+        peak, scale = self.cluster.max(peaks), self.request.scale
         masses = [
             jnp.where(m > -jnp.inf, s * statistics.decay(m, peak, scale), 0.0)
-            for m, s in zip(self.cluster.known(peaks, -jnp.inf), sums, strict=True)
+            for m, s in zip(peaks, sums, strict=True)
         ]
-        return Normalizer.of(peak, self.sum(masses))
+        return Normalizer.of(peak, self.cluster.sum(masses))
 
 
 class RowFilter:
-    """Min-p, top-k and top-p: finding a row's threshold, while the kernel is traced.
+    """Min-p, top-k and top-p of a row: what `threshold.search` reads, while the kernel is traced.
 
-    Entries are never sorted: the bits of the threshold are found one by one, from the sign down,
-    each by what the entries amount to that are not less than a candidate.
+    The state of the search is the round of the next exchange.
 
     Args:
       reader: of the target row, which has arrived.
@@ -433,88 +413,68 @@ class RowFilter:
           What normalizes the rest, and the next round.
         """
         assert self.request.filter is not None
-        min_p, top_k, top_p = self.request.filter
-        threshold = jnp.float32(-jnp.inf)
-        if min_p is not None:
-            lowest = self.peak + jnp.log2(min_p) / self.request.scale
-            threshold = jnp.where(min_p > 0, lowest, threshold)
-        if top_k is not None:
-            threshold, round = lax.cond(
-                limits_count(top_k, self.target.size),
-                lambda: self.search(self.count, top_k.astype(jnp.float32), threshold, round),
-                lambda: (threshold, round),
-            )
-        if top_p is not None:
-            threshold, round = lax.cond(
-                top_p < 1,
-                lambda: self.largest_of_mass(top_p, threshold, round),
-                lambda: (threshold, round),
-            )
-
-        def hide(tile: jax.Array, total: jax.Array) -> jax.Array:
-            self.target.hide_below(threshold, self.row, tile)
-            return total + self.mass(tile, threshold)
-
-        total, round = self.everywhere(hide, round)
-        return Normalizer(self.peak, total, threshold), round
-
-    def largest_of_mass(
-        self, share: jax.Array, least: jax.Array, round: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """The largest threshold that a share of the mass above `least` reaches."""
-
-        def mass(tile: jax.Array, candidate: jax.Array) -> jax.Array:
-            return self.mass(tile, jnp.maximum(candidate, least))
-
-        total, round = self.everywhere(lambda tile, x: x + self.mass(tile, least), round)
-        return self.search(mass, share * total, least, round)
-
-    def search(
-        self,
-        amount: Callable[[jax.Array, jax.Array], jax.Array],
-        goal: jax.Array,
-        least: jax.Array,
-        round: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        """The largest threshold, from `least` on, with an amount of at least `goal` above it."""
-
-        def trip(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            found, round = state
-            candidate = found | lax.shift_left(jnp.int32(1), 31 - i)
-            value = _value(candidate)
-            reached, round = self.everywhere(lambda tile, x: x + amount(tile, value), round)
-            return jnp.where(reached >= goal, candidate, found), round
-
-        # Sign, exponent of float32, mantissa: by which entries differ.
-        trips = 9 + jnp.finfo(self.target.buffer.dtype).nmant
-        found, round = lax.fori_loop(0, trips, trip, (jnp.int32(0), round))
-        return jnp.maximum(jnp.where(found == 0, -jnp.inf, _value(found)), least), round
-
-    def everywhere(
-        self, add: Callable[[jax.Array, jax.Array], jax.Array], round: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """A sum over the tiles of the whole row, ``[]``, and the next round."""
-        mine = lax.fori_loop(0, self.target.count(), add, self.threads.filled(0.0))
-        (sums,), round = self.cluster.all_gather(round, self.threads.warp_sum(mine))
-        return self.reader.sum(sums), round
-
-    def count(self, tile: jax.Array, candidate: jax.Array) -> jax.Array:
-        """How many entries of a tile reach a threshold; exact up to 2**24 ids per thread."""
-        entries = self.target.of_tile(self.row, tile)
-        return tree_sum([jnp.where(x >= candidate, 1.0, 0.0) for x in entries])
-
-    def mass(self, tile: jax.Array, candidate: jax.Array) -> jax.Array:
-        """The mass of those, relative to the largest entry."""
-        scale, entries = self.request.scale, self.target.of_tile(self.row, tile)
-        return tree_sum(
-            [jnp.where(x >= candidate, jnp.exp2((x - self.peak) * scale), 0.0) for x in entries]
+        least, round = threshold.search(
+            self.request.filter,
+            self,
+            round,
+            size=self.target.size,
+            bits=threshold.bits_of(self.target.rows.dtype),
+            candidates=1,
+            peak=self.peak,
+            inv_temperature=self.request.inv,
         )
 
+        def hide(tile: jax.Array, _: list[jax.Array], total: jax.Array) -> jax.Array:
+            self.target.hide_below(least, self.row, tile)
+            # Read again: entries from before would be kept in registers over the writes.
+            return total + self.mass_of(self.target.of_tile(self.row, tile), least)
 
-def _value(key: jax.Array) -> jax.Array:
-    """The float32 of a key; keys have the order of their floats when read as unsigned."""
-    bits = jnp.where(key < 0, key ^ jnp.iinfo(jnp.int32).min, ~key)
-    return lax.bitcast_convert_type(bits, jnp.float32)
+        total, round = self.everywhere(hide, round)
+        return Normalizer(self.peak, total, least), round
+
+    # What is searched by.
+
+    def count(
+        self, candidate: threshold.Candidate, goal: jax.Array, round: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """How many entries there are; exact up to 2**24 ids per thread."""
+        least = candidate(1)
+
+        def add(_: jax.Array, entries: list[jax.Array], total: jax.Array) -> jax.Array:
+            return total + tree_sum([jnp.where(x >= least, 1.0, 0.0) for x in entries])
+
+        found, round = self.everywhere(add, round)
+        return (found >= goal.astype(jnp.float32)).astype(jnp.int32), round
+
+    def mass(
+        self, candidate: threshold.Candidate, goal: jax.Array, round: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        found, round = self.mass_from(candidate(1), round)
+        return (found >= goal).astype(jnp.int32), round
+
+    def total(
+        self, least: jax.Array, wanted: jax.Array, round: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return lax.cond(
+            wanted, lambda: self.mass_from(least, round), lambda: (jnp.float32(1), round)
+        )
+
+    def mass_from(self, least: jax.Array, round: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The mass of the row's entries from a threshold on, and the next round."""
+        return self.everywhere(lambda _, entries, x: x + self.mass_of(entries, least), round)
+
+    def mass_of(self, entries: list[jax.Array], least: jax.Array) -> jax.Array:
+        """The same of a tile, relative to the largest entry."""
+        scale = self.request.scale
+        return tree_sum(
+            [jnp.where(x >= least, jnp.exp2((x - self.peak) * scale), 0.0) for x in entries]
+        )
+
+    def everywhere(self, add: TileStep, round: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """A sum over the tiles of the whole row, ``[]``, and the next round."""
+        mine = self.target.fold(self.row, None, add, self.threads.filled(0.0))
+        (sums,), round = self.cluster.all_gather(round, self.threads.warp_sum(mine))
+        return self.cluster.sum(sums), round
 
 
 class Prefix(NamedTuple):
@@ -588,9 +548,8 @@ class BlockWalk:
 
     def start(self, round: jax.Array) -> BlockState:
         """Before the first position."""
-        zero, one = jnp.int32(0), jnp.float32(1)
-        unit, masses = Normalizer.of(jnp.float32(0), one), self.walk.cluster.no_masses()
-        kept = Prefix(zero, one, unit, unit, masses)
+        zero, one, nothing = jnp.int32(0), jnp.float32(1), self.walk.nothing
+        kept = Prefix(zero, one, nothing.scale, nothing.draft_scale, nothing.p_masses)
         going = self.request.is_proposed(zero).astype(jnp.int32)
         return BlockState(zero, one, going, 1 - going, zero, round, kept)
 
@@ -650,11 +609,10 @@ class BlockWalk:
         def _() -> None:
             target.copy_again(row, rows_before=state.position)
             if request.filters is not None:
-                threshold = kept.target.threshold
-                target.for_all(lambda tile: target.hide_below(threshold, row, tile))
+                least = kept.target.threshold
+                target.for_all(lambda tile: target.hide_below(least, row, tile))
 
-        result = PositionResult.nothing(self.walk.cluster)
-        result = result._replace(scale=kept.target, draft_scale=kept.draft)
+        result = self.walk.nothing._replace(scale=kept.target, draft_scale=kept.draft)
         has_q = self.walk.drafted.has_q(kept.length)
         tries = has_q.astype(jnp.int32)
         Draw(self.walk.work, kept.length, result, kept.weight).finish(

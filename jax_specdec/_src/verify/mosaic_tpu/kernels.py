@@ -1,0 +1,94 @@
+"""`TpuKernels`: what `verify.xla` reads rows by, on a TPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jax_specdec._src.types import DraftLogits
+from jax_specdec._src.verify.draft_rows import DraftRows
+from jax_specdec._src.verify.draw import LocalRows
+from jax_specdec._src.verify.largest import Largest
+from jax_specdec._src.verify.mosaic_tpu.residual import residual_masses
+from jax_specdec._src.verify.mosaic_tpu.statistics import row_statistics
+from jax_specdec._src.verify.position import Position
+from jax_specdec._src.verify.reader import at_positions, of_owners
+from jax_specdec._src.verify.requests import Request
+from jax_specdec._src.verify.rows import Partials, TargetStatistics
+
+
+class TpuKernels:
+    """`draw.Kernels` by `row_statistics` and `residual_masses`. XLA does the rest."""
+
+    def statistics(
+        self, rows: LocalRows, requests: Request, positions: Position, samples: bool
+    ) -> TargetStatistics:
+        """See `draw.Kernels`. With a filter in two passes, around the search for thresholds.
+
+        Thresholds are searched for among the largest entries, if this device has whole rows.
+        """
+        target, form, least, ranked = rows.target, rows.form, None, None
+        num_rows, end = target.matrix.shape[0], jnp.int32(target.width)
+        if target.first_id is not None:
+            end = jnp.clip(target.size - target.first_id, 0, end)
+        given = requests.inv_temperature, requests.greedy, requests.is_ok & ~requests.greedy
+        inv, greedy, wanted, filter = of_owners(requests, num_rows, (*given, requests.filter))
+        statistics = functools.partial(row_statistics, target.matrix, end, inv)
+        if samples and filter is not None and form.axis is None:
+            ranked = wanted & filter.is_searched(target.size)
+        peak, argmax, sums, lists = statistics(greedy, with_sums=samples, ranked=ranked)
+        if samples and filter is not None:
+            largest = None
+            if lists is not None:
+                mass = functools.partial(jnp.sum, sums, axis=1)
+                largest = functools.partial(Largest.of, lists, mass)
+            least = target.find_thresholds(None, filter, wanted, peak, inv, form, largest)
+            _, _, sums, _ = statistics(greedy, (peak, least))
+        partials = Partials(peak, jnp.sum(sums, axis=1)).checked()
+        argmax = argmax if target.first_id is None else target.first_id + argmax
+        kept = sums[:, : rows.num_tiles] if samples and form.keeps_sums else None
+        found = TargetStatistics(partials, argmax, least, kept)
+        return at_positions(found, positions, form.platform)
+
+    def draft_partials(
+        self, rows: LocalRows, draft: DraftRows, requests: Request, index: jax.Array
+    ) -> None:
+        """See `draw.Kernels`."""
+
+    def masses(self, rows: LocalRows, source: Position) -> None:
+        """See `draw.Kernels`."""
+
+    def residual_masses(self, rows: LocalRows, source: Position) -> jax.Array | None:
+        """See `draw.Kernels`. Rows that the kernel cannot copy are left to XLA."""
+        target, draft = rows.target, rows.draft
+        if draft is None or rows.form.axis is not None:
+            return None
+        storage, logits = draft.storage, target.matrix
+        if draft.rows is not storage or storage.matrix.shape[1] != logits.shape[1]:
+            return None
+        size = min(target.width, storage.width)
+        row = jnp.clip(source.row, 0, logits.shape[0] - 1)
+        draft_row = jnp.clip(source.draft_row, 0, storage.matrix.shape[0] - 1)
+        none = jnp.full_like(source.weight, -jnp.inf)
+        of_target = *source.scale, none if source.threshold is None else source.threshold
+        of_draft = None
+        if isinstance(draft.distribution, DraftLogits):
+            least = none if storage.thresholds is None else storage.thresholds[draft_row]
+            of_draft = *source.draft_scale.scale, least
+        return residual_masses(
+            logits,
+            storage.matrix,
+            size,
+            (row, draft_row),
+            of_target,
+            of_draft,
+            source.inv_temperature,
+            source.weight,
+        )
+
+    def draw(
+        self, rows: LocalRows, source: Position, masses: jax.Array, recover: jax.Array
+    ) -> None:
+        """See `draw.Kernels`."""
