@@ -44,10 +44,10 @@ OVERLAPS = [
 
 
 def with_offsets(offsets: Sequence[int], layout: Layout) -> Batch:
-    """A batch of requests with K drafts each, and other offsets."""
-    rng, k = np.random.default_rng(4), layout.num_speculative_tokens
+    """A batch of requests with three drafts each, and other offsets."""
+    rng = np.random.default_rng(4)
     requests = [
-        random_request(layout, rng, k, 0.3 + 0.7 * (i % 3 < 2)) for i in range(len(offsets) - 1)
+        random_request(layout, rng, 3, 0.3 + 0.7 * (i % 3 < 2)) for i in range(len(offsets) - 1)
     ]
     batch = pack(requests, layout)
     drafts = sd.Drafts(batch.drafts.token_ids, np.array(offsets, np.int32))

@@ -326,18 +326,17 @@ def test_rows_that_hold_nan_or_infinity_are_bad_where_they_are_visited(temperatu
 @pytest.mark.parametrize("rounds", [1, pytest.param(8, marks=pytest.mark.long)])
 def test_a_request_sees_all_before_it_whose_rows_it_would_share(rounds, monkeypatch):
     monkeypatch.setattr(request, "_ROUNDS", rounds)
-    # One draft each: an interpreted kernel takes a request after another, position by position.
-    layout = dataclasses.replace(SMALL, num_requests=69, num_drafts=69, num_speculative_tokens=1)
+    layout = dataclasses.replace(SMALL, num_requests=69, num_drafts=69 * 3)
     verifier = interpreted(KernelConfig(max_cluster=1))
     index = np.arange(70)
     # Some begin too early.
-    late = [index - 2 * np.sum(index > np.c_[last], axis=0) for last in ([1, 31, 33, 65], [32])]
-    for offsets in (*late, np.r_[0, 1, np.zeros(68, int)]):
+    late = [3 * index - 4 * np.sum(index > np.c_[last], axis=0) for last in ([1, 31, 33, 65], [32])]
+    for offsets in (*late, np.r_[0, 3, np.full(68, 2)]):
         (output,) = agree([edges.with_offsets(offsets, layout)], verifier)
         bad = np.flatnonzero(output.status == sd.Status.BAD_INPUT)
         back = np.flatnonzero(np.diff(offsets) < 0)  # the request after that one shares a row
         assert bad.tolist() == (
-            list(range(1, 69)) if offsets[-1] == 0 else sorted([*back, *back + 1])
+            list(range(1, 69)) if offsets[-1] == 2 else sorted([*back, *back + 1])
         )
 
 
