@@ -529,10 +529,10 @@ def test_verification_reads_the_store_in_place():
 # Errors, and travelling
 
 
-ROW = (jnp.zeros((SLOTS, NARROW)), jnp.zeros((SLOTS,)), jnp.zeros((SLOTS,)))
-ALL = dict(positions=jnp.zeros((SLOTS,), jnp.int32), sampling=at(*[1.0] * SLOTS))
-DRAFTS = sd.Drafts.from_flat(jnp.zeros((FLAT,), jnp.int32), i32([0] * SLOTS))
-TWO = jnp.zeros((2,))
+ROW = tuple(np.zeros(shape, np.float32) for shape in ((SLOTS, NARROW), SLOTS, SLOTS))
+ALL = dict(positions=np.zeros(SLOTS, np.int32), sampling=at(*[1.0] * SLOTS))
+DRAFTS = sd.Drafts.from_flat(np.zeros(FLAT, np.int32), i32([0] * SLOTS))
+TWO = np.zeros(2, np.float32)
 
 
 def create(*sizes: Any) -> Any:
@@ -555,7 +555,7 @@ ERRORS = [
     (create(1, K, 0), ValueError, "vocab_size"),
     (create(1, K, NARROW, jnp.int32), TypeError, "dtype"),
     (writing(jnp.bfloat16), TypeError, "logits"),  # not rounded
-    (writing(logits=jnp.zeros((SLOTS, VOCAB))), ValueError, "logits"),
+    (writing(logits=np.zeros((SLOTS, VOCAB), np.float32)), ValueError, "logits"),
     (writing(log_normalizer=TWO), ValueError, "log_normalizer"),
     (writing(row_max=TWO), ValueError, "row_max"),
     (writing(threshold=TWO), ValueError, "threshold"),
