@@ -323,10 +323,13 @@ SERVING = str(Path(programs.__file__).parent)
 
 
 class Interrupts:
-    """Calls, and calls again, interrupting at random lines of the serving code."""
+    """Calls, and calls again, interrupting at random lines of the serving code.
 
-    def __init__(self, seed: int, every: float) -> None:
-        self.rng, self.every = np.random.default_rng(seed), every
+    Only lines of some functions count, if `only` names them.
+    """
+
+    def __init__(self, seed: int, every: float, only: tuple[str, ...] = ()) -> None:
+        self.rng, self.every, self.only = np.random.default_rng(seed), every, only
         self.left, self.count = 1, 0
         self.places: set[str] = set()  # functions that were interrupted
 
@@ -351,7 +354,7 @@ class Interrupts:
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         if not frame.f_code.co_filename.startswith(SERVING):
             return None
-        if event == "line":
+        if event == "line" and (not self.only or frame.f_code.co_name in self.only):
             self.left -= 1
             if self.left == 0:
                 self.left = 1 + int(self.rng.exponential(self.every))
@@ -578,6 +581,26 @@ def test_an_interrupt_and_then_a_failure_lose_no_token(
         if not interrupts.count:
             break
     assert line > 100
+
+
+def test_an_interrupt_at_any_line_loses_and_repeats_nothing() -> None:
+    """Of what moves requests into slots, reads a step, and delivers its updates."""
+    requests = [dict(prompt=[1, i], max_new_tokens=3) for i in range(2)]
+    for line in itertools.count(1):
+        driver = driver_of()
+        ids = [driver.submit(**request) for request in requests]
+        interrupts = Interrupts(0, 1e9, only=("_occupy", "_read_step", "step"))
+        interrupts.left = line
+        updates = interrupts(driver.step)
+        while not driver.is_idle:
+            updates += driver.step()
+        found = collect(updates)
+        for request_id, request in zip(ids, requests, strict=True):
+            assert found[request_id].token_ids == greedy_truth(request), interrupts.places
+        assert driver.stats().num_tokens == sum(len(found[i].token_ids) for i in ids)
+        if not interrupts.count:
+            break
+    assert line > 30
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
