@@ -63,10 +63,10 @@ TOO_LARGE = Case("v5e", function="apply_penalties", batch=40_000)
 
 
 def groups() -> list[list[Case]]:
-    """Cases of one device that a process compiles: few, so that two workers end together."""
+    """Cases of one device that a process compiles: few, because no test may take five minutes."""
     by_device = itertools.groupby([*SPLIT, TOO_LARGE, *BOUNDS], lambda case: case.device)
     each = [list(cases) for _, cases in by_device]
-    return [cases[i : i + 6] for cases in each for i in range(0, len(cases), 6)]
+    return [cases[i : i + 4] for cases in each for i in range(0, len(cases), 4)]
 
 
 GROUP = {case: i for i, cases in enumerate(groups()) for case in cases}

@@ -95,7 +95,11 @@ def test_a_race_gives_the_tokens_of_the_oracle(ids):
 @pytest.mark.newest
 @pytest.mark.parametrize(
     ("ids", "layout"),
-    [*GRID[:1], *GRID[5:7], *(pytest.param(*case, marks=long) for case in (*GRID[1:3], GRID[4]))],
+    [
+        *(GRID[0], *GRID[5:7]),
+        *(pytest.param(*case, marks=long) for case in GRID[1:3]),
+        pytest.param(*GRID[4], marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_rows_read_at_once_give_the_tokens_of_the_oracle(ids, layout):
@@ -103,7 +107,9 @@ def test_rows_read_at_once_give_the_tokens_of_the_oracle(ids, layout):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize(("ids", "layout"), [pytest.param(*GRID[1], marks=long), GRID[5]], ids=str)
+@pytest.mark.parametrize(
+    ("ids", "layout"), [pytest.param(*GRID[1], marks=pytest.mark.slow), GRID[5]], ids=str
+)
 def test_rows_read_as_on_tpus_give_the_oracles_tokens(ids, layout):
     agree_on(ids, layout, on_tpu)
 

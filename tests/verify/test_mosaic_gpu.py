@@ -411,8 +411,8 @@ EVERY_DTYPE = [
     "layout",
     [
         *(LAYOUTS[4], BLOCK[2], FILTERED[3]),
-        *long(LAYOUTS[1], LAYOUTS[3], *LAYOUTS[5:], FILTERED[2]),
-        *slow(LAYOUTS[0], LAYOUTS[2], *BLOCK[:2], BLOCK[3], *FILTERED[:2], *EVERY_DTYPE),
+        *long(LAYOUTS[1], LAYOUTS[3], *LAYOUTS[5:]),
+        *slow(LAYOUTS[0], LAYOUTS[2], *BLOCK[:2], BLOCK[3], *FILTERED[:3], *EVERY_DTYPE),
     ],
     ids=str,
 )

@@ -43,7 +43,7 @@ def test_blocks_read_no_slot_that_is_being_filled():
     agree([random_batch(layout, seed=3)], verifier)
 
 
-@pytest.mark.parametrize("fault", ["parity", pytest.param("slot", marks=pytest.mark.long)])
+@pytest.mark.parametrize("fault", ["parity", pytest.param("slot", marks=pytest.mark.slow)])
 def test_a_wrong_phase_is_noticed(fault, monkeypatch):
     if fault == "parity":  # right in the first two rounds
         monkeypatch.setattr(cluster, "parity_of", lambda round: round & 0)

@@ -27,7 +27,6 @@ from .test_mosaic_gpu import (
     alone,
     few,
     interpreted,
-    long,
     lowered,
     on_gpu,
     refusal,
@@ -200,9 +199,17 @@ def test_no_thread_reads_an_entry_that_another_hides():
 
 
 @pytest.mark.parametrize(
-    ("ids", "length"), [("map", 3000), pytest.param("candidates", 128, marks=pytest.mark.long)]
+    ("ids", "length", "layout"),
+    [
+        ("map", 3000, BLOCK[3]),
+        pytest.param("candidates", 128, FILTERED[2], marks=pytest.mark.long),
+        pytest.param("map", 3000, UNALIGNED, marks=pytest.mark.long),
+        pytest.param("candidates", 128, BLOCK[3], marks=pytest.mark.slow),
+        pytest.param("map", 3000, FILTERED[2], marks=pytest.mark.slow),
+        pytest.param("candidates", 128, UNALIGNED, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("layout", [BLOCK[3], *long(FILTERED[2], UNALIGNED)], ids=str)
 @pytest.mark.parametrize("bits64", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_lowers_for_cuda_to_one_kernel(ids, length, layout, bits64):
     listed, _ = with_ids(random_batch(layout, 0, broken=0), ids, length)

@@ -206,8 +206,9 @@ UNALIGNED = Layout(vocab=4402, **SOME, **LEFT_OUT, kind="logits", block=True)
         *(pytest.param(None, LAYOUTS[i], 3, marks=pytest.mark.long) for i in (0, 2, 3)),
         *(
             pytest.param(ids, UNALIGNED, count, marks=pytest.mark.long)
-            for ids, count in ((None, 5), ("map", 4), ("candidates", 3))
+            for ids, count in ((None, 5), ("candidates", 3))
         ),
+        pytest.param("map", UNALIGNED, 4, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -72,7 +72,11 @@ HALF = dataclasses.replace(SMALL, dtype="bfloat16", draft_dtype="bfloat16")
 
 @pytest.mark.parametrize(
     "layout",
-    [HALF, *long(SMALL, dataclasses.replace(HALF, kind="logits", block=True))],
+    [
+        HALF,
+        *long(dataclasses.replace(HALF, kind="logits", block=True)),
+        pytest.param(SMALL, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_cold_requests_get_them_from_the_kernel_too(layout):

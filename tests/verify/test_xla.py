@@ -18,10 +18,8 @@ class TestOracle(suite.RaceSuite):
     "layout",
     [
         processed.PROCESSED[3],
-        *(
-            pytest.param(layout, marks=pytest.mark.long)
-            for layout in (suite.GRID[5], suite.BLOCK[1])
-        ),
+        pytest.param(suite.BLOCK[1], marks=pytest.mark.long),
+        pytest.param(suite.GRID[5], marks=pytest.mark.slow),
     ],
     ids=str,
 )
