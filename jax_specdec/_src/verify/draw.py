@@ -128,7 +128,7 @@ class LocalRows:
     def residual_masses(self, source: Position) -> jax.Array | None:
         """``[n, num_tiles]``, the masses of sources ``[n]`` that use q; None to sum them with p.
 
-        On a TPU they are summed apart, so that the rows of no other source are read.
+        On a TPU they are summed apart, and XLA reads the rows of no other source.
         """
         found, draft = self._residual_by_kernel(source), self.draft
         if found is not None or source.p_masses is None or draft is None:
