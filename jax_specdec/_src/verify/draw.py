@@ -322,7 +322,9 @@ def masses_of_positions(rows: LocalRows, positions: Position) -> jax.Array:
 
 
 def residual_of_positions(rows: LocalRows, positions: Position) -> jax.Array | None:
-    """``[B, P, num_tiles]``: `LocalRows.residual_masses` at positions ``[B, P]``."""
+    """``[B, P, num_tiles]``: `LocalRows.residual_masses` at positions ``[B, P]``; on TPUs alone."""
+    if rows.form.platform != "tpu":
+        return None
     read, is_cut = _proposed(positions)
     found = rows.residual_masses(jax.tree.map(lambda x: lax.collapse(x, 0, 2), read))
     if found is None:
@@ -542,14 +544,16 @@ def first_of_both(
     Returns:
       The places ``[n]``, and the totals ``[n]`` of the first.
     """
-    allowed = True if may_have_mass is None else may_have_mass
+
+    def has_mass(total: jax.Array) -> jax.Array:
+        return total > 0 if may_have_mass is None else may_have_mass & (total > 0)
+
     if platform != "tpu":  # fewer operations
         place, totals = inverse_cdf(both, u, platform)
         total = totals[:, 0]
-        return jnp.where(allowed & (total > 0), place[:, 0], place[:, 1]), total
+        return jnp.where(has_mass(total), place[:, 0], place[:, 1]), total
     total = jnp.sum(both[:, 0], axis=1)
-    has_mass = allowed & (total > 0)
-    weights = jnp.where(has_mass[:, None], both[:, 0], both[:, 1])
+    weights = jnp.where(has_mass(total)[:, None], both[:, 0], both[:, 1])
     return inverse_cdf(weights[:, None], u, platform)[0][:, 0], total
 
 
