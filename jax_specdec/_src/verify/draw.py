@@ -159,7 +159,7 @@ class LocalRows:
     def residual_masses(self, source: Position) -> jax.Array | None:
         """``[n, num_tiles]``, the masses of sources ``[n]`` that use q; None to sum them with p.
 
-        On a TPU they are summed apart, so that the rows of no other source are read.
+        On a TPU they are summed apart, and XLA reads the rows of no other source.
         """
         if self.draft is None or source.p_masses is None:
             return None
@@ -339,7 +339,9 @@ def masses_of_positions(rows: LocalRows, positions: Position) -> jax.Array:
 
 
 def residual_of_positions(rows: LocalRows, positions: Position) -> jax.Array | None:
-    """``[B, P, num_tiles]``: `LocalRows.residual_masses` at positions ``[B, P]``."""
+    """``[B, P, num_tiles]``: `LocalRows.residual_masses` at positions ``[B, P]``; on TPUs alone."""
+    if rows.form.platform != "tpu":
+        return None
     read, is_cut = _proposed(positions)
     found = rows.residual_masses(jax.tree.map(lambda x: lax.collapse(x, 0, 2), read))
     if found is None:
@@ -550,14 +552,16 @@ def first_of_both(
     Returns:
       The places ``[n]``, and the totals ``[n]`` of the first.
     """
-    allowed = True if may_have_mass is None else may_have_mass
-    if platform not in ("cpu", "tpu"):  # fewer kernels
+
+    def has_mass(total: jax.Array) -> jax.Array:
+        return total > 0 if may_have_mass is None else may_have_mass & (total > 0)
+
+    if platform != "tpu":  # fewer operations
         place, totals = inverse_cdf(both, u, platform)
         total = totals[:, 0]
-        return jnp.where(allowed & (total > 0), place[:, 0], place[:, 1]), total
+        return jnp.where(has_mass(total), place[:, 0], place[:, 1]), total
     total = jnp.sum(both[:, 0], axis=1)
-    has_mass = allowed & (total > 0)
-    weights = jnp.where(has_mass[:, None], both[:, 0], both[:, 1])
+    weights = jnp.where(has_mass(total)[:, None], both[:, 0], both[:, 1])
     return inverse_cdf(weights[:, None], u, platform)[0][:, 0], total
 
 

@@ -295,29 +295,28 @@ class Rows:
           sums relative to the partials.
         """
 
-        def read(start: Any, length: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        def read(start: Any, length: int) -> jax.Array:
             matrix = lax.dynamic_slice_in_dim(self.matrix, start, length, axis=1)
             first_id = None if self.first_id is None else self.first_id + start
             matrix = lax.optimization_barrier(matrix)
             tile = dataclasses.replace(self, matrix=matrix, first_id=first_id)
             peak = tile.peak(None)
-            # As float32, whose minimum is one operation.
-            place = jnp.arange(length, dtype=jnp.float32)[None, :]
 
-            def argmax() -> jax.Array:
-                is_peak = tile.whole() == peak[:, None]
-                return jnp.min(jnp.where(is_peak, place, length), axis=1).astype(jnp.int32)
+            def argmax() -> jax.Array:  # as float32, whose minimum is one operation
+                place = jnp.arange(length, dtype=jnp.float32)[None, :]
+                return jnp.min(jnp.where(tile.whole() == peak[:, None], place, length), axis=1)
 
-            found = lax.cond(wants_argmax, argmax, lambda: jnp.zeros_like(peak, jnp.int32))
-            first = start if first_id is None else first_id
-            return peak, first + found, tile.sums(None, peak, inv_temperature)
+            place = lax.cond(wants_argmax, argmax, lambda: jnp.zeros_like(peak))
+            return jnp.stack([peak, place, tile.sums(None, peak, inv_temperature)])
 
         whole, cut = divmod(self.width, tiles.TILE)
-        starts = jnp.arange(whole, dtype=jnp.int32) * tiles.TILE
-        found = [lax.map(lambda start: read(start, tiles.TILE), starts)] if whole else []
+        starts = jnp.arange(tiles.num_tiles(self.width), dtype=jnp.int32) * tiles.TILE
+        found = [lax.map(lambda start: read(start, tiles.TILE), starts[:whole])] if whole else []
         if cut:
-            found.append(jax.tree.map(lambda x: x[None], read(whole * tiles.TILE, cut)))
-        peaks, argmaxes, sums = jax.tree.map(lambda *x: jnp.concatenate(x), *found)
+            found.append(read(whole * tiles.TILE, cut)[None])
+        peaks, places, sums = jnp.moveaxis(jnp.concatenate(found), 1, 0)
+        argmaxes = starts[:, None] + places.astype(jnp.int32)
+        argmaxes = argmaxes if self.first_id is None else argmaxes + self.first_id
         peak = jnp.max(peaks, axis=0)
         none = jnp.iinfo(jnp.int32).max
         argmax = jnp.min(jnp.where(peaks == peak[None], argmaxes, none), axis=0)
