@@ -112,10 +112,8 @@ def test_thresholds_among_the_largest_entries_are_those_of_all(case):
     np.testing.assert_array_equal(thresholds(*given, platform="tpu"), wanted)
 
     def of_other_rows(filter: Filter, select: Any, *args: Any, **kwargs: Any) -> jax.Array:
-        def others(index: jax.Array | None) -> Any:
-            return dataclasses.replace(select(index), matrix=select(index).matrix - 0.125)
-
-        return threshold.find_thresholds(filter, others, *args, **kwargs)
+        others = dataclasses.replace(select(), matrix=select().matrix - 0.125)
+        return threshold.find_thresholds(filter, lambda: others, *args, **kwargs)
 
     with mock.patch.object(rows, "find_thresholds", of_other_rows):
         found = OF_OTHER_ROWS(*given)

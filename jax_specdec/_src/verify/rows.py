@@ -389,9 +389,7 @@ class Rows:
 
         least = find_thresholds(
             filter,
-            lambda index: (self.masked() if masked else self).select(
-                rows if index is None else index
-            ),
+            lambda: (self.masked() if masked else self).select(rows),
             limited,
             size=self.size,
             dtype=self.matrix.dtype,

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.blocks import gathering
 from jax_specdec._src.sampling import Filter, limits_count
 from jax_specdec._src.verify.form import Form
 from jax_specdec._src.verify.largest import Largest
@@ -99,7 +98,7 @@ class SomeRows(Protocol):
 
 def find_thresholds(
     filter: Filter,
-    select: Callable[[jax.Array | None], SomeRows],
+    select: Callable[[], SomeRows],
     limited: jax.Array,
     *,
     size: int,
@@ -113,8 +112,8 @@ def find_thresholds(
 
     Args:
       filter: min-p, top-k and top-p of each row's request, ``[n]``.
-      select: selects rows, or this device's part of them, once for all reads: some of the ``[n]``
-        by their indices, or all of them. Not called where no row has a threshold.
+      select: selects the rows, or this device's part of them, once for all reads; not called where
+        no row has a threshold.
       limited: ``[n]`` bool, the rows that have a threshold; for others the result is undefined.
       size: ids from it on are padding.
       dtype: of the logits before they were converted to float32.
@@ -123,51 +122,39 @@ def find_thresholds(
       form: how the vocabulary is split. If it is, each round tests 15 candidates: float32 logits
         take at most 8 rounds for each of top-k and top-p, bfloat16 logits 4. A TPU that has all of
         it tests 3, for which it computes about as long as it reads: 16 and 8 rounds.
-      largest: finds the largest entries of the rows; not called where nothing is searched for. Rows
-        whose thresholds these do not decide are read: a few at a time, or all if they are many.
+      largest: finds the largest entries of the rows; not called where nothing is searched for. The
+        rows are read if these do not decide all thresholds.
 
     Returns:
       ``[n]`` float32, at most `peak`; entries equal to it stay.
     """
     candidates = 15 if form.axis is not None else 3 if form.platform == "tpu" else 1
     settings: Any = dict(size=size, bits=bits_of(dtype), candidates=candidates)
-    given, none = (filter, peak, inv_temperature), jnp.full_like(peak, -jnp.inf)
+    settings |= dict(peak=peak, inv_temperature=inv_temperature)
+    none = jnp.full_like(peak, -jnp.inf)
 
-    def in_rows(
-        index: jax.Array | None, filter: Filter, peak: jax.Array, inv_temperature: jax.Array
-    ) -> jax.Array:
-        amounts: _InXla[None] = _InXla(select(index), peak, inv_temperature, form, candidates)
-        own: Any = dict(peak=peak, inv_temperature=inv_temperature)
-        return search(filter, amounts, None, **own, **settings)[0]
+    def in_rows() -> jax.Array:
+        amounts: _InXla[None] = _InXla(select(), peak, inv_temperature, form, candidates)
+        return search(filter, amounts, None, **settings)[0]
 
     if largest is None:
-        return only_if(jnp.any(limited), lambda: in_rows(None, *given), none)
+        return only_if(jnp.any(limited), in_rows, none)
     find_largest = largest
 
     def among_largest() -> tuple[jax.Array, jax.Array]:
         them = find_largest()
         amounts = _AmongLargest(them, peak, inv_temperature, form, candidates, limited)
-        own: Any = dict(peak=peak, inv_temperature=inv_temperature)
-        least, above = search(filter, amounts, none, **own, **settings)
+        least, above = search(filter, amounts, none, **settings)
         is_listed = (above > them.bound) | (above == -jnp.inf)
         return least, is_listed & (least > them.bound)
 
     searched = limited & filter.is_searched(size)
-    nothing = _of_min_p(*given), jnp.zeros_like(limited)
+    nothing = _of_min_p(filter, peak, inv_temperature), jnp.zeros_like(limited)
     least, known = only_if(jnp.any(searched), among_largest, nothing)
     unknown = searched & ~known
 
-    def in_few_rows() -> jax.Array:
-        order = _first(unknown)
-        is_unknown, *some = jax.tree.map(lambda x: x[order], (unknown, *given))
-        index = jnp.where(is_unknown, order, -1)
-        found = gathering(in_rows, form.platform, index, order, *some)
-        return none.at[order].set(found)
-
     with jax.named_scope(ALL_ENTRIES):
-        count, most = jnp.sum(unknown, dtype=jnp.int32), unknown.shape[0] // 2
-        rest = only_if((count > 0) & (count <= most), in_few_rows, none)
-        rest = only_if(count > most, lambda: in_rows(None, *given), rest)
+        rest = only_if(jnp.any(unknown), in_rows, none)
     return jnp.where(unknown, rest, least)
 
 
@@ -231,14 +218,6 @@ def _of_min_p(filter: Filter, peak: jax.Array, inv_temperature: jax.Array) -> ja
     if filter.min_p is None:
         return jnp.full_like(peak, -jnp.inf)
     return peak + jnp.log(filter.min_p) / inv_temperature
-
-
-def _first(these: jax.Array) -> jax.Array:
-    """The indices of ``these [n]``, then those of the others: a sort takes long to compile."""
-    before = jnp.cumsum(these, dtype=jnp.int32)
-    index = jnp.arange(these.shape[0], dtype=jnp.int32)
-    place = jnp.where(these, before - 1, before[-1] + index - before)
-    return jnp.zeros_like(index).at[place].set(index)
 
 
 def only_if(condition: jax.Array, fn: Callable[[], Any], otherwise: Any) -> Any:
