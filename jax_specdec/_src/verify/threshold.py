@@ -18,6 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_specdec._src.sampling import Filter, limits_count
@@ -258,7 +259,7 @@ def _largest(
     def divide(given: tuple[jax.Array, jax.Array, S]) -> tuple[jax.Array, jax.Array, S]:
         low, high, state = given
         # The distance may exceed an int32; so may products, but not their sums.
-        step = lax.shift_right_logical(high - low, halvings) + 1
+        step = lax.shift_right_logical(high - low, np.int32(halvings)) + 1
 
         def key(index: Any) -> jax.Array:
             return jnp.minimum(low + step * index, high)
