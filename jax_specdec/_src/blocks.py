@@ -57,7 +57,7 @@ def by_blocks(function: Callable[..., Any], length: int, rows: jax.Array, *array
 
     def step(i: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
         start = jnp.minimum(i.astype(jnp.uint32) * length, size - length)  # the last one overlaps
-        is_read = jnp.any(lax.dynamic_slice_in_dim(rows, start, length) >= 0)
+        is_read = any_under_vmap(jnp.any(lax.dynamic_slice_in_dim(rows, start, length) >= 0))
         nothing = jax.tree.unflatten(found_tree, [x[:length] for x in unread])
         of_block = jax.tree.leaves(lax.cond(is_read, read, lambda _: nothing, start))
         both = zip(found, of_block, strict=True)
@@ -75,6 +75,22 @@ def take(tree: Any, rows: jax.Array, platform: Platform) -> Any:
     starts = [*rows.astype(jnp.uint32)]
     found = [[lax.dynamic_slice_in_dim(x, start, 1) for start in starts] for x in matrices]
     return jax.tree.unflatten(treedef, [jnp.concatenate(x) for x in found])
+
+
+@jax.custom_batching.custom_vmap
+def any_under_vmap(condition: jax.Array) -> jax.Array:
+    """``[]`` bool: a condition; under `jax.vmap`, whether it holds for any of the mapped calls.
+
+    `jax.lax.cond` on it stays a branch. On a condition that differs between mapped calls, `vmap`
+    runs both branches, and copies for each call what they close over.
+    """
+    return condition
+
+
+@any_under_vmap.def_vmap
+def _any_of_mapped(size: int, mapped: list[bool], condition: jax.Array) -> tuple[jax.Array, bool]:
+    del size, mapped
+    return any_under_vmap(jnp.any(condition)), False
 
 
 def entry_of(tree: Any, index: jax.Array) -> Any:

@@ -54,6 +54,22 @@ def test_a_large_batch_gives_the_tokens_of_the_oracle(layout):
         assert (output.num_emitted > 0).any()
 
 
+def test_a_greedy_batch_and_a_sampled_one_agree_under_vmap():
+    layout = Layout(vocab=97, **BIG, kind="probs", block=True, has_bonus=True)
+    (batch,) = random_batches(layout, range(1))
+    temperature = np.stack([np.zeros_like(batch.temperature), batch.temperature])
+    assert temperature.any()
+    positional, named = batch.arguments()
+
+    def verify(temperature: jax.Array) -> sd.RejectionSampleOutput:
+        return large(*positional, **named | {"sampling": sd.SamplingParams(temperature)})
+
+    together = jax.vmap(verify)(temperature)
+    for i, alone in enumerate(temperature):
+        one = jax.tree.map(lambda x, i=i: x[i], together)
+        jax.tree.map(np.testing.assert_array_equal, one, verify(alone))
+
+
 def owners_in_python(first_row: np.ndarray, num_rows: np.ndarray, size: int) -> list[int]:
     owners = [-1] * size
     for b, (first, count) in enumerate(zip(first_row, num_rows, strict=True)):

@@ -79,6 +79,28 @@ def test_synthetic_temporaries_are_two_rows():
     assert used < 2.1, f"{used:.2f} rows"
 
 
+def test_calls_under_vmap_do_not_copy_the_rows_that_they_share():
+    b, mapped = 8, 16
+    rows = shape(b * (K + 1), VOCAB)
+
+    def verify(temperature: jax.Array, logits: jax.Array, q: jax.Array) -> jax.Array:
+        return sd.rejection_sample(
+            logits,
+            sd.Drafts.from_dense(jnp.zeros((b, K), jnp.int32), distribution=sd.DraftLogits(q)),
+            sampling=sd.SamplingParams(temperature),
+            keys=jax.random.split(jax.random.key(0), b),
+            positions=jnp.arange(b),
+            config=sd.SpecDecodeConfig(num_speculative_tokens=K),
+            implementation="xla_batched",
+        ).token_ids
+
+    lowered = jax.jit(jax.vmap(verify, in_axes=(0, None, None))).lower(
+        shape(mapped, b), rows, shape(b * K, VOCAB)
+    )
+    used = lowered.compile().memory_analysis().temp_size_in_bytes
+    assert used < 3 * 4 * rows.size, f"{used / (4 * rows.size):.2f} of the rows"
+
+
 def test_a_softmax_of_every_row_would_not():
     logits = shape(5, VOCAB)
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.blocks import entry_of
+from jax_specdec._src.blocks import any_under_vmap, entry_of
 from jax_specdec._src.sampling import Filter, SamplingParams
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
 from jax_specdec._src.verify.draw import (
@@ -73,7 +73,7 @@ def verify(
     is_large = logits.size * logits.dtype.itemsize >= _LARGE
     if form.in_order or form.axis or not is_large or rule.conditional_rates is not None:
         return _verify(requests, rows, rule)
-    samples = jnp.any(requests.is_ok & ~requests.greedy)
+    samples = any_under_vmap(jnp.any(requests.is_ok & ~requests.greedy))
     no_drafts = dataclasses.replace(rows, draft=None)
     return lax.cond(
         samples,
