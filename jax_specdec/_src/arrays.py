@@ -320,7 +320,7 @@ def as_int32(
     elif is_array and isinstance(values, jax.core.Tracer):
         refuse(TypeError, name, "be int32 where values are not known, as under jit", values)
     else:
-        array = jnp.asarray(host_int32(name, values))
+        array = jax.device_put(host_int32(name, values))
     if declared is not None:
         check_array(name, array, declared, {} if sizes is None else sizes)
     return array

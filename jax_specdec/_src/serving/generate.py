@@ -314,12 +314,12 @@ def make_batch(
         one.check(vocab_size)
     arrays = BatchOptions.create(options, lengths.tolist(), vocab_size)
     batch = Batch(
-        token_ids=jnp.asarray(token_ids),
-        lengths=jnp.asarray(lengths),
-        done=jnp.asarray(lengths >= arrays.max_lengths),
+        token_ids=jax.device_put(token_ids),
+        lengths=jax.device_put(lengths),
+        done=jax.device_put(lengths >= arrays.max_lengths),
         status=jnp.full((len(prompts),), int(Status.OK), jnp.int32),
         keys=_keys(key, options),
-        options=jax.tree.map(jnp.asarray, arrays),
+        options=jax.device_put(arrays),
     )
     return batch, prompt_size, round_up(budget)
 
