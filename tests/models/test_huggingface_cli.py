@@ -39,7 +39,7 @@ def run_json(
 def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """What a command line that is refused says: one line and no output."""
     with pytest.raises(SystemExit) as exit_:
-        main(["generate", *arguments])
+        main(["generate", "--no-compilation-cache", *arguments])
     assert exit_.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -311,6 +312,22 @@ def test_a_step_that_fails_is_reported_and_loses_nothing(ahead):
         assert found[request_id].token_ids == greedy_truth(request)
         assert found[request_id].finish_reason == "length"
     assert driver.serving_stats().num_failed_calls == 1
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_after_a_failed_step_those_that_ran_come_before_those_that_wait(ahead):
+    num_steps = itertools.count(1)
+    driver = failing(lambda x: x.shape == (SLOTS, K + 1) and next(num_steps) == SLOTS, ahead)
+    ids = [driver.submit([i % VOCAB], max_new_tokens=20) for i in range(2 * SLOTS)]
+    updates = []
+    while not driver.is_idle:
+        updates += driver.step()
+    failed = [i for i, update in enumerate(updates) if update.error is not None]
+    ran = {updates[i].request_id for i in failed}
+    came = list(dict.fromkeys(update.request_id for update in updates[failed[-1] + 1 :]))
+    assert ran and ran < set(ids)
+    assert set(came[: len(ran)]) == ran
+    assert all(one.finish_reason == "length" for one in collect(updates).values())
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
