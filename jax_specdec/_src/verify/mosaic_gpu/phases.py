@@ -31,7 +31,7 @@ from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, TargetSlice, WarpRow,
 from jax_specdec._src.verify.mosaic_gpu.statistics import LARGEST, LOG2E, Exponent, excess
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Ref, T, Threads
 from jax_specdec._src.verify.position import Position
-from jax_specdec._src.verify.rows import Partials, Rows, argmax_of_parts
+from jax_specdec._src.verify.rows import Partials, Rows
 from jax_specdec._src.verify.tiles import TILE, Scale, num_tiles
 
 _AT_ONCE = 4
@@ -49,7 +49,7 @@ def row_statistics(
     *,
     config: KernelConfig | None = None,
     interpret: Any = False,
-) -> tuple[Partials, jax.Array]:
+) -> Partials:
     """Statistics of some rows of logits.
 
     Args:
@@ -62,9 +62,8 @@ def row_statistics(
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
 
     Returns:
-      `Partials` ``[G]``, whose maximum is a logit of the order of the row's largest: the largest
-      itself for an argmax, -inf for an empty row. And ``[G]`` int32, the id of the argmax, ties to
-      the lowest. If a row holds NaN or +inf, its maximum is +inf.
+      ``[G]``: a sum, relative to a logit of the order of the row's largest, or an argmax beside the
+      largest itself. The maximum is -inf for an empty row, +inf if a row holds NaN or +inf.
     """
     logits, num_rows, first_id = rows.matrix, index.shape[0], rows.first_id
     assert first_id is not None
@@ -129,10 +128,9 @@ def row_statistics(
         interpret=interpret,
     )
     peaks, others = [x.reshape(num_rows, slices.warps).T for x in found]
-    parts = Partials(jnp.where(jnp.isnan(peaks), jnp.inf, peaks), others)
-    whole = Partials.of_whole(parts, jnp.repeat(inv_temperature, per_request))
-    columns = lax.bitcast_convert_type(others, jnp.int32)
-    return whole, first_id + argmax_of_parts(parts.max, columns)
+    argmaxes = first_id + lax.bitcast_convert_type(others, jnp.int32)
+    parts = Partials(jnp.where(jnp.isnan(peaks), jnp.inf, peaks), others, argmaxes)
+    return Partials.of_whole(parts, jnp.repeat(inv_temperature, per_request))
 
 
 class PartOperands(NamedTuple, Generic[X]):
