@@ -137,7 +137,7 @@ class PartOperands(NamedTuple, Generic[X]):
     """What the kernels that draw read: arrays, or refs of them.
 
     Attributes:
-      source: a `Position` ``[G]`` of what is read; the token is -1 unless it has no weight.
+      source: a `Position` ``[G]`` of what is read.
       first_id: ``[1]`` int32, the part's first id.
       target: ``[M, width]`` target logits of the part.
       bitmask: ``[M, words]`` int32, the ids that are allowed, or None.
@@ -165,7 +165,6 @@ class PartOperands(NamedTuple, Generic[X]):
         arrays: dict[str, Any] = dict.fromkeys(unread)
         has_scale = draft is not None and isinstance(draft.distribution, DraftLogits)
         arrays["draft_scale"] = source.draft_scale.scale if has_scale else None
-        arrays["token_id"] = jnp.where(source.is_one_hot, source.token_id, -1)
         mapped = draft.rows if draft and isinstance(draft.rows, MappedRows) else None
         return PartOperands(
             source=source._replace(**arrays),
@@ -187,7 +186,8 @@ class PartWeights:
       groups: reads that a warp needs for a tile.
       first_id: ``[]`` int32, the part's first id.
       is_wanted: ``[128]`` bool, whether the source is.
-      without: ``[128]`` int32, the id that has no weight, or -1.
+      without: ``[128]`` int32, the id that has no weight, unless the weights are the residual: the
+        draft, or no id of the vocabulary.
       target: the target row.
       p: from its entries to ``p``.
       draft: the draft row; None if the call has none.
