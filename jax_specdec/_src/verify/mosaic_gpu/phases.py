@@ -129,8 +129,9 @@ def row_statistics(
     )
     peaks, others = [x.reshape(num_rows, slices.warps).T for x in found]
     argmaxes = first_id + lax.bitcast_convert_type(others, jnp.int32)
-    parts = Partials(jnp.where(jnp.isnan(peaks), jnp.inf, peaks), others, argmaxes)
-    return Partials.of_whole(parts, jnp.repeat(inv_temperature, per_request))
+    parts, inv = Partials(peaks, others, argmaxes), jnp.repeat(inv_temperature, per_request)
+    whole = Partials.of_whole(parts, inv)
+    return whole._replace(max=jnp.where(jnp.isnan(whole.max), jnp.inf, whole.max))
 
 
 class PartOperands(NamedTuple, Generic[X]):
