@@ -87,16 +87,17 @@ def source_of(case: Case) -> Position:
         draft = logits_of(case, 1)[:REQUESTS].astype(jnp.float32)
         draft_scale = draft_scale._replace(scale=jax.vmap(scale_of)(draft, inv))
     from_residual = jnp.arange(REQUESTS) % 3 > 0 if case.kind else jnp.zeros(REQUESTS, bool)
-    is_one_hot = (jnp.arange(REQUESTS) % 2 == 0) & ~from_residual
+    proposed = from_residual | (jnp.arange(REQUESTS) % 2 == 0)
+    token_ids = jnp.asarray(rng.integers(case.size, size=REQUESTS), jnp.int32)
     return positions_of(
         REQUESTS,
         case.size,
         draft_row=rows,
-        token_id=jnp.asarray(rng.integers(case.size, size=REQUESTS), jnp.int32),
+        token_id=jnp.where(proposed, token_ids, -1),
         scale=scale,
         draft_scale=draft_scale,
         weight=jnp.asarray(rng.uniform(0.5, 1.0, REQUESTS), jnp.float32),
-        proposed=from_residual | is_one_hot,
+        proposed=proposed,
         uses_q=from_residual,
         inv_temperature=inv,
     )

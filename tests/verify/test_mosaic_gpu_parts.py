@@ -38,8 +38,7 @@ def rows_of(vocab: int, dtype: str) -> jax.Array:
 
 
 def judge(logits, count, found) -> None:
-    (peaks, totals), ids = found
-    for i, (peak, total, best) in enumerate(zip(peaks, totals, ids, strict=True)):
+    for i, (peak, total, best) in enumerate(zip(*found, strict=True)):
         row = np.asarray(logits[ROWS[i]], np.float64)[:count]
         if not WANTED[i] or count == 0:
             assert peak == -np.inf

@@ -31,7 +31,7 @@ from jax_specdec._src.verify.draw import LocalRows, race_draw
 from jax_specdec._src.verify.form import of_owner, pack, unpack
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.requests import Request
-from jax_specdec._src.verify.rows import Partials, TargetStatistics, argmax_of_parts
+from jax_specdec._src.verify.rows import Partials, TargetStatistics
 from jax_specdec._src.verify.rules import Rule, accepts_greedy
 
 _MANY_PAIRS = 2**22
@@ -108,11 +108,11 @@ def _of_all_rows(
     if samples and rows.form.platform == "tpu" and in_tiles:
         inv_temperature, _, _ = of_owners(requests, num_rows, given)
         wants_argmax = jnp.any(requests.is_ok & requests.greedy)
-        partials, argmax, sums = target.by_tile(inv_temperature, wants_argmax)
-        stats = TargetStatistics(partials, argmax, None, sums if rows.form.keeps_sums else None)
+        partials, sums = target.by_tile(inv_temperature, wants_argmax)
+        stats = TargetStatistics(partials, None, sums if rows.form.keeps_sums else None)
     else:
         peak, argmax = target.max_and_argmax(None)
-        stats = TargetStatistics(Partials(peak, jnp.zeros_like(peak)), argmax, None, None)
+        stats = TargetStatistics(Partials(peak, jnp.zeros_like(peak), argmax), None, None)
         if samples:
             stats = _summed(rows, None, peak, argmax, *of_owners(requests, num_rows, given))
     return at_positions(stats, positions, rows.form.platform)
@@ -139,7 +139,7 @@ def _of_one_row(rows: LocalRows, one: Request, position: Position) -> TargetStat
         peak, argmax = rows.target.max_and_argmax(row)
         least = None if one.filter is None else jnp.full((1,), -jnp.inf, jnp.float32)
         sums = jnp.zeros((1, rows.num_tiles), jnp.float32)
-        return TargetStatistics(Partials(peak, jnp.ones_like(peak)), argmax, least, sums)
+        return TargetStatistics(Partials(peak, jnp.ones_like(peak), argmax), least, sums)
 
     def sampled() -> TargetStatistics:
         peak, argmax = rows.target.peak(row), jnp.zeros_like(row)
@@ -166,15 +166,15 @@ def _summed(
         least = target.find_thresholds(index, *given)
     sums = target.sums(index, peak, inv_temperature, least, rows.sums_kept)
     if not form.keeps_sums:
-        return TargetStatistics(Partials(peak, sums), argmax, least, None)
-    return TargetStatistics(Partials(peak, jnp.sum(sums, axis=1)), argmax, least, sums)
+        return TargetStatistics(Partials(peak, sums, argmax), least, None)
+    return TargetStatistics(Partials(peak, jnp.sum(sums, axis=1), argmax), least, sums)
 
 
 def _judged(
     rows: LocalRows, requests: Request, positions: Position, stats: TargetStatistics
 ) -> Position:
     """Positions with p, q and the status of their rows, from the statistics of this part."""
-    form, partials, argmax, least = rows.form, stats.partials, stats.argmax, stats.threshold
+    form, partials, least = rows.form, stats.partials, stats.threshold
     ids, inv, greedy = positions.token_id, positions.inv_temperature, requests.greedy[:, None]
     logit = rows.target.at(positions.row, ids)
     whole, of_draft, width = partials, None, rows.target.width
@@ -183,10 +183,9 @@ def _judged(
     if rows.draft is not None:
         of_draft = _of_drafts(rows, requests, positions, most)
     if form.axis is not None:
-        own = partials, argmax, logit, of_draft if form.draft_is_split else None
-        parts, argmaxes, logits, of_parts = form.gather(own)
-        whole = Partials.of_whole(parts, inv)
-        argmax, logit = argmax_of_parts(parts.max, argmaxes), of_owner(logits, ids, width)
+        own = partials, logit, of_draft if form.draft_is_split else None
+        parts, logits, of_parts = form.gather(own)
+        whole, logit = Partials.of_whole(parts, inv), of_owner(logits, ids, width)
         if of_parts is not None:
             q_entries, q_parts = of_parts
             q_parts = None if q_parts is None else Partials.of_whole(q_parts, inv[:, :most])
@@ -197,10 +196,11 @@ def _judged(
         p_masses = stats.sums * (jnp.exp(moved * inv) / whole.sum)[..., None]
     if least is not None:
         logit = jnp.where(logit < least, -jnp.inf, logit)
-    is_argmax = accepts_greedy(ids, argmax).astype(jnp.float32)
+    assert whole.argmax is not None
+    is_argmax = accepts_greedy(ids, whole.argmax).astype(jnp.float32)
     status = jnp.where(jnp.isfinite(whole.max), Status.OK, Status.BAD_TARGET_ROW)
     positions = positions._replace(
-        argmax=argmax,
+        argmax=whole.argmax,
         scale=scale,
         threshold=least,
         p_masses=p_masses,
@@ -277,7 +277,7 @@ def _of_drafts(
     if platform == "tpu" and storage.first_id is None:
         # One row at a time: putting rows together takes longest, and then writing single numbers.
         of_row = functools.partial(read, num_tiles=tiles.num_tiles(storage.width))
-        both = by_blocks(lambda *one: jnp.stack(of_row(*one), axis=1), 1, index, index, inv)
+        both = by_blocks(lambda *one: jnp.stack(of_row(*one)[:2], axis=1), 1, index, index, inv)
         found = Partials(both[:, 0], both[:, 1])
     else:
         found = gathering(read, platform, index, index, inv)
@@ -291,7 +291,7 @@ def at_positions(
 
     To gather 320 numbers, a TPU takes longer than for a sum over all pairs of a row and a position.
     """
-    num_rows, shape = stats.argmax.shape[0], positions.row.shape
+    num_rows, shape = stats.partials.max.shape[0], positions.row.shape
     index = jnp.minimum(positions.row, num_rows - 1)
     if platform != "tpu" or num_rows * positions.row.size > _MANY_PAIRS:
         return jax.tree.map(lambda x: x[index], stats)

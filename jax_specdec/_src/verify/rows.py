@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -56,54 +56,59 @@ def _bits_by_product(words: jax.Array) -> jax.Array:
 
 
 class Partials(NamedTuple):
-    """Maximum and sum of rows of logits, or of a part of each; ``[n]`` each.
+    """What is known of rows of logits, or of a part of each; ``[n]`` each.
 
     Attributes:
       max: float32, the largest logit before temperature. It is +inf if the row holds a NaN, and
         -inf if no id is allowed.
       sum: float32, ``sum(exp((logit - max) / temperature))``; 0 if no request samples.
+      argmax: int32, the lowest id of the largest logit; None if it is not wanted.
     """
 
     max: jax.Array
     sum: jax.Array
+    argmax: jax.Array | None = None
 
     def checked(self) -> Partials:
         """With +inf for `max` if the sum is NaN: a maximum may pass over a NaN, a sum cannot."""
-        return Partials(jnp.where(jnp.isnan(self.sum), jnp.inf, self.max), self.sum)
+        return self._replace(max=jnp.where(jnp.isnan(self.sum), jnp.inf, self.max))
 
     @classmethod
     def of_whole(cls, parts: Partials, inv_temperature: jax.Array) -> Partials:
-        """The partials of whole rows, from those of their parts ``[num_parts, n]``."""
+        """The partials of whole rows, from those of their parts ``[num_parts, n]``.
+
+        The parts stand in the program one by one, each sliced once: XLA fuses that with its use.
+        """
         if parts.max.shape[0] == 1:
-            return cls(parts.max[0], parts.sum[0])
-        maxima, sums = list(parts.max), list(parts.sum)  # in a Python loop, which XLA fuses
+            return jax.tree.map(lambda x: x[0], parts)
+        maxima, sums = list(parts.max), list(parts.sum)
         peak: jax.Array = functools.reduce(jnp.maximum, maxima)
         total = jnp.zeros_like(peak)
         for m, of_part in zip(maxima, sums, strict=True):
             lower = jnp.where(m == peak, 0.0, m - peak)
             total += of_part * jnp.exp(lower * inv_temperature)
-        return cls(peak, total)
+        argmax = None if parts.argmax is None else argmax_of_parts(maxima, parts.argmax)
+        return cls(peak, total, argmax)
 
 
 class TargetStatistics(NamedTuple):
     """Statistics of target rows, or of this device's part of them.
 
     Attributes:
-      partials: maximum and sum of the part.
-      argmax: of the part.
+      partials: of the part.
       threshold: of the whole row, or None.
       sums: ``[..., num_tiles]``, the sum of `partials` by tile; None if only the total is kept.
     """
 
     partials: Partials
-    argmax: jax.Array
     threshold: jax.Array | None
     sums: jax.Array | None
 
 
-def argmax_of_parts(maxima: jax.Array, argmaxes: jax.Array) -> jax.Array:
-    """The lowest argmax ``[n]`` of whole rows, from those of parts ``[num_parts, n]``."""
-    peak: jax.Array = functools.reduce(jnp.maximum, list(maxima))
+def argmax_of_parts(maxima: Iterable[jax.Array], argmaxes: Iterable[jax.Array]) -> jax.Array:
+    """The lowest argmax ``[n]`` of whole rows, from those of parts, ``[n]`` each."""
+    maxima = list(maxima)
+    peak: jax.Array = functools.reduce(jnp.maximum, maxima)
     ids = [jnp.where(m == peak, x, 2**30) for m, x in zip(maxima, argmaxes, strict=True)]
     return functools.reduce(jnp.minimum, ids)
 
@@ -280,8 +285,8 @@ class Rows:
 
     def by_tile(
         self, inv_temperature: jax.Array, wants_argmax: jax.Array
-    ) -> tuple[Partials, jax.Array, jax.Array]:
-        """Partials, argmax and sums by tile of all rows, in one pass over the tiles.
+    ) -> tuple[Partials, jax.Array]:
+        """Partials and sums by tile of all rows, in one pass over the tiles.
 
         For TPUs: a tile of every row fits in vector memory, where its sum is taken relative to its
         own maximum. Without a bitmask. Tiles are counted from the first column.
@@ -291,8 +296,8 @@ class Rows:
           wants_argmax: ``[]`` bool, whether the argmax of any row is wanted.
 
         Returns:
-          Partials ``[n]``; the argmax ``[n]``, undefined if it is not wanted; and ``[n, T]``, the
-          sums relative to the partials.
+          Partials ``[n]``, whose argmax is undefined if it is not wanted; and ``[n, T]``, the sums
+          relative to their maxima.
         """
 
         def read(start: Any, length: int) -> jax.Array:
@@ -322,7 +327,7 @@ class Rows:
         argmax = jnp.min(jnp.where(peaks == peak[None], argmaxes, none), axis=0)
         base = jnp.where(jnp.isfinite(peak), peak, 0.0)[None]
         sums = (sums * jnp.exp((peaks - base) * inv_temperature[None])).T
-        return Partials(peak, jnp.sum(sums, axis=1)).checked(), argmax, sums
+        return Partials(peak, jnp.sum(sums, axis=1), argmax).checked(), sums
 
     def peak(self, rows: jax.Array | None) -> jax.Array:
         """The maximum alone, ``[n]``. It may pass over a NaN: see `Partials.checked`."""

@@ -38,9 +38,9 @@ class PartKernels:
         wanted = requests.is_ok[:, None] & (positions.offset < requests.num_rows[:, None])
         index = jnp.where(wanted, positions.row, -1)
         if filter is None:
-            return TargetStatistics(*self._read(target, requests, index, greedy), None, None)
+            return TargetStatistics(self._read(target, requests, index, greedy), None, None)
         limited = filter.limits(target.size) & ~greedy
-        partials, argmax = self._read(target, requests, index, greedy | limited)
+        partials = self._read(target, requests, index, greedy | limited)
         index, num_rows = jnp.where(limited[:, None], index, -1), target.matrix.shape[0]
         place = jnp.where(index < 0, num_rows, index)
         peak = jnp.full((num_rows,), -jnp.inf, jnp.float32).at[place].set(partials.max, mode="drop")
@@ -48,9 +48,9 @@ class PartKernels:
         filter, wanted, inv = of_owners(requests, num_rows, given)
         least = target.find_thresholds(None, filter, wanted, peak, inv, rows.form)
         least = least.at[place].get(mode="fill", fill_value=-jnp.inf)
-        kept, _ = self._read(target, requests, index, greedy, least)
+        kept = self._read(target, requests, index, greedy, least)._replace(argmax=partials.argmax)
         partials = jax.tree.map(lambda x, y: jnp.where(index < 0, x, y), partials, kept)
-        return TargetStatistics(partials, argmax, least, None)
+        return TargetStatistics(partials, least, None)
 
     def draft_partials(
         self, rows: LocalRows, draft: DraftRows, requests: Request, index: jax.Array
@@ -60,7 +60,8 @@ class PartKernels:
             return None
         least = draft.storage.thresholds
         least = None if least is None else least[jnp.clip(index, 0, least.shape[0] - 1)]
-        return self._read(draft.storage, requests, index, requests.greedy, least)[0]
+        found = self._read(draft.storage, requests, index, requests.greedy, least)
+        return found._replace(argmax=None)
 
     def _read(
         self,
@@ -69,8 +70,8 @@ class PartKernels:
         index: jax.Array,
         by_argmax: jax.Array,
         least: jax.Array | None = None,
-    ) -> tuple[Partials, jax.Array]:
-        """Partials and argmax of the rows ``[B, n]`` that are not negative, from `least` on."""
+    ) -> Partials:
+        """Of the rows ``[B, n]`` that are not negative, from `least` on."""
         index = jnp.minimum(index, rows.matrix.shape[0] - 1)
         found = phases.row_statistics(
             rows,

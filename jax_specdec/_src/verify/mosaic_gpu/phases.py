@@ -31,7 +31,7 @@ from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, TargetSlice, WarpRow,
 from jax_specdec._src.verify.mosaic_gpu.statistics import LARGEST, LOG2E, Exponent, excess
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Ref, T, Threads
 from jax_specdec._src.verify.position import Position
-from jax_specdec._src.verify.rows import Partials, Rows, argmax_of_parts
+from jax_specdec._src.verify.rows import Partials, Rows
 from jax_specdec._src.verify.tiles import TILE, Scale, num_tiles
 
 _AT_ONCE = 4
@@ -49,7 +49,7 @@ def row_statistics(
     *,
     config: KernelConfig | None = None,
     interpret: Any = False,
-) -> tuple[Partials, jax.Array]:
+) -> Partials:
     """Statistics of some rows of logits.
 
     Args:
@@ -62,9 +62,8 @@ def row_statistics(
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
 
     Returns:
-      `Partials` ``[G]``, whose maximum is a logit of the order of the row's largest: the largest
-      itself for an argmax, -inf for an empty row. And ``[G]`` int32, the id of the argmax, ties to
-      the lowest. If a row holds NaN or +inf, its maximum is +inf.
+      ``[G]``: a sum, relative to a logit of the order of the row's largest, or an argmax beside the
+      largest itself. The maximum is -inf for an empty row, +inf if a row holds NaN or +inf.
     """
     logits, num_rows, first_id = rows.matrix, index.shape[0], rows.first_id
     assert first_id is not None
@@ -129,17 +128,17 @@ def row_statistics(
         interpret=interpret,
     )
     peaks, others = [x.reshape(num_rows, slices.warps).T for x in found]
-    parts = Partials(jnp.where(jnp.isnan(peaks), jnp.inf, peaks), others)
-    whole = Partials.of_whole(parts, jnp.repeat(inv_temperature, per_request))
-    columns = lax.bitcast_convert_type(others, jnp.int32)
-    return whole, first_id + argmax_of_parts(parts.max, columns)
+    argmaxes = first_id + lax.bitcast_convert_type(others, jnp.int32)
+    parts, inv = Partials(peaks, others, argmaxes), jnp.repeat(inv_temperature, per_request)
+    whole = Partials.of_whole(parts, inv)
+    return whole._replace(max=jnp.where(jnp.isnan(whole.max), jnp.inf, whole.max))
 
 
 class PartOperands(NamedTuple, Generic[X]):
     """What the kernels that draw read: arrays, or refs of them.
 
     Attributes:
-      source: a `Position` ``[G]`` of what is read; the token is -1 unless it has no weight.
+      source: a `Position` ``[G]`` of what is read.
       first_id: ``[1]`` int32, the part's first id.
       target: ``[M, width]`` target logits of the part.
       bitmask: ``[M, words]`` int32, the ids that are allowed, or None.
@@ -167,7 +166,6 @@ class PartOperands(NamedTuple, Generic[X]):
         arrays: dict[str, Any] = dict.fromkeys(unread)
         has_scale = draft is not None and isinstance(draft.distribution, DraftLogits)
         arrays["draft_scale"] = source.draft_scale.scale if has_scale else None
-        arrays["token_id"] = jnp.where(source.is_one_hot, source.token_id, -1)
         mapped = draft.rows if draft and isinstance(draft.rows, MappedRows) else None
         return PartOperands(
             source=source._replace(**arrays),
@@ -189,7 +187,8 @@ class PartWeights:
       groups: reads that a warp needs for a tile.
       first_id: ``[]`` int32, the part's first id.
       is_wanted: ``[128]`` bool, whether the source is.
-      without: ``[128]`` int32, the id that has no weight, or -1.
+      without: ``[128]`` int32, the id that has no weight, unless the weights are the residual: the
+        draft, or no id of the vocabulary.
       target: the target row.
       p: from its entries to ``p``.
       draft: the draft row; None if the call has none.

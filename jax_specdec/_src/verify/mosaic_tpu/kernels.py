@@ -46,10 +46,10 @@ class TpuKernels:
                 largest = functools.partial(Largest.of, lists, mass)
             least = target.find_thresholds(None, filter, wanted, peak, inv, form, largest)
             _, _, sums, _ = statistics(greedy, (peak, least))
-        partials = Partials(peak, jnp.sum(sums, axis=1)).checked()
         argmax = argmax if target.first_id is None else target.first_id + argmax
+        partials = Partials(peak, jnp.sum(sums, axis=1), argmax).checked()
         kept = sums[:, : rows.num_tiles] if samples and form.keeps_sums else None
-        found = TargetStatistics(partials, argmax, least, kept)
+        found = TargetStatistics(partials, least, kept)
         return at_positions(found, positions, form.platform)
 
     def draft_partials(
