@@ -12,9 +12,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, PartitionSpec
 
 import jax_specdec as sd
+from jax_specdec._src.verify.draft_rows import DraftScale
+from jax_specdec._src.verify.draw import LocalRows
+from jax_specdec._src.verify.form import Form
 from jax_specdec._src.verify.largest import Largest
 from jax_specdec._src.verify.mosaic_tpu import residual, statistics, support
-from jax_specdec._src.verify.tiles import TILE, num_tiles
+from jax_specdec._src.verify.position import Position
+from jax_specdec._src.verify.tiles import TILE, Scale, num_tiles
 
 from .batch import Layout, Request, agree, jitted, pack
 from .cases import random_batch, random_batches
@@ -115,8 +119,15 @@ RESIDUALS = [
     # target rows, draft rows, columns, columns read, sources, dtypes, whether q is in logits
     (22, 14, 10 * TILE + 256, 10 * TILE + 50, 19, "bfloat16", "bfloat16", True),
     (9, 6, 384, 300, 5, "float32", "bfloat16", True),
-    (8, 5, 9 * TILE + 128, 9 * TILE + 128, 9, "bfloat16", "float32", False),
+    (8, 6, 9 * TILE + 128, 9 * TILE + 128, 9, "bfloat16", "float32", False),
 ]
+
+
+def rows_and_source(target, draft, size, values):
+    """What the kernel is given: only what it reads is filled in."""
+    form = Form("tpu", keeps_sums=True)
+    unread = dict.fromkeys(Position._fields, jnp.zeros(len(values["row"])))
+    return LocalRows.of(target, draft, None, size, form), Position(**unread | values)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +136,7 @@ RESIDUALS = [
     ids=str,
 )
 def test_residual_masses_are_those_of_numpy(shape):
+    """Rows of a request follow each other, as those of the block rule; some are not read."""
     num_rows, num_drafts, width, end, n, dtype, draft_dtype, has_logits = shape
     rng = np.random.default_rng(width)
     target = jnp.asarray(3 * rng.standard_normal((num_rows, width)), dtype)
@@ -132,39 +144,50 @@ def test_residual_masses_are_those_of_numpy(shape):
     if not has_logits:
         draft = jax.nn.softmax(draft).at[0, 5].set(jnp.nan).at[1, 6].set(-1.0)
         draft = draft.at[2, TILE + 1].set(jnp.inf)
-    rows = [np.arange(n, dtype=np.int32) * 3 % count for count in (num_rows, num_drafts)]
+    index = np.arange(n, dtype=np.int32)
+    rows, is_read = [(index + index // 4) % num_rows, (index + 1) % num_drafts], index % 7 != 2
     inverse, weight = rng.uniform(0.2, 2, (2, n)).astype(np.float32)
     least = np.where(rng.random(n) < 0.5, 1.0, -np.inf).astype(np.float32)
+    of_drafts = np.full(num_drafts, 1.0, np.float32)
 
-    def scale_and_probs(matrix: jax.Array, index: np.ndarray) -> tuple:
+    def scale_and_probs(matrix: jax.Array, index: np.ndarray, least: np.ndarray) -> tuple:
         x = np.asarray(matrix.astype(jnp.float32), np.float64)[index, :end]
-        shift = x.max(axis=1).astype(np.float32)
+        kept, shift = x >= least[:, None], x.max(axis=1).astype(np.float32)
         x = (x - shift[:, None]) * inverse[:, None]
         log_scale = np.log(np.exp(x).sum(axis=1)).astype(np.float32)
-        kept = np.asarray(matrix.astype(jnp.float32))[index, :end] >= least[:, None]
-        return (shift, log_scale, least), np.where(kept, np.exp(x - log_scale[:, None]), 0.0)
+        return Scale(shift, log_scale), np.where(kept, np.exp(x - log_scale[:, None]), 0.0)
 
-    of_target, p = scale_and_probs(target, rows[0])
-    of_draft, q = scale_and_probs(draft, rows[1]) if has_logits else (None, None)
-    if q is None:
-        q = np.asarray(draft, np.float64)[rows[1], :end]
+    scale, p = scale_and_probs(target, rows[0], least)
+    if has_logits:
+        q_scale, q = scale_and_probs(draft, rows[1], of_drafts[rows[1]])
+        given = sd.DraftLogits(draft, threshold=jnp.asarray(of_drafts))
+    else:
+        q_scale, q = scale, np.asarray(draft, np.float64)[rows[1], :end]
+        given = sd.DraftProbs(draft)
     left = np.where((q >= 0) & (q < np.inf), np.maximum(weight[:, None] * p - q, 0.0), np.nan)
     count = num_tiles(width)
-    left = np.pad(left, ((0, 0), (0, count * TILE - end))).reshape(n, count, TILE)
-    with backend():
-        compute = jax.jit(residual.residual_masses, static_argnums=2)
-        got = compute(target, draft, end, rows, of_target, of_draft, inverse, weight)
+    left = np.pad(left, ((0, 0), (0, count * TILE - end))).reshape(n, count, TILE).sum(axis=2)
+    values = dict(row=rows[0], draft_row=rows[1], uses_q=is_read, inv_temperature=inverse)
+    values |= dict(scale=scale, threshold=least, draft_scale=DraftScale(q_scale, is_read))
+
+    @jax.jit
+    def compute(target, given, values):
+        return residual.residual_masses(*rows_and_source(target, given, end, values))
+
+    with backend(), mock.patch.object(residual, "_TILES", 9):  # more than one block
+        got = compute(target, given, values | dict(weight=weight))
     assert has_logits == (not np.isnan(got).any())
-    np.testing.assert_allclose(got, left.sum(axis=2), atol=3e-6)
+    np.testing.assert_allclose(got, np.where(is_read[:, None], left, 0.0), atol=3e-6)
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "width", "dtype"), [(4, 131, "float32"), (3, 256, "bfloat16")]
+    ("num_rows", "width", "dtype"),
+    [(4, 131, "float32"), (3, 256, "bfloat16"), (4, 256, "float16")],
 )
 def test_rows_that_cannot_be_copied_alone_are_left_to_xla(num_rows, width, dtype):
-    matrix, one = jnp.zeros((num_rows, width), dtype), jnp.ones(1)
-    given = [jnp.zeros(1, jnp.int32)] * 2, (one, one, one), None, one, one
-    assert residual.residual_masses(matrix, matrix, width, *given) is None
+    matrix, row = jnp.zeros((num_rows, width), dtype), jnp.zeros(1, jnp.int32)
+    given = rows_and_source(matrix, sd.DraftLogits(matrix), width, dict(row=row))
+    assert residual.residual_masses(*given) is None
 
 
 BIG = dict(num_speculative_tokens=4, num_requests=8, num_drafts=34)

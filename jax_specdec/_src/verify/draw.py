@@ -51,17 +51,21 @@ class Kernels(Protocol):
         self, rows: LocalRows, draft: DraftRows, requests: Request, index: jax.Array
     ) -> Partials | None:
         """Of the draft rows ``index [B, P]`` that are not negative."""
+        return None
 
     def masses(self, rows: LocalRows, source: Position) -> jax.Array | None:
         """As `LocalRows.masses`."""
+        return None
 
     def residual_masses(self, rows: LocalRows, source: Position) -> jax.Array | None:
         """As `LocalRows.residual_masses`."""
+        return None
 
     def draw(
         self, rows: LocalRows, source: Position, masses: jax.Array, recover: jax.Array
     ) -> tuple[jax.Array, jax.Array] | None:
         """As `inverse_cdf_draw`."""
+        return None
 
 
 @dataclasses.dataclass(frozen=True)

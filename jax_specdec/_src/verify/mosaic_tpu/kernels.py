@@ -7,9 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.types import DraftLogits
-from jax_specdec._src.verify.draft_rows import DraftRows
-from jax_specdec._src.verify.draw import LocalRows
+from jax_specdec._src.verify.draw import Kernels, LocalRows
 from jax_specdec._src.verify.largest import Largest
 from jax_specdec._src.verify.mosaic_tpu.residual import residual_masses
 from jax_specdec._src.verify.mosaic_tpu.statistics import row_statistics
@@ -19,7 +17,7 @@ from jax_specdec._src.verify.requests import Request
 from jax_specdec._src.verify.rows import Partials, TargetStatistics
 
 
-class TpuKernels:
+class TpuKernels(Kernels):
     """`draw.Kernels` by `row_statistics` and `residual_masses`. XLA does the rest."""
 
     def statistics(
@@ -52,43 +50,6 @@ class TpuKernels:
         found = TargetStatistics(partials, least, kept)
         return at_positions(found, positions, form.platform)
 
-    def draft_partials(
-        self, rows: LocalRows, draft: DraftRows, requests: Request, index: jax.Array
-    ) -> None:
-        """See `draw.Kernels`."""
-
-    def masses(self, rows: LocalRows, source: Position) -> None:
-        """See `draw.Kernels`."""
-
     def residual_masses(self, rows: LocalRows, source: Position) -> jax.Array | None:
         """See `draw.Kernels`. Rows that the kernel cannot copy are left to XLA."""
-        target, draft = rows.target, rows.draft
-        if draft is None or rows.form.axis is not None:
-            return None
-        storage, logits = draft.storage, target.matrix
-        if draft.rows is not storage or storage.matrix.shape[1] != logits.shape[1]:
-            return None
-        size = min(target.width, storage.width)
-        row = jnp.clip(source.row, 0, logits.shape[0] - 1)
-        draft_row = jnp.clip(source.draft_row, 0, storage.matrix.shape[0] - 1)
-        none = jnp.full_like(source.weight, -jnp.inf)
-        of_target = *source.scale, none if source.threshold is None else source.threshold
-        of_draft = None
-        if isinstance(draft.distribution, DraftLogits):
-            least = none if storage.thresholds is None else storage.thresholds[draft_row]
-            of_draft = *source.draft_scale.scale, least
-        return residual_masses(
-            logits,
-            storage.matrix,
-            size,
-            (row, draft_row),
-            of_target,
-            of_draft,
-            source.inv_temperature,
-            source.weight,
-        )
-
-    def draw(
-        self, rows: LocalRows, source: Position, masses: jax.Array, recover: jax.Array
-    ) -> None:
-        """See `draw.Kernels`."""
+        return residual_masses(rows, source)

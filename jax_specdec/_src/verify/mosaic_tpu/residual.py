@@ -1,14 +1,17 @@
 """Residual masses of rows by tile, of rows copied where they lie, in pairs.
 
-A step of the grid has eight sources, one in each sublane of a register, and up to nine tiles of
-ids. The next step's rows are copied meanwhile. 16-bit rows lie in memory two by two, so that a pair
-is copied, and each sublane takes its half.
+A step of the grid has eight sources, one in each sublane of a register, and a block of tiles. The
+next step's rows are copied meanwhile. 16-bit rows lie in memory two by two, so that a pair is
+copied, and each sublane takes its half. Where a source has the other half of the pair of the source
+before it, as those of one request have, the pair is copied once.
 """
 
 from __future__ import annotations
 
 import functools
-import math
+import itertools
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,91 +20,90 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jax_specdec._src.types import DraftLogits
 from jax_specdec._src.verify import rules
+from jax_specdec._src.verify.draw import LocalRows
 from jax_specdec._src.verify.largest import LANES
-from jax_specdec._src.verify.mosaic_tpu.statistics import tiles_of_block
-from jax_specdec._src.verify.tiles import TILE, num_tiles
+from jax_specdec._src.verify.mosaic_tpu.blocks import VMEM, Blocks, clear, in_powers_of_two, of_rows
+from jax_specdec._src.verify.position import Position
+from jax_specdec._src.verify.tiles import num_tiles
 
 ROWS = 8
 """Sources of a step."""
 
-_CHUNKS = TILE // LANES
-_LOG2E = 1.4426950408889634
+_TILES = 21
+"""Tiles of a step, at most: with two steps' rows in float32, 5.5 MB of vector memory."""
 
 
-def residual_masses(
-    target: jax.Array,
-    draft: jax.Array,
-    end: int,
-    rows: tuple[jax.Array, jax.Array],
-    of_target: tuple[jax.Array, jax.Array, jax.Array],
-    of_draft: tuple[jax.Array, jax.Array, jax.Array] | None,
-    inv_temperature: jax.Array,
-    weight: jax.Array,
-) -> jax.Array | None:
+def residual_masses(rows: LocalRows, source: Position) -> jax.Array | None:
     """Sums of ``(weight * p - q)+`` by tile, NaN where a tile has a bad q.
 
     Args:
-      target: ``[M, V]`` logits.
-      draft: ``[R, V]`` probabilities or logits.
-      end: columns from it on are padding.
-      rows: ``[n]`` int32, the row of each source in `target` and in `draft`, in range.
-      of_target: ``[n]`` float32 each: what is subtracted from a logit, then from its product with
-        `inv_temperature`, to give the logarithm of p; and the least logit that p is not 0 for.
-      of_draft: the same of q; None if `draft` has probabilities.
-      inv_temperature: ``[n]`` float32.
-      weight: ``[n]`` float32.
+      rows: where target and draft rows are.
+      source: ``[n]``, of which those are read that use q.
 
     Returns:
-      ``[n, T]`` float32, of all tiles; None if it cannot copy the rows: if they are float16 or not
-      a multiple of 128 wide, or bfloat16 and not an even number.
+      ``[n, T]`` float32, 0 for sources that are not read. None if it cannot copy the rows: if they
+      are parts, or not of the same ids, or float16, or not a multiple of 128 wide, or bfloat16 and
+      not an even number.
     """
-    for x in (target, draft):
-        if x.dtype == jnp.float16 or x.shape[1] % LANES or x.shape[0] % _copied(x):
+    target, draft = rows.target, rows.draft
+    if draft is None or draft.rows is not draft.storage or rows.form.axis is not None:
+        return None
+    storage, n = draft.storage, source.row.shape[0]
+    matrices, width = (target.matrix, storage.matrix), target.matrix.shape[1]
+    for x in matrices:
+        is_even = x.shape[0] % _copied(x) == 0
+        if x.dtype == jnp.float16 or x.shape[1] != width or width % LANES or not is_even:
             return None
-    n, width = rows[0].shape[0], target.shape[1]
-    count = num_tiles(width)
-    tiles = tiles_of_block(count)
-    blocks, groups = pl.cdiv(count, tiles), pl.cdiv(n, ROWS)
-    lanes = pl.cdiv(blocks * tiles, LANES) * LANES
-    numbers = [jnp.minimum(inv_temperature * _LOG2E, jnp.finfo(jnp.float32).max), weight]
-    for shift, log_scale, least in filter(None, (of_target, of_draft)):
-        numbers += [shift, log_scale * _LOG2E, least]
-    odd = [jnp.where(row % 2 == 1, 1.0, 0.0) for row in rows]
-    sources = jnp.stack(numbers + odd, axis=1)
-    missing = groups * ROWS - n
-    sources = jnp.pad(sources, ((0, missing), (0, 0)))
-    rows_padded = [jnp.pad(row, (0, missing)) for row in rows]
-    matrices = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (target, draft)]
-    taken = sum(n * _copied(x) * width * x.dtype.itemsize for x in matrices)
+    is_read = source.uses_q & (source.row >= 0)
+    draft_row = jnp.clip(source.draft_row, 0, matrices[1].shape[0] - 1)
+    index = [jnp.where(is_read, row, -1) for row in (source.row, draft_row)]
+    pairs, halves = zip(*map(_places, index, matrices), strict=True)
+    scales = [(source.scale, source.threshold)]
+    if isinstance(draft.distribution, DraftLogits):
+        least = None if storage.thresholds is None else storage.thresholds[draft_row]
+        scales.append((source.draft_scale.scale, least))
+    numbers = [in_powers_of_two(source.inv_temperature), source.weight, *halves]
+    for (shift, log_scale), least in scales:
+        none = jnp.full_like(shift, -jnp.inf)
+        numbers += [shift, in_powers_of_two(log_scale), none if least is None else least]
+    blocks, groups = Blocks.of(width, _TILES), pl.cdiv(n, ROWS)
+    missing, in_place = groups * ROWS - n, pl.BlockSpec(memory_space=pltpu.HBM)
+    # At most every row once: sources of neighbouring rows follow each other.
+    taken = sum(min(n * _copied(x), x.shape[0]) * width * x.dtype.itemsize for x in matrices)
     found = pl.pallas_call(
         functools.partial(
-            _kernel, end=end, width=width, tiles=tiles, is_logits=of_draft is not None
+            _kernel,
+            end=min(target.width, storage.width),
+            width=width,
+            blocks=blocks,
+            fills=(target.fill, storage.fill),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(groups, blocks),
-            in_specs=[
-                pl.BlockSpec((ROWS, sources.shape[1]), lambda i, j, *_: (i, 0)),
-                pl.BlockSpec(memory_space=pltpu.HBM),
-                pl.BlockSpec(memory_space=pltpu.HBM),
-            ],
-            out_specs=pl.BlockSpec((ROWS, lanes), lambda i, j, *_: (i, 0)),
+            grid=(groups, blocks.num),
+            in_specs=[of_rows(ROWS, len(numbers)), in_place, in_place],
+            out_specs=of_rows(ROWS, blocks.num_sums),
             scratch_shapes=[
-                *(pltpu.VMEM((2, ROWS * _copied(x), tiles * TILE), x.dtype) for x in matrices),
+                *(pltpu.VMEM((2, ROWS * _copied(x), blocks.width), x.dtype) for x in matrices),
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((groups * ROWS, lanes), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((n, blocks.num_sums), jnp.float32),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=8 * 2**20
+            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=VMEM
         ),
         cost_estimate=pl.CostEstimate(
             flops=10 * n * width, transcendentals=2 * n * width, bytes_accessed=taken
         ),
         name="residual_masses",
-    )(*rows_padded, sources, *matrices)
-    return found[:n, :count]
+    )(
+        *(jnp.pad(pair, (0, missing), constant_values=-1) for pair in pairs),
+        jnp.stack(numbers, axis=1),
+        *(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in matrices),
+    )
+    return jnp.where(is_read[:, None], found[:, : num_tiles(width)], 0.0)
 
 
 def _copied(matrix: jax.Array) -> int:
@@ -109,9 +111,23 @@ def _copied(matrix: jax.Array) -> int:
     return 4 // matrix.dtype.itemsize
 
 
+def _places(row: jax.Array, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where the row of each source is.
+
+    Returns:
+      ``[n]`` int32, the pair that is copied for it, or -1; and ``[n]`` float32: 0 or 1 if it is the
+      first or second row of that pair, 2 if it is the second row of the pair of the source before.
+    """
+    copied = _copied(matrix)
+    half, is_first = row % copied, jnp.arange(row.shape[0], dtype=jnp.int32) % ROWS == 0
+    is_shared = (half == 1) & (jnp.roll(row, 1) == row - 1) & ~is_first
+    pair = jnp.where(is_shared | (row < 0), -1, lax.div(row, jnp.int32(copied)))
+    return pair, jnp.where(is_shared, 2.0, half.astype(jnp.float32))
+
+
 def _kernel(
-    row_ref: Any,
-    draft_row_ref: Any,
+    target_pair_ref: Any,
+    draft_pair_ref: Any,
     source_ref: Any,
     target_ref: Any,
     draft_ref: Any,
@@ -122,100 +138,63 @@ def _kernel(
     *,
     end: int,
     width: int,
-    tiles: int,
-    is_logits: bool,
+    blocks: Blocks,
+    fills: tuple[float, float],
 ) -> None:
     """One block of sources and tiles."""
-    group, block = pl.program_id(0), pl.program_id(1)
-    groups, blocks = pl.num_programs(0), pl.num_programs(1)
-    step, size = group * blocks + block, tiles * TILE
-    slot = lax.rem(step, 2)
-    given = (target_ref, row_ref, target_rows), (draft_ref, draft_row_ref, draft_rows)
-    rest = width - (math.ceil(width / size) - 1) * size  # columns of the last block
+    step, block = pl.program_id(0) * blocks.num + pl.program_id(1), pl.program_id(1)
+    slot, last = lax.rem(step, 2), blocks.num - 1
+    given = (target_ref, target_pair_ref, target_rows), (draft_ref, draft_pair_ref, draft_rows)
 
-    def copies(step: jax.Array, columns: int) -> list[Any]:
-        of_group, of_block, slot = lax.div(step, blocks), lax.rem(step, blocks), lax.rem(step, 2)
-        from_column = pl.ds(pl.multiple_of(of_block * size, TILE), columns)
-        found = []
-        for matrix, rows, kept in given:
-            pair = _copied(matrix)
-            for k in range(ROWS):
-                first = lax.div(rows[of_group * ROWS + k], pair) * pair
-                source = matrix.at[pl.ds(pl.multiple_of(first, pair), pair), from_column]
-                to = kept.at[slot, pl.ds(k * pair, pair), pl.ds(0, columns)]
-                found.append(pltpu.make_async_copy(source, to, arrived.at[slot]))
-        return found
+    def for_copies(step: jax.Array, act: Callable[[Any], None]) -> None:
+        of_group, of_block = lax.div(step, blocks.num), lax.rem(step, blocks.num)
+        slot = lax.rem(step, 2)
 
-    def for_all(step: jax.Array, act: Any) -> None:
-        is_last = lax.rem(step, blocks) == blocks - 1
+        def of_columns(count: int) -> None:
+            columns = pl.ds(of_block * blocks.width, count)
+            for k, (matrix, pairs, kept) in itertools.product(range(ROWS), given):
+                pair, copied = pairs[of_group * ROWS + k], _copied(matrix)
+                source = matrix.at[pl.ds(pair * copied, copied), columns]
+                to = kept.at[slot, pl.ds(k * copied, copied), pl.ds(0, count)]
+                copy = pltpu.make_async_copy(source, to, arrived.at[slot])
+                pl.when(pair >= 0)(functools.partial(act, copy))
 
-        @pl.when(is_last)
-        def _() -> None:
-            for copy in copies(step, rest):
-                act(copy)
+        pl.when(of_block == last)(lambda: of_columns(width - last * blocks.width))
+        pl.when(of_block < last)(lambda: of_columns(blocks.width))
 
-        @pl.when(jnp.logical_not(is_last))
-        def _() -> None:
-            for copy in copies(step, size):
-                act(copy)
+    start, num_steps = operator.methodcaller("start"), pl.num_programs(0) * blocks.num
+    pl.when(step == 0)(lambda: for_copies(step, start))
+    pl.when(step + 1 < num_steps)(lambda: for_copies(step + 1, start))
+    for_copies(step, operator.methodcaller("wait"))
+    for kept, fill in zip((target_rows, draft_rows), fills, strict=True):
+        clear(kept.at[slot], end - block * blocks.width, fill)
 
-    @pl.when(step == 0)
-    def _() -> None:
-        for_all(step, lambda copy: copy.start())
-
-    @pl.when(step + 1 < groups * blocks)
-    def _() -> None:
-        for_all(step + 1, lambda copy: copy.start())
-
-    for_all(step, lambda copy: copy.wait())
-
-    @pl.when(block == 0)
-    def _() -> None:
-        masses_ref[...] = jnp.zeros_like(masses_ref)
-
-    inv, weight, *numbers = (
+    inv, weight, *halves_and_scales = (
         jnp.broadcast_to(source_ref[:, i : i + 1], (ROWS, LANES))
         for i in range(source_ref.shape[1])
     )
-    is_odd = [x > 0 for x in numbers[-2:]]
+    halves, of_target, of_draft = (halves_and_scales[i:j] for i, j in ((0, 2), (2, 5), (5, 8)))
 
-    def entries(kept: Any, is_odd: jax.Array, chunk: int) -> jax.Array:
+    def entries(kept: Any, half: jax.Array, chunk: int) -> jax.Array:
         x = kept[slot, :, pl.ds(chunk * LANES, LANES)]
         if x.dtype == jnp.float32:
             return x
-        bits = pltpu.bitcast(x, jnp.int32)  # an even row is in the low half
-        bits = jnp.where(is_odd, bits & jnp.int32(-65536), bits << 16)
+        bits = pltpu.bitcast(x, jnp.int32)  # the first row is in the low half
+        bits = jnp.where(half > 1, pltpu.roll(bits, 1, axis=0), bits)
+        bits = jnp.where(half > 0, bits & jnp.int32(-65536), bits << 16)
         return lax.bitcast_convert_type(bits, jnp.float32)
 
     def probs(x: jax.Array, shift: jax.Array, log_scale: jax.Array, least: jax.Array) -> jax.Array:
         return jnp.where(x < least, 0.0, jnp.exp2((x - shift) * inv - log_scale))
 
-    left_here = end - block * size
-    lane = lax.broadcasted_iota(jnp.int32, (ROWS, LANES), 1)
-
     def residual(chunk: int) -> jax.Array:
-        p = probs(entries(target_rows, is_odd[0], chunk), *numbers[:3])
-        q = entries(draft_rows, is_odd[1], chunk)
-        q = probs(q, *numbers[3:6]) if is_logits else jnp.where(q >= 0, q, jnp.nan)
+        p = probs(entries(target_rows, halves[0], chunk), *of_target)
+        q = entries(draft_rows, halves[1], chunk)
+        q = probs(q, *of_draft) if of_draft else jnp.where(q >= 0, q, jnp.nan)
         return rules.residual(weight, p, q)
 
-    def masses(is_last: bool) -> None:
-        tile, found = lax.broadcasted_iota(jnp.int32, masses_ref.shape, 1), masses_ref[...]
-        for t in range(tiles):
-            total = jnp.zeros((ROWS, LANES), jnp.float32)
-            for chunk in range(t * _CHUNKS, (t + 1) * _CHUNKS):
-                here = residual(chunk)
-                if is_last:
-                    here = jnp.where(lane + chunk * LANES < left_here, here, 0.0)
-                total += here
-            of_tile = jnp.sum(total, axis=1, keepdims=True)
-            found = jnp.where(tile == block * tiles + t, of_tile, found)
-        masses_ref[...] = found
-
-    @pl.when(left_here < size)
+    @pl.when(block == 0)
     def _() -> None:
-        masses(True)
+        masses_ref[...] = jnp.zeros_like(masses_ref)
 
-    @pl.when(left_here >= size)
-    def _() -> None:
-        masses(False)
+    blocks.put_sums(masses_ref, residual)

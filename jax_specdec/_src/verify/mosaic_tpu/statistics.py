@@ -1,9 +1,8 @@
 """Maximum, argmax, sums by tile and largest entries of every row of a matrix, in one pass over it.
 
 A step of the grid has a block of 16 rows, which fill packed registers of 16-bit entries, and up to
-nine tiles of ids. It reads the block twice in vector memory: for its maximum, and for the sums
-relative to the largest entry so far. Sums of earlier blocks follow it. Lanes are combined once for
-each tile.
+nine tiles of ids. It reads the block in vector memory: for its maximum, for the place of it, and
+for the sums relative to the largest entry so far. Sums of earlier blocks follow it.
 
 The largest entries are sorted into lists while the block is in vector memory (`verify.largest`).
 """
@@ -21,30 +20,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_specdec._src.verify.largest import LANES, NUM_LISTED, PLACES, sort_in
-from jax_specdec._src.verify.tiles import TILE, num_tiles
+from jax_specdec._src.verify.mosaic_tpu.blocks import VMEM, Blocks, clear, in_powers_of_two, of_rows
 
 ROWS = 16
 """Rows of a block."""
 
-_CHUNKS = TILE // LANES
-_TILES = 7, 8, 9
-"""Tiles that a block may have."""
-
-_CHAINS = 2
-"""Maxima of a block that do not wait for each other."""
+_TILES = 9
+"""Tiles of a block, at most."""
 
 X = TypeVar("X")
 
-_VMEM = 8 * 2**20
-"""Bytes of vector memory that it may take; every TPU gives a kernel twice as many."""
-
-_LOG2E = 1.4426950408889634
 _NONE = -1024  # the bits of a float16 -inf
-
-
-def tiles_of_block(count: int) -> int:
-    """How many of a row's tiles a block has: of `_TILES`, those that leave the least empty."""
-    return min(count, min(_TILES, key=lambda n: (-(-count // n) * n, -n)))
 
 
 def row_statistics(
@@ -66,7 +52,7 @@ def row_statistics(
       wants_argmax: ``[M]`` bool, the rows of which the argmax is wanted.
       limits: ``[M]`` float32 each: the maximum, if it is known, and the least entry that is summed,
         at most the maximum. None for all entries. The argmax is not found again.
-      with_sums: whether sums are wanted; if not, the argmax of every row is.
+      with_sums: whether sums are wanted.
       ranked: ``[M]`` bool, the rows of which the largest entries are wanted; None if of no row.
 
     Returns:
@@ -75,13 +61,9 @@ def row_statistics(
       or more. If a row holds a NaN, its maximum or one of its sums is NaN or +inf. And None, or
       the lists ``[M, L]`` of `verify.largest`; of a row that is not `ranked` they may be empty.
     """
-    num_rows, width = logits.shape
-    count = num_tiles(width)
-    tiles = tiles_of_block(count)
-    blocks = pl.cdiv(width, tiles * TILE)
-    lanes = pl.cdiv(blocks * tiles, LANES) * LANES
-    scale = jnp.minimum(inv_temperature * _LOG2E, jnp.finfo(jnp.float32).max)
-    numbers, groups = [scale, *(limits or ())], pl.cdiv(num_rows, ROWS)
+    num_rows, blocks = logits.shape[0], Blocks.of(logits.shape[1], _TILES)
+    numbers = [in_powers_of_two(inv_temperature), *(limits or ())]
+    groups = pl.cdiv(num_rows, ROWS)
 
     def wanted_by_group(rows: jax.Array) -> jax.Array:
         padded = jnp.pad(rows, (0, groups * ROWS - num_rows)).reshape(groups, ROWS)
@@ -89,64 +71,49 @@ def row_statistics(
 
     if logits.dtype == jnp.float16:  # which no kernel takes: XLA copies the rows
         logits = lax.bitcast_convert_type(logits, jnp.int16)
-    one: Any = pl.BlockSpec((ROWS, 1), lambda i, j, *_: (i, 0))
-    by_tile: Any = pl.BlockSpec((ROWS, lanes), lambda i, j, *_: (i, 0))
-    out = [(one, jnp.float32, 1), (one, jnp.int32, 1), (by_tile, jnp.float32, lanes)]
-    flags = [wanted_by_group(wants_argmax)]
+    out = [(1, jnp.float32), (1, jnp.int32), (blocks.num_sums, jnp.float32)]
     if ranked is not None:
-        lists = pl.BlockSpec((ROWS, NUM_LISTED), lambda i, j, *_: (i, 0))
-        stored = jnp.bfloat16 if logits.dtype == jnp.bfloat16 else jnp.float32
-        out.append((lists, stored, NUM_LISTED))
-        flags.append(wanted_by_group(ranked))
-    peak, argmax, sums, *largest = pl.pallas_call(
+        out.append((NUM_LISTED, jnp.bfloat16 if logits.dtype == jnp.bfloat16 else jnp.float32))
+    flags = map(wanted_by_group, (wants_argmax, wants_argmax if ranked is None else ranked))
+    peak, argmax, sums, *lists = pl.pallas_call(
         functools.partial(
-            _kernel,
-            tiles=tiles,
-            has_least=limits is not None,
-            with_sums=with_sums,
-            with_largest=ranked is not None,
+            _kernel, blocks=blocks, has_least=limits is not None, with_sums=with_sums
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1 + len(flags),
-            grid=(groups, blocks),
+            num_scalar_prefetch=3,
+            grid=(groups, blocks.num),
             in_specs=[
-                pl.BlockSpec((ROWS, len(numbers)), lambda i, j, *_: (i, 0)),
-                pl.BlockSpec((ROWS, tiles * TILE), lambda i, j, *_: (i, j)),
+                of_rows(ROWS, len(numbers)),
+                pl.BlockSpec((ROWS, blocks.width), lambda i, j, *_: (i, j)),
             ],
-            out_specs=[spec for spec, _, _ in out],
+            out_specs=[of_rows(ROWS, columns) for columns, _ in out],
         ),
-        out_shape=[jax.ShapeDtypeStruct((num_rows, n), dtype) for _, dtype, n in out],
+        out_shape=[jax.ShapeDtypeStruct((num_rows, *shape), dtype) for *shape, dtype in out],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_VMEM
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM
         ),
         name="row_statistics",
-    )(
-        end[None],
-        *flags,
-        jnp.stack(numbers, axis=1),
-        logits,
-    )
-    found = peak[:, 0], argmax[:, 0], sums
-    if ranked is None:
-        return *found, None
-    return *found, largest[0]
+    )(end[None], *flags, jnp.stack(numbers, axis=1), logits)
+    return peak[:, 0], argmax[:, 0], sums, lists[0] if lists else None
 
 
 def _kernel(
     end_ref: Any,
     wants_argmax_ref: Any,
-    *refs: Any,
-    tiles: int,
+    ranked_ref: Any,
+    row_ref: Any,
+    x_ref: Any,
+    peak_ref: Any,
+    argmax_ref: Any,
+    sums_ref: Any,
+    *lists_ref: Any,
+    blocks: Blocks,
     has_least: bool,
     with_sums: bool,
-    with_largest: bool,
 ) -> None:
     """One block of rows and tiles. What is found is kept from block to block of the same rows."""
-    ranked_ref, refs = (refs[0], refs[1:]) if with_largest else (wants_argmax_ref, refs)
-    row_ref, x_ref, peak_ref, argmax_ref, sums_ref, *largest_ref = refs
     group, block = pl.program_id(0), pl.program_id(1)
-    first, chunks = block * tiles * TILE, tiles * _CHUNKS
-    end = end_ref[0] - first
+    first, chunks = block * blocks.width, blocks.width // LANES
 
     @pl.when(block == 0)
     def _() -> None:
@@ -154,28 +121,19 @@ def _kernel(
         peak_ref[...] = row_ref[:, 1:2] if has_least else none
         argmax_ref[...] = jnp.zeros_like(argmax_ref)
         sums_ref[...] = jnp.zeros_like(sums_ref)
-        for ref in largest_ref:
+        for ref in lists_ref:
             ref[...] = jnp.full_like(ref, -jnp.inf)
 
-    @pl.when(end < tiles * TILE)  # what is past the end may hold anything
-    def _() -> None:
-        def clear(chunk: jax.Array, nothing: None) -> None:
-            here = pl.ds(pl.multiple_of(chunk * LANES, LANES), LANES)
-            x, is_float = x_ref[:, here], x_ref.dtype != jnp.int16
-            x = x.astype(jnp.float32 if is_float else jnp.int32)
-            x = jnp.where(chunk * LANES + _lane(LANES) < end, x, -jnp.inf if is_float else _NONE)
-            x_ref[:, here] = x.astype(x_ref.dtype)
-
-        start = lax.div(jnp.maximum(end, 0), jnp.int32(LANES))
-        lax.fori_loop(start, jnp.int32(chunks), clear, None)
+    clear(x_ref, end_ref[0] - first, _NONE if x_ref.dtype == jnp.int16 else -jnp.inf)
 
     def load(chunk: int) -> jax.Array:
         return _float32(x_ref[:, pl.ds(chunk * LANES, LANES)])
 
     def chains(entry: Callable[[int], X], larger: Callable[[X, X], X]) -> list[X]:
-        found = [entry(i) for i in range(_CHAINS)]
-        for i in range(_CHAINS, chunks):
-            found[i % _CHAINS] = larger(found[i % _CHAINS], entry(i))
+        """The largest of even and of odd chunks, which do not wait for each other."""
+        found = [entry(0), entry(1)]
+        for i in range(2, chunks):
+            found[i % 2] = larger(found[i % 2], entry(i))
         return found
 
     def maximum() -> jax.Array:
@@ -190,42 +148,37 @@ def _kernel(
         def larger(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> Any:
             return jnp.maximum(a[0], b[0]), jnp.where(b[0] > a[0], b[1], a[1])
 
-        def first_of(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> Any:
-            is_a = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
-            return jnp.where(is_a, a[0], b[0]), jnp.where(is_a, a[1], b[1])
-
-        largest, chunk = functools.reduce(first_of, chains(entry, larger))
+        (a, i), (b, j) = chains(entry, larger)
+        is_a = (a > b) | ((a == b) & (i < j))
+        largest, chunk = jnp.where(is_a, a, b), jnp.where(is_a, i, j)
         peak = jnp.max(largest, axis=1, keepdims=True)
-        column = jnp.where(largest == peak, chunk * LANES + _lane(LANES), chunks * LANES)
+        column = chunk * LANES + lax.broadcasted_iota(jnp.int32, chunk.shape, 1)
+        column = jnp.where(largest == peak, column, blocks.width)
         column = jnp.min(column, axis=1, keepdims=True)
         argmax_ref[...] = jnp.where(peak > peak_ref[...], first + column, argmax_ref[...])
         return peak
 
     def listed() -> list[jax.Array]:
-        return [largest_ref[0][:, place].astype(jnp.float32) for place in PLACES]
+        return [lists_ref[0][:, place].astype(jnp.float32) for place in PLACES]
 
     def listed_maximum() -> jax.Array:
         return jnp.max(functools.reduce(jnp.maximum, listed()), axis=1, keepdims=True)
 
-    def without_argmax() -> jax.Array:
-        return lax.cond(is_ranked, listed_maximum, maximum) if with_largest else maximum()
-
-    is_ranked = ranked_ref[group] > 0
-    if with_largest:
+    without_argmax, is_ranked = maximum, ranked_ref[group] > 0
+    for ref in lists_ref:
+        without_argmax = functools.partial(lax.cond, is_ranked, listed_maximum, maximum)
 
         @pl.when(is_ranked)
-        def _() -> None:
+        def _(ref: Any = ref) -> None:
             lists = sort_in(listed(), load, chunks)
             for place, entries in zip(PLACES, lists, strict=True):
-                largest_ref[0][:, place] = entries.astype(largest_ref[0].dtype)
+                ref[:, place] = entries.astype(ref.dtype)
 
-    before = peak_ref[...]
-    if has_least:
-        peak = before
-    elif with_sums:
-        peak = lax.cond(wants_argmax_ref[group] > 0, maximum_and_argmax, without_argmax)
-    else:
+    before = peak = peak_ref[...]
+    if not with_sums:
         peak = maximum_and_argmax()
+    elif not has_least:
+        peak = lax.cond(wants_argmax_ref[group] > 0, maximum_and_argmax, without_argmax)
     peak = jnp.maximum(before, peak)
     peak_ref[...] = peak
     if not with_sums:
@@ -239,20 +192,8 @@ def _kernel(
         x = jnp.where(x < least, -jnp.inf, x) if has_least else x
         return jnp.exp2((x - base) * by)
 
-    tile = _lane(sums_ref.shape[1])
-    sums = sums_ref[...] * jnp.exp2(jnp.where(before == peak, 0.0, before - peak) * scale)
-    for t in range(tiles):
-        total = sum(
-            map(exponential, range(t * _CHUNKS + 1, (t + 1) * _CHUNKS)), exponential(t * _CHUNKS)
-        )
-        total = jnp.sum(total, axis=1, keepdims=True)
-        sums = jnp.where(tile == block * tiles + t, total, sums)
-    sums_ref[...] = sums
-
-
-def _lane(count: int) -> jax.Array:
-    """``[ROWS, count]``, the column of each entry."""
-    return lax.broadcasted_iota(jnp.int32, (ROWS, count), 1)
+    sums_ref[...] *= jnp.exp2(jnp.where(before == peak, 0.0, before - peak) * scale)
+    blocks.put_sums(sums_ref, exponential)
 
 
 def _float32(x: jax.Array) -> jax.Array:
