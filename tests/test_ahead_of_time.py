@@ -45,8 +45,8 @@ BOUNDS = {
     Case("v5e", rule="greedy", implementation="mosaic_tpu"): dict(reads=1.06),
     Case("v5e", implementation="mosaic_tpu"): dict(temporaries=0.1, reads=1.5),
     Case("v5e", kind="normalized", implementation="mosaic_tpu"): dict(temporaries=0.1),
-    Case("v5e", kind="probs", implementation="mosaic_tpu"): dict(reads=2.5),
-    Case("v5e", rule="block", kind="probs", implementation="mosaic_tpu"): dict(reads=5.0),
+    Case("v5e", kind="probs", implementation="mosaic_tpu"): dict(reads=2.4),
+    Case("v5e", rule="block", kind="probs", implementation="mosaic_tpu"): dict(reads=4.3),
     Case("v5e", kind="probs", filtered=True, implementation="mosaic_tpu"): dict(
         reads=23.5, reads_listed=5.0
     ),
