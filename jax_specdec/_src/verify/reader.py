@@ -11,7 +11,6 @@ statistics lets all devices decide alike; filters exchange sums as well. No row 
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src import ragged
-from jax_specdec._src.blocks import by_blocks, gathering
+from jax_specdec._src.blocks import gathering
 from jax_specdec._src.noise import token_exponentials
 from jax_specdec._src.platform import Platform
 from jax_specdec._src.sampling import Filter
@@ -108,7 +107,7 @@ def _of_all_rows(
     if samples and rows.form.platform == "tpu" and in_tiles:
         inv_temperature, _, _ = of_owners(requests, num_rows, given)
         wants_argmax = jnp.any(requests.is_ok & requests.greedy)
-        partials, argmax, sums = target.by_tile(inv_temperature, wants_argmax)
+        partials, argmax, sums = target.by_tile(None, inv_temperature, wants_argmax)
         stats = TargetStatistics(partials, argmax, None, sums if rows.form.keeps_sums else None)
     else:
         peak, argmax = target.max_and_argmax(None)
@@ -267,18 +266,14 @@ def _of_drafts(
     if partials is not None:
         return entries, partials
 
-    def read(index: jax.Array, inv: jax.Array, num_tiles: int | None = None) -> Partials:
+    def read(index: jax.Array, inv: jax.Array) -> Partials:
         peak = storage.peak(index)
-        sums = storage.sums(index, peak, inv, None, num_tiles)
-        return Partials(peak, sums if num_tiles is None else jnp.sum(sums, axis=1)).checked()
+        return Partials(peak, storage.sums(index, peak, inv)).checked()
 
     index = index.reshape(-1)
     inv = positions.inv_temperature[:, :most].reshape(-1)
-    if platform == "tpu" and storage.first_id is None:
-        # One row at a time: putting rows together takes longest, and then writing single numbers.
-        of_row = functools.partial(read, num_tiles=tiles.num_tiles(storage.width))
-        both = by_blocks(lambda *one: jnp.stack(of_row(*one), axis=1), 1, index, index, inv)
-        found = Partials(both[:, 0], both[:, 1])
+    if platform == "tpu" and not rows.form.in_order:
+        found, _, _ = storage.by_tile(index, inv, jnp.bool_(False))
     else:
         found = gathering(read, platform, index, index, inv)
     return entries, jax.tree.map(lambda x: x.reshape(wanted.shape), found)

@@ -278,15 +278,25 @@ class Rows:
         peak, place = lax.reduce((x, index), least, larger, (1,))
         return peak, place
 
-    def by_tile(
-        self, inv_temperature: jax.Array, wants_argmax: jax.Array
-    ) -> tuple[Partials, jax.Array, jax.Array]:
-        """Partials, argmax and sums by tile of all rows, in one pass over the tiles.
+    def columns(self, start: Any, length: int) -> Rows:
+        """Some columns of every row, without a bitmask. A TPU has room for them in vector memory.
 
-        For TPUs: a tile of every row fits in vector memory, where its sum is taken relative to its
-        own maximum. Without a bitmask. Tiles are counted from the first column.
+        To read one row, it would copy the eight that lie together.
+        """
+        matrix = lax.dynamic_slice_in_dim(self.matrix, start, length, axis=1)
+        first_id = None if self.first_id is None else self.first_id + start
+        return dataclasses.replace(self, matrix=lax.optimization_barrier(matrix), first_id=first_id)
+
+    def by_tile(
+        self, rows: jax.Array | None, inv_temperature: jax.Array, wants_argmax: jax.Array
+    ) -> tuple[Partials, jax.Array, jax.Array]:
+        """Partials, argmax and sums by tile of many rows, in one pass over the tiles of all.
+
+        For TPUs: in vector memory, the sum of a tile is taken relative to its own maximum. Without
+        a bitmask. Tiles are counted from the first column.
 
         Args:
+          rows: ``[n]`` int32, or None for all rows.
           inv_temperature: ``[n]`` float32.
           wants_argmax: ``[]`` bool, whether the argmax of any row is wanted.
 
@@ -296,10 +306,7 @@ class Rows:
         """
 
         def read(start: Any, length: int) -> jax.Array:
-            matrix = lax.dynamic_slice_in_dim(self.matrix, start, length, axis=1)
-            first_id = None if self.first_id is None else self.first_id + start
-            matrix = lax.optimization_barrier(matrix)
-            tile = dataclasses.replace(self, matrix=matrix, first_id=first_id)
+            tile = self.columns(start, length).select(rows)
             peak = tile.peak(None)
 
             def argmax() -> jax.Array:  # as float32, whose minimum is one operation
@@ -309,12 +316,8 @@ class Rows:
             place = lax.cond(wants_argmax, argmax, lambda: jnp.zeros_like(peak))
             return jnp.stack([peak, place, tile.sums(None, peak, inv_temperature)])
 
-        whole, cut = divmod(self.width, tiles.TILE)
-        starts = jnp.arange(tiles.num_tiles(self.width), dtype=jnp.int32) * tiles.TILE
-        found = [lax.map(lambda start: read(start, tiles.TILE), starts[:whole])] if whole else []
-        if cut:
-            found.append(read(whole * tiles.TILE, cut)[None])
-        peaks, places, sums = jnp.moveaxis(jnp.concatenate(found), 1, 0)
+        peaks, places, sums = jnp.moveaxis(tiles.each_tile(read, self.width), 1, 0)
+        starts = jnp.arange(peaks.shape[0], dtype=jnp.int32) * tiles.TILE
         argmaxes = starts[:, None] + places.astype(jnp.int32)
         argmaxes = argmaxes if self.first_id is None else argmaxes + self.first_id
         peak = jnp.max(peaks, axis=0)
