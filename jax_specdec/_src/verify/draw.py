@@ -210,9 +210,9 @@ class LocalRows:
     def _sums_of_tile(self, source: Position, start: Any, length: int) -> jax.Array:
         """``[1 or 2, n]``, the sums of columns that all rows have in vector memory."""
         ids = start + jnp.arange(length, dtype=jnp.int32)[None, :]
-        entries = [self.target.columns(start, length).whole(source.row)]
+        entries = [self.target.columns(source.row, start, length).whole()]
         if self.draft is not None:
-            entries.append(self.draft.storage.columns(start, length).whole(source.draft_row))
+            entries.append(self.draft.storage.columns(source.draft_row, start, length).whole())
         return jnp.stack(self._sums(source, ids, *entries))
 
     def _sums(self, source: Position, ids: jax.Array, *entries: jax.Array) -> list[jax.Array]:

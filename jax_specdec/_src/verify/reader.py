@@ -102,13 +102,9 @@ def _of_all_rows(
     """Of all positions: every row is read, in place."""
     num_rows, target = rows.target.matrix.shape[0], rows.target
     given = requests.inv_temperature, requests.is_ok & ~requests.greedy, requests.filter
-    in_tiles = requests.filter is None and target.token_bitmask is None
-    in_tiles &= target.first_id is None or not rows.form.keeps_sums  # an edge may cut a tile
-    if samples and rows.form.platform == "tpu" and in_tiles:
+    if samples and _by_tile(rows, requests):
         inv_temperature, _, _ = of_owners(requests, num_rows, given)
-        wants_argmax = jnp.any(requests.is_ok & requests.greedy)
-        partials, argmax, sums = target.by_tile(None, inv_temperature, wants_argmax)
-        stats = TargetStatistics(partials, argmax, None, sums if rows.form.keeps_sums else None)
+        stats = _tile_by_tile(rows, requests, None, inv_temperature)
     else:
         peak, argmax = target.max_and_argmax(None)
         stats = TargetStatistics(Partials(peak, jnp.zeros_like(peak)), argmax, None, None)
@@ -118,7 +114,7 @@ def _of_all_rows(
 
 
 def _of_chosen_rows(rows: LocalRows, requests: Request, positions: Position) -> TargetStatistics:
-    """Of one position of each request: only these rows are read."""
+    """Of one position of each request: only these rows are read, if the device can."""
     wanted = requests.is_ok & (positions.offset[:, 0] < requests.num_rows)
 
     def read(which: jax.Array, *given: Any) -> TargetStatistics:
@@ -126,8 +122,28 @@ def _of_chosen_rows(rows: LocalRows, requests: Request, positions: Position) -> 
 
     given = requests.inv_temperature, wanted & ~requests.greedy, requests.filter
     index = jnp.where(wanted, positions.row[:, 0], -1)
-    found = gathering(read, rows.form.platform, index, index, *given)
+    if _by_tile(rows, requests):
+        found = _tile_by_tile(rows, requests, index, requests.inv_temperature)
+    else:
+        found = gathering(read, rows.form.platform, index, index, *given)
     return jax.tree.map(lambda x: x[:, None], found)
+
+
+def _by_tile(rows: LocalRows, requests: Request) -> bool:
+    """Whether rows are read as `Rows.by_tile` does: on a TPU, without a filter."""
+    target = rows.target
+    whole_tiles = target.first_id is None or not rows.form.keeps_sums  # an edge may cut a tile
+    no_filter = requests.filter is None and target.token_bitmask is None
+    return rows.form.platform == "tpu" and whole_tiles and no_filter
+
+
+def _tile_by_tile(
+    rows: LocalRows, requests: Request, index: jax.Array | None, inv_temperature: jax.Array
+) -> TargetStatistics:
+    """Of rows ``index [n]``, or of all."""
+    wants_argmax = jnp.any(requests.is_ok & requests.greedy)
+    partials, argmax, sums = rows.target.by_tile(index, inv_temperature, wants_argmax)
+    return TargetStatistics(partials, argmax, None, sums if rows.form.keeps_sums else None)
 
 
 def _of_one_row(rows: LocalRows, one: Request, position: Position) -> TargetStatistics:

@@ -278,14 +278,19 @@ class Rows:
         peak, place = lax.reduce((x, index), least, larger, (1,))
         return peak, place
 
-    def columns(self, start: Any, length: int) -> Rows:
-        """Some columns of every row, without a bitmask. A TPU has room for them in vector memory.
+    def columns(self, rows: jax.Array | None, start: Any, length: int) -> Rows:
+        """Some columns of many rows, or of all if `rows` is None; without a bitmask.
 
-        To read one row, it would copy the eight that lie together.
+        A TPU copies these columns of every row to its vector memory, and takes the rows there: to
+        read one row of its main memory, it copies the eight that lie together.
         """
         matrix = lax.dynamic_slice_in_dim(self.matrix, start, length, axis=1)
+        matrix, least = lax.optimization_barrier(matrix), self.thresholds
+        if rows is not None:
+            rows = jnp.clip(rows, 0, matrix.shape[0] - 1)
+            matrix, least = matrix[rows], None if least is None else least[rows]
         first_id = None if self.first_id is None else self.first_id + start
-        return dataclasses.replace(self, matrix=lax.optimization_barrier(matrix), first_id=first_id)
+        return Rows(matrix, self.size, self.fill, self.platform, None, least, first_id)
 
     def by_tile(
         self, rows: jax.Array | None, inv_temperature: jax.Array, wants_argmax: jax.Array
@@ -306,7 +311,7 @@ class Rows:
         """
 
         def read(start: Any, length: int) -> jax.Array:
-            tile = self.columns(start, length).select(rows)
+            tile = self.columns(rows, start, length)
             peak = tile.peak(None)
 
             def argmax() -> jax.Array:  # as float32, whose minimum is one operation
