@@ -212,10 +212,10 @@ BUNDLES = """
    0x3   : > { %p6_p1 = scmp.lt.s32.totalorder %s4_s1, %s8_s2 }
    0x4   : > { %20 = sbr.rel (%p6_p1) target = $region4 }
    0x5   :  {}
-   0x6   :  {}
+   0x6   :  { %23 = dma.vmem_to_hbm (!%p6_p1), /*vmem=*/[#a], /*size_in_granules=*/%s8_s2, %s1 }
    0x7   :  {}
    0x8   :  {}
-   0x9   : > { %v1_v0 = vmov 0.0 }
+   0x9   : > { %22 = dma.hbm_to_vmem [thread:$0]  /*hbm=*/%s1_s5, /*size_in_granules=*/64, %s1 }
    0xa PF: > { %21 = sbr.rel (!%p5_p0) target = $region3 } /* Start/End empty region 4 */
    0xb   :  {}
    0xc   :  {}
@@ -225,8 +225,11 @@ BUNDLES = """
 
 
 def test_bundles_are_followed_through_loops_and_branches():
-    """The counter is 2, 4, 6, 8: four turns, of which the last two issue the vector's bundle."""
-    assert bundles.follow(BUNDLES) == 1 + 4 * 13 + 2
+    """The counter is 2, 4, 6, 8: four turns, of which the last two pass the first branch.
+
+    These issue a bundle more, with a copy, and write as many granules as a register says.
+    """
+    assert bundles.follow(BUNDLES) == (1 + 4 * 13 + 2, 32 * (2 * 64 + 2 * 5))
 
 
 def test_a_program_loaded_too_early_is_not_nothing(tmp_path):
