@@ -177,7 +177,9 @@ class LocalRows:
         """Whether many rows are read by tiles of all rows, as a TPU reads them best."""
         target, draft = self.target, self.draft
         is_whole = target.first_id is None and target.token_bitmask is None
-        has_ids = draft is None or draft.rows is draft.storage
+        has_ids = draft is None or (
+            draft.rows is draft.storage and draft.storage.width == target.width
+        )
         return self.form.platform == "tpu" and is_whole and has_ids
 
     def _tile_sums(self, source: Position) -> list[jax.Array]:

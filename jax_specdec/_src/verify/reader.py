@@ -284,7 +284,10 @@ def _of_drafts(
 
     def read(index: jax.Array, inv: jax.Array) -> Partials:
         peak = storage.peak(index)
-        return Partials(peak, storage.sums(index, peak, inv)).checked()
+        if platform != "tpu":
+            return Partials(peak, storage.sums(index, peak, inv)).checked()
+        sums = storage.sums(index, peak, inv, None, tiles.num_tiles(storage.width))
+        return Partials(peak, jnp.sum(sums, axis=1)).checked()
 
     index = index.reshape(-1)
     inv = positions.inv_temperature[:, :most].reshape(-1)

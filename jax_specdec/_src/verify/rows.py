@@ -337,7 +337,8 @@ class Rows:
         x = self.whole(rows)
         if self.platform != "tpu" or x.shape[0] > 1:
             return jnp.max(x, axis=1)
-        views = self.in_tiles([(x, -float("inf"))], tiles.num_tiles(x.shape[1]), False)
+        count = tiles.num_tiles(x.shape[1])
+        views = self.in_tiles([(x, -float("inf"))], count, False, by_lanes=True)
         return jnp.max(jnp.stack([jnp.max(x) for _, (x,) in views]), keepdims=True)
 
     def sums(
@@ -359,7 +360,7 @@ class Rows:
         if num_tiles is None:
             return jnp.sum(jnp.exp((x - base) * inv), axis=1)
         found = []
-        for _, (view,) in self.in_tiles([(x, -float("inf"))], num_tiles):
+        for _, (view,) in self.in_tiles([(x, -float("inf"))], num_tiles, by_lanes=True):
             shift, scale = (lax.expand_dims(y, range(2, view.ndim)) for y in (base, inv))
             found.append(sum_of_tiles(jnp.exp((view - shift) * scale)))
         return lax.optimization_barrier(jnp.concatenate(found, axis=1))
@@ -409,7 +410,11 @@ class Rows:
         return jnp.where(limited, least, -jnp.inf)
 
     def in_tiles(
-        self, matrices: Sequence[tuple[jax.Array, float]], count: int, by_first_id: bool = True
+        self,
+        matrices: Sequence[tuple[jax.Array, float]],
+        count: int,
+        by_first_id: bool = True,
+        by_lanes: bool = False,
     ) -> list[tuple[int, list[jax.Array]]]:
         """Matrices ``[n, W]`` of this part's ids as tiles ``[n, t, L]``.
 
@@ -417,17 +422,17 @@ class Rows:
           matrices: each with what to pad it with.
           count: number of tiles, from the one that this part begins in.
           by_first_id: whether tiles are counted from id 0; if not, from the first column.
+          by_lanes: whether whole tiles of one row on a TPU are ``[1, t, 16, 128]``, which fill
+            registers as they lie: ``[t, L]`` would be moved, ``[1, W]`` fills an eighth of each.
 
         Returns:
-          Some tiles of each matrix, after the number of the first: all tiles or, on a CPU and of
-          one row on a TPU, the whole ones, then the last one by itself, which needs no copy. On a
-          TPU, ids of a whole tile of one row are ``[16, 128]``: they fill two registers as they
-          lie, where ``[t, L]`` would be moved and ``[1, W]`` fills an eighth of each register.
+          Some tiles of each matrix, after the number of the first: all tiles or, on a CPU and by
+          lanes, the whole ones, then the last one by itself, which needs no copy.
         """
         width, found = max([x.shape[1] for x, _ in matrices]), []
         size = count * tiles.TILE
         is_cut = by_first_id and self.first_id is not None and self.width % tiles.TILE > 0
-        of_one_row = self.platform == "tpu" and all(x.shape[0] == 1 for x, _ in matrices)
+        of_one_row = by_lanes and self.platform == "tpu" and matrices[0][0].shape[0] == 1
         if (self.platform == "cpu" or of_one_row) and not is_cut:
             xs = [_padded(x, 0, width - x.shape[1], fill) for x, fill in matrices]
             whole = width // tiles.TILE
