@@ -5,7 +5,8 @@ operation to a folder (`dumped`). Here they are followed as the chip issues them
 predicates are computed, so that every loop turns as often as it does, over the blocks of an
 operation, over the grid of a kernel and inside, and branches are taken or not. Vectors are not
 computed. An operation takes the longer of its bundles and of the time in which its bytes pass
-between the chip and its memory.
+between the chip and its memory. Those are the bytes of its copies, where it has any that say how
+long they are: to read one row of a matrix, XLA copies the eight that lie together.
 
 What this leaves out: waiting for copies inside an operation, bundles that stall, what starts and
 joins operations. What depends on data counts as if no branch were taken. So it is no measurement.
@@ -44,6 +45,13 @@ SPILL = re.compile(r"sst (\[smem:\[#\w+_spill\]\]) (?:\((!?)%\w+?_(p\d+)\), )?(\
 ASSIGNMENT = re.compile(
     r"%\w+?_([sp]\d+) = ([\w.]+) (?:\((!?)%\w+?_(p\d+)(?:, ([^)]*))?\),? ?)?([^;}]*)"
 )
+COPY = re.compile(
+    r"dma\.(?:hbm_to_vmem|vmem_to_hbm) [^/]*?(?:\((!?)%\w+?_(p\d+)\), )?/\*\w+=\*/[^,]*, "
+    r"/\*size_in_granules=\*/([^,]+),"
+)
+GRANULE = 32
+"""Bytes in which copies say how long they are."""
+
 COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 OPERATIONS = {
     "sadd": operator.add,
@@ -103,10 +111,24 @@ class Bundle(NamedTuple):
     Attributes:
       writes: that happen at once.
       branch: the predicate and the region, or None.
+      copies: between the chip and its memory: the predicate or None, and the number of granules.
     """
 
     writes: list[Write]
     branch: tuple[tuple[str, bool] | None, str] | None
+    copies: list[tuple[tuple[str, bool] | None, str]]
+
+
+class Issued(NamedTuple):
+    """What an operation issues.
+
+    Attributes:
+      bundles: None if they do not end, as where data decide a branch.
+      bytes: of its copies, as far as they say how long they are.
+    """
+
+    bundles: int | None
+    bytes: int
 
 
 def parse(text: str) -> tuple[list[Bundle], dict[str, int]]:
@@ -122,7 +144,11 @@ def parse(text: str) -> tuple[list[Bundle], dict[str, int]]:
     for marker, lines in texts:
         if marker.strip():
             regions |= dict.fromkeys(REGION.findall(lines), len(found))
-        found.append(_bundle(COMMENT.sub("", lines)))
+        copies = [
+            ((predicate, not negated) if predicate else None, _operand(granules))
+            for negated, predicate, granules in COPY.findall(lines)
+        ]
+        found.append(_bundle(COMMENT.sub("", lines))._replace(copies=copies))
     return found, regions
 
 
@@ -139,8 +165,8 @@ def _bundle(text: str) -> Bundle:
         writes.append(Write(place, "smov", (_operand(value),), on, None))
     branch = BRANCH.search(text)
     if branch is None:
-        return Bundle(writes, None)
-    return Bundle(writes, ((branch[2], not branch[1]) if branch[2] else None, branch[3]))
+        return Bundle(writes, None, [])
+    return Bundle(writes, ((branch[2], not branch[1]) if branch[2] else None, branch[3]), [])
 
 
 def _operand(text: str) -> str:
@@ -148,20 +174,23 @@ def _operand(text: str) -> str:
     return re.sub(r"%\w+?_([sp]\d+)$", r"\1", text.strip())
 
 
-def follow(text: str) -> int | None:
-    """Bundles that an operation issues; None if they do not end, as where data decide a branch."""
+def follow(text: str) -> Issued:
+    """What an operation issues."""
     program, regions = parse(text)
     idle = [0] * (len(program) + 1)  # bundles from each on that decide nothing
     for i in reversed(range(len(program))):
-        decides = program[i].writes or program[i].branch
+        decides = program[i].writes or program[i].branch or program[i].copies
         idle[i] = 0 if decides else idle[i + 1] + 1
     state: dict[str, int | None] = {}
-    at = issued = slots = 0
+    at = issued = slots = granules = 0
     target: int | None = None
     while at < len(program):
         step = max(1, idle[at] if target is None else 1)
         bundle = program[at]
         at, issued = at + step, issued + step
+        for on, count in bundle.copies:
+            if on is None or state.get(on[0]) == on[1]:
+                granules += (int(count) if count.isdigit() else state.get(count)) or 0
         changed = [(w.place, _value(w, state)) for w in bundle.writes if _happens(w, state)]
         if bundle.branch is not None:
             on, region = bundle.branch
@@ -173,8 +202,8 @@ def follow(text: str) -> int | None:
             if slots == 0:
                 at, target = target, None
         if issued > MOST:
-            return None
-    return issued
+            return Issued(None, GRANULE * granules)
+    return Issued(issued, GRANULE * granules)
 
 
 def _happens(write: Write, state: dict[str, int | None]) -> bool:
@@ -219,16 +248,16 @@ def _value(write: Write, state: dict[str, int | None]) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """Of one program the bundles that each operation issues; and the bandwidth of its chip.
+    """Of one program what each operation issues; and the bandwidth of its chip.
 
     Attributes:
-      issued: by operation; None where it is not known. Of equal operations libtpu writes one.
+      issued: by operation. Of equal operations libtpu writes one.
       equal: by what operations are, those that were written.
       computations: by name, their lines.
       bytes_per_cycle: of HBM.
     """
 
-    issued: dict[str, int | None]
+    issued: dict[str, Issued]
     equal: dict[str, str]
     computations: dict[str, list[str]]
     bytes_per_cycle: float
@@ -236,7 +265,7 @@ class Code:
     @classmethod
     def taken(cls, folder: Path, device: str, text: str) -> Code:
         """Of the program `text`, whose bundles are in a folder, which is empty afterwards."""
-        issued: dict[str, int | None] = {}
+        issued: dict[str, Issued] = {}
         for path in sorted(folder.iterdir()):
             if (name := FILE.match(path.name)) and name[1] != "TLP":
                 issued[name[1]] = follow(path.read_text(errors="replace"))
@@ -254,12 +283,14 @@ class Code:
     @property
     def is_known(self) -> bool:
         """Whether the bundles of every operation are."""
-        return None not in self.issued.values()
+        return all(each.bundles is not None for each in self.issued.values())
 
     def cycles(self, it: hlo_text.Instruction, hbm_bytes: int) -> int:
-        """Of an operation that moves so many bytes."""
+        """Of an operation that moves so many bytes by its text, which of a kernel is believed."""
         name = it.name if it.name in self.issued else self.equal.get(self._what(it), "")
-        return max(self.issued.get(name) or 0, round(hbm_bytes / self.bytes_per_cycle))
+        bundles, copied = self.issued.get(name, Issued(0, 0))
+        moved = hbm_bytes if it.op == "custom-call" else max(hbm_bytes, copied)
+        return max(bundles or 0, round(moved / self.bytes_per_cycle))
 
     def _what(self, it: hlo_text.Instruction) -> str:
         """An operation without names and places: its types and those of what it calls."""

@@ -306,7 +306,7 @@ def _keeps_sums(arrays: CallArrays, rule: Rule, static: Static, platform: Platfo
     if platform != "tpu" or static.implementation in ("xla_lazy", "mosaic_tpu"):
         return True
     # To sum filtered rows by tile, XLA would copy all of them on a TPU.
-    return rule.conditional_rates is None and Filter.of(arrays.sampling) is None
+    return Filter.of(arrays.sampling) is None
 
 
 def _unless_empty(distribution: DraftDistribution | None) -> DraftDistribution | None:

@@ -10,15 +10,15 @@ are known on every device, and the device that holds the token draws it.
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import NamedTuple, Protocol
+import functools
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.blocks import by_blocks, entry_of, gathering
+from jax_specdec._src.blocks import entry_of, gathering
 from jax_specdec._src.platform import Platform
 from jax_specdec._src.types import DraftDistribution, DraftProbs
 from jax_specdec._src.verify import rules, tiles
@@ -31,7 +31,6 @@ from jax_specdec._src.verify.rows import (
     Rows,
     TargetStatistics,
     argmax_of_parts,
-    sum_of_tiles,
 )
 from jax_specdec._src.verify.tiles import TILE
 
@@ -168,20 +167,31 @@ class LocalRows:
         if self.draft is None or source.p_masses is None:
             return None
         found = None if self.kernels is None else self.kernels.residual_masses(self, source)
-        if (
-            found is not None
-            or self.form.platform != "tpu"
-            or not isinstance(self.draft.rows, Rows)
-        ):
+        if found is not None or not self.reads_tiles:
             return found
-        index = jnp.where(source.uses_q, source.row, -1)
-        source = source._replace(uses_q=jnp.ones_like(source.uses_q))
-        # One row at a time: putting rows together takes longest.
-        return by_blocks(lambda those: self._tile_sums(those)[0], 1, index, source)
+        of_q = source._replace(uses_q=jnp.ones_like(source.uses_q))
+        return lax.cond(
+            jnp.any(source.uses_q & (source.row >= 0)),
+            lambda: self._tile_sums(of_q)[0],
+            lambda: jnp.zeros((source.row.shape[0], self.num_tiles), jnp.float32),
+        )
+
+    @property
+    def reads_tiles(self) -> bool:
+        """Whether many rows are read by tiles of all rows, as a TPU reads them best."""
+        target, draft = self.target, self.draft
+        is_whole = target.first_id is None and target.token_bitmask is None
+        has_ids = draft is None or (
+            draft.rows is draft.storage and draft.storage.width == target.width
+        )
+        return self.form.platform == "tpu" and is_whole and has_ids
 
     def _tile_sums(self, source: Position) -> list[jax.Array]:
         """Sums of weights by tile, and of ``p`` if not known yet, in one read of the rows."""
         target, draft, mapped = self.target, self.draft, None
+        if self.reads_tiles:
+            tile_sums = tiles.each_tile(functools.partial(self._sums_of_tile, source), target.width)
+            return [*jnp.moveaxis(tile_sums, 0, 2)]
         entries = [(target.whole(source.row), target.fill)]
         if draft is not None and isinstance(draft.rows, MappedRows):
             mapped = draft.rows
@@ -195,19 +205,30 @@ class LocalRows:
             entries.append((draft.rows.whole(source.draft_row), draft.storage.fill))
         place, tile_ids, found = jnp.arange(TILE, dtype=jnp.int32), self.tile_ids(), []
         for first_tile, xs in target.in_tiles(entries, self.num_tiles):
-            count, *of_tile = xs[0].shape[1:]
-            these = tile_ids[first_tile : first_tile + count]
-            these = lax.expand_dims(these * TILE, range(1, 1 + len(of_tile)))
-            ids = (place[: math.prod(of_tile)].reshape(1, *of_tile) + these)[None]
+            _, count, length = xs[0].shape
+            these = tile_ids[first_tile : first_tile + count, None]
+            ids = (place[None, :length] + these * TILE)[None]
             if mapped is not None:  # looked up tile by tile: XLA fuses this, but not whole rows
                 xs[1] = mapped.storage.at(source.draft_row[:, None, None], xs[1])
-            sums = [sum_of_tiles(self._weights(source, ids, *xs)[0])]
-            if source.p_masses is None:
-                # XLA writes to memory what two sums share. Behind a barrier, p is computed twice.
-                _, p = self._weights(lax.optimization_barrier(source), ids, *xs)
-                sums.append(sum_of_tiles(p))
-            found.append(lax.optimization_barrier(sums))
+            found.append(lax.optimization_barrier(self._sums(source, ids, *xs)))
         return [jnp.concatenate(of_tiles, axis=1) for of_tiles in zip(*found, strict=True)]
+
+    def _sums_of_tile(self, source: Position, start: Any, length: int) -> jax.Array:
+        """``[1 or 2, n]``, the sums of columns that all rows have in vector memory."""
+        ids = start + jnp.arange(length, dtype=jnp.int32)[None, :]
+        entries = [self.target.columns(source.row, start, length).whole()]
+        if self.draft is not None:
+            entries.append(self.draft.storage.columns(source.draft_row, start, length).whole())
+        return jnp.stack(self._sums(source, ids, *entries))
+
+    def _sums(self, source: Position, ids: jax.Array, *entries: jax.Array) -> list[jax.Array]:
+        """Sums of the weights of `ids`, and of ``p`` if not known, from entries ``[..., L]``."""
+        sums = [jnp.sum(self._weights(source, ids, *entries)[0], axis=-1)]
+        if source.p_masses is None:
+            # XLA writes to memory what two sums share. Behind a barrier, p is computed twice.
+            _, p = self._weights(lax.optimization_barrier(source), ids, *entries)
+            sums.append(jnp.sum(p, axis=-1))
+        return sums
 
     def _without_token(self, source: Position, p_masses: jax.Array) -> jax.Array:
         """`p_masses`, with the tile of a rejected one-hot draft summed again without the draft."""
@@ -320,14 +341,12 @@ def tile_masses(rows: LocalRows, source: Position, residual: jax.Array | None = 
     """
     found = None if rows.kernels is None else rows.kernels.masses(rows, source)
     if found is None:
-        platform, draft = rows.form.platform, rows.draft
         residual = rows.residual_masses(source) if residual is None else residual
         given = (source,) if residual is None else (source, residual)
-        reads_rows = source.p_masses is None and (draft is None or isinstance(draft.rows, Rows))
-        if platform == "tpu" and reads_rows:
-            found = by_blocks(rows.masses, 1, source.row, *given)  # as `residual_masses` does
+        if rows.reads_tiles:
+            found = rows.masses(*given)
         else:
-            found = gathering(rows.masses, platform, source.row, *given)
+            found = gathering(rows.masses, rows.form.platform, source.row, *given)
     return found[None] if rows.form.axis is None else rows.form.gather(found)
 
 

@@ -11,7 +11,6 @@ statistics lets all devices decide alike; filters exchange sums as well. No row 
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src import ragged
-from jax_specdec._src.blocks import by_blocks, gathering
+from jax_specdec._src.blocks import gathering
 from jax_specdec._src.noise import token_exponentials
 from jax_specdec._src.platform import Platform
 from jax_specdec._src.sampling import Filter
@@ -103,13 +102,9 @@ def _of_all_rows(
     """Of all positions: every row is read, in place."""
     num_rows, target = rows.target.matrix.shape[0], rows.target
     given = requests.inv_temperature, requests.is_ok & ~requests.greedy, requests.filter
-    in_tiles = requests.filter is None and target.token_bitmask is None
-    in_tiles &= target.first_id is None or not rows.form.keeps_sums  # an edge may cut a tile
-    if samples and rows.form.platform == "tpu" and in_tiles:
+    if samples and _by_tile(rows, requests):
         inv_temperature, _, _ = of_owners(requests, num_rows, given)
-        wants_argmax = jnp.any(requests.is_ok & requests.greedy)
-        partials, sums = target.by_tile(inv_temperature, wants_argmax)
-        stats = TargetStatistics(partials, None, sums if rows.form.keeps_sums else None)
+        stats = _tile_by_tile(rows, requests, None, inv_temperature)
     else:
         peak, argmax = target.max_and_argmax(None)
         stats = TargetStatistics(Partials(peak, jnp.zeros_like(peak), argmax), None, None)
@@ -119,7 +114,7 @@ def _of_all_rows(
 
 
 def _of_chosen_rows(rows: LocalRows, requests: Request, positions: Position) -> TargetStatistics:
-    """Of one position of each request: only these rows are read."""
+    """Of one position of each request: only these rows are read, if the device can."""
     wanted = requests.is_ok & (positions.offset[:, 0] < requests.num_rows)
 
     def read(which: jax.Array, *given: Any) -> TargetStatistics:
@@ -127,8 +122,28 @@ def _of_chosen_rows(rows: LocalRows, requests: Request, positions: Position) -> 
 
     given = requests.inv_temperature, wanted & ~requests.greedy, requests.filter
     index = jnp.where(wanted, positions.row[:, 0], -1)
-    found = gathering(read, rows.form.platform, index, index, *given)
+    if _by_tile(rows, requests):
+        found = _tile_by_tile(rows, requests, index, requests.inv_temperature)
+    else:
+        found = gathering(read, rows.form.platform, index, index, *given)
     return jax.tree.map(lambda x: x[:, None], found)
+
+
+def _by_tile(rows: LocalRows, requests: Request) -> bool:
+    """Whether rows are read as `Rows.by_tile` does: on a TPU, without a filter."""
+    target = rows.target
+    whole_tiles = target.first_id is None or not rows.form.keeps_sums  # an edge may cut a tile
+    no_filter = requests.filter is None and target.token_bitmask is None
+    return rows.form.platform == "tpu" and whole_tiles and no_filter
+
+
+def _tile_by_tile(
+    rows: LocalRows, requests: Request, index: jax.Array | None, inv_temperature: jax.Array
+) -> TargetStatistics:
+    """Of rows ``index [n]``, or of all."""
+    wants_argmax = jnp.any(requests.is_ok & requests.greedy)
+    partials, sums = rows.target.by_tile(index, inv_temperature, wants_argmax)
+    return TargetStatistics(partials, None, sums if rows.form.keeps_sums else None)
 
 
 def _of_one_row(rows: LocalRows, one: Request, position: Position) -> TargetStatistics:
@@ -267,18 +282,17 @@ def _of_drafts(
     if partials is not None:
         return entries, partials
 
-    def read(index: jax.Array, inv: jax.Array, num_tiles: int | None = None) -> Partials:
+    def read(index: jax.Array, inv: jax.Array) -> Partials:
         peak = storage.peak(index)
-        sums = storage.sums(index, peak, inv, None, num_tiles)
-        return Partials(peak, sums if num_tiles is None else jnp.sum(sums, axis=1)).checked()
+        if platform != "tpu":
+            return Partials(peak, storage.sums(index, peak, inv)).checked()
+        sums = storage.sums(index, peak, inv, None, tiles.num_tiles(storage.width))
+        return Partials(peak, jnp.sum(sums, axis=1)).checked()
 
     index = index.reshape(-1)
     inv = positions.inv_temperature[:, :most].reshape(-1)
-    if platform == "tpu" and storage.first_id is None:
-        # One row at a time: putting rows together takes longest, and then writing single numbers.
-        of_row = functools.partial(read, num_tiles=tiles.num_tiles(storage.width))
-        both = by_blocks(lambda *one: jnp.stack(of_row(*one)[:2], axis=1), 1, index, index, inv)
-        found = Partials(both[:, 0], both[:, 1])
+    if platform == "tpu" and not rows.form.in_order:
+        found = storage.by_tile(index, inv, jnp.bool_(False))[0]._replace(argmax=None)
     else:
         found = gathering(read, platform, index, index, inv)
     return entries, jax.tree.map(lambda x: x.reshape(wanted.shape), found)

@@ -283,15 +283,30 @@ class Rows:
         peak, place = lax.reduce((x, index), least, larger, (1,))
         return peak, place
 
-    def by_tile(
-        self, inv_temperature: jax.Array, wants_argmax: jax.Array
-    ) -> tuple[Partials, jax.Array]:
-        """Partials and sums by tile of all rows, in one pass over the tiles.
+    def columns(self, rows: jax.Array | None, start: Any, length: int) -> Rows:
+        """Some columns of many rows, or of all if `rows` is None; without a bitmask.
 
-        For TPUs: a tile of every row fits in vector memory, where its sum is taken relative to its
-        own maximum. Without a bitmask. Tiles are counted from the first column.
+        A TPU copies these columns of every row to its vector memory, and takes the rows there: to
+        read one row of its main memory, it copies the eight that lie together.
+        """
+        matrix = lax.dynamic_slice_in_dim(self.matrix, start, length, axis=1)
+        matrix, least = lax.optimization_barrier(matrix), self.thresholds
+        if rows is not None:
+            rows = jnp.clip(rows, 0, matrix.shape[0] - 1)
+            matrix, least = matrix[rows], None if least is None else least[rows]
+        first_id = None if self.first_id is None else self.first_id + start
+        return Rows(matrix, self.size, self.fill, self.platform, None, least, first_id)
+
+    def by_tile(
+        self, rows: jax.Array | None, inv_temperature: jax.Array, wants_argmax: jax.Array
+    ) -> tuple[Partials, jax.Array]:
+        """Partials and sums by tile of many rows, in one pass over the tiles of all.
+
+        For TPUs: in vector memory, the sum of a tile is taken relative to its own maximum. Without
+        a bitmask. Tiles are counted from the first column.
 
         Args:
+          rows: ``[n]`` int32, or None for all rows.
           inv_temperature: ``[n]`` float32.
           wants_argmax: ``[]`` bool, whether the argmax of any row is wanted.
 
@@ -301,10 +316,7 @@ class Rows:
         """
 
         def read(start: Any, length: int) -> jax.Array:
-            matrix = lax.dynamic_slice_in_dim(self.matrix, start, length, axis=1)
-            first_id = None if self.first_id is None else self.first_id + start
-            matrix = lax.optimization_barrier(matrix)
-            tile = dataclasses.replace(self, matrix=matrix, first_id=first_id)
+            tile = self.columns(rows, start, length)
             peak = tile.peak(None)
 
             def argmax() -> jax.Array:  # as float32, whose minimum is one operation
@@ -314,12 +326,8 @@ class Rows:
             place = lax.cond(wants_argmax, argmax, lambda: jnp.zeros_like(peak))
             return jnp.stack([peak, place, tile.sums(None, peak, inv_temperature)])
 
-        whole, cut = divmod(self.width, tiles.TILE)
-        starts = jnp.arange(tiles.num_tiles(self.width), dtype=jnp.int32) * tiles.TILE
-        found = [lax.map(lambda start: read(start, tiles.TILE), starts[:whole])] if whole else []
-        if cut:
-            found.append(read(whole * tiles.TILE, cut)[None])
-        peaks, places, sums = jnp.moveaxis(jnp.concatenate(found), 1, 0)
+        peaks, places, sums = jnp.moveaxis(tiles.each_tile(read, self.width), 1, 0)
+        starts = jnp.arange(peaks.shape[0], dtype=jnp.int32) * tiles.TILE
         argmaxes = starts[:, None] + places.astype(jnp.int32)
         argmaxes = argmaxes if self.first_id is None else argmaxes + self.first_id
         peak = jnp.max(peaks, axis=0)
@@ -334,7 +342,8 @@ class Rows:
         x = self.whole(rows)
         if self.platform != "tpu" or x.shape[0] > 1:
             return jnp.max(x, axis=1)
-        views = self.in_tiles([(x, -float("inf"))], tiles.num_tiles(x.shape[1]), False)
+        count = tiles.num_tiles(x.shape[1])
+        views = self.in_tiles([(x, -float("inf"))], count, False, by_lanes=True)
         return jnp.max(jnp.stack([jnp.max(x) for _, (x,) in views]), keepdims=True)
 
     def sums(
@@ -356,7 +365,7 @@ class Rows:
         if num_tiles is None:
             return jnp.sum(jnp.exp((x - base) * inv), axis=1)
         found = []
-        for _, (view,) in self.in_tiles([(x, -float("inf"))], num_tiles):
+        for _, (view,) in self.in_tiles([(x, -float("inf"))], num_tiles, by_lanes=True):
             shift, scale = (lax.expand_dims(y, range(2, view.ndim)) for y in (base, inv))
             found.append(sum_of_tiles(jnp.exp((view - shift) * scale)))
         return lax.optimization_barrier(jnp.concatenate(found, axis=1))
@@ -406,7 +415,11 @@ class Rows:
         return jnp.where(limited, least, -jnp.inf)
 
     def in_tiles(
-        self, matrices: Sequence[tuple[jax.Array, float]], count: int, by_first_id: bool = True
+        self,
+        matrices: Sequence[tuple[jax.Array, float]],
+        count: int,
+        by_first_id: bool = True,
+        by_lanes: bool = False,
     ) -> list[tuple[int, list[jax.Array]]]:
         """Matrices ``[n, W]`` of this part's ids as tiles ``[n, t, L]``.
 
@@ -414,17 +427,17 @@ class Rows:
           matrices: each with what to pad it with.
           count: number of tiles, from the one that this part begins in.
           by_first_id: whether tiles are counted from id 0; if not, from the first column.
+          by_lanes: whether whole tiles of one row on a TPU are ``[1, t, 16, 128]``, which fill
+            registers as they lie: ``[t, L]`` would be moved, ``[1, W]`` fills an eighth of each.
 
         Returns:
-          Some tiles of each matrix, after the number of the first: all tiles or, on a CPU and of
-          one row on a TPU, the whole ones, then the last one by itself, which needs no copy. On a
-          TPU, ids of a whole tile of one row are ``[16, 128]``: they fill two registers as they
-          lie, where ``[t, L]`` would be moved and ``[1, W]`` fills an eighth of each register.
+          Some tiles of each matrix, after the number of the first: all tiles or, on a CPU and by
+          lanes, the whole ones, then the last one by itself, which needs no copy.
         """
         width, found = max([x.shape[1] for x, _ in matrices]), []
         size = count * tiles.TILE
         is_cut = by_first_id and self.first_id is not None and self.width % tiles.TILE > 0
-        of_one_row = self.platform == "tpu" and all(x.shape[0] == 1 for x, _ in matrices)
+        of_one_row = by_lanes and self.platform == "tpu" and matrices[0][0].shape[0] == 1
         if (self.platform == "cpu" or of_one_row) and not is_cut:
             xs = [_padded(x, 0, width - x.shape[1], fill) for x, fill in matrices]
             whole = width // tiles.TILE

@@ -6,10 +6,12 @@ backend draws the same token.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_specdec._src import types
 
@@ -34,3 +36,14 @@ class Scale(NamedTuple):
 def num_tiles(size: int) -> int:
     """How many tiles `size` ids take; the last may be partly filled."""
     return -(-size // TILE)
+
+
+def each_tile(read: Callable[[Any, int], jax.Array], width: int) -> jax.Array:
+    """``[T, ...]``, what `read` gives of each tile of `width` columns, by its start and length."""
+    whole, cut = divmod(width, TILE)
+    found, starts = [], jnp.arange(whole, dtype=jnp.int32) * TILE
+    if whole:
+        found.append(lax.map(lambda start: read(start, TILE), starts))
+    if cut:
+        found.append(read(whole * TILE, cut)[None])
+    return jnp.concatenate(found)
