@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.blocks import entry_of, gathering
+from jax_specdec._src.blocks import any_under_vmap, entry_of, gathering
 from jax_specdec._src.platform import Platform
 from jax_specdec._src.types import DraftDistribution, DraftProbs
 from jax_specdec._src.verify import rules, tiles
@@ -171,7 +171,7 @@ class LocalRows:
             return found
         of_q = source._replace(uses_q=jnp.ones_like(source.uses_q))
         return lax.cond(
-            jnp.any(source.uses_q & (source.row >= 0)),
+            any_under_vmap(jnp.any(source.uses_q & (source.row >= 0))),
             lambda: self._tile_sums(of_q)[0],
             lambda: jnp.zeros((source.row.shape[0], self.num_tiles), jnp.float32),
         )

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src import ragged
-from jax_specdec._src.blocks import gathering
+from jax_specdec._src.blocks import any_under_vmap, gathering
 from jax_specdec._src.noise import token_exponentials
 from jax_specdec._src.platform import Platform
 from jax_specdec._src.sampling import Filter
@@ -141,7 +141,7 @@ def _tile_by_tile(
     rows: LocalRows, requests: Request, index: jax.Array | None, inv_temperature: jax.Array
 ) -> TargetStatistics:
     """Of rows ``index [n]``, or of all."""
-    wants_argmax = jnp.any(requests.is_ok & requests.greedy)
+    wants_argmax = any_under_vmap(jnp.any(requests.is_ok & requests.greedy))
     partials, sums = rows.target.by_tile(index, inv_temperature, wants_argmax)
     return TargetStatistics(partials, None, sums if rows.form.keeps_sums else None)
 
