@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -188,6 +189,16 @@ def test_rows_that_cannot_be_copied_alone_are_left_to_xla(num_rows, width, dtype
     matrix, row = jnp.zeros((num_rows, width), dtype), jnp.zeros(1, jnp.int32)
     given = rows_and_source(matrix, sd.DraftLogits(matrix), width, dict(row=row))
     assert residual.residual_masses(*given) is None
+
+
+@pytest.mark.parametrize(("kind", "copies"), [("TPU v3", False), ("TPU v4", True)])
+def test_old_tpus_leave_the_residual_to_xla(kind, copies):
+    matrix, row, one = jnp.zeros((4, 256)), jnp.zeros(1, jnp.int32), jnp.ones(1)
+    values = dict(row=row, draft_row=row, uses_q=row == 0, scale=Scale(one, one))
+    given = rows_and_source(matrix, sd.DraftProbs(matrix), 256, values)
+    with mock.patch.object(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)]):
+        found = jax.eval_shape(lambda: residual.residual_masses(*given))
+    assert (found is not None) == copies
 
 
 BIG = dict(num_speculative_tokens=4, num_requests=8, num_drafts=34)

@@ -24,6 +24,7 @@ from jax_specdec._src.types import DraftLogits
 from jax_specdec._src.verify import rules
 from jax_specdec._src.verify.draw import LocalRows
 from jax_specdec._src.verify.largest import LANES
+from jax_specdec._src.verify.mosaic_tpu import support
 from jax_specdec._src.verify.mosaic_tpu.blocks import VMEM, Blocks, clear, in_powers_of_two, of_rows
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.tiles import num_tiles
@@ -45,10 +46,12 @@ def residual_masses(rows: LocalRows, source: Position) -> jax.Array | None:
     Returns:
       ``[n, T]`` float32, 0 for sources that are not read. None if it cannot copy the rows: if they
       are parts, or not of the same ids, or float16, or not a multiple of 128 wide, or bfloat16 and
-      not an even number.
+      not an even number, or on a TPU v2 or v3.
     """
     target, draft = rows.target, rows.draft
     if draft is None or draft.rows is not draft.storage or rows.form.axis is not None:
+        return None
+    if not support.copies_rows():
         return None
     storage, n = draft.storage, source.row.shape[0]
     matrices, width = (target.matrix, storage.matrix), target.matrix.shape[1]

@@ -15,6 +15,11 @@ def no_device() -> str | None:
     return f"implementation='mosaic_tpu' needs a TPU, but JAX runs on {platform}"
 
 
+def copies_rows() -> bool:
+    """Whether JAX's default device copies single rows; if not, XLA sums the residual."""
+    return jax.devices()[0].device_kind not in ("TPU v2", "TPU v3")
+
+
 def unsupported(arrays: CallArrays) -> str | None:
     """Why the kernel cannot serve a call, as a sentence; None if it can."""
     if jax.typeof(arrays.target_logits).manual_axis_type.varying:
