@@ -118,10 +118,9 @@ class LocalRows:
         draft = None
         if distribution is not None:
             draft = DraftRows.of(distribution, size, form.platform, first_id)
-        num_parts = 1 if form.axis is None else form.num_parts
-        num_tiles = tiles_of_part(target.width, num_parts)
+        num_tiles = tiles_of_part(target.width, form.num_parts)
         kept = num_tiles if form.keeps_sums else None
-        return cls(target, draft, form, num_parts, num_tiles, kept, kernels)
+        return cls(target, draft, form, form.num_parts, num_tiles, kept, kernels)
 
     @property
     def candidates(self) -> CandidateRows | None:
@@ -347,7 +346,7 @@ def tile_masses(rows: LocalRows, source: Position, residual: jax.Array | None = 
             found = rows.masses(*given)
         else:
             found = gathering(rows.masses, rows.form.platform, source.row, *given)
-    return found[None] if rows.form.axis is None else rows.form.gather(found)
+    return rows.form.gather(found)
 
 
 def masses_of_positions(rows: LocalRows, positions: Position) -> jax.Array:

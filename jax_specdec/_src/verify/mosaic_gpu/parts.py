@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_specdec._src.verify.draft_rows import DraftRows
-from jax_specdec._src.verify.draw import LocalRows, pieces_of_tiles
+from jax_specdec._src.verify.draw import Kernels, LocalRows, pieces_of_tiles
 from jax_specdec._src.verify.mosaic_gpu import phases
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.position import Position
@@ -21,7 +21,7 @@ MAX_PIECES = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class PartKernels:
+class PartKernels(Kernels):
     """`draw.Kernels` by the launches of `phases`."""
 
     config: KernelConfig | None
@@ -89,9 +89,6 @@ class PartKernels:
             return phases.part_masses(rows, source)
         p_masses = phases.part_masses(dataclasses.replace(rows, draft=None), source)[:, 1]
         return rows.masses(source._replace(p_masses=p_masses))
-
-    def residual_masses(self, rows: LocalRows, source: Position) -> None:
-        """See `draw.Kernels`."""
 
     def draw(
         self, rows: LocalRows, source: Position, masses: jax.Array, recover: jax.Array
