@@ -21,7 +21,7 @@ import jax_specdec as sd
 
 from .batch import ALMOST_ONE, XLA, Layout, Request, agree, pack, verify
 from .cases import cold_batch
-from .test_mosaic_gpu import alone, long
+from .test_mosaic_gpu import alone, long, slow
 from .test_xla_all_at_once import all_at_once
 
 pytestmark = pytest.mark.newest
@@ -73,9 +73,8 @@ HALF = dataclasses.replace(SMALL, dtype="bfloat16", draft_dtype="bfloat16")
 @pytest.mark.parametrize(
     "layout",
     [
-        HALF,
         *long(dataclasses.replace(HALF, kind="logits", block=True)),
-        pytest.param(SMALL, marks=pytest.mark.slow),
+        *slow(HALF, SMALL),
     ],
     ids=str,
 )
