@@ -12,6 +12,7 @@ import pytest
 from jax_specdec._src.verify.mosaic_gpu import cluster
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 
+from .batch import Request
 from .test_mosaic_gpu import (
     BLOCK,
     FILTERED,
@@ -23,6 +24,7 @@ from .test_mosaic_gpu import (
     far_entries,
     few,
     interpreted,
+    logits,
 )
 
 pytestmark = pytest.mark.newest  # older versions do not interpret clusters
@@ -67,5 +69,7 @@ def test_a_wrong_phase_is_noticed(fault, monkeypatch):
         monkeypatch.setattr(cluster, "parity_of", lambda round: round & 0)
     else:
         monkeypatch.setattr(cluster, "slot_of", lambda round: round & 0)
+    layout, ids = few(LAYOUTS[0]), [3, 5, 7, 9]  # all are kept: a round for each of five rows
+    target = logits([[x] for x in [*ids, 11]], vocab=layout.vocab)
     with pytest.raises(AssertionError, match="the oracle"):
-        agrees(few(LAYOUTS[0]), interpreted(TWO))
+        answers([Request(target, ids, temperature=0.0)], layout, interpreted(TWO))
