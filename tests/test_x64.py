@@ -48,27 +48,32 @@ def keys() -> jax.Array:
 
 
 def verified(distribution: Callable[[], Any], filtered: bool, **fields: Any) -> Any:
-    positions = jnp.asarray(np.int32([5, 6, 7]))
-    drafts = sd.Drafts.from_dense(IDS, None, distribution())
-    output = sd.rejection_sample(
-        jnp.asarray(LOGITS),
-        drafts,
-        sampling=sampling(filtered),
-        keys=keys(),
-        positions=positions,
-        config=config(**fields),
-        token_bitmask=jnp.asarray(MASK) if filtered else None,
-    )
-    found = sd.token_logprobs(
-        jnp.asarray(LOGITS),
-        drafts,
-        output,
-        sampling=sampling(filtered),
-        config=config(**fields),
-        num_top=2,
-        distribution="processed",
-    )
-    return sd.parse_output(output), found.top_token_ids.tolist()
+    def verify() -> Any:
+        positions = jnp.asarray(np.int32([5, 6, 7]))
+        drafts = sd.Drafts.from_dense(IDS, None, distribution())
+        output = sd.rejection_sample(
+            jnp.asarray(LOGITS),
+            drafts,
+            sampling=sampling(filtered),
+            keys=keys(),
+            positions=positions,
+            config=config(**fields),
+            token_bitmask=jnp.asarray(MASK) if filtered else None,
+        )
+        found = sd.token_logprobs(
+            jnp.asarray(LOGITS),
+            drafts,
+            output,
+            sampling=sampling(filtered),
+            config=config(**fields),
+            num_top=2,
+            distribution="processed",
+        )
+        return output, found.top_token_ids
+
+    # With everything at once, it would compile a hundred small programs.
+    output, top = jax.jit(verify)() if filtered else verify()
+    return sd.parse_output(output), top.tolist()
 
 
 def normalized() -> sd.DraftLogits:

@@ -142,7 +142,7 @@ def cold_batch(layout: Layout, seed: int) -> Batch:
     """Sampled requests at very low temperatures, by logits far from 0 that are near each other."""
     rng, requests = np.random.default_rng(seed), []
     k, v = layout.num_speculative_tokens, layout.vocab
-    for _ in range(layout.num_requests):
+    for _ in range(min(layout.num_requests, layout.num_drafts // k)):
         temperature = float(np.float32(rng.choice([1e-3, 1e-4, 1e-5])))
         peak = rng.choice([30.0, 1000.0])
         x = peak + 1.5 * temperature * rng.standard_normal((2, k + 1, v))

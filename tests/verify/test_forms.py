@@ -24,6 +24,10 @@ pytestmark = pytest.mark.newest
 BATCH, K, VOCAB = BLOCK + 1, 1, 5
 
 
+def shaped(*shape: int, dtype: Any = jnp.float32) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
 @functools.cache
 def operations(implementation: str | None, platform: str) -> collections.Counter[str]:
     """Of the program of a call, before it is compiled: how many there are of each kind."""
@@ -33,10 +37,10 @@ def operations(implementation: str | None, platform: str) -> collections.Counter
         config=sd.SpecDecodeConfig(num_speculative_tokens=K),
     )
     traced = jax.jit(lambda *args, sampling: call(*args, sampling=sampling)).trace(
-        jnp.zeros((BATCH * (K + 1), VOCAB)),
-        sd.Drafts.from_dense(jnp.zeros((BATCH, K), jnp.int32)),
-        sd.testing.Noise(jnp.zeros((BATCH, K)), jnp.zeros((BATCH, 2))),
-        sampling=sd.SamplingParams(jnp.ones(BATCH)),
+        shaped(BATCH * (K + 1), VOCAB),
+        sd.Drafts(shaped(BATCH * K, dtype=jnp.int32), shaped(BATCH + 1, dtype=jnp.int32)),
+        sd.testing.Noise(shaped(BATCH, K), shaped(BATCH, 2)),
+        sampling=sd.SamplingParams(shaped(BATCH)),
     )
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     found = collections.Counter(re.findall(r"stablehlo\.\w+", text))
@@ -88,7 +92,7 @@ ONE_LAYOUT = Layout(
     ids=str,
 )
 def test_rows_read_as_on_tpus_give_the_oracles_tokens(layout):
-    for output in agree(random_batches(layout, range(8)), on_tpu):
+    for output in agree(random_batches(layout, range(4 if layout.agreement else 8)), on_tpu):
         assert (output.num_emitted > 0).any()
 
 
@@ -112,16 +116,17 @@ def test_a_batch_with_a_greedy_request_and_one_without_agree_under_vmap():
     logits = rng.standard_normal((2 * 4, vocab)).astype(np.float32)
     logits[1, 2060] = logits[1, 7] = logits[3, 2050] = 9.0
     logits[4, 2070], logits[6, 2099] = np.nan, np.inf
-    rows = jnp.asarray(logits)
-    drafts = sd.Drafts.from_dense(jnp.argmax(rows[::2], axis=1).astype(jnp.int32)[:, None])
-    noise = sd.testing.Noise(jnp.zeros((4, 1)), jnp.full((4, 2), 0.5))
+    drafts = sd.Drafts(
+        np.argmax(logits[::2], axis=1).astype(np.int32), np.arange(5, dtype=np.int32)
+    )
+    noise = sd.testing.Noise(np.zeros((4, 1), np.float32), np.full((4, 2), 0.5, np.float32))
     config = sd.SpecDecodeConfig(num_speculative_tokens=1)
 
     def verify(temperature: jax.Array) -> sd.RejectionSampleOutput:
-        return on_tpu(rows, drafts, noise, sampling=sd.SamplingParams(temperature), config=config)
+        return on_tpu(logits, drafts, noise, sampling=sd.SamplingParams(temperature), config=config)
 
-    temperatures = jnp.array([[1.0, 0.5, 1.0, 2.0], [0.0, 0.5, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
-    sampled, mixed, greedy = (verify(temperature) for temperature in temperatures)
+    temperatures = np.float32([[1, 0.5, 1, 2], [0, 0.5, 1, 0], [0, 0, 0, 0]])
+    sampled, mixed, greedy = (jax.device_get(verify(t)) for t in temperatures)
     bad = sd.Status.BAD_TARGET_ROW
     assert sampled.status.tolist() == mixed.status.tolist() == greedy.status.tolist()
     assert greedy.status.tolist() == [0, 0, bad, bad]

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import itertools
 from unittest import mock
 
 import jax
@@ -15,12 +16,12 @@ import jax_specdec as sd
 from jax_specdec._src.verify import api
 from jax_specdec._src.verify.mosaic_gpu import launch as mosaic_gpu
 from jax_specdec._src.verify.mosaic_gpu import request
-from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig, Slices, power_of_two
+from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.tiles import TILE
 
 from . import block_edges, edges, processed, suite
-from .batch import Batch, Layout, Request, agree, check, jitted, pack
-from .cases import random_batch, random_batches
+from .batch import EMPTY, Batch, Layout, Request, agree, check, jitted, pack
+from .cases import cold_batch, random_batch, random_batches
 from .interpret_mode import interpret_gpu_params
 
 pytestmark = pytest.mark.dearest
@@ -148,13 +149,14 @@ def slow(*layouts: Layout):
     return [pytest.param(layout, marks=pytest.mark.slow) for layout in layouts]
 
 
+few = functools.partial(dataclasses.replace, num_requests=2, num_drafts=7)
 GIVEN_BONUS, SYNTHETIC = LAYOUTS[4], LAYOUTS[6]
 TILES = dataclasses.replace(LAYOUTS[5], vocab=12416)  # six whole tiles and 128 ids of another
 
 
 @pytest.mark.parametrize(
     "layout",
-    [*newest(GIVEN_BONUS, SYNTHETIC), *long(TILES), *slow(*LAYOUTS[:4], LAYOUTS[5])],
+    [*newest(SYNTHETIC), *long(TILES), *slow(*LAYOUTS[:6])],
     ids=str,
 )
 def test_gives_the_tokens_of_the_oracle(layout):
@@ -172,9 +174,6 @@ def test_gives_the_tokens_of_the_oracle(layout):
 )
 def test_gives_the_tokens_of_the_oracle_with_two_rows_at_once(layout):
     agrees(layout, interpreted(two_rows))
-
-
-few = functools.partial(dataclasses.replace, num_requests=2, num_drafts=7)
 
 
 @pytest.mark.long
@@ -237,12 +236,20 @@ def test_recovered_tokens_come_from_all_tiles_that_the_oracle_draws_from(verifie
 
 
 @pytest.mark.newest
+def test_cold_requests_get_the_tokens_of_the_oracle():
+    """As in `test_normalizers`: logits far from 0, over very low temperatures."""
+    agree((cold_batch(TILES, seed) for seed in range(3)), four_tiles)
+
+
+@pytest.mark.newest
 @pytest.mark.parametrize("impl", ["rbg", pytest.param("threefry2x32", marks=pytest.mark.slow)])
 def test_noise_from_keys_is_what_draw_noise_gives(impl):
-    layout = LAYOUTS[1]
-    keys = jax.random.split(jax.random.key(5, impl=impl), layout.num_requests)
-    positions = jnp.arange(layout.num_requests, dtype=jnp.int32) * 1000
-    noise = jax.device_get(sd.testing.draw_noise(keys, positions, layout.num_speculative_tokens))
+    layout, rng = dataclasses.replace(LAYOUTS[1], has_bonus=True), np.random.default_rng(5)
+    words = rng.integers(2**32, size=(layout.num_requests, {"rbg": 4}.get(impl, 2)), dtype="uint32")
+    keys = jax.random.wrap_key_data(words, impl=impl)
+    positions = np.arange(layout.num_requests, dtype=np.int32) * 1000
+    draw_noise = jax.jit(sd.testing.draw_noise, static_argnums=2)
+    noise = jax.device_get(draw_noise(keys, positions, layout.num_speculative_tokens))
 
     @jax.jit
     def keyed(logits, drafts, named, positions):
@@ -264,40 +271,44 @@ def test_noise_from_keys_is_what_draw_noise_gives(impl):
         named = {name: named[name] for name in ("sampling", "bonus_token_ids", "active")}
         output = jax.device_get(keyed(logits, drafts, named, positions))
         check(batch, output)
-        negative = jax.device_get(keyed(logits, drafts, named, positions.at[-1].set(-1)))
-        assert negative.status[-1] in (sd.Status.BAD_INPUT, sd.Status.INACTIVE)
-        assert (negative.token_ids[-1] == sd.PLACEHOLDER_TOKEN_ID).all()
-        np.testing.assert_array_equal(negative.token_ids[:-1], output.token_ids[:-1])
+    positions[-1] = -1
+    negative = jax.device_get(keyed(logits, drafts, named, positions))
+    assert negative.status[-1] in (sd.Status.BAD_INPUT, sd.Status.INACTIVE)
+    assert (negative.token_ids[-1] == sd.PLACEHOLDER_TOKEN_ID).all()
+    np.testing.assert_array_equal(negative.token_ids[:-1], output.token_ids[:-1])
 
 
-# An interpreted scatter writes a whole output, so of two requests one warpgroup must do both.
-@pytest.mark.parametrize(
-    ("config", "layout"),
-    [
-        (KernelConfig(max_cluster=1), dataclasses.replace(LAYOUTS[5], num_requests=2)),
-        pytest.param(
-            two_rows,
-            dataclasses.replace(
-                GIVEN_BONUS, num_speculative_tokens=5, num_requests=1, num_drafts=5
-            ),
-            marks=pytest.mark.long,
-        ),
-    ],
-    ids=["two requests", "two rows at once"],
-)
-def test_no_copy_overwrites_what_is_still_read(config, layout):
-    verifier = interpreted(config, detect_races=True)
-    agree([random_batch(layout, seed=3)], verifier)  # a race is an error
+@pytest.mark.long
+def test_two_rows_at_once_overwrite_nothing_still_read():
+    layout = few(GIVEN_BONUS, num_speculative_tokens=5, num_requests=1, num_drafts=5)
+    agree([random_batch(layout, seed=3)], interpreted(two_rows, detect_races=True))
 
 
 # What each kind of request emits, small enough to check by hand.
 
-SMALL = Layout(vocab=128, num_requests=1, num_drafts=3)
+SMALL = Layout(vocab=128, num_requests=67, num_drafts=67 * 3, has_active=True)
+IDLE = dataclasses.replace(EMPTY, active=False)
 
 
-def answer(verifier, middle, layout=SMALL):
-    (output,) = agree([pack([middle], layout)], verifier)
-    return output.token_ids[0, : output.num_emitted[0]].tolist() or sd.Status(output.status[0])
+@functools.cache
+def in_rounds(rounds: int):
+    """`alone`, with loads of the offsets of so many times 32 requests in flight."""
+    verifier = interpreted(KernelConfig(max_cluster=1))
+
+    def patched(*args, **kwargs):
+        with mock.patch.object(request, "_ROUNDS", rounds):
+            return verifier(*args, **kwargs)
+
+    return patched
+
+
+def answers(requests, layout, verifier):
+    """What is emitted for each of the first requests of a batch, or their status."""
+    (output,) = agree([pack(requests, layout)], verifier)
+    return [
+        output.token_ids[b, : output.num_emitted[b]].tolist() or sd.Status(output.status[b])
+        for b in range(len(requests))
+    ]
 
 
 def logits(rows, fill=-np.inf, vocab=128):
@@ -307,61 +318,68 @@ def logits(rows, fill=-np.inf, vocab=128):
     return target
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_rows_that_hold_nan_or_infinity_are_bad_where_they_are_visited(temperature):
-    for bad in (np.nan, np.inf):
-        target = logits([[3], [5], [7]])
-        target[1, 100] = bad
-        middle = edges.Request(target, [3, 5], temperature=temperature)
-        assert answer(alone, middle) == sd.Status.BAD_TARGET_ROW
-        ends = dataclasses.replace(middle, draft_ids=[4, 5])
-        assert answer(alone, ends) == [3]
-        target = logits([[3], [5], [7]])
-        target[2, 100] = bad
-        assert answer(alone, dataclasses.replace(middle, target=target)) == sd.Status.BAD_TARGET_ROW
+def bad_rows():
+    for bad, temperature in itertools.product((np.nan, np.inf), (0.0, 0.7)):
+        second, third = (logits([[3], [5], [7]]) for _ in range(2))
+        second[1, 100] = third[2, 100] = bad
+        yield Request(second, [3, 5], temperature=temperature), [sd.Status.BAD_TARGET_ROW]
+        yield Request(second, [4, 5], temperature=temperature), [[3]]
+        yield Request(third, [3, 5], temperature=temperature), [sd.Status.BAD_TARGET_ROW]
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize("rounds", [1, pytest.param(8, marks=pytest.mark.long)])
-def test_a_request_sees_all_before_it_whose_rows_it_would_share(rounds, monkeypatch):
-    monkeypatch.setattr(request, "_ROUNDS", rounds)
-    layout = dataclasses.replace(SMALL, num_requests=69, num_drafts=69 * 3)
-    verifier = interpreted(KernelConfig(max_cluster=1))
-    index = np.arange(70)
-    # Some begin too early.
-    late = [3 * index - 4 * np.sum(index > np.c_[last], axis=0) for last in ([1, 31, 33, 65], [32])]
-    for offsets in (*late, np.r_[0, 3, np.full(68, 2)]):
-        (output,) = agree([edges.with_offsets(offsets, layout)], verifier)
-        bad = np.flatnonzero(output.status == sd.Status.BAD_INPUT)
-        back = np.flatnonzero(np.diff(offsets) < 0)  # the request after that one shares a row
-        assert bad.tolist() == (
-            list(range(1, 69)) if offsets[-1] == 2 else sorted([*back, *back + 1])
-        )
-
-
-def test_greedy_ties_go_to_the_lowest_id():
-    middle = edges.Request(logits([[9, 70], [9, 127]], fill=-1.0), [70], temperature=0.0)
-    assert answer(alone, middle) == [9]
-
-
-def test_the_ends_of_the_uniforms_never_pick_a_token_of_zero_weight():
+def ends_of_uniforms():
     for ids in ([0], [127], [15, 16], [31, 64, 100]):
         for u in (0.0, 2.0**-24, edges.ALMOST_ONE):
-            middle = edges.Request(logits([ids]), [], recover=(u, u))
-            assert answer(alone, middle)[0] in ids
+            yield Request(logits([ids]), [], recover=(u, u)), [[x] for x in ids]
 
 
-@pytest.mark.parametrize("layout", [SMALL, *newest(GIVEN_BONUS)], ids=["none", "logits"])
-def test_entries_far_from_the_drafted_tokens_are_summed_all_the_same(layout):
+def far_entries(layout):
     target = logits([[3], [5], [7]], vocab=layout.vocab)
     target[0, 6] = -500.0  # exp(502) is out of range
     target[1, 5] = -300.0  # and exp(-302), relative to the row before
     draft = None if layout.kind == "none" else target[:2, : layout.stored_vocab]
-    middle = Request(target, [6, 5], draft=draft, accept=[edges.ALMOST_ONE] * 2)
-    assert answer(alone, middle, layout) == [3]
-    middle = dataclasses.replace(middle, draft_ids=[3, 5], accept=[0.0] * 2, bonus=7)
-    assert answer(alone, middle, layout) == [3, 5, 7]
+    yield Request(target, [6, 5], draft=draft, accept=[edges.ALMOST_ONE] * 2), [[3]]
+    yield Request(target, [3, 5], draft=draft, accept=[0.0] * 2, bonus=7), [[3, 5, 7]]
+
+
+TIES = Request(logits([[9, 70], [9, 127]], fill=-1.0), [70], temperature=0.0)
+EDGES = {
+    "rows that hold NaN or infinity are bad where they are visited": [*bad_rows()],
+    "greedy ties go to the lowest id": [(TIES, [[9]])],
+    "the ends of the uniforms never pick a token of zero weight": [*ends_of_uniforms()],
+    "entries far from the drafted tokens are summed all the same": [*far_entries(SMALL)],
+}
+"""Requests, and what may come out of each."""
+
+
+@functools.cache
+def emitted_at_edges():
+    """All are in one batch, by name."""
+    requests = [request for cases in EDGES.values() for request, _ in cases]
+    requests += [IDLE] * (SMALL.num_requests - len(requests))
+    emitted = iter(answers(requests, SMALL, in_rounds(1)))
+    return {name: list(itertools.islice(emitted, len(cases))) for name, cases in EDGES.items()}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edges_come_out_as_by_hand(name):
+    for emitted, (_, possible) in zip(emitted_at_edges()[name], EDGES[name], strict=True):
+        assert emitted in possible
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("rounds", [1, pytest.param(8, marks=pytest.mark.long)])
+def test_a_request_sees_all_before_it_whose_rows_it_would_share(rounds):
+    index = np.arange(SMALL.num_requests + 1)
+    # Some begin too early.
+    late = [3 * index - 4 * np.sum(index > np.c_[last], axis=0) for last in ([1, 31, 33, 65], [32])]
+    for offsets in (*late, np.r_[0, 3, np.full(SMALL.num_requests - 1, 2)]):
+        back = np.flatnonzero(np.diff(offsets) < 0)  # the request after that one shares a row
+        bad = index[1:-1] if offsets[-1] == 2 else np.union1d(back, back + 1)
+        active = np.isin(index[:-1], [*bad, *back - 1, *back + 2])  # others only take time
+        batch = edges.with_offsets(offsets, SMALL).replace(active=active)
+        (output,) = agree([batch], in_rounds(rounds))
+        np.testing.assert_array_equal(np.flatnonzero(output.status == sd.Status.BAD_INPUT), bad)
 
 
 @pytest.mark.newest
@@ -369,7 +387,7 @@ def test_an_empty_residual_samples_the_target():
     target = logits([[5], [5], [1]], vocab=SYNTHETIC.vocab)
     draft, normalizer = target[:2], np.full(2, 2.0)  # of which the rates accept one
     middle = Request(target, [3, 5], draft, normalizer, accept=[0.0, 0.9])
-    assert answer(alone, middle, SYNTHETIC) == [3, 5]
+    assert answers([middle], SYNTHETIC, alone) == [[3, 5]]
 
 
 # Lowering for CUDA, on the CPU.
@@ -447,81 +465,14 @@ def test_calls_it_cannot_serve_are_refused_in_a_sentence():
     assert "interpret mode" in refusal(small, config=KernelConfig(max_cluster=1))
 
 
-@pytest.mark.parametrize(
-    ("name", "most"), [("max_cluster", 16), ("rows_at_once", 5), ("tiles_at_once", 4)]
-)
-def test_a_config_out_of_range_is_refused(name, most):
-    for value in (0, most + 1):
-        with pytest.raises(
-            ValueError, match=rf"{name} must be in \[1, {most}\], but it is {value}"
-        ):
-            KernelConfig(**{name: value})
-    for value in (2.0, True, None):
-        with pytest.raises(TypeError, match=f"{name} must be an int, but it is {value}"):
-            KernelConfig(**{name: value})
-
-
-def test_the_default_config_uses_the_device_and_no_more():
-    def blocks(num_requests, size, held=2, num_cores=132):
-        config = KernelConfig.choose(num_requests, size, held, num_cores)
-        return config.max_cluster
-
-    assert blocks(1, 128256) == blocks(32, 128256) == 16
-    assert blocks(64, 128256) == blocks(256, 128256) == 8
-    for size in (32000, 50257):
-        assert [blocks(n, size) for n in (64, 128, 256)] == [8, 4, 2]
-    assert blocks(256, 100352) == 8  # two would leave little room
-    assert blocks(64, 128256, held=4) == 16  # a slice in eight would leave little room
-    assert blocks(1, 128256, num_cores=78) == 8  # a small device may have no cluster of 16
-
-
-def test_rows_are_read_at_once_where_requests_are_few_and_shared_memory_has_room():
-    def rows(num_requests, size=128256, held=2, num_cores=132):
-        return KernelConfig.choose(num_requests, size, held, num_cores).rows_at_once
-
-    assert [rows(n) for n in (1, 3, 4, 7, 8, 14, 15, 256)] == [3, 3, 4, 4, 2, 2, 1, 1]
-    assert [rows(n, held=4) for n in (4, 5, 14, 15)] == [3, 2, 2, 1]  # four have few registers
-    assert rows(1, num_cores=78) == 1
-    assert rows(4, size=2**18, held=4) == 3 and rows(4, size=2**19, held=4) == 1
-    assert rows(8, size=2**18, held=4) == 1  # two blocks on a multiprocessor
-    for size in (2**18, 300_000, 2**19 - 1):
-        layout = Layout(vocab=size, num_requests=1, num_drafts=0)
-        assert lowered(layout).count("@mosaic_gpu") == 1
-
-
-def test_tiles_are_loaded_at_once_where_blocks_have_registers_to_spare():
-    def tiles(num_requests, size=128256, **sizes):
-        held = sizes.pop("held", 2)
-        return KernelConfig.choose(num_requests, size, held, 132, **sizes).tiles_at_once
-
-    assert [tiles(n) for n in (1, 14, 15, 33, 34, 256)] == [4, 4, 1, 1, 2, 2]
-    assert [tiles(n, held=4) for n in (1, 5, 64, 256)] == [4, 4, 1, 1]  # four in each block
-    assert [tiles(n, draft_size=4) for n in (1, 5, 64, 256)] == [4, 4, 2, 2]
-    assert tiles(256, size=32000) == 2 and tiles(128, size=32000) == 1  # as many as a block has
-    assert tiles(64, size=151936) == 2 and tiles(8, size=2**18) == 4
-    assert tiles(8, size=151936) == tiles(64, size=100352) == 1  # five each, and seven
-
-
-def test_a_power_of_two_is_the_largest_one_that_fits():
-    assert [power_of_two(n) for n in (1, 2, 3, 4, 7, 8, 16)] == [1, 2, 2, 4, 4, 8, 16]
-
-
-@pytest.mark.parametrize("max_cluster", [1, 2, 3, 5, 8, 12, 16])
-def test_slices_cover_the_row_in_a_cluster_of_a_power_of_two(max_cluster):
-    for size in (1, 2048, 2049, 32000, 50257, 100352, 128256):
-        slices = Slices.of(size, max_cluster)
-        assert slices.cluster.bit_count() == 1 and slices.cluster <= max_cluster
-        assert slices.cluster * slices.ids >= size > (slices.cluster // 2 - 1) * slices.ids
-
-
 class Device:
     def __init__(self, platform: str, capability: str = ""):
         self.platform, self.compute_capability, self.device_kind = platform, capability, "device"
 
 
-@pytest.mark.parametrize(("k", "block", "kernels"), [(3, False, 1), (31, False, 0), (3, True, 1)])
-def test_it_is_the_default_on_hopper_for_the_calls_it_serves(k, block, kernels):
-    layout = Layout(vocab=97, num_speculative_tokens=k, num_drafts=2 * k, block=block)
+@pytest.mark.parametrize(("k", "kernels"), [(3, 1), (31, 0)])
+def test_it_is_the_default_on_hopper_for_the_calls_it_serves(k, kernels):
+    layout = Layout(vocab=97, num_speculative_tokens=k, num_drafts=2 * k)
     batch = random_batch(layout, seed=0)
     positional, named = batch.arguments()
     config = named.pop("config")
@@ -540,10 +491,11 @@ def test_it_is_the_default_on_hopper_for_the_calls_it_serves(k, block, kernels):
     assert traced.lower(lowering_platforms=("cpu",)).as_text().count("@mosaic_gpu") == 0
 
     logits, drafts = positional[:2]
-    assert sd.which_implementation(logits, drafts, config=config) == "xla"
-    with mock.patch.object(jax, "devices", lambda: [Device("gpu", "9.0")]):
-        found = sd.which_implementation(logits, drafts, config=config)
-    assert found == ("mosaic_gpu" if kernels else "xla")
+    for config in (layout.config, dataclasses.replace(layout, block=True).config):
+        assert sd.which_implementation(logits, drafts, config=config) == "xla"
+        with mock.patch.object(jax, "devices", lambda: [Device("gpu", "9.0")]):
+            found = sd.which_implementation(logits, drafts, config=config)
+        assert found == ("mosaic_gpu" if kernels else "xla")
 
 
 # On a GPU.

@@ -12,9 +12,20 @@ import pytest
 from jax_specdec._src.verify.mosaic_gpu import cluster
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 
-from .batch import agree
-from .cases import random_batch
-from .test_mosaic_gpu import BLOCK, FILTERED, GIVEN_BONUS, TILES, agrees, few, interpreted
+from .batch import Request
+from .test_mosaic_gpu import (
+    BLOCK,
+    FILTERED,
+    GIVEN_BONUS,
+    LAYOUTS,
+    TILES,
+    agrees,
+    answers,
+    far_entries,
+    few,
+    interpreted,
+    logits,
+)
 
 pytestmark = pytest.mark.newest  # older versions do not interpret clusters
 TWO, FOUR = KernelConfig(max_cluster=2), KernelConfig(max_cluster=4)
@@ -37,10 +48,19 @@ def test_clusters_give_the_tokens_of_the_oracle(config, layout):
     agrees(layout, interpreted(config), range(2))
 
 
-def test_blocks_read_no_slot_that_is_being_filled():
-    layout = dataclasses.replace(GIVEN_BONUS, num_requests=1, num_drafts=4)
-    verifier = interpreted(TWO, detect_races=True)  # a race is an error
-    agree([random_batch(layout, seed=3)], verifier)
+# Of one request: an interpreted scatter writes a whole output, and two would race.
+ALONE = few(GIVEN_BONUS, num_requests=1, num_drafts=4)
+watched = interpreted(TWO, detect_races=True)  # a race is an error
+
+
+def test_tokens_are_the_oracles_and_nothing_being_filled_is_read():
+    """Neither slots of exchanges nor rows that are copied."""
+    agrees(ALONE, watched, range(12))
+
+
+def test_entries_far_from_drafts_with_distributions_are_summed_too():
+    for middle, possible in far_entries(ALONE):
+        assert answers([middle], ALONE, watched) == possible
 
 
 @pytest.mark.parametrize("fault", ["parity", pytest.param("slot", marks=pytest.mark.slow)])
@@ -49,5 +69,7 @@ def test_a_wrong_phase_is_noticed(fault, monkeypatch):
         monkeypatch.setattr(cluster, "parity_of", lambda round: round & 0)
     else:
         monkeypatch.setattr(cluster, "slot_of", lambda round: round & 0)
+    layout, ids = few(LAYOUTS[0]), [3, 5, 7, 9]  # all are kept: a round for each of five rows
+    target = logits([[x] for x in [*ids, 11]], vocab=layout.vocab)
     with pytest.raises(AssertionError, match="the oracle"):
-        agrees(few(GIVEN_BONUS), interpreted(TWO))
+        answers([Request(target, ids, temperature=0.0)], layout, interpreted(TWO))

@@ -44,6 +44,11 @@ def kernel(**options: Any) -> Iterator[None]:
         yield
 
 
+def keys_of(batch: int) -> jax.Array:
+    words = np.random.default_rng(3).integers(2**32, size=(batch, 2), dtype=np.uint32)
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
+
+
 def draw(
     logits: jax.Array, sampling: sd.SamplingParams, implementation: Any = "mosaic_gpu"
 ) -> sd.DraftSample:
@@ -51,8 +56,8 @@ def draw(
     return sd.sample_draft_tokens(
         logits,
         sampling=sampling,
-        keys=jax.random.split(jax.random.key(3), batch),
-        positions=jnp.arange(batch, dtype=jnp.int32),
+        keys=keys_of(batch),
+        positions=np.arange(batch, dtype=np.int32),
         offset=OFFSET,
         implementation=implementation,
     )
@@ -64,12 +69,13 @@ def interpreted(logits: jax.Array, sampling: sd.SamplingParams) -> sd.DraftSampl
         return draw(logits, sampling)
 
 
+uniforms_of = jax.jit(uniforms, static_argnums=(2, 3))
 in_xla = jax.jit(functools.partial(draw, implementation="xla"))
 on_gpu = jax.jit(draw)
 
 
 def random_sampling(rng: np.random.Generator, batch: int, filters: bool) -> sd.SamplingParams:
-    temperature = jnp.asarray(np.resize(TEMPERATURES, batch))
+    temperature = np.resize(TEMPERATURES, batch)
     if not filters:
         return sd.SamplingParams(temperature)
     return sd.SamplingParams(
@@ -83,8 +89,8 @@ def random_sampling(rng: np.random.Generator, batch: int, filters: bool) -> sd.S
 def check(logits: jax.Array, sampling: sd.SamplingParams, drawn: sd.DraftSample) -> None:
     """Asserts that a sample is the oracle's, near ties aside, and its numbers those of float64."""
     drawn, batch = jax.device_get(drawn), logits.shape[0]
-    keys, positions = jax.random.split(jax.random.key(3), batch), jnp.arange(batch)
-    recover = np.asarray(uniforms(keys, positions, Stream.DRAFT, OFFSET))
+    positions = np.arange(batch, dtype=np.int32)
+    recover = np.asarray(uniforms_of(keys_of(batch), positions, Stream.DRAFT, OFFSET))
     given = {name: np.asarray(x) for name, x in vars(sampling).items() if x is not None}
     none = np.zeros((0,), np.int32), np.zeros((batch + 1,), np.int32)
     want = reference.rejection_sample(
@@ -126,8 +132,8 @@ CASES = [
 @pytest.mark.parametrize(("dtype", "filters"), CASES)
 def test_a_sample_is_the_oracles_and_its_numbers_are_those_of_float64(dtype, filters):
     rng = np.random.default_rng(0)
-    for scale in (0.5, 3.0, 3.0, 10.0):
-        logits = jnp.asarray(scale * rng.standard_normal((4, VOCAB)) - 30.0, dtype)
+    for scale in (0.5, 3.0, 10.0):
+        logits = (scale * rng.standard_normal((4, VOCAB)) - 30.0).astype(jnp.dtype(dtype))
         sampling = random_sampling(rng, 4, filters)
         check(logits, sampling, interpreted(logits, sampling))
 
@@ -140,10 +146,10 @@ def test_a_bad_row_gives_an_id_and_numbers_that_tell(filters):
     rng = np.random.default_rng(1)
     logits = rng.standard_normal((4, VOCAB)).astype(np.float32)
     sampling = random_sampling(rng, 4, filters)
-    good = interpreted(jnp.asarray(logits), sampling)
+    good = interpreted(logits, sampling)
     logits[0, 100], logits[1, 4150], logits[2] = np.nan, np.inf, -np.inf
-    drawn = jax.device_get(interpreted(jnp.asarray(logits), sampling))
-    by_xla = jax.device_get(in_xla(jnp.asarray(logits), sampling))
+    drawn = jax.device_get(interpreted(logits, sampling))
+    by_xla = jax.device_get(in_xla(logits, sampling))
     np.testing.assert_array_equal(drawn.row_max, by_xla.row_max)
     np.testing.assert_array_equal(drawn.row_max[:3], [np.inf, np.inf, -np.inf])
     np.testing.assert_array_equal(drawn.log_normalizer[:3], by_xla.log_normalizer[:3])
@@ -155,8 +161,8 @@ def test_a_bad_row_gives_an_id_and_numbers_that_tell(filters):
 
 
 def test_parameters_out_of_range_are_not_refused_but_sampled_as_in_xla():
-    logits = jax.random.normal(jax.random.key(0), (4, VOCAB))
-    sampling = sd.SamplingParams(jnp.float32([-1, np.nan, np.inf, 0.5]))
+    logits = np.random.default_rng(0).standard_normal((4, VOCAB), np.float32)
+    sampling = sd.SamplingParams(np.float32([-1, np.nan, np.inf, 0.5]))
     drawn, by_xla = interpreted(logits, sampling), in_xla(logits, sampling)
     np.testing.assert_array_equal(drawn.token_ids, by_xla.token_ids)
     np.testing.assert_allclose(drawn.log_normalizer, by_xla.log_normalizer, rtol=1e-6)
@@ -169,14 +175,19 @@ class Hopper:
     platform, compute_capability, device_kind, core_count = "gpu", "9.0", "device", 132
 
 
-def kernels(batch: int = 8, platform: str = "cuda", **given: Any) -> int:
+def kernels(batch: int = 8, platform: str = "cuda", filters: bool = False, **given: Any) -> int:
     """Kernels in the program that samples by default, where the default device is a Hopper GPU."""
-    one = jnp.ones((batch,))
+    one = np.ones((batch,), np.float32)
 
     def call(logits: jax.Array, keys: jax.Array) -> sd.DraftSample:
-        sampling = sd.SamplingParams(one, top_p=one)
+        sampling = sd.SamplingParams(one, top_p=one if filters else None)
         return sd.sample_draft_tokens(
-            logits, sampling=sampling, keys=keys, positions=jnp.arange(batch), offset=0, **given
+            logits,
+            sampling=sampling,
+            keys=keys,
+            positions=np.arange(batch, dtype=np.int32),
+            offset=0,
+            **given,
         )
 
     logits = jax.ShapeDtypeStruct((batch, VOCAB), jnp.bfloat16)
@@ -184,7 +195,7 @@ def kernels(batch: int = 8, platform: str = "cuda", **given: Any) -> int:
         mock.patch.object(jax, "devices", lambda: [Hopper()]),
         mock.patch.object(sample, "_sample", sample._sample.__wrapped__),
     ):
-        traced = jax.jit(call).trace(logits, jax.random.split(jax.random.key(0), batch))
+        traced = jax.jit(call).trace(logits, keys_of(batch))
         return traced.lower(lowering_platforms=(platform,)).as_text().count("@mosaic_gpu")
 
 
@@ -193,8 +204,9 @@ def config(**given: Any) -> sd.SpecDecodeConfig:
 
 
 def test_it_is_the_default_on_hopper_for_the_calls_it_serves():
-    assert kernels() == kernels(batch=300, config=config(rejection_sample_method="block")) == 1
-    assert kernels(ids=jnp.arange(VOCAB, dtype=jnp.int32)) == 1
+    assert kernels(filters=True) == 1
+    by_block = config(rejection_sample_method="block")
+    assert kernels(batch=300, config=by_block, ids=jnp.arange(VOCAB, dtype=jnp.int32)) == 1
     assert kernels(platform="cpu") == kernels(implementation="xla") == 0
     assert kernels(config=config(draft_sample_method="greedy")) == 0
     assert kernels(config=config(rejection_sample_method="agreement")) == 0
@@ -209,8 +221,8 @@ def test_logits_that_are_split_are_not_gathered_for_it():
         by_default.append(given[-1])
         return sd.DraftSample(jnp.zeros((2,), jnp.int32))
 
-    sampling, keys = sd.SamplingParams(jnp.ones((2,))), jax.random.split(jax.random.key(0), 2)
-    logits, mesh = jnp.zeros((2, 128)), split_mesh()
+    sampling, keys = sd.SamplingParams(np.ones((2,), np.float32)), keys_of(2)
+    logits, mesh = np.zeros((2, 128), np.float32), split_mesh()
     for axes in [(), (None, "v"), ("v",)]:
         place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
         with (
@@ -221,7 +233,7 @@ def test_logits_that_are_split_are_not_gathered_for_it():
                 jax.device_put(logits, place),
                 sampling=sampling,
                 keys=keys,
-                positions=jnp.arange(2),
+                positions=np.arange(2, dtype=np.int32),
                 offset=0,
             )
     assert by_default == [True, False, False]
@@ -234,8 +246,9 @@ def split_mesh() -> jax.sharding.Mesh:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_it_lowers_for_cuda_in_64_bit_mode(dtype):
     with jax.enable_x64(True), kernel():
-        sampling = sd.SamplingParams(jnp.ones((3,), jnp.float32))
-        traced = jax.jit(lambda logits: draw(logits, sampling)).trace(jnp.zeros((3, 131), dtype))
+        sampling = sd.SamplingParams(np.ones((3,), np.float32))
+        logits = jax.ShapeDtypeStruct((3, 131), dtype)
+        traced = jax.jit(lambda logits: draw(logits, sampling)).trace(logits)
         assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
 
 
@@ -271,7 +284,7 @@ def test_it_needs_a_gpu_and_the_name_of_an_implementation():
 @pytest.mark.parametrize(("batch", "vocab"), [(1, 128256), (9, 128256), (300, 32000), (5, 50257)])
 def test_samples_on_a_gpu_are_those_of_the_oracle(batch, vocab, dtype, filters):
     rng = np.random.default_rng(batch)
-    logits = jnp.asarray(3 * rng.standard_normal((batch, vocab)), dtype)
+    logits = (3 * rng.standard_normal((batch, vocab))).astype(jnp.dtype(dtype))
     sampling = random_sampling(rng, batch, filters)
     drawn = on_gpu(logits, sampling)
     check(logits, sampling, drawn)

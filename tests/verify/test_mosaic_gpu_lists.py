@@ -47,7 +47,7 @@ def agrees(
     length: int,
     layout: Layout,
     verifier: Any,
-    seeds: Any = range(6),
+    seeds: Any = range(1, 6),  # 0 has no drafts
     scatters: bool = True,
 ) -> None:
     """The tokens of the oracle, and of the same rows over all ids, which compile a kernel more."""
@@ -112,14 +112,13 @@ def test_gives_them_with_two_rows_at_once_and_with_two_blocks(config, ids):
     agrees(ids, 100, layout, interpreted(config), range(3))
 
 
-def spoilt(batch: Batch, how: str, seed: int) -> Batch:
+def spoilt(batch: Batch, seed: int) -> Batch:
     """A batch of whose rows with candidates some list an id twice, or none of the vocabulary."""
     rng, given = np.random.default_rng(seed), batch.drafts.distribution
     ids = np.array(given.ids)
-    for row in np.flatnonzero(rng.random(len(ids)) < 0.3):
+    for n, row in enumerate(np.flatnonzero(rng.random(len(ids)) < 0.3), start=seed):
         here, there = rng.choice(ids.shape[1], 2, replace=False)
-        others = {"twice": ids[row, there], "negative": -1, "past": batch.layout.real_vocab}
-        ids[row, here] = others[how]
+        ids[row, here] = (ids[row, there], -1, batch.layout.real_vocab)[n % 3]
     changed = dataclasses.replace(given, ids=ids)
     return batch.replace(drafts=dataclasses.replace(batch.drafts, distribution=changed))
 
@@ -132,9 +131,9 @@ def ordinary(seed: int) -> Batch:
 
 def bad_lists(verifier: Any) -> None:
     found = 0
-    for how, seed in ((how, seed) for how in ("twice", "negative", "past") for seed in range(4)):
+    for seed in range(6):
         batch, _ = with_ids(ordinary(seed), "candidates", 70, seed)
-        (output,) = agree([spoilt(batch, how, seed)], verifier)
+        (output,) = agree([spoilt(batch, seed)], verifier)
         found += (output.status == sd.Status.BAD_DRAFT_ROW).sum()
     assert found > 5
 
@@ -163,7 +162,7 @@ def test_a_map_that_lists_an_id_twice_or_one_that_is_none_is_bad():
 
 def test_what_is_left_on_many_candidates_of_a_tile_is_drawn_from():
     rng, found = np.random.default_rng(5), []
-    for seed in range(10):
+    for seed in range(7):
         requests = []
         for _ in range(3):
             listed = rng.permutation(SMALL.vocab)[:70]
@@ -175,7 +174,7 @@ def test_what_is_left_on_many_candidates_of_a_tile_is_drawn_from():
         batch, _ = with_ids(pack(requests, SMALL, seed), "candidates", 70, seed)
         (output,) = agree([batch], alone)
         found += output.token_ids[output.num_accepted == 0, 0].tolist()
-    assert len(set(found)) > 20
+    assert len(set(found)) > 14
 
 
 def test_other_ids_than_were_drawn_from_are_noticed():
@@ -201,9 +200,9 @@ def test_no_thread_reads_an_entry_that_another_hides():
 @pytest.mark.parametrize(
     ("ids", "length", "layout"),
     [
-        ("map", 3000, BLOCK[3]),
+        ("map", 3000, UNALIGNED),
         pytest.param("candidates", 128, FILTERED[2], marks=pytest.mark.long),
-        pytest.param("map", 3000, UNALIGNED, marks=pytest.mark.long),
+        pytest.param("map", 3000, BLOCK[3], marks=pytest.mark.long),
         pytest.param("candidates", 128, BLOCK[3], marks=pytest.mark.slow),
         pytest.param("map", 3000, FILTERED[2], marks=pytest.mark.slow),
         pytest.param("candidates", 128, UNALIGNED, marks=pytest.mark.slow),

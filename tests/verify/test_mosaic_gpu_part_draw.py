@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 
 import jax_specdec as sd
 from jax_specdec._src.verify import draw as draw_lib
@@ -53,20 +54,22 @@ LARGE = [
 ]
 
 
-def logits_of(case: Case, seed: int) -> jax.Array:
+def logits_of(case: Case, seed: int) -> np.ndarray:
     values = np.random.default_rng(seed).standard_normal((ROWS, case.width * NUM_PARTS))
-    return jnp.asarray(case.peaked * values, case.dtype)
+    return (case.peaked * values).astype(jnp.dtype(case.dtype))
 
 
 def distribution_of(case: Case) -> Any:
     if case.kind is None:
         return None
-    logits, valid = logits_of(case, 1), jnp.ones(REQUESTS, bool)
+    logits, valid = logits_of(case, 1), np.ones(REQUESTS, bool)
     if case.kind == "probs":
-        probs = jax.nn.softmax(logits[:, : case.size].astype(jnp.float32), axis=1)
-        probs = jnp.pad(probs, ((0, 0), (0, case.width * NUM_PARTS - case.size)))
-        return sd.DraftProbs(probs.at[BAD, 3].set(jnp.nan), valid=valid)
-    return sd.DraftLogits(logits.at[BAD, 3].set(jnp.nan), valid=valid)
+        probs = scipy.special.softmax(logits[:, : case.size].astype(np.float32), axis=1)
+        probs = np.pad(probs, ((0, 0), (0, case.width * NUM_PARTS - case.size)))
+        probs[BAD, 3] = np.nan
+        return sd.DraftProbs(probs, valid=valid)
+    logits[BAD, 3] = np.nan
+    return sd.DraftLogits(logits, valid=valid)
 
 
 def source_of(case: Case) -> Position:
@@ -80,11 +83,11 @@ def source_of(case: Case) -> Position:
         peak = jnp.max(jnp.where(jnp.isnan(x), jnp.inf, x))
         return tiles.Scale(peak, jnp.log(jnp.sum(jnp.exp((x - peak) * inv))))
 
-    target = logits_of(case, 0).astype(jnp.float32)
+    target = jnp.asarray(logits_of(case, 0).astype(np.float32))
     scale = jax.vmap(scale_of)(target[:REQUESTS], inv)
     draft_scale = jax.tree.map(lambda x: jnp.broadcast_to(x, (REQUESTS,)), DraftScale.unit())
     if case.kind == "logits":
-        draft = logits_of(case, 1)[:REQUESTS].astype(jnp.float32)
+        draft = jnp.asarray(logits_of(case, 1)[:REQUESTS].astype(np.float32))
         draft_scale = draft_scale._replace(scale=jax.vmap(scale_of)(draft, inv))
     from_residual = jnp.arange(REQUESTS) % 3 > 0 if case.kind else jnp.zeros(REQUESTS, bool)
     proposed = from_residual | (jnp.arange(REQUESTS) % 2 == 0)
@@ -103,7 +106,7 @@ def source_of(case: Case) -> Position:
     )
 
 
-def cut(case: Case, matrix: jax.Array, me: int) -> jax.Array:
+def cut(case: Case, matrix: np.ndarray, me: int) -> np.ndarray:
     return matrix[:, me * case.width : (me + 1) * case.width]
 
 
@@ -142,42 +145,44 @@ def rows_of(case: Case, target: jax.Array, own: Any, me: jax.Array) -> LocalRows
     return LocalRows.of(target, own, None, case.size, one(me))
 
 
-WANTED = jnp.arange(REQUESTS) != 5
+WANTED = np.arange(REQUESTS) != 5
 
 
 def compare(case: Case, **options: Any) -> None:
     """Masses of every part, then tokens of every part, by the kernels and by XLA."""
     distribution = distribution_of(case)
     source = jax.jit(functools.partial(source_of, case))()
-    recover = jnp.asarray(np.random.default_rng(3).random((REQUESTS, 2)), jnp.float32)
-    wanted = source._replace(row=jnp.where(WANTED, source.row, -1))
+    recover = np.random.default_rng(3).random((REQUESTS, 2), np.float32)
+
+    def wanted() -> Position:
+        return source._replace(row=jnp.where(WANTED, source.row, -1))
 
     @jax.jit
     def sum_by_tile(me: jax.Array, target: jax.Array, own: Any) -> Any:
         rows = rows_of(case, target, own, me)
-        return phases.part_masses(rows, wanted, **options), rows.masses(source)
+        return phases.part_masses(rows, wanted(), **options), rows.masses(source)
 
     @jax.jit
     def draw(me: jax.Array, target: jax.Array, own: Any, masses: jax.Array) -> Any:
         rows = rows_of(case, target, own, me)
-        found, bad = phases.part_draw(rows, wanted, recover, masses, **options)
+        found, bad = phases.part_draw(rows, wanted(), jnp.asarray(recover), masses, **options)
         bad = source.uses_q & (bad | source.draft_scale.bad)
-        return (found, bad), draw_lib.inverse_cdf_draw(rows, source, masses, recover)
+        return (found, bad), draw_lib.inverse_cdf_draw(rows, source, masses, jnp.asarray(recover))
 
-    parts = [(jnp.int32(me), *of_part(case, distribution, me)) for me in range(NUM_PARTS)]
+    parts = [(np.int32(me), *of_part(case, distribution, me)) for me in range(NUM_PARTS)]
     all_masses = []
     for part in parts:
-        found, expected = sum_by_tile(*part)
+        found, expected = jax.device_get(sum_by_tile(*part))
         np.testing.assert_allclose(found[WANTED], expected[WANTED], rtol=2e-5, atol=1e-9)
         assert not np.any(found[~WANTED])
         all_masses.append(expected)
     tokens, expected = np.zeros((2, REQUESTS), int)
     for part in parts:
-        (found, is_bad), (token_ids, bad) = draw(*part, jnp.stack(all_masses))
+        (found, is_bad), (token_ids, bad) = jax.device_get(draw(*part, np.stack(all_masses)))
         np.testing.assert_array_equal(is_bad, bad & WANTED)
         assert not np.any(found[~WANTED])
         tokens, expected = tokens + found, expected + token_ids
-    good = np.asarray(WANTED & ~bad)
+    good = WANTED & ~bad
     np.testing.assert_array_equal(tokens[good], expected[good])
     assert np.count_nonzero(tokens[good]) > 3
     assert bad.any() == (case.kind is not None)

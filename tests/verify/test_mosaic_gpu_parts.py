@@ -31,15 +31,15 @@ WANTED = np.array([1, 1, 1, 1, 0, 1], bool)
 BAD = 5
 
 
-def rows_of(vocab: int, dtype: str) -> jax.Array:
+def rows_of(vocab: int, dtype: str) -> np.ndarray:
     logits = 3 * np.random.default_rng(vocab).standard_normal((6, vocab))
     logits[BAD, 7] = np.nan
-    return jnp.asarray(logits, dtype)
+    return logits.astype(jnp.dtype(dtype))
 
 
 def judge(logits, count, found) -> None:
     for i, (peak, total, best) in enumerate(zip(*found, strict=True)):
-        row = np.asarray(logits[ROWS[i]], np.float64)[:count]
+        row = logits[ROWS[i]].astype(np.float64)[:count]
         if not WANTED[i] or count == 0:
             assert peak == -np.inf
         elif ROWS[i] == BAD:
@@ -52,7 +52,7 @@ def judge(logits, count, found) -> None:
 
 
 def run(logits, count, **options):
-    rows = Rows(logits, count, -np.inf, "cuda", first_id=jnp.int32(0))
+    rows = Rows(jnp.asarray(logits), count, -np.inf, "cuda", first_id=jnp.int32(0))
     read = jax.jit(functools.partial(phases.row_statistics, rows, **options))
     return jax.device_get(read(np.where(WANTED, ROWS, -1), INVERSE, BY_ARGMAX))
 
@@ -193,7 +193,7 @@ def test_verification_by_them_gives_the_tokens_of_the_oracle(layout):
     agree([random_batch(layout, seed=layout.vocab, broken=0.2)], one)
 
 
-SOME = dict(num_speculative_tokens=2, num_requests=3, num_drafts=6)
+SOME = dict(num_speculative_tokens=2, num_requests=4, num_drafts=7)
 LEFT_OUT = dict(has_filters=True, has_bitmask=True, has_threshold=True)
 UNALIGNED = Layout(vocab=4402, **SOME, **LEFT_OUT, kind="logits", block=True)
 
@@ -249,7 +249,8 @@ READ = [
     ids=str,
 )
 def test_masks_thresholds_and_lists_of_parts_give_the_tokens_of_the_oracle(parts, ids, layout):
-    agree((listed(ids, layout, seed) for seed in range(2)), on_one_device(parts))
+    (output,) = agree([listed(ids, layout, seed=7)], on_one_device(parts))
+    assert len(set(output.num_emitted)) > 2
 
 
 @pytest.mark.gpu
