@@ -20,7 +20,7 @@ class TestOracle:
     verifier = staticmethod(all_at_once)
     seeds = range(8)
 
-    @pytest.mark.parametrize("layout", [*suite.GRID[1::16], suite.RACES[1]], ids=str)
+    @pytest.mark.parametrize("layout", [suite.GRID[1], suite.GRID[16], suite.RACES[0]], ids=str)
     def test_gives_the_tokens_of_the_oracle(self, layout):
         suite.OracleSuite.agree(self, layout)
 
