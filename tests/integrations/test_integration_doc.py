@@ -17,7 +17,7 @@ import jax_specdec as sd
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAIR = "sd.load_embedded_pair()  # your two models\n"
-DRAFTS_FOR_ITSELF = PAIR + "draft, draft_params = target, params\n"
+DRAFTS_FOR_ITSELF = PAIR + "target, params = draft, draft_params\n"
 TWO_TOKENS = "read(token_ids, lengths - 2, 2), lengths - 2,"
 ONE_TOKEN = "read(token_ids, lengths - 1, 1), lengths - 1,"
 
