@@ -101,21 +101,25 @@ def test_control_with_the_same_key_on_every_step_noise_repeats():
 
 FLAT = jax.jit(functools.partial(tpu_inference.verify_flat, config=CONFIG))
 CHAINS = jax.jit(functools.partial(sglang_jax.verify_chains, config=CONFIG))
-ROWS = jnp.asarray(np.random.default_rng(4).normal(size=(3, K + 1, V)), jnp.float32)
-IDS = jnp.array([[0, 1], [2, 3], [1, 0]], jnp.int32)
+ROWS = np.random.default_rng(4).normal(size=(3, K + 1, V)).astype(np.float32)
+IDS = np.int32([[0, 1], [2, 3], [1, 0]])
 
 
 def small(batch: int, order: list[int] | None = None) -> dict[str, Any]:
     """Three requests, in some order, then padding."""
-    order_ = jnp.array([0, 1, 2] if order is None else order)
-    rows = ROWS[order_].reshape(-1, V)
+    order = [0, 1, 2] if order is None else order
+    rows = ROWS[order].reshape(-1, V)
     return dict(
-        logits=jnp.concatenate([rows, jnp.full((2 * batch, V), jnp.nan)]),
-        draft_token_ids=jnp.append(IDS[order_].reshape(-1), jnp.full((batch,), -9)),
-        draft_lengths=jnp.asarray([K] * 3 + [0] * (batch - 3), jnp.int32),
-        temperature=jnp.ones((batch,)),
-        active=jnp.arange(batch) < 3,
+        logits=np.concatenate([rows, np.full((2 * batch, V), np.nan, np.float32)]),
+        draft_token_ids=np.append(IDS[order].reshape(-1), np.full(batch, -9, np.int32)),
+        draft_lengths=np.int32([K] * 3 + [0] * (batch - 3)),
+        temperature=np.ones(batch, np.float32),
+        active=np.arange(batch) < 3,
     )
+
+
+def tokens_of_three(found: Any) -> np.ndarray:
+    return np.asarray(found.output.token_ids)[:3]
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", pytest.param("rbg", marks=pytest.mark.long)])
@@ -123,29 +127,30 @@ def test_padding_changes_no_token_and_the_slot_does(impl):
     differ = 0
     for seed in range(8):
         key = jax.random.key(seed, impl=impl)
-        alone, padded = (FLAT(**small(n), keys=key).output.token_ids[:3] for n in (3, 7))
+        alone, padded = (tokens_of_three(FLAT(**small(n), keys=key)) for n in (3, 7))
         np.testing.assert_array_equal(alone, padded)
-        turned = FLAT(**small(7, [2, 1, 0]), keys=key).output.token_ids[:3]
+        turned = tokens_of_three(FLAT(**small(7, [2, 1, 0]), keys=key))
         differ += not np.array_equal(turned[::-1], alone)
     assert differ  # this is what one key per step gives up
 
 
 def test_with_a_key_per_request_neither_slot_nor_neighbours_matter():
-    keys, positions = jax.random.split(jax.random.key(2), 7), jnp.arange(7) + 5
-    want = FLAT(**small(7), keys=keys, positions=positions).output.token_ids[:3]
-    order = jnp.array([2, 1, 0, 3, 4, 5, 6])
+    keys, positions = jax.random.split(jax.random.key(2), 7), np.arange(7, dtype=np.int32) + 5
+    want = tokens_of_three(FLAT(**small(7), keys=keys, positions=positions))
+    order = np.array([2, 1, 0, 3, 4, 5, 6])
     turned = FLAT(**small(7, [2, 1, 0]), keys=keys[order], positions=positions[order])
-    np.testing.assert_array_equal(turned.output.token_ids[:3][::-1], want)
+    np.testing.assert_array_equal(tokens_of_three(turned)[::-1], want)
 
 
 def test_both_adapters_draw_the_same_tokens_from_the_same_key():
-    lengths = jnp.array([3, 4, 5, 0, 0, 0, 0])
-    chains = jnp.zeros((7, K + 1), jnp.int32).at[:3, 1:].set(IDS)
+    lengths = np.int32([3, 4, 5, 0, 0, 0, 0])
+    chains, ones = np.zeros((7, K + 1), np.int32), np.ones(7, np.float32)
+    chains[:3, 1:] = IDS
     given = small(7)
     for seed in range(3):
         key = jax.random.key(seed)
         one = FLAT(**given, keys=step_keys(key, jnp.arange(7)), positions=lengths)
-        other = CHAINS(given["logits"][:21], chains, lengths, temperatures=jnp.ones(7), keys=key)
+        other = CHAINS(given["logits"][:21], chains, lengths, temperatures=ones, keys=key)
         np.testing.assert_array_equal(one.output.token_ids, other.output.token_ids)
 
 
@@ -162,6 +167,6 @@ def test_raw_keys_are_the_same_keys(impl):
 
 def test_one_parameter_for_all_requests_is_that_of_each():
     given, keys = small(3), jax.random.key_data(jax.random.key(5, impl="rbg"))
-    want = FLAT(**given | dict(top_p=jnp.full((3,), 0.9)), keys=keys)
-    one = dict(temperature=jnp.ones((1,)), top_p=jnp.full((1,), 0.9))
+    want = FLAT(**given | dict(top_p=np.full(3, 0.9, np.float32)), keys=keys)
+    one = dict(temperature=np.ones(1, np.float32), top_p=np.full(1, 0.9, np.float32))
     np.testing.assert_array_equal(FLAT(**given | one, keys=keys).token_ids, want.token_ids)
