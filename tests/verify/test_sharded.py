@@ -41,16 +41,16 @@ def over(vocab: int, batch: int | None = None):
 
 newest, slow = pytest.mark.newest, pytest.mark.slow
 
-CUT = Layout(vocab=10248, vocab_size=10243, **BIG, kind="probs", has_bonus=True)
+CUT = Layout(vocab=4104, vocab_size=4099, **BIG, kind="probs", has_bonus=True)
 FILTERED = Layout(
-    vocab=5000,
-    vocab_size=4500,
+    vocab=2600,
+    vocab_size=2500,
     **BIG,
     has_filters=True,
     has_bitmask=True,
     has_threshold=True,
     kind="relative",
-    draft_vocab=4097,
+    draft_vocab=2049,
     dtype="bfloat16",
     draft_dtype="bfloat16",
 )
@@ -65,12 +65,9 @@ FILTERED = Layout(
         *[
             pytest.param(parts, layout, marks=newest)
             for parts, layout in [
-                (8, dataclasses.replace(CUT, agreement=True)),
                 (
-                    8,
-                    Layout(
-                        vocab=20008, vocab_size=18501, **BIG, kind="normalized", draft_vocab=18000
-                    ),
+                    2,
+                    Layout(vocab=5128, vocab_size=4741, **BIG, kind="normalized", draft_vocab=4600),
                 ),
                 (8, Layout(vocab=4096, **BIG, kind="logits", block=True, has_valid=True)),
                 (8, FILTERED),
