@@ -17,6 +17,7 @@ import jax_specdec as sd
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAIR = "sd.load_embedded_pair()  # your two models\n"
+FEWER = {"B, K, V, L = 3, 4,": "B, K, V, L = 3, 2,", "jnp.array([4, 4, 2])": "jnp.array([2, 2, 1])"}
 DRAFTS_FOR_ITSELF = PAIR + "target, params = draft, draft_params\n"
 TWO_TOKENS = "read(token_ids, lengths - 2, 2), lengths - 2,"
 ONE_TOKEN = "read(token_ids, lengths - 1, 1), lengths - 1,"
@@ -61,11 +62,15 @@ def test_the_loop_emits_what_plain_decoding_emits():
 
 @pytest.mark.newest
 def test_a_target_that_drafts_for_itself_has_everything_accepted():
-    assert LOOP.count(PAIR) == 1
-    scope = run(LOOP.replace(PAIR, DRAFTS_FOR_ITSELF))
+    """With fewer drafts, which is enough for a draft pass after the first."""
+    loop = LOOP
+    for printed, instead in {PAIR: DRAFTS_FOR_ITSELF, **FEWER}.items():
+        assert loop.count(printed) == 1
+        loop = loop.replace(printed, instead)
+    scope = run(loop)
     num_left = np.full(3, 80)
     for output in scope["steps"]:
-        counts = np.clip(num_left - 1, 0, [4, 4, 2])
+        counts = np.clip(num_left - 1, 0, [2, 2, 1])
         active = np.asarray(output.status) == sd.Status.OK
         assert np.asarray(output.num_accepted)[active].tolist() == counts[active].tolist()
         num_left = num_left - np.asarray(output.num_emitted)

@@ -96,17 +96,17 @@ def test_they_are_zero_forward_and_of_a_batch_of_losses() -> None:
     draw = functools.partial(sample, "standard", "xla_batched", "normalizers")
     temperature = TEMPERATURE + 0.5
 
-    def loss(logits: jax.Array, storage: jax.Array) -> jax.Array:
-        return policy_loss(draw(logits, storage, temperature).token_ids, logits)
+    def loss(logits: jax.Array, storage: jax.Array) -> tuple[jax.Array, jax.Array]:
+        tokens = draw(logits, storage, temperature).token_ids
+        return policy_loss(tokens, logits), tokens
 
-    tokens = jax.jit(draw)(LOGITS, DRAFT_LOGITS, temperature).token_ids
-    wanted = policy_gradient(tokens, LOGITS)
     both = np.stack([LOGITS, LOGITS[::-1]]), np.stack([DRAFT_LOGITS, DRAFT_LOGITS])
-    given = LOGITS, DRAFT_LOGITS
-    forward = jax.jit(lambda *steps: jax.jvp(loss, given, steps)[1])(*given)
-    np.testing.assert_allclose(forward, np.sum(wanted * LOGITS), rtol=1e-4)
-    found = jax.jit(jax.vmap(jax.grad(loss)))(*both)
+    found, tokens = jax.device_get(jax.jit(jax.vmap(jax.grad(loss, has_aux=True)))(*both))
+    wanted = policy_gradient(tokens[0], LOGITS)
     np.testing.assert_allclose(found[0], wanted, rtol=1e-5, atol=1e-6)
+    given = LOGITS, DRAFT_LOGITS
+    forward = jax.jit(lambda *steps: jax.jvp(loss, given, steps, has_aux=True)[1])(*given)
+    np.testing.assert_allclose(forward, np.sum(wanted * LOGITS), rtol=1e-4)
 
 
 def test_a_split_call_has_zero_derivatives() -> None:
