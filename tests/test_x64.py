@@ -48,26 +48,22 @@ def keys() -> jax.Array:
 
 
 def verified(distribution: Callable[[], Any], filtered: bool, **fields: Any) -> Any:
-    positions = np.int32([5, 6, 7])
-    drafts = sd.Drafts.from_dense(IDS, None, distribution())
-    output = sd.rejection_sample(
-        LOGITS,
-        drafts,
+    given: dict[str, Any] = dict(
         sampling=sampling(filtered),
-        keys=keys(),
-        positions=positions,
         config=config(**fields),
         token_bitmask=MASK if filtered else None,
     )
-    found = sd.token_logprobs(
-        LOGITS,
-        drafts,
-        output,
-        sampling=sampling(filtered),
-        config=config(**fields),
-        num_top=2,
-        distribution="processed",
-    )
+
+    @jax.jit
+    def both(logits: jax.Array, keys: jax.Array) -> tuple[Any, Any]:
+        drafts = sd.Drafts.from_dense(IDS, None, distribution())
+        output = sd.rejection_sample(
+            logits, drafts, keys=keys, positions=np.int32([5, 6, 7]), **given
+        )
+        named = dict(num_top=2, distribution="processed")
+        return output, sd.token_logprobs(logits, drafts, output, **named, **given)
+
+    output, found = both(LOGITS, keys())
     return sd.parse_output(output), found.top_token_ids.tolist()
 
 

@@ -10,6 +10,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from filled import full, ones, zeros
 
 import jax_specdec as sd
 from jax_specdec._src.noise import Stream, uniforms
@@ -76,8 +77,8 @@ def decode_step(state):
 
 
 def first_state():
-    zeros = jnp.zeros(B, jnp.int32)
-    return jax.random.split(jax.random.key(1), B), zeros, zeros, jnp.full((B, 40), -1, jnp.int32)
+    nothing = zeros(B, jnp.int32)
+    return jax.random.split(jax.random.key(1), B), nothing, nothing, full((B, 40), -1, jnp.int32)
 
 
 @pytest.mark.newest
@@ -193,7 +194,7 @@ def test_greedy_tokens_do_not_depend_on_the_keys():
 
 def test_uniforms_are_24_bits_below_1():
     keys = jax.random.split(jax.random.key(0), 500)
-    noise = draw_noise(keys, jnp.arange(500, dtype=jnp.int32), num_speculative_tokens=8)
+    noise = draw_noise(keys, np.arange(500, dtype=np.int32), num_speculative_tokens=8)
     for x in (noise.accept, noise.recover):
         chex.assert_type(x, jnp.float32)
         steps = np.asarray(x, np.float64) * 2**24
@@ -240,37 +241,35 @@ def test_the_dense_constructor_gives_what_the_flat_one_gives():
         ids = rng.integers(V, size=(B, K)).astype(np.int32)
         q = rng.dirichlet(np.ones(V), size=(B, K)).astype(np.float32)
         noise = draw_noise(**keys_and_positions(6), num_speculative_tokens=K)
-        sampling = sd.SamplingParams(jnp.array([0.0, 1.0, 0.7, 1.0]))
-        dense = sd.Drafts.from_dense(ids, jnp.array(counts), sd.DraftProbs(jnp.asarray(q)))
-        verified = XLA(
-            jnp.asarray(logits.reshape(-1, V)), dense, noise, sampling=sampling, config=CONFIG
-        )
+        sampling = sd.SamplingParams(np.float32([0.0, 1.0, 0.7, 1.0]))
+        dense = sd.Drafts.from_dense(ids, np.int32(counts), sd.DraftProbs(q))
+        verified = XLA(logits.reshape(-1, V), dense, noise, sampling=sampling, config=CONFIG)
         kept = np.arange(K) < np.array(counts)[:, None]
         rows = np.arange(K + 1) <= np.array(counts)[:, None]
         padding = B * K - sum(counts)
         flat = sd.Drafts.from_flat(
-            jnp.asarray(np.pad(ids[kept], (0, padding))),
-            jnp.array(counts),
-            sd.DraftProbs(jnp.asarray(np.pad(q[kept], ((0, padding), (0, 0))))),
+            np.pad(ids[kept], (0, padding)),
+            np.int32(counts),
+            sd.DraftProbs(np.pad(q[kept], ((0, padding), (0, 0)))),
         )
-        flat_logits = jnp.asarray(np.pad(logits[rows], ((0, padding), (0, 0))))
+        flat_logits = np.pad(logits[rows], ((0, padding), (0, 0)))
         want = XLA(flat_logits, flat, noise, sampling=sampling, config=CONFIG)
         chex.assert_trees_all_equal(verified, want)
 
 
 def test_dense_storage_may_keep_its_shape():
-    q = jnp.ones((B, K, V)) / V
-    ids = jnp.zeros((B, K), jnp.int32)
+    q = ones((B, K, V)) / V
+    ids = zeros((B, K), jnp.int32)
     for distribution in (
         sd.DraftProbs(q),
-        sd.DraftLogits(q, **{name: jnp.zeros((B, K)) for name in ROW_NUMBERS}),
-        sd.DraftLogits(q.reshape(-1, V), rows=jnp.zeros((B, K), jnp.int32)),
+        sd.DraftLogits(q, **{name: zeros((B, K)) for name in ROW_NUMBERS}),
+        sd.DraftLogits(q.reshape(-1, V), rows=zeros((B, K), jnp.int32)),
     ):
         flattened = sd.Drafts.from_dense(ids, None, distribution).distribution
         shapes = [x.shape for x in jax.tree.leaves(flattened)]
         assert shapes[0] == (B * K, V)
         assert all(shape == (B * K,) for shape in shapes[1:])
-    shared, own = jnp.arange(V, dtype=jnp.int32), jnp.zeros((B, K, V), jnp.int32)
+    shared, own = jnp.arange(V, dtype=jnp.int32), zeros((B, K, V), jnp.int32)
     for given, shape in ((shared, (V,)), (own, (B * K, V))):
         flattened = sd.Drafts.from_dense(ids, None, sd.DraftProbs(q, ids=given)).distribution
         assert flattened.ids.shape == shape
