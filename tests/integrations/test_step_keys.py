@@ -37,39 +37,39 @@ def test_a_slot_has_its_key_whoever_else_is_there(impl):
         np.testing.assert_array_equal(jax.random.key_data(found), want)
 
 
-@functools.cache
-def loop(has_positions: bool, is_fresh: bool) -> Any:
+@functools.partial(jax.jit, static_argnames="has_positions")
+def step(
+    key: jax.Array, order: jax.Array, lengths: jax.Array, has_positions: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The first token of each request and how many it gets; `order` says who has which slot."""
+    draft_key, key = jax.random.split(key)
+    p, q = (jnp.asarray(np.log(x), jnp.float32) for x in (P, Q))
+    ids = jax.random.categorical(draft_key, q, shape=(B * K,)).astype(jnp.int32)
+    found = tpu_inference.verify_flat(
+        jnp.broadcast_to(p, (B * (K + 1), V)),
+        ids,
+        jnp.full((B,), K, jnp.int32),
+        config=CONFIG,
+        temperature=jnp.ones((B,), jnp.float32),
+        keys=key,
+        positions=lengths[order] if has_positions else None,
+        draft_probs=jnp.broadcast_to(jnp.asarray(Q, jnp.float32), (B * K, V)),
+    )
+    back = jnp.argsort(order)
+    return found.output.token_ids[back, 0], found.output.num_emitted[back]
+
+
+def loop(key: jax.Array, has_positions: bool, is_fresh: bool) -> np.ndarray:
     """Steps of many requests, each in another slot on every step; `[B, STEPS]` first tokens."""
-
-    def step(key: jax.Array, order: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-        draft_key, key = jax.random.split(key)
-        p, q = (jnp.asarray(np.log(x), jnp.float32) for x in (P, Q))
-        ids = jax.random.categorical(draft_key, q, shape=(B * K,)).astype(jnp.int32)
-        found = tpu_inference.verify_flat(
-            jnp.broadcast_to(p, (B * (K + 1), V)),
-            ids,
-            jnp.full((B,), K, jnp.int32),
-            config=CONFIG,
-            temperature=jnp.ones((B,), jnp.float32),
-            keys=key,
-            positions=lengths[order] if has_positions else None,
-            draft_probs=jnp.broadcast_to(jnp.asarray(Q, jnp.float32), (B * K, V)),
-        )
-        back = jnp.argsort(order)
-        return found.output.token_ids[back, 0], found.output.num_emitted[back]
-
-    @jax.jit
-    def run(key: jax.Array) -> jax.Array:
-        orders = [(jnp.arange(B) * stride) % B for stride in (1, 7, 9)]
-        orders = orders if is_fresh else orders[:1] * STEPS
-        lengths, tokens = jnp.zeros((B,), jnp.int32), []
-        for i, order in enumerate(orders):
-            first, count = step(jax.random.fold_in(key, i) if is_fresh else key, order, lengths)
-            lengths += count
-            tokens.append(first)
-        return jnp.stack(tokens, axis=1)
-
-    return run
+    orders = [np.arange(B, dtype=np.int32) * stride % B for stride in (1, 7, 9)]
+    orders = orders if is_fresh else orders[:1] * STEPS
+    lengths, tokens = np.zeros(B, np.int32), []
+    for i, order in enumerate(orders):
+        key_of_step = jax.random.fold_in(key, i) if is_fresh else key
+        first, count = jax.device_get(step(key_of_step, order, lengths, has_positions))
+        lengths = lengths + count
+        tokens.append(first)
+    return np.stack(tokens, axis=1)
 
 
 JOINT = np.einsum("i,j,k->ijk", P, P, P)
@@ -86,7 +86,7 @@ JOINT = np.einsum("i,j,k->ijk", P, P, P)
     ],
 )
 def test_fresh_keys_make_tokens_of_consecutive_steps_independent(impl, has_positions):
-    tokens = np.asarray(loop(has_positions, True)(jax.random.key(11, impl=impl)))
+    tokens = loop(jax.random.key(11, impl=impl), has_positions, is_fresh=True)
     counts = tally(tokens, V)
     print(np.round(counts / B, 4).tolist())
     assert_distributed(counts, JOINT, f"{STEPS} steps, {impl}, positions {has_positions}")
@@ -94,7 +94,7 @@ def test_fresh_keys_make_tokens_of_consecutive_steps_independent(impl, has_posit
 
 @pytest.mark.statistics
 def test_control_with_the_same_key_on_every_step_noise_repeats():
-    tokens = np.asarray(loop(False, False)(jax.random.key(11)))
+    tokens = loop(jax.random.key(11), has_positions=False, is_fresh=False)
     assert p_value(tally(tokens, V), JOINT) < CONTROL
     assert p_value(tally(tokens[:, :1], V), P) >= ALPHA  # each step alone is exact
 
