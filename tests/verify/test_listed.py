@@ -95,8 +95,9 @@ def test_a_race_gives_the_tokens_of_the_oracle():
 @pytest.mark.parametrize(
     ("ids", "layout"),
     [
-        *(GRID[0], GRID[6]),
+        GRID[0],
         *(pytest.param(*case, marks=long) for case in GRID[1:3]),
+        pytest.param(*GRID[6], marks=pytest.mark.slow),
         pytest.param(*GRID[4], marks=pytest.mark.slow),
     ],
     ids=str,
@@ -119,9 +120,9 @@ def test_rows_read_as_on_tpus_give_the_oracles_tokens(ids, layout):
         (*GRID[1], XLA),
         (*GRID[5], XLA),
         pytest.param(*GRID[0], all_at_once, marks=pytest.mark.newest),
-        pytest.param(*GRID[6], all_at_once, marks=pytest.mark.newest),
+        pytest.param(*GRID[5], on_tpu, marks=pytest.mark.newest),
     ],
-    ids=["map", "candidates", "map, all at once", "candidates, all at once"],
+    ids=["map", "candidates", "map, all at once", "candidates, as on TPUs"],
 )
 def test_bad_lists_of_ids_hurt_only_who_visits_their_row(ids, layout, verifier):
     bad = [with_bad_ids(b, seed) for seed, (b, _) in enumerate(batches(ids, layout, range(8)))]

@@ -71,7 +71,7 @@ FILTERED = Layout(
                 ),
                 (8, Layout(vocab=4096, **BIG, kind="logits", block=True, has_valid=True)),
                 (8, FILTERED),
-                (4, dataclasses.replace(FILTERED, agreement=True)),
+                (4, dataclasses.replace(FILTERED, agreement=True, has_bonus=True)),
             ]
         ],
         pytest.param(
@@ -96,19 +96,6 @@ FILTERED = Layout(
 )
 def test_a_split_vocabulary_gives_the_tokens_of_the_oracle(parts, layout):
     agree(random_batches(layout, range(12)), over(parts))
-
-
-@newest
-def test_a_forbidden_token_is_as_one_of_logit_minus_infinity():
-    layout = Layout(vocab=96, vocab_size=90, **BIG, kind="logits", draft_vocab=60)
-    for seed in range(8):
-        batch = random_batch(layout, seed)
-        allowed = np.random.default_rng(seed).random(batch.target_logits.shape) < 0.8
-        words = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
-        args, named = batch.arguments()
-        output = over(8)(*args, **named, token_bitmask=jnp.asarray(words))
-        masked = np.where(allowed, batch.target_logits, -np.inf)
-        check(batch.replace(target_logits=masked), jax.device_get(output))
 
 
 # Requests split over a mesh axis.
@@ -189,7 +176,7 @@ def in_shard_map(layout: Layout, *, draft_spec: P, check_vma: bool):
     ("draft_vocab", "draft_spec", "check_vma", "agreement"),
     [
         (None, P(None, "v"), True, False),
-        pytest.param(None, P(None, "v"), True, True, marks=newest),
+        pytest.param(None, P(None, "v"), True, True, marks=slow),
         pytest.param(None, P(None, "v"), False, False, marks=slow),
         pytest.param(9, P(), True, False, marks=newest),  # narrower than a part, and whole
         pytest.param(60, P(), False, False, marks=slow),
@@ -278,10 +265,9 @@ def test_a_vocabulary_on_one_device_is_not_split(monkeypatch):
     layout = Layout(vocab=97, num_requests=3, num_drafts=5, race=True)
     batch = random_batch(layout, 2)
     args, named = batch.arguments()
-    one = sd.VerifySharding(mesh_of(1), "v")
-    check(
-        batch, jax.device_get(sd.testing.rejection_sample_with_noise(*args, **named, sharding=one))
-    )
+    named["sharding"] = sd.VerifySharding(mesh_of(1), "v")
+    call = functools.partial(sd.testing.rejection_sample_with_noise, **named)
+    jax.eval_shape(call, *args)  # a race, which no parts can run
     assert set(axes) == {None}
 
 
