@@ -22,9 +22,9 @@ import scipy.stats
 import jax_specdec as sd
 from jax_specdec._src.noise import Stream, uniforms
 
-from .batch import OPTIMIZED
+from .batch import jitted
 
-pytestmark = [pytest.mark.statistics, pytest.mark.dearest, pytest.mark.optimized]
+pytestmark = [pytest.mark.statistics, pytest.mark.dearest]
 
 
 def marked(mark, *kinds):
@@ -58,6 +58,7 @@ NUM_TESTS = (len(KINDS) + len(BLOCK_KINDS) + 1) * len(TEMPERATURES) * LENGTH + 1
 ALPHA = 0.01 / NUM_TESTS  # one failure in a hundred suites, had the keys not been fixed
 
 verify = jax.jit(sd.rejection_sample, static_argnames="config")
+explicit = jitted(functools.partial(sd.testing.rejection_sample_with_noise, implementation="xla"))
 
 
 def chain(length: int, temperature: float) -> np.ndarray:
@@ -181,7 +182,7 @@ def decode(
         drafts = sd.Drafts.from_dense(ids, counts, distribution(kind, before, misstated, turned))
         named = dict(sampling=sd.SamplingParams(temperature=TEMPERATURE), config=config)
         if by_token:
-            out = OPTIMIZED(logits, drafts, noise_by_token(keys, positions), **named)
+            out = explicit(logits, drafts, noise_by_token(keys, positions), **named)
         else:
             out = verify(logits, drafts, keys=keys, positions=positions, **named)
         out = jax.device_get(out)
@@ -268,7 +269,7 @@ def test_accept_noise_that_also_recovers_is_noticed():
     )
     seen = []
     for recover in (independent, np.repeat(u, 2, axis=1)):
-        out = OPTIMIZED(
+        out = explicit(
             np.repeat(TARGET[:1], 2 * b, axis=0),
             drafts,
             sd.testing.Noise(u, recover),
@@ -280,6 +281,7 @@ def test_accept_noise_that_also_recovers_is_noticed():
     assert seen[0] > ALPHA > seen[1], seen
 
 
+@pytest.mark.optimized  # it runs longer than it compiles
 def test_races_in_two_levels_draw_from_the_row():
     """Three tiles; in each an id with a quarter of it, and one of the very least in each tail."""
     vocab, per_call, num_calls = 4099, 64, 200
