@@ -87,8 +87,9 @@ def test_rows_read_one_by_one_give_the_oracles_tokens(ids, layout):
 
 
 @pytest.mark.newest
-def test_a_race_gives_the_tokens_of_the_oracle():
-    agree_on("candidates", RACE, XLA)
+@pytest.mark.parametrize("ids", LENGTHS)
+def test_a_race_gives_the_tokens_of_the_oracle(ids):
+    agree_on(ids, RACE, XLA)
 
 
 @pytest.mark.newest
