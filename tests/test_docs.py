@@ -108,6 +108,7 @@ def test_files_that_commands_name_exist(page: str) -> None:
 
 
 @pytest.mark.newest
+@pytest.mark.xdist_group("examples")  # the example of `generate` has the same programs
 def test_the_first_page_decodes(capsys: pytest.CaptureFixture[str]) -> None:
     run_all("index")
     text, tokens_per_target_pass = capsys.readouterr().out.rstrip("\n").rsplit("\n", 1)
@@ -162,7 +163,7 @@ def test_the_drafter_on_the_page_is_verified_with_its_own_distribution() -> None
     scope = run(drafter, "drafting")
     assert scope["output"].steps.num_proposed.sum() > 0
     assert scope["stats"].num_fallbacks == 0 and scope["stats"].num_accepted_tokens > 0
-    scope = run(drafter + features, "drafting")  # one that reads features
+    run(features, "drafting", scope)  # one that reads features
     assert scope["output"].steps.num_proposed.sum() > 0
 
 
@@ -206,8 +207,9 @@ def test_a_loop_of_ones_own_has_its_rows_processed() -> None:
     assert emitted[0][0] == 4 and emitted[0][1] == rows[0, 1].argmax() != 5
 
 
-def run(code: str, page: str) -> dict:
-    scope: dict = {}
+def run(code: str, page: str, scope: dict | None = None) -> dict:
+    """The names after the code, and in `scope` those before it."""
+    scope = {} if scope is None else scope
     exec(compile(code, f"{page}.md", "exec"), scope)
     return scope
 

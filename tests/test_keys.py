@@ -36,12 +36,8 @@ def has(impl: str) -> bool:
 # Those of two or four words; the last two came with JAX 0.12.
 IMPLS = list(filter(has, ["threefry2x32", "rbg", "unsafe_rbg", "threefry4x32", "philox4x32"]))
 of_every_kind = pytest.mark.parametrize("impl", IMPLS)
-# Those that JAX draws from by another generator, which tests that compile for each kind run with.
 OTHERS = ["rbg", "unsafe_rbg"]
-of_other_kinds = pytest.mark.parametrize(
-    "impl", [pytest.param(i, marks=() if i in OTHERS else pytest.mark.slow) for i in IMPLS]
-)
-
+"""Those that JAX draws from by another generator."""
 
 # Behind what turns a key into words, which is tested for each kind.
 of_one_other_kind = pytest.mark.parametrize(
@@ -54,6 +50,8 @@ def of_seeds(impl: str, *seeds: int) -> jax.Array:
 
 
 # The noise itself.
+
+draw_noise = jax.jit(sd.testing.draw_noise, static_argnames="num_speculative_tokens")
 
 
 @of_every_kind
@@ -68,19 +66,23 @@ def test_the_words_of_a_key_are_one_threefry_block(impl):
 
 @of_every_kind
 def test_the_noise_of_a_request_is_what_it_gets_alone(impl):
-    keys, positions = of_seeds(impl, 5, 6, 7), jnp.array([9, 0, 2**31 - 1])
-    together = sd.testing.draw_noise(keys, positions, K)
+    keys, positions = of_seeds(impl, 5, 6, 7), np.int32([9, 0, 2**31 - 1])
+    together = jax.device_get(draw_noise(keys, positions, num_speculative_tokens=K))
     for b in range(3):
-        alone = sd.testing.draw_noise(keys[b : b + 1], positions[b : b + 1], K)
-        np.testing.assert_array_equal(together.accept[b], alone.accept[0])
-        np.testing.assert_array_equal(together.recover[b], alone.recover[0])
+        alone = draw_noise(keys[b : b + 1], positions[b : b + 1], num_speculative_tokens=K)
+        np.testing.assert_array_equal(together.accept[b : b + 1], alone.accept)
+        np.testing.assert_array_equal(together.recover[b : b + 1], alone.recover)
 
 
 @of_every_kind
 def test_a_thousand_seeds_draw_different_noise(impl):
-    keys = jax.vmap(lambda seed: jax.random.key(seed, impl=impl))(jnp.arange(1001))
-    drawn = sd.testing.draw_noise(keys, jnp.zeros((1001,), jnp.int32), K)
-    assert len(np.unique(np.concatenate([drawn.accept, drawn.recover], axis=1), axis=0)) == 1001
+    @jax.jit
+    def drawn(seeds):
+        keys = jax.vmap(lambda seed: jax.random.key(seed, impl=impl))(seeds)
+        return sd.testing.draw_noise(keys, jnp.zeros((1001,), jnp.int32), K)
+
+    found = drawn(np.arange(1001))
+    assert len(np.unique(np.concatenate([found.accept, found.recover], axis=1), axis=0)) == 1001
 
 
 @of_every_kind
@@ -207,7 +209,7 @@ def counts(tokens: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.statistics
-@of_other_kinds
+@of_one_other_kind
 def test_drafting_and_verification_beside_an_idle_slot_are_lossless(impl):
     tokens = np.asarray(decode(of_seeds(impl, 0, 7, 8), jnp.ones(3)))
     assert (tokens[:, 0] == sd.PLACEHOLDER_TOKEN_ID).all()
@@ -232,7 +234,7 @@ def test_what_jax_draws_for_a_batch_is_not_lossless(impl):
 # The loop.
 
 
-@of_other_kinds
+@of_one_other_kind
 def test_the_loop_gives_each_request_the_tokens_of_its_key(impl):
     """Against one request at a time by `rejection_sample`, with ``fold_in(key, b)``."""
     key, prompts, count = jax.random.key(7, impl=impl), [[1, 2], [3], [1, 2]], 6
@@ -244,19 +246,23 @@ def test_the_loop_gives_each_request_the_tokens_of_its_key(impl):
         max_new_tokens=count,
         key=key,
     )
-    no_drafts = sd.Drafts.from_flat(jnp.zeros((0,), jnp.int32), jnp.zeros((1,), jnp.int32))
+
+    @jax.jit
+    def next_token(row: jax.Array, b: int, position: int) -> jax.Array:
+        return sd.rejection_sample(
+            row[None],
+            sd.Drafts.from_flat(jnp.zeros((0,), jnp.int32), jnp.zeros((1,), jnp.int32)),
+            sampling=sd.SamplingParams(1.3),
+            keys=jax.random.fold_in(key, b)[None],
+            positions=position[None],
+            config=sd.SpecDecodeConfig(num_speculative_tokens=1),
+        ).token_ids[0, 0]
+
     for b, prompt in enumerate(prompts):
         sequence = list(prompt)
         for _ in range(count):
-            one = sd.rejection_sample(
-                jnp.asarray(tiny.next_logits(engines.TARGET, sequence))[None],
-                no_drafts,
-                sampling=sd.SamplingParams(jnp.full((1,), 1.3)),
-                keys=jax.random.fold_in(key, b)[None],
-                positions=jnp.array([len(sequence)]),
-                config=sd.SpecDecodeConfig(num_speculative_tokens=1),
-            )
-            sequence.append(int(one.token_ids[0, 0]))
+            row = tiny.next_logits(engines.TARGET, sequence)
+            sequence.append(int(next_token(row, b, np.int32(len(sequence)))))
         assert output.completions[b] == sequence[len(prompt) :]
 
 

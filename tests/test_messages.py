@@ -58,13 +58,13 @@ def rejection_sample(logits: Any = None, drafts: Any = DENSE, **changes: Any) ->
         "positions": jnp.array([5, 9]),
         "config": CONFIG,
     }
-    logits = jnp.zeros((B * (K + 1), V)) if logits is None else logits
+    logits = zeros((B * (K + 1), V)) if logits is None else logits
     return sd.rejection_sample(logits, drafts, **(given | changes))
 
 
 def validate(drafts: Any, logits: Any = None, **changes: Any) -> None:
     given: dict[str, Any] = {"sampling": sd.SamplingParams(0.8), "config": CONFIG}
-    logits = jnp.zeros((B * (K + 1), V)) if logits is None else logits
+    logits = zeros((B * (K + 1), V)) if logits is None else logits
     sd.validate(logits, drafts, **(given | changes))
 
 
@@ -75,7 +75,7 @@ def engine(model: Any = None, drafter: Any = None, config: Any = CONFIG) -> sd.E
 
 
 def dense(counts: Any = None, distribution: Any = None, ids: Any = None) -> sd.Drafts:
-    ids = jnp.zeros((B, K), jnp.int32) if ids is None else ids
+    ids = zeros((B, K), jnp.int32) if ids is None else ids
     return sd.Drafts.from_dense(ids, counts, distribution)
 
 
@@ -319,34 +319,34 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     # Verification
     "logits [B, K+1, V]": (
-        lambda: rejection_sample(jnp.zeros((B, K + 1, V))),
+        lambda: rejection_sample(zeros((B, K + 1, V))),
         ValueError,
         "target_logits must be an array [N+B, V] = [8, V] of float32, bfloat16 or float16, "
         "but it is an array [2, 4, 8] of float32: pass target_logits.reshape(8, 8)",
     ),
     "fewer drafts than logits": (
-        lambda: rejection_sample(drafts=sd.Drafts.from_dense(jnp.zeros((B, 2), jnp.int32))),
+        lambda: rejection_sample(drafts=sd.Drafts.from_dense(zeros((B, 2), jnp.int32))),
         ValueError,
         "target_logits must be an array [N+B, V] = [6, V] of float32, bfloat16 or float16, "
         "but it is an array [8, 8] of float32: drafts has 2 ids per request, but the logits "
         "are for 3",
     ),
     "more drafts than logits": (
-        lambda: rejection_sample(drafts=sd.Drafts.from_dense(jnp.zeros((B, 5), jnp.int32))),
+        lambda: rejection_sample(drafts=sd.Drafts.from_dense(zeros((B, 5), jnp.int32))),
         ValueError,
         "target_logits must be an array [N+B, V] = [12, V] of float32, bfloat16 or float16, "
         "but it is an array [8, 8] of float32: drafts has 5 ids per request, but the logits "
         "are for 3",
     ),
     "no bonus rows": (
-        lambda: rejection_sample(jnp.zeros((B * K, V))),
+        lambda: rejection_sample(zeros((B * K, V))),
         ValueError,
         "target_logits must be an array [N+B, V] = [8, V] of float32, bfloat16 or float16, "
         "but it is an array [6, 8] of float32: each request has a bonus row after its draft "
         "rows, unless bonus_token_ids is given",
     ),
     "drafts=ids": (
-        lambda: rejection_sample(drafts=jnp.zeros((B, K), jnp.int32)),
+        lambda: rejection_sample(drafts=zeros((B, K), jnp.int32)),
         TypeError,
         "drafts must be a Drafts, but it is an array [2, 3] of int32",
     ),
@@ -372,9 +372,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ": pass jax.random.wrap_key_data(keys)",
     ),
     "drafts of another K": (
-        lambda: rejection_sample(
-            jnp.zeros((B * 5, V)), sd.Drafts.from_dense(jnp.zeros((B, 4), int))
-        ),
+        lambda: rejection_sample(zeros((B * 5, V)), sd.Drafts.from_dense(zeros((B, 4), int))),
         ValueError,
         "drafts must have at most num_speculative_tokens = 3 drafts per request, as config "
         "says, but it is [4, 4]",
@@ -401,13 +399,13 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "sampling.top_k must be an array [B] = [2] of int32, but it is 2.5",
     ),
     "parse_output(token_ids)": (
-        lambda: sd.parse_output(jnp.zeros((B, K))),  # type: ignore[arg-type]
+        lambda: sd.parse_output(zeros((B, K))),  # type: ignore[arg-type]
         TypeError,
         "output must be a RejectionSampleOutput, but it is an array [2, 3] of float32",
     ),
     "attach(ids)": (
         lambda: sd.DraftStore.create(B, K, V).attach(
-            jnp.zeros((B, K)),  # type: ignore[arg-type]
+            zeros((B, K)),  # type: ignore[arg-type]
             positions=jnp.array([5, 9]),
             sampling=sd.SamplingParams(0.8),
         ),
@@ -469,17 +467,17 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "8] of float32",
     ),
     "pack_drafts(size=1.5)": (
-        lambda: sd.pack_drafts(jnp.zeros((B, K), jnp.int32), [1, 1], size=1.5),  # type: ignore[arg-type]
+        lambda: sd.pack_drafts(zeros((B, K), jnp.int32), [1, 1], size=1.5),  # type: ignore[arg-type]
         TypeError,
         "size must be an int, but it is 1.5",
     ),
     "pack_drafts(size=-1)": (
-        lambda: sd.pack_drafts(jnp.zeros((B, K), jnp.int32), [1, 1], size=-1),
+        lambda: sd.pack_drafts(zeros((B, K), jnp.int32), [1, 1], size=-1),
         ValueError,
         "size must be at least 0, but it is -1",
     ),
     "pack_drafts of flat ids": (
-        lambda: sd.pack_drafts(jnp.zeros((B,), jnp.int32), [1, 1]),
+        lambda: sd.pack_drafts(zeros((B,), jnp.int32), [1, 1]),
         ValueError,
         "token_ids must be an array [B, K], but it is an array [2] of int32",
     ),
@@ -507,7 +505,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "drafts.token_ids[0] must be in [0, 7), or -1 for no proposal, but it is 7",
     ),
     "more drafts than K": (
-        lambda: validate(flat([0] * 10, [5, 5]), jnp.zeros((12, V))),
+        lambda: validate(flat([0] * 10, [5, 5]), zeros((12, V))),
         ValueError,
         "drafts.cu_num_draft_tokens, the count of request 0, must be in [0, "
         "num_speculative_tokens] = [0, 3], but it is 5",
@@ -627,14 +625,13 @@ PLAIN = {
 )
 def test_parameters_in_any_plain_form_give_the_tokens_of_arrays(form: str) -> None:
     plain = PLAIN[form]
-    keys, config = jax.random.split(jax.random.key(3), B), CONFIG
-    logits = jax.random.normal(jax.random.key(1), (B * (K + 1), V))
-    drafts = dense(None, None, jax.random.randint(jax.random.key(2), (B, K), 0, V))
+    keys, config, rng = jax.random.split(jax.random.key(3), B), CONFIG, np.random.default_rng(1)
+    logits = jax.device_put(rng.standard_normal((B * (K + 1), V)).astype(np.float32))
+    drafts = dense(None, None, np.int32(rng.integers(V, size=(B, K))))
     temperature, top_p = np.full(B, 0.5, np.float32), np.full(B, 0.9, np.float32)
     top_k, positions = np.full(B, 5, np.int32), np.array([7, 11], np.int32)
-    arrays = sd.SamplingParams(
-        jnp.asarray(temperature), top_k=jnp.asarray(top_k), top_p=jnp.asarray(top_p)
-    )
+    arrays = jax.device_put(sd.SamplingParams(temperature, top_k=top_k, top_p=top_p))
+    array_positions = jax.device_put(positions)
     taken = sd.SamplingParams(
         plain(temperature),  # type: ignore[arg-type]
         top_k=int(plain(top_k)) if form == "one number" else plain(top_k),  # type: ignore[arg-type]
@@ -649,18 +646,18 @@ def test_parameters_in_any_plain_form_give_the_tokens_of_arrays(form: str) -> No
     def tokens(sampling: sd.SamplingParams, positions: Any) -> list[list[int]]:
         return verify(logits, sampling, positions).tolist()
 
-    wanted = tokens(arrays, jnp.asarray(positions))
+    wanted = tokens(arrays, array_positions)
     assert tokens(taken, own_positions) == wanted
     traced = jax.jit(lambda logits: verify(logits, taken, own_positions))(logits)
     assert traced.tolist() == wanted
     validate(drafts, logits, sampling=taken, positions=own_positions)
     own, drawn = (
         sd.sample_draft_tokens(logits[:B], sampling=sampling, keys=keys, positions=where, offset=0)
-        for sampling, where in ((taken, own_positions), (arrays, jnp.asarray(positions)))
+        for sampling, where in ((taken, own_positions), (arrays, array_positions))
     )
     assert own.token_ids.tolist() == drawn.token_ids.tolist()
     store = sd.DraftStore.create(B, K, V)
-    for sampling, where in ((taken, own_positions), (arrays, jnp.asarray(positions))):
+    for sampling, where in ((taken, own_positions), (arrays, array_positions)):
         numbers = drawn.log_normalizer, drawn.row_max
         store = store.write(0, logits[:B], *numbers, positions=where, sampling=sampling)
         attached = store.attach(dense([1, 1]), positions=where, sampling=sampling)

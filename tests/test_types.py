@@ -101,8 +101,12 @@ def test_integrations_are_typed() -> None:
         verify_flat(jnp.asarray(LOGITS), [0], [1], config=None, temperature=None)  # type: ignore[arg-type]
 
 
+@pytest.mark.xdist_group("examples")  # the example of `generate_plain` has the same program
 def test_prompts_are_lists_or_arrays() -> None:
     _, (model, params) = sd.load_embedded_pair()
-    ids = sd.encode_bytes("a")
-    output = sd.generate_plain(model, params, [ids, np.array(ids)], max_new_tokens=1)
-    assert output.completions[0] == output.completions[1]
+    ids = sd.encode_bytes("import ")
+    of_list, of_array = (
+        sd.generate_plain(model, params, [prompt], max_new_tokens=4).completions
+        for prompt in (ids, np.array(ids))
+    )
+    assert of_list == of_array

@@ -36,11 +36,11 @@ def config(**fields: Any) -> sd.SpecDecodeConfig:
 
 
 def sampling(filtered: bool) -> sd.SamplingParams:
-    temperature = jnp.asarray(np.float32([0.0, 1.0, 0.7]))
+    temperature = np.float32([0.0, 1.0, 0.7])
     if not filtered:
         return sd.SamplingParams(temperature)
     filters = np.float32([0.0, 0.01, 0.0]), np.int32([4, 0, 40]), np.float32([1, 0.9, 0.95])
-    return sd.SamplingParams(temperature, *map(jnp.asarray, filters))
+    return sd.SamplingParams(temperature, *filters)
 
 
 def keys() -> jax.Array:
@@ -48,37 +48,28 @@ def keys() -> jax.Array:
 
 
 def verified(distribution: Callable[[], Any], filtered: bool, **fields: Any) -> Any:
-    def verify() -> Any:
-        positions = jnp.asarray(np.int32([5, 6, 7]))
+    given: dict[str, Any] = dict(
+        sampling=sampling(filtered),
+        config=config(**fields),
+        token_bitmask=MASK if filtered else None,
+    )
+
+    @jax.jit
+    def both(logits: jax.Array, keys: jax.Array) -> tuple[Any, Any]:
         drafts = sd.Drafts.from_dense(IDS, None, distribution())
         output = sd.rejection_sample(
-            jnp.asarray(LOGITS),
-            drafts,
-            sampling=sampling(filtered),
-            keys=keys(),
-            positions=positions,
-            config=config(**fields),
-            token_bitmask=jnp.asarray(MASK) if filtered else None,
+            logits, drafts, keys=keys, positions=np.int32([5, 6, 7]), **given
         )
-        found = sd.token_logprobs(
-            jnp.asarray(LOGITS),
-            drafts,
-            output,
-            sampling=sampling(filtered),
-            config=config(**fields),
-            num_top=2,
-            distribution="processed",
-        )
-        return output, found.top_token_ids
+        named = dict(num_top=2, distribution="processed")
+        return output, sd.token_logprobs(logits, drafts, output, **named, **given)
 
-    # With everything at once, it would compile a hundred small programs.
-    output, top = jax.jit(verify)() if filtered else verify()
-    return sd.parse_output(output), top.tolist()
+    output, found = both(LOGITS, keys())
+    return sd.parse_output(output), found.top_token_ids.tolist()
 
 
 def normalized() -> sd.DraftLogits:
     normalizer = np.log(np.exp(Q.astype(np.float64)).sum(axis=1)).astype(np.float32)
-    return sd.DraftLogits(jnp.asarray(Q), log_normalizer=jnp.asarray(normalizer))
+    return sd.DraftLogits(Q, log_normalizer=normalizer)
 
 
 def generated() -> Any:
@@ -110,17 +101,15 @@ def served() -> Any:
 
 CALLS: dict[str, Callable[[], Any]] = {
     "standard": lambda: verified(normalized, True),
-    "block": lambda: verified(
-        lambda: sd.DraftLogits(jnp.asarray(Q)), False, rejection_sample_method="block"
-    ),
+    "block": lambda: verified(lambda: sd.DraftLogits(Q), False, rejection_sample_method="block"),
     "synthetic": lambda: verified(
         lambda: None, False, rejection_sample_method="synthetic", synthetic_acceptance_length=2.0
     ),
     "drafting": lambda: sd.sample_draft_tokens(
-        jnp.asarray(LOGITS[:B]),
+        LOGITS[:B],
         sampling=sampling(True),
         keys=keys(),
-        positions=jnp.asarray(np.int32([5, 6, 7])),
+        positions=np.int32([5, 6, 7]),
         offset=1,
     ).token_ids.tolist(),
     "loop": generated,

@@ -275,7 +275,7 @@ def pack_drafts(
         ids = jnp.where(owner < batch, ids.reshape(-1)[flat], PLACEHOLDER_TOKEN_ID)
     distribution = flatten_storage(distribution)
     if distribution is not None:
-        rows = flat if distribution.rows is None else distribution.rows[flat]
+        rows = flat if distribution.rows is None else jnp.asarray(distribution.rows)[flat]
         distribution = dataclasses.replace(distribution, rows=rows)
     return PackedDrafts(Drafts(ids, cu, distribution), requests, offsets)
 

@@ -55,14 +55,14 @@ def placed(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @pytest.mark.newest
 def test_filtered_requests_at_top_level_gather_no_row():
-    call = jitted(sd.testing.rejection_sample_with_noise)
+    positional, named = placed(dense(0))
+    call = jitted(sd.testing.rejection_sample_with_noise).lower(*positional, **named).compile()
+    moved = collectives(call.as_text())
+    part = positional[0].nbytes // 8
+    assert moved and max(moved.values()) < part / 2, moved
     for seed in range(6):
         positional, named = placed(dense(seed))
-        if seed == 0:
-            program = call.lower(*positional, **named).compile().as_text()
-            moved = collectives(program)
-            part = positional[0].nbytes // 8
-            assert moved and max(moved.values()) < part / 2, moved
+        del named["config"], named["vocab_size"]  # compiled for
         check(dense(seed), jax.device_get(call(*positional, **named)))
 
 

@@ -37,39 +37,39 @@ def test_a_slot_has_its_key_whoever_else_is_there(impl):
         np.testing.assert_array_equal(jax.random.key_data(found), want)
 
 
-@functools.cache
-def loop(has_positions: bool, is_fresh: bool) -> Any:
+@functools.partial(jax.jit, static_argnames="has_positions")
+def step(
+    key: jax.Array, order: jax.Array, lengths: jax.Array, has_positions: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The first token of each request and how many it gets; `order` says who has which slot."""
+    draft_key, key = jax.random.split(key)
+    p, q = (jnp.asarray(np.log(x), jnp.float32) for x in (P, Q))
+    ids = jax.random.categorical(draft_key, q, shape=(B * K,)).astype(jnp.int32)
+    found = tpu_inference.verify_flat(
+        jnp.broadcast_to(p, (B * (K + 1), V)),
+        ids,
+        jnp.full((B,), K, jnp.int32),
+        config=CONFIG,
+        temperature=jnp.ones((B,), jnp.float32),
+        keys=key,
+        positions=lengths[order] if has_positions else None,
+        draft_probs=jnp.broadcast_to(jnp.asarray(Q, jnp.float32), (B * K, V)),
+    )
+    back = jnp.argsort(order)
+    return found.output.token_ids[back, 0], found.output.num_emitted[back]
+
+
+def loop(key: jax.Array, has_positions: bool, is_fresh: bool) -> np.ndarray:
     """Steps of many requests, each in another slot on every step; `[B, STEPS]` first tokens."""
-
-    def step(key: jax.Array, order: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-        draft_key, key = jax.random.split(key)
-        p, q = (jnp.asarray(np.log(x), jnp.float32) for x in (P, Q))
-        ids = jax.random.categorical(draft_key, q, shape=(B * K,)).astype(jnp.int32)
-        found = tpu_inference.verify_flat(
-            jnp.broadcast_to(p, (B * (K + 1), V)),
-            ids,
-            jnp.full((B,), K, jnp.int32),
-            config=CONFIG,
-            temperature=jnp.ones((B,), jnp.float32),
-            keys=key,
-            positions=lengths[order] if has_positions else None,
-            draft_probs=jnp.broadcast_to(jnp.asarray(Q, jnp.float32), (B * K, V)),
-        )
-        back = jnp.argsort(order)
-        return found.output.token_ids[back, 0], found.output.num_emitted[back]
-
-    @jax.jit
-    def run(key: jax.Array) -> jax.Array:
-        orders = [(jnp.arange(B) * stride) % B for stride in (1, 7, 9)]
-        orders = orders if is_fresh else orders[:1] * STEPS
-        lengths, tokens = jnp.zeros((B,), jnp.int32), []
-        for i, order in enumerate(orders):
-            first, count = step(jax.random.fold_in(key, i) if is_fresh else key, order, lengths)
-            lengths += count
-            tokens.append(first)
-        return jnp.stack(tokens, axis=1)
-
-    return run
+    orders = [np.arange(B, dtype=np.int32) * stride % B for stride in (1, 7, 9)]
+    orders = orders if is_fresh else orders[:1] * STEPS
+    lengths, tokens = np.zeros(B, np.int32), []
+    for i, order in enumerate(orders):
+        key_of_step = jax.random.fold_in(key, i) if is_fresh else key
+        first, count = jax.device_get(step(key_of_step, order, lengths, has_positions))
+        lengths = lengths + count
+        tokens.append(first)
+    return np.stack(tokens, axis=1)
 
 
 JOINT = np.einsum("i,j,k->ijk", P, P, P)
@@ -86,7 +86,7 @@ JOINT = np.einsum("i,j,k->ijk", P, P, P)
     ],
 )
 def test_fresh_keys_make_tokens_of_consecutive_steps_independent(impl, has_positions):
-    tokens = np.asarray(loop(has_positions, True)(jax.random.key(11, impl=impl)))
+    tokens = loop(jax.random.key(11, impl=impl), has_positions, is_fresh=True)
     counts = tally(tokens, V)
     print(np.round(counts / B, 4).tolist())
     assert_distributed(counts, JOINT, f"{STEPS} steps, {impl}, positions {has_positions}")
@@ -94,28 +94,32 @@ def test_fresh_keys_make_tokens_of_consecutive_steps_independent(impl, has_posit
 
 @pytest.mark.statistics
 def test_control_with_the_same_key_on_every_step_noise_repeats():
-    tokens = np.asarray(loop(False, False)(jax.random.key(11)))
+    tokens = loop(jax.random.key(11), has_positions=False, is_fresh=False)
     assert p_value(tally(tokens, V), JOINT) < CONTROL
     assert p_value(tally(tokens[:, :1], V), P) >= ALPHA  # each step alone is exact
 
 
 FLAT = jax.jit(functools.partial(tpu_inference.verify_flat, config=CONFIG))
 CHAINS = jax.jit(functools.partial(sglang_jax.verify_chains, config=CONFIG))
-ROWS = jnp.asarray(np.random.default_rng(4).normal(size=(3, K + 1, V)), jnp.float32)
-IDS = jnp.array([[0, 1], [2, 3], [1, 0]], jnp.int32)
+ROWS = np.random.default_rng(4).normal(size=(3, K + 1, V)).astype(np.float32)
+IDS = np.int32([[0, 1], [2, 3], [1, 0]])
 
 
 def small(batch: int, order: list[int] | None = None) -> dict[str, Any]:
     """Three requests, in some order, then padding."""
-    order_ = jnp.array([0, 1, 2] if order is None else order)
-    rows = ROWS[order_].reshape(-1, V)
+    order = [0, 1, 2] if order is None else order
+    rows = ROWS[order].reshape(-1, V)
     return dict(
-        logits=jnp.concatenate([rows, jnp.full((2 * batch, V), jnp.nan)]),
-        draft_token_ids=jnp.append(IDS[order_].reshape(-1), jnp.full((batch,), -9)),
-        draft_lengths=jnp.asarray([K] * 3 + [0] * (batch - 3), jnp.int32),
-        temperature=jnp.ones((batch,)),
-        active=jnp.arange(batch) < 3,
+        logits=np.concatenate([rows, np.full((2 * batch, V), np.nan, np.float32)]),
+        draft_token_ids=np.append(IDS[order].reshape(-1), np.full(batch, -9, np.int32)),
+        draft_lengths=np.int32([K] * 3 + [0] * (batch - 3)),
+        temperature=np.ones(batch, np.float32),
+        active=np.arange(batch) < 3,
     )
+
+
+def tokens_of_three(found: Any) -> np.ndarray:
+    return np.asarray(found.output.token_ids)[:3]
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", pytest.param("rbg", marks=pytest.mark.long)])
@@ -123,29 +127,30 @@ def test_padding_changes_no_token_and_the_slot_does(impl):
     differ = 0
     for seed in range(8):
         key = jax.random.key(seed, impl=impl)
-        alone, padded = (FLAT(**small(n), keys=key).output.token_ids[:3] for n in (3, 7))
+        alone, padded = (tokens_of_three(FLAT(**small(n), keys=key)) for n in (3, 7))
         np.testing.assert_array_equal(alone, padded)
-        turned = FLAT(**small(7, [2, 1, 0]), keys=key).output.token_ids[:3]
+        turned = tokens_of_three(FLAT(**small(7, [2, 1, 0]), keys=key))
         differ += not np.array_equal(turned[::-1], alone)
     assert differ  # this is what one key per step gives up
 
 
 def test_with_a_key_per_request_neither_slot_nor_neighbours_matter():
-    keys, positions = jax.random.split(jax.random.key(2), 7), jnp.arange(7) + 5
-    want = FLAT(**small(7), keys=keys, positions=positions).output.token_ids[:3]
-    order = jnp.array([2, 1, 0, 3, 4, 5, 6])
+    keys, positions = jax.random.split(jax.random.key(2), 7), np.arange(7, dtype=np.int32) + 5
+    want = tokens_of_three(FLAT(**small(7), keys=keys, positions=positions))
+    order = np.array([2, 1, 0, 3, 4, 5, 6])
     turned = FLAT(**small(7, [2, 1, 0]), keys=keys[order], positions=positions[order])
-    np.testing.assert_array_equal(turned.output.token_ids[:3][::-1], want)
+    np.testing.assert_array_equal(tokens_of_three(turned)[::-1], want)
 
 
 def test_both_adapters_draw_the_same_tokens_from_the_same_key():
-    lengths = jnp.array([3, 4, 5, 0, 0, 0, 0])
-    chains = jnp.zeros((7, K + 1), jnp.int32).at[:3, 1:].set(IDS)
+    lengths = np.int32([3, 4, 5, 0, 0, 0, 0])
+    chains, ones = np.zeros((7, K + 1), np.int32), np.ones(7, np.float32)
+    chains[:3, 1:] = IDS
     given = small(7)
     for seed in range(3):
         key = jax.random.key(seed)
         one = FLAT(**given, keys=step_keys(key, jnp.arange(7)), positions=lengths)
-        other = CHAINS(given["logits"][:21], chains, lengths, temperatures=jnp.ones(7), keys=key)
+        other = CHAINS(given["logits"][:21], chains, lengths, temperatures=ones, keys=key)
         np.testing.assert_array_equal(one.output.token_ids, other.output.token_ids)
 
 
@@ -162,6 +167,6 @@ def test_raw_keys_are_the_same_keys(impl):
 
 def test_one_parameter_for_all_requests_is_that_of_each():
     given, keys = small(3), jax.random.key_data(jax.random.key(5, impl="rbg"))
-    want = FLAT(**given | dict(top_p=jnp.full((3,), 0.9)), keys=keys)
-    one = dict(temperature=jnp.ones((1,)), top_p=jnp.full((1,), 0.9))
+    want = FLAT(**given | dict(top_p=np.full(3, 0.9, np.float32)), keys=keys)
+    one = dict(temperature=np.ones(1, np.float32), top_p=np.full(1, 0.9, np.float32))
     np.testing.assert_array_equal(FLAT(**given | one, keys=keys).token_ids, want.token_ids)

@@ -77,7 +77,7 @@ def arguments(
         np.array([*ids, *[-999] * (n - len(ids))], np.int32),
         (per_request(lengths, 0, np.int32)),
     )
-    return jax.tree.map(jnp.asarray, (positional, named))
+    return positional, named
 
 
 def read(flat: Any, lengths: Any, n: int) -> list[list[int]]:
@@ -195,7 +195,7 @@ def spread(cases: list[Case], with_bonus_rows: bool) -> tuple[list[Case], tuple,
     sizes = PART["num_rows"], PART["n"], PART["batch"]
     made = [arguments(part, sizes, with_bonus_rows) for part in parts]
     keys = [named.pop("keys") for _, named in made]
-    positional, named = jax.tree.map(lambda *x: jnp.concatenate(x), *made)
+    positional, named = jax.tree.map(lambda *x: np.concatenate(x), *made)
     return parts, positional, named | dict(keys=keys[0])
 
 

@@ -60,6 +60,11 @@ def edge_layout(**changes: Any) -> Layout:
     return Layout(has_active=True, **changes)
 
 
+def synthetic(kind: str) -> dict[str, Any]:
+    """Layouts with rates: one-hot drafts have a bonus token given, the others have it drawn."""
+    return dict(kind=kind, rates=RATES, has_bonus=kind == "none")
+
+
 @functools.cache
 def neighbours(layout: Layout) -> list[Request]:
     rng = np.random.default_rng(0)
@@ -106,10 +111,10 @@ class Between:
 
     def keeps_drafts_of_equal_distributions(self, **layout: Any) -> None:
         """Even at the largest uniform."""
-        rng = np.random.default_rng(1)
+        rng, vocab = np.random.default_rng(1), layout.get("vocab", 8)
         for temperature in (0.3, 1.0, 1.7):
-            logits = 3 * rng.standard_normal((4, 8)).astype(np.float32)
-            ids = rng.integers(8, size=3).tolist()
+            logits = 3 * rng.standard_normal((4, vocab)).astype(np.float32)
+            ids = rng.integers(vocab, size=3).tolist()
             middle = Request(
                 logits, ids, logits[:3], accept=[ALMOST_ONE] * 3, temperature=temperature
             )

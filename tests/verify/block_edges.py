@@ -18,7 +18,10 @@ class BlockSuite(Between):
     """Named edges of the block rule, one test each."""
 
     def answer(self, middle: Request, **changes: Any) -> list[int] | sd.Status:
-        return super().answer(middle, block=True, **changes)
+        """With draft probabilities a bonus token is given, and with the others drawn."""
+        return super().answer(
+            middle, block=True, has_bonus=changes.get("kind") == "probs", **changes
+        )
 
     # What is emitted.
 
@@ -26,7 +29,7 @@ class BlockSuite(Between):
     def test_a_draft_that_would_fail_is_saved_by_the_next(self, kind):
         # Weights 1/2, then min(1, 1/2 * 3).
         p, q = [on(0, 1, 2, 3), [0.25, 0.75, *[0] * 6]], [on(0, 1), [0.75, 0.25, *[0] * 6]]
-        middle = request([*p, on(6)], [0, 1], q, kind, accept=[ALMOST_ONE] * 2)
+        middle = request([*p, on(6)], [0, 1], q, kind, accept=[ALMOST_ONE] * 2, bonus=6)
         assert self.answer(middle, kind=kind) == [0, 1, 6]
 
     @stored
@@ -49,7 +52,7 @@ class BlockSuite(Between):
             ((ALMOST_ONE, 0.12), [1, 3, 7]),
             ((0.42, 0.13), [1, 6]),
         ):
-            middle = request(p, [1, 3], accept=u, recover=(0.5, 0.9), **drafts)
+            middle = request(p, [1, 3], accept=u, recover=(0.5, 0.9), bonus=7, **drafts)
             assert self.answer(middle, kind=kind) == answer
 
     def test_equal_distributions_keep_every_draft_even_at_the_largest_u(self):
@@ -77,17 +80,17 @@ class BlockSuite(Between):
             assert self.answer(middle, kind="probs") == [token]
 
     @pytest.mark.parametrize("id_", [-1, 8, 2**31 - 1])
-    @pytest.mark.parametrize("layout", [{}, dict(has_bonus=True)], ids=["", "bonus"])
-    def test_ids_out_of_range_end_the_drafts_at_their_row(self, id_, layout):
+    @pytest.mark.parametrize("kind", ["none", "probs"], ids=["", "bonus"])
+    def test_ids_out_of_range_end_the_drafts_at_their_row(self, id_, kind):
         p = [on(1, 2), on(4), on(6), ALL]
         for u, answer in ((0.49, [1, 4]), (0.51, [2])):
-            middle = request(p, [1, id_, 6], accept=[u, 0.0, 0.0], bonus=7)
-            assert self.answer(middle, **layout) == answer
+            middle = request(p, [1, id_, 6], accept=[u, 0.0, 0.0], bonus=7, valid=kind == "none")
+            assert self.answer(middle, kind=kind) == answer
 
     def test_the_given_bonus_follows_when_every_draft_is_kept(self):
-        middle = request([on(1), on(2, 3), ALL], [1, 2], accept=[0.9, 0.4], bonus=6)
-        assert self.answer(middle, has_bonus=True) == [1, 2, 6]
-        assert self.answer(request([ALL], bonus=5), has_bonus=True) == [5]
+        middle = request([on(1), on(2, 3), ALL], [1, 2], accept=[0.9, 0.4], bonus=6, valid=False)
+        assert self.answer(middle, kind="probs") == [1, 2, 6]
+        assert self.answer(request([ALL], bonus=5), kind="probs") == [5]
 
     @stored
     def test_a_greedy_request_reads_no_draft_row(self, kind):
@@ -102,6 +105,7 @@ class BlockSuite(Between):
                 draft=nothing,
                 log_normalizer=nothing[:, 0],
                 bad_rows=frozenset([0, 1]),
+                bonus=3,
             )
             assert self.answer(middle, kind=kind) == answer
 

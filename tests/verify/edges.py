@@ -21,17 +21,20 @@ from .between import (
     ALL,
     BAD,
     LARGE,
-    RATES,
     STORED,
     Between,
+    edge_layout,
     kinds,
     logs,
     on,
     request,
     stored,
+    synthetic,
     temperatures,
 )
 from .cases import random_request
+
+BFLOAT16: Any = dict(vocab=LARGE, dtype="bfloat16", draft_dtype="bfloat16")
 
 OVERLAPS = [
     ((0, 3, 0, 3), [True, False, False]),  # the last request's rows begin within the first's
@@ -49,6 +52,7 @@ def with_offsets(offsets: Sequence[int], layout: Layout) -> Batch:
     requests = [
         random_request(layout, rng, 3, 0.3 + 0.7 * (i % 3 < 2)) for i in range(len(offsets) - 1)
     ]
+    requests = [dataclasses.replace(request, active=True) for request in requests]
     batch = pack(requests, layout)
     drafts = sd.Drafts(batch.drafts.token_ids, np.array(offsets, np.int32))
     return batch.replace(drafts=drafts)
@@ -103,9 +107,9 @@ class EdgeSuite(Between):
         middle = dataclasses.replace(middle, draft_ids=[3], accept=[0.0])
         assert self.answer(middle, kind=kind) == [3, 5]
 
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_equal_distributions_always_accept_even_at_the_largest_u(self, dtype):
-        self.keeps_drafts_of_equal_distributions(dtype=dtype, draft_dtype=dtype)
+    @pytest.mark.parametrize("layout", [{}, BFLOAT16], ids=["float32", "bfloat16"])
+    def test_equal_distributions_always_accept_even_at_the_largest_u(self, layout):
+        self.keeps_drafts_of_equal_distributions(**layout)
 
     @kinds
     def test_zero_target_probability_is_never_accepted_even_at_u_0(self, kind):
@@ -140,7 +144,7 @@ class EdgeSuite(Between):
     def test_an_empty_residual_goes_to_the_target_not_to_0(self, kind):
         p = on(5)
         middle = request([p, p, ALL], [3, 5], [p, p], kind, accept=[0.0, 0.9])
-        assert self.answer(middle, kind=kind, rates=RATES) == [3, 5]
+        assert self.answer(middle, **synthetic(kind)) == [3, 5]
 
     @pytest.mark.parametrize("temperature", [0.6, 1.0])
     def test_an_empty_residual_of_equal_logits_samples_the_target(self, temperature):
@@ -157,7 +161,7 @@ class EdgeSuite(Between):
                     temperature=temperature,
                 )
                 token = int(np.searchsorted(np.cumsum(p), u, side="right"))
-                assert self.answer(middle, kind="logits", rates=RATES) == [7, token]
+                assert self.answer(middle, **synthetic("logits")) == [7, token]
 
     # Ids, temperatures, offsets.
 
@@ -206,21 +210,15 @@ class EdgeSuite(Between):
         ],
     )
     def test_offsets_without_sense_are_bad_input_of_their_request(self, offsets, bad):
-        rng = np.random.default_rng(3)
-        layout = Layout()
-        requests = [random_request(layout, rng, 3, temperature=1.0) for _ in range(3)]
-        batch = pack(requests, layout)
-        batch = batch.replace(
-            target_logits=rng.standard_normal((12, 8)).astype(np.float32),
-            drafts=sd.Drafts(batch.drafts.token_ids, np.array(offsets, np.int32)),
-        )
+        logits = np.random.default_rng(3).standard_normal((12, 8)).astype(np.float32)
+        batch = with_offsets(offsets, edge_layout()).replace(target_logits=logits)
         status = self.verify(batch).status
         assert np.flatnonzero(status == sd.Status.BAD_INPUT).tolist() == bad
         assert not np.delete(status, bad).any()
 
     @pytest.mark.parametrize(("offsets", "ok"), OVERLAPS)
     def test_the_later_of_two_owners_of_one_row_is_bad(self, offsets, ok):
-        status = self.verify(with_offsets(offsets, Layout())).status
+        status = self.verify(with_offsets(offsets, edge_layout())).status
         assert [x != sd.Status.BAD_INPUT for x in status] == ok
 
     def test_an_inactive_slot_emits_nothing_whatever_it_holds(self):
@@ -232,9 +230,8 @@ class EdgeSuite(Between):
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_greedy_ties_go_to_the_lowest_id(self, dtype):
-        layout: Any = dict(vocab=LARGE, kind="probs")
-        if dtype == "bfloat16":
-            layout |= dict(kind="logits", dtype=dtype, draft_dtype=dtype)
+        float32: Any = dict(vocab=LARGE, kind="probs")
+        layout = float32 if dtype == "float32" else BFLOAT16 | dict(kind="logits")
         for ids in ((3, 4), (2047, 2048), (4095, LARGE - 1), (0, LARGE - 1), (1, 2, 2048)):
             target = np.full((2, LARGE), -1.0)
             target[:, ids] = 2.0
@@ -307,10 +304,10 @@ class EdgeSuite(Between):
             ([ALMOST_ONE, 0.5, 0.0], [7, 2]),
             ([ALMOST_ONE, 0.49, 0.0], [7, 6, 3]),
         ):
-            middle = request(p, [7, 6, 5], temperature=temperature, accept=accept)
-            assert self.answer(middle, rates=RATES) == tokens
-        middle = request(p[:3], [7, 6], temperature=temperature, accept=[0.9, 0.4])
-        assert self.answer(middle, rates=RATES) == [7, 6, 3]
+            middle = request(p, [7, 6, 5], temperature=temperature, accept=accept, valid=False)
+            assert self.answer(middle, **synthetic("logits")) == tokens
+        middle = request(p[:3], [7, 6], temperature=temperature, accept=[0.9, 0.4], valid=False)
+        assert self.answer(middle, **synthetic("logits")) == [7, 6, 3]
 
     @temperatures
     def test_synthetic_reads_only_the_row_it_emits_from(self, temperature):
@@ -321,11 +318,11 @@ class EdgeSuite(Between):
         accept = [0.0, 0.9, 0.0]
         middle = Request(target, [3, 4, 5], draft, accept=accept, temperature=temperature)
         for kind in ("logits", "none"):
-            assert self.answer(middle, kind=kind, rates=RATES) == [3, 2]
+            assert self.answer(middle, **synthetic(kind)) == [3, 2]
 
     def test_synthetic_with_a_given_bonus_reads_nothing_when_all_pass(self):
         middle = Request(np.full((3, 8), np.nan), [3, 4], accept=[0.0, 0.0], bonus=6)
-        assert self.answer(middle, rates=RATES, has_bonus=True) == [3, 4, 6]
+        assert self.answer(middle, **synthetic("none")) == [3, 4, 6]
 
     # The theorem, exactly.
 

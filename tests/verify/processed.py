@@ -59,7 +59,7 @@ class ProcessedSuite:
     def test_gives_the_tokens_of_the_oracle(self, layout):
         OracleSuite.agree(self, layout)
 
-    @pytest.mark.slow  # by default with all rows read at once
+    @pytest.mark.slow  # by default with all rows read at once, and compiled as users do
     @pytest.mark.parametrize("layout", PROCESSED[1::2], ids=str)
     def test_gives_the_tokens_of_the_oracle_too(self, layout):
         OracleSuite.agree(self, layout)

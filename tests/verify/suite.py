@@ -16,6 +16,7 @@ import pytest
 import jax_specdec as sd
 
 from .batch import Batch, Layout, Request, Verifier, agree, pack, verify
+from .between import edge_layout
 from .cases import random_batches, random_request
 
 RATES = (0.9, 0.75, 0.3, 0.1)
@@ -26,7 +27,16 @@ GRID = [
     # Every kind of draft distribution with every dtype, full and narrower, in place and permuted.
     Layout(vocab=97, **BIG),
     Layout(vocab=2049, **BIG, dtype="bfloat16", has_active=True),
-    Layout(vocab=97, **BIG, kind="probs", draft_vocab=60, store_rows=50, has_valid=True),
+    Layout(
+        vocab=97,
+        num_speculative_tokens=30,
+        num_requests=3,
+        num_drafts=90,
+        kind="probs",
+        draft_vocab=60,
+        store_rows=100,
+        has_valid=True,
+    ),
     Layout(vocab=2048, **BIG, kind="probs", dtype="float16", has_bonus=True, has_active=True),
     Layout(vocab=97, **BIG, kind="logits", draft_dtype="bfloat16"),
     Layout(
@@ -49,12 +59,12 @@ GRID = [
         has_valid=True,
     ),
     Layout(
-        vocab=20011,
+        vocab=8195,
         **BIG,
         kind="relative",
         dtype="bfloat16",
-        draft_vocab=17000,
-        vocab_size=9000,
+        draft_vocab=6500,
+        vocab_size=4500,
         has_active=True,
     ),
     # Small numbers of everything.
@@ -63,7 +73,6 @@ GRID = [
     Layout(vocab=97, num_speculative_tokens=4, num_requests=1, num_drafts=4, kind="logits"),
     Layout(vocab=97, num_drafts=0),
     Layout(vocab=97, num_drafts=0, kind="probs", store_rows=5, has_bonus=True),
-    Layout(vocab=97, num_speculative_tokens=30, num_requests=3, num_drafts=90, kind="probs"),
     # Synthetic.
     Layout(vocab=97, **BIG, rates=RATES, dtype="float16", has_active=True),
     Layout(vocab=97, **BIG, rates=RATES, kind="probs", store_rows=50, has_valid=True),
@@ -78,10 +87,10 @@ GRID = [
         has_bonus=True,
     ),
 ]
-OTHERS = [*GRID[1::2], GRID[4], GRID[16]]  # slow
+OTHERS = [*(GRID[i] for i in (1, 3, 4, 5, 7, 10, 11, 13, 14, 15, 16))]  # slow
 DEFAULT = [
     *(GRID[0], GRID[2], GRID[6], GRID[8]),  # one of each kind, on every JAX
-    *(pytest.param(GRID[i], marks=pytest.mark.newest) for i in (10, 12, 14, 18)),
+    *(pytest.param(GRID[i], marks=pytest.mark.newest) for i in (9, 12, 17)),
 ]
 BLOCK = [
     Layout(vocab=97, **BIG, block=True, has_bonus=True, has_active=True),
@@ -113,24 +122,30 @@ BLOCK = [
         vocab=37, block=True, num_speculative_tokens=30, num_requests=3, num_drafts=90, kind="probs"
     ),
 ]
-AGREEMENT = [
-    Layout(vocab=97, **BIG, agreement=True, kind="logits", has_bonus=True, has_active=True),
-    Layout(
-        vocab=5000,
-        **BIG,
-        agreement=True,
-        kind="relative",
-        has_filters=True,
-        has_bitmask=True,
-        has_threshold=True,
-        dtype="bfloat16",
-        vocab_size=4500,
-        draft_vocab=4097,
-    ),
-]
+AGREEMENT = Layout(
+    vocab=5000,
+    **BIG,
+    agreement=True,
+    kind="relative",
+    has_active=True,
+    has_filters=True,
+    has_bitmask=True,
+    has_threshold=True,
+    dtype="bfloat16",
+    vocab_size=4500,
+    draft_vocab=4097,
+)
 RACES = [
-    Layout(vocab=2049, **BIG, race=True, has_bonus=True),
-    Layout(vocab=97, **BIG, race=True, kind="logits", vocab_size=90, store_rows=50, has_valid=True),
+    Layout(
+        vocab=2049,
+        **BIG,
+        race=True,
+        kind="logits",
+        vocab_size=2040,
+        store_rows=50,
+        has_valid=True,
+        has_bonus=True,
+    ),
     Layout(vocab=97, **BIG, race=True, block=True, kind="logits", store_rows=50, has_valid=True),
 ]
 
@@ -139,7 +154,7 @@ class OracleSuite:
     """The oracle's tokens, counts and status, but for calls closer than float32 can tell."""
 
     verifier: Verifier
-    seeds = range(12)
+    seeds = range(8)
 
     def agree(self, layout: Layout) -> None:
         agree(random_batches(layout, self.seeds), self.verifier)
@@ -169,44 +184,31 @@ class OracleSuite:
 class RaceSuite(OracleSuite):
     """The same for backends that can run an exponential race, and draw from every row."""
 
-    @pytest.mark.parametrize("layout", AGREEMENT, ids=str)
-    def test_gives_the_tokens_of_the_oracle_under_the_agreement_rule(self, layout):
-        self.agree(layout)
+    def test_gives_the_tokens_of_the_oracle_under_the_agreement_rule(self):
+        self.agree(AGREEMENT)
 
     @pytest.mark.newest
-    @pytest.mark.parametrize("layout", RACES, ids=str)
+    @pytest.mark.parametrize(  # those of blocks are replayed by default: v2_block in test_golden
+        "layout", [RACES[0], pytest.param(RACES[1], marks=pytest.mark.slow)], ids=str
+    )
     def test_gives_the_tokens_of_the_oracle_in_a_race(self, layout):
         self.agree(layout)
 
 
 PROPERTIES = [
-    pytest.param(
-        Layout(
-            vocab=37, num_requests=4, num_drafts=12, kind="logits", store_rows=20, has_valid=True
-        ),
-        id="logits",
-    ),
-    pytest.param(
-        Layout(
-            vocab=37,
-            num_requests=4,
-            num_drafts=12,
-            kind="probs",
-            has_valid=True,
-            has_bonus=True,
-            block=True,
-        ),
-        id="probs, bonus, block",
-    ),
+    pytest.param(edge_layout(kind="logits"), id="logits"),
+    pytest.param(edge_layout(kind="probs", has_bonus=True, block=True), id="probs, bonus, block"),
 ]
+"""Programs that the named edges have compiled already."""
+
 on_layouts = pytest.mark.parametrize("layout", PROPERTIES)
 seeds = st.integers(0, 2**32 - 1)
 few_examples = hypothesis.settings(max_examples=25)
 
 
-def four_requests(layout: Layout, seed: int) -> list[Request]:
+def three_requests(layout: Layout, seed: int) -> list[Request]:
     rng = np.random.default_rng(seed)
-    return [random_request(layout, rng, int(rng.integers(4))) for _ in range(4)]
+    return [random_request(layout, rng, int(rng.integers(3))) for _ in range(3)]
 
 
 class InvarianceSuite:
@@ -220,11 +222,19 @@ class InvarianceSuite:
     def verify_requests(self, requests, layout, seed=0) -> sd.RejectionSampleOutput:
         return self.verify(pack(requests, layout, seed))
 
+    def verify_alone(self, request: Request, layout: Layout) -> sd.RejectionSampleOutput:
+        """Without padding; as wide as in the layout's batch."""
+        small = dict(num_requests=1, num_drafts=2, num_speculative_tokens=2, store_rows=5)
+        output = self.verify_requests([request], dataclasses.replace(layout, **small))
+        padding = ((0, 0), (0, layout.num_speculative_tokens - 2))
+        ids = np.pad(output.token_ids, padding, constant_values=sd.PLACEHOLDER_TOKEN_ID)
+        return dataclasses.replace(output, token_ids=ids)
+
     @on_layouts
     @few_examples
-    @hypothesis.given(seed=seeds, order=st.permutations(range(4)), rubbish=seeds)
+    @hypothesis.given(seed=seeds, order=st.permutations(range(3)), rubbish=seeds)
     def test_permuting_requests_permutes_the_output(self, layout, seed, order, rubbish):
-        requests = four_requests(layout, seed)
+        requests = three_requests(layout, seed)
         straight = self.verify_requests(requests, layout)
         permuted = self.verify_requests([requests[i] for i in order], layout, rubbish)
         chex.assert_trees_all_equal(permuted, take(straight, list(order)))
@@ -233,49 +243,36 @@ class InvarianceSuite:
     @few_examples
     @hypothesis.given(seed=seeds, rubbish=seeds)
     def test_padding_the_drafts_the_batch_and_k_changes_nothing(self, layout, seed, rubbish):
-        padded = dataclasses.replace(
-            layout,
-            num_requests=7,
-            num_drafts=20,
-            num_speculative_tokens=5,
-            store_rows=layout.store_rows and 31,
-        )
-        requests = four_requests(layout, seed)
-        plain = self.verify_requests(requests, layout)
-        more = take(self.verify_requests(requests, padded, rubbish), slice(4))
-        assert (more.token_ids[:, 4:] == sd.PLACEHOLDER_TOKEN_ID).all()
-        chex.assert_trees_all_equal(
-            plain, dataclasses.replace(more, token_ids=more.token_ids[:, :4])
-        )
+        request, *_ = three_requests(layout, seed)
+        padded = self.verify_requests([request], layout, rubbish)
+        chex.assert_trees_all_equal(take(padded, slice(1)), self.verify_alone(request, layout))
 
     @on_layouts
     @few_examples
-    @hypothesis.given(seed=seeds, cut=st.integers(0, 4))
+    @hypothesis.given(seed=seeds, cut=st.integers(0, 3))
     def test_splitting_a_batch_changes_nothing(self, layout, seed, cut):
-        requests = four_requests(layout, seed)
+        requests = three_requests(layout, seed)
         whole = self.verify_requests(requests, layout)
         front = self.verify_requests(requests[:cut], layout, seed=1)
         back = self.verify_requests(requests[cut:], layout, seed=2)
         chex.assert_trees_all_equal(take(whole, slice(cut)), take(front, slice(cut)))
-        chex.assert_trees_all_equal(take(whole, slice(cut, 4)), take(back, slice(4 - cut)))
+        chex.assert_trees_all_equal(take(whole, slice(cut, 3)), take(back, slice(3 - cut)))
 
     @on_layouts
     @few_examples
     @hypothesis.given(seed=seeds)
     def test_a_request_alone_gives_what_it_gives_in_a_batch(self, layout, seed):
-        store_rows = layout.store_rows and 5
-        alone = dataclasses.replace(layout, num_requests=1, num_drafts=3, store_rows=store_rows)
-        requests = four_requests(layout, seed)
+        requests = three_requests(layout, seed)
         whole = self.verify_requests(requests, layout)
         for b, request in enumerate(requests):
-            single = self.verify_requests([request], alone)
+            single = self.verify_alone(request, layout)
             chex.assert_trees_all_equal(single, take(whole, slice(b, b + 1)))
 
     @on_layouts
     @few_examples
     @hypothesis.given(seed=seeds)
     def test_what_no_rule_visits_may_hold_anything(self, layout, seed):
-        requests = four_requests(layout, seed)
+        requests = three_requests(layout, seed)
         clean = self.verify_requests(requests, layout)
         poisoned = [
             poison_unvisited(request, layout, int(accepted))

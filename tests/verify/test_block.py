@@ -15,7 +15,7 @@ import pytest
 
 from .batch import ALMOST_ONE, XLA, Layout, pack, verify
 from .between import request
-from .cases import random_batch
+from .cases import random_request
 
 pytestmark = pytest.mark.newest
 
@@ -61,14 +61,8 @@ CASES = [
 ]
 
 
-@functools.cache
-def thresholds(block: bool) -> np.ndarray:
-    """Of each case, the uniforms below which its drafts 0, 1, ... pass, ``[cases, K]``.
-
-    The other uniforms are such that this one decides: 0 under the standard rule; the largest under
-    the block rule, where a longer prefix that passes hides the shorter ones.
-    """
-    layout = Layout(
+def layout_of_cases(block: bool) -> Layout:
+    return Layout(
         vocab=V,
         num_speculative_tokens=K,
         num_requests=len(CASES) * K,
@@ -76,6 +70,15 @@ def thresholds(block: bool) -> np.ndarray:
         kind="probs",
         block=block,
     )
+
+
+@functools.cache
+def thresholds(block: bool) -> np.ndarray:
+    """Of each case, the uniforms below which its drafts 0, 1, ... pass, ``[cases, K]``.
+
+    The other uniforms are such that this one decides: 0 under the standard rule; the largest under
+    the block rule, where a longer prefix that passes hides the shorter ones.
+    """
     requests = [
         request(
             [models.p[j][ids[:j]] for j in range(len(ids) + 1)],
@@ -85,7 +88,7 @@ def thresholds(block: bool) -> np.ndarray:
         )
         for models, ids in CASES
     ]
-    batch = pack([each for each in requests for _ in range(K)], layout)
+    batch = pack([each for each in requests for _ in range(K)], layout_of_cases(block))
     which = np.tile(np.eye(K, dtype=bool), (len(CASES), 1))
     passing = np.zeros(len(which), np.int64)  # how many of the 2**24 uniforms
     for bit in 2 ** np.arange(24, -1, -1):
@@ -162,11 +165,8 @@ def test_tokens_have_the_targets_distribution_by_the_weighted_residual():
 
 
 def test_one_draft_is_verified_as_by_the_standard_rule():
-    layout = Layout(num_speculative_tokens=1, num_requests=64, num_drafts=64, kind="logits")
-    layout = dataclasses.replace(layout, vocab=37, store_rows=64, has_valid=True)
-    for seed in (2, 3):
-        batch = random_batch(layout, seed, broken=0.0)
-        jointly = batch.replace(layout=dataclasses.replace(layout, block=True))
-        got, want = verify(jointly, XLA), verify(batch, XLA)
-        np.testing.assert_array_equal(got.token_ids, want.token_ids)
-        assert 0 < got.num_accepted.sum() < 64
+    layout, rng = layout_of_cases(block=False), np.random.default_rng(2)
+    batch = pack([random_request(layout, rng, 1) for _ in range(layout.num_requests)], layout)
+    got, want = verify(batch.replace(layout=layout_of_cases(block=True)), XLA), verify(batch, XLA)
+    np.testing.assert_array_equal(got.token_ids, want.token_ids)
+    assert 0 < got.num_accepted.sum() < layout.num_requests

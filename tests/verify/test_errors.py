@@ -453,9 +453,9 @@ def test_validate_passes_what_can_be_verified(kind):
     assert not with_noise(arguments(kind)).status.any()
     filters = dict(min_p=ones(B), top_k=ints, top_p=ones(B))
     hidden = dict(target_logits=entry(LOGITS, (3, 1), nan), token_bitmask=full((N + B, 1), 1))
-    for changes in (filters, hidden):
+    for changes in (filters, hidden, filters | hidden):
         validate(arguments(kind, **changes))
-        assert not with_noise(arguments(kind, **changes)).status.any()
+    assert not with_noise(arguments(kind, **filters | hidden)).status.any()
 
 
 def test_validate_takes_all_arguments_of_the_call():

@@ -19,6 +19,8 @@ WORDS = np.asarray(jax.random.key_data(KEYS))
 
 
 threefry = jax.jit(threefry_2x32)
+draw_noise = jax.jit(sd.testing.draw_noise, static_argnums=2)
+token_exponentials = jax.jit(sd.testing.token_exponentials, static_argnums=2)
 
 
 def bits_of_jax(words: np.ndarray, positions: Any, stream: Any, offset: Any) -> np.ndarray:
@@ -29,7 +31,7 @@ def bits_of_jax(words: np.ndarray, positions: Any, stream: Any, offset: Any) -> 
 
 
 def test_uniforms_are_high_bits_of_threefry_at_their_own_counter():
-    drawn = sd.testing.draw_noise(KEYS, POSITIONS, K)
+    drawn = jax.device_get(draw_noise(KEYS, POSITIONS, K))
     for b, (words, position) in enumerate(zip(WORDS, POSITIONS, strict=True)):
         accept = bits_of_jax(words, position, noise.Stream.ACCEPT, np.arange(K))
         np.testing.assert_array_equal(drawn.accept[b], (accept[:, 0] >> 8) * 2.0**-24)
@@ -40,7 +42,7 @@ def test_uniforms_are_high_bits_of_threefry_at_their_own_counter():
 @pytest.mark.parametrize("vocab", [3, 700, 1500, 5000])
 def test_the_noise_of_races_is_threefrys_whatever_the_vocabulary(vocab):
     num_tiles, num_ids = -(-vocab // 2048), min(vocab, 2048)
-    drawn = sd.testing.token_exponentials(KEYS, POSITIONS, vocab)
+    drawn = np.asarray(token_exponentials(KEYS, POSITIONS, vocab))
     assert drawn.shape == (len(KEYS), num_tiles + num_ids)
     places = [(1024 + tile, 0) for tile in range(num_tiles)]
     ids = {i for i in (0, 1, 1023, 1024, num_ids - 1) if i < num_ids}
@@ -61,14 +63,14 @@ def distance(exponential_of: Callable[[jax.Array], jax.Array]) -> float:
     of = jax.jit(exponential_of)
     for _ in range(32):  # how many of all bits give less than x
         middle = (below + above) // 2
-        less = np.asarray(of(jnp.asarray(middle.astype(np.uint32)))) < x
+        less = np.asarray(of(middle.astype(np.uint32))) < x
         below, above = np.where(less, middle, below), np.where(less, above, middle)
     expected = -np.expm1(-np.float64(x)) * 2**32
     return float(np.max(np.abs(above - expected) / (1 + expected * 2.0**-22)))
 
 
 def test_exponentials_are_exact_near_0_positive_and_finite():
-    ends = np.asarray(noise.to_exponential(jnp.array([0, 2**32 - 1], jnp.uint32)))
+    ends = np.asarray(noise.to_exponential(jax.device_put(np.uint32([0, 2**32 - 1]))))
     assert 0 < ends[0] < ends[1] < np.inf
     assert distance(noise.to_exponential) < 2
     coarse = distance(lambda bits: -jnp.log1p(-noise.to_uniform(bits)))
@@ -86,7 +88,7 @@ def test_keys_that_jax_derives_share_no_counter_with_our_bits():
 
 
 def test_bits_do_not_depend_on_how_jax_partitions_its_own():
-    expected = sd.testing.draw_noise(KEYS, POSITIONS, K)
+    expected = draw_noise(KEYS, POSITIONS, K)
     with jax.threefry_partitionable(False):
-        drawn = sd.testing.draw_noise(KEYS, POSITIONS, K)
+        drawn = draw_noise(KEYS, POSITIONS, K)
     np.testing.assert_array_equal(drawn.accept, expected.accept)

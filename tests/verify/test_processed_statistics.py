@@ -21,7 +21,7 @@ from .test_statistics import p_value
 
 pytestmark = pytest.mark.statistics
 
-V, LENGTH = 7, 2
+V, LENGTH = 7, 3  # the third token is a bonus token at times
 GROUPS: list[dict[str, Any]] = [
     dict(min_p=0.2),
     dict(top_k=3),
@@ -43,9 +43,9 @@ ALLOWED[np.arange(V), TARGET.argmax(axis=1)] = True
 BITMASK = packed(ALLOWED)
 
 
-def per_request(name: str, default: float) -> jax.Array:
+def per_request(name: str, default: float) -> np.ndarray:
     values = np.array([group.get(name, default) for group in GROUPS])
-    return jnp.asarray(values[GROUP].astype(np.int32 if name == "top_k" else np.float32))
+    return values[GROUP].astype(np.int32 if name == "top_k" else np.float32)
 
 
 SAMPLING = sd.SamplingParams(
@@ -119,8 +119,8 @@ def decode(k: int, *, masked: bool, mistake: str | None = None) -> tuple[np.ndar
             store,
             keys,
             SAMPLING,
-            jnp.asarray(last),
-            jnp.asarray(1 + done),
+            last,
+            1 + done,
             k=k,
             masked=masked,
             q_unfiltered=mistake == "q unfiltered",
@@ -141,7 +141,8 @@ def check_lossless(tokens: np.ndarray, *, masked: bool) -> None:
     allowed = ALLOWED if masked else np.ones((V, V), bool)
     for g, group in enumerate(GROUPS):
         p = processed(TARGET, group, allowed)
-        for expected in (p[0], p[0][:, None] * p):
+        pairs = p[0][:, None] * p
+        for expected in (p[0], pairs, pairs[:, :, None] * p):
             counts = np.zeros(expected.shape)
             np.add.at(counts, tuple(tokens[g == GROUP, : expected.ndim].T), 1)
             impossible = counts[expected == 0].sum()
@@ -166,6 +167,6 @@ def test_tokens_have_the_processed_distribution_whatever_is_drafted(k, masked):
 
 @pytest.mark.parametrize("mistake", ["q unfiltered", "bonus row unmasked"])
 def test_a_mistake_is_noticed(mistake):
-    tokens, _ = decode(1, masked=True, mistake=mistake)
+    tokens, _ = decode(2, masked=True, mistake=mistake)
     with pytest.raises(AssertionError, match="seen"):
         check_lossless(tokens, masked=True)

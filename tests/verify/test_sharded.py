@@ -41,16 +41,16 @@ def over(vocab: int, batch: int | None = None):
 
 newest, slow = pytest.mark.newest, pytest.mark.slow
 
-CUT = Layout(vocab=10248, vocab_size=10243, **BIG, kind="probs", has_bonus=True)
+CUT = Layout(vocab=4104, vocab_size=4099, **BIG, kind="probs", has_bonus=True)
 FILTERED = Layout(
-    vocab=5000,
-    vocab_size=4500,
+    vocab=2600,
+    vocab_size=2500,
     **BIG,
     has_filters=True,
     has_bitmask=True,
     has_threshold=True,
     kind="relative",
-    draft_vocab=4097,
+    draft_vocab=2049,
     dtype="bfloat16",
     draft_dtype="bfloat16",
 )
@@ -65,16 +65,13 @@ FILTERED = Layout(
         *[
             pytest.param(parts, layout, marks=newest)
             for parts, layout in [
-                (8, dataclasses.replace(CUT, agreement=True)),
                 (
-                    8,
-                    Layout(
-                        vocab=20008, vocab_size=18501, **BIG, kind="normalized", draft_vocab=18000
-                    ),
+                    2,
+                    Layout(vocab=5128, vocab_size=4741, **BIG, kind="normalized", draft_vocab=4600),
                 ),
                 (8, Layout(vocab=4096, **BIG, kind="logits", block=True, has_valid=True)),
                 (8, FILTERED),
-                (4, dataclasses.replace(FILTERED, agreement=True)),
+                (4, dataclasses.replace(FILTERED, agreement=True, has_bonus=True)),
             ]
         ],
         pytest.param(
@@ -98,20 +95,7 @@ FILTERED = Layout(
     ids=str,
 )
 def test_a_split_vocabulary_gives_the_tokens_of_the_oracle(parts, layout):
-    agree(random_batches(layout, range(12)), over(parts))
-
-
-@newest
-def test_a_forbidden_token_is_as_one_of_logit_minus_infinity():
-    layout = Layout(vocab=96, vocab_size=90, **BIG, kind="logits", draft_vocab=60)
-    for seed in range(8):
-        batch = random_batch(layout, seed)
-        allowed = np.random.default_rng(seed).random(batch.target_logits.shape) < 0.8
-        words = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
-        args, named = batch.arguments()
-        output = over(8)(*args, **named, token_bitmask=jnp.asarray(words))
-        masked = np.where(allowed, batch.target_logits, -np.inf)
-        check(batch.replace(target_logits=masked), jax.device_get(output))
+    agree(random_batches(layout, range(8)), over(parts))
 
 
 # Requests split over a mesh axis.
@@ -140,7 +124,7 @@ def test_requests_split_over_an_axis_give_the_oracles_tokens(layout, vocab_parts
     axes = None if vocab_parts is None else "v", "b"
     sharding = sd.VerifySharding(mesh_of(vocab_parts or 1, 4), *axes)
     verifier = jitted(functools.partial(sd.testing.rejection_sample_with_noise, sharding=sharding))
-    agree((even_batch(layout, seed) for seed in range(12)), verifier)
+    agree((even_batch(layout, seed) for seed in range(8)), verifier)
 
 
 @newest
@@ -192,7 +176,7 @@ def in_shard_map(layout: Layout, *, draft_spec: P, check_vma: bool):
     ("draft_vocab", "draft_spec", "check_vma", "agreement"),
     [
         (None, P(None, "v"), True, False),
-        pytest.param(None, P(None, "v"), True, True, marks=newest),
+        pytest.param(None, P(None, "v"), True, True, marks=slow),
         pytest.param(None, P(None, "v"), False, False, marks=slow),
         pytest.param(9, P(), True, False, marks=newest),  # narrower than a part, and whole
         pytest.param(60, P(), False, False, marks=slow),
@@ -281,10 +265,9 @@ def test_a_vocabulary_on_one_device_is_not_split(monkeypatch):
     layout = Layout(vocab=97, num_requests=3, num_drafts=5, race=True)
     batch = random_batch(layout, 2)
     args, named = batch.arguments()
-    one = sd.VerifySharding(mesh_of(1), "v")
-    check(
-        batch, jax.device_get(sd.testing.rejection_sample_with_noise(*args, **named, sharding=one))
-    )
+    named["sharding"] = sd.VerifySharding(mesh_of(1), "v")
+    call = functools.partial(sd.testing.rejection_sample_with_noise, **named)
+    jax.eval_shape(call, *args)  # a race, which no parts can run
     assert set(axes) == {None}
 
 

@@ -22,9 +22,9 @@ import scipy.stats
 import jax_specdec as sd
 from jax_specdec._src.noise import Stream, uniforms
 
-from .batch import OPTIMIZED
+from .batch import jitted
 
-pytestmark = [pytest.mark.statistics, pytest.mark.dearest, pytest.mark.optimized]
+pytestmark = [pytest.mark.statistics, pytest.mark.dearest]
 
 
 def marked(mark, *kinds):
@@ -58,6 +58,7 @@ NUM_TESTS = (len(KINDS) + len(BLOCK_KINDS) + 1) * len(TEMPERATURES) * LENGTH + 1
 ALPHA = 0.01 / NUM_TESTS  # one failure in a hundred suites, had the keys not been fixed
 
 verify = jax.jit(sd.rejection_sample, static_argnames="config")
+explicit = jitted(functools.partial(sd.testing.rejection_sample_with_noise, implementation="xla"))
 
 
 def chain(length: int, temperature: float) -> np.ndarray:
@@ -120,27 +121,24 @@ drafted = jax.jit(drafted, static_argnames=("kind", "stream"))
 def distribution(kind: str, before: np.ndarray, misstated: float = 1.0, turned: int = 0):
     """What the drafts were drawn from, read in place: one row per token before."""
     if kind in LISTS:
-        ids, rows = np.roll(LISTS[kind], turned, axis=1), jnp.asarray(before).reshape(-1)
+        ids, rows = np.roll(LISTS[kind], turned, axis=1), before.reshape(-1)
         logits = np.take_along_axis(DRAFTER, LISTS[kind], axis=1)
-        given = jnp.asarray(ids[0] if kind == "map" else ids)
-        return sd.DraftLogits(jnp.asarray(logits), rows=rows, ids=given)
+        return sd.DraftLogits(logits, rows=rows, ids=ids[0] if kind == "map" else ids)
     if kind == "probs":
         tables = [scipy.special.softmax(DRAFTER / (t * misstated), axis=1) for t in TEMPERATURES]
         rows = GROUP[:, None] * V + before
-        return sd.DraftProbs(
-            jnp.float32(np.concatenate(tables)), rows=jnp.asarray(rows).reshape(-1)
-        )
+        return sd.DraftProbs(np.float32(np.concatenate(tables)), rows=rows.reshape(-1))
     if kind == "logits":
-        return sd.DraftLogits(jnp.asarray(DRAFTER), rows=jnp.asarray(before).reshape(-1))
+        return sd.DraftLogits(DRAFTER, rows=before.reshape(-1))
     if kind == "normalized":  # a third of the requests has lost its rows
         rows = GROUP[:, None] * V + before
         tables = np.concatenate([DRAFTER] * len(TEMPERATURES))
         scaled = tables / np.repeat(np.float32(TEMPERATURES), V)[:, None]
         return sd.DraftLogits(
-            jnp.asarray(tables),
-            rows=jnp.asarray(rows).reshape(-1),
-            valid=jnp.asarray(np.arange(B) // 3 % 3 > 0),
-            log_normalizer=jnp.float32(scipy.special.logsumexp(scaled, axis=1)),
+            tables,
+            rows=rows.reshape(-1),
+            valid=np.arange(B) // 3 % 3 > 0,
+            log_normalizer=np.float32(scipy.special.logsumexp(scaled, axis=1)),
         )
     return None
 
@@ -177,16 +175,14 @@ def decode(
     done = np.zeros(B, np.int32)
     last = np.zeros(B, np.int32)
     while done.min() < LENGTH:
-        positions = jnp.asarray(1 + done if positions_grow else np.ones_like(done))
+        positions = 1 + done if positions_grow else np.ones_like(done)
         ids, before = jax.device_get(drafted(kind, keys, positions, last, stream))
         context = np.concatenate([last[:, None], ids], axis=1)
-        logits = jnp.asarray(TARGET[context].reshape(-1, V))
+        logits = TARGET[context].reshape(-1, V)
         drafts = sd.Drafts.from_dense(ids, counts, distribution(kind, before, misstated, turned))
-        named = dict(
-            sampling=sd.SamplingParams(temperature=jnp.asarray(TEMPERATURE)), config=config
-        )
+        named = dict(sampling=sd.SamplingParams(temperature=TEMPERATURE), config=config)
         if by_token:
-            out = OPTIMIZED(logits, drafts, noise_by_token(keys, positions), **named)
+            out = explicit(logits, drafts, noise_by_token(keys, positions), **named)
         else:
             out = verify(logits, drafts, keys=keys, positions=positions, **named)
         out = jax.device_get(out)
@@ -214,7 +210,7 @@ def check_lossless(tokens: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize(
-    "kind", [*KINDS[:1], *KINDS[2:3], *LISTS, *long("logits", "lookup", "chance")]
+    "kind", ["probs", "map", *long("candidates", "logits", "normalized", "lookup", "chance")]
 )
 def test_decoding_is_lossless_token_by_token_and_jointly(kind):
     print("least p-value", check_lossless(decode(kind, seed=1)))
@@ -228,7 +224,7 @@ def test_block_verification_is_lossless_within_a_step_and_over_several(kind):
 
 
 def test_under_the_agreement_rule_every_drafter_gives_one_lossless_text():
-    drafters = ("lookup", {}), ("chance", {}), ("logits", dict(stream=SHARED)), ("map", {})
+    drafters = ("lookup", {}), ("chance", {}), ("logits", dict(stream=SHARED))
     first, *others = (decode(kind, seed=1, config=AGREEMENT, **how) for kind, how in drafters)
     print("least p-value", check_lossless(first))
     for tokens in others:
@@ -242,8 +238,8 @@ def test_under_the_agreement_rule_every_drafter_gives_one_lossless_text():
         pytest.param("map", dict(turned=1), marks=pytest.mark.long),
         pytest.param("candidates", dict(turned=1), marks=pytest.mark.long),
         pytest.param("logits", dict(stream=Stream.ACCEPT), marks=pytest.mark.long),
-        ("logits", dict(stream=Stream.RECOVER)),
-        ("logits", dict(positions_grow=False)),
+        ("probs", dict(stream=Stream.RECOVER)),
+        ("probs", dict(positions_grow=False)),
         pytest.param("logits", dict(positions_grow=False, config=BLOCK), marks=pytest.mark.long),
         ("lookup", dict(by_token=True, config=BLOCK)),
     ],
@@ -269,15 +265,15 @@ def test_accept_noise_that_also_recovers_is_noticed():
     u = np.float32(rng.integers(0, 2**24, (b, 1)) * 2.0**-24)
     independent = np.float32(rng.integers(0, 2**24, (b, 2)) * 2.0**-24)
     drafts = sd.Drafts.from_dense(
-        rng.choice(V, (b, 1), p=q), None, sd.DraftProbs(jnp.float32([q] * b))
+        rng.choice(V, (b, 1), p=q), None, sd.DraftProbs(np.float32([q] * b))
     )
     seen = []
     for recover in (independent, np.repeat(u, 2, axis=1)):
-        out = OPTIMIZED(
-            jnp.asarray(np.repeat(TARGET[:1], 2 * b, axis=0)),
+        out = explicit(
+            np.repeat(TARGET[:1], 2 * b, axis=0),
             drafts,
-            sd.testing.Noise(jnp.asarray(u), jnp.asarray(recover)),
-            sampling=sd.SamplingParams(temperature=jnp.ones(b)),
+            sd.testing.Noise(u, recover),
+            sampling=sd.SamplingParams(temperature=np.ones(b, np.float32)),
             config=sd.SpecDecodeConfig(num_speculative_tokens=1),
         )
         counts = np.bincount(out.token_ids[:, 0], minlength=V)
@@ -285,9 +281,10 @@ def test_accept_noise_that_also_recovers_is_noticed():
     assert seen[0] > ALPHA > seen[1], seen
 
 
+@pytest.mark.optimized  # it runs longer than it compiles
 def test_races_in_two_levels_draw_from_the_row():
     """Three tiles; in each an id with a quarter of it, and one of the very least in each tail."""
-    vocab, per_call, num_calls = 4099, 64, 300
+    vocab, per_call, num_calls = 4099, 64, 200
     config = dataclasses.replace(AGREEMENT, num_speculative_tokens=1)
     weights = np.full(vocab, 1e-4)
     weights[[0, 2048, 4096]] = 0.3, 0.1, 0.05
@@ -320,14 +317,15 @@ def test_races_in_two_levels_draw_from_the_row():
 
 
 def test_a_long_flat_tail_gets_its_mass():
-    b, vocab, buckets = 1000, 20000, 10
-    logits = jnp.zeros((b, vocab)).at[:, 0].set(np.log(vocab))  # half on id 0
+    b, vocab, buckets = 500, 20000, 10
+    logits = np.zeros((b, vocab), np.float32)
+    logits[:, 0] = np.log(vocab)  # half on id 0
     out = verify(
         logits,
-        sd.Drafts(jnp.zeros(0, jnp.int32), jnp.zeros(b + 1, jnp.int32)),
-        sampling=sd.SamplingParams(temperature=jnp.ones(b)),
+        sd.Drafts(np.zeros(0, np.int32), np.zeros(b + 1, np.int32)),
+        sampling=sd.SamplingParams(temperature=np.ones(b, np.float32)),
         keys=jax.random.split(jax.random.key(2), b),
-        positions=jnp.zeros(b, jnp.int32),
+        positions=np.zeros(b, np.int32),
         config=CONFIG,
     )
     tokens = np.asarray(out.token_ids[:, 0])
@@ -345,11 +343,11 @@ def synthetic_acceptance() -> tuple[tuple[float, ...], np.ndarray, np.ndarray]:
     rng = np.random.default_rng(3)
     temperature = np.float32(np.arange(b) % 2)
     out = verify(
-        jnp.asarray(np.repeat(TARGET[:1], b * (k + 1), axis=0)),
+        np.repeat(TARGET[:1], b * (k + 1), axis=0),
         sd.Drafts.from_dense(rng.integers(V, size=(b, k))),
-        sampling=sd.SamplingParams(temperature=jnp.asarray(temperature)),
+        sampling=sd.SamplingParams(temperature=temperature),
         keys=jax.random.split(jax.random.key(4), b),
-        positions=jnp.asarray(rng.integers(10000, size=b), dtype=jnp.int32),
+        positions=rng.integers(10000, size=b).astype(np.int32),
         config=sd.SpecDecodeConfig(
             num_speculative_tokens=k,
             rejection_sample_method="synthetic",

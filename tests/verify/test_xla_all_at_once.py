@@ -20,7 +20,7 @@ class TestOracle:
     verifier = staticmethod(all_at_once)
     seeds = range(8)
 
-    @pytest.mark.parametrize("layout", [*suite.GRID[1::16], suite.RACES[1]], ids=str)
+    @pytest.mark.parametrize("layout", [suite.GRID[1], suite.GRID[16], suite.RACES[0]], ids=str)
     def test_gives_the_tokens_of_the_oracle(self, layout):
         suite.OracleSuite.agree(self, layout)
 
@@ -29,9 +29,8 @@ class TestOracle:
     def test_gives_the_tokens_of_the_oracle_too(self, layout):
         suite.OracleSuite.agree(self, layout)
 
-    @pytest.mark.parametrize("layout", suite.AGREEMENT[1:], ids=str)
-    def test_gives_the_tokens_of_the_oracle_under_the_agreement_rule(self, layout):
-        suite.OracleSuite.agree(self, layout)
+    def test_gives_the_tokens_of_the_oracle_under_the_agreement_rule(self):
+        suite.OracleSuite.agree(self, suite.AGREEMENT)
 
     @pytest.mark.parametrize("layout", suite.BLOCK[1:2], ids=str)
     def test_gives_the_tokens_of_the_oracle_under_the_block_rule(self, layout):
@@ -52,6 +51,6 @@ class TestProcessed:
     verifier = staticmethod(all_at_once)
     seeds = range(8)
 
-    @pytest.mark.parametrize("layout", processed.PROCESSED[1::2], ids=str)
+    @pytest.mark.parametrize("layout", processed.PROCESSED[1:2], ids=str)
     def test_gives_the_tokens_of_the_oracle(self, layout):
         suite.OracleSuite.agree(self, layout)

@@ -108,13 +108,14 @@ class StepRecord:
 
     Example:
       >>> import jax_specdec as sd
-      >>> (target, params), (draft, draft_params) = sd.load_embedded_pair()
-      >>> steps = sd.generate(
-      ...     target, params, [sd.encode_bytes("def add(a, b):")],
-      ...     drafter=sd.ModelDrafter(draft), draft_params=draft_params,
-      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2), max_new_tokens=8).steps
-      >>> int(steps.num_kept.sum())
-      8
+      >>> _, (model, params) = sd.load_embedded_pair()  # the smaller one
+      >>> steps = sd.generate_stream(
+      ...     model, params, [sd.encode_bytes("import os, import ")],
+      ...     drafter=sd.NGramDrafter(), config=sd.SpecDecodeConfig(num_speculative_tokens=2),
+      ...     max_new_tokens=4)
+      >>> first = next(steps)
+      >>> first.token_ids.shape, int(first.num_kept[0]) <= 3
+      ((1, 3), True)
     """
 
     token_ids: jax.Array

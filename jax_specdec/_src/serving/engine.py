@@ -62,7 +62,7 @@ class NewRequests:
       options: from `Engine.options_of`. Prompt and budget together are at most `max_length`.
 
     Example:
-      >>> import numpy as np
+      >>> import jax, numpy as np
       >>> import jax_specdec as sd
       >>> _, (model, params) = sd.load_embedded_pair()  # the smaller one
       >>> engine = sd.Engine(
@@ -73,7 +73,7 @@ class NewRequests:
       ...     slots=np.array([1, 0]), prompts=np.stack([engine.pad_prompt(p) for p in prompts]),
       ...     lengths=np.array([7, 4]), keys=np.array([0, 1], np.uint32),
       ...     options=engine.options_of([sd.RequestOptions(max_new_tokens=8)] * 2, [7, 4]))
-      >>> state = engine.admit(params, None, engine.init_state(), requests)
+      >>> state = jax.jit(engine.admit)(params, None, engine.init_state(), requests)
       >>> state.batch.lengths.tolist()
       [4, 7]
     """

@@ -104,12 +104,11 @@ def generate(
       >>> import jax_specdec as sd
       >>> (target, params), (draft, draft_params) = sd.load_embedded_pair()
       >>> output = sd.generate(
-      ...     target, params, [sd.encode_bytes("def add(a, b):"), sd.encode_bytes("import ")],
+      ...     target, params, [sd.encode_bytes("def quicksort(items):")],
       ...     drafter=sd.ModelDrafter(draft), draft_params=draft_params,
-      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2), max_new_tokens=8,
-      ...     options=[sd.RequestOptions(), sd.RequestOptions(temperature=0.8)])
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=4), max_new_tokens=60)
       >>> len(output.completions[0])
-      8
+      60
     """
     inputs.check_drafter(drafter, config)
     return _prepare(
@@ -177,7 +176,7 @@ def generate_plain(
     Example:
       >>> import jax_specdec as sd
       >>> _, (model, params) = sd.load_embedded_pair()  # the smaller one
-      >>> output = sd.generate_plain(model, params, [sd.encode_bytes("class ")], max_new_tokens=4)
+      >>> output = sd.generate_plain(model, params, [sd.encode_bytes("import ")], max_new_tokens=4)
       >>> len(output.completions[0])
       4
     """
