@@ -45,6 +45,7 @@ if jax.default_backend() == "cpu":
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # processes that tests start
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which writes the group into a test's id
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A worker takes a whole file, or all files that compile the same programs; dear ones first."""
     items.sort(key=lambda item: item.get_closest_marker("dearest") is None)
@@ -55,8 +56,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(group))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported stays: a search for cycles passes it over."""
+    if session.config.getoption("loadgroup", False):  # else two workers compile every program
+        assert all("@" in item.nodeid for item in session.items), "pytest-xdist sees no groups"
     gc.collect()
     gc.freeze()
 
