@@ -173,7 +173,9 @@ MODEL = tiny.Trigram(V)
 )
 def test_the_target_in_another_order_has_everything_accepted(drafter, columns):
     params = jnp.asarray(test_options.TARGET[:, :, columns])
-    output = test_options.by_model(drafter=(drafter, params), temperature=test_options.TEMPERATURES)
+    output = test_options.speculative(
+        drafter=(drafter, params), temperature=test_options.TEMPERATURES
+    )
     kept = output.steps.num_emitted > 0
     assert (output.steps.num_accepted[kept] == output.steps.num_proposed[kept]).all()
 

@@ -42,9 +42,7 @@ def head_params(head: sd.models.Eagle3Head, ids: list[int]) -> dict[str, Any]:
 # Engines
 
 HEAD = head_of(16, (0, 1), [3, 0, 5, 1])
-ENGINE = dataclasses.replace(
-    engines.LLAMA, drafter=sd.Eagle3Drafter(HEAD), prefill_sizes=(8,), max_prefill_requests=2
-)
+ENGINE = dataclasses.replace(engines.LLAMA, drafter=sd.Eagle3Drafter(HEAD), max_prefill_requests=2)
 
 
 @functools.cache

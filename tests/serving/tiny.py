@@ -99,33 +99,6 @@ class Scripted:
         return sd.Proposal(jnp.take_along_axis(params, place, axis=1)), cache
 
 
-@dataclasses.dataclass(frozen=True)
-class Claiming(sd.ModelDrafter):
-    """Samples from its model and claims those logits plus a shift: honest where it is zero.
-
-    ``params`` is the model's and the shift ``[Vd]``.
-    """
-
-    def init_store(self, params: Any, *args: Any) -> sd.DraftStore | None:
-        return super().init_store(params[0], *args)
-
-    def prefill(self, params: Any, token_ids: jax.Array, cache: Any) -> Any:
-        return super().prefill(params[0], token_ids, cache)
-
-    def propose(self, params: Any, *args: Any) -> tuple[sd.Proposal, Any]:
-        proposal, cache = super().propose(params[0], *args)
-        claimed = proposal.store.logits + params[1][None, :]
-        temperature = jnp.maximum(proposal.store.temperature.reshape(-1, 1), 1e-3)  # 0: never read
-        peak = claimed.max(axis=1, keepdims=True)
-        store = dataclasses.replace(
-            proposal.store,
-            logits=claimed,
-            log_normalizer=jax.nn.logsumexp((claimed - peak) / temperature, axis=1),
-            row_max=peak[:, 0],
-        )
-        return sd.Proposal(proposal.token_ids, store), cache
-
-
 def options_of(count: int, options: Any = None, **lists: Sequence[Any]) -> list[sd.RequestOptions]:
     """Options of `count` requests, each with its own entry of every list."""
     each = options if isinstance(options, list) else [options or sd.RequestOptions()] * count
