@@ -81,8 +81,9 @@ class Peeking(sd.ModelDrafter):
 def test_text_under_load_is_distributed_as_the_targets(drafter):
     engine = dataclasses.replace(TABLE, drafter=drafter(tiny.Trigram(VOCAB)))
     driver = driver_of(engine, FromThePast)
+    asked = sd.RequestOptions(max_new_tokens=NUM_TOKENS, temperature=1.0)
     for _ in range(REQUESTS):
-        driver.submit(PROMPT, max_new_tokens=NUM_TOKENS, temperature=1.0)
+        driver.submit(PROMPT, asked)
     found = engines.run(driver)
     tokens = np.array([one.token_ids for one in found.values()])
     assert tokens.shape == (REQUESTS, NUM_TOKENS)

@@ -173,8 +173,9 @@ def sampled(roll: int = 0, **changes: Any) -> sd.GenerateOutput:
         drafter=Rolling(LISTED),
         draft_params=(params | changes, jnp.int32(roll)),
         config=sd.SpecDecodeConfig(num_speculative_tokens=K),
-        options=tiny.options_of(REQUESTS, temperature=TEMPERATURES),
-        max_new_tokens=NUM_TOKENS,
+        options=tiny.options_of(
+            REQUESTS, temperature=TEMPERATURES.tolist(), max_new_tokens=[NUM_TOKENS] * REQUESTS
+        ),
         key=jax.random.key(11),
     )
 

@@ -27,6 +27,12 @@ TEMPERATURES = np.resize([0.7, 1.5, 0.7, 1.5, 0.7, 1.5, 0.7, 1.5, 0.0], REQUESTS
 TARGET = tiny.random_table(VOCAB, seed=5)
 
 
+def options_at(temperatures: Any) -> list[sd.RequestOptions]:
+    temperatures = np.broadcast_to(temperatures, REQUESTS).tolist()
+    budgets = [NUM_TOKENS] * REQUESTS
+    return tiny.options_of(REQUESTS, temperature=temperatures, max_new_tokens=budgets)
+
+
 def sampled(
     drafter: Any,
     draft_params: Any,
@@ -36,7 +42,6 @@ def sampled(
     **config: Any,
 ) -> sd.GenerateOutput:
     """Many copies of one request, at mixed temperatures."""
-    temperatures = np.broadcast_to(temperatures, REQUESTS).tolist()
     return sd.generate(
         tiny.Trigram(VOCAB),
         jnp.asarray(target),
@@ -44,8 +49,7 @@ def sampled(
         drafter=drafter,
         draft_params=draft_params,
         config=sd.SpecDecodeConfig(num_speculative_tokens=K, **config),
-        options=tiny.options_of(REQUESTS, temperature=temperatures),
-        max_new_tokens=NUM_TOKENS,
+        options=options_at(temperatures),
         key=jax.random.key(11),
     )
 
@@ -93,8 +97,7 @@ def test_plain_sampling_has_the_targets_distribution():
         tiny.Trigram(VOCAB),
         jnp.asarray(TARGET),
         [PROMPT] * REQUESTS,
-        options=tiny.options_of(REQUESTS, temperature=TEMPERATURES),
-        max_new_tokens=NUM_TOKENS,
+        options=options_at(TEMPERATURES),
         key=jax.random.key(11),
     )
     assert_lossless(output)

@@ -91,9 +91,10 @@ def by_model(temperature: Any = 0.0, *, drafter: tuple[Any, Any] = MODEL, key: i
     options = tiny.options_of(
         len(OPTIONS), OPTIONS, temperature=temperatures, max_new_tokens=budgets
     )
-    options += [
-        dataclasses.replace(MIXED, temperature=t, max_new_tokens=3) for t in MIXED_TEMPERATURES
-    ]
+    count = len(MIXED_TEMPERATURES)
+    options += tiny.options_of(
+        count, MIXED, temperature=MIXED_TEMPERATURES, max_new_tokens=[3] * count
+    )
     return sd.generate(
         tiny.Trigram(VOCAB),
         jnp.asarray(TARGET),

@@ -65,16 +65,14 @@ def exact_distribution(
     table: np.ndarray, prompt: Sequence[int], length: int, temperature: float
 ) -> np.ndarray:
     """Probability of every continuation, ``[V] * length``, float64."""
-    vocab_size = table.shape[-1]
-    probabilities = np.zeros((vocab_size,) * length)
-    for tokens in np.ndindex(*probabilities.shape):
-        p, sequence = 1.0, list(prompt)
-        for token in tokens:
-            x = next_logits(table, sequence).astype(np.float64) / temperature
+    probabilities = np.ones(())
+    for _ in range(length):
+        rows = np.zeros((*probabilities.shape, table.shape[-1]))
+        for tokens in np.ndindex(*probabilities.shape):
+            x = next_logits(table, [*prompt, *tokens]).astype(np.float64) / temperature
             weights = np.exp(x - x.max())
-            p *= weights[token] / weights.sum()
-            sequence.append(token)
-        probabilities[tokens] = p
+            rows[tokens] = weights / weights.sum()
+        probabilities = probabilities[..., None] * rows
     return probabilities
 
 
@@ -102,10 +100,15 @@ class Scripted:
 def options_of(count: int, options: Any = None, **lists: Sequence[Any]) -> list[sd.RequestOptions]:
     """Options of `count` requests, each with its own entry of every list."""
     each = options if isinstance(options, list) else [options or sd.RequestOptions()] * count
-    return [
-        dataclasses.replace(one, **{name: values[b] for name, values in lists.items()})
-        for b, one in enumerate(each)
-    ]
+    made: dict[Any, sd.RequestOptions] = {}  # of thousands, few differ
+    found = []
+    for b, one in enumerate(each):
+        fields = {name: values[b] for name, values in lists.items()}
+        key = id(one), *fields.values()
+        if key not in made:
+            made[key] = dataclasses.replace(one, **fields)
+        found.append(made[key])
+    return found
 
 
 class Step(NamedTuple):
