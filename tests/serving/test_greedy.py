@@ -83,10 +83,6 @@ def near_model(seed: int) -> tuple[sd.ModelDrafter, Any]:
     return sd.ModelDrafter(MODEL), near(params_of(seed), seed)
 
 
-def ngram(seed: int) -> tuple[sd.NGramDrafter, Any]:
-    return sd.NGramDrafter(min_ngram=1), None
-
-
 def adversary(seed: int) -> tuple[tiny.Scripted, Any]:
     """Right ids, wrong ids, -1 and ids past the vocabulary, in any order."""
     vocab_size = MODEL.vocab_size
@@ -131,7 +127,6 @@ def test_plain_decoding_emits_the_argmax_of_a_full_pass():
 CASES = [
     (narrow_model, "probabilistic", 2),
     (near_model, "greedy", 5),
-    pytest.param(ngram, "probabilistic", 1, marks=pytest.mark.long),
     pytest.param(adversary, "probabilistic", 5, marks=pytest.mark.long),
 ]
 
