@@ -73,10 +73,12 @@ def near(params: Any, seed: int, noise: float = 0.05) -> Any:
 
 
 def narrow_model(seed: int) -> tuple[sd.ModelDrafter, Any]:
-    config = dataclasses.replace(MODEL.config, vocab_size=NARROW)
+    """Of the first layer alone."""
+    config = dataclasses.replace(MODEL.config, vocab_size=NARROW, num_hidden_layers=1)
     params = near(params_of(seed), seed)
     embeddings = params["embed_tokens"][:NARROW]  # of the head too
-    return sd.ModelDrafter(sd.models.Llama(config)), params | {"embed_tokens": embeddings}
+    own = {"embed_tokens": embeddings, "layers": params["layers"][:1]}
+    return sd.ModelDrafter(sd.models.Llama(config)), params | own
 
 
 def near_model(seed: int) -> tuple[sd.ModelDrafter, Any]:
