@@ -53,20 +53,18 @@ def run(
     generate: Any,
     options: Any = OPTIONS,
     *,
-    requests: int = len(OPTIONS),
     temperature: Any = 0.0,
-    num_tokens: int = NUM_TOKENS,
     **changes: Any,
 ) -> sd.GenerateOutput:
     if np.ndim(temperature):
-        options = tiny.options_of(requests, options, temperature=temperature)
+        options = tiny.options_of(len(OPTIONS), options, temperature=temperature)
     else:
         changes["temperature"] = temperature
     return generate(
         tiny.Trigram(VOCAB),
         jnp.asarray(TARGET),
-        [PROMPT] * requests,
-        max_new_tokens=num_tokens,
+        [PROMPT] * len(OPTIONS),
+        max_new_tokens=NUM_TOKENS,
         options=options,
         key=jax.random.key(3),
         **changes,
