@@ -396,22 +396,22 @@ def tally(store: sd.DraftStore, ids: jax.Array) -> np.ndarray:
     return np.bincount(tokens, minlength=VOCAB)
 
 
-def filled(logits: np.ndarray, dtype: Any, position: int, rounded: bool = True) -> Any:
-    """MANY slots that drafted one token at `position`, and their drafts."""
+def filled(logits: np.ndarray, position: int, rounded: bool = True) -> Any:
+    """MANY slots that drafted one token at `position`, in a store of bfloat16; their drafts."""
     ones, places = sd.SamplingParams(jnp.ones((MANY,))), jnp.full((MANY,), position, jnp.int32)
     exact = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (MANY, NARROW))
-    stored = exact.astype(dtype)
+    stored = exact.astype(jnp.bfloat16)
     ids = draw_many(stored if rounded else exact, places).token_ids
     of_row = draw_many(stored, places)
-    store = sd.DraftStore.create(MANY, 1, NARROW, dtype)
+    store = sd.DraftStore.create(MANY, 1, NARROW, stored.dtype)
     numbers = of_row.log_normalizer, of_row.row_max
     return write(store, i32(0), stored, *numbers, places, ones), ids
 
 
 @pytest.mark.statistics
 def test_a_draft_beside_an_old_row_is_lossless():
-    old, _ = filled(np.array([3.0, 0.0, 0.0, -1.0, 0.0, 2.0]), jnp.float32, position=2)
-    _, ids = filled(np.array([0.0, 2.0, 0.0, 1.0, 0.0, 0.0]), jnp.float32, position=3)
+    old, _ = filled(np.array([3.0, 0.0, 0.0, -1.0, 0.0, 2.0]), position=2)
+    _, ids = filled(np.array([0.0, 2.0, 0.0, 1.0, 0.0, 0.0]), position=3)
     assert_distributed(tally(old, ids), TARGET, "one-hot beside an old row")
     # Were the position not checked, the old row would be taken for what the draft was drawn from.
     unchecked = dataclasses.replace(old, positions=jnp.full((1, MANY), 3, jnp.int32))
@@ -421,9 +421,9 @@ def test_a_draft_beside_an_old_row_is_lossless():
 @pytest.mark.statistics
 def test_logits_rounded_to_the_stored_dtype_before_sampling_are_lossless():
     logits = 64 + np.array([0.2, -0.2, 0.24, 0.26, 0.6, 0.0])  # bfloat16 has steps of 0.5 there
-    store, ids = filled(logits, jnp.bfloat16, position=3)
+    store, ids = filled(logits, position=3)
     assert_distributed(tally(store, ids), TARGET, "rounded, then sampled")
-    store, ids = filled(logits, jnp.bfloat16, position=3, rounded=False)
+    store, ids = filled(logits, position=3, rounded=False)
     assert p_value(tally(store, ids), TARGET) < CONTROL
 
 

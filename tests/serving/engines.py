@@ -41,7 +41,10 @@ TABLE = sd.Engine(tiny.Trigram(VOCAB), sd.ModelDrafter(tiny.Trigram(VOCAB)), CON
 BLOCK = dataclasses.replace(CONFIG, rejection_sample_method="block")
 JOINTLY = sd.Engine(tiny.Trigram(VOCAB), sd.ModelDrafter(tiny.Trigram(VOCAB)), BLOCK, **SHAPE)
 LOOKUP = sd.Engine(tiny.Trigram(VOCAB), sd.NGramDrafter(min_ngram=1), CONFIG, **SHAPE)
-LLAMA = sd.Engine(llama(16), sd.ModelDrafter(llama(8)), CONFIG, **SHAPE)
+# Its longer prompts are read in pieces.
+LLAMA = sd.Engine(
+    llama(16), sd.ModelDrafter(llama(8)), CONFIG, **(SHAPE | dict(prefill_sizes=(PIECE,)))
+)
 EVERYTHING = dataclasses.replace(  # longer prompts are read in pieces
     TABLE,
     prefill_sizes=(PIECE // 4, PIECE),

@@ -86,10 +86,11 @@ def exact_distribution(
     stop_token_ids: Sequence[int] = (),
 ) -> np.ndarray:
     """Probability of every continuation, ``[V] * length``, as if no token stopped it."""
-    probabilities = np.ones((table.shape[-1],) * length)
-    for tokens in np.ndindex(*probabilities.shape):
-        for i, token in enumerate(tokens):
-            row = tiny.next_logits(table, [*prompt, *tokens[:i]])
-            p = processed(row, prompt, tokens[:i], temperature, options, stop_token_ids)
-            probabilities[tokens] *= p[token]
+    probabilities = np.ones(())
+    for _ in range(length):
+        rows = np.zeros((*probabilities.shape, table.shape[-1]))
+        for tokens in np.ndindex(*probabilities.shape):
+            row = tiny.next_logits(table, [*prompt, *tokens])
+            rows[tokens] = processed(row, prompt, tokens, temperature, options, stop_token_ids)
+        probabilities = probabilities[..., None] * rows
     return probabilities

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
+from jax_specdec._src.serving import programs
 
 from . import engines, test_eagle3, tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
+from .engines import TARGET, VOCAB
 
-BUDGET = (0, 1, 2)
-TABLE = dataclasses.replace(engines.TABLE, draft_budget=BUDGET)
+BUDGET, SLOTS = (0, 1, 2), 64
+TABLE = dataclasses.replace(engines.TABLE, draft_budget=BUDGET, num_slots=SLOTS)
 
 
 class Cycling(sd.serving.DraftChoice):
@@ -39,7 +41,7 @@ class FromThePast(sd.serving.DraftChoice):
 
 def driver_of(engine: sd.Engine, choice: type, *weights: Any, **settings: Any) -> sd.EngineDriver:
     driver = engines.driver_of(engine, *weights, **settings)
-    driver.draft_choice = choice(BUDGET, driver.draft_choice.rates)
+    driver.draft_choice = choice(engine.draft_budget, driver.draft_choice.rates)
     return driver
 
 
@@ -48,7 +50,7 @@ def driver_of(engine: sd.Engine, choice: type, *weights: Any, **settings: Any) -
 
 def test_greedy_text_is_the_targets_whatever_the_numbers_of_drafts():
     rng = np.random.default_rng(0)
-    requests = [engines.random_request(rng, [0.0]) for _ in range(16)]
+    requests = [engines.random_request(rng, [0.0]) for _ in range(96)]
     driver = driver_of(TABLE, Cycling, max_steps_ahead=1)
     found = [driver.submit(**request) for request in requests]
     texts = engines.run(driver)
@@ -58,9 +60,7 @@ def test_greedy_text_is_the_targets_whatever_the_numbers_of_drafts():
     assert 0 < offered[1] < offered[0] < driver.stats().num_verifications
 
 
-VOCAB, PROMPT, NUM_TOKENS, REQUESTS = 5, [1, 4, 0], 4, 6000
-TARGET = tiny.random_table(VOCAB, seed=5)
-DRAFT = (0.6 * TARGET + 0.6 * tiny.random_table(VOCAB, seed=6)).astype(np.float32)
+PROMPT, NUM_TOKENS, REQUESTS = [1, 4, 0], 4, 6000
 
 
 class Peeking(sd.ModelDrafter):
@@ -79,19 +79,11 @@ class Peeking(sd.ModelDrafter):
     ids=["drafts", "control"],
 )
 def test_text_under_load_is_distributed_as_the_targets(drafter):
-    engine = sd.Engine(
-        tiny.Trigram(VOCAB),
-        drafter(tiny.Trigram(VOCAB)),
-        engines.CONFIG,
-        num_slots=256,
-        max_length=8,
-        prefill_sizes=(4, 8),
-        max_prefill_requests=64,
-        draft_budget=BUDGET,
-    )
-    driver = driver_of(engine, FromThePast, jnp.asarray(TARGET), jnp.asarray(DRAFT))
+    engine = dataclasses.replace(TABLE, drafter=drafter(tiny.Trigram(VOCAB)))
+    driver = driver_of(engine, FromThePast)
+    asked = sd.RequestOptions(max_new_tokens=NUM_TOKENS, temperature=1.0)
     for _ in range(REQUESTS):
-        driver.submit(PROMPT, max_new_tokens=NUM_TOKENS, temperature=1.0)
+        driver.submit(PROMPT, asked)
     found = engines.run(driver)
     tokens = np.array([one.token_ids for one in found.values()])
     assert tokens.shape == (REQUESTS, NUM_TOKENS)
@@ -110,16 +102,15 @@ def test_text_under_load_is_distributed_as_the_targets(drafter):
 
 
 @pytest.mark.newest
-def test_synthetic_rates_hold_for_fewer_drafts():
+def test_synthetic_rates_hold_for_sampled_drafts_and_for_fewer():
     config = sd.SpecDecodeConfig(
         num_speculative_tokens=2,
         rejection_sample_method="synthetic",
         synthetic_acceptance_rates=(0.8, 0.2),
     )
-    engine = dataclasses.replace(TABLE, config=config, num_slots=64, max_prefill_requests=64)
-    driver = driver_of(engine, Cycling)
-    for _ in range(64):
-        driver.submit([1, 2], max_new_tokens=38)
+    driver = driver_of(dataclasses.replace(TABLE, config=config, draft_budget=(1, 2)), Cycling)
+    for i in range(2 * SLOTS):
+        driver.submit([1, 2], max_new_tokens=38, temperature=0.8 * (i % 2))
     engines.run(driver)
     stats = driver.stats()
     pairs = zip(stats.accepted_per_position, stats.reached_per_position, (0.8, 0.25), strict=True)
@@ -141,7 +132,8 @@ class Forgetful(sd.ModelDrafter):
         return proposal, before if context.config.num_speculative_tokens == 1 else cache
 
 
-LLAMA = dataclasses.replace(engines.LLAMA, draft_budget=BUDGET)
+SIZES = dict(prefill_sizes=(engines.LONGEST,), draft_budget=(0, 2))
+LLAMA = dataclasses.replace(engines.LLAMA, **SIZES)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +147,7 @@ LLAMA = dataclasses.replace(engines.LLAMA, draft_budget=BUDGET)
             marks=pytest.mark.long,
         ),
         pytest.param(
-            dataclasses.replace(test_eagle3.ENGINE, draft_budget=BUDGET),
+            dataclasses.replace(test_eagle3.ENGINE, **SIZES),
             test_eagle3.weights_of,
             False,
             marks=pytest.mark.long,
@@ -169,27 +161,22 @@ def test_steps_without_drafts_leave_no_holes_in_the_drafters_cache(engine, weigh
     driver = driver_of(engine, Cycling, *weights)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, engines.VOCAB, n).tolist() for n in (3, 5, 2, 6)]
-    asked = [sd.RequestOptions(max_new_tokens=30)] * len(prompts)
-    ids = [driver.submit(prompt, one) for prompt, one in zip(prompts, asked, strict=True)]
-    draft, texts = jax.jit(engine.draft), {i: list(p) for i, p in zip(ids, prompts, strict=True)}
+    asked = [sd.RequestOptions(max_new_tokens=30)]
+    texts = {driver.submit(prompt, *asked): list(prompt) for prompt in prompts}
+    draft = jax.jit(engine.draft)
     for _ in range(12):
         for update in driver.step():
             texts[update.request_id] += update.token_ids
-    rows = [texts[i] for i in ids]
-    size = engine.prompt_size(max(map(len, rows)))
-    prompts_now = np.zeros((len(rows), size), np.int32)
-    for row, tokens in zip(prompts_now, rows, strict=True):
-        row[: len(tokens)] = tokens
-    requests = sd.serving.NewRequests(
-        slots=np.arange(len(rows), dtype=np.int32),
-        prompts=prompts_now,
-        lengths=np.array([*map(len, rows)], np.int32),
-        keys=np.array(ids, np.uint32),
-        options=engine.options_of(asked, [*map(len, prompts)]),
-    )
-    whole = dataclasses.replace(engine, prefill_sizes=(engine.max_length,))
-    empty = jax.jit(whole.init_state)(weights[1], weights[0])
-    again = jax.jit(whole.admit)(*weights, empty, requests)
+    again, _ = programs.init(engine, *weights)
+    for slot, (prompt, (i, text)) in enumerate(zip(prompts, texts.items(), strict=True)):
+        request = sd.serving.NewRequests(
+            slots=np.array([slot], np.int32),
+            prompts=engine.pad_prompt(text)[None],
+            lengths=np.array([len(text)], np.int32),
+            keys=np.array([i], np.uint32),
+            options=engine.options_of(asked, [len(prompt)]),  # some tokens are emitted already
+        )
+        again = programs.admit(engine, *weights, again, request)
     found, wanted = (draft(weights[1], state) for state in (driver.state, again))
     assert (wanted.draft_token_ids >= 0).all()
     difference = float(jnp.abs(found.store.logits - wanted.store.logits).max())
@@ -224,7 +211,7 @@ def test_an_engine_without_a_budget_has_no_estimator():
 
 # The choice
 
-COSTS = sd.serving.StepCosts(4, BUDGET, (1.0, 1.5, 1.75))
+COSTS = sd.serving.StepCosts(SLOTS, BUDGET, (1.0, 1.5, 1.75))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +229,7 @@ def test_a_choice_learns_whether_speculation_pays():
     for is_good in (True, False):
         draft = engines.TABLES[0] if is_good else -engines.TABLES[0]
         driver = engines.driver_of(TABLE, engines.TABLES[0], draft, step_costs=COSTS)
-        for _ in range(24):
+        for _ in range(4 * SLOTS):
             driver.submit([1, 2], max_new_tokens=30)
         engines.run(driver)
         assert driver.draft_choice.best == (2 if is_good else 0)

@@ -42,9 +42,7 @@ def head_params(head: sd.models.Eagle3Head, ids: list[int]) -> dict[str, Any]:
 # Engines
 
 HEAD = head_of(16, (0, 1), [3, 0, 5, 1])
-ENGINE = dataclasses.replace(
-    engines.LLAMA, drafter=sd.Eagle3Drafter(HEAD), prefill_sizes=(8,), max_prefill_requests=2
-)
+ENGINE = dataclasses.replace(engines.LLAMA, drafter=sd.Eagle3Drafter(HEAD), max_prefill_requests=2)
 
 
 @functools.cache
@@ -175,8 +173,9 @@ def sampled(roll: int = 0, **changes: Any) -> sd.GenerateOutput:
         drafter=Rolling(LISTED),
         draft_params=(params | changes, jnp.int32(roll)),
         config=sd.SpecDecodeConfig(num_speculative_tokens=K),
-        options=tiny.options_of(REQUESTS, temperature=TEMPERATURES),
-        max_new_tokens=NUM_TOKENS,
+        options=tiny.options_of(
+            REQUESTS, temperature=TEMPERATURES.tolist(), max_new_tokens=[NUM_TOKENS] * REQUESTS
+        ),
         key=jax.random.key(11),
     )
 

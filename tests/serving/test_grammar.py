@@ -370,7 +370,7 @@ def test_greedy_texts_are_those_of_one_token_at_a_time(masked_drafter: bool) -> 
 def test_texts_have_the_distribution_of_plain_decoding_under_the_grammar(
     masked_drafter: bool,
 ) -> None:
-    kinds = ["grammar", "delayed", "after two", "none"] * 4000
+    kinds = ["grammar", "delayed", "after two"] * 4000
     texts, share = decode(kinds, 3, TEMPERATURE, masked_drafter=masked_drafter)
     assert 0.05 < share < 0.95, f"{share} of the drafts accepted: too one-sided to show much"
     for kind in ("grammar", "delayed", "after two"):
@@ -383,7 +383,7 @@ def test_texts_have_the_distribution_of_plain_decoding_under_the_grammar(
 
 @pytest.mark.statistics
 def test_forbidden_drafts_changed_to_no_proposal_bias_the_text() -> None:
-    texts, _ = decode(["grammar"] * 16000, 3, TEMPERATURE, forbidden_to_placeholder=True)
+    texts, _ = decode(["grammar"] * 12000, 3, TEMPERATURE, forbidden_to_placeholder=True)
     wanted = exact("grammar", 3)
     p = np.array(list(wanted.values()))
     assert p_value(counted(texts, wanted), p / p.sum()) < CONTROL

@@ -282,8 +282,8 @@ def test_calls_of_one_shape_share_one_compilation():
             run(**change), plain(**change), streamed(**change)
     assert names == []
     with compilations() as names:  # the counter counts
-        plain(prompts=[[1] * 33, [1], [1], [1]])
-    assert "jit(_generate)" in names
+        jax.jit(lambda x: x + 43)(1)
+    assert len(names) == 1
 
 
 # Any model

@@ -27,17 +27,29 @@ TEMPERATURES = np.resize([0.7, 1.5, 0.7, 1.5, 0.7, 1.5, 0.7, 1.5, 0.0], REQUESTS
 TARGET = tiny.random_table(VOCAB, seed=5)
 
 
-def sampled(drafter: Any, draft_params: Any, **config: Any) -> sd.GenerateOutput:
+def options_at(temperatures: Any) -> list[sd.RequestOptions]:
+    temperatures = np.broadcast_to(temperatures, REQUESTS).tolist()
+    budgets = [NUM_TOKENS] * REQUESTS
+    return tiny.options_of(REQUESTS, temperature=temperatures, max_new_tokens=budgets)
+
+
+def sampled(
+    drafter: Any,
+    draft_params: Any,
+    *,
+    target: np.ndarray = TARGET,
+    temperatures: Any = TEMPERATURES,
+    **config: Any,
+) -> sd.GenerateOutput:
     """Many copies of one request, at mixed temperatures."""
     return sd.generate(
         tiny.Trigram(VOCAB),
-        jnp.asarray(TARGET),
+        jnp.asarray(target),
         [PROMPT] * REQUESTS,
         drafter=drafter,
         draft_params=draft_params,
         config=sd.SpecDecodeConfig(num_speculative_tokens=K, **config),
-        options=tiny.options_of(REQUESTS, temperature=TEMPERATURES),
-        max_new_tokens=NUM_TOKENS,
+        options=options_at(temperatures),
         key=jax.random.key(11),
     )
 
@@ -85,8 +97,7 @@ def test_plain_sampling_has_the_targets_distribution():
         tiny.Trigram(VOCAB),
         jnp.asarray(TARGET),
         [PROMPT] * REQUESTS,
-        options=tiny.options_of(REQUESTS, temperature=TEMPERATURES),
-        max_new_tokens=NUM_TOKENS,
+        options=options_at(TEMPERATURES),
         key=jax.random.key(11),
     )
     assert_lossless(output)
@@ -100,17 +111,8 @@ def test_block_verification_with_a_narrower_vocabulary_is_lossless():
     assert_lossless(output)
 
 
-@pytest.mark.parametrize(
-    "own_ids",
-    [pytest.param(False, id="map", marks=pytest.mark.long), pytest.param(True, id="candidates")],
-)
-def test_sampled_drafts_of_a_few_ids_are_lossless(own_ids):
-    ids = np.array([4, 0, 2])
-    drafter = sd.ModelDrafter(tiny.Trigram(VOCAB), num_candidates=2)
-    params = draft_table()
-    if not own_ids:
-        drafter, params = sd.ModelDrafter(tiny.Trigram(3), ids=ids), params[:, :, ids]
-    output = sampled(drafter, params)
+def test_sampled_drafts_of_a_few_candidates_are_lossless():
+    output = sampled(sd.ModelDrafter(tiny.Trigram(VOCAB), num_candidates=2), draft_table())
     assert_some_accepted(output)
     assert_lossless(output)
 
@@ -137,29 +139,13 @@ def test_arbitrary_drafts_with_gaps_are_lossless():
     assert_lossless(output)
 
 
-def test_a_drafter_is_lossless_only_if_its_claim_is_right():
-    """One with a narrower vocabulary than the target's."""
-    drafter, table = tiny.Claiming(tiny.Trigram(VOCAB - 1)), draft_table(VOCAB - 1)
-    honest = sampled(drafter, (table, jnp.zeros((VOCAB - 1,))))
-    assert_some_accepted(honest)
-    assert_lossless(honest)
-
-    lying = sampled(drafter, (table, jnp.array([0.5, -0.5, 0.5, -0.5])))
-    assert_some_accepted(lying)
-    for temperature in (0.7, 1.5):
-        for counts, probabilities in windows(lying, temperature):
-            assert p_value(counts, probabilities) < CONTROL
-
-
-# A very low temperature
-
-
 @dataclasses.dataclass(frozen=True)
-class Rounding(sd.ModelDrafter):
-    """Rounds its normalizers as those of ``x / temperature`` itself are rounded.
+class Claiming(sd.ModelDrafter):
+    """Samples from its model, and may claim what is not so.
 
-    ``params`` is the model's, whether to, and whether they stay those of ``x / temperature``, not
-    relative to the maximum of the row.
+    ``params`` is the model's; a shift ``[Vd]`` of the logits that it claims; whether its
+    normalizers are rounded as those of ``x / temperature`` itself are, and whether they stay those
+    of ``x / temperature``, not relative to the maximum of the row.
     """
 
     def init_store(self, params: Any, *args: Any) -> sd.DraftStore | None:
@@ -169,19 +155,49 @@ class Rounding(sd.ModelDrafter):
         return super().prefill(params[0], token_ids, cache)
 
     def propose(self, params: Any, *args: Any) -> tuple[sd.Proposal, Any]:
-        params, is_rounded, is_one_number = params
+        params, shift, is_rounded, is_one_number = params
         proposal, cache = super().propose(params, *args)
-        store = proposal.store
-        size = store.row_max / jnp.maximum(store.temperature.reshape(-1), COLD)
-        size = jnp.where(is_rounded, size, 0)
-        number = store.log_normalizer + size
+        store, lies = proposal.store, shift.any()
+        claimed = store.logits + shift[None, :]
+        temperature = jnp.maximum(store.temperature.reshape(-1), COLD)  # 0: never read
+        peak = jnp.where(lies, claimed.max(axis=1), store.row_max)
+        of_claimed = jax.nn.logsumexp((claimed - peak[:, None]) / temperature[:, None], axis=1)
+        normalizer = jnp.where(lies, of_claimed, store.log_normalizer)
+        size = jnp.where(is_rounded, peak / temperature, 0)
+        number = normalizer + size
         store = dataclasses.replace(
             store,
+            logits=claimed,
             log_normalizer=jnp.where(is_one_number, number, number - size),
-            row_max=jnp.where(is_one_number, 0, store.row_max),
+            row_max=jnp.where(is_one_number, 0, peak),
         )
         return sd.Proposal(proposal.token_ids, store), cache
 
+
+def claiming(
+    table: np.ndarray, shift: Any = (0.0,) * (VOCAB - 1), *how: bool, **given: Any
+) -> sd.GenerateOutput:
+    """Drafts of a vocabulary that is narrower than the target's."""
+    drafter = Claiming(tiny.Trigram(VOCAB - 1))
+    params = jnp.asarray(table, jnp.float32), jnp.asarray(shift, jnp.float32)
+    flags = [jnp.asarray(flag) for flag in how or (False, False)]
+    return sampled(drafter, (*params, *flags), **given)
+
+
+def test_a_drafter_is_lossless_only_if_its_claim_is_right():
+    table = draft_table(VOCAB - 1)
+    honest = claiming(table)
+    assert_some_accepted(honest)
+    assert_lossless(honest)
+
+    lying = claiming(table, [0.5, -0.5, 0.5, -0.5])
+    assert_some_accepted(lying)
+    for temperature in (0.7, 1.5):
+        for counts, probabilities in windows(lying, temperature):
+            assert p_value(counts, probabilities) < CONTROL
+
+
+# A very low temperature
 
 COLD = 1e-5
 NEAR_100 = (100 + COLD * TARGET).astype(np.float32)
@@ -193,20 +209,9 @@ NEAR_100 = (100 + COLD * TARGET).astype(np.float32)
     ids=["relative", "one number", "control"],
 )
 def test_a_draft_model_is_lossless_near_temperature_0(is_rounded, is_one_number, is_lossless):
-    other = 100 + COLD * np.asarray(draft_table())
-    output = sd.generate(
-        tiny.Trigram(VOCAB),
-        jnp.asarray(NEAR_100),
-        [PROMPT] * REQUESTS,
-        drafter=Rounding(tiny.Trigram(VOCAB)),
-        draft_params=(
-            jnp.asarray(other, jnp.float32),
-            *map(jnp.asarray, (is_rounded, is_one_number)),
-        ),
-        config=sd.SpecDecodeConfig(num_speculative_tokens=K),
-        temperature=COLD,
-        max_new_tokens=NUM_TOKENS,
-        key=jax.random.key(11),
+    other = 100 + COLD * np.asarray(draft_table(VOCAB - 1))
+    output = claiming(
+        other, np.zeros(VOCAB - 1), is_rounded, is_one_number, target=NEAR_100, temperatures=COLD
     )
     assert_some_accepted(output)
     joint = tiny.exact_distribution(NEAR_100, PROMPT, NUM_TOKENS, float(np.float32(COLD)))

@@ -38,6 +38,12 @@ OPTIONS = [
     sd.RequestOptions(bad_words=[[0], [1, 4, 4], [4, 1]]),
     sd.RequestOptions(stop_token_ids=(0, 1, 4), min_tokens=7),
 ]
+MIXED = sd.RequestOptions(
+    min_p=0.02, top_k=6, top_p=0.97, frequency_penalty=0.8, presence_penalty=-0.5,
+    repetition_penalty=1.4, allowed_token_ids=(0, 1, 2, 3, 5, 6), logit_bias={2: 1.0, 6: -0.5},
+    bad_words=[[4, 1], [3, 3], [1, 2, 0]], min_tokens=3, stop_token_ids=(6,),
+)  # fmt: skip
+MIXED_TEMPERATURES = (0.7, 1.5) * 300
 MODEL = (sd.ModelDrafter(tiny.Trigram(VOCAB)), jnp.asarray(DRAFT))
 LOOKUP = (sd.NGramDrafter(min_ngram=1), None)
 RAW, PROCESSED = (sd.LogprobsConfig(2, distribution) for distribution in ("raw", "processed"))
@@ -47,20 +53,18 @@ def run(
     generate: Any,
     options: Any = OPTIONS,
     *,
-    requests: int = len(OPTIONS),
     temperature: Any = 0.0,
-    num_tokens: int = NUM_TOKENS,
     **changes: Any,
 ) -> sd.GenerateOutput:
     if np.ndim(temperature):
-        options = tiny.options_of(requests, options, temperature=temperature)
+        options = tiny.options_of(len(OPTIONS), options, temperature=temperature)
     else:
         changes["temperature"] = temperature
     return generate(
         tiny.Trigram(VOCAB),
         jnp.asarray(TARGET),
-        [PROMPT] * requests,
-        max_new_tokens=num_tokens,
+        [PROMPT] * len(OPTIONS),
+        max_new_tokens=NUM_TOKENS,
         options=options,
         key=jax.random.key(3),
         **changes,
@@ -75,8 +79,31 @@ def speculative(*args: Any, drafter: tuple[Any, Any] = MODEL, **changes: Any) ->
 
 
 # Few programs for all tests, because each is compiled.
-by_model = functools.partial(speculative, drafter=MODEL, logprobs=PROCESSED)
 plainly = functools.partial(run, sd.generate_plain, logprobs=RAW)
+
+
+def by_model(temperature: Any = 0.0, *, drafter: tuple[Any, Any] = MODEL, key: int = 3) -> Any:
+    """`OPTIONS`, and behind them three tokens of `MIXED` for each of `MIXED_TEMPERATURES`."""
+    temperatures = np.broadcast_to(temperature, len(OPTIONS)).tolist()
+    budgets = [NUM_TOKENS] * len(OPTIONS)
+    options = tiny.options_of(
+        len(OPTIONS), OPTIONS, temperature=temperatures, max_new_tokens=budgets
+    )
+    count = len(MIXED_TEMPERATURES)
+    options += tiny.options_of(
+        count, MIXED, temperature=MIXED_TEMPERATURES, max_new_tokens=[3] * count
+    )
+    return sd.generate(
+        tiny.Trigram(VOCAB),
+        jnp.asarray(TARGET),
+        [PROMPT] * len(options),
+        drafter=drafter[0],
+        draft_params=drafter[1],
+        config=CONFIG,
+        options=options,
+        key=jax.random.key(key),
+        logprobs=PROCESSED,
+    )
 
 
 TEMPERATURES = [0.0, 0.5, 1.0, 2.0, 0.0, 0.7, 1.0, 0.8, 1.5, 0.6]
@@ -90,8 +117,12 @@ def test_every_option_changes_what_is_written() -> None:
 
 def test_greedy_tokens_are_those_of_one_token_at_a_time() -> None:
     output = by_model()
-    assert output.completions == TRUTH
-    assert 0 < output.steps.num_accepted.sum() < output.steps.num_proposed.sum()
+    assert output.completions[: len(OPTIONS)] == TRUTH
+    accepted, proposed = (
+        counts[:, : len(OPTIONS)].sum()
+        for counts in (output.steps.num_accepted, output.steps.num_proposed)
+    )
+    assert 0 < accepted < proposed
 
 
 @pytest.mark.newest
@@ -111,7 +142,7 @@ def test_the_stream_takes_the_same_options_whatever_drafts() -> None:
 
 @pytest.mark.newest
 def test_a_drafter_under_the_same_options_has_everything_accepted() -> None:
-    output = by_model(drafter=(MODEL[0], jnp.asarray(TARGET)), temperature=TEMPERATURES)
+    output = by_model(TEMPERATURES, drafter=(MODEL[0], jnp.asarray(TARGET)))
     kept = output.steps.num_emitted > 0
     assert (output.steps.num_accepted[kept] == output.steps.num_proposed[kept]).all()
 
@@ -230,11 +261,6 @@ def test_where_nobody_asks_no_mask_is_read_and_nothing_counted() -> None:
 
 # Distributions
 
-MIXED = sd.RequestOptions(
-    min_p=0.02, top_k=6, top_p=0.97, frequency_penalty=0.8, presence_penalty=-0.5,
-    repetition_penalty=1.4, allowed_token_ids=(0, 1, 2, 3, 5, 6), logit_bias={2: 1.0, 6: -0.5},
-    bad_words=[[4, 1], [3, 3], [1, 2, 0]], min_tokens=3, stop_token_ids=(6,),
-)  # fmt: skip
 CONTROLS = (
     "frequency_penalty", "presence_penalty", "repetition_penalty", "allowed_token_ids",
     "logit_bias", "bad_words", "min_tokens",
@@ -243,11 +269,15 @@ CONTROLS = (
 
 @pytest.mark.statistics
 def test_sampled_tokens_have_the_distribution_of_plain_python() -> None:
-    temperatures = np.resize([0.7, 1.5], 6000)
-    output = speculative(MIXED, temperature=temperatures, requests=6000, num_tokens=3)
-    share = output.steps.num_accepted.sum() / output.steps.num_proposed.sum()
+    outputs = [by_model(key=key) for key in range(10)]
+    accepted, proposed = (
+        sum(getattr(one.steps, name)[:, len(OPTIONS) :].sum() for one in outputs)
+        for name in ("num_accepted", "num_proposed")
+    )
+    share = accepted / proposed
     assert 0.05 < share < 0.95, f"{share} of the drafts accepted: too one-sided to show much"
-    tokens = np.array(output.completions)
+    tokens = np.array([row for one in outputs for row in one.completions[len(OPTIONS) :]])
+    temperatures = np.resize(MIXED_TEMPERATURES, len(tokens))
     for temperature in (0.7, 1.5):
         counts = tally(tokens[temperatures == temperature], VOCAB)
         exact = functools.partial(sampled.exact_distribution, TARGET, PROMPT, 3, temperature)
@@ -293,7 +323,7 @@ def test_logprobs_are_those_of_the_tokens(generate: Any, distribution: str) -> N
     output = generate(temperature=TEMPERATURES)
     steps, found = output.steps, output.steps.logprobs
     assert found is not None
-    for b, completion in enumerate(output.completions):
+    for b, completion in enumerate(output.completions[: len(OPTIONS)]):
         kept = np.arange(found.logprobs.shape[-1]) < steps.num_kept[:, b, None]
         assert np.isnan(found.logprobs[:, b][~kept]).all()
         assert (found.top_token_ids[:, b][~kept] == -1).all()
@@ -357,7 +387,7 @@ def test_a_field_out_of_range_is_refused(error: type[Exception], name: str, valu
     ],
     ids=["a number", "a dict", "too few", "an id past the vocabulary"],
 )
-@pytest.mark.parametrize("generate", [by_model, plainly], ids=["speculative", "plain"])
+@pytest.mark.parametrize("generate", [speculative, plainly], ids=["speculative", "plain"])
 def test_the_loops_refuse_what_are_no_options(
     generate: Any, options: Any, error: type[Exception], message: str
 ) -> None:

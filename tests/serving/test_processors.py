@@ -131,7 +131,7 @@ def test_each_row_sees_the_sequence_and_the_drafts_before_it(
 
 @pytest.mark.newest
 def test_rows_may_be_padded() -> None:
-    x = logits(20)
+    x = logits(20, dtype=jnp.bfloat16)
     found = apply(x, packed(), processors(), config=CONFIG, padded_rows=True)
     np.testing.assert_array_equal(
         found[:11], apply(x[:13], packed(), processors(), config=CONFIG)[:11]

@@ -45,6 +45,8 @@ from jax_specdec._src.cli.server.app import Server
 from jax_specdec._src.cli.server.limits import Limits
 from jax_specdec._src.cli.server.request import Asked
 
+from . import sampled
+
 pytestmark = [pytest.mark.newest, pytest.mark.dearest]
 
 LENGTH, QUEUE, TOP = 64, 16, 3
@@ -128,6 +130,15 @@ class Site:
         self.models = models_lib.load_models(self.options, [])
         self.tokenizer = self.models.tokenizer
         make_driver(self.options, self.models).warm_up()
+        self._apply = jax.jit(self.models.target[0].apply)
+
+    def logits(self, token_ids: list[int]) -> np.ndarray:
+        """``[S, V]``, of the model alone."""
+        model, params = self.models.target
+        row, zero = np.zeros((1, LENGTH), np.int32), np.zeros(1, np.int32)
+        row[0, : len(token_ids)] = token_ids
+        output = self._apply(params, row, zero, model.init_cache(1, LENGTH))
+        return np.asarray(output.logits, np.float32)[0, : len(token_ids)]
 
     @contextlib.contextmanager
     def serve(
@@ -184,15 +195,18 @@ def running(site: Site) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def plain(site: Site) -> dict[str, list[int]]:
-    """The tokens of plain decoding, all in one batch."""
+    """The tokens of plain decoding, each from a pass over the whole text."""
     library, stops = site.tokenizer.library_tokenizer, site.tokenizer.stop_token_ids
-    prompts = [
-        library.encode(prompt, add_special_tokens=not name.startswith("chat")).ids
-        for name, (prompt, _) in PLAIN.items()
-    ]
-    options = [sd.RequestOptions(stop_token_ids=stops, **fields) for _, fields in PLAIN.values()]
-    found = sd.generate_plain(*site.models.target, prompts, options=options).completions
-    return {name: list(one) for name, one in zip(PLAIN, found, strict=True)}
+    found: dict[str, list[int]] = {}
+    for name, (prompt, fields) in PLAIN.items():
+        ids = library.encode(prompt, add_special_tokens=not name.startswith("chat")).ids
+        options, output = sd.RequestOptions(stop_token_ids=stops, **fields), []
+        while len(output) < options.max_new_tokens and not {*output} & {*stops}:
+            row = site.logits([*ids, *output])[-1]
+            chances = sampled.processed(row, ids, output, 0.0, options, stops)
+            output.append(int(chances.argmax()))
+        found[name] = output
+    return found
 
 
 def text_of(site: Site, token_ids: list[int]) -> str:
@@ -353,12 +367,9 @@ def test_stop_strings_are_found_however_a_text_is_cut(pieces: list[str], stops: 
 def test_logprobs_are_those_of_the_model_in_both_forms(
     running: Running, site: Site, plain: dict[str, list[int]]
 ) -> None:
-    model, params = site.models.target
     prompt = site.tokenizer.encode(PROMPT)
     new = [int(x) for x in expected("qwen2")["greedy_token_ids"]]
-    ids, zero = np.array([prompt + new], np.int32), np.zeros(1, np.int32)
-    logits = jax.jit(model.apply)(params, ids, zero, model.init_cache(1, 96)).logits[0]
-    rows = special.log_softmax(np.float32(logits), axis=1)[len(prompt) - 1 : -1]
+    rows = special.log_softmax(site.logits(prompt + new), axis=1)[len(prompt) - 1 : -1]
     truth = [row[token] for row, token in zip(rows, new, strict=True)]
 
     found = greedy(running, logprobs=TOP).choices[0].logprobs
@@ -667,10 +678,10 @@ def concurrent_threads() -> Iterator[Callable[[Callable[[], Any]], Callable[[], 
         thread.join(60)
 
 
-def test_two_hundred_clients_get_their_texts_or_leave_nothing(
+def test_a_hundred_clients_get_their_texts_or_leave_nothing(
     running: Running, site: Site, plain: dict[str, list[int]]
 ) -> None:
-    count, refusals = 200, []
+    count, refusals = 100, []
     tasks = [(PROMPT, NUM_NEW), (PLAIN["other"][0], 12), (PLAIN["if"][0], 9)]
     truth = [TEXT, text_of(site, plain["other"]), text_of(site, plain["if"])]
 
@@ -706,7 +717,7 @@ def test_two_hundred_clients_get_their_texts_or_leave_nothing(
         whole = truth[index % len(tasks)]
         assert text == whole if way != "leave" else whole.startswith(text)
     ways = [way for way, _ in found]
-    assert all(ways.count(way) > 40 for way in ("whole", "stream", "leave"))
+    assert all(ways.count(way) > 20 for way in ("whole", "stream", "leave"))
     assert refusals, "the queue was full"
     running.wait_until_idle()
     stats = running.ask(lambda driver: driver.serving_stats())

@@ -17,6 +17,7 @@ import jax_specdec as sd
 from jax_specdec._src.serving import programs
 
 from . import tiny
+from .engines import EVERYTHING as PIECES
 from .engines import (
     LLAMA,
     SLOTS,
@@ -34,10 +35,8 @@ from .engines import (
 
 pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("engines")]
 
-PIECES = dataclasses.replace(TABLE, prefill_sizes=(2, 8))
-"""Four prompts of two tokens a call, or eight tokens of one."""
+# `PIECES` reads four prompts of two tokens a call, or eight tokens of one.
 MOST_RETRIES = 3
-LLAMA_PIECES = dataclasses.replace(LLAMA, prefill_sizes=(4, 16))
 
 
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -233,8 +232,8 @@ def test_nan_in_a_long_prompt_does_not_reach_the_next():
     params, draft_params = weights_of(LLAMA)
     broken = params | dict(embed_tokens=params["embed_tokens"].at[5].set(jnp.nan))
     request = dict(prompt=[1, 2] * 10, max_new_tokens=8, stop_token_ids=[5])
-    expected = alone(driver_of(LLAMA_PIECES, params, draft_params), request)
-    driver = driver_of(LLAMA_PIECES, broken, draft_params)
+    expected = alone(driver_of(LLAMA, params, draft_params), request)
+    driver = driver_of(LLAMA, broken, draft_params)
     bad = driver.submit([5] * 38, max_new_tokens=2)
     assert run(driver)[bad].status == sd.Status.BAD_TARGET_ROW
     good = driver.submit(**request)
@@ -251,7 +250,7 @@ def test_tokens_are_those_of_plain_decoding_however_prompts_are_read():
         prompts,
         max_new_tokens=9,
     )
-    driver = driver_of(LLAMA_PIECES, *weights_of(LLAMA), max_steps_ahead=2, max_prefills=1)
+    driver = driver_of(LLAMA, *weights_of(LLAMA), max_steps_ahead=2, max_prefills=1)
     for prompt in prompts:
         driver.submit(prompt, max_new_tokens=9)
     found = run(driver)
@@ -281,7 +280,8 @@ class Failing(tiny.Trigram):
 
 def failing(shall_fail: Callable[[np.ndarray], bool], ahead: int) -> sd.EngineDriver:
     Failing.shall_fail = staticmethod(shall_fail)
-    engine = dataclasses.replace(PIECES, model=Failing(VOCAB), max_prefill_requests=3)
+    sizes = dict(prefill_sizes=PIECES.prefill_sizes, max_prefill_requests=3)
+    engine = dataclasses.replace(TABLE, model=Failing(VOCAB), **sizes)
     return driver_of(
         engine, *TABLES, max_steps_ahead=ahead, max_prefills=1, max_retries=MOST_RETRIES
     )

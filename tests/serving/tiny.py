@@ -65,16 +65,14 @@ def exact_distribution(
     table: np.ndarray, prompt: Sequence[int], length: int, temperature: float
 ) -> np.ndarray:
     """Probability of every continuation, ``[V] * length``, float64."""
-    vocab_size = table.shape[-1]
-    probabilities = np.zeros((vocab_size,) * length)
-    for tokens in np.ndindex(*probabilities.shape):
-        p, sequence = 1.0, list(prompt)
-        for token in tokens:
-            x = next_logits(table, sequence).astype(np.float64) / temperature
+    probabilities = np.ones(())
+    for _ in range(length):
+        rows = np.zeros((*probabilities.shape, table.shape[-1]))
+        for tokens in np.ndindex(*probabilities.shape):
+            x = next_logits(table, [*prompt, *tokens]).astype(np.float64) / temperature
             weights = np.exp(x - x.max())
-            p *= weights[token] / weights.sum()
-            sequence.append(token)
-        probabilities[tokens] = p
+            rows[tokens] = weights / weights.sum()
+        probabilities = probabilities[..., None] * rows
     return probabilities
 
 
@@ -99,40 +97,18 @@ class Scripted:
         return sd.Proposal(jnp.take_along_axis(params, place, axis=1)), cache
 
 
-@dataclasses.dataclass(frozen=True)
-class Claiming(sd.ModelDrafter):
-    """Samples from its model and claims those logits plus a shift: honest where it is zero.
-
-    ``params`` is the model's and the shift ``[Vd]``.
-    """
-
-    def init_store(self, params: Any, *args: Any) -> sd.DraftStore | None:
-        return super().init_store(params[0], *args)
-
-    def prefill(self, params: Any, token_ids: jax.Array, cache: Any) -> Any:
-        return super().prefill(params[0], token_ids, cache)
-
-    def propose(self, params: Any, *args: Any) -> tuple[sd.Proposal, Any]:
-        proposal, cache = super().propose(params[0], *args)
-        claimed = proposal.store.logits + params[1][None, :]
-        temperature = jnp.maximum(proposal.store.temperature.reshape(-1, 1), 1e-3)  # 0: never read
-        peak = claimed.max(axis=1, keepdims=True)
-        store = dataclasses.replace(
-            proposal.store,
-            logits=claimed,
-            log_normalizer=jax.nn.logsumexp((claimed - peak) / temperature, axis=1),
-            row_max=peak[:, 0],
-        )
-        return sd.Proposal(proposal.token_ids, store), cache
-
-
 def options_of(count: int, options: Any = None, **lists: Sequence[Any]) -> list[sd.RequestOptions]:
     """Options of `count` requests, each with its own entry of every list."""
     each = options if isinstance(options, list) else [options or sd.RequestOptions()] * count
-    return [
-        dataclasses.replace(one, **{name: values[b] for name, values in lists.items()})
-        for b, one in enumerate(each)
-    ]
+    made: dict[Any, sd.RequestOptions] = {}  # of thousands, few differ
+    found = []
+    for b, one in enumerate(each):
+        fields = {name: values[b] for name, values in lists.items()}
+        key = id(one), *fields.values()
+        if key not in made:
+            made[key] = dataclasses.replace(one, **fields)
+        found.append(made[key])
+    return found
 
 
 class Step(NamedTuple):
