@@ -66,6 +66,7 @@ def test_the_words_of_a_key_are_one_threefry_block(impl):
         np.testing.assert_array_equal(jax.random.key_data(noise.threefry_keys(key)), words)
 
 
+@pytest.mark.newest
 @of_every_kind
 def test_the_noise_of_a_request_is_what_it_gets_alone(impl):
     keys, positions = of_seeds(impl, 5, 6, 7), jnp.array([9, 0, 2**31 - 1])
@@ -76,6 +77,7 @@ def test_the_noise_of_a_request_is_what_it_gets_alone(impl):
         np.testing.assert_array_equal(together.recover[b], alone.recover[0])
 
 
+@pytest.mark.newest
 @of_every_kind
 def test_a_thousand_seeds_draw_different_noise(impl):
     keys = jax.vmap(lambda seed: jax.random.key(seed, impl=impl))(jnp.arange(1001))
@@ -232,6 +234,7 @@ def test_what_jax_draws_for_a_batch_is_not_lossless(impl):
 # The loop.
 
 
+@pytest.mark.newest
 @of_other_kinds
 def test_the_loop_gives_each_request_the_tokens_of_its_key(impl):
     """Against one request at a time by `rejection_sample`, with ``fold_in(key, b)``."""
@@ -318,6 +321,7 @@ def alone(impl: str, seed: int) -> list[int]:
     return served({2: (jax.random.key(seed, impl=impl), PROMPT, BUDGET)})[2]
 
 
+@pytest.mark.newest
 @of_one_other_kind
 def test_a_request_of_the_engine_gets_what_it_gets_alone(impl):
     together = served(

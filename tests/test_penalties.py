@@ -66,6 +66,7 @@ def logits(rows: int, columns: int = V, dtype: Any = jnp.float32) -> jax.Array:
     return (3 * jax.random.normal(jax.random.key(rows), (rows, columns))).astype(dtype)
 
 
+@pytest.mark.newest
 def test_counts_are_those_of_the_sequences() -> None:
     found = penalties()
     for b, (prompt, output) in enumerate(zip(PROMPTS, OUTPUTS, strict=True)):
@@ -95,6 +96,7 @@ def apply_in_blocks(*args: Any, config: sd.SpecDecodeConfig) -> jax.Array:
         return sd.apply_penalties(*args, config=config)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("has_bonus_rows", "dtype", "apply"),
     [

@@ -17,6 +17,7 @@ def serving_example() -> str:
     return str(code)
 
 
+@pytest.mark.newest
 def test_the_serving_example_runs_and_its_greedy_request_follows_the_target() -> None:
     scope: dict[str, object] = {}
     exec(compile(serving_example(), str(README), "exec"), scope)
@@ -42,6 +43,7 @@ def test_the_body_of_the_serving_example_is_about_fifteen_lines() -> None:
     assert len([line for line in body.splitlines() if line.strip()]) <= 15
 
 
+@pytest.mark.newest
 def test_the_serving_example_is_compiled_once() -> None:
     scope: dict[str, object] = {}
     exec(compile(serving_example(), str(README), "exec"), scope)

@@ -137,6 +137,7 @@ def test_a_draft_does_not_depend_on_its_neighbours():
     np.testing.assert_array_equal(at(np.full(BATCH, 7))[0], np.full(BATCH, ids[7]))
 
 
+@pytest.mark.newest
 def test_what_filters_leave_out_lies_below_the_threshold():
     logits = random_logits("bfloat16")
     top_k = np.resize(np.int32([0, 1, 3]), BATCH)

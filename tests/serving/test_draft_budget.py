@@ -144,6 +144,7 @@ class Forgetful(sd.ModelDrafter):
 LLAMA = dataclasses.replace(engines.LLAMA, draft_budget=BUDGET)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("engine", "weights_of", "has_holes"),
     [

@@ -118,6 +118,7 @@ def verify_many(
     )
 
 
+@pytest.mark.newest
 def test_a_thousand_requests_get_the_tokens_of_one_after_another():
     given = many_requests(1000)
     assert given[0].shape[0] * 1000 > reader._MANY_PAIRS
@@ -127,6 +128,7 @@ def test_a_thousand_requests_get_the_tokens_of_one_after_another():
     assert found.status.tolist() == wanted.status.tolist()
 
 
+@pytest.mark.newest
 def test_temporaries_are_linear_in_requests():
     sizes = []
     for count in (1_000, 8_000):
