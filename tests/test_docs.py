@@ -179,6 +179,7 @@ def test_the_loop_with_a_store_verifies_every_request_with_its_own_rows() -> Non
     assert (positions == [[-1, 20, 30]]).all()
 
 
+@pytest.mark.newest
 def test_arrays_in_the_layout_of_vllm_are_verified() -> None:
     scope = run_all("vllm")
     output = scope["output"]

@@ -108,7 +108,7 @@ def batch(where: Layout, seed: int) -> Batch:
     ("where", "verifier", "seeds"),
     [
         (layout(1), "lazy", 8),
-        (layout(2049), "lazy", 60),
+        pytest.param(layout(2049), "lazy", 60, marks=pytest.mark.newest),
         pytest.param(layout(2049, "relative"), "all at once", 60, marks=pytest.mark.newest),
         pytest.param(layout(262147, "probs"), "lazy", 6, marks=pytest.mark.newest),
     ],
