@@ -17,7 +17,6 @@ def serving_example() -> str:
     return str(code)
 
 
-@pytest.mark.newest
 def test_the_serving_example_runs_and_its_greedy_request_follows_the_target() -> None:
     scope: dict[str, object] = {}
     exec(compile(serving_example(), str(README), "exec"), scope)
@@ -43,7 +42,6 @@ def test_the_body_of_the_serving_example_is_about_fifteen_lines() -> None:
     assert len([line for line in body.splitlines() if line.strip()]) <= 15
 
 
-@pytest.mark.newest
 def test_the_serving_example_is_compiled_once() -> None:
     scope: dict[str, object] = {}
     exec(compile(serving_example(), str(README), "exec"), scope)

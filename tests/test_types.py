@@ -101,7 +101,6 @@ def test_integrations_are_typed() -> None:
         verify_flat(jnp.asarray(LOGITS), [0], [1], config=None, temperature=None)  # type: ignore[arg-type]
 
 
-@pytest.mark.newest
 def test_prompts_are_lists_or_arrays() -> None:
     _, (model, params) = sd.load_embedded_pair()
     ids = sd.encode_bytes("a")

@@ -160,10 +160,19 @@ PERMUTED = np.array([3, 0, 6, 2, 5, 1, 4])
 MODEL = tiny.Trigram(V)
 
 
-def test_the_target_in_another_order_has_everything_accepted():
-    """As candidates of a map."""
-    drafter = sd.ModelDrafter(MODEL, ids=PERMUTED, num_candidates=V)
-    params = jnp.asarray(test_options.TARGET[:, :, PERMUTED])
+@pytest.mark.parametrize(
+    ("drafter", "columns"),
+    [
+        pytest.param(sd.ModelDrafter(MODEL, ids=PERMUTED), PERMUTED, marks=pytest.mark.long),
+        pytest.param(
+            sd.ModelDrafter(MODEL, num_candidates=V), np.arange(V), marks=pytest.mark.long
+        ),
+        (sd.ModelDrafter(MODEL, ids=PERMUTED, num_candidates=V), PERMUTED),
+    ],
+    ids=["map", "candidates", "candidates of a map"],
+)
+def test_the_target_in_another_order_has_everything_accepted(drafter, columns):
+    params = jnp.asarray(test_options.TARGET[:, :, columns])
     output = test_options.by_model(drafter=(drafter, params), temperature=test_options.TEMPERATURES)
     kept = output.steps.num_emitted > 0
     assert (output.steps.num_accepted[kept] == output.steps.num_proposed[kept]).all()

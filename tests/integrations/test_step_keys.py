@@ -131,7 +131,6 @@ def test_padding_changes_no_token_and_the_slot_does(impl):
     assert differ  # this is what one key per step gives up
 
 
-@pytest.mark.newest
 def test_with_a_key_per_request_neither_slot_nor_neighbours_matter():
     keys, positions = jax.random.split(jax.random.key(2), 7), jnp.arange(7) + 5
     want = FLAT(**small(7), keys=keys, positions=positions).output.token_ids[:3]

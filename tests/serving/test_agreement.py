@@ -120,7 +120,7 @@ def check_texts(texts: list[list[int]]) -> None:
 @pytest.mark.parametrize(
     ("name", "k", "fields"),
     [
-        pytest.param("model", 2, {}, marks=pytest.mark.newest),
+        ("model", 2, {}),
         pytest.param("model", 4, dict(draft_sample_method="greedy"), marks=pytest.mark.long),
         pytest.param("few candidates", 1, {}, marks=pytest.mark.long),
         ("own", 5, {}),

@@ -323,8 +323,9 @@ def test_rows_that_hold_nan_or_infinity_are_bad_where_they_are_visited(temperatu
 
 
 @pytest.mark.newest
-def test_a_request_sees_all_before_it_whose_rows_it_would_share(monkeypatch):
-    monkeypatch.setattr(request, "_ROUNDS", 2)  # of three: two unrolled, one in a loop
+@pytest.mark.parametrize("rounds", [1, pytest.param(8, marks=pytest.mark.long)])
+def test_a_request_sees_all_before_it_whose_rows_it_would_share(rounds, monkeypatch):
+    monkeypatch.setattr(request, "_ROUNDS", rounds)
     layout = dataclasses.replace(SMALL, num_requests=69, num_drafts=69 * 3)
     verifier = interpreted(KernelConfig(max_cluster=1))
     index = np.arange(70)
@@ -339,13 +340,11 @@ def test_a_request_sees_all_before_it_whose_rows_it_would_share(monkeypatch):
         )
 
 
-@pytest.mark.newest
 def test_greedy_ties_go_to_the_lowest_id():
     middle = edges.Request(logits([[9, 70], [9, 127]], fill=-1.0), [70], temperature=0.0)
     assert answer(alone, middle) == [9]
 
 
-@pytest.mark.newest
 def test_the_ends_of_the_uniforms_never_pick_a_token_of_zero_weight():
     for ids in ([0], [127], [15, 16], [31, 64, 100]):
         for u in (0.0, 2.0**-24, edges.ALMOST_ONE):
@@ -476,7 +475,6 @@ def test_the_default_config_uses_the_device_and_no_more():
     assert blocks(1, 128256, num_cores=78) == 8  # a small device may have no cluster of 16
 
 
-@pytest.mark.newest
 def test_rows_are_read_at_once_where_requests_are_few_and_shared_memory_has_room():
     def rows(num_requests, size=128256, held=2, num_cores=132):
         return KernelConfig.choose(num_requests, size, held, num_cores).rows_at_once
