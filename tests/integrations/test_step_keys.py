@@ -118,7 +118,6 @@ def small(batch: int, order: list[int] | None = None) -> dict[str, Any]:
     )
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("impl", ["threefry2x32", pytest.param("rbg", marks=pytest.mark.long)])
 def test_padding_changes_no_token_and_the_slot_does(impl):
     differ = 0
