@@ -3,7 +3,8 @@
     python benchmarks/ahead_of_time.py '{"device": "v5e", "rule": "standard", "kind": "probs"}'
 
 prints a report as JSON; fields that are left out are those of `Case`. Several cases print one each,
-compiled in one process. TPUs need the extra `tpu`, with which libtpu comes; GPUs what
+compiled in one process. With `--without-cycles` first, libtpu writes no bundles, which can take it
+three times as long as to compile. TPUs need the extra `tpu`, with which libtpu comes; GPUs what
 benchmarks/README.md says. Temporaries are real, and so is "does not fit"; bytes and cycles are
 counted in the compiled program (`hlo_text`), loops by their trips: good for comparing two forms,
 and no measurement. Of `implementation="mosaic_gpu"` the report is what ptxas says of the kernel.
@@ -11,6 +12,7 @@ and no measurement. Of `implementation="mosaic_gpu"` the report is what ptxas sa
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -111,8 +113,11 @@ def compile_apart(case: Case) -> dict[str, Any]:
     return found
 
 
-def compile_all_apart(cases: list[Case]) -> list[dict[str, Any]]:
-    """The same of cases for one device, all compiled in one process."""
+def compile_all_apart(cases: list[Case], cycles: bool = True) -> list[dict[str, Any]]:
+    """The same of cases for one device, all compiled in one process.
+
+    Without `cycles`, ``reads`` and ``reads_listed`` are None and ``largest`` is empty.
+    """
     case = cases[0]
     given = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     given |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
@@ -123,7 +128,8 @@ def compile_all_apart(cases: list[Case]) -> list[dict[str, Any]]:
     if toolkit.exists():  # ptxas
         given["PATH"] = f"{toolkit / 'bin'}{os.pathsep}{os.environ['PATH']}"
         given["XLA_FLAGS"] = f"--xla_gpu_cuda_data_dir={toolkit}"
-    command = [sys.executable, __file__, *(json.dumps(dataclasses.asdict(x)) for x in cases)]
+    command = [sys.executable, __file__, *([] if cycles else ["--without-cycles"])]
+    command += [json.dumps(dataclasses.asdict(x)) for x in cases]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | given)
     if done.returncode:
         raise RuntimeError(f"{case}: {done.stderr[-2000:]}")
@@ -293,8 +299,11 @@ def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]
     return run, arrays
 
 
-def report(case: Case, folder: Path) -> dict[str, Any]:
-    """What `compile_apart` gives, compiled in this process; libtpu writes bundles to `folder`."""
+def report(case: Case, folder: Path | None) -> dict[str, Any]:
+    """What `compile_apart` gives, compiled in this process; libtpu writes bundles to `folder`.
+
+    Without a folder cycles are not known.
+    """
     import jax
     import measure
 
@@ -319,8 +328,8 @@ def report(case: Case, folder: Path) -> dict[str, Any]:
     if case.processed or case.filtered:
         # Of a search for thresholds: a split vocabulary tests 15 candidates at once, a TPU 3.
         trips = 4 if case.parts > 1 else 8 if case.device in TPUS else 16
-    unit_cycles, is_known = 1.0, True
-    if case.device in TPUS:
+    unit_cycles, is_known = 1.0, folder is not None
+    if case.device in TPUS and folder is not None:
         code = bundles.Code.taken(folder, case.device, text)
         found = hlo_text.Program.of(text, trips, code.cycles)
         unit_cycles, is_known = unit / code.bytes_per_cycle, code.is_known
@@ -331,7 +340,7 @@ def report(case: Case, folder: Path) -> dict[str, Any]:
     largest = [
         [it.name, round(times * each.cycles / unit_cycles, 3), times, _source(it)]
         for it, each, times in found.operations()
-        if times * each.cycles >= least * counted.cycles
+        if each.cycles and times * each.cycles >= least * counted.cycles
     ]
     cost = compiled.cost_analysis() or {}
     cost = cost[0] if isinstance(cost, list) else cost
@@ -389,6 +398,7 @@ def _source(it: hlo_text.Instruction) -> str:
 
 
 if __name__ == "__main__":
-    with bundles.dumped() as folder:
-        for given in sys.argv[1:]:
+    with_cycles = sys.argv[1] != "--without-cycles"
+    with bundles.dumped() if with_cycles else contextlib.nullcontext() as folder:
+        for given in sys.argv[1 if with_cycles else 2 :]:
             print(json.dumps(report(Case(**json.loads(given)), folder)), flush=True)

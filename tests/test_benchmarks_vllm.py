@@ -66,6 +66,7 @@ def test_a_right_sampler_agrees_with_exact_probabilities(drawn):
     assert row["emitted_per_request"] == drawn[2].mean()
 
 
+@pytest.mark.newest
 def test_wrong_samplers_do_not(drawn):
     given, token_ids, emitted = drawn
     assert not bench.compare(CASE._replace(temperature=1.1), given, token_ids, emitted)["ok"]

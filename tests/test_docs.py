@@ -180,6 +180,7 @@ def test_the_loop_with_a_store_verifies_every_request_with_its_own_rows() -> Non
     assert (positions == [[-1, 20, 30]]).all()
 
 
+@pytest.mark.newest
 def test_arrays_in_the_layout_of_vllm_are_verified() -> None:
     scope = run_all("vllm")
     output = scope["output"]
@@ -191,6 +192,7 @@ def test_arrays_in_the_layout_of_vllm_are_verified() -> None:
     assert emitted[0][0] == argmax[0] and (len(emitted[0]) > 1) == (argmax[0] == drafts[0])
 
 
+@pytest.mark.newest
 def test_a_loop_of_ones_own_has_its_rows_processed() -> None:
     scope = run_all("sampling_parameters")
     rows, raw = (np.asarray(scope[name]).reshape(2, 3, 8) for name in ("rows", "logits"))

@@ -64,6 +64,7 @@ def test_the_words_of_a_key_are_one_threefry_block(impl):
         np.testing.assert_array_equal(jax.random.key_data(noise.threefry_keys(key)), words)
 
 
+@pytest.mark.newest
 @of_every_kind
 def test_the_noise_of_a_request_is_what_it_gets_alone(impl):
     keys, positions = of_seeds(impl, 5, 6, 7), np.int32([9, 0, 2**31 - 1])
@@ -74,6 +75,7 @@ def test_the_noise_of_a_request_is_what_it_gets_alone(impl):
         np.testing.assert_array_equal(together.recover[b : b + 1], alone.recover)
 
 
+@pytest.mark.newest
 @of_every_kind
 def test_a_thousand_seeds_draw_different_noise(impl):
     @jax.jit
@@ -324,6 +326,7 @@ def alone(impl: str, seed: int) -> list[int]:
     return served({2: (jax.random.key(seed, impl=impl), PROMPT, BUDGET)})[2]
 
 
+@pytest.mark.newest
 @of_one_other_kind
 def test_a_request_of_the_engine_gets_what_it_gets_alone(impl):
     together = served(

@@ -67,6 +67,7 @@ def logits(rows: int, columns: int = V, dtype: Any = jnp.float32) -> np.ndarray:
     return (3 * np.random.default_rng(rows).standard_normal((rows, columns))).astype(dtype)
 
 
+@pytest.mark.newest
 def test_counts_are_those_of_the_sequences() -> None:
     found = jax.device_get(penalties())
     for b, (prompt, output) in enumerate(zip(PROMPTS, OUTPUTS, strict=True)):
@@ -96,6 +97,7 @@ def apply_in_blocks(*args: Any, config: sd.SpecDecodeConfig) -> jax.Array:
         return sd.apply_penalties(*args, config=config)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("has_bonus_rows", "dtype", "apply"),
     [

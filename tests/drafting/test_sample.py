@@ -122,6 +122,7 @@ def test_tokens_are_drawn_by_inverse_cdf_from_the_draft_stream():
     np.testing.assert_array_equal(ids[~close], np.argmax(cdf > u, axis=1)[~close])
 
 
+@pytest.mark.newest
 def test_a_draft_does_not_depend_on_its_neighbours():
     keys = jax.random.split(jax.random.key(1), BATCH)
     positions = jnp.arange(BATCH, dtype=jnp.int32)
@@ -137,6 +138,7 @@ def test_a_draft_does_not_depend_on_its_neighbours():
     np.testing.assert_array_equal(at(np.full(BATCH, 7))[0], np.full(BATCH, ids[7]))
 
 
+@pytest.mark.newest
 def test_what_filters_leave_out_lies_below_the_threshold():
     logits = random_logits("bfloat16")
     top_k = np.resize(np.int32([0, 1, 3]), BATCH)

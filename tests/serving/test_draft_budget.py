@@ -136,6 +136,7 @@ SIZES = dict(prefill_sizes=(engines.LONGEST,), draft_budget=(0, 2))
 LLAMA = dataclasses.replace(engines.LLAMA, **SIZES)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("engine", "weights_of", "has_holes"),
     [

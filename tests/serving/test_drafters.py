@@ -156,5 +156,6 @@ def test_an_engine_names_it_too():
         jax.eval_shape(engine.step, jnp.asarray(engines.TARGET), None, state)
 
 
+@pytest.mark.newest
 def test_what_keeps_the_contract_is_taken():
     assert [len(tokens) for tokens in generate(Returning(ids(GOOD))).completions] == [2, 2]

@@ -57,7 +57,9 @@ def driver(**settings: Any) -> sd.serving.GrammarDriver:
     return sd.serving.GrammarDriver(TABLE, *weights_of(TABLE), **settings)
 
 
-@pytest.mark.parametrize("max_steps_ahead", [0, 1, 3])
+@pytest.mark.parametrize(
+    "max_steps_ahead", [0, *(pytest.param(n, marks=pytest.mark.newest) for n in (1, 3))]
+)
 def test_requests_with_and_without_grammars_get_what_plain_python_gives(
     max_steps_ahead: int,
 ) -> None:

@@ -98,6 +98,7 @@ def test_the_stream_yields_the_steps_of_generate():
             assert len(completion) == BUDGETS[b]
 
 
+@pytest.mark.newest
 def test_a_target_that_drafts_for_itself_has_samples_accepted_too():
     output = run(draft_params=TARGET)
     for b, budget in enumerate(BUDGETS):

@@ -198,6 +198,7 @@ def test_a_field_in_the_call_goes_before_the_options() -> None:
     assert options_per_request(options, 2, {}) == options
 
 
+@pytest.mark.newest
 def test_a_seed_gives_the_same_tokens_wherever_its_request_stands() -> None:
     def decode(options: list[sd.RequestOptions]) -> list[list[int]]:
         return plainly(options, temperature=2.0).completions

@@ -359,6 +359,7 @@ GREEDY = [
 NUM_GREEDY = 14
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("drafter_sees", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_greedy_tokens_are_those_of_one_token_at_a_time(drafter_sees: bool) -> None:
     tokens, share = decode(GREEDY, 0.0, NUM_GREEDY, drafter_sees)

@@ -43,6 +43,7 @@ def keys_and_positions(seed: int):
 # Transformations.
 
 
+@pytest.mark.newest
 def test_without_jit_tokens_are_the_same_but_for_close_calls():
     eager = functools.partial(sd.testing.rejection_sample_with_noise, implementation="xla")
     for seed in range(10):
@@ -143,6 +144,7 @@ def test_the_output_has_the_documented_shapes_and_dtypes():
 # Keys.
 
 
+@pytest.mark.newest
 def test_the_keyed_form_is_the_explicit_one_with_drawn_noise():
     for seed in range(3):
         args, named = keyed_arguments(seed)
@@ -152,6 +154,7 @@ def test_the_keyed_form_is_the_explicit_one_with_drawn_noise():
         chex.assert_trees_all_equal(keyed(*args, **named, **noise), explicit)
 
 
+@pytest.mark.newest
 def test_with_keys_no_other_request_or_slot_changes_a_token():
     rng = np.random.default_rng(5)
     requests = [random_request(LAYOUT, rng, int(rng.integers(K + 1))) for _ in range(2 * B)]
@@ -234,6 +237,7 @@ def test_accept_noise_does_not_depend_on_k():
 # Ways in and out.
 
 
+@pytest.mark.newest
 def test_the_dense_constructor_gives_what_the_flat_one_gives():
     rng = np.random.default_rng(6)
     for counts in ([K] * B, [0, 1, 2, 3], [0] * B):

@@ -121,6 +121,7 @@ def compiled_for(count: int, implementation: str) -> jax.stages.Compiled:
     return jax.jit(verify_many).lower(*many_requests(count)).compile()
 
 
+@pytest.mark.newest
 def test_a_thousand_requests_get_the_tokens_of_one_after_another():
     given = many_requests(1000)
     assert given[0].shape[0] * 1000 > reader._MANY_PAIRS
@@ -130,6 +131,7 @@ def test_a_thousand_requests_get_the_tokens_of_one_after_another():
     assert found.status.tolist() == wanted.status.tolist()
 
 
+@pytest.mark.newest
 def test_temporaries_are_linear_in_requests():
     sizes = [
         compiled_for(count, "xla_batched").memory_analysis().temp_size_in_bytes

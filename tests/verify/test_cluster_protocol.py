@@ -21,6 +21,8 @@ import pytest
 from jax_specdec._src.verify.mosaic_gpu.cluster import parity_of, slot_of
 from jax_specdec._src.verify.mosaic_gpu.plan import SLOTS
 
+pytestmark = pytest.mark.newest  # a model in plain Python
+
 NOT_FILLED = "reads a slot before it is filled"
 NOT_READ = "fills a slot before it is read"
 FOR_EVER = "waits for ever"
@@ -261,7 +263,6 @@ WRONG: dict[str, tuple[dict[str, Any], set[str]]] = {
 }
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize(
     ("blocks", "warps", "rounds"), [(2, 1, ROUNDS), (2, 2, ROUNDS), (4, 1, ROUNDS - 2)]

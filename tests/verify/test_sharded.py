@@ -315,6 +315,7 @@ def test_three_small_collectives_and_no_copy_of_logits(kind, method):
     assert used < 1.5 * (b * (k + 1) * v // 8 * 4), f"{used} bytes"
 
 
+@pytest.mark.newest
 def test_filters_exchange_sums_and_no_row():
     """16 bits of a threshold, four at a time: at most 15 sums of each row in each exchange."""
     b, k, v = 16, 4, 32000
