@@ -7,7 +7,6 @@ PYTHONS = 3.13 3.12 3.11
 BOUNDED = --max-worker-restart=0 -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 PYTEST = -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder $(BOUNDED) $(PYTEST_ARGS)
 PYTEST_ARGS =
-SETUP = pyproject.toml tools/make_venv.sh tools/install.sh
 PROMPT = def quicksort(items):
 export PROMPT
 
@@ -75,39 +74,40 @@ clean:  ## remove the environments made here, and caches
 	rm -rf .venv-demo .venv-test .venv-test-oldest .venv-aot .venv-models .venv-bench
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
-.venv-demo/installed: $(SETUP)
+.venv-demo/installed: pyproject.toml tools/make_venv.sh
 	@tools/make_venv.sh .venv-demo "$(PYTHONS)" -e .
 	@touch $@
 
-.venv-test/installed: $(SETUP)
+.venv-test/installed: pyproject.toml tools/make_venv.sh
 	@tools/make_venv.sh .venv-test "$(PYTHONS)" -e ".[test]"
 	@touch $@
 
 .venv-test/docs: .venv-test/installed
-	@tools/install.sh .venv-test -e ".[docs]"
+	@.venv-test/bin/python -m pip install --no-compile --quiet --quiet --disable-pip-version-check -e ".[docs]"
 	@touch $@
 
-.venv-test-oldest/installed: $(SETUP)
+.venv-test-oldest/installed: pyproject.toml tools/make_venv.sh
 	@tools/make_venv.sh .venv-test-oldest 3.11 -e ".[test]" jax==0.10.2 jaxlib==0.10.2
 	@touch $@
 
 # keras-hub without its dependencies: tensorflow-text is one, and nothing here imports it.
-.venv-models/installed: $(SETUP)
+.venv-models/installed: pyproject.toml tools/make_venv.sh
 	@tools/make_venv.sh .venv-models "$(PYTHONS)" -e ".[test,models]"
-	@tools/install.sh .venv-models --no-deps keras-hub==0.32.0
+	@.venv-models/bin/python -m pip install --no-compile --quiet --quiet --disable-pip-version-check \
+		--no-deps keras-hub==0.32.0
 	@touch $@
 
-.venv-aot/installed: $(SETUP)
+.venv-aot/installed: pyproject.toml tools/make_venv.sh
 	@tools/make_venv.sh .venv-aot "$(PYTHONS)" -e ".[test,tpu]"
 	@touch $@
 
 # XLA for NVIDIA GPUs, of jaxlib's version, and ptxas; none of the libraries that running needs.
 .venv-aot/gpus: .venv-aot/installed
 	@version=$$(.venv-aot/bin/python -c 'import jaxlib; print(jaxlib.__version__)') && \
-		tools/install.sh .venv-aot --no-deps \
-		"jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" nvidia-cuda-nvcc
+		.venv-aot/bin/python -m pip install --no-compile --quiet --quiet --disable-pip-version-check \
+		--no-deps "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" nvidia-cuda-nvcc
 	@touch $@
 
-.venv-bench/installed: $(SETUP)
+.venv-bench/installed: pyproject.toml tools/make_venv.sh
 	@tools/make_venv.sh .venv-bench "$(PYTHONS)" -e ".[bench]"
 	@touch $@
