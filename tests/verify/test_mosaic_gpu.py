@@ -428,9 +428,9 @@ EVERY_DTYPE = [
 @pytest.mark.parametrize(
     "layout",
     [
-        *(LAYOUTS[4], BLOCK[2], FILTERED[3]),
+        *(LAYOUTS[4], BLOCK[0], BLOCK[2], FILTERED[3]),
         *long(LAYOUTS[1], LAYOUTS[3], *LAYOUTS[5:]),
-        *slow(LAYOUTS[0], LAYOUTS[2], *BLOCK[:2], BLOCK[3], *FILTERED[:3], *EVERY_DTYPE),
+        *slow(LAYOUTS[0], LAYOUTS[2], BLOCK[1], BLOCK[3], *FILTERED[:3], *EVERY_DTYPE),
     ],
     ids=str,
 )
