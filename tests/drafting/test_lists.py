@@ -44,6 +44,9 @@ def test_a_draft_is_the_id_of_the_drawn_column(ids):
         np.testing.assert_array_equal(listed.log_normalizer, plain.log_normalizer)
         np.testing.assert_array_equal(listed.row_max, plain.row_max)
         np.testing.assert_array_equal(listed.threshold, plain.threshold)
+    given = dict(sampling=SAMPLING, keys=KEYS, positions=POSITIONS, offset=0, ids=np.asarray(ids))
+    traced = jax.eval_shape(functools.partial(sd.sample_draft_tokens, **given), LOGITS)
+    assert traced.token_ids.shape == (BATCH,)
 
 
 @jax.jit

@@ -98,7 +98,7 @@ def test_a_race_gives_the_tokens_of_the_oracle(ids):
     [
         GRID[0],
         *(pytest.param(*case, marks=long) for case in GRID[1:3]),
-        pytest.param(*GRID[6], marks=pytest.mark.slow),
+        pytest.param(*GRID[6], marks=long),
         pytest.param(*GRID[4], marks=pytest.mark.slow),
     ],
     ids=str,

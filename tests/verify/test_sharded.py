@@ -176,7 +176,7 @@ def in_shard_map(layout: Layout, *, draft_spec: P, check_vma: bool):
     ("draft_vocab", "draft_spec", "check_vma", "agreement"),
     [
         (None, P(None, "v"), True, False),
-        pytest.param(None, P(None, "v"), True, True, marks=slow),
+        pytest.param(None, P(None, "v"), True, True, marks=pytest.mark.long),
         pytest.param(None, P(None, "v"), False, False, marks=slow),
         pytest.param(9, P(), True, False, marks=newest),  # narrower than a part, and whole
         pytest.param(60, P(), False, False, marks=slow),

@@ -122,6 +122,7 @@ def sample_draft_tokens(
     if ids is not None:
         sizes = {"B": logits.shape[0], "Vd": logits.shape[1]}
         check_array("ids", ids, "[Vd] or [B, Vd] int32", sizes)
+        ids = jnp.asarray(ids)
     if logits.shape[0] == 0:
         nothing = jnp.zeros((0,), jnp.float32)
         filtered = Filter.of(sampling) is not None
