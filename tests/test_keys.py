@@ -236,6 +236,7 @@ def test_what_jax_draws_for_a_batch_is_not_lossless(impl):
 # The loop.
 
 
+@pytest.mark.newest
 @of_one_other_kind
 def test_the_loop_gives_each_request_the_tokens_of_its_key(impl):
     """Against one request at a time by `rejection_sample`, with ``fold_in(key, b)``."""

@@ -101,6 +101,7 @@ def test_integrations_are_typed() -> None:
         verify_flat(jnp.asarray(LOGITS), [0], [1], config=None, temperature=None)  # type: ignore[arg-type]
 
 
+@pytest.mark.newest
 @pytest.mark.xdist_group("examples")  # the example of `generate_plain` has the same program
 def test_prompts_are_lists_or_arrays() -> None:
     _, (model, params) = sd.load_embedded_pair()

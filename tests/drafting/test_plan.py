@@ -249,6 +249,7 @@ def test_a_search_over_counts_is_lossy_and_ours_is_not():
     assert case.distance(found) < 1e-12
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(("b", "k", "trials"), [(1, 3, 20), (2, 2, 12)])
 def test_what_is_emitted_has_exactly_the_law_of_plain_sampling(b, k, trials):
     rng, varied = np.random.default_rng(b + 10 * k), 0

@@ -122,6 +122,7 @@ def tokens_of_three(found: Any) -> np.ndarray:
     return np.asarray(found.output.token_ids)[:3]
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("impl", ["threefry2x32", pytest.param("rbg", marks=pytest.mark.long)])
 def test_padding_changes_no_token_and_the_slot_does(impl):
     differ = 0
@@ -134,6 +135,7 @@ def test_padding_changes_no_token_and_the_slot_does(impl):
     assert differ  # this is what one key per step gives up
 
 
+@pytest.mark.newest
 def test_with_a_key_per_request_neither_slot_nor_neighbours_matter():
     keys, positions = jax.random.split(jax.random.key(2), 7), np.arange(7, dtype=np.int32) + 5
     want = tokens_of_three(FLAT(**small(7), keys=keys, positions=positions))

@@ -89,6 +89,7 @@ def test_logits_and_feedback_are_those_of_numpy(option: str) -> None:
         np.testing.assert_allclose(feedback[request, 0], fed_back[-1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.newest
 def test_it_starts_anywhere_and_overwrites_what_drafting_wrote() -> None:
     head = sd.models.Eagle3Head(CONFIG)
     params, rng = random_params(head), np.random.default_rng(2)
