@@ -40,6 +40,7 @@ BOUNDS = {
     Case("v5e"): dict(reads=2.5),
     Case("v5e", kind="probs"): dict(temporaries=0.05, reads=6.0),
     Case("v5e", kind="logits"): dict(temporaries=0.05, reads=7.3),
+    Case("v5e", kind="probs", filtered=True): dict(reads=26.3, reads_listed=8.7),
     Case("v5e", kind="probs", processed=True): dict(reads=27.9, reads_listed=10.3),
     Case("v5e", rule="greedy", implementation="mosaic_tpu"): dict(reads=1.06),
     Case("v5e", implementation="mosaic_tpu"): dict(temporaries=0.1, reads=1.5),

@@ -603,7 +603,8 @@ def test_an_interrupt_at_any_line_loses_and_repeats_nothing() -> None:
     assert line > 30
 
 
-@pytest.mark.parametrize(("seed", "ahead"), [(4, 0), (5, 0), (5, 1), (6, 1), (4, 2), (6, 3)])
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", [4, 5, 6])
 def test_random_interrupts_and_failures_lose_nothing_and_repeat_nothing(
     seed: int, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -722,7 +723,7 @@ def fuzz(seed: int, count: int) -> None:
 
 def test_fuzz_of_traffic_with_a_fixed_seed() -> None:
     for seed in range(10, 13):
-        fuzz(seed, count=18)
+        fuzz(seed, count=30)
 
 
 @pytest.mark.slow

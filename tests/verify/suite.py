@@ -154,7 +154,7 @@ class OracleSuite:
     """The oracle's tokens, counts and status, but for calls closer than float32 can tell."""
 
     verifier: Verifier
-    seeds = range(8)
+    seeds = range(12)
 
     def agree(self, layout: Layout) -> None:
         agree(random_batches(layout, self.seeds), self.verifier)

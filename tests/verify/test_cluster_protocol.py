@@ -230,7 +230,6 @@ class Exchanges:
 ROUNDS = 5  # both slots in both parities, and the first once more
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(("blocks", "warps"), [(2, 1), (2, 4), (4, 1), (4, 2)])
 def test_in_every_interleaving_slots_are_filled_then_read_then_filled_again(blocks, warps):
     found = Exchanges(blocks, warps, ROUNDS).check()
@@ -238,7 +237,6 @@ def test_in_every_interleaving_slots_are_filled_then_read_then_filled_again(bloc
     assert found.states > 100
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(("blocks", "warps", "rounds"), [(2, 1, 9), (2, 2, 5), (4, 1, 5)])
 def test_orders_that_cannot_matter_do_not(blocks, warps, rounds):
     found = Exchanges(blocks, warps, rounds, reduced=False).check()

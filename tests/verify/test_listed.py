@@ -69,7 +69,7 @@ def test_the_oracle_gives_the_tokens_of_the_scattered_rows(ids, layout):
     assert accepted > 10
 
 
-def agree_on(ids: str, layout: Layout, verifier: Any, seeds: Any = range(8)) -> None:
+def agree_on(ids: str, layout: Layout, verifier: Any, seeds: Any = range(12)) -> None:
     agree((listed for listed, _ in batches(ids, layout, seeds)), verifier)
 
 

@@ -162,7 +162,7 @@ def test_a_map_that_lists_an_id_twice_or_one_that_is_none_is_bad():
 
 def test_what_is_left_on_many_candidates_of_a_tile_is_drawn_from():
     rng, found = np.random.default_rng(5), []
-    for seed in range(7):
+    for seed in range(10):
         requests = []
         for _ in range(3):
             listed = rng.permutation(SMALL.vocab)[:70]
@@ -174,7 +174,7 @@ def test_what_is_left_on_many_candidates_of_a_tile_is_drawn_from():
         batch, _ = with_ids(pack(requests, SMALL, seed), "candidates", 70, seed)
         (output,) = agree([batch], alone)
         found += output.token_ids[output.num_accepted == 0, 0].tolist()
-    assert len(set(found)) > 14
+    assert len(set(found)) > 20
 
 
 def test_other_ids_than_were_drawn_from_are_noticed():

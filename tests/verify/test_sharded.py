@@ -95,7 +95,7 @@ FILTERED = Layout(
     ids=str,
 )
 def test_a_split_vocabulary_gives_the_tokens_of_the_oracle(parts, layout):
-    agree(random_batches(layout, range(8)), over(parts))
+    agree(random_batches(layout, range(12)), over(parts))
 
 
 # Requests split over a mesh axis.
@@ -124,7 +124,7 @@ def test_requests_split_over_an_axis_give_the_oracles_tokens(layout, vocab_parts
     axes = None if vocab_parts is None else "v", "b"
     sharding = sd.VerifySharding(mesh_of(vocab_parts or 1, 4), *axes)
     verifier = jitted(functools.partial(sd.testing.rejection_sample_with_noise, sharding=sharding))
-    agree((even_batch(layout, seed) for seed in range(8)), verifier)
+    agree((even_batch(layout, seed) for seed in range(12)), verifier)
 
 
 @newest

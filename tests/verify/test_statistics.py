@@ -284,7 +284,7 @@ def test_accept_noise_that_also_recovers_is_noticed():
 @pytest.mark.optimized  # it runs longer than it compiles
 def test_races_in_two_levels_draw_from_the_row():
     """Three tiles; in each an id with a quarter of it, and one of the very least in each tail."""
-    vocab, per_call, num_calls = 4099, 64, 200
+    vocab, per_call, num_calls = 4099, 64, 300
     config = dataclasses.replace(AGREEMENT, num_speculative_tokens=1)
     weights = np.full(vocab, 1e-4)
     weights[[0, 2048, 4096]] = 0.3, 0.1, 0.05
@@ -317,7 +317,7 @@ def test_races_in_two_levels_draw_from_the_row():
 
 
 def test_a_long_flat_tail_gets_its_mass():
-    b, vocab, buckets = 500, 20000, 10
+    b, vocab, buckets = 1000, 20000, 10
     logits = np.zeros((b, vocab), np.float32)
     logits[:, 0] = np.log(vocab)  # half on id 0
     out = verify(
