@@ -42,7 +42,15 @@ def optimize(wanted: bool) -> None:
 optimize(False)  # what files compute when they are collected
 gc.set_threshold(50_000, 20, 50)  # Python looks for cycles after every 700 objects, JAX makes many
 if jax.default_backend() == "cpu":
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # processes that tests start
+    # What took long to compile is kept for the next run, also of processes that tests start.
+    for name, value in (
+        ("jax_compilation_cache_dir", str(ROOT / "build/programs")),
+        ("jax_compilation_cache_max_size", 2**30),
+        ("jax_persistent_cache_min_compile_time_secs", 0.1),
+    ):
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which writes the group into a test's id
