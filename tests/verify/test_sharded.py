@@ -67,7 +67,7 @@ FILTERED = Layout(
             for parts, layout in [
                 (
                     2,
-                    Layout(vocab=5128, vocab_size=4741, **BIG, kind="normalized", draft_vocab=4600),
+                    Layout(vocab=5128, vocab_size=4741, **BIG, kind="normalized", draft_vocab=4741),
                 ),
                 (8, Layout(vocab=4096, **BIG, kind="logits", block=True, has_valid=True)),
                 (8, FILTERED),

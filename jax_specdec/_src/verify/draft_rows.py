@@ -150,7 +150,7 @@ class MappedRows:
         """As `Rows`."""
         return self.storage.at(rows, self.columns[jnp.clip(ids, 0, self.size - 1)])
 
-    def slices(self, rows: jax.Array, first: jax.Array, length: int) -> jax.Array:
+    def slices(self, rows: jax.Array, first: jax.Array, length: int, end: int) -> jax.Array:
         """As `Rows`."""
         place = jnp.arange(length, dtype=jnp.int32)[None, :]
         return self.at(rows[:, None], first[:, None] + place)
@@ -188,7 +188,7 @@ class CandidateRows:
         """As `Rows`; `rows` must have the shape of `ids`."""
         return self._find(rows.reshape(-1), ids.reshape(-1, 1)).reshape(ids.shape)
 
-    def slices(self, rows: jax.Array, first: jax.Array, length: int) -> jax.Array:
+    def slices(self, rows: jax.Array, first: jax.Array, length: int, end: int) -> jax.Array:
         """As `Rows`."""
         if self.storage.platform != "cpu":
             return self._find(rows, first[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :])
@@ -202,7 +202,7 @@ class CandidateRows:
 
     def whole(self, rows: jax.Array) -> jax.Array:
         """As `Rows`. Only a race needs it."""
-        return self.slices(rows, jnp.zeros_like(rows), self.size)
+        return self.slices(rows, jnp.zeros_like(rows), self.size, self.size)
 
     def _ids(self, rows: jax.Array) -> jax.Array:
         return take(self.ids, jnp.clip(rows, 0, self.ids.shape[0] - 1), self.storage.platform)

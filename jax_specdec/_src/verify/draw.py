@@ -133,6 +133,11 @@ class LocalRows:
         """V, padding included."""
         return self.target.matrix.shape[1] * self.num_parts
 
+    @property
+    def end(self) -> int:
+        """Ids that are read are below: the last part of a vocabulary has its padding."""
+        return self.target.width * self.num_parts
+
     def tile_ids(self) -> jax.Array:
         """``[num_tiles]`` int32, the tiles of this part, counted from id 0."""
         index = jnp.arange(self.num_tiles, dtype=jnp.int32)
@@ -198,7 +203,7 @@ class LocalRows:
             entries.append((columns[None], mapped.unlisted))
         elif draft is not None and target.first_id is not None and draft.storage.first_id is None:
             first = jnp.broadcast_to(target.first_id, source.row.shape)
-            part = draft.rows.slices(source.draft_row, first, target.width)
+            part = draft.rows.slices(source.draft_row, first, target.width, self.end)
             entries.append((part, draft.storage.fill))
         elif draft is not None:
             entries.append((draft.rows.whole(source.draft_row), draft.storage.fill))
@@ -260,8 +265,9 @@ class LocalRows:
         ids = first[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
         q_entries = None
         if self.draft is not None:
-            q_entries = self.draft.rows.slices(source.draft_row, first, length)
-        both = self._weights(source, ids, target.slices(source.row, first, length), q_entries)
+            q_entries = self.draft.rows.slices(source.draft_row, first, length, self.end)
+        p_entries = target.slices(source.row, first, length, self.end)
+        both = self._weights(source, ids, p_entries, q_entries)
         is_inside = ids // TILE == tile[:, None]
         return ids, jnp.where(is_inside[:, None], jnp.stack(both, axis=1), 0.0)
 
@@ -543,7 +549,7 @@ def race_draw(
     of_ids = exponential[:, tiles.num_tiles(rows.vocab_size) :]
     twice = Rows(jnp.tile(of_ids, 2), 2 * of_ids.shape[1], 0.0, form.platform)
     index = jnp.arange(ids.shape[0], dtype=jnp.int32)
-    of_ids = twice.slices(index, ids[:, 0] % TILE, ids.shape[1])
+    of_ids = twice.slices(index, ids[:, 0] % TILE, ids.shape[1], twice.size)
     place, score = winner(inside[:, 1], of_ids)
     return argmax_of_parts(*form.gather((score, ids[:, 0] + place)))
 

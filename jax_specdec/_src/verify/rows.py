@@ -168,10 +168,10 @@ class Rows:
         )
         return self._entries(found, rows, ids, place)
 
-    def slices(self, rows: jax.Array, first: jax.Array, length: int) -> jax.Array:
+    def slices(self, rows: jax.Array, first: jax.Array, length: int, end: int) -> jax.Array:
         """Entries ``[n, length]``: of `length` ids from ``first[i]`` on, in row ``rows[i]``.
 
-        Reads are contiguous. All ids must be in the vocabulary, or in this part of it.
+        Reads are contiguous. All ids must be below `end`, or in this part of the vocabulary.
         """
         rows = jnp.clip(rows, 0, self.matrix.shape[0] - 1)
         columns = self.matrix.shape[1]
@@ -186,7 +186,7 @@ class Rows:
             mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
         )
         place = jnp.arange(length, dtype=jnp.int32)[None, :]
-        is_whole = available == length and columns == self.size
+        is_whole = available == length and end <= columns == self.size
         if self.first_id is None and not is_whole:
             found = first_column[:, None] + place - start[:, None]
             x = jnp.take_along_axis(x, jnp.clip(found, 0, available - 1), axis=1)
@@ -260,11 +260,12 @@ class Rows:
             views = self.in_tiles([(x, -float("inf"))], -(-self.width // tiles.TILE), False)
             found = jnp.concatenate([jnp.max(x, axis=2) for _, (x,) in views], axis=1)
             peak, tile = self._max_and_place(lax.optimization_barrier(found))
-            length = min(tiles.TILE, self.matrix.shape[1])
-            place = jnp.minimum(tile * tiles.TILE, self.matrix.shape[1] - length)
+            columns = self.matrix.shape[1]
+            length = min(tiles.TILE, columns)
+            place = jnp.minimum(tile * tiles.TILE, columns - length)
             first = place if self.first_id is None else place + self.first_id
             index = jnp.arange(peak.shape[0], dtype=jnp.int32) if rows is None else rows
-            place = place + self._max_and_place(self.slices(index, first, length))[1]
+            place = place + self._max_and_place(self.slices(index, first, length, columns))[1]
         return peak, place if self.first_id is None else self.first_id + place
 
     def _max_and_place(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
