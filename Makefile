@@ -17,7 +17,7 @@ export JAX_PLATFORMS
 # Python compiles JAX once for each environment, not in every process that a test starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-long test-oldest test-aot test-aot-all test-models check docs format notebooks bench clean
+.PHONY: help demo test test-long test-slow test-oldest test-aot test-aot-all test-models check docs format notebooks bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
@@ -32,6 +32,10 @@ test: check  ## lint, type-check, run every test that is not long and needs no G
 test-long: .venv-test/installed  ## run the long tests that `make test` leaves out
 	@echo "test-long: long tests on the newest JAX"
 	@.venv-test/bin/python $(PYTEST) tests -m "long and not slow and not gpu and not aot"
+
+test-slow: .venv-test/installed  ## run what is left: more layouts, larger statistics, other projects' weights
+	@echo "test-slow: slow tests on the newest JAX"
+	@.venv-test/bin/python $(PYTEST) tests -m "slow and not gpu" -k "not without_end"
 
 test-oldest: .venv-test-oldest/installed  ## the same on Python 3.11 and JAX 0.10.2, without doctests, statistics, notebooks and long runs
 	@echo "test-oldest: tests on the oldest JAX"

@@ -309,7 +309,9 @@ def test_three_small_collectives_and_no_copy_of_logits(kind, method):
     )
     compiled = lowered.compile()
     moved = collectives(compiled.as_text())
-    assert len(moved) == 3 and max(moved.values()) <= 2**16, moved
+    # By blocks, the sums of every position are exchanged.
+    most = 2**18 if method == "block" else 2**16
+    assert len(moved) == 3 and max(moved.values()) <= most, moved
     used = compiled.memory_analysis().temp_size_in_bytes
     # On a CPU, which writes exponentials to memory before it sums them.
     assert used < 1.5 * (b * (k + 1) * v // 8 * 4), f"{used} bytes"
