@@ -122,6 +122,7 @@ def compile_all_apart(cases: list[Case], cycles: bool = True) -> list[dict[str, 
     given = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     given |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
     given |= {"TPU_LOG_DIR": "disabled", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    given["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # a program from disk has no bundles
     if case.device in TPUS:
         given["TPU_ACCELERATOR_TYPE"] = TPUS[case.device][1]
     toolkit = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13"

@@ -231,6 +231,7 @@ READ = [
     (2, "candidates", Layout(vocab=4400, **SOME, **LEFT_OUT, kind="logits", dtype="bfloat16")),
     (4, None, Layout(vocab=2600, **SOME, **LEFT_OUT, kind="logits", draft_dtype="bfloat16")),
     (2, None, Layout(vocab=2600, **SOME, **LEFT_OUT, kind="relative", draft_vocab=2100)),
+    (2, None, Layout(vocab=4400, vocab_size=4300, **SOME, kind="relative", draft_vocab=4300)),
     (4, "candidates", Layout(vocab=2600, **SOME, kind="probs", block=True)),
     (2, "map", UNALIGNED),
     (2, None, Layout(vocab=2600, **SOME, **LEFT_OUT, kind="logits", rates=(0.9, 0.5))),
