@@ -282,15 +282,23 @@ def arrays_of(logits: jax.Array, batch: int, **given) -> CallArrays:
 
 
 def test_a_call_without_requests_or_with_vma_is_refused_in_a_sentence():
-    none = arrays_of(jnp.zeros((0, 64)), 0)
-    assert "B is 0" in api.support.part_unsupported(none, 3)
+    none, whole = arrays_of(jnp.zeros((0, 64)), 0), dict(size=64, num_parts=1)
+    assert "B is 0" in api.support.part_unsupported(none, 3, **whole)
     refusals = []
 
     def inside(x):
-        refusals.append(api.support.part_unsupported(arrays_of(x, 4), 3))
+        refusals.append(api.support.part_unsupported(arrays_of(x, 4), 3, **whole))
         return x
 
     spec = PartitionSpec(None, "v")
     over_parts = jax.shard_map(inside, mesh=mesh_of(1), in_specs=spec, out_specs=spec)
     jax.eval_shape(over_parts, jnp.ones((4, 64)))
     assert "check_vma=False" in refusals[0]
+
+
+def test_a_part_that_is_padding_alone_is_left_to_xla():
+    layout = Layout(vocab=128, vocab_size=60, **SOME, kind="probs")
+    with pytest.raises(NotImplementedError, match="2 parts begins with id 64 and vocab_size is 60"):
+        agree([random_batch(layout, 0)], on_one_device(2))
+    refused = functools.partial(api.support.part_unsupported, arrays_of(jnp.zeros((4, 64)), 4), 3)
+    assert refused(size=65, num_parts=2) is None and refused(size=64, num_parts=2) is not None

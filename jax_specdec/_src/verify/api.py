@@ -320,8 +320,9 @@ def _unserved(arrays: CallArrays, static: Static) -> str | None:
     """Why the GPU kernel cannot serve a call; None if it can."""
     config, k = static.config, static.config.num_speculative_tokens
     why_not = support.rule_unsupported(config)
-    if why_not is None and static.layout.vocab_axis is not None:
-        return support.part_unsupported(arrays, k, static.kernel_config)
+    if why_not is None and (axis := static.layout.vocab_axis) is not None:
+        parts = {"size": static.size, "num_parts": lax.axis_size(axis)}
+        return support.part_unsupported(arrays, k, **parts, config=static.kernel_config)
     return why_not or support.unsupported(
         arrays.target_logits,
         arrays.drafts.distribution,

@@ -152,7 +152,14 @@ def _too_large(shared: SharedMemory, arrays: list[jax.Array]) -> str | None:
     )
 
 
-def part_unsupported(arrays: CallArrays, k: int, config: KernelConfig | None = None) -> str | None:
+def part_unsupported(
+    arrays: CallArrays,
+    k: int,
+    *,
+    size: int,
+    num_parts: int,
+    config: KernelConfig | None = None,
+) -> str | None:
     """Why the kernels cannot serve a split vocabulary, as a sentence; None if they can."""
     num_requests = arrays.sampling.temperature.shape[0]
     if num_requests == 0:
@@ -161,6 +168,12 @@ def part_unsupported(arrays: CallArrays, k: int, config: KernelConfig | None = N
         return (
             "implementation='mosaic_gpu' knows nothing of how values vary over a mesh: give "
             "jax.shard_map check_vma=False"
+        )
+    last = (num_parts - 1) * arrays.target_logits.shape[1]
+    if size <= last:
+        return (
+            "implementation='mosaic_gpu' needs an id in each part of the vocabulary, but the last "
+            f"of {num_parts} parts begins with id {last} and vocab_size is {size}"
         )
     rows, logits = num_requests * (k + 1), arrays.target_logits
     shared = SharedMemory.of(logits, num_requests=rows, size=logits.shape[1], config=config)
