@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 
+import jax
 import numpy as np
 import pytest
 import scipy.special
