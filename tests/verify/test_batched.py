@@ -179,7 +179,7 @@ def test_ids_that_do_not_count_are_not_the_largest():
     def read(x: jax.Array, bits: jax.Array, first: jax.Array, platform: str) -> Any:
         rows = rows_lib.Rows(x, 4990, -math.inf, platform, bits)
         index = jnp.arange(5, dtype=jnp.int32)
-        return rows.max_and_argmax(None), rows.whole(), rows.slices(index, first, 2048)
+        return rows.max_and_argmax(None), rows.whole(), rows.slices(index, first, 2048, 4990)
 
     for platform in ("tpu", "cpu"):
         (peak, best), whole, found = read(x, words.view("<i4"), first, platform)
