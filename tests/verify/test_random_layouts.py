@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import jax
 import numpy as np
 import pytest
 
-import jax_specdec as sd
-
-from .batch import Layout, agree, jitted
+from .batch import XLA, Layout, agree
 from .cases import Rng, random_batches
 from .suite import BIG, RATES
 from .test_forms import on_tpu
 from .test_sharded import over
+from .test_xla_all_at_once import all_at_once
 
-NAMED = sd.testing.rejection_sample_with_noise
-WHOLE = [
-    jitted(functools.partial(NAMED, implementation="xla_lazy")),
-    jitted(functools.partial(NAMED, implementation="xla_batched")),
-    on_tpu,
-]
+WHOLE = XLA, all_at_once, on_tpu
 RULES = [{}, {"block": True}, {"rates": RATES}, {"agreement": True}]
 FLAGS = ["has_filters", "has_bitmask", "has_valid", "has_active", "has_bonus"]
 WIDTHS = 1, 3, 12, 64, 257, 1024, 1281, 2047, 2048, 2049, 3000, 4099
@@ -60,7 +53,6 @@ def check_random_layout(seed: int) -> None:
     print(f"seed {seed}: {parts} parts, {layout}")  # a failure shows the last one
     verifier = over(parts) if parts > 1 else WHOLE[rng.integers(len(WHOLE))]
     agree(random_batches(layout, range(4), broken=0.2), verifier)
-    jax.clear_caches()  # no other layout has this program, and many would map too much memory
 
 
 @pytest.mark.long
@@ -79,3 +71,4 @@ def test_tokens_are_those_of_the_oracle_in_more_layouts(seed: int) -> None:
 def test_tokens_of_layouts_without_end() -> None:
     for seed in itertools.count(int(np.random.SeedSequence().generate_state(1)[0])):
         check_random_layout(seed)
+        jax.clear_caches()  # or the programs would map more memory than a process may

@@ -321,8 +321,13 @@ def _unserved(arrays: CallArrays, static: Static) -> str | None:
     config, k = static.config, static.config.num_speculative_tokens
     why_not = support.rule_unsupported(config)
     if why_not is None and (axis := static.layout.vocab_axis) is not None:
-        parts = {"size": static.size, "num_parts": lax.axis_size(axis)}
-        return support.part_unsupported(arrays, k, **parts, config=static.kernel_config)
+        return support.part_unsupported(
+            arrays,
+            k,
+            size=static.size,
+            num_parts=lax.axis_size(axis),
+            config=static.kernel_config,
+        )
     return why_not or support.unsupported(
         arrays.target_logits,
         arrays.drafts.distribution,

@@ -135,7 +135,7 @@ class LocalRows:
 
     @property
     def end(self) -> int:
-        """Ids that are read are below: the last part of a vocabulary has its padding."""
+        """All ids that are read are below it; the last of several parts has padding among them."""
         return self.target.width * self.num_parts
 
     def tile_ids(self) -> jax.Array:
