@@ -68,10 +68,7 @@ def make_state(
     prompts = rng.integers(0, vocab_size, (size, prompt)).tolist()
     options = [sd.RequestOptions(temperature=0.8, max_new_tokens=budget)] * size
     batch = make_batch(prompts, options, vocab_size=vocab_size, key=None, slack=K + 1)[0]
-    state = decoder.empty_state(params, draft_params, batch)
-    if state.num_features is None:
-        return state
-    return dataclasses.replace(state, num_features=jnp.ones_like(state.num_features))
+    return decoder.empty_state(params, draft_params, batch)
 
 
 def bytes_of(params: Any) -> int:

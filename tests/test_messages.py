@@ -189,13 +189,13 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: generate(*target(), "import "),
         TypeError,
         "prompts must be lists of token ids, but it is 'import ': turn text into ids, with "
-        "encode for the embedded models, or with the encode of load_tokenizer's Tokenizer",
+        "encode_bytes for the embedded models, or with the encode of load_tokenizer's Tokenizer",
     ),
     "a list of strings": (
         lambda: generate(*target(), ["import "]),
         TypeError,
         "prompts[0] must be a list of ints, but it is 'import ': turn text into ids, with "
-        "encode for the embedded models, or with the encode of load_tokenizer's Tokenizer",
+        "encode_bytes for the embedded models, or with the encode of load_tokenizer's Tokenizer",
     ),
     "one prompt for a list": (
         lambda: generate(*target(), [1, 2, 3]),
@@ -222,6 +222,16 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: generate(temperature="0.8"),
         TypeError,
         "temperature must be a number, but it is '0.8'",
+    ),
+    "a temperature of True": (
+        lambda: generate(temperature=True),
+        TypeError,
+        "temperature must be a number, but it is True",
+    ),
+    "an integer beyond float64": (
+        lambda: sd.RequestOptions(temperature=10**400),
+        ValueError,
+        "temperature must be in [0, inf), but it is 1000",
     ),
     "temperatures": (
         lambda: generate(temperature=[0.0, 0.8]),

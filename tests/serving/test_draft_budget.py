@@ -259,7 +259,8 @@ def test_costs_are_saved_and_loaded(tmp_path):
     driver = engines.driver_of(TABLE, step_costs=COSTS)
     assert driver.draft_choice.costs == COSTS
     wrong = {"num_slots": 4, "num_drafts": 2, "seconds": [1]}
-    for text in ("{", "[1]", json.dumps({"seconds": [1]}), json.dumps(wrong)):
+    large = {"num_slots": 4, "num_drafts": [0], "seconds": [10**400]}
+    for text in ("{", "[1]", json.dumps({"seconds": [1]}), json.dumps(wrong), json.dumps(large)):
         (tmp_path / "other.json").write_text(text)
         with pytest.raises(ValueError, match=r"path .*other\.json"):
             sd.serving.StepCosts.load(tmp_path / "other.json")

@@ -374,7 +374,7 @@ FUNCTIONS = (
 )
 def test_nothing_is_compiled_after_warm_up(sizes, ahead, num_programs):
     engine = dataclasses.replace(LOOKUP, max_length=LONGEST + 1, prefill_sizes=sizes)
-    assert engine.prefill_sizes == (sizes or (32, LONGEST + 1))
+    assert {size for _, size in engine.admit_shapes} == {*(sizes or (32, LONGEST + 1))}
     driver = driver_of(
         engine, *weights_of(LOOKUP), max_steps_ahead=ahead, max_prefills=1 if ahead else None
     )
@@ -574,7 +574,11 @@ def test_an_engine_is_not_built_with(error, name, value):
 )
 def test_prompts_are_padded_to_powers_of_two_by_default(longest, sizes):
     shape = dict(num_slots=1, max_length=longest)
-    assert sd.Engine(TABLE.model, TABLE.drafter, TABLE.config, **shape).prefill_sizes == sizes
+    engine = sd.Engine(TABLE.model, TABLE.drafter, TABLE.config, **shape)
+    assert engine.prompt_sizes == sizes
+    # Chosen again when another length replaces it, so that such prompts are still read whole.
+    longer = dataclasses.replace(engine, max_length=longest + 100)
+    assert (longer.chunk_size, longer.prompt_sizes[0]) == (longest + 100, 32)
 
 
 def test_caches_have_room_for_a_step_and_are_aligned():

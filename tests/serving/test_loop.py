@@ -252,9 +252,9 @@ def test_rejected_drafts_leave_no_trace():
     script = random_ids((3, 64), 31)
     apply = jax.jit(model.apply)
 
-    state = generate_lib._prefill(params, script, batch, decoder=decoder, prompt_size=prompt_size)
+    state = generate_lib._prefill(decoder, params, script, batch, prompt_size=prompt_size)
     for _ in range(4):
-        state, record = generate_lib._step(params, script, state, decoder=decoder)
+        state, record = generate_lib._step(decoder, params, script, state)
         assert (record.num_accepted < k).all()
         tokens, lengths = np.asarray(state.batch.token_ids), np.asarray(state.batch.lengths)
         last = np.take_along_axis(tokens, lengths[:, None] - 1, axis=1)

@@ -314,6 +314,21 @@ def test_a_step_that_fails_is_reported_and_loses_nothing(ahead):
     assert driver.serving_stats().num_failed_calls == 1
 
 
+def test_a_state_that_cannot_be_made_says_what_failed(monkeypatch):
+    times = itertools.count()
+
+    def fails_once(*_: Any, **__: Any) -> None:  # not when it is traced afterwards
+        if not next(times):
+            raise RuntimeError("no memory left on the device")
+
+    driver = driver_of(TABLE, *TABLES)
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "init", fails_once)
+        with pytest.raises(RuntimeError, match="^no memory left on the device"):
+            _ = driver.state
+    assert driver.state.batch.done.all()
+
+
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_after_a_failed_step_those_that_ran_come_before_those_that_wait(ahead):
     num_steps = itertools.count(1)

@@ -32,7 +32,8 @@ class DraftContext:
     More fields may be added; a drafter reads those that it needs.
 
     Attributes:
-      token_ids: ``[B, L]`` int32, the sequences so far; undefined past their lengths.
+      token_ids: ``[B, L]`` int32, the sequences so far; undefined past their lengths. L is at least
+        a sequence's length and K + 1, so that caches of L positions have room for drafts.
       lengths: ``[B]`` int32, at least 1: absolute position of the first draft.
       sampling: temperatures and filters.
       keys: ``[B]`` typed keys.

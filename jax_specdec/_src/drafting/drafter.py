@@ -28,7 +28,8 @@ class Proposal(NamedTuple):
     store: DraftStore | None = None
 
 
-# Any class with the four methods is a `Drafter`, so it may lack these. Nothing else reads them.
+# Any class with the four methods is a `Drafter`: these attributes it may lack. Only these
+# functions read them.
 
 
 def feature_layers_of(drafter: Drafter | None) -> tuple[int, ...]:

@@ -93,9 +93,9 @@ class ServedRequest(NamedTuple):
         return self.prompt_length + self.options.max_new_tokens - self.length
 
     def after(self, new: list[int], read: float) -> ServedRequest:
-        """The request after a step. This one stays as it is."""
+        """The request after a step. This one's first `length` tokens stay."""
         self.tokens[self.length :] = new
-        return ServedRequest(self.length + len(new), read, 0, *self[3:])
+        return self._replace(length=self.length + len(new), last_read=read, num_failures=0)
 
     def update(
         self, slot: int, numbers: list[list[int]], logprobs: TokenLogprobs | None

@@ -148,15 +148,14 @@ class Decoder:
             features,
         )
 
-    def empty_state(self, params: Any, draft_params: Any, batch: Batch) -> DecodeState:
-        """`empty_caches` for the sequences of `batch`, no drafts, and all counts zero."""
+    def state_of(self, draft_params: Any, batch: Batch, caches: Caches) -> DecodeState:
+        """The sequences of `batch` after their prompts were read, no drafts, all counts zero."""
         batch = batch.with_processors(self.model.vocab_size)
-        size, length = batch.token_ids.shape
+        size = batch.lengths.shape[0]
         store = None
         if self.drafter is not None:
             store = self.drafter.init_store(draft_params, size, self.config)
-        caches = self.empty_caches(params, size, length)
-        features, num_features = self.first_features(caches, jnp.ones_like(batch.lengths))
+        features, num_features = self.first_features(caches, batch.lengths)
         return DecodeState(
             batch=batch,
             target_cache=caches.target,
@@ -168,23 +167,18 @@ class Decoder:
             num_features=num_features,
         )
 
+    def empty_state(self, params: Any, draft_params: Any, batch: Batch) -> DecodeState:
+        """`state_of` with empty caches, as if the prompts had been read."""
+        return self.state_of(draft_params, batch, self.empty_caches(params, *batch.token_ids.shape))
+
     def prefilled_state(
         self, params: Any, draft_params: Any, batch: Batch, prompt_size: int
     ) -> DecodeState:
         """A state whose caches hold the prompts: ``batch.token_ids[:, :prompt_size]``."""
-        state = self.empty_state(params, draft_params, batch)
-        features = None if state.features is None else state.features[:, :1]
-        caches = Caches(state.target_cache, state.draft_cache, features)
+        caches = self.empty_caches(params, *batch.token_ids.shape)
         prompts = batch.token_ids[:, :prompt_size]
         caches = self.read(params, draft_params, caches, prompts, batch.lengths)
-        features, num_features = self.first_features(caches, batch.lengths)
-        return dataclasses.replace(
-            state,
-            target_cache=caches.target,
-            draft_cache=caches.draft,
-            features=features,
-            num_features=num_features,
-        )
+        return self.state_of(draft_params, batch, caches)
 
     def read(
         self,

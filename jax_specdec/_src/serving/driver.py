@@ -145,9 +145,16 @@ class EngineDriver:
 
     @property
     def state(self) -> DecodeState:
-        """The engine's state after the steps ahead; the next call donates it."""
+        """The engine's state after the steps ahead; the next call donates it.
+
+        Raises:
+          Exception: the state was dropped, and the call that makes one failed.
+        """
         self._settle()
-        return self._ready_state([])
+        try:
+            return self._ready_state([])
+        except FailedCall as failed:
+            raise failed.error from None
 
     @property
     def num_queued(self) -> int:
@@ -505,7 +512,7 @@ class EngineDriver:
         for slot, request_id in sorted(request_ids.items()):
             request = slots.get(slot)
             if request is None or request.request_id != request_id:
-                continue  # it was cancelled
+                continue  # it ended in an earlier step, or was cancelled
             update = request.update(slot, rows, logprobs)
             updates.append(update)
             grown.append((request, len(update.token_ids)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -174,17 +174,11 @@ class Engine:
             most = self.config.num_speculative_tokens
             numbers = check_increasing("draft_budget", self.draft_budget, 0, most)
             object.__setattr__(self, "draft_budget", numbers)
-        if self.prefill_sizes is None:
-            sizes = [_SMALLEST_PREFILL]
-            while sizes[-1] < longest:
-                sizes.append(2 * sizes[-1])
-            sizes[-1] = longest
-            object.__setattr__(self, "prefill_sizes", tuple(sizes))
-            return
-        given = check_increasing("prefill_sizes", self.prefill_sizes, 1, longest)
-        if given[-1] < longest:
-            inputs.check_reads_chunks(self.drafter, given[-1])
-        object.__setattr__(self, "prefill_sizes", given)
+        if self.prefill_sizes is not None:
+            sizes = check_increasing("prefill_sizes", self.prefill_sizes, 1, longest)
+            if sizes[-1] < longest:
+                inputs.check_reads_chunks(self.drafter, sizes[-1])
+            object.__setattr__(self, "prefill_sizes", sizes)
 
     @property
     def decoder(self) -> Decoder:
@@ -197,16 +191,22 @@ class Engine:
         return round_up(self.max_length + self.config.num_speculative_tokens + 1)
 
     @property
+    def _prefill_sizes(self) -> tuple[int, ...]:
+        """`prefill_sizes`, or what None stands for."""
+        if self.prefill_sizes is not None:
+            return self.prefill_sizes
+        powers = (_SMALLEST_PREFILL << i for i in itertools.count())
+        return *itertools.takewhile(lambda n: n < self.max_length, powers), self.max_length
+
+    @property
     def chunk_size(self) -> int:
         """C, the most tokens of a prompt that one call reads: the last of `prefill_sizes`."""
-        assert self.prefill_sizes is not None
-        return self.prefill_sizes[-1]
+        return self._prefill_sizes[-1]
 
     @property
     def prompt_sizes(self) -> tuple[int, ...]:
         """Lengths of padded prompts: `prefill_sizes`, and `max_length` where C is less."""
-        assert self.prefill_sizes is not None
-        return tuple(sorted({*self.prefill_sizes, self.max_length}))
+        return tuple(sorted({*self._prefill_sizes, self.max_length}))
 
     def group_size(self, size: int) -> int:
         """R, how many prompts that are padded to `size` one call of `admit` reads.
@@ -220,8 +220,7 @@ class Engine:
     @property
     def admit_shapes(self) -> tuple[tuple[int, int], ...]:
         """The shapes ``[R, P]`` of prompts for which `admit` is compiled."""
-        assert self.prefill_sizes is not None
-        return tuple((r, n) for n in self.prefill_sizes for r in sorted({1, self.group_size(n)}))
+        return tuple((r, n) for n in self._prefill_sizes for r in sorted({1, self.group_size(n)}))
 
     def prompt_size(self, length: int) -> int:
         """P, the least of `prompt_sizes` that holds a prompt.
@@ -423,25 +422,19 @@ class Engine:
         ).with_processors(self.model.vocab_size)
         slots = jnp.asarray(requests.slots, jnp.int32)
         here = jnp.arange(self.num_slots, dtype=jnp.int32)[:, None] == slots[None, :]
-        put = functools.partial(put_cache, slots=slots)
-        # Both are None, or both are arrays.
-        features = state.features, state.num_features
-        features = jax.tree.map(
+        target_axis, draft_axis = map(cache_batch_axis_of, (self.model, self.drafter))
+        batch, features, num_features = jax.tree.map(
             lambda all_, some: all_.at[slots].set(some),
-            features,
-            self.decoder.first_features(caches, new.lengths),
+            (state.batch, state.features, state.num_features),
+            (new, *self.decoder.first_features(caches, new.lengths)),
         )
         return dataclasses.replace(
             state.without_drafts(here.any(axis=1)),
-            batch=jax.tree.map(lambda all_, some: all_.at[slots].set(some), state.batch, new),
-            target_cache=put(
-                state.target_cache, caches.target, axis=cache_batch_axis_of(self.model)
-            ),
-            draft_cache=put(
-                state.draft_cache, caches.draft, axis=cache_batch_axis_of(self.drafter)
-            ),
-            features=features[0],
-            num_features=features[1],
+            batch=batch,
+            target_cache=put_cache(state.target_cache, caches.target, slots, target_axis),
+            draft_cache=put_cache(state.draft_cache, caches.draft, slots, draft_axis),
+            features=features,
+            num_features=num_features,
         )
 
     def _checked_prompts(self, requests: NewRequests, most: int) -> jax.Array:
@@ -516,8 +509,8 @@ class Engine:
         Args:
           params: the target's weights.
           state: with drafts, from `draft`.
-          token_bitmask: ``[B*(K+1), ceil(V/32)]`` uint32, the tokens that each row may emit, from
-            `grammar_bitmask`; None for all.
+          token_bitmask: ``[B*(n+1), ceil(V/32)]`` uint32, the tokens that each row may emit, from
+            `grammar_bitmask`; None for all. n is K, or what `draft` got as `num_drafts`.
 
         Returns:
           The state, without drafts, and the record of the step.

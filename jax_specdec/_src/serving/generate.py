@@ -20,7 +20,7 @@ from jax_specdec._src.models.protocol import CausalModel, check_model
 from jax_specdec._src.noise import check_keys, fold_in_each, threefry_keys
 from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving.batch import Batch, StepRecord, round_up
-from jax_specdec._src.serving.core import PLAIN, Decoder, DecodeState, on_all_devices
+from jax_specdec._src.serving.core import PLAIN, Decoder, on_all_devices
 from jax_specdec._src.serving.options import (
     BatchOptions,
     LogprobsConfig,
@@ -201,7 +201,7 @@ class _Prepared(NamedTuple):
     def run(self) -> GenerateOutput:
         """All steps in one compiled loop."""
         if not self.prompts:
-            return GenerateOutput([], self._no_steps(), [])
+            return GenerateOutput([], jax.device_get(_empty_records(self.decoder, 0, 0)), [])
         batch, steps, num_steps = _generate(
             self.params,
             self.draft_params,
@@ -221,25 +221,15 @@ class _Prepared(NamedTuple):
             status=[Status(s) for s in status],
         )
 
-    def _no_steps(self) -> StepRecord:
-        """The steps of no requests."""
-        decoder, found = self.decoder, None
-        counts: Any = np.zeros((0, 0), np.int32)
-        token_ids: Any = np.zeros((0, 0, decoder.config.num_speculative_tokens + 1), np.int32)
-        if decoder.logprobs is not None:
-            top: Any = np.zeros((*token_ids.shape, decoder.logprobs.num_top), np.int32)
-            found = TokenLogprobs(token_ids.astype(np.float32), top, top.astype(np.float32))
-        return StepRecord(token_ids, counts, counts, counts, counts, found)
-
     def steps(self) -> Iterator[StepRecord]:
         """One step after another."""
         weights, decoder = (self.params, self.draft_params), self.decoder
         done = np.asarray(self.batch.done)
         if done.all():
             return
-        state = _prefill(*weights, self.batch, decoder=decoder, prompt_size=self.prompt_size)
+        state = _prefill(decoder, *weights, self.batch, prompt_size=self.prompt_size)
         while not done.all():
-            state, record = _step(*weights, state, decoder=decoder)
+            state, record = _step(decoder, *weights, state)
             record, done = jax.device_get((record, state.batch.done))
             yield record
 
@@ -333,18 +323,18 @@ def _keys(key: jax.Array, options: list[RequestOptions]) -> jax.Array:
     return keys.at[np.array(list(seeds))].set(threefry_keys(jnp.stack(own)))
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "prompt_size"))
-def _prefill(
-    params: Any, draft_params: Any, batch: Batch, *, decoder: Decoder, prompt_size: int
-) -> DecodeState:
-    return decoder.prefilled_state(params, draft_params, batch, prompt_size)
+def _empty_records(decoder: Decoder, num_steps: int, num_requests: int) -> StepRecord:
+    """Records of steps that did nothing, stacked ``[num_steps, ...]``."""
+    counts, found = jnp.zeros((num_steps, num_requests), jnp.int32), None
+    token_ids = jnp.zeros((*counts.shape, decoder.config.num_speculative_tokens + 1), jnp.int32)
+    if decoder.logprobs is not None:
+        top = jnp.zeros((*token_ids.shape, decoder.logprobs.num_top), jnp.int32)
+        found = TokenLogprobs(token_ids.astype(jnp.float32), top, top.astype(jnp.float32))
+    return StepRecord(token_ids, counts, counts, counts, counts, found)
 
 
-@functools.partial(jax.jit, static_argnames=("decoder",), donate_argnames=("state",))
-def _step(
-    params: Any, draft_params: Any, state: DecodeState, *, decoder: Decoder
-) -> tuple[DecodeState, StepRecord]:
-    return decoder.step(params, draft_params, state)
+_prefill = jax.jit(Decoder.prefilled_state, static_argnames=("self", "prompt_size"))
+_step = jax.jit(Decoder.step, static_argnames="self", donate_argnames="state")
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "prompt_size", "max_steps"))
@@ -362,16 +352,14 @@ def _generate(
     `max_steps` is at least the largest budget. That is enough, because every step adds a token.
     """
     state = decoder.prefilled_state(params, draft_params, batch, prompt_size)
-    step = functools.partial(decoder.step, params, draft_params)
-    shapes = jax.eval_shape(step, state)[1]
-    records = jax.tree.map(lambda s: jnp.zeros((max_steps, *s.shape), s.dtype), shapes)
+    records = _empty_records(decoder, max_steps, batch.lengths.shape[0])
 
     def goes_on(carry: Any) -> jax.Array:
         return ~jnp.all(carry[0].batch.done)
 
     def body(carry: Any) -> Any:
         state, records, count = carry
-        state, record = step(state)
+        state, record = decoder.step(params, draft_params, state)
         records = jax.tree.map(
             lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, count, 0), records, record
         )

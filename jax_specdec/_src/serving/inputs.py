@@ -161,7 +161,7 @@ def _text_hint(value: object) -> str | None:
     if not isinstance(value, (str, bytes)):
         return None
     return (
-        "turn text into ids, with encode for the embedded models, or with the encode of "
+        "turn text into ids, with encode_bytes for the embedded models, or with the encode of "
         "load_tokenizer's Tokenizer"
     )
 

@@ -353,9 +353,13 @@ def _float32(name: str, value: Any) -> float:
     """
     _check_one(name, value)
     number = None
-    with contextlib.suppress(TypeError, ValueError), np.errstate(over="ignore"):
-        number = None if isinstance(value, str) else float(np.float32(float(value)))
-    if number is None:  # text too, which `float` would read
+    if not isinstance(value, (str, bool, np.bool_)):  # which `float` would take
+        with contextlib.suppress(TypeError, ValueError), np.errstate(over="ignore"):
+            try:
+                number = float(np.float32(float(value)))
+            except OverflowError:  # an integer beyond float64
+                number = -math.inf if value < 0 else math.inf
+    if number is None:
         refuse(TypeError, name, "be a number", value)
     return number
 

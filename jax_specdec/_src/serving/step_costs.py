@@ -85,7 +85,7 @@ class StepCosts:
         text = Path(path).read_text()
         try:
             return cls(**json.loads(text))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(
                 f"path must be a file that save wrote, but {os.fspath(path)} is not: {error}"
             ) from error
