@@ -117,7 +117,7 @@ def smaller(notebook: nbformat.NotebookNode, replace: dict[str, str]) -> None:
         pytest.param(path, replace, id=f"{path.stem}{', smaller' if replace else ''}", marks=marks)
         for path in RUNNER["NOTEBOOKS"]
         for replace, marks in (
-            (SMALLER.get(path.stem), () if path.stem == "quickstart" else pytest.mark.long),
+            (SMALLER.get(path.stem), pytest.mark.long),
             (None, pytest.mark.slow),
         )
         if replace or marks is pytest.mark.slow
