@@ -1,9 +1,6 @@
 """Speculative decoding for JAX: lossless verification of drafted tokens, and what it needs."""
 
-import importlib as _importlib
-import typing as _typing
-
-from jax_specdec import models, serving, testing
+from jax_specdec import integrations, models, serving, testing
 from jax_specdec._src import reference
 from jax_specdec._src.config import (
     SpecDecodeConfig,
@@ -122,6 +119,7 @@ __all__ = [
     "generate_plain",
     "generate_stream",
     "grammar_bitmask",
+    "integrations",
     "load_eagle3",
     "load_embedded_head",
     "load_embedded_pair",
@@ -143,13 +141,3 @@ __all__ = [
     "validate",
     "which_implementation",
 ]
-
-
-if _typing.TYPE_CHECKING:
-    from jax_specdec import integrations as integrations
-
-
-def __getattr__(name: str) -> object:
-    if name == "integrations":  # imported when it is first used
-        return _importlib.import_module("jax_specdec.integrations")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -39,7 +39,7 @@ def blocks(page: str, language: str = "python") -> list[str]:
 
 
 MODULES = {"models": sd.models, "serving": sd.serving, "testing": sd.testing}
-THINGS = {name: getattr(sd, name) for name in sd.__all__ if name not in MODULES}
+THINGS = {x: getattr(sd, x) for x in sd.__all__ if x not in (*MODULES, "integrations")}
 for module_name, module in MODULES.items():
     THINGS |= {f"{module_name}.{name}": getattr(module, name) for name in module.__all__}
 

@@ -554,6 +554,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "directory must be a path, but it is None",
     ),
+    "load_tokenizer(5)": (
+        lambda: sd.load_tokenizer(5),  # type: ignore[arg-type]
+        TypeError,
+        "directory must be a path, but it is 5",
+    ),
     "max_vocab_size='5'": (
         lambda: sd.load_huggingface("x", max_vocab_size="5"),  # type: ignore[arg-type]
         TypeError,

@@ -5,17 +5,6 @@ rectangle of sgl-project/sglang-jax. `keys` turns one key per step into one key 
 `models` makes a `CausalModel` of a model whose cache has one write index for the whole batch.
 """
 
-import importlib as _importlib
-import typing as _typing
+from jax_specdec.integrations import keys, models, sglang_jax, tpu_inference
 
-if _typing.TYPE_CHECKING:
-    from jax_specdec.integrations import keys as keys
-    from jax_specdec.integrations import models as models
-    from jax_specdec.integrations import sglang_jax as sglang_jax
-    from jax_specdec.integrations import tpu_inference as tpu_inference
-
-
-def __getattr__(name: str) -> object:
-    if name in ("keys", "models", "sglang_jax", "tpu_inference"):  # imported when it is first used
-        return _importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = ["keys", "models", "sglang_jax", "tpu_inference"]

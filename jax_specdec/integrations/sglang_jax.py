@@ -18,7 +18,14 @@ from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.logprobs import TokenLogprobs
 from jax_specdec._src.sampling import SamplingParams
 from jax_specdec._src.serving.options import LogprobsConfig
-from jax_specdec._src.types import DraftProbs, Drafts, IntegerRows, Integers, RejectionSampleOutput
+from jax_specdec._src.types import (
+    Array,
+    DraftProbs,
+    Drafts,
+    IntegerRows,
+    Integers,
+    RejectionSampleOutput,
+)
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec.integrations import common
 
@@ -121,9 +128,9 @@ def verify_chains(
     without = tokens.shape in ((batch, k), (batch * k,))
     hint = "column 0, the token verified before, is missing" if without else None
     check_array("draft_tokens", tokens, "[bs, n] or [bs*n]", sizes, hint)
-    if temperatures is not None and jnp.shape(temperatures) == (batch, 1):
+    if isinstance(temperatures, Array) and temperatures.shape == (batch, 1):
         temperatures = temperatures.reshape(batch)
-    if draft_probs is not None and jnp.ndim(draft_probs) == 3:
+    if isinstance(draft_probs, Array) and draft_probs.ndim == 3:
         draft_probs = draft_probs.reshape(-1, draft_probs.shape[2])
     requests = dict(temperatures=temperatures, top_ks=top_ks, top_ps=top_ps, min_ps=min_ps)
     common.check_arrays(

@@ -125,6 +125,11 @@ def test_configurations_of_older_writers_are_read(tmp_path: Path) -> None:
         old = {"rope_theta": 10000.0, "rope_scaling": {kind: "llama3", **scaling}}
         edit_json(directory / "config.json", rope_parameters=..., head_dim=..., **old)
         assert sd.load_huggingface(directory).model == load("llama").model
+    # Some hold both, which must not differ.
+    both = {**scaling, "rope_type": "llama3", "rope_theta": 10000.0}
+    edit_json(directory / "config.json", rope_parameters=both, rope_scaling=scaling)
+    assert sd.load_huggingface(directory).model == load("llama").model
+    edit_json(directory / "config.json", rope_parameters=...)
     # Left out, a value is the default of transformers.
     edit_json(directory / "config.json", rms_norm_eps=..., rope_theta=..., rope_scaling=None)
     config = sd.load_huggingface(directory).model.config
@@ -182,6 +187,14 @@ def test_padding_has_no_probability(name: str) -> None:
     assert np.isfinite(found[:, :NUM_TOKEN_IDS]).all()
     # It would have been the first choice.
     assert (expected(name)["logits"].argmax(axis=1) >= NUM_TOKEN_IDS).any()
+
+
+def test_a_stop_token_can_be_drawn_even_if_the_tokenizer_lacks_it(tmp_path: Path) -> None:
+    directory = copy("qwen2", tmp_path / "qwen2")
+    edit_json(directory / "generation_config.json", eos_token_id=[0, NUM_TOKEN_IDS + 1, 5000])
+    found = sd.load_huggingface(directory).model.config
+    assert found.num_token_ids == NUM_TOKEN_IDS + 2 < found.vocab_size
+    assert sd.load_tokenizer(directory).decode([NUM_TOKEN_IDS + 1]) == ""
 
 
 def test_without_a_tokenizer_every_id_is_a_token(tmp_path: Path) -> None:
@@ -266,6 +279,10 @@ MISTAKES = {
     "other old scaling": (
         config(rope_parameters=..., rope_scaling={"type": "linear", "factor": 4.0}),
         "rope_scaling has type = 'linear', but only 'default' and 'llama3' are supported",
+    ),
+    "two scalings": (
+        config(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+        "'rope_type': 'yarn'}, but rope_parameters beside it says something else",
     ),
     "scaling of other layers": (
         config(rope_parameters={"sliding_attention": {"rope_theta": 1e4}}),

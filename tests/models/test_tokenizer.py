@@ -48,6 +48,13 @@ def test_a_lone_surrogate_becomes_a_question_mark() -> None:
     assert TOKENIZER.encode("a\udc80") == TOKENIZER.encode("a?")
 
 
+@pytest.mark.parametrize("token_id", [-1, 2**31])
+def test_what_is_no_id_has_no_text(token_id: int) -> None:
+    for decode in (TOKENIZER.decode, TOKENIZER.stream().decode):
+        with pytest.raises(ValueError, match=rf"^token_ids must be ids, in .*{token_id}$"):
+            decode([0, token_id])
+
+
 def test_the_file_does_not_cut_or_pad_a_text(tmp_path: Path) -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(TOKENIZER.path))
     tokenizer.enable_truncation(3)

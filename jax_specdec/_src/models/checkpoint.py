@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from jax_specdec._src.arrays import LOGITS, check_int, check_type, checked_dtype, refuse
+from jax_specdec._src.arrays import LOGITS, check_int, check_type, checked_dtype
 from jax_specdec._src.models.config_json import CONFIG_FILE, config_json, read_config
-from jax_specdec._src.models.files import is_there
+from jax_specdec._src.models.files import is_there, path_of
 from jax_specdec._src.models.layers import check_params
 from jax_specdec._src.models.llama import Llama, unstack_layers
 from jax_specdec._src.models.tensors import (
@@ -22,7 +22,7 @@ from jax_specdec._src.models.tensors import (
     read_params,
     unfuse,
 )
-from jax_specdec._src.models.tokenizer import TOKENIZER_FILE, count_token_ids
+from jax_specdec._src.models.tokenizer import TOKENIZER_FILE, count_token_ids, stop_token_ids
 
 Model = TypeVar("Model")
 
@@ -96,7 +96,7 @@ def load_huggingface(
 
     Checkpoints pad the vocabulary axis, differently even within a family: the small Qwen2.5 models
     have 151936 entries, the large ones 152064, and their tokenizer 151665 ids. Ids past the last
-    one in `tokenizer.json` get logits of -inf, so they are never drawn.
+    one in `tokenizer.json`, and past the stop tokens, get logits of -inf, so they are never drawn.
 
     Args:
       directory: holds `config.json`, the weights (`model.safetensors`, or shards with
@@ -148,7 +148,10 @@ def _load(
 ) -> LoadedModel[Llama]:
     config = read_config(directory / CONFIG_FILE)
     if tokenizer is not None and is_there(tokenizer):
-        known = min(count_token_ids(tokenizer), config.vocab_size)
+        # A stop token must be drawn, even if only other files know it.
+        size = config.vocab_size
+        stops = [token_id for token_id in stop_token_ids(directory) if token_id < size]
+        known = min(max([count_token_ids(tokenizer) - 1, *stops]) + 1, size)
         config = dataclasses.replace(config, num_token_ids=known)
     size = min(config.vocab_size, max_vocab_size or config.vocab_size)
     known = min(config.num_token_ids or size, size)
@@ -250,15 +253,3 @@ def write_files(directory: Path, config: dict[str, Any], tensors: dict[str, np.n
     # Readers of other frameworks ask for the metadata to know how the tensors are laid out.
     data = safetensors.numpy.save(tensors, metadata={"format": "pt"})
     (directory / WEIGHTS_FILE).write_bytes(data)
-
-
-def path_of(directory: Any) -> Path:
-    """The path of a directory.
-
-    Raises:
-      TypeError: it is not a path.
-    """
-    try:
-        return Path(directory)
-    except TypeError:
-        refuse(TypeError, "directory", "be a path", directory)

@@ -114,8 +114,12 @@ def config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
 
 def _read_rope(raw: JsonObject) -> tuple[Any, dict[str, Any] | None]:
     """The base of the wavelengths, and the fields of a `RopeScaling`, not checked."""
-    name = "rope_scaling" if raw.get("rope_parameters") is None else "rope_parameters"
-    rope = raw.nested(name)
+    name, rope, old = "rope_parameters", raw.nested("rope_parameters"), raw.nested("rope_scaling")
+    if rope:
+        same = all(rope.get(key) == value for key, value in old.items())
+        raw.require(same, "rope_scaling", f"but {name} beside it says something else")
+    else:
+        name, rope = "rope_scaling", old
     is_flat = {"rope_type", "type", "rope_theta"} & rope.keys()
     if not is_flat and any(isinstance(value, dict) for value in rope.values()):  # by type of layer
         has_full = rope.get("full_attention") is not None

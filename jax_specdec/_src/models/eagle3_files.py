@@ -21,16 +21,11 @@ from jax_specdec._src.arrays import (
     checked_dtype,
     require,
 )
-from jax_specdec._src.models.checkpoint import (
-    LoadedModel,
-    path_of,
-    stored_tensors,
-    write_files,
-)
+from jax_specdec._src.models.checkpoint import LoadedModel, stored_tensors, write_files
 from jax_specdec._src.models.config_json import CONFIG_FILE, config_json, parse_config
 from jax_specdec._src.models.eagle3 import Eagle3Config, Eagle3Head, head_shapes, shared_params
 from jax_specdec._src.models.fields import is_token_id, quoted, shown
-from jax_specdec._src.models.files import JsonObject, errors_name, is_there, read_json
+from jax_specdec._src.models.files import JsonObject, errors_name, is_there, path_of, read_json
 from jax_specdec._src.models.layers import check_params
 from jax_specdec._src.models.llama import Llama
 from jax_specdec._src.models.llama_config import LlamaConfig
@@ -250,7 +245,9 @@ def _read_config(raw: JsonObject, tensors: Tensors, target: LlamaConfig) -> Eagl
     fits = raw.given(key, width) == width
     raw.require(fits, key, f"but the target's hidden_size is {width}")
     norm_output = raw.given("norm_output", False)
-    if not is_speculators:  # here it says whether a norm comes before lm_head
+    # Without speculators' fields it says whether a norm comes before lm_head. vLLM gives it another
+    # meaning; a head that means that is read like the others, which costs acceptance alone.
+    if not is_speculators:
         raw.require(raw.given("norm_output", True) is True, "norm_output", "but only True")
         norm_output = False
     scale = layer_raw.get("logit_scale", raw.get("logit_scale"))
@@ -295,9 +292,8 @@ def _feature_layers(raw: JsonObject, num_layers: int) -> tuple[int, ...]:
             found[f"{place.where} has {key}"] = tuple(sorted(layer + shift for layer in ids))
     if len(set(found.values())) > 1:
         raise ValueError(f"{' and '.join(found)}, which name different layers.")
-    default = f"{raw.where} has no layer ids", (2, num_layers // 2, num_layers - 3)
+    default = f"{raw.where} has no layer ids", tuple(sorted((2, num_layers // 2, num_layers - 3)))
     has, ids = next(iter(found.items()), default)
-    ids = tuple(sorted(ids))
     if len(set(ids)) < len(ids) or not 0 <= ids[0] <= ids[-1] <= num_layers:
         raise ValueError(
             f"{has}, which means the feature layers {quoted(ids)}, but they must be different ones "

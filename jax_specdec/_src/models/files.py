@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jax_specdec._src.arrays import refuse
 from jax_specdec._src.models.fields import quoted, reason, shown
 
 MAX_BYTES = 2**26
@@ -21,6 +22,18 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+
+
+def path_of(directory: Any) -> Path:
+    """The path of a directory.
+
+    Raises:
+      TypeError: it is not a path.
+    """
+    try:
+        return Path(directory)
+    except TypeError:
+        refuse(TypeError, "directory", "be a path", directory)
 
 
 def is_there(path: Path) -> bool:

@@ -210,8 +210,9 @@ class TensorParallelLlama:
 
         def embed(embed_tokens: jax.Array, token_ids: jax.Array) -> jax.Array:
             ids = jnp.clip(token_ids, 0, c.vocab_size - 1) - first_id
-            mine = (ids >= 0) & (ids < local.vocab_size)
-            return sum_devices(jnp.where(mine[..., None], embed_tokens.at[ids].get(mode="clip"), 0))
+            is_local = (ids >= 0) & (ids < local.vocab_size)
+            rows = embed_tokens.at[ids].get(mode="clip")
+            return sum_devices(jnp.where(is_local[..., None], rows, 0))
 
         params, cache = jax.tree.map(lambda x: x[0], (params, cache))
         logits, cache, features = local.apply_with(

@@ -11,7 +11,7 @@ from jax_specdec._src.models.bytes import id_list
 from jax_specdec._src.models.chat import read_chat_template, special_tokens
 from jax_specdec._src.models.config_json import CONFIG_FILE
 from jax_specdec._src.models.fields import MAX_INT, is_token_id, quoted, reason, shown
-from jax_specdec._src.models.files import existing, read_json
+from jax_specdec._src.models.files import existing, path_of, read_json
 
 TOKENIZER_FILE = "tokenizer.json"
 GENERATION_FILE = "generation_config.json"
@@ -89,7 +89,7 @@ class Tokenizer:
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         check_type("text", text, str)
         text = text.encode("utf-8", errors="replace").decode("utf-8")
-        with _errors_name(self.path, "cannot encode the text"):
+        with _library_errors(self.path, "cannot encode the text"):
             encoding = self.library_tokenizer.encode(text, add_special_tokens=add_special_tokens)
             return list(encoding.ids)
 
@@ -98,8 +98,12 @@ class Tokenizer:
 
         Raises:
           TypeError: an id is not an integer.
+          ValueError: an id is outside [0, 2**31).
         """
-        return str(self.library_tokenizer.decode(id_list(token_ids)))
+        token_ids = id_list(token_ids)
+        for token_id in token_ids:
+            require(is_token_id(token_id), "token_ids", "be ids, in [0, 2**31)", token_id)
+        return str(self.library_tokenizer.decode(token_ids))
 
     def stream(self, prompt_token_ids: Sequence[int] = ()) -> "TextStream":
         """A decoder of what follows a prompt, as it comes."""
@@ -210,6 +214,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
     Raises:
       ImportError: the `tokenizers` library is not installed.
+      TypeError: `directory` is not a path.
       FileNotFoundError: there is no `tokenizer.json`.
       OSError: something other than a file is in its place, or a file cannot be opened.
       ValueError: a file cannot be parsed, or has an id that is not an integer in [0, 2**31) or that
@@ -223,7 +228,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
       ...     load_tokenizer(directory).encode("yes")
       [1]
     """
-    path = existing(Path(directory) / TOKENIZER_FILE)
+    path = existing(path_of(directory) / TOKENIZER_FILE)
     try:
         import tokenizers
     except ImportError as error:
@@ -232,17 +237,17 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
             "pip install tokenizers, or the extra hf."
         ) from error
     count_token_ids(path)  # the library would not say which id is wrong
-    with _errors_name(path, "is not a tokenizer that can be read"):
+    with _library_errors(path, "is not a tokenizer that can be read"):
         library_tokenizer = tokenizers.Tokenizer.from_file(str(path))
         library_tokenizer.no_truncation()
         library_tokenizer.no_padding()
         library_tokenizer.encode("")  # some errors show only here
-    stop_token_ids = _stop_token_ids(path.parent)
+    stops = stop_token_ids(path.parent)
     if (end := special_tokens(path.parent).get("eos_token")) is not None:
         end_id = library_tokenizer.token_to_id(end)
-        if end_id is not None and end_id not in stop_token_ids:
-            stop_token_ids += (end_id,)
-    return Tokenizer(path, library_tokenizer, stop_token_ids)
+        if end_id is not None and end_id not in stops:
+            stops += (end_id,)
+    return Tokenizer(path, library_tokenizer, stops)
 
 
 def count_token_ids(path: Path) -> int:
@@ -289,7 +294,13 @@ def _vocabulary(model: Any) -> list[tuple[Any, Any]]:
     return []
 
 
-def _stop_token_ids(directory: Path) -> tuple[int, ...]:
+def stop_token_ids(directory: Path) -> tuple[int, ...]:
+    """The `eos_token_id` of a checkpoint, from `generation_config.json` or else `config.json`.
+
+    Raises:
+      OSError: a file cannot be opened.
+      ValueError: a file cannot be parsed, or has something that is no id or list of ids.
+    """
     for path in (directory / GENERATION_FILE, directory / CONFIG_FILE):
         raw = read_json(path, optional=True)
         if (found := raw.get("eos_token_id")) is not None:
@@ -301,7 +312,7 @@ def _stop_token_ids(directory: Path) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def _errors_name(path: Path, what: str) -> Iterator[None]:
+def _library_errors(path: Path, what: str) -> Iterator[None]:
     """What the library raises, in one sentence; its panics are not of type `Exception`.
 
     Raises:
