@@ -147,10 +147,8 @@ def from_nnx(
     """
     graph, params = nnx.split(module)
 
-    def merged(
-        params: Params, token_ids: jax.Array, positions: jax.Array, cache: Cache, mask: jax.Array
-    ) -> tuple[jax.Array, Cache]:
-        return call(nnx.merge(graph, params), token_ids, positions, cache, mask)
+    def merged(params: Params, *inputs: Any) -> tuple[jax.Array, Cache]:
+        return call(nnx.merge(graph, params), *inputs)
 
     return OneIndexModel(vocab_size, merged, new_cache, index), params
 
@@ -166,17 +164,11 @@ def from_tunix(nnx: Any, module: Any) -> tuple[OneIndexModel, Params]:
     Returns:
       The model, and its params: the module's state.
     """
-
-    def call(
-        module: Any, token_ids: jax.Array, positions: jax.Array, cache: Cache, mask: jax.Array
-    ) -> tuple[jax.Array, Cache]:
-        return module(token_ids, positions, cache, mask)
-
     config, init_cache = module.config, module.init_cache
     return from_nnx(
         nnx,
         module,
-        call,
+        lambda module, *inputs: module(*inputs),
         lambda max_length: init_cache(1, max_length, config.dtype),
         vocab_size=config.vocab_size,
         index="end_index",

@@ -258,8 +258,8 @@ MISTAKES = {
         r"features must be \[B, S, A H\] = \[1, 1, 3 H\], but NoFeatures.apply returns",
     ),
     "layers that do not increase": (lambda: apply_layers(2, 0), ValueError, "feature_layers must"),
-    "a layer past the last": (lambda: apply_layers(4), ValueError, "feature_layers must"),
-    "a layer that is no int": (lambda: apply_layers(1.0), TypeError, "feature_layers must"),
+    "a layer past the last": (lambda: apply_layers(4), ValueError, r"feature_layers\[0\] must"),
+    "a layer that is no int": (lambda: apply_layers(1.0), TypeError, r"feature_layers\[0\] must"),
     "a drafter's layers are a list": (
         lambda: generate(drafter=Reads([0, 1])),
         TypeError,

@@ -22,7 +22,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.arrays import Sizes, check_array, checked_dtype, require
+from jax_specdec._src.arrays import (
+    Sizes,
+    check_array,
+    check_increasing,
+    checked_dtype,
+    require,
+)
 from jax_specdec._src.models.layers import (
     Attend,
     cached_attention,
@@ -166,7 +172,8 @@ class Llama:
         batch_size, length = token_ids.shape
         check_cache(self, cache, batch_size, length)
         check_params(self.weight_shapes, params, self.dtype)
-        _check_feature_layers(feature_layers, self.config.num_hidden_layers)
+        if feature_layers:
+            check_increasing("feature_layers", feature_layers, 0, self.config.num_hidden_layers)
         positions = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
         embedded = embed(params["embed_tokens"], token_ids)
         if self.scan_layers:
@@ -318,13 +325,6 @@ def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
     layers = params["layers"]
     size = len(next(iter(layers.values())))
     return {**params, "layers": [{k: x[i] for k, x in layers.items()} for i in range(size)]}
-
-
-def _check_feature_layers(layers: tuple[int, ...], num_layers: int) -> None:
-    are_ints = all(type(layer) is int for layer in layers)
-    require(are_ints, "feature_layers", "be ints", layers, error=TypeError)
-    fits = list(layers) == sorted({*layers} & {*range(num_layers + 1)})
-    require(fits, "feature_layers", f"increase from at least 0 to at most {num_layers}", layers)
 
 
 def check_cache(model: Llama, cache: Any, batch_size: int, length: int) -> None:
