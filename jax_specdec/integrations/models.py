@@ -85,21 +85,14 @@ class OneIndexModel:
         def one(token_ids: jax.Array, start: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
             positions = start + jnp.arange(length, dtype=jnp.int32)
             mask = jnp.arange(max_length, dtype=jnp.int32)[None, :] <= positions[:, None]
-            logits, found = self.call(
-                params, token_ids[None], positions[None], self._at(cache, start), mask[None]
+            cache = jax.tree_util.tree_map_with_path(
+                lambda path, x: jnp.full_like(x, start) if self._is_index(path) else x, cache
             )
+            logits, found = self.call(params, token_ids[None], positions[None], cache, mask[None])
             return logits[0], found
 
         logits, caches = jax.vmap(one)(token_ids, start, caches)
         return logits, (caches, room)
-
-    def _at(self, cache: Cache, start: jax.Array) -> Cache:
-        """The cache of one request, with its index set."""
-
-        def at(path: Any, leaf: jax.Array) -> jax.Array:
-            return jnp.full_like(leaf, start) if self._is_index(path) else leaf
-
-        return jax.tree_util.tree_map_with_path(at, cache)
 
     def _is_index(self, path: Any) -> bool:
         return any(jax.tree_util.keystr((key,), simple=True) == self.index for key in path)

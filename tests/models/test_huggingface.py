@@ -125,10 +125,11 @@ def test_configurations_of_older_writers_are_read(tmp_path: Path) -> None:
         old = {"rope_theta": 10000.0, "rope_scaling": {kind: "llama3", **scaling}}
         edit_json(directory / "config.json", rope_parameters=..., head_dim=..., **old)
         assert sd.load_huggingface(directory).model == load("llama").model
-    # Some hold both, which must not differ.
+    # Some hold both, which must mean the same.
     both = {**scaling, "rope_type": "llama3", "rope_theta": 10000.0}
-    edit_json(directory / "config.json", rope_parameters=both, rope_scaling=scaling)
-    assert sd.load_huggingface(directory).model == load("llama").model
+    for old in ({}, both, {**scaling, "type": "llama3"}):
+        edit_json(directory / "config.json", rope_parameters=both, rope_scaling=old)
+        assert sd.load_huggingface(directory).model == load("llama").model
     edit_json(directory / "config.json", rope_parameters=...)
     # Left out, a value is the default of transformers.
     edit_json(directory / "config.json", rms_norm_eps=..., rope_theta=..., rope_scaling=None)
@@ -281,8 +282,12 @@ MISTAKES = {
         "rope_scaling has type = 'linear', but only 'default' and 'llama3' are supported",
     ),
     "two scalings": (
-        config(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
-        "'rope_type': 'yarn'}, but rope_parameters beside it says something else",
+        config(rope_scaling={"rope_theta": 1e4}),  # no scaling; the other is llama3
+        "has rope_scaling = {'rope_theta': 10000.0}, but rope_parameters beside it says something",
+    ),
+    "two bases": (
+        config(rope_parameters={"rope_theta": 1e6}, rope_scaling={"rope_theta": 1e4}),
+        "has rope_scaling = {'rope_theta': 10000.0}, but rope_parameters beside it says something",
     ),
     "scaling of other layers": (
         config(rope_parameters={"sliding_attention": {"rope_theta": 1e4}}),

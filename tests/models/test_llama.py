@@ -256,6 +256,7 @@ def empty_cache(model: Llama, batch_size: int, max_length: int) -> Any:
         (changed(["norm"], np.zeros(24, jnp.bfloat16)), TypeError, r"params\['norm'\]"),
         (changed(["lm_head"], None), ValueError, r"params\['lm_head'\]"),
         (changed(["lm_head"], 0.5), ValueError, r"params\['lm_head'\] must be an array"),
+        (changed(["lm_head"], "a"), ValueError, r"params\['lm_head'\] must be an array"),
         (changed(["bias"], np.zeros(3, np.float32)), ValueError, r"params\['bias'\]"),
     ],
 )

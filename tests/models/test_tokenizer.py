@@ -50,9 +50,11 @@ def test_a_lone_surrogate_becomes_a_question_mark() -> None:
 
 @pytest.mark.parametrize("token_id", [-1, 2**31])
 def test_what_is_no_id_has_no_text(token_id: int) -> None:
-    for decode in (TOKENIZER.decode, TOKENIZER.stream().decode):
+    stream = TOKENIZER.stream()
+    for decode in (TOKENIZER.decode, stream.decode):
         with pytest.raises(ValueError, match=rf"^token_ids must be ids, in .*{token_id}$"):
             decode([0, token_id])
+    assert stream.decode(TOKENIZER.encode(TEXT), final=True) == TEXT  # nothing was kept
 
 
 def test_the_file_does_not_cut_or_pad_a_text(tmp_path: Path) -> None:

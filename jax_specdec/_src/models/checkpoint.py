@@ -150,8 +150,8 @@ def _load(
     if tokenizer is not None and is_there(tokenizer):
         # A stop token must be drawn, even if only other files know it.
         size = config.vocab_size
-        stops = [token_id for token_id in stop_token_ids(directory) if token_id < size]
-        known = min(max([count_token_ids(tokenizer) - 1, *stops]) + 1, size)
+        ends = [token_id + 1 for token_id in stop_token_ids(directory) if token_id < size]
+        known = min(max([count_token_ids(tokenizer), *ends]), size)
         config = dataclasses.replace(config, num_token_ids=known)
     size = min(config.vocab_size, max_vocab_size or config.vocab_size)
     known = min(config.num_token_ids or size, size)

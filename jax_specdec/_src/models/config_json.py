@@ -114,12 +114,16 @@ def config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
 
 def _read_rope(raw: JsonObject) -> tuple[Any, dict[str, Any] | None]:
     """The base of the wavelengths, and the fields of a `RopeScaling`, not checked."""
-    name, rope, old = "rope_parameters", raw.nested("rope_parameters"), raw.nested("rope_scaling")
-    if rope:
-        same = all(rope.get(key) == value for key, value in old.items())
-        raw.require(same, "rope_scaling", f"but {name} beside it says something else")
-    else:
-        name, rope = "rope_scaling", old
+    names = [name for name in ("rope_parameters", "rope_scaling") if raw.nested(name)]
+    found = [_read_rope_of(raw, name) for name in names or ["rope_scaling"]]
+    # transformers 5 reads rope_scaling alone where both are there.
+    same = found[0] == found[-1]
+    raw.require(same, "rope_scaling", "but rope_parameters beside it says something else")
+    return found[0]
+
+
+def _read_rope_of(raw: JsonObject, name: str) -> tuple[Any, dict[str, Any] | None]:
+    rope = raw.nested(name)
     is_flat = {"rope_type", "type", "rope_theta"} & rope.keys()
     if not is_flat and any(isinstance(value, dict) for value in rope.values()):  # by type of layer
         has_full = rope.get("full_attention") is not None

@@ -176,7 +176,7 @@ def check_params(shapes: Any, params: Any, dtype: Any = None) -> None:
         name, leaf = "params" + jax.tree_util.keystr(path), found.pop(path, None)
         wanted = "int32" if path[-1].key == "target_ids" else dtype
         must = f"be an array {list(shape)}" + (f" of {wanted}" if wanted else "")
-        require(leaf is not None and jnp.shape(leaf) == shape, name, must, leaf)
+        require(getattr(leaf, "shape", None) == shape, name, must, leaf)
         require(wanted is None or leaf.dtype == wanted, name, must, leaf, error=TypeError)
     for path, leaf in found.items():
         name = "params" + jax.tree_util.keystr(path)

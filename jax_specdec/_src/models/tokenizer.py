@@ -182,9 +182,11 @@ class TextStream:
 
         Raises:
           TypeError: an id is not an integer.
+          ValueError: the tokenizer refuses an id, such as one outside [0, 2**31).
         """
-        pieces = []
-        for token_id in id_list(token_ids):
+        token_ids, pieces = id_list(token_ids), []
+        self._decode(token_ids)  # what it refuses is not kept
+        for token_id in token_ids:
             self._token_ids.append(token_id)
             pieces.append(self._advance(hold=True))
         return "".join(pieces) + (self._advance(hold=False) if final else "")
