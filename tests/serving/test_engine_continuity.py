@@ -713,7 +713,7 @@ def fuzz(seed: int, count: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
         everything = serve(count, seed, InsideJax(patched, seed, share=0.05), driver())
     assert_each_is_as_if_alone(*everything[:2], count, seed)
-    interrupts = Interrupts(seed, every=1000)
+    interrupts = Interrupts(seed, every=800)
     interrupted = serve(count, seed, interrupts, driver())
     assert_each_is_as_if_alone(*interrupted[:2], count, seed)
     if not ahead:
