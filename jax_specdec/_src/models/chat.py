@@ -5,11 +5,11 @@ does not bound time or memory, so the sandbox is in a process of its own (`chat_
 a memory limit and is killed when it takes too long. The process is started without a fork, which
 JAX's threads forbid, and without `multiprocessing`, which would import the user's script again.
 
-MiniJinja with fuel, in this process, was tried in its place (minijinja 3.1.0). It renders the
-templates of published families alike, but fuel counts instructions, not work or depth: printing
-a list that holds one list twice, which holds another twice, and so on 40 times, does not end and
-cannot be stopped; and a namespace that holds itself, a list 100,000 deep, or as many `not` in one
-expression overflow the stack, which ends the process with all that it serves.
+MiniJinja with fuel, in this process, was tried in its place (minijinja 3.1.0). It renders templates
+after the structure of published ones alike, save for strings' `%` and some of their methods. But
+fuel bounds neither time nor depth: printing a list that holds a list twice, which holds another
+twice, and so on 40 times, does not end and cannot be stopped; and a namespace that holds itself, or
+100,000 times `not` in one expression, overflows the stack, which ends all that the process serves.
 """
 
 import atexit
