@@ -116,11 +116,12 @@ class ChatTemplate:
         if not marked:
             return
         answer = self._answer([marked.get(i, message) for i, message in enumerate(messages)])
+        if "text" not in answer:  # who refuses another content has looked at it
+            return
+        written = set(re.findall(f"{mark}-([0-9]+)-", answer["text"]))
         for index, message in marked.items():
-            # Who refuses another content has looked at it.
-            is_written = "text" not in answer or f"{mark}-{index}-" in answer["text"]
             name, must = f"messages[{index}]['role']", "be one that the chat template writes out"
-            require(is_written, name, must, message["role"])
+            require(str(index) in written, name, must, message["role"])
 
     def _answer(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What `chat_worker` answers, or why it does not."""
