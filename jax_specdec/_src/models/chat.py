@@ -4,6 +4,12 @@ A template is a Jinja program by the authors of the checkpoint, so it runs in Ji
 does not bound time or memory, so the sandbox is in a process of its own (`chat_worker`), which has
 a memory limit and is killed when it takes too long. The process is started without a fork, which
 JAX's threads forbid, and without `multiprocessing`, which would import the user's script again.
+
+MiniJinja with fuel, in this process, was tried in its place (minijinja 3.1.0). It renders templates
+after the structure of published ones alike, save for strings' `%` and some of their methods. But
+fuel bounds neither time nor depth: printing a list that holds a list twice, which holds another
+twice, and so on 40 times, does not end and cannot be stopped; and a namespace that holds itself, or
+100,000 times `not` in one expression, overflows the stack, which ends all that the process serves.
 """
 
 import atexit
@@ -14,10 +20,12 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +45,9 @@ START_SECONDS = 60.0
 
 MAX_CHARACTERS = 2**20
 """Of a template; published ones have some thousands."""
+
+_USUAL_ROLES = ("system", "user", "assistant")
+"""Roles that templates know; one that leaves out system messages does so by intent."""
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
@@ -58,13 +69,16 @@ class ChatTemplate:
     def apply(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text of a conversation, up to where the model's answer begins.
 
+        A "developer" is the "system" of a template that does not name that role. Errors name no
+        directory, because a server shows them to its clients.
+
         Args:
           messages: each with a "role" and a "content".
 
         Raises:
           TypeError: `messages` is something else.
-          ValueError: the template refuses the messages, cannot be parsed or run, or takes too much
-            time or memory.
+          ValueError: the template refuses the messages or leaves one out, cannot be parsed or run,
+            or takes too much time or memory.
         """
         is_list, must = not isinstance(messages, (str, Mapping)), "be a list such as "
         must += "[{'role': 'user', 'content': 'Hi'}]"
@@ -77,8 +91,46 @@ class ChatTemplate:
                 json.dumps(dict(message))
             except (TypeError, ValueError, RecursionError) as error:
                 refuse(TypeError, name, "hold what JSON can hold", message, reason(error))
+        answer = self._answer(messages)
+        if "text" not in answer:
+            verb = "applied" if answer["is_parsed"] else "parsed"
+            raise ValueError(
+                f"{self.path.name} has a chat template that cannot be {verb}: "
+                f"{reason(answer['reason'])}."
+            )
+        self._check_nothing_is_left_out(messages)
+        return answer["text"]
+
+    def _check_nothing_is_left_out(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Check that the text has every message of an unusual role: many templates skip those.
+
+        Raises:
+          ValueError: it lacks one.
+        """
+        mark = uuid.uuid4().hex
+        marked = {
+            index: {**message, "content": f"{mark}-{index}-{message['content']}-{mark}-{index}-"}
+            for index, message in enumerate(messages)
+            if message["content"] and message["role"] not in _USUAL_ROLES
+        }
+        if not marked:
+            return
+        answer = self._answer([marked.get(i, message) for i, message in enumerate(messages)])
+        if "text" not in answer:  # who refuses another content has looked at it
+            return
+        written = set(re.findall(f"{mark}-([0-9]+)-", answer["text"]))
+        for index, message in marked.items():
+            name, must = f"messages[{index}]['role']", "be one that the chat template writes out"
+            require(str(index) in written, name, must, message["role"])
+
+    def _answer(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What `chat_worker` answers, or why it does not."""
+        known = "developer" if re.search("[\"']developer[\"']", self.source) else "system"
         variables = {
-            "messages": [dict(message) for message in messages],
+            "messages": [
+                {**message, "role": known if message["role"] == "developer" else message["role"]}
+                for message in messages
+            ],
             "tools": None,
             "documents": None,
             "add_generation_prompt": True,
@@ -87,16 +139,12 @@ class ChatTemplate:
         now = datetime.datetime.now().isoformat()
         job = {"source": self.source, "variables": variables, "now": now, "seconds": 2 * SECONDS}
         try:
-            answer = _worker(os.getpid()).answer(job)
-        except (OSError, ValueError) as error:
-            answer = {"reason": str(error), "is_parsed": True}
-        if "text" in answer:
-            return answer["text"]
-        verb = "applied" if answer["is_parsed"] else "parsed"
-        raise ValueError(
-            f"{shown(self.path)} has a chat template that cannot be {verb}: "
-            f"{reason(answer['reason'])}."
-        )
+            return _worker(os.getpid()).answer(job)
+        except OSError as error:
+            what = f"its process cannot be started: {error.strerror}"
+            return {"reason": what, "is_parsed": True}
+        except ValueError as error:
+            return {"reason": str(error), "is_parsed": True}
 
 
 def read_chat_template(directory: Path) -> ChatTemplate:
@@ -121,7 +169,7 @@ def read_chat_template(directory: Path) -> ChatTemplate:
         raw.require(is_text, "chat_template", "which is not text")
     if source is None:
         raise ValueError(
-            f"{shown(directory)} has no chat template, neither {TEMPLATE_FILE} nor one in "
+            f"the checkpoint has no chat template, neither {TEMPLATE_FILE} nor one in "
             f"{TOKENIZER_CONFIG_FILE}; a model that was not trained to chat has none."
         )
     if len(source) > MAX_CHARACTERS:

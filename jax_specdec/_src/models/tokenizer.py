@@ -62,6 +62,9 @@ class Tokenizer:
         process of its own: for at most 5 s, and in at most 512 MiB of memory. Systems that do not
         limit the memory of a process, such as Windows and macOS, bound the time alone.
 
+        A "developer" is the "system" of a template that does not name that role. A message of
+        another role than "system", "user" and "assistant" is refused if the template leaves it out.
+
         Args:
           messages: each with a "role", such as "user", and a "content".
 
@@ -69,8 +72,8 @@ class Tokenizer:
           ImportError: the `jinja2` library is not installed.
           OSError: a file cannot be opened.
           TypeError: `messages` is something else.
-          ValueError: there is no template, it cannot be applied to the messages or takes too much
-            time or memory, or the tokenizer has no ids for the text.
+          ValueError: there is no template, it cannot be applied to the messages, leaves one out or
+            takes too much time or memory, or the tokenizer has no ids for the text.
 
         Example:
           >>> import tempfile, tokenizers
