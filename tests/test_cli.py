@@ -615,19 +615,19 @@ def test_an_interrupt_while_importing_does_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "handler", "is_taken"),
+    ("argv", "handler", "is_taken"),
     [
-        ("/usr/bin/jax-specdec", signal.default_int_handler, True),
-        ("Scripts/jax-specdec.exe", signal.default_int_handler, True),
-        ("/usr/bin/jax-specdec", signal.SIG_IGN, False),
-        ("-m", signal.default_int_handler, False),
-        ("", signal.default_int_handler, False),
+        (["/usr/bin/jax-specdec", "serve"], signal.default_int_handler, True),
+        (["Scripts/jax-specdec.exe"], signal.default_int_handler, True),
+        (["/usr/bin/jax-specdec"], signal.SIG_IGN, False),
+        (["-m"], signal.default_int_handler, False),
+        ([], signal.default_int_handler, False),  # as in a program that embeds Python
     ],
 )
 def test_only_the_installed_script_is_interrupted_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, program: str, handler: Any, is_taken: bool
+    monkeypatch: pytest.MonkeyPatch, argv: list[str], handler: Any, is_taken: bool
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [program])
+    monkeypatch.setattr(sys, "argv", argv)
     before = signal.signal(signal.SIGINT, handler)
     try:
         importlib.reload(interrupt_lib)

@@ -25,5 +25,5 @@ def restore() -> None:
 
 
 _is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # and not ignored
-if _is_default and Path(sys.argv[0]).stem == "jax-specdec":
+if _is_default and [Path(name).stem for name in sys.argv[:1]] == ["jax-specdec"]:
     signal.signal(signal.SIGINT, _end)
