@@ -5,13 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from jax_specdec import __version__
-from jax_specdec._src.cli import terminal
-from jax_specdec._src.cli.cache import keep_compiled_programs
-from jax_specdec._src.cli.options import Options, parse
-from jax_specdec._src.cli.process import run_to_end
-from jax_specdec._src.cli.prompts import InputError, read_prompts
-from jax_specdec._src.cli.show import show_bench, show_json, show_text
+from jax_specdec._src import interrupt
+from jax_specdec._src.cli import missing
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -20,34 +15,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
       arguments: without the program's name; None for ``sys.argv``.
     """
-    terminal.prepare_streams()
-    run_to_end(lambda: _run(arguments))
-
-
-def _run(arguments: Sequence[str] | None) -> None:
-    options = parse(arguments, __version__)
     try:
-        prompts = [] if options.command == "serve" else read_prompts(options)
-        if options.compilation_cache:
-            keep_compiled_programs()
-        if options.command == "serve":
-            _serve(options)
-        elif options.command == "bench":
-            show_bench(options, prompts)
-        else:
-            (show_json if options.json else show_text)(options, prompts)
-    except InputError as error:
-        terminal.log(f"jax-specdec {options.command}: {error}")
-        sys.exit(2)
-
-
-def _serve(options: Options) -> None:
-    try:
-        from jax_specdec._src.cli.serve import serve  # which imports the extra's libraries
+        from jax_specdec._src.cli.command import run
     except ModuleNotFoundError as error:
-        message = f"{error.name} is not installed: it comes with the extra serve"
-        raise InputError(message) from error
-    serve(options)
+        print(f"jax-specdec: {missing(error, 'lm')}", file=sys.stderr)
+        sys.exit(2)
+    interrupt.restore()
+    run(arguments)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The command line, run as a user runs it: mostly in this process, to share what is compiled."""
 
 import dataclasses
+import importlib
 import io
 import json
 import os
@@ -22,6 +23,7 @@ from safetensors.numpy import load_file
 
 import jax_specdec as sd
 from jax_specdec.__main__ import main
+from jax_specdec._src import interrupt as interrupt_lib
 from jax_specdec._src.cli import costs, terminal
 from jax_specdec._src.cli import models as models_lib
 from jax_specdec._src.cli import options as options_lib
@@ -602,13 +604,47 @@ def test_an_interrupt_while_compiling_ends_it_in_one_line() -> None:
     assert "Traceback" not in "".join(lines)
 
 
-def test_an_interrupt_while_importing_does_too() -> None:
-    program = "import jax_specdec_command; jax_specdec_command.main()"
-    command = [sys.executable, "-X", "importtime", "-c", program, "generate", PROMPT]
-    code, out, lines = interrupt(command, "numpy")
+def test_an_interrupt_while_importing_does_too(tmp_path: Path) -> None:
+    script = tmp_path / "jax-specdec"  # as an installer writes it
+    script.write_text("from jax_specdec.__main__ import main\nmain()\n")
+    command = [sys.executable, "-X", "importtime", str(script), "generate", PROMPT]
+    code, out, lines = interrupt(command, "numpy", PYTHONPATH=str(Path(sd.__file__).parents[1]))
     assert (code, out) == (130, "")
     assert lines[-1] == "jax-specdec: interrupted"
     assert [line for line in lines if not line.startswith("import time:")] == lines[-1:]
+
+
+@pytest.mark.parametrize(
+    ("argv", "handler", "is_taken"),
+    [
+        (["/usr/bin/jax-specdec", "serve"], signal.default_int_handler, True),
+        (["Scripts/jax-specdec.exe"], signal.default_int_handler, True),
+        (["/usr/bin/jax-specdec"], signal.SIG_IGN, False),
+        (["-m"], signal.default_int_handler, False),
+        ([], signal.default_int_handler, False),  # as in a program that embeds Python
+    ],
+)
+def test_only_the_installed_script_is_interrupted_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, argv: list[str], handler: Any, is_taken: bool
+) -> None:
+    monkeypatch.setattr(sys, "argv", argv)
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        importlib.reload(interrupt_lib)
+        assert (signal.getsignal(signal.SIGINT) is not handler) == is_taken
+        interrupt_lib.restore()
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_without_a_library_one_line_says_what_to_install() -> None:
+    program = "import sys; sys.modules['rich'] = None; import jax_specdec.__main__ as command; "
+    command = [sys.executable, "-c", program + "command.main()", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert (result.returncode, result.stdout) == (2, "")
+    wanted = "jax-specdec: rich is not installed: it comes with the extra lm, pip install 'jax-"
+    assert result.stderr.startswith(wanted) and result.stderr.count("\n") == 1
 
 
 # Compiled programs

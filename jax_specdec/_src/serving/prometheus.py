@@ -8,40 +8,40 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jax_specdec._src.serving.metrics import AcceptanceStats, Histogram, ServingStats
+from jax_specdec._src.serving.metrics import AcceptanceStats, ServingStats
 
-_PREFIX = "jax_specdec:spec_decode_"
-_COUNTERS = {
-    "num_drafts": "Verifications of a request that were offered at least one draft.",
-    "num_draft_tokens": "Drafts offered.",
-    "num_accepted_tokens": "Drafts accepted.",
-    "num_verifications": "Target passes of a request that emitted tokens, with drafts or without.",
-    "num_tokens": "Tokens of all requests, without those that a stop token or the budget cut off.",
-    "num_fallbacks": "Requests verified one-hot, without a valid draft distribution.",
+_METRICS = {
+    "spec_decode": {
+        "num_drafts": ("counter", "Verifications of a request that had at least one draft."),
+        "num_draft_tokens": ("counter", "Drafts offered."),
+        "num_accepted_tokens": ("counter", "Drafts accepted."),
+        "num_verifications": ("counter", "Target passes of a request that emitted tokens."),
+        "num_tokens": ("counter", "Tokens, without those that a stop token or the budget cut off."),
+        "num_fallbacks": ("counter", "Requests verified one-hot, without a valid distribution."),
+        "num_offered_tokens_per_pos": ("positions", "Verifications offered draft i."),
+        "num_accepted_tokens_per_pos": ("positions", "Those that accepted drafts 0..i."),
+    },
+    "serving": {
+        "num_steps": ("counter", "Steps whose results were read."),
+        "num_busy_slots": ("counter", "Requests that took part in them, summed over steps."),
+        "num_steps_ahead": ("counter", "Steps under way when one was read, summed over steps."),
+        "host_wait_seconds": ("counter", "Time that the host waited for results."),
+        "num_admitted": ("counter", "Requests that have taken part in a step."),
+        "queue_seconds": ("counter", "Time that they had waited, summed over requests."),
+        "num_failed_calls": ("counter", "Calls that failed on the device."),
+        "num_slots": ("gauge", "Requests that a step has room for."),
+        "num_running": ("gauge", "Requests in a slot."),
+        "num_queued": ("gauge", "Requests that wait for a slot."),
+        "time_to_first_token_seconds": ("histogram", "From submit until the first token."),
+        "inter_token_latency_seconds": ("histogram", "Between two tokens of a request."),
+    },
 }
-_COUNTERS_PER_POSITION = {
-    "offered_per_position": ("num_offered_tokens_per_pos", "Verifications offered draft i."),
-    "accepted_per_position": ("num_accepted_tokens_per_pos", "Those that accepted drafts 0..i."),
+"""The kind and the text of each metric, by its name; "positions" is a counter for each position."""
+_FIELDS = {
+    "num_offered_tokens_per_pos": "offered_per_position",
+    "num_accepted_tokens_per_pos": "accepted_per_position",
 }
-_SERVING_PREFIX = "jax_specdec:serving_"
-_SERVING = {
-    "num_steps": "Steps whose results were read.",
-    "num_busy_slots": "Requests that took part in them, summed over steps.",
-    "num_steps_ahead": "Steps under way when one was read, summed over steps.",
-    "host_wait_seconds": "Time that the host waited for results.",
-    "num_admitted": "Requests that have taken part in a step.",
-    "queue_seconds": "Time that they had waited for their first slot, summed over requests.",
-    "num_failed_calls": "Calls that failed on the device.",
-}
-_SERVING_GAUGES = {
-    "num_slots": "S.",
-    "num_running": "Requests in a slot.",
-    "num_queued": "Requests that wait for a slot.",
-}
-_SERVING_HISTOGRAMS = {
-    "time_to_first_token_seconds": "From submit until the host had the first token.",
-    "inter_token_latency_seconds": "Time between two tokens of a request.",
-}
+"""The fields that hold metrics of another name."""
 
 
 class PrometheusExporter:
@@ -132,33 +132,28 @@ class PrometheusExporter:
         return iter(()) if self._published is None else self._families(*self._published)
 
     def _families(self, stats: AcceptanceStats, serving: ServingStats | None) -> Iterator[Any]:
-        from prometheus_client.core import (
-            CounterMetricFamily,
-            GaugeMetricFamily,
-            HistogramMetricFamily,
-        )
-        from prometheus_client.utils import floatToGoString
+        for prefix, of in (("spec_decode", stats), ("serving", serving)):
+            if of is not None:
+                for name, (kind, text) in _METRICS[prefix].items():
+                    value = getattr(of, _FIELDS.get(name, name))
+                    yield self._family(f"jax_specdec:{prefix}_{name}", kind, text, value)
 
-        names, values = list(self._labels), list(self._labels.values())
-        for prefix, cls, of, texts in (
-            (_PREFIX, CounterMetricFamily, stats, _COUNTERS),
-            (_SERVING_PREFIX, CounterMetricFamily, serving, _SERVING),
-            (_SERVING_PREFIX, GaugeMetricFamily, serving, _SERVING_GAUGES),
-        ):
-            for field, text in texts.items() if of is not None else ():
-                family = cls(prefix + field, text, labels=names)
-                family.add_metric(values, getattr(of, field))
-                yield family
-        for field, (name, text) in _COUNTERS_PER_POSITION.items():
-            family = CounterMetricFamily(_PREFIX + name, text, labels=[*names, "position"])
-            for position, count in enumerate(getattr(stats, field)):
+    def _family(self, name: str, kind: str, text: str, value: Any) -> Any:
+        from prometheus_client import core, utils
+
+        labels, values = list(self._labels), list(self._labels.values())
+        family: Any
+        if kind == "positions":
+            family = core.CounterMetricFamily(name, text, labels=[*labels, "position"])
+            for position, count in enumerate(value):
                 family.add_metric([*values, str(position)], count)
-            yield family
-        if serving is not None:
-            for field, text in _SERVING_HISTOGRAMS.items():
-                histogram = HistogramMetricFamily(_SERVING_PREFIX + field, text, labels=names)
-                times: Histogram = getattr(serving, field)
-                bounds = map(floatToGoString, (*times.bounds, math.inf))
-                buckets = zip(bounds, itertools.accumulate(times.counts), strict=True)
-                histogram.add_metric(values, [*buckets], times.total_seconds)
-                yield histogram
+        elif kind == "histogram":
+            family = core.HistogramMetricFamily(name, text, labels=labels)
+            bounds = map(utils.floatToGoString, (*value.bounds, math.inf))
+            buckets = zip(bounds, itertools.accumulate(value.counts), strict=True)
+            family.add_metric(values, [*buckets], value.total_seconds)
+        else:
+            families = {"counter": core.CounterMetricFamily, "gauge": core.GaugeMetricFamily}
+            family = families[kind](name, text, labels=labels)
+            family.add_metric(values, value)
+        return family
