@@ -160,7 +160,7 @@ class Parameters(Object):
     }
 
     model: Any = None  # which the server has checked
-    metadata: Any = None  # of this and the next three nothing depends
+    metadata: Any = None  # this and the next three change nothing
     prompt_cache_key: Any = None
     safety_identifier: Any = None
     user: Any = None
@@ -175,8 +175,8 @@ class Parameters(Object):
         BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
         _stated("a string of 1 to 256 characters, or a list of at most 16 of these"),
     ] = []
-    max_completion_tokens: int | None = Field(None, ge=1)
-    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
     response_format: ResponseFormat = ResponseFormat(type="text")
     temperature: float = 1.0
     min_p: float = 0.0
@@ -315,5 +315,7 @@ def _refusal(error: pydantic.ValidationError) -> ApiError:
     if kind == "value_error":  # a rule, or a sentence of `RequestOptions`
         sentence = str(context["error"])
         return ApiError(sentence if sentence.startswith(name) else f"{name} {sentence}", name)
-    rule = "must be there" if kind == "missing" else f"must{first['msg'].partition(' should')[2]}"
-    return ApiError(f"{name} {rule}, but it is {described(first['input'])}", name)
+    if kind == "missing":
+        return ApiError(f"{name} is required", name)
+    rule = first["msg"].partition(" should ")[2].replace(" after validation", "")
+    return ApiError(f"{name} must {rule}, but it is {described(first['input'])}", name)
