@@ -34,7 +34,8 @@ class Parameter(NamedTuple):
     words: str
 
 
-_FINITE = Range(-math.inf, math.inf, "()")
+# No logit overflows by them, whatever occurs how often.
+_ADDED, _FACTOR = Range(-1e20, 1e20), Range(1e-6, 10**6)
 _F32, _I32 = np.float32, np.int32
 
 TEMPERATURE = Parameter(
@@ -53,16 +54,16 @@ SAMPLING_PARAMETERS = (TEMPERATURE, *FILTERS)
 """The fields of `SamplingParams`."""
 PENALTIES = (
     Parameter(
-        "frequency_penalty", _F32, 0.0, _FINITE, "subtracted for each occurrence in the output"
+        "frequency_penalty", _F32, 0.0, _ADDED, "subtracted for each occurrence in the output"
     ),
     Parameter(
-        "presence_penalty", _F32, 0.0, _FINITE, "subtracted from tokens that are in the output"
+        "presence_penalty", _F32, 0.0, _ADDED, "subtracted from tokens that are in the output"
     ),
     Parameter(
         "repetition_penalty",
         _F32,
         1.0,
-        Range(0, math.inf, "()"),
+        _FACTOR,
         "divides positive logits of tokens that have occurred, multiplies negative ones",
     ),
 )

@@ -346,12 +346,12 @@ REFUSED: list[tuple[type[Exception], str, Any]] = [
     *((TypeError, "temperature", value) for value in (None, "hot")),
     *((ValueError, "min_p", value) for value in (-0.1, 1.1, NAN)),
     (TypeError, "min_p", "low"),
-    *((ValueError, "top_p", value) for value in (0.0, 1.5)),
+    *((ValueError, "top_p", value) for value in (0.0, 1.5, 1e-45, 1e-38)),
     (ValueError, "top_k", -1),
     (TypeError, "top_k", 0.5),
-    (ValueError, "frequency_penalty", INF),
-    (ValueError, "presence_penalty", 1e39),
-    (ValueError, "repetition_penalty", 0.0),
+    *((ValueError, "frequency_penalty", value) for value in (INF, 3e38, -3e38)),
+    *((ValueError, "presence_penalty", value) for value in (1e39, -3e38)),
+    *((ValueError, "repetition_penalty", value) for value in (0.0, 1e-45, 1e-38, 1e-7, 3e38)),
     (TypeError, "repetition_penalty", None),
     (ValueError, "max_new_tokens", -1),
     (TypeError, "max_new_tokens", 2.5),
@@ -363,9 +363,9 @@ REFUSED: list[tuple[type[Exception], str, Any]] = [
     (TypeError, "stop_token_ids", [2.5]),
     *((ValueError, "allowed_token_ids", value) for value in ((), [-1])),
     (TypeError, "allowed_token_ids", "ab"),
-    *((ValueError, "logit_bias", {3: value}) for value in (NAN, 1e39)),
+    *((ValueError, "logit_bias", {3: value}) for value in (NAN, 1e39, 3e38, -1e39)),
     (TypeError, "logit_bias", {3: "much"}),
-    *((TypeError, "logit_bias", value) for value in ({"the": 1.0}, {"+5": 1.0}, [1.0])),
+    *((TypeError, "logit_bias", value) for value in ({"the": 1}, {"+5": 1}, {"9" * 5000: 1}, [1])),
     *((ValueError, "logit_bias", value) for value in ({-1: 1.0}, {"5": 1.0, 5: 2.0})),
     (ValueError, "bad_words", [[1], []]),
     *((TypeError, "bad_words", value) for value in (["the"], "the", [3, 4], 3)),
@@ -376,6 +376,40 @@ REFUSED: list[tuple[type[Exception], str, Any]] = [
 def test_a_field_out_of_range_is_refused(error: type[Exception], name: str, value: Any) -> None:
     with pytest.raises(error, match=f"^{name}"):
         sd.RequestOptions(**{name: value})
+
+
+def test_extremes_that_are_taken_are_served() -> None:
+    """At their ends, together, and where float32 is 0."""
+    tiny_top_p, least = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).min)
+    given: list[dict[str, Any]] = [
+        {
+            "repetition_penalty": factor,
+            "frequency_penalty": added,
+            "presence_penalty": added,
+            "logit_bias": {1: bias, 2: least},
+            "top_p": tiny_top_p,
+            "temperature": temperature,
+        }
+        for factor in (1e-6, 1e6)
+        for added in (-1e20, 1e20)
+        for bias in (-1e20, 1e20)
+        for temperature in (0.0, 1e-45, 1e-38, 1.0, 3e38)
+    ]
+    options = [sd.RequestOptions(max_new_tokens=NUM_TOKENS, **fields) for fields in given]
+    output = sd.generate(
+        tiny.Trigram(VOCAB),
+        jnp.asarray(TARGET),
+        [PROMPT] * len(options),
+        drafter=LOOKUP[0],
+        config=CONFIG,
+        options=options,
+    )
+    assert not np.any(output.status)
+    assert [len(one) for one in output.completions] == [NUM_TOKENS] * len(options)
+    zeros = {"temperature": 1e-45, "min_p": 1e-40, "presence_penalty": -1e-45}
+    assert sd.RequestOptions(**zeros) == sd.RequestOptions()
+    with pytest.raises(ValueError, match="top_p .* 1e-45: devices take it for 0$"):
+        sd.RequestOptions(top_p=1e-45)
 
 
 @pytest.mark.parametrize(

@@ -311,6 +311,23 @@ def test_sampling_parameters_narrow_the_choice_to_the_greedy_token(running: Runn
     assert greedy(running, temperature=1.0, top_p=1e-6).choices[0].text == TEXT
 
 
+def test_an_answer_may_be_sent_back(running: Running) -> None:
+    first = {"role": "user", "content": "Hi"}
+    message = chat(running, messages=[first]).choices[0].message
+    content = message.content
+    truth = chat(running, messages=[first, {"role": "assistant", "content": content}, first])
+    forms = [message, message.model_dump(), message.model_dump(exclude_unset=True)]
+    for form in [*forms, {**forms[1], "annotations": [], "tool_calls": [], "refusal": ""}]:
+        answer = chat(running, messages=[first, form, first])
+        assert answer.usage == truth.usage
+        assert answer.choices[0].message == truth.choices[0].message
+
+
+def test_a_stream_names_its_charset(running: Running) -> None:
+    status, headers, _ = raw(running.port, request_bytes(stream=True, max_tokens=1, close=True))
+    assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+
+
 # Stop strings
 
 
@@ -541,7 +558,15 @@ WRONG: dict[str, tuple[dict[str, Any], str | None]] = {
     "true logprobs": ({"logprobs": True}, "logprobs"),
     "echo": ({"echo": True}, "echo"),
     "best_of": ({"best_of": 2}, "best_of"),
-    "format": ({"response_format": {"type": "xml"}}, "response_format"),
+    "format": ({"response_format": {"type": "xml"}}, "response_format.type"),
+    "schema elsewhere": (
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        "response_format.schema",
+    ),
+    "schema of no use": ({"response_format": {**FORMAT, "type": "json_object"}}, "response_format"),
+    "tiny top_p": ({"top_p": 1e-45}, "top_p"),
+    "tiny penalty": ({"repetition_penalty": 1e-38}, "repetition_penalty"),
+    "huge penalty": ({"frequency_penalty": -3e38}, "frequency_penalty"),
     "no schema": (
         {"response_format": {"type": "json_schema", "json_schema": {}}},
         "response_format.json_schema.schema",
@@ -554,10 +579,11 @@ USER = {"role": "user", "content": "x"}
 WRONG_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": "x"}, "messages"),
-    ({"messages": [{"content": "x"}]}, "messages[0]"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [USER, {**USER, "role": "tool"}]}, "messages[1].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{**USER, "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-    ({"messages": [{**USER, "tool_calls": []}]}, "messages[0].tool_calls"),
+    ({"messages": [{**USER, "tool_calls": [{}]}]}, "messages[0].tool_calls"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": TOP + 1}, "top_logprobs"),
     ({"tools": [{}]}, "tools"),
@@ -594,14 +620,65 @@ def test_a_wrong_conversation_is_named(running: Running, changes: Any, param: st
         b"null",
         b"\xff\xfe",
         b'{"prompt": NaN}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "\\udc00": 1}',
         b"[" * 200_000,
         b'{"n": ' + b"9" * 5000 + b"}",
     ],
-    ids=["nothing", "half", "list", "null", "no text", "NaN", "deep", "digits"],
+    ids=[
+        "nothing",
+        "half",
+        "list",
+        "null",
+        "no text",
+        "NaN",
+        "half a pair",
+        "half a name",
+        "deep",
+        "digits",
+    ],
 )
 def test_a_body_that_is_no_json_object_is_refused(running: Running, body: bytes) -> None:
     status, _, error = post(running.port, body)
     assert status == 400 and error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", ": roles must alternate."),
+        ("{{ messages[0].content.nothing.at_all }}", "has a chat template that cannot be applied"),
+        ("{% for %}", "has a chat template that cannot be parsed"),
+        (None, "this model has no chat template, neither "),
+    ],
+)
+def test_a_refusal_names_no_path(
+    running: Running, site: Site, template: str | None, message: str
+) -> None:
+    directory = site.tokenizer.path.parent
+    file = directory / "chat_template.jinja"
+    try:
+        file.unlink() if template is None else file.write_text(template)
+        body = json.dumps({"messages": [USER]}).encode()
+        status, _, error = post(running.port, body, "/v1/chat/completions")
+    finally:
+        file.write_text(TEMPLATE)
+    assert (status, error["param"]) == (400, "messages")
+    assert message in error["message"] and str(directory) not in error["message"]
+
+
+def test_a_file_that_is_gone_is_the_servers_mistake(running: Running, site: Site) -> None:
+    file = site.tokenizer.path.with_name("chat_template.jinja")
+    try:
+        file.unlink()
+        file.mkdir()
+        body = json.dumps({"messages": [USER]}).encode()
+        status, _, error = post(running.port, body, "/v1/chat/completions")
+    finally:
+        file.rmdir()
+        file.write_text(TEMPLATE)
+    assert (status, error["message"]) == (500, "the server has an error")
+    assert str(file) in "".join(running.lines)
 
 
 def test_who_may_not_ask_is_refused_before_anything_is_read(running: Running) -> None:
@@ -724,9 +801,10 @@ def test_two_hundred_clients_get_their_texts_or_leave_nothing(
     assert stats.num_running == stats.num_queued == stats.num_failed_calls == 0
 
 
-def request_bytes(**asked: Any) -> bytes:
+def request_bytes(close: bool = False, **asked: Any) -> bytes:
     body = json.dumps({"prompt": PROMPT, "temperature": 0, **asked}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += "Connection: close\r\n" * close
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 

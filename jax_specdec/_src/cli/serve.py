@@ -16,7 +16,7 @@ from jax_specdec._src.cli.models import Models, load_models
 from jax_specdec._src.cli.options import API_KEY_VARIABLE, SERVED_LENGTH, Options
 from jax_specdec._src.cli.prompts import InputError
 from jax_specdec._src.cli.server.app import Server
-from jax_specdec._src.cli.server.limits import Limits
+from jax_specdec._src.cli.server.request import MAX_BIASES
 from jax_specdec._src.models.fields import shown
 
 
@@ -75,7 +75,7 @@ def make_driver(options: Options, models: Models) -> sd.serving.GrammarDriver:
         max_length=length,
         prefill_sizes=(64, 256) if length > 256 else None,
         request_options=True,
-        option_sizes=sd.serving.OptionSizes(logit_bias=Limits.logit_bias),
+        option_sizes=sd.serving.OptionSizes(logit_bias=MAX_BIASES),
         max_stop_tokens=max(8, len(models.stop_token_ids)),
         logprobs=logprobs,
     )

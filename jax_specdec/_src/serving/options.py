@@ -12,7 +12,15 @@ from typing import Any, TypedDict, get_args
 import jax
 import numpy as np
 
-from jax_specdec._src.arrays import check_choice, check_int, check_type, pytree, refuse, require
+from jax_specdec._src.arrays import (
+    Range,
+    check_choice,
+    check_int,
+    check_type,
+    pytree,
+    refuse,
+    require,
+)
 from jax_specdec._src.config import did_you_mean
 from jax_specdec._src.logprobs import Distribution
 from jax_specdec._src.process_logits import LogitsProcessors
@@ -44,13 +52,15 @@ class RequestOptions:
       min_p: in [0, 1]; leaves out tokens less likely than `min_p` times the likeliest one.
       top_k: only the k likeliest tokens; 0 for all.
       top_p: in (0, 1]; only the likeliest tokens that together have this probability.
-      frequency_penalty: subtracted from a token's logit for every occurrence in the output.
-      presence_penalty: subtracted from the logit of a token that occurs in the output.
-      repetition_penalty: positive. Of tokens that occur in the prompt or the output, positive
+      frequency_penalty: in [-1e20, 1e20]; subtracted from a token's logit for every occurrence in
+        the output.
+      presence_penalty: in [-1e20, 1e20]; subtracted from the logit of a token that occurs in the
+        output.
+      repetition_penalty: in [1e-6, 1e6]. Of tokens that occur in the prompt or the output, positive
         logits are divided by it and all others are multiplied by it.
       allowed_token_ids: the only tokens that may be emitted; None for all.
-      logit_bias: added to the logits of a few tokens, before penalties; None for none. Its keys
-        may be strings of digits, as in JSON.
+      logit_bias: at most 1e20 each; added to the logits of a few tokens, before penalties; None for
+        none. Its keys may be strings of digits, as in JSON.
       bad_words: sequences of token ids that must not occur. The last token of a sequence is
         forbidden where the text so far, prompt included, ends with its other tokens. None for
         none.
@@ -87,8 +97,10 @@ class RequestOptions:
         for one in NUMBERS:
             value = getattr(self, one.name)
             if one.dtype is np.float32:
-                require(one.range.holds(_float32(one.name, value)), one.name, one.range.must, value)
-                checked[one.name] = float(value)
+                number = _float32(one.name, value)
+                hint = "devices take it for 0" if number == 0 != value else None
+                require(one.range.holds(number), one.name, one.range.must, value, hint)
+                checked[one.name] = float(value) if number else 0.0
             else:
                 checked[one.name] = _integer(one.name, value, 2**31 - 1)
         if self.seed is not None:
@@ -133,6 +145,8 @@ class RequestOptions:
         }
 
 
+_BIAS = Range(-math.inf, 1e20, "(]")
+"""No logit overflows by it; a large negative one forbids its token."""
 _SERVED_BY_EVERY_ENGINE = ("temperature", "max_new_tokens", "stop_token_ids", "seed")
 _FILTERS = {one.name for one in FILTERS}
 """They leave tokens out when sampling; all other options that are not neutral change logits."""
@@ -345,8 +359,8 @@ class BatchOptions:
         return dataclasses.replace(self, sampling=sampling, changes_rows=None, processors=None)
 
 
-def _float32(name: str, value: Any) -> float:
-    """A number, rounded to float32.
+def _float32(name: str, value: Any) -> np.float32:
+    """A number in float32; the least numbers are 0, as on devices.
 
     Raises:
       TypeError: it is not one number.
@@ -356,12 +370,12 @@ def _float32(name: str, value: Any) -> float:
     if not isinstance(value, (str, bool, np.bool_)):  # which `float` would take
         with contextlib.suppress(TypeError, ValueError), np.errstate(over="ignore"):
             try:
-                number = float(np.float32(float(value)))
+                number = np.float32(float(value))
             except OverflowError:  # an integer beyond float64
-                number = -math.inf if value < 0 else math.inf
+                number = np.float32(-math.inf if value < 0 else math.inf)
     if number is None:
         refuse(TypeError, name, "be a number", value)
-    return number
+    return np.float32(0) if abs(number) < np.finfo(np.float32).tiny else number
 
 
 def _integer(name: str, value: Any, most: int) -> int:
@@ -389,7 +403,7 @@ def _bias(logit_bias: Any) -> dict[int, float] | None:
 
     Raises:
       TypeError: not a mapping of integers to numbers.
-      ValueError: a negative id, one twice, or a number that is not finite.
+      ValueError: a negative id, one twice, or a number that is out of range.
     """
     if logit_bias is None:
         return None
@@ -397,13 +411,17 @@ def _bias(logit_bias: Any) -> dict[int, float] | None:
     require(is_mapping, "logit_bias", must, logit_bias, error=TypeError)
     if not logit_bias:
         return None
-    keys = [int(key) if isinstance(key, str) and key.isdecimal() else key for key in logit_bias]
+    keys = [
+        int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= 10 else key
+        for key in logit_bias
+    ]
     ids = inputs.token_list("logit_bias", keys, 2**31)
     require(len(set(ids)) == len(ids), "logit_bias", "name a token once", logit_bias)
     found = {}
     for token, value in zip(ids, logit_bias.values(), strict=True):
-        found[token] = _float32(f"logit_bias[{token}]", value)
-        require(math.isfinite(found[token]), f"logit_bias[{token}]", "be finite", value)
+        number = _float32(f"logit_bias[{token}]", value)
+        require(_BIAS.holds(number), f"logit_bias[{token}]", _BIAS.must, value)
+        found[token] = float(number)
     return found
 
 

@@ -8,8 +8,8 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 
-from starlette.responses import JSONResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
 import jax_specdec as sd
 from jax_specdec._src.cli.server.limits import ApiError, Json
@@ -190,36 +190,46 @@ class Answer:
         answer = {**self._head, "choices": choices, "usage": self._usage}
         await JSONResponse(answer)(scope, receive, send)
 
-    async def _stream(self, send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async def _events(self) -> AsyncIterator[bytes]:
         usage: Json = {"usage": None} if self._asked.has_usage else {}
         try:
             if self._asked.is_chat:
                 for index in range(len(self._texts)):
                     delta = {"delta": {"role": "assistant", "content": ""}}
                     choice = self._choice(index, Piece("", [], None), delta)
-                    await self._send(send, {**self._head, "choices": [choice], **usage})
+                    yield _event({**self._head, "choices": [choice], **usage})
             async for index, piece in self._pieces():
                 if piece.text or piece.tokens or piece.finish_reason:
                     content: Json = {"text": piece.text}
                     if self._asked.is_chat:
                         content = {"delta": {"content": piece.text} if piece.text else {}}
                     choice = self._choice(index, piece, content)
-                    await self._send(send, {**self._head, "choices": [choice], **usage})
+                    yield _event({**self._head, "choices": [choice], **usage})
             if self._asked.has_usage:
-                await self._send(send, {**self._head, "choices": [], "usage": self._usage})
-            await self._send(send, None)
+                yield _event({**self._head, "choices": [], "usage": self._usage})
+            yield b"data: [DONE]\n\n"
         except ApiError as error:
-            await self._send(send, error.content)
-        await send({"type": "http.response.body", "body": b""})
+            yield _event(error.content)
 
-    async def _send(self, send: Send, event: Json | None) -> None:
-        text = "[DONE]" if event is None else json.dumps(event, ensure_ascii=False)
-        body = f"data: {text}\n\n".encode("utf-8", "replace")
-        self._channel.is_sending = True
-        await send({"type": "http.response.body", "body": body, "more_body": True})
-        self._channel.is_sending = False
+    async def _stream(self, send: Send) -> None:
+        async def send_and_note(message: Message) -> None:
+            self._channel.is_sending = True
+            await send(message)
+            self._channel.is_sending = False
+
+        response = StreamingResponse(
+            self._events(), headers={"cache-control": "no-cache"}, media_type="text/event-stream"
+        )
+        await response.stream_response(send_and_note)
+
+
+def _event(content: Json) -> bytes:
+    """An event; clients that split at every line end of Unicode find none inside it."""
+    text = json.dumps(content, ensure_ascii=False).translate(_LINE_ENDS)
+    return f"data: {text}\n\n".encode("utf-8", "replace")
+
+
+_LINE_ENDS = {ord(x): f"\\u{ord(x):04x}" for x in "\u0085\u2028\u2029"}
 
 
 async def _left(receive: Receive) -> None:

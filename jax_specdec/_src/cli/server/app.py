@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
-import json
 import socket
 import time
 import traceback
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import prometheus_client
+import pydantic_core
 import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -111,9 +111,7 @@ class Server:
         name = values.get("model")
         if name is not None and name != self.model_name:
             self._refuse_model(name)
-        asked = await read_request(
-            values, "chat" in request.url.path, self._engine, self.words, self.limits
-        )
+        asked = await read_request(values, "chat" in request.url.path, self._engine, self.words)
         channel = Channel(self.limits.unsent_updates * len(asked.choices))
         try:
             await self.worker.submit(channel, asked.choices)
@@ -135,9 +133,9 @@ class Server:
                 message = f"the body must have at most {self.limits.body_bytes} bytes"
                 raise ApiError(message, status=413, headers=CLOSE)
         try:
-            values = json.loads(body, parse_constant=_no_constant)
-        except (ValueError, RecursionError) as error:
-            raise ApiError(f"the body must be JSON: {str(error):.200}") from error
+            values = pydantic_core.from_json(body, allow_inf_nan=False)
+        except ValueError as error:
+            raise ApiError(f"the body must be JSON, without lone surrogates: {error}") from error
         if not isinstance(values, dict):
             raise ApiError("the body must be a JSON object")
         return values
@@ -247,10 +245,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(name.strip("[]")).is_loopback
     except ValueError:
         return False
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _http_error(request: Request, error: Exception) -> Response:

@@ -20,10 +20,6 @@ class Limits:
     request_seconds: float = 30.0  # for all of a request to arrive
     send_seconds: float = 60.0  # for what was sent to be read
     body_bytes: int = 2**20
-    choices: int = 16  # prompts of a request times n
-    stops: int = 16
-    stop_characters: int = 256
-    logit_bias: int = 300
     schema_bytes: int = 2**16
     schema_seconds: float = 5.0
     unsent_updates: int = 256  # of a request, while its client does not read
@@ -42,8 +38,9 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.param, self.status, self.code, self.headers = param, status, code, headers
+        super().__init__(_encodable(message))
+        self.param = None if param is None else _encodable(param)
+        self.status, self.code, self.headers = status, code, headers
 
     @property
     def content(self) -> Json:
@@ -62,6 +59,11 @@ class ApiError(Exception):
     def response(self) -> JSONResponse:
         """The whole answer."""
         return JSONResponse(self.content, self.status, self.headers)
+
+
+def _encodable(text: str) -> str:
+    """A text without lone surrogates, which UTF-8 does not hold."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 BUSY = {"Retry-After": "1"}

@@ -12,6 +12,7 @@ from typing import Any
 import jax_specdec as sd
 from jax_specdec._src.cli.models import Models
 from jax_specdec._src.cli.server.limits import ApiError, Json, Limits
+from jax_specdec._src.models.fields import shown
 
 
 class Vocabulary:
@@ -50,6 +51,15 @@ class Vocabulary:
         if self._tokenizer is None:
             raise ValueError("this model has no chat template: use /v1/completions")
         return self._tokenizer.encode_chat(messages)
+
+    def without_path(self, message: str) -> str:
+        """A message for clients: a file of the model by its name, not by its path."""
+        directory = None if self._tokenizer is None else self._tokenizer.path.parent
+        for path in [] if directory is None else [*directory.iterdir(), directory]:
+            if message.startswith(f"{shown(path)} "):
+                name = "this model" if path == directory else path.name
+                return name + message.removeprefix(shown(path))
+        return message
 
     def _token(self, token_id: int) -> tuple[str, list[int] | None]:
         """The text of one token, and its bytes if they are known."""

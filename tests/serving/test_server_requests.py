@@ -1,0 +1,241 @@
+"""Parameters of the server's requests: what is taken, what is refused, and under which name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+import jax_specdec as sd
+from jax_specdec._src.cli.server.answer import _event
+from jax_specdec._src.cli.server.limits import ApiError
+from jax_specdec._src.cli.server.request import OPTIONS, Asked, Parameters, read_request
+from jax_specdec._src.sampling import NUMBERS
+
+pytestmark = pytest.mark.newest
+
+USER = {"role": "user", "content": "x"}
+ENGINE: Any = SimpleNamespace(max_length=64, logprobs=sd.LogprobsConfig(3))
+
+
+class Words:
+    """A vocabulary for which every text is one token."""
+
+    stop_token_ids = (0,)
+
+    def __init__(self) -> None:
+        self.prompts: list[Any] = []
+
+    def encode(self, prompt: Any) -> list[int]:
+        self.prompts.append(prompt)
+        return [1]
+
+    encode_chat = encode
+
+    def stream(self, prompt: list[int]) -> None:
+        return None
+
+    async def matchers(self, schema: Any, count: int) -> list[Any]:
+        return [schema] * count
+
+    def without_path(self, message: str) -> str:
+        return message
+
+
+def read(is_chat: bool = False, **asked: Any) -> tuple[Asked, list[Any]]:
+    """A request as it was checked, and its prompts."""
+    words: Any = Words()
+    given = {"messages": [USER]} if is_chat else {"prompt": "x"}
+    return asyncio.run(read_request({**given, **asked}, is_chat, ENGINE, words)), words.prompts
+
+
+def refused(is_chat: bool = False, **asked: Any) -> ApiError:
+    with pytest.raises(ApiError) as error:
+        read(is_chat, **asked)
+    assert error.value.status == 400
+    return error.value
+
+
+WITHOUT_EFFECT: list[tuple[str, Any, Any]] = [  # a value that changes nothing, and one that would
+    ("best_of", 1, 2),
+    ("echo", False, True),
+    ("function_call", "none", {"name": "f"}),
+    ("functions", [], [{}]),
+    ("ignore_eos", False, True),
+    ("include_stop_str_in_output", False, True),
+    ("modalities", ["text"], ["text", "audio"]),
+    ("parallel_tool_calls", True, "x"),
+    ("service_tier", "auto", "flex"),
+    ("skip_special_tokens", True, False),
+    ("store", False, True),
+    ("suffix", "", "x"),
+    ("tool_choice", "none", "required"),
+    ("tools", [], [{}]),
+    ("verbosity", "medium", "low"),
+    ("stream_options", {"include_usage": False}, {"include_usage": True}),
+    ("stop", [], [""]),
+    ("logit_bias", {}, {"1": 101}),
+    ("response_format", {"type": "text"}, {"type": "grammar"}),
+]
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize(("name", "neutral", "other"), WITHOUT_EFFECT)
+def test_a_value_without_effect_is_taken_and_others_are_refused(
+    is_chat: bool, name: str, neutral: Any, other: Any
+) -> None:
+    truth = read(is_chat, seed=1)
+    assert read(is_chat, seed=1, **{name: neutral}) == truth
+    assert read(is_chat, seed=1, **{name: None}) == truth
+    error = refused(is_chat, **{name: other})
+    assert str(error.param).startswith(name) and str(error).startswith(name)
+
+
+def test_what_nothing_depends_on_may_be_anything() -> None:
+    names = ("metadata", "prompt_cache_key", "safety_identifier", "user")
+    assert read(seed=1, **dict.fromkeys(names, {"a": [1]})) == read(seed=1)
+    assert read(True, seed=1, logprobs=False, top_logprobs=0) == read(True, seed=1)
+
+
+NAMED: list[tuple[dict[str, Any], str, str]] = [
+    ({"n": "2"}, "n", "n must be a valid integer, but it is '2'"),
+    ({"n": 17}, "n", "n must be less than or equal to 16, but it is 17"),
+    ({"temperature": True}, "temperature", "temperature must be a valid number, but it is True"),
+    ({"top_p": 2}, "top_p", "top_p must be in (0, 1], but it is 2.0"),
+    ({"x\ny": 1}, "x\ny", "unknown parameter: 'x\\ny'"),
+    ({"x" * 500: 1}, "x" * 100, f"unknown parameter: '{'x' * 100}'"),
+    ({"echo": True}, "echo", "echo is supported as false only"),
+    ({"service_tier": 1}, "service_tier", 'service_tier is supported as "auto" or "default" only'),
+    ({"stop": ""}, "stop", "stop must be a string of 1 to 256 characters, or a list of at most "),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias must be a list of ints, but "),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}},
+        "response_format.json_schema.x",
+        "unknown parameter: 'response_format.json_schema.x'",
+    ),
+    (
+        {"response_format": {"type": "json_schema"}},
+        "response_format",
+        "response_format must have a json_schema exactly if that is its type",
+    ),
+    ({"response_format": 3}, "response_format", "response_format must be an object"),
+    ({"messages": None}, "messages", "messages is required"),
+    ({"messages": []}, "messages", "messages must have at least 1 item, not 0, but it is []"),
+    ({"messages": [USER, 3]}, "messages[1]", "messages[1] must be an object"),
+    (
+        {"messages": [USER, {**USER, "role": "function"}]},
+        "messages[1].role",
+        "messages[1].role must be 'developer', 'system', 'user' or 'assistant', but it is "
+        "'function'",
+    ),
+    ({"messages": [{**USER, "x": 1}]}, "messages[0].x", "unknown parameter: 'messages[0].x'"),
+    (
+        {"messages": [{**USER, "content": [{"type": "text", "text": "x", "y": 1}]}]},
+        "messages[0].content",
+        "messages[0].content must be a string, or a list of parts of type text, each with a text",
+    ),
+    ({"messages": [{**USER, "audio": {"id": "x"}}]}, "messages[0].audio", "unknown parameter: "),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options.include_usage"),
+    ({"top_logprobs": 1}, "top_logprobs", "top_logprobs needs logprobs"),
+]
+
+
+@pytest.mark.parametrize(("asked", "param", "message"), NAMED)
+def test_a_refusal_is_a_sentence_with_the_name(
+    asked: dict[str, Any], param: str, message: str
+) -> None:
+    error = refused(True, **asked)
+    assert error.param == param and str(error).startswith(message)
+
+
+def test_a_conversation_keeps_roles_names_and_texts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    nothing = {"refusal": None, "annotations": [], "tool_calls": [], "function_call": None}
+    messages = [
+        {"role": "developer", "content": "d", "name": None},
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": parts, "name": "n"},
+        {"role": "assistant", "content": "", "audio": None, **nothing},
+    ]
+    _, (prompt,) = read(True, messages=messages)
+    assert prompt == [
+        {"role": "developer", "content": "d"},
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "ab", "name": "n"},
+        {"role": "assistant", "content": ""},
+    ]
+
+
+def test_a_schema_is_followed_or_there_is_none() -> None:
+    schema = {"type": "integer"}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "strict": None, "schema": schema}}
+    for given, truth in ((form, schema), ({"type": "json_object"}, {"type": "object"})):
+        (choice,) = read(response_format=given)[0].choices
+        assert choice["matcher"] == truth
+    assert "matcher" not in read(response_format={"type": "text"})[0].choices[0]
+
+
+def test_every_option_of_one_number_can_be_asked_for() -> None:
+    defaults = {one.name: Parameters.model_fields[one.name].default for one in NUMBERS}
+    assert defaults == {one.name: one.neutral for one in NUMBERS}
+    assert set(OPTIONS) == {*defaults, "logit_bias"}
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+NUMBERS_OF_JSON = st.integers() | st.floats(allow_nan=False) | st.sampled_from([1e-45, 10**400])
+JSON = st.recursive(
+    st.none() | st.booleans() | NUMBERS_OF_JSON | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = st.sampled_from([*Parameters.model_fields, *Parameters.neutral, "logprobs", "top_logprobs"])
+
+
+@hypothesis.given(
+    asked=st.dictionaries(NAMES | TEXTS, JSON, max_size=3),
+    message=st.dictionaries(st.sampled_from(["role", "content", "name", "x"]), JSON),
+    is_chat=st.booleans(),
+)
+def test_any_json_is_taken_or_refused_in_a_sentence(
+    asked: dict[str, Any], message: dict[str, Any], is_chat: bool
+) -> None:
+    if is_chat:
+        asked = {"messages": [USER, {**USER, **message}], **asked}
+    try:
+        read(is_chat, **{name: value for name, value in asked.items() if name != "is_chat"})
+    except ApiError as error:
+        assert error.status == 400 and error.param is not None and len(str(error)) < 500
+        assert error.response.body
+
+
+def test_many_mistakes_are_one_sentence() -> None:
+    many: dict[str, Any] = {f"a{i}": 1 for i in range(10**4)}
+    assert len(str(refused(**many))) < 500
+    for name, value in (
+        ("prompt", [{}] * 10**4),
+        ("prompt", [[{}] * 10**4]),
+        ("stop", [1] * 10**4),
+        ("logit_bias", many),
+    ):
+        assert refused(**{name: value}).param == name
+    for messages in ([1] * 10**4, [{**USER, "content": [1] * 10**4}]):
+        assert str(refused(True, messages=messages)).startswith("messages[0]")
+
+
+def test_the_answer_of_an_error_can_be_encoded() -> None:
+    error = ApiError("no \ud800", "\udfff")
+    assert json.loads(error.response.body)["error"]["param"] == "\\udfff"
+
+
+def test_an_event_is_one_line_for_every_client() -> None:
+    text = "".join(map(chr, range(0x3000))) + "\U0001f600"
+    text = text.encode("utf-8", "ignore").decode()
+    event = _event({"text": text}).decode()
+    assert event.endswith("\n\n") and len(event.splitlines()) == 2
+    assert json.loads(event.removeprefix("data: ")) == {"text": text}
+    assert "\u00e9" in event and "\u2026" in event, "other text is not escaped"
