@@ -1,7 +1,10 @@
 """`tokenizer.json` of Hugging Face checkpoints, through the `tokenizers` library (extra `hf`)."""
 
+import codecs
 import contextlib
 import dataclasses
+import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,14 @@ TOKENIZER_FILE = "tokenizer.json"
 GENERATION_FILE = "generation_config.json"
 
 _REPLACEMENT = "\ufffd"
-_MOST_HELD = 3
+_MOST_OPEN = 3
 """A character in UTF-8 has at most 4 bytes, so at most 3 bytes can be incomplete."""
+
+_MOST_HELD = 64
+"""Byte tokens that are held back, and other tokens that are decoded again."""
+
+_NUM_KEPT = 16
+"""Tokens that decide about what follows broken bytes: 3 characters of 3 bytes, and one of 4."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +107,50 @@ class Tokenizer:
 
         Raises:
           TypeError: an id is not an integer.
-          ValueError: an id is outside [0, 2**31).
+          ValueError: an id is outside [0, 2**31), or the tokenizer's decoder fails.
         """
         token_ids = id_list(token_ids)
         for token_id in token_ids:
             require(is_token_id(token_id), "token_ids", "be ids, in [0, 2**31)", token_id)
-        return str(self.library_tokenizer.decode(token_ids))
+        with _library_errors(self.path, "cannot decode the ids"):
+            return str(self.library_tokenizer.decode(token_ids))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 that a token adds inside a text, which may be a part of a character.
+
+        Raises:
+          ValueError: as for `decode`.
+        """
+        if not self._has_text(token_id):
+            return b""
+        if token_id in self._byte_of:
+            return bytes([self._byte_of[token_id]])
+        once, twice = (self.decode([token_id] * count) for count in (1, 2))
+        text = twice[len(once) :]  # with the space that many tokenizers drop from the first
+        name = self.library_tokenizer.id_to_token(token_id)
+        if _REPLACEMENT in text and set(name) <= _byte_level().keys():
+            own = bytes(_byte_level()[character] for character in name)
+            if own.decode(errors="replace") == once:
+                return own
+        return text.encode()
+
+    def _has_text(self, token_id: int) -> bool:
+        """Whether an id is a token, and not a special one; `decode` passes over the others."""
+        is_token = self.library_tokenizer.id_to_token(token_id) is not None
+        return is_token and token_id not in self._special_ids
+
+    @functools.cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self.library_tokenizer.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @functools.cached_property
+    def _byte_of(self) -> dict[int, int]:
+        """The byte of each token `<0x00>` to `<0xFF>`, if the decoder takes them for bytes."""
+        names = {byte: f"<0x{byte:02X}>" for byte in range(256)}
+        ids = {byte: self.library_tokenizer.token_to_id(name) for byte, name in names.items()}
+        found = {token_id: byte for byte, token_id in ids.items() if token_id is not None}
+        return {one: byte for one, byte in found.items() if names[byte] not in self.decode([one])}
 
     def stream(self, prompt_token_ids: Sequence[int] = ()) -> "TextStream":
         """A decoder of what follows a prompt, as it comes."""
@@ -137,10 +184,15 @@ class TextStream:
     last few ids are decoded: those since the last point at which no character was incomplete, and
     those of the piece before, because a token's text may depend on whether it begins a text.
 
+    Tokens that are single bytes (`<0xE6>`; Llama 2, Mistral) are text only together: if one of a
+    run of them is no UTF-8, all of them become U+FFFD. So a run is held back up to its end, or up
+    to 64 bytes. What was held longer than that is returned, and no later byte changes it.
+
     Args:
       tokenizer: a `Tokenizer`, or a function that gives the text of a list of ids and U+FFFD for an
-        incomplete character, such as `decode_bytes`.
-      prompt_token_ids: what the stream follows.
+        incomplete character, such as `decode_bytes`. Of a function that changes what came before
+        when an id is added, what was returned stays.
+      prompt_token_ids: what the stream follows. It may end inside a character.
 
     Raises:
       TypeError: `tokenizer` is neither.
@@ -160,6 +212,9 @@ class TextStream:
       ''
     """
 
+    # `tokenizers.decoders.DecodeStream` does not do: it has no end, it returns what a broken run
+    # of bytes would change, and it decodes all ids since the last text again for each id.
+
     def __init__(
         self,
         tokenizer: Tokenizer | Callable[[list[int]], str],
@@ -169,9 +224,33 @@ class TextStream:
         must = "be a Tokenizer or a function"
         require(callable(decode), "tokenizer", must, tokenizer, error=TypeError)
         self._decode = decode
-        self._token_ids = list(prompt_token_ids)
-        self._shown = len(decode(self._token_ids))  # characters of their text that were returned
-        self._context = len(self._token_ids)  # ids before the newest piece
+        self._byte_of: Mapping[int, int] = {}
+        self._has_text: Callable[[int], bool] = lambda token_id: True
+        if isinstance(tokenizer, Tokenizer):
+            self._byte_of, self._has_text = tokenizer._byte_of, tokenizer._has_text
+        self._run = bytearray()  # of the byte tokens at the end
+        self._num_run_shown = 0  # bytes of it whose text was returned
+        self._num_held = 0  # characters at the end of the text of other tokens
+        self._context = 0  # ids before the newest piece
+        token_ids = id_list(prompt_token_ids)
+        text = decode(token_ids)  # what it refuses is named first
+        token_ids = list(filter(self._has_text, token_ids))
+        end = len(token_ids)
+        while end and token_ids[end - 1] in self._byte_of:
+            end -= 1
+        self._token_ids = token_ids[:end]
+        self._shown = text if end == len(token_ids) else decode(self._token_ids)
+        self._shorten(self._shown)
+        for token_id in token_ids[end:]:
+            self._add(token_id)
+        if not self.is_complete:
+            self._settle()
+            self._num_run_shown = len(self._run)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is held back: the pieces are the text of all ids so far."""
+        return self._num_held == 0 and self._num_run_shown == len(self._run)
 
     def decode(self, token_ids: Iterable[int], *, final: bool = False) -> str:
         """The text that the next ids complete.
@@ -184,23 +263,94 @@ class TextStream:
           TypeError: an id is not an integer.
           ValueError: the tokenizer refuses an id, such as one outside [0, 2**31).
         """
-        token_ids, pieces = id_list(token_ids), []
+        token_ids = id_list(token_ids)
         self._decode(token_ids)  # what it refuses is not kept
-        for token_id in token_ids:
+        pieces = [self._add(token_id) for token_id in filter(self._has_text, token_ids)]
+        if final:
+            pieces += [self._end_run(), self._advance(hold=False)]
+        return "".join(pieces)
+
+    def _add(self, token_id: int) -> str:
+        if token_id in self._byte_of:
             self._token_ids.append(token_id)
-            pieces.append(self._advance(hold=True))
-        return "".join(pieces) + (self._advance(hold=False) if final else "")
+            self._run.append(self._byte_of[token_id])
+            return self._advance_run()
+        piece = self._end_run()
+        self._token_ids.append(token_id)
+        return piece + self._advance(hold=True)
 
     def _advance(self, *, hold: bool) -> str:
         text = self._decode(self._token_ids)
-        open_ = len(text) - len(text.rstrip(_REPLACEMENT))
-        end = len(text) - (min(open_, _MOST_HELD) if hold else 0)
-        piece = text[self._shown : end]
-        self._shown = max(self._shown, end)
+        open_ = len(text) - len(text.rstrip(_REPLACEMENT)) if hold and not self._byte_of else 0
+        is_long = len(self._token_ids) > _MOST_HELD
+        if open_ and not is_long and not text.startswith(self._shown):
+            self._num_held = open_
+            return ""  # the function changes what it gave: for how long, later ids decide
+        self._num_held = min(open_, _MOST_OPEN)
+        begin = len(os.path.commonprefix([text, self._shown]))
+        end = max(begin, len(text) - self._num_held)
+        piece, self._shown = text[begin:end], text[:end]
         newest = self._token_ids[self._context :]
-        if open_ == 0 and (newest_text := self._decode(newest)):
-            self._token_ids, self._shown = newest, len(newest_text)
-            self._context = len(newest)
+        if self._num_held == 0 and (newest_text := self._decode(newest)):
+            self._token_ids, self._shown, self._context = newest, newest_text, len(newest)
+        elif is_long:
+            self._shorten(text)
+        return piece
+
+    def _shorten(self, text: str) -> None:
+        """Forget ids that the rest of the text does not depend on; `text` is that of all.
+
+        That is so if the last 4 characters stay, since at most 3 of them can be incomplete.
+        """
+        for token_ids in (
+            self._token_ids[-_NUM_KEPT:],
+            self._token_ids[-_MOST_HELD:],
+            self._token_ids[: self._context] + self._token_ids[-_NUM_KEPT:],  # the end has no text
+        ):
+            short = self._decode(token_ids)
+            is_same = short[-_MOST_OPEN - 1 :] == text[-_MOST_OPEN - 1 :]
+            if is_same and len(token_ids) < len(self._token_ids):
+                self._shown = short[: len(self._shown) - len(text) + len(short)]
+                self._token_ids, self._context = token_ids, 0
+                return
+
+    def _advance_run(self) -> str:
+        try:
+            codecs.getincrementaldecoder("utf-8")().decode(self._run)
+        except UnicodeDecodeError as error:  # whatever follows, no byte of the run is text
+            num_new = len(self._run) - self._num_run_shown
+            broken = slice(error.start, error.end + 1)  # enough to break what follows
+            self._token_ids[-len(self._run) :] = self._token_ids[-len(self._run) :][broken]
+            self._run = self._run[broken]
+            self._num_run_shown = len(self._run)
+            self._shown = self._decode(self._token_ids)
+            return _REPLACEMENT * num_new
+        return self._settle() if len(self._run) - self._num_run_shown > _MOST_HELD else ""
+
+    def _settle(self) -> str:
+        """The text of the run's complete characters; the last of them becomes the context."""
+        whole = self._run.decode(errors="ignore")
+        if not whole:
+            return ""
+        end, last = len(whole.encode()), len(whole[-1].encode())
+        begin = len(self._token_ids) - len(self._run)
+        text = self._decode(self._token_ids[: begin + end])
+        piece = text[len(os.path.commonprefix([text, self._shown])) :]
+        self._token_ids, self._context = self._token_ids[begin + end - last :], 0
+        self._run, self._num_run_shown = self._run[end - last :], last
+        self._shown = self._decode(self._token_ids[:last])
+        return piece
+
+    def _end_run(self) -> str:
+        """What is left of the run of bytes, if it is no text; else it is text like any other."""
+        piece = ""
+        try:
+            self._run.decode()
+        except UnicodeDecodeError:
+            piece = _REPLACEMENT * (len(self._run) - self._num_run_shown)
+            self._shown = self._decode(self._token_ids)
+        self._run.clear()
+        self._num_run_shown = 0
         return piece
 
 
@@ -311,6 +461,14 @@ def stop_token_ids(directory: Path) -> tuple[int, ...]:
             raw.require(are_ids, "eos_token_id", "which is no id or list of ids")
             return tuple(ids)
     return ()
+
+
+@functools.cache
+def _byte_level() -> dict[str, int]:
+    """The bytes of the characters that stand for them in the tokens of GPT-2 and its followers."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 @contextlib.contextmanager
