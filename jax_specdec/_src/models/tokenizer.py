@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from jax_specdec._src.arrays import check_type, require
+from jax_specdec._src.models.added_tokens import special_tokens, tokens_beside
 from jax_specdec._src.models.bytes import id_list
-from jax_specdec._src.models.chat import read_chat_template, special_tokens
+from jax_specdec._src.models.chat import read_chat_template
 from jax_specdec._src.models.config_json import CONFIG_FILE
 from jax_specdec._src.models.fields import MAX_INT, is_token_id, quoted, reason, shown
 from jax_specdec._src.models.files import existing, path_of, read_json
@@ -358,8 +359,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     """Read the tokenizer of a Hugging Face checkpoint from a local directory.
 
     Args:
-      directory: holds `tokenizer.json`; and `config.json` or `generation_config.json`, from which
-        the stop tokens are read.
+      directory: holds `tokenizer.json`; `config.json` or `generation_config.json`, from which the
+        stop tokens are read; and maybe `tokenizer_config.json`, `special_tokens_map.json` and
+        `added_tokens.json`, which add tokens as they do in `transformers`.
 
     Returns:
       The tokenizer.
@@ -369,8 +371,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
       TypeError: `directory` is not a path.
       FileNotFoundError: there is no `tokenizer.json`.
       OSError: something other than a file is in its place, or a file cannot be opened.
-      ValueError: a file cannot be parsed, or has an id that is not an integer in [0, 2**31) or that
-        stands for two tokens.
+      ValueError: a file cannot be parsed, or has an id that is not an integer in [0, 2**31), that
+        stands for two tokens, or that is not the next one for a token that it adds.
 
     Example:
       >>> import tempfile, tokenizers
@@ -388,11 +390,12 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
             f"{shown(path)} is read by the tokenizers library, which is not installed: "
             "pip install tokenizers, or the extra hf."
         ) from error
-    count_token_ids(path)  # the library would not say which id is wrong
+    beside = tokens_beside(path.parent, *_token_ids(path))
     with _library_errors(path, "is not a tokenizer that can be read"):
         library_tokenizer = tokenizers.Tokenizer.from_file(str(path))
         library_tokenizer.no_truncation()
         library_tokenizer.no_padding()
+        library_tokenizer.add_tokens([tokenizers.AddedToken(**token) for token in beside.values()])
         library_tokenizer.encode("")  # some errors show only here
     stops = stop_token_ids(path.parent)
     if (end := special_tokens(path.parent).get("eos_token")) is not None:
@@ -403,13 +406,20 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 
 def count_token_ids(path: Path) -> int:
-    """One more than the last id in a `tokenizer.json`; needs no library.
+    """One more than the last id of a tokenizer; needs no library.
 
     Raises:
-      FileNotFoundError: it does not exist.
+      FileNotFoundError: there is no `tokenizer.json` at the path.
       OSError: it is not a file, or cannot be opened.
-      ValueError: it holds no ids, one that is not an integer in [0, 2**31), or one for two tokens.
+      ValueError: it holds no ids, one that is not an integer in [0, 2**31), or one for two tokens;
+        or a file beside it adds tokens that it cannot have.
     """
+    vocab, added = _token_ids(path)
+    return max([*vocab.values(), *added, *tokens_beside(path.parent, vocab, added)]) + 1
+
+
+def _token_ids(path: Path) -> tuple[dict[str, int], dict[int, dict[str, Any]]]:
+    """The vocabulary in a `tokenizer.json`, and by id the tokens that it adds."""
     raw = read_json(path)
     where = raw.where
     vocab = _vocabulary(raw.get("model"))
@@ -433,7 +443,7 @@ def count_token_ids(path: Path) -> int:
                 f"{where} has model.vocab with the id {token_id} for {quoted(first)} and for "
                 f"{quoted(token)}, but an id must mean one token."
             )
-    return max(token_id for _, token_id in vocab + added_ids) + 1
+    return dict(vocab), {token["id"]: token for token in added}
 
 
 def _vocabulary(model: Any) -> list[tuple[Any, Any]]:
@@ -441,8 +451,10 @@ def _vocabulary(model: Any) -> list[tuple[Any, Any]]:
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, dict):
         return list(vocab.items())
-    if isinstance(vocab, list) and all(isinstance(x, list) and len(x) == 2 for x in vocab):
-        return [(index, index) for index in range(len(vocab))]  # with scores, in order of ids
+    if isinstance(vocab, list) and all(
+        isinstance(x, list) and len(x) == 2 and isinstance(x[0], str) for x in vocab
+    ):
+        return [(piece, index) for index, (piece, _) in enumerate(vocab)]  # with scores
     return []
 
 
