@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_specdec._src.models.config_json import CONFIG_FILE
-from jax_specdec._src.models.fields import is_token_id, quoted
+from jax_specdec._src.models.fields import MAX_INT, is_token_id, quoted
 from jax_specdec._src.models.files import JsonObject, read_json
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -70,10 +70,11 @@ def tokens_beside(
             next_id += 1
         found[ids[content]] = token
     size = read_json(directory / CONFIG_FILE, optional=True).get("vocab_size")
+    size = size if is_token_id(size) else MAX_INT
     ends = {token["content"] for token in _special(files, "eos_token")}
     for token in specials:
         if (content := token["content"]) not in ids:
-            has_id = next_id not in taken and not (is_token_id(size) and next_id >= size)
+            has_id = next_id not in taken and next_id < size
             if not has_id or content in ends:
                 continue
             ids[content] = next_id

@@ -117,10 +117,17 @@ class Tokenizer:
             return str(self.library_tokenizer.decode(token_ids))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """UTF-8 that a token adds inside a text, which may be a part of a character.
+        """UTF-8 that a token adds inside a text: maybe a part of a character, or nothing.
 
         Raises:
-          ValueError: as for `decode`.
+          TypeError: the id is not an integer.
+          ValueError: it is outside [0, 2**31), or the tokenizer's decoder fails.
+
+        Example:
+          >>> import tokenizers
+          >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"no": 0, "yes": 1}))
+          >>> Tokenizer(Path("tokenizer.json"), words, stop_token_ids=()).token_bytes(1)
+          b' yes'
         """
         if not self._has_text(token_id):
             return b""
@@ -138,12 +145,14 @@ class Tokenizer:
     def _has_text(self, token_id: int) -> bool:
         """Whether an id is a token, and not a special one; `decode` passes over the others."""
         is_token = self.library_tokenizer.id_to_token(token_id) is not None
-        return is_token and token_id not in self._special_ids
+        return is_token and token_id not in self.special_tokens
 
     @functools.cached_property
-    def _special_ids(self) -> frozenset[int]:
+    def special_tokens(self) -> dict[int, str]:
+        """Special tokens by their ids, the longest first."""
         added = self.library_tokenizer.get_added_tokens_decoder()
-        return frozenset(token_id for token_id, token in added.items() if token.special)
+        found = {token_id: token.content for token_id, token in added.items() if token.special}
+        return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
     @functools.cached_property
     def _byte_of(self) -> dict[int, int]:
