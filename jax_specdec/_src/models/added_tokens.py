@@ -52,6 +52,7 @@ def tokens_beside(
     """
     files = _files(directory)
     specials = [token for name in (*_NAMES, *_LISTS) for token in _special(files, name)]
+    specials = [token for token in specials if token["content"]]  # a name without a token is ""
     own = {str(token.get("content")): token for token in added.values()}
     ids = {**vocab, **{str(token.get("content")): token_id for token_id, token in added.items()}}
     taken, next_id = set(ids.values()), max([len(vocab), *(token_id + 1 for token_id in added)])
@@ -69,13 +70,12 @@ def tokens_beside(
             ids[content] = next_id
             next_id += 1
         found[ids[content]] = token
-    size = read_json(directory / CONFIG_FILE, optional=True).get("vocab_size")
+    size: Any = read_json(directory / CONFIG_FILE, optional=True).get("vocab_size")
     size = size if is_token_id(size) else MAX_INT
     ends = {token["content"] for token in _special(files, "eos_token")}
     for token in specials:
         if (content := token["content"]) not in ids:
-            has_id = next_id not in taken and next_id < size
-            if not has_id or content in ends:
+            if content in ends or next_id in taken or next_id >= size:
                 continue
             ids[content] = next_id
             next_id += 1
