@@ -59,7 +59,7 @@ def tokens_beside(
     names = {token["content"] for token in specials}
     found: dict[int, dict[str, Any]] = {}
     where, stated = _stated(directory, files[-1], names, added)
-    for token_id in sorted(stated):
+    for token_id in sorted(i for i, token in stated.items() if token["content"]):
         token = stated[token_id]
         if (content := token["content"]) not in ids:
             if token_id != next_id or next_id in taken:

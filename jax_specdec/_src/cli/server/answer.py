@@ -129,7 +129,7 @@ class ChoiceText:
         return Piece(text, tokens, finish_reason)
 
     def _find_stop(self) -> int | None:
-        """Where the stop string begins that is complete first."""
+        """Where the stop string begins that is complete first, past the first `min_tokens`."""
         if self.num_tokens <= self._min_tokens:
             self._num_skipped = len(self._held)
         found = []
