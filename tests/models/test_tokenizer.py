@@ -96,18 +96,9 @@ def test_an_incomplete_letter_is_replaced_at_the_end() -> None:
     assert in_pieces(TOKENIZER.stream(), first) == ["", "\ufffd"]
 
 
-@hypothesis.given(
-    st.lists(st.integers(0, NUM_TOKEN_IDS - 1), max_size=40), st.text("aü草🙂", max_size=5)
-)
-def test_the_pieces_of_any_ids_are_their_text(token_ids: list[int], prompt: str) -> None:
-    prompt_ids = TOKENIZER.encode(prompt)
-    pieces = in_pieces(TOKENIZER.stream(prompt_ids), token_ids)
-    assert prompt + "".join(pieces) == TOKENIZER.decode([*prompt_ids, *token_ids])
-
-
 def sentencepiece_like() -> sd.Tokenizer:
     """Words begin with ▁, other characters fall back to bytes, as in Llama 2."""
-    pieces = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "b", "▁"]
+    pieces = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "b", "▁", "\ufffd", "日"]
     tokenizer = tokenizers.Tokenizer(
         models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True)
     )
@@ -123,6 +114,154 @@ def sentencepiece_like() -> sd.Tokenizer:
     return sd.Tokenizer(Path("tokenizer.json"), tokenizer, ())
 
 
+def of_bytes(text: str) -> list[int]:
+    return [1 + byte for byte in text.encode()]
+
+
+def of_words(decoder: Any, *words: str) -> sd.Tokenizer:
+    vocabulary = {word: i for i, word in enumerate(["<s>", *words])}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<s>"))
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens(["<s>"])
+    return sd.Tokenizer(Path("tokenizer.json"), tokenizer, ())
+
+
+def byte_level() -> sd.Tokenizer:
+    tokenizer = tokenizers.Tokenizer.from_file(str(TOKENIZER.path))
+    tokenizer.add_tokens(["\ufffd", "日本"])
+    return sd.Tokenizer(Path("tokenizer.json"), tokenizer, ())
+
+
+BYTE_LEVEL, SENTENCEPIECE = byte_level(), sentencepiece_like()
+TOKENIZERS = {
+    "byte level": BYTE_LEVEL,
+    "byte fallback": SENTENCEPIECE,
+    "metaspace": of_words(decoders.Metaspace(), "▁", "▁a", "b", "\ufffd"),
+    "word pieces": of_words(decoders.WordPiece(), "a", "##b", ".", "##", "\ufffd"),
+    "suffix": of_words(decoders.BPEDecoder(), "a", "b</w>", "</w>"),
+    "no decoder": of_words(None, "a", "b", ""),
+}
+
+
+def token_ids_of(tokenizer: sd.Tokenizer) -> st.SearchStrategy[list[int]]:
+    """Ids, known and unknown, and the bytes of characters, maybe cut."""
+    size = tokenizer.library_tokenizer.get_vocab_size()
+    one = st.lists(st.integers(0, size + 1), max_size=4) | st.just([size - 2, 0])
+    to_ids = {id(SENTENCEPIECE): of_bytes, id(BYTE_LEVEL): lambda x: BYTE_LEVEL.encode(x)[1:]}
+    if (encode := to_ids.get(id(tokenizer))) is not None:
+        characters = st.text("aé日🙂", max_size=6).map(encode)
+        one |= characters | characters.map(lambda ids: ids[:-1])
+    return st.lists(one, max_size=8).map(lambda parts: [x for part in parts for x in part])
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@hypothesis.given(data=st.data())
+def test_the_pieces_of_any_ids_are_what_they_add_to_the_prompt(
+    name: str, data: st.DataObject
+) -> None:
+    tokenizer = TOKENIZERS[name]
+    prompt = data.draw(token_ids_of(tokenizer), label="prompt")
+    token_ids = data.draw(token_ids_of(tokenizer), label="token ids")
+    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *token_ids])
+    hypothesis.assume(whole.startswith(before))  # otherwise the prompt ends inside a character
+    stream, pieces, rest = tokenizer.stream(prompt), [], token_ids
+    while rest:
+        count = data.draw(st.integers(1, 5), label="count")
+        pieces.append(stream.decode(rest[:count]))
+        if stream.is_complete:
+            done = [*prompt, *token_ids[: len(token_ids) - len(rest) + count]]
+            assert before + "".join(pieces) == tokenizer.decode(done)
+        rest = rest[count:]
+    pieces.append(stream.decode([], final=True))
+    assert before + "".join(pieces) == whole and stream.is_complete
+
+
+@pytest.mark.parametrize("text", ["🙂", "🙂🙂", "é🙂", "日本語", "a🙂🙂🙂", "🙂\n🙂", "👨‍👩‍👧‍👦"])
+def test_characters_of_byte_tokens_arrive_as_they_are(text: str) -> None:
+    token_ids = of_bytes(text)
+    assert "".join(in_pieces(SENTENCEPIECE.stream(), token_ids)) == text
+    assert "".join(in_pieces(sd.TextStream(SENTENCEPIECE.decode), token_ids)) == text
+    broken = "\ufffd" * (len(token_ids) - 1)  # one for each byte of the run
+    assert "".join(in_pieces(SENTENCEPIECE.stream(), token_ids[:-1])) == broken
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_prompt_may_end_inside_a_character(count: int) -> None:
+    for tokenizer, token_ids in (
+        (SENTENCEPIECE, of_bytes("日🙂")),
+        (SENTENCEPIECE, [257, *of_bytes("🙂")]),
+        (BYTE_LEVEL, BYTE_LEVEL.encode("x🙂")),
+    ):
+        prompt, rest = token_ids[:-count], token_ids[-count:]
+        assert "".join(in_pieces(tokenizer.stream(prompt), rest)) == "🙂"
+        end = [tokenizer.library_tokenizer.token_to_id("b")]
+        assert "".join(in_pieces(tokenizer.stream(prompt), end)) == "b"  # it is never complete
+
+
+def test_a_long_run_of_byte_tokens_comes_out_before_its_end() -> None:
+    text = "日本語" * 40
+    pieces = in_pieces(SENTENCEPIECE.stream(of_bytes(text)), of_bytes(text))
+    assert "".join(pieces) == text
+    for count in range(len(pieces)):
+        assert 3 * len("".join(pieces[:count])) >= count - 68  # 64 bytes and one character
+    broken = "".join(in_pieces(SENTENCEPIECE.stream(), [*of_bytes(text), 1 + 0x80, 258]))
+    kept = broken.rstrip("b").rstrip("\ufffd")
+    assert text.startswith(kept) and len(kept) >= len(text) - 22
+    assert broken == kept + "\ufffd" * (3 * (len(text) - len(kept)) + 1) + "b"
+
+
+class Counting:
+    """A library's tokenizer that notes how many ids it decodes."""
+
+    def __init__(self, tokenizer: sd.Tokenizer) -> None:
+        self.library_tokenizer, self.counts = tokenizer.library_tokenizer, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.library_tokenizer, name)
+
+    def decode(self, token_ids: list[int]) -> str:
+        self.counts.append(len(token_ids))
+        return self.library_tokenizer.decode(token_ids)
+
+
+@pytest.mark.parametrize("is_function", [False, True])
+@pytest.mark.parametrize("name", ["byte level", "byte fallback"])
+def test_a_token_costs_no_more_after_many_that_are_no_text(name: str, is_function: bool) -> None:
+    tokenizer = TOKENIZERS[name]
+    library = tokenizer.library_tokenizer
+    broken = BYTE_LEVEL.encode("日")[-1] if tokenizer is BYTE_LEVEL else 1 + 0x80
+    for token_id in (library.token_to_id("\ufffd"), broken, 0, library.get_vocab_size() + 1):
+        counting = Counting(tokenizer)
+        counted = sd.Tokenizer(tokenizer.path, counting, ())
+        stream = sd.TextStream(counted.decode if is_function else counted, [token_id] * 300)
+        counting.counts.clear()
+        pieces = in_pieces(stream, [token_id] * 300)
+        assert max(counting.counts) <= (300 if is_function else 160), token_id
+        assert max(counting.counts[-20:]) <= 70, token_id
+        assert "".join(pieces) == tokenizer.decode([token_id] * 300)
+
+
+def test_a_decoder_that_panics_is_an_error_in_a_sentence() -> None:
+    panics = of_words(decoders.Strip(" ", 0, 1), "", "a")  # of an empty token
+    stream = panics.stream()
+    for decode in (panics.decode, stream.decode):
+        with pytest.raises(ValueError, match=r"^tokenizer.json cannot decode the ids: .*\.$"):
+            decode([1])
+    assert stream.decode([2], final=True) == "a"
+
+
+def test_bytes_of_tokens_joined_are_the_text() -> None:
+    for tokenizer, token_ids in (
+        (BYTE_LEVEL, BYTE_LEVEL.encode(TEXT)),
+        (SENTENCEPIECE, of_bytes(TEXT)),
+    ):
+        assert b"".join(map(tokenizer.token_bytes, token_ids)).decode() == TEXT
+    for token_id, wanted in {257: b" a", 1 + 0x20: b" ", 0: b"", 999: b""}.items():
+        assert SENTENCEPIECE.token_bytes(token_id) == wanted
+    replacement = BYTE_LEVEL.library_tokenizer.token_to_id("\ufffd")
+    assert BYTE_LEVEL.token_bytes(replacement).decode() == "\ufffd"
+
+
 def test_the_space_before_a_word_stays_inside_a_text() -> None:
     tokenizer, a, b = sentencepiece_like(), 257, 258
     assert in_pieces(tokenizer.stream(), [a, b, a, 0, a]) == ["a", "b", " a", "", " a", ""]
@@ -132,7 +271,7 @@ def test_the_space_before_a_word_stays_inside_a_text() -> None:
 def test_bytes_that_stand_for_a_letter_are_held_back() -> None:
     smile = [1 + byte for byte in "🙂".encode()]
     pieces = in_pieces(sentencepiece_like().stream(), [257, *smile, 258])
-    assert pieces == ["a", "", "", "", "🙂", "b", ""]
+    assert pieces == ["a", "", "", "", "", "🙂b", ""]  # the next byte could break it
 
 
 def test_a_run_of_broken_bytes_comes_out_before_the_end() -> None:

@@ -31,11 +31,11 @@ from pathlib import Path
 from typing import Any
 
 from jax_specdec._src.arrays import refuse, require
+from jax_specdec._src.models.added_tokens import TOKENIZER_CONFIG_FILE, special_tokens
 from jax_specdec._src.models.fields import reason, shown
 from jax_specdec._src.models.files import is_there, read_json, read_text
 
 TEMPLATE_FILE = "chat_template.jinja"
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 SECONDS = 5.0
 """The most that a template may take; published ones take milliseconds."""
@@ -48,8 +48,6 @@ MAX_CHARACTERS = 2**20
 
 _USUAL_ROLES = ("system", "user", "assistant")
 """Roles that templates know; one that leaves out system messages does so by intent."""
-
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,25 +181,6 @@ def read_chat_template(directory: Path) -> ChatTemplate:
             "installed: pip install jinja2, or the extra hf."
         )
     return ChatTemplate(path, source, special_tokens(directory))
-
-
-def special_tokens(directory: Path) -> dict[str, str]:
-    """Special tokens by name, such as `eos_token`, from `tokenizer_config.json`, if it is there.
-
-    Raises:
-      OSError: something other than a file is in its place, or it cannot be opened.
-      ValueError: it cannot be parsed, or a special token is not text.
-    """
-    raw = read_json(directory / TOKENIZER_CONFIG_FILE, optional=True)
-    found = {}
-    for name in _SPECIAL:
-        token = raw.get(name)
-        if isinstance(token, dict):
-            token = token.get("content")
-        if token is not None:
-            raw.require(isinstance(token, str), name, "which is not text")
-            found[name] = token
-    return found
 
 
 @functools.cache

@@ -1,14 +1,18 @@
 """`tokenizer.json` of Hugging Face checkpoints, through the `tokenizers` library (extra `hf`)."""
 
+import codecs
 import contextlib
 import dataclasses
+import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jax_specdec._src.arrays import check_type, require
+from jax_specdec._src.models.added_tokens import special_tokens, tokens_beside
 from jax_specdec._src.models.bytes import id_list
-from jax_specdec._src.models.chat import read_chat_template, special_tokens
+from jax_specdec._src.models.chat import read_chat_template
 from jax_specdec._src.models.config_json import CONFIG_FILE
 from jax_specdec._src.models.fields import MAX_INT, is_token_id, quoted, reason, shown
 from jax_specdec._src.models.files import existing, path_of, read_json
@@ -17,8 +21,14 @@ TOKENIZER_FILE = "tokenizer.json"
 GENERATION_FILE = "generation_config.json"
 
 _REPLACEMENT = "\ufffd"
-_MOST_HELD = 3
+_MOST_OPEN = 3
 """A character in UTF-8 has at most 4 bytes, so at most 3 bytes can be incomplete."""
+
+_MOST_HELD = 64
+"""Byte tokens that are held back, and other tokens that are decoded again."""
+
+_NUM_KEPT = 16
+"""Tokens that decide about what follows broken bytes: 3 characters of 3 bytes, and one of 4."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,12 +111,59 @@ class Tokenizer:
 
         Raises:
           TypeError: an id is not an integer.
-          ValueError: an id is outside [0, 2**31).
+          ValueError: an id is outside [0, 2**31), or the tokenizer's decoder fails.
         """
         token_ids = id_list(token_ids)
         for token_id in token_ids:
             require(is_token_id(token_id), "token_ids", "be ids, in [0, 2**31)", token_id)
-        return str(self.library_tokenizer.decode(token_ids))
+        with _library_errors(self.path, "cannot decode the ids"):
+            return str(self.library_tokenizer.decode(token_ids))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 that a token adds inside a text: maybe a part of a character, or nothing.
+
+        Raises:
+          TypeError: the id is not an integer.
+          ValueError: it is outside [0, 2**31), or the tokenizer's decoder fails.
+
+        Example:
+          >>> import tokenizers
+          >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"no": 0, "yes": 1}))
+          >>> Tokenizer(Path("tokenizer.json"), words, stop_token_ids=()).token_bytes(1)
+          b' yes'
+        """
+        if not self._has_text(token_id):
+            return b""
+        if token_id in self._byte_of:
+            return bytes([self._byte_of[token_id]])
+        once, twice = (self.decode([token_id] * count) for count in (1, 2))
+        text = twice[len(once) :]  # with the space that many tokenizers drop from the first
+        name = self.library_tokenizer.id_to_token(token_id)
+        if _REPLACEMENT in text and set(name) <= _byte_level().keys():
+            own = bytes(_byte_level()[character] for character in name)
+            if own.decode(errors="replace") == once:
+                return own
+        return text.encode()
+
+    def _has_text(self, token_id: int) -> bool:
+        """Whether an id is a token, and not a special one; `decode` passes over the others."""
+        is_token = self.library_tokenizer.id_to_token(token_id) is not None
+        return is_token and token_id not in self.special_tokens
+
+    @functools.cached_property
+    def special_tokens(self) -> dict[int, str]:
+        """Special tokens by their ids, the longest first."""
+        added = self.library_tokenizer.get_added_tokens_decoder()
+        found = {token_id: token.content for token_id, token in added.items() if token.special}
+        return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+    @functools.cached_property
+    def _byte_of(self) -> dict[int, int]:
+        """The byte of each token `<0x00>` to `<0xFF>`, if the decoder takes them for bytes."""
+        names = {byte: f"<0x{byte:02X}>" for byte in range(256)}
+        ids = {byte: self.library_tokenizer.token_to_id(name) for byte, name in names.items()}
+        found = {token_id: byte for byte, token_id in ids.items() if token_id is not None}
+        return {one: byte for one, byte in found.items() if names[byte] not in self.decode([one])}
 
     def stream(self, prompt_token_ids: Sequence[int] = ()) -> "TextStream":
         """A decoder of what follows a prompt, as it comes."""
@@ -140,10 +197,15 @@ class TextStream:
     last few ids are decoded: those since the last point at which no character was incomplete, and
     those of the piece before, because a token's text may depend on whether it begins a text.
 
+    Tokens that are single bytes (`<0xE6>`; Llama 2, Mistral) are text only together: if one of a
+    run of them is no UTF-8, all of them become U+FFFD. So a run is held back up to its end, or up
+    to 64 bytes. What was held longer than that is returned, and no later byte changes it.
+
     Args:
       tokenizer: a `Tokenizer`, or a function that gives the text of a list of ids and U+FFFD for an
-        incomplete character, such as `decode_bytes`.
-      prompt_token_ids: what the stream follows.
+        incomplete character, such as `decode_bytes`. Of a function that changes what came before
+        when an id is added, what was returned stays.
+      prompt_token_ids: what the stream follows. It may end inside a character.
 
     Raises:
       TypeError: `tokenizer` is neither.
@@ -163,6 +225,9 @@ class TextStream:
       ''
     """
 
+    # `tokenizers.decoders.DecodeStream` does not do: it has no end, it returns what a broken run
+    # of bytes would change, and it decodes all ids since the last text again for each id.
+
     def __init__(
         self,
         tokenizer: Tokenizer | Callable[[list[int]], str],
@@ -172,9 +237,33 @@ class TextStream:
         must = "be a Tokenizer or a function"
         require(callable(decode), "tokenizer", must, tokenizer, error=TypeError)
         self._decode = decode
-        self._token_ids = list(prompt_token_ids)
-        self._shown = len(decode(self._token_ids))  # characters of their text that were returned
-        self._context = len(self._token_ids)  # ids before the newest piece
+        self._byte_of: Mapping[int, int] = {}
+        self._has_text: Callable[[int], bool] = lambda token_id: True
+        if isinstance(tokenizer, Tokenizer):
+            self._byte_of, self._has_text = tokenizer._byte_of, tokenizer._has_text
+        self._run = bytearray()  # of the byte tokens at the end
+        self._num_run_shown = 0  # bytes of it whose text was returned
+        self._num_held = 0  # characters at the end of the text of other tokens
+        self._context = 0  # ids before the newest piece
+        token_ids = id_list(prompt_token_ids)
+        text = decode(token_ids)  # what it refuses is named first
+        token_ids = list(filter(self._has_text, token_ids))
+        end = len(token_ids)
+        while end and token_ids[end - 1] in self._byte_of:
+            end -= 1
+        self._token_ids = token_ids[:end]
+        self._shown = text if end == len(token_ids) else decode(self._token_ids)
+        self._shorten(self._shown)
+        for token_id in token_ids[end:]:
+            self._add(token_id)
+        if not self.is_complete:
+            self._settle()
+            self._num_run_shown = len(self._run)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is held back: the pieces are the text of all ids so far."""
+        return self._num_held == 0 and self._num_run_shown == len(self._run)
 
     def decode(self, token_ids: Iterable[int], *, final: bool = False) -> str:
         """The text that the next ids complete.
@@ -187,23 +276,94 @@ class TextStream:
           TypeError: an id is not an integer.
           ValueError: the tokenizer refuses an id, such as one outside [0, 2**31).
         """
-        token_ids, pieces = id_list(token_ids), []
+        token_ids = id_list(token_ids)
         self._decode(token_ids)  # what it refuses is not kept
-        for token_id in token_ids:
+        pieces = [self._add(token_id) for token_id in filter(self._has_text, token_ids)]
+        if final:
+            pieces += [self._end_run(), self._advance(hold=False)]
+        return "".join(pieces)
+
+    def _add(self, token_id: int) -> str:
+        if token_id in self._byte_of:
             self._token_ids.append(token_id)
-            pieces.append(self._advance(hold=True))
-        return "".join(pieces) + (self._advance(hold=False) if final else "")
+            self._run.append(self._byte_of[token_id])
+            return self._advance_run()
+        piece = self._end_run()
+        self._token_ids.append(token_id)
+        return piece + self._advance(hold=True)
 
     def _advance(self, *, hold: bool) -> str:
         text = self._decode(self._token_ids)
-        open_ = len(text) - len(text.rstrip(_REPLACEMENT))
-        end = len(text) - (min(open_, _MOST_HELD) if hold else 0)
-        piece = text[self._shown : end]
-        self._shown = max(self._shown, end)
+        open_ = len(text) - len(text.rstrip(_REPLACEMENT)) if hold and not self._byte_of else 0
+        is_long = len(self._token_ids) > _MOST_HELD
+        if open_ and not is_long and not text.startswith(self._shown):
+            self._num_held = open_
+            return ""  # the function changes what it gave: for how long, later ids decide
+        self._num_held = min(open_, _MOST_OPEN)
+        begin = len(os.path.commonprefix([text, self._shown]))
+        end = max(begin, len(text) - self._num_held)
+        piece, self._shown = text[begin:end], text[:end]
         newest = self._token_ids[self._context :]
-        if open_ == 0 and (newest_text := self._decode(newest)):
-            self._token_ids, self._shown = newest, len(newest_text)
-            self._context = len(newest)
+        if self._num_held == 0 and (newest_text := self._decode(newest)):
+            self._token_ids, self._shown, self._context = newest, newest_text, len(newest)
+        elif is_long:
+            self._shorten(text)
+        return piece
+
+    def _shorten(self, text: str) -> None:
+        """Forget ids that the rest of the text does not depend on; `text` is that of all.
+
+        That is so if the last 4 characters stay, since at most 3 of them can be incomplete.
+        """
+        for token_ids in (
+            self._token_ids[-_NUM_KEPT:],
+            self._token_ids[-_MOST_HELD:],
+            self._token_ids[: self._context] + self._token_ids[-_NUM_KEPT:],  # the end has no text
+        ):
+            short = self._decode(token_ids)
+            is_same = short[-_MOST_OPEN - 1 :] == text[-_MOST_OPEN - 1 :]
+            if is_same and len(token_ids) < len(self._token_ids):
+                self._shown = short[: len(self._shown) - len(text) + len(short)]
+                self._token_ids, self._context = token_ids, 0
+                return
+
+    def _advance_run(self) -> str:
+        try:
+            codecs.getincrementaldecoder("utf-8")().decode(self._run)
+        except UnicodeDecodeError as error:  # whatever follows, no byte of the run is text
+            num_new = len(self._run) - self._num_run_shown
+            broken = slice(error.start, error.end + 1)  # enough to break what follows
+            self._token_ids[-len(self._run) :] = self._token_ids[-len(self._run) :][broken]
+            self._run = self._run[broken]
+            self._num_run_shown = len(self._run)
+            self._shown = self._decode(self._token_ids)
+            return _REPLACEMENT * num_new
+        return self._settle() if len(self._run) - self._num_run_shown > _MOST_HELD else ""
+
+    def _settle(self) -> str:
+        """The text of the run's complete characters; the last of them becomes the context."""
+        whole = self._run.decode(errors="ignore")
+        if not whole:
+            return ""
+        end, last = len(whole.encode()), len(whole[-1].encode())
+        begin = len(self._token_ids) - len(self._run)
+        text = self._decode(self._token_ids[: begin + end])
+        piece = text[len(os.path.commonprefix([text, self._shown])) :]
+        self._token_ids, self._context = self._token_ids[begin + end - last :], 0
+        self._run, self._num_run_shown = self._run[end - last :], last
+        self._shown = self._decode(self._token_ids[:last])
+        return piece
+
+    def _end_run(self) -> str:
+        """What is left of the run of bytes, if it is no text; else it is text like any other."""
+        piece = ""
+        try:
+            self._run.decode()
+        except UnicodeDecodeError:
+            piece = _REPLACEMENT * (len(self._run) - self._num_run_shown)
+            self._shown = self._decode(self._token_ids)
+        self._run.clear()
+        self._num_run_shown = 0
         return piece
 
 
@@ -211,8 +371,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     """Read the tokenizer of a Hugging Face checkpoint from a local directory.
 
     Args:
-      directory: holds `tokenizer.json`; and `config.json` or `generation_config.json`, from which
-        the stop tokens are read.
+      directory: holds `tokenizer.json`; `config.json` or `generation_config.json`, from which the
+        stop tokens are read; and maybe `tokenizer_config.json`, `special_tokens_map.json` and
+        `added_tokens.json`, which add tokens as they do in `transformers`.
 
     Returns:
       The tokenizer.
@@ -222,8 +383,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
       TypeError: `directory` is not a path.
       FileNotFoundError: there is no `tokenizer.json`.
       OSError: something other than a file is in its place, or a file cannot be opened.
-      ValueError: a file cannot be parsed, or has an id that is not an integer in [0, 2**31) or that
-        stands for two tokens.
+      ValueError: a file cannot be parsed, or has an id that is not an integer in [0, 2**31), that
+        stands for two tokens, or that is not the next one for a token that it adds.
 
     Example:
       >>> import tempfile, tokenizers
@@ -241,11 +402,12 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
             f"{shown(path)} is read by the tokenizers library, which is not installed: "
             "pip install tokenizers, or the extra hf."
         ) from error
-    count_token_ids(path)  # the library would not say which id is wrong
+    beside = tokens_beside(path.parent, *_token_ids(path))
     with _library_errors(path, "is not a tokenizer that can be read"):
         library_tokenizer = tokenizers.Tokenizer.from_file(str(path))
         library_tokenizer.no_truncation()
         library_tokenizer.no_padding()
+        library_tokenizer.add_tokens([tokenizers.AddedToken(**token) for token in beside.values()])
         library_tokenizer.encode("")  # some errors show only here
     stops = stop_token_ids(path.parent)
     if (end := special_tokens(path.parent).get("eos_token")) is not None:
@@ -256,13 +418,20 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 
 def count_token_ids(path: Path) -> int:
-    """One more than the last id in a `tokenizer.json`; needs no library.
+    """One more than the last id of a tokenizer; needs no library.
 
     Raises:
-      FileNotFoundError: it does not exist.
+      FileNotFoundError: there is no `tokenizer.json` at the path.
       OSError: it is not a file, or cannot be opened.
-      ValueError: it holds no ids, one that is not an integer in [0, 2**31), or one for two tokens.
+      ValueError: it holds no ids, one that is not an integer in [0, 2**31), or one for two tokens;
+        or a file beside it adds tokens that it cannot have.
     """
+    vocab, added = _token_ids(path)
+    return max([*vocab.values(), *added, *tokens_beside(path.parent, vocab, added)]) + 1
+
+
+def _token_ids(path: Path) -> tuple[dict[str, int], dict[int, dict[str, Any]]]:
+    """The vocabulary in a `tokenizer.json`, and by id the tokens that it adds."""
     raw = read_json(path)
     where = raw.where
     vocab = _vocabulary(raw.get("model"))
@@ -286,7 +455,7 @@ def count_token_ids(path: Path) -> int:
                 f"{where} has model.vocab with the id {token_id} for {quoted(first)} and for "
                 f"{quoted(token)}, but an id must mean one token."
             )
-    return max(token_id for _, token_id in vocab + added_ids) + 1
+    return dict(vocab), {token["id"]: token for token in added}
 
 
 def _vocabulary(model: Any) -> list[tuple[Any, Any]]:
@@ -294,8 +463,10 @@ def _vocabulary(model: Any) -> list[tuple[Any, Any]]:
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, dict):
         return list(vocab.items())
-    if isinstance(vocab, list) and all(isinstance(x, list) and len(x) == 2 for x in vocab):
-        return [(index, index) for index in range(len(vocab))]  # with scores, in order of ids
+    if isinstance(vocab, list) and all(
+        isinstance(x, list) and len(x) == 2 and isinstance(x[0], str) for x in vocab
+    ):
+        return [(piece, index) for index, (piece, _) in enumerate(vocab)]  # with scores
     return []
 
 
@@ -314,6 +485,14 @@ def stop_token_ids(directory: Path) -> tuple[int, ...]:
             raw.require(are_ids, "eos_token_id", "which is no id or list of ids")
             return tuple(ids)
     return ()
+
+
+@functools.cache
+def _byte_level() -> dict[str, int]:
+    """The bytes of the characters that stand for them in the tokens of GPT-2 and its followers."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 @contextlib.contextmanager

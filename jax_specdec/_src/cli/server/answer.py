@@ -17,6 +17,9 @@ from jax_specdec._src.cli.server.request import Asked
 from jax_specdec._src.cli.server.vocabulary import Vocabulary
 from jax_specdec._src.cli.server.worker import Channel, Worker
 
+_FIRST_SURROGATE = 0xD800
+"""Lone surrogates are in no text, so they can stand for special tokens."""
+
 
 class Piece:
     """What became ready of a choice: text, and tokens with their log-probabilities."""
@@ -28,16 +31,35 @@ class Piece:
 class ChoiceText:
     """The text of one choice: held back where it may be the beginning of a stop string.
 
-    The text ends before the stop string that is complete first, however it is cut into tokens.
+    The text ends before the stop string that is complete first, however it is cut into tokens, but
+    not within the first `min_tokens` tokens. A special token has no text, but a stop string that
+    spells it ends there too.
+
+    The bytes of the tokens, joined, are the text. Tokens are ready once all of their text is; the
+    one that the stop string cuts has bytes up to there.
     """
 
-    def __init__(self, asked: Asked, stream: sd.TextStream, words: Vocabulary) -> None:
+    def __init__(
+        self, asked: Asked, stream: sd.TextStream, words: Vocabulary, min_tokens: int = 0
+    ) -> None:
         self.num_tokens = 0
         self.is_done = False
         self._asked, self._stream, self._words = asked, stream, words
-        self._num_ready = 0  # characters
-        self._held = ""
+        self._min_tokens = min_tokens
+        self._marks: dict[int, str] = {}  # of special tokens that stop strings spell
+        marked = asked.stops
+        for token_id, token in words.special_tokens.items() if asked.stops else ():
+            if any(token in stop for stop in marked):
+                self._marks[token_id] = chr(_FIRST_SURROGATE + len(self._marks))
+                marked = [stop.replace(token, self._marks[token_id]) for stop in marked]
+        self._stops = list({*asked.stops, *marked})
+        self._held = ""  # with the marks
+        self._num_skipped = 0  # characters of it where no stop string ends
+        self._num_ready = 0  # bytes of the text
         self._tokens: list[Json] = []  # whose text is held back
+        self._group: list[Json] = []  # whose text is not complete
+        self._group_text = ""
+        self._num_grouped = 0, 0  # bytes and characters of the text before the group
 
     def add(self, update: sd.serving.RequestUpdate) -> Piece:
         """What an update makes ready."""
@@ -46,38 +68,82 @@ class ChoiceText:
             if update.finish_reason == "stop" and i == len(update.token_ids) - 1:
                 break  # a stop token has no text
             if self._asked.num_top is not None:
-                self._tokens.append(self._with_logprobs(update, i, token_id))
-            self._held += self._stream.decode([token_id])
+                self._group.append(self._with_logprobs(update, i, token_id))
+            self._extend([token_id])
+            if token_id in self._marks:
+                self._extend([], final=True)  # a mark follows all text before it
+                self._held += self._marks[token_id]
             if (end := self._find_stop()) is not None:
-                return self._ready(end, "stop")
+                return self._ready(end, "stop", is_cut=True)
         if update.finish_reason is None:
             return self._ready(len(self._held) - self._num_open(), None)
-        self._held += self._stream.decode([], final=True)
+        self._extend([], final=True)
         if (end := self._find_stop()) is not None:
-            return self._ready(end, "stop")
-        piece = self._ready(len(self._held), update.finish_reason)
-        piece.tokens += self._tokens  # those without text
-        return piece
+            return self._ready(end, "stop", is_cut=True)
+        return self._ready(len(self._held), update.finish_reason)
 
-    def _ready(self, end: int, finish_reason: str | None) -> Piece:
+    def _extend(self, token_ids: list[int], *, final: bool = False) -> None:
+        text = self._stream.decode(token_ids, final=final)
+        self._held += text
+        if self._group:
+            self._group_text += text
+            if self._stream.is_complete:
+                self._share()
+
+    def _share(self) -> None:
+        """Give the group's tokens their parts of its text."""
+        text = self._group_text.encode()
+        sizes = [len(one["bytes"]) for one in self._group]
+        if not b"".join(bytes(one["bytes"]) for one in self._group).startswith(text):
+            sizes = [0] * (len(sizes) - 1) + [len(text)]  # broken bytes became U+FFFD
+        (first, num_characters), begin = self._num_grouped, 0
+        for one, size in zip(self._group, sizes, strict=True):
+            end = min(begin + size, len(text))
+            one["bytes"] = list(text[begin:end])
+            one["begin"], one["end"] = first + begin, first + end
+            one["offset"] = num_characters + len(text[:begin].decode(errors="ignore"))
+            begin = end
+        self._num_grouped = first + len(text), num_characters + len(self._group_text)
+        self._tokens += self._group
+        self._group, self._group_text = [], ""
+
+    def _ready(self, end: int, finish_reason: str | None, *, is_cut: bool = False) -> Piece:
         text, self._held = self._held[:end], self._held[end:]
-        self._num_ready += end
-        tokens = [one for one in self._tokens if one["offset"] < self._num_ready]
-        del self._tokens[: len(tokens)]
+        for mark in self._marks.values():
+            text = text.replace(mark, "")
+        self._num_skipped = max(0, self._num_skipped - end)
+        self._num_ready += len(text.encode())
         self.is_done = finish_reason is not None
+        if self.is_done and self._group:
+            self._share()
+        ready = self._num_ready
+        if is_cut:
+            tokens = [one for one in self._tokens if one["begin"] < ready]
+            for one in tokens:
+                del one["bytes"][ready - one["begin"] :]
+        elif self.is_done:
+            tokens = self._tokens
+        else:  # what has no text waits for what follows
+            tokens = [one for one in self._tokens if one["begin"] < ready >= one["end"]]
+        self._tokens = self._tokens[len(tokens) :]
         return Piece(text, tokens, finish_reason)
 
     def _find_stop(self) -> int | None:
-        """Where the stop string begins that is complete first."""
-        stops = self._asked.stops
-        found = [(at + len(stop), at) for stop in stops if (at := self._held.find(stop)) >= 0]
+        """Where the stop string begins that is complete first, past the first `min_tokens`."""
+        if self.num_tokens <= self._min_tokens:
+            self._num_skipped = len(self._held)
+        found = []
+        for stop in self._stops:
+            at = self._held.find(stop, max(0, self._num_skipped + 1 - len(stop)))
+            if at >= 0:
+                found.append((at + len(stop), at))
         return min(found)[1] if found else None
 
     def _num_open(self) -> int:
         """Characters at the end that a stop string may begin with."""
-        longest = max(map(len, self._asked.stops), default=1) - 1
+        longest = max(map(len, self._stops), default=1) - 1
         for count in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-count:]) for stop in self._asked.stops):
+            if any(stop.startswith(self._held[-count:]) for stop in self._stops):
                 return count
         return 0
 
@@ -88,13 +154,12 @@ class ChoiceText:
         top = [self._entry(one, value) for one, value in zip(ids, values, strict=True) if one >= 0]
         found = self._entry(token_id, float(numbers.logprobs[i]))
         found["top"] = top[: self._asked.num_top]
-        found["offset"] = self._num_ready + len(self._held)
         return found
 
     def _entry(self, token_id: int, logprob: float) -> Json:
         text, own_bytes = self._words.token(token_id)
         finite = max(logprob, -9999.0)  # JSON has no infinity
-        return {"token": text, "logprob": finite, "bytes": own_bytes}
+        return {"token": text, "logprob": finite, "bytes": list(own_bytes)}
 
 
 def _logprobs_as_json(tokens: list[Json], is_chat: bool) -> Json:
@@ -123,7 +188,10 @@ class Answer:
         self, asked: Asked, channel: Channel, worker: Worker, words: Vocabulary, model_name: str
     ) -> None:
         self._asked, self._channel, self._worker = asked, channel, worker
-        self._texts = [ChoiceText(asked, one, words) for one in asked.streams]
+        self._texts = [
+            ChoiceText(asked, stream, words, choice["options"].min_tokens)
+            for stream, choice in zip(asked.streams, asked.choices, strict=True)
+        ]
         kind = "chat.completion" if asked.is_chat else "text_completion"
         self._head: Json = {
             "id": ("chatcmpl-" if asked.is_chat else "cmpl-") + secrets.token_hex(12),
@@ -156,7 +224,10 @@ class Answer:
             if update.finish_reason == "failed":
                 message = update.error or f"the text cannot be verified: {update.status.name}"
                 raise ApiError(message, status=500)
-            piece = self._texts[choice].add(update)
+            try:
+                piece = self._texts[choice].add(update)
+            except ValueError as error:  # the tokenizer's decoder failed
+                raise ApiError(str(error), status=500) from error
             yield choice, piece
             if piece.finish_reason is not None and update.finish_reason is None:
                 self._worker.cancel(self._channel, choice)  # a stop string

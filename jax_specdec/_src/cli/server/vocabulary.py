@@ -21,6 +21,7 @@ class Vocabulary:
     def __init__(self, models: Models, limits: Limits) -> None:
         self.stop_token_ids, self.stream = models.stop_token_ids, models.stream
         self._tokenizer, self._limits = models.tokenizer, limits
+        self.special_tokens = {} if models.tokenizer is None else models.tokenizer.special_tokens
         self.token = functools.lru_cache(2**16)(self._token)
         self._size = models.target.model.vocab_size
         self._compilers = concurrent.futures.ThreadPoolExecutor(2)
@@ -61,15 +62,13 @@ class Vocabulary:
                 return name + message.removeprefix(shown(path))
         return message
 
-    def _token(self, token_id: int) -> tuple[str, list[int] | None]:
-        """The text of one token, and its bytes if they are known."""
+    def _token(self, token_id: int) -> tuple[str, bytes]:
+        """A token as it is shown, and the UTF-8 that it adds inside a text."""
         if self._tokenizer is None:
-            return sd.decode_bytes([token_id]), [token_id]
-        once, twice = (self._tokenizer.decode([token_id] * n) for n in (1, 2))
-        text = twice[len(once) :]  # with the space that many tokenizers drop from the first
-        if not text:  # special tokens have no text
-            text = self._tokenizer.library_tokenizer.id_to_token(token_id) or ""
-        return text, None if "\ufffd" in text else list(text.encode())
+            return sd.decode_bytes([token_id]), bytes([token_id])
+        own = self._tokenizer.token_bytes(token_id)
+        name = self._tokenizer.library_tokenizer.id_to_token(token_id) or ""
+        return own.decode(errors="replace") or name, own  # special tokens have no text
 
     async def matchers(self, schema: Json, count: int) -> list[sd.LlguidanceMatcher]:
         """Matchers of a JSON schema, all at its beginning.
