@@ -20,6 +20,7 @@ from jax_specdec._src.drafting.store import DraftStore, count_fallbacks
 from jax_specdec._src.grammar import (
     CopyingMatcher,
     DelayedMatcher,
+    GrammarError,
     GrammarLookahead,
     GrammarMatcher,
     LlguidanceMatcher,
@@ -84,6 +85,7 @@ __all__ = [
     "Engine",
     "EngineDriver",
     "GenerateOutput",
+    "GrammarError",
     "GrammarLookahead",
     "GrammarMatcher",
     "KernelConfig",
