@@ -7,6 +7,7 @@ import importlib.util
 import json
 import string
 import types
+from pathlib import Path
 from typing import Any
 
 import llguidance
@@ -83,6 +84,13 @@ def test_a_schema_has_only_so_much_processor_time() -> None:
     schema = json.dumps(REFUSED["a large multiple"][0])
     with pytest.raises(ValueError, match="more than 1 s"):
         schemas.try_schema(schema, 1, 4096)
+
+
+def test_a_process_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "llguidance.py").write_text("raise ImportError('no llguidance')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ValueError, match="^ImportError: no llguidance$"):
+        schemas.try_schema("{}", SECONDS, MEBIBYTES)
 
 
 # Vocabularies of servers

@@ -64,7 +64,7 @@ def try_schema(schema: str, seconds: int, mebibytes: int) -> None:
       mebibytes: of memory that the process may take. Only Linux keeps this bound.
 
     Raises:
-      ValueError: llguidance refuses the schema, or it takes too much.
+      ValueError: llguidance refuses the schema, or it takes too much, or the process fails.
     """
     command = [sys.executable, "-P", "-X", "utf8", __file__, str(seconds), str(mebibytes)]
     done = subprocess.run(  # in a session of its own, which no Ctrl-C of a terminal reaches
@@ -72,8 +72,10 @@ def try_schema(schema: str, seconds: int, mebibytes: int) -> None:
     )
     if done.returncode == _REFUSED:
         raise ValueError(done.stdout)
-    if done.returncode != 0:
+    if done.returncode < 0:  # killed, or ended by Rust for want of memory
         raise ValueError(f"compiling it takes more than {seconds} s or {mebibytes} MiB")
+    if done.returncode > 0:  # such as a Python without llguidance
+        raise ValueError(done.stderr.strip().rpartition("\n")[2][:200])
 
 
 def _begin_texts(matcher: Any) -> None:
