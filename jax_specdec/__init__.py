@@ -21,6 +21,7 @@ from jax_specdec._src.drafting.store import DraftStore, count_fallbacks
 from jax_specdec._src.grammar import (
     CopyingMatcher,
     DelayedMatcher,
+    GrammarError,
     GrammarLookahead,
     GrammarMatcher,
     LlguidanceMatcher,
@@ -85,6 +86,7 @@ __all__ = [
     "Engine",
     "EngineDriver",
     "GenerateOutput",
+    "GrammarError",
     "GrammarLookahead",
     "GrammarMatcher",
     "KernelConfig",

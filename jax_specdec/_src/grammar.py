@@ -8,10 +8,11 @@ rejected, and the recovered token comes from the right residual. Rows after it a
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,11 +31,42 @@ _ALL_ALLOWED = -1
 """A word of a bitmask with every bit set."""
 
 
+class GrammarError(ValueError):
+    """A matcher has failed: a method of it raised, so that it cannot say what may come next.
+
+    Attributes:
+      index: of the matcher in the list that was given.
+      reason: what it said.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> sd.GrammarError(2, "too many states")
+      GrammarError('matchers[2] has failed: too many states')
+    """
+
+    def __init__(self, index: int, reason: str) -> None:
+        """A failure of one matcher among others."""
+        super().__init__(f"matchers[{index}] has failed: {reason}")
+        self.index, self.reason = index, reason
+
+
+@contextlib.contextmanager
+def _calling(index: int) -> Iterator[None]:
+    """Around calls of one matcher: what it raises becomes a `GrammarError`."""
+    try:
+        yield
+    except Exception as error:
+        raise GrammarError(index, str(error) or type(error).__name__) from error
+
+
 class GrammarMatcher(Protocol):
     """Follows one request's tokens and knows which may come next.
 
     The methods are those of xgrammar's ``GrammarMatcher``. One of llguidance is wrapped in a
     `LlguidanceMatcher`, and one that cannot roll back in a `CopyingMatcher`.
+
+    A matcher that cannot go on, such as one whose limits are exceeded, raises any exception. Its
+    callers raise a `GrammarError` then, and a `GrammarDriver` ends that request alone, as "failed".
 
     Example:
       A grammar in which 3 and 5 alternate:
@@ -129,6 +161,7 @@ class GrammarLookahead:
         Raises:
           TypeError: `matchers` is not a list of matchers, or an id is not an integer.
           ValueError: an id outside the vocabulary.
+          GrammarError: a matcher has failed.
         """
         words = -(-check_int("vocab_size", vocab_size) // 32)
         self._matchers = check_matchers(matchers)
@@ -151,6 +184,7 @@ class GrammarLookahead:
 
         Raises:
           ValueError: `token_ids` is not ``[B]``.
+          GrammarError: a matcher has failed.
         """
         ids = np.asarray(token_ids)
         check_array("token_ids", ids, "[B]", {"B": len(self._matchers)})
@@ -159,19 +193,30 @@ class GrammarLookahead:
                 continue
             is_token = 0 <= token < self._vocab_size
             allowed = is_token and bool(self.bitmask[b, token // 32] >> (token % 32) & 1)
-            if allowed and not matcher.is_terminated():
-                allowed = bool(matcher.accept_token(token))
-                self._num_accepted[b] += allowed
+            with _calling(b):
+                if allowed and not matcher.is_terminated():
+                    allowed = bool(matcher.accept_token(token))
+                    self._num_accepted[b] += allowed
             self._is_reached[b] = allowed
         self._fill()
 
     def close(self) -> None:
-        """Roll the matchers back to where they were; a second call does nothing."""
-        for b, matcher in enumerate(self._matchers):
-            count, self._num_accepted[b] = self._num_accepted[b], 0
-            if matcher is not None and count:
-                matcher.rollback(count)
+        """Roll the matchers back to where they were; a second call does nothing.
+
+        Raises:
+          GrammarError: a matcher has failed; the others are where they were.
+        """
         self._is_reached = [False] * len(self._matchers)
+        with contextlib.ExitStack() as stack:
+            for b in range(len(self._matchers)):
+                stack.callback(self._roll_back, b)
+
+    def _roll_back(self, b: int) -> None:
+        matcher, count = self._matchers[b], self._num_accepted[b]
+        self._num_accepted[b] = 0
+        if matcher is not None and count:
+            with _calling(b):
+                matcher.rollback(count)
 
     def __enter__(self) -> GrammarLookahead:
         """Itself."""
@@ -187,10 +232,11 @@ class GrammarLookahead:
         for b, matcher in enumerate(self._matchers):
             if matcher is None or not self._is_reached[b]:
                 continue
-            if matcher.is_terminated():
-                rows[b] = self._end
-            else:
-                matcher.fill_next_token_bitmask(rows, b)
+            with _calling(b):
+                if matcher.is_terminated():
+                    rows[b] = self._end
+                else:
+                    matcher.fill_next_token_bitmask(rows, b)
         self.bitmask = rows.view(np.uint32)
 
 
@@ -224,6 +270,7 @@ def grammar_bitmask(
       TypeError: an argument of the wrong type, or drafts whose values are not known, under jit.
       ValueError: there is not one matcher per request, an id is outside the vocabulary, or offsets
         are out of range.
+      GrammarError: a matcher has failed; the others are where they were.
 
     Example:
       >>> import numpy as np
@@ -265,6 +312,9 @@ def grammar_bitmask(
         return [*itertools.takewhile(lambda token: 0 <= token < vocab_size, own)]
 
     _fill_rows(rows.view(np.int32), [(one, int(cu[b]) + b, tokens(b)) for b, one in known.items()])
+    for b, one in known.items():
+        with _calling(b):
+            one._check()
     return rows
 
 
@@ -283,6 +333,7 @@ def advance_matchers(
       TypeError: `matchers` is not a list of matchers.
       ValueError: there is not one list per request, or a matcher refuses a token, which masked rows
         never emit.
+      GrammarError: a matcher has failed.
 
     Example:
       >>> import jax_specdec as sd
@@ -292,9 +343,10 @@ def advance_matchers(
     require(is_one_each, "token_ids", f"have {len(matchers)} lists, one per request", token_ids)
     for b, (matcher, tokens) in enumerate(zip(matchers, token_ids, strict=True)):
         for token in tokens:
-            if matcher is None or matcher.is_terminated():
-                break
-            accepted = matcher.accept_token(int(token))
+            with _calling(b):
+                if matcher is None or matcher.is_terminated():
+                    break
+                accepted = matcher.accept_token(int(token))
             require(accepted, f"token_ids[{b}]", "hold tokens that its matcher takes", token)
 
 
@@ -439,6 +491,9 @@ class LlguidanceMatcher:
 
     `grammar_bitmask` has llguidance fill the rows of all such requests at once, in parallel.
 
+    An ``LLMatcher`` never raises: one that has failed, by a wrong grammar or a limit, allows only
+    the stop tokens, as if its text were complete. This one raises llguidance's message then.
+
     Example:
       >>> import llguidance
       >>> import jax.numpy as jnp
@@ -470,11 +525,16 @@ class LlguidanceMatcher:
         """See `GrammarMatcher`."""
         bitmask[index] = _ALL_ALLOWED
         _fill_rows(bitmask, [(self, index, [])])
+        self._check()
 
     def accept_token(self, token_id: int) -> bool:
         """See `GrammarMatcher`."""
         if not self._num_stops and token_id not in self._stops:
-            return bool(self._matcher.consume_token(token_id))
+            # A token that is refused would be a failure, for ever, if llguidance consumed it.
+            allowed = self._matcher.validate_tokens([token_id]) == 1
+            allowed = allowed and self._matcher.consume_token(token_id)
+            self._check()
+            return bool(allowed)
         self._num_stops += 1  # llguidance does not take back those after the end
         return True
 
@@ -488,6 +548,20 @@ class LlguidanceMatcher:
     def is_terminated(self) -> bool:
         """See `GrammarMatcher`; it allows stop tokens after its end."""
         return False
+
+    @property
+    def error(self) -> str:
+        """llguidance's message if the matcher has failed, and so never goes on; or empty."""
+        return str(self._matcher.get_error())
+
+    def _check(self) -> None:
+        """Do nothing, unless the matcher has failed.
+
+        Raises:
+          ValueError: it has.
+        """
+        if self._matcher.is_error():
+            raise ValueError(self.error)
 
 
 @functools.cache

@@ -500,6 +500,72 @@ def test_llguidance_takes_back_stops_and_allows_anything_after_them() -> None:
     assert not sd.LlguidanceMatcher(number().deep_copy(), [0, 1]).accept_token(2)
 
 
+class Fails(Automaton):
+    """Raises in one of its methods."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        setattr(self, name, self.fail)
+
+    def fail(self, *args: Any) -> Any:
+        raise ZeroDivisionError("too many states")
+
+
+@pytest.mark.parametrize(
+    "name", ["is_terminated", "fill_next_token_bitmask", "accept_token", "rollback"]
+)
+def test_a_matcher_that_raises_is_named_and_the_others_go_back(name: str) -> None:
+    good = [Automaton(), Automaton()]
+    drafts = sd.Drafts.from_dense(jnp.array([[1, 2]] * 3))
+    with pytest.raises(sd.GrammarError, match="^.*1.* has failed: too many states$") as error:
+        sd.grammar_bitmask([good[0], Fails(name), good[1]], drafts, vocab_size=V)
+    assert error.value.index == 1 and error.value.reason == "too many states"
+    assert [one.states for one in good] == [[0], [0]]
+
+
+@functools.cache
+def tokenizer_of_digits() -> llguidance.LLTokenizer:
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Characters()), eos_token=[0, 1])
+
+
+def llguidance_matcher(grammar: str, **limits: int) -> sd.LlguidanceMatcher:
+    few = llguidance.LLParserLimits(**limits)
+    matcher = llguidance.LLMatcher(tokenizer_of_digits(), grammar, log_level=0, limits=few)
+    return sd.LlguidanceMatcher(matcher, [0, 1])
+
+
+LONG = llguidance.LLMatcher.grammar_from_regex("[23]*2[23]{12}")
+FAILING = {  # with the drafts that are allowed before it fails
+    "a wrong grammar": (lambda: llguidance_matcher("start: ("), [], "Expected token"),
+    "limits": (lambda: llguidance_matcher(LONG, max_lexer_states=20), [4, 4, 4, 5], "many states"),
+}
+
+
+@pytest.mark.parametrize("is_delayed", [False, True])
+@pytest.mark.parametrize(("make", "drafts", "message"), FAILING.values(), ids=FAILING)
+def test_a_matcher_of_llguidance_that_fails_raises_its_message(
+    make: Callable[[], sd.LlguidanceMatcher], drafts: list[int], message: str, is_delayed: bool
+) -> None:
+    """It would allow stop tokens only, as if its text were complete."""
+    first, failing = sd.LlguidanceMatcher(number().deep_copy(), [0, 1]), make()
+    matchers: list[Any] = [first, failing]
+    if is_delayed:
+        matchers[1] = sd.DelayedMatcher(failing, [9])
+        drafts = [9, *drafts]
+    flat = sd.Drafts.from_flat(jnp.array([*drafts, 0]), jnp.array([0, len(drafts)]))
+    with pytest.raises(sd.GrammarError, match=message) as error:
+        sd.grammar_bitmask(matchers, flat, vocab_size=12)
+    assert error.value.index == 1 and message in failing.error and not first.error
+    with pytest.raises(sd.GrammarError, match=message):
+        sd.advance_matchers(matchers, [[3], [9, 4]])
+    first._check()
+
+
+def test_llguidance_goes_on_after_a_token_that_it_refuses() -> None:
+    matcher = llguidance_matcher(LONG)
+    assert [matcher.accept_token(token) for token in (7, 4, 7, 5)] == [False, True, False, True]
+
+
 class Refuses(Automaton):
     def accept_token(self, token_id: int) -> bool:
         return False

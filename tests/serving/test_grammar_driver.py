@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import _thread
 import threading
+from collections.abc import Callable
 from typing import Any
 
+import llguidance
 import numpy as np
 import pytest
 
@@ -153,16 +155,59 @@ class Broken(Cycle):
         raise RuntimeError("no mask")
 
 
-@pytest.mark.parametrize(("matcher", "error"), [(Wrong, "its matcher takes"), (Broken, "no mask")])
-def test_a_matcher_that_fails_ends_its_own_request_alone(matcher: type[Cycle], error: str) -> None:
-    served = driver(max_retries=1)
-    failing = served.submit([1], max_new_tokens=9, matcher=matcher())
-    asked: dict[str, Any] = dict(prompt=[2], max_new_tokens=9)
-    other = served.submit(**asked)
-    found = run(served)
-    assert found[failing].finish_reason == "failed"
-    assert error in (found[failing].updates[-1].error or "")
-    assert found[other].token_ids == greedy_truth(asked)
+class Forgets(Cycle):
+    """Cannot go back, once it has accepted six tokens."""
+
+    def rollback(self, num_tokens: int) -> None:
+        if len(self.tokens) > 5:
+            raise RuntimeError("no way back")
+        super().rollback(num_tokens)
+
+
+class Digits:
+    eos_token_id, bos_token_id, special_token_ids = 0, None, (0,)
+    tokens = (b"<end>", *(b"%d" % i for i in range(1, VOCAB)))
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [byte - ord("0") for byte in text]
+
+
+def llguidance_matcher(grammar: str, **limits: int) -> sd.LlguidanceMatcher:
+    words = llguidance.TokenizerWrapper(Digits())
+    few = llguidance.LLParserLimits(**limits)
+    tokenizer = llguidance.LLTokenizer(words, eos_token=[0])
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=few)
+    return sd.LlguidanceMatcher(matcher, [0])
+
+
+LONG = llguidance.LLMatcher.grammar_from_regex("[1-5]*2[1-5]{12}")
+FAILING: dict[str, tuple[Callable[[], Any], str]] = {
+    "refuses": (Wrong, "its matcher takes"),
+    "no mask": (Broken, "no mask"),
+    "no way back": (Forgets, "no way back"),
+    "a wrong grammar": (lambda: llguidance_matcher("start: ("), "Expected token"),
+    "limits": (lambda: llguidance_matcher(LONG, max_lexer_states=12), "too many states"),
+}
+
+
+@pytest.mark.parametrize(("make", "error"), FAILING.values(), ids=FAILING)
+def test_a_matcher_that_fails_ends_its_own_request_alone_and_at_once(
+    make: Callable[[], Any], error: str
+) -> None:
+    served, undisturbed = driver(), driver()
+    asked: dict[str, Any] = dict(max_new_tokens=12, temperature=1.0, stop_token_ids=[0])
+    failing = served.submit([1], **asked, matcher=make())
+    for seed in range(2):
+        for one in (served, undisturbed):
+            one.submit([2], **asked, seed=seed)
+            one.submit([3], **asked, seed=seed, matcher=Cycle())
+    found, expected = run(served), run(undisturbed)
+    *_, last = found.pop(failing).updates
+    assert last.finish_reason == "failed" and not last.token_ids and last.status == sd.Status.OK
+    assert last.error is not None and "matcher" in last.error and error in last.error
+    assert [one.token_ids for one in found.values()] == [one.token_ids for one in expected.values()]
+    assert all(update.error is None for one in found.values() for update in one.updates)
+    assert served.serving_stats().num_failed_calls == 0 and served.is_idle
 
 
 def test_something_else_than_a_matcher_is_refused_and_queues_nothing() -> None:

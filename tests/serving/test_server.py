@@ -463,9 +463,7 @@ def test_requests_with_and_without_a_grammar_run_side_by_side(running: Running) 
     assert json.loads(texts[1])["size"] >= 0
 
 
-def test_a_schema_that_cannot_be_used_is_refused(
-    running: Running, site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_schema_that_cannot_be_used_is_refused(running: Running) -> None:
     def refuse(schema: Any, match: str) -> None:
         wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         with pytest.raises(openai.BadRequestError, match=match) as error:
@@ -474,13 +472,23 @@ def test_a_schema_that_cannot_be_used_is_refused(
 
     refuse({"type": "nonsense"}, "cannot be used: Invalid type")
     refuse({"enum": ["x" * 2**16]}, "at most 65536 bytes")
-    monkeypatch.setattr(running.server.words, "_limits", Limits(schema_seconds=0.05))
-    monkeypatch.setattr(running.server.words, "_compile", lambda schema: time.sleep(0.5))
-    refuse(SCHEMA, "takes longer than 0.05 s")
-    monkeypatch.setattr(running.server.words, "_grammar_tokenizer", None)
-    refuse(SCHEMA, "needs the llguidance library")
-    monkeypatch.setattr(running.server.words, "stop_token_ids", ())
-    refuse(SCHEMA, "needs a model with a stop token")
+    refuse({"type": "integer", "multipleOf": 999983}, "takes more than 5 s or 48 MiB")
+
+
+def test_a_schema_that_fails_in_the_middle_of_a_text_is_an_error(running: Running) -> None:
+    """Its limits are exceeded there; the text must not end as if it were complete."""
+    keys = {"type": "object", "properties": {f"k{i}": {} for i in range(900)}}
+    late = {"type": "array", "prefixItems": [{"enum": [1, 2]}, keys], "minItems": 2}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": late}}
+    asked = {"max_tokens": 30, "extra_body": {"response_format": form}}
+    match = "response_format cannot be followed to its end: .* items; max is 2000"
+    with concurrent_threads() as run:
+        other = run(lambda: greedy(running, max_tokens=NUM_NEW).choices[0].text)
+        with pytest.raises(openai.BadRequestError, match=match) as error:
+            greedy(running, **asked)
+    assert error.value.param == "response_format" and other() == TEXT
+    with pytest.raises(openai.APIError, match=match):
+        list(greedy(running, stream=True, **asked))
 
 
 # What is refused

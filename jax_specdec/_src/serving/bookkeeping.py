@@ -27,14 +27,15 @@ class RequestUpdate:
       token_ids: new tokens, a stop token included.
       finish_reason: None while the request goes on. "length": its budget is spent. "stop": it
         emitted a stop token. "failed": it could not be verified (`status` says why), or the device
-        failed too often (`error`).
+        failed too often or its matcher did (`error`).
       status: `Status.OK`, or why the request could not be verified.
       num_proposed: drafts offered to the verification.
       num_accepted: drafts that were accepted, counted before a stop token or the budget cuts them.
       logprobs: `TokenLogprobs` of NumPy arrays, one row for each new token; None unless the engine
         has them.
-      error: the device's message, if a call failed that this request was in. Such an update has no
-        tokens. If it has no finish reason either, the request is read again and goes on.
+      error: the device's message, if a call failed that this request was in, or its matcher's, if
+        that failed. Such an update has no tokens. If it has no finish reason either, the request is
+        read again and goes on.
 
     Example:
       >>> import jax_specdec as sd

@@ -10,13 +10,14 @@ import jax
 import numpy as np
 
 from jax_specdec._src.grammar import (
+    GrammarError,
     GrammarMatcher,
     advance_matchers,
     check_matchers,
     grammar_bitmask,
 )
 from jax_specdec._src.serving import programs
-from jax_specdec._src.serving.bookkeeping import Matching, ServedRequest
+from jax_specdec._src.serving.bookkeeping import Matching, RequestUpdate, ServedRequest
 from jax_specdec._src.serving.driver import EngineDriver, awaiting
 from jax_specdec._src.serving.options import RequestFields, RequestOptions
 from jax_specdec._src.types import Drafts
@@ -106,8 +107,9 @@ class GrammarDriver(EngineDriver):
           options: what the request asks for.
           matcher: at the beginning of its grammar, and of this request alone; made for the
             target's vocabulary. It is called in a thread of the driver's; if it raises, its request
-            is in a failed call. Where it has terminated, it allows every token: to end the text,
-            let it allow a stop token only. None for no grammar.
+            ends as "failed", with what it said as the `error`, and no other notices. Where it has
+            terminated, it allows every token: to end the text, let it allow a stop token only. None
+            for no grammar.
           **fields: of `RequestOptions`.
 
         Raises:
@@ -141,19 +143,47 @@ class GrammarDriver(EngineDriver):
         state = self._call(requests, programs.draft, draft_params, state, *features)
         with awaiting(requests):
             drafts = Drafts.from_dense(jax.device_get(state.draft_token_ids))
-        mask = self._thread.submit(self._token_bitmask, slots, drafts).result()
-        self._add_step(slots, *self._call(requests, programs.verify, params, state, mask))
+        mask, failed = self._thread.submit(self._token_bitmask, slots, drafts).result()
+        going_on = {slot: one for slot, one in slots.items() if slot not in failed}
+        self._add_step(going_on, *self._call(requests, programs.verify, params, state, mask))
+        for slot, reason in failed.items():
+            self._fail(slot, f"the matcher has failed: {reason}")
 
-    def _token_bitmask(self, slots: Mapping[int, ServedRequest], drafts: Drafts) -> np.ndarray:
-        """``[S*(K+1), ceil(V/32)]`` uint32, after every matcher has accepted its new tokens."""
+    def _token_bitmask(
+        self, slots: Mapping[int, ServedRequest], drafts: Drafts
+    ) -> tuple[np.ndarray, dict[int, str]]:
+        """The masks, after every matcher has accepted its new tokens, and which have failed.
+
+        Returns:
+          ``[S*(K+1), ceil(V/32)]`` uint32; and by slot, why its matcher has failed. The rows of
+          such a slot allow everything.
+        """
         matchers: list[GrammarMatcher | None] = [None] * self.engine.num_slots
+        failed: dict[int, str] = {}
         for slot, request in slots.items():
             if (matching := request.matching) is None:
                 continue
-            matchers[slot] = matching.matcher
-            with awaiting([request]):
+            try:
                 for token in request.token_ids[request.prompt_length + matching.num_accepted :]:
                     advance_matchers([matching.matcher], [[token]])
                     matching.num_accepted += 1
+                matchers[slot] = matching.matcher
+            except GrammarError as error:
+                failed[slot] = error.reason
+            except ValueError as error:  # it refuses a token that it had allowed
+                failed[slot] = str(error)
         with awaiting(one for one in slots.values() if one.matching is not None):
-            return grammar_bitmask(matchers, drafts, vocab_size=self.engine.model.vocab_size)
+            while True:
+                try:
+                    vocab_size = self.engine.model.vocab_size
+                    return grammar_bitmask(matchers, drafts, vocab_size=vocab_size), failed
+                except GrammarError as error:
+                    failed[error.index] = error.reason
+                    matchers[error.index] = None
+
+    def _fail(self, slot: int, message: str) -> None:
+        """End a request that runs."""
+        host, slots = self._host, dict(self._host.slots)
+        update = RequestUpdate(slots.pop(slot).request_id, [], "failed", error=message)
+        self._host = host._replace(slots=slots, updates=(*host.updates, update))
+        self._empty(slot)

@@ -222,6 +222,10 @@ class Answer:
             if self._texts[choice].is_done:
                 continue
             if update.finish_reason == "failed":
+                matcher = self._asked.choices[choice].get("matcher")
+                if matcher is not None and matcher.error:
+                    name, why = "response_format", matcher.error.partition("\n")[0]
+                    raise ApiError(f"{name} cannot be followed to its end: {why}", name)
                 message = update.error or f"the text cannot be verified: {update.status.name}"
                 raise ApiError(message, status=500)
             try:

@@ -21,7 +21,9 @@ class Limits:
     send_seconds: float = 60.0  # for what was sent to be read
     body_bytes: int = 2**20
     schema_bytes: int = 2**16
-    schema_seconds: float = 5.0
+    schema_seconds: int = 5  # of processor time, to compile it
+    schema_mebibytes: int = 48  # of the process in which it is compiled first
+    schema_processes: int = 8
     unsent_updates: int = 256  # of a request, while its client does not read
     status_seconds: float = 5.0  # between two status lines
 

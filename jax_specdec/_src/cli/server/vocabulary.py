@@ -10,7 +10,9 @@ import json
 from typing import Any
 
 import jax_specdec as sd
+from jax_specdec._src.cli import terminal
 from jax_specdec._src.cli.models import Models
+from jax_specdec._src.cli.server import schemas
 from jax_specdec._src.cli.server.limits import ApiError, Json, Limits
 from jax_specdec._src.models.fields import shown
 
@@ -24,10 +26,10 @@ class Vocabulary:
         self.special_tokens = {} if models.tokenizer is None else models.tokenizer.special_tokens
         self.token = functools.lru_cache(2**16)(self._token)
         self._size = models.target.model.vocab_size
-        self._compilers = concurrent.futures.ThreadPoolExecutor(2)
-        self._grammar_tokenizer: Any = None
-        if importlib.util.find_spec("llguidance") is not None and self.stop_token_ids:
-            self._grammar_tokenizer = self._for_grammars()
+        # Each thread waits for the process of one schema.
+        self._compilers = concurrent.futures.ThreadPoolExecutor(limits.schema_processes)
+        self._try_schema = functools.lru_cache(64)(schemas.try_schema)  # no errors: they raise
+        self._grammar_tokenizer, self._without_schemas = self._for_grammars()
 
     def encode(self, prompt: str | list[int]) -> list[int]:
         """The token ids of a prompt, which may be ids already.
@@ -74,55 +76,52 @@ class Vocabulary:
         """Matchers of a JSON schema, all at its beginning.
 
         Raises:
-          ApiError: llguidance is missing, or the schema is too large, wrong, or takes too long.
+          ApiError: this server has no schemas, or this one is too large, wrong, or takes too much.
         """
         name, limits = "response_format", self._limits
-        if not self.stop_token_ids:
-            raise ApiError(f"{name} needs a model with a stop token", name)
-        if self._grammar_tokenizer is None:
-            raise ApiError(f"{name} needs the llguidance library on the server", name)
+        if self._without_schemas:
+            raise ApiError(f"{name} {self._without_schemas}", name)
         text = json.dumps(schema)
         if len(text) > limits.schema_bytes:
             raise ApiError(
                 f"{name} must have a schema of at most {limits.schema_bytes} bytes", name
             )
-        compiling = asyncio.wrap_future(self._compilers.submit(self._compile, text))
         try:
-            matcher = await asyncio.wait_for(compiling, limits.schema_seconds)
-        except TimeoutError:
-            seconds = f"{limits.schema_seconds:g} s"
-            raise ApiError(f"{name} has a schema that takes longer than {seconds}", name) from None
+            matcher = await asyncio.wrap_future(self._compilers.submit(self._compile, text))
         except ValueError as error:
             raise ApiError(f"{name} has a schema that cannot be used: {error}", name) from error
         copies = [matcher.deep_copy() for _ in range(count)]
         return [sd.LlguidanceMatcher(one, self.stop_token_ids) for one in copies]
 
     def _compile(self, schema: str) -> Any:
+        self._try_schema(schema, self._limits.schema_seconds, self._limits.schema_mebibytes)
+        return schemas.compile_schema(schema, self._grammar_tokenizer)
+
+    def _for_grammars(self) -> tuple[Any, str]:
+        """llguidance's tokenizer; or why there is none, and no request can have a schema."""
+        if not self.stop_token_ids:
+            return None, "needs a model with a stop token"
+        if importlib.util.find_spec("llguidance") is None:
+            return None, "needs the llguidance library on the server"
+        try:
+            tokenizer = self._llguidance_tokenizer()
+            schemas.compile_schema("{}", tokenizer)
+            self._try_schema("{}", self._limits.schema_seconds, self._limits.schema_mebibytes)
+            return tokenizer, ""
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in Rust is no Exception
+            why = f"cannot be used: llguidance fails with this tokenizer: {error!s:.200}"
+            terminal.log(f"response_format {why}")
+            return None, why
+
+    def _llguidance_tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            return schemas.byte_tokenizer()
         import llguidance
 
-        # Without blanks: a model may write them until its budget ends.
-        compact: Any = {"whitespace_flexible": False}
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=compact)
-        matcher = llguidance.LLMatcher(self._grammar_tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            raise ValueError(matcher.get_error()[:500])
-        return matcher
-
-    def _for_grammars(self) -> Any:
-        import llguidance
-
-        stops = list(self.stop_token_ids)
-        if self._tokenizer is not None:
-            text = self._tokenizer.library_tokenizer.to_str()
-            return llguidance.LLTokenizer(text, n_vocab=self._size, eos_token=stops)
-        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes), eos_token=stops)
-
-
-class _Bytes:
-    """The tokens of the embedded target, for llguidance."""
-
-    eos_token_id, bos_token_id, special_token_ids = 0, None, [0]
-    tokens = [b"<|end|>", *(bytes([i]) for i in range(1, 256))]
-
-    def __new__(cls, text: bytes) -> Any:  # what llguidance calls to tokenize
-        return list(text)
+        described = json.loads(self._tokenizer.library_tokenizer.to_str())
+        added = described["added_tokens"]  # also those that the model does not have
+        described["added_tokens"] = [token for token in added if token["id"] < self._size]
+        stops = [*self.stop_token_ids]
+        return llguidance.LLTokenizer(json.dumps(described), n_vocab=self._size, eos_token=stops)

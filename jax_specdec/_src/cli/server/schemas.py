@@ -1,0 +1,114 @@
+"""JSON schemas for llguidance, tried first in a process that has little time and memory.
+
+llguidance bounds what a mask costs, but not what compiling costs: a string that must match two
+dozen patterns takes gigabytes, and nothing stops a thread. This file is that process's script, too,
+so it imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+_REFUSED = 3
+"""Exit status of the process where llguidance says what is wrong; it is printed."""
+
+
+def byte_tokenizer() -> Any:
+    """llguidance's tokenizer whose tokens are bytes, and whose token 0 ends a text."""
+    import llguidance
+
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes), eos_token=[0])
+
+
+class _Bytes:
+    eos_token_id, bos_token_id, special_token_ids = 0, None, [0]
+    tokens = [b"<|end|>", *(bytes([i]) for i in range(1, 256))]
+
+    def __new__(cls, text: bytes) -> Any:  # what llguidance calls to tokenize
+        return list(text)
+
+
+def compile_schema(schema: str, tokenizer: Any) -> Any:
+    """An ``LLMatcher`` at the beginning of a JSON schema, which has made its first mask.
+
+    Raises:
+      ValueError: llguidance refuses the schema.
+    """
+    import llguidance
+
+    # Without blanks: a model may write them until its budget ends.
+    compact: Any = {"whitespace_flexible": False}
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=compact)
+    # A state takes about 1 kB. Other limits of a step are llguidance's: some 20 ms.
+    limits = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    matcher.compute_bitmask()
+    _check(matcher)
+    return matcher
+
+
+def _check(matcher: Any) -> None:
+    if matcher.is_error():
+        message = matcher.get_error().partition("\n<non-verbose")[0]
+        raise ValueError("no text follows it" if message == "NoExtensionBias" else message[:500])
+
+
+def try_schema(schema: str, seconds: int, mebibytes: int) -> None:
+    """Compile a schema in a process of its own, and begin texts of all kinds.
+
+    Args:
+      schema: JSON.
+      seconds: of processor time that it may take.
+      mebibytes: of memory that the process may take. Only Linux keeps this bound.
+
+    Raises:
+      ValueError: llguidance refuses the schema, or it takes too much, or the process fails.
+    """
+    command = [sys.executable, "-P", "-X", "utf8", __file__, str(seconds), str(mebibytes)]
+    done = subprocess.run(  # in a session of its own, which no Ctrl-C of a terminal reaches
+        command, input=schema, encoding="utf-8", capture_output=True, start_new_session=True
+    )
+    if done.returncode == _REFUSED:
+        raise ValueError(done.stdout)
+    if done.returncode < 0:  # killed, or ended by Rust for want of memory
+        raise ValueError(f"compiling it takes more than {seconds} s or {mebibytes} MiB")
+    if done.returncode > 0:  # such as a Python without llguidance
+        raise ValueError(done.stderr.strip().rpartition("\n")[2][:200])
+
+
+def _begin_texts(matcher: Any) -> None:
+    """Follow a grammar of bytes behind every first byte, as far as the next bytes are forced.
+
+    Objects of many keys and long counts fail there, not at their first mask.
+
+    Raises:
+      ValueError: it fails.
+    """
+    for byte, is_allowed in enumerate(matcher.compute_logit_bias()):
+        if is_allowed:
+            text = matcher.deep_copy()
+            text.consume_token(byte)
+            text.consume_tokens(text.compute_ff_tokens())
+            text.compute_bitmask()
+            _check(text)
+
+
+def _main() -> None:
+    import resource
+
+    tokenizer = byte_tokenizer()
+    seconds, mebibytes = int(sys.argv[1]), int(sys.argv[2])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_DATA, (mebibytes << 20,) * 2)
+    try:
+        _begin_texts(compile_schema(sys.stdin.read(), tokenizer))
+    except ValueError as error:
+        print(error, end="")
+        sys.exit(_REFUSED)
+
+
+if __name__ == "__main__":
+    _main()
