@@ -11,12 +11,15 @@ from types import FrameType
 
 def main() -> None:
     """Import the command line and run it."""
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is signal.default_int_handler:  # the caller may have interrupts ignored
-        signal.signal(signal.SIGINT, _interrupted)
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    handlers = {number: signal.getsignal(number) for number in defaults}
+    for number, handler in handlers.items():
+        if handler is defaults[number]:  # the caller may have interrupts ignored
+            signal.signal(number, _interrupted)
     from jax_specdec.__main__ import main as run
 
-    signal.signal(signal.SIGINT, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     run()
 
 

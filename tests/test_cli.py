@@ -89,6 +89,11 @@ class Terminal(io.StringIO):
         return True
 
 
+class Full(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
 # Generating
 
 
@@ -557,10 +562,6 @@ def test_a_reader_that_leaves_ends_the_command_quietly(
 def test_a_full_disk_is_named_in_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Full(io.StringIO):
-        def write(self, text: str) -> int:
-            raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(sys, "stdout", Full())
     with pytest.raises(SystemExit) as exit_:
         main(["generate", TINY_PROMPT, *TINY])
@@ -569,11 +570,23 @@ def test_a_full_disk_is_named_in_one_line(
     assert error == "jax-specdec: output cannot be written: No space left on device\n"
 
 
+def test_without_room_for_the_message_the_exit_code_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, Full())
+    with pytest.raises(SystemExit) as exit_:
+        main(["generate", TINY_PROMPT, *TINY])
+    assert exit_.value.code == 1
+
+
 # Interrupts, in processes of their own
 
 
-def interrupt(command: list[str], when: str, **environment: str) -> tuple[int, str, list[str]]:
-    """Runs a command, and interrupts it once a line of standard error holds `when`.
+def interrupt(
+    command: list[str], when: str, number: int = signal.SIGINT, **environment: str
+) -> tuple[int, str, list[str]]:
+    """Runs a command, and sends it a signal once a line of standard error holds `when`.
 
     Returns:
       The exit code, standard output, and the lines of standard error from then on.
@@ -585,28 +598,30 @@ def interrupt(command: list[str], when: str, **environment: str) -> tuple[int, s
         assert process.stderr is not None
         for line in process.stderr:
             if when in line:
-                process.send_signal(signal.SIGINT)
+                process.send_signal(number)
                 break
         out, rest = process.communicate(timeout=60)
         return process.returncode, out, rest.splitlines()
 
 
-def test_an_interrupt_while_compiling_ends_it_in_one_line() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_compiling_ends_it_in_one_line(number: int) -> None:
     command = [sys.executable, "-m", "jax_specdec", "generate", PROMPT, NO_CACHE]
     compiling = "Compiling jit(prefilled_state)"
-    code, out, lines = interrupt(command, compiling, JAX_LOG_COMPILES="1")
-    assert (code, out) == (130, "")
+    code, out, lines = interrupt(command, compiling, number, JAX_LOG_COMPILES="1")
+    assert (code, out) == (128 + number, "")
     compiled = "Finished XLA compilation of jit(prefilled_state)"
     assert [line for line in lines if compiled in line] == []
     assert lines[-1] == "jax-specdec: interrupted"
     assert "Traceback" not in "".join(lines)
 
 
-def test_an_interrupt_while_importing_does_too() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_importing_does_too(number: int) -> None:
     program = "import jax_specdec_command; jax_specdec_command.main()"
     command = [sys.executable, "-X", "importtime", "-c", program, "generate", PROMPT]
-    code, out, lines = interrupt(command, "numpy")
-    assert (code, out) == (130, "")
+    code, out, lines = interrupt(command, "numpy", number)
+    assert (code, out) == (128 + number, "")
     assert lines[-1] == "jax-specdec: interrupted"
     assert [line for line in lines if not line.startswith("import time:")] == lines[-1:]
 

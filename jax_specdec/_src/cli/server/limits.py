@@ -19,6 +19,7 @@ class Limits:
     connections: int = 512
     request_seconds: float = 30.0  # for all of a request to arrive
     send_seconds: float = 60.0  # for what was sent to be read
+    early_bytes: int = 2**16  # that a client may send before it has its answer
     body_bytes: int = 2**20
     choices: int = 16  # prompts of a request times n
     stops: int = 16
@@ -28,6 +29,7 @@ class Limits:
     schema_seconds: float = 5.0
     unsent_updates: int = 256  # of a request, while its client does not read
     status_seconds: float = 5.0  # between two status lines
+    failed_seconds: float = 2.0  # from a failure of the engine to the end of the server
 
 
 class ApiError(Exception):
